@@ -190,7 +190,7 @@ def _files(directory: AnyPath, checksums: FileChecksums | None) -> dict[str, lis
     """File name -> the tensors that the index names in it; none where there is no index."""
     index = directory / INDEX_NAME
     if exists(index):
-        return _indexed(index, checksums)
+        return indexed_files(index, checksums)
     if exists(directory / SINGLE_NAME):
         return {SINGLE_NAME: []}
     names = [path.name for path in list_directory(directory)]
@@ -221,8 +221,17 @@ def _shortened(names: list[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
-def _indexed(index: AnyPath, checksums: FileChecksums | None) -> dict[str, list[str]]:
-    raw = read_exported(index.parent, checksums, INDEX_NAME, MAX_INDEX_BYTES)
+def indexed_files(index: AnyPath, checksums: FileChecksums | None) -> dict[str, list[str]]:
+    """Return the tensors of every file of an index.
+
+    Args:
+        index: the index, beside its files.
+        checksums: with which it is compared.
+    Raises:
+        Corrupt: files are missing.
+        FormatError: the index is malformed, or lists a file outside its directory.
+    """
+    raw = read_exported(index.parent, checksums, index.name, MAX_INDEX_BYTES)
     try:
         weight_map = parse_json(raw)["weight_map"]
         pairs = [(tensor, _text(name)) for tensor, name in weight_map.items()]

@@ -166,7 +166,7 @@ def open_ranked(directory: AnyPath, format_: Format) -> OpenedCheckpoint:
     cuts = assembly.cuts
 
     def describe(config: dict[str, Any]) -> StoredModel:
-        return _described(catalog, config, cuts)
+        return stored_model(catalog, config, cuts)
 
     return OpenedCheckpoint(
         format_,
@@ -554,7 +554,7 @@ def described(directory: AnyPath, config: Mapping[str, Any]) -> ModelDescription
     return ModelDescription(config, partial=True)
 
 
-def _described(catalog: Catalog, config: dict[str, Any], cuts: Mapping[str, Shape]) -> StoredModel:
+def stored_model(catalog: Catalog, config: dict[str, Any], cuts: Mapping[str, Shape]) -> StoredModel:
     """Return the mapping that a save of this package would have stored.
 
     Raises:

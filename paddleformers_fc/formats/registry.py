@@ -15,6 +15,7 @@ from paddleformers_fc.formats.paddle_distcp import PADDLE_DISTCP
 from paddleformers_fc.formats.paddleformers_lora import LORA_CONFIG_NAME, PADDLEFORMERS_LORA
 from paddleformers_fc.formats.peft import ADAPTER_CONFIG_NAME, PEFT
 from paddleformers_fc.formats.sharding_io import SHARDING_IO
+from paddleformers_fc.formats.unified import UNIFIED
 from paddleformers_fc.storage.files import exists, list_directory
 from paddleformers_fc.storage.manifest import MANIFEST_NAME
 from paddleformers_fc.storage.names import parse_step
@@ -25,6 +26,7 @@ SAVED, EXPORTED = FLEX, HUGGINGFACE
 
 FORMATS: tuple[Format, ...] = (
     FLEX,
+    UNIFIED,
     LEGACY_HYBRID,
     SHARDING_IO,
     HUGGINGFACE,

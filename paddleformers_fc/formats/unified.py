@@ -1,0 +1,481 @@
+"""Unified checkpoints of PaddleFormers' Trainer: safetensors files of weights and of states.
+
+=========================================  ================================================
+``model-0000i-of-N.safetensors``           weights by the name of their parameter
+``optimizer-0000i-of-N.safetensors``       states, such as ``lm_head.weight/moment1_0``
+``master_weights-0000i-of-N.safetensors``  master weights by the name of their parameter
+=========================================  ================================================
+
+Each kind has an index, ``optimizer.safetensors.index.json``, or is one file without a number. Tensor-parallel parts are
+merged. States and master weights have the orientation of the model. Weights of linear layers have that of open weights
+in files whose metadata contain ``format: pt``: proved by the shape of the states or by the declaration of the family,
+and for square weights by other layers of the same name. A state that several sharding ranks store in ranges of elements
+is joined in the order of the files. Expert-parallel ranks may count their experts from 0: the same names are then in
+several files, and the order of the files gives the offset.
+
+There are no checksums, and files of weights record no step. The powers of Adam's betas show the steps of the files of
+states.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from paddleformers_fc.errors import Corrupt, FormatError
+from paddleformers_fc.families import family_for
+from paddleformers_fc.families.bind import family_sizes
+from paddleformers_fc.families.local import LocalShapes
+from paddleformers_fc.families.registry import is_known
+from paddleformers_fc.formats.catalog import Catalog, StoredTensor, gather_shards
+from paddleformers_fc.formats.checkpoint import (
+    CONFIG_NAME,
+    Format,
+    OpenedCheckpoint,
+    StoredModel,
+    StoredShard,
+    parse_config,
+    stored_boxes,
+)
+from paddleformers_fc.formats.checks import CheckList
+from paddleformers_fc.formats.huggingface import HUGGINGFACE, indexed_files, model_documents, read_description
+from paddleformers_fc.formats.paddle_distcp import PADDLE_DISTCP
+from paddleformers_fc.formats.rank_files import AGAIN, EMA, OPTIMIZER, FileArray, is_rank_file, refuse_mixed
+from paddleformers_fc.formats.rank_shards import described, held_otherwise, stored_model
+from paddleformers_fc.formats.sharded_pieces import arrange
+from paddleformers_fc.formats.stock_run import run_documents, run_reader
+from paddleformers_fc.layout.roles import (
+    MASTER,
+    MASTER_WEIGHT,
+    MODEL_STATE,
+    OPTIMIZER_STATE,
+    StateShape,
+    split_state_name,
+)
+from paddleformers_fc.layout.shards import Shard
+from paddleformers_fc.mapping import Shape
+from paddleformers_fc.mapping.boxes import whole
+from paddleformers_fc.mapping.folding import fold
+from paddleformers_fc.storage.checksum import BlockHasher
+from paddleformers_fc.storage.dtypes import from_safetensors, item_size, to_safetensors
+from paddleformers_fc.storage.files import list_directory, open_local, read_range
+from paddleformers_fc.storage.identity import identities_of
+from paddleformers_fc.storage.paths import AnyPath, require_local
+from paddleformers_fc.storage.safetensors import Header, read_header
+from paddleformers_fc.text import count_text
+
+_WEIGHTS, _STATES, _MASTERS = "model", "optimizer", "master_weights"
+_KINDS = (_WEIGHTS, _STATES, _MASTERS)
+_FILE = re.compile(r"(model|optimizer|master_weights)(?:-[0-9]{5}-of-([0-9]{5}))?\.safetensors")
+_UNMERGED = re.compile(r"(?:optimizer|master_weights)(?:\.[a-z0-9_]+\.safetensors|.*\.safetensors_shard_[0-9]{4})")
+"""Files of ``ignore_merge_optimizer``: one per rank, with parts that nothing describes."""
+_OF_TORCH = "pt"
+"""The ``format`` of files whose linear weights have the orientation of open weights."""
+_OF_LAYER = ".weight"
+_LINEAR = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"})
+"""Layers that PaddleFormers transposes in every family that has them, see ``transpose_weight_keys``."""
+_SIBLINGS = {"q_proj": "k_proj"}
+"""A layer that is transposed only in families that have the other one beside it."""
+_EXPERT = re.compile(r"(.*\.experts\.)([0-9]{1,6})(\..*)")
+_HALF = ("bfloat16", "float16")
+_FLOATS = ("float16", "float32", "float64")
+_POWERS = ("beta1_pow_acc_0", "beta2_pow_acc_0")
+
+Arrays = dict[str, list[FileArray]]
+"""The arrays of a name, in the order of their files."""
+
+
+@dataclass(frozen=True)
+class _Content:
+    """The arrays of all files of one kind, and the files of open weights' orientation."""
+
+    arrays: Arrays = field(default_factory=dict)
+    turned: frozenset[str] = frozenset()
+
+
+def open_unified(directory: AnyPath) -> OpenedCheckpoint:
+    """Open a unified checkpoint.
+
+    Args:
+        directory: the directory.
+    Raises:
+        Corrupt: files or tensors that an index lists are missing, files are of different steps, or tensors are not
+            stored whole; all of them.
+        FormatError: files of two checkpoints, of ``ignore_merge_optimizer`` or of quantised states.
+        MappingError: the family of the model does not declare a tensor.
+    """
+    directory = require_local(directory, "A unified checkpoint")
+    names = sorted(path.name for path in list_directory(directory))
+    _refuse_others(directory, names)
+    raw = read_description(directory, CONFIG_NAME)
+    config = {} if raw is None else parse_config(raw, directory / CONFIG_NAME)
+    listed = {kind: _files(directory, kind, names) for kind in _KINDS}
+    # Before the headers: the bytes that are read later must be those of these files.
+    identities = identities_of(directory / name for files in listed.values() for name in files)
+    contents = {kind: _content(directory, files) for kind, files in listed.items()}
+    _refuse_steps(directory, contents[_STATES].arrays)
+    assembly = _Assembly(directory, config, contents)
+    catalog = Catalog(directory, assembly.roles(), identities)
+    faults = [*assembly.faults, *catalog.faults()]
+    if faults:
+        raise Corrupt(
+            f"The checkpoint does not contain all of its model, whole and once: {count_text(len(faults), 'fault')}.",
+            where=str(directory),
+            evidence=fold(faults),
+            next_step=AGAIN,
+        )
+    hasher = BlockHasher()
+    hasher.update(raw or b"")
+    recorded = {} if raw is None else {CONFIG_NAME: hasher.file_checksum(CONFIG_NAME)}
+    cuts = {name: (1,) * len(one.shape) for name, one in catalog.roles[MODEL_STATE].items()}
+
+    def describe(config: dict[str, Any]) -> StoredModel:
+        return stored_model(catalog, config, cuts)
+
+    return OpenedCheckpoint(
+        UNIFIED,
+        catalog,
+        config,
+        lambda: describe(config),
+        recorded,
+        find_unrecorded=lambda: {**model_documents(directory), **run_documents(directory)},
+        describe_as=describe,
+        read_run=run_reader(directory, catalog),
+    )
+
+
+def _refuse_others(directory: Path, names: Sequence[str]) -> None:
+    """Refuse files of other checkpoints, and those of which nothing describes the parts."""
+    mixed = [[name, "safetensors files of states"] for name in names if is_rank_file(name, OPTIMIZER, EMA)]
+    if PADDLE_DISTCP.recognises(directory):
+        mixed.append([MODEL_STATE, "safetensors files of states"])
+    refuse_mixed(directory, mixed)
+    unmerged = [name for name in names if _UNMERGED.fullmatch(name)]
+    if unmerged:
+        raise FormatError(
+            f"{directory} contains unmerged files of optimizer states.",
+            where=str(directory),
+            evidence=fold(unmerged),
+            next_step="Resume it with PaddleFormers, and save it without ignore_merge_optimizer.",
+        )
+
+
+def _files(directory: Path, kind: str, names: Sequence[str]) -> dict[str, list[str]]:
+    """Return the files of a kind, and the tensors that the index lists in each.
+
+    Files of the same numbering that the index does not list are among them: of expert-parallel ranks that count their
+    experts from 0, it lists one alone.
+    """
+    index, single = f"{kind}.safetensors.index.json", f"{kind}.safetensors"
+    own = {name: found[2] for name in names if (found := _FILE.fullmatch(name)) and found[1] == kind}
+    numbered = [name for name, total in own.items() if total]
+    if index in names:
+        files = indexed_files(directory / index, None)
+        totals = {found[2] for name in files if (found := _FILE.fullmatch(name))}
+        files |= {name: [] for name in numbered if own[name] in totals and name not in files}
+    elif single in own:
+        files = {single: []}
+    elif numbered:
+        raise Corrupt(f"{directory} has no {index}.", where=str(directory), evidence=numbered[:8], next_step=AGAIN)
+    else:
+        return {}
+    others = [name for name in own if name not in files]
+    refuse_mixed(directory, [[*others[:8], *list(files)[:1]]] if others else [])
+    return dict(sorted(files.items()))
+
+
+def _content(directory: Path, files: Mapping[str, Sequence[str]]) -> _Content:
+    """Return the arrays of the files of one kind.
+
+    Raises:
+        Corrupt: a file lacks a tensor that the index lists in it.
+    """
+    headers: dict[str, Header] = {name: read_header(directory / name) for name in files}
+    faults = [
+        f"{tensor}: {name} does not contain it"
+        for name, listed in files.items()
+        for tensor in listed
+        if tensor not in headers[name].tensors
+    ]
+    if faults:
+        raise Corrupt(
+            f"An index lists {count_text(len(faults), 'tensor')} that its files lack.",
+            where=str(directory),
+            evidence=fold(faults),
+            next_step=AGAIN,
+        )
+    arrays: Arrays = {}
+    for name, header in headers.items():
+        for tensor, entry in header.tensors.items():
+            array = FileArray(name, entry.begin, entry.shape, from_safetensors(entry.dtype))
+            arrays.setdefault(tensor, []).append(array)
+    turned = (name for name, header in headers.items() if header.metadata.get("format") == _OF_TORCH)
+    return _Content(arrays, frozenset(turned))
+
+
+def _refuse_steps(directory: Path, states: Arrays) -> None:
+    """Refuse files whose states made different numbers of steps. A parameter without a gradient makes fewer."""
+    least: dict[str, dict[str, float]] = {}
+    for name, arrays in states.items():
+        power = name.rpartition("/")[2]
+        for array in arrays if power in _POWERS else ():
+            if array.dtype == "float32" and array.shape in ((), (1,)):
+                known = least.setdefault(array.file, {})
+                known[power] = min(known.get(power, 1.0), _number(directory, array))
+    if len({tuple(sorted(one.items())) for one in least.values()}) > 1:
+        raise Corrupt(
+            f"{directory} contains files of different steps.",
+            where=str(directory),
+            evidence=[f"{name}: {power} is {number:g}" for name, one in least.items() for power, number in one.items()],
+            next_step=AGAIN,
+        )
+
+
+def _number(directory: Path, array: FileArray) -> float:
+    with open_local(directory / array.file) as file:
+        return float(np.frombuffer(read_range(file, array.begin, 4), "<f4")[0])
+
+
+@dataclass
+class _Assembly:
+    """Makes tensors of the arrays of all files.
+
+    Args:
+        directory: the checkpoint.
+        config: its configuration; empty if there is none.
+        contents: what the files of each kind contain.
+    Attributes:
+        faults: why the files are not one whole checkpoint.
+    """
+
+    directory: Path
+    config: Mapping[str, Any]
+    contents: Mapping[str, _Content]
+    faults: list[str] = field(default_factory=list)
+    _shapes: dict[str, Shape] = field(default_factory=dict)
+
+    def roles(self) -> dict[str, dict[str, StoredTensor]]:
+        """Return the tensors by role."""
+        arrays = {kind: self._renumbered(content.arrays) for kind, content in self.contents.items()}
+        states = {
+            OPTIMIZER_STATE: self._named(arrays[_STATES]),
+            # Parameters of float32 are copied into the files of master weights, and have none.
+            MASTER_WEIGHT: {
+                name + MASTER.suffix: own
+                for name, own in arrays[_MASTERS].items()
+                if name not in arrays[_WEIGHTS] or arrays[_WEIGHTS][name][0].dtype != MASTER.dtype
+            },
+        }
+        self._refuse_masters_as_weights(arrays)
+        roles = self._weights(arrays[_WEIGHTS], states)
+        for role in (MASTER_WEIGHT, OPTIMIZER_STATE):
+            self._add(roles, role, (one for name, own in states[role].items() for one in self._state(role, name, own)))
+        if MODEL_STATE not in roles:
+            self.faults.append(f"{MODEL_STATE}: no tensor is stored")
+        return roles
+
+    def _refuse_masters_as_weights(self, arrays: Mapping[str, Arrays]) -> None:
+        """Refuse files of weights with the master weights of a model of 16 bits in them."""
+        dtypes = {own[0].dtype for own in arrays[_WEIGHTS].values()}
+        stated = self.config.get("dtype") or self.config.get("torch_dtype")
+        if stated in _HALF and dtypes == {MASTER.dtype} and not arrays[_MASTERS]:
+            raise FormatError(
+                f"The files of weights in {self.directory} contain master weights.",
+                where=str(self.directory),
+                evidence=[f"all are {MASTER.dtype}, {CONFIG_NAME} has {stated}, and there are no master weights"],
+                next_step="Resume it with PaddleFormers, and save it without skip_save_model_weight.",
+            )
+
+    def _named(self, arrays: Arrays) -> Arrays:
+        """Return states under their full names."""
+        self.faults += [f"{own[0].file}: {name} is not a state" for name, own in arrays.items() if "/" not in name]
+        return {".".join(name.rsplit("/", 1)): own for name, own in arrays.items() if "/" in name}
+
+    def _add(self, roles: dict[str, dict[str, StoredTensor]], role: str, shards: Iterator[StoredShard]) -> None:
+        tensors, contradictions = gather_shards(shards)
+        self.faults += contradictions
+        if tensors:
+            roles[role] = tensors
+
+    def _weights(self, weights: Arrays, states: Mapping[str, Arrays]) -> dict[str, dict[str, StoredTensor]]:
+        known: dict[str, set[Shape]] = {}
+        for role, named in states.items():
+            for name, own in named.items():
+                known.setdefault(split_state_name(role, name).parameter, set()).update(one.shape for one in own)
+        straight: list[StoredShard] = []
+        turned: list[StoredShard] = []
+        decided = self._turned(weights, known)
+        for name, (array, *copies) in weights.items():
+            if any((one.shape, one.dtype) != (array.shape, array.dtype) for one in copies):
+                self.faults.append(f"{name}: {array.file} and {copies[0].file} contain different parts of it")
+            is_turned = decided[name]
+            if isinstance(is_turned, str):
+                self.faults.append(f"{name}: {is_turned}")
+                continue
+            shape = self._shapes[name] = array.shape[::-1] if is_turned else array.shape
+            shard = Shard(name, array.dtype, shape, whole(shape)), array.file, array.begin, _width(array)
+            (turned if is_turned else straight).append(shard)
+        roles: dict[str, dict[str, StoredTensor]] = {}
+        self._add(roles, MODEL_STATE, iter(straight))
+        reversed_ones, _ = gather_shards(turned)
+        if reversed_ones:
+            roles.setdefault(MODEL_STATE, {}).update(held_otherwise(reversed_ones, turned=True))
+        return roles
+
+    def _turned(self, weights: Arrays, known: Mapping[str, Collection[Shape]]) -> dict[str, bool | str]:
+        """Return for every weight whether its file contains it transposed, or as text why that cannot be proved.
+
+        The writer decides by the last part of the name, so layers that are not square decide for those that are.
+
+        Args:
+            weights: all weights.
+            known: shapes of the states by weight.
+        """
+        found: dict[str, bool | str] = {}
+        votes: dict[str, set[bool | str]] = {}
+        for name, (array, *_) in weights.items():
+            shape, back = array.shape, array.shape[::-1]
+            if len(shape) != 2 or array.file not in self.contents[_WEIGHTS].turned or not name.endswith(_OF_LAYER):
+                found[name] = False
+            elif shape != back:
+                found[name] = self._is_turned(name, shape, known.get(name, ()))
+                votes.setdefault(_leaf(name), set()).add(found[name])
+        for name in weights.keys() - found.keys():
+            leaf = _leaf(name)
+            seen = votes.get(leaf, set())
+            sibling = f"{name.removesuffix(leaf + _OF_LAYER)}{_SIBLINGS.get(leaf, leaf)}{_OF_LAYER}"
+            if not seen and leaf in _LINEAR and sibling in weights:
+                found[name] = True
+            else:
+                found[name] = next(iter(seen)) if len(seen) == 1 else "nothing shows the orientation of the square"
+        return found
+
+    def _is_turned(self, name: str, shape: Shape, known: Collection[Shape]) -> bool | str:
+        """Return whether a weight that is not square is transposed, from its states or else its family."""
+        fits = [one in known for one in (shape, shape[::-1])]
+        if not any(fits):
+            fits = [self._is_declared(name, one) for one in (shape, shape[::-1])]
+        return fits[1] if fits[0] != fits[1] else "neither its states nor its family show its orientation"
+
+    def _is_declared(self, name: str, shape: Shape) -> bool:
+        return self._declared is not None and not isinstance(self._declared.whole(name, shape, 1), str)
+
+    @cached_property
+    def _declared(self) -> LocalShapes | None:
+        """The tensors that the family declares; None if it is unknown."""
+        if not is_known(self.config):
+            return None
+        model = described(self.directory, self.config)
+        return LocalShapes(family_for(model.config), model)
+
+    def _state(self, role: str, name: str, arrays: Sequence[FileArray]) -> Iterator[StoredShard]:
+        """Yield a state: whole in the first file, or as ranges of elements of which each file has one."""
+        first = arrays[0]
+        split = split_state_name(role, name, first.shape)
+        shape = self._shapes.get(split.parameter)
+        if shape is None:
+            self.faults.append(f"{name}: {first.file} contains it, and its weight is not stored")
+        elif not first.dtype.endswith(_FLOATS):
+            self.faults.append(f"{name}: {first.dtype} in {first.file}: quantised states cannot be read")
+        elif split.shape is StateShape.NUMBER:
+            yield Shard(name, first.dtype, first.shape, whole(first.shape)), first.file, first.begin, _width(first)
+        else:
+            placed = arrange(shape, arrays)
+            self.faults += [f"{name}: {placed}"] if isinstance(placed, str) else []
+            for piece, flat in placed if not isinstance(placed, str) else ():
+                yield Shard(name, first.dtype, shape, whole(shape), flat), piece.file, piece.begin, _width(piece)
+
+    def _renumbered(self, arrays: Arrays) -> Arrays:
+        """Return arrays with the experts' numbers in the model, where ranks count theirs from 0."""
+        local = {name: found for name in arrays if (found := _EXPERT.fullmatch(name))}
+        count = max((int(found[2]) for found in local.values()), default=0) + 1
+        total = self._experts
+        if count == total or all(len(arrays[name]) == 1 for name in local):
+            return arrays
+        renumbered = {name: own for name, own in arrays.items() if name not in local}
+        for name, found in local.items():
+            if not total or len(arrays[name]) * count != total:
+                self.faults.append(
+                    f"{name}: in {count_text(len(arrays[name]), 'file')} with {count_text(count, 'expert')} each, and "
+                    f"the configuration has {total or 'no number of experts'}"
+                )
+            for rank, array in enumerate(arrays[name]):
+                renumbered[f"{found[1]}{rank * count + int(found[2])}{found[3]}"] = [array]
+        return renumbered
+
+    @property
+    def _experts(self) -> int:
+        """The number of experts in a layer; 0 if the configuration does not give it."""
+        if not is_known(self.config):
+            return 0
+        model = described(self.directory, self.config)
+        sizes = family_sizes(family_for(model.config), model)
+        return sizes.length("experts") if sizes.knows("experts") else 0
+
+
+def _leaf(name: str) -> str:
+    return name.removesuffix(_OF_LAYER).rpartition(".")[2]
+
+
+def _width(array: FileArray) -> int:
+    return item_size(to_safetensors(array.dtype))
+
+
+class UnifiedFormat(Format):
+    """Safetensors files of weights and of states, as PaddleFormers' ``unified_checkpoint`` writes them."""
+
+    name = "unified"
+    title = "unified checkpoint of PaddleFormers"
+    predicate = "was written by PaddleFormers as a unified checkpoint"
+    roles = (MODEL_STATE, MASTER_WEIGHT, OPTIMIZER_STATE)
+    canonical = False
+    loadable = True
+    advice = "Name it in resume_from_checkpoint; or make a flex checkpoint of it with paddleformers-fc convert."
+    checks = ("tensors", "model")
+    writer = None
+
+    def recognises(self, directory: AnyPath) -> bool:
+        """Return whether there are safetensors files of optimizer states or master weights, or an index of them."""
+        if not isinstance(directory, Path) or not directory.is_dir():
+            return False
+        return any(_is_of_states(path.name) for path in list_directory(directory))
+
+    def open(self, directory: AnyPath, verify: str) -> OpenedCheckpoint:
+        """As :func:`open_unified`; there is nothing that a level could compare."""
+        return open_unified(directory)
+
+    def read_config(self, directory: AnyPath) -> dict[str, Any]:
+        """Return ``config.json``."""
+        return HUGGINGFACE.read_config(directory)
+
+    def verify(self, directory: AnyPath, level: str, checks: CheckList) -> OpenedCheckpoint:
+        """Check that every tensor is stored whole and once, and that none of the model is missing."""
+        checks.impossible.append("changed bytes: this format has no checksums")
+        opened = checks.check(
+            "tensors",
+            lambda: open_unified(directory),
+            lambda found: f"{count_text(found.catalog.count, 'tensor')}, each stored whole and once",
+        )
+        if is_known(opened.config):
+            checks.attempt("model", lambda: opened.rules, lambda _: "all tensors that the configuration describes")
+        else:
+            checks.impossible.append(f"missing layers: no {CONFIG_NAME} of a known family")
+        return opened
+
+    def shards(self, checkpoint: OpenedCheckpoint, role: str, names: Collection[str]) -> Iterator[StoredShard]:
+        """Yield the stored boxes of some tensors."""
+        return stored_boxes(checkpoint.catalog, role, names)
+
+
+def _is_of_states(name: str) -> bool:
+    found = _FILE.fullmatch(name.removesuffix(".index.json"))
+    return bool(_UNMERGED.fullmatch(name)) or (found is not None and found[1] != _WEIGHTS)
+
+
+UNIFIED = UnifiedFormat()

@@ -1,0 +1,332 @@
+"""Unified checkpoints of the stock Trainer equal flex saves of the same run, and damaged ones are refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import paddleformers_fc
+from paddleformers_fc.cpu_runtime.forkserver import ForkServer
+from paddleformers_fc.errors import Corrupt, FlexError, FormatError, MappingError
+from paddleformers_fc.execute.difference import compare_checkpoints
+from paddleformers_fc.execute.verify import verify_checkpoint
+from paddleformers_fc.families import ModelDescription, enumerate_tensors, family_for
+from paddleformers_fc.formats import format_of, open_checkpoint
+from paddleformers_fc.formats.unified import UNIFIED
+from paddleformers_fc.layout.roles import MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE
+from paddleformers_fc.verification.matrix.layouts import parse_layout
+from paddleformers_fc.verification.matrix.tiny import keys
+from tests.formats.test_rank_checkpoints import contents, saved
+
+LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""What ``transpose_weight_keys`` of both tiny models contains, of the layers that they have."""
+
+UNIFIED_FORMAT = {"save_checkpoint_format": "unified_checkpoint", "load_checkpoint_format": "unified_checkpoint"}
+
+Arrays = dict[str, np.ndarray[Any, Any]]
+
+
+def write_kind(directory: Path, kind: str, files: list[Arrays], form: str) -> None:
+    """Write the files of one kind, and the index that lists the last file of every name."""
+    count = len(files)
+    listed: dict[str, str] = {}
+    for number, arrays in enumerate(files, 1):
+        name = f"{kind}-{number:05d}-of-{count:05d}.safetensors"
+        save_file({key: np.ascontiguousarray(one) for key, one in arrays.items()}, directory / name, {"format": form})
+        listed |= dict.fromkeys(arrays, name)
+    (directory / f"{kind}.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": listed}))
+
+
+def tensors_of(config: Mapping[str, Any]) -> Arrays:
+    """The tensors of a model under its own names, each with numbers of its own."""
+    declared = enumerate_tensors(family_for(config), ModelDescription(config, is_fleet=False))
+    return {
+        one.name: np.arange(np.prod(one.shape), dtype=np.float32).reshape(one.shape) + 1000 * place
+        for place, one in enumerate(declared)
+    }
+
+
+def transposed(name: str, values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    return values.T if values.ndim == 2 and name.split(".")[-2] in LINEAR else values
+
+
+def written(directory: Path, config: Mapping[str, Any], split: Callable[[str], list[tuple[int, str]]]) -> Arrays:
+    """Write a checkpoint in bfloat16 on two ranks.
+
+    PaddleFormers 1.2.0 cannot save unified checkpoints of these layouts (it raises NotImplementedError), so the layout
+    is written here as its code and PaddleNLP's checkpoints have it.
+
+    Args:
+        directory: where.
+        config: of the model.
+        split: the ranks that have a tensor, and its name there.
+    Returns:
+        the tensors of the model.
+    """
+    tensors = tensors_of(config)
+    weights: list[Arrays] = [{}, {}]
+    states: list[Arrays] = [{}, {}]
+    masters: list[Arrays] = [{}, {}]
+    for name, values in tensors.items():
+        for rank, own in split(name):
+            weights[rank][own] = transposed(name, values).astype(ml_dtypes.bfloat16)
+            masters[rank][own] = values
+            states[rank] |= {f"{own}/moment1_0": -values, f"{own}/beta1_pow_acc_0": np.array([0.729], np.float32)}
+    write_kind(directory, "model", weights, "pt")
+    write_kind(directory, "optimizer", states, "np")
+    write_kind(directory, "master_weights", masters, "np")
+    (directory / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    return tensors
+
+
+def changed(directory: Path, name: str, change: Callable[[Arrays], object]) -> None:
+    """Change the arrays of a file."""
+    arrays = load_file(directory / name)
+    change(arrays)
+    save_file(arrays, directory / name, {"format": "pt" if name.startswith("model") else "np"})
+
+
+FIRST, SECOND = (f"optimizer-0000{number}-of-00002.safetensors" for number in (1, 2))
+
+
+def of_tensor_parallel_ranks(name: str) -> list[tuple[int, str]]:
+    """Merged tensors, each in the file of one of two tensor-parallel ranks."""
+    return [(len(name) % 2, name)]
+
+
+def of_expert_parallel_ranks(name: str) -> list[tuple[int, str]]:
+    """Two experts on each of two ranks, which count them from 0; all else in the first file."""
+    head, mark, rest = name.partition(".experts.")
+    if not mark:
+        return [(0, name)]
+    number, _, tail = rest.partition(".")
+    return [(int(number) // 2, f"{head}.experts.{int(number) % 2}.{tail}")]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "more", "split"),
+    [
+        ("llama", {}, of_tensor_parallel_ranks),
+        ("llama", {"fuse_attention_qkv": True, "fuse_attention_ffn": True}, of_tensor_parallel_ranks),
+        ("ernie4_5_moe", {"num_nextn_predict_layers": 1}, of_tensor_parallel_ranks),
+        ("ernie4_5_moe", {}, of_expert_parallel_ranks),
+    ],
+)
+def test_merged_tensors_and_experts_counted_on_each_rank_are_read_in_every_role(
+    model_type: str, more: Mapping[str, Any], split: Callable[[str], list[tuple[int, str]]], tmp_path: Path
+) -> None:
+    config = keys(model_type, **more)
+    tensors = written(tmp_path, config, split)
+    opened = open_checkpoint(tmp_path)
+    assert opened.format is UNIFIED
+    stored = opened.catalog.roles
+    assert stored[MODEL_STATE].keys() == tensors.keys()
+    assert stored[MASTER_WEIGHT].keys() == {f"{name}.w_0" for name in tensors}
+    found = paddleformers_fc.open(tmp_path)
+    sources = opened.rules.mapping().made
+    for name, values in tensors.items():
+        made = sources[name]
+        if len(made.names) > 1:
+            continue  # The parts of fused layers: the whole comparison is that of real runs.
+        (canonical,) = made.names
+        turned = values.T if made.template.links[0].axes == (1, 0) else values
+        assert np.array_equal(found.read(canonical, role=MODEL_STATE), turned.astype(ml_dtypes.bfloat16)), name
+        assert np.array_equal(found.read(f"{canonical}.w_0", role=MASTER_WEIGHT), turned), name
+        assert np.array_equal(found.read(f"{canonical}.moment1_0", role=OPTIMIZER_STATE), -turned), name
+    outcome, problem = verify_checkpoint(tmp_path, "full")
+    assert outcome.passed, problem
+
+
+def test_states_in_ranges_of_elements_are_joined_in_the_order_of_the_files(tmp_path: Path) -> None:
+    tensors = written(tmp_path, keys("llama"), of_tensor_parallel_ranks)
+    name = "lm_head.weight"
+    flat = -tensors[name].reshape(-1)
+    at = flat.size // 2 + 7
+    ranges = {FIRST: flat[:at], SECOND: np.concatenate([flat[at:], np.zeros(5, np.float32)])}
+    for file, part in ranges.items():
+        arrays = load_file(tmp_path / file) | {f"{name}/moment1_0": part}
+        save_file(arrays, tmp_path / file, {"format": "np"})
+    assert np.array_equal(paddleformers_fc.open(tmp_path).read(f"{name}.moment1_0"), -tensors[name])
+
+
+def test_a_square_layer_is_oriented_as_layers_of_its_name_or_refused(tmp_path: Path) -> None:
+    config = keys("llama", fuse_attention_ffn=True, intermediate_size=32)
+    written(tmp_path, config, of_tensor_parallel_ranks)
+    with pytest.raises(Corrupt) as caught:
+        open_checkpoint(tmp_path)
+    assert any("gate_up_fused_proj.weight: nothing shows the orientation" in line for line in caught.value.evidence)
+
+
+# ---- The Trainer's.
+
+
+@pytest.mark.parametrize(
+    ("layout", "bf16", "options", "model"),
+    [
+        ("dp1", False, {}, {}),
+        ("dp2", False, {}, {}),
+        ("sd2v1", True, {}, {}),
+        ("pp2", True, {}, {}),
+        ("pp2", False, {}, {"tie_word_embeddings": True}),
+        ("dp2", True, {}, {"tie_word_embeddings": True}),
+        ("dp2", True, {"save_to_hf": False}, {}),
+        ("sd2v1", True, {}, {"model_type": "ernie4_5_moe"}),
+    ],
+)
+def test_every_layout_holds_in_every_role_what_a_flex_save_of_the_same_run_holds(
+    layout: str, bf16: bool, options: Mapping[str, Any], model: Mapping[str, Any], ranks: ForkServer, tmp_path: Path
+) -> None:
+    stock = saved(ranks, tmp_path / "stock", layout, {**UNIFIED_FORMAT, **options}, bf16, model)
+    before = contents(stock)
+    theirs = open_checkpoint(stock)
+    ours = open_checkpoint(saved(ranks, tmp_path / "ours", layout, None, bf16, model))
+    found = compare_checkpoints(theirs, ours)
+    assert found.equal, found
+    assert theirs.format is UNIFIED
+    assert list(found.roles) == [MODEL_STATE, *([MASTER_WEIGHT] if bf16 else []), OPTIMIZER_STATE]
+    assert contents(stock) == before
+
+
+def test_a_head_whose_states_are_ranges_of_elements_is_refused_because_nothing_shows_its_orientation(
+    ranks: ForkServer, tmp_path: Path
+) -> None:
+    stock = saved(ranks, tmp_path / "stock", "sd2v2", UNIFIED_FORMAT, bf16=True)
+    with pytest.raises(Corrupt) as caught:
+        open_checkpoint(stock)
+    assert "lm_head.weight: neither its states nor its family show its orientation" in caught.value.evidence
+
+
+def test_a_run_is_resumed_under_another_layout_with_the_losses_of_the_run_that_wrote_it(
+    ranks: ForkServer, tmp_path: Path
+) -> None:
+    def trained(name: str, layout: str, arguments: Mapping[str, Any], **given: Any) -> list[float]:
+        used = parse_layout(layout)
+        arguments = {"max_steps": 5, "save_steps": 2, **arguments}
+        given |= {"layout": used.to_json(), "output_dir": str(tmp_path / name), "arguments": arguments}
+        losses: list[float] = ranks.run("tests.formats.jobs:train", used.nproc, given).values[0]["losses"]
+        return losses
+
+    uninterrupted = trained("stock", "pp2", UNIFIED_FORMAT)
+    stock = tmp_path / "stock" / "checkpoint-2"
+    resumed = trained("resumed", "tp2", {}, ours=True, resume=str(stock))
+    assert resumed == pytest.approx(uninterrupted[2:], abs=1e-5)
+    assert len(resumed) == 3
+
+
+# ---- What is refused.
+
+
+def without_file(directory: Path) -> None:
+    (directory / SECOND).unlink()
+
+
+def without_index(directory: Path) -> None:
+    (directory / "optimizer.safetensors.index.json").unlink()
+
+
+def without_tensor(directory: Path) -> None:
+    changed(directory, FIRST, lambda arrays: arrays.pop("lm_head.weight/moment1_0"))
+
+
+def of_another_step(directory: Path) -> None:
+    def older(arrays: Arrays) -> None:
+        arrays.update({name: one / 0.9 for name, one in arrays.items() if name.endswith("pow_acc_0")})
+
+    changed(directory, SECOND, older)
+
+
+def of_two_numberings(directory: Path) -> None:
+    (directory / SECOND).rename(directory / "optimizer-00002-of-00003.safetensors")
+    index = directory / "optimizer.safetensors.index.json"
+    index.write_text(index.read_text().replace(SECOND, FIRST))
+
+
+def unmerged(directory: Path) -> None:
+    (directory / "optimizer.tp00_pp00.safetensors").touch()
+
+
+def with_pickles(directory: Path) -> None:
+    (directory / "optimizer.tp00.pdopt").touch()
+
+
+def without_layers(directory: Path) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_hidden_layers": 6}))
+
+
+def quantised(directory: Path) -> None:
+    changed(directory, FIRST, lambda arrays: arrays.update({"lm_head.weight/moment1_0": np.zeros((128, 64), np.int8)}))
+
+
+def with_masters_as_weights(directory: Path) -> None:
+    for path in directory.glob("master_weights*"):
+        path.unlink()
+    for number in (1, 2):
+        name = f"model-0000{number}-of-00002.safetensors"
+        changed(directory, name, lambda arrays: arrays.update({k: v.astype(np.float32) for k, v in arrays.items()}))
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "message", "evidence"),
+    [
+        (without_file, Corrupt, "1 file of the index cannot be found", SECOND),
+        (without_index, Corrupt, "has no optimizer.safetensors.index.json", FIRST),
+        (without_tensor, Corrupt, "lists 1 tensor that its files lack", "lm_head.weight/moment1_0"),
+        (of_another_step, Corrupt, "files of different steps", "beta1_pow_acc_0 is 0.81"),
+        (of_two_numberings, FormatError, "files of two checkpoints", "optimizer-00002-of-00003.safetensors"),
+        (unmerged, FormatError, "unmerged files", "optimizer.tp00_pp00.safetensors"),
+        (with_pickles, FormatError, "files of two checkpoints", "optimizer.tp00.pdopt"),
+        (without_layers, Corrupt, "lacks tensors of the model", "model.layers.{4...5}.input_layernorm.weight"),
+        (quantised, Corrupt, "not contain all", "quantised states cannot be read"),
+        (with_masters_as_weights, FormatError, "contain master weights", "bfloat16"),
+    ],
+)
+def test_what_is_not_one_whole_checkpoint_is_refused_with_evidence_and_advice(
+    change: Callable[[Path], None], kind: type[FlexError], message: str, evidence: str, tmp_path: Path
+) -> None:
+    written(tmp_path, keys("llama"), of_tensor_parallel_ranks)
+    change(tmp_path)
+    assert format_of(tmp_path) is UNIFIED
+    with pytest.raises(kind, match=message) as caught:
+        _ = open_checkpoint(tmp_path).rules
+    assert any(evidence in line for line in caught.value.evidence), caught.value.evidence
+    assert caught.value.next_step
+
+
+def test_experts_of_a_missing_rank_are_refused(tmp_path: Path) -> None:
+    written(tmp_path, keys("ernie4_5_moe"), of_expert_parallel_ranks)
+    for kind in ("model", "optimizer", "master_weights"):
+        (tmp_path / f"{kind}-00002-of-00002.safetensors").unlink()
+        index = tmp_path / f"{kind}.safetensors.index.json"
+        index.write_text(index.read_text().replace("00002-of", "00001-of"))
+    with pytest.raises(Corrupt, match="lacks tensors of the model") as caught:
+        _ = open_checkpoint(tmp_path).rules
+    assert any("experts.{2...3}" in line for line in caught.value.evidence), caught.value.evidence
+
+
+def test_a_prediction_block_of_which_one_ranks_part_remains_is_refused(tmp_path: Path) -> None:
+    """As mappings without these blocks leave it: every rank stores its own part under one name, and one remains."""
+    written(tmp_path, keys("ernie4_5_moe", num_nextn_predict_layers=1), of_tensor_parallel_ranks)
+    name = "model.mtp_block.0.self_attn.o_proj.weight"
+
+    def cut(arrays: Arrays) -> None:
+        for key in [key for key in arrays if key.startswith(name) and arrays[key].ndim == 2]:
+            half = arrays[key][:, :32] if arrays[key].dtype == ml_dtypes.bfloat16 else arrays[key][:32]
+            arrays[key] = np.ascontiguousarray(half)
+
+    for kind in ("model", "optimizer", "master_weights"):
+        for number in (1, 2):
+            changed(tmp_path, f"{kind}-0000{number}-of-00002.safetensors", cut)
+    with pytest.raises(MappingError, match="cannot be mapped") as caught:
+        _ = open_checkpoint(tmp_path).rules
+    (line,) = caught.value.evidence
+    assert name in line
+    assert "the ranks hold pieces that are not described as pieces" in line
+    assert caught.value.next_step
