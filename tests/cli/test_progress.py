@@ -18,6 +18,7 @@ from paddleformers_fc.storage.progress import Meter, advance, expect, measured
 from tests.cli.support import run, save
 from tests.execute.simulated import canonical
 from tests.harness.limits import LIMIT
+from tests.harness.waiting import pause
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -96,8 +97,9 @@ def test_a_terminal_shows_a_bar_with_bytes_rate_and_time_left(monkeypatch: pytes
     monkeypatch.setattr(stream, "write", record)
     with progress.shown("exporting [x]", Console(file=stream, force_terminal=True, width=120)):
         expect(4 << 30)
-        while not shown.wait(0.05):
+        while not shown.is_set():
             advance(1 << 22)
+            pause()
     assert "exporting [x] …" in stream.getvalue()
 
 

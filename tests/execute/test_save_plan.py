@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import paddle
 import pytest
+from msgspec import UNSET
+from msgspec.structs import replace
 
 from paddleformers_fc.distributed.consistency import ConsistencyCheck
 from paddleformers_fc.errors import MismatchError, StorageError
@@ -37,7 +39,7 @@ from paddleformers_fc.execute.save_plan import MAX_CACHED_PLANS, SavePlan, SaveP
 from paddleformers_fc.execute.stretches import stretches_of
 from paddleformers_fc.families import ModelDescription
 from paddleformers_fc.storage import files
-from paddleformers_fc.storage.manifest import read_manifest
+from paddleformers_fc.storage.manifest import MANIFEST_NAME, read_manifest
 from paddleformers_fc.storage.safetensors import read_header
 from tests.execute.simulated import CONFIG, MODEL, Roles, ThreadChannel, canonical, job, live, same_values, succeed
 
@@ -105,8 +107,14 @@ def without(name: str, role: str) -> Callable[[int], Roles]:
     return roles
 
 
-def contents(directory: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+def contents(directory: Path) -> dict[str, object]:
+    """Every file of a directory; the manifest without the time of the save."""
+    found: dict[str, object] = {
+        str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()
+    }
+    if MANIFEST_NAME in found:
+        found[MANIFEST_NAME] = replace(read_manifest(directory), origin=UNSET)
+    return found
 
 
 def test_a_second_save_of_the_same_shards_exchanges_digests_alone_and_writes_the_same(tmp_path: Path) -> None:

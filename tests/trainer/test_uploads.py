@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +23,7 @@ from paddleformers_fc.trainer.options import FlexFields
 from paddleformers_fc.trainer.uploads import CheckpointUploader, Uploads
 from tests.harness.limits import LIMIT
 from tests.harness.tiny import DP2, SD2V2
+from tests.harness.waiting import pause
 from tests.storage.buckets import Bucket
 from tests.trainer.test_rotation import WEIGHTS, left, make_checkpoint
 from tests.trainer.test_trainer import SIX_STEPS, settings
@@ -198,7 +198,7 @@ def uploads(bucket: Bucket, output_dir: Path, limit: int = 0) -> Uploads:
 
 def test_an_interrupt_stops_an_upload_and_the_next_start_completes_it(bucket: Bucket, tmp_path: Path) -> None:
     def hold(method: str, path: str, query: str) -> bool:
-        time.sleep(0.5)
+        pause()
         return True
 
     one, path = uploads(bucket, tmp_path), make_checkpoint(tmp_path, 2)
