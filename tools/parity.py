@@ -81,6 +81,9 @@ NEXT = {**QWEN2_MOE, **DELTA, "head_dim": 8, "layer_types": ["linear_attention",
 GLM_SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 0]}
 GLM_TEXT = {**TEXT, **GLM, **BIAS, "rope_parameters": {**GLM_SECTIONS, "partial_rotary_factor": 0.5}}
 GLM_TOWER = {**TOWER, "image_size": 16}
+# PaddleFormers' layers have this epsilon, whatever the configuration gives.
+GLM_OCR_TEXT = {**QWEN_VL, "rms_norm_eps": 1e-6}
+GLM_OCR_TOWER = {**TOWER, "attention_bias": True}
 TEXT_BEFORE, IMAGE, TEXT_AFTER = range(3), ([3, 3, 3, 3], [3, 3, 4, 4], [3, 4, 3, 4]), range(5, 10)
 """Positions of tokens before an image, of those of an image of 2 x 2 tokens, and of those behind it."""
 
@@ -146,6 +149,10 @@ CASES: dict[str, dict[str, Any]] = {
     "glm4v_moe": vision(GLM_TEXT, GLM_TOWER),
     "glm4v_moe, tied, no dense layer": vision({**GLM_TEXT, "first_k_dense_replace": 0}, GLM_TOWER, **TIED),
     "glm4v_moe, no biases": vision({**GLM_TEXT, "attention_bias": False, "n_shared_experts": 2}, GLM_TOWER),
+    "glm_ocr": vision(GLM_OCR_TEXT, GLM_OCR_TOWER),
+    "glm_ocr, tied": vision(GLM_OCR_TEXT, GLM_OCR_TOWER, **TIED),
+    "glm_ocr, no biases": vision(GLM_OCR_TEXT, {**GLM_OCR_TOWER, "attention_bias": False}),
+    "glm_ocr, every query has its key": vision({**GLM_OCR_TEXT, "num_key_value_heads": 4}, GLM_OCR_TOWER),
 }
 
 
