@@ -178,6 +178,7 @@ def test_a_square_layer_is_oriented_as_layers_of_its_name_or_refused(tmp_path: P
         ("dp2", True, {}, {"tie_word_embeddings": True}),
         ("dp2", True, {"save_to_hf": False}, {}),
         ("sd2v1", True, {}, {"model_type": "ernie4_5_moe"}),
+        ("sd2(ep2)", False, {}, {"model_type": "ernie4_5_moe"}),
     ],
 )
 def test_every_layout_holds_in_every_role_what_a_flex_save_of_the_same_run_holds(
