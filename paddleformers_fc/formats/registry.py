@@ -10,11 +10,10 @@ from paddleformers_fc.formats.checkpoint import CONFIG_NAME, MAPPING_NAME, Expor
 from paddleformers_fc.formats.distcp_writer import DISTCP_WRITER
 from paddleformers_fc.formats.flex import FLEX, open_flex
 from paddleformers_fc.formats.huggingface import HUGGINGFACE, INDEX_NAME, SINGLE_NAME
-from paddleformers_fc.formats.legacy_hybrid import LEGACY_HYBRID
 from paddleformers_fc.formats.paddle_distcp import PADDLE_DISTCP
 from paddleformers_fc.formats.paddleformers_lora import LORA_CONFIG_NAME, PADDLEFORMERS_LORA
 from paddleformers_fc.formats.peft import ADAPTER_CONFIG_NAME, PEFT
-from paddleformers_fc.formats.sharding_io import SHARDING_IO
+from paddleformers_fc.formats.rank_formats import LEGACY_HYBRID, SHARDING_IO
 from paddleformers_fc.formats.unified import UNIFIED
 from paddleformers_fc.storage.files import exists, list_directory
 from paddleformers_fc.storage.manifest import MANIFEST_NAME

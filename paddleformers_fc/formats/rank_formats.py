@@ -1,12 +1,17 @@
-"""Checkpoints of PaddleNLP's and PaddleFormers' older Trainers: one ``.pdparams`` and ``.pdopt`` per rank.
+"""The two formats of one file per rank, which PaddleNLP's and PaddleFormers' Trainers write (:mod:`.rank_shards`).
 
-Files of weights are per tensor-parallel rank and stage, files of optimizer states per rank of the sharding group as
-well. All sharding stages have these names (:mod:`.rank_shards`).
+Of older Trainers, files of weights are per tensor-parallel rank and stage, files of optimizer states per rank of the
+sharding group as well. All sharding stages have these names.
+
+Under ``sharding_io`` and in zero-cost saves (FlashCheckpoint), every rank of a sharding group stores its own part of
+the weights, and ``model_meta.json`` describes the parameters of all ranks. Weights with master weights are not stored;
+they are read from these. Moving averages are in ``ema.*.pdopt``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,21 +28,28 @@ from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.text import count_text
 
 
-class LegacyHybridFormat(Format):
-    """One pickle per rank, as older Trainers write them."""
+@dataclass(frozen=True)
+class RankFormat(Format):
+    """One file per rank and kind.
 
-    name = "legacy_hybrid"
-    title = "checkpoint of hybrid parallelism (one .pdparams and .pdopt per rank)"
-    predicate = "was written rank by rank by an older Trainer"
+    Args:
+        name: in JSON output.
+        title: in text, as the kind of a directory.
+        predicate: in errors, behind the path of a directory.
+        described: whether ``model_meta.json`` describes the ranks.
+    """
+
+    name: str
+    title: str
+    predicate: str
+    described: bool
+
     roles = ROLES
     canonical = False
     loadable = True
     advice = "Convert it with paddleformers-fc convert, and name the result."
     checks = ("tensors", "model", "replicas")
     writer = None
-
-    described = False
-    """Whether the ranks are described by ``model_meta.json``."""
 
     def recognises(self, directory: AnyPath) -> bool:
         """Return whether there are files of ranks: of an optimizer, or of weights without open weights beside them."""
@@ -85,4 +97,15 @@ class LegacyHybridFormat(Format):
         return stored_boxes(checkpoint.catalog, role, names)
 
 
-LEGACY_HYBRID = LegacyHybridFormat()
+LEGACY_HYBRID = RankFormat(
+    "legacy_hybrid",
+    "checkpoint of hybrid parallelism (one .pdparams and .pdopt per rank)",
+    "was written rank by rank by an older Trainer",
+    described=False,
+)
+SHARDING_IO = RankFormat(
+    "sharding_io",
+    "checkpoint of sharding_io or FlashCheckpoint (one file per rank and model_meta.json)",
+    "was written rank by rank by sharding_io or FlashCheckpoint",
+    described=True,
+)
