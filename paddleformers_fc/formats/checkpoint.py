@@ -169,6 +169,16 @@ class Format(Protocol):
             CheckpointError: it is damaged or malformed.
         """
 
+    def open_under(self, directory: AnyPath, verify: str, config: Mapping[str, Any]) -> OpenedCheckpoint:
+        """Open a checkpoint as :meth:`open`, under a configuration if its directory has none.
+
+        Args:
+            directory: recognised before.
+            verify: as for :meth:`open`.
+            config: the configuration of the model that reads it.
+        """
+        return with_config(self.open(directory, verify), config)
+
     def read_config(self, directory: AnyPath) -> dict[str, Any]:
         """Return the model's configuration without opening the checkpoint; empty if there is none."""
 

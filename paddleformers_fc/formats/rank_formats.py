@@ -10,7 +10,7 @@ they are read from these. Moving averages are in ``ema.*.pdopt``.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,9 +64,13 @@ class RankFormat(Format):
 
     def open(self, directory: AnyPath, verify: str) -> OpenedCheckpoint:
         """As :func:`open_ranked`; there is nothing that a level could compare."""
+        return self.open_under(directory, verify, {})
+
+    def open_under(self, directory: AnyPath, verify: str, config: Mapping[str, Any]) -> OpenedCheckpoint:
+        """As :meth:`open`; parts of tensor-parallel ranks are not read without a configuration."""
         if PADDLE_DISTCP.recognises(directory):
             refuse_mixed(directory, [(MODEL_STATE, "files of ranks")])
-        return open_ranked(directory, self)
+        return open_ranked(directory, self, config)
 
     def read_config(self, directory: AnyPath) -> dict[str, Any]:
         """Return ``config.json``."""

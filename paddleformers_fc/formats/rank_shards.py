@@ -38,6 +38,7 @@ from paddleformers_fc.formats.checkpoint import (
     StoredModel,
     StoredShard,
     parse_config,
+    with_config,
 )
 from paddleformers_fc.formats.huggingface import model_documents, read_description
 from paddleformers_fc.formats.rank_files import (
@@ -132,14 +133,15 @@ class Cell:
     canonical: Mapping[str, Sequence[tuple[bool, StoredShard]]] = field(default_factory=dict)
 
 
-def open_ranked(directory: AnyPath, format_: Format) -> OpenedCheckpoint:
+def open_ranked(directory: AnyPath, format_: Format, given: Mapping[str, Any]) -> OpenedCheckpoint:
     """Open a checkpoint of one pickle per rank.
 
     Args:
         directory: the directory.
         format_: the format that recognised it.
+        given: the model's configuration if the directory has none; empty for none.
     Raises:
-        NotACheckpoint: a step needs a ``config.json``, which is not there.
+        NotACheckpoint: a step needs a configuration, and neither exists.
         Corrupt: files are missing or of different steps, or tensors are not stored whole; all of them.
         FormatError: a pickle with more than data, files of two checkpoints, or a malformed document.
         MappingError: the family of the model does not declare a tensor that is cut.
@@ -149,7 +151,7 @@ def open_ranked(directory: AnyPath, format_: Format) -> OpenedCheckpoint:
     config = {} if raw is None else parse_config(raw, directory / CONFIG_NAME)
     files = find_rank_files(directory)
     identities = identities_of(directory / name for name in files.names)
-    assembly = _assembled(directory, files, config)
+    assembly = _assembled(directory, files, config or given)
     catalog = Catalog(directory, assembly.roles(), identities)
     assembly.faults += catalog.faults()
     if assembly.faults:
@@ -168,7 +170,7 @@ def open_ranked(directory: AnyPath, format_: Format) -> OpenedCheckpoint:
     def describe(config: dict[str, Any]) -> StoredModel:
         return stored_model(catalog, config, cuts)
 
-    return OpenedCheckpoint(
+    opened = OpenedCheckpoint(
         format_,
         catalog,
         config,
@@ -178,6 +180,7 @@ def open_ranked(directory: AnyPath, format_: Format) -> OpenedCheckpoint:
         describe_as=describe,
         read_run=run_reader(directory, catalog),
     )
+    return with_config(opened, given) if given else opened
 
 
 def compare_replicas(checkpoint: OpenedCheckpoint) -> int:

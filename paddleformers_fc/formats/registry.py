@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any, cast
 
 from paddleformers_fc.errors import NotACheckpoint, OptionError
@@ -138,19 +138,27 @@ def require_format(directory: AnyPath) -> Format:
     )
 
 
-def open_checkpoint(directory: AnyPath, verify: str = "size", roles: Collection[str] | None = None) -> OpenedCheckpoint:
+def open_checkpoint(
+    directory: AnyPath,
+    verify: str = "size",
+    roles: Collection[str] | None = None,
+    config: Mapping[str, Any] | None = None,
+) -> OpenedCheckpoint:
     """Open a checkpoint of any format.
 
     Args:
         directory: a flex checkpoint, a directory of open weights, or a checkpoint of Paddle's FlexCheckpoint.
         verify: what is compared first, where checksums are recorded: ``off``, ``size`` or ``full``.
         roles: the roles of a flex checkpoint to open; None for all.
+        config: the model's configuration, for a directory of another format that has none.
     Raises:
         NotACheckpoint: no format recognises it.
         CheckpointError: it is damaged or malformed.
     """
     format = require_format(directory)
-    return open_flex(directory, verify, roles) if roles and format is FLEX else format.open(directory, verify)
+    if roles and format is FLEX:
+        return open_flex(directory, verify, roles)
+    return format.open_under(directory, verify, config) if config else format.open(directory, verify)
 
 
 def read_config(directory: AnyPath) -> dict[str, Any]:

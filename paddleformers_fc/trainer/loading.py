@@ -24,7 +24,7 @@ from paddleformers_fc.execute.opening import open_on_all_ranks, own_file, own_or
 from paddleformers_fc.execute.read_jobs import Key
 from paddleformers_fc.execute.staging_pool import measured_transfers
 from paddleformers_fc.formats import OpenedCheckpoint, stock_run
-from paddleformers_fc.formats.checkpoint import REFUSE, require_average, with_config
+from paddleformers_fc.formats.checkpoint import REFUSE, require_average
 from paddleformers_fc.layout.roles import (
     EMA_STATE,
     MASTER,
@@ -104,7 +104,7 @@ def train(
     run.ran, run.warned = {"train"}, set()
     if run.average is not None:
         run.average.reset()
-    run.chosen, run.named = _choose(trainer.args, resume_from_checkpoint, partial(run.warn_once, trainer.args))
+    run.chosen, run.named = _choose(trainer, resume_from_checkpoint, partial(run.warn_once, trainer.args))
     _warn_of_leftovers(trainer.args)
     if run.chosen is None:
         _begin_new_run(run, trainer.args, channel_of(trainer.args))
@@ -134,20 +134,21 @@ def _warn_of_leftovers(args: Any) -> None:
         )
 
 
-def _choose(args: Any, requested: str | bool | None, warn: Callable[[str], None]) -> tuple[AnyPath | None, bool]:
+def _choose(trainer: Any, requested: str | bool | None, warn: Callable[[str], None]) -> tuple[AnyPath | None, bool]:
     """Return the checkpoint to resume, and whether it was named."""
-    output_dir, channel = Path(args.output_dir), channel_of(args)
+    args, channel = trainer.args, channel_of(trainer.args)
+    output_dir = Path(args.output_dir)
     if getattr(args, "looks_for_last_checkpoint", False):
         if args.resume_from_checkpoint is None and not args.overwrite_output_dir:
             # The command line requests the newest directory, or None on a node whose disk is empty. All ranks must
             # decide together, so its request is ignored.
-            return resume.newest_or_begin(output_dir, channel, warn), False
+            return resume.newest_or_begin(output_dir, channel, warn, describe(trainer.model).config), False
         # Its preference training requests that directory, or none, whatever was named.
         requested = args.resume_from_checkpoint
     if not requested:
         return None, False
     if requested is True:
-        return resume.newest_or_refuse(output_dir, channel, warn), False
+        return resume.newest_or_refuse(output_dir, channel, warn, config=describe(trainer.model).config), False
     return resume.require_named(parse_path(expand_user(requested)), channel), True
 
 
@@ -299,7 +300,8 @@ def _fill_usable(trainer: Any, directory: AnyPath, channel: Channel) -> tuple[_P
                 raise (error or failed) from None
             unusable[directory.name] = why = error.in_one_line()
         warn_once(f"{directory} fails verification and is skipped: {why}")
-        directory = resume.newest_or_refuse(Path(args.output_dir), channel, warn_once, unusable)
+        config = describe(trainer.model).config
+        directory = resume.newest_or_refuse(Path(args.output_dir), channel, warn_once, unusable, config)
 
 
 def _refuse_partial(ready: _PreparedLoad, begun: set[Key], channel: Channel) -> None:
@@ -326,11 +328,12 @@ def _refuse_partial(ready: _PreparedLoad, begun: set[Key], channel: Channel) -> 
 def _prepare(trainer: Any, directory: AnyPath, channel: Channel) -> _PreparedLoad:
     args = trainer.args
     consistency = consistency_check_of(args, f"resuming from {directory.name}")
+    model, options = describe(trainer.model), read_options(args)
     with _verifying():
-        checkpoint = open_on_all_ranks(directory, channel, args.flex_verify, args.flex_threads, consistency)
+        # Some stock Trainers do not save the configuration.
+        level, threads, config = args.flex_verify, args.flex_threads, model.config
+        checkpoint = open_on_all_ranks(directory, channel, level, threads, consistency, config)
         if checkpoint.commit_record is None:
-            # Stock Trainers do not save the configuration.
-            checkpoint = with_config(checkpoint, describe(trainer.model).config)
             run_on_all(channel, f"reading the run of {directory.name}", lambda: _require_run(checkpoint))
     checkpoint = replace(checkpoint, tied=_tied(trainer, checkpoint), averaged=_from_average(args, checkpoint))
     continued = not args.ignore_load_lr_and_optim
@@ -340,7 +343,6 @@ def _prepare(trainer: Any, directory: AnyPath, channel: Channel) -> _PreparedLoa
         _compare_reference(trainer, progress, directory, channel)
     generators = documents.read_generators(checkpoint, channel) if continued else None
     handed = own_file(checkpoint, channel, lambda rank: inherited.GENERATION)
-    model, options = describe(trainer.model), read_options(args)
     weights = partial(state.model_roles, trainer.model)
     with _verifying():
         stated = stored_states.stated_sources(

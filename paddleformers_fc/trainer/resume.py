@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from paddleformers_fc.distributed.channel import Channel, all_gather_checked, run_on_all
 from paddleformers_fc.distributed.rank_format import format_ranks
@@ -78,18 +79,21 @@ def _seen_by(channel: Channel, look: Callable[[], list[str]]) -> dict[str, list[
     return ranks
 
 
-def newest_or_begin(output_dir: Path, channel: Channel, warn: Callable[[str], None]) -> Path | None:
+def newest_or_begin(
+    output_dir: Path, channel: Channel, warn: Callable[[str], None], config: Mapping[str, Any] | None = None
+) -> Path | None:
     """Find the checkpoint of a run that starts from the beginning if nothing was saved. Every rank must call.
 
     Args:
         output_dir: where the run saves.
         channel: all ranks of the job.
         warn: receives a line for every directory that is skipped.
+        config: the configuration of the live model, for checkpoints of other formats that have none.
     Raises:
         NotACheckpoint: the same on every rank: there are checkpoints, and none can be resumed. A run from the beginning
             would overwrite them.
     """
-    found, skipped = _find(output_dir, channel, warn)
+    found, skipped = _find(output_dir, channel, warn, config)
     kinds = _kinds(output_dir, channel) if found is None and skipped else {}
     if kinds:
         raise NotACheckpoint(
@@ -110,11 +114,15 @@ def _reason(name: str, kind: str, why: str) -> str:
 
 
 def _find(
-    output_dir: Path, channel: Channel, warn: Callable[[str], None], without: Collection[str] = ()
+    output_dir: Path,
+    channel: Channel,
+    warn: Callable[[str], None],
+    config: Mapping[str, Any] | None,
+    without: Collection[str] = (),
 ) -> tuple[Path | None, list[tuple[Path, str]]]:
     found, skipped = find_newest(output_dir, channel, without=without)
     if found is None:
-        found, reasons = newest_of_other_formats([path for path, _ in skipped], channel)
+        found, reasons = newest_of_other_formats([path for path, _ in skipped], channel, config)
         skipped = [(path, reasons.get(path.name, why)) for path, why in skipped if path != found]
         if found is not None:
             warn(f"{output_dir} has no flex checkpoint. {found}, which {_kind_of(found)}, is resumed.")
@@ -124,18 +132,21 @@ def _find(
     return found, skipped
 
 
-def newest_of_other_formats(directories: Iterable[Path], channel: Channel) -> tuple[Path | None, dict[str, str]]:
+def newest_of_other_formats(
+    directories: Iterable[Path], channel: Channel, config: Mapping[str, Any] | None = None
+) -> tuple[Path | None, dict[str, str]]:
     """Find the newest complete checkpoint of another format. Every rank must call.
 
     Args:
         directories: candidates, newest first; the same on every rank.
         channel: all ranks of the job.
+        config: as for :func:`newest_or_begin`.
     Returns:
         it, and by name why those of another format that are newer are incomplete.
     """
     reasons: dict[str, str] = {}
     for path in directories:
-        faults = all_gather_checked(channel, f"looking at {path.name}", partial(_fault_of_other, path), str)
+        faults = all_gather_checked(channel, f"looking at {path.name}", partial(_fault_of_other, path, config), str)
         fault = next(filter(None, faults), "")
         if not fault:
             return path, reasons
@@ -144,12 +155,12 @@ def newest_of_other_formats(directories: Iterable[Path], channel: Channel) -> tu
     return None, reasons
 
 
-def _fault_of_other(path: Path) -> str:
+def _fault_of_other(path: Path, config: Mapping[str, Any] | None) -> str:
     """Return why a checkpoint of another format cannot be resumed; empty if it is complete."""
     if not is_resumable(path):
         return _NOT_RESUMABLE
     try:
-        checkpoint = open_checkpoint(path)
+        checkpoint = open_checkpoint(path, config=config)
         refuse_unfinished(path, checkpoint.manifest.world_size)
     except CheckpointError as error:
         return error.in_one_line()
@@ -181,7 +192,11 @@ def _kind_of(directory: Path) -> str:
 
 
 def newest_or_refuse(
-    output_dir: Path, channel: Channel, warn: Callable[[str], None], unusable: Mapping[str, str] | None = None
+    output_dir: Path,
+    channel: Channel,
+    warn: Callable[[str], None],
+    unusable: Mapping[str, str] | None = None,
+    config: Mapping[str, Any] | None = None,
 ) -> Path:
     """Find the checkpoint of a run that must resume. Every rank must call.
 
@@ -190,11 +205,12 @@ def newest_or_refuse(
         channel: all ranks of the job.
         warn: as for :func:`newest_or_begin`.
         unusable: names of directories that have failed verification before, with the reasons.
+        config: as for :func:`newest_or_begin`.
     Raises:
         NotACheckpoint: the same on every rank: there is none, with the reason for every directory that is skipped.
     """
     unusable = unusable or {}
-    found, skipped = _find(output_dir, channel, warn, unusable)
+    found, skipped = _find(output_dir, channel, warn, config, unusable)
     if found is None:
         reasons = [*unusable.items(), *((path.name, why) for path, why in skipped)]
         raise NotACheckpoint(

@@ -68,6 +68,32 @@ def test_a_run_resumes_the_stock_trainers_checkpoint_with_its_losses(
     assert (job.step, job.consumed_samples, job.branches[-1].step) == (6, 48, 3)
 
 
+OF_RANKS: dict[str, Any] = {"save_checkpoint_format": "", "load_checkpoint_format": "", "save_to_hf": False}
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "arguments", "named"),
+    [(TP2, PP2, {}, True), (TP2, PP2, {}, False), (SD2V2, SINGLE, {"save_sharded_model": True}, True)],
+    ids=["files of tensor-parallel ranks", "the newest of them", "sharding_io"],
+)
+def test_files_of_ranks_without_a_configuration_are_read_under_that_of_the_live_model(
+    ranks: ForkServer,
+    tmp_path: Path,
+    source: MatrixLayout,
+    target: MatrixLayout,
+    arguments: dict[str, Any],
+    named: bool,
+) -> None:
+    stock = train(ranks, source, tmp_path / "stock", False, **OF_RANKS, **arguments).values[0]
+    assert stock is not None
+    shutil.rmtree(tmp_path / "stock/checkpoint-6")
+    (tmp_path / "stock/checkpoint-3/config.json").unlink()
+    resume: str | bool = str(tmp_path / "stock/checkpoint-3") if named else True
+    found = train(ranks, target, tmp_path / ("ours" if named else "stock"), True, resume).values[0]
+    assert found is not None
+    assert found["losses"] == pytest.approx(stock["losses"][3:], abs=2e-6)
+
+
 def test_the_newest_stock_checkpoint_is_resumed_with_a_notice_and_a_converted_one_alike(
     ranks: ForkServer, tmp_path: Path
 ) -> None:
