@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -317,12 +318,16 @@ class HuggingFaceWriter(ExportWriter):
         Raises:
             OptionError: the checkpoint contains adapters, and not the model that they are for.
         """
-        if checkpoint.known.adapters is not None:
+        adapters = checkpoint.known.adapters
+        if adapters is not None:
+            root, base = str(checkpoint.catalog.root), adapters.base.location
+            command = f"paddleformers-fc export {shlex.quote(root)} OUT"
             raise OptionError(
                 "The checkpoint contains adapters without their base, which is not a model.",
-                where=str(checkpoint.catalog.root),
-                evidence=[f"the base: {checkpoint.known.adapters.base.location or 'not read from files'}"],
-                next_step="Export the adapters, or name their base to export the merged model.",
+                where=root,
+                evidence=[f"the base: {base or 'not read from files'}"],
+                next_step=f"Export the adapters: {command} --format peft. Or export the merged model: "
+                f"{command} --base {shlex.quote(base) if base else 'BASE'}",
             )
 
     def files(self, checkpoint: OpenedCheckpoint, layout: Layout, max_file_bytes: int) -> tuple[OutputFile, ...]:

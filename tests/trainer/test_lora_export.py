@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 import paddleformers_fc
 from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.errors import MismatchError, OptionError
+from tests.cli.support import run
 from tests.harness.tiny import PP2, SINGLE, TP2, MatrixLayout
 from tests.trainer import peft_files
 from tests.trainer.test_pretrained import weights_of
@@ -113,6 +116,23 @@ def test_a_merged_export_is_the_base_with_the_product_of_its_adapters(
         np.testing.assert_allclose(values, base[name] + 2 * product @ inputs, atol=1e-6)
         assert np.abs(values - base[name]).max() > 1e-3
     assert changed == len(adapters) // 2
+
+
+def test_a_conversion_of_adapters_to_a_model_names_the_commands_that_export_them(
+    llama: Exported, tmp_path: Path
+) -> None:
+    refused = run("convert", llama.checkpoint, tmp_path / "model", "--format", "hf")
+    assert refused.code == 2
+    commands = re.findall(r"paddleformers-fc (.+?)(?:\. Or|$)", refused.err, re.MULTILINE)
+    assert [one.split(" OUT ")[1] for one in commands] == ["--format peft", f"--base {llama.base}"]
+    for number, command in enumerate(commands):
+        target = str(tmp_path / str(number))
+        outcome = run(*(target if word == "OUT" else word for word in shlex.split(command)))
+        assert outcome.code == 0, outcome.err
+    assert (tmp_path / "0/adapter_model.safetensors").read_bytes() == (
+        llama.adapter / "adapter_model.safetensors"
+    ).read_bytes()
+    assert (tmp_path / "1/model.safetensors").exists()
 
 
 def test_adapters_are_merged_into_their_own_base_only(llama: Exported, tmp_path: Path) -> None:
