@@ -28,6 +28,7 @@ from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
 from paddleformers_fc.storage.ranges import RangeReader
 from paddleformers_fc.trainer.resume import newest_or_begin, require_named
 from tests.cli.support import run
+from tests.formats.conversions import assert_equal_after_conversions
 from tests.formats.jobs import arrays
 from tests.harness.tiny import TP2, MatrixLayout
 
@@ -119,6 +120,10 @@ def test_the_stock_trainers_checkpoint_is_exported_like_ours(pair: tuple[Path, P
     written = [export_checkpoint(source, tmp_path / source.parent.name, 10**9) for source in pair]
     assert written[0].digests() == written[1].digests()
     assert (tmp_path / pair[0].parent.name / "config.json").exists()
+
+
+def test_conversions_there_and_back_keep_the_bytes_of_every_tensor(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    assert_equal_after_conversions(pair[0], tmp_path)
 
 
 def test_the_verb_exports_the_stock_trainers_checkpoint_and_plans_a_resume_of_it(

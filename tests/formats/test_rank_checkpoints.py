@@ -29,6 +29,7 @@ from paddleformers_fc.layout.roles import EMA_STATE, MASTER_WEIGHT, MODEL_STATE,
 from paddleformers_fc.verification.matrix.layouts import parse_layout
 from paddleformers_fc.verification.matrix.tiny import keys
 from tests.cli.support import run
+from tests.formats.conversions import assert_equal_after_conversions
 
 STEPS = {"max_steps": 2, "save_steps": 2}
 STOCK = {"save_checkpoint_format": "", "load_checkpoint_format": "", "save_to_hf": False}
@@ -207,6 +208,28 @@ def test_a_checkpoint_of_ranks_is_inspected_verified_planned_and_compared(pair: 
     assert outcome.passed, problem
     assert run("plan", theirs, "--to", "tp=2,pp=2").code == 0
     assert run("diff", theirs, ours).code == 0
+
+
+@pytest.mark.parametrize(
+    ("layout", "way", "dtype"),
+    [
+        ("tp2+sd2v2", "sharded", "bfloat16"),
+        ("tp2", "stock", "bfloat16"),
+        ("sd2s3", "stock", "float32"),
+        ("pp2", "canonical", "float32"),
+    ],
+)
+def test_conversions_there_and_back_keep_the_bytes_of_every_tensor(
+    layout: str, way: str, dtype: str, ranks: ForkServer, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    bf16 = dtype == "bfloat16"
+    if way == "sharded":
+        source = request.getfixturevalue("pair")[0]
+    else:
+        source = saved(ranks, tmp_path / "stock", layout, WAYS[way], bf16)
+    before = contents(source)
+    assert_equal_after_conversions(source, tmp_path)
+    assert contents(source) == before
 
 
 def test_a_copy_of_another_step_and_missing_layers_are_found_by_verification(
