@@ -50,16 +50,18 @@ class AveragedTensor:
     first: int = 0
 
 
-def update_weight(decay: float, number: int, bias_correction: bool) -> float:
+def update_weight(decay: float, number: int | None, bias_correction: bool) -> float:
     """Return the weight of the tensors in an update of their average.
 
     With bias correction the average is that of a start at zero, divided by ``1 - decay ** number``.
 
     Args:
         decay: weight of the former average, between 0 and 1.
-        number: counts the updates from 1. The first one is a copy.
+        number: counts the updates from 1. The first one is a copy. None if it is unknown, so that nothing is corrected.
         bias_correction: whether the first updates have a larger weight.
     """
+    if number is None:
+        return 1.0 - decay
     if number == 1:
         return 1.0
     return (1.0 - decay) / -math.expm1(number * math.log(decay)) if bias_correction else 1.0 - decay

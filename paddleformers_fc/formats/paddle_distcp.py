@@ -121,7 +121,7 @@ def open_distcp(directory: AnyPath) -> OpenedCheckpoint:
         config,
         lambda: describe(config),
         recorded,
-        find_unrecorded=lambda: {**model_documents(directory), **run_documents(directory)},
+        find_unrecorded=lambda: {**model_documents(directory), **run_documents(directory, catalog.roles)},
         describe_as=describe,
         read_run=run_reader(directory, catalog),
     )

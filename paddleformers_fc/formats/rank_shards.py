@@ -176,7 +176,7 @@ def open_ranked(directory: AnyPath, format_: Format, given: Mapping[str, Any]) -
         config,
         lambda: describe(config),
         recorded,
-        find_unrecorded=lambda: {**model_documents(directory), **run_documents(directory)},
+        find_unrecorded=lambda: {**model_documents(directory), **run_documents(directory, catalog.roles)},
         describe_as=describe,
         read_run=run_reader(directory, catalog),
     )

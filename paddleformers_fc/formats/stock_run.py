@@ -2,7 +2,7 @@
 
 ================================  ==========================================================
 ``trainer_state.bin``, ``.json``  the Trainer's state
-``training_args.bin``             batch sizes and parallel degrees
+``training_args.bin``             batch sizes, parallel degrees, and settings of the moving average
 ``scheduler.pdparams``            the learning-rate scheduler
 ``scaler.pdparams``               the loss scaler of float16 runs
 ``rng_state_R.pth``               the random generators of rank R
@@ -27,7 +27,7 @@ import numpy as np
 from paddleformers_fc.errors import Corrupt, FlexError, FormatError
 from paddleformers_fc.formats.catalog import Catalog, StoredTensor
 from paddleformers_fc.formats.checkpoint import Documents
-from paddleformers_fc.layout.roles import OPTIMIZER_STATE
+from paddleformers_fc.layout.roles import EMA_STATE, OPTIMIZER_STATE
 from paddleformers_fc.storage import codecs
 from paddleformers_fc.storage.files import exists, list_directory, open_local, read_range
 from paddleformers_fc.storage.json_io import parse_json, read_document
@@ -58,6 +58,7 @@ _DEGREES = {
     "sep": "sep_parallel_size",
     "cp": "context_parallel_size",
 }
+_AVERAGE = ("save_ema_coef", "ema_interval", "ema_loss_threshold")
 _OF_WORLD = ("dp", "tp", "pp", "sharding", "sep")
 
 
@@ -144,11 +145,12 @@ def _number(directory: Path, tensor: StoredTensor) -> float:
         return float(np.frombuffer(read_range(opened, begin, 4), "<f4")[0])
 
 
-def run_documents(directory: Path) -> Documents:
+def run_documents(directory: Path, roles: Collection[str]) -> Documents:
     """Return the state of a Trainer as documents of a flex checkpoint, as far as the directory has it.
 
     Args:
         directory: of the checkpoint.
+        roles: the roles that are stored.
     """
     names = {path.name for path in list_directory(directory)}
     if not names & {*STATES}:
@@ -157,6 +159,8 @@ def run_documents(directory: Path) -> Documents:
         "state": lambda: codecs.encode(_state(directory), "trainer state"),
         "data": lambda: codecs.encode(_position(directory), "data position"),
     }
+    if EMA_STATE in roles:
+        found["ema"] = lambda: codecs.encode(_average(directory), "moving average")
     for name, document in ((SCHEDULER, "scheduler"), (SCALER, "scaler")):
         if name in names:
             found[document] = functools.partial(_document, directory / name)
@@ -198,6 +202,8 @@ def lacking(documents: Collection[str], rank: int) -> list[str]:
         f"rng-{rank:05d}": "random states of this rank",
     }
     absent = [text for name, text in wanted.items() if f"{TRAINER_DIRECTORY}/{name}.json" not in documents]
+    if f"{TRAINER_DIRECTORY}/ema.json" in documents:
+        absent.append("the number of updates of the moving average")
     return [*absent, "the order of the data (that of this run is used)", "checksums"]
 
 
@@ -239,6 +245,26 @@ def _position(directory: Path) -> dict[str, Any]:
         ranks = record.parallel["dp"] * record.parallel["sharding"]
         position["pace"] = {"micro_batch": sizes[0], "accumulation": sizes[1], "ranks": ranks}
     return position
+
+
+def _average(directory: Path) -> dict[str, Any]:
+    """Return the document of a moving average, see ``trainer.ema``; what the directory does not contain is None."""
+    arguments = _arguments(directory)
+    decay, interval, threshold = (arguments.get(f"zcc_{key}") for key in _AVERAGE)
+    step: int | None = None
+    if type(interval) is int and interval > 0:
+        # Updates are skipped under a threshold.
+        done = _count(_state(directory), "global_step", directory)
+        step = None if threshold is not None else done - done % interval
+    else:
+        interval = None
+    return {
+        "updates": None,
+        "step": step,
+        "decay": decay if isinstance(decay, float) else None,
+        "interval": interval,
+        "bias_correction": False,
+    }
 
 
 def _generators(path: Path) -> bytes:

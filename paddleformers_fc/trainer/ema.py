@@ -59,20 +59,20 @@ class AverageSettings:
 
 
 class AverageDocument(msgspec.Struct, forbid_unknown_fields=True):
-    """``trainer/ema.json``.
+    """``trainer/ema.json``. Checkpoints of PaddleFormers' own formats do not contain all of it.
 
     Args:
-        updates: number of updates.
-        step: the optimizer step of the last one.
+        updates: number of updates; None if it is unknown.
+        step: the optimizer step of the last one; None if it is unknown, as for the next two.
         decay: that of the saved run; for a reader, as the next two.
         interval: steps between two updates.
         bias_correction: whether the first updates have a larger weight.
     """
 
-    updates: _COUNT
-    step: _COUNT
-    decay: float
-    interval: _COUNT
+    updates: _COUNT | None
+    step: _COUNT | None
+    decay: float | None
+    interval: _COUNT | None
     bias_correction: bool
 
 
@@ -100,8 +100,8 @@ class MovingAverage(TrainerCallback):
 
     Attributes:
         tensors: ``ShardedWeight`` over host memory, by the name of the parameter; empty before the first update.
-        updates: number of updates.
-        step: the optimizer step of the last one.
+        updates: number of updates; None if it is unknown, and at least one.
+        step: the optimizer step of the last one; None if it is unknown.
         in_model: whether the averages are in the model in place of its weights.
     """
 
@@ -128,7 +128,13 @@ class MovingAverage(TrainerCallback):
             self._pending.exception()
         self._pending = self._failure = self._loss = None
         self.tensors: dict[str, Any] = {}
-        self.updates = self.step = 0
+        self.updates: int | None = 0
+        self.step: int | None = 0
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there was an update."""
+        return self.updates != 0
 
     def settled(self) -> None:
         """Wait until the average is that of the last step.
@@ -236,7 +242,7 @@ class MovingAverage(TrainerCallback):
         except Exception as error:  # Raised by the next save, on all ranks.
             self._failed(step, error)
             return
-        self.updates, self.step = self.updates + 1, step
+        self.updates, self.step = None if self.updates is None else self.updates + 1, step
         read: Future[None] = Future()
         self._pending = self._threads.submit(self._update, parts, fresh, copying, read, step)
         self._between_steps.add(read)
@@ -316,6 +322,14 @@ def absent_text(directory: AnyPath) -> str:
     return (
         f"{directory} has no moving average. It starts as a copy of the weights at its next update, so that it does "
         "not contain the steps before."
+    )
+
+
+def uncorrected_text(directory: AnyPath) -> str:
+    """Return the warning of a run with bias correction that resumes an average of an unknown number of updates."""
+    return (
+        f"{directory} does not contain the number of updates of its moving average. It is continued with a constant "
+        "decay: flex_ema_bias_correction has no effect."
     )
 
 

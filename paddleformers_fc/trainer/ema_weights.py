@@ -103,13 +103,14 @@ def evaluate(trainer: Any, native: Native, *args: Any, **kwargs: Any) -> Any:
     average = run.average
     if not trainer.args.flex_ema_evaluate or average is None or average.in_model:
         return native(*args, **kwargs)
-    if not average.updates:
+    if not average.has_begun:
         line = "flex_ema_evaluate: the moving average has no update yet, so the weights themselves are evaluated."
         run.warn_once(trainer.args, line)
         return native(*args, **kwargs)
     with averaged_weights(trainer):
         if trainer.args.should_log:
-            logger.info(f"Evaluating the moving average of step {average.step}.")
+            step = "an unknown step" if average.step is None else f"step {average.step}"
+            logger.info(f"Evaluating the moving average of {step}.")
         return native(*args, **kwargs)
 
 
@@ -120,7 +121,7 @@ def require_average(trainer: Any) -> MovingAverage:
         OptionError: it keeps none, or has not updated it.
     """
     average = job_state_of(trainer).average
-    if average is None or not average.updates:
+    if average is None or not average.has_begun:
         raise OptionError(
             "The Trainer has no moving average of its weights.",
             where="flex_ema_decay",

@@ -497,7 +497,10 @@ def _restore_average(trainer: Any, run: JobState, ready: _PreparedLoad) -> None:
     elif values is None or not stored:
         warn(trainer.args, ema.absent_text(directory))
     else:
-        run.average.restore(ready.averages, ema.from_document(values, directory / documents.AVERAGE))
+        saved = ema.from_document(values, directory / documents.AVERAGE)
+        run.average.restore(ready.averages, saved)
+        uncorrected = saved.updates is None and run.average.settings.bias_correction
+        warn(trainer.args, ema.uncorrected_text(directory) if uncorrected else "")
 
 
 def _drop_unfinished_step(trainer: Any, run: JobState) -> None:

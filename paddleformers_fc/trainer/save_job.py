@@ -268,7 +268,7 @@ def _files(trainer: Any) -> dict[str, bytes]:
             about = reference.document(trainer, job_state_of(trainer).reference, position.pace_of(args))
             files[documents.REFERENCE] = codecs.encode(about, "reference model")
         average = job_state_of(trainer).average
-        if average is not None and average.updates:
+        if average is not None and average.has_begun:
             files[documents.AVERAGE] = codecs.encode(average.document(), "moving average")
     return files
 
