@@ -17,7 +17,7 @@ from paddleformers_fc import upstream
 from paddleformers_fc.errors import EnvironmentMismatch, NotACheckpoint, OptionError
 from paddleformers_fc.families import ModelDescription, family_for, is_known
 from paddleformers_fc.families.declarations import DIVIDED
-from paddleformers_fc.formats.registry import is_resumable, open_checkpoint, read_config
+from paddleformers_fc.formats.registry import is_resumable, read_config, saved_run
 from paddleformers_fc.layout.grid import ParallelGrid
 from paddleformers_fc.plan.simulate import declared_model
 from paddleformers_fc.storage.files import exists, is_directory, list_directory
@@ -282,7 +282,7 @@ def refuse_resume(settings: Mapping[str, Any], several_nodes: bool = False) -> N
         # Like any other argument that names nothing: the exit code is that of invalid usage.
         raise OptionError(error.what, where=error.where, evidence=error.evidence, next_step=error.next_step) from None
     if is_resumable(found):
-        _ = open_checkpoint(found).manifest
+        saved_run(found)
     elif settings.get("flex_verify", "size") not in ("off", False):
         verify_files(found, read_manifest(found), "size")
 

@@ -16,8 +16,8 @@ from pathlib import Path
 import msgspec
 
 from paddleformers_fc.errors import CheckpointError, Diverged, OptionError, StorageError
-from paddleformers_fc.formats import format_of, open_checkpoint
-from paddleformers_fc.formats.registry import is_resumable
+from paddleformers_fc.formats import format_of
+from paddleformers_fc.formats.registry import is_resumable, saved_run
 from paddleformers_fc.formats.stock_run import refuse_unfinished
 from paddleformers_fc.storage.files import exists, files_within, stat_path
 from paddleformers_fc.storage.leftovers import Leftover, leftovers, remove_leftover
@@ -228,7 +228,7 @@ def _checkpoint(path: Path) -> CheckpointFacts:
 def _of_other_format(path: Path, kind: str, size: int) -> CheckpointFacts:
     """Return the facts of a checkpoint of PaddleFormers' own formats, from its headers and the Trainer's files."""
     try:
-        run = open_checkpoint(path).manifest
+        run = saved_run(path)
         refuse_unfinished(path, run.world_size)
     except CheckpointError as error:
         return CheckpointFacts(path.name, None, "", error.in_one_line(), kind, 0, {}, size, "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any, cast
 
 from paddleformers_fc.errors import NotACheckpoint, OptionError
@@ -14,9 +15,10 @@ from paddleformers_fc.formats.paddle_distcp import PADDLE_DISTCP
 from paddleformers_fc.formats.paddleformers_lora import LORA_CONFIG_NAME, PADDLEFORMERS_LORA
 from paddleformers_fc.formats.peft import ADAPTER_CONFIG_NAME, PEFT
 from paddleformers_fc.formats.rank_formats import LEGACY_HYBRID, SHARDING_IO
+from paddleformers_fc.formats.stock_run import read_run
 from paddleformers_fc.formats.unified import UNIFIED
 from paddleformers_fc.storage.files import exists, list_directory
-from paddleformers_fc.storage.manifest import MANIFEST_NAME
+from paddleformers_fc.storage.manifest import MANIFEST_NAME, Manifest
 from paddleformers_fc.storage.names import parse_step
 from paddleformers_fc.storage.paths import AnyPath
 
@@ -159,6 +161,25 @@ def open_checkpoint(
     if roles and format is FLEX:
         return open_flex(directory, verify, roles)
     return format.open_under(directory, verify, config) if config else format.open(directory, verify)
+
+
+def saved_run(directory: Path, config: Mapping[str, Any] | None = None) -> Manifest:
+    """Return the record of the run that saved a checkpoint of another format, after a look at its tensors.
+
+    Parts of tensor-parallel ranks are not looked at without a configuration: that of the run that resumes serves.
+
+    Args:
+        directory: the checkpoint.
+        config: the model's configuration, for a directory that has none.
+    Raises:
+        CheckpointError: it is damaged, or contains no run.
+    """
+    try:
+        return open_checkpoint(directory, config=config).manifest
+    except NotACheckpoint:
+        if config or not is_resumable(directory) or read_config(directory):
+            raise
+        return read_run(directory)
 
 
 def read_config(directory: AnyPath) -> dict[str, Any]:

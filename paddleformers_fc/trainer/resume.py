@@ -19,7 +19,7 @@ from paddleformers_fc.distributed.rank_format import format_ranks
 from paddleformers_fc.errors import CheckpointError, NotACheckpoint
 from paddleformers_fc.execute.opening import check_complete
 from paddleformers_fc.formats.checkpoint import MAPPING_NAME, not_a_flex_checkpoint
-from paddleformers_fc.formats.registry import format_of, is_resumable, open_checkpoint
+from paddleformers_fc.formats.registry import format_of, is_resumable, saved_run
 from paddleformers_fc.formats.stock_run import refuse_unfinished
 from paddleformers_fc.storage.files import exists, is_directory, list_directory
 from paddleformers_fc.storage.leftovers import recover
@@ -160,8 +160,7 @@ def _fault_of_other(path: Path, config: Mapping[str, Any] | None) -> str:
     if not is_resumable(path):
         return _NOT_RESUMABLE
     try:
-        checkpoint = open_checkpoint(path, config=config)
-        refuse_unfinished(path, checkpoint.manifest.world_size)
+        refuse_unfinished(path, saved_run(path, config).world_size)
     except CheckpointError as error:
         return error.in_one_line()
     return ""

@@ -10,7 +10,11 @@ from typing import Any
 import pytest
 
 import paddleformers_fc
+from paddleformers_fc.cli.start_checks import refuse_resume
 from paddleformers_fc.cpu_runtime.forkserver import ForkServer, JobResult
+from paddleformers_fc.distributed.channel import ALONE
+from paddleformers_fc.execute.output_directory import output_facts
+from paddleformers_fc.trainer.resume import newest_of_other_formats
 from tests.harness.tiny import PP2, SD2V2, SINGLE, TP2, MatrixLayout
 
 SIX: dict[str, Any] = {"max_steps": 6, "save_steps": 3}
@@ -87,8 +91,15 @@ def test_files_of_ranks_without_a_configuration_are_read_under_that_of_the_live_
     stock = train(ranks, source, tmp_path / "stock", False, **OF_RANKS, **arguments).values[0]
     assert stock is not None
     shutil.rmtree(tmp_path / "stock/checkpoint-6")
-    (tmp_path / "stock/checkpoint-3/config.json").unlink()
-    resume: str | bool = str(tmp_path / "stock/checkpoint-3") if named else True
+    checkpoint = tmp_path / "stock/checkpoint-3"
+    (checkpoint / "config.json").unlink()
+    # Before a model is built, the Trainer's files are read alone.
+    listed = output_facts(tmp_path / "stock")
+    assert listed is not None
+    assert [(one.step, one.fault) for one in listed.checkpoints] == [(3, "")]
+    refuse_resume({"flex_checkpoint": True, "resume_from_checkpoint": str(checkpoint)})
+    assert newest_of_other_formats([checkpoint], ALONE) == (checkpoint, {})
+    resume: str | bool = str(checkpoint) if named else True
     found = train(ranks, target, tmp_path / ("ours" if named else "stock"), True, resume).values[0]
     assert found is not None
     assert found["losses"] == pytest.approx(stock["losses"][3:], abs=2e-6)
