@@ -144,7 +144,7 @@ def open_unified(directory: AnyPath) -> OpenedCheckpoint:
         config,
         lambda: describe(config),
         recorded,
-        find_unrecorded=lambda: {**model_documents(directory), **run_documents(directory)},
+        find_unrecorded=lambda: {**model_documents(directory), **run_documents(directory, catalog.roles)},
         describe_as=describe,
         read_run=run_reader(directory, catalog),
     )
