@@ -106,7 +106,13 @@ def canonical_models(model: ModelDescription, tp: int, stored: Sequence[str]) ->
             continue
         seen.append(set(tensors))
         differing = sorted(held ^ mapping.sources.keys())
-        if differing:
+        fused = sorted(held.intersection(tensors) - mapping.sources.keys())
+        if fused:
+            yield (
+                f"{count_text(len(fused), 'fused layer')}, such as {fused[0]}: save_to_hf stores them under the names "
+                "of the model, but not transposed as the other layers are"
+            )
+        elif differing:
             only = "stored and not" if differing[0] in held else "not stored and"
             count = count_text(len(differing), "tensor")
             yield f"{count} differ: {differing[0]} is {only} in the open weights of the model"

@@ -16,7 +16,7 @@ import pytest
 
 import paddleformers_fc
 from paddleformers_fc.cpu_runtime.forkserver import ForkServer
-from paddleformers_fc.errors import Corrupt, FlexError, FormatError, NotACheckpoint
+from paddleformers_fc.errors import Corrupt, FlexError, FormatError, MappingError, NotACheckpoint
 from paddleformers_fc.execute.difference import compare_checkpoints
 from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.execute.inspect import inspect_directory
@@ -298,6 +298,14 @@ def test_a_run_is_resumed_and_a_model_is_filled_under_another_layout(
 
 
 # ---- What is refused.
+
+
+def test_fused_layers_that_save_to_hf_stores_in_neither_form_are_named(ranks: ForkServer, tmp_path: Path) -> None:
+    stock = saved(ranks, tmp_path, "dp2", WAYS["canonical"], model={"model_type": "ernie4_5_moe"})
+    with pytest.raises(MappingError, match="their order does not prove them") as caught:
+        open_checkpoint(stock)
+    assert any("up_gate_proj.weight: save_to_hf stores them" in line for line in caught.value.evidence)
+    assert "save_to_hf: false" in caught.value.next_step
 
 
 def copied(source: Path, target: Path) -> Path:
