@@ -358,6 +358,7 @@ def export(
         choices = exporting.Choices(size, verify.value, replace, tied.value, as_format, base, accept_base, role, dtype)
         found = exporting.export(source, target, choices)
     _present(found, exporting.show, as_json)
+    output.warn_unverified(source, verify.value)
     return OK
 
 
@@ -407,6 +408,7 @@ def convert(
         choices = converting.Choices(to.value, config, size, verify.value, replace, tied.value)
         found = converting.convert(named, target, choices)
     _present(found, converting.show, as_json)
+    output.warn_unverified(named, verify.value)
     return OK
 
 

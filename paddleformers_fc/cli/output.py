@@ -96,6 +96,15 @@ def console(*, stderr: bool = False) -> Console:
     return Console(stderr=stderr, width=width, markup=False, emoji=False, highlight=False)
 
 
+def warn_unverified(source: object, level: str) -> None:
+    """State on the error stream that damage of a source would be copied, unless every byte was compared."""
+    if level != "full":
+        sys.stderr.write(
+            f"The bytes of {source} were not compared with their checksums (--verify {level}): damage would be copied, "
+            "and the copy has checksums of its own.\n"
+        )
+
+
 @contextmanager
 def working(doing: str) -> Iterator[None]:
     """Show the progress of a block on the error stream; see :mod:`.progress`.

@@ -14,7 +14,15 @@ from paddleformers_fc.errors import OptionError
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.plan.flows import PlanFlows
 from paddleformers_fc.plan.forecast import GridPlan, RankForecast
-from paddleformers_fc.storage.files import remove_file, rename, write_file
+from paddleformers_fc.storage.files import (
+    exists,
+    is_directory,
+    open_local,
+    read_range,
+    remove_file,
+    rename,
+    write_file,
+)
 from paddleformers_fc.text import count_text, size_text
 
 if TYPE_CHECKING:
@@ -44,13 +52,15 @@ def write_page(file: Path, found: PlanFlows, ranks_per_node: int) -> None:
     """Write a plan as one self-contained page, which needs no network.
 
     Args:
-        file: the page; replaced if it exists.
+        file: the page; replaced if it is one already.
         found: the plan.
         ranks_per_node: how ranks are grouped.
     Raises:
+        OptionError: the file exists and is no such page, or there is no directory for it.
         StorageError: the operating system refused.
     """
     template = Path(__file__).with_name("plan_report.html").read_text(encoding="utf-8")
+    _refuse_other_file(file, template.partition("</title>")[0].encode())
     document = {**msgspec.to_builtins(found), "ranks_per_node": ranks_per_node}
     # Names come from disks: none may end the element that contains them.
     text = json.dumps(document, separators=(",", ":")).replace("<", "\\u003c")
@@ -62,6 +72,25 @@ def write_page(file: Path, found: PlanFlows, ranks_per_node: int) -> None:
     except BaseException:
         remove_file(partial)
         raise
+
+
+def _refuse_other_file(file: Path, page_begin: bytes) -> None:
+    """Refuse to replace a file that no plan was written to, such as one of a checkpoint."""
+    if not is_directory(file.parent):
+        raise OptionError(
+            f"There is no directory {file.parent}.", where=f"--html {file}", next_step="Make it, or name another file."
+        )
+    if exists(file) and _begin_of(file, len(page_begin)) != page_begin:
+        raise OptionError(
+            f"{file} exists and is not the page of a plan.",
+            where=f"--html {file}",
+            next_step="Name a file that does not exist.",
+        )
+
+
+def _begin_of(file: Path, count: int) -> bytes:
+    with open_local(file) as opened:
+        return bytes(read_range(opened, 0, min(count, opened.size)))
 
 
 def show(found: GridPlan, console: Console) -> None:

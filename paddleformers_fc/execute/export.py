@@ -246,10 +246,10 @@ def refuse_target(
     inside = next((path for path in _with_parents(target) if exists(path / MANIFEST_NAME)), None)
     if inside is not None:
         raise OptionError(
-            "An export is not written into a checkpoint.",
+            "Nothing is written into a checkpoint.",
             where=str(target),
             evidence=[f"{inside / MANIFEST_NAME} is there"],
-            next_step="Name another directory.",
+            next_step="Name a directory that does not exist yet.",
         )
     held = list_directory(target) if writer.alone else []
     if held:

@@ -138,6 +138,10 @@ def open_huggingface(directory: AnyPath, verify: str = "size") -> OpenedCheckpoi
     tensors, contradictions = gather_shards(_shards(_with_unnamed(files, headers, directory), headers))
     if contradictions:
         raise Corrupt("Files contradict each other.", where=str(directory), evidence=contradictions)
+    if not tensors:
+        raise Corrupt(
+            "The directory holds no tensor.", where=str(directory), evidence=sorted(files), next_step=_FETCH_AGAIN
+        )
     recorded = {name: checksums[name] for name in files if name in checksums} if checksums is not None else {}
     catalog = Catalog(directory, {MODEL_STATE: tensors}, identities)
     config = _read_config(directory, checksums)

@@ -143,7 +143,8 @@ def _derived(catalog: Catalog, config: dict[str, Any], cuts: dict[str, tuple[int
             f"{catalog.root} does not say what model it is of.",
             where=str(catalog.root),
             evidence=[f"{CONFIG_NAME} is not in it"],
-            next_step=f"Copy the model's {CONFIG_NAME} into the directory; Paddle does not save it.",
+            next_step=f"Name a directory with the model's {CONFIG_NAME}: convert --config DIR. Other commands need a "
+            "copy of it in the checkpoint, where Paddle does not save it.",
         )
     weights = catalog.roles[MODEL_STATE].values()
     tensors = [ModelTensor(one.name, one.shape, one.dtype, cuts[one.name]) for one in weights]

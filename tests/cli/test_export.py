@@ -149,7 +149,7 @@ def test_a_checkpoint_is_not_written_into(one: Path, copy: Path) -> None:
     for source in (one, copy):
         outcome = run("export", source, copy, "--replace")
         assert outcome.code == 2
-        assert "not written into a checkpoint" in outcome.err
+        assert "Nothing is written into a checkpoint" in outcome.err
     assert sorted(path.relative_to(copy) for path in copy.rglob("*")) == before
 
 
@@ -175,7 +175,7 @@ def test_a_foreign_configuration_is_replaced_only_with_the_option(four: Path, tm
 def test_an_export_below_a_checkpoint_is_refused(copy: Path) -> None:
     outcome = run("export", copy, copy / "a" / "b")
     assert outcome.code == 2
-    assert "not written into a checkpoint" in outcome.err
+    assert "Nothing is written into a checkpoint" in outcome.err
     assert not (copy / "a").exists()
 
 

@@ -156,10 +156,21 @@ def test_an_interrupted_page_leaves_the_older_one(
         raise KeyboardInterrupt
 
     page = tmp_path / "page.html"
-    page.write_text("older")
+    template = Path(planning.__file__).with_name("plan_report.html").read_text(encoding="utf-8")
+    older = template.partition("</title>")[0] + "older"
+    page.write_text(older)
     monkeypatch.setattr(planning, "rename", interrupt)
     assert run("plan", stored, "--to", "tp=2", "--html", page).code == 130
-    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("page.html", "older")]
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("page.html", older)]
+
+
+@pytest.mark.parametrize("name", ["flex_checkpoint.json", "model_state/rank-00000.safetensors", "nowhere/page.html"])
+def test_a_page_replaces_no_other_file(stored: Path, tmp_path: Path, name: str) -> None:
+    copy = shutil.copytree(stored, tmp_path / "checkpoint-500")
+    found = run("plan", copy, "--to", "tp=2", "--html", copy / name)
+    assert found.code == 2
+    assert "--html" in found.err
+    assert run("verify", copy).code == 0
 
 
 @browser

@@ -58,9 +58,9 @@ def test_a_conversion_to_a_store_can_be_loaded_and_is_not_replaced(four: Path, b
     assert bucket.files("run/checkpoint-9") == content(tmp_path / "checkpoint-9")
     assert run("diff", four, f"{bucket.path}/run/checkpoint-9").code == 0
     again = run("convert", four, f"{bucket.path}/run/checkpoint-9")
-    assert (again.code, "not written into a checkpoint" in again.err) == (2, True)
+    assert (again.code, "Nothing is written into a checkpoint" in again.err) == (2, True)
     inside = run("export", four, f"{bucket.path}/run/checkpoint-9/hf")
-    assert (inside.code, "not written into a checkpoint" in inside.err) == (2, True)
+    assert (inside.code, "Nothing is written into a checkpoint" in inside.err) == (2, True)
     bucket.put("other/file", b"1")
     other = run("convert", four, f"{bucket.path}/other")
     assert (other.code, "is not empty" in other.err) == (2, True)

@@ -60,6 +60,15 @@ def test_a_tensor_of_two_files_that_the_index_does_not_name_is_refused(tmp_path:
         open_huggingface(tmp_path)
 
 
+@pytest.mark.parametrize("index", ['{"weight_map": {}}', None])
+def test_a_directory_without_a_tensor_is_refused(tmp_path: Path, index: str | None) -> None:
+    save_file({}, tmp_path / "model.safetensors")
+    if index is not None:
+        (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(Corrupt, match="holds no tensor"):
+        open_huggingface(tmp_path)
+
+
 def test_every_missing_file_of_the_index_is_named(tmp_path: Path) -> None:
     indexed(tmp_path, one=["a"], two=["b"], three=["c"])
     (tmp_path / "one.safetensors").unlink()
