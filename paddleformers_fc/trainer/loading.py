@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -104,7 +104,12 @@ def train(
     run.ran, run.warned = {"train"}, set()
     if run.average is not None:
         run.average.reset()
-    run.chosen, run.named = _choose(trainer, resume_from_checkpoint, partial(run.warn_once, trainer.args))
+    run.chosen, run.named = _choose(
+        trainer.args,
+        resume_from_checkpoint,
+        partial(run.warn_once, trainer.args),
+        lambda: describe(trainer.model).config,
+    )
     _warn_of_leftovers(trainer.args)
     if run.chosen is None:
         _begin_new_run(run, trainer.args, channel_of(trainer.args))
@@ -134,21 +139,30 @@ def _warn_of_leftovers(args: Any) -> None:
         )
 
 
-def _choose(trainer: Any, requested: str | bool | None, warn: Callable[[str], None]) -> tuple[AnyPath | None, bool]:
-    """Return the checkpoint to resume, and whether it was named."""
-    args, channel = trainer.args, channel_of(trainer.args)
+def _choose(
+    args: Any, requested: str | bool | None, warn: Callable[[str], None], find_config: Callable[[], Mapping[str, Any]]
+) -> tuple[AnyPath | None, bool]:
+    """Return the checkpoint to resume, and whether it was named.
+
+    Args:
+        args: the training arguments.
+        requested: by the training.
+        warn: is called with a warning.
+        find_config: returns the live model's configuration, for checkpoints without any.
+    """
+    channel = channel_of(args)
     output_dir = Path(args.output_dir)
     if getattr(args, "looks_for_last_checkpoint", False):
         if args.resume_from_checkpoint is None and not args.overwrite_output_dir:
             # The command line requests the newest directory, or None on a node whose disk is empty. All ranks must
             # decide together, so its request is ignored.
-            return resume.newest_or_begin(output_dir, channel, warn, describe(trainer.model).config), False
+            return resume.newest_or_begin(output_dir, channel, warn, find_config()), False
         # Its preference training requests that directory, or none, whatever was named.
         requested = args.resume_from_checkpoint
     if not requested:
         return None, False
     if requested is True:
-        return resume.newest_or_refuse(output_dir, channel, warn, config=describe(trainer.model).config), False
+        return resume.newest_or_refuse(output_dir, channel, warn, config=find_config()), False
     return resume.require_named(parse_path(expand_user(requested)), channel), True
 
 

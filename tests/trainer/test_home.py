@@ -39,7 +39,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_run_in_the_home_directory_is_resumed_from_there(home: Path, asked: bool | str, step: int) -> None:
     args = arguments(output_dir="~/run", flex_plan_cache="~/plans")
     assert args.output_dir == str(home / "run")
-    assert loading._choose(args, asked, pytest.fail)[0] == home / "run" / f"checkpoint-{step}"
+    assert loading._choose(args, asked, pytest.fail, dict)[0] == home / "run" / f"checkpoint-{step}"
     assert loading._plans(args)._directory == home / "plans"
     assert os.listdir() == []
 
@@ -48,4 +48,4 @@ def test_what_the_command_lets_pass_is_what_the_ranks_resume(home: Path) -> None
     named = {"flex_checkpoint": True, "resume_from_checkpoint": "~/run/checkpoint-3"}
     refuse_resume(named)
     args = SimpleNamespace(output_dir="out", resume_from_checkpoint=None, flex_timeout=LIMIT)
-    assert loading._choose(args, named["resume_from_checkpoint"], pytest.fail)[0] == home / "run" / "checkpoint-3"
+    assert loading._choose(args, named["resume_from_checkpoint"], pytest.fail, dict)[0] == home / "run" / "checkpoint-3"
