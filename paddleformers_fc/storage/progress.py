@@ -1,4 +1,4 @@
-"""Bytes that the running operation has done, and those that it expects to do, for whoever displays them.
+"""Bytes that the running operation has done, and those that it expects to do; a display reads both.
 
 Whatever reads or writes many bytes calls :func:`expect` before and :func:`advance` after a piece. Both do nothing
 unless a command displays its progress (:func:`measured`). A process runs one such command at a time, in many threads.
