@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -92,6 +92,11 @@ _OF_A_FORMAT = re.compile(
     r"|train_results\.json|eval_results\.json|optimizer\..*|scheduler\..*"
 )
 """Names of documents of a run, or of a format, among files with these endings."""
+_OF_PADDLE = ("np", "pd")
+"""The ``format`` that PaddleFormers writes into the metadata of files in its own orientation."""
+_OF_TRAINER = ("trainer_state.json", "training_args.bin")
+"""Files of PaddleFormers' Trainer. Elsewhere other tools write ``np`` into open weights too."""
+
 MAX_INDEX_BYTES = 64 * 1024 * 1024
 """The longest index that is read: that of 400,000 tensors."""
 
@@ -122,6 +127,7 @@ def open_huggingface(directory: AnyPath, verify: str = "size") -> OpenedCheckpoi
     # Before the headers: what is read later must be what they speak of.
     identities = identities_of(directory / name for name in files)
     headers = dict(zip(files, map_paths(read_header, (directory / name for name in files), directory), strict=True))
+    _refuse_model_orientation(directory, headers)
     faults = [
         f"{tensor}: the index says {name}, which does not hold it"
         for name, tensors in files.items()
@@ -152,6 +158,22 @@ def open_huggingface(directory: AnyPath, verify: str = "size") -> OpenedCheckpoi
     return OpenedCheckpoint(
         HUGGINGFACE, catalog, config, refuse, recorded, find_unrecorded=lambda: model_documents(directory, checksums)
     )
+
+
+def _refuse_model_orientation(directory: AnyPath, headers: Mapping[str, Header]) -> None:
+    """Refuse weights that PaddleFormers' Trainer wrote with ``save_to_hf: false``: linear layers are not transposed.
+
+    Raises:
+        FormatError: there are such files. The shapes of square layers would not show it.
+    """
+    native = sorted(name for name, header in headers.items() if header.metadata.get("format") in _OF_PADDLE)
+    if native and any(exists(directory / name) for name in _OF_TRAINER):
+        raise FormatError(
+            f"{directory} has weights in the orientation of PaddleFormers, which save_to_hf: false writes.",
+            where=str(directory / native[0]),
+            evidence=[f"the metadata of {', '.join(native)} have format np or pd"],
+            next_step="Save the weights with save_to_hf: true, or use a checkpoint that has its optimizer states.",
+        )
 
 
 def model_documents(directory: AnyPath, checksums: FileChecksums | None = None) -> Documents:

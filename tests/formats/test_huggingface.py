@@ -60,6 +60,15 @@ def test_a_tensor_of_two_files_that_the_index_does_not_name_is_refused(tmp_path:
         open_huggingface(tmp_path)
 
 
+def test_weights_of_a_trainer_in_its_own_orientation_are_refused(tmp_path: Path) -> None:
+    """A square layer has the same shape in both orientations."""
+    save_file({"q": np.eye(4, k=1, dtype=np.float32)}, tmp_path / "model.safetensors", {"format": "np"})
+    assert open_huggingface(tmp_path).catalog.count == 1
+    (tmp_path / "trainer_state.json").write_text("{}")
+    with pytest.raises(FormatError, match="orientation of PaddleFormers"):
+        open_huggingface(tmp_path)
+
+
 @pytest.mark.parametrize("index", ['{"weight_map": {}}', None])
 def test_a_directory_without_a_tensor_is_refused(tmp_path: Path, index: str | None) -> None:
     save_file({}, tmp_path / "model.safetensors")
