@@ -52,6 +52,9 @@ CONVERSIONS: dict[str, dict[str, str]] = {
 }
 """What the classes of models with an image tower call ``_checkpoint_conversion_mapping``."""
 
+FILES = {("qwen3_vl", True): "modeling_fleet.py", ("ernie4_5_moe_vl", False): "model/modeling_moe_vl.py"}
+"""Files of statements that are not in ``modeling.py``, by model type and whether they are of PaddleFleet's class."""
+
 # What these functions use of their module. No model here has windows.
 SCOPE = {"math": math, "is_layer_window_attention": lambda *_: False}
 
@@ -81,6 +84,7 @@ def statements(
     kind = SimpleNamespace(base_model_class=None, base_model_prefix="model", is_fleet=fleet, **attributes)
     kind._checkpoint_conversion_mapping = CONVERSIONS.get(model_type, {})
     kind._tied_weights_keys = ["lm_head.weight"]
+    kind._inject_norm_dtype = lambda *_: None  # Of DeepSeek V3.2: casts of norms.
     kind.get_layer_attn_split_info = functions.get("get_layer_attn_split_info")
     return list(function(kind, _config(config))["aoa_statements"])
 
@@ -96,9 +100,9 @@ def _functions(model_type: str, fleet: bool) -> dict[str, Any]:
     spec = importlib.util.find_spec("paddleformers")
     assert spec is not None
     assert spec.submodule_search_locations is not None
-    path = Path(spec.submodule_search_locations[0]) / "transformers" / model_type
-    path /= "modeling_fleet.py" if (model_type, fleet) == ("qwen3_vl", True) else "modeling.py"
-    shared = importlib.util.spec_from_file_location("aoa_config_base", path.parents[1] / "aoa_config_base.py")
+    transformers = Path(spec.submodule_search_locations[0]) / "transformers"
+    path = transformers / model_type / FILES.get((model_type, fleet), "modeling.py")
+    shared = importlib.util.spec_from_file_location("aoa_config_base", transformers / "aoa_config_base.py")
     assert shared is not None
     assert shared.loader is not None
     module = sys.modules.setdefault(shared.name, importlib.util.module_from_spec(shared))

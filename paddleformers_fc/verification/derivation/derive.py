@@ -129,7 +129,8 @@ def derive_rules(
     Args:
         tensors: every tensor of the model, with the kind of its layer.
         canonical: every tensor of the canonical side.
-        config: the model's configuration: ``num_attention_heads``, ``num_key_value_heads``, ``tie_word_embeddings``.
+        config: the model's configuration: ``num_attention_heads``, ``num_key_value_heads``, ``tie_word_embeddings``,
+            the first two also in ``text_config``.
         hint: native AOA statements from the canonical side to the model; used if they are proved.
         settled: the user's AOA lines, which take precedence for their tensors.
     Returns:

@@ -96,12 +96,15 @@ def _fused_layer(text: str) -> tuple[str, Geometry]:
 def _model(directory: Path, native: bool) -> tuple[list[LayeredTensor], list[str]]:
     """Return the tensors of the model that PaddleFormers builds of a configuration, and its own statements."""
     import paddle
-    from paddleformers.transformers import AutoConfig, AutoModelForCausalLM
+    from paddleformers.transformers import AutoConfig, AutoModelForCausalLM, AutoModelForConditionalGeneration
 
     try:
         config = AutoConfig.from_pretrained(str(directory))
+        (architecture,) = config.architectures or [""]
+        is_causal = not architecture.endswith("ForConditionalGeneration")
         with paddle.LazyGuard():
-            model: Any = AutoModelForCausalLM.from_config(config)
+            kind = AutoModelForCausalLM if is_causal else AutoModelForConditionalGeneration
+            model: Any = kind.from_config(config)
         shards = describe_roles({MODEL_STATE: model.sharded_state_dict()})[MODEL_STATE]
         kinds = layer_kinds(model)
         hint = list(model._gen_aoa_config(model.config)["aoa_statements"]) if native else []

@@ -19,6 +19,7 @@ class LayerKind(Enum):
 
     LINEAR = "linear"
     EMBEDDING = "embedding"
+    CONVOLUTION = "convolution"
     NORM = "norm"
     OTHER = "other"
 
@@ -59,6 +60,8 @@ def kind_of_classes(names: Iterable[str]) -> LayerKind:
             return LayerKind.LINEAR
         if name in ("Embedding", "VocabParallelEmbedding"):
             return LayerKind.EMBEDDING
+        if name in ("Conv1D", "Conv2D", "Conv3D"):
+            return LayerKind.CONVOLUTION
         if name.endswith("Norm"):
             return LayerKind.NORM
     return LayerKind.OTHER

@@ -206,4 +206,17 @@ def _row(name: str, items: list[Correspondence], slab: Slab | None, sources: Map
         axis = next((place for place in range(len(axes)) if axes[place] >= 0 and place != slab.axis), axis)
     parts = tuple(sources[source][axes[axis]] if axes else 1 for source in names)
     rounds = sum(item.source == names[0] for item in items)
-    return Rule(names, (name,), parts, axis, axes, target_blocks=rounds if len(names) > 1 else 1, slab=slab)
+    if len(names) == 1 and len(items) > 1:
+        parts, rounds = _parts_of_one(items, axis, parts)
+    return Rule(names, (name,), parts, axis, axes, target_blocks=rounds, slab=slab)
+
+
+def _parts_of_one(items: list[Correspondence], axis: int, whole: Shape) -> tuple[Shape, int]:
+    """Return the parts that are consecutive in one source and interleaved in a target, and the number of groups."""
+    at = items[0].axes[axis]
+    stretches = [(item.source_box.lo[at], item.source_box.hi[at]) for item in items]
+    # The second group begins where the first stretch ends in the source.
+    period = next((place for place, (low, _) in enumerate(stretches) if low == stretches[0][1]), len(stretches))
+    rounds = len(stretches) // period
+    parts = tuple(rounds * (high - low) for low, high in stretches[:period])
+    return (parts, rounds) if sum(parts) == sum(whole) else (whole, 1)

@@ -4,6 +4,7 @@ The conventions, which neither shapes nor a proof confirm:
 
 - A linear layer's weight is [in, out] in Paddle and [out, in] in canonical files. It decides square weights of linear
   layers, as long as no weight of a linear layer in the model shows by its shape that it is not turned.
+- The kernel of a convolution has one order of axes on both sides.
 - Parts lie in the order of their names: query, key, value; gate, up.
 - A feed-forward that is fused of gate and up holds, on every tensor-parallel rank, its gate before its up.
 
@@ -100,7 +101,7 @@ def _permutations(source: Shape, target: Shape) -> Iterator[Axes]:
 def _conventional(found: list[Axes], kind: LayerKind, conventions: Conventions) -> list[Axes]:
     """Of several orders that fit, the one of the layer's kind; all if the kind decides none."""
     straight = tuple(range(len(found[0])))
-    if kind in (LayerKind.EMBEDDING, LayerKind.NORM) and straight in found:
+    if kind in (LayerKind.EMBEDDING, LayerKind.NORM, LayerKind.CONVOLUTION) and straight in found:
         return [straight]
     if kind is LayerKind.LINEAR and conventions.turned and straight[::-1] in found and len(straight) == 2:
         return [straight[::-1]]
@@ -308,7 +309,12 @@ def _view(name: str, axes: Axes) -> str:
 
 
 def head_counts(config: Mapping[str, object]) -> tuple[int, int] | None:
-    """Return the numbers of query heads and kv heads of a configuration, where it gives them and they group."""
+    """Return the numbers of query heads and kv heads of a configuration, where it gives them and they group.
+
+    A nested configuration of the text takes precedence.
+    """
+    text = config.get("text_config")
+    config = text if isinstance(text, Mapping) else config
     heads = config.get("num_attention_heads")
     groups = config.get("num_key_value_heads") or heads
     if not isinstance(heads, int) or not isinstance(groups, int) or heads < 1 or groups < 1 or heads % groups:
