@@ -316,7 +316,10 @@ class _Study:
         """Return the kind of tensors with one layout: weight and bias of fused layers of one name, or one template."""
         template = split(claim.targets[0])[0]
         fused = _FUSED_LAYOUTS.issuperset(option.layout for option in claim.options)
-        return layer_name(template) if fused and fused_kind(template) else template
+        if fused and fused_kind(template):
+            return layer_name(template)
+        # A sequence of layers has norms and linear layers under one template.
+        return f"{template} with {len(self._shapes[claim.targets[0]])} axes"
 
     def _take(self, claim: Candidate, option: Option) -> None:
         self._record(claim.targets, option.rules, claim.reason)
