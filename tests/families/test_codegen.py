@@ -63,3 +63,11 @@ def test_layers_that_differ_become_conditions() -> None:
     assert conditions["model.layers.{layer}.mlp.up_gate_proj.weight"] == "layer <= 0"
     assert conditions["model.layers.{layer}.mlp.experts.{expert}.up_gate_proj.weight"] == "layer >= 1"
     assert conditions["model.layers.{layer}.input_layernorm.weight"] == ""
+
+
+def test_lengths_of_queries_with_gates_are_written_and_those_of_heads_of_one_size_are_not() -> None:
+    found = {one.family.name: written(one) for one in cases(1) if one.family.name in ("qwen3_next", "ernie4_5")}
+    parts = {
+        name: {one.parts for one in family.statements if "qkv_proj" in one.target} for name, family in found.items()
+    }
+    assert parts == {"qwen3_next": {("128", "32", "32")}, "ernie4_5": {()}}

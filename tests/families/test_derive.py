@@ -201,16 +201,30 @@ def test_a_file_that_is_fused_is_carved_into_the_layers_of_a_model_that_is_not()
     assert (rule.targets, rule.axes, rule.parts) == (tuple(one.tensor.name for one in model), (1, 0), (16, 16))
 
 
-def test_a_fused_layer_of_query_key_and_value_in_the_file_is_asked_and_settled() -> None:
+@pytest.mark.parametrize(
+    "lengths", [(16, 8, 8), (32, 8, 8), (16, 8, 4)], ids=["one size", "gated queries", "short values"]
+)
+def test_a_fused_layer_of_query_key_and_value_in_the_file_is_asked_and_settled(lengths: tuple[int, ...]) -> None:
     prefix = ATTENTION.format(0)
-    model = [live(f"{prefix}.{name}_proj.weight", 12, length) for name, length in (("q", 16), ("k", 8), ("v", 8))]
-    files = specs({f"{prefix}.qkv_proj.weight": (32, 12)})
+    model = [live(f"{prefix}.{name}_proj.weight", 12, length) for name, length in zip("qkv", lengths, strict=True)]
+    files = specs({f"{prefix}.qkv_proj.weight": (sum(lengths), 12)})
     (question,) = derive_rules(model, files, CONFIG).questions
     blocks = [
         determined(model, files, CONFIG, settled=answer).rules.mapping().by_target[f"{prefix}.q_proj.weight"]
         for answer in question.answers
     ]
     assert [len(items) for items in blocks] == [1, 2]
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_the_line_of_each_layout_of_queries_with_gates_is_accepted_and_gives_that_layout(tp: int) -> None:
+    prefix = ATTENTION.format(0)
+    config = {"num_attention_heads": 8, "num_key_value_heads": 4}
+    model = [live(f"{prefix}.qkv_proj.weight", 12, 96, cuts=(1, tp))]
+    files = specs({f"{prefix}.{name}_proj.weight": (length, 12) for name, length in (("q", 64), ("k", 16), ("v", 16))})
+    (question,) = derive_rules(model, files, config).questions
+    rules = [determined(model, files, config, settled=answer).rules.rules[0] for answer in question.answers]
+    assert [(rule.parts, rule.target_blocks) for rule in rules] == [((64, 16, 16), 4), ((64, 16, 16), tp)]
 
 
 def test_names_that_differ_in_spelling_and_in_nesting_are_found() -> None:

@@ -28,13 +28,14 @@ from paddleformers_fc.families.sizes import Sizes
 from paddleformers_fc.mapping import Rule, RuleSet, Shape
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.verification.derivation.name_matching import HOLE, fused_kind, layer_name, split
-from paddleformers_fc.verification.derivation.options import head_counts
+from paddleformers_fc.verification.derivation.options import are_heads_of_one_size, head_counts
 
 _LENGTHS = ("vocab", "hidden", "q", "kv", "head", "ffn", "expert_ffn", "q + 2 * kv", "2 * ffn", "2 * expert_ffn")
 _WORD = re.compile(r"\W")
 _WIDTH = 110
 _BY_HAND = "Use the derived statements, or write the family by hand (docs/add-a-family.md)."
 _NONE: dict[str, Geometry] = {}
+_OF_HEADS = (Geometry.FUSED_QKV, Geometry.FUSED_QKV_PER_RANK)
 _CHOICES = (Geometry.SAME, Geometry.LINEAR, Geometry.FUSED_FFN, Geometry.FUSED_QKV_PER_RANK)
 
 
@@ -176,7 +177,15 @@ class _Writer:
             None,
             self._where(names, [split(tensor.name)[1] for tensor in group]),
             "" if first.dtype == self._dtype else first.dtype,
+            parts=self._parts(first.name) if geometry in _OF_HEADS else (),
         )
+
+    def _parts(self, name: str) -> tuple[str, ...]:
+        """Return the lengths of query, key and value of a fused tensor, if they are not heads of one size."""
+        (rule,), heads = self._by_target[name], head_counts(self._config)
+        if len(rule.parts) != 3 or heads is None or are_heads_of_one_size(rule.parts, *heads):
+            return ()
+        return tuple(self._length(part) for part in rule.parts)
 
     def _made(
         self, tensor: ModelTensor, names: Sequence[str], aliases: set[str]

@@ -28,6 +28,9 @@ from paddleformers_fc.verification.derivation.codegen import family_of, source_t
 from paddleformers_fc.verification.derivation.derive import derive_rules
 from paddleformers_fc.verification.derivation.layer_kinds import LayeredTensor, layer_kinds
 
+_ARCHITECTURE = "ForCausalLM"
+"""The architecture of a configuration that names none."""
+
 
 class DerivedModel(msgspec.Struct, frozen=True):
     """What was derived.
@@ -96,14 +99,14 @@ def _fused_layer(text: str) -> tuple[str, Geometry]:
 def _model(directory: Path, native: bool) -> tuple[list[LayeredTensor], list[str]]:
     """Return the tensors of the model that PaddleFormers builds of a configuration, and its own statements."""
     import paddle
-    from paddleformers.transformers import AutoConfig, AutoModelForCausalLM, AutoModelForConditionalGeneration
+    from paddleformers.transformers import AutoConfig
+    from paddleformers.transformers.auto import modeling
 
     try:
         config = AutoConfig.from_pretrained(str(directory))
-        (architecture,) = config.architectures or [""]
-        is_causal = not architecture.endswith("ForConditionalGeneration")
+        (architecture,) = config.architectures or [_ARCHITECTURE]
+        kind = getattr(modeling, modeling.get_task_name(architecture) or "AutoModel")
         with paddle.LazyGuard():
-            kind = AutoModelForCausalLM if is_causal else AutoModelForConditionalGeneration
             model: Any = kind.from_config(config)
         shards = describe_roles({MODEL_STATE: model.sharded_state_dict()})[MODEL_STATE]
         kinds = layer_kinds(model)

@@ -208,7 +208,9 @@ def _qkv_layouts(parts: tuple[int, ...], cut: int, conventions: Conventions) -> 
     if groups % cut == 0:
         yield PER_HEAD, groups, f"fused_qkv, {numbers}"
         if groups != cut:
-            yield PER_RANK, cut, f"fused_qkv_old, {numbers}"
+            # One group per rank: AOA cuts heads of several sizes, such as queries with gates, in no other way.
+            uneven = f"fused_qkv, num_heads={heads}, num_key_value_groups={cut}"
+            yield PER_RANK, cut, f"fused_qkv_old, {numbers}" if are_heads_of_one_size(parts, heads, groups) else uneven
 
 
 def carved(
@@ -229,24 +231,30 @@ def carved(
             continue
         names = tuple(target.tensor.name for target in targets)
         said = f"{_view(source.name, axes)} -> {', '.join(names)}"
-        for layout, blocks, word in _canonical_layouts(parts, fusion.kind, conventions):
+        for layout, blocks, word in _canonical_layouts(parts, axis, fusion.kind, conventions):
             rule = Rule((source.name,), names, parts, axis, axes, source_blocks=blocks)
-            options.append(Option((rule,), layout, f"{said}{word}{_along(axis) if word else f', axis={axis}'}"))
+            options.append(Option((rule,), layout, f"{said}, {word}" if word else ""))
         if options and conventions.turned and all(target.kind is LayerKind.LINEAR for target in targets):
             return options
     return options
 
 
-def _canonical_layouts(parts: tuple[int, ...], kind: str, conventions: Conventions) -> Iterator[tuple[str, int, str]]:
-    """Name, rounds and AOA word of every layout that canonical files can hold parts in."""
+def _canonical_layouts(
+    parts: tuple[int, ...], axis: int, kind: str, conventions: Conventions
+) -> Iterator[tuple[str, int, str]]:
+    """Name, rounds and AOA attributes of every layout in which canonical files can hold parts.
+
+    AOA splits a tensor into equal lengths or heads of one size; for other parts there are no attributes.
+    """
     if kind == FFN:
-        yield STRAIGHT, 1, ""
+        yield STRAIGHT, 1, f"axis={axis}" if len(set(parts)) == 1 else ""
     elif conventions.heads is not None:
         heads, groups = conventions.heads
-        numbers = f"num_heads={heads}, num_key_value_groups={groups}"
-        yield STRAIGHT, 1, f", fused_qkv_old, {numbers}"
+        numbers = f"num_heads={heads}, num_key_value_groups={groups}{_along(axis)}"
+        even = are_heads_of_one_size(parts, heads, groups)
+        yield STRAIGHT, 1, f"fused_qkv_old, {numbers}" if even else ""
         if groups > 1 and parts[0] % heads == 0 and all(part % groups == 0 for part in parts):
-            yield PER_HEAD, groups, f", fused_qkv, {numbers}"
+            yield PER_HEAD, groups, f"fused_qkv, {numbers}" if even else ""
 
 
 def stack_options(
@@ -306,6 +314,11 @@ def _along(axis: int) -> str:
 
 def _view(name: str, axes: Axes) -> str:
     return f"{name}^T" if len(axes) > 1 and axes == tuple(range(len(axes)))[::-1] else name
+
+
+def are_heads_of_one_size(parts: Shape, heads: int, groups: int) -> bool:
+    """Return whether query, key and value consist of this many heads, all of one size."""
+    return parts == tuple(parts[1] // groups * count for count in (heads, groups, groups))
 
 
 def head_counts(config: Mapping[str, object]) -> tuple[int, int] | None:
