@@ -128,19 +128,7 @@ def open_huggingface(directory: AnyPath, verify: str = "size") -> OpenedCheckpoi
     identities = identities_of(directory / name for name in files)
     headers = dict(zip(files, map_paths(read_header, (directory / name for name in files), directory), strict=True))
     _refuse_model_orientation(directory, headers)
-    faults = [
-        f"{tensor}: the index says {name}, which does not hold it"
-        for name, tensors in files.items()
-        for tensor in tensors
-        if tensor not in headers[name].tensors
-    ]
-    if faults:
-        raise Corrupt(
-            f"The index names files that lack {count_text(len(faults), 'tensor')}.",
-            where=str(directory / INDEX_NAME),
-            evidence=fold(faults),
-            next_step=_FETCH_AGAIN,
-        )
+    refuse_unindexed(directory / INDEX_NAME, files, headers)
     tensors, contradictions = gather_shards(_shards(_with_unnamed(files, headers, directory), headers))
     if contradictions:
         raise Corrupt("Files contradict each other.", where=str(directory), evidence=contradictions)
@@ -279,6 +267,31 @@ def indexed_files(index: AnyPath, checksums: FileChecksums | None) -> dict[str, 
             next_step="Fetch the missing files; nothing was loaded.",
         )
     return files
+
+
+def refuse_unindexed(index: AnyPath, files: Mapping[str, Sequence[str]], headers: Mapping[str, Header]) -> None:
+    """Refuse files that lack tensors which their index lists in them.
+
+    Args:
+        index: the index, for errors.
+        files: the tensors of every file of the index.
+        headers: of these files.
+    Raises:
+        Corrupt: there are such files; all tensors are listed.
+    """
+    faults = [
+        f"{tensor}: the index says {name}, which does not hold it"
+        for name, tensors in files.items()
+        for tensor in tensors
+        if tensor not in headers[name].tensors
+    ]
+    if faults:
+        raise Corrupt(
+            f"The index names files that lack {count_text(len(faults), 'tensor')}.",
+            where=str(index),
+            evidence=fold(faults),
+            next_step=_FETCH_AGAIN,
+        )
 
 
 def _is_plain(name: str) -> bool:

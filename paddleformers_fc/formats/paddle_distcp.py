@@ -14,7 +14,6 @@ Time and memory are linear in the metadata, about a microsecond and ten bytes pe
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -23,27 +22,31 @@ from typing import Any
 
 import msgspec
 
-from paddleformers_fc.errors import Corrupt, FormatError, NotACheckpoint
-from paddleformers_fc.families import ModelDescription, ModelTensor, family_for
+from paddleformers_fc.errors import Corrupt, NotACheckpoint
+from paddleformers_fc.families import ModelTensor, family_for
 from paddleformers_fc.families.stored import completed
 from paddleformers_fc.formats.catalog import Catalog, StoredTensor, gather_shards
 from paddleformers_fc.formats.checkpoint import (
-    CONFIG_NAME,
     Format,
     OpenedCheckpoint,
     StoredModel,
     StoredShard,
-    parse_config,
     stored_boxes,
 )
 from paddleformers_fc.formats.checks import CheckList
-from paddleformers_fc.formats.huggingface import HUGGINGFACE, model_documents, read_description
-from paddleformers_fc.formats.stock_run import run_documents, run_reader
+from paddleformers_fc.formats.huggingface import HUGGINGFACE
+from paddleformers_fc.formats.stock_checkpoint import (
+    AGAIN,
+    described,
+    malformed_file,
+    open_stock,
+    read_stock_config,
+    refuse_links,
+)
 from paddleformers_fc.layout.roles import EMA_STATE, MASTER, MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE, ROLES
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping.boxes import MAX_AXES, MAX_LENGTH, shifted
 from paddleformers_fc.mapping.folding import fold
-from paddleformers_fc.storage.checksum import BlockHasher
 from paddleformers_fc.storage.dtypes import item_size, to_safetensors
 from paddleformers_fc.storage.files import list_directory
 from paddleformers_fc.storage.identity import identities_of
@@ -57,8 +60,6 @@ _METADATA = re.compile(r"[0-9]{1,9}\.metadata")
 _DATA = re.compile(r"[0-9]{1,9}_[0-9]{1,9}\.(distcp|safetensors)")
 _NAMES = "StructuredToParameterName@@"
 """What ``paddle.save`` adds to the tensors of a file."""
-
-_AGAIN = "Paddle's checkpoints cannot be repaired. Use another one, or save again."
 
 
 def open_distcp(directory: AnyPath) -> OpenedCheckpoint:
@@ -78,7 +79,7 @@ def open_distcp(directory: AnyPath) -> OpenedCheckpoint:
     found = _role_directories(directory)
     if not found:
         raise NotACheckpoint(f"{directory} holds no checkpoint of Paddle.", where=str(directory))
-    _refuse_links(directory, found)
+    refuse_links(directory, (one for place in found.values() for one in (place, *list_directory(place))))
     roles: dict[str, dict[str, StoredTensor]] = {}
     cuts: dict[str, tuple[int, ...]] = {}
     faults: list[str] = []
@@ -96,35 +97,13 @@ def open_distcp(directory: AnyPath) -> OpenedCheckpoint:
             for shard, *_ in shards:
                 cuts[shard.name] = tuple(map(max, shard.cuts, cuts.get(shard.name, shard.cuts)))
     catalog = Catalog(directory, roles, identities_of(directory / path for path in sorted(paths)))
-    faults.extend(catalog.faults())
     if MODEL_STATE not in roles:
         faults.append(f"{MODEL_STATE}: no tensor is stored")
-    if faults:
-        raise Corrupt(
-            f"The checkpoint does not hold all of its model, whole and once: {count_text(len(faults), 'fault')}.",
-            where=str(directory),
-            evidence=fold(faults),
-            next_step=_AGAIN,
-        )
-    raw = read_description(directory, CONFIG_NAME)
-    config = {} if raw is None else parse_config(raw, directory / CONFIG_NAME)
-    hasher = BlockHasher()
-    hasher.update(raw or b"")
-    recorded = {} if raw is None else {CONFIG_NAME: hasher.file_checksum(CONFIG_NAME)}
 
     def describe(config: dict[str, Any]) -> StoredModel:
         return _derived(catalog, config, cuts)
 
-    return OpenedCheckpoint(
-        PADDLE_DISTCP,
-        catalog,
-        config,
-        lambda: describe(config),
-        recorded,
-        find_unrecorded=lambda: {**model_documents(directory), **run_documents(directory, catalog.roles)},
-        describe_as=describe,
-        read_run=run_reader(directory, catalog),
-    )
+    return open_stock(PADDLE_DISTCP, directory, catalog, faults, read_stock_config(directory, {}), describe)
 
 
 def _derived(catalog: Catalog, config: dict[str, Any], cuts: dict[str, tuple[int, ...]]) -> StoredModel:
@@ -138,17 +117,10 @@ def _derived(catalog: Catalog, config: dict[str, Any], cuts: dict[str, tuple[int
         NotACheckpoint: there is no configuration to name the family.
         MappingError: the family is unknown, or does not declare what is stored.
     """
-    if not config:
-        raise NotACheckpoint(
-            f"{catalog.root} does not say what model it is of.",
-            where=str(catalog.root),
-            evidence=[f"{CONFIG_NAME} is not in it"],
-            next_step=f"Name a directory with the model's {CONFIG_NAME}: convert --config DIR. Other commands need a "
-            "copy of it in the checkpoint, where Paddle does not save it.",
-        )
+    model = described(catalog.root, config)
     weights = catalog.roles[MODEL_STATE].values()
     tensors = [ModelTensor(one.name, one.shape, one.dtype, cuts[one.name]) for one in weights]
-    description, rules = completed(family_for(config), ModelDescription(config, partial=True), tensors)
+    description, rules = completed(family_for(config), model, tensors)
     # What is derived again from the stored rules must be cut as the tensors are.
     return StoredModel(replace(rules, cuts=_above_one(cuts)), description)
 
@@ -172,20 +144,6 @@ def _is_one(directory: Path) -> bool:
     return any(_METADATA.fullmatch(name) for name in names) or any(name.endswith(".distcp") for name in names)
 
 
-def _refuse_links(directory: Path, places: dict[str, Path]) -> None:
-    """Nothing outside the directory is read, whatever its names are links to."""
-    root = os.path.realpath(directory)
-    inside = [one for place in places.values() for one in (place, *list_directory(place))]
-    outside = [str(one) for one in inside if os.path.commonpath((root, os.path.realpath(one))) != root]
-    if outside:
-        raise FormatError(
-            f"{directory} is a checkpoint of which parts are links to somewhere else.",
-            where=str(directory),
-            evidence=outside,
-            next_step="Copy what the links lead to into the directory.",
-        )
-
-
 def _shards_in(directory: Path, place: Path) -> Iterator[StoredShard]:
     """Every stored shard of one role, with the paths relative to ``directory``."""
     metadata = _metadata_of(place)
@@ -207,7 +165,7 @@ def _shards_in(directory: Path, place: Path) -> Iterator[StoredShard]:
                     f"{key}: {shard.size} elements of {shard.dtype} are due, "
                     + ("it is not there" if piece is None else f"{piece.length} bytes of {piece.width} each are there")
                 ],
-                next_step=_AGAIN,
+                next_step=AGAIN,
             )
         yield shard, (place / file).relative_to(directory).as_posix(), piece.begin, piece.width
     if missing:
@@ -215,7 +173,7 @@ def _shards_in(directory: Path, place: Path) -> Iterator[StoredShard]:
             f"{count_text(len(missing), 'file')} of {place} cannot be found.",
             where=str(place),
             evidence=fold(sorted(missing)),
-            next_step=_AGAIN,
+            next_step=AGAIN,
         )
 
 
@@ -234,7 +192,7 @@ def _metadata_of(place: Path) -> Path:
     elif not (place / found[-1]).stat().st_size:
         faults.append(f"{found[-1]} is empty")
     if faults:
-        raise Corrupt(f"{place} is no finished checkpoint.", where=str(place), evidence=faults, next_step=_AGAIN)
+        raise Corrupt(f"{place} is no finished checkpoint.", where=str(place), evidence=faults, next_step=AGAIN)
     return place / found[-1]
 
 
@@ -242,24 +200,24 @@ def _described(path: Path, place: Path) -> Iterator[tuple[str, str, Shard]]:
     """Key, file and shard of everything that the metadata says is stored; replicas are left out."""
     metadata = read_pickle(path)
     if not isinstance(metadata, Record) or metadata.name != "Metadata":
-        raise _malformed(path, "it is no metadata")
+        raise malformed_file(path, "it is no metadata")
     tensors = metadata.fields.get("state_dict_metadata")
     stored = metadata.fields.get("storage_metadata")
     if not isinstance(tensors, dict) or not isinstance(stored, dict):
-        raise _malformed(path, "it does not say which tensors there are")
+        raise malformed_file(path, "it does not say which tensors there are")
     known = _known(path, tensors)
     save = f"_{path.stem}."
     for index, file in stored.items():
         if not isinstance(index, Record) or not isinstance(file, str) or not _DATA.fullmatch(file):
-            raise _malformed(path, f"a tensor is said to be in {quoted(file)!r}")
+            raise malformed_file(path, f"a tensor is said to be in {quoted(file)!r}")
         if not file.startswith(save, file.index("_")):
-            raise _malformed(path, f"a tensor is said to be in {file}, a file of another save into this directory")
+            raise malformed_file(path, f"a tensor is said to be in {file}, a file of another save into this directory")
         if index.fields.get("replica_id"):
             continue
         key = index.fields.get("tensor_key")
         shard = known.get((key, _shard_key(index))) if isinstance(key, str) else None
         if not isinstance(key, str) or shard is None:
-            raise _malformed(path, f"{quoted(key)} is in {file}, and nothing says what it is")
+            raise malformed_file(path, f"{quoted(key)} is in {file}, and nothing says what it is")
         yield key, file, shard
 
 
@@ -270,12 +228,12 @@ def _known(path: Path, tensors: dict[Any, Any]) -> dict[Any, Shard]:
     for name, pieces in tensors.items():
         # Lists that are one list would be gone through once for each name.
         if not isinstance(name, str) or not isinstance(pieces, list) or id(pieces) in seen:
-            raise _malformed(path, f"{quoted(name)} is described by no list of its own")
+            raise malformed_file(path, f"{quoted(name)} is described by no list of its own")
         seen.add(id(pieces))
         for piece in pieces:
             shard = _shard(name, piece) if isinstance(piece, Record) else None
             if shard is None or any(shard.faults()):
-                raise _malformed(path, f"{name} is described by something that no tensor can be")
+                raise malformed_file(path, f"{name} is described by something that no tensor can be")
             found[(name, _shard_key(piece))] = shard
     return found
 
@@ -323,22 +281,18 @@ def _array_bytes(path: Path) -> dict[str, _ArrayBytes]:
         }
     arrays = read_pickle(path)
     if not isinstance(arrays, dict):
-        raise _malformed(path, "it holds no tensors by name")
+        raise malformed_file(path, "it holds no tensors by name")
     arrays.pop(_NAMES, None)
     found: dict[str, _ArrayBytes] = {}
     for key, one in arrays.items():
         if not isinstance(key, str) or not isinstance(one, PickledArray):
-            raise _malformed(path, f"{quoted(key)} is no tensor")
+            raise malformed_file(path, f"{quoted(key)} is no tensor")
         found[key] = _ArrayBytes(one.begin, one.length, int(one.code[1:]))
     return found
 
 
 def _width(dtype: str) -> int:
     return item_size(to_safetensors(dtype))
-
-
-def _malformed(path: Path, fault: str) -> FormatError:
-    return FormatError(f"{path} is no file of a checkpoint of Paddle: {fault}.", where=str(path), next_step=_AGAIN)
 
 
 class PaddleDistcpFormat(Format):

@@ -32,7 +32,7 @@ from paddleformers_fc.formats.checkpoint import (
     stored_boxes,
 )
 from paddleformers_fc.formats.checks import CheckList
-from paddleformers_fc.formats.huggingface import HUGGINGFACE
+from paddleformers_fc.formats.huggingface import HUGGINGFACE, refuse_unindexed
 from paddleformers_fc.formats.peft import converted, parse_json_object, require_adapters
 from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.layout.shards import Shard, shard_bytes
@@ -72,14 +72,7 @@ def open_paddleformers_lora(directory: AnyPath, verify: str = "size") -> OpenedC
     adapters, degree = _adapters(parse_json_object(directory, LORA_CONFIG_NAME), directory)
     identities = identities_of(directory / name for name in files)
     headers = {name: read_header(directory / name) for name in files}
-    missing = [f"{one}: not in {name}" for name, held in files.items() for one in held - headers[name].tensors.keys()]
-    if missing:
-        raise Corrupt(
-            f"The index names files that lack {count_text(len(missing), 'tensor')}.",
-            where=str(directory / LORA_INDEX_NAME),
-            evidence=missing,
-            next_step="Save the adapters again.",
-        )
+    refuse_unindexed(directory / LORA_INDEX_NAME, files, headers)
     shards = [
         (Shard(tensor, from_safetensors(entry.dtype), entry.shape, whole(entry.shape)), name, entry.begin, width)
         for name, header in headers.items()
@@ -101,14 +94,14 @@ def open_paddleformers_lora(directory: AnyPath, verify: str = "size") -> OpenedC
     return OpenedCheckpoint(PADDLEFORMERS_LORA, catalog, config, describe, recorded)
 
 
-def _indexed(directory: AnyPath) -> dict[str, set[str]]:
+def _indexed(directory: AnyPath) -> dict[str, list[str]]:
     """Return the tensors of every file of the index."""
     weights = parse_json_object(directory, LORA_INDEX_NAME).get("weight_map")
-    files: dict[str, set[str]] = {}
+    files: dict[str, list[str]] = {}
     for tensor, name in weights.items() if isinstance(weights, dict) else ():
         if not isinstance(name, str) or PurePosixPath(name).name != name or {"\\", "\0"} & set(name):
             raise FormatError("The index names a file outside its directory.", where=str(directory / LORA_INDEX_NAME))
-        files.setdefault(name, set()).add(str(tensor))
+        files.setdefault(name, []).append(str(tensor))
     if not files:
         raise FormatError("The index is malformed: it names no tensors.", where=str(directory / LORA_INDEX_NAME))
     absent = sorted(name for name in files if not exists(directory / name))

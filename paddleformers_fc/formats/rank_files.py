@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,18 +16,17 @@ from pathlib import Path
 from typing import Any
 
 from paddleformers_fc.errors import Corrupt, FormatError, StorageError
+from paddleformers_fc.formats.stock_checkpoint import AGAIN, malformed_file, refuse_links
 from paddleformers_fc.mapping.boxes import Shape
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.dtypes import from_safetensors, item_size, to_safetensors
 from paddleformers_fc.storage.files import list_directory, open_local, read_range
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.storage.pickles import PickledArray, quoted, read_pickle
-from paddleformers_fc.storage.safetensors import read_header
+from paddleformers_fc.storage.safetensors import Header, read_header
 
 MODEL, OPTIMIZER, EMA = "model", "optimizer", "ema"
 """The kinds of files."""
-
-AGAIN = "Use another checkpoint, or copy the files again: all of one save."
 
 AXES = ("tp", "pp", "shard")
 _KINDS = {
@@ -154,7 +152,7 @@ def find_rank_files(directory: Path) -> RankFiles:
         axes.setdefault(kind, {}).setdefault(tuple(ranks), name)
         endings.setdefault(Path(name).suffix if kind == MODEL else kind, name)
         found.setdefault(kind, {})[(ranks.get("tp", 0), ranks.get("pp", 0), ranks.get("shard", 0))] = name
-    _refuse_links(directory, [name for kind in found.values() for name in kind.values()])
+    refuse_links(directory, (directory / name for kind in found.values() for name in kind.values()))
     mixed = [list(one.values()) for one in axes.values()]
     mixed.append([endings[one] for one in (".pdparams", ".safetensors") if one in endings])
     refuse_mixed(directory, [one for one in mixed if len(one) > 1])
@@ -227,19 +225,6 @@ def _missing(
                 yield f"{kind}: {'_'.join(f'{axis}{ranks[axis]:02d}' for axis in axes[kind])}"
 
 
-def _refuse_links(directory: Path, names: Iterable[str]) -> None:
-    """Refuse names that are links to files outside of the directory."""
-    root = os.path.realpath(directory)
-    outside = [name for name in names if os.path.dirname(os.path.realpath(directory / name)) != root]
-    if outside:
-        raise FormatError(
-            f"{directory} is a checkpoint of which parts are links to somewhere else.",
-            where=str(directory),
-            evidence=outside,
-            next_step="Copy what the links lead to into the directory.",
-        )
-
-
 def read_rank_file(directory: Path, name: str) -> RankContent:
     """Return the content of one file, without the numbers of its arrays.
 
@@ -248,18 +233,13 @@ def read_rank_file(directory: Path, name: str) -> RankContent:
     """
     path = directory / name
     if path.suffix == ".safetensors":
-        return RankContent(
-            {
-                key: FileArray(name, one.begin, one.shape, from_safetensors(one.dtype))
-                for key, one in read_header(path).tensors.items()
-            }
-        )
+        return RankContent(arrays_of(name, read_header(path)))
     content = read_pickle(path)
     if not isinstance(content, dict):
-        raise _malformed(path, "it contains no tensors by name")
+        raise malformed_file(path, "it contains no tensors by name")
     names, scheduler, master = (content.pop(key, {}) for key in (_TABLE, _SCHEDULER, _MASTER))
     if not all(isinstance(one, dict) for one in (names, scheduler, master)):
-        raise _malformed(path, f"{_TABLE}, {_SCHEDULER} or {_MASTER} is not a dictionary")
+        raise malformed_file(path, f"{_TABLE}, {_SCHEDULER} or {_MASTER} is not a dictionary")
     epoch = scheduler.get("last_epoch")
     return RankContent(
         {key: _array(path, key, value) for key, value in content.items()},
@@ -267,6 +247,13 @@ def read_rank_file(directory: Path, name: str) -> RankContent:
         {key: value for key, value in names.items() if isinstance(key, str) and isinstance(value, str)},
         epoch if type(epoch) is int else None,
     )
+
+
+def arrays_of(name: str, header: Header) -> dict[str, FileArray]:
+    """Return the arrays of a safetensors file."""
+    return {
+        key: FileArray(name, one.begin, one.shape, from_safetensors(one.dtype)) for key, one in header.tensors.items()
+    }
 
 
 def is_equal(directory: Path, one: FileArray, other: FileArray) -> bool:
@@ -294,9 +281,5 @@ def _array(path: Path, key: Any, value: Any) -> FileArray:
     # Tensors of a state are written as pairs of their name and their numbers.
     array = value[1] if isinstance(value, tuple) and len(value) == 2 else value
     if not isinstance(key, str) or not isinstance(array, PickledArray) or array.code not in _DTYPES:
-        raise _malformed(path, f"{quoted(key)} is not a tensor")
+        raise malformed_file(path, f"{quoted(key)} is not a tensor")
     return FileArray(path.name, array.begin, array.shape, _DTYPES[array.code])
-
-
-def _malformed(path: Path, fault: str) -> FormatError:
-    return FormatError(f"{path} is not a file of a checkpoint of Paddle: {fault}.", where=str(path), next_step=AGAIN)

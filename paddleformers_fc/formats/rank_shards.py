@@ -21,8 +21,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from paddleformers_fc.errors import Corrupt, FormatError, MappingError, NotACheckpoint
-from paddleformers_fc.families import ModelDescription, ModelTensor, OptionalNames, bind, enumerate_tensors, family_for
+from paddleformers_fc.errors import Corrupt, FormatError, MappingError
+from paddleformers_fc.families import ModelTensor, OptionalNames, bind, enumerate_tensors, family_for
 from paddleformers_fc.families.bind import tied_names, tied_sources
 from paddleformers_fc.families.declarations import Stage
 from paddleformers_fc.families.description import IS_NLP
@@ -37,12 +37,8 @@ from paddleformers_fc.formats.checkpoint import (
     OpenedCheckpoint,
     StoredModel,
     StoredShard,
-    parse_config,
-    with_config,
 )
-from paddleformers_fc.formats.huggingface import model_documents, read_description
 from paddleformers_fc.formats.rank_files import (
-    AGAIN,
     EMA,
     MODEL,
     OPTIMIZER,
@@ -55,7 +51,7 @@ from paddleformers_fc.formats.rank_files import (
     scheduler_epoch,
 )
 from paddleformers_fc.formats.sharded_pieces import arrange
-from paddleformers_fc.formats.stock_run import run_documents, run_reader
+from paddleformers_fc.formats.stock_checkpoint import AGAIN, described, open_stock, read_stock_config
 from paddleformers_fc.formats.variable_names import assign_variables
 from paddleformers_fc.layout.roles import (
     EMA_STATE,
@@ -70,7 +66,6 @@ from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping import Shape
 from paddleformers_fc.mapping.boxes import Box, whole
 from paddleformers_fc.mapping.folding import fold
-from paddleformers_fc.storage.checksum import BlockHasher
 from paddleformers_fc.storage.dtypes import item_size, to_safetensors
 from paddleformers_fc.storage.identity import identities_of
 from paddleformers_fc.storage.json_io import MAX_DOCUMENT_BYTES, parse_json, read_document
@@ -147,40 +142,17 @@ def open_ranked(directory: AnyPath, format_: Format, given: Mapping[str, Any]) -
         MappingError: the family of the model does not declare a tensor that is cut.
     """
     directory = require_local(directory, "A checkpoint of Paddle")
-    raw = read_description(directory, CONFIG_NAME)
-    config = {} if raw is None else parse_config(raw, directory / CONFIG_NAME)
+    config = read_stock_config(directory, given)
     files = find_rank_files(directory)
     identities = identities_of(directory / name for name in files.names)
-    assembly = _assembled(directory, files, config or given)
+    assembly = _assembled(directory, files, config.used)
     catalog = Catalog(directory, assembly.roles(), identities)
-    assembly.faults += catalog.faults()
-    if assembly.faults:
-        raise Corrupt(
-            f"The checkpoint does not contain all of its model, whole and once: "
-            f"{count_text(len(assembly.faults), 'fault')}.",
-            where=str(directory),
-            evidence=fold(assembly.faults),
-            next_step=AGAIN,
-        )
-    hasher = BlockHasher()
-    hasher.update(raw or b"")
-    recorded = {} if raw is None else {CONFIG_NAME: hasher.file_checksum(CONFIG_NAME)}
     cuts = assembly.cuts
 
     def describe(config: dict[str, Any]) -> StoredModel:
         return stored_model(catalog, config, cuts)
 
-    opened = OpenedCheckpoint(
-        format_,
-        catalog,
-        config,
-        lambda: describe(config),
-        recorded,
-        find_unrecorded=lambda: {**model_documents(directory), **run_documents(directory, catalog.roles)},
-        describe_as=describe,
-        read_run=run_reader(directory, catalog),
-    )
-    return with_config(opened, given) if given else opened
+    return open_stock(format_, directory, catalog, assembly.faults, config, describe)
 
 
 def compare_replicas(checkpoint: OpenedCheckpoint) -> int:
@@ -539,22 +511,6 @@ def held_otherwise(
         )
         for name, one in tensors.items()
     }
-
-
-def described(directory: AnyPath, config: Mapping[str, Any]) -> ModelDescription:
-    """Return the model that a configuration describes.
-
-    Raises:
-        NotACheckpoint: there is no configuration.
-    """
-    if not config:
-        raise NotACheckpoint(
-            f"{directory} does not describe the model that it is of.",
-            where=str(directory),
-            evidence=[f"{CONFIG_NAME} is not in it"],
-            next_step=f"Copy the model's {CONFIG_NAME} into a copy of the directory.",
-        )
-    return ModelDescription(config, partial=True)
 
 
 def stored_model(catalog: Catalog, config: dict[str, Any], cuts: Mapping[str, Shape]) -> StoredModel:

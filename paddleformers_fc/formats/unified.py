@@ -40,16 +40,15 @@ from paddleformers_fc.formats.checkpoint import (
     OpenedCheckpoint,
     StoredModel,
     StoredShard,
-    parse_config,
     stored_boxes,
 )
 from paddleformers_fc.formats.checks import CheckList
-from paddleformers_fc.formats.huggingface import HUGGINGFACE, indexed_files, model_documents, read_description
+from paddleformers_fc.formats.huggingface import HUGGINGFACE, indexed_files, refuse_unindexed
 from paddleformers_fc.formats.paddle_distcp import PADDLE_DISTCP
-from paddleformers_fc.formats.rank_files import AGAIN, EMA, OPTIMIZER, FileArray, is_rank_file, refuse_mixed
-from paddleformers_fc.formats.rank_shards import described, held_otherwise, stored_model
+from paddleformers_fc.formats.rank_files import EMA, OPTIMIZER, FileArray, arrays_of, is_rank_file, refuse_mixed
+from paddleformers_fc.formats.rank_shards import held_otherwise, stored_model
 from paddleformers_fc.formats.sharded_pieces import arrange
-from paddleformers_fc.formats.stock_run import run_documents, run_reader
+from paddleformers_fc.formats.stock_checkpoint import AGAIN, described, open_stock, read_stock_config
 from paddleformers_fc.layout.roles import (
     MASTER,
     MASTER_WEIGHT,
@@ -62,8 +61,7 @@ from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping import Shape
 from paddleformers_fc.mapping.boxes import whole
 from paddleformers_fc.mapping.folding import fold
-from paddleformers_fc.storage.checksum import BlockHasher
-from paddleformers_fc.storage.dtypes import from_safetensors, item_size, to_safetensors
+from paddleformers_fc.storage.dtypes import item_size, to_safetensors
 from paddleformers_fc.storage.files import list_directory, open_local, read_range
 from paddleformers_fc.storage.identity import identities_of
 from paddleformers_fc.storage.paths import AnyPath, require_local
@@ -99,11 +97,12 @@ class _Content:
     turned: frozenset[str] = frozenset()
 
 
-def open_unified(directory: AnyPath) -> OpenedCheckpoint:
+def open_unified(directory: AnyPath, given: Mapping[str, Any]) -> OpenedCheckpoint:
     """Open a unified checkpoint.
 
     Args:
         directory: the directory.
+        given: the model's configuration if the directory has none; empty for none.
     Raises:
         Corrupt: files or tensors that an index lists are missing, files are of different steps, or tensors are not
             stored whole; all of them.
@@ -113,41 +112,20 @@ def open_unified(directory: AnyPath) -> OpenedCheckpoint:
     directory = require_local(directory, "A unified checkpoint")
     names = sorted(path.name for path in list_directory(directory))
     _refuse_others(directory, names)
-    raw = read_description(directory, CONFIG_NAME)
-    config = {} if raw is None else parse_config(raw, directory / CONFIG_NAME)
+    config = read_stock_config(directory, given)
     listed = {kind: _files(directory, kind, names) for kind in _KINDS}
     # Before the headers: the bytes that are read later must be those of these files.
     identities = identities_of(directory / name for files in listed.values() for name in files)
-    contents = {kind: _content(directory, files) for kind, files in listed.items()}
+    contents = {kind: _content(directory / _index_name(kind), files) for kind, files in listed.items()}
     _refuse_steps(directory, contents[_STATES].arrays)
-    assembly = _Assembly(directory, config, contents)
+    assembly = _Assembly(directory, config.used, contents)
     catalog = Catalog(directory, assembly.roles(), identities)
-    faults = [*assembly.faults, *catalog.faults()]
-    if faults:
-        raise Corrupt(
-            f"The checkpoint does not contain all of its model, whole and once: {count_text(len(faults), 'fault')}.",
-            where=str(directory),
-            evidence=fold(faults),
-            next_step=AGAIN,
-        )
-    hasher = BlockHasher()
-    hasher.update(raw or b"")
-    recorded = {} if raw is None else {CONFIG_NAME: hasher.file_checksum(CONFIG_NAME)}
-    cuts = {name: (1,) * len(one.shape) for name, one in catalog.roles[MODEL_STATE].items()}
+    cuts = {name: (1,) * len(one.shape) for name, one in catalog.roles.get(MODEL_STATE, {}).items()}
 
     def describe(config: dict[str, Any]) -> StoredModel:
         return stored_model(catalog, config, cuts)
 
-    return OpenedCheckpoint(
-        UNIFIED,
-        catalog,
-        config,
-        lambda: describe(config),
-        recorded,
-        find_unrecorded=lambda: {**model_documents(directory), **run_documents(directory, catalog.roles)},
-        describe_as=describe,
-        read_run=run_reader(directory, catalog),
-    )
+    return open_stock(UNIFIED, directory, catalog, assembly.faults, config, describe)
 
 
 def _refuse_others(directory: Path, names: Sequence[str]) -> None:
@@ -172,7 +150,7 @@ def _files(directory: Path, kind: str, names: Sequence[str]) -> dict[str, list[s
     Files of the same numbering that the index does not list are among them: of expert-parallel ranks that count their
     experts from 0, it lists one alone.
     """
-    index, single = f"{kind}.safetensors.index.json", f"{kind}.safetensors"
+    index, single = _index_name(kind), f"{kind}.safetensors"
     own = {name: found[2] for name in names if (found := _FILE.fullmatch(name)) and found[1] == kind}
     numbered = [name for name, total in own.items() if total]
     if index in names:
@@ -190,30 +168,24 @@ def _files(directory: Path, kind: str, names: Sequence[str]) -> dict[str, list[s
     return dict(sorted(files.items()))
 
 
-def _content(directory: Path, files: Mapping[str, Sequence[str]]) -> _Content:
+def _index_name(kind: str) -> str:
+    return f"{kind}.safetensors.index.json"
+
+
+def _content(index: Path, files: Mapping[str, Sequence[str]]) -> _Content:
     """Return the arrays of the files of one kind.
 
+    Args:
+        index: of the files, which need not exist.
+        files: the tensors that it lists in each.
     Raises:
         Corrupt: a file lacks a tensor that the index lists in it.
     """
-    headers: dict[str, Header] = {name: read_header(directory / name) for name in files}
-    faults = [
-        f"{tensor}: {name} does not contain it"
-        for name, listed in files.items()
-        for tensor in listed
-        if tensor not in headers[name].tensors
-    ]
-    if faults:
-        raise Corrupt(
-            f"An index lists {count_text(len(faults), 'tensor')} that its files lack.",
-            where=str(directory),
-            evidence=fold(faults),
-            next_step=AGAIN,
-        )
+    headers: dict[str, Header] = {name: read_header(index.parent / name) for name in files}
+    refuse_unindexed(index, files, headers)
     arrays: Arrays = {}
     for name, header in headers.items():
-        for tensor, entry in header.tensors.items():
-            array = FileArray(name, entry.begin, entry.shape, from_safetensors(entry.dtype))
+        for tensor, array in arrays_of(name, header).items():
             arrays.setdefault(tensor, []).append(array)
     turned = (name for name, header in headers.items() if header.metadata.get("format") == _OF_TORCH)
     return _Content(arrays, frozenset(turned))
@@ -448,7 +420,11 @@ class UnifiedFormat(Format):
 
     def open(self, directory: AnyPath, verify: str) -> OpenedCheckpoint:
         """As :func:`open_unified`; there is nothing that a level could compare."""
-        return open_unified(directory)
+        return open_unified(directory, {})
+
+    def open_under(self, directory: AnyPath, verify: str, config: Mapping[str, Any]) -> OpenedCheckpoint:
+        """As :meth:`open`; the configuration shows orientations and numbers of experts."""
+        return open_unified(directory, config)
 
     def read_config(self, directory: AnyPath) -> dict[str, Any]:
         """Return ``config.json``."""
@@ -459,7 +435,7 @@ class UnifiedFormat(Format):
         checks.impossible.append("changed bytes: this format has no checksums")
         opened = checks.check(
             "tensors",
-            lambda: open_unified(directory),
+            lambda: open_unified(directory, {}),
             lambda found: f"{count_text(found.catalog.count, 'tensor')}, each stored whole and once",
         )
         if is_known(opened.config):

@@ -224,7 +224,7 @@ def test_without_a_configuration_it_is_inspected_and_not_exported(pair: tuple[Pa
     shutil.copytree(pair[0], copy)
     (copy / "config.json").unlink()
     assert inspect_directory(copy).roles[MODEL_STATE].tensors
-    with pytest.raises(NotACheckpoint, match="does not say what model it is of"):
+    with pytest.raises(NotACheckpoint, match="does not describe the model that it is of"):
         export_checkpoint(copy, tmp_path / "out")
 
 

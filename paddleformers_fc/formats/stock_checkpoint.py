@@ -1,0 +1,152 @@
+"""The shared parts of opening a checkpoint of a stock Trainer, whatever its files of tensors are.
+
+All of its formats have a ``config.json`` or none, the Trainer's files (:mod:`.stock_run`), no checksums and no mapping.
+The mapping follows from the family of the model, once it is needed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paddleformers_fc.errors import Corrupt, FormatError, NotACheckpoint
+from paddleformers_fc.families.description import ModelDescription
+from paddleformers_fc.formats.catalog import Catalog
+from paddleformers_fc.formats.checkpoint import (
+    CONFIG_NAME,
+    Format,
+    OpenedCheckpoint,
+    StoredModel,
+    parse_config,
+    with_config,
+)
+from paddleformers_fc.formats.huggingface import model_documents, read_description
+from paddleformers_fc.formats.stock_run import run_documents, run_reader
+from paddleformers_fc.mapping.folding import fold
+from paddleformers_fc.storage.checksum import BlockHasher
+from paddleformers_fc.storage.file_checksums import FileChecksum
+from paddleformers_fc.storage.paths import AnyPath
+from paddleformers_fc.text import count_text
+
+AGAIN = "Use another checkpoint, or copy the files again: all of one save."
+
+
+@dataclass(frozen=True)
+class StockConfig:
+    """The configuration of the model that a directory is of.
+
+    Args:
+        stored: the content of ``config.json``; empty if there is none.
+        given: the configuration of the reader, which serves if there is none; empty for none.
+        recorded: the checksum of ``config.json``.
+    """
+
+    stored: dict[str, Any]
+    given: Mapping[str, Any]
+    recorded: Mapping[str, FileChecksum]
+
+    @property
+    def used(self) -> Mapping[str, Any]:
+        """The stored configuration, or else the given one."""
+        return self.stored or self.given
+
+
+def read_stock_config(directory: Path, given: Mapping[str, Any]) -> StockConfig:
+    """Read the ``config.json`` of a directory.
+
+    Args:
+        directory: of a checkpoint.
+        given: the configuration that serves if there is none; empty for none.
+    Raises:
+        FormatError: it is not a JSON object.
+    """
+    raw = read_description(directory, CONFIG_NAME)
+    if raw is None:
+        return StockConfig({}, given, {})
+    hasher = BlockHasher()
+    hasher.update(raw)
+    recorded = {CONFIG_NAME: hasher.file_checksum(CONFIG_NAME)}
+    return StockConfig(parse_config(raw, directory / CONFIG_NAME), given, recorded)
+
+
+def open_stock(
+    format_: Format,
+    directory: Path,
+    catalog: Catalog,
+    faults: Sequence[str],
+    config: StockConfig,
+    describe: Callable[[dict[str, Any]], StoredModel],
+) -> OpenedCheckpoint:
+    """Return the opened checkpoint of a catalog.
+
+    Args:
+        format_: the format that recognised it.
+        directory: of the checkpoint.
+        catalog: what is stored.
+        faults: why the files are not one whole checkpoint, beside those of the catalog.
+        config: of the model.
+        describe: returns the stored model under a configuration.
+    Raises:
+        Corrupt: there are faults; all of them.
+    """
+    faults = [*faults, *catalog.faults()]
+    if faults:
+        raise Corrupt(
+            f"The checkpoint does not contain all of its model, whole and once: {count_text(len(faults), 'fault')}.",
+            where=str(directory),
+            evidence=fold(faults),
+            next_step=AGAIN,
+        )
+    opened = OpenedCheckpoint(
+        format_,
+        catalog,
+        config.stored,
+        lambda: describe(config.stored),
+        config.recorded,
+        find_unrecorded=lambda: {**model_documents(directory), **run_documents(directory, catalog.roles)},
+        describe_as=describe,
+        read_run=run_reader(directory, catalog),
+    )
+    return with_config(opened, config.given) if config.given else opened
+
+
+def refuse_links(directory: Path, entries: Iterable[Path]) -> None:
+    """Refuse files and directories that are links to something outside of the checkpoint.
+
+    Raises:
+        FormatError: there are such links.
+    """
+    root = os.path.realpath(directory)
+    outside = [str(one) for one in entries if os.path.commonpath((root, os.path.realpath(one))) != root]
+    if outside:
+        raise FormatError(
+            f"{directory} is a checkpoint of which parts are links to somewhere else.",
+            where=str(directory),
+            evidence=outside,
+            next_step="Copy what the links lead to into the directory.",
+        )
+
+
+def malformed_file(path: Path, fault: str) -> FormatError:
+    """Return the error for a file with other content than that of a checkpoint."""
+    return FormatError(f"{path} is not a file of a checkpoint of Paddle: {fault}.", where=str(path), next_step=AGAIN)
+
+
+def described(directory: AnyPath, config: Mapping[str, Any]) -> ModelDescription:
+    """Return the model that a configuration describes.
+
+    Raises:
+        NotACheckpoint: there is no configuration.
+    """
+    if not config:
+        raise NotACheckpoint(
+            f"{directory} does not describe the model that it is of.",
+            where=str(directory),
+            evidence=[f"{CONFIG_NAME} is not in it"],
+            next_step=f"Name a directory with the model's {CONFIG_NAME}: convert --config DIR, or config= of open and "
+            f"load in Python. Other commands need a copy of it in a copy of {directory.name}.",
+        )
+    return ModelDescription(config, partial=True)
