@@ -348,10 +348,11 @@ class Checkpoint:
         target, writer = parse_target(directory, "A conversion"), converting_writer(format)
         opened = self._opened
         root = opened.catalog.root
+        given = opened.config if config is None else require_config(_located(config))
         if verify == "full" and opened.commit_record is None:
-            opened = open_checkpoint(root, verify)
-        if config is not None:
-            opened = with_config(opened, require_config(_located(config)))
+            opened = open_checkpoint(root, verify, config=given)
+        elif config is not None:
+            opened = with_config(opened, given)
         refuse_overlap(root, target)
         refuse_target(target, opened.model_files, replace, writer)
         unread = verify == "full" and opened.commit_record is not None
@@ -360,13 +361,20 @@ class Checkpoint:
         )
 
 
-def open(path_or_url: Location, verify: str = "size", roles: Collection[str] | None = None) -> Checkpoint:
+def open(
+    path_or_url: Location,
+    verify: str = "size",
+    roles: Collection[str] | None = None,
+    *,
+    config: Location | None = None,
+) -> Checkpoint:
     """Open a flex checkpoint, a directory of open weights, or a checkpoint of Paddle's own FlexCheckpoint.
 
     Args:
         path_or_url: a directory, or a URL such as ``s3://bucket/run/checkpoint-3``.
         verify: what is compared first: ``off``, ``size`` (sizes, checksums of small files) or ``full`` (every byte).
         roles: the roles of a flex checkpoint to open; None for all. Under ``off``, files of others need not exist.
+        config: a directory with the model's ``config.json``, for checkpoints of other formats that lack one.
     Raises:
         NotACheckpoint: no format recognises the directory.
         CheckpointError: it is damaged or malformed.
@@ -375,7 +383,8 @@ def open(path_or_url: Location, verify: str = "size", roles: Collection[str] | N
         >>> paddleformers_fc.open("out/checkpoint-3")
         Checkpoint('out/checkpoint-3', format='flex_checkpoint')
     """
-    return Checkpoint(open_checkpoint(_located(path_or_url), verify, roles))
+    given = None if config is None else require_config(_located(config))
+    return Checkpoint(open_checkpoint(_located(path_or_url), verify, roles, given))
 
 
 def _located(path_or_url: Location) -> AnyPath:

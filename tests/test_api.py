@@ -48,7 +48,8 @@ mapping: 'RuleSet | None' = None, aoa_config: 'Mapping[str, object] | None' = No
 allow_casts: 'bool' = False) -> 'LoadReport'
 load_open_weights(model: 'Any', directory: 'str | PathLike[str] | RemotePath', threads: 'int' = 4, \
 verify: 'str' = 'full') -> 'LoadReport'
-open(path_or_url: 'Location', verify: 'str' = 'size', roles: 'Collection[str] | None' = None) -> 'Checkpoint'
+open(path_or_url: 'Location', verify: 'str' = 'size', roles: 'Collection[str] | None' = None, *, \
+config: 'Location | None' = None) -> 'Checkpoint'
 register_optimizer(optimizer: 'type', like_parameter: 'Iterable[str]' = (), numbers: 'Iterable[str]' = ()) -> 'None'
 save(directory: 'str | PathLike[str] | Mapping[str, Any]', model: 'Any', optimizer: 'Any' = None, *, step: 'int' = 0, \
 consumed_samples: 'int' = 0, parallel: 'Mapping[str, int] | None' = None, family: 'str | Family | None' = None, \

@@ -75,11 +75,12 @@ def convert(source: AnyPath, target: AnyPath, choices: Choices) -> Converted:
         FlexError: the source cannot be opened, proved or read, or the target not be written.
     """
     started = time.monotonic()
-    checkpoint = paddleformers_fc.open(source, "size" if choices.verify == "full" else choices.verify)
+    level, config = "size" if choices.verify == "full" else choices.verify, choices.config or None
+    checkpoint = paddleformers_fc.open(source, level, config=config)
     report = checkpoint.convert(
         target,
         format=choices.format,
-        config=choices.config or None,
+        config=config,
         max_shard_bytes=choices.max_shard_bytes,
         verify=choices.verify,
         replace=choices.replace,

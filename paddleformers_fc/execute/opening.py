@@ -130,7 +130,7 @@ def open_on_all_ranks(
     verify: str = "size",
     threads: int = 4,
     consistency: ConsistencyFacts | None = None,
-    config: Mapping[str, Any] | None = None,
+    config: Callable[[], Mapping[str, Any]] | None = None,
 ) -> OpenedCheckpoint:
     """Open a finished checkpoint on every rank, or raise the same error on every rank.
 
@@ -144,7 +144,8 @@ def open_on_all_ranks(
         verify: ``off``, ``size`` or ``full``; each rank checks the files that it sees.
         threads: number of threads of this rank that compare checksums.
         consistency: facts that must be equal on all ranks.
-        config: the configuration of the live model, for a directory of another format that has none.
+        config: returns the configuration of the live model, for a directory of another format that has none; it is
+            called where an error on one rank is raised on all.
     """
     opened: list[OpenedCheckpoint] = []
     headers: dict[str, int] = {}
@@ -156,7 +157,7 @@ def open_on_all_ranks(
     def open_alone(own: FileVisibility | None) -> None:
         if own is None:
             # Another format, or no checkpoint at all, which is refused here.
-            opened.append(open_checkpoint(directory, verify, config=config))
+            opened.append(open_checkpoint(directory, verify, config=None if config is None else config()))
         else:
             level = "off" if verify == "full" else verify
             compared = _documents_of(own.manifest, {}, channel)

@@ -345,8 +345,8 @@ def _prepare(trainer: Any, directory: AnyPath, channel: Channel) -> _PreparedLoa
     model, options = describe(trainer.model), read_options(args)
     with _verifying():
         # Some stock Trainers do not save the configuration.
-        level, threads, config = args.flex_verify, args.flex_threads, model.config
-        checkpoint = open_on_all_ranks(directory, channel, level, threads, consistency, config)
+        level, threads = args.flex_verify, args.flex_threads
+        checkpoint = open_on_all_ranks(directory, channel, level, threads, consistency, lambda: model.config)
         if checkpoint.commit_record is None:
             run_on_all(channel, f"reading the run of {directory.name}", lambda: _require_run(checkpoint))
     checkpoint = replace(checkpoint, tied=_tied(trainer, checkpoint), averaged=_from_average(args, checkpoint))

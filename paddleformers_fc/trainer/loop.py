@@ -25,7 +25,7 @@ from paddleformers_fc.execute.save import JobRecord, SaveReport, config_bytes, s
 from paddleformers_fc.families import Family, ModelDescription, family_for, is_known, register
 from paddleformers_fc.families.description import IS_FLEET
 from paddleformers_fc.families.stated import bind_model, model_ties, refuse_recut, rules_by_name, without_family
-from paddleformers_fc.formats.checkpoint import CONFIG_NAME, OpenedCheckpoint, StoredModel, with_config
+from paddleformers_fc.formats.checkpoint import CONFIG_NAME, OpenedCheckpoint, StoredModel
 from paddleformers_fc.layout.live import Roles
 from paddleformers_fc.mapping import RuleSet
 from paddleformers_fc.plan.sources import stored_tensors
@@ -124,7 +124,7 @@ def load(
         verify: what is compared: ``off``, ``size`` (sizes and documents) or ``full`` (also all tensors that are read).
         threads: number of threads of this rank that read.
         family: as for :func:`save`; also of a checkpoint that was saved without one.
-        config: as for :func:`save`.
+        config: as for :func:`save`; also of a checkpoint of another format without a configuration.
         mapping: as for :func:`save`; canonical names of a checkpoint without a family are those of its tensors.
         aoa_config: statements from stored names to the model's, for tensors that have another name or layout now.
         allow_casts: whether the model may be float32 where the stored one is bfloat16, or the reverse. The ``casts`` of
@@ -144,7 +144,13 @@ def load(
     directory, model = _in_order(directory, model)
     path = directory if isinstance(directory, RemotePath) else parse_path(expand_user(str(directory)))
     facts = {"verify": verify, "allow_casts": allow_casts, "aoa_config": aoa_config or {}}
-    opened = open_on_all_ranks(path, channel, verify, threads, ConsistencyCheck(f"loading {path.name}", facts))
+
+    def given() -> Mapping[str, Any]:
+        described = _described(live_source(model, optimizer).model, family, config, mapping)
+        return described.config if is_known(described.config) else {}
+
+    consistency = ConsistencyCheck(f"loading {path.name}", facts)
+    opened = open_on_all_ranks(path, channel, verify, threads, consistency, given)
     adapter_checks.refuse_unsupported(model, channel)
     base.identify_once(model, channel)
 
@@ -159,7 +165,6 @@ def load(
         weights = run_on_all(channel, "describing the model", partial(_weights_alone, source, path))
         with undefined.until_filled(source.model, path):
             return prepare_weights(path, weights, described, channel, options, verify).fill()
-    opened = with_config(opened, described.config) if is_known(described.config) else opened
 
     def align() -> tuple[OpenedCheckpoint, ModelDescription]:
         return _aligned(opened, _with_rules(described, everyone), _is_by_name(described), aoa_config)

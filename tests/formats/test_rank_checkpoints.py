@@ -254,6 +254,22 @@ def test_conversions_there_and_back_keep_the_bytes_of_every_tensor(
     assert contents(source) == before
 
 
+def test_a_given_configuration_serves_where_the_directory_has_none(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    bare, model, out = copied(pair[0], tmp_path / "checkpoint-2"), tmp_path / "model", tmp_path / "out" / "checkpoint-2"
+    model.mkdir()
+    (bare / "config.json").rename(model / "config.json")
+    with pytest.raises(NotACheckpoint, match="does not describe the model") as caught:
+        paddleformers_fc.open(bare)
+    assert "convert --config DIR" in caught.value.next_step
+    outcome = run("convert", bare, out, "--config", model)
+    assert outcome.code == 0, outcome.err
+    ours = open_checkpoint(pair[1])
+    assert compare_checkpoints(open_checkpoint(out), ours).equal
+    again = tmp_path / "again" / "checkpoint-2"
+    paddleformers_fc.open(bare, config=model).convert(again)
+    assert compare_checkpoints(open_checkpoint(again), ours).equal
+
+
 def test_a_copy_of_another_step_and_missing_layers_are_found_by_verification(
     pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -293,7 +309,10 @@ def test_a_run_is_resumed_and_a_model_is_filled_under_another_layout(
     assert resumed == pytest.approx(uninterrupted[2:], abs=1e-5)
     target = tmp_path / "filled" / "checkpoint-3"
     single = {"layout": parse_layout("dp1").to_json(), "output_dir": str(tmp_path / "filled" / "run")}
-    ranks.run("tests.trainer.loop_jobs:run", 1, {**single, "target": str(target), "source": str(stock)})
+    # The configuration of the model serves where the directory has none.
+    bare = copied(stock, tmp_path / "bare")
+    (bare / "config.json").unlink()
+    ranks.run("tests.trainer.loop_jobs:run", 1, {**single, "target": str(target), "source": str(bare)})
     assert compare_checkpoints(open_checkpoint(stock), open_checkpoint(target)).equal
 
 

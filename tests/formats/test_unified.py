@@ -144,6 +144,18 @@ def test_merged_tensors_and_experts_counted_on_each_rank_are_read_in_every_role(
     assert outcome.passed, problem
 
 
+def test_a_given_configuration_gives_the_number_of_experts_where_the_directory_has_none(tmp_path: Path) -> None:
+    tensors = written(tmp_path, keys("ernie4_5_moe"), of_expert_parallel_ranks)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(Corrupt, match="not contain all"):
+        open_checkpoint(tmp_path)
+    opened = open_checkpoint(tmp_path, config=config)
+    assert opened.catalog.roles[MODEL_STATE].keys() == tensors.keys()
+    assert opened.config == config
+    assert opened.rules.targets.keys() == tensors.keys()
+
+
 def test_states_in_ranges_of_elements_are_joined_in_the_order_of_the_files(tmp_path: Path) -> None:
     tensors = written(tmp_path, keys("llama"), of_tensor_parallel_ranks)
     name = "lm_head.weight"
@@ -279,7 +291,7 @@ def with_masters_as_weights(directory: Path) -> None:
     [
         (without_file, Corrupt, "1 file of the index cannot be found", SECOND),
         (without_index, Corrupt, "has no optimizer.safetensors.index.json", FIRST),
-        (without_tensor, Corrupt, "lists 1 tensor that its files lack", "lm_head.weight/moment1_0"),
+        (without_tensor, Corrupt, "names files that lack 1 tensor", "lm_head.weight/moment1_0"),
         (of_another_step, Corrupt, "files of different steps", "beta1_pow_acc_0 is 0.81"),
         (of_two_numberings, FormatError, "files of two checkpoints", "optimizer-00002-of-00003.safetensors"),
         (unmerged, FormatError, "unmerged files", "optimizer.tp00_pp00.safetensors"),
