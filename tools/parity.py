@@ -3,8 +3,10 @@ float64.
 
 Run in an environment of its own, for PaddleFormers and PyTorch disturb each other:
 
-    python -m venv /tmp/hf && /tmp/hf/bin/pip install torch==2.13.0 transformers==5.3.0
+    python -m venv /tmp/hf && /tmp/hf/bin/pip install torch==2.13.0 transformers==5.3.0 torchcodec==0.2.0
     /tmp/hf/bin/python tools/parity.py tests/parity [CASE...]
+
+Transformers imports PaddleOCR VL only where torchcodec is installed.
 
 A file contains ``config.json``, the tensors of the checkpoint under ``tensor/``, the arguments of the forward pass
 under ``input/``, and ``logits``. Values are random and few, so that files are small and no two tensors are equal. Sizes
@@ -14,6 +16,7 @@ are chosen so that wrong mappings pass every check of shapes: attention is squar
 from __future__ import annotations
 
 import json
+import math
 import sys
 import tempfile
 import zlib
@@ -84,6 +87,8 @@ GLM_TOWER = {**TOWER, "image_size": 16}
 # PaddleFormers' layers have this epsilon, whatever the configuration gives.
 GLM_OCR_TEXT = {**QWEN_VL, "rms_norm_eps": 1e-6}
 GLM_OCR_TOWER = {**TOWER, "attention_bias": True}
+OCR_TOWER = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+OCR_TOWER |= {"patch_size": 4, "image_size": 16}
 TEXT_BEFORE, IMAGE, TEXT_AFTER = range(3), ([3, 3, 3, 3], [3, 3, 4, 4], [3, 4, 3, 4]), range(5, 10)
 """Positions of tokens before an image, of those of an image of 2 x 2 tokens, and of those behind it."""
 
@@ -153,6 +158,9 @@ CASES: dict[str, dict[str, Any]] = {
     "glm_ocr, tied": vision(GLM_OCR_TEXT, GLM_OCR_TOWER, **TIED),
     "glm_ocr, no biases": vision(GLM_OCR_TEXT, {**GLM_OCR_TOWER, "attention_bias": False}),
     "glm_ocr, every query has its key": vision({**GLM_OCR_TEXT, "num_key_value_heads": 4}, GLM_OCR_TOWER),
+    "paddleocr_vl": vision(QWEN_VL, OCR_TOWER),
+    "paddleocr_vl, tied": vision(QWEN_VL, OCR_TOWER, **TIED),
+    "paddleocr_vl, biases": vision({**QWEN_VL, "use_bias": True, "num_key_value_heads": 4}, OCR_TOWER),
 }
 
 
@@ -172,8 +180,25 @@ def values(case: str, name: str, shape: tuple[int, ...]) -> np.ndarray[Any, Any]
     return (around + numbers / scale).astype(np.float32)
 
 
+def published_config(case: str, config: dict[str, Any]) -> dict[str, Any]:
+    """Return ``config.json`` as published ones are, which Transformers reads: that of PaddleOCR VL is flat."""
+    if not case.startswith("paddleocr_vl"):
+        return config
+    outer = {key: value for key, value in config.items() if key != "text_config"}
+    rope = dict(config["text_config"]["rope_parameters"])
+    inner = {key: value for key, value in config["text_config"].items() if key != "rope_parameters"}
+    return {**inner, **outer, "rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
+
+
 def published(case: str, tensors: Arrays) -> Arrays:
-    """Return tensors as published files have them, which Transformers turns when it reads them and leaves so."""
+    """Return tensors as published files have them.
+
+    Transformers turns those of Qwen 3 VL MoE when it reads them, and leaves them so. It ignores the positions of packed
+    images of PaddleOCR VL, whose values repeat here for the size of the file.
+    """
+    if case.startswith("paddleocr_vl"):
+        name = "visual.vision_model.embeddings.packing_position_embedding.weight"
+        return {**tensors, name: np.arange(32768 * 32, dtype=np.float32).reshape(32768, 32) % 61 / 61}
     if not case.startswith("qwen3_vl_moe"):
         return tensors
     return {
@@ -195,12 +220,14 @@ def inputs(config: Any) -> Arrays:
     if tower is None:
         return {"input_ids": rows}
     rows[:, 2:8] = [62, 60, 60, 60, 60, 63]
-    pixels = tower.in_channels * tower.temporal_patch_size * tower.patch_size**2
+    patch = (tower.patch_size, tower.patch_size)
+    has_frames = hasattr(tower, "temporal_patch_size")
+    pixels = (tower.in_channels * tower.temporal_patch_size * math.prod(patch),) if has_frames else (3, *patch)
     return {
         "input_ids": rows,
         # Time, height and width; what Transformers 5.3 derives for Qwen 2.5 VL counts an image's time twice.
         "position_ids": np.array([[[*TEXT_BEFORE, *one, *TEXT_AFTER]] * 2 for one in IMAGE]),
-        "pixel_values": (random.integers(-100, 101, size=(32, pixels)) / 64).astype(np.float32),
+        "pixel_values": (random.integers(-100, 101, size=(32, *pixels)) / 64).astype(np.float32),
         "image_grid_thw": np.array([[1, 4, 4], [1, 4, 4]]),
     }
 
@@ -220,7 +247,8 @@ def fixture(case: str) -> Arrays:
         kind.from_config(config).save_pretrained(first)
         tensors = filled(case, first / "model.safetensors")
         given.mkdir()
-        (given / "config.json").write_text((first / "config.json").read_text())
+        written_config = json.loads((first / "config.json").read_text())
+        (given / "config.json").write_text(json.dumps(published_config(case, written_config)))
         save_file(published(case, tensors), given / "model.safetensors", metadata={"format": "pt"})
         model, found = kind.from_pretrained(
             given,
@@ -233,13 +261,13 @@ def fixture(case: str) -> Arrays:
         written = load_file(again / "model.safetensors")
         if found["missing_keys"] or found["unexpected_keys"] or not _equal(tensors, written):
             raise ValueError(f"{case}: {found}")
-        arguments = inputs(config)
+        arguments, config_again = inputs(config), json.loads((again / "config.json").read_text())
         with torch.no_grad():
             logits = model.double()(
                 **{name: torch.from_numpy(array) for name, array in arguments.items()}
             ).logits.float()
         return {
-            "config": np.array(json.dumps(json.loads((again / "config.json").read_text()), sort_keys=True)),
+            "config": np.array(json.dumps(published_config(case, config_again), sort_keys=True)),
             "logits": logits.numpy(),
             **{f"input/{name}": array for name, array in arguments.items()},
             **{f"tensor/{name}": array for name, array in published(case, tensors).items()},

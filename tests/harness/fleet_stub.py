@@ -24,7 +24,7 @@ class _Module(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        made = type(name, (), {"transform_rules": {}, "encoder_or_decoder": None, "is_available": lambda: False})
+        made = type(name, (), {"transform_rules": {}, "encoder_or_decoder": None, "is_available": lambda *_: False})
         made = dataclasses.dataclass(made) if name in _BASES else made
         setattr(self, name, made)
         return made

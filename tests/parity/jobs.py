@@ -16,6 +16,7 @@ from tests.parity.fixtures import Arrays, Fixture
 
 KEYS: Mapping[str, Mapping[str, Any]] = {
     "ernie4_5-biases": {"mlp_bias": True},
+    "paddleocr_vl-biases": {"mlp_bias": True},
     "ernie4_5_moe": {"num_nextn_predict_layers": 0},
     "ernie4_5_moe-tied-every_second_layer": {"num_nextn_predict_layers": 0},
     "ernie4_5_moe-biases": {"num_nextn_predict_layers": 0, "mlp_bias": False, "lm_head_bias": True},
@@ -85,9 +86,6 @@ def load(fixture: Fixture, args: Any, directory: Path) -> Any:
     kind = getattr(modeling, f"{architecture}Deprecated", None) or getattr(modeling, architecture)
     config = kind.config_class.from_pretrained(source)
     settings = {
-        "tensor_model_parallel_size": max(1, args.tensor_model_parallel_size),
-        "tensor_parallel_rank": args.tensor_parallel_rank,
-        "tensor_model_parallel_rank": args.tensor_parallel_rank,
         "max_sequence_length": fixture.inputs["input_ids"].shape[1],
         "fuse_rms_norm": False,
         # In layers of Qwen 3 Next the other one has no causal mask.
@@ -96,8 +94,16 @@ def load(fixture: Fixture, args: Any, directory: Path) -> Any:
         "sequence_parallel": config.model_type == "deepseek_v3" and args.tensor_model_parallel_size > 1,
         **KEYS.get(fixture.name, {}),
     }
-    for part in (config, *(getattr(config, name) for name in NESTED if hasattr(config, name))):
-        for key, value in settings.items():
+    degree = {
+        "tensor_model_parallel_size": max(1, args.tensor_model_parallel_size),
+        "tensor_parallel_rank": args.tensor_parallel_rank,
+        "tensor_model_parallel_rank": args.tensor_parallel_rank,
+    }
+    for name in (None, *NESTED):
+        part = config if name is None else getattr(config, name, None)
+        # PaddleFormers' training leaves towers whole on every rank.
+        keys = settings if name == "vision_config" else {**settings, **degree}
+        for key, value in keys.items() if part is not None else ():
             setattr(part, key, value)
     for key in TEXT_KEYS if hasattr(config, "text_config") else ():
         for part in (config, config.text_config):

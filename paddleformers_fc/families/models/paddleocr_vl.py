@@ -4,6 +4,7 @@ The head of published towers is not built. Files of Transformers lack the positi
 """
 
 from paddleformers_fc.families import language as lang
+from paddleformers_fc.families.models.ernie4_5 import FFN_BIAS
 
 NORMS = lang.norm("{input,post_attention}_layernorm")
 VISION = lang.tower(
@@ -34,7 +35,7 @@ PROJECTOR = lang.declared(
 FAMILY = lang.family(
     "paddleocr_vl",
     key="text_config",
-    layer=[NORMS, lang.attention("self_attn", "use_bias", "use_bias"), lang.ffn("mlp", bias="use_bias")],
+    layer=[NORMS, lang.attention("self_attn", "use_bias", "use_bias"), lang.ffn("mlp", bias=FFN_BIAS)],
     outside=[lang.ends(), lang.at(lang.Stage.FIRST, lang.within("mlp_AR", PROJECTOR))],
     towers=(VISION,),
     optional=("visual.vision_model.embeddings.packing_position_embedding.", "visual.vision_model.head."),
