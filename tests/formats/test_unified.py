@@ -23,12 +23,15 @@ from paddleformers_fc.formats.unified import UNIFIED
 from paddleformers_fc.layout.roles import MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE
 from paddleformers_fc.verification.matrix.layouts import parse_layout
 from paddleformers_fc.verification.matrix.tiny import keys
+from tests.formats.conversions import assert_equal_after_conversions
 from tests.formats.test_rank_checkpoints import contents, saved
 
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """What ``transpose_weight_keys`` of both tiny models contains, of the layers that they have."""
 
 UNIFIED_FORMAT = {"save_checkpoint_format": "unified_checkpoint", "load_checkpoint_format": "unified_checkpoint"}
+
+ERNIE = "ernie4_5_moe"
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 
@@ -60,8 +63,9 @@ def transposed(name: str, values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 def written(directory: Path, config: Mapping[str, Any], split: Callable[[str], list[tuple[int, str]]]) -> Arrays:
     """Write a checkpoint in bfloat16 on two ranks.
 
-    PaddleFormers 1.2.0 cannot save unified checkpoints of these layouts (it raises NotImplementedError), so the layout
-    is written here as its code and PaddleNLP's checkpoints have it.
+    PaddleFormers 1.2.0 raises NotImplementedError when tensor-parallel ranks save in this format, so their layout is
+    written here. Expert-parallel ranks do save, with experts under their numbers in the model (see the tests of real
+    runs); files of experts that each rank counts from 0 are written here alone.
 
     Args:
         directory: where.
@@ -115,8 +119,8 @@ def of_expert_parallel_ranks(name: str) -> list[tuple[int, str]]:
     [
         ("llama", {}, of_tensor_parallel_ranks),
         ("llama", {"fuse_attention_qkv": True, "fuse_attention_ffn": True}, of_tensor_parallel_ranks),
-        ("ernie4_5_moe", {"num_nextn_predict_layers": 1}, of_tensor_parallel_ranks),
-        ("ernie4_5_moe", {}, of_expert_parallel_ranks),
+        (ERNIE, {"num_nextn_predict_layers": 1}, of_tensor_parallel_ranks),
+        (ERNIE, {}, of_expert_parallel_ranks),
     ],
 )
 def test_merged_tensors_and_experts_counted_on_each_rank_are_read_in_every_role(
@@ -145,7 +149,7 @@ def test_merged_tensors_and_experts_counted_on_each_rank_are_read_in_every_role(
 
 
 def test_a_given_configuration_gives_the_number_of_experts_where_the_directory_has_none(tmp_path: Path) -> None:
-    tensors = written(tmp_path, keys("ernie4_5_moe"), of_expert_parallel_ranks)
+    tensors = written(tmp_path, keys(ERNIE), of_expert_parallel_ranks)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").unlink()
     with pytest.raises(Corrupt, match="not contain all"):
@@ -189,8 +193,8 @@ def test_a_square_layer_is_oriented_as_layers_of_its_name_or_refused(tmp_path: P
         ("pp2", False, {}, {"tie_word_embeddings": True}),
         ("dp2", True, {}, {"tie_word_embeddings": True}),
         ("dp2", True, {"save_to_hf": False}, {}),
-        ("sd2v1", True, {}, {"model_type": "ernie4_5_moe"}),
-        ("sd2(ep2)", False, {}, {"model_type": "ernie4_5_moe"}),
+        ("sd2v1", True, {}, {"model_type": ERNIE}),
+        ("sd2(ep2)", False, {}, {"model_type": ERNIE}),
     ],
 )
 def test_every_layout_holds_in_every_role_what_a_flex_save_of_the_same_run_holds(
@@ -205,6 +209,19 @@ def test_every_layout_holds_in_every_role_what_a_flex_save_of_the_same_run_holds
     assert theirs.format is UNIFIED
     assert list(found.roles) == [MODEL_STATE, *([MASTER_WEIGHT] if bf16 else []), OPTIMIZER_STATE]
     assert contents(stock) == before
+
+
+@pytest.mark.parametrize(
+    ("layout", "bf16", "model"),
+    [("sd2v1", True, {}), ("pp2", False, {"tie_word_embeddings": True}), ("sd2(ep2)", True, {"model_type": ERNIE})],
+)
+def test_conversions_there_and_back_keep_the_bytes_of_every_tensor(
+    layout: str, bf16: bool, model: Mapping[str, Any], ranks: ForkServer, tmp_path: Path
+) -> None:
+    source = saved(ranks, tmp_path / "stock", layout, UNIFIED_FORMAT, bf16, model)
+    before = contents(source)
+    assert_equal_after_conversions(source, tmp_path)
+    assert contents(source) == before
 
 
 def test_a_head_whose_states_are_ranges_of_elements_is_refused_because_nothing_shows_its_orientation(
@@ -314,7 +331,7 @@ def test_what_is_not_one_whole_checkpoint_is_refused_with_evidence_and_advice(
 
 
 def test_experts_of_a_missing_rank_are_refused(tmp_path: Path) -> None:
-    written(tmp_path, keys("ernie4_5_moe"), of_expert_parallel_ranks)
+    written(tmp_path, keys(ERNIE), of_expert_parallel_ranks)
     for kind in ("model", "optimizer", "master_weights"):
         (tmp_path / f"{kind}-00002-of-00002.safetensors").unlink()
         index = tmp_path / f"{kind}.safetensors.index.json"
@@ -326,7 +343,7 @@ def test_experts_of_a_missing_rank_are_refused(tmp_path: Path) -> None:
 
 def test_a_prediction_block_of_which_one_ranks_part_remains_is_refused(tmp_path: Path) -> None:
     """As mappings without these blocks leave it: every rank stores its own part under one name, and one remains."""
-    written(tmp_path, keys("ernie4_5_moe", num_nextn_predict_layers=1), of_tensor_parallel_ranks)
+    written(tmp_path, keys(ERNIE, num_nextn_predict_layers=1), of_tensor_parallel_ranks)
     name = "model.mtp_block.0.self_attn.o_proj.weight"
 
     def cut(arrays: Arrays) -> None:
