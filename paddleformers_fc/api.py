@@ -28,7 +28,7 @@ from paddleformers_fc.formats.checkpoint import with_config, with_role
 from paddleformers_fc.formats.huggingface import DEFAULT_MAX_SHARD_BYTES, open_huggingface
 from paddleformers_fc.formats.inspection import JobFacts, RoleFacts, job_facts, role_facts
 from paddleformers_fc.formats.peft import require_adapters
-from paddleformers_fc.formats.registry import EXPORTED, converting_writer, default_writer, require_config, writer_of
+from paddleformers_fc.formats.registry import EXPORTED, conversion_target, default_writer, require_config, writer_of
 from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping.boxes import Box, whole
@@ -345,7 +345,7 @@ class Checkpoint:
             >>> paddleformers_fc.open("hf").convert("checkpoint-0").tensors
             21
         """
-        target, writer = parse_target(directory, "A conversion"), converting_writer(format)
+        target, (_, writer) = parse_target(directory, "A conversion"), conversion_target(format)
         opened = self._opened
         root = opened.catalog.root
         given = opened.config if config is None else require_config(_located(config))

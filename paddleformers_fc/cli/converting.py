@@ -10,6 +10,8 @@ import msgspec
 
 import paddleformers_fc
 from paddleformers_fc.cli.exporting import ExportedFile, file_table
+from paddleformers_fc.formats.registry import SAVED, conversion_target
+from paddleformers_fc.storage.manifest import read_manifest
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.text import count_text, size_text
 
@@ -86,14 +88,14 @@ def convert(source: AnyPath, target: AnyPath, choices: Choices) -> Converted:
         replace=choices.replace,
         tied=choices.tied,
     )
-    written = paddleformers_fc.open(target).metadata
+    written, _ = conversion_target(choices.format)
     return Converted(
         source=str(source),
         source_format=checkpoint.metadata.format,
         path=str(target),
-        format=written.format,
-        step=None if written.job is None else written.job.step,
-        roles={role: facts.tensors for role, facts in written.roles.items()},
+        format=written.name,
+        step=read_manifest(target).step if written is SAVED else None,
+        roles=report.roles,
         files=[ExportedFile(name, size) for name, size in report.files.items()],
         bytes=report.bytes,
         seconds=round(time.monotonic() - started, 3),

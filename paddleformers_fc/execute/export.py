@@ -62,12 +62,14 @@ class ExportReport:
         files: name -> bytes of every weight file.
         tensors: number of tensors.
         bytes: bytes of tensors.
+        roles: number of tensors by role; those in several parts count once.
     """
 
     directory: AnyPath
     files: dict[str, int]
     tensors: int
     bytes: int
+    roles: dict[str, int]
 
     def digests(self) -> dict[str, str]:
         """Read every weight file and return its checksum (xxh3_128); exports of equal content have equal ones.
@@ -164,7 +166,11 @@ def export_opened(
         run_on_all(channel, "finishing the export", lambda: staged.finish(documents, written, seal))
     sizes = {one.path: one.size for one in sorted(written, key=lambda one: one.path)}
     tensors = [shard for file in files for shard in file.tensors]
-    return ExportReport(target, sizes, len(tensors), sum(map(shard_bytes, tensors)))
+    names: dict[str, set[str]] = {}
+    for file in files:
+        names.setdefault(file.role, set()).update(one.name for one in file.tensors)
+    roles = {role: len(held) for role, held in names.items()}
+    return ExportReport(target, sizes, len(tensors), sum(map(shard_bytes, tensors)), roles)
 
 
 def _source(checkpoint: OpenedCheckpoint, writer: ExportWriter) -> ReadSource:

@@ -20,7 +20,7 @@ from paddleformers_fc.formats.unified import UNIFIED
 from paddleformers_fc.storage.files import exists, list_directory
 from paddleformers_fc.storage.manifest import MANIFEST_NAME, Manifest
 from paddleformers_fc.storage.names import parse_step
-from paddleformers_fc.storage.paths import AnyPath
+from paddleformers_fc.storage.paths import AnyPath, RemotePath
 
 SAVED, EXPORTED = FLEX, HUGGINGFACE
 """The formats that a save and, by default, an export write."""
@@ -37,10 +37,15 @@ FORMATS: tuple[Format, ...] = (
 )
 """Every format; the first that recognises a directory opens it."""
 
-TARGETS: dict[str, ExportWriter] = {"flex": FLEX.writer, "hf": HUGGINGFACE.writer, "distcp": DISTCP_WRITER}
-"""The writers of conversions, by the names of their formats."""
+TARGETS: dict[str, tuple[Format, ExportWriter]] = {
+    "flex": (FLEX, FLEX.writer),
+    "hf": (HUGGINGFACE, HUGGINGFACE.writer),
+    "distcp": (PADDLE_DISTCP, DISTCP_WRITER),
+}
+"""The formats of conversions and their writers, by the names in commands."""
 
 _NAME_A_CHECKPOINT = "Name a finished checkpoint-N directory, or a directory with safetensors files and their index."
+_COPY = "Checkpoints of Paddle and of stock Trainers are read from local directories alone: copy it to one first."
 
 
 def format_of(directory: AnyPath) -> Format | None:
@@ -74,8 +79,8 @@ def writer_of(name: str) -> ExportWriter:
     return cast(ExportWriter, writers[name])
 
 
-def converting_writer(name: str) -> ExportWriter:
-    """Return the writer of a format of conversions.
+def conversion_target(name: str) -> tuple[Format, ExportWriter]:
+    """Return a format of conversions and its writer.
 
     Raises:
         OptionError: there is no such format.
@@ -136,7 +141,7 @@ def require_format(directory: AnyPath) -> Format:
         else f"{directory} is neither a finished flex checkpoint nor a directory of open weights.",
         where=str(directory),
         evidence=[f"no {MANIFEST_NAME}, {INDEX_NAME} or {SINGLE_NAME} is in it"],
-        next_step=checkpoints_advice(directory) or _NAME_A_CHECKPOINT,
+        next_step=checkpoints_advice(directory) or (_COPY if isinstance(directory, RemotePath) else _NAME_A_CHECKPOINT),
     )
 
 

@@ -66,6 +66,55 @@ def test_a_conversion_to_a_store_can_be_loaded_and_is_not_replaced(four: Path, b
     assert (other.code, "is not empty" in other.err) == (2, True)
 
 
+@pytest.mark.parametrize("form", ["hf", "distcp"])
+def test_conversions_of_every_format_to_a_store_have_the_bytes_of_one_to_a_directory(
+    four: Path, bucket: Bucket, tmp_path: Path, form: str
+) -> None:
+    url, local = f"{bucket.path}/run/checkpoint-3", tmp_path / "checkpoint-3"
+    there, here = (
+        run("convert", four, one, "--format", form, "--max-shard-size", "8kB", "--json") for one in (url, local)
+    )
+    assert (there.code, here.code) == (0, 0), there.err + here.err
+    of_run = {"path", "seconds"}
+    assert {key: value for key, value in there.document.items() if key not in of_run} == {
+        key: value for key, value in here.document.items() if key not in of_run
+    }
+    opened = paddleformers_fc.open(local).metadata
+    assert there.document["format"] == opened.format
+    assert there.document["roles"] == {role: one.tensors for role, one in opened.roles.items()}
+    assert bucket.files("run/checkpoint-3") == content(local)
+    assert bucket.unfinished() == []
+    again = run("convert", four, url, "--format", form)
+    assert again.code == 2, again.err
+    inspected = run("inspect", url)
+    assert inspected.code == (0 if form == "hf" else 1)
+    assert form == "hf" or "copy it to one first" in inspected.err
+
+
+def test_a_conversion_to_paddles_format_that_is_refused_at_any_request_leaves_no_file(
+    four: Path, bucket: Bucket
+) -> None:
+    checkpoint = paddleformers_fc.open(four)
+    number, refused = 0, True
+    while refused:
+        left, refused = number, False
+
+        def accepts(method: str, path: str, query: str) -> bool:
+            nonlocal left, refused
+            left -= method != "DELETE"
+            refused = refused or left < 0
+            return left != -1 or method == "DELETE"
+
+        bucket.store.accepts = accepts
+        try:
+            checkpoint.convert(f"{bucket.path}/checkpoint-3", format="distcp")
+        except StorageError:
+            assert (bucket.files("checkpoint-3"), bucket.unfinished()) == ({}, [])
+        number += 1
+    assert number > 4
+    assert "model_state/0.metadata" in bucket.files("checkpoint-3")
+
+
 def test_a_conversion_at_a_store_is_not_written_into_its_source(weights: Path, bucket: Bucket) -> None:
     source = bucket.upload(weights)
     before = bucket.files(weights.name)
