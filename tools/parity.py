@@ -3,7 +3,7 @@ float64.
 
 Run in an environment of its own, for PaddleFormers and PyTorch disturb each other:
 
-    python -m venv /tmp/hf && /tmp/hf/bin/pip install torch==2.13.0 transformers==5.3.0 torchcodec==0.2.0
+    python -m venv /tmp/hf && /tmp/hf/bin/pip install torch==2.13.0 transformers==5.3.0 torchcodec
     /tmp/hf/bin/python tools/parity.py tests/parity [CASE...]
 
 Transformers imports PaddleOCR VL only where torchcodec is installed.
@@ -89,6 +89,11 @@ GLM_OCR_TEXT = {**QWEN_VL, "rms_norm_eps": 1e-6}
 GLM_OCR_TOWER = {**TOWER, "attention_bias": True}
 OCR_TOWER = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 OCR_TOWER |= {"patch_size": 4, "image_size": 16}
+# On a CPU PaddleFormers runs the dense layers alone.
+ERNIE_TEXT = {**TEXT, "head_dim": 16, "moe_num_experts": 4, "moe_intermediate_size": [16, 8], "moe_k": 2}
+ERNIE_TEXT |= {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [3, 3, 2]}}
+ERNIE_DENSE = {**ERNIE_TEXT, "mlp_layer_types": ["dense", "dense"]}
+ERNIE_TOWER = {**TOWER, "hidden_size": 16}
 TEXT_BEFORE, IMAGE, TEXT_AFTER = range(3), ([3, 3, 3, 3], [3, 3, 4, 4], [3, 4, 3, 4]), range(5, 10)
 """Positions of tokens before an image, of those of an image of 2 x 2 tokens, and of those behind it."""
 
@@ -161,7 +166,15 @@ CASES: dict[str, dict[str, Any]] = {
     "paddleocr_vl": vision(QWEN_VL, OCR_TOWER),
     "paddleocr_vl, tied": vision(QWEN_VL, OCR_TOWER, **TIED),
     "paddleocr_vl, biases": vision({**QWEN_VL, "use_bias": True, "num_key_value_heads": 4}, OCR_TOWER),
+    "ernie4_5_moe_vl": vision(ERNIE_TEXT, ERNIE_TOWER),
+    "ernie4_5_moe_vl, no experts": vision(ERNIE_DENSE, ERNIE_TOWER),
+    "ernie4_5_moe_vl, tied, no experts": vision(ERNIE_DENSE, ERNIE_TOWER, **TIED),
+    "ernie4_5_moe_vl, every query has its key, no experts": vision(
+        {**ERNIE_DENSE, "num_key_value_heads": 4}, ERNIE_TOWER
+    ),
 }
+RENAMED = {"ernie4_5_moe_vl": "ernie4_5_vl_moe"}
+"""Published model types that Transformers calls otherwise."""
 
 
 ZERO_CENTRED = ("gemma3", "qwen3_next")
@@ -181,24 +194,46 @@ def values(case: str, name: str, shape: tuple[int, ...]) -> np.ndarray[Any, Any]
 
 
 def published_config(case: str, config: dict[str, Any]) -> dict[str, Any]:
-    """Return ``config.json`` as published ones are, which Transformers reads: that of PaddleOCR VL is flat."""
-    if not case.startswith("paddleocr_vl"):
+    """Return ``config.json`` as published ones are: those of PaddleOCR VL and ERNIE 4.5 VL are not nested."""
+    if not case.startswith(("paddleocr_vl", "ernie4_5_moe_vl")):
         return config
     outer = {key: value for key, value in config.items() if key != "text_config"}
     rope = dict(config["text_config"]["rope_parameters"])
     inner = {key: value for key, value in config["text_config"].items() if key != "rope_parameters"}
-    return {**inner, **outer, "rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
+    flat = {**inner, **outer, "rope_theta": rope.pop("rope_theta")}
+    if case.startswith("paddleocr_vl"):
+        return {**flat, "rope_scaling": rope}
+    tower = flat["vision_config"]
+    width, layers = (
+        tower["hidden_size"],
+        [layer for layer, kind in enumerate(flat["mlp_layer_types"]) if kind != "dense"],
+    )
+    first, last = (layers[0], layers[-1]) if layers else (flat["num_hidden_layers"],) * 2
+    return flat | {
+        "model_type": "ernie4_5_moe_vl",
+        "moe_num_experts": [flat["moe_num_experts"]] * 2,
+        "moe_layer_start_index": [first] * 2,
+        "moe_layer_end_index": [last] * 2,
+        "moe_capacity": [64, 64, 64],
+        "moe_use_aux_free": True,
+        "freq_allocation": rope["mrope_section"][2],
+        "pixel_hidden_size": width,
+        "im_patch_id": flat["image_token_id"],
+        "vision_config": {**tower, "embed_dim": width, "mlp_ratio": tower["intermediate_size"] / width},
+    }
 
 
 def published(case: str, tensors: Arrays) -> Arrays:
     """Return tensors as published files have them.
 
     Transformers turns those of Qwen 3 VL MoE when it reads them, and leaves them so. It ignores the positions of packed
-    images of PaddleOCR VL, whose values repeat here for the size of the file.
+    images of PaddleOCR VL, whose values repeat here for the size of the file. ERNIE 4.5 VL's tower has another name.
     """
     if case.startswith("paddleocr_vl"):
         name = "visual.vision_model.embeddings.packing_position_embedding.weight"
         return {**tensors, name: np.arange(32768 * 32, dtype=np.float32).reshape(32768, 32) % 61 / 61}
+    if case.startswith("ernie4_5_moe_vl"):
+        return {name.replace("model.vision_model.", "vision_model."): tensor for name, tensor in tensors.items()}
     if not case.startswith("qwen3_vl_moe"):
         return tensors
     return {
@@ -219,14 +254,17 @@ def inputs(config: Any) -> Arrays:
     tower = getattr(config, "vision_config", None)
     if tower is None:
         return {"input_ids": rows}
+    # Time, height and width; what Transformers 5.3 derives for Qwen 2.5 VL counts an image's time twice.
+    positions = np.array([[[*TEXT_BEFORE, *one, *TEXT_AFTER]] * 2 for one in IMAGE])
+    if config.model_type == "ernie4_5_vl_moe":  # PaddleFormers' tower does not run on a CPU.
+        return {"input_ids": rows, "position_ids": positions}
     rows[:, 2:8] = [62, 60, 60, 60, 60, 63]
     patch = (tower.patch_size, tower.patch_size)
     has_frames = hasattr(tower, "temporal_patch_size")
     pixels = (tower.in_channels * tower.temporal_patch_size * math.prod(patch),) if has_frames else (3, *patch)
     return {
         "input_ids": rows,
-        # Time, height and width; what Transformers 5.3 derives for Qwen 2.5 VL counts an image's time twice.
-        "position_ids": np.array([[[*TEXT_BEFORE, *one, *TEXT_AFTER]] * 2 for one in IMAGE]),
+        "position_ids": positions,
         "pixel_values": (random.integers(-100, 101, size=(32, *pixels)) / 64).astype(np.float32),
         "image_grid_thw": np.array([[1, 4, 4], [1, 4, 4]]),
     }
@@ -240,7 +278,8 @@ def fixture(case: str) -> Arrays:
     """
     model_type = case.split(",")[0]
     has_tower = "vision_config" in CASES[case]
-    config = transformers.AutoConfig.for_model(model_type, **CASES[case] if has_tower else TOY | CASES[case])
+    transformers_type = RENAMED.get(model_type, model_type)
+    config = transformers.AutoConfig.for_model(transformers_type, **CASES[case] if has_tower else TOY | CASES[case])
     kind = transformers.AutoModelForImageTextToText if has_tower else transformers.AutoModelForCausalLM
     with tempfile.TemporaryDirectory() as directory:
         first, given, again = (Path(directory) / name for name in ("first", "given", "again"))
@@ -252,6 +291,7 @@ def fixture(case: str) -> Arrays:
         save_file(published(case, tensors), given / "model.safetensors", metadata={"format": "pt"})
         model, found = kind.from_pretrained(
             given,
+            config=config if model_type in RENAMED else None,
             dtype=torch.float32,
             output_loading_info=True,
             attn_implementation="eager",

@@ -31,6 +31,7 @@ CONFIGS: dict[str, list[dict[str, Any]]] = {
 # Tests of stock's statements name faults of their export; their load is right.
 CONFIGS["kimi_k2"] += [{}, {"moe_expert_fusion": False}]
 CONFIGS["deepseek_v3"] += [{}]
+CONFIGS["ernie4_5_moe_vl"] += [{}]
 JUDGED = [name for name in CONFIGS if CONFIGS[name] or any(one.split("-")[0] == name for one in NAMES)]
 
 CORRECTED = {"model.layers.2.eh_proj.weight"}

@@ -29,6 +29,7 @@ FIRST = [name for name in NAMES if "-" not in name]
 EVERY_LAYER = "model.layers.0.mlp.gate.weight: shape [32, 4] is declared for `(layer not in (mlp_only_layers"
 REFUSED = {
     "qwen2_moe-every_second_layer": EVERY_LAYER,  # It builds experts in layers that have none.
+    "ernie4_5_moe_vl": "has no attribute 'AsyncLoad'",  # It copies the kinds of tokens from an accelerator.
     "glm_ocr-tied": "lm_head.weight",  # Its head is a parameter of its own, which tied files lack.
 }
 REFUSED_APART = REFUSED | {
@@ -43,6 +44,8 @@ REFUSED_APART = REFUSED | {
         ("paddleocr_vl", "paddleocr_vl-tied", "paddleocr_vl-biases"),
         "But receiving the [1]dimension of Input(X) is [64], and the [0] dimension of Input(Y) is [128]",
     ),
+    # The resampler fuses a bias into a product, which Paddle has on GPUs alone.
+    **dict.fromkeys([name for name in NAMES if name.startswith("ernie4_5_moe_vl")], "fuse_matmul_bias=True"),
 }
 
 
@@ -84,3 +87,13 @@ def test_logits_and_exports_of_further_models_under_tensor_parallelism_are_those
     ranks: ForkServer, tmp_path: Path
 ) -> None:
     require_equal(compared(ranks, [name for name in NAMES if name not in FIRST], tiny.TP2, tmp_path), REFUSED_APART)
+
+
+def test_experts_and_the_tower_of_ernie_4_5_vl_need_kernels_of_an_accelerator(
+    ranks: ForkServer, tmp_path: Path
+) -> None:
+    kwargs = {"output_dir": str(tmp_path)}
+    found: dict[str, str] = ranks.run("tests.parity.jobs:parts_of_ernie", 1, kwargs).values[0]
+    assert "The kernel `expand_modality_expert_id` is not registered" in found["experts"]
+    # Its flashmask_attention asks for a flag of cuDNN before it looks for its kernel.
+    assert "FLAGS_cudnn_deterministic" in found["images"]
