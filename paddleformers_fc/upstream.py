@@ -13,6 +13,7 @@ Importing this module imports neither Paddle nor PaddleFormers; the checks do. T
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.metadata
 import importlib.util
@@ -792,8 +793,13 @@ def _has(found: Any, name: str) -> bool:
     return hasattr(found, name) and not (hasattr(object, name) and getattr(found, name) is getattr(object, name))
 
 
+@functools.cache
 def _signature(found: Any) -> str:
-    """The parameters of a callable without annotations; a default that is no plain value is ``...``."""
+    """The parameters of a callable without annotations; a default that is no plain value is ``...``.
+
+    They are read once per callable: a process checks the table several times, and to replace a hook is to put another
+    callable in its place.
+    """
     try:
         signature = inspect.signature(found)
     except (TypeError, ValueError):
@@ -811,6 +817,7 @@ def _is_plain(default: Any) -> bool:
     return default is None or default is inspect.Parameter.empty or isinstance(default, bool | int | float | str)
 
 
+@functools.cache
 def _used(code: CodeType) -> frozenset[str]:
     """Every name and text in a function's bytecode, also in the functions within it."""
     inner = (_used(one) for one in code.co_consts if isinstance(one, CodeType))

@@ -25,21 +25,32 @@ THEIRS = ("paddleformers.trainer.trainer", "paddleformers.transformers.auto.mode
 """What PaddleFormers imports when it is first used."""
 
 COMMAND_LINE = ("paddleformers.cli.launcher", "paddleformers.cli.train.tuner")
+WARM = "tests.harness.fixtures:warm_up"
 FREEZE = "gc:freeze"
 """Ranks need not look through what their server has imported."""
+
+
+def warm_up() -> None:
+    """Let a server read upstream's functions and prove the families of most jobs, which each rank would do again."""
+    from paddleformers_fc import upstream
+    from paddleformers_fc.families.registry import family_for
+
+    upstream.differences((*upstream.TRAINER, *upstream.cpu_runtime_hooks()))
+    for model_type in ("llama", "ernie4_5_moe"):
+        family_for({"model_type": model_type})
 
 
 @pytest.fixture(scope="session")
 def patient_ranks() -> Iterator[ForkServer]:
     """The same as ``ranks``, which live on when one of them has failed: for tests of what the others then do."""
-    with ForkServer((*PATIENT, *OURS, *COMMAND_LINE, FREEZE), grace=LIMIT) as server:
+    with ForkServer((*PATIENT, *OURS, *COMMAND_LINE, WARM, FREEZE), grace=LIMIT) as server:
         yield server
 
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[ForkServer]:
     """Forks ranks in which Paddle and PaddleFormers are imported and the CPU runtime is active."""
-    with ForkServer((*PATIENT, *OURS, *COMMAND_LINE, FREEZE)) as server:
+    with ForkServer((*PATIENT, *OURS, *COMMAND_LINE, WARM, FREEZE)) as server:
         yield server
 
 
