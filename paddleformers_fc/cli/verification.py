@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from paddleformers_fc.execute.verify import Verification
-from paddleformers_fc.formats.checks import Check
+from paddleformers_fc.formats.checks import UNCOMPARED, Check
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -46,6 +46,8 @@ def show_checks(checks: Iterable[Check], console: Console, not_checked: Iterable
 
 
 def _verdict(outcome: Verification) -> tuple[str, str]:
+    if outcome.passed and any(line.startswith(UNCOMPARED) for line in outcome.cannot_be_checked):
+        return "no fault found, and bytes could not be compared", "bold yellow"
     if outcome.passed:
         return "OK", "bold green"
     if all(check.passed for check in outcome.checks):

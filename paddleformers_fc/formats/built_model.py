@@ -36,7 +36,7 @@ def built_model(checkpoint: OpenedCheckpoint) -> StoredModel:
         checkpoint: opened open weights.
     Raises:
         OptionError: there is no configuration.
-        MappingError: no family declares the model, or the weights have tensors that it does not.
+        MappingError: no family declares the model, or the weights have other tensors than it.
     """
     root = checkpoint.catalog.root
     if not checkpoint.config:
@@ -66,8 +66,23 @@ def built_model(checkpoint: OpenedCheckpoint) -> StoredModel:
             return None
         return msgspec.structs.replace(one, dtype=kinds[0]) if kinds else one
 
+    _refuse_missing(checkpoint, [name for sources in made.values() for name in sources], dtypes, optional)
     kept = [one for one in map(typed, tensors) if one is not None]
     return StoredModel(bind(family, model, kept), model)
+
+
+def _refuse_missing(
+    checkpoint: OpenedCheckpoint, wanted: Collection[str], stored: Collection[str], optional: OptionalNames
+) -> None:
+    """Refuse weights that lack tensors of the model."""
+    missing = [name for name in dict.fromkeys(wanted) if name not in stored and name not in optional]
+    if missing:
+        raise MappingError(
+            f"{checkpoint.catalog.root} lacks {count_text(len(missing), 'tensor')} of its model.",
+            where=str(checkpoint.catalog.root),
+            evidence=fold(missing),
+            next_step="Compare config.json with the weights; nothing was written.",
+        )
 
 
 def _refuse_unread(

@@ -15,6 +15,10 @@ DEPTH_TEXT = {"size": "all there and of their sizes", "full": "every byte as it 
 """What a passed check of files shows, by level."""
 
 
+UNCOMPARED = "changed bytes"
+"""The beginning of the line of what cannot be checked where no checksums are recorded."""
+
+
 class Check(msgspec.Struct, frozen=True):
     """One check.
 
@@ -37,6 +41,10 @@ class CheckList:
         self.faults: list[FlexError] = []
         self.files = self.bytes = self.tensors = 0
         self.impossible: list[str] = []
+
+    def not_compared(self, why: str) -> None:
+        """Note that no bytes of tensors can be compared."""
+        self.impossible.append(f"{UNCOMPARED}: {why}")
 
     def check(self, name: str, work: Callable[[], _T], detail: Callable[[_T], str]) -> _T:
         """Make one check, record its result, and raise its fault again; a refused read is not a fault."""

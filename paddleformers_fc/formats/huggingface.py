@@ -144,7 +144,13 @@ def open_huggingface(directory: AnyPath, verify: str = "size") -> OpenedCheckpoi
         raise not_a_flex_checkpoint(HUGGINGFACE, directory)
 
     return OpenedCheckpoint(
-        HUGGINGFACE, catalog, config, refuse, recorded, find_unrecorded=lambda: model_documents(directory, checksums)
+        HUGGINGFACE,
+        catalog,
+        config,
+        refuse,
+        recorded,
+        find_unrecorded=lambda: model_documents(directory, checksums),
+        describe_as=lambda _: refuse(),
     )
 
 
@@ -209,8 +215,9 @@ def _files(directory: AnyPath, checksums: FileChecksums | None) -> dict[str, lis
     if exists(directory / SINGLE_NAME):
         return {SINGLE_NAME: []}
     names = [path.name for path in list_directory(directory)]
-    if numbered := _numbered(names):
-        return {name: [] for name in numbered}
+    if numbered := [name for name in names if _NUMBERED.fullmatch(name)]:
+        _refuse_incomplete(directory, numbered)
+        return {name: [] for name in sorted(numbered)}
     others = [
         (f"{_shortened(found)}: {format_name}", step)
         for pattern, format_name, step in _OTHER_FORMATS
@@ -224,12 +231,30 @@ def _files(directory: AnyPath, checksums: FileChecksums | None) -> dict[str, lis
     )
 
 
-def _numbered(names: Sequence[str]) -> list[str]:
-    """Return the files of a directory without an index, if their names count all of them; else none."""
-    found = {name: (int(one[1]), int(one[2])) for name in names if (one := _NUMBERED.fullmatch(name))}
-    count = len(found)
-    is_whole = {place for place, _ in found.values()} == set(range(1, count + 1))
-    return sorted(found) if found and is_whole and {total for _, total in found.values()} == {count} else []
+def _refuse_incomplete(directory: AnyPath, numbered: Sequence[str]) -> None:
+    """Refuse the files of a directory without an index, unless their names count all of them.
+
+    Raises:
+        Corrupt: files are missing; all of them.
+        FormatError: they have numbers of two models, or no such numbers.
+    """
+    totals = {name.rpartition("-of-")[2] for name in numbered}
+    due = [f"model-{place:05d}-of-{total}" for total in totals for place in range(1, int(total[:5]) + 1)]
+    missing, strange = sorted({*due} - {*numbered}), sorted({*numbered} - {*due})
+    if len(totals) > 1 or strange:
+        raise FormatError(
+            f"{directory} has files of weights that do not count as one model.",
+            where=str(directory),
+            evidence=strange or [f"model-...-of-{total}" for total in sorted(totals)],
+            next_step=_FETCH_AGAIN,
+        )
+    if missing:
+        raise Corrupt(
+            f"{count_text(len(missing), 'file')} of weights in {directory} cannot be found.",
+            where=str(directory),
+            evidence=fold(f"{name} is missing" for name in missing),
+            next_step=f"Fetch the missing files, and {INDEX_NAME}, which lists all of them.",
+        )
 
 
 def _shortened(names: list[str]) -> str:
@@ -419,10 +444,10 @@ class HuggingFaceFormat(Format):
     writer = HuggingFaceWriter()
 
     def recognises(self, directory: AnyPath) -> bool:
-        """Return whether there is an index, the single file without one, or all of numbered files."""
+        """Return whether there is an index, the single file without one, or a numbered file."""
         if exists(directory / INDEX_NAME) or exists(directory / SINGLE_NAME):
             return True
-        return isinstance(directory, Path) and bool(_numbered([path.name for path in list_directory(directory)]))
+        return isinstance(directory, Path) and any(_NUMBERED.fullmatch(path.name) for path in list_directory(directory))
 
     def open(self, directory: AnyPath, verify: str) -> OpenedCheckpoint:
         """As :func:`open_huggingface`."""
@@ -438,7 +463,7 @@ class HuggingFaceFormat(Format):
         """Check the recorded checksums of an export, and that every tensor is in the file that the index names."""
         checksums = checks.prepare("checksums", lambda: read_checksums(directory))
         if checksums is None:
-            checks.impossible.append(f"changed bytes: there is no {CHECKSUMS_NAME}, which exports of this package have")
+            checks.not_compared(f"there is no {CHECKSUMS_NAME}, which exports of this package have")
         elif level != "off":
             needed = [name for name in checksums if level == "full" or name.endswith(".safetensors")]
             checks.attempt(

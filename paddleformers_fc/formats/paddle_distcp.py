@@ -322,12 +322,11 @@ class PaddleDistcpFormat(Format):
 
     def verify(self, directory: AnyPath, level: str, checks: CheckList) -> OpenedCheckpoint:
         """Check that every tensor is stored whole and once."""
+        checks.not_compared("this format has no checksums")
         return checks.check(
             "tensors",
             lambda: open_distcp(directory),
-            lambda found: (
-                f"{count_text(found.catalog.count, 'tensor')}, each stored whole and once; this format has no checksums"
-            ),
+            lambda found: f"{count_text(found.catalog.count, 'tensor')}, each stored whole and once",
         )
 
     def shards(self, checkpoint: OpenedCheckpoint, role: str, names: Collection[str]) -> Iterator[StoredShard]:

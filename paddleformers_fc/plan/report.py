@@ -31,7 +31,8 @@ HEADINGS = {
 }
 
 
-OPEN_WEIGHTS = "open weights"
+CHECKPOINT, OPEN_WEIGHTS = "checkpoint", "open weights"
+"""What is stored, in the text of errors."""
 _OPEN_WEIGHTS_STEP = "Name the directory of this model's weights, or correct the config.json beside them."
 _MODEL_STEP = "Resume with the model this checkpoint was saved from, or name another checkpoint."
 _CUTS_STEP = (
@@ -46,9 +47,15 @@ _DTYPE_STEP = (
 
 @dataclass
 class Report:
-    """Lines by kind; empty if everything fits."""
+    """Lines by kind; empty if everything fits.
+
+    Args:
+        lines: by kind.
+        stored: :data:`CHECKPOINT` or :data:`OPEN_WEIGHTS`; a message to other ranks does not contain it.
+    """
 
     lines: dict[str, set[str]] = field(default_factory=lambda: {kind: set() for kind in KINDS})
+    stored: str = CHECKPOINT
 
     def add(self, kind: str, line: str) -> None:
         """Add one line; ``kind`` is one of :data:`KINDS`."""
@@ -56,8 +63,9 @@ class Report:
 
     def merge(self, others: Iterable[Report]) -> Report:
         """Return the union of this report and others."""
-        merged = Report()
-        for report in (self, *others):
+        everyone = (self, *others)
+        merged = Report(stored=OPEN_WEIGHTS if any(one.stored == OPEN_WEIGHTS for one in everyone) else CHECKPOINT)
+        for report in everyone:
             for kind, lines in report.lines.items():
                 merged.lines[kind] |= lines
         return merged
@@ -76,18 +84,19 @@ class Report:
                 text.extend(f"  {line}" for line in fold(states_joined(sorted(self.lines[kind], key=natural))))
         return text
 
-    def refuse(self, where: str, why: Sequence[str] = (), stored: str = "checkpoint") -> None:
+    def refuse(self, where: str, why: Sequence[str] = (), stored: str = "") -> None:
         """Raise the report as an error.
 
         Args:
             where: the checkpoint.
             why: explanations, which precede the lines.
-            stored: a checkpoint or :data:`OPEN_WEIGHTS`.
+            stored: as the attribute, which serves where it is empty.
 
         Raises:
             MismatchError: unless the report is empty.
         """
         if not self.empty:
+            stored = stored or self.stored
             count = sum(len(lines) for lines in self.lines.values())
             raise MismatchError(
                 f"The {stored} and the model do not fit: {count_text(count, 'difference')}. No weight was changed.",

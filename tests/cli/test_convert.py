@@ -210,6 +210,11 @@ def test_foreign_directories_of_weights_are_read_as_they_are(tmp_path: Path) -> 
     assert run("convert", parts, tmp_path / "flex").code == 0
     assert whole.diff(paddleformers_fc.open(tmp_path / "flex")).equal
     assert not (tmp_path / "flex/README.md").exists()
+    (parts / "config.json").rename(tmp_path / "config.json")
+    refused = run("convert", parts, tmp_path / "bare-flex")
+    assert (refused.code, "config.json" in refused.err) == (2, True)
+    assert run("convert", parts, tmp_path / "bare-flex", "--config", tmp_path).code == 0
+    assert whole.diff(paddleformers_fc.open(tmp_path / "bare-flex")).equal
     (parts / "model-00002-of-00002.safetensors").unlink()
     assert run("verify", parts).code == 1
     # Tied.

@@ -245,6 +245,8 @@ def test_checksums_of_an_export_are_compared_and_missing_ones_are_stated(weights
     assert stated.code == 0
     assert stated.document["not_checked"] == ["checksums", "model"]
     assert "changed bytes" in stated.document["cannot_be_checked"][0]
+    lines = run("verify", weights_copy).out.splitlines()
+    assert lines[-1].startswith("no fault found, and bytes could not be compared: level full")
 
 
 def test_names_and_shapes_of_open_weights_are_those_of_their_configuration(tmp_path: Path) -> None:
@@ -263,6 +265,12 @@ def test_names_and_shapes_of_open_weights_are_those_of_their_configuration(tmp_p
         assert (outcome.code, changed) == (code, changed), outcome.document
         if code:
             assert failed_check(outcome.document) == "model"
+            assert outcome.document["what"].startswith("The open weights and the model do not fit")
+            assert outcome.document["next_step"].startswith("Name the directory of this model's weights")
+            converted = run("convert", tmp_path, tmp_path.parent / "new")
+            assert converted.code == 1
+            assert "Resume" not in converted.err
+            assert not (tmp_path.parent / "new").exists()
 
 
 def test_the_checkpoints_below_an_output_directory_are_listed(kept: Path, copy: Path, tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from paddleformers_fc.errors import Corrupt, FormatError, NotACheckpoint
-from paddleformers_fc.formats.huggingface import open_huggingface
+from paddleformers_fc.execute.verify import verify_checkpoint
+from paddleformers_fc.formats.huggingface import HUGGINGFACE, open_huggingface
 
 
 def weights(*names: str, fill: float = 1.0) -> dict[str, np.ndarray]:
@@ -85,6 +86,30 @@ def test_every_missing_file_of_the_index_is_named(tmp_path: Path) -> None:
     with pytest.raises(Corrupt) as caught:
         open_huggingface(tmp_path)
     assert caught.value.evidence == ("one.safetensors", "three.safetensors")
+
+
+def test_missing_files_of_numbered_ones_are_named(tmp_path: Path) -> None:
+    for number in (1, 3):
+        save_file(weights(f"t{number}"), tmp_path / f"model-0000{number}-of-00004.safetensors")
+    assert HUGGINGFACE.recognises(tmp_path)
+    with pytest.raises(Corrupt, match="2 files of weights") as caught:
+        open_huggingface(tmp_path)
+    assert caught.value.evidence == (
+        "model-00002-of-00004.safetensors is missing",
+        "model-00004-of-00004.safetensors is missing",
+    )
+    outcome, problem = verify_checkpoint(tmp_path, "full")
+    assert not outcome.passed
+    assert problem is not None
+    assert "model-00002-of-00004.safetensors is missing" in problem.evidence
+
+
+@pytest.mark.parametrize("names", [("00001-of-00001", "00001-of-00002"), ("00000-of-00001", "00001-of-00001")])
+def test_numbers_of_two_models_are_refused(tmp_path: Path, names: tuple[str, str]) -> None:
+    for name in names:
+        save_file(weights("t"), tmp_path / f"model-{name}.safetensors")
+    with pytest.raises(FormatError, match="do not count as one model"):
+        open_huggingface(tmp_path)
 
 
 def test_a_tensor_that_its_file_does_not_hold_is_named(tmp_path: Path) -> None:
