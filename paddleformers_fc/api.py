@@ -27,7 +27,7 @@ from paddleformers_fc.formats import OpenedCheckpoint, open_checkpoint
 from paddleformers_fc.formats.checkpoint import with_config, with_role
 from paddleformers_fc.formats.huggingface import DEFAULT_MAX_SHARD_BYTES, open_huggingface
 from paddleformers_fc.formats.inspection import JobFacts, RoleFacts, job_facts, role_facts
-from paddleformers_fc.formats.peft import require_adapters
+from paddleformers_fc.formats.peft import refuse_rewriting, require_adapters
 from paddleformers_fc.formats.registry import EXPORTED, conversion_target, default_writer, require_config, writer_of
 from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.layout.shards import Shard
@@ -297,6 +297,7 @@ class Checkpoint:
             21
         """
         target = parse_target(directory, "An export")
+        refuse_rewriting(self._opened)
         opened = with_role(self._opened, role)
         writer = writer_of(format) if format else default_writer(self._opened)
         merged = None if base is None else _base_of(self._opened, base, verify, accept_base)
@@ -347,6 +348,7 @@ class Checkpoint:
         """
         target, (_, writer) = parse_target(directory, "A conversion"), conversion_target(format)
         opened = self._opened
+        refuse_rewriting(opened)
         root = opened.catalog.root
         given = opened.config if config is None else require_config(_located(config))
         if verify == "full" and opened.commit_record is None:

@@ -10,8 +10,7 @@ import msgspec
 
 import paddleformers_fc
 from paddleformers_fc.cli.exporting import ExportedFile, file_table
-from paddleformers_fc.formats.registry import SAVED, conversion_target
-from paddleformers_fc.storage.manifest import read_manifest
+from paddleformers_fc.formats.registry import conversion_target
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.text import count_text, size_text
 
@@ -89,12 +88,14 @@ def convert(source: AnyPath, target: AnyPath, choices: Choices) -> Converted:
         tied=choices.tied,
     )
     written, _ = conversion_target(choices.format)
+    # Paddle's checkpoints at URLs are written and not read.
+    job = paddleformers_fc.open(target).metadata.job if written.recognises(target) else None
     return Converted(
         source=str(source),
         source_format=checkpoint.metadata.format,
         path=str(target),
         format=written.name,
-        step=read_manifest(target).step if written is SAVED else None,
+        step=job.step if job is not None else None,
         roles=report.roles,
         files=[ExportedFile(name, size) for name, size in report.files.items()],
         bytes=report.bytes,

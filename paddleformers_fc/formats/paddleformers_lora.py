@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -22,6 +23,7 @@ from paddleformers_fc.families.stored import completed
 from paddleformers_fc.formats.catalog import Catalog, gather_shards
 from paddleformers_fc.formats.checkpoint import (
     CONFIG_NAME,
+    Documents,
     ExportWriter,
     Format,
     Layout,
@@ -32,14 +34,15 @@ from paddleformers_fc.formats.checkpoint import (
     stored_boxes,
 )
 from paddleformers_fc.formats.checks import CheckList
-from paddleformers_fc.formats.huggingface import HUGGINGFACE, refuse_unindexed
-from paddleformers_fc.formats.peft import converted, parse_json_object, require_adapters
+from paddleformers_fc.formats.huggingface import HUGGINGFACE, model_documents, refuse_unindexed
+from paddleformers_fc.formats.peft import ADAPTER_CONFIG_NAME, converted, parse_json_object, require_adapters
+from paddleformers_fc.formats.stock_checkpoint import described
 from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.layout.shards import Shard, shard_bytes
 from paddleformers_fc.mapping import RuleSet, TensorSpec
 from paddleformers_fc.mapping.boxes import whole
 from paddleformers_fc.storage.dtypes import from_safetensors, item_size, to_safetensors
-from paddleformers_fc.storage.export_checksums import CHECKSUMS_NAME, read_checksums, verify_export
+from paddleformers_fc.storage.export_checksums import CHECKSUMS_NAME, FileChecksums, read_checksums, verify_export
 from paddleformers_fc.storage.files import exists
 from paddleformers_fc.storage.identity import identities_of
 from paddleformers_fc.storage.paths import AnyPath
@@ -86,12 +89,27 @@ def open_paddleformers_lora(directory: AnyPath, verify: str = "size") -> OpenedC
     config = HUGGINGFACE.read_config(directory)
     catalog = Catalog(directory, {MODEL_STATE: tensors}, identities)
 
-    def describe() -> StoredModel:
+    def describe(config: dict[str, Any]) -> StoredModel:
         specs = {name: TensorSpec(one.shape, one.dtype) for name, one in tensors.items()}
-        model, rules = _bound(ModelDescription(config, adapters=adapters), specs, degree)
+        model = replace(described(directory, config), adapters=adapters, partial=False)
+        model, rules = _bound(model, specs, degree)
         return StoredModel(rules, model)
 
-    return OpenedCheckpoint(PADDLEFORMERS_LORA, catalog, config, describe, recorded)
+    return OpenedCheckpoint(
+        PADDLEFORMERS_LORA,
+        catalog,
+        config,
+        lambda: describe(config),
+        recorded,
+        find_unrecorded=lambda: _documents(directory, checksums),
+        describe_as=describe,
+    )
+
+
+def _documents(directory: AnyPath, checksums: FileChecksums | None) -> Documents:
+    """Return the documents of the model; those of the adapters are written anew in every format."""
+    found = model_documents(directory, checksums)
+    return {name: read for name, read in found.items() if name not in (LORA_CONFIG_NAME, ADAPTER_CONFIG_NAME)}
 
 
 def _indexed(directory: AnyPath) -> dict[str, list[str]]:
@@ -251,6 +269,8 @@ class PaddleFormersLoraFormat(Format):
 
     def verify(self, directory: AnyPath, level: str, checks: CheckList) -> OpenedCheckpoint:
         """Check the recorded checksums of an export, and that files contain what the index names."""
+        if not exists(directory / CHECKSUMS_NAME):
+            checks.not_compared(f"there is no {CHECKSUMS_NAME}, which exports of this package have")
         return checks.check(
             "tensors",
             lambda: open_paddleformers_lora(directory, level),

@@ -277,6 +277,24 @@ def require_adapters(checkpoint: OpenedCheckpoint) -> Adapters:
     return adapters
 
 
+def refuse_rewriting(checkpoint: OpenedCheckpoint) -> None:
+    """Refuse an export or a conversion of adapters in PEFT's format, which this package reads into a model alone.
+
+    Raises:
+        OptionError: it is one.
+    """
+    if checkpoint.format is PEFT:
+        root = str(checkpoint.catalog.root)
+        raise OptionError(
+            f"{root} contains adapters in PEFT's format, which are not converted or merged.",
+            where=root,
+            evidence=[f"the base: {require_adapters(checkpoint).base.location or 'not named'}"],
+            next_step=f"Training reads them as they are: `lora_path: {root}` in the YAML. What it saves with "
+            "flex_checkpoint: true can be exported in other formats and merged. Without training, PEFT merges them: "
+            "PeftModel.from_pretrained(BASE, DIRECTORY).merge_and_unload().",
+        )
+
+
 def _adapted(rules: RuleSet) -> set[str]:
     """Return the canonical layers that have adapters."""
     ending = f".{B}{_WEIGHT}"
@@ -372,6 +390,8 @@ class PeftFormat(Format):
 
     def verify(self, directory: AnyPath, level: str, checks: CheckList) -> OpenedCheckpoint:
         """Check the recorded checksums of an export, and the names of the tensors."""
+        if not exists(directory / CHECKSUMS_NAME):
+            checks.not_compared(f"there is no {CHECKSUMS_NAME}, which exports of this package have")
         return checks.check(
             "tensors",
             lambda: open_peft(directory, level),

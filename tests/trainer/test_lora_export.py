@@ -135,6 +135,42 @@ def test_a_conversion_of_adapters_to_a_model_names_the_commands_that_export_them
     assert (tmp_path / "1/model.safetensors").exists()
 
 
+def test_adapters_of_peft_are_not_rewritten_and_the_next_step_uses_them_as_they_are(
+    llama: Exported, tmp_path: Path
+) -> None:
+    to = [("convert", "--format", name) for name in ("flex", "hf", "distcp")]
+    to += [("export",), ("export", "--format", "paddleformers-lora"), ("export", "--base", str(llama.base))]
+    for number, (command, *options) in enumerate(to):
+        refused = run(command, llama.adapter, tmp_path / str(number), *options)
+        assert refused.code == 2, refused.out
+        assert "contains adapters in PEFT's format" in refused.err
+        assert f"the base: {llama.base}" in refused.err
+        assert f"`lora_path: {llama.adapter}`" in refused.err
+        assert not (tmp_path / str(number)).exists()
+
+
+def test_adapters_of_paddleformers_are_converted_there_and_back_and_merged(llama: Exported, tmp_path: Path) -> None:
+    theirs, flex, back = (tmp_path / name for name in ("theirs", "flex/checkpoint-2", "back"))
+    checkpoint = paddleformers_fc.open(llama.checkpoint)
+    checkpoint.export(theirs, format="paddleformers-lora")
+    assert run("convert", theirs, flex).code == 0
+    found = checkpoint.diff(paddleformers_fc.open(flex), role="model_state")
+    assert found.equal
+    assert found.roles["model_state"].equal == 56
+    assert run("export", flex, back, "--format", "paddleformers-lora").code == 0
+    name = "peft_model-00001-of-00001.safetensors"
+    assert (back / name).read_bytes() == (theirs / name).read_bytes()
+    refused = run("convert", theirs, tmp_path / "model", "--format", "hf")
+    commands = re.findall(r"paddleformers-fc (.+?)(?:\. Or|$)", refused.err, re.MULTILINE)
+    assert len(commands) == 2
+    for number, command in enumerate(commands):
+        target = str(tmp_path / str(number))
+        outcome = run(*(target if word == "OUT" else word for word in shlex.split(command)), "--accept-base")
+        assert outcome.code == 0, outcome.err
+    merged = checkpoint.export(tmp_path / "merged", base=llama.base)
+    assert (tmp_path / "1/model.safetensors").read_bytes() == (merged.directory / "model.safetensors").read_bytes()
+
+
 def test_adapters_are_merged_into_their_own_base_only(llama: Exported, tmp_path: Path) -> None:
     checkpoint = paddleformers_fc.open(llama.checkpoint)
     other = tmp_path / "other"
