@@ -14,7 +14,7 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "add-a-family.md"
 
 def test_the_examples_print_what_the_document_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_registered", {})
-    assert run_examples(DOCUMENT) == 9
+    assert run_examples(DOCUMENT) == 10
 
 
 def test_the_table_names_every_family() -> None:
