@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from paddleformers_fc.verification.derivation.layer_kinds import layer_kinds
@@ -25,4 +26,27 @@ def layers(models: list[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 "hint": list(type(model)._gen_aoa_config(model.config)["aoa_statements"]),
             }
         )
+    return found
+
+
+def from_weights(names: Sequence[str], output_dir: str) -> dict[str, list[str]]:
+    """The statements that ``derive`` finds for fixtures of Transformers, by name, or the error.
+
+    Args:
+        names: of the fixtures.
+        output_dir: a directory for them.
+    """
+    from paddleformers_fc.errors import FlexError
+    from paddleformers_fc.verification.derivation.from_weights import derive_model
+    from tests.harness import fleet_stub
+    from tests.parity import fixtures
+
+    fleet_stub.install()
+    found: dict[str, list[str]] = {}
+    for name in names:
+        directory = fixtures.read(name).write(Path(output_dir))
+        try:
+            found[name] = derive_model(directory, (), True, None, ()).statements
+        except FlexError as error:
+            found[name] = ["refused", error.what, *error.evidence]
     return found

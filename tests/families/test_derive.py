@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from paddleformers_fc.aoa import normal
+from paddleformers_fc.aoa import normal, render
 from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.errors import MappingError
-from paddleformers_fc.families import ModelTensor
+from paddleformers_fc.families import ModelTensor, bind, enumerate_tensors
+from paddleformers_fc.families.text import with_ties
 from paddleformers_fc.mapping import TensorSpec
 from paddleformers_fc.verification.derivation.derive import Derivation, derive_rules
 from paddleformers_fc.verification.derivation.layer_kinds import LayeredTensor, LayerKind, kind_of_classes
@@ -32,8 +33,9 @@ from tests.families.derivation import (
     page,
     verdict,
 )
-from tests.families.spaces import BY_NAME, settings
+from tests.families.spaces import BY_NAME, model_of, settings
 from tests.families.test_real_models import MODELS
+from tests.parity import fixtures
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "derivation.md"
 ALL = [pytest.param(case, id=f"{case.name} TP {tp}") for tp in DEGREES for case in cases(tp)]
@@ -121,6 +123,19 @@ def test_a_real_model_is_derived_from_its_layers_and_its_native_statements(ranks
     assert one["kinds"] == {**one["kinds"], **{each.tensor.name: each.kind.value for each in case.layered()}}
     model = [live(key, *shape, kind=one["kinds"][key]) for key, shape in one["shapes"].items()]
     assert verdict(case, derive_rules(model, case.canonical, case.config, hint=one["hint"])) == SAME
+
+
+FROM_WEIGHTS = ["deepseek_v3", "ernie4_5", "gpt_oss", "llama", "phi3", "qwen3_next"]
+FROM_WEIGHTS += ["ernie4_5_moe_vl", "glm4v_moe", "glm_ocr", "paddleocr_vl", "qwen2_5_vl"]
+
+
+def test_open_weights_of_transformers_are_derived_as_they_are_declared(ranks: ForkServer, tmp_path: Path) -> None:
+    kwargs = {"names": FROM_WEIGHTS, "output_dir": str(tmp_path)}
+    found = ranks.run("tests.families.derivation_jobs:from_weights", 1, kwargs).values[0]
+    for name, statements in found.items():
+        family, model = BY_NAME[name], model_of(fixtures.read(name).config)
+        rules = bind(family, model, [one.under() for one in enumerate_tensors(family, model)])
+        assert set(statements) == set(render(with_ties(rules))), name
 
 
 # Evidence.
@@ -347,12 +362,14 @@ def test_a_hint_that_cannot_be_proved_is_said_and_not_used() -> None:
     assert found.notes[0].startswith("the hint: not used")
 
 
-def test_a_statement_of_a_hint_that_stands_for_nothing_is_passed_over_and_said() -> None:
-    model = [live("a.weight", 4, 6)]
-    hint = ["b.$LAYER_ID.weight^T -> b.$LAYER_ID.weight", "a.weight^T -> a.weight, dtype='float32'"]
-    found = determined(model, stored(**{"a.weight": (6, 4)}), {}, hint=hint)
+@pytest.mark.parametrize("line", ["b.$LAYER_ID.weight^T -> b.$LAYER_ID.weight", "_ -> rotary.inv_freq"])
+def test_a_statement_of_a_hint_that_stands_for_nothing_is_passed_over_and_said(line: str) -> None:
+    model = [live("a.weight", 6, 6, kind="other")]
+    hint = [line, "a.weight^T -> a.weight, dtype='float32'"]
+    found = determined(model, stored(**{"a.weight": (6, 6)}), {}, hint=hint)
     assert len(found.notes) == 1
-    assert "skipped: `b.$LAYER_ID.weight^T -> b.$LAYER_ID.weight`" in found.notes[0]
+    assert f"skipped: `{line}`" in found.notes[0]
+    assert found.reasons == {"a.weight": "the proved hint"}
 
 
 def test_dtypes_of_files_are_no_obstacle_and_no_evidence() -> None:

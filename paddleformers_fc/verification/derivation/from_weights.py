@@ -104,10 +104,12 @@ def _model(directory: Path, native: bool) -> tuple[list[LayeredTensor], list[str
 
     try:
         config = AutoConfig.from_pretrained(str(directory))
-        (architecture,) = config.architectures or [_ARCHITECTURE]
+        # A nested configuration of the text hides the architecture from the configuration's class, not from the file.
+        (architecture,) = require_config(directory).get("architectures") or [_ARCHITECTURE]
         kind = getattr(modeling, modeling.get_task_name(architecture) or "AutoModel")
+        model_class: Any = kind._get_model_class_from_config(str(directory), str(directory / CONFIG_NAME))
         with paddle.LazyGuard():
-            model: Any = kind.from_config(config)
+            model: Any = model_class._from_config(config)
         shards = describe_roles({MODEL_STATE: model.sharded_state_dict()})[MODEL_STATE]
         kinds = layer_kinds(model)
         hint = list(model._gen_aoa_config(model.config)["aoa_statements"]) if native else []

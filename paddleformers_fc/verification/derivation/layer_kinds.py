@@ -38,17 +38,18 @@ class LayeredTensor:
 
 
 def layer_kinds(model: Any) -> dict[str, LayerKind]:
-    """Return the kind of every parameter's layer.
+    """Return the kind of the layer of every parameter and buffer.
 
     Args:
-        model: a live ``Layer``; only ``named_sublayers`` and ``named_parameters`` are called.
+        model: a live ``Layer``; only ``named_sublayers``, ``named_parameters`` and ``named_buffers`` are called.
     Returns:
         kinds by structured name.
     """
     found: dict[str, LayerKind] = {}
     for prefix, layer in model.named_sublayers(include_self=True):
         kind = kind_of_classes(base.__name__ for base in type(layer).__mro__)
-        for name, _ in layer.named_parameters(include_sublayers=False):
+        own = (layer.named_parameters, layer.named_buffers)
+        for name, _ in (entry for named in own for entry in named(include_sublayers=False)):
             found[f"{prefix}.{name}" if prefix else name] = kind
     return found
 

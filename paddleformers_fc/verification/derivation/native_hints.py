@@ -111,9 +111,12 @@ class HintReader:
             try:
                 statement = parse_line(SourceLine(number, text))
                 for step in expander.steps(statement) if statement is not None else ():
-                    missing = [name.text for name in step.left if name.text not in known and name.text != "_"]
+                    left = {name.text for name in step.left}
+                    missing = sorted(left - known - {"_"})
                     if missing:
                         raise Fault(f"`{missing[0]}` is not a canonical tensor")
+                    if left == {"_"} and not self._right.keys() >= set(step.right):
+                        raise Fault("the model has no such tensor")
                     names.update(step.right)
             except Fault as fault:
                 wrong.append(f"`{text.strip()}`: {fault.cause}")
