@@ -16,6 +16,7 @@ of the server, about 400 MB, until they write to them.
 
 from __future__ import annotations
 
+import copy
 import importlib
 import json
 import os
@@ -28,6 +29,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +95,7 @@ class ForkServer:
         self._preload = tuple(preload)
         self._stack = ExitStack()
         self._directory = directory
-        self._jobs = 0
+        self._numbers = count(1)
 
     def __enter__(self) -> ForkServer:
         with ExitStack() as stack:
@@ -107,6 +109,12 @@ class ForkServer:
 
     def __exit__(self, *raised: object) -> None:
         self._stack.close()
+
+    def with_grace(self, grace: float) -> ForkServer:
+        """Return this running server for jobs whose ranks have another time to end by themselves."""
+        other = copy.copy(self)
+        other._grace = grace
+        return other
 
     def run(
         self, job: str, nproc: int, kwargs: Mapping[str, Any] | None = None, timeout: float | None = None
@@ -138,8 +146,7 @@ class ForkServer:
         Raises:
             PeerError: the server itself has ended.
         """
-        self._jobs += 1
-        directory = self._root / f"job-{self._jobs:05d}"
+        directory = self._root / f"job-{next(self._numbers):05d}"
         directory.mkdir()
         timeout = self._patience if timeout is None else timeout
         request = _Request(job, nproc, dict(kwargs or {}), timeout, self._grace, str(directory))

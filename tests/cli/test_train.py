@@ -28,11 +28,12 @@ from paddleformers_fc.cli.log_view import LogView
 from paddleformers_fc.cli.output import console
 from paddleformers_fc.cli.settings import parse_overrides, read_settings
 from paddleformers_fc.cli.training import OWN_REGISTRATION, REGISTER_BOTH, prepare
+from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.cpu_runtime.launch import LaunchResult
-from paddleformers_fc.errors import OptionError
+from paddleformers_fc.errors import MismatchError, OptionError
 from paddleformers_fc.families.models.minimax_m2 import FAMILY as MINIMAX
 from paddleformers_fc.trainer import register
-from paddleformers_fc.trainer.rank_records import RECORDS
+from paddleformers_fc.trainer.rank_records import RECORDS, read_error
 from paddleformers_fc.trainer.stock_keys import stock_keys
 from paddleformers_fc.verification.demo.assets import prepare as prepare_assets
 from paddleformers_fc.verification.demo.settings import SINGLE, settings
@@ -798,6 +799,7 @@ def test_the_command_forwards_the_signal_of_its_option(tmp_path: Path, on: Any, 
     assert prepare(config(tmp_path, flex_checkpoint=False), None, []).save_signal is None
 
 
+@pytest.mark.slow
 def test_a_training_that_is_stopped_saves_and_reports_where_it_resumes(tmp_path: Path) -> None:
     path, main = recipe(tmp_path, max_steps=100_000, save_steps=100_000), os.getpid()
 
@@ -854,11 +856,19 @@ def test_an_error_of_this_package_is_printed_once(tmp_path: Path) -> None:
     assert "Traceback" in (tmp_path / "out/log/rank-00000.log").read_text()
 
 
-def test_an_error_that_paddleformers_wraps_is_a_document_under_json(tmp_path: Path) -> None:
+def test_an_error_that_paddleformers_wraps_is_a_document_under_json(
+    ranks: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # What custom_register_path raises before this package is registered cannot be seen, so it registers first.
     own = f"{OWN}\nfrom paddleformers_fc.trainer.register import register\nregister()\nfail()\n"
     (tmp_path / "own.py").write_text(own)
     path = config(tmp_path, device="cpu", custom_register_path=str(tmp_path / "own.py"))
+    job = {"yaml": str(path), "records": str(tmp_path)}
+    assert ranks.attempt("tests.corruption.jobs:train_as_a_worker", 1, job).returncodes == (1,)
+    error = read_error(tmp_path)
+    assert isinstance(error, MismatchError)
+    ended = training.Ended(1, [], [str(tmp_path / "log/rank-00000.log")], 1.0)
+    monkeypatch.setattr(training, "run", lambda job, echo: (ended, error))
     document = run("train", path, "--json").document
     assert (document["error"], document["what"], document["returncode"]) == ("MismatchError", "It does not fit.", 1)
 

@@ -41,17 +41,16 @@ def warm_up() -> None:
 
 
 @pytest.fixture(scope="session")
-def patient_ranks() -> Iterator[ForkServer]:
-    """The same as ``ranks``, which live on when one of them has failed: for tests of what the others then do."""
-    with ForkServer((*PATIENT, *OURS, *COMMAND_LINE, WARM, FREEZE), grace=LIMIT) as server:
-        yield server
-
-
-@pytest.fixture(scope="session")
 def ranks() -> Iterator[ForkServer]:
     """Forks ranks in which Paddle and PaddleFormers are imported and the CPU runtime is active."""
     with ForkServer((*PATIENT, *OURS, *COMMAND_LINE, WARM, FREEZE)) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def patient_ranks(ranks: ForkServer) -> ForkServer:
+    """The same ranks, which live on when one of them has failed: for tests of what the others then do."""
+    return ranks.with_grace(LIMIT)
 
 
 @pytest.fixture(scope="session")

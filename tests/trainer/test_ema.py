@@ -136,14 +136,6 @@ def test_an_average_is_loaded_under_every_layout(ranks: ForkServer, tmp_path: Pa
         before = there
 
 
-def test_losses_are_those_without_an_average(ranks: ForkServer, tmp_path: Path) -> None:
-    found = [
-        run(ranks, half(SD2V2), tmp_path / str(decay), arguments={"flex_ema_decay": decay}) for decay in (0.0, 0.9)
-    ]
-    assert [rank["losses"] for rank in found[0][0]] == [rank["losses"] for rank in found[1][0]]
-    assert not (tmp_path / "0.0" / "checkpoint-6" / "ema_state").exists()
-
-
 # ---- The averaged weights in use.
 
 

@@ -49,7 +49,7 @@ def saved(ranks: ForkServer, layout: MatrixLayout, place: Path, **settings: Any)
         (SD2V1, "rows3", 3),
         (SD2V2, "mp2", 2),
         (SD2S3, "stages2", 2),
-        (TP2SD2V2, "dp2mp2", 4),
+        pytest.param(TP2SD2V2, "dp2mp2", 4, marks=pytest.mark.slow),
     ],
     ids=lambda one: getattr(one, "name", one),
 )
@@ -203,7 +203,10 @@ def rows() -> Iterator[dict[tuple[str, str], str]]:
         PAGE.write_text(f"{before}{BEGIN}{table}{END}{after}", encoding="utf-8")
 
 
-@pytest.mark.parametrize(("strategy", "kind"), CASES)
+@pytest.mark.parametrize(
+    ("strategy", "kind"),
+    [pytest.param(*case, marks=pytest.mark.slow) if "+" in case[0] else case for case in CASES],
+)
 def test_a_semi_automatic_run_continues_the_losses_of_a_hybrid_one(
     ranks: ForkServer, data: Path, tmp_path: Path, rows: dict[tuple[str, str], str], strategy: str, kind: str
 ) -> None:
