@@ -16,7 +16,7 @@ files, and tensors that are not stored whole are found; a changed byte is not.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from typing import Any
 from paddleformers_fc.errors import Corrupt, FormatError, MappingError
 from paddleformers_fc.families import ModelTensor, OptionalNames, bind, enumerate_tensors, family_for
 from paddleformers_fc.families.bind import tied_names, tied_sources
-from paddleformers_fc.families.declarations import Stage
+from paddleformers_fc.families.declarations import Family, Stage
 from paddleformers_fc.families.description import IS_NLP
 from paddleformers_fc.families.local import LocalShapes
 from paddleformers_fc.families.registry import is_known
@@ -524,8 +524,7 @@ def stored_model(catalog: Catalog, config: dict[str, Any], cuts: Mapping[str, Sh
     model = described(catalog.root, config)
     family = family_for(model.config)
     weights = catalog.roles[MODEL_STATE].values()
-    if any(one.name.startswith(f"{family.name}.") for one in weights):
-        # The scope of PaddleNLP's classes is the name of the family.
+    if is_of_nlp(family, (one.name for one in weights)):
         model = replace(model, config={**model.config, IS_NLP: True})
     tensors = [ModelTensor(one.name, one.shape, one.dtype, cuts[one.name]) for one in weights]
     model, rules = completed(family, model, tensors)
@@ -549,6 +548,11 @@ def stored_model(catalog: Catalog, config: dict[str, Any], cuts: Mapping[str, Sh
             next_step=AGAIN,
         )
     return StoredModel(rules, model)
+
+
+def is_of_nlp(family: Family, names: Iterable[str]) -> bool:
+    """Return whether names are those of PaddleNLP's classes, whose scope is the name of the family."""
+    return any(name.startswith(f"{family.name}.") for name in names)
 
 
 def _by_variable(names: Mapping[str, str]) -> dict[str, str]:

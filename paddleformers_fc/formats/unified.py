@@ -19,18 +19,20 @@ states.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from paddleformers_fc.errors import Corrupt, FormatError
-from paddleformers_fc.families import family_for
+from paddleformers_fc.errors import Corrupt, FormatError, MappingError
+from paddleformers_fc.families import enumerate_tensors, family_for
 from paddleformers_fc.families.bind import family_sizes
+from paddleformers_fc.families.description import IS_NLP
 from paddleformers_fc.families.local import LocalShapes
 from paddleformers_fc.families.registry import is_known
 from paddleformers_fc.formats.catalog import Catalog, StoredTensor, gather_shards
@@ -46,7 +48,7 @@ from paddleformers_fc.formats.checks import CheckList
 from paddleformers_fc.formats.huggingface import HUGGINGFACE, indexed_files, refuse_unindexed
 from paddleformers_fc.formats.paddle_distcp import PADDLE_DISTCP
 from paddleformers_fc.formats.rank_files import EMA, OPTIMIZER, FileArray, arrays_of, is_rank_file, refuse_mixed
-from paddleformers_fc.formats.rank_shards import held_otherwise, stored_model
+from paddleformers_fc.formats.rank_shards import held_otherwise, is_of_nlp, stored_model
 from paddleformers_fc.formats.sharded_pieces import arrange
 from paddleformers_fc.formats.stock_checkpoint import AGAIN, described, open_stock, read_stock_config
 from paddleformers_fc.layout.roles import (
@@ -329,14 +331,39 @@ class _Assembly:
         return found
 
     def _is_turned(self, name: str, shape: Shape, known: Collection[Shape]) -> bool | str:
-        """Return whether a weight that is not square is transposed, from its states or else its family."""
-        fits = [one in known for one in (shape, shape[::-1])]
-        if not any(fits):
-            fits = [self._is_declared(name, one) for one in (shape, shape[::-1])]
-        return fits[1] if fits[0] != fits[1] else "neither its states nor its family show its orientation"
+        """Return whether a weight that is not square is transposed, from its states or else its family.
+
+        States in ranges of elements do not show it. Of the family count the tensors of the classes that the names are
+        of, and where the configuration is not sufficient, every declaration.
+        """
+        both = shape, shape[::-1]
+        for proved in (
+            known,
+            self._enumerated.get(name, ()),
+            [one for one in both if self._is_declared(name, one)],
+        ):
+            fits = [one in proved for one in both]
+            if fits[0] != fits[1]:
+                return fits[1]
+        return "neither its states nor its family show its orientation"
 
     def _is_declared(self, name: str, shape: Shape) -> bool:
         return self._declared is not None and not isinstance(self._declared.whole(name, shape, 1), str)
+
+    @cached_property
+    def _enumerated(self) -> dict[str, set[Shape]]:
+        """The shapes of every tensor in the classes of PaddleFormers, or of PaddleNLP if names have their scope."""
+        found: dict[str, set[Shape]] = {}
+        if not is_known(self.config):
+            return found
+        family, model = family_for(self.config), described(self.directory, self.config)
+        if is_of_nlp(family, self.contents[_WEIGHTS].arrays):
+            model = replace(model, config={**model.config, IS_NLP: True})
+        for is_fleet in (False, True):
+            with contextlib.suppress(MappingError):  # The configuration lacks a size: every declaration remains.
+                for one in enumerate_tensors(family, replace(model, is_fleet=is_fleet)):
+                    found.setdefault(one.name, set()).add(one.shape)
+        return found
 
     @cached_property
     def _declared(self) -> LocalShapes | None:
