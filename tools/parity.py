@@ -219,7 +219,12 @@ def published_config(case: str, config: dict[str, Any]) -> dict[str, Any]:
         "freq_allocation": rope["mrope_section"][2],
         "pixel_hidden_size": width,
         "im_patch_id": flat["image_token_id"],
-        "vision_config": {**tower, "embed_dim": width, "mlp_ratio": tower["intermediate_size"] / width},
+        "vision_config": tower
+        | {
+            "model_type": "DFNRope_vision_transformer",
+            "embed_dim": width,
+            "mlp_ratio": tower["intermediate_size"] / width,
+        },
     }
 
 

@@ -160,6 +160,7 @@ CONFIGS = {
     "qwen3_next": "Qwen3NextConfig",
     "glm4v_moe": "Glm4vMoeConfig",
     "glm_ocr": "GlmOcrConfig",
+    "paddleocr_vl": "PaddleOCRVLConfig",
     "ernie4_5_moe_vl": "Ernie4_5_VLConfig",
     "glm_moe_dsa": "GlmMoeDsaConfig",
 }
