@@ -7,6 +7,7 @@ seconds.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -85,9 +86,9 @@ LEGEND = """
 """
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Case:
-    """One model of a family.
+    """One model of a family, made once: what is computed of it is kept.
 
     Args:
         family: the family.
@@ -113,11 +114,11 @@ class Case:
     def model(self) -> ModelDescription:
         return ModelDescription(self.config, self.fleet)
 
-    @property
+    @functools.cached_property
     def rules(self) -> RuleSet:
         return bind(self.family, self.model, self.tensors())
 
-    @property
+    @functools.cached_property
     def canonical(self) -> dict[str, TensorSpec]:
         return dict(self.rules.mapping().sources)
 
@@ -130,6 +131,7 @@ class Case:
     def tensors(self) -> list[ModelTensor]:
         return [one.under(tp=self.tp) for one in enumerate_tensors(self.family, self.model)]
 
+    @functools.cache  # noqa: B019 - the cases live as long as the process.
     def layered(self) -> list[LayeredTensor]:
         """The model's tensors with the kinds of their layers, as the statements that declare them tell."""
         statements = {
@@ -154,11 +156,14 @@ def _kind(tensor: ModelTensor, statements: Mapping[str, Statement]) -> LayerKind
     return LayerKind.NORM if len(tensor.shape) == 1 and "norm" in layer else LayerKind.OTHER
 
 
-def cases(tp: int) -> Iterator[Case]:
-    for family in FAMILIES:
-        for model in tiny_models(family):
-            if IS_NLP not in model.config:  # PaddleFormers states no mapping of PaddleNLP's classes to compare with.
-                yield Case(family, model.is_fleet, tp)
+@functools.cache
+def cases(tp: int) -> tuple[Case, ...]:
+    return tuple(
+        Case(family, model.is_fleet, tp)
+        for family in FAMILIES
+        for model in tiny_models(family)
+        if IS_NLP not in model.config  # PaddleFormers states no mapping of PaddleNLP's classes to compare with.
+    )
 
 
 def verdict(case: Case, found: Derivation) -> str:
@@ -210,6 +215,7 @@ class Measured:
     given: tuple[tuple[str, ...], ...]
 
 
+@functools.cache
 def measured(case: Case) -> Measured:
     alone = derived(case)
     hinted = derived(case, hint=case.hint)

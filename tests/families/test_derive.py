@@ -382,7 +382,11 @@ def test_dtypes_of_files_are_no_obstacle_and_no_evidence() -> None:
 # Every answer that is shown is what it says.
 
 
-@pytest.mark.parametrize("case", [one for tp in (1, 2) for one in cases(tp) if one.fleet is not False], ids=str)
+@pytest.mark.sampled
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(one, id=f"{one.name} TP {one.tp}") for tp in (1, 2) for one in cases(tp) if one.fleet is not False],
+)
 def test_every_answer_settles_its_question(case: Case) -> None:
     found = derived(case)
     for question in found.questions:
@@ -404,7 +408,7 @@ def test_kinds_of_layers_are_told_by_the_names_of_their_classes() -> None:
 
 
 def test_what_is_measured_can_be_something_else() -> None:
-    case = next(cases(1))
+    case = cases(1)[0]
     found: Any = derived(case)
     rules = tuple(structs.replace(rule, sources=tuple(reversed(rule.sources))) for rule in found.rules.rules[1:])
     assert verdict(case, replace(found, rules=replace(found.rules, rules=rules))) == OTHER

@@ -34,6 +34,9 @@ CONFIGS["deepseek_v3"] += [{}]
 CONFIGS["ernie4_5_moe_vl"] += [{}]
 JUDGED = [name for name in CONFIGS if CONFIGS[name] or any(one.split("-")[0] == name for one in NAMES)]
 
+QUICK = "phi3"
+"""The family that is judged in ``make test``, in a second."""
+
 CORRECTED = {"model.layers.2.eh_proj.weight"}
 """Linear layers of DeepSeek V3 that stock's statements do not transpose."""
 
@@ -81,7 +84,9 @@ def joined(before: str, now: str) -> str:
     return before if now == UNCHANGED else now
 
 
-@pytest.mark.parametrize("name", JUDGED)
+@pytest.mark.parametrize(
+    "name", [name if name == QUICK else pytest.param(name, marks=pytest.mark.slow) for name in JUDGED]
+)
 def test_every_wrong_declaration_that_changes_a_number_is_noticed(
     ranks: ForkServer, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
