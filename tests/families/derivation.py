@@ -55,6 +55,11 @@ evidence. An unknown model type is refused; `derive` writes the family that is t
 `--fused gate_up_proj=fused_ffn` gives the geometry of a layer that is fused in files as well: one rank does not show
 how tensor parallelism cuts it.
 
+The class is that of `architectures` in `config.json`, for every task of PaddleFormers' Auto classes, also of
+vision-language models. Its own AOA statements are a hint by default, `--no-native` ignores them. In the family of a
+nested configuration numbers of heads are digits. A sequence of layers with several shapes, such as
+`merger.mlp.0` and `merger.mlp.2`, is refused when a family is written: its statements are still derived and proved.
+
 A proof shows that every element has a position, not that the position is correct. No proof checks these conventions:
 equal names are equal tensors; the weight of a linear layer is transposed and that of a convolution is not; parts are in
 the order of their names, query, key, value, and gate, up; gate and up are side by side on every rank.

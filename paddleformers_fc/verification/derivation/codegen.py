@@ -78,6 +78,7 @@ class _Writer:
         self._fused = fused
         self._rules = rules
         self._config = {key: value for key, value in config.items() if _is_plain(value)}
+        self._heads = head_counts(config)
         self._groups: dict[str, list[ModelTensor]] = {}
         for tensor in tensors:
             self._groups.setdefault(split(tensor.name)[0], []).append(tensor)
@@ -146,6 +147,12 @@ class _Writer:
         return "experts" if name == "expert" else str(count)
 
     def _own_sizes(self) -> dict[str, str]:
+        """Return heads that only a nested configuration gives, as digits, and the number of experts."""
+        nested = self._heads if head_counts(self._config) is None else None
+        heads = dict(zip(("heads", "kv_heads"), map(str, nested), strict=True)) if nested else {}
+        return heads | self._experts()
+
+    def _experts(self) -> dict[str, str]:
         """Return the number of experts as a key of the configuration, if exactly one key has this value."""
         counts = {
             len(self._by_target[tensor.name])
@@ -182,8 +189,8 @@ class _Writer:
 
     def _parts(self, name: str) -> tuple[str, ...]:
         """Return the lengths of query, key and value of a fused tensor, if they are not heads of one size."""
-        (rule,), heads = self._by_target[name], head_counts(self._config)
-        if len(rule.parts) != 3 or heads is None or are_heads_of_one_size(rule.parts, *heads):
+        (rule,) = self._by_target[name]
+        if len(rule.parts) != 3 or self._heads is None or are_heads_of_one_size(rule.parts, *self._heads):
             return ()
         return tuple(self._length(part) for part in rule.parts)
 
@@ -213,10 +220,10 @@ class _Writer:
             )
         geometry, turned = _geometry(rule, rule.axes)
         if len(rule.sources) == 1 and fused_kind(_template(tensor.name)):
-            geometry = self._fused[layer_name(_template(tensor.name))]
+            given = self._fused[layer_name(_template(tensor.name))]
+            geometry = Geometry.SAME if given is Geometry.LINEAR and rank == 1 else given
         elif len(rule.sources) == 3:
-            heads = head_counts(self._config)
-            per_head = heads is not None and rule.target_blocks == heads[1]
+            per_head = self._heads is not None and rule.target_blocks == self._heads[1]
             geometry = Geometry.FUSED_QKV if per_head else Geometry.FUSED_QKV_PER_RANK
         return self._spelled_sources(rule.sources, names), geometry, turned, None
 
@@ -224,8 +231,15 @@ class _Writer:
         return tuple(_spelled(_template(source), names) for source in sources)
 
     def _length(self, length: int) -> str:
-        fitting = [name for name in _LENGTHS if self._sizes.knows(name) and self._sizes.length(name) == length]
+        fitting = [name for name in _LENGTHS if self._is_length(name, length)]
         return fitting[0] if len(fitting) == 1 else str(length)
+
+    def _is_length(self, name: str, length: int) -> bool:
+        """Return whether a size is this length; one of several modalities is a list and no length."""
+        try:
+            return self._sizes.knows(name) and self._sizes.length(name) == length
+        except MappingError:
+            return False
 
     def _where(self, names: Sequence[str], rows: Sequence[tuple[int, ...]]) -> str:
         columns = [sorted({row[place] for row in rows}) for place in range(len(names))]
