@@ -38,7 +38,8 @@ def train(
     """Train with the stock Trainer or with ours; its losses, last step and samples, or the error."""
     from paddleformers.trainer import TrainerCallback
 
-    from tests.trainer.jobs import flex_trainer, known_samples
+    from tests.trainer.data_jobs import known_samples
+    from tests.trainer.jobs import flex_trainer
 
     known = known_samples()
     trained: list[int] = []
@@ -181,7 +182,7 @@ def train_what_was_set(output_dir: str, flex: bool) -> dict[str, Any]:
 def train_as_a_worker(yaml: str, records: str) -> None:
     """What the command ``train`` runs in its only worker, with the record of an error that it reads."""
     from paddleformers_fc.trainer.rank_records import RECORDS
-    from tests.trainer.jobs import run_command_line
+    from tests.trainer.entry_jobs import run_command_line
 
     os.environ[RECORDS] = records
     try:

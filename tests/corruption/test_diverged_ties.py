@@ -10,7 +10,7 @@ from paddleformers_fc.storage.manifest import read_manifest
 from tests.corruption.guarantees import Observed, fault
 from tests.harness.tiny import PP2
 
-JOB = "tests.trainer.jobs:run_and_part_copies"
+JOB = "tests.trainer.tied_jobs:run_and_part_copies"
 NEVER = 10**6
 
 

@@ -351,7 +351,7 @@ def test_every_stage_of_the_command_line_reads_open_weights_alike(
         commands.as_vision_language(model)
     path = commands.recipe_of(commands.edit_config(model, **changed), tmp_path / "out", stage=stage)
     before = states(model)
-    result = ranks.attempt("tests.trainer.jobs:run_command_line", 1, {"yaml": str(path)})
+    result = ranks.attempt("tests.trainer.entry_jobs:run_command_line", 1, {"yaml": str(path)})
     assert not result.ok
     assert said in result.logs[0].read_text()
     assert states(model) == before

@@ -13,7 +13,7 @@ from paddleformers_fc.execute.digest import canonical_digests
 from tests.corruption.guarantees import Observed, fault
 from tests.corruption.jobs import WORSE_AND_WORSE
 from tests.harness.tiny import DP2, SINGLE, TP2, MatrixLayout
-from tests.trainer.jobs import every_sample
+from tests.trainer.data_jobs import every_sample
 
 JOB = "tests.corruption.jobs:train"
 SIX: dict[str, Any] = {"max_steps": 6, "save_steps": 3}

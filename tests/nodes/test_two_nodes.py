@@ -97,7 +97,7 @@ def test_two_nodes_resume_a_checkpoint_that_one_of_them_has_and_each_disk_gets_i
     saved = config.with_name("saved.yaml")
     content = yaml.safe_load(config.read_text())
     saved.write_text(yaml.safe_dump({**content, "output_dir": str(nodes[1].disk / "out"), **REGISTERED}))
-    ranks.run("tests.trainer.jobs:run_command_line", 2, {"yaml": str(saved)})
+    ranks.run("tests.trainer.entry_jobs:run_command_line", 2, {"yaml": str(saved)})
     ended = train(nodes, config, "max_steps=3", "save_steps=3")
     assert all("Resumed step 2" in one.output for one in ended), "\n".join(one.output for one in ended)
     each_disk_has_its_part(nodes, ended, 3, [2, 3])

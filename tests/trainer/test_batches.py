@@ -13,7 +13,7 @@ from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.trainer.batches import ResumedBatches, order_of
 from paddleformers_fc.trainer.position import Pace, Position, SampleOrder, start_after
 from tests.harness.tiny import DP2, TP2
-from tests.trainer.jobs import every_sample
+from tests.trainer.data_jobs import every_sample
 
 SAMPLES = 10
 
@@ -44,7 +44,7 @@ def test_the_epochs_after_a_resumed_one_have_all_samples_though_workers_persist(
 
 def test_a_rank_that_reads_for_others_does_so_in_the_saved_order(ranks: ForkServer, tmp_path: Path) -> None:
     given: dict[str, Any] = {"output_dir": str(tmp_path), "count": 61}
-    job = "tests.trainer.jobs:run_and_watch_samples"
+    job = "tests.trainer.data_jobs:run_and_watch_samples"
     before = {**given, "layout": DP2.to_json(), "arguments": {"max_steps": 3, "save_steps": 3}}
     trained = [index for indices in ranks.run(job, 2, before).values for index in indices]
     after = {"max_steps": 8, "save_steps": 8, "distributed_dataloader": True}

@@ -242,7 +242,7 @@ def test_a_router_that_is_square_is_exported_read_and_resumed_as_the_models_clas
     ranks: ForkServer, tmp_path: Path
 ) -> None:
     job = {"output_dir": str(tmp_path / "run"), "target": str(tmp_path / "hf")}
-    (found,) = ranks.run("tests.trainer.jobs:square_router", 1, job).values
+    (found,) = ranks.run("tests.trainer.export_jobs:square_router", 1, job).values
     assert found["turned"]
     assert found["difference"] == 0
     trained, resumed = found["losses"]

@@ -24,6 +24,7 @@ from tests.harness.limits import LIMIT
 from tests.harness.tiny import SINGLE
 from tests.trainer.test_trainer import JOBS, SIX_STEPS, settings
 
+ENTRY = "tests.trainer.entry_jobs"
 ROOT = Path(__file__).resolve().parents[2]
 IMPORTS = re.compile(r"^from paddleformers_fc import (.+)$", re.MULTILINE)
 
@@ -61,14 +62,14 @@ def test_every_name_in_the_readme_and_the_training_page_can_be_imported(bare_ran
     imported = [f"paddleformers_fc.{name}" for line in IMPORTS.findall(text) for name in line.split(", ")]
     names = sorted({*imported, *re.findall(r"paddleformers_fc(?:\.[A-Za-z_]+)+", text), "paddleformers_fc.runtime"})
     assert {"paddleformers_fc.FlexTrainerMixin", "paddleformers_fc.cpu_runtime"} <= set(names)
-    (missing,) = bare_ranks.run(f"{JOBS}:missing_names", 1, {"names": names}).values
+    (missing,) = bare_ranks.run(f"{ENTRY}:missing_names", 1, {"names": names}).values
     assert missing == {}
 
 
 def test_the_script_of_the_recipes_trains_on_two_ranks_and_goes_on_with_one(ranks: ForkServer, tmp_path: Path) -> None:
     script, output = str(ROOT / "recipes" / "script.py"), str(tmp_path / "out")
     job = {"script": script, "arguments": ["--output", output, "--steps", "3"]}
-    trained = ranks.run(f"{JOBS}:run_script", 2, job).logs[0].read_text()
+    trained = ranks.run(f"{ENTRY}:run_script", 2, job).logs[0].read_text()
     command = [script, "--output", output, "--steps", "4", "--resume", "newest"]
     resumed = launch(command, 1, tmp_path / "one", LIMIT, {"PYTHONPATH": str(ROOT)})
     assert resumed.returncode == 0, resumed.report()
@@ -79,14 +80,16 @@ def test_the_script_of_the_recipes_trains_on_two_ranks_and_goes_on_with_one(rank
 def test_importing_the_installer_changes_nothing_and_uninstalling_leaves_watched_loaders_alone(
     bare_ranks: ForkServer,
 ) -> None:
-    (found,) = bare_ranks.run(f"{JOBS}:replaced_methods", 1).values
+    (found,) = bare_ranks.run(f"{ENTRY}:replaced_methods", 1).values
     assert found == {"imported": [], "installed": REPLACED, "uninstalled": WATCHED}
 
 
 def test_without_flex_checkpoint_every_way_in_is_paddleformers_own(ranks: ForkServer, tmp_path: Path) -> None:
     outcomes = [
         ranks.run(
-            f"{JOBS}:run_native", 1, {"way": way, "output_dir": str(tmp_path / way), "layout": SINGLE.to_json()}
+            f"{ENTRY}:run_native",
+            1,
+            {"way": way, "output_dir": str(tmp_path / way), "layout": SINGLE.to_json()},
         ).values[0]
         for way in ("stock", "subclass", "installed")
     ]
@@ -95,10 +98,10 @@ def test_without_flex_checkpoint_every_way_in_is_paddleformers_own(ranks: ForkSe
 
 
 def test_the_stock_trainer_saves_and_resumes_once_installed(ranks: ForkServer, tmp_path: Path) -> None:
-    whole = ranks.run(f"{JOBS}:run_installed", 1, settings(SINGLE, tmp_path, **SIX_STEPS)).values[0]
+    whole = ranks.run(f"{ENTRY}:run_installed", 1, settings(SINGLE, tmp_path, **SIX_STEPS)).values[0]
     resume = tmp_path / "checkpoint-3"
     assert read_manifest(resume).step == 3
-    resumed = ranks.run(f"{JOBS}:run_installed", 1, settings(SINGLE, tmp_path / "a", resume, **SIX_STEPS)).values[0]
+    resumed = ranks.run(f"{ENTRY}:run_installed", 1, settings(SINGLE, tmp_path / "a", resume, **SIX_STEPS)).values[0]
     assert resumed == {**whole, "losses": whole["losses"][3:]}
     subclass = ranks.run(f"{JOBS}:run", 1, settings(SINGLE, tmp_path / "b", resume, **SIX_STEPS)).values[0]
     assert subclass == resumed
@@ -120,7 +123,7 @@ def test_the_stock_parser_accepts_our_keys_once_the_file_has_run(ranks: ForkServ
         "flex_checkpoint": True,
         "flex_threads": 2,
     }
-    (found,) = ranks.run(f"{JOBS}:parse_after_registration", 1, {"path": str(PATH), "values": values}).values
+    (found,) = ranks.run(f"{ENTRY}:parse_after_registration", 1, {"path": str(PATH), "values": values}).values
     assert found == {
         "unknown": [],
         "is_finetuning": True,
@@ -139,7 +142,7 @@ LICENSE = Path(__file__).resolve().parents[2] / "LICENSE"
 def corpus(ranks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model, its tokenizer and a real text."""
     directory = tmp_path_factory.mktemp("corpus")
-    ranks.run(f"{JOBS}:write_corpus", 1, {"directory": str(directory), "text": str(LICENSE)})
+    ranks.run(f"{ENTRY}:write_corpus", 1, {"directory": str(directory), "text": str(LICENSE)})
     return directory
 
 
@@ -188,7 +191,7 @@ def losses(log: str) -> list[float]:
 
 def train_in_one_process(ranks: ForkServer, path: Path) -> str:
     """Train as the command line's worker does; its log."""
-    return ranks.run(f"{JOBS}:run_command_line", 1, {"yaml": str(path)}).logs[0].read_text()
+    return ranks.run(f"{ENTRY}:run_command_line", 1, {"yaml": str(path)}).logs[0].read_text()
 
 
 def train_by_command(path: Path, directory: Path) -> str:
@@ -282,7 +285,7 @@ def test_the_command_line_is_not_misled_by_an_unfinished_directory(
 
 def test_the_command_line_refuses_a_contradiction_by_both_keys(ranks: ForkServer, corpus: Path, tmp_path: Path) -> None:
     path = write_yaml(corpus, tmp_path / "out", save_checkpoint_format="unified_checkpoint")
-    result = ranks.attempt(f"{JOBS}:run_command_line", 1, {"yaml": str(path)})
+    result = ranks.attempt(f"{ENTRY}:run_command_line", 1, {"yaml": str(path)})
     assert not result.ok
     text = result.logs[0].read_text()
     assert "flex_checkpoint: true and save_checkpoint_format: unified_checkpoint" in text
@@ -292,6 +295,6 @@ def test_the_command_line_refuses_a_contradiction_by_both_keys(ranks: ForkServer
 @pytest.mark.parametrize(("key", "meant"), [("flex_verfy", "flex_verify"), ("save_stps", "save_steps")])
 def test_an_unknown_key_beside_ours_is_refused_before_a_process_group(ranks: ForkServer, key: str, meant: str) -> None:
     keys = {"flex_checkpoint": True, "output_dir": "out", key: 1}
-    for found in ranks.run("tests.trainer.jobs:refused_key", 2, keys).values:
+    for found in ranks.run(f"{ENTRY}:refused_key", 2, keys).values:
         assert f"{key}: is {meant} meant?" in found["text"]
         assert not found["begun"]

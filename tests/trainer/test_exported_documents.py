@@ -69,7 +69,9 @@ def exports(ranks: ForkServer, directory: Path, layout: tiny.MatrixLayout, **job
     for step, start in ((1, origin), (2, {"resume": True})):
         target = directory / f"step-{step}"
         result = ranks.run(
-            "tests.trainer.jobs:run_and_export", layout.nproc, {**run, **start, "steps": step, "exports": str(target)}
+            "tests.trainer.export_jobs:run_and_export",
+            layout.nproc,
+            {**run, **start, "steps": step, "exports": str(target)},
         )
         assert result.ok, result.logs[0].read_text()
         export_checkpoint(directory / f"run/checkpoint-{step}", target / "command")
@@ -108,14 +110,14 @@ def test_generation_settings_that_a_user_gives_a_model_take_precedence(ranks: Fo
 def test_a_model_without_a_source_exports_what_it_is(ranks: ForkServer, tmp_path: Path) -> None:
     model = {"moe_use_aux_free": False, "num_nextn_predict_layers": 0}
     run = {"layout": tiny.SINGLE.to_json(), "output_dir": str(tmp_path), "model_type": "ernie4_5_moe", "model": model}
-    ranks.run("tests.trainer.jobs:export_initial", 1, {**run, "target": str(tmp_path / "weights")})
+    ranks.run("tests.trainer.export_jobs:export_initial", 1, {**run, "target": str(tmp_path / "weights")})
     written = json.loads((tmp_path / "weights/config.json").read_text())
     assert {key: written.get(key, "lost") for key in model} == model
     assert written["rope_parameters"] == {"rope_type": "default", "rope_theta": 10000}
 
 
 def test_a_model_that_can_generate_uses_the_settings_that_it_exports(ranks: ForkServer) -> None:
-    (found,) = ranks.run("tests.trainer.jobs:generation_settings", 1, {"text": GENERATION.decode()}).values
+    (found,) = ranks.run("tests.trainer.export_jobs:generation_settings", 1, {"text": GENERATION.decode()}).values
     assert found == {"generates": True, "temperature": 0.6, "kept": GENERATION.decode(), "changed": 0.25}
 
 

@@ -10,7 +10,7 @@ import pytest
 from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from tests.harness import tiny
 
-JOB = "tests.trainer.jobs:start_from_open_weights"
+JOB = "tests.trainer.export_jobs:start_from_open_weights"
 MOE = {"num_nextn_predict_layers": 1}
 
 
@@ -22,7 +22,7 @@ def weights_of(ranks: ForkServer, directory: Path, model_type: str, model: dict[
         "model_type": model_type,
         "model": model,
     }
-    ranks.run("tests.trainer.jobs:export_initial", 1, {**run, "target": str(directory / "weights")})
+    ranks.run("tests.trainer.export_jobs:export_initial", 1, {**run, "target": str(directory / "weights")})
     return directory / "weights"
 
 

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 from paddleformers_fc.cpu_runtime.forkserver import ForkServer, JobResult
 from paddleformers_fc.storage.manifest import read_manifest
 from tests.harness.tiny import DP2, PP2, MatrixLayout
-from tests.trainer.test_trainer import JOBS, settings
+from tests.trainer.test_trainer import settings
 
 NEVER = 10**6
 PP4 = MatrixLayout("pp4", nproc=4, pp=4)
@@ -29,7 +29,7 @@ def train(
     **arguments: Any,
 ) -> JobResult:
     given = settings(layout, output_dir, resume, **{"save_steps": 1, "max_grad_norm": 0.0, **arguments})
-    return ranks.attempt(f"{JOBS}:run_and_part_copies", layout.nproc, {**given, "after": after})
+    return ranks.attempt("tests.trainer.tied_jobs:run_and_part_copies", layout.nproc, {**given, "after": after})
 
 
 def diverged(output_dir: Path) -> dict[str, bool]:
@@ -87,7 +87,7 @@ def test_an_export_of_a_live_model_takes_the_copy_that_is_chosen(
     ranks: ForkServer, tmp_path: Path, tied: str, name: str
 ) -> None:
     given = settings(PP2, tmp_path, flex_tied=tied)
-    values = ranks.run(f"{JOBS}:export_of_parted_copies", 2, given).values
+    values = ranks.run("tests.trainer.tied_jobs:export_of_parted_copies", 2, given).values
     if tied == "refuse":
         assert [one["error"] for one in values] == ["Diverged"] * 2
         assert not (tmp_path / "export").exists()

@@ -16,9 +16,11 @@ from paddleformers_fc.storage.manifest import read_manifest
 from paddleformers_fc.storage.safetensors import read_header
 from tests.harness import tiny
 from tests.harness.tiny import DP2, EP2, PP2, PP2SD2V2, SD2S2, SD2S3, SD2V1, SD2V2, SINGLE, TP2, MatrixLayout
-from tests.trainer.jobs import every_sample
+from tests.trainer.data_jobs import every_sample
 
 JOBS = "tests.trainer.jobs"
+DATA = "tests.trainer.data_jobs"
+EXPORT = "tests.trainer.export_jobs"
 SIX_STEPS = {"max_steps": 6, "save_steps": 3}
 
 
@@ -280,10 +282,10 @@ def test_tied_embeddings_go_on_under_another_layout_and_back(
 def test_another_global_batch_neither_repeats_nor_loses_a_sample(
     ranks: ForkServer, tmp_path: Path, layout: MatrixLayout, micro_batch: int, accumulation: int
 ) -> None:
-    first = ranks.run(f"{JOBS}:run_and_watch_samples", 2, settings(DP2, tmp_path, max_steps=3, save_steps=3))
+    first = ranks.run(f"{DATA}:run_and_watch_samples", 2, settings(DP2, tmp_path, max_steps=3, save_steps=3))
     batch = {"per_device_train_batch_size": micro_batch, "gradient_accumulation_steps": accumulation}
     rest = ranks.run(
-        f"{JOBS}:run_and_watch_samples",
+        f"{DATA}:run_and_watch_samples",
         layout.nproc,
         settings(layout, tmp_path, tmp_path / "checkpoint-3", max_steps=13, save_steps=13, **batch),
     )
@@ -300,7 +302,7 @@ def test_data_of_any_length_is_trained_once_though_its_ranks_change_within_the_e
     resume = None
     for layout, last in ((SINGLE, 3), (DP2, 5), (SINGLE, epoch)):
         run = settings(layout, tmp_path, resume, max_steps=last, save_steps=last)
-        for indices in ranks.run(f"{JOBS}:run_and_watch_samples", layout.nproc, {**run, "count": count}).values:
+        for indices in ranks.run(f"{DATA}:run_and_watch_samples", layout.nproc, {**run, "count": count}).values:
             trained.extend(indices)
         resume = tmp_path / f"checkpoint-{last}"
     assert sorted(trained) == every_sample(count)
@@ -322,23 +324,28 @@ def test_a_stream_goes_on_with_the_next_sample_and_begins_again_at_its_end(
     assert tiny.SAMPLES == 8 * tiny.GLOBAL_BATCH
     once, again = tmp_path / "once", tmp_path / "again"
     given: dict[str, Any] = {"output_dir": str(once), "arguments": {"max_steps": 11, "save_steps": 1}}
-    whole = ranks.run(f"{JOBS}:run_on_stream", 1, given).values[0]
+    whole = ranks.run(f"{DATA}:run_on_stream", 1, given).values[0]
     assert len(whole["losses"]) == 11
     given |= {"output_dir": str(again), "resume": str(once / f"checkpoint-{step}")}
-    assert ranks.run(f"{JOBS}:run_on_stream", 1, given).values[0] == {**whole, "losses": whole["losses"][step:]}
+    assert ranks.run(f"{DATA}:run_on_stream", 1, given).values[0] == {
+        **whole,
+        "losses": whole["losses"][step:],
+    }
     left = range(step + 1, 12)
     assert [how_far(again, one) for one in left] == [how_far(once, one) for one in left]
 
 
 def test_a_stream_that_may_come_in_another_order_is_said_at_the_resume(ranks: ForkServer, tmp_path: Path) -> None:
     given: dict[str, Any] = {"output_dir": str(tmp_path / "once"), "arguments": {"max_steps": 2, "save_steps": 2}}
-    ranks.run(f"{JOBS}:run_on_stream", 1, given)
+    ranks.run(f"{DATA}:run_on_stream", 1, given)
     resume = {"resume": str(tmp_path / "once" / "checkpoint-2")}
     logs = []
     for seed in (42, 7):
         arguments = {"max_steps": 3, "seed": seed}
         result = ranks.run(
-            f"{JOBS}:run_on_stream", 1, {"output_dir": str(tmp_path / "again"), "arguments": arguments, **resume}
+            f"{DATA}:run_on_stream",
+            1,
+            {"output_dir": str(tmp_path / "again"), "arguments": arguments, **resume},
         )
         logs.append(result.logs[0].read_text().count("If its order depends on seed"))
     assert logs == [0, 1]
@@ -416,13 +423,13 @@ def test_a_reference_model_is_updated_at_the_same_passes_after_a_resume_at_an_ep
 
 def test_random_generators_of_an_epochs_end_come_back_for_the_next_epoch(ranks: ForkServer, tmp_path: Path) -> None:
     arguments = {"max_steps": 4, "save_strategy": "epoch", "gradient_accumulation_steps": 3}
-    (whole,) = ranks.run(f"{JOBS}:run_and_draw", 1, settings(SINGLE, tmp_path / "once", **arguments)).values
+    (whole,) = ranks.run(f"{DATA}:run_and_draw", 1, settings(SINGLE, tmp_path / "once", **arguments)).values
     resume = tmp_path / "once" / "checkpoint-2"
-    (again,) = ranks.run(f"{JOBS}:run_and_draw", 1, settings(SINGLE, tmp_path / "again", resume, **arguments)).values
+    (again,) = ranks.run(f"{DATA}:run_and_draw", 1, settings(SINGLE, tmp_path / "again", resume, **arguments)).values
     assert [len(of_epoch) for of_epoch in again] == [2, 4]
     assert again[1] == whole[1]
     batch = {**arguments, "per_device_train_batch_size": tiny.GLOBAL_BATCH // 2}
-    result = ranks.run(f"{JOBS}:run_and_draw", 2, settings(DP2, tmp_path / "two", resume, **batch))
+    result = ranks.run(f"{DATA}:run_and_draw", 2, settings(DP2, tmp_path / "two", resume, **batch))
     assert [len(of_epoch) for of_epoch in result.values[0]] == [2, 4]
     assert result.logs[0].read_text().count("Random generators are not restored") == 1
 
@@ -442,10 +449,10 @@ def test_samples_that_are_left_out_at_the_end_of_an_epoch_stay_left_out(ranks: F
 def test_data_that_one_rank_reads_for_others_goes_on_with_the_next_sample(
     ranks: ForkServer, saved: Saved, tmp_path: Path, layout: MatrixLayout
 ) -> None:
-    whole = ranks.run(f"{JOBS}:run_with_one_reader", 2, settings(layout, tmp_path / "whole", **SIX_STEPS)).values[0]
+    whole = ranks.run(f"{DATA}:run_with_one_reader", 2, settings(layout, tmp_path / "whole", **SIX_STEPS)).values[0]
     assert whole == pytest.approx(saved.losses, abs=1e-6)
     third = tmp_path / "whole" / "checkpoint-3"
-    again = ranks.run(f"{JOBS}:run_with_one_reader", 2, settings(layout, tmp_path / "again", third, **SIX_STEPS))
+    again = ranks.run(f"{DATA}:run_with_one_reader", 2, settings(layout, tmp_path / "again", third, **SIX_STEPS))
     assert again.values[0] == whole[3:]
 
 
@@ -558,7 +565,7 @@ def test_gradients_may_be_fused_while_they_travel(ranks: ForkServer, saved_bf16:
 
 def test_the_data_may_begin_anew(ranks: ForkServer, saved: Saved, tmp_path: Path) -> None:
     (indices,) = ranks.run(
-        f"{JOBS}:run_and_watch_samples",
+        f"{DATA}:run_and_watch_samples",
         1,
         settings(SINGLE, tmp_path, saved.third, max_steps=11, ignore_data_skip=True, seed=7),
     ).values
@@ -679,7 +686,7 @@ def test_an_export_is_what_from_pretrained_reads(
     ranks: ForkServer, saved: Saved, tmp_path: Path, layout: MatrixLayout
 ) -> None:
     found = ranks.run(
-        f"{JOBS}:export",
+        f"{EXPORT}:export",
         layout.nproc,
         {"output_dir": str(tmp_path), "layout": layout.to_json(), "resume": str(saved.third)},
     ).values[0]
@@ -697,7 +704,7 @@ def test_the_export_is_the_same_whatever_the_layout(ranks: ForkServer, saved: Sa
     for layout in (SINGLE, TP2, PP2, SD2V2):
         output_dir = tmp_path / layout.name
         given = {"output_dir": str(output_dir), "layout": layout.to_json(), "resume": str(saved.third)}
-        ranks.run(f"{JOBS}:export", layout.nproc, given)
+        ranks.run(f"{EXPORT}:export", layout.nproc, given)
         files = sorted((output_dir / "in_many_files").glob("*model*"))
         config = json.loads((output_dir / "in_many_files" / "config.json").read_text())
         # A pipeline overwrites this one when it is built; nothing reads it once there are weights.
@@ -734,7 +741,9 @@ def test_a_callback_of_the_user_gets_the_reports(ranks: ForkServer, saved: Saved
 
 
 def test_a_trainer_that_does_not_know_the_option_is_refused(ranks: ForkServer, tmp_path: Path) -> None:
-    (error,) = ranks.run(f"{JOBS}:stock_trainer_with_our_callback", 1, {"output_dir": str(tmp_path)}).values
+    (error,) = ranks.run(
+        "tests.trainer.entry_jobs:stock_trainer_with_our_callback", 1, {"output_dir": str(tmp_path)}
+    ).values
     assert "this Trainer ignores it" in error
 
 

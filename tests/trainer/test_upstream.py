@@ -124,7 +124,7 @@ def test_every_training_argument_that_is_read_is_in_the_table() -> None:
 
 
 def test_every_replaced_method_has_its_signature_in_the_table(bare_ranks: ForkServer) -> None:
-    (replaced,) = bare_ranks.run(f"{TRAINER_JOBS}:replaced_methods", 1).values
+    (replaced,) = bare_ranks.run("tests.trainer.entry_jobs:replaced_methods", 1).values
     signed = {".".join(hook.place.split(":")[1].split(".")[-2:]) for hook in upstream.TRAINER if hook.signature}
     assert set(replaced["installed"]) <= signed
 
@@ -245,7 +245,7 @@ def test_the_names_for_paddlenlp_are_refused_beside_paddleformers() -> None:
 def corpus(ranks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model, its tokenizer and a real text."""
     directory = tmp_path_factory.mktemp("corpus")
-    ranks.run(f"{TRAINER_JOBS}:write_corpus", 1, {"directory": str(directory), "text": str(ROOT / "LICENSE")})
+    ranks.run("tests.trainer.entry_jobs:write_corpus", 1, {"directory": str(directory), "text": str(ROOT / "LICENSE")})
     return directory
 
 

@@ -209,7 +209,7 @@ def two_differences(output_dir: str) -> list[str]:
 def install_breaks_off() -> dict[str, Any]:
     """Install where the last of the replacements fails; the error, and which methods are others afterwards."""
     from paddleformers_fc.trainer import install
-    from tests.trainer.jobs import _methods
+    from tests.trainer.entry_jobs import _methods
 
     def fail(original: Any) -> Any:
         raise KeyError("broken off")

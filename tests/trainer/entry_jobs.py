@@ -1,0 +1,189 @@
+"""The stock Trainer, scripts and the stock command line: jobs of the fork server."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.harness import tiny
+from tests.trainer.jobs import run
+
+
+def _methods() -> dict[str, int]:
+    from paddle.nn import Layer
+    from paddleformers.trainer import PdArgumentParser, Trainer, TrainingArguments
+    from paddleformers.transformers import PretrainedModel
+
+    owners = (Trainer, PdArgumentParser, TrainingArguments, PretrainedModel, Layer)
+    return {f"{owner.__name__}.{name}": id(value) for owner in owners for name, value in vars(owner).items()}
+
+
+def replaced_methods() -> dict[str, list[str]]:
+    """Which methods of PaddleFormers are others after importing, installing and uninstalling."""
+    before = _methods()
+
+    def changed() -> list[str]:
+        return sorted(name for name, value in _methods().items() if before.get(name) != value)
+
+    from paddleformers_fc.trainer import install
+
+    found = {"imported": changed()}
+    install.install()
+    install.install()
+    found["installed"] = changed()
+    install.uninstall()
+    found["uninstalled"] = changed()
+    return found
+
+
+def run_native(way: str, output_dir: str, layout: Mapping[str, Any]) -> dict[str, Any]:
+    """Train without ``flex_checkpoint``: with the stock Trainer alone, through our subclass, or installed."""
+    from paddleformers.trainer import Trainer, TrainingArguments
+
+    from paddleformers_fc import FlexTrainer, FlexTrainingArguments, install
+
+    if way == "installed":
+        install()
+    classes = {
+        "stock": (TrainingArguments, Trainer),
+        "installed": (FlexTrainingArguments, Trainer),
+        "subclass": (FlexTrainingArguments, FlexTrainer),
+    }
+    arguments, cls = classes[way]
+    args = tiny.training_arguments(layout, output_dir, cls=arguments, max_steps=4, save_steps=1, save_total_limit=2)
+    trainer = tiny.trainer(tiny.build("llama", layout, args), args, cls=cls)
+    trainer.train()
+    trainer.save_model(str(Path(output_dir) / "final"))
+    files = sorted(path.relative_to(output_dir).as_posix() for path in Path(output_dir).rglob("*") if path.is_file())
+    return {"losses": trainer.losses, "files": [name for name in files if not name.startswith("runs/")]}
+
+
+def run_installed(resume: str | bool | None = None, **settings: Any) -> dict[str, Any]:
+    """Train with the stock Trainer class after ``install()``."""
+    from paddleformers.trainer import Trainer
+
+    from paddleformers_fc import install
+
+    install()
+    return run(resume, **settings, cls=Trainer)
+
+
+def parse_after_registration(path: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Parse as the command line does: the parser is made, the registration file is run by its path, then the YAML."""
+    from paddleformers.cli.hparams import FinetuningArguments
+    from paddleformers.trainer import PdArgumentParser
+
+    parser = PdArgumentParser([FinetuningArguments])
+    spec = importlib.util.spec_from_file_location("custom_template", path)
+    assert spec is not None
+    assert spec.loader is not None
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    parsed, unknown = parser.parse_dict(dict(values), return_unknown_ars=True)
+    from_argv, *_ = PdArgumentParser([FinetuningArguments]).parse_args_into_dataclasses(
+        ["--output_dir", values["output_dir"], "--compute_type", "float32", "--amp_master_grad", "false"]
+        + ["--device", "cpu", "--flex_checkpoint", "true", "--flex_threads", "3"]
+    )
+    return {
+        "unknown": sorted(unknown),
+        "is_finetuning": isinstance(parsed, FinetuningArguments),
+        "flex_checkpoint": parsed.flex_checkpoint,
+        "flex_threads": parsed.flex_threads,
+        "from_argv": [from_argv.flex_checkpoint, from_argv.flex_threads],
+    }
+
+
+def stock_trainer_with_our_callback(output_dir: str) -> str:
+    """Make a Trainer that does not know ``flex_checkpoint`` although its arguments ask for it; the error."""
+    from paddleformers.trainer import Trainer
+
+    from paddleformers_fc import FlexCheckpointCallback, FlexTrainingArguments
+    from paddleformers_fc.errors import EnvironmentMismatch
+    from paddleformers_fc.trainer.install import uninstall
+
+    args = tiny.training_arguments(tiny.SINGLE, output_dir, cls=FlexTrainingArguments, flex_checkpoint=True)
+    uninstall()
+    model = tiny.build("llama", tiny.SINGLE, args)
+    try:
+        tiny.trainer(model, args, cls=Trainer, callbacks=[FlexCheckpointCallback()])
+    except EnvironmentMismatch as error:
+        return str(error)
+    return ""
+
+
+def write_corpus(directory: str, text: str) -> None:
+    """A tokenizer trained on a text, a tiny Llama for it, and the text's paragraphs as training data."""
+    from paddleformers.transformers import LlamaForCausalLM
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    root = Path(directory)
+    passage = Path(text).read_text()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<unk>", "<s>", "</s>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=384, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(passage.splitlines(), trainer)
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>", pad_token="</s>"
+    )
+    wrapped.save_pretrained(str(root / "model"))
+    config = tiny.config("llama", vocab_size=384, max_position_embeddings=128, pad_token_id=2)
+    LlamaForCausalLM(config).save_pretrained(str(root / "model"))
+    paragraphs = [" ".join(part.split()) for part in passage.split("\n\n") if len(part) > 80]
+    (root / "train.jsonl").write_text("".join(json.dumps({"text": [part]}) + "\n" for part in paragraphs))
+
+
+def run_script(script: str, arguments: Sequence[str]) -> None:
+    """Run a script as an interpreter does, in a process that has imported Paddle."""
+    import runpy
+    import sys
+
+    sys.argv = [script, *arguments]
+    runpy.run_path(script, run_name="__main__")
+
+
+def missing_names(names: Sequence[str]) -> dict[str, str]:
+    """Evaluate dotted names after ``import paddleformers_fc`` alone; the errors."""
+    import paddleformers_fc
+
+    errors = {}
+    for name in names:
+        try:
+            eval(name, {"paddleformers_fc": paddleformers_fc})
+        except Exception as error:
+            errors[name] = f"{type(error).__name__}: {error}"
+    return errors
+
+
+def run_command_line(yaml: str) -> None:
+    """What ``paddleformers-cli train`` runs in each of its workers."""
+    import sys
+
+    from paddleformers.cli import launcher
+
+    sys.argv = ["launcher.py", "train", yaml]
+    launcher.launch()
+
+
+def refused_key(**keys: Any) -> dict[str, Any]:
+    """Parse keys as the stock command line does; the error, and whether a process group was begun before it."""
+    from paddle.distributed import parallel
+    from paddleformers.cli.hparams import parser
+    from paddleformers.trainer import PdArgumentParser
+
+    from paddleformers_fc.errors import OptionError
+    from paddleformers_fc.trainer.install import install
+
+    install()
+    try:
+        PdArgumentParser(parser._TRAIN_ARGS).parse_dict(keys, return_unknown_ars=True)
+    except OptionError as error:
+        return {"text": error.render(), "begun": parallel.parallel_helper._is_parallel_ctx_initialized()}
+    return {}
