@@ -32,7 +32,7 @@ class Usual:
     instants: int
 
 
-EVERY = 5
+EVERY = 9
 """One scenario of so many is in ``make test``, with one instant; odd, because scenarios come in pairs."""
 
 USUAL = [
