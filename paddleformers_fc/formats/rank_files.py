@@ -1,8 +1,10 @@
 """The files that the ranks of a hybrid-parallel run wrote with ``paddle.save``: their names, and what they contain.
 
 A file is named after its rank: ``model_state.tp01_pp00.pdparams``, ``optimizer.tp01_pp00_shard01.pdopt``. An axis of
-one rank is omitted. All files of a kind have the same axes, and one file exists per combination of ranks. The files are
-pickles and are read as data (:mod:`paddleformers_fc.storage.pickles`): of an array only its place in the file is kept.
+one rank is omitted. Files of weights of expert-parallel ranks have their rank as ``moe_sharding01``, or as that of the
+sharding group where ``model_meta.json`` describes the ranks. All files of a kind have the same axes, and one file
+exists per combination of ranks. The files are pickles and are read as data (:mod:`paddleformers_fc.storage.pickles`):
+of an array only its place in the file is kept.
 """
 
 from __future__ import annotations
@@ -24,11 +26,14 @@ from paddleformers_fc.storage.files import list_directory, open_local, read_rang
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.storage.pickles import PickledArray, quoted, read_pickle
 from paddleformers_fc.storage.safetensors import Header, read_header
+from paddleformers_fc.text import count_text
 
 MODEL, OPTIMIZER, EMA = "model", "optimizer", "ema"
 """The kinds of files."""
 
 AXES = ("tp", "pp", "shard")
+EXPERTS = "moe_sharding"
+"""The axis of expert-parallel ranks in the names of files of weights."""
 _KINDS = {
     ("model_state", "pdparams"): MODEL,
     ("model", "safetensors"): MODEL,
@@ -58,7 +63,7 @@ _DTYPES = {
 _COMPARED_BYTES = 1 << 20
 
 Place = tuple[int, int, int]
-"""Tensor-parallel rank, pipeline stage, rank in the sharding group."""
+"""Tensor-parallel rank, pipeline stage, rank in the sharding group; of weights instead the expert-parallel rank."""
 
 
 @dataclass(frozen=True)
@@ -69,11 +74,13 @@ class RankFiles:
         files: kind -> rank -> name.
         tp: number of tensor-parallel ranks.
         pp: number of pipeline stages.
+        ep: number of expert-parallel ranks, as names of files of weights have it; 1 if they do not.
     """
 
     files: Mapping[str, Mapping[Place, str]]
     tp: int
     pp: int
+    ep: int = 1
 
     @property
     def names(self) -> list[str]:
@@ -130,7 +137,8 @@ def find_rank_files(directory: Path) -> RankFiles:
 
     Raises:
         Corrupt: files of some ranks are missing.
-        FormatError: files of two formats or grids, or of expert-parallel ranks; links that leave the directory.
+        FormatError: files of two formats or grids, or of expert-parallel ranks with several ranks of one expert; links
+            that leave the directory.
     """
     names = sorted(path.name for path in list_directory(directory))
     found: dict[str, dict[Place, str]] = {}
@@ -141,17 +149,14 @@ def find_rank_files(directory: Path) -> RankFiles:
         if parsed is None:
             continue
         kind, ranks = parsed
-        strange = [axis for axis in ranks if axis not in AXES]
+        strange = [axis for axis in ranks if axis not in (*AXES, *([EXPERTS] if name.endswith(".pdparams") else []))]
         if strange:
-            raise FormatError(
-                f"{directory} was saved by expert-parallel ranks, which is not supported in this format.",
-                where=str(directory / name),
-                evidence=[f"{name}: axis {strange[0]}"],
-                next_step="Load it with the software that saved it, and save a flex checkpoint.",
-            )
+            raise unsupported_experts(directory, f"{name}: axis {strange[0]}")
+        if {"tp", EXPERTS} <= ranks.keys():
+            raise unsupported_experts(directory, f"{name}: axes tp and {EXPERTS}")
         axes.setdefault(kind, {}).setdefault(tuple(ranks), name)
         endings.setdefault(Path(name).suffix if kind == MODEL else kind, name)
-        found.setdefault(kind, {})[(ranks.get("tp", 0), ranks.get("pp", 0), ranks.get("shard", 0))] = name
+        found.setdefault(kind, {})[_place(ranks)] = name
     refuse_links(directory, (directory / name for kind in found.values() for name in kind.values()))
     mixed = [list(one.values()) for one in axes.values()]
     mixed.append([endings[one] for one in (".pdparams", ".safetensors") if one in endings])
@@ -171,7 +176,31 @@ def find_rank_files(directory: Path) -> RankFiles:
             evidence=fold(missing),
             next_step=AGAIN,
         )
-    return RankFiles(found, tp, pp)
+    ep = degrees[MODEL][2] if any(EXPERTS in one for one in axes[MODEL]) else 1
+    # The number of ranks shows that no other axis, such as sep, is inside of that of the experts.
+    if ep > 1 and not pp * ep == ranks_of_grid == world:
+        sharding = ranks_of_grid // (tp * pp)
+        why = f"tp={tp} pp={pp} sharding={sharding} ep={ep}, and {count_text(world, 'file')} saved_signal_* of ranks"
+        raise unsupported_experts(directory, why)
+    return RankFiles(found, tp, pp, ep)
+
+
+def unsupported_experts(directory: AnyPath, why: str) -> FormatError:
+    """Return the error for files of expert-parallel ranks that do not determine which rank has which states."""
+    return FormatError(
+        f"{directory} was saved by expert-parallel ranks in a layout that is not supported in this format.",
+        where=str(directory),
+        evidence=[
+            why,
+            "supported: experts with their numbers in the model, as many sharding ranks as "
+            "expert-parallel ones, and tp=1",
+        ],
+        next_step="Load it with the software that saved it, and save a flex checkpoint.",
+    )
+
+
+def _place(ranks: Mapping[str, int]) -> Place:
+    return ranks.get("tp", 0), ranks.get("pp", 0), ranks.get("shard", ranks.get(EXPERTS, 0))
 
 
 def refuse_mixed(directory: AnyPath, mixed: Sequence[Sequence[str]]) -> None:
@@ -204,7 +233,8 @@ def _parsed(name: str) -> tuple[str, dict[str, int]] | None:
 def _degrees(axes: tuple[str, ...], places: Iterable[Place]) -> Place:
     """Return the number of ranks on every axis: an axis that names have is one of at least two ranks."""
     highest = [max(ranks) for ranks in zip(*places, strict=True)]
-    tp, pp, shard = (max(high + 1, 2) if axis in axes else 1 for axis, high in zip(AXES, highest, strict=True))
+    named = {*axes, *(("shard",) if EXPERTS in axes else ())}
+    tp, pp, shard = (max(high + 1, 2) if axis in named else 1 for axis, high in zip(AXES, highest, strict=True))
     return tp, pp, shard
 
 
@@ -221,7 +251,7 @@ def _missing(
             continue
         for place in itertools.product(*map(range, degrees[kind])):
             if place not in places:
-                ranks = dict(zip(AXES, place, strict=True))
+                ranks = {**dict(zip(AXES, place, strict=True)), EXPERTS: place[2]}
                 yield f"{kind}: {'_'.join(f'{axis}{ranks[axis]:02d}' for axis in axes[kind])}"
 
 

@@ -9,6 +9,9 @@ The box of a tensor-parallel part follows from the declaration of the family and
 sharding group is whole in one file, or a range of elements in each of several (:mod:`.sharded_pieces`). A weight that
 no file contains is read from its master weight, with a cast.
 
+Expert-parallel ranks have the same variables for different experts. They are read where every rank of the sharding
+group is an expert-parallel rank: its files have the states of its own experts whole, and parts of all others.
+
 There are no checksums, and files of weights record no step. A missing file, two grids, different steps of optimizer
 files, and tensors that are not stored whole are found; a changed byte is not.
 """
@@ -16,7 +19,8 @@ files, and tensors that are not stored whole are found; a changed byte is not.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -49,6 +53,7 @@ from paddleformers_fc.formats.rank_files import (
     is_equal,
     read_rank_file,
     scheduler_epoch,
+    unsupported_experts,
 )
 from paddleformers_fc.formats.sharded_pieces import arrange
 from paddleformers_fc.formats.stock_checkpoint import AGAIN, described, open_stock, read_stock_config
@@ -75,6 +80,7 @@ from paddleformers_fc.text import count_text
 META_NAME = "model_meta.json"
 SCHEDULER_NAME = "scheduler.pdparams"
 
+_EXPERT = re.compile(r"\.experts\.[0-9]{1,6}\.")
 _SLICE = "slice@"
 """The beginning of the names of states of parameters that stage 3 slices."""
 _OF_MASTER = "fp32_master_0_"
@@ -186,7 +192,7 @@ def _assembled(directory: Path, files: RankFiles, config: Mapping[str, Any]) -> 
     """Return the tensors of all files."""
     contents = {name: read_rank_file(directory, name) for name in files.names}
     _refuse_steps(directory, contents)
-    cells = _cells(files, contents, _read_meta(directory, files))
+    cells = _cells(directory, files, contents, _read_meta(directory, files))
     if any(name.endswith(".safetensors") for name in files.names):
         cells = _canonical_cells(directory, config, files.tp, cells)
     assembly = Assembly(directory, config, files.tp, any(one.optimizers for one in cells))
@@ -209,20 +215,34 @@ def _refuse_steps(directory: Path, contents: Mapping[str, RankContent]) -> None:
         )
 
 
-def _read_meta(directory: Path, files: RankFiles) -> Mapping[str, Any]:
+@dataclass(frozen=True)
+class _Meta:
+    """The content of ``model_meta.json``.
+
+    Args:
+        described: the parameters by tensor-parallel rank, stage and expert-parallel rank; empty if there is no file.
+        ep: number of expert-parallel ranks.
+    """
+
+    described: Mapping[str, Any]
+    ep: int
+
+
+def _read_meta(directory: Path, files: RankFiles) -> _Meta:
     """Return what ``model_meta.json`` describes by tensor-parallel rank and stage; empty if there is none."""
     path = directory / META_NAME
     if not path.is_file():
-        return {}
+        return _Meta({}, files.ep)
     try:
         meta = parse_json(read_document(path, MAX_DOCUMENT_BYTES))
         degrees, described = meta["parallel_config"], meta["sharding_metas"] or {}
         stated = [degrees[key] for key in ("mp_degree", "pp_degree", "sharding_degree")]
-        experts = degrees.get("ep_degree", 1)
+        experts = max(degrees.get("ep_degree", 1), 1)
+        of_experts = max(degrees.get("moe_sharding_degree", 1), 1)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise _malformed(path, str(error)) from error
     shards = max((place[2] + 1 for found in files.files.values() for place in found), default=1)
-    if experts not in (0, 1) or stated != [files.tp, files.pp, shards]:
+    if stated != [files.tp, files.pp, shards]:
         raise Corrupt(
             f"{META_NAME} and the files of {directory} are of different numbers of ranks.",
             where=str(path),
@@ -234,23 +254,90 @@ def _read_meta(directory: Path, files: RankFiles) -> Mapping[str, Any]:
         )
     if not isinstance(described, dict):
         raise _malformed(path, "sharding_metas is not an object")
-    return described
+    if experts > 1 and (files.tp > 1 or experts != shards or of_experts > 1):
+        raise unsupported_experts(directory, f"{META_NAME}: ep={experts} moe_sharding={of_experts} sharding={shards}")
+    return _Meta(described, experts)
 
 
-def _cells(files: RankFiles, contents: Mapping[str, RankContent], meta: Mapping[str, Any]) -> list[Cell]:
-    return [_cell(files, contents, meta, tp, pp) for pp in range(files.pp) for tp in range(files.tp)]
+def _cells(directory: Path, files: RankFiles, contents: Mapping[str, RankContent], meta: _Meta) -> list[Cell]:
+    places = itertools.product(range(files.pp), range(files.tp))
+    if meta.ep == 1:
+        return [_cell(files, contents, meta, tp, pp) for pp, tp in places]
+    return [
+        cell
+        for pp, tp in places
+        for cell in _expert_cells(directory, [_cell(files, contents, meta, tp, pp, ep) for ep in range(meta.ep)])
+    ]
 
 
-def _cell(files: RankFiles, contents: Mapping[str, RankContent], meta: Mapping[str, Any], tp: int, pp: int) -> Cell:
+def _expert_cells(directory: Path, cells: Sequence[Cell]) -> list[Cell]:
+    """Return the cells of expert-parallel ranks, each with the experts of its rank; the first has all other tensors.
+
+    A variable of an expert has the same name on every rank, for another expert. Other variables are the same parameter
+    on all ranks, which share its states as a sharding group.
+
+    Raises:
+        FormatError: names do not show which experts a rank has.
+    """
+    experts = [frozenset(name for name in {*cell.names, *cell.shapes} if _EXPERT.search(name)) for cell in cells]
+    others = [{**cell.names} for cell in cells]
+    for own, names in zip(experts, others, strict=True):
+        for name in own:
+            names.pop(name, None)
+    stacked = [name for names in others for name in names if ".experts." in name]
+    twice = sorted(name for name in frozenset().union(*experts) if sum(name in own for own in experts) > 1)
+    if stacked or twice or any(names != others[0] for names in others) or not all(experts):
+        named = f"{(stacked or twice)[0]} is on several ranks" if stacked or twice else "ranks have other parameters"
+        raise unsupported_experts(directory, named)
+    return [_of_rank(cell, rank, own) for rank, (cell, own) in enumerate(zip(cells, experts, strict=True))]
+
+
+def _of_rank(cell: Cell, rank: int, experts: Collection[str]) -> Cell:
+    """Return a cell with the experts of one rank alone; that of rank 0 also has what is not of an expert."""
+    variables = _by_variable(cell.names)
+
+    def is_own(name: str | None, place: int) -> bool:
+        return place == rank if name is None or name in experts or _EXPERT.search(name) else rank == 0
+
+    def of_state(key: str) -> str | None:
+        split = _split(key, variables)
+        if split is not None:
+            return split[0]
+        return key if key in cell.names else variables.get(key.removeprefix(_SLICE))
+
+    def kept(contents: Sequence[RankContent], name_of: Callable[[str], str | None]) -> list[RankContent]:
+        return [
+            replace(
+                one,
+                arrays={key: value for key, value in one.arrays.items() if is_own(name_of(key), place)},
+                master={key: value for key, value in one.master.items() if is_own(of_state(key), place)},
+            )
+            for place, one in enumerate(contents)
+        ]
+
+    return replace(
+        cell,
+        models=kept(cell.models, lambda name: name),
+        optimizers=kept(cell.optimizers, of_state),
+        averages=kept(cell.averages, of_state),
+        names={name: one for name, one in cell.names.items() if is_own(name, rank)},
+        shapes={name: one for name, one in cell.shapes.items() if is_own(name, rank)},
+    )
+
+
+def _cell(
+    files: RankFiles, contents: Mapping[str, RankContent], meta: _Meta, tp: int, pp: int, ep: int | None = None
+) -> Cell:
     models, optimizers, averages = (
         [contents[name] for name in files.of(kind, tp, pp)] for kind in (MODEL, OPTIMIZER, EMA)
     )
-    names = {name: variable for one in models for name, variable in one.names.items()}
+    named = models if ep is None else models[ep : ep + 1]
+    names = {name: variable for one in named for name, variable in one.names.items()}
     shapes: dict[str, tuple[Shape, str]] = {}
-    key = f"tp{tp:02d}_pp{pp:02d}"
-    if meta:
+    key = f"tp{tp:02d}_pp{pp:02d}" + ("" if ep is None else f"_ep{ep:02d}")
+    if meta.described:
         try:
-            described = meta[key]
+            described = meta.described[key]
             names |= {str(name): str(variable) for name, variable in described["structure_name_mapping"].items()}
             shapes = {
                 str(name): (tuple(map(int, one[0])), _PADDLE_DTYPES.get(one[1], ""))

@@ -95,6 +95,10 @@ def contents(directory: Path) -> dict[str, bytes]:
         ("tp2+pp2+sd2v1", "bfloat16", "sharded", {}),
         ("tp2", "float32", "stock", {"model_type": "ernie4_5_moe"}),
         ("tp2+sd2v2", "bfloat16", "sharded", {"model_type": "ernie4_5_moe"}),
+        ("sd2(ep2)", "float32", "stock", {"model_type": "ernie4_5_moe"}),
+        ("sd2(ep2)", "bfloat16", "stock", {"model_type": "ernie4_5_moe"}),
+        ("sd2(ep2)", "bfloat16", "sharded", {"model_type": "ernie4_5_moe"}),
+        ("pp2+sd2(ep2)", "float32", "stock", {"model_type": "ernie4_5_moe"}),
         ("sd2v2", "bfloat16", "sharded", {"tie_word_embeddings": True}),
         ("pp2", "float32", "canonical", {"tie_word_embeddings": True}),
         ("dp2", "float32", "canonical", {"attention_bias": True}),
@@ -239,6 +243,7 @@ def test_a_checkpoint_of_ranks_is_inspected_verified_planned_and_compared(pair: 
         ("tp2", "stock", "bfloat16"),
         ("sd2s3", "stock", "float32"),
         ("pp2", "canonical", "float32"),
+        ("sd2(ep2)", "stock", "bfloat16"),
     ],
 )
 def test_conversions_there_and_back_keep_the_bytes_of_every_tensor(
@@ -248,7 +253,8 @@ def test_conversions_there_and_back_keep_the_bytes_of_every_tensor(
     if way == "sharded":
         source = request.getfixturevalue("pair")[0]
     else:
-        source = saved(ranks, tmp_path / "stock", layout, WAYS[way], bf16)
+        model = {"model_type": "ernie4_5_moe"} if "ep2" in layout else {}
+        source = saved(ranks, tmp_path / "stock", layout, WAYS[way], bf16, model)
     before = contents(source)
     assert_equal_after_conversions(source, tmp_path)
     assert contents(source) == before
@@ -325,6 +331,36 @@ def test_fused_layers_that_save_to_hf_stores_in_neither_form_are_named(ranks: Fo
         open_checkpoint(stock)
     assert any("up_gate_proj.weight: save_to_hf stores them" in line for line in caught.value.evidence)
     assert "save_to_hf: false" in caught.value.next_step
+
+
+@pytest.mark.parametrize(
+    ("layout", "way", "evidence"),
+    [
+        ("sd2(ep2)", "canonical", "model.moe_sharding00.safetensors: axis moe_sharding"),
+        ("sd2+tp2(ep2)", "stock", "axes tp and moe_sharding"),
+    ],
+)
+def test_experts_of_which_the_files_do_not_show_the_rank_are_refused(
+    layout: str, way: str, evidence: str, ranks: ForkServer, tmp_path: Path
+) -> None:
+    stock = saved(ranks, tmp_path, layout, WAYS[way], model={"model_type": "ernie4_5_moe"})
+    with pytest.raises(FormatError, match="expert-parallel") as caught:
+        open_checkpoint(stock)
+    assert any(evidence in line for line in caught.value.evidence), caught.value.evidence
+    assert caught.value.next_step
+
+
+def test_files_of_expert_parallel_ranks_without_one_of_them_are_refused(ranks: ForkServer, tmp_path: Path) -> None:
+    stock = saved(ranks, tmp_path, "sd2(ep2)", WAYS["stock"], model={"model_type": "ernie4_5_moe"})
+    for rank in range(2):
+        (stock / f"saved_signal_{rank}").unlink()
+    with pytest.raises(FormatError, match="expert-parallel") as caught:
+        open_checkpoint(stock)
+    assert "0 files saved_signal_*" in caught.value.evidence[0]
+    (stock / "model_state.moe_sharding00.pdparams").unlink()
+    with pytest.raises(Corrupt, match="Files of some ranks are missing") as missing:
+        open_checkpoint(stock)
+    assert "model: moe_sharding00" in missing.value.evidence
 
 
 def copied(source: Path, target: Path) -> Path:
