@@ -18,8 +18,8 @@ from paddleformers_fc.execute.difference import compare_checkpoints
 from paddleformers_fc.formats import open_checkpoint
 
 MEBI = 2**20
-SHAPE = (8192, 32768)
-"""1.5 GiB of float16."""
+SHAPE = (4096, 32768)
+"""256 MiB of float16."""
 
 CHILD = """
 import gc, json, sys
@@ -92,15 +92,13 @@ def write_zeros(directory: Path, name: str, shape: tuple[int, ...], last: int = 
         file.write(bytes([last]))
 
 
-def test_a_diff_of_one_tensor_of_512_mib_takes_at_most_128_mib(tmp_path: Path) -> None:
+def test_a_diff_of_one_tensor_of_256_mib_takes_at_most_128_mib(tmp_path: Path) -> None:
     write_zeros(tmp_path / "a", "w", SHAPE)
     write_zeros(tmp_path / "b", "w", SHAPE, last=1)
     found = child(CHILD, tmp_path / "a", tmp_path / "b", tmp_path)
     assert found["diff"] <= 128 * MEBI
-    hashes = [hashlib.md5(), hashlib.md5()]
-    for _ in range(511):
-        for one in hashes:
-            one.update(bytes(MEBI))
+    hashes = [hashlib.md5(bytes(255 * MEBI))]
+    hashes.append(hashes[0].copy())
     hashes[0].update(bytes(MEBI))
     hashes[1].update(bytes(MEBI - 1) + bytes([1]))
     assert found["different"] == [[one.hexdigest() for one in hashes]]

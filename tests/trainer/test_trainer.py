@@ -382,7 +382,7 @@ def test_batches_that_wait_in_a_pipeline_wait_again_in_a_run_that_resumes(ranks:
     batch = {"per_device_train_batch_size": tiny.GLOBAL_BATCH, "gradient_accumulation_steps": 3}
     arguments = {"max_steps": 6, "save_steps": 1, "evaluation_strategy": "no", **batch}
     whole = ranks.run(f"{JOBS}:run", 2, settings(PP2, tmp_path / "once", **arguments)).values[0]
-    for step, waiting in ((2, {}), (3, {"waiting": 2}), (5, {"waiting": 1})):
+    for step, waiting in ((3, {"waiting": 2}), (5, {"waiting": 1})):
         assert how_far(tmp_path / "once", step)[1].items() >= waiting.items()
         resume, output_dir = tmp_path / "once" / f"checkpoint-{step}", tmp_path / f"from-{step}"
         again = ranks.run(f"{JOBS}:run", 2, settings(PP2, output_dir, resume, **arguments)).values[0]
