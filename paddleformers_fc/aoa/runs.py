@@ -13,7 +13,7 @@ from math import gcd
 
 from paddleformers_fc.aoa.components import Component
 from paddleformers_fc.mapping.boxes import Shape
-from paddleformers_fc.mapping.rules import interleave
+from paddleformers_fc.mapping.rules import held_by, interleave
 
 
 @dataclass(frozen=True)
@@ -86,15 +86,10 @@ class AxisComponent:
         sources, targets = list(self.sources), list(self.targets)
         if not parts or any(not part or part % source_rounds or part % target_rounds for part in parts):
             return False
+        sides = held_by(len(sources), parts), held_by(len(targets), parts)
         made = [
-            AxisRun(
-                sources[run.part if len(sources) > 1 else 0],
-                run.in_part if len(sources) > 1 else run.in_source,
-                targets[run.part if len(targets) > 1 else 0],
-                run.in_part if len(targets) > 1 else run.in_target,
-                run.length,
-            )
-            for run in interleave(parts, source_rounds, target_rounds)
+            AxisRun(sources[run.source], run.in_source, targets[run.target], run.in_target, run.length)
+            for run in interleave(*sides, source_rounds, target_rounds)
         ]
         return _joined(made) == self.runs
 

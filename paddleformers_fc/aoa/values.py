@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from paddleformers_fc.aoa.faults import Fault
 from paddleformers_fc.mapping.boxes import Box, BoxFinder, Shape, whole
 from paddleformers_fc.mapping.correspondences import Correspondence, coalesced
-from paddleformers_fc.mapping.rules import interleave
+from paddleformers_fc.mapping.rules import held_by, interleave
 from paddleformers_fc.mapping.templates import pulled
 
 
@@ -101,10 +101,8 @@ def interleaved(
     """
     slabs = [_Slabs(value, axis) for value in values]
     results: list[list[Correspondence]] = [[] for _ in range(into)]
-    for run in interleave(parts, *groups):
-        source, source_at = (run.part, run.in_part) if len(values) > 1 else (0, run.in_source)
-        target, target_at = (run.part, run.in_part) if into > 1 else (0, run.in_target)
-        results[target] += slabs[source].moved(source_at, run.length, target_at)
+    for run in interleave(held_by(len(values), parts), held_by(into, parts), *groups):
+        results[run.target] += slabs[run.source].moved(run.in_source, run.length, run.in_target)
     lengths = parts if into > 1 else (sum(parts),)
     return [
         Value((*fused[:axis], length, *fused[axis + 1 :]), tuple(coalesced(pieces)))

@@ -34,8 +34,8 @@ from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.json_io import ignored_extensions
 from paddleformers_fc.text import count_text
 
-FORMAT = 2
-"""Of ``mapping.json``."""
+FORMAT, FORMAT_OF_SHARED_SOURCES = 2, 3
+"""Of ``mapping.json``; the latter only where one of several sources of a rule holds several parts."""
 
 EMPTY_LAYERS = "num_empty_layers_add_in_head"
 _OPEN: Mapping[str, Sequence[object]] = {
@@ -83,7 +83,9 @@ def encode_mapping(model: ModelDescription, rules: RuleSet) -> bytes:
     """Return the bytes of ``mapping.json``."""
     mark = _Partial() if model.partial else msgspec.UNSET
     stored = _Model(dict(model.config), model.is_fleet, model.adapters or msgspec.UNSET, mark)
-    document = _Document(FORMAT, msgspec.Raw(msgspec.json.encode(stored)), msgspec.Raw(encode_rules(rules)))
+    shared = any(isinstance(part, tuple) for rule in rules.rules for part in rule.parts)
+    number = FORMAT_OF_SHARED_SOURCES if shared else FORMAT
+    document = _Document(number, msgspec.Raw(msgspec.json.encode(stored)), msgspec.Raw(encode_rules(rules)))
     return msgspec.json.format(msgspec.json.encode(document), indent=1)
 
 
@@ -104,11 +106,11 @@ def decode_mapping(data: bytes, where: str) -> tuple[ModelDescription | None, Ru
     if document.format == 1:
         ignored_extensions(data, _RULE_FIELDS, where)
         return None, decode_rules(data, where)
-    if document.format != FORMAT or model is None:
+    if document.format not in (FORMAT, FORMAT_OF_SHARED_SOURCES) or model is None:
         raise FormatError(
             f"The mapping of this checkpoint has format {document.format}.",
             where=where,
-            evidence=[f"this version reads formats 1 and {FORMAT}, the latter with a description of the model"],
+            evidence=["this version reads formats 1, 2 and 3, the latter two with a description of the model"],
             next_step="Read it with the version that wrote it, which the manifest names.",
         )
     rules = decode_rules(bytes(document.rules), where)

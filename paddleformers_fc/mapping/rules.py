@@ -1,7 +1,7 @@
 """Rules: the tensors of one side as interleaved parts of the tensors of the other side, along one axis.
 
-There is one kind of rule. Its ``parts`` are placed along an axis; each space interleaves them in ``blocks`` groups, and
-every group contains an equal share of each part in order. Every layout in use is a case of it:
+There is one kind of rule. Its ``parts`` are placed along an axis; each tensor interleaves those that it holds in
+``blocks`` groups, and every group contains an equal share of each part in order. Every layout in use is a case of it:
 
 ===========================================  ==============  =============  =============
 what                                         parts           source blocks  target blocks
@@ -12,12 +12,14 @@ concat, even or not; its reverse is a split  one per source  1              1
 ``fused_qkv``: [q..q k v] per kv head        q, k, v         1              kv heads
 ``fused_qkv_old``: [Q | K | V] per TP rank   q, k, v         1              TP degree
 fused in both spaces (phi)                   q, k, v         1              TP degree
+gated queries: [q..q g..g k v] per kv head   (q, g), k, v    heads          kv heads
+delta net: [q k v z b a] per TP rank         (q, k, v), ...  1              TP degree
 stacked experts on a new axis                one per expert  1              1
 stacked experts that are fused themselves    gate, up        1              1
 ===========================================  ==============  =============  =============
 
-In the last row one rule per expert fills a :class:`Slab` of the stack: its parts are placed along one axis, the experts
-along another.
+Parts in parentheses lie in one source, and the others in one each. In the last row one rule per expert fills a
+:class:`Slab` of the stack: its parts are placed along one axis, the experts along another.
 
 A rule is data. A checkpoint stores a :class:`RuleSet` in ``mapping.json`` with every size explicit, so that its meaning
 does not depend on later versions of a family. :meth:`RuleSet.mapping` returns the correspondences. Cost is linear in
@@ -31,6 +33,7 @@ import hashlib
 from collections.abc import Iterator, Mapping as MappingABC
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -40,8 +43,13 @@ from paddleformers_fc.mapping.correspondences import NEW_AXIS, Correspondence, M
 from paddleformers_fc.mapping.templates import BoxLink, Template, pruned, stack_templates
 from paddleformers_fc.text import count_text
 
+T = TypeVar("T")
+
 MAX_STRETCHES = 1 << 23
 """Maximum number of stretches of all parts of a set of rules; each takes about 0.5 kB."""
+
+Parts = tuple[int | tuple[int, ...], ...]
+"""Lengths of parts; those of parts that lie in one tensor of a side with several are a tuple."""
 
 FLOATS = frozenset({"float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"})
 
@@ -61,20 +69,21 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """Targets that consist of interleaved parts of sources along one axis.
 
     Args:
-        sources: the source tensors: one per part, or a single one that holds all parts.
-        targets: the target tensors: one per part, or a single one that holds all parts.
-        parts: length of every part along ``axis``, in elements.
+        sources: the source tensors: one per entry of ``parts``, or a single one that holds all parts.
+        targets: the target tensors: one per entry of ``parts``, or a single one that holds all parts.
+        parts: length of every part along ``axis``, in elements. An entry with several lengths is as many parts, which
+            one tensor holds.
         axis: the axis of the targets along which the parts are placed.
         axes: for every target axis the source axis that it reads; -1 for a new target axis of length one.
-        source_blocks: number of groups in a single source.
-        target_blocks: number of groups in a single target.
+        source_blocks: number of groups in a source that holds several parts.
+        target_blocks: number of groups in a target that holds several parts.
         cast: dtype that the numbers are converted to, or None where the bits are kept.
         slab: where the rule fills only a part of its target, which; on another axis than ``axis``.
     """
 
     sources: tuple[str, ...]
     targets: tuple[str, ...]
-    parts: tuple[int, ...]
+    parts: Parts
     axis: int
     axes: tuple[int, ...]
     source_blocks: int = 1
@@ -87,7 +96,7 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
         if self.slab is not None:
             target = _narrowed(whole(target), self.slab).shape
         rank = sum(axis != NEW_AXIS for axis in self.axes)
-        lengths = _side_lengths(self.sources, self.parts)
+        lengths = map(sum, _held(self.sources, self.parts))
         shapes: list[Shape] = []
         for length in lengths:
             shape = [1] * rank
@@ -109,13 +118,13 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
         ):
             if len(names) not in (1, len(self.parts)):
                 yield f"{len(names)} {side}s for {len(self.parts)} parts"
-            if len(names) > 1 and blocks != 1:
+            mixed = [held for held in _held(names, self.parts) if len(names) == 1 or len(held) > 1]
+            if not mixed and blocks != 1:
                 yield f"{len(names)} {side}s cannot be interleaved in {blocks} groups"
-            if blocks < 1 or any(part % blocks for part in self.parts):
+            if blocks < 1 or any(part % blocks for held in mixed for part in held):
                 yield f"parts {_short(self.parts)} cannot be interleaved in {blocks} equal groups"
-        for name, shape, length in zip(
-            self.targets, target_shapes, _side_lengths(self.targets, self.parts), strict=False
-        ):
+        lengths = map(sum, _held(self.targets, self.parts))
+        for name, shape, length in zip(self.targets, target_shapes, lengths, strict=False):
             if len(shape) != len(self.axes):
                 yield f"{name} has {len(shape)} axes, the rule is for {len(self.axes)}"
             elif shape[self.axis] != length:
@@ -126,7 +135,8 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     def _ill_formed(self) -> str:
         """Return the fault that does not depend on tensors, or an empty text: invalid names, parts or axes."""
         used = [axis for axis in self.axes if axis != NEW_AXIS]
-        if not self.sources or not self.targets or not self.parts or min(self.parts) < 0:
+        empty = not self.sources or not self.targets or not self.parts or () in self.parts
+        if empty or min(self.lengths) < 0:
             return f"invalid rule: {len(self.sources)} sources, {len(self.targets)} targets, parts {_short(self.parts)}"
         if sorted(used) != list(range(len(used))) or not 0 <= self.axis < len(self.axes):
             return f"invalid order of axes {_short(self.axes)} with parts along axis {self.axis}"
@@ -135,9 +145,14 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
         return ""
 
     @property
+    def lengths(self) -> tuple[int, ...]:
+        """The length of every part."""
+        return flat(self.parts)
+
+    @property
     def stretches(self) -> int:
         """The maximum number of stretches of the parts."""
-        return len(self.parts) * (self.source_blocks + self.target_blocks)
+        return len(self.lengths) * (self.source_blocks + self.target_blocks)
 
     def _slab_fits(self, slab: Slab, shape: Shape) -> bool:
         return (
@@ -172,18 +187,17 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
         """Yield every stretch of every part with the position of its target."""
         source_shapes = self.source_shapes(target_shapes[0])
         source_axis = self.axes[self.axis]
-        for run in interleave(self.parts, self.source_blocks, self.target_blocks):
-            source, source_at = (run.part, run.in_part) if len(self.sources) > 1 else (0, run.in_source)
-            target, target_at = (run.part, run.in_part) if len(self.targets) > 1 else (0, run.in_target)
-            target_box = _along(target_shapes[target], self.axis, target_at, run.length)
+        sides = _held(self.sources, self.parts), _held(self.targets, self.parts)
+        for run in interleave(*sides, self.source_blocks, self.target_blocks):
+            target_box = _along(target_shapes[run.target], self.axis, run.in_target, run.length)
             if self.slab is not None:
                 target_box = _narrowed(target_box, self.slab)
             source_box = (
-                whole(source_shapes[source])
+                whole(source_shapes[run.source])
                 if source_axis == NEW_AXIS
-                else _along(source_shapes[source], source_axis, source_at, run.length)
+                else _along(source_shapes[run.source], source_axis, run.in_source, run.length)
             )
-            yield target, BoxLink(source, source_box, target_box, self.axes, self.cast)
+            yield run.target, BoxLink(run.source, source_box, target_box, self.axes, self.cast)
 
 
 class Tie(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -193,56 +207,94 @@ class Tie(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     alias: str
 
 
+Held = tuple[tuple[int, ...], ...]
+"""For every tensor of a side the lengths of the parts that it holds, in order."""
+
+
 @dataclass(frozen=True, slots=True)
 class PartRun:
-    """A stretch of one part: its offsets in the part, in the interleaved sources and in the interleaved targets."""
+    """A stretch of one part: on each side the position of the tensor that holds it and the offset there."""
 
-    part: int
-    in_part: int
+    source: int
     in_source: int
+    target: int
     in_target: int
     length: int
 
 
-def interleave(parts: tuple[int, ...], source_blocks: int, target_blocks: int) -> list[PartRun]:
+def interleave(sources: Held, targets: Held, source_blocks: int, target_blocks: int) -> list[PartRun]:
     """Return every stretch of every part that is contiguous on both sides.
 
     Args:
-        parts: length of every part; each must be divisible by both numbers of groups.
-        source_blocks: number of groups on the source side.
-        target_blocks: number of groups on the target side.
+        sources: the parts of every source.
+        targets: the parts of every target: the same in the same order.
+        source_blocks: number of groups in a source that holds several parts, each of which it divides.
+        target_blocks: number of groups in a target that holds several parts, each of which it divides.
     """
-    total = sum(parts)
     runs: list[PartRun] = []
-    start = 0
-    for part, size in enumerate(parts):
-        source_share, target_share = size // source_blocks, size // target_blocks
-        cuts = sorted({*range(0, size + 1, source_share or 1), *range(0, size + 1, target_share or 1)} | {size})
-        for low, high in zip(cuts, cuts[1:], strict=False):
-            runs.append(
-                PartRun(
-                    part,
-                    low,
-                    _interleaved_position(low, start, source_share, source_blocks, total),
-                    _interleaved_position(low, start, target_share, target_blocks, total),
-                    high - low,
-                )
-            )
-        start += size
+    for one, other in zip(_places(sources, source_blocks), _places(targets, target_blocks), strict=True):
+        cuts = sorted({*one.cuts, *other.cuts, one.size})
+        runs += [
+            PartRun(one.tensor, one.offset(low), other.tensor, other.offset(low), high - low)
+            for low, high in zip(cuts, cuts[1:], strict=False)
+        ]
     return runs
 
 
-def _interleaved_position(at: int, part_start: int, share: int, blocks: int, total: int) -> int:
-    """Return the offset of element ``at`` of a part after all parts are interleaved in ``blocks`` groups."""
-    block, within = divmod(at, share)
-    return block * (total // blocks) + part_start // blocks + within
+class _Place(NamedTuple):
+    """The place of a part in the tensor that holds it.
+
+    Args:
+        tensor: the position of the tensor.
+        size: the length of the part.
+        before: the length of the parts before it.
+        total: the length of all parts of the tensor.
+        blocks: the number of groups.
+    """
+
+    tensor: int
+    size: int
+    before: int
+    total: int
+    blocks: int
+
+    @property
+    def cuts(self) -> range:
+        """The offsets in the part at which its shares begin."""
+        return range(0, self.size + 1, self.size // self.blocks or 1)
+
+    def offset(self, at: int) -> int:
+        """Return the offset in the tensor of element ``at`` of the part."""
+        block, within = divmod(at, self.size // self.blocks)
+        return block * (self.total // self.blocks) + self.before // self.blocks + within
 
 
-def _side_lengths(names: tuple[str, ...], parts: tuple[int, ...]) -> tuple[int, ...]:
-    return parts if len(names) == len(parts) else (sum(parts),)
+def _places(held: Held, blocks: int) -> Iterator[_Place]:
+    """Yield the place of every part, in order."""
+    for tensor, lengths in enumerate(held):
+        before, total, own = 0, sum(lengths), blocks if len(lengths) > 1 else 1
+        for size in lengths:
+            yield _Place(tensor, size, before, total, own)
+            before += size
 
 
-def _short(numbers: tuple[int, ...]) -> str:
+def flat(parts: tuple[T | tuple[T, ...], ...]) -> tuple[T, ...]:
+    """Return the parts of all entries, in order."""
+    return tuple(one for entry in parts for one in (entry if isinstance(entry, tuple) else (entry,)))
+
+
+def held_by(count: int, parts: tuple[T | tuple[T, ...], ...]) -> tuple[tuple[T, ...], ...]:
+    """Return the parts of each of ``count`` tensors: one entry each, or all in a single one."""
+    if count != len(parts):
+        return (flat(parts),)
+    return tuple(entry if isinstance(entry, tuple) else (entry,) for entry in parts)
+
+
+def _held(names: tuple[str, ...], parts: Parts) -> Held:
+    return held_by(len(names), parts)
+
+
+def _short(numbers: Parts) -> str:
     return f"[{', '.join(map(str, numbers[:8]))}{', ...' if len(numbers) > 8 else ''}]"
 
 

@@ -262,7 +262,7 @@ def _takes_all_parts(
 def _fused(rules: RuleSet) -> dict[str, _Interleaving]:
     """Return the fused tensors of a model. Layers that are stacked in one tensor are fused alike."""
     return {
-        rule.targets[0]: _Interleaving(rule.parts, rule.axis, rule.target_blocks)
+        rule.targets[0]: _Interleaving(rule.lengths, rule.axis, rule.target_blocks)
         for rule in rules.rules
-        if len(rule.targets) == 1 and len(rule.parts) > 1
+        if len(rule.targets) == 1 and len(rule.lengths) > 1
     }

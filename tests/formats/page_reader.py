@@ -115,7 +115,9 @@ def _sources(rule: dict[str, Any], stored: Tensors, suffix: str) -> Tensors:
 
 def _undo(rule: dict[str, Any], targets: list[Array]) -> list[Array]:
     """Return the sources of a rule from its targets: the four steps of the page."""
-    axis, axes, lengths = rule["axis"], rule["axes"], rule["parts"]
+    axis, axes = rule["axis"], rule["axes"]
+    entries = [one if isinstance(one, list) else [one] for one in rule["parts"]]
+    lengths = [length for entry in entries for length in entry]
     if rule["slab"] is not None:
         slab = rule["slab"]
         targets = [np.take(targets[0], range(slab["start"], slab["stop"]), slab["axis"])]
@@ -124,10 +126,16 @@ def _undo(rule: dict[str, Any], targets: list[Array]) -> list[Array]:
     new = tuple(at for at, source in enumerate(axes) if source == -1)
     order = np.argsort([source for source in axes if source != -1])
     parts = [np.transpose(np.squeeze(target, new), order) for target in targets]
-    if len(rule["sources"]) == len(parts):
-        return parts
-    groups = [np.split(part, rule["source_blocks"], axes[axis]) for part in parts]
-    return [np.concatenate([share for group in zip(*groups, strict=True) for share in group], axes[axis])]
+    entries = entries if len(rule["sources"]) == len(entries) else [lengths]
+    left = iter(parts)
+    return [_joined([next(left) for _ in entry], rule["source_blocks"], axes[axis]) for entry in entries]
+
+
+def _joined(parts: list[Array], blocks: int, axis: int) -> Array:
+    if len(parts) == 1:
+        return parts[0]
+    groups = [np.split(part, blocks, axis) for part in parts]
+    return np.concatenate([share for group in zip(*groups, strict=True) for share in group], axis)
 
 
 def _separate(whole: Array, lengths: list[int], axis: int, blocks: int) -> list[Array]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from paddleformers_fc.mapping import Correspondence, Mapping, Rule, RuleSet, TensorSpec
+from paddleformers_fc.mapping.rules import Parts
 
 
 @st.composite
@@ -17,7 +18,12 @@ def rules(draw: st.DrawFn, index: int = 0) -> tuple[Rule, tuple[tuple[str, Tenso
     unit = source_blocks * target_blocks
     parts = tuple(draw(st.lists(st.integers(1, 3).map(lambda n: n * unit), min_size=1, max_size=4)))
     sources = _names(draw, f"s{index}", len(parts), source_blocks)
+    entries: Parts = parts
+    if len(parts) > 2 and len(sources) == 1 and draw(st.booleans()):
+        entries = (parts[:2], *parts[2:])
+        sources = tuple(f"s{index}.{part}" for part in range(len(entries)))
     targets = _names(draw, f"t{index}", len(parts), target_blocks)
+    targets = targets if entries == parts else (f"t{index}.whole",)
     other = [draw(st.integers(1, 4)) for _ in range(rank)]
     lengths = parts if len(targets) == len(parts) else (sum(parts),)
     specs = []
@@ -25,7 +31,7 @@ def rules(draw: st.DrawFn, index: int = 0) -> tuple[Rule, tuple[tuple[str, Tenso
         shape = [*other]
         shape[axis] = length
         specs.append((name, TensorSpec(tuple(shape), "float32")))
-    return Rule(sources, targets, parts, axis, axes, source_blocks, target_blocks), tuple(specs)
+    return Rule(sources, targets, entries, axis, axes, source_blocks, target_blocks), tuple(specs)
 
 
 def _names(draw: st.DrawFn, stem: str, parts: int, blocks: int) -> tuple[str, ...]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -59,6 +61,58 @@ def test_a_fused_qkv_lays_query_key_and_value_beside_each_other_for_every_kv_hea
     q, k, v = (base + np.arange(rows * 3.0).reshape(rows, 3) for base, rows in ((0, 8), (100, 4), (200, 4)))
     pieces = [q.T[:, :4], k.T[:, :2], v.T[:, :2], q.T[:, 4:], k.T[:, 2:], v.T[:, 2:]]
     assert (moved(mapping, {"q": q, "k": k, "v": v})["qkv"] == np.concatenate(pieces, axis=1)).all()
+
+
+def test_a_source_that_holds_queries_and_gates_by_head_is_taken_apart_for_every_kv_head() -> None:
+    rule = Rule(("qg", "k", "v"), ("qkv",), ((8, 8), 4, 4), 1, (1, 0), source_blocks=4, target_blocks=2)
+    mapping = rule_set(rule, qkv=(3, 24)).mapping()
+    arrays = numbered(mapping)
+    prove(mapping)
+    prove(mapping.reversed())
+    heads, (k, v) = arrays["qg"].T.reshape(3, 4, 2, 2), (arrays[name].T for name in "kv")
+    query, gate = heads[:, :, 0].reshape(3, 8), heads[:, :, 1].reshape(3, 8)
+    groups = [
+        part[:, n * size : (n + 1) * size] for n in (0, 1) for part, size in ((query, 4), (gate, 4), (k, 2), (v, 2))
+    ]
+    assert (moved(mapping, arrays)["qkv"] == np.concatenate(groups, axis=1)).all()
+    back = moved(mapping.reversed(), moved(mapping, arrays))
+    assert all((back[name] == arrays[name]).all() for name in arrays)
+
+
+def test_a_source_that_holds_several_parts_gives_every_rank_its_share_of_each() -> None:
+    mapping = rule_set(
+        Rule(("qkv", "z"), ("in",), ((2, 2, 4), 6), 0, (0, 1), target_blocks=2), **{"in": (14, 3)}
+    ).mapping()
+    arrays = numbered(mapping)
+    mixed, z = arrays["qkv"], arrays["z"]
+    parts = [mixed[:1], mixed[2:3], mixed[4:6], z[:3], mixed[1:2], mixed[3:4], mixed[6:], z[3:]]
+    assert (moved(mapping, arrays)["in"] == np.concatenate(parts)).all()
+
+
+def test_rules_without_shared_sources_have_the_bytes_of_earlier_versions() -> None:
+    rules = rule_set(Rule(("g", "u"), ("gu",), (4, 4), 1, (1, 0), target_blocks=2), gu=(3, 8))
+    assert b'"parts": [\n    4,\n    4\n   ]' in encode_rules(rules)
+    assert rules.digest == "22b85300860f19c68cdd6e219dc7227e"
+
+
+@pytest.mark.parametrize(
+    ("parts", "blocks", "said"),
+    [
+        (((8, ()), 4), 1, "invalid"),
+        (((), 12), 1, "invalid rule"),
+        (((8, 4),), 3, "cannot be interleaved in 3 equal groups"),
+        (((6, 2), 4), 4, "cannot be interleaved in 4 equal groups"),
+    ],
+)
+def test_parts_that_a_source_cannot_hold_are_refused(parts: Any, blocks: int, said: str) -> None:
+    names = tuple(f"s{n}" for n in range(len(parts)))
+    if said == "invalid":
+        with pytest.raises(msgspec.ValidationError):
+            msgspec.convert({"sources": names, "targets": ["t"], "parts": parts, "axis": 0, "axes": [0]}, Rule)
+        return
+    with pytest.raises(MappingError) as caught:
+        rule_set(Rule(names, ("t",), parts, 0, (0,), source_blocks=blocks), t=(12,)).mapping()
+    assert any(said in line for line in caught.value.evidence)
 
 
 def test_experts_are_stacked_on_a_new_axis() -> None:

@@ -190,9 +190,9 @@ class _Writer:
     def _parts(self, name: str) -> tuple[str, ...]:
         """Return the lengths of query, key and value of a fused tensor, if they are not heads of one size."""
         (rule,) = self._by_target[name]
-        if len(rule.parts) != 3 or self._heads is None or are_heads_of_one_size(rule.parts, *self._heads):
+        if len(rule.lengths) != 3 or self._heads is None or are_heads_of_one_size(rule.lengths, *self._heads):
             return ()
-        return tuple(self._length(part) for part in rule.parts)
+        return tuple(self._length(part) for part in rule.lengths)
 
     def _made(
         self, tensor: ModelTensor, names: Sequence[str], aliases: set[str]
