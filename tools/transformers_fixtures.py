@@ -82,6 +82,9 @@ ERNIE_VL = {
 }
 ERNIE_TOWER = {"depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 4, "patch_size": 4}
 OCR_TOWER = {**TOY, "hidden_size": 16, "num_attention_heads": 4, "image_size": 16, "patch_size": 4}
+QWEN3_5 = {**WIDE, **DELTA, "layer_types": FULL_LAST, "attn_output_gate": True}
+QWEN3_5_MOE = {**QWEN3_5, **EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 24}
+QWEN3_5_TOWER = {**TOWER, "depth": 2, "num_position_embeddings": 16}
 CASES: dict[str, dict[str, Any]] = {
     "llama": {"rope_parameters": LLAMA3, "attention_bias": True, "mlp_bias": True},
     "llama, wide heads": {"head_dim": 8},
@@ -182,6 +185,18 @@ CASES: dict[str, dict[str, Any]] = {
         "text_config": {**ERNIE_VL, "moe_num_shared_experts": 1, "moe_intermediate_size": [8, 24]},
         "vision_config": {**ERNIE_TOWER, "depth": 1, "in_channels": 1},
         "tie_word_embeddings": False,
+    },
+    "qwen3_5": {"text_config": QWEN3_5, "vision_config": QWEN3_5_TOWER},
+    "qwen3_5, tied": {"text_config": QWEN3_5, "vision_config": QWEN3_5_TOWER, "tie_word_embeddings": True},
+    "qwen3_5, biases": {
+        "text_config": {**QWEN3_5, "attention_bias": True, "linear_num_value_heads": 4},
+        "vision_config": {**QWEN3_5_TOWER, "depth": 1, "temporal_patch_size": 1},
+    },
+    "qwen3_5_moe": {"text_config": QWEN3_5_MOE, "vision_config": QWEN3_5_TOWER},
+    "qwen3_5_moe, tied": {"text_config": QWEN3_5_MOE, "vision_config": QWEN3_5_TOWER, "tie_word_embeddings": True},
+    "qwen3_5_moe, biases": {
+        "text_config": {**QWEN3_5_MOE, "attention_bias": True, "num_key_value_heads": 2},
+        "vision_config": {**QWEN3_5_TOWER, "in_channels": 1},
     },
     "phi3, long": {"original_max_position_embeddings": 64, "rope_parameters": LONG},
 }

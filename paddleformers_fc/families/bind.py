@@ -32,7 +32,7 @@ from paddleformers_fc.families.sizes import Sizes, names_of, value_at
 from paddleformers_fc.mapping import Rule, RuleSet, Shape, TensorSpec, Tie
 from paddleformers_fc.mapping.correspondences import NEW_AXIS
 from paddleformers_fc.mapping.folding import fold
-from paddleformers_fc.mapping.rules import Slab
+from paddleformers_fc.mapping.rules import Parts, Slab
 from paddleformers_fc.text import count_text
 
 MAX_EXPERTS = 1 << 16
@@ -160,7 +160,7 @@ def family_keys(family: Family) -> frozenset[str]:
     open_names = {
         (one.tower, name)
         for one in family.statements
-        for text in (one.where, *one.shape, *one.parts, "experts" if one.stack is not None else "")
+        for text in (one.where, *one.shape, *one.lengths, one.groups, "experts" if one.stack is not None else "")
         for name in names_of(text) - holes
     }
     counted = [numbers[hole] for hole in holes & numbers.keys()]
@@ -244,10 +244,11 @@ class _Kind:
 class _Layout:
     """The layout of the parts of one tensor: the arguments of its rule."""
 
-    parts: tuple[int, ...]
+    parts: Parts
     axis: int
     axes: tuple[int, ...]
     blocks: int = 1
+    source_blocks: int = 1
 
 
 def _kinds(family: Family, sizes: Sizes, shifts: Mapping[str, int]) -> TargetIndex[_Kind]:
@@ -279,7 +280,8 @@ def _kinds(family: Family, sizes: Sizes, shifts: Mapping[str, int]) -> TargetInd
             _whole_length(statement, own),
         )
         bound = (statement.sources, statement.geometry, statement.turned, statement.stack, statement.tower)
-        known.setdefault((PLACEHOLDER.sub("{}", statement.target), *bound), kind)
+        fusion = (statement.parts, statement.groups)
+        known.setdefault((PLACEHOLDER.sub("{}", statement.target), *bound, *fusion), kind)
     return TargetIndex((kind.statement, kind) for kind in known.values())
 
 
@@ -387,7 +389,7 @@ def _rules(kind: _Kind, tensor: ModelTensor, numbers: list[str], sizes: Sizes) -
     if isinstance(made, str):
         return made
     sources = tuple(source.format(*numbers) for source in kind.sources)
-    return [Rule(sources, (tensor.name,), made.parts, made.axis, made.axes, target_blocks=made.blocks)]
+    return [Rule(sources, (tensor.name,), made.parts, made.axis, made.axes, made.source_blocks, made.blocks)]
 
 
 def _layout(statement: Statement, shape: Shape, cuts: Shape, sizes: Sizes) -> _Layout | str:
@@ -397,7 +399,7 @@ def _layout(statement: Statement, shape: Shape, cuts: Shape, sizes: Sizes) -> _L
         return _Layout((shape[-1] if rank else 1,), max(rank - 1, 0), tuple(range(rank)))
     if geometry is Geometry.LINEAR and rank != 2:
         return f"a linear weight has two axes, this tensor has {rank}"
-    if rank not in (1, 2):
+    if rank not in (1, 2) and (statement.turned or not statement.parts):
         return f"a fused layer has one or two axes, this tensor has {rank}"
     turned = statement.turned and rank == 2
     axes = tuple(reversed(range(rank))) if turned else tuple(range(rank))
@@ -417,10 +419,10 @@ def _qkv_layout(statement: Statement, length: int, cut: int, layout: _Layout, si
     heads, groups = sizes.length("heads"), sizes.length("kv_heads")
     if heads < 1 or groups < 1 or heads % groups:
         return f"num_attention_heads={heads} and num_key_value_heads={groups} do not group query heads"
-    parts = tuple(sizes.length(part) for part in statement.parts)
-    if not parts and length % (heads + 2 * groups):
+    lengths = tuple(map(sizes.length, statement.lengths))
+    if not lengths and length % (heads + 2 * groups):
         return f"length {length} does not hold {heads} query and 2 x {groups} key and value heads"
-    declared = sum(parts) if parts else _whole_width(statement, layout.axis, sizes)
+    declared = sum(lengths) if lengths else _whole_width(statement, layout.axis, sizes)
     if declared not in (None, length):
         return (
             f"length {length} is not the {declared} that {heads} query and 2 x {groups} key and value heads of the "
@@ -428,9 +430,17 @@ def _qkv_layout(statement: Statement, length: int, cut: int, layout: _Layout, si
         )
     head = length // (heads + 2 * groups)
     blocks = groups if statement.geometry is Geometry.FUSED_QKV else cut
-    if groups % blocks:
+    if any(part % blocks for part in lengths):
+        return f"parts of lengths {list(lengths)} are not divisible among {blocks} groups"
+    if not lengths and groups % blocks:
         return f"{groups} key and value heads are not divisible among {blocks} tensor-parallel ranks"
-    return replace(layout, parts=parts or (heads * head, groups * head, groups * head), blocks=blocks)
+    if not lengths:
+        return replace(layout, parts=(heads * head, groups * head, groups * head), blocks=blocks)
+    # A single source holds all parts as they are declared; several hold one entry each.
+    parts: Parts = tuple(
+        tuple(map(sizes.length, one)) if isinstance(one, tuple) else sizes.length(one) for one in statement.parts
+    )
+    return replace(layout, parts=parts, blocks=blocks, source_blocks=sizes.length(statement.groups or "1"))
 
 
 def _whole_width(statement: Statement, axis: int, sizes: Sizes) -> int | None:

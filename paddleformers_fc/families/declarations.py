@@ -21,6 +21,8 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Generic, TypeVar
 
+from paddleformers_fc.mapping.rules import flat
+
 PLACEHOLDER = re.compile(r"\{(\w+)\}")
 """A placeholder in a declared name; its group is the placeholder itself."""
 
@@ -94,7 +96,9 @@ class Statement:
         dtype: the dtype of the tensor where it differs from the model's; empty for the model's.
         model_class: the model class that has the tensor; None for both. ``family`` turns it into a condition.
         tower: the tower whose sizes the expressions refer to; empty for the family itself.
-        parts: the lengths of query, key and value of a fused layer. Empty for heads of one size.
+        parts: the lengths of the parts of a fused layer, such as query, key and value. Those of parts that lie in one
+            of several sources are a tuple. Empty for heads of one size.
+        groups: the number of groups in which such a source interleaves its parts; empty for one.
         stage: its place in a pipeline; None for that of its tower, or beside the head. Ignored for tensors of layers.
         trained: whether an optimizer updates it.
     """
@@ -110,7 +114,8 @@ class Statement:
     dtype: str = ""
     model_class: ModelClass | None = None
     tower: str = ""
-    parts: tuple[str, ...] = ()
+    parts: tuple[str | tuple[str, ...], ...] = ()
+    groups: str = ""
     stage: Stage | None = None
     trained: bool = True
 
@@ -118,6 +123,11 @@ class Statement:
     def numbers(self) -> tuple[str, ...]:
         """The numbers of the target in order: names of placeholders, and digits where the number is literal."""
         return tuple(_ANY_NUMBER.findall(self.target))
+
+    @property
+    def lengths(self) -> tuple[str, ...]:
+        """The length of every part that is declared."""
+        return flat(self.parts)
 
 
 Statements = tuple[Statement, ...]

@@ -48,6 +48,7 @@ from paddleformers_fc.families.declarations import (
     within as within,
 )
 from paddleformers_fc.families.description import IS_NLP
+from paddleformers_fc.mapping.rules import flat
 
 PREDICTION = "model.layers.{mtp}"
 
@@ -412,14 +413,16 @@ def fused_qkv(
     bias: str = "",
     geometry: Geometry = Geometry.FUSED_QKV,
     name: str = "qkv_proj",
-    parts: tuple[str, ...] = (),
+    parts: tuple[str | tuple[str, ...], ...] = (),
+    groups: str = "",
 ) -> Statements:
-    """Declare the fused layer ``name`` of the layers ``canonical`` in the same scope: three, or one that is fused.
+    """Declare the fused layer ``name`` of the layers ``canonical`` in the same scope: one per part, or a fused one.
 
-    ``parts`` are the lengths of query, key and value where they are not heads of one size, as of queries with a gate.
+    ``parts`` are the lengths of query, key and value where they are not heads of one size, as of queries with a gate;
+    a layer that holds several parts has a tuple. It interleaves them in ``groups`` groups.
     """
-    fused_layers = _fused(prefix, name, canonical, geometry, " + ".join(parts) or "q + 2 * kv", bias)
-    return tuple(replace(one, parts=parts) for one in fused_layers)
+    fused_layers = _fused(prefix, name, canonical, geometry, " + ".join(flat(parts)) or "q + 2 * kv", bias)
+    return tuple(replace(one, parts=parts, groups=groups) for one in fused_layers)
 
 
 def _fused(prefix: str, name: str, canonical: tuple[str, ...], geometry: Geometry, width: str, bias: str) -> Statements:
@@ -475,6 +478,22 @@ def delta_net(prefix: str) -> Statements:
         replicated(f"{prefix}.in_proj_ba", "hidden", "2 * linear_num_value_heads"),
         norm(f"{prefix}.norm", "linear_value_head_dim"),
         replicated(f"{prefix}.out_proj", "linear_values", "hidden"),
+    )
+
+
+def fleet_delta_net(prefix: str) -> Statements:
+    """Declare a gated delta net of PaddleFleet: query, key, value, gate, beta and alpha side by side for every rank."""
+    mixed, heads = ("linear_keys", "linear_keys", "linear_values"), "linear_num_value_heads"
+    conv = fused(
+        f"{prefix}.conv1d.weight", [f"{prefix}.conv1d.weight"], PER_RANK, ("", "1", "linear_conv_kernel_dim"), 0
+    )
+    canonical = tuple(f"in_proj_{part}" for part in ("qkv", "z", "b", "a"))
+    return declared(
+        same(f"{prefix}.{{A_log,dt_bias}}", shape=(heads,), cut=0, dtype="float32"),
+        tuple(replace(one, turned=False, parts=mixed, shape=(" + ".join(mixed), *one.shape[1:])) for one in conv),
+        fused_qkv(prefix, canonical, "", PER_RANK, "in_proj", (mixed, "linear_values", heads, heads)),
+        renamed({"out_norm": "norm"}, norm(f"{prefix}.out_norm", "linear_value_head_dim")),
+        row(f"{prefix}.out_proj", "linear_values", "hidden"),
     )
 
 

@@ -72,6 +72,35 @@ QWEN3_VL = lang.tower(
 """The tower of Qwen 3 VL, dense and MoE."""
 
 
+_MERGED = {"merger.mlp.up_gate_proj": "merger.linear_fc1", "merger.mlp.down_proj": "merger.linear_fc2"}
+_MERGED |= {"patch_embed.": "patch_embed.proj."}
+QWEN3_5 = lang.tower(
+    "vision",
+    "vision_config",
+    "model",
+    layers="vision_model.layers.{block}",
+    layer=[],
+    outside=[
+        lang.within(
+            "vision_model",
+            lang.renamed(
+                _MERGED,
+                lang.patches("patch_embed", "True"),
+                lang.same("pos_embed.weight", shape=("num_position_embeddings", "hidden")),
+                lang.norm("merger.norm", bias="True"),
+                lang.column("merger.mlp.up_gate_proj", "merged", "merged", "True"),
+                lang.row("merger.mlp.down_proj", "merged", "out_hidden_size", "True"),
+            ),
+            canonical="visual",
+        ),
+        lang.within("vision_model.layers.{block}", FLEET_BLOCK, canonical="visual.blocks.{block}"),
+    ],
+    sizes=lang.VISION_SIZES,
+    defaults={**lang.VISION_DEFAULTS, "patch_size": 16, "num_position_embeddings": 2304},
+)
+"""The tower of Qwen 3.5, dense and MoE, in PaddleFleet's class."""
+
+
 def glm(
     merger_size: str,
     *,

@@ -211,7 +211,10 @@ def test_a_statement_that_names_a_layer_is_written_for_every_layer() -> None:
 def test_the_text_of_a_family_with_more_layers_is_that_of_all_its_layers(family: Family) -> None:
     layers = {**family.defaults, **family.tiny}.get("num_hidden_layers", 2) + 4
     # Empty layers in front give the two sides different numbers, and no layer is closed.
-    described = model_of(nested_settings(family, num_hidden_layers=layers, num_empty_layers_add_in_head=0))
+    kinds = family.tiny.get("text_config", {}).get("layer_types")
+    listed = {"layer_types": kinds * (layers // len(kinds))} if kinds else {}
+    changes = {"num_hidden_layers": layers, "num_empty_layers_add_in_head": 0, **listed}
+    described = model_of(nested_settings(family, **changes))
     tensors = [one.under(tp=2) for one in enumerate_tensors(family, described)]
     rules = replace(bind(family, described, tensors), cuts={one.name: one.cuts for one in tensors})
     mapping = with_ties(rules)

@@ -95,6 +95,11 @@ def stock_outputs(
     """
     from paddle.distributed.flex_checkpoint.aoa.aoa_engine import AOAEngine
 
+    if any("fused_in_proj" in statement for statement in statements):
+        from tests.harness import fleet_stub
+
+        fleet_stub.install()
+        importlib.import_module("paddleformers.transformers.qwen3_5.modeling")  # It registers the attribute.
     try:
         engine = AOAEngine(
             {"aoa_statements": statements}, _shards(sources), None if targets is None else _shards(targets)
@@ -163,6 +168,8 @@ CONFIGS = {
     "paddleocr_vl": "PaddleOCRVLConfig",
     "ernie4_5_moe_vl": "Ernie4_5_VLConfig",
     "glm_moe_dsa": "GlmMoeDsaConfig",
+    "qwen3_5": "Qwen3_5Config",
+    "qwen3_5_moe": "Qwen3_5MoEConfig",
 }
 
 

@@ -21,6 +21,7 @@ DEFAULTS = {
     "mlp_bias": False,
     "moe_expert_fusion": False,
     "mtp_num_layers": 0,
+    "tensor_model_parallel_size": 1,
     "num_nextn_predict_layers": 0,
     "tie_word_embeddings": False,
     "use_bias": False,
@@ -48,11 +49,14 @@ CONVERSIONS: dict[str, dict[str, str]] = {
     "qwen2_5_vl": _QWEN,
     "qwen3_vl": _QWEN,
     "qwen3_vl_moe": _QWEN,
+    "qwen3_5": _QWEN,
+    "qwen3_5_moe": _QWEN,
     "glm4v_moe": {"^visual": "model.visual", "^language_model": "model.language_model"},
 }
 """What the classes of models with an image tower call ``_checkpoint_conversion_mapping``."""
 
 FILES = {("qwen3_vl", True): "modeling_fleet.py", ("ernie4_5_moe_vl", False): "model/modeling_moe_vl.py"}
+FILES[("qwen3_5_moe", False)] = "../qwen3_5/modeling.py"  # Its class is that of the dense model.
 """Files of statements that are not in ``modeling.py``, by model type and whether they are of PaddleFleet's class."""
 
 # What these functions use of their module. No model here has windows.

@@ -22,6 +22,10 @@ from tests.mapping.numbers import Arrays, moved
 
 DEGREES = (1, 2)
 FLEET, PLAIN = {"is_fleet": True}, {"is_fleet": False}
+TIED, FULL_FIRST = {"tie_word_embeddings": True}, ["full_attention", "linear_attention"]
+# Stock cuts the channels of a delta net into heads of one size. Of a dense model it leaves out the prediction layers.
+EQUAL_HEADS = {"linear_key_head_dim": 4, "linear_value_head_dim": 4, "layer_types": FULL_FIRST[::-1]}
+NO_PREDICTION = {**EQUAL_HEADS, "mtp_num_hidden_layers": 0}
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("qwen2_5_vl", {}),
     ("qwen2_5_vl", {"tie_word_embeddings": True}),
@@ -31,6 +35,12 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("glm4v_moe", {}),
     ("glm_ocr", {}),
     ("paddleocr_vl", {}),
+    ("qwen3_5", {"text_config": NO_PREDICTION}),
+    ("qwen3_5", {"text_config": {**NO_PREDICTION, "attn_output_gate": False}, **TIED}),
+    ("qwen3_5", {"text_config": {**NO_PREDICTION, "linear_num_key_heads": 8, "num_key_value_heads": 8}}),
+    ("qwen3_5_moe", {"moe_expert_fusion": True, "text_config": EQUAL_HEADS}),
+    ("qwen3_5_moe", {"moe_expert_fusion": True, "text_config": {**EQUAL_HEADS, "attn_output_gate": False}}),
+    ("qwen3_5_moe", {"moe_expert_fusion": True, "text_config": {**EQUAL_HEADS, "layer_types": FULL_FIRST}, **TIED}),
 ]
 ALL_SPARSE = {"num_experts": 4, "moe_intermediate_size": 12, "head_dim": 8, "mlp_only_layers": []}
 MOE = [("qwen3_vl_moe", {**one, "text_config": ALL_SPARSE, "moe_expert_fusion": True}) for one in (FLEET, PLAIN)]
@@ -72,6 +82,8 @@ def mutants(family: Family) -> Iterator[tuple[str, Family]]:
         if len(one.sources) > 1:
             changed += [replace(one, sources=one.sources[::-1])]
             changed += [replace(one, sources=(one.sources[0], *one.sources[:0:-1]))]
+        if one.groups:
+            changed += [replace(one, groups="")]
         if one.geometry in (Geometry.LINEAR, Geometry.SAME):
             other = Geometry.SAME if one.geometry is Geometry.LINEAR else Geometry.LINEAR
             changed += [replace(one, geometry=other)]

@@ -38,6 +38,8 @@ DIGESTS = {
     "qwen2_5_vl": "ed3bb89495ba3e6a",
     "qwen2_moe": "6b6d542cd89ad14d",
     "qwen3": "87f8e2dce4cf995f",
+    "qwen3_5": "b2fdd5c9bd03db50",
+    "qwen3_5_moe": "3127fa93ab115205",
     "qwen3_moe": "4a7c871d25704adf",
     "qwen3_next": "8abf9b3a7337c7c1",
     "qwen3_vl": "a08f253c73aeb1f3",

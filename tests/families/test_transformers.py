@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,11 @@ TURNED = {"qwen3_vl_moe": ".mlp.experts."}
 """Names of stacked experts that Transformers 5.3 writes as it holds them. It reads published files, and turns them."""
 
 
+ONE_BY_ONE = re.compile(r"(?P<scope>.*\.experts)\.[0-9]+\.(?P<part>gate|up|down)_proj\.weight")
+STACKED = ("qwen3_5_moe",)
+"""Families whose experts Transformers 5.3 writes one by one. Published files stack them; it reads both."""
+
+
 def canonical(config: dict[str, Any]) -> dict[str, list[int]]:
     """The canonical tensors that a family gives for a configuration."""
     family = family_for(config)
@@ -36,7 +42,23 @@ def stored(case: str) -> dict[str, list[int]]:
     turned = TURNED.get(case.split(",")[0], "\0")
     shapes = CASES[case]["tensors"]
     published = {name.replace(*PREFIXES): one for name, one in shapes.items()}
+    if case.split(",")[0] in STACKED:
+        published = joined(published, CASES[case]["config"]["text_config"]["num_experts"])
     return {name: [one[0], *one[:0:-1]] if turned in name else one for name, one in published.items()}
+
+
+def joined(shapes: dict[str, list[int]], count: int) -> dict[str, list[int]]:
+    """The tensors of a file with the experts of every layer in two stacks."""
+    found = dict[str, list[int]]()
+    for name, shape in shapes.items():
+        expert = ONE_BY_ONE.fullmatch(name)
+        if expert is None:
+            found[name] = shape
+        elif expert["part"] == "down":
+            found[f"{expert['scope']}.down_proj"] = [count, *shape]
+        else:
+            found[f"{expert['scope']}.gate_up_proj"] = [count, 2 * shape[0], shape[1]]
+    return found
 
 
 def settings(case: str, **changes: Any) -> dict[str, Any]:
@@ -57,7 +79,7 @@ def test_every_family_has_a_case() -> None:
         *("llama", "ernie4_5", "ernie4_5_moe", "phi3", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe"),
         *("glm4_moe", "deepseek_v3", "gpt_oss", "gemma3_text", "minimax_m2", "kimi_k2"),
         *("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_next", "glm4v_moe", "glm_ocr", "paddleocr_vl"),
-        *("glm_moe_dsa", "ernie4_5_moe_vl"),
+        *("glm_moe_dsa", "ernie4_5_moe_vl", "qwen3_5", "qwen3_5_moe"),
     }
 
 

@@ -81,6 +81,9 @@ def _changed(one: Statement) -> Iterator[tuple[str, Statement]]:
                 yield "layout", replace(one, geometry=geometry)
     if one.parts:
         yield "lengths of parts", replace(one, parts=one.parts[::-1])
+    if one.groups:
+        yield "groups of a source", replace(one, groups="")
+        yield "groups of a source", replace(one, groups="kv_heads")
     if one.stack is not None:
         yield "stack", replace(one, stack=replace(one.stack, axis=1 - min(one.stack.axis, 1)))
         yield "stack", replace(one, stack=Stack(one.stack.axis, not one.stack.new))

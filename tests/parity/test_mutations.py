@@ -32,6 +32,19 @@ CONFIGS: dict[str, list[dict[str, Any]]] = {
 CONFIGS["kimi_k2"] += [{}, {"moe_expert_fusion": False}]
 CONFIGS["deepseek_v3"] += [{}]
 CONFIGS["ernie4_5_moe_vl"] += [{}]
+# The text of a vision-language model; stock cuts the channels of a delta net into heads of one size.
+TEXT_OF_TINY = {name: settings(BY_NAME[name])["text_config"] for name in ("qwen3_5", "qwen3_5_moe")}
+EQUAL_HEADS = {"linear_key_head_dim": 4, "linear_value_head_dim": 4, "attention_bias": False}
+EQUAL_HEADS |= {"layer_types": ["linear_attention", "full_attention"]}
+# Stock's statements of a dense model have no prediction layers.
+TEXT_CHANGES = {
+    "qwen3_5": [{"mtp_num_hidden_layers": 0}, {"mtp_num_hidden_layers": 0, "attn_output_gate": False}],
+    "qwen3_5_moe": [{}, {"attn_output_gate": False}],
+}
+for _name, _changes in TEXT_CHANGES.items():
+    CONFIGS[_name] += [
+        {"moe_expert_fusion": True, "text_config": {**TEXT_OF_TINY[_name], **EQUAL_HEADS, **one}} for one in _changes
+    ]
 JUDGED = [name for name in CONFIGS if CONFIGS[name] or any(one.split("-")[0] == name for one in NAMES)]
 
 QUICK = "phi3"
