@@ -22,15 +22,20 @@ def saved(patient_ranks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest.mark.parametrize(
-    ("layout", "victims", "kind", "part"),
+    ("layout", "victims", "kind", "part", "beside"),
     [
-        (DP2, [0], "mkdir", ".checkpoint-6.unfinished-"),
-        (SD2V2, [1], "write", "optimizer_state"),
-        (DP2, [0], "rename", "flex_checkpoint.json"),
-        (SD2V2, [0, 1], "sync", "model_state"),
-        (DP2, [0], "rename", "/checkpoint-6"),
+        (DP2, [0], "mkdir", ".checkpoint-6.unfinished-", False),
+        (SD2V2, [1], "write", "optimizer_state", False),
+        (DP2, [0], "rename", "flex_checkpoint.json", False),
+        (SD2V2, [0, 1], "sync", "model_state", False),
+        (DP2, [0], "rename", "/checkpoint-6", False),
+        (SD2V2, [1], "write", "optimizer_state", True),
+        (DP2, [0], "rename", "/checkpoint-6", True),
     ],
-    ids=["before anything", "one writes", "the manifest is next", "all of them", "the name is next"],
+    ids=[
+        *("before anything", "one writes", "the manifest is next", "all of them", "the name is next"),
+        *("one writes beside steps", "the name is next beside steps"),
+    ],
 )
 def test_ranks_killed_in_a_save_end_the_job_and_the_step_before_goes_on_with_as_many_ranks_and_with_fewer(
     patient_ranks: ForkServer,
@@ -40,10 +45,11 @@ def test_ranks_killed_in_a_save_end_the_job_and_the_step_before_goes_on_with_as_
     victims: list[int],
     kind: str,
     part: str,
+    beside: bool,
 ) -> None:
     out = tmp_path / "out"
     shutil.copytree(saved.third, out / "checkpoint-3")
-    given = settings(layout, out, True, **SIX_STEPS)
+    given = settings(layout, out, True, **SIX_STEPS, flex_async_save=beside)
     job = {"victims": victims, "kind": kind, "part": part, **given}
     result = patient_ranks.attempt("tests.crash.jobs:run_and_die", layout.nproc, job)
     assert [result.returncodes[rank] for rank in victims] == [-9] * len(victims)
