@@ -98,14 +98,14 @@ class SnapshotArena:
         try:
             for (role, name), some in stretches.items():
                 tensor = tensors[role][name].local_tensor
-                width = dtype_of(tensor).itemsize
+                width, addressable = dtype_of(tensor).itemsize, in_host_memory(tensor.place)
                 for begin, end in some:
                     size = (end - begin) * width
                     one = _Copied((begin, end), self._memory[used : used + size])
                     used += _aligned(size)
                     copied.setdefault(role, {}).setdefault(name, []).append(one)
-                    if in_host_memory(tensor.place):
-                        on_host.extend(_host_pieces(tensor, one))
+                    if addressable:
+                        on_host.extend(_host_pieces(tensor, width, one))
                     else:
                         transfers.extend(begin_copies(tensor, begin, end, one.memory))
         except BaseException:
@@ -216,10 +216,9 @@ def _wait_for(transfers: list[Transfer]) -> None:
         transfer.wait()
 
 
-def _host_pieces(tensor: Any, one: _Copied) -> Iterator[_HostPiece]:
+def _host_pieces(tensor: Any, width: int, one: _Copied) -> Iterator[_HostPiece]:
     """Yield the parts of a stretch that one thread copies at a time."""
     begin, end = one.stretch
-    width = dtype_of(tensor).itemsize
     most = _PIECE_BYTES // width
     for start in range(begin, end, most):
         stop = min(start + most, end)

@@ -22,7 +22,8 @@ import copy
 import dataclasses
 import json
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -102,16 +103,19 @@ def config_text(model: Any) -> str:
     return json.dumps(model_config(model), indent=2, sort_keys=True, ensure_ascii=False) + "\n"
 
 
-def model_files(trainer: Any) -> dict[str, bytes]:
+def model_files(trainer: Any, tokenizer: Mapping[str, bytes]) -> dict[str, bytes]:
     """Return the files that describe a Trainer's model: configuration, generation settings, tokenizer, processor.
 
+    Args:
+        trainer: the Trainer.
+        tokenizer: the files of its tokenizer and processor.
     Returns:
         content by path relative to the directory of the weights.
     """
     model = unwrap_model(trainer.model)
     custom = [trainer.copy_custom_files] if getattr(trainer.args, "copy_custom_file_list", None) else []
     return {
-        **tokenizer_files(trainer),
+        **tokenizer,
         **_written_by(custom),
         **inherited.generation_file(model),
         CONFIG_NAME: config_text(model).encode(),
@@ -128,25 +132,48 @@ def tokenizer_files(trainer: Any) -> dict[str, bytes]:
     return _written_by(writers)
 
 
-def trainer_files(trainer: Any, data: dict[str, Any]) -> dict[str, bytes]:
-    """Return the documents of the Trainer's state that are equal on all ranks.
+class TokenizerFiles:
+    """The files of a Trainer's tokenizer and processor, which are written again only if these have changed."""
+
+    def __init__(self) -> None:
+        self._written_of: tuple[str, ...] | None = None
+        self._files: dict[str, bytes] = {}
+
+    def of(self, trainer: Any) -> dict[str, bytes]:
+        """Return the files by path relative to the directory of the weights."""
+        some = (trainer.tokenizer, trainer.processing_class)
+        present = tuple(f"{one!r}{getattr(one, 'chat_template', None)}" for one in some)
+        if present != self._written_of:
+            self._files, self._written_of = tokenizer_files(trainer), present
+        return self._files
+
+
+def copied_state(state: TrainerState) -> TrainerState:
+    """Return a copy of the Trainer's state; entries of the log do not change, so the copy shares them."""
+    return copy.deepcopy(state, {id(state.log_history): list(state.log_history)})
+
+
+def capture_progress(trainer: Any, data: dict[str, Any]) -> dict[str, Callable[[], bytes]]:
+    """Capture the Trainer's state at this step, and return functions that encode it as documents.
 
     Args:
         trainer: the Trainer.
         data: the position in the data, see :mod:`.position`.
 
-    Raises:
-        FormatError: the state of a scheduler or callback has a value that JSON cannot hold exactly.
+    Returns:
+        functions by path; they raise a FormatError if the state of a scheduler or callback has a value that JSON cannot
+        hold exactly.
     """
-    files = {
-        STATE: codecs.encode(dataclasses.asdict(trainer.state), "trainer state"),
-        DATA: codecs.encode(data, "data position"),
-        ARGUMENTS: arguments_document(trainer.args),
+    state = copied_state(trainer.state)
+    files: dict[str, Callable[[], bytes]] = {
+        STATE: lambda: codecs.encode(dataclasses.asdict(state), "trainer state"),
+        DATA: partial(codecs.encode, data, "data position"),
     }
     if not trainer.args.ignore_save_lr_and_optim:
-        files[SCHEDULER] = codecs.encode(trainer.lr_scheduler.state_dict(), "learning-rate scheduler")
+        scheduler = copy.deepcopy(trainer.lr_scheduler.state_dict())
+        files[SCHEDULER] = partial(codecs.encode, scheduler, "learning-rate scheduler")
         if trainer.do_grad_scaling:
-            files[SCALER] = codecs.encode(trainer.scaler.state_dict(), "loss scaler")
+            files[SCALER] = partial(codecs.encode, copy.deepcopy(trainer.scaler.state_dict()), "loss scaler")
     return files
 
 
@@ -371,6 +398,9 @@ def _trainer_state(values: dict[str, Any], path: AnyPath) -> TrainerState:
 
 def _written_by(writers: Iterable[Callable[[str], Any]]) -> dict[str, bytes]:
     """Return the files that some functions write into a given directory."""
+    writers = list(writers)
+    if not writers:
+        return {}
     with tempfile.TemporaryDirectory(prefix="paddleformers-fc-") as name:
         for write in writers:
             write(name)

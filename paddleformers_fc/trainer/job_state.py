@@ -101,6 +101,7 @@ class JobState:
         reference: the reference model of preference training.
         average: the moving average of the weights; None without one.
         uploads: uploads checkpoints; None without ``flex_upload``.
+        tokenizer_files: the files of the tokenizer, kept between saves.
     """
 
     tracker: batches.PositionTracker
@@ -125,6 +126,7 @@ class JobState:
     reference: ReferenceRecord = field(default_factory=ReferenceRecord)
     average: MovingAverage | None = None
     uploads: Uploads | None = None
+    tokenizer_files: documents.TokenizerFiles = field(default_factory=documents.TokenizerFiles)
 
     def warn_once(self, args: Any, line: str) -> None:
         """Log a warning on every node, once per run."""

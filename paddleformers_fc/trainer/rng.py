@@ -10,6 +10,8 @@ About 30 kB per process.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any
 
 import msgspec
@@ -48,32 +50,30 @@ class _Generators(msgspec.Struct, forbid_unknown_fields=True):
     hybrid_parallel: dict[str, list[_Taken]]
 
 
-def capture(world_size: int, hybrid: bool) -> bytes:
-    """The state of this process's generators as a JSON document.
+def capture(world_size: int, hybrid: bool) -> Callable[[], bytes]:
+    """Capture the state of this process's generators, and return a function that encodes it as a JSON document.
 
     Args:
         world_size: number of processes; a state is only meaningful for the same number.
         hybrid: whether the hybrid-parallel tracker is in use.
     """
     tracked = get_rng_state_tracker().get_states_tracker() if hybrid else {}
-    return encode(
-        {
-            "world_size": world_size,
-            "python": random.getstate(),
-            "numpy": np.random.get_state(),
-            "cpu": _taken(core.default_cpu_generator().get_state()),
-            "device": [_taken(state) for state in paddle.get_rng_state()],
-            "hybrid_parallel": {name: [_taken(state) for state in states] for name, states in tracked.items()},
-        },
-        "random generators",
-    )
+    captured = {
+        "world_size": world_size,
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "cpu": _taken(core.default_cpu_generator().get_state()),
+        "device": [_taken(state) for state in paddle.get_rng_state()],
+        "hybrid_parallel": {name: [_taken(state) for state in states] for name, states in tracked.items()},
+    }
+    return partial(encode, captured, "random generators")
 
 
 def restore(raw: bytes, where: str, world_size: int, hybrid: bool, tensor_parallel: bool) -> bool:
     """Set this process's generators to a captured state.
 
     Args:
-        raw: what :func:`capture` returned.
+        raw: the document of :func:`capture`.
         where: the file it was read from.
         world_size: number of processes now.
         hybrid: whether the hybrid-parallel tracker is in use.

@@ -7,10 +7,11 @@ steps later.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import paddle.distributed as dist
@@ -51,6 +52,9 @@ from paddleformers_fc.trainer.job_state import (
 from paddleformers_fc.trainer.options import parse_size
 from paddleformers_fc.trainer.uploads import Uploads
 
+_T = TypeVar("_T")
+_Encode: TypeAlias = Callable[[], dict[str, bytes]]
+
 
 @dataclass(frozen=True)
 class SaveJob:
@@ -59,7 +63,9 @@ class SaveJob:
     Args:
         directory: ``checkpoint-N``.
         step: optimizer steps done.
-        part: returns this rank's part, or raises the error of its preparation.
+        part: returns this rank's part without its files, or raises the error of its preparation.
+        encode: returns the small files of this rank; it reads the configuration of the model and of the run, which no
+            step changes, and takes longer than ``part``.
         consistency: what must be equal on all ranks.
         best: the best checkpoint with this one; None if there is none.
         started: when the save began, of the monotonic clock.
@@ -68,9 +74,14 @@ class SaveJob:
     directory: Path
     step: int
     part: Callable[[], LivePart]
+    encode: Callable[[], Mapping[str, bytes]]
     consistency: ConsistencyCheck
     best: str | None
     started: float
+
+    def whole(self) -> LivePart:
+        """Return this rank's part with its files, on the thread that writes."""
+        return replace(self.part(), files=self.encode())
 
 
 def prepare(trainer: Any, metrics: dict[str, float] | None) -> SaveJob:
@@ -100,27 +111,27 @@ def prepare(trainer: Any, metrics: dict[str, float] | None) -> SaveJob:
     facts = comparable_facts(model, job, max_file_bytes, replicas)
     options = consistency_check_of(args, f"saving {directory.name}")
 
-    def part() -> LivePart:
+    def described() -> tuple[LivePart, _Encode]:
         undefined.refuse_undefined(trainer.model)
         if run.ran:
             refuse_other_loop(trainer)
         _update_best(trainer, metrics, directory)
-        return live_part(_roles(trainer, run), model, _files(trainer), job, max_file_bytes, replicas)
+        return live_part(_roles(trainer, run), model, {}, job, max_file_bytes, replicas), _capture_files(trainer)
 
-    prepared = _outcome(part)
+    prepared = _outcome(described)
     consistency = replace(options, facts={**options.facts, **facts})
     best = trainer.state.best_model_checkpoint
-    return SaveJob(directory, job.step, prepared, consistency, best, started)
+    return SaveJob(directory, job.step, lambda: prepared()[0], lambda: prepared()[1](), consistency, best, started)
 
 
-def _outcome(work: Callable[[], LivePart]) -> Callable[[], LivePart]:
+def _outcome(work: Callable[[], _T]) -> Callable[[], _T]:
     """Do work now, and return a function with its result or error."""
     try:
         result = work()
     except Exception as error:  # Raised by the caller of the outcome, where all ranks learn of it.
         failure = error
 
-        def fail() -> LivePart:
+        def fail() -> _T:
             raise failure
 
         return fail
@@ -253,24 +264,35 @@ def _note_disks(run: JobState, disks: DiskLeaders, args: Any) -> None:
     run.disks = disks
 
 
-def _files(trainer: Any) -> dict[str, bytes]:
-    """Return the small files of this rank; the first rank has those that are equal on all ranks."""
-    args, tracker = trainer.args, job_state_of(trainer).tracker
-    files: dict[str, bytes] = {}
+def _capture_files(trainer: Any) -> _Encode:
+    """Capture what this step has in the small files of this rank, and return a function that encodes them.
+
+    The first rank has those that are equal on all ranks.
+    """
+    run, args = job_state_of(trainer), trainer.args
+    tracker = run.tracker
+    captured: dict[str, Callable[[], bytes]] = {}
     if args.save_rng_states:
-        files[documents.rng_name(dist.get_rank())] = rng.capture(args.world_size, args.use_hybrid_parallel)
+        captured[documents.rng_name(dist.get_rank())] = rng.capture(args.world_size, args.use_hybrid_parallel)
+    described: _Encode = dict
     if dist.get_rank() == 0:
         identity = corpus.digest(trainer.train_dataset, position.covered(tracker.position, tracker.order))
         order = replace(tracker.order, corpus=identity)
         data = position.to_document(tracker.position, position.pace_of(args), order)
-        files |= {**documents.model_files(trainer), **documents.trainer_files(trainer, data)}
+        captured |= documents.capture_progress(trainer, data)
         if reference.model_of(trainer) is not None:
-            about = reference.document(trainer, job_state_of(trainer).reference, position.pace_of(args))
-            files[documents.REFERENCE] = codecs.encode(about, "reference model")
-        average = job_state_of(trainer).average
-        if average is not None and average.has_begun:
-            files[documents.AVERAGE] = codecs.encode(average.document(), "moving average")
-    return files
+            about = reference.document(trainer, run.reference, position.pace_of(args))
+            captured[documents.REFERENCE] = partial(codecs.encode, about, "reference model")
+        if run.average is not None and run.average.has_begun:
+            captured[documents.AVERAGE] = partial(codecs.encode, run.average.document(), "moving average")
+        described = partial(_describing_files, trainer, run.tokenizer_files.of(trainer))
+    return lambda: {**described(), **{name: encode() for name, encode in captured.items()}}
+
+
+def _describing_files(trainer: Any, tokenizer: dict[str, bytes]) -> dict[str, bytes]:
+    """Return the files that are the same at every step."""
+    arguments = documents.arguments_document(trainer.args)
+    return {**documents.model_files(trainer, tokenizer), documents.ARGUMENTS: arguments}
 
 
 def _update_best(trainer: Any, metrics: dict[str, float] | None, directory: Path) -> None:

@@ -1,6 +1,6 @@
 """Saves that go on beside training, under ``flex_async_save``.
 
-At the step that is saved the training thread describes its tensors and encodes the small files of the step. A thread
+At the step that is saved the training thread describes its tensors and captures the Trainer's state. A thread
 then copies what this rank writes into a kept arena (:mod:`~paddleformers_fc.execute.arena`) during the next passes, and
 the next update waits for the copy (:mod:`.between_steps`). After that the thread writes, commits and deletes old
 checkpoints. Its exchanges are those of a save in a step, over a communicator of its own, so the training thread makes
@@ -18,7 +18,6 @@ Memory: per save under way what this rank writes, and the parts of replicas that
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -37,6 +36,7 @@ from paddleformers_fc.execute.save_plan import SavePlan
 from paddleformers_fc.execute.staging_pool import TransferFigures, measured_transfers
 from paddleformers_fc.execute.stretches import stretches_of
 from paddleformers_fc.text import size_text
+from paddleformers_fc.trainer.documents import copied_state
 from paddleformers_fc.trainer.host import logger
 from paddleformers_fc.trainer.job_state import background_communicator, channel_of, job_state_of
 from paddleformers_fc.trainer.optimizers import descriptor_of
@@ -192,7 +192,7 @@ class SavesBesideSteps:
             trainer.state.best_model_checkpoint = self._latest.job.best
         try:
             job = prepare(trainer, metrics)
-            return job, copy.deepcopy(trainer.state)
+            return job, copied_state(trainer.state)
         finally:
             trainer.state.best_model_checkpoint = committed
 
@@ -237,7 +237,7 @@ class SavesBesideSteps:
                 try:
                     if begun is not None:
                         begun.copy.help()  # Before the ranks exchange anything.
-                    taken = snapshot(job.part, _capture(trainer, slot, begun), slot.channel, job.consistency)
+                    taken = snapshot(job.whole, _capture(trainer, slot, begun), slot.channel, job.consistency)
                 finally:
                     if begun is not None:
                         begun.copy.wait()

@@ -22,7 +22,7 @@ class SavesInSteps:
         trainer.runtime_timer.start("checkpoint saving time")
         job = prepare(trainer, metrics)
         with measured_transfers() as transfers:
-            taken = snapshot(job.part, views(parse_size(args.flex_staging_size)), channel, job.consistency)
+            taken = snapshot(job.whole, views(parse_size(args.flex_staging_size)), channel, job.consistency)
             report = write_and_commit(taken, job.directory, channel)
         trainer.runtime_timer.stop()
         upload(trainer, job, report)

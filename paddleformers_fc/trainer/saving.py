@@ -164,7 +164,8 @@ def export_live(
         if channel.rank != 0:
             return roles, {}
         arguments = documents.arguments_document(trainer.args)
-        return roles, {**documents.model_files(trainer), RUN_ARGUMENTS: arguments}
+        tokenizer = documents.tokenizer_files(trainer)
+        return roles, {**documents.model_files(trainer, tokenizer), RUN_ARGUMENTS: arguments}
 
     roles, files = run_on_all(channel, "preparing an export", prepare, consistency)
     model, tied = describe(trainer.model), trainer.args.flex_tied

@@ -483,7 +483,7 @@ def random_states() -> dict[str, Any]:
         return [*plain, paddle.randperm(9).tolist(), tracked]
 
     draw()
-    captured = rng.capture(world_size=2, hybrid=True)
+    captured = rng.capture(world_size=2, hybrid=True)()
     first, second = draw(), draw()
     restored = rng.restore(captured, "rng", world_size=2, hybrid=True, tensor_parallel=True)
     again = draw()
