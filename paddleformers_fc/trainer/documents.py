@@ -66,6 +66,7 @@ _MAX_BYTES = 512 * 1024 * 1024  # A state holds its history: half a kilobyte for
 _MOST_STEPS = 1 << 53
 _DATA_ARGUMENTS = "_flex_data_arguments"
 _DATASET = "train_dataset_path"
+_OF_FAST = ("normalizer", "pre_tokenizer", "post_processor", "decoder", "padding", "truncation")
 _SECRET_ENDINGS = ("_token", "_api_key", "password", "secret")
 
 
@@ -136,16 +137,26 @@ class TokenizerFiles:
     """The files of a Trainer's tokenizer and processor, which are written again only if these have changed."""
 
     def __init__(self) -> None:
-        self._written_of: tuple[str, ...] | None = None
+        self._written_of: tuple[tuple[Any, str], ...] = ()
         self._files: dict[str, bytes] = {}
 
     def of(self, trainer: Any) -> dict[str, bytes]:
         """Return the files by path relative to the directory of the weights."""
-        some = (trainer.tokenizer, trainer.processing_class)
-        present = tuple(f"{one!r}{getattr(one, 'chat_template', None)}" for one in some)
-        if present != self._written_of:
+        present = tuple((one, _content_text(one)) for one in (trainer.tokenizer, trainer.processing_class))
+        if [(id(one), text) for one, text in present] != [(id(one), text) for one, text in self._written_of]:
             self._files, self._written_of = tokenizer_files(trainer), present
         return self._files
+
+
+def _content_text(one: Any) -> str:
+    """Return what a tokenizer or processor writes, as text; its vocabulary is there as its size and added tokens."""
+    fast = getattr(one, "backend_tokenizer", None)
+    own = {
+        name: _content_text(value) if hasattr(value, "save_pretrained") else value
+        for name, value in getattr(one, "__dict__", {}).items()
+        if value is not fast
+    }
+    return f"{one!r} {own} {[getattr(fast, part, None) for part in _OF_FAST]}"
 
 
 def copied_state(state: TrainerState) -> TrainerState:
