@@ -216,6 +216,7 @@ def _files(directory: AnyPath, checksums: FileChecksums | None) -> dict[str, lis
         return {SINGLE_NAME: []}
     names = [path.name for path in list_directory(directory)]
     if numbered := [name for name in names if _NUMBERED.fullmatch(name)]:
+        _refuse_unfinished(directory)
         _refuse_incomplete(directory, numbered)
         return {name: [] for name in sorted(numbered)}
     others = [
@@ -229,6 +230,21 @@ def _files(directory: AnyPath, checksums: FileChecksums | None) -> dict[str, lis
         evidence=[f"neither {INDEX_NAME} nor {SINGLE_NAME} is there", *(line for line, _ in others)],
         next_step=others[0][1] if others else _NAME_ANOTHER,
     )
+
+
+def _refuse_unfinished(directory: AnyPath) -> None:
+    """Refuse numbered files of this package without their index, which an export writes last.
+
+    Raises:
+        NotACheckpoint: there are checksums, which only exports of this package have.
+    """
+    if exists(directory / CHECKSUMS_NAME):
+        raise NotACheckpoint(
+            f"The export to {directory} is not complete.",
+            where=str(directory),
+            evidence=[f"{CHECKSUMS_NAME} is there, and {INDEX_NAME}, which an export writes last, is missing"],
+            next_step="Export again.",
+        )
 
 
 def _refuse_incomplete(directory: AnyPath, numbered: Sequence[str]) -> None:

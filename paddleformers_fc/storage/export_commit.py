@@ -2,7 +2,8 @@
 
 A new export gets its name by one rename. An older one is replaced by an exchange of names if both directories hold
 nothing but files. Otherwise its files are moved one by one, and the mark by which readers recognise an export is
-deleted first and moved last.
+deleted first and moved last. Its checksums are there all the while, so that readers which need no mark for numbered
+files do not take a part of two exports for one.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 
 from paddleformers_fc.errors import StorageError
 from paddleformers_fc.storage.commit import check_pair, discard, is_taken, settle, try_remove
+from paddleformers_fc.storage.export_checksums import CHECKSUMS_NAME
 from paddleformers_fc.storage.files import (
     directories_within,
     exchange,
@@ -151,11 +153,16 @@ def _moved_in(
     for name in marks:
         remove_file(target / name)
     fsync_directory(target)
+    first = [path for path in own if path.name == CHECKSUMS_NAME]
     for path in list_directory(target):
-        if is_old(path.name):
+        if is_old(path.name) and not (first and path.name == CHECKSUMS_NAME):
             remove_file(path)
+    fsync_directory(target)
+    for path in first:
+        rename(staging / path, target / path)
+    fsync_directory(target)
     last = [path for path in own if str(path) in marks]
-    for path in sorted(set(own).difference(last)):
+    for path in sorted(set(own).difference(first, last)):
         make_directories((target / path).parent)
         rename(staging / path, target / path)
     for directory in {path.parent for path in own}:

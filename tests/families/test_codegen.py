@@ -22,7 +22,7 @@ FUSED = {
     "qwen3_vl_moe": {"gate_up_proj": Geometry.SAME, "qkv": Geometry.LINEAR},
 }
 REFUSED = {
-    # Prediction layers have other names in files, and upstream's statements leave them out.
+    # Prediction layers have other names in files, and upstream's statements are invalid.
     "qwen3_5": "is not determined",
     "qwen3_5_moe": "is not determined",
     # Layers of a sequence have one template and several shapes.

@@ -39,6 +39,8 @@ from tests.parity import fixtures
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "derivation.md"
 ALL = [pytest.param(case, id=f"{case.name} TP {tp}") for tp in DEGREES for case in cases(tp)]
+INVALID_HINTS = ("qwen3_5", "qwen3_5_moe")
+"""Families whose statements upstream writes with ``tp_probe_key``, which its own language does not have."""
 ATTENTION = "model.layers.{}.self_attn"
 CONFIG = {"num_attention_heads": 4, "num_key_value_heads": 2}
 
@@ -86,7 +88,8 @@ def test_the_document_is_what_is_measured() -> None:
 @pytest.mark.parametrize("case", ALL)
 def test_a_written_family_is_derived_with_a_hint_and_with_answers_and_never_as_something_else(case: Case) -> None:
     found = measured(case)
-    assert (found.hinted, found.answered) == (SAME, SAME if len(found.questions) <= MOST_QUESTIONS else ASKS)
+    assert found.hinted == (ASKS if case.family.name in INVALID_HINTS else SAME)
+    assert found.answered == (SAME if len(found.questions) <= MOST_QUESTIONS else ASKS)
     assert found.alone in (SAME, ASKS)
 
 

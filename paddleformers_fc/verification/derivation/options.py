@@ -324,10 +324,13 @@ def are_heads_of_one_size(parts: Shape, heads: int, groups: int) -> bool:
 def head_counts(config: Mapping[str, object]) -> tuple[int, int] | None:
     """Return the numbers of query heads and kv heads of a configuration, where it gives them and they group.
 
-    A nested configuration of the text takes precedence.
+    A nested configuration of the text takes precedence. Where queries have gates, which a model may keep beside each
+    head or behind all queries of a group, the numbers do not determine a layout, and there are none.
     """
     text = config.get("text_config")
     config = text if isinstance(text, Mapping) else config
+    if config.get("attn_output_gate"):
+        return None
     heads = config.get("num_attention_heads")
     groups = config.get("num_key_value_heads") or heads
     if not isinstance(heads, int) or not isinstance(groups, int) or heads < 1 or groups < 1 or heads % groups:
