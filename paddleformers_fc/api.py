@@ -24,7 +24,7 @@ from paddleformers_fc.execute.merging import refuse_other_base
 from paddleformers_fc.execute.recasting import refuse_dtype
 from paddleformers_fc.execute.verify import Verification, verify_checkpoint
 from paddleformers_fc.formats import OpenedCheckpoint, open_checkpoint
-from paddleformers_fc.formats.checkpoint import with_config, with_role
+from paddleformers_fc.formats.checkpoint import with_role
 from paddleformers_fc.formats.huggingface import DEFAULT_MAX_SHARD_BYTES, open_huggingface
 from paddleformers_fc.formats.inspection import JobFacts, RoleFacts, job_facts, role_facts
 from paddleformers_fc.formats.peft import refuse_rewriting, require_adapters
@@ -351,10 +351,8 @@ class Checkpoint:
         refuse_rewriting(opened)
         root = opened.catalog.root
         given = opened.config if config is None else require_config(_located(config))
-        if verify == "full" and opened.commit_record is None:
+        if opened.commit_record is None and (verify == "full" or config is not None):
             opened = open_checkpoint(root, verify, config=given)
-        elif config is not None:
-            opened = with_config(opened, given)
         refuse_overlap(root, target)
         refuse_target(target, opened.model_files, replace, writer)
         unread = verify == "full" and opened.commit_record is not None

@@ -160,6 +160,20 @@ def test_a_given_configuration_gives_the_number_of_experts_where_the_directory_h
     assert opened.rules.targets.keys() == tensors.keys()
 
 
+@pytest.mark.parametrize("verify", ["off", "size", "full"])
+def test_a_configuration_that_a_conversion_gives_shows_master_weights_in_files_of_weights(
+    verify: str, tmp_path: Path
+) -> None:
+    source, target = tmp_path / "unified", tmp_path / "flex"
+    source.mkdir()
+    written(source, keys("llama"), of_tensor_parallel_ranks)
+    with_masters_as_weights(source)
+    (source / "config.json").rename(tmp_path / "config.json")
+    with pytest.raises(FormatError, match="contain master weights"):
+        paddleformers_fc.open(source).convert(target, config=tmp_path, verify=verify)
+    assert not target.exists()
+
+
 def test_states_in_ranges_of_elements_are_joined_in_the_order_of_the_files(tmp_path: Path) -> None:
     tensors = written(tmp_path, keys("llama"), of_tensor_parallel_ranks)
     name = "lm_head.weight"
