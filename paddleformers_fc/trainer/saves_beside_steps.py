@@ -18,11 +18,12 @@ Memory: per save under way what this rank writes, and the parts of replicas that
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -68,6 +69,7 @@ class _Save:
         captured: ends when live tensors are not read any more.
         done: ends with the thread's work.
         report: reports the result on the training thread.
+        reported: is set afterwards, so that the next save keeps the checkpoint until then.
         is_event_held: whether ``on_save`` is called when the save is committed.
     """
 
@@ -79,6 +81,7 @@ class _Save:
     captured: Future[None]
     done: Future[None]
     report: Callable[[], None]
+    reported: threading.Event = field(default_factory=threading.Event)
     is_event_held: bool = False
 
 
@@ -248,10 +251,12 @@ class SavesBesideSteps:
             # The state of the run names the former best checkpoint for a step more, which may be deleted here.
             upload(trainer, job, report)
             uploads = job_state_of(trainer).uploads
+            if before is not None:
+                before.reported.wait(args.flex_timeout)  # Its reporters find its checkpoint.
             rotate(args, job.directory, job.best, report.disks, slot.channel, args.output_dir, uploads)
             save.report = partial(self._report_success, trainer, slot, save, report)
         except Exception as error:  # Raised on the training thread.
-            save.report = partial(self._report_failure, slot, error)
+            save.report = partial(self._report_failure, slot, save, error)
         self._agree(slot.channel, save.report)
 
     def _agree(self, channel: Channel, report: Callable[[], None]) -> None:
@@ -278,10 +283,12 @@ class SavesBesideSteps:
             # The handler's on_save would drop a save that is due at this step.
             handler = trainer.callback_handler
             trainer.control = handler.call_event("on_save", trainer.args, save.state, trainer.control)
+        save.reported.set()
 
-    def _report_failure(self, slot: _Slot, error: Exception) -> None:
+    def _report_failure(self, slot: _Slot, save: _Save, error: Exception) -> None:
         """Raise the error of a save, on the training thread."""
         slot.save = None
+        save.reported.set()
         raise error
 
 
