@@ -33,6 +33,7 @@ from paddleformers_fc.families.adapters import Adapters, shared_inputs
 from paddleformers_fc.families.bind import family_heads, headed_names, tied_sources
 from paddleformers_fc.families.changes import OPTION, Change, config_changes, of_adapters, refuse_changes
 from paddleformers_fc.formats import Catalog, OpenedCheckpoint
+from paddleformers_fc.formats.block_scales import in_float32
 from paddleformers_fc.formats.registry import open_weights
 from paddleformers_fc.layout.live import Roles, describe_roles
 from paddleformers_fc.layout.roles import MODEL_STATE, NUMBER_SHAPE, ROLES, parameter_of
@@ -336,7 +337,7 @@ def prepare_weights(
         if opened.format.canonical:
             # Each part of a fused layer may have a copy of the inputs that the layer's adapter shares.
             aliases |= {copy: name for name, copies in shared_inputs(rules).items() for copy in copies}
-            source, report = huggingface_source(catalog, rules, optional, aliases)
+            source, report = huggingface_source(in_float32(catalog), rules, optional, aliases)
         else:
             source, report = resume_source(opened, rules)
         plan = plan_reads(source, shards)

@@ -38,9 +38,10 @@ def weights_md5(directory: AnyPath) -> str:
     digest = hashlib.md5()
     length = PARTS * PART_BYTES if isinstance(directory, RemotePath) else _READ_BYTES
     buffer = memoryview(bytearray(length))
-    tensors = open_checkpoint(directory).catalog.roles[MODEL_STATE]
+    catalog = open_checkpoint(directory).catalog
+    tensors = catalog.roles[MODEL_STATE]
     expect(sum(math.prod(one.shape) * item_size(to_safetensors(one.dtype)) for one in tensors.values()))
-    with RangeReader() as reader:
+    with RangeReader(identities=catalog.identities) as reader:
         for name in sorted(tensors):
             digest.update(name.encode())
             width = item_size(to_safetensors(tensors[name].dtype))

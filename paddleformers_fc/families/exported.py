@@ -25,6 +25,8 @@ _OF_THE_FILE = frozenset(
 )
 """Keys that describe the file and not the model: the source's values do not hold for an export."""
 
+_QUANTIZATION = "quantization_config"
+
 _CLASS = "architectures"
 """Of a whole model. PaddleFormers' configurations with a nested one hand it down."""
 
@@ -50,6 +52,9 @@ def exported_config(
         MappingError: the live configuration contradicts itself.
     """
     values = _completed(written, live.config, source)
+    if (values.get(_QUANTIZATION) or {}).get("quant_method") is not None:
+        # Of the files that the run started from: an export has no scales.
+        del values[_QUANTIZATION]
     for key in {tower.key for tower in family.towers} if family is not None else ():
         if isinstance(written.get(key), Mapping):
             known = source.get(key) or {}

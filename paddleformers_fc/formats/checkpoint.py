@@ -21,6 +21,7 @@ from paddleformers_fc.formats.checks import CheckList
 from paddleformers_fc.layout.roles import EMA_STATE, MODEL_STATE, ROLES
 from paddleformers_fc.layout.shards import Shard, shard_bytes
 from paddleformers_fc.mapping import RuleSet
+from paddleformers_fc.storage.block_scales import ScaledFile
 from paddleformers_fc.storage.dtypes import item_size, to_safetensors
 from paddleformers_fc.storage.export_checksums import CHECKSUMS_NAME, encode_checksums
 from paddleformers_fc.storage.file_checksums import FileChecksum
@@ -278,7 +279,11 @@ class OpenedCheckpoint:
     def files(self) -> frozenset[str]:
         """The files that contain tensors, by path relative to the directory."""
         tensors = (tensor for named in self.catalog.roles.values() for tensor in named.values())
-        return frozenset(file for tensor in tensors for file, _ in tensor.offsets)
+        found = {file for tensor in tensors for file, _ in tensor.offsets}
+        root, identities = self.catalog.root, self.catalog.identities
+        produced = {file: one for file in found if isinstance(one := identities.get(root / file), ScaledFile)}
+        sources = {path.name for one in produced.values() for path in one.sources}
+        return frozenset((found - produced.keys()) | sources)
 
     @property
     def file_sizes(self) -> dict[str, int]:

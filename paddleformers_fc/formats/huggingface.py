@@ -14,10 +14,12 @@ import re
 import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from paddleformers_fc.errors import Corrupt, FormatError, NotACheckpoint, OptionError
+from paddleformers_fc.formats.block_scales import plain_config, plain_document, scaled_files, scaled_shards
 from paddleformers_fc.formats.catalog import Catalog, gather_shards
 from paddleformers_fc.formats.checkpoint import (
     CONFIG_NAME,
@@ -113,7 +115,7 @@ def open_huggingface(directory: AnyPath, verify: str = "size") -> OpenedCheckpoi
         NotACheckpoint: neither an index nor ``model.safetensors``.
         Corrupt: files or tensors that the index lists and the directory lacks, or files that are not those that were
             exported; all of them.
-        FormatError: an index or header that does not follow its format.
+        FormatError: an index or header that does not follow its format, or a quantization that is not supported.
         OptionError: the level is unknown.
     """
     refuse_level(verify)
@@ -129,7 +131,10 @@ def open_huggingface(directory: AnyPath, verify: str = "size") -> OpenedCheckpoi
     headers = dict(zip(files, map_paths(read_header, (directory / name for name in files), directory), strict=True))
     _refuse_model_orientation(directory, headers)
     refuse_unindexed(directory / INDEX_NAME, files, headers)
-    tensors, contradictions = gather_shards(_shards(_with_unnamed(files, headers, directory), headers))
+    config = _read_config(directory, checksums)
+    held = _with_unnamed(files, headers, directory)
+    plain, scaled = scaled_files(directory, config, held, headers)
+    tensors, contradictions = gather_shards(chain(_shards(plain, headers), scaled_shards(held, headers, scaled)))
     if contradictions:
         raise Corrupt("Files contradict each other.", where=str(directory), evidence=contradictions)
     if not tensors:
@@ -137,8 +142,14 @@ def open_huggingface(directory: AnyPath, verify: str = "size") -> OpenedCheckpoi
             "The directory holds no tensor.", where=str(directory), evidence=sorted(files), next_step=_FETCH_AGAIN
         )
     recorded = {name: checksums[name] for name in files if name in checksums} if checksums is not None else {}
-    catalog = Catalog(directory, {MODEL_STATE: tensors}, identities)
-    config = _read_config(directory, checksums)
+    produced = {directory / path: file for path, (_, file) in scaled.items()}
+    catalog = Catalog(directory, {MODEL_STATE: tensors}, {**identities, **produced})
+
+    def documents() -> Documents:
+        found = dict(model_documents(directory, checksums))
+        if scaled and CONFIG_NAME in found:
+            found[CONFIG_NAME] = plain_document(found[CONFIG_NAME], config)
+        return found
 
     def refuse() -> StoredModel:
         raise not_a_flex_checkpoint(HUGGINGFACE, directory)
@@ -146,10 +157,10 @@ def open_huggingface(directory: AnyPath, verify: str = "size") -> OpenedCheckpoi
     return OpenedCheckpoint(
         HUGGINGFACE,
         catalog,
-        config,
+        plain_config(config) if scaled else config,
         refuse,
         recorded,
-        find_unrecorded=lambda: model_documents(directory, checksums),
+        find_unrecorded=documents,
         describe_as=lambda _: refuse(),
     )
 

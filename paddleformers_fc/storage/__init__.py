@@ -14,6 +14,7 @@
 ``safetensors``       a validating header reader and streaming writers
 ``identity``          identities of files, so that the file that is read is the file that was checked
 ``ranges``            parallel reads of byte ranges into memory of the caller
+``block_scales``      8-bit matrices with block scales, read as matrices of another dtype
 ``prefetch``          ranges of remote files in few large requests
 ``vectored_read``     many short ranges in few system calls
 ``regions``           boxes of a stored tensor, read into any strided array

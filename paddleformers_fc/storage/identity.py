@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import xxhash
 
 from paddleformers_fc.errors import Corrupt
+from paddleformers_fc.storage.block_scales import ScaledFile
 from paddleformers_fc.storage.files import OpenFile, map_paths, stat_path
 from paddleformers_fc.storage.paths import AnyPath, RemotePath
 from paddleformers_fc.storage.remote import RemoteFile, RemoteStatus
@@ -39,7 +40,8 @@ class FileIdentity:
     modified: int
 
 
-Identity = FileIdentity | RemoteStatus
+Identity = FileIdentity | RemoteStatus | ScaledFile
+"""Of a file, or of one that is produced from others."""
 Identities = Mapping[AnyPath, Identity]
 
 
@@ -52,6 +54,11 @@ def identities_of(paths: Iterable[AnyPath]) -> dict[AnyPath, Identity]:
     paths = list(paths)
     found = zip(paths, map_paths(stat_path, paths, paths[0]), strict=True) if paths else ()
     return {path: _identity(status) for path, status in found if status is not None}
+
+
+def stored_identities(identities: Identities) -> dict[AnyPath, Identity]:
+    """Return the identities of files without those that are produced from others."""
+    return {path: one for path, one in identities.items() if not isinstance(one, ScaledFile)}
 
 
 def same_bytes_key(identities: Identities) -> str:

@@ -2,7 +2,7 @@
 
 Threads read the byte ranges of a plan with ``preadv``, which takes the offset and needs neither lock nor seek, directly
 into the tensor's memory. This module manages descriptors: a checkpoint of a thousand ranks has thousands of files, and
-a process may open a limited number.
+a process may open a limited number. Ranges of a file that is produced from others are produced here.
 
 Memory: none for data. At most ``max_open_files`` descriptors; the least recently used idle one is closed for the next,
 and a thread waits if all of them are in use. Each thread holds one at a time, so waiting always ends. Remote files have
@@ -20,6 +20,7 @@ from types import MappingProxyType
 from typing import Any
 
 from paddleformers_fc.errors import OptionError, StorageError
+from paddleformers_fc.storage.block_scales import ScaledFile
 from paddleformers_fc.storage.files import OpenFile, memory_at, open_regular, read_into, read_several, writable_view
 from paddleformers_fc.storage.identity import Identities, refuse_replaced, refuse_replaced_meanwhile
 from paddleformers_fc.storage.paths import AnyPath, RemotePath
@@ -69,7 +70,7 @@ class RangeReader:
 
         This saves requests for a remote file, and has no effect for a local one.
         """
-        if isinstance(path, RemotePath):
+        if isinstance(path, RemotePath) and not isinstance(self._identities.get(path), ScaledFile):
             self._ahead.expect(path, wanted)
 
     def read_into(self, path: AnyPath, offset: int, buffer: Any) -> None:
@@ -86,6 +87,10 @@ class RangeReader:
             FormatError: ``path`` is not a regular file, or the buffer is not one piece of writable memory.
             StorageError: the operating system refused, or the reader is closed.
         """
+        produced = self._identities.get(path)
+        if isinstance(produced, ScaledFile):
+            produced.read_into(path, self.read_into, offset, writable_view(buffer, path))
+            return
         file = self._acquire(path)
         try:
             if isinstance(file, RemoteFile):
@@ -97,6 +102,10 @@ class RangeReader:
 
     def read_several(self, path: AnyPath, offset: int, views: Sequence[memoryview]) -> None:
         """Fill several flat buffers with successive bytes; see :func:`~paddleformers_fc.storage.files.read_several`."""
+        if isinstance(self._identities.get(path), ScaledFile):
+            for begin, view in zip(_offsets(offset, views), views, strict=True):
+                self.read_into(path, begin, view)
+            return
         file = self._acquire(path)
         try:
             if isinstance(file, RemoteFile):
@@ -117,6 +126,10 @@ class RangeReader:
         Raises:
             Corrupt, FormatError, StorageError: as :meth:`read_into`.
         """
+        produced = self._identities.get(path)
+        if isinstance(produced, ScaledFile):
+            produced.read_rows(path, self.read_into, rows)
+            return
         file = self._acquire(path)
         try:
             if isinstance(file, RemoteFile):

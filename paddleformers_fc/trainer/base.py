@@ -27,7 +27,7 @@ from paddleformers_fc.execute.memory import host_pieces
 from paddleformers_fc.families.adapters import Base
 from paddleformers_fc.formats.huggingface import open_huggingface
 from paddleformers_fc.layout.roles import MODEL_STATE
-from paddleformers_fc.storage.identity import Identities, identities_of
+from paddleformers_fc.storage.identity import Identities, identities_of, stored_identities
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.storage.ranges import RangeReader
 from paddleformers_fc.text import count_text
@@ -138,7 +138,9 @@ def _file_digests(source: _Source, channel: Channel) -> dict[str, str]:
         with RangeReader() as reader:
             found = {name: recorded[name].digest if name in recorded else hashed(reader, name) for name in mine}
         # After the files were hashed, so that one that was replaced meanwhile is noticed too.
-        return _Digests(found, identities_of(directory / name for name in opened.files) == source.identities)
+        return _Digests(
+            found, identities_of(directory / name for name in opened.files) == stored_identities(source.identities)
+        )
 
     def hashed(reader: RangeReader, name: str) -> str:
         state, buffer, size = xxhash.xxh3_128(), memoryview(bytearray(_READ_BYTES)), opened.file_sizes[name]

@@ -1,0 +1,225 @@
+"""FP8 open weights with block scales: the products of Transformers, whatever range of them is read."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import paddle
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import paddleformers_fc
+from paddleformers_fc.distributed.channel import LocalChannel
+from paddleformers_fc.errors import FormatError
+from paddleformers_fc.execute.load import load_weights
+from paddleformers_fc.execute.weights_md5 import weights_md5
+from paddleformers_fc.formats.huggingface import open_huggingface
+from paddleformers_fc.storage.ranges import RangeReader
+from paddleformers_fc.storage.vectored_read import ScatterList, VectoredReader
+from tests.families.spaces import BY_NAME, model_of, settings, spaces
+
+BLOCK = (16, 8)
+DECLARED = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(BLOCK)}
+
+
+def quantized(array: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Return numbers of 8 bits and a scale per block, as DeepSeek's own script computes them."""
+    high, wide = BLOCK
+    rows, columns = array.shape
+    scales = np.empty((-(-rows // high), -(-columns // wide)), np.float32)
+    found = np.empty(array.shape, ml_dtypes.float8_e4m3fn)
+    for row, column in np.ndindex(*scales.shape):
+        part = np.s_[row * high : (row + 1) * high, column * wide : (column + 1) * wide]
+        scales[row, column] = np.abs(array[part]).max() / 448
+        found[part] = (array[part] / scales[row, column]).astype(ml_dtypes.float8_e4m3fn)
+    return found, scales
+
+
+def expected(numbers: np.ndarray[Any, Any], scales: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return the products in float32; the same expression as in Transformers where blocks are whole."""
+    rows, columns = numbers.shape
+    every = np.repeat(np.repeat(scales, BLOCK[0], 0)[:rows], BLOCK[1], 1)[:, :columns]
+    return numbers.astype(np.float32) * every
+
+
+def canonical() -> dict[str, np.ndarray[Any, Any]]:
+    """Return random open weights of a small DeepSeek V3 whose last blocks are partly empty."""
+    family = BY_NAME["deepseek_v3"]
+    _, stored, _ = spaces(family, settings(family))
+    random = np.random.default_rng(7)
+    return {name: random.standard_normal(one.shape).astype(np.float32) for name, one in stored.items()}
+
+
+def is_quantized(name: str) -> bool:
+    return name.endswith(("_proj.weight", "kv_a_proj_with_mqa.weight"))
+
+
+def write(directory: Path, declared: dict[str, Any] | None = None) -> dict[str, np.ndarray[Any, Any]]:
+    """Write two files, scales in the other one than their weights, and return the weights as float32."""
+    family, files, wanted = BY_NAME["deepseek_v3"], [{}, {}], {}  # type: ignore[var-annotated]
+    for number, (name, array) in enumerate(canonical().items()):
+        if is_quantized(name):
+            numbers, scales = quantized(array)
+            files[number % 2][name], files[1 - number % 2][f"{name}_scale_inv"] = numbers, scales
+            wanted[name] = expected(numbers, scales)
+        else:
+            files[number % 2][name] = array.astype(ml_dtypes.bfloat16)
+            wanted[name] = files[number % 2][name].astype(np.float32)
+    index = {}
+    for number, tensors in enumerate(files, 1):
+        path = directory / f"model-{number:05d}-of-00002.safetensors"
+        save_file(tensors, path)
+        index |= dict.fromkeys(tensors, path.name)
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    config = {**settings(family), "model_type": "deepseek_v3", "torch_dtype": "bfloat16"}
+    config["quantization_config"] = DECLARED if declared is None else declared
+    (directory / "config.json").write_text(json.dumps(config, default=str))
+    return wanted
+
+
+def load(directory: Path, dtype: str) -> tuple[dict[str, np.ndarray[Any, Any]], Any]:
+    """Load into a live model of a dtype, and return its tensors and rules."""
+    family = BY_NAME["deepseek_v3"]
+    config = settings(family)
+    rules, _, _ = spaces(family, config)
+    weights = {
+        key: SimpleNamespace(
+            key=key,
+            local_tensor=paddle.zeros(spec.shape, dtype),
+            local_shape=spec.shape,
+            global_shape=spec.shape,
+            global_offset=(0,) * len(spec.shape),
+            is_flattened=False,
+            flattened_range=None,
+        )
+        for key, spec in rules.targets.items()
+    }
+    load_weights(directory, {"model_state": weights}, model_of(config), LocalChannel())
+    return {key: one.local_tensor.astype("float32").numpy() for key, one in weights.items()}, rules
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_load_equals_the_load_of_the_products_in_float32(tmp_path: Path, dtype: str) -> None:
+    (tmp_path / "fp8").mkdir()
+    (tmp_path / "plain").mkdir()
+    save_file(write(tmp_path / "fp8"), tmp_path / "plain" / "model.safetensors")
+    found, _ = load(tmp_path / "fp8", dtype)
+    wanted, _ = load(tmp_path / "plain", dtype)
+    assert found.keys() == wanted.keys()
+    assert all(found[name].tobytes() == wanted[name].tobytes() for name in wanted)
+
+
+def test_the_catalog_has_products_in_the_declared_dtype_and_no_scales(tmp_path: Path) -> None:
+    wanted = write(tmp_path)
+    opened = open_huggingface(tmp_path)
+    tensors = opened.catalog.roles["model_state"]
+    assert tensors.keys() == wanted.keys()
+    assert {one.dtype for one in tensors.values()} == {"bfloat16"}
+    assert "quantization_config" not in opened.config
+    assert opened.files == {f"model-{number:05d}-of-00002.safetensors" for number in (1, 2)}
+
+
+def test_a_conversion_and_the_md5_have_the_products_and_no_declaration(tmp_path: Path) -> None:
+    (tmp_path / "fp8").mkdir()
+    wanted = {name: one.astype(ml_dtypes.bfloat16) for name, one in write(tmp_path / "fp8").items()}
+    paddleformers_fc.open(tmp_path / "fp8").convert(tmp_path / "flex")
+    paddleformers_fc.open(tmp_path / "flex").export(tmp_path / "out")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert found.keys() == wanted.keys()
+    assert all(found[name].tobytes() == wanted[name].tobytes() for name in wanted)
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    digest = hashlib.md5()
+    for name in sorted(wanted):
+        digest.update(name.encode() + wanted[name].tobytes())
+    assert weights_md5(tmp_path / "fp8") == digest.hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "md5"),
+    [("float32", "bc8f5573341a7b831b1a8e73a6f4a934"), ("bfloat16", "582393250c2c574a99ba1d3519dac9bf")],
+)
+def test_the_products_are_those_of_transformers(tmp_path: Path, dtype: str, md5: str) -> None:
+    """The sums are those of ``Fp8Dequantize.convert`` of Transformers 5.3 on torch, and of its cast to bfloat16."""
+    random = np.random.default_rng(11)
+    bits = random.integers(0, 0x7F, (64, 40), np.uint8) | (random.integers(0, 2, (64, 40), np.uint8) << 7)
+    scales = random.random((4, 5), np.float32)
+    tensors = {"a.weight": bits.view(ml_dtypes.float8_e4m3fn), "a.weight_scale_inv": scales}
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"torch_dtype": dtype, "quantization_config": DECLARED}))
+    (array,) = (one for _, one in open_and_read(tmp_path))
+    assert hashlib.md5(array).hexdigest() == md5
+
+
+def open_and_read(directory: Path) -> list[tuple[str, bytes]]:
+    """Return the bytes of all tensors as the catalog lists them."""
+    opened = open_huggingface(directory)
+    found = []
+    with RangeReader(identities=opened.catalog.identities) as reader:
+        for name, tensor in opened.catalog.roles["model_state"].items():
+            ((file, begin),) = tensor.offsets
+            buffer = bytearray(math.prod(tensor.shape) * (4 if tensor.dtype == "float32" else 2))
+            reader.read_into(directory / file, begin, buffer)
+            found.append((name, bytes(buffer)))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "float32"])
+def test_every_range_has_the_bytes_of_the_whole(tmp_path: Path, kind: str) -> None:
+    wanted = write(tmp_path)
+    opened = open_huggingface(tmp_path)
+    dtype = np.dtype(np.float32 if kind == "float32" else ml_dtypes.bfloat16)
+    path = tmp_path / f"model-00001-of-00002.safetensors.{kind}"
+    names = [name for name, one in opened.catalog.roles["model_state"].items() if "-00001-" in one.offsets[0][0]]
+    names = sorted(filter(is_quantized, names), key=lambda one: opened.catalog.roles["model_state"][one].offsets[0][1])
+    whole = np.concatenate([wanted[name].astype(dtype).reshape(-1) for name in names]).view(np.uint8)
+    random, width = np.random.default_rng(3), dtype.itemsize
+    with RangeReader(identities=opened.catalog.identities) as reader:
+        for _ in range(200):
+            low, high = sorted(random.integers(0, whole.size // width, 2).tolist())
+            buffer = np.empty((high - low) * width, np.uint8)
+            reader.read_into(path, low * width, buffer)
+            assert buffer.tobytes() == whole[low * width : high * width].tobytes()
+        tall = next(name for name in names if wanted[name].shape[0] >= 20)
+        columns, begin = wanted[tall].shape[1], width * sum(wanted[one].size for one in names[: names.index(tall)])
+        out, scatter = np.zeros((20, 5 * width), np.uint8), VectoredReader()
+        offsets = begin + (np.arange(20, dtype=np.int64) * columns + 6) * width
+        addresses = np.array([line.ctypes.data for line in out], np.uint64)
+        reader.read_rows(path, ScatterList.alike(offsets, addresses, 5 * width), scatter)
+        scatter.close()
+    assert out.tobytes() == wanted[tall][:20, 6:11].astype(dtype).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"quant_method": "gptq"}, "quant_method: 'gptq'"),
+        ({"fmt": "e5m2"}, "fmt: 'e5m2'"),
+        ({"activation_scheme": "static"}, "activation_scheme: 'static'"),
+        ({"weight_block_size": None}, "weight_block_size: None"),
+        ({"weight_block_size": [128, 128]}, r"scale_inv: stored float32 \[\d+, \d+\], wanted float32 \[1, 1\]"),
+    ],
+)
+def test_other_quantizations_and_scales_of_a_wrong_shape_are_refused_by_name(
+    tmp_path: Path, changed: dict[str, Any], named: str
+) -> None:
+    write(tmp_path, {**DECLARED, **changed})
+    with pytest.raises(FormatError) as refused:
+        open_huggingface(tmp_path)
+    assert any(re.search(named, line) for line in refused.value.evidence)
+
+
+def test_missing_scales_are_refused_by_name(tmp_path: Path) -> None:
+    numbers, _ = quantized(np.ones((16, 8), np.float32))
+    save_file({"model.a.weight": numbers}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": DECLARED}))
+    with pytest.raises(FormatError) as refused:
+        open_huggingface(tmp_path)
+    assert refused.value.evidence == ("model.a.weight: model.a.weight_scale_inv is missing",)
