@@ -12,8 +12,8 @@ import msgspec
 
 from paddleformers_fc.errors import NotACheckpoint, OptionError
 from paddleformers_fc.execute.output_directory import OutputFacts, output_facts
-from paddleformers_fc.formats import open_checkpoint
 from paddleformers_fc.formats.inspection import JobFacts, RoleFacts, TensorFacts, job_facts, list_tensors, role_facts
+from paddleformers_fc.formats.registry import open_stored
 from paddleformers_fc.storage.paths import AnyPath
 
 _CONFIG_KEYS = (
@@ -74,7 +74,7 @@ def inspect_directory(directory: AnyPath, pattern: str | None = None) -> Inspect
     """
     output = output_facts(directory) if isinstance(directory, Path) else None
     try:
-        opened = open_checkpoint(directory)
+        opened = open_stored(directory)
     except NotACheckpoint:
         if output is None or pattern is not None:
             raise

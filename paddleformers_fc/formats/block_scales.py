@@ -31,6 +31,8 @@ _DECLARED = ("bfloat16", "float16", _COMPUTED)
 
 Files = dict[str, list[str]]
 """The tensors of every file."""
+ScaledFiles = dict[str, tuple[str, ScaledFile]]
+"""For every name of a file with products, the file that contains the numbers, and the products."""
 
 
 def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -48,7 +50,7 @@ def plain_document(read: Callable[[], bytes], config: Mapping[str, Any]) -> Call
 
 def scaled_files(
     directory: AnyPath, config: Mapping[str, Any], files: Files, headers: Mapping[str, Header]
-) -> tuple[Files, dict[str, tuple[str, ScaledFile]]]:
+) -> tuple[Files, ScaledFiles]:
     """Divide tensors into plain ones and products of block scales.
 
     Args:
@@ -77,7 +79,7 @@ def scaled_files(
             evidence=fold(faults),
             next_step="Fetch the files again, or use weights in bfloat16.",
         )
-    found: dict[str, tuple[str, ScaledFile]] = {}
+    found: ScaledFiles = {}
     for name, held in files.items():
         products = tuple(
             _matrix(directory, name, matrices[one], *entries[one + _SCALE], block) for one in held if one in matrices

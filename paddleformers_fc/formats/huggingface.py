@@ -12,14 +12,21 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from paddleformers_fc.errors import Corrupt, FormatError, NotACheckpoint, OptionError
-from paddleformers_fc.formats.block_scales import plain_config, plain_document, scaled_files, scaled_shards
+from paddleformers_fc.formats.block_scales import (
+    Files,
+    ScaledFiles,
+    plain_config,
+    plain_document,
+    scaled_files,
+    scaled_shards,
+)
 from paddleformers_fc.formats.catalog import Catalog, gather_shards
 from paddleformers_fc.formats.checkpoint import (
     CONFIG_NAME,
@@ -118,6 +125,23 @@ def open_huggingface(directory: AnyPath, verify: str = "size") -> OpenedCheckpoi
         FormatError: an index or header that does not follow its format, or a quantization that is not supported.
         OptionError: the level is unknown.
     """
+    return _opened(directory, verify, scaled_files)
+
+
+def open_as_stored(directory: AnyPath) -> OpenedCheckpoint:
+    """Open a directory of open weights for a listing, with numbers and scales of any quantization as they are stored.
+
+    Raises:
+        CheckpointError: as :func:`open_huggingface`, except for a quantization.
+    """
+    return _opened(directory, "size", lambda directory, config, files, headers: (files, {}))
+
+
+_Divide = Callable[[AnyPath, Mapping[str, Any], Files, Mapping[str, Header]], tuple[Files, ScaledFiles]]
+"""As :func:`scaled_files`."""
+
+
+def _opened(directory: AnyPath, verify: str, divide: _Divide) -> OpenedCheckpoint:
     refuse_level(verify)
     checksums = read_checksums(directory)
     files = _files(directory, checksums)
@@ -133,7 +157,7 @@ def open_huggingface(directory: AnyPath, verify: str = "size") -> OpenedCheckpoi
     refuse_unindexed(directory / INDEX_NAME, files, headers)
     config = _read_config(directory, checksums)
     held = _with_unnamed(files, headers, directory)
-    plain, scaled = scaled_files(directory, config, held, headers)
+    plain, scaled = divide(directory, config, held, headers)
     tensors, contradictions = gather_shards(chain(_shards(plain, headers), scaled_shards(held, headers, scaled)))
     if contradictions:
         raise Corrupt("Files contradict each other.", where=str(directory), evidence=contradictions)

@@ -10,7 +10,7 @@ from paddleformers_fc.errors import NotACheckpoint, OptionError
 from paddleformers_fc.formats.checkpoint import CONFIG_NAME, MAPPING_NAME, ExportWriter, Format, OpenedCheckpoint
 from paddleformers_fc.formats.distcp_writer import DISTCP_WRITER
 from paddleformers_fc.formats.flex import FLEX, open_flex
-from paddleformers_fc.formats.huggingface import HUGGINGFACE, INDEX_NAME, SINGLE_NAME
+from paddleformers_fc.formats.huggingface import HUGGINGFACE, INDEX_NAME, SINGLE_NAME, open_as_stored
 from paddleformers_fc.formats.paddle_distcp import PADDLE_DISTCP
 from paddleformers_fc.formats.paddleformers_lora import LORA_CONFIG_NAME, PADDLEFORMERS_LORA
 from paddleformers_fc.formats.peft import ADAPTER_CONFIG_NAME, PEFT
@@ -166,6 +166,16 @@ def open_checkpoint(
     if roles and format is FLEX:
         return open_flex(directory, verify, roles)
     return format.open_under(directory, verify, config) if config else format.open(directory, verify)
+
+
+def open_stored(directory: AnyPath) -> OpenedCheckpoint:
+    """Open a checkpoint of any format for a listing: the tensors that its files contain, also of a quantization.
+
+    Raises:
+        CheckpointError: as :func:`open_checkpoint`.
+    """
+    format = require_format(directory)
+    return open_as_stored(directory) if format is HUGGINGFACE else format.open(directory, "size")
 
 
 def saved_run(directory: Path, config: Mapping[str, Any] | None = None) -> Manifest:

@@ -18,11 +18,15 @@ from safetensors.numpy import load_file, save_file
 
 import paddleformers_fc
 from paddleformers_fc.distributed.channel import LocalChannel
-from paddleformers_fc.errors import FormatError
+from paddleformers_fc.errors import Corrupt, FormatError
+from paddleformers_fc.execute.inspect import inspect_directory
 from paddleformers_fc.execute.load import load_weights
 from paddleformers_fc.execute.weights_md5 import weights_md5
 from paddleformers_fc.formats.huggingface import open_huggingface
+from paddleformers_fc.storage.block_scales import ScaledFile
+from paddleformers_fc.storage.identity import identities_of, stored_identities
 from paddleformers_fc.storage.ranges import RangeReader
+from paddleformers_fc.storage.safetensors import read_header
 from paddleformers_fc.storage.vectored_read import ScatterList, VectoredReader
 from tests.families.spaces import BY_NAME, model_of, settings, spaces
 
@@ -85,25 +89,29 @@ def write(directory: Path, declared: dict[str, Any] | None = None) -> dict[str, 
     return wanted
 
 
-def load(directory: Path, dtype: str) -> tuple[dict[str, np.ndarray[Any, Any]], Any]:
-    """Load into a live model of a dtype, and return its tensors and rules."""
+def load(directory: Path, dtype: str, part: tuple[int, int] | None = None) -> dict[str, np.ndarray[Any, Any]]:
+    """Load into a live model of a dtype, or into one half of its matrices along an axis, and return its tensors."""
     family = BY_NAME["deepseek_v3"]
     config = settings(family)
     rules, _, _ = spaces(family, config)
-    weights = {
-        key: SimpleNamespace(
-            key=key,
-            local_tensor=paddle.zeros(spec.shape, dtype),
-            local_shape=spec.shape,
-            global_shape=spec.shape,
-            global_offset=(0,) * len(spec.shape),
-            is_flattened=False,
-            flattened_range=None,
-        )
-        for key, spec in rules.targets.items()
-    }
+    weights = {key: live(key, spec.shape, dtype, part) for key, spec in rules.targets.items()}
     load_weights(directory, {"model_state": weights}, model_of(config), LocalChannel())
-    return {key: one.local_tensor.astype("float32").numpy() for key, one in weights.items()}, rules
+    return {key: one.local_tensor.astype("float32").numpy() for key, one in weights.items()}
+
+
+def live(key: str, shape: tuple[int, ...], dtype: str, part: tuple[int, int] | None) -> SimpleNamespace:
+    axis, half = part or (0, 0)
+    divided = part is not None and len(shape) == 2
+    local = tuple(length // 2 if divided and number == axis else length for number, length in enumerate(shape))
+    return SimpleNamespace(
+        key=key,
+        local_tensor=paddle.zeros(local, dtype),
+        local_shape=local,
+        global_shape=shape,
+        global_offset=tuple(half * one if one != length else 0 for one, length in zip(local, shape, strict=True)),
+        is_flattened=False,
+        flattened_range=None,
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -111,10 +119,18 @@ def test_a_load_equals_the_load_of_the_products_in_float32(tmp_path: Path, dtype
     (tmp_path / "fp8").mkdir()
     (tmp_path / "plain").mkdir()
     save_file(write(tmp_path / "fp8"), tmp_path / "plain" / "model.safetensors")
-    found, _ = load(tmp_path / "fp8", dtype)
-    wanted, _ = load(tmp_path / "plain", dtype)
+    found, wanted = load(tmp_path / "fp8", dtype), load(tmp_path / "plain", dtype)
     assert found.keys() == wanted.keys()
     assert all(found[name].tobytes() == wanted[name].tobytes() for name in wanted)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_rows_and_columns_of_two_tensor_parallel_ranks_are_halves_of_the_whole(tmp_path: Path, axis: int) -> None:
+    write(tmp_path)
+    whole, halves = load(tmp_path, "bfloat16"), [load(tmp_path, "bfloat16", (axis, half)) for half in (0, 1)]
+    for name, wanted in whole.items():
+        found = halves[0][name] if wanted.ndim != 2 else np.concatenate([one[name] for one in halves], axis)
+        assert found.tobytes() == wanted.tobytes(), name
 
 
 def test_the_catalog_has_products_in_the_declared_dtype_and_no_scales(tmp_path: Path) -> None:
@@ -125,6 +141,22 @@ def test_the_catalog_has_products_in_the_declared_dtype_and_no_scales(tmp_path: 
     assert {one.dtype for one in tensors.values()} == {"bfloat16"}
     assert "quantization_config" not in opened.config
     assert opened.files == {f"model-{number:05d}-of-00002.safetensors" for number in (1, 2)}
+    assert identities_of(tmp_path / name for name in opened.files) == stored_identities(opened.catalog.identities)
+
+
+def test_scales_that_are_replaced_after_opening_are_refused(tmp_path: Path) -> None:
+    write(tmp_path)
+    opened = open_huggingface(tmp_path)
+    tensor = next(one for name, one in opened.catalog.roles["model_state"].items() if is_quantized(name))
+    ((file, begin),) = tensor.offsets
+    produced = opened.catalog.identities[tmp_path / file]
+    assert isinstance(produced, ScaledFile)
+    scales = produced.matrices[0].scales_file
+    copy = scales.with_name("copy")
+    copy.write_bytes(scales.read_bytes())
+    copy.rename(scales)
+    with RangeReader(identities=opened.catalog.identities) as reader, pytest.raises(Corrupt, match=scales.name):
+        reader.read_into(tmp_path / file, begin, bytearray(2 * math.prod(tensor.shape)))
 
 
 def test_a_conversion_and_the_md5_have_the_products_and_no_declaration(tmp_path: Path) -> None:
@@ -214,6 +246,31 @@ def test_other_quantizations_and_scales_of_a_wrong_shape_are_refused_by_name(
     with pytest.raises(FormatError) as refused:
         open_huggingface(tmp_path)
     assert any(re.search(named, line) for line in refused.value.evidence)
+
+
+@pytest.mark.parametrize("method", ["fp8", "gptq"])
+def test_inspect_lists_numbers_and_scales_of_any_quantization_as_stored(tmp_path: Path, method: str) -> None:
+    write(tmp_path, {**DECLARED, "quant_method": method})
+    found = inspect_directory(tmp_path, "*.0.mlp.down_proj.*")
+    assert [(one.name.rsplit(".", 1)[1], one.dtype) for one in found.tensors or ()] == [
+        ("weight", "float8_e4m3fn"),
+        ("weight_scale_inv", "float32"),
+    ]
+    assert found.roles["model_state"].files == found.files == 2
+
+
+def test_a_changed_scale_is_a_difference_of_its_weights(tmp_path: Path) -> None:
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name)
+    scale = "model.layers.0.mlp.down_proj.weight_scale_inv"
+    path = next(one for one in (tmp_path / "other").glob("*.safetensors") if scale in read_header(one).tensors)
+    data = bytearray(path.read_bytes())
+    data[read_header(path).tensors[scale].begin + 2] ^= 0x40
+    path.write_bytes(data)
+    opened = [paddleformers_fc.open(tmp_path / name) for name in ("one", "other")]
+    different = opened[0].diff(opened[1]).roles["model_state"].different
+    assert [one.name for one in different] == [scale.removesuffix("_scale_inv")]
 
 
 def test_missing_scales_are_refused_by_name(tmp_path: Path) -> None:

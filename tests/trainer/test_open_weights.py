@@ -8,11 +8,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from paddleformers_fc.cpu_runtime.forkserver import PRELOAD, ForkServer
 from paddleformers_fc.storage.export_checksums import CHECKSUMS_NAME
+from tests.formats.test_block_scales import DECLARED, expected, quantized
 from tests.harness import tiny
 from tests.trainer.open_weights_jobs import serve_as_hub
 from tests.trainer.test_pretrained import weights_of
@@ -49,6 +51,30 @@ def test_from_pretrained_fills_every_layout_with_the_bits_of_the_files(
         again = load_file(target / "model.safetensors")
         assert again.keys() == original.keys()
         assert all(array.tobytes() == original[name].tobytes() for name, array in again.items())
+
+
+def test_fp8_weights_with_block_scales_fill_tensor_parallel_ranks_and_are_exported_plain(
+    ranks: ForkServer, llama: Path, tmp_path: Path
+) -> None:
+    source = shutil.copytree(llama, tmp_path / "fp8", ignore=shutil.ignore_patterns(CHECKSUMS_NAME))
+    stored, wanted = {}, load_file(source / "model.safetensors")
+    for name, array in wanted.items():
+        if not name.endswith("_proj.weight"):
+            stored[name] = array
+            continue
+        numbers, scales = quantized(array.astype(np.float32))
+        stored |= {name: numbers, f"{name}_scale_inv": scales}
+        wanted[name] = expected(numbers, scales).astype(array.dtype)
+    save_file(stored, source / "model.safetensors")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "quantization_config": DECLARED}))
+    job = {"layout": tiny.TP2.to_json(), "output_dir": str(tmp_path / "run"), "source": str(source)}
+    assert ranks.run(f"{JOBS}:load_and_export", 2, {**job, "target": str(tmp_path / "again")}).values == ([], [])
+    again = load_file(tmp_path / "again" / "model.safetensors")
+    assert again.keys() == wanted.keys()
+    assert all(array.tobytes() == wanted[name].tobytes() for name, array in again.items())
+    exported = json.loads((tmp_path / "again" / "config.json").read_text())
+    assert (exported.get("quantization_config") or {}).get("quant_method") is None
 
 
 def test_what_a_later_pipeline_stage_does_not_find_in_the_files_is_reported_too(
