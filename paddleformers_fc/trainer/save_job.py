@@ -6,6 +6,7 @@ steps later.
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -285,13 +286,13 @@ def _capture_files(trainer: Any) -> _Encode:
             captured[documents.REFERENCE] = partial(codecs.encode, about, "reference model")
         if run.average is not None and run.average.has_begun:
             captured[documents.AVERAGE] = partial(codecs.encode, run.average.document(), "moving average")
-        described = partial(_describing_files, trainer, run.tokenizer_files.of(trainer))
+        described = partial(_describing_files, trainer, copy.copy(args), run.tokenizer_files.of(trainer))
     return lambda: {**described(), **{name: encode() for name, encode in captured.items()}}
 
 
-def _describing_files(trainer: Any, tokenizer: dict[str, bytes]) -> dict[str, bytes]:
+def _describing_files(trainer: Any, args: Any, tokenizer: dict[str, bytes]) -> dict[str, bytes]:
     """Return the files that are the same at every step."""
-    arguments = documents.arguments_document(trainer.args)
+    arguments = documents.arguments_document(args)
     return {**documents.model_files(trainer, tokenizer), documents.ARGUMENTS: arguments}
 
 

@@ -126,17 +126,7 @@ def test_values_that_a_script_assigns_to_a_fresh_model_are_its_own_initialisatio
     ("way", "trainer", "said"),
     [
         ("imported", "FlexTrainer", "the model: LlamaForCausalLM.from_pretrained('{source}')"),
-        (
-            "after_other_arguments",
-            "Trainer",
-            "the model: built before paddleformers_fc could see which loader fills it",
-        ),
         ("copied", "Trainer", "the model: LlamaForCausalLM.from_pretrained('{source}')"),
-        (
-            "before_everything",
-            "FlexTrainer",
-            "the model: built before paddleformers_fc could see which loader fills it",
-        ),
         ("set_by_hand", "FlexTrainer", "the model: set_state_dict"),
         ("set_in_part", "Trainer", "lm_head: set_state_dict"),
         ("set_by_paddle", "FlexTrainer", "model.norm.weight: paddle.distributed.load_state_dict"),
@@ -154,6 +144,21 @@ def test_a_model_that_another_loader_has_set_is_refused_with_what_that_was(
     assert "set flex_accept_model: true" in found["said"]
     assert "load_open_weights" in found["said"]
     accepted = come_by(ranks, way, source, tmp_path, trainer=trainer, flex_accept_model=True)
+    assert len(accepted.get("losses", ())) == 2, accepted
+
+
+@pytest.mark.parametrize(
+    ("way", "trainer"), [("after_other_arguments", "Trainer"), ("before_everything", "FlexTrainer")]
+)
+def test_a_model_built_before_this_package_could_see_its_loader_is_refused(
+    bare_ranks: ForkServer, llama: Path, tmp_path: Path, way: str, trainer: str
+) -> None:
+    """Other ranks have imported this package when they begin."""
+    source = shutil.copytree(llama, tmp_path / "weights")
+    found = come_by(bare_ranks, way, source, tmp_path, trainer=trainer)
+    assert found.get("error") == "OptionError", found
+    assert "\n  - the model: built before paddleformers_fc could see which loader fills it\n" in found["said"]
+    accepted = come_by(bare_ranks, way, source, tmp_path, trainer=trainer, flex_accept_model=True)
     assert len(accepted.get("losses", ())) == 2, accepted
 
 
