@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paddleformers_fc.cli.cleaning import show_leftovers
-from paddleformers_fc.execute.output_directory import OutputFacts
+from paddleformers_fc.execute.output_directory import OutputFacts, directories_below
+from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.text import count_text, size_text
 from paddleformers_fc.trainer.degrees import degrees_text
 
@@ -43,3 +45,8 @@ def show(found: OutputFacts, console: Console) -> None:
         f"{count_text(len(found.checkpoints), 'checkpoint')}, {whole} whole, "
         f"{size_text(sum(one.bytes for one in found.checkpoints))}; {count_text(len(found.leftovers), 'leftover')}"
     )
+    below = [] if found.checkpoints else directories_below(Path(found.path))
+    if below:
+        console.print("Directories below that contain checkpoints; list one of them:")
+        for name in fold(below):
+            console.print(Text(f"  {name}"), soft_wrap=True)

@@ -19,7 +19,7 @@ from paddleformers_fc.errors import CheckpointError, Diverged, OptionError, Stor
 from paddleformers_fc.formats import format_of
 from paddleformers_fc.formats.registry import is_resumable, saved_run
 from paddleformers_fc.formats.stock_run import refuse_unfinished
-from paddleformers_fc.storage.files import exists, files_within, stat_path
+from paddleformers_fc.storage.files import exists, files_within, is_directory, stat_path
 from paddleformers_fc.storage.leftovers import Leftover, leftovers, remove_leftover
 from paddleformers_fc.storage.manifest import (
     MANIFEST_NAME,
@@ -178,6 +178,15 @@ def list_output(directory: Path) -> OutputFacts:
     """
     refuse_checkpoint(directory)
     return _content(directory)
+
+
+def directories_below(directory: Path) -> list[str]:
+    """Return the directories up to two levels below, relative to this one, that contain checkpoints."""
+    named = (path for above in ("*", "*/*") for path in directory.glob(f"{above}/checkpoint-*"))
+    found = {
+        path.parent.relative_to(directory) for path in named if parse_step(path) is not None and is_directory(path)
+    }
+    return sorted(map(str, found))
 
 
 def output_facts(directory: Path) -> OutputFacts | None:

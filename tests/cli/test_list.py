@@ -55,6 +55,20 @@ def test_an_empty_directory_has_no_checkpoints(tmp_path: Path) -> None:
     assert "0 checkpoints" in run("list", tmp_path).out
 
 
+def test_a_parent_of_output_directories_names_them(output_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    parent = tmp_path_factory.mktemp("parent")
+    for name in ("runs/first", "second"):
+        shutil.copytree(output_dir / "checkpoint-3", parent / name / "checkpoint-3")
+    (parent / "empty").mkdir()
+    lines = run("list", parent).out.splitlines()
+    assert lines[1].startswith("0 checkpoints, ")
+    assert lines[2:] == [
+        "Directories below that contain checkpoints; list one of them:",
+        "  runs/first",
+        "  second",
+    ]
+
+
 def test_a_checkpoint_is_not_an_output_directory(four: Path) -> None:
     outcome = run("list", four)
     assert outcome.code == 2
