@@ -81,11 +81,12 @@ def inspect_directory(directory: AnyPath, pattern: str | None = None) -> Inspect
         return Inspection(OUTPUT_DIRECTORY, str(directory), None, {}, 0, 0, {}, output=output)
     sizes = opened.file_sizes
     tensors = None if pattern is None else list_tensors(opened, pattern)
-    if tensors == []:
+    if pattern is not None and not tensors:
         raise OptionError(
             f"No stored tensor matches {pattern!r}.",
             where=str(directory),
-            next_step="Quote the pattern, as in '*q_proj*'; optimizer states end in a suffix such as .moment1_0.",
+            next_step=f"A pattern must match the whole name; write '*{pattern.strip('*')}*'. Optimizer states end in a "
+            "suffix such as .moment1_0.",
         )
     return Inspection(
         kind=opened.format.name,

@@ -7,6 +7,7 @@ consist of it. Both follow from the plan of an export, so that what is explained
 from __future__ import annotations
 
 import difflib
+import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from operator import add
 
@@ -101,7 +102,8 @@ def explain_tensor(checkpoint: OpenedCheckpoint, name: str) -> Explanation:
             f"Unknown tensor {name!r}.",
             where=str(checkpoint.catalog.root),
             evidence=difflib.get_close_matches(name, explainer.names(), n=5),
-            next_step="List the stored tensors: paddleformers-fc inspect CKPT --tensors",
+            next_step=f"List the stored tensors: paddleformers-fc inspect {shlex.quote(str(checkpoint.catalog.root))} "
+            "--tensors",
         )
     return Explanation(str(checkpoint.catalog.root), checkpoint.format.name, name, found)
 

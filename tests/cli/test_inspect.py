@@ -116,6 +116,7 @@ def test_a_pattern_without_matches_is_invalid_usage(four: Path) -> None:
     outcome = run("inspect", four, "qkv")
     assert outcome.code == 2
     assert "No stored tensor matches 'qkv'" in outcome.err
+    assert "must match the whole name; write '*qkv*'" in outcome.err
 
 
 def test_tensors_stored_alike_are_one_entry(four: Path) -> None:
