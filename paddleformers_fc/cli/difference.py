@@ -43,9 +43,18 @@ def show(found: Difference, console: Console) -> None:
     if found.equal:
         verdict, summary = Text("equal", "bold green"), f"{count_text(equal, 'tensor')} the same bit for bit"
     else:
-        unequal = sum(len(one.different) + len(one.only_in_a) + len(one.only_in_b) for one in found.roles.values())
-        verdict, summary = Text("different", "bold red"), f"{unequal:,} of {count_text(equal + unequal, 'tensor')}"
+        verdict, summary = Text("not equal", "bold red"), _unequal_text(found, equal)
     console.print(Text.assemble(verdict, f": {summary}, {found.seconds:.2f} s"))
+
+
+def _unequal_text(found: Difference, equal: int) -> str:
+    """Return the sums of the table's columns, without those that are 0 beside "different"."""
+    roles = found.roles.values()
+    different = sum(len(one.different) for one in roles)
+    sides = {"A": sum(len(one.only_in_a) for one in roles), "B": sum(len(one.only_in_b) for one in roles)}
+    only = "".join(f", {count:,} only in {side}" for side, count in sides.items() if count)
+    total = equal + different + sum(sides.values())
+    return f"{different:,} different{only}, of {count_text(total, 'tensor')}"
 
 
 def _show_largest(found: Difference, console: Console) -> None:

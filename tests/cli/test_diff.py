@@ -73,7 +73,7 @@ def test_the_text_has_the_counts_and_the_names(four: Path, tmp_path: Path) -> No
     assert f"{CHANGED}: values" in outcome.out
     assert "model_state: different (1)" in outcome.out
     assert f"{CHANGED} (moment1_0, moment2_0): values" in outcome.out
-    assert f"different: 3 of {5 * len(canonical())} tensors" in outcome.out.splitlines()[-1]
+    assert f"not equal: 3 different, of {5 * len(canonical())} tensors" in outcome.out.splitlines()[-1]
 
 
 def test_one_role_can_be_compared_alone(four: Path, tmp_path: Path) -> None:
@@ -130,7 +130,10 @@ def test_a_checkpoint_without_optimizer_states_is_different(four: Path, tmp_path
     outcome = run("diff", bare, four, "--json")
     assert outcome.code == 1
     assert outcome.document["roles"]["model_state"]["different"] == []
-    assert len(outcome.document["roles"]["optimizer_state"]["only_in_b"]) == 4 * len(canonical())
+    only = 4 * len(canonical())
+    assert len(outcome.document["roles"]["optimizer_state"]["only_in_b"]) == only
+    last = run("diff", bare, four).out.splitlines()[-1]
+    assert last.startswith(f"not equal: 0 different, {only} only in B, of {only + len(canonical())} tensors, ")
 
 
 def test_another_shape_or_dtype_of_the_same_bytes_is_a_difference(tmp_path: Path) -> None:
