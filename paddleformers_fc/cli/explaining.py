@@ -33,7 +33,11 @@ def show(found: Explanation, console: Console) -> None:
 def _box_text(box: BoxSource, tensor: ExplainedTensor) -> str:
     """Return both ends of a box, its own side first, and where the bytes are."""
     stored, canonical = f"{box.stored} {box.stored_box}", f"{box.canonical} {box.canonical_box}"
-    own, other = (box.canonical_box, stored) if tensor.side == CANONICAL else (box.stored_box, canonical)
+    own, other = (
+        (f"{box.canonical_box} (canonical)", f"{stored} (stored)")
+        if tensor.side == CANONICAL
+        else (f"{box.stored_box} (stored)", f"{canonical} (canonical)")
+    )
     turned = "" if list(box.axes) == sorted(box.axes) else f", axes {list(box.axes)}"
     shard = "" if box.shard == whole(tensor.shape) else f", in the shard {box.shard}"
     return f"{own} = {other}{turned}  ({box.file} at byte {box.begin:,}{shard})"
@@ -48,4 +52,5 @@ def _rule_text(rule: Rule) -> str:
         facts += [f"{side} side interleaved in {blocks} groups"] if blocks > 1 else []
     facts += [f"cast to {rule.cast}"] if rule.cast else []
     facts += [str(rule.slab)] if rule.slab is not None else []
-    return f"{', '.join(rule.sources)} = {', '.join(rule.targets)}" + (f": {'; '.join(facts)}" if facts else "")
+    sides = f"{', '.join(rule.sources)} (canonical) = {', '.join(rule.targets)} (stored)"
+    return sides + (f": {'; '.join(facts)}" if facts else "")

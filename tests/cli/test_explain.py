@@ -68,8 +68,10 @@ def test_a_state_follows_its_parameter(four: Path) -> None:
 
 def test_the_text_names_files_offsets_and_the_rule(four: Path) -> None:
     text = run("explain", four, KEYS).out
-    assert f"    [0:4, 0:16] = {FUSED} [0:16, 8:12], axes [1, 0]  (model_state/rank-0000" in text
+    assert f"    [0:4, 0:16] (canonical) = {FUSED} [0:16, 8:12] (stored), axes [1, 0]  (model_state/rank-0000" in text
     assert ", in the shard [0:16, 0:16])" in text
+    assert f"{KEYS}, " in text
+    assert f" (canonical) = {FUSED} (stored): parts [16, 8, 8]" in text
     assert "parts [16, 8, 8] along axis 1; axes [1, 0]; stored side interleaved in 2 groups" in text
 
 
@@ -82,3 +84,4 @@ def test_an_unknown_name_is_refused_with_similar_ones(four: Path) -> None:
     outcome = run("explain", four, KEYS.replace("k_proj", "kproj"), "--json")
     assert outcome.code == 2
     assert KEYS in outcome.document["evidence"]
+    assert outcome.document["next_step"].endswith(f"inspect {four} --tensors")
