@@ -232,6 +232,7 @@ TRAINER = (
     ),
     Hook("paddleformers.peft.lora.lora_layers:LoRAConv2D"),
     Hook("paddleformers.peft.lora.lora_layers:LoRAMoeExperts"),
+    Hook("paddleformers.peft.lora.lora_layers:FleetLoRAMoeExperts"),
     Hook("paddleformers.peft.lora.lora_quantization_layers:QuantizationLoRABaseLinear"),
     Hook(f"{_MODELS}:PretrainedModel.can_generate"),
     Hook(f"{_MODELS}:PretrainedModel.sharded_state_dict"),

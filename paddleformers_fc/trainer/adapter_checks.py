@@ -15,6 +15,7 @@ from paddleformers_fc.errors import OptionError
 from paddleformers_fc.families.adapters import A
 from paddleformers_fc.trainer import state
 from paddleformers_fc.trainer.host_models import (
+    FleetLoRAMoeExperts,
     LoRAConv2D,
     LoRAModel,
     LoRAMoeExperts,
@@ -87,6 +88,11 @@ def _faults(model: LoRAModel) -> Iterator[str]:
         names = [name for name, layer in layers if isinstance(layer, kind)]
         if names:
             yield f"{kind.__name__} ({names[0]}{', ...' if len(names) > 1 else ''}): {reason}"
+    other = [(name, layer) for name, layer in layers if _is_unknown(layer)]
+    if other:
+        name, layer = other[0]
+        more = ", ..." if len(other) > 1 else ""
+        yield f"{type(layer).__name__} ({name}{more}): unknown class of adapters; known are {', '.join(_SUPPORTED)}"
     foreign = [name for name, layer in layers if _is_averaged(layer)]
     if foreign:
         yield (
@@ -103,7 +109,24 @@ _LAYERS: Mapping[type, str] = {
     QuantizationLoRABaseLinear: "its base is quantized",
     LoRAConv2D: "no family declares a convolution with adapters",
     LoRAMoeExperts: "PaddleFormers does not describe the shards of adapters of stacked experts",
+    FleetLoRAMoeExperts: "it needs PaddleFleet's grouped experts, and PaddleFleet is on no public index",
 }
+
+# Their subclasses for PaddleFleet have the same parameters.
+_SUPPORTED = (
+    "LoRALinear",
+    "ColumnParallelLoRALinear",
+    "ColumnSequenceParallelLoRALinear",
+    "RowParallelLoRALinear",
+    "RowSequenceParallelLoRALinear",
+)
+
+
+def _is_unknown(layer: Any) -> bool:
+    """Return whether a layer has parameters of adapters, and is neither supported nor refused with a reason."""
+    if isinstance(layer, tuple(_LAYERS)) or any(kind.__name__ in _SUPPORTED for kind in type(layer).__mro__):
+        return False
+    return any("lora_" in name for name, _ in layer.named_parameters(include_sublayers=False))
 
 
 def _split_ties(model: LoRAModel) -> Iterator[str]:

@@ -19,6 +19,7 @@ if LIBRARY == PADDLENLP:
     from paddlenlp.utils.batch_sampler import DistributedBatchSampler
 
     from paddleformers_fc.trainer.nlp_models import (
+        FleetLoRAMoeExperts,
         LoRAMoeExperts,
         QuantizationLoRABaseLinear,
         clean_model_class_name,
@@ -35,7 +36,11 @@ else:
     from paddleformers.generation import GenerationConfig
     from paddleformers.peft import LoRAConfig, LoRAModel
     from paddleformers.peft.lora import QuantizationLoRABaseLinear  # type: ignore[no-redef]
-    from paddleformers.peft.lora.lora_layers import LoRAConv2D, LoRAMoeExperts  # type: ignore[no-redef]
+    from paddleformers.peft.lora.lora_layers import (  # type: ignore[no-redef]
+        FleetLoRAMoeExperts,
+        LoRAConv2D,
+        LoRAMoeExperts,
+    )
     from paddleformers.quantization.quantization_config import QuantizationConfig
     from paddleformers.trainer.trainer_utils import ShardingOption
     from paddleformers.trainer.utils.offload_optimizer import offload  # type: ignore[no-redef]
@@ -59,6 +64,7 @@ else:
 __all__ = [
     "PREFIX_CHECKPOINT_DIR",
     "DistributedBatchSampler",
+    "FleetLoRAMoeExperts",
     "GenerationConfig",
     "LlmMetaConfig",
     "LoRAConfig",

@@ -103,6 +103,10 @@ class LoRAMoeExperts:
     """In the place of a class of PaddleFormers that PaddleNLP does not have; nothing is an instance of it."""
 
 
+class FleetLoRAMoeExperts:
+    """As :class:`LoRAMoeExperts`."""
+
+
 class QuantizationLoRABaseLinear:
     """As :class:`LoRAMoeExperts`."""
 

@@ -163,7 +163,7 @@ def unsupported(output_dir: str) -> dict[str, str]:
 
 
 def undescribed_layers(output_dir: str) -> dict[str, Any]:
-    """Train adapters of a convolution and of stacked experts.
+    """Train adapters of a convolution, of stacked and of grouped experts, and of a class that is not PaddleFormers'.
 
     Returns:
         the error of each, and whether PaddleFormers describes the shards of such adapters.
@@ -171,20 +171,41 @@ def undescribed_layers(output_dir: str) -> dict[str, Any]:
     from types import SimpleNamespace
 
     import paddle
-    from paddleformers.nn.experts import MoeExperts
-    from paddleformers.peft.lora.lora_layers import LoRAConv2D, LoRAMoeExperts
+    from paddleformers.nn.experts import MoeExperts, MoeExpertsBase
+    from paddleformers.peft.lora.lora_layers import FleetLoRAMoeExperts, LoRAConv2D, LoRAMoeExperts
 
     from paddleformers_fc import FlexTrainer, FlexTrainingArguments
     from paddleformers_fc.errors import OptionError
 
     sizes = SimpleNamespace(num_experts=2, intermediate_size=8, hidden_size=4, hidden_act="silu")
-    made = {LoRAConv2D: lambda: paddle.nn.Conv2D(2, 2, 3), LoRAMoeExperts: lambda: MoeExperts(sizes)}
+
+    # PaddleFormers chooses the class of the adapters by this name.
+    class GroupedMLPExpert(MoeExpertsBase):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight1, self.weight2 = self.create_parameter([2, 4, 16]), self.create_parameter([2, 8, 4])
+            self.config = self.activation_func = self.ep_group = None
+            self.expert_parallel = self.moe_deep_gemm = self.activation_recompute = False
+
+    class UnknownAdapter(paddle.nn.Layer):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.lora_A = self.create_parameter([4, 2])
+
+    made = {
+        LoRAConv2D: lambda: paddle.nn.Conv2D(2, 2, 3),
+        LoRAMoeExperts: lambda: MoeExperts(sizes),
+        FleetLoRAMoeExperts: GroupedMLPExpert,
+        UnknownAdapter: lambda: paddle.nn.Linear(4, 4),
+    }
     found = {}
     for kind, layer in made.items():
         args = tiny.training_arguments(tiny.SINGLE, output_dir, cls=FlexTrainingArguments, flex_checkpoint=True)
         model = tiny.build("llama", tiny.SINGLE, args)
         model.added = layer()
         adapted = tiny.adapted(model, target_modules=["added"])
+        if kind is UnknownAdapter:
+            adapted.model.added = UnknownAdapter()
         described = kind.sharded_state_dict is not paddle.nn.Layer.sharded_state_dict
         try:
             tiny.trainer(adapted, args, cls=FlexTrainer)

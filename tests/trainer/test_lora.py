@@ -180,15 +180,15 @@ def test_adapters_that_upstream_cannot_describe_are_refused_by_name(ranks: ForkS
     assert {way: said[way] in text for way, text in found.items()} == dict.fromkeys(said, True), found
 
 
-def test_adapters_whose_shards_upstream_does_not_describe_are_refused_by_name(
-    ranks: ForkServer, tmp_path: Path
-) -> None:
+def test_adapters_of_layers_that_are_not_supported_are_refused_by_name(ranks: ForkServer, tmp_path: Path) -> None:
     (found,) = ranks.run(f"{JOBS}:undescribed_layers", 1, {"output_dir": str(tmp_path)}).values
-    assert set(found) == {"LoRAConv2D", "LoRAMoeExperts"}
+    assert set(found) == {"LoRAConv2D", "LoRAMoeExperts", "FleetLoRAMoeExperts", "UnknownAdapter"}
     for kind, layer in found.items():
         assert f"{kind} (added): " in layer["error"]
-        # If PaddleFormers describes them, declare them in a family and remove the refusal.
-        assert not layer["described"]
+        # If PaddleFormers describes others, declare them in a family and remove the refusal.
+        assert layer["described"] == (kind == "FleetLoRAMoeExperts")
+    assert "PaddleFleet is on no public index" in found["FleetLoRAMoeExperts"]["error"]
+    assert "unknown class of adapters" in found["UnknownAdapter"]["error"]
 
 
 def test_adapters_of_experts_are_refused_where_upstream_would_average_those_of_different_experts(
