@@ -118,7 +118,7 @@ class Checkpoint:
         return Metadata(
             path=str(opened.catalog.root),
             format=opened.format.name,
-            job=job_facts(opened),
+            job=job_facts(opened.commit_record),
             config=MappingProxyType(opened.config),
             roles=MappingProxyType(role_facts(opened)),
             files=len(sizes),

@@ -20,8 +20,8 @@ _MOST_DIFFERENCES = 20
 """How many lines about replicas that differ are shown as text."""
 
 
-def show(found: Inspection, console: Console) -> None:
-    """Print the facts."""
+def show(found: Inspection, console: Console, files: str = "on disk") -> None:
+    """Print the facts; ``files`` labels the number of files and their bytes."""
     from rich.table import Table
     from rich.text import Text
 
@@ -29,7 +29,7 @@ def show(found: Inspection, console: Console) -> None:
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="dim")
     facts.add_column()
-    for label, value in _headline(found):
+    for label, value in _headline(found, files):
         facts.add_row(f"  {label}", value)
     console.print(facts)
     console.print()
@@ -52,7 +52,7 @@ def _show_output(found: OutputFacts, console: Console) -> None:
         show_leftovers(found.leftovers, console)
 
 
-def _headline(found: Inspection) -> list[tuple[str, str]]:
+def _headline(found: Inspection, files: str) -> list[tuple[str, str]]:
     if found.kind == OUTPUT_DIRECTORY:
         return [("kind", "output directory")]
     lines = [("kind", next(one.title for one in FORMATS if one.name == found.kind))]
@@ -77,7 +77,7 @@ def _headline(found: Inspection) -> list[tuple[str, str]]:
         lines.append(("model", _model_text(found.model)))
     if MODEL_STATE in found.roles:
         lines.append(("parameters", f"{found.roles[MODEL_STATE].elements:,}"))
-    lines.append(("on disk", f"{count_text(found.files, 'file')}, {size_text(found.bytes)}"))
+    lines.append((files, f"{count_text(found.files, 'file')}, {size_text(found.bytes)}"))
     return lines
 
 

@@ -113,9 +113,16 @@ def inspect(
 ) -> int:
     """Show the content of a checkpoint: its run, roles, dtypes, files and tensors."""
     from paddleformers_fc.cli import inspection
-    from paddleformers_fc.execute.inspect import inspect_directory
+    from paddleformers_fc.execute.inspect import damaged_facts, inspect_directory
 
-    found = inspect_directory(_named(directory), pattern or ("*" if tensors else None))
+    source = _named(directory)
+    try:
+        found = inspect_directory(source, pattern or ("*" if tensors else None))
+    except CheckpointError:
+        readable = None if as_json else damaged_facts(source)
+        if readable is not None:
+            inspection.show(readable, output.console(), files="recorded")
+        raise
     _present(found, inspection.show, as_json)
     return OK
 

@@ -5,15 +5,19 @@ No tensor byte is read; the cost is one small read per file.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from paddleformers_fc.errors import NotACheckpoint, OptionError
+from paddleformers_fc.errors import FlexError, NotACheckpoint, OptionError
 from paddleformers_fc.execute.output_directory import OutputFacts, output_facts
+from paddleformers_fc.formats import OpenedCheckpoint
 from paddleformers_fc.formats.inspection import JobFacts, RoleFacts, TensorFacts, job_facts, list_tensors, role_facts
-from paddleformers_fc.formats.registry import open_stored
+from paddleformers_fc.formats.registry import open_checkpoint, open_stored, read_config, require_format
+from paddleformers_fc.storage.manifest import read_manifest
 from paddleformers_fc.storage.paths import AnyPath
 
 _CONFIG_KEYS = (
@@ -79,7 +83,6 @@ def inspect_directory(directory: AnyPath, pattern: str | None = None) -> Inspect
         if output is None or pattern is not None:
             raise
         return Inspection(OUTPUT_DIRECTORY, str(directory), None, {}, 0, 0, {}, output=output)
-    sizes = opened.file_sizes
     tensors = None if pattern is None else list_tensors(opened, pattern)
     if pattern is not None and not tensors:
         raise OptionError(
@@ -88,11 +91,50 @@ def inspect_directory(directory: AnyPath, pattern: str | None = None) -> Inspect
             next_step=f"A pattern must match the whole name; write '*{pattern.strip('*')}*'. Optimizer states end in a "
             "suffix such as .moment1_0.",
         )
+    return _facts(opened, directory, tensors, output)
+
+
+def damaged_facts(directory: AnyPath) -> Inspection | None:
+    """Return the facts of a damaged checkpoint: without sizes compared, else its manifest's alone; None without those.
+
+    Its files and their sizes are the recorded ones.
+    """
+    with suppress(FlexError):
+        return _facts(open_checkpoint(directory, "off"), directory)
+    with suppress(FlexError):
+        manifest = read_manifest(directory)
+        sizes = [one.size for one in manifest.files]
+        config: dict[str, Any] = {}
+        with suppress(FlexError):
+            config = read_config(directory)
+        return Inspection(
+            require_format(directory).name,
+            str(directory),
+            job_facts(manifest),
+            _model_facts(config),
+            len(sizes),
+            sum(sizes),
+            {},
+        )
+    return None
+
+
+def _model_facts(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: config[key] for key in _CONFIG_KEYS if key in config}
+
+
+def _facts(
+    opened: OpenedCheckpoint,
+    directory: AnyPath,
+    tensors: list[TensorFacts] | None = None,
+    output: OutputFacts | None = None,
+) -> Inspection:
+    sizes = opened.file_sizes
     return Inspection(
         kind=opened.format.name,
         path=str(directory),
-        job=job_facts(opened),
-        model={key: opened.config[key] for key in _CONFIG_KEYS if key in opened.config},
+        job=job_facts(opened.commit_record),
+        model=_model_facts(opened.config),
         files=len(sizes),
         bytes=sum(sizes.values()),
         roles=role_facts(opened),

@@ -16,7 +16,7 @@ from paddleformers_fc.formats.catalog import StoredTensor
 from paddleformers_fc.formats.checkpoint import OpenedCheckpoint
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.storage.dtypes import item_size, to_safetensors
-from paddleformers_fc.storage.manifest import Branch
+from paddleformers_fc.storage.manifest import Branch, Manifest
 from paddleformers_fc.text import natural
 
 
@@ -110,9 +110,8 @@ class TensorFacts(msgspec.Struct, frozen=True):
     pieces: tuple[ShardFacts, ...]
 
 
-def job_facts(checkpoint: OpenedCheckpoint) -> JobFacts | None:
-    """Return the job that saved a checkpoint; None if its format has no commit record."""
-    manifest = checkpoint.commit_record
+def job_facts(manifest: Manifest | None) -> JobFacts | None:
+    """Return the job that saved a checkpoint by its commit record; None if its format has none."""
     if manifest is None:
         return None
     return JobFacts(

@@ -186,7 +186,24 @@ def test_a_truncated_file_is_named(copy: Path) -> None:
     outcome = run("inspect", copy)
     assert outcome.code == 1
     assert "model_state/rank-00001.safetensors is truncated" in outcome.err
-    assert outcome.out == ""
+    assert "saved by" in outcome.out
+    assert "  recorded" in outcome.out
+    assert "on disk" not in outcome.out
+    assert "truncated" in run("inspect", copy, "--json").document["what"]
+
+
+def test_facts_of_the_manifest_are_shown_if_no_header_can_be_read(copy: Path) -> None:
+    for path in copy.glob("*/*.safetensors"):
+        path.write_bytes(b"")
+    (copy / "config.json").unlink()
+    outcome = run("inspect", copy)
+    assert outcome.code == 1
+    assert "saved by" in outcome.out
+    assert "config.json" in outcome.err
+    (copy / "flex_checkpoint.json").write_text("{")
+    outcome = run("inspect", copy)
+    assert (outcome.code, outcome.out) == (1, "")
+    assert "flex_checkpoint.json" in outcome.err
 
 
 def test_names_whose_indices_form_no_rectangle_are_entries_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
