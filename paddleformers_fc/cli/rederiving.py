@@ -15,6 +15,9 @@ def show(found: Rederivation, console: Console) -> None:
     """Print the outcome."""
     from rich.text import Text
 
+    if not found.written:
+        console.print(Text(f"{found.path}: nothing to change: the stored mapping fits the model's description", "bold"))
+        return
     settled = ", ".join(f"{key}={str(value).lower()}" for key, value in found.settled.items())
     console.print(Text(f"{found.path}: the mapping was derived again and stored", "bold"))
     console.print(Text(f"  model     {settled}"))

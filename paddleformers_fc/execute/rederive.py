@@ -37,15 +37,19 @@ class Rederivation:
         path: the checkpoint as it was named.
         settled: the keys that ``config.json`` lacks, with the values that the mapping was derived with.
         changed: how many statements about a tensor differ from the old mapping.
+        written: whether ``mapping.json`` was replaced; false if neither the mapping nor the description changes.
     """
 
     path: str
     settled: dict[str, Any]
     changed: int
+    written: bool
 
 
 def rederive(directory: Path, settings: Sequence[str]) -> Rederivation:
     """Derive the mapping of a checkpoint again and store it with the description of its model.
+
+    A stored description keeps all its keys: a resume compares them with the live configuration.
 
     Args:
         directory: a finished flex checkpoint.
@@ -58,7 +62,8 @@ def rederive(directory: Path, settings: Sequence[str]) -> Rederivation:
     checkpoint = open_checkpoint(directory)
     if checkpoint.commit_record is None:
         raise not_a_flex_checkpoint(checkpoint.format, directory, checkpoints_advice(directory))
-    known = _with_settings(ModelDescription(checkpoint.config), settings)
+    stored = checkpoint.model
+    known = _with_settings(stored or ModelDescription(checkpoint.config, partial=True), settings)
     family = family_for(known.config)
     try:
         model, rules = completed(family, known, stored_tensors(checkpoint.rules))
@@ -74,9 +79,11 @@ def rederive(directory: Path, settings: Sequence[str]) -> Rederivation:
     prove(mapping, "The mapping that was derived again")
     prove(mapping.reversed(), "The reverse of the mapping that was derived again")
     changed = sum(1 for _ in disagreements(checkpoint.rules.mapping(), mapping))
-    _store(real_path(directory), checkpoint, encode_mapping(model, rules))
+    written = changed > 0 or known != stored
+    if written:
+        _store(real_path(directory), checkpoint, encode_mapping(model, rules))
     config = {key: model.config.get(key) for key in sorted(STRIPPED - {IS_FLEET}) if key in model.config}
-    return Rederivation(str(directory), {IS_FLEET: model.is_fleet, **config}, changed)
+    return Rederivation(str(directory), {IS_FLEET: model.is_fleet, **config}, changed, written)
 
 
 def _with_settings(known: ModelDescription, settings: Sequence[str]) -> ModelDescription:
@@ -93,8 +100,8 @@ def _with_settings(known: ModelDescription, settings: Sequence[str]) -> ModelDes
         values[key] = yaml.safe_load(value)
         if not isinstance(values[key], int):
             raise OptionError(f"{text!r}: the value is neither true, false nor a number.", where="KEY=VALUE")
-    is_fleet = values.pop(IS_FLEET, None)
-    return ModelDescription({**known.config, **values}, None if is_fleet is None else bool(is_fleet))
+    is_fleet = bool(values.pop(IS_FLEET)) if IS_FLEET in values else known.is_fleet
+    return replace(known, config={**known.config, **values}, is_fleet=is_fleet)
 
 
 def _store(directory: Path, checkpoint: OpenedCheckpoint, mapping: bytes) -> None:

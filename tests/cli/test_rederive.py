@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from paddleformers_fc.execute.digest import canonical_digests
 from paddleformers_fc.execute.load import load_checkpoint
 from paddleformers_fc.execute.opening import open_on_all_ranks
 from paddleformers_fc.families import Family, ModelDescription, ModelTensor, family_for
+from paddleformers_fc.families.changes import config_changes
 from paddleformers_fc.families.declarations import declared, linear, only, same
 from paddleformers_fc.families.stored import completed
 from paddleformers_fc.formats.flex import open_flex
@@ -35,6 +37,8 @@ from paddleformers_fc.verification import simulate_ranks
 from tests.cli.support import run, seal
 
 STRIPPED = Path(__file__).parent / "stripped"
+TRAINED = Path(__file__).parents[1] / "trainer/older/checkpoint-3"
+"""A checkpoint that a Trainer saved, with the description of its live model."""
 RIGHT = ("glm4_moe", "llama", "minimax_m2_fused", "qwen2_moe_plain")
 WRONG = ("glm4_moe_one_empty_layer", "qwen2_moe_plain_square_router")
 
@@ -138,6 +142,38 @@ def test_the_command_stores_a_mapping_that_fits_the_tensors_and_touches_nothing_
     held = live(checkpoint, True, {"num_empty_layers_add_in_head": 0})["model_state"]
     assert np.array_equal(held[f"model.layers.0.{down}"].local_tensor.array, stored[f"model.layers.1.{down}"])
     assert run("rederive", str(checkpoint)).code == 0
+
+
+def test_a_checkpoint_with_a_description_that_fits_is_left_as_it_is(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoint-3"
+    shutil.copytree(TRAINED, checkpoint)
+    before = {path: (path.stat().st_ino, path.read_bytes()) for path in checkpoint.rglob("*") if path.is_file()}
+    for settings in ((), ("is_fleet=false",)):
+        outcome = run("rederive", str(checkpoint), *settings)
+        assert (outcome.code, "nothing to change" in outcome.out) == (0, True), outcome
+        assert run("rederive", str(checkpoint), *settings, "--json").document["written"] is False
+    assert {path: (path.stat().st_ino, path.read_bytes()) for path in before} == before
+
+
+def test_a_description_keeps_its_keys_beside_the_ones_that_are_set(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoint-3"
+    shutil.copytree(TRAINED, checkpoint)
+    outcome = run("rederive", str(checkpoint), "moe_expert_fusion=true")
+    assert (outcome.code, "nothing to change" in outcome.out) == (0, False), outcome
+    saved, found = open_flex(TRAINED).model, open_flex(checkpoint).model
+    assert saved is not None
+    assert found == replace(saved, config={**saved.config, "moe_expert_fusion": True})
+    assert config_changes(found, saved, complete=True) == []
+
+
+def test_a_description_that_is_made_of_a_file_is_not_taken_for_a_complete_one(tmp_path: Path) -> None:
+    checkpoint = copied("llama", tmp_path)
+    assert run("rederive", str(checkpoint), "--json").document["written"] is True
+    found = open_flex(checkpoint).model
+    assert found is not None
+    assert found.partial
+    held = live(checkpoint, False, {"gated_linear_unit": True, "softmax_type": "vanilla"})
+    assert sorted(held) == ["model_state"]
 
 
 def test_a_plain_model_with_as_many_experts_as_hidden_units_has_its_router_turned_again(tmp_path: Path) -> None:
