@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from typing import TYPE_CHECKING
 
 from paddleformers_fc.families.evidence import FamilyFacts, FamilyTable
@@ -13,6 +14,9 @@ if TYPE_CHECKING:
 HEADINGS = ("family", "classes", "mapping", "logits compared", "layouts", "note")
 
 
+_MAPPING = "mapping: trained on real ranks, simulated ranks, or proved from declared tensors alone."
+
+
 def row(one: FamilyFacts) -> tuple[str, ...]:
     """Return the texts of a family under :data:`HEADINGS`."""
     degrees = ", ".join(f"TP {degree}" for degree in one.degrees)
@@ -21,13 +25,21 @@ def row(one: FamilyFacts) -> tuple[str, ...]:
 
 
 def show(found: FamilyTable, console: Console) -> None:
-    """Print a row per family."""
+    """Print a row per family, then the notes; without a terminal in 80 columns or those of ``COLUMNS``."""
     from rich import box
     from rich.table import Table
+    from rich.text import Text
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=True)
-    for heading in HEADINGS:
-        table.add_column(heading, style="cyan" if heading == "family" else None)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in HEADINGS[:-1]:
+        whole = heading in ("family", "classes", "mapping")
+        table.add_column(heading, style="cyan" if heading == "family" else None, no_wrap=whole)
     for one in found.families:
-        table.add_row(*row(one))
-    console.print(table)
+        name, classes, *texts, _ = row(one)
+        table.add_row(name, classes.replace(", ", ",\n"), *texts)
+    width = None if console.is_terminal else shutil.get_terminal_size().columns
+    console.print(table, width=width)
+    for one in found.families:
+        if one.note:
+            console.print(Text(f"  {one.family}: {one.note}"), width=width)
+    console.print(_MAPPING, width=width)
