@@ -308,6 +308,8 @@ def plan(
         if html is not None:
             planning.write_page(html, checkpoint.plan_flows(to, dtype, stated), ranks_per_node)
     _present(found, planning.show, as_json)
+    if html is not None and not as_json:
+        print(f"wrote {html}")
     return OK
 
 

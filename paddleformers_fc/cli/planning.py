@@ -106,7 +106,7 @@ def show(found: GridPlan, console: Console) -> None:
     facts.add_row("  ranks", f"{found.world_size:,}, {found.dtype}")
     facts.add_row("  held", f"{size_text(found.bytes)} by all ranks together")
     facts.add_row("  read", f"{size_text(found.read)}, {found.amplification:.3g} times what is held")
-    facts.add_row("  items", f"{found.items:,}")
+    facts.add_row("  boxes", f"{found.items:,}, each a part of a stored tensor that one rank reads")
     facts.add_row(
         "  peak", f"{size_text(found.peak)} on the rank that needs most: what it holds, and scratch memory to read it"
     )
@@ -114,7 +114,7 @@ def show(found: GridPlan, console: Console) -> None:
     console.print()
     table = Table(box=box.SIMPLE_HEAD, pad_edge=True)
     table.add_column("ranks", style="cyan")
-    for heading in ("held", "read", "items", "peak"):
+    for heading in ("held", "read", "boxes", "peak"):
         table.add_column(heading, justify="right")
     rows = _alike(found.ranks)
     for numbers, rank in rows[:_SHOWN]:
