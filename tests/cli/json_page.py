@@ -29,7 +29,7 @@ keys of an error beside their own.
 
 | key of an error | type | meaning |
 |---|---|---|
-| `error` | string | class, such as `Corrupt`; see [the API](../README.md#use) |
+| `error` | string | class, such as `Corrupt`; see [errors](architecture.md#hostile-input-and-errors) |
 | `what` | string | the problem |
 | `where` | string | file, directory, rank, option or tensor |
 | `evidence` | array of string | the facts, one per line |
