@@ -8,7 +8,7 @@ This module is in ``plan`` because it needs families and layouts, which do not i
 :mod:`paddleformers_fc.layout.grid` and ``partition``.
 
 Replicas hold the same weights, so shards are created once per (stage, tensor-parallel rank, expert rank), and
-partitions once per stage. The cost of a rank is linear in what it holds.
+partitions once per (stage, expert rank). The cost of a rank is linear in what it holds.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class SimulatedModel:
             return _by_name((*dense, *experts))
         if self.grid.stage == 3:
             return _by_name(self._slices((*dense, *experts), place))
-        sharing = self._sharing(place.pp)
+        sharing = self._sharing(place.pp, place.ep)
         if not self.grid.split:
             return _by_name(dense[index] for index in sharing.owned[place.sharding])
         return _by_name(
@@ -160,9 +160,9 @@ class SimulatedModel:
             held.append(msgspec.structs.replace(shard, name=names.get(shard.name, shard.name)))
         return tuple(dense), tuple(experts)
 
-    def _make_sharing(self, pp: int) -> _Sharing:
-        """Return how states of one stage are shared; sizes are equal on all tensor-parallel and expert ranks."""
-        grid, (dense, experts) = self.grid, self._trained(pp, 0, 0)
+    def _make_sharing(self, pp: int, ep: int) -> _Sharing:
+        """Return how states of one stage and expert rank are shared; sizes are equal on all tensor-parallel ranks."""
+        grid, (dense, experts) = self.grid, self._trained(pp, 0, ep)
         if grid.split:
             return _Sharing((), self._buffers(dense, grid.sharding), self._buffers(experts, grid.moe_sharding))
         owners = whole_owners([shard.size for shard in dense], grid.sharding, grid.stage == 1)
@@ -209,7 +209,7 @@ class SimulatedModel:
 
 @dataclass(frozen=True)
 class _Sharing:
-    """How the states of one pipeline stage are shared: indices of what each rank owns, or fused buffers."""
+    """How the states of a pipeline stage and an expert rank are shared: indices of what a rank owns, or buffers."""
 
     owned: tuple[tuple[int, ...], ...]
     dense: tuple[FusedBuffer, ...]

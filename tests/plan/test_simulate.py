@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +129,7 @@ GRIDS = (
 
 @pytest.mark.parametrize("grid", GRIDS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("model_type", ["llama", ERNIE, "qwen3_moe"])
+@pytest.mark.parametrize("model_type", ["llama", ERNIE, "qwen3_moe", "ernie4_5_moe_vl"])
 def test_every_tensor_is_held_whole_and_once(model_type: str, dtype: str, grid: str) -> None:
     if "ep=" in grid and model_type == "llama":
         model_type = "qwen2_moe"
@@ -139,6 +140,7 @@ def test_every_tensor_is_held_whole_and_once(model_type: str, dtype: str, grid: 
     everyone = [model.roles(rank) for rank in range(model.grid.world_size)]
     for role in {role for roles in everyone for role in roles}:
         distinct = {shard for roles in everyone for shard in roles.get(role, {}).values()}
+        assert not [shard for shard in distinct if shard.flat and shard.flat[1] > prod(shard.box.shape)]
         tensors, contradictions = gather_shards((shard, "here", 0, 4) for shard in distinct)
         assert not contradictions
         assert not [fault for tensor in tensors.values() for fault in tensor.faults()]
