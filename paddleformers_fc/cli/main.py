@@ -11,8 +11,8 @@ code  meaning
 ====  ================================================================================================================
 
 ``train`` returns the code of its job. Commands are declared here; each is implemented in a module that is imported when
-the command runs. Only ``train``, ``demo``, ``derive`` and ``matrix`` import Paddle. ``--help`` takes a fifth of a
-second.
+the command runs. Only ``train``, ``demo``, ``derive`` and ``matrix`` import Paddle. ``--help`` does not
+import Rich.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ import traceback
 from collections.abc import Callable, Sequence
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
+from typer.core import TyperGroup
 
 from paddleformers_fc import __version__
 from paddleformers_fc.cli import output
@@ -41,7 +42,20 @@ OK, FAULT, MISUSE, INTERRUPTED, CLOSED = 0, 1, 2, 130, 141
 
 _T = TypeVar("_T")
 
+
+class _Commands(TyperGroup):
+    """A group whose help has the whole first sentence of every command."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        rows = [(name, command.get_short_help_str(limit=1000)) for name, command in self.commands.items()]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
+
+# Without markup, --help and misuse do not import Rich, which takes longer than all else.
 app = typer.Typer(
+    cls=_Commands,
+    rich_markup_mode=None,
     help="Flex checkpoints for PaddleFormers: train, inspect, verify, compare and export.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
