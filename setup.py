@@ -99,7 +99,7 @@ setup(
         # What make soak uses where it is there; there is no release for every Python.
         "fuzz": ["atheris>=2.3.0"],
     },
-    entry_points={"console_scripts": ["paddleformers-fc = paddleformers_fc.cli.main:main"]},
+    entry_points={"console_scripts": ["paddleformers-fc = paddleformers_fc.__main__:main"]},
     classifiers=[
         "Intended Audience :: Developers",
         "Programming Language :: Python :: 3.10",

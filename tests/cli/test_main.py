@@ -280,6 +280,30 @@ def test_an_interrupt_ends_without_a_traceback(four: Path, monkeypatch: pytest.M
     assert outcome.out == ""
 
 
+INTERRUPTED_IMPORT = """
+import os, signal, sys
+
+class Interrupted:
+    def find_spec(self, name, path=None, target=None):
+        if name == "typer":
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+            except KeyboardInterrupt as error:
+                raise ImportError("numpy's kind of import error") from error
+
+sys.meta_path.insert(0, Interrupted())
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from paddleformers_fc.__main__ import main
+sys.exit(main())
+"""
+
+
+def test_an_interrupt_during_imports_is_quiet() -> None:
+    command = [sys.executable, "-c", INTERRUPTED_IMPORT, "--help"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
 def test_the_registration_file_is_printed_and_exists() -> None:
     outcome = run("register-path")
     assert outcome.code == 0
