@@ -401,6 +401,12 @@ def _base_of(adapters: OpenedCheckpoint, base: Location, verify: str, accept: bo
 
 def _box_of(tensor: Shard, box: Sequence[slice]) -> Box:
     shape = tensor.global_shape
+    others = [one for one in box if not isinstance(one, slice)]
+    if others:
+        raise OptionError(
+            f"The box of {tensor.name} contains {others[0]!r}, which is not a slice.",
+            next_step="Give one slice without a step per axis, such as slice(0, 1) for the index 0.",
+        )
     if len(box) != len(shape) or any(one.step not in (None, 1) for one in box):
         raise OptionError(
             f"The box of {tensor.name} has {len(box)} slices, and the tensor has shape {list(shape)}.",

@@ -144,6 +144,30 @@ def test_a_box_is_the_same_numbers_as_the_slice_of_the_whole_tensor(saved: Path)
         checkpoint.read("nothing")
 
 
+def test_an_index_in_a_box_is_refused_with_the_slice_to_give(saved: Path) -> None:
+    with pytest.raises(OptionError, match=r"contains 0, which is not a slice") as raised:
+        paddleformers_fc.open(saved / "four").read("model.norm.weight", (0,))  # type: ignore[arg-type]
+    assert "slice(0, 1)" in raised.value.next_step
+
+
+def test_a_path_that_does_not_exist_is_named_as_such(tmp_path: Path) -> None:
+    with pytest.raises(NotACheckpoint, match="missing does not exist"):
+        paddleformers_fc.open(tmp_path / "missing")
+
+
+def test_an_export_onto_a_model_names_the_argument_that_replaces_it(saved: Path, tmp_path: Path) -> None:
+    checkpoint = paddleformers_fc.open(saved / "four")
+    checkpoint.export(tmp_path / "exported")
+    with pytest.raises(OptionError) as raised:
+        checkpoint.export(tmp_path / "exported")
+    assert "replace=True" in raised.value.next_step
+
+
+def test_a_plan_of_too_many_ranks_is_refused_at_once(saved: Path) -> None:
+    with pytest.raises(OptionError, match="has 100000000 ranks"):
+        paddleformers_fc.open(saved / "four").plan("dp=100000000")
+
+
 def test_a_damaged_checkpoint_is_refused_with_its_fault(saved: Path, tmp_path: Path) -> None:
     damaged = Path(shutil.copytree(saved / "one", tmp_path / "checkpoint-3"))
     path = next((damaged / "model_state").iterdir())

@@ -271,7 +271,7 @@ def refuse_target(
             "The directory holds a model already, or files of one.",
             where=str(target),
             evidence=[f"{name} is there" for name in present],
-            next_step="Name another directory, or add --replace to replace these files and its weights.",
+            next_step="Name another directory, or replace these files and its weights (--replace, replace=True).",
         )
 
 

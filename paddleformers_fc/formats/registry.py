@@ -134,11 +134,13 @@ def require_format(directory: AnyPath) -> Format:
     found = format_of(directory)
     if found is not None:
         return found
+    if isinstance(directory, Path) and not exists(directory):
+        raise NotACheckpoint(f"{directory} does not exist.", where=str(directory), next_step=_NAME_A_CHECKPOINT)
     unfinished = exists(directory / MAPPING_NAME)
     raise NotACheckpoint(
         f"{directory} is an unfinished checkpoint."
         if unfinished
-        else f"{directory} is neither a finished flex checkpoint nor a directory of open weights.",
+        else f"{directory} is neither a finished flex checkpoint, nor open weights, nor Paddle's FlexCheckpoint.",
         where=str(directory),
         evidence=[f"no {MANIFEST_NAME}, {INDEX_NAME} or {SINGLE_NAME} is in it"],
         next_step=checkpoints_advice(directory) or (_COPY if isinstance(directory, RemotePath) else _NAME_A_CHECKPOINT),

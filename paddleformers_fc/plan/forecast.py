@@ -57,6 +57,9 @@ from paddleformers_fc.text import natural
 DTYPES = ("float32", "bfloat16", "float16")
 """The dtypes that a target model can have."""
 
+_MOST_RANKS = 1 << 16
+"""Bound on the ranks of a plan, which lists every one of them."""
+
 THREADS = 4
 """How many threads of a load read at a time, by default."""
 
@@ -371,7 +374,15 @@ def parse_plan_target(to: str, dtype: str | None) -> ParallelGrid:
         )
     if dtype not in (None, *DTYPES):
         raise OptionError(f"The dtype {dtype!r} is unknown.", evidence=[f"known: {', '.join(DTYPES)}"])
-    return parse_grid(to)
+    grid = parse_grid(to)
+    if grid.world_size > _MOST_RANKS:
+        raise OptionError(
+            f"The grid {to!r} has {grid.world_size} ranks.",
+            where="--to",
+            evidence=[f"a plan has at most {_MOST_RANKS} ranks"],
+            next_step="Choose smaller degrees.",
+        )
+    return grid
 
 
 def _require_config(config: MappingABC[str, Any], directory: AnyPath) -> None:
