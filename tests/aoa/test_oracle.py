@@ -67,7 +67,11 @@ def hints_between(before: Model, after: Model) -> Hints:
     return Hints(before.cuts, after.cuts, heads=(heads, groups) if known else None)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", NAMES)
+PER_RANK = ("qwen3_5", "qwen3_5_moe")
+"""Each rank holds several parts of one file side by side, which AOA cannot state without their number."""
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in PER_RANK])
 def test_the_text_of_a_family_is_the_same_on_any_number_of_ranks(name: str) -> None:
     one, *others = (model(name, degree) for degree in DEGREES)
     for reverse in (False, True):

@@ -132,6 +132,7 @@ from paddleformers_fc.cli.main import main
 def interrupt(count):
     os.kill(os.getpid(), signal.SIGINT)
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # A shell that runs the tests in the background ignores it.
 export_files.advance = interrupt
 sys.exit(main(sys.argv[1:]))
 """
