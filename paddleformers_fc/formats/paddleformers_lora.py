@@ -107,7 +107,7 @@ def open_paddleformers_lora(directory: AnyPath, verify: str = "size") -> OpenedC
 
 
 def _documents(directory: AnyPath, checksums: FileChecksums | None) -> Documents:
-    """Return the documents of the model; those of the adapters are written anew in every format."""
+    """Return the documents of the model; every format writes those of its adapters itself."""
     found = model_documents(directory, checksums)
     return {name: read for name, read in found.items() if name not in (LORA_CONFIG_NAME, ADAPTER_CONFIG_NAME)}
 

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paddleformers_fc.families.registry import is_known
-from paddleformers_fc.formats.checkpoint import CONFIG_NAME, Format, OpenedCheckpoint, StoredShard, stored_boxes
+from paddleformers_fc.formats.checkpoint import Format, OpenedCheckpoint, StoredShard, stored_boxes
 from paddleformers_fc.formats.checks import CheckList
 from paddleformers_fc.formats.huggingface import HUGGINGFACE, INDEX_NAME, SINGLE_NAME
 from paddleformers_fc.formats.paddle_distcp import PADDLE_DISTCP
 from paddleformers_fc.formats.rank_files import EMA, MODEL, OPTIMIZER, is_rank_file, refuse_mixed
 from paddleformers_fc.formats.rank_shards import META_NAME, compare_replicas, open_ranked
+from paddleformers_fc.formats.stock_checkpoint import verify_stock
 from paddleformers_fc.layout.roles import MODEL_STATE, ROLES
 from paddleformers_fc.storage.files import list_directory
 from paddleformers_fc.storage.paths import AnyPath
@@ -78,16 +78,7 @@ class RankFormat(Format):
 
     def verify(self, directory: AnyPath, level: str, checks: CheckList) -> OpenedCheckpoint:
         """Check that every tensor is stored whole and once, and that all ranks have the same numbers of it."""
-        checks.not_compared("this format has no checksums")
-        opened = checks.check(
-            "tensors",
-            lambda: self.open(directory, level),
-            lambda found: f"{count_text(found.catalog.count, 'tensor')}, each stored whole and once",
-        )
-        if is_known(opened.config):
-            checks.attempt("model", lambda: opened.rules, lambda _: "all tensors that the configuration describes")
-        else:
-            checks.impossible.append(f"missing layers: no {CONFIG_NAME} of a known family")
+        opened = verify_stock(checks, lambda: self.open(directory, level))
         if level == "full":
             checks.attempt(
                 "replicas",

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from paddleformers_fc.errors import Corrupt, FormatError, NotACheckpoint
+from paddleformers_fc.families import is_known
 from paddleformers_fc.families.description import ModelDescription
 from paddleformers_fc.formats.catalog import Catalog
 from paddleformers_fc.formats.checkpoint import (
@@ -23,6 +24,7 @@ from paddleformers_fc.formats.checkpoint import (
     parse_config,
     with_config,
 )
+from paddleformers_fc.formats.checks import CheckList
 from paddleformers_fc.formats.huggingface import model_documents, read_description
 from paddleformers_fc.formats.stock_run import run_documents, run_reader
 from paddleformers_fc.mapping.folding import fold
@@ -150,3 +152,23 @@ def described(directory: AnyPath, config: Mapping[str, Any]) -> ModelDescription
             f"load in Python. Other commands need a copy of it in a copy of {directory.name}.",
         )
     return ModelDescription(config, partial=True)
+
+
+def verify_stock(checks: CheckList, open_checkpoint: Callable[[], OpenedCheckpoint]) -> OpenedCheckpoint:
+    """Check that every tensor is stored whole and once, and that none of the model is missing.
+
+    Args:
+        checks: where the results are recorded.
+        open_checkpoint: opens the checkpoint, which refuses tensors with gaps or with several copies.
+    """
+    checks.not_compared("this format has no checksums")
+    opened = checks.check(
+        "tensors",
+        open_checkpoint,
+        lambda found: f"{count_text(found.catalog.count, 'tensor')}, each stored whole and once",
+    )
+    if is_known(opened.config):
+        checks.attempt("model", lambda: opened.rules, lambda _: "all tensors that the configuration describes")
+    else:
+        checks.impossible.append(f"missing layers: no {CONFIG_NAME} of a known family")
+    return opened

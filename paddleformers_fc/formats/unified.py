@@ -50,7 +50,7 @@ from paddleformers_fc.formats.paddle_distcp import PADDLE_DISTCP
 from paddleformers_fc.formats.rank_files import EMA, OPTIMIZER, FileArray, arrays_of, is_rank_file, refuse_mixed
 from paddleformers_fc.formats.rank_shards import held_otherwise, is_of_nlp, stored_model
 from paddleformers_fc.formats.sharded_pieces import arrange
-from paddleformers_fc.formats.stock_checkpoint import AGAIN, described, open_stock, read_stock_config
+from paddleformers_fc.formats.stock_checkpoint import AGAIN, described, open_stock, read_stock_config, verify_stock
 from paddleformers_fc.layout.roles import (
     MASTER,
     MASTER_WEIGHT,
@@ -459,17 +459,7 @@ class UnifiedFormat(Format):
 
     def verify(self, directory: AnyPath, level: str, checks: CheckList) -> OpenedCheckpoint:
         """Check that every tensor is stored whole and once, and that none of the model is missing."""
-        checks.not_compared("this format has no checksums")
-        opened = checks.check(
-            "tensors",
-            lambda: open_unified(directory, {}),
-            lambda found: f"{count_text(found.catalog.count, 'tensor')}, each stored whole and once",
-        )
-        if is_known(opened.config):
-            checks.attempt("model", lambda: opened.rules, lambda _: "all tensors that the configuration describes")
-        else:
-            checks.impossible.append(f"missing layers: no {CONFIG_NAME} of a known family")
-        return opened
+        return verify_stock(checks, lambda: open_unified(directory, {}))
 
     def shards(self, checkpoint: OpenedCheckpoint, role: str, names: Collection[str]) -> Iterator[StoredShard]:
         """Yield the stored boxes of some tensors."""
