@@ -664,6 +664,8 @@ def _run(arguments: Sequence[str] | None) -> int:
         output.print_error(error, as_json)
         return exit_code(error)
     except typer.TyperException as error:
+        # Typer names the exception of a value that is not in a list of values.
+        error.message = error.message.removeprefix("Value error, ")
         if as_json:
             output.print_error(OptionError(error.format_message(), next_step=_HELP), as_json)
         else:

@@ -15,6 +15,14 @@ from paddleformers_fc.errors import OptionError
 
 MEBIBYTE = 1 << 20
 _UNSUPPORTED = {"sep": "segment", "cp": "context"}
+_OF_ARGUMENTS = {
+    "tensor_model_parallel_size": "tp",
+    "pipeline_model_parallel_size": "pp",
+    "expert_model_parallel_size": "ep",
+    "sharding_parallel_size": "sharding",
+    "split_param": "split",
+}
+"""Axes by the names that they have among the training arguments of PaddleFormers."""
 _TRUTHS = {"true": True, "1": True, "false": False, "0": False}
 
 
@@ -139,7 +147,8 @@ def parse_grid(text: str) -> ParallelGrid:
         if name in _UNSUPPORTED:
             faults.append(f"{name}={value}: {_UNSUPPORTED[name]} parallelism is not supported")
         elif name not in kinds:
-            faults.append(f"{name}: is no axis; known are {', '.join(kinds)}")
+            meant = f"; it is {_OF_ARGUMENTS[name]} here" if name in _OF_ARGUMENTS else ""
+            faults.append(f"{name}: unknown axis{meant}; known are {', '.join(kinds)}")
         elif name in values:
             faults.append(f"{name}: is given twice")
         elif isinstance(kinds[name], bool):

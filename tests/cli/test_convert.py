@@ -231,3 +231,8 @@ def test_foreign_directories_of_weights_are_read_as_they_are(tmp_path: Path) -> 
     refused = run("convert", different, tmp_path / "different-flex")
     assert refused.code == 1
     assert not (tmp_path / "different-flex").exists()
+
+
+def test_a_format_that_is_not_in_the_list_is_refused_by_the_list(tmp_path: Path) -> None:
+    done = run("convert", str(tmp_path), str(tmp_path / "out"), "--format", "safetensors")
+    assert "Invalid value for '--format': 'safetensors' is not one of" in done.err

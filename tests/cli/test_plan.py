@@ -86,7 +86,7 @@ def test_equal_ranks_share_a_row_of_the_text(stored: Path) -> None:
         ("tp=4", "num_key_value_heads=2 is not divisible by tp=4"),
         ("pp=3", "num_hidden_layers=2 is less than pp x vpp = 3 x 1 = 3 stages"),
         ("sharding=2,ep=2,split=true", "ep=2: the model has no experts"),
-        ("tp=2,zp=3", "zp: is no axis"),
+        ("tp=2,zp=3", "zp: unknown axis"),
         ("sep=2", "sep=2: segment parallelism is not supported"),
     ],
 )

@@ -26,7 +26,8 @@ def test_what_is_not_named_is_as_by_default() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("tp=2,qp=2", "qp: is no axis; known are dp, tp, pp"),
+        ("tp=2,qp=2", "qp: unknown axis; known are dp, tp, pp"),
+        ("tensor_model_parallel_size=2", "tensor_model_parallel_size: unknown axis; it is tp here; known are dp"),
         ("tp=2,sep=2", "sep=2: segment parallelism is not supported"),
         ("cp=2", "cp=2: context parallelism is not supported"),
         ("tp=2,tp=2", "tp: is given twice"),
