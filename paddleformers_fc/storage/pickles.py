@@ -152,8 +152,8 @@ def read_pickle(path: Path) -> Any:
 def read_pickled_objects(path: Path) -> Any:
     """As :func:`read_pickle`, for objects of any class: each is a :class:`Record` with the attributes that it holds.
 
-    Nothing is imported or called for them either: their names are text. An enumeration's value, and what a class holds
-    in place of attributes, is under the key ``""``.
+    Nothing is imported or called for them either: their names are text. What an enumeration is called with (its value,
+    or its name last), and what a class holds in place of attributes, is under the key ``""``.
 
     Args:
         path: the file.

@@ -98,7 +98,8 @@ def test_objects_of_any_class_are_their_attributes_and_nothing_is_called(tmp_pat
     path = written(tmp_path / "x", pickle.dumps({"a": Settings(Kind.ONE, 3), "b": Calls(os.system, "exit 3")}, 4))
     found = read_pickled_objects(path)
     assert (found["a"].name, found["a"].fields["size"]) == ("Settings", 3)
-    assert found["a"].fields["kind"].fields == {"": ("one",)}
+    # Some versions of Python (3.11.2) pickle a member by its name, the others by its value.
+    assert found["a"].fields["kind"].fields[""][-1] in ("ONE", "one")
     assert (found["b"].name, found["b"].fields) == ("system", {"": ("exit 3",)})
     with pytest.raises(FormatError, match="which is not data"):
         read_pickle(path)
