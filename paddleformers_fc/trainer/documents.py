@@ -84,6 +84,11 @@ def model_config(model: Any) -> dict[str, Any]:
     Raises:
         MappingError: the configuration contradicts itself.
     """
+    return _capture_config(model)()
+
+
+def _capture_config(model: Any) -> Callable[[], dict[str, Any]]:
+    """Capture the configuration of a model, and return :func:`model_config` of it."""
     model = lora.base_model(model)
     config = copy.deepcopy(inherited.config_of(model))
     if not config.architectures:
@@ -93,34 +98,56 @@ def model_config(model: Any) -> dict[str, Any]:
         config.dtype = str(dtype).rpartition(".")[2]
     config.tensor_model_parallel_size = 1
     config._save_to_hf = True
-    written = json.loads(config.to_json_string(use_diff=True, saving_file=True))
-    family = family_for(written) if is_known(written) else None
-    values = exported_config(family, written, describe(model), inherited.of(model).config)
-    return {key: value for key, value in values.items() if key not in _LAYOUT_KEYS}
+    described, source = describe(model), inherited.of(model).config
+
+    def values() -> dict[str, Any]:
+        written = json.loads(config.to_json_string(use_diff=True, saving_file=True))
+        family = family_for(written) if is_known(written) else None
+        found = exported_config(family, written, described, source)
+        return {key: value for key, value in found.items() if key not in _LAYOUT_KEYS}
+
+    return values
 
 
 def config_text(model: Any) -> str:
     """Return the text of ``config.json``."""
-    return json.dumps(model_config(model), indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+    return _config_text(model_config(model))
 
 
-def model_files(trainer: Any, tokenizer: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Return the files that describe a Trainer's model: configuration, generation settings, tokenizer, processor.
+def _config_text(values: Mapping[str, Any]) -> str:
+    return json.dumps(values, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+
+
+def capture_model_files(trainer: Any, tokenizer: Mapping[str, bytes]) -> Callable[[], dict[str, bytes]]:
+    """Capture what the files contain that describe a Trainer's model, and return a function that encodes them.
 
     Args:
         trainer: the Trainer.
         tokenizer: the files of its tokenizer and processor.
     Returns:
-        content by path relative to the directory of the weights.
+        a function of the content by path relative to the directory of the weights: configuration, generation
+        settings, tokenizer, processor, and copies of other files.
     """
     model = unwrap_model(trainer.model)
-    custom = [trainer.copy_custom_files] if getattr(trainer.args, "copy_custom_file_list", None) else []
-    return {
+    config, generation = _capture_config(model), inherited.generation_file(model)
+    custom = [_with_own_arguments(trainer).copy_custom_files] if _custom_files(trainer.args) else []
+    return lambda: {
         **tokenizer,
         **_written_by(custom),
-        **inherited.generation_file(model),
-        CONFIG_NAME: config_text(model).encode(),
+        **generation,
+        CONFIG_NAME: _config_text(config()).encode(),
     }
+
+
+def _custom_files(args: Any) -> str | None:
+    return getattr(args, "copy_custom_file_list", None)
+
+
+def _with_own_arguments(trainer: Any) -> Any:
+    """Return a shallow copy of a Trainer with a shallow copy of its arguments, which a script may change meanwhile."""
+    captured = copy.copy(trainer)
+    captured.args = copy.copy(trainer.args)
+    return captured
 
 
 def tokenizer_files(trainer: Any) -> dict[str, bytes]:
@@ -142,7 +169,8 @@ class TokenizerFiles:
 
     def of(self, trainer: Any) -> dict[str, bytes]:
         """Return the files by path relative to the directory of the weights."""
-        present = tuple((one, _content_text(one)) for one in (trainer.tokenizer, trainer.processing_class))
+        own = trainer.tokenizer if trainer.args.save_tokenizer else None
+        present = tuple((one, _content_text(one)) for one in (own, trainer.processing_class))
         if [(id(one), text) for one, text in present] != [(id(one), text) for one, text in self._written_of]:
             self._files, self._written_of = tokenizer_files(trainer), present
         return self._files
@@ -190,7 +218,16 @@ def capture_progress(trainer: Any, data: dict[str, Any]) -> dict[str, Callable[[
 
 def arguments_document(args: Any) -> bytes:
     """Return the training arguments as JSON for readers, without secrets."""
-    values = codecs.readable({**_data_arguments(args), **args.to_dict()})
+    return capture_arguments(args)()
+
+
+def capture_arguments(args: Any) -> Callable[[], bytes]:
+    """Capture the training arguments, and return a function that encodes :func:`arguments_document`."""
+    return partial(_arguments_document, {**copy.deepcopy(_data_arguments(args)), **args.to_dict()})
+
+
+def _arguments_document(captured: Mapping[str, Any]) -> bytes:
+    values = codecs.readable(captured)
     hidden = {name for name, value in values.items() if value is not None and name.endswith(_SECRET_ENDINGS)}
     shown = {name: mask_credentials(value) if isinstance(value, str) else value for name, value in values.items()}
     return codecs.encode({**shown, **dict.fromkeys(hidden, "<not saved>")}, "training arguments")

@@ -6,7 +6,6 @@ steps later.
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -65,8 +64,7 @@ class SaveJob:
         directory: ``checkpoint-N``.
         step: optimizer steps done.
         part: returns this rank's part without its files, or raises the error of its preparation.
-        encode: returns the small files of this rank; it reads the configuration of the model and of the run, which no
-            step changes, and takes longer than ``part``.
+        encode: returns the small files of this rank, from what was captured at the step; it takes longer than ``part``.
         consistency: what must be equal on all ranks.
         best: the best checkpoint with this one; None if there is none.
         started: when the save began, of the monotonic clock.
@@ -275,7 +273,7 @@ def _capture_files(trainer: Any) -> _Encode:
     captured: dict[str, Callable[[], bytes]] = {}
     if args.save_rng_states:
         captured[documents.rng_name(dist.get_rank())] = rng.capture(args.world_size, args.use_hybrid_parallel)
-    described: _Encode = dict
+    describing: _Encode = dict
     if dist.get_rank() == 0:
         identity = corpus.digest(trainer.train_dataset, position.covered(tracker.position, tracker.order))
         order = replace(tracker.order, corpus=identity)
@@ -286,14 +284,9 @@ def _capture_files(trainer: Any) -> _Encode:
             captured[documents.REFERENCE] = partial(codecs.encode, about, "reference model")
         if run.average is not None and run.average.has_begun:
             captured[documents.AVERAGE] = partial(codecs.encode, run.average.document(), "moving average")
-        described = partial(_describing_files, trainer, copy.copy(args), run.tokenizer_files.of(trainer))
-    return lambda: {**described(), **{name: encode() for name, encode in captured.items()}}
-
-
-def _describing_files(trainer: Any, args: Any, tokenizer: dict[str, bytes]) -> dict[str, bytes]:
-    """Return the files that are the same at every step."""
-    arguments = documents.arguments_document(args)
-    return {**documents.model_files(trainer, tokenizer), documents.ARGUMENTS: arguments}
+        captured[documents.ARGUMENTS] = documents.capture_arguments(args)
+        describing = documents.capture_model_files(trainer, run.tokenizer_files.of(trainer))
+    return lambda: {**describing(), **{name: encode() for name, encode in captured.items()}}
 
 
 def _update_best(trainer: Any, metrics: dict[str, float] | None, directory: Path) -> None:

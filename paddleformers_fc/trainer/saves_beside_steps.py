@@ -278,12 +278,14 @@ class SavesBesideSteps:
         run = job_state_of(trainer)
         with run.best.shown_in(trainer):
             trainer.state.best_model_checkpoint = save.job.best
-        settle(trainer, save.job, report, save.transfers, save.blocked + run.between_steps.waited - save.waited)
-        if save.is_event_held:
-            # The handler's on_save would drop a save that is due at this step.
-            handler = trainer.callback_handler
-            trainer.control = handler.call_event("on_save", trainer.args, save.state, trainer.control)
-        save.reported.set()
+        try:
+            settle(trainer, save.job, report, save.transfers, save.blocked + run.between_steps.waited - save.waited)
+            if save.is_event_held:
+                # The handler's on_save would drop a save that is due at this step.
+                handler = trainer.callback_handler
+                trainer.control = handler.call_event("on_save", trainer.args, save.state, trainer.control)
+        finally:
+            save.reported.set()  # Also after an error of a callback: the next save waits for it.
 
     def _report_failure(self, slot: _Slot, save: _Save, error: Exception) -> None:
         """Raise the error of a save, on the training thread."""

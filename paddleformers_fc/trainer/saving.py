@@ -165,7 +165,7 @@ def export_live(
             return roles, {}
         arguments = documents.arguments_document(trainer.args)
         tokenizer = documents.tokenizer_files(trainer)
-        return roles, {**documents.model_files(trainer, tokenizer), RUN_ARGUMENTS: arguments}
+        return roles, {**documents.capture_model_files(trainer, tokenizer)(), RUN_ARGUMENTS: arguments}
 
     roles, files = run_on_all(channel, "preparing an export", prepare, consistency)
     model, tied = describe(trainer.model), trainer.args.flex_tied

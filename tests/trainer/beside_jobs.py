@@ -307,3 +307,93 @@ def change_shards(odd: int, at: int, **settings: Any) -> Any:
     save_job._roles, arena.SnapshotArena.begin = without_one, noted
     trainer.train()
     return {**outcome(trainer), "begun": begun}
+
+
+def change_meanwhile(**settings: Any) -> None:
+    """Train and save; in the pass after the first save all that its documents describe changes, before their encoding.
+
+    A save in the step has encoded them then.
+    """
+    import random
+
+    import numpy as np
+    from paddleformers.generation import GenerationConfig
+    from paddleformers.trainer import TrainerCallback
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    from paddleformers_fc import FlexTrainer
+    from paddleformers_fc.trainer.save_job import SaveJob
+
+    changed, whole = threading.Event(), SaveJob.whole
+    is_beside = bool(settings["arguments"].get("flex_async_save"))
+
+    def whole_late(self: Any) -> Any:
+        assert not is_beside or changed.wait(_LONG)
+        return whole(self)
+
+    class CopiesFiles(FlexTrainer):
+        def copy_custom_files(self, output_dir: str) -> None:
+            (Path(output_dir) / "notes.txt").write_text(self.args.copy_custom_file_list)
+
+    class Change(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            state.trial_params = {}
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step != 1:
+                return
+            config = trainer.model.config
+            config.task_specific_params["task"]["beams"] = config.bos_token_id = 7
+            trainer.model.generation_config.temperature = 0.25
+            trainer.tokenizer.add_tokens(["later"])
+            args.copy_custom_file_list, args.seed = "later", 1234
+            args.flex_allow_config_changes.append("rope_theta")
+            state.trial_name, state.trial_params["later"] = "later", True
+            random.random()
+            np.random.random()
+            changed.set()
+
+    SaveJob.whole = whole_late
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"w": 0, "[U]": 1}, "[U]")))
+    trainer = flex_trainer(**settings, cls=CopiesFiles, callbacks=[Change()], tokenizer=tokenizer)
+    trainer.args.copy_custom_file_list = "at the step"
+    trainer.model.config.task_specific_params = {"task": {"beams": 3}}
+    trainer.model.generation_config = GenerationConfig(temperature=0.5)
+    trainer.train()
+
+
+def break_off_in_a_reporter(**settings: Any) -> dict[str, Any]:
+    """Train; a callback raises an error when the first save is reported, while the second one is under way.
+
+    Returns:
+        the error, and the steps whose ``on_save`` was called.
+    """
+    from paddleformers_fc import FlexCheckpointCallback
+    from paddleformers_fc.trainer import saves_beside_steps
+
+    begun, told, write = threading.Event(), [], saves_beside_steps.write_and_commit
+
+    def write_late(taken: Any, *args: Any) -> Any:
+        assert taken.job.step > 1 or begun.wait(_LONG)
+        return write(taken, *args)
+
+    class Broken(FlexCheckpointCallback):
+        def on_checkpoint_saved(self, args: Any, report: Any) -> None:
+            if report.step == 1:
+                raise ValueError("a broken reporter")
+
+        def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            told.append(state.global_step)
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 2:
+                begun.set()
+
+    saves_beside_steps.write_and_commit = write_late
+    trainer = flex_trainer(**settings, callbacks=[Broken()])
+    try:
+        trainer.train()
+    except ValueError as error:
+        return {"error": str(error), "told": told}
+    return {"error": None, "told": told}

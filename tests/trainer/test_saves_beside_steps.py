@@ -127,6 +127,29 @@ def test_a_rank_whose_shards_have_changed_is_planned_and_copied_again(
     assert begun[odd].count(3) == 1
 
 
+def test_the_documents_of_a_save_describe_its_step_whatever_a_script_changes_meanwhile(
+    ranks: ForkServer, tmp_path: Path
+) -> None:
+    found = []
+    for name, options in (("in", {}), ("beside", ASYNC)):
+        given = settings(SINGLE, tmp_path / name, **{**EVERY_STEP, "max_steps": 2}, **options)
+        ranks.run(f"{BESIDE}:change_meanwhile", 1, given)
+        found.append([documents(tmp_path / name / f"checkpoint-{step}") for step in (1, 2)])
+    first, second = found[0]
+    assert [name for name in first if first[name] == second[name]] == []
+    assert found[1] == found[0]
+
+
+def documents(checkpoint: Path) -> dict[str, Any]:
+    """The small files that change within the run, of the options those that are the same in runs of all kinds."""
+    options = json.loads((checkpoint / "trainer" / "arguments.json").read_text())
+    names = ("config.json", "generation_config.json", "notes.txt", "tokenizer.json", "trainer/state.json")
+    return {
+        **{name: (checkpoint / name).read_text() for name in (*names, "trainer/rng-00000.json")},
+        "options": {key: options[key] for key in ("seed", "flex_allow_config_changes")},
+    }
+
+
 # ---- What training sees.
 
 
@@ -283,3 +306,10 @@ def test_a_save_is_committed_before_an_error_of_training_ends_the_job(
     checkpoint = tmp_path / "checkpoint-2"
     verify_files(checkpoint, read_manifest(checkpoint), "full")
     assert sorted(all_contents(tmp_path)) == ["checkpoint-1", "checkpoint-2"]
+
+
+def test_an_error_of_a_callback_of_a_save_does_not_hold_up_the_next_one(ranks: ForkServer, tmp_path: Path) -> None:
+    given = settings(SINGLE, tmp_path, **EVERY_STEP, **ASYNC, flex_async_depth=2)
+    (found,) = ranks.run(f"{BESIDE}:break_off_in_a_reporter", 1, given).values
+    assert found["error"] == "a broken reporter"
+    assert {"checkpoint-1", "checkpoint-2"} <= all_contents(tmp_path).keys()
