@@ -2,7 +2,8 @@
 
 Between two updates of the optimizer nothing changes weights and states. So a thread may copy or average them while the
 next passes run, and the next update waits for what is not done yet. Copies from a device have to begin on the training
-thread; another thread asks for that, and the training thread does it at the latest when it waits.
+thread; another thread asks for that, and the training thread does it between two passes of an accumulated step, at the
+latest when it waits.
 """
 
 from __future__ import annotations
@@ -94,6 +95,10 @@ class BetweenSteps(TrainerCallback):
         with suppress(queue.Empty):
             while True:
                 self._calls.get_nowait()()
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Do what reading threads have asked for, so that it overlaps the other passes of the step."""
+        self._run_calls()
 
     def on_optimizer_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Wait before weights and states change."""

@@ -74,6 +74,14 @@ def test_work_of_a_reading_thread_is_done_on_the_thread_of_the_update() -> None:
     assert done_on == [threading.get_ident()] * 2
 
 
+def test_work_of_a_reading_thread_is_done_between_two_passes() -> None:
+    reads, answer = BetweenSteps(lambda: False), []
+    asking = threading.Thread(target=lambda: answer.append(reads.call(lambda: "done")), daemon=True)
+    asking.start()
+    wait_until(lambda: (reads.on_substep_end(None, None, None), bool(answer))[1], "work is done")
+    assert reads.waited == 0
+
+
 def test_an_error_of_such_work_is_raised_where_it_was_asked_for() -> None:
     reads = BetweenSteps(lambda: False)
 
