@@ -509,7 +509,8 @@ def _restore_average(trainer: Any, run: JobState, ready: _PreparedLoad) -> None:
     if run.average is None:
         warn(trainer.args, ema.switched_off_text(directory, len(stored)) if stored else "")
     elif values is None or not stored:
-        warn(trainer.args, ema.absent_text(directory))
+        is_later = trainer.state.global_step < run.average.settings.start_step
+        warn(trainer.args, "" if is_later else ema.absent_text(directory))
     else:
         saved = ema.from_document(values, directory / documents.AVERAGE)
         run.average.restore(ready.averages, saved)
