@@ -27,8 +27,15 @@ from paddleformers_fc.formats import OpenedCheckpoint, open_checkpoint
 from paddleformers_fc.formats.checkpoint import with_role
 from paddleformers_fc.formats.huggingface import DEFAULT_MAX_SHARD_BYTES, open_huggingface
 from paddleformers_fc.formats.inspection import JobFacts, RoleFacts, job_facts, role_facts
-from paddleformers_fc.formats.peft import refuse_rewriting, require_adapters
-from paddleformers_fc.formats.registry import EXPORTED, conversion_target, default_writer, require_config, writer_of
+from paddleformers_fc.formats.peft import config_of_base, refuse_rewriting, require_adapters
+from paddleformers_fc.formats.registry import (
+    EXPORTED,
+    SAVED,
+    conversion_target,
+    default_writer,
+    require_config,
+    writer_of,
+)
 from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping.boxes import Box, whole
@@ -348,10 +355,11 @@ class Checkpoint:
         """
         target, (_, writer) = parse_target(directory, "A conversion"), conversion_target(format)
         opened = self._opened
-        refuse_rewriting(opened)
+        if writer is not SAVED.writer:
+            refuse_rewriting(opened)
         root = opened.catalog.root
-        given = opened.config if config is None else require_config(_located(config))
-        if opened.commit_record is None and (verify == "full" or config is not None):
+        given = config_of_base(opened) if config is None else require_config(_located(config))
+        if opened.commit_record is None and (verify == "full" or given is not opened.config):
             opened = open_checkpoint(root, verify, config=given)
         refuse_overlap(root, target)
         refuse_target(target, opened.model_files, replace, writer)

@@ -29,7 +29,7 @@ from paddleformers_fc.execute.reading import Slot
 from paddleformers_fc.execute.redistribute import ReadContext, compare_redistributed, read_redistributed
 from paddleformers_fc.execute.save_plan import cuts_of, model_rules
 from paddleformers_fc.families import ModelDescription, OptionalNames, family_for, is_known
-from paddleformers_fc.families.adapters import Adapters, shared_inputs
+from paddleformers_fc.families.adapters import Adapters, shared_copies
 from paddleformers_fc.families.bind import family_heads, headed_names, tied_sources
 from paddleformers_fc.families.changes import OPTION, Change, config_changes, of_adapters, refuse_changes
 from paddleformers_fc.formats import Catalog, OpenedCheckpoint
@@ -336,7 +336,7 @@ def prepare_weights(
         rules = model_rules(model, shards[MODEL_STATE])
         if opened.format.canonical:
             # Each part of a fused layer may have a copy of the inputs that the layer's adapter shares.
-            aliases |= {copy: name for name, copies in shared_inputs(rules).items() for copy in copies}
+            aliases |= shared_copies(rules)
             source, report = huggingface_source(in_float32(catalog), rules, optional, aliases)
         else:
             source, report = resume_source(opened, rules)

@@ -17,7 +17,7 @@ import numpy as np
 from paddleformers_fc.errors import MismatchError, OptionError
 from paddleformers_fc.execute.digest import read_canonical
 from paddleformers_fc.families import ModelDescription
-from paddleformers_fc.families.adapters import A, Adapters, B, is_adapter, shared_inputs
+from paddleformers_fc.families.adapters import A, Adapters, B, is_adapter, shared_copies
 from paddleformers_fc.families.stated import canonical_ties
 from paddleformers_fc.formats import OpenedCheckpoint
 from paddleformers_fc.layout.roles import MODEL_STATE
@@ -101,7 +101,7 @@ def read_merge(checkpoint: OpenedCheckpoint, base: OpenedCheckpoint) -> Merge:
     source = canonical_source(checkpoint)
     layout = {MODEL_STATE: canonical_layout(source)[MODEL_STATE]}
     held = {one.name: array.reshape(one.global_shape) for _, one, array in read_canonical(source, layout)}
-    shared = {copy: name for name, copies in shared_inputs(checkpoint.rules).items() for copy in copies}
+    shared = shared_copies(checkpoint.rules)
     # A base may store a tied tensor under both names.
     ties, stored = canonical_ties(checkpoint.known), base.catalog.roles[MODEL_STATE]
     held |= {alias: held[owner] for alias, owner in ties.items() if owner in held and alias in stored}

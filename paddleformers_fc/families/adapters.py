@@ -17,6 +17,7 @@ never evaluated here: they may come from a file.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Annotated
@@ -127,6 +128,16 @@ def shared_inputs(rules: RuleSet) -> dict[str, tuple[str, ...]]:
         if inputs is not None:
             found[inputs[0]] = tuple(f"{part.removesuffix(f'{B}{_WEIGHT}')}{A}{_WEIGHT}" for part in parts)
     return found
+
+
+def shared_copies(rules: RuleSet) -> dict[str, str]:
+    """Return :func:`shared_inputs` by copy: in PEFT's files each part of a fused layer has one."""
+    return {copy: name for name, copies in shared_inputs(rules).items() for copy in copies}
+
+
+def layer_patterns(leaves: Iterable[str]) -> list[str]:
+    """Return the patterns of PaddleFormers for all layers with some last parts of names."""
+    return [rf".*\.{re.escape(leaf)}" for leaf in sorted(leaves)]
 
 
 def _of_layer(layer: Statement, rank: str) -> Statements:

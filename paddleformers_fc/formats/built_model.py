@@ -1,4 +1,4 @@
-"""The model that PaddleFormers builds from open weights on one rank: the tensors of a flex checkpoint made of them.
+"""The model that PaddleFormers builds from open weights or adapters on one rank: the tensors of a flex checkpoint.
 
 No model is built. Names and shapes follow from the configuration and the declaration of the family, dtypes from the
 stored tensors, so that no number changes.
@@ -6,6 +6,7 @@ stored tensors, so that no number changes.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from dataclasses import replace
 
@@ -20,6 +21,7 @@ from paddleformers_fc.families import (
     enumerate_tensors,
     family_for,
 )
+from paddleformers_fc.families.adapters import Adapters, B, is_adapter, layer_patterns, shared_copies, with_adapters
 from paddleformers_fc.families.stated import canonical_ties
 from paddleformers_fc.families.stored import completed
 from paddleformers_fc.formats.checkpoint import CONFIG_NAME, OpenedCheckpoint, StoredModel
@@ -29,11 +31,12 @@ from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.text import count_text
 
 
-def built_model(checkpoint: OpenedCheckpoint) -> StoredModel:
+def built_model(checkpoint: OpenedCheckpoint, adapters: Adapters | None = None) -> StoredModel:
     """Return the model of open weights, without layers that are optional and not stored.
 
     Args:
-        checkpoint: opened open weights.
+        checkpoint: opened open weights, or adapters in canonical names.
+        adapters: of such adapters; the model then has the stored tensors alone.
     Raises:
         OptionError: there is no configuration.
         MappingError: no family declares the model, or the weights have other tensors than it.
@@ -46,29 +49,62 @@ def built_model(checkpoint: OpenedCheckpoint) -> StoredModel:
             next_step="Name a directory with the model's config.json, or put it there.",
         )
     family = family_for(checkpoint.config)
-    described = replace(described_by_file(checkpoint.config), partial=True)
-    tensors = [one.under(tp=1) for one in enumerate_tensors(family, described)]
+    described = replace(described_by_file(checkpoint.config), partial=True, adapters=adapters)
+    tensors = [one.under(tp=1) for one in enumerate_tensors(with_adapters(family, adapters), described)]
     model, rules = completed(family, described, tensors)
     dtypes = {name: one.dtype for name, one in checkpoint.catalog.roles[MODEL_STATE].items()}
     stored = frozenset(dtypes)
-    for alias, owner in canonical_ties(model).items():
+    aliases = canonical_ties(model) | shared_copies(rules)
+    for alias, owner in aliases.items():
         if alias in dtypes:
             dtypes.setdefault(owner, dtypes[alias])
     optional = OptionalNames(family, model)
-    _refuse_unread(checkpoint, rules, optional, stored - canonical_ties(model).keys())
-    made = {name: rule.sources for rule in rules.rules for name in rule.targets}
+    _refuse_unread(checkpoint, rules, optional, stored - aliases.keys())
+    made: dict[str, list[str]] = {}
+    for rule in rules.rules:
+        for name in rule.targets:
+            made.setdefault(name, []).extend(rule.sources)
     owners = {tie.alias: tie.owner for tie in rules.ties}
 
+    def sources_of(name: str) -> list[str]:
+        return made.get(owners.get(name, name), [])
+
     def typed(one: ModelTensor) -> ModelTensor | None:
-        sources = made.get(owners.get(one.name, one.name), ())
+        sources = sources_of(one.name)
         kinds = [dtypes[name] for name in sources if name in dtypes]
-        if sources and not kinds and all(name in optional for name in sources):
+        if not kinds and (adapters is not None or (sources and all(name in optional for name in sources))):
             return None
         return msgspec.structs.replace(one, dtype=kinds[0]) if kinds else one
 
-    _refuse_missing(checkpoint, [name for sources in made.values() for name in sources], dtypes, optional)
     kept = [one for one in map(typed, tensors) if one is not None]
+    _refuse_missing(checkpoint, [name for one in kept for name in sources_of(one.name)], dtypes, optional)
+    if adapters is not None:
+        found = _with_patterns(adapters, [one.name for one in tensors], [one.name for one in kept])
+        model = replace(model, adapters=found)
     return StoredModel(bind(family, model, kept), model)
+
+
+def _with_patterns(adapters: Adapters, names: Collection[str], kept: Collection[str]) -> Adapters:
+    """Return adapters with PaddleFormers' patterns of the layers and tensors that are stored.
+
+    Args:
+        adapters: with the patterns of another program.
+        names: all tensors that the model can have.
+        kept: those that are stored.
+    """
+    ending = f".{B}"
+    leaves: dict[str, list[str]] = {}
+    for name in names:
+        if name.endswith(ending):
+            leaves.setdefault(name.removesuffix(ending).rpartition(".")[2], []).append(name)
+    stored = frozenset(kept)
+    whole = [leaf for leaf, own in leaves.items() if stored.issuperset(own)]
+    others = [name for leaf, own in leaves.items() if leaf not in whole for name in own if name in stored]
+    return msgspec.structs.replace(
+        adapters,
+        target_modules=(*layer_patterns(whole), *(re.escape(name.removesuffix(ending)) for name in others)),
+        trainable_modules=tuple(re.escape(name) for name in sorted(kept) if not is_adapter(name)),
+    )
 
 
 def _refuse_missing(

@@ -197,6 +197,10 @@ class Format(Protocol):
     def shards(self, checkpoint: OpenedCheckpoint, role: str, names: Collection[str]) -> Iterator[StoredShard]:
         """Yield the shards of some tensors as they were written."""
 
+    def built_model(self, checkpoint: OpenedCheckpoint) -> StoredModel:
+        """Return the model whose tensors a conversion writes: the stored one, or that of canonical tensors."""
+        return StoredModel(checkpoint.rules, checkpoint.model)
+
 
 @dataclass(frozen=True)
 class OpenedCheckpoint:

@@ -17,7 +17,6 @@ import msgspec
 import numpy as np
 
 from paddleformers_fc.formats.checkpoint import ExportWriter, Layout, OpenedCheckpoint, OutputFile, grouped_by_size
-from paddleformers_fc.formats.flex import model_of
 from paddleformers_fc.formats.stock_run import SCALER, SCHEDULER
 from paddleformers_fc.layout.roles import MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE, parameter_of
 from paddleformers_fc.layout.shards import Shard, shard_bytes
@@ -45,11 +44,11 @@ class DistcpWriter(ExportWriter):
 
     def rules(self, checkpoint: OpenedCheckpoint) -> RuleSet:
         """Return the rules of the stored model, or of that which is built from open weights."""
-        return model_of(checkpoint).rules
+        return checkpoint.format.built_model(checkpoint).rules
 
     def files(self, checkpoint: OpenedCheckpoint, layout: Layout, max_file_bytes: int) -> tuple[OutputFile, ...]:
         """Divide the tensors of the three roles into files."""
-        cuts = model_of(checkpoint).rules.cuts
+        cuts = checkpoint.format.built_model(checkpoint).rules.cuts
         found: list[OutputFile] = []
         for role in _ROLES:
             parts: dict[int, dict[str, Shard]] = {}

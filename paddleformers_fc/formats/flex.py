@@ -17,7 +17,6 @@ from paddleformers_fc import __version__
 from paddleformers_fc.errors import Corrupt, FormatError
 from paddleformers_fc.families.stated import family_name
 from paddleformers_fc.families.stored import decode_mapping, encode_mapping
-from paddleformers_fc.formats.built_model import built_model
 from paddleformers_fc.formats.catalog import Catalog, gather_shards
 from paddleformers_fc.formats.checkpoint import (
     CONFIG_NAME,
@@ -265,7 +264,7 @@ class FlexWriter(ExportWriter):
 
     def rules(self, checkpoint: OpenedCheckpoint) -> RuleSet:
         """Return the rules of the stored model, or of that which is built from open weights."""
-        return model_of(checkpoint).rules
+        return checkpoint.format.built_model(checkpoint).rules
 
     def files(self, checkpoint: OpenedCheckpoint, layout: Layout, max_file_bytes: int) -> tuple[OutputFile, ...]:
         """Divide the tensors of every role into files, in natural order."""
@@ -278,7 +277,7 @@ class FlexWriter(ExportWriter):
 
     def documents(self, checkpoint: OpenedCheckpoint, files: Sequence[OutputFile]) -> dict[str, bytes]:
         """Return the mapping, and the state of the Trainer as far as the checkpoint has it."""
-        model = model_of(checkpoint)
+        model = checkpoint.format.built_model(checkpoint)
         if MAPPING_NAME in checkpoint.recorded:
             mapping = checkpoint.document(MAPPING_NAME, MAX_MAPPING_BYTES)
         else:
@@ -289,10 +288,11 @@ class FlexWriter(ExportWriter):
     def seal(self, checkpoint: OpenedCheckpoint, written: Sequence[FileChecksum]) -> dict[str, bytes]:
         """Return the manifest: that of the source without its files, or that of step 0 if it has no run."""
         record = checkpoint.manifest if checkpoint.has_run else _NO_RUN
+        built = checkpoint.format.built_model(checkpoint)
         manifest = msgspec.structs.replace(
             record,
             written_by=f"paddleformers_fc {__version__}",
-            family=record.family or family_name(model_of(checkpoint).description or checkpoint.known),
+            family=record.family or family_name(built.description or checkpoint.known),
             aoa={},
             files=sorted(written, key=lambda one: one.path),
             diverged_ties=msgspec.UNSET,
@@ -319,13 +319,6 @@ class FlexWriter(ExportWriter):
 
 _NO_RUN = Manifest(written_by="", step=0, consumed_samples=0, world_size=1, parallel={}, family="", aoa={}, files=[])
 """The record of a checkpoint of weights alone."""
-
-
-def model_of(checkpoint: OpenedCheckpoint) -> StoredModel:
-    """Return the model of a conversion: the stored one, or that which is built from open weights."""
-    if checkpoint.format.canonical:
-        return built_model(checkpoint)
-    return StoredModel(checkpoint.rules, checkpoint.model)
 
 
 class FlexFormat(Format):

@@ -27,6 +27,7 @@ from paddleformers_fc.formats.block_scales import (
     scaled_files,
     scaled_shards,
 )
+from paddleformers_fc.formats.built_model import built_model
 from paddleformers_fc.formats.catalog import Catalog, gather_shards
 from paddleformers_fc.formats.checkpoint import (
     CONFIG_NAME,
@@ -532,6 +533,10 @@ class HuggingFaceFormat(Format):
     def shards(self, checkpoint: OpenedCheckpoint, role: str, names: Collection[str]) -> Iterator[StoredShard]:
         """Yield whole tensors."""
         return stored_boxes(checkpoint.catalog, role, names)
+
+    def built_model(self, checkpoint: OpenedCheckpoint) -> StoredModel:
+        """Return the model that PaddleFormers builds from them."""
+        return built_model(checkpoint)
 
 
 HUGGINGFACE = HuggingFaceFormat()

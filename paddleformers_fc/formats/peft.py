@@ -12,22 +12,26 @@ requests them. Initialisations that change the base, such as PiSSA, are refused 
 from __future__ import annotations
 
 import json
+import os.path
+import shlex
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from paddleformers_fc.errors import FormatError, MappingError, NotACheckpoint, OptionError
+from paddleformers_fc.errors import Corrupt, FormatError, MappingError, NotACheckpoint, OptionError
 from paddleformers_fc.families import family_for
 from paddleformers_fc.families.adapters import A, Adapters, B, Base, is_adapter, shared_inputs
 from paddleformers_fc.families.bind import bind
 from paddleformers_fc.families.description import ModelDescription
 from paddleformers_fc.families.enumerate import enumerate_tensors
 from paddleformers_fc.families.stated import canonical_ties
+from paddleformers_fc.formats.built_model import built_model
 from paddleformers_fc.formats.catalog import Catalog, gather_shards
 from paddleformers_fc.formats.checkpoint import (
     CONFIG_NAME,
+    Documents,
     ExportWriter,
     Format,
     Layout,
@@ -38,13 +42,20 @@ from paddleformers_fc.formats.checkpoint import (
     stored_boxes,
 )
 from paddleformers_fc.formats.checks import CheckList
-from paddleformers_fc.formats.huggingface import HUGGINGFACE
+from paddleformers_fc.formats.huggingface import HUGGINGFACE, model_documents
 from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping import Rule, RuleSet, TensorSpec, Tie
 from paddleformers_fc.mapping.boxes import whole
+from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.dtypes import from_safetensors, item_size, to_safetensors
-from paddleformers_fc.storage.export_checksums import CHECKSUMS_NAME, read_checksums, read_exported, verify_export
+from paddleformers_fc.storage.export_checksums import (
+    CHECKSUMS_NAME,
+    FileChecksums,
+    read_checksums,
+    read_exported,
+    verify_export,
+)
 from paddleformers_fc.storage.files import exists
 from paddleformers_fc.storage.identity import identities_of
 from paddleformers_fc.storage.json_io import MAX_DOCUMENT_BYTES, parse_json
@@ -120,14 +131,45 @@ def open_peft(directory: AnyPath, verify: str = "size") -> OpenedCheckpoint:
         for name, entry in header.tensors.items()
     ]
     tensors, contradictions = gather_shards(shards)
-    if contradictions:
-        raise FormatError("Tensors contradict each other.", where=str(directory), evidence=contradictions)
+    catalog = Catalog(directory, {MODEL_STATE: tensors}, identities)
+    faults = [*contradictions, *catalog.faults(), *_unpaired(tensors)]
+    if faults or not tensors:
+        raise Corrupt(
+            f"{WEIGHTS_NAME} does not contain adapters that are whole.",
+            where=str(directory / WEIGHTS_NAME),
+            evidence=fold(faults) or ["it contains no tensor"],
+            next_step="Save the adapters again with PEFT.",
+        )
     recorded = {WEIGHTS_NAME: checksums[WEIGHTS_NAME]} if checksums is not None and WEIGHTS_NAME in checksums else {}
     config = HUGGINGFACE.read_config(directory)
-    model = StoredModel(RuleSet({}, ()), ModelDescription(config, adapters=adapters))
+
+    def describe(config: Mapping[str, Any]) -> StoredModel:
+        return StoredModel(RuleSet({}, ()), ModelDescription(config, adapters=adapters))
+
     return OpenedCheckpoint(
-        PEFT, Catalog(directory, {MODEL_STATE: tensors}, identities), config, lambda: model, recorded
+        PEFT,
+        catalog,
+        config,
+        lambda: describe(config),
+        recorded,
+        find_unrecorded=lambda: _documents(directory, checksums),
+        describe_as=describe,
     )
+
+
+def _documents(directory: AnyPath, checksums: FileChecksums | None) -> Documents:
+    """Return the documents of the model; every format writes that of its adapters itself."""
+    found = model_documents(directory, checksums)
+    return {name: read for name, read in found.items() if name != ADAPTER_CONFIG_NAME}
+
+
+def _unpaired(names: Collection[str]) -> Iterator[str]:
+    """Yield the tensors of adapters whose other tensor is missing."""
+    for name in names:
+        layer, _, end = name.removesuffix(_WEIGHT).rpartition(".")
+        other = f"{layer}.{B if end == A else A}{_WEIGHT}"
+        if is_adapter(name) and other not in names:
+            yield f"{name}: {other} is missing"
 
 
 def parse_json_object(directory: AnyPath, name: str) -> dict[str, Any]:
@@ -278,7 +320,7 @@ def require_adapters(checkpoint: OpenedCheckpoint) -> Adapters:
 
 
 def refuse_rewriting(checkpoint: OpenedCheckpoint) -> None:
-    """Refuse an export or a conversion of adapters in PEFT's format, which this package reads into a model alone.
+    """Refuse an export of adapters in PEFT's format, or a conversion that does not make a flex checkpoint of them.
 
     Raises:
         OptionError: it is one.
@@ -286,13 +328,42 @@ def refuse_rewriting(checkpoint: OpenedCheckpoint) -> None:
     if checkpoint.format is PEFT:
         root = str(checkpoint.catalog.root)
         raise OptionError(
-            f"{root} contains adapters in PEFT's format, which are not converted or merged.",
+            f"{root} contains adapters in PEFT's format, of which flex checkpoints are made alone.",
             where=root,
-            evidence=[f"the base: {require_adapters(checkpoint).base.location or 'not named'}"],
-            next_step=f"Training reads them as they are: `lora_path: {root}` in the YAML. What it saves with "
-            "flex_checkpoint: true can be exported in other formats and merged. Without training, PEFT merges them: "
-            "PeftModel.from_pretrained(BASE, DIRECTORY).merge_and_unload().",
+            evidence=[_base_line(checkpoint)],
+            next_step=f"Make one: {_conversion(root)}. FLEX can be exported in other formats, and merged with --base "
+            f"BASE --accept-base. Training reads the adapters as they are: `lora_path: {root}` in the YAML.",
         )
+
+
+def config_of_base(checkpoint: OpenedCheckpoint) -> dict[str, Any]:
+    """Return the configuration of a checkpoint; of adapters in PEFT's format without one that of the base they name.
+
+    Raises:
+        OptionError: such adapters name no directory of this machine with a configuration.
+        FlexError: the configuration is malformed or damaged.
+    """
+    if checkpoint.config or checkpoint.format is not PEFT:
+        return checkpoint.config
+    location, root = require_adapters(checkpoint).base.location, str(checkpoint.catalog.root)
+    found = HUGGINGFACE.read_config(Path(location)) if location and os.path.isdir(location) else {}
+    if not found:
+        raise OptionError(
+            f"{root} contains adapters in PEFT's format without the {CONFIG_NAME} of their base.",
+            where=root,
+            evidence=[_base_line(checkpoint), f"no directory of this name with a {CONFIG_NAME} is on this machine"],
+            next_step=f"Name a directory with it: {_conversion(root)}. Training reads the adapters as they are: "
+            f"`lora_path: {root}` in the YAML.",
+        )
+    return found
+
+
+def _conversion(root: str) -> str:
+    return f"paddleformers-fc convert {shlex.quote(root)} FLEX --config BASE"
+
+
+def _base_line(checkpoint: OpenedCheckpoint) -> str:
+    return f"the base: {require_adapters(checkpoint).base.location or 'not named'}"
 
 
 def _adapted(rules: RuleSet) -> set[str]:
@@ -401,6 +472,10 @@ class PeftFormat(Format):
     def shards(self, checkpoint: OpenedCheckpoint, role: str, names: Collection[str]) -> Iterator[StoredShard]:
         """Yield whole tensors."""
         return stored_boxes(checkpoint.catalog, role, names)
+
+    def built_model(self, checkpoint: OpenedCheckpoint) -> StoredModel:
+        """Return the stored tensors as those of a model with adapters."""
+        return built_model(checkpoint, require_adapters(checkpoint))
 
 
 PEFT = PeftFormat()

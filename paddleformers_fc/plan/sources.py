@@ -26,6 +26,7 @@ from paddleformers_fc.families import (
     family_for,
     is_known,
 )
+from paddleformers_fc.families.adapters import shared_copies
 from paddleformers_fc.families.bind import family_keys
 from paddleformers_fc.families.description import IS_FLEET
 from paddleformers_fc.families.sizes import value_at
@@ -226,12 +227,13 @@ def huggingface_source(
 
 
 def model_source(checkpoint: OpenedCheckpoint, rules: RuleSet) -> tuple[ReadSource, Report]:
-    """Return the source from opened open weights to a model whose dtypes are the stored ones.
+    """Return the source from opened open weights or adapters to a model whose dtypes are the stored ones.
 
     Raises:
         MappingError: the rules of the model cannot be proved.
     """
-    return huggingface_source(checkpoint.catalog, rules, aliases=canonical_ties(described_by_file(checkpoint.config)))
+    aliases = canonical_ties(described_by_file(checkpoint.config)) | shared_copies(rules)
+    return huggingface_source(checkpoint.catalog, rules, aliases=aliases)
 
 
 def _without_absent(rules: tuple[Rule, ...], stored: Collection[str], optional: OptionalNames) -> tuple[Rule, ...]:

@@ -16,7 +16,7 @@ import paddle
 from paddleformers_fc.distributed.channel import Channel, all_gather_checked
 from paddleformers_fc.errors import MismatchError, OptionError
 from paddleformers_fc.execute.save_plan import model_rules
-from paddleformers_fc.families.adapters import B, is_adapter
+from paddleformers_fc.families.adapters import B, is_adapter, layer_patterns
 from paddleformers_fc.formats import OpenedCheckpoint
 from paddleformers_fc.formats.registry import open_weights
 from paddleformers_fc.layout.live import describe_roles
@@ -87,7 +87,7 @@ def _config(model: Any, directory: AnyPath, channel: Channel) -> LoRAConfig:
         lora_alpha=stored.alpha,
         rslora=stored.rslora,
         lora_dropout=stored.dropout,
-        target_modules=[rf".*\.{re.escape(leaf)}" for leaf, states in sorted(leaves.items()) if True in states],
+        target_modules=layer_patterns(leaf for leaf, states in leaves.items() if True in states),
         trainable_modules=[re.escape(name) for name in trained] or None,
         base_model_name_or_path=stored.base.location or None,
     )

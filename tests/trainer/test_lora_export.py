@@ -135,10 +135,18 @@ def test_a_conversion_of_adapters_to_a_model_names_the_commands_that_export_them
     assert (tmp_path / "1/model.safetensors").exists()
 
 
-def test_adapters_of_peft_are_not_rewritten_and_the_next_step_uses_them_as_they_are(
-    llama: Exported, tmp_path: Path
-) -> None:
-    to = [("convert", "--format", name) for name in ("flex", "hf", "distcp")]
+def test_adapters_of_peft_are_converted_to_flex_alone_and_merged_from_there(llama: Exported, tmp_path: Path) -> None:
+    flex, back, merged = (tmp_path / name for name in ("flex/checkpoint-0", "back", "merged"))
+    assert run("convert", llama.adapter, flex).code == 0
+    checkpoint = paddleformers_fc.open(llama.checkpoint)
+    assert checkpoint.diff(paddleformers_fc.open(flex), role="model_state").equal
+    assert run("export", flex, back).code == 0
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        assert (back / name).read_bytes() == (llama.adapter / name).read_bytes()
+    assert run("export", flex, merged, "--base", llama.base, "--accept-base").code == 0
+    expected = checkpoint.export(tmp_path / "expected", base=llama.base).directory / "model.safetensors"
+    assert (merged / "model.safetensors").read_bytes() == expected.read_bytes()
+    to = [("convert", "--format", name) for name in ("hf", "distcp")]
     to += [("export",), ("export", "--format", "paddleformers-lora"), ("export", "--base", str(llama.base))]
     for number, (command, *options) in enumerate(to):
         refused = run(command, llama.adapter, tmp_path / str(number), *options)
@@ -146,6 +154,7 @@ def test_adapters_of_peft_are_not_rewritten_and_the_next_step_uses_them_as_they_
         assert "contains adapters in PEFT's format" in refused.err
         assert f"the base: {llama.base}" in refused.err
         assert f"`lora_path: {llama.adapter}`" in refused.err
+        assert f"paddleformers-fc convert {llama.adapter} FLEX" in refused.err
         assert not (tmp_path / str(number)).exists()
 
 
