@@ -1,8 +1,7 @@
 """PaddleFormers' argument classes with the options of this package.
 
-``FlexTrainingArguments`` is for scripts. The command line parses into a class of its own; :func:`with_flex_fields`
-returns, for a class of PaddleFormers, the one with our options. Both are declared, not generated, so that they can be
-pickled and read like any other.
+``FlexTrainingArguments`` is for scripts. The command line parses into a class of its own (:mod:`.cli_arguments`). Both
+are declared, not generated, so that they can be pickled and read like any other.
 
 ``flex_checkpoint: true`` first appears in the arguments, before a process group exists. Constructing them therefore
 checks the installed packages and attaches this package to the stock Trainer (:class:`ActiveFields`). They also choose
@@ -12,10 +11,10 @@ the reader of open weights (:mod:`.reader`).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from paddleformers_fc import upstream
 from paddleformers_fc.trainer import reader
+from paddleformers_fc.trainer.attach import attach
 from paddleformers_fc.trainer.host import HOOKS, TrainingArguments, logger
 from paddleformers_fc.trainer.options import FlexFields
 
@@ -42,33 +41,12 @@ class FlexTrainingArguments(ActiveFields, TrainingArguments):
 
 
 def _attach(arguments: FlexFields) -> None:
-    """Check the installed packages and install this package into the stock Trainer, which would save natively.
+    """Check the installed packages and attach this package to the stock Trainer, which would save natively.
 
     Raises:
         EnvironmentMismatch: a hook is missing or different, or an untested version is not allowed.
     """
-    from paddleformers_fc.trainer.install import install
-
     upstream.require(HOOKS)
     for line in upstream.require_versions(arguments.flex_unknown_versions):
         logger.warning(f"flex_unknown_versions: warn: {line}. This package is not tested with it.")
-    install()
-
-
-def with_flex_fields(kind: type[Any]) -> type[Any]:
-    """The class with our options that takes the place of an argument class of PaddleFormers.
-
-    Args:
-        kind: any dataclass that PaddleFormers' parser fills.
-
-    Returns:
-        ``FlexTrainingArguments`` for ``TrainingArguments``, ``FlexFinetuningArguments`` for the command line's own
-        ``FinetuningArguments``, and every other class unchanged.
-    """
-    if kind is TrainingArguments:
-        return FlexTrainingArguments
-    if kind.__module__ == "paddleformers.cli.hparams.finetuning_args" and kind.__name__ == "FinetuningArguments":
-        from paddleformers_fc.trainer.cli_arguments import FlexFinetuningArguments
-
-        return FlexFinetuningArguments
-    return kind
+    attach()

@@ -183,9 +183,9 @@ def _register() -> None:
 
 
 def _replaced() -> list[str]:
-    from paddleformers_fc.trainer import install
+    from paddleformers_fc.trainer import attach
 
-    return sorted(name for _, name in install._originals)
+    return sorted(name for _, name in attach._originals)
 
 
 def two_differences(output_dir: str) -> list[str]:

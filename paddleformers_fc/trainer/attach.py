@@ -1,0 +1,119 @@
+"""This package attached to the stock ``Trainer`` class: methods replaced by ones that test the arguments first.
+
+:func:`attach` replaces them, :func:`detach` restores what was replaced. A Trainer whose arguments lack
+``flex_checkpoint: true`` runs the originals. Open weights are read through this package until training arguments decide
+otherwise (:mod:`.reader`).
+
+Nothing is replaced before the table of :mod:`paddleformers_fc.upstream` has been checked, so the modules that import
+more of PaddleFormers than this one are imported after that.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from paddleformers_fc import upstream
+from paddleformers_fc.trainer import reader
+from paddleformers_fc.trainer.host import HOOKS, LIBRARY, PADDLENLP, Trainer
+
+Replacement = tuple[type[Any], str, Callable[..., Any]]
+"""A class, the name of one of its methods, and what makes its replacement out of the original."""
+
+_ABSENT = object()
+_originals: dict[tuple[type[Any], str], Any] = {}
+"""The attributes of the classes themselves; ``_ABSENT`` for inherited methods."""
+
+
+def attach(others: Iterable[Replacement] = ()) -> None:
+    """Replace the methods of the stock ``Trainer``, all of them or none. A second call has no effect.
+
+    Args:
+        others: replaced with them; those that are replaced already stay.
+
+    Raises:
+        EnvironmentMismatch: the installed PaddleFormers differs from the tested version; no method was replaced.
+    """
+    if (Trainer, "train") in _originals:
+        replace(others)
+    else:
+        upstream.require(HOOKS)
+        from paddleformers_fc.trainer import loaders
+
+        replace([*_trainer_methods(), *others])
+        loaders.watch()
+    reader.read_by_default()
+
+
+def detach() -> None:
+    """Restore everything that was replaced, except loaders, which still leave marks."""
+    reader.read_natively_by_default()
+    while _originals:
+        (owner, name), original = _originals.popitem()
+        if original is _ABSENT:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, original)
+
+
+def replace(replacements: Iterable[Replacement]) -> None:
+    """Replace methods, all of them or none; those that are replaced already stay."""
+    try:
+        for owner, name, make in replacements:
+            if (owner, name) in _originals:
+                continue
+            replacement = make(getattr(owner, name))
+            _originals[owner, name] = vars(owner).get(name, _ABSENT)
+            setattr(owner, name, replacement)
+    except BaseException:
+        detach()
+        raise
+
+
+def _trainer_methods() -> list[Replacement]:
+    """Return the replaced methods of ``Trainer``."""
+    return [(Trainer, name, functools.partial(_dispatching, override)) for name, override in _overrides().items()]
+
+
+def _overrides() -> Mapping[str, Callable[..., Any]]:
+    if LIBRARY == PADDLENLP:
+        from paddleformers_fc.trainer.nlp_trainer import OVERRIDES
+
+        return OVERRIDES
+    from paddleformers_fc.trainer import ema_weights, loading, saving, trainer_init
+
+    return {
+        "__init__": trainer_init.init_trainer,
+        "train": loading.train,
+        "_inner_training_loop": loading.inner_training_loop,
+        "_load_flex_checkpoint": loading.load,
+        "_load_rng_state": loading.load_rng_state,
+        "_save_checkpoint": saving.save,
+        "save_model": saving.save_model_of_slices,
+        "_save": saving.save_model,
+        "_sorted_checkpoints": saving.sorted_checkpoints,
+        "_rotate_checkpoints": saving.rotate_checkpoints,
+        "evaluate": ema_weights.evaluate,
+    }
+
+
+def _dispatching(override: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # Not before: this import watches loaders, which an installation that breaks off must leave alone.
+        if isinstance(self, _mixin()):
+            return original(self, *args, **kwargs)  # The subclass has tested the arguments already.
+        return override(self, functools.partial(original, self), *args, **kwargs)
+
+    return method
+
+
+def _mixin() -> type[Any]:
+    if LIBRARY == PADDLENLP:
+        from paddleformers_fc.trainer import nlp_mixin
+
+        return nlp_mixin.FlexTrainerMixin
+    from paddleformers_fc.trainer import mixin
+
+    return mixin.FlexTrainerMixin
