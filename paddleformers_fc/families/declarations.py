@@ -201,6 +201,9 @@ SIZES: Mapping[str, str] = {
 DIVIDED = {"vocab": "vocab_size", "heads": "num_attention_heads", "kv_heads": "num_key_value_heads"}
 """Sizes that the degree of tensor parallelism divides, and their keys."""
 
+TEXT_EXPERTS = "text_experts"
+"""The size of families with experts of two modalities: those of the first. Expert ranks share those of either."""
+
 BUILT = ("embed", "layers", "norm")
 """The parts that every class builds first, in order, by the beginnings of names under ``model.``."""
 

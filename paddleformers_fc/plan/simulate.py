@@ -8,7 +8,7 @@ This module is in ``plan`` because it needs families and layouts, which do not i
 :mod:`paddleformers_fc.layout.grid` and ``partition``.
 
 Replicas hold the same weights, so shards are created once per (stage, tensor-parallel rank, expert rank), and
-partitions once per (stage, expert rank). The cost of a rank is linear in what it holds.
+partitions once per stage. The cost of a rank is linear in what it holds.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from paddleformers_fc.errors import OptionError
 from paddleformers_fc.families import ModelDescription, ModelTensor, bind
 from paddleformers_fc.families.bind import family_sizes, tied_names
 from paddleformers_fc.families.build_order import built_order
-from paddleformers_fc.families.declarations import DIVIDED, Family, Stage
+from paddleformers_fc.families.declarations import DIVIDED, TEXT_EXPERTS, Family, Stage
 from paddleformers_fc.families.enumerate import DeclaredTensor, enumerate_tensors, recognised_tensors
 from paddleformers_fc.layout.grid import MEBIBYTE, Coordinates, ParallelGrid
 from paddleformers_fc.layout.partition import (
@@ -80,7 +80,9 @@ class SimulatedModel:
         _refuse_unfit(family, self.model, grid, by_name.values())
         ties = tied_names(family, self.model)
         self._ties = {alias: owner for alias, owner in ties.items() if alias in by_name}
-        self._experts = sizes.length("experts") if sizes.knows("experts") else 0
+        experts = sizes.length("experts") if sizes.knows("experts") else 0
+        of_text = sizes.length(TEXT_EXPERTS) if TEXT_EXPERTS in family.sizes else experts
+        self._experts = (of_text, experts - of_text)
         pipeline = _pipeline(family, self.model, grid)
         self._untrained = frozenset(name for name, tensor in by_name.items() if not tensor.trained)
         placed = [(by_name[name], pipeline.stage_of(by_name[name])) for name in built_order(by_name, family.built)]
@@ -118,7 +120,7 @@ class SimulatedModel:
             return _by_name((*dense, *experts))
         if self.grid.stage == 3:
             return _by_name(self._slices((*dense, *experts), place))
-        sharing = self._sharing(place.pp, place.ep)
+        sharing = self._sharing(place.pp)
         if not self.grid.split:
             return _by_name(dense[index] for index in sharing.owned[place.sharding])
         return _by_name(
@@ -160,9 +162,9 @@ class SimulatedModel:
             held.append(msgspec.structs.replace(shard, name=names.get(shard.name, shard.name)))
         return tuple(dense), tuple(experts)
 
-    def _make_sharing(self, pp: int, ep: int) -> _Sharing:
-        """Return how states of one stage and expert rank are shared; sizes are equal on all tensor-parallel ranks."""
-        grid, (dense, experts) = self.grid, self._trained(pp, 0, ep)
+    def _make_sharing(self, pp: int) -> _Sharing:
+        """Return how states of one stage are shared; sizes are equal on all tensor-parallel and expert ranks."""
+        grid, (dense, experts) = self.grid, self._trained(pp, 0, 0)
         if grid.split:
             return _Sharing((), self._buffers(dense, grid.sharding), self._buffers(experts, grid.moe_sharding))
         owners = whole_owners([shard.size for shard in dense], grid.sharding, grid.stage == 1)
@@ -203,13 +205,15 @@ class SimulatedModel:
         return Shard(tensor.name, tensor.dtype, tensor.shape, Box(tuple(lo), tuple(hi)))
 
     def _holder(self, tensor: DeclaredTensor) -> int:
-        """Return the expert rank that holds a single expert."""
-        return tensor.numbers["expert"] // (self._experts // self.grid.ep) if "expert" in tensor.numbers else 0
+        """Return the expert rank that holds a single expert; every modality's are distributed over all of them."""
+        number, (of_text, of_others) = tensor.numbers.get("expert", 0), self._experts
+        first, count = (0, of_text) if number < of_text else (of_text, of_others)
+        return (number - first) // (count // self.grid.ep) if "expert" in tensor.numbers else 0
 
 
 @dataclass(frozen=True)
 class _Sharing:
-    """How the states of a pipeline stage and an expert rank are shared: indices of what a rank owns, or buffers."""
+    """How the states of one pipeline stage are shared: indices of what each rank owns, or fused buffers."""
 
     owned: tuple[tuple[int, ...], ...]
     dense: tuple[FusedBuffer, ...]
@@ -301,7 +305,8 @@ def _refuse_unfit(
     faults: list[str] = []
 
     divisors = [(size, key, "tp", grid.tp) for size, key in DIVIDED.items()]
-    for size, key, axis, count in (*divisors, ("experts", "the number of experts", "ep", grid.ep)):
+    experts = [(size, "the number of experts", "ep", grid.ep) for size in ("experts", TEXT_EXPERTS)]
+    for size, key, axis, count in (*divisors, *experts):
         if sizes.knows(size) and sizes.length(size) % count:
             faults.append(f"{key}={sizes.length(size)} is not divisible by {axis}={count}")
     if grid.ep > 1 and not sizes.knows("experts"):

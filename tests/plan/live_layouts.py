@@ -50,3 +50,22 @@ def describe(model_type: str, layout: Mapping[str, Any], model: Mapping[str, Any
         if isinstance(value, (str, int, float, bool, type(None)))
     }
     return {"shards": shards, "config": config}
+
+
+def held(
+    model_type: str, values: Mapping[str, Any], layout: Mapping[str, Any], output_dir: str
+) -> dict[str, list[int]]:
+    """The names and shapes of the weights that this rank holds of a model that is not trained.
+
+    Args:
+        model_type: the family.
+        values: arguments of the configuration class.
+        layout: a ``tiny.Layout`` as JSON.
+        output_dir: the Trainer's output directory.
+    """
+    from tests.families import jobs
+    from tests.harness import tiny
+
+    tiny.training_arguments(layout, output_dir)  # It starts the groups of ranks.
+    _, tensors = jobs.describe_plain(model_type, values)
+    return {name: shape for name, (shape, _) in tensors.items()}

@@ -112,6 +112,23 @@ def test_a_simulated_layout_is_the_live_one(
         assert described(simulated.roles(rank)) == found["shards"]
 
 
+def test_experts_of_both_modalities_are_on_the_live_ranks_of_the_simulated_ones(
+    ranks: ForkServer, tmp_path: Path
+) -> None:
+    family = family_for({"model_type": "ernie4_5_moe_vl"})
+    config = settings(family)
+    values = {key: value for key, value in config.items() if key != "model_type"}
+    values |= {"moe_group": "world", "fuse_rms_norm": False, "moe_k": 2, "pixel_hidden_size": 16}
+    values["tie_word_embeddings"] = False
+    job = {"model_type": family.name, "values": values, "layout": tiny.DP2.to_json(), "output_dir": str(tmp_path)}
+    live = ranks.run("tests.plan.live_layouts:held", 2, job).values
+    simulated = declared_model(family, model_of(config), parse_grid("sharding=2,split=true,ep=2"))
+    for rank, found in enumerate(live):
+        assert {name: list(one.box.shape) for name, one in simulated.weights(rank).items()} == found
+        numbers = {name.split(".")[5] for name in found if ".layers.1.mlp.experts." in name}
+        assert numbers == ({"0", "1", "4", "5"} if rank == 0 else {"2", "3", "6", "7"})
+
+
 GRIDS = (
     "dp=3",
     "tp=2,pp=2,dp=2",
@@ -168,6 +185,7 @@ LLAMA = {
     "vocab_size": 64,
 }
 MOE = {**family_for({"model_type": ERNIE}).tiny, "model_type": ERNIE}
+VISION_MOE = settings(family_for({"model_type": "ernie4_5_moe_vl"}))
 
 
 @pytest.mark.parametrize(
@@ -188,6 +206,7 @@ MOE = {**family_for({"model_type": ERNIE}).tiny, "model_type": ERNIE}
         ),
         (LLAMA, "ep=2,sharding=2,split=true", "ep=2: the model has no experts"),
         (MOE, "ep=3,sharding=3,split=true", "the number of experts=4 is not divisible by ep=3"),
+        (VISION_MOE, "ep=8,sharding=8,split=true", "the number of experts=4 is not divisible by ep=8"),
         ({**MOE, "intermediate_size": 15}, "tp=2", "mlp.down_proj.weight: 15 on axis 0 is not divisible by tp=2"),
     ],
 )

@@ -28,7 +28,8 @@ FAMILY = lang.family(
         lang.at(lang.Stage.FIRST, EMBEDDING, lang.within("model.resampler_model", towers.RESAMPLER)),
     ],
     towers=(towers.ERNIE,),
-    sizes={"experts": "moe_num_experts[0] + moe_num_experts[1]", "spatial": "vision.hidden * conv * conv"}
+    sizes={"experts": "text_experts + moe_num_experts[1]", "text_experts": "moe_num_experts[0]"}
+    | {"spatial": "vision.hidden * conv * conv"}
     | {"conv": "spatial_conv_size or 2", "temporal": "spatial * (temporal_conv_size or 2)"},
     defaults={"moe_num_shared_experts": 2, "moe_layer_interval": 1, "moe_use_aux_free": True},
     tiny={"moe_num_experts": [4, 4], "moe_intermediate_size": [16, 8], "num_hidden_layers": 3, "head_dim": 8}
