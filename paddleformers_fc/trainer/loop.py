@@ -30,7 +30,7 @@ from paddleformers_fc.layout.live import Roles
 from paddleformers_fc.mapping import RuleSet
 from paddleformers_fc.plan.sources import stored_tensors
 from paddleformers_fc.storage.paths import AnyPath, RemotePath, expand_user, parse_path, require_local
-from paddleformers_fc.trainer import adapter_checks, base, documents, lora, stored_states, undefined
+from paddleformers_fc.trainer import adapter_checks, base_fingerprint, documents, lora, stored_states, undefined
 from paddleformers_fc.trainer.description import describe
 from paddleformers_fc.trainer.host_models import PretrainedConfig
 from paddleformers_fc.trainer.job_state import job_communicator
@@ -84,7 +84,7 @@ def save(
     directory, model = _in_order(directory, model)
     target = require_local(expand_user(str(directory)), "A checkpoint that is saved")
     adapter_checks.refuse_unsupported(model, channel)
-    base.identify_once(model, channel)
+    base_fingerprint.identify_once(model, channel)
 
     def prepare() -> tuple[HeldTensors, _Prepared]:
         source, described = _source(model, optimizer, family, config, mapping)
@@ -152,7 +152,7 @@ def load(
     consistency = ConsistencyCheck(f"loading {path.name}", facts)
     opened = open_on_all_ranks(path, channel, verify, threads, consistency, given)
     adapter_checks.refuse_unsupported(model, channel)
-    base.identify_once(model, channel)
+    base_fingerprint.identify_once(model, channel)
 
     def look() -> tuple[HeldTensors, tuple[LayoutSource, ModelDescription]]:
         source, described = _source(model, optimizer, family, config, mapping, opened)

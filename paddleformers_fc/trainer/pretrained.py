@@ -23,7 +23,7 @@ from paddleformers_fc.execute.read_pool import ReadOptions
 from paddleformers_fc.families import family_for
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.paths import AnyPath, RemotePath, parse_path
-from paddleformers_fc.trainer import adapter_checks, base, inherited, origin, state, undefined
+from paddleformers_fc.trainer import adapter_checks, base_fingerprint, inherited, origin, state, undefined
 from paddleformers_fc.trainer.description import describe
 from paddleformers_fc.trainer.host import logger
 from paddleformers_fc.trainer.host_models import LoRAModel, PretrainedConfig, get_common_folder, unwrap_model
@@ -124,7 +124,7 @@ def _fill(model: Any, source: AnyPath, channel: Channel, options: ReadOptions, v
     if not report.fresh:
         origin.clear(model)
     if not any(kept):
-        base.remember(model, source, load.identities)
+        base_fingerprint.remember(model, source, load.identities)
     if channel.rank == 0:
         for name in fold(sorted({name for names in kept for name in names})):
             logger.warning(f"{name} is not in {source} and keeps its initial values.")

@@ -23,7 +23,7 @@ from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.trainer import (
     adapter_checks,
     averaged,
-    base,
+    base_fingerprint,
     batches,
     ema,
     inherited,
@@ -96,7 +96,7 @@ def init_trainer(trainer: Any, native: Native, *args: Any, **kwargs: Any) -> Non
         "checking where the model's weights come from",
         lambda: origin.refuse_unchecked(trainer.model, arguments.flex_accept_model),
     )
-    base.identify_once(trainer.model, channel)
+    base_fingerprint.identify_once(trainer.model, channel)
     gate = StepGate()
     run = JobState(
         batches.PositionTracker(lambda: len(getattr(trainer, WAITING, ()))),

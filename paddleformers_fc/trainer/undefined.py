@@ -13,7 +13,7 @@ from typing import Any
 
 from paddleformers_fc.errors import MismatchError
 from paddleformers_fc.storage.paths import AnyPath
-from paddleformers_fc.trainer import base, dist_tensors
+from paddleformers_fc.trainer import base_fingerprint, dist_tensors
 
 _MARK = "_flex_undefined"
 
@@ -29,7 +29,7 @@ def until_filled(model: Any, directory: AnyPath) -> Iterator[None]:
     marked = list(_marked(model))
     for one in marked:
         setattr(one, _MARK, str(directory))
-    base.forget(model)
+    base_fingerprint.forget(model)
     yield
     for one in marked:
         delattr(one, _MARK)
