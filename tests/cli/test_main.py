@@ -353,6 +353,7 @@ def test_a_text_stream_gets_such_a_name_escaped(nameless: Path, monkeypatch: pyt
     assert rb"out\udcff/checkpoint-3\udcfe" in shown.getvalue()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("command", "both"),
     [

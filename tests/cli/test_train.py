@@ -11,7 +11,6 @@ import os
 import shlex
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -39,7 +38,6 @@ from paddleformers_fc.verification.demo.assets import prepare as prepare_assets
 from paddleformers_fc.verification.demo.settings import SINGLE, settings
 from tests.cli.support import Outcome, run, save
 from tests.execute.simulated import canonical
-from tests.harness.limits import LIMIT
 from tests.harness.waiting import wait_for_file
 
 OURS = f"custom_register_path={register.PATH}"
@@ -351,20 +349,12 @@ def test_a_key_that_a_users_registration_may_add_is_accepted(tmp_path: Path, on:
         prepare(config(tmp_path, flex_verfy="full", **own), None, [])
 
 
-ALL_KEYS = """
-import dataclasses
-from paddleformers.cli.hparams import parser
-print(*[field.name for kind in parser._TRAIN_ARGS for field in dataclasses.fields(kind)])
-"""
-
-
-def test_every_key_that_paddleformers_takes_is_known_without_importing_it() -> None:
+def test_every_key_that_paddleformers_takes_is_known_without_importing_it(ranks: ForkServer) -> None:
     known = stock_keys()
     assert known is not None
-    done = subprocess.run([sys.executable, "-c", ALL_KEYS], capture_output=True, text=True, timeout=LIMIT, check=True)
-    taken = set(done.stdout.splitlines()[-1].split())
-    assert {"save_total_limit", "tensor_model_parallel_size", "model_name_or_path", "template"} <= taken
-    assert sorted(taken - known) == []
+    (names,) = ranks.run("tests.trainer.entry_jobs:stock_names", 1).values
+    assert {"save_total_limit", "tensor_model_parallel_size", "model_name_or_path", "template"} <= set(names)
+    assert sorted(set(names) - known) == []
 
 
 def test_a_missing_checkpoint_to_resume_is_refused_before_a_rank_starts(tmp_path: Path, on: Any) -> None:
@@ -657,6 +647,12 @@ def test_figures_that_no_rank_recorded_are_null_and_a_loss_is_a_number(tmp_path:
         assert found["step"] == (None if loss is None else 3)
         assert all(found[key] is None for key in absent if key not in ("step", "loss"))
     assert shown(ended)[0].startswith("trained 3 steps, up to 3, last loss nan; ")
+    job = training.TrainingJob((str(script),), 1, {}, tmp_path / "again", True)
+    job.log_dir.mkdir()
+    (job.log_dir / "rank-00000.progress.json").write_text(json.dumps({"resumed": 3, "step": 3}))
+    lines = shown(training.run(job, io.StringIO())[0])
+    assert lines[0].startswith("trained 0 steps, resumed at 3; ")
+    assert "overwrite_output_dir=true" in lines[-1]
 
 
 def test_a_terminal_keeps_its_colours() -> None:
@@ -787,9 +783,6 @@ def test_a_training_leaves_a_checkpoint_that_passes_verification(tmp_path: Path)
         assert generation == (source / "generation_config.json").read_bytes()
         written = json.loads((directory / "config.json").read_text())
         assert {key: written.get(key, "lost") for key in wanted} == wanted
-    again = run("train", tmp_path / "job.yaml")
-    assert "trained 0 steps, resumed at 3; " in again.out
-    assert "overwrite_output_dir=true" in again.out.splitlines()[-1]
 
 
 @pytest.mark.parametrize("named", ["SIGTERM", "off"])
@@ -824,9 +817,24 @@ def facts_of_weights(directory: Path) -> int:
     return int(outcome.document["roles"]["model_state"]["tensors"])
 
 
-def test_a_training_that_fails_returns_the_code_of_its_rank_and_shows_why(tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text("raise RuntimeError('no luck today')\n")
-    outcome = run("train", config(tmp_path, device="cpu", custom_register_path=str(tmp_path / "own.py")))
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Outcome]:
+    """The command with a rank that runs a script in place of PaddleFormers, whose import takes seconds."""
+
+    def train(text: str) -> Outcome:
+        path, log_dir = tmp_path / "script.py", tmp_path / "out/log"
+        path.write_text(text)
+        job = training.TrainingJob((str(path),), 1, {RECORDS: str(log_dir)}, log_dir, True)
+        monkeypatch.setattr(training, "prepare", lambda *_: job)
+        return run("train", config(tmp_path))
+
+    return train
+
+
+def test_a_training_that_fails_returns_the_code_of_its_rank_and_shows_why(
+    tmp_path: Path, script: Callable[[str], Outcome]
+) -> None:
+    outcome = script("raise RuntimeError('no luck today')")
     assert outcome.code == 1
     assert "no luck today" in outcome.out
     assert "no luck today" in outcome.err
@@ -835,7 +843,6 @@ def test_a_training_that_fails_returns_the_code_of_its_rank_and_shows_why(tmp_pa
 
 
 OWN = """
-from paddleformers.trainer import PdArgumentParser
 from paddleformers_fc.errors import MismatchError
 
 def fail(*args, **kwargs):
@@ -843,12 +850,9 @@ def fail(*args, **kwargs):
 """
 
 
-def test_an_error_of_this_package_is_printed_once(tmp_path: Path) -> None:
-    # A wrapper, as others may put around the method: another signature would be a difference to the table of hooks.
-    wrapped = "PdArgumentParser.parse_dict = functools.wraps(PdArgumentParser.parse_dict)(fail)"
-    own = f"import functools\n{OWN}\n{wrapped}\n"
-    (tmp_path / "own.py").write_text(own)
-    outcome = run("train", config(tmp_path, device="cpu", custom_register_path=str(tmp_path / "own.py")))
+def test_an_error_of_this_package_is_printed_once(tmp_path: Path, script: Callable[[str], Outcome]) -> None:
+    recorded = "from paddleformers_fc.trainer.rank_records import record_error_at_exit\nrecord_error_at_exit()"
+    outcome = script(f"{OWN}\n{recorded}\nfail()\n")
     assert outcome.code == 1
     assert outcome.err == "It does not fit.\n  where: here\n  - a\n  next: Try b.\n"
     assert "It does not fit." not in outcome.out

@@ -172,6 +172,15 @@ def run_command_line(yaml: str) -> None:
     launcher.launch()
 
 
+def stock_names() -> list[str]:
+    """Every key of PaddleFormers' command line, of its argument classes."""
+    import dataclasses
+
+    from paddleformers.cli.hparams import parser
+
+    return [field.name for kind in parser._TRAIN_ARGS for field in dataclasses.fields(kind)]
+
+
 def refused_key(**keys: Any) -> dict[str, Any]:
     """Parse keys as the stock command line does; the error, and whether a process group was begun before it."""
     from paddle.distributed import parallel

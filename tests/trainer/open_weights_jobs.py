@@ -313,8 +313,13 @@ def load_model_class(source: str, output_dir: str, cls: str) -> str:
     return ""
 
 
-def load_by_name(source: str, output_dir: str, home: str) -> dict[str, bool]:
+def load_by_name(source: str, output_dir: str, home: str, hub: str, cache: str) -> dict[str, bool]:
     """Load a model by its name: of PaddleFormers' home directory, and of a hub that answers on this machine."""
+    from huggingface_hub import constants, hf_api
+
+    # The client reads these from the environment when it is imported, which the fork server has done.
+    constants.HUGGINGFACE_CO_URL_TEMPLATE = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, hub)
+    constants.ENDPOINT, constants.HF_HUB_CACHE, hf_api.api.endpoint = hub, cache, hub
     expected = _bits(_from_pretrained(source))
     _arguments(output_dir)
     (Path(home) / "owner").mkdir(parents=True)

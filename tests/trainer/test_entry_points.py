@@ -15,7 +15,6 @@ import pytest
 import yaml
 
 from paddleformers_fc.cpu_runtime.forkserver import ForkServer
-from paddleformers_fc.cpu_runtime.launch import launch
 from paddleformers_fc.cpu_runtime.ranks import free_ports
 from paddleformers_fc.execute.digest import canonical_digests
 from paddleformers_fc.storage.manifest import read_manifest
@@ -67,14 +66,17 @@ def test_every_name_in_the_readme_and_the_training_page_can_be_imported(bare_ran
 
 
 def test_the_script_of_the_recipes_trains_on_two_ranks_and_goes_on_with_one(ranks: ForkServer, tmp_path: Path) -> None:
-    script, output = str(ROOT / "recipes" / "script.py"), str(tmp_path / "out")
-    job = {"script": script, "arguments": ["--output", output, "--steps", "3"]}
-    trained = ranks.run(f"{ENTRY}:run_script", 2, job).logs[0].read_text()
-    command = [script, "--output", output, "--steps", "4", "--resume", "newest"]
-    resumed = launch(command, 1, tmp_path / "one", LIMIT, {"PYTHONPATH": str(ROOT)})
-    assert resumed.returncode == 0, resumed.report()
-    assert "Resumed step 3" in resumed.logs[0].read_text()
-    assert losses(trained)[0] > losses(resumed.logs[0].read_text())[0]
+    def run(nproc: int, *options: str) -> str:
+        job = {
+            "script": str(ROOT / "recipes" / "script.py"),
+            "arguments": ["--output", str(tmp_path / "out"), *options],
+        }
+        return ranks.run(f"{ENTRY}:run_script", nproc, job).logs[0].read_text()
+
+    trained = run(2, "--steps", "3")
+    resumed = run(1, "--steps", "4", "--resume", "newest")
+    assert "Resumed step 3" in resumed
+    assert losses(trained)[0] > losses(resumed)[0]
 
 
 def test_importing_the_installer_changes_nothing_and_uninstalling_leaves_watched_loaders_alone(
@@ -189,9 +191,9 @@ def losses(log: str) -> list[float]:
     return [float(found) for found in re.findall(r"\bloss: ([0-9.]+), learning_rate", log)]
 
 
-def train_in_one_process(ranks: ForkServer, path: Path) -> str:
-    """Train as the command line's worker does; its log."""
-    return ranks.run(f"{ENTRY}:run_command_line", 1, {"yaml": str(path)}).logs[0].read_text()
+def train_by_workers(ranks: ForkServer, path: Path, nproc: int = 1) -> str:
+    """Train as the command line's workers do; the log of the first."""
+    return ranks.run(f"{ENTRY}:run_command_line", nproc, {"yaml": str(path)}).logs[0].read_text()
 
 
 def train_by_command(path: Path, directory: Path) -> str:
@@ -215,13 +217,16 @@ def train_by_command(path: Path, directory: Path) -> str:
     return (directory / "paddleformers_dist_log" / "workerlog.0").read_text()
 
 
+# A job of two nodes starts the stock command in make test: tests/nodes/test_two_nodes.py.
+@pytest.mark.parametrize("started", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["workers", "command"])
 def test_the_stock_command_line_trains_two_ranks_and_another_layout_resumes(
-    ranks: ForkServer, corpus: Path, tmp_path: Path
+    ranks: ForkServer, corpus: Path, tmp_path: Path, started: bool
 ) -> None:
-    log = train_by_command(write_yaml(corpus, tmp_path / "out", tensor_model_parallel_size=2), tmp_path)
+    path = write_yaml(corpus, tmp_path / "out", tensor_model_parallel_size=2)
+    log = train_by_command(path, tmp_path) if started else train_by_workers(ranks, path, nproc=2)
     assert read_manifest(tmp_path / "out" / "checkpoint-2").parallel["tp"] == 2
     resume = str(tmp_path / "out" / "checkpoint-2")
-    alone = train_in_one_process(ranks, write_yaml(corpus, tmp_path / "alone", resume_from_checkpoint=resume))
+    alone = train_by_workers(ranks, write_yaml(corpus, tmp_path / "alone", resume_from_checkpoint=resume))
     assert losses(alone) == pytest.approx(losses(log)[2:], abs=1e-6)
     last = canonical_digests(tmp_path / "out" / "checkpoint-4")
     assert list(canonical_digests(tmp_path / "out")) == [one for one in last if one.role == "model_state"]
@@ -232,17 +237,17 @@ def test_the_command_line_reports_another_corpus_and_tokenizer_at_a_resume_and_n
     ranks: ForkServer, corpus: Path, tmp_path: Path
 ) -> None:
     differs = "This run differs from the one that saved step 2"
-    train_in_one_process(ranks, write_yaml(corpus, tmp_path / "out"))
+    train_by_workers(ranks, write_yaml(corpus, tmp_path / "out"))
     resume = {"resume_from_checkpoint": str(tmp_path / "out" / "checkpoint-2")}
     moved = shutil.copytree(corpus / "model", tmp_path / "model")
-    same = train_in_one_process(ranks, write_yaml(corpus, tmp_path / "same", model_name_or_path=str(moved), **resume))
+    same = train_by_workers(ranks, write_yaml(corpus, tmp_path / "same", model_name_or_path=str(moved), **resume))
     assert differs not in same
     settings = json.loads((moved / "tokenizer_config.json").read_text())
     (moved / "tokenizer_config.json").write_text(json.dumps({**settings, "model_max_length": 77}))
     text = (corpus / "train.jsonl").read_text()
     (tmp_path / "other.jsonl").write_text(text + text.splitlines()[0] + "\n")
     data = {"train_dataset_path": str(tmp_path / "other.jsonl"), "model_name_or_path": str(moved)}
-    log = train_in_one_process(ranks, write_yaml(corpus, tmp_path / "other", **data, **resume))
+    log = train_by_workers(ranks, write_yaml(corpus, tmp_path / "other", **data, **resume))
     table = log.partition(differs)[2]
     for key in ("train_dataset_path ", "train_dataset_sizes ", "tokenizer_config.json "):
         assert f"\n  {key}" in table
@@ -263,22 +268,22 @@ def test_the_command_line_resumes_preference_training_from_the_checkpoint_that_i
         "reference_free": True,
         "loss_type": "simpo",
     }
-    whole = losses(train_in_one_process(ranks, write_yaml(corpus, tmp_path / "out", **keys)))
+    whole = losses(train_by_workers(ranks, write_yaml(corpus, tmp_path / "out", **keys)))
     assert len(whole) == 4
     named = str(tmp_path / "out" / "checkpoint-2")
     again = write_yaml(corpus, tmp_path / "elsewhere", **keys, resume_from_checkpoint=named)
-    assert losses(train_in_one_process(ranks, again)) == whole[2:]
+    assert losses(train_by_workers(ranks, again)) == whole[2:]
     # In the directory with a newer one, too, which PaddleFormers would take.
     again = write_yaml(corpus, tmp_path / "out", **keys, resume_from_checkpoint=named)
-    assert losses(train_in_one_process(ranks, again)) == whole[2:]
+    assert losses(train_by_workers(ranks, again)) == whole[2:]
 
 
 def test_the_command_line_is_not_misled_by_an_unfinished_directory(
     ranks: ForkServer, corpus: Path, tmp_path: Path
 ) -> None:
-    whole = losses(train_in_one_process(ranks, write_yaml(corpus, tmp_path / "whole")))
+    whole = losses(train_by_workers(ranks, write_yaml(corpus, tmp_path / "whole")))
     (tmp_path / "out" / "checkpoint-2").mkdir(parents=True)
-    log = train_in_one_process(ranks, write_yaml(corpus, tmp_path / "out"))
+    log = train_by_workers(ranks, write_yaml(corpus, tmp_path / "out"))
     assert losses(log) == whole
     assert "checkpoint-2 cannot be resumed and is skipped" in log
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from paddleformers_fc.cpu_runtime.forkserver import PRELOAD, ForkServer
+from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.storage.export_checksums import CHECKSUMS_NAME
 from tests.formats.test_block_scales import DECLARED, expected, quantized
 from tests.harness import tiny
@@ -251,24 +250,13 @@ def test_a_class_that_is_not_that_of_the_weights_is_refused(
     assert said in ranks.run(f"{JOBS}:load_model_class", 1, kwargs).values[0]
 
 
-def test_a_name_of_a_hub_is_found_where_paddleformers_finds_it(llama: Path, tmp_path: Path) -> None:
+def test_a_name_of_a_hub_is_found_where_paddleformers_finds_it(ranks: ForkServer, llama: Path, tmp_path: Path) -> None:
     source = shutil.copytree(llama, tmp_path / "weights")
     server = serve_as_hub(source)
-    environment = {
-        "HF_ENDPOINT": f"http://127.0.0.1:{server.server_address[1]}",
-        "HF_HUB_CACHE": str(tmp_path / "cache"),
-    }
     kwargs = {"source": str(source), "output_dir": str(tmp_path / "out"), "home": str(tmp_path / "home")}
-    before = dict(os.environ)
-    os.environ |= environment
-    try:
-        # The client reads its address when it is imported.
-        with ForkServer(PRELOAD) as server_of_ranks:
-            found = server_of_ranks.run(f"{JOBS}:load_by_name", 1, kwargs).values[0]
-    finally:
-        os.environ.clear()
-        os.environ |= before
-        server.shutdown()
+    kwargs |= {"hub": f"http://127.0.0.1:{server.server_address[1]}", "cache": str(tmp_path / "cache")}
+    found = ranks.run(f"{JOBS}:load_by_name", 1, kwargs).values[0]
+    server.shutdown()
     assert found == {"home": True, "hub": True}
 
 

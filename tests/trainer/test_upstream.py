@@ -19,7 +19,7 @@ from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.errors import EnvironmentMismatch
 from paddleformers_fc.trainer.options import CONFLICTS, FIELD_NAMES, NLP_CONFLICTS, WITHOUT_EFFECT
 from tests.harness.tiny import DP2, SINGLE
-from tests.trainer.test_entry_points import ROOT, write_yaml
+from tests.trainer.test_entry_points import ROOT, losses, write_yaml
 from tests.trainer.test_trainer import JOBS as TRAINER_JOBS, settings
 
 JOBS = "tests.trainer.upstream_jobs"
@@ -238,7 +238,7 @@ def test_the_names_for_paddlenlp_are_refused_beside_paddleformers() -> None:
             getattr(nlp, name)
 
 
-# ---- A PaddleFormers on the disk that differs.
+# ---- A PaddleFormers that differs, below the command line.
 
 
 @pytest.fixture(scope="module")
@@ -247,6 +247,24 @@ def corpus(ranks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("corpus")
     ranks.run("tests.trainer.entry_jobs:write_corpus", 1, {"directory": str(directory), "text": str(ROOT / "LICENSE")})
     return directory
+
+
+def test_a_worker_stops_on_a_renamed_method_and_trains_without_flex_checkpoint(
+    ranks: ForkServer, corpus: Path, tmp_path: Path
+) -> None:
+    def train(path: Path) -> tuple[bool, str]:
+        given = {"yaml": str(path), "name": "_save_checkpoint"}
+        result = ranks.attempt(f"{JOBS}:command_line_with_a_renamed_method", 1, given)
+        return result.ok, result.logs[0].read_text()
+
+    ok, log = train(write_yaml(corpus, tmp_path / "out"))
+    assert not ok
+    assert "paddleformers.trainer.trainer:Trainer._save_checkpoint is missing" in log
+    assert not losses(log)
+    ok, log = train(write_yaml(corpus, tmp_path / "stock", flex_checkpoint=False, max_steps=2, save_steps=9))
+    assert ok, log[-3000:]
+    assert "flex_checkpoint: true is refused in this environment" in log
+    assert len(losses(log)) == 2
 
 
 @pytest.fixture(scope="module")
@@ -285,6 +303,7 @@ def start(formers: str, arguments: list[str], directory: Path) -> subprocess.Com
     return subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_the_stock_command_line_stops_on_a_renamed_method_and_trains_without_flex_checkpoint(
     renamed: str, corpus: Path, tmp_path: Path
 ) -> None:

@@ -306,6 +306,16 @@ def train_with_a_renamed_method(layout: Mapping[str, Any], output_dir: str, name
     return {"error": None, "evidence": []}
 
 
+def command_line_with_a_renamed_method(yaml: str, name: str) -> None:
+    """Train as a worker of the stock command line where a method of the Trainer has another name."""
+    from paddleformers.trainer import Trainer
+
+    from tests.trainer.entry_jobs import run_command_line
+
+    with _without(Trainer, name):
+        run_command_line(yaml)
+
+
 def made_without_the_option(output_dir: str) -> str:
     """Set ``flex_checkpoint`` when the Trainer has been made, and save; the error."""
     from tests.trainer.jobs import flex_trainer
