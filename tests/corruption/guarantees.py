@@ -120,8 +120,8 @@ def order(key: str) -> tuple[int, int]:
 HEAD = """\
 # Guarantees
 
-Written by `make guarantees` from observations of the tests in `tests/corruption/` and `tests/crash/`; every run of the
-tests compares each line with its observations. *Stock* is paddlepaddle 3.3.1 and paddleformers 1.2.0, observed in the
+Written by `make guarantees` from observations of the tests in `tests/corruption/` and `tests/crash/`; `make test-all`
+compares each line with its observations. *Stock* is paddlepaddle 3.3.1 and paddleformers 1.2.0, observed in the
 same test. "Nothing changed" means that every target was compared, bit by bit, with its earlier content.
 
 Unless a row states another value, a checkpoint is read with the default `flex_verify: full`, which detects every

@@ -39,6 +39,7 @@ def resumed(ranks: ForkServer, checkpoint: Path, output_dir: Path, **given: Any)
     return list(result.values), COLOUR.sub("", result.logs[0].read_text())
 
 
+@pytest.mark.slow
 @fault("G60", "the model that resumes has another `rope_theta`")
 def test_g60_a_model_in_which_the_weights_mean_something_else_is_refused(
     ranks: ForkServer, stock_run: Path, our_run: Path, tmp_path: Path
@@ -60,6 +61,7 @@ def test_g60_a_model_in_which_the_weights_mean_something_else_is_refused(
     )
 
 
+@pytest.mark.slow
 @fault("G61", "the run that resumes has another `adam_beta2`, `weight_decay` and `max_grad_norm`")
 def test_g61_other_settings_of_a_run_are_one_table(
     ranks: ForkServer, stock_run: Path, our_run: Path, tmp_path: Path

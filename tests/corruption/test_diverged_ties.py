@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.storage.manifest import read_manifest
 from tests.corruption.guarantees import Observed, fault
@@ -27,6 +29,7 @@ def checkpoints(output_dir: Path) -> list[str]:
     return sorted(path.name for path in output_dir.glob("checkpoint-*"))
 
 
+@pytest.mark.slow
 @fault("G40", "copies of a tied weight diverge on two pipeline stages of a run with `save_total_limit: 1`")
 def test_g40_diverged_copies_of_a_tied_weight_cost_no_whole_checkpoint(ranks: ForkServer, tmp_path: Path) -> Observed:
     stock, ours = tmp_path / "stock", tmp_path / "ours"

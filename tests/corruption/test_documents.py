@@ -5,6 +5,8 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import pytest
+
 from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from tests.corruption.guarantees import Observed, fault
 from tests.corruption.test_trainer_faults import SIX, trained
@@ -14,6 +16,7 @@ THREE, FIVE = b"global_step\x94K\x03", b"global_step\x94K\x05"
 """The step in the pickle of PaddleFormers."""
 
 
+@pytest.mark.slow
 @fault("G50", "the step in the Trainer's state is 5 in place of 3, in a file of the same length")
 def test_g50_an_edited_state_of_the_trainer_is_refused(ranks: ForkServer, tmp_path: Path) -> Observed:
     trained(ranks, DP2, tmp_path / "stock", arguments={**SIX, "max_steps": 3})

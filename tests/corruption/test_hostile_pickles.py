@@ -67,6 +67,7 @@ def sprung(marks: Path) -> list[str]:
     return sorted({path.name.split("-", 2)[-1] for path in marks.iterdir()})
 
 
+@pytest.mark.slow
 @fault("T19", "pickles that run code lie in the checkpoint that is resumed, and in the best one")
 def test_t19_a_resume_runs_no_pickle(ranks: ForkServer, tmp_path: Path) -> Observed:
     seen = {}

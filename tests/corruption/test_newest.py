@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from tests.corruption.guarantees import Observed, fault
 from tests.corruption.test_trainer_faults import first_line, trained
@@ -22,6 +24,7 @@ def flip_in_the_middle(path: Path) -> None:
     path.write_bytes(data)
 
 
+@pytest.mark.slow
 @fault("G70", "a byte of a tensor has changed in the newest checkpoint, and `resume_from_checkpoint: true` is set")
 def test_g70_the_newest_checkpoint_that_passes_verification_is_resumed(
     bare_ranks: ForkServer, ranks: ForkServer, tmp_path: Path

@@ -131,6 +131,7 @@ def in_several_files(directory: Path) -> dict[str, np.ndarray[Any, Any]]:
 Stock = tuple[Path, Sums]
 
 
+@pytest.mark.slow
 @fault("T9", "open weights of another shape: another `intermediate_size`")
 def test_t9_open_weights_of_another_shape_are_refused(
     bare_ranks: ForkServer, stock_weights: Stock, model: Path, tmp_path: Path

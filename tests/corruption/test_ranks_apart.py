@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from paddleformers_fc.cpu_runtime.forkserver import ForkServer, JobResult
 from paddleformers_fc.storage.manifest import read_manifest
 from tests.corruption.guarantees import Observed, fault
@@ -64,6 +66,7 @@ def run(ranks: ForkServer, layout: MatrixLayout, output_dir: Path, **settings: A
     return list(started(ranks, layout, output_dir, **settings).values)
 
 
+@pytest.mark.slow
 @fault("T17", "one of two data-parallel ranks finds another run's checkpoint under the same name")
 def test_t17_another_checkpoint_under_the_same_name_is_refused(ranks: ForkServer, tmp_path: Path) -> Observed:
     found = {}

@@ -55,6 +55,7 @@ def first_line(found: dict[str, Any], *hidden: Path) -> str:
     return f"`{text}`"
 
 
+@pytest.mark.slow
 @fault("T1", "a single process resumes")
 def test_t1_a_single_process_resumes(
     bare_ranks: ForkServer, ranks: ForkServer, stock_run: Path, our_run: Ours, tmp_path: Path
@@ -67,6 +68,7 @@ def test_t1_a_single_process_resumes(
     return Observed(first_line(found), "resumes; the losses are those of the run that was not interrupted")
 
 
+@pytest.mark.slow
 @fault("T2", "`resume_from_checkpoint: true`")
 def test_t2_the_newest_checkpoint_is_resumed(
     bare_ranks: ForkServer, ranks: ForkServer, stock_run: Path, our_run: Ours, tmp_path: Path
@@ -79,6 +81,7 @@ def test_t2_the_newest_checkpoint_is_resumed(
     return Observed(first_line(found), "resumes from the newest finished one")
 
 
+@pytest.mark.slow
 @fault("T3", "the newest directory is empty")
 def test_t3_an_empty_newest_directory_is_passed_over(
     bare_ranks: ForkServer, ranks: ForkServer, our_run: Ours, tmp_path: Path
@@ -93,6 +96,7 @@ def test_t3_an_empty_newest_directory_is_passed_over(
     return Observed("`get_last_checkpoint` chooses it", "passed over with a warning; the finished one is resumed")
 
 
+@pytest.mark.slow
 @fault("T4", "saved without the optimizer, loaded without it")
 def test_t4_weights_saved_without_the_optimizer_can_be_used(ranks: ForkServer, tmp_path: Path) -> Observed:
     without = {"arguments": {**SIX, "ignore_save_lr_and_optim": True}}
@@ -110,6 +114,7 @@ def test_t4_weights_saved_without_the_optimizer_can_be_used(ranks: ForkServer, t
     return Observed(first_line(found, tmp_path), "a new run begins with these weights, bit for bit")
 
 
+@pytest.mark.slow
 @fault("T5", "`load_best_model_at_end: true`")
 def test_t5_training_ends_with_the_best_weights(bare_ranks: ForkServer, ranks: ForkServer, tmp_path: Path) -> Observed:
     given = {"arguments": {**WORSE_AND_WORSE, "max_steps": 3}, "evaluate": True}
@@ -123,6 +128,7 @@ def test_t5_training_ends_with_the_best_weights(bare_ranks: ForkServer, ranks: F
     )
 
 
+@pytest.mark.slow
 @fault("T6", "`aoa_config` on a float32 run")
 def test_t6_statements_apply_to_a_float32_run(ranks: ForkServer, our_run: Ours, tmp_path: Path) -> Observed:
     statements = {"aoa_statements": ["model.norm.weight -> model.norm.weight"]}
@@ -138,6 +144,7 @@ def test_t6_statements_apply_to_a_float32_run(ranks: ForkServer, our_run: Ours, 
     )
 
 
+@pytest.mark.slow
 @fault("T7", "the data-parallel degree has changed on resume")
 def test_t7_no_sample_is_repeated_or_lost_under_another_data_parallel_degree(
     ranks: ForkServer, tmp_path: Path
@@ -165,6 +172,7 @@ def test_t7_no_sample_is_repeated_or_lost_under_another_data_parallel_degree(
     )
 
 
+@pytest.mark.slow
 @fault("T8", "the file of the Trainer's state is missing")
 def test_t8_a_missing_state_of_the_trainer_is_refused(ranks: ForkServer, our_run: Ours, tmp_path: Path) -> Observed:
     trained(ranks, DP2, tmp_path / "stock")

@@ -17,8 +17,6 @@ from tests.harness.tiny import DP2, PP2, SD2V1, SINGLE, TP2, MatrixLayout
 
 _REPORTED = re.compile(r"(Saved|Resumed) step \d+ ")
 
-pytestmark = pytest.mark.sampled
-
 
 @dataclass(frozen=True)
 class Case:
@@ -49,7 +47,10 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+# In make test: snapshots, master weights and another degree. Every way of reading is in test_memory.py.
+@pytest.mark.parametrize(
+    "case", [*(pytest.param(one, marks=pytest.mark.slow) for one in CASES[:-1]), CASES[-1]], ids=str
+)
 def test_a_training_resumes_under_another_layout(device_ranks: Ranks, tmp_path: Path, case: Case) -> None:
     def train(layout: MatrixLayout, name: str, on: str, resume: Path | None = None) -> tuple[Any, Path]:
         job = {
@@ -86,6 +87,7 @@ def test_a_training_resumes_under_another_layout(device_ranks: Ranks, tmp_path: 
         assert list(canonical_digests(ours / "checkpoint-6")) == list(canonical_digests(theirs / "checkpoint-6"))
 
 
+@pytest.mark.sampled
 @pytest.mark.skipif(device() != FAKE, reason="a real accelerator counts no bytes")
 @pytest.mark.parametrize(
     ("layout", "once"),
@@ -108,6 +110,7 @@ def test_a_save_and_a_load_copy_what_they_must_and_no_more(
         assert rank["downloaded by the load"] == 0
 
 
+@pytest.mark.sampled
 @pytest.mark.skipif(device() != FAKE, reason="a real accelerator counts no bytes")
 @pytest.mark.parametrize("bf16", [True, False], ids=["bfloat16", "float32"])
 def test_offloaded_states_are_saved_from_the_host_and_loaded_to_the_host(

@@ -278,7 +278,7 @@ from pathlib import Path
 from paddleformers_fc.formats.flex import open_flex
 
 sys.setswitchinterval(1e-6)
-for _ in range(40):
+for _ in range(20):
     child = os.fork()
     if child == 0:
         barrier = threading.Barrier(8)

@@ -23,6 +23,7 @@ EMA_JOBS = "tests.trainer.ema_jobs"
 DECAY = 0.9
 EVERY_STEP = {"max_steps": 6, "save_steps": 1, "logging_steps": 1}
 AVERAGE = {"flex_ema_decay": DECAY}
+UNSAVED = {"save_steps": 100}
 
 
 def half(layout: MatrixLayout) -> MatrixLayout:
@@ -257,7 +258,7 @@ def test_an_average_is_updated_when_it_is_due(ranks: ForkServer, tmp_path: Path)
 def test_updates_of_steps_with_a_large_loss_are_skipped(ranks: ForkServer, tmp_path: Path) -> None:
     """The loss is that of the step, whatever the interval of the log is, with accumulation and on all ranks alike."""
     accumulated = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}
-    (plain, _), log = run(ranks, DP2, tmp_path / "plain", arguments={**accumulated, "flex_ema_decay": 0.0})
+    (plain, _), log = run(ranks, DP2, tmp_path / "plain", arguments={**accumulated, **UNSAVED, "flex_ema_decay": 0.0})
     losses = plain["losses"]
     threshold = (sorted(losses)[2] + sorted(losses)[3]) / 2
     arguments = {**accumulated, "zcc_ema_loss_threshold": threshold, "logging_steps": 4}
@@ -276,10 +277,13 @@ def test_a_run_that_starts_or_ends_an_average_or_changes_it_says_so(ranks: ForkS
     assert "checkpoint-3 has no moving average. It starts as a copy" in late
     assert_averages(averages(tmp_path / "late" / "checkpoint-6"), reference(tmp_path / "late", [4, 5, 6]))
     third = str(tmp_path / "with" / "checkpoint-3")
-    _, off = run(ranks, SINGLE, tmp_path / "off", resume=third, arguments={"flex_ema_decay": 0.0})
+    one = {"max_steps": 4, "save_steps": 4}
+    _, off = run(ranks, SINGLE, tmp_path / "off", resume=third, arguments={**one, "flex_ema_decay": 0.0})
     assert "checkpoint-3 has a moving average of 39 tensors, and this run has none" in off
-    assert not (tmp_path / "off" / "checkpoint-6" / "ema_state").exists()
-    _, changed = run(ranks, SINGLE, tmp_path / "changed", resume=third, arguments={"flex_ema_decay": 0.5})
+    assert (tmp_path / "off" / "checkpoint-4").exists()
+    assert not (tmp_path / "off" / "checkpoint-4" / "ema_state").exists()
+    other = {**UNSAVED, "max_steps": 4, "flex_ema_decay": 0.5}
+    _, changed = run(ranks, SINGLE, tmp_path / "changed", resume=third, arguments=other)
     assert re.search(r"flex_ema_decay +.*0\.9 .*0\.5", changed)
 
 

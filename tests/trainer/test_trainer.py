@@ -699,6 +699,7 @@ def test_an_export_is_what_from_pretrained_reads(
     assert list(canonical_digests(tmp_path / "save_pretrained")) == expected
 
 
+@pytest.mark.slow
 def test_the_export_is_the_same_whatever_the_layout(ranks: ForkServer, saved: Saved, tmp_path: Path) -> None:
     contents: list[tuple[dict[str, bytes], dict[str, Any]]] = []
     for layout in (SINGLE, TP2, PP2, SD2V2):
