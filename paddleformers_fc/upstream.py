@@ -146,6 +146,9 @@ TRAINER = (
         Hook(f"{_CALLBACKS}:CallbackHandler.{event}", "(self, args, state, control)", ("call_event", event))
         for event in ("on_init_end", "on_train_begin", "on_epoch_begin", "on_epoch_end", "on_step_end", "on_save")
     ),
+    Hook(f"{_CALLBACKS}:InterleaveGateUpCallback.__init__", names=("resume_from_checkpoint",)),
+    Hook(f"{_CALLBACKS}:InterleaveGateUpCallback.interleave_gate_up_proj", "(self, w)"),
+    Hook(f"{_CALLBACKS}:InterleaveGateUpCallback.on_train_begin", names=("resume_from_checkpoint",)),
     Hook(f"{_CALLBACKS}:CallbackHandler.on_train_end", names=("call_event", "on_train_end")),
     Hook(f"{_CALLBACKS}:CallbackHandler.on_optimizer_begin", names=("call_event", "on_optimizer_begin")),
     Hook(f"{_CALLBACKS}:TrainerCallback.on_optimizer_begin", "(self, args, state, control, **kwargs)"),

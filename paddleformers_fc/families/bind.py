@@ -406,6 +406,10 @@ def _layout(statement: Statement, shape: Shape, cuts: Shape, sizes: Sizes) -> _L
     axis = rank - 1 if turned else 0
     if geometry is Geometry.LINEAR:
         return _Layout((shape[axis],), axis, axes)
+    if geometry is Geometry.ALTERNATING_FFN:
+        if shape[-1] % 2:
+            return f"length {shape[-1]} does not hold a row of gate and one of up"
+        return _Layout((shape[-1] // 2,) * 2, rank - 1, tuple(range(rank)))
     if geometry is Geometry.FUSED_FFN:
         if shape[axis] % (2 * cuts[axis]):
             return f"length {shape[axis]} does not hold gate and up for {cuts[axis]} tensor-parallel ranks"

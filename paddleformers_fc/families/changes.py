@@ -19,7 +19,7 @@ from typing import Any
 import xxhash
 
 from paddleformers_fc.errors import MismatchError
-from paddleformers_fc.families.description import IS_NLP, ModelDescription
+from paddleformers_fc.families.description import ALTERNATES, IS_NLP, ModelDescription
 
 OPTION = "flex_allow_config_changes"
 """The option that names the keys that may change."""
@@ -89,7 +89,7 @@ LEFT_OUT = (
     *("num_empty_layers_*", "pp_seg_method", "ep_size", "moe_group", "moe_group_origin", "moe_rank"),
     *("moe_world_size", "disable_ffn_model_parallel", "num_acc_steps", "micro_batch_size", "cp_balance_mode"),
     # Versions and names.
-    IS_NLP,
+    *(IS_NLP, ALTERNATES),
     *("*_version", "architectures", "name_or_path", "auto_map", "torchscript"),
     # The precision is compared tensor by tensor.
     *("dtype", "torch_dtype"),

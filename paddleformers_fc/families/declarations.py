@@ -54,6 +54,7 @@ class Geometry(Enum):
     FUSED_QKV = "fused_qkv"
     FUSED_QKV_PER_RANK = "fused_qkv_old"
     FUSED_FFN = "fused_ffn"
+    ALTERNATING_FFN = "alternating_ffn"
 
 
 class Stage(Enum):

@@ -20,6 +20,13 @@ IS_FLEET = "is_fleet"
 IS_NLP = "is_nlp"
 """The key of a description, never of a configuration file, that is true if the model's class is one of PaddleNLP."""
 
+ALTERNATES = "experts_alternate"
+"""The key of a description, never of a configuration file, that is true in training under ``using_sonic_moe``: rows of
+gate and up alternate in a stack of experts."""
+
+STACK_OF_FFN = ".grouped_gemm_experts.weight1"
+"""The end of the name of such a stack."""
+
 _PLAIN_SUFFIX = "Deprecated"
 """The end of the name of PaddleFormers' class in families that have a class of PaddleFleet as well."""
 

@@ -47,7 +47,7 @@ from paddleformers_fc.families.declarations import (
     untrained,
     within as within,
 )
-from paddleformers_fc.families.description import IS_NLP
+from paddleformers_fc.families.description import ALTERNATES, IS_NLP
 from paddleformers_fc.mapping.rules import flat
 
 PREDICTION = "model.layers.{mtp}"
@@ -564,7 +564,8 @@ def outside_pipelines(*groups: Statements) -> Statements:
 def experts(prefix: str, formers: Statements = ()) -> Statements:
     """Declare routed experts: one per tensor, or those of a layer in two tensors.
 
-    PaddleFleet has grouped experts, also kept [out, in]; PaddleFormers has grouped ones under ``fd_fallback``.
+    PaddleFleet has grouped experts, also kept [out, in]; PaddleFormers has grouped ones under ``fd_fallback``. Where
+    rows of gate and up alternate, one of each is declared as a row of twice the length: the same order in memory.
 
     Args:
         prefix: the scope of ``experts`` in both spaces.
@@ -573,13 +574,15 @@ def experts(prefix: str, formers: Statements = ()) -> Statements:
     single = fused_ffn(f"{prefix}.experts.{{expert}}", "expert_ffn")
     fallback = _grouped(f"{prefix}.experts.gate_up_proj", f"{prefix}.experts.down_proj", single)
     names = f"{prefix}.grouped_gemm_experts.weight1", f"{prefix}.grouped_gemm_experts.weight2"
+    up, down = _grouped(*names, as_stored(single))
+    alternating = replace(up, geometry=Geometry.ALTERNATING_FFN, shape=("experts * (expert_ffn)", "2 * hidden"))
     return declared(
         of_class(FORMERS, choice("fd_fallback", fallback, formers or single)),
         of_class(
             FLEET,
             only("not moe_expert_fusion and not using_sonic_moe", uncut(single)),
             only("moe_expert_fusion and not using_sonic_moe", _grouped(*names, single)),
-            only("using_sonic_moe", _grouped(*names, as_stored(single))),
+            only("using_sonic_moe", choice(ALTERNATES, (alternating,), (up,)), (down,)),
         ),
     )
 

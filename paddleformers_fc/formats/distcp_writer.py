@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 
 from paddleformers_fc.formats.checkpoint import ExportWriter, Layout, OpenedCheckpoint, OutputFile, grouped_by_size
+from paddleformers_fc.formats.stock_checkpoint import refuse_alternating
 from paddleformers_fc.formats.stock_run import SCALER, SCHEDULER
 from paddleformers_fc.layout.roles import MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE, parameter_of
 from paddleformers_fc.layout.shards import Shard, shard_bytes
@@ -44,7 +45,9 @@ class DistcpWriter(ExportWriter):
 
     def rules(self, checkpoint: OpenedCheckpoint) -> RuleSet:
         """Return the rules of the stored model, or of that which is built from open weights."""
-        return checkpoint.format.built_model(checkpoint).rules
+        model = checkpoint.format.built_model(checkpoint)
+        refuse_alternating(checkpoint.catalog.root, model)
+        return model.rules
 
     def files(self, checkpoint: OpenedCheckpoint, layout: Layout, max_file_bytes: int) -> tuple[OutputFile, ...]:
         """Divide the tensors of the three roles into files."""

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paddleformers_fc.errors import Corrupt, FormatError, NotACheckpoint
+from paddleformers_fc.errors import Corrupt, FormatError, NotACheckpoint, OptionError
 from paddleformers_fc.families import is_known
-from paddleformers_fc.families.description import ModelDescription
+from paddleformers_fc.families.description import STACK_OF_FFN, ModelDescription
 from paddleformers_fc.formats.catalog import Catalog
 from paddleformers_fc.formats.checkpoint import (
     CONFIG_NAME,
@@ -102,17 +102,39 @@ def open_stock(
             evidence=fold(faults),
             next_step=AGAIN,
         )
+
+    def read(values: dict[str, Any]) -> StoredModel:
+        model = describe(values)
+        refuse_alternating(directory, model)
+        return model
+
     opened = OpenedCheckpoint(
         format_,
         catalog,
         config.stored,
-        lambda: describe(config.stored),
+        lambda: read(config.stored),
         config.recorded,
         find_unrecorded=lambda: {**model_documents(directory), **run_documents(directory, catalog.roles)},
-        describe_as=describe,
+        describe_as=read,
         read_run=run_reader(directory, catalog),
     )
     return with_config(opened, config.given) if config.given else opened
+
+
+def refuse_alternating(directory: AnyPath, model: StoredModel) -> None:
+    """Refuse Paddle's own formats for a model whose rows of gate and up alternate: nothing in them shows the order.
+
+    Raises:
+        OptionError: the model has such experts.
+    """
+    config = {} if model.description is None else model.description.config
+    if config.get("using_sonic_moe") and any(name.endswith(STACK_OF_FFN) for name in model.rules.targets):
+        raise OptionError(
+            "Experts of using_sonic_moe are supported in checkpoints of this package and in exports.",
+            where=str(directory),
+            evidence=["gate and up alternate row by row in training, which Paddle's formats do not record"],
+            next_step="Resume with PaddleFormers and export the weights, or train without using_sonic_moe.",
+        )
 
 
 def refuse_links(directory: Path, entries: Iterable[Path]) -> None:

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from paddleformers_fc.families import ModelDescription
-from paddleformers_fc.families.description import IS_FLEET
+from paddleformers_fc.families.description import ALTERNATES, IS_FLEET
 from paddleformers_fc.families.stored import STRIPPED
-from paddleformers_fc.trainer import dist_tensors, lora
+from paddleformers_fc.trainer import alternating, dist_tensors, lora
 from paddleformers_fc.trainer.host_models import (
     LlmMetaConfig,
     PretrainedConfig,
@@ -57,6 +57,8 @@ def describe(model: Any) -> ModelDescription:
     built_with = {key: getattr(model.config, key, None) for key in STRIPPED - {IS_FLEET}}
     as_built = {key: value for key, value in built_with.items() if isinstance(value, int)}
     config = {**_resolved(config_of(model)), **as_built, **described_values(config_of(model))}
+    if alternating.alternates(model):
+        config[ALTERNATES] = True
     return ModelDescription(
         config,
         bool(getattr(model, IS_FLEET, False)),

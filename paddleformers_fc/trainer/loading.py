@@ -41,6 +41,7 @@ from paddleformers_fc.storage.manifest import Manifest
 from paddleformers_fc.storage.paths import AnyPath, expand_user, parse_path
 from paddleformers_fc.text import count_text, natural
 from paddleformers_fc.trainer import (
+    alternating,
     batches,
     changes,
     corpus,
@@ -187,7 +188,7 @@ def load(trainer: Any, native: Native, resume_from_checkpoint: str) -> None:
     named = _path_of(run, resume_from_checkpoint)
     if args.should_log:
         logger.info(f"Resuming from {named}")
-    with measured_transfers() as transfers:
+    with measured_transfers() as transfers, alternating.filled_from_run(trainer):
         ready, report = _fill_usable(trainer, named, channel)
     checkpoint, progress = ready.checkpoint, ready.progress
     directory = checkpoint.catalog.root

@@ -596,7 +596,6 @@ CONFLICTS = (
     ),
     *(Conflict("optim", one.unavailable, _is(one.option)) for one in OPTIMIZERS if one.unavailable),
     Conflict("optim", "checkpoints have no states of it", _is_not(*[one.option for one in OPTIMIZERS])),
-    Conflict("using_sonic_moe", f"its interleaved expert weights are {_NOT_YET}", _is_on),
     Conflict("replicate_saved_into_local", f"copies of checkpoints on disks of single nodes are {_NOT_YET}", _is_on),
     Conflict("pdc_download_ckpt", f"fetching a checkpoint before resuming is {_NOT_YET}", _is_on),
 )

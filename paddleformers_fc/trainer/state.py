@@ -18,7 +18,7 @@ from paddleformers_fc.families import ModelDescription, family_for, is_known
 from paddleformers_fc.families.bind import tied_names
 from paddleformers_fc.families.declarations import TiedName
 from paddleformers_fc.layout.roles import MASTER, MODEL_STATE, OPTIMIZER_STATE, StateDescriptor
-from paddleformers_fc.trainer import dist_tensors, fsdp_buffers, lora, optimizer_states, slices
+from paddleformers_fc.trainer import alternating, dist_tensors, fsdp_buffers, lora, optimizer_states, slices
 from paddleformers_fc.trainer.description import describe
 from paddleformers_fc.trainer.host_models import sharded_state_dict
 from paddleformers_fc.trainer.optimizers import innermost
@@ -79,7 +79,8 @@ def base_weights(model: Any) -> dict[str, Any]:
 def _described(model: Any) -> dict[str, Any]:
     if dist_tensors.is_semi_auto(model):
         return {name: dist_tensors.Named(tensor) for name, tensor in model.state_dict().items()}
-    return {name: weight for name, weight in sharded_state_dict(model).items() if isinstance(weight, ShardedWeight)}
+    found = {name: weight for name, weight in sharded_state_dict(model).items() if isinstance(weight, ShardedWeight)}
+    return alternating.described_rows(model, found)
 
 
 def run_roles(model: Any, optimizer: Any) -> LiveRoles:

@@ -22,6 +22,7 @@ from paddleformers_fc.layout.live import describe_roles
 from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.trainer import (
     adapter_checks,
+    alternating,
     averaged,
     base_fingerprint,
     batches,
@@ -86,7 +87,7 @@ def init_trainer(trainer: Any, native: Native, *args: Any, **kwargs: Any) -> Non
         return
     _refuse_other_arguments(arguments)
     channel = channel_of(arguments)
-    run_on_all(channel, "checking the model", lambda: _refuse_undeclared(trainer.model))
+    run_on_all(channel, "checking the model", lambda: _refuse_undeclared(trainer))
     adapter_checks.refuse_unsupported(trainer.model, channel)
     adapter_checks.refuse_untrained(trainer.model, channel)
     run_on_all(channel, "describing the adapters", lambda: _refuse_unmapped(trainer.model))
@@ -107,6 +108,8 @@ def init_trainer(trainer: Any, native: Native, *args: Any, **kwargs: Any) -> Non
     url = upload_url(arguments)
     run.uploads = None if url is None else Uploads(url, arguments, channel)
     setattr(trainer, RUN, run)
+    if getattr(arguments, "using_sonic_moe", False):
+        trainer.add_callback(alternating.AlternateOnce(trainer))
     trainer.add_callback(run.tracker)
     trainer.add_callback(run.between_steps)
     trainer.add_callback(reference.PassCounter(trainer, run.reference))
@@ -132,14 +135,17 @@ def _refuse_other_arguments(arguments: Any) -> None:
         )
 
 
-def _refuse_undeclared(model: Any) -> None:
+def _refuse_undeclared(trainer: Any) -> None:
+    model = trainer.model
     if getattr(model, "config", None) is None:
         raise OptionError(
             "flex_checkpoint: true needs a model of PaddleFormers, whose configuration says what its tensors are.",
             where=type(model).__name__,
             next_step="Train a PretrainedModel, or remove flex_checkpoint.",
         )
-    family_for(describe(model).config)  # Refuses a model that could not be saved after hours of training.
+    config = describe(model).config
+    family_for(config)  # Refuses a model that could not be saved after hours of training.
+    alternating.refuse_unsupported(trainer, dict(config))
 
 
 def _refuse_unmapped(model: Any) -> None:

@@ -12,9 +12,13 @@ import numpy as np
 import pytest
 
 from paddleformers_fc.cpu_runtime.forkserver import ForkServer
+from paddleformers_fc.families.declarations import Geometry
+from paddleformers_fc.families.description import ALTERNATES, STACK_OF_FFN
 from tests.families import native
-from tests.families.spaces import BY_NAME, described, differing, gathered, settings, spaces, tensors
+from tests.families.spaces import BY_NAME, described, differing, gathered, model_of, settings, spaces, tensors
 from tests.mapping.numbers import Arrays, moved
+from tests.parity.judging import HEADERS, PROOF, Space
+from tests.parity.mutations import Mutant, mutants
 
 DEGREES = (1, 2, 4)
 
@@ -198,6 +202,49 @@ def test_minimax_m2_exports_experts_kept_as_stored_where_stock_forgets_their_nam
     theirs = Theirs(ranks, "minimax_m2", {"v_head_dim": 8, "moe_expert_fusion": True, "using_sonic_moe": True}, 1)
     assert differing(theirs.model, theirs.loaded) == []
     assert "model.layers.0.block_sparse_moe.experts.0.w2.weight" in differing(*_export(theirs))
+
+
+ALTERNATING = [
+    ("qwen3_moe", ALL_SPARSE),
+    ("glm4_moe", {}),
+    ("minimax_m2", {"v_head_dim": 8, "moe_expert_fusion": True}),
+]
+
+
+@pytest.mark.parametrize(("name", "changes"), ALTERNATING, ids=str)
+def test_alternating_rows_of_experts_are_those_of_stock_statements_and_callback(
+    ranks: ForkServer, name: str, changes: dict[str, Any]
+) -> None:
+    changes = {**FLEET, **changes, "using_sonic_moe": True}
+    theirs = Theirs(ranks, name, changes, 1)
+    config = settings(BY_NAME[name], **changes, **{ALTERNATES: True})
+    rules, canonical, model = spaces(BY_NAME[name], config)
+    assert differing(theirs.canonical, canonical) == []
+    assert differing(canonical, moved(rules.mapping().reversed(), model)) == []
+    stacks = {one: array for one, array in theirs.loaded.items() if one.endswith(STACK_OF_FFN)}
+    width = config["moe_intermediate_size"]
+    kwargs = {"stacks": {one: array.tolist() for one, array in stacks.items()}, "width": width}
+    (made,) = ranks.run("tests.trainer.alternating_jobs:upstream_rows", 1, kwargs).values
+    alternating = {one: np.array(made[one][0]).reshape(model[one].shape) for one in stacks}
+    assert stacks
+    assert differing({**theirs.loaded, **alternating}, model) == []
+    # PaddleFormers' export undoes it, before its statements apply.
+    assert differing(stacks, {one: np.array(made[one][1]) for one in stacks}) == []
+    # A declaration of another order is noticed: up before gate, gate above up as PaddleFormers loads them.
+    wrong = [one for one in mutants(BY_NAME[name]) if _of_alternating(one)]
+    space = Space(BY_NAME[name], model_of(config), 1, canonical)
+    verdicts = {one.kind: space.refusal(one) for one in wrong}
+    assert verdicts.keys() >= {"order of parts", "layout", "stack", "uninitialised"}
+    assert all(
+        found in (PROOF, HEADERS) if isinstance(found, str) else differing(found, model) for found in verdicts.values()
+    )
+
+
+def _of_alternating(mutant: Mutant) -> bool:
+    """Whether the declaration of alternating rows, and no other one, is wrong. They are never transposed."""
+    pairs = zip(BY_NAME[mutant.family.name].statements, mutant.family.statements, strict=True)
+    changed = [one.geometry for one, other in pairs if one != other]
+    return mutant.kind != "transpose" and changed == [Geometry.ALTERNATING_FFN]
 
 
 RAISES: list[tuple[str, dict[str, Any], str, str]] = [

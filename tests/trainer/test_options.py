@@ -35,7 +35,6 @@ CONTRADICTIONS: dict[str, Any] = {
     "load_from_hf": True,
     "sharding": "stage3 offload",
     "optim": "muon",
-    "using_sonic_moe": True,
     "replicate_saved_into_local": True,
     "pdc_download_ckpt": True,
 }

@@ -1,0 +1,138 @@
+"""Stacks of experts under ``using_sonic_moe``, in which rows of gate and up alternate once training has begun.
+
+PaddleFormers loads gate above up and makes their rows alternate when training begins, unless the output directory
+contains a checkpoint: twice in a run that resumes from another directory, and never in a new run beside older
+checkpoints. The callback of this module does it in its place, unless the weights are those of a checkpoint.
+
+A row of gate and the following row of up are described as one row of twice the length. The memory is the same, and gate
+and up of an expert are one box each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from paddle.distributed import ShardedWeight
+
+from paddleformers_fc.errors import EnvironmentMismatch, MismatchError, OptionError
+from paddleformers_fc.families import family_for
+from paddleformers_fc.families.bind import family_keys
+from paddleformers_fc.families.description import ALTERNATES, STACK_OF_FFN
+from paddleformers_fc.trainer.host import TrainerCallback
+from paddleformers_fc.trainer.host_models import LoRAModel, unwrap_model
+
+_OPTION = "using_sonic_moe"
+_NATIVE = "InterleaveGateUpCallback"
+_MARK = "_flex_experts_alternate"
+
+
+def alternates(model: Any) -> bool:
+    """Return whether rows of gate and up alternate in the stacks of a live model."""
+    return bool(getattr(unwrap_model(model), _MARK, False))
+
+
+def described_rows(model: Any, weights: dict[str, Any]) -> dict[str, Any]:
+    """Describe the stacks of a model in which rows alternate; other weights are returned as they are.
+
+    Args:
+        model: the model as it was built, or a wrapper of it.
+        weights: its ``ShardedWeight`` by name.
+    Raises:
+        MismatchError: a stack is not one of whole experts.
+    """
+    if not alternates(model):
+        return weights
+    return {name: _paired(name, one) if _is_stack(name) else one for name, one in weights.items()}
+
+
+def _paired(name: str, weight: Any) -> Any:
+    ranges = weight.local_shape, weight.global_shape, weight.global_offset
+    if any(len(one) != 2 or one[0] % 2 for one in ranges) or weight.local_shape[1] != weight.global_shape[1]:
+        raise MismatchError(
+            "Rows of gate and up of an expert do not lie on one rank.",
+            where=name,
+            evidence=[f"shape {list(weight.local_shape)} of {list(weight.global_shape)}"],
+            next_step=f"Remove {_OPTION}, or train with PaddleFormers 1.2.0 and PaddleFleet 0.3.0.",
+        )
+    local, whole, offset = ((rows // 2, 2 * width) for rows, width in ranges)
+    return ShardedWeight(name, weight.local_tensor, local, whole, offset)
+
+
+@contextmanager
+def filled_from_run(trainer: Any) -> Iterator[None]:
+    """A block that fills the model from a checkpoint of a run, in which rows alternate."""
+    model = unwrap_model(trainer.model)
+    before = alternates(model)
+    if getattr(trainer.args, _OPTION, False):
+        setattr(model, _MARK, True)
+    try:
+        yield
+    except BaseException:
+        setattr(model, _MARK, before)
+        raise
+
+
+def refuse_unsupported(trainer: Any, config: dict[str, Any]) -> None:
+    """Refuse models whose stacks would alternate without a declaration.
+
+    Args:
+        trainer: the Trainer, with its model.
+        config: the described configuration of the model.
+    Raises:
+        OptionError: the model has adapters, was built without the option, or its family declares no such stacks.
+    """
+    if not getattr(trainer.args, _OPTION, False) or not any(map(_is_stack, trainer.model.state_dict())):
+        return
+    if isinstance(trainer.model, LoRAModel):
+        why = "adapters are not supported beside it"
+    elif not config.get(_OPTION):
+        why = "the model was built without it"
+    elif ALTERNATES not in family_keys(family_for(config)):
+        why = f"family {config['model_type']} declares no experts whose rows alternate"
+    else:
+        return
+    raise OptionError(
+        f"{_OPTION}: true is not supported for this model.",
+        where=type(trainer.model).__name__,
+        evidence=[why],
+        next_step=f"Remove {_OPTION}.",
+    )
+
+
+class AlternateOnce(TrainerCallback):
+    """Makes rows of gate and up alternate when the first training of a model begins.
+
+    Args:
+        trainer: the Trainer whose callback it is.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Do what PaddleFormers' callback would do, and keep it from doing so.
+
+        Raises:
+            EnvironmentMismatch: this PaddleFormers has no such callback.
+        """
+        found = [one for one in self._trainer.callback_handler.callbacks if type(one).__name__ == _NATIVE]
+        if not found:
+            raise EnvironmentMismatch(
+                f"{_OPTION} is true, and the Trainer has no {_NATIVE}: the order of rows in experts is unknown.",
+                where="on_train_begin",
+                next_step=f"Remove {_OPTION}, or use PaddleFormers 1.2.0.",
+            )
+        model = unwrap_model(self._trainer.model)
+        if not alternates(model):
+            for name, tensor in model.state_dict().items():
+                if _is_stack(name):
+                    found[-1].interleave_gate_up_proj(tensor)
+            setattr(model, _MARK, True)
+        for native in found:
+            native.resume_from_checkpoint = self  # A value other than None stops it.
+
+
+def _is_stack(name: str) -> bool:
+    return name.endswith(STACK_OF_FFN)

@@ -1,0 +1,123 @@
+"""A model with stacked experts as PaddleFleet 0.3.0 holds them, with and without ``using_sonic_moe``: jobs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tests.harness import tiny
+
+SIZES = {"vocab_size": tiny.VOCABULARY, "hidden_size": 8, "moe_intermediate_size": 6, "num_experts": 3}
+KEYS: dict[str, Any] = {"model_type": "qwen3_moe", "num_hidden_layers": 1, "architectures": ["Qwen3MoeForCausalLM"]}
+STACK = "model.layers.0.mlp.grouped_gemm_experts.weight1"
+
+
+def build(sonic: bool) -> Any:
+    """The model. Its forward pass takes every expert for every token.
+
+    Under ``using_sonic_moe`` an expert is [out, in], and its rows of gate and up alternate once training has begun.
+    """
+    import paddle
+    from paddle.distributed.flex_checkpoint.dcp.sharded_weight import build_sharded_state_dict
+    from paddle.nn import Embedding, Layer, LayerList
+    from paddle.nn.functional import cross_entropy, silu
+    from paddleformers.transformers import PretrainedModel
+    from paddleformers.transformers.qwen3_moe.configuration import Qwen3MoeConfig
+
+    vocabulary, hidden, width, count = SIZES.values()
+    shapes = ([2 * width, hidden], [hidden, width])
+
+    class Experts(Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            first, second = ([count, *(shape if sonic else shape[::-1])] for shape in shapes)
+            self.weight1, self.weight2 = self.create_parameter(first), self.create_parameter(second)
+
+        def forward(self, states: Any) -> Any:
+            # [expert, in, out] whatever the layout.
+            first, second = ((one.transpose([0, 2, 1]) if sonic else one) for one in (self.weight1, self.weight2))
+            gate, up = (first[..., ::2], first[..., 1::2]) if sonic else (first[..., :width], first[..., width:])
+            states = states.unsqueeze(0)
+            return ((silu(states @ gate) * (states @ up)) @ second).mean(0)
+
+        def sharded_state_dict(self, structured_name_prefix: str = "") -> Any:
+            held = {name: one.reshape([-1, one.shape[-1]]) for name, one in self.state_dict().items()}
+            for name, one in self.state_dict().items():
+                held[name].name = one.name
+            return build_sharded_state_dict(held, None, structured_name_prefix)
+
+    class Model(PretrainedModel):
+        config_class, base_model_prefix, is_fleet = Qwen3MoeConfig, "model", True
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.model = model = Layer()
+            model.embedding, model.norm, model.lm_head, layer = Layer(), Layer(), Layer(), Layer()
+            model.embedding.embed_tokens = Embedding(vocabulary, hidden)
+            model.norm.weight = model.norm.create_parameter([hidden])
+            model.lm_head.weight = model.lm_head.create_parameter([vocabulary, hidden])
+            layer.mlp = Layer()
+            layer.mlp.grouped_gemm_experts = Experts()
+            model.layers = LayerList([layer])
+
+        def forward(self, input_ids: Any, labels: Any) -> Any:
+            states = self.model.embedding.embed_tokens(input_ids)
+            flat = states.reshape([-1, hidden])
+            flat = (flat + self.model.layers[0].mlp.grouped_gemm_experts(flat)) * self.model.norm.weight
+            logits = flat @ self.model.lm_head.weight.T
+            return (cross_entropy(logits, labels.reshape([-1])), logits)
+
+        def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+            return Layer.sharded_state_dict(self, *args, **kwargs)
+
+    config = Qwen3MoeConfig(**SIZES, num_hidden_layers=1, mlp_only_layers=[], tie_word_embeddings=False)
+    config.using_sonic_moe, config.moe_expert_fusion = sonic, not sonic
+    paddle.seed(0)
+    return Model(config)
+
+
+def run(
+    sonic: bool,
+    output_dir: str,
+    arguments: Mapping[str, Any],
+    weights: str | None = None,
+    resume: str | None = None,
+) -> dict[str, Any]:
+    """Train, save again, and export.
+
+    Args:
+        weights: open weights that the model starts with.
+
+    Returns:
+        the losses, and the stack of gate and up at the end.
+    """
+    from paddleformers_fc import FlexTrainer, FlexTrainingArguments, load_open_weights
+
+    given = {"cls": FlexTrainingArguments, "flex_checkpoint": True, "using_sonic_moe": sonic, **arguments}
+    args = tiny.training_arguments(tiny.SINGLE, output_dir, **given)
+    model = build(sonic)
+    if weights is not None:
+        load_open_weights(model, weights)
+    trainer = tiny.trainer(model, args, cls=FlexTrainer)
+    trainer.train(resume_from_checkpoint=resume)
+    if not Path(output_dir, f"checkpoint-{trainer.state.global_step}").exists():
+        trainer._save_checkpoint(trainer.model, metrics=None)
+    trainer.save_model(str(Path(output_dir) / "export"))
+    stack = trainer.model.state_dict()[STACK]
+    return {"losses": trainer.losses, "stack": stack.numpy().tolist()}
+
+
+def upstream_rows(stacks: Mapping[str, Any], width: int) -> dict[str, list[Any]]:
+    """What PaddleFormers makes of stacks of gate above up when training begins, and of the result when it exports."""
+    import paddle
+    from paddleformers.trainer.trainer_callback import InterleaveGateUpCallback
+    from paddleformers.transformers.model_utils import SonicMoEHFFormatFullParamSaver as Saver
+
+    found: dict[str, list[Any]] = {}
+    for name, values in stacks.items():
+        tensor = paddle.to_tensor(values, dtype="float64").reshape([-1, 2 * width, len(values[0])])
+        InterleaveGateUpCallback(None).interleave_gate_up_proj(tensor)
+        back = Saver.deinterleave_gate_up_proj(None, tensor, width)
+        found[name] = [tensor.reshape([-1, tensor.shape[-1]]).tolist(), back.reshape([-1, back.shape[-1]]).tolist()]
+    return found
