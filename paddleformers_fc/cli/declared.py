@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 HEADINGS = ("family", "classes", "mapping", "logits compared", "layouts", "note")
 
 
-_MAPPING = "mapping: trained on real ranks, simulated ranks, or proved from declared tensors alone."
+_MAPPING = "mapping: proved, and resumed under other layouts by trained models on real ranks, or by simulated ranks."
 
 
 def row(one: FamilyFacts) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""What is known about every family beside its proof: logits compared with those of Transformers, layouts trained.
+"""What is known about every family beside its proof: logits compared with those of Transformers, layouts resumed.
 
 The tables are results of the tests in ``tests/parity``, which compare them, and of the pages in ``docs/verification``.
 """
@@ -13,6 +13,9 @@ from paddleformers_fc.families.registry import FAMILIES, tiny_models
 _CLASSES = {True: "PaddleFleet", False: "PaddleFormers", None: "PaddleFormers"}
 _FLEET = "the only class is PaddleFleet's, which is on no public index"
 _FLEET_LAYERS = "the class builds PaddleFleet's layers"
+
+NLP = "PaddleNLP"
+"""The class that is verified by tests of PaddleNLP and not by simulated ranks."""
 
 NOT_COMPARED = {
     **dict.fromkeys(("kimi_k2", "minimax_m2", "glm_moe_dsa", "deepseek_v32", "deepseek_v4"), _FLEET),
@@ -42,11 +45,11 @@ EXCEPT = {
 }
 """Configurations that are not compared, and the reasons."""
 
-LAYOUTS = {"llama": "100 of 100 cells", "ernie4_5_moe": "64 of 64 cells", "qwen3_moe": "49 of 49 cells"}
-"""Layouts resumed under other ones, bit for bit, in ``docs/verification``; the other families are proved."""
+TRAINED = {"llama": "100 of 100 cells", "ernie4_5_moe": "64 of 64 cells"}
+"""Layouts of real ranks resumed under other ones, bit for bit, in ``docs/verification``."""
 
-SIMULATED = ("qwen3_moe",)
-"""Families whose layouts are those of simulated ranks."""
+SIMULATED = 16
+"""Layouts of every class resumed under other ones by simulated ranks, in ``docs/verification/simulated.md``."""
 
 
 class FamilyFacts(msgspec.Struct, frozen=True):
@@ -55,10 +58,10 @@ class FamilyFacts(msgspec.Struct, frozen=True):
     Attributes:
         family: the ``model_type``.
         classes: libraries of its model classes.
-        verified: ``trained`` on real ranks, ``simulated``, or ``proved`` from declared tensors alone.
+        verified: ``trained`` on real ranks, or ``simulated``.
         fixtures: number of checkpoints of Transformers whose logits and exports are compared.
         degrees: degrees of tensor parallelism under which logits are compared.
-        layouts: pairs of layouts of which one resumes what the other saved; empty if the family is proved alone.
+        layouts: pairs of layouts of which one resumes what the other saved, on these ranks.
         note: what is not compared, and why.
     """
 
@@ -87,16 +90,19 @@ def family_table() -> FamilyTable:
 
 
 def _facts(name: str) -> FamilyFacts:
-    fixtures, layouts = FIXTURES.get(name, 0), LAYOUTS.get(name, "")
-    verified = "proved" if not layouts else "simulated" if name in SIMULATED else "trained"
+    fixtures, classes = FIXTURES.get(name, 0), family_classes(name)
+    cells = SIMULATED * sum(kind != NLP for kind in classes)
+    verified = "trained" if name in TRAINED else "simulated"
+    layouts = TRAINED.get(name, f"{cells} of {cells} cells")
     degrees = [] if not fixtures else [1] if name in ONE_RANK else [1, 2]
     note = next((notes[name] for notes in (NOT_COMPARED, ONE_RANK, EXCEPT) if name in notes), "")
-    return FamilyFacts(name, _classes(name), verified, fixtures, degrees, layouts, note)
+    return FamilyFacts(name, classes, verified, fixtures, degrees, layouts, note)
 
 
-def _classes(name: str) -> list[str]:
+def family_classes(name: str) -> list[str]:
+    """Return the libraries of the model classes of a family, in the order of its tiny models."""
     if NOT_COMPARED.get(name) in (_FLEET, _FLEET_LAYERS):
         return [_CLASSES[True]]
     family = next(one for one in FAMILIES if one.name == name)
     models = tiny_models(family)
-    return ["PaddleNLP" if IS_NLP in model.config else _CLASSES[model.is_fleet] for model in models]
+    return [NLP if IS_NLP in model.config else _CLASSES[model.is_fleet] for model in models]

@@ -30,11 +30,10 @@ from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.execute.load import load_checkpoint
 from paddleformers_fc.execute.opening import open_on_all_ranks
 from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoint
-from paddleformers_fc.families import ModelDescription, family_for
-from paddleformers_fc.layout.grid import ParallelGrid, parse_grid
+from paddleformers_fc.families import ModelDescription
 from paddleformers_fc.layout.roles import EMA_STATE, split_state_name
 from paddleformers_fc.layout.shards import Shard
-from paddleformers_fc.plan.simulate import SimulatedModel, declared_model
+from paddleformers_fc.plan.simulate import SimulatedModel
 from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
 
 Array = np.ndarray[Any, Any]
@@ -58,28 +57,6 @@ QWEN3_MOE = ModelDescription(
     is_fleet=True,
 )
 """A tiny Qwen3-MoE, whose classes are in a package that cannot be installed here."""
-
-QWEN3_MOE_ROWS: Mapping[str, str] = {
-    "dp2": "dp=2",
-    "sd2v1": "sharding=2",
-    "sd2v2": "sharding=2,split=true",
-    "tp2": "tp=2",
-    "pp2": "pp=2",
-    "ep2": "sharding=2,split=true,ep=2",
-    "tp2+pp2": "tp=2,pp=2",
-}
-"""What is saved, by name."""
-
-QWEN3_MOE_COLUMNS: Mapping[str, str] = {
-    "dp4": "dp=4",
-    "sd4v1": "sharding=4",
-    "sd4v2": "sharding=4,split=true",
-    "tp4": "tp=4",
-    "pp4": "pp=4",
-    "ep4": "sharding=4,split=true,ep=4",
-    "tp2+pp2": "tp=2,pp=2",
-}
-"""What it is loaded under, by name."""
 
 
 @dataclass(frozen=True)
@@ -106,32 +83,11 @@ class RoundTrip:
         return not self.differences
 
 
-def qwen3_moe_round_trips(
-    directory: Path, chosen: Callable[[str, str], bool] = lambda source, target: True
-) -> Iterator[RoundTrip]:
-    """Yield the matrix of Qwen3-MoE with bfloat16 weights, float32 master weights and moments: 7 x 7 hops.
-
-    Args:
-        directory: an existing directory to work in, best in memory; it is left empty.
-        chosen: which hops, by the names of source and target.
-    Raises:
-        FlexError: a save or load failed; a hop whose bits differ is a result and not an error.
-    """
-
-    def model(grid: str) -> SimulatedModel:
-        return declared_model(family_for(QWEN3_MOE.config), QWEN3_MOE, parse_grid(grid), "bfloat16")
-
-    rows = {name: model(grid) for name, grid in QWEN3_MOE_ROWS.items()}
-    columns = {name: model(grid) for name, grid in QWEN3_MOE_COLUMNS.items()}
-    return round_trips(model(str(ParallelGrid())), rows, columns, directory, chosen)
-
-
 def round_trips(
     alone: SimulatedModel,
     rows: Mapping[str, SimulatedModel],
     columns: Mapping[str, SimulatedModel],
     directory: Path,
-    chosen: Callable[[str, str], bool] = lambda source, target: True,
 ) -> Iterator[RoundTrip]:
     """Yield every hop from a row to a column and back.
 
@@ -142,21 +98,17 @@ def round_trips(
         rows: the model over the grids that save, by name.
         columns: the model over the grids that it is loaded under.
         directory: an existing directory to work in.
-        chosen: which hops, by the names of source and target.
     """
     root = directory / "alone"
     save(root, [filled(_roles_of(alone, 0), value_of)], alone)
     expected, exported = _facts(root, directory)
     for name, row in rows.items():
-        targets = [target for target in columns if chosen(name, target)]
-        if not targets:
-            continue
         saved = directory / "source"
         held = load(root, row)
         save(saved, held, row)
-        for target in targets:
+        for target, column in columns.items():
             started = time.monotonic()
-            differences = _round_trip(saved, held, row, columns[target], directory, expected, exported)
+            differences = _round_trip(saved, held, row, column, directory, expected, exported)
             yield RoundTrip(name, target, len(expected), tuple(differences), time.monotonic() - started)
         shutil.rmtree(saved)
     shutil.rmtree(root)

@@ -2,7 +2,7 @@
 
 A tiny model is trained on a machine without an accelerator, through PaddleFormers' own Trainer, on real ranks with real
 collectives. :mod:`.running` defines a cell, :mod:`.recipe` a recipe. The result is a document with a table and a
-picture for every recipe. A matrix whose model cannot be built here has simulated layouts and no losses:
+picture for every recipe. The matrix of all families has simulated layouts and no losses:
 :mod:`.simulated`.
 
 Time: see :mod:`.running`; a matrix of 64 cells takes 3 to 5 minutes on two cores.

@@ -1,9 +1,10 @@
-"""A matrix whose model cannot be built here: simulated layouts, real bytes, no losses.
+"""The matrix of all families by simulated layouts: real bytes, no losses, a row per model.
 
-Its recipe names the model in place of layouts. Rows, columns and the question of a cell are those of
-:mod:`paddleformers_fc.verification.simulate_ranks`. The document has the same form as the others'.
+Its models are the tiny ones on which the families are proved, of every class of PaddleFleet and PaddleFormers, whether
+or not the class can be built here. The recipe names the layouts that save and those that resume, for models with
+experts and for others. The question of a cell is that of :mod:`paddleformers_fc.verification.simulate_ranks`.
 
-Time: about a second per cell. Memory: one tiny model per simulated rank.
+Time: half a second per cell. Memory: one tiny model per simulated rank.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from __future__ import annotations
 import tempfile
 import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Literal
@@ -20,20 +22,38 @@ import msgspec
 
 from paddleformers_fc.cli import output
 from paddleformers_fc.errors import OptionError
-from paddleformers_fc.verification.matrix.picture import EQUAL, WRONG, draw
+from paddleformers_fc.families import FAMILIES, Family, ModelDescription
+from paddleformers_fc.families.bind import family_sizes
+from paddleformers_fc.families.declarations import Stage
+from paddleformers_fc.families.evidence import NLP, family_classes
+from paddleformers_fc.families.registry import tiny_models
+from paddleformers_fc.plan.simulate import SimulatedModel, declared_model
+from paddleformers_fc.verification.matrix.layouts import parse_layout
+from paddleformers_fc.verification.matrix.picture import EQUAL, WRONG
 from paddleformers_fc.verification.matrix.recipe import ARROW
-from paddleformers_fc.verification.simulate_ranks import (
-    QWEN3_MOE_COLUMNS,
-    QWEN3_MOE_ROWS,
-    RoundTrip,
-    qwen3_moe_round_trips,
-)
+from paddleformers_fc.verification.simulate_ranks import round_trips
 
+SLICE_ABOVE = 100
+"""Stage 3 slices what has more elements: every matrix of the tiny models."""
+
+_MEMORY = Path("/dev/shm")
 _LEGEND = """
-    A cell is one conversion: simulated ranks of the row save, ranks of the column load and save, and ranks of the row
-    load that again. *equal*: every tensor of every role is md5-equal under both, and so are the exports. `sd` is
-    sharding stage 1, v1 of whole parameters and v2 of flattened ranges; `ep` spreads the experts.
+    A cell is one conversion: simulated ranks of one layout save, ranks of another load and save, and ranks of the
+    first load that again. *equal*: every tensor of every role is md5-equal under both, and so are the exports. `sd` is
+    sharding: stage 1 is v1 of whole parameters and v2 of flattened ranges, `s3` is stage 3; `ep` spreads the experts.
 """
+
+
+class SimulatedLayouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The layouts of some models.
+
+    Args:
+        sources: names of those that save.
+        targets: names of those that resume.
+    """
+
+    sources: tuple[str, ...]
+    targets: tuple[str, ...]
 
 
 class SimulatedRecipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -42,19 +62,45 @@ class SimulatedRecipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Args:
         title: of the document.
         text: a paragraph for its reader.
-        simulated: the model.
+        simulated: the models.
+        dense: layouts of models without experts.
+        experts: layouts of models with experts.
     """
 
     title: str
     text: str
-    simulated: Literal["qwen3_moe"]
+    simulated: Literal["families"]
+    dense: SimulatedLayouts
+    experts: SimulatedLayouts
+
+
+class SimulatedOutcome(msgspec.Struct, frozen=True):
+    """What the cells of one model found.
+
+    Args:
+        name: family and class.
+        cells: how many.
+        tensors: canonical tensors of all roles, compared in every cell.
+        wrong: cells that are not equal, with the first difference of each.
+    """
+
+    name: str
+    cells: int
+    tensors: int
+    wrong: dict[str, str]
+
+    @property
+    def text(self) -> str:
+        """How many cells are equal."""
+        found = f"{self.cells - len(self.wrong)} of {self.cells} cells {EQUAL}"
+        return f"{found}, **{WRONG}**: {', '.join(self.wrong)}" if self.wrong else found
 
 
 def read_simulated(path: Path) -> SimulatedRecipe | None:
     """The recipe, or None where the file is a recipe of trained layouts.
 
     Raises:
-        OptionError: it names a model that is not simulated, or has other keys.
+        OptionError: it names models that are not simulated, or has other keys.
     """
     import yaml
 
@@ -72,65 +118,102 @@ def read_simulated(path: Path) -> SimulatedRecipe | None:
         ) from error
 
 
+def simulated_models() -> dict[str, tuple[Family, ModelDescription]]:
+    """Return the tiny models of all families by family and class, such as ``qwen3 (PaddleFleet)``."""
+    return {
+        f"{family.name} ({kind})": (family, _whole_in_pipelines(family, model))
+        for family in FAMILIES
+        for kind, model in zip(family_classes(family.name), tiny_models(family), strict=True)
+        if kind != NLP
+    }
+
+
+def _whole_in_pipelines(family: Family, model: ModelDescription) -> ModelDescription:
+    """Return a model of which a pipeline holds every tensor once: without ties and parts that no pipeline builds."""
+    untied = {"tie_word_embeddings": False}
+    config = {**model.config, **untied}
+    config |= {one.key: {**config[one.key], **untied} for one in family.towers if one.flat and one.key in config}
+    if any(one.stage is Stage.ABSENT for one in family.statements):
+        config["num_nextn_predict_layers"] = 0
+    return replace(model, config=config)
+
+
 def run_simulated(recipe: SimulatedRecipe, stem: str, only: str | None, documents: Path, as_json: bool) -> int:
-    """Run the matrix, or some of its cells, and write its document.
+    """Run the matrix, or that of some models, and write its document.
 
     Args:
         recipe: of the matrix.
-        stem: of the document's two files.
-        only: which cells, such as ``tp2->*``; the document is written when all of them ran.
-        documents: gets ``<stem>.md`` and ``<stem>.png``.
+        stem: of the document.
+        only: which models, such as ``qwen3*``; the document is written when all of them ran.
+        documents: gets ``<stem>.md``.
         as_json: print one JSON document.
     Returns:
         0 when every cell that ran was equal, else 1.
     Raises:
-        OptionError: no cell is called that.
+        OptionError: no model is called that, or a layout does not fit a model.
     """
-    source, _, target = (only or "*").partition(ARROW)
-
-    def chosen(row: str, column: str) -> bool:
-        return fnmatchcase(row, source) and fnmatchcase(column, target or "*")
-
-    if not any(chosen(row, column) for row in QWEN3_MOE_ROWS for column in QWEN3_MOE_COLUMNS):
+    models = simulated_models()
+    chosen = [name for name in models if fnmatchcase(name, only or "*")]
+    if not chosen:
         raise OptionError(
-            f"Unknown cell {only!r} of the matrix.",
-            evidence=[f"rows: {', '.join(QWEN3_MOE_ROWS)}", f"columns: {', '.join(QWEN3_MOE_COLUMNS)}"],
-            next_step="Write SOURCE->TARGET, in quotes; * matches any.",
+            f"Unknown model {only!r} of the matrix.",
+            evidence=[f"models: {', '.join(models)}"],
+            next_step="Write the name of a family and a class, in quotes; * matches any.",
         )
-    started = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="matrix-") as directory:
-        found = list(qwen3_moe_round_trips(Path(directory), chosen))
-    wrong = [hop for hop in found if not hop.equal]
+    started, found = time.monotonic(), []
+    for name in chosen:
+        found.append(outcome(recipe, name, *models[name]))
+        if not as_json:
+            print(f"{name}: {found[-1].text}, {found[-1].tensors} tensors each")
+    wrong = [f"{one.name}: {cell}" for one in found for cell in one.wrong]
     if only is None:
-        _write(recipe, found, documents / stem)
+        _write(recipe, found, documents / f"{stem}.md")
     if as_json:
-        output.print_json({"cells": found, "wrong": [f"{hop.source}{ARROW}{hop.target}" for hop in wrong]})
+        output.print_json({"cells": found, "wrong": wrong})
     else:
-        seconds = time.monotonic() - started
-        print(f"{recipe.title}: {len(found) - len(wrong)} of {len(found)} cells bitwise equal, {seconds:.0f} s.")
-        for hop in wrong:
-            print(f"WRONG: {hop.source}{ARROW}{hop.target}: {hop.differences[0]}")
+        print(f"{recipe.title}: {_equal(found)} cells bitwise equal, {time.monotonic() - started:.0f} s.")
+        for one in found:
+            for cell, difference in one.wrong.items():
+                print(f"WRONG: {one.name}: {cell}: {difference}")
     return 1 if wrong else 0
 
 
-def _write(recipe: SimulatedRecipe, found: Sequence[RoundTrip], stem: Path) -> None:
-    stem.parent.mkdir(parents=True, exist_ok=True)
-    cells = {(hop.source, hop.target): EQUAL if hop.equal else f"**{WRONG}**" for hop in found}
-    equal = sum(hop.equal for hop in found)
-    lines = ["| from \\ to | " + " | ".join(QWEN3_MOE_COLUMNS) + " |", "|---" * (len(QWEN3_MOE_COLUMNS) + 1) + "|"]
-    for row in QWEN3_MOE_ROWS:
-        lines.append(f"| **{row}** | " + " | ".join(cells[row, column] for column in QWEN3_MOE_COLUMNS) + " |")
+def outcome(recipe: SimulatedRecipe, name: str, family: Family, model: ModelDescription) -> SimulatedOutcome:
+    """Run the cells of one model, of the layouts that the recipe has for it."""
+    layouts = recipe.experts if family_sizes(family, model).knows("experts") else recipe.dense
+    alone, rows, columns = (_laid_out(family, model, names) for names in (("dp1",), layouts.sources, layouts.targets))
+    with tempfile.TemporaryDirectory(prefix="matrix-", dir=_MEMORY if _MEMORY.is_dir() else None) as directory:
+        found = list(round_trips(alone["dp1"], rows, columns, Path(directory)))
+    wrong = {f"{hop.source}{ARROW}{hop.target}": hop.differences[0] for hop in found if not hop.equal}
+    return SimulatedOutcome(name, len(found), found[0].tensors, wrong)
+
+
+def _laid_out(family: Family, model: ModelDescription, names: Iterable[str]) -> Mapping[str, SimulatedModel]:
+    grids = {name: replace(parse_layout(name).grid, slice_above=SLICE_ABOVE) for name in names}
+    return {name: declared_model(family, model, grid, "bfloat16") for name, grid in grids.items()}
+
+
+def _equal(found: Sequence[SimulatedOutcome]) -> str:
+    cells = sum(one.cells for one in found)
+    return f"{cells - sum(len(one.wrong) for one in found)} of {cells}"
+
+
+def _write(recipe: SimulatedRecipe, found: Sequence[SimulatedOutcome], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    compared = sum(one.cells * one.tensors for one in found)
+    layouts = [
+        f"* Models {kind} experts: {', '.join(one.sources)} save, and {', '.join(one.targets)} resume each of them."
+        for kind, one in (("without", recipe.dense), ("with", recipe.experts))
+    ]
+    rows = [f"| {one.name} | {one.text} | {one.tensors} |" for one in found]
     parts = [
         f"# {recipe.title}: any layout to any layout",
         textwrap.fill(" ".join(recipe.text.split()), 120),
-        f"* {equal} of {len(found)} cells: every tensor md5-equal, A to B and back to A, and the exports of A and B "
-        f"too ({found[0].tensors} tensors a cell: weights, master weights, moments, powers of beta, averages).",
-        "\n".join(lines),
-        f"![The same as a picture]({stem.name}.png)",
+        f"* {_equal(found)} cells: every tensor md5-equal, A to B and back to A, and the exports of A and B too "
+        f"({compared:,} tensors compared twice: weights, master weights, moments, powers of beta, averages).\n"
+        + "\n".join(layouts),
+        "\n".join(["| model | cells | tensors in each |", "|---|---|---|", *rows]),
         textwrap.fill(" ".join(_LEGEND.split()), 120)
-        + f"\n`paddleformers-fc matrix recipes/verification/{stem.name}.yaml` writes this page.",
+        + f"\n`paddleformers-fc matrix recipes/verification/{path.stem}.yaml` writes this page.",
     ]
-    stem.with_suffix(".md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
-    texts = [[cells[row, column].strip("*") for column in QWEN3_MOE_COLUMNS] for row in QWEN3_MOE_ROWS]
-    title = f"{recipe.title}: md5 of every tensor and of the export, row to column and back"
-    draw(title, list(QWEN3_MOE_ROWS), list(QWEN3_MOE_COLUMNS), texts, stem.with_suffix(".png"))
+    path.write_text("\n\n".join(parts) + "\n", encoding="utf-8")

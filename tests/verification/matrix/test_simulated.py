@@ -1,44 +1,87 @@
-"""A matrix by simulated layouts, through the verb."""
+"""The matrix of all families by simulated layouts, through the verb."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from paddleformers_fc.errors import OptionError
-from paddleformers_fc.verification.matrix.simulated import read_simulated
+from paddleformers_fc.families import FAMILIES
+from paddleformers_fc.families.evidence import SIMULATED
+from paddleformers_fc.verification import simulate_ranks
+from paddleformers_fc.verification.matrix import simulated
+from paddleformers_fc.verification.matrix.simulated import read_simulated, simulated_models
 from tests.cli.support import run
 
 RECIPES = Path(__file__).parents[3] / "recipes" / "verification"
-RECIPE = RECIPES / "qwen3_moe.yaml"
+RECIPE = RECIPES / "simulated.yaml"
+KINDS = ("dense", "experts")
 
 
-def test_some_cells_are_run_and_none_of_the_document_is_written(tmp_path: Path) -> None:
-    outcome = run("matrix", RECIPE, "--only", "tp2->ep4", "--output", tmp_path, "--json")
+def written(tmp_path: Path, **changes: Any) -> Path:
+    """The recipe with changes, in a file."""
+    path = tmp_path / "other.yaml"
+    path.write_text(yaml.safe_dump({**yaml.safe_load(RECIPE.read_text(encoding="utf-8")), **changes}))
+    return path
+
+
+def test_one_model_is_run_and_nothing_of_the_document_is_written(tmp_path: Path) -> None:
+    small = {kind: {"sources": ["tp2"], "targets": ["sd4v2(ep4)"]} for kind in KINDS}
+    chosen = ("--only", "qwen3_moe (PaddleFleet)", "--output", tmp_path / "docs")
+    outcome = run("matrix", written(tmp_path, **small), *chosen, "--json")
     assert outcome.code == 0
-    (cell,) = outcome.document["cells"]
-    assert (cell["source"], cell["target"], cell["differences"]) == ("tp2", "ep4", [])
-    assert cell["tensors"] > 100
-    assert not list(tmp_path.iterdir())
+    (found,) = outcome.document["cells"]
+    assert (found["name"], found["cells"], found["wrong"]) == ("qwen3_moe (PaddleFleet)", 1, {})
+    assert found["tensors"] > 100
+    assert not (tmp_path / "docs").exists()
 
 
-def test_a_cell_that_does_not_exist_is_misuse(tmp_path: Path) -> None:
+def test_a_cell_that_differs_is_named_with_its_first_difference(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hop = simulate_ranks.RoundTrip("tp2", "pp2", 7, ("back: model_state x has another md5",), 0.1)
+    monkeypatch.setattr(simulated, "round_trips", lambda *_: iter([hop]))
+    outcome = run("matrix", RECIPE, "--only", "llama (PaddleFormers)", "--output", tmp_path)
+    assert outcome.code == 1
+    assert "WRONG: llama (PaddleFormers): tp2->pp2: back: model_state x has another md5" in outcome.out
+
+
+def test_a_model_that_does_not_exist_is_misuse(tmp_path: Path) -> None:
     assert run("matrix", RECIPE, "--only", "tp3->*", "--output", tmp_path).code == 2
 
 
-def test_the_published_table_is_whole_and_equal() -> None:
-    text = (RECIPES.parents[1] / "docs/verification/qwen3_moe.md").read_text(encoding="utf-8")
-    rows = [line for line in text.splitlines() if line.startswith("| **")]
-    assert [row.count("| equal ") for row in rows] == [7] * 7
+def test_every_family_is_in_the_published_table_and_equal() -> None:
+    text = (RECIPES.parents[1] / "docs/verification/simulated.md").read_text(encoding="utf-8")
+    rows = dict(line[2:].split(" | ")[:2] for line in text.splitlines() if ") | " in line)
+    assert rows == dict.fromkeys(simulated_models(), f"{SIMULATED} of {SIMULATED} cells equal")
+    assert {name.partition(" ")[0] for name in rows} == {family.name for family in FAMILIES}
 
 
 def test_recipes_of_trained_layouts_are_not_simulated() -> None:
     assert read_simulated(RECIPES / "llama2.yaml") is None
 
 
-def test_an_unknown_simulated_model_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "other.yaml"
-    path.write_text("title: x\ntext: y\nsimulated: acorn\n", encoding="utf-8")
+def test_unknown_simulated_models_are_refused(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="acorn"):
-        read_simulated(path)
+        read_simulated(written(tmp_path, simulated="acorn"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", simulated_models())
+def test_hops_that_cover_every_row_and_column_keep_every_bit(name: str, tmp_path: Path) -> None:
+    recipe = read_simulated(RECIPE)
+    assert recipe is not None
+    kinds = {kind: getattr(recipe, kind) for kind in KINDS}
+    wrong = {}
+    for number in range(4):
+        only = {
+            kind: simulated.SimulatedLayouts((one.sources[number],), (one.targets[number - 1],))
+            for kind, one in kinds.items()
+        }
+        wrong |= simulated.outcome(
+            simulated.SimulatedRecipe(recipe.title, recipe.text, "families", **only), name, *simulated_models()[name]
+        ).wrong
+    assert wrong == {}
