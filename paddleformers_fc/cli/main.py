@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 from typer.core import TyperGroup
 
-from paddleformers_fc import __version__
-from paddleformers_fc.cli import output
+from paddleformers_fc import __version__, output
+from paddleformers_fc.cli import progress
 from paddleformers_fc.errors import CheckpointError, FlexError, MappingError, MismatchError, NotACheckpoint, OptionError
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ def explain(
     from paddleformers_fc.cli import explaining
 
     source = _named(checkpoint)
-    with output.working(f"explaining {name}"):
+    with progress.working(f"explaining {name}"):
         found = paddleformers_fc.open(source).explain(name)
     _present(found, explaining.show, as_json)
     return OK
@@ -195,7 +195,7 @@ def doctor(
     from paddleformers_fc.trainer.diagnosis import diagnose
 
     output_dir = None if directory is None else _local(directory, "A diagnosis")
-    with output.working("examining the environment"):
+    with progress.working("examining the environment"):
         found = diagnose(output_dir, hooks)
     _present(found, diagnosing.show, as_json)
     return OK if found.passed else FAULT
@@ -219,7 +219,7 @@ def verify(
     from paddleformers_fc.execute.verify import verify_checkpoint
 
     source = _named(directory)
-    with output.working(f"checking {source}"):
+    with progress.working(f"checking {source}"):
         outcome, problem = verify_checkpoint(source, level.value)
     if as_json:
         wire = msgspec.json.decode(problem.to_wire()) if problem else {}
@@ -248,7 +248,7 @@ def diff(
     from paddleformers_fc.cli import difference
 
     one, other = _named(a), _named(b)
-    with output.working(f"comparing {one} and {other}"):
+    with progress.working(f"comparing {one} and {other}"):
         try:
             found = paddleformers_fc.open(one).diff(paddleformers_fc.open(other), role)
         except NotACheckpoint as error:  # Nothing was compared: 1 would mean that they differ.
@@ -314,7 +314,7 @@ def plan(
     from paddleformers_fc.plan.forecast import refuse_impossible_grid
 
     source = _named(directory)
-    with output.working(f"planning {source}"):
+    with progress.working(f"planning {source}"):
         refuse_impossible_grid(source, to, dtype)
         stated = None if aoa_config is None else planning.read_aoa_config(aoa_config)
         checkpoint = paddleformers_fc.open(source)
@@ -376,7 +376,7 @@ def export(
     source, target = _named(checkpoint), parse_target(expand_user(directory), "An export")
     if exists(target) and not is_directory(target):
         raise typer.BadParameter(f"Directory {directory!r} is a file.")
-    with output.working(f"exporting {source}"):
+    with progress.working(f"exporting {source}"):
         size = parse_size(max_shard_size)
         choices = exporting.Choices(size, verify.value, replace, tied.value, as_format, base, accept_base, role, dtype)
         found = exporting.export(source, target, choices)
@@ -426,7 +426,7 @@ def convert(
     named, target = _named(source), parse_target(expand_user(directory), "A conversion")
     if exists(target) and not is_directory(target):
         raise typer.BadParameter(f"Directory {directory!r} is a file.")
-    with output.working(f"converting {named}"):
+    with progress.working(f"converting {named}"):
         size = parse_size(max_shard_size)
         choices = converting.Choices(to.value, config, size, verify.value, replace, tied.value)
         found = converting.convert(named, target, choices)
@@ -453,7 +453,7 @@ def rederive(
     from paddleformers_fc.storage.paths import require_local
 
     directory = require_local(_named(checkpoint), "A checkpoint whose mapping is derived again")
-    with output.working(f"deriving the mapping of {directory}"):
+    with progress.working(f"deriving the mapping of {directory}"):
         found = derive_again(directory, settings or [])
     _present(found, rederiving.show, as_json)
     return OK
@@ -580,7 +580,7 @@ def derive(
     source = _named(directory)
     if not isinstance(source, Path):
         raise typer.BadParameter(f"Directory {str(source)!r} is not on this machine.")
-    with output.working(f"deriving {source}"):
+    with progress.working(f"deriving {source}"):
         found = derive_model(source, settle or [], native, family, fused or [])
     _present(found, deriving.show, as_json)
     return OK

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from paddleformers_fc import output
 from paddleformers_fc.storage.progress import Meter, measured
 from paddleformers_fc.text import rate_text, size_text
 
@@ -47,6 +48,17 @@ def shown(doing: str, console: Console | None) -> Iterator[Meter]:
             ended.set()
             ticker.join()
             show.close()
+
+
+@contextmanager
+def working(doing: str) -> Iterator[None]:
+    """Show the progress of a block on the error stream.
+
+    Args:
+        doing: the text, such as ``reading checkpoint-3``.
+    """
+    with shown(doing, output.console(stderr=True) if sys.stderr.isatty() else None):
+        yield
 
 
 def _tick(show: _Bar | _Lines, ended: threading.Event) -> None:

@@ -12,8 +12,8 @@ import pytest
 
 from paddleformers_fc import __version__
 from paddleformers_fc.cli.listing import show_tensors
-from paddleformers_fc.cli.output import console
 from paddleformers_fc.formats.inspection import ShardFacts, TensorFacts
+from paddleformers_fc.output import console
 from paddleformers_fc.storage.manifest import read_manifest, write_manifest
 from tests.cli.support import run, save
 from tests.execute.simulated import canonical, model

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from paddleformers_fc.cli import output, progress
+from paddleformers_fc.cli import progress
 from paddleformers_fc.storage.progress import Meter, advance, expect, measured
 from tests.cli.support import run, save
 from tests.execute.simulated import canonical
@@ -159,6 +159,6 @@ def test_the_display_of_commands_is_chosen_by_the_error_stream(monkeypatch: pyte
         stream = io.StringIO()
         monkeypatch.setattr(stream, "isatty", lambda is_terminal=is_terminal: is_terminal)
         monkeypatch.setattr(sys, "stderr", stream)
-        with output.working("reading"):
+        with progress.working("reading"):
             pass
     assert chosen == [True, False]

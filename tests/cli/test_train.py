@@ -24,13 +24,13 @@ import yaml
 
 from paddleformers_fc.cli import training
 from paddleformers_fc.cli.log_view import LogView
-from paddleformers_fc.cli.output import console
 from paddleformers_fc.cli.settings import parse_overrides, read_settings
 from paddleformers_fc.cli.training import OWN_REGISTRATION, REGISTER_BOTH, prepare
 from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.cpu_runtime.launch import LaunchResult
 from paddleformers_fc.errors import MismatchError, OptionError
 from paddleformers_fc.families.models.minimax_m2 import FAMILY as MINIMAX
+from paddleformers_fc.output import console
 from paddleformers_fc.trainer import register
 from paddleformers_fc.trainer.rank_records import RECORDS, read_error
 from paddleformers_fc.trainer.stock_keys import stock_keys

@@ -22,11 +22,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from paddleformers_fc.cli.output import console, print_json
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.execute.digest import canonical_digests
 from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.execute.weights_md5 import weights_md5
+from paddleformers_fc.output import console, print_json
 from paddleformers_fc.storage.files import make_directories
 from paddleformers_fc.verification.demo.assets import Assets, prepare
 from paddleformers_fc.verification.demo.jobs import AS_LOADED, DemoRun, Trained, train

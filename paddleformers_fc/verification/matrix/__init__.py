@@ -14,7 +14,7 @@ import shlex
 import time
 from pathlib import Path
 
-from paddleformers_fc.cli import output
+from paddleformers_fc import output
 from paddleformers_fc.verification.matrix import report
 from paddleformers_fc.verification.matrix.recipe import cells_of, chosen, read_recipe
 from paddleformers_fc.verification.matrix.running import CellOutcome, Workshop

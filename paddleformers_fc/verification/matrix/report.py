@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
-from paddleformers_fc.cli import output
+from paddleformers_fc import output
 from paddleformers_fc.text import count_text
 from paddleformers_fc.upstream import VERSIONS
 from paddleformers_fc.verification.matrix.picture import EQUAL, NOT_RUN, NOTE, WRONG, draw

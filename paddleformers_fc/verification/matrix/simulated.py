@@ -20,7 +20,7 @@ from typing import Literal
 
 import msgspec
 
-from paddleformers_fc.cli import output
+from paddleformers_fc import output
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.families import FAMILIES, Family, ModelDescription
 from paddleformers_fc.families.bind import family_sizes

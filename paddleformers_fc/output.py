@@ -103,16 +103,3 @@ def warn_unverified(source: object, level: str) -> None:
             f"The bytes of {source} were not compared with their checksums (--verify {level}): damage would be copied, "
             "and the copy has checksums of its own.\n"
         )
-
-
-@contextmanager
-def working(doing: str) -> Iterator[None]:
-    """Show the progress of a block on the error stream; see :mod:`.progress`.
-
-    Args:
-        doing: the text, such as ``reading checkpoint-3``.
-    """
-    from paddleformers_fc.cli.progress import shown
-
-    with shown(doing, console(stderr=True) if sys.stderr.isatty() else None):
-        yield

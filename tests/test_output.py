@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from paddleformers_fc.cli.output import console, working
+from paddleformers_fc.cli.progress import working
+from paddleformers_fc.output import console
 
 
 def test_names_are_shown_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
