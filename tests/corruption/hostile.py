@@ -380,7 +380,7 @@ def _trainer(directory: Path) -> Target:
     values: list[Any] = [dataclasses.asdict(TrainerState(global_step=3, epoch=0.5, log_history=history))]
     values += [scheduler.state_dict()]
     states = tuple(json.loads(codecs.encode(value, "state")) for value in values)
-    generators = json.loads(rng.capture(1, True))
+    generators = json.loads(rng.capture(1, True)())
 
     def use(raw: bytes) -> None:
         rng.restore(raw, "trainer/rng-00000.json", 1, True, True)
