@@ -19,7 +19,7 @@ ELSEWHERE = {
     "paddleformers-fc derive": "tests/cli/test_derive.py",
     "--role ema_state": "tests/trainer/test_ema.py",
     "convert PEFT": "tests/formats/test_adapters.py",
-    "export FLEX merged": "tests/formats/test_adapters.py",
+    "export FLEX merged": "tests/trainer/test_lora_export.py",
     "500 adapters": "tests/trainer/test_workflows.py",
     "500 merged": "tests/trainer/test_workflows.py",
     "tp=8,pp=4,sharding=8 --html": "tests/cli/test_plan_page.py",
