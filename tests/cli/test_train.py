@@ -8,9 +8,11 @@ import io
 import json
 import math
 import os
+import re
 import shlex
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -595,7 +597,19 @@ def test_every_start_has_its_own_logs(tmp_path: Path, on: Any) -> None:
 
 
 LOG = """\
-\x1b[35m[2026-01-01 10:00:00,000] [   DEBUG]\x1b[0m - use_fp8 : False\x1b[0m
+/env/lib/python3.11/site-packages/paddle/group.py:145: UserWarning: Current global rank 0 is not in a group
+  warnings.warn(
+ 17%|x     | 1/6 [00:01<00:05,  1.00s/it]\r\x1b[35m[2026-01-01 10:00:00,000] [   DEBUG]\x1b[0m - use_fp8 : False\x1b[0m
+I0101 10:00:00.0 18041 tcp_utils.cc:132] Successfully connected to 127.0.0.1:28145
+\x1b[32m[2026-01-01 10:00:00,000] [    INFO]\x1b[0m - Final model config: LlamaConfig {
+  "hidden_size": 64
+}
+
+    +=====+
+\x1b[33m[2026-01-01 10:00:00,000] [ WARNING]\x1b[0m - 2 parameters are trained and without optimizer states:
+  - model.norm.weight
+printed by a callback
+  and indented
 \x1b[32m[2026-01-01 10:00:00,000] [    INFO]\x1b[0m - Resumed step 3 from out/checkpoint-3: 2.6 MB in 0.15 s\x1b[0m
 \x1b[32m[2026-01-01 10:00:00,000] [    INFO]\x1b[0m - loss: 5.68, learning_rate: 0.0, global_step: 5, ppl: 293.3\x1b[0m
 \x1b[32m[2026-01-01 10:00:00,000] [    INFO]\x1b[0m - Saved step 6 to out/checkpoint-6: 2.7 MB in 0.09 s\x1b[0m
@@ -612,14 +626,20 @@ paddleformers_fc.errors.Corrupt: It is damaged.
 the end"""
 
 
-def test_a_log_is_shown_without_debug_lines_and_tracebacks() -> None:
+def test_a_log_is_shown_without_debug_lines_details_warnings_of_libraries_and_tracebacks() -> None:
     stream = io.StringIO()
     screen = LogView(stream)
     for begin in range(0, len(LOG), 7):
         screen.write(LOG[begin : begin + 7])
     screen.close()
     lines = stream.getvalue().splitlines()
-    assert [line.partition(" - ")[2] or line for line in lines] == [
+    assert [line.partition("] - ")[2] or line for line in lines] == [
+        " 17%|x     | 1/6 [00:01<00:05,  1.00s/it]",
+        "Final model config: LlamaConfig {",
+        "2 parameters are trained and without optimizer states:",
+        "  - model.norm.weight",
+        "printed by a callback",
+        "  and indented",
         "Resumed step 3 from out/checkpoint-3: 2.6 MB in 0.15 s",
         "loss: 5.68, learning_rate: 0.0, global_step: 5, ppl: 293.3",
         "Saved step 6 to out/checkpoint-6: 2.7 MB in 0.09 s",
@@ -809,6 +829,25 @@ def test_a_training_that_is_stopped_saves_and_reports_where_it_resumes(tmp_path:
     step = int(checkpoint.name.removeprefix("checkpoint-"))
     assert "saved and stopped by SIGTERM" in stopped.out
     assert f"it resumes at step {step}" in stopped.out.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_the_lines_for_slurm_save_on_its_signal_and_queue_the_job_again(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs/save-on-signal.md").read_text(encoding="utf-8")
+    (lines,) = re.findall(r"^```bash\n(#SBATCH.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    recipe(tmp_path, max_steps=100_000, save_steps=100_000)
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text('#!/bin/sh\necho "$@" > queued\n')
+    scontrol.chmod(0o755)
+    path = os.pathsep.join([str(tmp_path), str(Path(sys.executable).parent), os.environ["PATH"]])
+    variables = {**os.environ, "PATH": path, "SLURM_JOB_ID": "7"}
+    with subprocess.Popen(["bash", "-c", lines], cwd=tmp_path, env=variables) as script:
+        try:
+            wait_for_file(tmp_path / "out/log/rank-00000.progress.json")
+        finally:
+            script.terminate()
+    assert (tmp_path / "queued").read_text() == "requeue 7\n"
+    assert len(list((tmp_path / "out").glob("checkpoint-*"))) == 1
 
 
 def facts_of_weights(directory: Path) -> int:
