@@ -13,8 +13,11 @@ if TYPE_CHECKING:
 
 HEADINGS = ("family", "classes", "mapping", "logits compared", "layouts", "note")
 
-
-_MAPPING = "mapping: proved, and resumed under other layouts by trained models on real ranks, or by simulated ranks."
+_LEGEND = (
+    "logits compared: with those of Transformers, for tiny checkpoints, at degrees of tensor parallelism (TP).",
+    "layouts: a cell is a pair of layouts, of which one has resumed what the other saved.",
+    "mapping: proved, and resumed under other layouts by trained models on real ranks, or by simulated ranks.",
+)
 
 
 def row(one: FamilyFacts) -> tuple[str, ...]:
@@ -42,4 +45,5 @@ def show(found: FamilyTable, console: Console) -> None:
     for one in found.families:
         if one.note:
             console.print(Text(f"  {one.family}: {one.note}"), width=width)
-    console.print(_MAPPING, width=width)
+    for line in _LEGEND:
+        console.print(Text(line), width=width)

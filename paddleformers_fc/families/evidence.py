@@ -11,8 +11,8 @@ from paddleformers_fc.families.description import IS_NLP
 from paddleformers_fc.families.registry import FAMILIES, tiny_models
 
 _CLASSES = {True: "PaddleFleet", False: "PaddleFormers", None: "PaddleFormers"}
-_FLEET = "the only class is PaddleFleet's, which is on no public index"
-_FLEET_LAYERS = "the class builds PaddleFleet's layers"
+_FLEET = "no logits compared: the model class is part of PaddleFleet, which no public package index has"
+_FLEET_LAYERS = "no logits compared: PaddleFormers' class is built from layers of PaddleFleet"
 
 NLP = "PaddleNLP"
 """The class that is verified by tests of PaddleNLP and not by simulated ranks."""
@@ -32,16 +32,16 @@ FIXTURES = {
 """Number of checkpoints of Transformers whose logits are compared."""
 
 ONE_RANK = {
-    "ernie4_5_moe_vl": "text without experts: the others, images and tensor parallelism need kernels of a GPU",
-    "gpt_oss": "tensor parallelism is refused: ranks describe their sinks as whole",
-    "paddleocr_vl": "under tensor parallelism PaddleFormers' forward pass fails; exports are compared",
+    "ernie4_5_moe_vl": "compared for text without experts; experts, images and tensor parallelism run on GPUs alone",
+    "gpt_oss": "tensor parallelism is refused, because PaddleFormers describes a rank's attention sinks as whole",
+    "paddleocr_vl": "under tensor parallelism exports alone are compared, because PaddleFormers' forward pass fails",
 }
 """Families whose logits are compared on one rank alone, and the reasons."""
 
 EXCEPT = {
-    "deepseek_v3": "under TP 2 PaddleFormers needs sequence parallelism and compressed queries",
-    "glm_ocr": "tied files are refused: PaddleFormers never ties the head",
-    "qwen2_moe": "dense layers are refused: PaddleFormers builds experts in every layer",
+    "deepseek_v3": "compared under TP 2 with q_lora_rank and sequence parallelism, which PaddleFormers requires there",
+    "glm_ocr": "files with tied embeddings are refused, because PaddleFormers never ties lm_head to the embeddings",
+    "qwen2_moe": "configurations with dense layers are refused, because PaddleFormers builds experts in every layer",
 }
 """Configurations that are not compared, and the reasons."""
 
