@@ -31,7 +31,8 @@ class CheckpointReport:
         differences: after a save, where ranks held different numbers of the same part of a tensor; normally none.
         diverged_ties: after a save, where copies of tied tensors differ; normally none.
         known_plan: after a load, whether this rank had its plan from before, from ``flex_plan_cache`` or this process.
-        layouts: after a load, the layouts of the run that saved it and of this one, such as ``("dp=2", "tp=2")``.
+        layouts: after a load, the layouts of the run that saved it and of this one, such as ``("dp=2", "tp=2")``;
+            the first is empty if it is not recorded.
         transfers: copies between host and devices on this rank.
         blocked: after a save, seconds for which training stood still on this rank.
         casts: after a load with ``flex_allow_casts``, one line per role of which this rank has cast tensors.
@@ -91,12 +92,19 @@ class FlexCheckpointCallback(TrainerCallback):
     def _say(self, args: Any, done: str, where: str, report: CheckpointReport) -> None:
         if args.should_log:
             known = ", as planned before" if report.known_plan else ""
-            layouts = "" if report.layouts is None else " (saved as {}, now {})".format(*report.layouts)
             logger.info(
-                f"{done} step {report.step}{layouts} {where} {report.directory}: "
+                f"{done} step {report.step}{_layouts_text(report.layouts)} {where} {report.directory}: "
                 f"{size_text(report.bytes)} in {report.seconds:.2f} s, {rate_text(report.bytes, report.seconds)}{known}"
                 f"{_transfers_text(report.transfers)}{_casts_text(report.casts)}"
             )
+
+
+def _layouts_text(layouts: tuple[str, str] | None) -> str:
+    """Return the layouts of both runs; without the first where it is not recorded."""
+    if layouts is None:
+        return ""
+    saved, now = layouts
+    return f" (saved as {saved}, now {now})" if saved else f" (now {now})"
 
 
 def _casts_text(casts: tuple[str, ...]) -> str:

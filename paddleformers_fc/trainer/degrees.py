@@ -21,5 +21,9 @@ def parallel_degrees(args: Any) -> dict[str, int]:
 
 
 def degrees_text(degrees: Mapping[str, int]) -> str:
-    """Return parallel degrees above one as text, such as ``tp=2 pp=2``; of a single rank ``dp=1``."""
-    return " ".join(f"{axis}={degree}" for axis, degree in degrees.items() if degree > 1) or "dp=1"
+    """Return parallel degrees above one as text, such as ``tp=2 pp=2``; of a single rank ``dp=1``.
+
+    Empty where none are recorded, as in conversions of open weights.
+    """
+    text = " ".join(f"{axis}={degree}" for axis, degree in degrees.items() if degree > 1)
+    return text or ("dp=1" if degrees else "")

@@ -1,12 +1,13 @@
 """Figures of saves and loads for PaddleFormers' reporters: VisualDL, TensorBoard, Weights & Biases and the others.
 
 Reporters are the callbacks of ``paddleformers.trainer.integrations``. They receive the figures as they receive losses,
-by ``on_log``; the Trainer's own log and its history stay as they are, so that a resumed run equals one that was not
-interrupted.
+by ``on_log``, at the step that was saved or loaded; the Trainer's own log and its history stay as they are, so that a
+resumed run equals one that was not interrupted.
 """
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any
 
 from paddleformers_fc.trainer.callback import CheckpointReport, FlexCheckpointCallback
@@ -24,30 +25,32 @@ class ReportFigures(FlexCheckpointCallback):
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self._loaded: dict[str, float] = {}
+        self._loaded: CheckpointReport | None = None
 
     def on_init_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Do nothing: the callback that logs checks the Trainer."""
 
     def on_checkpoint_saved(self, args: Any, report: CheckpointReport) -> None:
-        """Send the figures of a save."""
-        self._send({**_figures("save", report), "checkpoint_save_blocked_seconds": report.blocked})
+        """Send the figures of a save. One beside training is reported some steps later."""
+        self._send(report.step, {**_figures("save", report), "checkpoint_save_blocked_seconds": report.blocked})
 
     def on_checkpoint_loaded(self, args: Any, report: CheckpointReport) -> None:
         """Keep the figures of a load: reporters open their logs when training begins."""
-        self._loaded = _figures("load", report)
+        self._loaded = report
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Send the figures of the load, once."""
-        figures, self._loaded = self._loaded, {}
-        if figures:
-            self._send(figures)
+        report, self._loaded = self._loaded, None
+        if report is not None:
+            self._send(report.step, _figures("load", report))
 
-    def _send(self, figures: dict[str, float]) -> None:
+    def _send(self, step: int, figures: dict[str, float]) -> None:
         trainer = self._trainer
+        state = copy(trainer.state)
+        state.global_step = step
         for one in trainer.callback_handler.callbacks:
             if any(kind.__module__.endswith(_REPORTERS) for kind in type(one).__mro__):
-                one.on_log(trainer.args, trainer.state, trainer.control, model=trainer.model, logs=dict(figures))
+                one.on_log(trainer.args, state, trainer.control, model=trainer.model, logs=dict(figures))
 
 
 def _figures(operation: str, report: CheckpointReport) -> dict[str, float]:

@@ -2,59 +2,90 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from paddleformers_fc.trainer import callback
 from paddleformers_fc.trainer.callback import CheckpointReport
 from paddleformers_fc.trainer.figures import ReportFigures
 
 REPORT = CheckpointReport(7, Path("out/checkpoint-7"), 2.0, 1 << 30, blocked=0.5)
 
+Scalars = dict[str, list[tuple[int, float]]]
+"""The points of every curve: steps and values."""
+
+
+def scalars(directory: Path) -> Scalars:
+    """The curves that VisualDL has written."""
+    from visualdl import LogReader
+
+    found: Scalars = {}
+    for file in directory.glob("vdlrecords.*"):
+        reader = LogReader(file_path=str(file))
+        for tag in reader.get_tags().get("scalar", ()):
+            found[tag] = [(one.id, one.value) for one in reader.get_data("scalar", tag)]
+    return found
+
 
 @pytest.fixture
-def trainer() -> Any:
-    """A Trainer's parts that are read, with VisualDL's own callback and one that logs to a terminal."""
+def trainer(tmp_path: Path) -> Any:
+    """A Trainer's parts that are read, two steps later, with VisualDL's own callback and one for a terminal."""
     from paddleformers.trainer.integrations import VisualDLCallback
     from paddleformers.trainer.trainer_callback import PrinterCallback
+    from visualdl import LogWriter
 
-    written: list[tuple[str, float, int]] = []
-    writer = SimpleNamespace(add_scalar=lambda *scalar: written.append(scalar), flush=lambda: None)
-    reporter = VisualDLCallback(writer)
-    handler = SimpleNamespace(callbacks=[PrinterCallback(), reporter])
-    state = SimpleNamespace(global_step=7, is_world_process_zero=True)
-    return SimpleNamespace(
-        args=None, state=state, control=None, model=None, callback_handler=handler, written=written, reporter=reporter
-    )
+    handler = SimpleNamespace(callbacks=[PrinterCallback(), VisualDLCallback(LogWriter(logdir=str(tmp_path)))])
+    state = SimpleNamespace(global_step=9, is_world_process_zero=True)
+    return SimpleNamespace(args=None, state=state, control=None, model=None, callback_handler=handler)
 
 
-def test_a_save_is_a_point_of_every_curve(trainer: Any) -> None:
+def test_a_save_is_a_point_of_every_curve_at_its_step(trainer: Any, tmp_path: Path) -> None:
     ReportFigures(trainer).on_checkpoint_saved(None, REPORT)
-    assert {name: (value, step) for name, value, step in trainer.written} == {
-        "train/checkpoint_save_bytes": (1 << 30, 7),
-        "train/checkpoint_save_seconds": (2.0, 7),
-        "train/checkpoint_save_gib_per_second": (0.5, 7),
-        "train/checkpoint_save_blocked_seconds": (0.5, 7),
+    assert scalars(tmp_path) == {
+        "train/checkpoint_save_bytes": [(7, 1 << 30)],
+        "train/checkpoint_save_seconds": [(7, 2.0)],
+        "train/checkpoint_save_gib_per_second": [(7, 0.5)],
+        "train/checkpoint_save_blocked_seconds": [(7, 0.5)],
+    }
+    assert trainer.state.global_step == 9
+
+
+def test_a_load_is_reported_once_training_has_begun(trainer: Any, tmp_path: Path) -> None:
+    figures = ReportFigures(trainer)
+    figures.on_checkpoint_loaded(None, REPORT)
+    assert scalars(tmp_path) == {}
+    for _ in range(2):
+        figures.on_step_end(None, None, None)
+    assert scalars(tmp_path) == {
+        "train/checkpoint_load_bytes": [(7, 1 << 30)],
+        "train/checkpoint_load_seconds": [(7, 2.0)],
+        "train/checkpoint_load_gib_per_second": [(7, 0.5)],
     }
 
 
-def test_a_load_is_reported_once_training_has_begun(trainer: Any) -> None:
-    figures = ReportFigures(trainer)
-    figures.on_checkpoint_loaded(None, REPORT)
-    assert trainer.written == []
-    for _ in range(2):
-        figures.on_step_end(None, None, None)
-    assert [name for name, _, _ in trainer.written] == [
-        f"train/checkpoint_load_{what}" for what in ("bytes", "seconds", "gib_per_second")
-    ]
+@pytest.mark.parametrize(
+    ("saved", "text"), [("dp=2", "(saved as dp=2, now tp=2)"), ("", "(now tp=2)"), (None, "step 7 from")]
+)
+def test_the_line_of_a_load_has_the_layouts_that_are_recorded(
+    monkeypatch: pytest.MonkeyPatch, saved: str | None, text: str
+) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(callback, "logger", SimpleNamespace(info=lines.append))
+    layouts = None if saved is None else (saved, "tp=2")
+    report = dataclasses.replace(REPORT, layouts=layouts)
+    callback.FlexCheckpointCallback().on_checkpoint_loaded(SimpleNamespace(should_log=True), report)
+    (line,) = lines
+    assert text in line
 
 
-def test_other_callbacks_get_no_figures(trainer: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_callbacks_get_no_figures(trainer: Any, tmp_path: Path) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise AssertionError("called")
 
     trainer.callback_handler.callbacks[0].on_log = fail
     ReportFigures(trainer).on_checkpoint_saved(None, REPORT)
-    assert trainer.written
+    assert scalars(tmp_path)
