@@ -10,6 +10,7 @@ import msgspec
 
 import paddleformers_fc
 from paddleformers_fc.cli.exporting import ExportedFile, file_table
+from paddleformers_fc.formats import FORMATS
 from paddleformers_fc.formats.registry import conversion_target
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.text import count_text, size_text
@@ -111,5 +112,7 @@ def show(found: Converted, console: Console) -> None:
     console.print(file_table(found.files))
     for role, tensors in found.roles.items():
         console.print(f"{role}: {count_text(tensors, 'tensor')}")
-    what = f"{found.source_format} to {found.format}, {size_text(found.bytes)}, {found.seconds:.2f} s"
+    titles = {one.name: one.title for one in FORMATS}
+    formats = f"{titles[found.source_format]} to {titles[found.format]}"
+    what = f"{formats}, {size_text(found.bytes)}, {found.seconds:.2f} s"
     console.print(Text.assemble(("converted", "bold green"), f": {what}"))

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 _MOST_FIGURES = 10
 """How many tensors are shown with their figures as text."""
+_MANY_ULP = 1 << 12
+"""More than the rounding of a few operations."""
 
 
 def show(found: Difference, console: Console) -> None:
@@ -78,6 +80,8 @@ def _show_largest(found: Difference, console: Console) -> None:
         elements = f"{figures.elements:,} of {math.prod(one.a.shape):,}"
         table.add_row(Text(f"{role} {one.name}"), absolute, ulp, elements, str(list(figures.first)))
     console.print(table)
+    if any((figures.ulp or 0) > _MANY_ULP for _, _, figures in measured[:_MOST_FIGURES]):
+        console.print(Text("Near zero numbers are dense: a small absolute difference there is a large one in ULPs."))
 
 
 def _reasons(different: list[Different]) -> list[str]:

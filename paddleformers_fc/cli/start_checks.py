@@ -134,8 +134,8 @@ def refuse_missing_paths(settings: Mapping[str, Any]) -> None:
             "The configuration names missing files or directories.",
             where=str(Path.cwd()),
             evidence=missing,
-            next_step="Relative paths begin in the working directory above. The files of demo_out are "
-            "created by make demo.",
+            next_step="Relative paths begin in the working directory above. `paddleformers-fc demo`, which make "
+            "demo runs, creates the files of demo_out.",
         )
 
 

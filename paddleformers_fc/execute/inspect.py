@@ -5,7 +5,8 @@ No tensor byte is read; the cost is one small read per file.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from paddleformers_fc.execute.output_directory import OutputFacts, output_facts
 from paddleformers_fc.formats import OpenedCheckpoint
 from paddleformers_fc.formats.inspection import JobFacts, RoleFacts, TensorFacts, job_facts, list_tensors, role_facts
 from paddleformers_fc.formats.registry import open_checkpoint, open_stored, read_config, require_format
+from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.manifest import read_manifest
 from paddleformers_fc.storage.paths import AnyPath
 
@@ -38,6 +40,9 @@ _CONFIG_KEYS = (
 )
 
 OUTPUT_DIRECTORY = "output_directory"
+
+_MOST_NEAR = 5
+"""How many similar names an error lists."""
 
 
 class Inspection(msgspec.Struct, frozen=True):
@@ -88,10 +93,25 @@ def inspect_directory(directory: AnyPath, pattern: str | None = None) -> Inspect
         raise OptionError(
             f"No stored tensor matches {pattern!r}.",
             where=str(directory),
+            evidence=_near_names(pattern, (name for stored in opened.catalog.roles.values() for name in stored)),
             next_step=f"A pattern must match the whole name; write '*{pattern.strip('*')}*'. Optimizer states end in a "
             "suffix such as .moment1_0.",
         )
     return _facts(opened, directory, tensors, output)
+
+
+def _near_names(pattern: str, names: Iterable[str]) -> list[str]:
+    """Return a line of similar names, indices folded: those that contain the pattern, or are like it in a part."""
+    wanted, known = pattern.strip("*").lower(), list(names)
+    containing = fold(name for name in known if wanted in name.lower())
+    folded = containing or fold(known)
+    parts = difflib.get_close_matches(wanted, sorted({part for name in folded for part in name.split(".")}), n=1)
+    near = (
+        containing
+        or difflib.get_close_matches(wanted, folded, n=_MOST_NEAR)
+        or [name for name in folded if set(parts) & set(name.split("."))]
+    )
+    return [f"similar: {', '.join(near[:_MOST_NEAR])}"] if near and wanted else []
 
 
 def damaged_facts(directory: AnyPath) -> Inspection | None:

@@ -523,6 +523,9 @@ class HuggingFaceFormat(Format):
                 lambda: verify_export(directory, checksums, level, needed=needed),
                 lambda _: f"{count_text(len(checksums), 'file')}: {DEPTH_TEXT[level]}",
             )
+        unlisted = [] if checksums is None else [name for name in model_documents(directory) if name not in checksums]
+        if unlisted:
+            checks.impossible.append(f"{', '.join(unlisted)}: not listed in {CHECKSUMS_NAME}")
         compared = checksums is not None and level != "off" and not checks.faults
         return checks.check(
             "tensors",

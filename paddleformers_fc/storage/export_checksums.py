@@ -99,7 +99,9 @@ def verify_export(
         Corrupt: with every fault as evidence.
         StorageError: a file cannot be read, and nothing else is wrong.
     """
-    unlisted = [f"{name} is not listed" for name in sorted(needed) if name not in checksums]
+    unlisted = [
+        f"{name} is needed, and {CHECKSUMS_NAME} does not list it" for name in sorted(needed) if name not in checksums
+    ]
     seen = dict(zip(checksums, map_paths(stat_path, (directory / name for name in checksums), directory), strict=True))
     checked = [one for one in checksums.values() if one.path in needed or seen[one.path] is not None]
     sizes = {one.path: fault for one in checked if (fault := size_fault(seen[one.path], one.size))}

@@ -122,7 +122,7 @@ def test_documents_of_the_source_are_in_the_target(tmp_path: Path) -> None:
     files = {path.name for path in (tmp_path / "flex").iterdir()}
     expected = {"chat_template.jinja", "config.json", "mapping.json", "model_state", "tokenizer.json"}
     assert files == expected | {"flex_checkpoint.json"}
-    assert "converted: huggingface to flex_checkpoint" in outcome.out
+    assert "converted: open weights (Hugging Face) to flex checkpoint, " in outcome.out
 
 
 def test_a_target_that_holds_something_or_lies_in_the_source_is_refused(four: Path, tmp_path: Path) -> None:

@@ -67,6 +67,21 @@ def test_a_difference_has_its_largest_absolute_and_ulp_value_and_its_first_index
     assert row.split()[2:] == [f"{gone:.3g}", f"{found['ulp']:,}", "2", "of", "128", "[2,", "1]"]
 
 
+@pytest.mark.parametrize(("value", "is_explained"), [(1e-12, True), (None, False)], ids=["near zero", "neighbour"])
+def test_a_large_difference_in_ulps_is_explained(
+    four: Path, tmp_path: Path, value: float | None, is_explained: bool
+) -> None:
+    arrays = canonical()
+    weight = arrays[CHANGED]
+    weight[2, 1] = np.nextafter(weight[2, 1], np.float32(np.inf)) if value is None else 0
+    one = save(tmp_path / "one", arrays)
+    if value is not None:
+        weight[2, 1] = value
+    other = save(tmp_path / "other", arrays) if value is not None else four
+    lines = run("diff", one, other, "--role", "model_state").out.splitlines()
+    assert ("Near zero numbers are dense" in lines[-2]) is is_explained
+
+
 def test_the_text_has_the_counts_and_the_names(four: Path, tmp_path: Path) -> None:
     outcome = run("diff", four, changed(tmp_path / "changed"))
     assert outcome.code == 1

@@ -8,6 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from paddleformers_fc.cli.explaining import show
+from paddleformers_fc.cli.output import console
+from paddleformers_fc.mapping import Rule
+from paddleformers_fc.plan.explain import ExplainedTensor, Explanation
 from tests.cli.support import run
 from tests.execute.simulated import canonical
 
@@ -73,6 +77,13 @@ def test_the_text_names_files_offsets_and_the_rule(four: Path) -> None:
     assert f"{KEYS}, " in text
     assert f" (canonical) = {FUSED} (stored): parts [16, 8, 8]" in text
     assert "parts [16, 8, 8] along axis 1; axes [1, 0]; stored side interleaved in 2 groups" in text
+
+
+def test_several_parts_that_one_tensor_holds_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    rule = Rule(("gates",), ("stored",), ((4, 2),), 0, (0, 1), target_blocks=2)
+    tensor = ExplainedTensor("canonical", "model_state", "float32", (6, 8), [], [rule], [])
+    show(Explanation("here", "flex_checkpoint", "gates", [tensor]), console())
+    assert "parts [(4, 2)] along axis 0; stored side interleaved in 2 groups" in capsys.readouterr().out
 
 
 def test_open_weights_have_no_rules(weights: Path) -> None:

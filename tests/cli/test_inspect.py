@@ -117,6 +117,25 @@ def test_a_pattern_without_matches_is_invalid_usage(four: Path) -> None:
     assert outcome.code == 2
     assert "No stored tensor matches 'qkv'" in outcome.err
     assert "must match the whole name; write '*qkv*'" in outcome.err
+    assert "similar: model.layers.{0...1}.self_attn.qkv_proj.weight" in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("pattern", "near"),
+    [
+        ("*q_kv_proj*", "model.layers.{0...1}.self_attn.qkv_proj.weight"),
+        ("model.norms.weight", "model.norm.weight"),
+        ("*", None),
+    ],
+)
+def test_a_pattern_without_matches_is_refused_with_similar_names(four: Path, pattern: str, near: str | None) -> None:
+    outcome = run("inspect", four, pattern, "--json")
+    assert outcome.code == (0 if near is None else 2)
+    assert near is None or near in outcome.document["evidence"][0]
+
+
+def test_a_pattern_like_no_name_is_refused_without_similar_names(four: Path) -> None:
+    assert run("inspect", four, "zzz", "--json").document["evidence"] == []
 
 
 def test_tensors_stored_alike_are_one_entry(four: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 from msgspec import structs
 from safetensors.numpy import save_file
 
+from paddleformers_fc.storage.export_checksums import encode_checksums, read_checksums
 from paddleformers_fc.storage.manifest import read_manifest, write_manifest
 from tests.cli.support import alter, flip, run, save, seal
 from tests.execute.simulated import CONFIG, canonical
@@ -247,6 +248,22 @@ def test_checksums_of_an_export_are_compared_and_missing_ones_are_stated(weights
     assert "changed bytes" in stated.document["cannot_be_checked"][0]
     lines = run("verify", weights_copy).out.splitlines()
     assert lines[-1].startswith("no fault found, and bytes could not be compared: level full")
+
+
+def test_documents_that_no_checksum_covers_are_listed_and_a_file_of_weights_without_one_is_refused(
+    weights_copy: Path,
+) -> None:
+    (weights_copy / "tokenizer.json").write_text("{}")
+    outcome = run("verify", weights_copy, "--json")
+    assert outcome.code == 0
+    assert "tokenizer.json: not listed in flex_checksums.json" in outcome.document["cannot_be_checked"]
+    listed = read_checksums(weights_copy) or {}
+    gone = min(name for name in listed if name.endswith(".safetensors"))
+    kept = encode_checksums(one for name, one in listed.items() if name != gone)
+    (weights_copy / "flex_checksums.json").write_bytes(kept)
+    refused = run("verify", weights_copy, "--json")
+    assert refused.code == 1
+    assert f"{gone} is needed, and flex_checksums.json does not list it" in refused.document["evidence"]
 
 
 def test_names_and_shapes_of_open_weights_are_those_of_their_configuration(tmp_path: Path) -> None:
