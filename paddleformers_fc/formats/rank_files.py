@@ -63,7 +63,11 @@ _DTYPES = {
 _COMPARED_BYTES = 1 << 20
 
 Place = tuple[int, int, int]
-"""Tensor-parallel rank, pipeline stage, rank in the sharding group; of weights instead the expert-parallel rank."""
+"""Tensor-parallel rank, pipeline stage, rank in the sharding group; of weights instead the expert-parallel rank.
+
+Expert-parallel ranks are divided among the tensor-parallel ranks of a stage first: rank ``e`` is a tensor-parallel rank
+``e % tp``, and the rank ``e // tp`` of those that follow each other in the sharding group.
+"""
 
 
 @dataclass(frozen=True)
@@ -75,12 +79,14 @@ class RankFiles:
         tp: number of tensor-parallel ranks.
         pp: number of pipeline stages.
         ep: number of expert-parallel ranks, as names of files of weights have it; 1 if they do not.
+        sharding: number of ranks of the sharding group; the smallest possible one if there are files of weights alone.
     """
 
     files: Mapping[str, Mapping[Place, str]]
     tp: int
     pp: int
     ep: int = 1
+    sharding: int = 1
 
     @property
     def names(self) -> list[str]:
@@ -152,8 +158,6 @@ def find_rank_files(directory: Path) -> RankFiles:
         strange = [axis for axis in ranks if axis not in (*AXES, *([EXPERTS] if name.endswith(".pdparams") else []))]
         if strange:
             raise unsupported_experts(directory, f"{name}: axis {strange[0]}")
-        if {"tp", EXPERTS} <= ranks.keys():
-            raise unsupported_experts(directory, f"{name}: axes tp and {EXPERTS}")
         axes.setdefault(kind, {}).setdefault(tuple(ranks), name)
         endings.setdefault(Path(name).suffix if kind == MODEL else kind, name)
         found.setdefault(kind, {})[_place(ranks)] = name
@@ -163,10 +167,12 @@ def find_rank_files(directory: Path) -> RankFiles:
     refuse_mixed(directory, [one for one in mixed if len(one) > 1])
     degrees = {kind: _degrees(next(iter(axes[kind])), places) for kind, places in found.items()}
     tp, pp = (max(one[axis] for one in degrees.values()) for axis in range(2))
+    ep = degrees[MODEL][2] if any(EXPERTS in one for one in axes.get(MODEL, ())) else 1
     missing = [] if MODEL in found else ["no file of weights"]
     missing += list(_missing(found, degrees, tp, pp, {kind: next(iter(one)) for kind, one in axes.items()}))
     world = sum(_SIGNAL.fullmatch(name) is not None for name in names)
-    ranks_of_grid = tp * pp * max((one[2] for one in degrees.values()), default=1)
+    sharding = max([-(-ep // tp), *(one[2] for kind, one in degrees.items() if ep == 1 or kind != MODEL)])
+    ranks_of_grid = tp * pp * sharding
     if not missing and world and world % ranks_of_grid:
         missing = [f"{world} files saved_signal_* of ranks; the other files are of {ranks_of_grid} ranks"]
     if missing:
@@ -176,13 +182,16 @@ def find_rank_files(directory: Path) -> RankFiles:
             evidence=fold(missing),
             next_step=AGAIN,
         )
-    ep = degrees[MODEL][2] if any(EXPERTS in one for one in axes[MODEL]) else 1
     # The number of ranks shows that no other axis, such as sep, is inside of that of the experts.
-    if ep > 1 and not pp * ep == ranks_of_grid == world:
-        sharding = ranks_of_grid // (tp * pp)
+    if ep > 1 and not (divides_experts(tp, sharding, ep) and ranks_of_grid == world):
         why = f"tp={tp} pp={pp} sharding={sharding} ep={ep}, and {count_text(world, 'file')} saved_signal_* of ranks"
         raise unsupported_experts(directory, why)
-    return RankFiles(found, tp, pp, ep)
+    return RankFiles(found, tp, pp, ep, sharding)
+
+
+def divides_experts(tp: int, sharding: int, ep: int) -> bool:
+    """Return whether the ranks of a stage can have experts on ``ep`` ranks of each of several groups."""
+    return ep % tp == 0 and sharding % (ep // tp) == 0
 
 
 def unsupported_experts(directory: AnyPath, why: str) -> FormatError:
@@ -192,8 +201,7 @@ def unsupported_experts(directory: AnyPath, why: str) -> FormatError:
         where=str(directory),
         evidence=[
             why,
-            "supported: experts with their numbers in the model, as many sharding ranks as "
-            "expert-parallel ones, and tp=1",
+            "supported: experts with their numbers in the model, on ranks of tensor parallelism and sharding alone",
         ],
         next_step="Load it with the software that saved it, and save a flex checkpoint.",
     )
@@ -250,9 +258,11 @@ def _missing(
             yield f"{kind}: files of tp={degrees[kind][0]} pp={degrees[kind][1]}, and others of tp={tp} pp={pp}"
             continue
         for place in itertools.product(*map(range, degrees[kind])):
-            if place not in places:
+            is_due = EXPERTS not in axes[kind] or place[2] % tp == place[0]
+            if is_due is not (place in places):
                 ranks = {**dict(zip(AXES, place, strict=True)), EXPERTS: place[2]}
-                yield f"{kind}: {'_'.join(f'{axis}{ranks[axis]:02d}' for axis in axes[kind])}"
+                named = "_".join(f"{axis}{ranks[axis]:02d}" for axis in axes[kind])
+                yield f"{kind}: {named}" if is_due else f"{kind}: {named} is there, and is of no rank with experts"
 
 
 def read_rank_file(directory: Path, name: str) -> RankContent:

@@ -9,8 +9,9 @@ The box of a tensor-parallel part follows from the declaration of the family and
 sharding group is whole in one file, or a range of elements in each of several (:mod:`.sharded_pieces`). A weight that
 no file contains is read from its master weight, with a cast.
 
-Expert-parallel ranks have the same variables for different experts. They are read where every rank of the sharding
-group is an expert-parallel rank: its files have the states of its own experts whole, and parts of all others.
+Expert-parallel ranks have the same variables for different experts. Those of one tensor-parallel rank follow each other
+in the sharding group, as often as the group has them: a file of states has the experts of its own expert-parallel rank,
+or parts of them, and parts of all other tensors.
 
 There are no checksums, and files of weights record no step. A missing file, two grids, different steps of optimizer
 files, and tensors that are not stored whole are found; a changed byte is not.
@@ -49,6 +50,7 @@ from paddleformers_fc.formats.rank_files import (
     FileArray,
     RankContent,
     RankFiles,
+    divides_experts,
     find_rank_files,
     is_equal,
     read_rank_file,
@@ -241,7 +243,7 @@ def _read_meta(directory: Path, files: RankFiles) -> _Meta:
         of_experts = max(degrees.get("moe_sharding_degree", 1), 1)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise _malformed(path, str(error)) from error
-    shards = max((place[2] + 1 for found in files.files.values() for place in found), default=1)
+    shards = files.sharding
     if stated != [files.tp, files.pp, shards]:
         raise Corrupt(
             f"{META_NAME} and the files of {directory} are of different numbers of ranks.",
@@ -254,8 +256,10 @@ def _read_meta(directory: Path, files: RankFiles) -> _Meta:
         )
     if not isinstance(described, dict):
         raise _malformed(path, "sharding_metas is not an object")
-    if experts > 1 and (files.tp > 1 or experts != shards or of_experts > 1):
-        raise unsupported_experts(directory, f"{META_NAME}: ep={experts} moe_sharding={of_experts} sharding={shards}")
+    if experts > 1 and not (divides_experts(files.tp, shards, experts) and of_experts * experts == files.tp * shards):
+        raise unsupported_experts(
+            directory, f"{META_NAME}: tp={files.tp} sharding={shards} ep={experts} moe_sharding={of_experts}"
+        )
     return _Meta(described, experts)
 
 
@@ -263,41 +267,59 @@ def _cells(directory: Path, files: RankFiles, contents: Mapping[str, RankContent
     places = itertools.product(range(files.pp), range(files.tp))
     if meta.ep == 1:
         return [_cell(files, contents, meta, tp, pp) for pp, tp in places]
-    return [
+    ranks = range(meta.ep // files.tp)
+    found = [
         cell
         for pp, tp in places
-        for cell in _expert_cells(directory, [_cell(files, contents, meta, tp, pp, ep) for ep in range(meta.ep)])
+        for cell in _expert_cells(directory, [_cell(files, contents, meta, tp, pp, ep) for ep in ranks])
     ]
+    _refuse_experts_of_several_ranks(directory, found)
+    return found
+
+
+def _refuse_experts_of_several_ranks(directory: Path, cells: Sequence[Cell]) -> None:
+    """Refuse experts that two ranks have, as where each rank counts its own from 0."""
+    seen: set[str] = set()
+    for cell in cells:
+        experts = _experts(cell)
+        if twice := sorted(seen & experts):
+            raise unsupported_experts(directory, f"{twice[0]} is on several ranks")
+        seen |= experts
+
+
+def _experts(cell: Cell) -> frozenset[str]:
+    return frozenset(name for name in {*cell.names, *cell.shapes} if _EXPERT.search(name))
 
 
 def _expert_cells(directory: Path, cells: Sequence[Cell]) -> list[Cell]:
-    """Return the cells of expert-parallel ranks, each with the experts of its rank; the first has all other tensors.
+    """Return the cells of expert-parallel ranks of one tensor-parallel rank, each with the experts of its rank.
 
-    A variable of an expert has the same name on every rank, for another expert. Other variables are the same parameter
-    on all ranks, which share its states as a sharding group.
+    The first cell has all other tensors as well. A variable of an expert has the same name on every rank, for another
+    expert. Other variables are the same parameter on all ranks, which share its states as a sharding group.
 
     Raises:
         FormatError: names do not show which experts a rank has.
     """
-    experts = [frozenset(name for name in {*cell.names, *cell.shapes} if _EXPERT.search(name)) for cell in cells]
+    experts = list(map(_experts, cells))
     others = [{**cell.names} for cell in cells]
     for own, names in zip(experts, others, strict=True):
         for name in own:
             names.pop(name, None)
     stacked = [name for names in others for name in names if ".experts." in name]
-    twice = sorted(name for name in frozenset().union(*experts) if sum(name in own for own in experts) > 1)
-    if stacked or twice or any(names != others[0] for names in others) or not all(experts):
-        named = f"{(stacked or twice)[0]} is on several ranks" if stacked or twice else "ranks have other parameters"
-        raise unsupported_experts(directory, named)
-    return [_of_rank(cell, rank, own) for rank, (cell, own) in enumerate(zip(cells, experts, strict=True))]
+    known = frozenset().union(*experts)
+    unnamed = [name for one in cells[0].models for name in one.arrays if _EXPERT.search(name) and name not in known]
+    if stacked or unnamed or any(names != others[0] for names in others) or len(set(map(bool, experts))) > 1:
+        named = f"{stacked[0]} is on several ranks" if stacked else "ranks have other parameters"
+        raise unsupported_experts(directory, f"{unnamed[0]}: no file names its variable" if unnamed else named)
+    return [_of_rank(cell, rank, len(cells), own) for rank, (cell, own) in enumerate(zip(cells, experts, strict=True))]
 
 
-def _of_rank(cell: Cell, rank: int, experts: Collection[str]) -> Cell:
-    """Return a cell with the experts of one rank alone; that of rank 0 also has what is not of an expert."""
+def _of_rank(cell: Cell, rank: int, ranks: int, experts: Collection[str]) -> Cell:
+    """Return a cell with the experts of one of several ranks; that of rank 0 also has what is not of an expert."""
     variables = _by_variable(cell.names)
 
     def is_own(name: str | None, place: int) -> bool:
-        return place == rank if name is None or name in experts or _EXPERT.search(name) else rank == 0
+        return place % ranks == rank if name is None or name in experts or _EXPERT.search(name) else rank == 0
 
     def of_state(key: str) -> str | None:
         split = _split(key, variables)
@@ -334,7 +356,7 @@ def _cell(
     named = models if ep is None else models[ep : ep + 1]
     names = {name: variable for one in named for name, variable in one.names.items()}
     shapes: dict[str, tuple[Shape, str]] = {}
-    key = f"tp{tp:02d}_pp{pp:02d}" + ("" if ep is None else f"_ep{ep:02d}")
+    key = f"tp{tp:02d}_pp{pp:02d}" + ("" if ep is None else f"_ep{ep * files.tp + tp:02d}")
     if meta.described:
         try:
             described = meta.described[key]

@@ -99,6 +99,9 @@ def contents(directory: Path) -> dict[str, bytes]:
         ("sd2(ep2)", "bfloat16", "stock", {"model_type": "ernie4_5_moe"}),
         ("sd2(ep2)", "bfloat16", "sharded", {"model_type": "ernie4_5_moe"}),
         ("pp2+sd2(ep2)", "float32", "stock", {"model_type": "ernie4_5_moe"}),
+        ("sd2+tp2(ep2)", "float32", "stock", {"model_type": "ernie4_5_moe"}),
+        ("sd2+tp2(ep2)", "bfloat16", "sharded", {"model_type": "ernie4_5_moe"}),
+        ("sd4(ep2)", "float32", "stock", {"model_type": "ernie4_5_moe"}),
         ("sd2v2", "bfloat16", "sharded", {"tie_word_embeddings": True}),
         ("pp2", "float32", "canonical", {"tie_word_embeddings": True}),
         ("dp2", "float32", "canonical", {"attention_bias": True}),
@@ -125,6 +128,22 @@ def test_every_strategy_holds_in_every_role_what_a_flex_save_of_the_same_run_hol
     assert theirs.format.loadable
     assert list(found.roles) == [MODEL_STATE, *([MASTER_WEIGHT] if bf16 else []), OPTIMIZER_STATE]
     assert contents(stock) == before
+
+
+def test_experts_of_tensor_parallel_ranks_are_those_of_a_flex_save_of_the_same_run(
+    ranks: ForkServer, tmp_path: Path
+) -> None:
+    """Norms and gates, which both ranks have whole, diverge in this run, and the saves contain different copies."""
+    model = {"model_type": "ernie4_5_moe"}
+    stock = open_checkpoint(saved(ranks, tmp_path / "stock", "tp2(ep2)", STOCK, model=model))
+    ours = open_checkpoint(saved(ranks, tmp_path / "ours", "tp2(ep2)", None, model=model))
+    found = compare_checkpoints(stock, ours)
+    assert list(found.roles) == [MODEL_STATE, OPTIMIZER_STATE]
+    for role in found.roles.values():
+        assert not role.only_in_a
+        assert not role.only_in_b
+        differing = [one.name for one in role.different]
+        assert all("norm" in name or ".gate.weight" in name for name in differing), differing
 
 
 @pytest.mark.parametrize(
@@ -244,6 +263,7 @@ def test_a_checkpoint_of_ranks_is_inspected_verified_planned_and_compared(pair: 
         ("sd2s3", "stock", "float32"),
         ("pp2", "canonical", "float32"),
         ("sd2(ep2)", "stock", "bfloat16"),
+        ("sd2+tp2(ep2)", "stock", "bfloat16"),
     ],
 )
 def test_conversions_there_and_back_keep_the_bytes_of_every_tensor(
@@ -337,7 +357,7 @@ def test_fused_layers_that_save_to_hf_stores_in_neither_form_are_named(ranks: Fo
     ("layout", "way", "evidence"),
     [
         ("sd2(ep2)", "canonical", "model.moe_sharding00.safetensors: axis moe_sharding"),
-        ("sd2+tp2(ep2)", "stock", "axes tp and moe_sharding"),
+        ("tp2(ep2)", "canonical", "model.tp00_moe_sharding00.safetensors: axis moe_sharding"),
     ],
 )
 def test_experts_of_which_the_files_do_not_show_the_rank_are_refused(
@@ -361,6 +381,20 @@ def test_files_of_expert_parallel_ranks_without_one_of_them_are_refused(ranks: F
     with pytest.raises(Corrupt, match="Files of some ranks are missing") as missing:
         open_checkpoint(stock)
     assert "model: moe_sharding00" in missing.value.evidence
+
+
+def test_experts_that_two_tensor_parallel_ranks_have_are_refused(ranks: ForkServer, tmp_path: Path) -> None:
+    stock = saved(ranks, tmp_path, "tp2(ep2)", WAYS["stock"], model={"model_type": "ernie4_5_moe"})
+    first, second = (stock / f"model_state.tp0{rank}_moe_sharding0{rank}.pdparams" for rank in range(2))
+    second.rename(stock / "kept")
+    shutil.copy(first, second)
+    with pytest.raises(FormatError, match="expert-parallel") as caught:
+        open_checkpoint(stock)
+    assert any("is on several ranks" in line for line in caught.value.evidence), caught.value.evidence
+    second.rename(stock / "model_state.tp01_moe_sharding00.pdparams")
+    with pytest.raises(Corrupt, match="Files of some ranks are missing") as missing:
+        open_checkpoint(stock)
+    assert "model: tp01_moe_sharding00 is there, and is of no rank with experts" in missing.value.evidence
 
 
 def copied(source: Path, target: Path) -> Path:
