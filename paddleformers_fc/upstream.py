@@ -411,6 +411,7 @@ NLP_TRAINER = (
     Hook(f"{_NLP}._save_checkpoint", "(self, model, metrics=None)"),
     Hook(f"{_NLP}.save_model", "(self, output_dir=None, merge_tensor_parallel=False)", ("_save",)),
     Hook(f"{_NLP}._save", "(self, output_dir=None, state_dict=None, merge_tensor_parallel=False)"),
+    Hook(f"{_NLP}.evaluate", "(self, eval_dataset=None, ignore_keys=None, metric_key_prefix='eval')"),
     Hook(f"{_NLP}._sorted_checkpoints", "(self, output_dir=None, checkpoint_prefix='checkpoint', use_mtime=False)"),
     Hook(f"{_NLP}._rotate_checkpoints", "(self, use_mtime=False, output_dir=None)"),
     Hook(f"{_NLP}._maybe_log_save_evaluate", names=("should_save", "_save_checkpoint", "on_save")),

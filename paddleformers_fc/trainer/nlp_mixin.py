@@ -10,7 +10,7 @@ from typing import Any
 
 from paddleformers_fc import upstream
 from paddleformers_fc.errors import EnvironmentMismatch
-from paddleformers_fc.trainer import loaders, loading, nlp_trainer, saving
+from paddleformers_fc.trainer import ema_weights, loaders, loading, nlp_trainer, saving
 from paddleformers_fc.trainer.host import HOOKS, Trainer
 
 _AnyTrainer: Any = object
@@ -63,6 +63,10 @@ class FlexTrainerMixin(_AnyTrainer):
 
     def _save(self, *args: Any, **kwargs: Any) -> None:
         saving.save_model(self, super()._save, *args, **kwargs)
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """As ``Trainer.evaluate``; with the averaged weights under ``flex_ema_evaluate``."""
+        return ema_weights.evaluate(self, super().evaluate, *args, **kwargs)
 
     def _sorted_checkpoints(self, *args: Any, **kwargs: Any) -> list[str]:
         found: list[str] = saving.sorted_checkpoints(self, super()._sorted_checkpoints, *args, **kwargs)

@@ -16,7 +16,7 @@ from paddleformers_fc.families.registry import family_for
 from paddleformers_fc.families.stated import bind_model
 from paddleformers_fc.layout.live import describe_roles
 from paddleformers_fc.layout.roles import MODEL_STATE
-from paddleformers_fc.trainer import loading, saving, state, trainer_init
+from paddleformers_fc.trainer import ema_weights, loading, saving, state, trainer_init
 from paddleformers_fc.trainer.description import describe
 from paddleformers_fc.trainer.host_models import LoRAModel, PretrainedModel
 from paddleformers_fc.trainer.job_state import Native, channel_of, is_active, when_active
@@ -115,5 +115,6 @@ OVERRIDES: Mapping[str, Callable[..., Any]] = {
     "_save": saving.save_model,
     "_sorted_checkpoints": saving.sorted_checkpoints,
     "_rotate_checkpoints": saving.rotate_checkpoints,
+    "evaluate": ema_weights.evaluate,
 }
 """The replaced methods by name."""

@@ -611,7 +611,6 @@ NLP_CONFLICTS = (
     Conflict("pipeline_parallel_config", f"the DualPipeV schedule is {_NOT_YET}", _is_dualpipe),
     Conflict("offload_optim", f"offloaded optimizer states are {_NOT_YET}", _is_on),
     Conflict("force_reshard_pp", _OTHER_FORMAT, _is_on),
-    Conflict("flex_ema_decay", f"moving averages with PaddleNLP are {_NOT_YET}", _is_on),
     Conflict("to_static", f"static graphs are {_NOT_YET}", _is_on),
     Conflict("enable_auto_parallel", f"PaddleNLP's semi-automatic mode is {_NOT_YET}", _is_on),
 )

@@ -147,6 +147,25 @@ def train(
     return {"losses": losses, "saved": saved}
 
 
+def evaluated(layout: Mapping[str, Any], output_dir: str, settings: Mapping[str, Any]) -> list[float]:
+    """Train with an evaluation after every step; the losses of the evaluations."""
+    from paddlenlp.trainer import TrainerCallback
+
+    from paddleformers_fc.nlp import FlexTrainer
+
+    laid_out = layout_from(layout)
+    losses: list[float] = []
+
+    class Remember(TrainerCallback):
+        def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
+            losses.append(float(metrics["eval_loss"]))
+
+    args = arguments(laid_out, output_dir, evaluation_strategy="steps", eval_steps=1, do_eval=True, **settings)
+    given = {"train_dataset": tiny.Samples(), "eval_dataset": tiny.Samples(), "data_collator": tiny.collate}
+    FlexTrainer(model=build("llama", laid_out, args), args=args, callbacks=[Remember()], **given).train()
+    return losses
+
+
 def from_open_weights(directory: str, layout: Mapping[str, Any], output_dir: str) -> None:
     """Start from open weights under a layout, and export them again as ``export``."""
     from paddlenlp.transformers import AutoModelForCausalLM

@@ -221,6 +221,34 @@ def test_checkpoints_are_exchanged_with_paddleformers_both_ways(runs: Runs, tmp_
     assert digests(loaded) == digests(tmp_path / "formers" / "checkpoint-2")
 
 
+def test_averages_are_saved_in_and_beside_the_steps_and_loaded_under_another_layout(
+    ranks: ForkServer, tmp_path: Path
+) -> None:
+    averaged = {"max_steps": 4, "save_steps": 2, "flex_ema_decay": 0.9}
+    job = {"model_type": "llama", "layout": BF16.to_json(), "settings": averaged}
+    found = []
+    for name, more in (("in", {}), ("beside", {"flex_async_save": True})):
+        given = {**job, "output_dir": str(tmp_path / name), "settings": {**averaged, **more}}
+        losses = ranks.run(f"{JOBS}:train", 2, given, LIMIT).values[0]["losses"]
+        found.append((losses, *(digests(tmp_path / name / f"checkpoint-{step}") for step in (2, 4))))
+    assert found[0] == found[1]
+    stored = found[0][1]
+    assert sum(role == "ema_state" for role, _ in stored) == sum(role == "model_state" for role, _ in stored)
+    there = {"layout": replace(TP2, bf16=True).to_json(), "output_dir": str(tmp_path / "there")}
+    ranks.run(f"{JOBS}:train", 2, {**job, **there, "resume": str(tmp_path / "in" / "checkpoint-2")}, LIMIT)
+    assert digests(tmp_path / "there" / "checkpoint-2") == stored
+
+
+def test_an_evaluation_has_the_averaged_weights(ranks: ForkServer, tmp_path: Path) -> None:
+    def losses(**settings: Any) -> list[float]:
+        job = {"layout": SD2V2.to_json(), "output_dir": str(tmp_path), "settings": {"max_steps": 2, **settings}}
+        return list(ranks.run(f"{JOBS}:evaluated", 2, job, LIMIT).values[0])
+
+    plain, averaged = losses(), losses(flex_ema_decay=0.9, flex_ema_evaluate=True)
+    assert plain[0] == averaged[0], "the first update is a copy"
+    assert plain[1] != averaged[1]
+
+
 def test_open_weights_are_read_under_tensor_parallelism(runs: Runs, ranks: ForkServer, tmp_path: Path) -> None:
     output, _ = runs.whole("llama", SINGLE, {})
     job = {"directory": str(output / "export"), "layout": TP2.to_json(), "output_dir": str(tmp_path)}
