@@ -14,7 +14,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -77,16 +77,65 @@ class Node:
             )
 
 
+@dataclass(frozen=True)
+class Running:
+    """A command on a node that may be running: its process, which may have entered the node, and what it has printed.
+
+    Args:
+        process: as this machine sees it.
+        log: its output so far.
+    """
+
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def has_printed(self, text: str) -> bool:
+        """Return whether a text is in the output, or will never be."""
+        return self.process.poll() is not None or text in self.log.read_text(errors="replace")
+
+    def ranks(self) -> list[int]:
+        """Return the process ids of the ranks of the command, as this machine sees them."""
+        return _ranks_below(self.process.pid)
+
+
+def _ranks_below(root: int) -> list[int]:
+    children: dict[int, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # It has ended.
+            parent = path.read_text(errors="replace").rpartition(")")[2].split()[1]
+            children.setdefault(int(parent), []).append(int(path.parent.name))
+    below = [root]
+    for pid in below:
+        if not _is_rank(pid):
+            below += children.get(pid, [])
+    return [pid for pid in below if _is_rank(pid)]
+
+
+def _is_rank(pid: int) -> bool:
+    return b"PADDLE_TRAINER_ID=" in Path(f"/proc/{pid}/environ").read_bytes()
+
+
 def run(
-    nodes: Sequence[Node], commands: Sequence[Sequence[object]], environments: Sequence[Mapping[str, object]]
+    nodes: Sequence[Node],
+    commands: Sequence[Sequence[object]],
+    environments: Sequence[Mapping[str, object]],
+    meanwhile: Callable[[list[Running]], object] = lambda _: None,
 ) -> list[Ended]:
-    """Run a command on every node at once, and wait until all have ended."""
+    """Run a command on every node at once, and wait until all have ended.
+
+    Args:
+        nodes: the nodes.
+        commands: that of every node.
+        environments: that of every node.
+        meanwhile: called when all commands have started.
+    """
     logs = [node.disk / f"output-{secrets.token_hex(4)}.txt" for node in nodes]
     processes = [
         node.start(command, environment, log)
         for node, command, environment, log in zip(nodes, commands, environments, logs, strict=True)
     ]
     try:
+        meanwhile([Running(process, log) for process, log in zip(processes, logs, strict=True)])
         codes = [process.wait() for process in processes]
     finally:
         for process in processes:

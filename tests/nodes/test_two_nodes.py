@@ -6,21 +6,25 @@ A job starts eight interpreters that import Paddle, so that one is in ``make tes
 from __future__ import annotations
 
 import http.server
+import os
 import shutil
+import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import yaml
 
 from paddleformers_fc.cpu_runtime.forkserver import ForkServer
-from paddleformers_fc.cpu_runtime.ranks import free_ports
+from paddleformers_fc.cpu_runtime.ranks import SAVED_ON_SIGNAL, free_ports
+from paddleformers_fc.execute.digest import canonical_digests
 from paddleformers_fc.storage.manifest import read_manifest
 from paddleformers_fc.trainer import register
 from paddleformers_fc.verification.demo.assets import prepare as prepare_assets
-from tests.nodes.network import BIN, Ended, Node, run, two_nodes
+from tests.harness.waiting import wait_until
+from tests.nodes.network import BIN, Ended, Node, Running, run, two_nodes
 
 REGISTERED = {"custom_register_path": str(register.PATH)}
 SCRIPT, RECIPE = (Path(__file__).parents[2] / "recipes" / name for name in ("script.py", "two_nodes.yaml"))
@@ -53,10 +57,16 @@ def placed(nodes: Sequence[Node]) -> list[dict[str, object]]:
     return [{**given, "RANK": rank} for rank in range(2)]
 
 
-def train(nodes: Sequence[Node], config: Path, *overrides: str, own: str = "") -> list[Ended]:
+def train(
+    nodes: Sequence[Node],
+    config: Path,
+    *overrides: str,
+    own: str = "",
+    meanwhile: Callable[[list[Running]], object] = lambda _: None,
+) -> list[Ended]:
     """``paddleformers-fc train`` on both nodes; the second one has an override of its own."""
     command = [BIN / "paddleformers-fc", "train", config, "--nproc", 1, *overrides]
-    return run(nodes, [command, [*command, own] if own else command], placed(nodes))
+    return run(nodes, [command, [*command, own] if own else command], placed(nodes), meanwhile)
 
 
 def by_launch(nodes: Sequence[Node], config: Path, *overrides: str) -> list[Ended]:
@@ -79,9 +89,11 @@ def checkpoints(node: Node) -> list[str]:
     return sorted(path.name for path in (node.disk / "out").glob("checkpoint-*"))
 
 
-def each_disk_has_its_part(nodes: Sequence[Node], ended: Sequence[Ended], step: int, steps: list[int]) -> None:
+def each_disk_has_its_part(
+    nodes: Sequence[Node], ended: Sequence[Ended], step: int, steps: list[int], code: int = 0
+) -> None:
     """Both nodes have ended well; each has all checkpoints, and of the newest one the files of its rank alone."""
-    assert [one.code for one in ended] == [0, 0], "\n".join(one.output for one in ended)
+    assert [one.code for one in ended] == [code, code], "\n".join(one.output for one in ended)
     for rank, (node, one) in enumerate(zip(nodes, ended, strict=True)):
         assert checkpoints(node) == [f"checkpoint-{number}" for number in steps if rank or number == step]
         directory = node.disk / f"out/checkpoint-{step}"
@@ -101,6 +113,34 @@ def test_two_nodes_resume_a_checkpoint_that_one_of_them_has_and_each_disk_gets_i
     ended = train(nodes, config, "max_steps=3", "save_steps=3")
     assert all("Resumed step 2" in one.output for one in ended), "\n".join(one.output for one in ended)
     each_disk_has_its_part(nodes, ended, 3, [2, 3])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preempted", [0, 1])
+def test_both_nodes_save_when_the_ranks_of_one_get_a_signal_and_resume_as_if_uninterrupted(
+    nodes: list[Node], config: Path, preempted: int
+) -> None:
+    def preempt(running: list[Running]) -> None:
+        for one in running:
+            wait_until(lambda one=one: one.has_printed("global_step: 2"), "the loop runs")
+        for rank in running[preempted].ranks():
+            os.kill(rank, signal.SIGTERM)
+
+    constant = ("lr_scheduler_type=constant", "save_steps=100000")
+    ended = train(nodes, config, "max_steps=100000", *constant, meanwhile=preempt)
+    assert checkpoints(nodes[0]), "\n".join(one.output for one in ended)
+    step = int(checkpoints(nodes[0])[-1].removeprefix("checkpoint-"))
+    each_disk_has_its_part(nodes, ended, step, [step], SAVED_ON_SIGNAL)
+    last = step + 2
+    resumed = train(nodes, config, f"max_steps={last}", *constant, f"save_steps={last}")
+    assert all(f"Resumed step {step}" in one.output for one in resumed), "\n".join(one.output for one in resumed)
+    whole = train(nodes, config, f"max_steps={last}", *constant, f"save_steps={last}", "output_dir=whole")
+    assert [one.code for one in whole] == [0, 0], "\n".join(one.output for one in whole)
+    for directory in ("out", "whole"):
+        parts = [node.disk / directory / f"checkpoint-{last}" for node in nodes]
+        shutil.copytree(parts[1], parts[0], dirs_exist_ok=True)
+    found, wanted = (list(canonical_digests(nodes[0].disk / one / f"checkpoint-{last}")) for one in ("out", "whole"))
+    assert found == wanted
 
 
 @pytest.mark.slow
