@@ -31,7 +31,14 @@ from paddleformers_fc.execute.save_plan import cuts_of, model_rules
 from paddleformers_fc.families import ModelDescription, OptionalNames, family_for, is_known
 from paddleformers_fc.families.adapters import Adapters, shared_copies
 from paddleformers_fc.families.bind import family_heads, headed_names, tied_sources
-from paddleformers_fc.families.changes import OPTION, Change, config_changes, of_adapters, refuse_changes
+from paddleformers_fc.families.changes import (
+    OPTION,
+    Change,
+    config_changes,
+    of_adapters,
+    refuse_changes,
+    without_patterns,
+)
 from paddleformers_fc.formats import Catalog, OpenedCheckpoint
 from paddleformers_fc.formats.block_scales import in_float32
 from paddleformers_fc.formats.registry import open_weights
@@ -237,9 +244,10 @@ def prepare_load(
     changes = config_changes(checkpoint.known, model, complete=is_complete)
 
     def refuse(report: Report) -> None:
-        refuse_changes(of_adapters(changes), may_change, str(checkpoint.catalog.root))
+        counted = without_patterns(changes) if report.empty else changes
+        refuse_changes(of_adapters(counted), may_change, str(checkpoint.catalog.root))
         report.refuse(str(checkpoint.catalog.root), _family_difference(checkpoint.known, model))
-        refuse_changes(changes, may_change, str(checkpoint.catalog.root))
+        refuse_changes(counted, may_change, str(checkpoint.catalog.root))
 
     prepared = _prepared(checkpoint.catalog, roles, channel, options, preflight, recorded, refuse, started, consistency)
     return replace(prepared, fill=lambda: replace(prepared.fill(), changes=tuple(changes)))

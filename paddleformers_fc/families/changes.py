@@ -83,6 +83,9 @@ _REPORTED_ONLY = ("moe_router_load_balancing_type", "moe_router_bias_update_rate
 _OF_TRAINING = frozenset(f"{ADAPTERS}.{name}" for name in ("dropout", "plus_scale", "location"))
 """Keys of adapters that the use of their weights does not depend on."""
 
+_PATTERNS = frozenset(f"{ADAPTERS}.{name}" for name in ("target_modules", "trainable_modules", "trainable_bias"))
+"""Keys of adapters that select tensors."""
+
 LEFT_OUT = (
     # The parallel layout, and the part of a model that a rank holds.
     *("*parallel_size", "*parallel_rank", "*parallel_degree", "tensor_parallel*", "sequence_parallel"),
@@ -172,6 +175,15 @@ def config_changes(stored: ModelDescription, live: ModelDescription, complete: b
 def of_adapters(changes: Iterable[Change]) -> list[Change]:
     """Return the changes of adapters, which explain tensors that are missing or have another shape."""
     return [change for change in changes if change.key.startswith(f"{ADAPTERS}.")]
+
+
+def without_patterns(changes: Iterable[Change]) -> list[Change]:
+    """Return the changes other than those of patterns that select tensors.
+
+    Names of layers differ between the classes of a model, such as those of pipelines, and several patterns select the
+    same layers. Equal tensors on both sides prove that two patterns do.
+    """
+    return [change for change in changes if change.key not in _PATTERNS]
 
 
 def refuse_changes(changes: Sequence[Change], allowed: Collection[str], where: str) -> None:

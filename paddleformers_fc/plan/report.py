@@ -7,6 +7,7 @@ Indices are folded: ``layers.{0...31}``.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
@@ -35,10 +36,16 @@ CHECKPOINT, OPEN_WEIGHTS = "checkpoint", "open weights"
 """What is stored, in the text of errors."""
 _OPEN_WEIGHTS_STEP = "Name the directory of this model's weights, or correct the config.json beside them."
 _MODEL_STEP = "Resume with the model this checkpoint was saved from, or name another checkpoint."
+_STATES_STEP = (
+    "Resume with the optimizer and the trained parameters of the run that saved it. To start a new run from its "
+    "weights, set ignore_load_lr_and_optim: true; a script loads them without the optimizer."
+)
 _CUTS_STEP = (
     "Resume with the tensor parallel degree of the run that saved it: the optimizer keeps one number per local tensor, "
     "which is exact only while tensors are cut in the same way."
 )
+_STATE = re.compile(r"\.[A-Za-z_]\w*_0$")
+"""How the name of a state ends, whatever its optimizer is."""
 _DTYPE_STEP = (
     "Resume in the precision of the run that saved it: the same compute_type (or bf16, fp16), fp16_opt_level and "
     "amp_master_grad. Or set flex_allow_casts: true to change between float32 and bfloat16."
@@ -111,9 +118,12 @@ class Report:
         if shapes and all(any(suffix in line for suffix in SHARD_NUMBER_SUFFIXES) for line in shapes):
             return _CUTS_STEP
         found = {kind for kind, lines in self.lines.items() if lines}
-        masters_only = all(MASTER.suffix in line for line in self.lines["missing"] | self.lines["unexpected"])
-        precision = "dtype" in found and found <= {"dtype", "missing", "unexpected"} and masters_only
-        return _DTYPE_STEP if precision else _MODEL_STEP
+        names = self.lines["missing"] | self.lines["unexpected"]
+        masters_only = all(MASTER.suffix in line for line in names)
+        if "dtype" in found and found <= {"dtype", "missing", "unexpected"} and masters_only:
+            return _DTYPE_STEP
+        states_only = found <= {"missing", "unexpected"} and all(_STATE.search(line) for line in names)
+        return _STATES_STEP if states_only else _MODEL_STEP
 
     def to_wire(self) -> str:
         """The report as JSON."""

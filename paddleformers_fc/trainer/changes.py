@@ -19,7 +19,7 @@ from paddleformers_fc.trainer.position import Pace, SampleOrder
 
 OPTIMIZER = (
     *("optim", "learning_rate", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay", "max_grad_norm"),
-    "scale_loss",
+    *("scale_loss", "optimizer"),
 )
 SCHEDULE = (
     *("lr_scheduler_type", "lr_scheduler", "warmup_ratio", "warmup_steps", "min_lr", "lr_end", "num_cycles", "power"),

@@ -36,6 +36,7 @@ from paddleformers_fc.execute.opening import own_file, own_or_handed
 from paddleformers_fc.families import family_for, is_known
 from paddleformers_fc.families.exported import exported_config
 from paddleformers_fc.formats.checkpoint import CONFIG_NAME, OpenedCheckpoint
+from paddleformers_fc.layout.roles import qualified_name
 from paddleformers_fc.storage import codecs
 from paddleformers_fc.storage.files import files_within, read_file
 from paddleformers_fc.storage.manifest import Manifest, read_listed
@@ -44,6 +45,7 @@ from paddleformers_fc.trainer import inherited, lora
 from paddleformers_fc.trainer.description import describe
 from paddleformers_fc.trainer.host import TrainerState
 from paddleformers_fc.trainer.host_models import clean_model_class_name, get_parameter_dtype, unwrap_model
+from paddleformers_fc.trainer.optimizers import innermost
 from paddleformers_fc.trainer.options import FlexFields
 
 STATE = "trainer/state.json"
@@ -216,14 +218,20 @@ def capture_progress(trainer: Any, data: dict[str, Any]) -> dict[str, Callable[[
     return files
 
 
-def arguments_document(args: Any) -> bytes:
-    """Return the training arguments as JSON for readers, without secrets."""
-    return capture_arguments(args)()
+def arguments_document(args: Any, optimizer: Any = None) -> bytes:
+    """Return the training arguments as JSON for readers, without secrets.
+
+    Args:
+        args: the training arguments.
+        optimizer: of the Trainer; its class is added, which the arguments of a script need not name.
+    """
+    return capture_arguments(args, optimizer)()
 
 
-def capture_arguments(args: Any) -> Callable[[], bytes]:
+def capture_arguments(args: Any, optimizer: Any = None) -> Callable[[], bytes]:
     """Capture the training arguments, and return a function that encodes :func:`arguments_document`."""
-    return partial(_arguments_document, {**copy.deepcopy(_data_arguments(args)), **args.to_dict()})
+    chosen = {} if optimizer is None else {"optimizer": qualified_name(type(innermost(optimizer)))}
+    return partial(_arguments_document, {**copy.deepcopy(_data_arguments(args)), **chosen, **args.to_dict()})
 
 
 def _arguments_document(captured: Mapping[str, Any]) -> bytes:
@@ -255,9 +263,9 @@ def _data_arguments(args: Any) -> dict[str, Any]:
     return {**values, "train_dataset_sizes": [path.stat().st_size for path in paths if path.is_file()]}
 
 
-def own_arguments(args: Any) -> dict[str, Any]:
+def own_arguments(args: Any, optimizer: Any) -> dict[str, Any]:
     """Return the training arguments of this run in the form of :func:`read_arguments`."""
-    return codecs.decode_object(arguments_document(args), "training arguments")
+    return codecs.decode_object(arguments_document(args, optimizer), "training arguments")
 
 
 def read_arguments(directory: AnyPath, manifest: Manifest) -> dict[str, Any]:

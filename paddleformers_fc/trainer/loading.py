@@ -687,7 +687,7 @@ def _warn_of_changes(
         directory, manifest = run.resumed_from, run.manifest
         if directory is None or manifest is None or not args.should_log:
             return ""
-        arguments = documents.read_arguments(directory, manifest), documents.own_arguments(args)
+        arguments = documents.read_arguments(directory, manifest), documents.own_arguments(args, trainer.optimizer)
         found = [
             *run.changes,
             *changes.argument_changes(*arguments, streams),

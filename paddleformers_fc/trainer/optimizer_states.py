@@ -349,6 +349,7 @@ def _shard(name: str, state: StateDescriptor, tensor: Any, weight: Any, range_: 
     if range_ is not None and range_.stop == range_.start:
         return None
     if state.shape is StateShape.NUMBER:
+        _refuse_shape(name, state, tensor, math.prod(tensor.shape) == 1)
         return ShardedWeight(name, tensor, NUMBER_SHAPE, NUMBER_SHAPE, (0,))
     if state.shape is StateShape.SHARD_NUMBER:
         return _number_of_shard(name, tensor, weight)
@@ -356,10 +357,25 @@ def _shard(name: str, state: StateDescriptor, tensor: Any, weight: Any, range_: 
         return slices.piece(name, tensor, weight)
     if range_ is not None:
         length = range_.stop - range_.start
+        _refuse_shape(name, state, tensor, len(tensor.shape) == 1 and tensor.shape[0] >= length)
         # Without strided kernels Paddle's slices are copies, into which a load would be lost.
         own = tensor if math.prod(tensor.shape) == length else tensor._slice(0, length).detach()
         return ShardedWeight(name, own, weight.local_shape, weight.global_shape, weight.global_offset, True, range_)
+    _refuse_shape(name, state, tensor, tuple(tensor.shape) == tuple(weight.local_shape))
     return ShardedWeight(name, tensor, weight.local_shape, weight.global_shape, weight.global_offset)
+
+
+def _refuse_shape(name: str, state: StateDescriptor, tensor: Any, fits: bool) -> None:
+    """Refuse a state that does not have the declared shape, such as one with an axis more than its parameter."""
+    if not fits:
+        raise OptionError(
+            f"A state of the optimizer does not have the declared shape: {state.paddle_name}.",
+            where=name,
+            evidence=[f"shape {list(tensor.shape)}, declared: {state.shape.value}"],
+            next_step="Correct the line paddleformers_fc.register_optimizer. States of other shapes than that of their "
+            "parameter or one number are not supported: train with another optimizer, or set "
+            "ignore_save_lr_and_optim: true to save weights alone.",
+        )
 
 
 def _number_of_shard(name: str, tensor: Any, weight: Any) -> Any:

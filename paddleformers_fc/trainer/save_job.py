@@ -284,7 +284,7 @@ def _capture_files(trainer: Any) -> _Encode:
             captured[documents.REFERENCE] = partial(codecs.encode, about, "reference model")
         if run.average is not None and run.average.has_begun:
             captured[documents.AVERAGE] = partial(codecs.encode, run.average.document(), "moving average")
-        captured[documents.ARGUMENTS] = documents.capture_arguments(args)
+        captured[documents.ARGUMENTS] = documents.capture_arguments(args, trainer.optimizer)
         describing = documents.capture_model_files(trainer, run.tokenizer_files.of(trainer))
     return lambda: {**describing(), **{name: encode() for name, encode in captured.items()}}
 

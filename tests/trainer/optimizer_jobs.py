@@ -144,6 +144,47 @@ def train_undeclared(kind: str, output_dir: str) -> str:
     return ""
 
 
+def train_misdeclared(output_dir: str, layout: Mapping[str, Any]) -> dict[str, str]:
+    """Train with optimizers whose states do not have the declared shapes; the errors."""
+    import paddle
+
+    import paddleformers_fc
+    from paddleformers_fc import FlexTrainer
+    from paddleformers_fc.errors import FlexError
+
+    made = {
+        "Adagrad": ({"numbers": ["moment"]}, {}),
+        "Adam": ({"like_parameter": ["moment1", "moment2", "beta1_pow_acc"], "numbers": ["beta2_pow_acc"]}, {}),
+        "ASGD": ({"like_parameter": ["d", "y"], "numbers": ["m"]}, {"batch_num": 1}),
+    }
+    found = {}
+    for kind, (declared, options) in made.items():
+        chosen = getattr(paddle.optimizer, kind)
+
+        class Trainer(FlexTrainer):
+            def create_optimizer(self, lr_scheduler: Any = None, chosen: Any = chosen, options: Any = options) -> Any:
+                self.optimizer = chosen(parameters=self.model.parameters(), learning_rate=0.01, **options)
+
+        try:
+            paddleformers_fc.register_optimizer(chosen, **declared)
+            flex_trainer(layout, f"{output_dir}/{kind}", {"max_steps": 2, "save_steps": 2}, cls=Trainer).train()
+            found[kind] = ""
+        except FlexError as error:
+            found[kind] = error.render()
+    return found
+
+
+def resume_with(key: str, layout: Mapping[str, Any], output_dir: str, resume: str, **arguments: Any) -> str:
+    """Resume with the optimizer of a choice; the error, if any."""
+    from paddleformers_fc.errors import FlexError
+
+    try:
+        trainer_of(key, layout, output_dir, max_steps=3, **arguments).train(resume_from_checkpoint=resume)
+    except FlexError as error:
+        return error.render()
+    return ""
+
+
 def load_in_float32(output_dir: str) -> dict[str, Any]:
     """Save a bfloat16 model with master weights, and load it into a float32 model, without a Trainer.
 

@@ -137,6 +137,17 @@ def test_other_adapters_and_other_bases_are_refused_with_the_difference(
         assert row in found[way]
 
 
+def test_other_patterns_that_select_the_same_layers_are_no_other_adapters(
+    ranks: ForkServer, llama: Trained, tmp_path: Path
+) -> None:
+    """Layers of pipelines have other names, so that patterns with whole names must differ."""
+    job = {"output_dir": str(tmp_path), "resume": str(llama.third), "arguments": SIX_STEPS}
+    given = {**job, "layout": SINGLE.to_json(), "adapters": {"target_modules": ".*_proj"}}
+    result = ranks.run(f"{JOBS}:run", 1, given)
+    assert result.values[0]["losses"] == llama.losses[3:]
+    assert '  lora.target_modules  [".*qkv_proj", ".*(q|k|v' in result.logs[0].read_text()
+
+
 def test_the_files_of_a_base_identify_it_wherever_they_are(ranks: ForkServer, tmp_path: Path) -> None:
     base = weights_of(ranks, tmp_path / "base", "llama", {})
     trained = Trained(ranks, TP2, tmp_path / "run", base=str(base))

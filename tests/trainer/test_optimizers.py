@@ -122,6 +122,45 @@ def test_offloaded_parameters_and_adamw_mini_under_tensor_parallelism_are_refuse
     assert "AdamW Mini currently doesn't support tensor parallelism." in source
 
 
+def test_a_state_without_the_declared_shape_is_refused_by_name(ranks: ForkServer, tmp_path: Path) -> None:
+    said = {
+        "Adagrad": "declared shape: moment",
+        "Adam": "and in this package 'one number'",
+        "ASGD": "declared shape: y",
+    }
+    for layout in (SINGLE, SD2V2):
+        job = {"output_dir": str(tmp_path / layout.name), "layout": layout.to_json()}
+        found = ranks.run(f"{JOBS}:train_misdeclared", layout.nproc, job).values[0]
+        assert {kind: text in found[kind] for kind, text in said.items()} == dict.fromkeys(said, True), found
+
+
+def test_another_optimizer_is_reported_where_its_states_have_the_same_names_and_else_refused(
+    ranks: ForkServer, tmp_path: Path
+) -> None:
+    given = {"layout": SINGLE.to_json(), "keys": ["adamw", "sgd"], "output_dir": str(tmp_path)}
+    ranks.run(f"{JOBS}:train_and_resume", 1, given)
+
+    def resume(saved: str, key: str, **arguments: object) -> tuple[str, str]:
+        directory = tmp_path / saved / "whole/checkpoint-2"
+        job = {"key": key, "layout": SINGLE.to_json(), "output_dir": str(tmp_path / "out"), "resume": str(directory)}
+        result = ranks.run(f"{JOBS}:resume_with", 1, {**job, **arguments})
+        return result.values[0], result.logs[0].read_text()
+
+    error, log = resume("adamw", "lamb")
+    assert (
+        error,
+        " ".join(log.split()).count("optimizer paddle.optimizer.adamw.AdamW paddle.optimizer.lamb.Lamb"),
+    ) == ("", 1)
+    error, log = resume("sgd", "adamw")
+    assert (error, "paddle.optimizer.sgd.SGD" in log, "without optimizer states in" in log) == ("", True, True)
+    error, _ = resume("adamw", "momentum")
+    assert "Resume with the optimizer and the trained parameters of the run that saved it." in error
+    assert "ignore_load_lr_and_optim: true" in error
+    assert resume("adamw", "momentum", ignore_load_lr_and_optim=True)[0] == ""
+    _, log = resume("adamw", "adamw")
+    assert "paddle.optimizer.adamw.AdamW" not in log
+
+
 # ---- The table of the page.
 
 
