@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from paddleformers_fc.cli.explaining import show
-from paddleformers_fc.cli.output import console
 from paddleformers_fc.mapping import Rule
+from paddleformers_fc.output import console
 from paddleformers_fc.plan.explain import ExplainedTensor, Explanation
 from tests.cli.support import run
 from tests.execute.simulated import canonical
