@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 
 import pytest
-from hypothesis import example, given, settings, strategies as st
+from hypothesis import example, given, strategies as st
 
 from paddleformers_fc.aoa import AoaTensor, parse
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.mapping import prove
 from tests.aoa.spaces import side
+from tests.harness.sampling import thorough
 from tests.harness.work import calls
 
 LEFT = side({"a": (4, 6), "b": (4, 6), "m.0.w": (2, 4), "m.1.w": (2, 4), "m.0.e.0.x": (8,), "m.0.e.1.x": (8,), "s": ()})
@@ -31,7 +32,7 @@ shuffled = st.lists(st.sampled_from(WORDS), max_size=12).map(" ".join)
 lines = st.one_of(likely, likely, shuffled, st.text(max_size=40))
 
 
-@settings(max_examples=600)
+@thorough(600)
 @given(st.lists(lines, max_size=5), st.sampled_from([RIGHT, None]))
 @example(["s -> s, axis=0"], RIGHT)
 @example(["s^T, s -> c, axis=0"], RIGHT)

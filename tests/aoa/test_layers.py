@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from paddleformers_fc.aoa import AoaTensor, Hints, normal, parse, render
 from paddleformers_fc.aoa.layers import reduce_layers
@@ -15,6 +15,7 @@ from paddleformers_fc.families.text import with_ties
 from paddleformers_fc.mapping import Correspondence, Mapping, TensorSpec, prove
 from paddleformers_fc.mapping.boxes import Box, whole
 from tests.families.spaces import model_of, nested_settings
+from tests.harness.sampling import thorough
 
 Part = tuple[list[Correspondence], dict[str, TensorSpec], dict[str, TensorSpec]]
 
@@ -140,7 +141,7 @@ def check(mapping: Mapping, hints: Hints) -> None:
 NUMBERS = st.lists(st.integers(0, 5), max_size=2, unique=True)
 
 
-@settings(max_examples=400)
+@thorough(400)
 @given(
     st.lists(st.lists(st.sampled_from(sorted(KINDS)), max_size=4), min_size=1, max_size=3),
     st.lists(st.integers(0, 2), min_size=1, max_size=7),

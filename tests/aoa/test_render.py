@@ -6,7 +6,7 @@ import logging
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from msgspec import structs
 
 from paddleformers_fc.aoa import Hints, normal, parse, render, rendering
@@ -15,6 +15,7 @@ from paddleformers_fc.mapping import Box, Correspondence, Mapping, Rule, RuleSet
 from paddleformers_fc.mapping.rules import Slab
 from tests.aoa import stock
 from tests.aoa.spaces import side_of
+from tests.harness.sampling import thorough
 from tests.mapping.numbers import moved, numbered
 from tests.mapping.strategies import rule_sets
 
@@ -314,7 +315,7 @@ def cut(rank: int, axis: int, count: int) -> Shape:
     return tuple(count if index == axis else 1 for index in range(rank))
 
 
-@settings(max_examples=150)
+@thorough(150)
 @given(cases(), st.booleans())
 def test_random_rules_are_said_and_read_as_such_by_paddle(case: tuple[Mapping, Hints], reverse: bool) -> None:
     mapping, hints = case

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from paddleformers_fc.errors import Corrupt, MismatchError, OptionError, StorageError
 from paddleformers_fc.execute.read_jobs import Memory
@@ -32,6 +32,7 @@ from paddleformers_fc.storage import files, vectored_read
 from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
 from paddleformers_fc.storage.regions import HOT_BYTES, TILE_BYTES
 from tests.harness.limits import LIMIT
+from tests.harness.sampling import thorough
 
 ROLE = "model_state"
 NAMES = ["float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int64", "uint8"]
@@ -132,7 +133,7 @@ def test_tensors_just_past_a_block_are_read_to_their_last_element(tmp_path: Path
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@settings(max_examples=200)
+@thorough(200)
 @given(
     st.lists(wanted(), min_size=1, max_size=6),
     st.sampled_from([1, 2, 16]),

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from paddleformers_fc.execute import replica_assignment
 from paddleformers_fc.execute.replica_assignment import RankShards, ShardPart, assign_writers, pack_files
 from paddleformers_fc.layout import Shard
 from paddleformers_fc.layout.codec import decode_held, encode_held
 from paddleformers_fc.mapping.boxes import shifted, whole
+from tests.harness.sampling import thorough
 
 MEBI = 1024 * 1024
 
@@ -115,7 +116,7 @@ def elements(shard: Shard) -> np.ndarray:
     return part if shard.flat is None else part[shard.flat[0] : shard.flat[1]]
 
 
-@settings(max_examples=300)
+@thorough(300)
 @given(jobs(), st.integers(1, 40), st.integers(1, 60))
 def test_every_element_is_written_once_by_a_rank_that_holds_it(
     everyone: list[RankShards], least: int, most: int

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from paddleformers_fc.execute.read_jobs import Memory
 from paddleformers_fc.execute.reading import execute_reads
@@ -16,6 +16,7 @@ from paddleformers_fc.execute.shard_pieces import cut_large_shards
 from paddleformers_fc.mapping.boxes import whole
 from paddleformers_fc.plan.items import ReadItem, StoredPart
 from tests.execute.test_reading import ROLE, Stored, Wanted, plan_of, wanted
+from tests.harness.sampling import thorough
 
 
 @dataclass
@@ -53,7 +54,7 @@ def matrix(order: tuple[int, ...]) -> list[ReadItem]:
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@settings(max_examples=200)
+@thorough(200)
 @given(st.lists(wanted(), min_size=1, max_size=6), st.sampled_from([1, 40, 300]))
 def test_pieces_of_a_shard_of_many_tensors_are_the_shard(
     tmp_path_factory: pytest.TempPathFactory, tensors: list[Wanted], most: int

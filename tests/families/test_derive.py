@@ -41,6 +41,7 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "derivation.md"
 ALL = [pytest.param(case, id=f"{case.name} TP {tp}") for tp in DEGREES for case in cases(tp)]
 INVALID_HINTS = ("qwen3_5", "qwen3_5_moe")
 """Families whose statements upstream writes with ``tp_probe_key``, which its own language does not have."""
+MANY_QUESTIONS = ("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe")
 ATTENTION = "model.layers.{}.self_attn"
 CONFIG = {"num_attention_heads": 4, "num_key_value_heads": 2}
 
@@ -81,10 +82,12 @@ def determined(*given: Any, **settling: Sequence[str]) -> Derivation:
 # The families, as what they would have been without a declaration.
 
 
+@pytest.mark.slow
 def test_the_document_is_what_is_measured() -> None:
     assert DOCUMENT.read_text(encoding="utf-8") == page(), "run: make derive-table"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", ALL)
 def test_a_written_family_is_derived_with_a_hint_and_with_answers_and_never_as_something_else(case: Case) -> None:
     found = measured(case)
@@ -93,6 +96,7 @@ def test_a_written_family_is_derived_with_a_hint_and_with_answers_and_never_as_s
     assert found.alone in (SAME, ASKS)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", ALL)
 def test_without_kinds_of_layers_more_is_asked_and_nothing_is_wrong(case: Case) -> None:
     blind = [LayeredTensor(one.tensor, LayerKind.OTHER) for one in case.layered()]
@@ -388,7 +392,12 @@ def test_dtypes_of_files_are_no_obstacle_and_no_evidence() -> None:
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(one, id=f"{one.name} TP {one.tp}") for tp in (1, 2) for one in cases(tp) if one.fleet is not False],
+    [
+        pytest.param(one, id=f"{one.name} TP {one.tp}", marks=[pytest.mark.slow] * (one.family.name in MANY_QUESTIONS))
+        for tp in (1, 2)
+        for one in cases(tp)
+        if one.fleet is not False
+    ],
 )
 def test_every_answer_settles_its_question(case: Case) -> None:
     found = derived(case)

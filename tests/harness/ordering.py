@@ -15,6 +15,7 @@ LONG = (
     "tests/corruption/",
     "tests/crash/",
     "tests/verification/",
+    "tests/formats/",
     "tests/cli/",
     "tests/cpu_runtime/",
     "tests/execute/",

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from paddleformers_fc.errors import FormatError, MismatchError
 from paddleformers_fc.layout import Shard, split_state_name
@@ -14,9 +14,10 @@ from paddleformers_fc.layout.codec import decode_shards, encode_shards
 from paddleformers_fc.layout.live import describe_roles, facts_of, shard_of
 from paddleformers_fc.mapping.boxes import Box, shifted, whole
 from paddleformers_fc.storage.safetensors import TensorEntry
+from tests.harness.sampling import thorough
 
 
-@settings(max_examples=300)
+@thorough(300)
 @given(st.lists(st.integers(1, 5), max_size=4), st.data())
 def test_the_fragments_of_a_range_are_its_elements_in_order(shape: list[int], data: st.DataObject) -> None:
     size = int(np.prod(shape))

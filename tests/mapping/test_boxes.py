@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from paddleformers_fc.mapping.boxes import Box, BoxFinder, cover_faults, whole
+from tests.harness.sampling import thorough
 from tests.mapping.numbers import slices
 
 BOUNDS = st.tuples(st.integers(0, 5), st.integers(0, 5)).map(sorted)
@@ -17,7 +18,7 @@ def boxes(draw: st.DrawFn, rank: int) -> Box:
     return Box(tuple(p[0] for p in pairs), tuple(p[1] for p in pairs))
 
 
-@settings(max_examples=300)
+@thorough(300)
 @given(st.integers(0, 3).flatmap(lambda rank: st.lists(boxes(rank), max_size=5).map(lambda b: (rank, b))))
 def test_boxes_tile_exactly_when_every_element_is_counted_once(case: tuple[int, list[Box]]) -> None:
     rank, found = case
@@ -28,7 +29,7 @@ def test_boxes_tile_exactly_when_every_element_is_counted_once(case: tuple[int, 
     assert (not cover_faults(outer, found)) == bool((count == 1).all())
 
 
-@settings(max_examples=200)
+@thorough(200)
 @given(st.lists(boxes(2), max_size=6), boxes(2))
 def test_the_finder_returns_every_box_that_touches(found: list[Box], probe: Box) -> None:
     near = set(BoxFinder(found).near(probe))

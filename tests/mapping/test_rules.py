@@ -8,13 +8,14 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from paddleformers_fc.errors import FormatError, MappingError
 from paddleformers_fc.mapping import Mapping, Rule, RuleSet, TensorSpec, Tie, prove
 from paddleformers_fc.mapping.boxes import whole
 from paddleformers_fc.mapping.codec import decode_rules, encode_rules
 from paddleformers_fc.mapping.rules import Slab
+from tests.harness.sampling import thorough
 from tests.mapping.numbers import moved, numbered
 from tests.mapping.strategies import rule_sets
 
@@ -164,7 +165,7 @@ def test_a_slab_survives_the_way_through_json() -> None:
     assert decode_rules(encode_rules(rules), "mapping.json") == rules
 
 
-@settings(max_examples=150)
+@thorough(150)
 @given(rule_sets())
 def test_forward_then_reverse_restores_every_number(rules: RuleSet) -> None:
     mapping = rules.mapping()
@@ -175,7 +176,7 @@ def test_forward_then_reverse_restores_every_number(rules: RuleSet) -> None:
     assert all((back[name] == arrays[name]).all() for name in arrays)
 
 
-@settings(max_examples=50)
+@thorough(50)
 @given(rule_sets())
 def test_a_mapping_composed_with_its_reverse_is_the_identity(rules: RuleSet) -> None:
     mapping = rules.mapping()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from paddleformers_fc.mapping.boxes import Box
 from paddleformers_fc.plan.block_owners import BlockReads, RecordedBlocks
 from paddleformers_fc.plan.items import StoredPart
 from paddleformers_fc.storage.file_checksums import FileChecksum
+from tests.harness.sampling import thorough
 
 LENGTH = 100
 
@@ -31,7 +32,7 @@ def owners(blocks: RecordedBlocks, everyone: list[BlockReads]) -> list[set[tuple
     return [{(path, n) for path, found in blocks.owned(everyone, rank).items() for n in found} for rank in ranks]
 
 
-@settings(max_examples=200)
+@thorough(200)
 @given(
     st.lists(
         st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 680), st.integers(1, 400)), max_size=4), max_size=5

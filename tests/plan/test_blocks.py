@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
-from hypothesis import example, given, settings, strategies as st
+from hypothesis import example, given, strategies as st
 
 from paddleformers_fc.mapping.boxes import Box
 from paddleformers_fc.plan import StoredPart
 from paddleformers_fc.plan.blocks import blocks_read, byte_runs
+from tests.harness.sampling import thorough
 
 
 @st.composite
@@ -37,7 +38,7 @@ COLUMN = StoredPart("a", 3, (6, 6), Box((0, 2), (6, 3)), "float32")
 SLAB = StoredPart("a", 0, (5, 4, 3), Box((1, 0, 1), (5, 2, 2)), "uint8")
 
 
-@settings(max_examples=400)
+@thorough(400)
 @given(parts(), st.sampled_from([1, 2, 3, 5, 8, 50]))
 @example(COLUMN, 5)
 @example(SLAB, 2)

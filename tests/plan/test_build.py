@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from paddleformers_fc.errors import MappingError, MismatchError
 from paddleformers_fc.execute.read_pool import ReadOptions
@@ -22,6 +22,7 @@ from paddleformers_fc.plan import LoadPlan, ReadSource, plan_reads, resume_sourc
 from paddleformers_fc.plan.report import Report
 from paddleformers_fc.plan.sources import huggingface_source, stored_mapping
 from paddleformers_fc.storage.manifest import Manifest
+from tests.harness.sampling import thorough
 from tests.mapping.numbers import moved, numbered, slices
 from tests.plan.stored import opened, stored_tensor
 
@@ -53,7 +54,7 @@ def filled(plan: LoadPlan, root: Path, shard: Shard, **options: int) -> np.ndarr
     return array
 
 
-@settings(max_examples=150)
+@thorough(150)
 @given(st.integers(1, 4), st.data())
 def test_any_shard_of_a_fused_tensor_is_put_together_from_any_pieces(
     tmp_path_factory: pytest.TempPathFactory, pieces: int, data: st.DataObject

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from paddleformers_fc.errors import MismatchError
 from paddleformers_fc.execute.read_jobs import item_view, region_of
@@ -25,6 +25,7 @@ from paddleformers_fc.plan.items import ReadItem, StoredPart
 from paddleformers_fc.plan.simulate import SimulatedModel, declared_model
 from paddleformers_fc.storage.ranges import RangeReader
 from paddleformers_fc.storage.regions import HOT_BYTES, Workspace, read_region
+from tests.harness.sampling import thorough
 from tests.mapping.strategies import with_items
 from tests.plan.stored import checkpoint_of, stored_tensor
 
@@ -109,7 +110,7 @@ def test_casts_are_said() -> None:
     assert not [cast for cast in found.cast if cast.name.endswith("gate.weight")]
 
 
-@settings(max_examples=150)
+@thorough(150)
 @given(st.data())
 def test_the_cost_of_an_item_is_what_reading_it_costs(data: Any) -> None:
     shape = tuple(data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)))

@@ -6,7 +6,7 @@ import itertools
 import math
 from pathlib import Path
 
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import HealthCheck, given, strategies as st
 
 from paddleformers_fc.formats.catalog import Catalog, gather_shards
 from paddleformers_fc.layout import Shard
@@ -16,6 +16,7 @@ from paddleformers_fc.mapping.boxes import Box, whole
 from paddleformers_fc.mapping.rules import Slab
 from paddleformers_fc.plan import ReadSource, plan_reads
 from paddleformers_fc.plan.items import ReadItem
+from tests.harness.sampling import thorough
 
 Coordinates = tuple[int, ...]
 Where = tuple[str, int]
@@ -147,7 +148,7 @@ def planned(items: list[ReadItem], size: int) -> list[Where]:
     return [filled[index] for index in range(size)]
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@thorough(60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(models(), models(), st.data())
 def test_a_plan_reads_every_element_from_where_it_is_stored(
     stored: RuleSet, wanted: RuleSet, data: st.DataObject

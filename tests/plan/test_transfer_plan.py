@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from paddleformers_fc.errors import StorageError
 from paddleformers_fc.mapping.boxes import Box, cover_faults, whole
@@ -19,6 +19,7 @@ from paddleformers_fc.plan.transfer_plan import (
     schedule_rounds,
     size_of,
 )
+from tests.harness.sampling import thorough
 
 FILES = ("a", "b", "c")
 
@@ -68,7 +69,7 @@ def test_every_want_is_served_once_by_a_rank_that_sees_the_file(
 
 
 @given(jobs(), st.integers(1, 64))
-@settings(max_examples=200)
+@thorough(200)
 def test_all_ranks_go_through_the_same_rounds_within_the_bound(
     job: tuple[list[list[StoredPart]], SeenBy], limit: int
 ) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 import xxhash
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from paddleformers_fc.errors import Corrupt, FormatError, NotACheckpoint, OptionError, StorageError
 from paddleformers_fc.storage import block_checksums as blocks_module, manifest as manifest_module
@@ -26,6 +26,7 @@ from paddleformers_fc.storage.manifest import (
     verify_files,
     write_manifest,
 )
+from tests.harness.sampling import thorough
 from tests.storage.support import BLOCK, STATE, WEIGHTS, manifest_of, names_in, save, value_of
 
 OPTIONAL = {"differing_replicas", "diverged_ties", "origin", "run"}
@@ -244,7 +245,7 @@ def test_a_link_that_stays_inside_and_a_link_to_the_checkpoint_are_fine(checkpoi
     assert value_of(tmp_path / "latest") == 7
 
 
-@settings(derandomize=True, max_examples=200)
+@thorough(200, derandomize=True)
 @given(data=st.data())
 def test_any_flipped_bit_of_a_manifest_is_noticed(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
@@ -275,7 +276,7 @@ def test_a_manifest_without_its_last_byte_is_corrupt(checkpoint: Path) -> None:
         read_manifest(checkpoint)
 
 
-@settings(derandomize=True, max_examples=200)
+@thorough(200, derandomize=True)
 @given(raw=st.binary(max_size=60) | st.text(max_size=60).map(str.encode))
 def test_random_bytes_are_no_manifest(tmp_path_factory: pytest.TempPathFactory, raw: bytes) -> None:
     directory = tmp_path_factory.mktemp("manifest")

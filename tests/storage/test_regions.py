@@ -10,7 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from paddleformers_fc.errors import Corrupt
 from paddleformers_fc.storage.ranges import RangeReader
@@ -29,6 +29,7 @@ from paddleformers_fc.storage.regions import (
     strided_axes,
     tiles_of,
 )
+from tests.harness.sampling import thorough
 
 DTYPES = [
     np.dtype(one)
@@ -101,7 +102,7 @@ def same_bits(left: np.ndarray[Any, Any], right: np.ndarray[Any, Any]) -> bool:
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@settings(max_examples=600)
+@thorough(600)
 @given(cases())
 def test_a_region_is_what_indexing_gives(tmp_path_factory: pytest.TempPathFactory, case: Case) -> None:
     path = tmp_path_factory.getbasetemp() / "region.bin"
@@ -121,7 +122,7 @@ def test_a_region_is_what_indexing_gives(tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@settings(max_examples=150)
+@thorough(150)
 @given(cases(), st.randoms())
 def test_blocks_read_in_any_order_fill_the_whole(
     tmp_path_factory: pytest.TempPathFactory, case: Case, random: Any

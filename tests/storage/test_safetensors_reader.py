@@ -12,15 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors
-from hypothesis import example, given, settings, strategies as st
+from hypothesis import example, given, strategies as st
 
 from paddleformers_fc.errors import Corrupt, FormatError, StorageError
 from paddleformers_fc.storage import safetensors as ours
 from paddleformers_fc.storage.dtypes import CODES, from_safetensors, to_numpy, to_safetensors
 from paddleformers_fc.storage.safetensors import MAX_HEADER_BYTES, TensorEntry, read_header
+from tests.harness.sampling import thorough
 from tests.storage.support import SPELLINGS, header_bytes, writer_of
 
-THOROUGH = settings(derandomize=True, max_examples=300)
+THOROUGH = thorough(300, derandomize=True)
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import safetensors
 import xxhash
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
@@ -23,6 +23,7 @@ from paddleformers_fc.errors import FormatError, StorageError
 from paddleformers_fc.storage import files
 from paddleformers_fc.storage.dtypes import CODES, to_numpy
 from paddleformers_fc.storage.safetensors import RandomAccessTensorWriter, layout_file, read_header
+from tests.harness.sampling import thorough
 from tests.storage.support import writer_of
 
 PAIR = [("a", "F32", (2, 3)), ("b", "BF16", (4,))]
@@ -44,7 +45,7 @@ def test_the_library_opens_the_file(tmp_path: Path) -> None:
         assert file.metadata() == {"made": "here"}
 
 
-@settings(derandomize=True, max_examples=150)
+@thorough(150, derandomize=True)
 @given(
     codes=st.lists(st.sampled_from(sorted(CODES)), max_size=5),
     shapes=st.lists(st.lists(st.integers(0, 4), max_size=3), min_size=5, max_size=5),

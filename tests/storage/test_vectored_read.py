@@ -11,13 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from paddleformers_fc.errors import Corrupt, StorageError
 from paddleformers_fc.storage import vectored_read
 from paddleformers_fc.storage.files import MOST_BUFFERS, OpenFile, open_regular
 from paddleformers_fc.storage.vectored_read import BATCH, ScatterList, VectoredReader
 from tests.harness.limits import LIMIT
+from tests.harness.sampling import thorough
 
 SIZE = 1 << 20
 APART = [0, 9, 17, 30]
@@ -166,7 +167,7 @@ def test_a_row_that_is_cut_short_to_the_length_of_another_is_named(
     one.close()
 
 
-@settings(max_examples=50)
+@thorough(50)
 @given(st.lists(st.integers(0, SIZE + 10), max_size=20), st.integers(1, 64))
 def test_a_row_behind_the_end_is_named_whatever_stands_beside_it(
     tmp_path_factory: pytest.TempPathFactory, data: bytes, offsets: list[int], length: int

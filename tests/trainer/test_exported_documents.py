@@ -35,7 +35,7 @@ SOURCES: dict[str, dict[str, Any]] = {
         "router_aux_loss_coef": 0.004,
     },
 }
-LAYOUTS = (tiny.SINGLE, tiny.TP2, tiny.PP2)
+LAYOUTS = (tiny.TP2, tiny.PP2)
 
 
 def source_of(ranks: ForkServer, directory: Path, model_type: str) -> tuple[Path, dict[str, Any]]:

@@ -100,6 +100,7 @@ def test_fine_tuning_on_packed_dialogues_resumes_with_tensor_parallelism(workflo
     resume_and_compare(workflows, "llama_sft", tmp_path, TP2)
 
 
+@pytest.mark.slow
 def test_a_training_that_saves_beside_its_steps_resumes_with_tensor_parallelism(
     workflows: Workflows, tmp_path: Path
 ) -> None:

@@ -54,6 +54,7 @@ def round_trip(row: str, column: str, directory: Path) -> simulate_ranks.RoundTr
     return hop
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("row", "column"), HOPS.items())
 def test_a_hop_keeps_every_bit(fast: Path, row: str, column: str) -> None:
     hop = round_trip(row, column, fast)

@@ -158,6 +158,7 @@ def test_a_matrix_is_run_written_and_gone_on_with(tmp_path: Path) -> None:
     assert (tmp_path / "docs" / "small.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_a_cell_that_fails_keeps_its_logs_and_says_how_to_run_it_again(tmp_path: Path) -> None:
     # A pipeline of interleaved stages refuses to have fewer than three of them: this fails inside the ranks.
     recipe = written(tmp_path, sources=["dp1"], targets=["pp2vpp2"], model={**SMALL["model"], "num_hidden_layers": 4})
