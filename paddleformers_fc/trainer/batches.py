@@ -3,17 +3,21 @@
 PaddleFormers' loop runs as if from the beginning. Its loader starts the first epoch where the checkpoint ended, and
 sets the epoch of the sampler in place of the loop.
 
-Cost: a sampler skips by index. A stream, which has no index, is read up to the position.
+Cost: a sampler of PaddleFormers skips by index. A stream, which has no index, and the loader of a user are read up to
+the position.
 """
 
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import paddle
+from paddle.io import BatchSampler
 
 from paddleformers_fc.trainer.host import TrainerCallback
 from paddleformers_fc.trainer.host_models import (
@@ -89,6 +93,7 @@ class ResumedBatches:
         self._order = start.order
         self._on_first_batch = on_first_batch
         self._is_first = True
+        self._is_begun = False
         self._on_epoch_over = on_epoch_over
         self._keep_waiting = keep_waiting
 
@@ -126,6 +131,9 @@ class ResumedBatches:
         sampler = getattr(self._loader, "batch_sampler", None)
         if isinstance(sampler, _SKIPPING):
             sampler.set_epoch(epoch, samples)
+        elif isinstance(sampler, BatchSampler) and not self._is_begun:
+            _pass_epochs(self._loader, sampler, epoch)
+        self._is_begun = True
         if order is not None and isinstance(sampler, MappingBatchSampler | MappingDistributedBatchSampler):
             iterator = _sampled_by(self._loader, _Batches(sampler, order, epoch, samples))
         else:
@@ -136,6 +144,21 @@ class ResumedBatches:
         for batch in itertools.islice(iterator, waiting):
             self._keep_waiting(batch)
         return iterator
+
+
+def _pass_epochs(loader: Any, sampler: BatchSampler, epochs: int) -> None:
+    """Draw the batches of finished epochs without reading them, so that a sampler shuffles the next one as it did.
+
+    Args:
+        loader: of the sampler.
+        sampler: of Paddle or of a user, which counts its epochs or draws from the global generators.
+        epochs: number of finished epochs.
+    """
+    for _ in range(epochs):
+        if getattr(loader, "num_workers", 0):
+            np.random.randint(sys.maxsize)  # An iterator of a loader draws a seed of its worker processes.
+        for _ in sampler:
+            pass
 
 
 def _sampled_by(loader: Any, sampler: Any) -> Iterator[Any]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from paddle.io import DataLoader, Dataset
+from paddle.io import BatchSampler, DataLoader, Dataset, DistributedBatchSampler, RandomSampler
 from paddleformers.utils.batch_sampler import MappingDistributedBatchSampler
 
 from paddleformers_fc.cpu_runtime.forkserver import ForkServer
@@ -40,6 +42,32 @@ def test_the_epochs_after_a_resumed_one_have_all_samples_though_workers_persist(
     rest, *epochs = ([int(batch[0]) for batch in batches] for _ in range(3))
     assert len(set(rest)) == 4
     assert [sorted(epoch) for epoch in epochs] == [list(range(SAMPLES))] * 2
+
+
+SAMPLERS: dict[str, Callable[[], Any]] = {
+    "distributed": lambda: DistributedBatchSampler(Numbers(), 2, 1, 0, shuffle=True),
+    "random": lambda: BatchSampler(sampler=RandomSampler(Numbers()), batch_size=2),
+    "sequential": lambda: BatchSampler(Numbers(), batch_size=2),
+}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("kind", SAMPLERS)
+def test_the_loader_of_a_user_is_resumed_in_the_order_of_its_epoch(kind: str, workers: int) -> None:
+    def loader() -> DataLoader:
+        np.random.seed(42)  # As a Trainer does.
+        return DataLoader(Numbers(), batch_sampler=SAMPLERS[kind](), num_workers=workers)
+
+    def indices(batches: Any) -> list[int]:
+        return [int(index) for batch in batches for index in batch]
+
+    uninterrupted = loader()
+    epochs = [indices(uninterrupted) for _ in range(4)]
+    assert kind == "sequential" or epochs[0] != epochs[2] != epochs[3]
+    resumed = loader()
+    start = start_after((Position(2, 4, 24), Pace(2, 1, 1), order_of(resumed)), Pace(2, 1, 1), order_of(resumed), 5)
+    batches = ResumedBatches(resumed, start, False, lambda: None, lambda: None, lambda _: None)
+    assert [indices(batches) for _ in range(2)] == [epochs[2][4:], epochs[3]]
 
 
 def test_a_rank_that_reads_for_others_does_so_in_the_saved_order(ranks: ForkServer, tmp_path: Path) -> None:
