@@ -30,6 +30,18 @@ def test_labels_are_the_next_tokens() -> None:
     np.testing.assert_array_equal(sample["input_ids"][1:], sample["labels"][:-1])
 
 
+def test_samples_with_images_have_the_tokens_and_the_patches_of_one_image() -> None:
+    samples = [tiny.ImageSamples()[index] for index in range(tiny.SAMPLES)]
+    for sample in samples:
+        begin = len(tiny.IMAGE)
+        np.testing.assert_array_equal(sample["input_ids"][:begin], tiny.IMAGE)
+        np.testing.assert_array_equal(sample["input_ids"][1:], sample["labels"][:-1])
+        assert not set(sample["input_ids"][begin:]) & {0, *tiny.IMAGE}
+    batch = tiny.collate(samples[:2])
+    assert batch["image_grid_thw"].tolist() == [[1, 4, 4]] * 2
+    assert batch["pixel_values"].shape == [2 * 16, 96]
+
+
 def test_a_weight_depends_on_its_name_alone() -> None:
     first, second = tiny.weight("a.weight", [3, 4]), tiny.weight("b.weight", [3, 4])
     np.testing.assert_array_equal(first, tiny.weight("a.weight", [3, 4]))

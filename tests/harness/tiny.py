@@ -5,10 +5,12 @@ from __future__ import annotations
 from paddleformers_fc.verification.matrix.layouts import MatrixLayout, layout_from
 from paddleformers_fc.verification.matrix.tiny import (
     GLOBAL_BATCH,
+    IMAGE,
     SAMPLES,
     SEGMENT,
     SEQUENCE,
     VOCABULARY,
+    ImageSamples,
     Samples,
     adapted,
     build,
@@ -24,10 +26,12 @@ from paddleformers_fc.verification.matrix.tiny import (
 
 __all__ = [
     "GLOBAL_BATCH",
+    "IMAGE",
     "SAMPLES",
     "SEGMENT",
     "SEQUENCE",
     "VOCABULARY",
+    "ImageSamples",
     "MatrixLayout",
     "Samples",
     "adapted",

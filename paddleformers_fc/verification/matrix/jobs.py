@@ -26,7 +26,7 @@ class Training:
     """One training.
 
     Args:
-        model_type: ``llama`` or ``ernie4_5_moe``.
+        model_type: a model of :mod:`.tiny`.
         model: overrides of the tiny model's configuration.
         arguments: overrides of the training arguments.
         layout: how the ranks share it.
@@ -91,7 +91,7 @@ def run(training: dict[str, Any]) -> list[float]:
             trainer._save_checkpoint(trainer.model)
 
     predicted = 0 if asked.hold_predictions else getattr(model.config, "num_nextn_predict_layers", 0)
-    samples = tiny.Samples(predicted)
+    samples = tiny.samples(asked.model_type, predicted)
     trainer = tiny.trainer(model, args, cls=FlexTrainer, callbacks=[AsLoaded()], train_dataset=samples)
     trainer.train(resume_from_checkpoint=asked.resume)
     losses: list[float] = trainer.losses

@@ -59,7 +59,7 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     title: str
     text: str
-    model_type: Literal["llama", "ernie4_5_moe"]
+    model_type: Literal["llama", "ernie4_5_moe", "qwen3", "qwen3_moe", "qwen2_5_vl"]
     model: dict[str, Any]
     sources: tuple[str, ...]
     targets: tuple[str, ...]
@@ -125,7 +125,7 @@ def _faults(recipe: Recipe, layout: MatrixLayout) -> list[str]:
     """Why the recipe's model cannot be laid out like this, with the numbers."""
     config = keys(recipe.model_type, **recipe.model)
     try:
-        declared_model(family_for(config), ModelDescription(config), layout.grid)
+        declared_model(family_for(config), ModelDescription(config, is_fleet=False), layout.grid)
     except OptionError as error:
         return [f"{layout.name}: {fault}" for fault in error.evidence]
     return []

@@ -14,8 +14,11 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from importlib import import_module
 from typing import Any
 
+from paddleformers_fc.verification.matrix import fleet_stub
 from paddleformers_fc.verification.matrix.layouts import MatrixLayout, layout_from
 
 VOCABULARY = 128
@@ -26,6 +29,74 @@ LINEAR = (".*qkv_proj", ".*(q|k|v|o)_proj", ".*(gate|up|down|up_gate|gate_up_fus
 """The linear layers of the tiny models, as patterns of PaddleFormers."""
 SEGMENT = 1000
 """Stage 3 slices what has more elements: every matrix of the tiny models, and no vector."""
+
+STEMS = {
+    "llama": "Llama",
+    "ernie4_5_moe": "Ernie4_5_Moe",
+    "qwen3": "Qwen3",
+    "qwen3_moe": "Qwen3Moe",
+    "qwen2_5_vl": "Qwen2_5_VL",
+}
+"""The models, and the beginnings of their classes' names."""
+
+OWN = ("qwen3", "qwen3_moe")
+"""Models that have a class of PaddleFleet as well. PaddleFormers' own class has another name."""
+
+VISION = "qwen2_5_vl"
+"""The model with images."""
+
+IMAGE = (125, 127, 127, 127, 127, 124)
+"""The tokens of an image of 4 x 4 patches: its begin, four places that are filled by the tower, its end."""
+
+_TEXT = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 64,
+    "fuse_rms_norm": False,
+}
+_TOWER: Mapping[str, Any] = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_heads": 4,
+    "patch_size": 4,
+    "out_hidden_size": 64,
+    "fullatt_block_indexes": [1],
+    "window_size": 8,
+    "fuse_rms_norm": False,
+}
+_SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+_OF_TYPE: Mapping[str, Mapping[str, Any]] = {
+    "llama": {},
+    "ernie4_5_moe": {
+        "moe_num_experts": 4,
+        "moe_k": 2,
+        "moe_intermediate_size": 32,
+        "moe_layer_start_index": 1,
+        "moe_layer_interval": 1,
+        "moe_num_shared_experts": 1,
+        "moe_use_aux_free": False,
+        # The balance loss is a square of a mean over the tokens that a rank sees, so it depends on the layout.
+        "router_aux_loss_coef": 0.0,
+        "moe_group": "dummy",
+        "num_nextn_predict_layers": 0,
+    },
+    "qwen3": {"head_dim": 16},
+    "qwen3_moe": {
+        "head_dim": 16,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "mlp_only_layers": [0],
+        # Expert parallel layers always do, others by this key.
+        "norm_topk_prob": True,
+        "router_aux_loss_coef": 0.0,
+    },
+}
 
 
 def training_arguments(
@@ -77,6 +148,8 @@ def training_arguments(
     if layout.ep > 1:
         settings |= {"use_expert_parallel": True, "expert_model_parallel_size": layout.ep}
     settings |= overrides
+    if layout.tp == 1:
+        settings["sequence_parallel"] = False  # Without tensor parallelism models fail with it.
     if layout.stage == 3:
         from paddleformers_fc.cpu_runtime import sharding
 
@@ -88,45 +161,42 @@ def keys(model_type: str, **overrides: Any) -> dict[str, Any]:
     """What is in the ``config.json`` of a tiny model, without any parallelism.
 
     Args:
-        model_type: ``llama`` or ``ernie4_5_moe``.
-        overrides: any field of the configuration, e.g. ``num_nextn_predict_layers`` or ``tie_word_embeddings``.
+        model_type: a key of :data:`STEMS`.
+        overrides: any field of the configuration, of a model with images of its text, e.g. ``num_hidden_layers`` or
+            ``tie_word_embeddings``.
     """
-    settings: dict[str, Any] = {
-        "model_type": model_type,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": VOCABULARY,
-        "max_position_embeddings": 64,
-        "tie_word_embeddings": False,
-        "fuse_rms_norm": False,
+    own = {"model_type": model_type, "tie_word_embeddings": False}
+    if model_type != VISION:
+        return {**own, **_TEXT, **_OF_TYPE[model_type], **overrides}
+    begin, place, *_, end = IMAGE
+    tokens = {
+        "vision_start_token_id": begin,
+        "image_token_id": place,
+        "video_token_id": 126,
+        "vision_end_token_id": end,
     }
-    if model_type == "ernie4_5_moe":
-        settings |= {
-            "moe_num_experts": 4,
-            "moe_k": 2,
-            "moe_intermediate_size": 32,
-            "moe_layer_start_index": 1,
-            "moe_layer_interval": 1,
-            "moe_num_shared_experts": 1,
-            "moe_use_aux_free": False,
-            # The balance loss is a square of a mean over the tokens that a rank sees, so it depends on the layout.
-            "router_aux_loss_coef": 0.0,
-            "moe_group": "dummy",
-            "num_nextn_predict_layers": 0,
-        }
-    return settings | overrides
+    text = {**_TEXT, "rope_parameters": _SECTIONS, **overrides}
+    return {**own, **tokens, "text_config": text, "vision_config": dict(_TOWER)}
 
 
 def config(model_type: str, **overrides: Any) -> Any:
     """The configuration of a tiny model as PaddleFormers has it; the arguments are those of :func:`keys`."""
-    from paddleformers.transformers import LlamaConfig
-    from paddleformers.transformers.ernie4_5_moe import Ernie4_5_MoeConfig
+    package = import_module(f"paddleformers.transformers.{model_type}.configuration")
+    return getattr(package, f"{STEMS[model_type]}Config")(**keys(model_type, **overrides))
 
-    kinds = {"llama": LlamaConfig, "ernie4_5_moe": Ernie4_5_MoeConfig}
-    return kinds[model_type](**keys(model_type, **overrides))
+
+def model_class(model_type: str, pipeline: bool) -> Any:
+    """PaddleFormers' own class of a model, or of its pipeline.
+
+    Args:
+        model_type: a key of :data:`STEMS`.
+        pipeline: whether it is that of a pipeline.
+    """
+    with fleet_stub.installed() if model_type in OWN else nullcontext():
+        package = import_module(f"paddleformers.transformers.{model_type}.modeling")
+    task = "ConditionalGeneration" if model_type == VISION else "CausalLM"
+    name = f"{STEMS[model_type]}For{task}{'Pipe' if pipeline else ''}{'Deprecated' if model_type in OWN else ''}"
+    return getattr(package, name)
 
 
 def build(
@@ -139,30 +209,35 @@ def build(
     """A freshly initialised tiny model as the layout needs it.
 
     Args:
-        model_type: ``llama`` or ``ernie4_5_moe``.
+        model_type: a key of :data:`STEMS`.
         layout: how the ranks of this job are used.
         args: what :func:`training_arguments` returned; it has initialised the parallel environment.
         hold_predictions: train without the multi-token prediction layers of ERNIE, which are held all the same.
         overrides: any field of the model's configuration.
     """
-    import paddleformers.transformers as transformers
     from paddle.distributed import fleet
 
     layout = layout_from(layout)
     model_config = config(model_type, **overrides)
-    model_config.tensor_model_parallel_size = layout.tp
-    model_config.tensor_parallel_rank = model_config.tensor_model_parallel_rank = args.tensor_parallel_rank
-    model_config.pipeline_model_parallel_size = layout.pp
-    model_config.virtual_pipeline_model_parallel_size = layout.vpp
-    model_config.expert_model_parallel_size = layout.ep
-    model_config.sequence_parallel = args.sequence_parallel
-    model_config.use_flash_attention = False
-    model_config.max_sequence_length = model_config.seq_length = SEQUENCE
-    model_config._attn_implementation = "sdpa"
+    for part in (model_config, getattr(model_config, "text_config", None)):
+        if part is None:
+            continue
+        part.tensor_model_parallel_size = layout.tp
+        part.tensor_parallel_rank = part.tensor_model_parallel_rank = args.tensor_parallel_rank
+        part.pipeline_model_parallel_size = layout.pp
+        part.virtual_pipeline_model_parallel_size = layout.vpp
+        part.expert_model_parallel_size = layout.ep
+        part.sequence_parallel = args.sequence_parallel
+        part.use_flash_attention = False
+        part.max_sequence_length = part.seq_length = SEQUENCE
+        part._attn_implementation = "eager" if model_type == VISION else "sdpa"
+    if model_type == VISION:
+        model_config.vision_config._attn_implementation = "eager"
     if layout.ep > 1:
         model_config.moe_group = fleet.get_hybrid_communicate_group().get_expert_parallel_group()
-    stem = {"llama": "LlamaForCausalLM", "ernie4_5_moe": "Ernie4_5_MoeForCausalLM"}[model_type]
-    kind = getattr(transformers, f"{stem}Pipe" if layout.pp > 1 else stem)
+        # The other one needs kernels of an accelerator. The configuration's class ignores it as an argument.
+        model_config.moe_token_dispatcher_type = "alltoall"
+    kind = model_class(model_type, layout.pp > 1)
     if hold_predictions:
         from paddleformers_fc.verification.matrix import predictions
 
@@ -184,7 +259,7 @@ def weight(name: str, shape: Sequence[int]) -> Any:
     import numpy as np
 
     noise = np.random.RandomState(zlib.crc32(name.encode())).standard_normal(tuple(shape)).astype("float32") * 0.05
-    return 1 + noise if len(shape) == 1 else noise
+    return 1 + noise if len(shape) == 1 and not name.endswith(".bias") else noise
 
 
 def model_weight(key: str, shape: Sequence[int], model_config: Any, tp: int = 1) -> Any:
@@ -287,12 +362,42 @@ class Samples:
         return sample
 
 
+class ImageSamples(Samples):
+    """As :class:`Samples`, beginning with an image of random pixels, and without its tokens in the text."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        import numpy as np
+
+        text = super().__getitem__(index)
+        tokens = np.append(text["input_ids"], text["labels"][-1]) % (min(IMAGE) - 1) + 1
+        tokens[: len(IMAGE)] = IMAGE
+        size = (16, 3 * 2 * _TOWER["patch_size"] ** 2)
+        pixels = np.random.RandomState(index).standard_normal(size).astype("float32")
+        return {
+            "input_ids": tokens[:-1],
+            "labels": tokens[1:],
+            "pixel_values": pixels,
+            "image_grid_thw": np.array([1, 4, 4]),
+        }
+
+
+def samples(model_type: str, extra: int = 0) -> Samples:
+    """The samples of a model.
+
+    Args:
+        model_type: a key of :data:`STEMS`.
+        extra: tokens beyond :data:`SEQUENCE`, for multi-token prediction.
+    """
+    return ImageSamples() if model_type == VISION else Samples(extra)
+
+
 def collate(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """A batch: every field stacked along a new first axis, as tensors."""
+    """A batch: every field stacked along a new first axis, and patches of images in a row, as tensors."""
     import numpy as np
     import paddle
 
-    return {name: paddle.to_tensor(np.stack([sample[name] for sample in samples])) for name in samples[0]}
+    joined = {name: np.concatenate if name == "pixel_values" else np.stack for name in samples[0]}
+    return {name: paddle.to_tensor(join([sample[name] for sample in samples])) for name, join in joined.items()}
 
 
 def trainer(model: Any, args: Any, **overrides: Any) -> Any:

@@ -36,7 +36,10 @@ def written(tmp_path: Path, **changes: Any) -> Path:
     return path
 
 
-@pytest.mark.parametrize(("name", "rows", "columns"), [("llama2", 10, 10), ("ernie4_5_moe", 8, 8)])
+@pytest.mark.parametrize(
+    ("name", "rows", "columns"),
+    [("llama2", 10, 10), ("ernie4_5_moe", 8, 8), ("qwen3", 4, 4), ("qwen2_5_vl", 4, 4)],
+)
 def test_the_recipes_are_the_public_matrices(name: str, rows: int, columns: int) -> None:
     recipe = read_recipe(RECIPES / f"{name}.yaml")
     cells = cells_of(recipe)
@@ -90,7 +93,7 @@ def test_layouts_of_a_recipe_are_refused_as_those_of_the_plan_verb_are(
 
 
 @pytest.mark.parametrize(
-    "changes", [{"targets": "pp2"}, {"colour": "red"}, {"micro_batch": "1"}, {"model_type": "qwen3_moe"}]
+    "changes", [{"targets": "pp2"}, {"colour": "red"}, {"micro_batch": "1"}, {"model_type": "gpt_oss"}]
 )
 def test_what_is_no_recipe_is_refused_by_its_file(tmp_path: Path, changes: dict[str, Any]) -> None:
     with pytest.raises(OptionError) as caught:
@@ -207,7 +210,7 @@ def test_an_experiment_is_a_paragraph_with_its_numbers(tmp_path: Path) -> None:
 
 
 def test_the_published_tables_are_whole_and_right() -> None:
-    for name, total in (("llama2", 100), ("ernie4_5_moe", 64)):
+    for name, total in (("llama2", 100), ("ernie4_5_moe", 64), ("qwen3", 16)):
         page = (RECIPES.parents[1] / "docs" / "verification" / f"{name}.md").read_text()
         assert f"* {total} of {total} cells: every tensor md5-equal" in page
         assert f"* {total} of {total} cells: the exports" in page
