@@ -5,7 +5,8 @@ The server is a separate process, so that its user (pytest, the CLI) need not im
 runs one job at a time: N forked ranks, each with a new parallel environment, a log and a result file.
 
 Protocol: one line of JSON per request on the server's standard input, one line per answer on a pipe; results are JSON
-files. No pickle. An empty line ends a running job. The server and all its ranks end when its standard input is closed.
+files. No pickle. An empty line ends a running job. The server and all its ranks end when its standard input is closed,
+or at a line that says so: processes that its user has forked may hold that input open.
 
 A forked rank is a copy of the server. The preloaded modules must not have computed anything on several threads, so the
 server and its ranks run with one thread each.
@@ -27,7 +28,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
@@ -45,7 +46,7 @@ PRELOAD = (
 )
 """Default imports of a server; ``module:function`` entries are called as well."""
 
-_ABANDON = b"\n"
+_ABANDON, _END = b"\n", b"end\n"
 
 
 @dataclass(frozen=True)
@@ -209,10 +210,15 @@ class ForkServer:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Close the server's input, at which it ends, and wait for it."""
+    """End the server, close its input, and wait for it."""
+    if process.stdin is not None:
+        with suppress(OSError):  # It has ended already.
+            process.stdin.write(_END)
+            process.stdin.flush()
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
-            pipe.close()
+            with suppress(OSError):
+                pipe.close()
     try:
         process.wait(timeout=10)
     except subprocess.TimeoutExpired:
@@ -296,7 +302,7 @@ class _Server:
         self._lifeline_read, self._lifeline_write = os.pipe()
 
     def serve(self) -> None:
-        while line := self._lines.readline():
+        while (line := self._lines.readline()) not in (b"", _END):
             if line != _ABANDON:  # That of a job whose answer was already under way.
                 outcome = self._run(_Request(**json.loads(line)))
                 self.answer(asdict(outcome))
@@ -310,10 +316,10 @@ class _Server:
         return ranks.supervise(processes, request.timeout, request.grace, self._is_abandoned)
 
     def _is_abandoned(self) -> bool:
-        # While a job runs the client sends at most the line that ends it, so that an end of input is read at once.
+        # While a job runs the client sends at most a line that ends it, so that an end of input is read at once.
         if not select.select([self._requests], [], [], 0)[0]:
             return False
-        if not self._lines.readline():
+        if self._lines.readline() in (b"", _END):
             raise _ClientGone
         return True
 

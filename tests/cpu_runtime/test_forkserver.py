@@ -129,6 +129,20 @@ def test_a_server_that_cannot_preload_says_why() -> None:
         raise AssertionError("it started")
 
 
+def test_a_server_ends_though_a_forked_process_holds_its_input_open() -> None:
+    child = 0
+    try:
+        with ForkServer(preload=()) as server:
+            child = os.fork()
+            if child == 0:
+                signal.pause()
+        assert server._process.returncode == 0
+    finally:
+        if child:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+
+
 def test_ranks_end_with_the_server_and_the_server_with_its_client(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
     client = os.fork()
