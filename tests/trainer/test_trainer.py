@@ -445,6 +445,8 @@ def test_samples_that_are_left_out_at_the_end_of_an_epoch_stay_left_out(ranks: F
     assert how_far(tmp_path / "again", 10) == how_far(tmp_path / "once", 10)
 
 
+# In make test: test_a_rank_that_reads_for_others_does_so_in_the_saved_order.
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [TP2, PP2], ids=lambda layout: layout.name)
 def test_data_that_one_rank_reads_for_others_goes_on_with_the_next_sample(
     ranks: ForkServer, saved: Saved, tmp_path: Path, layout: MatrixLayout

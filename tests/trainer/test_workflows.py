@@ -214,8 +214,15 @@ def test_more_steps_of_an_indexed_corpus_repeat_no_sample_and_leave_none_out(
     whole = workflows.train("llama_pt", tmp_path / "whole", **indexed, **DP2, max_steps=6)
     assert sorted([*first.all_samples, *longer.all_samples]) == sorted(whole.all_samples)
     assert len(set(whole.all_samples)) == 24
-    more = {**indexed, **DP2, **resume, "max_steps": 400}
-    log = workflows.refused("llama_pt", tmp_path / "passes", **more)
+
+
+@pytest.mark.slow
+def test_steps_that_need_several_passes_of_an_indexed_corpus_are_refused(
+    workflows: Workflows, indexed: dict[str, Any], tmp_path: Path
+) -> None:
+    workflows.train("llama_pt", tmp_path / "out", **indexed, **DP2, max_steps=3)
+    resume = {"resume_from_checkpoint": str(tmp_path / "out/checkpoint-3")}
+    log = workflows.refused("llama_pt", tmp_path / "passes", **indexed, **DP2, **resume, max_steps=400)
     assert "the corpus is distributed to other samples" in log
 
 
