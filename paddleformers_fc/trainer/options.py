@@ -627,8 +627,8 @@ SEMI_AUTO_CONFLICTS = (
     Conflict("sharding", "with enable_auto_parallel: true fused parameters are sharded already", _is_not("", [], None)),
     Conflict("bf16", _IN_SEMI_AUTO, _is_on),
     Conflict("fp16", _IN_SEMI_AUTO, _is_on),
-    Conflict("flex_async_save", _IN_SEMI_AUTO, _is_on),
-    Conflict("flex_ema_decay", _IN_SEMI_AUTO, _is_on),
+    *(Conflict(key, _IN_SEMI_AUTO, _is_on) for key in ("flex_async_save", "use_flex_async_save")),
+    *(Conflict(key, _IN_SEMI_AUTO, _is_on) for key in ("flex_ema_decay", "zcc_save_ema_coef")),
 )
 """What is refused beside :data:`CONFLICTS` in PaddleFormers' semi-automatic mode."""
 

@@ -235,6 +235,23 @@ def test_keys_of_paddleformers_stay_without_flex_checkpoint() -> None:
     assert TheirFields(zcc_save_ema_coef=0.99).zcc_save_ema_coef == 0.99
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("flex_async_save", True),
+        ("use_flex_async_save", True),
+        ("flex_ema_decay", 0.9),
+        ("zcc_save_ema_coef", 0.9),
+    ],
+)
+def test_what_the_semi_automatic_mode_does_not_support_is_refused_by_each_of_its_names(key: str, value: Any) -> None:
+    with pytest.raises(OptionError) as caught:
+        check_options(options(flex_checkpoint=True, enable_auto_parallel=True, **{key: value}))
+    (line,) = caught.value.evidence
+    assert line.startswith(f"flex_checkpoint: true and {key}: ")
+    check_options(options(flex_checkpoint=True, **{key: value}))
+
+
 def test_two_values_for_one_average_are_refused_with_both_keys() -> None:
     given = {"zcc_save_ema_coef": 0.9, "flex_ema_decay": 0.99, "zcc_ema_interval": 5, "flex_ema_interval": 3}
     with pytest.raises(OptionError) as caught:
