@@ -101,11 +101,11 @@ def evaluate(trainer: Any, native: Native, *args: Any, **kwargs: Any) -> Any:
     """
     run = job_state_of(trainer)
     average = run.average
-    if not trainer.args.flex_ema_evaluate or average is None or average.in_model:
+    if not trainer.args.flex_ema_evaluate or (average is not None and average.in_model):
         return native(*args, **kwargs)
-    if not average.has_begun:
-        line = "flex_ema_evaluate: the moving average has no update yet, so the weights themselves are evaluated."
-        run.warn_once(trainer.args, line)
+    if average is None or not average.has_begun:
+        why = "flex_ema_decay is 0" if average is None else "the moving average has no update yet"
+        run.warn_once(trainer.args, f"flex_ema_evaluate: {why}, so the weights themselves are evaluated.")
         return native(*args, **kwargs)
     with averaged_weights(trainer):
         if trainer.args.should_log:

@@ -187,13 +187,19 @@ def test_an_evaluation_has_the_averaged_weights_and_training_goes_on_as_before(
 ) -> None:
     layout = half(SD2V2)
 
+    logs: list[str] = []
+
     def evaluated(name: str, **arguments: Any) -> dict[str, Any]:
         given = {"layout": layout.to_json(), "output_dir": str(tmp_path / name)}
-        arguments = {"max_steps": 3, "logging_steps": 1, **arguments}
-        return dict(ranks.run(f"{EMA_JOBS}:evaluated", 2, {**given, "arguments": arguments}).values[0])
+        arguments = {"max_steps": 3, "logging_steps": 1, "flex_ema_evaluate": True, **arguments}
+        ran = ranks.run(f"{EMA_JOBS}:evaluated", 2, {**given, "arguments": arguments})
+        logs.append(ran.logs[0].read_text(errors="replace"))
+        return dict(ran.values[0])
 
     plain = evaluated("plain")
-    averaged = evaluated("averaged", flex_ema_evaluate=True, **AVERAGE)
+    assert logs[0].count("flex_ema_evaluate: flex_ema_decay is 0, so the weights themselves are evaluated.") == 1
+    averaged = evaluated("averaged", **AVERAGE)
+    assert "so the weights themselves are evaluated" not in logs[1]
     assert averaged["losses"] == plain["losses"]
     # The first update is a copy.
     assert averaged["evaluated"][0] == plain["evaluated"][0]
