@@ -70,6 +70,23 @@ def swap(export: str, after: int = 1, adapters: bool = False, **settings: Any) -
     return {**found, "losses": trainer.losses}
 
 
+def swap_between_steps(**settings: Any) -> list[float]:
+    """Train with an evaluation of the averaged weights in every pass, while saves of the step before are under way."""
+    from paddleformers.trainer import TrainerCallback
+
+    from paddleformers_fc import averaged_weights
+
+    class Swap(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step:
+                with averaged_weights(trainer):
+                    trainer.evaluate()
+
+    trainer = flex_trainer(**settings, callbacks=[Swap()], eval_dataset=tiny.Samples())
+    trainer.train()
+    return list(trainer.losses)
+
+
 def resumed_from_average(resume: str, **settings: Any) -> str:
     """Resume with ``sharded_model_from_ema``; the digest of the weights before the first step."""
     from paddleformers.trainer import TrainerCallback

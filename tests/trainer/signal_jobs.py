@@ -79,6 +79,46 @@ def run_signalled(
     }
 
 
+def run_signalled_while_saving(held: int, **settings: Any) -> dict[str, Any]:
+    """Train until two signals, which come while the first save is written; how it ended.
+
+    Args:
+        held: the step after which the signals come; later saves are under way then too, as far as they may.
+    """
+    import threading
+
+    from paddleformers.trainer import TrainerCallback
+
+    from paddleformers_fc.trainer import saves_beside_steps
+    from tests.harness.limits import LIMIT
+
+    sent, write, saves = threading.Event(), saves_beside_steps.write_and_commit, []
+
+    def write_late(taken: Any, *args: Any) -> Any:
+        assert sent.wait(LIMIT)
+        return write(taken, *args)
+
+    class Sender(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step >= held:
+                pause()  # Fewer steps until the threads have agreed.
+                if not sent.is_set():
+                    for _ in range(2):
+                        os.kill(os.getpid(), signal.SIGTERM)
+                sent.set()
+
+        def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            saves.append(state.global_step)
+
+    saves_beside_steps.write_and_commit = write_late
+    trainer = flex_trainer(**settings, callbacks=[Sender()])
+    try:
+        trainer.train()
+    except SystemExit as end:
+        return {"code": end.code, "step": trainer.state.global_step, "saves": saves}
+    return {"code": None}
+
+
 def in_numpy(rows: Sequence[Any]) -> dict[str, Any]:
     """A batch that a forked worker can make, which must not touch Paddle's tensors."""
     import numpy as np

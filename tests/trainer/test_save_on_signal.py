@@ -124,6 +124,22 @@ def wait_to_be_ended(directory: Path, handles: bool) -> None:
         pause()
 
 
+@pytest.mark.parametrize(
+    ("layout", "depth"), [(SINGLE, 2), pytest.param(PP2, 1, marks=pytest.mark.slow)], ids=["depth 2", "pp2"]
+)
+def test_two_signals_while_saves_are_under_way_commit_all_of_them_and_the_last_step(
+    ranks: ForkServer, tmp_path: Path, layout: MatrixLayout, depth: int
+) -> None:
+    given = {"max_steps": FOR_LONG, "save_steps": 1, "flex_async_save": True, "flex_async_depth": depth}
+    job = {"held": depth, **settings(layout, tmp_path / "out", **given)}
+    ended = ranks.run("tests.trainer.signal_jobs:run_signalled_while_saving", layout.nproc, job).values
+    (step,) = {one["step"] for one in ended}
+    steps = list(range(1, step + 1))
+    assert [(one["code"], one["saves"]) for one in ended] == [(SAVED_ON_SIGNAL, steps)] * layout.nproc
+    assert {path.name for path in (tmp_path / "out").iterdir()} >= {f"checkpoint-{one}" for one in steps}
+    assert_resumes(ranks, tmp_path, layout, step)
+
+
 def test_off_leaves_the_signal_to_the_process(ranks: ForkServer, tmp_path: Path) -> None:
     job = {**settings(SINGLE, tmp_path, max_steps=FOR_LONG, flex_save_on_signal=False), "signalled": [0]}
     assert ranks.attempt(SIGNALLED, 1, job).returncodes == (-15,)

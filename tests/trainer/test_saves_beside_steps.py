@@ -74,6 +74,15 @@ def test_a_late_copy_is_that_of_the_saved_step(
     compare(ranks, tmp_path, layout, arguments=arguments)
 
 
+@pytest.mark.parametrize(
+    "layout", [SINGLE, pytest.param(bf16(SD2V2), marks=pytest.mark.slow)], ids=lambda one: one.name
+)
+def test_a_save_beside_an_evaluation_of_averages_has_the_trained_weights(
+    ranks: ForkServer, tmp_path: Path, layout: MatrixLayout
+) -> None:
+    compare(ranks, tmp_path, layout, "tests.trainer.ema_jobs:swap_between_steps", arguments=AVERAGED)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("arguments", [{}, ACCUMULATED, AVERAGED], ids=["plain", "accumulation", "average"])
 @pytest.mark.parametrize(
