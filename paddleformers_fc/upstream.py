@@ -174,7 +174,7 @@ TRAINER = (
             *("per_device_train_batch_size", "pipeline_model_parallel_size", "resume_from_checkpoint"),
             *("save_rng_states", "save_tokenizer", "save_total_limit", "sharding", "sharding_parallel_size"),
             *("should_log", "tensor_model_parallel_size", "to_dict", "world_size", "seed", "dataloader_num_workers"),
-            *("sep_parallel_size", "context_parallel_size", "overwrite_output_dir"),
+            *("sep_parallel_size", "context_parallel_size", "overwrite_output_dir", "dataloader_drop_last"),
             # Compared with the arguments of the run that saved a checkpoint.
             *("learning_rate", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay", "max_grad_norm"),
             *("scale_loss", "lr_scheduler_type", "warmup_ratio", "warmup_steps", "min_lr", "lr_end", "num_cycles"),
@@ -208,7 +208,7 @@ TRAINER = (
     Hook(f"{_SAMPLERS}:RandomSamplerWithSeed.__init__", names=("base_seed",)),
     Hook("paddle.io:Sampler.__init__", names=("data_source",)),
     Hook(f"{_SAMPLERS}:MappingDistributedBatchSampler.__init__", names=("base_seed", "total_size")),
-    Hook("paddle.io:DistributedBatchSampler.__init__", names=("shuffle", "nranks")),
+    Hook("paddle.io:DistributedBatchSampler.__init__", names=("shuffle", "nranks", "drop_last")),
     Hook(f"{_SAMPLERS}:DistributedBatchSampler.__init__", names=("total_size",)),
     *(
         Hook(f"{_SAMPLERS}:{sampler}.set_epoch", "(self, epoch=0, consumed_samples=0)")
@@ -446,6 +446,7 @@ NLP_TRAINER = (
             *("max_steps", "metric_for_best_model", "output_dir", "per_device_train_batch_size", "should_log"),
             *("tensor_parallel_degree", "pipeline_parallel_degree", "sharding_parallel_degree", "to_dict", "seed"),
             *("resume_from_checkpoint", "save_total_limit", "sharding", "world_size", "overwrite_output_dir"),
+            "dataloader_drop_last",
             # Compared with flex_checkpoint. A renamed option would no longer be refused.
             *("unified_checkpoint", "save_sharded_model", "load_sharded_model", "ckpt_quant_stage", "use_async_save"),
             *("enable_auto_parallel", "auto_parallel_resume_form_hybrid_parallel", "pdc_download_ckpt", "optim"),

@@ -25,7 +25,7 @@ from paddleformers_fc.trainer.host_models import (
     MappingBatchSampler,
     MappingDistributedBatchSampler,
 )
-from paddleformers_fc.trainer.position import Position, SampleOrder, Start, pace_of
+from paddleformers_fc.trainer.position import Pace, Position, SampleOrder, Start, pace_of, passes_of
 
 _SKIPPING = (MappingBatchSampler, MappingDistributedBatchSampler, DistributedBatchSampler)
 _NOTHING = object()
@@ -48,6 +48,21 @@ def order_of(loader: Any) -> SampleOrder:
     if isinstance(sampler, DistributedBatchSampler):
         return SampleOrder(True, sampler.total_size, False, 0)
     return SampleOrder(False, 0, False, 0)
+
+
+def passes_of_epoch(loader: Any, length: int | None) -> int | None:
+    """Return the forward passes that this rank makes in an epoch; None if they are unknown.
+
+    The length of PaddleFormers' sampler of several ranks also counts a sample that its order leaves out.
+
+    Args:
+        loader: what ``Trainer.get_train_dataloader`` returned.
+        length: its length.
+    """
+    sampler = getattr(loader, "batch_sampler", None)
+    if not isinstance(sampler, MappingDistributedBatchSampler):
+        return length
+    return passes_of(sampler.total_size, Pace(sampler.batch_size, 1, sampler.nranks), sampler.drop_last)
 
 
 def is_handed_its_batches(loader: Any) -> bool:
@@ -295,5 +310,5 @@ class PositionTracker(TrainerCallback):
             pace = pace_of(args)
             # PaddleFormers takes an epoch of unknown length to be as long as the run.
             passes = self._passes or state.max_steps * pace.accumulation
-            length = self.order.length or passes * pace.per_pass
+            length = passes * pace.per_pass if self.order == self._own_order else self.order.length
             state.epoch = self.position.epoch + min(1.0, self.position.samples / length)

@@ -645,7 +645,7 @@ def _data(
         order = replace(
             order, corpus=corpus.digest(getattr(loader, "dataset", None), position.covered(saved[0], saved[2]))
         )
-    own = order, passes
+    own = order, batches.passes_of_epoch(loader, passes)
     if not args.distributed_dataloader:
         return own
     reads = not batches.is_handed_its_batches(loader)
@@ -669,7 +669,7 @@ def _start(
     if args.ignore_data_skip:
         return position.Start(position.Position(saved[0].epoch, 0, saved[0].consumed), 0)
     pipeline = args.pipeline_model_parallel_size > 1
-    return position.start_after(saved, pace, order, passes, pipeline)
+    return position.start_after(saved, pace, order, passes, pipeline, args.dataloader_drop_last)
 
 
 def _warn_of_changes(

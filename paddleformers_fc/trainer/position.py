@@ -227,6 +227,7 @@ def start_after(
     order: SampleOrder,
     passes: int | None,
     pipeline: bool = False,
+    drop_last: bool = False,
 ) -> Start:
     """Return the position at which a run continues.
 
@@ -240,6 +241,7 @@ def start_after(
         passes: forward passes per rank in an epoch of this run; None if unknown, as for a stream.
         pipeline: whether batches can wait in this run. If not, or with other batch sizes, it continues at the first
             batch that waits.
+        drop_last: whether this run leaves out a last batch that is not full.
     Raises:
         OptionError: the trained samples are unknown under the settings of this run.
     """
@@ -250,7 +252,7 @@ def start_after(
         return Start(position, 0)
     rest = _order_of_rest(old_order, old_pace, order)
     if rest is not None:
-        passes = passes_of(rest.length, pace)
+        passes = passes_of(rest.length, pace, drop_last)
     faults = list(_order_faults(old_order, order if rest is None else replace(order, length=old_order.length)))
     if position.samples % pace.per_pass:
         faults.append(
@@ -270,9 +272,10 @@ def start_after(
     return Start(position, done, rest)
 
 
-def passes_of(length: int, pace: Pace) -> int:
+def passes_of(length: int, pace: Pace, drop_last: bool = False) -> int:
     """Return the forward passes that every data rank can make in an epoch of an order of this length."""
-    return -(-(length // pace.ranks) // pace.micro_batch)
+    whole, left = divmod(length // pace.ranks, pace.micro_batch)
+    return whole + (left > 0 and not drop_last)
 
 
 def covered(position: Position, order: SampleOrder) -> int:

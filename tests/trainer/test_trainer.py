@@ -310,6 +310,32 @@ def test_data_of_any_length_is_trained_once_though_its_ranks_change_within_the_e
     assert (order["length"], order.get("samples")) == (count, None)
 
 
+@pytest.mark.parametrize(("micro_batch", "drop_last", "steps"), [(3, False, 4), (4, True, 2)], ids=["kept", "dropped"])
+def test_an_epoch_is_over_with_its_last_batch_though_upstream_counts_one_more(
+    ranks: ForkServer, tmp_path: Path, micro_batch: int, drop_last: bool, steps: int
+) -> None:
+    # Each of two ranks has 6 or 7 of the samples, and PaddleFormers counts 7 or 8.
+    arguments = {
+        "max_steps": -1,
+        "num_train_epochs": 2,
+        "save_steps": steps // 2,
+        "per_device_train_batch_size": micro_batch,
+        "gradient_accumulation_steps": 1,
+        "dataloader_drop_last": drop_last,
+    }
+    job, count = f"{DATA}:run_and_watch_samples", 15 if drop_last else 13
+    whole = ranks.run(job, 2, {**settings(DP2, tmp_path, **arguments), "count": count}).values
+    assert {path.name for path in tmp_path.glob("checkpoint-*")} == {f"checkpoint-{steps // 2}", f"checkpoint-{steps}"}
+    resumed = settings(DP2, tmp_path / "resumed", tmp_path / f"checkpoint-{steps // 2}", **arguments)
+    rest = ranks.run(job, 2, {**resumed, "count": count}).values
+    assert rest == tuple(indices[len(indices) // 2 :] for indices in whole)
+    # The rest of this epoch on one rank, in the order of two, is a batch that is not full.
+    arguments["per_device_train_batch_size"] = 2 * micro_batch
+    last = settings(SINGLE, tmp_path / "single", tmp_path / f"checkpoint-{steps}", **arguments)
+    (left,) = ranks.run(job, 1, {**last, "count": count}).values
+    assert len(left) == (0 if drop_last else 1)
+
+
 def how_far(output_dir: Path, step: int) -> tuple[Any, Any]:
     """What a checkpoint says of its epoch, and of its position in the data."""
     trainer = output_dir / f"checkpoint-{step}" / "trainer"
