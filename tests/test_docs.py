@@ -5,10 +5,14 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
+
+from tests.harness.limits import LIMIT
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
@@ -16,19 +20,29 @@ LINK = re.compile(r"\]\((?!https?:)([^)#]*)(?:#[^)]*)?\)")
 CODE = re.compile(r"^( *)```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 HEADING = re.compile(r"^#+ .*$", re.MULTILINE)
 ELSEWHERE = {
-    "paddleformers-fc derive": "tests/cli/test_derive.py",
-    "--role ema_state": "tests/trainer/test_ema.py",
-    "convert PEFT": "tests/formats/test_adapters.py",
-    "export FLEX merged": "tests/trainer/test_lora_export.py",
-    "500 adapters": "tests/trainer/test_workflows.py",
-    "500 merged": "tests/trainer/test_workflows.py",
-    "tp=8,pp=4,sharding=8 --html": "tests/cli/test_plan_page.py",
-    "paddleformers-cli": "tests/trainer/test_entry_points.py",
-    "recipes/script.py": "tests/trainer/test_entry_points.py",
-    "paddle.distributed.launch": "tests/nodes/test_two_nodes.py",
-    "pip install": "tests/test_extras.py",
+    "paddleformers-fc derive": "tests/cli/test_derive.py::"
+    "test_a_generated_family_binds_the_model_like_the_declared_one",
+    "--role ema_state": "tests/trainer/test_ema.py::test_adapters_are_averaged_and_exported",
+    "500 adapters": "tests/trainer/test_workflows.py::test_the_stock_command_line_trains_resumes_and_exports_adapters",
+    "500 merged": "tests/trainer/test_workflows.py::test_the_stock_command_line_trains_resumes_and_exports_adapters",
+    "export FLEX merged": "tests/trainer/test_lora_export.py::test_adapters_are_merged_into_their_own_base_only",
+    "convert PEFT": "tests/formats/test_adapters.py::test_adapters_of_peft_are_equal_after_a_flex_checkpoint_and_back",
+    "tp=8,pp=4,sharding=8 --html": "tests/cli/test_plan_page.py::test_the_text_names_the_page",
+    "MASTER_ADDR=10.0.0.1 MASTER_PORT=8080 paddleformers-cli": "tests/nodes/test_two_nodes.py::by_stock_command",
+    "paddleformers-cli": "tests/trainer/test_entry_points.py::"
+    "test_the_stock_command_line_trains_two_ranks_and_another_layout_resumes",
+    "recipes/script.py": "tests/trainer/test_entry_points.py::"
+    "test_the_script_of_the_recipes_trains_on_two_ranks_and_goes_on_with_one",
+    "paddle.distributed.launch --master": "tests/nodes/test_two_nodes.py::by_launch",
+    "pkill": "tests/trainer/test_save_on_signal.py::test_ranks_of_paddles_launcher_save_when_it_is_ended",
+    **dict.fromkeys(
+        ("#SBATCH", "& pid=$!", "trap ", "wait "),
+        "tests/cli/test_train.py::test_the_lines_for_slurm_save_on_its_signal_and_queue_the_job_again",
+    ),
 }
 """Parts of commands that are not run here, and the tests that run them."""
+MARKED = re.compile(r"\bnetwork\b")
+"""The remark of a line that no test runs."""
 PATH = re.compile(r"`((?:paddleformers_fc|tests|recipes|docs)/[\w./-]+)`")
 
 
@@ -102,7 +116,7 @@ def test_the_chinese_readme_has_the_sections_and_the_code_of_the_english_one() -
     levels = [[heading.split(" ")[0] for heading in HEADING.findall(text)] for text in prose]
     assert levels[1] == levels[0]
     links = [set(re.findall(r"\]\(([^)#]+)\)", text)) for text in prose]
-    assert links[1] - {"README.md"} <= links[0]
+    assert links[1] - {"README.md"} == links[0] - {"README.zh-CN.md"}
 
 
 def test_every_command_in_the_documents_has_its_options() -> None:
@@ -116,7 +130,7 @@ def test_every_command_in_the_documents_has_its_options() -> None:
     }
     for page in PAGES:
         spans = re.findall(r"`([^`\n]*)`", CODE.sub("", page.read_text(encoding="utf-8")))
-        for command in (*_commands(page), *spans):
+        for command in (*(command for command, _ in _commands(page)), *spans):
             if found := re.match(r"(?:\w+=\S+ )*paddleformers-fc ([a-z][a-z-]*)(.*)", command):
                 assert found[1] in known, (page.name, command)
                 assert set(re.findall(r"(?<= )--[\w-]+", found[2])) <= known[found[1]], (page.name, command)
@@ -137,6 +151,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
         save(directory / name, canonical(), tp=2, config=SIZES)
     shutil.copytree(directory / "out/checkpoint-500", directory / "bucket/run/checkpoint-500")
     assert run("export", directory / "out/checkpoint-500", directory / "exported").code == 0
+    (directory / ".venv").symlink_to(sys.prefix)
     recipe = yaml.safe_load((ROOT / "recipes/llama_pt.yaml").read_text(encoding="utf-8"))
     paths = {"train_dataset_path": str(assets.corpus), "eval_dataset_path": str(assets.corpus)}
     for name in ("my.yaml", "job.yaml"):
@@ -146,19 +161,17 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_command_of_a_page_runs(page: Path, workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trainings are prepared and not started; lines for a shell, a scheduler or signals are not run."""
+    """Trainings are prepared and not started, and make prints what it would run."""
     from tests.cli.support import run
 
     monkeypatch.chdir(workplace)
     monkeypatch.setenv("POD_IP", "10.0.0.1")  # This machine's hostname need not have an address for others.
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    targets = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
-    for command in _commands(page):
-        if part := next((part for part in ELSEWHERE if part in command), None):
-            assert (ROOT / ELSEWHERE[part]).is_file()
+    for command, remark in _commands(page):
+        if MARKED.search(remark) or any(part in command for part in ELSEWHERE):
+            continue
         elif command.startswith("make "):
-            assert targets is not None
-            assert command.split()[1] in targets[1].split(), command
+            _shell(f"{command} --dry-run", ROOT)
         elif "paddleformers-fc" in command:
             words = shlex.split(command.partition(" & ")[0].replace("s3://", f"file://{workplace}/"))
             for name, _, value in (word.partition("=") for word in words[: words.index("paddleformers-fc")]):
@@ -168,7 +181,22 @@ def test_every_command_of_a_page_runs(page: Path, workplace: Path, monkeypatch: 
             outcome = run(*words)
             assert outcome.code == 0, (command, outcome.err)
         else:
-            assert re.match(r"\. |#SBATCH|trap |wait |pkill ", command), command
+            _shell(command, workplace)
+
+
+def test_what_other_tests_run_is_on_a_page_and_in_their_files() -> None:
+    commands = [command for page in PAGES for command, _ in _commands(page)]
+    assert not [part for part in ELSEWHERE if not any(part in command for command in commands)]
+    for test in ELSEWHERE.values():
+        file, _, name = test.partition("::")
+        assert re.search(rf"^def {name}\b", (ROOT / file).read_text(encoding="utf-8"), re.MULTILINE), test
+
+
+def test_blocks_without_a_language_are_no_commands() -> None:
+    begin = re.compile(r"^ *(paddleformers-fc|make|pip|python|\w+=\S+) ", re.MULTILINE)
+    for page in PAGES:
+        blocks = CODE.findall(page.read_text(encoding="utf-8"))
+        assert not [body for _, language, body in blocks if language in ("", "sh", "text") and begin.search(body)], page
 
 
 def test_messages_that_troubleshooting_quotes_are_those_of_the_code() -> None:
@@ -180,11 +208,20 @@ def test_messages_that_troubleshooting_quotes_are_those_of_the_code() -> None:
     assert not [part for text in quoted for part in text.split(" ... ") if part not in catalogue]
 
 
-def _commands(page: Path) -> list[str]:
-    """The commands in the shell blocks of a page, without remarks."""
+def _shell(command: str, directory: Path) -> None:
+    """Run a line in a shell."""
+    done = subprocess.run(
+        ["sh", "-ec", command], cwd=directory, capture_output=True, text=True, timeout=LIMIT, check=False
+    )
+    assert done.returncode == 0, (command, done.stderr)
+
+
+def _commands(page: Path) -> list[tuple[str, str]]:
+    """The commands in the shell blocks of a page, and their remarks."""
     blocks = [body for _, language, body in CODE.findall(page.read_text(encoding="utf-8")) if language == "bash"]
     lines = [line for body in blocks for line in re.sub(r"\\\n\s*", "", body).splitlines()]
-    return [line for line in (re.sub(r"(^|\s+)# .*$", "", line).strip() for line in lines) if line]
+    parts = [re.fullmatch(r"(.*?)((?:^|\s)# .*)?", line.strip()) for line in lines]
+    return [(part[1].strip(), part[2] or "") for part in parts if part is not None and part[1].strip()]
 
 
 def _anchors(page: Path) -> set[str]:

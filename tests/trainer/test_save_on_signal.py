@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -33,6 +35,7 @@ from tests.trainer.test_trainer import settings
 
 JOBS = "tests.trainer.jobs"
 SIGNALLED = "tests.trainer.signal_jobs:run_signalled"
+PAGE = Path(__file__).parents[2] / "docs/save-on-signal.md"
 FOR_LONG = 10_000
 """Steps that no test waits for."""
 
@@ -165,12 +168,18 @@ def test_ranks_of_paddles_launcher_save_when_it_is_ended(tmp_path: Path) -> None
         "PADDLE_DISTRI_BACKEND": "gloo",
         "OMP_NUM_THREADS": "1",
     }
+    (line,) = re.findall(r"^(pkill .*?) +#", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    # Other launchers of this machine are not ended.
+    command = [*shlex.split(line), "--parent", str(os.getpid())]
     with subprocess.Popen([*launcher, *script], cwd=tmp_path, env=environment) as process:
         try:
             wait_until(lambda: (tmp_path / "started-1").exists() or process.poll() is not None, "the loop runs")
-        finally:
+            signalled = subprocess.run(command, check=False).returncode
+        except BaseException:
             process.terminate()
+            raise
         process.wait(LIMIT)
+    assert signalled == 0
     (checkpoint,) = tmp_path.glob("checkpoint-*")
     step = checkpoint.name.removeprefix("checkpoint-")
     log = (tmp_path / "log" / "workerlog.0").read_text()
