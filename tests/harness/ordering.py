@@ -1,4 +1,4 @@
-"""Run first the packages whose files take long, so that no worker has a long file left when the others are done.
+"""Run first the packages and files that take long, so that no worker has a long file left when the others are done.
 
 Packages of the same place keep their order. ``make test`` passes ``--no-loadscope-reorder``, because xdist would put
 the files with the most tests first, which are short.
@@ -20,7 +20,11 @@ LONG = (
     "tests/cpu_runtime/",
     "tests/execute/",
     "tests/families/",
+    "tests/test_site.py",
+    "tests/storage/",
+    "tests/mapping/",
 )
+"""Packages, or files of packages whose others are short."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
