@@ -41,6 +41,7 @@ from paddleformers_fc.families.changes import (
 )
 from paddleformers_fc.formats import Catalog, OpenedCheckpoint
 from paddleformers_fc.formats.block_scales import in_float32
+from paddleformers_fc.formats.huggingface import linear_weights, refuse_unproved_orientation
 from paddleformers_fc.formats.registry import open_weights
 from paddleformers_fc.layout.live import Roles, describe_roles
 from paddleformers_fc.layout.roles import MODEL_STATE, NUMBER_SHAPE, ROLES, parameter_of
@@ -345,6 +346,7 @@ def prepare_weights(
         if opened.format.canonical:
             # Each part of a fused layer may have a copy of the inputs that the layer's adapter shares.
             aliases |= shared_copies(rules)
+            refuse_unproved_orientation(opened, linear_weights(rules))
             source, report = huggingface_source(in_float32(catalog), rules, optional, aliases)
         else:
             source, report = resume_source(opened, rules)

@@ -20,6 +20,7 @@ from paddleformers_fc.families import ModelDescription
 from paddleformers_fc.families.adapters import A, Adapters, B, is_adapter, shared_copies
 from paddleformers_fc.families.stated import canonical_ties
 from paddleformers_fc.formats import OpenedCheckpoint
+from paddleformers_fc.formats.huggingface import refuse_unproved_orientation
 from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.plan import canonical_layout, canonical_source
@@ -109,6 +110,7 @@ def read_merge(checkpoint: OpenedCheckpoint, base: OpenedCheckpoint) -> Merge:
         {f"{layer}.weight": delta for layer, delta in _deltas(held, shared, adapters)},
         {name: array.reshape(-1) for name, array in held.items() if not is_adapter(name)},
     )
+    refuse_unproved_orientation(base, merge.deltas)
     _refuse_unlike(merge, {name: held[name] for name in merge.trained}, base)
     _refuse_tied(merge, {**canonical_ties(ModelDescription(dict(base.config))), **ties}, base.catalog.root)
     return merge

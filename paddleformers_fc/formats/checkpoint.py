@@ -221,6 +221,7 @@ class OpenedCheckpoint:
         find_unrecorded: finds the documents without a recorded checksum.
         describe_as: returns the model under a configuration, for formats whose directories may lack one.
         read_run: returns the record of the run that saved it, for formats that have one and no manifest.
+        native: files of open weights that PaddleFormers may have written in its own orientation, by their metadata.
     """
 
     format: Format
@@ -236,6 +237,7 @@ class OpenedCheckpoint:
     find_unrecorded: Callable[[], Documents] = dict
     describe_as: Callable[[dict[str, Any]], StoredModel] | None = None
     read_run: Callable[[], Manifest] | None = None
+    native: tuple[str, ...] = ()
 
     @cached_property
     def manifest(self) -> Manifest:

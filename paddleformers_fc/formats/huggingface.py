@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path, PurePosixPath
@@ -47,6 +47,7 @@ from paddleformers_fc.formats.checkpoint import (
 from paddleformers_fc.formats.checks import DEPTH_TEXT, CheckList
 from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.layout.shards import Shard, shard_bytes
+from paddleformers_fc.mapping import RuleSet
 from paddleformers_fc.mapping.boxes import whole
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.dtypes import from_safetensors, item_size, to_safetensors
@@ -102,7 +103,7 @@ _OF_A_FORMAT = re.compile(
     r"|train_results\.json|eval_results\.json|optimizer\..*|scheduler\..*"
 )
 """Names of documents of a run, or of a format, among files with these endings."""
-_OF_PADDLE = ("np", "pd")
+OF_PADDLE = ("np", "pd")
 """The ``format`` that PaddleFormers writes into the metadata of files in its own orientation."""
 _OF_TRAINER = ("trainer_state.json", "training_args.bin")
 """Files of PaddleFormers' Trainer. Elsewhere other tools write ``np`` into open weights too."""
@@ -154,7 +155,7 @@ def _opened(directory: AnyPath, verify: str, divide: _Divide) -> OpenedCheckpoin
     # Before the headers: what is read later must be what they speak of.
     identities = identities_of(directory / name for name in files)
     headers = dict(zip(files, map_paths(read_header, (directory / name for name in files), directory), strict=True))
-    _refuse_model_orientation(directory, headers)
+    native = _of_paddle(directory, headers)
     refuse_unindexed(directory / INDEX_NAME, files, headers)
     config = _read_config(directory, checksums)
     held = _with_unnamed(files, headers, directory)
@@ -187,23 +188,56 @@ def _opened(directory: AnyPath, verify: str, divide: _Divide) -> OpenedCheckpoin
         recorded,
         find_unrecorded=documents,
         describe_as=lambda _: refuse(),
+        native=native,
     )
 
 
-def _refuse_model_orientation(directory: AnyPath, headers: Mapping[str, Header]) -> None:
-    """Refuse weights that PaddleFormers' Trainer wrote with ``save_to_hf: false``: linear layers are not transposed.
+def _of_paddle(directory: AnyPath, headers: Mapping[str, Header]) -> tuple[str, ...]:
+    """Return the files that PaddleFormers or another tool wrote with the ``format`` of PaddleFormers.
 
     Raises:
-        FormatError: there are such files. The shapes of square layers would not show it.
+        FormatError: PaddleFormers' Trainer wrote them with ``save_to_hf: false``: linear layers are not transposed, and
+            the shapes of square layers would not show it.
     """
-    native = sorted(name for name, header in headers.items() if header.metadata.get("format") in _OF_PADDLE)
+    native = tuple(sorted(name for name, header in headers.items() if header.metadata.get("format") in OF_PADDLE))
     if native and any(exists(directory / name) for name in _OF_TRAINER):
-        raise FormatError(
-            f"{directory} has weights in the orientation of PaddleFormers, which save_to_hf: false writes.",
-            where=str(directory / native[0]),
-            evidence=[f"the metadata of {', '.join(native)} have format np or pd"],
-            next_step="Save the weights with save_to_hf: true, or use a checkpoint that has its optimizer states.",
-        )
+        raise model_orientation(directory, native)
+    return native
+
+
+def model_orientation(directory: AnyPath, native: Sequence[str], has: str = "has") -> FormatError:
+    """Return the error for files whose linear layers have, or may have, the orientation of PaddleFormers."""
+    return FormatError(
+        f"{directory} {has} weights in the orientation of PaddleFormers, which save_to_hf: false writes.",
+        where=str(directory / native[0]),
+        evidence=[f"the metadata of {', '.join(native)} have format np or pd"],
+        next_step="Save the weights with save_to_hf: true, or use a checkpoint that has its optimizer states.",
+    )
+
+
+def refuse_unproved_orientation(checkpoint: OpenedCheckpoint, linear: Iterable[str]) -> None:
+    """Refuse files with the ``format`` of PaddleFormers if all linear weights are square.
+
+    Shapes that fit show that another tool wrote them in the orientation of open weights; those of squares do not.
+
+    Args:
+        checkpoint: opened open weights.
+        linear: the canonical weights that a model has transposed.
+    Raises:
+        FormatError: nothing shows the orientation.
+    """
+    stored = checkpoint.catalog.roles[MODEL_STATE]
+    shapes = [stored[name].shape for name in linear if name in stored] if checkpoint.native else []
+    if shapes and all(shape == shape[::-1] for shape in shapes):
+        raise model_orientation(checkpoint.catalog.root, checkpoint.native, "may have")
+
+
+def linear_weights(rules: RuleSet) -> Iterator[str]:
+    """Yield the canonical weights that a model has transposed."""
+    for rule in rules.rules:
+        axes = [axis for axis in rule.axes if axis >= 0]
+        if axes != sorted(axes):
+            yield from rule.sources
 
 
 def model_documents(directory: AnyPath, checksums: FileChecksums | None = None) -> Documents:
@@ -539,7 +573,9 @@ class HuggingFaceFormat(Format):
 
     def built_model(self, checkpoint: OpenedCheckpoint) -> StoredModel:
         """Return the model that PaddleFormers builds from them."""
-        return built_model(checkpoint)
+        found = built_model(checkpoint)
+        refuse_unproved_orientation(checkpoint, linear_weights(found.rules))
+        return found
 
 
 HUGGINGFACE = HuggingFaceFormat()

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from paddleformers_fc.errors import Corrupt, FormatError, StorageError
+from paddleformers_fc.formats.huggingface import OF_PADDLE, model_orientation
 from paddleformers_fc.formats.stock_checkpoint import AGAIN, malformed_file, refuse_links
 from paddleformers_fc.mapping.boxes import Shape
 from paddleformers_fc.mapping.folding import fold
@@ -273,7 +274,10 @@ def read_rank_file(directory: Path, name: str) -> RankContent:
     """
     path = directory / name
     if path.suffix == ".safetensors":
-        return RankContent(arrays_of(name, read_header(path)))
+        header = read_header(path)
+        if header.metadata.get("format") in OF_PADDLE:
+            raise model_orientation(directory, [name])
+        return RankContent(arrays_of(name, header))
     content = read_pickle(path)
     if not isinstance(content, dict):
         raise malformed_file(path, "it contains no tensors by name")

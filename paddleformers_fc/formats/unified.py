@@ -9,7 +9,8 @@
 Each kind has an index, ``optimizer.safetensors.index.json``, or is one file without a number. Tensor-parallel parts are
 merged. States and master weights have the orientation of the model. Weights of linear layers have that of open weights
 in files whose metadata contain ``format: pt``: proved by the shape of the states or by the declaration of the family,
-and for square weights by other layers of the same name. A state that several sharding ranks store in ranges of elements
+and for square weights by other layers of the same name, by the master weight or by the embedding that a head is tied
+to. A state that several sharding ranks store in ranges of elements
 is joined in the order of the files. Expert-parallel ranks may count their experts from 0: the same names are then in
 several files, and the order of the files gives the offset.
 
@@ -46,6 +47,7 @@ from paddleformers_fc.formats.checkpoint import (
 )
 from paddleformers_fc.formats.checks import CheckList
 from paddleformers_fc.formats.huggingface import HUGGINGFACE, indexed_files, refuse_unindexed
+from paddleformers_fc.formats.orientation import is_transposed
 from paddleformers_fc.formats.paddle_distcp import PADDLE_DISTCP
 from paddleformers_fc.formats.rank_files import EMA, OPTIMIZER, FileArray, arrays_of, is_rank_file, refuse_mixed
 from paddleformers_fc.formats.rank_shards import held_otherwise, is_of_nlp, stored_model
@@ -80,6 +82,9 @@ _OF_TORCH = "pt"
 _OF_LAYER = ".weight"
 _LINEAR = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"})
 """Layers that PaddleFormers transposes in every family that has them, see ``transpose_weight_keys``."""
+_NEVER_TRANSPOSED = "embed_tokens"
+"""The layer that PaddleFormers transposes in no family."""
+_HEAD, _TIED = "lm_head", "tie_word_embeddings"
 _SIBLINGS = {"q_proj": "k_proj"}
 """A layer that is transposed only in families that have the other one beside it."""
 _EXPERT = re.compile(r"(.*\.experts\.)([0-9]{1,6})(\..*)")
@@ -284,14 +289,12 @@ class _Assembly:
                 known.setdefault(split_state_name(role, name).parameter, set()).update(one.shape for one in own)
         straight: list[StoredShard] = []
         turned: list[StoredShard] = []
-        decided = self._turned(weights, known)
+        decided = self._turned(weights, known, states.get(MASTER_WEIGHT, {}))
+        self._refuse_unproved(decided)
         for name, (array, *copies) in weights.items():
             if any((one.shape, one.dtype) != (array.shape, array.dtype) for one in copies):
                 self.faults.append(f"{name}: {array.file} and {copies[0].file} contain different parts of it")
             is_turned = decided[name]
-            if isinstance(is_turned, str):
-                self.faults.append(f"{name}: {is_turned}")
-                continue
             shape = self._shapes[name] = array.shape[::-1] if is_turned else array.shape
             shard = Shard(name, array.dtype, shape, whole(shape)), array.file, array.begin, _width(array)
             (turned if is_turned else straight).append(shard)
@@ -302,7 +305,21 @@ class _Assembly:
             roles.setdefault(MODEL_STATE, {}).update(held_otherwise(reversed_ones, turned=True))
         return roles
 
-    def _turned(self, weights: Arrays, known: Mapping[str, Collection[Shape]]) -> dict[str, bool | str]:
+    def _refuse_unproved(self, decided: Mapping[str, bool | str]) -> None:
+        """Refuse weights of which nothing shows whether they are transposed."""
+        unproved = [f"{name}: {why}" for name, why in decided.items() if isinstance(why, str)]
+        if unproved:
+            raise FormatError(
+                f"The orientation of {count_text(len(unproved), 'weight')} in {self.directory} cannot be proved.",
+                where=str(self.directory),
+                evidence=fold(unproved),
+                next_step=f"Name a directory with the model's {CONFIG_NAME} (--config), if there is none. Otherwise "
+                "resume it with PaddleFormers, and save it with save_to_hf: false.",
+            )
+
+    def _turned(
+        self, weights: Arrays, known: Mapping[str, Collection[Shape]], masters: Arrays
+    ) -> dict[str, bool | str]:
         """Return for every weight whether its file contains it transposed, or as text why that cannot be proved.
 
         The writer decides by the last part of the name, so layers that are not square decide for those that are.
@@ -310,6 +327,7 @@ class _Assembly:
         Args:
             weights: all weights.
             known: shapes of the states by weight.
+            masters: master weights by their full name.
         """
         found: dict[str, bool | str] = {}
         votes: dict[str, set[bool | str]] = {}
@@ -326,9 +344,21 @@ class _Assembly:
             sibling = f"{name.removesuffix(leaf + _OF_LAYER)}{_SIBLINGS.get(leaf, leaf)}{_OF_LAYER}"
             if not seen and leaf in _LINEAR and sibling in weights:
                 found[name] = True
+            elif len(seen) == 1:
+                found[name] = next(iter(seen))
             else:
-                found[name] = next(iter(seen)) if len(seen) == 1 else "nothing shows the orientation of the square"
+                found[name] = self._is_square_turned(name, weights, masters.get(name + MASTER.suffix, ()))
         return found
+
+    def _is_square_turned(self, name: str, weights: Arrays, master: Sequence[FileArray]) -> bool | str:
+        """Return whether a square weight is transposed, from the numbers of its master weight or its embedding."""
+        if _leaf(name) == _NEVER_TRANSPOSED:
+            return False
+        tied = [own for other, own in weights.items() if _leaf(other) == _NEVER_TRANSPOSED]
+        if not master and _leaf(name) == _HEAD and self.config.get(_TIED) is True and len(tied) == 1:
+            master = tied[0][:1]
+        shown = is_transposed(self.directory, weights[name][0], master) if master else None
+        return "nothing shows the orientation of the square" if shown is None else shown
 
     def _is_turned(self, name: str, shape: Shape, known: Collection[Shape]) -> bool | str:
         """Return whether a weight that is not square is transposed, from its states or else its family.

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 import paddleformers_fc
 from paddleformers_fc.errors import MappingError, OptionError
@@ -236,3 +237,19 @@ def test_foreign_directories_of_weights_are_read_as_they_are(tmp_path: Path) -> 
 def test_a_format_that_is_not_in_the_list_is_refused_by_the_list(tmp_path: Path) -> None:
     done = run("convert", str(tmp_path), str(tmp_path / "out"), "--format", "safetensors")
     assert "Invalid value for '--format': 'safetensors' is not one of" in done.err
+
+
+@pytest.mark.parametrize("square", [True, False])
+def test_squares_alone_in_the_format_of_paddleformers_are_refused(square: bool, tmp_path: Path) -> None:
+    """Without the files of a Trainer another program may have written them; squares do not show the orientation."""
+    llama = next(one for one in FAMILIES if one.name == "llama")
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "head_dim": 8, "num_attention_heads": 4}
+    config = {**tiny_models(llama)[0].config, **sizes, "num_key_value_heads": 4 if square else 2}
+    source = tmp_path / "hf"
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps(config))
+    arrays = {name: one.astype("float32") for name, one in weights_of(llama, ModelDescription(config)).items()}
+    save_file(arrays, source / "model.safetensors", {"format": "np"})
+    done = run("convert", source, tmp_path / "flex")
+    assert done.code == (1 if square else 0), done.err
+    assert ("may have weights in the orientation of PaddleFormers" in done.err) is square

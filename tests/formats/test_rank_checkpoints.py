@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 import paddleformers_fc
 from paddleformers_fc.cpu_runtime.forkserver import ForkServer
@@ -344,6 +345,14 @@ def test_a_run_is_resumed_and_a_model_is_filled_under_another_layout(
 
 
 # ---- What is refused.
+
+
+def test_safetensors_of_a_rank_in_the_orientation_of_the_model_are_refused(ranks: ForkServer, tmp_path: Path) -> None:
+    stock = saved(ranks, tmp_path, "tp2", WAYS["canonical"])
+    path = stock / "model.tp01.safetensors"
+    save_file(load_file(path), path, {"format": "np"})
+    with pytest.raises(FormatError, match="orientation of PaddleFormers"):
+        open_checkpoint(stock)
 
 
 def test_fused_layers_that_save_to_hf_stores_in_neither_form_are_named(ranks: ForkServer, tmp_path: Path) -> None:

@@ -189,9 +189,62 @@ def test_states_in_ranges_of_elements_are_joined_in_the_order_of_the_files(tmp_p
 def test_a_square_layer_is_oriented_as_layers_of_its_name_or_refused(tmp_path: Path) -> None:
     config = keys("llama", fuse_attention_ffn=True, intermediate_size=32)
     written(tmp_path, config, of_tensor_parallel_ranks)
-    with pytest.raises(Corrupt) as caught:
+    for path in tmp_path.glob("master_weights*"):
+        path.unlink()
+    with pytest.raises(FormatError, match="orientation of 4 weights") as caught:
         open_checkpoint(tmp_path)
     assert any("gate_up_fused_proj.weight: nothing shows the orientation" in line for line in caught.value.evidence)
+    assert "save_to_hf: false" in caught.value.next_step
+
+
+@pytest.mark.parametrize("leaf", ["lm_head", "gate_up_fused_proj"])
+@pytest.mark.parametrize("transposes", [False, True])
+@pytest.mark.parametrize("split", [False, True])
+def test_a_square_weight_has_the_orientation_of_its_master_weight(
+    leaf: str, transposes: bool, split: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As writers of other families transpose it; also where the states are ranges of elements."""
+    monkeypatch.setattr("tests.formats.test_unified.LINEAR", (*LINEAR, *([leaf] if transposes else [])))
+    size = {"vocab_size": 64} if leaf == "lm_head" else {"fuse_attention_ffn": True, "intermediate_size": 32}
+    tensors = written(tmp_path, keys("llama", **size), of_tensor_parallel_ranks)
+    name = next(one for one in tensors if leaf in one)
+    assert tensors[name].shape == (64, 64)
+    if split:
+        ranges = tensors[name].reshape(-1)[:1000], tensors[name].reshape(-1)[1000:]
+        for number, part in enumerate(ranges, 1):
+            file = f"master_weights-0000{number}-of-00002.safetensors"
+            changed(tmp_path, file, lambda arrays, part=part: arrays.update({name: part}))
+    opened = open_checkpoint(tmp_path)
+    assert opened.catalog.roles[MODEL_STATE][name].form.turned is transposes
+    stored = paddleformers_fc.open(tmp_path)
+    if leaf == "lm_head":
+        assert np.array_equal(stored.read(name, role=MODEL_STATE), tensors[name].astype(ml_dtypes.bfloat16))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_square_head_in_float32_has_the_orientation_of_its_embedding_or_is_refused(
+    tied: bool, tmp_path: Path
+) -> None:
+    config = keys("llama", vocab_size=64, tie_word_embeddings=tied)
+    written(tmp_path, config, of_tensor_parallel_ranks)
+    for path in tmp_path.glob("master_weights*"):
+        path.unlink()
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    embedding = tensors_of(config)["model.embed_tokens.weight"]
+
+    def of_float32(arrays: Arrays) -> None:
+        arrays.update({name: one.astype(np.float32) for name, one in arrays.items()})
+        arrays.update({name: embedding for name in arrays if name.endswith(("lm_head.weight", "embed_tokens.weight"))})
+
+    for number in (1, 2):
+        changed(tmp_path, f"model-0000{number}-of-00002.safetensors", of_float32)
+    if tied:
+        found = paddleformers_fc.open(tmp_path)
+        assert np.array_equal(found.read("model.embed_tokens.weight", role=MODEL_STATE), embedding)
+        return
+    with pytest.raises(FormatError, match="orientation of 1 weight") as caught:
+        open_checkpoint(tmp_path)
+    assert caught.value.evidence == ("lm_head.weight: nothing shows the orientation of the square",)
 
 
 # ---- The Trainer's.
