@@ -53,9 +53,11 @@ class AverageSettings:
     bias_correction: bool = False
     loss_threshold: float | None = None
 
-    def is_due(self, step: int) -> bool:
-        """Return whether the average is updated after a step."""
-        return step == self.start_step or (step > self.start_step and step % self.interval == 0)
+    def is_due(self, step: int, has_begun: bool) -> bool:
+        """Return whether the average is updated after a step; one that a checkpoint contains has begun."""
+        if not has_begun and step <= self.start_step:
+            return step == self.start_step
+        return step % self.interval == 0
 
 
 class AverageDocument(msgspec.Struct, forbid_unknown_fields=True):
@@ -213,7 +215,8 @@ class MovingAverage(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Begin an update if one is due. A save of the same step comes later."""
         loss, self._loss = self._loss, None
-        if self.settings.is_due(state.global_step) and self._is_wanted(loss, state.global_step, args):
+        is_due = self.settings.is_due(state.global_step, self.has_begun)
+        if is_due and self._is_wanted(loss, state.global_step, args):
             self._begin(state.global_step)
 
     def _is_wanted(self, loss: Any, step: int, args: Any) -> bool:
