@@ -195,6 +195,8 @@ def _adapters(values: Mapping[str, Any], directory: AnyPath) -> Adapters:
     texts = {key: f"{key}: {value!r}"[:200] for key, value in values.items() if value}
     found += [texts[key] for key in _UNSUPPORTED if key in texts]
     found += [f"{text}: unknown" for key, text in texts.items() if key not in (*_READ, *_NEUTRAL, *_UNSUPPORTED)]
+    bias, biases = str(values.get("bias") or "none"), {text: ours for ours, text in _BIASES.items()}
+    found += [] if bias in biases else [f"bias: {bias!r}: unknown"[:200]]
     initial = values.get("init_lora_weights")
     if isinstance(initial, str) and initial.lower() not in _KEEPS_BASE:
         found.append(f"init_lora_weights: {initial!r}: changes the base, and the files contain no base"[:200])
@@ -205,7 +207,6 @@ def _adapters(values: Mapping[str, Any], directory: AnyPath) -> Adapters:
             evidence=found,
             next_step="Use adapters of peft_type LORA with one rank and one scaling for all layers, on their own base.",
         )
-    biases = {text: ours for ours, text in _BIASES.items()}
     targets = values.get("target_modules")
     given = {
         "r": values.get("r"),
@@ -213,7 +214,7 @@ def _adapters(values: Mapping[str, Any], directory: AnyPath) -> Adapters:
         "rslora": values.get("use_rslora") or False,
         "target_modules": [targets] if isinstance(targets, str) else targets or [],
         "trainable_modules": values.get("modules_to_save") or [],
-        "trainable_bias": biases.get(str(values.get("bias") or "none")),
+        "trainable_bias": biases[bias],
         "dropout": values.get("lora_dropout") or 0.0,
         "base": Base(str(values.get("base_model_name_or_path") or "")),
     }

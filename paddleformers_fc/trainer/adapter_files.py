@@ -16,7 +16,7 @@ import paddle
 from paddleformers_fc.distributed.channel import Channel, all_gather_checked
 from paddleformers_fc.errors import MismatchError, OptionError
 from paddleformers_fc.execute.save_plan import model_rules
-from paddleformers_fc.families.adapters import B, is_adapter, layer_patterns
+from paddleformers_fc.families.adapters import Adapters, B, is_adapter, layer_patterns
 from paddleformers_fc.formats import OpenedCheckpoint
 from paddleformers_fc.formats.registry import open_weights
 from paddleformers_fc.layout.live import describe_roles
@@ -26,6 +26,7 @@ from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.paths import AnyPath, RemotePath, parse_path
 from paddleformers_fc.trainer import pretrained, state
 from paddleformers_fc.trainer.description import describe
+from paddleformers_fc.trainer.host import logger
 from paddleformers_fc.trainer.host_models import LoRAConfig
 from paddleformers_fc.trainer.job_state import channel_of
 from paddleformers_fc.trainer.options import FlexFields
@@ -82,6 +83,12 @@ def _config(model: Any, directory: AnyPath, channel: Channel) -> LoRAConfig:
     stored, trained = opened.known.adapters, sorted({name for _, names, _ in everyone for name in names})
     if stored is None:
         raise OptionError("The directory contains no adapters.", where=str(directory))
+    unlisted = [name for name in trained if not _is_listed(name, stored)]
+    if unlisted and channel.rank == 0:
+        logger.warning(
+            f"{directory} has tensors of the base beside its adapters that modules_to_save and bias do not list, such "
+            f"as an embedding that PEFT has saved. They are read, and trained by this run: {'; '.join(fold(unlisted))}."
+        )
     return LoRAConfig(
         r=stored.r,
         lora_alpha=stored.alpha,
@@ -91,6 +98,13 @@ def _config(model: Any, directory: AnyPath, channel: Channel) -> LoRAConfig:
         trainable_modules=[re.escape(name) for name in trained] or None,
         base_model_name_or_path=stored.base.location or None,
     )
+
+
+def _is_listed(name: str, adapters: Adapters) -> bool:
+    """Return whether the configuration of adapters lists a tensor of the base as trained."""
+    module, _, last = name.rpartition(".")
+    listed = any(f".{module}".endswith(f".{one}") for one in adapters.trainable_modules)
+    return listed or (last == "bias" and adapters.trainable_bias is not None)
 
 
 def _rules(model: Any) -> RuleSet:

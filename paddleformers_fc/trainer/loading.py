@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import paddle.distributed as dist
+from paddle.optimizer.lr import LambdaDecay
 
 from paddleformers_fc.distributed.channel import Channel, all_gather_checked, run_on_all
 from paddleformers_fc.errors import CheckpointError, Diverged, FlexError, MismatchError, StorageError
@@ -487,6 +488,10 @@ def _compare_reference(
 def _restore_progress(trainer: Any, progress: documents.TrainingProgress) -> None:
     """Restore scheduler, scaler and state of the run that is continued."""
     trainer.lr_scheduler.set_state_dict(progress.scheduler)
+    scheduler = trainer.lr_scheduler
+    if type(scheduler) is LambdaDecay:
+        # The schedule may be another one, whose rate the first step takes, and not the rate that was saved.
+        scheduler.last_lr = scheduler.get_lr()
     if trainer.do_grad_scaling and progress.scaler is not None:
         trainer.scaler.load_state_dict(progress.scaler)
     trainer.state = progress.state

@@ -76,6 +76,13 @@ def test_initialisations_that_change_the_base_are_refused(tmp_path: Path, initia
     assert f"init_lora_weights: '{initial}'" in refused.value.render()
 
 
+def test_an_unknown_choice_of_biases_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(OptionError) as refused:
+        open_peft(peft(tmp_path, bias="tomorrow"))
+    assert "bias: 'tomorrow': unknown" in refused.value.render()
+    assert open_peft(peft(tmp_path, bias=None)).known.adapters == open_peft(peft(tmp_path)).known.adapters
+
+
 def test_an_unknown_key_with_a_value_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OptionError) as refused:
         open_peft(peft(tmp_path, an_option_of_tomorrow=[1]))

@@ -12,6 +12,7 @@ import pytest
 from paddleformers_fc.cli.log_view import COLOUR
 from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.errors import OptionError
+from paddleformers_fc.execute.digest import canonical_digests
 from paddleformers_fc.trainer.options import FlexFields
 from tests.harness.tiny import DP2, EP2, PP2, SD2S2, SD2S3, SD2V2, SINGLE, TP2, MatrixLayout
 
@@ -104,6 +105,18 @@ def test_changed_arguments_of_a_run_are_one_table(ranks: ForkServer, saved: Path
     expected = {name: (str(was), str(now)) for name, (was, now) in changed.items()}
     assert table(log) == {**expected, "samples per step": ("8", "4")}
     assert log.count(DIFFERS) == 1
+
+
+def test_the_first_step_of_a_resumed_run_has_the_rate_of_its_own_schedule(
+    ranks: ForkServer, saved: Path, tmp_path: Path
+) -> None:
+    arguments = {"max_steps": 3, "save_steps": 3, "learning_rate": 0.0}
+    ranks.run(f"{JOBS}:run", 1, settings(SINGLE, tmp_path, saved, arguments=arguments))
+    before, after = (
+        {one.name: one.md5 for one in canonical_digests(directory) if one.role == "model_state"}
+        for directory in (saved, tmp_path / "checkpoint-3")
+    )
+    assert before == after
 
 
 def test_another_seed_and_another_corpus_are_reported(ranks: ForkServer, saved: Path, tmp_path: Path) -> None:

@@ -280,3 +280,22 @@ def test_lora_path_is_read_by_this_package(ranks: ForkServer, ernie: Exported, t
     for found in results.values:
         assert (found["r"], found["scaling"]) == (4, 2.0)
     assert paddleformers_fc.open(tmp_path / "out/checkpoint-1").diff(checkpoint, role="model_state").equal
+
+
+def test_a_tensor_of_the_base_that_peft_has_saved_beside_adapters_is_named_in_the_log(
+    ranks: ForkServer, llama: Exported, tmp_path: Path
+) -> None:
+    directory, name = tmp_path / "adapters", "model.embed_tokens.weight"
+    directory.mkdir()
+    config = json.loads((llama.adapter / "adapter_config.json").read_text())
+    tensors = load_file(llama.adapter / "adapter_model.safetensors")
+    save_file(
+        {**tensors, f"{PREFIX}{name}": load_file(llama.base / "model.safetensors")[name]},
+        directory / "adapter_model.safetensors",
+    )
+    job = {"layout": SINGLE.to_json(), "output_dir": str(tmp_path / "out"), "base": str(llama.base)}
+    for listed in (None, ["embed_tokens"]):
+        (directory / "adapter_config.json").write_text(json.dumps({**config, "modules_to_save": listed}))
+        result = ranks.run(f"{JOBS}:start_from_lora_path", 1, {**job, "directory": str(directory)})
+        warned = f"trained by this run: {name}." in result.logs[0].read_text()
+        assert warned == (listed is None)
