@@ -24,7 +24,7 @@ Written by `make families` from the table that `paddleformers-fc families` print
 
 * **mapping**: every declaration is proved. *trained*: layouts are resumed under every other one on real ranks, see the
   pages of [Llama](verification/llama2.md), [ERNIE 4.5 MoE](verification/ernie4_5_moe.md),
-  [Qwen 3](verification/qwen3.md) and [Qwen 2.5 VL](verification/qwen2_5_vl.md).
+  [Qwen 3](verification/qwen3.md), [Qwen3-MoE](verification/qwen3_moe.md) and [Qwen 2.5 VL](verification/qwen2_5_vl.md).
   *simulated*: the same with the tensors of [simulated ranks](verification/simulated.md), where every family is.
 * **logits compared**: tiny checkpoints of Transformers, of vision-language models with images, are loaded under these
   degrees of tensor parallelism. Logits agree within 2e-6, and exports are equal byte by byte.
@@ -52,7 +52,13 @@ def test_the_table_has_the_fixtures_that_are_compared() -> None:
 
 
 def test_the_table_has_the_layouts_of_the_pages() -> None:
-    pages = {"llama": "llama2", "ernie4_5_moe": "ernie4_5_moe", "qwen3": "qwen3", "qwen2_5_vl": "qwen2_5_vl"}
+    pages = {
+        "llama": "llama2",
+        "ernie4_5_moe": "ernie4_5_moe",
+        "qwen3": "qwen3",
+        "qwen2_5_vl": "qwen2_5_vl",
+        "qwen3_moe": "qwen3_moe",
+    }
     for name, stem in pages.items():
         assert f"* {TRAINED[name]}: every tensor" in _verification(stem)
     assert TRAINED.keys() == pages.keys()

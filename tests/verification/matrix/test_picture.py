@@ -44,7 +44,7 @@ def test_the_cells_of_a_picture_have_these_colours(tmp_path: Path) -> None:
     assert (tmp_path / "one.png").read_bytes() == (tmp_path / "two.png").read_bytes()
 
 
-@pytest.mark.parametrize("name", ["llama2", "ernie4_5_moe", "lora", "qwen3", "qwen2_5_vl"])
+@pytest.mark.parametrize("name", ["llama2", "ernie4_5_moe", "lora", "qwen3", "qwen3_moe", "qwen2_5_vl"])
 def test_every_text_of_the_published_tables_has_a_colour(name: str) -> None:
     page = (PAGES / f"{name}.md").read_text()
     rows = re.findall(r"^\| \*\*[^|]+\*\* \|(.+)\|$", page, re.MULTILINE)
