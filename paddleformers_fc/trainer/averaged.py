@@ -16,6 +16,7 @@ import numpy as np
 import paddle
 from paddle.distributed import ShardedWeight
 
+from paddleformers_fc.errors import OptionError
 from paddleformers_fc.execute.arena import SnapshotArena, SnapshotCopy
 from paddleformers_fc.execute.averaging import AveragedTensor
 from paddleformers_fc.execute.device import in_host_memory
@@ -30,7 +31,7 @@ from paddleformers_fc.layout.roles import (
     split_state_name,
 )
 from paddleformers_fc.trainer import state
-from paddleformers_fc.trainer.optimizers import innermost
+from paddleformers_fc.trainer.optimizers import descriptor_of, innermost
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,27 @@ def trained_parts(model: Any, optimizer: Any) -> dict[str, TrainedPart]:
         if dtype_name(weight.local_tensor) == "float32":
             found[split.parameter] = _part_of(weight, one)
     return found
+
+
+def refuse_stateless(model: Any, optimizer: Any) -> None:
+    """Refuse an optimizer without states and master weights, such as SGD: nothing would be averaged.
+
+    Args:
+        model: the model as it was built, not its parallel wrapper.
+        optimizer: the optimizer with the Trainer's wrappers.
+    Raises:
+        OptionError: this rank trains parameters, and its optimizer will have states of none.
+    """
+    kinds = [one for one in descriptor_of(optimizer).states if one.role == OPTIMIZER_STATE]
+    trains = any(not parameter.stop_gradient for parameter in model.parameters())
+    stateless = not any(one.shape is StateShape.PARAMETER for one in kinds)
+    if trains and stateless and not state.trained_in_half(model, optimizer):
+        raise OptionError(
+            f"flex_ema_decay does not support the optimizer {type(innermost(optimizer)).__name__}.",
+            where="training arguments",
+            evidence=["a rank averages the parts of parameters of which its optimizer has states, and it has none"],
+            next_step="Train with an optimizer that has states, such as Momentum or AdamW; or remove flex_ema_decay.",
+        )
 
 
 def _part_of(weight: Any, state_: Any) -> TrainedPart:

@@ -43,6 +43,7 @@ from paddleformers_fc.storage.paths import AnyPath, expand_user, parse_path
 from paddleformers_fc.text import count_text, natural
 from paddleformers_fc.trainer import (
     alternating,
+    averaged,
     batches,
     changes,
     corpus,
@@ -629,6 +630,8 @@ def _uploaded(trainer: Any) -> Iterator[None]:
 def _refuse_to_train(trainer: Any) -> None:
     undefined.refuse_undefined(trainer.model)
     refuse_optimizer(trainer)
+    if job_state_of(trainer).average is not None:
+        averaged.refuse_stateless(trainer.model, trainer.optimizer)
 
 
 def _saved_data(run: JobState) -> position.SavedData | position.StepPosition | None:

@@ -174,7 +174,7 @@ def train_misdeclared(output_dir: str, layout: Mapping[str, Any]) -> dict[str, s
     return found
 
 
-def resume_with(key: str, layout: Mapping[str, Any], output_dir: str, resume: str, **arguments: Any) -> str:
+def resume_with(key: str, layout: Mapping[str, Any], output_dir: str, resume: str | None, **arguments: Any) -> str:
     """Resume with the optimizer of a choice; the error, if any."""
     from paddleformers_fc.errors import FlexError
 

@@ -161,6 +161,13 @@ def test_another_optimizer_is_reported_where_its_states_have_the_same_names_and_
     assert "paddle.optimizer.adamw.AdamW" not in log
 
 
+def test_a_moving_average_is_refused_with_an_optimizer_without_states(ranks: ForkServer, tmp_path: Path) -> None:
+    job = {"layout": SINGLE.to_json(), "output_dir": str(tmp_path), "resume": None, "flex_ema_decay": 0.9}
+    found = {key: ranks.run(f"{JOBS}:resume_with", 1, {**job, "key": key}).values[0] for key in ("sgd", "momentum")}
+    assert "flex_ema_decay does not support the optimizer SGD" in found["sgd"]
+    assert found["momentum"] == ""
+
+
 # ---- The table of the page.
 
 
