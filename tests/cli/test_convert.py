@@ -253,3 +253,16 @@ def test_squares_alone_in_the_format_of_paddleformers_are_refused(square: bool, 
     done = run("convert", source, tmp_path / "flex")
     assert done.code == (1 if square else 0), done.err
     assert ("may have weights in the orientation of PaddleFormers" in done.err) is square
+
+
+def test_a_missing_expert_of_a_stack_is_refused_by_name(tmp_path: Path) -> None:
+    family = next(one for one in FAMILIES if one.name == "qwen3_moe")
+    model = next(one for one in tiny_models(family) if one.is_fleet)
+    model = ModelDescription({**model.config, "moe_expert_fusion": True}, is_fleet=True)
+    arrays = weights_of(family, model)
+    missing = "model.layers.1.mlp.experts.0.up_proj.weight"
+    del arrays[missing]
+    source = write_weights(tmp_path / "hf", arrays, {**model.config, "architectures": ["AForCausalLM"]})
+    with pytest.raises(MappingError, match="lacks 1 tensor of its model") as caught:
+        paddleformers_fc.open(source).convert(tmp_path / "flex")
+    assert caught.value.evidence == (missing,)
