@@ -280,7 +280,7 @@ def _kinds(family: Family, sizes: Sizes, shifts: Mapping[str, int]) -> TargetInd
             _whole_length(statement, own),
         )
         bound = (statement.sources, statement.geometry, statement.turned, statement.stack, statement.tower)
-        fusion = (statement.parts, statement.groups)
+        fusion = (statement.parts, statement.groups, statement.siblings)
         known.setdefault((PLACEHOLDER.sub("{}", statement.target), *bound, *fusion), kind)
     return TargetIndex((kind.statement, kind) for kind in known.values())
 
@@ -382,14 +382,24 @@ def _knows_shape(statement: Statement, numbers: Mapping[str, int], sizes: Sizes)
 def _rules(kind: _Kind, tensor: ModelTensor, numbers: list[str], sizes: Sizes) -> list[Rule] | str:
     if kind.statement.stack is not None:
         return _stack_rules(kind, kind.statement.stack, tensor, numbers, sizes)
+    sources = tuple(source.format(*numbers) for source in kind.sources)
+    if kind.statement.siblings:
+        return _sibling_rules(kind.statement.siblings, sources, tensor)
     occurred = (tensor.shape, tensor.cuts)
     made = kind.layouts.get(occurred)
     if made is None:
         made = kind.layouts[occurred] = _layout(kind.statement, tensor.shape, tensor.cuts, sizes)
     if isinstance(made, str):
         return made
-    sources = tuple(source.format(*numbers) for source in kind.sources)
     return [Rule(sources, (tensor.name,), made.parts, made.axis, made.axes, made.source_blocks, made.blocks)]
+
+
+def _sibling_rules(siblings: tuple[str, ...], sources: tuple[str, ...], tensor: ModelTensor) -> list[Rule]:
+    """Return one rule for all tensors of a source, at the first of them."""
+    scope, _, own = tensor.name.rpartition(".")
+    targets = tuple(f"{scope}.{name}" for name in siblings)
+    axes = tuple(range(len(tensor.shape)))
+    return [Rule(sources, targets, tensor.shape[:1] * len(targets), 0, axes)] if own == siblings[0] else []
 
 
 def _layout(statement: Statement, shape: Shape, cuts: Shape, sizes: Sizes) -> _Layout | str:

@@ -100,6 +100,8 @@ class Statement:
         parts: the lengths of the parts of a fused layer, such as query, key and value. Those of parts that lie in one
             of several sources are a tuple. Empty for heads of one size.
         groups: the number of groups in which such a source interleaves its parts; empty for one.
+        siblings: the last parts of the names of all tensors that its source holds, in order and of one length, if it
+            holds several. They lie in one scope of the model.
         stage: its place in a pipeline; None for that of its tower, or beside the head. Ignored for tensors of layers.
         trained: whether an optimizer updates it.
     """
@@ -117,6 +119,7 @@ class Statement:
     tower: str = ""
     parts: tuple[str | tuple[str, ...], ...] = ()
     groups: str = ""
+    siblings: tuple[str, ...] = ()
     stage: Stage | None = None
     trained: bool = True
 
@@ -289,6 +292,12 @@ def same(
         dtype: its dtype, where that is not the model's.
     """
     return expanded(Statement(name, (source or name,), Geometry.SAME, shape=shape, cut=cut, dtype=dtype))
+
+
+def held_together(name: str, source: str, shape: tuple[str, ...]) -> Statements:
+    """Declare the tensors of alternatives such as ``alpha_{pre,post}``, which lie one after the other in ``source``."""
+    found = same(name, source, shape)
+    return tuple(replace(one, siblings=tuple(each.target.rpartition(".")[2] for each in found)) for one in found)
 
 
 def linear(

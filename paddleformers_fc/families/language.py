@@ -35,6 +35,7 @@ from paddleformers_fc.families.declarations import (
     declared as declared,
     fresh as fresh,
     fused,
+    held_together as held_together,
     linear as linear,
     of_class as of_class,
     only as only,
@@ -197,7 +198,7 @@ def family(
         name: its name, which is the ``model_type`` of its configurations.
         classes: the model classes that the family has.
         scope: the prefix of its layers and ends in the model.
-        canonical: their prefix in files, if that differs.
+        canonical: their prefix in files, if that differs; empty for none.
         key: the path of their nested configuration, such as ``text_config``. The layers are then tower ``text``:
             others refer to their sizes as ``text.hidden``. Files without a nested configuration have its keys outside.
         layer: the parts of every layer, named relative to it.
@@ -218,7 +219,7 @@ def family(
         divided: sizes that the class compares with the degree of tensor parallelism, as in :class:`Family`.
     """
     outside = (ends(scope=scope, canonical=canonical),) if outside is None else outside
-    layers = within(f"{scope}.layers.{{layer}}", *layer, canonical=f"{canonical or scope}.layers.{{layer}}")
+    layers = within(scope, within("layers.{layer}", *layer), canonical=canonical)
     statements = _for_classes(classes, declared(*outside, layers))
     tied = tuple(_tied(one, scope) for one in (FORMERS, FLEET) if one in classes)
     if nlp := tuple(nlp):

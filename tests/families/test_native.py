@@ -6,6 +6,7 @@ slices; ours follow from one declaration. Real numbers go through both.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -59,6 +60,10 @@ AGREE: list[tuple[str, dict[str, Any]]] = [
     ("glm4_moe", {**PLAIN, **NO_MTP, "num_empty_layers_add_in_head": 0, "fd_fallback": True}),
     ("deepseek_v3", NO_MTP),
     ("deepseek_v3", {**NO_MTP, "attention_bias": True}),
+    ("deepseek_v4", {}),
+    ("deepseek_v4", {"moe_expert_fusion": True, "num_empty_layers_add_in_head": 2, "n_shared_experts": 0}),
+    ("deepseek_v4", {"tie_word_embeddings": True, **NO_MTP}),
+    ("deepseek_v4", {"moe_n_hash_layers": 3, "csa_compress_ratios": [8, 0, 4, 0]}),
     ("minimax_m2", {"v_head_dim": 8}),
     ("minimax_m2", {"v_head_dim": 8, "moe_expert_fusion": True, "n_shared_experts": 1}),
     ("minimax_m2", {"v_head_dim": 8, "use_dense_mtp": True, "num_empty_layers_add_in_head": 2}),
@@ -130,6 +135,20 @@ def test_glm_5_and_deepseek_v32_export_their_experts_where_stock_does_not_transp
         assert all(".mlp.experts." in one for one in differ)
         if "moe_expert_fusion" in changes:
             assert all(np.array_equal(exported[one], canonical[one].T) for one in differ)
+
+
+@pytest.mark.parametrize(
+    "siblings", [("alpha_post", "alpha_pre", "alpha_res"), ("alpha_pre", "alpha_res", "alpha_post")]
+)
+def test_factors_of_deepseek_v4_in_another_order_are_noticed(ranks: ForkServer, siblings: tuple[str, ...]) -> None:
+    theirs, family = Theirs(ranks, "deepseek_v4", {}, 1), BY_NAME["deepseek_v4"]
+    wrong = tuple(replace(one, siblings=siblings) if one.siblings else one for one in family.statements)
+    _, canonical, model = spaces(replace(family, statements=wrong), settings(family))
+    assert differing(canonical, theirs.canonical) == []
+    changed = {one.rpartition(".")[2] for one in differing(model, theirs.loaded)}
+    assert changed == {
+        one for one, other in zip(siblings, ("alpha_pre", "alpha_post", "alpha_res"), strict=True) if one != other
+    }
 
 
 @pytest.mark.parametrize("tp", DEGREES)

@@ -20,6 +20,7 @@ CHANGES = (
 DIGESTS = {
     "deepseek_v3": "f71a562b5dc8f811",
     "deepseek_v32": "595f4a199c90389f",
+    "deepseek_v4": "ed350a2d444a8892",
     "ernie4_5": "5dfc0bed309a3f09",
     "ernie4_5_moe": "fc9cf0c259fc19a6",
     "ernie4_5_moe_vl": "7e4a187b5e14744d",

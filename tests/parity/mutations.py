@@ -81,6 +81,8 @@ def _changed(one: Statement) -> Iterator[tuple[str, Statement]]:
                 yield "layout", replace(one, geometry=geometry)
     if one.parts:
         yield "lengths of parts", replace(one, parts=one.parts[::-1])
+    if one.siblings:
+        yield "order of siblings", replace(one, siblings=one.siblings[::-1])
     if one.groups:
         yield "groups of a source", replace(one, groups="")
         yield "groups of a source", replace(one, groups="kv_heads")

@@ -44,6 +44,7 @@ CLASSES = {
     "qwen3_next": "Qwen3NextConfig",
     "glm_moe_dsa": "GlmMoeDsaConfig",
     "deepseek_v32": "DeepseekV32Config",
+    "deepseek_v4": "DeepseekV4Config",
     "qwen3_5": "Qwen3_5Config",
     "qwen3_5_moe": "Qwen3_5MoEConfig",
     "glm4v_moe": "Glm4vMoeConfig",
@@ -52,7 +53,7 @@ CLASSES = {
     "ernie4_5_moe_vl": "Ernie4_5_VLConfig",
 }
 OLDER = Path(__file__).parents[1] / "cli/stripped/llama"
-FLEET_ONLY = ("kimi_k2", "minimax_m2", "glm_moe_dsa", "deepseek_v32", "qwen3_5", "qwen3_5_moe")
+FLEET_ONLY = ("kimi_k2", "minimax_m2", "glm_moe_dsa", "deepseek_v32", "deepseek_v4", "qwen3_5", "qwen3_5_moe")
 NAMES = [family.name for family in FAMILIES]
 FLAT = "paddleocr_vl"  # PaddleFormers' class has no nested configuration of the text.
 PLAIN = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v3", "qwen3_next")
