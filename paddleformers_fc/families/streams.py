@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paddleformers_fc.families import language as lang
-from paddleformers_fc.families.declarations import Statements
+from paddleformers_fc.families.declarations import Statements, untrained
 
 SIZES = {
     "value": "v_head_dim | head_dim",
@@ -116,7 +116,7 @@ HEAD = lang.declared(
 def _routed_ffn(hashed: bool) -> Statements:
     """Declare a router and experts; the router of the first layers is a table of experts by token if ``hashed``."""
     bias = lang.balance("mlp.gate")
-    table = lang.untrained(lang.same("mlp.gate.tid2eid", shape=("table", "num_experts_per_tok"), dtype="int64"))
+    table = untrained(lang.same("mlp.gate.tid2eid", shape=("table", "num_experts_per_tok"), dtype="int64"))
     return lang.renamed(
         _FFN,
         lang.router("mlp.gate"),
