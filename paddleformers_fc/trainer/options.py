@@ -11,10 +11,12 @@ classes.
 from __future__ import annotations
 
 import difflib
+import math
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from numbers import Real
 from typing import Any
 
 from paddleformers_fc.aoa import read_config
@@ -66,7 +68,7 @@ _SWITCHES = (
 )
 """Keys whose values are true or false."""
 
-_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(I?)B\s*", re.IGNORECASE)
+_SIZE = re.compile(r"\s*([0-9]{1,18}(?:\.[0-9]+)?)\s*([KMGT]?)(I?)B\s*", re.IGNORECASE)
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 _SMALLEST_SIZE = 10**6
 _MOST_THREADS = 256
@@ -396,6 +398,26 @@ def parse_size(text: str) -> int:
             next_step="Write a number and a unit, such as 500MB, 5GB or 4GiB.",
         )
     return int(float(match[1]) * (1024 if match[3] else 1000) ** _POWERS[match[2].upper()])
+
+
+def shard_bytes(size: str | float) -> int:
+    """Return the maximum bytes of an exported file.
+
+    Args:
+        size: a text as for :func:`parse_size`, or a number of bytes.
+    Raises:
+        OptionError: the size is not a text or a finite number, or is less than one byte.
+    """
+    if isinstance(size, str):
+        count: float = parse_size(size)
+    else:
+        count = size if isinstance(size, Real) and not isinstance(size, bool) else 0
+    if not 1 <= count < math.inf:
+        raise OptionError(
+            f"max_shard_size: {size!r} is not a number of bytes of at least 1.",
+            next_step="Set a size such as 500MB, 5GB or 4GiB, or a number of bytes.",
+        )
+    return int(count)
 
 
 def memory_limit(text: str) -> int | None:

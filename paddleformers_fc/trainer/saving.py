@@ -31,7 +31,7 @@ from paddleformers_fc.trainer.job_state import (
     job_state_of,
     when_active,
 )
-from paddleformers_fc.trainer.options import parse_size
+from paddleformers_fc.trainer.options import shard_bytes
 
 
 @when_active
@@ -154,7 +154,7 @@ def export_live(
         FlexError: the same on every rank; an older export in the directory is untouched.
     """
     directory, channel = require_local(output_dir, "An export"), channel_of(trainer.args)
-    max_shard_bytes = parse_size(max_shard_size) if isinstance(max_shard_size, str) else int(max_shard_size)
+    max_shard_bytes = shard_bytes(max_shard_size)
     consistency = consistency_check_of(trainer.args, f"exporting to {directory.name}")
 
     def prepare() -> tuple[state.LiveRoles, dict[str, bytes]]:

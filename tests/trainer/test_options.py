@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from paddleformers_fc.trainer.options import (
     FlexFields,
     check_options,
     parse_size,
+    shard_bytes,
     without_effect,
 )
 
@@ -287,6 +289,21 @@ def test_an_option_is_refused_or_without_effect_but_not_both() -> None:
 )
 def test_a_size_is_read_with_its_unit(text: str, size: int) -> None:
     assert parse_size(text) == size
+
+
+@pytest.mark.parametrize(("size", "count"), [("5GB", 5 * 10**9), (5e9, 5 * 10**9), (1, 1), (10**20, 10**20)])
+def test_a_size_of_exported_files_is_a_text_or_a_number(size: str | float, count: int) -> None:
+    assert shard_bytes(size) == count
+
+
+@pytest.mark.parametrize(
+    "size", [math.nan, math.inf, -1, 0, 0.5, True, "0GB", [5]], ids=lambda size: repr(size).replace(" ", "")
+)
+def test_what_is_no_size_of_exported_files_is_refused(size: Any) -> None:
+    with pytest.raises(OptionError, match=r"max_shard_size: .* is not a number of bytes of at least 1"):
+        shard_bytes(size)
+    with pytest.raises(OptionError, match="is not a size"):
+        shard_bytes("9" * 400 + "GB")
 
 
 @pytest.mark.parametrize("text", ["", "5", "GB", "5 GBs", "five GB", "5,5GB"])
