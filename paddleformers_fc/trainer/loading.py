@@ -573,7 +573,7 @@ def inner_training_loop(
     saved = _saved_data(run)
     order, passes = _data(args, train_dataloader, len_dataloader, saved)
     if isinstance(saved, position.StepPosition):
-        saved = saved.under(position.pace_of(args, passes), order, passes)
+        saved = saved.under(position.pace_of(args, passes), order, passes, args.dataloader_drop_last)
     start, epochs, loader = position.Start(position.Position(), 0), num_train_epochs, train_dataloader
     on_made_up = None
     if run.progress is not None:

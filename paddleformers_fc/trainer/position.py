@@ -157,18 +157,21 @@ class StepPosition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     consumed: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
     pace: _SavedPace | None
 
-    def under(self, pace: Pace, order: SampleOrder, passes: int | None) -> SavedData:
+    def under(self, pace: Pace, order: SampleOrder, passes: int | None, drop_last: bool = False) -> SavedData:
         """Return the position in the data of this run, as PaddleFormers computes it from steps.
 
         Args:
             pace: batch sizes of this run, which the saved run had if its own are unknown.
-            order: order of this run, which the saved run must have had.
+            order: order of this run, which the saved run must have had, except for the rounding to its ranks.
             passes: forward passes per rank in an epoch of this run; None if unknown, as for a stream.
+            drop_last: whether both runs leave out a last batch that is not full.
         """
         old = pace if self.pace is None else Pace(**msgspec.structs.asdict(self.pace))
         if not order.indexed or passes is None:
             return Position(0, self.steps * old.per_step, self.consumed), old, order
-        own = passes if old == pace else passes_of(order.length, old)
+        if old.ranks != pace.ranks and order.samples:
+            order = replace(order, length=order.samples // old.ranks * old.ranks)
+        own = passes if old == pace else passes_of(order.length, old, drop_last)
         epoch, steps = divmod(self.steps, max(own // max(min(old.accumulation, own), 1), 1))
         return Position(epoch, steps * old.per_step, self.consumed), old, order
 

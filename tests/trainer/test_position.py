@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given, strategies as st
@@ -201,6 +202,30 @@ def test_parts_of_an_order_that_overlap_are_refused() -> None:
     document = to_document(HALFWAY, DP2, replace(INDEXED, parts=(70,)))
     with pytest.raises(FormatError, match="parts overlap"):
         from_document(document, "data.json")
+
+
+def in_steps(steps: int, pace: Pace) -> Any:
+    """The position that a checkpoint of another format has."""
+    document = {"steps": steps, "consumed": steps * pace.per_step, "pace": asdict(pace)}
+    return from_document(document, "data.json")
+
+
+@pytest.mark.parametrize(("drop_last", "position"), [(True, Position(1, 4, 16)), (False, Position(1, 0, 16))])
+def test_steps_of_another_batch_size_leave_out_the_last_batch_as_the_saved_run_did(
+    drop_last: bool, position: Position
+) -> None:
+    order = SampleOrder(True, 15, True, 42, samples=15)
+    assert in_steps(4, Pace(4, 1, 1)).under(Pace(2, 1, 1), order, 8, drop_last)[0] == position
+
+
+def test_the_rest_of_an_epoch_of_steps_has_the_order_of_the_ranks_that_saved_them() -> None:
+    alone, two = Pace(2, 1, 1), Pace(2, 1, 2)
+    order = SampleOrder(True, 13, True, 42, samples=13)
+    start = start_after(in_steps(2, two).under(alone, order, 7), alone, order, 7)
+    assert (start.position, start.order) == (Position(0, 8, 8), replace(order, parts=(12,)))
+    rounded = replace(order, length=12)
+    start = start_after(in_steps(4, alone).under(two, rounded, 3), two, rounded, 3)
+    assert (start.position, start.order) == (Position(0, 8, 8), order)
 
 
 @pytest.mark.parametrize("samples", [0, 68, 69])
