@@ -83,8 +83,9 @@ class ResumedBatches:
         loader: the data loader.
         start: the position at which the run continues.
         indexed: whether samples are skipped by index, by this rank or by the one that sends its batches.
-        on_first_batch: called after the first batch was read and before it is trained. Shuffling draws from the global
-            random generators, so they are restored then.
+        on_first_batch: restores the global random generators, from which shuffling draws. In the middle of an epoch it
+            is called after the first batch was read and before it is trained. At the begin of an epoch, which the saved
+            run had not shuffled yet, it is called before.
         on_epoch_over: called if the first epoch has no batch left, and the next one replaces it. The end of a stream is
             unknown before it has been read.
         keep_waiting: receives each batch that waits in a pipeline, before the first batch.
@@ -127,19 +128,23 @@ class ResumedBatches:
             iterator = self._begin_epoch()
             first = next(iterator, _NOTHING)
         for batch in () if first is _NOTHING else itertools.chain([first], iterator):
-            if self._is_first:
-                self._on_first_batch()
-                self._is_first = False
+            self._restore_once()
             yield batch
 
     def expect_first(self) -> None:
         """Treat the next batch as the first one: those before it were trained before the checkpoint was saved."""
         self._is_first = True
 
+    def _restore_once(self) -> None:
+        if self._is_first:
+            self._on_first_batch()
+            self._is_first = False
+
     def _begin_epoch(self) -> Iterator[Any]:
         epoch, samples, passes, waiting = self._epoch, self._samples, self._passes, self._waiting
         order, self._order = self._order, None
         self._epoch, self._samples, self._passes, self._waiting = epoch + 1, 0, 0, 0
+        is_at_begin = passes == 0
         if waiting:
             samples -= waiting * (samples // passes)
             passes -= waiting
@@ -148,12 +153,13 @@ class ResumedBatches:
             sampler.set_epoch(epoch, samples)
         elif isinstance(sampler, BatchSampler) and not self._is_begun:
             _pass_epochs(self._loader, sampler, epoch)
-        self._is_begun = True
+        if is_at_begin:
+            self._restore_once()
         if order is not None and isinstance(sampler, MappingBatchSampler | MappingDistributedBatchSampler):
             iterator = _sampled_by(self._loader, _Batches(sampler, order, epoch, samples))
         else:
-            # The loader of semi-automatic parallelism is its own iterator, and iter() of it starts again.
-            iterator = (batch for batch in self._loader)
+            iterator = _iterate(self._loader, epoch > 0 and not self._is_begun)
+        self._is_begun = True
         for _ in range(0 if self._indexed else passes):
             next(iterator, None)
         for batch in itertools.islice(iterator, waiting):
@@ -169,11 +175,52 @@ def _pass_epochs(loader: Any, sampler: BatchSampler, epochs: int) -> None:
         sampler: of Paddle or of a user, which counts its epochs or draws from the global generators.
         epochs: number of finished epochs.
     """
-    for _ in range(epochs):
-        if getattr(loader, "num_workers", 0):
-            np.random.randint(sys.maxsize)  # An iterator of a loader draws a seed of its worker processes.
+    for epoch in range(epochs):
+        if getattr(loader, "num_workers", 0) and not (epoch and _has_lasting_workers(loader)):
+            np.random.randint(sys.maxsize)  # A loader that starts worker processes draws a seed for them.
         for _ in sampler:
             pass
+
+
+def _has_lasting_workers(loader: Any) -> bool:
+    """Return whether the worker processes of a loader are started at its first epoch alone."""
+    return bool(getattr(loader, "num_workers", 0) and getattr(loader, "_persistent_workers", False))
+
+
+def _iterate(loader: Any, had_workers: bool) -> Iterator[Any]:
+    """Return an iterator over an epoch of a loader.
+
+    Args:
+        loader: of the epoch.
+        had_workers: whether the saved run had started worker processes before this epoch, and this one has not.
+    """
+    sampler = getattr(loader, "batch_sampler", None)
+    if not (had_workers and _has_lasting_workers(loader) and isinstance(sampler, BatchSampler)):
+        # The loader of semi-automatic parallelism is its own iterator, and iter() of it starts again.
+        return (batch for batch in loader)
+    loader.batch_sampler = _AfterSeed(sampler)
+    try:
+        return (batch for batch in loader)
+    finally:
+        loader.batch_sampler = sampler
+
+
+class _AfterSeed:
+    """The batches of a sampler, shuffled as if the seed of the worker processes had not been drawn before them.
+
+    Args:
+        sampler: of a loader that starts its worker processes in a later epoch than the saved run did.
+    """
+
+    def __init__(self, sampler: BatchSampler) -> None:
+        self._sampler = sampler
+        self._state: Any = np.random.get_state()
+
+    def __iter__(self) -> Iterator[Any]:
+        state, self._state = self._state, None
+        if state is not None:
+            np.random.set_state(state)
+        yield from self._sampler
 
 
 def _sampled_by(loader: Any, sampler: Any) -> Iterator[Any]:

@@ -76,20 +76,21 @@ def run_and_watch_samples(resume: str | None = None, count: int = tiny.SAMPLES, 
     return trained
 
 
-def run_and_draw(resume: str | None = None, **settings: Any) -> list[list[float]]:
-    """Train, with a random number drawn in every pass, as dropout would; the numbers by epoch."""
+def run_and_draw(resume: str | None = None, **settings: Any) -> list[list[list[float]]]:
+    """Train, with numbers of Python and Paddle drawn in every pass, as dropout would; the numbers by epoch."""
     import random
 
+    import paddle
     from paddleformers.trainer import TrainerCallback
 
-    drawn: list[list[float]] = []
+    drawn: list[list[list[float]]] = []
 
     class Draw(TrainerCallback):
         def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             drawn.append([])
 
         def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            drawn[-1].append(random.random())
+            drawn[-1].append([random.random(), paddle.rand([1]).item()])
 
     flex_trainer(**settings, callbacks=[Draw()]).train(resume_from_checkpoint=resume)
     return drawn

@@ -51,23 +51,47 @@ SAMPLERS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+WORKERS = pytest.mark.parametrize(("workers", "persistent"), [(0, False), (1, False), (1, True)])
+
+
+def loader_of(kind: str, workers: int, persistent: bool) -> DataLoader:
+    np.random.seed(42)  # As a Trainer does.
+    return DataLoader(Numbers(), batch_sampler=SAMPLERS[kind](), num_workers=workers, persistent_workers=persistent)
+
+
+def indices_of(batches: Any) -> list[int]:
+    return [int(index) for batch in batches for index in batch]
+
+
+def resumed_at(position: Position, loader: DataLoader, restore: Callable[[], None] = lambda: None) -> ResumedBatches:
+    start = start_after((position, Pace(2, 1, 1), order_of(loader)), Pace(2, 1, 1), order_of(loader), 5)
+    return ResumedBatches(loader, start, False, restore, lambda: None, lambda _: None)
+
+
+@WORKERS
 @pytest.mark.parametrize("kind", SAMPLERS)
-def test_the_loader_of_a_user_is_resumed_in_the_order_of_its_epoch(kind: str, workers: int) -> None:
-    def loader() -> DataLoader:
-        np.random.seed(42)  # As a Trainer does.
-        return DataLoader(Numbers(), batch_sampler=SAMPLERS[kind](), num_workers=workers)
-
-    def indices(batches: Any) -> list[int]:
-        return [int(index) for batch in batches for index in batch]
-
-    uninterrupted = loader()
-    epochs = [indices(uninterrupted) for _ in range(4)]
+def test_the_loader_of_a_user_is_resumed_in_the_order_of_its_epoch(kind: str, workers: int, persistent: bool) -> None:
+    uninterrupted = loader_of(kind, workers, persistent)
+    epochs = [indices_of(uninterrupted) for _ in range(4)]
     assert kind == "sequential" or epochs[0] != epochs[2] != epochs[3]
-    resumed = loader()
-    start = start_after((Position(2, 4, 24), Pace(2, 1, 1), order_of(resumed)), Pace(2, 1, 1), order_of(resumed), 5)
-    batches = ResumedBatches(resumed, start, False, lambda: None, lambda: None, lambda _: None)
-    assert [indices(batches) for _ in range(2)] == [epochs[2][4:], epochs[3]]
+    batches = resumed_at(Position(2, 4, 24), loader_of(kind, workers, persistent))
+    assert [indices_of(batches) for _ in range(2)] == [epochs[2][4:], epochs[3]]
+
+
+@WORKERS
+@pytest.mark.parametrize("kind", SAMPLERS)
+def test_an_epoch_that_a_resumed_run_begins_is_shuffled_by_the_saved_generators(
+    kind: str, workers: int, persistent: bool
+) -> None:
+    uninterrupted = loader_of(kind, workers, persistent)
+    for _ in range(2):
+        indices_of(uninterrupted)
+        np.random.rand()  # As an evaluation may.
+    state = np.random.get_state()
+    epochs = [indices_of(uninterrupted) for _ in range(2)]
+    resumed = loader_of(kind, workers, persistent)
+    batches = resumed_at(Position(1, 10, 20), resumed, lambda: np.random.set_state(state))
+    assert [indices_of(batches) for _ in range(2)] == epochs
 
 
 def test_a_rank_that_reads_for_others_does_so_in_the_saved_order(ranks: ForkServer, tmp_path: Path) -> None:
