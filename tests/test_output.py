@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from paddleformers_fc.cli.progress import working
 from paddleformers_fc.output import console
+from paddleformers_fc.progress_display import working
 
 
 def test_names_are_shown_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,8 +27,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 from typer.core import TyperGroup
 
-from paddleformers_fc import __version__, output
-from paddleformers_fc.cli import progress
+from paddleformers_fc import __version__, output, progress_display as progress
 from paddleformers_fc.errors import CheckpointError, FlexError, MappingError, MismatchError, NotACheckpoint, OptionError
 
 if TYPE_CHECKING:

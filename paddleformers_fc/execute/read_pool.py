@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, islice
 from typing import Any, Protocol, TypeVar
 
@@ -172,6 +173,10 @@ def run_workers(
     return total + sum(future.result() for future in futures if not future.cancel())
 
 
+def _ignore(count: int) -> None:
+    """Count nothing."""
+
+
 class ReadPool:
     """Threads with their open files and scratch memory; a context manager that joins them and closes everything.
 
@@ -186,13 +191,16 @@ class ReadPool:
         self._pool = ThreadPoolExecutor(options.threads, "flex-read")
         self._idle: list[Workspace] = []
 
-    def run(self, tasks: Iterator[ReadTask]) -> int:
+    def run(self, tasks: Iterator[ReadTask], advance: Callable[[int], object] = _ignore) -> int:
         """Execute all tasks in any order and return the bytes read from storage; a single task needs no thread.
 
+        Args:
+            tasks: the tasks.
+            advance: receives the bytes that each task has read, from any thread.
         Raises:
             Corrupt, StorageError: of the first thread that failed. No other thread takes a task after that.
         """
-        return run_workers(self._pool, self.options.threads, tasks, self._work)
+        return run_workers(self._pool, self.options.threads, tasks, partial(self._work, advance))
 
     def expect(
         self, regions: Iterable[Region], also: Callable[[AnyPath], Iterable[ExpectedRange]] = lambda path: ()
@@ -236,12 +244,13 @@ class ReadPool:
         finally:
             self._idle.append(workspace)
 
-    def _work(self, take: Callable[[], ReadTask | None]) -> int:
+    def _work(self, advance: Callable[[int], object], take: Callable[[], ReadTask | None]) -> int:
         total = 0
         with self._workspace() as workspace:
             while (task := take()) is not None:
-                for job in task:
-                    total += job.read(self._reader, workspace)
+                count = sum(job.read(self._reader, workspace) for job in task)
+                advance(count)
+                total += count
         return total
 
     def close(self) -> None:

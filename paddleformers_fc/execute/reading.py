@@ -26,6 +26,7 @@ from paddleformers_fc.plan.items import EqualCheck, LoadPlan, ReadItem
 from paddleformers_fc.storage.identity import Identities
 from paddleformers_fc.storage.manifest import CHOOSE_COPY
 from paddleformers_fc.storage.paths import AnyPath
+from paddleformers_fc.storage.progress import advance, expect, is_measured
 from paddleformers_fc.storage.ranges import NO_IDENTITIES, RangeReader
 from paddleformers_fc.storage.regions import Region, Workspace, read_region, split_region
 from paddleformers_fc.text import count_text
@@ -97,7 +98,9 @@ def execute_reads(
 
 def _fill(pool: ReadPool, root: AnyPath, targets: _Targets, items: list[ReadItem], verifier: BlockVerifier) -> int:
     pool.expect((region_of(root, item.stored) for item in items), verifier.expected)
-    count = pool.run(batch_jobs(verifier.jobs(read_jobs(items, root, targets, pool.options))))
+    if is_measured():
+        expect(sum(item.stored.part.volume * dtype_of(item.stored.dtype).itemsize for item in items))
+    count = pool.run(batch_jobs(verifier.jobs(read_jobs(items, root, targets, pool.options))), advance)
     targets.close()
     return count
 

@@ -54,6 +54,7 @@ from paddleformers_fc.layout.live import LocalTensor, Roles, describe_roles, fac
 from paddleformers_fc.layout.roles import MODEL_STATE, split_state_name
 from paddleformers_fc.storage.files import write_file
 from paddleformers_fc.storage.manifest import DivergedTie, FileChecksum, Manifest, RunRecord, SaveOrigin
+from paddleformers_fc.storage.progress import advance, expect
 from paddleformers_fc.storage.regions import DEFAULT_STAGING_MEMORY_BYTES
 from paddleformers_fc.storage.safetensors import SequentialTensorWriter
 
@@ -408,17 +409,20 @@ def _refuse_undescribed(files: Mapping[str, bytes]) -> None:
 
 
 def _write_files(taken: Snapshot, staging: Path) -> list[FileChecksum]:
+    expect(sum(sum(file.layout.sizes) for file in taken.plan.files))
     checksums = [_write_tensors(staging, file, taken.tensors[file.role]) for file in taken.plan.files]
     checksums.extend(write_file(staging / path, data, root=staging) for path, data in sorted(taken.files.items()))
     return checksums
 
 
 def _write_tensors(staging: Path, file: PlannedFile, tensors: Mapping[str, HostPieces]) -> FileChecksum:
+    sizes = iter(file.layout.sizes)
     with SequentialTensorWriter(staging / file.path, file.layout, root=staging) as writer:
         for name, parts in _one_ahead(
             (piece.name, tensors[piece.name](piece.start, piece.stop)) for piece in file.pieces
         ):
             writer.write_parts(name, parts)
+            advance(next(sizes))
         return writer.close()
 
 

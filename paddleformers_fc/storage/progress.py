@@ -1,7 +1,7 @@
 """Bytes that the running operation has done, and those that it expects to do; a display reads both.
 
 Whatever reads or writes many bytes calls :func:`expect` before and :func:`advance` after a piece. Both do nothing
-unless a command displays its progress (:func:`measured`). A process runs one such command at a time, in many threads.
+unless the progress is displayed (:func:`measured`). A process displays one operation at a time, in many threads.
 """
 
 from __future__ import annotations
@@ -42,6 +42,11 @@ def measured(meter: Meter) -> Iterator[None]:
         yield
     finally:
         _running = before
+
+
+def is_measured() -> bool:
+    """Return whether bytes are counted, for callers to whom the number of expected bytes costs time."""
+    return _running is not None
 
 
 def expect(count: int) -> None:

@@ -36,6 +36,7 @@ from paddleformers_fc.layout.roles import (
 )
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.plan.cache import PlanCache
+from paddleformers_fc.progress_display import bar_on_terminal
 from paddleformers_fc.storage.files import real_path
 from paddleformers_fc.storage.leftovers import leftovers
 from paddleformers_fc.storage.manifest import Manifest
@@ -309,7 +310,8 @@ def _fill_usable(trainer: Any, directory: AnyPath, channel: Channel) -> tuple[_P
             run.chosen = ready.checkpoint.catalog.root
             _identify_run(run, args, ready.checkpoint.manifest, run.chosen, channel)
             begun = (begun or set()) | ready.load.targets
-            with _verifying(), undefined.until_filled(trainer.model, run.chosen):
+            shown = bar_on_terminal(f"loading {run.chosen.name}", args.should_log)
+            with _verifying(), undefined.until_filled(trainer.model, run.chosen), shown:
                 return ready, ready.load.fill()
         except _FailsVerificationError as failed:
             error = failed.__cause__
@@ -718,7 +720,8 @@ def _load_best(trainer: Any, directory: Path) -> None:
     may_change, may_cast = trainer.args.flex_allow_config_changes, trainer.args.flex_allow_casts
     model = describe(trainer.model)
     load = prepare_load(checkpoint, roles, model, channel, options, may_change=may_change, may_cast=may_cast)
-    with undefined.until_filled(trainer.model, directory):
+    shown = bar_on_terminal(f"loading {directory.name}", trainer.args.should_log)
+    with undefined.until_filled(trainer.model, directory), shown:
         load.fill()
     if trainer.args.should_log:
         logger.info(f"The model now has the weights of its best checkpoint, {directory}.")

@@ -8,6 +8,7 @@ from typing import Any
 
 from paddleformers_fc.execute.save import snapshot, views, write_and_commit
 from paddleformers_fc.execute.staging_pool import measured_transfers
+from paddleformers_fc.progress_display import bar_on_terminal
 from paddleformers_fc.trainer.job_state import channel_of
 from paddleformers_fc.trainer.options import parse_size
 from paddleformers_fc.trainer.save_job import prepare, settle, upload
@@ -23,7 +24,8 @@ class SavesInSteps:
         job = prepare(trainer, metrics)
         with measured_transfers() as transfers:
             taken = snapshot(job.whole, views(parse_size(args.flex_staging_size)), channel, job.consistency)
-            report = write_and_commit(taken, job.directory, channel)
+            with bar_on_terminal(f"saving {job.directory.name}", args.should_log):
+                report = write_and_commit(taken, job.directory, channel)
         trainer.runtime_timer.stop()
         upload(trainer, job, report)
         settle(trainer, job, report, transfers, time.monotonic() - job.started)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from paddleformers_fc.cli import progress
+from paddleformers_fc import progress_display as progress
 from paddleformers_fc.storage.progress import Meter, advance, expect, measured
 from tests.cli.support import run, save
 from tests.execute.simulated import canonical

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -518,3 +519,47 @@ def left_alone(output_dir: str) -> str:
         return str(channel.all_gather(b""))
     except PeerError as error:
         return str(error)
+
+
+def on_terminal(output_dir: str, resume: str, **settings: Any) -> dict[str, Any]:
+    """Train, save, and resume with a terminal as the error stream.
+
+    Returns:
+        What the terminal got, and the expected and done bytes of every operation that it displayed.
+    """
+    import os
+    import pty
+    import threading
+
+    from paddleformers_fc import progress_display
+
+    meters: list[Any] = []
+
+    class Kept(progress_display.Meter):
+        def __init__(self) -> None:
+            super().__init__()
+            meters.append(self)
+
+    keyboard, screen = pty.openpty()
+    got: list[bytes] = []
+
+    def read() -> None:
+        while chunk := os.read(keyboard, 1 << 16):
+            got.append(chunk)
+            if chunk.endswith(b"\x04"):
+                return
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    before, made = sys.stderr, progress_display.Meter
+    os.environ["TERM"] = "xterm"
+    sys.stderr, progress_display.Meter = os.fdopen(screen, "w"), Kept  # type: ignore[misc]
+    try:
+        run(output_dir=output_dir, **settings)
+        run(output_dir=f"{output_dir}-2", resume=resume, **settings)
+    finally:
+        sys.stderr.write("\x04")
+        sys.stderr.flush()
+        sys.stderr, progress_display.Meter = before, made  # type: ignore[misc]
+        reader.join()
+    return {"text": b"".join(got).decode(), "bytes": [(one.expected, one.done) for one in meters]}

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.trainer import callback
 from paddleformers_fc.trainer.callback import CheckpointReport
 from paddleformers_fc.trainer.figures import ReportFigures
+from tests.harness.tiny import DP2
 
 REPORT = CheckpointReport(7, Path("out/checkpoint-7"), 2.0, 1 << 30, blocked=0.5)
 
@@ -89,3 +91,15 @@ def test_other_callbacks_get_no_figures(trainer: Any, tmp_path: Path) -> None:
     trainer.callback_handler.callbacks[0].on_log = fail
     ReportFigures(trainer).on_checkpoint_saved(None, REPORT)
     assert scalars(tmp_path)
+
+
+def test_saves_and_loads_show_their_bytes_on_a_terminal(ranks: ForkServer, tmp_path: Path) -> None:
+    job = {"layout": DP2.to_json(), "arguments": {"max_steps": 2, "save_steps": 2}}
+    job |= {"output_dir": str(tmp_path / "run"), "resume": str(tmp_path / "run/checkpoint-2")}
+    first, second = ranks.run("tests.trainer.jobs:on_terminal", 2, job).values
+    stored = sum(path.stat().st_size for path in (tmp_path / "run/checkpoint-2").rglob("*.safetensors"))
+    assert [line in first["text"] for line in ("saving checkpoint-2", "loading checkpoint-2")] == [True, True]
+    (to_write, written), (to_read, read) = first["bytes"]
+    assert 0 < to_write == written < stored
+    assert 0 < to_read <= read
+    assert (second["bytes"], "checkpoint-2 \u2026" in second["text"]) == ([], False)

@@ -1,7 +1,8 @@
-"""Progress of a command: a bar on a terminal, two lines elsewhere; both on the error stream, after two seconds.
+"""Progress of a long operation: a bar on a terminal, two lines elsewhere; both on the error stream, after two seconds.
 
 A bar has bytes, rate and time left. Elsewhere a line at the start has the bytes, and one at the end bytes, seconds and
-rate. Operations on few bytes print no lines: on a busy machine they can take seconds too.
+rate. Operations on few bytes print no lines: on a busy machine they can take seconds too. Training
+logs lines of its own, so it shows a bar or nothing (:func:`bar_on_terminal`).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 from paddleformers_fc import output
@@ -59,6 +60,16 @@ def working(doing: str) -> Iterator[None]:
     """
     with shown(doing, output.console(stderr=True) if sys.stderr.isatty() else None):
         yield
+
+
+def bar_on_terminal(doing: str, is_shown: bool) -> AbstractContextManager[object]:
+    """Return a block that shows a bar if the error stream is a terminal, and nothing elsewhere.
+
+    Args:
+        doing: the text, such as ``saving checkpoint-3``.
+        is_shown: whether this process shows it; of several ranks one does.
+    """
+    return shown(doing, output.console(stderr=True)) if is_shown and sys.stderr.isatty() else nullcontext()
 
 
 def _tick(show: _Bar | _Lines, ended: threading.Event) -> None:
