@@ -75,13 +75,17 @@ def describe(optimizer: Any, weights: Mapping[str, Any]) -> dict[str, Any]:
     names = _names(weights)
     fused = _fused(optimizer)
     held, ranges = slices.cut(weights), _ranges(optimizer, fused)
+    # A stack of experts is described as a matrix, and is a tensor of three axes.
+    shapes = {one.name: tuple(one.shape) for one in _listed(innermost(optimizer))}
     found: dict[str, Any] = {}
     for state, buffer, whole in tensors(optimizer):
         for static, tensor in _parts(state, buffer, whole, fused):
             parameter = names[static]
             if parameter not in held:
                 continue
-            shard = _shard(parameter + state.suffix, state, tensor, weights[parameter], ranges.get(static))
+            weight = weights[parameter]
+            shape = shapes.get(static, tuple(weight.local_shape))
+            shard = _shard(parameter + state.suffix, state, tensor, weight, ranges.get(static), shape)
             if shard is not None:
                 found[shard.key] = shard
     return found
@@ -155,6 +159,11 @@ def _updated(optimizer: Any, weights: Mapping[str, Any]) -> Any:
         if isinstance(wrapper, DygraphShardingOptimizer):
             own = wrapper._rank2fused if has_fused_states(wrapper) else wrapper._rank2params
             return own[wrapper._sharding_rank]
+    return _listed(optimizer)
+
+
+def _listed(optimizer: Any) -> Any:
+    """Return the parameters that an optimizer was made with."""
     groups = getattr(optimizer, "_param_groups", None) or ()
     if any(isinstance(group, dict) for group in groups):
         return itertools.chain.from_iterable(group["params"] for group in groups)
@@ -344,7 +353,9 @@ def _tensors_in(value: Any, key: object = None, depth: int = 3) -> Iterator[tupl
             yield from _tensors_in(one, key, depth - 1)
 
 
-def _shard(name: str, state: StateDescriptor, tensor: Any, weight: Any, range_: slice | None) -> Any:
+def _shard(
+    name: str, state: StateDescriptor, tensor: Any, weight: Any, range_: slice | None, shape: tuple[int, ...]
+) -> Any:
     """Return one state as a shard; None if this rank's part of the parameter is all padding."""
     if range_ is not None and range_.stop == range_.start:
         return None
@@ -361,7 +372,7 @@ def _shard(name: str, state: StateDescriptor, tensor: Any, weight: Any, range_: 
         # Without strided kernels Paddle's slices are copies, into which a load would be lost.
         own = tensor if math.prod(tensor.shape) == length else tensor._slice(0, length).detach()
         return ShardedWeight(name, own, weight.local_shape, weight.global_shape, weight.global_offset, True, range_)
-    _refuse_shape(name, state, tensor, tuple(tensor.shape) == tuple(weight.local_shape))
+    _refuse_shape(name, state, tensor, tuple(tensor.shape) == shape)
     return ShardedWeight(name, tensor, weight.local_shape, weight.global_shape, weight.global_offset)
 
 
