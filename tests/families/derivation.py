@@ -43,7 +43,7 @@ evidence is in `verification/derivation/candidates.py`, `name_matching.py` and `
 with their candidates as AOA lines; a line that is given back settles the question. The result is proved like the rules
 of any family.
 
-```
+```bash
 paddleformers-fc derive DIR                                    # open weights with their config.json
 paddleformers-fc derive DIR --settle 'a.weight^T -> a.weight'  # answer a question
 paddleformers-fc derive DIR --family my_family.py              # write a family, to be registered

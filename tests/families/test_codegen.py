@@ -23,6 +23,7 @@ FUSED = {
 }
 REFUSED = {
     # Prediction layers have other names in files, and upstream's statements are invalid.
+    "deepseek_v4": "is not determined",
     "qwen3_5": "is not determined",
     "qwen3_5_moe": "is not determined",
     # Layers of a sequence have one template and several shapes.

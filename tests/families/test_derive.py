@@ -41,7 +41,7 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "derivation.md"
 ALL = [pytest.param(case, id=f"{case.name} TP {tp}") for tp in DEGREES for case in cases(tp)]
 INVALID_HINTS = ("qwen3_5", "qwen3_5_moe")
 """Families whose statements upstream writes with ``tp_probe_key``, which its own language does not have."""
-MANY_QUESTIONS = ("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe")
+MANY_QUESTIONS = ("deepseek_v4", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe")
 WITHOUT_CANDIDATES = ("deepseek_v4",)
 """Families with one tensor of files for several of the model, of which a derivation makes no rule."""
 ATTENTION = "model.layers.{}.self_attn"
