@@ -37,6 +37,7 @@ from paddleformers_fc.families.changes import (
     config_changes,
     of_adapters,
     refuse_changes,
+    refuse_unfit,
     without_patterns,
 )
 from paddleformers_fc.formats import Catalog, OpenedCheckpoint
@@ -245,10 +246,11 @@ def prepare_load(
     changes = config_changes(checkpoint.known, model, complete=is_complete)
 
     def refuse(report: Report) -> None:
-        counted = without_patterns(changes) if report.empty else changes
-        refuse_changes(of_adapters(counted), may_change, str(checkpoint.catalog.root))
-        report.refuse(str(checkpoint.catalog.root), _family_difference(checkpoint.known, model))
-        refuse_changes(counted, may_change, str(checkpoint.catalog.root))
+        root = str(checkpoint.catalog.root)
+        if not report.empty:
+            refuse_unfit(of_adapters(changes), may_change, root)
+            report.refuse(root, _family_difference(checkpoint.known, model))
+        refuse_changes(without_patterns(changes), may_change, root)
 
     prepared = _prepared(checkpoint.catalog, roles, channel, options, preflight, recorded, refuse, started, consistency)
     return replace(prepared, fill=lambda: replace(prepared.fill(), changes=tuple(changes)))

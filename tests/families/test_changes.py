@@ -8,7 +8,15 @@ import pytest
 
 from paddleformers_fc.errors import MismatchError
 from paddleformers_fc.families import ModelDescription
-from paddleformers_fc.families.changes import Change, config_changes, refuse_changes, table, value_text
+from paddleformers_fc.families.changes import (
+    OPTION,
+    Change,
+    config_changes,
+    refuse_changes,
+    refuse_unfit,
+    table,
+    value_text,
+)
 
 LINEAR = {"rope_type": "linear", "factor": 2.0}
 
@@ -114,6 +122,16 @@ def test_a_value_that_is_held_under_several_keys_is_one_change_and_any_of_them_a
 def test_changes_of_equal_values_under_other_keys_stay_apart() -> None:
     text = refused({"n_group": 1, "topk_group": 1}, {"n_group": 2, "topk_group": 2}, "n_group")
     assert "flex_allow_config_changes: [n_group, topk_group]" in text
+
+
+def test_of_tensors_that_do_not_fit_no_key_is_offered() -> None:
+    rank = Change("lora.r", "4", "8", frozenset({"lora.r"}), "adapters have another rank")
+    refuse_unfit([rank], ["lora"], "checkpoint-3")
+    with pytest.raises(MismatchError) as raised:
+        refuse_unfit([rank], [], "checkpoint-3")
+    assert "lora.r  4      8" in (text := raised.value.render())
+    assert "do not fit" in text
+    assert OPTION not in text
 
 
 def test_a_leaf_of_a_nested_value_is_named_with_dots() -> None:
