@@ -44,8 +44,9 @@ _BATCH_ADVICE = (
     "gradient_accumulation_steps."
 )
 _STREAM_ADVICE = (
-    "The data is a stream, of which this run leaves out what was trained. If its order depends on seed or "
-    f"{OF_A_STREAM}, samples are repeated and others left out. To train on as before, change it back."
+    "The data is a stream, of which this run leaves out as many samples as were trained. If its order depends on "
+    "{keys}, samples are repeated and others left out. To train on as before, change it back; to read the data from "
+    "its beginning, set ignore_data_skip: true."
 )
 
 
@@ -114,10 +115,11 @@ def changes_text(step: int, changes: Iterable[Change], streams: bool = False) ->
     rows = list(changes)
     if not rows:
         return ""
-    keys = {row.key for row in rows}
+    keys = [row.key for row in rows]
     lines = [f"This run differs from the one that saved step {step}:", *(f"  {line}" for line in table(rows))]
     if "samples per step" in keys:
         lines.append(_BATCH_ADVICE)
-    if streams and keys & {"seed", OF_A_STREAM}:
-        lines.append(_STREAM_ADVICE)
+    ordering = [key for key in keys if key in ("seed", OF_A_STREAM, *CORPUS)]
+    if streams and ordering:
+        lines.append(_STREAM_ADVICE.format(keys=" or ".join(ordering)))
     return "\n".join(lines)

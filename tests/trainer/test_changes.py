@@ -13,6 +13,8 @@ from paddleformers_fc.cli.log_view import COLOUR
 from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.execute.digest import canonical_digests
+from paddleformers_fc.families.changes import Change
+from paddleformers_fc.trainer.changes import changes_text
 from paddleformers_fc.trainer.options import FlexFields
 from tests.harness.tiny import DP2, EP2, PP2, SD2S2, SD2S3, SD2V2, SINGLE, TP2, MatrixLayout
 
@@ -123,6 +125,13 @@ def test_another_seed_and_another_corpus_are_reported(ranks: ForkServer, saved: 
     arguments = {"max_steps": 3, "seed": 43, "ignore_data_skip": True}
     log = ranks.run(f"{JOBS}:run", 1, settings(SINGLE, tmp_path, saved, arguments=arguments)).logs[0].read_text()
     assert table(log) == {"seed": ("42", "43"), "max_steps": ("2", "3")}
+
+
+@pytest.mark.parametrize("key", ["seed", "dataloader_num_workers", "train_dataset_sizes", "mix_strategy", "packing"])
+def test_a_stream_that_another_key_may_reorder_has_advice(key: str) -> None:
+    changed = [Change("learning_rate", "0.1", "0.2"), Change(key, "1", "2")]
+    assert f"If its order depends on {key}, samples are repeated" in changes_text(3, changed, streams=True)
+    assert "stream" not in changes_text(3, changed) + changes_text(3, changed[:1], streams=True)
 
 
 FREEZABLE = "model.layers.1.mlp.down_proj.weight"
