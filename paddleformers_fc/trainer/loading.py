@@ -304,7 +304,10 @@ def _fill_usable(trainer: Any, directory: AnyPath, channel: Channel) -> tuple[_P
     begun: set[Key] | None = None
     while True:
         try:
-            ready = _prepare(trainer, directory, channel)
+            try:
+                ready = _prepare(trainer, directory, channel)
+            except MismatchError as unfit:
+                raise unfit if run.named else resume.of_newest(unfit) from None
             if begun is not None:
                 _refuse_partial(ready, begun, channel)
             run.chosen = ready.checkpoint.catalog.root

@@ -16,7 +16,7 @@ from typing import Any
 
 from paddleformers_fc.distributed.channel import Channel, all_gather_checked, run_on_all
 from paddleformers_fc.distributed.rank_format import format_ranks
-from paddleformers_fc.errors import CheckpointError, NotACheckpoint
+from paddleformers_fc.errors import CheckpointError, MismatchError, NotACheckpoint
 from paddleformers_fc.execute.opening import check_complete
 from paddleformers_fc.formats.checkpoint import MAPPING_NAME, not_a_flex_checkpoint
 from paddleformers_fc.formats.registry import format_of, is_resumable, saved_run
@@ -219,6 +219,13 @@ def newest_or_refuse(
             next_step="Name a checkpoint in resume_from_checkpoint, or remove that key to start from the beginning.",
         )
     return found
+
+
+def of_newest(error: MismatchError) -> MismatchError:
+    """Return the error about the newest checkpoint, which no user named, with the way to a new run."""
+    advice = "It is the newest checkpoint in output_dir: to start a new run, set another output_dir."
+    next_step = f"{error.next_step} {advice}".strip()
+    return type(error)(error.what, where=error.where, evidence=error.evidence, next_step=next_step)
 
 
 def require_named(directory: AnyPath, channel: Channel) -> AnyPath:

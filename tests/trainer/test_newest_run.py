@@ -183,6 +183,7 @@ def test_a_checkpoint_that_does_not_fit_the_model_is_not_skipped(
     given = {**settings(DP2, saved, True, max_steps=3), "model": {"intermediate_size": 96}}
     for found in ranks.run(f"{JOBS}:refused", 2, given).values:
         assert (found["error"], found["changed"]) == ("MismatchError", False)
+        assert "or name another checkpoint. It is the newest checkpoint in output_dir: to start a new" in found["text"]
 
 
 def test_a_branch_from_an_older_step_is_told_at_once_and_at_the_next_automatic_resume(
