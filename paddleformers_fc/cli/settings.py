@@ -6,6 +6,7 @@ PyYAML silently keeps the last of two equal keys, so that a run would have other
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,7 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
             next_step="Write an override such as max_steps=10.",
         )
     try:
-        return {key: _load_yaml(value, key) for _, key, _, value in pairs}
+        return {key: _load_yaml(value, key, _OverrideLoader) for _, key, _, value in pairs}
     except (yaml.YAMLError, RecursionError) as error:
         raise OptionError("The value of an override is not valid YAML.", evidence=[str(error)]) from error
 
@@ -86,17 +87,29 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
-def _load_yaml(text: str, name: str) -> Any:
+class _OverrideLoader(_Loader):
+    """The loader of overrides. PaddleFormers reads them with OmegaConf, for which ``1e-5`` is a number."""
+
+
+_OverrideLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?[0-9][0-9_]*(?:\.[0-9_]*)?[eE][-+]?[0-9]+$"),
+    list("-+0123456789"),
+)
+
+
+def _load_yaml(text: str, name: str, kind: type[_Loader] = _Loader) -> Any:
     """Return the value of a YAML document.
 
     Args:
         text: the document.
         name: its name in errors.
+        kind: the loader.
     Raises:
         yaml.YAMLError: it cannot be read, or has a duplicate key.
     """
     try:
-        loader = _Loader(text)
+        loader = kind(text)
     except yaml.reader.ReaderError as error:
         error.name = name
         raise

@@ -185,7 +185,8 @@ def prepare(config: Path, nproc: int | None, overrides: Sequence[str]) -> Traini
     node = nodes.this_node(os.environ)
     start_checks.refuse_resume(settings, node.count > 1)
     start_checks.refuse_resume_without_the_key(settings)
-    if own is None:  # A registration file of the user may replace the model.
+    if own is None:  # A registration file of the user may replace the model, and add stages.
+        start_checks.refuse_unknown_values(settings)
         start_checks.refuse_model(settings)
     device = _device(settings.get("device"))
     added, environment = _registration(settings.get(REGISTER_KEY))
@@ -204,6 +205,7 @@ def prepare(config: Path, nproc: int | None, overrides: Sequence[str]) -> Traini
         start_checks.refuse_expert_layout(settings, (nproc or 1) * node.count)
         if own is None:
             start_checks.refuse_fused_norm(settings)
+    start_checks.refuse_text(settings)
     if device == CPU and node.count == 1:
         argv = ("-m", "paddleformers.cli.launcher", *arguments)
         return TrainingJob(

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 _FILLED = (
@@ -31,6 +32,28 @@ def stock_keys() -> frozenset[str] | None:
 
     The installed source is parsed.
     """
+    parsed = _parsed()
+    if parsed is None:
+        return None
+    filled, meta = parsed
+    return _TAKEN_BEFORE | {name for one in filled for name, _ in _annotated(one)} | set(_strings(meta))
+
+
+def stock_annotations() -> Mapping[str, str]:
+    """Return the annotation of each key as it is written, such as ``Optional[int]``; empty if unknown.
+
+    Keys with several annotations are left out, and so are those that ``LlmMetaConfig`` adds.
+    """
+    parsed = _parsed()
+    written: dict[str, set[str]] = {}
+    for name, annotation in (pair for one in (parsed[0] if parsed else ()) for pair in _annotated(one)):
+        written.setdefault(name, set()).add(annotation)
+    return {name: found.pop() for name, found in written.items() if len(found) == 1}
+
+
+@cache
+def _parsed() -> tuple[list[ast.ClassDef], ast.ClassDef] | None:
+    """Return the argument classes that are filled with their bases, and ``LlmMetaConfig``; None if unknown."""
     spec = importlib.util.find_spec("paddleformers")
     roots = spec.submodule_search_locations if spec is not None else None
     if not roots:
@@ -40,10 +63,9 @@ def stock_keys() -> frozenset[str] | None:
     try:
         classes = {one.name: one for source in sources for one in _classes(source)}
         meta = {one.name: one for one in _classes(root / "transformers/configuration_utils.py")}[_META]
-        filled = [one for name in _FILLED for one in _with_bases(classes[name], classes)]
+        return [one for name in _FILLED for one in _with_bases(classes[name], classes)], meta
     except (OSError, SyntaxError, ValueError, KeyError):
         return None
-    return _TAKEN_BEFORE | {name for one in filled for name in _annotated(one)} | set(_strings(meta))
 
 
 def _classes(source: Path) -> list[ast.ClassDef]:
@@ -65,10 +87,10 @@ def _with_bases(one: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> Iterator
         yield from _with_bases(classes[ast.unparse(base)], classes)
 
 
-def _annotated(one: ast.ClassDef) -> Iterator[str]:
+def _annotated(one: ast.ClassDef) -> Iterator[tuple[str, str]]:
     for node in one.body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            yield node.target.id
+            yield node.target.id, ast.unparse(node.annotation)
 
 
 def _strings(one: ast.ClassDef) -> Iterator[str]:

@@ -23,6 +23,7 @@ from typing import Any
 import msgspec
 import pytest
 import yaml
+from omegaconf import OmegaConf
 
 from paddleformers_fc.cli import training
 from paddleformers_fc.cli.log_view import LogView
@@ -288,6 +289,11 @@ def test_the_number_of_ranks_is_not_chosen_on_an_accelerator(tmp_path: Path, on:
         ({"tensor_model_parallel_size": 4}, ["--nproc", "2"], "2 ranks cannot be divided into groups of 4"),
         ({"tensor_model_parallel_size": "two"}, ["--dry-run"], "- tensor_model_parallel_size: 'two'"),
         ({}, ["max_steps=abc", "sharding_parallel_size=1.5"], "- sharding_parallel_size: 1.5\n  - max_steps: 'abc'"),
+        ({"learning_rate": "1e-5"}, [], "- learning_rate: '1e-5' is text, not a number"),
+        ({"save_steps": "3"}, ["do_eval='no'"], "- do_eval: 'no' is text, not true or false\n  - save_steps: '3'"),
+        ({"stage": "pt", "compute_type": "fp32"}, [], "- stage: 'pt' is none of SFT, PT, DPO, VL-SFT, VL-PT, VL-DPO"),
+        ({"fine_tuning": "fulll", "flex_checkpoint": False}, [], "- fine_tuning: 'fulll' is none of LoRA, full"),
+        ({}, ["save_strategy=no"], "- save_strategy: False is none of no, steps, epoch"),
         ({"sep_parallel_size": 2}, ["--nproc", "2"], "flex_checkpoint: true and sep_parallel_size: 2: segment"),
         ({}, ["context_parallel_size=2"], "flex_checkpoint: true and context_parallel_size: 2: context"),
     ],
@@ -745,6 +751,14 @@ def test_a_key_that_replaces_a_merged_one_is_not_a_duplicate(tmp_path: Path) -> 
 def test_a_configuration_is_yaml_or_json(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text(json.dumps({"max_steps": 3}))
     assert read_settings(tmp_path / name) == {"max_steps": 3}
+
+
+def test_numbers_with_an_exponent_are_numbers_in_overrides_as_for_paddleformers(tmp_path: Path, on: Any) -> None:
+    given = {"learning_rate": "1e-5", "weight_decay": "2E3", "min_lr": "1.0e1", "adam_epsilon": "-1e-8"}
+    given |= {"run_name": "1e-5x", "max_grad_norm": "1.5", "num_train_epochs": "3"}
+    overrides = [f"{key}={value}" for key, value in given.items()]
+    assert parse_overrides(overrides) == OmegaConf.to_container(OmegaConf.from_cli(overrides))
+    assert prepare(config(tmp_path, device="cpu", report_to=None, bf16="True"), 1, overrides).ranks == 1
 
 
 def test_the_values_of_overrides_are_yaml() -> None:
