@@ -57,7 +57,8 @@ class Metadata:
 
     Args:
         path: the directory or URL.
-        format: ``flex_checkpoint``, ``huggingface`` or ``paddle``.
+        format: ``flex_checkpoint``, ``huggingface`` (open weights), ``paddle`` (FlexCheckpoint), or the name of another
+            format that is read.
         job: the job that saved it: step, samples, ranks, parallel degrees, family; None for formats without a record.
         config: the model's ``config.json``; empty if there is none.
         roles: number of tensors, elements and bytes by role; ``roles["model_state"].elements`` counts the parameters.
@@ -82,7 +83,7 @@ class TensorInfo:
         name: canonical name; a state has the suffix of its kind, such as ``.moment1_0``.
         shape: global shape.
         dtype: element type by its numpy name; ``bfloat16`` and ``float8`` types are those of ``ml_dtypes``.
-        role: ``model_state``, ``master_weight`` or ``optimizer_state``.
+        role: ``model_state``, ``master_weight``, ``optimizer_state``, ``ema_state`` or ``reference_model``.
     """
 
     name: str
@@ -376,7 +377,7 @@ def open(
     *,
     config: Location | None = None,
 ) -> Checkpoint:
-    """Open a flex checkpoint, a directory of open weights, or a checkpoint of Paddle's own FlexCheckpoint.
+    """Open a checkpoint of any format, or a directory of open weights.
 
     Args:
         path_or_url: a directory, or a URL such as ``s3://bucket/run/checkpoint-3``.

@@ -1,6 +1,6 @@
 """A training of your own with flex checkpoints: a tiny Llama that learns to count, on any number of ranks.
 
-On one rank, on two, and on from the checkpoint of two ranks on one; without an accelerator::
+On one rank, on two, and on one rank resuming what two saved; without an accelerator::
 
     python recipes/script.py
     PADDLE_DISTRI_BACKEND=gloo python -m paddle.distributed.launch --nproc_per_node 2 recipes/script.py

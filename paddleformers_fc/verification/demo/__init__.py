@@ -140,7 +140,7 @@ def compare_ernie(place: Workplace) -> LossComparison:
 
 
 def _resumed(place: Workplace, whole: Trained, layout: DemoLayout) -> LossLine:
-    """Go on from the uninterrupted run's checkpoint under another layout; export and digest what was loaded."""
+    """Resume the uninterrupted run's checkpoint under another layout; export and digest what was loaded."""
     family = whole.run.name.partition("-")[0]
     saved = _checkpoint(whole, RESUME_AT)
     name, options = f"{family}-{layout.name}", whole.run.options

@@ -40,7 +40,7 @@ class DemoRun:
         corpus: the JSONL file to train on.
         layout: how the ranks share it.
         flex: through this package; False for PaddleFormers' own checkpoints.
-        resume: a checkpoint to go on from.
+        resume: the checkpoint to resume.
         options: further keys of the YAML.
     """
 

@@ -34,7 +34,7 @@ class Training:
         last_step: when it ends.
         micro_batch: samples per forward; None for as many as fit.
         hold_predictions: the multi-token prediction layers are held and not trained.
-        resume: a checkpoint to go on from.
+        resume: the checkpoint to resume.
         by_hand: overwrite what was loaded with numbers that no line of this package's loader has touched.
         adapters: settings of LoRA adapters that are trained in place of the model; empty for none.
     """
