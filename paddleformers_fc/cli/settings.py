@@ -39,9 +39,18 @@ def read_settings(config: Path) -> dict[str, Any]:
                 next_step="Name a configuration; recipes/ has some.",
             )
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise OptionError("The configuration cannot be read.", where=str(config), evidence=[str(error)]) from error
+        raise OptionError(
+            "The configuration cannot be read.",
+            where=str(config),
+            evidence=[str(error)],
+            next_step="Correct the file; recipes/ has examples.",
+        ) from error
     if not isinstance(settings, dict):
-        raise OptionError("The configuration contains no keys.", where=str(config))
+        raise OptionError(
+            "The configuration contains no keys.",
+            where=str(config),
+            next_step="Write one key and value per line; recipes/ has examples.",
+        )
     return settings
 
 
@@ -62,7 +71,11 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
     try:
         return {key: _load_yaml(value, key, _OverrideLoader) for _, key, _, value in pairs}
     except (yaml.YAMLError, RecursionError) as error:
-        raise OptionError("The value of an override is not valid YAML.", evidence=[str(error)]) from error
+        raise OptionError(
+            "The value of an override is not valid YAML.",
+            evidence=[str(error)],
+            next_step="Quote the value for the shell and for YAML, such as 'key=\"a: b\"'.",
+        ) from error
 
 
 class _Loader(yaml.SafeLoader):

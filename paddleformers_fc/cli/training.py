@@ -245,7 +245,9 @@ def register_both() -> None:
     path = Path(os.environ[OWN_REGISTRATION])
     spec = importlib.util.spec_from_file_location("custom_template", path)
     if spec is None or spec.loader is None:
-        raise OptionError(f"The file of {REGISTER_KEY} is not Python.", where=str(path))
+        raise OptionError(
+            f"The file of {REGISTER_KEY} is not Python.", where=str(path), next_step="Name a file that ends in .py."
+        )
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
     register.register()
 
@@ -270,7 +272,11 @@ def _registration(own: Any) -> tuple[list[str], dict[str, str]]:
     if path is None:
         return [f"{REGISTER_KEY}={register.PATH}"], {}
     if not path.is_file():
-        raise OptionError(f"The file of {REGISTER_KEY} does not exist.", where=str(path))
+        raise OptionError(
+            f"The file of {REGISTER_KEY} does not exist.",
+            where=str(path),
+            next_step=f"Correct {REGISTER_KEY}, or leave it out: this command registers the package.",
+        )
     return [f"{REGISTER_KEY}={REGISTER_BOTH}"], {OWN_REGISTRATION: str(path)}
 
 

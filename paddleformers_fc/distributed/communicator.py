@@ -96,7 +96,7 @@ class Communicator:
                 f"An exchange between the ranks has not ended within flex_timeout: {self._patience:g} s."
             )
         return PeerError(
-            f"Rank {self.rank} has waited {self._patience} s for the other ranks and gives up.",
+            f"Rank {self.rank} has waited {self._patience} s for the other ranks and ends its process.",
             where=f"rank {self.rank} of {self.world_size}",
             next_step="Find the rank that failed in the other ranks' logs, or raise flex_timeout, which is "
             f"{self._patience:g} s, if they are slow.",

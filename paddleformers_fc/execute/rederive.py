@@ -99,7 +99,11 @@ def _with_settings(known: ModelDescription, settings: Sequence[str]) -> ModelDes
             )
         values[key] = yaml.safe_load(value)
         if not isinstance(values[key], int):
-            raise OptionError(f"{text!r}: the value is neither true, false nor a number.", where="KEY=VALUE")
+            raise OptionError(
+                f"{text!r}: the value is neither true, false nor a number.",
+                where="KEY=VALUE",
+                next_step="Give the value that the model was trained with.",
+            )
     is_fleet = bool(values.pop(IS_FLEET)) if IS_FLEET in values else known.is_fleet
     return replace(known, config={**known.config, **values}, is_fleet=is_fleet)
 

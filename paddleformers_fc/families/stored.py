@@ -32,6 +32,7 @@ from paddleformers_fc.mapping import RuleSet
 from paddleformers_fc.mapping.codec import decode_rules, encode_rules
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.json_io import ignored_extensions
+from paddleformers_fc.storage.manifest import RESTORE
 from paddleformers_fc.text import count_text
 
 FORMAT, FORMAT_OF_SHARED_SOURCES = 2, 3
@@ -102,7 +103,9 @@ def decode_mapping(data: bytes, where: str) -> tuple[ModelDescription | None, Ru
         document = _documents.decode(data)
         model = _models.decode(document.model)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise FormatError("Invalid mapping of the checkpoint.", where=where, evidence=[str(error)]) from error
+        raise FormatError(
+            "Invalid mapping of the checkpoint.", where=where, evidence=[str(error)], next_step=RESTORE
+        ) from error
     if document.format == 1:
         ignored_extensions(data, _RULE_FIELDS, where)
         return None, decode_rules(data, where)

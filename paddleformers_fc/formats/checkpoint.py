@@ -35,6 +35,7 @@ CONFIG_NAME = "config.json"
 RUN_ARGUMENTS = "training_args.json"
 """The training arguments beside an export. They depend on the layout of the run, so they have no checksum."""
 MAPPING_NAME = "mapping.json"
+_RESTORE_CONFIG = "Restore the file: save or download it again."
 
 REFUSE = "refuse"
 TIED_WAYS = (REFUSE, "first", "last")
@@ -427,9 +428,11 @@ def parse_config(raw: bytes, path: AnyPath) -> dict[str, Any]:
     try:
         config = parse_json(raw)
     except ValueError as error:
-        raise FormatError("The model's configuration is not JSON.", where=str(path), evidence=[str(error)]) from error
+        raise FormatError(
+            "The model's configuration is not JSON.", where=str(path), evidence=[str(error)], next_step=_RESTORE_CONFIG
+        ) from error
     if not isinstance(config, dict):
-        raise FormatError("The model's configuration is not a JSON object.", where=str(path))
+        raise FormatError("The model's configuration is not a JSON object.", where=str(path), next_step=_RESTORE_CONFIG)
     return config
 
 

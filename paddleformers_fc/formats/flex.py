@@ -44,6 +44,7 @@ from paddleformers_fc.storage.identity import Identities, identities_of
 from paddleformers_fc.storage.json_io import MAX_DOCUMENT_BYTES
 from paddleformers_fc.storage.manifest import (
     MANIFEST_NAME,
+    RESTORE,
     TRAINER_DIRECTORY,
     Manifest,
     encode_manifest,
@@ -203,7 +204,7 @@ def _refuse_unlisted(directory: AnyPath, manifest: Manifest) -> None:
             f"{directory} is a checkpoint without {' and '.join(missing)}.",
             where=str(directory),
             evidence=[f"the manifest does not list {name}" for name in missing],
-            next_step="Resume from another checkpoint; nothing says what the tensors of this one mean.",
+            next_step="Resume from another checkpoint; the tensors of this one have no mapping.",
         )
 
 
@@ -244,9 +245,10 @@ def shards_of(directory: AnyPath, path: str) -> Iterator[StoredShard]:
     text = header.metadata.get(HEADER_KEY)
     if text is None:
         raise FormatError(
-            "A file of a flex checkpoint does not say which shards it holds.",
+            "A file of a flex checkpoint has no description of its shards.",
             where=str(directory / path),
             evidence=[f"__metadata__ has no {HEADER_KEY}"],
+            next_step=RESTORE,
         )
     widths = {code: item_size(code) for code in {entry.dtype for entry in header.tensors.values()}}
     for shard, entry in decode_shards(text, header.tensors, str(directory / path)):

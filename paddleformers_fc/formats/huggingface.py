@@ -71,8 +71,8 @@ SINGLE_NAME = "model.safetensors"
 DEFAULT_MAX_SHARD_BYTES = 5 * 10**9
 """Default bound on the tensors of one file, in bytes."""
 
-_FETCH_AGAIN = "Fetch the files again: the index and the files are not of one download."
-_NAME_ANOTHER = "Name a directory that save_pretrained or the export verb wrote, or that was downloaded whole."
+FETCH_AGAIN = "Fetch the files again: the index and the files are not of one download."
+_NAME_ANOTHER = "Name a directory that save_pretrained or the export command wrote, or that was downloaded whole."
 _EXPORT = "Export it with `paddleformers-fc export CHECKPOINT DIRECTORY`, and name that directory."
 _OTHER_FORMATS = (
     (r"flex_checkpoint\.json", "a flex checkpoint", f"Resume it with resume_from_checkpoint. {_EXPORT}"),
@@ -162,10 +162,12 @@ def _opened(directory: AnyPath, verify: str, divide: _Divide) -> OpenedCheckpoin
     plain, scaled = divide(directory, config, held, headers)
     tensors, contradictions = gather_shards(chain(_shards(plain, headers), scaled_shards(held, headers, scaled)))
     if contradictions:
-        raise Corrupt("Files contradict each other.", where=str(directory), evidence=contradictions)
+        raise Corrupt(
+            "Files contradict each other.", where=str(directory), evidence=contradictions, next_step=FETCH_AGAIN
+        )
     if not tensors:
         raise Corrupt(
-            "The directory holds no tensor.", where=str(directory), evidence=sorted(files), next_step=_FETCH_AGAIN
+            "The directory holds no tensor.", where=str(directory), evidence=sorted(files), next_step=FETCH_AGAIN
         )
     recorded = {name: checksums[name] for name in files if name in checksums} if checksums is not None else {}
     produced = {directory / path: file for path, (_, file) in scaled.items()}
@@ -332,7 +334,7 @@ def _refuse_incomplete(directory: AnyPath, numbered: Sequence[str]) -> None:
             f"{directory} has files of weights that do not count as one model.",
             where=str(directory),
             evidence=strange or [f"model-...-of-{total}" for total in sorted(totals)],
-            next_step=_FETCH_AGAIN,
+            next_step=FETCH_AGAIN,
         )
     if missing:
         raise Corrupt(
@@ -362,11 +364,18 @@ def indexed_files(index: AnyPath, checksums: FileChecksums | None) -> dict[str, 
         weight_map = parse_json(raw)["weight_map"]
         pairs = [(tensor, _text(name)) for tensor, name in weight_map.items()]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise FormatError("The index is malformed.", where=str(index), evidence=[repr(error)]) from error
+        raise FormatError(
+            "The index is malformed.", where=str(index), evidence=[repr(error)], next_step=FETCH_AGAIN
+        ) from error
     files: dict[str, list[str]] = {}
     for tensor, name in pairs:
         if not _is_plain(name):
-            raise FormatError("The index names a file outside its directory.", where=str(index), evidence=[repr(name)])
+            raise FormatError(
+                "The index names a file outside its directory.",
+                where=str(index),
+                evidence=[repr(name)],
+                next_step="Put the files beside their index, and list them by their names alone.",
+            )
         files.setdefault(name, []).append(tensor)
     there = map_paths(is_file, (index.parent / name for name in files), index)
     missing = sorted(name for name, found in zip(files, there, strict=True) if not found)
@@ -391,7 +400,7 @@ def refuse_unindexed(index: AnyPath, files: Mapping[str, Sequence[str]], headers
         Corrupt: there are such files; all tensors are listed.
     """
     faults = [
-        f"{tensor}: the index says {name}, which does not hold it"
+        f"{tensor}: the index lists it in {name}, which lacks it"
         for name, tensors in files.items()
         for tensor in tensors
         if tensor not in headers[name].tensors
@@ -401,7 +410,7 @@ def refuse_unindexed(index: AnyPath, files: Mapping[str, Sequence[str]], headers
             f"The index names files that lack {count_text(len(faults), 'tensor')}.",
             where=str(index),
             evidence=fold(faults),
-            next_step=_FETCH_AGAIN,
+            next_step=FETCH_AGAIN,
         )
 
 
@@ -434,10 +443,10 @@ def _with_unnamed(files: dict[str, list[str]], headers: dict[str, Header], direc
     faults = [f"{tensor}: in {' and '.join(names)}" for tensor, names in holders.items() if len(names) > 1]
     if faults:
         raise Corrupt(
-            f"{count_text(len(faults), 'tensor')} of several files cannot be told apart: the index does not name them.",
+            f"Several files contain {count_text(len(faults), 'tensor')} that the index does not list.",
             where=str(directory / INDEX_NAME),
             evidence=fold(faults),
-            next_step=_FETCH_AGAIN,
+            next_step=FETCH_AGAIN,
         )
     added = {name: list(tensors) for name, tensors in files.items()}
     for tensor, names in holders.items():

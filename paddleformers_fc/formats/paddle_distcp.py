@@ -2,12 +2,12 @@
 
 A directory of ``dist.save_state_dict`` holds one metadata file and, per rank, one file of tensors; PaddleFormers'
 Trainer writes one such directory per role. Both files are pickles. They are read as data (``storage.pickles``), and
-what a ``.distcp`` says of an array is where its bytes lie, so that any range of any tensor is read as from every other
+only the position of each array is taken from a ``.distcp``, so that any range of any tensor is read as from every other
 format. Files of the same layout in safetensors format are read too.
 
 There are no checksums and no mark that a save came to its end. What can be found is: metadata that is missing, was not
-finished or is there twice, files that are missing or hold other tensors than the metadata says, and tensors that are
-not stored whole. What cannot be found is a byte that has changed.
+finished or is there twice, files that are missing or contain other tensors than the metadata lists, and tensors that
+are not stored whole. What cannot be found is a byte that has changed.
 
 Time and memory are linear in the metadata, about a microsecond and ten bytes per byte of it.
 """
@@ -159,7 +159,7 @@ def _shards_in(directory: Path, place: Path) -> Iterator[StoredShard]:
         piece = arrays[file].get(key)
         if piece is None or piece.length != shard.size * piece.width or piece.width != _width(shard.dtype):
             raise Corrupt(
-                f"{place / file} does not hold what the metadata says of it.",
+                f"{place / file} does not contain what the metadata lists.",
                 where=str(place / file),
                 evidence=[
                     f"{key}: {shard.size} elements of {shard.dtype} are due, "
@@ -192,32 +192,32 @@ def _metadata_of(place: Path) -> Path:
     elif not (place / found[-1]).stat().st_size:
         faults.append(f"{found[-1]} is empty")
     if faults:
-        raise Corrupt(f"{place} is no finished checkpoint.", where=str(place), evidence=faults, next_step=AGAIN)
+        raise Corrupt(f"{place} is not a finished checkpoint.", where=str(place), evidence=faults, next_step=AGAIN)
     return place / found[-1]
 
 
 def _described(path: Path, place: Path) -> Iterator[tuple[str, str, Shard]]:
-    """Key, file and shard of everything that the metadata says is stored; replicas are left out."""
+    """Key, file and shard of every stored shard that the metadata lists; replicas are left out."""
     metadata = read_pickle(path)
     if not isinstance(metadata, Record) or metadata.name != "Metadata":
-        raise malformed_file(path, "it is no metadata")
+        raise malformed_file(path, "it contains no metadata")
     tensors = metadata.fields.get("state_dict_metadata")
     stored = metadata.fields.get("storage_metadata")
     if not isinstance(tensors, dict) or not isinstance(stored, dict):
-        raise malformed_file(path, "it does not say which tensors there are")
+        raise malformed_file(path, "it lists no tensors")
     known = _known(path, tensors)
     save = f"_{path.stem}."
     for index, file in stored.items():
         if not isinstance(index, Record) or not isinstance(file, str) or not _DATA.fullmatch(file):
-            raise malformed_file(path, f"a tensor is said to be in {quoted(file)!r}")
+            raise malformed_file(path, f"it lists a tensor in {quoted(file)!r}")
         if not file.startswith(save, file.index("_")):
-            raise malformed_file(path, f"a tensor is said to be in {file}, a file of another save into this directory")
+            raise malformed_file(path, f"it lists a tensor in {file}, a file of another save into this directory")
         if index.fields.get("replica_id"):
             continue
         key = index.fields.get("tensor_key")
         shard = known.get((key, _shard_key(index))) if isinstance(key, str) else None
         if not isinstance(key, str) or shard is None:
-            raise malformed_file(path, f"{quoted(key)} is in {file}, and nothing says what it is")
+            raise malformed_file(path, f"{quoted(key)} is in {file}, and its shape and dtype are missing")
         yield key, file, shard
 
 
@@ -228,12 +228,12 @@ def _known(path: Path, tensors: dict[Any, Any]) -> dict[Any, Shard]:
     for name, pieces in tensors.items():
         # Lists that are one list would be gone through once for each name.
         if not isinstance(name, str) or not isinstance(pieces, list) or id(pieces) in seen:
-            raise malformed_file(path, f"{quoted(name)} is described by no list of its own")
+            raise malformed_file(path, f"{quoted(name)} has no list of its own shards")
         seen.add(id(pieces))
         for piece in pieces:
             shard = _shard(name, piece) if isinstance(piece, Record) else None
             if shard is None or any(shard.faults()):
-                raise malformed_file(path, f"{name} is described by something that no tensor can be")
+                raise malformed_file(path, f"{name} has an invalid shard")
             found[(name, _shard_key(piece))] = shard
     return found
 
@@ -281,12 +281,12 @@ def _array_bytes(path: Path) -> dict[str, _ArrayBytes]:
         }
     arrays = read_pickle(path)
     if not isinstance(arrays, dict):
-        raise malformed_file(path, "it holds no tensors by name")
+        raise malformed_file(path, "it contains no tensors by name")
     arrays.pop(_NAMES, None)
     found: dict[str, _ArrayBytes] = {}
     for key, one in arrays.items():
         if not isinstance(key, str) or not isinstance(one, PickledArray):
-            raise malformed_file(path, f"{quoted(key)} is no tensor")
+            raise malformed_file(path, f"{quoted(key)} is not a tensor")
         found[key] = _ArrayBytes(one.begin, one.length, int(one.code[1:]))
     return found
 

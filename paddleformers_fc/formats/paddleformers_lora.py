@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from paddleformers_fc.errors import Corrupt, FormatError, OptionError
@@ -34,8 +34,20 @@ from paddleformers_fc.formats.checkpoint import (
     stored_boxes,
 )
 from paddleformers_fc.formats.checks import CheckList
-from paddleformers_fc.formats.huggingface import HUGGINGFACE, model_documents, refuse_unindexed
-from paddleformers_fc.formats.peft import ADAPTER_CONFIG_NAME, converted, parse_json_object, require_adapters
+from paddleformers_fc.formats.huggingface import (
+    FETCH_AGAIN,
+    HUGGINGFACE,
+    indexed_files,
+    model_documents,
+    refuse_unindexed,
+)
+from paddleformers_fc.formats.peft import (
+    ADAPTER_CONFIG_NAME,
+    CORRECT_ADAPTERS,
+    converted,
+    parse_json_object,
+    require_adapters,
+)
 from paddleformers_fc.formats.stock_checkpoint import described
 from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.layout.shards import Shard, shard_bytes
@@ -69,7 +81,7 @@ def open_paddleformers_lora(directory: AnyPath, verify: str = "size") -> OpenedC
         FormatError, Corrupt: a file is missing, malformed or damaged.
     """
     checksums = read_checksums(directory)
-    files = _indexed(directory)
+    files = _indexed(directory, checksums)
     if checksums is not None and verify != "off":
         verify_export(directory, checksums, verify, needed=[*files, LORA_INDEX_NAME, LORA_CONFIG_NAME])
     adapters, degree = _adapters(parse_json_object(directory, LORA_CONFIG_NAME), directory)
@@ -84,7 +96,9 @@ def open_paddleformers_lora(directory: AnyPath, verify: str = "size") -> OpenedC
     ]
     tensors, contradictions = gather_shards(shards)
     if contradictions:
-        raise Corrupt("Files contradict each other.", where=str(directory), evidence=contradictions)
+        raise Corrupt(
+            "Files contradict each other.", where=str(directory), evidence=contradictions, next_step=FETCH_AGAIN
+        )
     recorded = {name: checksums[name] for name in files if name in checksums} if checksums is not None else {}
     config = HUGGINGFACE.read_config(directory)
     catalog = Catalog(directory, {MODEL_STATE: tensors}, identities)
@@ -112,23 +126,12 @@ def _documents(directory: AnyPath, checksums: FileChecksums | None) -> Documents
     return {name: read for name, read in found.items() if name not in (LORA_CONFIG_NAME, ADAPTER_CONFIG_NAME)}
 
 
-def _indexed(directory: AnyPath) -> dict[str, list[str]]:
+def _indexed(directory: AnyPath, checksums: FileChecksums | None) -> dict[str, list[str]]:
     """Return the tensors of every file of the index."""
-    weights = parse_json_object(directory, LORA_INDEX_NAME).get("weight_map")
-    files: dict[str, list[str]] = {}
-    for tensor, name in weights.items() if isinstance(weights, dict) else ():
-        if not isinstance(name, str) or PurePosixPath(name).name != name or {"\\", "\0"} & set(name):
-            raise FormatError("The index names a file outside its directory.", where=str(directory / LORA_INDEX_NAME))
-        files.setdefault(name, []).append(str(tensor))
+    files = indexed_files(directory / LORA_INDEX_NAME, checksums)
     if not files:
-        raise FormatError("The index is malformed: it names no tensors.", where=str(directory / LORA_INDEX_NAME))
-    absent = sorted(name for name in files if not exists(directory / name))
-    if absent:
-        raise Corrupt(
-            f"{count_text(len(absent), 'file')} of the index cannot be found.",
-            where=str(directory / LORA_INDEX_NAME),
-            evidence=absent,
-            next_step="Save the adapters again.",
+        raise FormatError(
+            "The index lists no tensors.", where=str(directory / LORA_INDEX_NAME), next_step="Save the adapters again."
         )
     return files
 
@@ -167,7 +170,9 @@ def _adapters(values: Mapping[str, Any], directory: AnyPath) -> tuple[Adapters, 
     if not isinstance(degree, int):
         faults.append(f"tensor_model_parallel_size: {degree!r}")
     if faults:
-        raise FormatError("Invalid configuration of adapters.", where=where, evidence=faults)
+        raise FormatError(
+            "Invalid configuration of adapters.", where=where, evidence=faults, next_step=CORRECT_ADAPTERS
+        )
     return adapters, max(degree, 1)
 
 

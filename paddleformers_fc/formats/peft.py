@@ -65,6 +65,7 @@ from paddleformers_fc.text import count_text, natural
 
 WEIGHTS_NAME = "adapter_model.safetensors"
 ADAPTER_CONFIG_NAME = "adapter_config.json"
+CORRECT_ADAPTERS = "Correct the file, or save the adapters again."
 
 _PREFIX, _BASE, _WEIGHT = "base_model.model.", ".base_layer.", ".weight"
 _BIASES = {None: "none", "lora": "lora_only", "all": "all"}
@@ -183,9 +184,11 @@ def parse_json_object(directory: AnyPath, name: str) -> dict[str, Any]:
     try:
         values = parse_json(raw)
     except ValueError as error:
-        raise FormatError(f"{name} is not JSON.", where=str(directory / name), evidence=[str(error)]) from error
+        raise FormatError(
+            f"{name} is not JSON.", where=str(directory / name), evidence=[str(error)], next_step=CORRECT_ADAPTERS
+        ) from error
     if not isinstance(values, dict):
-        raise FormatError(f"{name} is not a JSON object.", where=str(directory / name))
+        raise FormatError(f"{name} is not a JSON object.", where=str(directory / name), next_step=CORRECT_ADAPTERS)
     return values
 
 
@@ -230,7 +233,9 @@ def converted(given: Mapping[str, Any], where: str) -> Adapters:
     try:
         return msgspec.convert(given, Adapters)
     except msgspec.ValidationError as error:
-        raise FormatError("Invalid configuration of adapters.", where=where, evidence=[str(error)]) from error
+        raise FormatError(
+            "Invalid configuration of adapters.", where=where, evidence=[str(error)], next_step=CORRECT_ADAPTERS
+        ) from error
 
 
 def _strange(name: str) -> bool:

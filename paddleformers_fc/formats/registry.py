@@ -75,7 +75,11 @@ def writer_of(name: str) -> ExportWriter:
     """
     writers = {one.name: one.writer for one in FORMATS if one is not SAVED and one.writer is not None}
     if name not in writers:
-        raise OptionError(f"Unknown format of an export: {name!r}.", evidence=[f"known: {', '.join(writers)}"])
+        raise OptionError(
+            f"Unknown format of an export: {name!r}.",
+            evidence=[f"known: {', '.join(writers)}"],
+            next_step="Give one of them.",
+        )
     return cast(ExportWriter, writers[name])
 
 
@@ -86,7 +90,11 @@ def conversion_target(name: str) -> tuple[Format, ExportWriter]:
         OptionError: there is no such format.
     """
     if name not in TARGETS:
-        raise OptionError(f"Unknown format of a conversion: {name!r}.", evidence=[f"known: {', '.join(TARGETS)}"])
+        raise OptionError(
+            f"Unknown format of a conversion: {name!r}.",
+            evidence=[f"known: {', '.join(TARGETS)}"],
+            next_step="Give one of them.",
+        )
     return TARGETS[name]
 
 
@@ -156,7 +164,7 @@ def open_checkpoint(
     """Open a checkpoint of any format.
 
     Args:
-        directory: a flex checkpoint, a directory of open weights, or a checkpoint of Paddle's FlexCheckpoint.
+        directory: a checkpoint of any format, or a directory of open weights.
         verify: what is compared first, where checksums are recorded: ``off``, ``size`` or ``full``.
         roles: the roles of a flex checkpoint to open; None for all.
         config: the model's configuration, for a directory of another format that has none.

@@ -18,6 +18,7 @@ from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping.boxes import MAX_AXES, MAX_LENGTH, Box, Shape, shifted
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.dtypes import from_safetensors, item_size
+from paddleformers_fc.storage.manifest import RESTORE
 from paddleformers_fc.storage.safetensors import TensorEntry
 
 HEADER_KEY = "flex_shards"
@@ -110,10 +111,14 @@ def decode_shards(text: str, tensors: Mapping[str, TensorEntry], where: str) -> 
     try:
         records = _records.decode(text)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-        raise FormatError("Invalid shard description in this header.", where=where, evidence=[str(error)]) from error
+        raise FormatError(
+            "Invalid shard description in this header.", where=where, evidence=[str(error)], next_step=RESTORE
+        ) from error
     if records.keys() != tensors.keys():
         odd = sorted(records.keys() ^ tensors.keys())
-        raise FormatError("Header and shard description name different tensors.", where=where, evidence=fold(odd))
+        raise FormatError(
+            "Header and shard description name different tensors.", where=where, evidence=fold(odd), next_step=RESTORE
+        )
     shards: list[tuple[Shard, TensorEntry]] = []
     faults: list[str] = []
     # Layers repeat: equal records of equal dtypes are validated once. A size is in bytes.
@@ -134,7 +139,9 @@ def decode_shards(text: str, tensors: Mapping[str, TensorEntry], where: str) -> 
             faults.append(f"{record.name}: {entry.end - entry.begin} bytes are held, its shard has {size}")
         shards.append((Shard(record.name, like.dtype, like.global_shape, like.box, like.flat), entry))
     if faults:
-        raise FormatError("The header describes impossible shards.", where=where, evidence=fold(faults))
+        raise FormatError(
+            "The header describes impossible shards.", where=where, evidence=fold(faults), next_step=RESTORE
+        )
     return shards
 
 

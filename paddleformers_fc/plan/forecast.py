@@ -373,7 +373,12 @@ def parse_plan_target(to: str, dtype: str | None) -> ParallelGrid:
             "The grid to plan for is empty.", where="--to", next_step="Write it as in tp=2,pp=2, or dp=1 for one rank."
         )
     if dtype not in (None, *DTYPES):
-        raise OptionError(f"The dtype {dtype!r} is unknown.", evidence=[f"known: {', '.join(DTYPES)}"])
+        raise OptionError(
+            f"The dtype {dtype!r} is unknown.",
+            where="--dtype",
+            evidence=[f"known: {', '.join(DTYPES)}"],
+            next_step="Give one of them.",
+        )
     grid = parse_grid(to)
     if grid.world_size > _MOST_RANKS:
         raise OptionError(

@@ -182,7 +182,11 @@ def _able(file: str, wanting: Sequence[int], seen_by: SeenBy) -> Sequence[int]:
     if seeing is None:
         return wanting
     if not seeing:
-        raise StorageError(f"{file} is wanted, and no rank sees it.", where=file)
+        raise StorageError(
+            f"{file} is wanted, and no rank sees it.",
+            where=file,
+            next_step="Copy the missing part of the checkpoint to a disk of the job, or use another checkpoint.",
+        )
     return [rank for rank in wanting if rank in seeing] or seeing
 
 

@@ -389,7 +389,11 @@ def refuse_level(level: str) -> None:
         OptionError: the level is unknown.
     """
     if level not in LEVELS:
-        raise OptionError(f"The verification level {level!r} is unknown.", evidence=[f"known: {', '.join(LEVELS)}"])
+        raise OptionError(
+            f"The verification level {level!r} is unknown.",
+            evidence=[f"known: {', '.join(LEVELS)}"],
+            next_step="Give one of them.",
+        )
 
 
 def _repair_advice(strangers: bool, damaged: bool) -> str:

@@ -65,7 +65,11 @@ def _config(model: Any, directory: AnyPath, channel: Channel) -> LoRAConfig:
     opened = open_weights(directory, "size", adapters=True)
     if not opened.format.canonical:
         if isinstance(directory, RemotePath):
-            raise OptionError("PaddleFormers reads lora_config.json from this machine only.", where=str(directory))
+            raise OptionError(
+                "PaddleFormers reads lora_config.json from this machine only.",
+                where=str(directory),
+                next_step="Copy the adapters to a local directory, and name it in lora_path.",
+            )
         return LoRAConfig.from_pretrained(str(directory))
     leaves: dict[str, set[bool]] = {}
     for found, _, _ in everyone:
@@ -82,7 +86,9 @@ def _config(model: Any, directory: AnyPath, channel: Channel) -> LoRAConfig:
         )
     stored, trained = opened.known.adapters, sorted({name for _, names, _ in everyone for name in names})
     if stored is None:
-        raise OptionError("The directory contains no adapters.", where=str(directory))
+        raise OptionError(
+            "The directory contains no adapters.", where=str(directory), next_step="Name a directory of adapters."
+        )
     unlisted = [name for name in trained if not _is_listed(name, stored)]
     if unlisted and channel.rank == 0:
         logger.warning(

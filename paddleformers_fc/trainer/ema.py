@@ -26,6 +26,7 @@ from paddleformers_fc.errors import FormatError, MismatchError, OptionError
 from paddleformers_fc.execute.arena import SnapshotArena, SnapshotCopy
 from paddleformers_fc.execute.averaging import update_averages, update_weight
 from paddleformers_fc.layout.roles import EMA_STATE
+from paddleformers_fc.storage.manifest import RESTORE
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.text import count_text
 from paddleformers_fc.trainer import averaged
@@ -317,7 +318,7 @@ def from_document(values: Mapping[str, Any], where: AnyPath) -> AverageDocument:
         return msgspec.convert(values, type=AverageDocument)
     except ValueError as error:
         what = "Invalid description of the moving average."
-        raise FormatError(what, where=str(where), evidence=[str(error)]) from error
+        raise FormatError(what, where=str(where), evidence=[str(error)], next_step=RESTORE) from error
 
 
 def absent_text(directory: AnyPath) -> str:

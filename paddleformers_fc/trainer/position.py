@@ -24,6 +24,7 @@ from typing import Annotated, Any
 import msgspec
 
 from paddleformers_fc.errors import FormatError, OptionError
+from paddleformers_fc.storage.manifest import RESTORE
 
 _Size = Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
 _NEXT_STEP = (
@@ -195,16 +196,25 @@ def from_document(document: dict[str, Any], where: str) -> SavedData | StepPosit
             return msgspec.convert(document, type=StepPosition)
         read = msgspec.convert(document, type=_Document)
     except ValueError as error:
-        raise FormatError("Invalid position in the data.", where=where, evidence=[str(error)]) from error
+        raise FormatError(
+            "Invalid position in the data.", where=where, evidence=[str(error)], next_step=RESTORE
+        ) from error
     order = read.order
     numbers = [*asdict(read.position).values(), *asdict(read.pace).values(), *order.ends, order.samples]
     if min(numbers) < 0:
-        raise FormatError("Invalid position in the data: negative number.", where=where, evidence=[str(read)])
+        raise FormatError(
+            "Invalid position in the data: negative number.", where=where, evidence=[str(read)], next_step=RESTORE
+        )
     if list(order.ends) != sorted(set(order.ends)):
-        raise FormatError("Invalid order of the data: parts overlap.", where=where, evidence=[str(read)])
+        raise FormatError(
+            "Invalid order of the data: parts overlap.", where=where, evidence=[str(read)], next_step=RESTORE
+        )
     if read.position.waiting * read.pace.per_pass > read.position.samples:
         raise FormatError(
-            "Invalid position in the data: more samples wait than were read.", where=where, evidence=[str(read)]
+            "Invalid position in the data: more samples wait than were read.",
+            where=where,
+            evidence=[str(read)],
+            next_step=RESTORE,
         )
     return read.position, read.pace, read.order
 

@@ -28,6 +28,7 @@ from paddleformers_fc.layout.live import describe_roles
 from paddleformers_fc.layout.roles import MODEL_STATE, REFERENCE_MODEL
 from paddleformers_fc.mapping.boxes import Box
 from paddleformers_fc.mapping.folding import fold
+from paddleformers_fc.storage.manifest import RESTORE
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.trainer import state
 from paddleformers_fc.trainer.description import describe
@@ -158,7 +159,7 @@ def from_document(values: Mapping[str, Any], where: AnyPath) -> ReferenceDocumen
         return msgspec.convert(values, type=ReferenceDocument)
     except ValueError as error:
         what = "Invalid description of the reference model."
-        raise FormatError(what, where=str(where), evidence=[str(error)]) from error
+        raise FormatError(what, where=str(where), evidence=[str(error)], next_step=RESTORE) from error
 
 
 def refuse_other(

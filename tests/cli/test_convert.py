@@ -166,6 +166,7 @@ def test_an_unknown_format_of_a_conversion_is_refused_with_the_known_ones(four: 
     with pytest.raises(OptionError, match="Unknown format of a conversion") as caught:
         paddleformers_fc.open(four).convert(tmp_path / "new", format="gguf")
     assert caught.value.evidence == ("known: flex, hf, distcp",)
+    assert caught.value.next_step == "Give one of them."
 
 
 @pytest.mark.parametrize("ranks", [(1, 1), (2, 2)], ids=str)

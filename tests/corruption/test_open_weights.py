@@ -161,7 +161,7 @@ def test_t10_missing_tensors_come_in_one_report_and_the_next_load_is_right(
     taken = without_tensors(weights(model)[1], 2)
     error = refused_by_the_command(model, tmp_path / "out", ranks)
     assert isinstance(error, Corrupt)
-    assert all(f"{name}: the index says {weights(model)[1].name}" in str(error) for name in taken)
+    assert all(f"{name}: the index lists it in {weights(model)[1].name}" in str(error) for name in taken)
     # Next in the same process.
     target = ours.empty()
     damaged = copy(our_weights, tmp_path / "ours", lambda path: without_tensors(weights(path)[1], 2))

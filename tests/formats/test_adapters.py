@@ -97,6 +97,17 @@ def test_an_infinite_alpha_is_refused(tmp_path: Path, alpha: float) -> None:
         open_paddleformers_lora(paddleformers(tmp_path, lora_alpha=alpha))
 
 
+@pytest.mark.parametrize("name", ["..", "", "../peft_model.safetensors", "\ud800", 3])
+def test_an_index_that_lists_a_file_outside_its_directory_is_refused_with_a_next_step(
+    tmp_path: Path, name: str | int
+) -> None:
+    index = paddleformers(tmp_path) / "peft_model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"model.layers.0.self_attn.q_proj.lora_A": name}}))
+    with pytest.raises(FormatError, match="The index") as refused:
+        open_paddleformers_lora(tmp_path)
+    assert refused.value.next_step
+
+
 @pytest.mark.parametrize("key", ["pissa", "use_mora", "lora_use_mixer", "enable_lora_list", "loraga", "do_qat"])
 def test_variants_of_paddleformers_are_refused_by_name(tmp_path: Path, key: str) -> None:
     with pytest.raises(OptionError) as refused:

@@ -115,7 +115,7 @@ def test_numbers_of_two_models_are_refused(tmp_path: Path, names: tuple[str, str
 def test_a_tensor_that_its_file_does_not_hold_is_named(tmp_path: Path) -> None:
     indexed(tmp_path, one=["a", "b"])
     save_file(weights("a"), tmp_path / "one.safetensors")
-    with pytest.raises(Corrupt, match=r"b: the index says one\.safetensors"):
+    with pytest.raises(Corrupt, match=r"b: the index lists it in one\.safetensors"):
         open_huggingface(tmp_path)
 
 

@@ -286,7 +286,7 @@ def _shortened(copy: Path) -> None:
 
 
 DAMAGES: dict[str, tuple[Damage, type[FlexError], str]] = {
-    "no metadata": (lambda copy: (copy / METADATA).unlink(), Corrupt, "no finished checkpoint"),
+    "no metadata": (lambda copy: (copy / METADATA).unlink(), Corrupt, "not a finished checkpoint"),
     "empty metadata": (lambda copy: (copy / METADATA).write_bytes(b""), Corrupt, "0.metadata is empty"),
     "metadata twice": (
         lambda copy: shutil.copy(copy / METADATA, copy / "model_state/1.metadata"),
@@ -297,13 +297,13 @@ DAMAGES: dict[str, tuple[Damage, type[FlexError], str]] = {
     "metadata cut off": (cut(METADATA, 1), FormatError, "truncated"),
     "a file cut off": (cut(WEIGHTS, 40), FormatError, "truncated"),
     "a file that is missing": (lambda copy: (copy / WEIGHTS).unlink(), Corrupt, "1_0.distcp"),
-    "files of two roles": (_swapped, Corrupt, "does not hold what the metadata says"),
-    "an array without its last row": (_shortened, Corrupt, "does not hold what the metadata says"),
+    "files of two roles": (_swapped, Corrupt, "does not contain what the metadata lists"),
+    "an array without its last row": (_shortened, Corrupt, "does not contain what the metadata lists"),
     "a link that leads out": (_linked, FormatError, "links to somewhere else"),
     "a file outside": (forged(lambda fields: _renamed(fields, "../../0_0.distcp")), FormatError, r"\.\./\.\./0_0"),
     "a file by its whole path": (forged(lambda fields: _renamed(fields, "/etc/passwd")), FormatError, "passwd"),
-    "a file of no kind": (forged(lambda fields: _renamed(fields, "0_0.distcp\n")), FormatError, "is said to be in"),
-    "a file whose name is a memo bomb": (forged(_named_by_a_bomb), FormatError, "said to be in 'a list'"),
+    "a file of no kind": (forged(lambda fields: _renamed(fields, "0_0.distcp\n")), FormatError, "lists a tensor in"),
+    "a file whose name is a memo bomb": (forged(_named_by_a_bomb), FormatError, "a tensor in 'a list'"),
     "one list for all": (forged(_shared_lists), FormatError, "no list of its own"),
     "no tensors": (forged(lambda fields: fields["storage_metadata"].clear()), Corrupt, "no tensor is stored"),
 }
