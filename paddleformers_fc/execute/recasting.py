@@ -8,7 +8,7 @@ digit of it is lost.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from paddleformers_fc.formats.checkpoint import CONFIG_NAME, Layout, OpenedCheck
 from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.plan.build import CAST, ReadSource
 from paddleformers_fc.plan.sources import described_model
+from paddleformers_fc.storage.dtypes import model_dtype
 
 _KEYS = ("torch_dtype", "dtype")
 """The keys of a configuration that name the dtype of the weights."""
@@ -61,11 +62,6 @@ def recast(checkpoint: OpenedCheckpoint, source: ReadSource, layout: Layout, dty
         for name, shard in weights.items()
     }
     return replace(source, may_cast=True), {**layout, MODEL_STATE: changed}
-
-
-def model_dtype(dtypes: Collection[str]) -> str:
-    """Return the dtype of a model: that of its weights beside the float32 of single tensors."""
-    return min(dtypes, key=lambda name: (name == "float32", name))
 
 
 def recast_documents(documents: Mapping[str, bytes], dtype: str) -> dict[str, bytes]:

@@ -35,7 +35,7 @@ def model_ties(model: ModelDescription) -> dict[str, str]:
     """Return the owner of every name that is an alias."""
     if model.rules is None:
         return tied_names(family_for(model.config), model)
-    return {tie.alias: tie.owner for tie in model.rules.ties}
+    return model.rules.aliases
 
 
 def canonical_ties(model: ModelDescription) -> dict[str, str]:
@@ -100,7 +100,7 @@ def refuse_recut(stored: RuleSet, live: RuleSet, stated: Collection[str], where:
 
 def _restricted(rules: RuleSet, tensors: Sequence[ModelTensor]) -> RuleSet:
     """Return the rules of some of the tensors for which rules are stated."""
-    owners = {tie.alias: tie.owner for tie in rules.ties}
+    owners = rules.aliases
     written = {name: rule for rule in rules.rules for name in rule.targets}
     faults = []
     targets: dict[str, TensorSpec] = {}

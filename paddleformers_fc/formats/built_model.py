@@ -64,7 +64,7 @@ def built_model(checkpoint: OpenedCheckpoint, adapters: Adapters | None = None) 
     for rule in rules.rules:
         for name in rule.targets:
             made.setdefault(name, []).extend(rule.sources)
-    owners = {tie.alias: tie.owner for tie in rules.ties}
+    owners = rules.aliases
 
     def sources_of(name: str) -> list[str]:
         return made.get(owners.get(name, name), [])

@@ -380,6 +380,11 @@ class RuleSet:
     dropped: tuple[str, ...] = ()
     cuts: dict[str, Shape] = field(default_factory=dict)
 
+    @property
+    def aliases(self) -> dict[str, str]:
+        """The owner of every alias."""
+        return {tie.alias: tie.owner for tie in self.ties}
+
     @cached_property
     def digest(self) -> str:
         """The blake2b digest, 32 hex digits; equal for equal rules in equal order."""

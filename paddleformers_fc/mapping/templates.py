@@ -83,6 +83,13 @@ class Template:
 
     links: tuple[BoxLink, ...]
 
+    @property
+    def keeps_positions(self) -> bool:
+        """Whether every element has the position that it has in its source."""
+        return all(
+            link.source_box == link.target_box and link.axes == tuple(range(len(link.axes))) for link in self.links
+        )
+
     @cached_property
     def finder(self) -> BoxFinder:
         """Finds links by their target box."""

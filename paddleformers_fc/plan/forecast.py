@@ -41,7 +41,7 @@ from paddleformers_fc.plan.shard_numbers import regrouped
 from paddleformers_fc.plan.simulate import SimulatedModel, declared_model, states_of, stored_model
 from paddleformers_fc.plan.sources import described_model, huggingface_source, resume_source, stored_tensors
 from paddleformers_fc.plan.statements import statements_source
-from paddleformers_fc.storage.dtypes import item_size, to_safetensors
+from paddleformers_fc.storage.dtypes import item_size, model_dtype, to_safetensors
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.storage.regions import (
     HOT_BYTES,
@@ -453,8 +453,7 @@ def plan_target(
     canonical, stored = checkpoint.format.canonical, checkpoint.catalog.roles[MODEL_STATE]
     described = described_by_file(checkpoint.config) if canonical else described_model(checkpoint)
     family = family_for(described.config)
-    # A router is float32 whatever the model is; the model is what its other weights are.
-    used = dtype or min({tensor.dtype for tensor in stored.values()}, key=lambda name: (name == "float32", name))
+    used = dtype or model_dtype({tensor.dtype for tensor in stored.values()})
     if canonical and aoa_config is not None:
         raise OptionError(
             "aoa_config applies to a resume, and open weights are read by the names of their family.",

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from paddleformers_fc.layout.roles import OPTIMIZER_STATE, StateShape, split_state_name
-from paddleformers_fc.mapping import TensorSources
 from paddleformers_fc.plan.build import ReadSource
 
 
@@ -29,14 +28,9 @@ def regrouped(source: ReadSource) -> Iterator[str]:
             found[state.parameter] = state.suffix
     for parameter, made in source.mapping.made.items() if found else ():
         suffix = next((found[name] for name in made.names if name in found), None)
-        if suffix is not None and not _stays(made):
+        # Of several sources at least one has its elements at other positions.
+        if suffix is not None and not made.template.keeps_positions:
             yield (
                 f"{parameter}{suffix}: one number of each shard of {', '.join(made.names)}, whose elements are at "
                 "other positions in this model"
             )
-
-
-def _stays(made: TensorSources) -> bool:
-    """Return whether every element has its position; of several sources at least one has not."""
-    links = made.template.links
-    return all(link.source_box == link.target_box and link.axes == tuple(range(len(link.axes))) for link in links)

@@ -47,7 +47,7 @@ from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping import RuleSet, TensorSpec
 from paddleformers_fc.mapping.boxes import Box, shifted, whole
 from paddleformers_fc.mapping.folding import fold
-from paddleformers_fc.storage.dtypes import item_size, to_safetensors
+from paddleformers_fc.storage.dtypes import item_size, model_dtype, to_safetensors
 
 Shards = dict[str, Shard]
 
@@ -259,7 +259,7 @@ def stored_model(
         MappingError: the family does not declare a tensor.
     """
     found = recognised_tensors(family, model, specs)
-    saved = min({tensor.dtype for tensor in found}, key=lambda name: (name == "float32", name))
+    saved = model_dtype({tensor.dtype for tensor in found})
     # A checkpoint of adapters contains what is trained, and not the model.
     declared = list(enumerate_tensors(family, model, dtype or saved)) if model.adapters is None else []
     blocks = [tensor for tensor in declared if tensor.stage is Stage.ABSENT and tensor.name not in specs]

@@ -65,8 +65,8 @@ def resume_source(checkpoint: OpenedCheckpoint, live: RuleSet) -> tuple[ReadSour
     source = ReadSource(
         checkpoint.catalog,
         composed,
-        _aliases(checkpoint.rules),
-        _aliases(live),
+        checkpoint.rules.aliases,
+        live.aliases,
         checkpoint.preferred,
         averaged=checkpoint.averaged,
     )
@@ -223,7 +223,7 @@ def huggingface_source(
         spec = wanted.sources.get(name)
         if spec is not None and spec.shape != tensor.shape:
             report.add("shape", f"{name}: stored {list(tensor.shape)}, wanted {list(spec.shape)}")
-    return ReadSource(catalog, wanted, _aliases(live) if aliases is None else aliases, _aliases(live)), report
+    return ReadSource(catalog, wanted, live.aliases if aliases is None else aliases, live.aliases), report
 
 
 def model_source(checkpoint: OpenedCheckpoint, rules: RuleSet) -> tuple[ReadSource, Report]:
@@ -254,7 +254,7 @@ def canonical_source(checkpoint: OpenedCheckpoint) -> ReadSource:
         same = {name: TensorSources(identity(spec.shape), (name,)) for name, spec in specs.items()}
         return ReadSource(checkpoint.catalog, Mapping(specs, specs, same))
     stored = stored_mapping(checkpoint)
-    aliases = _aliases(checkpoint.rules)
+    aliases = checkpoint.rules.aliases
     return ReadSource(
         checkpoint.catalog, stored.reversed(), aliases, preferred=checkpoint.preferred, averaged=checkpoint.averaged
     )
@@ -287,10 +287,6 @@ def canonical_names(source: ReadSource, role: str, name: str) -> list[str]:
     state = split_state_name(role, name)
     parameter = source.stored_aliases.get(state.parameter, state.parameter)
     return [target + state.suffix for target in source.mapping.readers.get(parameter, ())]
-
-
-def _aliases(rules: RuleSet) -> dict[str, str]:
-    return {tie.alias: tie.owner for tie in rules.ties}
 
 
 def _shape_report(stored: Mapping, wanted: Mapping, own: Collection[str]) -> Report:

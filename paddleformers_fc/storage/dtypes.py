@@ -6,6 +6,7 @@ that numpy lacks, from ``ml_dtypes``). One table contains all three, so that oth
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, TypeVar
 
 import ml_dtypes
@@ -75,6 +76,11 @@ def item_size(code: str) -> int:
         FormatError: the code is unknown.
     """
     return _look_up(_SIZE_OF, code)
+
+
+def model_dtype(dtypes: Collection[str]) -> str:
+    """Return the dtype of a model by those of its weights, of which some, such as routers, are float32 in any model."""
+    return min(dtypes, key=lambda name: (name == "float32", name))
 
 
 def _look_up(table: dict[str, _T], key: str) -> _T:

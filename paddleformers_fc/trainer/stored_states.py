@@ -106,7 +106,7 @@ def live_names(
         FlexError: the model cannot be mapped.
     """
     sources = _derived_sources(checkpoint, model, weights) if stated is None else stated
-    return LiveNames(sources, {tie.alias: tie.owner for tie in checkpoint.rules.ties})
+    return LiveNames(sources, checkpoint.rules.aliases)
 
 
 def _derived_sources(
