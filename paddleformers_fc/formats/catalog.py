@@ -97,7 +97,7 @@ class StoredTensor(msgspec.Struct, frozen=True, eq=False, gc=False):
     Args:
         name: its name in the stored space.
         form: its dtype, its shape and how it is cut.
-        places: where each box of the form lies.
+        offsets: file and byte offset of each box of the form.
     """
 
     name: str
