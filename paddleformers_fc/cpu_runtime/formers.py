@@ -1,9 +1,12 @@
-"""Assumptions of PaddleFormers' Trainer that do not hold for a float32 run on a CPU.
+"""Assumptions of PaddleFormers' Trainer that do not hold for a run on a CPU.
 
 With gradient clipping, the Trainer records the global gradient norm through ``optimizer._inner_opt``, which exists only
 if the optimizer was wrapped for mixed precision. It accepts sharding stage 1 version 2 (``split_param``, its default)
 only together with ``amp_master_grad``, which needs bfloat16 or float16, although the optimizer works in float32. The
 patches omit the first step and run what the second guards.
+
+An evaluation of adapters asks for a class that is imported with PaddleFleet only. The patch defines one without
+instances.
 
 The Trainer's log has no ``global_norm`` in float32 runs; clipping itself is unaffected.
 """
@@ -14,7 +17,7 @@ import functools
 from typing import Any
 
 from paddle.distributed import fleet
-from paddleformers.trainer import Trainer, TrainingArguments
+from paddleformers.trainer import Trainer, TrainingArguments, trainer as trainer_module
 from paddleformers.trainer.trainer_utils import ShardingOption
 
 
@@ -55,3 +58,13 @@ def split_parameters_in_float32() -> None:
             fleet.fleet._user_defined_strategy.hybrid_configs["sharding_configs"].split_param = True
 
     TrainingArguments.__post_init__ = __post_init__
+
+
+def evaluation_of_adapters() -> None:
+    """Put a class without instances in the ``isinstance`` test for the class of PaddleFleet."""
+
+    class AbsentModel:
+        pass
+
+    if not hasattr(trainer_module, "GPTModel"):
+        trainer_module.GPTModel = AbsentModel

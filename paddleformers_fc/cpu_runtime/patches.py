@@ -58,6 +58,7 @@ def _paddleformers() -> tuple[Patch, ...]:
     return (
         Patch("clip-fp32", "Clipping in float32 fails on a missing _inner_opt.", package, formers.clipping_in_float32),
         Patch("split-fp32", "split_param is refused in float32.", package, formers.split_parameters_in_float32),
+        Patch("lora-evaluation", "Adapters need PaddleFleet's name.", package, formers.evaluation_of_adapters),
         Patch("ernie-experts", "The MoE block needs fused kernels.", package, ernie_moe.dense_experts),
         Patch("ernie-mtp", "Multi-token prediction misplaces arguments.", package, ernie_moe.prediction_positions),
         Patch("ernie-mtp-loss", "Multi-token prediction forgets its logits.", package, ernie_moe.prediction_loss),

@@ -57,6 +57,14 @@ def run_saving_what_was_loaded(resume: str, **settings: Any) -> list[float]:
     return list(trainer.losses)
 
 
+def evaluations(output_dir: str) -> list[float]:
+    """Evaluate adapters before and after the training, which do not change the base at first; the losses."""
+    trainer = trainer_of(tiny.SINGLE.to_json(), output_dir)
+    losses = [trainer.evaluate(trainer.train_dataset)["eval_loss"]]
+    trainer.train()
+    return [*losses, trainer.evaluate(trainer.train_dataset)["eval_loss"]]
+
+
 def attempts(output_dir: str, made: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     """Train and resume in several ways, one after the other in this process; the error of each, empty for none."""
     from paddleformers_fc.errors import FlexError

@@ -139,6 +139,11 @@ def test_other_adapters_and_other_bases_are_refused_with_the_difference(
         assert ("flex_allow_config_changes" in found[way]) == (way == "scaling")
 
 
+def test_adapters_are_evaluated_though_paddlefleet_is_not_installed(ranks: ForkServer, tmp_path: Path) -> None:
+    (losses,) = ranks.run(f"{JOBS}:evaluations", 1, {"output_dir": str(tmp_path)}).values
+    assert losses[0] > losses[1] > 0
+
+
 def test_other_patterns_that_select_the_same_layers_are_no_other_adapters(
     ranks: ForkServer, llama: Trained, tmp_path: Path
 ) -> None:
