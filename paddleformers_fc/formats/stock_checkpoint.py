@@ -26,6 +26,7 @@ from paddleformers_fc.formats.checkpoint import (
 )
 from paddleformers_fc.formats.checks import CheckList
 from paddleformers_fc.formats.huggingface import model_documents, read_description
+from paddleformers_fc.formats.same_save import foreign_files
 from paddleformers_fc.formats.stock_run import run_documents, run_reader
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.checksum import BlockHasher
@@ -92,7 +93,7 @@ def open_stock(
         config: of the model.
         describe: returns the stored model under a configuration.
     Raises:
-        Corrupt: there are faults; all of them.
+        Corrupt: there are faults, or files of several saves; all of them.
     """
     faults = [*faults, *catalog.faults()]
     if faults:
@@ -100,6 +101,13 @@ def open_stock(
             f"The checkpoint does not contain all of its model, whole and once: {count_text(len(faults), 'fault')}.",
             where=str(directory),
             evidence=fold(faults),
+            next_step=AGAIN,
+        )
+    if foreign := list(foreign_files(directory, catalog)):
+        raise Corrupt(
+            f"{directory} contains files of several saves, or under the names of other ranks.",
+            where=str(directory),
+            evidence=fold(foreign),
             next_step=AGAIN,
         )
 

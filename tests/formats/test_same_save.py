@@ -1,0 +1,107 @@
+"""Files that are of another run, or have the name of another rank, are found by the numbers in them."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paddleformers_fc.cpu_runtime.forkserver import ForkServer
+from paddleformers_fc.errors import Corrupt
+from paddleformers_fc.formats import open_checkpoint
+from tests.formats.test_rank_checkpoints import SHARDED, STOCK, WAYS, contents, saved
+
+RUNS: Mapping[str, tuple[str, Mapping[str, Any], bool]] = {
+    "half": ("tp2", STOCK, True),
+    "half of another run": ("tp2", {**STOCK, "learning_rate": 0.3}, True),
+    "canonical": ("tp2", WAYS["canonical"], True),
+    "single": ("tp2", STOCK, False),
+    "slices": ("sd2s3", STOCK, False),
+    "sharded": ("tp2+sd2v2", SHARDED, True),
+}
+"""Layout, arguments, and whether weights are bfloat16."""
+
+
+@pytest.fixture(scope="module")
+def of_run(ranks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The checkpoint of each run, which is saved once."""
+    found: dict[str, Path] = {}
+
+    def get(name: str) -> Path:
+        if name not in found:
+            layout, arguments, half = RUNS[name]
+            found[name] = saved(ranks, tmp_path_factory.mktemp("run"), layout, arguments, half)
+        return found[name]
+
+    return get
+
+
+def swap(directory: Path, one: str, other: str) -> None:
+    (directory / one).rename(directory / "swapped")
+    (directory / other).rename(directory / one)
+    (directory / "swapped").rename(directory / other)
+
+
+def repeat(directory: Path, one: str, other: str) -> None:
+    shutil.copy(directory / one, directory / other)
+
+
+MODELS = ("model_state.tp00.pdparams", "model_state.tp01.pdparams")
+STATES = ("optimizer.tp00.pdopt", "optimizer.tp01.pdopt")
+
+
+@pytest.mark.parametrize(
+    ("run", "change", "names", "evidence"),
+    [
+        ("half", swap, MODELS, "model_state.tp00.pdparams is not of the save of optimizer.tp00.pdopt"),
+        ("half", swap, STATES, "model_state.tp00.pdparams is not of the save of optimizer.tp00.pdopt"),
+        ("half", repeat, MODELS, "model_state.tp01.pdparams contains the numbers of model_state.tp00.pdparams"),
+        ("canonical", swap, STATES, "model.tp00.safetensors is not of the save of optimizer.tp00.pdopt"),
+        ("single", repeat, MODELS, "model_state.tp01.pdparams contains the numbers of model_state.tp00.pdparams"),
+        ("single", repeat, STATES, "optimizer.tp01.pdopt contains the numbers of optimizer.tp00.pdopt"),
+        (
+            "slices",
+            repeat,
+            ("optimizer.shard00.pdopt", "optimizer.shard01.pdopt"),
+            "optimizer.shard01.pdopt contains the numbers of optimizer.shard00.pdopt",
+        ),
+        (
+            "sharded",
+            repeat,
+            ("optimizer.tp00_shard01.pdopt", "optimizer.tp01_shard01.pdopt"),
+            "optimizer.tp01_shard01.pdopt contains the numbers of optimizer.tp00_shard01.pdopt",
+        ),
+    ],
+    ids=lambda value: getattr(value, "__name__", value[0] if isinstance(value, tuple) else value),
+)
+def test_files_of_ranks_under_other_names_are_refused(
+    run: str,
+    change: Callable[[Path, str, str], None],
+    names: tuple[str, str],
+    evidence: str,
+    of_run: Callable[[str], Path],
+    tmp_path: Path,
+) -> None:
+    copy = shutil.copytree(of_run(run), tmp_path / "checkpoint-2")
+    assert open_checkpoint(copy).catalog.count
+    change(copy, *names)
+    with pytest.raises(Corrupt, match="files of several saves, or under the names of other ranks") as caught:
+        open_checkpoint(copy)
+    assert any(evidence in line for line in caught.value.evidence), caught.value.evidence
+    assert caught.value.next_step
+
+
+def test_weights_beside_the_optimizer_states_of_another_run_are_refused(
+    of_run: Callable[[str], Path], tmp_path: Path
+) -> None:
+    copy = shutil.copytree(of_run("half"), tmp_path / "checkpoint-2")
+    for name in MODELS:
+        shutil.copy(of_run("half of another run") / name, copy)
+    before = {path.name: path.read_bytes() for path in copy.iterdir()}
+    with pytest.raises(Corrupt, match="files of several saves") as caught:
+        open_checkpoint(copy)
+    assert len(caught.value.evidence) == 2
+    assert contents(copy) == before
