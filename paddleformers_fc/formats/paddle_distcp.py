@@ -60,6 +60,10 @@ _METADATA = re.compile(r"[0-9]{1,9}\.metadata")
 _DATA = re.compile(r"[0-9]{1,9}_[0-9]{1,9}\.(distcp|safetensors)")
 _NAMES = "StructuredToParameterName@@"
 """What ``paddle.save`` adds to the tensors of a file."""
+_CODES = {"float16": "f2", "bfloat16": "u2"}
+"""Codes of the element types of 16 bits, whose width does not tell one from the other."""
+_OF_HEADER = {"F16": "f2", "BF16": "u2", "U16": "u2"}
+"""These codes by those of a safetensors header."""
 
 
 def open_distcp(directory: AnyPath) -> OpenedCheckpoint:
@@ -157,13 +161,18 @@ def _shards_in(directory: Path, place: Path) -> Iterator[StoredShard]:
                 continue
             arrays[file] = _array_bytes(path)
         piece = arrays[file].get(key)
-        if piece is None or piece.length != shard.size * piece.width or piece.width != _width(shard.dtype):
+        if (
+            piece is None
+            or piece.length != shard.size * piece.width
+            or piece.width != _width(shard.dtype)
+            or piece.code != _CODES.get(shard.dtype, piece.code)
+        ):
             raise Corrupt(
                 f"{place / file} does not contain what the metadata lists.",
                 where=str(place / file),
                 evidence=[
                     f"{key}: {shard.size} elements of {shard.dtype} are due, "
-                    + ("it is not there" if piece is None else f"{piece.length} bytes of {piece.width} each are there")
+                    + ("it is not there" if piece is None else f"{piece.length} bytes of {piece.code} are there")
                 ],
                 next_step=AGAIN,
             )
@@ -266,17 +275,20 @@ def _shard(name: str, record: Record) -> Shard | None:
 
 @dataclass(frozen=True, slots=True)
 class _ArrayBytes:
-    """Where one array lies in a file: offset, length and bytes per element."""
+    """Where one array lies in a file: offset, length, bytes per element and numpy's code, u2 for bfloat16."""
 
     begin: int
     length: int
     width: int
+    code: str
 
 
 def _array_bytes(path: Path) -> dict[str, _ArrayBytes]:
     if path.suffix == ".safetensors":
         return {
-            key: _ArrayBytes(entry.begin, entry.end - entry.begin, item_size(entry.dtype))
+            key: _ArrayBytes(
+                entry.begin, entry.end - entry.begin, item_size(entry.dtype), _OF_HEADER.get(entry.dtype, entry.dtype)
+            )
             for key, entry in read_header(path).tensors.items()
         }
     arrays = read_pickle(path)
@@ -287,7 +299,7 @@ def _array_bytes(path: Path) -> dict[str, _ArrayBytes]:
     for key, one in arrays.items():
         if not isinstance(key, str) or not isinstance(one, PickledArray):
             raise malformed_file(path, f"{quoted(key)} is not a tensor")
-        found[key] = _ArrayBytes(one.begin, one.length, int(one.code[1:]))
+        found[key] = _ArrayBytes(one.begin, one.length, int(one.code[1:]), one.code)
     return found
 
 

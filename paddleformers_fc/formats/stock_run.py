@@ -126,7 +126,9 @@ def refuse_states_of_other_steps(directory: Path, catalog: Catalog, record: Mani
     found = [
         round(math.log(power) / math.log(beta)) - 1
         for name, tensor in catalog.roles.get(OPTIMIZER_STATE, {}).items()
-        if name.endswith(_POWER) and tensor.dtype == "float32" and (power := _number(directory, tensor)) > _LEAST_POWER
+        if name.endswith(_POWER)
+        and tensor.dtype == "float32"
+        and _LEAST_POWER < (power := _number(directory, tensor)) < math.inf
     ]
     # A parameter without a gradient makes no step.
     done = max(found, default=record.step)

@@ -195,6 +195,19 @@ def test_files_of_different_steps_are_refused(
     assert evidence in caught.value.evidence
 
 
+def test_an_infinite_power_of_a_beta_shows_no_step(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    copy = shutil.copytree(pair[0], tmp_path / "checkpoint-3")
+    changed = 0
+    for path in copy.glob("optimizer_state/*.distcp"):
+        arrays = pickle.loads(path.read_bytes())
+        for key in [one for one in arrays if "beta1_pow_acc" in one]:
+            arrays[key] = np.full_like(arrays[key], np.inf)
+            changed += 1
+        path.write_bytes(pickle.dumps(arrays, 4))
+    assert changed
+    assert open_checkpoint(copy).manifest.step == 3
+
+
 def test_the_stock_trainers_files_are_the_documents_of_a_flex_checkpoint(pair: tuple[Path, Path]) -> None:
     theirs, ours = (open_checkpoint(one) for one in pair)
     names = ["state", "scheduler", "rng-00000", "rng-00001"]
@@ -285,6 +298,19 @@ def _shortened(copy: Path) -> None:
     (copy / WEIGHTS).write_bytes(pickle.dumps({**arrays, name: arrays[name][:-1]}, 4))
 
 
+def _of_another_type(copy: Path) -> None:
+    """Numbers of 16 bits of another type, which have the same width."""
+    metadata = pickle.loads((copy / METADATA).read_bytes())
+    for pieces in metadata.state_dict_metadata.values():
+        for piece in pieces:
+            vars(piece)["dtype"] = "bfloat16"
+    (copy / METADATA).write_bytes(pickle.dumps(metadata, 4))
+    for path in copy.glob("model_state/*.distcp"):
+        arrays = pickle.loads(path.read_bytes())
+        halves = {key: one.astype("float16") if isinstance(one, np.ndarray) else one for key, one in arrays.items()}
+        path.write_bytes(pickle.dumps(halves, 4))
+
+
 DAMAGES: dict[str, tuple[Damage, type[FlexError], str]] = {
     "no metadata": (lambda copy: (copy / METADATA).unlink(), Corrupt, "not a finished checkpoint"),
     "empty metadata": (lambda copy: (copy / METADATA).write_bytes(b""), Corrupt, "0.metadata is empty"),
@@ -299,6 +325,7 @@ DAMAGES: dict[str, tuple[Damage, type[FlexError], str]] = {
     "a file that is missing": (lambda copy: (copy / WEIGHTS).unlink(), Corrupt, "1_0.distcp"),
     "files of two roles": (_swapped, Corrupt, "does not contain what the metadata lists"),
     "an array without its last row": (_shortened, Corrupt, "does not contain what the metadata lists"),
+    "numbers of another type": (_of_another_type, Corrupt, "does not contain what the metadata lists"),
     "a link that leads out": (_linked, FormatError, "links to somewhere else"),
     "a file outside": (forged(lambda fields: _renamed(fields, "../../0_0.distcp")), FormatError, r"\.\./\.\./0_0"),
     "a file by its whole path": (forged(lambda fields: _renamed(fields, "/etc/passwd")), FormatError, "passwd"),
