@@ -39,7 +39,8 @@ def built_model(checkpoint: OpenedCheckpoint, adapters: Adapters | None = None) 
         adapters: of such adapters; the model then has the stored tensors alone.
     Raises:
         OptionError: there is no configuration.
-        MappingError: no family declares the model, or the weights have other tensors than it.
+        MappingError: no family declares the model, the weights have other tensors than it, or parts of one tensor have
+            several dtypes.
     """
     root = checkpoint.catalog.root
     if not checkpoint.config:
@@ -66,17 +67,22 @@ def built_model(checkpoint: OpenedCheckpoint, adapters: Adapters | None = None) 
             made.setdefault(name, []).extend(rule.sources)
     owners = rules.aliases
 
+    mixed: list[str] = []
+
     def sources_of(name: str) -> list[str]:
         return made.get(owners.get(name, name), [])
 
     def typed(one: ModelTensor) -> ModelTensor | None:
         sources = sources_of(one.name)
         kinds = [dtypes[name] for name in sources if name in dtypes]
+        if len(set(kinds)) > 1:
+            mixed.append(f"{one.name}: {', '.join(f'{name} {dtypes[name]}' for name in sources if name in dtypes)}")
         if not kinds and (adapters is not None or (sources and all(name in optional for name in sources))):
             return None
         return msgspec.structs.replace(one, dtype=kinds[0]) if kinds else one
 
     kept = [one for one in map(typed, tensors) if one is not None]
+    _refuse_mixed(checkpoint, mixed)
     _refuse_missing(checkpoint, [name for one in kept for name in sources_of(one.name)], dtypes, optional)
     if adapters is not None:
         found = _with_patterns(adapters, [one.name for one in tensors], [one.name for one in kept])
@@ -105,6 +111,17 @@ def _with_patterns(adapters: Adapters, names: Collection[str], kept: Collection[
         target_modules=(*layer_patterns(whole), *(re.escape(name.removesuffix(ending)) for name in others)),
         trainable_modules=tuple(re.escape(name) for name in sorted(kept) if not is_adapter(name)),
     )
+
+
+def _refuse_mixed(checkpoint: OpenedCheckpoint, mixed: Collection[str]) -> None:
+    """Refuse weights of several dtypes that are one tensor of the model: one of them would be rounded."""
+    if mixed:
+        raise MappingError(
+            f"{checkpoint.catalog.root} has {count_text(len(mixed), 'tensor')} of its model in several dtypes.",
+            where=str(checkpoint.catalog.root),
+            evidence=fold(mixed),
+            next_step="Store these parts in one dtype, or set the option of config.json that fuses them to false.",
+        )
 
 
 def _refuse_missing(

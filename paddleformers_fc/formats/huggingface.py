@@ -74,6 +74,12 @@ DEFAULT_MAX_SHARD_BYTES = 5 * 10**9
 FETCH_AGAIN = "Fetch the files again: the index and the files are not of one download."
 _NAME_ANOTHER = "Name a directory that save_pretrained or the export command wrote, or that was downloaded whole."
 _EXPORT = "Export it with `paddleformers-fc export CHECKPOINT DIRECTORY`, and name that directory."
+_TORCH = (
+    r"pytorch_model.*\.bin(\.index\.json)?",
+    "a pickle of PyTorch",
+    "Convert the weights with Transformers: AutoModelForCausalLM.from_pretrained(DIRECTORY).save_pretrained("
+    "NEW_DIRECTORY); then name the new directory.",
+)
 _OTHER_FORMATS = (
     (r"flex_checkpoint\.json", "a flex checkpoint", f"Resume it with resume_from_checkpoint. {_EXPORT}"),
     (r"mapping\.json", "an unfinished flex checkpoint", f"Name a finished one. {_EXPORT}"),
@@ -85,12 +91,7 @@ _OTHER_FORMATS = (
         'DIRECTORY, load_checkpoint_format="", convert_from_hf=False).save_pretrained(NEW_DIRECTORY); then name the '
         "new directory.",
     ),
-    (
-        r"pytorch_model.*\.bin(\.index\.json)?",
-        "a pickle of PyTorch",
-        "Convert the weights with Transformers: AutoModelForCausalLM.from_pretrained(DIRECTORY).save_pretrained("
-        "NEW_DIRECTORY); then name the new directory.",
-    ),
+    _TORCH,
     (r"adapter_.*|peft_model.*|lora_.*", "an adapter", "Name the directory of the model that the adapter is for."),
     (r".*\.safetensors", "a file that no index lists", f"Fetch {INDEX_NAME} as well."),
 )
@@ -291,17 +292,29 @@ def _files(directory: AnyPath, checksums: FileChecksums | None) -> dict[str, lis
         _refuse_unfinished(directory)
         _refuse_incomplete(directory, numbered)
         return {name: [] for name in sorted(numbered)}
-    others = [
-        (f"{_shortened(found)}: {format_name}", step)
-        for pattern, format_name, step in _OTHER_FORMATS
-        if (found := [name for name in names if re.fullmatch(pattern, name)])
-    ]
+    others, step = _other_files(directory, _OTHER_FORMATS)
     raise NotACheckpoint(
         "The directory holds no open weights.",
         where=str(directory),
-        evidence=[f"neither {INDEX_NAME} nor {SINGLE_NAME} is there", *(line for line, _ in others)],
-        next_step=others[0][1] if others else _NAME_ANOTHER,
+        evidence=[f"neither {INDEX_NAME} nor {SINGLE_NAME} is there", *others],
+        next_step=step or _NAME_ANOTHER,
     )
+
+
+def torch_files(directory: AnyPath) -> tuple[list[str], str]:
+    """Return a line for PyTorch's pickles of weights, and how to make open weights of them; both empty for none."""
+    return _other_files(directory, (_TORCH,))
+
+
+def _other_files(directory: AnyPath, formats: Iterable[tuple[str, str, str]]) -> tuple[list[str], str]:
+    """Return a line for the files of each format, and how to make open weights of the first; empty for none."""
+    names = [path.name for path in list_directory(directory)]
+    others = [
+        (f"{_shortened(found)}: {format_name}", step)
+        for pattern, format_name, step in formats
+        if (found := [name for name in names if re.fullmatch(pattern, name)])
+    ]
+    return [line for line, _ in others], others[0][1] if others else ""
 
 
 def _refuse_unfinished(directory: AnyPath) -> None:

@@ -10,7 +10,7 @@ from paddleformers_fc.errors import NotACheckpoint, OptionError
 from paddleformers_fc.formats.checkpoint import CONFIG_NAME, MAPPING_NAME, ExportWriter, Format, OpenedCheckpoint
 from paddleformers_fc.formats.distcp_writer import DISTCP_WRITER
 from paddleformers_fc.formats.flex import FLEX, open_flex
-from paddleformers_fc.formats.huggingface import HUGGINGFACE, INDEX_NAME, SINGLE_NAME, open_as_stored
+from paddleformers_fc.formats.huggingface import HUGGINGFACE, INDEX_NAME, SINGLE_NAME, open_as_stored, torch_files
 from paddleformers_fc.formats.paddle_distcp import PADDLE_DISTCP
 from paddleformers_fc.formats.paddleformers_lora import LORA_CONFIG_NAME, PADDLEFORMERS_LORA
 from paddleformers_fc.formats.peft import ADAPTER_CONFIG_NAME, PEFT
@@ -145,13 +145,16 @@ def require_format(directory: AnyPath) -> Format:
     if isinstance(directory, Path) and not exists(directory):
         raise NotACheckpoint(f"{directory} does not exist.", where=str(directory), next_step=_NAME_A_CHECKPOINT)
     unfinished = exists(directory / MAPPING_NAME)
+    others, step = ([], "") if unfinished else torch_files(directory)
     raise NotACheckpoint(
         f"{directory} is an unfinished checkpoint."
         if unfinished
         else f"{directory} is neither a finished flex checkpoint, nor open weights, nor Paddle's FlexCheckpoint.",
         where=str(directory),
-        evidence=[f"no {MANIFEST_NAME}, {INDEX_NAME} or {SINGLE_NAME} is in it"],
-        next_step=checkpoints_advice(directory) or (_COPY if isinstance(directory, RemotePath) else _NAME_A_CHECKPOINT),
+        evidence=[f"no {MANIFEST_NAME}, {INDEX_NAME} or {SINGLE_NAME} is in it", *others],
+        next_step=checkpoints_advice(directory)
+        or step
+        or (_COPY if isinstance(directory, RemotePath) else _NAME_A_CHECKPOINT),
     )
 
 

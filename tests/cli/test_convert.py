@@ -111,6 +111,23 @@ def test_files_of_a_converted_checkpoint_are_of_bounded_size(four: Path, tmp_pat
     assert run("diff", four, tmp_path / "new").code == 0
 
 
+def test_parts_of_several_dtypes_of_one_tensor_of_the_model_are_refused(tmp_path: Path) -> None:
+    llama = next(one for one in FAMILIES if one.name == "llama")
+    model = tiny_models(llama)[0]
+    weights = weights_of(llama, model)
+    name = "model.layers.0.self_attn.k_proj.weight"
+    mixed = {**weights, name: weights[name].astype(np.float32) * np.float32(1.001)}
+    config = {**model.config, "fuse_attention_qkv": True}
+    source = write_weights(tmp_path / "hf", mixed, config)
+    with pytest.raises(MappingError, match="in several dtypes") as caught:
+        paddleformers_fc.open(source).convert(tmp_path / "flex")
+    assert f"{name} float32" in caught.value.evidence[0]
+    assert not (tmp_path / "flex").exists()
+    apart = write_weights(tmp_path / "apart", mixed, {**config, "fuse_attention_qkv": False})
+    paddleformers_fc.open(apart).convert(tmp_path / "flex")
+    assert paddleformers_fc.open(apart).diff(paddleformers_fc.open(tmp_path / "flex")).equal
+
+
 def test_documents_of_the_source_are_in_the_target(tmp_path: Path) -> None:
     llama = next(one for one in FAMILIES if one.name == "llama")
     model = tiny_models(llama)[0]

@@ -131,6 +131,15 @@ def test_a_directory_without_weights_is_refused(tmp_path: Path) -> None:
         open_huggingface(tmp_path)
 
 
+def test_weights_in_pickles_of_pytorch_are_refused_by_name(tmp_path: Path) -> None:
+    for number in (1, 2):
+        (tmp_path / f"pytorch_model-0000{number}-of-00002.bin").write_bytes(b"PK")
+    with pytest.raises(NotACheckpoint) as caught:
+        verify_checkpoint(tmp_path, "full")
+    assert "pytorch_model-00001-of-00002.bin and 1 more: a pickle of PyTorch" in caught.value.evidence
+    assert caught.value.next_step.startswith("Convert the weights with Transformers")
+
+
 def test_nothing_is_written_into_the_directory(tmp_path: Path) -> None:
     indexed(tmp_path, one=["a"], two=["b"])
     before = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
