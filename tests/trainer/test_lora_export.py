@@ -158,6 +158,27 @@ def test_adapters_of_peft_are_converted_to_flex_alone_and_merged_from_there(llam
         assert not (tmp_path / str(number)).exists()
 
 
+def test_a_run_resumes_converted_adapters_of_peft_if_it_accepts_their_base(
+    ranks: ForkServer, llama: Exported, tmp_path: Path
+) -> None:
+    flex = tmp_path / "flex/checkpoint-0"
+    assert run("convert", llama.adapter, flex, "--config", llama.base).code == 0
+    arguments = {"max_steps": 1, "ignore_load_lr_and_optim": True}
+    accepted = {**arguments, "flex_allow_config_changes": ["lora.base"]}
+    given = {"base": str(llama.base), "resume": str(flex)}
+    made = {
+        "refused": {**given, "arguments": arguments},
+        "states": {**given, "arguments": {**accepted, "ignore_load_lr_and_optim": False}},
+    }
+    (found,) = ranks.run(f"{JOBS}:attempts", 1, {"output_dir": str(tmp_path), "made": made}).values
+    assert "flex_allow_config_changes: [lora.base.model.safetensors]" in found["refused"], found
+    assert "ignore_load_lr_and_optim: true" in found["states"], found
+    job = {**given, "layout": SINGLE.to_json(), "output_dir": str(tmp_path / "out"), "arguments": accepted}
+    ranks.run(f"{JOBS}:run_saving_what_was_loaded", 1, job)
+    loaded = paddleformers_fc.open(tmp_path / "out/checkpoint-0")
+    assert loaded.diff(paddleformers_fc.open(llama.checkpoint), role="model_state").equal
+
+
 def test_adapters_of_paddleformers_are_converted_there_and_back_and_merged(llama: Exported, tmp_path: Path) -> None:
     theirs, flex, back = (tmp_path / name for name in ("theirs", "flex/checkpoint-2", "back"))
     checkpoint = paddleformers_fc.open(llama.checkpoint)
