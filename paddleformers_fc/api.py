@@ -172,7 +172,7 @@ class Checkpoint:
         roles = [one for one in layout if role in (None, one) and name in layout[one]]
         if not roles:
             raise OptionError(
-                f"Unknown tensor {name!r}.",
+                f"Unknown tensor {name!r}." if role is None else f"Unknown tensor {name!r} of role {role!r}.",
                 where=str(self._opened.catalog.root),
                 next_step="Checkpoint.tensors() lists the names and roles.",
             )
@@ -382,9 +382,11 @@ def open(
     Args:
         path_or_url: a directory, or a URL such as ``s3://bucket/run/checkpoint-3``.
         verify: what is compared first: ``off``, ``size`` (sizes, checksums of small files) or ``full`` (every byte).
-        roles: the roles of a flex checkpoint to open; None for all. Under ``off``, files of others need not exist.
+        roles: the roles of a flex checkpoint to open, ``model_state`` among them; None for all. Under
+            ``off``, files of others need not exist.
         config: a directory with the model's ``config.json``, for checkpoints of other formats that lack one.
     Raises:
+        OptionError: a role is unknown, or ``model_state`` is not among the roles.
         NotACheckpoint: no format recognises the directory.
         CheckpointError: it is damaged or malformed.
 

@@ -150,6 +150,16 @@ def test_an_index_in_a_box_is_refused_with_the_slice_to_give(saved: Path) -> Non
     assert "slice(0, 1)" in raised.value.next_step
 
 
+@pytest.mark.parametrize("roles", [["weights"], ["optimizer_state"], "model_state"])
+def test_roles_that_cannot_be_opened_are_refused_and_not_called_damage(saved: Path, roles: list[str] | str) -> None:
+    with pytest.raises(OptionError, match="Invalid roles to open") as refused:
+        paddleformers_fc.open(saved / "four", roles=roles)
+    assert "model_state, master_weight" in refused.value.render()
+    assert {one.role for one in paddleformers_fc.open(saved / "four", roles=["model_state"]).tensors()} == {
+        "model_state"
+    }
+
+
 def test_a_path_that_does_not_exist_is_named_as_such(tmp_path: Path) -> None:
     with pytest.raises(NotACheckpoint, match="missing does not exist"):
         paddleformers_fc.open(tmp_path / "missing")

@@ -17,6 +17,7 @@ from paddleformers_fc.formats.peft import ADAPTER_CONFIG_NAME, PEFT
 from paddleformers_fc.formats.rank_formats import LEGACY_HYBRID, SHARDING_IO
 from paddleformers_fc.formats.stock_run import read_run
 from paddleformers_fc.formats.unified import UNIFIED
+from paddleformers_fc.layout.roles import MODEL_STATE, ROLES
 from paddleformers_fc.storage.files import exists, list_directory
 from paddleformers_fc.storage.manifest import MANIFEST_NAME, Manifest
 from paddleformers_fc.storage.names import parse_step
@@ -169,16 +170,34 @@ def open_checkpoint(
     Args:
         directory: a checkpoint of any format, or a directory of open weights.
         verify: what is compared first, where checksums are recorded: ``off``, ``size`` or ``full``.
-        roles: the roles of a flex checkpoint to open; None for all.
+        roles: the roles of a flex checkpoint to open, the weights among them; None for all.
         config: the model's configuration, for a directory of another format that has none.
     Raises:
+        OptionError: a role is unknown, or the weights are not among the roles.
         NotACheckpoint: no format recognises it.
         CheckpointError: it is damaged or malformed.
     """
+    if roles is not None:
+        _refuse_roles(roles)
     format = require_format(directory)
     if roles and format is FLEX:
         return open_flex(directory, verify, roles)
     return format.open_under(directory, verify, config) if config else format.open(directory, verify)
+
+
+def _refuse_roles(roles: Collection[str]) -> None:
+    """Refuse roles that cannot be opened.
+
+    Raises:
+        OptionError: a role is unknown, or the weights are not among them.
+    """
+    if isinstance(roles, str) or (roles and not {MODEL_STATE} <= set(roles) <= set(ROLES)):
+        raise OptionError(
+            f"Invalid roles to open: {sorted(roles) if not isinstance(roles, str) else roles!r}.",
+            where="roles",
+            evidence=[f"roles: {', '.join(ROLES)}"],
+            next_step=f"Give a list of these with {MODEL_STATE} in it, or None for all.",
+        )
 
 
 def open_stored(directory: AnyPath) -> OpenedCheckpoint:

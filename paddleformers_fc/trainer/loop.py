@@ -87,6 +87,7 @@ def save(
     base_fingerprint.identify_once(model, channel)
 
     def prepare() -> tuple[HeldTensors, _Prepared]:
+        _refuse_counts(step=step, consumed_samples=consumed_samples)
         source, described = _source(model, optimizer, family, config, mapping)
         undefined.refuse_undefined(source.model)
         roles = source.roles()
@@ -187,6 +188,19 @@ def load(
     load = prepare_load(checkpoint, roles, description, channel, options, aoa_config, may_cast=allow_casts)
     with undefined.until_filled(source.model, path):
         return load.fill()
+
+
+def _refuse_counts(**counts: object) -> None:
+    """Refuse counts that a manifest cannot contain.
+
+    Raises:
+        OptionError: one is not a whole number, or is negative.
+    """
+    wrong = [f"{name}={value!r}" for name, value in counts.items() if type(value) is not int or value < 0]
+    if wrong:
+        raise OptionError(
+            f"Invalid count: {', '.join(wrong)}.", where="save", next_step="Give an int that is not negative."
+        )
 
 
 def _in_order(directory: Any, model: Any) -> tuple[Any, Any]:

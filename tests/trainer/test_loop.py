@@ -11,6 +11,7 @@ import pytest
 
 import paddleformers_fc
 from paddleformers_fc.cpu_runtime.forkserver import ForkServer
+from paddleformers_fc.errors import OptionError
 from paddleformers_fc.execute.digest import TensorDigest, canonical_digests
 from tests.harness.tiny import DP2, SD2V1, SD2V2, SINGLE, TP2, MatrixLayout
 
@@ -122,6 +123,15 @@ def test_a_statement_about_one_tensor_excuses_no_other(ranks: ForkServer, tmp_pa
     (refused,) = outcomes(ranks, "run_plain", SINGLE, tmp_path / "to_one", split, kind="fused", **given)
     assert "gate_up.weight: stored in 1 x 2 shards, wanted in 1 x 1" in refused
     assert not any(line.startswith("down.weight") for line in refused)
+
+
+@pytest.mark.parametrize("step", [-1, "4", 2.0])
+def test_a_step_that_is_not_a_count_is_refused_before_anything_is_written(tmp_path: Path, step: Any) -> None:
+    import paddle
+
+    with pytest.raises(OptionError, match="Invalid count: step="):
+        paddleformers_fc.save(tmp_path / "checkpoint-4", paddle.nn.Linear(2, 2), step=step)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_family_and_rules_are_refused_together(ranks: ForkServer, tmp_path: Path) -> None:
