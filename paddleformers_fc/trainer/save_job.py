@@ -290,7 +290,7 @@ def _capture_files(trainer: Any) -> _Encode:
 
 
 def _update_best(trainer: Any, metrics: dict[str, float] | None, directory: Path) -> None:
-    """Set the best checkpoint as PaddleFormers does.
+    """Set the best checkpoint as PaddleFormers does. A metric that is NaN, than which none is better, gives way.
 
     Raises:
         OptionError: the evaluation has no such metric.
@@ -309,6 +309,7 @@ def _update_best(trainer: Any, metrics: dict[str, float] | None, directory: Path
         )
     value = metrics[name]
     better = np.greater if args.greater_is_better else np.less
-    if state.best_metric is None or state.best_model_checkpoint is None or better(value, state.best_metric):
+    first = state.best_metric is None or state.best_model_checkpoint is None
+    if first or np.isnan(state.best_metric) or better(value, state.best_metric):
         state.best_metric = float(value)
         state.best_model_checkpoint = str(directory)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import pickle
 import sys
 from collections.abc import Iterator, Mapping
@@ -429,10 +430,21 @@ TO_BEST = {
 """A learning rate that makes the model worse, so that its first checkpoint is the best."""
 
 
-def go_on_to_best(output_dir: str, steps: int, resume: str | None = None) -> dict[str, Any]:
-    """Train beyond the best checkpoint, up to a step; what is best, and what the model is at the end."""
+def go_on_to_best(output_dir: str, steps: int, resume: str | None = None, undefined: int = 0) -> dict[str, Any]:
+    """Train beyond the best checkpoint, up to a step; what is best, and what the model is at the end.
+
+    Args:
+        undefined: the step at which the metric is NaN.
+    """
+    from paddleformers_fc import FlexTrainer
+
+    class Trainer(FlexTrainer):
+        def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+            metrics = super().evaluate(*args, **kwargs)
+            return {**metrics, "eval_loss": math.nan} if self.state.global_step == undefined else metrics
+
     arguments = {**TO_BEST, "max_steps": steps}
-    trainer = flex_trainer(tiny.SINGLE.to_json(), output_dir, arguments, eval_dataset=tiny.Samples())
+    trainer = flex_trainer(tiny.SINGLE.to_json(), output_dir, arguments, cls=Trainer, eval_dataset=tiny.Samples())
     trainer.train(resume_from_checkpoint=resume)
     state = trainer.state
     return {

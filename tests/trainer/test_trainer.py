@@ -700,6 +700,14 @@ def test_a_best_checkpoint_that_is_gone_is_said_at_the_resume_and_the_next_takes
     assert result.logs[0].read_text().count(warning) == 1
 
 
+def test_a_checkpoint_whose_metric_is_not_a_number_does_not_stay_the_best(ranks: ForkServer, tmp_path: Path) -> None:
+    given = {"output_dir": str(tmp_path), "steps": 3, "undefined": 1}
+    (found,) = ranks.run(f"{JOBS}:go_on_to_best", 1, given).values
+    assert Path(found["checkpoint"]).name in ("checkpoint-2", "checkpoint-3")
+    assert found["at_end"] == pytest.approx(found["best"], rel=1e-5)
+    assert not (tmp_path / "checkpoint-1").exists()
+
+
 def test_a_metric_that_no_evaluation_has_is_refused_with_those_that_it_has(ranks: ForkServer, tmp_path: Path) -> None:
     (text,) = ranks.run(f"{JOBS}:refused_metric", 1, {"output_dir": str(tmp_path), "metric": "accuracy"}).values
     assert "metric_for_best_model" in text
