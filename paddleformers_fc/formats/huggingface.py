@@ -101,9 +101,9 @@ _DESCRIBING = frozenset({".json", ".txt", ".model", ".jinja", ".tiktoken", ".bpe
 """The endings of files that describe a model or its tokenizer."""
 _OF_A_FORMAT = re.compile(
     r".*\.index\.json|training_args\.json|trainer_state\.json|model_meta\.json|flex_checksums\.json|all_results\.json"
-    r"|train_results\.json|eval_results\.json|optimizer\..*|scheduler\..*"
+    r"|train_results\.json|eval_results\.json|optimizer\..*|scheduler\..*|adapter_config\.json|lora_config\.json"
 )
-"""Names of documents of a run, or of a format, among files with these endings."""
+"""Names of documents of a run, of a format or of adapters, among files with these endings."""
 OF_PADDLE = ("np", "pd")
 """The ``format`` that PaddleFormers writes into the metadata of files in its own orientation."""
 _OF_TRAINER = ("trainer_state.json", "training_args.bin")

@@ -23,7 +23,6 @@ from paddleformers_fc.families.stored import completed
 from paddleformers_fc.formats.catalog import Catalog, gather_shards
 from paddleformers_fc.formats.checkpoint import (
     CONFIG_NAME,
-    Documents,
     ExportWriter,
     Format,
     Layout,
@@ -42,7 +41,6 @@ from paddleformers_fc.formats.huggingface import (
     refuse_unindexed,
 )
 from paddleformers_fc.formats.peft import (
-    ADAPTER_CONFIG_NAME,
     CORRECT_ADAPTERS,
     converted,
     parse_json_object,
@@ -115,15 +113,9 @@ def open_paddleformers_lora(directory: AnyPath, verify: str = "size") -> OpenedC
         config,
         lambda: describe(config),
         recorded,
-        find_unrecorded=lambda: _documents(directory, checksums),
+        find_unrecorded=lambda: model_documents(directory, checksums),
         describe_as=describe,
     )
-
-
-def _documents(directory: AnyPath, checksums: FileChecksums | None) -> Documents:
-    """Return the documents of the model; every format writes those of its adapters itself."""
-    found = model_documents(directory, checksums)
-    return {name: read for name, read in found.items() if name not in (LORA_CONFIG_NAME, ADAPTER_CONFIG_NAME)}
 
 
 def _indexed(directory: AnyPath, checksums: FileChecksums | None) -> dict[str, list[str]]:

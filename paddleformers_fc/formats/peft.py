@@ -31,7 +31,6 @@ from paddleformers_fc.formats.built_model import built_model
 from paddleformers_fc.formats.catalog import Catalog, gather_shards
 from paddleformers_fc.formats.checkpoint import (
     CONFIG_NAME,
-    Documents,
     ExportWriter,
     Format,
     Layout,
@@ -51,7 +50,6 @@ from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.dtypes import from_safetensors, item_size, to_safetensors
 from paddleformers_fc.storage.export_checksums import (
     CHECKSUMS_NAME,
-    FileChecksums,
     read_checksums,
     read_exported,
     verify_export,
@@ -153,15 +151,9 @@ def open_peft(directory: AnyPath, verify: str = "size") -> OpenedCheckpoint:
         config,
         lambda: describe(config),
         recorded,
-        find_unrecorded=lambda: _documents(directory, checksums),
+        find_unrecorded=lambda: model_documents(directory, checksums),
         describe_as=describe,
     )
-
-
-def _documents(directory: AnyPath, checksums: FileChecksums | None) -> Documents:
-    """Return the documents of the model; every format writes that of its adapters itself."""
-    found = model_documents(directory, checksums)
-    return {name: read for name, read in found.items() if name != ADAPTER_CONFIG_NAME}
 
 
 def _unpaired(names: Collection[str]) -> Iterator[str]:

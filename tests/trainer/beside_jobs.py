@@ -21,6 +21,8 @@ _A_WHILE = 0.3
 def with_late_copies(job: str, **settings: Any) -> Any:
     """Run a job whose snapshots are copied when the next update wants to begin, and after it if it does not wait.
 
+    What a moving average reads is copied then too, or when someone waits for the average before that.
+
     Args:
         job: module and function.
         settings: its arguments.
@@ -28,21 +30,29 @@ def with_late_copies(job: str, **settings: Any) -> Any:
     from paddleformers_fc.execute.arena import SnapshotCopy
     from paddleformers_fc.trainer import saves_beside_steps
     from paddleformers_fc.trainer.between_steps import BetweenSteps
+    from paddleformers_fc.trainer.ema import MovingAverage
 
-    wanted, updated = threading.Event(), threading.Event()
+    wanted, average_wanted, updated = threading.Event(), threading.Event(), threading.Event()
     prepare, finish, copy = saves_beside_steps.prepare, BetweenSteps.finish, SnapshotCopy.finish
+    settled = MovingAverage.settled
 
     def prepare_again(*args: Any) -> Any:
-        wanted.clear()
-        updated.clear()
+        for one in (wanted, average_wanted, updated):
+            one.clear()
         return prepare(*args)
 
     def finish_wanted(self: Any) -> None:
         wanted.set()
+        average_wanted.set()
         finish(self)
 
+    def settled_wanted(self: Any) -> None:
+        average_wanted.set()
+        settled(self)
+
     def copy_late(self: Any) -> Any:
-        assert wanted.wait(_LONG), "no update has followed"
+        is_average = threading.current_thread().name.startswith("flex-ema")
+        assert (average_wanted if is_average else wanted).wait(_LONG), "no update has followed"
         updated.wait(_A_WHILE)
         return copy(self)
 
@@ -50,6 +60,7 @@ def with_late_copies(job: str, **settings: Any) -> Any:
     BetweenSteps.finish = finish_wanted
     BetweenSteps.on_optimizer_end = lambda *args, **kwargs: updated.set()
     SnapshotCopy.finish = copy_late
+    MovingAverage.settled = settled_wanted
     module, _, name = job.partition(":")
     return getattr(importlib.import_module(module), name)(**settings)
 
@@ -372,7 +383,7 @@ def break_off_in_a_reporter(**settings: Any) -> dict[str, Any]:
     from paddleformers_fc import FlexCheckpointCallback
     from paddleformers_fc.trainer import saves_beside_steps
 
-    begun, told, write = threading.Event(), [], saves_beside_steps.write_and_commit
+    begun, saves, write = threading.Event(), [], saves_beside_steps.write_and_commit
 
     def write_late(taken: Any, *args: Any) -> Any:
         assert taken.job.step > 1 or begun.wait(_LONG)
@@ -384,7 +395,7 @@ def break_off_in_a_reporter(**settings: Any) -> dict[str, Any]:
                 raise ValueError("a broken reporter")
 
         def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            told.append(state.global_step)
+            saves.append(state.global_step)
 
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if state.global_step == 2:
@@ -395,5 +406,5 @@ def break_off_in_a_reporter(**settings: Any) -> dict[str, Any]:
     try:
         trainer.train()
     except ValueError as error:
-        return {"error": str(error), "told": told}
-    return {"error": None, "told": told}
+        return {"error": str(error), "saves": saves}
+    return {"error": None, "saves": saves}
