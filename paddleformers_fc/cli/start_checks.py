@@ -27,7 +27,7 @@ from paddleformers_fc.storage.paths import expand_user, parse_path
 from paddleformers_fc.text import count_text, install_command
 from paddleformers_fc.trainer.options import FIELD_NAMES, unknown_keys
 from paddleformers_fc.trainer.resume import refuse_no_checkpoint
-from paddleformers_fc.trainer.stock_keys import stock_annotations, stock_keys
+from paddleformers_fc.trainer.stock_keys import Words, stock_keys, stock_words
 
 _DEGREES = (
     "tensor_model_parallel_size",
@@ -46,23 +46,14 @@ _COUNTS = (
 )
 """Whole numbers. PaddleFormers silently uses the default for any other text."""
 
-_SWITCH = "true or false"
-_KINDS = {
-    f"{before}{name}{after}": kind
-    for name, kind in (("int", "a number"), ("float", "a number"), ("bool", _SWITCH))
-    for before, after in (("", ""), ("Optional[", "]"))
-}
-"""Annotations of PaddleFormers' keys, and the values that they mean."""
-
-_TUNING = "fine_tuning"
-_STRATEGIES = ("no", "steps", "epoch")
 _VALUES = {
-    "stage": ("SFT", "PT", "DPO", "VL-SFT", "VL-PT", "VL-DPO", "dsv3_pretrain", "ernie_pretrain", "auto-parallel"),
-    _TUNING: ("LoRA", "full"),
-    "compute_type": ("bf16", "fp16", "float32", "wint8", "wint4", "wint4/8", "nf4"),
-    **dict.fromkeys(("save_strategy", "evaluation_strategy", "logging_strategy"), _STRATEGIES),
+    "stage": Words(
+        ("SFT", "PT", "DPO", "VL-SFT", "VL-PT", "VL-DPO", "dsv3_pretrain", "ernie_pretrain", "auto-parallel")
+    ),
+    "fine_tuning": Words(("LoRA", "full"), any_case=True),
+    "compute_type": Words(("bf16", "fp16", "float32", "wint8", "wint4", "wint4/8", "nf4")),
 }
-"""The values of keys. PaddleFormers trains without adapters for any other ``fine_tuning``."""
+"""The values of keys without an enumeration. PaddleFormers trains without adapters for any other ``fine_tuning``."""
 
 _PATH = "model_name_or_path"
 _RESUMING_STAGES = ("SFT", "PT", "VL-SFT", "VL-PT")
@@ -130,29 +121,6 @@ def refuse_unknown_keys(settings: Mapping[str, Any], may_be_more: bool) -> None:
         raise unknown_keys(unknown, stock or ())
 
 
-def refuse_text(settings: Mapping[str, Any]) -> None:
-    """Refuse text where PaddleFormers expects a number or a switch. It checks no types.
-
-    Text in place of a number fails in every rank after its imports, and the text ``false`` counts as true.
-
-    Raises:
-        OptionError: with all such keys.
-    """
-    faults = []
-    for key, annotation in sorted(stock_annotations().items()):
-        value, kind = settings.get(key), _KINDS.get(annotation)
-        if kind is not None and isinstance(value, str) and (kind != _SWITCH or value.lower() != "true"):
-            faults.append(f"{key}: {value!r} is text, not {kind}")
-    if faults:
-        raise OptionError(
-            "A value of the configuration has the wrong type.",
-            where="training arguments",
-            evidence=faults,
-            next_step="Write numbers, true and false without quotes. In a YAML file a number with an exponent needs a "
-            "dot and a sign, such as 1.0e-5; without them YAML reads text.",
-        )
-
-
 def refuse_unknown_values(settings: Mapping[str, Any]) -> None:
     """Refuse values that PaddleFormers refuses in every rank after its imports, or reads as another one.
 
@@ -160,22 +128,18 @@ def refuse_unknown_values(settings: Mapping[str, Any]) -> None:
         OptionError: with all such keys.
     """
     faults = [
-        f"{key}: {settings[key]!r} is none of {', '.join(known)}"
-        for key, known in _VALUES.items()
-        if key in settings and settings[key] not in known and not (key == _TUNING and _is_tuning(settings[key]))
+        f"{key}: {settings[key]!r} is none of {', '.join(words.known)}"
+        for key, words in {**_VALUES, **stock_words()}.items()
+        if key in settings and not words.admits(settings[key])
     ]
     if faults:
         raise OptionError(
             "Unknown value in the configuration.",
             where="training arguments",
             evidence=faults,
-            next_step='Write one of the listed values; "no" needs quotes, without which YAML reads false.',
+            next_step='Write one of the listed values; "no" needs quotes, without which YAML reads false. sharding: "" '
+            "means none.",
         )
-
-
-def _is_tuning(value: Any) -> bool:
-    """Return whether this is a kind of fine-tuning, which PaddleFormers compares without case."""
-    return isinstance(value, str) and value.lower() in (known.lower() for known in _VALUES[_TUNING])
 
 
 def refuse_missing_paths(settings: Mapping[str, Any]) -> None:

@@ -52,6 +52,7 @@ from paddleformers_fc.text import count_text
 from paddleformers_fc.trainer import register
 from paddleformers_fc.trainer.options import FIELD_NAMES, FlexFields, check_options, check_stage, save_signal
 from paddleformers_fc.trainer.rank_records import RECORDS, read_error, read_processes, read_progress
+from paddleformers_fc.trainer.stock_keys import refuse_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -178,6 +179,8 @@ def prepare(config: Path, nproc: int | None, overrides: Sequence[str]) -> Traini
     settings = {**read_settings(config), **parse_overrides(overrides)}
     own = _own_registration(settings.get(REGISTER_KEY))
     start_checks.refuse_unknown_keys(settings, may_be_more=own is not None)
+    if own is None:  # A registration file of the user may add stages and replace the model.
+        start_checks.refuse_unknown_values(settings)
     check_stage(settings)
     options = SimpleNamespace(**{**vars(FlexFields()), **settings})
     check_options(options)
@@ -185,8 +188,7 @@ def prepare(config: Path, nproc: int | None, overrides: Sequence[str]) -> Traini
     node = nodes.this_node(os.environ)
     start_checks.refuse_resume(settings, node.count > 1)
     start_checks.refuse_resume_without_the_key(settings)
-    if own is None:  # A registration file of the user may replace the model, and add stages.
-        start_checks.refuse_unknown_values(settings)
+    if own is None:
         start_checks.refuse_model(settings)
     device = _device(settings.get("device"))
     added, environment = _registration(settings.get(REGISTER_KEY))
@@ -205,7 +207,7 @@ def prepare(config: Path, nproc: int | None, overrides: Sequence[str]) -> Traini
         start_checks.refuse_expert_layout(settings, (nproc or 1) * node.count)
         if own is None:
             start_checks.refuse_fused_norm(settings)
-    start_checks.refuse_text(settings)
+    refuse_text(settings)
     if device == CPU and node.count == 1:
         argv = ("-m", "paddleformers.cli.launcher", *arguments)
         return TrainingJob(

@@ -21,7 +21,7 @@ Importing this package imports neither Paddle nor PaddleFormers. :mod:`paddlefor
 ``reader``, ``pretrained``, ``loaders``, ``origin`` open weights, and models that other loaders filled
 ``best``, ``bypass``, ``callback``                  best checkpoint, overridden methods, log lines and events
 ``rank_records``, ``progress_recorder``             figures and errors for the starter of the ranks
-``stock_keys``                                      the keys that PaddleFormers' command line accepts
+``stock_keys``                                      keys, types and words of PaddleFormers' command line
 ``loop``                                            ``save`` and ``load`` without a Trainer
 ==================================================  ===================================================================
 """

@@ -15,6 +15,7 @@ from paddleformers_fc.trainer.arguments import FlexTrainingArguments
 from paddleformers_fc.trainer.attach import Replacement, attach, detach, replace
 from paddleformers_fc.trainer.host import LIBRARY, PADDLEFORMERS, PdArgumentParser, TrainingArguments
 from paddleformers_fc.trainer.options import FIELD_NAMES, check_stage, unknown_keys
+from paddleformers_fc.trainer.stock_keys import refuse_text
 
 
 def install() -> None:
@@ -71,6 +72,8 @@ def _parsed_with_our_options(original: Callable[..., Any]) -> Callable[..., Any]
         from paddleformers_fc.trainer.documents import remember_data_arguments
 
         check_stage(args)
+        if args.get("flex_checkpoint"):
+            refuse_text(args)
         self.dataclass_types = [with_flex_fields(kind) for kind in self.dataclass_types]
         _refuse_unknown(args, self.dataclass_types)
         parsed = original(self, args, *others, **kwargs)

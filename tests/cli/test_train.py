@@ -36,7 +36,7 @@ from paddleformers_fc.families.models.minimax_m2 import FAMILY as MINIMAX
 from paddleformers_fc.output import console
 from paddleformers_fc.trainer import register
 from paddleformers_fc.trainer.rank_records import RECORDS, read_error
-from paddleformers_fc.trainer.stock_keys import stock_keys
+from paddleformers_fc.trainer.stock_keys import stock_keys, stock_words
 from paddleformers_fc.verification.demo.assets import prepare as prepare_assets
 from paddleformers_fc.verification.demo.settings import SINGLE, settings
 from tests.cli.support import Outcome, run, save
@@ -294,6 +294,10 @@ def test_the_number_of_ranks_is_not_chosen_on_an_accelerator(tmp_path: Path, on:
         ({"stage": "pt", "compute_type": "fp32"}, [], "- stage: 'pt' is none of SFT, PT, DPO, VL-SFT, VL-PT, VL-DPO"),
         ({"fine_tuning": "fulll", "flex_checkpoint": False}, [], "- fine_tuning: 'fulll' is none of LoRA, full"),
         ({}, ["save_strategy=no"], "- save_strategy: False is none of no, steps, epoch"),
+        ({"sharding": "stage4"}, [], "- sharding: 'stage4' is none of stage1, stage2, stage3, offload\n"),
+        ({"sharding": ["stage1"]}, [], "- sharding: ['stage1'] is none of stage1"),
+        ({"lr_scheduler_type": "cosin"}, [], "- lr_scheduler_type: 'cosin' is none of linear, cosine, constant"),
+        ({"optim": "adam"}, ["sharding=stage1 stage5"], "- optim: 'adam' is none of adamw, adafactor, adamw_mini"),
         ({"sep_parallel_size": 2}, ["--nproc", "2"], "flex_checkpoint: true and sep_parallel_size: 2: segment"),
         ({}, ["context_parallel_size=2"], "flex_checkpoint: true and context_parallel_size: 2: context"),
     ],
@@ -363,6 +367,16 @@ def test_every_key_that_paddleformers_takes_is_known_without_importing_it(ranks:
     (names,) = ranks.run("tests.trainer.entry_jobs:stock_names", 1).values
     assert {"save_total_limit", "tensor_model_parallel_size", "model_name_or_path", "template"} <= set(names)
     assert sorted(set(names) - known) == []
+
+
+def test_the_words_of_keys_are_those_of_paddleformers_enumerations(ranks: ForkServer, tmp_path: Path) -> None:
+    (found,) = ranks.run("tests.trainer.entry_jobs:stock_enumerations", 1, {"output_dir": str(tmp_path)}).values
+    assert {key: list(words.known) for key, words in stock_words().items()} == found
+
+
+@pytest.mark.parametrize("sharding", ["stage1", "", True, False, None, []])
+def test_every_form_of_sharding_that_paddleformers_takes_is_accepted(tmp_path: Path, on: Any, sharding: Any) -> None:
+    assert prepare(config(tmp_path, sharding=sharding), 2, []).ranks == 2
 
 
 def test_a_missing_checkpoint_to_resume_is_refused_before_a_rank_starts(tmp_path: Path, on: Any) -> None:

@@ -181,6 +181,19 @@ def stock_names() -> list[str]:
     return [field.name for kind in parser._TRAIN_ARGS for field in dataclasses.fields(kind)]
 
 
+def stock_enumerations(output_dir: str) -> dict[str, list[str]]:
+    """The keys whose values PaddleFormers converts to members of enumerations, with all values of each."""
+    from enum import Enum
+
+    from paddleformers.trainer import TrainingArguments
+    from paddleformers.trainer.trainer_utils import ShardingOption
+
+    arguments = TrainingArguments(output_dir=output_dir, device="cpu", amp_master_grad=False)
+    kinds = {key: type(value) for key, value in vars(arguments).items() if isinstance(value, Enum)}
+    # One process has no sharding.
+    return {key: [one.value for one in kind] for key, kind in {**kinds, "sharding": ShardingOption}.items()}
+
+
 def refused_key(**keys: Any) -> dict[str, Any]:
     """Parse keys as the stock command line does; the error, and whether a process group was begun before it."""
     from paddle.distributed import parallel
