@@ -31,7 +31,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -46,6 +46,7 @@ from paddleformers_fc.cpu_runtime.launch import LaunchResult, launch
 from paddleformers_fc.cpu_runtime.ranks import FORWARDED_SECONDS, SAVED_ON_SIGNAL, rank_environments, tail
 from paddleformers_fc.errors import FlexError, OptionError, StorageError
 from paddleformers_fc.storage import files
+from paddleformers_fc.storage.commit import is_in_the_way
 from paddleformers_fc.storage.manifest import newest_checkpoint, read_manifest
 from paddleformers_fc.storage.paths import expand_user, require_local
 from paddleformers_fc.text import count_text
@@ -319,10 +320,34 @@ def _log_dir(output_dir: Path, node: nodes.ThisNode) -> Path:
     except StorageError:
         if node.count == 1:
             raise
-        return Path(tempfile.mkdtemp(prefix="paddleformers-fc-log-"))
-    base = "log" if node.count == 1 else f"log-node-{node.rank}"
-    names = (base if number == 1 else f"{base}-{number}" for number in count(1))
-    return next(path for name in names if not (path := output_dir / name).exists())
+        return Path(tempfile.mkdtemp(prefix="paddleformers-fc-log-")) / "log"
+    first = output_dir / ("log" if node.count == 1 else f"log-node-{node.rank}")
+    return next(path for path in _numbered(first) if not path.exists())
+
+
+def _numbered(first: Path) -> Iterator[Path]:
+    """Yield a path, and the same with ``-2``, ``-3``, ... behind it."""
+    yield first
+    yield from (first.with_name(f"{first.name}-{number}") for number in count(2))
+
+
+def claim_logs(job: TrainingJob) -> TrainingJob:
+    """Create the log directory of a job; if another start has taken its name meanwhile, one with the next name.
+
+    Raises:
+        StorageError: the operating system refused.
+    """
+    files.make_directories(job.log_dir.parent)
+    for log_dir in _numbered(job.log_dir):
+        try:
+            files.make_directory(log_dir)
+        except StorageError as error:
+            if not is_in_the_way(error):
+                raise
+        else:
+            break
+    named = {key: str(log_dir) for key, value in job.environment.items() if value == str(job.log_dir)}
+    return replace(job, log_dir=log_dir, environment={**job.environment, **named})
 
 
 def plan(job: TrainingJob) -> LaunchPlan:

@@ -616,6 +616,15 @@ def test_every_start_has_its_own_logs(tmp_path: Path, on: Any) -> None:
         job.log_dir.mkdir(parents=True)
 
 
+def test_two_starts_at_the_same_time_have_logs_of_their_own(tmp_path: Path, on: Any) -> None:
+    path = config(tmp_path)
+    jobs = [training.claim_logs(job) for job in (prepare(path, None, []), prepare(path, None, []))]
+    assert [job.log_dir for job in jobs] == [tmp_path / "out" / name for name in ("log", "log-2")]
+    for job in jobs:
+        assert job.log_dir.is_dir()
+        assert job.environment[RECORDS] == str(job.log_dir)
+
+
 LOG = """\
 /env/lib/python3.11/site-packages/paddle/group.py:145: UserWarning: Current global rank 0 is not in a group
   warnings.warn(
@@ -1034,5 +1043,5 @@ def test_a_disk_that_one_of_several_nodes_cannot_write_is_left_to_all_ranks(
 ) -> None:
     (tmp_path / "out").touch()
     job = prepare(config(tmp_path), 1, [])
-    assert job.log_dir.parent != tmp_path / "out"
-    job.log_dir.rmdir()
+    assert tmp_path not in job.log_dir.parents
+    job.log_dir.parent.rmdir()
