@@ -27,7 +27,7 @@ from paddleformers_fc.formats.checkpoint import (
 from paddleformers_fc.formats.checks import CheckList
 from paddleformers_fc.formats.huggingface import model_documents, read_description
 from paddleformers_fc.formats.same_save import foreign_files
-from paddleformers_fc.formats.stock_run import run_documents, run_reader
+from paddleformers_fc.formats.stock_run import invalid_powers, run_documents, run_reader
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.checksum import BlockHasher
 from paddleformers_fc.storage.file_checksums import FileChecksum
@@ -93,7 +93,7 @@ def open_stock(
         config: of the model.
         describe: returns the stored model under a configuration.
     Raises:
-        Corrupt: there are faults, or files of several saves; all of them.
+        Corrupt: there are faults, or files of several saves, or optimizer states that no step makes; all of them.
     """
     faults = [*faults, *catalog.faults()]
     if faults:
@@ -108,6 +108,13 @@ def open_stock(
             f"{directory} contains files of several saves, or under the names of other ranks.",
             where=str(directory),
             evidence=fold(foreign),
+            next_step=AGAIN,
+        )
+    if invalid := invalid_powers(directory, catalog):
+        raise Corrupt(
+            f"{directory} contains powers of Adam's betas outside of 0 to 1: {count_text(len(invalid), 'number')}.",
+            where=str(directory),
+            evidence=fold(invalid),
             next_step=AGAIN,
         )
 

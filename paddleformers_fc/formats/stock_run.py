@@ -29,6 +29,7 @@ from paddleformers_fc.formats.catalog import Catalog, StoredTensor
 from paddleformers_fc.formats.checkpoint import Documents
 from paddleformers_fc.layout.roles import EMA_STATE, OPTIMIZER_STATE
 from paddleformers_fc.storage import codecs
+from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
 from paddleformers_fc.storage.files import exists, list_directory, open_local, read_range
 from paddleformers_fc.storage.json_io import parse_json, read_document
 from paddleformers_fc.storage.manifest import TRAINER_DIRECTORY, Manifest
@@ -45,7 +46,7 @@ _LOSS_OF_STEP = "loss"
 """What a Trainer with a moving average adds to its state during a step; it is not a field of it."""
 _MAX_STATE_BYTES = 512 * 1024 * 1024
 _GENERATORS = re.compile(r"rng_state_([0-9]{1,9})\.pth")
-_POWER = ".beta1_pow_acc_0"
+_POWERS = (".beta1_pow_acc_0", ".beta2_pow_acc_0")
 _LEAST_POWER = 1e-30
 """Powers below it have lost digits."""
 _AGAIN = "Use another checkpoint; this one contains files of different saves, or was altered."
@@ -123,12 +124,11 @@ def refuse_states_of_other_steps(directory: Path, catalog: Catalog, record: Mani
     beta = _arguments(directory).get("adam_beta1")
     if not isinstance(beta, float) or not 0 < beta < 1 or exists(directory / SCALER):
         return  # A loss scaler skips steps of the optimizer.
+    states = catalog.roles.get(OPTIMIZER_STATE, {})
     found = [
         round(math.log(power) / math.log(beta)) - 1
-        for name, tensor in catalog.roles.get(OPTIMIZER_STATE, {}).items()
-        if name.endswith(_POWER)
-        and tensor.dtype == "float32"
-        and _LEAST_POWER < (power := _number(directory, tensor)) < math.inf
+        for name, power in _powers(directory, states, _POWERS[:1]).items()
+        if states[name].dtype == "float32" and power > _LEAST_POWER
     ]
     # A parameter without a gradient makes no step.
     done = max(found, default=record.step)
@@ -141,10 +141,31 @@ def refuse_states_of_other_steps(directory: Path, catalog: Catalog, record: Mani
         )
 
 
-def _number(directory: Path, tensor: StoredTensor) -> float:
-    file, begin = tensor.offsets[0]
-    with open_local(directory / file) as opened:
-        return float(np.frombuffer(read_range(opened, begin, 4), "<f4")[0])
+def invalid_powers(directory: Path, catalog: Catalog) -> list[str]:
+    """Return a line for every power of Adam's betas that is not from 0 to 1. Powers of many steps underflow to 0.
+
+    Args:
+        directory: of the checkpoint.
+        catalog: what is stored.
+    """
+    powers = _powers(directory, catalog.roles.get(OPTIMIZER_STATE, {}), _POWERS)
+    return [f"{name}: {power:g}" for name, power in powers.items() if not 0 <= power <= 1]
+
+
+def _powers(directory: Path, states: Mapping[str, StoredTensor], endings: tuple[str, ...]) -> dict[str, float]:
+    """Return the numbers of the states whose names have one of some endings. Every file is opened once."""
+    places: dict[str, list[tuple[int, str]]] = {}
+    for name, tensor in states.items():
+        if name.endswith(endings) and tensor.offsets:
+            file, begin = tensor.offsets[0]
+            places.setdefault(file, []).append((begin, name))
+    found: dict[str, float] = {}
+    for file, own in places.items():
+        with open_local(directory / file) as opened:
+            for begin, name in sorted(own):
+                dtype = to_numpy(to_safetensors(states[name].form.held_dtype))
+                found[name] = float(np.frombuffer(read_range(opened, begin, dtype.itemsize), dtype)[0])
+    return found
 
 
 def run_documents(directory: Path, roles: Collection[str]) -> Documents:

@@ -205,8 +205,9 @@ def _refuse_steps(directory: Path, states: Arrays) -> None:
         power = name.rpartition("/")[2]
         for array in arrays if power in _POWERS else ():
             if array.dtype == "float32" and array.shape in ((), (1,)):
-                known = least.setdefault(array.file, {})
-                known[power] = min(known.get(power, 1.0), _number(directory, array))
+                known, number = least.setdefault(array.file, {}), _number(directory, array)
+                # A number that is not a power is refused later, with its name.
+                known[power] = min(known.get(power, 1.0), number if number >= 0 else 1.0)
     if len({tuple(sorted(one.items())) for one in least.values()}) > 1:
         raise Corrupt(
             f"{directory} contains files of different steps.",

@@ -35,6 +35,8 @@ ERNIE = "ernie4_5_moe"
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 
+POWERS = {"beta1_pow_acc_0": 0.729, "beta2_pow_acc_0": 0.997}
+
 
 def write_kind(directory: Path, kind: str, files: list[Arrays], form: str) -> None:
     """Write the files of one kind, and the index that lists the last file of every name."""
@@ -82,7 +84,8 @@ def written(directory: Path, config: Mapping[str, Any], split: Callable[[str], l
         for rank, own in split(name):
             weights[rank][own] = transposed(name, values).astype(ml_dtypes.bfloat16)
             masters[rank][own] = values
-            states[rank] |= {f"{own}/moment1_0": -values, f"{own}/beta1_pow_acc_0": np.array([0.729], np.float32)}
+            states[rank][f"{own}/moment1_0"] = -values
+            states[rank] |= {f"{own}/{power}": np.array([number], np.float32) for power, number in POWERS.items()}
     write_kind(directory, "model", weights, "pt")
     write_kind(directory, "optimizer", states, "np")
     write_kind(directory, "master_weights", masters, "np")
@@ -184,6 +187,33 @@ def test_states_in_ranges_of_elements_are_joined_in_the_order_of_the_files(tmp_p
         arrays = load_file(tmp_path / file) | {f"{name}/moment1_0": part}
         save_file(arrays, tmp_path / file, {"format": "np"})
     assert np.array_equal(paddleformers_fc.open(tmp_path).read(f"{name}.moment1_0"), -tensors[name])
+
+
+@pytest.mark.parametrize(
+    ("power", "number"),
+    [("beta1_pow_acc_0", np.nan), ("beta2_pow_acc_0", np.inf), ("beta1_pow_acc_0", -0.5), ("beta2_pow_acc_0", 1.001)],
+)
+def test_a_number_that_is_no_power_of_a_beta_is_refused_by_name(power: str, number: float, tmp_path: Path) -> None:
+    written(tmp_path, keys("llama"), of_tensor_parallel_ranks)
+    changed(tmp_path, FIRST, lambda arrays: arrays.update({f"lm_head.weight/{power}": np.array([number], np.float32)}))
+    with pytest.raises(Corrupt, match="powers of Adam's betas outside of 0 to 1: 1 number") as caught:
+        open_checkpoint(tmp_path)
+    assert list(caught.value.evidence) == [f"lm_head.weight.{power}: {number:g}"]
+    assert caught.value.next_step
+
+
+@pytest.mark.parametrize("number", [0.0, 1e-45, 1.0])
+def test_powers_of_betas_may_underflow(number: float, tmp_path: Path) -> None:
+    written(tmp_path, keys("llama"), of_tensor_parallel_ranks)
+    for file in (FIRST, SECOND):
+        changed(
+            tmp_path,
+            file,
+            lambda arrays: arrays.update(
+                {name: np.array([number], np.float32) for name in arrays if name.rpartition("/")[2] in POWERS}
+            ),
+        )
+    assert paddleformers_fc.open(tmp_path).read("lm_head.weight.beta1_pow_acc_0") == np.float32(number)
 
 
 def test_a_square_layer_is_oriented_as_layers_of_its_name_or_refused(tmp_path: Path) -> None:
