@@ -202,7 +202,8 @@ def refuse_unequal(unequal: Sequence[EqualCheck], root: AnyPath) -> None:
             f"Tensors that must be equal differ: {count_text(len(unequal), 'pair')}. No weight was changed.",
             where=str(root),
             evidence=[f"{check.name}: {check.left.file} and {check.right.file} differ" for check in unequal],
-            next_step=f"Copies of a tied tensor, or of one number, were saved with different values. {CHOOSE_COPY}",
+            next_step=f"Copies of a tied tensor, or of one number, were saved with different values. {CHOOSE_COPY} "
+            "Of open weights, correct tie_word_embeddings in config.json, or fetch the files again.",
         )
 
 

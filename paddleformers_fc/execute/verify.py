@@ -12,8 +12,9 @@
 The format of a checkpoint determines which checks are made (``Format.checks``). Damaged files do not prevent the checks
 of headers and mapping; every other check requires the ones before it. One error lists the faults of all checks. Files
 that cannot be read for want of permission are not known to be damaged: such a check counts as not made.
-Of open weights three things are checked: ``checksums`` (what an export has recorded of its files), ``tensors`` (index,
-headers and ranges), and ``model`` (names, shapes and sizes are those of its ``config.json``, by its family).
+Of open weights four things are checked: ``checksums`` (what an export has recorded of its files), ``tensors`` (index,
+headers and ranges), ``model`` (names, shapes and sizes are those of its ``config.json``, by its family), and ``equal
+values``. Stock checkpoints have neither checksums nor a stored mapping; a load compares what ``equal values`` compares.
 The outcome lists what cannot be checked, and the checkpoints below the directory, which are not checked.
 
 Time: at level ``full`` one pass over the files, by a few threads; memory: one block per thread.
@@ -22,27 +23,32 @@ Time: at level ``full`` one pass over the files, by a few threads; memory: one b
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 
-from paddleformers_fc.errors import CheckpointError, FlexError, NotACheckpoint, OptionError
+from paddleformers_fc.errors import CheckpointError, FlexError, MappingError, NotACheckpoint, OptionError
 from paddleformers_fc.execute.reading import verify_equal
 from paddleformers_fc.families import described_by_file, family_for
+from paddleformers_fc.families.stated import canonical_ties
 from paddleformers_fc.formats import OpenedCheckpoint
 from paddleformers_fc.formats.checkpoint import CONFIG_NAME
 from paddleformers_fc.formats.checks import Check, CheckList, combined
 from paddleformers_fc.formats.flex import manifest_text
 from paddleformers_fc.formats.registry import require_format
 from paddleformers_fc.layout.grid import ParallelGrid
-from paddleformers_fc.plan import LoadPlan, canonical_layout, canonical_source, plan_reads
+from paddleformers_fc.plan import LoadPlan, ReadSource, canonical_layout, canonical_source, plan_reads
 from paddleformers_fc.plan.forecast import Forecast, forecast_load
+from paddleformers_fc.plan.report import OPEN_WEIGHTS
 from paddleformers_fc.plan.simulate import declared_model
 from paddleformers_fc.storage.files import is_directory, list_directory
 from paddleformers_fc.storage.manifest import read_manifest, refuse_diverged
 from paddleformers_fc.storage.names import parse_step
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.text import count_text
+
+_EQUAL = "equal values"
 
 
 class Verification(msgspec.Struct, frozen=True):
@@ -112,6 +118,8 @@ def verify_checkpoint(directory: AnyPath, level: str) -> tuple[Verification, Fle
             _check_mapping(checkpoint, level, checks)
         if "model" in format.checks:
             _check_model(checkpoint, checks)
+        if level == "full" and _EQUAL in format.checks and "mapping" not in format.checks:
+            _check_copies(checkpoint, checks)
     except FlexError as error:
         if error not in checks.faults:
             checks.faults.append(error)
@@ -150,30 +158,45 @@ def _state_text(directory: AnyPath) -> str:
 
 
 def _check_mapping(checkpoint: OpenedCheckpoint, level: str, checks: CheckList) -> None:
-    plan = checks.check("mapping", lambda: _prove(checkpoint), _plan_text)
+    plan = checks.check("mapping", lambda: _planned(canonical_source(checkpoint)), _plan_text)
     if level == "full" or checkpoint.manifest.ties:
-        checks.check(
-            "equal values",
-            lambda: _compare(checkpoint, plan, level),
-            lambda _: (
-                f"{count_text(len(plan.checks), 'pair')} compared"
-                if plan.checks
-                else "there are no tied tensors and no numbers that are stored several times"
-            ),
-        )
+        checks.check(_EQUAL, lambda: _compare(checkpoint, plan, level), _pairs_text)
 
 
-def _compare(checkpoint: OpenedCheckpoint, plan: LoadPlan, level: str) -> None:
-    refuse_diverged(checkpoint.catalog.root, checkpoint.manifest)
+def _check_copies(checkpoint: OpenedCheckpoint, checks: CheckList) -> None:
+    """Compare what a load compares of a checkpoint without a stored mapping: its ties follow from its family."""
+    stored = OPEN_WEIGHTS if checkpoint.format.canonical else ""
+    try:
+        source = canonical_source(checkpoint)
+        if checkpoint.format.canonical:
+            family_for(checkpoint.config)
+            # Both names of a tied tensor are canonical.
+            source = replace(source, stored_aliases=canonical_ties(described_by_file(checkpoint.config)))
+    except (MappingError, NotACheckpoint) as error:
+        checks.impossible.append(f"copies of tied tensors: {error.in_one_line()}")
+        return
+    checks.check(_EQUAL, lambda: _compare(checkpoint, _planned(source, stored), "full"), _pairs_text)
+
+
+def _compare(checkpoint: OpenedCheckpoint, plan: LoadPlan, level: str) -> int:
+    """Compare what must be equal, and return the number of pairs."""
+    if checkpoint.commit_record is not None:
+        refuse_diverged(checkpoint.catalog.root, checkpoint.commit_record)
     if level == "full":
-        verify_equal(plan.checks, checkpoint.catalog.root)
+        verify_equal(plan.checks, checkpoint.catalog.root, identities=checkpoint.catalog.identities)
+    return len(plan.checks)
 
 
-def _prove(checkpoint: OpenedCheckpoint) -> LoadPlan:
-    """The plan that makes every canonical tensor of every role out of what is stored."""
-    source = canonical_source(checkpoint)
+def _pairs_text(count: int) -> str:
+    if not count:
+        return "there are no tied tensors and no numbers that are stored several times"
+    return f"{count_text(count, 'pair')} compared"
+
+
+def _planned(source: ReadSource, stored: str = "") -> LoadPlan:
+    """Return the plan that makes every canonical tensor of every role out of what is stored."""
     plan = plan_reads(source, canonical_layout(source))
-    plan.report.refuse(str(checkpoint.catalog.root))
+    plan.report.refuse(str(source.catalog.root), stored=stored)
     return plan
 
 

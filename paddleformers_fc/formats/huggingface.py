@@ -548,7 +548,7 @@ class HuggingFaceFormat(Format):
         "Name a finished checkpoint-N directory. To start from open weights, name them in model_name_or_path without "
         "resume_from_checkpoint."
     )
-    checks = ("checksums", "tensors", "model")
+    checks = ("checksums", "tensors", "model", "equal values")
     writer = HuggingFaceWriter()
 
     def recognises(self, directory: AnyPath) -> bool:

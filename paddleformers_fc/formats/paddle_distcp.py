@@ -317,7 +317,7 @@ class PaddleDistcpFormat(Format):
     canonical = False
     loadable = True
     advice = "Name it in resume_from_checkpoint; or make a flex checkpoint of it with paddleformers-fc convert."
-    checks = ("tensors",)
+    checks = ("tensors", "equal values")
     writer = None
 
     def recognises(self, directory: AnyPath) -> bool:

@@ -48,7 +48,7 @@ class RankFormat(Format):
     canonical = False
     loadable = True
     advice = "Convert it with paddleformers-fc convert, and name the result."
-    checks = ("tensors", "model", "replicas")
+    checks = ("tensors", "model", "replicas", "equal values")
     writer = None
 
     def recognises(self, directory: AnyPath) -> bool:

@@ -467,7 +467,7 @@ class UnifiedFormat(Format):
     canonical = False
     loadable = True
     advice = "Name it in resume_from_checkpoint; or make a flex checkpoint of it with paddleformers-fc convert."
-    checks = ("tensors", "model")
+    checks = ("tensors", "model", "equal values")
     writer = None
 
     def recognises(self, directory: AnyPath) -> bool:

@@ -290,6 +290,24 @@ def test_names_and_shapes_of_open_weights_are_those_of_their_configuration(tmp_p
             assert not (tmp_path.parent / "new").exists()
 
 
+def test_copies_of_tied_tensors_of_open_weights_are_compared(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "tie_word_embeddings": True}))
+    embedding = canonical()["model.embed_tokens.weight"]
+
+    def verified(head: Any, level: str = "full") -> dict[str, Any]:
+        save_file({**canonical(), "lm_head.weight": head}, tmp_path / "model.safetensors")
+        return run("verify", tmp_path, "--level", level, "--json").document
+
+    equal = verified(embedding)
+    assert (equal["passed"], equal["checks"][-1]["detail"]) == (True, "1 pair compared")
+    assert verified(embedding + 1, "size")["not_checked"] == ["checksums", "model", "equal values"]
+    for head in (embedding + 1, embedding.astype("float16")):
+        wrong = verified(head)
+        assert failed_check(wrong) == "equal values"
+        assert any("lm_head.weight" in line for line in wrong["evidence"]), wrong
+        assert "config.json" in wrong["next_step"], wrong
+
+
 def test_the_checkpoints_below_an_output_directory_are_listed(kept: Path, copy: Path, tmp_path: Path) -> None:
     output = tmp_path / "output"
     for step in (3, 12):

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 import paddleformers_fc
 from paddleformers_fc.cpu_runtime.forkserver import ForkServer
-from paddleformers_fc.errors import Corrupt, FlexError, FormatError, MappingError
+from paddleformers_fc.errors import Corrupt, Diverged, FlexError, FormatError, MappingError
 from paddleformers_fc.execute.difference import compare_checkpoints
 from paddleformers_fc.execute.verify import verify_checkpoint
 from paddleformers_fc.families import ModelDescription, enumerate_tensors, family_for
@@ -275,6 +275,24 @@ def test_a_square_head_in_float32_has_the_orientation_of_its_embedding_or_is_ref
     with pytest.raises(FormatError, match="orientation of 1 weight") as caught:
         open_checkpoint(tmp_path)
     assert caught.value.evidence == ("lm_head.weight: nothing shows the orientation of the square",)
+
+
+def test_copies_of_a_tied_embedding_that_differ_are_found_by_verification(tmp_path: Path) -> None:
+    written(tmp_path, keys("llama", tie_word_embeddings=True), of_tensor_parallel_ranks)
+    outcome, problem = verify_checkpoint(tmp_path, "full")
+    assert [one.name for one in outcome.checks if not one.passed] == ["equal values"]
+    assert isinstance(problem, Diverged)
+    assert any("lm_head.weight = model.embed_tokens.weight" in line for line in problem.evidence), problem.evidence
+    assert verify_checkpoint(tmp_path, "size")[0].not_checked == ["equal values"]
+    files = list(tmp_path.glob("*.safetensors"))
+    arrays = {(path.name[:5], name): one for path in files for name, one in load_file(path).items()}
+    for path in files:
+        head = [name for name in load_file(path) if name.startswith("lm_head.")]
+        copies = {name: arrays[path.name[:5], name.replace("lm_head", "model.embed_tokens")] for name in head}
+        changed(tmp_path, path.name, lambda arrays, copies=copies: arrays.update(copies))
+    outcome, problem = verify_checkpoint(tmp_path, "full")
+    assert outcome.passed, problem
+    assert outcome.checks[-1].detail == "5 pairs compared"
 
 
 # ---- The Trainer's.
