@@ -14,15 +14,16 @@ from paddleformers_fc.errors import Corrupt
 from paddleformers_fc.formats import open_checkpoint
 from tests.formats.test_rank_checkpoints import SHARDED, STOCK, WAYS, contents, saved
 
-RUNS: Mapping[str, tuple[str, Mapping[str, Any], bool]] = {
-    "half": ("tp2", STOCK, True),
-    "half of another run": ("tp2", {**STOCK, "learning_rate": 0.3}, True),
-    "canonical": ("tp2", WAYS["canonical"], True),
-    "single": ("tp2", STOCK, False),
-    "slices": ("sd2s3", STOCK, False),
-    "sharded": ("tp2+sd2v2", SHARDED, True),
+RUNS: Mapping[str, tuple[str, Mapping[str, Any], bool, Mapping[str, str]]] = {
+    "half": ("tp2", STOCK, True, {}),
+    "half of another run": ("tp2", {**STOCK, "learning_rate": 0.3}, True, {}),
+    "canonical": ("tp2", WAYS["canonical"], True, {}),
+    "single": ("tp2", STOCK, False, {}),
+    "slices": ("sd2s3", STOCK, False, {}),
+    "sharded": ("tp2+sd2v2", SHARDED, True, {}),
+    "experts": ("sd2(ep2)", STOCK, True, {"model_type": "ernie4_5_moe"}),
 }
-"""Layout, arguments, and whether weights are bfloat16."""
+"""Layout, arguments, whether weights are bfloat16, and the model."""
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +33,8 @@ def of_run(ranks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Calla
 
     def get(name: str) -> Path:
         if name not in found:
-            layout, arguments, half = RUNS[name]
-            found[name] = saved(ranks, tmp_path_factory.mktemp("run"), layout, arguments, half)
+            layout, arguments, half, model = RUNS[name]
+            found[name] = saved(ranks, tmp_path_factory.mktemp("run"), layout, arguments, half, model)
         return found[name]
 
     return get
@@ -51,6 +52,8 @@ def repeat(directory: Path, one: str, other: str) -> None:
 
 MODELS = ("model_state.tp00.pdparams", "model_state.tp01.pdparams")
 STATES = ("optimizer.tp00.pdopt", "optimizer.tp01.pdopt")
+EXPERTS = ("model_state.moe_sharding00.pdparams", "model_state.moe_sharding01.pdparams")
+EXPERT_STATES = ("optimizer.shard00.pdopt", "optimizer.shard01.pdopt")
 
 
 @pytest.mark.parametrize(
@@ -74,6 +77,8 @@ STATES = ("optimizer.tp00.pdopt", "optimizer.tp01.pdopt")
             ("optimizer.tp00_shard01.pdopt", "optimizer.tp01_shard01.pdopt"),
             "optimizer.tp01_shard01.pdopt contains the numbers of optimizer.tp00_shard01.pdopt",
         ),
+        ("experts", swap, EXPERTS, f"{EXPERTS[1]} is not of the save of {EXPERT_STATES[1]}"),
+        ("experts", swap, EXPERT_STATES, f"{EXPERTS[1]} is not of the save of {EXPERT_STATES[1]}"),
     ],
     ids=lambda value: getattr(value, "__name__", value[0] if isinstance(value, tuple) else value),
 )
