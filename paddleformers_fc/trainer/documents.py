@@ -36,7 +36,7 @@ from paddleformers_fc.execute.opening import own_file, own_or_handed
 from paddleformers_fc.families import family_for, is_known
 from paddleformers_fc.families.exported import exported_config
 from paddleformers_fc.formats.checkpoint import CONFIG_NAME, OpenedCheckpoint
-from paddleformers_fc.layout.roles import qualified_name
+from paddleformers_fc.layout.roles import OPTIMIZER_STATE, qualified_name
 from paddleformers_fc.storage import codecs
 from paddleformers_fc.storage.files import files_within, read_file
 from paddleformers_fc.storage.manifest import Manifest, read_listed
@@ -45,7 +45,7 @@ from paddleformers_fc.trainer import inherited, lora
 from paddleformers_fc.trainer.description import describe
 from paddleformers_fc.trainer.host import TrainerState
 from paddleformers_fc.trainer.host_models import clean_model_class_name, get_parameter_dtype, unwrap_model
-from paddleformers_fc.trainer.optimizers import innermost
+from paddleformers_fc.trainer.optimizers import has_states, innermost
 from paddleformers_fc.trainer.options import FlexFields
 
 STATE = "trainer/state.json"
@@ -306,15 +306,16 @@ class TrainingProgress:
     average: dict[str, Any] | None = None
 
 
-def read_progress(checkpoint: OpenedCheckpoint, channel: Channel) -> TrainingProgress:
+def read_progress(checkpoint: OpenedCheckpoint, optimizer: Any, channel: Channel) -> TrainingProgress:
     """Read the Trainer's state on one rank and send it to all.
 
     Args:
         checkpoint: an opened checkpoint.
+        optimizer: of the run that continues.
         channel: all ranks of the job; every rank must call.
 
     Raises:
-        MismatchError: it was saved without optimizer and scheduler.
+        MismatchError: it was saved without optimizer and scheduler, or its optimizer states are missing.
         FormatError: a document is damaged.
     """
     directory = checkpoint.catalog.root
@@ -322,9 +323,12 @@ def read_progress(checkpoint: OpenedCheckpoint, channel: Channel) -> TrainingPro
     def work() -> dict[str, bytes]:
         listed = checkpoint.documents
         missing = sorted({STATE, SCHEDULER, DATA} - listed)
+        # A run of this package records its optimizer, which may have no states.
+        if not checkpoint.catalog.roles.get(OPTIMIZER_STATE) and ARGUMENTS not in listed and has_states(optimizer):
+            missing.append(OPTIMIZER_STATE)
         if missing:
             raise MismatchError(
-                f"{directory} was saved without the Trainer's state.",
+                f"{directory} does not contain the whole state of its run.",
                 where=str(directory),
                 evidence=[f"missing: {name}" for name in missing],
                 next_step="Set ignore_load_lr_and_optim: true to start a new run from its weights, or use another one.",

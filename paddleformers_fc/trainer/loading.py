@@ -229,8 +229,6 @@ def _report_foreign(args: Any, checkpoint: OpenedCheckpoint, continued: bool) ->
     if checkpoint.commit_record is not None or not args.should_log:
         return
     absent = stock_run.lacking(checkpoint.documents, dist.get_rank()) if continued else ["checksums"]
-    if continued and not checkpoint.catalog.roles.get(OPTIMIZER_STATE):
-        absent.insert(0, "optimizer states")
     logger.info(f"{checkpoint.catalog.root} {checkpoint.format.predicate}. It does not contain: {'; '.join(absent)}.")
 
 
@@ -359,7 +357,7 @@ def _prepare(trainer: Any, directory: AnyPath, channel: Channel) -> _PreparedLoa
             run_on_all(channel, f"reading the run of {directory.name}", lambda: _require_run(checkpoint))
     checkpoint = replace(checkpoint, tied=_tied(trainer, checkpoint), averaged=_from_average(args, checkpoint))
     continued = not args.ignore_load_lr_and_optim
-    progress = documents.read_progress(checkpoint, channel) if continued else None
+    progress = documents.read_progress(checkpoint, trainer.optimizer, channel) if continued else None
     if progress is not None:
         _refuse_unlike(trainer, progress, directory)
         _compare_reference(trainer, progress, directory, channel)

@@ -141,3 +141,20 @@ def test_the_stock_trainer_resumes_what_was_converted_for_it(
     assert ours is not None
     assert stock is not None
     assert stock["losses"] == ours["losses"][3:]
+
+
+def test_a_checkpoint_without_its_optimizer_states_is_refused_and_a_converted_one_alike(
+    ranks: ForkServer, tmp_path: Path
+) -> None:
+    train(ranks, SINGLE, tmp_path / "stock", False, **OF_RANKS, max_steps=3)
+    stock, flex = tmp_path / "stock/checkpoint-3", tmp_path / "flex/checkpoint-3"
+    (stock / "optimizer.pdopt").unlink()
+    paddleformers_fc.open(stock).convert(flex)
+    given = {"layout": SINGLE.to_json(), "output_dir": str(tmp_path / "ours"), "arguments": SIX, "ours": True}
+    for checkpoint in (stock, flex):
+        (refused,) = ranks.run("tests.corruption.jobs:train", 1, {**given, "resume": str(checkpoint)}).values
+        assert refused["error"].startswith("MismatchError"), refused
+        assert "missing: optimizer_state" in refused["error"]
+        assert "ignore_load_lr_and_optim: true" in refused["error"]
+    begun = train(ranks, SINGLE, tmp_path / "new", True, str(stock), ignore_load_lr_and_optim=True, max_steps=1)
+    assert begun.values[0]["step"] == 1
