@@ -78,9 +78,9 @@ class SaveJob:
     best: str | None
     started: float
 
-    def whole(self) -> LivePart:
-        """Return this rank's part with its files, on the thread that writes."""
-        return replace(self.part(), files=self.encode())
+    def encoded(self) -> Callable[[], LivePart]:
+        """Encode the files on the thread that writes, and return a function of the whole part, or of its error."""
+        return _outcome(lambda: replace(self.part(), files=self.encode()))
 
 
 def prepare(trainer: Any, metrics: dict[str, float] | None) -> SaveJob:

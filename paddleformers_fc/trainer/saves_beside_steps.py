@@ -238,9 +238,10 @@ class SavesBesideSteps:
         try:
             with measuring:
                 try:
+                    part = job.encoded()  # Meanwhile the training thread copies, if it waits.
                     if begun is not None:
                         begun.copy.help()  # Before the ranks exchange anything.
-                    taken = snapshot(job.whole, _capture(trainer, slot, begun), slot.channel, job.consistency)
+                    taken = snapshot(part, _capture(trainer, slot, begun), slot.channel, job.consistency)
                 finally:
                     if begun is not None:
                         begun.copy.wait()

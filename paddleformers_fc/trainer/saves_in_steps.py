@@ -23,7 +23,7 @@ class SavesInSteps:
         trainer.runtime_timer.start("checkpoint saving time")
         job = prepare(trainer, metrics)
         with measured_transfers() as transfers:
-            taken = snapshot(job.whole, views(parse_size(args.flex_staging_size)), channel, job.consistency)
+            taken = snapshot(job.encoded(), views(parse_size(args.flex_staging_size)), channel, job.consistency)
             with bar_on_terminal(f"saving {job.directory.name}", args.should_log):
                 report = write_and_commit(taken, job.directory, channel)
         trainer.runtime_timer.stop()

@@ -336,12 +336,12 @@ def change_meanwhile(**settings: Any) -> None:
     from paddleformers_fc import FlexTrainer
     from paddleformers_fc.trainer.save_job import SaveJob
 
-    changed, whole = threading.Event(), SaveJob.whole
+    changed, encoded = threading.Event(), SaveJob.encoded
     is_beside = bool(settings["arguments"].get("flex_async_save"))
 
-    def whole_late(self: Any) -> Any:
+    def encoded_late(self: Any) -> Any:
         assert not is_beside or changed.wait(_LONG)
-        return whole(self)
+        return encoded(self)
 
     class CopiesFiles(FlexTrainer):
         def copy_custom_files(self, output_dir: str) -> None:
@@ -365,7 +365,7 @@ def change_meanwhile(**settings: Any) -> None:
             np.random.random()
             changed.set()
 
-    SaveJob.whole = whole_late
+    SaveJob.encoded = encoded_late
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"w": 0, "[U]": 1}, "[U]")))
     trainer = flex_trainer(**settings, cls=CopiesFiles, callbacks=[Change()], tokenizer=tokenizer)
     trainer.args.copy_custom_file_list = "at the step"
