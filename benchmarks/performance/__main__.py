@@ -19,7 +19,7 @@ def main() -> None:
     """Run the cases that were asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7, help="rounds after the warm-up")
-    parser.add_argument("--only", default="", help="cases whose name holds this text")
+    parser.add_argument("--only", default="", help="cases whose name holds one of these texts, with | between")
     parser.add_argument("--contenders", default="", help="only these, with commas between; all by default")
     parser.add_argument("--scratch", type=Path, default=Path("/dev/shm"), help="a file system in memory")
     parser.add_argument("--write", type=Path, help="also write the report, and beside it its picture")
@@ -28,11 +28,11 @@ def main() -> None:
     root = Path(tempfile.mkdtemp(prefix="flex-bench-", dir=options.scratch))
     try:
         for case in CASES:
-            if options.only in case.name:
+            if _is_wanted(case.name, options.only):
                 outcomes[case.name] = measure(_among(case, options.contenders), options.rounds, root)
                 _say(outcomes[case.name])
                 _write(options, outcomes, {})  # What is measured stays, however the run ends.
-        exports = dict(export_peaks(root)) if options.only in "export" else {}
+        exports = dict(export_peaks(root)) if _is_wanted("export", options.only) else {}
     finally:
         shutil.rmtree(root)
     print(_write(options, outcomes, exports))
@@ -45,6 +45,11 @@ def _write(options: argparse.Namespace, outcomes: dict[str, Outcome], exports: d
         options.write.write_text(text + kept(options.write), encoding="utf-8")
         draw(outcomes, options.write.with_suffix(".png"))
     return text
+
+
+def _is_wanted(name: str, only: str) -> bool:
+    """Return whether a case is one of those that were asked for."""
+    return any(text in name for text in only.split("|"))
 
 
 def _among(case: Case, contenders: str) -> Case:

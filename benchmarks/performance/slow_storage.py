@@ -12,6 +12,9 @@ from unittest.mock import patch
 
 from paddleformers_fc.storage import vectored_read
 
+_SHORTEST_WAIT = 0.002
+"""Seconds. A shorter sleep takes many times as long as it should, so reads of single rows wait together."""
+
 
 @contextmanager
 def limited(bytes_per_second: float) -> Iterator[None]:
@@ -32,8 +35,9 @@ def limited(bytes_per_second: float) -> Iterator[None]:
         count = original(descriptor, buffers, offset)
         with lock:
             free = max(free, time.perf_counter()) + count / bytes_per_second
-            until = free
-        time.sleep(max(0.0, until - time.perf_counter()))
+            ahead = free - time.perf_counter()
+        if ahead >= _SHORTEST_WAIT:
+            time.sleep(ahead)
         return count
 
     def missing() -> None:
