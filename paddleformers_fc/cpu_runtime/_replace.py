@@ -1,8 +1,11 @@
-"""Two helpers for patches of another package: rebind a function everywhere, and give a module a changed view.
+"""Change a function or an attribute of another package: for all of its users, or for one of its modules.
 
-A function that other modules have imported by name exists under all those names; assigning it in its home module does
-not reach them. :func:`replace_everywhere` finds each of them by identity. A :class:`ModuleView` changes the answer of
-``paddle.get_device()`` and the like for one module, and for no other.
+:func:`replace_everywhere` is for all users. A function that other modules have imported by name exists under all those
+names, and assigning it in its home module changes one of them.
+
+:class:`ModuleView` is for one module. A module that has executed ``import paddle`` calls ``paddle.get_device()``. A
+view of ``paddle`` in its global name ``paddle`` changes the result there, and ``paddle.get_device`` stays the same for
+all other modules.
 
 Time: one pass over ``sys.modules`` per replaced function (about 1 ms for 3,000 modules).
 """
@@ -35,11 +38,15 @@ def replace_everywhere(original: Callable[..., Any], replacement: Callable[..., 
 
 
 class ModuleView(ModuleType):
-    """A module in which a few attributes have other values, for the one module that is given the view.
+    """A stand-in for a module, with other values of a few attributes.
+
+    It is assigned to the global name of one importing module, in place of the real module::
+
+        group_sharded_stage3.paddle = ModuleView(paddle, get_device=lambda: "cpu:0")
 
     Args:
-        module: the real module; every attribute not named in ``changes`` is looked up there, at the time of use.
-        changes: the attributes that differ.
+        module: the real module, which is not changed. It provides all other attributes, at the time of each use.
+        changes: the attributes that differ, by name.
     """
 
     def __init__(self, module: ModuleType, **changes: Any) -> None:

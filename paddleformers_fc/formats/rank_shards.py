@@ -1,20 +1,24 @@
-"""Checkpoints that consist of one pickle per rank, as shards of whole tensors.
+"""Read checkpoints of one pickle per rank: what the files contain, as shards of whole tensors.
 
-A rank's file has local tensors under two names: weights under the structured name of the parameter
-(``model.norm.weight``), optimizer states and master weights under the name of the variable (``linear_5.w_0``), which
-starts again at 0 in every pipeline stage. The table of both is in ``model_meta.json``, in the files of weights, or
-follows from the order in which the model builds its parameters (:mod:`.variable_names`).
+Such a checkpoint has three kinds of files: weights, optimizer states with master weights, and moving averages. A file
+contains the local tensors of its rank. A shard needs three more facts.
 
-The box of a tensor-parallel part follows from the declaration of the family and is proved by its shape. A state of a
-sharding group is whole in one file, or a range of elements in each of several (:mod:`.sharded_pieces`). A weight that
-no file contains is read from its master weight, with a cast.
+1. The parameter of a state. Weights have the structured name of their parameter (``model.norm.weight``). States have
+   the name of its variable (``linear_5.w_0_moment1_0``), and every pipeline stage counts its variables from 0. The
+   table of both names is in ``model_meta.json`` or in the files of weights. Otherwise it follows from the order in
+   which the model builds its parameters (:mod:`.variable_names`).
+2. The box of a local tensor in the whole one. The family of the model declares the axis that tensor parallelism cuts,
+   and the shapes prove it. The ranks of a sharding group share the states of a parameter: a state is whole in one of
+   their files, or several files have a range of its elements each (:mod:`.sharded_pieces`).
+3. The experts of a file. Expert-parallel ranks have the same variables for different experts. A file of states has the
+   experts of its own expert-parallel rank, or parts of them, and parts of all other tensors. The expert-parallel ranks
+   of one tensor-parallel rank follow each other in the sharding group, as often as it has them.
 
-Expert-parallel ranks have the same variables for different experts. Those of one tensor-parallel rank follow each other
-in the sharding group, as often as the group has them: a file of states has the experts of its own expert-parallel rank,
-or parts of them, and parts of all other tensors.
+The steps: read every file, group the files by pipeline stage and tensor-parallel rank (:class:`Cell`), and convert each
+cell to shards (:class:`Assembly`). A weight that no file contains is read from its master weight, with a cast.
 
-There are no checksums, and files of weights record no step. A missing file, two grids, different steps of optimizer
-files, and tensors that are not stored whole are found; a changed byte is not.
+Checksums do not exist, and files of weights record no step. Missing files, files of two grids, optimizer files of
+different steps, and tensors that are not stored whole are found. A changed byte is not.
 """
 
 from __future__ import annotations
@@ -93,14 +97,14 @@ _PADDLE_DTYPES = {10: "float32", 11: "float64", 15: "float16", 16: "bfloat16", 2
 
 @dataclass(frozen=True)
 class Part:
-    """What one tensor-parallel rank of one pipeline stage has of a parameter.
+    """The part of a parameter that the ranks of one cell hold.
 
     Args:
         name: structured name.
         dtype: element type of the weight; empty if nothing states it.
         shape: shape of the whole tensor.
-        box: the part.
-        first: whether no rank before this one has the same part.
+        box: the part, in the whole tensor.
+        first: whether no earlier cell holds the same part; later copies are compared and not read.
     """
 
     name: str
@@ -112,15 +116,18 @@ class Part:
 
 @dataclass(frozen=True)
 class Cell:
-    """The files of one tensor-parallel rank of one pipeline stage, each kind in the order of the sharding group.
+    """The files of one pipeline stage and one tensor-parallel rank: those of all ranks of its sharding group.
+
+    Each kind of files is in the order of the sharding group. Expert-parallel ranks that share a tensor-parallel rank
+    have a cell each (:func:`_expert_cells`).
 
     Args:
         tp: tensor-parallel rank.
         pp: pipeline stage.
-        models: files of weights.
-        optimizers: files of optimizer states.
-        averages: files of moving averages.
-        names: structured name -> name of the variable.
+        models: the contents of files of weights.
+        optimizers: the contents of files of optimizer states.
+        averages: the contents of files of moving averages.
+        names: name of the variable by structured name.
         shapes: local shape and dtype of parameters that the directory describes, by structured name.
         canonical: boxes of weights whose files have canonical names, by structured name: whether the file has the axes
             in reverse order, and the box.
@@ -191,7 +198,7 @@ def compare_replicas(checkpoint: OpenedCheckpoint) -> int:
 
 
 def _assembled(directory: Path, files: RankFiles, config: Mapping[str, Any]) -> Assembly:
-    """Return the tensors of all files."""
+    """Read all files of a directory, and convert them to shards."""
     contents = {name: read_rank_file(directory, name) for name in files.names}
     _refuse_steps(directory, contents)
     cells = _cells(directory, files, contents, _read_meta(directory, files))
@@ -420,7 +427,7 @@ def _malformed(path: Path, fault: str) -> FormatError:
 
 @dataclass
 class Assembly:
-    """Collects the shards of all cells.
+    """Collects the shards of all cells, and the faults that show that the files are not one whole checkpoint.
 
     Args:
         directory: the checkpoint.
@@ -428,7 +435,7 @@ class Assembly:
         tp: number of tensor-parallel ranks.
         has_states: whether there are files of optimizer states.
     Attributes:
-        faults: why the files are not one whole checkpoint.
+        faults: one line each.
         cuts: number of parts of every parameter on each axis.
         replicas: tensors that two tensor-parallel ranks have whole.
     """
