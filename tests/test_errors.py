@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import struct
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
+import paddleformers_fc
 from paddleformers_fc.distributed.channel import run_on_all
-from paddleformers_fc.errors import LONGEST_LINE, MOST_EVIDENCE, Corrupt, FlexError, FormatError, from_wire
+from paddleformers_fc.errors import BY_NAME, LONGEST_LINE, MOST_EVIDENCE, Corrupt, FlexError, FormatError, from_wire
 from paddleformers_fc.plan.report import Report
 from paddleformers_fc.storage.safetensors import read_header
 from tests.execute.simulated import job
@@ -88,3 +91,33 @@ def test_an_error_in_one_line_says_the_last_part_of_its_place_and_the_evidence_b
     assert FormatError(f"{inside} is short.", where=inside).in_one_line() == "flex_checkpoint.json is short."
     for where in ("", "/", "training arguments", "/run/check"):
         assert FormatError("/run/checkpoint-6 is short.", where=where).in_one_line() == "/run/checkpoint-6 is short."
+
+
+RAISED = frozenset(BY_NAME)
+INTERNAL = {
+    "execute/save.py": 1,
+    "execute/save_plan.py": 1,
+    "storage/block_scales.py": 1,
+    "storage/checksum.py": 1,
+    "storage/commit.py": 1,
+    "storage/files.py": 6,
+    "storage/manifest.py": 2,
+    "storage/paths.py": 1,
+    "storage/pickle_writer.py": 1,
+    "storage/ranges.py": 2,
+    "storage/regions.py": 1,
+    "storage/safetensors.py": 1,
+    "verification/matrix/by_hand.py": 1,
+    "verification/simulate_ranks.py": 1,
+}
+"""Errors without a next step, by module: faults of this package, which no argument, option or file causes."""
+
+
+def test_every_error_that_a_user_can_cause_has_a_next_step() -> None:
+    package = Path(paddleformers_fc.__file__).parent
+    found: Counter[str] = Counter()
+    for path in package.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in RAISED:
+                found[path.relative_to(package).as_posix()] += all(one.arg != "next_step" for one in node.keywords)
+    assert {module: count for module, count in found.items() if count} == INTERNAL

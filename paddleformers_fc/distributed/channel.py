@@ -250,7 +250,9 @@ def run_on_all(channel: Channel, doing: str, work: Callable[[], _T], consistency
 def _wire_form(error: Exception, doing: str) -> str:
     """Return an error as it is sent; one that is not ours becomes a ``PeerError``."""
     if not isinstance(error, FlexError):
-        error = PeerError(f"{type(error).__name__} while {doing}: {error}")
+        error = PeerError(
+            f"{type(error).__name__} while {doing}: {error}", next_step="Read the traceback in the log of that rank."
+        )
     return error.to_wire()
 
 

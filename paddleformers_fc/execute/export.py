@@ -132,7 +132,11 @@ def export_opened(
         FlexError: the same on every rank; older weights in the target are untouched, and those at a URL may be deleted.
     """
     if max_shard_bytes < 1:
-        raise OptionError(f"max_shard_bytes is {max_shard_bytes}; a file holds at least one byte.")
+        raise OptionError(
+            f"max_shard_bytes is {max_shard_bytes}; a file holds at least one byte.",
+            where="max_shard_bytes",
+            next_step="Give the number of bytes of the largest file, such as 5_000_000_000.",
+        )
     source = checkpoint.catalog.root
 
     def prepare() -> tuple[ReadSource, Layout, tuple[OutputFile, ...], ExportWriter, Merge | None]:

@@ -82,7 +82,11 @@ def open_distcp(directory: AnyPath) -> OpenedCheckpoint:
     directory = require_local(directory, "A checkpoint of Paddle")
     found = _role_directories(directory)
     if not found:
-        raise NotACheckpoint(f"{directory} holds no checkpoint of Paddle.", where=str(directory))
+        raise NotACheckpoint(
+            f"{directory} holds no checkpoint of Paddle.",
+            where=str(directory),
+            next_step=f"Name a directory of dist.save_state_dict, or one with such a {MODEL_STATE} in it.",
+        )
     refuse_links(directory, (one for place in found.values() for one in (place, *list_directory(place))))
     roles: dict[str, dict[str, StoredTensor]] = {}
     cuts: dict[str, tuple[int, ...]] = {}

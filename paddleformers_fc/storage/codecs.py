@@ -24,6 +24,7 @@ _ARRAY = "__array__"
 _TUPLE = "__tuple__"
 _MARKS = frozenset({_ARRAY, _TUPLE})
 _DTYPES = frozenset(np.dtype(kind).str for kind in np.typecodes["AllInteger"] + "efd?")
+_ANOTHER = "The file was changed after it was written; resume from another checkpoint."
 
 
 def encode(value: Any, what: str) -> bytes:
@@ -56,7 +57,7 @@ def decode(raw: bytes, where: str) -> Any:
             "The Trainer's state cannot be read.",
             where=where,
             evidence=[f"{type(error).__name__}: {error}"],
-            next_step="The file was changed after it was written; resume from another checkpoint.",
+            next_step=_ANOTHER,
         ) from error
 
 
@@ -68,7 +69,12 @@ def decode_object(raw: bytes, where: str) -> dict[str, Any]:
     """
     value = decode(raw, where)
     if not isinstance(value, dict):
-        raise FormatError("The Trainer's state is not a JSON object.", where=where, evidence=[type(value).__name__])
+        raise FormatError(
+            "The Trainer's state is not a JSON object.",
+            where=where,
+            evidence=[type(value).__name__],
+            next_step=_ANOTHER,
+        )
     return value
 
 

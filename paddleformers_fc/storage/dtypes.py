@@ -86,5 +86,9 @@ def model_dtype(dtypes: Collection[str]) -> str:
 def _look_up(table: dict[str, _T], key: str) -> _T:
     value = table.get(key)
     if value is None:
-        raise FormatError(f"{key!r} is an unknown tensor dtype.", evidence=[f"known: {', '.join(sorted(table))}"])
+        raise FormatError(
+            f"{key!r} is an unknown tensor dtype.",
+            evidence=[f"known: {', '.join(sorted(table))}"],
+            next_step="Store the tensor in one of these dtypes.",
+        )
     return value

@@ -168,14 +168,12 @@ def open_local(path: Path) -> OpenFile:
     except OSError as error:
         if error.errno not in _NOTHING_THERE:
             raise refused("open", path, error) from error
-        raise Corrupt(
-            f"{path} is missing.", where=str(path), next_step="Restore the file or use another checkpoint."
-        ) from error
+        raise Corrupt(f"{path} is missing.", where=str(path), next_step=remote.RESTORE_FILE) from error
     try:
         with _naming("look at", path):
             status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise FormatError(f"{path} is not a regular file.", where=str(path))
+            raise FormatError(f"{path} is not a regular file.", where=str(path), next_step=remote.RESTORE_FILE)
     except BaseException:
         os.close(descriptor)
         raise

@@ -26,6 +26,7 @@ from paddleformers_fc.errors import Corrupt, FormatError
 from paddleformers_fc.storage.file_checksums import FileChecksum
 from paddleformers_fc.storage.files import open_regular, read_range
 from paddleformers_fc.storage.paths import AnyPath
+from paddleformers_fc.storage.remote import RESTORE_FILE
 
 MAX_DOCUMENT_BYTES = 16 * 1024 * 1024
 """The default bound on the length of a document; a configuration has a few kilobytes."""
@@ -112,7 +113,7 @@ def ignored_extensions(raw: bytes | msgspec.Raw, known: Collection[str], where: 
     try:
         unknown = {name: value for name, value in _fields.decode(raw).items() if name not in known}
     except _UNREADABLE as error:
-        raise FormatError(f"{where} cannot be read: {error}.", where=where) from error
+        raise FormatError(f"{where} cannot be read: {error}.", where=where, next_step=RESTORE_FILE) from error
     required = [name for name, value in unknown.items() if not _may_be_ignored(value)]
     if required:
         raise FormatError(

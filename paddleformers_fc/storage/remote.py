@@ -31,6 +31,8 @@ PART_BYTES = 8 * 1024 * 1024
 """The longest range of one request."""
 PARTS = 4
 """Number of parts of a range that are requested at a time."""
+RESTORE_FILE = "Restore the file or use another checkpoint."
+"""The advice for a file that is missing or not a file."""
 AT_ONCE = 16
 """Number of files that are inspected or opened at a time."""
 
@@ -173,7 +175,7 @@ def open_remote(path: RemotePath) -> RemoteFile:
     if status is None:
         raise missing(path)
     if status.kind != "file":
-        raise FormatError(f"{path} is not a regular file.", where=str(path))
+        raise FormatError(f"{path} is not a regular file.", where=str(path), next_step=RESTORE_FILE)
     return RemoteFile(path, status)
 
 
@@ -249,7 +251,7 @@ def map_remote(work: Callable[[_T], _R], items: Iterable[_T]) -> list[_R]:
 
 def missing(path: RemotePath) -> Corrupt:
     """The error for a file that is not there."""
-    return Corrupt(f"{path} is missing.", where=str(path), next_step="Restore the file or use another checkpoint.")
+    return Corrupt(f"{path} is missing.", where=str(path), next_step=RESTORE_FILE)
 
 
 def refused(

@@ -108,7 +108,12 @@ def read_recipe(path: Path) -> Recipe:
     try:
         recipe = msgspec.convert(yaml.safe_load(path.read_text(encoding="utf-8")), Recipe, strict=True)
     except (OSError, yaml.YAMLError, msgspec.ValidationError) as error:
-        raise OptionError("Invalid recipe of a verification matrix.", where=str(path), evidence=[str(error)]) from error
+        raise OptionError(
+            "Invalid recipe of a verification matrix.",
+            where=str(path),
+            evidence=[str(error)],
+            next_step="Correct the file; recipes/verification has examples.",
+        ) from error
     names = (*recipe.sources, *recipe.targets, *(name for one in recipe.experiments for name in one.layouts))
     faults = [fault for name in dict.fromkeys(names) for fault in _faults(recipe, parse_layout(name))]
     if faults:
