@@ -147,12 +147,13 @@ def require_format(directory: AnyPath) -> Format:
         raise NotACheckpoint(f"{directory} does not exist.", where=str(directory), next_step=_NAME_A_CHECKPOINT)
     unfinished = exists(directory / MAPPING_NAME)
     others, step = ([], "") if unfinished else torch_files(directory)
+    known = [] if unfinished else [f"known formats: {'; '.join(one.title for one in FORMATS)}"]
     raise NotACheckpoint(
         f"{directory} is an unfinished checkpoint."
         if unfinished
-        else f"{directory} is neither a finished flex checkpoint, nor open weights, nor Paddle's FlexCheckpoint.",
+        else f"{directory} is not a checkpoint of a known format.",
         where=str(directory),
-        evidence=[f"no {MANIFEST_NAME}, {INDEX_NAME} or {SINGLE_NAME} is in it", *others],
+        evidence=[f"no {MANIFEST_NAME}, {INDEX_NAME} or {SINGLE_NAME} is in it", *others, *known],
         next_step=checkpoints_advice(directory)
         or step
         or (_COPY if isinstance(directory, RemotePath) else _NAME_A_CHECKPOINT),
@@ -191,9 +192,10 @@ def _refuse_roles(roles: Collection[str]) -> None:
     Raises:
         OptionError: a role is unknown, or the weights are not among them.
     """
-    if isinstance(roles, str) or (roles and not {MODEL_STATE} <= set(roles) <= set(ROLES)):
+    listed = isinstance(roles, Collection) and not isinstance(roles, str) and all(one in ROLES for one in roles)
+    if not listed or (roles and MODEL_STATE not in roles):
         raise OptionError(
-            f"Invalid roles to open: {sorted(roles) if not isinstance(roles, str) else roles!r}.",
+            f"Invalid roles to open: {roles!r}.",
             where="roles",
             evidence=[f"roles: {', '.join(ROLES)}"],
             next_step=f"Give a list of these with {MODEL_STATE} in it, or None for all.",

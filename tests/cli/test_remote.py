@@ -73,7 +73,7 @@ def test_a_url_without_a_checkpoint_is_refused(served: Served) -> None:
     top = run("inspect", served.url)
     assert (top.code, "Name a checkpoint inside it: checkpoint-3" in top.err) == (1, True)
     nowhere = run("verify", f"{served.url}/nowhere")
-    assert (nowhere.code, "neither a finished flex checkpoint, nor" in nowhere.err) == (1, True)
+    assert (nowhere.code, "is not a checkpoint of a known format" in nowhere.err) == (1, True)
 
 
 @pytest.mark.parametrize(("verb", "what"), [("export", "An export"), ("convert", "A conversion")])
