@@ -146,7 +146,7 @@ def compare_checkpoints(a: OpenedCheckpoint, b: OpenedCheckpoint, role: str | No
         raise OptionError(
             f"Neither side holds a tensor of {role}.",
             where=f"{a.catalog.root} and {b.catalog.root}",
-            next_step="Leave out --role; inspect shows which roles a checkpoint has.",
+            next_step="Leave out --role (role=); inspect shows which roles a checkpoint has.",
         )
     forms = _differences(first, second, alike)
     found = {name: _role_difference(name, first, second, forms) for name in present}
@@ -295,7 +295,7 @@ def _compared_roles(sides: Sequence[OpenedCheckpoint], role: str | None) -> tupl
             f"Unknown role {role!r}.",
             where="--role",
             evidence=[f"roles: {', '.join(ROLES)}"],
-            next_step="Name one of these, or leave out --role to compare all.",
+            next_step="Name one of these, or leave out --role (role=) to compare all.",
         )
     roles = [one for one in ROLES if role in (None, one)]
     for side in sides:
@@ -303,7 +303,7 @@ def _compared_roles(sides: Sequence[OpenedCheckpoint], role: str | None) -> tupl
             raise OptionError(
                 f"{side.catalog.root} {side.format.predicate} and has no {role}.",
                 where=str(side.catalog.root),
-                next_step="Compare two flex checkpoints, or leave out --role.",
+                next_step="Compare two flex checkpoints, or leave out --role (role=).",
             )
         roles = [one for one in roles if one in side.format.roles]
     return tuple(roles)

@@ -141,7 +141,7 @@ def refuse_other_base(adapters: Adapters, base: AnyPath, files: frozenset[str]) 
             else "The base cannot be compared with the one that the adapters were trained on.",
             where=str(base),
             evidence=fold(faults) or [f"recorded: {adapters.base.location or 'a base that was not read from files'}"],
-            next_step="Name the base of the training; or add --accept-base to merge into this one.",
+            next_step="Name the base of the training; or merge into this one with --accept-base (accept_base=True).",
         )
 
 

@@ -38,7 +38,7 @@ def refuse_dtype(dtype: str) -> None:
             f"An export cannot have the dtype {dtype!r}.",
             where="--dtype",
             evidence=[f"known: {', '.join(sorted(CAST))}"],
-            next_step="Leave out --dtype for the stored dtype.",
+            next_step="Leave out --dtype (dtype=) for the stored dtype.",
         )
 
 

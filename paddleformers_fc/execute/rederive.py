@@ -18,6 +18,7 @@ import yaml
 from paddleformers_fc.errors import MappingError, OptionError, StorageError
 from paddleformers_fc.families import ModelDescription, family_for
 from paddleformers_fc.families.description import IS_FLEET
+from paddleformers_fc.families.stated import no_family
 from paddleformers_fc.families.stored import STRIPPED, completed, encode_mapping
 from paddleformers_fc.formats.checkpoint import MAPPING_NAME, OpenedCheckpoint, not_a_flex_checkpoint
 from paddleformers_fc.formats.registry import checkpoints_advice, open_checkpoint
@@ -63,6 +64,8 @@ def rederive(directory: Path, settings: Sequence[str]) -> Rederivation:
     if checkpoint.commit_record is None:
         raise not_a_flex_checkpoint(checkpoint.format, directory, checkpoints_advice(directory))
     stored = checkpoint.model
+    if "model_type" not in (stored.config if stored else checkpoint.config):
+        raise no_family(str(directory))
     known = _with_settings(stored or ModelDescription(checkpoint.config, partial=True), settings)
     family = family_for(known.config)
     try:

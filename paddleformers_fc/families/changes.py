@@ -200,7 +200,7 @@ def refuse_changes(changes: Sequence[Change], allowed: Collection[str], where: s
     """
     refused = _refused(changes, allowed)
     keys = ", ".join(sorted({*allowed, *(change.key for change in refused)}))
-    _refuse(refused, where, f"{_SAVED_ONE}, or name every changed key: {OPTION}: [{keys}]")
+    _refuse(refused, where, f"{_SAVED_ONE}, or name every changed key for the Trainer: {OPTION}: [{keys}]")
 
 
 def refuse_unfit(changes: Iterable[Change], allowed: Collection[str], where: str) -> None:

@@ -48,9 +48,11 @@ def family_for(config: Mapping[str, Any]) -> Family:
     """Return the family that declares this configuration's ``model_type``.
 
     Raises:
-        MappingError: no family declares it, several do, or the one that does cannot be registered.
+        MappingError: there is none, no family declares it, several do, or the one that does cannot be registered.
     """
-    model_type = str(config.get("model_type"))
+    if config.get("model_type") is None:
+        raise _unnamed()
+    model_type = str(config["model_type"])
     if model_type not in _registered:
         declared = [entry for entry in entry_points(group=GROUP) if entry.name == model_type]
         origins = [_origin(entry) for entry in declared]
@@ -217,6 +219,14 @@ def _not_loaded(entry: EntryPoint, evidence: list[str]) -> MappingError:
 def _origin(entry: EntryPoint) -> str:
     name, version = (entry.dist.name, entry.dist.version) if entry.dist is not None else ("unknown", "?")
     return f"distribution {name} {version}, entry point {entry.name} = {entry.value}"
+
+
+def _unnamed() -> MappingError:
+    return MappingError(
+        "The configuration of the model has no model_type, so its family is unknown.",
+        where="config.json",
+        next_step="Add the model_type of the model to it.",
+    )
 
 
 def _unknown(model_type: str) -> MappingError:

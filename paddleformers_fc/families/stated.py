@@ -147,3 +147,17 @@ def _text(cuts: Shape) -> str:
 def without_family(config: Mapping[str, object]) -> dict[str, object]:
     """Return a configuration without the key that names a family."""
     return {key: value for key, value in config.items() if key != "model_type"}
+
+
+def no_family(checkpoint: str) -> MappingError:
+    """Return the error for a flex checkpoint without a family where one is required.
+
+    Args:
+        checkpoint: its path.
+    """
+    return MappingError(
+        f"{checkpoint} was saved without a family.",
+        where=checkpoint,
+        evidence=["its configuration has no model_type: its tensors are mapped by name, or by rules of the caller"],
+        next_step="Load it with paddleformers_fc.load and its arguments family and config, then save the model again.",
+    )

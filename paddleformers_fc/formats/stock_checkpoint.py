@@ -35,6 +35,9 @@ from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.text import count_text
 
 AGAIN = "Use another checkpoint, or copy the files again: all of one save."
+NAME_CONFIG = (
+    f"Name a directory with the model's {CONFIG_NAME}: convert --config DIR, or config= of open and load in Python."
+)
 
 
 @dataclass(frozen=True)
@@ -185,8 +188,7 @@ def described(directory: AnyPath, config: Mapping[str, Any]) -> ModelDescription
             f"{directory} does not describe the model that it is of.",
             where=str(directory),
             evidence=[f"{CONFIG_NAME} is not in it"],
-            next_step=f"Name a directory with the model's {CONFIG_NAME}: convert --config DIR, or config= of open and "
-            f"load in Python. Other commands need a copy of it in a copy of {directory.name}.",
+            next_step=f"{NAME_CONFIG} Other commands need a copy of it in a copy of {directory.name}.",
         )
     return ModelDescription(config, partial=True)
 

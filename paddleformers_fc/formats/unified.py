@@ -52,7 +52,14 @@ from paddleformers_fc.formats.paddle_distcp import PADDLE_DISTCP
 from paddleformers_fc.formats.rank_files import EMA, OPTIMIZER, FileArray, arrays_of, is_rank_file, refuse_mixed
 from paddleformers_fc.formats.rank_shards import held_otherwise, is_of_nlp, stored_model
 from paddleformers_fc.formats.sharded_pieces import arrange
-from paddleformers_fc.formats.stock_checkpoint import AGAIN, described, open_stock, read_stock_config, verify_stock
+from paddleformers_fc.formats.stock_checkpoint import (
+    AGAIN,
+    NAME_CONFIG,
+    described,
+    open_stock,
+    read_stock_config,
+    verify_stock,
+)
 from paddleformers_fc.layout.roles import (
     MASTER,
     MASTER_WEIGHT,
@@ -314,8 +321,8 @@ class _Assembly:
                 f"The orientation of {count_text(len(unproved), 'weight')} in {self.directory} cannot be proved.",
                 where=str(self.directory),
                 evidence=fold(unproved),
-                next_step=f"Name a directory with the model's {CONFIG_NAME} (--config), if there is none. Otherwise "
-                "resume it with PaddleFormers, and save it with save_to_hf: false.",
+                next_step=f"{NAME_CONFIG} If there is one, resume the checkpoint with PaddleFormers, and save it with "
+                "save_to_hf: false.",
             )
 
     def _turned(

@@ -20,9 +20,10 @@ from paddleformers_fc.aoa import AoaTensor
 from paddleformers_fc.errors import MappingError, OptionError
 from paddleformers_fc.families import OptionalNames, described_by_file, family_for
 from paddleformers_fc.families.bind import tied_sources
+from paddleformers_fc.families.stated import no_family
 from paddleformers_fc.formats import OpenedCheckpoint
-from paddleformers_fc.formats.checkpoint import CONFIG_NAME, not_a_flex_checkpoint
-from paddleformers_fc.formats.registry import require_format
+from paddleformers_fc.formats.checkpoint import CONFIG_NAME, Format, not_a_flex_checkpoint
+from paddleformers_fc.formats.registry import SAVED, require_format
 from paddleformers_fc.layout.grid import ParallelGrid, parse_grid
 from paddleformers_fc.layout.roles import (
     EMA_STATE,
@@ -324,6 +325,7 @@ def plan_for_grid(
     Raises:
         OptionError: the grid or the dtype is invalid, or the model cannot have the grid.
         NotACheckpoint: no model can be filled from a checkpoint of this format.
+        MappingError: the model has no family.
         FlexError: what is stored does not fit the target.
     """
     grid = parse_plan_target(to, dtype)
@@ -351,13 +353,14 @@ def refuse_impossible_grid(directory: AnyPath, to: str, dtype: str | None = None
     Raises:
         OptionError: the grid or the dtype is invalid, the model cannot have it, or there is no configuration.
         NotACheckpoint: the directory is not a checkpoint, or no model can be filled from its format.
+        MappingError: a flex checkpoint was saved without a family.
     """
     grid = parse_plan_target(to, dtype)
     format = require_format(directory)
     if not format.loadable:
         raise not_a_flex_checkpoint(format, directory)
     config = format.read_config(directory)
-    _require_config(config, directory)
+    _require_config(config, directory, format)
     with contextlib.suppress(MappingError):  # It may lack keys that the stored description has.
         declared_model(family_for(config), described_by_file(config), grid)
 
@@ -390,7 +393,9 @@ def parse_plan_target(to: str, dtype: str | None) -> ParallelGrid:
     return grid
 
 
-def _require_config(config: MappingABC[str, Any], directory: AnyPath) -> None:
+def _require_config(config: MappingABC[str, Any], directory: AnyPath, format: Format) -> None:
+    if format is SAVED and "model_type" not in config:
+        raise no_family(str(directory))
     if not config:
         raise OptionError(
             "The target's layout follows from the model's configuration, and there is none.",
@@ -449,7 +454,8 @@ def plan_target(
     """Return the model of a checkpoint over a grid, and how it is read; see :func:`forecast_load`."""
     if not checkpoint.format.loadable:
         raise not_a_flex_checkpoint(checkpoint.format, checkpoint.catalog.root)
-    _require_config(checkpoint.config, checkpoint.catalog.root)
+    known = checkpoint.known.config if checkpoint.format is SAVED else checkpoint.config
+    _require_config(known, checkpoint.catalog.root, checkpoint.format)
     canonical, stored = checkpoint.format.canonical, checkpoint.catalog.roles[MODEL_STATE]
     described = described_by_file(checkpoint.config) if canonical else described_model(checkpoint)
     family = family_for(described.config)
@@ -458,7 +464,7 @@ def plan_target(
         raise OptionError(
             "aoa_config applies to a resume, and open weights are read by the names of their family.",
             where=str(checkpoint.catalog.root),
-            next_step="Leave out --aoa-config, or name a flex checkpoint.",
+            next_step="Leave out --aoa-config (aoa_config=), or name a flex checkpoint.",
         )
     if canonical:
         model: SimulatedModel = declared_model(family, described, grid, used)

@@ -230,3 +230,9 @@ def test_two_declarations_of_one_model_type_are_refused_with_both_origins(site: 
         "distribution one-dist 1.2",
         "this package" if model_type == "llama" else "distribution two-dist 1.2",
     }
+
+
+def test_a_configuration_without_a_model_type_is_refused_as_such() -> None:
+    with pytest.raises(MappingError, match="has no model_type") as raised:
+        family_for({"hidden_size": 8})
+    assert raised.value.next_step
