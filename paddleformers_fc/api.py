@@ -16,6 +16,18 @@ from typing import Any
 
 import numpy as np
 
+from paddleformers_fc.aoa import read_config
+from paddleformers_fc.api_arguments import (
+    COUNT,
+    DIRECTORY,
+    FLAG,
+    TEXT,
+    instance_of,
+    one_of,
+    parse_box,
+    require,
+    require_or_none,
+)
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.execute.difference import Difference, compare_checkpoints
 from paddleformers_fc.execute.digest import read_canonical
@@ -24,7 +36,7 @@ from paddleformers_fc.execute.merging import refuse_other_base
 from paddleformers_fc.execute.recasting import refuse_dtype
 from paddleformers_fc.execute.verify import Verification, verify_checkpoint
 from paddleformers_fc.formats import OpenedCheckpoint, open_checkpoint
-from paddleformers_fc.formats.checkpoint import with_role
+from paddleformers_fc.formats.checkpoint import TIED_WAYS, with_role
 from paddleformers_fc.formats.huggingface import DEFAULT_MAX_SHARD_BYTES, open_huggingface
 from paddleformers_fc.formats.inspection import JobFacts, RoleFacts, job_facts, role_facts
 from paddleformers_fc.formats.peft import config_of_base, refuse_rewriting, require_adapters
@@ -36,14 +48,15 @@ from paddleformers_fc.formats.registry import (
     require_config,
     writer_of,
 )
-from paddleformers_fc.layout.roles import MODEL_STATE
+from paddleformers_fc.layout.roles import MODEL_STATE, ROLES
 from paddleformers_fc.layout.shards import Shard
-from paddleformers_fc.mapping.boxes import Box, whole
+from paddleformers_fc.mapping.boxes import whole
 from paddleformers_fc.plan import canonical_layout, canonical_source
 from paddleformers_fc.plan.explain import Explanation, explain_tensor
 from paddleformers_fc.plan.flows import PlanFlows, plan_flows
 from paddleformers_fc.plan.forecast import GridPlan, plan_for_grid
 from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
+from paddleformers_fc.storage.manifest import refuse_level
 from paddleformers_fc.storage.paths import AnyPath, RemotePath, expand_user, parse_path, parse_target
 from paddleformers_fc.text import natural
 
@@ -155,7 +168,7 @@ class Checkpoint:
 
         Args:
             name: canonical name, as :meth:`tensors` lists it.
-            box: one slice per axis, without steps; None for the whole tensor.
+            box: one slice per axis, without steps, with bounds as in numpy; None for the whole tensor.
             role: the role; None for the one role that contains the name.
         Returns:
             a new array of the tensor's dtype and the shape of the box.
@@ -167,6 +180,8 @@ class Checkpoint:
             >>> checkpoint.read("model.embed_tokens.weight", (slice(0, 16), slice(None))).shape
             (16, 64)
         """
+        require(TEXT, name=name)
+        require_or_none(one_of(ROLES), role=role)
         source = canonical_source(self._opened)
         layout = canonical_layout(source)
         roles = [one for one in layout if role in (None, one) and name in layout[one]]
@@ -177,7 +192,7 @@ class Checkpoint:
                 next_step="Checkpoint.tensors() lists the names and roles.",
             )
         tensor = layout[roles[0]][name]
-        part = whole(tensor.global_shape) if box is None else _box_of(tensor, box)
+        part = whole(tensor.global_shape) if box is None else parse_box(name, tensor.global_shape, box)
         if not part.volume:
             return np.empty(part.shape, to_numpy(to_safetensors(tensor.dtype)))
         wanted = Shard(name, tensor.dtype, tensor.global_shape, part)
@@ -198,6 +213,7 @@ class Checkpoint:
             >>> paddleformers_fc.open("out/checkpoint-3").verify().passed
             True
         """
+        refuse_level(level)
         outcome, problem = verify_checkpoint(self._opened.catalog.root, level)
         if problem is not None:
             raise problem
@@ -216,6 +232,7 @@ class Checkpoint:
             >>> checkpoint.diff(paddleformers_fc.open("hf")).equal
             True
         """
+        require(instance_of(Checkpoint, "an opened checkpoint: paddleformers_fc.open(path)"), other=other)
         return compare_checkpoints(self._opened, other._opened, role)
 
     def plan(self, layout: str, dtype: str | None = None, aoa_config: Mapping[str, object] | None = None) -> GridPlan:
@@ -233,6 +250,7 @@ class Checkpoint:
             >>> paddleformers_fc.open("out/checkpoint-3").plan("tp=2,pp=2").world_size
             4
         """
+        _require_planning(layout, aoa_config)
         return plan_for_grid(self._opened, layout, dtype, aoa_config)
 
     def explain(self, name: str) -> Explanation:
@@ -247,6 +265,7 @@ class Checkpoint:
             >>> [box.file for box in checkpoint.explain("model.norm.weight").tensors[0].boxes]
             ['model_state/rank-00000.safetensors']
         """
+        require(TEXT, name=name)
         return explain_tensor(self._opened, name)
 
     def plan_flows(
@@ -265,6 +284,7 @@ class Checkpoint:
             >>> paddleformers_fc.open("out/checkpoint-3").plan_flows("tp=2").writers
             ['rank 0', 'rank 1']
         """
+        _require_planning(layout, aoa_config)
         return plan_flows(self._opened, layout, dtype, aoa_config)
 
     def export(
@@ -304,6 +324,10 @@ class Checkpoint:
             >>> paddleformers_fc.open("out/checkpoint-3").export("hf").tensors
             21
         """
+        _require_writing(directory, max_shard_bytes, verify, replace, tied)
+        require_or_none(TEXT, format=format, dtype=dtype)
+        require_or_none(DIRECTORY, base=base)
+        require(FLAG, accept_base=accept_base)
         target = parse_target(directory, "An export")
         refuse_rewriting(self._opened)
         opened = with_role(self._opened, role)
@@ -316,7 +340,7 @@ class Checkpoint:
             raise OptionError(
                 "Adapters are exported in their own dtype.",
                 where="--dtype",
-                next_step="Leave out --dtype, or merge the adapters first and convert the merged model.",
+                next_step="Leave out --dtype (dtype=), or merge the adapters first and convert the merged model.",
             )
         refuse_target(target, self._opened.model_files, replace, writer)
         chosen = dataclasses.replace(opened, tied=tied, unread=verify == "full")
@@ -354,6 +378,9 @@ class Checkpoint:
             >>> paddleformers_fc.open("hf").convert("checkpoint-0").tensors
             21
         """
+        _require_writing(directory, max_shard_bytes, verify, replace, tied)
+        require(TEXT, format=format)
+        require_or_none(DIRECTORY, config=config)
         target, (_, writer) = parse_target(directory, "A conversion"), conversion_target(format)
         opened = self._opened
         if writer is not SAVED.writer:
@@ -394,6 +421,9 @@ def open(
         >>> paddleformers_fc.open("out/checkpoint-3")
         Checkpoint('out/checkpoint-3', format='flex_checkpoint')
     """
+    require(DIRECTORY, path_or_url=path_or_url)
+    require_or_none(DIRECTORY, config=config)
+    refuse_level(verify)
     given = None if config is None else require_config(_located(config))
     return Checkpoint(open_checkpoint(_located(path_or_url), verify, roles, given))
 
@@ -410,18 +440,17 @@ def _base_of(adapters: OpenedCheckpoint, base: Location, verify: str, accept: bo
     return opened
 
 
-def _box_of(tensor: Shard, box: Sequence[slice]) -> Box:
-    shape = tensor.global_shape
-    others = [one for one in box if not isinstance(one, slice)]
-    if others:
-        raise OptionError(
-            f"The box of {tensor.name} contains {others[0]!r}, which is not a slice.",
-            next_step="Give one slice without a step per axis, such as slice(0, 1) for the index 0.",
-        )
-    if len(box) != len(shape) or any(one.step not in (None, 1) for one in box):
-        raise OptionError(
-            f"The box of {tensor.name} has {len(box)} slices, and the tensor has shape {list(shape)}.",
-            next_step="Give one slice without a step per axis.",
-        )
-    ranges = [range(length)[one] for one, length in zip(box, shape, strict=True)]
-    return Box(tuple(one.start for one in ranges), tuple(max(one.start, one.stop) for one in ranges))
+def _require_planning(layout: str, aoa_config: Mapping[str, object] | None) -> None:
+    """Check the arguments that both plans have in common."""
+    require(TEXT, layout=layout)
+    if aoa_config is not None:
+        read_config(aoa_config)
+
+
+def _require_writing(directory: Location, max_shard_bytes: int, verify: str, replace: bool, tied: str) -> None:
+    """Check the arguments that an export and a conversion have in common."""
+    require(DIRECTORY, directory=directory)
+    require(COUNT, max_shard_bytes=max_shard_bytes)
+    require(FLAG, replace=replace)
+    require(one_of(TIED_WAYS), tied=tied)
+    refuse_level(verify)

@@ -6,13 +6,16 @@ import inspect
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 import paddleformers_fc
 from paddleformers_fc.errors import Corrupt, FlexError, NotACheckpoint, OptionError
+from paddleformers_fc.formats.registry import FORMATS
 from tests.cli.support import save
 from tests.execute.simulated import canonical
 
@@ -144,6 +147,14 @@ def test_a_box_is_the_same_numbers_as_the_slice_of_the_whole_tensor(saved: Path)
         checkpoint.read("nothing")
 
 
+def test_bounds_of_a_box_mean_the_same_as_in_numpy(saved: Path) -> None:
+    checkpoint = paddleformers_fc.open(saved / "four")
+    whole = checkpoint.read(EMBEDDING)
+    bounds = (slice(-3, None), slice(None, -2), slice(5, 10**9), slice(3, 1), slice(np.int64(1), 2, 1))
+    for one in bounds:
+        np.testing.assert_array_equal(checkpoint.read(EMBEDDING, (one, slice(None))), whole[one])
+
+
 def test_an_index_in_a_box_is_refused_with_the_slice_to_give(saved: Path) -> None:
     with pytest.raises(OptionError, match=r"contains 0, which is not a slice") as raised:
         paddleformers_fc.open(saved / "four").read("model.norm.weight", (0,))  # type: ignore[arg-type]
@@ -158,6 +169,73 @@ def test_roles_that_cannot_be_opened_are_refused_and_not_called_damage(saved: Pa
     assert {one.role for one in paddleformers_fc.open(saved / "four", roles=["model_state"]).tensors()} == {
         "model_state"
     }
+
+
+EMBEDDING = "model.embed_tokens.weight"
+INVALID: dict[str, Callable[[Any, Path], object]] = {
+    "path_or_url=5": lambda _, there: paddleformers_fc.open(5),
+    "config={'model_type': 'llama'}": lambda _, there: paddleformers_fc.open(there, config={"model_type": "llama"}),
+    "level 'ful'": lambda _, there: paddleformers_fc.open(there, verify="ful"),
+    "roles to open: 5": lambda _, there: paddleformers_fc.open(there, roles=5),
+    "roles to open: [['model_state']]": lambda _, there: paddleformers_fc.open(there, roles=[["model_state"]]),
+    "name=5": lambda one, _: one.read(5),
+    "is 3, which is not a sequence": lambda one, _: one.read(EMBEDDING, 3),
+    "is slice(0, 2, None), which is not a sequence": lambda one, _: one.read(EMBEDDING, slice(0, 2)),
+    "has 1 slices instead of 2": lambda one, _: one.read(EMBEDDING, (slice(0, 2),)),
+    "slice(0, 4, 2), which has a step": lambda one, _: one.read(EMBEDDING, (slice(0, 4, 2), slice(None))),
+    "slice(0, 4, -1), which has a step": lambda one, _: one.read(EMBEDDING, (slice(0, 4, -1), slice(None))),
+    "slice(0, 2.0, None), whose bounds": lambda one, _: one.read(EMBEDDING, (slice(0, 2.0), slice(None))),
+    "Ellipsis, which is not a slice": lambda one, _: one.read(EMBEDDING, (slice(0, 2), ...)),
+    "role='weights'": lambda one, _: one.read(EMBEDDING, role="weights"),
+    "level 5": lambda one, _: one.verify(5),
+    "other='path'": lambda one, _: one.diff("path"),
+    "role 'weights'": lambda one, _: one.diff(one, "weights"),
+    "layout=5": lambda one, _: one.plan(5),
+    "'tp2' cannot be read": lambda one, _: one.plan("tp2"),
+    "dtype 3": lambda one, _: one.plan("tp=2", 3),
+    "aoa_config is not a mapping": lambda one, _: one.plan("tp=2", aoa_config=["a -> b"]),
+    "layout=None": lambda one, _: one.plan_flows(None),
+    "name=None": lambda one, _: one.explain(None),
+    "directory=5": lambda one, _: one.export(5),
+    "max_shard_bytes='5GB'": lambda one, there: one.export(there, max_shard_bytes="5GB"),
+    "max_shard_bytes=0": lambda one, there: one.export(there, max_shard_bytes=0),
+    "max_shard_bytes=True": lambda one, there: one.export(there, max_shard_bytes=True),
+    "replace='no'": lambda one, there: one.export(there, replace="no"),
+    "tied='middle'": lambda one, there: one.export(there, tied="middle"),
+    "level 'quick'": lambda one, there: one.export(there, verify="quick"),
+    "of an export: 'zip'": lambda one, there: one.export(there, format="zip"),
+    "format=['peft']": lambda one, there: one.export(there, format=["peft"]),
+    "base=5": lambda one, there: one.export(there, base=5),
+    "accept_base=1": lambda one, there: one.export(there, accept_base=1),
+    "role ['weights']": lambda one, there: one.export(there, role=["weights"]),
+    "dtype 'int4'": lambda one, there: one.export(there, dtype="int4"),
+    "dtype=['float32']": lambda one, there: one.export(there, dtype=["float32"]),
+    "directory=None": lambda one, _: one.convert(None),
+    "of a conversion: 'zip'": lambda one, there: one.convert(there, format="zip"),
+    "format={}": lambda one, there: one.convert(there, format={}),
+    "config={}": lambda one, there: one.convert(there, config={}),
+    "replace=1": lambda one, there: one.convert(there, replace=1),
+    "tied=None": lambda one, there: one.convert(there, tied=None),
+    "level None": lambda one, there: one.convert(there, verify=None),
+    "optimizer='Lion'": lambda _, there: paddleformers_fc.register_optimizer("Lion"),
+    "like_parameter='beta'": lambda _, there: paddleformers_fc.register_optimizer(int, "beta"),
+    "numbers=5": lambda _, there: paddleformers_fc.register_optimizer(int, numbers=5),
+}
+
+
+@pytest.mark.parametrize("named", INVALID)
+def test_an_invalid_argument_is_an_error_with_its_name_and_a_next_step(saved: Path, tmp_path: Path, named: str) -> None:
+    with pytest.raises(FlexError) as raised:
+        INVALID[named](paddleformers_fc.open(saved / "four"), tmp_path / "target")
+    assert named in raised.value.what
+    assert raised.value.next_step
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_directory_without_a_checkpoint_is_refused_with_every_known_format(tmp_path: Path) -> None:
+    with pytest.raises(NotACheckpoint, match="is not a checkpoint of a known format") as raised:
+        paddleformers_fc.open(tmp_path)
+    assert all(one.title in raised.value.evidence[-1] for one in FORMATS)
 
 
 def test_a_path_that_does_not_exist_is_named_as_such(tmp_path: Path) -> None:

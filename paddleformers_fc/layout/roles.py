@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import msgspec
 
+from paddleformers_fc.api_arguments import NAMES, instance_of, require
 from paddleformers_fc.errors import OptionError
 
 MODEL_STATE = "model_state"
@@ -203,8 +204,12 @@ def register_optimizer(optimizer: type, like_parameter: Iterable[str] = (), numb
         numbers: names of the accumulators that are one number per parameter, equal for all parts of the parameter.
 
     Raises:
-        OptionError: a name is invalid, is declared twice, or means another state in this package.
+        OptionError: an argument has another type; or a name is invalid, is declared twice, or means another state in
+            this package.
     """
+    like_parameter, numbers = (list(one) if isinstance(one, Iterator) else one for one in (like_parameter, numbers))
+    require(instance_of(type, "the class of an optimizer"), optimizer=optimizer)
+    require(NAMES, like_parameter=like_parameter, numbers=numbers)
     shapes = [(one, StateShape.PARAMETER) for one in like_parameter] + [(one, StateShape.NUMBER) for one in numbers]
     states = tuple(StateDescriptor(OPTIMIZER_STATE, f".{name}_0", shape) for name, shape in shapes)
     faults = [f"{name}: invalid name of an accumulator" for name, _ in shapes if not _ACCUMULATOR.fullmatch(name)]

@@ -1,0 +1,126 @@
+"""Checks of the arguments of the Python API: an invalid one is an :class:`OptionError`, not a traceback.
+
+:func:`require` compares arguments with a :class:`Kind`. Values that a function looks up in a table, such as names of
+formats, are refused by that function.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Integral
+from os import PathLike
+from typing import SupportsIndex
+
+from paddleformers_fc.errors import OptionError
+from paddleformers_fc.mapping.boxes import Box
+from paddleformers_fc.storage.paths import RemotePath
+
+
+@dataclass(frozen=True)
+class Kind:
+    """The valid values of an argument.
+
+    Args:
+        wanted: the end of a sentence that begins with "Give".
+        holds: whether a value is valid.
+    """
+
+    wanted: str
+    holds: Callable[[object], bool]
+
+
+def _whole(value: object, least: int) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
+
+
+def _is_names(value: object) -> bool:
+    return isinstance(value, Collection) and not isinstance(value, str) and all(isinstance(one, str) for one in value)
+
+
+def _is_degrees(value: object) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(key, str) and _whole(one, 1) for key, one in value.items())
+
+
+TEXT = Kind("a text", lambda value: isinstance(value, str))
+DIRECTORY = Kind(
+    "a path, or a URL such as s3://bucket/run/checkpoint-3",
+    lambda value: isinstance(value, (str, PathLike, RemotePath)),
+)
+FLAG = Kind("True or False", lambda value: isinstance(value, bool))
+COUNT = Kind("a whole number of 1 or more", lambda value: _whole(value, 1))
+COUNT_OR_ZERO = Kind("an int that is not negative", lambda value: type(value) is int and value >= 0)
+"""Of a number that is stored, so that it has the type that JSON has."""
+NAMES = Kind("a list of texts", _is_names)
+DEGREES = Kind('the degree of each axis, such as {"tp": 2, "pp": 1}', _is_degrees)
+
+
+def one_of(values: Collection[str]) -> Kind:
+    """Return the kind of an argument that is one of some texts."""
+    return Kind(f"one of {', '.join(values)}", lambda value: isinstance(value, str) and value in values)
+
+
+def instance_of(kind: type | tuple[type, ...], wanted: str) -> Kind:
+    """Return the kind of an argument that is an object of a class."""
+    return Kind(wanted, lambda value: isinstance(value, kind))
+
+
+def require(kind: Kind, **arguments: object) -> None:
+    """Refuse invalid arguments.
+
+    Args:
+        kind: the kind of all of them.
+        arguments: by name.
+    Raises:
+        OptionError: the first one that is invalid.
+    """
+    for name, value in arguments.items():
+        if not kind.holds(value):
+            raise OptionError(
+                f"Invalid argument: {name}={reprlib.repr(value)}.",
+                where=name,
+                evidence=[f"its type is {type(value).__name__}"],
+                next_step=f"Give {kind.wanted}.",
+            )
+
+
+def require_or_none(kind: Kind, **arguments: object) -> None:
+    """As :func:`require`, for arguments that may be None."""
+    require(kind, **{name: value for name, value in arguments.items() if value is not None})
+
+
+def parse_box(name: str, shape: Sequence[int], box: Sequence[slice]) -> Box:
+    """Return the box that slices select. Open, negative and large bounds mean the same as in numpy.
+
+    Args:
+        name: of the tensor.
+        shape: of the whole tensor.
+        box: one slice per axis.
+    Raises:
+        OptionError: there is not one slice without a step per axis.
+    """
+    fault = _fault(box, len(shape))
+    if fault:
+        raise OptionError(
+            f"The box of {name} {fault}.",
+            where="box",
+            evidence=[f"the shape of the tensor is {list(shape)}"],
+            next_step="Give one slice without a step per axis, such as slice(0, 1) for the index 0.",
+        )
+    ranges = [range(length)[one] for one, length in zip(box, shape, strict=True)]
+    return Box(tuple(one.start for one in ranges), tuple(max(one.start, one.stop) for one in ranges))
+
+
+def _fault(box: object, axes: int) -> str:
+    """Return why a box is invalid, as the end of a sentence; empty if it is valid."""
+    if isinstance(box, str) or not isinstance(box, Sequence):
+        return f"is {reprlib.repr(box)}, which is not a sequence of slices"
+    for one in box:
+        if not isinstance(one, slice):
+            return f"contains {reprlib.repr(one)}, which is not a slice"
+        if one.step is not None and one.step != 1:
+            return f"contains {one!r}, which has a step"
+        if not all(bound is None or isinstance(bound, SupportsIndex) for bound in (one.start, one.stop)):
+            return f"contains {one!r}, whose bounds are not whole numbers"
+    return "" if len(box) == axes else f"has {len(box)} slices instead of {axes}"
