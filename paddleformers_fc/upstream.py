@@ -364,7 +364,22 @@ TRAINER = (
     ),
     Hook("paddle.base.core:TCPStore", names=("add", "get", "set")),
     Hook("paddle.distributed.fleet:get_hybrid_communicate_group"),
-    Hook("paddle.distributed.fleet.base.topology:HybridCommunicateGroup", names=("get_sharding_parallel_rank",)),
+    Hook("paddle.distributed.fleet.fleet:Fleet.init", names=("_hcg",)),
+    Hook(
+        "paddle.distributed.fleet.base.topology:HybridCommunicateGroup",
+        names=(
+            "get_data_parallel_world_size",
+            "get_model_parallel_world_size",
+            "get_pipe_parallel_world_size",
+            "get_sep_parallel_world_size",
+            "get_sharding_parallel_rank",
+            "get_sharding_parallel_world_size",
+        ),
+    ),
+    Hook(
+        "paddle.distributed.fleet.base.topology:EPHybridCommunicateGroup",
+        names=("get_context_parallel_world_size", "get_expert_parallel_world_size"),
+    ),
 )
 """What a Trainer with ``flex_checkpoint: true`` depends on."""
 

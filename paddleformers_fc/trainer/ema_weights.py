@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from paddleformers_fc.api_arguments import DIRECTORY, Kind, require
 from paddleformers_fc.distributed.channel import run_on_all
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.execute.memory import host_pieces, slot_of
@@ -29,6 +30,7 @@ from paddleformers_fc.trainer.job_state import Native, channel_of, job_state_of,
 from paddleformers_fc.trainer.options import parse_size
 
 _MEMORY = Path("host memory")
+_TRAINER = Kind("a Trainer", lambda value: hasattr(value, "args") and hasattr(value, "model"))
 
 
 @contextmanager
@@ -47,6 +49,7 @@ def averaged_weights(trainer: Any) -> Iterator[None]:
         OptionError: there is no average, because the Trainer keeps none or has not updated it.
         FlexError: the same on every rank: an update of the average has failed.
     """
+    require(_TRAINER, trainer=trainer)
     run, args, channel = job_state_of(trainer), trainer.args, channel_of(trainer.args)
     average = require_average(trainer)
     run.between_steps.finish()
@@ -87,6 +90,8 @@ def save_ema(trainer: Any, directory: str, max_shard_size: str | int | None = No
         OptionError: there is no average, because the Trainer keeps none or has not updated it.
         FlexError: the same on every rank; an older export in the directory is untouched.
     """
+    require(_TRAINER, trainer=trainer)
+    require(DIRECTORY, directory=directory)
     average = require_average(trainer)
     size = trainer.args.flex_max_shard_size if max_shard_size is None else max_shard_size
     saving.export_live(trainer, directory, size, lambda: average.roles().get(EMA_STATE, {}))

@@ -15,6 +15,16 @@ from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 from paddleformers_fc.aoa import AoaTensor, assigned_names, read_config
+from paddleformers_fc.api_arguments import (
+    COUNT,
+    COUNT_OR_ZERO,
+    DEGREES,
+    DIRECTORY,
+    FLAG,
+    instance_of,
+    require,
+    require_or_none,
+)
 from paddleformers_fc.distributed.channel import gather_and_keep, run_on_all
 from paddleformers_fc.distributed.consistency import ConsistencyCheck
 from paddleformers_fc.errors import OptionError
@@ -29,9 +39,11 @@ from paddleformers_fc.formats.checkpoint import CONFIG_NAME, OpenedCheckpoint, S
 from paddleformers_fc.layout.live import Roles
 from paddleformers_fc.mapping import RuleSet
 from paddleformers_fc.plan.sources import stored_tensors
+from paddleformers_fc.storage.manifest import refuse_level
 from paddleformers_fc.storage.paths import AnyPath, RemotePath, expand_user, parse_path, require_local
 from paddleformers_fc.trainer import adapter_checks, base_fingerprint, documents, lora, stored_states, undefined
 from paddleformers_fc.trainer.description import describe
+from paddleformers_fc.trainer.fleet_degrees import fleet_degrees
 from paddleformers_fc.trainer.host_models import PretrainedConfig
 from paddleformers_fc.trainer.job_state import job_communicator
 from paddleformers_fc.trainer.layout_source import (
@@ -45,6 +57,10 @@ from paddleformers_fc.trainer.layout_source import (
 
 Config: TypeAlias = Mapping[str, Any] | PretrainedConfig
 """A model's configuration: the content of ``config.json``, or PaddleFormers' object."""
+
+_FAMILY = instance_of((str, Family), "a family or its model_type")
+_CONFIG = instance_of((Mapping, PretrainedConfig), "the content of config.json, or a configuration of PaddleFormers")
+_RULES = instance_of(RuleSet, "a RuleSet of paddleformers_fc.mapping")
 
 
 def save(
@@ -69,7 +85,8 @@ def save(
             states: ``{**model.state_dict(), **optimizer.state_dict()}``.
         step: optimizer steps done.
         consumed_samples: training samples seen.
-        parallel: degree per parallel axis, for a reader; a load does not need it.
+        parallel: degree per parallel axis, for a reader; a load does not need it. By default those of Paddle's fleet,
+            where it was initialised; none of a state dict, whose tensors have their own meshes.
         family: the model's family, or its ``model_type``; by default that of the configuration.
         config: the model's configuration; by default ``model.config``.
         mapping: rules from canonical tensors to all tensors of the model, instead of those of a family. Without rules
@@ -82,24 +99,27 @@ def save(
     """
     channel = job_communicator()
     directory, model = _in_order(directory, model)
+    require(DIRECTORY, directory=directory)
     target = require_local(expand_user(str(directory)), "A checkpoint that is saved")
     adapter_checks.refuse_unsupported(model, channel)
     base_fingerprint.identify_once(model, channel)
 
     def prepare() -> tuple[HeldTensors, _Prepared]:
-        _refuse_counts(step=step, consumed_samples=consumed_samples)
+        require(COUNT_OR_ZERO, step=step, consumed_samples=consumed_samples)
+        require_or_none(DEGREES, parallel=parallel)
         source, described = _source(model, optimizer, family, config, mapping)
         undefined.refuse_undefined(source.model)
         roles = source.roles()
         files = {CONFIG_NAME: _config_text(source.model, described, config)} if channel.rank == 0 else {}
-        return _held(described, roles), _Prepared(described, roles, files)
+        job = JobRecord(step, consumed_samples, _degrees(parallel, source, channel.world_size))
+        return _held(described, roles), _Prepared(described, roles, files, job)
 
     everyone, prepared = gather_and_keep(channel, "preparing a checkpoint", prepare, HeldTensors)
-    description, job = prepared.description, JobRecord(step, consumed_samples, dict(parallel or {}))
+    description = prepared.description
     if description.rules is not None:
         # The family of the key may be declared, and its rules are not those that are stored.
         description = replace(_with_rules(description, everyone), config=without_family(description.config))
-    return save_checkpoint(Path(target), prepared.roles, description, prepared.files, job, channel)
+    return save_checkpoint(Path(target), prepared.roles, description, prepared.files, prepared.job, channel)
 
 
 def load(
@@ -143,6 +163,16 @@ def load(
     """
     channel = job_communicator()
     directory, model = _in_order(directory, model)
+
+    def check() -> None:
+        require(DIRECTORY, directory=directory)
+        require(COUNT, threads=threads)
+        require(FLAG, allow_casts=allow_casts)
+        refuse_level(verify)
+        if aoa_config is not None:
+            read_config(aoa_config)
+
+    run_on_all(channel, "checking the arguments of a load", check)
     path = directory if isinstance(directory, RemotePath) else parse_path(expand_user(str(directory)))
     facts = {"verify": verify, "allow_casts": allow_casts, "aoa_config": aoa_config or {}}
 
@@ -190,17 +220,11 @@ def load(
         return load.fill()
 
 
-def _refuse_counts(**counts: object) -> None:
-    """Refuse counts that a manifest cannot contain.
-
-    Raises:
-        OptionError: one is not a whole number, or is negative.
-    """
-    wrong = [f"{name}={value!r}" for name, value in counts.items() if type(value) is not int or value < 0]
-    if wrong:
-        raise OptionError(
-            f"Invalid count: {', '.join(wrong)}.", where="save", next_step="Give an int that is not negative."
-        )
+def _degrees(parallel: Mapping[str, int] | None, source: LayoutSource, world_size: int) -> dict[str, int]:
+    """Return the degrees to record: those of the caller, or those that Paddle has."""
+    if parallel is not None:
+        return {axis: int(degree) for axis, degree in parallel.items()}
+    return {} if source.is_global else fleet_degrees(world_size)
 
 
 def _in_order(directory: Any, model: Any) -> tuple[Any, Any]:
@@ -230,6 +254,7 @@ class _Prepared:
     description: ModelDescription
     roles: Roles
     files: dict[str, bytes]
+    job: JobRecord
 
 
 def _source(
@@ -261,6 +286,9 @@ def _described(
     mapping: RuleSet | None,
 ) -> ModelDescription:
     """Describe a model by its configuration and the arguments; without a family it has rules, at first none."""
+    require_or_none(_FAMILY, family=family)
+    require_or_none(_CONFIG, config=config)
+    require_or_none(_RULES, mapping=mapping)
     if mapping is not None and family is not None:
         raise OptionError("family and mapping both state the rules of a model.", next_step="Give one of them.")
     given = getattr(model, "config", None) if config is None else config

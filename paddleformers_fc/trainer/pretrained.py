@@ -16,12 +16,14 @@ from typing import Any
 
 import paddle
 
+from paddleformers_fc.api_arguments import COUNT, DIRECTORY, Kind, require
 from paddleformers_fc.distributed.channel import Channel, all_gather_checked, run_on_all
 from paddleformers_fc.errors import MismatchError, NotACheckpoint, OptionError
 from paddleformers_fc.execute.load import LoadReport, prepare_weights
 from paddleformers_fc.execute.read_pool import ReadOptions
 from paddleformers_fc.families import family_for
 from paddleformers_fc.mapping.folding import fold
+from paddleformers_fc.storage.manifest import refuse_level
 from paddleformers_fc.storage.paths import AnyPath, RemotePath, parse_path
 from paddleformers_fc.trainer import adapter_checks, base_fingerprint, inherited, origin, state, undefined
 from paddleformers_fc.trainer.description import describe
@@ -52,6 +54,8 @@ _REFUSED: dict[str, Callable[[Any], bool]] = {
 }
 """Arguments of ``from_pretrained`` that ask for other weights than those of the directory, and the values that do."""
 
+_MODEL = Kind("a model of PaddleFormers", lambda value: _is_model(unwrap_model(value)))
+
 
 def load_open_weights(
     model: Any, directory: str | PathLike[str] | RemotePath, threads: int = 4, verify: str = "full"
@@ -70,10 +74,19 @@ def load_open_weights(
             reads, ``size`` sizes and small files; without that file nothing is compared.
 
     Raises:
+        OptionError: an argument is invalid.
         FlexError: the same on every rank, before any weight has changed, where files are missing or damaged, or names,
             shapes or dtypes do not fit.
     """
+    require(_MODEL, model=model)
+    require(DIRECTORY, directory=directory)
+    require(COUNT, threads=threads)
+    refuse_level(verify)
     return _fill(model, parse_path(directory), job_communicator(), ReadOptions(threads=threads), verify)
+
+
+def _is_model(value: Any) -> bool:
+    return isinstance(value, paddle.nn.Layer) and hasattr(value, "config")
 
 
 def from_pretrained(cls: Any, named: Any, options: FlexFields, keywords: dict[str, Any]) -> Any:

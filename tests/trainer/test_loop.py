@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,13 @@ import pytest
 
 import paddleformers_fc
 from paddleformers_fc.cpu_runtime.forkserver import ForkServer
-from paddleformers_fc.errors import OptionError
+from paddleformers_fc.errors import FlexError, MappingError, OptionError
 from paddleformers_fc.execute.digest import TensorDigest, canonical_digests
+from paddleformers_fc.execute.rederive import rederive
+from paddleformers_fc.plan.forecast import refuse_impossible_grid
 from tests.harness.tiny import DP2, SD2V1, SD2V2, SINGLE, TP2, MatrixLayout
+
+AXES = ("dp", "tp", "pp", "sharding", "ep", "sep", "cp")
 
 
 def hop(
@@ -44,9 +49,11 @@ def test_a_hand_written_loop_resumes_bitwise_on_one_and_two_ranks(ranks: ForkSer
     expected = digests(single)
     assert {one.role for one in expected} == {"model_state", "optimizer_state"}
     assert digests(split) == digests(again) == expected
-    job = paddleformers_fc.open(again).metadata.job
-    assert job is not None
-    assert (job.step, job.consumed_samples) == (3, 6)
+    for checkpoint, tp in ((again, 1), (split, 2)):
+        job = paddleformers_fc.open(checkpoint).metadata.job
+        assert job is not None
+        assert (job.step, job.consumed_samples) == (3, 6)
+        assert job.parallel == dict.fromkeys(AXES, 1) | {"tp": tp}
 
 
 def test_a_checkpoint_by_name_loads_with_a_family_under_another_tensor_parallel_degree(
@@ -125,13 +132,82 @@ def test_a_statement_about_one_tensor_excuses_no_other(ranks: ForkServer, tmp_pa
     assert not any(line.startswith("down.weight") for line in refused)
 
 
-@pytest.mark.parametrize("step", [-1, "4", 2.0])
-def test_a_step_that_is_not_a_count_is_refused_before_anything_is_written(tmp_path: Path, step: Any) -> None:
+INVALID_SAVES: dict[str, dict[str, Any]] = {
+    "step=-1": {"step": -1},
+    "step='4'": {"step": "4"},
+    "consumed_samples=2.0": {"consumed_samples": 2.0},
+    "parallel='tp2'": {"parallel": "tp2"},
+    "parallel={'tp': 0}": {"parallel": {"tp": 0}},
+    "family=5": {"family": 5},
+    "config='config.json'": {"config": "config.json"},
+    "mapping={}": {"mapping": {}},
+    "directory=5": {"directory": 5},
+}
+
+
+@pytest.mark.parametrize("named", INVALID_SAVES)
+def test_an_invalid_argument_of_a_save_is_refused_before_anything_is_written(tmp_path: Path, named: str) -> None:
     import paddle
 
-    with pytest.raises(OptionError, match="Invalid count: step="):
-        paddleformers_fc.save(tmp_path / "checkpoint-4", paddle.nn.Linear(2, 2), step=step)
+    given: dict[str, Any] = {"directory": tmp_path / "checkpoint-4", "model": paddle.nn.Linear(2, 2)}
+    with pytest.raises(OptionError, match=re.escape(f"Invalid argument: {named}.")) as raised:
+        paddleformers_fc.save(**given | INVALID_SAVES[named])
+    assert raised.value.next_step
     assert not list(tmp_path.iterdir())
+
+
+INVALID_LOADS: dict[str, dict[str, Any]] = {
+    "Invalid argument: directory=None.": {"directory": None},
+    "Invalid argument: threads='4'.": {"threads": "4"},
+    "Invalid argument: allow_casts='yes'.": {"allow_casts": "yes"},
+    "The verification level 'quick' is unknown.": {"verify": "quick"},
+    "aoa_config is not a mapping.": {"aoa_config": "a -> b"},
+}
+
+
+@pytest.mark.parametrize("problem", INVALID_LOADS)
+def test_an_invalid_argument_of_a_load_is_refused_before_the_checkpoint_is_opened(tmp_path: Path, problem: str) -> None:
+    import paddle
+
+    given: dict[str, Any] = {"directory": tmp_path / "missing", "model": paddle.nn.Linear(2, 2)}
+    with pytest.raises(FlexError) as raised:
+        paddleformers_fc.load(**given | INVALID_LOADS[problem])
+    assert raised.value.what == problem
+    assert raised.value.next_step
+
+
+@pytest.mark.parametrize(
+    ("problem", "call"),
+    [
+        ("model=5", lambda there: paddleformers_fc.load_open_weights(5, there)),
+        ("trainer=5", lambda there: paddleformers_fc.save_ema(5, there)),
+        ("trainer=5", lambda _: paddleformers_fc.averaged_weights(5).__enter__()),
+    ],
+)
+def test_an_object_of_another_class_is_refused_by_functions_of_a_trainer(
+    tmp_path: Path, problem: str, call: Callable[[Path], object]
+) -> None:
+    with pytest.raises(OptionError, match=f"Invalid argument: {problem}"):
+        call(tmp_path / "there")
+
+
+def test_a_checkpoint_without_a_family_is_refused_where_a_family_is_required(tmp_path: Path) -> None:
+    import paddle
+
+    place = tmp_path / "checkpoint-1"
+    paddleformers_fc.save(place, paddle.nn.Linear(2, 2), step=1)
+    checkpoint = paddleformers_fc.open(place)
+    assert checkpoint.metadata.job is not None
+    assert checkpoint.metadata.job.parallel == dict.fromkeys(AXES, 1)
+    calls: list[Callable[[], object]] = [
+        lambda: checkpoint.plan("tp=2"),
+        lambda: refuse_impossible_grid(place, "tp=2"),
+        lambda: rederive(place, []),
+    ]
+    for refused in calls:
+        with pytest.raises(MappingError, match="was saved without a family") as raised:
+            refused()
+        assert "paddleformers_fc.load" in raised.value.next_step
 
 
 def test_a_family_and_rules_are_refused_together(ranks: ForkServer, tmp_path: Path) -> None:
