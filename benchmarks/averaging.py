@@ -110,7 +110,7 @@ def slowdown(rounds: int) -> tuple[float, float]:
         with_update = timed(partial(steps, INTERVAL * number, updates=True))
         plain.append(without)
         increases.append(with_update / without - 1)
-    average.settled()
+    average.wait_for_update()
     return statistics.median(plain), statistics.median(increases)
 
 

@@ -66,7 +66,7 @@ Location = str | PathLike[str] | RemotePath
 
 @dataclass(frozen=True)
 class Metadata:
-    """What a checkpoint contains.
+    """The content of a checkpoint.
 
     Args:
         path: the directory or URL.
@@ -128,7 +128,7 @@ class Checkpoint:
 
     @property
     def metadata(self) -> Metadata:
-        """What the checkpoint contains, from its manifest and headers.
+        """The content of the checkpoint, from its manifest and headers.
 
         Example:
             >>> paddleformers_fc.open("out/checkpoint-3").metadata.roles["model_state"].elements
@@ -254,7 +254,7 @@ class Checkpoint:
         return plan_for_grid(self._opened, layout, dtype, aoa_config)
 
     def explain(self, name: str) -> Explanation:
-        """Explain a tensor: every stored box that it is read from, or that reads it, and the rules in between.
+        """Explain a tensor: all stored boxes that it is read from or that read it, and the rules between them.
 
         Args:
             name: canonical or stored name.

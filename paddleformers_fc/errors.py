@@ -31,9 +31,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 LONGEST_LINE = 4_000
-"""How much is kept of one line of an error, in characters; of a longer one its beginning and its end."""
+"""Maximum length of one line of an error, in characters; of a longer one the beginning and the end are kept."""
 MOST_EVIDENCE = 1_000_000
-"""How much evidence is kept of an error, in characters: a line for each of ten thousand files."""
+"""Maximum length of the evidence of an error, in characters: a line for each of ten thousand files."""
 
 _GAP = " ... "
 _ROOM_FOR_THE_REST = 40
@@ -181,7 +181,7 @@ class MappingError(FlexError):
 
 
 class MismatchError(FlexError):
-    """What is stored and what is wanted do not fit: names, shapes, dtypes or coverage.
+    """The stored and the wanted tensors do not fit: names, shapes, dtypes or coverage.
 
     Why: Another model, configuration, precision or optimizer than the one that was saved.
 

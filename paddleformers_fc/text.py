@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
@@ -21,6 +23,11 @@ def rate_text(count: int, seconds: float) -> str:
 def count_text(count: int, noun: str) -> str:
     """Format a count with its noun: ``1 tensor``, ``1,024 tensors``."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def numbers_text(numbers: Sequence[object]) -> str:
+    """Format the first eight of some numbers, such as a shape: ``[1, 2, 3]``."""
+    return f"[{', '.join(map(str, numbers[:8]))}{', ...' if len(numbers) > 8 else ''}]"
 
 
 def natural(name: str) -> list[tuple[int, int, str]]:

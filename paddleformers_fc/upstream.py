@@ -36,7 +36,7 @@ INSTALL = (
     f"Run {install_command('cpu')}; for NVIDIA devices first install Paddle as its installation page says, then run "
     f"{install_command('formers')}."
 )
-"""What to do where Paddle and PaddleFormers are missing."""
+"""The next step if Paddle or PaddleFormers is missing."""
 _ABSENT = " is not installed"
 
 
@@ -381,7 +381,7 @@ TRAINER = (
         names=("get_context_parallel_world_size", "get_expert_parallel_world_size"),
     ),
 )
-"""What a Trainer with ``flex_checkpoint: true`` depends on."""
+"""The dependencies of a Trainer with ``flex_checkpoint: true``."""
 
 _NLP = "paddlenlp.trainer.trainer:Trainer"
 _NLP_CALLBACKS = "paddlenlp.trainer.trainer_callback"
@@ -502,7 +502,7 @@ NLP_TRAINER = (
     Hook("paddle.io:RandomSampler"),
     *(hook for hook in TRAINER if hook.place.startswith("paddle.") or hook.place.startswith("paddle:")),
 )
-"""What a Trainer of PaddleNLP with ``flex_checkpoint: true`` depends on."""
+"""The dependencies of a Trainer of PaddleNLP with ``flex_checkpoint: true``."""
 
 COMMAND_LINE = (
     Hook("paddleformers.cli.hparams.finetuning_args:FinetuningArguments", names=("ref_model_update_steps",)),
@@ -525,7 +525,7 @@ COMMAND_LINE = (
         names=("dpo_config", "ref_model_update_steps", "train_step_count", "reference_free", "ref_model"),
     ),
 )
-"""What the stock command line has besides."""
+"""The additional dependencies of the stock command line."""
 
 _CORE = "paddle.base.core"
 _GROUPS = "paddle.distributed.collective"
@@ -623,7 +623,7 @@ CPU_RUNTIME = (
     Hook("paddleformers.nn.pp_model:_parse_moe_group", "(moe_group)"),
     Hook("paddleformers.utils.moe_hybrid_parallel_optimizer:MuonShardingOptimizer"),
 )
-"""What the patches of the CPU runtime replace and read; on an accelerator none of it is touched."""
+"""The dependencies of the CPU runtime's patches; unused on an accelerator."""
 
 NLP_CPU_RUNTIME = (
     Hook(f"{_NLP_ARGUMENTS}.__post_init__", "(self)", ("sharding_parallel_config", "split_param", "amp_master_grad")),
@@ -744,7 +744,7 @@ def unknown_versions() -> list[str]:
 
 
 def _installed_versions(name: str) -> Iterator[str]:
-    """What the imported module reports, and the metadata of the distribution of that name, if there is one."""
+    """Yield the version of the imported module, and that of the distribution of its name, if there is one."""
     yield str(getattr(importlib.import_module(name), "__version__", "without a version"))
     with suppress(importlib.metadata.PackageNotFoundError):
         yield importlib.metadata.version(name)
@@ -810,7 +810,7 @@ def _function(found: Any) -> FunctionType | None:
 
 
 def _has(found: Any, name: str) -> bool:
-    """Whether a class or module has an attribute that not every object has."""
+    """Return whether a class or module has an attribute that not every object has."""
     return hasattr(found, name) and not (hasattr(object, name) and getattr(found, name) is getattr(object, name))
 
 

@@ -32,7 +32,7 @@ ELSEWHERE = {
     "paddleformers-cli": "tests/trainer/test_entry_points.py::"
     "test_the_stock_command_line_trains_two_ranks_and_another_layout_resumes",
     "recipes/script.py": "tests/trainer/test_entry_points.py::"
-    "test_the_script_of_the_recipes_trains_on_two_ranks_and_goes_on_with_one",
+    "test_the_script_of_the_recipes_trains_on_two_ranks_and_resumes_on_one",
     "paddle.distributed.launch --master": "tests/nodes/test_two_nodes.py::by_launch",
     "pkill": "tests/trainer/test_save_on_signal.py::test_ranks_of_paddles_launcher_save_when_it_is_ended",
     **dict.fromkeys(
@@ -192,7 +192,7 @@ def test_what_other_tests_run_is_on_a_page_and_in_their_files() -> None:
         assert re.search(rf"^def {name}\b", (ROOT / file).read_text(encoding="utf-8"), re.MULTILINE), test
 
 
-def test_blocks_without_a_language_are_no_commands() -> None:
+def test_code_blocks_without_a_language_are_not_commands() -> None:
     begin = re.compile(r"^ *(paddleformers-fc|make|pip|python|\w+=\S+) ", re.MULTILINE)
     for page in PAGES:
         blocks = CODE.findall(page.read_text(encoding="utf-8"))

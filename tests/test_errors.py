@@ -42,10 +42,10 @@ def test_a_tensor_with_a_name_of_50_mb_is_refused_in_an_error_that_can_be_read_a
 
 
 def test_what_another_rank_sends_is_bounded_too() -> None:
-    said = json.dumps(
+    wire = json.dumps(
         {"error": "Corrupt", "what": "w" * LONG, "where": "w" * LONG, "evidence": ["e" * LONG], "next_step": ""}
     )
-    assert longest(from_wire(said)) <= LONGEST_LINE
+    assert longest(from_wire(wire)) <= LONGEST_LINE
 
 
 def test_a_long_name_is_not_sent_to_every_rank(tmp_path: Path) -> None:
@@ -57,7 +57,7 @@ def test_a_long_name_is_not_sent_to_every_rank(tmp_path: Path) -> None:
     assert len(report.to_wire()) < 2 * LONGEST_LINE
 
 
-def test_evidence_is_bounded_as_a_whole_and_says_what_was_left_out() -> None:
+def test_evidence_is_bounded_as_a_whole_and_states_what_was_left_out() -> None:
     lines = [f"{number:06d} {'x' * 93}" for number in range(50_000)]
     error = FormatError("Many.", evidence=lines)
     assert sum(map(len, error.evidence)) <= MOST_EVIDENCE
@@ -84,7 +84,7 @@ def test_an_error_in_one_line_of_a_log_is_one_line_without_control_characters() 
     assert len(line) < 2 * LONGEST_LINE
 
 
-def test_an_error_in_one_line_says_the_last_part_of_its_place_and_the_evidence_behind_a_colon() -> None:
+def test_an_error_in_one_line_has_the_last_part_of_its_place_and_the_evidence_behind_a_colon() -> None:
     error = FormatError("/run/checkpoint-6 is damaged: 1 fault found.", where="/run/checkpoint-6", evidence=["a", "b"])
     assert error.in_one_line() == "checkpoint-6 is damaged: 1 fault found: a; b"
     inside = "/run/checkpoint-6/flex_checkpoint.json"

@@ -47,7 +47,7 @@ def test_every_extra_that_the_documents_name_exists() -> None:
     assert named <= extras.keys()
 
 
-def test_no_extra_asks_the_public_index_for_a_wheel_that_it_does_not_have() -> None:
+def test_no_extra_requires_a_wheel_that_the_public_index_lacks() -> None:
     names = {Requirement(text).name for texts in declared().values() for text in texts}
     assert "paddlepaddle-gpu" not in names
 

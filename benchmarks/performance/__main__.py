@@ -30,7 +30,7 @@ def main() -> None:
         for case in CASES:
             if _is_wanted(case.name, options.only):
                 outcomes[case.name] = measure(_among(case, options.contenders), options.rounds, root)
-                _say(outcomes[case.name])
+                _print_outcome(outcomes[case.name])
                 _write(options, outcomes, {})  # What is measured stays, however the run ends.
         exports = dict(export_peaks(root)) if _is_wanted("export", options.only) else {}
     finally:
@@ -58,7 +58,7 @@ def _among(case: Case, contenders: str) -> Case:
     return replace(case, contenders=tuple(name for name in case.contenders if name in chosen))
 
 
-def _say(outcome: Outcome) -> None:
+def _print_outcome(outcome: Outcome) -> None:
     """One line per case while the run goes on."""
     base = baseline(outcome)
     parts = []

@@ -27,8 +27,8 @@ def export_peaks(root: Path) -> Iterator[tuple[str, int]]:
         weights = {"model_state": laid.weights(0)}
         save(source, [filled(weights, lambda role, shard: part_of(shard).reshape(shard.global_shape))], laid)
         command = [sys.executable, "-m", "benchmarks.performance.exporting", str(source), str(target)]
-        said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-        yield f"{title}, {FILE_BYTES // 10**6} MB files, {MODELS[model].title}", int(said)
+        output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        yield f"{title}, {FILE_BYTES // 10**6} MB files, {MODELS[model].title}", int(output)
 
 
 def main() -> None:

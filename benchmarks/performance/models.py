@@ -23,7 +23,7 @@ from paddleformers_fc.layout.roles import MODEL_STATE, OPTIMIZER_STATE
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping.boxes import Box, whole
 from paddleformers_fc.plan.simulate import SimulatedModel, declared_model
-from paddleformers_fc.storage.dtypes import item_size, to_numpy, to_safetensors
+from paddleformers_fc.storage.dtypes import dtype_size, to_numpy, to_safetensors
 
 Array = np.ndarray[Any, Any]
 Roles = dict[str, dict[str, Shard]]
@@ -141,7 +141,7 @@ def _cut(shard: Shard, axis: int, rank: int, ranks: int) -> Shard:
 
 def nbytes(shard: Shard) -> int:
     """Bytes of a shard."""
-    return shard.size * item_size(to_safetensors(shard.dtype))
+    return shard.size * dtype_size(shard.dtype)
 
 
 def whole_tensor(name: str, shape: tuple[int, ...], dtype: str) -> Array:

@@ -94,9 +94,9 @@ def _targets(outcomes: Mapping[str, Outcome]) -> Iterator[str]:
     for target in targets():
         reached = verdict(target, outcomes)
         against = TITLES.get(target.against, f"“{target.against}”")
-        said = "not measured" if reached is None else f"{reached:.2f}"
+        text = "not measured" if reached is None else f"{reached:.2f}"
         met = "" if reached is None else ("met" if reached >= target.at_least else "**missed**")
-        yield f"| {target.case} | {against} | {target.at_least:.2f} | {said} | {met} |"
+        yield f"| {target.case} | {against} | {target.at_least:.2f} | {text} | {met} |"
     yield ""
 
 

@@ -19,7 +19,7 @@ _BASE = re.compile(r"[^\^\[]*")
 _CHOICES = ((0, 1), (1,), (0,))
 """The positions of numbers that become placeholders; those that combine most statements come first."""
 
-Said = Sequence[Text]
+ComponentTexts = Sequence[Text]
 Numbers = tuple[str, ...]
 
 
@@ -31,7 +31,7 @@ class _Pattern:
     numbers: Numbers
 
 
-def compacted(components: Sequence[Said], index: NameIndex) -> list[str]:
+def compacted(components: Sequence[ComponentTexts], index: NameIndex) -> list[str]:
     """Return as few statements as possible for all components.
 
     Args:
@@ -61,17 +61,17 @@ def compacted(components: Sequence[Said], index: NameIndex) -> list[str]:
 
 
 def _group(
-    texts: tuple[Text, ...], members: list[tuple[int, Numbers]], components: Sequence[Said], index: NameIndex
+    texts: tuple[Text, ...], members: list[tuple[int, Numbers]], components: Sequence[ComponentTexts], index: NameIndex
 ) -> list[str]:
     """Return a group's statements; a statement that is not exact is written once per member."""
     numbers = {entry for _, entry in members}
-    said: list[str] = []
+    statements: list[str] = []
     for at, text in enumerate(texts):
         if _exact(text, numbers, index):
-            said.append(str(text))
+            statements.append(str(text))
         else:
-            said += [str(components[number][at]) for number, _ in members]
-    return said
+            statements += [str(components[number][at]) for number, _ in members]
+    return statements
 
 
 def _exact(text: Text, numbers: set[Numbers], index: NameIndex) -> bool:
@@ -83,9 +83,9 @@ def _exact(text: Text, numbers: set[Numbers], index: NameIndex) -> bool:
     return len(matched) == len(numbers) and {entry for _, entry in matched} == numbers
 
 
-def _pattern(said: Said, positions: tuple[int, ...]) -> _Pattern | None:
+def _pattern(component: ComponentTexts, positions: tuple[int, ...]) -> _Pattern | None:
     """Return the statements with placeholders at these positions, or None if names differ in these numbers."""
-    first = said[0].left[0]
+    first = component[0].left[0]
     found = list(_NUMBER.finditer(first))
     if len(found) <= max(positions):
         return None
@@ -105,7 +105,7 @@ def _pattern(said: Said, positions: tuple[int, ...]) -> _Pattern | None:
         return item
 
     texts: list[Text] = []
-    for text in said:
+    for text in component:
         left, right = [patterned(item) for item in text.left], [patterned(item) for item in text.right]
         known_left, known_right = [item for item in left if item], [item for item in right if item]
         if len(known_left) < len(left) or len(known_right) < len(right):

@@ -45,12 +45,12 @@ class SourceView:
 
     @property
     def straight(self) -> bool:
-        """Whether the axes are in their own order."""
+        """Return whether the axes are in their own order."""
         return self.axes == tuple(range(len(self.axes)))
 
     @property
     def reversed(self) -> bool:
-        """Whether ``^T`` expresses the orientation."""
+        """Return whether ``^T`` expresses the orientation."""
         return not self.straight and self.axes == tuple(reversed(range(len(self.axes))))
 
 
@@ -72,7 +72,7 @@ class Component:
 
     @property
     def is_move(self) -> bool:
-        """Whether one whole tensor is one whole tensor."""
+        """Return whether one whole tensor is one whole tensor."""
         return len(self.pairs) == 1 and all(
             shape == self.pairs[0].target_box.shape for shape in (*self.sources.values(), *self.targets.values())
         )

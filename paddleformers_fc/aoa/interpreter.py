@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from paddleformers_fc.aoa import fusing
 from paddleformers_fc.aoa.expand import Budget, Name, Step
 from paddleformers_fc.aoa.faults import Fault, Faults, Span
-from paddleformers_fc.aoa.names import NameIndex, mentioned, skeleton
+from paddleformers_fc.aoa.names import NameIndex, name_skeletons, skeleton
 from paddleformers_fc.aoa.operations import Drop, Fresh, Fused, Join, Layout, Move
 from paddleformers_fc.aoa.shards import Readers, groups_read
 from paddleformers_fc.aoa.tensors import Tensors
@@ -59,7 +59,7 @@ class Interpreter:
         self._budget = budget
         self._left_cuts = {name: tensor.cuts for name, tensor in left.items()}
         self._readers = Readers(steps, {name: tensor.cuts for name, tensor in right.items()}, budget)
-        self._state = Assignments()
+        self._assignments = Assignments()
 
     def run(self, faults: Faults) -> Assignments:
         """Execute every step.
@@ -68,14 +68,14 @@ class Interpreter:
             faults: receives the faults. An unknown name is ignored if a faulty statement mentions it: that statement
                 may have been meant to assign it.
         """
-        excused = {name for line in faults.lines for name in mentioned(line.text)}
+        excused = {name for line in faults.lines for name in name_skeletons(line.text)}
         for at, step in enumerate(self._steps):
             operation = step.operation
             if isinstance(operation, Drop):
-                self._state.dropped[step.left[0].text] = step
+                self._assignments.dropped[step.left[0].text] = step
                 continue
             if isinstance(operation, Fresh):
-                self._state.fresh[step.right[0]] = step
+                self._assignments.fresh[step.right[0]] = step
                 continue
             results: Sequence[Value | None] = [None] * len(step.right)
             try:
@@ -87,15 +87,15 @@ class Interpreter:
                 if not (isinstance(fault, _UnknownName) and skeleton(fault.name) in excused):
                     step.report(fault, faults)
             self._assign(step, results, faults)
-        return self._state
+        return self._assignments
 
     def _read(self, left: Name, position: int, step: Step) -> Value | None:
-        state, name = self._state, left.text
-        if name in state.values:
-            state.unread.discard(name)
-            value = state.values[name]
+        assignments, name = self._assignments, left.text
+        if name in assignments.values:
+            assignments.unread.discard(name)
+            value = assignments.values[name]
         elif name in self._left:
-            state.readers.setdefault(name, []).append(step)
+            assignments.readers.setdefault(name, []).append(step)
             value = value_of(name, self._left[name].shape)
         else:
             items = step.statement.left
@@ -104,14 +104,14 @@ class Interpreter:
         return value if value is None or not left.transposed else transposed(value)
 
     def _assign(self, step: Step, results: Sequence[Value | None], faults: Faults) -> None:
-        state = self._state
+        assignments = self._assignments
         for name, value in zip(step.right, results, strict=True):
-            if name in state.unread and state.values[name] is not None:
-                before = state.assigned[name].statement.line.title
+            if name in assignments.unread and assignments.values[name] is not None:
+                before = assignments.assigned[name].statement.line.title
                 step.report(Fault(f"`{name}` was assigned by {before} and no statement has read it since."), faults)
-            state.values[name] = value
-            state.assigned[name] = step
-            state.unread.add(name)
+            assignments.values[name] = value
+            assignments.assigned[name] = step
+            assignments.unread.add(name)
             try:
                 self._budget.spend(0 if value is None else len(value.pieces))
             except Fault as fault:

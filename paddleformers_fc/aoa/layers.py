@@ -36,16 +36,16 @@ class ReducedMapping:
 
     Args:
         mapping: the mapping.
-        standing: the numbers of layers that represent others.
+        representatives: the numbers of layers that represent others.
     """
 
     mapping: Mapping
-    standing: frozenset[str]
+    representatives: frozenset[str]
 
     def holds_for_all(self, statements: Iterable[str]) -> bool:
         """Return whether the statements contain no number of a layer that represents others."""
         first = (_FIRST.search(name) for statement in statements for name in _NAME.findall(statement))
-        return not any(found is not None and found.group(1) in self.standing for found in first)
+        return not any(found is not None and found.group(1) in self.representatives for found in first)
 
 
 def reduce_layers(mapping: Mapping, hints: Hints) -> ReducedMapping | None:
@@ -63,18 +63,18 @@ def reduce_layers(mapping: Mapping, hints: Hints) -> ReducedMapping | None:
         if number and number not in alone:
             facts.setdefault(number, []).append(_facts(name, made, mapping, hints, split))
     first: dict[tuple[object, ...], str] = {}
-    stands_for = {number: first.setdefault(tuple(said), number) for number, said in facts.items()}
-    absent = {number for number, other in stands_for.items() if number != other}
+    representative_of = {number: first.setdefault(tuple(own), number) for number, own in facts.items()}
+    absent = {number for number, other in representative_of.items() if number != other}
     if not absent:
         return None
-    little = Mapping(
+    reduced = Mapping(
         {name: spec for name, spec in mapping.sources.items() if split[name][1] not in absent},
         {name: spec for name, spec in mapping.targets.items() if split[name][1] not in absent},
         {name: made for name, made in mapping.made.items() if split[name][1] not in absent},
         mapping.fresh,
         mapping.dropped,
     )
-    return ReducedMapping(little, frozenset(stands_for[number] for number in absent))
+    return ReducedMapping(reduced, frozenset(representative_of[number] for number in absent))
 
 
 def _split(name: str) -> Split:

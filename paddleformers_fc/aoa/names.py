@@ -41,7 +41,7 @@ def skeleton(name: str) -> str:
     return _PARTS.sub(_HOLE, name)
 
 
-def mentioned(text: str) -> set[str]:
+def name_skeletons(text: str) -> set[str]:
     """Return the skeletons of all possible names in a text, also as names of an array."""
     found = {skeleton(name.removesuffix("^T")) for name in _NAME.findall(text)}
     return found | {f"{name}_{_HOLE}" for name in found}

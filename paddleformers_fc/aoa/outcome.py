@@ -38,22 +38,22 @@ class _Output:
 
 
 def mapping_of(
-    state: Assignments, left: Tensors, right: Tensors | None, aliases: MappingABC[str, str], faults: Faults
+    assignments: Assignments, left: Tensors, right: Tensors | None, aliases: MappingABC[str, str], faults: Faults
 ) -> Mapping:
     """Return the mapping of all assignments.
 
     Args:
-        state: the assignments.
+        assignments: the assignments.
         left: the tensors on the left side.
         right: the tensors on the right side, or None if they follow from the statements.
         aliases: tied right names and their owners.
         faults: receives the faults.
     """
-    outputs = list(_derived(state, left) if right is None else _wanted(state, left, right))
+    outputs = list(_derived(assignments, left) if right is None else _wanted(assignments, left, right))
     if right is not None:
-        _refuse_unwanted(state, right, faults)
+        _refuse_unwanted(assignments, right, faults)
         _refuse_unfit(outputs, left, right, faults)
-    _refuse_contradictions(state, left, right, faults)
+    _refuse_contradictions(assignments, left, right, faults)
     kept = _without_aliases(outputs, aliases, faults)
     items = [item for output in kept for item in _named(output, left)]
     _refuse_reread(kept, left, faults)
@@ -66,30 +66,30 @@ def mapping_of(
         sources={name: tensor.spec for name, tensor in left.items()},
         targets=targets,
         correspondences=items,
-        fresh=frozenset(name for name in state.fresh if name in targets),
-        dropped=frozenset(name for name in state.dropped if name in left),
+        fresh=frozenset(name for name in assignments.fresh if name in targets),
+        dropped=frozenset(name for name in assignments.dropped if name in left),
     )
 
 
-def _wanted(state: Assignments, left: Tensors, right: Tensors) -> Iterator[_Output]:
+def _wanted(assignments: Assignments, left: Tensors, right: Tensors) -> Iterator[_Output]:
     """Yield right tensors by assignment, and by equal names."""
     for name in right:
-        if name in state.values:
-            value = state.values[name]
+        if name in assignments.values:
+            value = assignments.values[name]
             if value is not None:
-                yield _Output(name, value, state.assigned[name])
-        elif name in left and name not in state.fresh and name not in state.dropped:
+                yield _Output(name, value, assignments.assigned[name])
+        elif name in left and name not in assignments.fresh and name not in assignments.dropped:
             yield _Output(name, value_of(name, left[name].shape), None)
 
 
-def _derived(state: Assignments, left: Tensors) -> Iterator[_Output]:
+def _derived(assignments: Assignments, left: Tensors) -> Iterator[_Output]:
     """Yield left tensors and assigned names that no statement reads, if the right side is unknown."""
     for name, tensor in left.items():
-        if name not in state.readers and name not in state.dropped and name not in state.unread:
+        if name not in assignments.readers and name not in assignments.dropped and name not in assignments.unread:
             yield _Output(name, value_of(name, tensor.shape), None)
-    for name, step in state.assigned.items():
-        value = state.values[name]
-        if name in state.unread and value is not None:
+    for name, step in assignments.assigned.items():
+        value = assignments.values[name]
+        if name in assignments.unread and value is not None:
             yield _Output(name, value, step)
 
 
@@ -109,13 +109,13 @@ def _named(output: _Output, left: Tensors) -> list[Correspondence]:
     return coalesced(items) if len(items) > 1 else items
 
 
-def _refuse_unwanted(state: Assignments, right: Tensors, faults: Faults) -> None:
+def _refuse_unwanted(assignments: Assignments, right: Tensors, faults: Faults) -> None:
     index: NameIndex | None = None
-    for name in sorted(state.unread - right.keys()):
-        if state.values[name] is None:
+    for name in sorted(assignments.unread - right.keys()):
+        if assignments.values[name] is None:
             continue
         index = index or NameIndex(right)
-        step = state.assigned[name]
+        step = assignments.assigned[name]
         accepted = index.nearest(name) or "`a -> _` for a tensor that is not wanted"
         cause = f"`{name}` is not a tensor of the right side, and no later statement reads it."
         step.report(Fault(cause, accepted, step.statement.right[0].span), faults)
@@ -134,18 +134,18 @@ def _refuse_unfit(outputs: list[_Output], left: Tensors, right: Tensors, faults:
             output.report(Fault(cause, accepted), faults)
 
 
-def _refuse_contradictions(state: Assignments, left: Tensors, right: Tensors | None, faults: Faults) -> None:
+def _refuse_contradictions(assignments: Assignments, left: Tensors, right: Tensors | None, faults: Faults) -> None:
     """Refuse ``_`` with an unknown name, or with one that another statement uses."""
-    for name, step in state.dropped.items():
+    for name, step in assignments.dropped.items():
         if name not in left:
             step.report(Fault(f"`{name}` is not a tensor of the left side."), faults)
-        for reader in state.readers.get(name, [])[:1]:
+        for reader in assignments.readers.get(name, [])[:1]:
             step.report(Fault(f"`{name}` is removed here and read by {reader.statement.line.title}."), faults)
-    for name, step in state.fresh.items():
+    for name, step in assignments.fresh.items():
         if right is None or name not in right:
             step.report(Fault(f"`{name}` is not a tensor of the right side."), faults)
-        if name in state.values:
-            other = state.assigned[name].statement.line.title
+        if name in assignments.values:
+            other = assignments.assigned[name].statement.line.title
             step.report(Fault(f"`{name}` keeps its initial values here and is assigned by {other}."), faults)
 
 

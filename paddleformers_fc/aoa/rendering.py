@@ -44,12 +44,12 @@ def render(mapping: Mapping, hints: Hints | None = None, *, reverse: bool = Fals
         MappingError: with everything that the language does not express.
     """
     hints = hints or Hints()
-    little = reduce_layers(mapping, hints)
-    if little is not None:
+    reduced = reduce_layers(mapping, hints)
+    if reduced is not None:
         # If one layer cannot be rendered, the error lists all of them.
         with contextlib.suppress(MappingError):
-            statements = _directed(little.mapping, hints, reverse)
-            if little.holds_for_all(statements):
+            statements = _directed(reduced.mapping, hints, reverse)
+            if reduced.holds_for_all(statements):
                 return statements
     return _directed(mapping, hints, reverse)
 
@@ -66,7 +66,7 @@ def _rendered(mapping: Mapping, hints: Hints) -> list[str]:
     statements = [f"{name} -> _" for name in sorted(mapping.dropped)]
     statements += [f"_ -> {name}" for name in sorted(mapping.fresh)]
     refused += [fault for name in sorted(mapping.dropped | mapping.fresh) if (fault := name_fault(name)) is not None]
-    statements += _said(components, mapping, hints, refused)
+    statements += _statements(components, mapping, hints, refused)
     _raise_refused(refused)
     _verify(statements, mapping, hints)
     return statements
@@ -88,48 +88,48 @@ def _components(mapping: Mapping) -> tuple[list[Component], list[str]]:
     return found, refused
 
 
-def _said(components: list[Component], mapping: Mapping, hints: Hints, refused: list[str]) -> list[str]:
+def _statements(components: list[Component], mapping: Mapping, hints: Hints, refused: list[str]) -> list[str]:
     """Render all components, in an order in which no name is overwritten before it is read."""
     order = ordered(components)
     taken = frozenset((*mapping.sources, *mapping.targets))
     index = NameIndex(mapping.sources)
-    wording = StatementWriter(hints, taken)
-    copies = [_copies(wording, components[place], taken, refused) for place in order.copied]
+    writer = StatementWriter(hints, taken)
+    copies = [_copies(writer, components[place], taken, refused) for place in order.copied]
     statements = compacted(copies, index)
     for rank in (order.free, *order.ranks):
-        statements += compacted([_words(wording, components[place], refused) for place in rank], index)
+        statements += compacted([_component_texts(writer, components[place], refused) for place in rank], index)
     for place in order.copied:
         component = components[place]
-        words = _words(StatementWriter(_aside_hints(hints, component), taken), _aside(component), refused)
-        statements += [str(text) for text in words]
+        texts = _component_texts(StatementWriter(_aside_hints(hints, component), taken), _aside(component), refused)
+        statements += [str(text) for text in texts]
     return statements
 
 
-def _words(wording: StatementWriter, component: Component, refused: list[str]) -> list[Text]:
+def _component_texts(writer: StatementWriter, component: Component, refused: list[str]) -> list[Text]:
     faults = [fault for name in (*component.sources, *component.targets) if (fault := name_fault(name)) is not None]
     if faults:
         refused += faults
         return []
     try:
-        return wording.said(component)
+        return writer.statements(component)
     except Inexpressible as reason:
         refused.append(str(reason))
         return []
 
 
-def _copies(wording: StatementWriter, component: Component, taken: frozenset[str], refused: list[str]) -> list[Text]:
+def _copies(writer: StatementWriter, component: Component, taken: frozenset[str], refused: list[str]) -> list[Text]:
     """Write oriented copies of a component's sources under other names."""
-    said: list[Text] = []
+    texts: list[Text] = []
     for name, orientation in component.views.items():
         if name + _ASIDE in taken:
             refused.append(f"{name}: is overwritten before it is read, and {name}{_ASIDE} is not free")
         try:
-            view = wording.seen(name, orientation, said)
+            view = writer.source_text(name, orientation, texts)
         except Inexpressible as reason:
             refused.append(str(reason))
             continue
-        said.append(Text((view,), (name + _ASIDE,)))
-    return said
+        texts.append(Text((view,), (name + _ASIDE,)))
+    return texts
 
 
 def _aside(component: Component) -> Component:

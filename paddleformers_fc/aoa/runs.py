@@ -13,7 +13,7 @@ from math import gcd
 
 from paddleformers_fc.aoa.components import Component
 from paddleformers_fc.mapping.boxes import Shape
-from paddleformers_fc.mapping.rules import held_by, interleave
+from paddleformers_fc.mapping.rules import interleave, parts_by_tensor
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class AxisComponent:
 
     @property
     def is_move(self) -> bool:
-        """Whether one whole tensor becomes one whole tensor."""
+        """Return whether one whole tensor becomes one whole tensor."""
         return len(self.runs) == len(self.component.sources) == len(self.component.targets) == 1
 
     @property
@@ -86,7 +86,7 @@ class AxisComponent:
         sources, targets = list(self.sources), list(self.targets)
         if not parts or any(not part or part % source_rounds or part % target_rounds for part in parts):
             return False
-        sides = held_by(len(sources), parts), held_by(len(targets), parts)
+        sides = parts_by_tensor(len(sources), parts), parts_by_tensor(len(targets), parts)
         made = [
             AxisRun(sources[run.source], run.in_source, targets[run.target], run.in_target, run.length)
             for run in interleave(*sides, source_rounds, target_rounds)

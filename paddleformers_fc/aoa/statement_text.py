@@ -35,8 +35,8 @@ class Text:
     attributes: str = ""
 
     def __str__(self) -> str:
-        said = f"{', '.join(self.left)} -> {', '.join(self.right)}"
-        return f"{said}, {self.attributes}" if self.attributes else said
+        text = f"{', '.join(self.left)} -> {', '.join(self.right)}"
+        return f"{text}, {self.attributes}" if self.attributes else text
 
 
 class StatementWriter:
@@ -51,7 +51,7 @@ class StatementWriter:
         self._hints = hints
         self._taken = taken
 
-    def said(self, component: Component) -> list[Text]:
+    def statements(self, component: Component) -> list[Text]:
         """Return the statements of a component; none for equal names.
 
         Raises:
@@ -88,39 +88,41 @@ class StatementWriter:
         if layout is None:
             return self._parts(row)
         # Paddle loses the number of shards of a tensor that such a statement reads transposed.
-        turned_first = layout.by_shards and len(layout.sources) == 1
-        said: list[Text] = []
-        left = [self.seen(name, row.component.views[name], said, plain=turned_first) for name in layout.sources]
-        return [*said, Text(tuple(left), layout.targets, layout.attributes)]
+        transposed_first = layout.by_shards and len(layout.sources) == 1
+        texts: list[Text] = []
+        left = [
+            self.source_text(name, row.component.views[name], texts, plain=transposed_first) for name in layout.sources
+        ]
+        return [*texts, Text(tuple(left), layout.targets, layout.attributes)]
 
-    def seen(self, name: str, view: SourceView, said: list[Text], *, plain: bool = False) -> str:
-        """Return the text of an oriented source; statements that must precede it are appended to ``said``."""
+    def source_text(self, name: str, view: SourceView, texts: list[Text], *, plain: bool = False) -> str:
+        """Return the text of an oriented source; statements that must precede it are appended to ``texts``."""
         if view.straight or view.reversed:
             if view.cast is None and not (plain and view.reversed):
                 return _view(name, view)
-            said.append(Text((_view(name, view),), (name,), _cast(view)))
+            texts.append(Text((_view(name, view),), (name,), _cast(view)))
             return name
-        said.append(Text((name,), (name,), _permute(view)))
+        texts.append(Text((name,), (name,), _permute(view)))
         if view.cast is not None:
-            said.append(Text((name,), (name,), _cast(view)))
+            texts.append(Text((name,), (name,), _cast(view)))
         return name
 
     def _parts(self, row: AxisComponent) -> list[Text]:
         """Return the general case: equal parts as long as possible, named as arrays, and joined again."""
-        said: list[Text] = []
-        spelled: dict[str, str] = {}
+        texts: list[Text] = []
+        source_texts: dict[str, str] = {}
         units: dict[str, int] = {}
         for name, length in row.sources.items():
             unit = units[name] = row.unit(name)
-            spelled[name] = view = self.seen(name, row.component.views[name], said)
+            source_texts[name] = view = self.source_text(name, row.component.views[name], texts)
             if unit < length:
-                said.append(Text((view,), (self._array(name, length // unit),), _axis(row)))
+                texts.append(Text((view,), (self._array(name, length // unit),), _axis(row)))
         for target in dict.fromkeys(run.target for run in row.runs):
             runs = [run for run in row.runs if run.target == target]
-            left = tuple(_stretch(run, units[run.source], row.sources[run.source], spelled) for run in runs)
+            left = tuple(_stretch(run, units[run.source], row.sources[run.source], source_texts) for run in runs)
             several = sum(run.length // units[run.source] for run in runs) > 1
-            said.append(Text(left, (target,), _axis(row) if several else ""))
-        return said
+            texts.append(Text(left, (target,), _axis(row) if several else ""))
+        return texts
 
     def _array(self, name: str, count: int) -> str:
         """Return the array of a name, whose elements must not be tensors."""
@@ -133,15 +135,15 @@ class StatementWriter:
     def _slabs(self, slabs: Slabs) -> list[Text]:
         """Slabs one by one, and one statement that joins or splits the tensor that holds them."""
         array = self._array(slabs.stack, len(slabs.components))
-        said: list[Text] = []
+        texts: list[Text] = []
         if slabs.view is not None:
-            view = self.seen(slabs.stack, slabs.view, said)
-            said.append(Text((view,), (array,), f"axis={slabs.axis}"))
+            view = self.source_text(slabs.stack, slabs.view, texts)
+            texts.append(Text((view,), (array,), f"axis={slabs.axis}"))
         for component in slabs.components:
-            said += self.said(component)
+            texts += self.statements(component)
         if slabs.view is None:
-            said.append(Text((array,), (slabs.stack,), f"axis={slabs.axis}"))
-        return said
+            texts.append(Text((array,), (slabs.stack,), f"axis={slabs.axis}"))
+        return texts
 
 
 def name_fault(name: str) -> str | None:
@@ -174,8 +176,8 @@ def _axis(row: AxisComponent) -> str:
     return f"axis={row.axis}"
 
 
-def _stretch(run: AxisRun, unit: int, length: int, spelled: dict[str, str]) -> str:
+def _stretch(run: AxisRun, unit: int, length: int, source_texts: dict[str, str]) -> str:
     """Return a run as names: the whole source, or a stretch of its array."""
     if unit == length:
-        return spelled[run.source]
+        return source_texts[run.source]
     return f"{run.source}[{run.source_at // unit}:{(run.source_at + run.length) // unit}]"

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from paddleformers_fc.aoa.faults import Fault
 from paddleformers_fc.mapping.boxes import Box, BoxFinder, Shape, whole
 from paddleformers_fc.mapping.correspondences import Correspondence, coalesced
-from paddleformers_fc.mapping.rules import held_by, interleave
+from paddleformers_fc.mapping.rules import interleave, parts_by_tensor
 from paddleformers_fc.mapping.templates import pulled
 
 
@@ -101,7 +101,7 @@ def interleaved(
     """
     slabs = [_Slabs(value, axis) for value in values]
     results: list[list[Correspondence]] = [[] for _ in range(into)]
-    for run in interleave(held_by(len(values), parts), held_by(into, parts), *groups):
+    for run in interleave(parts_by_tensor(len(values), parts), parts_by_tensor(into, parts), *groups):
         results[run.target] += slabs[run.source].moved(run.in_source, run.length, run.in_target)
     lengths = parts if into > 1 else (sum(parts),)
     return [

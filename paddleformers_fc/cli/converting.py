@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Converted(msgspec.Struct, frozen=True):
-    """What was written.
+    """The report of a conversion.
 
     Attributes:
         source: the checkpoint as it was named.

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _MOST_FIGURES = 10
-"""How many tensors are shown with their figures as text."""
+"""Maximum number of tensors that are shown with their figures as text."""
 _MANY_ULP = 1 << 12
 """More than the rounding of a few operations."""
 

@@ -28,7 +28,7 @@ class ExportedFile(msgspec.Struct, frozen=True):
 
 
 class Exported(msgspec.Struct, frozen=True):
-    """What was written.
+    """The report of an export.
 
     Attributes:
         source: the checkpoint as it was named.

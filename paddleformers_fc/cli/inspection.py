@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _MOST_DIFFERENCES = 20
-"""How many lines about replicas that differ are shown as text."""
+"""Maximum number of lines about replicas that differ, as text."""
 
 
 def show(found: Inspection, console: Console, files: str = "on disk") -> None:

@@ -61,8 +61,8 @@ app = typer.Typer(
 )
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+def _print_version(value: bool) -> None:
+    if value:
         print(f"{PROGRAM} {__version__}")
         raise typer.Exit
 
@@ -85,7 +85,7 @@ class Level(str, Enum):
 
 
 class Tied(str, Enum):
-    """Which copy of a tied tensor is read."""
+    """The copy of a tied tensor that is read."""
 
     refuse = "refuse"
     first = "first"
@@ -166,7 +166,7 @@ def explain(
     ],
     as_json: Json = False,
 ) -> int:
-    """Show every stored box that a tensor is read from, or that reads it, and the rules in between."""
+    """Show every stored box that a tensor is read from, or every box that reads it, and the rules between them."""
     import paddleformers_fc
     from paddleformers_fc.cli import explaining
 

@@ -46,7 +46,7 @@ from paddleformers_fc.cpu_runtime.launch import LaunchResult, launch
 from paddleformers_fc.cpu_runtime.ranks import FORWARDED_SECONDS, SAVED_ON_SIGNAL, rank_environments, tail
 from paddleformers_fc.errors import FlexError, OptionError, StorageError
 from paddleformers_fc.storage import files
-from paddleformers_fc.storage.commit import is_in_the_way
+from paddleformers_fc.storage.commit import is_name_taken
 from paddleformers_fc.storage.manifest import newest_checkpoint, read_manifest
 from paddleformers_fc.storage.paths import expand_user, require_local
 from paddleformers_fc.text import count_text
@@ -342,7 +342,7 @@ def claim_logs(job: TrainingJob) -> TrainingJob:
         try:
             files.make_directory(log_dir)
         except StorageError as error:
-            if not is_in_the_way(error):
+            if not is_name_taken(error):
                 raise
         else:
             break
@@ -475,8 +475,8 @@ def _run_ranks(job: TrainingJob, view: LogView) -> LaunchResult:
 def _forwarded_to_recorded(job: TrainingJob) -> Iterator[list[str]]:
     """Return a block in which the signal of the job is forwarded to ranks that take it; with what was forwarded.
 
-    PaddleFormers' command starts ``paddle.distributed.launch`` and forwards nothing. Before the ranks take the signal
-    it has its former effect.
+    PaddleFormers' command starts ``paddle.distributed.launch`` and forwards nothing. Before the ranks handle the signal
+    it has its original effect.
     """
     forwarded: list[str] = []
     if job.save_signal is None or threading.current_thread() is not threading.main_thread():

@@ -76,7 +76,7 @@ def route(block: Any, tokens: Any) -> tuple[Any, Any, Any]:
 
 
 def dense_forward(block: Any, input: Any) -> tuple[Any, None, Any, Any]:
-    """What ``Ernie4_5_MoeSparseMoeBlock`` computes.
+    """The computation of ``Ernie4_5_MoeSparseMoeBlock``.
 
     Args:
         block: the layer.
@@ -107,7 +107,7 @@ def dense_forward(block: Any, input: Any) -> tuple[Any, None, Any, Any]:
 
 
 def _tokens_are_replicated(config: Any, group: Any) -> bool:
-    """Whether the ranks that share the experts hold equal tokens: tensor-parallel ones that do not split sequences."""
+    """Return whether the ranks that share experts have equal tokens: tensor parallelism without split sequences."""
     if config.sequence_parallel:
         return False
     return list(group.ranks) == list(fleet.get_hybrid_communicate_group().get_model_parallel_group().ranks)

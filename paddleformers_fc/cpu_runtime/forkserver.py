@@ -6,7 +6,7 @@ runs one job at a time: N forked ranks, each with a new parallel environment, a 
 
 Protocol: one line of JSON per request on the server's standard input, one line per answer on a pipe; results are JSON
 files. No pickle. An empty line ends a running job. The server and all its ranks end when its standard input is closed,
-or at a line that says so: processes that its user has forked may hold that input open.
+or at an empty line: processes that its user has forked may keep that input open.
 
 A forked rank is a copy of the server. The preloaded modules must not have computed anything on several threads, so the
 server and its ranks run with one thread each.
@@ -51,7 +51,7 @@ _ABANDON, _END = b"\n", b"end\n"
 
 @dataclass(frozen=True)
 class JobResult:
-    """How a job of forked ranks ended.
+    """The outcome of a job of forked ranks.
 
     Args:
         values: what the job function returned, by rank; None for a rank that returned nothing or failed.

@@ -5,7 +5,7 @@ if the optimizer was wrapped for mixed precision. It accepts sharding stage 1 ve
 only together with ``amp_master_grad``, which needs bfloat16 or float16, although the optimizer works in float32. The
 patches omit the first step and run what the second guards.
 
-An evaluation of adapters asks for a class that is imported with PaddleFleet only. The patch defines one without
+An evaluation of adapters needs a class that is imported with PaddleFleet only. The patch defines one without
 instances.
 
 The Trainer's log has no ``global_norm`` in float32 runs; clipping itself is unaffected.
@@ -49,11 +49,11 @@ def split_parameters_in_float32() -> None:
 
     @functools.wraps(original)
     def __post_init__(self: Any) -> None:
-        asked = self.split_param and not (self.bf16 or self.fp16)
-        if asked:
+        splits = self.split_param and not (self.bf16 or self.fp16)
+        if splits:
             self.split_param = False
         original(self)
-        if asked and self.sharding_parallel_size > 1 and ShardingOption.SHARD_OP in self.sharding:
+        if splits and self.sharding_parallel_size > 1 and ShardingOption.SHARD_OP in self.sharding:
             self.split_param = True
             fleet.fleet._user_defined_strategy.hybrid_configs["sharding_configs"].split_param = True
 

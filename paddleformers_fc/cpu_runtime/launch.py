@@ -28,7 +28,7 @@ from . import ranks
 
 @dataclass(frozen=True)
 class LaunchResult:
-    """How a launched job ended.
+    """The outcome of a launched job.
 
     Args:
         returncode: 0 when every rank returned 0, 124 when time was over, else the first failing rank's code

@@ -25,8 +25,8 @@ def split_parameters_in_float32() -> None:
 
     @functools.wraps(original)
     def __post_init__(self: Any) -> None:
-        asked = _SPLIT in self.sharding_parallel_config and not (self.bf16 or self.fp16)
-        if not asked:
+        splits = _SPLIT in self.sharding_parallel_config and not (self.bf16 or self.fp16)
+        if not splits:
             original(self)
             return
         given = self.sharding_parallel_config

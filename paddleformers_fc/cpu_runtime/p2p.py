@@ -68,7 +68,7 @@ DONE = Done()
 
 
 class Mailbox:
-    """What this rank receives from and sends to the other ranks.
+    """The messages that this rank exchanges with the other ranks.
 
     Args:
         store: the job's default store, through which addresses are found.
@@ -91,7 +91,7 @@ class Mailbox:
         store.set(_ADDRESS_KEY.format(rank=rank), f"{host}:{port}:{self._token.hex()}")
         threading.Thread(target=self._accept, name="mailbox", daemon=True).start()
 
-    def learn_addresses(self, store: Any, world_size: int) -> None:
+    def read_addresses(self, store: Any, world_size: int) -> None:
         """Read where every rank's mailbox is, while rank 0, which serves the store, is certain to be there."""
         for rank in range(world_size):
             key = _ADDRESS_KEY.format(rank=rank)
@@ -270,7 +270,7 @@ def open_mailbox(store: Any, rank: int, world_size: int) -> None:
     global _mailbox
     if _mailbox is None:
         _mailbox = Mailbox(store, rank)
-        _mailbox.learn_addresses(store, world_size)
+        _mailbox.read_addresses(store, world_size)
         atexit.register(flush)
 
 
@@ -293,7 +293,7 @@ def register(process_group: Any, group_id: int) -> None:
 
 @dataclass(frozen=True)
 class Address:
-    """Where messages of one process group go.
+    """The destinations of messages of one process group.
 
     Args:
         group_id: Paddle's number of the group.

@@ -35,7 +35,7 @@ loaded machine everything takes many times as long, so no limit of the CPU runti
 POLL_SECONDS = 0.02
 GRACE_SECONDS = 5.0
 FORWARDED_SECONDS = 30.0
-"""How long ranks have after a signal that was forwarded to them, as under ``paddle.distributed.launch``."""
+"""Seconds that ranks have after a forwarded signal, as under ``paddle.distributed.launch``."""
 
 DUMP_SECONDS = 60.0
 TIMED_OUT = 124
@@ -60,7 +60,7 @@ class RankProcess(Protocol):
 
 @dataclass(frozen=True)
 class JobOutcome:
-    """How the ranks of a job ended.
+    """The outcome of the ranks of a job.
 
     Args:
         returncodes: by rank; negative for a signal, as in :mod:`subprocess`.

@@ -283,18 +283,18 @@ def broadcast(channel: Channel, data: bytes, size: int, members: Sequence[int]) 
         the bytes on every member; empty on other ranks.
     """
     place = members.index(channel.rank) if channel.rank in members else None
-    held = np.frombuffer(data if place == 0 else b"", np.uint8)
+    received = np.frombuffer(data if place == 0 else b"", np.uint8)
     having = 1
     while having < len(members):
         outgoing: dict[int, Bytes] = {}
         sizes: dict[int, int] = {}
         if place is not None and place < having and place + having < len(members):
-            outgoing[members[place + having]] = held
+            outgoing[members[place + having]] = received
         if place is not None and having <= place < 2 * having:
             sizes[members[place - having]] = size
-        held = next(iter(channel.all_to_all(outgoing, sizes).values()), held)
+        received = next(iter(channel.all_to_all(outgoing, sizes).values()), received)
         having *= 2
-    return held.tobytes()
+    return received.tobytes()
 
 
 def _decode(payload: bytes) -> _RankMessage:

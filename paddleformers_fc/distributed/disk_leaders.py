@@ -74,8 +74,8 @@ def find_disk_leaders(channel: Channel, doing: str, put: Callable[[], str], sees
     return DiskLeaders(tuple(found[rank][0] for rank in range(channel.world_size)), found[channel.rank][1])
 
 
-def _create_token(put: Callable[[], str], asked: bool) -> bytes:
-    return os.fsencode(put()) if asked else b""
+def _create_token(put: Callable[[], str], creates: bool) -> bytes:
+    return os.fsencode(put()) if creates else b""
 
 
 def _probe(sees: Callable[[str], bool], tokens: Mapping[int, str], rank: int) -> _ProbeMessage:

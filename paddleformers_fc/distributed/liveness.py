@@ -101,7 +101,7 @@ class Liveness:
         except Exception as error:  # The class depends on the store.
             raise self._store_error() from error
         if why:
-            raise self.report(f"{why} The job cannot go on.")
+            raise self.report(f"{why} The job cannot continue.")
 
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:
@@ -203,7 +203,7 @@ class Liveness:
 
     def _store_error(self) -> PeerError:
         return PeerError(
-            "The store of the job does not answer. The job cannot go on.",
+            "The store of the job does not answer. The job cannot continue.",
             where=f"a job of {self._size} ranks",
             evidence=[
                 f"{self._store.name} is served by rank {_SERVER}, which has ended, or which this node cannot reach",

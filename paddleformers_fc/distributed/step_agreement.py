@@ -2,7 +2,7 @@
 
 Any rank may ask for it, at any time and alone. A background thread of every rank polls one counter for such a request,
 so seldom that the server gets at most 2,000 requests a second. Then the ranks meet (:mod:`.liveness`) while their loops
-go on, so that loops are held only by threads that are all there. At last each rank stores its step, and rank 0 reads
+continue: a loop is blocked only when all threads have arrived. Finally each rank stores its step, and rank 0 reads
 all steps and stores the highest before it meets the others: a rank that has met all others finds the result.
 
 A rank that does not arrive in time ends the attempt on all ranks alike: nothing is agreed, on any rank. There is one
@@ -16,10 +16,10 @@ import time
 from paddleformers_fc.distributed.liveness import KVStore, Liveness
 
 ARRIVAL_SECONDS = 20.0
-"""Seconds for the threads of all ranks to arrive while loops go on."""
+"""Seconds for the threads of all ranks to arrive while loops continue."""
 
-HELD_SECONDS = 20.0
-"""Most seconds for which the loops are held."""
+HOLD_SECONDS = 20.0
+"""Maximum seconds for which the loops are blocked."""
 
 _COLLECT_PART = 0.2
 _MEETING_PART = 0.4
@@ -41,7 +41,7 @@ class StepAgreement:
         rank: this rank.
         world_size: number of ranks.
         prefix: prefix of all keys in the store; equal on all ranks, and different for each agreement of a job.
-        held: seconds within which :meth:`highest` returns or raises.
+        hold_seconds: seconds within which :meth:`highest` returns or raises.
         arrival: seconds for all ranks to arrive in :meth:`meet`.
     """
 
@@ -51,16 +51,16 @@ class StepAgreement:
         rank: int,
         world_size: int,
         prefix: str,
-        held: float = HELD_SECONDS,
+        hold_seconds: float = HOLD_SECONDS,
         arrival: float = ARRIVAL_SECONDS,
     ) -> None:
         self._store = store
         self._rank = rank
         self._size = world_size
         self._prefix = prefix
-        self._collect = _COLLECT_PART * held
+        self._collect = _COLLECT_PART * hold_seconds
         self._before = Liveness(store, rank, world_size, arrival, f"{prefix}/before")
-        self._held = Liveness(store, rank, world_size, _MEETING_PART * held, f"{prefix}/held")
+        self._meeting = Liveness(store, rank, world_size, _MEETING_PART * hold_seconds, f"{prefix}/held")
 
     @property
     def poll_seconds(self) -> float:
@@ -102,7 +102,7 @@ class StepAgreement:
         self._store.add(f"{self._prefix}/{_GIVEN}", 1)
         if self._rank == _READER:
             self._publish()
-        self._held.wait_for_all()
+        self._meeting.wait_for_all()
         return int(bytes(self._store.get(f"{self._prefix}/{_HIGHEST}")))
 
     def _publish(self) -> None:
@@ -110,8 +110,8 @@ class StepAgreement:
         end = time.monotonic() + self._collect
         while self._store.add(f"{self._prefix}/{_GIVEN}", 0) < self._size:
             if time.monotonic() > end:
-                self._held.abort()
-                raise self._held.report("Not every rank has given its step.")
+                self._meeting.abort()
+                raise self._meeting.report("Not every rank has given its step.")
             time.sleep(_COLLECT_POLL_SECONDS)
         steps = [int(bytes(self._store.get(f"{self._prefix}/{_STEP}/{rank}"))) for rank in range(self._size)]
         self._store.set(f"{self._prefix}/{_HIGHEST}", str(max(steps)))

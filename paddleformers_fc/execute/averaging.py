@@ -29,7 +29,7 @@ for a billion elements."""
 THREADS = 2
 """Threads of an update; two come close to the bandwidth of the memory, and leave other cores to the training."""
 
-_JOB_ELEMENTS = 1 << 24
+_CHUNK_ELEMENTS = 1 << 24
 """Elements that a thread takes at a time, such as four pieces of a device's memory that are copied ahead."""
 
 Array = np.ndarray[Any, np.dtype[np.float32]]
@@ -71,40 +71,40 @@ def update_averages(tensors: Iterable[AveragedTensor], weight: float, threads: i
     """Update averages in place.
 
     Args:
-        tensors: the tensors, which must not change meanwhile, and their averages.
+        tensors: the tensors, which must not change during the call, and their averages.
         weight: of the tensors, above 0 and at most 1. With 1 an average becomes a copy, whatever it was.
         threads: number of threads.
     """
-    jobs = list(chain.from_iterable(map(_jobs, tensors)))
-    if threads == 1 or len(jobs) < 2:
-        _run(jobs, weight)
+    chunks = list(chain.from_iterable(map(_chunks, tensors)))
+    if threads == 1 or len(chunks) < 2:
+        _run(chunks, weight)
         return
-    remaining = iter(jobs)  # Elements are taken under the interpreter's lock.
+    remaining = iter(chunks)  # Elements are taken under the interpreter's lock.
     with ThreadPoolExecutor(threads, "flex-average") as pool:
         for done in [pool.submit(_run, remaining, weight) for _ in range(threads)]:
             done.result()
 
 
 @dataclass(frozen=True)
-class _Job:
+class _Chunk:
     tensor: AveragedTensor
     start: int
     stop: int
 
 
-def _jobs(tensor: AveragedTensor) -> Iterator[_Job]:
+def _chunks(tensor: AveragedTensor) -> Iterator[_Chunk]:
     size = tensor.average.size
     # Half a tensor for each of two threads, if it is not larger.
-    step = min(_JOB_ELEMENTS, max(BLOCK_ELEMENTS, -(-size // 2)))
-    return (_Job(tensor, start, min(start + step, size)) for start in range(0, size, step))
+    step = min(_CHUNK_ELEMENTS, max(BLOCK_ELEMENTS, -(-size // 2)))
+    return (_Chunk(tensor, start, min(start + step, size)) for start in range(0, size, step))
 
 
-def _run(jobs: Iterable[_Job], weight: float) -> None:
+def _run(chunks: Iterable[_Chunk], weight: float) -> None:
     scratch = np.empty(BLOCK_ELEMENTS, np.float32)
-    for job in jobs:
-        begin = job.start
-        for piece in job.tensor.values(job.tensor.first + job.start, job.tensor.first + job.stop):
-            _update(job.tensor.average[begin : begin + piece.size], piece, np.float32(weight), scratch)
+    for chunk in chunks:
+        begin = chunk.start
+        for piece in chunk.tensor.values(chunk.tensor.first + chunk.start, chunk.tensor.first + chunk.stop):
+            _update(chunk.tensor.average[begin : begin + piece.size], piece, np.float32(weight), scratch)
             begin += piece.size
 
 

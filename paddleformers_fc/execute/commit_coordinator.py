@@ -48,7 +48,7 @@ def commit_on_all(
     directory: Path,
     checksums: Sequence[Sequence[FileChecksum]],
     files: Mapping[str, bytes],
-    describe: Callable[[list[FileChecksum]], Manifest],
+    build_manifest: Callable[[list[FileChecksum]], Manifest],
     channel: Channel,
 ) -> CommitResult:
     """Write the manifest, and rename the staging directories.
@@ -58,7 +58,7 @@ def commit_on_all(
         directory: its final name.
         checksums: the checksums of the files of every rank, by rank.
         files: this rank's small files; those of the coordinator go onto every disk.
-        describe: writes the mapping and returns the manifest of these files and of itself; called on the coordinator.
+        build_manifest: writes the mapping and returns the manifest of these files; called on the coordinator.
         channel: all ranks; every rank must call.
     Raises:
         FlexError: the same on every rank.
@@ -69,7 +69,7 @@ def commit_on_all(
     def record() -> tuple[list[_ManifestMessage], bytes]:
         if channel.rank != 0:
             return [], b""
-        manifest, common = describe([checksum for theirs in checksums for checksum in theirs]), b""
+        manifest, common = build_manifest([checksum for theirs in checksums for checksum in theirs]), b""
         if len(leads) > 1:
             common = msgspec.msgpack.encode({**files, MAPPING_NAME: read_file(staged.path / MAPPING_NAME)})
         return [_ManifestMessage(manifest, len(common))], common

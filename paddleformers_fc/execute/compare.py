@@ -1,9 +1,9 @@
 """Compare the stored bytes of whole tensors of two checkpoints, side by side.
 
 Every byte of both sides is read and compared; no recorded checksum takes the place of a read. Boxes that both sides
-store (:mod:`paddleformers_fc.plan.pairing`) are read in pieces into two buffers. Where a box is one run of bytes on
-both sides, it is compared as it lies in the files, and neighbours are read together: a few system calls for thousands
-of small tensors. Only boxes that one side stores strided or transposed, or in another dtype, go through read items.
+store (:mod:`paddleformers_fc.plan.pairing`) are read in pieces into two buffers. A box that is contiguous on both sides
+is compared as it lies in the files, and neighbours are read together: a few system calls for thousands of small
+tensors. Only boxes that one side stores strided or transposed, or in another dtype, go through read items.
 Stored tensors of two checkpoints with equal boxes are compared without a plan (:func:`differing_stored`).
 
 Memory: two buffers of ``COMPARE_BYTES`` and scratch memory for each thread, whatever the size of a tensor.
@@ -15,7 +15,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -33,8 +33,8 @@ from paddleformers_fc.storage.vectored_read import ScatterList
 
 COMPARE_BYTES = 2 << 20
 """Bytes of a piece on each side: few enough to be in the processor's cache when they are compared."""
-_MOST_RUNS = 4096
-"""Runs of one job at most; their number is Python work, where their bytes are not."""
+_MOST_RANGES = 4096
+"""Ranges of one job at most; their number is Python work, where their bytes are not."""
 
 
 @dataclass(frozen=True)
@@ -65,16 +65,16 @@ def differing_tensors(
         Corrupt, StorageError: a file cannot be read.
     """
     keys = list(dtypes)
-    runs, boxes = _paired(keys, left, right, dtypes)
+    ranges, boxes = _paired(keys, left, right, dtypes)
     groups, alone = _grouped(boxes, len(keys))
-    runs += [group.run for group in groups]
+    ranges += [group.whole for group in groups]
     work = _Work(left.root, right.root, _Buffers(piece_bytes))
     pool.expect(_regions(left, right, keys))
-    runs.sort()
+    ranges.sort()
     alone.sort(key=_in_file)
-    expect(2 * (sum(run[4] for run in runs) + sum(map(_bytes_of, alone))))
-    pool.run(batch_jobs(chain(_run_jobs(work, runs), _box_jobs(work, alone, pool.options))))
-    unclear = [box for group in groups if group.run[5] in work.differing for box in group.boxes]
+    expect(2 * (sum(one.size for one in ranges) + sum(map(_bytes_of, alone))))
+    pool.run(batch_jobs(chain(_range_jobs(work, ranges), _box_jobs(work, alone, pool.options))))
+    unclear = [box for group in groups if group.whole.number in work.differing for box in group.boxes]
     expect(2 * sum(map(_bytes_of, unclear)))
     pool.run(batch_jobs(_box_jobs(work, unclear, pool.options)))
     return {keys[number] for number in work.differing if number < len(keys)}
@@ -93,7 +93,7 @@ def differing_stored(pool: ReadPool, left: Catalog, right: Catalog, names: Mappi
     """
     keys = [(role, name) for role, found in names.items() for name in found]
     sizes: dict[StoredForm, list[int]] = {}
-    runs: list[_Run] = []
+    ranges: list[_RangePair] = []
     for number, (role, name) in enumerate(keys):
         tensor = left.roles[role][name]
         lengths = sizes.get(tensor.form)
@@ -101,23 +101,38 @@ def differing_stored(pool: ReadPool, left: Catalog, right: Catalog, names: Mappi
             width = dtype_of(tensor.form.held_dtype).itemsize
             lengths = sizes[tensor.form] = [box.volume * width for box in tensor.form.boxes]
         offsets = zip(tensor.offsets, right.roles[role][name].offsets, lengths, strict=True)
-        runs += [(file, begin, other, start, size, number) for (file, begin), (other, start), size in offsets if size]
-    runs.sort()
-    pool.expect(_run_regions(left, right, runs))
+        ranges += [_RangePair(*one, *other, size, number) for one, other, size in offsets if size]
+    ranges.sort()
+    pool.expect(_range_regions(left, right, ranges))
     work = _Work(left.root, right.root, _Buffers(COMPARE_BYTES))
-    expect(2 * sum(run[4] for run in runs))
-    pool.run(batch_jobs(_run_jobs(work, runs)))
+    expect(2 * sum(one.size for one in ranges))
+    pool.run(batch_jobs(_range_jobs(work, ranges)))
     return {keys[number] for number in work.differing}
 
 
-_Run = tuple[str, int, str, int, int, int]
-"""A run of bytes: file and offset on the left, file and offset on the right, length, and a number: of its tensor, or,
-from the number of tensors on, of a group of boxes."""
+class _RangePair(NamedTuple):
+    """A range of bytes of a file on either side; sorted by the left side's files.
+
+    Args:
+        left_file: the file on the left.
+        left_begin: the offset in it.
+        right_file: the file on the right.
+        right_begin: the offset in it.
+        size: length in bytes.
+        number: of its tensor, or, from the number of tensors on, of a group of boxes.
+    """
+
+    left_file: str
+    left_begin: int
+    right_file: str
+    right_begin: int
+    size: int
+    number: int
 
 
 @dataclass(frozen=True, slots=True)
 class _BoxRead:
-    """A box of a tensor that is not one run of bytes on both sides.
+    """A box of a tensor that is not contiguous on both sides.
 
     Args:
         number: of the tensor.
@@ -144,44 +159,44 @@ def _in_file(box: _BoxRead) -> tuple[str, str, int]:
 
 def _paired(
     keys: Sequence[Key], left: ComparedSide, right: ComparedSide, dtypes: Mapping[Key, str]
-) -> tuple[list[_Run], list[_BoxRead]]:
-    """The boxes of all tensors: those that are runs on both sides, and the others."""
-    alike: dict[tuple[object, ...], list[PairedBox | _RunPair]] = {}
-    runs: list[_Run] = []
+) -> tuple[list[_RangePair], list[_BoxRead]]:
+    """Return the boxes of all tensors: those that are contiguous on both sides, and the others."""
+    alike: dict[tuple[object, ...], list[PairedBox | _ContiguousBox]] = {}
+    ranges: list[_RangePair] = []
     boxes: list[_BoxRead] = []
     for number, key in enumerate(keys):
         dtype, ours, theirs = dtypes[key], left.items[key], right.items[key]
         kind = (dtype, *map(_kind, ours), "", *map(_kind, theirs))
         pairs = alike.get(kind)
         if pairs is None:
-            pairs = alike[kind] = [_as_run(pair, ours, theirs, dtype) for pair in paired_boxes(ours, theirs)]
+            pairs = alike[kind] = [_contiguous(pair, ours, theirs, dtype) for pair in paired_boxes(ours, theirs)]
         for pair in pairs:
             if isinstance(pair, PairedBox):
                 boxes.append(_BoxRead(number, dtype, pair, ours[pair.left.item], theirs[pair.right.item]))
             else:
                 one, other = ours[pair.left].stored, theirs[pair.right].stored
                 begins = one.begin + pair.left_offset, other.begin + pair.right_offset
-                runs.append((one.file, begins[0], other.file, begins[1], pair.size, number))
-    return runs, boxes
+                ranges.append(_RangePair(one.file, begins[0], other.file, begins[1], pair.size, number))
+    return ranges, boxes
 
 
 @dataclass(frozen=True, slots=True)
 class _Group:
     """Boxes of one stored box that lie alike on both sides, such as parts of a fused tensor.
 
-    The whole stored box is compared first, as one run. Only if that differs are its boxes read, to name the tensors.
+    The whole stored box is compared first, as one range. Only if that differs are its boxes read, to name the tensors.
 
     Args:
-        run: the whole stored box.
+        whole: the whole stored box.
         boxes: the boxes.
     """
 
-    run: _Run
+    whole: _RangePair
     boxes: list[_BoxRead]
 
 
 def _grouped(boxes: Sequence[_BoxRead], first: int) -> tuple[list[_Group], list[_BoxRead]]:
-    """Group boxes that are most of a stored box; and those that are left alone.
+    """Return groups of boxes that are most of a stored box, and the other boxes.
 
     Args:
         boxes: of all tensors.
@@ -200,19 +215,20 @@ def _grouped(boxes: Sequence[_BoxRead], first: int) -> tuple[list[_Group], list[
             alone += members
             continue
         size = elements * dtype_of(members[0].dtype).itemsize
-        groups.append(_Group((file, begin, other_file, other_begin, size, first + len(groups)), members))
+        number = first + len(groups)
+        groups.append(_Group(_RangePair(file, begin, other_file, other_begin, size, number), members))
     return groups, alone
 
 
 def _lies_alike(box: _BoxRead) -> bool:
-    """Whether both sides store a box at the same place of the same shape, so that equal stored boxes prove it equal."""
+    """Return whether both sides store a box at one place of one shape, so that equal stored boxes prove it equal."""
     one, other = box.left.stored, box.right.stored
     alike = (one.shape, one.dtype, box.box.left.part) == (other.shape, other.dtype, box.box.right.part)
     return alike and one.dtype == box.dtype and not box.box.is_transposed
 
 
 def _kind(item: ReadItem) -> tuple[object, ...]:
-    """What decides, beside file and offset, how an item is read."""
+    """Return the properties of an item that, with file and offset, determine how it is read."""
     stored = item.stored
     return stored.dtype, stored.shape, stored.part, item.part, item.axes
 
@@ -224,21 +240,22 @@ def _regions(left: ComparedSide, right: ComparedSide, keys: Sequence[Key]) -> It
                 yield region_of(side.root, item.stored)
 
 
-def _run_regions(left: Catalog, right: Catalog, runs: Sequence[_Run]) -> Iterator[Region]:
-    for side, place in ((left, 0), (right, 2)):
-        for run in runs:
-            size = (run[4],)
-            yield Region(side.root / str(run[place]), int(run[place + 1]), size, (0,), size, np.dtype(np.uint8))
+def _range_regions(left: Catalog, right: Catalog, ranges: Sequence[_RangePair]) -> Iterator[Region]:
+    def region(path: AnyPath, begin: int, size: int) -> Region:
+        return Region(path, begin, (size,), (0,), (size,), np.dtype(np.uint8))
+
+    yield from (region(left.root / one.left_file, one.left_begin, one.size) for one in ranges)
+    yield from (region(right.root / one.right_file, one.right_begin, one.size) for one in ranges)
 
 
 @dataclass(frozen=True, slots=True)
-class _RunPair:
-    """A box that is one run of bytes on both sides.
+class _ContiguousBox:
+    """A box that is contiguous on both sides.
 
     Args:
         left: which item on the left.
         right: which item on the right.
-        left_offset: of the run in the stored box on the left, in bytes.
+        left_offset: of the box in the stored box on the left, in bytes.
         right_offset: the same on the right.
         size: length in bytes.
     """
@@ -250,8 +267,10 @@ class _RunPair:
     size: int
 
 
-def _as_run(pair: PairedBox, left: Sequence[ReadItem], right: Sequence[ReadItem], dtype: str) -> PairedBox | _RunPair:
-    """The box as a pair of runs, if it is one on both sides."""
+def _contiguous(
+    pair: PairedBox, left: Sequence[ReadItem], right: Sequence[ReadItem], dtype: str
+) -> PairedBox | _ContiguousBox:
+    """Return the box as contiguous if it is on both sides, otherwise unchanged."""
     starts = []
     for side, items in ((pair.left, left), (pair.right, right)):
         stored = items[side.item].stored
@@ -261,7 +280,7 @@ def _as_run(pair: PairedBox, left: Sequence[ReadItem], right: Sequence[ReadItem]
         starts.append(start)
     width = dtype_of(dtype).itemsize
     size = pair.left.part.volume * width
-    return _RunPair(pair.left.item, pair.right.item, starts[0] * width, starts[1] * width, size)
+    return _ContiguousBox(pair.left.item, pair.right.item, starts[0] * width, starts[1] * width, size)
 
 
 class _Buffers:
@@ -285,7 +304,7 @@ class _Buffers:
 
 @dataclass(frozen=True)
 class _Work:
-    """What all jobs share.
+    """The context that all jobs share.
 
     Args:
         left: directory of the left side.
@@ -325,51 +344,54 @@ def _is_equal(pair: np.ndarray[Any, Any], begin: int, end: int) -> bool:
     return bytes(first[words:end]) == bytes(second[words:end])
 
 
-def _run_jobs(work: _Work, runs: Sequence[_Run]) -> Iterator[tuple[int, ReadJob]]:
+def _range_jobs(work: _Work, ranges: Sequence[_RangePair]) -> Iterator[tuple[int, ReadJob]]:
     most = work.buffers.size
-    part: list[_Run] = []
+    part: list[_RangePair] = []
     size = 0
-    for run in _bounded(runs, most):
-        if part and (size + run[4] > most or len(part) == _MOST_RUNS):
-            yield 2 * size, _RunComparison(work, part)
+    for one in _bounded(ranges, most):
+        if part and (size + one.size > most or len(part) == _MOST_RANGES):
+            yield 2 * size, _RangeComparison(work, part)
             part, size = [], 0
-        part.append(run)
-        size += run[4]
+        part.append(one)
+        size += one.size
     if part:
-        yield 2 * size, _RunComparison(work, part)
+        yield 2 * size, _RangeComparison(work, part)
 
 
-def _bounded(runs: Sequence[_Run], most: int) -> Iterator[_Run]:
-    for run in runs:
-        if run[4] <= most:
-            yield run
+def _bounded(ranges: Sequence[_RangePair], most: int) -> Iterator[_RangePair]:
+    for pair in ranges:
+        if pair.size <= most:
+            yield pair
             continue
-        one, begin, other, start, size, number = run
+        one, begin, other, start, size, number = pair
         for low in range(0, size, most):
-            yield one, begin + low, other, start + low, min(most, size - low), number
+            yield _RangePair(one, begin + low, other, start + low, min(most, size - low), number)
 
 
 @dataclass(frozen=True, slots=True)
-class _RunComparison:
-    """Compare runs of bytes, read in the order of the left side's files."""
+class _RangeComparison:
+    """Compare ranges of bytes, read in the order of the left side's files."""
 
     work: _Work
-    runs: list[_Run]
+    ranges: list[_RangePair]
 
     def read(self, reader: RangeReader, workspace: Workspace) -> int:
         """See :class:`ReadJob`."""
-        runs = [run for run in self.runs if run[5] not in self.work.differing]
-        advance(2 * sum(run[4] for run in self.runs))
-        if not runs:
+        ranges = [one for one in self.ranges if one.number not in self.work.differing]
+        advance(2 * sum(one.size for one in self.ranges))
+        if not ranges:
             return 0
-        lengths = np.array([run[4] for run in runs], np.int64)
+        lengths = np.array([one.size for one in ranges], np.int64)
         pair = self.work.buffers.taken()
-        sides = [(run[0], run[1]) for run in runs], [(run[2], run[3]) for run in runs]
+        sides = (
+            [(one.left_file, one.left_begin) for one in ranges],
+            [(one.right_file, one.right_begin) for one in ranges],
+        )
         for buffer, root, places in zip(pair, (self.work.left, self.work.right), sides, strict=True):
             for file, rows in _rows_by_file(places, lengths):
                 _read_rows(reader, root / file, rows, buffer, workspace)
         size = int(lengths.sum())
-        self.work.compare(pair, size, [(run[5], run[4]) for run in runs])
+        self.work.compare(pair, size, [(one.number, one.size) for one in ranges])
         self.work.buffers.returned(pair)
         return 2 * size
 
@@ -377,11 +399,11 @@ class _RunComparison:
 def _rows_by_file(
     places: Sequence[tuple[str, int]], lengths: np.ndarray[Any, Any]
 ) -> Iterator[tuple[str, ScatterList]]:
-    """Rows of each file for runs that lie one behind the other in a buffer.
+    """Yield the rows of each file for ranges that follow one another in a buffer.
 
     Args:
-        places: file and offset of every run.
-        lengths: of the runs, in bytes.
+        places: file and offset of every range.
+        lengths: of the ranges, in bytes.
     """
     numbers: dict[str, list[int]] = {}
     for number, (file, _) in enumerate(places):
@@ -394,7 +416,7 @@ def _rows_by_file(
 
 
 def _joined(offsets: np.ndarray[Any, Any], targets: np.ndarray[Any, Any], lengths: np.ndarray[Any, Any]) -> ScatterList:
-    """Runs in the order of the file; those that follow one another in the file and in the buffer are one."""
+    """Return the ranges in the order of the file; those that are adjacent in the file and in the buffer are one."""
     order = np.argsort(offsets, kind="stable")
     offsets, targets, lengths = offsets[order], targets[order], lengths[order]
     follows = (offsets[1:] == offsets[:-1] + lengths[:-1]) & (targets[1:] == targets[:-1] + lengths[:-1])
@@ -420,21 +442,21 @@ def _box_jobs(work: _Work, boxes: Sequence[_BoxRead], options: ReadOptions) -> I
     left: list[ReadItem] = []
     right: list[ReadItem] = []
     parts: list[tuple[int, int]] = []
-    size, held = 0, ""
+    size, current = 0, ""
     for box in boxes:
         dtype, width = box.dtype, dtype_of(box.dtype).itemsize
         for piece in box.box.pieces(max(1, work.buffers.size // width)):
             nbytes = piece.left.part.volume * width
-            if parts and (held != dtype or size + nbytes > work.buffers.size):
-                yield 2 * size, _BoxComparison(work, held, left, right, parts, options)
+            if parts and (current != dtype or size + nbytes > work.buffers.size):
+                yield 2 * size, _BoxComparison(work, current, left, right, parts, options)
                 left, right, parts, size = [], [], [], 0
-            held = dtype
+            current = dtype
             left.append(read_item(piece, piece.left, box.left, dtype, size // width))
             right.append(read_item(piece, piece.right, box.right, dtype, size // width))
             parts.append((box.number, nbytes))
             size += nbytes
     if parts:
-        yield 2 * size, _BoxComparison(work, held, left, right, parts, options)
+        yield 2 * size, _BoxComparison(work, current, left, right, parts, options)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""How far two tensors of equal shape and dtype deviate: the largest absolute and ULP difference, and where they begin.
+"""The deviation of two tensors of equal shape and dtype: largest absolute and ULP difference, first differing index.
 
 Tensors are read in pieces, of both sides alike, and md5 and figures come from the same pass. ULP counts the
 representable numbers between two numbers: 1 for neighbours, so that it does not depend on their size. NaN deviates in

@@ -100,7 +100,7 @@ class RoleDifference(msgspec.Struct, frozen=True):
 
     @property
     def same(self) -> bool:
-        """Whether both sides are equal."""
+        """Return whether both sides are equal."""
         return not (self.different or self.only_in_a or self.only_in_b)
 
 
@@ -184,7 +184,7 @@ def _prepared(checkpoint: OpenedCheckpoint, roles: Sequence[str]) -> _Prepared:
 
 
 def _is_stored_alike(a: OpenedCheckpoint, b: OpenedCheckpoint) -> bool:
-    """Whether both store equal boxes of the same tensors under the same rules, so that a plan of one fits the other."""
+    """Return whether both store equal boxes of the same tensors under the same rules; then one plan fits both."""
     if a.format is not b.format or a.config != b.config or a.catalog.roles.keys() != b.catalog.roles.keys():
         return False
     if not a.format.canonical and (a.model, a.preferred, a.rules) != (b.model, b.preferred, b.rules):
@@ -206,7 +206,7 @@ def _has_equal_forms(one: Mapping[str, StoredTensor], other: Mapping[str, Stored
 
 
 _Found = Mapping[Key, tuple[Form, Form, Deviation | None]]
-"""What differs: the forms of both sides, and how far they are apart."""
+"""A difference: the forms of both sides, and their deviation."""
 
 
 def _differences(first: _Prepared, second: _Prepared, alike: bool) -> _Found:

@@ -55,7 +55,7 @@ from paddleformers_fc.storage.paths import AnyPath, RemotePath
 
 @dataclass(frozen=True)
 class ExportReport:
-    """What an export wrote.
+    """The report of an export.
 
     Args:
         directory: the target: a path or a URL.
@@ -173,7 +173,7 @@ def export_opened(
     names: dict[str, set[str]] = {}
     for file in files:
         names.setdefault(file.role, set()).update(one.name for one in file.tensors)
-    roles = {role: len(held) for role, held in names.items()}
+    roles = {role: len(members) for role, members in names.items()}
     return ExportReport(target, sizes, len(tensors), sum(map(shard_bytes, tensors)), roles)
 
 
@@ -261,12 +261,12 @@ def refuse_target(
             evidence=[f"{inside / MANIFEST_NAME} is there"],
             next_step="Name a directory that does not exist yet.",
         )
-    held = list_directory(target) if writer.alone else []
-    if held:
+    existing = list_directory(target) if writer.alone else []
+    if existing:
         raise OptionError(
             "The directory of a new checkpoint is not empty.",
             where=str(target),
-            evidence=[f"{held[0].name} is there"],
+            evidence=[f"{existing[0].name} is there"],
             next_step="Name another directory; nothing was written.",
         )
     present = [name for name in (*writer.marks, *documents) if exists(target / name)]
@@ -309,9 +309,9 @@ def _refuse_untied(source: ReadSource, layout: Layout, channel: Channel) -> None
     """Refuse tied tensors whose stored copies differ: an export contains one of them."""
     stored, read = source.catalog.roles.get(MODEL_STATE, {}), source.mapping.read
     owners = {owner for alias, owner in source.stored_aliases.items() if alias in stored and owner in read}
-    held = [name for owner in sorted(owners) for name in read[owner].names]
+    copies = [name for owner in sorted(owners) for name in read[owner].names]
     weights = layout.get(MODEL_STATE, {})
-    checks = plan_reads(source, {MODEL_STATE: {name: weights[name] for name in held}}).checks
+    checks = plan_reads(source, {MODEL_STATE: {name: weights[name] for name in copies}}).checks
     if checks:
         storage = ReadContext(source.catalog.root, source.catalog.identities, source.catalog.seen_by)
         compare_redistributed(checks if channel.rank == 0 else (), storage, channel)

@@ -20,7 +20,7 @@ from paddleformers_fc.layout.shards import Shard, shard_bytes
 from paddleformers_fc.plan import ReadItem, ReadSource
 from paddleformers_fc.plan.build import Planner
 from paddleformers_fc.plan.pieces import row_major_pieces
-from paddleformers_fc.storage.dtypes import item_size, to_numpy, to_safetensors
+from paddleformers_fc.storage.dtypes import dtype_size, to_numpy, to_safetensors
 from paddleformers_fc.storage.paths import RemotePath
 
 _CACHE_BYTES = 4 * 1024 * 1024
@@ -53,7 +53,7 @@ class _TensorRange:
     @property
     def nbytes(self) -> int:
         """Length in bytes."""
-        return (self.end - self.begin) * item_size(to_safetensors(self.tensor.dtype))
+        return (self.end - self.begin) * dtype_size(self.tensor.dtype)
 
 
 @dataclass(frozen=True)

@@ -155,7 +155,7 @@ def _staged_remotely(target: RemotePath, channel: Channel, writer: ExportWriter)
 class _RemoteExport(StagedExport):
     def __init__(self, target: RemotePath, writer: ExportWriter) -> None:
         self._target, self._writer = target, writer
-        self._held: list[RemoteTensorWriter] = []
+        self._deferred: list[RemoteTensorWriter] = []
         self._begun: list[str] = []
 
     def remove_older(self) -> None:
@@ -173,9 +173,9 @@ class _RemoteExport(StagedExport):
     def create(self, name: str, layout: FileLayout) -> TensorFile:
         is_mark = name in self._writer.marks
         self._begun.append(name)
-        file = RemoteTensorWriter(self._target / name, layout, held=is_mark)
+        file = RemoteTensorWriter(self._target / name, layout, deferred=is_mark)
         if is_mark:
-            self._held.append(file)
+            self._deferred.append(file)
         return file
 
     def finish(self, documents: Mapping[str, bytes], written: Sequence[FileChecksum], seal: Seal) -> None:
@@ -184,17 +184,17 @@ class _RemoteExport(StagedExport):
         last = {name: data for name, data in documents.items() if name in marks}
         uploaded = [one for one in written if one.path not in marks]
         uploaded += [self._write(name, data) for name, data in first.items()]
-        held = [one for one in written if one.path in marks]
+        marked = [one for one in written if one.path in marks]
         expected = [checksum_of(name, data) for name, data in last.items()]
-        for name, data in seal([*uploaded, *held, *expected]).items():
+        for name, data in seal([*uploaded, *marked, *expected]).items():
             if name in marks:
                 last[name] = data
             else:
                 uploaded.append(self._write(name, data))
         compare_uploaded(self._target, uploaded)
-        for file in self._held:
+        for file in self._deferred:
             file.file.publish()
-        compare_uploaded(self._target, [*held, *(self._write(name, data) for name, data in last.items())])
+        compare_uploaded(self._target, [*marked, *(self._write(name, data) for name, data in last.items())])
 
     def _write(self, name: str, data: bytes) -> FileChecksum:
         self._begun.append(name)
@@ -202,7 +202,7 @@ class _RemoteExport(StagedExport):
 
     def withdraw(self) -> None:
         """Delete what was uploaded, the marks first; the error that led here takes precedence over a refusal."""
-        for file in self._held:
+        for file in self._deferred:
             file.abandon()
         for name in sorted(self._begun, key=lambda name: name not in self._writer.marks):
             with contextlib.suppress(FlexError):

@@ -42,7 +42,7 @@ _CONFIG_KEYS = (
 OUTPUT_DIRECTORY = "output_directory"
 
 _MOST_NEAR = 5
-"""How many similar names an error lists."""
+"""Maximum number of similar names that an error lists."""
 
 
 class Inspection(msgspec.Struct, frozen=True):

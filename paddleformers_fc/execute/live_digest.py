@@ -23,7 +23,7 @@ from paddleformers_fc.layout.shards import Fragment, Shard
 from paddleformers_fc.mapping import TensorSources
 from paddleformers_fc.mapping.boxes import Box
 from paddleformers_fc.mapping.templates import BoxLink, pulled
-from paddleformers_fc.storage.dtypes import item_size, to_safetensors
+from paddleformers_fc.storage.dtypes import dtype_size
 
 _PIECE_ELEMENTS = 1 << 20
 _MODULUS = 1 << 64
@@ -49,10 +49,10 @@ def digest_live(weights: Mapping[str, LocalTensor], model: ModelDescription, cha
         FlexError: the same on every rank: the weights cannot be mapped.
     """
 
-    def describe() -> list[Shard]:
+    def own_shards() -> list[Shard]:
         return list(describe_roles({MODEL_STATE: weights})[MODEL_STATE].values())
 
-    everyone = all_gather_checked(channel, "describing the weights", describe, list[Shard])
+    everyone = all_gather_checked(channel, "describing the weights", own_shards, list[Shard])
     first: dict[Shard, int] = {}
     for rank, shards in enumerate(everyone):
         for shard in shards:
@@ -72,14 +72,14 @@ def digest_live(weights: Mapping[str, LocalTensor], model: ModelDescription, cha
     for sums in all_gather_checked(channel, "hashing the weights", add_up, Sums):
         for name, value in sums.items():
             totals[name] = (totals.get(name, 0) + value) % _MODULUS
-    state = xxhash.xxh3_128()
+    hasher = xxhash.xxh3_128()
     for name in sorted(totals):
-        state.update(f"{name} {totals[name]}\n".encode())
-    return state.hexdigest()
+        hasher.update(f"{name} {totals[name]}\n".encode())
+    return hasher.hexdigest()
 
 
 def _add_shard(sums: Sums, shard: Shard, tensor: Any, sources: TensorSources) -> None:
-    unsigned = np.dtype(f"<u{item_size(to_safetensors(shard.dtype))}")
+    unsigned = np.dtype(f"<u{dtype_size(shard.dtype)}")
     for fragment, values in _pieces(shard, tensor, unsigned):
         for link in sources.template.links:
             part = link.target_box.intersect(fragment.box)
@@ -95,11 +95,11 @@ def _pieces(shard: Shard, tensor: Any, unsigned: np.dtype[Any]) -> Iterator[tupl
     begin = 0 if shard.flat is None else shard.flat[0]
     for start in range(0, shard.size, _PIECE_ELEMENTS):
         stop = min(start + _PIECE_ELEMENTS, shard.size)
-        held = np.concatenate([np.frombuffer(part, np.uint8) for part in host_pieces(tensor, start, stop)])
+        raw = np.concatenate([np.frombuffer(part, np.uint8) for part in host_pieces(tensor, start, stop)])
         piece = Shard(shard.name, shard.dtype, shard.global_shape, shard.box, (begin + start, begin + stop))
         for fragment in piece.fragments:
             size = fragment.box.volume
-            bits = held.view(unsigned)[fragment.start : fragment.start + size]
+            bits = raw.view(unsigned)[fragment.start : fragment.start + size]
             yield fragment, bits.reshape(fragment.box.shape)
 
 

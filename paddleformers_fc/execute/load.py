@@ -1,9 +1,9 @@
 """Loading: a preflight on every rank, one agreed verdict, then each rank reads exactly what it needs.
 
 The preflight opens the checkpoint, proves both mappings, composes them, plans this rank's reads and checks coverage and
-ties; nothing of the model has changed by then. The ranks exchange their reports once. Where any rank found trouble,
-every rank raises the same report; otherwise every rank reads its ranges with no further communication, and a last
-exchange makes sure that no rank trains on when another could not read.
+ties, before the model changes. The ranks exchange their reports once. If any rank reports a fault, every rank raises
+the same report. Otherwise every rank reads its ranges without communication, and a last exchange ensures that no rank
+continues to train if another could not read.
 """
 
 from __future__ import annotations
@@ -273,9 +273,11 @@ def _head_count_difference(stored: ModelDescription, wanted: ModelDescription) -
     """Return differences in the number of attention heads, which shapes of tensors need not show."""
     if not is_known(stored.config):
         return []
-    held, asked = (family_heads(family_for(model.config), model) for model in (stored, wanted))
+    before, after = (family_heads(family_for(model.config), model) for model in (stored, wanted))
     return [
-        f"{key}: stored {held[key]}, wanted {count}" for key, count in asked.items() if held.get(key, count) != count
+        f"{key}: stored {before[key]}, wanted {count}"
+        for key, count in after.items()
+        if before.get(key, count) != count
     ]
 
 
@@ -291,11 +293,11 @@ def whole_model(
 ) -> dict[str, AoaTensor]:
     """Return every tensor of the model on all ranks: statements describe the model, and a rank holds a part of it."""
 
-    def describe() -> dict[str, AoaTensor]:
+    def own_tensors() -> dict[str, AoaTensor]:
         shards = describe_roles({MODEL_STATE: roles[MODEL_STATE]})[MODEL_STATE]
         return {name: AoaTensor(one.global_shape, one.dtype, cuts_of(model, one)) for name, one in shards.items()}
 
-    everyone = all_gather_checked(channel, "describing the model", describe, dict[str, AoaTensor], consistency)
+    everyone = all_gather_checked(channel, "describing the model", own_tensors, dict[str, AoaTensor], consistency)
     return {name: tensor for tensors in everyone for name, tensor in tensors.items()}
 
 
@@ -411,14 +413,14 @@ def _opened_weights(
 
 def _header_facts(catalog: Catalog) -> dict[str, str]:
     """Digest the headers of open weights by file, for ranks to compare: open weights have no manifest."""
-    held: dict[str, list[tuple[str, str, Shape, int]]] = {}
+    tensors: dict[str, list[tuple[str, str, Shape, int]]] = {}
     for name in catalog.sorted_names[MODEL_STATE]:
         tensor = catalog.roles[MODEL_STATE][name]
         for file, begin in tensor.offsets:
-            held.setdefault(file, []).append((name, tensor.dtype, tensor.shape, begin))
+            tensors.setdefault(file, []).append((name, tensor.dtype, tensor.shape, begin))
     return {
         file: f"{count_text(len(own), 'tensor')}, xxh3_128 {xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(own))}"
-        for file, own in held.items()
+        for file, own in tensors.items()
     }
 
 
@@ -512,9 +514,9 @@ def cast_lines(plan: LoadPlan, roles: Roles) -> Iterator[str]:
         source = stored.file.partition("/")[0]
         if stored.dtype != wanted or (source in ROLES and source != item.role):
             found.setdefault((item.role, source, stored.dtype, wanted), set()).add(item.name)
-    for (role, source, held, wanted), names in sorted(found.items()):
+    for (role, source, stored_dtype, wanted), names in sorted(found.items()):
         origin = f" from {source}" if source in ROLES and source != role else ""
-        yield f"{role}{origin} {held} to {wanted}: {count_text(len(names), 'tensor')}"
+        yield f"{role}{origin} {stored_dtype} to {wanted}: {count_text(len(names), 'tensor')}"
 
 
 def _compare_copies(

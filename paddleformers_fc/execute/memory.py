@@ -256,7 +256,7 @@ class TensorSlot(msgspec.Struct, eq=False, gc=False):
             target = self._on_device = paddle.empty(target.shape, dtype=target.dtype, device=target.place)
         self._transfer = upload(self._staged, bytes_of(target)._slice(self.begin, self.begin + self.host_bytes))
 
-    def settle(self) -> None:
+    def finish_copy(self) -> None:
         """Wait until the copy is done, and give the host array back."""
         if self._transfer is not None:
             self._transfer.wait()

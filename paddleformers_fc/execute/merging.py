@@ -53,7 +53,7 @@ class Delta:
 
 @dataclass(frozen=True)
 class Merge:
-    """What changes the tensors of a base.
+    """The changes to the tensors of a base.
 
     Args:
         deltas: changes of weights, by canonical name.
@@ -101,17 +101,17 @@ def read_merge(checkpoint: OpenedCheckpoint, base: OpenedCheckpoint) -> Merge:
         )
     source = canonical_source(checkpoint)
     layout = {MODEL_STATE: canonical_layout(source)[MODEL_STATE]}
-    held = {one.name: array.reshape(one.global_shape) for _, one, array in read_canonical(source, layout)}
+    tensors = {one.name: array.reshape(one.global_shape) for _, one, array in read_canonical(source, layout)}
     shared = shared_copies(checkpoint.rules)
     # A base may store a tied tensor under both names.
     ties, stored = canonical_ties(checkpoint.known), base.catalog.roles[MODEL_STATE]
-    held |= {alias: held[owner] for alias, owner in ties.items() if owner in held and alias in stored}
+    tensors |= {alias: tensors[owner] for alias, owner in ties.items() if owner in tensors and alias in stored}
     merge = Merge(
-        {f"{layer}.weight": delta for layer, delta in _deltas(held, shared, adapters)},
-        {name: array.reshape(-1) for name, array in held.items() if not is_adapter(name)},
+        {f"{layer}.weight": delta for layer, delta in _deltas(tensors, shared, adapters)},
+        {name: array.reshape(-1) for name, array in tensors.items() if not is_adapter(name)},
     )
     refuse_unproved_orientation(base, merge.deltas)
-    _refuse_unlike(merge, {name: held[name] for name in merge.trained}, base)
+    _refuse_unlike(merge, {name: tensors[name] for name in merge.trained}, base)
     _refuse_tied(merge, {**canonical_ties(ModelDescription(dict(base.config))), **ties}, base.catalog.root)
     return merge
 
@@ -145,12 +145,12 @@ def refuse_other_base(adapters: Adapters, base: AnyPath, files: frozenset[str]) 
         )
 
 
-def _deltas(held: Mapping[str, Array], shared: Mapping[str, str], adapters: Adapters) -> Iterator[tuple[str, Delta]]:
-    for name, outputs in held.items():
+def _deltas(tensors: Mapping[str, Array], shared: Mapping[str, str], adapters: Adapters) -> Iterator[tuple[str, Delta]]:
+    for name, outputs in tensors.items():
         layer = name.removesuffix(f".{B}.weight")
         if layer != name:
             own = f"{layer}.{A}.weight"
-            inputs = held[shared.get(own, own)].astype(np.float32)
+            inputs = tensors[shared.get(own, own)].astype(np.float32)
             yield layer, Delta(inputs, outputs.astype(np.float32) * np.float32(adapters.scaling))
 
 

@@ -101,7 +101,7 @@ class _Visibility:
 
     @property
     def alike(self) -> bool:
-        """Whether every rank sees the same files."""
+        """Return whether every rank sees the same files."""
         return len(set(self.sights)) == 1
 
 
@@ -257,15 +257,15 @@ def own_file(checkpoint: OpenedCheckpoint, channel: Channel, name_of: Callable[[
         asking = [rank for rank, reader in readers.items() if reader == channel.rank]
         return {rank: np.frombuffer(checkpoint.document(name_of(rank)), np.uint8) for rank in asking}
 
-    held = run_on_all(channel, f"reading small files of {catalog.root.name}", read)
+    outgoing = run_on_all(channel, f"reading small files of {catalog.root.name}", read)
     mine = readers.get(channel.rank)
-    got = channel.all_to_all(held, {} if mine is None else {mine: sizes[name_of(channel.rank)]})
+    got = channel.all_to_all(outgoing, {} if mine is None else {mine: sizes[name_of(channel.rank)]})
     return None if mine is None else got[mine].tobytes()
 
 
-def own_or_handed(checkpoint: OpenedCheckpoint, name: str, handed: bytes | None) -> bytes | None:
-    """Return a small file of a checkpoint, None if it has none; ``handed`` is the result of :func:`own_file`."""
-    return handed if handed is not None or name not in checkpoint.documents else checkpoint.document(name)
+def own_document(checkpoint: OpenedCheckpoint, name: str, received: bytes | None) -> bytes | None:
+    """Return a small file of a checkpoint, None if it has none; ``received`` is the result of :func:`own_file`."""
+    return received if received is not None or name not in checkpoint.documents else checkpoint.document(name)
 
 
 def _probe(

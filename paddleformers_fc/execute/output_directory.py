@@ -51,7 +51,7 @@ class LeftoverFacts(msgspec.Struct, frozen=True):
 
 
 class Cleaned(msgspec.Struct, frozen=True):
-    """What was removed.
+    """The report of a removal of leftovers.
 
     Attributes:
         path: the output directory.

@@ -26,7 +26,7 @@ _Place = tuple[str, Box]
 
 
 @dataclass(frozen=True)
-class HeldPart:
+class LocalPart:
     """A part that this rank holds.
 
     Args:
@@ -54,7 +54,7 @@ class _Segment(msgspec.Struct, frozen=True):
 
 
 def gather_parts(
-    held: Mapping[str, HeldPart], wanted: Mapping[str, Shard], channel: Channel
+    held: Mapping[str, LocalPart], wanted: Mapping[str, Shard], channel: Channel
 ) -> Iterator[tuple[str, Array]]:
     """Yield the names and elements of the wanted parts that some ranks hold; every rank must iterate to the end.
 
@@ -66,10 +66,10 @@ def gather_parts(
         MismatchError: the same on every rank: ranks hold a part of what a rank wants.
     """
 
-    def describe() -> _Parts:
+    def own_parts() -> _Parts:
         return _Parts([one.shard for one in held.values()], list(wanted.values()))
 
-    everyone = all_gather_checked(channel, "describing parts of tensors", describe, _Parts)
+    everyone = all_gather_checked(channel, "describing parts of tensors", own_parts, _Parts)
     holders = _holders(everyone)
     _refuse_holes(everyone, holders)
     for names in _rounds(everyone, holders):
@@ -171,11 +171,11 @@ def _sent(
                     yield shard, one
 
 
-def _bytes(part: HeldPart, segment: _Segment) -> Bytes:
+def _bytes(part: LocalPart, segment: _Segment) -> Bytes:
     return _elements(part, segment).view(np.uint8)
 
 
-def _elements(part: HeldPart, segment: _Segment) -> Array:
+def _elements(part: LocalPart, segment: _Segment) -> Array:
     first = _range(part.shard)[0]
     return part.values[segment.start - first : segment.stop - first]
 
@@ -183,7 +183,7 @@ def _elements(part: HeldPart, segment: _Segment) -> Array:
 def _assembled(
     segments: Sequence[tuple[Shard, Sequence[_Segment]]],
     coming: Mapping[int, Bytes],
-    held: Mapping[str, HeldPart],
+    held: Mapping[str, LocalPart],
     rank: int,
 ) -> Iterator[tuple[str, Array]]:
     taken = dict.fromkeys(coming, 0)

@@ -49,7 +49,7 @@ class Slot(Protocol):
     def close(self) -> None:
         """Start to copy the full host array to the shard."""
 
-    def settle(self) -> None:
+    def finish_copy(self) -> None:
         """Wait for the copy, and release the host array; after ``close``."""
 
 
@@ -84,15 +84,15 @@ def execute_reads(
             for group, size in _groups(items, slots, room // 2):
                 # While a group is read, the host arrays of the previous one are copied to the device, if both fit.
                 if size_before + size > room:
-                    before.settle()
+                    before.finish_copy()
                 targets = _Targets(slots)
                 count += _fill(pool, root, targets, group, verifier)
-                before.settle()
+                before.finish_copy()
                 before, size_before = targets, size
     finally:
         # No copy may be under way from memory that is released.
-        before.settle()
-        targets.settle()
+        before.finish_copy()
+        targets.finish_copy()
     return count
 
 
@@ -136,7 +136,7 @@ def _groups(items: tuple[ReadItem, ...], slots: Mapping[Key, Slot], room: int) -
 
 
 class _Targets:
-    """The memory of slots, opened on demand. Slots that are filled in place are neither closed nor settled."""
+    """The memory of slots, opened on demand. Slots that are filled in place are neither closed nor waited for."""
 
     def __init__(self, slots: Mapping[Key, Slot]) -> None:
         self._slots = slots
@@ -157,10 +157,10 @@ class _Targets:
         for key in self._open:
             self._slots[key].close()
 
-    def settle(self) -> None:
+    def finish_copy(self) -> None:
         """Settle the open slots, once each."""
         for key in self._open:
-            self._slots[key].settle()
+            self._slots[key].finish_copy()
         self._open.clear()
 
 
@@ -255,7 +255,7 @@ class ArraySlot:
     def close(self) -> None:
         """Do nothing: there is no host array."""
 
-    def settle(self) -> None:
+    def finish_copy(self) -> None:
         """Do nothing: there is no copy."""
 
 

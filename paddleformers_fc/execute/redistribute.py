@@ -223,11 +223,11 @@ def run_rounds(
         begun = [source.begin(pieces) for pieces in schedule.rounds[:1]]
         for number, pieces in enumerate(schedule.rounds):
             begun.extend(source.begin(later) for later in schedule.rounds[number + 1 : number + 2])
-            held = {index: _result(failures, one, pieces[index]) for index, one in begun.pop(0).items()}
-            arrived = _round(channel, pieces, {index: array for index, (array, _) in held.items()})
+            results = {index: _result(failures, one, pieces[index]) for index, one in begun.pop(0).items()}
+            arrived = _round(channel, pieces, {index: array for index, (array, _) in results.items()})
             for piece, array in arrived:
                 _attempt(failures, partial(place, piece, array))
-            read += sum(count for _, count in held.values())
+            read += sum(count for _, count in results.values())
             received += sum(piece.size for piece, _ in arrived if piece.move.owner != channel.rank)
             if any(channel.all_gather(b"failed" if failures else b"")):
                 break
@@ -268,8 +268,8 @@ def _agreed_digests(
     wanted: Sequence[StoredPart], storage: ReadContext, channel: Channel, options: ReadOptions
 ) -> dict[StoredPart, bytes]:
     """Return the digests of all ranges that any rank requests; each is read by one rank."""
-    asked = all_gather_checked(channel, "asking for tied tensors", lambda: _to_messages(wanted), _RangeMessages)
-    parts = (part for messages in asked for part in _from_messages(messages))
+    requests = all_gather_checked(channel, "asking for tied tensors", lambda: _to_messages(wanted), _RangeMessages)
+    parts = (part for messages in requests for part in _from_messages(messages))
     owners = readers(parts, storage.seen_by, channel.world_size)
     mine = [part for part, owner in owners.items() if owner == channel.rank]
     answers = all_gather_checked(channel, "reading tied tensors", lambda: _digests(mine, storage, options), list[bytes])
@@ -282,12 +282,12 @@ def _digests(parts: Sequence[StoredPart], storage: ReadContext, options: ReadOpt
     with ReadPool(options, storage.identities) as pool:
         pool.expect(region_of(storage.root, part) for part in parts)
         for part in parts:
-            state = xxhash.xxh3_128()
+            hasher = xxhash.xxh3_128()
             for box in boxes_within(part.part, _DIGEST_ELEMENTS):
                 array, reading = _begin(pool, storage.root, msgspec.structs.replace(part, part=box))
                 reading.result()
-                state.update(byte_view(array))
-            found.append(state.digest())
+                hasher.update(byte_view(array))
+            found.append(hasher.digest())
     return found
 
 
@@ -364,7 +364,7 @@ class _ShardFiller:
             self._left[key] -= array.size
             if self._left[key] == 0:
                 self._slots[key].close()
-                self._slots[key].settle()
+                self._slots[key].finish_copy()
                 del self._buffers[key]
 
     def _buffer(self, key: Key) -> Array:
@@ -388,22 +388,22 @@ def _by_shard(plan: LoadPlan) -> list[ReadItem]:
 
 
 def _round(
-    channel: Channel, pieces: Sequence[TransferPiece], held: Mapping[int, Array]
+    channel: Channel, pieces: Sequence[TransferPiece], arrays: Mapping[int, Array]
 ) -> list[tuple[TransferPiece, Array]]:
     """Send the pieces that this rank has read; return the pieces that it wants, from all ranks."""
     leaving: dict[int, list[Bytes]] = {}
-    for index, array in held.items():
+    for index, array in arrays.items():
         for receiver in pieces[index].move.receivers:
             if receiver != channel.rank:
                 leaving.setdefault(receiver, []).append(_packed(array))
     coming: dict[int, list[TransferPiece]] = {}
     for index, piece in enumerate(pieces):
-        if index not in held:
+        if index not in arrays:
             coming.setdefault(piece.move.owner, []).append(piece)
     outgoing = {receiver: np.concatenate(parts) for receiver, parts in leaving.items()}
     sizes = {owner: sum(piece.size for piece in theirs) for owner, theirs in coming.items()}
     arrived = channel.all_to_all(outgoing, sizes)
-    found = [(pieces[index], array) for index, array in held.items() if channel.rank in pieces[index].move.receivers]
+    found = [(pieces[index], array) for index, array in arrays.items() if channel.rank in pieces[index].move.receivers]
     for owner, theirs in coming.items():
         found.extend(zip(theirs, _unpacked(arrived[owner], theirs), strict=True))
     return found

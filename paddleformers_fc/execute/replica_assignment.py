@@ -19,7 +19,7 @@ from msgspec import structs
 
 from paddleformers_fc.layout import Shard
 from paddleformers_fc.mapping.boxes import Box
-from paddleformers_fc.storage.dtypes import item_size, to_safetensors
+from paddleformers_fc.storage.dtypes import dtype_size
 
 RankShards = dict[str, dict[str, Shard]]
 
@@ -47,7 +47,7 @@ class ShardPart:
     @property
     def nbytes(self) -> int:
         """Its size in bytes."""
-        return self.shard.size * _width(self.shard)
+        return self.shard.size * dtype_size(self.shard.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ def find_replicas(everyone: Sequence[RankShards], rank: int) -> list[Replica]:
         if len(ranks) > 1 and rank in ranks:
             key = tuple(sorted(ranks))
             group = groups.setdefault(key, hashlib.blake2b(repr(key).encode(), digest_size=8).hexdigest())
-            (rows, row_bytes), width = _rows(shard), _width(shard)
+            (rows, row_bytes), width = _rows(shard), dtype_size(shard.dtype)
             replica = Replica(
                 role=role,
                 name=shard.name,
@@ -97,13 +97,13 @@ def find_replicas(everyone: Sequence[RankShards], rank: int) -> list[Replica]:
                 nbytes=shard.size * width,
                 holders=len(ranks),
                 group=group,
-                described=_described(role, shard),
+                described=_shard_text(role, shard),
             )
             found.append(replica)
     return found
 
 
-def _described(role: str, shard: Shard) -> str:
+def _shard_text(role: str, shard: Shard) -> str:
     box = ",".join(f"{low}:{high}" for low, high in zip(shard.box.lo, shard.box.hi, strict=True))
     flat = "" if shard.flat is None else f" flat {shard.flat[0]}:{shard.flat[1]}"
     return f"{role} {shard.name} [{box}]{flat}"
@@ -119,7 +119,7 @@ def assign_writers(everyone: Sequence[RankShards]) -> list[list[ShardPart]]:
     """
     load = [0] * len(everyone)
     given: list[list[ShardPart]] = [[] for _ in everyone]
-    sized = [(shard.size * _width(shard), role, shard, ranks) for (role, shard), ranks in _holders(everyone)]
+    sized = [(shard.size * dtype_size(shard.dtype), role, shard, ranks) for (role, shard), ranks in _holders(everyone)]
     even = -(-sum(size for size, *_ in sized) // len(everyone))
     # Shards with one holder leave no choice; the rest, largest first, go where there is least.
     for size, role, shard, ranks in sorted(
@@ -138,8 +138,8 @@ def assign_writers(everyone: Sequence[RankShards]) -> list[list[ShardPart]]:
 
 def _holders(everyone: Sequence[RankShards]) -> Iterable[tuple[tuple[str, Shard], list[int]]]:
     alike: dict[int, list[int]] = {}
-    for rank, held in enumerate(everyone):
-        alike.setdefault(id(held), []).append(rank)
+    for rank, roles in enumerate(everyone):
+        alike.setdefault(id(roles), []).append(rank)
     holders: dict[tuple[str, Shard], list[int]] = {}
     for ranks in alike.values():
         for role, shards in everyone[ranks[0]].items():
@@ -180,7 +180,7 @@ def pack_files(pieces: Iterable[ShardPart], max_bytes: int) -> list[list[ShardPa
     """
     files: list[list[ShardPart]] = []
     room = 0
-    for whole in sorted(pieces, key=lambda piece: (-_width(piece.shard), piece.shard.name)):
+    for whole in sorted(pieces, key=lambda piece: (-dtype_size(piece.shard.dtype), piece.shard.name)):
         for piece in _cut(whole, max_bytes):
             if not files or piece.nbytes > room or len(files[-1]) == MOST_TENSORS:
                 files.append([])
@@ -204,9 +204,9 @@ def _cut(piece: ShardPart, max_bytes: int) -> Iterator[ShardPart]:
 def _rows(shard: Shard) -> tuple[int, int]:
     """The rows that a shard can be cut between: how many, and the bytes of one."""
     if shard.flat is not None or shard.size < 2:
-        return shard.size, _width(shard)
+        return shard.size, dtype_size(shard.dtype)
     axis = _row_axis(shard)
-    return shard.box.shape[axis], math.prod(shard.box.shape[axis + 1 :]) * _width(shard)
+    return shard.box.shape[axis], math.prod(shard.box.shape[axis + 1 :]) * dtype_size(shard.dtype)
 
 
 def _row_axis(shard: Shard) -> int:
@@ -219,7 +219,7 @@ def _part(piece: ShardPart, low: int, high: int) -> ShardPart:
     shard, (rows, row_bytes) = piece.shard, _rows(piece.shard)
     if (low, high) == (0, rows):
         return piece
-    start = piece.start + low * (row_bytes // _width(shard))
+    start = piece.start + low * (row_bytes // dtype_size(shard.dtype))
     if shard.flat is not None:
         first = shard.flat[0]
         return ShardPart(piece.role, structs.replace(shard, flat=(first + low, first + high)), start)
@@ -227,7 +227,3 @@ def _part(piece: ShardPart, low: int, high: int) -> ShardPart:
     lo, hi = list(box.lo), list(box.hi)
     lo[axis], hi[axis] = box.lo[axis] + low, box.lo[axis] + high
     return ShardPart(piece.role, structs.replace(shard, box=Box(tuple(lo), tuple(hi))), start)
-
-
-def _width(shard: Shard) -> int:
-    return item_size(to_safetensors(shard.dtype))

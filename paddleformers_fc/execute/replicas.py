@@ -61,10 +61,10 @@ def hash_replicas(
     """
     shards: dict[str, Digests] = {}
     for one in replicas:
-        state = xxhash.xxh3_128()
+        hasher = xxhash.xxh3_128()
         for part in tensors[one.role][one.name](*stretch(one, step)):
-            state.update(byte_view(part))
-        shards.setdefault(one.group, {})[one.described] = state.digest()
+            hasher.update(byte_view(part))
+        shards.setdefault(one.group, {})[one.described] = hasher.digest()
     groups = {
         holders: xxhash.xxh3_128_digest(b"".join(found[key] for key in sorted(found)))
         for holders, found in shards.items()

@@ -49,7 +49,7 @@ from paddleformers_fc.execute.ties import diverged, hash_ties
 from paddleformers_fc.families import ModelDescription
 from paddleformers_fc.families.stated import model_ties
 from paddleformers_fc.formats.checkpoint import CONFIG_NAME, MAPPING_NAME, config_bytes as config_bytes
-from paddleformers_fc.layout.codec import decode_held, encode_held
+from paddleformers_fc.layout.codec import decode_rank_shards, encode_rank_shards
 from paddleformers_fc.layout.live import LocalTensor, Roles, describe_roles, facts_of
 from paddleformers_fc.layout.roles import MODEL_STATE, split_state_name
 from paddleformers_fc.storage.files import write_file
@@ -121,7 +121,7 @@ class _PlanMessage(msgspec.Struct, array_like=True):
 
 @dataclass(frozen=True)
 class LivePart:
-    """What one rank brings into a save, described on the thread that trains.
+    """The part of one rank in a save, described on the thread that trains.
 
     Args:
         tensors: role -> name -> live weight, without aliases that are the memory of their owner.
@@ -343,10 +343,10 @@ def commit(
         FlexError: the same on every rank.
     """
 
-    def describe(checksums: list[FileChecksum]) -> Manifest:
-        return _describe(staged.path, checksums, taken.plan.described(), written, taken.job, channel.world_size)
+    def build_manifest(checksums: list[FileChecksum]) -> Manifest:
+        return _describe(staged.path, checksums, taken.plan.model_record(), written, taken.job, channel.world_size)
 
-    return commit_on_all(staged, directory, written.checksums, taken.files, describe, channel)
+    return commit_on_all(staged, directory, written.checksums, taken.files, build_manifest, channel)
 
 
 def _without_aliases(roles: Roles, model: ModelDescription) -> LiveRoles:
@@ -390,11 +390,11 @@ def _facts(own: LiveRoles, model: ModelDescription, max_file_bytes: int) -> byte
 
 def _new_plan(part: LivePart, channel: Channel) -> SavePlan:
     payloads = all_gather_checked(
-        channel, "describing shards", lambda: encode_held(describe_roles(part.tensors)), bytes
+        channel, "describing shards", lambda: encode_rank_shards(describe_roles(part.tensors)), bytes
     )
     # Ranks that hold the same shards send the same bytes, which are decoded and checked once.
-    held = {payload: decode_held(payload) for payload in set(payloads)}
-    everyone = [held[payload] for payload in payloads]
+    decoded = {payload: decode_rank_shards(payload) for payload in set(payloads)}
+    everyone = [decoded[payload] for payload in payloads]
     return run_on_all(
         channel,
         "planning the save",

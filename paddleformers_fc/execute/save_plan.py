@@ -38,12 +38,12 @@ from paddleformers_fc.layout.roles import MODEL_STATE, split_state_name
 from paddleformers_fc.mapping import RuleSet, Shape, prove
 from paddleformers_fc.mapping.boxes import whole
 from paddleformers_fc.mapping.folding import fold
-from paddleformers_fc.storage.dtypes import item_size, to_safetensors
+from paddleformers_fc.storage.dtypes import dtype_size
 from paddleformers_fc.storage.safetensors import FileLayout
 from paddleformers_fc.text import count_text
 
 MAX_CACHED_PLANS = 8
-"""How many plans a process keeps: of checkpoints, of exports, and of every rank where ranks are threads."""
+"""Maximum number of cached plans per process: of checkpoints, exports, and every rank where ranks are threads."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class SavePlan:
     replicas: tuple[Replica, ...] = ()
     ties: Ties = field(default_factory=Ties)
 
-    def described(self) -> ModelRecord:
+    def model_record(self) -> ModelRecord:
         """Return the record that the coordinator writes.
 
         Raises:
@@ -119,7 +119,7 @@ class SavePlan:
 
 
 class SavePlanCache:
-    """The last plans of this process, by rank and by the digest of their job."""
+    """The last plans of this process, by rank and by the digest of the shards of all ranks."""
 
     def __init__(self) -> None:
         self._plans: OrderedDict[tuple[int, bytes], SavePlan] = OrderedDict()
@@ -127,27 +127,27 @@ class SavePlanCache:
         self._lock = threading.Lock()
 
     def known(self, rank: int) -> dict[bytes, SavePlan]:
-        """The plans of one rank by the digest of their job."""
+        """The plans of one rank by the digest of the shards of all ranks."""
         with self._lock:
-            return {job: plan for (owner, job), plan in self._plans.items() if owner == rank}
+            return {shards_digest: plan for (owner, shards_digest), plan in self._plans.items() if owner == rank}
 
     def latest(self, rank: int, facts: bytes) -> SavePlan | None:
         """The last plan for these shards of one rank, right unless the shards of another rank have changed since."""
         with self._lock:
             return self._latest.get((rank, facts))
 
-    def keep(self, rank: int, facts: bytes, job: bytes, plan: SavePlan) -> None:
+    def keep(self, rank: int, facts: bytes, shards_digest: bytes, plan: SavePlan) -> None:
         """Remember a plan that every rank has agreed to; the one that was not used for longest is forgotten.
 
         Args:
             rank: the rank that it is for.
             facts: the digest of the shards of this rank.
-            job: the digest of the shards of all ranks.
+            shards_digest: the digest of the shards of all ranks.
             plan: the plan.
         """
         with self._lock:
-            self._plans[rank, job] = plan
-            self._plans.move_to_end((rank, job))
+            self._plans[rank, shards_digest] = plan
+            self._plans.move_to_end((rank, shards_digest))
             while len(self._plans) > MAX_CACHED_PLANS:
                 self._plans.popitem(last=False)
             kept = {id(one) for one in self._plans.values()}
@@ -157,11 +157,11 @@ class SavePlanCache:
 
 def digest(*parts: bytes) -> bytes:
     """One digest of several byte strings, 16 bytes; where one ends and the next begins counts."""
-    state = hashlib.blake2b(digest_size=16)
+    hasher = hashlib.blake2b(digest_size=16)
     for part in parts:
-        state.update(len(part).to_bytes(8, "little"))
-        state.update(part)
-    return state.digest()
+        hasher.update(len(part).to_bytes(8, "little"))
+        hasher.update(part)
+    return hasher.digest()
 
 
 def build_save_plan(everyone: list[RankShards], model: ModelDescription, rank: int, max_file_bytes: int) -> SavePlan:
@@ -219,10 +219,10 @@ def _role_files(role: str, pieces: Iterable[ShardPart], rank: int, max_file_byte
 
 def _record(everyone: list[RankShards], model: ModelDescription) -> ModelRecord:
     """Prove that what will be saved is whole and describes itself, before anything is written."""
-    distinct = list({id(held): held for held in everyone}.values())
+    distinct = list({id(roles): roles for roles in everyone}.values())
     parameters: dict[str, Shard] = {}
-    for held in distinct:
-        parameters.update(held.get(MODEL_STATE, {}))
+    for roles in distinct:
+        parameters.update(roles.get(MODEL_STATE, {}))
     # One shard of every model tensor of the job; its cuts determine the tensor-parallel degree.
     rules = model_rules(model, parameters)
     prove(rules.mapping(), "The model's mapping")
@@ -232,15 +232,13 @@ def _record(everyone: list[RankShards], model: ModelDescription) -> ModelRecord:
 
 def _refuse_partial(everyone: list[RankShards], parameters: Mapping[str, Shard]) -> None:
     faults: list[str] = []
-    for role in sorted({role for held in everyone for role in held}):
+    for role in sorted({role for roles in everyone for role in roles}):
         by_name: dict[str, dict[Shard, None]] = {}
-        for held in everyone:
-            for name, shard in held.get(role, {}).items():
+        for roles in everyone:
+            for name, shard in roles.get(role, {}).items():
                 by_name.setdefault(name, {})[shard] = None
         parts = [shard for shards in by_name.values() if not _is_whole(shards) for shard in shards]
-        tensors, contradictions = gather_shards(
-            (shard, f"rank {role}", 0, item_size(to_safetensors(shard.dtype))) for shard in parts
-        )
+        tensors, contradictions = gather_shards((shard, f"rank {role}", 0, dtype_size(shard.dtype)) for shard in parts)
         faults.extend(contradictions)
         for tensor in tensors.values():
             faults.extend(tensor.faults())

@@ -49,13 +49,13 @@ class StagingPool:
 
     Attributes:
         capacity: maximum bytes of all buffers. A buffer beyond it is allocated if a tensor needs it, and is not kept.
-        held: bytes of all buffers.
-        peak: maximum of ``held``.
+        allocated: bytes of all buffers.
+        peak: maximum of ``allocated``.
         allocations: number of buffers that were allocated.
     """
 
     def __init__(self, pinned: bool) -> None:
-        self.capacity = self.held = self.peak = self.allocations = 0
+        self.capacity = self.allocated = self.peak = self.allocations = 0
         self._pinned = pinned
         self._idle: list[StagingBuffer] = []
         self._lock = threading.Lock()
@@ -78,8 +78,8 @@ class StagingPool:
                 if buffer.bytes.size == size:
                     return self._idle.pop(number)
             self._release(self.capacity - size)
-            self.held += size
-            self.peak = max(self.peak, self.held)
+            self.allocated += size
+            self.peak = max(self.peak, self.allocated)
             self.allocations += 1
         return _new_buffer(size, self._pinned)
 
@@ -91,8 +91,8 @@ class StagingPool:
 
     def _release(self, most: int) -> None:
         """Release idle buffers, the oldest first, until all buffers have at most a number of bytes."""
-        while self._idle and self.held > most:
-            self.held -= self._idle.pop(0).bytes.size
+        while self._idle and self.allocated > most:
+            self.allocated -= self._idle.pop(0).bytes.size
 
 
 def pool_of(place: Any, capacity: int) -> StagingPool:

@@ -178,14 +178,14 @@ def _stages(everyone: Sequence[RankShards], owners: Mapping[str, str]) -> dict[s
     for alias, owner in owners.items():
         copies.setdefault(owner, [owner]).append(alias)
     return {
-        owner: tuple(sorted(held, key=lambda name: _holders(everyone, MODEL_STATE, name)[0]))
+        owner: tuple(sorted(present, key=lambda name: _holders(everyone, MODEL_STATE, name)[0]))
         for owner, names in copies.items()
-        if (held := [name for name in names if _holders(everyone, MODEL_STATE, name)])
+        if (present := [name for name in names if _holders(everyone, MODEL_STATE, name)])
     }
 
 
 def _holders(everyone: Sequence[RankShards], role: str, name: str) -> list[int]:
-    return [rank for rank, held in enumerate(everyone) if name in held.get(role, {})]
+    return [rank for rank, roles in enumerate(everyone) if name in roles.get(role, {})]
 
 
 def _form(shard: Shard) -> str:
@@ -196,14 +196,14 @@ def _intersections(
     one: Sequence[tuple[int, ShardPart]], other: Sequence[tuple[int, ShardPart]]
 ) -> Iterator[tuple[CopyPart, CopyPart]]:
     """Every box that a piece of one copy and a piece of the other have in common, in both."""
-    held = [(rank, piece, fragment) for rank, piece in other for fragment in piece.shard.fragments]
-    finder = BoxFinder([fragment.box for _, _, fragment in held])
+    fragments = [(rank, piece, fragment) for rank, piece in other for fragment in piece.shard.fragments]
+    finder = BoxFinder([fragment.box for _, _, fragment in fragments])
     for rank, piece in one:
         for fragment in piece.shard.fragments:
             for index in finder.near(fragment.box):
-                common = fragment.box.intersect(held[index][2].box)
+                common = fragment.box.intersect(fragments[index][2].box)
                 if common is not None:
-                    yield _part(rank, piece, fragment, common), _part(*held[index], common)
+                    yield _part(rank, piece, fragment, common), _part(*fragments[index], common)
 
 
 def _part(rank: int, piece: ShardPart, fragment: Fragment, common: Box) -> CopyPart:
@@ -214,7 +214,7 @@ def _part(rank: int, piece: ShardPart, fragment: Fragment, common: Box) -> CopyP
 
 def _digest(tensor: HostPieces, side: CopyPart) -> bytes:
     """The digest of a box's elements in row-major order."""
-    state = xxhash.xxh3_128()
+    hasher = xxhash.xxh3_128()
     shape = side.shape or (1,)
     part = side.part if side.shape else Box((0,), (1,))
     row = math.prod(shape[1:])
@@ -225,5 +225,5 @@ def _digest(tensor: HostPieces, side: CopyPart) -> bytes:
         blocks = list(tensor(side.start + low * row, side.start + high * row))
         block = blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
         rows = block.reshape((high - low, *shape[1:]))[inside]
-        state.update(byte_view(np.ascontiguousarray(rows)))
-    return state.digest()
+        hasher.update(byte_view(np.ascontiguousarray(rows)))
+    return hasher.digest()

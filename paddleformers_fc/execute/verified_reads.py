@@ -36,7 +36,7 @@ from paddleformers_fc.storage.regions import Region, Workspace
 from paddleformers_fc.storage.vectored_read import ScatterList
 
 HASHED_BYTES = 4 * 1024 * 1024
-"""What is read before it is hashed: a block, so that reads stay long; a last-level cache holds one per thread."""
+"""Bytes read before they are hashed: a block, so that reads stay long; a last-level cache holds one per thread."""
 
 Jobs = Iterable[tuple[int, ReadJob]]
 """Jobs with their bytes."""
@@ -225,7 +225,7 @@ class BlockRead:
     def read(self, reader: RangeReader, workspace: Workspace) -> int:
         """See :class:`ReadJob`."""
         self._skip_to(self.end)
-        state, offset = xxhash.xxh3_64(), self.begin
+        hasher, offset = xxhash.xxh3_64(), self.begin
         for addresses, lengths in self._batches(workspace):
             if len(addresses) == 1:
                 reader.read_into(self.path, offset, memory_at(addresses[0], lengths[0]))
@@ -234,9 +234,9 @@ class BlockRead:
                 rows = ScatterList(offset + np.cumsum(sizes) - sizes, np.array(addresses, np.uint64), sizes)
                 reader.read_rows(self.path, rows, workspace.scatter)
             for address, length in zip(addresses, lengths, strict=True):
-                state.update((ctypes.c_char * length).from_address(address))
+                hasher.update((ctypes.c_char * length).from_address(address))
                 offset += length
-        self.verifier.compare(self.path, self.number, state.hexdigest())
+        self.verifier.compare(self.path, self.number, hasher.hexdigest())
         return self.end - self.begin
 
     def _skip_to(self, offset: int) -> None:

@@ -3,7 +3,7 @@
 ================  ==================================================================================================
 ``manifest``      it can be read and matches its own checksum
 ``files``         every file is there and of its size; at level ``full`` every byte is as it was written
-``tensors``       headers follow their format; every tensor is stored whole and once, and is one that the rules know
+``tensors``       headers follow their format; every tensor is stored whole and once, and is in the rules
 ``mapping``       the rules are proved; all canonical tensors can be made
 ``equal values``  tied tensors, and numbers stored several times, are equal bit for bit (level ``full``); at every level
                   the save found the copies of tied tensors equal

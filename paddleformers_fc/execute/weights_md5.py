@@ -10,7 +10,7 @@ import math
 
 from paddleformers_fc.formats.registry import open_checkpoint
 from paddleformers_fc.layout.roles import MODEL_STATE
-from paddleformers_fc.storage.dtypes import item_size, to_safetensors
+from paddleformers_fc.storage.dtypes import dtype_size
 from paddleformers_fc.storage.paths import AnyPath, RemotePath
 from paddleformers_fc.storage.progress import advance, expect
 from paddleformers_fc.storage.ranges import RangeReader
@@ -40,11 +40,11 @@ def weights_md5(directory: AnyPath) -> str:
     buffer = memoryview(bytearray(length))
     catalog = open_checkpoint(directory).catalog
     tensors = catalog.roles[MODEL_STATE]
-    expect(sum(math.prod(one.shape) * item_size(to_safetensors(one.dtype)) for one in tensors.values()))
+    expect(sum(math.prod(one.shape) * dtype_size(one.dtype) for one in tensors.values()))
     with RangeReader(identities=catalog.identities) as reader:
         for name in sorted(tensors):
             digest.update(name.encode())
-            width = item_size(to_safetensors(tensors[name].dtype))
+            width = dtype_size(tensors[name].dtype)
             for fragment in tensors[name].fragments:  # One, or none where the tensor has no element.
                 end = fragment.begin + fragment.box.volume * width
                 for position in range(fragment.begin, end, length):

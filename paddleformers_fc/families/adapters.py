@@ -51,7 +51,7 @@ class Base(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
 
     @property
     def contents(self) -> dict[str, str]:
-        """What must be equal: the base may be moved."""
+        """Return the properties that must be equal: the base may be moved."""
         return {**self.files, **({"tensors": self.tensors} if self.tensors else {})}
 
 

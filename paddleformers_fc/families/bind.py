@@ -196,7 +196,7 @@ def family_heads(family: Family, model: ModelDescription) -> dict[str, int]:
         sizes = family_sizes(family, model).within(part)
         shapes = [size for one in family.statements if one.tower == part for size in one.shape]
         needed = frozenset[str]().union(*map(names_of, shapes))
-        known = [name for name, users in _USERS.items() if needed & users and sizes.knows(name)]
+        known = [name for name, users in _USERS.items() if needed & users and sizes.defines(name)]
         found |= {key + _HEADS[name]: sizes.length(name) for name in known}
     return found
 
@@ -287,14 +287,14 @@ def _kinds(family: Family, sizes: Sizes, shifts: Mapping[str, int]) -> TargetInd
 
 def _span(numbers: Numbers, sizes: Sizes) -> range | None:
     """Return the canonical numbers of a placeholder, as far as the configuration gives them."""
-    if not sizes.knows(numbers.start) or not sizes.knows(numbers.count):
+    if not sizes.defines(numbers.start) or not sizes.defines(numbers.count):
         return None
     start = sizes.length(numbers.start)
     return range(start, start + sizes.length(numbers.count))
 
 
 def _whole_length(statement: Statement, sizes: Sizes) -> int | None:
-    if statement.cut is None or not statement.shape or not sizes.knows(statement.shape[statement.cut]):
+    if statement.cut is None or not statement.shape or not sizes.defines(statement.shape[statement.cut]):
         return None
     return sizes.length(statement.shape[statement.cut])
 
@@ -326,8 +326,8 @@ def _canonical_numbers(kind: _Kind, numbers: list[str]) -> list[str] | str:
         if number < 0:
             return f"its number {number + shift} is smaller than the shift {shift} of canonical numbers"
         if span is not None and number not in span:
-            said = f"{span.start} to {span.stop - 1}" if span else "none"
-            return f"its {hole} {number + shift} is the canonical {number}, and the configuration has {said}"
+            numbers_text = f"{span.start} to {span.stop - 1}" if span else "none"
+            return f"its {hole} {number + shift} is the canonical {number}, and the configuration has {numbers_text}"
     return [str(number) for number in moved]
 
 
@@ -347,7 +347,7 @@ def _chosen(kinds: list[_Kind], tensor: ModelTensor, numbers: list[str], sizes: 
     fitting = [kind for kind in kinds if has_shape(kind.statement, named(kind), tensor.shape, sizes)]
     # A shape alone does not decide against the configuration: one of the two is not this model's.
     possible = [kind for kind in kinds if may_hold(kind.statement, named(kind), sizes)]
-    is_open = not any(_knows_shape(kind.statement, named(kind), sizes) for kind in kinds)
+    is_open = not any(_has_known_shape(kind.statement, named(kind), sizes) for kind in kinds)
     wanted = possible if is_open else [kind for kind in fitting if kind in possible]
     if len(wanted) == 1:
         return wanted[0]
@@ -369,14 +369,14 @@ def has_shape(statement: Statement, numbers: Mapping[str, int], shape: Shape, si
     """Return whether a tensor of these numbers is declared with a shape."""
     own = sizes.within(statement.tower)
     return len(statement.shape) == len(shape) and all(
-        own.knows(size, numbers) and own.length(size, numbers) == length
+        own.defines(size, numbers) and own.length(size, numbers) == length
         for size, length in zip(statement.shape, shape, strict=True)
     )
 
 
-def _knows_shape(statement: Statement, numbers: Mapping[str, int], sizes: Sizes) -> bool:
+def _has_known_shape(statement: Statement, numbers: Mapping[str, int], sizes: Sizes) -> bool:
     own = sizes.within(statement.tower)
-    return all(own.knows(size, numbers) for size in statement.shape)
+    return all(own.defines(size, numbers) for size in statement.shape)
 
 
 def _rules(kind: _Kind, tensor: ModelTensor, numbers: list[str], sizes: Sizes) -> list[Rule] | str:
@@ -428,7 +428,7 @@ def _layout(statement: Statement, shape: Shape, cuts: Shape, sizes: Sizes) -> _L
 
 
 def _qkv_layout(statement: Statement, length: int, cut: int, layout: _Layout, sizes: Sizes) -> _Layout | str:
-    if not sizes.knows("heads") or not sizes.knows("kv_heads"):
+    if not sizes.defines("heads") or not sizes.defines("kv_heads"):
         return "num_attention_heads and num_key_value_heads are not in the configuration"
     heads, groups = sizes.length("heads"), sizes.length("kv_heads")
     if heads < 1 or groups < 1 or heads % groups:
@@ -462,7 +462,7 @@ def _whole_width(statement: Statement, axis: int, sizes: Sizes) -> int | None:
 
     A divisible length is no evidence: a gate in the layer would be taken for parts of wider heads.
     """
-    if not statement.shape or not sizes.is_given("hidden") or not sizes.knows(statement.shape[axis]):
+    if not statement.shape or not sizes.is_given("hidden") or not sizes.defines(statement.shape[axis]):
         return None
     return sizes.length(statement.shape[axis])
 
@@ -473,7 +473,7 @@ def _stack_rules(kind: _Kind, stack: Stack, tensor: ModelTensor, numbers: list[s
     share = 1 if stack.new else length // max(count, 1)
     declared = kind.statement.shape[stack.axis] if kind.statement.shape else "None"
     # A length that is divisible alone is no proof: twice as many experts of half the size are as long.
-    unlike = sizes.knows(declared) and sizes.length(declared) != length
+    unlike = sizes.defines(declared) and sizes.length(declared) != length
     if not share or share * count != length or count > MAX_EXPERTS or unlike:
         return f"shape {list(tensor.shape)} does not hold {count} experts on axis {stack.axis}"
     if not _has_experts(kind.statement):

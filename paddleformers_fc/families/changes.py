@@ -76,7 +76,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
         *("scale_emb", "scale_depth", "dim_model_base", "embedding_scale", "use_embedding_scaling"),
     ),
 }
-"""Why a change is refused, and the keys. ``*`` stands for any text."""
+"""The reasons for refused changes, with their keys. ``*`` matches any text."""
 
 _REPORTED_ONLY = ("moe_router_load_balancing_type", "moe_router_bias_update_rate")
 """Keys of a group that affect only the training loss or later updates."""

@@ -169,7 +169,7 @@ def recognised_tensors(
         MappingError: names that no statement declares, all of them.
     """
     sizes = family_sizes(family, model)
-    shifts = {name: sizes.length(one.shift) for name, one in family_numbers(family).items() if sizes.knows(one.shift)}
+    shifts = {name: sizes.length(one.shift) for name, one in family_numbers(family).items() if sizes.defines(one.shift)}
     index = TargetIndex((one, one) for one in with_adapters(family, model.adapters).statements)
     found: list[DeclaredTensor] = []
     strange: list[str] = []

@@ -1,4 +1,4 @@
-"""What is known about every family beside its proof: logits compared with those of Transformers, layouts resumed.
+"""The evidence for every family beside its proof: logits compared with those of Transformers, layouts resumed.
 
 The tables are results of the tests in ``tests/parity``, which compare them, and of the pages in ``docs/verification``.
 """

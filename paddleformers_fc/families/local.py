@@ -30,7 +30,7 @@ class LocalShapes:
         self._shifts = {
             name: self._sizes.length(one.shift)
             for name, one in family_numbers(family).items()
-            if self._sizes.knows(one.shift)
+            if self._sizes.defines(one.shift)
         }
         self._known: dict[str, list[tuple[Statement, Shape]]] = {}
         self._index = TargetIndex((one, one) for one in with_adapters(family, model.adapters).statements)

@@ -64,9 +64,9 @@ class OptionalNames:
             untouched: the names that the model does not read.
             stored: all names of the file.
         """
-        left, held = set(untouched), list(stored)
-        layers = {_layer(name) for name in held if name not in left}
-        marked = {group for name in held if (group := self.group(name)) and self._is_mark(group, name)}
+        left, names = set(untouched), list(stored)
+        layers = {_layer(name) for name in names if name not in left}
+        marked = {group for name in names if (group := self.group(name)) and self._is_mark(group, name)}
         return [
             name
             for name in untouched

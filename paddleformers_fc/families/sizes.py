@@ -106,7 +106,7 @@ class Sizes:
         """
         return bool(self._value(condition, numbers)) if condition else True
 
-    def knows(self, expression: str, numbers: Mapping[str, int] = _NO_NUMBERS) -> bool:
+    def defines(self, expression: str, numbers: Mapping[str, int] = _NO_NUMBERS) -> bool:
         """Return whether an expression has a value under this configuration and these numbers of a name."""
         try:
             return self._value(expression, numbers) is not None

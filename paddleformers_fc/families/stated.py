@@ -55,22 +55,22 @@ def rules_by_name(tensors: Iterable[ModelTensor], ties: Iterable[Tie] = ()) -> R
         tensors: every tensor of a model.
         ties: names of one tensor.
     """
-    held = {one.name: one for one in tensors}
-    known = tuple(tie for tie in ties if tie.alias in held)
+    by_name = {one.name: one for one in tensors}
+    known = tuple(tie for tie in ties if tie.alias in by_name)
     aliases = {tie.alias for tie in known}
-    owners = [one for name, one in held.items() if name not in aliases]
+    owners = [one for name, one in by_name.items() if name not in aliases]
     return RuleSet(
-        targets={name: TensorSpec(one.shape, one.dtype) for name, one in held.items()},
+        targets={name: TensorSpec(one.shape, one.dtype) for name, one in by_name.items()},
         rules=tuple(_same(one) for one in owners if one.shape),
         ties=known,
         # A rule needs an axis. A tensor without one is taken over as it is.
         fresh=tuple(one.name for one in owners if not one.shape),
-        cuts={name: one.cuts for name, one in held.items() if any(cut > 1 for cut in one.cuts)},
+        cuts={name: one.cuts for name, one in by_name.items() if any(cut > 1 for cut in one.cuts)},
     )
 
 
 def refuse_recut(stored: RuleSet, live: RuleSet, stated: Collection[str], where: str) -> None:
-    """Refuse tensors of equal names that are cut differently, unless a statement says what they are made of.
+    """Refuse tensors of equal names that are cut differently, unless a statement declares their sources.
 
     Args:
         stored: rules of the stored model.

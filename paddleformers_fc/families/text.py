@@ -61,7 +61,7 @@ def with_ties(rules: RuleSet) -> TensorMapping:
 
 def _hints(family: Family, model: ModelDescription, rules: RuleSet) -> Hints:
     sizes = family_sizes(family, model)
-    known = sizes.knows("heads") and sizes.knows("kv_heads")
+    known = sizes.defines("heads") and sizes.defines("kv_heads")
     index = TargetIndex((one, _PER_RANK.get(one.geometry)) for one in family.statements if one.stack is None)
     per_rank = {name: kind for name in rules.targets for kind in index.find(name)[0] if kind is not None}
     return Hints(

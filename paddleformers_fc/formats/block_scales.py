@@ -19,7 +19,7 @@ from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping.boxes import whole
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.block_scales import ScaledFile, ScaledMatrix
-from paddleformers_fc.storage.dtypes import from_safetensors, item_size, to_safetensors
+from paddleformers_fc.storage.dtypes import dtype_size, from_safetensors
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.storage.safetensors import Header, TensorEntry
 
@@ -68,7 +68,7 @@ def scaled_files(
     if not isinstance(declared, Mapping) or declared.get(_METHOD) is None:
         return files, {}
     block, dtype = _block(directory, declared), _declared_dtype(directory, config)
-    entries = {tensor: (name, headers[name].tensors[tensor]) for name, held in files.items() for tensor in held}
+    entries = {tensor: (name, headers[name].tensors[tensor]) for name, names in files.items() for tensor in names}
     matrices = {tensor: entry for tensor, (_, entry) in entries.items() if from_safetensors(entry.dtype) == _STORED}
     scales = {tensor for tensor in entries if tensor.endswith(_SCALE)}
     faults = [*_faults(matrices, entries, block), *_without_matrix(scales, matrices)]
@@ -80,15 +80,15 @@ def scaled_files(
             next_step="Fetch the files again, or use weights in bfloat16.",
         )
     found: ScaledFiles = {}
-    for name, held in files.items():
+    for name, names in files.items():
         products = tuple(
-            _matrix(directory, name, matrices[one], *entries[one + _SCALE], block) for one in held if one in matrices
+            _matrix(directory, name, matrices[one], *entries[one + _SCALE], block) for one in names if one in matrices
         )
         if products:
             for kind in dict.fromkeys((dtype, _COMPUTED)):
                 found[f"{name}.{kind}"] = (name, ScaledFile(kind, products))
     hidden = matrices.keys() | scales
-    return {name: [one for one in held if one not in hidden] for name, held in files.items()}, found
+    return {name: [one for one in names if one not in hidden] for name, names in files.items()}, found
 
 
 def scaled_shards(
@@ -100,7 +100,7 @@ def scaled_shards(
         if name in done:
             continue
         done.add(name)
-        width, begin = item_size(to_safetensors(file.dtype)), 0
+        width, begin = dtype_size(file.dtype), 0
         for tensor in files[name]:
             entry = headers[name].tensors[tensor]
             if from_safetensors(entry.dtype) == _STORED:
@@ -119,7 +119,7 @@ def in_float32(catalog: Catalog) -> Catalog:
         if not isinstance(catalog.identities.get(catalog.root / path), ScaledFile) or tensor.dtype == _COMPUTED:
             return tensor
         form = forms.setdefault(tensor.form, replace(tensor.form, dtype=_COMPUTED))
-        ratio = item_size(to_safetensors(_COMPUTED)) // item_size(to_safetensors(tensor.dtype))
+        ratio = dtype_size(_COMPUTED) // dtype_size(tensor.dtype)
         other = path.removesuffix(tensor.dtype) + _COMPUTED
         return StoredTensor(tensor.name, form, ((other, begin * ratio),))
 

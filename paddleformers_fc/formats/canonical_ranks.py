@@ -22,7 +22,7 @@ from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping import Mapping as TensorMapping, Shape, TensorSources
 from paddleformers_fc.mapping.boxes import Box, whole
 from paddleformers_fc.mapping.templates import BoxLink, pushed
-from paddleformers_fc.storage.dtypes import item_size, to_safetensors
+from paddleformers_fc.storage.dtypes import dtype_size
 from paddleformers_fc.text import count_text
 
 _FUSED = "fuse_attention_"
@@ -47,15 +47,15 @@ class CanonicalModel:
 
     def on_stage(self, stored: Iterable[str]) -> dict[str, Shape]:
         """Return the local shapes of the tensors that some canonical ones make up, in the order of building."""
-        held = frozenset(stored)
+        present = frozenset(stored)
         return {
             name: _local(one, self.tp)
             for name, one in self.tensors.items()
-            if self._is_on(name, held) and not (name in self.ties and self._is_on(self.ties[name], held))
+            if self._is_on(name, present) and not (name in self.ties and self._is_on(self.ties[name], present))
         }
 
-    def _is_on(self, name: str, held: frozenset[str]) -> bool:
-        return name in self.mapping.made and held.issuperset(self.mapping.made[name].names)
+    def _is_on(self, name: str, present: frozenset[str]) -> bool:
+        return name in self.mapping.made and present.issuperset(self.mapping.made[name].names)
 
     def shards(self, name: str, stored: Mapping[str, FileArray], tp: int) -> Iterator[tuple[bool, StoredShard] | str]:
         """Yield the boxes of a tensor that one rank stores, and whether its file has the axes in reverse order.
@@ -83,7 +83,7 @@ def canonical_models(model: ModelDescription, tp: int, stored: Sequence[str]) ->
     Raises:
         MappingError: the family is unknown.
     """
-    family, held = family_for(model.config), frozenset(stored)
+    family, present = family_for(model.config), frozenset(stored)
     plain = {key: value for key, value in model.config.items() if not key.startswith(_FUSED)}
     seen: list[set[str]] = []
     for config, is_fleet in itertools.product((model.config, plain), (None, False, True)):
@@ -96,7 +96,7 @@ def canonical_models(model: ModelDescription, tp: int, stored: Sequence[str]) ->
         except MappingError:
             continue
         for (alias, owner), (name, source) in zip(ties.items(), tied_sources(family, one).items(), strict=True):
-            if name in held and name not in mapping.sources:
+            if name in present and name not in mapping.sources:
                 # Every stage of a pipeline has a copy of its own.
                 kept[alias] = replace(kept[owner], name=alias)
                 mapping.made[alias] = TensorSources(mapping.made[owner].template, (name,))
@@ -105,15 +105,15 @@ def canonical_models(model: ModelDescription, tp: int, stored: Sequence[str]) ->
         if tensors.keys() in seen:
             continue
         seen.append(set(tensors))
-        differing = sorted(held ^ mapping.sources.keys())
-        fused = sorted(held.intersection(tensors) - mapping.sources.keys())
+        differing = sorted(present ^ mapping.sources.keys())
+        fused = sorted(present.intersection(tensors) - mapping.sources.keys())
         if fused:
             yield (
                 f"{count_text(len(fused), 'fused layer')}, such as {fused[0]}: save_to_hf stores them under the names "
                 "of the model, but not transposed as the other layers are"
             )
         elif differing:
-            only = "stored and not" if differing[0] in held else "not stored and"
+            only = "stored and not" if differing[0] in present else "not stored and"
             count = count_text(len(differing), "tensor")
             yield f"{count} differ: {differing[0]} is {only} in the open weights of the model"
         else:
@@ -145,7 +145,7 @@ def _placed(
     shape, turned = common.shape, link.axes != tuple(range(len(link.axes)))
     if shape[1:] != part.shape[1:] or (turned and link.axes != tuple(reversed(range(len(shape))))):
         return f"{tensor.name}: {array.file} does not contain {common} in one piece"
-    width = item_size(to_safetensors(array.dtype))
+    width = dtype_size(array.dtype)
     begin = array.begin + (common.lo[0] - part.lo[0]) * math.prod(shape[1:]) * width if shape else array.begin
     shard = Shard(tensor.name, array.dtype, tensor.shape, pushed(link, common))
     return turned, (shard, array.file, begin, width)

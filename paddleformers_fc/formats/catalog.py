@@ -21,7 +21,7 @@ from paddleformers_fc.storage.identity import Identities
 from paddleformers_fc.storage.ranges import NO_IDENTITIES
 
 EVERYONE: Mapping[str, Sequence[int]] = MappingProxyType({})
-"""Where every rank sees every file."""
+"""For catalogs whose files every rank sees."""
 
 
 FileOffset = tuple[str, int]
@@ -45,7 +45,7 @@ class StoredFragment:
 
 @dataclass(frozen=True, eq=False)
 class StoredForm:
-    """What tensors that are cut alike have in common. Two are the same where they are the same object.
+    """The properties that tensors with equal cuts share. Two are equal only if they are the same object.
 
     Args:
         dtype: element type by its numpy name.
@@ -87,7 +87,7 @@ class StoredForm:
 
     @cached_property
     def faults(self) -> list[CoverFault]:
-        """Where the boxes fail to tile the tensor."""
+        """The positions at which the boxes fail to tile the tensor."""
         return cover_faults(whole(self.shape), self.boxes)
 
 
@@ -122,7 +122,7 @@ class StoredTensor(msgspec.Struct, frozen=True, eq=False, gc=False):
         )
 
     def faults(self) -> Iterator[str]:
-        """Where the stored boxes fail to tile the tensor; nothing where every element is stored once."""
+        """Yield the positions at which the stored boxes fail to tile the tensor: holes and overlaps."""
         for fault in self.form.faults:
             if fault.writers:
                 first, second = (self.offsets[index][0] for index in fault.writers)
@@ -191,7 +191,7 @@ def gather_shards(shards: Iterable[tuple[Shard, str, int, int]]) -> tuple[dict[s
             several.setdefault(shard.name, [first]).append(part)
         else:
             faults.append(
-                f"{shard.name}: {file} says {shard.dtype} {list(shard.global_shape)}, "
+                f"{shard.name}: {file} has {shard.dtype} {list(shard.global_shape)}, "
                 f"another file {known.dtype} {list(known.global_shape)}"
             )
     gatherer = _Gatherer()

@@ -22,7 +22,7 @@ from paddleformers_fc.layout.roles import EMA_STATE, MODEL_STATE, ROLES
 from paddleformers_fc.layout.shards import Shard, shard_bytes
 from paddleformers_fc.mapping import RuleSet
 from paddleformers_fc.storage.block_scales import ScaledFile
-from paddleformers_fc.storage.dtypes import item_size, to_safetensors
+from paddleformers_fc.storage.dtypes import dtype_size
 from paddleformers_fc.storage.export_checksums import CHECKSUMS_NAME, encode_checksums
 from paddleformers_fc.storage.file_checksums import FileChecksum
 from paddleformers_fc.storage.json_io import parse_json, read_recorded
@@ -39,7 +39,7 @@ _RESTORE_CONFIG = "Restore the file: save or download it again."
 
 REFUSE = "refuse"
 TIED_WAYS = (REFUSE, "first", "last")
-"""What is read where copies of a tied tensor differ: none of them, or that of the first or last pipeline stage."""
+"""The copy that is read if copies of a tied tensor differ: none, or that of the first or last pipeline stage."""
 
 Layout = Mapping[str, Mapping[str, Shard]]
 """Tensors by role and name."""
@@ -53,7 +53,7 @@ StoredShard = tuple[Shard, str, int, int]
 
 @dataclass(frozen=True)
 class StoredModel:
-    """What a checkpoint contains of the model that saved it.
+    """The stored description of the model that saved a checkpoint.
 
     Args:
         rules: how that model's tensors are made of canonical ones.
@@ -256,7 +256,7 @@ class OpenedCheckpoint:
 
     @property
     def has_run(self) -> bool:
-        """Whether it contains what a run resumes with beside tensors, so that :attr:`manifest` exists."""
+        """Return whether it contains what a run resumes with beside tensors, so that :attr:`manifest` exists."""
         return self.commit_record is not None or self.read_run is not None
 
     @cached_property
@@ -265,7 +265,7 @@ class OpenedCheckpoint:
 
     @property
     def rules(self) -> RuleSet:
-        """How the tensors of the model that saved it are made of canonical ones.
+        """The rules between canonical tensors and those of the model that saved it.
 
         Raises:
             FlexError: the checkpoint contains no model, or its family does not declare what is stored.
@@ -274,12 +274,12 @@ class OpenedCheckpoint:
 
     @property
     def model(self) -> ModelDescription | None:
-        """What the rules were derived from; None if that is not stored. Raises as :attr:`rules`."""
+        """The description that the rules were derived from; None if it is not stored. Raises as :attr:`rules`."""
         return self._stored_model.description
 
     @property
     def known(self) -> ModelDescription:
-        """What is stored of the model: its description, or what the configuration file contains of it."""
+        """The stored description of the model, or that of the configuration file."""
         return self.model or ModelDescription(self.config)
 
     @cached_property
@@ -459,6 +459,6 @@ def stored_boxes(catalog: Catalog, role: str, names: Collection[str]) -> Iterato
     """Yield every stored box of some tensors as a shard: formats whose files record no other cut."""
     for name in sorted(names):
         tensor = catalog.roles[role][name]
-        width = item_size(to_safetensors(tensor.form.held_dtype))
+        width = dtype_size(tensor.form.held_dtype)
         for part in tensor.fragments:
             yield Shard(name, tensor.dtype, tensor.shape, part.box), part.file, part.begin, width

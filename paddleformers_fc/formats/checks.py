@@ -12,7 +12,7 @@ from paddleformers_fc.errors import CheckpointError, FlexError, MappingError, Mi
 _T = TypeVar("_T")
 
 DEPTH_TEXT = {"size": "all there and of their sizes", "full": "every byte as it was written"}
-"""What a passed check of files shows, by level."""
+"""The result of a passed check of files, by level."""
 
 
 UNCOMPARED = "changed bytes"

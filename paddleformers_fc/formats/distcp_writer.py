@@ -24,7 +24,7 @@ from paddleformers_fc.layout.shards import Shard, shard_bytes
 from paddleformers_fc.mapping import RuleSet
 from paddleformers_fc.mapping.boxes import Box
 from paddleformers_fc.storage import codecs
-from paddleformers_fc.storage.dtypes import item_size, to_numpy, to_safetensors
+from paddleformers_fc.storage.dtypes import dtype_size, to_numpy, to_safetensors
 from paddleformers_fc.storage.file_checksums import FileChecksum
 from paddleformers_fc.storage.manifest import TRAINER_DIRECTORY
 from paddleformers_fc.storage.pickle_writer import PickledObject, encode_array_dict, encode_pickle
@@ -60,7 +60,7 @@ class DistcpWriter(ExportWriter):
                     parts.setdefault(number, {})[name] = shard
             groups = [group for _, part in sorted(parts.items()) for group in grouped_by_size(part, max_file_bytes)]
             for path, group in zip(self.names(role, 0, len(groups)), groups, strict=True):
-                found.append(OutputFile(path, role, tuple(sorted(group, key=lambda one: -_width(one)))))
+                found.append(OutputFile(path, role, tuple(sorted(group, key=lambda one: -dtype_size(one.dtype)))))
         return tuple(found)
 
     def names(self, role: str, rank: int, count: int) -> list[str]:
@@ -132,14 +132,14 @@ def _of_trainer(name: str, read: Callable[[], bytes]) -> dict[str, bytes]:
         file = SCHEDULER if name == "scheduler" else SCALER
         return {file: encode_pickle(codecs.decode_object(read(), name))}
     if name.startswith("rng-"):
-        held = codecs.decode_object(read(), name)
-        tracked = {key: list(map(_generator, states)) for key, states in held["hybrid_parallel"].items()}
+        state = codecs.decode_object(read(), name)
+        tracked = {key: list(map(_generator, states)) for key, states in state["hybrid_parallel"].items()}
         states: dict[str, Any] = {
-            "python": held["python"],
-            "numpy": held["numpy"],
-            "cuda": list(map(_generator, held["device"])),
-            "cpu": _generator(held["cpu"]),
-            "world_size": held["world_size"],
+            "python": state["python"],
+            "numpy": state["numpy"],
+            "cuda": list(map(_generator, state["device"])),
+            "cpu": _generator(state["cpu"]),
+            "world_size": state["world_size"],
         }
         if tracked:
             states["hybrid_parallel_rng_state_tracker"] = tracked
@@ -147,13 +147,9 @@ def _of_trainer(name: str, read: Callable[[], bytes]) -> dict[str, bytes]:
     return {}
 
 
-def _generator(held: dict[str, Any]) -> PickledObject:
-    engine = list(held["engine"].encode("latin-1"))
-    return PickledObject(*_GENERATOR, (held["device"], held["seed"], held["offset"], engine))
-
-
-def _width(shard: Shard) -> int:
-    return item_size(to_safetensors(shard.dtype))
+def _generator(state: dict[str, Any]) -> PickledObject:
+    engine = list(state["engine"].encode("latin-1"))
+    return PickledObject(*_GENERATOR, (state["device"], state["seed"], state["offset"], engine))
 
 
 def _code(dtype: str) -> str:

@@ -65,7 +65,7 @@ MAX_MAPPING_BYTES = 512 * 1024 * 1024
 
 @dataclass(frozen=True)
 class FileVisibility:
-    """What a process sees of a checkpoint before anything is checked.
+    """The files of a checkpoint that a process sees, before any check.
 
     Args:
         manifest: the commit record.
@@ -158,7 +158,7 @@ def build_catalog(
     for role in ROLES if wanted is None else [one for one in ROLES if one in wanted]:
         paths = [checksum.path for checksum in manifest.files if is_shard_file(checksum.path, role)]
         tensors, contradictions = gather_shards(
-            shard for held in map_paths(lambda path: list(shards(path)), paths, directory) for shard in held
+            shard for found in map_paths(lambda path: list(shards(path)), paths, directory) for shard in found
         )
         faults.extend(contradictions)
         if tensors:
@@ -169,7 +169,7 @@ def build_catalog(
 def build_checkpoint(
     catalog: Catalog, faults: Iterable[str], manifest: Manifest, documents: Mapping[str, bytes]
 ) -> OpenedCheckpoint:
-    """A checkpoint that is whole: every tensor stored once, under the names that its rules know.
+    """A checkpoint that is whole: every tensor stored once, under the names of its rules.
 
     Args:
         catalog: what is stored.
@@ -196,7 +196,7 @@ def build_checkpoint(
 
 
 def _refuse_unlisted(directory: AnyPath, manifest: Manifest) -> None:
-    """What the manifest does not list was not checked: it may be of another save, or a link to anywhere."""
+    """Refuse a manifest that does not list the required documents: an unlisted file is not checked."""
     listed = {checksum.path for checksum in manifest.files}
     missing = [name for name in DOCUMENTS if name not in listed]
     if missing:
@@ -209,31 +209,31 @@ def _refuse_unlisted(directory: AnyPath, manifest: Manifest) -> None:
 
 
 def _name_faults(catalog: Catalog, rules: RuleSet) -> Iterator[str]:
-    """Weights that the rules know and no file holds, and the other way round. An alias may share its owner's file."""
+    """Yield weights that only the rules or only the files have. An alias may share its owner's file."""
     stored = catalog.roles.get(MODEL_STATE, {})
     aliases = {tie.alias for tie in rules.ties}
     for name, spec in rules.targets.items():
         tensor = stored.get(name)
         if tensor is None:
             if name not in aliases:
-                yield f"{name}: the rules know this tensor, and it is not stored"
-        # The rules say what a tensor is, and so does its file; numbers of one that are not true would be acted upon.
+                yield f"{name}: in the rules and not stored"
+        # Rules and file both state shape and dtype; readers would act upon wrong ones.
         elif (form := tensor.form).shape != spec.shape or form.dtype != spec.dtype:
-            said = f"stored as {form.dtype} {list(form.shape)}"
-            yield f"{name}: {said}, the rules know it as {spec.dtype} {list(spec.shape)}"
+            stored_as = f"stored as {form.dtype} {list(form.shape)}"
+            yield f"{name}: {stored_as}, declared by the rules as {spec.dtype} {list(spec.shape)}"
     for role, tensors in catalog.roles.items():
         for name in tensors:
             if parameter_of(role, name) not in rules.targets:
-                yield f"{name}: stored as {role}, and the rules know no such tensor"
+                yield f"{name}: stored as {role} and not in the rules"
 
 
 def is_shard_file(path: str, role: str) -> bool:
-    """Whether a file of a checkpoint holds shards of a role."""
+    """Return whether a file of a checkpoint holds shards of a role."""
     return path.startswith(f"{role}/") and path.endswith(".safetensors")
 
 
 def shards_of(directory: AnyPath, path: str) -> Iterator[StoredShard]:
-    """What a file of a checkpoint holds, from its header.
+    """Return the shards in a file of a checkpoint, from its header.
 
     Args:
         directory: ``checkpoint-N``.

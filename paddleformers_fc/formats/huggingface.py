@@ -1,10 +1,10 @@
 """A directory of open weights: safetensors files in canonical names.
 
-``model.safetensors.index.json`` is the truth about which files count, where it exists: other safetensors files beside
-it are ignored, a listed file that is missing or lacks its tensor is an error. What a listed file holds and the index
-does not name at all is stored like the rest, so that a load which does not want it is refused: it may be the scales of
-what the index names. Without an index the directory must hold ``model.safetensors``, or all of ``model-i-of-N``.
-Opening writes nothing. Where it holds ``flex_checksums.json``, as exports do, files are compared with that.
+If ``model.safetensors.index.json`` exists, only the files that it lists are read. A listed file that is missing or
+lacks its tensor is an error. Tensors of listed files that the index does not list are stored like the others, so
+that a load which does not want them is refused: they may be scales of listed tensors. Without an index the directory
+must contain ``model.safetensors``, or all of ``model-i-of-N``. Opening writes nothing. Files are compared with
+``flex_checksums.json``, which exports contain, if it exists.
 """
 
 from __future__ import annotations
@@ -153,15 +153,15 @@ def _opened(directory: AnyPath, verify: str, divide: _Divide) -> OpenedCheckpoin
         # Without the configuration nothing shows how the rows of a tensor belong to heads.
         described = [CONFIG_NAME] if CONFIG_NAME in checksums else []
         verify_export(directory, checksums, verify, needed=[*files, *index, *described])
-    # Before the headers: what is read later must be what they speak of.
+    # Before the headers: the checksums must be those of the files that are read later.
     identities = identities_of(directory / name for name in files)
     headers = dict(zip(files, map_paths(read_header, (directory / name for name in files), directory), strict=True))
     native = _of_paddle(directory, headers)
     refuse_unindexed(directory / INDEX_NAME, files, headers)
     config = _read_config(directory, checksums)
-    held = _with_unnamed(files, headers, directory)
-    plain, scaled = divide(directory, config, held, headers)
-    tensors, contradictions = gather_shards(chain(_shards(plain, headers), scaled_shards(held, headers, scaled)))
+    names = _with_unnamed(files, headers, directory)
+    plain, scaled = divide(directory, config, names, headers)
+    tensors, contradictions = gather_shards(chain(_shards(plain, headers), scaled_shards(names, headers, scaled)))
     if contradictions:
         raise Corrupt(
             "Files contradict each other.", where=str(directory), evidence=contradictions, next_step=FETCH_AGAIN

@@ -15,7 +15,7 @@ import msgspec
 from paddleformers_fc.formats.catalog import StoredTensor
 from paddleformers_fc.formats.checkpoint import OpenedCheckpoint
 from paddleformers_fc.layout.shards import Shard
-from paddleformers_fc.storage.dtypes import item_size, to_safetensors
+from paddleformers_fc.storage.dtypes import dtype_size
 from paddleformers_fc.storage.manifest import Branch, Manifest
 from paddleformers_fc.text import natural
 
@@ -53,7 +53,7 @@ class JobFacts(msgspec.Struct, frozen=True):
 
 
 class RoleFacts(msgspec.Struct, frozen=True):
-    """What is stored in one role.
+    """The stored tensors of one role.
 
     Attributes:
         tensors: how many.
@@ -144,7 +144,7 @@ def _role_facts(tensors: Iterable[StoredTensor]) -> RoleFacts:
         files.update(file for file, _ in tensor.offsets)
         count = math.prod(tensor.shape)
         elements += count
-        size += count * item_size(to_safetensors(tensor.dtype))
+        size += count * dtype_size(tensor.dtype)
         dtypes[tensor.dtype] = dtypes.get(tensor.dtype, 0) + 1
     return RoleFacts(number, elements, size, dtypes, len(files))
 
@@ -166,7 +166,7 @@ def list_tensors(checkpoint: OpenedCheckpoint, pattern: str) -> list[TensorFacts
             shards.setdefault(shard.name, []).append(_shard_facts(shard, file, begin, width))
         for name in sorted(names, key=natural):
             tensor = tensors[name]
-            size = math.prod(tensor.shape) * item_size(to_safetensors(tensor.dtype))
+            size = math.prod(tensor.shape) * dtype_size(tensor.dtype)
             ordered = sorted(shards.get(name, ()), key=lambda shard: (shard.offset, shard.flat or (0, 0)))
             listed.append(TensorFacts(role, name, tensor.dtype, tensor.shape, size, tuple(ordered)))
     return listed

@@ -5,9 +5,9 @@ Trainer writes one such directory per role. Both files are pickles. They are rea
 only the position of each array is taken from a ``.distcp``, so that any range of any tensor is read as from every other
 format. Files of the same layout in safetensors format are read too.
 
-There are no checksums and no mark that a save came to its end. What can be found is: metadata that is missing, was not
-finished or is there twice, files that are missing or contain other tensors than the metadata lists, and tensors that
-are not stored whole. What cannot be found is a byte that has changed.
+There are no checksums and no mark of a finished save. These faults are found: metadata that is missing, unfinished or
+there twice, files that are missing or contain other tensors than the metadata lists, and tensors that are not stored
+whole. A changed byte is not found.
 
 Time and memory are linear in the metadata, about a microsecond and ten bytes per byte of it.
 """
@@ -36,9 +36,9 @@ from paddleformers_fc.formats.checkpoint import (
 from paddleformers_fc.formats.checks import CheckList
 from paddleformers_fc.formats.huggingface import HUGGINGFACE
 from paddleformers_fc.formats.stock_checkpoint import (
-    AGAIN,
-    described,
+    COPY_AGAIN_STEP,
     malformed_file,
+    model_description,
     open_stock,
     read_stock_config,
     refuse_links,
@@ -47,7 +47,7 @@ from paddleformers_fc.layout.roles import EMA_STATE, MASTER, MASTER_WEIGHT, MODE
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping.boxes import MAX_AXES, MAX_LENGTH, shifted
 from paddleformers_fc.mapping.folding import fold
-from paddleformers_fc.storage.dtypes import item_size, to_safetensors
+from paddleformers_fc.storage.dtypes import dtype_size, item_size
 from paddleformers_fc.storage.files import list_directory
 from paddleformers_fc.storage.identity import identities_of
 from paddleformers_fc.storage.paths import AnyPath, require_local
@@ -59,9 +59,9 @@ _ROLES = (MODEL_STATE, MASTER_WEIGHT, OPTIMIZER_STATE, EMA_STATE)
 _METADATA = re.compile(r"[0-9]{1,9}\.metadata")
 _DATA = re.compile(r"[0-9]{1,9}_[0-9]{1,9}\.(distcp|safetensors)")
 _NAMES = "StructuredToParameterName@@"
-"""What ``paddle.save`` adds to the tensors of a file."""
+"""The key that ``paddle.save`` adds to the tensors of a file."""
 _CODES = {"float16": "f2", "bfloat16": "u2"}
-"""Codes of the element types of 16 bits, whose width does not tell one from the other."""
+"""Codes of the element types of 16 bits, which their width does not distinguish."""
 _OF_HEADER = {"F16": "f2", "BF16": "u2", "U16": "u2"}
 """These codes by those of a safetensors header."""
 
@@ -125,7 +125,7 @@ def _derived(catalog: Catalog, config: dict[str, Any], cuts: dict[str, tuple[int
         NotACheckpoint: there is no configuration to name the family.
         MappingError: the family is unknown, or does not declare what is stored.
     """
-    model = described(catalog.root, config)
+    model = model_description(catalog.root, config)
     weights = catalog.roles[MODEL_STATE].values()
     tensors = [ModelTensor(one.name, one.shape, one.dtype, cuts[one.name]) for one in weights]
     description, rules = completed(family_for(config), model, tensors)
@@ -139,7 +139,7 @@ def _above_one(cuts: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]
 
 
 def _role_directories(directory: Path) -> dict[str, Path]:
-    """Where each role lies; the directory itself is the weights where it is not divided."""
+    """Return the directory of each role; an undivided directory contains the weights."""
     if _is_one(directory):
         return {MODEL_STATE: directory}
     return {role: directory / role for role in _ROLES if (directory / role).is_dir() and _is_one(directory / role)}
@@ -157,7 +157,7 @@ def _shards_in(directory: Path, place: Path) -> Iterator[StoredShard]:
     metadata = _metadata_of(place)
     arrays: dict[str, dict[str, _ArrayBytes]] = {}
     missing: set[str] = set()
-    for key, file, shard in _described(metadata, place):
+    for key, file, shard in _stored_shards(metadata, place):
         if file not in arrays:
             path = place / file
             if not path.is_file():
@@ -168,7 +168,7 @@ def _shards_in(directory: Path, place: Path) -> Iterator[StoredShard]:
         if (
             piece is None
             or piece.length != shard.size * piece.width
-            or piece.width != _width(shard.dtype)
+            or piece.width != dtype_size(shard.dtype)
             or piece.code != _CODES.get(shard.dtype, piece.code)
         ):
             raise Corrupt(
@@ -178,7 +178,7 @@ def _shards_in(directory: Path, place: Path) -> Iterator[StoredShard]:
                     f"{key}: {shard.size} elements of {shard.dtype} are due, "
                     + ("it is not there" if piece is None else f"{piece.length} bytes of {piece.code} are there")
                 ],
-                next_step=AGAIN,
+                next_step=COPY_AGAIN_STEP,
             )
         yield shard, (place / file).relative_to(directory).as_posix(), piece.begin, piece.width
     if missing:
@@ -186,7 +186,7 @@ def _shards_in(directory: Path, place: Path) -> Iterator[StoredShard]:
             f"{count_text(len(missing), 'file')} of {place} cannot be found.",
             where=str(place),
             evidence=fold(sorted(missing)),
-            next_step=AGAIN,
+            next_step=COPY_AGAIN_STEP,
         )
 
 
@@ -205,11 +205,13 @@ def _metadata_of(place: Path) -> Path:
     elif not (place / found[-1]).stat().st_size:
         faults.append(f"{found[-1]} is empty")
     if faults:
-        raise Corrupt(f"{place} is not a finished checkpoint.", where=str(place), evidence=faults, next_step=AGAIN)
+        raise Corrupt(
+            f"{place} is not a finished checkpoint.", where=str(place), evidence=faults, next_step=COPY_AGAIN_STEP
+        )
     return place / found[-1]
 
 
-def _described(path: Path, place: Path) -> Iterator[tuple[str, str, Shard]]:
+def _stored_shards(path: Path, place: Path) -> Iterator[tuple[str, str, Shard]]:
     """Key, file and shard of every stored shard that the metadata lists; replicas are left out."""
     metadata = read_pickle(path)
     if not isinstance(metadata, Record) or metadata.name != "Metadata":
@@ -252,7 +254,7 @@ def _known(path: Path, tensors: dict[Any, Any]) -> dict[Any, Shard]:
 
 
 def _shard_key(record: Record) -> Any:
-    """What tells one shard of a tensor from the others. A tuple of other things than numbers equals none."""
+    """Return the key that identifies a shard of a tensor. A tuple that contains anything but numbers equals none."""
     fields = record.fields
     shape, offset, flat = fields.get("local_shape"), fields.get("global_offset"), fields.get("flattened_range")
     return (_lengths(shape), _lengths(offset), None if flat is None else _lengths(flat))
@@ -279,7 +281,7 @@ def _shard(name: str, record: Record) -> Shard | None:
 
 @dataclass(frozen=True, slots=True)
 class _ArrayBytes:
-    """Where one array lies in a file: offset, length, bytes per element and numpy's code, u2 for bfloat16."""
+    """The position of an array in a file: offset, length, bytes per element and numpy's code, u2 for bfloat16."""
 
     begin: int
     length: int
@@ -305,10 +307,6 @@ def _array_bytes(path: Path) -> dict[str, _ArrayBytes]:
             raise malformed_file(path, f"{quoted(key)} is not a tensor")
         found[key] = _ArrayBytes(one.begin, one.length, int(one.code[1:]), one.code)
     return found
-
-
-def _width(dtype: str) -> int:
-    return item_size(to_safetensors(dtype))
 
 
 class PaddleDistcpFormat(Format):

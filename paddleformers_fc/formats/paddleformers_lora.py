@@ -46,7 +46,7 @@ from paddleformers_fc.formats.peft import (
     parse_json_object,
     require_adapters,
 )
-from paddleformers_fc.formats.stock_checkpoint import described
+from paddleformers_fc.formats.stock_checkpoint import model_description
 from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.layout.shards import Shard, shard_bytes
 from paddleformers_fc.mapping import RuleSet, TensorSpec
@@ -103,7 +103,7 @@ def open_paddleformers_lora(directory: AnyPath, verify: str = "size") -> OpenedC
 
     def describe(config: dict[str, Any]) -> StoredModel:
         specs = {name: TensorSpec(one.shape, one.dtype) for name, one in tensors.items()}
-        model = replace(described(directory, config), adapters=adapters, partial=False)
+        model = replace(model_description(directory, config), adapters=adapters, partial=False)
         model, rules = _bound(model, specs, degree)
         return StoredModel(rules, model)
 

@@ -19,10 +19,10 @@ from typing import Any
 
 from paddleformers_fc.errors import Corrupt, FormatError, StorageError
 from paddleformers_fc.formats.huggingface import OF_PADDLE, model_orientation
-from paddleformers_fc.formats.stock_checkpoint import AGAIN, malformed_file, refuse_links
+from paddleformers_fc.formats.stock_checkpoint import COPY_AGAIN_STEP, malformed_file, refuse_links
 from paddleformers_fc.mapping.boxes import Shape
 from paddleformers_fc.mapping.folding import fold
-from paddleformers_fc.storage.dtypes import from_safetensors, item_size, to_safetensors
+from paddleformers_fc.storage.dtypes import dtype_size, from_safetensors
 from paddleformers_fc.storage.files import list_directory, open_local, read_range
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.storage.pickles import PickledArray, quoted, read_pickle
@@ -181,7 +181,7 @@ def find_rank_files(directory: Path) -> RankFiles:
             f"Files of some ranks are missing from {directory}.",
             where=str(directory),
             evidence=fold(missing),
-            next_step=AGAIN,
+            next_step=COPY_AGAIN_STEP,
         )
     # The number of ranks shows that no other axis, such as sep, is inside of that of the experts.
     if ep > 1 and not (divides_experts(tp, sharding, ep) and ranks_of_grid == world):
@@ -302,7 +302,7 @@ def arrays_of(name: str, header: Header) -> dict[str, FileArray]:
 
 def is_equal(directory: Path, one: FileArray, other: FileArray) -> bool:
     """Return whether two arrays of one shape and type have the same bytes."""
-    length = math.prod(one.shape) * item_size(to_safetensors(one.dtype))
+    length = math.prod(one.shape) * dtype_size(one.dtype)
     with open_local(directory / one.file) as left, open_local(directory / other.file) as right:
         return all(
             read_range(left, one.begin + at, size) == read_range(right, other.begin + at, size)

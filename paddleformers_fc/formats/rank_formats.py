@@ -36,13 +36,13 @@ class RankFormat(Format):
         name: in JSON output.
         title: in text, as the kind of a directory.
         predicate: in errors, behind the path of a directory.
-        described: whether ``model_meta.json`` describes the ranks.
+        has_meta: whether ``model_meta.json`` describes the ranks.
     """
 
     name: str
     title: str
     predicate: str
-    described: bool
+    has_meta: bool
 
     roles = ROLES
     canonical = False
@@ -56,7 +56,7 @@ class RankFormat(Format):
         if not isinstance(directory, Path) or not directory.is_dir():
             return False
         names = {path.name for path in list_directory(directory)}
-        if (META_NAME in names) is not self.described:
+        if (META_NAME in names) is not self.has_meta:
             return False
         if any(is_rank_file(name, OPTIMIZER, EMA) for name in names):
             return True
@@ -96,11 +96,11 @@ LEGACY_HYBRID = RankFormat(
     "legacy_hybrid",
     "checkpoint of hybrid parallelism (one .pdparams and .pdopt per rank)",
     "was written rank by rank by an older Trainer",
-    described=False,
+    has_meta=False,
 )
 SHARDING_IO = RankFormat(
     "sharding_io",
     "checkpoint of sharding_io or FlashCheckpoint (one file per rank and model_meta.json)",
     "was written rank by rank by sharding_io or FlashCheckpoint",
-    described=True,
+    has_meta=True,
 )

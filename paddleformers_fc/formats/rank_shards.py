@@ -62,7 +62,7 @@ from paddleformers_fc.formats.rank_files import (
     unsupported_experts,
 )
 from paddleformers_fc.formats.sharded_pieces import arrange
-from paddleformers_fc.formats.stock_checkpoint import AGAIN, described, open_stock, read_stock_config
+from paddleformers_fc.formats.stock_checkpoint import COPY_AGAIN_STEP, model_description, open_stock, read_stock_config
 from paddleformers_fc.formats.variable_names import assign_variables
 from paddleformers_fc.layout.roles import (
     EMA_STATE,
@@ -77,7 +77,7 @@ from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping import Shape
 from paddleformers_fc.mapping.boxes import Box, whole
 from paddleformers_fc.mapping.folding import fold
-from paddleformers_fc.storage.dtypes import item_size, to_safetensors
+from paddleformers_fc.storage.dtypes import dtype_size
 from paddleformers_fc.storage.identity import identities_of
 from paddleformers_fc.storage.json_io import MAX_DOCUMENT_BYTES, parse_json, read_document
 from paddleformers_fc.storage.paths import AnyPath, require_local
@@ -220,7 +220,7 @@ def _refuse_steps(directory: Path, contents: Mapping[str, RankContent]) -> None:
             f"{directory} contains files of different steps.",
             where=str(directory),
             evidence=fold(f"{name}: step {epoch}" for name, epoch in sorted(epochs.items())),
-            next_step=AGAIN,
+            next_step=COPY_AGAIN_STEP,
         )
 
 
@@ -259,7 +259,7 @@ def _read_meta(directory: Path, files: RankFiles) -> _Meta:
                 f"{META_NAME}: tp={stated[0]} pp={stated[1]} sharding={stated[2]} ep={experts}",
                 f"files: tp={files.tp} pp={files.pp} sharding={shards}",
             ],
-            next_step=AGAIN,
+            next_step=COPY_AGAIN_STEP,
         )
     if not isinstance(described, dict):
         raise _malformed(path, "sharding_metas is not an object")
@@ -386,7 +386,7 @@ def _canonical_cells(directory: Path, config: Mapping[str, Any], tp: int, cells:
     stored = sorted({name for cell in cells for content in cell.models for name in content.arrays})
     found: list[list[Cell]] = []
     faults: list[str] = []
-    for model in canonical_models(described(directory, config), tp, stored):
+    for model in canonical_models(model_description(directory, config), tp, stored):
         named = [model if isinstance(model, str) else _canonical_cell(model, cell) for cell in cells]
         refused = [one for one in named if isinstance(one, str)]
         faults += refused
@@ -422,7 +422,9 @@ def _canonical_cell(model: CanonicalModel, cell: Cell) -> Cell | str:
 
 
 def _malformed(path: Path, fault: str) -> FormatError:
-    return FormatError(f"{path} is not the description of a checkpoint: {fault}.", where=str(path), next_step=AGAIN)
+    return FormatError(
+        f"{path} is not the description of a checkpoint: {fault}.", where=str(path), next_step=COPY_AGAIN_STEP
+    )
 
 
 @dataclass
@@ -505,14 +507,14 @@ class Assembly:
             self.faults += contradictions
         turned, contradictions = gather_shards(self._turned)
         if turned:
-            roles.setdefault(MODEL_STATE, {}).update(held_otherwise(turned, turned=True))
+            roles.setdefault(MODEL_STATE, {}).update(reinterpreted(turned, turned=True))
         self.faults += contradictions
         cast, contradictions = gather_shards(self._cast)
         twice = cast.keys() & roles.get(MODEL_STATE, {}).keys()
         self.faults += [f"{name}: some ranks have the weight, others the master weight alone" for name in twice]
         self.faults += contradictions
         if cast:
-            roles.setdefault(MODEL_STATE, {}).update(held_otherwise(cast, file_dtype="float32"))
+            roles.setdefault(MODEL_STATE, {}).update(reinterpreted(cast, file_dtype="float32"))
         if not roles.get(MODEL_STATE):
             self.faults.append(f"{MODEL_STATE}: no tensor is stored")
         order = (MODEL_STATE, MASTER_WEIGHT, OPTIMIZER_STATE, EMA_STATE)
@@ -553,7 +555,7 @@ class Assembly:
 
     def _declared(self) -> LocalShapes:
         if not self._families:
-            model = described(self.directory, self.config)
+            model = model_description(self.directory, self.config)
             self._families.append(LocalShapes(family_for(model.config), model))
         return self._families[0]
 
@@ -598,7 +600,7 @@ class Assembly:
         first = pieces[0]
         if role == OPTIMIZER_STATE and split_state_name(role, name, first.shape).shape is StateShape.NUMBER:
             if not any(part.box.lo):
-                width = item_size(to_safetensors(first.dtype))
+                width = dtype_size(first.dtype)
                 yield Shard(name, first.dtype, first.shape, whole(first.shape)), first.file, first.begin, width
             return
         yield from self._joined(part, name, first.dtype, pieces)
@@ -610,11 +612,11 @@ class Assembly:
             self.faults.append(f"{name}: {placed}")
             return
         for piece, flat in placed:
-            width = item_size(to_safetensors(piece.dtype))
+            width = dtype_size(piece.dtype)
             yield Shard(name, dtype, part.shape, part.box, flat), piece.file, piece.begin, width
 
 
-def held_otherwise(
+def reinterpreted(
     tensors: Mapping[str, StoredTensor], file_dtype: str = "", turned: bool = False
 ) -> dict[str, StoredTensor]:
     """Return tensors whose files contain another element type, or boxes with their axes in reverse order."""
@@ -637,7 +639,7 @@ def stored_model(catalog: Catalog, config: dict[str, Any], cuts: Mapping[str, Sh
         MappingError: the family is unknown, or does not declare what is stored.
         Corrupt: layers of the model are missing.
     """
-    model = described(catalog.root, config)
+    model = model_description(catalog.root, config)
     family = family_for(model.config)
     weights = catalog.roles[MODEL_STATE].values()
     if is_of_nlp(family, (one.name for one in weights)):
@@ -661,7 +663,7 @@ def stored_model(catalog: Catalog, config: dict[str, Any], cuts: Mapping[str, Sh
             f"{count_text(len(missing), 'tensor')}.",
             where=str(catalog.root),
             evidence=fold(missing),
-            next_step=AGAIN,
+            next_step=COPY_AGAIN_STEP,
         )
     return StoredModel(rules, model)
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from paddleformers_fc.formats.rank_files import FileArray
 from paddleformers_fc.mapping import Shape
-from paddleformers_fc.storage.dtypes import item_size, to_safetensors
+from paddleformers_fc.storage.dtypes import dtype_size
 
 _MAX_PADDING_BYTES = 4096
 """Bound on the padding of a rank's part of a flattened state. Devices align to 256 bytes or more."""
@@ -42,7 +42,7 @@ def arrange(shape: Shape, pieces: Sequence[FileArray]) -> Placed | str:
         if end > at:
             placed.append((piece, (at, end)))
         at += piece.shape[0]
-    padding = len(pieces) * _MAX_PADDING_BYTES // item_size(to_safetensors(first.dtype))
+    padding = len(pieces) * _MAX_PADDING_BYTES // dtype_size(first.dtype)
     if not volume <= at < volume + padding:
         return f"{at} elements are stored, and its parameter has {volume}"
     return placed

@@ -34,7 +34,7 @@ from paddleformers_fc.storage.file_checksums import FileChecksum
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.text import count_text
 
-AGAIN = "Use another checkpoint, or copy the files again: all of one save."
+COPY_AGAIN_STEP = "Use another checkpoint, or copy the files again: all of one save."
 NAME_CONFIG = (
     f"Name a directory with the model's {CONFIG_NAME}: convert --config DIR, or config= of open and load in Python."
 )
@@ -104,21 +104,21 @@ def open_stock(
             f"The checkpoint does not contain all of its model, whole and once: {count_text(len(faults), 'fault')}.",
             where=str(directory),
             evidence=fold(faults),
-            next_step=AGAIN,
+            next_step=COPY_AGAIN_STEP,
         )
     if foreign := list(foreign_files(directory, catalog)):
         raise Corrupt(
             f"{directory} contains files of several saves, or under the names of other ranks.",
             where=str(directory),
             evidence=fold(foreign),
-            next_step=AGAIN,
+            next_step=COPY_AGAIN_STEP,
         )
     if invalid := invalid_powers(directory, catalog):
         raise Corrupt(
             f"{directory} contains powers of Adam's betas outside of 0 to 1: {count_text(len(invalid), 'number')}.",
             where=str(directory),
             evidence=fold(invalid),
-            next_step=AGAIN,
+            next_step=COPY_AGAIN_STEP,
         )
 
     def read(values: dict[str, Any]) -> StoredModel:
@@ -174,10 +174,12 @@ def refuse_links(directory: Path, entries: Iterable[Path]) -> None:
 
 def malformed_file(path: Path, fault: str) -> FormatError:
     """Return the error for a file with other content than that of a checkpoint."""
-    return FormatError(f"{path} is not a file of a checkpoint of Paddle: {fault}.", where=str(path), next_step=AGAIN)
+    return FormatError(
+        f"{path} is not a file of a checkpoint of Paddle: {fault}.", where=str(path), next_step=COPY_AGAIN_STEP
+    )
 
 
-def described(directory: AnyPath, config: Mapping[str, Any]) -> ModelDescription:
+def model_description(directory: AnyPath, config: Mapping[str, Any]) -> ModelDescription:
     """Return the model that a configuration describes.
 
     Raises:

@@ -43,13 +43,13 @@ SIGNAL = re.compile(r"saved_signal_([0-9]{1,9})")
 """Name of the file that a rank writes when its part of a checkpoint is written."""
 
 _LOSS_OF_STEP = "loss"
-"""What a Trainer with a moving average adds to its state during a step; it is not a field of it."""
+"""The key that a Trainer with a moving average adds to its state during a step; it is not a field of it."""
 _MAX_STATE_BYTES = 512 * 1024 * 1024
 _GENERATORS = re.compile(r"rng_state_([0-9]{1,9})\.pth")
 _POWERS = (".beta1_pow_acc_0", ".beta2_pow_acc_0")
 _LEAST_POWER = 1e-30
 """Powers below it have lost digits."""
-_AGAIN = "Use another checkpoint; this one contains files of different saves, or was altered."
+_ALTERED_STEP = "Use another checkpoint; this one contains files of different saves, or was altered."
 _DEGREES = {
     "dp": "data_parallel_size",
     "tp": "tensor_model_parallel_size",
@@ -137,7 +137,7 @@ def refuse_states_of_other_steps(directory: Path, catalog: Catalog, record: Mani
             f"{directory} contains files of different steps.",
             where=str(directory),
             evidence=[f"state of the Trainer: step {record.step}", f"optimizer states: step {done}"],
-            next_step=_AGAIN,
+            next_step=_ALTERED_STEP,
         )
 
 
@@ -242,21 +242,21 @@ def _state(directory: Path) -> dict[str, Any]:
             except ValueError as error:
                 raise _malformed(path, str(error)) from error
         else:
-            held = read_pickled_objects(path)
-            value = _plain(held.fields, path) if isinstance(held, Record) else None
+            content = read_pickled_objects(path)
+            value = _plain(content.fields, path) if isinstance(content, Record) else None
         if not isinstance(value, dict):
             raise _malformed(path, "it contains no state of a Trainer")
         return {key: one for key, one in value.items() if key != _LOSS_OF_STEP}
-    raise Corrupt(f"{directory} has no state of a Trainer.", where=str(directory), next_step=_AGAIN)
+    raise Corrupt(f"{directory} has no state of a Trainer.", where=str(directory), next_step=_ALTERED_STEP)
 
 
 def _arguments(directory: Path) -> Mapping[str, Any]:
     """Return the training arguments; none if they are absent, or of a kind that cannot be read as data."""
     try:
-        held = read_pickled_objects(directory / ARGUMENTS)
+        content = read_pickled_objects(directory / ARGUMENTS)
     except FlexError:
         return {}
-    return held.fields if isinstance(held, Record) else {}
+    return content.fields if isinstance(content, Record) else {}
 
 
 def _position(directory: Path) -> dict[str, Any]:
@@ -291,17 +291,17 @@ def _average(directory: Path) -> dict[str, Any]:
 
 
 def _generators(path: Path) -> bytes:
-    held = read_pickled_objects(path)
-    if not isinstance(held, dict):
+    content = read_pickled_objects(path)
+    if not isinstance(content, dict):
         raise _malformed(path, "it contains no random states")
     try:
-        tracked = held.get("hybrid_parallel_rng_state_tracker") or {}
+        tracked = content.get("hybrid_parallel_rng_state_tracker") or {}
         document = {
-            "world_size": held["world_size"],
-            "python": held["python"],
-            "numpy": _plain(held["numpy"], path),
-            "cpu": _generator(held["cpu"]),
-            "device": [_generator(one) for one in held["cuda"]],
+            "world_size": content["world_size"],
+            "python": content["python"],
+            "numpy": _plain(content["numpy"], path),
+            "cpu": _generator(content["cpu"]),
+            "device": [_generator(one) for one in content["cuda"]],
             "hybrid_parallel": {
                 name: [_generator(one) for one in (states if isinstance(states, list) else [states])]
                 for name, states in tracked.items()
@@ -312,9 +312,9 @@ def _generators(path: Path) -> bytes:
     return codecs.encode(document, "random generators")
 
 
-def _generator(held: Any) -> dict[str, Any]:
+def _generator(content: Any) -> dict[str, Any]:
     """Return a generator of Paddle, whose pickle is a device, a seed, an offset and the engine's state as text."""
-    device, seed, offset, engine = held.fields[""]
+    device, seed, offset, engine = content.fields[""]
     return {"device": device, "seed": seed, "offset": offset, "engine": bytes(engine).decode("latin-1")}
 
 
@@ -357,8 +357,8 @@ def _refuse_other_steps(directory: Path, step: int) -> None:
     if (named := parse_step(directory)) is not None:
         steps[f"name {directory.name}"] = named
     if exists(directory / SCHEDULER) and not exists(directory / SCALER):
-        held = read_pickle(directory / SCHEDULER)
-        epoch = held.get("last_epoch") if isinstance(held, dict) else None
+        content = read_pickle(directory / SCHEDULER)
+        epoch = content.get("last_epoch") if isinstance(content, dict) else None
         if type(epoch) is int:
             steps[SCHEDULER] = epoch
     if len(set(steps.values())) > 1:
@@ -366,9 +366,9 @@ def _refuse_other_steps(directory: Path, step: int) -> None:
             f"{directory} contains files of different steps.",
             where=str(directory),
             evidence=[f"{name}: step {found}" for name, found in steps.items()],
-            next_step=_AGAIN,
+            next_step=_ALTERED_STEP,
         )
 
 
 def _malformed(path: Path, fault: str) -> FormatError:
-    return FormatError(f"{path} is not a file of a Trainer: {fault}.", where=str(path), next_step=_AGAIN)
+    return FormatError(f"{path} is not a file of a Trainer: {fault}.", where=str(path), next_step=_ALTERED_STEP)

@@ -50,12 +50,12 @@ from paddleformers_fc.formats.huggingface import HUGGINGFACE, indexed_files, ref
 from paddleformers_fc.formats.orientation import is_transposed
 from paddleformers_fc.formats.paddle_distcp import PADDLE_DISTCP
 from paddleformers_fc.formats.rank_files import EMA, OPTIMIZER, FileArray, arrays_of, is_rank_file, refuse_mixed
-from paddleformers_fc.formats.rank_shards import held_otherwise, is_of_nlp, stored_model
+from paddleformers_fc.formats.rank_shards import is_of_nlp, reinterpreted, stored_model
 from paddleformers_fc.formats.sharded_pieces import arrange
 from paddleformers_fc.formats.stock_checkpoint import (
-    AGAIN,
+    COPY_AGAIN_STEP,
     NAME_CONFIG,
-    described,
+    model_description,
     open_stock,
     read_stock_config,
     verify_stock,
@@ -72,7 +72,7 @@ from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping import Shape
 from paddleformers_fc.mapping.boxes import whole
 from paddleformers_fc.mapping.folding import fold
-from paddleformers_fc.storage.dtypes import item_size, to_safetensors
+from paddleformers_fc.storage.dtypes import dtype_size
 from paddleformers_fc.storage.files import list_directory, open_local, read_range
 from paddleformers_fc.storage.identity import identities_of
 from paddleformers_fc.storage.paths import AnyPath, require_local
@@ -174,7 +174,9 @@ def _files(directory: Path, kind: str, names: Sequence[str]) -> dict[str, list[s
     elif single in own:
         files = {single: []}
     elif numbered:
-        raise Corrupt(f"{directory} has no {index}.", where=str(directory), evidence=numbered[:8], next_step=AGAIN)
+        raise Corrupt(
+            f"{directory} has no {index}.", where=str(directory), evidence=numbered[:8], next_step=COPY_AGAIN_STEP
+        )
     else:
         return {}
     others = [name for name in own if name not in files]
@@ -220,7 +222,7 @@ def _refuse_steps(directory: Path, states: Arrays) -> None:
             f"{directory} contains files of different steps.",
             where=str(directory),
             evidence=[f"{name}: {power} is {number:g}" for name, one in least.items() for power, number in one.items()],
-            next_step=AGAIN,
+            next_step=COPY_AGAIN_STEP,
         )
 
 
@@ -304,13 +306,13 @@ class _Assembly:
                 self.faults.append(f"{name}: {array.file} and {copies[0].file} contain different parts of it")
             is_turned = decided[name]
             shape = self._shapes[name] = array.shape[::-1] if is_turned else array.shape
-            shard = Shard(name, array.dtype, shape, whole(shape)), array.file, array.begin, _width(array)
+            shard = Shard(name, array.dtype, shape, whole(shape)), array.file, array.begin, dtype_size(array.dtype)
             (turned if is_turned else straight).append(shard)
         roles: dict[str, dict[str, StoredTensor]] = {}
         self._add(roles, MODEL_STATE, iter(straight))
         reversed_ones, _ = gather_shards(turned)
         if reversed_ones:
-            roles.setdefault(MODEL_STATE, {}).update(held_otherwise(reversed_ones, turned=True))
+            roles.setdefault(MODEL_STATE, {}).update(reinterpreted(reversed_ones, turned=True))
         return roles
 
     def _refuse_unproved(self, decided: Mapping[str, bool | str]) -> None:
@@ -394,7 +396,7 @@ class _Assembly:
         found: dict[str, set[Shape]] = {}
         if not is_known(self.config):
             return found
-        family, model = family_for(self.config), described(self.directory, self.config)
+        family, model = family_for(self.config), model_description(self.directory, self.config)
         if is_of_nlp(family, self.contents[_WEIGHTS].arrays):
             model = replace(model, config={**model.config, IS_NLP: True})
         for is_fleet in (False, True):
@@ -408,7 +410,7 @@ class _Assembly:
         """The tensors that the family declares; None if it is unknown."""
         if not is_known(self.config):
             return None
-        model = described(self.directory, self.config)
+        model = model_description(self.directory, self.config)
         return LocalShapes(family_for(model.config), model)
 
     def _state(self, role: str, name: str, arrays: Sequence[FileArray]) -> Iterator[StoredShard]:
@@ -421,12 +423,22 @@ class _Assembly:
         elif not first.dtype.endswith(_FLOATS):
             self.faults.append(f"{name}: {first.dtype} in {first.file}: quantised states cannot be read")
         elif split.shape is StateShape.NUMBER:
-            yield Shard(name, first.dtype, first.shape, whole(first.shape)), first.file, first.begin, _width(first)
+            yield (
+                Shard(name, first.dtype, first.shape, whole(first.shape)),
+                first.file,
+                first.begin,
+                dtype_size(first.dtype),
+            )
         else:
             placed = arrange(shape, arrays)
             self.faults += [f"{name}: {placed}"] if isinstance(placed, str) else []
             for piece, flat in placed if not isinstance(placed, str) else ():
-                yield Shard(name, first.dtype, shape, whole(shape), flat), piece.file, piece.begin, _width(piece)
+                yield (
+                    Shard(name, first.dtype, shape, whole(shape), flat),
+                    piece.file,
+                    piece.begin,
+                    dtype_size(piece.dtype),
+                )
 
     def _renumbered(self, arrays: Arrays) -> Arrays:
         """Return arrays with the experts' numbers in the model, where ranks count theirs from 0."""
@@ -451,17 +463,13 @@ class _Assembly:
         """The number of experts in a layer; 0 if the configuration does not give it."""
         if not is_known(self.config):
             return 0
-        model = described(self.directory, self.config)
+        model = model_description(self.directory, self.config)
         sizes = family_sizes(family_for(model.config), model)
-        return sizes.length("experts") if sizes.knows("experts") else 0
+        return sizes.length("experts") if sizes.defines("experts") else 0
 
 
 def _leaf(name: str) -> str:
     return name.removesuffix(_OF_LAYER).rpartition(".")[2]
-
-
-def _width(array: FileArray) -> int:
-    return item_size(to_safetensors(array.dtype))
 
 
 class UnifiedFormat(Format):

@@ -20,6 +20,7 @@ from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.dtypes import from_safetensors, item_size
 from paddleformers_fc.storage.manifest import RESTORE
 from paddleformers_fc.storage.safetensors import TensorEntry
+from paddleformers_fc.text import numbers_text
 
 HEADER_KEY = "flex_shards"
 
@@ -47,34 +48,34 @@ class _Place(msgspec.Struct, frozen=True, array_like=True):
     flat: tuple[int, int] | None
 
 
-class _Held(msgspec.Struct, frozen=True, array_like=True):
+class _RankShards(msgspec.Struct, frozen=True, array_like=True):
     """The shards of one rank: by role, names and the indices of their layouts."""
 
     places: list[_Place]
     roles: dict[str, tuple[list[str], list[int]]]
 
 
-_held = msgspec.msgpack.Decoder(_Held)
+_rank_shards = msgspec.msgpack.Decoder(_RankShards)
 
 
-def encode_held(held: Mapping[str, Mapping[str, Shard]]) -> bytes:
+def encode_rank_shards(shards_by_role: Mapping[str, Mapping[str, Shard]]) -> bytes:
     """Encode the shards of one rank; equal shards in equal order give equal bytes.
 
     Args:
-        held: role -> full name -> shard.
+        shards_by_role: role -> full name -> shard.
     """
     numbers: dict[tuple[str, Shape, Box, tuple[int, int] | None], int] = {}
     roles: dict[str, tuple[list[str], list[int]]] = {}
-    for role, shards in held.items():
+    for role, shards in shards_by_role.items():
         where = [(shard.dtype, shard.global_shape, shard.box, shard.flat) for shard in shards.values()]
         roles[role] = (list(shards), [numbers.setdefault(place, len(numbers)) for place in where])
     places = [_Place(dtype, shape, box.lo, box.hi, flat) for dtype, shape, box, flat in numbers]
-    return msgspec.msgpack.encode(_Held(places, roles))
+    return msgspec.msgpack.encode(_RankShards(places, roles))
 
 
-def decode_held(data: bytes) -> dict[str, dict[str, Shard]]:
-    """Decode the shards of :func:`encode_held`: role -> full name -> shard. The sender is trusted."""
-    found = _held.decode(data)
+def decode_rank_shards(data: bytes) -> dict[str, dict[str, Shard]]:
+    """Decode the shards of :func:`encode_rank_shards`: role -> full name -> shard. The sender is trusted."""
+    found = _rank_shards.decode(data)
     boxes = [Box(place.lo, place.hi) for place in found.places]
 
     def shard(name: str, number: int) -> Shard:
@@ -150,7 +151,8 @@ def _faults(record: ShardRecord, code: str) -> Iterator[str]:
     if _is_possible(record):
         yield from _shard(record, code).faults()
     else:
-        yield f"{record.name}: {_short(record.shape)} at {_short(record.offset)} of {_short(record.global_shape)}"
+        shape, offset, whole_shape = map(numbers_text, (record.shape, record.offset, record.global_shape))
+        yield f"{record.name}: {shape} at {offset} of {whole_shape}"
 
 
 def _shard(record: ShardRecord, code: str) -> Shard:
@@ -162,7 +164,3 @@ def _is_possible(record: ShardRecord) -> bool:
     lengths = (*record.global_shape, *record.offset, *record.shape)
     ranks = {len(record.global_shape), len(record.offset), len(record.shape)}
     return len(ranks) == 1 and len(record.shape) <= MAX_AXES and all(0 <= one <= MAX_LENGTH for one in lengths)
-
-
-def _short(lengths: tuple[int, ...]) -> str:
-    return f"[{', '.join(map(str, lengths[:8]))}{', ...' if len(lengths) > 8 else ''}]"

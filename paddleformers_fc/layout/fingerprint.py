@@ -22,10 +22,10 @@ def fingerprint(ranks: Iterable[Mapping[str, Mapping[str, Shard]]]) -> str:
     """
     digest = hashlib.blake2b(digest_size=16)
     for roles in ranks:
-        held = [
+        records = [
             (role, name, shard.dtype, record_of(shard))
             for role, shards in sorted(roles.items())
             for name, shard in sorted(shards.items())
         ]
-        digest.update(hashlib.blake2b(msgspec.json.encode(held), digest_size=16).digest())
+        digest.update(hashlib.blake2b(msgspec.json.encode(records), digest_size=16).digest())
     return digest.hexdigest()

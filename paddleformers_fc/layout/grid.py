@@ -147,8 +147,8 @@ def parse_grid(text: str) -> ParallelGrid:
         if name in _UNSUPPORTED:
             faults.append(f"{name}={value}: {_UNSUPPORTED[name]} parallelism is not supported")
         elif name not in kinds:
-            meant = f"; it is {_OF_ARGUMENTS[name]} here" if name in _OF_ARGUMENTS else ""
-            faults.append(f"{name}: unknown axis{meant}; known are {', '.join(kinds)}")
+            hint = f"; it is {_OF_ARGUMENTS[name]} here" if name in _OF_ARGUMENTS else ""
+            faults.append(f"{name}: unknown axis{hint}; known are {', '.join(kinds)}")
         elif name in values:
             faults.append(f"{name}: is given twice")
         elif isinstance(kinds[name], bool):

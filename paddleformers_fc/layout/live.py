@@ -40,7 +40,7 @@ class LocalTensor(Protocol):
 
     @property
     def is_flattened(self) -> bool:
-        """Whether the memory is a range of the box in row-major order."""
+        """Return whether the memory is a range of the box in row-major order."""
 
     @property
     def flattened_range(self) -> slice | None:
@@ -118,7 +118,7 @@ def describe_roles(roles: Roles) -> dict[str, dict[str, Shard]]:
     """
     faults: list[str] = []
     kinds: _Kinds = {}
-    described = {role: _described(names, kinds, faults) for role, names in roles.items()}
+    described = {role: _shards_of(names, kinds, faults) for role, names in roles.items()}
     parameters = described.get(MODEL_STATE, {})
     for role, shards in described.items():
         if role == MODEL_STATE:
@@ -155,7 +155,7 @@ is kept here, no other object has its identity.
 """
 
 
-def _described(names: Mapping[str, LocalTensor], kinds: _Kinds, faults: list[str]) -> dict[str, Shard]:
+def _shards_of(names: Mapping[str, LocalTensor], kinds: _Kinds, faults: list[str]) -> dict[str, Shard]:
     """Return the shards of one role. Tensors with equal fields are validated once: layers repeat."""
     shards: dict[str, Shard] = {}
     for name, weight in names.items():
@@ -186,6 +186,6 @@ def _described(names: Mapping[str, LocalTensor], kinds: _Kinds, faults: list[str
 
 def _faults(shard: Shard, tensor: Any) -> Iterator[str]:
     yield from shard.faults()
-    held = math.prod(int(n) for n in tensor.shape)
-    if held != shard.size:
-        yield f"{shard.name}: the tensor holds {held} elements, its shard {shard.size}"
+    elements = math.prod(int(n) for n in tensor.shape)
+    if elements != shard.size:
+        yield f"{shard.name}: the tensor holds {elements} elements, its shard {shard.size}"

@@ -62,9 +62,9 @@ def whole_owners(sizes: Sequence[int], ranks: int, largest_first: bool) -> list[
     load = [(0, rank) for rank in range(ranks)]
     owners = [0] * len(sizes)
     for index in order:
-        held, rank = load[0]
+        assigned, rank = load[0]
         owners[index] = rank
-        heapq.heapreplace(load, (held + sizes[index], rank))
+        heapq.heapreplace(load, (assigned + sizes[index], rank))
     return owners
 
 
@@ -117,13 +117,13 @@ def _groups(sizes: Sequence[int], widths: Sequence[int], limit: int) -> list[lis
     groups: list[list[int]] = []
     # Paddle sorts by the dtype's name, and paddle.bfloat16 and paddle.float16 come before paddle.float32.
     for width in sorted(set(widths)):
-        held, members = 0, list[int]()
+        size, members = 0, list[int]()
         for index in (index for index, one in enumerate(widths) if one == width):
             members.append(index)
-            held += sizes[index] * width
-            if held >= limit:
+            size += sizes[index] * width
+            if size >= limit:
                 groups.append(members)
-                held, members = 0, []
+                size, members = 0, []
         if members:
             groups.append(members)
     return groups

@@ -157,7 +157,7 @@ class StateName(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def scalar(self) -> bool:
-        """Whether the state is one number instead of a tensor of the parameter's shape."""
+        """Return whether the state is one number instead of a tensor of the parameter's shape."""
         return self.shape is StateShape.NUMBER
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import msgspec
 
 from paddleformers_fc.mapping.boxes import Box, Shape, whole
-from paddleformers_fc.storage.dtypes import item_size, to_safetensors
+from paddleformers_fc.storage.dtypes import dtype_size
 
 
 class Fragment(msgspec.Struct, frozen=True, gc=False):
@@ -120,4 +120,4 @@ def _within(index: int, shape: Shape, begin: int, end: int, at: int) -> Iterator
 
 def shard_bytes(shard: Shard) -> int:
     """Return the length of a shard in bytes."""
-    return shard.size * item_size(to_safetensors(shard.dtype))
+    return shard.size * dtype_size(shard.dtype)

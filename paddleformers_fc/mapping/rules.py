@@ -41,7 +41,7 @@ from paddleformers_fc.errors import MappingError
 from paddleformers_fc.mapping.boxes import Box, Shape, whole
 from paddleformers_fc.mapping.correspondences import NEW_AXIS, Correspondence, Mapping, TensorSources, TensorSpec
 from paddleformers_fc.mapping.templates import BoxLink, Template, pruned, stack_templates
-from paddleformers_fc.text import count_text
+from paddleformers_fc.text import count_text, numbers_text
 
 T = TypeVar("T")
 
@@ -96,7 +96,7 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
         if self.slab is not None:
             target = _narrowed(whole(target), self.slab).shape
         rank = sum(axis != NEW_AXIS for axis in self.axes)
-        lengths = map(sum, _held(self.sources, self.parts))
+        lengths = map(sum, _by_tensor(self.sources, self.parts))
         shapes: list[Shape] = []
         for length in lengths:
             shape = [1] * rank
@@ -118,12 +118,12 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
         ):
             if len(names) not in (1, len(self.parts)):
                 yield f"{len(names)} {side}s for {len(self.parts)} parts"
-            mixed = [held for held in _held(names, self.parts) if len(names) == 1 or len(held) > 1]
+            mixed = [lengths for lengths in _by_tensor(names, self.parts) if len(names) == 1 or len(lengths) > 1]
             if not mixed and blocks != 1:
                 yield f"{len(names)} {side}s cannot be interleaved in {blocks} groups"
-            if blocks < 1 or any(part % blocks for held in mixed for part in held):
-                yield f"parts {_short(self.parts)} cannot be interleaved in {blocks} equal groups"
-        lengths = map(sum, _held(self.targets, self.parts))
+            if blocks < 1 or any(part % blocks for lengths in mixed for part in lengths):
+                yield f"parts {numbers_text(self.parts)} cannot be interleaved in {blocks} equal groups"
+        lengths = map(sum, _by_tensor(self.targets, self.parts))
         for name, shape, length in zip(self.targets, target_shapes, lengths, strict=False):
             if len(shape) != len(self.axes):
                 yield f"{name} has {len(shape)} axes, the rule is for {len(self.axes)}"
@@ -137,9 +137,10 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
         used = [axis for axis in self.axes if axis != NEW_AXIS]
         empty = not self.sources or not self.targets or not self.parts or () in self.parts
         if empty or min(self.lengths) < 0:
-            return f"invalid rule: {len(self.sources)} sources, {len(self.targets)} targets, parts {_short(self.parts)}"
+            parts = numbers_text(self.parts)
+            return f"invalid rule: {len(self.sources)} sources, {len(self.targets)} targets, parts {parts}"
         if sorted(used) != list(range(len(used))) or not 0 <= self.axis < len(self.axes):
-            return f"invalid order of axes {_short(self.axes)} with parts along axis {self.axis}"
+            return f"invalid order of axes {numbers_text(self.axes)} with parts along axis {self.axis}"
         if self.stretches > MAX_STRETCHES:
             return f"{self.source_blocks} and {self.target_blocks} groups are more than {MAX_STRETCHES} stretches"
         return ""
@@ -187,7 +188,7 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
         """Yield every stretch of every part with the position of its target."""
         source_shapes = self.source_shapes(target_shapes[0])
         source_axis = self.axes[self.axis]
-        sides = _held(self.sources, self.parts), _held(self.targets, self.parts)
+        sides = _by_tensor(self.sources, self.parts), _by_tensor(self.targets, self.parts)
         for run in interleave(*sides, self.source_blocks, self.target_blocks):
             target_box = _along(target_shapes[run.target], self.axis, run.in_target, run.length)
             if self.slab is not None:
@@ -207,7 +208,7 @@ class Tie(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     alias: str
 
 
-Held = tuple[tuple[int, ...], ...]
+PartsByTensor = tuple[tuple[int, ...], ...]
 """For every tensor of a side the lengths of the parts that it holds, in order."""
 
 
@@ -222,7 +223,7 @@ class PartRun:
     length: int
 
 
-def interleave(sources: Held, targets: Held, source_blocks: int, target_blocks: int) -> list[PartRun]:
+def interleave(sources: PartsByTensor, targets: PartsByTensor, source_blocks: int, target_blocks: int) -> list[PartRun]:
     """Return every stretch of every part that is contiguous on both sides.
 
     Args:
@@ -269,9 +270,9 @@ class _Place(NamedTuple):
         return block * (self.total // self.blocks) + self.before // self.blocks + within
 
 
-def _places(held: Held, blocks: int) -> Iterator[_Place]:
+def _places(tensors: PartsByTensor, blocks: int) -> Iterator[_Place]:
     """Yield the place of every part, in order."""
-    for tensor, lengths in enumerate(held):
+    for tensor, lengths in enumerate(tensors):
         before, total, own = 0, sum(lengths), blocks if len(lengths) > 1 else 1
         for size in lengths:
             yield _Place(tensor, size, before, total, own)
@@ -283,19 +284,15 @@ def flat(parts: tuple[T | tuple[T, ...], ...]) -> tuple[T, ...]:
     return tuple(one for entry in parts for one in (entry if isinstance(entry, tuple) else (entry,)))
 
 
-def held_by(count: int, parts: tuple[T | tuple[T, ...], ...]) -> tuple[tuple[T, ...], ...]:
+def parts_by_tensor(count: int, parts: tuple[T | tuple[T, ...], ...]) -> tuple[tuple[T, ...], ...]:
     """Return the parts of each of ``count`` tensors: one entry each, or all in a single one."""
     if count != len(parts):
         return (flat(parts),)
     return tuple(entry if isinstance(entry, tuple) else (entry,) for entry in parts)
 
 
-def _held(names: tuple[str, ...], parts: Parts) -> Held:
-    return held_by(len(names), parts)
-
-
-def _short(numbers: Parts) -> str:
-    return f"[{', '.join(map(str, numbers[:8]))}{', ...' if len(numbers) > 8 else ''}]"
+def _by_tensor(names: tuple[str, ...], parts: Parts) -> PartsByTensor:
+    return parts_by_tensor(len(names), parts)
 
 
 def _along(shape: Shape, axis: int, start: int, length: int) -> Box:

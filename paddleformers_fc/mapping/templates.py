@@ -85,7 +85,7 @@ class Template:
 
     @property
     def keeps_positions(self) -> bool:
-        """Whether every element has the position that it has in its source."""
+        """Return whether every element has the position that it has in its source."""
         return all(
             link.source_box == link.target_box and link.axes == tuple(range(len(link.axes))) for link in self.links
         )

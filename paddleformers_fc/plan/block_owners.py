@@ -1,4 +1,4 @@
-"""Which rank compares the checksum of which block of the tensor files, so that each is hashed once.
+"""The assignment of blocks of tensor files to the ranks that compare their checksums, so that each is hashed once.
 
 Every rank reports which blocks it reads, and of which it reads most bytes in the order of the file. All ranks compute
 the same owners from that: a rank that reads most of a block hashes it while it reads; the others come after it, because
@@ -26,7 +26,7 @@ from msgspec import structs
 
 from paddleformers_fc.plan.blocks import byte_runs
 from paddleformers_fc.plan.items import StoredPart
-from paddleformers_fc.storage.dtypes import item_size, to_safetensors
+from paddleformers_fc.storage.dtypes import dtype_size
 from paddleformers_fc.storage.file_checksums import FileChecksum
 from paddleformers_fc.storage.manifest import RESTORE
 
@@ -92,7 +92,7 @@ class RecordedBlocks:
             kind = (part.dtype, part.shape, part.part, length)
             runs = alike.get(kind)
             if runs is None:
-                size = part.part.volume * item_size(to_safetensors(part.dtype))
+                size = part.part.volume * dtype_size(part.dtype)
                 own = byte_runs(structs.replace(part, begin=0), length)
                 runs = alike[kind] = [(low, high, high + 1 - low == size) for low, high in own]
             begin, bounds = part.begin, found.setdefault(part.file, ([], [], []))

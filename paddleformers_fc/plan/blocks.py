@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 from paddleformers_fc.plan.items import StoredPart
-from paddleformers_fc.storage.dtypes import item_size, to_safetensors
+from paddleformers_fc.storage.dtypes import dtype_size
 
 
 def blocks_read(parts: Iterable[StoredPart], block_bytes: Mapping[str, int]) -> dict[str, set[int]]:
@@ -40,7 +40,7 @@ def byte_runs(part: StoredPart, gap: int) -> Iterator[tuple[int, int]]:
     size = part.part.shape
     if 0 in size:
         return
-    width = item_size(to_safetensors(part.dtype))
+    width = dtype_size(part.dtype)
     strides: list[int] = []
     step = width
     for length in reversed(part.shape):

@@ -101,7 +101,7 @@ class PatternPiece(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, eq=False)
 class FillPattern:
-    """How all shards of one kind are filled.
+    """The pattern that fills all shards of one kind.
 
     Args:
         pieces: in the order of the shard's fragments.
@@ -111,7 +111,7 @@ class FillPattern:
 
 
 class ShardFill(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """How one shard is filled: a pattern, and the stored tensors of its indices."""
+    """The source of one shard: a pattern, and the stored tensors of its indices."""
 
     pattern: FillPattern
     tensors: list[StoredTensor]
@@ -219,7 +219,7 @@ class Planner:
         else:
             target = self._targets.get(parameter)
             if target is not None and target.shape != shard.global_shape:
-                self._misfit(shard, f"mapped {list(target.shape)}", shard.global_shape)
+                self._report_shape(shard, f"mapped {list(target.shape)}", shard.global_shape)
                 return None
         forms = [tensor.form for tensor in tensors]
         average = self._source.averaged and any(map(self._source.is_average, tensors))
@@ -259,7 +259,7 @@ class Planner:
             if shape == self._sources[name].shape or state.shape is not StateShape.PARAMETER:
                 found.append(tensor)
             else:
-                self._misfit(shard, f"stored {list(shape)}", self._sources[name].shape)
+                self._report_shape(shard, f"stored {list(shape)}", self._sources[name].shape)
         return found if len(found) == len(names) else None
 
     def _stored(self, role: str, parameter: str, suffix: str) -> StoredTensor | None:
@@ -309,7 +309,7 @@ class Planner:
             self.touched[role].add(tensor.name)
         return other
 
-    def _misfit(self, shard: Shard, what: str, wanted: Shape) -> None:
+    def _report_shape(self, shard: Shard, what: str, wanted: Shape) -> None:
         self.report.add("shape", f"{shard.name}: {what}, wanted {list(wanted)}")
 
     def _under_an_alias(self, role: str, parameter: str, suffix: str) -> StoredTensor | None:
@@ -329,7 +329,7 @@ class Planner:
                 self.report.add("dtype", f"{shard.name}: stored {tensor.dtype}, wanted {shard.dtype}")
                 return False
             if tensor.shape != shard.global_shape:
-                self._misfit(shard, f"stored {list(tensor.shape)}", shard.global_shape)
+                self._report_shape(shard, f"stored {list(tensor.shape)}", shard.global_shape)
                 return False
         for other in tensors[1:]:
             self._must_equal(tensors[0], other)

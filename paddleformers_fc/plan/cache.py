@@ -172,7 +172,7 @@ class PlanCache:
 
     def __init__(self, directory: Path | None = None, most_items: int = MOST_ITEMS) -> None:
         self._directory, self._most_items = directory, most_items
-        self._held: OrderedDict[PlanKey, CachedPlan] = OrderedDict()
+        self._plans: OrderedDict[PlanKey, CachedPlan] = OrderedDict()
         self._lock = threading.Lock()
 
     def find(self, key: PlanKey, fitting: Callable[[CachedPlan], bool] = lambda found: True) -> CachedPlan | None:
@@ -183,9 +183,9 @@ class PlanCache:
             fitting: validates a plan from the directory, see :func:`fits`. Plans in memory are valid.
         """
         with self._lock:
-            if key in self._held:
-                self._held.move_to_end(key)
-                return self._held[key]
+            if key in self._plans:
+                self._plans.move_to_end(key)
+                return self._plans[key]
         if self._directory is None:
             return None
         try:
@@ -209,10 +209,10 @@ class PlanCache:
 
     def _hold(self, key: PlanKey, planned: CachedPlan) -> None:
         with self._lock:
-            self._held[key] = planned
-            self._held.move_to_end(key)
-            while sum(len(one.plan.items) for one in self._held.values()) > self._most_items:
-                self._held.popitem(last=False)
+            self._plans[key] = planned
+            self._plans.move_to_end(key)
+            while sum(len(one.plan.items) for one in self._plans.values()) > self._most_items:
+                self._plans.popitem(last=False)
 
     def _write(self, directory: Path, key: PlanKey, planned: CachedPlan) -> None:
         make_directories(directory)

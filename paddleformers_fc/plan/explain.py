@@ -72,7 +72,7 @@ class ExplainedTensor(msgspec.Struct, frozen=True):
 
 
 class Explanation(msgspec.Struct, frozen=True):
-    """What ``explain`` reports.
+    """The report of ``explain``.
 
     Attributes:
         path: the directory as it was named.
@@ -162,6 +162,6 @@ class _Explainer:
             return
         for piece in filling.pattern.pieces:
             tensor, part = filling.tensors[piece.tensor], piece.stored_part
-            (file, begin), held = tensor.offsets[piece.box], tensor.form.boxes[piece.box]
-            stored = shifted(part.shape, tuple(map(add, held.lo, part.lo)))
-            yield BoxSource(tensor.name, stored, file, begin, held, shard.name, piece.part, piece.axes)
+            (file, begin), stored_box = tensor.offsets[piece.box], tensor.form.boxes[piece.box]
+            stored = shifted(part.shape, tuple(map(add, stored_box.lo, part.lo)))
+            yield BoxSource(tensor.name, stored, file, begin, stored_box, shard.name, piece.part, piece.axes)

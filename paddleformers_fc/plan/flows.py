@@ -1,4 +1,4 @@
-"""Which rank of a grid reads how many bytes from which writer, and by which tensors: the content of a plan's picture.
+"""The bytes that each rank of a grid reads from each writer, by tensor: the content of a plan's picture.
 
 The shards are those of a forecast (:mod:`.forecast`). A flex checkpoint has one writer per saving rank; every other
 format has one per file. Parameters are listed once, together with their states.

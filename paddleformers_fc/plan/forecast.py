@@ -42,7 +42,7 @@ from paddleformers_fc.plan.shard_numbers import regrouped
 from paddleformers_fc.plan.simulate import SimulatedModel, declared_model, states_of, stored_model
 from paddleformers_fc.plan.sources import described_model, huggingface_source, resume_source, stored_tensors
 from paddleformers_fc.plan.statements import statements_source
-from paddleformers_fc.storage.dtypes import item_size, model_dtype, to_safetensors
+from paddleformers_fc.storage.dtypes import dtype_size, model_dtype
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.storage.regions import (
     HOT_BYTES,
@@ -62,11 +62,11 @@ _MOST_RANKS = 1 << 16
 """Bound on the ranks of a plan, which lists every one of them."""
 
 THREADS = 4
-"""How many threads of a load read at a time, by default."""
+"""Default number of reading threads of a load."""
 
 
 class RankForecast(msgspec.Struct, frozen=True):
-    """What one rank would do.
+    """The forecast for one rank.
 
     Attributes:
         rank: its number.
@@ -98,7 +98,7 @@ class CastFacts(msgspec.Struct, frozen=True):
 
 
 class Forecast(msgspec.Struct, frozen=True):
-    """What a load onto a grid would do.
+    """The forecast of a load onto a grid.
 
     Attributes:
         ranks: by rank.
@@ -190,7 +190,7 @@ class PlannedShards:
         self.cast: dict[str, CastFacts] = {}
 
     def of_rank(self, model: SimulatedModel, rank: int) -> Cost:
-        """What one rank costs: its weights, which it shares with others, and the states that are its own."""
+        """Return the cost of one rank: its weights, shared with others, and its own states."""
         place = model.grid.coordinates(rank)
         key = (place.pp, place.tp, place.ep, place.sharding if model.grid.stage == 3 else 0)
         if key not in self._weights:
@@ -226,7 +226,7 @@ class PlannedShards:
         return cost
 
     def _planned(self, role: str, shard: Shard) -> Cost:
-        held = Cost(shard.size * item_size(to_safetensors(shard.dtype)))
+        held = Cost(shard.size * dtype_size(shard.dtype))
         filling = self.planner.filling(role, shard)
         if filling is None:
             # A shard that does not fit is in the report, and the report is an error.
@@ -262,7 +262,7 @@ def cost_of(item: ReadItem, dtype: str) -> tuple[int, int]:
     """
     stored = item.stored
     size = stored.part.shape
-    widths = item_size(to_safetensors(stored.dtype)), item_size(to_safetensors(dtype))
+    widths = dtype_size(stored.dtype), dtype_size(dtype)
     wanted = row_major(item.shape, widths[1])
     # A stored axis that no wanted axis reads has length one, and its stride means nothing.
     targets = {axis: wanted[index] for index, axis in enumerate(item.axes)}
@@ -276,7 +276,7 @@ def cost_of(item: ReadItem, dtype: str) -> tuple[int, int]:
 
 
 class GridPlan(msgspec.Struct, frozen=True):
-    """What a load onto a grid would do, with the sums of all ranks.
+    """The forecast of a load onto a grid, with the sums of all ranks.
 
     Attributes:
         path: the directory as it was named.
@@ -428,7 +428,7 @@ def forecast_load(
 
 @dataclass(frozen=True)
 class PlanTarget:
-    """What a load is planned from and for.
+    """The source and the target of a planned load.
 
     Args:
         source: what is stored, and how its names lead to the model's.

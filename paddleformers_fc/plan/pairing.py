@@ -1,4 +1,4 @@
-"""Which stored boxes of two checkpoints hold the same elements of a tensor.
+"""Pairs of stored boxes of two checkpoints that contain the same elements of a tensor.
 
 Two whole tensors are compared without either of them in its canonical form: the boxes that one side stores are
 intersected with those of the other, and each common box is taken in the order in which the *left* side stores it. So
@@ -22,7 +22,7 @@ from paddleformers_fc.plan.items import ReadItem
 
 
 class SideBox(msgspec.Struct, frozen=True, gc=False):
-    """What one side stores of a common box.
+    """The part of a common box that one side stores.
 
     Args:
         item: which of the tensor's read items.
@@ -50,7 +50,7 @@ class PairedBox(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def is_transposed(self) -> bool:
-        """Whether the two sides store its axes in different order."""
+        """Return whether the two sides store its axes in different order."""
         return self.left.axes != self.right.axes
 
     def pieces(self, elements: int) -> Iterator[PairedBox]:
@@ -114,7 +114,7 @@ def _side(number: int, item: ReadItem, common: Box, order: Sequence[int]) -> Sid
 
 
 def _narrowed(side: SideBox, box: Box) -> SideBox:
-    """What a side stores of a box in coordinates of the common one."""
+    """Return the stored part of a side in coordinates of the common box."""
     lo, hi = list(side.part.lo), list(side.part.hi)
     for axis, stored in enumerate(side.axes):
         if stored != NEW_AXIS:

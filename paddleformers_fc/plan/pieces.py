@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import msgspec
 
 from paddleformers_fc.layout.shards import Shard, shard_bytes
-from paddleformers_fc.storage.dtypes import item_size, to_safetensors
+from paddleformers_fc.storage.dtypes import dtype_size
 
 
 def row_major_pieces(tensor: Shard, most_bytes: int) -> Iterator[Shard]:
@@ -27,7 +27,7 @@ def row_major_pieces(tensor: Shard, most_bytes: int) -> Iterator[Shard]:
     if shard_bytes(tensor) <= most_bytes:
         yield tensor
         return
-    most = max(1, most_bytes // item_size(to_safetensors(tensor.dtype)))
+    most = max(1, most_bytes // dtype_size(tensor.dtype))
     shape = tensor.box.shape
     row = max(size for axis in range(len(shape) + 1) if (size := math.prod(shape[axis:])) <= most)
     step = most // row * row

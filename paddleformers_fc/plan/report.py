@@ -33,7 +33,7 @@ HEADINGS = {
 
 
 CHECKPOINT, OPEN_WEIGHTS = "checkpoint", "open weights"
-"""What is stored, in the text of errors."""
+"""Names of the stored side in errors."""
 _OPEN_WEIGHTS_STEP = "Name the directory of this model's weights, or correct the config.json beside them."
 _MODEL_STEP = "Resume with the model this checkpoint was saved from, or name another checkpoint."
 _STATES_STEP = (
@@ -45,7 +45,7 @@ _CUTS_STEP = (
     "which is exact only while tensors are cut in the same way."
 )
 _STATE = re.compile(r"\.[A-Za-z_]\w*_0$")
-"""How the name of a state ends, whatever its optimizer is."""
+"""The suffixes of states, of any optimizer."""
 _DTYPE_STEP = (
     "Resume in the precision of the run that saved it: the same compute_type (or bf16, fp16), fp16_opt_level and "
     "amp_master_grad. Or set flex_allow_casts: true (allow_casts=True of load) to change between float32 and bfloat16."
@@ -79,7 +79,7 @@ class Report:
 
     @property
     def empty(self) -> bool:
-        """Whether everything fits."""
+        """Return whether everything fits."""
         return not any(self.lines.values())
 
     def evidence(self) -> list[str]:

@@ -47,7 +47,7 @@ from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping import RuleSet, TensorSpec
 from paddleformers_fc.mapping.boxes import Box, shifted, whole
 from paddleformers_fc.mapping.folding import fold
-from paddleformers_fc.storage.dtypes import item_size, model_dtype, to_safetensors
+from paddleformers_fc.storage.dtypes import dtype_size, model_dtype
 
 Shards = dict[str, Shard]
 
@@ -80,7 +80,7 @@ class SimulatedModel:
         _refuse_unfit(family, self.model, grid, by_name.values())
         ties = tied_names(family, self.model)
         self._ties = {alias: owner for alias, owner in ties.items() if alias in by_name}
-        experts = sizes.length("experts") if sizes.knows("experts") else 0
+        experts = sizes.length("experts") if sizes.defines("experts") else 0
         of_text = sizes.length(TEXT_EXPERTS) if TEXT_EXPERTS in family.sizes else experts
         self._experts = (of_text, experts - of_text)
         pipeline = _pipeline(family, self.model, grid)
@@ -158,8 +158,8 @@ class SimulatedModel:
             shard = weights.get(tensor.name)
             if shard is None or tensor.name in shared or not tensor.trained:
                 continue
-            held = experts if self.grid.ep > 1 and _is_expert(tensor) else dense
-            held.append(msgspec.structs.replace(shard, name=names.get(shard.name, shard.name)))
+            shards = experts if self.grid.ep > 1 and _is_expert(tensor) else dense
+            shards.append(msgspec.structs.replace(shard, name=names.get(shard.name, shard.name)))
         return tuple(dense), tuple(experts)
 
     def _make_sharing(self, pp: int) -> _Sharing:
@@ -175,7 +175,7 @@ class SimulatedModel:
 
     def _buffers(self, shards: Iterable[Shard], ranks: int) -> tuple[FusedBuffer, ...]:
         shards = list(shards)
-        sizes, widths = [shard.size for shard in shards], [_width(shard.dtype) for shard in shards]
+        sizes, widths = [shard.size for shard in shards], [dtype_size(shard.dtype) for shard in shards]
         return tuple(fused_buffers(sizes, widths, ranks, self.grid.buffer * MEBIBYTE, self.grid.alignment))
 
     def _slices(self, shards: Iterable[Shard], place: Coordinates) -> Iterator[Shard]:
@@ -183,7 +183,7 @@ class SimulatedModel:
             if shard.size <= self.grid.slice_above or shard.name in self._untrained:
                 yield shard
                 continue
-            width = _width(shard.dtype)
+            width = dtype_size(shard.dtype)
             part = slice_range(shard.size, width, place.sharding, self.grid.sharding, self.grid.alignment)
             if part is not None:
                 yield msgspec.structs.replace(shard, flat=part)
@@ -213,7 +213,7 @@ class SimulatedModel:
 
 @dataclass(frozen=True)
 class _Sharing:
-    """How the states of one pipeline stage are shared: indices of what each rank owns, or fused buffers."""
+    """The distribution of the states of one pipeline stage: indices per rank, or fused buffers."""
 
     owned: tuple[tuple[int, ...], ...]
     dense: tuple[FusedBuffer, ...]
@@ -278,7 +278,7 @@ def states_of(parameter: Shard, optimizer: OptimizerDescriptor) -> Iterator[tupl
             yield state.role, Shard(name, dtype, NUMBER_SHAPE, whole(NUMBER_SHAPE))
         elif state.shape is StateShape.SHARD_NUMBER:
             yield state.role, _shard_number(parameter, name, dtype)
-        elif not state.half_only or _width(parameter.dtype) == 2:
+        elif not state.half_only or dtype_size(parameter.dtype) == 2:
             yield state.role, msgspec.structs.replace(parameter, name=name, dtype=dtype)
 
 
@@ -307,9 +307,9 @@ def _refuse_unfit(
     divisors = [(size, key, "tp", grid.tp) for size, key in DIVIDED.items()]
     experts = [(size, "the number of experts", "ep", grid.ep) for size in ("experts", TEXT_EXPERTS)]
     for size, key, axis, count in (*divisors, *experts):
-        if sizes.knows(size) and sizes.length(size) % count:
+        if sizes.defines(size) and sizes.length(size) % count:
             faults.append(f"{key}={sizes.length(size)} is not divisible by {axis}={count}")
-    if grid.ep > 1 and not sizes.knows("experts"):
+    if grid.ep > 1 and not sizes.defines("experts"):
         faults.append(f"ep={grid.ep}: the model has no experts")
     if sizes.length("layers") < grid.pp * grid.vpp:
         faults.append(
@@ -407,7 +407,3 @@ def _is_expert(tensor: DeclaredTensor) -> bool:
 
 def _by_name(shards: Iterable[Shard]) -> Shards:
     return {shard.name: shard for shard in shards}
-
-
-def _width(dtype: str) -> int:
-    return item_size(to_safetensors(dtype))

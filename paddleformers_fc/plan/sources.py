@@ -1,11 +1,11 @@
-"""Compose mappings from stored to wanted tensors: one function per job, all through the canonical space.
+"""Compose mappings from stored to wanted tensors: one function per task, all through the canonical space.
 
 ================================  ==========================================================================
-job                               mapping
+task                              mapping
 ================================  ==========================================================================
 resume under any layout           reverse(stored model -> canonical), then canonical -> live model
-resume with a user's statements   the statements for the tensors that they name, the line above for all others and for
-                                  the order inside fused tensors (:mod:`.statements`)
+resume with a user's statements   the statements for the tensors that they name, the mapping above for all others and
+                                  for the order inside fused tensors (:mod:`.statements`)
 start from open weights           canonical -> live model, with casts to the model's dtype declared
 export, digest, diff              reverse(stored model -> canonical)
 ================================  ==========================================================================
@@ -238,8 +238,8 @@ def model_source(checkpoint: OpenedCheckpoint, rules: RuleSet) -> tuple[ReadSour
 
 def _without_absent(rules: tuple[Rule, ...], stored: Collection[str], optional: OptionalNames) -> tuple[Rule, ...]:
     """Return the rules with a source that is stored or not optional."""
-    held = {optional.group(name) for name in stored} | {None}
-    return tuple(rule for rule in rules if any(optional.group(name) in held for name in rule.sources))
+    present = {optional.group(name) for name in stored} | {None}
+    return tuple(rule for rule in rules if any(optional.group(name) in present for name in rule.sources))
 
 
 def canonical_source(checkpoint: OpenedCheckpoint) -> ReadSource:
@@ -292,7 +292,7 @@ def canonical_names(source: ReadSource, role: str, name: str) -> list[str]:
 def _shape_report(stored: Mapping, wanted: Mapping, own: Collection[str]) -> Report:
     report = Report()
     canonical = [(name, stored.sources[name], spec) for name, spec in wanted.sources.items() if name in stored.sources]
-    for name, held, spec in [*canonical, *((name, stored.targets[name], wanted.targets[name]) for name in own)]:
-        if held.shape != spec.shape:
-            report.add("shape", f"{name}: stored {list(held.shape)}, wanted {list(spec.shape)}")
+    for name, stored_spec, spec in [*canonical, *((name, stored.targets[name], wanted.targets[name]) for name in own)]:
+        if stored_spec.shape != spec.shape:
+            report.add("shape", f"{name}: stored {list(stored_spec.shape)}, wanted {list(spec.shape)}")
     return report

@@ -57,25 +57,25 @@ def statements_source(
     live = _bound(model, tensors)
     derived, report = resume_source(checkpoint, live)
     rules = checkpoint.rules
-    held = {
+    stored = {
         name: AoaTensor(spec.shape, spec.dtype, rules.cuts.get(name, (1,) * len(spec.shape)))
         for name, spec in rules.targets.items()
         if name not in derived.stored_aliases
     }
     program = read_config(aoa_config)
     if may_cast and not any(_DTYPES & statement.attributes.keys() for statement in program.statements):
-        held, tensors = _in_one_precision(held), _in_one_precision(tensors)
-    stated = _evaluated(program, held, tensors, live, derived.wanted_aliases)
+        stored, tensors = _in_one_precision(stored), _in_one_precision(tensors)
+    stated = _evaluated(program, stored, tensors, live, derived.wanted_aliases)
     left_to_names = {name: made for name, made in derived.mapping.made.items() if _is_left(stated, name, made)}
-    said = {name: made for name, made in stated.made.items() if name not in left_to_names}
+    explicit = {name: made for name, made in stated.made.items() if name not in left_to_names}
     # The order of the parts is unknown for stated rules. Only the statements themselves can give it.
-    if said and model.rules is None:
-        plainly = _evaluated(program, _uncut(held), _uncut(tensors), live, derived.wanted_aliases)
+    if explicit and model.rules is None:
+        on_one_rank = _evaluated(program, _uncut(stored), _uncut(tensors), live, derived.wanted_aliases)
         before, after = _interleavings(rules, _alone(checkpoint)), _interleavings(live, _bound(model, _uncut(tensors)))
-        said = _reinterleave(said, before.reversed().then(plainly).then(after), plainly, (rules, live))
-    merged = replace(stated, made={**said, **left_to_names})
+        explicit = _reinterleave(explicit, before.reversed().then(on_one_rank).then(after), on_one_rank, (rules, live))
+    merged = replace(stated, made={**explicit, **left_to_names})
     prove(merged, "The mapping of aoa_config")
-    _refuse_mixed_parts(replace(merged, made=said), rules, live)
+    _refuse_mixed_parts(replace(merged, made=explicit), rules, live)
     canonical = live.mapping().made
     read = {source for name in left_to_names if name in canonical for source in canonical[name].names}
     kept = Report()
@@ -87,8 +87,8 @@ def statements_source(
 
 def _bound(model: ModelDescription, tensors: MappingABC[str, AoaTensor]) -> RuleSet:
     """Return the rules of a model on all ranks."""
-    held = (ModelTensor(name, one.shape, one.dtype, one.cuts) for name, one in tensors.items())
-    return bind_model(model, list(held))
+    model_tensors = (ModelTensor(name, one.shape, one.dtype, one.cuts) for name, one in tensors.items())
+    return bind_model(model, list(model_tensors))
 
 
 def _alone(checkpoint: OpenedCheckpoint) -> RuleSet:
@@ -113,15 +113,15 @@ def _uncut(tensors: MappingABC[str, AoaTensor]) -> dict[str, AoaTensor]:
 
 def _evaluated(
     program: Program,
-    held: MappingABC[str, AoaTensor],
+    stored: MappingABC[str, AoaTensor],
     model: MappingABC[str, AoaTensor],
     live: RuleSet,
     aliases: Collection[str],
 ) -> Mapping:
     if not program.reverse:
-        return evaluate(program, held, model, live.ties)
+        return evaluate(program, stored, model, live.ties)
     # The model is on the left, where an alias would be an unread source.
-    return evaluate(program, held, {name: one for name, one in model.items() if name not in aliases})
+    return evaluate(program, stored, {name: one for name, one in model.items() if name not in aliases})
 
 
 def _is_left(stated: Mapping, name: str, derived: TensorSources) -> bool:
@@ -167,27 +167,27 @@ def _interleavings(rules: RuleSet, alone: RuleSet) -> Mapping:
 
 
 def _reinterleave(
-    said: MappingABC[str, TensorSources], meant: Mapping, plainly: Mapping, sides: tuple[RuleSet, RuleSet]
+    explicit: MappingABC[str, TensorSources], intended: Mapping, on_one_rank: Mapping, sides: tuple[RuleSet, RuleSet]
 ) -> dict[str, TensorSources]:
     """Return the sources of statements under the layouts of both models.
 
     Args:
-        said: the statements evaluated on the tensors as stored.
-        meant: the statements evaluated on tensors of one rank, composed with the stored and the live layout.
-        plainly: the same without the layouts.
+        explicit: the statements evaluated on the tensors as stored.
+        intended: ``on_one_rank``, composed with the stored and the live layout.
+        on_one_rank: the statements evaluated on tensors of one rank.
         sides: the rules of the stored and of the live model.
     Raises:
         MappingError: a statement cuts or joins a fused tensor across groups of its interleaved parts.
     """
     before, after = map(_fused, sides)
-    back = Mapping(plainly.sources, plainly.targets, dict(said)).reversed()
-    found, faults = dict(said), []
-    for name, made in back.then(replace(meant, made={name: meant.made[name] for name in said})).made.items():
+    back = Mapping(on_one_rank.sources, on_one_rank.targets, dict(explicit)).reversed()
+    found, faults = dict(explicit), []
+    for name, made in back.then(replace(intended, made={name: intended.made[name] for name in explicit})).made.items():
         if _is_itself(made, name):
             continue
-        found[name] = meant.made[name]
-        if not _takes_all_parts(plainly, name, before, after):
-            groups = max((before[one].blocks for one in plainly.made[name].names if one in before), default=1)
+        found[name] = intended.made[name]
+        if not _takes_all_parts(on_one_rank, name, before, after):
+            groups = max((before[one].blocks for one in on_one_rank.made[name].names if one in before), default=1)
             own = after[name].blocks if name in after else 1
             faults.append(f"{name}: parts in {own} groups, its sources in {groups}")
     if faults:
@@ -201,23 +201,23 @@ def _reinterleave(
     return found
 
 
-def _refuse_mixed_parts(said: Mapping, stored: RuleSet, live: RuleSet) -> None:
+def _refuse_mixed_parts(explicit: Mapping, stored: RuleSet, live: RuleSet) -> None:
     """Refuse statements by which a layer would contain parts of another layer that it is fused with.
 
     Raises:
         MappingError: with the layers and their sources.
     """
-    together = {
+    fused_layers = {
         frozenset(map(_layer_of, rule.sources))
         for rules in (stored, live)
         for rule in rules.rules
         if len(rule.sources) > 1
     }
-    across = stored.mapping().then(said).then(live.mapping().reversed())
+    across = stored.mapping().then(explicit).then(live.mapping().reversed())
     faults = []
     for name, made in across.made.items():
         layers = frozenset(map(_layer_of, made.names))
-        if any(len(layers & fused) > 1 for fused in together):
+        if any(len(layers & fused) > 1 for fused in fused_layers):
             faults.append(f"{name}: would contain parts of {', '.join(sorted(layers))}")
     if faults:
         raise MappingError(
@@ -240,16 +240,16 @@ def _is_itself(made: TensorSources, name: str) -> bool:
 
 
 def _takes_all_parts(
-    plainly: Mapping, name: str, before: MappingABC[str, _Interleaving], after: MappingABC[str, _Interleaving]
+    on_one_rank: Mapping, name: str, before: MappingABC[str, _Interleaving], after: MappingABC[str, _Interleaving]
 ) -> bool:
     """Return whether all sources of a fused tensor have its parts, and none is cut along their axis."""
-    made, now, target = plainly.made[name], after.get(name), plainly.targets[name].shape
+    made, now, target = on_one_rank.made[name], after.get(name), on_one_rank.targets[name].shape
     for link in made.template.links:
         source = made.names[link.source]
         then = before.get(source)
         if now is None or then is None or now.parts != then.parts or link.axes[now.axis] != then.axis:
             return False
-        length = plainly.sources[source].shape[then.axis]
+        length = on_one_rank.sources[source].shape[then.axis]
         if (link.source_box.lo[then.axis], link.source_box.hi[then.axis]) != (0, length):
             return False
         if (link.target_box.lo[now.axis], link.target_box.hi[now.axis]) != (0, target[now.axis]):

@@ -21,7 +21,7 @@ from msgspec import structs
 from paddleformers_fc.errors import StorageError
 from paddleformers_fc.mapping.boxes import Box
 from paddleformers_fc.plan.items import StoredPart
-from paddleformers_fc.storage.dtypes import item_size, to_safetensors
+from paddleformers_fc.storage.dtypes import dtype_size
 
 SeenBy = Mapping[str, Sequence[int]]
 """The ranks that see a file, in rising order, for every file that is not visible to all ranks."""
@@ -90,7 +90,7 @@ EMPTY_SCHEDULE = TransferSchedule()
 
 def size_of(part: StoredPart) -> int:
     """Return the number of bytes of a packed range."""
-    return part.part.volume * item_size(to_safetensors(part.dtype))
+    return part.part.volume * dtype_size(part.dtype)
 
 
 def assign_transfers(wants: Sequence[Sequence[StoredPart]], seen_by: SeenBy) -> list[Transfer]:
@@ -113,7 +113,7 @@ def assign_transfers(wants: Sequence[Sequence[StoredPart]], seen_by: SeenBy) -> 
         for position, part in enumerate(dict.fromkeys(parts)):
             wanted.setdefault(part, []).append(rank)
             first[part] = min(position, first.get(part, position))
-    candidates = {part: _able(part.file, ranks, seen_by) for part, ranks in wanted.items()}
+    candidates = {part: _possible_readers(part.file, ranks, seen_by) for part, ranks in wanted.items()}
     shared = [part for part, ranks in wanted.items() if not (len(ranks) == 1 and ranks == list(candidates[part]))]
     owners = _owners({part: candidates[part] for part in shared}, len(wants))
     shared.sort(key=lambda part: (first[part], part.file, part.begin, part.part.lo, part.part.hi))
@@ -134,7 +134,7 @@ def schedule_rounds(moves: Sequence[Transfer], rank: int, limit: int = ROUND_BYT
     for move in moves:
         others = [receiver for receiver in move.receivers if receiver != move.owner]
         takes_part = rank == move.owner or rank in others
-        width = item_size(to_safetensors(move.part.dtype))
+        width = dtype_size(move.part.dtype)
         for box in boxes_within(move.part.part, max(1, limit // max(1, len(others)) // width)):
             size = box.volume * width
             # A piece for the owner alone is not sent, but needs the same memory.
@@ -160,7 +160,7 @@ def readers(parts: Iterable[StoredPart], seen_by: SeenBy, ranks: int) -> dict[St
         StorageError: a file is visible to no rank.
     """
     everyone = range(ranks)
-    return _owners({part: _able(part.file, everyone, seen_by) for part in dict.fromkeys(parts)}, ranks)
+    return _owners({part: _possible_readers(part.file, everyone, seen_by) for part in dict.fromkeys(parts)}, ranks)
 
 
 def boxes_within(box: Box, most: int) -> Iterator[Box]:
@@ -176,7 +176,7 @@ def boxes_within(box: Box, most: int) -> Iterator[Box]:
         yield from boxes_within(Box(tuple(lo), tuple(hi)), most)
 
 
-def _able(file: str, wanting: Sequence[int], seen_by: SeenBy) -> Sequence[int]:
+def _possible_readers(file: str, wanting: Sequence[int], seen_by: SeenBy) -> Sequence[int]:
     """Return the ranks that may read a file for those that want it."""
     seeing = seen_by.get(file)
     if seeing is None:

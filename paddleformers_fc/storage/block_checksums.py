@@ -131,13 +131,13 @@ def digest_of(path: AnyPath) -> str:
     Raises:
         Corrupt, StorageError: it is gone or cannot be read.
     """
-    state, buffer = xxhash.xxh3_128(), memoryview(bytearray(_READ_BYTES))
+    hasher, buffer = xxhash.xxh3_128(), memoryview(bytearray(_READ_BYTES))
     with open_regular(path) as file:
         for begin in range(0, file.size, _READ_BYTES):
             chunk = buffer[: min(_READ_BYTES, file.size - begin)]
             read_into(file, begin, chunk)
-            state.update(chunk)
-    return state.hexdigest()
+            hasher.update(chunk)
+    return hasher.hexdigest()
 
 
 @dataclass(frozen=True)
@@ -169,14 +169,14 @@ def _differing(directory: AnyPath, reader: RangeReader, span: _Span, buffer: mem
     for number in span.numbers:
         begin = position = number * span.checksum.block_bytes
         end = min(position + span.checksum.block_bytes, span.checksum.size)
-        state = xxhash.xxh3_64()
+        hasher = xxhash.xxh3_64()
         while position < end:
             chunk = buffer[: min(len(buffer), end - position)]
             reader.read_into(directory / span.checksum.path, position, chunk)
-            state.update(chunk)
+            hasher.update(chunk)
             position += len(chunk)
         total += end - begin
-        if state.hexdigest() != span.checksum.blocks[number]:
+        if hasher.hexdigest() != span.checksum.blocks[number]:
             differing.append(number)
     return differing, total
 

@@ -41,7 +41,7 @@ def encode(value: Any, what: str) -> bytes:
 
 
 def decode(raw: bytes, where: str) -> Any:
-    """What :func:`encode` wrote.
+    """Decode the result of :func:`encode`.
 
     Args:
         raw: the document.
@@ -127,7 +127,7 @@ def _rich(value: Any) -> Any:
 def _array(value: dict[str, Any]) -> np.ndarray[Any, Any]:
     """An array; numpy takes more for a dtype than numbers, such as a string of a gigabyte."""
     if value.keys() != {_ARRAY, "shape", "values"} or value[_ARRAY] not in _DTYPES:
-        raise ValueError("it holds an array of which it does not say what it is")
+        raise ValueError("it contains an array of an unknown kind")
     array = np.array(value["values"], dtype=np.dtype(value[_ARRAY]))
     if min(value["shape"], default=0) < 0 or math.prod(value["shape"]) != array.size:
         raise ValueError(f"it holds an array of {array.size} numbers that has another shape")

@@ -68,7 +68,7 @@ from paddleformers_fc.storage.staging_lock import (
 )
 
 _ATTEMPTS = 8
-_IN_THE_WAY = frozenset({errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR})
+_NAME_TAKEN = frozenset({errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR})
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def create_staging(target: Path) -> Path:
             with contextlib.suppress(StorageError):
                 remove_tree(staging)
             # Another process that cleans up may take the directory away as long as it has no owner.
-            if not is_gone(error) or attempt + 1 == _ATTEMPTS:
+            if not is_missing(error) or attempt + 1 == _ATTEMPTS:
                 raise
         else:
             break
@@ -155,7 +155,7 @@ def finish_commit(staging: Path, target: Path) -> Committed:
     """The rest of :func:`commit`: the name, for a directory that is ready."""
     check_pair(staging, target)
     displaced = _displace(staging, target)
-    settle(target)
+    make_durable(target)
     old = [path for path in displaced if is_finished(path) and not _is_only_whole(path, target)]
     kept = [_made_visible(path, target) for path in displaced if path not in old]
     return Committed(target, tuple(kept), tuple(path for path in map(try_remove, old) if path is not None))
@@ -184,10 +184,10 @@ def remove_checkpoint(directory: Path) -> None:
     Raises:
         StorageError: the operating system refused.
     """
-    doomed = _removal_name(directory)
-    rename(directory, doomed)
-    fsync_directory(doomed.parent)
-    remove_tree(doomed)
+    renamed = _removal_name(directory)
+    rename(directory, renamed)
+    fsync_directory(renamed.parent)
+    remove_tree(renamed)
 
 
 def check_pair(staging: Path, target: Path) -> None:
@@ -229,7 +229,7 @@ def _displace(staging: Path, target: Path) -> list[Path]:
             rename(staging, target)
         except StorageError as error:
             # Another job has taken the name since.
-            if is_in_the_way(error) and attempt + 1 < _ATTEMPTS:
+            if is_name_taken(error) and attempt + 1 < _ATTEMPTS:
                 continue
             _restore_backup(displaced, target)
             raise
@@ -243,7 +243,7 @@ def _move_to_backup(target: Path) -> Iterator[Path]:
     try:
         rename(target, old)
     except StorageError as error:
-        if not is_gone(error):
+        if not is_missing(error):
             raise
     else:
         yield old
@@ -274,7 +274,7 @@ def _made_visible(foreign: Path, target: Path) -> Path:
     return place
 
 
-def settle(target: Path) -> None:
+def make_durable(target: Path) -> None:
     """Make the new name durable, then drop the mark of its maker."""
     fsync_directory(target.parent)
     # The directory is committed; a mark that stays is ignored by every reader.
@@ -287,16 +287,16 @@ def try_remove(directory: Path) -> Path | None:
 
     A failure, such as an open file on NFS, must not fail the save: the new checkpoint is committed.
     """
-    doomed = _removal_name(directory)
+    renamed = _removal_name(directory)
     try:
-        rename(directory, doomed)
+        rename(directory, renamed)
     except StorageError as error:
-        return None if is_gone(error) else directory
+        return None if is_missing(error) else directory
     try:
-        fsync_directory(doomed.parent)
-        remove_tree(doomed)
+        fsync_directory(renamed.parent)
+        remove_tree(renamed)
     except StorageError:
-        return doomed
+        return renamed
     return None
 
 
@@ -306,11 +306,11 @@ def _removal_name(directory: Path) -> Path:
     return hidden_name(parsed[0] if parsed else directory, REMOVED)
 
 
-def is_gone(error: StorageError) -> bool:
+def is_missing(error: StorageError) -> bool:
     """Return whether an operation failed because its file or directory is missing."""
     return isinstance(error.__cause__, FileNotFoundError)
 
 
-def is_in_the_way(error: StorageError) -> bool:
+def is_name_taken(error: StorageError) -> bool:
     """Return whether a rename failed because its new name exists."""
-    return isinstance(error.__cause__, OSError) and error.__cause__.errno in _IN_THE_WAY
+    return isinstance(error.__cause__, OSError) and error.__cause__.errno in _NAME_TAKEN

@@ -78,6 +78,15 @@ def item_size(code: str) -> int:
     return _look_up(_SIZE_OF, code)
 
 
+def dtype_size(name: str) -> int:
+    """Bytes per element of a dtype: ``"bfloat16"`` -> 2.
+
+    Raises:
+        FormatError: the dtype is unknown.
+    """
+    return item_size(to_safetensors(name))
+
+
 def model_dtype(dtypes: Collection[str]) -> str:
     """Return the dtype of a model by those of its weights, of which some, such as routers, are float32 in any model."""
     return min(dtypes, key=lambda name: (name == "float32", name))

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from paddleformers_fc.errors import StorageError
-from paddleformers_fc.storage.commit import check_pair, discard, is_taken, settle, try_remove
+from paddleformers_fc.storage.commit import check_pair, discard, is_taken, make_durable, try_remove
 from paddleformers_fc.storage.export_checksums import CHECKSUMS_NAME
 from paddleformers_fc.storage.files import (
     directories_within,
@@ -71,7 +71,7 @@ def commit_export(staging: Path, target: Path) -> None:
     for directory in directories_within(staging):
         fsync_directory(directory)
     rename(staging, target)
-    settle(target)
+    make_durable(target)
 
 
 def replace_export(staging: Path, target: Path, marks: Sequence[str], is_old: Callable[[str], bool]) -> None:
@@ -119,7 +119,7 @@ def _exchanged(staging: Path, target: Path, own: set[str], is_old: Callable[[str
         remove_file(target / OWNER_NAME)
         return False
     try:
-        settle(target)
+        make_durable(target)
     except StorageError:
         # The old one may be what is there after a crash; without an owner record it is never deleted.
         remove_file(staging / OWNER_NAME)

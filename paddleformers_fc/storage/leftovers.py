@@ -13,7 +13,14 @@ from functools import partial
 from pathlib import Path
 
 from paddleformers_fc.errors import StorageError
-from paddleformers_fc.storage.commit import is_finished, is_gone, is_in_the_way, is_taken, remove_checkpoint, settle
+from paddleformers_fc.storage.commit import (
+    is_finished,
+    is_missing,
+    is_name_taken,
+    is_taken,
+    make_durable,
+    remove_checkpoint,
+)
 from paddleformers_fc.storage.files import is_directory, list_directory, remove_empty_directory, remove_file, rename
 from paddleformers_fc.storage.names import ASIDE, REMOVED, UNFINISHED, parse_hidden, parse_kept
 from paddleformers_fc.storage.staging_lock import PARTIAL_OWNER_NAME, ProcessState, process_state, read_owner
@@ -125,10 +132,10 @@ def recover(output_dir: Path) -> list[Path]:
         try:
             rename(path, target)
         except StorageError as error:
-            if is_gone(error) or is_in_the_way(error):
+            if is_missing(error) or is_name_taken(error):
                 continue  # Another process has given a name back, or has brought in a newer one.
             raise
-        settle(target)
+        make_durable(target)
         recovered.append(target)
     return recovered
 
@@ -146,7 +153,7 @@ def _removed(leftover: Leftover) -> bool:
     try:
         remove_checkpoint(leftover.path)
     except StorageError as error:
-        if is_gone(error):
+        if is_missing(error):
             return False
         raise
     return True

@@ -74,7 +74,7 @@ MANIFEST_NAME = "flex_checkpoint.json"
 FORMAT = "flex_checkpoint"
 VERSION = 1
 LEVELS = ("off", "size", "full")
-"""How much :func:`verify_files` checks."""
+"""The levels of :func:`verify_files`."""
 
 MAX_MANIFEST_BYTES = 256 * 1024 * 1024
 """The longest manifest that is read: that of a checkpoint of 50 TB."""
@@ -96,7 +96,7 @@ CHOOSE_COPY = (
     "Resume from another checkpoint, or choose the copy of one pipeline stage: name this checkpoint in "
     "resume_from_checkpoint with flex_tied: first or last, or run paddleformers-fc export --tied first|last."
 )
-"""What a user can do about diverged copies of tied tensors."""
+"""The next step for diverged copies of tied tensors."""
 
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
@@ -126,7 +126,7 @@ class RunRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SaveOrigin(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """When and where a checkpoint was committed, for the reader.
+    """Time and host of the commit of a checkpoint; informative.
 
     Attributes:
         time: UTC, as in ``2026-11-23T06:30:12Z``.
@@ -189,7 +189,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     @property
     def differences(self) -> list[str]:
-        """Where replicas differed; empty where they did not."""
+        """The differences between replicas; empty if there are none."""
         return [] if isinstance(self.differing_replicas, msgspec.UnsetType) else self.differing_replicas
 
     @property
@@ -199,7 +199,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     @property
     def saved_at(self) -> SaveOrigin:
-        """When and where it was committed; both empty where that is not recorded."""
+        """Time and host of the commit; both empty if they are not recorded."""
         return SaveOrigin("", "") if isinstance(self.origin, msgspec.UnsetType) else self.origin
 
     @property
@@ -556,7 +556,7 @@ def _decode(path: AnyPath, raw: bytes) -> _Sealed:
 
 
 def _faults(manifest: Manifest) -> list[str]:
-    """What is wrong with the manifest on its own."""
+    """Return the faults of the manifest itself."""
     faults: list[str] = []
     for name in ("step", "consumed_samples", "world_size"):
         if getattr(manifest, name) < 0:

@@ -286,7 +286,7 @@ class _Machine:
             if begin < tape.frame_end < tape.at:
                 tape.refuse("it has a frame that ends within an instruction")
         if tape.at != tape.size or len(self._stack) != 1 or self._marks:
-            tape.refuse("it goes on behind its end, or ends with something unfinished")
+            tape.refuse("it continues after its end, or ends with something unfinished")
         return self._finished(self._stack[0])
 
     # ---- The stack.
@@ -384,7 +384,7 @@ class _Machine:
         """Look a global name up."""
         known = self._words(module, name) if isinstance(module, str) and isinstance(name, str) else None
         if known is None:
-            self._tape.refuse(f"it asks for {quoted(module)}.{quoted(name)}, which is not data")
+            self._tape.refuse(f"it imports {quoted(module)}.{quoted(name)}, which is not data")
         self.push(known)
 
     def new(self) -> None:

@@ -114,7 +114,7 @@ class Prefetcher:
         self._room = bundles * BUNDLE_BYTES
         self._expected: dict[RemotePath, _Expected] = {}
         self._loaded: OrderedDict[int, _Bundle] = OrderedDict()
-        self._held = 0
+        self._loaded_bytes = 0
         self._lock = threading.Lock()
 
     def expect(self, path: RemotePath, wanted: Iterable[ExpectedRange]) -> None:
@@ -123,7 +123,7 @@ class Prefetcher:
             before = self._expected.get(path)
             for bundle in before.bundles if before is not None else ():
                 if self._loaded.pop(id(bundle), None) is not None:
-                    self._held -= bundle.size
+                    self._loaded_bytes -= bundle.size
             self._expected[path] = _Expected(wanted)
 
     def read_into(self, file: RemoteFile, offset: int, view: memoryview) -> None:
@@ -171,11 +171,11 @@ class Prefetcher:
         with self._lock:
             if id(bundle) not in self._loaded:
                 self._loaded[id(bundle)] = bundle
-                self._held += bundle.size
+                self._loaded_bytes += bundle.size
             self._loaded.move_to_end(id(bundle))
-            while self._held > self._room and len(self._loaded) > 1:
+            while self._loaded_bytes > self._room and len(self._loaded) > 1:
                 _, oldest = self._loaded.popitem(last=False)
-                self._held -= oldest.size
+                self._loaded_bytes -= oldest.size
                 # A thread that is copying from it holds a reference to its answers.
                 oldest.answers = None
 

@@ -61,7 +61,7 @@ class RangeReader:
         self._files: OrderedDict[AnyPath, _Shared] = OrderedDict()
         self._ahead = Prefetcher(min(2 * threads, _MOST_BUNDLES))
         self._seen: set[AnyPath] = set()
-        self._held = 0
+        self._open_count = 0
         self._closed = False
         self._change = threading.Condition()
 
@@ -185,13 +185,13 @@ class RangeReader:
                 shared.users += 1
                 self._files.move_to_end(path)
                 return shared.file
-            self._held += 1
+            self._open_count += 1
         # Opening may take long on a network file system and must not stop the other threads.
         try:
             file = self._opened(path)
         except BaseException:
             with self._change:
-                self._held -= 1
+                self._open_count -= 1
                 self._change.notify_all()
             raise
         return self._admit(path, file)
@@ -224,7 +224,7 @@ class RangeReader:
         finally:
             # Not before the descriptor is closed: another thread may open a file as soon as this one is uncounted.
             with self._change:
-                self._held -= 1
+                self._open_count -= 1
                 self._change.notify_all()
         return shared.file
 
@@ -240,7 +240,7 @@ class RangeReader:
         """Return whether ``path`` is open or may be opened now; close an idle file if necessary."""
         if self._closed:
             raise StorageError(f"{path} cannot be read: the reader is closed.", where=str(path))
-        if path in self._files or self._held < self._limit:
+        if path in self._files or self._open_count < self._limit:
             return True
         idle = next((one for one, shared in self._files.items() if shared.users == 0), None)
         if idle is None:
@@ -249,7 +249,7 @@ class RangeReader:
         return True
 
     def _drop(self, path: AnyPath) -> None:
-        self._held -= 1
+        self._open_count -= 1
         self._files.pop(path).file.close()
 
 

@@ -127,11 +127,11 @@ class RemoteFile:
         for (begin, end), answer in zip(ranges, answers, strict=True):
             if len(answer) != end - begin:
                 self._refuse_changed()
-                raise self._odd_answer(begin, end - begin, len(answer))
+                raise self._length_error(begin, end - begin, len(answer))
         return list(answers)
 
     def _refuse_changed(self) -> None:
-        """Refuse a file that was replaced meanwhile, which explains a failed read best."""
+        """Refuse a file that was replaced during the read, which is the likeliest cause of a failed read."""
         now = stat_remote(self.path)
         if now is None:
             raise missing(self.path)
@@ -152,7 +152,7 @@ class RemoteFile:
             next_step="The file was truncated. Restore it or use another checkpoint.",
         )
 
-    def _odd_answer(self, begin: int, wanted: int, got: int) -> StorageError:
+    def _length_error(self, begin: int, wanted: int, got: int) -> StorageError:
         fault = "fewer" if got < wanted else "more"
         advice = "The connection was cut; try again." if got < wanted else "This server does not answer range requests."
         return StorageError(
@@ -191,7 +191,7 @@ def stat_remote(path: RemotePath) -> RemoteStatus | None:
             system.invalidate_cache(inner)
             facts = system.info(inner)
         except (FileNotFoundError, NotADirectoryError) as error:
-            if _hides_refusal(error):
+            if _hides_failure(error):
                 raise error.__cause__ or error from None
             return None
     kind = str(facts.get("type", "file"))
@@ -216,7 +216,7 @@ def list_remote(path: RemotePath) -> list[RemotePath]:
             system.invalidate_cache(inner)
             found = system.ls(inner, detail=False)
         except (FileNotFoundError, NotADirectoryError) as error:
-            if _hides_refusal(error):
+            if _hides_failure(error):
                 raise error.__cause__ or error from None
             return []
         except Exception as error:  # Every backend has exceptions of its own.
@@ -336,7 +336,7 @@ def _install(protocol: str) -> str:
     return f"Run {install_command(extra)}." if extra else "Install the version that belongs to the installed fsspec."
 
 
-def _hides_refusal(error: OSError) -> bool:
+def _hides_failure(error: OSError) -> bool:
     """Return whether a "not found" hides another failure, as the backend for HTTP does for every failure."""
     cause = error.__cause__
     status = getattr(cause, "status", None)

@@ -1,7 +1,7 @@
 """Write and delete files of a store, through fsspec.
 
 Files are uploaded from the front to the end, in parts. A store such as S3 shows a file when its upload is completed,
-never a part of it; an interrupted upload is discarded. A held file is uploaded and completed later
+never a part of it; an interrupted upload is discarded. A deferred file is uploaded and completed later
 (:meth:`RemoteFileWriter.publish`).
 
 Uploaded bytes are proved by reading them again (:func:`compare_uploaded`): what a store reports about a file is not
@@ -38,18 +38,18 @@ class RemoteFileWriter:
     Args:
         path: its URL; an older file is replaced when this one is completed.
         size: its length in bytes.
-        held: whether :meth:`close` uploads it without completing it.
+        deferred: whether :meth:`close` uploads it without completing it.
 
     Raises:
         StorageError: the store refused.
     """
 
-    def __init__(self, path: RemotePath, size: int, *, held: bool = False) -> None:
+    def __init__(self, path: RemotePath, size: int, *, deferred: bool = False) -> None:
         self.path = path
-        self._held, self._done = held, False
+        self._deferred, self._done = deferred, False
         part = max(UPLOAD_BYTES, -(-size // _MOST_PARTS))
         with asking("write", path) as (system, inner):
-            self._file: Any = system.open(inner, "wb", block_size=part, autocommit=not held)
+            self._file: Any = system.open(inner, "wb", block_size=part, autocommit=not deferred)
 
     def write(self, data: bytes | memoryview) -> None:
         """Append bytes.
@@ -61,17 +61,17 @@ class RemoteFileWriter:
             self._file.write(data)
 
     def close(self) -> None:
-        """Upload the rest, and complete the file unless it is held.
+        """Upload the rest, and complete the file unless it is deferred.
 
         Raises:
             StorageError: the store refused.
         """
         with asking("write", self.path):
             self._file.close()
-            self._done = not self._held
+            self._done = not self._deferred
 
     def publish(self) -> None:
-        """Complete a held file that is closed.
+        """Complete a deferred file that is closed.
 
         Raises:
             StorageError: the store refused.
@@ -99,18 +99,18 @@ class RemoteTensorWriter:
     Args:
         path: its URL.
         layout: its tensors.
-        held: as for :class:`RemoteFileWriter`.
+        deferred: as for :class:`RemoteFileWriter`.
 
     Raises:
         StorageError: the store refused.
     """
 
-    def __init__(self, path: RemotePath, layout: FileLayout, *, held: bool = False) -> None:
+    def __init__(self, path: RemotePath, layout: FileLayout, *, deferred: bool = False) -> None:
         self._size, self._written = sum(layout.sizes), 0
         self._early: dict[int, bytes] = {}
         self._lock = threading.Lock()
         self._trailer = layout.trailer
-        self.file = RemoteFileWriter(path, len(layout.header) + self._size + len(layout.trailer), held=held)
+        self.file = RemoteFileWriter(path, len(layout.header) + self._size + len(layout.trailer), deferred=deferred)
         self.file.write(layout.header)
 
     def write(self, begin: int, buffer: Any) -> bool:
@@ -138,7 +138,7 @@ class RemoteTensorWriter:
         self._written += view.nbytes
 
     def close(self) -> None:
-        """Upload the rest, and complete the file unless it is held.
+        """Upload the rest, and complete the file unless it is deferred.
 
         Raises:
             StorageError: the store refused.

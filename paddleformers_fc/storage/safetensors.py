@@ -3,8 +3,8 @@
 The file: 8 bytes of little-endian header length, a JSON object, the tensors' bytes. This module never touches the
 tensors' bytes when it reads: it returns where they are, and ``ranges`` reads them. Everything the header claims is
 checked before it is returned, at least as strictly as the safetensors library does, because a wrong claim accepted
-here would become wrong numbers in a model. What follows from the checks: every tensor lies inside the file,
-no two overlap, no byte is unaccounted for, and no name is there twice.
+here would become wrong numbers in a model. The checks prove that every tensor lies inside the file, no two overlap, no
+byte is unaccounted for, and no name occurs twice.
 
 Nearly every header is valid and formatted as common writers format it. Such a header is decoded in bulk by types: the
 decoded entries, encoded again, must give the same text, so that nothing was skipped. Every other header is parsed entry
@@ -46,7 +46,7 @@ from paddleformers_fc.storage.files import (
     read_range,
 )
 from paddleformers_fc.storage.paths import AnyPath
-from paddleformers_fc.text import count_text
+from paddleformers_fc.text import count_text, numbers_text
 
 MAX_HEADER_BYTES = 100_000_000
 """The longest header that is read or written, in bytes; the safetensors library has the same bound."""
@@ -489,11 +489,12 @@ def _entry(path: AnyPath, name: str, claim: Any, data_begin: int) -> TensorEntry
     begin, end = offsets
     size = _countable(dtype, tuple(shape))
     if size < 0:
-        _reject(path, f"tensor {name!r} of shape {_short(shape)} has more bytes than can be counted")
+        _reject(path, f"tensor {name!r} of shape {numbers_text(shape)} has more bytes than can be counted")
     if end - begin != size:
         _reject(
             path,
-            f"tensor {name!r} takes the bytes {begin} to {end}, but {dtype} of shape {_short(shape)} has {size} bytes",
+            f"tensor {name!r} takes the bytes {begin} to {end}, "
+            f"but {dtype} of shape {numbers_text(shape)} has {size} bytes",
         )
     return TensorEntry(dtype, tuple(shape), data_begin + begin, data_begin + end)
 
@@ -526,11 +527,6 @@ def _check_text(path: AnyPath, text: str) -> None:
         _reject(path, f"its header holds {text!r}, which is not Unicode text")
 
 
-def _short(shape: Sequence[int]) -> str:
-    listed = ", ".join(str(extent) for extent in shape[:8])
-    return f"[{listed}{', ...' if len(shape) > 8 else ''}]"
-
-
 def _render(
     path: AnyPath, entries: Sequence[tuple[str, str, Sequence[int]]], metadata: dict[str, str]
 ) -> tuple[bytes, list[int]]:
@@ -543,7 +539,7 @@ def _render(
             _reject_write(path, f"the tensor name {name!r} is taken")
         _check_text(path, name)
         if any(extent < 0 for extent in shape):
-            _reject_write(path, f"{name!r} has the shape {_short(shape)}")
+            _reject_write(path, f"{name!r} has the shape {numbers_text(shape)}")
         size = item_size(dtype) * math.prod(int(extent) for extent in shape)
         document[name] = {
             "dtype": dtype,

@@ -14,7 +14,7 @@ Importing this package imports neither Paddle nor PaddleFormers. :mod:`paddlefor
 ``trainer_init``, ``job_state``, ``preflight``      construction, state of one job, checks before the first step
 ``saving``, ``rotation``, ``lineage``               save, ``save_total_limit``, runs that share a directory
 ``resume``, ``loading``                             the checkpoint to resume, and the resume itself
-``state``, ``slices``, ``optimizers``               tensors by role; sharding stage 3; supported optimizers
+``live_roles``, ``slices``, ``optimizers``          tensors by role; sharding stage 3; supported optimizers
 ``documents``                                       small files: scheduler, tokenizer, Trainer state
 ``position``, ``batches``, ``rng``                  position in the data, random states
 ``changes``, ``description``, ``inherited``         differences between runs; the live configuration

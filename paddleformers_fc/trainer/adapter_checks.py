@@ -13,7 +13,7 @@ from typing import Any
 from paddleformers_fc.distributed.channel import Channel, all_gather_checked, run_on_all
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.families.adapters import A
-from paddleformers_fc.trainer import state
+from paddleformers_fc.trainer import live_roles
 from paddleformers_fc.trainer.host_models import (
     FleetLoRAMoeExperts,
     LoRAConv2D,
@@ -134,7 +134,7 @@ def _split_ties(model: LoRAModel) -> Iterator[str]:
     patterns = model.lora_config.trainable_modules or ()
     if getattr(model.config, "pipeline_model_parallel_size", 1) <= 1 or not patterns:
         return
-    for one in state.tied(model):
+    for one in live_roles.tied(model):
         matched = [name for name in (one.owner, one.alias) if any(re.fullmatch(text, name) for text in patterns)]
         if len(matched) == 1:
             yield (

@@ -24,8 +24,8 @@ from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.mapping import RuleSet
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.paths import AnyPath, RemotePath, parse_path
-from paddleformers_fc.trainer import pretrained, state
-from paddleformers_fc.trainer.description import describe
+from paddleformers_fc.trainer import live_roles, pretrained
+from paddleformers_fc.trainer.description import describe_model
 from paddleformers_fc.trainer.host import logger
 from paddleformers_fc.trainer.host_models import LoRAConfig
 from paddleformers_fc.trainer.job_state import channel_of
@@ -114,7 +114,7 @@ def _is_listed(name: str, adapters: Adapters) -> bool:
 
 
 def _rules(model: Any) -> RuleSet:
-    return model_rules(describe(model), describe_roles(state.model_roles(model))[MODEL_STATE])
+    return model_rules(describe_model(model), describe_roles(live_roles.model_roles(model))[MODEL_STATE])
 
 
 def _layers(opened: OpenedCheckpoint, rules: RuleSet) -> tuple[dict[str, set[bool]], list[str], list[str]]:

@@ -30,7 +30,7 @@ from paddleformers_fc.layout.roles import (
     StateShape,
     split_state_name,
 )
-from paddleformers_fc.trainer import state
+from paddleformers_fc.trainer import live_roles
 from paddleformers_fc.trainer.optimizers import descriptor_of, innermost
 
 
@@ -52,7 +52,7 @@ class TrainedPart:
 
     @property
     def geometry(self) -> tuple[object, ...]:
-        """What two parts of the same elements have in common."""
+        """Return the key that parts of the same elements share."""
         one, flat = self.weight, self.weight.flattened_range
         return (
             *(tuple(map(int, shape)) for shape in (one.local_shape, one.global_shape, one.global_offset)),
@@ -111,7 +111,7 @@ def trained_parts(model: Any, optimizer: Any) -> dict[str, TrainedPart]:
         model: the model as it was built, not its parallel wrapper.
         optimizer: the optimizer with the Trainer's wrappers, with its states.
     """
-    roles = state.run_roles(model, optimizer)
+    roles = live_roles.run_roles(model, optimizer)
     found: dict[str, TrainedPart] = {}
     for name, master in roles.get(MASTER_WEIGHT, {}).items():
         parameter = name.removesuffix(MASTER.suffix)
@@ -139,7 +139,7 @@ def refuse_stateless(model: Any, optimizer: Any) -> None:
     kinds = [one for one in descriptor_of(optimizer).states if one.role == OPTIMIZER_STATE]
     trains = any(not parameter.stop_gradient for parameter in model.parameters())
     stateless = not any(one.shape is StateShape.PARAMETER for one in kinds)
-    if trains and stateless and not state.trained_in_half(model, optimizer):
+    if trains and stateless and not live_roles.trained_in_half(model, optimizer):
         raise OptionError(
             f"flex_ema_decay does not support the optimizer {type(innermost(optimizer)).__name__}.",
             where="training arguments",
@@ -155,7 +155,7 @@ def _part_of(weight: Any, state_: Any) -> TrainedPart:
     return TrainedPart(state_, weight.local_tensor, int(state_.flattened_range.start))
 
 
-def make_room(name: str, part: TrainedPart) -> Any:
+def empty_average(name: str, part: TrainedPart) -> Any:
     """Return a ``ShardedWeight`` over new host memory for the average of a part; its numbers are undefined."""
     one = part.weight
     shape = [part.size] if one.flattened_range is not None else list(one.local_shape)
@@ -182,7 +182,7 @@ def averaged_tensor(average: Any, part: TrainedPart, copied: HostPieces | None) 
     """Return a part and its average.
 
     Args:
-        average: what :func:`make_room` has returned for the part.
+        average: what :func:`empty_average` has returned for the part.
         part: the part.
         copied: its copy; None if it is in host memory.
     """

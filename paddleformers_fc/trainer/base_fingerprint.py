@@ -1,8 +1,8 @@
 """The base of adapters: where its weights were read from, and its fingerprint.
 
-A model remembers the directory from which this package has filled all of it, with a hash of every tensor and the
-identities of the files. When its adapters are about to be trained, the files of weights in that directory are hashed,
-or their recorded checksums are taken, where the directory has any (``flex_checksums.json``). The ranks share the files.
+A model keeps the directory from which this package has filled all of it, with a hash of every tensor and the identities
+of the files. Before its adapters are trained, the weight files of that directory are hashed, or their recorded
+checksums (``flex_checksums.json``) are used. The ranks divide the files among themselves.
 The base is identified by a digest of its weights if it was not read from files, if its tensors have changed since, or
 if the files were replaced.
 
@@ -31,8 +31,8 @@ from paddleformers_fc.storage.identity import Identities, identities_of, stored_
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.storage.ranges import RangeReader
 from paddleformers_fc.text import count_text
-from paddleformers_fc.trainer import lora, slices, state
-from paddleformers_fc.trainer.description import describe
+from paddleformers_fc.trainer import live_roles, lora, slices
+from paddleformers_fc.trainer.description import describe_model
 from paddleformers_fc.trainer.host import logger
 from paddleformers_fc.trainer.host_models import LoRAModel, unwrap_model
 
@@ -63,7 +63,7 @@ def remember(model: Any, directory: AnyPath, identities: Identities) -> None:
         directory: the directory.
         identities: of the files that were read.
     """
-    weights = state.model_roles(model)[MODEL_STATE]
+    weights = live_roles.model_roles(model)[MODEL_STATE]
     digests = {name: _digest(weight.local_tensor) for name, weight in weights.items()}
     setattr(lora.base_model(model), _SOURCE, _Source(directory, identities, digests))
 
@@ -98,7 +98,9 @@ def identify_once(model: Any, channel: Channel) -> None:
         base = Base(location, files)
     else:
         base = Base(
-            tensors=digest_live(slices.cut(state.base_weights(model)), describe(lora.base_model(model)), channel)
+            tensors=digest_live(
+                slices.cut(live_roles.base_weights(model)), describe_model(lora.base_model(model)), channel
+            )
         )
     lora.set_base(model, base)
     if channel.rank == 0:
@@ -123,8 +125,8 @@ def _files(model: LoRAModel, channel: Channel) -> tuple[dict[str, str], str]:
 
 def _is_unchanged(model: LoRAModel, source: _Source) -> bool:
     """Return whether the tensors of the base on this rank are those that were read."""
-    held = slices.cut(state.base_weights(model))
-    return all(_digest(weight.local_tensor) == source.digests.get(name) for name, weight in held.items())
+    weights = slices.cut(live_roles.base_weights(model))
+    return all(_digest(weight.local_tensor) == source.digests.get(name) for name, weight in weights.items())
 
 
 def _file_digests(source: _Source, channel: Channel) -> dict[str, str]:
@@ -143,12 +145,12 @@ def _file_digests(source: _Source, channel: Channel) -> dict[str, str]:
         )
 
     def hashed(reader: RangeReader, name: str) -> str:
-        state, buffer, size = xxhash.xxh3_128(), memoryview(bytearray(_READ_BYTES)), opened.file_sizes[name]
+        hasher, buffer, size = xxhash.xxh3_128(), memoryview(bytearray(_READ_BYTES)), opened.file_sizes[name]
         for begin in range(0, size, _READ_BYTES):
             chunk = buffer[: min(_READ_BYTES, size - begin)]
             reader.read_into(directory / name, begin, chunk)
-            state.update(chunk)
-        return state.hexdigest()
+            hasher.update(chunk)
+        return hasher.hexdigest()
 
     everyone = all_gather_checked(channel, "hashing the base of the adapters", read, _Digests)
     if not all(one.same for one in everyone):

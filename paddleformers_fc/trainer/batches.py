@@ -65,7 +65,7 @@ def passes_of_epoch(loader: Any, length: int | None) -> int | None:
     return passes_of(sampler.total_size, Pace(sampler.batch_size, 1, sampler.nranks), sampler.drop_last)
 
 
-def is_handed_its_batches(loader: Any) -> bool:
+def receives_batches(loader: Any) -> bool:
     """Return whether a data loader receives its batches from another rank, under ``distributed_dataloader``.
 
     Args:

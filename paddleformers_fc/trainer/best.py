@@ -22,7 +22,7 @@ from paddleformers_fc.storage.paths import AnyPath
 
 
 def locate_best(named: str, resumed: AnyPath, channel: Channel) -> str | None:
-    """Where the best checkpoint of a resumed run is: where it was, or beside the one that is resumed from.
+    """Return the path of the best checkpoint of a resumed run: its old path, or beside the resumed checkpoint.
 
     An output directory may have been moved since, and a relative one begins where a run is started.
 
@@ -48,7 +48,7 @@ def locate_best(named: str, resumed: AnyPath, channel: Channel) -> str | None:
 
 
 class BestCheckpoint:
-    """Where the name is while the loop must not see it."""
+    """Keeps the name while the loop must not see it."""
 
     def __init__(self) -> None:
         self._hiding = False
@@ -58,11 +58,11 @@ class BestCheckpoint:
     def kept_from(self, trainer: Any) -> Iterator[None]:
         """A block in which PaddleFormers' loop runs; callbacks see the name."""
         handler = trainer.callback_handler
-        tell = handler.call_event
+        original = handler.call_event
 
         def call_event(*args: Any, **kwargs: Any) -> Any:
             with self.shown_in(trainer):
-                return tell(*args, **kwargs)
+                return original(*args, **kwargs)
 
         handler.call_event = call_event
         self._hide(trainer)
@@ -70,7 +70,7 @@ class BestCheckpoint:
             yield
         finally:
             self._show(trainer)
-            handler.call_event = tell
+            handler.call_event = original
 
     @contextlib.contextmanager
     def shown_in(self, trainer: Any) -> Iterator[None]:

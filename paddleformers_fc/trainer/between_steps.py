@@ -1,9 +1,9 @@
 """Reads of live tensors that run beside the forward and backward passes.
 
-Between two updates of the optimizer nothing changes weights and states. So a thread may copy or average them while the
-next passes run, and the next update waits for what is not done yet. Copies from a device have to begin on the training
-thread; another thread asks for that, and the training thread does it between two passes of an accumulated step, at the
-latest when it waits.
+Weights and states do not change between two updates of the optimizer. A thread may copy or average them while the next
+passes run, and the next update waits for the rest. Copies from a device have to begin on the training thread: another
+thread requests them, and the training thread begins them between two passes of an accumulated step, at the latest when
+it waits.
 """
 
 from __future__ import annotations

@@ -28,10 +28,10 @@ def refuse_other_loop(trainer: Any) -> None:
     Raises:
         EnvironmentMismatch: with the methods that did not run.
     """
-    run = job_state_of(trainer)
+    job_state = job_state_of(trainer)
     expected = ("train", LOAD_METHOD, "_inner_training_loop")
-    skipped = [name for name in expected if name not in run.ran]
-    if run.chosen is None and LOAD_METHOD in skipped:
+    skipped = [name for name in expected if name not in job_state.ran]
+    if job_state.chosen is None and LOAD_METHOD in skipped:
         skipped.remove(LOAD_METHOD)
     _refuse(trainer, "the start of training", skipped)
 

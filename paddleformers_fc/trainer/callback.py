@@ -21,7 +21,7 @@ ATTENDED = "_flex_attended"
 
 @dataclass(frozen=True)
 class CheckpointReport:
-    """What was saved or loaded.
+    """The report of a save or a load.
 
     Args:
         step: optimizer steps done.
@@ -78,7 +78,7 @@ class FlexCheckpointCallback(TrainerCallback):
             args: the training arguments.
             report: what was saved.
         """
-        self._say(args, "Saved", "to", report)
+        self._log_report(args, "Saved", "to", report)
 
     def on_checkpoint_loaded(self, args: Any, report: CheckpointReport) -> None:
         """A checkpoint was loaded, before the first training step. Called on every rank.
@@ -87,9 +87,9 @@ class FlexCheckpointCallback(TrainerCallback):
             args: the training arguments.
             report: what was loaded.
         """
-        self._say(args, "Resumed", "from", report)
+        self._log_report(args, "Resumed", "from", report)
 
-    def _say(self, args: Any, done: str, where: str, report: CheckpointReport) -> None:
+    def _log_report(self, args: Any, done: str, where: str, report: CheckpointReport) -> None:
         if args.should_log:
             known = ", as planned before" if report.known_plan else ""
             logger.info(

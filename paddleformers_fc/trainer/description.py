@@ -43,7 +43,7 @@ OF_A_LAYOUT = (
 )
 
 
-def describe(model: Any) -> ModelDescription:
+def describe_model(model: Any) -> ModelDescription:
     """Describe a live model.
 
     Args:

@@ -71,7 +71,7 @@ class DiskFacts(msgspec.Struct, frozen=True):
 
 
 class Diagnosis(msgspec.Struct, frozen=True):
-    """What ``doctor`` reports.
+    """The report of ``doctor``.
 
     Attributes:
         passed: whether no check failed.

@@ -32,7 +32,7 @@ import numpy as np
 
 from paddleformers_fc.distributed.channel import Channel, all_gather_checked, run_on_all
 from paddleformers_fc.errors import FlexError, FormatError, MismatchError
-from paddleformers_fc.execute.opening import own_file, own_or_handed
+from paddleformers_fc.execute.opening import own_document, own_file
 from paddleformers_fc.families import family_for, is_known
 from paddleformers_fc.families.exported import exported_config
 from paddleformers_fc.formats.checkpoint import CONFIG_NAME, OpenedCheckpoint
@@ -42,7 +42,7 @@ from paddleformers_fc.storage.files import files_within, read_file
 from paddleformers_fc.storage.manifest import Manifest, read_listed
 from paddleformers_fc.storage.paths import AnyPath, mask_credentials
 from paddleformers_fc.trainer import inherited, lora
-from paddleformers_fc.trainer.description import describe
+from paddleformers_fc.trainer.description import describe_model
 from paddleformers_fc.trainer.host import TrainerState
 from paddleformers_fc.trainer.host_models import clean_model_class_name, get_parameter_dtype, unwrap_model
 from paddleformers_fc.trainer.optimizers import has_states, innermost
@@ -100,7 +100,7 @@ def _capture_config(model: Any) -> Callable[[], dict[str, Any]]:
         config.dtype = str(dtype).rpartition(".")[2]
     config.tensor_model_parallel_size = 1
     config._save_to_hf = True
-    described, source = describe(model), inherited.of(model).config
+    described, source = describe_model(model), inherited.of(model).config
 
     def values() -> dict[str, Any]:
         written = json.loads(config.to_json_string(use_diff=True, saving_file=True))
@@ -146,7 +146,7 @@ def _custom_files(args: Any) -> str | None:
 
 
 def _with_own_arguments(trainer: Any) -> Any:
-    """Return a shallow copy of a Trainer with a shallow copy of its arguments, which a script may change meanwhile."""
+    """Return a shallow copy of a Trainer and of its arguments, which a script may change during the save."""
     captured = copy.copy(trainer)
     captured.args = copy.copy(trainer.args)
     return captured
@@ -255,10 +255,10 @@ def remember_data_arguments(parsed: Iterable[Any]) -> None:
 
 def _data_arguments(args: Any) -> dict[str, Any]:
     """Return the arguments of the data, and the sizes of its files; none for a script with its own dataset."""
-    held = getattr(args, _DATA_ARGUMENTS, None)
-    if held is None:
+    data_arguments = getattr(args, _DATA_ARGUMENTS, None)
+    if data_arguments is None:
         return {}
-    values = {one.name: getattr(held, one.name) for one in dataclasses.fields(held)}
+    values = {one.name: getattr(data_arguments, one.name) for one in dataclasses.fields(data_arguments)}
     paths = [Path(name.strip()) for name in str(values[_DATASET] or "").split(",")]
     return {**values, "train_dataset_sizes": [path.stat().st_size for path in paths if path.is_file()]}
 
@@ -364,7 +364,7 @@ def read_generators(checkpoint: OpenedCheckpoint, channel: Channel) -> bytes | N
         Corrupt: on every rank, if the document of any rank is altered.
     """
     name, handed = rng_name(channel.rank), own_file(checkpoint, channel, rng_name)
-    return run_on_all(channel, "reading random generators", lambda: own_or_handed(checkpoint, name, handed))
+    return run_on_all(channel, "reading random generators", lambda: own_document(checkpoint, name, handed))
 
 
 _COUNT = Annotated[int, msgspec.Meta(ge=0)]

@@ -38,7 +38,7 @@ _COUNT = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 
 @dataclass(frozen=True)
 class AverageSettings:
-    """When and how an average is updated.
+    """The settings of an average.
 
     Args:
         decay: weight of the former average, between 0 and 1.
@@ -136,10 +136,10 @@ class MovingAverage(TrainerCallback):
 
     @property
     def has_begun(self) -> bool:
-        """Whether there was an update."""
+        """Return whether there was an update."""
         return self.updates != 0
 
-    def settled(self) -> None:
+    def wait_for_update(self) -> None:
         """Wait until the average is that of the last step.
 
         Raises:
@@ -152,13 +152,13 @@ class MovingAverage(TrainerCallback):
             raise self._failure
 
     def roles(self) -> dict[str, dict[str, Any]]:
-        """Return the averages in their role; no role if this rank has none. Waits and raises as :meth:`settled`.
+        """Return the averages in their role; no role if this rank has none. Waits as :meth:`wait_for_update`.
 
         Raises:
             OptionError: they are in the model.
         """
         self.refuse_in_model()
-        self.settled()
+        self.wait_for_update()
         return {EMA_STATE: dict(self.tensors)} if self.tensors else {}
 
     def document(self) -> dict[str, Any]:
@@ -167,20 +167,20 @@ class MovingAverage(TrainerCallback):
         about = AverageDocument(self.updates, self.step, one.decay, one.interval, one.bias_correction)
         return dict(msgspec.to_builtins(about))
 
-    def make_room(self, names: Collection[str]) -> dict[str, Any]:
+    def allocate(self, names: Collection[str]) -> dict[str, Any]:
         """Return new host memory for the averages of some parameters, which a load fills; those of this rank alone.
 
         Args:
             names: names of parameters.
         """
         parts = self._parts()
-        return {name: averaged.make_room(name, part) for name, part in parts.items() if name in names}
+        return {name: averaged.empty_average(name, part) for name, part in parts.items() if name in names}
 
     def restore(self, tensors: Mapping[str, Any], saved: AverageDocument) -> None:
         """Continue the average of a checkpoint.
 
         Args:
-            tensors: what :meth:`make_room` has returned, filled.
+            tensors: what :meth:`allocate` has returned, filled.
             saved: the document of the checkpoint.
         """
         self.tensors, self.updates, self.step = dict(tensors), saved.updates, saved.step
@@ -256,7 +256,7 @@ class MovingAverage(TrainerCallback):
         fresh = frozenset(parts.keys() - self.tensors.keys())
         for name, part in parts.items():
             if name in fresh:
-                self.tensors[name] = averaged.make_room(name, part)
+                self.tensors[name] = averaged.empty_average(name, part)
             else:
                 _refuse_moved(name, self.tensors[name], part)
         return fresh

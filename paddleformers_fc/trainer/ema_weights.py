@@ -1,7 +1,7 @@
 """Use the averaged weights of a run: in the model for a while, for its evaluations, and in an export.
 
 The averages travel in memory to the ranks that hold the weights (:mod:`~paddleformers_fc.execute.part_exchange`), and
-are rounded to the dtype of the weight. The weights are kept in host memory meanwhile and put back bit by bit. Master
+are rounded to the dtype of the weight. The weights are kept in host memory and restored bit by bit. Master
 weights and optimizer states stay as they are.
 """
 
@@ -18,12 +18,12 @@ from paddleformers_fc.api_arguments import DIRECTORY, Kind, require
 from paddleformers_fc.distributed.channel import run_on_all
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.execute.memory import host_pieces, slot_of
-from paddleformers_fc.execute.part_exchange import HeldPart, gather_parts
+from paddleformers_fc.execute.part_exchange import LocalPart, gather_parts
 from paddleformers_fc.layout.live import describe_roles
 from paddleformers_fc.layout.roles import EMA_STATE, MODEL_STATE
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.storage.casts import copy_cast
-from paddleformers_fc.trainer import saving, state
+from paddleformers_fc.trainer import live_roles, saving
 from paddleformers_fc.trainer.ema import MovingAverage
 from paddleformers_fc.trainer.host import logger
 from paddleformers_fc.trainer.job_state import Native, channel_of, job_state_of, when_active
@@ -50,21 +50,21 @@ def averaged_weights(trainer: Any) -> Iterator[None]:
         FlexError: the same on every rank: an update of the average has failed.
     """
     require(_TRAINER, trainer=trainer)
-    run, args, channel = job_state_of(trainer), trainer.args, channel_of(trainer.args)
+    job_state, args, channel = job_state_of(trainer), trainer.args, channel_of(trainer.args)
     average = require_average(trainer)
-    run.between_steps.finish()
+    job_state.between_steps.finish()
 
-    def prepare() -> tuple[dict[str, HeldPart], dict[str, Any], dict[str, Shard]]:
-        average.settled()
-        weights = state.model_roles(trainer.model)[MODEL_STATE]
-        return _held(average), weights, describe_roles({MODEL_STATE: weights})[MODEL_STATE]
+    def prepare() -> tuple[dict[str, LocalPart], dict[str, Any], dict[str, Shard]]:
+        average.wait_for_update()
+        weights = live_roles.model_roles(trainer.model)[MODEL_STATE]
+        return _local_parts(average), weights, describe_roles({MODEL_STATE: weights})[MODEL_STATE]
 
-    held, weights, shards = run_on_all(channel, "looking at the averaged weights", prepare)
+    averages, weights, shards = run_on_all(channel, "looking at the averaged weights", prepare)
     staging_bytes = parse_size(args.flex_staging_size)
     former: dict[str, np.ndarray[Any, Any]] = {}
     average.in_model = True
     try:
-        for name, values in gather_parts(held, shards, channel):
+        for name, values in gather_parts(averages, shards, channel):
             tensor = weights[name].local_tensor
             former[name] = _copy(tensor, staging_bytes)
             _fill(tensor, values, staging_bytes)
@@ -104,13 +104,13 @@ def evaluate(trainer: Any, native: Native, *args: Any, **kwargs: Any) -> Any:
     Raises:
         FlexError: see :func:`averaged_weights`.
     """
-    run = job_state_of(trainer)
-    average = run.average
+    job_state = job_state_of(trainer)
+    average = job_state.average
     if not trainer.args.flex_ema_evaluate or (average is not None and average.in_model):
         return native(*args, **kwargs)
     if average is None or not average.has_begun:
         why = "flex_ema_decay is 0" if average is None else "the moving average has no update yet"
-        run.warn_once(trainer.args, f"flex_ema_evaluate: {why}, so the weights themselves are evaluated.")
+        job_state.warn_once(trainer.args, f"flex_ema_evaluate: {why}, so the weights themselves are evaluated.")
         return native(*args, **kwargs)
     with averaged_weights(trainer):
         if trainer.args.should_log:
@@ -136,10 +136,10 @@ def require_average(trainer: Any) -> MovingAverage:
     return average
 
 
-def _held(average: MovingAverage) -> dict[str, HeldPart]:
+def _local_parts(average: MovingAverage) -> dict[str, LocalPart]:
     shards = describe_roles({EMA_STATE: average.tensors})[EMA_STATE]
     return {
-        name: HeldPart(shard, slot_of(average.tensors[name].local_tensor).open().array())
+        name: LocalPart(shard, slot_of(average.tensors[name].local_tensor).open().array())
         for name, shard in shards.items()
     }
 
@@ -155,4 +155,4 @@ def _fill(tensor: Any, values: np.ndarray[Any, Any], staging_bytes: int) -> None
     slot = slot_of(tensor, staging_bytes)
     copy_cast(slot.open().array(), values, _MEMORY)
     slot.close()
-    slot.settle()
+    slot.finish_copy()

@@ -1,4 +1,4 @@
-"""What the models of PaddleFormers say of themselves, where those of PaddleNLP need :mod:`.nlp_models`."""
+"""The description of models of PaddleFormers; the counterpart of :mod:`.nlp_models`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model keeps of the directory of its weights: ``config.json`` and ``generation_config.json``.
+"""The documents that a model keeps of the directory of its weights: ``config.json``, ``generation_config.json``.
 
 PaddleFormers' loader for flex checkpoints does not read generation settings, and its pipeline models have none. Its
 configuration classes drop keys, and its Trainer and its pipelines overwrite others. So a run keeps both documents with

@@ -43,7 +43,7 @@ from paddleformers_fc.trainer.uploads import Uploads
 Native = Callable[..., Any]
 """A method of PaddleFormers' own."""
 
-RUN = "_flex_run"
+JOB_STATE = "_flex_run"
 """Our attribute of a Trainer, for its :class:`JobState`."""
 WAITING = "_pp_data_buffer"
 """PaddleFormers' attribute for the batches that a pipeline has taken and not trained."""
@@ -243,14 +243,14 @@ def job_state_of(trainer: Any) -> JobState:
     Raises:
         EnvironmentMismatch: the Trainer was constructed without it or without the option.
     """
-    run: JobState | None = getattr(trainer, RUN, None)
-    if run is None:
+    job_state: JobState | None = getattr(trainer, JOB_STATE, None)
+    if job_state is None:
         raise EnvironmentMismatch(
             "flex_checkpoint is true, and this Trainer was constructed without it.",
             where=f"{type(trainer).__module__}.{type(trainer).__qualname__}",
             next_step="Set flex_checkpoint before the Trainer is constructed, and call super().__init__ in __init__.",
         )
-    return run
+    return job_state
 
 
 def reporters(trainer: Any) -> list[FlexCheckpointCallback]:

@@ -25,7 +25,7 @@ from paddleformers_fc.layout.roles import MASTER, MODEL_STATE
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping import RuleSet, Tie
 from paddleformers_fc.mapping.boxes import Box
-from paddleformers_fc.trainer import dist_tensors, optimizers, state
+from paddleformers_fc.trainer import dist_tensors, live_roles, optimizers
 
 _WRAPPERS = (DataParallel, MetaParallelBase, GroupShardedStage2, GroupShardedStage3)
 
@@ -45,11 +45,11 @@ class LayoutSource(Protocol):
 
     @property
     def has_states(self) -> bool:
-        """Whether states of an optimizer are wanted."""
+        """Return whether states of an optimizer are wanted."""
 
     @property
     def is_global(self) -> bool:
-        """Whether fused tensors have the layout of one device."""
+        """Return whether fused tensors have the layout of one device."""
 
     def weights(self) -> Roles:
         """Return the tensors of ``model_state``."""
@@ -82,35 +82,35 @@ class ShardedStateDicts:
 
     @property
     def has_states(self) -> bool:
-        """Whether there is an optimizer."""
+        """Return whether there is an optimizer."""
         return self.optimizer is not None
 
     @property
     def is_global(self) -> bool:
-        """Whether the parameters are those of semi-automatic parallelism."""
+        """Return whether the parameters are those of semi-automatic parallelism."""
         return dist_tensors.is_semi_auto(self.model)
 
     def weights(self) -> Roles:
         """Return the tensors of ``model_state``."""
-        return state.model_roles(self.model)
+        return live_roles.model_roles(self.model)
 
     def roles(self) -> Roles:
         """Return the tensors of every role."""
         if self.optimizer is None:
-            return state.model_roles(self.model)
+            return live_roles.model_roles(self.model)
         optimizers.refuse_unsupported(self.optimizer)
-        return state.run_roles(self.model, self.optimizer)
+        return live_roles.run_roles(self.model, self.optimizer)
 
     def trained_in_half(self) -> frozenset[str]:
         """Return the names of trained parameters for which the optimizer keeps master weights."""
-        return frozenset() if self.optimizer is None else state.trained_in_half(self.model, self.optimizer)
+        return frozenset() if self.optimizer is None else live_roles.trained_in_half(self.model, self.optimizer)
 
     def prepare(self, stored: Collection[str]) -> None:
         """Release gathered parameters, and create the optimizer's states."""
-        state.make_room(self.model)
+        live_roles.release_full_parameters(self.model)
         if self.optimizer is not None:
             optimizers.refuse_unsupported(self.optimizer)
-            state.create_states(self.model, self.optimizer, stored)
+            live_roles.create_states(self.model, self.optimizer, stored)
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class StateDict:
 
     @property
     def has_states(self) -> bool:
-        """Whether the state dict has states of an optimizer."""
+        """Return whether the state dict has states of an optimizer."""
         return len(self.roles()) > 1
 
     def weights(self) -> Roles:
@@ -179,7 +179,7 @@ def live_source(model: Any, optimizer: Any) -> LayoutSource:
     return ShardedStateDicts(model, optimizer)
 
 
-class HeldTensors(msgspec.Struct):
+class RankTensors(msgspec.Struct):
     """The weights of one rank, for models whose tensors are mapped by name.
 
     Attributes:
@@ -191,17 +191,17 @@ class HeldTensors(msgspec.Struct):
     ties: list[Tie] = []
 
 
-def held_tensors(roles: Roles) -> HeldTensors:
+def rank_tensors(roles: Roles) -> RankTensors:
     """Return the weights of this rank as other ranks need them."""
     weights = roles[MODEL_STATE]
     names: dict[str, list[str]] = {}
     for name in sorted(weights):
         names.setdefault(weights[name].local_tensor.name, []).append(name)
     ties = [Tie(owner, alias) for owner, *aliases in names.values() for alias in aliases]
-    return HeldTensors(describe_roles({MODEL_STATE: weights})[MODEL_STATE], ties)
+    return RankTensors(describe_roles({MODEL_STATE: weights})[MODEL_STATE], ties)
 
 
-def rules_of_all(everyone: Collection[HeldTensors], is_global: bool) -> RuleSet:
+def rules_of_all(everyone: Collection[RankTensors], is_global: bool) -> RuleSet:
     """Return the rules by name of the model that all ranks hold together.
 
     A cut is counted in boxes instead of by their length: boxes may be unequal. Tensors with the layout of one device
@@ -212,11 +212,11 @@ def rules_of_all(everyone: Collection[HeldTensors], is_global: bool) -> RuleSet:
         is_global: see :attr:`LayoutSource.is_global`.
     """
     boxes: dict[str, dict[Box, Shard]] = {}
-    for held in everyone:
-        for name, shard in held.shards.items():
+    for model in everyone:
+        for name, shard in model.shards.items():
             boxes.setdefault(name, {})[shard.box] = shard
     tensors = [_tensor(shards, is_global) for shards in boxes.values()]
-    ties = dict.fromkeys(tie for held in everyone for tie in held.ties)
+    ties = dict.fromkeys(tie for model in everyone for tie in model.ties)
     return rules_by_name(tensors, ties)
 
 

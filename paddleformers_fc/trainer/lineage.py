@@ -1,4 +1,4 @@
-"""Which run saved which checkpoint, and which checkpoints of an output directory belong to another run.
+"""The runs that saved the checkpoints of an output directory.
 
 A run has an id, which every manifest of it records together with the runs that it was resumed from. A restart that
 resumes the last checkpoint continues the run. A resume from an older step, or into another output directory, is a new
@@ -111,7 +111,7 @@ def begun(run: RunRecord, saved: Sequence[Saved], output_dir: Path) -> str:
 
 
 def _is_before(one: Saved, manifest: Manifest) -> bool:
-    """Whether a checkpoint belongs to the run that saved another one, or to a part of an older run before it."""
+    """Return whether a checkpoint belongs to the run that saved another one, or to a part of an older run before it."""
     own = manifest.saved_by
     until = {branch.run: branch.step for branch in own.branches} | {own.id: manifest.step}
     return one.step <= until.get(one.run.id, -1)
@@ -123,7 +123,7 @@ def _listed(saved: Sequence[Saved]) -> str:
     for one in saved:
         steps.setdefault(one.run.id, []).append(one)
     return "; ".join(
-        f"{', '.join(f'checkpoint-{one.step}' for one in held)} of {_run(held[0].run)}" for held in steps.values()
+        f"{', '.join(f'checkpoint-{one.step}' for one in group)} of {_run(group[0].run)}" for group in steps.values()
     )
 
 

@@ -21,7 +21,7 @@ from paddle.optimizer.lr import LambdaDecay
 from paddleformers_fc.distributed.channel import Channel, all_gather_checked, run_on_all
 from paddleformers_fc.errors import CheckpointError, Diverged, FlexError, MismatchError, StorageError
 from paddleformers_fc.execute.load import PLANS, LoadReport, PreparedLoad, prepare_load
-from paddleformers_fc.execute.opening import open_on_all_ranks, own_file, own_or_handed
+from paddleformers_fc.execute.opening import open_on_all_ranks, own_document, own_file
 from paddleformers_fc.execute.read_jobs import Key
 from paddleformers_fc.execute.staging_pool import measured_transfers
 from paddleformers_fc.formats import OpenedCheckpoint, stock_run
@@ -52,6 +52,7 @@ from paddleformers_fc.trainer import (
     ema,
     inherited,
     lineage,
+    live_roles,
     optimizer_states,
     optimizers,
     origin,
@@ -62,14 +63,13 @@ from paddleformers_fc.trainer import (
     rng,
     save_job,
     save_on_signal,
-    state,
     stored_states,
     undefined,
 )
 from paddleformers_fc.trainer.best import locate_best
 from paddleformers_fc.trainer.callback import CheckpointReport
 from paddleformers_fc.trainer.degrees import degrees_text, parallel_degrees
-from paddleformers_fc.trainer.description import describe
+from paddleformers_fc.trainer.description import describe_model
 from paddleformers_fc.trainer.host import LOAD_METHOD, logger
 from paddleformers_fc.trainer.host_models import offload
 from paddleformers_fc.trainer.job_state import (
@@ -102,22 +102,22 @@ def train(
         OptionError: see :func:`.origin.refuse_other_reference`.
     """
     preflight.check(trainer, channel_of(trainer.args))
-    run = job_state_of(trainer)
+    job_state = job_state_of(trainer)
     run_on_all(channel_of(trainer.args), "looking at the reference model", lambda: _refuse_reference(trainer))
-    run.resumed_from = run.progress = run.generators = run.saved = run.record = None
-    run.ran, run.warned = {"train"}, set()
-    if run.average is not None:
-        run.average.reset()
-    run.chosen, run.named = _choose(
+    job_state.resumed_from = job_state.progress = job_state.generators = job_state.saved = job_state.record = None
+    job_state.ran, job_state.warned = {"train"}, set()
+    if job_state.average is not None:
+        job_state.average.reset()
+    job_state.chosen, job_state.named = _choose(
         trainer.args,
         resume_from_checkpoint,
-        partial(run.warn_once, trainer.args),
-        lambda: describe(trainer.model).config,
+        partial(job_state.warn_once, trainer.args),
+        lambda: describe_model(trainer.model).config,
     )
     _warn_of_leftovers(trainer.args)
-    if run.chosen is None:
-        _begin_new_run(run, trainer.args, channel_of(trainer.args))
-    return native(None if run.chosen is None else str(run.chosen), ignore_keys_for_eval)
+    if job_state.chosen is None:
+        _begin_new_run(job_state, trainer.args, channel_of(trainer.args))
+    return native(None if job_state.chosen is None else str(job_state.chosen), ignore_keys_for_eval)
 
 
 def _refuse_reference(trainer: Any) -> None:
@@ -170,11 +170,11 @@ def _choose(
     return resume.require_named(parse_path(expand_user(requested)), channel), True
 
 
-def _begin_new_run(run: JobState, args: Any, channel: Channel) -> None:
+def _begin_new_run(job_state: JobState, args: Any, channel: Channel) -> None:
     """Identify a run from the beginning, and warn of checkpoints of other runs in its output directory."""
     output_dir = Path(args.output_dir)
-    run.record = lineage.new_run()
-    warn(args, lineage.begun(run.record, lineage.saved_in(output_dir, channel), output_dir))
+    job_state.record = lineage.new_run()
+    warn(args, lineage.begun(job_state.record, lineage.saved_in(output_dir, channel), output_dir))
 
 
 @when_active
@@ -187,8 +187,8 @@ def load(trainer: Any, native: Native, resume_from_checkpoint: str) -> None:
     """
     started = time.monotonic()
     args, channel = trainer.args, channel_of(trainer.args)
-    run = job_state_of(trainer)
-    named = _path_of(run, resume_from_checkpoint)
+    job_state = job_state_of(trainer)
+    named = _path_of(job_state, resume_from_checkpoint)
     if args.should_log:
         logger.info(f"Resuming from {named}")
     with measured_transfers() as transfers, alternating.filled_from_run(trainer):
@@ -196,14 +196,14 @@ def load(trainer: Any, native: Native, resume_from_checkpoint: str) -> None:
     checkpoint, progress = ready.checkpoint, ready.progress
     directory = checkpoint.catalog.root
     inherited.take_over(trainer.model, checkpoint.config, ready.generation)
-    _drop_unfinished_step(trainer, run)
-    run.resumed_from, run.progress, run.generators = directory, progress, ready.generators
-    run.manifest, run.changes = checkpoint.manifest, report.changes
-    run.ran.add(LOAD_METHOD)
+    _drop_unfinished_step(trainer, job_state)
+    job_state.resumed_from, job_state.progress, job_state.generators = directory, progress, ready.generators
+    job_state.manifest, job_state.changes = checkpoint.manifest, report.changes
+    job_state.ran.add(LOAD_METHOD)
     if progress is not None:
         _restore_progress(trainer, progress)
-        _restore_reference(trainer, run, checkpoint, progress)
-        _restore_average(trainer, run, ready)
+        _restore_reference(trainer, job_state, checkpoint, progress)
+        _restore_average(trainer, job_state, ready)
         _locate_best(trainer, directory, channel)
     loaded = CheckpointReport(
         step=checkpoint.manifest.step,
@@ -219,7 +219,7 @@ def load(trainer: Any, native: Native, resume_from_checkpoint: str) -> None:
         reporter.on_checkpoint_loaded(args, loaded)
     _report_foreign(args, checkpoint, progress is not None)
     if progress is None:
-        warn(args, changes.changes_text(checkpoint.manifest.step, run.changes))
+        warn(args, changes.changes_text(checkpoint.manifest.step, job_state.changes))
     elif optimizers.has_states(trainer.optimizer):
         _warn_of_unfrozen(trainer, ready, channel)
 
@@ -238,7 +238,7 @@ def _warn_of_unfrozen(trainer: Any, ready: _PreparedLoad, channel: Channel) -> N
     stored = ready.names.of(checkpoint.catalog.roles.get(OPTIMIZER_STATE, {}))
 
     def look() -> list[str]:
-        return list(state.trained_without_states(trainer.model, stored))
+        return list(live_roles.trained_without_states(trainer.model, stored))
 
     everyone = all_gather_checked(channel, "looking for parameters without states", look, list[str])
     names = sorted({name for names in everyone for name in names}, key=natural)
@@ -296,8 +296,8 @@ def _fill_usable(trainer: Any, directory: AnyPath, channel: Channel) -> tuple[_P
     Raises:
         FlexError: the same on every rank: the named one fails, the newest one does not fit, or there is none.
     """
-    run, args = job_state_of(trainer), trainer.args
-    warn_once = partial(run.warn_once, args)
+    job_state, args = job_state_of(trainer), trainer.args
+    warn_once = partial(job_state.warn_once, args)
     unusable: dict[str, str] = {}
     begun: set[Key] | None = None
     while True:
@@ -305,22 +305,22 @@ def _fill_usable(trainer: Any, directory: AnyPath, channel: Channel) -> tuple[_P
             try:
                 ready = _prepare(trainer, directory, channel)
             except MismatchError as unfit:
-                raise unfit if run.named else resume.of_newest(unfit) from None
+                raise unfit if job_state.named else resume.of_newest(unfit) from None
             if begun is not None:
                 _refuse_partial(ready, begun, channel)
-            run.chosen = ready.checkpoint.catalog.root
-            _identify_run(run, args, ready.checkpoint.manifest, run.chosen, channel)
+            job_state.chosen = ready.checkpoint.catalog.root
+            _identify_run(job_state, args, ready.checkpoint.manifest, job_state.chosen, channel)
             begun = (begun or set()) | ready.load.targets
-            shown = bar_on_terminal(f"loading {run.chosen.name}", args.should_log)
-            with _verifying(), undefined.until_filled(trainer.model, run.chosen), shown:
+            shown = bar_on_terminal(f"loading {job_state.chosen.name}", args.should_log)
+            with _verifying(), undefined.until_filled(trainer.model, job_state.chosen), shown:
                 return ready, ready.load.fill()
         except _FailsVerificationError as failed:
             error = failed.__cause__
-            if run.named or not isinstance(error, FlexError):
+            if job_state.named or not isinstance(error, FlexError):
                 raise (error or failed) from None
             unusable[directory.name] = why = error.in_one_line()
         warn_once(f"{directory} fails verification and is skipped: {why}")
-        config = describe(trainer.model).config
+        config = describe_model(trainer.model).config
         directory = resume.newest_or_refuse(Path(args.output_dir), channel, warn_once, unusable, config)
 
 
@@ -348,7 +348,7 @@ def _refuse_partial(ready: _PreparedLoad, begun: set[Key], channel: Channel) -> 
 def _prepare(trainer: Any, directory: AnyPath, channel: Channel) -> _PreparedLoad:
     args = trainer.args
     consistency = consistency_check_of(args, f"resuming from {directory.name}")
-    model, options = describe(trainer.model), read_options(args)
+    model, options = describe_model(trainer.model), read_options(args)
     with _verifying():
         # Some stock Trainers do not save the configuration.
         level, threads = args.flex_verify, args.flex_threads
@@ -363,16 +363,16 @@ def _prepare(trainer: Any, directory: AnyPath, channel: Channel) -> _PreparedLoa
         _compare_reference(trainer, progress, directory, channel)
     generators = documents.read_generators(checkpoint, channel) if continued else None
     handed = own_file(checkpoint, channel, lambda rank: inherited.GENERATION)
-    weights = partial(state.model_roles, trainer.model)
+    weights = partial(live_roles.model_roles, trainer.model)
     with _verifying():
         stated = stored_states.stated_sources(
             checkpoint, model, weights, channel, args.aoa_config, args.flex_allow_casts
         )
 
-    def prepare() -> tuple[stored_states.LiveNames, state.LiveRoles, bytes | None]:
+    def prepare() -> tuple[stored_states.LiveNames, live_roles.LiveRoles, bytes | None]:
         names = stored_states.live_names(checkpoint, model, weights(), stated)
         filled = _roles_to_fill(trainer, checkpoint, continued, names)
-        return names, filled, own_or_handed(checkpoint, inherited.GENERATION, handed)
+        return names, filled, own_document(checkpoint, inherited.GENERATION, handed)
 
     with _verifying():
         names, roles, generation = run_on_all(channel, "preparing the optimizer", prepare)
@@ -400,14 +400,14 @@ def _from_average(args: Any, checkpoint: OpenedCheckpoint) -> bool:
     return wanted
 
 
-def _identify_run(run: JobState, args: Any, manifest: Manifest, directory: AnyPath, channel: Channel) -> None:
+def _identify_run(job_state: JobState, args: Any, manifest: Manifest, directory: AnyPath, channel: Channel) -> None:
     """Identify the run that resumes a checkpoint, and warn of other runs in its output directory."""
     if args.ignore_load_lr_and_optim:
-        _begin_new_run(run, args, channel)
+        _begin_new_run(job_state, args, channel)
         return
     output_dir = Path(args.output_dir)
     here = isinstance(directory, Path) and real_path(directory.parent) == real_path(output_dir)
-    run.record, text = lineage.resumed(manifest, lineage.saved_in(output_dir, channel), here, run.named)
+    job_state.record, text = lineage.resumed(manifest, lineage.saved_in(output_dir, channel), here, job_state.named)
     warn(args, text)
 
 
@@ -430,31 +430,31 @@ def _plans(args: Any) -> PlanCache:
     return PlanCache(Path(expand_user(args.flex_plan_cache))) if args.flex_plan_cache != "none" else PLANS
 
 
-def _path_of(run: JobState, named: str) -> AnyPath:
+def _path_of(job_state: JobState, named: str) -> AnyPath:
     """Return the path of the checkpoint that a native method names."""
-    return run.chosen if run.chosen is not None and named == str(run.chosen) else parse_path(named)
+    return job_state.chosen if job_state.chosen is not None and named == str(job_state.chosen) else parse_path(named)
 
 
 def _roles_to_fill(
     trainer: Any, checkpoint: OpenedCheckpoint, continued: bool, names: stored_states.LiveNames
-) -> state.LiveRoles:
+) -> live_roles.LiveRoles:
     """Return the live weights and states that the checkpoint fills."""
     stored, model, optimizer = checkpoint.catalog.roles, trainer.model, trainer.optimizer
     may_cast = trainer.args.flex_allow_casts
-    state.make_room(model)
+    live_roles.release_full_parameters(model)
     if not (continued or stored.get(MASTER_WEIGHT) or may_cast):
-        return state.model_roles(model)
+        return live_roles.model_roles(model)
     optimizers.refuse_unsupported(optimizer)
     # A new run from the weights of a checkpoint starts with all digits of its master weights.
     wanted = (MODEL_STATE, MASTER_WEIGHT, OPTIMIZER_STATE) if continued else (MODEL_STATE, MASTER_WEIGHT)
     optimizer_states.build_buffers(trainer.model_wrapped, optimizer)
-    half = state.trained_in_half(model, optimizer) if may_cast else frozenset[str]()
-    creation = stored_states.creation(names, checkpoint, partial(state.with_aliases, model), half, continued)
-    before = state.run_roles(model, optimizer) if creation.masters else {}
+    half = live_roles.trained_in_half(model, optimizer) if may_cast else frozenset[str]()
+    creation = stored_states.creation(names, checkpoint, partial(live_roles.with_aliases, model), half, continued)
+    before = live_roles.run_roles(model, optimizer) if creation.masters else {}
     # Accumulators are offloaded when they are created, master weights after the first step.
     place_master = offload if trainer.args.tensorwise_offload_optimizer else None
-    state.create_states(model, optimizer, creation.names, place_master)
-    live = creation.filled(state.run_roles(model, optimizer), before)
+    live_roles.create_states(model, optimizer, creation.names, place_master)
+    live = creation.filled(live_roles.run_roles(model, optimizer), before)
     # A stored role of which this rank holds nothing is named too: a load ignores roles that no rank names.
     found = {role: live.get(role, {}) for role in wanted if role in live or stored.get(role)}
     # A reference model that is not stored is the base, which has been compared.
@@ -463,8 +463,8 @@ def _roles_to_fill(
     average = job_state_of(trainer).average
     if continued and average is not None and stored.get(EMA_STATE):
         # Names of parameters are found by those of their master weights.
-        masters = state.with_aliases(model, names.of({name + MASTER.suffix for name in stored[EMA_STATE]}))
-        found[EMA_STATE] = average.make_room({name.removesuffix(MASTER.suffix) for name in masters})
+        masters = live_roles.with_aliases(model, names.of({name + MASTER.suffix for name in stored[EMA_STATE]}))
+        found[EMA_STATE] = average.allocate({name.removesuffix(MASTER.suffix) for name in masters})
     return found
 
 
@@ -502,36 +502,36 @@ def _restore_progress(trainer: Any, progress: documents.TrainingProgress) -> Non
 
 
 def _restore_reference(
-    trainer: Any, run: JobState, checkpoint: OpenedCheckpoint, progress: documents.TrainingProgress
+    trainer: Any, job_state: JobState, checkpoint: OpenedCheckpoint, progress: documents.TrainingProgress
 ) -> None:
     """Continue the updates of the reference model."""
     if reference.model_of(trainer) is None or progress.reference is None:
         return
-    run.reference.loaded = bool(checkpoint.catalog.roles.get(REFERENCE_MODEL))
+    job_state.reference.loaded = bool(checkpoint.catalog.roles.get(REFERENCE_MODEL))
     saved = reference.from_document(progress.reference, checkpoint.catalog.root / documents.REFERENCE)
-    reference.restore(trainer, run.reference, saved, position.pace_of(trainer.args))
+    reference.restore(trainer, job_state.reference, saved, position.pace_of(trainer.args))
 
 
-def _restore_average(trainer: Any, run: JobState, ready: _PreparedLoad) -> None:
+def _restore_average(trainer: Any, job_state: JobState, ready: _PreparedLoad) -> None:
     """Continue the moving average of the checkpoint, or report that there is none on one of the two sides."""
     directory, stored = ready.checkpoint.catalog.root, ready.checkpoint.catalog.roles.get(EMA_STATE, {})
     values = None if ready.progress is None else ready.progress.average
-    if run.average is None:
+    if job_state.average is None:
         warn(trainer.args, ema.switched_off_text(directory, len(stored)) if stored else "")
     elif values is None or not stored:
-        is_later = trainer.state.global_step < run.average.settings.start_step
+        is_later = trainer.state.global_step < job_state.average.settings.start_step
         warn(trainer.args, "" if is_later else ema.absent_text(directory))
     else:
         saved = ema.from_document(values, directory / documents.AVERAGE)
-        run.average.restore(ready.averages, saved)
-        uncorrected = saved.updates is None and run.average.settings.bias_correction
+        job_state.average.restore(ready.averages, saved)
+        uncorrected = saved.updates is None and job_state.average.settings.bias_correction
         warn(trainer.args, ema.uncorrected_text(directory) if uncorrected else "")
 
 
-def _drop_unfinished_step(trainer: Any, run: JobState) -> None:
+def _drop_unfinished_step(trainer: Any, job_state: JobState) -> None:
     """Drop gradients and batches that an interrupted training has left in this Trainer."""
-    if run.has_trained:
-        state.drop_gradients(trainer.model, trainer.optimizer)
+    if job_state.has_trained:
+        live_roles.drop_gradients(trainer.model, trainer.optimizer)
     setattr(trainer, WAITING, [])
 
 
@@ -570,16 +570,16 @@ def inner_training_loop(
         OptionError: the order or the batches of the data do not fit, or the states of the optimizer are not supported.
         SystemExit: the run was saved after a signal.
     """
-    run = job_state_of(trainer)
+    job_state = job_state_of(trainer)
     # The optimizer and its sharding wrappers are known only now.
     run_on_all(channel_of(args), "looking at the model and the optimizer", lambda: _refuse_to_train(trainer))
-    saved = _saved_data(run)
+    saved = _saved_data(job_state)
     order, passes = _data(args, train_dataloader, len_dataloader, saved)
     if isinstance(saved, position.StepPosition):
         saved = saved.under(position.pace_of(args, passes), order, passes, args.dataloader_drop_last)
     start, epochs, loader = position.Start(position.Position(), 0), num_train_epochs, train_dataloader
     on_made_up = None
-    if run.progress is not None:
+    if job_state.progress is not None:
         start = _start(trainer, saved, order, passes)
         done = trainer.state.global_step >= max_steps
         epochs = position.epochs_left(start, num_train_epochs, args.max_steps > 0, done)
@@ -587,16 +587,20 @@ def inner_training_loop(
             train_dataloader,
             start,
             order.indexed,
-            on_first_batch=lambda: trainer._load_rng_state(str(run.resumed_from)),
-            on_epoch_over=run.tracker.begin_next_epoch,
+            on_first_batch=lambda: trainer._load_rng_state(str(job_state.resumed_from)),
+            on_epoch_over=job_state.tracker.begin_next_epoch,
             keep_waiting=getattr(trainer, WAITING).append,
         )
         on_made_up = loader.expect_first
-    run.tracker.begin(order, passes, start, run.progress is not None, num_train_epochs, on_made_up)
-    run.has_trained = True
-    run.ran.add("_inner_training_loop")
+    job_state.tracker.begin(order, passes, start, job_state.progress is not None, num_train_epochs, on_made_up)
+    job_state.has_trained = True
+    job_state.ran.add("_inner_training_loop")
     with _uploaded(trainer):
-        with save_on_signal.heeded(trainer) as watch, run.best.kept_from(trainer), run.saver.followed(trainer):
+        with (
+            save_on_signal.listening(trainer) as watch,
+            job_state.best.kept_from(trainer),
+            job_state.saver.followed(trainer),
+        ):
             result = native(
                 args,
                 model,
@@ -619,15 +623,17 @@ def inner_training_loop(
 @contextlib.contextmanager
 def _uploaded(trainer: Any) -> Iterator[None]:
     """Return a block in which a training loop runs; at its end its checkpoints are uploaded, and old ones deleted."""
-    run, args = job_state_of(trainer), trainer.args
-    if run.uploads is None:
+    job_state, args = job_state_of(trainer), trainer.args
+    if job_state.uploads is None:
         yield
         return
-    with run.uploads.followed():
+    with job_state.uploads.followed():
         yield
-    if run.saved is not None:
+    if job_state.saved is not None:
         best = trainer.state.best_model_checkpoint
-        save_job.rotate(args, run.saved, best, run.disks, channel_of(args), args.output_dir, run.uploads)
+        save_job.rotate(
+            args, job_state.saved, best, job_state.disks, channel_of(args), args.output_dir, job_state.uploads
+        )
 
 
 def _refuse_to_train(trainer: Any) -> None:
@@ -637,11 +643,11 @@ def _refuse_to_train(trainer: Any) -> None:
         averaged.refuse_stateless(trainer.model, trainer.optimizer)
 
 
-def _saved_data(run: JobState) -> position.SavedData | position.StepPosition | None:
+def _saved_data(job_state: JobState) -> position.SavedData | position.StepPosition | None:
     """Return the position of the checkpoint that is resumed."""
-    if run.progress is None or run.resumed_from is None:
+    if job_state.progress is None or job_state.resumed_from is None:
         return None
-    return position.from_document(run.progress.data, f"{run.resumed_from}/{documents.DATA}")
+    return position.from_document(job_state.progress.data, f"{job_state.resumed_from}/{documents.DATA}")
 
 
 def _data(
@@ -659,7 +665,7 @@ def _data(
     own = order, batches.passes_of_epoch(loader, passes)
     if not args.distributed_dataloader:
         return own
-    reads = not batches.is_handed_its_batches(loader)
+    reads = not batches.receives_batches(loader)
     everyone = all_gather_checked(
         channel_of(args),
         "looking at the data",
@@ -690,17 +696,17 @@ def _warn_of_changes(
     order: position.SampleOrder,
 ) -> None:
     """Report in one table the differences of this model and run from those that were saved."""
-    args, run = trainer.args, job_state_of(trainer)
+    args, job_state = trainer.args, job_state_of(trainer)
     done, old_pace, old_order = saved
     streams = not order.indexed and done.samples > 0 and not args.ignore_data_skip
 
     def compare() -> str:
-        directory, manifest = run.resumed_from, run.manifest
+        directory, manifest = job_state.resumed_from, job_state.manifest
         if directory is None or manifest is None or not args.should_log:
             return ""
         arguments = documents.read_arguments(directory, manifest), documents.own_arguments(args, trainer.optimizer)
         found = [
-            *run.changes,
+            *job_state.changes,
             *changes.argument_changes(*arguments, streams),
             *changes.batch_changes(old_pace, pace),
             *changes.length_changes((old_order, old_pace), (order, pace)),
@@ -716,10 +722,10 @@ def _load_best(trainer: Any, directory: Path) -> None:
     channel = channel_of(trainer.args)
     checkpoint = open_on_all_ranks(directory, channel, trainer.args.flex_verify, trainer.args.flex_threads)
     checkpoint = replace(checkpoint, tied=trainer.args.flex_tied)
-    roles = run_on_all(channel, "preparing the best model", lambda: state.model_roles(trainer.model))
+    roles = run_on_all(channel, "preparing the best model", lambda: live_roles.model_roles(trainer.model))
     options = read_options(trainer.args)
     may_change, may_cast = trainer.args.flex_allow_config_changes, trainer.args.flex_allow_casts
-    model = describe(trainer.model)
+    model = describe_model(trainer.model)
     load = prepare_load(checkpoint, roles, model, channel, options, may_change=may_change, may_cast=may_cast)
     shown = bar_on_terminal(f"loading {directory.name}", trainer.args.should_log)
     with undefined.until_filled(trainer.model, directory), shown:
@@ -734,13 +740,13 @@ def load_rng_state(trainer: Any, native: Native, checkpoint: str | None) -> None
     if checkpoint is None:
         return
     args = trainer.args
-    run = job_state_of(trainer)
-    path = _path_of(run, checkpoint) / documents.rng_name(dist.get_rank())
-    restored = run.generators is not None and rng.restore(
-        run.generators, str(path), args.world_size, args.use_hybrid_parallel, args.tensor_model_parallel_size > 1
+    job_state = job_state_of(trainer)
+    path = _path_of(job_state, checkpoint) / documents.rng_name(dist.get_rank())
+    restored = job_state.generators is not None and rng.restore(
+        job_state.generators, str(path), args.world_size, args.use_hybrid_parallel, args.tensor_model_parallel_size > 1
     )
     if not restored:
-        run.warn_once(
+        job_state.warn_once(
             args,
             f"Random generators are not restored: {checkpoint} has none for {count_text(args.world_size, 'rank')}. "
             "Dropout and other randomness differ from the run that was saved.",

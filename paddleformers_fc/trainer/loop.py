@@ -42,16 +42,16 @@ from paddleformers_fc.plan.sources import stored_tensors
 from paddleformers_fc.storage.manifest import refuse_level
 from paddleformers_fc.storage.paths import AnyPath, RemotePath, expand_user, parse_path, require_local
 from paddleformers_fc.trainer import adapter_checks, base_fingerprint, documents, lora, stored_states, undefined
-from paddleformers_fc.trainer.description import describe
+from paddleformers_fc.trainer.description import describe_model
 from paddleformers_fc.trainer.fleet_degrees import fleet_degrees
 from paddleformers_fc.trainer.host_models import PretrainedConfig
 from paddleformers_fc.trainer.job_state import job_communicator
 from paddleformers_fc.trainer.layout_source import (
-    HeldTensors,
     LayoutSource,
+    RankTensors,
     StateDict,
-    held_tensors,
     live_source,
+    rank_tensors,
     rules_of_all,
 )
 
@@ -104,7 +104,7 @@ def save(
     adapter_checks.refuse_unsupported(model, channel)
     base_fingerprint.identify_once(model, channel)
 
-    def prepare() -> tuple[HeldTensors, _Prepared]:
+    def prepare() -> tuple[RankTensors, _Prepared]:
         require(COUNT_OR_ZERO, step=step, consumed_samples=consumed_samples)
         require_or_none(DEGREES, parallel=parallel)
         source, described = _source(model, optimizer, family, config, mapping)
@@ -112,9 +112,9 @@ def save(
         roles = source.roles()
         files = {CONFIG_NAME: _config_text(source.model, described, config)} if channel.rank == 0 else {}
         job = JobRecord(step, consumed_samples, _degrees(parallel, source, channel.world_size))
-        return _held(described, roles), _Prepared(described, roles, files, job)
+        return _rank_tensors(described, roles), _Prepared(described, roles, files, job)
 
-    everyone, prepared = gather_and_keep(channel, "preparing a checkpoint", prepare, HeldTensors)
+    everyone, prepared = gather_and_keep(channel, "preparing a checkpoint", prepare, RankTensors)
     description = prepared.description
     if description.rules is not None:
         # The family of the key may be declared, and its rules are not those that are stored.
@@ -177,7 +177,7 @@ def load(
     facts = {"verify": verify, "allow_casts": allow_casts, "aoa_config": aoa_config or {}}
 
     def given() -> Mapping[str, Any]:
-        described = _described(live_source(model, optimizer).model, family, config, mapping)
+        described = _description(live_source(model, optimizer).model, family, config, mapping)
         return described.config if is_known(described.config) else {}
 
     consistency = ConsistencyCheck(f"loading {path.name}", facts)
@@ -185,11 +185,11 @@ def load(
     adapter_checks.refuse_unsupported(model, channel)
     base_fingerprint.identify_once(model, channel)
 
-    def look() -> tuple[HeldTensors, tuple[LayoutSource, ModelDescription]]:
+    def look() -> tuple[RankTensors, tuple[LayoutSource, ModelDescription]]:
         source, described = _source(model, optimizer, family, config, mapping, opened)
-        return _held(described, source.weights()), (source, described)
+        return _rank_tensors(described, source.weights()), (source, described)
 
-    everyone, (source, described) = gather_and_keep(channel, "describing the model", look, HeldTensors)
+    everyone, (source, described) = gather_and_keep(channel, "describing the model", look, RankTensors)
 
     options = ReadOptions(threads=threads)
     if opened.format.canonical and isinstance(source, StateDict):
@@ -270,7 +270,7 @@ def _source(
     A state dict has no configuration. Without arguments it is of the family of the checkpoint that it is read from.
     """
     source = live_source(model, optimizer)
-    described = replace(_described(source.model, family, config, mapping), is_global=source.is_global)
+    described = replace(_description(source.model, family, config, mapping), is_global=source.is_global)
     if not isinstance(source, StateDict):
         return source, described
     if stored is not None and _is_by_name(described):
@@ -279,7 +279,7 @@ def _source(
     return replace(source, aliases=frozenset(model_ties(described))), described
 
 
-def _described(
+def _description(
     model: Any,
     family: str | Family | None,
     config: Config | None,
@@ -310,7 +310,7 @@ def _resolved(model: Any, config: Any) -> ModelDescription:
     is_fleet = bool(getattr(model, IS_FLEET, False))
     if isinstance(config, PretrainedConfig):
         own = config is getattr(model, "config", None)
-        return describe(model if own else SimpleNamespace(config=config, is_fleet=is_fleet))
+        return describe_model(model if own else SimpleNamespace(config=config, is_fleet=is_fleet))
     return ModelDescription(dict(config) if isinstance(config, Mapping) else {}, is_fleet)
 
 
@@ -329,11 +329,11 @@ def _is_by_name(model: ModelDescription) -> bool:
     return model.rules is not None and not model.rules.targets
 
 
-def _held(model: ModelDescription, roles: Roles) -> HeldTensors:
-    return held_tensors(roles) if _is_by_name(model) else HeldTensors()
+def _rank_tensors(model: ModelDescription, roles: Roles) -> RankTensors:
+    return rank_tensors(roles) if _is_by_name(model) else RankTensors()
 
 
-def _with_rules(model: ModelDescription, everyone: list[HeldTensors]) -> ModelDescription:
+def _with_rules(model: ModelDescription, everyone: list[RankTensors]) -> ModelDescription:
     return replace(model, rules=rules_of_all(everyone, model.is_global)) if _is_by_name(model) else model
 
 

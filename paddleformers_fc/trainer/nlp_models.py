@@ -1,8 +1,8 @@
-"""What PaddleNLP's models lack: shards as they are, and values of their classes.
+"""Corrections of PaddleNLP's models: their shards, and the values of their classes.
 
 PaddleNLP names the tensors of a pipeline stage by their place in it, and its heads do not describe that tensor
-parallelism cuts them, although their parameters say so (``is_distributed``, ``split_axis``). Both are corrected here.
-A parameter that is cut and does not say where is refused.
+parallelism cuts them, although their parameters state it (``is_distributed``, ``split_axis``). Both are corrected here.
+A parameter that is cut without a stated axis is refused.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def sharded_state_dict(model: Any) -> dict[str, Any]:
     """Return the shards of a model by the names of the model on a single rank.
 
     Raises:
-        MappingError: a parameter is cut and does not say along which axis.
+        MappingError: a parameter is cut without a stated axis.
     """
     names = _single_names(model)
     found: dict[str, Any] = {}
@@ -73,7 +73,7 @@ def _is_cut_and_described_whole(weight: Any) -> bool:
 
 
 def described_values(config: Any) -> dict[str, Any]:
-    """Return the class of a model, and what PaddleFormers' configurations say of it and PaddleNLP's do not.
+    """Return the class of a model, and the values that PaddleFormers' configurations have and PaddleNLP's lack.
 
     Args:
         config: the configuration of a model.

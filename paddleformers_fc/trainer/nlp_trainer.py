@@ -16,8 +16,8 @@ from paddleformers_fc.families.registry import family_for
 from paddleformers_fc.families.stated import bind_model
 from paddleformers_fc.layout.live import describe_roles
 from paddleformers_fc.layout.roles import MODEL_STATE
-from paddleformers_fc.trainer import ema_weights, loading, saving, state, trainer_init
-from paddleformers_fc.trainer.description import describe
+from paddleformers_fc.trainer import ema_weights, live_roles, loading, saving, trainer_init
+from paddleformers_fc.trainer.description import describe_model
 from paddleformers_fc.trainer.host_models import LoRAModel, PretrainedModel
 from paddleformers_fc.trainer.job_state import Native, channel_of, is_active, when_active
 from paddleformers_fc.trainer.nlp_samplers import resumable
@@ -57,14 +57,14 @@ def _refuse(model: Any) -> None:
             where=f"{type(model).__module__}.{type(model).__qualname__}",
             next_step="Train the model itself, without adapters, or remove flex_checkpoint.",
         )
-    described = describe(model)
+    described = describe_model(model)
     if IS_NLP not in family_keys(family_for(described.config)):
         raise OptionError(
             f"flex_checkpoint: true does not support models of type {described.model_type} of PaddleNLP.",
             where=f"{type(model).__module__}.{type(model).__qualname__}",
             next_step="Train it with PaddleFormers, or declare PaddleNLP's class in its family (nlp=).",
         )
-    shards = describe_roles(state.model_roles(model))[MODEL_STATE]
+    shards = describe_roles(live_roles.model_roles(model))[MODEL_STATE]
     bind_model(described, [ModelTensor(one.name, one.global_shape, one.dtype, one.cuts) for one in shards.values()])
 
 

@@ -43,7 +43,7 @@ from paddleformers_fc.trainer.optimizers import (
 )
 
 _MASTER_NAME = re.compile(r"_fp32_master_\d+$")
-"""How the names of master weights end, under which their accumulators are."""
+"""The suffix of master weights in the keys of their accumulators."""
 
 _OF_PADDLE = ("LR_Scheduler", "master_weights")
 """Entries of ``state_dict`` that are no accumulators. They are saved in another way."""
@@ -59,7 +59,7 @@ _CONTAINERS_OF_PADDLE = frozenset(
 _MOST_NAMED = 8
 
 
-def describe(optimizer: Any, weights: Mapping[str, Any]) -> dict[str, Any]:
+def sharded_states(optimizer: Any, weights: Mapping[str, Any]) -> dict[str, Any]:
     """Return the states of these parameters by name, as ``ShardedWeight`` over the optimizer's tensors.
 
     Args:
@@ -74,14 +74,14 @@ def describe(optimizer: Any, weights: Mapping[str, Any]) -> dict[str, Any]:
     """
     names = _names(weights)
     fused = _fused(optimizer)
-    held, ranges = slices.cut(weights), _ranges(optimizer, fused)
+    own, ranges = slices.cut(weights), _ranges(optimizer, fused)
     # A stack of experts is described as a matrix, and is a tensor of three axes.
     shapes = {one.name: tuple(one.shape) for one in _listed(innermost(optimizer))}
     found: dict[str, Any] = {}
     for state, buffer, whole in tensors(optimizer):
         for static, tensor in _parts(state, buffer, whole, fused):
             parameter = names[static]
-            if parameter not in held:
+            if parameter not in own:
                 continue
             weight = weights[parameter]
             shape = shapes.get(static, tuple(weight.local_shape))
@@ -247,7 +247,7 @@ def tensors(optimizer: Any) -> Iterator[tuple[StateDescriptor, str, Any]]:
     descriptor, inner = descriptor_of(optimizer), innermost(optimizer)
     for static, tensor in getattr(inner, "_master_weights", {}).items():
         yield MASTER, _static(static), tensor
-    refuse_unseen(inner)
+    refuse_unsaved_states(inner)
     prefix = "" if inner._name is None else f"{inner._name}_"
     for accumulator, tensors in inner._accumulators.items():
         # A tensor's own name is no help: one that was moved to page-locked memory has another one.
@@ -256,15 +256,15 @@ def tensors(optimizer: Any) -> Iterator[tuple[StateDescriptor, str, Any]]:
             yield state, _MASTER_NAME.sub("", _static(static)), tensor
 
 
-def refuse_unseen(optimizer: Any) -> None:
+def refuse_unsaved_states(optimizer: Any) -> None:
     """Refuse an optimizer with states that are no accumulators.
 
     Args:
         optimizer: the optimizer without wrappers.
     """
-    _refuse_waiting(optimizer)
-    _refuse_others(optimizer)
-    _refuse_kept_apart(optimizer)
+    _refuse_pending_states(optimizer)
+    _refuse_custom_states(optimizer)
+    _refuse_tensors_in_containers(optimizer)
 
 
 def _declaration(accumulator: str, descriptor: OptimizerDescriptor) -> StateDescriptor:
@@ -279,7 +279,7 @@ def _declaration(accumulator: str, descriptor: OptimizerDescriptor) -> StateDesc
     )
 
 
-def _refuse_waiting(optimizer: Any) -> None:
+def _refuse_pending_states(optimizer: Any) -> None:
     """Refuse states that ``set_state_dict`` has set and the first step will give to the accumulators."""
     # Of an optimizer that has states, Paddle keeps those that it was given as well.
     given = {tensor.name for tensors in optimizer._accumulators.values() for tensor in tensors.values()}
@@ -294,7 +294,7 @@ def _refuse_waiting(optimizer: Any) -> None:
     )
 
 
-def _refuse_others(optimizer: Any) -> None:
+def _refuse_custom_states(optimizer: Any) -> None:
     """Refuse states that a class adds in its own ``state_dict``, without an accumulator."""
     if type(optimizer).state_dict is Optimizer.state_dict:
         return
@@ -310,7 +310,7 @@ def _refuse_others(optimizer: Any) -> None:
         )
 
 
-def _refuse_kept_apart(optimizer: Any) -> None:
+def _refuse_tensors_in_containers(optimizer: Any) -> None:
     """Refuse tensors of the shapes of parameters, or by their names, in containers of a class's own."""
     parameters = list(_parameters(optimizer))
     known = {id(parameter) for parameter in parameters}

@@ -27,7 +27,7 @@ from paddleformers_fc.layout.roles import (
 from paddleformers_fc.trainer import slices
 
 _WRAPPED = ("_inner_opt", "_optim")
-"""Where Paddle's wrappers keep what they wrap."""
+"""The attributes in which Paddle's wrappers keep the inner optimizer."""
 
 _CREATING = frozenset({"_create_accumulators", "_add_moments_pows", "_add_accumulator"})
 """Methods that decide which states an optimizer has."""

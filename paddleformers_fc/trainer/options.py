@@ -27,13 +27,13 @@ from paddleformers_fc.storage.manifest import LEVELS
 from paddleformers_fc.storage.paths import RemotePath, mask_credentials, parse_target, require_local
 
 REPLICA_WAYS = ("off", "warn", "refuse")
-"""What a save does when replicas differ."""
+"""Values of ``flex_check_replicas``."""
 
 READ_WAYS = ("each", "once")
-"""How ranges that several processes need are read."""
+"""Values of ``flex_read``."""
 
 UNKNOWN_WAYS = ("refuse", "warn")
-"""What to do with untested versions of Paddle and PaddleFormers."""
+"""Values of ``flex_unknown_versions``."""
 
 OFF = "off"
 SAVE_SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR2", "SIGHUP")
@@ -116,7 +116,7 @@ class FlexFields:
     flex_staging_size: str = _option(
         "64MiB",
         "Maximum staging memory per process, for tensors that are transposed, cast or interleaved while they are "
-        "read, and on an accelerator for all; a larger tensor passes alone. At least 1MB. Default: 64MiB.",
+        "read, and on an accelerator for all; a larger tensor is read alone. At least 1MB. Default: 64MiB.",
     )
     flex_check_replicas: str = _option(
         "warn",
@@ -166,7 +166,7 @@ class FlexFields:
     )
     flex_async_save: bool = _option(
         False,
-        "Save beside training: it stands still while the next update waits for a copy of what this process writes, "
+        "Save beside training: only the next update waits for a copy of the tensors that this process writes, "
         "and a thread writes and commits. Default: false.",
     )
     use_flex_async_save: bool = _option(
@@ -175,8 +175,7 @@ class FlexFields:
     )
     flex_async_depth: int = _option(
         1,
-        "Saves that may be under way beside training, 1 to 8; a further one waits. Each keeps a copy in host memory. "
-        "Default: 1.",
+        "Maximum number of saves in progress beside training, 1 to 8. Each keeps a copy in host memory. Default: 1.",
     )
     flex_async_memory: str = _option(
         "none",
@@ -509,7 +508,7 @@ def _size_faults(text: Any) -> list[str]:
 
 
 def _unit_missing(text: Any) -> str:
-    """What else there is to say of a number that stands alone; YAML makes an int of it."""
+    """Return a remark on a size that is a plain number, without a unit."""
     return ": it has no unit" if re.fullmatch(r"\s*[0-9.]+\s*", str(text)) else ""
 
 
@@ -528,7 +527,7 @@ class Conflict:
     clashes: Callable[[Any], bool]
 
     def holds(self, options: Any) -> bool:
-        """Whether the option is set to a value that clashes; never for an argument class that does not have it."""
+        """Return whether the option has a conflicting value; False if the argument class does not have the option."""
         return hasattr(options, self.key) and self.clashes(getattr(options, self.key))
 
     def line(self, options: Any) -> str:
@@ -579,7 +578,7 @@ def _is_dualpipe(found: Any) -> bool:
     return "use_dualpipev" in str(found)
 
 
-_OTHER_FORMAT = "the second asks for another checkpoint format"
+_OTHER_FORMAT = "the second selects another checkpoint format"
 _NOT_YET = "not supported yet"
 _SAVES_ITSELF = "both would save the same state, each in its own way"
 
@@ -621,7 +620,7 @@ CONFLICTS = (
     Conflict("replicate_saved_into_local", f"copies of checkpoints on disks of single nodes are {_NOT_YET}", _is_on),
     Conflict("pdc_download_ckpt", f"fetching a checkpoint before resuming is {_NOT_YET}", _is_on),
 )
-"""What is refused."""
+"""Refused combinations of options."""
 
 NLP_CONFLICTS = (
     Conflict("sep_parallel_degree", f"segment parallelism is {_NOT_YET}", _is_several),
@@ -636,7 +635,7 @@ NLP_CONFLICTS = (
     Conflict("to_static", f"static graphs are {_NOT_YET}", _is_on),
     Conflict("enable_auto_parallel", f"PaddleNLP's semi-automatic mode is {_NOT_YET}", _is_on),
 )
-"""What is refused of PaddleNLP's options beside :data:`CONFLICTS`."""
+"""Refused options of PaddleNLP, beside :data:`CONFLICTS`."""
 
 _IN_SEMI_AUTO = f"with enable_auto_parallel: true it is {_NOT_YET}"
 
@@ -652,7 +651,7 @@ SEMI_AUTO_CONFLICTS = (
     *(Conflict(key, _IN_SEMI_AUTO, _is_on) for key in ("flex_async_save", "use_flex_async_save")),
     *(Conflict(key, _IN_SEMI_AUTO, _is_on) for key in ("flex_ema_decay", "zcc_save_ema_coef")),
 )
-"""What is refused beside :data:`CONFLICTS` in PaddleFormers' semi-automatic mode."""
+"""Refused options in PaddleFormers' semi-automatic mode, beside :data:`CONFLICTS`."""
 
 _OURS = "every process reads what it needs by itself"
 

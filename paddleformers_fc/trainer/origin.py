@@ -95,11 +95,11 @@ def refuse_other_reference(reference: Any, model: Any, accepted: bool) -> None:
     """
     if reference is None or not loaded_by_others(reference):
         return
-    held = dict(_tensors(model))
+    tensors = dict(_tensors(model))
     apart = [
         f"{name}: not equal to the model's"
         for name, tensor in _tensors(reference)
-        if name not in held or not _equal(tensor, held[name])
+        if name not in tensors or not _equal(tensor, tensors[name])
     ]
     if apart and accepted:
         logger.warning(f"flex_accept_model: true: the reference model was not checked: {'; '.join(fold(apart))}.")

@@ -16,7 +16,7 @@ from paddleformers_fc.cpu_runtime.stores import on_several_nodes
 from paddleformers_fc.distributed.channel import Channel, run_on_all
 from paddleformers_fc.distributed.consistency import ConsistencyCheck, comparable_config, software_versions
 from paddleformers_fc.storage.files import check_writable
-from paddleformers_fc.trainer.description import describe
+from paddleformers_fc.trainer.description import describe_model
 from paddleformers_fc.trainer.job_state import channel_of
 
 _OF_A_NODE = frozenset(
@@ -56,7 +56,7 @@ def check(trainer: Any, channel: Channel) -> None:
     args = trainer.args
     facts = {
         "versions": software_versions(),
-        "config": comparable_config(describe(trainer.model)),
+        "config": comparable_config(describe_model(trainer.model)),
         **dict(_options(args)),
     }
     _test_disk(args, channel, ConsistencyCheck("starting the training", facts))

@@ -25,8 +25,8 @@ from paddleformers_fc.families import family_for
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.manifest import refuse_level
 from paddleformers_fc.storage.paths import AnyPath, RemotePath, parse_path
-from paddleformers_fc.trainer import adapter_checks, base_fingerprint, inherited, origin, state, undefined
-from paddleformers_fc.trainer.description import describe
+from paddleformers_fc.trainer import adapter_checks, base_fingerprint, inherited, live_roles, origin, undefined
+from paddleformers_fc.trainer.description import describe_model
 from paddleformers_fc.trainer.host import logger
 from paddleformers_fc.trainer.host_models import LoRAModel, PretrainedConfig, get_common_folder, unwrap_model
 from paddleformers_fc.trainer.job_state import channel_of, job_communicator, read_options
@@ -42,7 +42,7 @@ _IGNORED = (
     "low_cpu_mem_usage",
     "force_download",
 )
-"""Arguments of ``from_pretrained`` that say how PaddleFormers' own loader works."""
+"""Arguments of ``from_pretrained`` for PaddleFormers' own loader."""
 
 _REFUSED: dict[str, Callable[[Any], bool]] = {
     "state_dict": lambda given: given is not None,
@@ -52,7 +52,7 @@ _REFUSED: dict[str, Callable[[Any], bool]] = {
     "use_safetensors": lambda given: given is False,
     "load_checkpoint_format": lambda given: given != "flex_checkpoint",
 }
-"""Arguments of ``from_pretrained`` that ask for other weights than those of the directory, and the values that do."""
+"""Arguments of ``from_pretrained`` that select other weights than those of the directory, with predicates of values."""
 
 _MODEL = Kind("a model of PaddleFormers", lambda value: _is_model(unwrap_model(value)))
 
@@ -102,7 +102,7 @@ def from_pretrained(cls: Any, named: Any, options: FlexFields, keywords: dict[st
         the model; every weight is from the files, or reported as one that the family declares optional.
 
     Raises:
-        OptionError: an argument asks for what this package does not do.
+        OptionError: an argument is not supported.
         MappingError: no family declares the model.
         MismatchError: the directory is one of another type of model.
         FlexError: as :func:`load_open_weights`.
@@ -129,7 +129,7 @@ def _fill(model: Any, source: AnyPath, channel: Channel, options: ReadOptions, v
     if isinstance(unwrap_model(model), LoRAModel):
         return _fill_adapters(unwrap_model(model), source, channel, options, verify)
     described = run_on_all(channel, "reading what describes the model", lambda: inherited.read_documents(source))
-    load = prepare_weights(source, state.model_roles(model), describe(model), channel, options, verify)
+    load = prepare_weights(source, live_roles.model_roles(model), describe_model(model), channel, options, verify)
     with undefined.until_filled(model, source):
         report = load.fill()
     inherited.take_over(model, *described)
@@ -166,14 +166,14 @@ def _fill_adapters(
 ) -> LoadReport:
     """Fill the adapters of a model, and keep its base and everything that describes it."""
     adapter_checks.refuse_unsupported(model, channel)
-    load = prepare_weights(source, state.model_roles(model), describe(model), channel, options, verify)
+    load = prepare_weights(source, live_roles.model_roles(model), describe_model(model), channel, options, verify)
     with undefined.until_filled(model, source):
         return load.fill()
 
 
 def _refuse_arguments(cls: Any, keywords: dict[str, Any]) -> None:
-    asked = [name for name, asks in _REFUSED.items() if name in keywords and asks(keywords[name])]
-    if asked:
+    refused = [name for name, is_refused in _REFUSED.items() if name in keywords and is_refused(keywords[name])]
+    if refused:
         raise OptionError(
             "flex_checkpoint: true contradicts an argument of from_pretrained.",
             where=f"{cls.__name__}.from_pretrained",
@@ -181,7 +181,7 @@ def _refuse_arguments(cls: Any, keywords: dict[str, Any]) -> None:
                 f"{name}: not supported by the reader of open weights"
                 if name == "state_dict"
                 else f"{name}={keywords[name]!r}: not supported by the reader of open weights"
-                for name in asked
+                for name in refused
             ],
             next_step="Remove the argument, or load the model before flex_checkpoint: true is in force and set "
             "flex_accept_model: true.",

@@ -16,7 +16,7 @@ from paddleformers_fc.trainer.options import FlexFields
 
 @dataclass
 class _Decision:
-    """What is in force.
+    """The settings in force.
 
     Args:
         options: how this package reads; None while PaddleFormers does.

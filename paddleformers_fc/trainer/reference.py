@@ -30,8 +30,8 @@ from paddleformers_fc.mapping.boxes import Box
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.manifest import RESTORE
 from paddleformers_fc.storage.paths import AnyPath
-from paddleformers_fc.trainer import state
-from paddleformers_fc.trainer.description import describe
+from paddleformers_fc.trainer import live_roles
+from paddleformers_fc.trainer.description import describe_model
 from paddleformers_fc.trainer.host import TrainerCallback
 from paddleformers_fc.trainer.position import Pace
 
@@ -45,7 +45,7 @@ _COUNT = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 
 @dataclass
 class ReferenceRecord:
-    """What is known of a Trainer's reference model.
+    """The recorded facts about a Trainer's reference model.
 
     Args:
         contents: see :func:`contents_of`; None before they are needed.
@@ -131,15 +131,15 @@ def refuse_unsupported(trainer: Any) -> None:
         )
 
 
-def roles(trainer: Any, record: ReferenceRecord) -> state.LiveRoles:
+def roles(trainer: Any, record: ReferenceRecord) -> live_roles.LiveRoles:
     """Return the role of a reference model that is state; no role otherwise."""
     return role_to_fill(trainer) if is_state(trainer, record) else {}
 
 
-def role_to_fill(trainer: Any) -> state.LiveRoles:
+def role_to_fill(trainer: Any) -> live_roles.LiveRoles:
     """Return the weights of the reference model in their role; no role if there is none."""
     model = model_of(trainer)
-    return {} if model is None else {REFERENCE_MODEL: state.model_roles(model)[MODEL_STATE]}
+    return {} if model is None else {REFERENCE_MODEL: live_roles.model_roles(model)[MODEL_STATE]}
 
 
 def document(trainer: Any, record: ReferenceRecord, pace: Pace) -> dict[str, Any]:
@@ -221,7 +221,7 @@ def contents_of(model: Any, channel: Channel) -> dict[str, str]:
     """
 
     def work() -> list[_Part]:
-        weights = state.model_roles(model)[MODEL_STATE]
+        weights = live_roles.model_roles(model)[MODEL_STATE]
         shards = describe_roles({MODEL_STATE: weights})[MODEL_STATE]
         left_out = _aliases(model)
         return [
@@ -241,7 +241,7 @@ def contents_of(model: Any, channel: Channel) -> dict[str, str]:
 
 def _aliases(model: Any) -> set[str]:
     """Return the names of tied copies, which only some layouts have."""
-    described = describe(model)
+    described = describe_model(model)
     tied = family_for(described.config).tied if described.config.get("tie_word_embeddings") else ()
     return {one.alias for one in tied}
 

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 PATH = Path(__file__).resolve()
-"""What ``custom_register_path`` has to name."""
+"""The path for ``custom_register_path``."""
 
 
 def register() -> None:
@@ -34,9 +34,9 @@ def register() -> None:
     try:
         upstream.require((*upstream.TRAINER, *upstream.COMMAND_LINE, *needed()))
     except EnvironmentMismatch as error:
-        if _may_ask_for_flex():
+        if _may_use_flex():
             raise
-        _go_on_without(error)
+        _continue_without(error)
         return
     activate()
     from paddleformers_fc.trainer.install import install
@@ -44,8 +44,8 @@ def register() -> None:
     install()
 
 
-def _may_ask_for_flex() -> bool:
-    """Whether ``flex_checkpoint`` may be true in this job; False only if its command line and YAML show otherwise."""
+def _may_use_flex() -> bool:
+    """Return whether ``flex_checkpoint`` may be true in this job; False only if its YAML shows otherwise."""
     if sys.argv[1:2] != ["train"]:
         return True
     try:
@@ -57,7 +57,7 @@ def _may_ask_for_flex() -> bool:
     return not isinstance(settings, dict) or settings.get("flex_checkpoint") not in (None, False)
 
 
-def _go_on_without(error: Exception) -> None:
+def _continue_without(error: Exception) -> None:
     """Leave PaddleFormers as it is, but for what fits: the CPU runtime, and a parser that accepts our keys."""
     from paddleformers.utils.log import logger
 
@@ -66,7 +66,7 @@ def _go_on_without(error: Exception) -> None:
 
     with contextlib.suppress(EnvironmentMismatch):  # The error lists what it would say.
         activate()
-    logger.warning(f"flex_checkpoint: true is refused in this environment; this job does not ask for it.\n{error}")
+    logger.warning(f"flex_checkpoint: true is refused in this environment; this job does not set it.\n{error}")
     try:
         from paddleformers_fc.trainer.install import install_options
 

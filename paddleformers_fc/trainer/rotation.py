@@ -56,7 +56,7 @@ def rotate(
     output_dir: Path,
     limit: int | None,
     needed: Sequence[Path],
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     level: str = "size",
     threads: int = 4,
     channel: Channel = ALONE,
@@ -68,7 +68,7 @@ def rotate(
         output_dir: where the run saves.
         limit: ``save_total_limit``; None deletes no checkpoint.
         needed: checkpoints that always stay: the last one, and the best one.
-        say: receives one line per deleted directory, and per damaged one.
+        log: receives one line per deleted directory, and per damaged one.
         level: verification of the newest checkpoint: ``full``, otherwise sizes of files.
         threads: threads that read and hash under ``full``.
         channel: all ranks if the run saves on several disks, and every rank must call; otherwise this process alone.
@@ -84,7 +84,7 @@ def rotate(
             return False, {}
         removed, _ = clean_unfinished(output_dir)
         for leftover in removed:
-            say(f"Deleted {leftover.path}. {leftover.why}")
+            log(f"Deleted {leftover.path}. {leftover.why}")
         finished = finished_checkpoints(output_dir) if limit is not None else {}
         return limit is not None and len(finished) > limit, finished
 
@@ -101,17 +101,17 @@ def rotate(
     for path, why in damaged:
         if path in manifests:
             stays = f"{newest} stays under every limit" if newest is not None else "no whole checkpoint is deleted"
-            say(f"{path} is not whole, so {stays}: {why}")
+            log(f"{path} is not whole, so {stays}: {why}")
     wanted = {path.resolve() for path in (newest, *needed) if path is not None}
     kept = frozenset(path for path in checkpoints if path.resolve() in wanted)
     diverged = [path for path, manifest in manifests.items() if manifest.ties]
-    doomed = [path for path in diverged if path not in kept][: max(0, len(checkpoints) - limit)]
+    removable = [path for path in diverged if path not in kept][: max(0, len(checkpoints) - limit)]
     if newest is not None:
         whole = [path for path in checkpoints if path not in diverged]
-        doomed += superfluous(whole, limit, kept.intersection(whole))
-    for path in doomed:
+        removable += superfluous(whole, limit, kept.intersection(whole))
+    for path in removable:
         remove_checkpoint(path)
-        say(f"Deleted {path}, which is beyond save_total_limit: {limit}.")
+        log(f"Deleted {path}, which is beyond save_total_limit: {limit}.")
 
 
 def finished_checkpoints(output_dir: Path) -> dict[Path, Manifest]:

@@ -1,6 +1,6 @@
-"""One save of a Trainer: what it brings into the save, and what follows once the checkpoint is committed.
+"""One save of a Trainer: its preparation, and its report once the checkpoint is committed.
 
-:func:`prepare` runs on the training thread, at the step that is saved. :func:`settle` runs there too, at once or some
+:func:`prepare` runs on the training thread, at the step that is saved. :func:`report_save` runs there at once or some
 steps later.
 """
 
@@ -28,17 +28,17 @@ from paddleformers_fc.trainer import (
     corpus,
     documents,
     lineage,
+    live_roles,
     position,
     reference,
     rng,
     rotation,
-    state,
     undefined,
 )
 from paddleformers_fc.trainer.bypass import refuse_other_loop
 from paddleformers_fc.trainer.callback import CheckpointReport
 from paddleformers_fc.trainer.degrees import degrees_text, parallel_degrees
-from paddleformers_fc.trainer.description import describe
+from paddleformers_fc.trainer.description import describe_model
 from paddleformers_fc.trainer.host import logger
 from paddleformers_fc.trainer.host_models import PREFIX_CHECKPOINT_DIR
 from paddleformers_fc.trainer.job_state import (
@@ -57,7 +57,7 @@ _Encode: TypeAlias = Callable[[], dict[str, bytes]]
 
 
 @dataclass(frozen=True)
-class SaveJob:
+class PreparedSave:
     """A save at one step.
 
     Args:
@@ -83,7 +83,7 @@ class SaveJob:
         return _outcome(lambda: replace(self.part(), files=self.encode()))
 
 
-def prepare(trainer: Any, metrics: dict[str, float] | None) -> SaveJob:
+def prepare(trainer: Any, metrics: dict[str, float] | None) -> PreparedSave:
     """Return a save of the present step. It reads live tensors later, and everything else now.
 
     Args:
@@ -94,16 +94,16 @@ def prepare(trainer: Any, metrics: dict[str, float] | None) -> SaveJob:
         FlexError: the same on every rank, at the first save of a run: its reference model cannot be compared.
     """
     started = time.monotonic()
-    run, args = job_state_of(trainer), trainer.args
+    job_state, args = job_state_of(trainer), trainer.args
     _look_at_reference(trainer, channel_of(args))
     directory = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
-    run.record = run.record or lineage.new_run()
+    job_state.record = job_state.record or lineage.new_run()
     degrees = parallel_degrees(args)
     if args.should_log:
         logger.info(f"Saving step {trainer.state.global_step} ({degrees_text(degrees)}) to {directory}")
-    job = JobRecord(trainer.state.global_step, trainer.state.consumed_samples, degrees, run.record)
+    job = JobRecord(trainer.state.global_step, trainer.state.consumed_samples, degrees, job_state.record)
     model, max_file_bytes, replicas = (
-        describe(trainer.model),
+        describe_model(trainer.model),
         parse_size(args.flex_max_file_size),
         args.flex_check_replicas,
     )
@@ -112,15 +112,15 @@ def prepare(trainer: Any, metrics: dict[str, float] | None) -> SaveJob:
 
     def described() -> tuple[LivePart, _Encode]:
         undefined.refuse_undefined(trainer.model)
-        if run.ran:
+        if job_state.ran:
             refuse_other_loop(trainer)
         _update_best(trainer, metrics, directory)
-        return live_part(_roles(trainer, run), model, {}, job, max_file_bytes, replicas), _capture_files(trainer)
+        return live_part(_roles(trainer, job_state), model, {}, job, max_file_bytes, replicas), _capture_files(trainer)
 
     prepared = _outcome(described)
     consistency = replace(options, facts={**options.facts, **facts})
     best = trainer.state.best_model_checkpoint
-    return SaveJob(directory, job.step, lambda: prepared()[0], lambda: prepared()[1](), consistency, best, started)
+    return PreparedSave(directory, job.step, lambda: prepared()[0], lambda: prepared()[1](), consistency, best, started)
 
 
 def _outcome(work: Callable[[], _T]) -> Callable[[], _T]:
@@ -137,44 +137,46 @@ def _outcome(work: Callable[[], _T]) -> Callable[[], _T]:
     return lambda: result
 
 
-def _roles(trainer: Any, run: JobState) -> state.LiveRoles:
+def _roles(trainer: Any, job_state: JobState) -> live_roles.LiveRoles:
     """Return the live tensors that a checkpoint contains."""
-    average = {} if run.average is None else run.average.roles()
+    average = {} if job_state.average is None else job_state.average.roles()
     if trainer.args.ignore_save_lr_and_optim:
-        return {**state.model_roles(trainer.model), **average}
-    live = {**state.run_roles(trainer.model, trainer.optimizer), **reference.roles(trainer, run.reference)}
+        return {**live_roles.model_roles(trainer.model), **average}
+    live = {**live_roles.run_roles(trainer.model, trainer.optimizer), **reference.roles(trainer, job_state.reference)}
     return {**live, **average}
 
 
-def settle(trainer: Any, job: SaveJob, report: SaveReport, transfers: TransferFigures, blocked: float) -> None:
+def report_save(
+    trainer: Any, prepared: PreparedSave, report: SaveReport, transfers: TransferFigures, blocked: float
+) -> None:
     """Report a committed checkpoint to the run and its reporters.
 
     Args:
         trainer: the Trainer.
-        job: the save.
+        prepared: the save.
         report: its result.
         transfers: the copies between host and devices during it.
         blocked: seconds for which training stood still.
     """
-    run, args = job_state_of(trainer), trainer.args
+    job_state, args = job_state_of(trainer), trainer.args
     ties = tuple(line for tie in report.diverged_ties for line in tie.differences)
-    _note_disks(run, report.disks, args)
-    run.saved = job.directory
+    _note_disks(job_state, report.disks, args)
+    job_state.saved = prepared.directory
     for path in report.set_aside:
-        logger.warning(f"{path} was moved from {job.directory} and is kept; delete it if it is not needed.")
-    _warn_of_differences(run, args, job.directory, report.differences)
+        logger.warning(f"{path} was moved from {prepared.directory} and is kept; delete it if it is not needed.")
+    _warn_of_differences(job_state, args, prepared.directory, report.differences)
     if ties:
         warn(
             args,
-            f"Copies of tied tensors differ between pipeline stages. {job.directory} is saved and does not count as "
-            "whole: resume_from_checkpoint: true skips it, and save_total_limit deletes no whole checkpoint for it. "
+            f"Copies of tied tensors differ between pipeline stages. {prepared.directory} is saved and does not count "
+            "as whole: resume_from_checkpoint: true skips it, and save_total_limit deletes no whole checkpoint for it. "
             "Resume from an older checkpoint and look for the cause.",
             ties,
         )
-    seconds, size = time.monotonic() - job.started, sum(checksum.size for checksum in report.manifest.files)
+    seconds, size = time.monotonic() - prepared.started, sum(checksum.size for checksum in report.manifest.files)
     saved = CheckpointReport(
-        job.step,
-        job.directory,
+        prepared.step,
+        prepared.directory,
         seconds,
         size,
         report.differences,
@@ -186,11 +188,11 @@ def settle(trainer: Any, job: SaveJob, report: SaveReport, transfers: TransferFi
         reporter.on_checkpoint_saved(args, saved)
 
 
-def upload(trainer: Any, job: SaveJob, report: SaveReport) -> None:
+def upload(trainer: Any, prepared: PreparedSave, report: SaveReport) -> None:
     """Upload a committed checkpoint beside training, before old ones are deleted; called on every rank."""
     uploads = job_state_of(trainer).uploads
     if uploads is not None:
-        uploads.committed(job.directory, job.best, report.disks)
+        uploads.committed(prepared.directory, prepared.best, report.disks)
 
 
 def rotate(
@@ -237,10 +239,10 @@ def _look_at_reference(trainer: Any, channel: Channel) -> None:
         record.contents = reference.contents_of(model, channel)
 
 
-def _warn_of_differences(run: JobState, args: Any, directory: Path, differences: tuple[str, ...]) -> None:
+def _warn_of_differences(job_state: JobState, args: Any, directory: Path, differences: tuple[str, ...]) -> None:
     """Warn once that replicas differ; the manifest of every checkpoint lists its own differences."""
-    if differences and not run.differences_logged:
-        run.differences_logged = True
+    if differences and not job_state.differences_logged:
+        job_state.differences_logged = True
         warn(
             args,
             "Replicas differ: ranks hold different values of the same part of a tensor. "
@@ -250,9 +252,9 @@ def _warn_of_differences(run: JobState, args: Any, directory: Path, differences:
         )
 
 
-def _note_disks(run: JobState, disks: DiskLeaders, args: Any) -> None:
+def _note_disks(job_state: JobState, disks: DiskLeaders, args: Any) -> None:
     """Keep the disk leaders for the rotation; warn once that a checkpoint is on several disks."""
-    known = run.disks is not None and run.disks.leads == disks.leads
+    known = job_state.disks is not None and job_state.disks.leads == disks.leads
     if len(disks.sorted_leaders) > 1 and not known:
         shared = "; ".join(format_ranks(ranks) for ranks in disks.sharing().values())
         warn(
@@ -260,7 +262,7 @@ def _note_disks(run: JobState, disks: DiskLeaders, args: Any) -> None:
             f"{args.output_dir} is on {len(disks.sorted_leaders)} disks, which are visible to: {shared}. "
             "Each disk gets a part of every checkpoint; a resume needs all parts, each visible to any rank.",
         )
-    run.disks = disks
+    job_state.disks = disks
 
 
 def _capture_files(trainer: Any) -> _Encode:
@@ -268,8 +270,8 @@ def _capture_files(trainer: Any) -> _Encode:
 
     The first rank has those that are equal on all ranks.
     """
-    run, args = job_state_of(trainer), trainer.args
-    tracker = run.tracker
+    job_state, args = job_state_of(trainer), trainer.args
+    tracker = job_state.tracker
     captured: dict[str, Callable[[], bytes]] = {}
     if args.save_rng_states:
         captured[documents.rng_name(dist.get_rank())] = rng.capture(args.world_size, args.use_hybrid_parallel)
@@ -280,12 +282,12 @@ def _capture_files(trainer: Any) -> _Encode:
         data = position.to_document(tracker.position, position.pace_of(args), order)
         captured |= documents.capture_progress(trainer, data)
         if reference.model_of(trainer) is not None:
-            about = reference.document(trainer, run.reference, position.pace_of(args))
+            about = reference.document(trainer, job_state.reference, position.pace_of(args))
             captured[documents.REFERENCE] = partial(codecs.encode, about, "reference model")
-        if run.average is not None and run.average.has_begun:
-            captured[documents.AVERAGE] = partial(codecs.encode, run.average.document(), "moving average")
+        if job_state.average is not None and job_state.average.has_begun:
+            captured[documents.AVERAGE] = partial(codecs.encode, job_state.average.document(), "moving average")
         captured[documents.ARGUMENTS] = documents.capture_arguments(args, trainer.optimizer)
-        describing = documents.capture_model_files(trainer, run.tokenizer_files.of(trainer))
+        describing = documents.capture_model_files(trainer, job_state.tokenizer_files.of(trainer))
     return lambda: {**describing(), **{name: encode() for name, encode in captured.items()}}
 
 

@@ -6,7 +6,7 @@ that one rank that gets the signal is enough. Then the threads agree on a step t
 after all callbacks, the loop is directed to save and to stop. When the loop has returned and saves are committed, the
 process ends with :data:`~paddleformers_fc.cpu_runtime.ranks.SAVED_ON_SIGNAL`. The training thread makes no exchange.
 
-If the ranks do not agree in time, training goes on, and the next signal has its former effect.
+If the ranks do not agree in time, training continues, and the next signal has its original effect.
 """
 
 from __future__ import annotations
@@ -44,22 +44,25 @@ _loops = itertools.count()
 
 
 @contextmanager
-def heeded(trainer: Any) -> Iterator[SignalWatch | None]:
-    """Return a block in which the training loop runs and the signal is heeded; None if ``flex_save_on_signal`` is off.
+def listening(trainer: Any) -> Iterator[SignalWatch | None]:
+    """Return a block in which the signal is handled; None if ``flex_save_on_signal`` is off.
 
-    A process whose loop does not run in the main thread gets no signal; it heeds those of other ranks.
+    A process whose loop does not run in the main thread gets no signal; it saves when other ranks get one.
     """
-    name, loop, run = save_signal(trainer.args), next(_loops), job_state_of(trainer)
+    name, loop, job_state = save_signal(trainer.args), next(_loops), job_state_of(trainer)
     if name is None:
         yield None
         return
-    watch = SignalWatch(signal.Signals[name], run.gate, _connect_later(trainer.args, loop))
+    watch = SignalWatch(signal.Signals[name], job_state.gate, _connect_later(trainer.args, loop))
     if threading.current_thread() is not threading.main_thread():
-        run.warn_once(trainer.args, f"{name} does not save: training does not run in the main thread of the process.")
+        reason = "training does not run in the main thread of the process"
     elif not watch.is_reachable:
-        run.warn_once(trainer.args, f"{name} does not save: the environment lacks the address of the job's store.")
+        reason = "the environment lacks the address of the job's store"
     else:
+        reason = ""
         watch.listen()
+    if reason:
+        job_state.warn_once(trainer.args, f"{name} does not save: {reason}.")
     try:
         with process_recorded() if watch.listens else nullcontext(), watch.directing(trainer):
             yield watch
@@ -86,7 +89,7 @@ class _Alone:
 
 
 class _Ranks:
-    """How the thread of one rank reaches the agreement of a loop.
+    """The connection of one rank's thread to the agreement of a loop.
 
     Args:
         rank: this rank.
@@ -213,8 +216,8 @@ class SignalWatch:
             self._has_failed = True
             if not self._ended.is_set():
                 logger.error(
-                    f"{self._number.name} does not save: the ranks have not agreed on a step. Training goes on, and "
-                    f"the next {self._number.name} has its former effect."
+                    f"{self._number.name} does not save: the ranks have not agreed on a step. Training continues, and "
+                    f"the next {self._number.name} has its original effect."
                     + "".join(f"\n  - {line}" for line in getattr(error, "evidence", [str(error)]))
                 )
             return

@@ -1,4 +1,4 @@
-"""Saves that go on beside training, under ``flex_async_save``.
+"""Saves beside training, under ``flex_async_save``.
 
 At the step that is saved the training thread describes its tensors and captures the Trainer's state. A thread
 then copies what this rank writes into a kept arena (:mod:`~paddleformers_fc.execute.arena`) during the next passes, and
@@ -42,7 +42,7 @@ from paddleformers_fc.trainer.host import logger
 from paddleformers_fc.trainer.job_state import background_communicator, channel_of, job_state_of
 from paddleformers_fc.trainer.optimizers import descriptor_of
 from paddleformers_fc.trainer.options import memory_limit
-from paddleformers_fc.trainer.save_job import SaveJob, prepare, rotate, settle, upload
+from paddleformers_fc.trainer.save_job import PreparedSave, prepare, report_save, rotate, upload
 from paddleformers_fc.trainer.snapshot_size import least_snapshot_bytes
 
 _NUMBER_BYTES = 8
@@ -61,7 +61,7 @@ class _Save:
     """A save that is under way.
 
     Args:
-        job: the save.
+        prepared: the save.
         state: the Trainer's state at its step.
         transfers: its copies between host and devices.
         waited: seconds that the training thread had waited for reads when it had begun.
@@ -70,10 +70,10 @@ class _Save:
         done: ends with the thread's work.
         report: reports the result on the training thread.
         reported: is set afterwards, so that the next save keeps the checkpoint until then.
-        is_event_held: whether ``on_save`` is called when the save is committed.
+        is_event_deferred: whether ``on_save`` is called when the save is committed.
     """
 
-    job: SaveJob
+    prepared: PreparedSave
     state: Any
     transfers: TransferFigures
     waited: float
@@ -82,7 +82,7 @@ class _Save:
     done: Future[None]
     report: Callable[[], None]
     reported: threading.Event = field(default_factory=threading.Event)
-    is_event_held: bool = False
+    is_event_deferred: bool = False
 
 
 class _Slot:
@@ -113,11 +113,11 @@ class SavesBesideSteps:
         self._open(trainer.args)
         slot = self._slots[self._begun % len(self._slots)]
         self._wait_for(trainer, slot, f"before step {trainer.state.global_step} can be saved")
-        job, state = self._prepare(trainer, metrics)
+        prepared, state = self._prepare(trainer, metrics)
         measuring = ExitStack()
         transfers = measuring.enter_context(measured_transfers())
-        begun = _begin_copy(slot, job)
-        save = _Save(job, state, transfers, 0.0, 0.0, Future(), Future(), lambda: None)
+        begun = _begin_copy(slot, prepared)
+        save = _Save(prepared, state, transfers, 0.0, 0.0, Future(), Future(), lambda: None)
         before, self._latest, slot.save = self._latest, save, save
         self._begun += 1
         save.done = slot.thread.submit(self._run, trainer, slot, save, begun, before, measuring)
@@ -174,7 +174,7 @@ class SavesBesideSteps:
         try:
             self.finish(trainer)
         except Exception as error:  # The error of training is raised.
-            logger.warning(f"A save has failed, after training had: {error}")
+            logger.warning(f"A save failed after an error of training: {error}")
 
     def _open(self, args: Any) -> None:
         """Open the communicators, which every rank does at the same time."""
@@ -188,23 +188,23 @@ class SavesBesideSteps:
 
         self._slots = run_on_all(channel_of(args), "opening channels for saves beside training", opened)
 
-    def _prepare(self, trainer: Any, metrics: dict[str, float] | None) -> tuple[SaveJob, Any]:
+    def _prepare(self, trainer: Any, metrics: dict[str, float] | None) -> tuple[PreparedSave, Any]:
         """Return the save and a copy of the Trainer's state, which names the best checkpoint when it is committed."""
         committed = trainer.state.best_model_checkpoint
         if self._latest is not None and not self._is_reported(self._latest):
-            trainer.state.best_model_checkpoint = self._latest.job.best
+            trainer.state.best_model_checkpoint = self._latest.prepared.best
         try:
-            job = prepare(trainer, metrics)
-            return job, copied_state(trainer.state)
+            prepared = prepare(trainer, metrics)
+            return prepared, copied_state(trainer.state)
         finally:
             trainer.state.best_model_checkpoint = committed
 
     def _holds_event(self, step: int) -> bool:
         """Return whether ``on_save`` of a step is called later, when its save is committed."""
         save = self._latest
-        if save is None or save.job.step != step or self._is_reported(save):
+        if save is None or save.prepared.step != step or self._is_reported(save):
             return False
-        save.is_event_held = True
+        save.is_event_deferred = True
         return True
 
     def _is_reported(self, save: _Save) -> bool:
@@ -221,7 +221,7 @@ class SavesBesideSteps:
             wait([save.done])
             if trainer.args.should_log:
                 seconds = time.monotonic() - started
-                logger.info(f"Waited {seconds:.2f} s for the save of step {save.job.step}, {why}.")
+                logger.info(f"Waited {seconds:.2f} s for the save of step {save.prepared.step}, {why}.")
         self._gate.run_now(save.report)
 
     def _run(
@@ -234,27 +234,27 @@ class SavesBesideSteps:
         measuring: ExitStack,
     ) -> None:
         """Save, on the thread of a slot."""
-        job, args = save.job, trainer.args
+        prepared, args = save.prepared, trainer.args
         try:
             with measuring:
                 try:
-                    part = job.encoded()  # Meanwhile the training thread copies, if it waits.
+                    part = prepared.encoded()  # Meanwhile the training thread copies, if it waits.
                     if begun is not None:
                         begun.copy.help()  # Before the ranks exchange anything.
-                    taken = snapshot(part, _capture(trainer, slot, begun), slot.channel, job.consistency)
+                    taken = snapshot(part, _capture(trainer, slot, begun), slot.channel, prepared.consistency)
                 finally:
                     if begun is not None:
                         begun.copy.wait()
                     save.captured.set_result(None)
                 if before is not None:
                     wait([before.done])
-                report = write_and_commit(taken, job.directory, slot.channel)
+                report = write_and_commit(taken, prepared.directory, slot.channel)
             # The state of the run names the former best checkpoint for a step more, which may be deleted here.
-            upload(trainer, job, report)
+            upload(trainer, prepared, report)
             uploads = job_state_of(trainer).uploads
             if before is not None:
                 before.reported.wait(args.flex_timeout)  # Its reporters find its checkpoint.
-            rotate(args, job.directory, job.best, report.disks, slot.channel, args.output_dir, uploads)
+            rotate(args, prepared.directory, prepared.best, report.disks, slot.channel, args.output_dir, uploads)
             save.report = partial(self._report_success, trainer, slot, save, report)
         except Exception as error:  # Raised on the training thread.
             save.report = partial(self._report_failure, slot, save, error)
@@ -276,12 +276,18 @@ class SavesBesideSteps:
     def _report_success(self, trainer: Any, slot: _Slot, save: _Save, report: SaveReport) -> None:
         """Report a committed save, on the training thread."""
         slot.save = None
-        run = job_state_of(trainer)
-        with run.best.shown_in(trainer):
-            trainer.state.best_model_checkpoint = save.job.best
+        job_state = job_state_of(trainer)
+        with job_state.best.shown_in(trainer):
+            trainer.state.best_model_checkpoint = save.prepared.best
         try:
-            settle(trainer, save.job, report, save.transfers, save.blocked + run.between_steps.waited - save.waited)
-            if save.is_event_held:
+            report_save(
+                trainer,
+                save.prepared,
+                report,
+                save.transfers,
+                save.blocked + job_state.between_steps.waited - save.waited,
+            )
+            if save.is_event_deferred:
                 # The handler's on_save would drop a save that is due at this step.
                 handler = trainer.callback_handler
                 trainer.control = handler.call_event("on_save", trainer.args, save.state, trainer.control)
@@ -316,10 +322,10 @@ def _refuse_too_large(trainer: Any) -> None:
         )
 
 
-def _begin_copy(slot: _Slot, job: SaveJob) -> _Begun | None:
+def _begin_copy(slot: _Slot, prepared: PreparedSave) -> _Begun | None:
     """Begin to copy under the plan of the last save, which is right if no rank's shards have changed."""
     try:
-        part = job.part()
+        part = prepared.part()
         plan = expected_plan(part, slot.channel.rank)
         if plan is None:
             return None

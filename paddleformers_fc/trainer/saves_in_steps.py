@@ -11,7 +11,7 @@ from paddleformers_fc.execute.staging_pool import measured_transfers
 from paddleformers_fc.progress_display import bar_on_terminal
 from paddleformers_fc.trainer.job_state import channel_of
 from paddleformers_fc.trainer.options import parse_size
-from paddleformers_fc.trainer.save_job import prepare, settle, upload
+from paddleformers_fc.trainer.save_job import prepare, report_save, upload
 
 
 class SavesInSteps:
@@ -21,14 +21,16 @@ class SavesInSteps:
         """Save the present step, as :class:`.job_state.Saver`."""
         args, channel = trainer.args, channel_of(trainer.args)
         trainer.runtime_timer.start("checkpoint saving time")
-        job = prepare(trainer, metrics)
+        prepared = prepare(trainer, metrics)
         with measured_transfers() as transfers:
-            taken = snapshot(job.encoded(), views(parse_size(args.flex_staging_size)), channel, job.consistency)
-            with bar_on_terminal(f"saving {job.directory.name}", args.should_log):
-                report = write_and_commit(taken, job.directory, channel)
+            taken = snapshot(
+                prepared.encoded(), views(parse_size(args.flex_staging_size)), channel, prepared.consistency
+            )
+            with bar_on_terminal(f"saving {prepared.directory.name}", args.should_log):
+                report = write_and_commit(taken, prepared.directory, channel)
         trainer.runtime_timer.stop()
-        upload(trainer, job, report)
-        settle(trainer, job, report, transfers, time.monotonic() - job.started)
+        upload(trainer, prepared, report)
+        report_save(trainer, prepared, report, transfers, time.monotonic() - prepared.started)
         trainer._rotate_checkpoints(output_dir=args.output_dir)
 
     def followed(self, trainer: Any) -> AbstractContextManager[None]:

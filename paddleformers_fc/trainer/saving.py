@@ -17,11 +17,11 @@ from paddleformers_fc.storage.paths import require_local
 from paddleformers_fc.text import count_text
 from paddleformers_fc.trainer import (
     documents,
+    live_roles,
     rotation,
     save_job,
-    state,
 )
-from paddleformers_fc.trainer.description import describe
+from paddleformers_fc.trainer.description import describe_model
 from paddleformers_fc.trainer.host import logger
 from paddleformers_fc.trainer.host_models import PREFIX_CHECKPOINT_DIR, ShardingOption
 from paddleformers_fc.trainer.job_state import (
@@ -41,11 +41,11 @@ def save(trainer: Any, native: Native, model: Any, metrics: dict[str, float] | N
     Raises:
         FlexError: the same on every rank; the previous checkpoints are untouched.
     """
-    run = job_state_of(trainer)
-    with run.best.shown_in(trainer):
-        run.saver.save(trainer, metrics)
-    if run.uploads is not None:
-        run.uploads.finish_outside_loop()
+    job_state = job_state_of(trainer)
+    with job_state.best.shown_in(trainer):
+        job_state.saver.save(trainer, metrics)
+    if job_state.uploads is not None:
+        job_state.uploads.finish_outside_loop()
 
 
 @when_active
@@ -64,13 +64,15 @@ def sorted_checkpoints(
 @when_active
 def rotate_checkpoints(trainer: Any, native: Native, use_mtime: bool = False, output_dir: str | None = None) -> None:
     """``Trainer._rotate_checkpoints``: delete old checkpoints on the lowest rank of every disk."""
-    args, run = trainer.args, job_state_of(trainer)
-    # A save of another class may call on the first rank alone, so only the save of this package asks all ranks.
-    saved_here = run.saved is not None and run.saved.name.endswith(f"-{trainer.state.global_step}")
-    with run.best.shown_in(trainer):
+    args, job_state = trainer.args, job_state_of(trainer)
+    # A save of another class may call on the first rank only, so only the save of this package agrees between ranks.
+    saved_here = job_state.saved is not None and job_state.saved.name.endswith(f"-{trainer.state.global_step}")
+    with job_state.best.shown_in(trainer):
         best = trainer.state.best_model_checkpoint
     channel = channel_of(args) if saved_here else ALONE
-    save_job.rotate(args, run.saved, best, run.disks, channel, output_dir or args.output_dir, run.uploads)
+    save_job.rotate(
+        args, job_state.saved, best, job_state.disks, channel, output_dir or args.output_dir, job_state.uploads
+    )
 
 
 @when_active
@@ -157,8 +159,8 @@ def export_live(
     max_shard_bytes = shard_bytes(max_shard_size)
     consistency = consistency_check_of(trainer.args, f"exporting to {directory.name}")
 
-    def prepare() -> tuple[state.LiveRoles, dict[str, bytes]]:
-        roles = state.model_roles(trainer.model)
+    def prepare() -> tuple[live_roles.LiveRoles, dict[str, bytes]]:
+        roles = live_roles.model_roles(trainer.model)
         if averages is not None:
             roles[EMA_STATE] = averages()
         if channel.rank != 0:
@@ -168,7 +170,7 @@ def export_live(
         return roles, {**documents.capture_model_files(trainer, tokenizer)(), RUN_ARGUMENTS: arguments}
 
     roles, files = run_on_all(channel, "preparing an export", prepare, consistency)
-    model, tied = describe(trainer.model), trainer.args.flex_tied
+    model, tied = describe_model(trainer.model), trainer.args.flex_tied
     weights, averaged = roles[MODEL_STATE], roles.get(EMA_STATE)
     report = save_weights(weights, model, files, directory, max_shard_bytes, channel, tied, averaged)
     if trainer.args.should_log:

@@ -1,4 +1,4 @@
-"""Workers of data loaders that go on when a signal is sent to the whole process group of a rank.
+"""Keep workers of data loaders alive when a signal is sent to the whole process group of a rank.
 
 ``paddle.distributed.launch``, Slurm and terminals signal process groups. A rank that saves on the signal still needs
 the batches of its workers, and Paddle ends a rank whose worker was killed. So processes that :mod:`multiprocessing`

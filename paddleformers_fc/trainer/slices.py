@@ -21,7 +21,7 @@ from paddle.base.framework import EagerParamBase
 from paddle.distributed import ShardedWeight, fleet
 
 PREFIX = "slice@"
-"""How the names of slices begin."""
+"""The prefix of the names of slices."""
 
 
 def is_sliced(parameter: Any) -> bool:
@@ -44,8 +44,8 @@ def cut(weights: Mapping[str, Any]) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     for name, weight in weights.items():
-        held = getattr(weight.local_tensor, "fw_storage", None)
-        own = weight if held is None else piece(name, held, weight)
+        range_ = getattr(weight.local_tensor, "fw_storage", None)
+        own = weight if range_ is None else piece(name, range_, weight)
         if own is not None:
             found[name] = own
     return found

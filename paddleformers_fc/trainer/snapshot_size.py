@@ -7,8 +7,8 @@ from typing import Any
 
 from paddleformers_fc.execute.memory import dtype_of
 from paddleformers_fc.layout.roles import MODEL_STATE, OptimizerDescriptor, StateShape
-from paddleformers_fc.storage.dtypes import item_size, to_safetensors
-from paddleformers_fc.trainer import state
+from paddleformers_fc.storage.dtypes import dtype_size
+from paddleformers_fc.trainer import live_roles
 from paddleformers_fc.trainer.degrees import parallel_degrees
 from paddleformers_fc.trainer.host_models import ShardingOption
 
@@ -30,7 +30,7 @@ def least_snapshot_bytes(trainer: Any, optimizer: OptimizerDescriptor | None) ->
     slices = ShardingOption.FULL_SHARD in trainer.args.sharding
     holders = degrees["dp"] * (1 if slices else degrees["sharding"])
     total = 0
-    for weight in state.model_roles(trainer.model)[MODEL_STATE].values():
+    for weight in live_roles.model_roles(trainer.model)[MODEL_STATE].values():
         tensor = weight.local_tensor
         width = dtype_of(tensor).itemsize
         trained = optimizer is not None and not tensor.stop_gradient
@@ -42,7 +42,7 @@ def least_snapshot_bytes(trainer: Any, optimizer: OptimizerDescriptor | None) ->
 def _state_bytes(optimizer: OptimizerDescriptor, width: int) -> int:
     """Return the bytes of the states of an element that has this many bytes."""
     return sum(
-        item_size(to_safetensors(one.dtype)) if one.dtype else width
+        dtype_size(one.dtype) if one.dtype else width
         for one in optimizer.states
         if one.shape is StateShape.PARAMETER and not one.sometimes and (width == _HALF_BYTES or not one.half_only)
     )

@@ -19,7 +19,7 @@ from paddleformers_fc.layout.live import Roles, describe_roles
 from paddleformers_fc.layout.roles import MASTER, MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE
 from paddleformers_fc.mapping import RuleSet
 from paddleformers_fc.plan import statements_source
-from paddleformers_fc.trainer.state import LiveRoles
+from paddleformers_fc.trainer.live_roles import LiveRoles, parameter_of_state
 
 Names = Collection[str]
 
@@ -161,10 +161,10 @@ class Creation:
         found = {role: dict(tensors) for role, tensors in live.items()}
         if not self.masters:
             return found
-        stored = {_parameter_of(name) for name in self.stored}
-        held = before.get(OPTIMIZER_STATE, {})
+        stored = {parameter_of_state(name) for name in self.stored}
+        former = before.get(OPTIMIZER_STATE, {})
         states = found.get(OPTIMIZER_STATE, {}).items()
-        kept = {name: one for name, one in states if name in held or _parameter_of(name) in stored}
+        kept = {name: one for name, one in states if name in former or parameter_of_state(name) in stored}
         return {**found, OPTIMIZER_STATE: kept}
 
 
@@ -192,9 +192,5 @@ def creation(
     wanted = with_aliases(names.of(weights))
     return Creation(
         frozenset(with_aliases(names.of(stored))),
-        frozenset(name for name in wanted if _parameter_of(name) in half),
+        frozenset(name for name in wanted if parameter_of_state(name) in half),
     )
-
-
-def _parameter_of(state: str) -> str:
-    return state.rpartition(".")[0]

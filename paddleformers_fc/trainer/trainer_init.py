@@ -28,21 +28,21 @@ from paddleformers_fc.trainer import (
     batches,
     ema,
     inherited,
+    live_roles,
     lora,
     origin,
     preflight,
     reference,
-    state,
 )
 from paddleformers_fc.trainer.between_steps import BetweenSteps
 from paddleformers_fc.trainer.bypass import BypassCheck
 from paddleformers_fc.trainer.callback import ATTENDED, FlexCheckpointCallback
-from paddleformers_fc.trainer.description import describe
+from paddleformers_fc.trainer.description import describe_model
 from paddleformers_fc.trainer.figures import ReportFigures
 from paddleformers_fc.trainer.host import logger
 from paddleformers_fc.trainer.host_models import LoRAModel, PretrainedModel
 from paddleformers_fc.trainer.job_state import (
-    RUN,
+    JOB_STATE,
     WAITING,
     JobState,
     Native,
@@ -99,22 +99,22 @@ def init_trainer(trainer: Any, native: Native, *args: Any, **kwargs: Any) -> Non
     )
     base_fingerprint.identify_once(trainer.model, channel)
     gate = StepGate()
-    run = JobState(
+    job_state = JobState(
         batches.PositionTracker(lambda: len(getattr(trainer, WAITING, ()))),
         BetweenSteps(lambda: _passes_change_weights(trainer)),
         gate,
         SavesBesideSteps(gate) if saves_beside_steps(arguments) else SavesInSteps(),
     )
     url = upload_url(arguments)
-    run.uploads = None if url is None else Uploads(url, arguments, channel)
-    setattr(trainer, RUN, run)
+    job_state.uploads = None if url is None else Uploads(url, arguments, channel)
+    setattr(trainer, JOB_STATE, job_state)
     if getattr(arguments, "using_sonic_moe", False):
         trainer.add_callback(alternating.AlternateOnce(trainer))
-    trainer.add_callback(run.tracker)
-    trainer.add_callback(run.between_steps)
-    trainer.add_callback(reference.PassCounter(trainer, run.reference))
+    trainer.add_callback(job_state.tracker)
+    trainer.add_callback(job_state.between_steps)
+    trainer.add_callback(reference.PassCounter(trainer, job_state.reference))
     trainer.add_callback(StepEnds(gate))
-    _add_average(trainer, run)
+    _add_average(trainer, job_state)
     trainer.add_callback(BypassCheck(trainer))
     if all(isinstance(one, ProgressRecorder) for one in reporters(trainer)):
         trainer.add_callback(FlexCheckpointCallback())
@@ -139,11 +139,11 @@ def _refuse_undeclared(trainer: Any) -> None:
     model = trainer.model
     if getattr(model, "config", None) is None:
         raise OptionError(
-            "flex_checkpoint: true needs a model of PaddleFormers, whose configuration says what its tensors are.",
+            "flex_checkpoint: true needs a model of PaddleFormers, whose configuration describes its tensors.",
             where=type(model).__name__,
             next_step="Train a PretrainedModel, or remove flex_checkpoint.",
         )
-    config = describe(model).config
+    config = describe_model(model).config
     family_for(config)  # Refuses a model that could not be saved after hours of training.
     alternating.refuse_unsupported(trainer, dict(config))
 
@@ -151,23 +151,23 @@ def _refuse_undeclared(trainer: Any) -> None:
 def _refuse_unmapped(model: Any) -> None:
     """Refuse adapters of layers that the family does not declare."""
     if isinstance(model, LoRAModel):
-        model_rules(describe(model), describe_roles(state.model_roles(model))[MODEL_STATE])
+        model_rules(describe_model(model), describe_roles(live_roles.model_roles(model))[MODEL_STATE])
 
 
-def _add_average(trainer: Any, run: JobState) -> None:
+def _add_average(trainer: Any, job_state: JobState) -> None:
     """Keep a moving average of the weights if the arguments ask for one."""
     args, settings = trainer.args, ema.settings_of(trainer.args)
     if settings is None:
         return
-    run.average = ema.MovingAverage(
+    job_state.average = ema.MovingAverage(
         settings,
         averaged.KnownParts(trainer),
-        run.between_steps,
+        job_state.between_steps,
         lambda: channel_of(args),
     )
-    trainer.add_callback(run.average)
+    trainer.add_callback(job_state.average)
     if settings.loss_threshold is not None:
-        trainer.training_step = run.average.watch_loss(trainer.training_step)
+        trainer.training_step = job_state.average.watch_loss(trainer.training_step)
 
 
 def _passes_change_weights(trainer: Any) -> bool:

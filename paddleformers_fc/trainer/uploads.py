@@ -33,7 +33,7 @@ from paddleformers_fc.trainer.host import logger
 from paddleformers_fc.trainer.rotation import finished_checkpoints, superfluous
 
 _WAIT_SECONDS = 10.0
-"""Interval at which ranks that wait for an upload exchange whether it goes on."""
+"""Interval at which ranks that wait for an upload exchange its state."""
 _STOP_SECONDS = 10.0
 """A launcher waits 30 s for a process that it has signalled."""
 
@@ -188,8 +188,8 @@ class CheckpointUploader:
         whole = [path for path in manifests if path not in diverged]
         best = None if self._best is None else Path(self._best).name
         kept = frozenset(path for path in manifests if path in (*whole[-1:], uploaded) or path.name == best)
-        doomed = [path for path in diverged if path not in kept][: max(0, len(manifests) - limit)]
-        for path in [*doomed, *superfluous(whole, limit, kept.intersection(whole))]:
+        removable = [path for path in diverged if path not in kept][: max(0, len(manifests) - limit)]
+        for path in [*removable, *superfluous(whole, limit, kept.intersection(whole))]:
             remove_uploaded(path, manifests[path])
             logger.info(f"Deleted {path}, which is beyond save_total_limit: {limit}.")
 

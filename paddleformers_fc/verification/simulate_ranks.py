@@ -79,7 +79,7 @@ class RoundTrip:
 
     @property
     def equal(self) -> bool:
-        """Whether every bit survived."""
+        """Return whether every bit survived."""
         return not self.differences
 
 
@@ -104,11 +104,11 @@ def round_trips(
     expected, exported = _facts(root, directory)
     for name, row in rows.items():
         saved = directory / "source"
-        held = load(root, row)
-        save(saved, held, row)
+        roles = load(root, row)
+        save(saved, roles, row)
         for target, column in columns.items():
             started = time.monotonic()
-            differences = _round_trip(saved, held, row, column, directory, expected, exported)
+            differences = _round_trip(saved, roles, row, column, directory, expected, exported)
             yield RoundTrip(name, target, len(expected), tuple(differences), time.monotonic() - started)
         shutil.rmtree(saved)
     shutil.rmtree(root)
@@ -116,7 +116,7 @@ def round_trips(
 
 def _round_trip(
     saved: Path,
-    held: list[Roles],
+    saved_roles: list[Roles],
     row: SimulatedModel,
     column: SimulatedModel,
     directory: Path,
@@ -135,7 +135,7 @@ def _round_trip(
         if files != exported:
             yield f"{place}: the export has other files or other bytes"
         shutil.rmtree(path)
-    for rank, (one, other) in enumerate(zip(held, returned, strict=True)):
+    for rank, (one, other) in enumerate(zip(saved_roles, returned, strict=True)):
         for role, weights in one.items():
             for name, weight in weights.items():
                 if weight.local_tensor.array.tobytes() != other[role][name].local_tensor.array.tobytes():
@@ -150,12 +150,12 @@ def _facts(checkpoint: Path, directory: Path) -> tuple[dict[tuple[str, str], Ten
     return {(digest.role, digest.name): digest for digest in canonical_digests(checkpoint)}, files
 
 
-def save(directory: Path, held: list[Roles], model: SimulatedModel) -> None:
+def save(directory: Path, roles: list[Roles], model: SimulatedModel) -> None:
     """Save what simulated ranks hold.
 
     Args:
         directory: the checkpoint to write.
-        held: role -> name -> weight, of every rank, by rank.
+        roles: role -> name -> weight, of every rank, by rank.
         model: the model over its grid.
     Raises:
         FlexError: as every rank of a job would.
@@ -163,7 +163,7 @@ def save(directory: Path, held: list[Roles], model: SimulatedModel) -> None:
 
     def work(channel: Channel) -> None:
         files = {"config.json": config_bytes(model.model.config)} if channel.rank == 0 else {}
-        save_checkpoint(directory, held[channel.rank], model.model, files, JobRecord(1, 1, {}), channel)
+        save_checkpoint(directory, roles[channel.rank], model.model, files, JobRecord(1, 1, {}), channel)
 
     run_threads(model.grid.world_size, work)
 
@@ -179,18 +179,18 @@ def load(directory: Path, model: SimulatedModel) -> list[Roles]:
     Raises:
         FlexError: as every rank of a job would.
     """
-    held: dict[int, Roles] = {}
+    loaded: dict[int, Roles] = {}
 
     def work(channel: Channel) -> None:
         checkpoint = open_on_all_ranks(directory, channel)
         # A run without an average wants none of a checkpoint that has none.
         averaged = EMA_STATE in checkpoint.catalog.roles
         shards = _roles_of(model, channel.rank) if averaged else model.roles(channel.rank)
-        held[channel.rank] = filled(shards, _zeros)
-        load_checkpoint(checkpoint, held[channel.rank], model.model, channel)
+        loaded[channel.rank] = filled(shards, _zeros)
+        load_checkpoint(checkpoint, loaded[channel.rank], model.model, channel)
 
     run_threads(model.grid.world_size, work)
-    return [held[rank] for rank in range(model.grid.world_size)]
+    return [loaded[rank] for rank in range(model.grid.world_size)]
 
 
 def _roles_of(model: SimulatedModel, rank: int) -> dict[str, dict[str, Shard]]:
@@ -205,7 +205,7 @@ def _name_of(dtype: np.dtype[Any]) -> str:
 
 
 class _HostPlace:
-    """Where the arrays of simulated ranks are."""
+    """The memory of the arrays of simulated ranks."""
 
     @staticmethod
     def is_gpu_place() -> bool:
@@ -303,7 +303,7 @@ def _zeros(role: str, shard: Shard) -> Array:
 
 @dataclass
 class _Table:
-    """Where the threads of one job lay what they exchange."""
+    """The messages that the threads of one job exchange."""
 
     given: list[Any]
     barrier: threading.Barrier

@@ -27,16 +27,16 @@ def programs(draw: st.DrawFn) -> Program:
     """A few statements; what they leave behind is the right side, cut at random."""
     left = {f"s{index}": draw(_tensors()) for index in range(draw(st.integers(1, 3)))}
     held: dict[str, Shape] = {name: tensor.shape for name, tensor in left.items()}
-    said: list[str] = []
+    statements: list[str] = []
     for step in range(draw(st.integers(0, 5))):
         made = draw(_statement(held, step))
         if made is None:
             continue
         texts, read, written = made
-        said += texts
+        statements += texts
         held = {name: shape for name, shape in held.items() if name not in read} | written
     right = {name: AoaTensor(shape, "float32", draw(_cuts(shape))) for name, shape in held.items()}
-    return Program(tuple(said), left, right)
+    return Program(tuple(statements), left, right)
 
 
 Made = tuple[list[str], list[str], dict[str, Shape]]

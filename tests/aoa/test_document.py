@@ -1,4 +1,4 @@
-"""The reference of the language: its examples run, print what it says, and mean the same to Paddle."""
+"""The reference of the language: its examples run, print the documented output, and have the same meaning in Paddle."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.mapping.numbers import moved, numbered
 DOCUMENT = Path(__file__).parents[2] / "docs" / "aoa.md"
 
 
-def test_the_examples_print_what_the_document_says_and_paddle_moves_the_same_numbers(
+def test_the_examples_print_the_output_in_the_document_and_paddle_moves_the_same_numbers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     accepted: list[tuple[list[str], stock.Tensors, stock.Tensors, Mapping]] = []

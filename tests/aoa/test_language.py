@@ -244,7 +244,7 @@ def test_whatever_is_proved_paddle_moves_in_the_same_way_or_refuses_aloud() -> N
 
 
 def planned(program: Program) -> list[stock.ShardMappingEntry] | None:
-    """Paddle's plan; None where it cannot tell whose shards are meant: it follows names, and one name may be two."""
+    """Paddle's plan; None if names do not identify the shards: one name may have two meanings."""
     try:
         return stock.plan(program.statements, program.left, program.right)
     except AssertionError as refusal:

@@ -120,14 +120,14 @@ def mapping_of(layers: Sequence[list[str]], dropped: Sequence[int] = (), fresh: 
 
 def texts(mapping: Mapping, hints: Hints, reverse: bool) -> tuple[list[str], Mapping]:
     """The text, and what it means of the whole mapping."""
-    said = render(mapping, hints, reverse=reverse)
+    statements = render(mapping, hints, reverse=reverse)
     left, right = (mapping.targets, mapping.sources) if reverse else (mapping.sources, mapping.targets)
     cuts = (hints.right, hints.left) if reverse else (hints.left, hints.right)
     sides = [
         {name: AoaTensor(one.shape, one.dtype, cut.get(name, (1,) * len(one.shape))) for name, one in specs.items()}
         for specs, cut in zip((left, right), cuts, strict=True)
     ]
-    return said, parse(said, *sides)
+    return statements, parse(statements, *sides)
 
 
 def check(mapping: Mapping, hints: Hints) -> None:
@@ -170,7 +170,7 @@ def test_layers_that_are_alike_are_written_once_unless_they_are_not_closed(kind:
 
 
 @pytest.mark.parametrize("differing", ["cut", "dtype", "missing", "order", "rounds"])
-def test_a_layer_that_differs_in_anything_stands_for_itself(differing: str) -> None:
+def test_a_layer_that_differs_in_anything_represents_only_itself(differing: str) -> None:
     layers = [["renamed", "joined"]] * 4
     if differing == "missing":
         layers[2] = ["renamed"]
@@ -203,8 +203,8 @@ def test_layers_with_tensors_that_are_dropped_or_fresh_are_written_by_name_and_t
 
 def test_a_statement_that_names_a_layer_is_written_for_every_layer() -> None:
     mapping = mapping_of([["ring"]] * 3)
-    said, _ = texts(mapping, Hints(), False)
-    assert {number for number in "012" if any(f"m.layers.{number}." in one for one in said)} == {"0", "1", "2"}
+    statements, _ = texts(mapping, Hints(), False)
+    assert {number for number in "012" if any(f"m.layers.{number}." in one for one in statements)} == {"0", "1", "2"}
     check(mapping, Hints())
 
 

@@ -61,7 +61,7 @@ def test_paddle_reads_the_text_from_one_degree_to_another_as_the_composition(
 
 
 def hints_between(before: Model, after: Model) -> Hints:
-    """Shards of both models, and the heads that tell query from key."""
+    """Shards of both models, and the heads that distinguish query and key."""
     heads, groups = after.described.config.get("num_attention_heads"), after.described.config.get("num_key_value_heads")
     known = isinstance(heads, int) and isinstance(groups, int)
     return Hints(before.cuts, after.cuts, heads=(heads, groups) if known else None)  # type: ignore[arg-type]

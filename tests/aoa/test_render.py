@@ -84,12 +84,12 @@ def test_layers_with_unequal_numbers_of_experts_are_compact_layer_by_layer() -> 
     ]
 
 
-def test_equal_names_without_a_change_are_not_said() -> None:
+def test_equal_names_without_a_change_are_not_written() -> None:
     rule = Rule(("a",), ("a",), (3,), 1, (0, 1))
     assert rendered(RuleSet({"a": spec(2, 3)}, (rule,)).mapping()) == []
 
 
-def test_what_is_fresh_and_what_is_dropped_is_said_in_both_directions() -> None:
+def test_uninitialised_and_dropped_tensors_are_written_in_both_directions() -> None:
     mapping = replace(
         layers(1),
         sources={**layers(1).sources, "old": spec(1)},
@@ -120,7 +120,7 @@ def test_an_uneven_split_that_needs_too_many_equal_parts_is_refused() -> None:
         render(mapping, reverse=True)
 
 
-def test_gate_and_up_are_said_per_rank_where_the_shards_are_as_many_as_the_rounds() -> None:
+def test_gate_and_up_are_written_per_rank_where_shards_and_groups_are_equally_many() -> None:
     rule = Rule(("g", "u"), ("gu",), (4, 4), 1, (1, 0), target_blocks=2)
     mapping = RuleSet({"gu": spec(3, 8)}, (rule,)).mapping()
     assert rendered(mapping, Hints(right={"gu": (1, 2)})) == ["g^T, u^T -> gu, fused_ffn"]
@@ -135,14 +135,14 @@ def test_gate_and_up_are_said_per_rank_where_the_shards_are_as_many_as_the_round
     ]
 
 
-def test_a_join_that_does_not_follow_the_shards_is_not_said_per_rank() -> None:
+def test_a_join_that_does_not_follow_the_shards_is_not_written_per_rank() -> None:
     rule = Rule(("k", "v"), ("kv",), (4, 4), 1, (1, 0))
     mapping = RuleSet({"kv": spec(4, 8)}, (rule,)).mapping()
     assert rendered(mapping, Hints(right={"kv": (1, 2)})) == ["k^T, v^T -> kv, axis=1"]
     assert rendered(mapping, Hints(right={"kv": (2, 1)}, per_rank={"kv": "fused_ffn"})) == ["k^T, v^T -> kv, axis=1"]
 
 
-def test_query_key_and_value_are_said_per_kv_head() -> None:
+def test_query_key_and_value_are_written_per_kv_head() -> None:
     rule = Rule(("q", "k", "v"), ("qkv",), (16, 8, 8), 1, (1, 0), target_blocks=2)
     mapping = RuleSet({"qkv": spec(3, 32)}, (rule,)).mapping()
     text = ["q^T, k^T, v^T -> qkv, fused_qkv, num_heads=4, num_key_value_groups=2"]
@@ -163,7 +163,7 @@ def test_names_that_a_statement_would_make_up_are_left_to_the_tensors_that_bear_
         render(taken)
 
 
-def test_a_tensor_whose_parts_are_read_in_two_orders_of_axes_cannot_be_said() -> None:
+def test_a_tensor_whose_parts_are_read_in_two_orders_of_axes_cannot_be_expressed() -> None:
     items = (
         Correspondence("a", Box((0, 0), (2, 2)), "b", Box((0, 0), (2, 2)), (0, 1)),
         Correspondence("a", Box((2, 0), (4, 2)), "c", Box((0, 0), (2, 2)), (1, 0)),
@@ -216,7 +216,7 @@ def test_experts_stacked_along_an_axis_that_they_have_are_joined_slab_by_slab() 
     assert rendered(mapping, reverse=True)[0].startswith("stack^T -> stack[0:")
 
 
-def test_experts_stacked_on_an_axis_of_their_own_cannot_be_said() -> None:
+def test_experts_stacked_on_an_axis_of_their_own_cannot_be_expressed() -> None:
     rule = Rule(("e.0", "e.1"), ("stack",), (1, 1), 0, (-1, 0, 1))
     mapping = RuleSet({"stack": spec(2, 3, 4)}, (rule,)).mapping()
     for reverse in (False, True):
@@ -225,13 +225,13 @@ def test_experts_stacked_on_an_axis_of_their_own_cannot_be_said() -> None:
 
 
 @pytest.mark.parametrize("name", ["a-b", "0.w", "axis", "_", "a$b"])
-def test_names_that_the_language_cannot_hold_are_refused(name: str) -> None:
+def test_names_that_the_language_does_not_express_are_refused(name: str) -> None:
     mapping = RuleSet({"t": spec(2)}, (Rule((name,), ("t",), (2,), 0, (0,)),)).mapping()
     with pytest.raises(MappingError, match=r"names consist of letters|is a keyword of the language"):
         render(mapping)
 
 
-def test_all_that_cannot_be_said_comes_in_one_report_with_indices_folded() -> None:
+def test_all_that_cannot_be_expressed_is_in_one_report_with_indices_folded() -> None:
     rules = tuple(Rule((f"h.{i}.a-b",), (f"m.{i}.x",), (2,), 0, (0,)) for i in range(3))
     rules += (Rule(("e.0", "e.1"), ("stack",), (1, 1), 0, (-1, 0)),)
     specs = {f"m.{i}.x": spec(2) for i in range(3)} | {"stack": spec(2, 3)}
@@ -241,7 +241,7 @@ def test_all_that_cannot_be_said_comes_in_one_report_with_indices_folded() -> No
     assert any("h.{0...2}.a-b" in line for line in caught.value.evidence)
 
 
-def test_casts_are_said_with_both_dtypes_and_reversed() -> None:
+def test_casts_are_written_with_both_dtypes_and_reversed() -> None:
     rules = RuleSet(
         {"b": spec(3, 2, dtype="bfloat16"), "c": spec(4, dtype="bfloat16")},
         (
@@ -259,7 +259,7 @@ def test_casts_are_said_with_both_dtypes_and_reversed() -> None:
     assert "b^T -> a, src_dtype='bfloat16', dst_dtype='float32'" in rendered(mapping, reverse=True)
 
 
-def test_layers_that_move_up_by_one_are_said_from_the_last() -> None:
+def test_layers_that_move_up_by_one_are_written_from_the_last() -> None:
     rules = tuple(Rule((f"m.{i}.w",), (f"m.{i + 1}.w",), (3,), 1, (1, 0)) for i in range(3))
     mapping = RuleSet({f"m.{i}.w": spec(2, 3) for i in range(1, 4)}, rules).mapping()
     assert rendered(mapping) == [f"m.{i}.w^T -> m.{i + 1}.w" for i in (2, 1, 0)]
@@ -317,6 +317,6 @@ def cut(rank: int, axis: int, count: int) -> Shape:
 
 @thorough(150)
 @given(cases(), st.booleans())
-def test_random_rules_are_said_and_read_as_such_by_paddle(case: tuple[Mapping, Hints], reverse: bool) -> None:
+def test_random_rules_are_written_and_read_as_such_by_paddle(case: tuple[Mapping, Hints], reverse: bool) -> None:
     mapping, hints = case
     rendered(mapping, hints, reverse=reverse)

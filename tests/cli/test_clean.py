@@ -141,7 +141,7 @@ def test_a_directory_that_changes_during_the_check_stays(output_dir: Path, monke
     assert "It is being written." in [one["why"] for one in outcome.document["left"]]
 
 
-def test_a_save_that_begins_meanwhile_stays(output_dir: Path) -> None:
+def test_a_save_that_begins_during_a_cleanup_is_kept(output_dir: Path) -> None:
     """The owner is read again just before a directory is removed."""
 
     def confirmed(one: output_directory.LeftoverFacts) -> bool:

@@ -1,4 +1,4 @@
-"""``derive`` finds how a model is made of open weights, asks what it cannot know, and writes a family."""
+"""``derive`` finds the mapping of a model from open weights, lists open questions, and writes a family."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``inspect`` says what is stored, and where."""
+"""``inspect`` shows the stored tensors and their files."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ def test_inspect_reports_the_job_that_saved(four: Path) -> None:
 
 
 def test_replicas_that_differed_are_listed_and_verification_mentions_them(four: Path, tmp_path: Path) -> None:
-    said = [f"model_state w{number} [0:8]: version 1 on rank 0; version 2 on rank 1" for number in range(30)]
+    lines = [f"model_state w{number} [0:8]: version 1 on rank 0; version 2 on rank 1" for number in range(30)]
     copy = tmp_path / "checkpoint-3"
     shutil.copytree(four, copy)
-    write_manifest(copy, msgspec.structs.replace(read_manifest(copy), differing_replicas=said))
-    assert run("inspect", copy, "--json").document["job"]["differing_replicas"] == said
+    write_manifest(copy, msgspec.structs.replace(read_manifest(copy), differing_replicas=lines))
+    assert run("inspect", copy, "--json").document["job"]["differing_replicas"] == lines
     text = run("inspect", copy).out
     assert "ranks held different numbers" in text
     assert text.count("version 2 on rank 1") == 20
@@ -79,7 +79,7 @@ def test_the_bytes_on_disk_are_those_of_the_listed_files(four: Path) -> None:
     assert (found["files"], found["bytes"]) == (len(files), sum(path.stat().st_size for path in files))
 
 
-def test_no_tensor_is_listed_unless_asked(four: Path) -> None:
+def test_no_tensor_is_listed_unless_requested(four: Path) -> None:
     assert run("inspect", four, "--json").document["tensors"] is None
     assert "qkv_proj" not in run("inspect", four).out
 

@@ -38,7 +38,7 @@ def test_every_checkpoint_has_its_step_layout_size_and_state(output_dir: Path, f
     assert "no flex_checkpoint.json" in found["checkpoint-5"]["fault"]
 
 
-def test_the_text_says_which_are_whole_and_counts_leftovers(output_dir: Path) -> None:
+def test_the_text_shows_which_are_whole_and_counts_leftovers(output_dir: Path) -> None:
     lines = run("list", output_dir).out.splitlines()
     rows = {line.split()[0]: line for line in lines if line.startswith("  checkpoint-") and ":" not in line.split()[0]}
     assert "tp=2" in rows["checkpoint-3"]

@@ -1,4 +1,4 @@
-"""``plan`` says what a load onto other ranks would do, and refuses ranks that the model cannot have."""
+"""``plan`` forecasts a load onto other ranks, and refuses layouts that the model cannot have."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_equal_ranks_share_a_row_of_the_text(stored: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("grid", "said"),
+    ("grid", "message"),
     [
         ("tp=4", "num_key_value_heads=2 is not divisible by tp=4"),
         ("pp=3", "num_hidden_layers=2 is less than pp x vpp = 3 x 1 = 3 stages"),
@@ -90,12 +90,12 @@ def test_equal_ranks_share_a_row_of_the_text(stored: Path) -> None:
         ("sep=2", "sep=2: segment parallelism is not supported"),
     ],
 )
-def test_an_impossible_layout_is_refused_with_the_numbers(stored: Path, grid: str, said: str) -> None:
+def test_an_impossible_layout_is_refused_with_the_numbers(stored: Path, grid: str, message: str) -> None:
     outcome = run("plan", stored, "--to", grid, "--json")
     assert outcome.code == 2
     assert outcome.document["error"] == "OptionError"
-    assert any(said in line for line in outcome.document["evidence"])
-    assert said in run("plan", stored, "--to", grid).err
+    assert any(message in line for line in outcome.document["evidence"])
+    assert message in run("plan", stored, "--to", grid).err
 
 
 @pytest.mark.parametrize("grid", ["", " "])

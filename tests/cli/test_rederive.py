@@ -189,7 +189,7 @@ def test_a_plain_model_with_as_many_experts_as_hidden_units_has_its_router_turne
 def test_a_value_that_contradicts_the_tensors_and_a_key_that_is_not_absent_are_refused(tmp_path: Path) -> None:
     checkpoint = copied("glm4_moe_one_empty_layer", tmp_path)
     before = (checkpoint / "mapping.json").read_bytes()
-    for settings, said in (
+    for settings, message in (
         ("num_empty_layers_add_in_head=0", "is the canonical"),
         ("is_fleet=false", "has no such tensor"),
         ("moe_expert_fusion=true", "has no such tensor"),
@@ -198,7 +198,7 @@ def test_a_value_that_contradicts_the_tensors_and_a_key_that_is_not_absent_are_r
     ):
         outcome = run("rederive", str(checkpoint), settings)
         assert outcome.code != 0, settings
-        assert said in outcome.err, settings
+        assert message in outcome.err, settings
     assert (checkpoint / "mapping.json").read_bytes() == before
 
 

@@ -1,4 +1,4 @@
-"""The verbs that read take URLs; those that write say what to do instead."""
+"""Commands that read accept URLs; commands that write show an alternative."""
 
 from __future__ import annotations
 

@@ -499,7 +499,7 @@ def test_a_fused_norm_on_a_cpu_is_refused_with_its_key(tmp_path: Path, on: Any, 
 
 
 @pytest.mark.parametrize(
-    ("ranks", "keys", "said"),
+    ("ranks", "keys", "message"),
     [
         (3, {"sharding": "stage1", "use_expert_parallel": True}, "no multiple of it"),
         (1, {"use_expert_parallel": True}, "no multiple of it"),
@@ -509,13 +509,13 @@ def test_a_fused_norm_on_a_cpu_is_refused_with_its_key(tmp_path: Path, on: Any, 
     ],
 )
 def test_a_degree_of_experts_that_does_not_fit_is_refused_with_its_key(
-    tmp_path: Path, on: Any, ranks: int, keys: dict[str, Any], said: str
+    tmp_path: Path, on: Any, ranks: int, keys: dict[str, Any], message: str
 ) -> None:
     path = config(tmp_path, expert_model_parallel_size=2, model_name_or_path="owner/name", **FULL, **keys)
     outcome = run("train", path, "--nproc", ranks)
     assert outcome.code == 2
     assert "expert_model_parallel_size: 2" in outcome.err
-    assert said in outcome.err
+    assert message in outcome.err
     assert not (tmp_path / "out").exists()
 
 
@@ -524,7 +524,7 @@ EXPERTS = {"model_type": "qwen3_moe", "moe_intermediate_size": 16}
 
 @pytest.mark.parametrize("degree", [1, 2])
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         (EXPERTS, "it is read from n_routed_experts, num_experts, num_local_experts"),
         ({**EXPERTS, "num_experts": 4, "num_local_experts": 8}, "num_experts: 4"),
@@ -534,12 +534,12 @@ EXPERTS = {"model_type": "qwen3_moe", "moe_intermediate_size": 16}
     ids=str,
 )
 def test_a_configuration_that_every_rank_would_refuse_is_refused_before_any_starts(
-    tmp_path: Path, on: Any, changes: dict[str, Any], said: str, degree: int
+    tmp_path: Path, on: Any, changes: dict[str, Any], message: str, degree: int
 ) -> None:
     path = config(tmp_path, model_name_or_path=model_of(tmp_path / "model", **changes), **FULL)
     outcome = run("train", path, "--dry-run", "--nproc", "2", f"tensor_model_parallel_size={degree}")
     assert outcome.code == 1
-    assert said in outcome.err
+    assert message in outcome.err
     assert not (tmp_path / "out").exists()
 
 
@@ -742,11 +742,11 @@ def test_an_unreadable_configuration_is_refused_with_its_path(tmp_path: Path, na
 
 
 def test_a_fault_of_a_yaml_is_reported_with_file_and_line(tmp_path: Path) -> None:
-    for text, said in (("a: 1\nb: [1\n", 'in "job.yaml", line 2'), ("a: \0", 'in "job.yaml", position 3')):
+    for text, message in (("a: 1\nb: [1\n", 'in "job.yaml", line 2'), ("a: \0", 'in "job.yaml", position 3')):
         (tmp_path / "job.yaml").write_text(text)
         with pytest.raises(OptionError) as caught:
             read_settings(tmp_path / "job.yaml")
-        assert said in caught.value.render()
+        assert message in caught.value.render()
         assert "unicode string" not in caught.value.render()
     with pytest.raises(OptionError, match='in "max_steps", line 1'):
         parse_overrides(["max_steps=[3"])
@@ -758,10 +758,10 @@ def test_a_duplicate_key_of_a_yaml_is_refused_with_both_lines(tmp_path: Path) ->
         path.write_text(text)
         with pytest.raises(OptionError) as caught:
             read_settings(path)
-        said = caught.value.render()
-        assert f"the key {'seed' if 'seed' in text else 'd'} is there" in said
+        message = caught.value.render()
+        assert f"the key {'seed' if 'seed' in text else 'd'} is there" in message
         lines = (2, 4) if "seed" in text else (3, 5)
-        assert all(f'in "job.yaml", line {line}, column' in said for line in lines)
+        assert all(f'in "job.yaml", line {line}, column' in message for line in lines)
 
 
 def test_a_key_that_replaces_a_merged_one_is_not_a_duplicate(tmp_path: Path) -> None:
@@ -1007,7 +1007,7 @@ def test_on_an_accelerator_several_nodes_are_left_to_the_stock_command(
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "said"),
+    ("name", "value", "message"),
     [
         ("RANK", None, "needs RANK on every node"),
         ("MASTER_ADDR", "", "needs MASTER_ADDR on every node"),
@@ -1020,7 +1020,7 @@ def test_on_an_accelerator_several_nodes_are_left_to_the_stock_command(
     ],
 )
 def test_variables_by_which_nodes_would_never_meet_are_refused(
-    tmp_path: Path, on: Any, second_of_two: pytest.MonkeyPatch, name: str, value: str | None, said: str
+    tmp_path: Path, on: Any, second_of_two: pytest.MonkeyPatch, name: str, value: str | None, message: str
 ) -> None:
     second_of_two.setenv("POD_IP", "127.0.0.2")
     if value is None:
@@ -1029,7 +1029,7 @@ def test_variables_by_which_nodes_would_never_meet_are_refused(
         second_of_two.setenv(name, value)
     with pytest.raises(OptionError) as caught:
         prepare(config(tmp_path), 1, [])
-    assert said in caught.value.render()
+    assert message in caught.value.render()
 
 
 def test_a_path_that_another_node_may_see_is_not_refused(

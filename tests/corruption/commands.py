@@ -41,13 +41,13 @@ class Ended:
 
     Args:
         code: its exit code.
-        said: all that it printed.
+        printed: all that it printed.
         error: the error of this package by which its first rank ended, if it left one.
         output: the directory that it trains in.
     """
 
     code: int
-    said: str
+    printed: str
     error: FlexError | None
     output: Path
 

@@ -103,8 +103,8 @@ def bound(key: str, sentence: str) -> None:
 
 def _must_be_said(line: str) -> None:
     if not MODE.writing:
-        said = DOCUMENT.read_text(encoding="utf-8").splitlines()
-        assert line in said, f"{DOCUMENT.name} does not say what this run has seen; run `make guarantees`.\n{line}"
+        lines = DOCUMENT.read_text(encoding="utf-8").splitlines()
+        assert line in lines, f"{DOCUMENT.name} does not say what this run has seen; run `make guarantees`.\n{line}"
 
 
 def row(known: Fault, seen: Observed) -> str:

@@ -152,7 +152,7 @@ def _use_checkpoint(directory: Path) -> Callable[[], None]:
 
 
 def _sealed(raw: bytes) -> bytes:
-    """A manifest whose seal fits what it says, as a forger would write it."""
+    """A manifest whose seal fits its content, as a forger would write it."""
     try:
         document = json.loads(raw)
         document.pop("seal", None)

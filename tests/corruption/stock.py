@@ -86,16 +86,16 @@ def play(steps: list[Step]) -> list[dict[str, Any]]:
     return found
 
 
-def _made(name: str, said: Tensor) -> Any:
+def _made(name: str, given: Tensor) -> Any:
     import paddle
     from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
 
-    made = paddle.to_tensor(np.array(said["values"], np.float32), place="cpu").astype(said["dtype"])
-    if said.get("plain"):
+    made = paddle.to_tensor(np.array(given["values"], np.float32), place="cpu").astype(given["dtype"])
+    if given.get("plain"):
         return made
     shape = tuple(made.shape)
-    offset = tuple(said.get("offset", (0,) * made.ndim))
-    return ShardedWeight(name, made, shape, tuple(said.get("shape", shape)), offset)
+    offset = tuple(given.get("offset", (0,) * made.ndim))
+    return ShardedWeight(name, made, shape, tuple(given.get("shape", shape)), offset)
 
 
 def _said(weight: Any) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.families import family_for
 from paddleformers_fc.layout.grid import parse_grid
 from paddleformers_fc.plan.simulate import declared_model
-from paddleformers_fc.trainer.description import describe
+from paddleformers_fc.trainer.description import describe_model
 from paddleformers_fc.trainer.documents import model_config
 from paddleformers_fc.verification import simulate_ranks
 from tests.corruption.guarantees import Observed, fault, refused
@@ -46,7 +46,7 @@ def test_g10_layers_are_bound_by_what_the_model_was_built_with(tmp_path: Path) -
     live = SimpleNamespace(config=config, config_to_save=config, is_fleet=True, parameters=list)
     bound = {name: stock_layer(settings) for name, settings in (("live", vars(config)), ("file", model_config(live)))}
     assert bound == {"live": 1, "file": 0}
-    described = describe(live)
+    described = describe_model(live)
     model = declared_model(family_for(described.config), described, parse_grid("dp=1"))
     held = simulate_ranks.filled(model.roles(0), simulate_ranks.value_of)
     simulate_ranks.save(tmp_path / "checkpoint-1", [held], model)
@@ -78,6 +78,6 @@ def test_g11_a_mapping_that_does_not_fit_the_tensors_is_refused_with_the_command
     with pytest.raises(MappingError) as raised:
         export_checkpoint(checkpoint, tmp_path / "hf")
     assert not (tmp_path / "hf").exists()
-    said = refused(raised.value, "was derived from").replace(f"{tmp_path}/", "")
+    text = refused(raised.value, "was derived from").replace(f"{tmp_path}/", "")
     assert f"paddleformers-fc rederive {checkpoint}" in raised.value.next_step
-    return Observed("does not store a mapping", f"{said}; the error holds the command that derives it again")
+    return Observed("does not store a mapping", f"{text}; the error holds the command that derives it again")

@@ -1,4 +1,4 @@
-"""Documents that were changed or made up: an error of ours, or what they say, in bounded memory and time."""
+"""Documents that were changed or made up: an error of ours, or their content, in bounded memory and time."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.storage.test_pickles import hostile as hostile_pickles
 SEED = int(os.environ.get("FLEX_HOSTILE_SEED", "1"))
 USUAL = 150
 COUNT = int(os.environ.get("FLEX_HOSTILE", USUAL))
-"""How many documents of every kind; ``make soak`` asks for more."""
+"""Number of documents of every kind; ``make soak`` sets more."""
 
 MOST = 320_000_000
 """Bytes that no document here may make a reader hold; the largest of them is a header of 100 MB."""
@@ -74,7 +74,9 @@ def test_the_counts_are_those_of_the_guarantees() -> None:
 
 
 @pytest.mark.parametrize("left_out", [hostile.DEAR, pytest.param((), marks=pytest.mark.slow)], ids=["most", "all"])
-def test_what_asks_for_much_is_refused_in_bounded_memory_and_time(tmp_path: Path, left_out: tuple[str, ...]) -> None:
+def test_a_document_that_requests_much_memory_is_refused_in_bounded_memory_and_time(
+    tmp_path: Path, left_out: tuple[str, ...]
+) -> None:
     seen = hostile.blasts(tmp_path, left_out)
     assert seen.keys() == hostile.BOMBS.keys() - set(left_out)
     assert {name: one.error for name, one in seen.items() if one.error not in _OURS} == {}
@@ -190,11 +192,11 @@ def test_a_file_that_the_manifest_does_not_list_is_not_read(name: str, place: Pa
 
 
 @pytest.mark.parametrize(("field", "value"), [("shape", [1 << 60]), ("dtype", "float16")])
-def test_rules_that_know_a_tensor_as_another_than_its_file_are_refused(place: Path, field: str, value: Any) -> None:
+def test_rules_that_declare_a_tensor_differently_from_its_file_are_refused(place: Path, field: str, value: Any) -> None:
     document = json.loads((place / "mapping.json").read_bytes())
     document["rules"]["targets"]["model.norm.weight"][field] = value
     with hostile.forged(place, "mapping.json", json.dumps(document).encode()):
-        with pytest.raises(Corrupt, match=r"model\.norm\.weight: stored as float32 \[16\], the rules know it as"):
+        with pytest.raises(Corrupt, match=r"model\.norm\.weight: stored as float32 \[16\], declared by the rules as"):
             open_flex(place, "off")
 
 

@@ -15,7 +15,7 @@ from tests.crash import soaked
 SEED = 1
 USUAL = 2000
 COUNT = int(os.environ.get("FLEX_MUTATIONS", USUAL))
-"""How many; ``make soak`` asks for more."""
+"""Number of mutations; ``make soak`` sets more."""
 
 FEW = 200
 """How many in ``make test``."""

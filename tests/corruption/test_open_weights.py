@@ -87,10 +87,10 @@ def refused_by_the_command(model: Path, output: Path, ranks: ForkServer | None =
     """The error by which ``paddleformers-fc train``, or only its worker on a rank, ends with nothing touched."""
     before = states(model)
     ended = commands.train(model, output) if ranks is None else commands.worker(ranks, model, output)
-    assert ended.code == 1, ended.said
-    assert ended.error is not None, ended.said
-    assert ended.error.what in ended.said
-    assert "learning_rate:" not in ended.said  # No step was made.
+    assert ended.code == 1, ended.printed
+    assert ended.error is not None, ended.printed
+    assert ended.error.what in ended.printed
+    assert "learning_rate:" not in ended.printed  # No step was made.
     assert list(output.glob("checkpoint-*")) == []
     assert states(model) == before
     return ended.error
@@ -100,7 +100,7 @@ def trained_from(ranks: ForkServer, model: Path, output: Path, expected: dict[st
     """Whether the command's worker begins with these bits: a step without a learning rate keeps them."""
     before = states(model)
     ended = commands.worker(ranks, model, output, max_steps=1, learning_rate=0.0)
-    assert ended.code == 0, ended.said
+    assert ended.code == 0, ended.printed
     assert states(model) == before
     held = {name: array for path in output.glob("*.safetensors") for name, array in load_file(path).items()}
     return held.keys() == expected.keys() and all(
@@ -303,7 +303,7 @@ def test_g20_weights_that_do_not_fit_stop_every_way_in(model: Path, tmp_path: Pa
     untouched = copy(model, tmp_path / "stock/llama", lambda path: None)
     corpus = model.parent / "corpus.jsonl"
     stock = commands.stock_command(untouched, tmp_path / "of-stock", corpus, flex_checkpoint=False)
-    assert stock.code == 0, stock.said
+    assert stock.code == 0, stock.printed
     before = states(model)
     ways = {
         "`paddleformers-fc train`": commands.train(model, tmp_path / "ours"),
@@ -312,7 +312,9 @@ def test_g20_weights_that_do_not_fit_stop_every_way_in(model: Path, tmp_path: Pa
     }
     for name, ended in ways.items():
         assert ended.code != 0, name
-        assert "The open weights and the model do not fit: 12 differences. No weight was changed." in ended.said, name
+        assert "The open weights and the model do not fit: 12 differences. No weight was changed." in ended.printed, (
+            name
+        )
         assert list(ended.output.glob("checkpoint-*")) == []
     assert states(model) == before
     error = ways["`paddleformers-cli train`"].error
@@ -338,7 +340,7 @@ def test_g21_a_model_that_another_loader_has_filled_is_refused(ranks: ForkServer
 
 
 @pytest.mark.parametrize(
-    ("stage", "changed", "said"),
+    ("stage", "changed", "message"),
     [
         ("SFT", {"intermediate_size": 96}, "SHAPE: stored and wanted differ (12)"),
         ("DPO", {"intermediate_size": 96}, "SHAPE: stored and wanted differ (12)"),
@@ -346,7 +348,7 @@ def test_g21_a_model_that_another_loader_has_filled_is_refused(ranks: ForkServer
     ],
 )
 def test_every_stage_of_the_command_line_reads_open_weights_alike(
-    ranks: ForkServer, model: Path, tmp_path: Path, stage: str, changed: dict[str, Any], said: str
+    ranks: ForkServer, model: Path, tmp_path: Path, stage: str, changed: dict[str, Any], message: str
 ) -> None:
     if stage == "VL-SFT":
         commands.as_vision_language(model)
@@ -354,7 +356,7 @@ def test_every_stage_of_the_command_line_reads_open_weights_alike(
     before = states(model)
     result = ranks.attempt("tests.trainer.entry_jobs:run_command_line", 1, {"yaml": str(path)})
     assert not result.ok
-    assert said in result.logs[0].read_text()
+    assert message in result.logs[0].read_text()
     assert states(model) == before
 
 

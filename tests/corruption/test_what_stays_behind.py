@@ -80,7 +80,7 @@ def test_s13_a_failed_load_leaves_nothing_to_the_next(bare_ranks: ForkServer, tm
 
 
 @fault("S14", "the same directory is loaded twice in one process, and holds another checkpoint the second time")
-def test_s14_a_directory_is_looked_at_anew_for_every_load(bare_ranks: ForkServer, tmp_path: Path) -> Observed:
+def test_s14_a_directory_is_inspected_again_for_every_load(bare_ranks: ForkServer, tmp_path: Path) -> Observed:
     one, other = [1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0]
     steps = [
         stock.save(tmp_path / "stock", {"a": tensor(one)}, unique_id=0),

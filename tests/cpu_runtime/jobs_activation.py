@@ -71,7 +71,7 @@ def with_another_paddle() -> dict[str, Any]:
 
 
 def on_an_accelerator() -> dict[str, Any]:
-    """Activate in a process that computes on a GPU, as far as it can tell."""
+    """Activate in a process that seems to compute on a GPU."""
     paddle.device.get_device = lambda: "gpu:0"
     before = paddle.Tensor.cuda
     log = _logged()

@@ -55,7 +55,7 @@ def train_without(
 
 
 def unmended_paddle() -> dict[str, str]:
-    """What Paddle's CPU build says by itself, without the runtime: the error of each call."""
+    """The error of each call in Paddle's CPU build without the runtime."""
     tensor = paddle.ones([2, 2])
     half = tensor.astype("bfloat16")
     calls: dict[str, Callable[[], Any]] = {

@@ -12,7 +12,7 @@ from tests.harness import tiny
 
 
 def optimizer_of(layout: dict[str, Any], output_dir: str) -> list[Any]:
-    """The class of the optimizer that shards, after one step, and whether the arguments say that it splits."""
+    """The class of the optimizer that shards, after one step, and whether the arguments enable ``split_param``."""
     args = tiny.training_arguments(layout, output_dir, max_steps=1)
     run = tiny.trainer(tiny.build("llama", layout, args), args)
     run.train()

@@ -20,7 +20,7 @@ def test_importing_the_runtime_imports_no_paddle() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_a_second_activation_changes_nothing_and_says_nothing(bare_ranks: ForkServer) -> None:
+def test_a_second_activation_changes_nothing_and_logs_nothing(bare_ranks: ForkServer) -> None:
     (seen,) = bare_ranks.run(f"{JOBS}:twice", 1).values
     assert seen["first"] == seen["second"] == seen["table"]
     assert seen["replaced"] == [True, False]
@@ -47,6 +47,6 @@ def test_an_unknown_version_whose_hooks_are_the_known_ones_is_a_warning(bare_ran
     assert "paddle 3.9.0 is installed; the known version is paddle 3.3.1" in seen["log"][0]
 
 
-def test_on_an_accelerator_nothing_is_mended(bare_ranks: ForkServer) -> None:
+def test_on_an_accelerator_nothing_is_patched(bare_ranks: ForkServer) -> None:
     (seen,) = bare_ranks.run(f"{JOBS}:on_an_accelerator", 1).values
     assert seen == {"names": [], "touched": False, "log": []}

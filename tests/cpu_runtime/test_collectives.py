@@ -54,7 +54,7 @@ def test_a_collective_gives_every_rank_what_numpy_does(results: tuple[dict[str, 
         np.testing.assert_array_equal(np.array(results[rank][name]), np.array(expected), err_msg=f"on rank {rank}")
 
 
-def test_reduce_sums_on_the_rank_that_asked(results: tuple[dict[str, Any], ...]) -> None:
+def test_reduce_sums_on_the_requesting_rank(results: tuple[dict[str, Any], ...]) -> None:
     np.testing.assert_array_equal(np.array(results[1]["reduce"]), SUM)
 
 

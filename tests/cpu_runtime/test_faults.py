@@ -76,7 +76,7 @@ def test_without_its_patch_training_goes_wrong_in_silence(
         assert abs(seen["losses"][2] - right[2]) > 1e-3
 
 
-def test_paddle_still_lacks_what_is_mended(bare_ranks: ForkServer) -> None:
+def test_paddle_still_lacks_what_is_patched(bare_ranks: ForkServer) -> None:
     (errors,) = bare_ranks.run(f"{JOBS}:unmended_paddle", 1).values
     assert "Do not support c_identity for cpu kernel" in errors["c_identity"]
     assert "Do not support c_concat for cpu kernel" in errors["c_concat"]

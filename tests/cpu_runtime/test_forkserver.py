@@ -57,7 +57,7 @@ def test_a_rank_that_fails_is_named_with_its_traceback(plain: ForkServer) -> Non
     assert "RuntimeError: the reactor is on fire" in text
 
 
-def test_an_attempt_tells_who_failed_and_keeps_what_the_others_returned(plain: ForkServer) -> None:
+def test_an_attempt_lists_failed_ranks_and_keeps_what_the_others_returned(plain: ForkServer) -> None:
     result = plain.attempt(f"{JOBS}:fail_on", 2, {"rank": 0})
     assert result.returncodes == (1, 0)
     assert result.values == (None, "fine")
@@ -124,7 +124,7 @@ def test_logs_hold_both_outputs(plain: ForkServer) -> None:
     assert log.splitlines() == ["line 0", "line 1", "line 2", "to standard error"]
 
 
-def test_a_server_that_cannot_preload_says_why() -> None:
+def test_a_server_that_cannot_preload_reports_the_reason() -> None:
     with pytest.raises(PeerError, match="No module named 'no_such_module'"), ForkServer(preload=["no_such_module"]):
         raise AssertionError("it started")
 

@@ -147,7 +147,7 @@ def test_a_job_without_ranks_or_without_work_is_refused(tmp_path: Path, argv: li
     assert not (tmp_path / "logs").exists()
 
 
-def test_return_codes_of_signals_are_told_as_a_shell_tells_them() -> None:
+def test_return_codes_of_signals_are_those_of_a_shell() -> None:
     assert supervision.JobOutcome((0, -15), False, 1.0).returncode == 143
     assert supervision.JobOutcome((0, 3), False, 1.0).returncode == 3
     assert supervision.JobOutcome((0, 0), False, 1.0).returncode == 0

@@ -39,7 +39,7 @@ def test_in_a_coalescing_block_sends_leave_before_receives_wait(ranks: ForkServe
     assert values == tuple([before, before, before + 10, before + 10] for before in (2.0, 0.0, 1.0))
 
 
-def test_messages_arrive_in_the_order_in_which_they_were_asked_for(ranks: ForkServer) -> None:
+def test_messages_arrive_in_the_order_in_which_they_were_requested(ranks: ForkServer) -> None:
     assert ranks.run(f"{JOBS}:waits_in_reverse", 2).values[1] == [1.0, 2.0]
 
 

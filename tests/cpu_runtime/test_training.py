@@ -70,7 +70,7 @@ def test_interleaved_stages_train_like_one_process(
 @pytest.mark.parametrize(
     ("layout", "optimizer"), [(tiny.SD2V1, "DygraphShardingOptimizer"), (tiny.SD2V2, "DygraphShardingOptimizerV2")]
 )
-def test_float32_is_sharded_by_the_version_that_was_asked_for(
+def test_float32_is_sharded_by_the_requested_version(
     ranks: ForkServer, tmp_path: Path, layout: MatrixLayout, optimizer: str
 ) -> None:
     kwargs = {"layout": layout.to_json(), "output_dir": str(tmp_path)}

@@ -203,7 +203,7 @@ def target_of(there: Path) -> Path:
 
 
 def _described(generation: int) -> dict[str, bytes]:
-    """The small files of an export; each knows its generation."""
+    """The small files of an export; each contains its generation."""
     return {
         "config.json": config_bytes({**CONFIG, "generation": generation}),
         "tokenizer.json": json.dumps({"generation": generation}).encode(),

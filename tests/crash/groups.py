@@ -56,8 +56,8 @@ class SocketChannel:
             if self.rank == 0:
                 everyone = [payload, *(_received(one) for one in self._sockets)]
                 for one in self._sockets:
-                    for said in everyone:
-                        _send(one, said)
+                    for text in everyone:
+                        _send(one, text)
                 return everyone
             _send(self._sockets[0], payload)
             return [_received(self._sockets[0]) for _ in range(self.world_size)]
@@ -237,9 +237,9 @@ class Group:
 
     def end(self) -> list[RankEnd]:
         """Wait until every rank has ended; how each did. A rank that hangs is ended by an alarm."""
-        said = [_read_all(descriptor) for descriptor in self._reports]
+        reports = [_read_all(descriptor) for descriptor in self._reports]
         codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in self.pids]
-        return [_rank_end(code, text) for code, text in zip(codes, said, strict=True)]
+        return [_rank_end(code, text) for code, text in zip(codes, reports, strict=True)]
 
 
 class Held:
@@ -274,7 +274,7 @@ class Held:
         return os.read(self._heard, 1) == b"!"
 
     def go(self) -> None:
-        """Let it go on."""
+        """Let it continue."""
         os.write(self._go, b"!")
 
     def end(self) -> list[RankEnd]:
@@ -315,10 +315,10 @@ def _run(channel: Channel, job: Callable[[Channel], None], net: Net, watched: Pa
         except FlexError as error:
             code, text = REFUSED, error.render()
         unseen = bytes_written() - before - net.written
-        said = {"kinds": net.kinds, "text": text, "outside": net.outside, "unseen": unseen}
+        document = {"kinds": net.kinds, "text": text, "outside": net.outside, "unseen": unseen}
     except BaseException:
-        said = {"text": traceback.format_exc()}
-    os.write(report, json.dumps(said).encode())
+        document = {"text": traceback.format_exc()}
+    os.write(report, json.dumps(document).encode())
     sys.stdout.flush()
     os._exit(code)
 
@@ -328,9 +328,9 @@ def _read_all(descriptor: int) -> bytes:
         return pipe.read()
 
 
-def _rank_end(code: int, said: bytes) -> RankEnd:
-    if not said:
+def _rank_end(code: int, document: bytes) -> RankEnd:
+    if not document:
         return RankEnd(code)
-    found: dict[str, Any] = json.loads(said)
+    found: dict[str, Any] = json.loads(document)
     kinds, outside = tuple(found.get("kinds", ())), tuple(found.get("outside", ()))
     return RankEnd(code, kinds, found["text"], outside, found.get("unseen", 0))

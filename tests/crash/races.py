@@ -227,7 +227,7 @@ def relays(race: Race, directory: Path) -> list[Relay]:
 
 @dataclass(frozen=True)
 class Relay:
-    """One interleaving of three parts: the first job begins, the other one begins, the first one goes on for a while,
+    """One interleaving of three parts: the first job begins, the other one begins, the first one continues for a while,
     then the other one comes to its end, and then the first.
 
     Args:

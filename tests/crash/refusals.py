@@ -159,10 +159,10 @@ def read_only(grid: str, directory: Path) -> str:
     else:
         gates = {rank: RefuseAt(0, errno.EROFS, lasting=True) for rank in range(ranks_of(grid))}
     ends = Group(ranks_of(grid), lambda channel: save(there, grid, 6, NEW, channel), there, gates).end()
-    done, said = same_end(ends), ends[0].text
+    done, text = same_end(ends), ends[0].text
     unchanged = names_in(there) == ["checkpoint-5"] and whole(there / "checkpoint-5") == OLD
     _unmount(there)
-    return "" if unchanged and not done and "EROFS" in said else f"{grid}, read-only: {said}"
+    return "" if unchanged and not done and "EROFS" in text else f"{grid}, read-only: {text}"
 
 
 def _tried(grid: str, there: Path, limit: int | None) -> str:

@@ -69,11 +69,11 @@ def run(kind: str, each: int, every: int = 1) -> Tally:
         subprocess.Popen([*command, f"--worker={number}"], cwd=ROOT, env=environment, stdout=subprocess.PIPE)
         for number in range(_WORKERS)
     ]
-    said = [worker.communicate()[0] for worker in workers]
+    outputs = [worker.communicate()[0] for worker in workers]
     failed = [worker.returncode for worker in workers if worker.returncode]
     if failed:
         raise RuntimeError(f"a sweep of {kind} ended with {failed}")
-    return sum((Tally(**json.loads(text)) for text in said), Tally())
+    return sum((Tally(**json.loads(text)) for text in outputs), Tally())
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Real ranks over gloo, of which some are killed in the midst of a save: the job ends, and the step before goes on."""
+"""Real ranks over gloo, of which some are killed during a save: the job ends, and the previous step resumes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def saved(patient_ranks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -
         *("one writes beside steps", "the name is next beside steps"),
     ],
 )
-def test_ranks_killed_in_a_save_end_the_job_and_the_step_before_goes_on_with_as_many_ranks_and_with_fewer(
+def test_ranks_killed_in_a_save_end_the_job_and_the_previous_step_resumes_on_as_many_ranks_and_on_fewer(
     patient_ranks: ForkServer,
     saved: Saved,
     tmp_path: Path,

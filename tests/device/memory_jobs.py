@@ -173,7 +173,7 @@ def load_through_the_pool(root: str, staging_bytes: int, count: int, rows: int) 
     return {
         "wrong": [i for i, tensor in enumerate(tensors) if tensor.cpu().numpy().tobytes() != numbers[i].tobytes()],
         "held": pool.peak,
-        "kept": pool.held,
+        "kept": pool.allocated,
         "allocations": pool.allocations,
         "in flight": figures.in_flight,
         "measured": figures.bytes,
@@ -193,7 +193,7 @@ def fill_while_computing() -> list[float]:
     slot = slot_of(tensor)
     slot.open().array()[:] = np.arange(8)
     slot.close()
-    slot.settle()
+    slot.finish_copy()
     paddle.device.synchronize(device())
     found: list[float] = tensor.numpy().tolist()
     return found

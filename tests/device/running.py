@@ -80,7 +80,7 @@ def device_ranks(directory: Path) -> Iterator[Ranks]:
 
 
 def _device_count() -> int:
-    """The devices that Paddle finds; a new process asks, because one that has asked CUDA must not be forked."""
+    """The devices that Paddle finds, in a new process: a process that has used CUDA must not be forked."""
     code = "import paddle; print(paddle.device.cuda.device_count() if paddle.is_compiled_with_cuda() else 0)"
     found = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
     return 0 if found.returncode else int(found.stdout.split()[-1])

@@ -101,7 +101,7 @@ def count(layout: Mapping[str, Any], model: Mapping[str, Any], output_dir: str, 
     from paddleformers_fc.execute.replicas import stretch
     from paddleformers_fc.execute.save import JobRecord, config_bytes, live_part, save_checkpoint, snapshot, views
     from paddleformers_fc.execute.staging_pool import measured_transfers
-    from paddleformers_fc.trainer.description import describe
+    from paddleformers_fc.trainer.description import describe_model
 
     paddle.set_device(device())
     args = tiny.training_arguments(layout, output_dir, max_steps=1, device=device())
@@ -114,7 +114,7 @@ def count(layout: Mapping[str, Any], model: Mapping[str, Any], output_dir: str, 
         roles.setdefault("master_weight" if name.endswith(".w_0") else "optimizer_state", {})[name] = state
     tensors = [state.local_tensor for states in roles.values() for state in states.values()]
 
-    channel, described = CountedChannel(job_channel()), describe(built)
+    channel, described = CountedChannel(job_channel()), describe_model(built)
     files = {"config.json": config_bytes(described.config)} if channel.rank == 0 else {}
     job, target = JobRecord(3, 24, {}), Path(output_dir) / "counted" / "checkpoint-3"
     before = copied() - channel.copied
@@ -169,7 +169,7 @@ def train_offloaded(output_dir: str, on: str, bf16: bool, resume: str | None = N
 
     from paddleformers_fc import FlexTrainer, FlexTrainingArguments
     from paddleformers_fc.execute import load
-    from paddleformers_fc.trainer import saves_in_steps, state
+    from paddleformers_fc.trainer import live_roles, saves_in_steps
 
     settings = {"cls": FlexTrainingArguments, "flex_checkpoint": True, "max_steps": 6, "save_steps": 3, "device": on}
     paddle.set_device(on)
@@ -178,7 +178,7 @@ def train_offloaded(output_dir: str, on: str, bf16: bool, resume: str | None = N
     found: dict[str, Any] = {}
 
     def places() -> dict[str, list[str]]:
-        roles = state.run_roles(trainer.model, trainer.optimizer)
+        roles = live_roles.run_roles(trainer.model, trainer.optimizer)
         return {role: sorted({str(one.local_tensor.place) for one in names.values()}) for role, names in roles.items()}
 
     class Watch(TrainerCallback):
@@ -197,7 +197,7 @@ def train_offloaded(output_dir: str, on: str, bf16: bool, resume: str | None = N
     trainer = tiny.trainer(tiny.build("llama", layout, args), args, cls=FlexTrainer, callbacks=[Watch()])
     load.read_redistributed = counted("load", load.read_redistributed)
     saves_in_steps.write_and_commit = counted("save", saves_in_steps.write_and_commit)
-    state.create_states = counted("create", state.create_states)
+    live_roles.create_states = counted("create", live_roles.create_states)
     trainer.train(resume_from_checkpoint=resume)
     weights = [one.local_tensor for one in trainer.model.sharded_state_dict().values()]
     found["weights"] = sum(math.prod(tensor.shape) * tensor.element_size() for tensor in weights)

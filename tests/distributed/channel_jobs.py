@@ -72,7 +72,7 @@ def exchange_on_two_threads(rounds: int) -> bool:
 
 
 def spread_among(members: list[int], text: str) -> str:
-    """What a rank knows after the first member's text went to the others."""
+    """The text on a rank after the first member has sent it to the others."""
     from paddleformers_fc.distributed.channel import broadcast
 
     channel = started()

@@ -96,13 +96,13 @@ def test_an_error_of_another_library_travels_with_what_was_being_done() -> None:
         run_on_all(ALONE, "saving", lambda: {}["step"])
 
 
-def test_paths_of_many_ranks_are_told_up_to_a_number() -> None:
+def test_paths_of_many_ranks_are_listed_up_to_a_number() -> None:
     error = failing([refused("write", Path(f"/run/rank-{rank}"), FULL) for rank in range(12)])
     assert error.evidence[-1] == "5 more paths on other ranks"
     assert len(error.evidence) == 9
 
 
-def test_a_next_step_that_all_ranks_share_is_said_once() -> None:
+def test_a_next_step_that_all_ranks_share_is_reported_once() -> None:
     error = failing([refused(action, Path(f"/run/{action}"), FULL) for action in ("write", "sync")])
     assert "for different reasons" in error.what
     assert error.render().count("Free space on this file system") == 1

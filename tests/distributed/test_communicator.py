@@ -26,7 +26,7 @@ Communicator(Deaf(), 0.05, None).all_gather(b"")
 
 
 class Echo:
-    """Two ranks that say the same."""
+    """Two ranks with equal messages."""
 
     rank, world_size = 1, 2
 
@@ -34,7 +34,7 @@ class Echo:
         return [payload, payload]
 
 
-def test_a_rank_that_waits_too_long_says_so_and_ends() -> None:
+def test_a_rank_that_waits_too_long_reports_it_and_ends() -> None:
     ended = subprocess.run(
         [sys.executable, "-c", WAITS_FOR_EVER], capture_output=True, text=True, timeout=LIMIT, check=False
     )

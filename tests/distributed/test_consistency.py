@@ -64,7 +64,9 @@ def test_the_value_of_the_fewest_comes_last_and_many_values_are_counted() -> Non
         ("step", 3, 4),
     ],
 )
-def test_what_differs_is_told_with_its_values_and_ranks(odd: int, subject: str, usual: object, other: object) -> None:
+def test_a_difference_is_reported_with_its_values_and_ranks(
+    odd: int, subject: str, usual: object, other: object
+) -> None:
     def work(channel: Any) -> None:
         facts: dict[str, object] = {"equal": "everywhere", "versions": {"else": 1}}
         value = other if channel.rank == odd else usual
@@ -79,7 +81,7 @@ def test_what_differs_is_told_with_its_values_and_ranks(odd: int, subject: str, 
     assert "everywhere" not in str(error)
 
 
-def test_a_fact_that_one_rank_lacks_is_told() -> None:
+def test_a_fact_that_one_rank_lacks_is_reported() -> None:
     error = the_one_report(job(2, lambda channel: call(channel, {"a": 1} if channel.rank else {})))
     assert error.evidence == ("a: not set on rank 0; 1 on rank 1",)
 
@@ -101,7 +103,7 @@ def test_what_differs_counts_before_what_became_of_it() -> None:
 
 
 @pytest.mark.parametrize("works", [True, False])
-def test_a_fact_that_cannot_be_told_is_an_error_on_every_rank(works: bool) -> None:
+def test_a_fact_that_cannot_be_encoded_is_an_error_on_every_rank(works: bool) -> None:
     untold: dict[str, object] = {"statements": [{1: "a", "b": "c"}]}
 
     def work() -> None:
@@ -126,7 +128,7 @@ def test_a_roll_costs_no_exchange_of_its_own() -> None:
     assert succeed(3, work) == [1] * 3
 
 
-def test_equal_ranks_go_on_and_long_values_are_compared_to_their_end() -> None:
+def test_equal_ranks_continue_and_long_values_are_compared_to_their_end() -> None:
     succeed(3, lambda channel: call(channel, {"long": "x" * 5000}))
     error = the_one_report(job(3, lambda channel: call(channel, {"long": "x" * 5000 + str(channel.rank // 2)})))
     assert len(error.evidence[0]) < 600
@@ -147,7 +149,7 @@ def test_the_software_is_that_which_is_imported(monkeypatch: pytest.MonkeyPatch)
     assert set(software_versions()) == {"paddleformers_fc"}
 
 
-def test_ranks_in_different_steps_are_told_apart() -> None:
+def test_ranks_in_different_steps_are_distinguished() -> None:
     error = the_one_report(
         job(3, lambda channel: run_on_all(channel, "saving" if channel.rank == 2 else "loading", lambda: None))
     )
@@ -155,7 +157,7 @@ def test_ranks_in_different_steps_are_told_apart() -> None:
     assert error.evidence == ("loading on ranks 0-1; saving on rank 2",)
 
 
-def test_a_rank_that_speaks_another_language_is_told_apart() -> None:
+def test_a_rank_of_another_version_is_distinguished() -> None:
     def work(channel: Any) -> None:
         if channel.rank == 1:
             channel.all_gather(b"\xc1 of another version")
@@ -237,7 +239,7 @@ def test_statements_on_one_rank_alone_are_refused(tmp_path: Path) -> None:
     assert "aoa_config" in str(refused(2, work))
 
 
-def test_ranks_that_resume_from_different_directories_are_told_which(tmp_path: Path) -> None:
+def test_ranks_that_resume_from_different_directories_are_listed(tmp_path: Path) -> None:
     for step in (3, 4):
         ours.save(tmp_path / f"checkpoint-{step}")
 

@@ -1,4 +1,4 @@
-"""Ranks that meet before they exchange: all of them go on, or all that live raise one error that names the others.
+"""Ranks that meet before they exchange: all of them continue, or all that live raise one error that lists the others.
 
 Time passes only while every living rank waits (:class:`tests.harness.clocks.ThreadClock`).
 """
@@ -207,7 +207,7 @@ def test_a_rank_that_comes_in_the_moment_of_giving_up_is_waited_for() -> None:
     assert board.numbers["flex/arrivals"] == 2
 
 
-def test_a_rank_that_died_while_it_gave_up_keeps_nobody() -> None:
+def test_a_rank_that_died_while_it_aborted_blocks_no_rank() -> None:
     board = Counters()
     board.numbers["flex/arrivals"] = (1 << 40) + 1  # It gave up and could not say whether that counts.
     first, second = outcomes(board, 3, lambda channel: channel.all_gather(b"") if channel.rank else None, 0.4)[1:]
@@ -217,7 +217,7 @@ def test_a_rank_that_died_while_it_gave_up_keeps_nobody() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_whoever_comes_whenever_either_all_go_on_or_none(seed: int) -> None:
+def test_ranks_that_arrive_at_any_time_all_continue_or_none_does(seed: int) -> None:
     rng = random.Random(seed)
     board, ranks = Counters(), 4
     delays = [[rng.choice([0.0, 0.0, 0.04, 0.05, 0.06]) for _ in range(6)] for _ in range(ranks)]
@@ -234,7 +234,7 @@ def test_whoever_comes_whenever_either_all_go_on_or_none(seed: int) -> None:
     assert len(set(timed(ranks, work))) == 1
 
 
-def test_a_store_whose_server_has_ended_is_told_alike_on_every_rank() -> None:
+def test_a_store_whose_server_has_ended_is_one_error_on_every_rank() -> None:
     found = outcomes(Gone(), 3, lambda channel: channel.all_gather(b""))
     assert all(isinstance(error, PeerError) for error in found)
     assert len({str(error) for error in found}) == 1

@@ -29,7 +29,7 @@ def hop(
     from paddleformers_fc.execute.load import load_checkpoint
     from paddleformers_fc.execute.opening import open_on_all_ranks
     from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoint
-    from paddleformers_fc.trainer.description import describe
+    from paddleformers_fc.trainer.description import describe_model
     from tests.harness import tiny
 
     # The step gives the optimizer its states, and the model weights that a load must overwrite.
@@ -42,7 +42,7 @@ def hop(
     for name, state in trainer.optimizer.sharded_state_dict(weights).items():
         roles.setdefault("master_weight" if name.endswith(".w_0") else "optimizer_state", {})[name] = state
     channel = job_channel()
-    described = describe(built)
+    described = describe_model(built)
     fresh: list[str] = []
     if source is not None:
         fresh = list(load_checkpoint(open_on_all_ranks(Path(source), channel), roles, described, channel).fresh)

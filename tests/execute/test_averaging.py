@@ -74,7 +74,7 @@ def test_the_bits_depend_on_no_bound_of_a_block_or_a_thread(
     ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(averaging, "BLOCK_ELEMENTS", block)
-        patch.setattr(averaging, "_JOB_ELEMENTS", 3 * block)
+        patch.setattr(averaging, "_CHUNK_ELEMENTS", 3 * block)
         averages = [AveragedTensor(old, in_pieces(new, piece), first) for old, new in zip(before, sources, strict=True)]
         update_averages(averages, update_weight(0.9, 2, True), threads)
     for found, expected in zip(before, wanted, strict=True):

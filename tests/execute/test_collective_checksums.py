@@ -103,7 +103,7 @@ def test_faults_that_different_ranks_find_come_in_one_report(checkpoint: Path) -
 
 @pytest.mark.parametrize("name", ["mapping.json", "config.json"])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_a_byte_of_a_document_is_refused_whoever_checks_it(checkpoint: Path, name: str, ranks: int) -> None:
+def test_a_byte_of_a_document_is_refused_on_every_checking_rank(checkpoint: Path, name: str, ranks: int) -> None:
     flip(checkpoint / name, 10)
     assert f"{name} does not match its checksum in 1 of" in the_one_report(load_layout(checkpoint, ranks)).evidence[0]
 

@@ -139,7 +139,7 @@ def test_an_export_lies_whole_on_the_first_disk(
     assert all(np.array_equal(loaded[key], ARRAYS[key]) for key in ARRAYS)
 
 
-def test_an_export_takes_what_describes_the_model_from_whoever_sees_it(tmp_path: Path) -> None:
+def test_an_export_takes_what_describes_the_model_from_a_rank_that_sees_it(tmp_path: Path) -> None:
     places = [tmp_path / "disk-0", tmp_path / "disk-1"]
     save(places, 2)
     seen = [tmp_path / "new", *places]

@@ -109,7 +109,7 @@ def test_every_exported_file_is_recorded_as_it_is_on_disk(
         assert checksum == hasher.file_checksum(name)
 
 
-def test_blocks_of_large_files_are_recorded_in_order_whoever_writes_them(tmp_path: Path) -> None:
+def test_blocks_of_large_files_are_recorded_in_order_for_every_writer(tmp_path: Path) -> None:
     rows = np.random.default_rng(0).standard_normal((200_000, 16), dtype=np.float32)
     source = save(tmp_path / "checkpoint-3", 2, 1, {**ARRAYS, "lm_head.weight": rows})
     export_checkpoint(source, tmp_path / "hf")
@@ -280,7 +280,7 @@ def test_below_full_no_tensor_is_compared(weights: Path, level: str) -> None:
 # ---- The checksum file itself.
 
 
-def test_altered_checksums_are_told_from_altered_files(weights: Path) -> None:
+def test_altered_checksums_are_distinguished_from_altered_files(weights: Path) -> None:
     alter(weights / CHECKSUMS_NAME)
     error = refusal(load(weights, 2), weights)
     assert f"{CHECKSUMS_NAME} does not match its own checksum" in error.what

@@ -65,7 +65,7 @@ def test_an_empty_tensor_has_an_empty_view() -> None:
     assert memory_of(paddle.empty([0, 4], dtype="bfloat16")).size == 0
 
 
-def test_paddle_has_what_a_copy_to_a_gpu_asks_of_it() -> None:
+def test_paddle_has_the_functions_of_a_copy_to_a_gpu() -> None:
     """The copy itself needs a GPU; a name that Paddle drops is seen without one."""
     for name in ("Stream", "stream_guard", "current_stream"):
         assert callable(getattr(paddle.device, name))

@@ -24,7 +24,7 @@ STEP = "checkpoint-3"
 
 
 def distributed(source: Path, disks: list[Path], holders: Callable[[str], list[int]]) -> None:
-    """Copy a checkpoint onto disks: the small files onto all, every other where ``holders`` says."""
+    """Copy a checkpoint onto disks: the small files onto all, every other to the disks of ``holders``."""
     for path in source.rglob("*"):
         name = path.relative_to(source).as_posix()
         if path.is_file():
@@ -97,7 +97,7 @@ def test_ranks_that_see_the_same_agree_once(tmp_path: Path, opening: Callable[..
     assert succeed(2, work) == [(1, 0)] * 2
 
 
-def test_what_one_rank_alone_cannot_open_of_what_all_see_is_told_by_all(tmp_path: Path) -> None:
+def test_a_file_that_one_rank_cannot_open_is_reported_by_all(tmp_path: Path) -> None:
     places = [tmp_path / name for name in ("usual", "odd")]
     for place in places:
         save(place / STEP, ARRAYS, 1, 2)

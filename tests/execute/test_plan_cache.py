@@ -90,7 +90,7 @@ def without_a_part(planned: CachedPlan) -> CachedPlan:
 def test_a_plan_that_does_not_fit_is_as_good_as_none_though_its_file_is_sound(tmp_path: Path, checkpoint: Path) -> None:
     model, known = laid_out("dp=1"), PlanCache()
     expected = bits(loaded(checkpoint, model, known))
-    ((key, planned),) = known._held.items()
+    ((key, planned),) = known._plans.items()
     PlanCache(tmp_path).keep(key, without_a_part(planned))
     (forged,) = (path.read_bytes() for path in tmp_path.iterdir())
     assert bits(loaded(checkpoint, model, PlanCache(tmp_path))) == expected

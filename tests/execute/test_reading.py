@@ -266,7 +266,7 @@ def test_tensors_of_all_sizes_that_follow_one_another_are_filled_in_one_go(tmp_p
 
 @pytest.mark.parametrize("start", [-1, 1])
 def test_bytes_beside_a_tensor_are_not_filled(tmp_path: Path, start: int) -> None:
-    """Whatever a plan says: what lies there may be anything."""
+    """For any plan: the stored bytes may be anything."""
     values = matrix(tmp_path, 2, 8)
     memory = np.zeros(24, np.float32)
     items = rows_of(*values.shape)
@@ -321,7 +321,7 @@ class StandIn:
         self._travels = True
         self.travelling.append(self.travelling[-1] + 1)
 
-    def settle(self) -> None:
+    def finish_copy(self) -> None:
         if self._travels:
             self.travelling.append(self.travelling[-1] - 1)
             self.result = self._array.tobytes()
@@ -363,8 +363,8 @@ class Noting:
     def close(self) -> None:
         self.slot.close()
 
-    def settle(self) -> None:
-        self.slot.settle()
+    def finish_copy(self) -> None:
+        self.slot.finish_copy()
 
 
 def test_host_arrays_travel_while_the_next_are_read_and_all_have_arrived_at_the_end(tmp_path: Path) -> None:
@@ -418,7 +418,7 @@ def nothing_left() -> Iterator[None]:
 
 @dataclass
 class Watched:
-    """A slot that is filled in place, and knows which views of all such slots are still held.
+    """A slot that is filled in place and records the live views of all such slots.
 
     Args:
         views: of all slots, as they were opened.
@@ -439,7 +439,7 @@ class Watched:
     def close(self) -> None:
         """Nothing to hand over."""
 
-    def settle(self) -> None:
+    def finish_copy(self) -> None:
         """Nothing to wait for."""
 
 
@@ -470,7 +470,7 @@ class Trap:
     def close(self) -> None:
         """Nothing to hand over."""
 
-    def settle(self) -> None:
+    def finish_copy(self) -> None:
         """Nothing to wait for."""
 
 
@@ -499,7 +499,7 @@ def test_a_failure_of_the_device_is_named(part: Box) -> None:
 
 
 @pytest.mark.usefixtures("nothing_left")
-def test_too_many_open_files_are_said_to_be_so(tmp_path: Path) -> None:
+def test_too_many_open_files_are_reported_as_such(tmp_path: Path) -> None:
     items = []
     for number in range(64):
         matrix(tmp_path, 1, 4, file=str(number))

@@ -66,7 +66,7 @@ def test_states_that_are_cut_over_the_ranks_arrive_beside_weights_that_are_not(t
     loaded(tmp_path / "checkpoint-3", 2 * sharded, 2, ONCE, sharded)
 
 
-def test_open_weights_are_read_once_and_cast_by_who_wants_them(tmp_path: Path) -> None:
+def test_open_weights_are_read_once_and_cast_by_the_ranks_that_want_them(tmp_path: Path) -> None:
     save(tmp_path / "checkpoint-3", ARRAYS, 1, 1)
     export_checkpoint(tmp_path / "checkpoint-3", tmp_path / "hf", 4000)
 
@@ -86,7 +86,7 @@ def test_open_weights_are_read_once_and_cast_by_who_wants_them(tmp_path: Path) -
     assert 2 * sum(report.bytes_read for report in once) == sum(report.bytes_read for report in each)
 
 
-def test_ranks_that_read_for_themselves_say_nothing_between_the_preflight_and_the_end(tmp_path: Path) -> None:
+def test_ranks_that_read_for_themselves_exchange_nothing_between_the_preflight_and_the_end(tmp_path: Path) -> None:
     save(tmp_path / "checkpoint-3", ARRAYS, 1, 2)
 
     def work(channel: Any) -> tuple[int, int]:
@@ -175,7 +175,7 @@ def test_a_rank_that_fails_in_the_midst_stops_all_after_the_same_round(tmp_path:
 
 @dataclass
 class LateSlot:
-    """A slot whose numbers are there only when it is settled, as on an accelerator.
+    """A slot whose numbers are there only when its copy is finished, as on an accelerator.
 
     Attributes:
         target: a flat array of the shard's dtype and size.
@@ -198,9 +198,9 @@ class LateSlot:
         """The copy begins."""
         self.done.append("close")
 
-    def settle(self) -> None:
+    def finish_copy(self) -> None:
         """The copy is done, and the array is given back."""
-        self.done.append("settle")
+        self.done.append("finish_copy")
         self.target[:] = self.staged
         self.staged = None
 
@@ -219,7 +219,7 @@ def test_what_arrives_is_handed_over_and_waited_for(tmp_path: Path, options: Rea
                 slots[role, name] = LateSlot(array.copy(), array.nbytes)
         read_redistributed(plan, ReadContext(tmp_path / "checkpoint-3"), slots, channel, options, 1000)
         for (role, name), slot in slots.items():
-            assert slot.done == ["open", "close", "settle"], name
+            assert slot.done == ["open", "close", "finish_copy"], name
             assert slot.target.tobytes() == expected[role][name].local_tensor.numpy().tobytes(), name
 
     succeed(3, work)

@@ -11,7 +11,7 @@ from hypothesis import given, strategies as st
 from paddleformers_fc.execute import replica_assignment
 from paddleformers_fc.execute.replica_assignment import RankShards, ShardPart, assign_writers, pack_files
 from paddleformers_fc.layout import Shard
-from paddleformers_fc.layout.codec import decode_held, encode_held
+from paddleformers_fc.layout.codec import decode_rank_shards, encode_rank_shards
 from paddleformers_fc.mapping.boxes import shifted, whole
 from tests.harness.sampling import thorough
 
@@ -48,11 +48,11 @@ def test_a_big_tensor_is_not_cut_for_slivers() -> None:
     assert [[piece.shard.name for piece in pieces] for pieces in given] == [["own"], ["nearly"], ["big"]]
 
 
-def test_ranks_that_hold_the_same_need_not_be_told_apart() -> None:
+def test_ranks_with_equal_shards_need_not_be_distinguished() -> None:
     one = held(tensor("a", 3 * MEBI, 4), tensor("b", 7), tensor("c", 5 * MEBI, 3))
-    again = decode_held(encode_held(one))
+    again = decode_rank_shards(encode_rank_shards(one))
     assert again == one
-    assert assign_writers([one, one, one]) == assign_writers([one, again, decode_held(encode_held(one))])
+    assert assign_writers([one, one, one]) == assign_writers([one, again, decode_rank_shards(encode_rank_shards(one))])
 
 
 @pytest.mark.parametrize("holders", range(3, 9))

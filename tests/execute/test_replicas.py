@@ -56,7 +56,7 @@ def test_equal_replicas_are_no_matter_for_a_word(tmp_path: Path, ranks: int, tp:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "tp", "odd", "said"),
+    ("ranks", "tp", "odd", "message"),
     [
         (2, 1, [1], "version 1 on rank 0; version 2 on rank 1"),
         (4, 1, [2], "version 1 on ranks 0-1, 3; version 2 on rank 2"),
@@ -64,15 +64,15 @@ def test_equal_replicas_are_no_matter_for_a_word(tmp_path: Path, ranks: int, tp:
         (2, 2, [0], "version 1 on rank 0; version 2 on rank 1"),
     ],
 )
-def test_one_bit_of_one_replica_is_told_with_its_ranks_and_stands_in_the_checkpoint(
-    tmp_path: Path, ranks: int, tp: int, odd: list[int], said: str
+def test_one_bit_of_one_replica_is_reported_with_its_ranks_and_recorded_in_the_checkpoint(
+    tmp_path: Path, ranks: int, tp: int, odd: list[int], message: str
 ) -> None:
     outcomes = save(tmp_path / "checkpoint-3", ranks, tp, "warn", {rank: [NORM] for rank in odd})
     for report in outcomes:
         assert isinstance(report, SaveReport)
-        assert report.differences == (NORM_LINE + said,)
+        assert report.differences == (NORM_LINE + message,)
     manifest = read_manifest(tmp_path / "checkpoint-3")
-    assert manifest.differing_replicas == [NORM_LINE + said]
+    assert manifest.differing_replicas == [NORM_LINE + message]
     verify_files(tmp_path / "checkpoint-3", manifest, "full")
 
 
@@ -85,7 +85,7 @@ def test_states_and_parts_of_tensors_are_compared_too_and_like_lines_are_folded(
     assert line.endswith("version 1 on rank 1; version 2 on rank 3")
 
 
-def test_a_save_that_is_to_refuse_saves_nothing_and_says_the_same_on_every_rank(tmp_path: Path) -> None:
+def test_a_save_that_is_to_refuse_saves_nothing_and_raises_the_same_error_on_every_rank(tmp_path: Path) -> None:
     outcomes = save(tmp_path / "checkpoint-3", 4, 2, "refuse", {1: [NORM]})
     assert all(isinstance(outcome, MismatchError) for outcome in outcomes)
     assert len({str(outcome) for outcome in outcomes}) == 1

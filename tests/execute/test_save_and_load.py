@@ -300,7 +300,7 @@ def test_a_file_that_is_replaced_between_check_and_read_is_refused(tmp_path: Pat
     assert "rank-00000.safetensors was replaced or changed after it was checked" in str(error)
 
 
-def test_a_model_of_another_family_is_said_before_all_that_follows_from_it(tmp_path: Path) -> None:
+def test_a_model_of_another_family_is_reported_before_its_consequences(tmp_path: Path) -> None:
     save(tmp_path / "checkpoint-3", ARRAYS, 1, 1)
 
     def work(channel: Any) -> None:

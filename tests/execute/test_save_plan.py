@@ -187,7 +187,7 @@ def test_only_the_last_plans_are_kept_and_every_rank_has_its_own() -> None:
 
 
 @pytest.mark.parametrize("replicas", ["off", "warn"])
-def test_a_snapshot_of_copies_is_written_and_committed_after_training_has_gone_on(
+def test_a_snapshot_of_copies_is_written_and_committed_after_training_has_continued(
     tmp_path: Path, replicas: str
 ) -> None:
     def work(channel: ThreadChannel) -> int:

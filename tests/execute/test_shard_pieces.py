@@ -42,7 +42,7 @@ class DivisibleArray:
     def close(self) -> None:
         pass
 
-    def settle(self) -> None:
+    def finish_copy(self) -> None:
         pass
 
 

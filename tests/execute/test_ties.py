@@ -316,10 +316,10 @@ def test_a_diverged_checkpoint_is_never_the_newest(tmp_path: Path) -> None:
     found, ((skipped, why),) = newest_checkpoint(tmp_path)
     assert (found, skipped) == (tmp_path / "checkpoint-3", tmp_path / "checkpoint-4")
     assert f"model_state {LM_HEAD} on rank 1, {EMBEDDING} on rank 0" in why
-    said: list[str] = []
-    assert newest_or_refuse(tmp_path, LocalChannel(), said.append) == tmp_path / "checkpoint-3"
-    assert "checkpoint-4" in said[0]
-    assert LM_HEAD in said[0]
+    warnings: list[str] = []
+    assert newest_or_refuse(tmp_path, LocalChannel(), warnings.append) == tmp_path / "checkpoint-3"
+    assert "checkpoint-4" in warnings[0]
+    assert LM_HEAD in warnings[0]
 
 
 def test_on_several_disks_a_diverged_checkpoint_is_skipped_by_every_rank(tmp_path: Path) -> None:
@@ -336,10 +336,10 @@ def test_on_several_disks_a_diverged_checkpoint_is_skipped_by_every_rank(tmp_pat
             save_checkpoint(directory, roles, TIED, files, JobRecord(step, 24, {}), channel)
 
         succeed(2, work)
-    said: list[str] = []
-    found = succeed(2, lambda channel: newest_or_refuse(places[channel.rank], channel, said.append))
+    warnings: list[str] = []
+    found = succeed(2, lambda channel: newest_or_refuse(places[channel.rank], channel, warnings.append))
     assert found == [place / "checkpoint-3" for place in places]
-    assert LM_HEAD in said[0]
+    assert LM_HEAD in warnings[0]
 
 
 def test_where_all_are_diverged_none_is_resumed_by_itself(tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ def recorded_blocks(compared: int = 0) -> RecordedBlocks:
 def read(
     root: Path, reads: Sequence[Items], options: ReadOptions | None = None, compared: int = 0
 ) -> Callable[[Any], tuple[Traffic, dict[str, Any]]]:
-    """What a rank does: fill its tensors, and compare its blocks meanwhile."""
+    """The work of a rank: fill its tensors, and compare its blocks in the same pass."""
     identities = identities_of([root / FILE])
     recorded, source = recorded_blocks(compared), same_bytes_key(identities)
     everyone = [recorded.reads((one.stored for one in items), source) for items in reads]

@@ -138,7 +138,7 @@ class Case:
 
     @functools.cache  # noqa: B019 - the cases live as long as the process.
     def layered(self) -> list[LayeredTensor]:
-        """The model's tensors with the kinds of their layers, as the statements that declare them tell."""
+        """The model's tensors with the kinds of their layers, by the statements that declare them."""
         statements = {
             one.name: statement
             for statement in self.family.statements
@@ -172,7 +172,7 @@ def cases(tp: int) -> tuple[Case, ...]:
 
 
 def verdict(case: Case, found: Derivation) -> str:
-    """Whether a derivation is what the family says, something else, or questions."""
+    """Whether a derivation equals the family, differs, or has questions."""
     if found.questions:
         return ASKS
     wanted = case.rules

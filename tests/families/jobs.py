@@ -34,7 +34,7 @@ PLAIN = {
 }
 
 
-def describe(models: list[Mapping[str, Any]], tp: int = 1, dtype: str = "float32") -> list[dict[str, Any]]:
+def describe_model(models: list[Mapping[str, Any]], tp: int = 1, dtype: str = "float32") -> list[dict[str, Any]]:
     """Every tensor of real models on this rank: per model, name -> [global shape, local shape, dtype].
 
     Args:
@@ -215,7 +215,7 @@ def describe_plain(model_type: str, values: Mapping[str, Any]) -> list[Any]:
         values: arguments of the configuration class.
     """
     from paddleformers_fc.layout.live import describe_roles
-    from paddleformers_fc.trainer.description import describe
+    from paddleformers_fc.trainer.description import describe_model
     from tests.harness import fleet_stub
 
     fleet_stub.install()
@@ -232,7 +232,7 @@ def describe_plain(model_type: str, values: Mapping[str, Any]) -> list[Any]:
     names = [f"{stem}For{task}{old}" for old in ("Deprecated", "") for task in ("CausalLM", "ConditionalGeneration")]
     kind = next(getattr(module, name) for name in names if hasattr(module, name))
     model = kind.from_config(config, dtype="float32")
-    described = describe(model)
+    described = describe_model(model)
     shards = describe_roles({"model_state": model.sharded_state_dict()})["model_state"]
     tensors = {name: [list(shard.global_shape), shard.dtype] for name, shard in shards.items()}
     return [{"config": described.config, "is_fleet": described.is_fleet}, tensors]

@@ -42,7 +42,7 @@ DEFAULTS = {
     "use_vha_attention": False,
     "window_attn_skip_freq": None,
 }
-"""What PaddleFormers' configurations hold when nothing else is said."""
+"""What PaddleFormers' configurations contain by default."""
 
 _QWEN = {"^visual": "model.visual", r"^model(?!.(language_model|visual))": "model.language_model"}
 CONVERSIONS: dict[str, dict[str, str]] = {
@@ -64,7 +64,7 @@ SCOPE = {"math": math, "is_layer_window_attention": lambda *_: False}
 
 
 class Config(SimpleNamespace):
-    """A configuration with what these functions ask of one."""
+    """A configuration with the attributes that these functions read."""
 
     def get(self, name: str, default: Any = None) -> Any:
         """A field, or the default."""

@@ -98,7 +98,7 @@ def test_layouts_versions_and_ways_of_computing_are_not_compared(key: str) -> No
     assert changed({key: 1, "text_config": {key: 1}}, {key: 2, "text_config": {key: 2}}) == []
 
 
-def test_values_that_say_the_same_are_no_change() -> None:
+def test_values_with_the_same_meaning_are_no_change() -> None:
     saved = {"rope_theta": 10000, "sliding_window": None, "use_qk_norm": False, "rope_scaling": {}}
     assert changed(saved, {"rope_theta": 10000.0}) == changed({"rope_theta": 10000.0}, saved) == []
 
@@ -146,7 +146,7 @@ def test_of_an_incomplete_configuration_only_what_it_holds_is_compared() -> None
     assert len(changed({"hidden_act": "silu"}, {"hidden_act": "silu", "rope_theta": 2e4})) == 1
 
 
-def test_a_long_value_is_told_apart_by_its_digest() -> None:
+def test_a_long_value_is_distinguished_by_its_digest() -> None:
     one, other = (value_text([*range(100), last]) for last in (1, 2))
     assert one != other
     assert len(one) < 80

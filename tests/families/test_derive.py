@@ -100,7 +100,7 @@ def test_a_written_family_is_derived_with_a_hint_and_with_answers_and_never_as_s
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("case", ALL)
-def test_without_kinds_of_layers_more_is_asked_and_nothing_is_wrong(case: Case) -> None:
+def test_without_kinds_of_layers_more_questions_are_open_and_nothing_is_wrong(case: Case) -> None:
     blind = [LayeredTensor(one.tensor, LayerKind.OTHER) for one in case.layered()]
     config = {**case.config, "tie_word_embeddings": False}
     aliases = {tie.alias for tie in case.rules.ties}
@@ -160,7 +160,7 @@ def test_equal_names_are_turned_where_the_layer_is_linear_and_kept_where_it_is_a
     }
 
 
-def test_a_square_matrix_of_no_known_layer_is_asked_and_one_line_settles_it_for_all_layers() -> None:
+def test_a_square_matrix_of_no_known_layer_is_an_open_question_and_one_line_settles_it_for_all_layers() -> None:
     model = [live(f"model.layers.{n}.mix", 8, 8, kind="other") for n in range(3)]
     files = specs({f"model.layers.{n}.mix": (8, 8) for n in range(3)})
     with pytest.raises(MappingError) as caught:
@@ -177,7 +177,7 @@ def test_a_square_matrix_of_no_known_layer_is_asked_and_one_line_settles_it_for_
         assert {rule.axes for rule in determined(model, files, {}, settled=[one]).rules.rules} == {axes}
 
 
-def test_square_linear_layers_are_asked_where_another_linear_layer_is_not_turned() -> None:
+def test_square_linear_layers_are_open_questions_where_another_linear_layer_is_not_turned() -> None:
     model = [live("model.layers.0.c_fc.weight", 8, 32), live("model.layers.0.c_proj.weight", 8, 8)]
     found = derive_rules(
         model, specs({"model.layers.0.c_fc.weight": (8, 32), "model.layers.0.c_proj.weight": (8, 8)}), {}
@@ -228,7 +228,9 @@ def test_a_file_that_is_fused_is_carved_into_the_layers_of_a_model_that_is_not()
 @pytest.mark.parametrize(
     "lengths", [(16, 8, 8), (32, 8, 8), (16, 8, 4)], ids=["one size", "gated queries", "short values"]
 )
-def test_a_fused_layer_of_query_key_and_value_in_the_file_is_asked_and_settled(lengths: tuple[int, ...]) -> None:
+def test_a_fused_layer_of_query_key_and_value_in_the_file_is_an_open_question_until_settled(
+    lengths: tuple[int, ...],
+) -> None:
     prefix = ATTENTION.format(0)
     model = [live(f"{prefix}.{name}_proj.weight", 12, length) for name, length in zip("qkv", lengths, strict=True)]
     files = specs({f"{prefix}.qkv_proj.weight": (sum(lengths), 12)})
@@ -302,7 +304,7 @@ def test_experts_that_are_stacked_are_found_by_their_shapes(new: bool) -> None:
     assert {item.source for item in found.correspondences} == set(files)
 
 
-def test_a_head_is_tied_only_where_the_configuration_says_so() -> None:
+def test_a_head_is_tied_only_where_the_configuration_ties_it() -> None:
     model = [live("model.embed_tokens.weight", 10, 4, kind="embedding"), live("lm_head.weight", 10, 4, kind="other")]
     files = stored(**{"model.embed_tokens.weight": (10, 4)})
     (tie,) = determined(model, files, {"tie_word_embeddings": True}).rules.ties
@@ -340,7 +342,7 @@ def test_a_tensor_that_keeps_its_initial_values_is_settled_as_fresh() -> None:
     assert found.rules.fresh == ("rotary.inv_freq",)
 
 
-def test_names_that_agree_and_shapes_that_do_not_are_said() -> None:
+def test_names_that_agree_and_shapes_that_do_not_are_reported() -> None:
     found = derive_rules([live("a.weight", 4, 6)], stored(**{"a.weight": (5, 4)}), {})
     assert found.questions[0].lines()[0].startswith("a.weight: shape [4, 6] does not fit a.weight [5, 4]")
 
@@ -359,7 +361,7 @@ def test_a_settling_line_that_means_nothing_is_refused(line: str, why: str) -> N
         determined([live("a.weight", 4, 6)], stored(**{"a.weight": (6, 4)}), {}, settled=[line])
 
 
-def test_a_hint_that_cannot_be_proved_is_said_and_not_used() -> None:
+def test_a_hint_that_cannot_be_proved_is_reported_and_not_used() -> None:
     model, files = attention()
     prefix = ATTENTION.format(0)
     hint = [
@@ -372,7 +374,7 @@ def test_a_hint_that_cannot_be_proved_is_said_and_not_used() -> None:
 
 
 @pytest.mark.parametrize("line", ["b.$LAYER_ID.weight^T -> b.$LAYER_ID.weight", "_ -> rotary.inv_freq"])
-def test_a_statement_of_a_hint_that_stands_for_nothing_is_passed_over_and_said(line: str) -> None:
+def test_a_statement_of_a_hint_that_matches_nothing_is_skipped_and_reported(line: str) -> None:
     model = [live("a.weight", 6, 6, kind="other")]
     hint = [line, "a.weight^T -> a.weight, dtype='float32'"]
     found = determined(model, stored(**{"a.weight": (6, 6)}), {}, hint=hint)
@@ -409,7 +411,7 @@ def test_every_answer_settles_its_question(case: Case) -> None:
             assert question.names not in [one.names for one in after.questions], answer
 
 
-def test_kinds_of_layers_are_told_by_the_names_of_their_classes() -> None:
+def test_kinds_of_layers_follow_from_the_names_of_their_classes() -> None:
     names = {
         "ColumnParallelLinear": LayerKind.LINEAR,
         "Linear": LayerKind.LINEAR,

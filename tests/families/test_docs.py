@@ -1,4 +1,4 @@
-"""The document on adding a family: its examples run, and print what it says."""
+"""The document on adding a family: its examples run, and print the documented output."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.harness.documents import run_examples
 DOCUMENT = Path(__file__).parents[2] / "docs" / "add-a-family.md"
 
 
-def test_the_examples_print_what_the_document_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_examples_print_the_output_in_the_document(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_registered", {})
     assert run_examples(DOCUMENT) == 10
 

@@ -183,6 +183,6 @@ def test_a_model_without_a_source_exports_every_key_that_describes_it(ranks: For
 @pytest.mark.parametrize("kept", [True, False])
 def test_sizes_that_the_class_of_minimax_m2_does_not_read_are_refused(ranks: ForkServer, kept: bool) -> None:
     # It takes n_routed_experts alone, and builds 256 experts in place of four.
-    (said,) = exported(ranks, {"minimax_m2": CASES["minimax_m2"]["config"]}, kept).values()
-    assert "num_local_experts and n_routed_experts are names of one key, and their values differ" in said
-    assert "n_routed_experts: 256" in said
+    (message,) = exported(ranks, {"minimax_m2": CASES["minimax_m2"]["config"]}, kept).values()
+    assert "num_local_experts and n_routed_experts are names of one key, and their values differ" in message
+    assert "n_routed_experts: 256" in message

@@ -1,4 +1,4 @@
-"""Layouts a declaration can ask for, against numpy; numbers that are shifted; what is refused."""
+"""Layouts of declarations, against numpy; numbers that are shifted; what is refused."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_a_stack_that_does_not_hold_the_experts_is_refused_with_the_numbers() ->
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
-def test_what_is_fused_in_both_spaces_is_dealt_to_the_ranks(tp: int) -> None:
+def test_tensors_fused_in_both_spaces_are_distributed_to_the_ranks(tp: int) -> None:
     family = BY_NAME["phi3"]
     _, canonical, model = spaces(family, settings(family), tp)
     attention, ffn = "model.layers.0.self_attn.qkv_proj.weight", "model.layers.1.mlp.gate_up_proj.weight"
@@ -162,7 +162,7 @@ def test_a_layer_among_the_empty_ones_is_refused() -> None:
         bind(family, model_of(config), [ModelTensor("model.layers.2.input_layernorm.weight", (32,), "float32", (1,))])
 
 
-def test_experts_that_a_rank_counts_from_zero_are_told_their_place() -> None:
+def test_experts_that_a_rank_counts_from_zero_are_placed() -> None:
     family = BY_NAME["ernie4_5_moe"]
     tensor = ModelTensor("model.layers.1.mlp.experts.1.down_proj.weight", (16, 32), "float32", (1, 1))
     rules = bind(family, model_of(settings(family)), [tensor], shifts={"expert": -2})
@@ -170,7 +170,7 @@ def test_experts_that_a_rank_counts_from_zero_are_told_their_place() -> None:
     assert rules.rules[0].targets == ("model.layers.1.mlp.experts.1.down_proj.weight",)
 
 
-def test_statements_for_one_name_are_told_apart_by_the_class_and_the_configuration() -> None:
+def test_statements_for_one_name_are_distinguished_by_the_class_and_the_configuration() -> None:
     family = BY_NAME["qwen3_moe"]
 
     def axes(shape: tuple[int, int], **changes: Any) -> tuple[int, ...]:
@@ -183,7 +183,7 @@ def test_statements_for_one_name_are_told_apart_by_the_class_and_the_configurati
     assert axes((32, 32), is_fleet=True, num_experts=32) == (0, 1)
     assert axes((32, 32), is_fleet=False, num_experts=32) == (1, 0)
     assert axes((32, 4), is_fleet=None) == (1, 0)
-    for shape, changes, said in (
+    for shape, changes, message in (
         (
             (32, 4),
             {"is_fleet": True},
@@ -196,7 +196,7 @@ def test_statements_for_one_name_are_told_apart_by_the_class_and_the_configurati
         ),
         ((8, 8), {"is_fleet": True}, r"2 statements declare it, and shape \[8, 8\] does not distinguish them"),
     ):
-        with pytest.raises(MappingError, match=said):
+        with pytest.raises(MappingError, match=message):
             axes(shape, **changes)
 
 

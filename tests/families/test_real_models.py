@@ -1,4 +1,4 @@
-"""What a family says a configuration gives, against real models of PaddleFormers, built on a CPU."""
+"""The tensors that a family declares for a configuration, against real models of PaddleFormers on a CPU."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ def test_a_family_lists_the_tensors_of_a_real_model(ranks: ForkServer, name: str
     family = BY_NAME[name]
     for changes, model in zip(MODELS[name], real(ranks, name, tp, dtype), strict=True):
         config = settings(family, **changes)
-        said = {one.name: one.under(tp) for one in enumerate_tensors(family, model_of(config), dtype)}
+        declared = {one.name: one.under(tp) for one in enumerate_tensors(family, model_of(config), dtype)}
         held = {one.name: one for one in model}
         for key in [key for key in held if tp > 1 and key.endswith(MISDESCRIBED.get(name, "\0"))]:
-            del held[key], said[key]
-        assert said == held
+            del held[key], declared[key]
+        assert declared == held
         rules = bind(family, model_of(config), held.values())
         prove(rules.mapping())
         prove(rules.mapping().reversed())

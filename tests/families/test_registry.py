@@ -153,7 +153,7 @@ def test_a_model_type_belongs_to_one_family() -> None:
     assert family_for({"model_type": "ours"}) is OURS
 
 
-def test_a_family_of_another_distribution_is_loaded_when_its_model_type_is_asked_for_and_once(site: Path) -> None:
+def test_a_family_of_another_distribution_is_loaded_when_its_model_type_is_requested_and_once(site: Path) -> None:
     install(site, "their-families", "their_families", GOOD.format(name="theirs"), "theirs = their_families:FAMILY")
     assert family_for({"model_type": "llama"}) is BY_NAME["llama"]
     assert "their_families" not in sys.modules
@@ -208,7 +208,7 @@ def test_what_fails_is_named_with_its_distribution_and_leaves_nothing_behind(
     assert family_for({"model_type": "llama"}) is BY_NAME["llama"]
 
 
-def test_a_mended_distribution_is_loaded_in_the_same_process(site: Path) -> None:
+def test_a_repaired_distribution_is_loaded_in_the_same_process(site: Path) -> None:
     install(site, "their-families", "their_families", "import no_such_module", "theirs = their_families:FAMILY")
     with pytest.raises(MappingError):
         family_for({"model_type": "theirs"})

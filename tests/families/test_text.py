@@ -32,7 +32,7 @@ def test_a_model_of_many_layers_has_as_many_statements_as_one_of_few() -> None:
     assert count(2) == count(9) == 7
 
 
-def test_a_tied_head_is_said_to_keep_its_owners_memory() -> None:
+def test_a_tied_head_is_written_to_keep_its_owners_memory() -> None:
     model = ModelDescription({**LLAMA.tiny, "tie_word_embeddings": True})
     tensors = [tensor.under() for tensor in enumerate_tensors(LLAMA, model)]
     if not any(tensor.name == "lm_head.weight" for tensor in tensors):

@@ -146,7 +146,7 @@ def test_names_of_one_nested_key_with_different_values_are_refused() -> None:
         list(enumerate_tensors(TOY, ModelDescription(config)))
 
 
-def test_keys_and_heads_of_nested_configurations_are_known_by_their_paths() -> None:
+def test_keys_and_heads_of_nested_configurations_are_identified_by_their_paths() -> None:
     keys = family_keys(TOY)
     assert {"vision_config.num_heads", "vision_config.depth", "text_config.intermediate_size"} <= keys
     assert "hidden_size" not in keys

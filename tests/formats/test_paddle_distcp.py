@@ -34,7 +34,7 @@ from tests.harness.tiny import TP2, MatrixLayout
 
 
 def put_together(catalog: Catalog, role: str, name: str) -> np.ndarray[Any, Any]:
-    """A whole tensor, from the ranges that the catalog says it lies in."""
+    """A whole tensor, from its ranges in the catalog."""
     tensor = catalog.roles[role][name]
     whole = np.zeros(tensor.shape, to_numpy(to_safetensors(tensor.dtype)))
     with RangeReader(identities=catalog.identities) as reader:
@@ -327,12 +327,12 @@ DAMAGES: dict[str, tuple[Damage, type[FlexError], str]] = {
 def test_a_damaged_stock_checkpoint_is_refused_and_the_fault_is_named(
     pair: tuple[Path, Path], tmp_path: Path, name: str
 ) -> None:
-    damage, kind, said = DAMAGES[name]
+    damage, kind, message = DAMAGES[name]
     copy = tmp_path / "checkpoint-3"
     shutil.copytree(pair[0], copy)
     open_distcp(copy)
     damage(copy)
-    with pytest.raises(kind, match=said):
+    with pytest.raises(kind, match=message):
         open_distcp(copy)
 
 

@@ -49,7 +49,7 @@ def test_a_weight_depends_on_its_name_alone() -> None:
     assert abs(tiny.weight("norm.weight", [64]).mean() - 1) < 0.1
 
 
-def test_a_job_is_told_its_arguments_class_and_trainer_class(
+def test_a_job_receives_its_arguments_class_and_trainer_class(
     ranks: ForkServer, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     kwargs = {"output_dir": str(tmp_path_factory.mktemp("classes"))}

@@ -24,7 +24,7 @@ def test_what_is_not_named_is_as_by_default() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("tp=2,qp=2", "qp: unknown axis; known are dp, tp, pp"),
         ("tensor_model_parallel_size=2", "tensor_model_parallel_size: unknown axis; it is tp here; known are dp"),
@@ -50,10 +50,10 @@ def test_what_is_not_named_is_as_by_default() -> None:
         ("ep=2,sharding=2", "add split=true"),
     ],
 )
-def test_an_impossible_grid_is_refused_with_the_reason(text: str, said: str) -> None:
+def test_an_impossible_grid_is_refused_with_the_reason(text: str, message: str) -> None:
     with pytest.raises(OptionError) as raised:
         parse_grid(text)
-    assert any(said in line for line in raised.value.evidence)
+    assert any(message in line for line in raised.value.evidence)
 
 
 @pytest.mark.parametrize("pp_first", [False, True])
@@ -78,7 +78,7 @@ def test_tensor_parallel_ranks_are_neighbours_and_the_topology_orders_the_rest()
     assert first.coordinates(2) == Coordinates(dp=0, sharding=1, pp=0, tp=0, ep=0, moe_sharding=1)
 
 
-def test_a_pipeline_stands_between_the_two_parts_of_the_sharding_axis() -> None:
+def test_a_pipeline_is_between_the_two_parts_of_the_sharding_axis() -> None:
     grid = ParallelGrid(pp=2, sharding=4, split=True, ep=2)
     assert [grid.coordinates(rank).sharding for rank in range(8)] == [0, 1, 0, 1, 2, 3, 2, 3]
     assert [grid.coordinates(rank).pp for rank in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]

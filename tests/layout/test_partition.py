@@ -31,7 +31,7 @@ class Other(paddle.nn.Layer):
 
 
 @pytest.mark.parametrize(("layers", "stages", "virtual"), [(4, 2, 1), (8, 4, 2), (6, 3, 2), (12, 2, 3), (5, 1, 1)])
-def test_layers_are_dealt_to_parts_as_paddle_deals_them(layers: int, stages: int, virtual: int) -> None:
+def test_layers_are_distributed_to_parts_as_by_paddle(layers: int, stages: int, virtual: int) -> None:
     is_layer = [False, *[True] * layers, False, False]
     items = [LayerDesc(DecoderLayer if counted else Other) for counted in is_layer]
     theirs = SegmentLayers(items, stages, "layer:DecoderLayer|EmptyLayer", virtual if virtual > 1 else None)
@@ -39,12 +39,12 @@ def test_layers_are_dealt_to_parts_as_paddle_deals_them(layers: int, stages: int
 
 
 @pytest.mark.parametrize(("items", "parts"), [(6, 2), (6, 4), (7, 3), (57, 8), (5, 5)])
-def test_items_are_dealt_to_stages_as_paddle_deals_them(items: int, parts: int) -> None:
+def test_items_are_distributed_to_stages_as_by_paddle(items: int, parts: int) -> None:
     assert uniform_bounds(items, parts) == SegmentLayers([None] * items, parts, "uniform").do_segment()
 
 
 @given(st.lists(st.integers(1, 64), min_size=1, max_size=40), st.integers(1, 5))
-def test_whole_states_are_dealt_as_paddle_deals_them(sizes: list[int], ranks: int) -> None:
+def test_whole_states_are_distributed_as_by_paddle(sizes: list[int], ranks: int) -> None:
     parameters = [SimpleNamespace(name=str(index), shape=[size]) for index, size in enumerate(sizes)]
     optimizer: Any = SimpleNamespace(_sharding_world_size=ranks, _parameter_list=parameters)
     theirs = DygraphShardingOptimizer._partition_parameters(optimizer)

@@ -38,7 +38,7 @@ def test_the_fragments_of_a_range_of_a_tensor_parallel_shard_are_in_global_coord
     assert [str(fragment.box) for fragment in shard.fragments] == ["[0:1, 6:8]", "[1:2, 4:8]", "[2:3, 4:6]"]
 
 
-def test_cuts_tell_the_tensor_parallel_degree() -> None:
+def test_cuts_determine_the_tensor_parallel_degree() -> None:
     assert Shard("x", "float32", (4, 8), shifted((4, 2), (0, 6))).cuts == (1, 4)
 
 
@@ -82,7 +82,7 @@ def test_a_tensor_smaller_than_its_shard_is_refused() -> None:
         describe_roles({"model_state": {"w": live}})
 
 
-def test_weights_that_say_the_same_impossible_thing_are_all_named() -> None:
+def test_weights_with_the_same_impossible_description_are_all_named() -> None:
     alike = {name: weight((2, 4), local_shape=(4, 4), global_shape=(4, 4)) for name in ("v", "w")}
     sound = {name: weight((4, 4), global_shape=(8, 4), global_offset=(4, 0)) for name in ("x", "y")}
     with pytest.raises(MismatchError) as caught:
@@ -138,7 +138,7 @@ def test_shards_survive_json() -> None:
 
 
 @pytest.mark.parametrize(
-    ("box", "flat", "said"),
+    ("box", "flat", "message"),
     [
         (Box((0, 0), (4, 8)), (0, 32), None),
         (Box((0, 0), (4, 8)), (32, 32), None),
@@ -152,9 +152,9 @@ def test_shards_survive_json() -> None:
     ],
 )
 def test_a_shard_that_is_larger_than_its_tensor_by_one_is_impossible(
-    box: Box, flat: tuple[int, int] | None, said: str | None
+    box: Box, flat: tuple[int, int] | None, message: str | None
 ) -> None:
-    assert list(Shard("w", "float32", (4, 8), box, flat).faults()) == ([] if said is None else [f"w: {said}"])
+    assert list(Shard("w", "float32", (4, 8), box, flat).faults()) == ([] if message is None else [f"w: {message}"])
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ def test_rules_without_shared_sources_have_the_bytes_of_earlier_versions() -> No
 
 
 @pytest.mark.parametrize(
-    ("parts", "blocks", "said"),
+    ("parts", "blocks", "message"),
     [
         (((8, ()), 4), 1, "invalid"),
         (((), 12), 1, "invalid rule"),
@@ -105,15 +105,15 @@ def test_rules_without_shared_sources_have_the_bytes_of_earlier_versions() -> No
         (((6, 2), 4), 4, "cannot be interleaved in 4 equal groups"),
     ],
 )
-def test_parts_that_a_source_cannot_hold_are_refused(parts: Any, blocks: int, said: str) -> None:
+def test_parts_that_a_source_cannot_hold_are_refused(parts: Any, blocks: int, message: str) -> None:
     names = tuple(f"s{n}" for n in range(len(parts)))
-    if said == "invalid":
+    if message == "invalid":
         with pytest.raises(msgspec.ValidationError):
             msgspec.convert({"sources": names, "targets": ["t"], "parts": parts, "axis": 0, "axes": [0]}, Rule)
         return
     with pytest.raises(MappingError) as caught:
         rule_set(Rule(names, ("t",), parts, 0, (0,), source_blocks=blocks), t=(12,)).mapping()
-    assert any(said in line for line in caught.value.evidence)
+    assert any(message in line for line in caught.value.evidence)
 
 
 def test_experts_are_stacked_on_a_new_axis() -> None:

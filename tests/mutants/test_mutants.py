@@ -42,10 +42,10 @@ def test_there_are_enough_of_every_package_and_none_is_there_twice() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "instead", "said"), [("a", "b", "2 times"), ("c", "b", "0 times"), ("= a", "= (", "is no Python")]
+    ("text", "instead", "message"), [("a", "b", "2 times"), ("c", "b", "0 times"), ("= a", "= (", "is no Python")]
 )
-def test_a_mutant_that_does_not_apply_once_or_is_no_python_is_refused(text: str, instead: str, said: str) -> None:
-    with pytest.raises(OptionError, match=said):
+def test_a_mutant_that_does_not_apply_once_or_is_no_python_is_refused(text: str, instead: str, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
         Mutant("storage/x.py", text, instead, (), "").applied("a = a\n")
 
 

@@ -81,7 +81,7 @@ def initialise(model: Any, tp: int) -> None:
     import paddle
 
     from paddleformers_fc.layout.roles import MODEL_STATE
-    from paddleformers_fc.trainer.state import model_roles
+    from paddleformers_fc.trainer.live_roles import model_roles
 
     for key, shard in model_roles(model)[MODEL_STATE].items():
         is_split = list(shard.local_shape) != list(shard.global_shape)

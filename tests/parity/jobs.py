@@ -166,12 +166,12 @@ def _changed(model: Any, fixture: Fixture, target: Path) -> list[str]:
 
     from paddleformers_fc.distributed.channel import job_channel
     from paddleformers_fc.execute.export import save_weights
-    from paddleformers_fc.trainer import documents, state
-    from paddleformers_fc.trainer.description import describe
+    from paddleformers_fc.trainer import documents, live_roles
+    from paddleformers_fc.trainer.description import describe_model
 
     channel = job_channel()
     files = {"config.json": documents.config_text(model).encode()} if channel.rank == 0 else {}
-    save_weights(state.model_roles(model)["model_state"], describe(model), files, target, 10**9, channel)
+    save_weights(live_roles.model_roles(model)["model_state"], describe_model(model), files, target, 10**9, channel)
     found, given = (_digests(tensors) for tensors in (load_file(target / "model.safetensors"), fixture.tensors))
     return sorted(name for name in found.keys() | given.keys() if found.get(name) != given.get(name))
 

@@ -130,10 +130,10 @@ def _by_first(mutant: Mutant, subjects: Sequence[Subject]) -> str:
 
 
 def _subject(fixture: Fixture, args: Any, directory: Path, tolerance: float) -> Subject:
-    from paddleformers_fc.trainer.description import describe
+    from paddleformers_fc.trainer.description import describe_model
 
     model = jobs.load(fixture, args, directory)
-    described = describe(model)
+    described = describe_model(model)
     family = family_for(described.config)
     spaces = tuple(Space(family, described, tp, fixture.tensors) for tp in DEGREES)
     return Subject(fixture, model, spaces, tolerance)

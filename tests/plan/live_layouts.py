@@ -1,4 +1,4 @@
-"""Jobs that run inside rank processes: what a real model and its optimizer say about their shards."""
+"""Jobs that run inside rank processes: how a real model and its optimizer describe their shards."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def describe(model_type: str, layout: Mapping[str, Any], model: Mapping[str, Any
     if tiny.layout_from(layout).stage == 3:
         from paddleformers_fc.trainer import optimizer_states, slices
 
-        states = optimizer_states.describe(trainer.optimizer, weights)
+        states = optimizer_states.sharded_states(trainer.optimizer, weights)
         roles: dict[str, dict[str, Any]] = {"model_state": slices.cut(weights)}
     else:
         states = trainer.optimizer.sharded_state_dict(weights)

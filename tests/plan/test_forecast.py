@@ -1,4 +1,4 @@
-"""Forecasts: what a plan of every rank says, worked out once per shard; and what it says is what a load does."""
+"""Forecasts equal the plans of every rank, computed once per shard, and the loads."""
 
 from __future__ import annotations
 
@@ -54,15 +54,15 @@ def test_a_forecast_counts_what_the_plan_of_every_rank_holds(stored: str, wanted
     model = laid_out(wanted)
     source, report = resume_source(checkpoint_of(laid_out(stored)), model.rules)
     found = forecast(source, model, report)
-    for rank, said in enumerate(found.ranks):
+    for rank, one in enumerate(found.ranks):
         roles = model.roles(rank)
         items = plan_reads(source, roles).items
         costs = [cost_of(item, roles[item.role][item.name].dtype) for item in items]
         widths = {"bfloat16": 2, "float32": 4}
         held = sum(shard.size * widths[shard.dtype] for shards in roles.values() for shard in shards.values())
-        assert (said.rank, said.bytes, said.items) == (rank, held, len(items))
-        assert said.read == sum(read for read, _ in costs) >= held
-        assert said.peak == held + THREADS * max(staging for _, staging in costs)
+        assert (one.rank, one.bytes, one.items) == (rank, held, len(items))
+        assert one.read == sum(read for read, _ in costs) >= held
+        assert one.peak == held + THREADS * max(staging for _, staging in costs)
     assert not found.dropped
     assert not found.fresh
 
@@ -75,7 +75,7 @@ def test_a_forecast_onto_the_same_grid_reads_what_is_held_and_copies_nothing() -
     assert all(rank.peak == rank.bytes == rank.read for rank in found.ranks)
 
 
-def test_what_does_not_fit_is_said_as_a_load_says_it() -> None:
+def test_a_misfit_is_reported_as_by_a_load() -> None:
     model = laid_out("tp=2")
     checkpoint = checkpoint_of(laid_out("dp=1"))
     stored = checkpoint.catalog.roles["model_state"]
@@ -86,7 +86,7 @@ def test_what_does_not_fit_is_said_as_a_load_says_it() -> None:
         forecast(source, model, report)
 
 
-def test_stored_tensors_that_nobody_wants_are_dropped_by_permission_alone() -> None:
+def test_stored_tensors_that_no_rank_wants_are_dropped_by_permission_alone() -> None:
     config = {**MOE, "num_nextn_predict_layers": 1}
     model = laid_out("pp=2", config=config)
     source, report = resume_source(checkpoint_of(laid_out("dp=1", config=config)), model.rules)
@@ -100,7 +100,7 @@ def test_stored_tensors_that_nobody_wants_are_dropped_by_permission_alone() -> N
     }
 
 
-def test_casts_are_said() -> None:
+def test_casts_are_reported() -> None:
     model = laid_out("tp=2", "bfloat16")
     source, report = resume_source(checkpoint_of(laid_out("dp=1", "float32")), model.rules)
     links = (replace(link, cast=model.rules.targets[link.target].dtype) for link in source.mapping.correspondences)
@@ -124,8 +124,8 @@ def test_the_cost_of_an_item_is_what_reading_it_costs(data: Any) -> None:
     with _File(np.arange(np.prod(shape), dtype=np.float32)) as path, RangeReader() as reader, Workspace() as workspace:
         buffer = np.zeros(int(np.prod(target)), np.float32)
         read = read_region(reader, region_of(path.parent, stored), item_view(buffer, item), workspace)
-    said, staged = cost_of(item, "float32")
-    assert said == read
+    cost, staged = cost_of(item, "float32")
+    assert cost == read
     assert staged <= HOT_BYTES
     expected = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
     expected = expected[tuple(slice(*ends) for ends in zip(lo, hi, strict=True))].transpose(axes)

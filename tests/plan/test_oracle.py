@@ -132,7 +132,7 @@ def elements(model: RuleSet) -> dict[str, dict[Coordinates, tuple[str, Coordinat
 
 
 def planned(items: list[ReadItem], size: int) -> list[Where]:
-    """File and byte of every element of a shard, element by element, as its items say."""
+    """File and byte of every element of a shard, element by element, from its items."""
     filled: dict[int, Where] = {}
     for item in items:
         stored = item.stored

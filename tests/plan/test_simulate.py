@@ -189,7 +189,7 @@ VISION_MOE = settings(family_for({"model_type": "ernie4_5_moe_vl"}))
 
 
 @pytest.mark.parametrize(
-    ("config", "grid", "said"),
+    ("config", "grid", "message"),
     [
         (LLAMA, "tp=2", "num_key_value_heads=3 is not divisible by tp=2"),
         (LLAMA, "tp=4", "num_attention_heads=6 is not divisible by tp=4"),
@@ -211,11 +211,11 @@ VISION_MOE = settings(family_for({"model_type": "ernie4_5_moe_vl"}))
     ],
 )
 def test_a_grid_that_the_model_cannot_have_is_refused_with_the_numbers(
-    config: dict[str, Any], grid: str, said: str
+    config: dict[str, Any], grid: str, message: str
 ) -> None:
     with pytest.raises(OptionError) as raised:
         declared_model(family_for(config), model_of(config), parse_grid(grid))
-    assert any(said in line for line in raised.value.evidence)
+    assert any(message in line for line in raised.value.evidence)
 
 
 def print_of(config: dict[str, Any], grid: str) -> str:
@@ -224,7 +224,7 @@ def print_of(config: dict[str, Any], grid: str) -> str:
     return fingerprint(model.roles(rank) for rank in range(model.grid.world_size))
 
 
-def test_a_layout_is_known_by_who_owns_which_box_and_not_by_its_name() -> None:
+def test_a_layout_is_identified_by_the_boxes_of_its_ranks_and_not_by_its_name() -> None:
     large = {**LLAMA, "hidden_size": 512, "vocab_size": 4096}
     assert print_of(large, "sharding=2,split=true") != print_of(large, "sharding=2,split=true,buffer=1")
     assert print_of(LLAMA, "sharding=2,split=true") == print_of(LLAMA, "sharding=2,split=true,buffer=512")
@@ -243,10 +243,10 @@ def test_a_fingerprint_does_not_depend_on_the_order_of_names() -> None:
     assert fingerprint([roles]) == fingerprint([turned])
 
 
-def test_a_saved_model_is_laid_out_by_its_own_tensors_whatever_its_configuration_says() -> None:
+def test_a_saved_model_is_laid_out_by_its_own_tensors_whatever_its_configuration() -> None:
     built = declared_model(family_for(LLAMA), model_of(LLAMA), ParallelGrid())
-    said = {**LLAMA, "fuse_attention_qkv": True, "fuse_attention_ffn": True}
-    model = stored_model(family_for(LLAMA), model_of(said), parse_grid("pp=2"), built.rules.targets)
+    config = {**LLAMA, "fuse_attention_qkv": True, "fuse_attention_ffn": True}
+    model = stored_model(family_for(LLAMA), model_of(config), parse_grid("pp=2"), built.rules.targets)
     assert {name for rank in range(2) for name in model.weights(rank)} == set(built.weights(0))
 
 

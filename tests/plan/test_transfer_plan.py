@@ -103,7 +103,7 @@ def test_all_ranks_go_through_the_same_rounds_within_the_bound(
         assert one in schedules[rank].parts(rank)
 
 
-def test_a_rank_that_reads_alone_what_it_sees_needs_nobody() -> None:
+def test_a_rank_that_reads_only_visible_files_needs_no_other_rank() -> None:
     assert assign_transfers([[part("a", 3)], [part("b", 3)]], {}) == []
 
 
@@ -122,7 +122,7 @@ def test_a_rank_that_wants_a_range_reads_it_before_one_that_does_not() -> None:
     assert move == Transfer(part("a", 3), 1, (1, 2))
 
 
-def test_a_range_of_a_file_that_nobody_sees_is_named() -> None:
+def test_a_range_of_a_file_that_no_rank_sees_is_named() -> None:
     with pytest.raises(StorageError, match="b is wanted, and no rank sees it"):
         assign_transfers([[part("b", 1)], []], {"b": []})
 

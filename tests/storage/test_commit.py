@@ -56,7 +56,7 @@ def test_a_committed_checkpoint_holds_what_was_staged_and_nothing_else(tmp_path:
     assert names_in(target) == [MANIFEST_NAME, "model_state", "trainer"]
 
 
-def test_staging_is_hidden_beside_the_target_and_says_whose_it_is(tmp_path: Path) -> None:
+def test_staging_is_hidden_beside_the_target_and_records_its_owner(tmp_path: Path) -> None:
     staging = create_staging(tmp_path / "checkpoint-5")
     assert staging.parent == tmp_path
     assert staging.name.startswith(".checkpoint-5.unfinished-")
@@ -118,7 +118,7 @@ def test_an_empty_directory_of_the_name_is_no_obstacle(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["directory", "file", "link", "half a checkpoint"])
-def test_what_somebody_else_put_there_is_kept_and_reported(tmp_path: Path, kind: str) -> None:
+def test_a_foreign_file_is_kept_and_reported(tmp_path: Path, kind: str) -> None:
     target = tmp_path / "checkpoint-5"
     if kind == "directory":
         target.mkdir()
@@ -413,9 +413,7 @@ def test_names_that_only_look_alike_are_nobodys_leftovers(tmp_path: Path) -> Non
     assert unfinished(tmp_path / "gone") == []
 
 
-def test_a_creator_who_has_just_said_whose_it_is_keeps_his_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_directory_with_a_new_owner_record_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     staging = hidden_name(tmp_path / "checkpoint-5", "unfinished")
     staging.mkdir()
     seen = unfinished(tmp_path)
@@ -426,7 +424,7 @@ def test_a_creator_who_has_just_said_whose_it_is_keeps_his_directory(
     assert names_in(staging) == [OWNER_NAME]
 
 
-def test_a_leftover_that_cannot_be_deleted_is_told_and_stops_nobody(
+def test_a_leftover_that_cannot_be_deleted_is_reported_and_stops_no_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     leftover = leftover_of(a_dead_process(), tmp_path / "checkpoint-1")
@@ -441,7 +439,7 @@ def test_a_leftover_that_cannot_be_deleted_is_told_and_stops_nobody(
 
 
 @pytest.mark.parametrize("closed", ["its record", "its manifest"])
-def test_a_leftover_that_cannot_be_looked_at_is_told_and_stops_nobody(
+def test_a_leftover_that_cannot_be_looked_at_is_reported_and_stops_no_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closed: str
 ) -> None:
     theirs = leftover_of(a_dead_process(), tmp_path / "theirs")
@@ -464,7 +462,7 @@ def test_a_leftover_that_cannot_be_looked_at_is_told_and_stops_nobody(
     save(tmp_path / "checkpoint-2", 1)
 
 
-def test_a_replaced_checkpoint_whose_successor_is_gone_stays_and_says_what_can_be_done(
+def test_a_replaced_checkpoint_whose_successor_is_missing_is_kept_with_a_next_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = tmp_path / "checkpoint-5"
@@ -522,7 +520,7 @@ def test_a_commit_whose_name_could_not_be_synced_loses_neither_checkpoint(tmp_pa
     assert sorted([value_of(target), value_of(staging)]) == [1, 2]
 
 
-def test_a_checkpoint_that_came_under_the_name_meanwhile_is_replaced_and_not_taken_for_somebodys_files(
+def test_a_checkpoint_that_takes_the_name_during_the_save_is_replaced_and_not_kept_as_foreign_files(
     tmp_path: Path,
 ) -> None:
     target = tmp_path / "checkpoint-5"

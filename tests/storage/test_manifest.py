@@ -285,7 +285,7 @@ def test_random_bytes_are_no_manifest(tmp_path_factory: pytest.TempPathFactory, 
         read_manifest(directory)
 
 
-# What can happen to a checkpoint, the lowest level that finds it, and what is said.
+# What can happen to a checkpoint, the lowest level that finds it, and the message.
 DAMAGE: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "missing file": (lambda d: (d / WEIGHTS).unlink(), "size", f"{WEIGHTS} is missing"),
     "missing directory": (lambda d: shutil.rmtree(d / "model_state"), "size", f"{WEIGHTS} is missing"),

@@ -84,7 +84,7 @@ def test_other_names_are_not_checkpoints(tmp_path: Path, name: str) -> None:
     assert newest_checkpoint(tmp_path) == (None, [])
 
 
-def test_a_complete_directory_aside_stands_in_for_its_name(tmp_path: Path) -> None:
+def test_a_complete_backup_takes_the_place_of_its_missing_target(tmp_path: Path) -> None:
     save(tmp_path / "checkpoint-4", 4)
     save(tmp_path / "checkpoint-5", 5)
     aside = hidden_name(tmp_path / "checkpoint-5", ASIDE)

@@ -128,7 +128,7 @@ def test_a_read_across_requests_and_bundles_is_put_together(path: RemotePath, mo
             assert bytes(buffer) == DATA[offset : offset + length]
 
 
-def test_what_was_not_announced_is_asked_for_alone(served: Served, path: RemotePath) -> None:
+def test_an_unexpected_range_is_requested_alone(served: Served, path: RemotePath) -> None:
     with RangeReader() as reader:
         reader.expect(path, wanted((0, 10), (10, 20)))
         buffer = bytearray(10)

@@ -86,7 +86,7 @@ def test_an_empty_range_reads_nothing_even_at_the_end(reader: RangeReader, data_
     reader.read_into(data_files[0], 4096, memoryview(bytearray()))
 
 
-def test_short_reads_go_on_until_the_buffer_is_full(data_files: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_reads_continue_until_the_buffer_is_full(data_files: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "os", WatchedOs(per_call=7))
     buffer = bytearray(1000)
     with RangeReader() as reader:
@@ -108,7 +108,7 @@ def test_several_buffers_are_filled_one_after_the_other(
 
 
 @pytest.mark.parametrize(("offset", "got"), [(4000, 96), (4096, 0), (9999, 0)])
-def test_a_file_that_ends_early_is_corrupt_and_says_where(
+def test_a_file_that_ends_early_is_corrupt_and_the_error_has_the_position(
     reader: RangeReader, data_files: list[Path], offset: int, got: int
 ) -> None:
     with pytest.raises(Corrupt) as caught:
@@ -145,7 +145,7 @@ def test_an_error_of_the_operating_system_names_the_file(
 
 
 @pytest.mark.skipif(not hasattr(os, "O_NOATIME"), reason="the system has no such flag")
-def test_a_read_leaves_the_time_of_access_and_a_file_of_somebody_else_is_read_all_the_same(
+def test_a_read_leaves_the_time_of_access_and_a_file_of_another_user_is_read_too(
     data_files: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class SomebodyElse(WatchedOs):
@@ -245,7 +245,7 @@ def test_two_threads_that_open_one_file_at_the_same_time_keep_one_descriptor(
     assert machine.still_open == 0
 
 
-def test_a_thread_that_waits_for_a_file_goes_on_as_soon_as_another_has_opened_it(
+def test_a_thread_that_waits_for_a_file_continues_as_soon_as_another_has_opened_it(
     data_files: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waiting = threading.Event()
@@ -321,7 +321,7 @@ def test_a_reader_closed_during_reads_closes_the_file_after_the_last_of_them(
 
 
 class UnwillingOs(WatchedOs):
-    """Gives every descriptor back, and says of some that it failed, as a network file system may."""
+    """Gives every descriptor back, and reports a failure for some, as a network file system may."""
 
     def __init__(self, *unwilling: int) -> None:
         super().__init__()

@@ -152,7 +152,7 @@ def test_a_contiguous_region_reads_exactly_its_bytes(tmp_path: Path) -> None:
     assert (out == values[2:5]).all()
 
 
-def test_a_piece_of_a_file_is_dealt_out_to_long_rows_without_scratch_memory(tmp_path: Path) -> None:
+def test_a_piece_of_a_file_is_distributed_to_long_rows_without_scratch_memory(tmp_path: Path) -> None:
     path = tmp_path / "interleaved"
     values = np.random.default_rng(0).integers(0, 256, (3000, INTERLEAVED_RUN), dtype=np.uint8)
     path.write_bytes(values.tobytes())

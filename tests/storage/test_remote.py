@@ -78,7 +78,7 @@ def test_names_are_looked_at_and_listed_as_in_a_directory(memory: RemotePath) ->
     assert (read_file(memory / "a/b.json"), read_file(memory / "a/c.json")) == (b"12345", b"")
 
 
-def test_a_range_arrives_and_nothing_else_is_asked_for(served: Served, tmp_path: Path) -> None:
+def test_a_range_arrives_and_nothing_else_is_requested(served: Served, tmp_path: Path) -> None:
     data = np.random.default_rng(0).bytes(100_000)
     (tmp_path / "data").write_bytes(data)
     array = np.zeros(250, np.float32)
@@ -114,7 +114,9 @@ def test_many_threads_read_one_file_through_one_file_system(memory: RemotePath, 
 
 
 @pytest.mark.parametrize(("offset", "got"), [(4000, 96), (4096, 0), (9999, 0)])
-def test_a_file_that_ends_early_is_corrupt_and_says_where(memory: RemotePath, offset: int, got: int) -> None:
+def test_a_file_that_ends_early_is_corrupt_and_the_error_has_the_position(
+    memory: RemotePath, offset: int, got: int
+) -> None:
     path = put(memory, "3.bin", bytes(4096))
     with RangeReader() as reader, pytest.raises(Corrupt) as caught:
         reader.read_into(path, offset, bytearray(200))
@@ -143,18 +145,18 @@ def test_a_file_that_disappears_while_it_is_read_is_missing(served: Served, tmp_
 
 
 @pytest.mark.parametrize(
-    ("answer", "said"),
+    ("answer", "message"),
     [(lambda data: data[:-1], "fewer bytes"), (lambda data: data + b"x", "more bytes"), (lambda data: b"", "fewer")],
 )
-def test_an_answer_of_another_length_is_refused(served: Served, tmp_path: Path, answer: object, said: str) -> None:
+def test_an_answer_of_another_length_is_refused(served: Served, tmp_path: Path, answer: object, message: str) -> None:
     (tmp_path / "data").write_bytes(bytes(4096))
     served.answer = answer  # type: ignore[assignment]
-    with RangeReader() as reader, pytest.raises(StorageError, match=said) as caught:
+    with RangeReader() as reader, pytest.raises(StorageError, match=message) as caught:
         reader.read_into(at(served, "data"), 100, bytearray(50))
     assert caught.value.where.endswith("/data, byte 100")
 
 
-def test_a_missing_file_a_refused_one_and_a_failing_store_are_told_apart(served: Served, tmp_path: Path) -> None:
+def test_a_missing_file_a_refused_one_and_a_failing_store_are_distinguished(served: Served, tmp_path: Path) -> None:
     (tmp_path / "data").write_bytes(b"1234")
     with pytest.raises(Corrupt, match="gone is missing"):
         read_file(at(served, "gone"))
@@ -186,7 +188,7 @@ def test_a_store_that_is_not_there_is_an_error_of_storage() -> None:
         read_file(RemotePath("http://127.0.0.1:9/run/flex_checkpoint.json"))
 
 
-def test_a_protocol_that_nobody_knows_and_a_backend_that_is_not_installed_are_options() -> None:
+def test_an_unknown_protocol_and_a_backend_that_is_not_installed_are_options() -> None:
     with pytest.raises(OptionError, match=r"(?s)fsspec cannot make anything of nosuch://.*Protocol not known"):
         exists(RemotePath("nosuch://bucket/run"))
     fsspec.register_implementation("notinstalled", "nowhere.at.all.FileSystem", clobber=True)
@@ -273,7 +275,7 @@ def test_the_error_of_a_read_is_not_hidden_by_the_look_at_the_end(served: Served
         reader.read_into(at(served, "data"), 50, bytearray(100))
 
 
-def test_what_a_store_does_not_tag_is_known_by_its_size(served: Served, tmp_path: Path) -> None:
+def test_what_a_store_does_not_tag_is_identified_by_its_size(served: Served, tmp_path: Path) -> None:
     served.tags = False
     (tmp_path / "data").write_bytes(bytes(100))
     identities = identities_of([at(served, "data")])

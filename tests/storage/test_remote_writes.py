@@ -1,4 +1,4 @@
-"""Files that are written to an S3 store: parts, held files, what is read again, and refusals."""
+"""Files that are written to an S3 store: parts, deferred files, what is read again, and refusals."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def test_a_file_in_several_parts_whose_pieces_come_out_of_order_is_stored_in_ord
 
 @pytest.mark.usefixtures("small_parts")
 @pytest.mark.parametrize("size", [0, 10, 2 * PART + 1])
-def test_a_held_file_is_visible_when_it_is_published_and_leaves_nothing_when_it_is_abandoned(
+def test_a_deferred_file_is_visible_when_it_is_published_and_leaves_nothing_when_it_is_abandoned(
     bucket: Bucket, size: int
 ) -> None:
     data = np.random.default_rng(1).bytes(size)
     for publish in (False, True):
-        writer = RemoteFileWriter(bucket.path / "a/file", size, held=True)
+        writer = RemoteFileWriter(bucket.path / "a/file", size, deferred=True)
         writer.write(data)
         writer.close()
         assert bucket.files("a") == {}

@@ -1,4 +1,4 @@
-"""An S3 store, through the backend that a user would install: names, ranges, checks, faults and what they tell."""
+"""An S3 store, through the backend that a user would install: names, ranges, checks and faults."""
 
 from __future__ import annotations
 

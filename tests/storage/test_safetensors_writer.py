@@ -226,7 +226,7 @@ class StingyOs:
         return count
 
 
-def test_short_writes_go_on_until_every_byte_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_writes_continue_until_every_byte_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = write_pair(tmp_path / "whole")
     monkeypatch.setattr(files, "os", StingyOs(accepted=7))
     checksum = write_pair(tmp_path / "pieces")
@@ -296,7 +296,7 @@ def test_pieces_that_come_in_any_order_are_the_declared_tensors(tmp_path: Path, 
     assert size == (tmp_path / "x").stat().st_size
 
 
-def test_many_threads_write_one_file_and_one_of_them_is_told_that_it_is_whole(tmp_path: Path) -> None:
+def test_many_threads_write_one_file_and_one_of_them_learns_that_it_is_whole(tmp_path: Path) -> None:
     path = tmp_path / "x"
     writer = RandomAccessTensorWriter(path, layout_file(path, [("x", "U32", (200, 999))], {}))
     with ThreadPoolExecutor(8) as pool:
@@ -337,7 +337,7 @@ def test_a_file_that_was_not_given_every_byte_once_is_refused_and_closed(
     assert not [fd for fd in Path("/proc/self/fd").iterdir() if os.path.realpath(fd) == str(tmp_path / "x")]
 
 
-def test_short_writes_of_a_shared_file_go_on_and_a_full_disk_names_the_byte(
+def test_short_writes_of_a_shared_file_continue_and_a_full_disk_names_the_byte(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(files, "os", StingyOs(accepted=2))

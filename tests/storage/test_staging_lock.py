@@ -96,7 +96,7 @@ def test_an_unreadable_record_is_none(tmp_path: Path, raw: bytes) -> None:
     assert read_owner(tmp_path) is None
 
 
-def test_a_process_that_has_ended_is_dead_though_its_parent_has_not_asked() -> None:
+def test_a_process_that_has_ended_is_dead_though_its_parent_has_not_waited() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         stat = Path(f"/proc/{process.pid}/stat")
         started = stat.read_text().rpartition(")")[2].split()[19]

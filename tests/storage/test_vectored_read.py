@@ -169,7 +169,7 @@ def test_a_row_that_is_cut_short_to_the_length_of_another_is_named(
 
 @thorough(50)
 @given(st.lists(st.integers(0, SIZE + 10), max_size=20), st.integers(1, 64))
-def test_a_row_behind_the_end_is_named_whatever_stands_beside_it(
+def test_a_row_behind_the_end_is_named_whatever_is_beside_it(
     tmp_path_factory: pytest.TempPathFactory, data: bytes, offsets: list[int], length: int
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "behind"

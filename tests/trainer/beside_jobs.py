@@ -34,7 +34,7 @@ def with_late_copies(job: str, **settings: Any) -> Any:
 
     wanted, average_wanted, updated = threading.Event(), threading.Event(), threading.Event()
     prepare, finish, copy = saves_beside_steps.prepare, BetweenSteps.finish, SnapshotCopy.finish
-    settled = MovingAverage.settled
+    settled = MovingAverage.wait_for_update
 
     def prepare_again(*args: Any) -> Any:
         for one in (wanted, average_wanted, updated):
@@ -60,7 +60,7 @@ def with_late_copies(job: str, **settings: Any) -> Any:
     BetweenSteps.finish = finish_wanted
     BetweenSteps.on_optimizer_end = lambda *args, **kwargs: updated.set()
     SnapshotCopy.finish = copy_late
-    MovingAverage.settled = settled_wanted
+    MovingAverage.wait_for_update = settled_wanted
     module, _, name = job.partition(":")
     return getattr(importlib.import_module(module), name)(**settings)
 
@@ -272,7 +272,7 @@ def hold_the_first_save(held: int, until: int, **settings: Any) -> dict[str, Any
         return report
 
     def wait_and_note(self: Any, trainer: Any, slot: Any, why: str) -> None:
-        if trainer.state.global_step == until and slot.save is not None and slot.save.job.step == held:
+        if trainer.state.global_step == until and slot.save is not None and slot.save.prepared.step == held:
             captured.extend(one.save.captured.done() for one in self._slots)
             waits.set()
         wait_for(self, trainer, slot, why)
@@ -334,9 +334,9 @@ def change_meanwhile(**settings: Any) -> None:
     from transformers import PreTrainedTokenizerFast
 
     from paddleformers_fc import FlexTrainer
-    from paddleformers_fc.trainer.save_job import SaveJob
+    from paddleformers_fc.trainer.save_job import PreparedSave
 
-    changed, encoded = threading.Event(), SaveJob.encoded
+    changed, encoded = threading.Event(), PreparedSave.encoded
     is_beside = bool(settings["arguments"].get("flex_async_save"))
 
     def encoded_late(self: Any) -> Any:
@@ -365,7 +365,7 @@ def change_meanwhile(**settings: Any) -> None:
             np.random.random()
             changed.set()
 
-    SaveJob.encoded = encoded_late
+    PreparedSave.encoded = encoded_late
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"w": 0, "[U]": 1}, "[U]")))
     trainer = flex_trainer(**settings, cls=CopiesFiles, callbacks=[Change()], tokenizer=tokenizer)
     trainer.args.copy_custom_file_list = "at the step"

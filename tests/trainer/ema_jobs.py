@@ -15,12 +15,12 @@ EVALUATED = {"evaluation_strategy": "steps", "eval_steps": 1, "do_eval": True}
 def digest_of(trainer: Any) -> str:
     """A digest of the weights that all ranks hold together; the same under every layout."""
     from paddleformers_fc.execute.live_digest import digest_live
-    from paddleformers_fc.trainer import state
-    from paddleformers_fc.trainer.description import describe
+    from paddleformers_fc.trainer import live_roles
+    from paddleformers_fc.trainer.description import describe_model
     from paddleformers_fc.trainer.job_state import channel_of
 
-    weights = state.model_roles(trainer.model)["model_state"]
-    return digest_live(weights, describe(trainer.model), channel_of(trainer.args))
+    weights = live_roles.model_roles(trainer.model)["model_state"]
+    return digest_live(weights, describe_model(trainer.model), channel_of(trainer.args))
 
 
 def bits(trainer: Any) -> str:
@@ -28,10 +28,10 @@ def bits(trainer: Any) -> str:
     import hashlib
 
     from paddleformers_fc.execute.memory import host_pieces
-    from paddleformers_fc.trainer import state
+    from paddleformers_fc.trainer import live_roles
 
     digest = hashlib.md5()
-    for name, weight in sorted(state.model_roles(trainer.model)["model_state"].items()):
+    for name, weight in sorted(live_roles.model_roles(trainer.model)["model_state"].items()):
         tensor = weight.local_tensor
         for piece in host_pieces(tensor, 0, int(tensor.size)):
             digest.update(name.encode() + piece.tobytes())

@@ -96,7 +96,7 @@ def parse_after_registration(path: str, values: Mapping[str, Any]) -> dict[str, 
 
 
 def stock_trainer_with_our_callback(output_dir: str) -> str:
-    """Make a Trainer that does not know ``flex_checkpoint`` although its arguments ask for it; the error."""
+    """Return the error of a Trainer that ignores ``flex_checkpoint`` although its arguments set it."""
     from paddleformers.trainer import Trainer
 
     from paddleformers_fc import FlexCheckpointCallback, FlexTrainingArguments

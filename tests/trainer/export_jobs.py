@@ -39,8 +39,8 @@ def start_from_open_weights(
     from paddleformers_fc import load_open_weights
     from paddleformers_fc.distributed.channel import job_channel
     from paddleformers_fc.execute.export import save_weights
-    from paddleformers_fc.trainer import documents, state
-    from paddleformers_fc.trainer.description import describe
+    from paddleformers_fc.trainer import documents, live_roles
+    from paddleformers_fc.trainer.description import describe_model
 
     args = tiny.training_arguments(layout, output_dir)
     built = tiny.build(model_type, layout, args, **model)
@@ -50,8 +50,8 @@ def start_from_open_weights(
     report = load_open_weights(built, source)
     channel = job_channel()
     files = {"config.json": documents.config_text(built).encode()} if channel.rank == 0 else {}
-    weights = state.model_roles(built)["model_state"]
-    save_weights(weights, describe(built), files, Path(target), 10**9, channel)
+    weights = live_roles.model_roles(built)["model_state"]
+    save_weights(weights, describe_model(built), files, Path(target), 10**9, channel)
     return {"fresh": list(report.fresh), "dropped": list(report.dropped)}
 
 
@@ -61,14 +61,14 @@ def export_initial(
     """Export a tiny model with the weights it begins with."""
     from paddleformers_fc.distributed.channel import job_channel
     from paddleformers_fc.execute.export import save_weights
-    from paddleformers_fc.trainer import documents, state
-    from paddleformers_fc.trainer.description import describe
+    from paddleformers_fc.trainer import documents, live_roles
+    from paddleformers_fc.trainer.description import describe_model
 
     args = tiny.training_arguments(layout, output_dir)
     built = tiny.build(model_type, layout, args, **model)
     files = {"config.json": documents.config_text(built).encode()}
-    weights = state.model_roles(built)["model_state"]
-    save_weights(weights, describe(built), files, Path(target), 10**9, job_channel())
+    weights = live_roles.model_roles(built)["model_state"]
+    save_weights(weights, describe_model(built), files, Path(target), 10**9, job_channel())
 
 
 def run_and_export(

@@ -30,7 +30,7 @@ def flex_trainer(
 
 
 def run(resume: str | bool | None = None, segment: int | None = None, **settings: Any) -> dict[str, Any]:
-    """Train and save; the losses, and what the Trainer's state says afterwards.
+    """Train and save; the losses, and the Trainer's state afterwards.
 
     Args:
         segment: stage 3 slices parameters of more elements; by default ``tiny.SEGMENT``.
@@ -45,7 +45,7 @@ def run(resume: str | bool | None = None, segment: int | None = None, **settings
 
 
 def outcome(trainer: Any) -> dict[str, Any]:
-    """What a test asks of a finished training."""
+    """Return the facts about a finished training that tests compare."""
     state = trainer.state
     return {
         "losses": trainer.losses,

@@ -38,7 +38,7 @@ def from_files(base: str, layout: Mapping[str, Any], args: Any) -> Any:
 
 
 def run(resume: str | bool | None = None, **settings: Any) -> dict[str, Any]:
-    """Train adapters and save; the losses, and what the Trainer's state says afterwards."""
+    """Train adapters and save; the losses, and the Trainer's state afterwards."""
     trainer = trainer_of(**settings)
     trainer.train(resume_from_checkpoint=resume)
     return outcome(trainer)

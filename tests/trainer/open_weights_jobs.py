@@ -51,21 +51,21 @@ def load_and_export(
 
     from paddleformers_fc.distributed.channel import job_channel
     from paddleformers_fc.execute.export import save_weights
-    from paddleformers_fc.trainer import documents, state
-    from paddleformers_fc.trainer.description import describe
+    from paddleformers_fc.trainer import documents, live_roles
+    from paddleformers_fc.trainer.description import describe_model
 
     args = _arguments(output_dir, layout)
     kind = AutoModelForCausalLMPipe if layout.get("pp", 1) > 1 else AutoModelForCausalLM
-    said: list[str] = []
+    warnings: list[str] = []
     warning = logger.warning
-    logger.warning = said.append
+    logger.warning = warnings.append
     built = kind.from_pretrained(source, config=configured(layout, args, source, **(model or {})))
     logger.warning = warning
     channel = job_channel()
     files = {"config.json": documents.config_text(built).encode()} if channel.rank == 0 else {}
-    weights = state.model_roles(built)["model_state"]
-    save_weights(weights, describe(built), files, Path(target), 10**9, channel)
-    return [line for line in said if str(source) in line]
+    weights = live_roles.model_roles(built)["model_state"]
+    save_weights(weights, describe_model(built), files, Path(target), 10**9, channel)
+    return [line for line in warnings if str(source) in line]
 
 
 def _from_pretrained(source: str) -> Any:
@@ -226,7 +226,7 @@ def train_model_of(
         model = WAYS[way](source, output_dir)
         return {"losses": _trained(model, output_dir, trainer, **arguments).losses}
     except Exception as error:
-        return {"error": type(error).__name__, "said": str(error)}
+        return {"error": type(error).__name__, "message": str(error)}
 
 
 def train_where_one_rank_differs(source: str, output_dir: str) -> str:
@@ -280,25 +280,25 @@ def train_beside_reference(source: str, output_dir: str, change: str | None, acc
         trainer.train()
         return {"step": trainer.state.global_step}
     except Exception as error:
-        return {"error": type(error).__name__, "said": str(error)}
+        return {"error": type(error).__name__, "message": str(error)}
 
 
 def refusals(source: str, output_dir: str, calls: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What ``LlamaForCausalLM.from_pretrained`` says to arguments, one call after the other; a class if it succeeds."""
+    """The results of ``LlamaForCausalLM.from_pretrained`` by call: the class, or the error."""
     from paddleformers.transformers import LlamaForCausalLM
 
     _arguments(output_dir)
-    said: list[str] = []
+    outcomes: list[str] = []
     for call in calls:
         arguments = dict(call)
         named = [arguments.pop("named", source), *arguments.pop("positional", ())]
         if "config" in arguments:
             arguments["config"] = tiny.config("llama", **arguments["config"])
         try:
-            said.append(type(LlamaForCausalLM.from_pretrained(*named, dtype="float32", **arguments)).__name__)
+            outcomes.append(type(LlamaForCausalLM.from_pretrained(*named, dtype="float32", **arguments)).__name__)
         except Exception as error:
-            said.append(f"{type(error).__name__}: {error}")
-    return said
+            outcomes.append(f"{type(error).__name__}: {error}")
+    return outcomes
 
 
 def load_model_class(source: str, output_dir: str, cls: str) -> str:
@@ -385,7 +385,7 @@ def _asked() -> int:
 
 
 def convert_from_pdparams(source: str, directory: str, converted: str, output_dir: str) -> dict[str, Any]:
-    """Weights in PaddleFormers' own format are refused, and read once they are converted as the error says."""
+    """Weights in PaddleFormers' own format are refused, and read after the conversion in the error."""
     import paddle
     from paddleformers.transformers import AutoModelForCausalLM
 
@@ -399,7 +399,7 @@ def convert_from_pdparams(source: str, directory: str, converted: str, output_di
     _arguments(output_dir)
     try:
         _from_pretrained(directory)
-        said = ""
+        message = ""
     except Exception as error:
-        said = str(error)
-    return {"said": said, "equal": _bits(_from_pretrained(converted)) == expected}
+        message = str(error)
+    return {"message": message, "equal": _bits(_from_pretrained(converted)) == expected}

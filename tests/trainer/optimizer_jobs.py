@@ -300,8 +300,8 @@ def _loaded(checkpoint: str, model: Any, statements: Mapping[str, Any], **option
 
 def _all_bits(model: Any, optimizer: Any) -> dict[str, str]:
     """The bytes of every tensor and state, as hex."""
-    from paddleformers_fc.trainer import state
+    from paddleformers_fc.trainer import live_roles
 
-    roles = state.model_roles(model) if optimizer is None else state.run_roles(model, optimizer)
+    roles = live_roles.model_roles(model) if optimizer is None else live_roles.run_roles(model, optimizer)
     tensors = [(name, one.local_tensor) for weights in roles.values() for name, one in weights.items()]
     return {name: tensor.astype("float32").numpy().tobytes().hex() for name, tensor in tensors}

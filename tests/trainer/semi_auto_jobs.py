@@ -102,12 +102,12 @@ def whole(source: str, target: str, model_type: str = "llama") -> None:
     import paddle
 
     import paddleformers_fc
-    from paddleformers_fc.trainer import state
+    from paddleformers_fc.trainer import live_roles
 
     model = one_device(model_type)
     optimizer = paddle.optimizer.AdamW(0.01, parameters=model.parameters())
     paddleformers_fc.load(source, model, optimizer)
-    roles = state.run_roles(model, optimizer)
+    roles = live_roles.run_roles(model, optimizer)
     np.savez(target, **{name: one.local_tensor.numpy() for role in roles.values() for name, one in role.items()})
 
 

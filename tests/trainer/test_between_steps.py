@@ -82,7 +82,7 @@ def test_work_of_a_reading_thread_is_done_between_two_passes() -> None:
     assert reads.waited == 0
 
 
-def test_an_error_of_such_work_is_raised_where_it_was_asked_for() -> None:
+def test_an_error_of_such_work_is_raised_where_it_was_requested() -> None:
     reads = BetweenSteps(lambda: False)
 
     def read() -> str:
@@ -95,7 +95,7 @@ def test_an_error_of_such_work_is_raised_where_it_was_asked_for() -> None:
         reads.finish()
 
 
-def test_work_that_is_asked_for_beside_a_read_is_done_at_an_update() -> None:
+def test_work_that_is_requested_beside_a_read_is_done_at_an_update() -> None:
     reads, answer = BetweenSteps(lambda: False), []
     asking = threading.Thread(target=lambda: answer.append(reads.call(lambda: "done")), daemon=True)
     asking.start()

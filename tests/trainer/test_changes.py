@@ -152,10 +152,10 @@ def test_a_parameter_that_is_unfrozen_is_reported(ranks: ForkServer, tmp_path: P
         found = ranks.run(f"{JOBS}:run_with_frozen", layout.nproc, again)
         assert "error" not in found.values[0]
         logs[len(frozen)] = found.logs[0].read_text()
-    said = "1 parameter of this run is trained and without optimizer states"
-    assert said in logs[0]
+    warning = "1 parameter of this run is trained and without optimizer states"
+    assert warning in logs[0]
     assert f"  - {FREEZABLE}" in logs[0]
-    assert said not in logs[1]
+    assert warning not in logs[1]
 
 
 def test_a_parameter_that_is_frozen_is_refused_with_its_states(ranks: ForkServer, saved: Path, tmp_path: Path) -> None:

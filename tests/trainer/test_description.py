@@ -18,7 +18,7 @@ from paddleformers_fc.families.description import IS_FLEET
 from paddleformers_fc.families.sizes import value_at
 from paddleformers_fc.formats.flex import open_flex
 from paddleformers_fc.mapping import RuleSet, prove
-from paddleformers_fc.trainer.description import describe
+from paddleformers_fc.trainer.description import describe_model
 from paddleformers_fc.trainer.documents import model_config
 from tests.families.spaces import BY_NAME, model_of, settings
 from tests.harness import tiny
@@ -90,7 +90,7 @@ def classes_of(family: Family) -> list[bool]:
 
 def bound(name: str, model: Any, tp: int = 1) -> RuleSet:
     """The rules of a model that holds what its description gives."""
-    family, described = BY_NAME[name], describe(model)
+    family, described = BY_NAME[name], describe_model(model)
     return bind(family, described, [one.under(tp=tp) for one in enumerate_tensors(family, described)])
 
 
@@ -108,7 +108,7 @@ def test_every_key_that_a_declaration_reads_reaches_the_binding_with_its_live_va
                 config = config_of(name, **{outer[0]: {leaf: value}} if outer else {leaf: value})
             except Exception:
                 continue  # PaddleFormers refuses such a configuration.
-            found = value_at(describe(live(config)).config, key)
+            found = value_at(describe_model(live(config)).config, key)
             assert found == getattr(_inside(config, outer), leaf, None), f"{key}={value!r}"
 
 
@@ -119,11 +119,11 @@ def _inside(config: Any, path: list[str]) -> Any:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_family_binds_what_its_configuration_class_holds_as_its_declaration_says(name: str) -> None:
+def test_a_family_binds_what_its_configuration_class_holds_as_declared(name: str) -> None:
     family = BY_NAME[name]
     for is_fleet in classes_of(family):
         chosen = {**tiny_values(name), "model_type": name, IS_FLEET: is_fleet}
-        described = describe(live(config_of(name, **tiny_values(name)), is_fleet))
+        described = describe_model(live(config_of(name, **tiny_values(name)), is_fleet))
         assert described.is_fleet is is_fleet
         for tp in (1, 2):
             tensors = [one.under(tp=tp) for one in enumerate_tensors(family, model_of(chosen))]
@@ -163,7 +163,7 @@ def test_a_class_of_paddleformers_has_no_empty_layers_before_the_first() -> None
     ("switches", "turned"),
     [({"moe_expert_fusion": True}, True), ({"moe_expert_fusion": True, "using_sonic_moe": True}, False)],
 )
-def test_fused_experts_are_turned_as_the_live_configuration_says_though_they_are_square(
+def test_fused_experts_are_transposed_by_the_live_configuration_though_they_are_square(
     name: str, switches: dict[str, bool], turned: bool
 ) -> None:
     # MiniMax M2 at its own sizes, and the others with as many numbers on both axes of an expert's first layer.
@@ -176,7 +176,7 @@ def test_fused_experts_are_turned_as_the_live_configuration_says_though_they_are
     }
     counts = {"n_routed_experts": 4, "num_experts": 4}
     config = config_of(name, **{**square, **small, **counts, **switches})
-    described = describe(live(config, is_fleet=True))
+    described = describe_model(live(config, is_fleet=True))
     hidden, width = config.hidden_size, 2 * config.moe_intermediate_size
     assert hidden == width
     stack = ModelTensor("model.layers.0.mlp.grouped_gemm_experts.weight1", (4 * hidden, width), "float32", (1, 1))
@@ -184,11 +184,11 @@ def test_fused_experts_are_turned_as_the_live_configuration_says_though_they_are
         assert (rule.axes == (1, 0)) is turned
 
 
-def test_the_class_of_a_model_is_that_of_the_model_where_no_shape_tells() -> None:
+def test_the_class_of_a_model_is_that_of_the_model_where_no_shape_shows_it() -> None:
     router = ModelTensor("model.layers.0.mlp.gate.weight", (16, 16), "float32", (1, 1))
     values = tiny_values("qwen2_moe", hidden_size=16, num_experts=16)
     axes = {
-        is_fleet: bind(BY_NAME["qwen2_moe"], describe(live(config_of("qwen2_moe", **values), is_fleet)), [router])
+        is_fleet: bind(BY_NAME["qwen2_moe"], describe_model(live(config_of("qwen2_moe", **values), is_fleet)), [router])
         .rules[0]
         .axes
         for is_fleet in (True, False)
@@ -200,9 +200,9 @@ def test_what_a_model_of_paddlefleet_was_built_with_counts_before_the_configurat
     config = config_of("glm4_moe", **tiny_values("glm4_moe"))
     model = live(config, is_fleet=True)
     model.config.num_empty_layers_add_in_head = 2
-    assert describe(model).config["num_empty_layers_add_in_head"] == 2
+    assert describe_model(model).config["num_empty_layers_add_in_head"] == 2
     model.config.num_empty_layers_add_in_head = None
-    assert describe(model).config["num_empty_layers_add_in_head"] == 1
+    assert describe_model(model).config["num_empty_layers_add_in_head"] == 1
 
 
 def test_a_description_holds_defaults_and_nested_values_and_nothing_of_a_layout() -> None:
@@ -211,7 +211,7 @@ def test_a_description_holds_defaults_and_nested_values_and_nothing_of_a_layout(
     config = config_of("llama", tensor_model_parallel_size=2, rope_scaling={"rope_type": "linear", "factor": 2.0})
     config.vision_config = PretrainedConfig(tensor_parallel_rank=1, depth=3)
     config.moe_group = object()
-    found = describe(live(config)).config
+    found = describe_model(live(config)).config
     assert found["rms_norm_eps"] == 1e-6
     assert found["rope_parameters"]["factor"] == 2.0
     assert found["vision_config"]["depth"] == 3
@@ -234,7 +234,7 @@ def test_a_configuration_that_was_serialised_binds_other_layers_or_none() -> Non
     assert config.num_empty_layers_add_in_head == 1
     written = model_config(SimpleNamespace(config=config, parameters=list, _layers=None))
     assert "num_empty_layers_add_in_head" not in written
-    family, described = BY_NAME["glm4_moe"], describe(live(config, is_fleet=True))
+    family, described = BY_NAME["glm4_moe"], describe_model(live(config, is_fleet=True))
     tensors = [one.under() for one in enumerate_tensors(family, described)]
     stripped = model_of({**written, IS_FLEET: True})
     with pytest.raises(MappingError, match="is the canonical 2, and the configuration has 0 to 1"):
@@ -268,8 +268,8 @@ def test_a_family_lists_the_tensors_of_the_class_that_paddleformers_builds_itsel
     described = ModelDescription(**description)
     assert described.is_fleet is False
     held = {key: (tuple(shape), dtype) for key, (shape, dtype) in tensors.items()}
-    said = {one.name: (one.shape, one.dtype) for one in enumerate_tensors(BY_NAME[name], described)}
-    assert said == held
+    declared = {one.name: (one.shape, one.dtype) for one in enumerate_tensors(BY_NAME[name], described)}
+    assert declared == held
     model = [ModelTensor(key, shape, dtype, (1,) * len(shape)) for key, (shape, dtype) in held.items()]
     rules = bind(BY_NAME[name], described, model)
     prove(rules.mapping())

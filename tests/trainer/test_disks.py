@@ -56,9 +56,9 @@ def saved(ranks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     result = run(ranks, "run", DP2, disks(directory, 0, 1), **SIX_STEPS)
     shared = run(ranks, "run", DP2, disks(tmp_path_factory.mktemp("shared"), 0, 0), **SIX_STEPS)
     assert result.values[0]["losses"] == shared.values[0]["losses"]
-    said = [line for line in result.logs[0].read_text().splitlines() if "is on 2 disks" in line]
-    assert len(said) == 1
-    assert "rank 0; rank 1" in said[0]
+    lines = [line for line in result.logs[0].read_text().splitlines() if "is on 2 disks" in line]
+    assert len(lines) == 1
+    assert "rank 0; rank 1" in lines[0]
     assert "disks" not in shared.logs[0].read_text()
     return Saved(directory, result.values[0]["losses"])
 
@@ -73,7 +73,7 @@ def saved(ranks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     ids=["tp2", "swapped", "with-new-hosts"],
 )
 @pytest.mark.parametrize("way", ["each", "once"])
-def test_a_run_goes_on_wherever_all_disks_are_seen(
+def test_a_run_resumes_wherever_all_disks_are_seen(
     ranks: ForkServer, saved: Saved, tmp_path: Path, layout: MatrixLayout, numbers: tuple[int, ...], way: str
 ) -> None:
     saved.copied(tmp_path)
@@ -146,7 +146,7 @@ def test_the_last_checkpoint_that_is_whole_over_all_disks_stays_on_each_of_them(
     result = ranks.run(f"{JOBS}:lose_what_was_saved", 2, {**settings, "lost": lost, "flip": level == "full"})
     assert list(result.values) == [["checkpoint-2", "checkpoint-3"]] * 2
     for rank in {numbers.index(number) for number in numbers}:
-        said = [line for line in result.logs[rank].read_text().splitlines() if "stays under every limit" in line]
-        assert len(said) == 1
-        assert "checkpoint-3 is not whole, so out/checkpoint-2 stays" in said[0]
-        assert Path(lost).name in said[0]
+        lines = [line for line in result.logs[rank].read_text().splitlines() if "stays under every limit" in line]
+        assert len(lines) == 1
+        assert "checkpoint-3 is not whole, so out/checkpoint-2 stays" in lines[0]
+        assert Path(lost).name in lines[0]

@@ -23,7 +23,7 @@ def test_a_state_with_a_number_of_steps_is_taken(steps: int) -> None:
 
 
 @pytest.mark.parametrize("steps", [-2, -65_536, 1 << 53, int("9" * 300), float("nan"), float("inf")])
-def test_a_state_with_steps_that_nobody_can_have_made_is_refused(steps: float) -> None:
+def test_a_state_with_steps_that_no_run_can_have_made_is_refused(steps: float) -> None:
     with pytest.raises(FormatError, match="last_epoch: invalid number of steps"):
         refuse_unlike({**CURRENT, "last_epoch": steps}, CURRENT, Path("scheduler.json"))
 

@@ -93,7 +93,7 @@ OTHERS = [
     [half(SD2V2), *(pytest.param(layout, marks=pytest.mark.slow) for layout in OTHERS)],
     ids=lambda layout: layout.name,
 )
-def test_an_average_is_that_of_the_weights_and_goes_on_bitwise(
+def test_an_average_is_that_of_the_weights_and_continues_bitwise(
     ranks: ForkServer, tmp_path: Path, layout: MatrixLayout
 ) -> None:
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
@@ -183,7 +183,7 @@ def test_averaged_weights_are_in_the_model_and_the_former_ones_come_back(
         np.testing.assert_array_equal(exported, values.astype(exported.dtype))
 
 
-def test_an_evaluation_has_the_averaged_weights_and_training_goes_on_as_before(
+def test_an_evaluation_has_the_averaged_weights_and_training_continues_as_before(
     ranks: ForkServer, tmp_path: Path
 ) -> None:
     layout = half(SD2V2)
@@ -282,7 +282,7 @@ def test_updates_of_steps_with_a_large_loss_are_skipped(ranks: ForkServer, tmp_p
     assert log.count("The moving average is not updated after step") == 3
 
 
-def test_a_run_that_starts_or_ends_an_average_or_changes_it_says_so(ranks: ForkServer, tmp_path: Path) -> None:
+def test_a_run_that_starts_or_ends_an_average_or_changes_it_reports_it(ranks: ForkServer, tmp_path: Path) -> None:
     three = {"max_steps": 3, "save_steps": 3}
     run(ranks, SINGLE, tmp_path / "without", arguments={**three, "flex_ema_decay": 0.0})
     run(ranks, SINGLE, tmp_path / "with", arguments=three)

@@ -65,7 +65,7 @@ def test_every_name_in_the_readme_and_the_training_page_can_be_imported(bare_ran
     assert missing == {}
 
 
-def test_the_script_of_the_recipes_trains_on_two_ranks_and_goes_on_with_one(ranks: ForkServer, tmp_path: Path) -> None:
+def test_the_script_of_the_recipes_trains_on_two_ranks_and_resumes_on_one(ranks: ForkServer, tmp_path: Path) -> None:
     def run(nproc: int, *options: str) -> str:
         job = {
             "script": str(ROOT / "recipes" / "script.py"),

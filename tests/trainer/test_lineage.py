@@ -1,4 +1,4 @@
-"""Which run a checkpoint belongs to, and what is said of several runs in one output directory."""
+"""Which run a checkpoint belongs to, and warnings about several runs in one output directory."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_newer_ones_that_an_automatic_resume_skips_are_another_run() -> None:
     assert warning == ""
 
 
-def test_a_run_from_the_beginning_is_told_of_others_in_its_directory(tmp_path: Path) -> None:
+def test_a_run_from_the_beginning_warns_of_other_runs_in_its_directory(tmp_path: Path) -> None:
     assert begun(A, [], tmp_path) == ""
     assert "checkpoint-6 of run B" in begun(A, saved(4, 6, run=B), tmp_path)
 

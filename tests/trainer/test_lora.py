@@ -188,14 +188,14 @@ def test_a_base_is_not_identified_by_files_that_do_not_contain_it(ranks: ForkSer
 
 def test_adapters_that_upstream_cannot_describe_are_refused_by_name(ranks: ForkServer, tmp_path: Path) -> None:
     (found,) = ranks.run(f"{JOBS}:unsupported", 1, {"output_dir": str(tmp_path)}).values
-    said = {
+    messages = {
         "loraga": "loraga: PaddleFormers changes the base",
         "do_qat": "do_qat: the scales of quantization",
         "merged": "is merged into its base; call unmerge()",
         "quantized": "a quantized base",
         "nothing": "no tensor of the model is trained",
     }
-    assert {way: said[way] in text for way, text in found.items()} == dict.fromkeys(said, True), found
+    assert {way: messages[way] in text for way, text in found.items()} == dict.fromkeys(messages, True), found
 
 
 def test_adapters_of_layers_that_are_not_supported_are_refused_by_name(ranks: ForkServer, tmp_path: Path) -> None:

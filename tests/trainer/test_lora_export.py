@@ -280,7 +280,7 @@ def test_adapters_that_do_not_fit_are_refused_with_the_reason(
     tensors = load_file(apart / name)
     key = f"{PREFIX}model.layers.1.self_attn.k_proj.lora_A.weight"
     save_file({**tensors, key: tensors[key] + 1}, apart / name)
-    said = {
+    messages = {
         changed("r", 8): "r: stored 8, wanted 4",
         changed("lora_alpha", 32): "scaling: stored 8.0, wanted 2.0",
         changed("use_dora", True): "use_dora: True",
@@ -288,7 +288,7 @@ def test_adapters_that_do_not_fit_are_refused_with_the_reason(
         apart: "k_proj.lora_A.weight",
         ernie.base: "holds no adapters",
     }
-    for directory, text in said.items():
+    for directory, text in messages.items():
         assert text in load(ranks, ernie, SINGLE, directory, tmp_path / "out"), directory
 
 

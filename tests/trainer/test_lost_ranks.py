@@ -26,19 +26,19 @@ def saved(ranks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Saved:
 
 
 @pytest.mark.parametrize(
-    ("kind", "layout", "odd", "said"),
+    ("kind", "layout", "odd", "message"),
     [
         ("config", FOUR, 2, "config.rms_norm_eps: "),
         ("statements", DP2, 1, "aoa_config.aoa_statements: "),
     ],
 )
 def test_one_rank_that_differs_is_named_on_every_rank_before_a_weight_changes(
-    ranks: ForkServer, saved: Saved, tmp_path: Path, kind: str, layout: MatrixLayout, odd: int, said: str
+    ranks: ForkServer, saved: Saved, tmp_path: Path, kind: str, layout: MatrixLayout, odd: int, message: str
 ) -> None:
     shutil.copytree(saved.third, tmp_path / "usual" / "checkpoint-3")
     found = resumed_with_one_odd(ranks, tmp_path, kind, layout, odd)
     assert (found["error"], found["changed"]) == ("PeerError", False)
-    (line,) = [line for line in found["text"].splitlines() if said in line]
+    (line,) = [line for line in found["text"].splitlines() if message in line]
     assert f"on rank {odd}" in line
 
 
@@ -128,7 +128,7 @@ def test_a_rank_killed_in_the_exchange_itself_is_named_and_no_rank_stays_in_it(
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"),
+    ("kind", "message"),
     [
         ("version", "versions.paddleformers_fc: "),
         ("paddle", "versions.paddle: "),
@@ -139,7 +139,7 @@ def test_a_rank_killed_in_the_exchange_itself_is_named_and_no_rank_stays_in_it(
     ],
 )
 def test_a_rank_that_differs_is_found_before_the_first_step(
-    ranks: ForkServer, tmp_path: Path, kind: str, said: str
+    ranks: ForkServer, tmp_path: Path, kind: str, message: str
 ) -> None:
     given = {
         "kind": kind,
@@ -153,5 +153,5 @@ def test_a_rank_that_differs_is_found_before_the_first_step(
     assert found[0] == found[1]
     assert (found[0]["error"], found[0]["steps"]) == ("PeerError", 0)
     (line,) = [line for line in found[0]["text"].splitlines() if line.strip().startswith("- ")]
-    assert said in line
+    assert message in line
     assert "on rank 1" in line

@@ -186,7 +186,7 @@ def test_a_checkpoint_that_does_not_fit_the_model_is_not_skipped(
         assert "or name another checkpoint. It is the newest checkpoint in output_dir: to start a new" in found["text"]
 
 
-def test_a_branch_from_an_older_step_is_told_at_once_and_at_the_next_automatic_resume(
+def test_a_branch_from_an_older_step_is_reported_at_once_and_at_the_next_automatic_resume(
     ranks: ForkServer, saved: Path, tmp_path: Path
 ) -> None:
     output_dir = tmp_path / "run"

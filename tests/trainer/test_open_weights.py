@@ -45,8 +45,8 @@ def test_from_pretrained_fills_every_layout_with_the_bits_of_the_files(
     for layout in (tiny.SINGLE, tiny.TP2, tiny.PP2, tiny.SD2V2):
         target = tmp_path / f"again-{layout.name}"
         job = {"layout": layout.to_json(), "output_dir": str(tmp_path / "run"), "source": str(source)}
-        said = ranks.run(f"{JOBS}:load_and_export", layout.nproc, {**job, "target": str(target)}).values
-        assert said == ([],) * layout.nproc
+        warnings = ranks.run(f"{JOBS}:load_and_export", layout.nproc, {**job, "target": str(target)}).values
+        assert warnings == ([],) * layout.nproc
         again = load_file(target / "model.safetensors")
         assert again.keys() == original.keys()
         assert all(array.tobytes() == original[name].tobytes() for name, array in again.items())
@@ -82,9 +82,9 @@ def test_what_a_later_pipeline_stage_does_not_find_in_the_files_is_reported_too(
     source = weights_of(ranks, tmp_path, "ernie4_5_moe", {})
     job = {"layout": tiny.PP2.to_json(), "output_dir": str(tmp_path / "run"), "source": str(source)}
     job |= {"model": {"moe_use_aux_free": True}, "target": str(tmp_path / "again")}
-    said = ranks.run(f"{JOBS}:load_and_export", 2, job).values
+    warnings = ranks.run(f"{JOBS}:load_and_export", 2, job).values
     bias = "model.layers.{1...3}.mlp.moe_statics.e_score_correction_bias"
-    assert said == ([f"{bias} is not in {source} and keeps its initial values."], [])
+    assert warnings == ([f"{bias} is not in {source} and keeps its initial values."], [])
 
 
 def test_a_model_and_the_random_numbers_after_it_are_those_of_the_stock_loader(
@@ -122,7 +122,7 @@ def test_values_that_a_script_assigns_to_a_fresh_model_are_its_own_initialisatio
 
 
 @pytest.mark.parametrize(
-    ("way", "trainer", "said"),
+    ("way", "trainer", "message"),
     [
         ("imported", "FlexTrainer", "the model: LlamaForCausalLM.from_pretrained('{source}')"),
         ("copied", "Trainer", "the model: LlamaForCausalLM.from_pretrained('{source}')"),
@@ -134,14 +134,14 @@ def test_values_that_a_script_assigns_to_a_fresh_model_are_its_own_initialisatio
     ],
 )
 def test_a_model_that_another_loader_has_set_is_refused_with_what_that_was(
-    ranks: ForkServer, llama: Path, tmp_path: Path, way: str, trainer: str, said: str
+    ranks: ForkServer, llama: Path, tmp_path: Path, way: str, trainer: str, message: str
 ) -> None:
     source = shutil.copytree(llama, tmp_path / "weights")
     found = come_by(ranks, way, source, tmp_path, trainer=trainer)
     assert found.get("error") == "OptionError", found
-    assert f"\n  - {said.format(source=source)}\n" in found["said"]
-    assert "set flex_accept_model: true" in found["said"]
-    assert "load_open_weights" in found["said"]
+    assert f"\n  - {message.format(source=source)}\n" in found["message"]
+    assert "set flex_accept_model: true" in found["message"]
+    assert "load_open_weights" in found["message"]
     accepted = come_by(ranks, way, source, tmp_path, trainer=trainer, flex_accept_model=True)
     assert len(accepted.get("losses", ())) == 2, accepted
 
@@ -156,16 +156,16 @@ def test_a_model_built_before_this_package_could_see_its_loader_is_refused(
     source = shutil.copytree(llama, tmp_path / "weights")
     found = come_by(bare_ranks, way, source, tmp_path, trainer=trainer)
     assert found.get("error") == "OptionError", found
-    assert "\n  - the model: built before paddleformers_fc could see which loader fills it\n" in found["said"]
+    assert "\n  - the model: built before paddleformers_fc could see which loader fills it\n" in found["message"]
     accepted = come_by(bare_ranks, way, source, tmp_path, trainer=trainer, flex_accept_model=True)
     assert len(accepted.get("losses", ())) == 2, accepted
 
 
 def test_one_rank_that_was_filled_by_another_loader_stops_all(ranks: ForkServer, llama: Path, tmp_path: Path) -> None:
     kwargs = {"source": str(llama), "output_dir": str(tmp_path / "out")}
-    said = ranks.run(f"{JOBS}:train_where_one_rank_differs", 2, kwargs).values
-    assert said[0] == said[1]
-    assert "where: flex_accept_model (on rank 1)" in said[0]
+    outcomes = ranks.run(f"{JOBS}:train_where_one_rank_differs", 2, kwargs).values
+    assert outcomes[0] == outcomes[1]
+    assert "where: flex_accept_model (on rank 1)" in outcomes[0]
 
 
 @pytest.mark.parametrize(("change", "accept"), [(None, False), ("model.norm.weight", False), ("lm_head.weight", True)])
@@ -178,7 +178,7 @@ def test_a_reference_model_is_the_model_or_refused(
         assert found == {"step": 1}
     else:
         assert found["error"] == "OptionError"
-        assert f"\n  - {change}: not equal to the model's\n" in found["said"]
+        assert f"\n  - {change}: not equal to the model's\n" in found["message"]
 
 
 def test_arguments_that_ask_for_other_weights_are_refused_by_name(
@@ -196,11 +196,11 @@ def test_arguments_that_ask_for_other_weights_are_refused_by_name(
     calls: list[dict[str, Any]] = [{name: value} for name, value in refused.items()]
     calls += [taken, {"load_checkpoint_format": "flex_checkpoint", "ignore_mismatched_sizes": False}]
     kwargs = {"source": str(llama), "output_dir": str(tmp_path / "out"), "calls": calls}
-    said = ranks.run(f"{JOBS}:refusals", 1, kwargs).values[0]
-    for name, line in zip(refused, said, strict=False):
+    outcomes = ranks.run(f"{JOBS}:refusals", 1, kwargs).values[0]
+    for name, line in zip(refused, outcomes, strict=False):
         assert line.startswith("OptionError: flex_checkpoint: true contradicts an argument of from_pretrained.")
         assert f"  - {name}" in line
-    assert said[len(refused) :] == ["LlamaForCausalLM"] * 2
+    assert outcomes[len(refused) :] == ["LlamaForCausalLM"] * 2
 
 
 def test_heads_and_families_that_no_shape_shows_are_compared_with_the_config_beside_the_weights(
@@ -229,14 +229,14 @@ def test_a_part_of_a_directory_is_named_by_its_subfolder(ranks: ForkServer, llam
     calls = [{"named": str(tmp_path / "repository"), "subfolder": "weights"}]
     calls += [{"named": str(llama / "model.safetensors"), "config": {}}, {"named": "no/model", "config": {}}]
     kwargs = {"source": str(llama), "output_dir": str(tmp_path / "out"), "calls": calls}
-    said = ranks.run(f"{JOBS}:refusals", 1, kwargs).values[0]
-    assert said[0] == "LlamaForCausalLM"
-    assert f"next: Name the directory, {llama}." in said[1]
-    assert said[2].startswith("NotACheckpoint: no/model is neither a directory nor a model of a hub")
+    outcomes = ranks.run(f"{JOBS}:refusals", 1, kwargs).values[0]
+    assert outcomes[0] == "LlamaForCausalLM"
+    assert f"next: Name the directory, {llama}." in outcomes[1]
+    assert outcomes[2].startswith("NotACheckpoint: no/model is neither a directory nor a model of a hub")
 
 
 @pytest.mark.parametrize(
-    ("cls", "said"),
+    ("cls", "message"),
     [
         ("LlamaModel", "MappingError"),
         ("Ernie4_5_MoeForCausalLM", "model_type: stored llama, wanted ernie4_5_moe"),
@@ -244,10 +244,10 @@ def test_a_part_of_a_directory_is_named_by_its_subfolder(ranks: ForkServer, llam
     ],
 )
 def test_a_class_that_is_not_that_of_the_weights_is_refused(
-    ranks: ForkServer, llama: Path, tmp_path: Path, cls: str, said: str
+    ranks: ForkServer, llama: Path, tmp_path: Path, cls: str, message: str
 ) -> None:
     kwargs = {"source": str(llama), "output_dir": str(tmp_path / "out"), "cls": cls}
-    assert said in ranks.run(f"{JOBS}:load_model_class", 1, kwargs).values[0]
+    assert message in ranks.run(f"{JOBS}:load_model_class", 1, kwargs).values[0]
 
 
 def test_a_name_of_a_hub_is_found_where_paddleformers_finds_it(ranks: ForkServer, llama: Path, tmp_path: Path) -> None:
@@ -269,12 +269,12 @@ def test_the_options_of_the_run_decide_how_open_weights_are_read(
     assert size * 0.8 < each - once < size * 1.2
 
 
-def test_weights_in_paddleformers_own_format_are_converted_as_the_error_says(
+def test_weights_in_paddleformers_own_format_are_converted_as_the_error_describes(
     ranks: ForkServer, llama: Path, tmp_path: Path
 ) -> None:
     source = shutil.copytree(llama, tmp_path / "weights")
     kwargs = {"source": str(source), "directory": str(tmp_path / "own"), "converted": str(tmp_path / "converted")}
     found = ranks.run(f"{JOBS}:convert_from_pdparams", 1, {**kwargs, "output_dir": str(tmp_path / "out")}).values[0]
-    assert "model_state.pdparams: PaddleFormers' own format" in found["said"]
-    assert 'load_checkpoint_format="", convert_from_hf=False).save_pretrained(NEW_DIRECTORY)' in found["said"]
+    assert "model_state.pdparams: PaddleFormers' own format" in found["message"]
+    assert 'load_checkpoint_format="", convert_from_hf=False).save_pretrained(NEW_DIRECTORY)' in found["message"]
     assert found["equal"]

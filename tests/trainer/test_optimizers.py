@@ -123,7 +123,7 @@ def test_offloaded_parameters_and_adamw_mini_under_tensor_parallelism_are_refuse
 
 
 def test_a_state_without_the_declared_shape_is_refused_by_name(ranks: ForkServer, tmp_path: Path) -> None:
-    said = {
+    messages = {
         "Adagrad": "declared shape: moment",
         "Adam": "and in this package 'one number'",
         "ASGD": "declared shape: y",
@@ -131,7 +131,7 @@ def test_a_state_without_the_declared_shape_is_refused_by_name(ranks: ForkServer
     for layout in (SINGLE, SD2V2):
         job = {"output_dir": str(tmp_path / layout.name), "layout": layout.to_json()}
         found = ranks.run(f"{JOBS}:train_misdeclared", layout.nproc, job).values[0]
-        assert {kind: text in found[kind] for kind, text in said.items()} == dict.fromkeys(said, True), found
+        assert {kind: text in found[kind] for kind, text in messages.items()} == dict.fromkeys(messages, True), found
 
 
 def test_another_optimizer_is_reported_where_its_states_have_the_same_names_and_else_refused(

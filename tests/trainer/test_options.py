@@ -264,7 +264,7 @@ def test_two_values_for_one_average_are_refused_with_both_keys() -> None:
     ]
 
 
-def test_an_option_without_effect_is_said_and_not_refused() -> None:
+def test_an_option_without_effect_is_reported_and_not_refused() -> None:
     chosen = options(flex_checkpoint=True, flex_ckpt_comm_method="broadcast", load_via_cpu=True)
     check_options(chosen)
     (line,) = without_effect(chosen)
@@ -313,7 +313,7 @@ def test_what_is_no_size_is_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["5", " 64 ", "1.5"])
-def test_a_size_without_its_unit_is_told_so(text: str) -> None:
+def test_a_size_without_its_unit_is_refused_with_a_remark(text: str) -> None:
     with pytest.raises(OptionError, match="is not a size: it has no unit"):
         parse_size(text)
     for value in (text, 64):

@@ -51,7 +51,7 @@ def test_the_pace_multiplies_ranks_micro_batch_and_accumulation() -> None:
     assert pace_of(args, 6).per_step == pace_of(args, 0).per_step == 30
 
 
-def test_the_same_settings_go_on_with_the_next_sample() -> None:
+def test_the_same_settings_resume_with_the_next_sample() -> None:
     assert start_after((HALFWAY, DP2, SHUFFLED), DP2, SHUFFLED, 8) == Start(HALFWAY, 3)
 
 
@@ -59,7 +59,7 @@ def test_the_same_settings_go_on_with_the_next_sample() -> None:
     ("pace", "passes"),
     [(Pace(8, 1, 1), 3), (Pace(2, 2, 2), 6), (Pace(2, 1, 4), 3), (Pace(1, 1, 2), 12), (Pace(12, 1, 2), 1)],
 )
-def test_another_global_batch_goes_on_with_the_next_sample(pace: Pace, passes: int) -> None:
+def test_another_global_batch_resumes_with_the_next_sample(pace: Pace, passes: int) -> None:
     assert start_after((HALFWAY, DP2, SHUFFLED), pace, SHUFFLED, 64 // pace.per_pass) == Start(HALFWAY, passes)
 
 
@@ -76,7 +76,7 @@ WAITING = Position(epoch=1, samples=24, consumed=88, waiting=2)
 
 
 @pytest.mark.parametrize("position", [WAITING, replace(HALFWAY, ended=True)])
-def test_what_is_rare_is_said_by_the_document_where_it_is_so(position: Position) -> None:
+def test_rare_states_are_in_the_document_where_they_occur(position: Position) -> None:
     assert from_document(to_document(position, DP2, SHUFFLED), "data.json")[0] == position
     assert to_document(HALFWAY, DP2, SHUFFLED)["position"] == {"epoch": 1, "samples": 24, "consumed": 88}
 
@@ -92,9 +92,7 @@ def test_batches_that_wait_do_so_again_in_a_pipeline_of_the_same_pace() -> None:
 
 
 @pytest.mark.parametrize(("pace", "pipeline", "passes"), [(DP2, False, 1), (Pace(2, 1, 2), True, 2)])
-def test_where_batches_cannot_wait_a_run_goes_on_with_the_first_of_them(
-    pace: Pace, pipeline: bool, passes: int
-) -> None:
+def test_where_batches_cannot_wait_a_run_resumes_at_the_first_of_them(pace: Pace, pipeline: bool, passes: int) -> None:
     start = start_after((WAITING, DP2, SHUFFLED), pace, SHUFFLED, 64 // pace.per_pass, pipeline=pipeline)
     assert start == Start(Position(epoch=1, samples=8, consumed=72), passes)
 

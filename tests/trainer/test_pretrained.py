@@ -41,6 +41,6 @@ def test_weights_pass_through_every_layout_unchanged(
     source = weights_of(ranks, tmp_path, model_type, model)
     original = (source / "model.safetensors").read_bytes()
     for layout in (tiny.SINGLE, tiny.TP2, tiny.DP2):
-        said = start(ranks, tmp_path, layout, source, model_type=model_type, model=model)
-        assert said == {"fresh": [], "dropped": []}
+        report = start(ranks, tmp_path, layout, source, model_type=model_type, model=model)
+        assert report == {"fresh": [], "dropped": []}
         assert (tmp_path / f"again-{layout.name}/model.safetensors").read_bytes() == original

@@ -26,7 +26,7 @@ def saved(ranks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Saved:
 
 
 @pytest.mark.parametrize("read", ["each", "once"])
-def test_a_run_resumed_from_a_url_goes_on_as_if_uninterrupted(
+def test_a_run_resumed_from_a_url_continues_as_if_uninterrupted(
     ranks: ForkServer, saved: Saved, tmp_path: Path, read: str
 ) -> None:
     with serving(saved.output_dir) as served:
@@ -40,8 +40,8 @@ def test_a_model_starts_from_open_weights_behind_a_url(ranks: ForkServer, tmp_pa
     source = weights_of(ranks, tmp_path, "llama", {})
     with serving(tmp_path) as served:
         url = f"{served.url}/weights"
-        said = start(ranks, tmp_path, TP2, url, model_type="llama", model={})  # type: ignore[arg-type]
-    assert said == {"fresh": [], "dropped": []}
+        report = start(ranks, tmp_path, TP2, url, model_type="llama", model={})  # type: ignore[arg-type]
+    assert report == {"fresh": [], "dropped": []}
     assert (tmp_path / "again-tp2/model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
 
 

@@ -32,7 +32,9 @@ def test_nothing_to_resume_from_is_an_error_that_names_the_directory(tmp_path: P
     assert caught.value.where == str(tmp_path)
 
 
-def test_a_run_begins_anew_where_nothing_was_saved_and_resumes_where_something_was(tmp_path: Path) -> None:
+def test_a_run_starts_from_the_beginning_where_nothing_was_saved_and_resumes_where_something_was(
+    tmp_path: Path,
+) -> None:
     assert newest_or_begin(tmp_path / "absent", LocalChannel(), pytest.fail) is None
     (tmp_path / "checkpoint-4").mkdir()  # What is empty is nothing.
     warnings: list[str] = []
@@ -42,7 +44,7 @@ def test_a_run_begins_anew_where_nothing_was_saved_and_resumes_where_something_w
     assert newest_or_begin(tmp_path, LocalChannel(), warnings.append) == tmp_path / "checkpoint-2"
 
 
-def test_a_run_does_not_begin_anew_over_checkpoints_that_can_be_mended(tmp_path: Path) -> None:
+def test_a_run_does_not_start_over_repairable_checkpoints(tmp_path: Path) -> None:
     """On any rank: another one may not see them."""
     (tmp_path / "rank-1").mkdir()
     config = make_checkpoint(tmp_path / "rank-1", 6) / "config.json"
@@ -68,12 +70,12 @@ def test_a_renamed_checkpoint_that_stops_a_run_is_listed_once(tmp_path: Path) ->
     assert "6" in line
 
 
-def together(outputs: list[Path], said: list[str]) -> list[Path | None]:
-    """What every rank takes, each with an output directory of its own; what the first passes over is said."""
+def together(outputs: list[Path], warnings: list[str]) -> list[Path | None]:
+    """What every rank takes, each with an output directory of its own; warnings of the first list what it skips."""
     found = succeed(len(outputs), lambda channel: find_newest(outputs[channel.rank], channel))
     reasons = [[why for _, why in passed_over] for _, passed_over in found]
     assert reasons == [reasons[0]] * len(outputs)
-    said.extend(f"{path}: {why}" for path, why in found[0][1])
+    warnings.extend(f"{path}: {why}" for path, why in found[0][1])
     return [checkpoint for checkpoint, _ in found]
 
 
@@ -92,9 +94,9 @@ def test_a_step_that_only_some_disks_hold_whole_is_passed_over_and_named(tmp_pat
         make_checkpoint(output, 5)
     newer = make_checkpoint(outputs[0], 9)
     (newer / "config.json").unlink()
-    said: list[str] = []
-    assert together(outputs, said) == [output / "checkpoint-5" for output in outputs]
-    (warning,) = said
+    warnings: list[str] = []
+    assert together(outputs, warnings) == [output / "checkpoint-5" for output in outputs]
+    (warning,) = warnings
     assert str(newer) in warning
     assert "config.json is seen by no rank" in warning
     assert "rank 1: no checkpoint of this name is there" in warning
@@ -108,10 +110,10 @@ def test_a_step_that_was_replaced_on_some_disks_only_is_passed_over_and_named(tm
     make_checkpoint(outputs[0], 9)
     write_manifest(outputs[0] / "checkpoint-9", replace(read_manifest(outputs[0] / "checkpoint-9"), world_size=3))
     make_checkpoint(outputs[1], 9)
-    said: list[str] = []
-    assert together(outputs, said) == [output / "checkpoint-5" for output in outputs]
-    assert "different checkpoints under one name: rank 0: step 9, 3 ranks" in said[0]
-    assert "ranks 1-2: step 9, 1 rank," in said[0]
+    warnings: list[str] = []
+    assert together(outputs, warnings) == [output / "checkpoint-5" for output in outputs]
+    assert "different checkpoints under one name: rank 0: step 9, 3 ranks" in warnings[0]
+    assert "ranks 1-2: step 9, 1 rank," in warnings[0]
 
 
 def test_an_interrupted_replacement_is_finished_on_the_disk_that_has_it(tmp_path: Path) -> None:

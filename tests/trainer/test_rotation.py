@@ -48,10 +48,10 @@ def test_directories_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
 def test_the_oldest_beyond_the_limit_go(tmp_path: Path) -> None:
     for step in (2, 4, 10):
         make_checkpoint(tmp_path, step)
-    said: list[str] = []
-    rotate(tmp_path, 2, (), said.append)
+    lines: list[str] = []
+    rotate(tmp_path, 2, (), lines.append)
     assert left(tmp_path) == ["checkpoint-10", "checkpoint-4"]
-    (line,) = said
+    (line,) = lines
     assert "checkpoint-2" in line
     assert "save_total_limit: 2" in line
 
@@ -80,10 +80,10 @@ def test_the_newest_whole_one_stays_when_a_newer_one_is_damaged(tmp_path: Path) 
 def test_where_none_is_whole_none_is_deleted(tmp_path: Path) -> None:
     for step in (2, 4, 6):
         (make_checkpoint(tmp_path, step) / "config.json").write_bytes(b"longer than it was")
-    said: list[str] = []
-    rotate(tmp_path, 1, (), said.append)
+    lines: list[str] = []
+    rotate(tmp_path, 1, (), lines.append)
     assert left(tmp_path) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
-    assert "checkpoint-6 is not whole, so no whole checkpoint is deleted" in said[0]
+    assert "checkpoint-6 is not whole, so no whole checkpoint is deleted" in lines[0]
 
 
 def rot(checkpoint: Path) -> None:
@@ -96,11 +96,11 @@ def test_under_full_a_rotten_newest_one_does_not_cost_the_last_that_is_whole(tmp
         make_checkpoint(tmp_path, step)
     for step in (6, 8):
         rot(tmp_path / f"checkpoint-{step}")
-    said: list[str] = []
-    rotate(tmp_path, 1, [tmp_path / "checkpoint-8"], said.append, "full")
+    lines: list[str] = []
+    rotate(tmp_path, 1, [tmp_path / "checkpoint-8"], lines.append, "full")
     assert left(tmp_path) == ["checkpoint-4", "checkpoint-8"]
-    assert "checkpoint-8 is not whole, so" in said[0]
-    assert WEIGHTS in said[0]
+    assert "checkpoint-8 is not whole, so" in lines[0]
+    assert WEIGHTS in lines[0]
 
 
 def test_by_sizes_alone_a_flipped_bit_is_not_seen(tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ def test_a_directory_that_a_running_save_writes_stays(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("limit", [1, 2, 3])
 @given(kept=st.sets(st.integers(0, 4), max_size=2), count=st.integers(1, 5))
-def test_as_many_stay_as_the_limit_says_and_those_that_are_kept(limit: int, kept: set[int], count: int) -> None:
+def test_as_many_stay_as_the_limit_allows_and_those_that_are_kept(limit: int, kept: set[int], count: int) -> None:
     paths = [Path(f"checkpoint-{index}") for index in range(count)]
     safe = frozenset(paths[index] for index in kept if index < count)
     gone = superfluous(paths, limit, safe)

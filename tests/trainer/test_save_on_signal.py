@@ -230,7 +230,7 @@ def test_no_loop_is_held_for_a_rank_that_does_not_answer_and_nothing_is_agreed(a
     acted: list[int] = []
 
     def agree(rank: int) -> None:
-        agreement = StepAgreement(board, rank, RANKS, "signal", held=1.0, arrival=0.5)
+        agreement = StepAgreement(board, rank, RANKS, "signal", hold_seconds=1.0, arrival=0.5)
         agreement.request()
         agreement.meet()
         gates[rank].agree(lambda step: [agreement.highest(step)], lambda: acted.append(rank))
@@ -249,7 +249,7 @@ def test_loops_are_released_in_time_if_a_rank_is_lost_while_they_are_held(absent
     released: list[int] = []
 
     def agree(rank: int) -> None:
-        agreement = StepAgreement(board, rank, RANKS, "signal", held=held)
+        agreement = StepAgreement(board, rank, RANKS, "signal", hold_seconds=held)
         agreement.meet()
         if rank == absent:
             return
@@ -271,7 +271,7 @@ class OneIsGone:
     is_reachable = True
 
     def open(self) -> StepAgreement:
-        return StepAgreement(Counters(), 0, 2, "signal", held=1.0, arrival=0.3)
+        return StepAgreement(Counters(), 0, 2, "signal", hold_seconds=1.0, arrival=0.3)
 
 
 def test_the_signal_has_its_former_effect_once_a_rank_has_not_answered() -> None:

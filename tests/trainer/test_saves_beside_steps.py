@@ -136,7 +136,7 @@ def test_a_rank_whose_shards_have_changed_is_planned_and_copied_again(
     assert begun[odd].count(3) == 1
 
 
-def test_the_documents_of_a_save_describe_its_step_whatever_a_script_changes_meanwhile(
+def test_the_documents_of_a_save_describe_its_step_whatever_a_script_changes_during_it(
     ranks: ForkServer, tmp_path: Path
 ) -> None:
     found = []
@@ -169,7 +169,7 @@ def listened(ranks: ForkServer, output_dir: Path, layout: MatrixLayout, **given:
     return result.values[0]
 
 
-def test_a_save_that_is_due_where_the_last_one_is_told_is_made(ranks: ForkServer, tmp_path: Path) -> None:
+def test_a_save_that_is_due_where_the_last_one_is_reported_is_made(ranks: ForkServer, tmp_path: Path) -> None:
     found = listened(ranks, tmp_path, SINGLE, hold=True, **EVERY_STEP, **ASYNC)
     steps = list(range(1, 5))
     assert sorted(all_contents(tmp_path)) == [f"checkpoint-{step}" for step in steps]

@@ -82,7 +82,7 @@ def flat_ranges(checkpoint: Path, name: str) -> list[list[int] | None]:
 
 # Every layout of the matrices, and all ways between them: tests/verification/matrix/test_strategies.py.
 @pytest.mark.parametrize("layout", [SINGLE, DP2], ids=lambda layout: layout.name)
-def test_a_run_that_resumes_goes_on_as_if_uninterrupted(
+def test_a_run_that_resumes_continues_as_if_uninterrupted(
     ranks: ForkServer, saved: Saved, tmp_path: Path, layout: MatrixLayout
 ) -> None:
     result = ranks.run(f"{JOBS}:run", layout.nproc, settings(layout, tmp_path, saved.third, **SIX_STEPS))
@@ -102,7 +102,7 @@ def test_what_is_loaded_is_bitwise_what_was_saved_in_bfloat16(
 
 
 @pytest.mark.parametrize("layout", [SINGLE, SD2V2, SD2S2, SD2S3], ids=lambda layout: layout.name)
-def test_a_bfloat16_run_goes_on_exactly(ranks: ForkServer, tmp_path: Path, layout: MatrixLayout) -> None:
+def test_a_bfloat16_run_continues_exactly(ranks: ForkServer, tmp_path: Path, layout: MatrixLayout) -> None:
     whole = train_six(ranks, tmp_path / "whole", bf16(layout))
     result = ranks.run(
         f"{JOBS}:run", layout.nproc, settings(bf16(layout), tmp_path / "resumed", whole.third, **SIX_STEPS)
@@ -111,7 +111,7 @@ def test_a_bfloat16_run_goes_on_exactly(ranks: ForkServer, tmp_path: Path, layou
 
 
 @pytest.mark.parametrize(("half", "segment"), [(False, 32), (True, tiny.SEGMENT)], ids=["float32", "bfloat16"])
-def test_stage_three_is_saved_as_slices_and_goes_on_under_another_layout(
+def test_stage_three_is_saved_as_slices_and_resumes_under_another_layout(
     ranks: ForkServer, tmp_path: Path, half: bool, segment: int
 ) -> None:
     sliced, other = (bf16(layout) if half else layout for layout in (SD2S3, SD2V2))
@@ -170,18 +170,18 @@ def test_a_run_that_resumes_again_takes_its_plans_from_the_directory(
 ) -> None:
     plans = tmp_path / "plans"
     arguments = {**SIX_STEPS, "flex_plan_cache": str(plans)}
-    losses, written, said = [], [], []
+    losses, written, planned = [], [], []
     for output in ("once", "again"):
         found = ranks.run(f"{JOBS}:run", 2, settings(TP2, tmp_path / output, saved.third, **arguments))
         (line,) = [line for line in found.logs[0].read_text().splitlines() if "Resumed step 3" in line]
-        said.append("planned before" in line)
+        planned.append("planned before" in line)
         losses.append(found.values[0]["losses"])
         written.append({path.name: path.stat().st_mtime_ns for path in plans.iterdir()})
     assert losses[0] == losses[1]
     assert len(losses[0]) == 3
     assert len(written[0]) == 2
     assert written[0] == written[1]
-    assert said == [False, True]
+    assert planned == [False, True]
 
 
 def test_a_tilde_is_the_home_directory_as_in_an_output_directory(
@@ -225,7 +225,7 @@ def test_a_step_that_was_saved_before_is_replaced(ranks: ForkServer, saved: Save
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-3", "checkpoint-6"]
 
 
-def test_random_generators_of_another_number_of_ranks_are_said_once(
+def test_random_generators_of_another_number_of_ranks_are_reported_once(
     ranks: ForkServer, saved: Saved, tmp_path: Path
 ) -> None:
     alone = ranks.run(f"{JOBS}:run", 1, settings(SINGLE, tmp_path / "one", saved.third, **SIX_STEPS))
@@ -236,8 +236,8 @@ def test_random_generators_of_another_number_of_ranks_are_said_once(
 
 def test_random_generators_come_back_as_they_were(ranks: ForkServer) -> None:
     (found,) = ranks.run(f"{JOBS}:random_states", 1).values
-    said = {"same": True, "moved": True, "restored": True, "elsewhere": False, "untouched": True}
-    assert found == {**said, "damaged": "trainer/rng-00000.json"}
+    expected = {"same": True, "moved": True, "restored": True, "elsewhere": False, "untouched": True}
+    assert found == {**expected, "damaged": "trainer/rng-00000.json"}
 
 
 @pytest.fixture(scope="module")
@@ -249,7 +249,7 @@ def saved_ernie(ranks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.mark.parametrize("layout", [SINGLE, EP2], ids=lambda layout: layout.name)
-def test_a_mixture_of_experts_goes_on_under_another_layout(
+def test_a_mixture_of_experts_resumes_under_another_layout(
     ranks: ForkServer, saved_ernie: Saved, tmp_path: Path, layout: MatrixLayout
 ) -> None:
     given = {**settings(layout, tmp_path, saved_ernie.third, **SIX_STEPS), "model_type": "ernie4_5_moe"}
@@ -258,7 +258,7 @@ def test_a_mixture_of_experts_goes_on_under_another_layout(
 
 
 @pytest.mark.parametrize("layout", [PP2, SD2S3], ids=lambda layout: layout.name)
-def test_tied_embeddings_go_on_under_another_layout_and_back(
+def test_tied_embeddings_resume_under_another_layout_and_back(
     ranks: ForkServer, tmp_path: Path, layout: MatrixLayout
 ) -> None:
     # A pipeline counts a tied weight twice in the gradient norm, so nothing is clipped here.
@@ -337,14 +337,14 @@ def test_an_epoch_is_over_with_its_last_batch_though_upstream_counts_one_more(
 
 
 def how_far(output_dir: Path, step: int) -> tuple[Any, Any]:
-    """What a checkpoint says of its epoch, and of its position in the data."""
+    """The epoch of a checkpoint, and its position in the data."""
     trainer = output_dir / f"checkpoint-{step}" / "trainer"
     state, data = (json.loads((trainer / name).read_text()) for name in ("state.json", "data.json"))
     return state["epoch"], data["position"]
 
 
 @pytest.mark.parametrize("step", [4, 8, 9], ids=["in the middle", "at its end", "in the second round"])
-def test_a_stream_goes_on_with_the_next_sample_and_begins_again_at_its_end(
+def test_a_stream_resumes_with_the_next_sample_and_begins_again_at_its_end(
     ranks: ForkServer, tmp_path: Path, step: int
 ) -> None:
     assert tiny.SAMPLES == 8 * tiny.GLOBAL_BATCH
@@ -361,7 +361,7 @@ def test_a_stream_goes_on_with_the_next_sample_and_begins_again_at_its_end(
     assert [how_far(again, one) for one in left] == [how_far(once, one) for one in left]
 
 
-def test_a_stream_that_may_come_in_another_order_is_said_at_the_resume(ranks: ForkServer, tmp_path: Path) -> None:
+def test_a_stream_that_may_come_in_another_order_is_reported_at_the_resume(ranks: ForkServer, tmp_path: Path) -> None:
     given: dict[str, Any] = {"output_dir": str(tmp_path / "once"), "arguments": {"max_steps": 2, "save_steps": 2}}
     ranks.run(f"{DATA}:run_on_stream", 1, given)
     resume = {"resume": str(tmp_path / "once" / "checkpoint-2")}
@@ -417,7 +417,7 @@ def test_batches_that_wait_in_a_pipeline_wait_again_in_a_run_that_resumes(ranks:
 
 
 @pytest.mark.parametrize("layout", [SINGLE, PP2], ids=lambda layout: layout.name)
-def test_a_checkpoint_of_an_epochs_end_goes_on_as_the_run_did_and_is_not_saved_again(
+def test_a_checkpoint_of_an_epochs_end_continues_as_the_run_did_and_is_not_saved_again(
     ranks: ForkServer, tmp_path: Path, layout: MatrixLayout
 ) -> None:
     batch = {"per_device_train_batch_size": tiny.GLOBAL_BATCH, "gradient_accumulation_steps": 3}
@@ -474,7 +474,7 @@ def test_samples_that_are_left_out_at_the_end_of_an_epoch_stay_left_out(ranks: F
 # In make test: test_a_rank_that_reads_for_others_does_so_in_the_saved_order.
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [TP2, PP2], ids=lambda layout: layout.name)
-def test_data_that_one_rank_reads_for_others_goes_on_with_the_next_sample(
+def test_data_that_one_rank_reads_for_others_resumes_with_the_next_sample(
     ranks: ForkServer, saved: Saved, tmp_path: Path, layout: MatrixLayout
 ) -> None:
     whole = ranks.run(f"{DATA}:run_with_one_reader", 2, settings(layout, tmp_path / "whole", **SIX_STEPS)).values[0]
@@ -500,9 +500,9 @@ def test_a_resume_with_another_number_of_samples_per_step_is_warned(
     whole = ranks.run(f"{JOBS}:run", 1, settings(SINGLE, tmp_path / "a", saved.third, max_steps=4))
     less = {"per_device_train_batch_size": 4, "max_steps": 4}
     half = ranks.run(f"{JOBS}:run", 1, settings(SINGLE, tmp_path / "b", saved.third, **less))
-    said = "another number of samples per step"
-    assert said not in whole.logs[0].read_text()
-    assert said in half.logs[0].read_text()
+    warning = "another number of samples per step"
+    assert warning not in whole.logs[0].read_text()
+    assert warning in half.logs[0].read_text()
 
 
 def test_an_accumulation_that_paddleformers_lowers_to_an_epoch_is_no_other_batch(
@@ -517,7 +517,7 @@ def test_an_accumulation_that_paddleformers_lowers_to_an_epoch_is_no_other_batch
     assert again.values[0] == {**whole.values[0], "losses": whole.values[0]["losses"][1:]}
 
 
-def test_a_run_from_the_beginning_is_told_of_anothers_checkpoints(ranks: ForkServer, tmp_path: Path) -> None:
+def test_a_run_from_the_beginning_warns_of_checkpoints_of_another_run(ranks: ForkServer, tmp_path: Path) -> None:
     given = settings(SINGLE, tmp_path, max_steps=1, save_steps=1)
     first = ranks.run(f"{JOBS}:run", 1, given)
     run = read_manifest(tmp_path / "checkpoint-1").saved_by.id
@@ -591,7 +591,7 @@ def test_gradients_may_be_fused_while_they_travel(ranks: ForkServer, saved_bf16:
     assert result.values[0]["losses"] == pytest.approx(saved_bf16.losses[3:], abs=1e-2)
 
 
-def test_the_data_may_begin_anew(ranks: ForkServer, saved: Saved, tmp_path: Path) -> None:
+def test_the_data_may_start_from_its_beginning(ranks: ForkServer, saved: Saved, tmp_path: Path) -> None:
     (indices,) = ranks.run(
         f"{DATA}:run_and_watch_samples",
         1,
@@ -662,7 +662,7 @@ def test_a_checkpoint_holds_json_and_safetensors_and_nothing_else(saved: Saved) 
     assert {"config.json", "trainer/state.json", "trainer/rng-00001.json", "flex_checkpoint.json"} <= set(files)
 
 
-def test_a_checkpoint_says_what_the_job_was(saved: Saved) -> None:
+def test_a_checkpoint_describes_the_job(saved: Saved) -> None:
     manifest = read_manifest(saved.third)
     assert (manifest.step, manifest.consumed_samples, manifest.world_size) == (3, 24, 2)
     assert manifest.parallel == {"dp": 2, "tp": 1, "pp": 1, "sharding": 1, "ep": 1, "sep": 1, "cp": 1}
@@ -686,7 +686,7 @@ def test_the_best_checkpoint_is_found_again_where_a_run_was_moved(ranks: ForkSer
     assert set(moved.glob("checkpoint-*")) == {best, moved / "checkpoint-4"}
 
 
-def test_a_best_checkpoint_that_is_gone_is_said_at_the_resume_and_the_next_takes_its_place(
+def test_a_missing_best_checkpoint_is_reported_at_the_resume_and_the_next_one_replaces_it(
     ranks: ForkServer, tmp_path: Path
 ) -> None:
     (first,) = ranks.run(f"{JOBS}:go_on_to_best", 1, {"output_dir": str(tmp_path), "steps": 3}).values
@@ -777,14 +777,14 @@ def test_a_callback_of_the_user_gets_the_reports(ranks: ForkServer, saved: Saved
     assert reported == [["loaded", 3, "checkpoint-3", True, True], ["saved", 4, "checkpoint-4", True, True]]
 
 
-def test_a_trainer_that_does_not_know_the_option_is_refused(ranks: ForkServer, tmp_path: Path) -> None:
+def test_a_trainer_that_ignores_the_option_is_refused(ranks: ForkServer, tmp_path: Path) -> None:
     (error,) = ranks.run(
         "tests.trainer.entry_jobs:stock_trainer_with_our_callback", 1, {"output_dir": str(tmp_path)}
     ).values
     assert "this Trainer ignores it" in error
 
 
-def test_the_loss_scaler_of_a_run_goes_on_where_it_was(ranks: ForkServer, tmp_path: Path) -> None:
+def test_the_loss_scaler_of_a_run_continues_where_it_was(ranks: ForkServer, tmp_path: Path) -> None:
     given = {**settings(SINGLE, tmp_path / "whole", **SIX_STEPS), "initial": 1024.0}
     (whole,) = ranks.run(f"{JOBS}:run_with_scaler", 1, given).values
     assert whole["scaler"]["scale"] == 1024 * 2**3
@@ -796,7 +796,7 @@ def test_the_loss_scaler_of_a_run_goes_on_where_it_was(ranks: ForkServer, tmp_pa
     assert again["losses"] == whole["losses"][3:]
 
 
-def test_no_rank_waits_longer_than_it_was_told_to(ranks: ForkServer, tmp_path: Path) -> None:
+def test_no_rank_waits_longer_than_its_timeout(ranks: ForkServer, tmp_path: Path) -> None:
     reported, _ = ranks.run(f"{JOBS}:left_alone", 2, {"output_dir": str(tmp_path)}).values
     assert "Not every rank has arrived within flex_timeout: 100 s." in reported
     assert "rank 1 did not arrive" in reported

@@ -143,7 +143,7 @@ def test_an_unknown_version_is_refused_before_a_process_group_exists(
         assert "flex_unknown_versions: warn" in found["text"]
 
 
-def test_a_version_is_also_what_the_metadata_say(ranks: ForkServer, tmp_path: Path) -> None:
+def test_a_version_is_also_that_of_the_metadata(ranks: ForkServer, tmp_path: Path) -> None:
     given = {"versions": {"paddleformers": "1.2.1"}, "output_dir": str(tmp_path), "metadata": True}
     (found, _) = ranks.run(f"{JOBS}:made_under", 2, {**given, "arguments": {"flex_checkpoint": True}}).values
     assert "paddleformers 1.2.1 is installed" in found["text"]
@@ -152,7 +152,7 @@ def test_a_version_is_also_what_the_metadata_say(ranks: ForkServer, tmp_path: Pa
 @pytest.mark.parametrize(
     "arguments", [{"flex_checkpoint": False}, {"flex_checkpoint": True, "flex_unknown_versions": "warn"}]
 )
-def test_an_unknown_version_is_tried_where_that_is_asked_for_or_does_not_matter(
+def test_an_unknown_version_is_tried_where_that_is_requested_or_has_no_effect(
     ranks: ForkServer, tmp_path: Path, arguments: dict[str, object]
 ) -> None:
     given = {"versions": {"paddle": "3.3.2", "paddleformers": "1.2.1"}, "output_dir": str(tmp_path)}

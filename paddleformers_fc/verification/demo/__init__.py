@@ -50,27 +50,27 @@ PICTURE = "losses.png"
 _MARKER = ".paddleformers-fc-demo"
 _AFTER_RESUME = tuple(range(RESUME_AT + 1, STEPS + 1))
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Workplace:
-    """Where the demo works.
+    """The directories of the demo.
 
     Args:
         root: the output directory.
         assets: corpus and models.
-        say: receives a line for each stage.
+        log: receives a line for each stage.
     """
 
     root: Path
     assets: Assets
-    say: Say
+    log: Log
 
     def train(self, run: DemoRun) -> Trained:
         """Start one training, wait for it, and report its duration."""
         trained = train(run, self.root / "runs")
-        self.say(f"{run.name}: {len(trained.losses)} steps on {run.layout.ranks} rank(s), {trained.seconds:.1f} s")
+        self.log(f"{run.name}: {len(trained.losses)} steps on {run.layout.ranks} rank(s), {trained.seconds:.1f} s")
         return trained
 
 
@@ -193,7 +193,7 @@ def _unequal_tensors(saved: Path, loaded: Path) -> tuple[str, ...]:
     )
 
 
-def _prepare(output: Path, say: Say) -> Workplace:
+def _prepare(output: Path, log: Log) -> Workplace:
     root = output.absolute()
     if root.exists() and not (root / _MARKER).exists() and any(root.iterdir()):
         raise OptionError(
@@ -206,8 +206,8 @@ def _prepare(output: Path, say: Say) -> Workplace:
     make_directories(root / "runs")
     (root / _MARKER).touch()
     assets = prepare(root / "assets")
-    say(f"Prepared a corpus, a tokenizer and two models in {root / 'assets'}.")
-    return Workplace(root, assets, say)
+    log(f"Prepared a corpus, a tokenizer and two models in {root / 'assets'}.")
+    return Workplace(root, assets, log)
 
 
 def _show(comparisons: Iterable[LossComparison], faults: list[str], root: Path, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""What the demo trains on: a real text, its tokenizer, a corpus, and two tiny models as Hugging Face directories.
+"""The demo's assets: a real text, its tokenizer, a corpus, and two tiny models as Hugging Face directories.
 
 The text is the beginning of Shakespeare's *Coriolanus* (public domain), shipped with the package, so that everything
 derived from it is the same on every machine and needs no network. :func:`prepare` writes::
@@ -58,7 +58,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Assets:
-    """Where :func:`prepare` put things.
+    """The paths of the assets that :func:`prepare` writes.
 
     Args:
         corpus: the JSONL file for pre-training.
@@ -145,16 +145,16 @@ def _dialogues(text: str, tokenizer: Tokenizer) -> Iterator[str]:
 
 
 def _dialogue(turns: Sequence[tuple[str, str]]) -> str:
-    return json.dumps({"src": [asked for asked, _ in turns], "tgt": [said for _, said in turns]}) + "\n"
+    return json.dumps({"src": [prompt for prompt, _ in turns], "tgt": [answer for _, answer in turns]}) + "\n"
 
 
 def _preferences(text: str, tokenizer: Tokenizer) -> Iterator[str]:
     """Lines of JSON: a speech, the next one as the better answer, and the beginning of the first as the worse one."""
     speeches = iter(_speeches(text, tokenizer))
-    for asked, said in zip(speeches, speeches, strict=False):
-        worse = asked[: len(asked) // 2].strip() or asked
-        if len(tokenizer.encode(asked + said + worse).ids) <= _SPOKEN:
-            record = {"src": [asked], "tgt": [], "response": [[said], [worse]], "sort": [1, 0]}
+    for prompt, answer in zip(speeches, speeches, strict=False):
+        worse = prompt[: len(prompt) // 2].strip() or prompt
+        if len(tokenizer.encode(prompt + answer + worse).ids) <= _SPOKEN:
+            record = {"src": [prompt], "tgt": [], "response": [[answer], [worse]], "sort": [1, 0]}
             yield json.dumps(record) + "\n"
 
 

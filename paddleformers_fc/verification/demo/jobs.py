@@ -26,7 +26,7 @@ _HERE = Path(__file__).parent
 OURS = _HERE / "ours.py"
 STOCK = _HERE / "stock.py"
 AS_LOADED = "as-loaded"
-"""What the witness of a resumed run wrote, inside the output directory."""
+"""The file of the witness of a resumed run, inside the output directory."""
 _STEP = re.compile(r"\bloss: ([-+.\w]+), .*?\bglobal_step: (\d+),")
 
 
@@ -55,7 +55,7 @@ class DemoRun:
 
 @dataclass(frozen=True)
 class Trained:
-    """What a training left.
+    """The results of a training.
 
     Args:
         run: as it was started.

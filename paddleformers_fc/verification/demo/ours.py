@@ -14,10 +14,10 @@ from paddleformers.transformers.model_utils import unwrap_model
 
 from paddleformers_fc.distributed.channel import job_channel
 from paddleformers_fc.execute.save import JobRecord, save_checkpoint
-from paddleformers_fc.trainer.description import describe
+from paddleformers_fc.trainer.description import describe_model
 from paddleformers_fc.trainer.documents import config_text
+from paddleformers_fc.trainer.live_roles import run_roles
 from paddleformers_fc.trainer.register import register
-from paddleformers_fc.trainer.state import run_roles
 from paddleformers_fc.verification.demo.jobs import AS_LOADED
 
 
@@ -34,7 +34,7 @@ class SaveWhatWasLoaded(TrainerCallback):
         save_checkpoint(
             Path(args.output_dir) / AS_LOADED,
             run_roles(model, objects["optimizer"]),
-            describe(model),
+            describe_model(model),
             files,
             JobRecord(state.global_step, state.consumed_samples, {}),
             channel,

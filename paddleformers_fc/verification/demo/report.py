@@ -46,7 +46,7 @@ class LossLine:
         export_md5: md5 of the export of what the run held before its first step after the resume, as the verb
             ``export`` prints it.
         unequal_tensors: what it held then that was not bitwise as saved: model, master weights and moments.
-        stock: trained without this package, for comparison; nothing is asked of it.
+        stock: trained without this package, for comparison; it may differ.
     """
 
     layout: str
@@ -76,7 +76,7 @@ class LossComparison:
     reloaded: float | None = None
 
     def difference(self, line: LossLine, step: int) -> float:
-        """How far the loss of a step is from the uninterrupted run's; infinite for one not logged or not a number."""
+        """Return the difference of a step's loss from the uninterrupted run's; infinite for a missing loss or NaN."""
         difference = abs(line.losses.get(step, math.nan) - self.reference.losses.get(step, math.nan))
         return math.inf if math.isnan(difference) else difference
 
@@ -85,7 +85,7 @@ class LossComparison:
         return max(self.difference(line, step) for step in line.compared)
 
     def faults(self) -> list[str]:
-        """What is not as it must be, one sentence each; empty when all is right."""
+        """Return the faults, one sentence each."""
         found = []
         for line in self.lines:
             if line.stock:

@@ -20,7 +20,7 @@ GLOBAL_BATCH = 4
 
 @dataclass(frozen=True)
 class DemoLayout:
-    """How two ranks share a training.
+    """The layout of a training on two ranks.
 
     Args:
         name: for the table and the files.

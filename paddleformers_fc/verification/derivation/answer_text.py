@@ -22,7 +22,7 @@ def answer_lines(
     canonical: Mapping[str, TensorSpec],
     cuts: Mapping[str, Shape],
 ) -> tuple[str, ...]:
-    """The AOA lines that choose one layout for several tensors of one kind: one line, where one statement can say it.
+    """The AOA lines that choose one layout for several tensors of one kind: one line, if one statement expresses it.
 
     Args:
         options: the option of every tensor.

@@ -79,7 +79,7 @@ class Evidence:
         self, model: Mapping[str, LayeredTensor], canonical: Mapping[str, TensorSpec], config: Mapping[str, Any]
     ) -> None:
         self._model = model
-        self._taught: dict[str, tuple[str, ...]] = {}
+        self._settled_parts: dict[str, tuple[str, ...]] = {}
         self.shapes = {name: one.tensor.shape for name, one in model.items()}
         self.sources = {name: spec.shape for name, spec in canonical.items()}
         self.names = CanonicalNames(canonical, shifts_of(model, canonical))
@@ -102,11 +102,11 @@ class Evidence:
         template, numbers = split(name)
         moved_numbers = self.names.moved(template, numbers)
         if all(split(source)[1] == moved_numbers for source in sources):
-            self._taught[template] = tuple(split(source)[0] for source in sources)
+            self._settled_parts[template] = tuple(split(source)[0] for source in sources)
 
-    def is_taught(self, name: str) -> bool:
+    def is_settled(self, name: str) -> bool:
         """Return whether a user's line chose the names for tensors of this template."""
-        return split(name)[0] in self._taught
+        return split(name)[0] in self._settled_parts
 
     def ways(self, name: str, level: NameMatch) -> Iterator[Candidate]:
         """Return the candidates of a tensor by its name, the likeliest first."""
@@ -114,8 +114,8 @@ class Evidence:
         template, numbers = split(name)
         reason = f"{level.name.lower()} names"
         fused = fused_kind(template)
-        if level is NameMatch.EQUAL and template in self._taught:
-            yield from _claimed((name,), self._as_taught(target), "as a settling line names it")
+        if level is NameMatch.EQUAL and template in self._settled_parts:
+            yield from _claimed((name,), self._as_settled(target), "as a settling line names it")
         options = [
             option
             for other in self.names.named(template, numbers, level)
@@ -144,16 +144,16 @@ class Evidence:
                     options = carved(targets, self.source(other), fusion, self.conventions)
                     yield from _claimed(siblings, options, f"{reason} of what it is a part of")
 
-    def _as_taught(self, target: LayeredTensor) -> list[Option]:
+    def _as_settled(self, target: LayeredTensor) -> list[Option]:
         template, numbers = split(target.tensor.name)
-        names = [filled(part, self.names.moved(template, numbers)) for part in self._taught[template]]
+        names = [filled(part, self.names.moved(template, numbers)) for part in self._settled_parts[template]]
         if any(name not in self.sources for name in names):
             return []
         sources = [self.source(name) for name in names]
         kind = fused_kind(template)
         if len(sources) == 1:
             return moved(target, sources[0], kind, self.conventions)
-        fusion = Fusion(kind or FFN, layer_name(template), self._taught[template])
+        fusion = Fusion(kind or FFN, layer_name(template), self._settled_parts[template])
         return joined(target, sources, fusion, self.conventions)
 
     def _are_linears_turned(self) -> bool:

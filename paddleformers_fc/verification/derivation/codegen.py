@@ -92,7 +92,7 @@ class _Writer:
 
     def family(self) -> Family:
         aliases = {tie.alias for tie in self._rules.ties}
-        self._refuse_untold()
+        self._refuse_without_geometry()
         return Family(
             name=self._name,
             model_types=(self._name,),
@@ -106,19 +106,19 @@ class _Writer:
             tiny=self._config,
         )
 
-    def _refuse_untold(self) -> None:
-        """Return the error for a layer that is fused in both spaces and whose cut is not given."""
-        untold = [
+    def _refuse_without_geometry(self) -> None:
+        """Refuse layers that are fused in both spaces and whose geometry is not given."""
+        missing = [
             f"{tensor.name}: is fused in files too; {layer_name(template)}={'|'.join(one.value for one in _CHOICES)}"
             for template, group in self._groups.items()
             if fused_kind(template) and layer_name(template) not in self._fused
             for tensor in group
             if [len(rule.sources) for rule in self._by_target.get(tensor.name, ())] == [1]
         ]
-        if untold:
+        if missing:
             raise MappingError(
                 "The geometry of layers that are fused in files as well is missing.",
-                evidence=fold(untold),
+                evidence=fold(missing),
                 next_step="Give the geometry of each with --fused; fused_ffn and fused_qkv_old divide every part.",
             )
 
@@ -237,7 +237,7 @@ class _Writer:
     def _is_length(self, name: str, length: int) -> bool:
         """Return whether a size is this length; one of several modalities is a list and no length."""
         try:
-            return self._sizes.knows(name) and self._sizes.length(name) == length
+            return self._sizes.defines(name) and self._sizes.length(name) == length
         except MappingError:
             return False
 
@@ -268,7 +268,7 @@ class _Writer:
 
 
 def _geometry(rule: Rule, axes: Shape) -> tuple[Geometry, bool]:
-    """The geometry of a rule of one or two sources, and whether it is turned; biases say nothing about turning."""
+    """The geometry of a rule of one or two sources, and whether it is transposed; biases do not show that."""
     straight = axes == tuple(range(len(axes)))
     if len(rule.sources) == 2:
         return Geometry.FUSED_FFN, not straight or len(axes) == 1
@@ -277,14 +277,14 @@ def _geometry(rule: Rule, axes: Shape) -> tuple[Geometry, bool]:
 
 def _compare(family: Family, rules: RuleSet, tensors: Sequence[ModelTensor], config: Mapping[str, Any]) -> None:
     """Refuse a family that gives other tensors or other rules than it was made of."""
-    held = {tensor.name: (tensor.shape, tensor.dtype) for tensor in tensors}
+    own = {tensor.name: (tensor.shape, tensor.dtype) for tensor in tensors}
     dtype = Counter(tensor.dtype for tensor in tensors).most_common(1)[0][0]
     model = ModelDescription(config)
-    said = {one.name: (one.shape, one.dtype) for one in enumerate_tensors(family, model, dtype)}
+    declared = {one.name: (one.shape, one.dtype) for one in enumerate_tensors(family, model, dtype)}
     bound = bind(family, model, tensors)
     wanted, made = normal(rules.mapping()), normal(bound.mapping())
-    faults = [f"{name}: is another tensor as the family declares it" for name in held if said.get(name) != held[name]]
-    faults += [f"{name}: is declared and no tensor of the model" for name in said if name not in held]
+    faults = [f"{name}: is another tensor as the family declares it" for name in own if declared.get(name) != own[name]]
+    faults += [f"{name}: is declared and no tensor of the model" for name in declared if name not in own]
     faults += sorted({f"{item.target}: is made of its sources in another way" for item in wanted ^ made})
     if faults:
         raise MappingError(

@@ -68,12 +68,12 @@ class Question:
 
     def lines(self) -> list[str]:
         """Return the question as lines of text."""
-        said = [f"{', '.join(fold(self.names))}: {self.why}"]
+        lines = [f"{', '.join(fold(self.names))}: {self.why}"]
         for place, answer in enumerate(self.answers, start=1):
-            said += [f"  {place}) {answer[0]}", *(f"     {line}" for line in answer[1:_MOST_LINES])]
+            lines += [f"  {place}) {answer[0]}", *(f"     {line}" for line in answer[1:_MOST_LINES])]
             if len(answer) > _MOST_LINES:
-                said.append(f"     and {len(answer) - _MOST_LINES} more lines like these")
-        return said
+                lines.append(f"     and {len(answer) - _MOST_LINES} more lines like these")
+        return lines
 
 
 @dataclass(frozen=True)
@@ -168,20 +168,20 @@ class _Study:
         ties, unclear = self._ties()
         reader = HintReader([one.tensor for one in self._model.values()], self._canonical, ties)
         own = reader.settled(settled) if settled else HintedMapping()
-        said = reader.hint(hint) if hint else HintedMapping()
+        hints = reader.hint(hint) if hint else HintedMapping()
         aliases = {tie.alias for tie in ties}
         open_names = [name for name in self._model if name not in aliases | own.fresh and name not in own.pieces]
         self._state.taken |= {item.source for pieces in own.pieces.values() for item in pieces} | own.dropped
         questions = [*unclear, *self._settle(own)]
         claims = self._claims(open_names)
-        waiting = [question for claim in claims for question in self._decide(claim, said)]
+        waiting = [question for claim in claims for question in self._decide(claim, hints)]
         questions += self._same_elsewhere(waiting)
         claimed = {name for claim in claims for name in claim.targets}
-        fresh = own.fresh | {name for name in said.fresh if name not in claimed}
-        questions += self._without_claim([name for name in open_names if name not in claimed], said)
-        dropped = own.dropped | self._tied_copies(ties) | (said.dropped - self._state.taken)
+        fresh = own.fresh | {name for name in hints.fresh if name not in claimed}
+        questions += self._without_claim([name for name in open_names if name not in claimed], hints)
+        dropped = own.dropped | self._tied_copies(ties) | (hints.dropped - self._state.taken)
         questions += self._unread(dropped)
-        return self._finished(ties, fresh, dropped, questions, said.unused)
+        return self._finished(ties, fresh, dropped, questions, hints.unused)
 
     # Ties.
 
@@ -259,16 +259,16 @@ class _Study:
         """Return the candidate with the option that is equal to the boxes of a text."""
         for level in NameMatch:
             for claim in self._seen.ways(name, level):
-                said = {target: pieces.get(target) for target in claim.targets}
+                wanted = {target: pieces.get(target) for target in claim.targets}
                 for option in claim.options:
-                    if pieces_of(option.rules, self._shapes) == said:
+                    if pieces_of(option.rules, self._shapes) == wanted:
                         return Candidate(claim.targets, (option,), "a settling line")
         return None
 
-    def _decide(self, claim: Candidate, said: HintedMapping) -> Iterator[_Open]:
+    def _decide(self, claim: Candidate, hints: HintedMapping) -> Iterator[_Open]:
         """Take the only option, or the option of the hint. Yield an undecided candidate with the reason."""
-        hinted = {name: said.pieces[name] for name in claim.targets if name in said.pieces}
-        if self._kind(claim) in self._settled or self._seen.is_taught(claim.targets[0]):
+        hinted = {name: hints.pieces[name] for name in claim.targets if name in hints.pieces}
+        if self._kind(claim) in self._settled or self._seen.is_settled(claim.targets[0]):
             hinted = {}
         agreeing = [option for option in claim.options if self._agrees(option, hinted)] if hinted else []
         if hinted and not agreeing:
@@ -332,15 +332,15 @@ class _Study:
 
     # Tensors that only one side has.
 
-    def _without_claim(self, names: Sequence[str], said: HintedMapping) -> list[Question]:
+    def _without_claim(self, names: Sequence[str], hints: HintedMapping) -> list[Question]:
         missing: list[str] = []
         for name in names:
             rules = None
-            if name in said.pieces and not {item.source for item in said.pieces[name]} & self._state.taken:
-                rules = rules_of(said.pieces[name], self._shapes[name], self._sources)
+            if name in hints.pieces and not {item.source for item in hints.pieces[name]} & self._state.taken:
+                rules = rules_of(hints.pieces[name], self._shapes[name], self._sources)
             if rules is not None:
                 self._record((name,), rules, "the proved hint")
-            elif name not in said.fresh:
+            elif name not in hints.fresh:
                 missing.append(name)
         return [self._missing(group) for group in _by_template(missing)]
 
@@ -361,9 +361,11 @@ class _Study:
     def _unnamed(self, names: tuple[str, ...]) -> Iterator[tuple[Option, ...]]:
         """Yield options of tensors of one template by shapes alone, as suggestions."""
         free = [name for name in self._canonical if name not in self._state.taken]
-        held = {split(group[0])[0]: dict(zip(map(_numbers, group), group, strict=True)) for group in _by_template(free)}
+        by_part = {
+            split(group[0])[0]: dict(zip(map(_numbers, group), group, strict=True)) for group in _by_template(free)
+        }
         wanted = [self._seen.names.moved(*split(name)) for name in names]
-        fitting = {template: sources for template, sources in held.items() if sources.keys() >= set(wanted)}
+        fitting = {template: sources for template, sources in by_part.items() if sources.keys() >= set(wanted)}
         for sources in fitting.values():
             columns = [
                 moved(self._model[name], self._seen.source(sources[at]), None, self._seen.conventions)
@@ -379,7 +381,7 @@ class _Study:
             columns = [
                 joined(
                     self._model[name],
-                    [self._seen.source(held[part][at]) for part in parts],
+                    [self._seen.source(by_part[part][at]) for part in parts],
                     fusion,
                     self._seen.conventions,
                 )

@@ -33,7 +33,7 @@ _ARCHITECTURE = "ForCausalLM"
 
 
 class DerivedModel(msgspec.Struct, frozen=True):
-    """What was derived.
+    """The report of a derivation.
 
     Attributes:
         path: the directory as it was named.

@@ -1,4 +1,4 @@
-"""What kind of layer a tensor belongs to, read off a live model without importing the framework it is made of.
+"""The kinds of layers of tensors, read from a live model without importing its framework.
 
 A layer's kind follows from the names of its classes: a tensor-parallel layer derives from no plain one, but is called
 after it. One pass over the model's layers.

@@ -165,26 +165,26 @@ class CanonicalNames:
 
     def __init__(self, names: Iterable[str], shifts: Mapping[str, int]) -> None:
         self._shifts = shifts
-        self._held: dict[str, set[Numbers]] = {}
+        self._numbers: dict[str, set[Numbers]] = {}
         for name in names:
             template, numbers = split(name)
-            self._held.setdefault(template, set()).add(numbers)
-        self._words = {template: words(template) for template in self._held}
+            self._numbers.setdefault(template, set()).add(numbers)
+        self._words = {template: words(template) for template in self._numbers}
         self._alike: dict[tuple[str, NameMatch], list[str]] = {}
 
     def named(self, template: str, numbers: Numbers, level: NameMatch) -> list[str]:
         """Return the canonical names that correspond to a model's at one level."""
         moved = self.moved(template, numbers)
-        return [filled(other, moved) for other in self._templates(template, level) if moved in self._held[other]]
+        return [filled(other, moved) for other in self._templates(template, level) if moved in self._numbers[other]]
 
     def experts(self, template: str, numbers: Numbers, level: NameMatch) -> list[list[str]]:
         """As :meth:`named`, for a template whose last hole is an expert: the names of all experts, in order."""
         moved = self.moved(template, numbers)
         found = []
         for other in self._templates(template, level):
-            held = sorted(entry for entry in self._held[other] if entry[:-1] == moved)
-            if held:
-                found.append([filled(other, entry) for entry in held])
+            entries = sorted(entry for entry in self._numbers[other] if entry[:-1] == moved)
+            if entries:
+                found.append([filled(other, entry) for entry in entries])
         return found
 
     def moved(self, template: str, numbers: Numbers) -> Numbers:
@@ -194,7 +194,7 @@ class CanonicalNames:
 
     def _templates(self, template: str, level: NameMatch) -> list[str]:
         if level is NameMatch.EQUAL:
-            return [template] if template in self._held else []
+            return [template] if template in self._numbers else []
         if (template, level) not in self._alike:
             own = words(template)
             found = [other for other, its in self._words.items() if other != template and _level(own, its) is level]
@@ -213,7 +213,7 @@ def _level(one: tuple[tuple[str, ...], ...], other: tuple[tuple[str, ...], ...])
 
 
 def shifts_of(model: Iterable[str], canonical: Iterable[str]) -> dict[str, int]:
-    """What a model's first numbers are larger by than the canonical ones, by the text before the number.
+    """Return the offset of a model's first numbers from the canonical ones, by the text before the number.
 
     A shift is taken where the numbers of both sides are equal under it and under no other; else there is none.
     """

@@ -69,10 +69,10 @@ class HintReader:
         Raises:
             MappingError: a line matches no tensor, or the mapping of a tensor cannot be proved.
         """
-        said = [_CAST.sub("", line) for line in lines]
-        named, wrong = self._named(said)
+        uncast = [_CAST.sub("", line) for line in lines]
+        named, wrong = self._named(uncast)
         mapping = parse(
-            [line for line, names in zip(said, named, strict=True) if names], self._left, self._rights(named)
+            [line for line, names in zip(uncast, named, strict=True) if names], self._left, self._rights(named)
         )
         faults = [*wrong, *_faults(mapping)]
         if faults:
@@ -82,14 +82,14 @@ class HintReader:
                 evidence=faults,
                 next_step="Write lines that name tensors of both sides and fill their targets completely.",
             )
-        return _said(mapping, ())
+        return _hinted_mapping(mapping, ())
 
     def hint(self, lines: Sequence[str]) -> HintedMapping:
         """Evaluate the statements of a hint that can be proved."""
-        said = [_CAST.sub("", line) for line in lines]
-        named, wrong = self._named(said)
+        uncast = [_CAST.sub("", line) for line in lines]
+        named, wrong = self._named(uncast)
         unused = [f"skipped: {reason}" for reason in wrong]
-        kept = [line for line, names in zip(said, named, strict=True) if names]
+        kept = [line for line, names in zip(uncast, named, strict=True) if names]
         try:
             mapping = parse(kept, self._left, self._rights(named), self._ties)
         except MappingError as error:
@@ -97,7 +97,7 @@ class HintReader:
         faults = _faults(mapping)
         if faults:
             return HintedMapping(unused=(*unused, "not used, because it cannot be proved:", *faults))
-        return _said(mapping, tuple(unused))
+        return _hinted_mapping(mapping, tuple(unused))
 
     def _named(self, lines: Sequence[str]) -> tuple[list[set[str]], list[str]]:
         """Return the names that every line fills or removes; for an invalid line none, and the reason."""
@@ -145,7 +145,7 @@ def _faults(mapping: TensorMapping) -> list[str]:
     )
 
 
-def _said(mapping: TensorMapping, unused: tuple[str, ...]) -> HintedMapping:
+def _hinted_mapping(mapping: TensorMapping, unused: tuple[str, ...]) -> HintedMapping:
     found: dict[str, set[Correspondence]] = {}
     for item in normal(mapping):
         found.setdefault(item.target, set()).add(item)

@@ -150,21 +150,23 @@ def joined(
     """Return the layouts in which a target is its parts, joined along their output axis."""
     return [
         option
-        for lying in _lyings(target.tensor.shape, [source.shape for source in sources], target.kind, conventions)
-        for option in _joined_options(target, [source.name for source in sources], lying, fusion, conventions)
+        for part_layout in _part_layouts(
+            target.tensor.shape, [source.shape for source in sources], target.kind, conventions
+        )
+        for option in _joined_options(target, [source.name for source in sources], part_layout, fusion, conventions)
     ]
 
 
 @dataclass(frozen=True, slots=True)
-class _Lying:
-    """How parts lie along an axis of what they make: their lengths, the axis, and the axes of each."""
+class _PartLayout:
+    """The layout of parts along an axis of a tensor: their lengths, the axis, and the axes of each."""
 
     parts: tuple[int, ...]
     axis: int
     axes: Axes
 
 
-def _lyings(whole: Shape, parts: Sequence[Shape], kind: LayerKind, conventions: Conventions) -> list[_Lying]:
+def _part_layouts(whole: Shape, parts: Sequence[Shape], kind: LayerKind, conventions: Conventions) -> list[_PartLayout]:
     """Return the layouts of [out, in] parts in a tensor of this shape: transposed side by side, or stacked."""
     rank = len(whole)
     if rank not in (1, 2) or any(len(part) != rank or part[1:] != parts[0][1:] for part in parts):
@@ -172,22 +174,29 @@ def _lyings(whole: Shape, parts: Sequence[Shape], kind: LayerKind, conventions: 
     lengths = tuple(part[0] for part in parts)
     as_stored = (sum(lengths), *parts[0][1:])
     straight = tuple(range(rank))
-    found = [_Lying(lengths, 0, straight)] if whole == as_stored else []
+    found = [_PartLayout(lengths, 0, straight)] if whole == as_stored else []
     if rank == 2 and whole == as_stored[::-1]:
-        found.append(_Lying(lengths, 1, straight[::-1]))
+        found.append(_PartLayout(lengths, 1, straight[::-1]))
     if len(found) > 1 and kind is LayerKind.LINEAR and conventions.turned:
         return found[1:]
     return found
 
 
 def _joined_options(
-    target: LayeredTensor, names: list[str], lying: _Lying, fusion: Fusion, conventions: Conventions
+    target: LayeredTensor, names: list[str], part_layout: _PartLayout, fusion: Fusion, conventions: Conventions
 ) -> Iterator[Option]:
-    cut = target.tensor.cuts[lying.axis]
-    left = ", ".join(_view(name, lying.axes) for name in names)
-    for layout, blocks, word in _layouts(lying.parts, cut, fusion.kind, conventions):
-        rule = Rule(tuple(names), (target.tensor.name,), lying.parts, lying.axis, lying.axes, target_blocks=blocks)
-        yield Option((rule,), layout, f"{left} -> {target.tensor.name}, {word}{_along(lying.axis)}")
+    cut = target.tensor.cuts[part_layout.axis]
+    left = ", ".join(_view(name, part_layout.axes) for name in names)
+    for layout, blocks, word in _layouts(part_layout.parts, cut, fusion.kind, conventions):
+        rule = Rule(
+            tuple(names),
+            (target.tensor.name,),
+            part_layout.parts,
+            part_layout.axis,
+            part_layout.axes,
+            target_blocks=blocks,
+        )
+        yield Option((rule,), layout, f"{left} -> {target.tensor.name}, {word}{_along(part_layout.axis)}")
 
 
 def _layouts(parts: tuple[int, ...], cut: int, kind: str, conventions: Conventions) -> Iterator[tuple[str, int, str]]:
@@ -230,10 +239,10 @@ def carved(
         if source.shape != (sum(parts), *others):
             continue
         names = tuple(target.tensor.name for target in targets)
-        said = f"{_view(source.name, axes)} -> {', '.join(names)}"
+        statement = f"{_view(source.name, axes)} -> {', '.join(names)}"
         for layout, blocks, word in _canonical_layouts(parts, axis, fusion.kind, conventions):
             rule = Rule((source.name,), names, parts, axis, axes, source_blocks=blocks)
-            options.append(Option((rule,), layout, f"{said}, {word}" if word else ""))
+            options.append(Option((rule,), layout, f"{statement}, {word}" if word else ""))
         if options and conventions.turned and all(target.kind is LayerKind.LINEAR for target in targets):
             return options
     return options
@@ -276,9 +285,9 @@ def stack_options(
         one = _of_one(tensor.shape, axis, new, count)
         if one is None:
             continue
-        for lying in _lyings(one, shapes, LayerKind.OTHER, conventions):
-            layout = f"experts on axis {axis}, {TURNED if lying.axis else SAME}"
-            options.append(Option(_stack_rules(tensor.name, experts, lying, axis, new, one), layout))
+        for part_layout in _part_layouts(one, shapes, LayerKind.OTHER, conventions):
+            layout = f"experts on axis {axis}, {TURNED if part_layout.axis else SAME}"
+            options.append(Option(_stack_rules(tensor.name, experts, part_layout, axis, new, one), layout))
     return options
 
 
@@ -291,18 +300,18 @@ def _of_one(shape: Shape, axis: int, new: bool, count: int) -> Shape | None:
 
 
 def _stack_rules(
-    name: str, experts: Sequence[Sequence[OptionSource]], lying: _Lying, axis: int, new: bool, one: Shape
+    name: str, experts: Sequence[Sequence[OptionSource]], part_layout: _PartLayout, axis: int, new: bool, one: Shape
 ) -> tuple[Rule, ...]:
     names = [tuple(part[expert].name for part in experts) for expert in range(len(experts[0]))]
-    along, axes = lying.axis, lying.axes
+    along, axes = part_layout.axis, part_layout.axes
     if new:
         along, axes = along + (along >= axis), (*axes[:axis], NEW_AXIS, *axes[axis:])
     if along == axis:
         everything = tuple(source for row in names for source in row)
-        return (Rule(everything, (name,), lying.parts * len(names), along, axes),)
+        return (Rule(everything, (name,), part_layout.parts * len(names), along, axes),)
     share = 1 if new else one[axis]
     return tuple(
-        Rule(row, (name,), lying.parts, along, axes, slab=Slab(axis, expert * share, (expert + 1) * share))
+        Rule(row, (name,), part_layout.parts, along, axes, slab=Slab(axis, expert * share, (expert + 1) * share))
         for expert, row in enumerate(names)
     )
 

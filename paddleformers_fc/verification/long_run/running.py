@@ -92,7 +92,7 @@ class Trained(msgspec.Struct, frozen=True):
 
 
 class Unified(msgspec.Struct, frozen=True):
-    """What PaddleFormers wrote of a checkpoint.
+    """A checkpoint that PaddleFormers wrote.
 
     Args:
         layout: under which it wrote.
@@ -106,7 +106,7 @@ class Unified(msgspec.Struct, frozen=True):
 
 
 class Findings(msgspec.Struct, frozen=True):
-    """What an experiment found: the uninterrupted run, the resumed ones by layout, and unified checkpoints."""
+    """The results of an experiment: the uninterrupted run, the resumed ones by layout, and unified checkpoints."""
 
     title: str
     source: str
@@ -120,20 +120,20 @@ class Findings(msgspec.Struct, frozen=True):
         return max((abs(losses[step] - self.whole.losses[step]), -step) for step in losses)
 
 
-def run(experiment: Experiment, root: Path, say: Callable[[str], None]) -> Findings:
+def run(experiment: Experiment, root: Path, log: Callable[[str], None]) -> Findings:
     """Run an experiment, or what is left of it.
 
     Args:
         experiment: the experiment.
         root: the directory of all runs.
-        say: receives a line per training.
+        log: receives a line per training.
     """
     place = root / experiment.model_type
     with ForkServer(directory=_emptied(place / "server"), patience=_PATIENCE) as server:
-        whole = _trained(server, experiment, experiment.source, place / "whole", None, say)
+        whole = _trained(server, experiment, experiment.source, place / "whole", None, log)
         saved = place / "whole" / f"checkpoint-{SAVED_AT}"
         resumed = {
-            name: _trained(server, experiment, name, place / f"resumed-{name}", saved, say)
+            name: _trained(server, experiment, name, place / f"resumed-{name}", saved, log)
             for name in experiment.targets
         }
         last = place / "whole" / f"checkpoint-{LAST_STEP}"
@@ -152,7 +152,7 @@ def _trained(
     layout: str,
     place: Path,
     resume: Path | None,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> Trained:
     record = place / "trained.json"
     if record.exists():
@@ -166,7 +166,7 @@ def _trained(
     heads = int(experiment.model["num_key_value_heads"])
     found = Trained(losses, weights_md5(export), fused_md5(export, heads) if experiment.fuses else "")
     record.write_bytes(msgspec.json.encode(found))
-    say(f"{experiment.title}, {layout}: steps {first} to {max(losses)}, last loss {losses[max(losses)]}")
+    log(f"{experiment.title}, {layout}: steps {first} to {max(losses)}, last loss {losses[max(losses)]}")
     return found
 
 

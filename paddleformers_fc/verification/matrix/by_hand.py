@@ -33,7 +33,7 @@ def fill(trainer: Any, checkpoint: Path) -> int:
     """
     import paddle
 
-    from paddleformers_fc.trainer.state import run_roles
+    from paddleformers_fc.trainer.live_roles import run_roles
 
     source = assemble(checkpoint)
     count = 0
@@ -72,7 +72,7 @@ def assemble(checkpoint: Path) -> Whole:
 
 
 def part(whole: np.ndarray[Any, Any], weight: Any) -> np.ndarray[Any, Any]:
-    """What one live ``ShardedWeight`` holds of a whole tensor, flat."""
+    """Return the part of a whole tensor in one live ``ShardedWeight``, flat."""
     box = tuple(slice(a, a + n) for a, n in zip(weight.global_offset, weight.local_shape, strict=True))
     flat = np.ascontiguousarray(whole[box]).reshape(-1)
     return flat[weight.flattened_range] if weight.is_flattened else flat

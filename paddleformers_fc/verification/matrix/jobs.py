@@ -67,18 +67,18 @@ def run(training: dict[str, Any]) -> list[float]:
     from paddleformers_fc import FlexTrainer, FlexTrainingArguments
     from paddleformers_fc.verification.matrix import by_hand, tiny
 
-    asked = Training(**{**training, "layout": layout_from(training["layout"])})
+    wanted = Training(**{**training, "layout": layout_from(training["layout"])})
     settings = {
         "cls": FlexTrainingArguments,
         "flex_checkpoint": True,
-        "max_steps": asked.last_step,
-        "save_steps": SAVED_AT if asked.resume is None else 10**6,
-        **asked.arguments,
+        "max_steps": wanted.last_step,
+        "save_steps": SAVED_AT if wanted.resume is None else 10**6,
+        **wanted.arguments,
     }
-    args = tiny.training_arguments(asked.layout, asked.output_dir, asked.micro_batch, **settings)
-    model = tiny.build(asked.model_type, asked.layout, args, asked.hold_predictions, **asked.model)
-    model = tiny.adapted(model, **asked.adapters) if asked.adapters else model
-    source = None if asked.resume is None else Path(asked.resume)
+    args = tiny.training_arguments(wanted.layout, wanted.output_dir, wanted.micro_batch, **settings)
+    model = tiny.build(wanted.model_type, wanted.layout, args, wanted.hold_predictions, **wanted.model)
+    model = tiny.adapted(model, **wanted.adapters) if wanted.adapters else model
+    source = None if wanted.resume is None else Path(wanted.resume)
 
     class AsLoaded(TrainerCallback):
         """Between the load and the first step."""
@@ -86,13 +86,13 @@ def run(training: dict[str, Any]) -> list[float]:
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if source is None:
                 return
-            if asked.by_hand:
+            if wanted.by_hand:
                 by_hand.fill(trainer, source)
             trainer._save_checkpoint(trainer.model)
 
-    predicted = 0 if asked.hold_predictions else getattr(model.config, "num_nextn_predict_layers", 0)
-    samples = tiny.samples(asked.model_type, predicted)
+    predicted = 0 if wanted.hold_predictions else getattr(model.config, "num_nextn_predict_layers", 0)
+    samples = tiny.samples(wanted.model_type, predicted)
     trainer = tiny.trainer(model, args, cls=FlexTrainer, callbacks=[AsLoaded()], train_dataset=samples)
-    trainer.train(resume_from_checkpoint=asked.resume)
+    trainer.train(resume_from_checkpoint=wanted.resume)
     losses: list[float] = trainer.losses
     return losses

@@ -1,4 +1,4 @@
-"""How a training is spread over ranks, and the names that the verification matrices give to it.
+"""Layouts of a training over ranks, and their names in the verification matrices.
 
 A name is parts joined by ``+``: ``dp2``, ``tp4``, ``pp2``, ``pp4vpp2``, ``sd2v1`` and ``sd2v2`` (sharding stage 1 of
 whole parameters, and of flattened ranges), ``sd2s2`` and ``sd2s3`` (stages 2 and 3). ``sd2`` alone is version 2,
@@ -20,7 +20,7 @@ from paddleformers_fc.layout.grid import ParallelGrid
 
 @dataclass(frozen=True)
 class MatrixLayout:
-    """How a training is spread over ranks.
+    """The layout of a training over ranks.
 
     Args:
         name: as a person reads it.

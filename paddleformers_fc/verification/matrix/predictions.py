@@ -5,7 +5,7 @@ inputs along the last axis, its decoder layers take them apart along the first, 
 can train only the rest of the model. A checkpoint must not lose the prediction layers for that: here a pipeline gets a
 stage member that holds their weights and passes activations through, and any model can train without them.
 
-Idea: a layer asks its configuration how many prediction layers there are each time it computes. After the model is
+Idea: a layer reads the number of prediction layers from its configuration each time it computes. After the model is
 built with all of them, the layers are set to none, and the model itself keeps the true number, which its
 checkpoints describe.
 

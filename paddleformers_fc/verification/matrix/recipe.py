@@ -127,7 +127,7 @@ def read_recipe(path: Path) -> Recipe:
 
 
 def _faults(recipe: Recipe, layout: MatrixLayout) -> list[str]:
-    """Why the recipe's model cannot be laid out like this, with the numbers."""
+    """Return the reason why the recipe's model does not fit this layout, with the numbers."""
     config = keys(recipe.model_type, **recipe.model)
     try:
         declared_model(family_for(config), ModelDescription(config, is_fleet=False), layout.grid)

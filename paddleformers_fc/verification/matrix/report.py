@@ -49,7 +49,7 @@ class MatrixProgress:
 
 
 def reason(outcome: CellOutcome) -> str:
-    """Why a cell is wrong, in a few words."""
+    """Return the fault of a cell in a few words."""
     if outcome.error:
         return outcome.error
     if outcome.unequal:

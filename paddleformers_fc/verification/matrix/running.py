@@ -41,7 +41,7 @@ _T = TypeVar("_T")
 
 
 class CellOutcome(msgspec.Struct, frozen=True):
-    """What a cell found.
+    """The result of a cell.
 
     Args:
         name: of the cell.
@@ -83,7 +83,7 @@ class CellOutcome(msgspec.Struct, frozen=True):
 
 
 class CellDigests(msgspec.Struct, frozen=True):
-    """What an experiment found: variant -> losses of its two layouts."""
+    """The results of an experiment: variant -> losses of its two layouts."""
 
     title: str
     fingerprint: str
@@ -149,7 +149,7 @@ class Workshop:
             each(future.result())
 
     def known(self, cell: Cell) -> CellOutcome | None:
-        """What this run or an earlier one of this recipe has found about a cell."""
+        """Return the result of a cell from this run or an earlier one of this recipe."""
         found = _read(self._record(cell), CellOutcome)
         return found if found is not None and found.fingerprint == self._recipe.fingerprint else None
 
@@ -289,11 +289,11 @@ def _failure(result: JobResult, directory: Path) -> PeerError:
 def _unequal(expected: list[TensorDigest], checkpoint: Path, where: str) -> tuple[str, ...]:
     found = list(canonical_digests(checkpoint, roles={digest.role for digest in expected}))
     known = {(digest.role, digest.name): digest for digest in expected}
-    held = {(digest.role, digest.name): digest for digest in found}
+    actual = {(digest.role, digest.name): digest for digest in found}
     return tuple(
         f"{role} {name} {where}"
-        for role, name in sorted(known.keys() | held.keys())
-        if known.get((role, name)) != held.get((role, name))
+        for role, name in sorted(known.keys() | actual.keys())
+        if known.get((role, name)) != actual.get((role, name))
     )
 
 
@@ -311,7 +311,7 @@ def file_name(name: str) -> str:
 
 
 def _read(path: Path, kind: type[_T]) -> _T | None:
-    """What an earlier run wrote; None where it wrote nothing, or something else."""
+    """Return the result of an earlier run; None if there is none, or if it is not readable."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except (FileNotFoundError, msgspec.DecodeError):

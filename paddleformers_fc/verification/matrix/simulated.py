@@ -75,7 +75,7 @@ class SimulatedRecipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SimulatedOutcome(msgspec.Struct, frozen=True):
-    """What the cells of one model found.
+    """The results of the cells of one model.
 
     Args:
         name: family and class.
@@ -91,7 +91,7 @@ class SimulatedOutcome(msgspec.Struct, frozen=True):
 
     @property
     def text(self) -> str:
-        """How many cells are equal."""
+        """The number of equal cells."""
         found = f"{self.cells - len(self.wrong)} of {self.cells} cells {EQUAL}"
         return f"{found}, **{WRONG}**: {', '.join(self.wrong)}" if self.wrong else found
 
@@ -180,7 +180,7 @@ def run_simulated(recipe: SimulatedRecipe, stem: str, only: str | None, document
 
 def outcome(recipe: SimulatedRecipe, name: str, family: Family, model: ModelDescription) -> SimulatedOutcome:
     """Run the cells of one model, of the layouts that the recipe has for it."""
-    layouts = recipe.experts if family_sizes(family, model).knows("experts") else recipe.dense
+    layouts = recipe.experts if family_sizes(family, model).defines("experts") else recipe.dense
     alone, rows, columns = (_laid_out(family, model, names) for names in (("dp1",), layouts.sources, layouts.targets))
     with tempfile.TemporaryDirectory(prefix="matrix-", dir=_MEMORY if _MEMORY.is_dir() else None) as directory:
         found = list(round_trips(alone["dp1"], rows, columns, Path(directory)))

@@ -158,7 +158,7 @@ def training_arguments(
 
 
 def keys(model_type: str, **overrides: Any) -> dict[str, Any]:
-    """What is in the ``config.json`` of a tiny model, without any parallelism.
+    """Return the ``config.json`` of a tiny model, without any parallelism.
 
     Args:
         model_type: a key of :data:`STEMS`.

@@ -28,7 +28,7 @@ def test_runs_that_agree_have_no_faults() -> None:
 
 
 @pytest.mark.parametrize(
-    ("losses", "said"),
+    ("losses", "message"),
     [
         ({4: 6.5, 5: 6.375, 6: 6.25001}, "1.0e-05"),
         ({4: 6.5, 5: 6.375, 6: float("nan")}, "inf"),
@@ -36,10 +36,10 @@ def test_runs_that_agree_have_no_faults() -> None:
     ],
     ids=["off", "not a number", "missing"],
 )
-def test_a_loss_that_is_not_the_uninterrupted_ones_is_a_fault(losses: dict[int, float], said: str) -> None:
+def test_a_loss_that_is_not_the_uninterrupted_ones_is_a_fault(losses: dict[int, float], message: str) -> None:
     (fault,) = _with(replace(RESUMED, losses=losses)).faults()
     assert "tp2" in fault
-    assert said in fault
+    assert message in fault
 
 
 def test_only_the_compared_steps_are_judged() -> None:
@@ -62,7 +62,7 @@ def test_an_export_that_trains_otherwise_is_a_fault() -> None:
     assert "reloaded export" in fault
 
 
-def test_nothing_is_asked_of_a_stock_run() -> None:
+def test_a_stock_run_is_not_judged() -> None:
     assert _with(replace(RESUMED, losses={}, export_md5=None, stock=True)).faults() == []
 
 

@@ -50,7 +50,7 @@ def test_every_layout_of_the_demo_uses_two_ranks(layout: DemoLayout) -> None:
     assert layout.ranks == 2
 
 
-def test_a_stock_run_knows_nothing_of_this_package() -> None:
+def test_a_stock_run_does_not_use_this_package() -> None:
     run = DemoRun("run", Path("model"), Path("corpus"), TP2, flex=False, resume=Path("checkpoint-3"))
     content = jobs._content(run, Path("output"))
     assert "flex_checkpoint" not in content

@@ -21,7 +21,7 @@ def names(layout: dict[str, object], output_dir: str) -> list[str]:
     return sorted(tiny.build("llama", layout, args, **FUSED).sharded_state_dict())
 
 
-def test_a_llama_that_is_asked_to_fuse_does_not(ranks: ForkServer, tmp_path: Path) -> None:
+def test_a_llama_with_the_options_of_fusion_does_not_fuse(ranks: ForkServer, tmp_path: Path) -> None:
     job = {"layout": tiny.SINGLE.to_json(), "output_dir": str(tmp_path)}
     (found,) = ranks.run("tests.verification.matrix.test_fused_llama:names", 1, job).values
     assert "model.layers.0.self_attn.q_proj.weight" in found

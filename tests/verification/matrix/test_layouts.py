@@ -22,7 +22,7 @@ from paddleformers_fc.verification.matrix.layouts import MatrixLayout, layout_fr
         ("tp2+pp2+sd2", MatrixLayout("tp2+pp2+sd2", nproc=8, tp=2, pp=2, sharding=2, split_param=True)),
     ],
 )
-def test_a_name_says_how_ranks_are_used(name: str, expected: MatrixLayout) -> None:
+def test_a_name_describes_the_layout_of_ranks(name: str, expected: MatrixLayout) -> None:
     assert parse_layout(name) == expected
     assert layout_from(expected.to_json()) == expected
     assert expected.grid.world_size == expected.nproc

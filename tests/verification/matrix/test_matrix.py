@@ -140,7 +140,7 @@ def test_what_is_right_is_decided_by_numbers(changes: dict[str, Any], right: boo
 
 
 @pytest.mark.slow
-def test_a_matrix_is_run_written_and_gone_on_with(tmp_path: Path) -> None:
+def test_a_matrix_is_run_written_and_continued(tmp_path: Path) -> None:
     recipe = written(tmp_path)
     given = ("matrix", recipe, "--work", tmp_path / "work", "--output", tmp_path / "docs")
     first = run(*given, "--only", "tp2->*", "--json")
@@ -162,7 +162,7 @@ def test_a_matrix_is_run_written_and_gone_on_with(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_cell_that_fails_keeps_its_logs_and_says_how_to_run_it_again(tmp_path: Path) -> None:
+def test_a_cell_that_fails_keeps_its_logs_and_reports_the_command_that_repeats_it(tmp_path: Path) -> None:
     # A pipeline of interleaved stages refuses to have fewer than three of them: this fails inside the ranks.
     recipe = written(tmp_path, sources=["dp1"], targets=["pp2vpp2"], model={**SMALL["model"], "num_hidden_layers": 4})
     found = run("matrix", recipe, "--work", tmp_path / "work", "--output", tmp_path / "docs")
@@ -174,7 +174,7 @@ def test_a_cell_that_fails_keeps_its_logs_and_says_how_to_run_it_again(tmp_path:
     assert "**wrong**" in (tmp_path / "docs" / "small.md").read_text()
 
 
-def test_the_document_says_equal_a_number_or_wrong_and_explains_what_is_larger(tmp_path: Path) -> None:
+def test_the_document_has_equal_a_number_or_wrong_and_explains_what_is_larger(tmp_path: Path) -> None:
     recipe = read_recipe(written(tmp_path, sources=["dp1", "tp2", "sd2", "dp2"]))
     cells = cells_of(recipe)
     larger = {"losses": (4.0, 3.0, 2.00001), "by_hand": (4.0, 3.0, 2.00001)}

@@ -149,7 +149,7 @@ def test_prediction_layers_that_are_held_are_saved_and_stay_as_they_were(sources
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("training", "name"), [(LLAMA, "sd2s3"), (ERNIE, "tp2(ep2)")], ids=["llama", "ernie4_5_moe"])
-def test_weights_and_states_set_by_hand_go_on_as_those_that_were_loaded(
+def test_weights_and_states_set_by_hand_continue_as_those_that_were_loaded(
     ranks: ForkServer, sources: Sources, tmp_path: Path, training: Training, name: str
 ) -> None:
     source = sources.of(training)

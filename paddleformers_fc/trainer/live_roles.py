@@ -19,7 +19,7 @@ from paddleformers_fc.families.bind import tied_names
 from paddleformers_fc.families.declarations import TiedName
 from paddleformers_fc.layout.roles import MASTER, MODEL_STATE, OPTIMIZER_STATE, StateDescriptor
 from paddleformers_fc.trainer import alternating, dist_tensors, fsdp_buffers, lora, optimizer_states, slices
-from paddleformers_fc.trainer.description import describe
+from paddleformers_fc.trainer.description import describe_model
 from paddleformers_fc.trainer.host_models import sharded_state_dict
 from paddleformers_fc.trainer.optimizers import innermost
 
@@ -39,12 +39,12 @@ def model_roles(model: Any) -> LiveRoles:
     return {MODEL_STATE: slices.cut(_parameters(model))}
 
 
-def make_room(model: Any) -> None:
+def release_full_parameters(model: Any) -> None:
     """Release memory that PaddleFormers has allocated for parameters which stage 3 keeps as slices."""
     context = fsdp_buffers.context_of(model)
     if context is not None:
         fsdp_buffers.forget_gathered(context)
-    slices.release(_described(model))  # Also those that no checkpoint fills: the zeros would overwrite them.
+    slices.release(_sharded_weights(model))  # Also those that no checkpoint fills: the zeros would overwrite them.
 
 
 def drop_gradients(model: Any, optimizer: Any) -> None:
@@ -66,17 +66,17 @@ def _parameters(model: Any) -> dict[str, Any]:
 
     Those of a base under adapters are left out.
     """
-    return lora.saved_weights(model, _described(model))
+    return lora.saved_weights(model, _sharded_weights(model))
 
 
 def base_weights(model: Any) -> dict[str, Any]:
     """Return the weights of a model with adapters that its checkpoints leave out."""
-    weights = _described(model)
+    weights = _sharded_weights(model)
     saved = lora.saved_weights(model, weights)
     return {name: weight for name, weight in weights.items() if name not in saved}
 
 
-def _described(model: Any) -> dict[str, Any]:
+def _sharded_weights(model: Any) -> dict[str, Any]:
     if dist_tensors.is_semi_auto(model):
         return {name: dist_tensors.Named(tensor) for name, tensor in model.state_dict().items()}
     found = {name: weight for name, weight in sharded_state_dict(model).items() if isinstance(weight, ShardedWeight)}
@@ -119,7 +119,7 @@ def _semi_auto_roles(model: Any, optimizer: Any) -> LiveRoles:
         return _buffered_roles(context, weights, optimizer, aliases)
     states: dict[str, Any] = {}
     if optimizer is not None:
-        optimizer_states.refuse_unseen(innermost(optimizer))
+        optimizer_states.refuse_unsaved_states(innermost(optimizer))
         # The state dict of the wrapper would create states by a step, which changes weights.
         states = innermost(optimizer).state_dict()
     return dist_tensors.roles_of({"model": weights, "optimizer": states}, aliases)
@@ -130,18 +130,18 @@ def _buffered_roles(context: Any, weights: dict[str, Any], optimizer: Any, alias
     for kind, buffer, tensor in () if optimizer is None else optimizer_states.tensors(optimizer):
         states.setdefault(buffer, {})[kind] = tensor
     names = {weights[name].name: name for name in sorted(weights, reverse=True) if name not in aliases}
-    held = fsdp_buffers.static_names(context)
+    buffered = fsdp_buffers.static_names(context)
     found = fsdp_buffers.roles_of(context, names, states)
     # Such as buffers of layers.
-    others = dist_tensors.roles_of({name: one for name, one in weights.items() if one.name not in held})
+    others = dist_tensors.roles_of({name: one for name, one in weights.items() if one.name not in buffered})
     return {**found, MODEL_STATE: {**others[MODEL_STATE], **found.get(MODEL_STATE, {})}}
 
 
 def _states(optimizer: Any, weights: dict[str, Any]) -> dict[str, Any]:
-    found = optimizer_states.describe(optimizer, weights)
+    found = optimizer_states.sharded_states(optimizer, weights)
     if isinstance(optimizer, GroupShardedOptimizerStage2):
         own = _own_parameters(optimizer, weights)
-        return {name: state for name, state in found.items() if _parameter_of(name) in own}
+        return {name: state for name, state in found.items() if parameter_of_state(name) in own}
     return found
 
 
@@ -173,7 +173,7 @@ def create_states(
         fsdp_buffers.create_states(context, optimizer, stored)
         return
     weights = _owners(model, _parameters(model))
-    parameters = {_parameter_of(state) for state in with_aliases(model, stored)}
+    parameters = {parameter_of_state(state) for state in with_aliases(model, stored)}
     optimizer_states.create(optimizer, weights, parameters, place_master)
 
 
@@ -184,7 +184,7 @@ def trained_without_states(model: Any, stored: Collection[str]) -> list[str]:
         model: the model as it was built.
         stored: as for :func:`create_states`.
     """
-    parameters = {_parameter_of(state) for state in with_aliases(model, stored)}
+    parameters = {parameter_of_state(state) for state in with_aliases(model, stored)}
     weights = _owners(model, _parameters(model))
     trained = [name for name, weight in weights.items() if not weight.local_tensor.stop_gradient]
     return [name for name in trained if name not in parameters]
@@ -225,11 +225,12 @@ def with_aliases(model: Any, stored: Collection[str]) -> set[str]:
 
 def tied(model: Any) -> tuple[TiedName, ...]:
     """Return the aliases of a model of a declared family if it ties its word embeddings."""
-    described = describe(model) if hasattr(model, "config") else ModelDescription({})
+    described = describe_model(model) if hasattr(model, "config") else ModelDescription({})
     if not is_known(described.config):
         return ()
     return tuple(TiedName(alias, owner) for alias, owner in tied_names(family_for(described.config), described).items())
 
 
-def _parameter_of(state: str) -> str:
+def parameter_of_state(state: str) -> str:
+    """Return the name of the parameter of a state."""
     return state.rpartition(".")[0]
