@@ -72,7 +72,7 @@ def _parsed_with_our_options(original: Callable[..., Any]) -> Callable[..., Any]
         from paddleformers_fc.trainer.documents import remember_data_arguments
 
         check_stage(args)
-        if args.get("flex_checkpoint"):
+        if dict(args).get("flex_checkpoint"):
             refuse_text(args)
         self.dataclass_types = [with_flex_fields(kind) for kind in self.dataclass_types]
         _refuse_unknown(args, self.dataclass_types)

@@ -37,7 +37,7 @@ MISDESCRIBED = {"gpt_oss": "sinks", "gemma3_text": "lm_head.weight"}
 def real(ranks: ForkServer, name: str, tp: int, dtype: str) -> list[list[ModelTensor]]:
     """The tensors of a family's real models, as their first rank describes them."""
     configs = [settings(BY_NAME[name], **changes) for changes in MODELS[name]]
-    result = ranks.run("tests.families.jobs:describe", tp, {"models": configs, "tp": tp, "dtype": dtype})
+    result = ranks.run("tests.families.jobs:describe_model", tp, {"models": configs, "tp": tp, "dtype": dtype})
     assert result.ok, result.logs[0].read_text()
     return [
         [

@@ -44,4 +44,4 @@ def test_files_that_contradict_each_other_are_named_though_their_boxes_tile_a_te
     one = Shard("w", "float32", (8, 4), Box((0, 0), (4, 4)))
     other = Shard("w", dtype, shape, Box((4, 0), (8, 4)))
     _, faults = gather_shards((shard, f"file {place}", 100, 4) for place, shard in enumerate((one, other)))
-    assert faults == [f"w: file 1 says {dtype} {list(shape)}, another file float32 [8, 4]"]
+    assert faults == [f"w: file 1 has {dtype} {list(shape)}, another file float32 [8, 4]"]
