@@ -30,6 +30,10 @@ from paddleformers_fc.mapping import RuleSet
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.text import count_text
 
+_COMPARE = "Compare config.json with the weights; nothing was written."
+_ONE_DTYPE = "Store these parts in one dtype, or set the option of config.json that fuses them to false."
+"""Of parts of one tensor, of which one would be rounded."""
+
 
 def built_model(checkpoint: OpenedCheckpoint, adapters: Adapters | None = None) -> StoredModel:
     """Return the model of open weights, without layers that are optional and not stored.
@@ -82,7 +86,7 @@ def built_model(checkpoint: OpenedCheckpoint, adapters: Adapters | None = None) 
         return msgspec.structs.replace(one, dtype=kinds[0]) if kinds else one
 
     kept = [one for one in map(typed, tensors) if one is not None]
-    _refuse_mixed(checkpoint, mixed)
+    _refuse(checkpoint, mixed, f"has {_count(mixed)} of its model in several dtypes", _ONE_DTYPE)
     _refuse_missing(checkpoint, [name for one in kept for name in sources_of(one.name)], dtypes, optional)
     if adapters is not None:
         found = _with_patterns(adapters, [one.name for one in tensors], [one.name for one in kept])
@@ -113,29 +117,12 @@ def _with_patterns(adapters: Adapters, names: Collection[str], kept: Collection[
     )
 
 
-def _refuse_mixed(checkpoint: OpenedCheckpoint, mixed: Collection[str]) -> None:
-    """Refuse weights of several dtypes that are one tensor of the model: one of them would be rounded."""
-    if mixed:
-        raise MappingError(
-            f"{checkpoint.catalog.root} has {count_text(len(mixed), 'tensor')} of its model in several dtypes.",
-            where=str(checkpoint.catalog.root),
-            evidence=fold(mixed),
-            next_step="Store these parts in one dtype, or set the option of config.json that fuses them to false.",
-        )
-
-
 def _refuse_missing(
     checkpoint: OpenedCheckpoint, wanted: Collection[str], stored: Collection[str], optional: OptionalNames
 ) -> None:
     """Refuse weights that lack tensors of the model."""
     missing = [name for name in dict.fromkeys(wanted) if name not in stored and name not in optional]
-    if missing:
-        raise MappingError(
-            f"{checkpoint.catalog.root} lacks {count_text(len(missing), 'tensor')} of its model.",
-            where=str(checkpoint.catalog.root),
-            evidence=fold(missing),
-            next_step="Compare config.json with the weights; nothing was written.",
-        )
+    _refuse(checkpoint, missing, f"lacks {_count(missing)} of its model", _COMPARE)
 
 
 def _refuse_unread(
@@ -144,10 +131,19 @@ def _refuse_unread(
     """Refuse weights with tensors of which the model has none."""
     read = {name for rule in rules.rules for name in rule.sources}
     left = optional.missed(sorted(name for name in stored if name not in read), stored)
-    if left:
+    _refuse(checkpoint, left, f"has {_count(left)} that its model does not have", _COMPARE)
+
+
+def _count(tensors: Collection[str]) -> str:
+    return count_text(len(tensors), "tensor")
+
+
+def _refuse(checkpoint: OpenedCheckpoint, tensors: Collection[str], problem: str, next_step: str) -> None:
+    """Refuse a checkpoint because of the named tensors, if there are any."""
+    if tensors:
         raise MappingError(
-            f"{checkpoint.catalog.root} has {count_text(len(left), 'tensor')} that its model does not have.",
+            f"{checkpoint.catalog.root} {problem}.",
             where=str(checkpoint.catalog.root),
-            evidence=fold(left),
-            next_step="Compare config.json with the weights; nothing was written.",
+            evidence=fold(tensors),
+            next_step=next_step,
         )
