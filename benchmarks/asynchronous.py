@@ -28,7 +28,7 @@ import numpy as np
 from benchmarks.pages import replace_measured
 
 ROOT = Path(__file__).resolve().parent.parent
-SIZES: dict[str, Any] = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 4, "vocab_size": 512}
+SIZES: dict[str, Any] = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 4, "vocab_size": 512}
 MICRO_BATCH = 8
 MARK = "flex-figures "
 

@@ -4,8 +4,8 @@ New memory is 20 times as slow as memory that has been touched, because every pa
 allocated once, with its pages, and filled again by every snapshot. Its memory is page-locked if Paddle supports that
 for the device.
 
-Host memory is copied in pieces by every thread that calls :meth:`SnapshotCopy.help`: that of the save, and the training
-thread once it would only wait. Copies from a device are begun by :meth:`SnapshotArena.begin`, which runs on the
+Host memory is copied in pieces by every thread that calls :meth:`SnapshotCopy.help`, and by the training thread once it
+would only wait. Copies from a device are begun by :meth:`SnapshotArena.begin`, which runs on the
 training thread: Paddle's choice of a stream holds for the whole process, so another thread would move kernels of the
 training to the stream of the copies.
 """
@@ -165,6 +165,18 @@ class _HostCopies:
         if self._errors:
             raise self._errors[0]
 
+    def drop(self) -> None:
+        """Leave out pieces that no thread has begun, and wait for the others."""
+        dropped = 0
+        while self._pieces:
+            with suppress(IndexError):
+                self._pieces.popleft()
+                dropped += 1
+        with self._changed:
+            self._left -= dropped
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._left)
+
     def _copy(self, piece: _HostPiece) -> None:
         try:
             piece.copy()
@@ -200,14 +212,15 @@ class SnapshotCopy:
         try:
             self.on_host.finish()
         finally:
-            self.wait()
+            self.drop()
         return {
             role: {name: _pieces(self.tensors[role][name].local_tensor, some) for name, some in names.items()}
             for role, names in self.copied.items()
         }
 
-    def wait(self) -> None:
-        """Wait for copies from devices, of a snapshot that may be dropped. Afterwards the memory may be used again."""
+    def drop(self) -> None:
+        """Wait for copies that have begun, and leave out the others. Afterwards the memory may be used again."""
+        self.on_host.drop()
         _wait_for(self.transfers)
 
 

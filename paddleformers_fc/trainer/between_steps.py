@@ -28,16 +28,17 @@ class BetweenSteps(TrainerCallback):
     """The reads that have begun since the last update.
 
     Args:
-        passes_change_weights: whether a run changes tensors that are read already in the passes, as the overlapped
-            broadcast of parameters does. Then every read is waited for at once.
+        passes_change_weights: returns whether a run changes tensors that are read already in the passes, as the
+            overlapped broadcast of parameters does. Then every read is waited for at once.
 
     Attributes:
+        passes_change_weights: the same.
         waited: seconds for which the training thread has waited.
     """
 
     def __init__(self, passes_change_weights: Callable[[], bool]) -> None:
         self.waited = 0.0
-        self._passes_change_weights = passes_change_weights
+        self.passes_change_weights = passes_change_weights
         self._reads: list[tuple[Future[Any], Callable[[], None]]] = []
         self._calls: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
 
@@ -53,7 +54,7 @@ class BetweenSteps(TrainerCallback):
         """
         read.add_done_callback(lambda _: self._calls.put(_nothing))
         self._reads.append((read, help))
-        if self._passes_change_weights():
+        if self.passes_change_weights():
             self.finish()
 
     def call(self, work: Callable[[], _T]) -> _T:

@@ -53,7 +53,8 @@ from paddleformers_fc.trainer.options import parse_size
 from paddleformers_fc.trainer.uploads import Uploads
 
 _T = TypeVar("_T")
-_Encode: TypeAlias = Callable[[], dict[str, bytes]]
+Encode: TypeAlias = Callable[[], Mapping[str, bytes]]
+"""Encodes the small files of a rank, by path relative to the checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,6 @@ class PreparedSave:
         directory: ``checkpoint-N``.
         step: optimizer steps done.
         part: returns this rank's part without its files, or raises the error of its preparation.
-        encode: returns the small files of this rank, from what was captured at the step; it takes longer than ``part``.
         consistency: what must be equal on all ranks.
         best: the best checkpoint with this one; None if there is none.
         started: when the save began, of the monotonic clock.
@@ -73,18 +73,21 @@ class PreparedSave:
     directory: Path
     step: int
     part: Callable[[], LivePart]
-    encode: Callable[[], Mapping[str, bytes]]
     consistency: ConsistencyCheck
     best: str | None
     started: float
 
-    def encoded(self) -> Callable[[], LivePart]:
-        """Encode the files on the thread that writes, and return a function of the whole part, or of its error."""
-        return _outcome(lambda: replace(self.part(), files=self.encode()))
+    def encoded(self, encode: Encode) -> Callable[[], LivePart]:
+        """Encode the files on the thread that writes, and return a function of the whole part, or of its error.
+
+        Args:
+            encode: returns the files, see :func:`capture_files`.
+        """
+        return _outcome(lambda: replace(self.part(), files=encode()))
 
 
 def prepare(trainer: Any, metrics: dict[str, float] | None) -> PreparedSave:
-    """Return a save of the present step. It reads live tensors later, and everything else now.
+    """Return a save of the present step. It reads live tensors later; :func:`capture_files` reads everything else.
 
     Args:
         trainer: the Trainer; its state names the best checkpoint, which this one may replace.
@@ -110,17 +113,27 @@ def prepare(trainer: Any, metrics: dict[str, float] | None) -> PreparedSave:
     facts = comparable_facts(model, job, max_file_bytes, replicas)
     options = consistency_check_of(args, f"saving {directory.name}")
 
-    def described() -> tuple[LivePart, _Encode]:
+    def described() -> LivePart:
         undefined.refuse_undefined(trainer.model)
         if job_state.ran:
             refuse_other_loop(trainer)
         _update_best(trainer, metrics, directory)
-        return live_part(_roles(trainer, job_state), model, {}, job, max_file_bytes, replicas), _capture_files(trainer)
+        return live_part(_roles(trainer, job_state), model, {}, job, max_file_bytes, replicas)
 
-    prepared = _outcome(described)
+    part = _outcome(described)
     consistency = replace(options, facts={**options.facts, **facts})
     best = trainer.state.best_model_checkpoint
-    return PreparedSave(directory, job.step, lambda: prepared()[0], lambda: prepared()[1](), consistency, best, started)
+    return PreparedSave(directory, job.step, part, consistency, best, started)
+
+
+def capture_files(trainer: Any) -> Encode:
+    """Capture what this step has in the small files of this rank, after :func:`prepare`.
+
+    Returns:
+        a function that encodes the files, or raises the error of their capture.
+    """
+    captured = _outcome(lambda: _capture_files(trainer))
+    return lambda: captured()()
 
 
 def _outcome(work: Callable[[], _T]) -> Callable[[], _T]:
@@ -265,7 +278,7 @@ def _note_disks(job_state: JobState, disks: DiskLeaders, args: Any) -> None:
     job_state.disks = disks
 
 
-def _capture_files(trainer: Any) -> _Encode:
+def _capture_files(trainer: Any) -> Encode:
     """Capture what this step has in the small files of this rank, and return a function that encodes them.
 
     The first rank has those that are equal on all ranks.
@@ -275,7 +288,7 @@ def _capture_files(trainer: Any) -> _Encode:
     captured: dict[str, Callable[[], bytes]] = {}
     if args.save_rng_states:
         captured[documents.rng_name(dist.get_rank())] = rng.capture(args.world_size, args.use_hybrid_parallel)
-    describing: _Encode = dict
+    describing: Encode = dict
     if dist.get_rank() == 0:
         identity = corpus.digest(trainer.train_dataset, position.covered(tracker.position, tracker.order))
         order = replace(tracker.order, corpus=identity)

@@ -1,8 +1,8 @@
 """Saves beside training, under ``flex_async_save``.
 
-At the step that is saved the training thread describes its tensors and captures the Trainer's state. A thread
-then copies what this rank writes into a kept arena (:mod:`~paddleformers_fc.execute.arena`) during the next passes, and
-the next update waits for the copy (:mod:`.between_steps`). After that the thread writes, commits and deletes old
+At the step that is saved the training thread describes its tensors and captures the Trainer's state. Threads copy what
+this rank writes into a kept arena (:mod:`~paddleformers_fc.execute.arena`) from then on and during the next passes, and
+the next update waits for the copy (:mod:`.between_steps`). After that a thread writes, commits and deletes old
 checkpoints. Its exchanges are those of a save in a step, over a communicator of its own, so the training thread makes
 none.
 
@@ -42,7 +42,15 @@ from paddleformers_fc.trainer.host import logger
 from paddleformers_fc.trainer.job_state import background_communicator, channel_of, job_state_of
 from paddleformers_fc.trainer.optimizers import descriptor_of
 from paddleformers_fc.trainer.options import memory_limit
-from paddleformers_fc.trainer.save_job import PreparedSave, prepare, report_save, rotate, upload
+from paddleformers_fc.trainer.save_job import (
+    Encode,
+    PreparedSave,
+    capture_files,
+    prepare,
+    report_save,
+    rotate,
+    upload,
+)
 from paddleformers_fc.trainer.snapshot_size import least_snapshot_bytes
 
 _NUMBER_BYTES = 8
@@ -62,6 +70,7 @@ class _Save:
 
     Args:
         prepared: the save.
+        encode: encodes the small files.
         state: the Trainer's state at its step.
         transfers: its copies between host and devices.
         waited: seconds that the training thread had waited for reads when it had begun.
@@ -74,6 +83,7 @@ class _Save:
     """
 
     prepared: PreparedSave
+    encode: Encode
     state: Any
     transfers: TransferFigures
     waited: float
@@ -86,12 +96,13 @@ class _Save:
 
 
 class _Slot:
-    """One save at a time: a thread, a communicator and an arena."""
+    """One save at a time: a thread that saves, one that helps to copy, a communicator and an arena."""
 
     def __init__(self, number: int, patience: float, limit: int | None) -> None:
         self.channel: Channel = background_communicator(number, patience)
         self.arena = SnapshotArena(limit)
         self.thread = ThreadPoolExecutor(1, f"flex-save-{number}")
+        self.helper = ThreadPoolExecutor(1, f"flex-copy-{number}")
         self.save: _Save | None = None
 
 
@@ -113,11 +124,16 @@ class SavesBesideSteps:
         self._open(trainer.args)
         slot = self._slots[self._begun % len(self._slots)]
         self._wait_for(trainer, slot, f"before step {trainer.state.global_step} can be saved")
-        prepared, state = self._prepare(trainer, metrics)
         measuring = ExitStack()
         transfers = measuring.enter_context(measured_transfers())
-        begun = _begin_copy(slot, prepared)
-        save = _Save(prepared, state, transfers, 0.0, 0.0, Future(), Future(), lambda: None)
+        with self._naming_latest_best(trainer):
+            prepared = prepare(trainer, metrics)
+            begun = _begin_copy(slot, prepared)
+            if begun is not None and between_steps.passes_change_weights():
+                # Training will wait for the whole copy, which goes on while the files are captured.
+                slot.helper.submit(begun.copy.help)
+            encode, state = capture_files(trainer), copied_state(trainer.state)
+        save = _Save(prepared, encode, state, transfers, 0.0, 0.0, Future(), Future(), lambda: None)
         before, self._latest, slot.save = self._latest, save, save
         self._begun += 1
         save.done = slot.thread.submit(self._run, trainer, slot, save, begun, before, measuring)
@@ -188,14 +204,14 @@ class SavesBesideSteps:
 
         self._slots = run_on_all(channel_of(args), "opening channels for saves beside training", opened)
 
-    def _prepare(self, trainer: Any, metrics: dict[str, float] | None) -> tuple[PreparedSave, Any]:
-        """Return the save and a copy of the Trainer's state, which names the best checkpoint when it is committed."""
+    @contextmanager
+    def _naming_latest_best(self, trainer: Any) -> Iterator[None]:
+        """Return a block in which the Trainer's state names the best checkpoint, also if it is not committed yet."""
         committed = trainer.state.best_model_checkpoint
         if self._latest is not None and not self._is_reported(self._latest):
             trainer.state.best_model_checkpoint = self._latest.prepared.best
         try:
-            prepared = prepare(trainer, metrics)
-            return prepared, copied_state(trainer.state)
+            yield
         finally:
             trainer.state.best_model_checkpoint = committed
 
@@ -238,13 +254,13 @@ class SavesBesideSteps:
         try:
             with measuring:
                 try:
-                    part = prepared.encoded()  # Meanwhile the training thread copies, if it waits.
+                    part = prepared.encoded(save.encode)  # Meanwhile other threads copy.
                     if begun is not None:
                         begun.copy.help()  # Before the ranks exchange anything.
                     taken = snapshot(part, _capture(trainer, slot, begun), slot.channel, prepared.consistency)
                 finally:
                     if begun is not None:
-                        begun.copy.wait()
+                        begun.copy.drop()
                     save.captured.set_result(None)
                 if before is not None:
                     wait([before.done])

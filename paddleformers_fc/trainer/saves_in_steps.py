@@ -11,7 +11,7 @@ from paddleformers_fc.execute.staging_pool import measured_transfers
 from paddleformers_fc.progress_display import bar_on_terminal
 from paddleformers_fc.trainer.job_state import channel_of
 from paddleformers_fc.trainer.options import parse_size
-from paddleformers_fc.trainer.save_job import prepare, report_save, upload
+from paddleformers_fc.trainer.save_job import capture_files, prepare, report_save, upload
 
 
 class SavesInSteps:
@@ -22,10 +22,9 @@ class SavesInSteps:
         args, channel = trainer.args, channel_of(trainer.args)
         trainer.runtime_timer.start("checkpoint saving time")
         prepared = prepare(trainer, metrics)
+        part = prepared.encoded(capture_files(trainer))
         with measured_transfers() as transfers:
-            taken = snapshot(
-                prepared.encoded(), views(parse_size(args.flex_staging_size)), channel, prepared.consistency
-            )
+            taken = snapshot(part, views(parse_size(args.flex_staging_size)), channel, prepared.consistency)
             with bar_on_terminal(f"saving {prepared.directory.name}", args.should_log):
                 report = write_and_commit(taken, prepared.directory, channel)
         trainer.runtime_timer.stop()

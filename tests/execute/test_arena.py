@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -226,6 +227,44 @@ def test_an_error_of_a_thread_that_helps_is_raised_where_the_copy_ends() -> None
     copying.help()
     with pytest.raises(RuntimeError, match="not initialized"):
         copying.finish()
+
+
+class HeldTensor:
+    """A tensor whose copies wait until they are let go on."""
+
+    def __init__(self, tensor: Any) -> None:
+        self.begun, self.let_go = Event(), Event()
+        self._tensor = tensor
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tensor, name)
+
+    def data_ptr(self) -> int:
+        self.begun.set()
+        assert self.let_go.wait(60)
+        return int(self._tensor.data_ptr())
+
+
+def test_a_dropped_snapshot_writes_nothing_into_the_memory_of_the_next_one() -> None:
+    """Of two pieces, one of which a thread is copying."""
+    held = HeldTensor(paddle.ones([8 << 20]))
+    roles, stretches = {ROLE: {"a": SimpleNamespace(local_tensor=held)}}, {(ROLE, "a"): ((0, 8 << 20),)}
+    arena = SnapshotArena()
+    arena.reserve(roles, stretches)
+    copying = arena.begin(roles, stretches)
+    assert copying.on_host.pieces == 2
+    with ThreadPoolExecutor(2) as threads:
+        helping = threads.submit(copying.help)
+        assert held.begun.wait(60)
+        dropping = threads.submit(copying.drop)
+        assert not wait([dropping], timeout=0.2).done, "a piece is being copied"
+        held.let_go.set()
+        dropping.result(60)
+        helping.result(60)
+    next_one = arena.begin({ROLE: {"a": SimpleNamespace(local_tensor=paddle.full([8 << 20], 7.0))}}, stretches)
+    found = next_one.finish()[ROLE]["a"]
+    assert read(found, 0, 8 << 20) == np.full(8 << 20, 7, np.float32).tobytes()
+    assert not copying.on_host._pieces, "no thread copies the second piece"
 
 
 # ---- Memory.

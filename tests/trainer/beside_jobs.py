@@ -339,9 +339,9 @@ def change_meanwhile(**settings: Any) -> None:
     changed, encoded = threading.Event(), PreparedSave.encoded
     is_beside = bool(settings["arguments"].get("flex_async_save"))
 
-    def encoded_late(self: Any) -> Any:
+    def encoded_late(self: Any, encode: Any) -> Any:
         assert not is_beside or changed.wait(_LONG)
-        return encoded(self)
+        return encoded(self, encode)
 
     class CopiesFiles(FlexTrainer):
         def copy_custom_files(self, output_dir: str) -> None:
