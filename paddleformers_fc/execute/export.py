@@ -42,7 +42,7 @@ from paddleformers_fc.formats.checkpoint import (
 )
 from paddleformers_fc.formats.huggingface import DEFAULT_MAX_SHARD_BYTES
 from paddleformers_fc.formats.registry import EXPORTED, checkpoints_advice, default_writer
-from paddleformers_fc.layout.roles import EMA_STATE, MODEL_STATE
+from paddleformers_fc.layout.roles import EMA_STATE, MODEL_STATE, OPTIMIZER_STATE
 from paddleformers_fc.layout.shards import shard_bytes
 from paddleformers_fc.plan import ReadSource, canonical_layout, canonical_source, plan_reads
 from paddleformers_fc.plan.sources import model_source, resume_source
@@ -154,7 +154,10 @@ def export_opened(
         layout: Layout = canonical_layout(wanted)
         if dtype:
             wanted, layout = recast(checkpoint, wanted, layout, dtype)
-        return wanted, layout, chosen.files(checkpoint, layout, max_shard_bytes), chosen, merge
+        files = chosen.files(checkpoint, layout, max_shard_bytes)
+        if any(one.role == OPTIMIZER_STATE for one in files):
+            checkpoint.check_states()
+        return wanted, layout, files, chosen, merge
 
     wanted, layout, files, writer, merge = run_on_all(channel, f"preparing an export to {target.name}", prepare)
     if checkpoint.unread and checkpoint.catalog.seen_by:

@@ -45,7 +45,7 @@ from paddleformers_fc.formats.block_scales import in_float32
 from paddleformers_fc.formats.huggingface import linear_weights, refuse_unproved_orientation
 from paddleformers_fc.formats.registry import open_weights
 from paddleformers_fc.layout.live import Roles, describe_roles
-from paddleformers_fc.layout.roles import MODEL_STATE, NUMBER_SHAPE, ROLES, parameter_of
+from paddleformers_fc.layout.roles import MODEL_STATE, NUMBER_SHAPE, OPTIMIZER_STATE, ROLES, parameter_of
 from paddleformers_fc.mapping import Shape
 from paddleformers_fc.plan import LoadPlan, Report, huggingface_source, plan_reads, resume_source, statements_source
 from paddleformers_fc.plan.block_owners import NO_BLOCKS, BlockReads, RecordedBlocks
@@ -213,6 +213,8 @@ def prepare_load(
     tensors = whole_model(model, roles, channel, consistency) if aoa_config else {}
 
     def preflight() -> _Preflight:
+        if roles.get(OPTIMIZER_STATE):
+            checkpoint.check_states()
         shards = describe_roles(roles)
         key = plan_key(checkpoint, model, shards, aoa_config, tensors, may_cast)
         planned, report = plans.find(key, lambda found: fits(found, shards, checkpoint.files)), Report()

@@ -223,6 +223,8 @@ class OpenedCheckpoint:
         describe_as: returns the model under a configuration, for formats whose directories may lack one.
         read_run: returns the record of the run that saved it, for formats that have one and no manifest.
         native: files of open weights that PaddleFormers may have written in its own orientation, by their metadata.
+        check_states: refuses numbers of optimizer states that no step makes, for formats without checksums. It is
+            called before optimizer states are loaded or converted; weights are usable without them.
     """
 
     format: Format
@@ -239,6 +241,7 @@ class OpenedCheckpoint:
     describe_as: Callable[[dict[str, Any]], StoredModel] | None = None
     read_run: Callable[[], Manifest] | None = None
     native: tuple[str, ...] = ()
+    check_states: Callable[[], None] = lambda: None
 
     @cached_property
     def manifest(self) -> Manifest:

@@ -224,7 +224,9 @@ def saved_run(directory: Path, config: Mapping[str, Any] | None = None) -> Manif
         CheckpointError: it is damaged, or contains no run.
     """
     try:
-        return open_checkpoint(directory, config=config).manifest
+        opened = open_checkpoint(directory, config=config)
+        opened.check_states()
+        return opened.manifest
     except NotACheckpoint:
         if config or not is_resumable(directory) or read_config(directory):
             raise

@@ -96,7 +96,7 @@ def open_stock(
         config: of the model.
         describe: returns the stored model under a configuration.
     Raises:
-        Corrupt: there are faults, or files of several saves, or optimizer states that no step makes; all of them.
+        Corrupt: there are faults, or files of several saves; all of them.
     """
     faults = [*faults, *catalog.faults()]
     if faults:
@@ -111,13 +111,6 @@ def open_stock(
             f"{directory} contains files of several saves, or under the names of other ranks.",
             where=str(directory),
             evidence=fold(foreign),
-            next_step=COPY_AGAIN_STEP,
-        )
-    if invalid := invalid_powers(directory, catalog):
-        raise Corrupt(
-            f"{directory} contains powers of Adam's betas outside of 0 to 1: {count_text(len(invalid), 'number')}.",
-            where=str(directory),
-            evidence=fold(invalid),
             next_step=COPY_AGAIN_STEP,
         )
 
@@ -135,8 +128,24 @@ def open_stock(
         find_unrecorded=lambda: {**model_documents(directory), **run_documents(directory, catalog.roles)},
         describe_as=read,
         read_run=run_reader(directory, catalog),
+        check_states=lambda: refuse_invalid_powers(directory, catalog),
     )
     return with_config(opened, config.given) if config.given else opened
+
+
+def refuse_invalid_powers(directory: Path, catalog: Catalog) -> None:
+    """Refuse optimizer states that no step makes.
+
+    Raises:
+        Corrupt: powers of Adam's betas are not from 0 to 1; all of them.
+    """
+    if invalid := invalid_powers(directory, catalog):
+        raise Corrupt(
+            f"{directory} contains powers of Adam's betas outside of 0 to 1: {count_text(len(invalid), 'number')}.",
+            where=str(directory),
+            evidence=fold(invalid),
+            next_step=COPY_AGAIN_STEP,
+        )
 
 
 def refuse_alternating(directory: AnyPath, model: StoredModel) -> None:
@@ -202,10 +211,16 @@ def verify_stock(checks: CheckList, open_checkpoint: Callable[[], OpenedCheckpoi
         checks: where the results are recorded.
         open_checkpoint: opens the checkpoint, which refuses tensors with gaps or with several copies.
     """
+
+    def open_with_states() -> OpenedCheckpoint:
+        found = open_checkpoint()
+        found.check_states()
+        return found
+
     checks.not_compared("this format has no checksums")
     opened = checks.check(
         "tensors",
-        open_checkpoint,
+        open_with_states,
         lambda found: f"{count_text(found.catalog.count, 'tensor')}, each stored whole and once",
     )
     if is_known(opened.config):

@@ -128,7 +128,7 @@ def refuse_states_of_other_steps(directory: Path, catalog: Catalog, record: Mani
     found = [
         round(math.log(power) / math.log(beta)) - 1
         for name, power in _powers(directory, states, _POWERS[:1]).items()
-        if states[name].dtype == "float32" and power > _LEAST_POWER
+        if states[name].dtype == "float32" and _LEAST_POWER < power <= 1
     ]
     # A parameter without a gradient makes no step.
     done = max(found, default=record.step)

@@ -193,13 +193,27 @@ def test_states_in_ranges_of_elements_are_joined_in_the_order_of_the_files(tmp_p
     ("power", "number"),
     [("beta1_pow_acc_0", np.nan), ("beta2_pow_acc_0", np.inf), ("beta1_pow_acc_0", -0.5), ("beta2_pow_acc_0", 1.001)],
 )
-def test_a_number_that_is_no_power_of_a_beta_is_refused_by_name(power: str, number: float, tmp_path: Path) -> None:
-    written(tmp_path, keys("llama"), of_tensor_parallel_ranks)
-    changed(tmp_path, FIRST, lambda arrays: arrays.update({f"lm_head.weight/{power}": np.array([number], np.float32)}))
-    with pytest.raises(Corrupt, match="powers of Adam's betas outside of 0 to 1: 1 number") as caught:
-        open_checkpoint(tmp_path)
-    assert list(caught.value.evidence) == [f"lm_head.weight.{power}: {number:g}"]
-    assert caught.value.next_step
+def test_a_number_that_is_no_power_of_a_beta_is_refused_by_name_with_the_states_and_not_with_the_weights(
+    power: str, number: float, tmp_path: Path
+) -> None:
+    source, sound = tmp_path / "source", tmp_path / "sound"
+    for directory in (source, sound):
+        directory.mkdir()
+        written(directory, keys("llama"), of_tensor_parallel_ranks)
+    changed(source, FIRST, lambda arrays: arrays.update({f"lm_head.weight/{power}": np.array([number], np.float32)}))
+    opened = paddleformers_fc.open(source)
+    outcome, problem = verify_checkpoint(source, "size")
+    assert [one.name for one in outcome.checks if not one.passed] == ["tensors"]
+    with pytest.raises(Corrupt) as converted:
+        opened.convert(tmp_path / "flex")
+    assert not (tmp_path / "flex").exists()
+    for refused in (problem, converted.value):
+        assert isinstance(refused, Corrupt)
+        assert refused.what.endswith("powers of Adam's betas outside of 0 to 1: 1 number.")
+        assert list(refused.evidence) == [f"lm_head.weight.{power}: {number:g}"]
+        assert refused.next_step
+    opened.export(tmp_path / "hf")
+    assert paddleformers_fc.open(tmp_path / "hf").diff(paddleformers_fc.open(sound)).equal
 
 
 @pytest.mark.parametrize("number", [0.0, 1e-45, 1.0])

@@ -7,7 +7,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 import paddleformers_fc
 from paddleformers_fc.cli.start_checks import refuse_resume
@@ -72,6 +74,10 @@ def test_a_run_resumes_the_stock_trainers_checkpoint_with_its_losses(
     assert (job.step, job.consumed_samples, job.branches[-1].step) == (6, 48, 3)
 
 
+UNIFIED: dict[str, Any] = {
+    "save_checkpoint_format": "unified_checkpoint",
+    "load_checkpoint_format": "unified_checkpoint",
+}
 OF_RANKS: dict[str, Any] = {"save_checkpoint_format": "", "load_checkpoint_format": "", "save_to_hf": False}
 
 
@@ -157,4 +163,25 @@ def test_a_checkpoint_without_its_optimizer_states_is_refused_and_a_converted_on
         assert "missing: optimizer_state" in refused["error"]
         assert "ignore_load_lr_and_optim: true" in refused["error"]
     begun = train(ranks, SINGLE, tmp_path / "new", True, str(stock), ignore_load_lr_and_optim=True, max_steps=1)
+    assert begun.values[0]["step"] == 1
+
+
+def test_powers_of_betas_that_no_step_makes_are_refused_by_a_resume_and_not_by_a_start_from_the_weights(
+    ranks: ForkServer, tmp_path: Path
+) -> None:
+    train(ranks, SINGLE, tmp_path / "stock", False, **UNIFIED, max_steps=3)
+    stock = tmp_path / "stock/checkpoint-3"
+    (file,) = stock.glob("optimizer*.safetensors")
+    arrays = load_file(file)
+    power = next(name for name in arrays if name.endswith("/beta1_pow_acc_0"))
+    save_file({**arrays, power: np.full_like(arrays[power], np.inf)}, file, {"format": "np"})
+    given = {"layout": SINGLE.to_json(), "output_dir": str(tmp_path / "ours"), "arguments": SIX, "ours": True}
+    (refused,) = ranks.run("tests.corruption.jobs:train", 1, {**given, "resume": str(stock)}).values
+    assert refused["error"].startswith("Corrupt"), refused
+    assert "powers of Adam's betas outside of 0 to 1: 1 number" in refused["error"]
+    listed = output_facts(tmp_path / "stock")
+    assert listed is not None
+    assert "powers of Adam's betas" in listed.checkpoints[0].fault
+    begun = train(ranks, SINGLE, tmp_path / "new", True, str(stock), ignore_load_lr_and_optim=True, max_steps=1)
+    assert begun.values[0] is not None
     assert begun.values[0]["step"] == 1
