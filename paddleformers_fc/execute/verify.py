@@ -15,6 +15,7 @@ that cannot be read for want of permission are not known to be damaged: such a c
 Of open weights four things are checked: ``checksums`` (what an export has recorded of its files), ``tensors`` (index,
 headers and ranges), ``model`` (names, shapes and sizes are those of its ``config.json``, by its family), and ``equal
 values``. Stock checkpoints have neither checksums nor a stored mapping; a load compares what ``equal values`` compares.
+Of files of ranks and unified checkpoints, ``model`` is a proof that all tensors of the configuration are stored.
 The outcome lists what cannot be checked, and the checkpoints below the directory, which are not checked.
 
 Time: at level ``full`` one pass over the files, by a few threads; memory: one block per thread.
@@ -116,7 +117,7 @@ def verify_checkpoint(directory: AnyPath, level: str) -> tuple[Verification, Fle
         checks.tensors, checks.files, checks.bytes = checkpoint.catalog.count, len(sizes), sum(sizes.values())
         if "mapping" in format.checks:
             _check_mapping(checkpoint, level, checks)
-        if "model" in format.checks:
+        if format.canonical and "model" in format.checks:
             _check_model(checkpoint, checks)
         if level == "full" and _EQUAL in format.checks and "mapping" not in format.checks:
             _check_copies(checkpoint, checks)

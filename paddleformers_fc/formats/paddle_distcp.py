@@ -42,6 +42,7 @@ from paddleformers_fc.formats.stock_checkpoint import (
     open_stock,
     read_stock_config,
     refuse_links,
+    verify_tensors,
 )
 from paddleformers_fc.layout.roles import EMA_STATE, MASTER, MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE, ROLES
 from paddleformers_fc.layout.shards import Shard
@@ -336,12 +337,7 @@ class PaddleDistcpFormat(Format):
 
     def verify(self, directory: AnyPath, level: str, checks: CheckList) -> OpenedCheckpoint:
         """Check that every tensor is stored whole and once."""
-        checks.not_compared("this format has no checksums")
-        return checks.check(
-            "tensors",
-            lambda: open_distcp(directory),
-            lambda found: f"{count_text(found.catalog.count, 'tensor')}, each stored whole and once",
-        )
+        return verify_tensors(checks, lambda: open_distcp(directory))
 
     def shards(self, checkpoint: OpenedCheckpoint, role: str, names: Collection[str]) -> Iterator[StoredShard]:
         """Yield the stored boxes of some tensors."""

@@ -28,6 +28,7 @@ from paddleformers_fc.formats.checks import CheckList
 from paddleformers_fc.formats.huggingface import model_documents, read_description
 from paddleformers_fc.formats.same_save import foreign_files
 from paddleformers_fc.formats.stock_run import invalid_powers, run_documents, run_reader
+from paddleformers_fc.mapping import prove
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.checksum import BlockHasher
 from paddleformers_fc.storage.file_checksums import FileChecksum
@@ -204,8 +205,8 @@ def model_description(directory: AnyPath, config: Mapping[str, Any]) -> ModelDes
     return ModelDescription(config, partial=True)
 
 
-def verify_stock(checks: CheckList, open_checkpoint: Callable[[], OpenedCheckpoint]) -> OpenedCheckpoint:
-    """Check that every tensor is stored whole and once, and that none of the model is missing.
+def verify_tensors(checks: CheckList, open_checkpoint: Callable[[], OpenedCheckpoint]) -> OpenedCheckpoint:
+    """Check that every tensor is stored whole and once, and that optimizer states are those of a step.
 
     Args:
         checks: where the results are recorded.
@@ -218,13 +219,22 @@ def verify_stock(checks: CheckList, open_checkpoint: Callable[[], OpenedCheckpoi
         return found
 
     checks.not_compared("this format has no checksums")
-    opened = checks.check(
+    return checks.check(
         "tensors",
         open_with_states,
         lambda found: f"{count_text(found.catalog.count, 'tensor')}, each stored whole and once",
     )
+
+
+def verify_stock(checks: CheckList, open_checkpoint: Callable[[], OpenedCheckpoint]) -> OpenedCheckpoint:
+    """Check the tensors as :func:`verify_tensors`, and that none of the model is missing."""
+    opened = verify_tensors(checks, open_checkpoint)
     if is_known(opened.config):
-        checks.attempt("model", lambda: opened.rules, lambda _: "all tensors that the configuration describes")
+        checks.attempt(
+            "model",
+            lambda: prove(opened.rules.mapping(), "The checkpoint's mapping"),
+            lambda _: "all tensors that the configuration describes",
+        )
     else:
         checks.impossible.append(f"missing layers: no {CONFIG_NAME} of a known family")
     return opened

@@ -149,6 +149,20 @@ def test_merged_tensors_and_experts_counted_on_each_rank_are_read_in_every_role(
         assert np.array_equal(found.read(f"{canonical}.moment1_0", role=OPTIMIZER_STATE), -turned), name
     outcome, problem = verify_checkpoint(tmp_path, "full")
     assert outcome.passed, problem
+    assert [one.name for one in outcome.checks] == list(UNIFIED.checks)
+
+
+def test_a_check_that_fails_or_that_cannot_be_made_is_listed_once(tmp_path: Path) -> None:
+    config = keys("llama")
+    written(tmp_path, config, of_tensor_parallel_ranks)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**config, "num_hidden_layers": config["num_hidden_layers"] + 1}))
+    incomplete, _ = verify_checkpoint(tmp_path, "size")
+    assert [(one.name, one.passed) for one in incomplete.checks] == [("tensors", True), ("model", False)]
+    path.unlink()
+    unknown, _ = verify_checkpoint(tmp_path, "size")
+    assert unknown.not_checked == ["model", "equal values"]
+    assert [line.partition(":")[0] for line in unknown.cannot_be_checked] == ["changed bytes", "missing layers"]
 
 
 def test_a_given_configuration_gives_the_number_of_experts_where_the_directory_has_none(tmp_path: Path) -> None:
@@ -214,6 +228,22 @@ def test_a_number_that_is_no_power_of_a_beta_is_refused_by_name_with_the_states_
         assert refused.next_step
     opened.export(tmp_path / "hf")
     assert paddleformers_fc.open(tmp_path / "hf").diff(paddleformers_fc.open(sound)).equal
+
+
+def test_verification_of_a_conversion_to_paddles_format_finds_such_a_number(tmp_path: Path) -> None:
+    source, target = tmp_path / "unified", tmp_path / "distcp"
+    source.mkdir()
+    written(source, keys("llama"), of_tensor_parallel_ranks)
+    paddleformers_fc.open(source).convert(target, format="distcp")
+    power = open_checkpoint(target).catalog.roles[OPTIMIZER_STATE]["lm_head.weight.beta1_pow_acc_0"]
+    (part,) = power.fragments
+    with (target / part.file).open("r+b") as file:
+        file.seek(part.begin)
+        file.write(np.float32(np.nan).tobytes())
+    outcome, problem = verify_checkpoint(target, "size")
+    assert [(one.name, one.passed) for one in outcome.checks] == [("tensors", False)]
+    assert isinstance(problem, Corrupt)
+    assert list(problem.evidence) == ["lm_head.weight.beta1_pow_acc_0: nan"]
 
 
 @pytest.mark.parametrize("number", [0.0, 1e-45, 1.0])
