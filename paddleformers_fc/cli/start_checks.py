@@ -9,7 +9,7 @@ import importlib.util
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -60,6 +60,12 @@ _RESUMING_STAGES = ("SFT", "PT", "VL-SFT", "VL-PT")
 """The stages that use ``resume_from_checkpoint``; preference training takes the newest of ``output_dir``."""
 
 _TEXT_STAGES = ("SFT", "PT", "DPO")
+_PREFERENCE_STAGES = ("DPO", "VL-DPO")
+_SHARDED = "stage1"
+"""PaddleFormers' ``sharding`` of a configuration without this key."""
+
+_VIRTUAL = "virtual_pipeline_model_parallel_size"
+_SEGMENTS = "pp_seg_method"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _OWN_EXPERTS = ("expert_model_parallel_size", "use_expert_parallel")
 _LISTS_OF_PATHS = {"train_dataset_path": "train_dataset_prob", "eval_dataset_path": "eval_dataset_prob"}
@@ -128,7 +134,7 @@ def refuse_unknown_values(settings: Mapping[str, Any]) -> None:
         OptionError: with all such keys.
     """
     faults = [
-        f"{key}: {settings[key]!r} is none of {', '.join(words.known)}"
+        f"{key}: {'null' if settings[key] is None else repr(settings[key])} is none of {', '.join(words.known)}"
         for key, words in {**_VALUES, **stock_words()}.items()
         if key in settings and not words.admits(settings[key])
     ]
@@ -235,7 +241,7 @@ def refuse_expert_layout(settings: Mapping[str, Any], ranks: int) -> None:
     if isinstance(experts, bool) or not isinstance(experts, int) or experts < 2:
         return
     tensor, stages, segments, sharding = (_degree(settings, key) for key in _DEGREES)
-    if not settings.get("sharding"):
+    if not settings.get("sharding", _SHARDED):
         sharding = 1
     elif settings.get("sharding_parallel_size") in (None, -1):
         sharding = max(ranks // (tensor * stages * segments), 1)
@@ -256,6 +262,49 @@ def refuse_expert_layout(settings: Mapping[str, Any], ranks: int) -> None:
             evidence=[f"expert_model_parallel_size: {experts} on {count_text(ranks, 'rank')}: {one}" for one in faults],
             next_step="Change this degree, the number of ranks, or the other degrees.",
         )
+
+
+def refuse_pipeline(settings: Mapping[str, Any]) -> None:
+    """Refuse a pipeline that every rank would refuse after its imports, or after it has built the model.
+
+    Paddle schedules virtual stages on more than two pipeline stages alone, and needs as many forward passes per step as
+    there are pipeline stages, or at least twice as many. PaddleFleet's schedules are not checked.
+
+    Raises:
+        OptionError: with every key that does not fit.
+    """
+    stage, stages, virtual = _stage(settings), _degree(settings, _DEGREES[1]), _degree(settings, _VIRTUAL)
+    if stages == 1 or stage not in (*_RESUMING_STAGES, *_PREFERENCE_STAGES):
+        return
+    faults = []
+    if stage in _PREFERENCE_STAGES and not settings.get("clear_every_step_cache"):
+        faults.append(f"clear_every_step_cache: not true, which stage: {stage} needs in a pipeline")
+    if virtual > 1 and importlib.util.find_spec("paddlefleet") is None:
+        faults += [f"{_VIRTUAL}: {virtual} needs {fault}" for fault in _virtual_faults(settings, stages)]
+    if faults:
+        raise OptionError(
+            "A pipeline cannot be trained with these settings.",
+            where=f"{_DEGREES[1]}: {stages}",
+            evidence=faults,
+            next_step="Change the listed keys, or the degrees of the pipeline.",
+        )
+
+
+def _virtual_faults(settings: Mapping[str, Any], stages: int) -> Iterator[str]:
+    if stages == 2:
+        yield "more than 2 pipeline stages"
+    passes = settings.get("gradient_accumulation_steps", 1)
+    if isinstance(passes, int) and passes > 0 and not _schedulable(passes, stages, settings):
+        yield f"gradient_accumulation_steps: {stages}, or {2 * stages} or more, instead of {passes}"
+    method = settings.get(_SEGMENTS)
+    if method is not None and not str(method).startswith("layer:"):
+        yield f"{_SEGMENTS}: layer:DecoderLayer|EmptyLayer instead of {method}"
+
+
+def _schedulable(passes: int, stages: int, settings: Mapping[str, Any]) -> bool:
+    if settings.get("best_unbalanced_scheduler"):
+        return passes >= stages
+    return passes == stages or passes >= 2 * stages
 
 
 def _degree(settings: Mapping[str, Any], key: str) -> int:
@@ -365,8 +414,8 @@ def refuse_model(settings: Mapping[str, Any]) -> None:
     """Refuse a model that every rank would refuse: its configuration, or its tensor parallel degree.
 
     The ``config.json`` must be on this machine. A degree is refused if it does not divide a size that the class of the
-    family checks; the error then lists all that it does not divide, as ``plan`` does. Pipelines are left to
-    PaddleFormers.
+    family checks; the error then lists all that it does not divide, as ``plan`` does. Of pipelines, virtual stages are
+    refused that do not divide the layers; others are left to PaddleFormers.
 
     Raises:
         FormatError: the configuration is not a JSON object.
@@ -385,10 +434,19 @@ def refuse_model(settings: Mapping[str, Any]) -> None:
     try:
         # Where PaddleFleet has a class of the family as well, PaddleFormers' commands build that one.
         described = ModelDescription({**config, **given}, is_fleet=True)
-        declared_model(family, described, ParallelGrid(tp=_checked_degree(settings)))
+        stages, virtual = _checked_pipeline(settings)
+        declared_model(family, described, ParallelGrid(tp=_checked_degree(settings), pp=stages, vpp=virtual))
     except OptionError as error:
-        if any(line.startswith(f"{DIVIDED[size]}=") for line in error.evidence for size in family.divided):
+        checked = (*(f"{DIVIDED[size]}=" for size in family.divided), "num_hidden_layers=")
+        if any(line.startswith(checked) or "layers, empty ones included" in line for line in error.evidence):
             raise
+
+
+def _checked_pipeline(settings: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the degrees of a pipeline with virtual stages, which must divide the layers; 1 and 1 for another one."""
+    stages, virtual = _degree(settings, _DEGREES[1]), _degree(settings, _VIRTUAL)
+    by_default = settings.get(_SEGMENTS) is None and importlib.util.find_spec("paddlefleet") is None
+    return (stages, virtual) if stages > 1 and virtual > 1 and by_default else (1, 1)
 
 
 def _checked_degree(settings: Mapping[str, Any]) -> int:

@@ -182,6 +182,7 @@ def prepare(config: Path, nproc: int | None, overrides: Sequence[str]) -> Traini
     start_checks.refuse_unknown_keys(settings, may_be_more=own is not None)
     if own is None:  # A registration file of the user may add stages and replace the model.
         start_checks.refuse_unknown_values(settings)
+        start_checks.refuse_pipeline(settings)
     check_stage(settings)
     options = SimpleNamespace(**{**vars(FlexFields()), **settings})
     check_options(options)

@@ -47,7 +47,8 @@ class Words:
 
     Args:
         known: the values.
-        several: whether the value is a text of any number of them; true, false, null and [] are left to PaddleFormers.
+        several: whether the value is a text of any number of them; true, false and [] are left to PaddleFormers, which
+            fails on null.
         any_case: whether upper and lower case are equal.
     """
 
@@ -58,7 +59,7 @@ class Words:
     def admits(self, value: Any) -> bool:
         """Return whether this is a value of the key."""
         if not isinstance(value, str):
-            return self.several and (value in (None, []) or isinstance(value, bool))
+            return self.several and (value == [] or isinstance(value, bool))
         known = [word.lower() for word in self.known] if self.any_case else self.known
         given = value.lower() if self.any_case else value
         return all(word in known for word in (given.split() if self.several else [given]))

@@ -296,6 +296,7 @@ def test_the_number_of_ranks_is_not_chosen_on_an_accelerator(tmp_path: Path, on:
         ({}, ["save_strategy=no"], "- save_strategy: False is none of no, steps, epoch"),
         ({"sharding": "stage4"}, [], "- sharding: 'stage4' is none of stage1, stage2, stage3, offload\n"),
         ({"sharding": ["stage1"]}, [], "- sharding: ['stage1'] is none of stage1"),
+        ({"sharding": None}, [], "- sharding: null is none of stage1, stage2, stage3, offload\n"),
         ({"lr_scheduler_type": "cosin"}, [], "- lr_scheduler_type: 'cosin' is none of linear, cosine, constant"),
         ({"optim": "adam"}, ["sharding=stage1 stage5"], "- optim: 'adam' is none of adamw, adafactor, adamw_mini"),
         ({"sep_parallel_size": 2}, ["--nproc", "2"], "flex_checkpoint: true and sep_parallel_size: 2: segment"),
@@ -374,7 +375,7 @@ def test_the_words_of_keys_are_those_of_paddleformers_enumerations(ranks: ForkSe
     assert {key: list(words.known) for key, words in stock_words().items()} == found
 
 
-@pytest.mark.parametrize("sharding", ["stage1", "", True, False, None, []])
+@pytest.mark.parametrize("sharding", ["stage1", "", True, False, []])
 def test_every_form_of_sharding_that_paddleformers_takes_is_accepted(tmp_path: Path, on: Any, sharding: Any) -> None:
     assert prepare(config(tmp_path, sharding=sharding), 2, []).ranks == 2
 
@@ -487,6 +488,55 @@ def test_a_degree_that_may_be_possible_is_accepted(
     assert prepare(path, 6, [text.format(tmp_path) for text in overrides]).ranks == 6
 
 
+def pipeline(stages: int, virtual: int = 1, passes: int = 1, **keys: Any) -> dict[str, Any]:
+    degrees = {"pipeline_model_parallel_size": stages, "virtual_pipeline_model_parallel_size": virtual}
+    return {**FULL, **degrees, "gradient_accumulation_steps": passes, **keys}
+
+
+PASSES = "virtual_pipeline_model_parallel_size: 2 needs gradient_accumulation_steps: 4, or 8 or more, instead of "
+
+
+@pytest.mark.parametrize(
+    ("keys", "text"),
+    [
+        (pipeline(2, stage="DPO"), "clear_every_step_cache: not true, which stage: DPO needs in a pipeline"),
+        (pipeline(2, stage="VL-DPO", clear_every_step_cache=False), "which stage: VL-DPO needs"),
+        (pipeline(2, 2, 4), "virtual_pipeline_model_parallel_size: 2 needs more than 2 pipeline stages"),
+        (pipeline(4, 2, 3), f"{PASSES}3"),
+        (pipeline(4, 2, 7), f"{PASSES}7"),
+        (pipeline(4, 2, 2, best_unbalanced_scheduler=True), f"{PASSES}2"),
+        (pipeline(4, 2, 8, pp_seg_method="uniform"), "needs pp_seg_method: layer:DecoderLayer|EmptyLayer instead of"),
+        (pipeline(4, 2, 8), "10 layers, empty ones included, are not divisible by pp x vpp = 4 x 2 = 8"),
+        (pipeline(4, 3, 8), "num_hidden_layers=10 is less than pp x vpp = 4 x 3 = 12 stages"),
+    ],
+)
+def test_a_pipeline_that_every_rank_would_refuse_is_refused_before_any_starts(
+    tmp_path: Path, on: Any, keys: dict[str, Any], text: str
+) -> None:
+    model = model_of(tmp_path / "model", num_hidden_layers=10)
+    outcome = run("train", config(tmp_path, model_name_or_path=model, **keys), "--nproc", "4")
+    assert outcome.code == 2
+    assert text in outcome.err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        pipeline(2, stage="DPO", clear_every_step_cache=True),
+        pipeline(1, 2, stage="DPO"),
+        pipeline(4, 2, 4),
+        pipeline(4, 2, 9),
+        pipeline(4, 2, 7, best_unbalanced_scheduler=True),
+        pipeline(4, 2, 8, pp_seg_method="layer:DecoderLayer"),
+        pipeline(4, 1, 3),
+    ],
+)
+def test_a_pipeline_that_may_be_possible_is_accepted(tmp_path: Path, on: Any, keys: dict[str, Any]) -> None:
+    model = model_of(tmp_path / "model", num_hidden_layers=8)
+    assert prepare(config(tmp_path, model_name_or_path=model, **keys), 4, []).ranks == 4
+
+
 @pytest.mark.parametrize("written", [{"fuse_rms_norm": True}, {"fuse_rms_norm": None}])
 def test_a_fused_norm_on_a_cpu_is_refused_with_its_key(tmp_path: Path, on: Any, written: dict[str, Any]) -> None:
     model = Path(model_of(tmp_path / "model"))
@@ -504,7 +554,7 @@ def test_a_fused_norm_on_a_cpu_is_refused_with_its_key(tmp_path: Path, on: Any, 
         (3, {"sharding": "stage1", "use_expert_parallel": True}, "no multiple of it"),
         (1, {"use_expert_parallel": True}, "no multiple of it"),
         (2, {"sharding": "stage1"}, "use_expert_parallel is not true"),
-        (2, {"use_expert_parallel": True}, "data parallel degree 2"),
+        (2, {"sharding": "", "use_expert_parallel": True}, "data parallel degree 2"),
         (4, {"sharding": "stage1", "sharding_parallel_size": 2, "use_expert_parallel": True}, "data parallel degree 2"),
     ],
 )
@@ -517,6 +567,11 @@ def test_a_degree_of_experts_that_does_not_fit_is_refused_with_its_key(
     assert "expert_model_parallel_size: 2" in outcome.err
     assert message in outcome.err
     assert not (tmp_path / "out").exists()
+
+
+def test_experts_without_the_key_sharding_have_paddleformers_default(tmp_path: Path, on: Any) -> None:
+    keys = {"expert_model_parallel_size": 2, "use_expert_parallel": True}
+    assert prepare(config(tmp_path, model_name_or_path="owner/name", **FULL, **keys), 2, []).ranks == 2
 
 
 EXPERTS = {"model_type": "qwen3_moe", "moe_intermediate_size": 16}
