@@ -125,9 +125,9 @@ class SavesBesideSteps:
         slot = self._slots[self._begun % len(self._slots)]
         self._wait_for(trainer, slot, f"before step {trainer.state.global_step} can be saved")
         measuring = ExitStack()
-        transfers = measuring.enter_context(measured_transfers())
         with self._naming_latest_best(trainer):
             prepared = prepare(trainer, metrics)
+            transfers = measuring.enter_context(measured_transfers())
             begun = _begin_copy(slot, prepared)
             if begun is not None and between_steps.passes_change_weights():
                 # Training will wait for the whole copy, which goes on while the files are captured.
