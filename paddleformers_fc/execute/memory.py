@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from functools import lru_cache, partial
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -37,31 +37,30 @@ _PIECE_BYTES = 16 * 1024 * 1024
 """Size of the pieces in which tensors of host memory that are not contiguous are copied."""
 
 
+_Dtypes: TypeAlias = tuple[Any, str, np.dtype[Any]]
+"""A dtype of Paddle, its numpy name, and the numpy dtype of its elements."""
+
+_dtypes: dict[int, _Dtypes] = {}
+"""By the identity of Paddle's dtype, because hashing a Paddle dtype is slow. The values keep the Paddle dtypes alive,
+so that identities stay valid."""
+
+
 def dtype_name(tensor: Any) -> str:
     """Return the numpy name of a tensor's dtype."""
-    return _name_of(tensor.dtype)
-
-
-@lru_cache(maxsize=64)
-def _name_of(dtype: Any) -> str:
-    return str(dtype).rsplit(".", maxsplit=1)[-1]
-
-
-_dtypes: dict[int, tuple[Any, np.dtype[Any]]] = {}
-"""The numpy dtypes of Paddle's dtypes, by identity, because hashing a Paddle dtype is slow. The values keep the Paddle
-dtypes alive, so that identities stay valid."""
+    return _dtypes_of(tensor.dtype)[1]
 
 
 def dtype_of(tensor: Any) -> np.dtype[Any]:
     """Return the numpy dtype of a tensor's elements."""
-    return _numpy_of(tensor.dtype)
+    return _dtypes_of(tensor.dtype)[2]
 
 
-def _numpy_of(dtype: Any) -> np.dtype[Any]:
+def _dtypes_of(dtype: Any) -> _Dtypes:
     known = _dtypes.get(id(dtype))
     if known is None:
-        known = _dtypes[id(dtype)] = dtype, to_numpy(to_safetensors(_name_of(dtype)))
-    return known[1]
+        name = str(dtype).rsplit(".", maxsplit=1)[-1]
+        known = _dtypes[id(dtype)] = dtype, name, to_numpy(to_safetensors(name))
+    return known
 
 
 def host_view(tensor: Any) -> np.ndarray[Any, Any] | None:
@@ -79,7 +78,7 @@ def _has_view(tensor: Any) -> bool:
 
 def _memory(tensor: Any) -> Memory:
     """Return the memory of a contiguous tensor that the host can address."""
-    return Memory(tensor, tensor.data_ptr(), math.prod(tensor.shape), _numpy_of(tensor.dtype))
+    return Memory(tensor, tensor.data_ptr(), math.prod(tensor.shape), dtype_of(tensor))
 
 
 def _host_tensor(tensor: Any) -> Any:
@@ -106,7 +105,7 @@ def host_pieces(
     view = host_view(tensor)
     if view is not None:
         return iter((view[start:stop],))
-    dtype = _numpy_of(tensor.dtype)
+    dtype = dtype_of(tensor)
     if in_host_memory(tensor.place):
         parts = _rows_in_order(tensor, start, stop, _PIECE_BYTES // dtype.itemsize)
         return (part.cpu().numpy().reshape(-1).view(dtype) for part in parts)
@@ -140,7 +139,7 @@ def copy_to_host(tensor: Any, start: int, stop: int, memory: np.ndarray[Any, Any
         stop: as for :func:`host_pieces`.
         memory: the bytes to fill.
     """
-    dtype, filled = _numpy_of(tensor.dtype), 0
+    dtype, filled = dtype_of(tensor), 0
     target = memory.view(dtype)
     for part in host_pieces(tensor, start, stop):
         np.copyto(target[filled : filled + part.size], part)
@@ -157,7 +156,7 @@ def begin_copies(tensor: Any, start: int, stop: int, memory: np.ndarray[Any, Any
         memory: the bytes to fill, which live until the copies are done.
     """
     filled = 0
-    for part in _bytes_in_order(tensor, start, stop, _numpy_of(tensor.dtype).itemsize, _PIECE_BYTES):
+    for part in _bytes_in_order(tensor, start, stop, dtype_of(tensor).itemsize, _PIECE_BYTES):
         size = int(part.shape[0])
         yield download(part, memory[filled : filled + size])
         filled += size
@@ -223,11 +222,11 @@ class TensorSlot(msgspec.Struct, eq=False, gc=False):
     def elements(self) -> int:
         """Number of elements of a contiguous tensor of a device, which can be filled in pieces; otherwise 0."""
         divisible = self.pool is not None and self.tensor.is_contiguous()
-        return self.host_bytes // _numpy_of(self.tensor.dtype).itemsize if divisible else 0
+        return self.host_bytes // dtype_of(self.tensor).itemsize if divisible else 0
 
     def part(self, start: int, stop: int) -> TensorSlot:
         """Return the slot of a range of elements of a contiguous tensor of a device."""
-        width = _numpy_of(self.tensor.dtype).itemsize
+        width = dtype_of(self.tensor).itemsize
         return TensorSlot(self.tensor, (stop - start) * width, self.pool, self.begin + start * width)
 
     def open(self) -> Memory:
@@ -238,7 +237,7 @@ class TensorSlot(msgspec.Struct, eq=False, gc=False):
             self._staged = _host_tensor(self.tensor)
             return _memory(self._staged)
         self._staged = self.pool.take(self.host_bytes)
-        dtype = _numpy_of(self.tensor.dtype)
+        dtype = dtype_of(self.tensor)
         return Memory(self._staged, self._staged.owner.data_ptr(), self.host_bytes // dtype.itemsize, dtype)
 
     def close(self) -> None:
@@ -286,7 +285,7 @@ def slot_of(tensor: Any, staging_bytes: int = DEFAULT_STAGING_MEMORY_BYTES) -> T
     if _has_view(tensor):
         return TensorSlot(tensor, 0)
     pool = None if in_host_memory(tensor.place) else pool_of(tensor.place, staging_bytes)
-    return TensorSlot(tensor, math.prod(tensor.shape) * _numpy_of(tensor.dtype).itemsize, pool)
+    return TensorSlot(tensor, math.prod(tensor.shape) * dtype_of(tensor).itemsize, pool)
 
 
 def slots_of(roles: Roles, staging_bytes: int = DEFAULT_STAGING_MEMORY_BYTES) -> dict[Key, Slot]:
