@@ -252,7 +252,7 @@ class Planner:
             if self._source.averaged:
                 tensor = self._average(role, name, tensor)
             if tensor is None:
-                self.report.add("missing", f"{shard.name}: needs {full}")
+                self.report.add("missing", full if full == shard.name else f"{shard.name}: needs {full}")
                 continue
             touched.add(tensor.name)
             shape = tensor.form.shape

@@ -329,6 +329,14 @@ def absent_text(directory: AnyPath) -> str:
     )
 
 
+def new_run_text(directory: AnyPath) -> str:
+    """Return the warning of a new run with an average that begins with the weights of a checkpoint with another one."""
+    return (
+        f"The moving average of {directory} is not continued, because ignore_load_lr_and_optim starts a new run. That "
+        "of this run starts as a copy of the weights."
+    )
+
+
 def uncorrected_text(directory: AnyPath) -> str:
     """Return the warning of a run with bias correction that resumes an average of an unknown number of updates."""
     return (

@@ -203,8 +203,8 @@ def load(trainer: Any, native: Native, resume_from_checkpoint: str) -> None:
     if progress is not None:
         _restore_progress(trainer, progress)
         _restore_reference(trainer, job_state, checkpoint, progress)
-        _restore_average(trainer, job_state, ready)
         _locate_best(trainer, directory, channel)
+    _restore_average(trainer, job_state, ready)
     loaded = CheckpointReport(
         step=checkpoint.manifest.step,
         directory=directory,
@@ -242,12 +242,14 @@ def _warn_of_unfrozen(trainer: Any, ready: _PreparedLoad, channel: Channel) -> N
 
     everyone = all_gather_checked(channel, "looking for parameters without states", look, list[str])
     names = sorted({name for names in everyone for name in names}, key=natural)
+    has_averages = job_state_of(trainer).average is not None and checkpoint.catalog.roles.get(EMA_STATE)
     if names:
         warn(
             trainer.args,
             f"{count_text(len(names), 'parameter')} of this run {'is' if len(names) == 1 else 'are'} trained and "
             f"without optimizer states in {checkpoint.catalog.root}: frozen in the run that saved it, without a "
-            "gradient, or new. Their states start at zero.",
+            "gradient, or new. Their states start at zero"
+            + (", and their moving averages as copies of the weights." if has_averages else "."),
             fold(names),
         )
 
@@ -516,7 +518,9 @@ def _restore_average(trainer: Any, job_state: JobState, ready: _PreparedLoad) ->
     """Continue the moving average of the checkpoint, or report that there is none on one of the two sides."""
     directory, stored = ready.checkpoint.catalog.root, ready.checkpoint.catalog.roles.get(EMA_STATE, {})
     values = None if ready.progress is None else ready.progress.average
-    if job_state.average is None:
+    if ready.progress is None:
+        warn(trainer.args, ema.new_run_text(directory) if stored and job_state.average is not None else "")
+    elif job_state.average is None:
         warn(trainer.args, ema.switched_off_text(directory, len(stored)) if stored else "")
     elif values is None or not stored:
         is_later = trainer.state.global_step < job_state.average.settings.start_step

@@ -271,10 +271,11 @@ def _declaration(accumulator: str, descriptor: OptimizerDescriptor) -> StateDesc
     for state in descriptor.states:
         if state.role == OPTIMIZER_STATE and state.paddle_name == accumulator:
             return state
+    declared = [one.paddle_name for one in descriptor.states if one is not MASTER]
     raise OptionError(
         f"The optimizer has states that are not declared: {accumulator}.",
         where=descriptor.name,
-        evidence=[f"declared are {', '.join(one.paddle_name for one in descriptor.states if one is not MASTER)}"],
+        evidence=[f"declared: {', '.join(declared) or 'none'}"],
         next_step="Declare all accumulators of the optimizer with paddleformers_fc.register_optimizer.",
     )
 

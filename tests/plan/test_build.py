@@ -105,6 +105,16 @@ def test_everything_that_does_not_fit_is_in_one_report(tmp_path: Path) -> None:
     assert "layers.2.w: stored float16, wanted float32" in text
 
 
+def test_missing_states_of_many_layers_are_one_line(tmp_path: Path) -> None:
+    specs = {f"layers.{i}.w": TensorSpec((4, 2), "float32") for i in range(4)}
+    rules = RuleSet(specs, tuple(Rule((name,), (name,), (2,), 1, (0, 1)) for name in specs))
+    catalog = stored(tmp_path, {name: np.zeros((4, 2), np.float32) for name in specs}, 1)
+    states = [f"{name}.{state}_0" for name in specs for state in ("moment1", "moment2")]
+    wanted = {name: Shard(name, "float32", (4, 2), whole((4, 2))) for name in states}
+    report = plan_reads(ReadSource(catalog, rules.mapping()), {"optimizer_state": wanted}).report
+    assert report.evidence()[1:] == ["  layers.{0...3}.w (moment1_0, moment2_0)"]
+
+
 def test_a_tensor_that_nothing_is_mapped_to_is_missing(tmp_path: Path) -> None:
     catalog = stored(tmp_path, {"q": np.zeros((8, 6), np.float32)}, 1)
     plan = plan_of(catalog, RuleSet({}, ()).mapping(), Shard("q", "float32", (8, 6), whole((8, 6))))
@@ -207,7 +217,7 @@ def test_the_mapping_of_a_checkpoint_is_proved_where_its_family_is_not_known() -
 def test_trouble_with_dtypes_alone_is_answered_with_the_options_that_set_them() -> None:
     report = Report()
     report.add("dtype", "w: stored float32, wanted bfloat16")
-    report.add("missing", "w.w_0: needs w (w_0)")
+    report.add("missing", "w.w_0")
     with pytest.raises(MismatchError) as caught:
         report.refuse("checkpoint-3")
     assert "compute_type" in caught.value.next_step

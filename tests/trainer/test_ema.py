@@ -234,6 +234,25 @@ def test_frozen_parameters_have_no_average_and_are_exported_as_they_are(ranks: F
     assert digests(again / "checkpoint-6") == digests(sixth)
 
 
+def test_the_average_of_a_parameter_that_is_unfrozen_starts_as_a_copy_and_is_reported(
+    ranks: ForkServer, tmp_path: Path
+) -> None:
+    frozen = "model.embed_tokens.weight"
+    run(ranks, SINGLE, tmp_path, "run_with_frozen", arguments={"max_steps": 2}, frozen=[frozen])
+    again = tmp_path / "again"
+    given = {"resume": str(tmp_path / "checkpoint-2"), "arguments": {"max_steps": 3}}
+    _, log = run(ranks, SINGLE, again, "run_with_frozen", frozen=[], **given)
+    assert "Their states start at zero, and their moving averages as copies of the weights." in log
+    found, before, now = (
+        averages(again / "checkpoint-3"),
+        averages(tmp_path / "checkpoint-2"),
+        weights(again / "checkpoint-3"),
+    )
+    np.testing.assert_array_equal(found[frozen], now[frozen])
+    other = "model.norm.weight"
+    np.testing.assert_allclose(found[other], before[other] + (1 - DECAY) * (now[other] - before[other]), rtol=1e-6)
+
+
 def test_what_a_checkpoint_lacks_is_refused_by_name(ranks: ForkServer, tmp_path: Path) -> None:
     run(ranks, SINGLE, tmp_path, arguments={"max_steps": 1, "flex_ema_decay": 0.0})
     with pytest.raises(OptionError, match="no moving average"):
@@ -295,6 +314,9 @@ def test_a_run_that_starts_or_ends_an_average_or_changes_it_reports_it(ranks: Fo
     assert "checkpoint-3 has a moving average of 39 tensors, and this run has none" in off
     assert (tmp_path / "off" / "checkpoint-4").exists()
     assert not (tmp_path / "off" / "checkpoint-4" / "ema_state").exists()
+    weights_only = {**UNSAVED, "max_steps": 1, "ignore_load_lr_and_optim": True}
+    _, begun = run(ranks, SINGLE, tmp_path / "new", resume=third, arguments=weights_only)
+    assert "checkpoint-3 is not continued, because ignore_load_lr_and_optim starts a new run" in begun
     other = {**UNSAVED, "max_steps": 4, "flex_ema_decay": 0.5}
     _, changed = run(ranks, SINGLE, tmp_path / "changed", resume=third, arguments=other)
     assert re.search(r"flex_ema_decay +.*0\.9 .*0\.5", changed)
