@@ -27,7 +27,7 @@ from paddleformers_fc.api_arguments import (
 )
 from paddleformers_fc.distributed.channel import gather_and_keep, run_on_all
 from paddleformers_fc.distributed.consistency import ConsistencyCheck
-from paddleformers_fc.errors import OptionError
+from paddleformers_fc.errors import MismatchError, OptionError
 from paddleformers_fc.execute.load import LoadReport, prepare_load, prepare_weights
 from paddleformers_fc.execute.opening import open_on_all_ranks
 from paddleformers_fc.execute.read_pool import ReadOptions
@@ -37,11 +37,20 @@ from paddleformers_fc.families.description import IS_FLEET
 from paddleformers_fc.families.stated import bind_model, model_ties, refuse_recut, rules_by_name, without_family
 from paddleformers_fc.formats.checkpoint import CONFIG_NAME, OpenedCheckpoint, StoredModel
 from paddleformers_fc.layout.live import Roles
+from paddleformers_fc.layout.roles import MASTER_WEIGHT, OPTIMIZER_STATE
 from paddleformers_fc.mapping import RuleSet
 from paddleformers_fc.plan.sources import stored_tensors
 from paddleformers_fc.storage.manifest import refuse_level
 from paddleformers_fc.storage.paths import AnyPath, RemotePath, expand_user, parse_path, require_local
-from paddleformers_fc.trainer import adapter_checks, base_fingerprint, documents, lora, stored_states, undefined
+from paddleformers_fc.trainer import (
+    adapter_checks,
+    base_fingerprint,
+    documents,
+    lora,
+    optimizers,
+    stored_states,
+    undefined,
+)
 from paddleformers_fc.trainer.description import describe_model
 from paddleformers_fc.trainer.fleet_degrees import fleet_degrees
 from paddleformers_fc.trainer.host_models import PretrainedConfig
@@ -58,6 +67,7 @@ from paddleformers_fc.trainer.layout_source import (
 Config: TypeAlias = Mapping[str, Any] | PretrainedConfig
 """A model's configuration: the content of ``config.json``, or PaddleFormers' object."""
 
+_STATES = (MASTER_WEIGHT, OPTIMIZER_STATE)
 _FAMILY = instance_of((str, Family), "a family or its model_type")
 _CONFIG = instance_of((Mapping, PretrainedConfig), "the content of config.json, or a configuration of PaddleFormers")
 _RULES = instance_of(RuleSet, "a RuleSet of paddleformers_fc.mapping")
@@ -141,7 +151,8 @@ def load(
         directory: the checkpoint: a path or a URL.
         model: as for :func:`save`; a state dict of semi-automatic parallelism is filled in place, and without
             ``family`` and ``config`` it is of the family of the checkpoint.
-        optimizer: gets the stored states; None loads the weights alone.
+        optimizer: gets the stored states; None loads the weights alone. A checkpoint of weights alone is refused with
+            an optimizer, unless ``allow_casts`` makes its master weights of them.
         verify: what is compared: ``off``, ``size`` (sizes and documents) or ``full`` (also all tensors that are read).
         threads: number of threads of this rank that read.
         family: as for :func:`save`; also of a checkpoint that was saved without one.
@@ -155,7 +166,7 @@ def load(
             anything changes. Those of tensors are compared while they are filled; then the error states that tensors
             are undefined, and ``save`` and the Trainer refuse the model until a load succeeds.
         MismatchError: the same on every rank, before any weight changes: tensors are mapped by name, and the
-            tensor-parallel degree differs.
+            tensor-parallel degree differs; or the checkpoint has no states for the optimizer.
         FlexError: the same on every rank, before any weight changes, if the checkpoint does not fit.
 
     Example:
@@ -203,7 +214,7 @@ def load(
     checkpoint, description = run_on_all(channel, "comparing the models", align)
     stated = stored_states.stated_sources(checkpoint, description, source.weights, channel, aoa_config, allow_casts)
 
-    def prepare() -> Roles:
+    def prepare() -> tuple[bool, Roles]:
         names = stored_states.live_names(checkpoint, description, source.weights(), stated)
         half = source.trained_in_half() if allow_casts else frozenset[str]()
         creation = stored_states.creation(names, checkpoint, partial(_with_aliases, description), half)
@@ -212,9 +223,12 @@ def load(
         live = creation.filled(source.roles(), before)
         # A stored role that this rank does not have is reported as missing.
         wanted = checkpoint.catalog.roles if source.has_states else ()
-        return {role: live.get(role, {}) for role in {**live, **dict.fromkeys(wanted)}}
+        unfilled = optimizer is not None and optimizers.has_states(optimizer) and not any(map(live.get, _STATES))
+        return unfilled, {role: live.get(role, {}) for role in {**live, **dict.fromkeys(wanted)}}
 
-    roles = run_on_all(channel, "preparing the optimizer", prepare)
+    unfilled, roles = gather_and_keep(channel, "preparing the optimizer", prepare, bool)
+    if all(unfilled) and not any(map(checkpoint.catalog.roles.get, _STATES)):
+        raise _without_states(path, optimizer)
     load = prepare_load(checkpoint, roles, description, channel, options, aoa_config, may_cast=allow_casts)
     with undefined.until_filled(source.model, path):
         return load.fill()
@@ -245,6 +259,16 @@ def _weights_alone(source: StateDict, directory: AnyPath) -> Roles:
             next_step="Pass model.state_dict() alone.",
         )
     return source.weights()
+
+
+def _without_states(directory: AnyPath, optimizer: Any) -> MismatchError:
+    """Return the error for an optimizer that would train on with the states of its first step."""
+    return MismatchError(
+        f"{directory} contains weights alone, and an optimizer is passed. No weight was changed.",
+        where=str(directory),
+        evidence=[f"missing: {OPTIMIZER_STATE} of {type(optimizers.innermost(optimizer)).__name__}"],
+        next_step="Load a checkpoint that was saved with its optimizer. To load the weights alone, pass no optimizer.",
+    )
 
 
 @dataclass(frozen=True)

@@ -279,6 +279,9 @@ def refuse_states(output_dir: str) -> dict[str, str]:
     found = {"weights": error_of(paddleformers_fc.save, "weights", trained()[0])}
     found["stale"] = error_of(paddleformers_fc.load, "weights", *trained(), allow_casts=True)
     found["fresh"] = error_of(paddleformers_fc.load, "weights", *trained(steps=0), allow_casts=True)
+    paddleformers_fc.register_optimizer(paddle.optimizer.SGD)
+    found["without states"] = error_of(paddleformers_fc.load, "weights", *trained(paddle.optimizer.SGD))
+    found["not passed"] = error_of(paddleformers_fc.load, "weights", trained()[0])
     model = paddle.nn.Linear(2, 2)
     ahead = paddle.incubate.LookAhead(paddle.optimizer.AdamW(parameters=model.parameters()))
     found["contains"] = error_of(paddleformers_fc.save, "contains", model, ahead)

@@ -223,6 +223,7 @@ def test_states_that_a_checkpoint_would_not_contain_or_not_replace_are_refused(
     (found,) = ranks.run("tests.trainer.loop_jobs:refuse_states", 1, {"output_dir": str(tmp_path)}).values
     refused = {
         "stale": "0.bias.beta1_pow_acc_0",
+        "fresh": "missing: optimizer_state of AdamW",
         "contains": "inner_optimizer: paddle.optimizer.adamw.AdamW",
         "adds": "average",
         "keeps": "state: [4, 2]",
