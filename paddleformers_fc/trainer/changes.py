@@ -1,7 +1,8 @@
 """Differences between the run that saved a checkpoint and the run that resumes it, other than those of the model.
 
 Another learning rate, corpus, tokenizer or batch is often intended, and never changes what is loaded. These differences
-are reported in one table with those of the model's configuration, and none of them is refused here.
+are reported in one table with those of the model's configuration. Refused are only those under which PaddleFormers'
+command line certainly packs or shuffles other samples than were trained.
 
 Nothing here imports Paddle.
 """
@@ -13,9 +14,10 @@ from typing import Any
 
 import xxhash
 
+from paddleformers_fc.errors import OptionError
 from paddleformers_fc.families.changes import ABSENT, Change, table, value_text
 from paddleformers_fc.storage.manifest import Manifest
-from paddleformers_fc.trainer.position import Pace, SampleOrder
+from paddleformers_fc.trainer.position import SAME_SAMPLES, Pace, SampleOrder
 
 OPTIMIZER = (
     *("optim", "learning_rate", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay", "max_grad_norm"),
@@ -61,6 +63,42 @@ def argument_changes(saved: Mapping[str, Any], now: Mapping[str, Any], streams: 
     names = (*SETTINGS, OF_A_STREAM) if streams else SETTINGS
     pairs = [(name, saved[name], now[name]) for name in names if name in saved and name in now]
     return [Change(name, value_text(old), value_text(new)) for name, old, new in pairs if old != new]
+
+
+def refuse_other_samples(saved: Mapping[str, Any], now: Mapping[str, Any], where: str) -> None:
+    """Refuse to continue in the middle of an epoch whose samples are others now.
+
+    A position is a number of samples, or of packs. Data of a script has none of the keys, and the samples of an indexed
+    corpus (``dataset_type: pretrain``) are compared by :mod:`.corpus`.
+
+    Args:
+        saved: the arguments that the checkpoint contains, by name.
+        now: those of this run.
+        where: the checkpoint.
+
+    Raises:
+        OptionError: with every such key.
+    """
+    if now.get("dataset_type") == "pretrain" or not {"packing", "random_shuffle"} <= saved.keys() & now.keys():
+        return
+    keys = {
+        "packing": "so that samples are packed differently",
+        "random_shuffle": "which orders the data differently",
+        **({"max_seq_len": "so that samples are packed differently"} if now["packing"] else {}),
+        **({"seed": "which shuffles the data differently"} if now["random_shuffle"] else {}),
+    }
+    faults = [
+        f"{key} was {value_text(saved.get(key))} and is {value_text(now.get(key))}, {effect}"
+        for key, effect in keys.items()
+        if saved.get(key) != now.get(key)
+    ]
+    if faults:
+        raise OptionError(
+            "The run cannot continue with the next sample: its settings make other samples of the data.",
+            where=where,
+            evidence=faults,
+            next_step=SAME_SAMPLES,
+        )
 
 
 def batch_changes(saved: Pace, now: Pace) -> list[Change]:

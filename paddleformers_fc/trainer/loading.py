@@ -686,29 +686,36 @@ def _start(
     if saved is None:
         return position.Start(position.Position(), 0)
     pace = position.pace_of(args, passes)
-    _warn_of_changes(trainer, saved, pace, order)
+    _report_changes(trainer, saved, pace, order)
     if args.ignore_data_skip:
         return position.Start(position.Position(saved[0].epoch, 0, saved[0].consumed), 0)
     pipeline = args.pipeline_model_parallel_size > 1
     return position.start_after(saved, pace, order, passes, pipeline, args.dataloader_drop_last)
 
 
-def _warn_of_changes(
+def _report_changes(
     trainer: Any,
     saved: tuple[position.Position, position.Pace, position.SampleOrder],
     pace: position.Pace,
     order: position.SampleOrder,
 ) -> None:
-    """Report in one table the differences of this model and run from those that were saved."""
+    """Report in one table the differences of this model and run from those that were saved.
+
+    Raises:
+        OptionError: the run continues in the middle of an epoch whose samples are others now.
+    """
     args, job_state = trainer.args, job_state_of(trainer)
     done, old_pace, old_order = saved
-    streams = not order.indexed and done.samples > 0 and not args.ignore_data_skip
+    skips = done.samples > 0 and not args.ignore_data_skip
+    streams = not order.indexed and skips
 
     def compare() -> str:
         directory, manifest = job_state.resumed_from, job_state.manifest
         if directory is None or manifest is None or not args.should_log:
             return ""
         arguments = documents.read_arguments(directory, manifest), documents.own_arguments(args, trainer.optimizer)
+        if skips:
+            changes.refuse_other_samples(*arguments, str(directory))
         found = [
             *job_state.changes,
             *changes.argument_changes(*arguments, streams),

@@ -27,7 +27,7 @@ from paddleformers_fc.errors import FormatError, OptionError
 from paddleformers_fc.storage.manifest import RESTORE
 
 _Size = Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
-_NEXT_STEP = (
+SAME_SAMPLES = (
     "Resume under settings with the same samples in the same order, or set ignore_data_skip: true to start the epoch "
     "from its beginning."
 )
@@ -277,7 +277,7 @@ def start_after(
             "The run cannot continue with the next sample: the order of its data or its batch sizes do not fit.",
             where=f"global batch {old_pace.per_step} when saved, {pace.per_step} now",
             evidence=faults,
-            next_step=_NEXT_STEP,
+            next_step=SAME_SAMPLES,
         )
     done = position.samples // pace.per_pass
     if passes is not None and done - position.waiting >= passes:

@@ -14,7 +14,7 @@ from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.execute.digest import canonical_digests
 from paddleformers_fc.families.changes import Change
-from paddleformers_fc.trainer.changes import changes_text
+from paddleformers_fc.trainer.changes import changes_text, refuse_other_samples
 from paddleformers_fc.trainer.options import FlexFields
 from tests.harness.tiny import DP2, EP2, PP2, SD2S2, SD2S3, SD2V2, SINGLE, TP2, MatrixLayout
 
@@ -132,6 +132,47 @@ def test_a_stream_that_another_key_may_reorder_has_advice(key: str) -> None:
     changed = [Change("learning_rate", "0.1", "0.2"), Change(key, "1", "2")]
     assert f"If its order depends on {key}, samples are repeated" in changes_text(3, changed, streams=True)
     assert "stream" not in changes_text(3, changed) + changes_text(3, changed[:1], streams=True)
+
+
+PACKED = {"packing": True, "max_seq_len": 192, "random_shuffle": True, "seed": 23, "dataset_type": "iterator"}
+UNPACKED = {**PACKED, "packing": False}
+
+
+@pytest.mark.parametrize(
+    ("saved", "now", "fault"),
+    [
+        (PACKED, {"max_seq_len": 128}, "max_seq_len was 192 and is 128, so that samples are packed differently"),
+        (PACKED, {"packing": False}, "packing was true and is false, so that samples are packed differently"),
+        (UNPACKED, {"seed": 24}, "seed was 23 and is 24, which shuffles the data differently"),
+        (
+            UNPACKED,
+            {"random_shuffle": False},
+            "random_shuffle was true and is false, which orders the data differently",
+        ),
+    ],
+)
+def test_settings_that_make_other_samples_of_the_data_are_refused(
+    saved: dict[str, Any], now: dict[str, Any], fault: str
+) -> None:
+    with pytest.raises(OptionError) as caught:
+        refuse_other_samples(saved, {**saved, **now}, "out/checkpoint-3")
+    assert caught.value.evidence == (fault,)
+    assert "ignore_data_skip: true" in caught.value.next_step
+
+
+@pytest.mark.parametrize(
+    ("saved", "now"),
+    [
+        (UNPACKED, {"max_seq_len": 128}),
+        ({**PACKED, "random_shuffle": False}, {"seed": 24}),
+        (PACKED, {"train_dataset_path": "elsewhere"}),
+        ({**PACKED, "dataset_type": "pretrain"}, {"max_seq_len": 128}),
+        ({"seed": 23}, {"seed": 24}),
+    ],
+)
+def test_settings_that_may_keep_the_samples_are_not_refused(saved: dict[str, Any], now: dict[str, Any]) -> None:
+    refuse_other_samples(saved, {**saved, **now}, "out/checkpoint-3")
+    refuse_other_samples({}, {**saved, **now}, "out/checkpoint-3")
 
 
 FREEZABLE = "model.layers.1.mlp.down_proj.weight"
