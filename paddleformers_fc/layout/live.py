@@ -81,17 +81,18 @@ def facts_of(roles: Roles) -> bytes:
     Args:
         roles: role -> name -> live weight.
     """
-    dtypes: dict[Any, str] = {}
+    dtypes: dict[int, tuple[Any, str]] = {}  # By identity, as :data:`_Kinds`.
     facts: list[object] = []
     for role, names in roles.items():
         for name, weight in names.items():
             tensor, flat = weight.local_tensor, weight.flattened_range
             dtype = tensor.dtype
+            known = dtypes.get(id(dtype)) or dtypes.setdefault(id(dtype), (dtype, _dtype_name(dtype)))
             facts.append(
                 (
                     role,
                     name,
-                    dtypes.get(dtype) or dtypes.setdefault(dtype, _dtype_name(dtype)),
+                    known[1],
                     weight.local_shape,
                     weight.global_shape,
                     weight.global_offset,
