@@ -109,14 +109,18 @@ def save(
     """
     channel = job_communicator()
     directory, model = _in_order(directory, model)
-    require(DIRECTORY, directory=directory)
-    target = require_local(expand_user(str(directory)), "A checkpoint that is saved")
+
+    def check() -> Path:
+        require(DIRECTORY, directory=directory)
+        require(COUNT_OR_ZERO, step=step, consumed_samples=consumed_samples)
+        require_or_none(DEGREES, parallel=parallel)
+        return require_local(expand_user(str(directory)), "A checkpoint that is saved")
+
+    target = run_on_all(channel, "checking the arguments of a save", check)
     adapter_checks.refuse_unsupported(model, channel)
     base_fingerprint.identify_once(model, channel)
 
     def prepare() -> tuple[RankTensors, _Prepared]:
-        require(COUNT_OR_ZERO, step=step, consumed_samples=consumed_samples)
-        require_or_none(DEGREES, parallel=parallel)
         source, described = _source(model, optimizer, family, config, mapping)
         undefined.refuse_undefined(source.model)
         roles = source.roles()
@@ -129,7 +133,7 @@ def save(
     if description.rules is not None:
         # The family of the key may be declared, and its rules are not those that are stored.
         description = replace(_with_rules(description, everyone), config=without_family(description.config))
-    return save_checkpoint(Path(target), prepared.roles, description, prepared.files, prepared.job, channel)
+    return save_checkpoint(target, prepared.roles, description, prepared.files, prepared.job, channel)
 
 
 def load(
@@ -175,16 +179,16 @@ def load(
     channel = job_communicator()
     directory, model = _in_order(directory, model)
 
-    def check() -> None:
+    def check() -> AnyPath:
         require(DIRECTORY, directory=directory)
         require(COUNT, threads=threads)
         require(FLAG, allow_casts=allow_casts)
         refuse_level(verify)
         if aoa_config is not None:
             read_config(aoa_config)
+        return directory if isinstance(directory, RemotePath) else parse_path(expand_user(str(directory)))
 
-    run_on_all(channel, "checking the arguments of a load", check)
-    path = directory if isinstance(directory, RemotePath) else parse_path(expand_user(str(directory)))
+    path = run_on_all(channel, "checking the arguments of a load", check)
     facts = {"verify": verify, "allow_casts": allow_casts, "aoa_config": aoa_config or {}}
 
     def given() -> Mapping[str, Any]:

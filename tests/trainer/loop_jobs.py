@@ -104,6 +104,41 @@ def refuse(output_dir: str) -> str:
     return ""
 
 
+def refuse_on_the_last_rank(output_dir: str) -> dict[str, str]:
+    """The errors of all ranks for arguments that are invalid on the last one alone, by case."""
+    import paddle
+
+    import paddleformers_fc
+    from paddleformers_fc.errors import FlexError
+
+    tiny.training_arguments(tiny.DP2.to_json(), output_dir)
+    checkpoint, model = f"{output_dir}/checkpoint-1", paddle.nn.Linear(2, 2)
+    paddleformers_fc.save(checkpoint, model, step=1)
+    valid: dict[str, Any] = {"directory": checkpoint, "model": model}
+    cases: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+        "save: directory": (paddleformers_fc.save, {"directory": 5}),
+        "save: remote": (paddleformers_fc.save, {"directory": "s3://bucket/checkpoint-1"}),
+        "save: step": (paddleformers_fc.save, {"step": -1}),
+        "save: parallel": (paddleformers_fc.save, {"parallel": "dp2"}),
+        "save: model": (paddleformers_fc.save, {"model": 5}),
+        "save: family": (paddleformers_fc.save, {"family": 5}),
+        "load: directory": (paddleformers_fc.load, {"directory": 5}),
+        "load: scheme": (paddleformers_fc.load, {"directory": "nowhere://bucket/checkpoint-1"}),
+        "load: threads": (paddleformers_fc.load, {"threads": 0}),
+        "load: aoa_config": (paddleformers_fc.load, {"aoa_config": "a -> b"}),
+        "load: model": (paddleformers_fc.load, {"model": 5}),
+        "load: config": (paddleformers_fc.load, {"config": 5}),
+    }
+    found = {}
+    for case, (function, invalid) in cases.items():
+        try:
+            function(**valid | (invalid if paddle.distributed.get_rank() == 1 else {}))
+            found[case] = ""
+        except FlexError as error:
+            found[case] = error.render()
+    return found
+
+
 SHAPES = {"gate_up.weight": (8, 32), "down.weight": (16, 8)}
 
 

@@ -156,6 +156,13 @@ def test_an_invalid_argument_of_a_save_is_refused_before_anything_is_written(tmp
     assert not list(tmp_path.iterdir())
 
 
+def test_arguments_that_are_invalid_on_one_rank_are_refused_alike_on_all(ranks: ForkServer, tmp_path: Path) -> None:
+    first, last = ranks.run("tests.trainer.loop_jobs:refuse_on_the_last_rank", 2, {"output_dir": str(tmp_path)}).values
+    assert first == last
+    assert all("rank 1" in text for text in first.values()), first
+    assert all("\n  next: " in text for text in first.values()), first
+
+
 INVALID_LOADS: dict[str, dict[str, Any]] = {
     "Invalid argument: directory=None.": {"directory": None},
     "Invalid argument: threads='4'.": {"threads": "4"},
