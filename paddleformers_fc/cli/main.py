@@ -687,13 +687,15 @@ def _named(text: str) -> AnyPath:
 
     Raises:
         OptionError: the URL cannot be that of a directory, or the argument is empty.
+        StorageError: the operating system refused to look.
         typer.BadParameter: there is no such directory on this machine.
     """
+    from paddleformers_fc.storage.files import exists, is_directory
     from paddleformers_fc.storage.paths import expand_user, parse_path
 
     found = parse_path(expand_user(text))
-    if isinstance(found, Path) and not found.is_dir():
-        fault = "is a file" if found.exists() else "does not exist"
+    if isinstance(found, Path) and not is_directory(found):
+        fault = "is a file" if exists(found) else "does not exist"
         raise typer.BadParameter(f"Directory {str(found)!r} {fault}.")
     return found
 

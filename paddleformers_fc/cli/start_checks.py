@@ -153,6 +153,7 @@ def refuse_missing_paths(settings: Mapping[str, Any]) -> None:
 
     Raises:
         OptionError: with all missing paths.
+        StorageError: the operating system refused to look at one.
     """
     named = [(_PATH, str(settings.get(_PATH) or ""))]
     for key, probabilities in _LISTS_OF_PATHS.items():
@@ -163,7 +164,7 @@ def refuse_missing_paths(settings: Mapping[str, Any]) -> None:
         named.extend((key, path.partition("#")[0]) for path in paths)
     output_dir = PurePath(str(settings.get("output_dir") or ""))
     missing = [
-        f"{key}: {path}" for key, path in named if _is_local(path, output_dir) and not Path(expand_user(path)).exists()
+        f"{key}: {path}" for key, path in named if _is_local(path, output_dir) and not exists(Path(expand_user(path)))
     ]
     if missing:
         raise OptionError(
@@ -193,7 +194,9 @@ def _is_local(path: str, output_dir: PurePath) -> bool:
     ``owner/name`` may be on a hub, unless the working directory or the path of the output contains ``owner``.
     """
     first, slash, _ = path.partition("/")
-    return bool(slash) and (_HUB_NAME.fullmatch(path) is None or Path(first).is_dir() or first in output_dir.parts[:1])
+    return bool(slash) and (
+        _HUB_NAME.fullmatch(path) is None or is_directory(Path(first)) or first in output_dir.parts[:1]
+    )
 
 
 def refuse_layout(settings: Mapping[str, Any], ranks: int) -> None:

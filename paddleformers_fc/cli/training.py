@@ -275,7 +275,7 @@ def _registration(own: Any) -> tuple[list[str], dict[str, str]]:
     path = _own_registration(own)
     if path is None:
         return [f"{REGISTER_KEY}={register.PATH}"], {}
-    if not path.is_file():
+    if not files.is_file(path):
         raise OptionError(
             f"The file of {REGISTER_KEY} does not exist.",
             where=str(path),

@@ -31,7 +31,7 @@ from paddleformers_fc.storage.checksum import checksum_of
 from paddleformers_fc.storage.commit import discard
 from paddleformers_fc.storage.export_commit import commit_export, replace_export, staging_parent
 from paddleformers_fc.storage.file_checksums import FileChecksum
-from paddleformers_fc.storage.files import list_directory, real_path, write_file
+from paddleformers_fc.storage.files import is_directory, list_directory, real_path, write_file
 from paddleformers_fc.storage.paths import AnyPath, RemotePath
 from paddleformers_fc.storage.remote import list_remote
 from paddleformers_fc.storage.remote_writes import RemoteTensorWriter, compare_uploaded, remove_remote, write_remote
@@ -123,7 +123,7 @@ class _LocalExport(StagedExport):
         checksums = [write_file(staging / name, data, root=staging) for name, data in documents.items()]
         for name, data in seal([*written, *checksums]).items():
             write_file(staging / name, data, root=staging)
-        if target.is_dir() and list_directory(target):
+        if is_directory(target) and list_directory(target):
             replace_export(staging, target, self._writer.marks, self._writer.owns)
         else:
             commit_export(staging, target)

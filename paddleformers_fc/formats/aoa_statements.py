@@ -16,6 +16,7 @@ from paddleformers_fc.errors import OptionError
 from paddleformers_fc.families import FAMILIES, Family, described_by_file, enumerate_tensors, family_for
 from paddleformers_fc.families.text import aoa_text, tiny_aoa_text
 from paddleformers_fc.formats.registry import require_config
+from paddleformers_fc.storage.files import is_directory
 from paddleformers_fc.storage.paths import refuse_empty
 
 
@@ -51,7 +52,7 @@ def aoa_statements(model: str, *, reverse: bool, toy: bool = False) -> Statement
     """
     refuse_empty(model)
     direction = "reverse" if reverse else "forward"
-    if Path(model).is_dir():
+    if is_directory(Path(model)):
         if toy:
             raise OptionError(
                 f"{model} is a directory with sizes of its own.", where="--toy", next_step="Leave out --toy."

@@ -49,7 +49,7 @@ from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping.boxes import MAX_AXES, MAX_LENGTH, shifted
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.dtypes import dtype_size, item_size
-from paddleformers_fc.storage.files import list_directory
+from paddleformers_fc.storage.files import is_directory, is_file, list_directory
 from paddleformers_fc.storage.identity import identities_of
 from paddleformers_fc.storage.paths import AnyPath, require_local
 from paddleformers_fc.storage.pickles import PickledArray, Record, quoted, read_pickle
@@ -143,11 +143,11 @@ def _role_directories(directory: Path) -> dict[str, Path]:
     """Return the directory of each role; an undivided directory contains the weights."""
     if _is_one(directory):
         return {MODEL_STATE: directory}
-    return {role: directory / role for role in _ROLES if (directory / role).is_dir() and _is_one(directory / role)}
+    return {role: directory / role for role in _ROLES if _is_one(directory / role)}
 
 
 def _is_one(directory: Path) -> bool:
-    if not directory.is_dir():
+    if not is_directory(directory):
         return False
     names = [path.name for path in list_directory(directory)]
     return any(_METADATA.fullmatch(name) for name in names) or any(name.endswith(".distcp") for name in names)
@@ -161,7 +161,7 @@ def _shards_in(directory: Path, place: Path) -> Iterator[StoredShard]:
     for key, file, shard in _stored_shards(metadata, place):
         if file not in arrays:
             path = place / file
-            if not path.is_file():
+            if not is_file(path):
                 missing.add(file)
                 continue
             arrays[file] = _array_bytes(path)

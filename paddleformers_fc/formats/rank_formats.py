@@ -23,7 +23,7 @@ from paddleformers_fc.formats.rank_files import EMA, MODEL, OPTIMIZER, is_rank_f
 from paddleformers_fc.formats.rank_shards import META_NAME, compare_replicas, open_ranked
 from paddleformers_fc.formats.stock_checkpoint import verify_stock
 from paddleformers_fc.layout.roles import MODEL_STATE, ROLES
-from paddleformers_fc.storage.files import list_directory
+from paddleformers_fc.storage.files import is_directory, list_directory
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.text import count_text
 
@@ -53,7 +53,7 @@ class RankFormat(Format):
 
     def recognises(self, directory: AnyPath) -> bool:
         """Return whether there are files of ranks: of an optimizer, or of weights without open weights beside them."""
-        if not isinstance(directory, Path) or not directory.is_dir():
+        if not isinstance(directory, Path) or not is_directory(directory):
             return False
         names = {path.name for path in list_directory(directory)}
         if (META_NAME in names) is not self.has_meta:

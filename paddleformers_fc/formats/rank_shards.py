@@ -78,6 +78,7 @@ from paddleformers_fc.mapping import Shape
 from paddleformers_fc.mapping.boxes import Box, whole
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.dtypes import dtype_size
+from paddleformers_fc.storage.files import is_file
 from paddleformers_fc.storage.identity import identities_of
 from paddleformers_fc.storage.json_io import MAX_DOCUMENT_BYTES, parse_json, read_document
 from paddleformers_fc.storage.paths import AnyPath, require_local
@@ -240,7 +241,7 @@ class _Meta:
 def _read_meta(directory: Path, files: RankFiles) -> _Meta:
     """Return what ``model_meta.json`` describes by tensor-parallel rank and stage; empty if there is none."""
     path = directory / META_NAME
-    if not path.is_file():
+    if not is_file(path):
         return _Meta({}, files.ep)
     try:
         meta = parse_json(read_document(path, MAX_DOCUMENT_BYTES))

@@ -73,7 +73,7 @@ from paddleformers_fc.mapping import Shape
 from paddleformers_fc.mapping.boxes import whole
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.dtypes import dtype_size
-from paddleformers_fc.storage.files import list_directory, open_local, read_range
+from paddleformers_fc.storage.files import is_directory, list_directory, open_local, read_range
 from paddleformers_fc.storage.identity import identities_of
 from paddleformers_fc.storage.paths import AnyPath, require_local
 from paddleformers_fc.storage.safetensors import Header, read_header
@@ -487,7 +487,7 @@ class UnifiedFormat(Format):
 
     def recognises(self, directory: AnyPath) -> bool:
         """Return whether there are safetensors files of optimizer states or master weights, or an index of them."""
-        if not isinstance(directory, Path) or not directory.is_dir():
+        if not isinstance(directory, Path) or not is_directory(directory):
             return False
         return any(_is_of_states(path.name) for path in list_directory(directory))
 

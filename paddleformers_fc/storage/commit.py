@@ -43,6 +43,7 @@ from paddleformers_fc.errors import CheckpointError, StorageError
 from paddleformers_fc.storage.files import (
     directories_within,
     exchange,
+    exists,
     fsync_directory,
     is_directory,
     list_directory,
@@ -261,7 +262,7 @@ def is_taken(target: Path) -> bool:
     """Return whether the name is in use by anything but an empty directory."""
     if target.is_symlink():
         return True
-    return bool(list_directory(target)) if is_directory(target) else target.exists()
+    return bool(list_directory(target)) if is_directory(target) else exists(target)
 
 
 def _made_visible(foreign: Path, target: Path) -> Path:

@@ -24,6 +24,7 @@ from typing import TypeVar
 from paddleformers_fc.distributed.channel import ALONE, Channel, gather_and_keep
 from paddleformers_fc.errors import CheckpointError
 from paddleformers_fc.storage.commit import remove_checkpoint
+from paddleformers_fc.storage.files import is_directory
 from paddleformers_fc.storage.leftovers import clean_unfinished
 from paddleformers_fc.storage.manifest import Manifest, read_manifest
 from paddleformers_fc.storage.names import parse_step
@@ -37,7 +38,7 @@ def numbered(output_dir: Path, prefix: str) -> list[Path]:
     """Return the directories ``prefix-N`` of a run, lowest N first."""
     pattern = re.compile(re.escape(prefix) + "-([0-9]+)")
     found = [(match, path) for path in output_dir.glob(f"{prefix}-*") if (match := pattern.fullmatch(path.name))]
-    return [path for _, path in sorted((int(match[1]), path) for match, path in found if path.is_dir())]
+    return [path for _, path in sorted((int(match[1]), path) for match, path in found if is_directory(path))]
 
 
 def superfluous(checkpoints: Sequence[_P], limit: int, kept: frozenset[_P]) -> list[_P]:

@@ -25,13 +25,13 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from paddleformers_fc.cli import training
+from paddleformers_fc.cli import main, start_checks, training
 from paddleformers_fc.cli.log_view import LogView
 from paddleformers_fc.cli.settings import parse_overrides, read_settings
 from paddleformers_fc.cli.training import OWN_REGISTRATION, REGISTER_BOTH, prepare
 from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.cpu_runtime.launch import LaunchResult
-from paddleformers_fc.errors import MismatchError, OptionError
+from paddleformers_fc.errors import MismatchError, OptionError, StorageError
 from paddleformers_fc.families.models.minimax_m2 import FAMILY as MINIMAX
 from paddleformers_fc.output import console
 from paddleformers_fc.trainer import register
@@ -318,6 +318,41 @@ def test_a_layout_that_divides_the_ranks_and_a_model_of_a_hub_are_accepted(tmp_p
     keys |= {"flex_ckpt_comm_method": "broadcast", "fine_tuning": "full"}
     path = config(tmp_path, model_name_or_path="owner/name", **keys)
     assert prepare(path, 4, []).ranks == 4
+
+
+@pytest.fixture
+def closed(tmp_path: Path) -> Iterator[Path]:
+    """A directory that this process may not look into, also where the tests run as root."""
+    directory, user = tmp_path / "closed", os.geteuid()
+    directory.mkdir(0)
+    if user == 0:
+        os.seteuid(65534)
+    yield directory
+    os.seteuid(user)
+    directory.chmod(0o700)
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda path: start_checks.refuse_missing_paths({"model_name_or_path": path}),
+        lambda path: start_checks.refuse_missing_paths({"train_dataset_path": path}),
+        lambda path: training._registration(path),
+        lambda path: main._named(path),
+    ],
+    ids=["model", "data", "registration", "directory of a command"],
+)
+def test_a_path_of_another_user_is_refused_with_the_next_step(closed: Path, look: Callable[[str], object]) -> None:
+    with pytest.raises(StorageError) as caught:
+        look(str(closed / "file"))
+    assert caught.value.what == f"The operating system refused to look at {closed / 'file'}: Permission denied."
+    assert caught.value.next_step == "Give this user the right to this path, or choose another."
+
+
+def test_a_path_that_is_too_long_to_exist_is_missing(tmp_path: Path, on: Any) -> None:
+    outcome = run("train", config(tmp_path, model_name_or_path=str(tmp_path / ("long" * 100))))
+    assert outcome.code == 2
+    assert "names missing files" in outcome.err
 
 
 def test_paths_are_read_as_paddleformers_reads_them(tmp_path: Path, on: Any) -> None:
