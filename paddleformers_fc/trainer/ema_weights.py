@@ -46,7 +46,7 @@ def averaged_weights(trainer: Any) -> Iterator[None]:
     Args:
         trainer: a Trainer with ``flex_ema_decay``.
     Raises:
-        OptionError: there is no average, because the Trainer keeps none or has not updated it.
+        OptionError: there is no average: the Trainer keeps none, has not updated it, or does not use this package.
         FlexError: the same on every rank: an update of the average has failed.
     """
     require(_TRAINER, trainer=trainer)
@@ -87,7 +87,7 @@ def save_ema(trainer: Any, directory: str, max_shard_size: str | int | None = No
         directory: the directory to write.
         max_shard_size: maximum bytes of a file, such as ``"5GB"`` or a number. Default: ``flex_max_shard_size``.
     Raises:
-        OptionError: there is no average, because the Trainer keeps none or has not updated it.
+        OptionError: there is no average: the Trainer keeps none, has not updated it, or does not use this package.
         FlexError: the same on every rank; an older export in the directory is untouched.
     """
     require(_TRAINER, trainer=trainer)

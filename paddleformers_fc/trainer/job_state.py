@@ -25,7 +25,7 @@ from paddleformers_fc.distributed.disk_leaders import DiskLeaders
 from paddleformers_fc.distributed.host_channel import HostChannel
 from paddleformers_fc.distributed.liveness import KEY_PREFIX
 from paddleformers_fc.distributed.step_gate import StepGate
-from paddleformers_fc.errors import EnvironmentMismatch
+from paddleformers_fc.errors import EnvironmentMismatch, OptionError
 from paddleformers_fc.execute.read_pool import ReadOptions
 from paddleformers_fc.families.changes import Change
 from paddleformers_fc.storage.manifest import Manifest, RunRecord
@@ -241,9 +241,17 @@ def job_state_of(trainer: Any) -> JobState:
     """Return the state that :func:`.trainer_init.init_trainer` has set.
 
     Raises:
-        EnvironmentMismatch: the Trainer was constructed without it or without the option.
+        OptionError: the Trainer does not use this package.
+        EnvironmentMismatch: it was constructed without the option, or its class goes around the constructor.
     """
     job_state: JobState | None = getattr(trainer, JOB_STATE, None)
+    if job_state is None and not is_active(trainer.args):
+        raise OptionError(
+            "This Trainer does not use paddleformers_fc: flex_checkpoint is not true.",
+            where=f"{type(trainer).__module__}.{type(trainer).__qualname__}",
+            next_step="Construct it with flex_checkpoint: true in its arguments, as paddleformers_fc.FlexTrainer or "
+            "after paddleformers_fc.install().",
+        )
     if job_state is None:
         raise EnvironmentMismatch(
             "flex_checkpoint is true, and this Trainer was constructed without it.",

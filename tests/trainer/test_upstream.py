@@ -206,6 +206,17 @@ def test_a_trainer_that_was_made_without_the_option_does_not_save(ranks: ForkSer
     assert not list(tmp_path.glob("checkpoint-*"))
 
 
+def test_functions_of_a_trainer_refuse_the_stock_one_and_its_own_methods_stay(
+    ranks: ForkServer, tmp_path: Path
+) -> None:
+    (errors,) = ranks.run(f"{JOBS}:functions_of_a_stock_trainer", 1, {"output_dir": str(tmp_path)}).values
+    for error in errors.values():
+        assert error.startswith("This Trainer does not use paddleformers_fc: flex_checkpoint is not true."), errors
+        assert "where: paddleformers.trainer.trainer.Trainer" in error
+        assert "paddleformers_fc.FlexTrainer" in error
+    assert [one.name for one in tmp_path.iterdir() if one.is_dir()] == ["native"]
+
+
 def test_arguments_with_an_option_of_that_name_alone_are_refused(ranks: ForkServer, tmp_path: Path) -> None:
     (error,) = ranks.run(f"{JOBS}:arguments_of_another_class", 1, {"output_dir": str(tmp_path)}).values
     assert "lack the other options of paddleformers_fc" in error

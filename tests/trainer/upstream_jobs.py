@@ -120,7 +120,7 @@ def _changes(hook: upstream.Hook) -> Iterator[Change]:
 def _caught(work: Callable[[], Any]) -> str:
     try:
         work()
-    except EnvironmentMismatch as error:
+    except FlexError as error:
         return str(error)
     return ""
 
@@ -323,6 +323,21 @@ def made_without_the_option(output_dir: str) -> str:
     trainer = flex_trainer(tiny.SINGLE.to_json(), output_dir, {"flex_checkpoint": False})
     trainer.args.flex_checkpoint = True
     return _caught(lambda: trainer._save_checkpoint(trainer.model))
+
+
+def functions_of_a_stock_trainer(output_dir: str) -> dict[str, str]:
+    """Call the functions that take a Trainer with one that does not use the package; their errors."""
+    from paddleformers.trainer import Trainer, TrainingArguments
+
+    import paddleformers_fc
+
+    args = tiny.training_arguments(tiny.SINGLE, output_dir, cls=TrainingArguments)
+    trainer = tiny.trainer(tiny.build("llama", tiny.SINGLE, args), args, cls=Trainer)
+    trainer.model.save_pretrained(f"{output_dir}/native")
+    return {
+        "save_ema": _caught(lambda: paddleformers_fc.save_ema(trainer, f"{output_dir}/averaged")),
+        "averaged_weights": _caught(lambda: paddleformers_fc.averaged_weights(trainer).__enter__()),
+    }
 
 
 def arguments_of_another_class(output_dir: str) -> str:
