@@ -282,6 +282,8 @@ def refuse_pipeline(settings: Mapping[str, Any]) -> None:
     faults = []
     if stage in _PREFERENCE_STAGES and not settings.get("clear_every_step_cache"):
         faults.append(f"clear_every_step_cache: not true, which stage: {stage} needs in a pipeline")
+    if stage in _PREFERENCE_STAGES and settings.get("sequence_parallel") and settings.get("partial_send_recv", True):
+        faults.append(f"partial_send_recv: not false, which stage: {stage} needs with sequence_parallel: true")
     if virtual > 1 and importlib.util.find_spec("paddlefleet") is None:
         faults += [f"{_VIRTUAL}: {virtual} needs {fault}" for fault in _virtual_faults(settings, stages)]
     if faults:

@@ -536,6 +536,10 @@ PASSES = "virtual_pipeline_model_parallel_size: 2 needs gradient_accumulation_st
     [
         (pipeline(2, stage="DPO"), "clear_every_step_cache: not true, which stage: DPO needs in a pipeline"),
         (pipeline(2, stage="VL-DPO", clear_every_step_cache=False), "which stage: VL-DPO needs"),
+        (
+            pipeline(2, stage="DPO", clear_every_step_cache=True, sequence_parallel=True),
+            "- partial_send_recv: not false, which stage: DPO needs with sequence_parallel: true\n",
+        ),
         (pipeline(2, 2, 4), "virtual_pipeline_model_parallel_size: 2 needs more than 2 pipeline stages"),
         (pipeline(4, 2, 3), f"{PASSES}3"),
         (pipeline(4, 2, 7), f"{PASSES}7"),
@@ -559,7 +563,8 @@ def test_a_pipeline_that_every_rank_would_refuse_is_refused_before_any_starts(
     "keys",
     [
         pipeline(2, stage="DPO", clear_every_step_cache=True),
-        pipeline(1, 2, stage="DPO"),
+        pipeline(2, stage="DPO", clear_every_step_cache=True, sequence_parallel=True, partial_send_recv=False),
+        pipeline(1, 2, stage="DPO", sequence_parallel=True),
         pipeline(4, 2, 4),
         pipeline(4, 2, 9),
         pipeline(4, 2, 7, best_unbalanced_scheduler=True),
