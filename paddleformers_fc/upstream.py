@@ -285,7 +285,7 @@ TRAINER = (
     Hook("paddle.optimizer:AdamW._create_accumulators", "(self, block, parameters)", ("_add_moments_pows",)),
     Hook(
         "paddle.optimizer:Optimizer.__init__",
-        names=("_auxiliary_vars", "_default_dict", "_learning_rate_map", "_param_dict"),
+        names=("_auxiliary_vars", "_default_dict", "_learning_rate", "_learning_rate_map", "_param_dict"),
     ),
     Hook("paddle.optimizer:Optimizer._create_master_grad", names=("_master_grads",)),
     Hook("paddle.optimizer:Adam.__init__", names=("_multi_precision",)),

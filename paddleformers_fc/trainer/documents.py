@@ -4,6 +4,7 @@
 ``config.json`` and others            the model's configuration, generation settings and tokenizer, as in an export
 ``trainer/state.json``                PaddleFormers' ``TrainerState``: step, epoch, best metric, ...
 ``trainer/scheduler.json``            the learning-rate scheduler
+``trainer/optimizer_scheduler.json``  the learning-rate scheduler of the optimizer, if it has one of its own
 ``trainer/scaler.json``               the loss scaler of float16 runs
 ``trainer/data.json``                 the position of the run in its data (:mod:`.position`)
 ``trainer/reference.json``            the reference model of preference training (:mod:`.reference`)
@@ -29,6 +30,7 @@ from typing import Annotated, Any
 
 import msgspec
 import numpy as np
+from paddle.optimizer.lr import LRScheduler
 
 from paddleformers_fc.distributed.channel import Channel, all_gather_checked, run_on_all
 from paddleformers_fc.errors import FlexError, FormatError, MismatchError
@@ -50,6 +52,7 @@ from paddleformers_fc.trainer.options import FlexFields
 
 STATE = "trainer/state.json"
 SCHEDULER = "trainer/scheduler.json"
+OWN_SCHEDULER = "trainer/optimizer_scheduler.json"
 SCALER = "trainer/scaler.json"
 DATA = "trainer/data.json"
 REFERENCE = "trainer/reference.json"
@@ -213,9 +216,19 @@ def capture_progress(trainer: Any, data: dict[str, Any]) -> dict[str, Callable[[
     if not trainer.args.ignore_save_lr_and_optim:
         scheduler = copy.deepcopy(trainer.lr_scheduler.state_dict())
         files[SCHEDULER] = partial(codecs.encode, scheduler, "learning-rate scheduler")
+        own = own_scheduler(trainer)
+        if own is not None:
+            state_dict = copy.deepcopy(own.state_dict())
+            files[OWN_SCHEDULER] = partial(codecs.encode, state_dict, "learning-rate scheduler of the optimizer")
         if trainer.do_grad_scaling:
             files[SCALER] = partial(codecs.encode, copy.deepcopy(trainer.scaler.state_dict()), "loss scaler")
     return files
+
+
+def own_scheduler(trainer: Any) -> Any | None:
+    """Return the learning-rate scheduler of a script's optimizer; None if it has that of the Trainer or a number."""
+    scheduler = innermost(trainer.optimizer)._learning_rate
+    return scheduler if isinstance(scheduler, LRScheduler) and scheduler is not trainer.lr_scheduler else None
 
 
 def arguments_document(args: Any, optimizer: Any = None) -> bytes:
@@ -282,7 +295,7 @@ def read_arguments(directory: AnyPath, manifest: Manifest) -> dict[str, Any]:
         return {}
 
 
-_OF_PROGRESS = (STATE, SCHEDULER, DATA, SCALER, REFERENCE, AVERAGE)
+_OF_PROGRESS = (STATE, SCHEDULER, OWN_SCHEDULER, DATA, SCALER, REFERENCE, AVERAGE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -296,6 +309,7 @@ class TrainingProgress:
         data: the position in the data, see :mod:`.position`.
         reference: what is known of the reference model, see :mod:`.reference`; None if the saved run had none.
         average: what is known of the moving average, see :mod:`.ema`; None if the checkpoint has none.
+        own_scheduler: state of the optimizer's own scheduler; None if the checkpoint has none.
     """
 
     state: TrainerState
@@ -304,6 +318,7 @@ class TrainingProgress:
     data: dict[str, Any]
     reference: dict[str, Any] | None = None
     average: dict[str, Any] | None = None
+    own_scheduler: dict[str, Any] | None = None
 
 
 def read_progress(checkpoint: OpenedCheckpoint, optimizer: Any, channel: Channel) -> TrainingProgress:
@@ -350,6 +365,7 @@ def read_progress(checkpoint: OpenedCheckpoint, optimizer: Any, channel: Channel
         data=documents[DATA],
         reference=documents.get(REFERENCE),
         average=documents.get(AVERAGE),
+        own_scheduler=documents.get(OWN_SCHEDULER),
     )
 
 

@@ -474,6 +474,15 @@ def _refuse_unlike(trainer: Any, progress: documents.TrainingProgress, directory
     """Before anything changes, compare what :func:`_restore_progress` will set with the objects that receive it."""
     position.from_document(progress.data, str(directory / documents.DATA))
     documents.refuse_unlike(progress.scheduler, trainer.lr_scheduler.state_dict(), directory / documents.SCHEDULER)
+    own = documents.own_scheduler(trainer)
+    if own is not None and progress.own_scheduler is not None:
+        documents.refuse_unlike(progress.own_scheduler, own.state_dict(), directory / documents.OWN_SCHEDULER)
+    elif own is not None:
+        warn(
+            trainer.args,
+            f"{directory} does not contain a learning-rate scheduler of the optimizer, and this run's optimizer has "
+            "one that is not the Trainer's: it starts from its beginning.",
+        )
     if trainer.do_grad_scaling and progress.scaler is not None:
         documents.refuse_unlike(progress.scaler, trainer.scaler.state_dict(), directory / documents.SCALER)
 
@@ -498,6 +507,9 @@ def _restore_progress(trainer: Any, progress: documents.TrainingProgress) -> Non
     if type(scheduler) is LambdaDecay:
         # The schedule may be another one, whose rate the first step takes, and not the rate that was saved.
         scheduler.last_lr = scheduler.get_lr()
+    own = documents.own_scheduler(trainer)
+    if own is not None and progress.own_scheduler is not None:
+        own.set_state_dict(progress.own_scheduler)
     if trainer.do_grad_scaling and progress.scaler is not None:
         trainer.scaler.load_state_dict(progress.scaler)
     trainer.state = progress.state

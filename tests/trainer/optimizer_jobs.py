@@ -94,6 +94,26 @@ def train_and_resume(keys: list[str], layout: Mapping[str, Any], output_dir: str
     return found
 
 
+def train_with_own_scheduler(output_dir: str, resume: str | None = None) -> list[float]:
+    """Train with an optimizer whose learning rate a callback halves after every step; the rates."""
+    import paddle
+    from paddleformers.trainer import TrainerCallback
+
+    trainer = flex_trainer(tiny.SINGLE.to_json(), output_dir, WHOLE)
+    scheduler = paddle.optimizer.lr.StepDecay(learning_rate=0.01, step_size=1, gamma=0.5)
+    trainer.optimizer = paddle.optimizer.AdamW(parameters=trainer.model.parameters(), learning_rate=scheduler)
+    rates = []
+
+    class Halve(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            rates.append(trainer.optimizer.get_lr())
+            scheduler.step()
+
+    trainer.add_callback(Halve())
+    trainer.train(resume_from_checkpoint=resume)
+    return rates
+
+
 def save_again(keys: list[str], layout: Mapping[str, Any], source: str, target: str) -> dict[str, str]:
     """Load the checkpoint of each optimizer and save it under this layout; the errors of those that are refused.
 

@@ -161,6 +161,19 @@ def test_another_optimizer_is_reported_where_its_states_have_the_same_names_and_
     assert "paddle.optimizer.adamw.AdamW" not in log
 
 
+def test_a_learning_rate_scheduler_of_the_optimizer_alone_is_resumed(ranks: ForkServer, tmp_path: Path) -> None:
+    whole = {"output_dir": str(tmp_path / "whole")}
+    (rates,) = ranks.run(f"{JOBS}:train_with_own_scheduler", 1, whole).values
+    # The scheduler is saved at the end of a step, after the callback.
+    again = {"output_dir": str(tmp_path / "again"), "resume": str(tmp_path / "whole/checkpoint-2")}
+    (resumed,) = ranks.run(f"{JOBS}:train_with_own_scheduler", 1, again).values
+    assert rates == [0.01, 0.005, 0.0025, 0.00125]
+    assert resumed == rates[2:]
+    assert list(canonical_digests(tmp_path / "again/checkpoint-4")) == list(
+        canonical_digests(tmp_path / "whole/checkpoint-4")
+    )
+
+
 def test_a_moving_average_is_refused_with_an_optimizer_without_states(ranks: ForkServer, tmp_path: Path) -> None:
     job = {"layout": SINGLE.to_json(), "output_dir": str(tmp_path), "resume": None, "flex_ema_decay": 0.9}
     found = {key: ranks.run(f"{JOBS}:resume_with", 1, {**job, "key": key}).values[0] for key in ("sgd", "momentum")}
