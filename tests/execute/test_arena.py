@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
@@ -39,6 +39,8 @@ from paddleformers_fc.mapping.boxes import Box, whole
 from paddleformers_fc.storage.manifest import MANIFEST_NAME
 from paddleformers_fc.verification import simulate_ranks
 from tests.execute.test_ties import TIED, model_of, tied_value
+from tests.harness.limits import LIMIT
+from tests.harness.waiting import pause, wait_until
 
 ROLE = "model_state"
 MAX_FILE_BYTES = 20_000
@@ -241,7 +243,7 @@ class HeldTensor:
 
     def data_ptr(self) -> int:
         self.begun.set()
-        assert self.let_go.wait(60)
+        assert self.let_go.wait(LIMIT)
         return int(self._tensor.data_ptr())
 
 
@@ -255,16 +257,17 @@ def test_a_dropped_snapshot_writes_nothing_into_the_memory_of_the_next_one() -> 
     assert copying.on_host.pieces == 2
     with ThreadPoolExecutor(2) as threads:
         helping = threads.submit(copying.help)
-        assert held.begun.wait(60)
+        assert held.begun.wait(LIMIT)
         dropping = threads.submit(copying.drop)
-        assert not wait([dropping], timeout=0.2).done, "a piece is being copied"
+        wait_until(lambda: not copying.on_host._pieces, "the second piece is left out")
+        pause()
+        assert not dropping.done(), "a piece is being copied"
         held.let_go.set()
-        dropping.result(60)
-        helping.result(60)
+        dropping.result()
+        helping.result()
     next_one = arena.begin({ROLE: {"a": SimpleNamespace(local_tensor=paddle.full([8 << 20], 7.0))}}, stretches)
     found = next_one.finish()[ROLE]["a"]
     assert read(found, 0, 8 << 20) == np.full(8 << 20, 7, np.float32).tobytes()
-    assert not copying.on_host._pieces, "no thread copies the second piece"
 
 
 # ---- Memory.
