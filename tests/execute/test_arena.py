@@ -261,10 +261,11 @@ def test_a_dropped_snapshot_writes_nothing_into_the_memory_of_the_next_one() -> 
         dropping = threads.submit(copying.drop)
         wait_until(lambda: not copying.on_host._pieces, "the second piece is left out")
         pause()
-        assert not dropping.done(), "a piece is being copied"
+        returned = dropping.done()
         held.let_go.set()
         dropping.result()
         helping.result()
+    assert not returned, "a piece is being copied"
     next_one = arena.begin({ROLE: {"a": SimpleNamespace(local_tensor=paddle.full([8 << 20], 7.0))}}, stretches)
     found = next_one.finish()[ROLE]["a"]
     assert read(found, 0, 8 << 20) == np.full(8 << 20, 7, np.float32).tobytes()
