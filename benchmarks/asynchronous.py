@@ -1,6 +1,6 @@
 """For how long training stands still for a save, as multiples of one copy of what is saved.
 
-``python -m benchmarks.asynchronous [--write PAGE]``. A Llama of 105 million float32 parameters with AdamW, 1.26 GB, is
+``python -m benchmarks.asynchronous [--write PAGE]``. A Llama of 51 million float32 parameters with AdamW, 612 MB, is
 trained and saved to a file system in memory. Each contender has a process of its own, in which its saves and the plain
 copy take turns; a figure is the median ratio to the copies of the same process.
 
@@ -28,8 +28,8 @@ import numpy as np
 from benchmarks.pages import replace_measured
 
 ROOT = Path(__file__).resolve().parent.parent
-SIZES: dict[str, Any] = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 4, "vocab_size": 512}
-MICRO_BATCH = 2
+SIZES: dict[str, Any] = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 4, "vocab_size": 512}
+MICRO_BATCH = 8
 MARK = "flex-figures "
 
 Figures = dict[str, list[float]]
@@ -68,7 +68,6 @@ def ours(output_dir: str, rounds: int) -> Figures:
         cls=FlexTrainingArguments,
         flex_checkpoint=True,
         flex_async_save=True,
-        per_device_train_batch_size=MICRO_BATCH,
         max_steps=2 * len(ways) * (rounds + 1),
         save_steps=2,
         save_total_limit=1,
@@ -131,7 +130,6 @@ def unified(output_dir: str, rounds: int) -> Figures:
         save_checkpoint_format="unified_checkpoint",
         load_checkpoint_format="unified_checkpoint",
         unified_checkpoint_config="async_save",
-        per_device_train_batch_size=MICRO_BATCH,
         max_steps=2 * (rounds + 1),
         save_steps=2,
         save_total_limit=1,
@@ -162,13 +160,13 @@ def dcp(output_dir: str, rounds: int) -> Figures:
     from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    layers = [torch.nn.Linear(2048, 2048, bias=False) for _ in range(25)]
+    layers = [torch.nn.Linear(1024, 1024, bias=False) for _ in range(49)]
     model = torch.nn.Sequential(*layers)
     optimizer = torch.optim.AdamW(model.parameters())
     stager = DefaultStager(StagingOptions(False, False, True, False))
     copy = copies(3 * sum(parameter.numel() * 4 for parameter in model.parameters()))
     found: Figures = {name: [] for name in ("copy", "at once", "beside")}
-    batch, kept = torch.randn(4096, 2048), Path(output_dir)
+    batch, kept = torch.randn(4096, 1024), Path(output_dir)
 
     def passes() -> None:
         model(batch).sum().backward()
