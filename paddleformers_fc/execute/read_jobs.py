@@ -30,6 +30,7 @@ from paddleformers_fc.storage.files import MOST_BUFFERS, memory_at
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.storage.ranges import RangeReader
 from paddleformers_fc.storage.regions import TILE_BYTES, Region, Tiles, Workspace, tiles_of
+from paddleformers_fc.storage.rows import Rows
 from paddleformers_fc.storage.vectored_read import ScatterList
 
 Key = tuple[str, str]
@@ -146,18 +147,44 @@ class StridedRead:
     last: int
 
     @property
-    def span(self) -> tuple[AnyPath, int, int]:
-        """The file, and the offsets of the first byte and behind the last one that are read of it."""
-        return self.tiles.path, *self.tiles.span(self.first, self.last)
+    def path(self) -> AnyPath:
+        """The file."""
+        return self.tiles.path
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """The offsets of the first byte and behind the last one that are read of the file."""
+        return self.tiles.span(self.first, self.last)
+
+    @property
+    def rows(self) -> Rows | None:
+        """The tiles as rows of the file and of the target; None if they are not."""
+        return self.tiles.rows(self.first, self.last)
 
     def read(self, reader: RangeReader, workspace: Workspace) -> int:
         """See :class:`ReadJob`."""
         return self.tiles.read(self.first, self.last, reader, workspace)
 
 
+@dataclass(frozen=True, slots=True)
+class RowsRead:
+    """Read the parts of rows that lie in a range of a file."""
+
+    path: AnyPath
+    rows: Rows
+    begin: int
+    end: int
+
+    def read(self, reader: RangeReader, workspace: Workspace) -> int:
+        """See :class:`ReadJob`."""
+        parts = self.rows.between(self.begin, self.end)
+        reader.read_rows(self.path, parts, workspace.scatter)
+        return int(parts.lengths.sum())
+
+
 def read_jobs(
     items: Sequence[ReadItem], root: AnyPath, targets: Targets, options: ReadOptions
-) -> Iterator[tuple[int, ReadJob]]:
+) -> Iterator[tuple[int, ContiguousRead | StridedRead]]:
     """Yield jobs and their bytes in the order of files, so that disks read fast and neighbours are joined."""
     paths: dict[str, AnyPath] = {}
     run: ContiguousRead | None = None
@@ -174,6 +201,9 @@ def read_jobs(
             alike[kind] = _contiguous_item(item)
         straight = alike[kind]
         if straight is None or straight.dtype != memory.dtype:
+            if run is not None:
+                yield run.end - run.begin, run
+                run = None
             yield from _strided_reads(path, item, memory.array(), options)
             continue
         begin, size = stored.begin + straight.source, straight.size

@@ -2,9 +2,12 @@
 
 A :class:`BlockVerifier` holds the blocks that this rank compares. Jobs that fill tensors pass through it: contiguous
 reads are cut at the bounds of its blocks, and all that lie in one block become one :class:`BlockRead`. It reads the
-block from its first byte to its last, and hashes it while it is in the processor's cache. Bytes of the
-block that this rank does not want go to scratch memory. Before strided reads (columns, transposes) come the blocks that
-they lie in, hashed through scratch memory; the strided read then finds them in the page cache. Both count as read.
+block from its first byte to its last, and hashes it while it is in the processor's cache. Bytes that are contiguous in
+a tensor are read into it. Rows (columns of a matrix) are copied from scratch memory, which also takes the bytes that
+this rank does not want. A block stays open for a while, because other tensors may want other columns of the same rows.
+
+Transposes, casts and very short rows are read on their own, after the blocks that they lie in, and find them in the
+page cache. Both reads count.
 
 A fault is kept, and reading continues, so that one report lists all faults. What was read of such a block is in its
 tensor by then.
@@ -14,7 +17,7 @@ Memory: the numbers of the blocks; the scratch memory of each thread, which boun
 
 from __future__ import annotations
 
-import ctypes
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +25,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from paddleformers_fc.execute.read_jobs import ContiguousRead, Memory, StridedRead, batch_jobs
+from paddleformers_fc.execute.read_jobs import ContiguousRead, Memory, RowsRead, StridedRead, batch_jobs
 from paddleformers_fc.execute.read_pool import ReadJob, ReadOptions, ReadPool
 from paddleformers_fc.plan.block_owners import NO_BLOCKS, RecordedBlocks
 from paddleformers_fc.storage.block_checksums import BlockComparison, differing_line
@@ -33,13 +36,18 @@ from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.storage.prefetch import ExpectedRange
 from paddleformers_fc.storage.ranges import RangeReader
 from paddleformers_fc.storage.regions import Region, Workspace
+from paddleformers_fc.storage.rows import Rows
 from paddleformers_fc.storage.vectored_read import ScatterList
 
 HASHED_BYTES = 4 * 1024 * 1024
 """Bytes read before they are hashed: a block, so that reads stay long; a last-level cache holds one per thread."""
 
-Jobs = Iterable[tuple[int, ReadJob]]
+Jobs = Iterable[tuple[int, ContiguousRead | StridedRead]]
 """Jobs with their bytes."""
+
+_MOST_BEGUN = 32
+_FEW_PIECES = 16
+"""Pieces that are read without arrays of their addresses, which take longer to make."""
 
 
 class BlockVerifier:
@@ -54,39 +62,30 @@ class BlockVerifier:
     def __init__(
         self, root: AnyPath, recorded: RecordedBlocks = NO_BLOCKS, numbers: Mapping[str, Collection[int]] | None = None
     ) -> None:
-        owned = {root / path: (recorded.files[path], set(found)) for path, found in (numbers or {}).items()}
-        self._files = {path: checksum for path, (checksum, _) in owned.items()}
-        self._owned = {path: found for path, (_, found) in owned.items()}
-        # Blocks that are part of a job, and blocks that were hashed: a job that was never done leaves a difference.
-        self._begun: dict[AnyPath, set[int]] = {path: set() for path in owned}
-        self._hashed: dict[AnyPath, set[int]] = {path: set() for path in owned}
-        self._differing: dict[AnyPath, list[int]] = {path: [] for path in owned}
+        self._files = {
+            root / path: _OwnedBlocks(root / path, recorded.files[path], set(found))
+            for path, found in (numbers or {}).items()
+        }
 
     def jobs(self, jobs: Jobs) -> Iterator[tuple[int, ReadJob]]:
         """Return jobs that read what the given ones read, and compare the blocks of this rank that they lie in."""
-        if not self._owned:
+        if not self._files:
             yield from jobs
             return
-        block: BlockRead | None = None
+        # Blocks of which later jobs may place more: other columns of the same rows.
+        begun: deque[BlockRead] = deque()
         for size, job in jobs:
-            if not isinstance(job, ContiguousRead):
-                if isinstance(job, StridedRead):
-                    yield from ((block.end - block.begin, block) for block in self.blocks_in(*job.span))
+            file = self._files.get(job.path)
+            if file is None:
                 yield size, job
-                continue
-            for part in self._cut(job):
-                if block is not None and block.takes(part):
-                    block.add(part)
-                    continue
-                if (begun := self._begin(part.path, part.begin)) is None:
-                    yield part.end - part.begin, part
-                    continue
-                if block is not None:
-                    yield block.end - block.begin, block
-                block = begun
-                block.add(part)
-        if block is not None:
-            yield block.end - block.begin, block
+            elif isinstance(job, ContiguousRead):
+                yield from file.contiguous(job, begun)
+            elif isinstance(job, StridedRead):
+                yield from file.strided(size, job, begun)
+            while len(begun) > _MOST_BEGUN:
+                yield begun.popleft().as_job()
+        while begun:
+            yield begun.popleft().as_job()
 
     def finish(self, options: ReadOptions, identities: Identities) -> int:
         """Hash the blocks of this rank that no job has hashed, when no job is under way; bytes read from storage.
@@ -94,55 +93,132 @@ class BlockVerifier:
         Raises:
             Corrupt, StorageError: a read failed.
         """
-        left = [
-            self._block(path, number)
-            for path, owned in self._owned.items()
-            for number in sorted(owned - self._hashed[path])
-        ]
+        left = [block for file in self._files.values() for block in file.left()]
         if not left:
             return 0
         with ReadPool(options, identities) as pool:
             pool.expect(block.region for block in left)
-            return pool.run(batch_jobs((block.end - block.begin, block) for block in left))
+            return pool.run(batch_jobs(block.as_job() for block in left))
 
     def blocks_in(self, path: AnyPath, begin: int, end: int) -> list[BlockRead]:
         """Return the blocks of this rank that a range of a file lies in and that no job has begun to read.
 
         The last one is left to the jobs after it, which may place more of it.
         """
-        if path not in self._owned:
-            return []
-        length = self._files[path].block_bytes
-        found = (self._begin(path, number * length) for number in range(begin // length, (end - 1) // length))
-        return [block for block in found if block is not None]
+        file = self._files.get(path)
+        return [] if file is None else file.blocks_in(begin, end)
 
     def expected(self, path: AnyPath) -> Iterator[ExpectedRange]:
         """Return the ranges of a file that jobs read because of its blocks."""
-        for number in sorted(self._owned.get(path, ())):
-            block = self._block(path, number)
+        file = self._files.get(path)
+        for block in [] if file is None else map(file.block, sorted(file.owned)):
             yield ExpectedRange(block.begin, block.end, block.end - block.begin)
-
-    def compare(self, path: AnyPath, number: int, digest: str) -> None:
-        """Keep the checksum of a block that was read."""
-        if digest != self._files[path].blocks[number]:
-            self._differing[path].append(number)
-        self._hashed[path].add(number)
 
     def comparison(self) -> BlockComparison:
         """Return what was found."""
-        lines = [
-            differing_line(self._files[path], sorted(numbers)) for path, numbers in self._differing.items() if numbers
-        ]
-        ends = (self._block(path, number) for path, numbers in self._hashed.items() for number in numbers)
+        files = self._files.values()
+        lines = [differing_line(file.checksum, sorted(file.differing)) for file in files if file.differing]
+        ends = (file.block(number) for file in files for number in file.hashed)
         return BlockComparison(sum(block.end - block.begin for block in ends), lines)
+
+
+class _OwnedBlocks:
+    """The blocks of one file that this rank compares.
+
+    Args:
+        path: the file.
+        checksum: its recorded checksums.
+        owned: the numbers of the blocks.
+
+    Attributes:
+        begun: blocks that are part of a job.
+        hashed: blocks that were hashed. A job that was never done leaves a difference.
+        differing: blocks whose checksums differ.
+    """
+
+    def __init__(self, path: AnyPath, checksum: FileChecksum, owned: set[int]) -> None:
+        self.path = path
+        self.checksum = checksum
+        self.owned = owned
+        self.begun: dict[int, BlockRead] = {}
+        self.hashed: set[int] = set()
+        self.differing: list[int] = []
+        self._length = checksum.block_bytes
+
+    def block(self, number: int) -> BlockRead:
+        """Return a block, with no place for its bytes."""
+        begin = number * self._length
+        return BlockRead(self, number, begin, min(begin + self._length, self.checksum.size))
+
+    def left(self) -> list[BlockRead]:
+        """Return the blocks that no job has hashed."""
+        return [self.block(number) for number in sorted(self.owned - self.hashed)]
+
+    def compare(self, number: int, digest: str) -> None:
+        """Keep the checksum of a block that was read."""
+        if digest != self.checksum.blocks[number]:
+            self.differing.append(number)
+        self.hashed.add(number)
+
+    def blocks_in(self, begin: int, end: int) -> list[BlockRead]:
+        """See :meth:`BlockVerifier.blocks_in`."""
+        found = []
+        for number in range(begin // self._length, (end - 1) // self._length):
+            if number in self.owned and number not in self.begun:
+                block = self.begun[number] = self.block(number)
+                block.close()
+                found.append(block)
+        return found
+
+    def contiguous(self, job: ContiguousRead, begun: deque[BlockRead]) -> Iterator[tuple[int, ReadJob]]:
+        """Place the parts of a job in the blocks of this rank, and yield the others as jobs."""
+        for part in self._cut(job):
+            block = self._begun(part.begin // self._length, begun)
+            if block is not None and block.takes(part):
+                block.add(part)
+            else:
+                yield part.end - part.begin, part
+
+    def strided(self, size: int, job: StridedRead, begun: deque[BlockRead]) -> Iterator[tuple[int, ReadJob]]:
+        """Place rows in the blocks of this rank, and yield the others as jobs.
+
+        Transposes and casts are read again, after the blocks that they lie in.
+        """
+        begin, end = job.span
+        rows = job.rows
+        if rows is None:
+            yield from (one.as_job() for one in self.blocks_in(begin, end))
+            yield size, job
+            return
+        left: list[tuple[int, int]] = []
+        for number in range(begin // self._length, (end - 1) // self._length + 1):
+            low, high = max(begin, number * self._length), min(end, (number + 1) * self._length)
+            block = self._begun(number, begun)
+            if block is not None and block.position <= low:
+                block.add_rows(rows, high)
+            elif left and left[-1][1] == low:
+                left[-1] = left[-1][0], high
+            else:
+                left.append((low, high))
+        if left == [(begin, end)]:
+            yield size, job
+            return
+        for low, high in left:
+            yield size * (high - low) // (end - begin), RowsRead(self.path, rows, low, high)
+
+    def _begun(self, number: int, begun: deque[BlockRead]) -> BlockRead | None:
+        """The job of a block if more can be placed of it; None if it is not this rank's, or its job was taken."""
+        if number not in self.owned:
+            return None
+        if number not in self.begun:
+            self.begun[number] = self.block(number)
+            begun.append(self.begun[number])
+        block = self.begun[number]
+        return None if block.taken else block
 
     def _cut(self, job: ContiguousRead) -> Iterator[ContiguousRead]:
         """The parts of a job that lie in one block each, or, without a block of this rank, between two of them."""
-        owned = self._owned.get(job.path)
-        if owned is None:
-            yield job
-            return
-        length = self._files[job.path].block_bytes
+        length, owned = self._length, self.owned
         part, mine = ContiguousRead(job.path, job.begin, job.begin), False
         bound = job.begin
         for memory, address, size in zip(job.filled, job.addresses, job.lengths, strict=True):
@@ -159,84 +235,105 @@ class BlockVerifier:
         if part.addresses:
             yield part
 
-    def _begin(self, path: AnyPath, offset: int) -> BlockRead | None:
-        """The job of the block that holds a byte; None if it is not this rank's, or part of a job already."""
-        owned = self._owned.get(path)
-        number = offset // self._files[path].block_bytes if owned else 0
-        if not owned or number not in owned or number in self._begun[path]:
-            return None
-        self._begun[path].add(number)
-        return self._block(path, number)
-
-    def _block(self, path: AnyPath, number: int) -> BlockRead:
-        checksum: FileChecksum = self._files[path]
-        begin = number * checksum.block_bytes
-        return BlockRead(path, begin, min(begin + checksum.block_bytes, checksum.size), number, self)
-
 
 UNVERIFIED = BlockVerifier(Path())
 """Compares no block."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class BlockRead:
     """A block that is read from its first byte to its last, hashed, and compared; some of it goes to tensors.
 
     Args:
-        path: the file.
+        file: gets the checksum.
+        number: of the block in its file.
         begin: offset of the first byte.
         end: offset behind the last byte.
-        number: of the block in its file.
-        verifier: gets the checksum.
-        position: offset behind the last byte that is placed by now.
+        position: offset behind the last byte that is read into a tensor by now.
         filled: whose memory is filled.
-        addresses: where successive pieces of the block go; 0 for those that no tensor gets.
+        addresses: where successive pieces of the block go; 0 for those that go to scratch memory.
         lengths: of the pieces, in bytes.
+        rows: rows that get bytes of the block from scratch memory.
+        rows_end: offset behind the last byte of them in this block.
+        taken: whether nothing more can be placed, because a thread may read it by now.
     """
 
-    path: AnyPath
+    file: _OwnedBlocks
+    number: int
     begin: int
     end: int
-    number: int
-    verifier: BlockVerifier
     position: int = -1
     filled: list[Memory] = field(default_factory=list)
     addresses: list[int] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
+    rows: list[Rows] = field(default_factory=list)
+    rows_end: int = 0
+    taken: bool = False
+
+    def close(self) -> None:
+        """Place nothing more."""
+        self._skip_to(self.end)
+        self.taken = True
+
+    def as_job(self) -> tuple[int, ReadJob]:
+        """Close the block, and return it as a job with its bytes."""
+        self.close()
+        return self.end - self.begin, self
 
     def takes(self, part: ContiguousRead) -> bool:
-        """Return whether successive bytes of the file are in this block, and none of them has a place by now."""
-        return part.path is self.path and max(self.position, self.begin) <= part.begin and part.end <= self.end
+        """Return whether successive bytes of this block have no place by now."""
+        return max(self.position, self.rows_end) <= part.begin
 
     def add(self, part: ContiguousRead) -> None:
         """Place successive bytes of the file."""
         self._skip_to(part.begin)
         self.filled += part.filled
-        self.addresses += part.addresses
-        self.lengths += part.lengths
+        addresses, lengths = part.addresses, part.lengths
+        if self.addresses and self.addresses[-1] + self.lengths[-1] == addresses[0]:
+            # More of the same tensor: one piece.
+            self.lengths[-1] += lengths[0]
+            addresses, lengths = addresses[1:], lengths[1:]
+        self.addresses += addresses
+        self.lengths += lengths
         self.position = part.end
+
+    def add_rows(self, rows: Rows, end: int) -> None:
+        """Place rows from scratch memory.
+
+        Args:
+            rows: from a byte on that is not read into a tensor.
+            end: offset behind the last byte of the rows in this block.
+        """
+        self.rows.append(rows)
+        self.rows_end = max(self.rows_end, end)
 
     @property
     def region(self) -> Region:
         """The block as a region of its file."""
         size = self.end - self.begin
-        return Region(self.path, self.begin, (size,), (0,), (size,), np.dtype(np.uint8))
+        return Region(self.file.path, self.begin, (size,), (0,), (size,), np.dtype(np.uint8))
 
     def read(self, reader: RangeReader, workspace: Workspace) -> int:
         """See :class:`ReadJob`."""
-        self._skip_to(self.end)
+        path = self.file.path
         hasher, offset = xxhash.xxh3_64(), self.begin
         for addresses, lengths in self._batches(workspace):
-            if len(addresses) == 1:
-                reader.read_into(self.path, offset, memory_at(addresses[0], lengths[0]))
+            pieces = [memory_at(address, length) for address, length in zip(addresses, lengths, strict=True)]
+            if len(pieces) == 1:
+                reader.read_into(path, offset, pieces[0])
+            elif len(pieces) <= _FEW_PIECES:
+                reader.read_several(path, offset, pieces)
             else:
                 sizes = np.array(lengths, np.int64)
-                rows = ScatterList(offset + np.cumsum(sizes) - sizes, np.array(addresses, np.uint64), sizes)
-                reader.read_rows(self.path, rows, workspace.scatter)
-            for address, length in zip(addresses, lengths, strict=True):
-                hasher.update((ctypes.c_char * length).from_address(address))
-                offset += length
-        self.verifier.compare(self.path, self.number, hasher.hexdigest())
+                scattered = ScatterList(offset + np.cumsum(sizes) - sizes, np.array(addresses, np.uint64), sizes)
+                reader.read_rows(path, scattered, workspace.scatter)
+            for address, piece in zip(addresses, pieces, strict=True):
+                hasher.update(piece)
+                if self.rows and workspace.holds(address):
+                    for rows in self.rows:
+                        rows.fill(offset, piece)
+                offset += piece.nbytes
+        self.file.compare(self.number, hasher.hexdigest())
         return self.end - self.begin
 
     def _skip_to(self, offset: int) -> None:
@@ -249,7 +346,10 @@ class BlockRead:
 
     def _batches(self, workspace: Workspace) -> Iterator[tuple[list[int], list[int]]]:
         """Addresses and lengths of what is read at once: no more than is hashed at once, and fits scratch memory."""
-        scratch, room = workspace.memory.ctypes.data, workspace.memory.nbytes
+        if len(self.addresses) == 1 and self.addresses[0] and self.lengths[0] <= HASHED_BYTES:
+            yield self.addresses, self.lengths
+            return
+        scratch, room = workspace.address, workspace.scratch_bytes
         addresses: list[int] = []
         lengths: list[int] = []
         size = used = 0

@@ -39,6 +39,7 @@ from paddleformers_fc.storage.files import MOST_BUFFERS
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.storage.prefetch import ExpectedRange, joins
 from paddleformers_fc.storage.ranges import RangeReader
+from paddleformers_fc.storage.rows import Rows
 from paddleformers_fc.storage.vectored_read import ScatterList, VectoredReader
 
 DEFAULT_STAGING_MEMORY_BYTES = 64 << 20
@@ -52,6 +53,8 @@ SHORT_RUN = 1024
 RUN_BYTES = 8192
 STRIPE = 128
 INTERLEAVED_RUN = 1024
+# Shorter runs are copied faster as numbers than as bytes.
+_SHORTEST_ROW = 16
 _MOST_ROWS = 4096
 _MOST_LINES = 512
 _LINE = 64
@@ -93,6 +96,7 @@ class Workspace:
         self.scratch_bytes = scratch_bytes
         self.scatter = VectoredReader()
         self._memory: np.ndarray[Any, Any] | None = None
+        self._address = 0
         self._lines: tuple[tuple[int, int, int], list[memoryview]] = ((0, 0, 0), [])
 
     @property
@@ -101,6 +105,17 @@ class Workspace:
         if self._memory is None:
             self._memory = np.empty(self.scratch_bytes, np.uint8)
         return self._memory
+
+    @property
+    def address(self) -> int:
+        """The address of the scratch memory."""
+        if not self._address:
+            self._address = self.memory.ctypes.data
+        return self._address
+
+    def holds(self, address: int) -> bool:
+        """Return whether an address is in the scratch memory."""
+        return self._address <= address < self._address + self.scratch_bytes
 
     def lines(self, count: int, pitch: int, length: int) -> list[memoryview]:
         """So many lines of the scratch memory, ``pitch`` bytes from one to the next; kept, for tiles are alike."""
@@ -114,7 +129,7 @@ class Workspace:
 
     def close(self) -> None:
         """Release memory and system resources; harmless when repeated."""
-        self._memory = None
+        self._memory, self._address = None, 0
         self._lines = ((0, 0, 0), [])
         self.scatter.close()
 
@@ -253,6 +268,9 @@ class Tiles(Protocol):
 
     def span(self, first: int, last: int) -> tuple[int, int]:
         """Offsets of the first byte and behind the last byte of the tiles ``first <= number < last``."""
+
+    def rows(self, first: int, last: int) -> Rows | None:
+        """Return the tiles ``first <= number < last`` as rows; None for transposes, casts and very short runs."""
 
     def read(self, first: int, last: int, reader: RangeReader, workspace: Workspace) -> int:
         """Read the tiles ``first <= number < last``; bytes read from storage.
@@ -413,6 +431,18 @@ class _StridedTiles:
         ((begin, _, _),), ((offset, size, _),) = self._tiles(first, first + 1), self._tiles(last - 1, last)
         rows = sum((length - 1) * stride for length, stride in zip(size, self.strided.sources, strict=True))
         return begin, offset + rows + self.dtype.itemsize
+
+    def rows(self, first: int, last: int) -> Rows | None:
+        """See :class:`Tiles`."""
+        strided, width = self.strided, self.dtype.itemsize
+        if len(strided.sizes) != 2 or self.tile[1] != strided.sizes[1] or self.target.dtype != self.dtype:
+            return None
+        (stride, _), (pitch, step), length = strided.sources, strided.targets, strided.sizes[1] * width
+        if step != width or pitch < length or length < _SHORTEST_ROW:
+            return None
+        low, high = first * self.tile[0], min(last * self.tile[0], strided.sizes[0])
+        address = self.target.__array_interface__["data"][0] + low * pitch
+        return Rows(self.target, self.begin + low * stride, stride, address, pitch, length, high - low)
 
     def _tiles(self, first: int, last: int) -> Iterator[tuple[int, Sizes, np.ndarray[Any, Any]]]:
         """Yield the offset in the file, the lengths and the target of each tile."""
