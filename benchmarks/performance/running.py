@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from benchmarks.performance.cases import CHECKS, LEVELS, Case
 from benchmarks.performance.files import copy_of, write_open_weights
@@ -205,7 +206,8 @@ def _turn(case: Case, name: str, pool: Pool, place: Path, check: bool) -> Round:
     pool.run(do="zero")
     verb = "load" if name == "raw" else case.verb
     source = place if name == "raw" or case.verb == "load" else place / "open"
-    done = pool.run(do=verb, contender=name, places=[str(source)], rate=case.storage_rate // case.ranks)
+    with TemporaryDirectory(dir=place.parent) as cache:
+        done = pool.run(do=verb, contender=name, places=[str(source)], rate=case.storage_rate, cache=cache)
     if check:
         wrong = pool.run(do="check", canonical=case.verb == "start" and name != "raw")
         names = [wrong_name for answer in wrong.answers for wrong_name in answer["wrong"]]

@@ -74,7 +74,8 @@ class _Loop:
         if verb == "check":
             return {"wrong": self._wrong(from_canonical if command["canonical"] else part_of)}
         places = [Path(place) for place in command["places"]]
-        with limited(command.get("rate", 0)):
+        cache = Path(command["cache"]) if command.get("cache") else None
+        with limited(command.get("rate", 0), cache):
             read, peak = with_peak(lambda: self._rank.work(verb, command["contender"], places))
         return {"read": read, "peak": peak}
 
