@@ -173,13 +173,13 @@ def test_a_page_replaces_no_other_file(stored: Path, tmp_path: Path, name: str) 
     assert run("verify", copy).code == 0
 
 
-@browser
 def test_the_text_names_the_page(stored: Path, tmp_path: Path) -> None:
     outcome = run("plan", stored, "--to", "tp=2", "--html", tmp_path / "page.html")
     assert outcome.code == 0
     assert outcome.out.splitlines()[-1] == f"wrote {tmp_path / 'page.html'}"
 
 
+@browser
 def test_few_ranks_have_a_bar_and_a_row_of_the_matrix_each(pages: dict[str, Path], tmp_path: Path) -> None:
     page = shown(pages[FEW], tmp_path)
     assert 'data-ready="true"' in page
