@@ -11,6 +11,7 @@ collectives, real checkpoints, slowly. On an accelerator this package has no eff
 ``mpu``, ``pipeline``            tensor parallel operators; data of pipelines
 ``sharding``, ``half``           sharding stages; bfloat16 training
 ``device``, ``formers``          device queries; assumptions of PaddleFormers' Trainer
+``openmp``                       OpenMP's variable in the environment
 ``ernie_moe``                    ERNIE 4.5 MoE without fused kernels
 ``launch``, ``ranks``            start and supervise ranks of this machine
 ``rankmain``, ``forkserver``     the main program of a rank; a server that forks ranks

@@ -349,6 +349,7 @@ class _Server:
         for descriptor in (log, nothing, self._requests, self._answers, self._lifeline_write):
             os.close(descriptor)
         os.environ.update(environment)
+        _begin_openmp()
         ranks.prepare_rank(self._lifeline_read)
         _forget_parallel_environment()
 
@@ -359,6 +360,13 @@ def _lead_own_group(pid: int) -> None:
         os.setpgid(pid, pid)
     except (PermissionError, ProcessLookupError):
         pass  # The child has already done it, or has already ended.
+
+
+def _begin_openmp() -> None:
+    """Where the CPU runtime is active, before there are threads: a forked process does not inherit OpenMP's."""
+    openmp = sys.modules.get("paddleformers_fc.cpu_runtime.openmp")
+    if openmp is not None:
+        openmp.begin()
 
 
 def _forget_parallel_environment() -> None:

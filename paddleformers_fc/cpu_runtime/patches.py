@@ -11,7 +11,7 @@ import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from . import collectives, device, groups, half, mpu, p2p, pipeline, sharding, stores
+from . import collectives, device, groups, half, mpu, openmp, p2p, pipeline, sharding, stores
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class Patch:
 
 
 _PADDLE = (
+    Patch("openmp", "OpenMP changes the environment while other threads read it.", "paddle", openmp.begin),
     Patch("stores", "Ranks sleep 3 s at the start and 40 ms at every question.", "paddle", stores.apply),
     Patch("groups", "Process groups read each other's addresses and hang.", "paddle", groups.apply),
     Patch("collectives", "Gloo lacks collectives, and its float16 sum is inf.", "paddle", collectives.apply),

@@ -45,7 +45,10 @@ it."""
 _GOOD = (None, 0, SAVED_ON_SIGNAL)
 """The return codes of ranks that have not failed; the others end likewise."""
 
-_TAIL_BYTES = 6000
+_TAIL_BYTES = 12_000
+_MODULES = b"Extension modules: "
+"""The last line of a crash report of Python's: 6 kB of names, behind the stacks."""
+
 _PORTS = range(12000, 32000)
 
 
@@ -271,10 +274,11 @@ def leave() -> None:
 
 
 def tail(log: Path) -> str:
-    """The end of a rank's log, about 6 kB of text; empty when there is no log."""
+    """The end of a rank's log, about 12 kB of text; empty when there is no log."""
     try:
         with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
-            return file.read().decode(errors="replace")
+            file.seek(max(0, log.stat().st_size - 2 * _TAIL_BYTES))
+            lines = file.read().splitlines(keepends=True)
     except FileNotFoundError:
         return ""
+    return b"".join(line for line in lines if not line.startswith(_MODULES))[-_TAIL_BYTES:].decode(errors="replace")

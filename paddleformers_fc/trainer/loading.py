@@ -63,6 +63,7 @@ from paddleformers_fc.trainer import (
     rng,
     save_job,
     save_on_signal,
+    step_variable,
     stored_states,
     undefined,
 )
@@ -611,6 +612,7 @@ def inner_training_loop(
     job_state.tracker.begin(order, passes, start, job_state.progress is not None, num_train_epochs, on_made_up)
     job_state.has_trained = True
     job_state.ran.add("_inner_training_loop")
+    step_variable.begin(trainer.state.global_step)
     with _uploaded(trainer):
         with (
             save_on_signal.listening(trainer) as watch,

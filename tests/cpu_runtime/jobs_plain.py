@@ -79,3 +79,12 @@ if __name__ == "__main__":
         "hang": lambda: hang_with_a_child(arguments[0]),
     }
     calls[command]()
+
+
+def crash() -> None:
+    """End as a fault in a library's own code ends a process, with extension modules loaded."""
+    import ctypes
+
+    import numpy as np
+
+    ctypes.string_at(np.int64(0).item())

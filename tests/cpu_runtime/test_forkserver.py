@@ -57,6 +57,15 @@ def test_a_rank_that_fails_is_named_with_its_traceback(plain: ForkServer) -> Non
     assert "RuntimeError: the reactor is on fire" in text
 
 
+def test_a_rank_that_crashes_shows_its_stack_and_not_the_modules_it_has_loaded(plain: ForkServer) -> None:
+    with pytest.raises(PeerError) as caught:
+        plain.run(f"{JOBS}:crash", 1)
+    text = "\n".join(caught.value.evidence)
+    assert f"rank 0 returned -{signal.SIGSEGV:d}" in text
+    assert "in crash" in text
+    assert "Extension modules" not in text
+
+
 def test_an_attempt_lists_failed_ranks_and_keeps_what_the_others_returned(plain: ForkServer) -> None:
     result = plain.attempt(f"{JOBS}:fail_on", 2, {"rank": 0})
     assert result.returncodes == (1, 0)
