@@ -22,7 +22,8 @@ def names() -> set[str]:
 class _AtEpoch(TrainerCallback):  # type: ignore[misc]  # PaddleFormers has no types.
     """Reads the names before the first batch is asked for."""
 
-    seen: set[str] = set()
+    def __init__(self) -> None:
+        self.seen: set[str] = set()
 
     def on_epoch_begin(self, *_: Any, **__: Any) -> None:
         self.seen = names()
