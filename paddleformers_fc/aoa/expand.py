@@ -16,7 +16,7 @@ from math import prod
 from paddleformers_fc.aoa.faults import Fault, Faults
 from paddleformers_fc.aoa.names import EXPERT, LAYER, LAYER_OFFSET, STAR, NameIndex, placeholders
 from paddleformers_fc.aoa.operations import Operation, operation_of
-from paddleformers_fc.aoa.syntax import NOTHING, Item, Statement
+from paddleformers_fc.aoa.syntax import NOTHING, AoaStatement, Item
 
 
 class Budget:
@@ -53,7 +53,7 @@ class Name:
 class Step:
     """One of the statements with whole names that a statement of the user expands to."""
 
-    statement: Statement
+    statement: AoaStatement
     operation: Operation
     left: tuple[Name, ...]
     right: tuple[str, ...]
@@ -77,7 +77,7 @@ class Expander:
         self._right = right
         self._budget = budget
 
-    def steps(self, statement: Statement) -> Iterator[Step]:
+    def steps(self, statement: AoaStatement) -> Iterator[Step]:
         """Yield the steps of an expanded statement, in ascending order of its numbers.
 
         Raises:
@@ -102,7 +102,7 @@ class Expander:
                 operations[counts] = operation_of(statement, *counts)
             yield Step(statement, operations[counts], tuple(left), tuple(right))
 
-    def _numbers(self, statement: Statement) -> list[dict[str, str]]:
+    def _numbers(self, statement: AoaStatement) -> list[dict[str, str]]:
         """Return the values of a statement's placeholders for every step."""
         items = (*statement.left, *statement.right)
         if not any("$" in item.pattern for item in items):

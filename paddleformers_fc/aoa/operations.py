@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from paddleformers_fc.aoa.faults import Fault
-from paddleformers_fc.aoa.syntax import FLAGS, NOTHING, Attribute, Statement
+from paddleformers_fc.aoa.syntax import FLAGS, NOTHING, AoaStatement, Attribute
 from paddleformers_fc.mapping.boxes import Shape
 
 DTYPES = ("float16", "float32", "bfloat16")
@@ -83,7 +83,7 @@ class Fused:
 Operation = Drop | Fresh | Move | Join | Fused
 
 
-def operation_of(statement: Statement, left: int, right: int) -> Operation:
+def operation_of(statement: AoaStatement, left: int, right: int) -> Operation:
     """Return the operation of a statement.
 
     Args:
@@ -110,7 +110,7 @@ def operation_of(statement: Statement, left: int, right: int) -> Operation:
     return Join(int(statement.attributes["axis"].value))
 
 
-def _with_nothing(statement: Statement) -> Operation:
+def _with_nothing(statement: AoaStatement) -> Operation:
     items = (*statement.left, *statement.right)
     example = "`_ -> new_tensor` or `old_tensor -> _`"
     if len(items) != 2 or all(item.pattern == NOTHING for item in items):
@@ -123,7 +123,7 @@ def _with_nothing(statement: Statement) -> Operation:
     return Fresh() if statement.left[0].pattern == NOTHING else Drop()
 
 
-def _only(statement: Statement, keys: tuple[str, ...], what: str) -> None:
+def _only(statement: AoaStatement, keys: tuple[str, ...], what: str) -> None:
     for attribute in statement.attributes.values():
         if attribute.key not in keys:
             raise Fault(
@@ -143,7 +143,7 @@ _FORMS = {
 }
 
 
-def _fused(statement: Statement, flag: Attribute, names: tuple[int, int]) -> Operation:
+def _fused(statement: AoaStatement, flag: Attribute, names: tuple[int, int]) -> Operation:
     given, kind = statement.attributes, Layout(flag.key)
     axis = int(given["axis"].value) if "axis" in given else _DEFAULT_FUSED_AXIS
     numbers = () if kind is Layout.FFN else ("num_heads", "num_key_value_groups")
@@ -165,7 +165,7 @@ def _fused(statement: Statement, flag: Attribute, names: tuple[int, int]) -> Ope
     return Fused(kind, axis, heads, groups)
 
 
-def _move(statement: Statement) -> Move:
+def _move(statement: AoaStatement) -> Move:
     given = statement.attributes
     keys = tuple(given)
     if keys == ("permute",):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from paddleformers_fc.aoa.faults import Fault, SourceLine
-from paddleformers_fc.aoa.syntax import Statement, parse_line
+from paddleformers_fc.aoa.syntax import AoaStatement, parse_line
 from paddleformers_fc.errors import MappingError
 
 _CONFIG = {"aoa_statements": list, "aoa_config_reverse": bool, "enable_traceback": bool}
@@ -27,7 +27,7 @@ class Program:
         reverse: whether the statements are written for the opposite direction.
     """
 
-    statements: tuple[Statement, ...]
+    statements: tuple[AoaStatement, ...]
     invalid: tuple[tuple[SourceLine, Fault], ...] = ()
     reverse: bool = False
 
@@ -62,7 +62,7 @@ def read_statements(statements: Sequence[str]) -> Program:
 
 @lru_cache(maxsize=4)
 def _parsed(texts: tuple[str, ...]) -> Program:
-    found: list[Statement] = []
+    found: list[AoaStatement] = []
     invalid: list[tuple[SourceLine, Fault]] = []
     for number, text in enumerate(texts, start=1):
         line = SourceLine(number, text.strip("\r\n"))

@@ -66,7 +66,7 @@ class Attribute:
 
 
 @dataclass(frozen=True)
-class Statement:
+class AoaStatement:
     """A parsed statement.
 
     Args:
@@ -84,7 +84,7 @@ class Statement:
     arrow: Span
 
 
-def parse_line(line: SourceLine) -> Statement | None:
+def parse_line(line: SourceLine) -> AoaStatement | None:
     """Return the statement of one line, or None for a blank one.
 
     Raises:
@@ -103,7 +103,7 @@ class _Reader:
         self._tokens = tokens
         self._at = 0
 
-    def statement(self, line: SourceLine) -> Statement:
+    def statement(self, line: SourceLine) -> AoaStatement:
         left = self._side()
         arrow = self._expect(TokenKind.ARROW, "a name, -> and a name").span
         right = self._side()
@@ -118,7 +118,7 @@ class _Reader:
         for item in right:
             if item.transposed:
                 raise Fault("`^T` is not supported on the right side.", "`a^T -> b`", item.span)
-        return Statement(line, tuple(left), tuple(right), attributes, arrow)
+        return AoaStatement(line, tuple(left), tuple(right), attributes, arrow)
 
     @property
     def _token(self) -> Token:

@@ -46,7 +46,7 @@ class Converted(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True)
-class Choices:
+class ConvertOptions:
     """The options of a conversion.
 
     Args:
@@ -66,7 +66,7 @@ class Choices:
     tied: str
 
 
-def convert(source: AnyPath, target: AnyPath, choices: Choices) -> Converted:
+def convert(source: AnyPath, target: AnyPath, choices: ConvertOptions) -> Converted:
     """Convert a checkpoint.
 
     Args:

@@ -50,7 +50,7 @@ class Exported(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True)
-class Choices:
+class ExportOptions:
     """The options of an export.
 
     Args:
@@ -76,7 +76,7 @@ class Choices:
     dtype: str = ""
 
 
-def export(source: AnyPath, target: AnyPath, choices: Choices) -> Exported:
+def export(source: AnyPath, target: AnyPath, choices: ExportOptions) -> Exported:
     """Export a checkpoint.
 
     Args:
@@ -113,7 +113,7 @@ def export(source: AnyPath, target: AnyPath, choices: Choices) -> Exported:
     )
 
 
-def _roles(choices: Choices) -> set[str]:
+def _roles(choices: ExportOptions) -> set[str]:
     """Return the roles that an export reads. Optimizer states may be gone where nothing is verified."""
     return {MODEL_STATE, choices.role} | ({MASTER_WEIGHT} if choices.dtype else set())
 

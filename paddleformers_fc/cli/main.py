@@ -377,7 +377,9 @@ def export(
         raise typer.BadParameter(f"Directory {directory!r} is a file.")
     with progress.working(f"exporting {source}"):
         size = parse_size(max_shard_size)
-        choices = exporting.Choices(size, verify.value, replace, tied.value, as_format, base, accept_base, role, dtype)
+        choices = exporting.ExportOptions(
+            size, verify.value, replace, tied.value, as_format, base, accept_base, role, dtype
+        )
         found = exporting.export(source, target, choices)
     _present(found, exporting.show, as_json)
     output.warn_unverified(source, verify.value)
@@ -427,7 +429,7 @@ def convert(
         raise typer.BadParameter(f"Directory {directory!r} is a file.")
     with progress.working(f"converting {named}"):
         size = parse_size(max_shard_size)
-        choices = converting.Choices(to.value, config, size, verify.value, replace, tied.value)
+        choices = converting.ConvertOptions(to.value, config, size, verify.value, replace, tied.value)
         found = converting.convert(named, target, choices)
     _present(found, converting.show, as_json)
     output.warn_unverified(named, verify.value)

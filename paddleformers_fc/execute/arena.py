@@ -26,7 +26,7 @@ import numpy as np
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.execute.device import has_pinned_memory, in_host_memory
 from paddleformers_fc.execute.memory import HostPieces, HostTensors, begin_copies, copy_to_host, dtype_of
-from paddleformers_fc.execute.staging_pool import Transfer, page_locked_bytes
+from paddleformers_fc.execute.staging_pool import DeviceCopy, page_locked_bytes
 from paddleformers_fc.execute.stretches import Stretch, Stretches
 from paddleformers_fc.layout.live import Roles
 from paddleformers_fc.text import size_text
@@ -93,7 +93,7 @@ class SnapshotArena:
         """
         copied: dict[str, dict[str, list[_Copied]]] = {}
         on_host: list[_HostPiece] = []
-        transfers: list[Transfer] = []
+        transfers: list[DeviceCopy] = []
         used = 0
         try:
             for (role, name), some in stretches.items():
@@ -201,7 +201,7 @@ class SnapshotCopy:
     tensors: Roles
     copied: Mapping[str, Mapping[str, list[_Copied]]]
     on_host: _HostCopies
-    transfers: list[Transfer]
+    transfers: list[DeviceCopy]
 
     def help(self) -> None:
         """Copy host memory until no piece is left that no thread has begun; an error is raised by :meth:`finish`."""
@@ -224,7 +224,7 @@ class SnapshotCopy:
         _wait_for(self.transfers)
 
 
-def _wait_for(transfers: list[Transfer]) -> None:
+def _wait_for(transfers: list[DeviceCopy]) -> None:
     for transfer in transfers:
         transfer.wait()
 

@@ -39,7 +39,7 @@ class Deviation(msgspec.Struct, frozen=True):
 
 
 @dataclass
-class Comparison:
+class DeviationSum:
     """Adds up the deviation of a tensor from its pieces in order.
 
     Args:

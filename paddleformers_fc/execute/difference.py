@@ -21,7 +21,7 @@ import msgspec
 
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.execute.compare import ComparedSide, differing_stored, differing_tensors
-from paddleformers_fc.execute.deviation import Comparison, Deviation
+from paddleformers_fc.execute.deviation import Deviation, DeviationSum
 from paddleformers_fc.execute.digest import digest_tensors, items_by_tensor, read_in_pieces, require_plan
 from paddleformers_fc.execute.read_jobs import Key
 from paddleformers_fc.execute.read_pool import ReadPool
@@ -247,9 +247,9 @@ def _deviations(
     expect(2 * sum(shard_bytes(first.tensors[key]) for key in keys))
     sides = (read_in_pieces(side.source, _layout(side, keys)) for side in (first, second))
     hashers, done = (hashlib.md5(), hashlib.md5()), 0
-    comparison: Comparison | None = None
+    comparison: DeviationSum | None = None
     for (role, tensor, one), (_, _, other) in zip(*sides, strict=True):
-        comparison = comparison or Comparison(tensor.global_shape)
+        comparison = comparison or DeviationSum(tensor.global_shape)
         for hasher, data in zip(hashers, (one, other), strict=True):
             hasher.update(data.data)
         dtype = to_numpy(to_safetensors(tensor.dtype))

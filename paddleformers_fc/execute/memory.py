@@ -21,9 +21,9 @@ from paddleformers_fc.execute.device import in_host_memory
 from paddleformers_fc.execute.read_jobs import Key, Memory
 from paddleformers_fc.execute.reading import Slot
 from paddleformers_fc.execute.staging_pool import (
+    DeviceCopy,
     StagedPieces,
     StagingPool,
-    Transfer,
     bytes_of,
     download,
     pool_of,
@@ -146,7 +146,7 @@ def copy_to_host(tensor: Any, start: int, stop: int, memory: np.ndarray[Any, Any
         filled += part.size
 
 
-def begin_copies(tensor: Any, start: int, stop: int, memory: np.ndarray[Any, Any]) -> Iterator[Transfer]:
+def begin_copies(tensor: Any, start: int, stop: int, memory: np.ndarray[Any, Any]) -> Iterator[DeviceCopy]:
     """Begin to copy a range of the elements of a device tensor to host memory.
 
     Args:
@@ -216,7 +216,7 @@ class TensorSlot(msgspec.Struct, eq=False, gc=False):
     begin: int = 0
     _staged: Any = None
     _on_device: Any = None
-    _transfer: Transfer | None = None
+    _transfer: DeviceCopy | None = None
 
     @property
     def elements(self) -> int:

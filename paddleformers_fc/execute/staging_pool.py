@@ -122,7 +122,7 @@ def page_locked_bytes(size: int) -> StagingBuffer:
     return _new_buffer(size, pinned=True)
 
 
-class Transfer:
+class DeviceCopy:
     """A copy between a buffer and a device, which has begun; the buffer and the device memory live until it is done.
 
     Args:
@@ -147,14 +147,14 @@ class Transfer:
         _FIGURES.end(time.monotonic() - started)
 
 
-def upload(buffer: StagingBuffer, target: Any) -> Transfer:
+def upload(buffer: StagingBuffer, target: Any) -> DeviceCopy:
     """Begin to copy a full buffer to as many bytes of a device, a flat tensor."""
-    return Transfer(_host_tensor(buffer.bytes), target, target.place)
+    return DeviceCopy(_host_tensor(buffer.bytes), target, target.place)
 
 
-def download(source: Any, memory: np.ndarray[Any, Any]) -> Transfer:
+def download(source: Any, memory: np.ndarray[Any, Any]) -> DeviceCopy:
     """Begin to copy bytes of a device, a flat tensor, to as many bytes of host memory."""
-    return Transfer(source, _host_tensor(memory), source.place)
+    return DeviceCopy(source, _host_tensor(memory), source.place)
 
 
 class StagedPieces:
@@ -221,7 +221,7 @@ class _Download:
 
     buffer: StagingBuffer
     size: int
-    transfer: Transfer
+    transfer: DeviceCopy
 
 
 def _cut(parts: Iterator[Any], size: int) -> Iterator[Any]:

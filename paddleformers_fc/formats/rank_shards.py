@@ -14,8 +14,9 @@ contains the local tensors of its rank. A shard needs three more facts.
    experts of its own expert-parallel rank, or parts of them, and parts of all other tensors. The expert-parallel ranks
    of one tensor-parallel rank follow each other in the sharding group, as often as it has them.
 
-The steps: read every file, group the files by pipeline stage and tensor-parallel rank (:class:`Cell`), and convert each
-cell to shards (:class:`Assembly`). A weight that no file contains is read from its master weight, with a cast.
+The steps: read every file, group the files by pipeline stage and tensor-parallel rank (:class:`StageFiles`), and
+convert each group to shards (:class:`Assembly`). A weight that no file contains is read from its master weight, with a
+cast.
 
 Checksums do not exist, and files of weights record no step. Missing files, files of two grids, optimizer files of
 different steps, and tensors that are not stored whole are found. A changed byte is not.
@@ -116,7 +117,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Cell:
+class StageFiles:
     """The files of one pipeline stage and one tensor-parallel rank: those of all ranks of its sharding group.
 
     Each kind of files is in the order of the sharding group. Expert-parallel ranks that share a tensor-parallel rank
@@ -271,7 +272,7 @@ def _read_meta(directory: Path, files: RankFiles) -> _Meta:
     return _Meta(described, experts)
 
 
-def _cells(directory: Path, files: RankFiles, contents: Mapping[str, RankContent], meta: _Meta) -> list[Cell]:
+def _cells(directory: Path, files: RankFiles, contents: Mapping[str, RankContent], meta: _Meta) -> list[StageFiles]:
     places = itertools.product(range(files.pp), range(files.tp))
     if meta.ep == 1:
         return [_cell(files, contents, meta, tp, pp) for pp, tp in places]
@@ -285,7 +286,7 @@ def _cells(directory: Path, files: RankFiles, contents: Mapping[str, RankContent
     return found
 
 
-def _refuse_experts_of_several_ranks(directory: Path, cells: Sequence[Cell]) -> None:
+def _refuse_experts_of_several_ranks(directory: Path, cells: Sequence[StageFiles]) -> None:
     """Refuse experts that two ranks have, as where each rank counts its own from 0."""
     seen: set[str] = set()
     for cell in cells:
@@ -295,11 +296,11 @@ def _refuse_experts_of_several_ranks(directory: Path, cells: Sequence[Cell]) -> 
         seen |= experts
 
 
-def _experts(cell: Cell) -> frozenset[str]:
+def _experts(cell: StageFiles) -> frozenset[str]:
     return frozenset(name for name in {*cell.names, *cell.shapes} if _EXPERT.search(name))
 
 
-def _expert_cells(directory: Path, cells: Sequence[Cell]) -> list[Cell]:
+def _expert_cells(directory: Path, cells: Sequence[StageFiles]) -> list[StageFiles]:
     """Return the cells of expert-parallel ranks of one tensor-parallel rank, each with the experts of its rank.
 
     The first cell has all other tensors as well. A variable of an expert has the same name on every rank, for another
@@ -322,7 +323,7 @@ def _expert_cells(directory: Path, cells: Sequence[Cell]) -> list[Cell]:
     return [_of_rank(cell, rank, len(cells), own) for rank, (cell, own) in enumerate(zip(cells, experts, strict=True))]
 
 
-def _of_rank(cell: Cell, rank: int, ranks: int, experts: Collection[str]) -> Cell:
+def _of_rank(cell: StageFiles, rank: int, ranks: int, experts: Collection[str]) -> StageFiles:
     """Return a cell with the experts of one of several ranks; that of rank 0 also has what is not of an expert."""
     variables = _by_variable(cell.names)
 
@@ -357,7 +358,7 @@ def _of_rank(cell: Cell, rank: int, ranks: int, experts: Collection[str]) -> Cel
 
 def _cell(
     files: RankFiles, contents: Mapping[str, RankContent], meta: _Meta, tp: int, pp: int, ep: int | None = None
-) -> Cell:
+) -> StageFiles:
     models, optimizers, averages = (
         [contents[name] for name in files.of(kind, tp, pp)] for kind in (MODEL, OPTIMIZER, EMA)
     )
@@ -375,24 +376,26 @@ def _cell(
             }
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             raise _malformed(Path(META_NAME), f"{key}: {error}") from error
-    return Cell(tp, pp, models, optimizers, averages, names, shapes)
+    return StageFiles(tp, pp, models, optimizers, averages, names, shapes)
 
 
-def _canonical_cells(directory: Path, config: Mapping[str, Any], tp: int, cells: Sequence[Cell]) -> list[Cell]:
+def _canonical_cells(
+    directory: Path, config: Mapping[str, Any], tp: int, cells: Sequence[StageFiles]
+) -> list[StageFiles]:
     """Return cells whose weights have canonical names in terms of the model that the optimizer's states are of.
 
     Raises:
         MappingError: no model of the configuration has these tensors and states, or several have.
     """
     stored = sorted({name for cell in cells for content in cell.models for name in content.arrays})
-    found: list[list[Cell]] = []
+    found: list[list[StageFiles]] = []
     faults: list[str] = []
     for model in canonical_models(model_description(directory, config), tp, stored):
         named = [model if isinstance(model, str) else _canonical_cell(model, cell) for cell in cells]
         refused = [one for one in named if isinstance(one, str)]
         faults += refused
         if not refused:
-            found.append([one for one in named if isinstance(one, Cell)])
+            found.append([one for one in named if isinstance(one, StageFiles)])
     has_states = any(cell.optimizers for cell in cells)
     if len(found) == 1 or (found and not has_states):
         return found[0]
@@ -405,7 +408,7 @@ def _canonical_cells(directory: Path, config: Mapping[str, Any], tp: int, cells:
     )
 
 
-def _canonical_cell(model: CanonicalModel, cell: Cell) -> Cell | str:
+def _canonical_cell(model: CanonicalModel, cell: StageFiles) -> StageFiles | str:
     """Return a cell in terms of a model, or as text why it does not fit."""
     stored = {name: one for content in cell.models for name, one in content.arrays.items()}
     shapes = model.on_stage(stored)
@@ -457,7 +460,7 @@ class Assembly:
     _seen: set[tuple[str, Box]] = field(default_factory=set)
     _families: list[LocalShapes] = field(default_factory=list)
 
-    def add(self, cell: Cell) -> None:
+    def add(self, cell: StageFiles) -> None:
         """Add the tensors of one cell."""
         weights = {name: one for content in reversed(cell.models) for name, one in content.arrays.items()}
         parts = self._parts(cell, weights)
@@ -482,7 +485,9 @@ class Assembly:
             if self.has_states and not own and owner == part.name and self._is_trained(part.name):
                 self.faults.append(f"{part.name}: no optimizer state is stored")
 
-    def _add_weight(self, part: Part, cell: Cell, stored: Sequence[FileArray], master: Sequence[FileArray]) -> None:
+    def _add_weight(
+        self, part: Part, cell: StageFiles, stored: Sequence[FileArray], master: Sequence[FileArray]
+    ) -> None:
         if part.name in cell.canonical:
             for turned, shard in cell.canonical[part.name]:
                 (self._turned if turned else self._shards.setdefault(MODEL_STATE, [])).append(shard)
@@ -524,7 +529,7 @@ class Assembly:
     def _keep(self, role: str, shards: Iterator[StoredShard]) -> None:
         self._shards.setdefault(role, []).extend(shards)
 
-    def _parts(self, cell: Cell, weights: Mapping[str, FileArray]) -> dict[str, Part]:
+    def _parts(self, cell: StageFiles, weights: Mapping[str, FileArray]) -> dict[str, Part]:
         parts: dict[str, Part] = {}
         for name in dict.fromkeys((*cell.names, *cell.shapes, *weights)):
             weight, described = weights.get(name), cell.shapes.get(name)
@@ -537,7 +542,7 @@ class Assembly:
                 parts[name] = part
         return parts
 
-    def _part(self, cell: Cell, name: str, shape: Shape, dtype: str) -> Part | None:
+    def _part(self, cell: StageFiles, name: str, shape: Shape, dtype: str) -> Part | None:
         total, axis = shape, None
         if self.tp > 1:
             found = self._declared().whole(name, shape, self.tp)
@@ -583,7 +588,7 @@ class Assembly:
                     found.setdefault((MASTER_WEIGHT, name + MASTER.suffix), []).append(array)
         return found
 
-    def _averages(self, cell: Cell, variables: Mapping[str, str]) -> dict[str, list[FileArray]]:
+    def _averages(self, cell: StageFiles, variables: Mapping[str, str]) -> dict[str, list[FileArray]]:
         """Return the pieces of every moving average by structured name. Those of master weights take precedence."""
         found: dict[str, list[FileArray]] = {}
         for content in cell.averages:

@@ -1,9 +1,9 @@
-"""PaddleFormers' variable of the step is in the environment before batches are made.
+"""Set PaddleFormers' variable of the step before batches are made.
 
-PaddleFormers 1.2.0 sets ``TRAINER_GLOBAL_STEP`` in each step of its training loop, for the first time when the thread
-of the data loader is at work. A new name may move the table of the environment, and that thread reads the table without
-a lock: Hugging Face's tokenizers ask for ``TOKENIZERS_PARALLELISM`` at each text. Rarely, that is a segmentation fault.
-A new value of a known name moves nothing.
+PaddleFormers 1.2.0 sets ``TRAINER_GLOBAL_STEP`` in each step of its training loop, for the first time while the thread
+of the data loader makes batches. A new name may move the table of the environment, and that thread reads the table
+without a lock: Hugging Face's tokenizers read ``TOKENIZERS_PARALLELISM`` at each text. Rarely, that is a segmentation
+fault. A new value of a known name moves nothing.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from paddleformers_fc.execute import deviation
-from paddleformers_fc.execute.deviation import Comparison, Deviation
+from paddleformers_fc.execute.deviation import Deviation, DeviationSum
 
 FLOATS = [np.float64, np.float32, np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2]
 
@@ -15,7 +15,7 @@ FLOATS = [np.float64, np.float32, np.float16, ml_dtypes.bfloat16, ml_dtypes.floa
 def compared(one: object, other: object, pieces: int = 1) -> Deviation:
     """The figures of two arrays, added in pieces."""
     left, right = np.asarray(one), np.asarray(other)
-    comparison = Comparison(left.shape)
+    comparison = DeviationSum(left.shape)
     for a, b in zip(np.array_split(left.ravel(), pieces), np.array_split(right.ravel(), pieces), strict=True):
         comparison.add(a, b)
     return comparison.result()

@@ -29,7 +29,7 @@ from paddleformers_fc.execute.weights_md5 import weights_md5
 from paddleformers_fc.output import console, print_json
 from paddleformers_fc.storage.files import make_directories
 from paddleformers_fc.verification.demo.assets import Assets, prepare
-from paddleformers_fc.verification.demo.jobs import AS_LOADED, DemoRun, Trained, train
+from paddleformers_fc.verification.demo.jobs import AS_LOADED, DemoResult, DemoRun, train
 from paddleformers_fc.verification.demo.report import LossComparison, LossLine, draw, table
 from paddleformers_fc.verification.demo.settings import (
     DP2,
@@ -67,7 +67,7 @@ class Workplace:
     assets: Assets
     log: Log
 
-    def train(self, run: DemoRun) -> Trained:
+    def train(self, run: DemoRun) -> DemoResult:
         """Start one training, wait for it, and report its duration."""
         trained = train(run, self.root / "runs")
         self.log(f"{run.name}: {len(trained.losses)} steps on {run.layout.ranks} rank(s), {trained.seconds:.1f} s")
@@ -139,7 +139,7 @@ def compare_ernie(place: Workplace) -> LossComparison:
     return LossComparison("ERNIE 4.5 MoE", RESUME_AT, _reference(place, whole), (ours, theirs))
 
 
-def _resumed(place: Workplace, whole: Trained, layout: DemoLayout) -> LossLine:
+def _resumed(place: Workplace, whole: DemoResult, layout: DemoLayout) -> LossLine:
     """Resume the uninterrupted run's checkpoint under another layout; export and digest what was loaded."""
     family = whole.run.name.partition("-")[0]
     saved = _checkpoint(whole, RESUME_AT)
@@ -156,7 +156,7 @@ def _resumed(place: Workplace, whole: Trained, layout: DemoLayout) -> LossLine:
     )
 
 
-def _reference(place: Workplace, whole: Trained) -> LossLine:
+def _reference(place: Workplace, whole: DemoResult) -> LossLine:
     export = _export(place, _checkpoint(whole, RESUME_AT), whole.run.name)
     return LossLine(whole.run.layout.name, whole.losses, (), export_md5=export)
 
@@ -172,7 +172,7 @@ def _reload(place: Workplace, export: Path, model: str) -> float:
     return place.train(run).losses.get(1, float("nan"))
 
 
-def _checkpoint(trained: Trained, step: int) -> Path:
+def _checkpoint(trained: DemoResult, step: int) -> Path:
     return trained.output / f"checkpoint-{step}"
 
 

@@ -54,7 +54,7 @@ class DemoRun:
 
 
 @dataclass(frozen=True)
-class Trained:
+class DemoResult:
     """The results of a training.
 
     Args:
@@ -70,7 +70,7 @@ class Trained:
     seconds: float
 
 
-def train(run: DemoRun, directory: Path) -> Trained:
+def train(run: DemoRun, directory: Path) -> DemoResult:
     """Start a training and wait for it.
 
     Args:
@@ -99,7 +99,7 @@ def train(run: DemoRun, directory: Path) -> Trained:
             next_step="Read the log named above; the YAML can be started again on its own.",
         )
     losses = _losses(result.logs[0].read_text(encoding="utf-8", errors="replace"))
-    return Trained(run, output, losses, result.seconds)
+    return DemoResult(run, output, losses, result.seconds)
 
 
 def _content(run: DemoRun, output: Path) -> dict[str, Any]:

@@ -29,7 +29,7 @@ _PATIENCE = 4 * 3600.0
 
 
 @dataclass(frozen=True)
-class Experiment:
+class LongRun:
     """A model, the layout that saves, and the layouts that resume.
 
     Args:
@@ -54,7 +54,7 @@ class Experiment:
 
 
 EXPERIMENTS = (
-    Experiment(
+    LongRun(
         "Llama",
         "llama",
         {"num_key_value_heads": 4},
@@ -63,7 +63,7 @@ EXPERIMENTS = (
         ("tp2+pp2", "sd2v1", "dp1"),
         ("dp1", "pp2", "sd2v1", "tp2"),
     ),
-    Experiment(
+    LongRun(
         "ERNIE 4.5 MoE",
         "ernie4_5_moe",
         {"num_key_value_heads": 4},
@@ -77,7 +77,7 @@ EXPERIMENTS = (
 )
 
 
-class Trained(msgspec.Struct, frozen=True):
+class RunResult(msgspec.Struct, frozen=True):
     """A run.
 
     Args:
@@ -110,8 +110,8 @@ class Findings(msgspec.Struct, frozen=True):
 
     title: str
     source: str
-    whole: Trained
-    resumed: dict[str, Trained]
+    whole: RunResult
+    resumed: dict[str, RunResult]
     unified: list[Unified]
 
     def difference(self, layout: str) -> tuple[float, int]:
@@ -120,7 +120,7 @@ class Findings(msgspec.Struct, frozen=True):
         return max((abs(losses[step] - self.whole.losses[step]), -step) for step in losses)
 
 
-def run(experiment: Experiment, root: Path, log: Callable[[str], None]) -> Findings:
+def run(experiment: LongRun, root: Path, log: Callable[[str], None]) -> Findings:
     """Run an experiment, or what is left of it.
 
     Args:
@@ -148,15 +148,15 @@ def _emptied(directory: Path) -> Path:
 
 def _trained(
     server: ForkServer,
-    experiment: Experiment,
+    experiment: LongRun,
     layout: str,
     place: Path,
     resume: Path | None,
     log: Callable[[str], None],
-) -> Trained:
+) -> RunResult:
     record = place / "trained.json"
     if record.exists():
-        return msgspec.json.decode(record.read_bytes(), type=Trained)
+        return msgspec.json.decode(record.read_bytes(), type=RunResult)
     values = _run(server, TRAIN, experiment, layout, _emptied(place), resume)
     first = SAVED_AT + 1 if resume else 1
     logged = max(len(one) for one in values)
@@ -164,13 +164,13 @@ def _trained(
     checkpoint, export = place / f"checkpoint-{LAST_STEP}", place / "export"
     export_checkpoint(checkpoint, export)
     heads = int(experiment.model["num_key_value_heads"])
-    found = Trained(losses, weights_md5(export), fused_md5(export, heads) if experiment.fuses else "")
+    found = RunResult(losses, weights_md5(export), fused_md5(export, heads) if experiment.fuses else "")
     record.write_bytes(msgspec.json.encode(found))
     log(f"{experiment.title}, {layout}: steps {first} to {max(losses)}, last loss {losses[max(losses)]}")
     return found
 
 
-def _unified(server: ForkServer, experiment: Experiment, layout: str, place: Path, checkpoint: Path) -> Unified:
+def _unified(server: ForkServer, experiment: LongRun, layout: str, place: Path, checkpoint: Path) -> Unified:
     try:
         error = _run(server, UNIFY, experiment, layout, _emptied(place), checkpoint)[0]
     except PeerError as failed:
@@ -179,7 +179,7 @@ def _unified(server: ForkServer, experiment: Experiment, layout: str, place: Pat
 
 
 def _run(
-    server: ForkServer, job: str, experiment: Experiment, layout: str, place: Path, resume: Path | None
+    server: ForkServer, job: str, experiment: LongRun, layout: str, place: Path, resume: Path | None
 ) -> tuple[Any, ...]:
     spread = parse_layout(layout)
     every = SAVED_AT if resume is None else LAST_STEP
