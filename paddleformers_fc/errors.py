@@ -96,7 +96,7 @@ class FlexError(Exception):
 
 
 def cut(line: str) -> str:
-    """A line of bounded length: the beginning and the end of one that is too long."""
+    """Return a line of bounded length: the beginning and the end of one that is too long."""
     if len(line) <= LONGEST_LINE:
         return line
     half = (LONGEST_LINE - len(_GAP)) // 2
@@ -248,7 +248,7 @@ BY_NAME = {
 
 
 def from_wire(text: str) -> FlexError:
-    """The error that :meth:`FlexError.to_wire` wrote; a :class:`PeerError` for a text that it did not write."""
+    """Return the error that :meth:`FlexError.to_wire` wrote; a :class:`PeerError` for a text that it did not write."""
     try:
         fields = json.loads(text)
     except (ValueError, RecursionError):

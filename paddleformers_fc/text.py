@@ -31,7 +31,7 @@ def numbers_text(numbers: Sequence[object]) -> str:
 
 
 def natural(name: str) -> list[tuple[int, int, str]]:
-    """A sort key under which ``layers.2`` comes before ``layers.10``."""
+    """Return a sort key under which ``layers.2`` comes before ``layers.10``."""
     return [(0, int(piece), "") if _is_number(piece) else (1, 0, piece) for piece in name.split(".")]
 
 

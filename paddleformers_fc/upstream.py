@@ -1,12 +1,12 @@
-"""The table of upstream hooks: what this package replaces and reads in Paddle and PaddleFormers, and its check.
+"""The table of upstream hooks, which this package replaces or reads in Paddle and PaddleFormers, and its check.
 
 PaddleFormers has no interface for checkpoint plugins. This package therefore replaces methods and reads attributes that
 upstream may rename in any release. A renamed hook must not turn into a run that saves in another format or resumes with
 wrong numbers. So each hook is one row of :data:`TRAINER`, :data:`COMMAND_LINE` or :data:`CPU_RUNTIME`, and
 :func:`require` compares the rows with the installed packages before anything is replaced.
 
-A row is checked by what the interpreter runs, not by source text: attributes by lookup, parameters by signature, and
-names that exist only on instances by the bytecode of the functions that set or read them.
+A row is checked on the imported objects, not on source text: attributes by lookup, parameters by signature, and names
+that exist only on instances by the bytecode of the functions that set or read them.
 
 Importing this module imports neither Paddle nor PaddleFormers; the checks do. Time: 20 ms once both are imported.
 """
@@ -71,7 +71,7 @@ _FSDP = "paddle.distributed.auto_parallel.fully_shard_fusion"
 _STAGE3 = "paddle.distributed.fleet.meta_parallel.sharding.group_sharded_stage3:GroupShardedStage3"
 
 TRAINER = (
-    # The methods that install() and the mixin replace, and what the Trainer must hold once it is made.
+    # The methods that install() and the mixin replace, and the attributes of a constructed Trainer.
     Hook(
         f"{_TRAINER}.__init__",
         "(self, model=None, criterion=None, args=None, data_collator=None, train_dataset=None, eval_dataset=None, "
@@ -124,7 +124,7 @@ TRAINER = (
         "(self, args, return_unknown_ars=False)",
         ("dataclass_types",),
     ),
-    # What else is replaced, on single objects.
+    # Other replacements, on single objects.
     Hook(
         f"{_MODELS}:PretrainedModel.save_pretrained",
         "(self, save_dir, is_main_process=True, state_dict=None, save_function=..., max_shard_size='10GB', "
@@ -133,7 +133,7 @@ TRAINER = (
     Hook(f"{_CALLBACKS}:CallbackHandler.call_event", "(self, event, args, state, control, **kwargs)", ("callbacks",)),
     # Wrapped where updates of a moving average depend on the loss.
     Hook(f"{_TRAINER}.training_step", "(self, model, inputs, step_control=0)"),
-    # What the training loop must call and set for the replaced methods and the callbacks to be reached.
+    # Calls and attributes of the training loop through which the replaced methods and the callbacks are reached.
     Hook(
         f"{_TRAINER}._maybe_log_save_evaluate",
         names=("should_save", "_save_checkpoint", "on_save", "save_pretrained", "copy_custom_file_list"),
@@ -353,7 +353,7 @@ TRAINER = (
     Hook("paddle.distributed.fleet.meta_parallel:get_rng_state_tracker", "()"),
     Hook("paddle.distributed.fleet.layers.mpu.random:RNGStatesTracker.get_states_tracker", "(self)"),
     Hook("paddle.distributed.fleet.layers.mpu.random:RNGStatesTracker.set_states_tracker", "(self, states)"),
-    # Ranks and what they exchange.
+    # Ranks and their messages.
     Hook("paddle.distributed:is_initialized"),
     Hook("paddle.distributed:get_rank"),
     Hook("paddle.distributed:get_world_size"),
@@ -696,7 +696,7 @@ def require_versions(unknown: str) -> list[str]:
     """Refuse versions of Paddle and PaddleFormers that this package is not tested with.
 
     Args:
-        unknown: what to do with them: ``refuse`` or ``warn``.
+        unknown: the reaction to them: ``refuse`` or ``warn``.
 
     Returns:
         one line per unknown version where they are not refused.
@@ -711,7 +711,7 @@ def require_versions(unknown: str) -> list[str]:
 
 
 def differences(hooks: Iterable[Hook]) -> list[str]:
-    """Every difference between the rows and what is installed, one line each."""
+    """Return every difference between the rows and the installed packages, one line each."""
     hooks = tuple(hooks)
     absent = sorted(name for name in set(map(_package, hooks)) if importlib.util.find_spec(name) is None)
     if absent:
@@ -720,7 +720,7 @@ def differences(hooks: Iterable[Hook]) -> list[str]:
 
 
 def cpu_runtime_hooks() -> tuple[Hook, ...]:
-    """The rows of :data:`CPU_RUNTIME` that count here: none on an accelerator, and none of a package that is absent."""
+    """Return the rows of :data:`CPU_RUNTIME` that apply here: none on an accelerator, and none of an absent package."""
     if importlib.import_module("paddle").device.get_device() != "cpu":
         return ()
     hooks = (*CPU_RUNTIME, *NLP_CPU_RUNTIME)
@@ -751,7 +751,7 @@ def _installed_versions(name: str) -> Iterator[str]:
 
 
 def without_build(version: str) -> str:
-    """The version without what names a build for a device, such as ``.post126`` or ``+cu126``."""
+    """Return the version without the suffix of a build for a device, such as ``.post126`` or ``+cu126``."""
     return re.sub(r"(\.post\d{1,3})?(\+.*)?$", "", version)
 
 
@@ -803,7 +803,7 @@ def _differences(hook: Hook) -> Iterator[str]:
 
 
 def _function(found: Any) -> FunctionType | None:
-    """The Python function that upstream wrote, below wrappers; None for everything else."""
+    """Return the Python function that upstream wrote, below wrappers; None for everything else."""
     found = found.fget if isinstance(found, property) else found
     found = inspect.unwrap(getattr(found, "__func__", found))
     return found if isinstance(found, FunctionType) else None
@@ -816,10 +816,10 @@ def _has(found: Any, name: str) -> bool:
 
 @functools.cache
 def _signature(found: Any) -> str:
-    """The parameters of a callable without annotations; a default that is no plain value is ``...``.
+    """Return the parameters of a callable without annotations; a default that is no plain value is ``...``.
 
-    They are read once per callable: a process checks the table several times, and to replace a hook is to put another
-    callable in its place.
+    They are read once per callable, because a process checks the table several times; a replaced hook is another
+    callable.
     """
     try:
         signature = inspect.signature(found)
@@ -840,7 +840,7 @@ def _is_plain(default: Any) -> bool:
 
 @functools.cache
 def _used(code: CodeType) -> frozenset[str]:
-    """Every name and text in a function's bytecode, also in the functions within it."""
+    """Return every name and text in a function's bytecode, also in the functions within it."""
     inner = (_used(one) for one in code.co_consts if isinstance(one, CodeType))
     texts = (one for one in code.co_consts if isinstance(one, str))
     return frozenset().union(code.co_names, texts, *inner)

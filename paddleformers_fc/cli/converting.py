@@ -105,7 +105,7 @@ def convert(source: AnyPath, target: AnyPath, choices: ConvertOptions) -> Conver
 
 
 def show(found: Converted, console: Console) -> None:
-    """The files, a line each, the roles, and the sum."""
+    """Print a line per file, the roles, and the sum."""
     from rich.text import Text
 
     console.print(Text(found.path, "bold"))

@@ -85,7 +85,7 @@ def _show_largest(found: Difference, console: Console) -> None:
 
 
 def _reasons(different: list[Different]) -> list[str]:
-    """Every difference with its reason; the states of a parameter that differ for the same reason are one line."""
+    """Return every difference with its reason; states of one parameter with the same reason share a line."""
     names: dict[str, list[str]] = {}
     for item in different:
         names.setdefault(item.reason, []).append(item.name)

@@ -119,7 +119,7 @@ def _roles(choices: ExportOptions) -> set[str]:
 
 
 def show(found: Exported, console: Console) -> None:
-    """The files, a line each, and the sum."""
+    """Print a line per file, and the sum."""
     from rich.text import Text
 
     console.print(Text(found.path, "bold"))

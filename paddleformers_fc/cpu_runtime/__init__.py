@@ -53,7 +53,8 @@ def activate() -> tuple[str, ...]:
 
 
 def needed() -> tuple[upstream.Hook, ...]:
-    """The upstream hooks that :func:`activate` will depend on; none once it was called, and none on an accelerator."""
+    """Return the upstream hooks that :func:`activate` will depend on; none after its call, and none on an
+    accelerator."""
     return upstream.cpu_runtime_hooks() if _applied is None else ()
 
 

@@ -51,7 +51,7 @@ def _reduced(tensor: Any, receives: bool, reduce: Callable[[Any], Any]) -> p2p.D
 
 
 def _completed(name: str, count: int | None = None) -> Callable[..., p2p.Done]:
-    """A collective of gloo that is complete when it returns.
+    """Wrap a collective of gloo so that it is complete when it returns.
 
     Args:
         name: of the method.

@@ -388,7 +388,7 @@ def _run_job(request: _Request, rank: int) -> int:
 
 
 def _resolve(target: str) -> Any:
-    """The function that ``module:function`` names."""
+    """Return the function that ``module:function`` names."""
     module, _, function = target.partition(":")
     return getattr(importlib.import_module(module), function)
 

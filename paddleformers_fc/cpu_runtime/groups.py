@@ -57,7 +57,7 @@ def apply() -> None:
 
 
 def group_store(default_store: Any, rank: int, group_id: int) -> Any:
-    """The store of one group, on each of its members.
+    """Return the store of one group, on each of its members.
 
     Args:
         default_store: the store that all ranks of the job share.
@@ -80,7 +80,8 @@ def group_store(default_store: Any, rank: int, group_id: int) -> Any:
 
 
 def _serve(group_id: int) -> tuple[Any, str]:
-    """A new store and its address. Another process may take the free port first, so this tries a few."""
+    """Create a store, and return it with its address. Several ports are tried, because another process may take one
+    first."""
     host = stores.own_host()
     refusals: list[str] = []
     for _ in range(_BIND_ATTEMPTS):

@@ -24,13 +24,13 @@ _STATES, _MASTER_WEIGHT, _MULTI_PRECISION = slice(1, 6), 6, 16
 
 
 def widen(value: Any) -> Any:
-    """A bfloat16 tensor as float32; everything else as it is. Gradients flow back in bfloat16."""
+    """Return a bfloat16 tensor as float32, and everything else unchanged. Gradients flow back in bfloat16."""
     is_half = isinstance(value, paddle.Tensor) and value.dtype == paddle.bfloat16
     return value.astype("float32") if is_half else value
 
 
 def widened(operator: Callable[..., Any]) -> Callable[..., Any]:
-    """The operator, computing in float32 what it is given in bfloat16."""
+    """Wrap an operator so that it widens bfloat16 operands to float32."""
 
     def compute(*arguments: Any, **named: Any) -> Any:
         return operator(*map(widen, arguments), **{name: widen(value) for name, value in named.items()})

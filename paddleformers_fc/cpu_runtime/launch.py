@@ -48,7 +48,7 @@ class LaunchResult:
     forwarded: int | None = None
 
     def report(self) -> str:
-        """The end of every failed rank's log, as a person reads it; of all logs when time was over."""
+        """Return the end of every failed rank's log, as a person reads it; of all logs when time was over."""
         shown = [
             f"--- rank {rank} (code {code}): {log}\n{ranks.tail(log)}"
             for rank, (code, log) in enumerate(zip(self.returncodes, self.logs, strict=True))

@@ -29,7 +29,7 @@ def _group(ring_id: int) -> Any:
 
 
 def gather_last_axis(tensor: Any, group: Any) -> Any:
-    """The members' tensors concatenated along the last axis: ``[..., n]`` of each becomes ``[..., n * ranks]``."""
+    """Concatenate the members' tensors along the last axis: ``[..., n]`` of each becomes ``[..., n * ranks]``."""
     stacked = paddle.empty([group.nranks, *tensor.shape], tensor.dtype)
     group.process_group.all_gather_into_tensor(stacked, tensor, True)
     return paddle.concat(list(stacked.unbind(0)), axis=-1)
@@ -100,14 +100,14 @@ class _SoftmaxCrossEntropy(PyLayer):
 
 
 def c_identity(tensor: Any, ring_id: int, use_calc_stream: bool = True, use_model_parallel: bool = True) -> Any:
-    """A copy. The all_reduce of its backward is done by Paddle's ``c_identity_eager``, which calls this."""
+    """Return a copy. The all_reduce of its backward is done by Paddle's ``c_identity_eager``, which calls this."""
     return tensor.clone()
 
 
 def c_concat(
     tensor: Any, rank: int, nranks: int, ring_id: int, use_calc_stream: bool = True, use_model_parallel: bool = True
 ) -> Any:
-    """The members' tensors side by side along the last axis; its backward keeps this member's part."""
+    """Concatenate the members' tensors along the last axis; the backward keeps this member's part."""
     return Collective.apply(tensor, _group(ring_id), gather_last_axis, own_part_of_last_axis)
 
 

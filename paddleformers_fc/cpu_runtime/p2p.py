@@ -114,7 +114,7 @@ class Mailbox:
         self._writer(target).put(_HEADER.pack(group_id, channel, self.rank, len(payload)), payload)
 
     def take(self, group_id: int, channel: int, source: int) -> bytearray:
-        """The next message from global rank ``source``, in the order in which it was sent.
+        """Return the next message from global rank ``source``, in the order in which it was sent.
 
         Raises:
             PeerError: none came within the time that ``FLEX_P2P_TIMEOUT`` allows (seconds, default 1800).
@@ -305,7 +305,7 @@ class Address:
 
 
 def address_of(process_group: Any) -> Address:
-    """The address of a ``ProcessGroupGloo``."""
+    """Return the address of a ``ProcessGroupGloo``."""
     _, group_id = _group_ids[id(process_group)]
     if group_id == 0:
         return Address(0, tuple(range(process_group.size())))
@@ -327,7 +327,7 @@ def mailbox() -> Mailbox:
 
 
 def to_array(tensor: Any) -> np.ndarray[Any, Any]:
-    """A tensor's elements as a C-contiguous numpy array; bfloat16 as uint16, which has the same bytes."""
+    """Return a tensor's elements as a C-contiguous numpy array; bfloat16 as uint16, which has the same bytes."""
     detached = tensor.detach()
     if detached.dtype == paddle.bfloat16:
         detached = detached.view("uint16")
@@ -346,7 +346,7 @@ def fill(tensor: Any, array: np.ndarray[Any, Any]) -> None:
 
 
 def array_dtype(tensor: Any) -> np.dtype[Any]:
-    """The numpy dtype in which :func:`to_array` gives a tensor's elements."""
+    """Return the numpy dtype in which :func:`to_array` gives a tensor's elements."""
     return np.dtype("uint16" if tensor.dtype == paddle.bfloat16 else str(tensor.dtype).rsplit(".", 1)[-1])
 
 
@@ -357,7 +357,7 @@ def send_array(process_group: Any, target: int, array: np.ndarray[Any, Any], cha
 
 
 def exchanged_array(process_group: Any, source: int, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-    """The next array that rank ``source`` of the group sent over :data:`EXCHANGES`, flat."""
+    """Return the next array that rank ``source`` of the group sent over :data:`EXCHANGES`, flat."""
     address = address_of(process_group)
     return np.frombuffer(mailbox().take(address.group_id, EXCHANGES, address.ranks[source]), dtype=dtype)
 
@@ -446,7 +446,7 @@ def _recv(self: Any, tensor: Any, src: int, sync_op: bool = True) -> _Receive:
 
 
 def _part(size: int, parts: int, index: int) -> slice:
-    """The share of one tensor parallel rank in a flat tensor that is sent in parts."""
+    """Return the share of one tensor parallel rank in a flat tensor that is sent in parts."""
     share = size // parts
     return slice(index * share, (index + 1) * share)
 

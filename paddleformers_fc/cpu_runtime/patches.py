@@ -50,7 +50,7 @@ _PADDLE = (
 
 
 def _paddleformers() -> tuple[Patch, ...]:
-    """The patches to PaddleFormers; none when it is not installed."""
+    """Return the patches to PaddleFormers; none when it is not installed."""
     if importlib.util.find_spec("paddleformers") is None:
         return ()
     from . import ernie_moe, formers
@@ -75,7 +75,7 @@ def _paddleformers() -> tuple[Patch, ...]:
 
 
 def _paddlenlp() -> tuple[Patch, ...]:
-    """The patches to PaddleNLP; none where PaddleFormers is installed, whose Trainer is then the one in use."""
+    """Return the patches to PaddleNLP; none where PaddleFormers is installed, whose Trainer is then the one in use."""
     if importlib.util.find_spec("paddleformers") is not None or importlib.util.find_spec("paddlenlp") is None:
         return ()
     from . import nlp

@@ -104,7 +104,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def rank_environments(nproc: int) -> list[dict[str, str]]:
-    """The environment variables of each rank of a new local job, by rank.
+    """Return the environment variables of each rank of a new local job, by rank.
 
     They are those of ``paddle.distributed.launch`` with the gloo backend, and those that PaddleFormers reads besides.
     """
@@ -223,7 +223,7 @@ class SignalForwarder:
 
 
 def _newly_ended(processes: Sequence[RankProcess], known: Sequence[int]) -> list[int]:
-    """The ranks that have ended since; first those that were killed, which no rank is because another one ended."""
+    """Return the ranks that have ended since, killed ranks first: the end of another rank does not kill a rank."""
     ended = {rank: code for rank, one in enumerate(processes) if rank not in known and (code := one.poll()) is not None}
     return sorted(ended, key=lambda rank: ended[rank] != -signal.SIGKILL)
 
@@ -274,7 +274,7 @@ def leave() -> None:
 
 
 def tail(log: Path) -> str:
-    """The end of a rank's log, about 12 kB of text; empty when there is no log."""
+    """Return the end of a rank's log, about 12 kB of text; empty when there is no log."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - 2 * _TAIL_BYTES))

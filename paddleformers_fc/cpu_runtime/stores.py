@@ -88,7 +88,7 @@ def wait_for(address: tuple[str, int], deadline_seconds: float = PATIENCE_SECOND
 
 
 def open_store(host: str, port: int, is_master: bool) -> Any:
-    """A TCP store that answers at once: its server when ``is_master``, else a client of it."""
+    """Open a TCP store without delayed acknowledgements: its server if ``is_master``, otherwise a client."""
     # A world size of 1: the server answers from the start instead of counting its clients first.
     store = core.TCPStore(host, port, is_master, 1, int(PATIENCE_SECONDS))
     send_at_once()
@@ -225,7 +225,7 @@ def _open_sockets() -> list[int]:
 
 
 def apply() -> None:
-    """The job's default store: every rank but 0 waits until it listens, and no rank waits for acknowledgements."""
+    """Patch the job's default store: ranks wait until it listens, and not for delayed acknowledgements."""
     original = core.create_or_get_global_tcp_store
 
     @functools.wraps(original)

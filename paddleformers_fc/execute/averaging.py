@@ -1,9 +1,9 @@
 """Moving averages of tensors, in place in host memory.
 
-An update is ``average += weight * (value - average)`` in float32. Of the forms of an exponential average it rounds once
-at the magnitude of the average, where ``decay * average + weight * value`` rounds three times. Every element is
-computed alone, so the result has the same bits whatever the blocks and the number of threads are. Increments below half
-a unit in the last place of an element are lost, as in every average that is stored in float32.
+An update is ``average += weight * (value - average)`` in float32. This form rounds once at the magnitude of the
+average, where ``decay * average + weight * value`` rounds three times. Every element is computed alone, so the result
+has the same bits whatever the blocks and the number of threads are. Increments below half a unit in the last place of
+an element are lost, as in every average that is stored in float32.
 
 Time: the passes of a block are made while it is in the processor's cache, so an update costs one pass over the memory:
 two reads and a write per element.
@@ -72,7 +72,7 @@ def update_averages(tensors: Iterable[AveragedTensor], weight: float, threads: i
 
     Args:
         tensors: the tensors, which must not change during the call, and their averages.
-        weight: of the tensors, above 0 and at most 1. With 1 an average becomes a copy, whatever it was.
+        weight: of the tensors, above 0 and at most 1. With 1 an average becomes a copy of the values.
         threads: number of threads.
     """
     chunks = list(chain.from_iterable(map(_chunks, tensors)))

@@ -1,4 +1,4 @@
-"""``flex_verify: full`` for a load: the ranks compare the checksums of what they read, and of no more.
+"""Compare the checksums of the bytes that a load reads, on all ranks, for ``flex_verify: full``.
 
 A checkpoint is verified in two steps. On opening, before any weight changes, the ranks divide among themselves the
 headers of the safetensors files and all documents. While tensors are filled, each rank compares its blocks
@@ -67,12 +67,12 @@ def verify_metadata_blocks(
 
     Args:
         directory: ``checkpoint-N``, or an export.
-        files: the recorded checksums; none if this rank sees no checkpoint, which opening refuses later.
+        files: the recorded checksums; none if this rank has no checkpoint, which opening refuses later.
         identities: which files were looked at; another one is refused.
         channel: all ranks.
         threads: how many threads of this rank hash.
         next_step: advice for files that are not what was written.
-        seen_by: for every file that not all ranks see, the ranks that do.
+        seen_by: for every file that is not visible to all ranks, the ranks with access to it.
     Returns:
         the number of leading blocks that some rank has compared, by file.
     Raises:
@@ -154,8 +154,8 @@ def fill_and_compare(
         directory: the checkpoint.
         channel: all ranks.
         fill: fills the tensors of this rank.
-        compare: compares the blocks of this rank that filling has left, and returns what was found of all; called also
-            if ``fill`` fails because of what it has read, which damage may explain.
+        compare: compares the blocks of this rank that filling has left, and returns the faults of all blocks. It is
+            also called if ``fill`` fails because of the bytes that it has read, which damage may explain.
         next_step: advice for files that are not what was written.
     Returns:
         the result of ``fill``, and the bytes that this rank has hashed.
@@ -227,7 +227,7 @@ def _fault_message(fault: str, ranks: list[int], channel: Channel) -> str:
 
 
 def _metadata_blocks(directory: AnyPath, checksum: FileChecksum, reader: RangeReader) -> range:
-    """The blocks of a file that hold anything but a tensor's numbers."""
+    """Return the blocks of a file that hold anything but a tensor's numbers."""
     if is_document(checksum.path) or checksum.size < _LENGTH.size:
         return range(len(checksum.blocks))
     raw = bytearray(_LENGTH.size)

@@ -2,9 +2,9 @@
 
 Every byte of both sides is read and compared; no recorded checksum takes the place of a read. Boxes that both sides
 store (:mod:`paddleformers_fc.plan.pairing`) are read in pieces into two buffers. A box that is contiguous on both sides
-is compared as it lies in the files, and neighbours are read together: a few system calls for thousands of small
-tensors. Only boxes that one side stores strided or transposed, or in another dtype, go through read items.
-Stored tensors of two checkpoints with equal boxes are compared without a plan (:func:`differing_stored`).
+is compared as stored, and neighbours are read together: a few system calls for thousands of small tensors. Read items
+are needed only for boxes that one side stores strided or transposed, or in another dtype. Stored tensors of two
+checkpoints with equal boxes are compared without a plan (:func:`differing_stored`).
 
 Memory: two buffers of ``COMPARE_BYTES`` and scratch memory for each thread, whatever the size of a tensor.
 """
@@ -184,7 +184,7 @@ def _paired(
 class _Group:
     """Boxes of one stored box that lie alike on both sides, such as parts of a fused tensor.
 
-    The whole stored box is compared first, as one range. Only if that differs are its boxes read, to name the tensors.
+    The whole stored box is compared first, as one range. Its boxes are read only if that differs, to name the tensors.
 
     Args:
         whole: the whole stored box.
@@ -253,8 +253,8 @@ class _ContiguousBox:
     """A box that is contiguous on both sides.
 
     Args:
-        left: which item on the left.
-        right: which item on the right.
+        left: the item on the left.
+        right: the item on the right.
         left_offset: of the box in the stored box on the left, in bytes.
         right_offset: the same on the right.
         size: length in bytes.
@@ -464,7 +464,7 @@ class _BoxComparison:
     """Compare boxes of tensors of one dtype, in the order in which the left side stores their elements.
 
     Args:
-        work: what all jobs share.
+        work: the state that all jobs share.
         dtype: of the tensors.
         left: how the boxes are read on the left.
         right: how they are read on the right.
@@ -506,5 +506,5 @@ class _OneBuffer:
     memory: Memory
 
     def __getitem__(self, key: Key) -> Memory:
-        """The memory."""
+        """Return the memory."""
         return self.memory

@@ -86,7 +86,7 @@ class DeviationSum:
         self._absolute = max(self._absolute, float(distance.max(initial=0.0)))
 
     def result(self) -> Deviation:
-        """Return the figures of what was added."""
+        """Return the figures of the added pieces."""
         absolute = self._absolute if math.isfinite(self._absolute) else None
         first = np.unravel_index(self._first or 0, self.shape) if self.shape else ()
         ulp = self._ulp if self._is_float else None

@@ -1,4 +1,4 @@
-"""Capabilities of the memory that a tensor lives in.
+"""Describe the capabilities of a tensor's memory.
 
 Each function takes the place of a tensor. No other module of the core compares places: what matters is whether the host
 can address the memory, and what a copy to it can use. Paddle has page-locked memory for CUDA only; for a CustomDevice
@@ -70,14 +70,14 @@ def _side_stream(kind: str, number: int) -> Any:
 
 
 def _device(place: Any) -> tuple[str, int]:
-    """The kind and the number of a device."""
+    """Return the kind and the number of a device."""
     if place.is_custom_place():
         return place.custom_device_type(), place.custom_device_id()
     return "gpu", place.gpu_device_id()
 
 
 def _stream_place(kind: str, number: int) -> Any:
-    """The place in the class that Paddle requires for streams; that of a tensor is of the base class."""
+    """Return the place in the class that Paddle requires for streams; that of a tensor is of the base class."""
     import paddle
 
     return paddle.CUDAPlace(number) if kind == "gpu" else paddle.CustomPlace(kind, number)

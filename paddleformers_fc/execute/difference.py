@@ -1,10 +1,9 @@
-"""Comparison of two checkpoints tensor by tensor, across parallel layouts and formats.
+"""Compare two checkpoints tensor by tensor, across parallel layouts and formats.
 
 The stored bytes of both sides are read and compared in pieces (:mod:`.compare`); a tensor that differs is read again
-for its md5 and the figures of :mod:`.deviation`, in pieces too. So memory does not depend on the size of tensors.
-Tensors that only one side has, or with another shape or dtype, are not compared. Only roles that both formats can
-contain are compared, so that beside open weights the states of the optimizer, most of a checkpoint's bytes, are not
-read.
+for its md5 and the figures of :mod:`.deviation`, in pieces too. Memory therefore does not depend on the size of
+tensors. Tensors that only one side has, or with another shape or dtype, are not compared. Roles that one format cannot
+contain are not compared: beside open weights, the optimizer states, most of a checkpoint's bytes, are not read.
 
 If both sides store equal boxes under equal rules, they are proved once and their stored tensors are compared first.
 Only canonical tensors that read a differing one are planned on both sides.
@@ -111,7 +110,7 @@ class Difference(msgspec.Struct, frozen=True):
         equal: whether everything that was compared is the same.
         a: the first directory.
         b: the second.
-        roles: what was found, by compared role.
+        roles: the result by compared role.
         not_compared: roles that one side holds and the other cannot.
         seconds: how long it took.
     """
@@ -210,7 +209,7 @@ _Found = Mapping[Key, tuple[Form, Form, Deviation | None]]
 
 
 def _differences(first: _Prepared, second: _Prepared, alike: bool) -> _Found:
-    """The tensors of both sides that are not the same, with their digests and figures.
+    """Return the tensors of both sides that are not the same, with their digests and figures.
 
     Args:
         first: one side.
@@ -263,7 +262,7 @@ def _deviations(
 
 
 def _suspects(pool: ReadPool, first: _Prepared, second: _Prepared, plan: LoadPlan) -> set[Key]:
-    """The canonical tensors that read a stored tensor whose bytes differ."""
+    """Return the canonical tensors that read a stored tensor whose bytes differ."""
     differing = differing_stored(pool, first.source.catalog, second.source.catalog, plan.touched)
     return {(role, one) for role, name in differing for one in canonical_names(first.source, role, name)}
 

@@ -1,8 +1,8 @@
 """Canonical tensors of a checkpoint, and their digests: equal numbers have equal digests under every layout and format.
 
 Tensors are read in pieces, in the order of their elements, and hashed piece by piece. Memory: one piece and scratch
-memory, whatever the size of a tensor. Tests use digests to show that a resume is bitwise; ``diff`` reports those of
-tensors that differ.
+memory, independent of the size of a tensor. Tests use digests to show that a resume is bitwise; ``diff`` reports those
+of tensors that differ.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def _file_order(item: ReadItem) -> tuple[str, int]:
 
 
 def _room(piece: _Piece) -> int:
-    """Bytes of a piece in memory: its numbers begin at a cache line."""
+    """Return the bytes of a piece in memory: its numbers begin at a cache line."""
     return -(-shard_bytes(piece.part) // _LINE) * _LINE
 
 

@@ -2,9 +2,9 @@
 
 The format's writer decides about tensors, files, headers and the index; by default it is that of Hugging Face. Every
 rank on the coordinator's disk writes some of the files (:mod:`.export_files`), in batches (:mod:`.export_batches`) that
-read only the ranges of their tensors. Memory is two batches plus scratch memory, whatever the size of the model or of a
-tensor. The same checkpoint content gives the same bytes under every layout. Checksums are computed while the files are
-written (:mod:`paddleformers_fc.storage.export_checksums`).
+read only the ranges of their tensors. Memory is two batches plus scratch memory, independent of the size of the model
+or of a tensor. The same checkpoint content gives the same bytes under every layout. Checksums are computed while the
+files are written (:mod:`paddleformers_fc.storage.export_checksums`).
 
 A live model is first saved as a checkpoint of its weights in a staging directory beside the target, and exported from
 there: one more pass over the storage instead of gathering tensors over the network.
@@ -97,8 +97,8 @@ def export_checkpoint(
         max_shard_bytes: bound on the tensors of one file, in bytes; a larger tensor has a file of its own.
         channel: the ranks that share the work; every rank must call.
         verify: how the source is checked: ``off``, ``size`` or ``full``.
-        tied: which copy of a tied tensor is exported, by pipeline stage: ``first`` or ``last``; under ``refuse`` the
-            copies must be equal.
+        tied: the copy of a tied tensor to export, by pipeline stage: ``first`` or ``last``; under ``refuse`` the copies
+            must be equal.
         role: ``model_state``, or ``ema_state`` for the moving average.
     Raises:
         FlexError: the same on every rank; older weights in the target are untouched.
@@ -209,7 +209,7 @@ def save_weights(
 
     Args:
         weights: name -> live ``ShardedWeight`` of this rank.
-        model: what the model was built from.
+        model: the description of the model.
         files: small files for the directory, ``config.json`` among them, on rank 0.
         target: as in :func:`export_checkpoint`.
         max_shard_bytes: as in :func:`export_checkpoint`.
@@ -321,7 +321,7 @@ def _refuse_untied(source: ReadSource, layout: Layout, channel: Channel) -> None
 
 
 def _model_files(checkpoint: OpenedCheckpoint, channel: Channel) -> dict[str, bytes]:
-    """Return the documents of the model on the coordinator; other ranks send those that it does not see."""
+    """Return the documents of the model on the coordinator; other ranks send those that it lacks."""
     names = checkpoint.model_files
     handed = {name: own_file(checkpoint, channel, partial(_for_coordinator, name)) for name in names}
 

@@ -1,7 +1,7 @@
 """Divide the files of an export into batches that fit into memory, and plan their reads.
 
-A tensor that is larger than a batch is read in pieces. A batch has at most 4 MiB from files of this machine, 32 MiB
-from elsewhere or of transposed tensors, whatever the size of a tensor.
+A tensor that is larger than a batch is read in pieces. A batch has at most 4 MiB from files of this machine, or 32 MiB
+from elsewhere or of transposed tensors.
 """
 
 from __future__ import annotations

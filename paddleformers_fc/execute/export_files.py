@@ -1,7 +1,7 @@
 """Write the files of an export: batches are read, hashed in the order of their file, and written at their offsets.
 
 Two batches are in progress at a time, each read and then written by one thread, so that neither waits for the other
-unless both belong to the same file. Headers are known in advance. If no rank sees the whole checkpoint, the ranks take
+unless both belong to the same file. Headers are known in advance. If no rank has the whole checkpoint, the ranks take
 one batch each at a time and read for each other.
 """
 
@@ -49,7 +49,7 @@ class ExportJob:
         writer: the format of the files.
         files: the files of this rank.
         batch_bytes: bound on the bytes of a batch.
-        merge: what changes the tensors that are read, if anything.
+        merge: the change of the tensors that are read; None without one.
     """
 
     create: Callable[[str, FileLayout], TensorFile]
@@ -140,7 +140,7 @@ class _OpenFile:
     Args:
         writer: writes its bytes.
         hasher: hashes its bytes in order.
-        trailer: what the file has behind its tensors.
+        trailer: the bytes of the file after its tensors.
         hashed: number of bytes of tensors that were hashed.
     """
 
@@ -156,7 +156,7 @@ class _OutputWriter:
     Batches are hashed in the order of their file: a thread waits until the batches before its own are hashed. They are
     drawn in that order, so that another thread has them.
 
-    A context manager: at its end every file is whole, and what an error leaves open is closed as it is.
+    A context manager: at its end every file is whole; after an error, open files are closed as they are.
 
     Args:
         job: the files.

@@ -55,7 +55,7 @@ class Inspection(msgspec.Struct, frozen=True):
         model: the keys of ``config.json`` that determine a model's size.
         files: number of files.
         bytes: their sizes together.
-        roles: what is stored, by role.
+        roles: the stored tensors by role.
         tensors: the stored tensors that match; None without a pattern.
         output: the checkpoints and leftovers in it; None if there are none.
     """

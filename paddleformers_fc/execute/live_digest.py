@@ -1,4 +1,4 @@
-"""One digest of live weights: equal for equal canonical tensors, whatever layout the ranks hold them in.
+"""Compute one digest of live weights, equal for equal canonical tensors under any layout.
 
 Every element is hashed with its position in its canonical tensor, and the hashes of a tensor are added modulo 2^64. A
 sum does not depend on the order of its parts, so each rank adds up what it holds, of replicas the first rank alone, and

@@ -75,7 +75,7 @@ class LoadReport:
     """The result of a load.
 
     Args:
-        directory: what was loaded.
+        directory: the loaded directory.
         bytes_read: bytes this rank read from storage.
         seconds: wall time, preflight included.
         fresh: live tensors of this rank that the source did not hold, by declaration, and that kept their values.
@@ -104,7 +104,7 @@ class PreparedLoad:
     """A load that fits, before it changes anything.
 
     Args:
-        plan: what this rank reads.
+        plan: the reads of this rank.
         fill: changes tensors; every rank must call it.
         identities: of the files that are read; another file of the same name is refused.
     """
@@ -143,7 +143,7 @@ class _PreflightMessage(msgspec.Struct):
     Args:
         report: what does not fit.
         touched: per role a bitmap over the sorted stored names: which of them this rank reads.
-        once: whether it wants to read together with others what several want.
+        once: whether a range for several ranks is read by one of them.
         compares: whether it has stored tensors to compare first.
         blocks: the blocks that it reads if every rank reads for itself, and their checksums are compared.
     """
@@ -165,7 +165,7 @@ def load_checkpoint(
     plans: PlanCache = PLANS,
     may_change: Collection[str] = (),
 ) -> LoadReport:
-    """Fill live weights from a flex checkpoint, whatever the two layouts are.
+    """Fill live weights from a flex checkpoint of any layout.
 
     Arguments and errors are those of :func:`prepare_load`. An error of a read, and damage that is found while tensors
     are filled, leave tensors undefined, and the job must not train them.
@@ -192,7 +192,7 @@ def prepare_load(
     Args:
         checkpoint: what :func:`open_on_all_ranks` opened.
         roles: role -> name -> live ``ShardedWeight``; a stored role that is not wanted here is left alone.
-        model: what the live model was built from.
+        model: the description of the live model.
         channel: all ranks of the job; every rank must call.
         options: threads and staging.
         aoa_config: statements from stored names to the model's, for tensors that have other names or shapes now.
@@ -224,7 +224,8 @@ def prepare_load(
                 source, report = statements_source(checkpoint, model, aoa_config, tensors, may_cast)
             else:
                 source, report = resume_source(checkpoint, model_rules(model, shards[MODEL_STATE]))
-            # Statements may leave out the attention of all layers; what they keep or move has the heads it had.
+            # Statements may leave out the attention of all layers; tensors that they keep or move have the same heads
+            # as before.
             if model.rules is None and (not aoa_config or headed_names(family_for(model.config), source.mapping.made)):
                 for line in _head_count_difference(checkpoint.known, model):
                     report.add("shape", line)
@@ -325,13 +326,13 @@ def prepare_weights(
 ) -> PreparedLoad:
     """Do everything of a load of open weights that changes no weight; stored floating dtypes are cast to the model's.
 
-    If the directory has recorded checksums (``flex_checksums.json``), sizes and documents are compared on opening, and
-    under ``full`` headers as well, and all blocks that are read while tensors are filled.
+    If the directory has recorded checksums (``flex_checksums.json``), sizes and documents are compared on opening.
+    Under ``full`` headers are compared as well, and all blocks that are read while tensors are filled.
 
     Args:
         directory: safetensors files in canonical names, with their index.
         roles: ``model_state`` -> name -> live ``ShardedWeight``.
-        model: what the live model was built from.
+        model: the description of the live model.
         channel: all ranks of the job; every rank must call.
         options: threads and staging.
         verify: ``full``, or ``size`` or ``off``, which compare no tensor.
@@ -405,7 +406,7 @@ def _opened_weights(
         return bool(opened.recorded), opened
 
     recorded, weights = gather_and_keep(channel, f"opening {directory.name}", work, bool, consistency)
-    # Decided by all ranks: a rank that sees no checksums still takes part in the comparison.
+    # Decided by all ranks: a rank without checksums still has to call the comparison.
     if not any(recorded) or verify != "full":
         return weights, NO_BLOCKS
     files, advice = list(weights.recorded.values()), restore_or_delete(directory)
@@ -552,7 +553,7 @@ def _refuse_different_ways(verdicts: list[_PreflightMessage]) -> None:
 
 
 def _bitmaps(catalog: Catalog, plan: LoadPlan, roles: Roles) -> dict[str, bytes]:
-    """Return which stored names this rank reads, one bit each, by the roles that it wants."""
+    """Return a bitmap of the stored names that this rank reads, for each role that it loads."""
     maps: dict[str, bytes] = {}
     for role in roles:
         touched = plan.touched.get(role, frozenset())
@@ -562,7 +563,7 @@ def _bitmaps(catalog: Catalog, plan: LoadPlan, roles: Roles) -> dict[str, bytes]
 
 
 def _untouched(catalog: Catalog, verdicts: list[_PreflightMessage]) -> list[Stored]:
-    """Role and name of what is stored, of a wanted role, and read by no rank."""
+    """Role and name of the stored tensors of a wanted role that no rank reads."""
     left: list[Stored] = []
     for role in sorted({role for verdict in verdicts for role in verdict.touched}):
         names = catalog.sorted_names.get(role, [])

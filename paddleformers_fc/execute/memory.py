@@ -205,7 +205,7 @@ class TensorSlot(msgspec.Struct, eq=False, gc=False):
 
     Args:
         tensor: the ``paddle.Tensor`` to be filled.
-        host_bytes: bytes of the array that stands in for the tensor; 0 where its own memory is filled.
+        host_bytes: bytes of the host array that replaces the tensor; 0 where its own memory is filled.
         pool: the staging buffers of the tensor's device; None in host memory.
         begin: offset of the bytes that are filled, of a contiguous tensor of a device.
     """

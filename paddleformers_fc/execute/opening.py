@@ -1,12 +1,12 @@
-"""Open a checkpoint on all ranks, which may see different files of it.
+"""Open a checkpoint on all ranks, which may have access to different files of it.
 
-Every rank opens the checkpoint alone, and reports in one exchange which files it sees and whether it failed. If every
-rank sees the same files, that is all. If output directories are on disks of single hosts, each disk has the files of
-its own ranks, and failures of single ranks are ignored. For every file one rank that sees it reads the header for all,
-and the catalog is the union. Each rank checks the files that it sees. Files that no rank sees are listed in an error,
-with the ranks that see no file at all.
+Every rank opens the checkpoint alone. One exchange reports the files that are visible to each rank, and its failure. If
+all ranks have the same files, no other exchange follows. If output directories are on disks of single hosts, each disk
+has the files of its own ranks, and failures of single ranks are ignored. The header of every file is read by one rank
+for all, and the catalog is the union. Each rank checks its visible files. An error lists the files that are visible to
+no rank, and the ranks without any file.
 
-Memory: descriptions of the files that not all ranks see, linear in their shards.
+Memory: descriptions of the files that are not visible to all ranks, linear in their shards.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ SeenBy = Mapping[str, Sequence[int]]
 
 
 class _VisibilityMessage(msgspec.Struct, frozen=True):
-    """The files that one rank sees, as they are sent to the others.
+    """The files that are visible to one rank, as sent to the others.
 
     Args:
         seal: the manifest's checksum of itself; empty if there is no manifest.
@@ -77,7 +77,7 @@ class _ProbeMessage(msgspec.Struct):
     """The report of one rank about a directory.
 
     Args:
-        sight: the files that it sees.
+        sight: its visible files.
         fault: its error when it opened the directory alone, in wire form; empty after success.
     """
 
@@ -90,7 +90,7 @@ class _Visibility:
     """The reports of all ranks.
 
     Args:
-        own: the files that this rank sees; None without a manifest.
+        own: the visible files of this rank; None without a manifest.
         sights: by rank.
         faults: by rank.
     """
@@ -101,12 +101,12 @@ class _Visibility:
 
     @property
     def alike(self) -> bool:
-        """Return whether every rank sees the same files."""
+        """Return whether the same files are visible to every rank."""
         return len(set(self.sights)) == 1
 
 
 class _ShardMessage(msgspec.Struct):
-    """A stored shard, as it is sent to the ranks that do not see its file."""
+    """A stored shard, as sent to the ranks without access to its file."""
 
     record: ShardRecord
     dtype: str
@@ -134,18 +134,18 @@ def open_on_all_ranks(
 ) -> OpenedCheckpoint:
     """Open a finished checkpoint on every rank, or raise the same error on every rank.
 
-    Under ``size`` the ranks share the checksums of documents. Under ``full`` they share those of headers as well; the
-    tensors are left to the load, which compares only the blocks that a rank will read. If ranks see different files,
-    each compares those it sees.
+    Under ``size`` the ranks share the checksums of documents. Under ``full`` they share those of headers as well. The
+    load compares those of tensors, and only of the blocks that a rank will read. If ranks have different files, each
+    rank compares its own.
 
     Args:
         directory: ``checkpoint-N``.
         channel: all ranks of the job; every rank must call.
-        verify: ``off``, ``size`` or ``full``; each rank checks the files that it sees.
+        verify: ``off``, ``size`` or ``full``; each rank checks its visible files.
         threads: number of threads of this rank that compare checksums.
         consistency: facts that must be equal on all ranks.
-        config: returns the configuration of the live model, for a directory of another format that has none; it is
-            called where an error on one rank is raised on all.
+        config: returns the configuration of the live model, for a directory of another format that has none. An error
+            of this call on one rank is raised on all.
     """
     opened: list[OpenedCheckpoint] = []
     headers: dict[str, int] = {}
@@ -179,7 +179,7 @@ def open_on_all_ranks(
 
 
 def check_complete(directory: AnyPath, channel: Channel, level: str = "size", threads: int = 4) -> None:
-    """Check that a checkpoint is complete: some rank sees every file, with its recorded size.
+    """Check that a checkpoint is complete: every file is visible to some rank, with its recorded size.
 
     Args:
         directory: ``checkpoint-N``.
@@ -193,7 +193,8 @@ def check_complete(directory: AnyPath, channel: Channel, level: str = "size", th
     """
 
     def check_alone(own: FileVisibility | None) -> None:
-        # On every rank: nodes whose disks hold copies see the same manifest, and a file of one copy may be truncated.
+        # On every rank: the disks of several nodes may hold copies with the same manifest, and a file of one may be
+        # truncated.
         manifest = read_manifest(directory) if own is None else own.manifest
         refuse_as_newest(directory, manifest)
         verify_files(directory, manifest, "size")
@@ -217,7 +218,7 @@ def check_complete(directory: AnyPath, channel: Channel, level: str = "size", th
 
 
 def compare_unread(checkpoint: OpenedCheckpoint, channel: Channel, threads: int = 4) -> None:
-    """Compare every byte of the files of an ``unread`` checkpoint that lies on several disks.
+    """Compare every byte of the files of an ``unread`` checkpoint on several disks.
 
     Args:
         checkpoint: opened by every rank.
@@ -232,16 +233,14 @@ def compare_unread(checkpoint: OpenedCheckpoint, channel: Channel, threads: int 
 
 
 def own_file(checkpoint: OpenedCheckpoint, channel: Channel, name_of: Callable[[int], str]) -> bytes | None:
-    """Return a small file that each rank has of its own, for a rank that does not see it.
-
-    Nothing is exchanged if every rank sees every file.
+    """Return this rank's small file, read by another rank if it is not visible here.
 
     Args:
         checkpoint: an opened checkpoint.
         channel: all ranks of the job; every rank must call.
         name_of: the file's path by rank.
     Returns:
-        the file's bytes; None if this rank sees the file itself, or if there is none.
+        the file's bytes; None if this rank can read the file itself, or if there is none.
     """
     catalog = checkpoint.catalog
     sizes = {path: one.size for path, one in checkpoint.recorded.items()}
@@ -274,12 +273,12 @@ def _probe(
     alone: Callable[[FileVisibility | None], None],
     consistency: ConsistencyFacts | None = None,
 ) -> _Visibility:
-    """Return the files that this rank sees, and a summary for every rank.
+    """Return the visible files of this rank, and a summary for every rank.
 
     Args:
         directory: ``checkpoint-N``.
         channel: all ranks; every rank must call.
-        alone: opens the directory on this rank; its errors count if all ranks see the same files.
+        alone: opens the directory on this rank; its errors count if all ranks have the same files.
         consistency: facts that must be equal on all ranks.
     """
 
@@ -313,7 +312,7 @@ def _contents_of(directory: AnyPath, sight: FileVisibility | None) -> _Visibilit
 
 
 def _common_manifest(directory: AnyPath, looked: _Visibility, channel: Channel) -> Manifest:
-    """Return the manifest on every rank, also on those that see none."""
+    """Return the manifest on every rank, also on those without one."""
     own, sights = looked.own, looked.sights
     groups: dict[tuple[str, str], list[int]] = {}
     for rank, sight in enumerate(sights):
@@ -386,7 +385,7 @@ def _verify_seen(
     level: str,
     compared: Collection[str] | None = None,
 ) -> None:
-    """Check the files that this rank sees."""
+    """Check the visible files of this rank."""
     here = [one for one in manifest.files if rank in seen_by.get(one.path, (rank,))]
     if here:
         verify_files(directory, msgspec.structs.replace(manifest, files=here), level, documents=compared)
@@ -400,7 +399,7 @@ def _documents_of(manifest: Manifest, seen_by: SeenBy, channel: Channel) -> froz
 
 
 def _verification_share(manifest: Manifest, seen_by: SeenBy, channel: Channel) -> list[FileChecksum]:
-    """Return the files that this rank checks completely: every file is assigned to one rank that sees it."""
+    """Return the files that this rank checks completely: every file is assigned to one rank with access to it."""
     share: list[FileChecksum] = []
     for index, checksum in enumerate(manifest.files):
         ranks = seen_by.get(checksum.path, range(channel.world_size))
@@ -410,7 +409,7 @@ def _verification_share(manifest: Manifest, seen_by: SeenBy, channel: Channel) -
 
 
 def _seen_by(manifest: Manifest, sights: Sequence[_VisibilityMessage]) -> dict[str, tuple[int, ...]]:
-    """Return the ranks that see a file, for every file that not all ranks see."""
+    """Return the ranks with access to a file, for every file that is not visible to all ranks."""
     count = len(manifest.files)
     visible = np.ones((len(sights), count), bool)
     for rank, sight in enumerate(sights):
@@ -423,7 +422,7 @@ def _seen_by(manifest: Manifest, sights: Sequence[_VisibilityMessage]) -> dict[s
 
 
 def _refuse_invisible(directory: AnyPath, seen_by: SeenBy, sights: Sequence[_VisibilityMessage]) -> None:
-    """Refuse a checkpoint with files that no rank sees: a disk is missing."""
+    """Refuse a checkpoint with files that are visible to no rank: a disk is missing."""
     lost = [path for path, ranks in seen_by.items() if not ranks]
     if not lost:
         return

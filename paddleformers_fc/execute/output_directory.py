@@ -116,7 +116,7 @@ def _removed(path: Path) -> bool:
     try:
         return remove_leftover(path)
     except StorageError:
-        return False  # It stays in the list of what is left.
+        return False  # It stays in the list of leftovers.
 
 
 def _state(directory: Path) -> list[tuple[str, int, int]]:

@@ -1,8 +1,8 @@
-"""Send parts of tensors from the ranks that hold them to those that want them, in memory.
+"""Send parts of tensors from the ranks that hold them to the ranks that need them, in memory.
 
-Both sides cut a tensor into the same boxes, and a rank holds or wants a range of a box: what sharding divides, while
-tensor, pipeline and expert parallelism stay. A rank takes what it holds itself, and everything else from the lowest
-rank that holds it. Tensors travel in rounds of :data:`ROUND_BYTES` of a rank, a larger one alone.
+Both sides cut a tensor into the same boxes, and a rank holds or needs a range of a box. Sharding may therefore differ,
+and tensor, pipeline and expert parallelism may not. A rank uses its own elements, and receives all others from the
+lowest rank that holds them. Tensors are sent in rounds of :data:`ROUND_BYTES` per rank, a larger one alone.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class LocalPart:
 
 
 class _Parts(msgspec.Struct):
-    """The parts that one rank holds and wants."""
+    """The parts that one rank holds and needs."""
 
     held: list[Shard]
     wanted: list[Shard]
@@ -60,10 +60,10 @@ def gather_parts(
 
     Args:
         held: this rank's parts by name.
-        wanted: what this rank wants, by name. Names that no rank holds are left out.
+        wanted: the parts that this rank needs, by name. Names that no rank holds are left out.
         channel: all ranks of the job.
     Raises:
-        MismatchError: the same on every rank: ranks hold a part of what a rank wants.
+        MismatchError: the same on every rank: ranks hold only some elements of a wanted part.
     """
 
     def own_parts() -> _Parts:

@@ -59,7 +59,7 @@ class Memory(msgspec.Struct, frozen=True, eq=False, gc=False):
 
     @classmethod
     def of(cls, array: np.ndarray[Any, Any]) -> Memory:
-        """The memory of a flat array."""
+        """Return the memory of a flat array."""
         return cls(array, array.__array_interface__["data"][0], array.size, array.dtype)
 
     def array(self) -> np.ndarray[Any, Any]:

@@ -47,7 +47,7 @@ class ReadOptions:
         threads: number of threads.
         staging_memory_bytes: maximum staging memory of all threads, used by transposes, casts and host copies.
         max_over_read: maximum ratio of bytes read to bytes needed, if short runs are read with the gaps between them.
-        once: whether a range that several ranks want is read by one of them and sent to the others.
+        once: whether a range for several ranks is read by one of them and sent to the others.
     Raises:
         OptionError: a bound is below 1.
     """
@@ -164,7 +164,8 @@ def run_workers(
     try:
         for _ in range(threads - 1):
             futures.append(pool.submit(other))
-        # This thread works too and does not wait for others to start. It bypasses the latch: its end is seen here.
+        # This thread works too and does not wait for others to start. It bypasses the latch, so its end is detected
+        # here.
         total = work(take)
     finally:
         # An interrupt, even one between the start of a thread and the append above, ends the work after the current

@@ -69,7 +69,7 @@ def execute_reads(
         slots: memory by role and full name.
         options: threads and staging memory.
         identities: identities of the checked files; a replaced file is refused.
-        verifier: compares its blocks that the items lie in, and keeps what it finds.
+        verifier: compares its blocks that contain the items, and keeps the faults.
     Returns:
         bytes read from storage.
     Raises:
@@ -143,7 +143,7 @@ class _Targets:
         self._open: dict[Key, Memory] = {}
 
     def __getitem__(self, key: Key) -> Memory:
-        """The memory of a shard."""
+        """Return the memory of a shard."""
         slot = self._slots[key]
         if not slot.host_bytes:
             return slot.open()
@@ -249,7 +249,7 @@ class ArraySlot:
     host_bytes: int = 0
 
     def open(self) -> Memory:
-        """The array."""
+        """Return the array."""
         return Memory.of(self.array)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Export in another dtype: which tensors change, and what they are then read from.
+"""Select the tensors that an export in another dtype casts, and their sources.
 
 The tensors of the model's own dtype change; others, such as a float32 router beside bfloat16 weights, stay, and so do
 tensors that the family declares as float32. To float32 a weight is read from its master weight if one is stored, so no

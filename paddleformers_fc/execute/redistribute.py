@@ -1,14 +1,15 @@
-"""Redistribution: one rank reads a range for others that do not see the file, or that need not read it as well.
+"""Read a range on one rank for other ranks, which lack the file or need not read it as well.
 
-Every rank sends the ranges that it wants from others or shares with them. All ranks compute the same rounds from these
-(:mod:`paddleformers_fc.plan.transfer_plan`). In a round every rank reads its pieces, packed and in the stored dtype,
-and sends them. A receiver copies a piece to the place in its plan, and transposes and casts there. The next round is
-read while this one is sent. A rank that fails completes its round and reports the failure; then all ranks stop.
+Every rank sends the list of the ranges that it requests from others or shares with them. All ranks compute the same
+rounds from these (:mod:`paddleformers_fc.plan.transfer_plan`). In a round every rank reads its pieces, packed and in
+the stored dtype, and sends them. A receiver copies a piece to the place in its plan, and transposes and casts there.
+The next round is read while this one is sent. A rank that fails completes its round and reports the failure; then all
+ranks stop.
 
-If every rank sees every file and reads for itself, nothing is exchanged.
+If every file is visible to every rank and each reads for itself, no range is exchanged.
 
 Memory beyond the targets: two rounds that are read and one that is received, each of ``ROUND_BYTES``; on an accelerator
-also host copies of incomplete shards. There are few of these, because pieces arrive in the order in which ranks want
+also host copies of incomplete shards. There are few of these, because pieces arrive in the order in which ranks request
 them.
 """
 
@@ -68,8 +69,8 @@ class ReadContext:
 
     Args:
         root: the directory that files are relative to.
-        identities: which files were checked; another one under a path is refused.
-        seen_by: for every file that not all ranks see, the ranks that do.
+        identities: the identities of the checked files; another file under a path is refused.
+        seen_by: for every file that is not visible to all ranks, the ranks with access to it.
         recorded: the checksums of blocks, which are compared while they are read.
         block_reads: by rank, the blocks that it reads if every rank reads for itself.
     """
@@ -81,7 +82,7 @@ class ReadContext:
     block_reads: Sequence[BlockReads] = ()
 
     def sees(self, rank: int, file: str) -> bool:
-        """Return whether a rank sees a file."""
+        """Return whether a file is visible to a rank."""
         return file not in self.seen_by or rank in self.seen_by[file]
 
 
@@ -120,12 +121,12 @@ def agreed_schedule(
     """Return this rank's part of the rounds that all ranks compute from the wanted ranges.
 
     Args:
-        wants: the ranges this rank wants from others or shares with them, in the order in which it wants them.
-        storage: the files that each rank sees.
+        wants: the ranges that this rank requests from others or shares with them, in its order.
+        storage: the visible files of each rank.
         channel: all ranks; every rank must call.
         limit: bound on the bytes that a rank sends, and receives, in a round.
     Raises:
-        StorageError: a range lies in a file that no rank sees.
+        StorageError: a range is in a file that is visible to no rank.
     """
     everyone = all_gather_checked(channel, "assigning reads", lambda: _to_messages(wants), _RangeMessages)
     moves = assign_transfers([_from_messages(messages) for messages in everyone], storage.seen_by)
@@ -140,14 +141,14 @@ def read_redistributed(
     options: ReadOptions = DEFAULT_OPTIONS,
     limit: int = ROUND_BYTES,
 ) -> Traffic:
-    """Fill every slot of every rank; each rank reads for itself the ranges that it sees and does not share.
+    """Fill every slot of every rank; each rank reads for itself the visible ranges that it does not share.
 
     Args:
         plan: this rank's plan; its report must be empty.
         storage: the files that it reads.
         slots: memory by role and full name.
         channel: all ranks; every rank must call.
-        options: threads, staging memory, and whether a range that several ranks want is read once.
+        options: threads, staging memory, and whether a range for several ranks is read once.
         limit: bound on the bytes that a rank sends, and receives, in a round.
     Raises:
         Corrupt: the same on every rank: blocks do not match their checksums; targets hold an undefined mixture.
@@ -177,7 +178,7 @@ def read_redistributed(
 def _agreed_block_reads(
     parts: Sequence[StoredPart], schedule: TransferSchedule, storage: ReadContext, channel: Channel
 ) -> list[BlockReads]:
-    """The blocks that each rank reads, be it for others."""
+    """Return the blocks that each rank reads, for itself or for others."""
 
     def own() -> BlockReads:
         arriving = schedule.parts(channel.rank)
@@ -206,7 +207,7 @@ def run_rounds(
         schedule: this rank's part.
         storage: the files that it reads.
         channel: all ranks.
-        place: called with every piece that this rank wants, in its stored shape and dtype.
+        place: called with every piece that this rank requested, in its stored shape and dtype.
         options: threads and staging memory.
         before: work of this rank alone that precedes the rounds; it may fail.
         verifier: compares blocks that this rank reads.
@@ -245,7 +246,7 @@ def compare_redistributed(
         checks: the checks of this rank's plan.
         storage: the files that this rank reads.
         channel: all ranks; every rank must call.
-        options: whether a range that several ranks want is read once.
+        options: whether a range for several ranks is read once.
     Raises:
         MismatchError: the same on every rank, naming every pair that differs.
     """
@@ -354,7 +355,7 @@ class _ShardFiller:
         self._read(items, self._slots)
 
     def place(self, piece: TransferPiece, array: Array) -> None:
-        """Copy a received piece to its place in the plan, and hand a complete shard over."""
+        """Copy a received piece to its place in the plan, and pass a complete shard on."""
         for item in self._arriving[piece.move.part]:
             key = (item.role, item.name)
             box = piece.box.relative_to(item.stored.part.lo)
@@ -390,7 +391,7 @@ def _by_shard(plan: LoadPlan) -> list[ReadItem]:
 def _round(
     channel: Channel, pieces: Sequence[TransferPiece], arrays: Mapping[int, Array]
 ) -> list[tuple[TransferPiece, Array]]:
-    """Send the pieces that this rank has read; return the pieces that it wants, from all ranks."""
+    """Send the pieces that this rank has read; return the pieces that it requested, from all ranks."""
     leaving: dict[int, list[Bytes]] = {}
     for index, array in arrays.items():
         for receiver in pieces[index].move.receivers:

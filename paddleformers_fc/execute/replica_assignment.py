@@ -76,7 +76,7 @@ class Replica:
 
 
 def find_replicas(everyone: Sequence[RankShards], rank: int) -> list[Replica]:
-    """The shards of one rank that other ranks hold as well.
+    """Return the shards of one rank that other ranks hold as well.
 
     Args:
         everyone: as for :func:`assign_writers`.
@@ -202,7 +202,7 @@ def _cut(piece: ShardPart, max_bytes: int) -> Iterator[ShardPart]:
 
 
 def _rows(shard: Shard) -> tuple[int, int]:
-    """The rows that a shard can be cut between: how many, and the bytes of one."""
+    """Return the rows that a shard can be cut between: how many, and the bytes of one."""
     if shard.flat is not None or shard.size < 2:
         return shard.size, dtype_size(shard.dtype)
     axis = _row_axis(shard)
@@ -210,12 +210,12 @@ def _rows(shard: Shard) -> tuple[int, int]:
 
 
 def _row_axis(shard: Shard) -> int:
-    """The first axis that can be cut; what lies between two cuts of it is contiguous."""
+    """Return the first axis that can be cut; the elements between two cuts of it are contiguous."""
     return next(axis for axis, length in enumerate(shard.box.shape) if length > 1)
 
 
 def _part(piece: ShardPart, low: int, high: int) -> ShardPart:
-    """The rows ``low:high`` of a piece."""
+    """Return the rows ``low:high`` of a piece."""
     shard, (rows, row_bytes) = piece.shard, _rows(piece.shard)
     if (low, high) == (0, rows):
         return piece

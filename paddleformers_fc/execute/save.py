@@ -10,10 +10,10 @@
 4. ``commit`` writes ``mapping.json`` and the manifest on the coordinator and renames the directory. If the ranks write
    onto several disks, each disk gets both (:mod:`.commit_coordinator`).
 
-A failure on any rank raises the same error on every rank and removes the staging directory; a crash leaves it behind
+A failure on any rank raises the same error on every rank and removes the staging directory. A crash leaves it behind
 under a hidden name. Beyond the tensors, memory is the headers of this rank's files and, for a new plan, the
-descriptions: linear in the shards of all ranks. Tensors that the host cannot address are copied in pieces of 16 MiB,
-of which three have a staging buffer (:mod:`.staging_pool`).
+descriptions: linear in the shards of all ranks. Tensors that the host cannot address are copied in pieces of 16 MiB, of
+which three have a staging buffer (:mod:`.staging_pool`).
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class SaveReport:
         manifest: of the finished checkpoint.
         set_aside: directories with files of other programs that had the checkpoint's name and were renamed, and older
             checkpoints that could not be deleted; normally none.
-        disks: which ranks wrote onto the same disk.
+        disks: the ranks that wrote onto the same disk.
         differences: where ranks hold different numbers of the same part of a tensor, one line each; normally none.
         diverged_ties: tied tensors whose copies differ, which make the checkpoint unusable for a resume; normally none.
     """
@@ -202,8 +202,8 @@ def save_checkpoint(
         job: the job and its step.
         channel: all ranks of the job; every rank must call.
         max_file_bytes: bound on the tensors of one file, in bytes; a larger tensor is cut between rows.
-        replicas: what a save does when replicas differ: ``off`` does not compare them, ``warn`` lists differences in
-            the report and in the manifest, ``refuse`` saves nothing. Copies of a tied tensor are always compared, and
+        replicas: the reaction to replicas that differ. ``off`` does not compare them, ``warn`` lists differences in the
+            report and in the manifest, ``refuse`` saves nothing. Copies of a tied tensor are always compared, and
             treated as under ``warn`` unless the value is ``refuse``.
         staging_bytes: maximum memory through which tensors are copied that the host cannot address.
     Returns:
@@ -352,8 +352,8 @@ def commit(
 def _without_aliases(roles: Roles, model: ModelDescription) -> LiveRoles:
     """This rank's weights without aliases that are the very memory of their owner, as tied parameters are.
 
-    The optimizer keeps one state for such a pair and names it after whichever of the two sorts first; it is saved under
-    the owner's name. An alias with memory of its own, on another pipeline stage, is saved as itself and must be equal.
+    The optimizer keeps one state for such a pair, named after the one that sorts first. It is saved under the owner's
+    name. An alias with memory of its own, on another pipeline stage, is saved as itself and must be equal.
     """
     weights = roles.get(MODEL_STATE, {})
     shared = {
@@ -380,7 +380,7 @@ def _address(weight: Any) -> int:
 
 
 def _facts(own: LiveRoles, model: ModelDescription, max_file_bytes: int) -> bytes:
-    """The digest of everything that this rank brings into a plan."""
+    """Return the digest of everything that this rank brings into a plan."""
     described = json.dumps(
         [dict(model.config), model.is_fleet, model.adapters, model.is_global], sort_keys=True, default=repr
     )

@@ -1,10 +1,10 @@
 """Build the plan of a save before its first byte, and cache it for the next save of the same job.
 
-The files of this rank, with their headers; on the coordinator also ``mapping.json``, proved. All of it
-follows from the model's configuration and from how every rank describes its shards, and a job describes the same shards
-at every save. So a plan is kept under a digest of the descriptions of *all* ranks, and a later save exchanges digests
-alone. If the description of one rank differs, its digest differs, and every rank builds a new plan:
-a plan is never used for shards that it was not made for.
+The files of this rank, with their headers; on the coordinator also ``mapping.json``, proved. A plan depends only on the
+model's configuration and on the shard descriptions of every rank, which are the same at every save of a job. It is
+therefore cached under a digest of the descriptions of *all* ranks, and a later save exchanges digests alone. If the
+description of one rank differs, its digest differs, and every rank builds a new plan: a plan is never used for shards
+that it was not made for.
 
 Memory: the headers of this rank's files and the names of its replicas, for the last few plans.
 """
@@ -97,7 +97,7 @@ class SavePlan:
 
     Args:
         files: this rank's files.
-        model: what the coordinator writes beside them; None on other ranks.
+        model: the description that the coordinator writes beside them; None on other ranks.
         replicas: this rank's shards that other ranks hold as well.
         ties: the copies of tied tensors that all ranks compare.
     """
@@ -127,12 +127,13 @@ class SavePlanCache:
         self._lock = threading.Lock()
 
     def known(self, rank: int) -> dict[bytes, SavePlan]:
-        """The plans of one rank by the digest of the shards of all ranks."""
+        """Return the plans of one rank by the digest of the shards of all ranks."""
         with self._lock:
             return {shards_digest: plan for (owner, shards_digest), plan in self._plans.items() if owner == rank}
 
     def latest(self, rank: int, facts: bytes) -> SavePlan | None:
-        """The last plan for these shards of one rank, right unless the shards of another rank have changed since."""
+        """Return the last plan for these shards of one rank; invalid if the shards of another rank have changed
+        since."""
         with self._lock:
             return self._latest.get((rank, facts))
 
@@ -165,7 +166,7 @@ def digest(*parts: bytes) -> bytes:
 
 
 def build_save_plan(everyone: list[RankShards], model: ModelDescription, rank: int, max_file_bytes: int) -> SavePlan:
-    """The plan of one rank.
+    """Return the plan of one rank.
 
     Args:
         everyone: the shards of every rank, by rank; those that hold the same may share one object.
@@ -190,7 +191,7 @@ def build_save_plan(everyone: list[RankShards], model: ModelDescription, rank: i
 
 
 def model_rules(model: ModelDescription, shards: Mapping[str, Shard]) -> RuleSet:
-    """The rules of a model, or of one rank's part of it, from its live shards.
+    """Return the rules of a model, or of one rank's part of it, from its live shards.
 
     Args:
         model: what the model was built from.
@@ -218,7 +219,7 @@ def _role_files(role: str, pieces: Iterable[ShardPart], rank: int, max_file_byte
 
 
 def _record(everyone: list[RankShards], model: ModelDescription) -> ModelRecord:
-    """Prove that what will be saved is whole and describes itself, before anything is written."""
+    """Prove, before the first write, that the checkpoint will be whole and can be interpreted without this run."""
     distinct = list({id(roles): roles for roles in everyone}.values())
     parameters: dict[str, Shard] = {}
     for roles in distinct:

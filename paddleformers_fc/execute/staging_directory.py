@@ -1,6 +1,6 @@
 """Create a staging directory for all ranks of a job, and remove it if any rank fails.
 
-The coordinator creates it beside the target. Ranks that do not see it have output directories on other disks; the
+The coordinator creates it beside the target. Ranks without access to it have output directories on other disks; the
 leader of each of these disks creates a staging directory there. Before that, a leader deletes the leftovers of crashed
 saves whose processes have ended, so that a disk full of leftovers does not stop the next save.
 """

@@ -203,7 +203,7 @@ class StagedPieces:
             self._current = None
 
     def __del__(self) -> None:
-        """Wait for copies that were not asked for, because their buffers are used again."""
+        """Wait for copies that were not requested, because their buffers are used again."""
         self._give_back()
         self._current, self._next = self._next, None
         self._give_back()
@@ -233,7 +233,7 @@ def _cut(parts: Iterator[Any], size: int) -> Iterator[Any]:
 
 
 def _host_tensor(array: np.ndarray[Any, Any]) -> Any:
-    """A tensor over bytes of a buffer, without a copy. Slices of a host tensor are copied where a device is current."""
+    """Return a tensor over bytes of a buffer. A slice of a host tensor would be a copy while a device is current."""
     import paddle
     from paddle.base import core
 

@@ -1,4 +1,4 @@
-"""The stretches of live tensors that a save reads: what it writes, and what it hashes of replicas and tied copies.
+"""List the stretches of live tensors that a save reads: to write them, or to hash replicas and tied copies.
 
 A snapshot copies exactly these, so its memory is this rank's share of the checkpoint and not its state. Overlapping
 stretches are joined. Time and memory are linear in the tensors of this rank, apart from a sort per tensor.

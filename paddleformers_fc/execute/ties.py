@@ -1,13 +1,13 @@
 """Compare the copies of tied tensors when they are saved.
 
 A tied tensor has one copy per pipeline stage that uses it, under different names and with optimizer states of its own.
-Training keeps the copies equal, and a load refuses copies that differ. So every save compares them, whatever
-``flex_check_replicas`` is set to: a checkpoint with diverged copies is saved with a record of it in the manifest, and
-is never resumed or kept in place of a whole one.
+Training keeps the copies equal, and a load refuses copies that differ. Every save therefore compares them, under every
+value of ``flex_check_replicas``. A checkpoint with diverged copies is saved with a record of it in the manifest, and is
+never resumed or kept in place of a whole one.
 
-What is compared is what is written. The copies of one tensor may be sharded differently on their stages (flattened
-ranges of fused buffers, tensor-parallel cuts), so the plan intersects the pieces that ranks write of one copy with
-those of the other. Each rank hashes its sides of the intersections, and the digests travel with the checksums.
+The written pieces are compared. Stages may shard the copies differently (flattened ranges of fused buffers,
+tensor-parallel cuts). The plan therefore intersects the written pieces of one copy with those of the other. Each rank
+hashes its sides of the intersections, and the digests travel with the checksums.
 
 Time: one xxh3 pass over the tied tensors that the rank writes, and on an accelerator their copy to the host. Memory:
 one block of 16 MiB, and 16 bytes per intersection and rank.
@@ -90,7 +90,7 @@ _Copies = dict[str, list[tuple[int, ShardPart]]]
 
 
 def ties_of(everyone: Sequence[RankShards], shares: Sequence[Sequence[ShardPart]], owners: Mapping[str, str]) -> Ties:
-    """Return what a save compares of tied tensors.
+    """Return the parts of tied tensors that a save compares.
 
     Args:
         everyone: the shards of every rank, by rank.
@@ -120,7 +120,7 @@ def hash_ties(tensors: Mapping[str, Mapping[str, HostPieces]], ties: Ties, rank:
 
     Args:
         tensors: role -> name -> host memory of this rank.
-        ties: what is compared.
+        ties: the parts to compare.
         rank: this rank.
     """
     sides = (side for part in ties.parts for side in part.sides if side.rank == rank)
@@ -131,8 +131,8 @@ def diverged(ties: Ties, digests: Sequence[Sequence[bytes]]) -> tuple[DivergedTi
     """Return the tied tensors whose copies differ; the same on every rank.
 
     Args:
-        ties: what was compared.
-        digests: what :func:`hash_ties` returned, by rank.
+        ties: the compared parts.
+        digests: the results of :func:`hash_ties`, by rank.
     """
     ranks = [iter(own) for own in digests]
     total: dict[tuple[str, str], int] = {}
@@ -153,7 +153,7 @@ def diverged(ties: Ties, digests: Sequence[Sequence[bytes]]) -> tuple[DivergedTi
 
 
 def _states(shares: Sequence[Sequence[ShardPart]], owners: Mapping[str, str]) -> dict[tuple[str, str, str], _Copies]:
-    """The written pieces of every tied weight and state that has several copies, by owner, role and suffix."""
+    """Return the written pieces of every tied weight and state that has several copies, by owner, role and suffix."""
     names = {*owners, *owners.values()}
     beginnings = tuple(names)
     found: dict[tuple[str, str, str], _Copies] = {}
@@ -169,7 +169,7 @@ def _states(shares: Sequence[Sequence[ShardPart]], owners: Mapping[str, str]) ->
 
 
 def _stages(everyone: Sequence[RankShards], owners: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
-    """The copies of every tied parameter by pipeline stage.
+    """Return the copies of every tied parameter by pipeline stage.
 
     Among ranks that differ in their stage alone, a later stage has the higher rank. So the stages of two copies are in
     the order of the lowest ranks that hold them.
@@ -195,7 +195,7 @@ def _form(shard: Shard) -> str:
 def _intersections(
     one: Sequence[tuple[int, ShardPart]], other: Sequence[tuple[int, ShardPart]]
 ) -> Iterator[tuple[CopyPart, CopyPart]]:
-    """Every box that a piece of one copy and a piece of the other have in common, in both."""
+    """Yield every box that a piece of one copy and a piece of the other have in common, in both."""
     fragments = [(rank, piece, fragment) for rank, piece in other for fragment in piece.shard.fragments]
     finder = BoxFinder([fragment.box for _, _, fragment in fragments])
     for rank, piece in one:
@@ -213,7 +213,7 @@ def _part(rank: int, piece: ShardPart, fragment: Fragment, common: Box) -> CopyP
 
 
 def _digest(tensor: HostPieces, side: CopyPart) -> bytes:
-    """The digest of a box's elements in row-major order."""
+    """Return the digest of a box's elements in row-major order."""
     hasher = xxhash.xxh3_128()
     shape = side.shape or (1,)
     part = side.part if side.shape else Box((0,), (1,))

@@ -84,7 +84,7 @@ class Upload:
         return stat_remote(path) is not None and read_file(path) == raw
 
     def _remove_older(self, manifest: Manifest, raw: bytes) -> None:
-        """Make sure that no other checkpoint is seen at the URL while its files are replaced."""
+        """Ensure that no other checkpoint is visible at the URL while its files are replaced."""
         if not self.is_coordinator:
             self._poll(lambda: not exists(self.target / MANIFEST_NAME) or self._is_there(raw), "its older manifest")
             return

@@ -3,14 +3,14 @@
 A :class:`BlockVerifier` holds the blocks that this rank compares. Jobs that fill tensors pass through it: contiguous
 reads are cut at the bounds of its blocks, and all that lie in one block become one :class:`BlockRead`. It reads the
 block from its first byte to its last, and hashes it while it is in the processor's cache. Bytes that are contiguous in
-a tensor are read into it. Rows (columns of a matrix) are copied from scratch memory, which also takes the bytes that
-this rank does not want. A block stays open for a while, because other tensors may want other columns of the same rows.
+a tensor are read into it. Rows (columns of a matrix) are copied from scratch memory, which also receives the bytes that
+this rank does not need. A block stays open for a while, because other tensors may need other columns of the same rows.
 
 Transposes, casts and very short rows are read on their own, after the blocks that they lie in, and find them in the
 page cache. Both reads count.
 
-A fault is kept, and reading continues, so that one report lists all faults. What was read of such a block is in its
-tensor by then.
+A fault is kept, and reading continues, so that one report lists all faults. The bytes that were read of such a block
+are in its tensor by then.
 
 Memory: the numbers of the blocks; the scratch memory of each thread, which bounds the pieces of unwanted bytes.
 """
@@ -51,7 +51,7 @@ _FEW_PIECES = 16
 
 
 class BlockVerifier:
-    """The blocks that this rank compares in one load, and what it has found. For many threads.
+    """The blocks that this rank compares in one load, and the faults found. For many threads.
 
     Args:
         root: the directory that files are relative to.
@@ -68,7 +68,7 @@ class BlockVerifier:
         }
 
     def jobs(self, jobs: Jobs) -> Iterator[tuple[int, ReadJob]]:
-        """Return jobs that read what the given ones read, and compare the blocks of this rank that they lie in."""
+        """Return jobs that read the same ranges, and compare the blocks of this rank that contain them."""
         if not self._files:
             yield from jobs
             return
@@ -101,7 +101,7 @@ class BlockVerifier:
             return pool.run(batch_jobs(block.as_job() for block in left))
 
     def blocks_in(self, path: AnyPath, begin: int, end: int) -> list[BlockRead]:
-        """Return the blocks of this rank that a range of a file lies in and that no job has begun to read.
+        """Return the blocks of this rank that overlap a range of a file and that no job has begun to read.
 
         The last one is left to the jobs after it, which may place more of it.
         """
@@ -207,7 +207,8 @@ class _OwnedBlocks:
             yield size * (high - low) // (end - begin), RowsRead(self.path, rows, low, high)
 
     def _begun(self, number: int, begun: deque[BlockRead]) -> BlockRead | None:
-        """The job of a block if more can be placed of it; None if it is not this rank's, or its job was taken."""
+        """Return the job of a block if more can be placed of it; None if the block is not this rank's or its job was
+        taken."""
         if number not in self.owned:
             return None
         if number not in self.begun:
@@ -217,7 +218,7 @@ class _OwnedBlocks:
         return None if block.taken else block
 
     def _cut(self, job: ContiguousRead) -> Iterator[ContiguousRead]:
-        """The parts of a job that lie in one block each, or, without a block of this rank, between two of them."""
+        """Yield the parts of a job, each in one block of this rank or between two of them."""
         length, owned = self._length, self.owned
         part, mine = ContiguousRead(job.path, job.begin, job.begin), False
         bound = job.begin
@@ -345,7 +346,7 @@ class BlockRead:
             self.position = offset
 
     def _batches(self, workspace: Workspace) -> Iterator[tuple[list[int], list[int]]]:
-        """Addresses and lengths of what is read at once: no more than is hashed at once, and fits scratch memory."""
+        """Addresses and lengths of one read: no more than one hash call takes, and than scratch memory holds."""
         if len(self.addresses) == 1 and self.addresses[0] and self.lengths[0] <= HASHED_BYTES:
             yield self.addresses, self.lengths
             return

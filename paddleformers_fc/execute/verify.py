@@ -1,4 +1,4 @@
-"""Verification: is a checkpoint what was saved, and can all of it be used?
+"""Verify that a checkpoint is as it was saved, and that all of it can be used.
 
 ================  ==================================================================================================
 ``manifest``      it can be read and matches its own checksum
@@ -10,13 +10,13 @@
 ================  ==================================================================================================
 
 The format of a checkpoint determines which checks are made (``Format.checks``). Damaged files do not prevent the checks
-of headers and mapping; every other check requires the ones before it. One error lists the faults of all checks. Files
-that cannot be read for want of permission are not known to be damaged: such a check counts as not made.
-Of open weights four things are checked: ``checksums`` (what an export has recorded of its files), ``tensors`` (index,
-headers and ranges), ``model`` (names, shapes and sizes are those of its ``config.json``, by its family), and ``equal
-values``. Stock checkpoints have neither checksums nor a stored mapping; a load compares what ``equal values`` compares.
-Of files of ranks and unified checkpoints, ``model`` is a proof that all tensors of the configuration are stored.
-The outcome lists what cannot be checked, and the checkpoints below the directory, which are not checked.
+of headers and mapping; every other check requires the ones before it. One error lists the faults of all checks. Missing
+read permission is no evidence of damage: such a check counts as not made. Open weights have four checks: ``checksums``
+(those that an export has recorded), ``tensors`` (index, headers and ranges), ``model`` (names, shapes and sizes match
+``config.json``, by its family), and ``equal values``. Stock checkpoints have neither checksums nor a stored mapping; a
+load compares what ``equal values`` compares. For files of ranks and unified checkpoints, ``model`` is a proof that all
+tensors of the configuration are stored. The outcome lists the parts that cannot be checked, and the checkpoints below
+the directory, which are not checked.
 
 Time: at level ``full`` one pass over the files, by a few threads; memory: one block per thread.
 """
@@ -67,7 +67,7 @@ class Verification(msgspec.Struct, frozen=True):
         bytes: their sizes together.
         tensors: stored tensors, of all roles.
         seconds: how long it took.
-        cannot_be_checked: what the directory records no evidence of, one line each.
+        cannot_be_checked: the properties that the directory records no evidence of, one line each.
         below: checkpoints below the directory, which were not checked, one line each.
     """
 
@@ -195,7 +195,7 @@ def _pairs_text(count: int) -> str:
 
 
 def _planned(source: ReadSource, stored: str = "") -> LoadPlan:
-    """Return the plan that makes every canonical tensor of every role out of what is stored."""
+    """Return the plan that makes every canonical tensor of every role out of the stored tensors."""
     plan = plan_reads(source, canonical_layout(source))
     plan.report.refuse(str(source.catalog.root), stored=stored)
     return plan

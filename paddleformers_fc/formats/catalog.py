@@ -1,7 +1,7 @@
-"""The form that every source of tensors takes: which box of which tensor lies where.
+"""The common form of every source of tensors: the location of each stored box.
 
-A catalog is built from headers alone; no tensor byte is read. Tensors that are cut alike share one :class:`StoredForm`,
-so that what follows from boxes is worked out once for all of them, and a tensor is its name and its places. Time and
+A catalog is built from headers alone; no tensor byte is read. Tensors with equal cuts share one :class:`StoredForm`.
+Facts that depend on boxes are computed once for all of them, and a tensor consists of its name and its places. Time and
 memory are linear in the stored shards, a few hundred bytes each.
 """
 
@@ -21,7 +21,7 @@ from paddleformers_fc.storage.identity import Identities
 from paddleformers_fc.storage.ranges import NO_IDENTITIES
 
 EVERYONE: Mapping[str, Sequence[int]] = MappingProxyType({})
-"""For catalogs whose files every rank sees."""
+"""For catalogs with files that are visible to every rank."""
 
 
 FileOffset = tuple[str, int]
@@ -30,7 +30,7 @@ FileOffset = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class StoredFragment:
-    """A box that lies contiguous and row-major in a file.
+    """A box that is contiguous and row-major in a file.
 
     Args:
         file: path relative to the catalog's root.
@@ -138,8 +138,8 @@ class Catalog:
     Args:
         root: the directory, of this machine or of a store.
         roles: role -> full name -> tensor.
-        identities: which files these were when they were checked.
-        seen_by: for every file that not all ranks of the job see, the ranks that do, rising.
+        identities: the identities of the files when they were checked.
+        seen_by: for every file that is not visible to all ranks of the job, the ranks with access to it, rising.
     """
 
     root: paths.AnyPath
@@ -158,7 +158,7 @@ class Catalog:
         return sum(map(len, self.roles.values()))
 
     def reader(self, file: str) -> int:
-        """The first rank that sees a file."""
+        """Return the first rank with access to a file."""
         return self.seen_by.get(file, (0,))[0]
 
     def faults(self) -> Iterator[str]:
@@ -177,7 +177,7 @@ def gather_shards(shards: Iterable[tuple[Shard, str, int, int]]) -> tuple[dict[s
     Returns:
         the tensors by name, and the contradictions between files as text.
     """
-    # Most tensors are in one file. What is made per tensor here is looked through at every collection of garbage.
+    # Most tensors are in one file. Objects that are made per tensor here are visited at every garbage collection.
     only: dict[str, tuple[Shard, str, int, int]] = {}
     several: dict[str, list[tuple[Shard, str, int, int]]] = {}
     faults: list[str] = []
@@ -202,7 +202,7 @@ def gather_shards(shards: Iterable[tuple[Shard, str, int, int]]) -> tuple[dict[s
 
 
 class _Gatherer:
-    """Makes tensors, and remembers what those that are cut alike have in common."""
+    """Makes tensors, and caches the common form of those with equal cuts."""
 
     def __init__(self) -> None:
         self._cuts: dict[tuple[Box, tuple[int, int] | None], tuple[Fragment, ...]] = {}
@@ -210,7 +210,7 @@ class _Gatherer:
         self._alone: dict[tuple[object, ...], StoredForm] = {}
 
     def alone(self, part: tuple[Shard, str, int, int]) -> StoredTensor:
-        """The tensor that one shard is of: as most are, and so what is alike is looked up once."""
+        """Return the tensor of one shard. This is the usual case, so equal forms are looked up once."""
         shard, file, begin, _ = part
         kind = (shard.dtype, shard.global_shape, shard.box, shard.flat)
         form = self._alone.get(kind)
@@ -220,7 +220,7 @@ class _Gatherer:
         return StoredTensor(shard.name, form, ((file, begin),)) if len(form.boxes) == 1 else self.tensor([part])
 
     def tensor(self, parts: Sequence[tuple[Shard, str, int, int]]) -> StoredTensor:
-        """The tensor that some shards are of."""
+        """Return the tensor of several shards."""
         boxes: list[Box] = []
         places: list[FileOffset] = []
         for shard, file, begin, width in parts:

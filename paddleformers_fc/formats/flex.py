@@ -76,7 +76,7 @@ class FileVisibility:
     identities: Identities
 
     def missing(self, directory: AnyPath) -> list[str]:
-        """The listed files that are not there, by path relative to the directory."""
+        """Return the listed files that are not there, by path relative to the directory."""
         return [one.path for one in self.manifest.files if directory / one.path not in self.identities]
 
 
@@ -145,7 +145,7 @@ def build_catalog(
     shards: Callable[[str], Iterable[StoredShard]],
     wanted: Collection[str] | None = None,
 ) -> tuple[Catalog, list[str]]:
-    """The catalog of a checkpoint, and the contradictions between its files.
+    """Return the catalog of a checkpoint, and the contradictions between its files.
 
     Args:
         directory: ``checkpoint-N``.
@@ -169,7 +169,7 @@ def build_catalog(
 def build_checkpoint(
     catalog: Catalog, faults: Iterable[str], manifest: Manifest, documents: Mapping[str, bytes]
 ) -> OpenedCheckpoint:
-    """A checkpoint that is whole: every tensor stored once, under the names of its rules.
+    """Return a checkpoint that is whole: every tensor stored once, under the names of its rules.
 
     Args:
         catalog: what is stored.

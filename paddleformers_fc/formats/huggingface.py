@@ -442,7 +442,7 @@ def _text(value: object) -> str:
 
 
 def _with_unnamed(files: dict[str, list[str]], headers: dict[str, Header], directory: AnyPath) -> dict[str, list[str]]:
-    """The files with all tensors that count in them: those of the index, and those that it does not name.
+    """Return the files with all tensors that count in them: those of the index, and those that it does not name.
 
     Raises:
         Corrupt: several files hold a tensor, and the index names none of them.

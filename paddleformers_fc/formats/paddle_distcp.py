@@ -70,8 +70,8 @@ _OF_HEADER = {"F16": "f2", "BF16": "u2", "U16": "u2"}
 def open_distcp(directory: AnyPath) -> OpenedCheckpoint:
     """Open a checkpoint that Paddle wrote.
 
-    The format records neither checksums nor a mapping. The mapping follows from the family of the model, by stored
-    names, shapes and cuts, once it is asked for; it requires a ``config.json`` in the directory.
+    The format records neither checksums nor a mapping. The mapping is derived on first use from the family of the
+    model, by stored names, shapes and cuts. It requires a ``config.json`` in the directory.
 
     Args:
         directory: of ``dist.save_state_dict``, or with a directory ``model_state`` and others of it.
@@ -116,10 +116,10 @@ def open_distcp(directory: AnyPath) -> OpenedCheckpoint:
 
 
 def _derived(catalog: Catalog, config: dict[str, Any], cuts: dict[str, tuple[int, ...]]) -> StoredModel:
-    """The mapping that a save of this package would have stored.
+    """Return the mapping that a save of this package would have stored.
 
     Args:
-        catalog: what is stored, in the names of the model that saved it.
+        catalog: the stored tensors, in the names of the model that saved them.
         config: the model's configuration.
         cuts: into how many shards the axes of every weight are cut.
     Raises:
@@ -130,7 +130,7 @@ def _derived(catalog: Catalog, config: dict[str, Any], cuts: dict[str, tuple[int
     weights = catalog.roles[MODEL_STATE].values()
     tensors = [ModelTensor(one.name, one.shape, one.dtype, cuts[one.name]) for one in weights]
     description, rules = completed(family_for(config), model, tensors)
-    # What is derived again from the stored rules must be cut as the tensors are.
+    # Rules that are derived from the stored ones must have the cuts of the tensors.
     return StoredModel(replace(rules, cuts=_above_one(cuts)), description)
 
 
@@ -154,7 +154,7 @@ def _is_one(directory: Path) -> bool:
 
 
 def _shards_in(directory: Path, place: Path) -> Iterator[StoredShard]:
-    """Every stored shard of one role, with the paths relative to ``directory``."""
+    """Yield every stored shard of one role, with the paths relative to ``directory``."""
     metadata = _metadata_of(place)
     arrays: dict[str, dict[str, _ArrayBytes]] = {}
     missing: set[str] = set()
@@ -197,7 +197,7 @@ def _average(shard: Shard, file: str, begin: int, width: int) -> StoredShard:
 
 
 def _metadata_of(place: Path) -> Path:
-    """The metadata of the newest save: several saves into one directory count upwards, and Paddle reads the last."""
+    """Return the metadata of the newest save: saves into one directory count upwards, and Paddle reads the last."""
     names = [path.name for path in list_directory(place)]
     found = sorted((name for name in names if _METADATA.fullmatch(name)), key=lambda name: int(name.partition(".")[0]))
     faults = [f"{name} is there: a save was killed while it wrote" for name in names if name.endswith(".metadata.lock")]
@@ -238,7 +238,7 @@ def _stored_shards(path: Path, place: Path) -> Iterator[tuple[str, str, Shard]]:
 
 
 def _known(path: Path, tensors: dict[Any, Any]) -> dict[Any, Shard]:
-    """Every shard that is described, by where it lies."""
+    """Return every described shard by its location."""
     found: dict[Any, Shard] = {}
     seen: set[int] = set()
     for name, pieces in tensors.items():
@@ -262,7 +262,7 @@ def _shard_key(record: Record) -> Any:
 
 
 def _lengths(value: Any) -> tuple[int, ...] | None:
-    """A tuple of lengths, or None where it is none."""
+    """Return a tuple of lengths; None for any other value."""
     if not isinstance(value, (tuple, list)) or len(value) > MAX_AXES:
         return None
     return tuple(value) if all(type(one) is int and 0 <= one <= MAX_LENGTH for one in value) else None

@@ -190,7 +190,7 @@ class Planner:
         )
 
     def items(self, role: str, shard: Shard) -> list[ReadItem]:
-        """The read items of one shard; none where it keeps its values, or where something does not fit.
+        """Return the read items of one shard; none where it keeps its values, or where something does not fit.
 
         Args:
             role: its role.

@@ -1,8 +1,8 @@
-"""Forecast: what a load would cost on every rank of a simulated grid, without a model, a tensor byte, or the ranks.
+"""Forecast the cost of a load on every rank of a simulated grid, without a model, a tensor byte, or the ranks.
 
 The target's layout is simulated from the checkpoint's own configuration. The plan of a rank is derived as in a load,
-shard by shard. Its cost depends only on the pattern that fills a shard, so a shard that many ranks hold is looked up
-once, and a pattern is costed once. Only four numbers of a plan are kept.
+shard by shard. Its cost depends only on the pattern that fills a shard. A shard of many ranks is therefore looked up
+once, and a pattern is costed once. Four numbers of a plan are kept.
 
 Time: linear in the distinct shards of the grid, plus one sum per rank. Memory: the same, a few hundred bytes each.
 """
@@ -73,7 +73,7 @@ class RankForecast(msgspec.Struct, frozen=True):
         bytes: of the weights and states that it holds.
         read: bytes it reads from storage.
         items: read items of its plan.
-        peak: bytes of what it holds and of the scratch memory that its reads need at a time.
+        peak: bytes of its tensors and of the scratch memory that its reads need at a time.
     """
 
     rank: int
@@ -146,9 +146,9 @@ def forecast(
     """Plan a load for every rank of a grid.
 
     Args:
-        source: what is stored, and how its names lead to the model's.
+        source: the stored tensors, and the mapping of their names to the model's.
         model: the model over its grid.
-        report: what was found not to fit before.
+        report: the mismatches found before.
         unexpected: of the stored tensors that no rank reads, those that a rank must read; by default all of them.
     Raises:
         MismatchError: stored and wanted do not fit, with the report of a load.
@@ -168,10 +168,10 @@ def _of_rank(rank: int, cost: Cost) -> RankForecast:
 
 
 class PlannedShards:
-    """The wanted shards of every rank, their costs, each worked out once, and what was found on the way.
+    """The wanted shards of every rank, their costs, each computed once, and the mismatches found meanwhile.
 
     Args:
-        source: what is stored, and how its names lead to the model's.
+        source: the stored tensors, and the mapping of their names to the model's.
     Attributes:
         planner: plans their reads.
         fresh: names of those that keep their initial values.
@@ -254,7 +254,7 @@ def _costs(filling: ShardFill, dtype: str) -> Iterator[Cost]:
 
 
 def cost_of(item: ReadItem, dtype: str) -> tuple[int, int]:
-    """Bytes read from storage for one item, and bytes of the scratch memory that it needs, with default options.
+    """Return the bytes read from storage for one item, and those of its scratch memory, with default options.
 
     Args:
         item: the item.
@@ -286,7 +286,7 @@ class GridPlan(msgspec.Struct, frozen=True):
         bytes: of the weights and states that all target ranks hold.
         read: bytes that all of them read.
         amplification: bytes read over bytes held.
-        peak: the most that a rank needs for what it holds and its scratch memory, in bytes.
+        peak: maximum bytes that a rank needs for its tensors and its scratch memory.
         items: read items of all ranks.
         fresh: tensors that keep their initial values.
         dropped: stored tensors that no rank reads.
@@ -326,7 +326,7 @@ def plan_for_grid(
         OptionError: the grid or the dtype is invalid, or the model cannot have the grid.
         NotACheckpoint: no model can be filled from a checkpoint of this format.
         MappingError: the model has no family.
-        FlexError: what is stored does not fit the target.
+        FlexError: the stored tensors do not fit the target.
     """
     grid = parse_plan_target(to, dtype)
     found, used = forecast_load(checkpoint, grid, dtype, aoa_config)
@@ -420,7 +420,7 @@ def forecast_load(
     Returns:
         the forecast, and the target model's dtype.
     Raises:
-        FlexError: what is stored does not fit the model of its configuration.
+        FlexError: the stored tensors do not fit the model of their configuration.
     """
     target = plan_target(checkpoint, grid, dtype, aoa_config)
     return forecast(target.source, target.model, target.report, target.unexpected), target.dtype
@@ -431,9 +431,9 @@ class PlanTarget:
     """The source and the target of a planned load.
 
     Args:
-        source: what is stored, and how its names lead to the model's.
+        source: the stored tensors, and the mapping of their names to the model's.
         model: the model over its grid.
-        report: what was found not to fit before.
+        report: the mismatches found before.
         unexpected: of the stored tensors that no rank reads, those that a rank must read.
         dtype: of the model.
     """

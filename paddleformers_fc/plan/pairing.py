@@ -1,8 +1,8 @@
 """Pairs of stored boxes of two checkpoints that contain the same elements of a tensor.
 
-Two whole tensors are compared without either of them in its canonical form: the boxes that one side stores are
-intersected with those of the other, and each common box is taken in the order in which the *left* side stores it. So
-nothing is transposed where both sides store a tensor alike, whatever its canonical form.
+Two whole tensors are compared without their canonical form. The stored boxes of one side are intersected with those of
+the other, and each common box is read in the stored order of the *left* side. Tensors that both sides store alike are
+therefore never transposed.
 
 Time: per pair of boxes that touch, which are found by bisection. Tensors that are stored alike share a result, which
 the caller keeps.
@@ -25,7 +25,7 @@ class SideBox(msgspec.Struct, frozen=True, gc=False):
     """The part of a common box that one side stores.
 
     Args:
-        item: which of the tensor's read items.
+        item: the index of one of the tensor's read items.
         part: the region, in coordinates of the stored box.
         axes: for every axis of the common box the stored axis, or -1 for a new axis of length one.
     """
@@ -40,8 +40,8 @@ class PairedBox(msgspec.Struct, frozen=True, gc=False):
 
     Args:
         shape: its lengths, in the order of the left side's stored axes.
-        left: what the left side stores of it.
-        right: what the right side stores of it.
+        left: the box as the left side stores it.
+        right: the box as the right side stores it.
     """
 
     shape: Shape
@@ -67,7 +67,7 @@ class PairedBox(msgspec.Struct, frozen=True, gc=False):
             yield PairedBox(box.shape, _narrowed(self.left, box), _narrowed(self.right, box))
 
     def _growing_axes(self) -> list[int]:
-        """The axes from the one whose elements are next to each other on the left; then the same on the right."""
+        """Return the axes, the fastest of the left side first, then the fastest of the right side."""
         last_first = sorted(range(len(self.shape)), key=lambda axis: -self.left.axes[axis])
         if not self.is_transposed:
             return last_first

@@ -126,12 +126,12 @@ class Report:
         return _STATES_STEP if states_only else _MODEL_STEP
 
     def to_wire(self) -> str:
-        """The report as JSON."""
+        """Return the report as JSON."""
         return json.dumps({kind: sorted(lines) for kind, lines in self.lines.items() if lines})
 
     @staticmethod
     def from_wire(text: str) -> Report:
-        """The report that :meth:`to_wire` wrote.
+        """Return the report that :meth:`to_wire` wrote.
 
         Raises:
             PeerError: it wrote something else.

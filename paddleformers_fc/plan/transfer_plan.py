@@ -1,13 +1,13 @@
-"""Plan transfers: ranges that a rank cannot read, or that several ranks want, are read once and sent.
+"""Plan transfers of ranges that a rank cannot read, or that several ranks request: each is read once and sent.
 
-Ranks exchange the ranges that they want if some files are visible to some ranks only, or if slow storage should not be
-read by every replica. Every rank derives the same **transfers**: a range, the rank that reads it, and the ranks that
-receive it. Overlapping ranges that are not equal are separate transfers.
+Ranks exchange their requested ranges if some files are visible to some ranks only, or to read slow storage once. Every
+rank derives the same **transfers**: a range, the rank that reads it, and the ranks that receive it. Overlapping ranges
+that are not equal are separate transfers.
 
 Transfers are cut into pieces, and pieces are assigned to **rounds**, in which no rank sends or receives more than a
 bound. All ranks execute the same rounds, so no rank waits for one that does something else.
 
-Time: linear in the wanted ranges of all ranks, and in the pieces. Memory: the wanted ranges of all ranks during
+Time: linear in the requested ranges of all ranks, and in the pieces. Memory: the requested ranges of all ranks during
 planning, then the pieces that this rank reads or receives.
 """
 
@@ -24,7 +24,7 @@ from paddleformers_fc.plan.items import StoredPart
 from paddleformers_fc.storage.dtypes import dtype_size
 
 SeenBy = Mapping[str, Sequence[int]]
-"""The ranks that see a file, in rising order, for every file that is not visible to all ranks."""
+"""The ranks with access to a file, in rising order, for every file that is not visible to all ranks."""
 
 ROUND_BYTES = 64 << 20
 """Maximum bytes that a rank sends, and receives, in one round."""
@@ -37,7 +37,7 @@ class Transfer:
     Args:
         part: the range.
         owner: the rank that reads it.
-        receivers: the ranks that want it, in rising order; they can include the owner.
+        receivers: the ranks that request it, in rising order; they can include the owner.
     """
 
     part: StoredPart
@@ -96,16 +96,16 @@ def size_of(part: StoredPart) -> int:
 def assign_transfers(wants: Sequence[Sequence[StoredPart]], seen_by: SeenBy) -> list[Transfer]:
     """Assign ranges to ranks that read them, so that all ranks read the same number of bytes.
 
-    A range that one rank wants and can read is not a transfer. Ranks that want a range are preferred to others that see
-    its file.
+    A range that one rank requests and can read is not a transfer. Ranks that request a range take precedence over
+    others with access to its file.
 
     Args:
-        wants: the wanted ranges of every rank in order.
+        wants: the requested ranges of every rank in order.
         seen_by: see :data:`SeenBy`.
     Returns:
-        the transfers, in the order of the wanted ranges.
+        the transfers, in the order of the requested ranges.
     Raises:
-        StorageError: a wanted file is visible to no rank.
+        StorageError: a requested file is visible to no rank.
     """
     wanted: dict[StoredPart, list[int]] = {}
     first: dict[StoredPart, int] = {}
@@ -150,7 +150,7 @@ def schedule_rounds(moves: Sequence[Transfer], rank: int, limit: int = ROUND_BYT
 
 
 def readers(parts: Iterable[StoredPart], seen_by: SeenBy, ranks: int) -> dict[StoredPart, int]:
-    """Assign every distinct range to a rank that sees it, so that all ranks read the same number of bytes.
+    """Assign every distinct range to a rank with access to it, so that all ranks read the same number of bytes.
 
     Args:
         parts: the ranges.
@@ -177,7 +177,7 @@ def boxes_within(box: Box, most: int) -> Iterator[Box]:
 
 
 def _possible_readers(file: str, wanting: Sequence[int], seen_by: SeenBy) -> Sequence[int]:
-    """Return the ranks that may read a file for those that want it."""
+    """Return the ranks that may read a file for those that request it."""
     seeing = seen_by.get(file)
     if seeing is None:
         return wanting

@@ -126,7 +126,7 @@ def compare_blocks(
 
 
 def digest_of(path: AnyPath) -> str:
-    """The checksum (xxh3_128) of a whole file.
+    """Return the checksum (xxh3_128) of a whole file.
 
     Raises:
         Corrupt, StorageError: it is gone or cannot be read.

@@ -90,7 +90,7 @@ def readable(value: Any) -> Any:
 
 
 def _plain(value: Any, place: str) -> Any:
-    """The value in JSON's own types."""
+    """Return the value in JSON's own types."""
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, (np.integer, np.floating, np.bool_)):
@@ -125,7 +125,7 @@ def _rich(value: Any) -> Any:
 
 
 def _array(value: dict[str, Any]) -> np.ndarray[Any, Any]:
-    """An array; numpy takes more for a dtype than numbers, such as a string of a gigabyte."""
+    """Return an array; numpy takes more for a dtype than numbers, such as a string of a gigabyte."""
     if value.keys() != {_ARRAY, "shape", "values"} or value[_ARRAY] not in _DTYPES:
         raise ValueError("it contains an array of an unknown kind")
     array = np.array(value["values"], dtype=np.dtype(value[_ARRAY]))

@@ -1,8 +1,8 @@
 """Stage, commit, replace and remove a checkpoint directory.
 
-A checkpoint appears under its name as a whole or not at all. It is written into a hidden sibling directory (*staging*),
-and one rename gives it its name once every file, every directory and the manifest are on the device. After a crash at
-any instant there is:
+A checkpoint appears under its name as a whole or not at all. It is written into a hidden sibling directory (*staging*).
+One rename gives it its name once all files, all directories and the manifest are on the device. After a crash at any
+instant there is:
 
 ================  ================================================================
 up to the rename  the target as it was; a directory named ``unfinished``
@@ -10,13 +10,12 @@ after the rename  the new checkpoint
 ================  ================================================================
 
 Saving a step again (after a resume) must replace a finished checkpoint, which is never written into. Both are complete
-directories then, and if the system supports it, staging and target are exchanged atomically. A crash right after
-leaves the new checkpoint under its name and the old one named ``unfinished``, without an owner: it was replaced and can
-be cleaned up.
+directories then, and if the system supports it, staging and target are exchanged atomically. A crash right after leaves
+the new checkpoint under its name. The old one is named ``unfinished`` and has no owner, so it can be cleaned up.
 
 Otherwise it takes two renames, target to ``aside`` and staging to target. A crash between them leaves no target, but
-the old checkpoint aside: ``newest_checkpoint`` returns that one, and :func:`.leftovers.recover` restores its name.
-So at every instant a complete checkpoint of the step can be found.
+the old checkpoint aside: ``newest_checkpoint`` returns that one, and :func:`.leftovers.recover` restores its name. A
+complete checkpoint of the step therefore exists at every instant.
 
 Files of other programs found under the target's name (another checkpoint format, notes) are moved to a visible
 ``kept-...`` name and never deleted.
@@ -79,7 +78,7 @@ class Committed:
     Attributes:
         path: the checkpoint under its final name.
         kept: where the files of other programs that had that name are now.
-        left: what is no longer needed and could not be deleted; the next save tries again.
+        left: unneeded directories that could not be deleted; the next save tries again.
     """
 
     path: Path
@@ -88,7 +87,7 @@ class Committed:
 
 
 def create_staging(target: Path) -> Path:
-    """A fresh directory beside ``target``, marked as this process's, to write a checkpoint into.
+    """Create a directory beside ``target`` for the files of a checkpoint, with this process as its owner.
 
     The parent of ``target`` is created if it is missing. ``target`` itself may exist; it is not touched.
 
@@ -124,12 +123,12 @@ def commit(staging: Path, target: Path) -> Committed:
 
     Args:
         staging: from :func:`create_staging`, with all files and the manifest written.
-        target: the name it was created for. A finished checkpoint there is replaced; other files are kept aside, and so
-            is a checkpoint whose tied tensors are equal where those of the new one differ.
+        target: the name it was created for. A finished checkpoint there is replaced. Other files are renamed, and so is
+            a checkpoint with equal tied tensors if those of the new one differ.
 
     Raises:
-        NotACheckpoint, FormatError, Corrupt: staging has no manifest, or not the files its manifest lists. Nothing was
-            renamed.
+        NotACheckpoint, FormatError, Corrupt: staging has no manifest, or not the files its manifest lists. No directory
+            was renamed.
         StorageError: the operating system refused. ``target`` is the old or the new checkpoint, never a mixture.
     """
     prepare_commit(staging, target)
@@ -137,7 +136,7 @@ def commit(staging: Path, target: Path) -> Committed:
 
 
 def prepare_commit(staging: Path, target: Path, elsewhere: Collection[str] = ()) -> None:
-    """The part of :func:`commit` that may take long and may fail: see that all is there, and bring it to the device.
+    """Do the slow part of :func:`commit`, which may fail: check that all files are there, and sync them to the device.
 
     Args:
         staging: as for :func:`commit`.
@@ -153,7 +152,7 @@ def prepare_commit(staging: Path, target: Path, elsewhere: Collection[str] = ())
 
 
 def finish_commit(staging: Path, target: Path) -> Committed:
-    """The rest of :func:`commit`: the name, for a directory that is ready."""
+    """Do the rest of :func:`commit`: give a prepared directory its name."""
     check_pair(staging, target)
     displaced = _displace(staging, target)
     make_durable(target)
@@ -216,7 +215,7 @@ def is_finished(directory: Path) -> bool:
 
 
 def _displace(staging: Path, target: Path) -> list[Path]:
-    """Give a complete directory its name; return the new paths of what had the name before."""
+    """Give a complete directory its name; return the new paths of the directories that had the name before."""
     displaced: list[Path] = []
     for attempt in range(_ATTEMPTS):
         if is_taken(target):
@@ -302,7 +301,7 @@ def try_remove(directory: Path) -> Path | None:
 
 
 def _removal_name(directory: Path) -> Path:
-    """A fresh name for a directory that is to be deleted."""
+    """Return a fresh name for a directory that is to be deleted."""
     parsed = parse_hidden(directory)
     return hidden_name(parsed[0] if parsed else directory, REMOVED)
 

@@ -43,7 +43,7 @@ CODES: frozenset[str] = frozenset(_NUMPY_OF)
 
 
 def to_safetensors(name: str) -> str:
-    """The safetensors code of a dtype name: ``"bfloat16"`` -> ``"BF16"``.
+    """Return the safetensors code of a dtype name: ``"bfloat16"`` -> ``"BF16"``.
 
     Raises:
         FormatError: safetensors has no such type, or it is unknown here.
@@ -52,7 +52,7 @@ def to_safetensors(name: str) -> str:
 
 
 def from_safetensors(code: str) -> str:
-    """The dtype name of a safetensors code: ``"BF16"`` -> ``"bfloat16"``.
+    """Return the dtype name of a safetensors code: ``"BF16"`` -> ``"bfloat16"``.
 
     Raises:
         FormatError: the code is unknown.
@@ -61,7 +61,7 @@ def from_safetensors(code: str) -> str:
 
 
 def to_numpy(code: str) -> np.dtype[Any]:
-    """The numpy dtype of a safetensors code: ``"BF16"`` -> ``ml_dtypes.bfloat16``.
+    """Return the numpy dtype of a safetensors code: ``"BF16"`` -> ``ml_dtypes.bfloat16``.
 
     Raises:
         FormatError: the code is unknown.
@@ -70,7 +70,7 @@ def to_numpy(code: str) -> np.dtype[Any]:
 
 
 def item_size(code: str) -> int:
-    """Bytes per element of a safetensors code: ``"BF16"`` -> 2.
+    """Return the bytes per element of a safetensors code: ``"BF16"`` -> 2.
 
     Raises:
         FormatError: the code is unknown.
@@ -79,7 +79,7 @@ def item_size(code: str) -> int:
 
 
 def dtype_size(name: str) -> int:
-    """Bytes per element of a dtype: ``"bfloat16"`` -> 2.
+    """Return the bytes per element of a dtype: ``"bfloat16"`` -> 2.
 
     Raises:
         FormatError: the dtype is unknown.

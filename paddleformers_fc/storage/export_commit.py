@@ -2,8 +2,8 @@
 
 A new export gets its name by one rename. An older one is replaced by an exchange of names if both directories hold
 nothing but files. Otherwise its files are moved one by one, and the mark by which readers recognise an export is
-deleted first and moved last. Its checksums are there all the while, so that readers which need no mark for numbered
-files do not take a part of two exports for one.
+deleted first and moved last. Its checksums are there throughout, so that readers of numbered files, which need no mark,
+do not mistake parts of two exports for one.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from paddleformers_fc.storage.staging_lock import OWNER_NAME, PARTIAL_OWNER_NAME
 
 
 def staging_parent(target: Path) -> Path:
-    """The name beside which an export to ``target`` is staged, so that its files can be renamed to where they belong.
+    """Return the name beside which an export to ``target`` is staged, so that its files can be renamed into place.
 
-    Links are followed: what is staged beside a link may be on another file system than what it leads to. For a
-    mounted directory, or one whose parent is not writable, it is a name inside of it.
+    Links are followed: a link and its target may be on different file systems. For a mounted directory, or one whose
+    parent is not writable, it is a name inside of it.
 
     Raises:
         StorageError: the operating system refused to look.
@@ -56,7 +56,7 @@ def commit_export(staging: Path, target: Path) -> None:
         target: the name it was created for; absent, or an empty directory.
 
     Raises:
-        StorageError: ``target`` holds something, or the operating system refused. Nothing under it was changed.
+        StorageError: ``target`` holds something, or the operating system refused. The target is unchanged.
     """
     check_pair(staging, target)
     if is_taken(target):
@@ -65,7 +65,7 @@ def commit_export(staging: Path, target: Path) -> None:
             where=str(target),
             next_step="Choose another directory, or remove this one; nothing in it was changed.",
         )
-    # Other libraries write parts of an export (a tokenizer, say) and do not sync them.
+    # Other libraries write parts of an export, such as a tokenizer, and do not sync them.
     for file in files_within(staging):
         fsync_file(file)
     for directory in directories_within(staging):
@@ -77,10 +77,10 @@ def commit_export(staging: Path, target: Path) -> None:
 def replace_export(staging: Path, target: Path, marks: Sequence[str], is_old: Callable[[str], bool]) -> None:
     """Replace an older export by a staging directory without a manifest, durably.
 
-    Where the target holds nothing but files, it and the staging directory are exchanged in one step, and at every
-    instant one of the two is there as a whole. A target that holds directories (a run's output, with its checkpoints)
-    keeps its name: then the old export loses its mark first, and the new one gets its own last, so that a crash in the
-    midst leaves a directory that is not mistaken for an export.
+    If the target contains only files, it and the staging directory are exchanged in one step, and at every instant one
+    of the two is complete. A target with directories (a run's output, with its checkpoints) keeps its name. The mark of
+    the old export is then deleted first, and that of the new one is added last: after a crash in between, the directory
+    is not mistaken for an export.
 
     Args:
         staging: from :func:`create_staging`, with all files written and synced.
@@ -97,7 +97,7 @@ def replace_export(staging: Path, target: Path, marks: Sequence[str], is_old: Ca
         fsync_directory(directory)
     if not _exchanged(staging, target, {*map(str, own)}, is_old):
         _moved_in(staging, target, own, marks, is_old)
-        # The export is there; what is left of its staging directory goes with the next one.
+        # The export is there; the next one deletes the rest of its staging directory.
         with contextlib.suppress(StorageError):
             discard(staging)
 
@@ -112,7 +112,7 @@ def _exchanged(staging: Path, target: Path, own: set[str], is_old: Callable[[str
     if not all(link(path, staging / path.name) for path in stay):
         return False
     fsync_directory(staging)
-    # From the exchange on the old one has the name of a staging directory; cleanup needs its owner record.
+    # After the exchange the old one has the name of a staging directory; cleanup needs its owner record.
     remove_file(target / PARTIAL_OWNER_NAME)  # A crash has left it.
     write_owner(target)
     if not exchange(staging, target):

@@ -381,7 +381,7 @@ def write_file(
 
 
 def read_file(path: AnyPath) -> bytes:
-    """All bytes of a small file.
+    """Return all bytes of a small file.
 
     Raises:
         Corrupt: there is no such file.
@@ -454,7 +454,7 @@ def check_writable(path: Path) -> None:
 
 
 def real_path(path: Path) -> Path:
-    """The absolute path that a name leads to through all links, also where nothing is there.
+    """Return the absolute path that a name leads to through all links, also where nothing is there.
 
     Raises:
         StorageError: the operating system refused to look.
@@ -582,7 +582,7 @@ def list_directory(path: Path) -> list[Path]: ...
 @overload
 def list_directory(path: AnyPath) -> Sequence[AnyPath]: ...
 def list_directory(path: AnyPath) -> Sequence[AnyPath]:
-    """The entries of a directory, by name; none if it does not exist.
+    """Return the entries of a directory, by name; none if it does not exist.
 
     Raises:
         StorageError: it cannot be listed, or is not a directory.
@@ -721,6 +721,6 @@ def _make_parents(path: Path, root: Path | None) -> None:
 
 
 def _renameat2(one: bytes, other: bytes) -> int:
-    """The system call that exchanges two names; 0 for success."""
+    """Return the system call that exchanges two names; 0 for success."""
     call = getattr(ctypes.CDLL(None), "renameat2", None)
     return -1 if call is None else int(call(_AT_FDCWD, one, _AT_FDCWD, other, ctypes.c_uint(_RENAME_EXCHANGE)))

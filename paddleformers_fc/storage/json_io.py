@@ -39,7 +39,7 @@ MAX_DIGITS = 40
 
 
 def read_document(path: AnyPath, most: int = MAX_DOCUMENT_BYTES) -> bytes:
-    """All bytes of a file that is parsed as a whole.
+    """Return all bytes of a file that is parsed as a whole.
 
     Args:
         path: the file.
@@ -133,7 +133,7 @@ def _may_be_ignored(value: msgspec.Raw) -> bool:
 
 
 def parse_json(raw: bytes) -> Any:
-    """The value of a JSON text in UTF-8.
+    """Return the value of a JSON text in UTF-8.
 
     Raises:
         ValueError: invalid JSON, or a bound of this module is exceeded; with the reason.

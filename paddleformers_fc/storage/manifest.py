@@ -1,8 +1,8 @@
 """``flex_checkpoint.json``: the content of a finished checkpoint, and its verification.
 
 The manifest is written last. A directory without one is not a checkpoint. It lists every file with its size and
-checksums, so that a missing, truncated, exchanged or altered file is found before a number of it reaches a model. The
-manifest also carries a checksum of itself.
+checksums: a missing, truncated, exchanged or altered file is found before a model reads it. The manifest also carries a
+checksum of itself.
 
 Reading is strict: an unknown version, an unknown field and a path that leaves the directory are refused. A newer writer
 may add fields that this version ignores (:func:`.json_io.ignored_extensions`). Verification has three levels: ``off``;
@@ -85,9 +85,9 @@ TRAINER_DIRECTORY = "trainer"
 """The directory of a checkpoint that contains the state of a Trainer."""
 
 _SHARD_FILE = re.compile(r"rank-[0-9]+(-[0-9]+)?\.safetensors")
-"""The names of files with tensors, whatever the role that is the name of their directory."""
+"""The names of files with tensors, in the directories of all roles."""
 _END = b"\n"
-"""The last byte of a manifest: behind the JSON, so that every truncation is seen."""
+"""The last byte of a manifest, after the JSON, so that every truncation is detected."""
 _ANOTHER = "The manifest was damaged or edited. Restore it or use another checkpoint."
 RESTORE = "Restore these files or use another checkpoint."
 """The advice for files that are not what was written."""
@@ -345,9 +345,9 @@ def verify_files(
     Args:
         directory: ``checkpoint-N``.
         manifest: as read from it.
-        level: ``"off"`` checks nothing; ``"size"`` that every file is there, inside the directory and of its size, that
-            no other file of a save lies beside them, and the checksums of documents; ``"full"`` also reads every byte
-            and compares checksums.
+        level: ``"off"`` checks nothing. ``"size"`` checks that every file is there, inside the directory and of its
+            size, that no other file of a save is beside them, and the checksums of documents. ``"full"`` also compares
+            the checksums of all bytes.
         threads: how many threads read and hash.
         documents: under ``"size"`` the paths of the documents whose checksums are compared; None for all of them.
 
@@ -447,11 +447,11 @@ def refuse_diverged(directory: AnyPath, manifest: Manifest) -> None:
 
 
 def newest_checkpoint(output_dir: Path) -> tuple[Path | None, list[tuple[Path, str]]]:
-    """Return the newest checkpoint that can be resumed, as one process sees it. Nothing is changed on disk.
+    """Return the newest checkpoint that can be resumed, by the files visible to this process, without changing any.
 
     A checkpoint is usable if its manifest can be read, its files have the recorded sizes and its documents the recorded
-    checksums. A crash while a checkpoint was replaced by a newer save of the same step can leave it under a hidden name
-    (see ``commit``); then that directory is returned.
+    checksums. A crash during the replacement by a newer save of the same step can leave a checkpoint under a hidden
+    name (see ``commit``). Then that directory is returned.
 
     Args:
         output_dir: the directory of the checkpoints; it need not exist.
@@ -475,8 +475,8 @@ def first_usable(ordered: Iterable[Path], check: Callable[[Path], None]) -> tupl
     """Return the first checkpoint that passes a check.
 
     A fault of the checkpoint itself, such as a missing file or a dangling link, is a reason to skip it. Missing
-    permissions and failing devices are no evidence about the checkpoint: to resume an older one because of a transient
-    fault of the network would be worse than stopping.
+    permissions and failing devices are no evidence about the checkpoint. A stop is better than the resume of an older
+    one because of a transient network fault.
 
     Args:
         ordered: the candidates, newest first.
@@ -576,7 +576,7 @@ def _reserved(checksum: FileChecksum) -> Iterator[str]:
 
 
 def _escapes(directory: AnyPath, manifest: Manifest) -> dict[str, str]:
-    """The fault of every file that a link leads out of the directory, by path. A store has no links."""
+    """Return the fault of every file that a link leads out of the directory, by path. A store has no links."""
     if isinstance(directory, RemotePath):
         return {}
     root = os.path.realpath(directory)
@@ -598,7 +598,7 @@ def _is_within(root: str, path: str) -> bool:
 
 
 def _file_faults(directory: AnyPath, manifest: Manifest) -> dict[str, str]:
-    """The fault of every file that can be seen without reading it, by path."""
+    """Return the faults of files that can be detected without reading them, by path."""
     faults = _escapes(directory, manifest)
     seen = map_paths(stat_path, (directory / checksum.path for checksum in manifest.files), directory)
     for checksum, status in zip(manifest.files, seen, strict=True):

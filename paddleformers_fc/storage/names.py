@@ -33,12 +33,12 @@ _BESIDE = re.compile(rf"\.(.+)\.({UNFINISHED}|{ASIDE}|{REMOVED})-[0-9a-f]+", re.
 
 
 def hidden_name(target: Path, state: str) -> Path:
-    """A fresh name next to ``target`` for a directory in one of the three hidden states."""
+    """Return a fresh name next to ``target`` for a directory in one of the three hidden states."""
     return target.with_name(f".{target.name}.{state}-{secrets.token_hex(6)}")
 
 
 def backup_name(target: Path) -> Path:
-    """A fresh name next to ``target`` for files that were there before and are not ours."""
+    """Return a fresh name next to ``target`` for files that were there before and are not ours."""
     return target.with_name(f"kept-{secrets.token_hex(6)}.{target.name}")
 
 
@@ -49,12 +49,12 @@ def parse_hidden(path: _P) -> tuple[_P, str] | None:
 
 
 def parse_kept(path: _P) -> _P | None:
-    """The name that a backup directory (:func:`backup_name`) was made from; None for any other name."""
+    """Return the name that a backup directory (:func:`backup_name`) was made from; None for any other name."""
     match = _KEPT.fullmatch(path.name)
     return path.with_name(match[1]) if match else None
 
 
 def parse_step(path: AnyPath) -> int | None:
-    """The step of a directory called ``checkpoint-N``; None for any other name."""
+    """Return the step of a directory called ``checkpoint-N``; None for any other name."""
     match = _CHECKPOINT.fullmatch(path.name)
     return int(match[1]) if match else None

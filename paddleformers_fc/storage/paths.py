@@ -113,7 +113,7 @@ def parse_path(named: str | os.PathLike[str] | RemotePath) -> AnyPath:
 
 
 def expand_user(named: str) -> str:
-    """A user's text with the home directory in place of its ``~``, as PaddleFormers reads ``output_dir``.
+    """Return a user's text with the home directory in place of its ``~``, as PaddleFormers reads ``output_dir``.
 
     For what a shell has not read: keys of a configuration, arguments in quotes. What PaddleFormers takes as it is, such
     as the directory of ``save_pretrained``, is not read in this way, for it writes files of its own there.
@@ -122,7 +122,7 @@ def expand_user(named: str) -> str:
 
 
 def require_local(named: str | os.PathLike[str] | RemotePath, doing: str) -> Path:
-    """A directory that is written, which must be one of this machine.
+    """Return a directory that is written, which must be one of this machine.
 
     Args:
         named: as the user named it.
@@ -179,7 +179,7 @@ def refuse_empty(text: str) -> None:
 
 
 def mask_credentials(text: str) -> str:
-    """A text without the users and passwords of the URLs in it."""
+    """Return a text without the users and passwords of the URLs in it."""
     return _CREDENTIALS.sub("***@", text)
 
 

@@ -117,6 +117,6 @@ def _global(module: str, name: str) -> Iterable[bytes]:
 
 
 def _dtype(code: str) -> Iterable[bytes]:
-    """A little-endian element type."""
+    """Return a little-endian element type."""
     made = (*_global("numpy", "dtype"), *_encoded((code, False, True)), b"R")
     return (*made, *_encoded((3, "|" if code[1:] == "1" else "<", None, None, None, -1, -1, 0)), b"b")

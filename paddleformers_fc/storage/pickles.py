@@ -1,18 +1,18 @@
-"""Pickles of old checkpoints, read as data: nothing is imported, called or allocated on their behalf.
+"""Read pickles of old checkpoints as data, without imports, calls or large allocations on their behalf.
 
 A pickle is a program for a small stack machine, and Python's machine runs everything that it names. The machine here
-has the same stack and other instructions: a name is looked up in a short table or ends the reading, and a call of a
-known name creates a description where Python would create an object. Arrays are not built either. Of an array the
-machine keeps its element type, its shape, and *where in the file its bytes lie*, so that ranges of it are read from
-the file later, as in every other format.
+has the same stack and other instructions. A name is looked up in a short table, and an unknown one ends the reading. A
+call of a known name creates a description in place of an object. Arrays are not built either. The description of an
+array is its element type, its shape, and *the position of its bytes in the file*, from which ranges are read later, as
+in every other format.
 
-Known names: plain containers and numbers; arrays and numbers of numpy; ``OrderedDict``; and what Paddle's
-FlexCheckpoint writes into its metadata, by name (:class:`Record`). Everything else is refused by name: other names,
-persistent ids, extensions, protocol 5 and buffers outside the file, big-endian and column-major arrays. Protocols 2 and
-below write an array's bytes as text, in which they cannot be located; such a file is refused as well.
+Known names: plain containers and numbers, arrays and numbers of numpy, ``OrderedDict``, and the metadata classes of
+Paddle's FlexCheckpoint (:class:`Record`). Everything else is refused by name: other names, persistent ids, extensions,
+protocol 5 and buffers outside the file, big-endian and column-major arrays. Protocols 2 and below write an array's
+bytes as text, in which they cannot be located; such a file is refused as well.
 
 Bounds: at most :data:`MAX_PROGRAM_BYTES` of instructions are executed; bytes of arrays are skipped. Memory is at most a
-hundred times the instructions, which are about 60 bytes per array. Nothing here recurses.
+hundred times the instructions, which are about 60 bytes per array. No function here recurses.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class PickledBytes:
 
 @dataclass(frozen=True, slots=True)
 class PickledArray:
-    """An array that lies in one piece in the file, row-major and little-endian.
+    """An array that is contiguous in the file, row-major and little-endian.
 
     Args:
         code: numpy's code of the element type without its byte order: ``"f4"``, ``"u2"``, ...
@@ -79,7 +79,7 @@ class PickledArray:
 
 @dataclass(eq=False, slots=True)
 class Record:
-    """An instance of a class of Paddle: what it is called and what it holds. It has no behaviour.
+    """An instance of a class of Paddle: its name and its content. It has no behaviour.
 
     Args:
         name: of the class.
@@ -109,7 +109,7 @@ class _Type:
 
 @dataclass(eq=False, slots=True)
 class _Array:
-    """An array between its call and its state; afterwards ``found`` is what it is."""
+    """An array between its call and its state; then its description is in ``found``."""
 
     found: PickledArray | None = None
 
@@ -152,8 +152,8 @@ def read_pickle(path: Path) -> Any:
 def read_pickled_objects(path: Path) -> Any:
     """As :func:`read_pickle`, for objects of any class: each is a :class:`Record` with the attributes that it holds.
 
-    Nothing is imported or called for them either: their names are text. What an enumeration is called with (its value,
-    or its name last), and what a class holds in place of attributes, is under the key ``""``.
+    No import or call is made for them either: their names are text. The key ``""`` has the argument of an enumeration
+    (its value, or its name last), or the content of a class without attributes.
 
     Args:
         path: the file.
@@ -175,7 +175,7 @@ def quoted(value: Any) -> str:
 
 
 class _Tape:
-    """The bytes of a file from front to back, read in windows; what is stepped over is not read."""
+    """The bytes of a file from front to back, read in windows; skipped bytes are not read."""
 
     def __init__(self, file: OpenFile) -> None:
         self.path = file.path
@@ -188,7 +188,7 @@ class _Tape:
         self._read = 0
 
     def take(self, count: int) -> bytes:
-        """The next bytes, at most a window of them."""
+        """Read the next bytes, at most a window of them."""
         self._within(count)
         self._read += count
         if self._read > MAX_PROGRAM_BYTES:
@@ -202,7 +202,7 @@ class _Tape:
         return self._window[begin : begin + count]
 
     def line(self) -> str:
-        """The text up to the next line feed."""
+        """Read the text up to the next line feed."""
         text = bytearray()
         while (one := self.take(1)) != b"\n":
             text += one
@@ -211,11 +211,11 @@ class _Tape:
         return self.text(bytes(text))
 
     def number(self, form: str) -> Any:
-        """A number of ``struct``."""
+        """Read a number in a format of ``struct``."""
         return struct.unpack(form, self.take(struct.calcsize(form)))[0]
 
     def text(self, raw: bytes) -> str:
-        """Bytes as text."""
+        """Decode bytes as text."""
         try:
             return raw.decode("utf-8")
         except UnicodeDecodeError:
@@ -373,7 +373,7 @@ class _Machine:
             known[key] = self._finished(value)
 
     def _finished(self, value: Any) -> Any:
-        """A value as it leaves the machine; one that is half made does not."""
+        """Return a value; for a completed array, its description."""
         if type(value) is _Array and value.found is not None:
             return value.found
         return value
@@ -388,14 +388,14 @@ class _Machine:
         self.push(known)
 
     def new(self) -> None:
-        """An instance of a class, without arguments."""
+        """Create an instance of a class, without arguments."""
         arguments, word = self.pop(), self.pop()
         if type(word) is not _KnownGlobal or word.kind != "record" or type(arguments) is not tuple or arguments:
             self._tape.refuse("it makes an instance of something that is not data")
         self.push(Record(word.name))
 
     def call(self) -> None:
-        """A call of a known word."""
+        """Execute a call of a known name."""
         arguments, word = self.pop(), self.pop()
         if type(word) is not _KnownGlobal or type(arguments) is not tuple:
             self._tape.refuse("it calls something that is not data")
@@ -498,7 +498,7 @@ def _slice(arguments: Arguments) -> tuple[Any, ...] | None:
 
 
 def _array_in(arguments: Arguments) -> PickledArray | None:
-    """Return an array that lies in a run of bytes with others: its shape, its element type, the run, and its place."""
+    """Return an array that is part of a run of bytes: its shape, its element type, the run, and its position."""
     if len(arguments) != 4:
         return None
     shape, kind, data, offset = arguments

@@ -201,7 +201,7 @@ def runs_per_sieve(strided: StridedAxes, scratch_bytes: int, max_over_read: floa
 def bytes_read(
     strided: StridedAxes, width: int, scratch_bytes: int = HOT_BYTES, max_over_read: float = MAX_OVER_READ
 ) -> int:
-    """Bytes that reading a region takes from storage.
+    """Return the bytes that reading a region takes from storage.
 
     Args:
         strided: the region's axes.
@@ -511,7 +511,7 @@ class BufferedTiles(_StridedTiles):
             copy_cast(target[stripe], source[stripe], self.path)
 
     def _fetched(self, offset: int, size: Sizes, reader: RangeReader, workspace: Workspace) -> np.ndarray[Any, Any]:
-        """The tile in scratch memory."""
+        """Return the tile in scratch memory."""
         width, memory = self.dtype.itemsize, workspace.memory
         axes, run = _run(size, self.strided.sources)
         row = size[-1] * width
@@ -566,7 +566,7 @@ def _run(size: Sizes, strides: Sizes) -> tuple[int, int]:
 
 
 def _row_positions(first: int, size: Sizes, strides: Sizes) -> np.ndarray[Any, Any]:
-    """The byte positions of all rows of a tile, in order."""
+    """Return the byte positions of all rows of a tile, in order."""
     kept = math.prod(size) <= _MOST_ROWS
     return (_kept_positions if kept else _positions)(size, strides) + first
 
@@ -587,7 +587,7 @@ def _is_transposing(strided: StridedAxes) -> bool:
 
 
 def _pitch(strided: StridedAxes, row: int, scratch_bytes: int) -> int:
-    """Bytes from one row of a tile to the next: an odd number of cache lines where columns are read."""
+    """Return the bytes from one row of a tile to the next: an odd number of cache lines where columns are read."""
     padded = (-(-row // _LINE) | 1) * _LINE
     return padded if _is_transposing(strided) and padded * _LINE <= scratch_bytes else row
 

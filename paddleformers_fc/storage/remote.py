@@ -206,7 +206,7 @@ def stat_remote(path: RemotePath) -> RemoteStatus | None:
 
 
 def list_remote(path: RemotePath) -> list[RemotePath]:
-    """The entries of a directory, by name; none if it does not exist.
+    """Return the entries of a directory, by name; none if it does not exist.
 
     Raises:
         StorageError: the store refused to list it.
@@ -250,14 +250,14 @@ def map_remote(work: Callable[[_T], _R], items: Iterable[_T]) -> list[_R]:
 
 
 def missing(path: RemotePath) -> Corrupt:
-    """The error for a file that is not there."""
+    """Return the error for a file that is not there."""
     return Corrupt(f"{path} is missing.", where=str(path), next_step=RESTORE_FILE)
 
 
 def refused(
     action: str, path: RemotePath, error: BaseException, *, offset: int | None = None, secrets: Iterable[str] = ()
 ) -> StorageError:
-    """The :class:`StorageError` for whatever a backend raised; its text without credentials.
+    """Return the :class:`StorageError` for whatever a backend raised; its text without credentials.
 
     Args:
         action: an infinitive such as "read".
@@ -309,7 +309,7 @@ def asking(action: str, path: RemotePath) -> Iterator[tuple[Any, str]]:
 
 
 def _reached(path: RemotePath) -> tuple[Any, str]:
-    """The file system of a URL, which fsspec keeps, and the path inside it."""
+    """Return the file system of a URL, which fsspec keeps, and the path inside it."""
     from fsspec.core import url_to_fs
 
     try:

@@ -1,10 +1,10 @@
 """A validating header reader and a streaming writer for the safetensors format.
 
 The file: 8 bytes of little-endian header length, a JSON object, the tensors' bytes. This module never touches the
-tensors' bytes when it reads: it returns where they are, and ``ranges`` reads them. Everything the header claims is
-checked before it is returned, at least as strictly as the safetensors library does, because a wrong claim accepted
-here would become wrong numbers in a model. The checks prove that every tensor lies inside the file, no two overlap, no
-byte is unaccounted for, and no name occurs twice.
+tensors' bytes when it reads: it returns where they are, and ``ranges`` reads them. A header is validated before it is
+returned, at least as strictly as by the safetensors library: an undetected fault would become wrong numbers in a model.
+The checks prove that every tensor is inside the file, no two overlap, no byte is unaccounted for, and no name occurs
+twice.
 
 Nearly every header is valid and formatted as common writers format it. Such a header is decoded in bulk by types: the
 decoded entries, encoded again, must give the same text, so that nothing was skipped. Every other header is parsed entry
@@ -160,7 +160,7 @@ class FileLayout:
         header: its first bytes, length field and padding included.
         names: the tensors in the order of their bytes.
         sizes: of every tensor, in bytes.
-        trailer: what follows the tensors; empty in a safetensors file.
+        trailer: the bytes after the tensors; empty in a safetensors file.
     """
 
     header: bytes
@@ -170,7 +170,7 @@ class FileLayout:
 
 
 def layout_file(path: Path, entries: Sequence[tuple[str, str, Sequence[int]]], metadata: dict[str, str]) -> FileLayout:
-    """The layout of a safetensors file.
+    """Return the layout of a safetensors file.
 
     Args:
         path: the file, for errors; nothing is created.
@@ -187,13 +187,13 @@ def layout_file(path: Path, entries: Sequence[tuple[str, str, Sequence[int]]], m
 class SequentialTensorWriter:
     """Writes one safetensors file whose layout is known, tensor by tensor.
 
-    The file is created and its header written at once; it is complete and synced when :meth:`close` has returned. Used
-    as a context manager it is closed at the end of the block; if the block raises, the descriptor is closed and the
+    The file is created and its header written at once; it is complete and synced when :meth:`close` has returned. As a
+    context manager it is closed at the end of the block. If the block raises, the descriptor is closed and the
     incomplete file is left as it is.
 
     Args:
         path: the file; it must not exist. A missing directory between ``root`` and the file is created.
-        layout: what it will hold, from :func:`layout_file`.
+        layout: its future content, from :func:`layout_file`.
         root: the directory that the checksum's path is relative to. Without it the checksum holds the bare file name.
         block_bytes: length of a checksum block in bytes.
 
@@ -248,7 +248,7 @@ class SequentialTensorWriter:
         self._next += 1
 
     def _due(self, key: str) -> int:
-        """The size of the next tensor, which must be ``key``."""
+        """Return the size of the next tensor, which must be ``key``."""
         if self._next == len(self._names):
             _reject_write(self._path, f"{key!r} was written after the last declared tensor")
         if key != self._names[self._next]:
@@ -289,7 +289,7 @@ class RandomAccessTensorWriter:
 
     Args:
         path: the file; it must not exist. A missing directory between ``root`` and the file is created.
-        layout: what it will hold, from :func:`layout_file`.
+        layout: its future content, from :func:`layout_file`.
         root: the directory that the file must be in. Without it no directory is created.
 
     Raises:
@@ -371,7 +371,7 @@ def _parse(path: AnyPath, raw: bytearray, data_begin: int, file_size: int) -> He
 
 
 def _fast_parse(raw: bytearray, data_begin: int, file_size: int) -> Header | None:
-    """The header, if it is sound and spelled as writers spell it; None if anything about it is to be looked at."""
+    """Return the header if it is valid and in the usual form of writers; None if it needs a closer look."""
     try:
         metadata, claims = _head.decode(raw).metadata, _claims.decode(raw)
         # This key was decoded as if it were a tensor's.
@@ -399,7 +399,7 @@ def _fast_parse(raw: bytearray, data_begin: int, file_size: int) -> Header | Non
 
 
 def _countable(dtype: str, shape: tuple[int, ...]) -> int:
-    """The bytes of a tensor; less than none where there can be no such tensor."""
+    """Return the bytes of a tensor; a negative number for an invalid shape."""
     if dtype not in CODES or len(shape) > MAX_AXES or not all(0 <= extent <= _MAX_COUNT for extent in shape):
         return -1
     size = item_size(dtype)
@@ -412,7 +412,7 @@ def _countable(dtype: str, shape: tuple[int, ...]) -> int:
 
 
 def _slow_parse(path: AnyPath, raw: bytearray, data_begin: int, file_size: int) -> Header:
-    """The header, looked at piece by piece, so that what is wrong with it has a name."""
+    """Return the header, parsed piece by piece, so that an error can name the fault."""
     document = _decode(path, raw)
     metadata = _metadata(path, document.pop(METADATA_KEY, {}))
     entries = {name: _entry(path, name, claim, data_begin) for name, claim in document.items()}
@@ -530,7 +530,7 @@ def _check_text(path: AnyPath, text: str) -> None:
 def _render(
     path: AnyPath, entries: Sequence[tuple[str, str, Sequence[int]]], metadata: dict[str, str]
 ) -> tuple[bytes, list[int]]:
-    """The header's bytes, length field and padding included, and every tensor's size in bytes."""
+    """Return the header's bytes, length field and padding included, and every tensor's size in bytes."""
     document: dict[str, Any] = {METADATA_KEY: _metadata(path, metadata)} if metadata else {}
     sizes: list[int] = []
     position = 0

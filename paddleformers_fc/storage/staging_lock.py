@@ -63,7 +63,7 @@ _owners = msgspec.json.Decoder(Owner)
 
 
 def this_process() -> Owner:
-    """The process that runs this code."""
+    """Return the process that runs this code."""
     pid = os.getpid()
     return Owner(socket.gethostname(), pid, boot_id(), _namespace(), _started(pid))
 
@@ -81,7 +81,7 @@ def write_owner(directory: Path) -> None:
 
 
 def read_owner(directory: Path) -> Owner | None:
-    """The owner recorded in ``directory``; None if there is no readable record."""
+    """Return the owner recorded in ``directory``; None if there is no readable record."""
     try:
         return _owners.decode(read_document(directory / OWNER_NAME, _MAX_BYTES))
     except (CheckpointError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):

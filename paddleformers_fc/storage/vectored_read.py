@@ -203,7 +203,7 @@ class _Queue:
 
 @lru_cache(maxsize=1)
 def _system_call() -> Callable[..., int] | None:
-    """The C library's ``syscall`` if the numbers below are those of this machine: Linux on x86-64.
+    """Return the C library's ``syscall`` if the numbers below are those of this machine: Linux on x86-64.
 
     It takes six integers and releases the interpreter's lock; -1 means that ``errno`` is set.
     """

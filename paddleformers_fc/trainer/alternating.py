@@ -62,7 +62,7 @@ def _paired(name: str, weight: Any) -> Any:
 
 @contextmanager
 def filled_from_run(trainer: Any) -> Iterator[None]:
-    """A block that fills the model from a checkpoint of a run, in which rows alternate."""
+    """Return a block that fills the model from a checkpoint of a run, in which rows alternate."""
     model = unwrap_model(trainer.model)
     before = alternates(model)
     if getattr(trainer.args, _OPTION, False):

@@ -56,7 +56,7 @@ class BestCheckpoint:
 
     @contextlib.contextmanager
     def kept_from(self, trainer: Any) -> Iterator[None]:
-        """A block in which PaddleFormers' loop runs; callbacks see the name."""
+        """Return a block in which PaddleFormers' loop runs; callbacks see the name."""
         handler = trainer.callback_handler
         original = handler.call_event
 
@@ -74,7 +74,7 @@ class BestCheckpoint:
 
     @contextlib.contextmanager
     def shown_in(self, trainer: Any) -> Iterator[None]:
-        """A block that sees the name, and may give another one."""
+        """Return a block that sees the name, and may give another one."""
         if not self._hiding:
             yield
             return

@@ -1,7 +1,7 @@
 """Describe a live model: its resolved configuration, and its class.
 
-PaddleFormers omits keys when it serialises a configuration: those that its training arguments may set, some of which
-determine names and layouts of tensors, and those with their default value. So every value is read from the live
+PaddleFormers omits keys when it serialises a configuration: those with their default value, and those that training
+arguments may set, some of which determine names and layouts of tensors. Every value is therefore read from the live
 object, not from a file.
 """
 
@@ -34,7 +34,7 @@ OF_A_LAYOUT = (
         {
             *(name for name, *_ in LlmMetaConfig.hybrid_parallel_attributes),
             *(name for name, *_ in LlmMetaConfig.recompute_attributes),
-            # What models write into their configuration when they are built, and what differs between ranks.
+            # Keys that models write into their configuration when they are built, and keys that differ between ranks.
             *("moe_group", "moe_group_origin", "moe_rank", "moe_world_size", "disable_ffn_model_parallel"),
             *("tensor_model_parallel_rank", "dtype", "torch_dtype"),
         }
@@ -68,10 +68,10 @@ def describe_model(model: Any) -> ModelDescription:
 
 
 def _resolved(config: Any) -> dict[str, Any]:
-    """Every public value of a configuration, under its own name and under the names that are mapped to it."""
+    """Return every public value of a configuration, under its own name and under the names that are mapped to it."""
     names = {"model_type", *vars(config), *getattr(config, "attribute_map", {})} - OF_A_LAYOUT
     values = {name: _plain(getattr(config, name, _NO_JSON)) for name in names if not name.startswith("_")}
-    # The class decides which model is built, whatever the file that was read contains; config.json has it so as well.
+    # The class determines the built model, not the file that was read; config.json names the class as well.
     values["model_type"] = getattr(type(config), "model_type", "") or values["model_type"]
     return {name: values[name] for name in sorted(values) if values[name] is not _NO_JSON}
 
@@ -80,7 +80,8 @@ _NO_JSON = object()
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON holds it; :data:`_NO_JSON` for what JSON cannot hold, such as a process group or a function."""
+    """Return a value as JSON; :data:`_NO_JSON` for one that JSON has no type for, such as a process group or a
+    function."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):

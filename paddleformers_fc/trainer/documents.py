@@ -76,7 +76,7 @@ _SECRET_ENDINGS = ("_token", "_api_key", "password", "secret")
 
 
 def rng_name(rank: int) -> str:
-    """The path of a process's random state inside a checkpoint."""
+    """Return the path of a process's random state inside a checkpoint."""
     return f"trainer/rng-{rank:05d}.json"
 
 

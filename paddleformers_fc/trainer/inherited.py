@@ -119,7 +119,7 @@ def _settings(model: Any) -> dict[str, Any] | None:
 
 
 def _initial_settings(model: Any) -> dict[str, Any] | None:
-    """The generation settings that PaddleFormers gives a model of this configuration when it is built."""
+    """Return the generation settings that PaddleFormers gives a model of this configuration when it is built."""
     if not base_model(model).can_generate():
         return None
     return _plain(GenerationConfig.from_model_config(config_of(model)))

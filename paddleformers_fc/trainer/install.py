@@ -38,7 +38,7 @@ def uninstall() -> None:
 
 
 def with_flex_fields(kind: type[Any]) -> type[Any]:
-    """The class with our options that takes the place of an argument class of PaddleFormers.
+    """Return the class with our options that takes the place of an argument class of PaddleFormers.
 
     Args:
         kind: any dataclass that PaddleFormers' parser fills.

@@ -118,7 +118,7 @@ def _is_before(one: Saved, manifest: Manifest) -> bool:
 
 
 def _listed(saved: Sequence[Saved]) -> str:
-    """The steps by run: ``checkpoint-5, checkpoint-6 of run A; checkpoint-4 of run B``."""
+    """Return the steps by run: ``checkpoint-5, checkpoint-6 of run A; checkpoint-4 of run B``."""
     steps: dict[str, list[Saved]] = {}
     for one in saved:
         steps.setdefault(one.run.id, []).append(one)

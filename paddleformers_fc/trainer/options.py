@@ -385,7 +385,7 @@ def without_effect(options: Any) -> list[str]:
 
 
 def parse_size(text: str) -> int:
-    """A number of bytes from ``"5GB"`` (powers of 1000) or ``"5GiB"`` (powers of 1024).
+    """Return a number of bytes from ``"5GB"`` (powers of 1000) or ``"5GiB"`` (powers of 1024).
 
     Raises:
         OptionError: the text is no size.

@@ -41,7 +41,7 @@ def clear(model: Any) -> None:
 
 
 def loaded_by_others(model: Any) -> list[str]:
-    """The parts of a model that other loaders have filled, one line each.
+    """Return the parts of a model that other loaders have filled, one line each.
 
     A part inside another one that the same loader has filled is left out.
     """
@@ -114,7 +114,7 @@ def refuse_other_reference(reference: Any, model: Any, accepted: bool) -> None:
 
 
 def _parts(model: Any) -> Iterator[tuple[str, Any]]:
-    """The layers of a model, outer ones first, then its tensors, by name."""
+    """Yield the layers of a model, outer ones first, then its tensors, by name."""
     yield from model.named_sublayers(include_self=True)
     yield from _tensors(model)
 
@@ -125,7 +125,7 @@ def _tensors(model: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _above(name: str) -> Sequence[str]:
-    """The names of the layers that a part is in; the model itself has an empty one."""
+    """Return the names of the layers that a part is in; the model itself has an empty one."""
     pieces = name.split(".")
     return [".".join(pieces[:end]) for end in range(len(pieces))] if name else []
 

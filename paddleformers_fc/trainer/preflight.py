@@ -92,7 +92,7 @@ def _options(args: Any) -> Iterator[tuple[str, object]]:
 
 
 def _plain(value: object) -> object:
-    """A value that is the same text in every process; the type of one that is not."""
+    """Return a value that is the same text in every process; the type of one that is not."""
     if isinstance(value, Enum):
         return _plain(value.value)
     if isinstance(value, dict):

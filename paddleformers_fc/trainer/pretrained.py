@@ -62,16 +62,16 @@ def load_open_weights(
 ) -> LoadReport:
     """Fill a model with the weights of a Hugging Face directory. Every rank must call.
 
-    What the family declares optional may be absent from the files and then keeps its initial values, or be there and
-    not wanted; either is logged once.
+    Tensors that the family declares optional may be absent from the files, and then keep their initial values, or be
+    there without a counterpart in the model. Either is logged once.
 
     Args:
         model: the model as it was built, before or after its parallel wrapper.
         directory: safetensors files in canonical names, with their index: a path, or a URL such as
             ``s3://bucket/model``.
         threads: how many tensors are filled at a time.
-        verify: what is compared with the ``flex_checksums.json`` of an export: ``full`` compares all that this rank
-            reads, ``size`` sizes and small files; without that file nothing is compared.
+        verify: the comparison with the ``flex_checksums.json`` of an export, if there is one. ``full`` compares all
+            reads of this rank, ``size`` only sizes and small files.
 
     Raises:
         OptionError: an argument is invalid.
@@ -189,7 +189,7 @@ def _refuse_arguments(cls: Any, keywords: dict[str, Any]) -> None:
 
 
 def _configuration(cls: Any, named: Any, given: dict[str, Any], source: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The model's configuration, and the arguments that are left for its class; as PaddleFormers works them out."""
+    """Return the model's configuration, and the remaining arguments for its class, as PaddleFormers does."""
     config = given.pop("config", None)
     if isinstance(config, PretrainedConfig):
         return config, given
@@ -201,7 +201,8 @@ def _configuration(cls: Any, named: Any, given: dict[str, Any], source: dict[str
 
 
 def _refuse_other_type(cls: Any, config: Any, named: Any) -> None:
-    """Refuse a directory of another type of model: PaddleFormers fills in what its configuration lacks, and warns."""
+    """Refuse a directory of another type of model: PaddleFormers only warns, and adds missing keys to its
+    configuration."""
     kind = getattr(type(config), "model_type", config.model_type)
     if config.model_type != kind:
         raise MismatchError(
@@ -226,7 +227,7 @@ def _refuse_quantized(config: Any) -> None:
 
 
 def _directory(cls: Any, named: str, config: Any, source: dict[str, Any]) -> AnyPath:
-    """The directory that is meant: of this machine, of a store, or where PaddleFormers downloads a name of a hub."""
+    """Return the directory that a name refers to: local, of a store, or PaddleFormers' download of a hub."""
     subfolder = source["subfolder"] or ""
     found = parse_path(named)
     if isinstance(found, RemotePath) or os.path.isdir(named):

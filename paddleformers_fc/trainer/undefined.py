@@ -20,7 +20,7 @@ _MARK = "_flex_undefined"
 
 @contextmanager
 def until_filled(model: Any, directory: AnyPath) -> Iterator[None]:
-    """A block that fills a model, which is undefined if the block fails.
+    """Return a block that fills a model, which is undefined if the block fails.
 
     Args:
         model: the ``paddle.nn.Layer``, without wrappers, or a state dict, whose tensors are marked.

@@ -309,7 +309,7 @@ class _Table:
     barrier: threading.Barrier
 
     def meet(self, rank: int, thing: Any) -> list[Any]:
-        """The messages of every rank, by rank."""
+        """Return the messages of every rank, by rank."""
         self.given[rank] = thing
         self.barrier.wait()
         everyone = list(self.given)
@@ -334,7 +334,7 @@ class _ThreadChannel:
         return self.table.meet(self.rank, payload)
 
     def all_to_all(self, outgoing: Mapping[int, Bytes], sizes: Mapping[int, int]) -> dict[int, Bytes]:
-        """The messages of some ranks for this one."""
+        """Return the messages of some ranks for this one."""
         everyone = self.table.meet(self.rank, dict(outgoing))
         return {rank: everyone[rank][self.rank] for rank in sizes}
 

@@ -162,7 +162,7 @@ def _reference(place: Workplace, whole: DemoResult) -> LossLine:
 
 
 def _reload(place: Workplace, export: Path, model: str) -> float:
-    """The loss of the first batch after the resume when stock PaddleFormers starts from an export."""
+    """Return the loss of the first batch after the resume when stock PaddleFormers starts from an export."""
     records = place.assets.corpus.read_text(encoding="utf-8").splitlines(keepends=True)
     rest = place.assets.corpus.with_name("corpus-after-resume.jsonl")
     rest.write_text("".join(records[RESUME_AT * GLOBAL_BATCH :]), encoding="utf-8")

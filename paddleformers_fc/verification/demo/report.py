@@ -81,7 +81,7 @@ class LossComparison:
         return math.inf if math.isnan(difference) else difference
 
     def largest_difference(self, line: LossLine) -> float:
-        """The largest difference over the compared steps."""
+        """Return the largest difference over the compared steps."""
         return max(self.difference(line, step) for step in line.compared)
 
     def faults(self) -> list[str]:

@@ -55,7 +55,7 @@ SHARDING2V2 = DemoLayout(
 
 
 def settings(model: str, corpus: str, output: str, layout: DemoLayout) -> dict[str, Any]:
-    """The content of a run's YAML, without ``flex_checkpoint`` and what goes with it.
+    """Return the content of a run's YAML, without ``flex_checkpoint`` and what goes with it.
 
     Args:
         model: a Hugging Face directory.

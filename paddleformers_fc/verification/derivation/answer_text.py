@@ -22,7 +22,7 @@ def answer_lines(
     canonical: Mapping[str, TensorSpec],
     cuts: Mapping[str, Shape],
 ) -> tuple[str, ...]:
-    """The AOA lines that choose one layout for several tensors of one kind: one line, if one statement expresses it.
+    """Return the AOA lines that choose one layout for several tensors of one kind: one line if one statement suffices.
 
     Args:
         options: the option of every tensor.
@@ -40,7 +40,7 @@ def answer_lines(
 
 
 def _general(text: str) -> str:
-    """The text with placeholders for its numbers, where all its names have the same one or two; else as it is."""
+    """Return the text with placeholders for its numbers if all its names have the same one or two; else unchanged."""
     names = _NAME.findall(text)
     numbers = {tuple(_NUMBER.findall(name)) for name in names}
     if len(numbers) != 1 or len(min(numbers)) not in (1, 2):

@@ -268,7 +268,7 @@ class _Writer:
 
 
 def _geometry(rule: Rule, axes: Shape) -> tuple[Geometry, bool]:
-    """The geometry of a rule of one or two sources, and whether it is transposed; biases do not show that."""
+    """Return the geometry of a rule of one or two sources, and whether it is transposed; biases do not show that."""
     straight = axes == tuple(range(len(axes)))
     if len(rule.sources) == 2:
         return Geometry.FUSED_FFN, not straight or len(axes) == 1

@@ -120,13 +120,13 @@ def fused_kind(template: str) -> str | None:
 
 
 def layer_name(template: str) -> str:
-    """Return the name of the layer itself, without what it lies in and without ``weight`` or ``bias``."""
+    """Return the name of the layer alone, without its parents and without ``weight`` or ``bias``."""
     components = template.split(".")
     return components[_layer_place(components)]
 
 
 def stacks(template: str) -> Iterator[tuple[str, ...]]:
-    """The templates of one expert's tensors, where a template may be a stack of experts; the last hole is the expert.
+    """Yield the templates of one expert's tensors for templates that may be stacks; the last hole is the expert.
 
     Names of grouped products hold their experts under ``experts``, and end in ``weight`` as single layers do.
     """
@@ -160,7 +160,7 @@ class CanonicalNames:
 
     Args:
         names: all of them.
-        shifts: what a model's first numbers are larger by, by the text before the number.
+        shifts: the offset of a model's first numbers, by the text before the number.
     """
 
     def __init__(self, names: Iterable[str], shifts: Mapping[str, int]) -> None:

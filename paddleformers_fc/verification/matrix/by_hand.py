@@ -52,7 +52,7 @@ def fill(trainer: Any, checkpoint: Path) -> int:
 
 
 def assemble(checkpoint: Path) -> Whole:
-    """Every tensor of a checkpoint in one piece, by the shards' descriptions in the files' headers."""
+    """Return every tensor of a checkpoint in one piece, by the shards' descriptions in the files' headers."""
     from safetensors import safe_open
 
     found: Whole = {}

@@ -38,12 +38,12 @@ class _Finder:
     """Finds every module of these packages."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """The specification of a module of one of the packages."""
+        """Return the specification of a module of one of the packages."""
         known = name.partition(".")[0] in _NAMES or name == _KERNELS
         return ModuleSpec(name, self, is_package=True) if known else None  # type: ignore[arg-type]
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """A module without content."""
+        """Return a module without content."""
         return _Module(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:

@@ -75,7 +75,7 @@ class MatrixLayout:
 
 
 def layout_from(layout: MatrixLayout | Mapping[str, Any]) -> MatrixLayout:
-    """A layout from the JSON in which a job received it."""
+    """Return a layout from the JSON in which a job received it."""
     return layout if isinstance(layout, MatrixLayout) else MatrixLayout(**layout)
 
 

@@ -45,7 +45,7 @@ class HeldPredictions(paddle.nn.Layer):
         )
 
     def forward(self, activations: Any) -> Any:
-        """The activations as they came."""
+        """Return the activations as they came."""
         return activations
 
 

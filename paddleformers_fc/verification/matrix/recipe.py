@@ -98,7 +98,7 @@ class Cell(msgspec.Struct, frozen=True):
 
 
 def read_recipe(path: Path) -> Recipe:
-    """A recipe from its file.
+    """Return a recipe from its file.
 
     Raises:
         OptionError: the file is not a recipe, or its model cannot have one of the layouts.
@@ -137,7 +137,7 @@ def _faults(recipe: Recipe, layout: MatrixLayout) -> list[str]:
 
 
 def cells_of(recipe: Recipe) -> list[Cell]:
-    """Every cell, row by row."""
+    """Return every cell, row by row."""
     found = []
     for source in map(parse_layout, recipe.sources):
         for target in map(parse_layout, recipe.targets):
@@ -147,7 +147,7 @@ def cells_of(recipe: Recipe) -> list[Cell]:
 
 
 def chosen(cells: list[Cell], pattern: str | None) -> list[Cell]:
-    """The cells whose names match, such as ``tp2->*``; all without a pattern.
+    """Return the cells whose names match, such as ``tp2->*``; all without a pattern.
 
     Raises:
         OptionError: none does.

@@ -60,7 +60,7 @@ def reason(outcome: CellOutcome) -> str:
 
 
 def directory_of(outcome: CellOutcome) -> str:
-    """The name of the directory with a wrong cell's logs."""
+    """Return the name of the directory with a wrong cell's logs."""
     return file_name(outcome.name)
 
 

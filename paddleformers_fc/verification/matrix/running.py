@@ -51,7 +51,7 @@ class CellOutcome(msgspec.Struct, frozen=True):
         export_equal: the exports are md5-equal.
         expected: A's losses after the checkpoint.
         losses: B's.
-        by_hand: B's when its weights and states were set by hand; asked for where losses differ too much.
+        by_hand: B's with weights and states set by hand; run where losses differ too much.
         error: why the cell could not be finished; empty when it was.
         seconds: it took.
         held: multi-token prediction layers were held and not trained.
@@ -108,11 +108,11 @@ class _Saved:
 
 
 class Workshop:
-    """Fork servers, and a directory for what they do; a context manager.
+    """Fork servers, and a directory for their output; a context manager.
 
     Args:
         recipe: the matrix.
-        root: the directory; what an earlier run of this recipe left there is used.
+        root: the directory; results of an earlier run of this recipe are used.
         servers: how many trainings run at a time.
     """
 
@@ -258,7 +258,7 @@ class Workshop:
         )
 
     def _train(self, training: Training) -> tuple[float, ...]:
-        """The losses of a training, on the next server that is free; logs of one that fails go beside its output.
+        """Run a training on the next free server and return its losses; logs of a failure go beside its output.
 
         Raises:
             PeerError: a rank failed.
@@ -276,7 +276,7 @@ class Workshop:
 
 
 def _failure(result: JobResult, directory: Path) -> PeerError:
-    """The error of a training that failed, with its logs moved to where they stay."""
+    """Return the error of a training that failed, with its logs moved to where they stay."""
     directory.mkdir(parents=True, exist_ok=True)
     evidence: list[str] = []
     for log, code in zip(result.logs, result.returncodes, strict=True):
@@ -306,7 +306,7 @@ def _exported(checkpoint: Path, directory: Path) -> dict[str, str]:
 
 
 def file_name(name: str) -> str:
-    """The name of a cell, a layout or an experiment as that of a file."""
+    """Return the name of a cell, a layout or an experiment as that of a file."""
     return re.sub(r"[^\w+-]+", "_", name.replace("->", "-to-")).strip("_")
 
 

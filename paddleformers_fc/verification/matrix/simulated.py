@@ -97,7 +97,7 @@ class SimulatedOutcome(msgspec.Struct, frozen=True):
 
 
 def read_simulated(path: Path) -> SimulatedRecipe | None:
-    """The recipe, or None where the file is a recipe of trained layouts.
+    """Return the recipe, or None where the file is a recipe of trained layouts.
 
     Raises:
         OptionError: it names models that are not simulated, or has other keys.

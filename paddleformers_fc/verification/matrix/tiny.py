@@ -180,7 +180,7 @@ def keys(model_type: str, **overrides: Any) -> dict[str, Any]:
 
 
 def config(model_type: str, **overrides: Any) -> Any:
-    """The configuration of a tiny model as PaddleFormers has it; the arguments are those of :func:`keys`."""
+    """Return the configuration of a tiny model as PaddleFormers has it; the arguments are those of :func:`keys`."""
     package = import_module(f"paddleformers.transformers.{model_type}.configuration")
     return getattr(package, f"{STEMS[model_type]}Config")(**keys(model_type, **overrides))
 
@@ -206,7 +206,7 @@ def build(
     hold_predictions: bool = False,
     **overrides: Any,
 ) -> Any:
-    """A freshly initialised tiny model as the layout needs it.
+    """Return a freshly initialised tiny model as the layout needs it.
 
     Args:
         model_type: a key of :data:`STEMS`.
@@ -250,7 +250,7 @@ def build(
 
 
 def weight(name: str, shape: Sequence[int]) -> Any:
-    """The initial value of a canonical weight: float32, a function of its name and shape alone.
+    """Return the initial value of a canonical weight: float32, a function of its name and shape alone.
 
     Args:
         name: as in the open weights, e.g. ``model.layers.0.self_attn.q_proj.weight``.
@@ -263,7 +263,7 @@ def weight(name: str, shape: Sequence[int]) -> Any:
 
 
 def model_weight(key: str, shape: Sequence[int], model_config: Any, tp: int = 1) -> Any:
-    """The initial value of a model's weight, whole, made of the canonical weights that it fuses.
+    """Return the initial value of a model's weight, whole, made of the canonical weights that it fuses.
 
     Args:
         key: the weight's name in the model.
@@ -291,7 +291,7 @@ def model_weight(key: str, shape: Sequence[int], model_config: Any, tp: int = 1)
 
 
 def _interleaved(parts: Sequence[Any], groups: int) -> Any:
-    """Every part cut into ``groups`` along the last axis; group by group, the parts of each."""
+    """Return every part cut into ``groups`` along the last axis; group by group, the parts of each."""
     import numpy as np
 
     cut = [np.split(part, groups, axis=-1) for part in parts]
@@ -313,7 +313,7 @@ def initialise(model: Any, tp: int) -> None:
 
 
 def adapted(model: Any, **settings: Any) -> Any:
-    """A model with adapters on all linear layers, whose values are the same under every layout.
+    """Return a model with adapters on all linear layers, whose values are the same under every layout.
 
     Args:
         settings: of PaddleFormers' ``LoRAConfig``.
@@ -382,7 +382,7 @@ class ImageSamples(Samples):
 
 
 def samples(model_type: str, extra: int = 0) -> Samples:
-    """The samples of a model.
+    """Return the samples of a model.
 
     Args:
         model_type: a key of :data:`STEMS`.
@@ -392,7 +392,7 @@ def samples(model_type: str, extra: int = 0) -> Samples:
 
 
 def collate(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """A batch: every field stacked along a new first axis, and patches of images in a row, as tensors."""
+    """Return a batch: every field stacked along a new first axis, and patches of images in a row, as tensors."""
     import numpy as np
     import paddle
 
@@ -401,7 +401,7 @@ def collate(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def trainer(model: Any, args: Any, **overrides: Any) -> Any:
-    """A Trainer over :class:`Samples`, which remembers the loss of each step in ``trainer.losses``.
+    """Return a Trainer over :class:`Samples`, which remembers the loss of each step in ``trainer.losses``.
 
     Args:
         overrides: any argument of the Trainer; ``cls`` is the class to make.
@@ -434,7 +434,7 @@ def train(
     arguments: Mapping[str, Any] | None = None,
     model: Mapping[str, Any] | None = None,
 ) -> list[float]:
-    """A job: train a tiny model from its initialisation; the loss of every step, on every rank.
+    """Return a job: train a tiny model from its initialisation; the loss of every step, on every rank.
 
     Args:
         arguments: overrides of the training arguments.
