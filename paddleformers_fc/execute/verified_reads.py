@@ -45,7 +45,10 @@ HASHED_BYTES = 4 * 1024 * 1024
 Jobs = Iterable[tuple[int, ContiguousRead | StridedRead]]
 """Jobs with their bytes."""
 
-_MOST_BEGUN = 32
+Waiting = deque[tuple[int, ReadJob]]
+"""Jobs that are not under way, with their bytes, in the order of the file."""
+
+_MOST_WAITING = 32
 _FEW_PIECES = 16
 """Pieces that are read without arrays of their addresses, which take longer to make."""
 
@@ -72,20 +75,21 @@ class BlockVerifier:
         if not self._files:
             yield from jobs
             return
-        # Blocks of which later jobs may place more: other columns of the same rows.
-        begun: deque[BlockRead] = deque()
+        # Later jobs may place more of a block: other columns of the same rows. All jobs wait with it, because a store
+        # answers with several blocks at a time: out of order they would be requested again.
+        waiting: Waiting = deque()
         for size, job in jobs:
             file = self._files.get(job.path)
             if file is None:
-                yield size, job
+                waiting.append((size, job))
             elif isinstance(job, ContiguousRead):
-                yield from file.contiguous(job, begun)
-            elif isinstance(job, StridedRead):
-                yield from file.strided(size, job, begun)
-            while len(begun) > _MOST_BEGUN:
-                yield begun.popleft().as_job()
-        while begun:
-            yield begun.popleft().as_job()
+                file.contiguous(job, waiting)
+            else:
+                file.strided(size, job, waiting)
+            while len(waiting) > _MOST_WAITING:
+                yield _next(waiting)
+        while waiting:
+            yield _next(waiting)
 
     def finish(self, options: ReadOptions, identities: Identities) -> int:
         """Hash the blocks of this rank that no job has hashed, when no job is under way; bytes read from storage.
@@ -170,50 +174,51 @@ class _OwnedBlocks:
                 found.append(block)
         return found
 
-    def contiguous(self, job: ContiguousRead, begun: deque[BlockRead]) -> Iterator[tuple[int, ReadJob]]:
-        """Place the parts of a job in the blocks of this rank, and yield the others as jobs."""
+    def contiguous(self, job: ContiguousRead, waiting: Waiting) -> None:
+        """Place the parts of a job in the blocks of this rank, and append the others as jobs."""
         for part in self._cut(job):
-            block = self._begun(part.begin // self._length, begun)
+            block = self._begun(part.begin // self._length, waiting)
             if block is not None and block.takes(part):
                 block.add(part)
             else:
-                yield part.end - part.begin, part
+                waiting.append((part.end - part.begin, part))
 
-    def strided(self, size: int, job: StridedRead, begun: deque[BlockRead]) -> Iterator[tuple[int, ReadJob]]:
-        """Place rows in the blocks of this rank, and yield the others as jobs.
+    def strided(self, size: int, job: StridedRead, waiting: Waiting) -> None:
+        """Place rows in the blocks of this rank, and append the others as jobs.
 
         Transposes and casts are read again, after the blocks that they lie in.
         """
         begin, end = job.span
         rows = job.rows
         if rows is None:
-            yield from (one.as_job() for one in self.blocks_in(begin, end))
-            yield size, job
+            waiting.extend(one.as_job() for one in self.blocks_in(begin, end))
+            waiting.append((size, job))
             return
-        left: list[tuple[int, int]] = []
-        for number in range(begin // self._length, (end - 1) // self._length + 1):
-            low, high = max(begin, number * self._length), min(end, (number + 1) * self._length)
-            block = self._begun(number, begun)
+        numbers = range(begin // self._length, (end - 1) // self._length + 1)
+        parts = [(n, max(begin, n * self._length), min(end, (n + 1) * self._length)) for n in numbers]
+        if not any(self._may_take(number, low) for number, low, _ in parts):
+            waiting.append((size, job))
+            return
+        for number, low, high in parts:
+            block = self._begun(number, waiting)
             if block is not None and block.position <= low:
                 block.add_rows(rows, high)
-            elif left and left[-1][1] == low:
-                left[-1] = left[-1][0], high
             else:
-                left.append((low, high))
-        if left == [(begin, end)]:
-            yield size, job
-            return
-        for low, high in left:
-            yield size * (high - low) // (end - begin), RowsRead(self.path, rows, low, high)
+                waiting.append((size * (high - low) // (end - begin), RowsRead(self.path, rows, low, high)))
 
-    def _begun(self, number: int, begun: deque[BlockRead]) -> BlockRead | None:
+    def _may_take(self, number: int, low: int) -> bool:
+        """Return whether rows from a byte on can be placed in a block."""
+        block = self.begun.get(number)
+        return number in self.owned if block is None else not block.taken and block.position <= low
+
+    def _begun(self, number: int, waiting: Waiting) -> BlockRead | None:
         """Return the job of a block if more can be placed of it; None if the block is not this rank's or its job was
         taken."""
         if number not in self.owned:
             return None
         if number not in self.begun:
-            self.begun[number] = self.block(number)
-            begun.append(self.begun[number])
+            block = self.begun[number] = self.block(number)
+            waiting.append((block.end - block.begin, block))
         block = self.begun[number]
         return None if block.taken else block
 
@@ -235,6 +240,14 @@ class _OwnedBlocks:
                 address, size = address + taken, size - taken
         if part.addresses:
             yield part
+
+
+def _next(waiting: Waiting) -> tuple[int, ReadJob]:
+    """Remove the first job; a block takes nothing more."""
+    size, job = waiting.popleft()
+    if isinstance(job, BlockRead):
+        job.close()
+    return size, job
 
 
 UNVERIFIED = BlockVerifier(Path())

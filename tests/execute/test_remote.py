@@ -11,16 +11,21 @@ import numpy as np
 import pytest
 
 from paddleformers_fc.errors import Corrupt, StorageError
+from paddleformers_fc.execute import read_jobs
 from paddleformers_fc.execute.digest import canonical_digests
 from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.execute.load import load_checkpoint, load_weights
 from paddleformers_fc.execute.opening import open_on_all_ranks
 from paddleformers_fc.execute.read_pool import ReadOptions, ReadPool
 from paddleformers_fc.execute.reading import ArraySlot, execute_reads
-from paddleformers_fc.mapping.boxes import whole
+from paddleformers_fc.execute.redistribute import ReadContext, read_redistributed
+from paddleformers_fc.mapping.boxes import Box, whole
 from paddleformers_fc.plan import LoadPlan, ReadItem, Report
+from paddleformers_fc.plan.block_owners import RecordedBlocks
 from paddleformers_fc.plan.items import StoredPart
-from paddleformers_fc.storage.identity import identities_of
+from paddleformers_fc.storage import prefetch
+from paddleformers_fc.storage.checksum import BlockHasher
+from paddleformers_fc.storage.identity import identities_of, same_bytes_key
 from paddleformers_fc.storage.paths import AnyPath, parse_path
 from paddleformers_fc.storage.regions import Region
 from tests.execute.simulated import MODEL, Roles, canonical, job, live, same_values, succeed
@@ -113,6 +118,37 @@ def test_a_store_that_fails_is_one_error_on_every_rank(served: Served) -> None:
     outcomes = load(parse_path(f"{served.url}/checkpoint-3"), 2, 1, ReadOptions())
     assert all(isinstance(outcome, StorageError) for outcome in outcomes), outcomes
     assert {outcome.render() for outcome in outcomes} == {outcomes[0].render()}
+
+
+@pytest.mark.parametrize("columns", [[(0, 100), (0, 100)], [(0, 50), (50, 100)]], ids=["replicas", "columns"])
+def test_ranks_that_hash_every_second_block_request_every_byte_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, columns: list[tuple[int, int]]
+) -> None:
+    numbers = np.arange(2_000 * 100, dtype=np.float32).reshape(2_000, 100)
+    (tmp_path / "data").write_bytes(numbers.tobytes())
+    hasher = BlockHasher(4_000)
+    hasher.update(numbers.tobytes())
+    recorded = RecordedBlocks({"data": hasher.file_checksum("data")})
+    # A request has two blocks, and two requests are held, of a hundred.
+    monkeypatch.setattr(prefetch, "BUNDLE_BYTES", 8_000)
+    monkeypatch.setattr(read_jobs, "TILE_BYTES", 8_000)
+    parts = [StoredPart("data", 0, numbers.shape, Box((0, low), (2_000, high)), "float32") for low, high in columns]
+    with serving(tmp_path) as served:
+        root = parse_path(served.url)
+        identities = identities_of([root / "data"])
+        everyone = [recorded.reads([part], same_bytes_key(identities)) for part in parts]
+        storage = ReadContext(root, identities, recorded=recorded, block_reads=everyone)
+
+        def work(channel: Any) -> tuple[int, bool]:
+            part, (low, high) = parts[channel.rank], columns[channel.rank]
+            shape, slot = part.part.shape, ArraySlot(np.zeros(part.part.volume, np.float32))
+            item = ReadItem("r", "a", part, 0, shape, whole(shape), (0, 1))
+            plan = LoadPlan((item,), (), {}, Report())
+            done = read_redistributed(plan, storage, {("r", "a"): slot}, channel, ReadOptions(threads=1))
+            return done.hashed, np.array_equal(slot.array, numbers[:, low:high].ravel())
+
+        assert succeed(2, work) == [(numbers.nbytes // 2, True)] * 2
+        assert served.bytes <= 2 * numbers.nbytes
 
 
 HEIGHT, WIDTH = 64, 256 * 1024
