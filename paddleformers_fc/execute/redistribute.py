@@ -165,7 +165,10 @@ def read_redistributed(
     filling = _ShardFiller(plan, schedule.parts(channel.rank), slots, storage, options, verifier)
 
     def read() -> Traffic:
-        return run_rounds(schedule, storage, channel, filling.place, options, filling.read_alone, verifier)
+        try:
+            return run_rounds(schedule, storage, channel, filling.place, options, filling.read_alone, verifier)
+        finally:
+            filling.release()
 
     def compare() -> BlockComparison:
         filling.alone += verifier.finish(options, storage.identities)
@@ -367,6 +370,12 @@ class _ShardFiller:
                 self._slots[key].close()
                 self._slots[key].finish_copy()
                 del self._buffers[key]
+
+    def release(self) -> None:
+        """Give the host arrays of incomplete shards back, which a load that fails leaves."""
+        for key in self._buffers:
+            self._slots[key].finish_copy()
+        self._buffers.clear()
 
     def _buffer(self, key: Key) -> Array:
         if key not in self._buffers:

@@ -225,6 +225,28 @@ def test_what_arrives_is_handed_over_and_waited_for(tmp_path: Path, options: Rea
     succeed(3, work)
 
 
+def test_host_arrays_of_shards_that_a_failed_load_left_incomplete_are_given_back(tmp_path: Path) -> None:
+    save(tmp_path / "checkpoint-3", ARRAYS, 1, 1)
+    victim = tmp_path / "checkpoint-3/model_state/rank-00000.safetensors"
+    opened: list[LateSlot] = []
+
+    def work(channel: Any) -> None:
+        roles = live(ARRAYS, 1, channel.rank, empty=True)
+        plan = plan_of(open_on_all_ranks(tmp_path / "checkpoint-3", channel), roles)
+        arrays = {(r, n): one.local_tensor.numpy().ravel() for r, names in roles.items() for n, one in names.items()}
+        slots = {key: LateSlot(array.copy(), array.nbytes) for key, array in arrays.items()}
+        opened.extend(slots.values())
+        channel.all_gather(b"")
+        if channel.rank == 0:
+            os.truncate(victim, victim.stat().st_size - 8)
+        channel.all_gather(b"")
+        read_redistributed(plan, ReadContext(tmp_path / "checkpoint-3"), slots, channel, ONCE, 100)
+
+    assert all(isinstance(outcome, Corrupt) for outcome in job(2, work))
+    assert any(slot.done for slot in opened)
+    assert all(slot.staged is None for slot in opened)
+
+
 def test_ranks_that_do_not_read_in_the_same_way_are_refused_on_every_rank(tmp_path: Path) -> None:
     save(tmp_path / "checkpoint-3", ARRAYS, 1, 1)
 
