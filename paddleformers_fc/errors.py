@@ -1,10 +1,10 @@
-"""The tree of all errors that a user can meet.
+"""The tree of all errors that reach a user.
 
 ::
 
     FlexError
     ├── OptionError          a setting is out of range, or two settings contradict each other
-    ├── CheckpointError      something is wrong with what is on disk
+    ├── CheckpointError      the content of a checkpoint directory is invalid
     │   ├── NotACheckpoint   no manifest: the directory is unfinished, foreign or empty
     │   ├── Corrupt          a file is missing, truncated, of another size or another checksum
     │   └── FormatError      bytes that do not follow the format they claim
@@ -73,7 +73,7 @@ class FlexError(Exception):
     def in_one_line(self) -> str:
         """Return the problem and the evidence in one line for a log.
 
-        The line that this ends names the place already, so what is wrong begins with the last part of its path alone.
+        The line before it names the place already, so only the last part of its path is repeated.
         """
         what, name = self.what, self.where.rpartition("/")[2]
         if name and what.startswith(f"{self.where} "):
@@ -83,7 +83,7 @@ class FlexError(Exception):
         return _shown(cut(what)).replace("\n", "\\n")
 
     def to_wire(self) -> str:
-        """This error as one line of JSON, for another rank or for ``--json``."""
+        """Return this error as one line of JSON, for another rank or for ``--json``."""
         return json.dumps(
             {
                 "error": type(self).__name__,
@@ -135,9 +135,9 @@ class OptionError(FlexError):
 
 
 class CheckpointError(FlexError):
-    """Something is wrong with what is on disk.
+    """The content of a checkpoint directory is invalid.
 
-    Why: The classes below state what is wrong. This one remains where several faults meet.
+    Why: The classes below state the fault. This class is raised for several faults at once.
 
     What to do: Run ``paddleformers-fc verify DIR``, which lists every fault.
     """
@@ -210,7 +210,7 @@ class StorageError(FlexError):
 
 
 class PeerError(FlexError):
-    """Another rank failed, or the ranks do not agree on what they are doing.
+    """Another rank failed, or the ranks run different operations.
 
     Why: A rank was killed, was not started, hangs, or runs with other options or versions.
 

@@ -32,7 +32,7 @@ from paddleformers_fc.text import count_text
 
 _COMPARE = "Compare config.json with the weights; nothing was written."
 _ONE_DTYPE = "Store these parts in one dtype, or set the option of config.json that fuses them to false."
-"""Of parts of one tensor, of which one would be rounded."""
+"""For parts of one tensor, of which one would be rounded."""
 
 
 def built_model(checkpoint: OpenedCheckpoint, adapters: Adapters | None = None) -> StoredModel:

@@ -26,7 +26,7 @@ from paddleformers_fc.storage.dtypes import dtype_size
 from paddleformers_fc.text import count_text
 
 _FUSED = "fuse_attention_"
-"""The beginning of keys that many classes ignore: what they state is tried, and then that there is nothing fused."""
+"""The beginning of keys that many classes ignore: the fusion that they state is tried first, then no fusion."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
-"""An opened checkpoint, whatever its format, and the protocols of a format and of its writer.
+"""An opened checkpoint of any format, and the protocols of a format and of its writer.
 
-Everything that differs between formats is data of an :class:`OpenedCheckpoint` or a member of its :class:`Format`, so
-that load, export, digest, diff, verify, inspect and plan have no branch per format. A format is one module with a class
-that follows the protocol, and one line in :mod:`paddleformers_fc.formats.registry`.
+All differences of formats are data of an :class:`OpenedCheckpoint` or members of its :class:`Format`. Load, export,
+digest, diff, verify, inspect and plan therefore have no branch per format. A format is one module with a class that
+follows the protocol, and one line in :mod:`paddleformers_fc.formats.registry`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class StoredModel:
 
     Args:
         rules: how that model's tensors are made of canonical ones.
-        description: what the rules were derived from; None if the checkpoint was saved before it was stored.
+        description: the source of the rules; None if the checkpoint is older than stored descriptions.
     """
 
     rules: RuleSet
@@ -112,7 +112,7 @@ class ExportWriter(Writer, Protocol):
         """Divide the tensors that this format contains into files.
 
         Args:
-            checkpoint: what is exported.
+            checkpoint: the checkpoint to export.
             layout: every tensor of the checkpoint, whole; tensors of other formats' roles are omitted.
             max_file_bytes: bound on the tensors of one file, in bytes; a larger tensor has a file of its own.
         """
@@ -124,7 +124,7 @@ class ExportWriter(Writer, Protocol):
         """Return the document that records the checksums of all other files, by its name.
 
         Args:
-            checkpoint: what is exported.
+            checkpoint: the checkpoint to export.
             written: the checksums of the files.
         """
         return {CHECKSUMS_NAME: encode_checksums([one for one in written if one.path != RUN_ARGUMENTS])}
@@ -209,14 +209,14 @@ class OpenedCheckpoint:
 
     Args:
         format: its format.
-        catalog: what is stored, in stored names.
+        catalog: the stored tensors, in stored names.
         config: the model's configuration, as in ``config.json``; empty if there is none.
         describe: returns the model whose tensors are stored; raises a ``FlexError`` if the checkpoint contains none.
         recorded: the recorded checksums of its files by path; those of the opened weight files for an export.
         commit_record: the manifest, with the training progress; None for formats without one.
-        unread: whether the checksums of what is going to be read are still to be compared by the reader.
+        unread: whether the reader still has to compare the checksums of the bytes that it reads.
         compared: of an ``unread`` checkpoint the number of leading blocks of each file that were compared on opening.
-        tied: which copy of a tied tensor is read, by pipeline stage: ``first`` or ``last``. Under ``refuse`` the copies
+        tied: the copy of a tied tensor to read, by pipeline stage: ``first`` or ``last``. Under ``refuse`` the copies
             must be equal.
         averaged: whether weights and master weights are read from their moving averages, where there are any.
         find_unrecorded: finds the documents without a recorded checksum.
@@ -245,7 +245,7 @@ class OpenedCheckpoint:
 
     @cached_property
     def manifest(self) -> Manifest:
-        """The commit record, or what the files of a Trainer contain of one, without files.
+        """The commit record, or its equivalent from the files of a Trainer, without files.
 
         Raises:
             NotACheckpoint: there is none, so that no run can resume from the checkpoint.
@@ -259,7 +259,7 @@ class OpenedCheckpoint:
 
     @property
     def has_run(self) -> bool:
-        """Return whether it contains what a run resumes with beside tensors, so that :attr:`manifest` exists."""
+        """Return whether it contains the state of a run beside tensors, so that :attr:`manifest` exists."""
         return self.commit_record is not None or self.read_run is not None
 
     @cached_property
@@ -271,13 +271,13 @@ class OpenedCheckpoint:
         """The rules between canonical tensors and those of the model that saved it.
 
         Raises:
-            FlexError: the checkpoint contains no model, or its family does not declare what is stored.
+            FlexError: the checkpoint contains no model, or its family does not declare a stored tensor.
         """
         return self._stored_model.rules
 
     @property
     def model(self) -> ModelDescription | None:
-        """The description that the rules were derived from; None if it is not stored. Raises as :attr:`rules`."""
+        """The description that is the source of the rules; None if it is not stored. Raises as :attr:`rules`."""
         return self._stored_model.description
 
     @property

@@ -1,4 +1,4 @@
-"""The checks of one verification: what was checked, and what was found."""
+"""The checks of one verification, with their results."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ DEPTH_TEXT = {"size": "all there and of their sizes", "full": "every byte as it 
 
 
 UNCOMPARED = "changed bytes"
-"""The beginning of the line of what cannot be checked where no checksums are recorded."""
+"""The beginning of the line that lists properties without recorded checksums, which cannot be checked."""
 
 
 class Check(msgspec.Struct, frozen=True):
     """One check.
 
     Attributes:
-        name: what was checked.
+        name: the name of the check.
         passed: whether no fault was found.
-        detail: what was found; for a check that failed, the fault in one sentence.
+        detail: the result; for a check that failed, the fault in one sentence.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Check(msgspec.Struct, frozen=True):
 
 
 class CheckList:
-    """The checks made so far, their faults, and what they counted."""
+    """The checks made so far, their faults and their counts."""
 
     def __init__(self) -> None:
         self.made: list[Check] = []

@@ -1,7 +1,7 @@
 """The files of a checkpoint that PaddleFormers' Trainer and Paddle's ``dist.load_state_dict`` read.
 
-The tensors are those of the saved model, cut as on its ranks, because the order inside a fused layer depends on the
-tensor-parallel degree, and nothing but the cuts shows that. Every role has a directory with ``0.metadata`` and files
+The tensors are those of the saved model, cut as on its ranks: the order inside a fused layer depends on the
+tensor-parallel degree, which only the cuts record. Every role has a directory with ``0.metadata`` and files
 ``0_0.distcp``, ``1_0.distcp``, ...; Paddle requires the three roles even where one is empty. The Trainer's state is
 written into the files that PaddleFormers reads.
 """
@@ -44,7 +44,7 @@ class DistcpWriter(ExportWriter):
     alone = True
 
     def rules(self, checkpoint: OpenedCheckpoint) -> RuleSet:
-        """Return the rules of the stored model, or of that which is built from open weights."""
+        """Return the rules of the stored model, or of the model that is built from open weights."""
         model = checkpoint.format.built_model(checkpoint)
         refuse_alternating(checkpoint.catalog.root, model)
         return model.rules

@@ -65,11 +65,11 @@ MAX_MAPPING_BYTES = 512 * 1024 * 1024
 
 @dataclass(frozen=True)
 class FileVisibility:
-    """The files of a checkpoint that a process sees, before any check.
+    """The files of a checkpoint that are visible to a process, before any check.
 
     Args:
         manifest: the commit record.
-        identities: of the listed files that are there; what is read later must be what is checked now.
+        identities: of the listed files that are there, so that later reads get the files that are checked now.
     """
 
     manifest: Manifest
@@ -81,7 +81,7 @@ class FileVisibility:
 
 
 def probe(directory: AnyPath) -> FileVisibility:
-    """Look at a checkpoint: its manifest, and which of the files are there.
+    """Read the manifest of a checkpoint, and find the listed files that are there.
 
     Raises:
         NotACheckpoint: without a manifest.
@@ -114,11 +114,11 @@ def open_probed(
     compared: Collection[str] | None = None,
     roles: Collection[str] | None = None,
 ) -> OpenedCheckpoint:
-    """As :func:`open_flex`, for a checkpoint that :func:`probe` has looked at.
+    """Open a checkpoint as :func:`open_flex`, with the result of :func:`probe`.
 
     Args:
         directory: as for :func:`open_flex`.
-        sight: what :func:`probe` returned.
+        sight: the result of :func:`probe`.
         verify: as for :func:`open_flex`.
         compared: under ``size`` the documents whose checksums are compared; None for all of them.
         roles: as for :func:`open_flex`.
@@ -149,8 +149,8 @@ def build_catalog(
 
     Args:
         directory: ``checkpoint-N``.
-        manifest: which files it has.
-        shards: what a file holds, by its path relative to the directory.
+        manifest: lists its files.
+        shards: the content of a file, by its path relative to the directory.
         wanted: the roles to read; None for all.
     """
     roles = {}
@@ -172,8 +172,8 @@ def build_checkpoint(
     """Return a checkpoint that is whole: every tensor stored once, under the names of its rules.
 
     Args:
-        catalog: what is stored.
-        faults: what is known to be wrong with it.
+        catalog: the stored tensors.
+        faults: the faults found before.
         manifest: the commit record.
         documents: the contents of :data:`DOCUMENTS`.
     Raises:
@@ -217,7 +217,7 @@ def _name_faults(catalog: Catalog, rules: RuleSet) -> Iterator[str]:
         if tensor is None:
             if name not in aliases:
                 yield f"{name}: in the rules and not stored"
-        # Rules and file both state shape and dtype; readers would act upon wrong ones.
+        # Rules and file both contain shape and dtype; readers would use wrong ones.
         elif (form := tensor.form).shape != spec.shape or form.dtype != spec.dtype:
             stored_as = f"stored as {form.dtype} {list(form.shape)}"
             yield f"{name}: {stored_as}, declared by the rules as {spec.dtype} {list(spec.shape)}"
@@ -265,7 +265,7 @@ class FlexWriter(ExportWriter):
     alone = True
 
     def rules(self, checkpoint: OpenedCheckpoint) -> RuleSet:
-        """Return the rules of the stored model, or of that which is built from open weights."""
+        """Return the rules of the stored model, or of the model that is built from open weights."""
         return checkpoint.format.built_model(checkpoint).rules
 
     def files(self, checkpoint: OpenedCheckpoint, layout: Layout, max_file_bytes: int) -> tuple[OutputFile, ...]:
@@ -324,7 +324,7 @@ _NO_RUN = Manifest(written_by="", step=0, consumed_samples=0, world_size=1, para
 
 
 class FlexFormat(Format):
-    """Flex checkpoints: what this package saves."""
+    """Flex checkpoints, the format that this package saves."""
 
     name = "flex_checkpoint"
     title = "flex checkpoint"
@@ -382,5 +382,5 @@ def manifest_text(manifest: Manifest) -> str:
     summary = f"step {manifest.step:,}, {count_text(manifest.world_size, 'rank')}, {manifest.written_by}"
     if not manifest.differences:
         return summary
-    # That is a fault of the training, and the checkpoint is what was saved.
+    # That is a fault of the training, not of the checkpoint.
     return f"{summary}; {count_text(len(manifest.differences), 'replica')} differed when it was saved, see inspect"

@@ -1,9 +1,9 @@
 """A directory of open weights: safetensors files in canonical names.
 
 If ``model.safetensors.index.json`` exists, only the files that it lists are read. A listed file that is missing or
-lacks its tensor is an error. Tensors of listed files that the index does not list are stored like the others, so
-that a load which does not want them is refused: they may be scales of listed tensors. Without an index the directory
-must contain ``model.safetensors``, or all of ``model-i-of-N``. Opening writes nothing. Files are compared with
+lacks its tensor is an error. Tensors of listed files that the index does not list count as stored. A load that has no
+use for them is refused, because they may be scales of listed tensors. Without an index the directory must contain
+``model.safetensors``, or all of ``model-i-of-N``. Opening writes nothing. Files are compared with
 ``flex_checksums.json``, which exports contain, if it exists.
 """
 
@@ -95,7 +95,7 @@ _OTHER_FORMATS = (
     (r"adapter_.*|peft_model.*|lora_.*", "an adapter", "Name the directory of the model that the adapter is for."),
     (r".*\.safetensors", "a file that no index lists", f"Fetch {INDEX_NAME} as well."),
 )
-"""What else may be there, by a pattern for names of entries: what it is, and how to make open weights of it."""
+"""Other content of a directory, by a pattern for names of entries, with the conversion to open weights."""
 _NUMBERED = re.compile(r"model-([0-9]{5})-of-([0-9]{5})\.safetensors")
 _DESCRIBING = frozenset({".json", ".txt", ".model", ".jinja", ".tiktoken", ".bpe", ".spm", ".vocab"})
 """The endings of files that describe a model or its tokenizer."""
@@ -442,7 +442,7 @@ def _text(value: object) -> str:
 
 
 def _with_unnamed(files: dict[str, list[str]], headers: dict[str, Header], directory: AnyPath) -> dict[str, list[str]]:
-    """Return the files with all tensors that count in them: those of the index, and those that it does not name.
+    """Return the files with their tensors: those of the index, and those that it does not list.
 
     Raises:
         Corrupt: several files hold a tensor, and the index names none of them.

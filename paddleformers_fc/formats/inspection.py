@@ -71,7 +71,7 @@ class RoleFacts(msgspec.Struct, frozen=True):
 
 
 class ShardFacts(msgspec.Struct, frozen=True):
-    """One stored shard of a tensor: what one rank wrote.
+    """One stored shard of a tensor, written by one rank.
 
     Attributes:
         file: path relative to the directory.

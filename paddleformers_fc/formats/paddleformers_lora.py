@@ -193,7 +193,7 @@ class PaddleFormersLoraWriter(ExportWriter):
         return _bound(checkpoint.known, checkpoint.rules.targets, 1)[1]
 
     def files(self, checkpoint: OpenedCheckpoint, layout: Layout, max_file_bytes: int) -> tuple[OutputFile, ...]:
-        """Return one file, whatever its size: adapters are small."""
+        """Return one file of any size: adapters are small."""
         weights = layout.get(MODEL_STATE, {})
         tensors = tuple(weights[name] for name in sorted(weights, key=natural))
         return (OutputFile(_FILE, MODEL_STATE, tensors),)

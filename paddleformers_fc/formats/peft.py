@@ -1,9 +1,9 @@
 """Adapters as Hugging Face PEFT stores them: ``adapter_model.safetensors`` and ``adapter_config.json``.
 
-PEFT's names are the canonical names behind ``base_model.model.``; tensors are [r, in] and [out, r] in both. A
-canonical ``lora_A`` of a fused layer, such as ``qkv_proj``, is written once for each part, under the name of the part.
-A read takes the copies for copies of one tensor, which must be equal: adapters that were trained apart cannot be put
-into a fused layer. Biases and other tensors of the base that were trained are stored beside the adapters, as PEFT does.
+PEFT's names are the canonical names behind ``base_model.model.``; tensors are [r, in] and [out, r] in both. A canonical
+``lora_A`` of a fused layer, such as ``qkv_proj``, is written once for each part, under the name of the part. A read
+requires equal copies, as of one tensor: adapters that were trained separately do not fit into a fused layer. Biases and
+other tensors of the base that were trained are stored beside the adapters, as PEFT does.
 
 Variants of LoRA that PaddleFormers does not have (DoRA, ranks per layer and others) are refused by the key that
 requests them. Initialisations that change the base, such as PiSSA, are refused too, and unknown keys with a value.
@@ -274,7 +274,7 @@ class PeftWriter(ExportWriter):
         return RuleSet(targets, tuple(rules), tuple(ties))
 
     def files(self, checkpoint: OpenedCheckpoint, layout: Layout, max_file_bytes: int) -> tuple[OutputFile, ...]:
-        """Return the one file that PEFT reads, whatever its size."""
+        """Return the one file that PEFT reads, of any size."""
         weights = dict(layout.get(MODEL_STATE, {}))
         copies = ((tie.alias, weights[tie.owner]) for tie in self.rules(checkpoint).ties)
         weights |= {name: msgspec.structs.replace(owner, name=name) for name, owner in copies}

@@ -1,4 +1,4 @@
-"""The files that the ranks of a hybrid-parallel run wrote with ``paddle.save``: their names, and what they contain.
+"""The files that the ranks of a hybrid-parallel run wrote with ``paddle.save``: their names and contents.
 
 A file is named after its rank: ``model_state.tp01_pp00.pdparams``, ``optimizer.tp01_pp00_shard01.pdopt``. An axis of
 one rank is omitted. Files of weights of expert-parallel ranks have their rank as ``moe_sharding01``, or as that of the
@@ -66,8 +66,8 @@ _COMPARED_BYTES = 1 << 20
 Place = tuple[int, int, int]
 """Tensor-parallel rank, pipeline stage, rank in the sharding group; of weights instead the expert-parallel rank.
 
-Expert-parallel ranks are divided among the tensor-parallel ranks of a stage first: rank ``e`` is a tensor-parallel rank
-``e % tp``, and the rank ``e // tp`` of those that follow each other in the sharding group.
+Expert-parallel ranks are divided among the tensor-parallel ranks of a stage first. Rank ``e`` has tensor-parallel rank
+``e % tp``, and position ``e // tp`` among successive ranks of the sharding group.
 """
 
 
@@ -101,7 +101,7 @@ class RankFiles:
 
 @dataclass(frozen=True, slots=True)
 class FileArray:
-    """An array that lies in one piece in a file.
+    """An array that is contiguous in a file.
 
     Args:
         file: the name of the file.

@@ -1,6 +1,6 @@
 """The two formats of one file per rank, which PaddleNLP's and PaddleFormers' Trainers write (:mod:`.rank_shards`).
 
-Of older Trainers, files of weights are per tensor-parallel rank and stage, files of optimizer states per rank of the
+Older Trainers write files of weights per tensor-parallel rank and stage, and files of optimizer states per rank of the
 sharding group as well. All sharding stages have these names.
 
 Under ``sharding_io`` and in zero-cost saves (FlashCheckpoint), every rank of a sharding group stores its own part of

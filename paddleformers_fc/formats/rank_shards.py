@@ -1,4 +1,4 @@
-"""Read checkpoints of one pickle per rank: what the files contain, as shards of whole tensors.
+"""Read checkpoints of one pickle per rank as shards of whole tensors.
 
 Such a checkpoint has three kinds of files: weights, optimizer states with master weights, and moving averages. A file
 contains the local tensors of its rank. A shard needs three more facts.
@@ -499,7 +499,7 @@ class Assembly:
             self.faults.append(f"{part.name}: neither the weight nor its master weight is stored")
 
     def _compare(self, part: Part, own: Mapping[tuple[str, str], Sequence[FileArray]]) -> None:
-        """Note the copies of what another tensor-parallel rank has as well."""
+        """Note the copies of tensors that another tensor-parallel rank has as well."""
         for (role, name), pieces in own.items() if self.tp > 1 and part.box == whole(part.shape) else ():
             first = self._copied.setdefault((role, name), pieces)
             if first is not pieces:
@@ -652,7 +652,7 @@ def stored_model(catalog: Catalog, config: dict[str, Any], cuts: Mapping[str, Sh
         model = replace(model, config={**model.config, IS_NLP: True})
     tensors = [ModelTensor(one.name, one.shape, one.dtype, cuts[one.name]) for one in weights]
     model, rules = completed(family, model, tensors)
-    # What is derived again from the stored rules must be cut as the tensors are.
+    # Rules that are derived from the stored ones must have the cuts of the tensors.
     rules = replace(rules, cuts={name: tuple(own) for name, own in cuts.items() if any(cut > 1 for cut in own)})
     try:
         declared = [one.under() for one in enumerate_tensors(family, model) if one.stage is not Stage.ABSENT]

@@ -170,7 +170,7 @@ def open_checkpoint(
 
     Args:
         directory: a checkpoint of any format, or a directory of open weights.
-        verify: what is compared first, where checksums are recorded: ``off``, ``size`` or ``full``.
+        verify: the comparison before the first read, if checksums are recorded: ``off``, ``size`` or ``full``.
         roles: the roles of a flex checkpoint to open, the weights among them; None for all.
         config: the model's configuration, for a directory of another format that has none.
     Raises:

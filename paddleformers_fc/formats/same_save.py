@@ -5,7 +5,7 @@ Names and shapes do not show a file of another run, or one under the name of ano
 * a weight of 16 bits is its master weight, rounded;
 * two ranks have different parts of a tensor, with different numbers.
 
-Of every pair of files a few tensors are compared, by a few numbers each. The comparison with master weights concerns
+A few tensors of every pair of files are compared, by a few numbers each. The comparison with master weights concerns
 most of them: replicas that diverged in a run are no reason to refuse it. A copy is compared byte by byte.
 """
 
@@ -41,7 +41,7 @@ def foreign_files(directory: Path, catalog: Catalog) -> Iterator[str]:
 
     Args:
         directory: of the files.
-        catalog: what is stored in them.
+        catalog: their stored tensors.
     """
     yield from _unlike_masters(directory, catalog)
     yield from _copies(directory, catalog)
@@ -113,7 +113,7 @@ _Alike = list[tuple[list[StoredFragment], int]]
 
 
 def _alike(catalog: Catalog) -> dict[tuple[str, ...], _Alike]:
-    """Return the tensors of which files have parts of one shape, by these files. Of each the largest part counts."""
+    """Return the tensors of which files have parts of one shape, by these files. The largest part of each counts."""
     found: dict[tuple[str, ...], _Alike] = {}
     for tensor in (one for tensors in catalog.roles.values() for one in tensors.values() if len(one.offsets) > 1):
         largest: dict[str, StoredFragment] = {}

@@ -1,4 +1,4 @@
-"""The shared parts of opening a checkpoint of a stock Trainer, whatever its files of tensors are.
+"""The shared parts of opening a checkpoint of a stock Trainer, for all its formats of tensor files.
 
 All of its formats have a ``config.json`` or none, the Trainer's files (:mod:`.stock_run`), no checksums and no mapping.
 The mapping follows from the family of the model, once it is needed.
@@ -92,7 +92,7 @@ def open_stock(
     Args:
         format_: the format that recognised it.
         directory: of the checkpoint.
-        catalog: what is stored.
+        catalog: the stored tensors.
         faults: why the files are not one whole checkpoint, beside those of the catalog.
         config: of the model.
         describe: returns the stored model under a configuration.

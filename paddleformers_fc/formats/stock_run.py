@@ -116,7 +116,7 @@ def refuse_states_of_other_steps(directory: Path, catalog: Catalog, record: Mani
 
     Args:
         directory: of the checkpoint.
-        catalog: what is stored.
+        catalog: the stored tensors.
         record: of the run.
     Raises:
         Corrupt: they differ by more than a step and a hundredth of the steps.
@@ -146,7 +146,7 @@ def invalid_powers(directory: Path, catalog: Catalog) -> list[str]:
 
     Args:
         directory: of the checkpoint.
-        catalog: what is stored.
+        catalog: the stored tensors.
     """
     powers = _powers(directory, catalog.roles.get(OPTIMIZER_STATE, {}), _POWERS)
     return [f"{name}: {power:g}" for name, power in powers.items() if not 0 <= power <= 1]
@@ -271,7 +271,7 @@ def _position(directory: Path) -> dict[str, Any]:
 
 
 def _average(directory: Path) -> dict[str, Any]:
-    """Return the document of a moving average, see ``trainer.ema``; what the directory does not contain is None."""
+    """Return the document of a moving average, see ``trainer.ema``; keys without a value in the directory are None."""
     arguments = _arguments(directory)
     decay, interval, threshold = (arguments.get(f"zcc_{key}") for key in _AVERAGE)
     step: int | None = None

@@ -161,8 +161,8 @@ def _refuse_others(directory: Path, names: Sequence[str]) -> None:
 def _files(directory: Path, kind: str, names: Sequence[str]) -> dict[str, list[str]]:
     """Return the files of a kind, and the tensors that the index lists in each.
 
-    Files of the same numbering that the index does not list are among them: of expert-parallel ranks that count their
-    experts from 0, it lists one alone.
+    They include files of the same numbering that the index does not list: if expert-parallel ranks all count their
+    experts from 0, it lists only one of them.
     """
     index, single = _index_name(kind), f"{kind}.safetensors"
     own = {name: found[2] for name in names if (found := _FILE.fullmatch(name)) and found[1] == kind}
@@ -238,7 +238,7 @@ class _Assembly:
     Args:
         directory: the checkpoint.
         config: its configuration; empty if there is none.
-        contents: what the files of each kind contain.
+        contents: the contents of the files of each kind.
     Attributes:
         faults: why the files are not one whole checkpoint.
     """
@@ -373,8 +373,8 @@ class _Assembly:
     def _is_turned(self, name: str, shape: Shape, known: Collection[Shape]) -> bool | str:
         """Return whether a weight that is not square is transposed, from its states or else its family.
 
-        States in ranges of elements do not show it. Of the family count the tensors of the classes that the names are
-        of, and where the configuration is not sufficient, every declaration.
+        States in ranges of elements do not show it. The family's tensors are limited to the classes of the names; if
+        the configuration is not sufficient, every declaration counts.
         """
         both = shape, shape[::-1]
         for proved in (

@@ -1,4 +1,4 @@
-"""Names of variables without a table: which parameter ``linear_5.w_0`` is.
+"""Find the parameter of a variable such as ``linear_5.w_0`` without a table of names.
 
 Paddle names a variable after the class of its layer and a number that counts the layers of that class in the order in
 which they are built. The parameters of a stage, in the order in which their family builds them, therefore consist of

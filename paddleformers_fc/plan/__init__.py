@@ -1,4 +1,4 @@
-"""Catalog x Mapping x Layout -> read items, and a report of what does not fit. No framework is imported here."""
+"""Catalog x Mapping x Layout -> read items, and a report of mismatches. No framework is imported here."""
 
 from paddleformers_fc.plan.build import ReadSource, plan_reads
 from paddleformers_fc.plan.items import EqualCheck, LoadPlan, ReadItem, StoredPart

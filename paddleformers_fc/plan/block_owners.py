@@ -1,12 +1,12 @@
-"""The assignment of blocks of tensor files to the ranks that compare their checksums, so that each is hashed once.
+"""Assign the blocks of tensor files to the ranks that compare their checksums, so that each is hashed once.
 
 Every rank reports which blocks it reads, and of which it reads most bytes in the order of the file. All ranks compute
-the same owners from that: a rank that reads most of a block hashes it while it reads; the others come after it, because
-they must read the rest of the block as well. Blocks are balanced over ranks that are equally good.
+the same owners from that. A rank that reads most of a block takes precedence, because it hashes while it reads. Others
+must read the rest of the block as well. Blocks are balanced over ranks of equal precedence.
 
 A verdict holds for the bytes that were hashed. Ranks share it if they read the same bytes: the same files (device,
 inode, size and change time) through the page cache of the same machine, or the same objects of a store. Ranks of other
-machines hash what they read themselves: copies on local disks can differ, and so can page caches.
+machines hash their own reads: copies on local disks can differ, and so can page caches.
 
 Time: linear in the items of a plan, and in the blocks of a checkpoint for each rank of a machine. Memory: two bits per
 block and rank of a machine; a checkpoint of 1 TB has 250,000 blocks.
@@ -33,7 +33,7 @@ from paddleformers_fc.storage.manifest import RESTORE
 Flags = np.ndarray[tuple[int], np.dtype[np.bool_]]
 """A flag for every block."""
 _Runs = tuple[list[int], list[int], list[bool]]
-"""Of each run its first and last byte, and whether all bytes between them are read."""
+"""The first and last byte of each run, and whether all bytes between them are read."""
 Counts = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 
@@ -81,7 +81,7 @@ class RecordedBlocks:
         """Return which blocks hold the bytes that one rank reads.
 
         Args:
-            parts: what it reads.
+            parts: its reads.
             source: see :class:`BlockReads`.
         """
         found: dict[str, _Runs] = {}
@@ -110,8 +110,8 @@ class RecordedBlocks:
         """Return the numbers of the blocks that one rank compares, by file.
 
         Args:
-            everyone: what each rank reads, by rank.
-            rank: which rank.
+            everyone: the reads of each rank, by rank.
+            rank: the rank.
         """
         source = everyone[rank].source
         group = [other for other, one in enumerate(everyone) if other == rank or (source and one.source == source)]
@@ -152,7 +152,7 @@ class RecordedBlocks:
 
 
 NO_BLOCKS = RecordedBlocks()
-"""Of a load that compares no checksums of tensors."""
+"""For a load that compares no checksums of tensors."""
 
 
 def _touched(runs: _Runs, checksum: FileChecksum) -> tuple[Flags, Counts]:
@@ -178,10 +178,10 @@ def _packed(flags: Flags) -> bytes:
 
 
 def _balanced(able: np.ndarray[tuple[int, int], np.dtype[np.bool_]], member: int) -> Flags:
-    """Assign every block to one of the members that are able to compare it; those of one member.
+    """Assign every block to a member that can compare it, and return those of one member.
 
-    Blocks that the same members are able to compare are divided so that the members have equally many in the end, and
-    each gets every n-th of them: ranks that read one file together are at about the same place.
+    Blocks that the same members can compare are divided so that all members end with equal numbers. Each of n members
+    gets every n-th block, because ranks that read one file together are at about the same position.
     """
     mine = np.zeros(able.shape[1], np.bool_)
     loads = np.zeros(len(able), np.int64)

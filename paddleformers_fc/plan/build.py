@@ -1,4 +1,4 @@
-"""Plan reads: which byte ranges of which files fill which parts of which wanted shards.
+"""Plan reads: map byte ranges of files to the parts of wanted shards that they fill.
 
 The template of a tensor lists the boxes of stored tensors that a wanted shard consists of, and the catalog has their
 offsets. A plan contains only bytes that are needed, and writes every wanted element exactly once. Optimizer states
@@ -56,8 +56,8 @@ class ReadSource:
         stored_aliases: stored alias -> stored owner, for tied parameters.
         wanted_aliases: wanted alias -> wanted owner.
         preferred: stored owner -> the names of all copies; the first one is read. Copies of other owners must be equal.
-        may_cast: whether the precision may differ. Then numbers are cast between :data:`CAST`, a weight of another
-            type is read from its master weight, and a master weight that is not stored from its weight.
+        may_cast: whether the precision may differ. Then numbers are cast between :data:`CAST`. A weight of another type
+            is read from its master weight, and a missing master weight from its weight.
         averaged: whether weights and master weights are read from their moving averages, where there are any. An
             average is cast to the type of the weight.
     """
@@ -139,7 +139,7 @@ def plan_reads(source: ReadSource, wanted: Wanted) -> LoadPlan:
         source: the stored tensors and their mapping.
         wanted: role -> full name -> the shard to fill.
     Returns:
-        the plan; its report lists what does not fit.
+        the plan; its report lists the mismatches.
     """
     return Planner(source).plan(wanted)
 
@@ -150,7 +150,7 @@ class Planner:
     Args:
         source: the stored tensors and their mapping.
     Attributes:
-        report: what does not fit so far.
+        report: the mismatches so far.
         checks: stored boxes that must be equal, by the names of the two tensors.
         touched: stored names that are read, by role.
     """
@@ -275,7 +275,7 @@ class Planner:
         Args:
             role: role of the wanted tensor.
             parameter: the stored parameter.
-            tensor: what is stored under the wanted role.
+            tensor: the tensor that is stored under the wanted role.
             wanted: the wanted dtype.
         """
         other = None
@@ -297,7 +297,7 @@ class Planner:
         Args:
             role: role of the wanted tensor.
             parameter: the stored parameter.
-            tensor: what is stored under the wanted role.
+            tensor: the tensor that is stored under the wanted role.
         """
         if role not in (MODEL_STATE, MASTER_WEIGHT):
             return tensor

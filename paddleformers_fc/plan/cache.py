@@ -1,8 +1,8 @@
 """Cache load plans for jobs that resume the same checkpoint under the same layout.
 
-A plan depends only on its :class:`PlanKey`: digests of the stored tensors and their offsets, the stored rules, both
-model descriptions and families, all wanted shards, the statements of a user, and the version of this package.
-Identities of files are not part of a plan; readers compare them as without a cache.
+A plan depends only on its :class:`PlanKey`, which has digests of these: the stored tensors and their offsets, the
+stored rules, both model descriptions and families, all wanted shards, the statements of a user, and the version of this
+package. Identities of files are not part of a plan; readers compare them as without a cache.
 
 Plans are cached in memory and optionally in a directory. A file contains its key and a checksum. A file that is
 unreadable, or has another version, key or content, is ignored and overwritten. Files are msgpack and never pickles. A
@@ -71,7 +71,7 @@ class PlanKey(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
         models: both model descriptions, and the declarations of their families.
         wanted: role, name, dtype, global shape, box and range of every shard, in order.
         statements: ``aoa_config`` and the live tensors that it can name, and whether the precision may differ.
-        tied: which copy of a tied tensor is read.
+        tied: the copy of a tied tensor to read.
     """
 
     format: int

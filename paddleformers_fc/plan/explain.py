@@ -1,7 +1,7 @@
 """Explain one tensor: every stored box that it is read from, or that reads it, and the rules between the two names.
 
 A canonical tensor is explained by the stored boxes that it consists of, a stored tensor by the canonical boxes that
-consist of it. Both follow from the plan of an export, so that what is explained is what would be read.
+consist of it. Both follow from the plan of an export, so they match the reads of an export.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class ExplainedTensor(msgspec.Struct, frozen=True):
         role: its role.
         dtype: element type.
         shape: global shape.
-        boxes: where its elements are stored, or which canonical boxes read it.
+        boxes: the stored boxes of its elements, or the canonical boxes that read it.
         rules: the rules that lead from one space to the other; none where both have the same names.
         tied: other stored names of the same tensor, which must be equal.
     """
@@ -77,7 +77,7 @@ class Explanation(msgspec.Struct, frozen=True):
     Attributes:
         path: the directory as it was named.
         kind: its format.
-        name: the name that was asked for.
+        name: the requested name.
         tensors: the tensors of this name.
     """
 

@@ -57,11 +57,11 @@ class ParameterFlow(msgspec.Struct, frozen=True):
 
 
 class PlanFlows(msgspec.Struct, frozen=True):
-    """A plan, and who reads what from whom.
+    """A plan, with the source and the reader of every range.
 
     Attributes:
         plan: the forecast of every rank.
-        writers: names of what is read: ranks of the run that saved, or files.
+        writers: names of the sources: ranks of the run that saved, or files.
         reads: for every rank the bytes that it reads, by index of the writer.
         parameters: in natural order.
     """

@@ -70,7 +70,7 @@ class LoadPlan:
         items: the reads, in the order of files and offsets.
         checks: stored boxes that must be equal before anything is loaded.
         touched: stored names that this rank reads, by role.
-        report: what does not fit.
+        report: the mismatches.
     """
 
     items: tuple[ReadItem, ...]

@@ -1,4 +1,4 @@
-"""Simulate the layout of a model without building it: which rank of a grid holds which boxes of which tensors.
+"""Simulate the layout of a model without building it: the boxes of its tensors on each rank of a grid.
 
 The tensors follow from the declaration of the family and the configuration. The grid determines the stage, the
 tensor-parallel part and the experts of every rank, and sharding its part of the optimizer states. Tests compare the
@@ -8,7 +8,7 @@ This module is in ``plan`` because it needs families and layouts, which do not i
 :mod:`paddleformers_fc.layout.grid` and ``partition``.
 
 Replicas hold the same weights, so shards are created once per (stage, tensor-parallel rank, expert rank), and
-partitions once per stage. The cost of a rank is linear in what it holds.
+partitions once per stage. The cost of a rank is linear in its shards.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def statements_source(
     stated = _evaluated(program, stored, tensors, live, derived.wanted_aliases)
     left_to_names = {name: made for name, made in derived.mapping.made.items() if _is_left(stated, name, made)}
     explicit = {name: made for name, made in stated.made.items() if name not in left_to_names}
-    # The order of the parts is unknown for stated rules. Only the statements themselves can give it.
+    # The order of the parts is unknown for stated rules. Its source must come from the statements themselves.
     if explicit and model.rules is None:
         on_one_rank = _evaluated(program, _uncut(stored), _uncut(tensors), live, derived.wanted_aliases)
         before, after = _interleavings(rules, _alone(checkpoint)), _interleavings(live, _bound(model, _uncut(tensors)))

@@ -76,10 +76,10 @@ def compare_blocks(
     """Compare blocks with their checksums and return the differences.
 
     Args:
-        directory: what the checksums' paths are relative to.
+        directory: the directory that the checksums' paths are relative to.
         wanted: checksums, and the numbers of the blocks of each.
         threads: how many threads read and hash.
-        identities: which files were looked at before; another one under a path is a fault.
+        identities: the identities of the files opened before; another file under a path is a fault.
     """
     files = [(checksum, numbers) for checksum, numbers in wanted if numbers]
     bad: dict[str, list[int]] = {checksum.path: [] for checksum, _ in files}
@@ -142,7 +142,7 @@ def digest_of(path: AnyPath) -> str:
 
 @dataclass(frozen=True)
 class _Span:
-    """Some blocks of one file: what one thread hashes at a time."""
+    """The blocks of one file that one thread hashes at a time."""
 
     checksum: FileChecksum
     numbers: Numbers

@@ -2,7 +2,7 @@
 
 A :class:`ScaledFile` has no bytes on disk. It is the row-major concatenation of matrices of one dtype. Any byte range
 of it can be read: the numbers of the range and the scales of its blocks are read, multiplied in float32, and cast once.
-So a catalog lists such a matrix as any other tensor, and every reader of ranges can read it.
+A catalog therefore lists such a matrix as any other tensor, and every reader of ranges can read it.
 
 Memory: about ten bytes per number for ``_PORTION`` numbers, or for one row if that is longer, and the scales of its
 rows.

@@ -4,8 +4,8 @@ A whole-file checksum finds a flipped bit only after the last byte and can be co
 checksums locate it and can be recomputed by many threads. Both come from one pass: a writer feeds every byte it writes
 to a :class:`BlockHasher`, in file order.
 
-Time is that of two xxh3 passes over data that is still in the processor's cache (each several GiB/s, the interpreter
-lock released); memory is two hash states and 16 characters per block. xxh3 detects accidents, not a forger, who can
+Time: two xxh3 passes over data that is still in the processor's cache, each several GiB/s with the interpreter lock
+released. Memory: two hash states and 16 characters per block. xxh3 detects accidents, not forgery, because a forger can
 rewrite the manifest too.
 """
 

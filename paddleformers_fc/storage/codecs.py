@@ -1,9 +1,9 @@
 """The Trainer's own state as JSON: exact, readable, without pickle.
 
 PaddleFormers pickles trainer state, scheduler, loss scaler, random generators and training arguments: a few kilobytes
-of numbers. Here each is a JSON document. Numbers are restored bit for bit: Python writes the shortest decimal text that
-reads back as the same float, an array carries its dtype, and infinity and NaN use Python's extension of JSON. A value
-that cannot be written exactly is refused at save time.
+of numbers. This module writes each as a JSON document. Numbers are restored bit for bit: Python writes the shortest
+decimal text that reads back as the same float, an array carries its dtype, and infinity and NaN use Python's extension
+of JSON. A value that cannot be written exactly is refused at save time.
 
 ``trainer.rng`` and ``trainer.documents`` read and restore the values; ``formats.stock_run`` converts them.
 """
@@ -28,7 +28,7 @@ _ANOTHER = "The file was changed after it was written; resume from another check
 
 
 def encode(value: Any, what: str) -> bytes:
-    """``value`` as a JSON document that :func:`decode` turns back into an equal value.
+    """Encode ``value`` as a JSON document that :func:`decode` turns back into an equal value.
 
     Args:
         value: None, bool, int, float, str, and arrays, lists, tuples and string-keyed dicts of such.
@@ -79,7 +79,7 @@ def decode_object(raw: bytes, where: str) -> dict[str, Any]:
 
 
 def readable(value: Any) -> Any:
-    """``value`` as JSON for a reader, not to be read back: what JSON cannot hold is spelled as text."""
+    """Return ``value`` as JSON for a reader, not to be read back: values without a JSON type become text."""
     if isinstance(value, Mapping):
         return {str(key): readable(one) for key, one in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):

@@ -90,7 +90,7 @@ def verify_export(
 
     Args:
         directory: the export.
-        checksums: what :func:`read_checksums` returned.
+        checksums: the result of :func:`read_checksums`.
         level: ``size`` compares sizes, and the checksums of documents; ``full`` compares all checksums.
         needed: the files that must be there, and must be listed.
         threads: how many threads read and hash.
@@ -129,7 +129,7 @@ def read_exported(directory: AnyPath, checksums: FileChecksums | None, name: str
 
     Args:
         directory: the open weights.
-        checksums: what :func:`read_checksums` returned.
+        checksums: the result of :func:`read_checksums`.
         name: the document's path relative to the directory.
         most: bound on its length in bytes.
 

@@ -1,7 +1,7 @@
 """The only module that writes, syncs, renames and deletes.
 
-Its functions add three properties to the bare calls: a refusal of the operating system becomes a :class:`StorageError`
-with the path; a write continues until every byte is accepted; and nothing counts as written before it is synced.
+Its functions add three properties to the bare calls. A refusal of the operating system becomes a :class:`StorageError`
+with the path. A write continues until every byte is accepted. A file counts as written once it is synced.
 
 Readers take a local or remote path (:mod:`.paths`); writers take a local one.
 """
@@ -162,7 +162,7 @@ def open_regular(path: AnyPath) -> OpenFile | RemoteFile:
 
 
 def open_local(path: Path) -> OpenFile:
-    """As :func:`open_regular`, for a file of this machine."""
+    """Open a file of this machine as :func:`open_regular` does."""
     try:
         descriptor = _opened(path)
     except OSError as error:
@@ -243,7 +243,7 @@ def read_several(file: OpenFile, offset: int, views: Sequence[memoryview]) -> No
 
 
 def read_range(file: OpenFile | RemoteFile, offset: int, length: int) -> bytes:
-    """``length`` bytes from ``offset`` on; see :func:`read_into` for the errors."""
+    """Return ``length`` bytes from ``offset`` on; see :func:`read_into` for the errors."""
     buffer = bytearray(length)
     read_into(file, offset, buffer)
     return bytes(buffer)
@@ -252,8 +252,8 @@ def read_range(file: OpenFile | RemoteFile, offset: int, length: int) -> bytes:
 class RandomAccessWriter:
     """A new file whose pieces come in any order, from several threads at once; synced when it is closed.
 
-    It computes no checksum, and only the caller can tell whether all of it was written. Closing on an error leaves
-    what was written, so that the fault can be looked at.
+    It computes no checksum, and the caller must check that every piece was written. After an error the written bytes
+    stay, so that the fault can be inspected.
 
     Args:
         path: the file; it must not exist. A missing directory between ``root`` and the file is created.
@@ -320,8 +320,8 @@ class RandomAccessWriter:
 class SequentialWriter:
     """A new file, written from the front to the end, hashed on the way and synced when it is closed.
 
-    Memory is one block of hash state: bytes go from the caller's buffer to the operating system without a copy.
-    Closing on an error leaves what was written; a half-written file has no checksum.
+    Memory is one block of hash state: bytes go from the caller's buffer to the operating system without a copy. After
+    an error the written bytes stay; a half-written file has no checksum.
 
     Args:
         path: the file; it must not exist. A missing directory between ``root`` and the file is created.
@@ -353,7 +353,7 @@ class SequentialWriter:
             self._offset += chunk.nbytes
 
     def close(self) -> FileChecksum:
-        """Sync and close; the checksum. A second call returns the same checksum.
+        """Sync and close, and return the checksum. A second call returns the same checksum.
 
         Raises:
             StorageError: the bytes could not be brought to the device.
@@ -510,7 +510,7 @@ def rename(source: Path, target: Path) -> None:
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Swap two names atomically; False, with nothing changed, if the system did not do it.
+    """Swap two names atomically; return False, without a change, if the system did not do it.
 
     Platforms, file systems and sandboxes that cannot exchange names report several different error numbers. The caller
     falls back on plain renames, which report a real fault.
@@ -521,7 +521,8 @@ def exchange(one: Path, other: Path) -> bool:
 
 
 def link(file: Path, name: Path) -> bool:
-    """Give a file a second name; False if the system did not do it, for file systems refuse with several numbers."""
+    """Give a file a second name; return False if the system did not, because file systems refuse with several
+    numbers."""
     try:
         os.link(file, name, follow_symlinks=False)
     except OSError:
@@ -540,7 +541,7 @@ def remove_file(path: Path) -> None:
 
 
 def remove_empty_directory(path: Path) -> bool:
-    """Delete a directory if nothing is in it; whether it was deleted by this call.
+    """Delete a directory if it is empty, and return whether this call deleted it.
 
     Raises:
         StorageError: the operating system refused for another reason than that it is not empty, or gone.
@@ -563,7 +564,7 @@ def remove_tree(path: Path) -> None:
     if is_link(path):
         remove_file(path)
         return
-    # Not by recursion: files of other programs may be nested more deeply than Python's stack allows.
+    # Without recursion, because files of other programs may be nested more deeply than Python's stack allows.
     waiting, emptied = [path], []
     while waiting:
         emptied.append(waiting.pop())
@@ -658,7 +659,7 @@ def _stat(path: Path, *, follow_links: bool) -> os.stat_result | None:
 
 
 def size_of(path: AnyPath) -> int:
-    """Length of a file in bytes.
+    """Return the length of a file in bytes.
 
     Raises:
         Corrupt: there is no such file.
@@ -713,7 +714,7 @@ def _relative(path: Path, root: Path | None) -> str:
 
 
 def _make_parents(path: Path, root: Path | None) -> None:
-    # Never the root itself: a rank that comes too late must not bring a discarded directory back to life.
+    # Never the root itself: a late rank must not create a discarded directory again.
     between = [one for one in path.parents if root in one.parents]
     for directory in reversed(between):
         with _naming("create", directory), contextlib.suppress(FileExistsError):

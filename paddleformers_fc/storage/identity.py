@@ -41,7 +41,7 @@ class FileIdentity:
 
 
 Identity = FileIdentity | RemoteStatus | ScaledFile
-"""Of a file, or of one that is produced from others."""
+"""The identity of a file, or of one that is produced from others."""
 Identities = Mapping[AnyPath, Identity]
 
 
@@ -64,8 +64,8 @@ def stored_identities(identities: Identities) -> dict[AnyPath, Identity]:
 def same_bytes_key(identities: Identities) -> str:
     """Return a text that is equal for processes that read the same bytes; empty if these identities cannot show it.
 
-    Processes of one machine that see the same files of it read them through one page cache. Copies of a file on the
-    disks of several machines can differ, and so can their caches. An object of a store is the same for all of them.
+    Processes of one machine with access to the same local files read them through one page cache. Copies of a file on
+    the disks of several machines can differ, and so can their caches. An object of a store is the same for all of them.
     """
     if not identities:
         return ""

@@ -33,11 +33,11 @@ class Leftover:
     Attributes:
         path: the directory.
         target: the name it was meant for.
-        why: what it is, one sentence for the reader.
+        why: its description, one sentence for the reader.
         disposable: whether it is proved to be unused.
         nameless: whether it is empty and has no owner record yet; its process may be alive.
-        removable: whether it may be deleted when a user confirms: no process of this machine writes it, and it is no
-            checkpoint that has only lost its name.
+        removable: whether it may be deleted after a user confirms: no process of this machine writes it, and it is not
+            a finished checkpoint under a hidden name.
     """
 
     path: Path
@@ -94,7 +94,7 @@ def clean_unfinished(output_dir: Path) -> tuple[list[Leftover], list[Leftover]]:
         output_dir: where the checkpoints are.
 
     Returns:
-        Those deleted, and those left because their process lives or may live, or because they could not be deleted.
+        Those deleted, and those left because their process is or may be alive, or because they could not be deleted.
 
     Raises:
         StorageError: the operating system refused to look. That a leftover resists must not stop the next save.
@@ -160,7 +160,7 @@ def _removed(leftover: Leftover) -> bool:
 
 
 def _owner_state(directory: Path) -> ProcessState | None:
-    """Return whether the directory's owner lives; None if it has no readable record."""
+    """Return whether the directory's owner is alive; None if it has no readable record."""
     owner = read_owner(directory)
     return None if owner is None else process_state(owner)
 

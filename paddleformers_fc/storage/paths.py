@@ -1,8 +1,8 @@
 """The location of a checkpoint: a local directory, or a URL of a store that answers range requests.
 
-:func:`parse_path` parses the text of a user once, at the edge (command line, options, public API). From there on a
-local directory is a ``pathlib.Path`` and a remote one a :class:`RemotePath`, which has the few operations that readers
-of checkpoints use. Requests to stores are in :mod:`.remote`; this module sends none.
+:func:`parse_path` parses the text of a user once, at the edge (command line, options, public API). After that a local
+directory is a ``pathlib.Path`` and a remote one a :class:`RemotePath`, which has the few operations that readers of
+checkpoints use. Requests to stores are in :mod:`.remote`; this module sends none.
 
 A save is a rename, which object stores do not have, so it calls :func:`require_local`. Exports and conversions are also
 written to stores, see :func:`parse_target`.
@@ -115,8 +115,8 @@ def parse_path(named: str | os.PathLike[str] | RemotePath) -> AnyPath:
 def expand_user(named: str) -> str:
     """Return a user's text with the home directory in place of its ``~``, as PaddleFormers reads ``output_dir``.
 
-    For what a shell has not read: keys of a configuration, arguments in quotes. What PaddleFormers takes as it is, such
-    as the directory of ``save_pretrained``, is not read in this way, for it writes files of its own there.
+    For what a shell has not read: keys of a configuration, arguments in quotes. Directories that PaddleFormers uses
+    unchanged, such as that of ``save_pretrained``, are not expanded, because it writes files of its own there.
     """
     return os.path.expanduser(named)
 
@@ -126,7 +126,7 @@ def require_local(named: str | os.PathLike[str] | RemotePath, doing: str) -> Pat
 
     Args:
         named: as the user named it.
-        doing: what is written, as the beginning of a sentence: "A checkpoint".
+        doing: the written object, as the beginning of a sentence: "A checkpoint".
 
     Raises:
         OptionError: it is remote.
@@ -148,7 +148,7 @@ def parse_target(named: str | os.PathLike[str] | RemotePath, doing: str) -> AnyP
 
     Args:
         named: as the user named it.
-        doing: what is written, as the beginning of a sentence: "An export".
+        doing: the written object, as the beginning of a sentence: "An export".
 
     Raises:
         OptionError: it cannot be that of a directory, or web servers are only read from.

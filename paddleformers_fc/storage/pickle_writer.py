@@ -1,7 +1,7 @@
 """Pickles of plain data for other programs, of a fixed set of instructions; they are written and never executed here.
 
-A file of arrays is one run of bytes with all arrays in it, and a dict of arrays that refer to it, so that the bytes of
-arrays are written in any order by offset. Names of classes are those that the reader of the file has.
+A file of arrays is one run of bytes and a dict of arrays that refer to it, so that the bytes of arrays are written in
+any order by offset. Names of classes are those that the reader of the file has.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class PickledObject:
     Args:
         module: of the class.
         name: of the class.
-        state: a dict of attributes, or what else the class takes.
+        state: a dict of attributes, or another state of the class.
     """
 
     module: str
@@ -46,7 +46,7 @@ def encode_pickle(value: Any) -> bytes:
 
 
 def encode_array_dict(arrays: Sequence[tuple[str, str, Sequence[int], int]]) -> tuple[bytes, bytes]:
-    """Return what precedes and what follows the bytes of arrays in the pickle of a dict of them.
+    """Return the bytes before and after those of arrays in the pickle of a dict of them.
 
     Args:
         arrays: name, numpy code of the element type (``f4``), shape and length in bytes; at least one. Their bytes

@@ -1,6 +1,6 @@
 """Bytes that the running operation has done, and those that it expects to do; a display reads both.
 
-Whatever reads or writes many bytes calls :func:`expect` before and :func:`advance` after a piece. Both do nothing
+Code that reads or writes many bytes calls :func:`expect` before and :func:`advance` after a piece. Both do nothing
 unless the progress is displayed (:func:`measured`). A process displays one operation at a time, in many threads.
 """
 

@@ -4,9 +4,9 @@ Threads read the byte ranges of a plan with ``preadv``, which takes the offset a
 into the tensor's memory. This module manages descriptors: a checkpoint of a thousand ranks has thousands of files, and
 a process may open a limited number. Ranges of a file that is produced from others are produced here.
 
-Memory: none for data. At most ``max_open_files`` descriptors; the least recently used idle one is closed for the next,
-and a thread waits if all of them are in use. Each thread holds one at a time, so waiting always ends. Remote files have
-no descriptor; their ranges come from bounded memory (:mod:`.prefetch`).
+Memory: none for data. At most ``max_open_files`` descriptors are open. The least recently used idle one is closed for
+the next, and a thread waits if all are in use. Each thread holds one at a time, so waiting always ends. Remote files
+have no descriptor; their ranges come from bounded memory (:mod:`.prefetch`).
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ class RangeReader:
             shared = self._files.get(path)
             if shared is None:
                 self._files[path] = _Shared(file, users=1)
-                # Threads that wait for a descriptor may want this very file.
+                # Threads that wait for a descriptor may need this very file.
                 self._change.notify_all()
                 return file
             # Another thread opened the same file in the meantime.
@@ -222,7 +222,7 @@ class RangeReader:
             self._release(path)
             raise
         finally:
-            # Not before the descriptor is closed: another thread may open a file as soon as this one is uncounted.
+            # After the descriptor is closed: another thread may open a file as soon as this one is uncounted.
             with self._change:
                 self._open_count -= 1
                 self._change.notify_all()

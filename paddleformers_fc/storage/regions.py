@@ -3,9 +3,9 @@
 A region and its target are reduced to the axes that matter: one run of bytes on both sides is one axis. Then the region
 is cut into *tiles*. There are three strategies to read one:
 
-- **Direct**: runs of bytes that are contiguous in the target too. They are read from the file into the target, one by
-  one or many in a system call (:mod:`.vectored_read`), without a copy: same layouts, rows, column slices, and parts of
-  a file that are interleaved in runs of a KiB or more.
+- **Direct**: runs of bytes that are contiguous in the target too. They are read from the file into the target without a
+  copy, one or many in a system call (:mod:`.vectored_read`): same layouts, rows, column slices, and parts of a file
+  that are interleaved in runs of a KiB or more.
 - **Buffered**: transposes, casts, and finer interleavings. The runs of a tile are gathered in scratch memory and
   written to the target in one strided copy. The scratch memory is reused, and small enough for the processor's cache:
   new memory of many MiB costs more in page faults than the copy. A tile of a transpose is as long as the target's runs
@@ -89,7 +89,7 @@ class Workspace:
     """Scratch memory and reader of one thread; a context manager that releases them.
 
     Args:
-        scratch_bytes: size of the scratch memory; at least one element of what is read.
+        scratch_bytes: size of the scratch memory; at least one element.
     """
 
     def __init__(self, scratch_bytes: int = HOT_BYTES) -> None:
@@ -118,7 +118,7 @@ class Workspace:
         return self._address <= address < self._address + self.scratch_bytes
 
     def lines(self, count: int, pitch: int, length: int) -> list[memoryview]:
-        """So many lines of the scratch memory, ``pitch`` bytes from one to the next; kept, for tiles are alike."""
+        """Return ``count`` lines of the scratch memory, ``pitch`` bytes apart; cached, because tiles are alike."""
         if self._lines[0] != (count, pitch, length):
             memory = self.memory.data
             self._lines = (
@@ -221,8 +221,8 @@ def bytes_read(
 def is_direct(strided: StridedAxes, width: int) -> bool:
     """Return whether a region that is not cast goes from the file into the target, run by run.
 
-    Runs that follow one another in the file and go to very short runs of the target do not: one read and a copy are
-    faster than a list of that many places.
+    Successive runs of the file for very short runs of the target do not: one read and a copy are faster than a list of
+    that many targets.
 
     Args:
         strided: the region's axes.
@@ -289,7 +289,7 @@ def tiles_of(
     """Cut a region and its target into tiles; None where it has no element.
 
     Args:
-        region: what to read.
+        region: the region to read.
         out: writable array of shape ``region.size``, with any strides; another dtype is cast to as numpy casts.
         scratch_bytes: scratch memory of the threads that will read.
         max_over_read: bound on bytes read over bytes needed, where short runs are read with the gaps between them.
@@ -578,7 +578,7 @@ def _positions(size: Sizes, strides: Sizes) -> np.ndarray[Any, Any]:
     return places
 
 
-# Tiles are alike; what is kept is 4 MiB at most.
+# Tiles are alike; the cache has 4 MiB at most.
 _kept_positions = lru_cache(maxsize=128)(_positions)
 
 

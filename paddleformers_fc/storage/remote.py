@@ -1,8 +1,8 @@
 """Files of a store that answers range requests, through fsspec: S3, GCS, OSS, HTTP and other backends.
 
-Only the wanted range of a file is requested. Large ranges are requested in parts, several at a time, because one stream
-of a store is slower than its network. The size and entity tag, or change time, of a file are its identity; no
-descriptor holds on to a file that is replaced.
+Requests are limited to the wanted range of a file. Large ranges are requested in parts, several at a time, because one
+stream of a store is slower than its network. The size and entity tag, or change time, of a file are its identity:
+unlike a local descriptor, a URL may lead to a replaced file.
 
 Every fault of a backend becomes an error of this package with URL and offset. Texts of backends may contain credentials
 or signed URLs, so they are masked, and no exception of a backend is chained. Access and credentials are configured in
@@ -36,7 +36,7 @@ RESTORE_FILE = "Restore the file or use another checkpoint."
 AT_ONCE = 16
 """Number of files that are inspected or opened at a time."""
 
-# What backends call the thing that changes when a file does, the most telling first.
+# Backends' keys for a value that changes with a file, the most precise first.
 _TAGS = ("ETag", "etag", "e_tag", "md5Hash", "content_md5", "Content-MD5", "generation", "version_id", "mtime")
 _TIMES = ("LastModified", "last_modified", "Last-Modified", "updated", "modified", "created")
 _EXTRAS = {"http": "http", "https": "http", "s3": "s3", "s3a": "s3"}
@@ -55,7 +55,7 @@ class RemoteStatus:
     """The status of a name in a store.
 
     Args:
-        kind: ``file``, ``directory``, or what else the backend calls it.
+        kind: ``file``, ``directory``, or another word of the backend.
         size: of a file, in bytes; 0 for anything else.
         tag: changes when the file does; empty if the backend reports only the size.
     """
@@ -244,7 +244,8 @@ def is_remote_directory(path: RemotePath) -> bool:
 
 
 def map_remote(work: Callable[[_T], _R], items: Iterable[_T]) -> list[_R]:
-    """``work`` of every item, in their order; several at a time, because every question costs the way to the store."""
+    """Return ``work`` of every item, in order; several run at a time, because every request costs a round trip to the
+    store."""
     with ThreadPoolExecutor(AT_ONCE, "flex-ask") as pool:
         return list(pool.map(work, items))
 
@@ -257,12 +258,12 @@ def missing(path: RemotePath) -> Corrupt:
 def refused(
     action: str, path: RemotePath, error: BaseException, *, offset: int | None = None, secrets: Iterable[str] = ()
 ) -> StorageError:
-    """Return the :class:`StorageError` for whatever a backend raised; its text without credentials.
+    """Return the :class:`StorageError` for an exception of a backend, without credentials in its text.
 
     Args:
         action: an infinitive such as "read".
         path: the requested file.
-        error: what the backend raised.
+        error: the exception of the backend.
         offset: of the first byte that was wanted, for a read.
         secrets: texts that must not be repeated.
     """
@@ -289,7 +290,7 @@ def refused(
 
 @contextlib.contextmanager
 def asking(action: str, path: RemotePath) -> Iterator[tuple[Any, str]]:
-    """Yield the file system of a URL and the path inside it; what a backend raises in the block becomes an error.
+    """Yield the file system of a URL and the path inside it; exceptions of the backend in the block become errors.
 
     Args:
         action: an infinitive such as "read".

@@ -4,8 +4,8 @@ Files are uploaded from the front to the end, in parts. A store such as S3 shows
 never a part of it; an interrupted upload is discarded. A deferred file is uploaded and completed later
 (:meth:`RemoteFileWriter.publish`).
 
-Uploaded bytes are proved by reading them again (:func:`compare_uploaded`): what a store reports about a file is not
-comparable between stores.
+Uploaded bytes are proved by reading them again (:func:`compare_uploaded`), because stores report no comparable
+checksums.
 
 Memory of a file that is being written: :data:`UPLOAD_BYTES`, more for files of more than 270 GB.
 """

@@ -3,7 +3,7 @@
 A slice of the columns of a matrix is such rows. A range of the file may begin and end inside a row, so that a file that
 is read in blocks fills each row from one block or from two.
 
-Time and memory: a copy of the bytes of the range; no list of the rows, but for a scatter list of those to be read.
+Time and memory: a copy of the bytes of the range, and a scatter list of the rows to read.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Rows:
                 np.ndarray((count, self.length), np.uint8, target, strides=(self.pitch, 1)),
                 np.ndarray((count, self.length), np.uint8, memory, start, (self.stride, 1)),
             )
-        # The rows that the range cuts; one row if the range lies inside it.
+        # The rows that the range cuts; one row if the range is inside it.
         for row in {first - 1, last} - set(range(first, last)):
             start = self.offset + row * self.stride
             low, high = max(begin, start), min(end, start + self.length)

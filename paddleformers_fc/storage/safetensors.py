@@ -11,10 +11,9 @@ decoded entries, encoded again, must give the same text, so that nothing was ski
 by entry, and is refused with the name of the entry or accepted.
 
 The writers take names, dtypes and shapes first and the bytes afterwards, straight from the caller's memory: one in the
-declared order, with checksums; the other in any order, from many threads. The tensors start at a whole page: where a
-page of the file and the memory it is copied to lie in step, the system copies a tenth faster than where the memory is
-some hundred bytes ahead. The format wants no gaps between tensors, so a caller that declares wide dtypes first keeps
-all of them aligned.
+declared order, with checksums; the other in any order, from many threads. The tensors start at a whole page: a copy
+between a page of the file and memory of the same alignment is a tenth faster. The format allows no gaps between
+tensors, so a caller that declares wide dtypes first keeps all of them aligned.
 
 Memory: the header (at most 100 MB, as in the library, about ten times that while it is parsed). Time: linear in the
 header for reading, one pass over the bytes for writing.

@@ -11,10 +11,10 @@ Rows that are adjacent in the file are cheaper still: they are one ``preadv`` wi
 kernel's cost of a request. The list, too, is filled as one numpy array.
 
 A row that is short or fails is read alone, and so are all rows if the calls are missing, forbidden or at the system's
-limit (``fs.aio-max-nr``). So errors are those of :func:`~paddleformers_fc.storage.files.read_into`, with file and
-offset.
+limit (``fs.aio-max-nr``). Errors are therefore those of :func:`~paddleformers_fc.storage.files.read_into`, with file
+and offset.
 
-Destroying a context takes the kernel 30 ms, so an idle one is kept for the next thread of this process; the kernel
+Destroying a context takes the kernel 30 ms, so an idle one is kept for the next thread of this process. The kernel
 frees them all when the process ends.
 
 Memory: 40 KiB of requests, results and targets for every thread that reads rows at the same time.
