@@ -4,7 +4,7 @@ A :class:`Channel` has two operations. In ``all_gather`` every rank gives bytes 
 ``all_to_all`` ranks give bytes to some others, in sizes that all ranks have agreed on. No message is a pickle.
 
 :func:`gather_and_keep` runs work on every rank, encodes its message, exchanges, and decodes the messages of all ranks.
-If the work fails on any rank, all ranks raise the same error, so no rank waits in a collective for one that failed.
+If the work fails on any rank, all ranks raise the same error, so no rank waits in a collective for a failed one.
 :func:`all_gather_checked` is the form without a local result, :func:`run_on_all` the form without a message. The first
 exchange of an operation carries :class:`ConsistencyFacts`: digests that must be equal on all ranks. :func:`broadcast`
 gives the bytes of one rank to some others.
@@ -54,7 +54,7 @@ class Channel(Protocol):
 
         Args:
             outgoing: bytes by receiver.
-            sizes: number of bytes by sender; equal to what the sender gives.
+            sizes: number of bytes by sender; equal to those that the sender passes.
         Returns:
             bytes by sender.
         """

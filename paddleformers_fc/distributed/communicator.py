@@ -1,10 +1,10 @@
 """The ranks of a job: one object owns their channel, its liveness and the connection to the job's store.
 
-Ranks meet before every exchange (:mod:`.liveness`), and a missing rank is named in an error that all others raise. A
-rank may still die during the exchange, a matter of milliseconds, and leave the others in a collective operation that
-Python cannot interrupt. So during an exchange a thread watches the clock, and whether another rank has found the job
-lost. Then it prints the report that all ranks print, dumps the stack of every thread, and ends the process. The
-launcher sees a failed rank instead of a job that hangs.
+Ranks pass a barrier before every exchange (:mod:`.liveness`), and a missing rank is named in an error that all others
+raise. A rank may still die during the exchange, a matter of milliseconds, and leave the others in a collective
+operation that Python cannot interrupt. During an exchange a thread therefore checks the time, and whether another rank
+has marked the job as lost. Then it prints the report that all ranks print, dumps the stack of every thread, and ends
+the process. The launcher then has a failed rank instead of a job that hangs.
 
 A :class:`Communicator` is used by one thread. A second thread needs a channel over a group of its own, another
 connection to the store and another key prefix.

@@ -1,9 +1,9 @@
 """Compare on all ranks the facts that an operation depends on, before it changes anything.
 
 A rank with another software version, configuration, option or checkpoint would not fail. It would plan other reads or
-take part in another number of exchanges, and the job would hang or train on a mixture. So the first exchange of every
-save and load carries a digest of these facts, and a mismatch takes precedence over other errors. Only if digests differ
-are the facts exchanged, and every rank raises the same table of differences.
+make another number of exchanges, and the job would hang or train on a mixture. The first exchange of every save and
+load therefore carries a digest of these facts, and a mismatch takes precedence over other errors. If digests differ,
+the facts are exchanged, and every rank raises the same table of differences.
 """
 
 from __future__ import annotations

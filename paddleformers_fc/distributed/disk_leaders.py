@@ -1,8 +1,8 @@
 """Find the ranks that write onto the same disk, by writing: equal paths may lead to different disks.
 
-Rank 0 creates a token, and the others probe for it. Ranks that see it share its disk, and the creator is the **leader**
-of that disk. Of the other ranks the lowest on every host creates a token in turn, until every rank has a leader. One
-shared disk takes two exchanges, disks of single hosts four.
+Rank 0 creates a token, and the others probe for it. Ranks with access to it share its disk, and the creator is the
+**leader** of that disk. On every host, the lowest of the other ranks creates the next token, until every rank has a
+leader. One shared disk takes two exchanges, disks of single hosts four.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class DiskLeaders:
 
 
 class _ProbeMessage(msgspec.Struct, frozen=True):
-    """The leader whose token a rank sees, and the rank's host."""
+    """The leader whose token is visible to a rank, and the rank's host."""
 
     lead: int | None
     host: str
@@ -54,7 +54,7 @@ def find_disk_leaders(channel: Channel, doing: str, put: Callable[[], str], sees
         channel: all ranks; every rank must call.
         doing: description of the operation, for errors.
         put: creates a token with a new name on this rank's disk and returns the name; called on some ranks.
-        sees: returns whether this rank sees a token.
+        sees: returns whether a token is visible to this rank.
     Raises:
         FlexError: the same on every rank.
     """

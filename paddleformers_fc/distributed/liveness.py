@@ -1,22 +1,22 @@
-"""Let ranks meet before every exchange, so that a dead rank is named and no rank waits for it forever.
+"""Run a barrier with a timeout before every exchange, so that a dead rank is named and no rank waits for it forever.
 
-Python cannot interrupt a collective operation whose other side is dead. So no rank enters one before all have arrived.
-They meet at counters in the store of the job: each rank adds one and polls until all have arrived. The first rank to
+Python cannot interrupt a collective operation with a dead rank, so no rank enters one before all have arrived. The
+barrier is a counter in the store of the job: each rank adds one and polls until all have arrived. The first rank to
 time out aborts the operation on all ranks. Then every living rank reports that it is present, and all raise one error
 that names the missing ranks.
 
-The outcome of a meeting must be equal on all ranks, although a rank may arrive in the moment in which another times
-out. So arrivals and timeouts are one number: arrivals in its low part, the number of timeouts in its high part. A rank
-whose timeout came after the last arrival takes it back. A timeout that came before it is final, because from then on
-the high part is never zero again. A job that has lost a rank stays lost: every later meeting raises the same error, so
-that no save follows a load that failed half way.
+The outcome of a barrier must be equal on all ranks, although a rank may arrive at the moment of another rank's timeout.
+Arrivals and timeouts are therefore one number: arrivals in its low part, the number of timeouts in its high part. A
+rank whose timeout came after the last arrival takes it back. A timeout that came before it is final, because the high
+part is never zero again. A job that has lost a rank stays lost: every later barrier raises the same error, so that no
+save follows a partial load.
 
-The counters are cumulative and identify the meeting, so a rank keeps no state, and the store keeps a few numbers and
-one number per rank, however many meetings there are.
+The counters are cumulative and identify the barrier, so a rank keeps no state. The store keeps a few numbers and one
+number per rank for any number of barriers.
 
-Cost of a meeting: two requests to the store, 60 us each, and up to one polling interval. Ranks usually arrive together,
-so the first interval is short, and each is twice as long as the one before, up to a length at which the server gets at
-most 10,000 requests a second. For many ranks the first interval is half of that length.
+Cost of a barrier: two requests to the store, 60 us each, and up to one polling interval. Ranks usually arrive together,
+so the first interval is short. Each is twice as long as the one before, up to a length at which the server gets at most
+10,000 requests a second. For many ranks the first interval is half of that length.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class KVStore(Protocol):
 
 
 class Liveness:
-    """The meetings of one rank with the others.
+    """The barriers of one rank with the others.
 
     Args:
         store: shared by all ranks. It is used by one thread at a time.
@@ -105,7 +105,7 @@ class Liveness:
 
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:
-        """Meet, then run the block, which is the exchange.
+        """Pass a barrier, then run the block, which is the exchange.
 
         Raises:
             PeerError: the same on every living rank: ranks are missing, or the exchange failed.
@@ -146,7 +146,7 @@ class Liveness:
             return error
 
     def _meet(self) -> str:
-        """Return why the meeting failed; empty once every rank has arrived."""
+        """Return the reason of a failed barrier; empty once every rank has arrived."""
         word = self._add(_ARRIVALS, 1)
         expected = -(-(word % _TIMEOUT) // self._size) * self._size
         timed_out = False

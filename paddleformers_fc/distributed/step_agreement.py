@@ -1,11 +1,11 @@
-"""A step that the ranks agree on through the store of the job, without a process group.
+"""Agree on a step of all ranks through the store of the job, without a process group.
 
-Any rank may ask for it, at any time and alone. A background thread of every rank polls one counter for such a request,
-so seldom that the server gets at most 2,000 requests a second. Then the ranks meet (:mod:`.liveness`) while their loops
-continue: a loop is blocked only when all threads have arrived. Finally each rank stores its step, and rank 0 reads
-all steps and stores the highest before it meets the others: a rank that has met all others finds the result.
+Any rank may request it, at any time and alone. A background thread of every rank polls one counter for such a request,
+so seldom that the server gets at most 2,000 requests a second. Then the threads pass a barrier (:mod:`.liveness`) while
+their loops continue: a loop is blocked only when all threads have arrived. Finally each rank stores its step. Rank 0
+reads all steps and stores the highest before a second barrier, after which every rank finds the result.
 
-A rank that does not arrive in time ends the attempt on all ranks alike: nothing is agreed, on any rank. There is one
+A rank that does not arrive in time ends the attempt on all ranks, without an agreed step on any rank. There is one
 attempt per agreement.
 """
 
@@ -23,7 +23,7 @@ HOLD_SECONDS = 20.0
 
 _COLLECT_PART = 0.2
 _MEETING_PART = 0.4
-"""The parts of the time for the collection of the steps, and for a meeting; its report takes up to as long again."""
+"""The parts of the time for the collection of the steps, and for a barrier; its report takes up to as long again."""
 
 _POLL_SECONDS = 0.5
 _POLLS_PER_SECOND = 2000
@@ -64,7 +64,7 @@ class StepAgreement:
 
     @property
     def poll_seconds(self) -> float:
-        """Seconds between two looks for a request."""
+        """Seconds between two polls for a request."""
         return max(_POLL_SECONDS, self._size / _POLLS_PER_SECOND)
 
     def request(self) -> None:
@@ -76,7 +76,7 @@ class StepAgreement:
         self._store.add(f"{self._prefix}/{_REQUESTS}", 1)
 
     def is_requested(self) -> bool:
-        """Return whether any rank has asked.
+        """Return whether any rank has requested the agreement.
 
         Raises:
             OSError: the store does not answer.
@@ -106,7 +106,7 @@ class StepAgreement:
         return int(bytes(self._store.get(f"{self._prefix}/{_HIGHEST}")))
 
     def _publish(self) -> None:
-        """Store the highest step; the other ranks wait in a meeting, which fails without this rank."""
+        """Store the highest step; the other ranks wait in a barrier, which fails without this rank."""
         end = time.monotonic() + self._collect
         while self._store.add(f"{self._prefix}/{_GIVEN}", 0) < self._size:
             if time.monotonic() > end:

@@ -1,11 +1,10 @@
-"""A step of the training loop that a background thread agrees on with those of the other ranks.
+"""Agree on a step of the training loop between background threads of all ranks.
 
-A background thread of every rank learns something that all training loops must act on at the same step: a save has
-ended, or the job is asked to stop. The loops are at different steps, and continue while the threads agree. So a
-thread first holds its loop: the loop finishes its step and waits at the end of it. Then the threads exchange the last
-steps that their loops have ended. The agreed step is the highest of these plus one. No loop is beyond it, because each
-is held at the end of the step after the one that its thread gave, and every loop reaches it, because none waits in a
-step.
+A background thread of every rank receives an event that all training loops must handle at the same step: the end of a
+save, or a request to stop. The loops are at different steps, and continue while the threads agree. A thread therefore
+first holds its loop, which finishes its step and waits at the end of it. Then the threads exchange the last steps that
+their loops have ended. The agreed step is the highest of these plus one. No loop is beyond it, because each is held at
+the end of the step after the reported one. Every loop reaches it, because none waits in a step.
 """
 
 from __future__ import annotations

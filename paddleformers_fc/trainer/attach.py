@@ -1,11 +1,11 @@
-"""This package attached to the stock ``Trainer`` class: methods replaced by ones that test the arguments first.
+"""Attach this package to the stock ``Trainer`` class: replace its methods by ones that test the arguments first.
 
-:func:`attach` replaces them, :func:`detach` restores what was replaced. A Trainer whose arguments lack
-``flex_checkpoint: true`` runs the originals. Open weights are read through this package until training arguments decide
-otherwise (:mod:`.reader`).
+:func:`attach` replaces them, :func:`detach` restores the originals. A Trainer whose arguments lack ``flex_checkpoint:
+true`` runs the originals. Open weights are read through this package until training arguments decide otherwise
+(:mod:`.reader`).
 
-Nothing is replaced before the table of :mod:`paddleformers_fc.upstream` has been checked, so the modules that import
-more of PaddleFormers than this one are imported after that.
+The table of :mod:`paddleformers_fc.upstream` is checked before the first replacement. Modules that import more of
+PaddleFormers than this one are therefore imported after the check.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from paddleformers_fc.trainer import reader
 from paddleformers_fc.trainer.host import HOOKS, LIBRARY, PADDLENLP, Trainer
 
 Replacement = tuple[type[Any], str, Callable[..., Any]]
-"""A class, the name of one of its methods, and what makes its replacement out of the original."""
+"""A class, the name of one of its methods, and a function from the original to its replacement."""
 
 _ABSENT = object()
 _originals: dict[tuple[type[Any], str], Any] = {}
@@ -47,7 +47,7 @@ def attach(others: Iterable[Replacement] = ()) -> None:
 
 
 def detach() -> None:
-    """Restore everything that was replaced, except loaders, which still leave marks."""
+    """Restore all originals except loaders, which still leave marks."""
     reader.read_natively_by_default()
     while _originals:
         (owner, name), original = _originals.popitem()
@@ -101,7 +101,7 @@ def _overrides() -> Mapping[str, Callable[..., Any]]:
 def _dispatching(override: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # Not before: this import watches loaders, which an installation that breaks off must leave alone.
+        # Imported in the call: the import patches loaders, which a failed installation must leave unchanged.
         if isinstance(self, _mixin()):
             return original(self, *args, **kwargs)  # The subclass has tested the arguments already.
         return override(self, functools.partial(original, self), *args, **kwargs)

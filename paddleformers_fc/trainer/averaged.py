@@ -1,9 +1,9 @@
 """The tensors whose moving averages a rank keeps: master weights, and float32 parameters without one.
 
 A rank averages the parts of parameters of which its optimizer has states: whole parameters, ranges of them under
-``split_param``, or its slices under sharding stage 3. So the ranks of a sharding group share the work and the memory.
-Parameters without states are not trained. 16-bit weights without a master weight are not averaged, because an
-average of rounded weights stands still.
+``split_param``, or its slices under sharding stage 3. The ranks of a sharding group therefore share the work and the
+memory. Parameters without states are not trained. 16-bit weights without a master weight are not averaged, because an
+average of rounded weights stays constant.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ def averaged_tensor(average: Any, part: TrainedPart, copied: HostPieces | None) 
     """Return a part and its average.
 
     Args:
-        average: what :func:`empty_average` has returned for the part.
+        average: the result of :func:`empty_average` for the part.
         part: the part.
         copied: its copy; None if it is in host memory.
     """

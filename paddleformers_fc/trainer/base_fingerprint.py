@@ -159,7 +159,7 @@ def _file_digests(source: _Source, channel: Channel) -> dict[str, str]:
 
 
 class _Digests(msgspec.Struct):
-    """The digests that a rank has computed, and whether it sees the files that were read."""
+    """The digests of a rank, and whether it has access to the files that were read."""
 
     files: dict[str, str]
     same: bool

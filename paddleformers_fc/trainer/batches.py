@@ -35,7 +35,7 @@ def order_of(loader: Any) -> SampleOrder:
     """Return the order in which a data loader reads samples.
 
     Args:
-        loader: what ``Trainer.get_train_dataloader`` returned.
+        loader: the result of ``Trainer.get_train_dataloader``.
     """
     sampler = getattr(loader, "batch_sampler", None)
     if isinstance(sampler, MappingDistributedBatchSampler):
@@ -56,7 +56,7 @@ def passes_of_epoch(loader: Any, length: int | None) -> int | None:
     The length of PaddleFormers' sampler of several ranks also counts a sample that its order leaves out.
 
     Args:
-        loader: what ``Trainer.get_train_dataloader`` returned.
+        loader: the result of ``Trainer.get_train_dataloader``.
         length: its length.
     """
     sampler = getattr(loader, "batch_sampler", None)
@@ -69,7 +69,7 @@ def receives_batches(loader: Any) -> bool:
     """Return whether a data loader receives its batches from another rank, under ``distributed_dataloader``.
 
     Args:
-        loader: what ``Trainer.get_train_dataloader`` returned.
+        loader: the result of ``Trainer.get_train_dataloader``.
     """
     return not getattr(loader, "_need_data", True)
 
@@ -225,7 +225,7 @@ class _AfterSeed:
 
 def _sampled_by(loader: Any, sampler: Any) -> Iterator[Any]:
     """Return an iterator of a loader that takes its batches from a sampler; other iterators have the loader's own."""
-    # Under distributed_dataloader the loader sends what another one reads, and creates its iterator later.
+    # Under distributed_dataloader the loader sends batches of another one, and creates its iterator later.
     reader = getattr(loader, "_dataloader", loader)
     own, keeps = reader.batch_sampler, reader._persistent_workers
     # With persistent workers the next epochs would have this iterator too, and so its sampler.

@@ -27,7 +27,7 @@ def locate_best(named: str, resumed: AnyPath, channel: Channel) -> str | None:
     An output directory may have been moved since, and a relative one begins where a run is started.
 
     Args:
-        named: its path, as the run that saved knew it.
+        named: its path in the run that saved it.
         resumed: the checkpoint that is resumed from.
         channel: all ranks of the job; every rank must call.
 
@@ -48,7 +48,7 @@ def locate_best(named: str, resumed: AnyPath, channel: Channel) -> str | None:
 
 
 class BestCheckpoint:
-    """Keeps the name while the loop must not see it."""
+    """Keeps the name while it must be hidden from the loop."""
 
     def __init__(self) -> None:
         self._hiding = False
@@ -56,7 +56,7 @@ class BestCheckpoint:
 
     @contextlib.contextmanager
     def kept_from(self, trainer: Any) -> Iterator[None]:
-        """Return a block in which PaddleFormers' loop runs; callbacks see the name."""
+        """Return a block in which PaddleFormers' loop runs; the name is visible to callbacks."""
         handler = trainer.callback_handler
         original = handler.call_event
 
@@ -74,7 +74,7 @@ class BestCheckpoint:
 
     @contextlib.contextmanager
     def shown_in(self, trainer: Any) -> Iterator[None]:
-        """Return a block that sees the name, and may give another one."""
+        """Return a block to which the name is visible, and which may set another one."""
         if not self._hiding:
             yield
             return

@@ -98,7 +98,7 @@ class BetweenSteps(TrainerCallback):
                 self._calls.get_nowait()()
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Do what reading threads have asked for, so that it overlaps the other passes of the step."""
+        """Begin the copies that reading threads have requested, so that they overlap the other passes of the step."""
         self._run_calls()
 
     def on_optimizer_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:

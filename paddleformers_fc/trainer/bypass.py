@@ -1,9 +1,10 @@
 """Stop a run whose training loop bypasses this package.
 
-The replaced methods of a Trainer can be bypassed: by a subclass that overrides one of them without ``super()``, or by a
+Two changes can bypass the replaced methods of a Trainer: a subclass that overrides one without ``super()``, or a
 PaddleFormers that calls another method. The run would then save in PaddleFormers' own format, or continue without the
-weights of the checkpoint that it resumes. So each replaced method records that it ran (:attr:`.job_state.JobState.ran`,
-:attr:`.job_state.JobState.saved`), and the records are checked at the start of training, in every save and after it.
+weights of the checkpoint that it resumes. Each replaced method therefore records its call
+(:attr:`.job_state.JobState.ran`, :attr:`.job_state.JobState.saved`). The records are checked at the start of training,
+in every save and after it.
 """
 
 from __future__ import annotations

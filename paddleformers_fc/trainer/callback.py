@@ -34,7 +34,7 @@ class CheckpointReport:
         layouts: after a load, the layouts of the run that saved it and of this one, such as ``("dp=2", "tp=2")``;
             the first is empty if it is not recorded.
         transfers: copies between host and devices on this rank.
-        blocked: after a save, seconds for which training stood still on this rank.
+        blocked: after a save, seconds for which training was blocked on this rank.
         casts: after a load with ``flex_allow_casts``, one line per role of which this rank has cast tensors.
     """
 
@@ -76,7 +76,7 @@ class FlexCheckpointCallback(TrainerCallback):
 
         Args:
             args: the training arguments.
-            report: what was saved.
+            report: the report of the save.
         """
         self._log_report(args, "Saved", "to", report)
 
@@ -85,7 +85,7 @@ class FlexCheckpointCallback(TrainerCallback):
 
         Args:
             args: the training arguments.
-            report: what was loaded.
+            report: the report of the load.
         """
         self._log_report(args, "Resumed", "from", report)
 

@@ -4,7 +4,7 @@ Another learning rate, corpus, tokenizer or batch is often intended, and never c
 are reported in one table with those of the model's configuration. Refused are only those under which PaddleFormers'
 command line certainly packs or shuffles other samples than were trained.
 
-Nothing here imports Paddle.
+This module does not import Paddle.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def changes_text(step: int, changes: Iterable[Change], streams: bool = False) ->
 
     Args:
         step: of the checkpoint.
-        changes: what differs.
+        changes: the differences.
         streams: whether the data is a stream of which samples were trained.
     """
     rows = list(changes)

@@ -1,6 +1,6 @@
-"""Diagnosis of an installation and an output directory: what would fail or be slow, before a job finds out.
+"""Diagnose an installation and an output directory: find failures and slow parts before a job starts.
 
-Nothing is left on disk: speed is measured with an unnamed file, which is gone even after a kill.
+Speed is measured with an unnamed file, which leaves no trace on disk even after a kill.
 """
 
 from __future__ import annotations

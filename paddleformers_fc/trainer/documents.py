@@ -59,8 +59,8 @@ REFERENCE = "trainer/reference.json"
 AVERAGE = "trainer/ema.json"
 ARGUMENTS = "trainer/arguments.json"
 
-# What PaddleFormers' pipeline and expert-parallel models write into their configuration when they are built, and what
-# is set below and means nothing to PaddleNLP.
+# Keys that PaddleFormers' pipeline and expert-parallel models add to their configuration when they are built, and keys
+# set below that PaddleNLP does not use.
 _LAYOUT_KEYS = frozenset(
     {
         *("moe_group_origin", "moe_rank", "moe_world_size", "disable_ffn_model_parallel"),
@@ -124,7 +124,7 @@ def _config_text(values: Mapping[str, Any]) -> str:
 
 
 def capture_model_files(trainer: Any, tokenizer: Mapping[str, bytes]) -> Callable[[], dict[str, bytes]]:
-    """Capture what the files contain that describe a Trainer's model, and return a function that encodes them.
+    """Capture the content of the files that describe a Trainer's model, and return a function that encodes them.
 
     Args:
         trainer: the Trainer.
@@ -182,7 +182,7 @@ class TokenizerFiles:
 
 
 def _content_text(one: Any) -> str:
-    """Return what a tokenizer or processor writes, as text; its vocabulary is there as its size and added tokens."""
+    """Return the output of a tokenizer or processor as text, with its vocabulary as size and added tokens."""
     fast = getattr(one, "backend_tokenizer", None)
     own = {
         name: _content_text(value) if hasattr(value, "save_pretrained") else value
@@ -307,8 +307,8 @@ class TrainingProgress:
         scheduler: state of the learning-rate scheduler.
         scaler: state of the loss scaler; None if the saved run had none.
         data: the position in the data, see :mod:`.position`.
-        reference: what is known of the reference model, see :mod:`.reference`; None if the saved run had none.
-        average: what is known of the moving average, see :mod:`.ema`; None if the checkpoint has none.
+        reference: the document of the reference model, see :mod:`.reference`; None if the saved run had none.
+        average: the document of the moving average, see :mod:`.ema`; None if the checkpoint has none.
         own_scheduler: state of the optimizer's own scheduler; None if the checkpoint has none.
     """
 
@@ -370,7 +370,7 @@ def read_progress(checkpoint: OpenedCheckpoint, optimizer: Any, channel: Channel
 
 
 def read_generators(checkpoint: OpenedCheckpoint, channel: Channel) -> bytes | None:
-    """Return the document of this rank's random generators, which any rank may see; None if there is none.
+    """Return the document of this rank's random generators, from any rank with access to it; None if there is none.
 
     Args:
         checkpoint: an opened checkpoint.

@@ -180,7 +180,7 @@ class MovingAverage(TrainerCallback):
         """Continue the average of a checkpoint.
 
         Args:
-            tensors: what :meth:`allocate` has returned, filled.
+            tensors: the result of :meth:`allocate`, filled.
             saved: the document of the checkpoint.
         """
         self.tensors, self.updates, self.step = dict(tensors), saved.updates, saved.step

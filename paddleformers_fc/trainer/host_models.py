@@ -1,6 +1,6 @@
 """The names that this package uses of :data:`.host.LIBRARY` once the table of hooks has been checked.
 
-What PaddleNLP lacks is in :mod:`.nlp_models`.
+Names that PaddleNLP lacks are in :mod:`.nlp_models`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The documents that a model keeps of the directory of its weights: ``config.json``, ``generation_config.json``.
 
 PaddleFormers' loader for flex checkpoints does not read generation settings, and its pipeline models have none. Its
-configuration classes drop keys, and its Trainer and its pipelines overwrite others. So a run keeps both documents with
-its model, from its start or from the checkpoint that it resumes, and puts them into every checkpoint and export.
+configuration classes drop keys, and its Trainer and its pipelines overwrite others. A run therefore keeps both
+documents with its model, from its start or from the resumed checkpoint, and writes them into every checkpoint and
+export.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class Inherited:
     """The documents of the weights that a model started from.
 
     Args:
-        config: the content of ``config.json``; for new weights, what the Trainer overwrites of the model's own.
+        config: the content of ``config.json``; for new weights, the keys of the model's own that the Trainer
+            overwrites.
         generation: the bytes of ``generation_config.json``; None if there is none, or if the user set others.
         settings: the generation settings of the live model as the file gave them. Other ones are the user's.
     """
@@ -68,7 +70,7 @@ def take_over(model: Any, config: Mapping[str, Any], generation: bytes | None) -
         config: the content of ``config.json``; empty if there is none.
         generation: the bytes of ``generation_config.json``; None if there is none.
     """
-    # What belongs to a run and not to a model, PaddleFormers' own configurations may hold as well.
+    # PaddleFormers' own configurations may also contain keys of a run.
     of_a_run = LlmMetaConfig._get_unsavable_keys() - OVERWRITTEN
     kept = {key: value for key, value in config.items() if key not in of_a_run}
     now = replace(of(model), config={**of(model).config, **kept})

@@ -95,7 +95,7 @@ class JobState:
         manifest: of the checkpoint that was loaded.
         changes: differences of the model's configuration from that in the checkpoint that was loaded.
         saved: the last checkpoint that was saved since ``train`` was called.
-        disks: which processes share the disk that they save on; known after the first save.
+        disks: the processes that share the disk of their saves; known after the first save.
         differences_logged: whether the log contains the warning about replicas that differ.
         has_trained: whether the loop has run before; it may have left an unfinished step.
         reference: the reference model of preference training.

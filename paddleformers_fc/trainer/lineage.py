@@ -2,8 +2,8 @@
 
 A run has an id, which every manifest of it records together with the runs that it was resumed from. A restart that
 resumes the last checkpoint continues the run. A resume from an older step, or into another output directory, is a new
-run that branches from the old one. Checkpoints of both then lie in one directory, and the newest one by its step may be
-one of the run that was left. So both runs are named in the log, at the branch and at every later automatic resume.
+run that branches from the old one. Then one directory contains checkpoints of both, and the newest one by its step may
+be of the old run. Both runs are therefore named in the log, at the branch and at every later automatic resume.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ def new_run(branches: Sequence[Branch] = ()) -> RunRecord:
     """Return the record of a run that begins now.
 
     Args:
-        branches: the runs that it goes back to, first to last.
+        branches: the runs that it branches from, first to last.
     """
     return RunRecord(f"{datetime.now(timezone.utc):%Y%m%d-%H%M%S}-{secrets.token_hex(3)}", list(branches))
 
 
 def saved_in(output_dir: Path, channel: Channel) -> list[Saved]:
-    """Return the finished checkpoints that any rank sees in its output directory, by rising step.
+    """Return the finished checkpoints in the output directories of all ranks, by rising step.
 
     Args:
         output_dir: where the run saves.
@@ -54,7 +54,7 @@ def saved_in(output_dir: Path, channel: Channel) -> list[Saved]:
         try:
             found = [_read(path) for path in candidates_in(output_dir) if parse_step(path) is not None]
         except StorageError:
-            found = []  # Nothing but a warning depends on it; a save or a resume raises it.
+            found = []  # Only a warning depends on it; a save or a resume raises it.
         return [one for one in found if one is not None]
 
     everyone = all_gather_checked(channel, "looking for other runs", look, list[Saved])
@@ -75,8 +75,8 @@ def resumed(manifest: Manifest, saved: Sequence[Saved], here: bool, named: bool)
 
     Args:
         manifest: of the checkpoint.
-        saved: what the run's own output directory holds.
-        here: whether the checkpoint lies in that directory.
+        saved: the checkpoints of the run's own output directory.
+        here: whether the checkpoint is in that directory.
         named: whether a user named it.
     """
     own = manifest.saved_by

@@ -52,7 +52,7 @@ def drop_gradients(model: Any, optimizer: Any) -> None:
 
     Args:
         model: the model as it was built, not its parallel wrapper.
-        optimizer: the optimizer with whatever wrappers the Trainer has put around it.
+        optimizer: the optimizer, with any wrappers of the Trainer.
     """
     weights = _parameters(model)
     if slices.any_sliced(weights):
@@ -88,7 +88,7 @@ def run_roles(model: Any, optimizer: Any) -> LiveRoles:
 
     Args:
         model: the model as it was built, not its parallel wrapper.
-        optimizer: the optimizer with whatever wrappers the Trainer has put around it.
+        optimizer: the optimizer, with any wrappers of the Trainer.
 
     Raises:
         MismatchError: the optimizer has a state of no parameter of the model.

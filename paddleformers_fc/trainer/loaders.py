@@ -1,7 +1,8 @@
 """Patches of the loaders that put weights into models: PaddleFormers' ``from_pretrained`` and Paddle's own.
 
-:func:`watch` replaces them once per process by loaders that mark what they fill (:mod:`.origin`). If :mod:`.reader` has
-chosen this package, ``from_pretrained`` reads through it instead (:mod:`.pretrained`).
+:func:`watch` replaces them once per process by loaders that mark the layers and tensors that they fill
+(:mod:`.origin`). If :mod:`.reader` has chosen this package, ``from_pretrained`` reads through it instead
+(:mod:`.pretrained`).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from paddleformers_fc.trainer.host_models import LoRAModel, PretrainedModel, mod
 def watch() -> None:
     """Replace the loaders by ones that leave marks. A second call does nothing.
 
-    Layers that exist already are marked: what has filled them was not seen.
+    Layers that exist already are marked, because their loader is unknown.
     """
     for found in gc.get_objects():
         if issubclass(type(found), Layer):
@@ -36,7 +37,7 @@ def watch() -> None:
     LoRAModel.from_pretrained = classmethod(_from_adapters(LoRAModel.__dict__["from_pretrained"].__func__))
     setting = _marking_layer(Layer.set_state_dict)
     Layer.set_state_dict = Layer.set_dict = Layer.load_dict = setting
-    # Every way through Paddle's loader calls one of these two, also where it was imported before.
+    # Every call of Paddle's loader reaches one of these two, also if it was imported before.
     dcp.local_load_state_dict = _marking_tensors(dcp.local_load_state_dict)
     dcp.is_sharded_state_dict = _marking_tensors(dcp.is_sharded_state_dict)
     model_utils.faster_set_state_dict = _marking_layer(model_utils.faster_set_state_dict)

@@ -1,8 +1,8 @@
 """Resume: the methods of PaddleFormers' Trainer that load, one function each.
 
 They choose the checkpoint, load weights and states, and continue the data where the checkpoint ended. The training loop
-is PaddleFormers' own. It receives no checkpoint, because state, data position and random state are restored here.
-Whatever can fail on one rank alone runs inside an agreement helper.
+is PaddleFormers' own. It receives no checkpoint, because state, data position and random state are restored here. Work
+that can fail on one rank alone runs inside an agreement helper.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def train(
 
     Raises:
         NotACheckpoint: there is none, or the named directory is not one.
-        FlexError: what :func:`.preflight.check` finds, before the first step.
+        FlexError: as :func:`.preflight.check`, before the first step.
         OptionError: see :func:`.origin.refuse_other_reference`.
     """
     preflight.check(trainer, channel_of(trainer.args))
@@ -162,7 +162,7 @@ def _choose(
             # The command line requests the newest directory, or None on a node whose disk is empty. All ranks must
             # decide together, so its request is ignored.
             return resume.newest_or_begin(output_dir, channel, warn, find_config()), False
-        # Its preference training requests that directory, or none, whatever was named.
+        # Its preference training requests that directory, or none, even if a user named another one.
         requested = args.resume_from_checkpoint
     if not requested:
         return None, False

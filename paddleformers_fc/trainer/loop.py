@@ -149,7 +149,7 @@ def load(
     aoa_config: Mapping[str, object] | None = None,
     allow_casts: bool = False,
 ) -> LoadReport:
-    """Fill a model, and its optimizer, from a flex checkpoint, whatever the two layouts are. Every rank must call.
+    """Fill a model, and its optimizer, from a flex checkpoint of any layout. Every rank must call.
 
     Args:
         directory: the checkpoint: a path or a URL.
@@ -157,14 +157,14 @@ def load(
             ``family`` and ``config`` it is of the family of the checkpoint.
         optimizer: gets the stored states; None loads the weights alone. A checkpoint of weights alone is refused with
             an optimizer, unless ``allow_casts`` makes its master weights of them.
-        verify: what is compared: ``off``, ``size`` (sizes and documents) or ``full`` (also all tensors that are read).
+        verify: the comparison: ``off``, ``size`` (sizes and documents) or ``full`` (also all tensors that are read).
         threads: number of threads of this rank that read.
         family: as for :func:`save`; also of a checkpoint that was saved without one.
         config: as for :func:`save`; also of a checkpoint of another format without a configuration.
         mapping: as for :func:`save`; canonical names of a checkpoint without a family are those of its tensors.
         aoa_config: statements from stored names to the model's, for tensors that have another name or layout now.
         allow_casts: whether the model may be float32 where the stored one is bfloat16, or the reverse. The ``casts`` of
-            the report list what was cast.
+            the report list the cast tensors.
     Raises:
         Corrupt: the same on every rank: a checksum does not match. Those of headers and documents are compared before
             anything changes. Those of tensors are compared while they are filled; then the error states that tensors

@@ -23,13 +23,13 @@ class FlexTrainerMixin(_AnyTrainer):
         """Refuse classes whose save and load path is unknown.
 
         Raises:
-            EnvironmentMismatch: the class is no PaddleFormers Trainer, the mixin comes after it, or PaddleFormers is
-                not as this package knows it.
+            EnvironmentMismatch: the class is no PaddleFormers Trainer, the mixin comes after it, or PaddleFormers
+                differs from the tested version.
         """
         super().__init_subclass__(**kwargs)
         upstream.require(HOOKS)
         _refuse_other_classes(cls)
-        loaders.watch()  # From here on it is seen which loader fills a model.
+        loaders.watch()  # From here on, loaders mark the models that they fill.
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         trainer_init.init_trainer(self, super().__init__, *args, **kwargs)

@@ -24,8 +24,8 @@ class FlexTrainerMixin(_AnyTrainer):
         """Refuse classes whose save and load path is unknown.
 
         Raises:
-            EnvironmentMismatch: the class is no PaddleNLP Trainer, the mixin comes after it, or PaddleNLP is not as
-                this package knows it.
+            EnvironmentMismatch: the class is no PaddleNLP Trainer, the mixin comes after it, or PaddleNLP differs from
+                the tested version.
         """
         super().__init_subclass__(**kwargs)
         upstream.require(HOOKS)

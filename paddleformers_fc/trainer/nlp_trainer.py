@@ -27,7 +27,7 @@ def init_trainer(trainer: Any, native: Native, *args: Any, **kwargs: Any) -> Non
     """``Trainer.__init__``: as :func:`.trainer_init.init_trainer`, and every tensor of the model must be declared.
 
     Raises:
-        OptionError: the model is not one that PaddleNLP and this package know.
+        OptionError: the model is not supported by PaddleNLP and this package.
         MappingError: the same on every rank: a tensor of the model is not declared for PaddleNLP's class.
     """
     trainer.processing_class = None

@@ -282,7 +282,7 @@ def _declaration(accumulator: str, descriptor: OptimizerDescriptor) -> StateDesc
 
 def _refuse_pending_states(optimizer: Any) -> None:
     """Refuse states that ``set_state_dict`` has set and the first step will give to the accumulators."""
-    # Of an optimizer that has states, Paddle keeps those that it was given as well.
+    # Paddle's holder keeps the given states even after the accumulators have them.
     given = {tensor.name for tensors in optimizer._accumulators.values() for tensor in tensors.values()}
     waiting = sorted({*optimizer._accumulators_holder} - given)
     if not waiting:

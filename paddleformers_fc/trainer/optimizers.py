@@ -37,7 +37,7 @@ def refuse_unsupported(optimizer: Any) -> None:
     """Refuse an optimizer whose states cannot be saved and loaded by parameter.
 
     Args:
-        optimizer: the optimizer with whatever wrappers the Trainer has put around it; None if there is none yet.
+        optimizer: the optimizer, with any wrappers of the Trainer; None if there is none yet.
 
     Raises:
         OptionError: its class is not declared, it contains another optimizer, or sharding fuses or divides parameters

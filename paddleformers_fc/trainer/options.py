@@ -1,11 +1,11 @@
 """The options of a run: defaults, ranges, and contradicting options of PaddleFormers.
 
 A YAML with ``flex_checkpoint: true`` also contains PaddleFormers' own options. An option for another way of saving or
-resuming would be ignored silently, so the options are compared here, once, when the arguments are constructed and
+resuming would be ignored silently. The options are therefore compared once, when the arguments are constructed and
 before a process group exists. One error lists every contradiction with both keys.
 
-Nothing here imports Paddle. The fields are a plain dataclass that :mod:`.arguments` lays over PaddleFormers' argument
-classes.
+This module does not import Paddle. The fields are a plain dataclass that :mod:`.arguments` lays over PaddleFormers'
+argument classes.
 """
 
 from __future__ import annotations

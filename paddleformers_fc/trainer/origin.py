@@ -1,9 +1,10 @@
 """The origin of a model's weights: marks of other loaders, and the refusal of models with marks.
 
-PaddleFormers' and Paddle's loaders skip what does not fit: a tensor of another shape is cut or omitted, and the job
-trains. So each of them marks the layer or tensor that it fills (:mod:`.loaders`), our reader removes the marks of what
-it fills (:mod:`.pretrained`), and a Trainer with ``flex_checkpoint: true`` refuses a model with marks. A model that was
-built from a configuration alone has none. Values that a script assigns tensor by tensor leave none either.
+PaddleFormers' and Paddle's loaders skip mismatches: a tensor of another shape is cut or omitted, and the job trains.
+Each of them is therefore patched to mark the layers or tensors that it fills (:mod:`.loaders`). Our reader removes the
+marks of those that it fills (:mod:`.pretrained`). A Trainer with ``flex_checkpoint: true`` refuses a model with marks.
+A model that was built from a configuration alone has none. Values that a script assigns tensor by tensor leave none
+either.
 
 Marks are attributes, so that they survive a copy of the model and a model that is put into another one.
 """
@@ -28,7 +29,7 @@ def mark(filled: Any, loader: str) -> None:
 
     Args:
         filled: a ``paddle.nn.Layer`` or a ``paddle.Tensor``.
-        loader: the loader's name and what it has read, for the error.
+        loader: the loader's name and its source, for the error.
     """
     setattr(filled, _MARK, loader)
 
@@ -83,7 +84,7 @@ def refuse_other_reference(reference: Any, model: Any, accepted: bool) -> None:
     """Refuse a reference model that another loader has set, unless its weights are those of the trained model.
 
     PaddleFormers' preference training copies the model into the reference model with ``set_state_dict``, which skips
-    what does not fit.
+    mismatches.
 
     Args:
         reference: the reference model of a Trainer; None if it has none.

@@ -1,17 +1,18 @@
 """The position of a run in its data, counted in samples, at which a resumed run continues.
 
 PaddleFormers counts optimizer steps. Resumed with another global batch (another data-parallel degree, micro batch or
-accumulation) it multiplies old steps by the new batch, and repeats or loses samples. Here the position is ``(epoch,
-samples of it)``: a checkpoint contains it, and a resumed run skips those samples, however many steps they took.
+accumulation) it multiplies old steps by the new batch, and repeats or loses samples. In this module the position is
+``(epoch, samples of it)``. A checkpoint contains it, and a resumed run skips those samples, independent of their number
+of steps.
 
-Skipping by samples is correct because every sampler of PaddleFormers takes batches from the front of one order: after k
+Skipping by samples is correct because every sampler of PaddleFormers takes batches from the front of one order. After k
 batches, the first ``k * micro batch * data ranks`` samples have been trained, on any ranks. That order must be the same
 before and after. It is a permutation of a length that the number of data ranks divides, seeded with ``seed`` and the
 epoch. Another number of data ranks may round the length differently, and another ``max_steps`` may lengthen an indexed
-corpus (:mod:`.corpus`). The rest of the epoch is then read in the saved order, and what was added after it. If seed or
+corpus (:mod:`.corpus`). The rest of the epoch is then read in the saved order, and added samples after it. If seed or
 data differ, the trained samples are unknown, and resuming is refused.
 
-Nothing here imports Paddle; :mod:`.batches` follows a training loop and starts one in the middle of an epoch.
+This module does not import Paddle. :mod:`.batches` follows a training loop and starts one in the middle of an epoch.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class SampleOrder:
         shuffled: whether they are permuted.
         seed: seed of the permutation, to which the epoch is added; 0 without a permutation.
         samples: number of samples of the data, before it is rounded; 0 if unknown.
-        parts: if the data was lengthened within the epoch, the lengths before; each part is permuted by itself.
+        parts: if the data was lengthened within the epoch, the lengths before; each part has its own permutation.
         corpus: digest of the data, as far as :func:`covered` by this order; empty if unknown.
     """
 
@@ -57,7 +58,7 @@ class SampleOrder:
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """The index behind each part that is permuted by itself."""
+        """The end index of each part with its own permutation."""
         return (*self.parts, self.length)
 
 
@@ -96,8 +97,8 @@ class Position:
         consumed: trained samples since the first step.
         waiting: number of forward passes among them whose batches a pipeline has read and not trained. PaddleFormers
             keeps the remainder of an epoch for the next one, and trains every later batch with this delay.
-        ended: whether the loop has reached the end of the epoch and made the passes beyond the last step, which
-            ``samples`` does not count.
+        ended: whether the loop is at the end of the epoch, after the passes beyond the last step, which ``samples``
+            does not count.
     """
 
     epoch: int = 0

@@ -1,8 +1,8 @@
 """Preflight checks: before the first step, all ranks compare versions and options, and test that they can save.
 
 A node with another package version, another YAML or a read-only disk would be found by the first save, after hours, or
-not at all. Here every rank raises one error within a second of the start of training. Cost: one exchange, and one
-directory made and deleted per rank.
+not at all. With this check every rank raises one error within a second of the start of training. Cost: one exchange,
+and one directory made and deleted per rank.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _OF_A_NODE = frozenset(
         "wandb_http_proxy",
     }
 )
-"""Options that may differ between nodes: paths, logging, and what serves one process alone."""
+"""Options that may differ between nodes: paths, logging, and options of one process alone."""
 
 _PACKAGES = ("paddleformers", "paddlenlp", "paddleformers_fc")
 
@@ -50,7 +50,7 @@ def check(trainer: Any, channel: Channel) -> None:
         trainer: about to train.
         channel: all ranks; every rank must call.
     Raises:
-        PeerError: the same on every rank: a table of what differs, with values and ranks.
+        PeerError: the same on every rank: a table of the differences, with values and ranks.
         StorageError: the same on every rank: the output directories that cannot be written, with their ranks.
     """
     args = trainer.args

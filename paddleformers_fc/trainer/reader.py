@@ -4,7 +4,7 @@
 ``flex_checkpoint: true`` choose this package, arguments with ``false`` choose PaddleFormers. Until a script has created
 arguments, :func:`.install.install` has chosen this package. :mod:`.loaders` reads the choice.
 
-Nothing here imports Paddle.
+This module does not import Paddle.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ def register() -> None:
     without this package, with a warning.
 
     Raises:
-        EnvironmentMismatch: that is so, and the job may ask for flex checkpoints.
+        EnvironmentMismatch: they differ, and the job may use flex checkpoints.
     """
     from paddleformers_fc import upstream
     from paddleformers_fc.cpu_runtime import activate, needed
@@ -52,19 +52,19 @@ def _may_use_flex() -> bool:
         from paddleformers.cli.hparams.parser import read_args
 
         settings = read_args()
-    except Exception:  # The command line reports what is wrong with its own arguments.
+    except Exception:  # The command line reports faults of its own arguments.
         return True
     return not isinstance(settings, dict) or settings.get("flex_checkpoint") not in (None, False)
 
 
 def _continue_without(error: Exception) -> None:
-    """Leave PaddleFormers as it is, but for what fits: the CPU runtime, and a parser that accepts our keys."""
+    """Leave PaddleFormers unchanged, except for the CPU runtime and a parser that accepts our keys."""
     from paddleformers.utils.log import logger
 
     from paddleformers_fc.cpu_runtime import activate
     from paddleformers_fc.errors import EnvironmentMismatch
 
-    with contextlib.suppress(EnvironmentMismatch):  # The error lists what it would say.
+    with contextlib.suppress(EnvironmentMismatch):  # ``error`` lists the same faults.
         activate()
     logger.warning(f"flex_checkpoint: true is refused in this environment; this job does not set it.\n{error}")
     try:

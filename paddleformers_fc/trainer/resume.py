@@ -1,9 +1,9 @@
-"""The choice of the checkpoint that a run resumes.
+"""Choose the checkpoint that a run resumes.
 
 Ranks may have output directories on different disks. All ranks choose the same step: the newest one of which every file
-is visible to some rank. An incomplete or damaged checkpoint is skipped with a warning if the newest one was asked for,
-and is an error if it was named. A directory that a rank may not read is always an error: to resume an older checkpoint
-because of a failed mount would lose steps.
+is visible to some rank. An incomplete or damaged checkpoint is skipped with a warning if the newest one was requested,
+and is an error if it was named. A directory without read permission is always an error: the resume of an older
+checkpoint because of a failed mount would lose steps.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ def find_newest(
         channel: all ranks of the job.
         level: as for :func:`check_complete`.
         threads: as for :func:`check_complete`.
-        without: names of directories that are known to be unusable.
+        without: names of unusable directories.
     Returns:
-        a path in this rank's output directory, of the same step on every rank, or None; and every newer directory that
-        is skipped with the reason, which is the same on every rank.
+        a path in this rank's output directory, of the same step on every rank, or None; and the skipped newer
+        directories with the reasons, which are the same on every rank.
     Raises:
         StorageError: the operating system refused access.
     """
@@ -56,7 +56,7 @@ def find_newest(
 
 
 def _names(output_dir: Path, channel: Channel) -> list[str]:
-    """Return the names of all candidates that any rank sees, newest first."""
+    """Return the names of all candidates that are visible to any rank, newest first."""
     seen_by = _seen_by(channel, lambda: [path.name for path in candidates_in(output_dir)])
     replaced = {ranks[0] for name, ranks in seen_by.items() if parse_hidden(Path(name)) is not None}
     if replaced:
@@ -71,7 +71,7 @@ def _names(output_dir: Path, channel: Channel) -> list[str]:
 
 
 def _seen_by(channel: Channel, look: Callable[[], list[str]]) -> dict[str, list[int]]:
-    """Return the ranks that see each line, in rising order."""
+    """Return the ranks that report each line, in rising order."""
     ranks: dict[str, list[int]] = {}
     for rank, lines in enumerate(all_gather_checked(channel, "looking for checkpoints", look, list[str])):
         for line in lines:
@@ -142,7 +142,7 @@ def newest_of_other_formats(
         channel: all ranks of the job.
         config: as for :func:`newest_or_begin`.
     Returns:
-        it, and by name why those of another format that are newer are incomplete.
+        it, and by name the faults of newer checkpoints of other formats.
     """
     reasons: dict[str, str] = {}
     for path in directories:
@@ -156,7 +156,7 @@ def newest_of_other_formats(
 
 
 def _fault_of_other(path: Path, config: Mapping[str, Any] | None) -> str:
-    """Return why a checkpoint of another format cannot be resumed; empty if it is complete."""
+    """Return the fault of a checkpoint of another format; empty if it is complete."""
     if not is_resumable(path):
         return _NOT_RESUMABLE
     try:
@@ -167,7 +167,7 @@ def _fault_of_other(path: Path, config: Mapping[str, Any] | None) -> str:
 
 
 def _kinds(output_dir: Path, channel: Channel) -> dict[str, str]:
-    """Return what the candidates are, by name, with the ranks that see them; empty directories are omitted."""
+    """Return the kinds of the candidates by name, with the ranks that have them; empty directories are omitted."""
 
     def look() -> list[str]:
         seen = [path for path in candidates_in(output_dir) if is_directory(path) and list_directory(path)]
@@ -183,7 +183,7 @@ def _kinds(output_dir: Path, channel: Channel) -> dict[str, str]:
 
 
 def _kind_of(directory: Path) -> str:
-    """Return what a directory that cannot be resumed is, from the names in it alone."""
+    """Return the kind of a directory that cannot be resumed, from the names in it alone."""
     if exists(directory / MANIFEST_NAME):
         return _DAMAGED
     found = format_of(directory)
@@ -229,10 +229,10 @@ def of_newest(error: MismatchError) -> MismatchError:
 
 
 def require_named(directory: AnyPath, channel: Channel) -> AnyPath:
-    """Return the checkpoint that a user named if any rank sees its manifest. Every rank must call.
+    """Return the checkpoint that a user named if its manifest is visible to any rank. Every rank must call.
 
     Raises:
-        NotACheckpoint: no rank sees it; the error describes what the first rank sees.
+        NotACheckpoint: it is visible to no rank; the error describes the directory of the first rank.
     """
     what = f"looking for {directory.name}"
     seen = all_gather_checked(channel, what, lambda: exists(directory / MANIFEST_NAME) or is_resumable(directory), bool)
@@ -245,7 +245,7 @@ def refuse_no_checkpoint(directory: AnyPath) -> None:
     """Refuse a directory that was named in ``resume_from_checkpoint`` if it has no manifest.
 
     Raises:
-        NotACheckpoint: with what the directory is, from the names in it alone.
+        NotACheckpoint: with the kind of the directory, from the names in it alone.
     """
     if exists(directory / MANIFEST_NAME) or is_resumable(directory):
         return

@@ -1,6 +1,6 @@
 """Delete old checkpoints beyond ``save_total_limit``.
 
-Only finished flex checkpoints are counted and deleted, never files of other programs or formats. The newest whole
+The limit counts and deletes finished flex checkpoints only, never files of other programs or formats. The newest whole
 checkpoint and the best one are never deleted. A checkpoint with diverged copies of tied tensors is not whole: it does
 not count towards the limit, and is deleted before whole ones.
 

@@ -65,7 +65,7 @@ class PreparedSave:
         directory: ``checkpoint-N``.
         step: optimizer steps done.
         part: returns this rank's part without its files, or raises the error of its preparation.
-        consistency: what must be equal on all ranks.
+        consistency: facts that must be equal on all ranks.
         best: the best checkpoint with this one; None if there is none.
         started: when the save began, of the monotonic clock.
     """
@@ -140,7 +140,7 @@ def _outcome(work: Callable[[], _T]) -> Callable[[], _T]:
     """Do work now, and return a function with its result or error."""
     try:
         result = work()
-    except Exception as error:  # Raised by the caller of the outcome, where all ranks learn of it.
+    except Exception as error:  # Raised by the caller of the outcome, which reports it to all ranks.
         failure = error
 
         def fail() -> _T:
@@ -169,7 +169,7 @@ def report_save(
         prepared: the save.
         report: its result.
         transfers: the copies between host and devices during it.
-        blocked: seconds for which training stood still.
+        blocked: seconds for which training was blocked.
     """
     job_state, args = job_state_of(trainer), trainer.args
     ties = tuple(line for tie in report.diverged_ties for line in tie.differences)
@@ -223,8 +223,8 @@ def rotate(
         args: the training arguments.
         saved: the last checkpoint.
         best: the best checkpoint.
-        disks: which processes share a disk; None before the first save.
-        channel: all ranks, which are asked if several of them delete or verify.
+        disks: the processes that share a disk; None before the first save.
+        channel: all ranks, used if several of them delete or verify.
         output_dir: where the checkpoints are.
         uploads: those that are not uploaded yet stay.
     """

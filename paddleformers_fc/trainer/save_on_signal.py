@@ -1,7 +1,7 @@
-"""A save on the way out: after a signal all ranks save at the same step and end.
+"""Save on a signal: all ranks save at the same step and end.
 
-The signal handler only counts. A thread of every rank looks at the count and at a counter in the store of the job, so
-that one rank that gets the signal is enough. Then the threads agree on a step that all loops reach
+The signal handler only counts. A thread of every rank polls the count and a counter in the store of the job, so a
+signal to one rank is enough. Then the threads agree on a step that all loops reach
 (:mod:`~paddleformers_fc.distributed.step_agreement`, :mod:`~paddleformers_fc.distributed.step_gate`). At the end of it,
 after all callbacks, the loop is directed to save and to stop. When the loop has returned and saves are committed, the
 process ends with :data:`~paddleformers_fc.cpu_runtime.ranks.SAVED_ON_SIGNAL`. The training thread makes no exchange.
@@ -76,7 +76,7 @@ class _Alone:
     poll_seconds = _LOOK_SECONDS
 
     def request(self) -> None:
-        """Ask this process."""
+        """Request a save of this process."""
 
     def is_requested(self) -> bool:
         return False
@@ -126,7 +126,7 @@ class SignalWatch:
     Args:
         number: the signal.
         gate: the ends of the steps of the loop.
-        ranks: how the other ranks are reached.
+        ranks: the connection to the other ranks.
 
     Attributes:
         is_reachable: whether this rank can agree with the others.
@@ -180,7 +180,7 @@ class SignalWatch:
         if self._shield is not None:
             self._shield.lower()
         self._ended.set()
-        self._thread.join(_JOIN_SECONDS)  # A thread that waits for other ranks is left to itself.
+        self._thread.join(_JOIN_SECONDS)  # A thread that waits for other ranks is not joined.
         if self._received and not self._is_due:
             logger.warning(f"{self._number.name} has not saved: training ended before a step was agreed on.")
 
@@ -224,7 +224,7 @@ class SignalWatch:
         self._log_further_signals()
 
     def _wait_for_request(self) -> StepAgreement | _Alone | None:
-        """Return the agreement once a rank has asked for it; None when the loop has ended.
+        """Return the agreement once a rank has requested it; None when the loop has ended.
 
         Raises:
             OSError: this rank has the signal, and the store does not answer.

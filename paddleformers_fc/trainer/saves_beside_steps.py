@@ -130,7 +130,7 @@ class SavesBesideSteps:
             transfers = measuring.enter_context(measured_transfers())
             begun = _begin_copy(slot, prepared)
             if begun is not None and between_steps.passes_change_weights():
-                # Training will wait for the whole copy, which goes on while the files are captured.
+                # Training will wait for the whole copy, which continues while the files are captured.
                 slot.helper.submit(begun.copy.help)
             encode, state = capture_files(trainer), copied_state(trainer.state)
         save = _Save(prepared, encode, state, transfers, 0.0, 0.0, Future(), Future(), lambda: None)
@@ -349,7 +349,7 @@ def _begin_copy(slot: _Slot, prepared: PreparedSave) -> _Begun | None:
         if not slot.arena.has_room(part.tensors, stretches):
             return None
         return _Begun(plan, slot.arena.begin(part.tensors, stretches))
-    except Exception:  # The thread of the slot meets it too, and raises it on all ranks.
+    except Exception:  # The thread of the slot gets the same error, and raises it on all ranks.
         return None
 
 

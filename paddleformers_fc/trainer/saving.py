@@ -1,6 +1,6 @@
 """Save, rotate and export: the methods of PaddleFormers' Trainer that write, one function each.
 
-Whatever can fail on one rank alone runs inside an agreement helper.
+Work that can fail on one rank alone runs inside an agreement helper.
 """
 
 from __future__ import annotations

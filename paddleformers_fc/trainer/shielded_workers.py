@@ -1,9 +1,9 @@
 """Keep workers of data loaders alive when a signal is sent to the whole process group of a rank.
 
 ``paddle.distributed.launch``, Slurm and terminals signal process groups. A rank that saves on the signal still needs
-the batches of its workers, and Paddle ends a rank whose worker was killed. So processes that :mod:`multiprocessing`
-forks block the signal, and a thread of each takes it: a signal of the parent process ends the worker, as in Paddle's
-own handler, and any other is dropped while the parent lives.
+the batches of its workers, and Paddle ends a rank whose worker was killed. Processes that :mod:`multiprocessing` forks
+therefore block the signal, and a thread of each receives it. A signal of the parent process ends the worker, as in
+Paddle's own handler. Any other is dropped while the parent is alive.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class WorkerShield:
     def __init__(self, number: signal.Signals) -> None:
         self._number = number
         self._is_up = True
-        util.register_after_fork(self, WorkerShield._shield)  # Python forgets it with this object.
+        util.register_after_fork(self, WorkerShield._shield)  # Python drops it with this object.
 
     def lower(self) -> None:
         """Shield no further workers."""

@@ -16,7 +16,7 @@ _HALF_BYTES = 2
 
 
 def least_snapshot_bytes(trainer: Any, optimizer: OptimizerDescriptor | None) -> int:
-    """Return a lower bound of what this rank writes in a save, in bytes.
+    """Return a lower bound of the bytes that this rank writes in a save.
 
     Ranks that hold the same part of a tensor share its bytes. Experts have fewer such ranks, so that it is no more than
     a bound.

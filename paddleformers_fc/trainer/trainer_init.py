@@ -5,7 +5,7 @@ method's arguments. :mod:`.mixin` calls them from a subclass, :mod:`.install` fr
 implementation. Without ``flex_checkpoint`` each one only calls the native method with its arguments.
 
 Loading (:mod:`.loading`), saving, rotation and export (:mod:`.saving`) are replaced. The checks here run when a Trainer
-is constructed: what cannot be saved is refused before hours of training.
+is constructed, so that an unsupported run is refused before hours of training.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def _refuse_unmapped(model: Any) -> None:
 
 
 def _add_average(trainer: Any, job_state: JobState) -> None:
-    """Keep a moving average of the weights if the arguments ask for one."""
+    """Keep a moving average of the weights if the arguments request one."""
     args, settings = trainer.args, ema.settings_of(trainer.args)
     if settings is None:
         return

@@ -24,7 +24,7 @@ def until_filled(model: Any, directory: AnyPath) -> Iterator[None]:
 
     Args:
         model: the ``paddle.nn.Layer``, without wrappers, or a state dict, whose tensors are marked.
-        directory: what it is filled from, for the error.
+        directory: the source, for the error.
     """
     marked = list(_marked(model))
     for one in marked:

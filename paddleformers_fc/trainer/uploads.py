@@ -2,12 +2,12 @@
 
 The leader of every disk has one thread. It uploads the checkpoints that are committed, one after the other, and on the
 coordinator deletes those in the store beyond ``save_total_limit``. A checkpoint is not deleted locally before it is
-uploaded. A failed upload is logged, and tried again after the next commit and at the end of training, which waits for
-all uploads and raises the error of the last attempt.
+uploaded. A failed upload is logged, and tried again after the next commit and at the end of training. The end of
+training waits for all uploads and raises the error of the last attempt.
 
-At the start of a run the checkpoints of ``output_dir`` that are whole are uploaded as far as the store lacks them, so
-that a restarted run completes what was interrupted. After an error in training, an interrupt or a save on a signal, the
-upload stops, and the store has no manifest of its checkpoint.
+At the start of a run, complete checkpoints of ``output_dir`` that the store lacks are uploaded, so that a restarted run
+completes interrupted uploads. After an error in training, an interrupt or a save on a signal, the upload stops, and the
+store has no manifest of its checkpoint.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class CheckpointUploader:
                 raise error
 
     def stop(self) -> None:
-        """Stop after the present part; what was uploaded of a checkpoint stays without a manifest."""
+        """Stop after the present part; the uploaded files of a checkpoint stay without a manifest."""
         with self._changed:
             self._stop.set()
             self._changed.notify_all()
@@ -244,7 +244,7 @@ class Uploads:
 
         def begin() -> None:
             if self._channel.rank == 0:
-                list_remote(self._url)  # What is wrong with the URL or the credentials is raised before training.
+                list_remote(self._url)  # Faults of the URL or the credentials are raised before training.
                 self._uploader.begin_with(self._output_dir)
 
         run_on_all(self._channel, "looking at flex_upload", begin)
