@@ -1,6 +1,6 @@
 """Flex checkpoints for PaddleFormers' Trainer: save once, resume under any parallel layout, export anywhere.
 
-The names below are what a training script needs. They are imported when they are first used, so that ``import
+The names below are those that a training script needs. They are imported when they are first used, so that ``import
 paddleformers_fc`` costs nothing and works on a machine without Paddle.
 """
 

@@ -244,7 +244,7 @@ class Checkpoint:
             aoa_config: statements from stored names to the model's, as in a resume of a flex checkpoint.
         Raises:
             OptionError: the model cannot have the layout.
-            MismatchError: what is stored does not fit the model of the configuration.
+            MismatchError: the stored tensors do not fit the model of the configuration.
 
         Example:
             >>> paddleformers_fc.open("out/checkpoint-3").plan("tp=2,pp=2").world_size
@@ -363,7 +363,7 @@ class Checkpoint:
 
         Args:
             directory: the target: a path or a URL of a store; that of a flex checkpoint must be empty or new.
-            format: ``flex``, from which training resumes; ``hf``, the weights as Hugging Face files; or ``distcp``,
+            format: ``flex``, from which training resumes, ``hf``, the weights as Hugging Face files, or ``distcp``,
                 from which PaddleFormers resumes without this package.
             config: a directory with the model's ``config.json``, for checkpoints that lack one.
             max_shard_bytes: bound on the tensors of one file, in bytes.
@@ -408,7 +408,8 @@ def open(
 
     Args:
         path_or_url: a directory, or a URL such as ``s3://bucket/run/checkpoint-3``.
-        verify: what is compared first: ``off``, ``size`` (sizes, checksums of small files) or ``full`` (every byte).
+        verify: the comparison before the first read: ``off``, ``size`` (sizes, checksums of small files) or ``full``
+            (every byte).
         roles: the roles of a flex checkpoint to open, ``model_state`` among them; None for all. Under
             ``off``, files of others need not exist.
         config: a directory with the model's ``config.json``, for checkpoints of other formats that lack one.

@@ -1,8 +1,8 @@
 """Execute expanded statements one after the other, on boxes in place of numbers.
 
 A name refers to its last assignment, or to the left tensor of that name. A right tensor without an assignment is the
-left tensor of its name. Faults do not spread: what a faulty statement would have assigned is unknown, and statements
-that read it are skipped. Linear in the steps and in the boxes that they make.
+left tensor of its name. Faults do not spread: the target of a faulty statement is unknown, and statements that read it
+are skipped. Linear in the steps and in the boxes that they make.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Assignments:
         assigned: the step that assigned each of these names.
         unread: assigned names that no step has read since.
         readers: the steps that read each left tensor.
-        dropped: left tensors that no target wants, with their step.
+        dropped: left tensors without a target, with their step.
         fresh: right tensors that keep their initial values, with their step.
     """
 
@@ -155,7 +155,7 @@ class Interpreter:
 
 
 class _UnknownName(Fault):
-    """A name that is read and not known."""
+    """An unknown name that a statement reads."""
 
     def __init__(self, name: str, near: str, span: Span) -> None:
         self.name = name

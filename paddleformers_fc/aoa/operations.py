@@ -1,6 +1,6 @@
 """The operation of a statement, from its attributes and the number of names on each side.
 
-Only the form is checked here. Whether an operation fits its tensors is checked when they are known.
+This module checks the form only. Whether an operation fits its tensors is checked when they are known.
 """
 
 from __future__ import annotations

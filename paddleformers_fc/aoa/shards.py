@@ -63,7 +63,7 @@ class Readers:
         """Return the number of shards of the right tensor that a name becomes, along an axis of the name.
 
         Args:
-            name: what a step writes.
+            name: the name that a step writes.
             axis: an axis of it.
             rank: its number of axes.
             after: index of the step that writes it.

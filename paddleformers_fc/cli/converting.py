@@ -55,7 +55,7 @@ class ConvertOptions:
         max_shard_bytes: bound on the tensors of one file, in bytes.
         verify: how recorded checksums are compared first: ``off``, ``size`` or ``full``.
         replace: whether older weights in the target may be replaced.
-        tied: which copy of a tied tensor is read: ``refuse``, ``first`` or ``last``.
+        tied: the copy of a tied tensor to read: ``refuse``, ``first`` or ``last``.
     """
 
     format: str

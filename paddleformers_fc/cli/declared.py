@@ -1,4 +1,4 @@
-"""``families``: the declared families and what is verified of each, as text."""
+"""``families``: the declared families and their verification, as text."""
 
 from __future__ import annotations
 

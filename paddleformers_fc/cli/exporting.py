@@ -57,7 +57,7 @@ class ExportOptions:
         max_shard_bytes: bound on the tensors of one file, in bytes.
         verify: how the source is checked first: ``off``, ``size`` or ``full``.
         replace: whether a model that is in the target may be replaced.
-        tied: which copy of a tied tensor is exported: ``refuse``, ``first`` or ``last``.
+        tied: the copy of a tied tensor to export: ``refuse``, ``first`` or ``last``.
         format: the name of the format; empty for the default of the checkpoint.
         base: open weights into which adapters are merged; empty for none.
         accept_base: whether ``base`` may be other files than those of the training.

@@ -250,7 +250,7 @@ def diff(
     with progress.working(f"comparing {one} and {other}"):
         try:
             found = paddleformers_fc.open(one).diff(paddleformers_fc.open(other), role)
-        except NotACheckpoint as error:  # Nothing was compared: 1 would mean that they differ.
+        except NotACheckpoint as error:  # No tensor was compared: 1 would mean that they differ.
             output.print_error(error, as_json)
             return MISUSE
     _present(found, difference.show, as_json)

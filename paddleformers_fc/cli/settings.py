@@ -1,7 +1,7 @@
 """Read the settings of a training: a YAML or JSON file of PaddleFormers, and the overrides of the command line.
 
 YAML is read as PaddleFormers reads it, with two differences: errors name the file, and duplicate keys are refused.
-PyYAML silently keeps the last of two equal keys, so that a run would have other settings than a reader sees.
+PyYAML silently keeps the last of two equal keys, so that a run would differ from the visible settings.
 """
 
 from __future__ import annotations

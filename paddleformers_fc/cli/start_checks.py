@@ -342,7 +342,7 @@ def refuse_resume(settings: Mapping[str, Any], several_nodes: bool = False) -> N
 
     Args:
         settings: the configuration with its overrides.
-        several_nodes: whether other nodes take part in the job.
+        several_nodes: whether the job has other nodes.
 
     Raises:
         OptionError: the directory does not exist.
@@ -419,8 +419,8 @@ def refuse_model(settings: Mapping[str, Any]) -> None:
     """Refuse a model that every rank would refuse: its configuration, or its tensor parallel degree.
 
     The ``config.json`` must be on this machine. A degree is refused if it does not divide a size that the class of the
-    family checks; the error then lists all that it does not divide, as ``plan`` does. Of pipelines, virtual stages are
-    refused that do not divide the layers; others are left to PaddleFormers.
+    family checks; the error then lists all that it does not divide, as ``plan`` does. Virtual pipeline stages that do
+    not divide the layers are refused; other checks are left to PaddleFormers.
 
     Raises:
         FormatError: the configuration is not a JSON object.

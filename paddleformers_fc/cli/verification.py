@@ -32,7 +32,7 @@ def show(outcome: Verification, console: Console) -> None:
 
 
 def show_checks(checks: Iterable[Check], console: Console, not_checked: Iterable[str] = ()) -> None:
-    """Print a line per check: whether it passed, and what was found."""
+    """Print a line per check, with its result."""
     from rich.table import Table
     from rich.text import Text
 

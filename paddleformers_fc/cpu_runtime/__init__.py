@@ -17,8 +17,9 @@ collectives, real checkpoints, slowly. On an accelerator this package has no eff
 ``rankmain``, ``forkserver``     the main program of a rank; a server that forks ranks
 ===============================  ======================================================================
 
-:mod:`paddleformers_fc.upstream` lists what the patches replace and read; activation refuses if any of it is missing or
-different. Importing this package does not import Paddle; :func:`activate` does (1 s, 2.5 s with PaddleFormers).
+:mod:`paddleformers_fc.upstream` lists the functions that the patches replace or read; activation is refused if one is
+missing or different. Importing this package does not import Paddle; :func:`activate` does (1 s, 2.5 s with
+PaddleFormers).
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ def activate() -> tuple[str, ...]:
         The names of the patches in force; empty on an accelerator, where nothing is patched.
 
     Raises:
-        EnvironmentMismatch: what the patches replace or read is missing or different; nothing was patched. A version
-            alone is a warning here and refused with ``flex_checkpoint: true``, see ``flex_unknown_versions``.
+        EnvironmentMismatch: a function that the patches replace or read is missing or different; nothing was patched. A
+            version alone is a warning here and refused with ``flex_checkpoint: true``, see ``flex_unknown_versions``.
     """
     global _applied
     if _applied is None:

@@ -38,7 +38,7 @@ def replace_everywhere(original: Callable[..., Any], replacement: Callable[..., 
 
 
 class ModuleView(ModuleType):
-    """A stand-in for a module, with other values of a few attributes.
+    """A proxy of a module, with other values of a few attributes.
 
     It is assigned to the global name of one importing module, in place of the real module::
 

@@ -4,7 +4,7 @@ Gloo in Paddle has all_reduce, broadcast, reduce, all_gather, scatter and gather
 ``*_on_calc_stream`` twins, reduce_scatter and all_to_all. The twins are the same operation, because a CPU has no
 streams. reduce_scatter is an all_reduce of which each rank keeps its part. all_to_all consists of messages
 (:mod:`.p2p`). Sums of float16 and bfloat16 are computed in float32 and rounded once: gloo's own float16 sum is inf.
-Every collective is complete when it returns, whatever the value of ``sync_op``.
+Every collective is complete when it returns, for every value of ``sync_op``.
 
 Cost: reduce_scatter moves the whole tensor to every rank (n times the bytes that NCCL moves); all_to_all moves exactly
 the bytes that are requested.
@@ -112,7 +112,7 @@ def _all_to_all_tensor(self: Any, out: Any, tensor: Any, sync_op: bool = True) -
 
 
 def _overwrite(target: Any, source: Any) -> None:
-    """Write ``source`` into ``target`` in place, whatever the two shapes."""
+    """Write ``source`` into ``target`` in place; the shapes may differ."""
     with paddle.no_grad():
         paddle.assign(source.reshape(target.shape), target)
 

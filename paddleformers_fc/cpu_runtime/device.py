@@ -20,7 +20,7 @@ _ALIGNMENT_BYTES = 256
 
 
 def tensor_cuda() -> None:
-    """``Tensor.cuda`` gives a detached copy."""
+    """Let ``Tensor.cuda`` return a detached copy."""
 
     def cuda(self: Any, *_: Any, **__: Any) -> Any:
         return self.detach().clone()
@@ -29,7 +29,7 @@ def tensor_cuda() -> None:
 
 
 def synchronize() -> None:
-    """``paddle.device.synchronize`` and its CUDA twin return at once: nothing is under way."""
+    """Let ``paddle.device.synchronize`` and its CUDA twin return at once: no work is pending."""
 
     def nothing_to_wait_for(*_: Any, **__: Any) -> None:
         return None
@@ -39,7 +39,7 @@ def synchronize() -> None:
 
 
 def device_id() -> None:
-    """``ParallelEnv.device_id`` is 0."""
+    """Set ``ParallelEnv.device_id`` to 0."""
     parallel.ParallelEnv._device_id = 0
 
 

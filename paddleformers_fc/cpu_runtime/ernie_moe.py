@@ -1,10 +1,10 @@
 """ERNIE 4.5 MoE without its fused kernels.
 
 ``Ernie4_5_MoeSparseMoeBlock.forward`` calls kernels for routing and dispatch that exist for accelerators only. The
-forward here is the same block as dense algebra on the **same parameters**: every expert processes every token, and its
-output is weighted by the router, with zero for tokens that did not choose it. Trained, saved and sharded tensors are
-therefore exactly the model's own. The numbers differ from those of the fused kernels by rounding and by the auxiliary
-loss, which is a plain one.
+forward here is the same block as dense algebra on the **same parameters**. Every expert processes every token, and the
+router weights its output, with zero for tokens that did not choose it. Trained, saved and sharded tensors are therefore
+exactly the model's own. The numbers differ from those of the fused kernels by rounding and by the auxiliary loss, which
+is a plain one.
 
 Some faults are independent of the device and prevent a CPU run as well: multi-token prediction passes its arguments in
 the wrong positions; the forward for generation calls the loss without the required logits; experts lack the group over
@@ -91,8 +91,8 @@ def dense_forward(block: Any, input: Any) -> tuple[Any, None, Any, Any]:
     spread = group is not None and getattr(group, "nranks", 1) > 1
     seen, seen_weights = tokens, weights
     if spread:
-        # Gathering tokens that are replicated would count each of them once per rank in the experts' gradients.
-        # Of tokens that every rank holds, each rank's experts contribute a part of the output and of the gradient.
+        # Gathering tokens that are replicated would count each of them once per rank in the experts' gradients. If
+        # every rank holds the same tokens, its experts contribute a part of the output and of the gradient.
         enter, leave = (_copied, _summed) if _tokens_are_replicated(block.config, group) else (_gathered, _scattered)
         seen, seen_weights = (Collective.apply(one, group, enter, leave) for one in (tokens, weights))
     mixed = paddle.zeros_like(seen)

@@ -54,7 +54,7 @@ class JobResult:
     """The outcome of a job of forked ranks.
 
     Args:
-        values: what the job function returned, by rank; None for a rank that returned nothing or failed.
+        values: the results of the job function by rank; None for a rank without a result or that failed.
         returncodes: by rank, negative for a signal.
         logs: by rank, output and errors of that rank.
         timed_out: the time was over before the last rank had ended.
@@ -363,7 +363,8 @@ def _lead_own_group(pid: int) -> None:
 
 
 def _begin_openmp() -> None:
-    """Where the CPU runtime is active, before there are threads: a forked process does not inherit OpenMP's."""
+    """Begin OpenMP if the CPU runtime is active, before there are threads: forked processes inherit none of
+    OpenMP's."""
     openmp = sys.modules.get("paddleformers_fc.cpu_runtime.openmp")
     if openmp is not None:
         openmp.begin()
@@ -405,7 +406,7 @@ def main() -> None:
     """Serve standard input until it is closed; preload what the command line names."""
     started = time.monotonic()
     requests, answers = os.dup(0), os.dup(1)
-    # What imports and jobs print belongs into the log, not into the answers.
+    # The output of imports and jobs belongs into the log, not into the answers.
     os.dup2(2, 1)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)

@@ -22,14 +22,14 @@ from paddleformers.trainer.trainer_utils import ShardingOption
 
 
 def clipping_in_float32() -> None:
-    """``Trainer._wrap_distributed_optimizer`` does not ask a plain optimizer for the one inside it."""
+    """Let ``Trainer._wrap_distributed_optimizer`` accept a plain optimizer, which has none inside it."""
     original = Trainer._wrap_distributed_optimizer
 
     @functools.wraps(original)
     def _wrap_distributed_optimizer(self: Any, optimizer: Any) -> Any:
         if hasattr(optimizer, "_inner_opt"):
             return original(self, optimizer)
-        # The setting is read here for the record of the norm only; the clip sits in the optimizer already.
+        # The setting is read here for the record of the norm only; the optimizer already has the clip.
         max_grad_norm, self.args.max_grad_norm = self.args.max_grad_norm, 0.0
         try:
             return original(self, optimizer)
@@ -40,7 +40,7 @@ def clipping_in_float32() -> None:
 
 
 def split_parameters_in_float32() -> None:
-    """``TrainingArguments`` accept ``split_param`` without mixed precision.
+    """Let ``TrainingArguments`` accept ``split_param`` without mixed precision.
 
     They are checked with ``split_param`` off; it is switched on in the strategy that the checks have produced
     and that the optimizer reads later.

@@ -1,7 +1,7 @@
 """Process groups with one store per group.
 
-``ProcessGroupGloo`` ignores its group id when it writes its members' addresses into the store, so two groups that
-are created one after the other read each other's addresses: with four ranks one start in three fails, with eight it
+``ProcessGroupGloo`` ignores its group id when it writes its members' addresses into the store. Two groups that are
+created one after the other then read each other's addresses: with four ranks one start in three fails, with eight it
 hangs. Here each group larger than the default one has its own store, served by its first member. The default store
 contains only the address of that store, under a key with the group id. Paddle numbers groups by a counter that every
 rank advances in the same order, so the id is the same on every member and used once.

@@ -1,11 +1,11 @@
 """bfloat16 weights on a CPU: bfloat16 storage, float32 arithmetic.
 
-Training in bfloat16 with float32 master weights (O2) is what real checkpoints come from, and Paddle's CPU build
-lacks four kernels of it: ``linear``, ``matmul``, ``c_embedding`` and ``adamw_``. The first three get their bfloat16
-operands widened to float32, and what they return stays float32, so that activations are wider than on an
-accelerator; parameters, their gradients before accumulation, and everything that is saved have the dtypes they have
-there. ``adamw_`` updates the master weight, in float32 as on an accelerator, and rounds it into the parameter. Without
-a master weight it computes in float32 and rounds the parameter and its states.
+Real checkpoints come from training in bfloat16 with float32 master weights (O2). Paddle's CPU build lacks four kernels
+for it: ``linear``, ``matmul``, ``c_embedding`` and ``adamw_``. The bfloat16 operands of the first three are widened to
+float32, and their results stay float32. Activations are therefore wider than on an accelerator. Parameters, their
+gradients before accumulation, and all saved tensors have the same dtypes as there. ``adamw_`` updates the master
+weight, in float32 as on an accelerator, and rounds it into the parameter. Without a master weight it computes in
+float32 and rounds the parameter and its states.
 
 Time: one widened copy of each operand per call. Memory: that copy, until the backward has used it.
 """

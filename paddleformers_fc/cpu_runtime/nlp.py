@@ -16,7 +16,7 @@ _SPLIT = "split_param"
 
 
 def split_parameters_in_float32() -> None:
-    """``TrainingArguments`` accept ``split_param`` without mixed precision.
+    """Let ``TrainingArguments`` accept ``split_param`` without mixed precision.
 
     They are checked without it; it is switched on in the strategy that the checks have produced and that the optimizer
     reads later.

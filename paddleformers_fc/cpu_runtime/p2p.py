@@ -2,8 +2,8 @@
 
 ``ProcessGroupGloo`` numbers its messages by one counter per group that *every* member is expected to advance, so a
 message between two of three members is never delivered. Its send returns only after the receiver has requested the
-message, so two ranks that send before they receive wait forever. Here every rank has one **mailbox**: a listening
-socket whose address is published in the default store. A message carries (group id, channel, sender) and is queued at
+message, so two ranks that send before they receive wait forever. In this module every rank has one **mailbox**: a
+listening socket, with its address in the default store. A message carries (group id, channel, sender) and is queued at
 the receiver. One writing thread per receiver sends, and a send returns at once. Inside a coalescing block receives are
 postponed to the end of the block, so that all sends start first.
 
@@ -53,7 +53,7 @@ class Done:
     """The task of an operation that has already happened."""
 
     def wait(self, *_: Any) -> bool:
-        """Nothing to wait for."""
+        """Return at once: the operation is complete."""
         return True
 
     def is_completed(self) -> bool:
@@ -61,7 +61,7 @@ class Done:
         return True
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """Return at once: the operation is complete."""
 
 
 DONE = Done()
@@ -99,7 +99,7 @@ class Mailbox:
             self._addresses.append(bytes(store.get(key)).decode())
         self._world_size = world_size
         if self.rank != 0:
-            # By its end either side sees that the other has gone, see leave().
+            # Its end notifies either side that the other has gone, see leave().
             self._writer(0)
 
     def post(self, group_id: int, channel: int, target: int, payload: bytes) -> None:
@@ -260,7 +260,7 @@ _group_ids: dict[int, tuple[Any, int]] = {}
 
 
 def open_mailbox(store: Any, rank: int, world_size: int) -> None:
-    """Open this process' mailbox, once, and learn where those of the other ranks are.
+    """Open this process' mailbox, once, and read the addresses of the other ranks.
 
     Args:
         store: the job's default store.
@@ -365,7 +365,7 @@ def exchanged_array(process_group: Any, source: int, dtype: np.dtype[Any]) -> np
 class _Receive:
     """The task of a receive, which happens when it is waited for.
 
-    Messages of one sender are delivered in the order in which they were asked for, whichever is waited for first.
+    Messages of one sender are delivered in the order of their requests, independent of the order of the waits.
     """
 
     def __init__(

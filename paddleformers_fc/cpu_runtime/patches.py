@@ -1,4 +1,4 @@
-"""The table of patches, and the versions that are known to need them.
+"""The table of patches, and the tested versions that need them.
 
 One row per fault: a name, the fault, and the package that has it. :func:`apply_all` applies the table in its order.
 Importing this module imports Paddle, and PaddleFormers if it is installed;

@@ -30,7 +30,7 @@ def broadcast_input_data(hcg: Any, *inputs: Any, **kwargs: Any) -> tuple[Any, An
     place = paddle.CPUPlace()
     for container in (inputs, kwargs):
         if container:
-            # Fills the tensors in place; what it returns is of no use.
+            # Fills the tensors in place; its result is not used.
             hybrid_parallel_util._broadcast_nested_data(hcg, "cpu", place, container)
     return inputs, kwargs
 

@@ -89,8 +89,8 @@ class JobOutcome:
 def free_ports(count: int) -> list[int]:
     """``count`` different ports of the loopback interface on which nothing listens now.
 
-    They lie below the range from which the system takes ports for outgoing connections, so that none of the job's own
-    connections can take one of them before it is bound.
+    They are below the system's range of ports for outgoing connections, so that no connection of the job takes one of
+    them before it is bound.
     """
     found: list[int] = []
     for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
@@ -144,7 +144,7 @@ def supervise(
         processes: the ranks, by rank, just started.
         timeout: seconds for the whole job.
         grace: seconds for the other ranks to end by themselves once one has failed.
-        each_poll: called every 20 ms. True ends the job as the timeout does. What it raises ends the job and is raised
+        each_poll: called every 20 ms. True ends the job as the timeout does. Its exception ends the job and is raised
             again.
     """
     start = time.monotonic()
@@ -260,7 +260,7 @@ def prepare_rank(lifeline: int) -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=True, chain=True)
 
     def watch() -> None:
-        os.read(lifeline, 1)  # Nothing is ever written: this returns when the starter has gone.
+        os.read(lifeline, 1)  # No byte is ever written: this returns when the starter has gone.
         os.killpg(os.getpgrp(), signal.SIGKILL)  # This rank, which leads its group, and whatever it has started.
 
     threading.Thread(target=watch, name="lifeline", daemon=True).start()

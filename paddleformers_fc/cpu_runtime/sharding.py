@@ -42,7 +42,7 @@ def slice_above(elements: int) -> None:
 
 
 def clear_in_place() -> None:
-    """``DygraphShardingOptimizerV2.clear_grad`` zeroes gradients where they are."""
+    """Let ``DygraphShardingOptimizerV2.clear_grad`` zero gradients in place."""
     original = DygraphShardingOptimizerV2.clear_grad
 
     @functools.wraps(original)

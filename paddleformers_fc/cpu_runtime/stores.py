@@ -1,9 +1,9 @@
-"""Stores through which ranks find each other: fast at the start, 40 ms less per request, with bounded waits.
+"""Stores for the rendezvous of ranks, with a fast start, 40 ms less per request, and bounded waits.
 
 Paddle's TCP store costs time in two places. Its client sleeps three seconds after a refused connection, whenever rank 0
-is not the first; here a rank waits until the port answers before Paddle connects. And the client writes each request in
-several small pieces without ``TCP_NODELAY``, so that every answer waits for a delayed acknowledgement, 40 ms; groups
-send dozens of requests. Here the option is set on the store's sockets once they are open.
+is not the first. A rank therefore waits until the port answers before Paddle connects. The client also writes each
+request in several small pieces without ``TCP_NODELAY``, so that every answer waits 40 ms for a delayed acknowledgement,
+and groups send dozens of requests. The option is therefore set on the store's sockets once they are open.
 
 Paddle's client also waits without a bound for every answer. It hangs if another service listens at the address, and
 after a power failure of the node that serves the store. :class:`StoreClient` implements the same protocol over a

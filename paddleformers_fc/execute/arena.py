@@ -1,6 +1,6 @@
 """Copies of live tensors in a kept block of host memory, for a save beside training.
 
-New memory is 20 times as slow as memory that has been touched, because every page is faulted in. So an arena is
+New memory is 20 times as slow as memory that has been touched, because every page is faulted in. An arena is therefore
 allocated once, with its pages, and filled again by every snapshot. Its memory is page-locked if Paddle supports that
 for the device.
 
@@ -89,7 +89,7 @@ class SnapshotArena:
 
         Args:
             tensors: role -> name -> live weight.
-            stretches: what to copy of them; memory for it is reserved.
+            stretches: the stretches to copy of them; their memory is reserved.
         """
         copied: dict[str, dict[str, list[_Copied]]] = {}
         on_host: list[_HostPiece] = []

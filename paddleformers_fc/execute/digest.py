@@ -61,7 +61,7 @@ def canonical_digests(
     Args:
         directory: a checkpoint of any format.
         verify: how the files are checked first, where checksums are recorded.
-        roles: which roles to read.
+        roles: the roles to read.
     Raises:
         FlexError: the directory cannot be opened, proved or read.
     """
@@ -73,7 +73,7 @@ def digests_of(checkpoint: OpenedCheckpoint, roles: Collection[str] = ROLES) -> 
 
     Args:
         checkpoint: an opened checkpoint of any format.
-        roles: which roles to read.
+        roles: the roles to read.
     Raises:
         FlexError: its mapping cannot be proved, or a file cannot be read.
     """

@@ -33,7 +33,7 @@ WHOLE_BYTES = 1024 * 1024
 """Replicas up to this size are always hashed as a whole."""
 
 Digests = dict[str, bytes]
-"""Digests by the holders of what was hashed, or by the shard."""
+"""Digests by the holders of the hashed part, or by the shard."""
 
 
 @dataclass(frozen=True)

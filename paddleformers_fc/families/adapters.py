@@ -3,7 +3,7 @@
 A linear layer with an adapter has two more tensors: ``lora_A`` [in, r] and ``lora_B`` [r, out]; its weight becomes
 ``weight + lora_A @ lora_B * scaling``. Their geometry follows from that of the weight:
 
-* ``lora_A`` reads the inputs of the layer: one tensor, whatever the layer fuses, cut where the weight is cut by rows.
+* ``lora_A`` reads the inputs of the layer: one tensor, also for fused layers, cut where the weight is cut by rows.
 * ``lora_B`` has the outputs of the layer: the parts and groups of a fused weight, cut where it is cut by columns.
 
 Canonical names and orientation are those of Hugging Face PEFT: ``q_proj.lora_A.weight`` [r, in] and

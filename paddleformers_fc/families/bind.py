@@ -73,7 +73,7 @@ def bind(
 
     Args:
         family: the model's family.
-        model: what the model was built from.
+        model: the description of the model.
         tensors: every tensor of the model, or of one rank's part of it.
         shifts: differences between the model's numbers and canonical ones by placeholder, which replace those of the
             family: ``{"expert": -4}`` where a rank counts its experts from 0 and its first one is number 4.
@@ -358,7 +358,7 @@ def _chosen(kinds: list[_Kind], tensor: ModelTensor, numbers: list[str], sizes: 
 
 
 def may_hold(statement: Statement, numbers: Mapping[str, int], sizes: Sizes) -> bool:
-    """Return whether a statement's condition holds, or depends on what the configuration does not give."""
+    """Return whether a statement's condition holds, or depends on keys that the configuration lacks."""
     try:
         return sizes.within(statement.tower).holds(statement.where, numbers)
     except MappingError:

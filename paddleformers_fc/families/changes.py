@@ -1,8 +1,8 @@
 """Differences between the configuration that a checkpoint was saved with and the configuration of the live model.
 
-Tensors of equal names and shapes fit although the configuration uses them differently: another ``rope_theta`` or
-``hidden_act`` gives another model with the same weights. :data:`GROUPS` lists the keys that change the meaning of
-weights, with the reason. Such a change is refused unless the user names its key. Every other change is reported.
+Tensors of equal names and shapes fit although configurations use them differently: another ``rope_theta`` or
+``hidden_act`` is another model with the same weights. :data:`GROUPS` lists the keys that change the meaning of weights,
+with the reason. Such a change is refused unless the user names its key. Every other change is reported.
 
 Compared are resolved configurations, in which defaults are filled in, value by value: a key of a nested configuration
 is written with dots, such as ``rope_scaling.factor``. Keys of :data:`LEFT_OUT` are not compared.

@@ -68,7 +68,7 @@ class FamilyFacts(msgspec.Struct, frozen=True):
         fixtures: number of checkpoints of Transformers whose logits and exports are compared.
         degrees: degrees of tensor parallelism under which logits are compared.
         layouts: pairs of layouts of which one resumes what the other saved, on these ranks.
-        note: what is not compared, and why.
+        note: the parts that are not compared, and the reason.
     """
 
     family: str

@@ -1,7 +1,7 @@
 """The configuration of an export: PaddleFormers' configuration with dropped, renamed and contradicting keys corrected.
 
-PaddleFormers' configuration classes drop keys when they are written, have their own names for some sizes, and keep the
-rotary embedding under several keys that may differ. Other libraries read such a file as another model.
+PaddleFormers' configuration classes drop keys on writing, have their own names for some sizes, and keep the rotary
+embedding under several keys that may differ. Other libraries read such a file as another model.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _OF_THE_FILE = frozenset(
 _QUANTIZATION = "quantization_config"
 
 _CLASS = "architectures"
-"""Of a whole model. PaddleFormers' configurations with a nested one hand it down."""
+"""A key of a whole model. PaddleFormers' configurations with a nested one copy it there."""
 
 _TOKENS = frozenset({"bos_token_id", "eos_token_id", "pad_token_id"})
 """Keys that PaddleFormers' nested configurations lose: they are then None."""
@@ -53,7 +53,7 @@ def exported_config(
     """
     values = _completed(written, live.config, source)
     if (values.get(_QUANTIZATION) or {}).get("quant_method") is not None:
-        # Of the files that the run started from: an export has no scales.
+        # Keys of the files that the run started from: an export has no scales.
         del values[_QUANTIZATION]
     for key in {tower.key for tower in family.towers} if family is not None else ():
         if isinstance(written.get(key), Mapping):

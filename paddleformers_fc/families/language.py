@@ -134,7 +134,7 @@ _CONDITIONS = {FLEET: "is_fleet", FORMERS: "not is_fleet"}
 _TEXT = "text"
 _TIE = "tie_word_embeddings"
 _TIE_OF_EITHER = f"{_TIE} if {_TIE} != None else {_TEXT}.{_TIE}"
-"""Some classes hand the key down to the nested configuration of the text."""
+"""Some classes copy the key to the nested configuration of the text."""
 
 
 def ends(

@@ -36,7 +36,7 @@ from paddleformers_fc.storage.manifest import RESTORE
 from paddleformers_fc.text import count_text
 
 FORMAT, FORMAT_OF_SHARED_SOURCES = 2, 3
-"""Of ``mapping.json``; the latter only where one of several sources of a rule holds several parts."""
+"""Versions of ``mapping.json``; the latter only where one of several sources of a rule holds several parts."""
 
 EMPTY_LAYERS = "num_empty_layers_add_in_head"
 _OPEN: Mapping[str, Sequence[object]] = {

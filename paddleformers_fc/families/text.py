@@ -27,7 +27,7 @@ def aoa_text(
 
     Args:
         family: the model's family.
-        model: what the model was built from.
+        model: the description of the model.
         tensors: every tensor of the model.
         reverse: write the statements from the model's tensors to canonical ones instead.
     Raises:
@@ -41,7 +41,7 @@ def aoa_text(
 def tiny_aoa_text(family: Family, *, tp: int = 1, reverse: bool = False) -> list[str]:
     """Render the AOA statements of a family's tiny configuration, on ``tp`` tensor-parallel ranks.
 
-    Of a family with both classes, the model is that of PaddleFleet.
+    If the family has both classes, the model is that of PaddleFleet.
 
     Raises:
         MappingError: where the language cannot express them, or the degree does not divide the tensors.

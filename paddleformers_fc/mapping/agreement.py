@@ -1,7 +1,7 @@
 """Compare two mappings: equal mappings move the same elements to the same positions.
 
 The proof of one mapping (:mod:`.prove`) does not detect a query that is read as a key of the same shape, or a square
-matrix that is read as its transpose: such a mapping is total and single-writer as well. A stored or edited mapping is
+matrix that is read as its transpose. Such a mapping is total and single-writer as well. A stored or edited mapping is
 therefore compared with the declared one. Wherever two target boxes overlap, both must read the same source at the same
 position under the same axes. Together with both proofs, this makes them equal functions.
 

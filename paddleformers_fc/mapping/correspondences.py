@@ -191,7 +191,7 @@ class _Composer:
     def joint(self, last: TensorSources) -> TensorSources | None:
         """Return the sources of a tensor; None if no part of it is written."""
         first = [self._first.get(name) for name in last.names]
-        # Several parts may come from one tensor, as queries and keys that were fused: which do is part of the form.
+        # Several parts may come from one tensor, as queries and keys that were fused; the form records these parts.
         index: dict[str, int] = {}
         places = tuple(
             [

@@ -26,7 +26,7 @@ def prove(mapping: Mapping, title: str = "The mapping") -> None:
     """Refuse a mapping that is not total, single-writer, in bounds and dtype-closed.
 
     Args:
-        mapping: what to prove.
+        mapping: the mapping to prove.
         title: the name of the mapping in the error.
     Raises:
         MappingError: with every fault, indices folded.

@@ -108,7 +108,7 @@ class Template:
 def identity(shape: Shape) -> Template:
     """Return the template of a tensor that is equal to its source.
 
-    Tensors of one shape share it, so that what follows from a template is derived once for all of them.
+    Tensors of one shape share it, so that facts about a template are derived once for all of them.
     """
     box = whole(shape)
     return Template((BoxLink(0, box, box, tuple(range(len(shape)))),))

@@ -1,9 +1,9 @@
 """Save and load with real bytes between simulated ranks: any layout to any other, where no model can be built.
 
 The ranks are threads of this process, and their weights are numpy arrays of the shards of a simulated layout. Saves,
-loads, digests and exports are those of every real job. A hop takes what layout A has saved, loads
-it on the ranks of B, saves it there, and brings it back: every canonical tensor must keep its md5, every rank of A its
-bits, and the exports must be equal.
+loads, digests and exports are those of every real job. A hop loads a checkpoint of layout A on the ranks of B, saves it
+there, and loads it back on A. Every canonical tensor must keep its md5, every rank of A its bits, and the exports must
+be equal.
 
 Time and memory: the model once per rank and per hop. Made for tiny models in a directory in memory.
 """
@@ -67,7 +67,7 @@ class RoundTrip:
         source: the name of the layout that saved.
         target: the name of the layout in between.
         tensors: canonical tensors of all roles that were compared.
-        differences: what was not bitwise equal, one line each; empty where everything was.
+        differences: the tensors that were not bitwise equal, one line each.
         seconds: wall time.
     """
 
@@ -183,7 +183,7 @@ def load(directory: Path, model: SimulatedModel) -> list[Roles]:
 
     def work(channel: Channel) -> None:
         checkpoint = open_on_all_ranks(directory, channel)
-        # A run without an average wants none of a checkpoint that has none.
+        # A run without an average reads none from a checkpoint without one.
         averaged = EMA_STATE in checkpoint.catalog.roles
         shards = _roles_of(model, channel.rank) if averaged else model.roles(channel.rank)
         loaded[channel.rank] = filled(shards, _zeros)
@@ -209,7 +209,7 @@ class _HostPlace:
 
     @staticmethod
     def is_gpu_place() -> bool:
-        """Not on a GPU."""
+        """Return False: simulated ranks have no GPU."""
         return False
 
     @staticmethod
@@ -344,9 +344,9 @@ def run_threads(ranks: int, work: Callable[[Channel], None]) -> None:
 
     Args:
         ranks: how many.
-        work: what each does with its channel to the others.
+        work: the work of each, with its channel to the others.
     Raises:
-        FlexError: what a rank raised. A rank that raises anything outside an exchange ends the job for all.
+        FlexError: the error of a rank. A rank that raises anything outside an exchange ends the job for all.
     """
     table = _Table([None] * ranks, threading.Barrier(ranks))
     raised: list[Exception] = []

@@ -1,6 +1,6 @@
 """ERNIE 4.5 VL: routed experts of two modalities with sizes and routers of their own, a vision tower and a resampler.
 
-Nothing is fused. An untied head is transposed. Not declared: a vocabulary of images (``mm_vocab_size``).
+No layer is fused. An untied head is transposed. Not declared: a vocabulary of images (``mm_vocab_size``).
 """
 
 from paddleformers_fc.families import language as lang, towers

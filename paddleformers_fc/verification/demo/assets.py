@@ -9,7 +9,7 @@ derived from it is the same on every machine and needs no network. :func:`prepar
     assets/llama/             config.json, model.safetensors, tokenizer.json, ...
     assets/ernie_moe/         the same for a mixture of experts
 
-Idea: two parallel layouts can only be compared by their losses if they see the same tokens with the same weights. So
+Two parallel layouts can only be compared by their losses if they train the same tokens with the same weights. So
 
 * every record of the corpus is longer than a sample: the loader cuts it, and none is padded or shorter than others;
 * every dialogue and preference is shorter than :data:`DIALOGUE_LENGTH`, so that none is left out;
@@ -74,13 +74,13 @@ class Assets:
 
 
 def prepare(directory: Path) -> Assets:
-    """Write the corpus and both models into a directory; what is there already is written again, with the same bytes.
+    """Write the corpus and both models into a directory; existing files are written again, with the same bytes.
 
     Args:
         directory: created when missing.
 
     Returns:
-        The paths of what was written.
+        The paths of the written files.
     """
     text = (files(__package__) / "text" / "coriolanus.txt").read_text(encoding="utf-8")
     tokenizer = _tokenizer(text)
@@ -124,7 +124,7 @@ def _records(text: str, tokenizer: Tokenizer) -> Iterator[str]:
 
 
 def _speeches(text: str, tokenizer: Tokenizer) -> list[str]:
-    """Return what the characters say, without their names, as far as two speeches fit into a dialogue."""
+    """Return the text of the characters, without their names, as far as two speeches fit into a dialogue."""
     spoken = (part.partition(":\n")[2].strip() for part in text.split("\n\n"))
     return [one for one in spoken if one and len(tokenizer.encode(one).ids) <= _SPOKEN // 2]
 
@@ -180,7 +180,7 @@ def _common_config(architecture: str, model_type: str) -> dict[str, Any]:
         "pad_token_id": tokens.index("pad_token"),
         "bos_token_id": tokens.index("bos_token"),
         "eos_token_id": tokens.index("eos_token"),
-        # Not a Hugging Face key: PaddleFormers' fused kernel exists for GPUs only, and fusing is its default.
+        # This is no Hugging Face key: PaddleFormers' fused kernel exists for GPUs only, and fusing is its default.
         "fuse_rms_norm": False,
     }
 

@@ -74,7 +74,7 @@ def train(run: DemoRun, directory: Path) -> DemoResult:
     """Start a training and wait for it.
 
     Args:
-        run: what to train.
+        run: the training.
         directory: gets ``<name>.yaml``, ``<name>/`` and ``logs/<name>/``.
 
     Raises:

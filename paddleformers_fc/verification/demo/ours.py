@@ -1,7 +1,7 @@
 """``custom_register_path`` of the demo's own runs: the file that a user names, and a witness.
 
-A training continues as soon as it has resumed, and its weights are no longer those that were saved. So the witness
-writes, before the first step, a checkpoint of everything the resumed run holds: model, master weights and moments in
+A training continues as soon as it has resumed, and its weights are no longer those that were saved. The witness
+therefore writes, before the first step, a checkpoint of the resumed run's state: model, master weights and moments in
 its own layout. If loading is exact, this checkpoint has the same tensors as the one it was loaded from, bit for bit.
 """
 

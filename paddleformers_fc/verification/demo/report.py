@@ -43,9 +43,9 @@ class LossLine:
         layout: its name.
         losses: step -> loss.
         compared: the steps at which the loss must be that of the uninterrupted run.
-        export_md5: md5 of the export of what the run held before its first step after the resume, as the verb
-            ``export`` prints it.
-        unequal_tensors: what it held then that was not bitwise as saved: model, master weights and moments.
+        export_md5: md5 of the export of the run's state before its first step after the resume, as ``export`` prints
+            it.
+        unequal_tensors: tensors that were then not bitwise as saved: model, master weights and moments.
         stock: trained without this package, for comparison; it may differ.
     """
 
@@ -135,7 +135,7 @@ class LossComparison:
 
 
 def _finite(number: float) -> float | None:
-    """JSON has no word for infinity nor for what is not a number."""
+    """JSON has no literal for infinity or NaN."""
     return number if math.isfinite(number) else None
 
 

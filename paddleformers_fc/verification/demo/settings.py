@@ -25,7 +25,7 @@ class DemoLayout:
     Args:
         name: for the table and the files.
         options: the keys that select it.
-        replicas: ranks that see different samples.
+        replicas: ranks with different samples.
     """
 
     name: str
@@ -55,7 +55,7 @@ SHARDING2V2 = DemoLayout(
 
 
 def settings(model: str, corpus: str, output: str, layout: DemoLayout) -> dict[str, Any]:
-    """Return the content of a run's YAML, without ``flex_checkpoint`` and what goes with it.
+    """Return the content of a run's YAML, without ``flex_checkpoint`` and its companion keys.
 
     Args:
         model: a Hugging Face directory.

@@ -72,7 +72,7 @@ class Evidence:
         shapes: of the model's tensors.
         sources: shapes of the canonical ones.
         names: the canonical names.
-        conventions: what holds for the whole model.
+        conventions: the conventions of the whole model.
     """
 
     def __init__(

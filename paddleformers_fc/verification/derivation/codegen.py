@@ -123,7 +123,7 @@ class _Writer:
             )
 
     def _spans(self) -> dict[str, tuple[range, int]]:
-        """Return the numbers of a model's names by placeholder, and what they are larger by than canonical ones."""
+        """Return the numbers of a model's names by placeholder, and their offset from canonical ones."""
         found: dict[str, set[int]] = {}
         shifts: dict[str, set[int]] = {}
         for template, group in self._groups.items():

@@ -55,7 +55,7 @@ class DerivedModel(msgspec.Struct, frozen=True):
 def derive_model(
     directory: Path, settled: Sequence[str], native: bool, target: Path | None, fused: Sequence[str]
 ) -> DerivedModel:
-    """Derive, prove and, if asked, write a family.
+    """Derive, prove and, if requested, write a family.
 
     Args:
         directory: open weights and ``config.json``.

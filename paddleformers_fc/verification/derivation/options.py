@@ -5,7 +5,7 @@ The conventions, which neither shapes nor a proof confirm:
 - A linear layer's weight is [in, out] in Paddle and [out, in] in canonical files. It decides square weights of linear
   layers, as long as no weight of a linear layer in the model shows by its shape that it is not turned.
 - The kernel of a convolution has one order of axes on both sides.
-- Parts lie in the order of their names: query, key, value; gate, up.
+- Parts are in the order of their names: query, key, value; gate, up.
 - A feed-forward that is fused of gate and up holds, on every tensor-parallel rank, its gate before its up.
 
 Cost is a constant per tensor; a stack of experts makes one rule per expert.
@@ -99,7 +99,7 @@ def _permutations(source: Shape, target: Shape) -> Iterator[Axes]:
 
 
 def _conventional(found: list[Axes], kind: LayerKind, conventions: Conventions) -> list[Axes]:
-    """Of several orders that fit, the one of the layer's kind; all if the kind decides none."""
+    """Return the order of the layer's kind if several fit; all if the kind decides none."""
     straight = tuple(range(len(found[0])))
     if kind in (LayerKind.EMBEDDING, LayerKind.NORM, LayerKind.CONVOLUTION) and straight in found:
         return [straight]
@@ -124,7 +124,8 @@ def _reinterleaved(
 ) -> Iterator[Option]:
     """Yield layouts of a tensor that is fused in both spaces and cut along the axis of its parts.
 
-    Interleaved elements are cut as stored, consecutive parts per rank. Only the source code of the model decides.
+    Interleaved elements are cut as stored, consecutive parts per rank. Only the source code of the model shows the
+    choice.
     """
     tensor = target.tensor
     whole = _moved_option(tensor.name, tensor.shape, source.name, axes)

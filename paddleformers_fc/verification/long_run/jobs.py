@@ -60,7 +60,7 @@ def unify(
     handler = UnifiedCheckpointHandler(trainer.args)
     try:
         handler.save_unified_checkpoint(trainer.model, trainer.optimizer, f"{output_dir}/unified", save_to_hf=True)
-    except Exception as error:  # Whatever upstream raises is the finding.
+    except Exception as error:  # The exception of upstream is the finding.
         return type(error).__name__
     return ""
 

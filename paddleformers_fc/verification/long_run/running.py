@@ -121,7 +121,7 @@ class Findings(msgspec.Struct, frozen=True):
 
 
 def run(experiment: LongRun, root: Path, log: Callable[[str], None]) -> Findings:
-    """Run an experiment, or what is left of it.
+    """Run an experiment, or the rest of it.
 
     Args:
         experiment: the experiment.

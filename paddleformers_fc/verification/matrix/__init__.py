@@ -26,7 +26,7 @@ def run_matrix(path: Path, only: str | None, work: Path, documents: Path, as_jso
 
     Args:
         path: the recipe.
-        only: which cells, such as ``tp2->*``; all by default.
+        only: a pattern of cells, such as ``tp2->*``; all by default.
         work: for runs; completed cells of this recipe in it are reused.
         documents: gets ``<recipe>.md`` and ``<recipe>.png``.
         as_json: print one JSON document.

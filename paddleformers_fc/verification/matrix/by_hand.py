@@ -1,9 +1,9 @@
-"""Weights and states set by hand: the experiment that separates a fault of a load from rounding.
+"""Set weights and states by hand, in an experiment that separates a fault of a load from rounding.
 
-A checkpoint's files are read with the public safetensors package, its shards are put together with numpy slices, and
-every live tensor of the run is overwritten with its part. The fused gate and up projections are interleaved again for
-the target's number of cuts; everything else is the same tensor in both models. No mapping, plan or executor of this
-package takes part: if a run continues from here exactly as from a load, the load does not cause the difference.
+A checkpoint's files are read with the public safetensors package, and its shards are assembled with numpy slices. Every
+live tensor of the run is overwritten with its part. The fused gate and up projections are interleaved again for the
+target's number of cuts; everything else is the same tensor in both models. No mapping, plan or executor of this package
+is used. If the run continues exactly as after a load, the load does not cause the difference.
 
 Time and memory: all of the checkpoint, in every rank; for tiny models.
 """

@@ -1,4 +1,4 @@
-"""A stand-in for the import of ``paddlefleet``, which is on no public index, and of kernels in Triton.
+"""Replace the import of ``paddlefleet``, which is on no public index, and of kernels in Triton.
 
 PaddleFormers' model modules import it for their PaddleFleet classes. With this stand-in they can be imported, so that
 their own classes (those that end in ``Deprecated``) and their configurations are the real ones. A PaddleFleet class

@@ -1,8 +1,8 @@
 """The jobs of the ranks of one training of a matrix: a source, a conversion, the way back, and one set by hand.
 
 A training is described by one JSON document, :class:`Training`, and always goes through PaddleFormers' Trainer with
-this package's checkpoints. One that resumes saves what it has loaded before its first step, so that the comparison uses
-what the model and the optimizer hold, not what was read.
+this package's checkpoints. One that resumes saves its loaded state before its first step, so that the comparison uses
+the state of the model and the optimizer, not the bytes read.
 
 Importing this module imports no Paddle; :func:`run` is a job of the fork server. Time: 0.5 to 6 s per training on two
 cores, growing with the ranks; memory: about 50 MB per rank beside the server.

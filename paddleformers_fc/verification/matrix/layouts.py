@@ -4,7 +4,7 @@ A name is parts joined by ``+``: ``dp2``, ``tp4``, ``pp2``, ``pp4vpp2``, ``sd2v1
 whole parameters, and of flattened ranges), ``sd2s2`` and ``sd2s3`` (stages 2 and 3). ``sd2`` alone is version 2,
 PaddleFormers' default. ``(ep2)`` behind a part spreads the experts over two ranks: ``sd2+tp2(ep2)``.
 
-Nothing here imports Paddle.
+This module does not import Paddle.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class MatrixLayout:
 
     Args:
         name: as a person reads it.
-        nproc: number of ranks; what is left after tp and pp is data parallel, of which ``sharding`` are sharded.
+        nproc: number of ranks; the factor beyond tp and pp is data parallel, of which ``sharding`` are sharded.
         tp: tensor parallel degree.
         pp: pipeline parallel degree.
         vpp: virtual pipeline stages per rank.
@@ -48,7 +48,7 @@ class MatrixLayout:
 
     @property
     def data_parallel(self) -> int:
-        """Ranks that see different samples."""
+        """Number of ranks with different samples."""
         return self.nproc // (self.tp * self.pp)
 
     @property

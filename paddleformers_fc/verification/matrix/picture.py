@@ -1,7 +1,7 @@
-"""The picture of a matrix: colour is right or wrong, and the shade of what is right is its rounding.
+"""Draw a matrix: the colour is right or wrong, and the shade of a right cell is its rounding.
 
 Every cell that is right is blue, from pale for bitwise equal losses to darker for larger differences. A wrong cell is
-orange, so that no amount of rounding looks like a fault, also to readers who do not see red and green apart.
+orange, so that no amount of rounding looks like a fault, also to colour-blind readers.
 """
 
 from __future__ import annotations

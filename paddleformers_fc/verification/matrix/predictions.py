@@ -1,15 +1,15 @@
 """ERNIE's multi-token prediction layers, held by a model that does not train them.
 
-PaddleFormers' pipeline of ERNIE 4.5 MoE has no layer for multi-token prediction: its embedding joins the predictions'
-inputs along the last axis, its decoder layers take them apart along the first, and nothing computes them. So a pipeline
-can train only the rest of the model. A checkpoint must not lose the prediction layers for that: here a pipeline gets a
-stage member that holds their weights and passes activations through, and any model can train without them.
+PaddleFormers' pipeline of ERNIE 4.5 MoE has no layer for multi-token prediction. Its embedding joins the predictions'
+inputs along the last axis, its decoder layers split them along the first, and no layer computes them. A pipeline can
+therefore train only the rest of the model. A checkpoint must not lose the prediction layers for that: here a pipeline
+gets a stage member that holds their weights and passes activations through, and any model can train without them.
 
 Idea: a layer reads the number of prediction layers from its configuration each time it computes. After the model is
 built with all of them, the layers are set to none, and the model itself keeps the true number, which its
 checkpoints describe.
 
-Importing this module imports PaddleFormers. Nothing here costs time or memory beside the weights.
+Importing this module imports PaddleFormers. This module needs no time or memory beside the weights.
 """
 
 from __future__ import annotations

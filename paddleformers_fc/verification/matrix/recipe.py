@@ -28,7 +28,7 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Args:
         title: of its paragraph.
-        text: what it shows.
+        text: its meaning.
         layouts: names of the two.
         variants: name -> keys that are changed; ``arguments`` and ``model``.
     """
@@ -72,7 +72,7 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def fingerprint(self) -> str:
-        """Of everything that a cell's outcome depends on, apart from its two layouts."""
+        """The digest of everything that a cell's outcome depends on, apart from its two layouts."""
         relevant: tuple[object, ...] = (self.model_type, self.model, self.arguments, self.micro_batch, self.bf16)
         relevant += (self.adapters,) if self.adapters else ()
         return hashlib.sha256(msgspec.json.encode(relevant, order="sorted")).hexdigest()[:16]

@@ -79,13 +79,13 @@ def write(
     found: Sequence[CellDigests],
     stem: Path,
 ) -> None:
-    """The document and the picture.
+    """Write the document and the picture.
 
     Args:
         recipe: of the matrix.
         cells: all of it.
-        known: what is known of each, by name.
-        found: what the experiments found.
+        known: the outcome of each, by name; None if unknown.
+        found: the results of the experiments.
         stem: of the two files, without ending.
     """
     stem.parent.mkdir(parents=True, exist_ok=True)

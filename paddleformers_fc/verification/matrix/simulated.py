@@ -144,7 +144,7 @@ def run_simulated(recipe: SimulatedRecipe, stem: str, only: str | None, document
     Args:
         recipe: of the matrix.
         stem: of the document.
-        only: which models, such as ``qwen3*``; the document is written when all of them ran.
+        only: a pattern of models, such as ``qwen3*``; the document is written when all of them ran.
         documents: gets ``<stem>.md``.
         as_json: print one JSON document.
     Returns:

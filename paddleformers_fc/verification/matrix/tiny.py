@@ -1,4 +1,4 @@
-"""Models, data and trainings that take a second: what the verification matrices and the tests are made of.
+"""Models, data and trainings of a second, for the verification matrices and the tests.
 
 Everything here is deterministic and the same under every layout, so that two layouts that train alike give equal
 losses up to rounding. That takes care: no token 0 (Paddle's ``padding_idx`` treats it differently under tensor
@@ -28,7 +28,7 @@ SAMPLES = 64
 LINEAR = (".*qkv_proj", ".*(q|k|v|o)_proj", ".*(gate|up|down|up_gate|gate_up_fused)_proj")
 """The linear layers of the tiny models, as patterns of PaddleFormers."""
 SEGMENT = 1000
-"""Stage 3 slices what has more elements: every matrix of the tiny models, and no vector."""
+"""Stage 3 slices parameters with more elements: every matrix of the tiny models, and no vector."""
 
 STEMS = {
     "llama": "Llama",
@@ -80,7 +80,7 @@ _OF_TYPE: Mapping[str, Mapping[str, Any]] = {
         "moe_layer_interval": 1,
         "moe_num_shared_experts": 1,
         "moe_use_aux_free": False,
-        # The balance loss is a square of a mean over the tokens that a rank sees, so it depends on the layout.
+        # The balance loss is a square of a mean over the tokens of a rank, so it depends on the layout.
         "router_aux_loss_coef": 0.0,
         "moe_group": "dummy",
         "num_nextn_predict_layers": 0,
@@ -108,7 +108,8 @@ def training_arguments(
         layout: how the ranks of this job are used.
         output_dir: the Trainer's output directory.
         micro_batch: samples per forward; by default all of a rank's share, in a pipeline 2.
-        overrides: any field of ``TrainingArguments``; wins over what is set here. ``cls`` is the class to make.
+        overrides: any field of ``TrainingArguments``; takes precedence over the values here. ``cls`` is the class to
+            make.
     """
     from paddleformers.trainer import TrainingArguments
 
@@ -211,7 +212,7 @@ def build(
     Args:
         model_type: a key of :data:`STEMS`.
         layout: how the ranks of this job are used.
-        args: what :func:`training_arguments` returned; it has initialised the parallel environment.
+        args: the result of :func:`training_arguments`, which has initialised the parallel environment.
         hold_predictions: train without the multi-token prediction layers of ERNIE, which are held all the same.
         overrides: any field of the model's configuration.
     """
@@ -299,7 +300,7 @@ def _interleaved(parts: Sequence[Any], groups: int) -> Any:
 
 
 def initialise(model: Any, tp: int) -> None:
-    """Give every weight of a model its value by :func:`weight`, whatever part of it this rank holds."""
+    """Give every weight of a model, or this rank's part of it, its value by :func:`weight`."""
     import paddle
 
     for key, shard in model.sharded_state_dict().items():
@@ -401,7 +402,7 @@ def collate(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def trainer(model: Any, args: Any, **overrides: Any) -> Any:
-    """Return a Trainer over :class:`Samples`, which remembers the loss of each step in ``trainer.losses``.
+    """Return a Trainer over :class:`Samples`, which records the loss of each step in ``trainer.losses``.
 
     Args:
         overrides: any argument of the Trainer; ``cls`` is the class to make.
@@ -434,7 +435,7 @@ def train(
     arguments: Mapping[str, Any] | None = None,
     model: Mapping[str, Any] | None = None,
 ) -> list[float]:
-    """Return a job: train a tiny model from its initialisation; the loss of every step, on every rank.
+    """Train a tiny model from its initialisation as a job, and return the loss of every step, on every rank.
 
     Args:
         arguments: overrides of the training arguments.
