@@ -2,8 +2,8 @@
 
 A checkpoint is checked by path and later read by path. Between the two a file can be replaced: a step saved again, a
 directory renamed over another. The identity of a local file (device, inode, size, change time) is recorded before the
-check and compared on the descriptor that is read. A remote file has no descriptor: its size and entity tag, or change
-time, are compared when it is opened and again after the last read.
+check and compared on the descriptor that is read, when it is opened and before it is closed. A remote file has no
+descriptor: its size and entity tag, or change time, are compared when it is opened and again after the last read.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from paddleformers_fc.errors import OptionError, StorageError
+from paddleformers_fc.errors import Corrupt, OptionError, StorageError
 from paddleformers_fc.storage.block_scales import ScaledFile
 from paddleformers_fc.storage.files import OpenFile, memory_at, open_regular, read_into, read_several, writable_view
 from paddleformers_fc.storage.identity import Identities, refuse_replaced, refuse_replaced_meanwhile
@@ -61,6 +61,7 @@ class RangeReader:
         self._files: OrderedDict[AnyPath, _Shared] = OrderedDict()
         self._ahead = Prefetcher(min(2 * threads, _MOST_BUNDLES))
         self._seen: set[AnyPath] = set()
+        self._changed: list[Corrupt] = []
         self._open_count = 0
         self._closed = False
         self._change = threading.Condition()
@@ -158,12 +159,15 @@ class RangeReader:
             raise refusals[0]
 
     def refuse_replaced(self) -> None:
-        """Refuse remote files that were replaced while they were read; to be called after the last read.
+        """Refuse files that changed while they were read, and remote files that were replaced; to be called after
+        ``close``.
 
         Raises:
             Corrupt: a file is no longer the one that was checked.
             StorageError: the store refused the request.
         """
+        if self._changed:
+            raise self._changed[0]
         refuse_replaced_meanwhile(self._seen, self._identities)
 
     def __enter__(self) -> RangeReader:
@@ -250,7 +254,16 @@ class RangeReader:
 
     def _drop(self, path: AnyPath) -> None:
         self._open_count -= 1
-        self._files.pop(path).file.close()
+        file = self._files.pop(path).file
+        try:
+            refuse_replaced(file, self._identities)
+        except Corrupt as error:
+            self._changed.append(error)
+        except OSError:
+            # The file was deleted, on a network file system. All reads of it were complete.
+            pass
+        finally:
+            file.close()
 
 
 def _offsets(first: int, views: Sequence[memoryview]) -> Iterable[int]:

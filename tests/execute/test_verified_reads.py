@@ -236,6 +236,23 @@ def test_scratch_memory_bounds_what_is_read_of_unwanted_bytes(root: Path, scratc
         assert done.hashed == NUMBERS.nbytes
 
 
+def test_a_file_that_changes_between_two_reads_of_its_bytes_is_refused(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compare = verified_reads._OwnedBlocks.compare
+
+    def change(file: Any, number: int, digest: str) -> None:
+        compare(file, number, digest)
+        flip(root, number * BLOCK)
+        os.utime(root / FILE, ns=(0, 0))
+
+    monkeypatch.setattr(verified_reads._OwnedBlocks, "compare", change)
+    items = [item("a", (0, 6), axes=TURNED), item("b", (6, ROWS))]
+    (error,) = job(1, read(root, [items], ReadOptions(threads=1)))
+    assert isinstance(error, Corrupt), error
+    assert "was replaced or changed" in error.what
+
+
 def test_ranks_read_the_same_bytes_if_their_files_and_machine_are_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
