@@ -37,6 +37,8 @@ Key = tuple[str, str]
 """Role and full name of a wanted shard."""
 
 _JOBS_PER_TASK = 64
+_MOST_ROWS = 4096
+"""Rows that are listed at a time."""
 
 
 class Memory(msgspec.Struct, frozen=True, eq=False, gc=False):
@@ -177,9 +179,12 @@ class RowsRead:
 
     def read(self, reader: RangeReader, workspace: Workspace) -> int:
         """See :class:`ReadJob`."""
-        parts = self.rows.between(self.begin, self.end)
-        reader.read_rows(self.path, parts, workspace.scatter)
-        return int(parts.lengths.sum())
+        total, step = 0, _MOST_ROWS * self.rows.stride
+        for low in range(self.begin, self.end, step):
+            parts = self.rows.between(low, min(low + step, self.end))
+            reader.read_rows(self.path, parts, workspace.scatter)
+            total += int(parts.lengths.sum())
+        return total
 
 
 def read_jobs(

@@ -6,6 +6,7 @@ A file of small numbers, cut into blocks of a few hundred bytes, is read by rank
 from __future__ import annotations
 
 import os
+import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ import xxhash
 
 from paddleformers_fc.errors import Corrupt, FormatError
 from paddleformers_fc.execute import verified_reads
+from paddleformers_fc.execute.read_jobs import RowsRead
 from paddleformers_fc.execute.read_pool import ReadOptions
 from paddleformers_fc.execute.reading import ArraySlot
 from paddleformers_fc.execute.redistribute import ReadContext, Traffic, read_redistributed
@@ -29,7 +31,10 @@ from paddleformers_fc.storage import identity
 from paddleformers_fc.storage.checksum import BlockHasher
 from paddleformers_fc.storage.identity import identities_of, same_bytes_key
 from paddleformers_fc.storage.paths import parse_path
+from paddleformers_fc.storage.ranges import RangeReader
+from paddleformers_fc.storage.regions import Workspace
 from paddleformers_fc.storage.remote import RemoteStatus
+from paddleformers_fc.storage.rows import Rows
 from tests.execute.simulated import job, succeed
 
 ROLE, FILE, BLOCK = "model_state", "numbers", 400
@@ -251,6 +256,24 @@ def test_a_file_that_changes_between_two_reads_of_its_bytes_is_refused(
     (error,) = job(1, read(root, [items], ReadOptions(threads=1)))
     assert isinstance(error, Corrupt), error
     assert "was replaced or changed" in error.what
+
+
+def test_narrow_columns_of_another_ranks_block_take_little_memory(tmp_path: Path) -> None:
+    numbers, path = np.arange(2 * 50_000, dtype=np.uint64).reshape(50_000, 2), tmp_path / FILE
+    path.write_bytes(numbers.tobytes())
+    out = np.zeros(50_000, np.uint64)
+    rows = Rows(out, 8, 16, out.ctypes.data, 8, 8, out.size)
+    with RangeReader() as reader, Workspace() as workspace:
+        before = RowsRead(path, rows, 0, 106).read(reader, workspace)
+        tracemalloc.start()
+        try:
+            # The range begins and ends inside a row.
+            assert before + RowsRead(path, rows, 106, numbers.nbytes - 3).read(reader, workspace) == out.nbytes - 3
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    assert peak < 1 << 20
+    np.testing.assert_array_equal(out[:-1], numbers[:-1, 1])
 
 
 def test_ranks_read_the_same_bytes_if_their_files_and_machine_are_the_same(
