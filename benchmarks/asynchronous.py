@@ -55,7 +55,7 @@ def ours(output_dir: str, rounds: int) -> Figures:
     """Save in the step, at once and beside, in turn, at every second step of one training."""
     from paddleformers_fc import FlexCheckpointCallback, FlexTrainer, FlexTrainingArguments
     from paddleformers_fc.trainer.job_state import job_state_of
-    from paddleformers_fc.trainer.saves_in_steps import SavesInSteps
+    from paddleformers_fc.trainer.sync_save import SyncSaves
     from paddleformers_fc.verification.matrix import tiny
     from paddleformers_fc.verification.matrix.layouts import MatrixLayout
 
@@ -83,7 +83,7 @@ def ours(output_dir: str, rounds: int) -> Figures:
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if state.global_step % 2 == 1:
                 way = ways[state.global_step // 2 % len(ways)]
-                run.saver = SavesInSteps() if way == "in the step" else beside
+                run.saver = SyncSaves() if way == "in the step" else beside
                 # Read at every save; the optimizer has been wrapped already, and ignores it.
                 args.stage1_broadcast_overlap = way == "at once"
                 if state.global_step // 2 >= len(ways):

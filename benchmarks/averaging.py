@@ -38,7 +38,7 @@ def timed(work: Callable[[], object]) -> float:
 
 def bandwidth(rounds: int) -> tuple[dict[str, float], dict[str, float]]:
     """Return the median rate of a copy and of updates in GB/s, and the ratio of each update to the copies."""
-    from paddleformers_fc.execute.averaging import AveragedTensor, update_averages
+    from paddleformers_fc.execute.ema_update import AveragedTensor, update_averages
 
     size = ELEMENTS // TENSORS
     values = [np.full(size, 1.0, np.float32) for _ in range(TENSORS)]
@@ -78,9 +78,9 @@ def slowdown(rounds: int) -> tuple[float, float]:
     from paddle.distributed import ShardedWeight
 
     from paddleformers_fc.distributed.channel import ALONE
-    from paddleformers_fc.trainer.averaged import TrainedPart
-    from paddleformers_fc.trainer.between_steps import BetweenSteps
-    from paddleformers_fc.trainer.ema import AverageSettings, MovingAverage
+    from paddleformers_fc.trainer.ema import EmaSettings, MovingAverage
+    from paddleformers_fc.trainer.ema_tensors import TrainedPart
+    from paddleformers_fc.trainer.update_barrier import UpdateBarrier
 
     shape = (ELEMENTS // TENSORS,)
     parts = {}
@@ -88,8 +88,8 @@ def slowdown(rounds: int) -> tuple[float, float]:
         tensor = paddle.full(shape, 1.0, "float32")
         weight = ShardedWeight(f"weight.{number}", tensor, shape, shape, (0,))
         parts[f"weight.{number}"] = TrainedPart(weight, tensor)
-    between_steps = BetweenSteps(lambda: False)
-    average = MovingAverage(AverageSettings(DECAY, INTERVAL), lambda: parts, between_steps, lambda: ALONE)
+    update_barrier = UpdateBarrier(lambda: False)
+    average = MovingAverage(EmaSettings(DECAY, INTERVAL), lambda: parts, update_barrier, lambda: ALONE)
     one, other = paddle.randn([1024, 1024]), paddle.randn([1024, 1024])
     once = statistics.median(timed(lambda: paddle.matmul(one, other)) for _ in range(20))
     products = max(1, round(STEP_SECONDS / once))
@@ -98,7 +98,7 @@ def slowdown(rounds: int) -> tuple[float, float]:
         for step in range(first, first + INTERVAL):
             for _ in range(products):
                 paddle.matmul(one, other)
-            between_steps.on_optimizer_begin(None, None, None)
+            update_barrier.on_optimizer_begin(None, None, None)
             if updates:
                 average.on_step_end(SimpleNamespace(should_log=False), SimpleNamespace(global_step=step), None)
 

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from paddleformers_fc.families import ModelDescription, ModelTensor, bind, family_for
-from paddleformers_fc.families.text import aoa_text
-from paddleformers_fc.mapping import Mapping, prove
+from paddleformers_fc.families.aoa_text import aoa_text
+from paddleformers_fc.mapping import TensorMapping, prove
 
 HEADS, GROUPS = 32, 8
 MODEL = ModelDescription(
@@ -65,7 +65,7 @@ def timed(work: Callable[[], _T]) -> tuple[float, _T]:
     return time.perf_counter() - started, result
 
 
-def stock_engine(statements: list[str], mapping: Mapping) -> Any:
+def stock_engine(statements: list[str], mapping: TensorMapping) -> Any:
     """Stock's engine for the same model, with the statements that a person would write."""
     from paddle.distributed.flex_checkpoint.aoa.aoa_engine import AOAEngine
     from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeightDesc
@@ -80,7 +80,7 @@ def stock_engine(statements: list[str], mapping: Mapping) -> Any:
     return AOAEngine(config, described(mapping.sources.items()), described(mapping.targets.items()))
 
 
-def _prove_reversed(mapping: Mapping) -> None:
+def _prove_reversed(mapping: TensorMapping) -> None:
     prove(mapping.reversed())
 
 

@@ -29,7 +29,7 @@ from paddleformers_fc.api_arguments import (
     require_or_none,
 )
 from paddleformers_fc.errors import OptionError
-from paddleformers_fc.execute.difference import Difference, compare_checkpoints
+from paddleformers_fc.execute.diff_checkpoints import Difference, compare_checkpoints
 from paddleformers_fc.execute.digest import read_canonical
 from paddleformers_fc.execute.export import ExportReport, export_opened, refuse_overlap, refuse_target
 from paddleformers_fc.execute.merging import refuse_other_base

@@ -21,7 +21,7 @@ from safetensors import safe_open
 from benchmarks.performance.files import FILE, copy_of, is_transposed
 from benchmarks.performance.models import MODELS, Array
 from paddleformers_fc.distributed.channel import Channel
-from paddleformers_fc.execute.difference import compare_checkpoints
+from paddleformers_fc.execute.diff_checkpoints import compare_checkpoints
 from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.execute.load import load_checkpoint
 from paddleformers_fc.execute.memory import host_view, slots_of

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from paddleformers_fc.mapping.boxes import Box, Shape
-from paddleformers_fc.mapping.correspondences import NEW_AXIS, Correspondence, Mapping
+from paddleformers_fc.mapping.correspondences import NEW_AXIS, Correspondence, TensorMapping
 
 
 class Inexpressible(Exception):
@@ -83,7 +83,7 @@ class Component:
         return f"{', '.join(list(self.sources)[:3])} -> {', '.join(list(self.targets)[:3])}"
 
 
-def connected(mapping: Mapping) -> Iterator[list[Correspondence]]:
+def connected(mapping: TensorMapping) -> Iterator[list[Correspondence]]:
     """Yield the correspondences of each component, in the order of its first target."""
     done: set[str] = set()
     for name in mapping.by_target:
@@ -104,7 +104,7 @@ def connected(mapping: Mapping) -> Iterator[list[Correspondence]]:
         yield found
 
 
-def oriented(items: list[Correspondence], mapping: Mapping) -> Component:
+def oriented(items: list[Correspondence], mapping: TensorMapping) -> Component:
     """Orient the boxes of one component.
 
     Raises:

@@ -8,7 +8,7 @@ text, the tensors and the expanded statements, whose number is bounded.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping as MappingABC, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from paddleformers_fc.aoa.expand import Budget, Expander, Step
 from paddleformers_fc.aoa.faults import Fault, Faults, Span
@@ -18,14 +18,14 @@ from paddleformers_fc.aoa.outcome import mapping_of
 from paddleformers_fc.aoa.parsing import Program, read_config, read_statements
 from paddleformers_fc.aoa.tensors import Tensors
 from paddleformers_fc.errors import MappingError
-from paddleformers_fc.mapping.correspondences import Mapping
+from paddleformers_fc.mapping.correspondences import TensorMapping
 from paddleformers_fc.mapping.rules import Tie
 
 _SPARE = 200_000
 _PER_TENSOR = 64
 
 
-def evaluate(program: Program, stored: Tensors, wanted: Tensors | None, ties: Iterable[Tie] = ()) -> Mapping:
+def evaluate(program: Program, stored: Tensors, wanted: Tensors | None, ties: Iterable[Tie] = ()) -> TensorMapping:
     """Return the mapping of a program, from the stored tensors to the wanted ones.
 
     A program for the opposite direction is evaluated in its own direction, and the mapping is reversed.
@@ -53,14 +53,14 @@ def evaluate(program: Program, stored: Tensors, wanted: Tensors | None, ties: It
     return _evaluated(program, wanted, stored, ties).reversed()
 
 
-def parse(statements: Sequence[str], left: Tensors, right: Tensors | None, ties: Iterable[Tie] = ()) -> Mapping:
+def parse(statements: Sequence[str], left: Tensors, right: Tensors | None, ties: Iterable[Tie] = ()) -> TensorMapping:
     """Read and evaluate statements. Arguments, result and errors as of :func:`evaluate`."""
     return evaluate(read_statements(statements), left, right, ties)
 
 
 def parse_config(
-    config: MappingABC[str, object], stored: Tensors, wanted: Tensors | None, ties: Iterable[Tie] = ()
-) -> Mapping:
+    config: Mapping[str, object], stored: Tensors, wanted: Tensors | None, ties: Iterable[Tie] = ()
+) -> TensorMapping:
     """Read and evaluate an ``aoa_config``. Arguments, result and errors as of :func:`evaluate`."""
     return evaluate(read_config(config), stored, wanted, ties)
 
@@ -80,7 +80,7 @@ def assigned_names(program: Program, stored: Tensors, wanted: Tensors) -> frozen
     )
 
 
-def _evaluated(program: Program, left: Tensors, right: Tensors | None, ties: Iterable[Tie]) -> Mapping:
+def _evaluated(program: Program, left: Tensors, right: Tensors | None, ties: Iterable[Tie]) -> TensorMapping:
     faults, index, budget = Faults(), NameIndex(left), _budget(left, right)
     steps = _steps(program, Expander(index, None if right is None else NameIndex(right), budget), faults)
     assignments = Interpreter(steps, left, right or {}, index, budget).run(faults)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paddleformers_fc.aoa.faults import Fault
-from paddleformers_fc.aoa.operations import Fused, Layout
+from paddleformers_fc.aoa.operations import Fused, FusedOrder
 from paddleformers_fc.aoa.values import Value, interleaved
 from paddleformers_fc.mapping.boxes import Shape
 
@@ -53,14 +53,14 @@ def fused(values: Sequence[Value], layout: Fused, groups: tuple[int, int], into:
     """
     axis, counts = layout.axis, layout.counts
     parts = _parts(values, axis, counts)
-    if layout.kind is Layout.FFN and parts[0] != parts[1]:
+    if layout.kind is FusedOrder.FFN and parts[0] != parts[1]:
         raise Fault(f"Gate and up have different lengths {list(parts)} on axis {axis}.")
-    if layout.kind is Layout.QKV:
+    if layout.kind is FusedOrder.QKV:
         groups = (layout.groups, 1) if into > 1 else (1, layout.groups)
         for part, count in zip(parts, counts, strict=True):
             if part % count:
                 raise Fault(f"Length {part} on axis {axis} is not divisible into {count} heads.")
-    if layout.kind is Layout.QKV_PER_RANK:
+    if layout.kind is FusedOrder.QKV_PER_RANK:
         head = parts[0] // layout.heads
         if parts != tuple(count * head for count in counts):
             raise Fault(f"Lengths {list(parts)} on axis {axis} are not {_listed(counts)} heads of one size.")

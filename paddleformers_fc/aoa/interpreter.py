@@ -14,7 +14,7 @@ from paddleformers_fc.aoa import fusing
 from paddleformers_fc.aoa.expand import Budget, Name, Step
 from paddleformers_fc.aoa.faults import Fault, Faults, Span
 from paddleformers_fc.aoa.names import NameIndex, name_skeletons, skeleton
-from paddleformers_fc.aoa.operations import Drop, Fresh, Fused, Join, Layout, Move
+from paddleformers_fc.aoa.operations import Drop, Fresh, Fused, FusedOrder, Join, Move
 from paddleformers_fc.aoa.shards import Readers, groups_read
 from paddleformers_fc.aoa.tensors import Tensors
 from paddleformers_fc.aoa.values import Value, converted, permuted, transposed, value_of
@@ -142,7 +142,7 @@ class Interpreter:
 
     def _fused(self, at: int, step: Step, layout: Fused, values: list[Value]) -> list[Value]:
         axis, into = layout.axis, len(step.right)
-        if layout.kind is Layout.QKV:
+        if layout.kind is FusedOrder.QKV:
             longest = max((length for value in values for length in value.shape), default=0)
             self._budget.spend(3 * min(layout.groups, longest))
             return fusing.fused(values, layout, (1, 1), into)

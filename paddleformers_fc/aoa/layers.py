@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from paddleformers_fc.aoa.runs import Hints
-from paddleformers_fc.mapping.correspondences import Mapping, TensorSources
+from paddleformers_fc.mapping.correspondences import TensorMapping, TensorSources
 
 _FIRST = re.compile(r"\.([0-9]+|\$[A-Z_]+)")
 _PLAIN = re.compile(r"0|[1-9][0-9]{0,17}")
@@ -39,7 +39,7 @@ class ReducedMapping:
         representatives: the numbers of layers that represent others.
     """
 
-    mapping: Mapping
+    mapping: TensorMapping
     representatives: frozenset[str]
 
     def holds_for_all(self, statements: Iterable[str]) -> bool:
@@ -48,7 +48,7 @@ class ReducedMapping:
         return not any(found is not None and found.group(1) in self.representatives for found in first)
 
 
-def reduce_layers(mapping: Mapping, hints: Hints) -> ReducedMapping | None:
+def reduce_layers(mapping: TensorMapping, hints: Hints) -> ReducedMapping | None:
     """Return the mapping with one layer of each kind, or None if all layers differ.
 
     Args:
@@ -67,7 +67,7 @@ def reduce_layers(mapping: Mapping, hints: Hints) -> ReducedMapping | None:
     absent = {number for number, other in representative_of.items() if number != other}
     if not absent:
         return None
-    reduced = Mapping(
+    reduced = TensorMapping(
         {name: spec for name, spec in mapping.sources.items() if split[name][1] not in absent},
         {name: spec for name, spec in mapping.targets.items() if split[name][1] not in absent},
         {name: made for name, made in mapping.made.items() if split[name][1] not in absent},
@@ -85,7 +85,7 @@ def _split(name: str) -> Split:
     return name[: found.start(1)], found.group(1), name[found.end(1) :]
 
 
-def _alone(mapping: Mapping, split: dict[str, Split]) -> set[str]:
+def _alone(mapping: TensorMapping, split: dict[str, Split]) -> set[str]:
     """Return the numbers of the layers that are not reduced."""
     alone: set[str] = set()
     read: set[str] = set()
@@ -100,7 +100,7 @@ def _alone(mapping: Mapping, split: dict[str, Split]) -> set[str]:
     return alone
 
 
-def _facts(name: str, made: TensorSources, mapping: Mapping, hints: Hints, split: dict[str, Split]) -> object:
+def _facts(name: str, made: TensorSources, mapping: TensorMapping, hints: Hints, split: dict[str, Split]) -> object:
     """Return all facts about a tensor and its sources, without the number of the layer."""
     sources = [
         (split[one][::2], mapping.sources.get(one), hints.left.get(one), hints.per_rank.get(one)) for one in made.names

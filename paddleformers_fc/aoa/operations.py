@@ -1,6 +1,7 @@
 """The operation of a statement, from its attributes and the number of names on each side.
 
-This module checks the form only. Whether an operation fits its tensors is checked when they are known.
+This module checks the form only. Whether an operation fits its tensors is checked when they are known. Operations have
+no reverse: a mapping does (:meth:`~paddleformers_fc.mapping.TensorMapping.reversed`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _PERMUTATION = re.compile(r"\[\s*(\d{1,3}\s*(?:,\s*\d{1,3}\s*)*)?\]", re.ASCII)
 _DEFAULT_FUSED_AXIS = 1
 
 
-class Layout(Enum):
+class FusedOrder(Enum):
     """A fused layout; the value is its attribute."""
 
     FFN = "fused_ffn"
@@ -69,7 +70,7 @@ class Fused:
         groups: the number of kv heads; 1 for gate and up.
     """
 
-    kind: Layout
+    kind: FusedOrder
     axis: int
     heads: int = 1
     groups: int = 1
@@ -77,7 +78,7 @@ class Fused:
     @property
     def counts(self) -> Shape:
         """The proportions of the parts."""
-        return (1, 1) if self.kind is Layout.FFN else (self.heads, self.groups, self.groups)
+        return (1, 1) if self.kind is FusedOrder.FFN else (self.heads, self.groups, self.groups)
 
 
 Operation = Drop | Fresh | Move | Join | Fused
@@ -134,9 +135,9 @@ def _only(statement: AoaStatement, keys: tuple[str, ...], what: str) -> None:
 
 
 _FORMS = {
-    Layout.FFN: ("`gate, up -> fused`, `fused -> gate, up` or `fused -> fused`", ((2, 1), (1, 2), (1, 1))),
-    Layout.QKV: ("`q, k, v -> fused` or `fused -> q, k, v`", ((3, 1), (1, 3))),
-    Layout.QKV_PER_RANK: (
+    FusedOrder.FFN: ("`gate, up -> fused`, `fused -> gate, up` or `fused -> fused`", ((2, 1), (1, 2), (1, 1))),
+    FusedOrder.QKV: ("`q, k, v -> fused` or `fused -> q, k, v`", ((3, 1), (1, 3))),
+    FusedOrder.QKV_PER_RANK: (
         "`q, k, v -> fused`, `fused -> q, k, v` or `fused -> fused`",
         ((3, 1), (1, 3), (1, 1)),
     ),
@@ -144,9 +145,9 @@ _FORMS = {
 
 
 def _fused(statement: AoaStatement, flag: Attribute, names: tuple[int, int]) -> Operation:
-    given, kind = statement.attributes, Layout(flag.key)
+    given, kind = statement.attributes, FusedOrder(flag.key)
     axis = int(given["axis"].value) if "axis" in given else _DEFAULT_FUSED_AXIS
-    numbers = () if kind is Layout.FFN else ("num_heads", "num_key_value_groups")
+    numbers = () if kind is FusedOrder.FFN else ("num_heads", "num_key_value_groups")
     _only(statement, ("axis", flag.key, *numbers), flag.key)
     for key in numbers:
         if key not in given or int(given[key].value) < 1:

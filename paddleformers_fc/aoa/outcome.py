@@ -6,7 +6,7 @@ assigned name that no tensor and no statement uses, and a source that is read tw
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping as MappingABC
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -16,7 +16,7 @@ from paddleformers_fc.aoa.interpreter import Assignments
 from paddleformers_fc.aoa.names import NameIndex
 from paddleformers_fc.aoa.tensors import Tensors
 from paddleformers_fc.aoa.values import Value, value_of
-from paddleformers_fc.mapping.correspondences import Correspondence, Mapping, TensorSpec, coalesced
+from paddleformers_fc.mapping.correspondences import Correspondence, TensorMapping, TensorSpec, coalesced
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class _Output:
 
 
 def mapping_of(
-    assignments: Assignments, left: Tensors, right: Tensors | None, aliases: MappingABC[str, str], faults: Faults
-) -> Mapping:
+    assignments: Assignments, left: Tensors, right: Tensors | None, aliases: Mapping[str, str], faults: Faults
+) -> TensorMapping:
     """Return the mapping of all assignments.
 
     Args:
@@ -62,7 +62,7 @@ def mapping_of(
         if right is None
         else {name: tensor.spec for name, tensor in right.items() if name not in aliases}
     )
-    return Mapping.of(
+    return TensorMapping.of(
         sources={name: tensor.spec for name, tensor in left.items()},
         targets=targets,
         correspondences=items,
@@ -149,7 +149,7 @@ def _refuse_contradictions(assignments: Assignments, left: Tensors, right: Tenso
             step.report(Fault(f"`{name}` keeps its initial values here and is assigned by {other}."), faults)
 
 
-def _without_aliases(outputs: list[_Output], aliases: MappingABC[str, str], faults: Faults) -> list[_Output]:
+def _without_aliases(outputs: list[_Output], aliases: Mapping[str, str], faults: Faults) -> list[_Output]:
     """Return the outputs without tied names, each of which must be equal to its owner."""
     by_name = {output.name: output for output in outputs}
     for alias, owner in aliases.items():

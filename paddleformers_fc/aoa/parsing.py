@@ -6,7 +6,7 @@ faults of all statements (:mod:`.evaluate`). Linear in the text.
 
 from __future__ import annotations
 
-from collections.abc import Mapping as MappingABC, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -41,7 +41,7 @@ def read_config(config: object) -> Program:
         MappingError: the value is not a mapping, or has an unknown key or a value of another type. Invalid statements
             are reported when the program is evaluated.
     """
-    if not isinstance(config, MappingABC):
+    if not isinstance(config, Mapping):
         raise _invalid("aoa_config is not a mapping.", f"it is {type(config).__name__}")
     for key, value in config.items():
         if key not in _CONFIG or not isinstance(value, _CONFIG[key]):

@@ -8,7 +8,7 @@ kind, up to sorting.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping as MappingABC
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from paddleformers_fc.aoa.compact import compacted
@@ -21,7 +21,7 @@ from paddleformers_fc.aoa.statement_text import StatementWriter, Text, name_faul
 from paddleformers_fc.aoa.tensors import AoaTensor
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.mapping.boxes import Shape
-from paddleformers_fc.mapping.correspondences import Correspondence, Mapping, TensorSpec, coalesced
+from paddleformers_fc.mapping.correspondences import Correspondence, TensorMapping, TensorSpec, coalesced
 from paddleformers_fc.mapping.folding import fold
 
 _ASIDE = "_kept"
@@ -29,7 +29,7 @@ _SHOWN = 20
 _REMOVED = TensorSpec((1,), "float32")
 
 
-def render(mapping: Mapping, hints: Hints | None = None, *, reverse: bool = False) -> list[str]:
+def render(mapping: TensorMapping, hints: Hints | None = None, *, reverse: bool = False) -> list[str]:
     """Return the statements of a mapping, from its sources to its targets.
 
     Equal names without a change have no statement: the language maps them implicitly.
@@ -54,13 +54,13 @@ def render(mapping: Mapping, hints: Hints | None = None, *, reverse: bool = Fals
     return _directed(mapping, hints, reverse)
 
 
-def _directed(mapping: Mapping, hints: Hints, reverse: bool) -> list[str]:
+def _directed(mapping: TensorMapping, hints: Hints, reverse: bool) -> list[str]:
     if reverse:
         return _rendered(mapping.reversed(), replace(hints, left=hints.right, right=hints.left))
     return _rendered(mapping, hints)
 
 
-def _rendered(mapping: Mapping, hints: Hints) -> list[str]:
+def _rendered(mapping: TensorMapping, hints: Hints) -> list[str]:
     """Render the statements of a mapping, from its sources to its targets, and verify them by parsing."""
     components, refused = _components(mapping)
     statements = [f"{name} -> _" for name in sorted(mapping.dropped)]
@@ -72,12 +72,12 @@ def _rendered(mapping: Mapping, hints: Hints) -> list[str]:
     return statements
 
 
-def normal(mapping: Mapping) -> set[Correspondence]:
+def normal(mapping: TensorMapping) -> set[Correspondence]:
     """Return the correspondences of a mapping in the largest boxes, for comparison."""
     return {item for items in mapping.by_target.values() for item in coalesced(items)}
 
 
-def _components(mapping: Mapping) -> tuple[list[Component], list[str]]:
+def _components(mapping: TensorMapping) -> tuple[list[Component], list[str]]:
     found: list[Component] = []
     refused: list[str] = []
     for items in connected(mapping):
@@ -88,7 +88,7 @@ def _components(mapping: Mapping) -> tuple[list[Component], list[str]]:
     return found, refused
 
 
-def _statements(components: list[Component], mapping: Mapping, hints: Hints, refused: list[str]) -> list[str]:
+def _statements(components: list[Component], mapping: TensorMapping, hints: Hints, refused: list[str]) -> list[str]:
     """Render all components, in an order in which no name is overwritten before it is read."""
     order = ordered(components)
     taken = frozenset((*mapping.sources, *mapping.targets))
@@ -162,7 +162,7 @@ def _raise_refused(refused: Iterable[str]) -> None:
         )
 
 
-def _verify(statements: list[str], mapping: Mapping, hints: Hints) -> None:
+def _verify(statements: list[str], mapping: TensorMapping, hints: Hints) -> None:
     """Refuse text that is evaluated to another mapping."""
     left = _tensors(mapping.sources, hints.left)
     for name in mapping.dropped:
@@ -184,7 +184,7 @@ def _verify(statements: list[str], mapping: Mapping, hints: Hints) -> None:
         )
 
 
-def _tensors(specs: MappingABC[str, TensorSpec], cuts: MappingABC[str, Shape]) -> dict[str, AoaTensor]:
+def _tensors(specs: Mapping[str, TensorSpec], cuts: Mapping[str, Shape]) -> dict[str, AoaTensor]:
     return {
         name: AoaTensor(spec.shape, spec.dtype, cuts.get(name, (1,) * len(spec.shape))) for name, spec in specs.items()
     }

@@ -6,7 +6,7 @@ runs with those of interleaved parts, never by names.
 
 from __future__ import annotations
 
-from collections.abc import Mapping as MappingABC
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import gcd
@@ -28,9 +28,9 @@ class Hints:
         heads: numbers of query heads and of kv heads, for layouts that are fused per rank.
     """
 
-    left: MappingABC[str, Shape] = field(default_factory=dict)
-    right: MappingABC[str, Shape] = field(default_factory=dict)
-    per_rank: MappingABC[str, str] = field(default_factory=dict)
+    left: Mapping[str, Shape] = field(default_factory=dict)
+    right: Mapping[str, Shape] = field(default_factory=dict)
+    per_rank: Mapping[str, str] = field(default_factory=dict)
     heads: tuple[int, int] | None = None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from paddleformers_fc.execute.difference import Difference, Different
+from paddleformers_fc.execute.diff_checkpoints import Difference, Different
 from paddleformers_fc.formats import FORMATS
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.plan.report import states_joined

@@ -10,7 +10,7 @@ from typing import Any
 from paddleformers_fc.cli.converting import Converted
 from paddleformers_fc.cli.exporting import Exported
 from paddleformers_fc.cli.training import Ended, LaunchPlan
-from paddleformers_fc.execute.difference import Difference
+from paddleformers_fc.execute.diff_checkpoints import Difference
 from paddleformers_fc.execute.inspect import Inspection
 from paddleformers_fc.execute.output_directory import Cleaned, OutputFacts
 from paddleformers_fc.execute.rederive import Rederivation

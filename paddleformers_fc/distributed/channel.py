@@ -67,7 +67,7 @@ class ConsistencyFacts(Protocol):
     def digest(self) -> bytes:
         """The digest of this rank's facts, never empty."""
 
-    def differences(self, channel: Channel) -> FlexError:
+    def mismatch_error(self, channel: Channel) -> FlexError:
         """Return the error for ranks whose digests differ. Every rank must call."""
 
 
@@ -221,7 +221,7 @@ def gather_and_keep(
             failure, sent.error = failure or error, sent.error or _wire_form(error, sent.doing)
     everyone = [_decode(payload) for payload in channel.all_gather(msgspec.msgpack.encode(sent))]
     if consistency is not None and all(one.digest for one in everyone) and len({one.digest for one in everyone}) > 1:
-        raise consistency.differences(channel) from failure
+        raise consistency.mismatch_error(channel) from failure
     descriptions = [one.doing for one in everyone]
     if len(set(descriptions)) > 1:
         raise PeerError(

@@ -87,12 +87,12 @@ class Communicator:
             if time.monotonic() >= end:
                 _end_process(self._timeout_error())
             if self._liveness is not None and self._liveness.is_lost():
-                _end_process(self._liveness.report("An exchange between the ranks broke off."))
+                _end_process(self._liveness.lost_rank_error("An exchange between the ranks broke off."))
 
     def _timeout_error(self) -> FlexError:
         if self._liveness is not None:
             self._liveness.abort()
-            return self._liveness.report(
+            return self._liveness.lost_rank_error(
                 f"An exchange between the ranks has not ended within flex_timeout: {self._patience:g} s."
             )
         return PeerError(

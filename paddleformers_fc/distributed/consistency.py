@@ -48,7 +48,7 @@ class ConsistencyCheck:
         """The digest of all facts."""
         return xxhash.xxh3_128_digest(msgspec.json.encode(self._as_json, order="sorted"))
 
-    def differences(self, channel: Channel) -> PeerError:
+    def mismatch_error(self, channel: Channel) -> PeerError:
         """Return the same error on every rank: subjects that differ, their values, and the ranks of each value."""
         everyone = all_gather_checked(
             channel, f"comparing what differs before {self.doing}", lambda: self._as_json, dict[str, str]

@@ -101,7 +101,7 @@ class Liveness:
         except Exception as error:  # The class depends on the store.
             raise self._store_error() from error
         if why:
-            raise self.report(f"{why} The job cannot continue.")
+            raise self.lost_rank_error(f"{why} The job cannot continue.")
 
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:
@@ -115,7 +115,7 @@ class Liveness:
             yield
         except Exception as error:  # The other ranks are still waiting in the collective.
             self.abort()
-            raise self.report(f"An exchange between the ranks broke off: {error}") from error
+            raise self.lost_rank_error(f"An exchange between the ranks broke off: {error}") from error
 
     def is_lost(self) -> bool:
         """Return whether any rank has found the job lost."""
@@ -132,7 +132,7 @@ class Liveness:
         except Exception:  # As above.
             return
 
-    def report(self, what: str) -> FlexError:
+    def lost_rank_error(self, what: str) -> FlexError:
         """Report this rank as living, and return the error that all living ranks raise.
 
         Args:

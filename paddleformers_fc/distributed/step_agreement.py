@@ -111,7 +111,7 @@ class StepAgreement:
         while self._store.add(f"{self._prefix}/{_GIVEN}", 0) < self._size:
             if time.monotonic() > end:
                 self._meeting.abort()
-                raise self._meeting.report("Not every rank has given its step.")
+                raise self._meeting.lost_rank_error("Not every rank has given its step.")
             time.sleep(_COLLECT_POLL_SECONDS)
         steps = [int(bytes(self._store.get(f"{self._prefix}/{_STEP}/{rank}"))) for rank in range(self._size)]
         self._store.set(f"{self._prefix}/{_HIGHEST}", str(max(steps)))

@@ -11,7 +11,7 @@
 ``collective_checksums``                               ``flex_verify`` of a load
 ``export``, ``export_files``, ``export_batches``       files of another format; memory and reads of an export
 ``weights_md5``                                        md5 of exported weights
-``digest``, ``difference``                             canonical tensors of a checkpoint; comparison of two
+``digest``, ``diff_checkpoints``                             canonical tensors of a checkpoint; comparison of two
 ``verify``, ``inspect``, ``output_directory``          checks, facts, leftovers
 ``rederive``                                           the mapping of a checkpoint of an older version
 =====================================================  ================================================================

@@ -25,7 +25,7 @@ from paddleformers_fc.formats import Catalog
 from paddleformers_fc.formats.catalog import EVERYONE
 from paddleformers_fc.formats.flex import DOCUMENTS
 from paddleformers_fc.plan.block_owners import RecordedBlocks
-from paddleformers_fc.plan.blocks import blocks_read
+from paddleformers_fc.plan.checksum_blocks import blocks_read
 from paddleformers_fc.plan.items import StoredPart
 from paddleformers_fc.storage.block_checksums import BlockComparison, compare_blocks
 from paddleformers_fc.storage.file_checksums import FileChecksum, is_document

@@ -18,10 +18,10 @@ from paddleformers_fc.execute.read_pool import ReadPool
 from paddleformers_fc.execute.reading import fill_arrays, read_tensors, verify_equal
 from paddleformers_fc.formats import OpenedCheckpoint, open_checkpoint
 from paddleformers_fc.layout.roles import ROLES
-from paddleformers_fc.layout.shards import Shard, shard_bytes
+from paddleformers_fc.layout.shards import Shard, ShardsByRole, shard_bytes
 from paddleformers_fc.plan import LoadPlan, ReadItem, ReadSource, canonical_layout, canonical_source
+from paddleformers_fc.plan.bounded_boxes import row_major_pieces
 from paddleformers_fc.plan.build import Planner
-from paddleformers_fc.plan.pieces import row_major_pieces
 from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.text import natural
@@ -29,9 +29,6 @@ from paddleformers_fc.text import natural
 PIECE_BYTES = 32 << 20
 """Bytes of tensors that are in memory at a time: as many rows of a transposed tensor as make its columns' runs long."""
 _LINE = 64
-
-Layout = Mapping[str, Mapping[str, Shard]]
-"""Role -> name -> shard."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +79,7 @@ def digests_of(checkpoint: OpenedCheckpoint, roles: Collection[str] = ROLES) -> 
     yield from digest_tensors(source, layout)
 
 
-def digest_tensors(source: ReadSource, layout: Layout, piece_bytes: int = PIECE_BYTES) -> Iterator[TensorDigest]:
+def digest_tensors(source: ReadSource, layout: ShardsByRole, piece_bytes: int = PIECE_BYTES) -> Iterator[TensorDigest]:
     """Yield the digests of some canonical tensors, in natural order within each role.
 
     Args:
@@ -101,7 +98,7 @@ def digest_tensors(source: ReadSource, layout: Layout, piece_bytes: int = PIECE_
             hasher, done = hashlib.md5(), 0
 
 
-def require_plan(planner: Planner, source: ReadSource, layout: Layout) -> LoadPlan:
+def require_plan(planner: Planner, source: ReadSource, layout: ShardsByRole) -> LoadPlan:
     """Plan canonical tensors, and compare what must be equal.
 
     Raises:
@@ -133,7 +130,7 @@ class _Piece:
 
 
 def read_in_pieces(
-    source: ReadSource, layout: Layout, piece_bytes: int = PIECE_BYTES
+    source: ReadSource, layout: ShardsByRole, piece_bytes: int = PIECE_BYTES
 ) -> Iterator[tuple[str, Shard, np.ndarray[Any, Any]]]:
     """Yield role, tensor and the bytes of its next piece, which are valid until the next one."""
     catalog, planner = source.catalog, Planner(source)
@@ -163,7 +160,7 @@ def _room(piece: _Piece) -> int:
 
 
 def _batches(
-    planner: Planner, layout: Layout, items: Mapping[tuple[str, str], list[ReadItem]], most: int
+    planner: Planner, layout: ShardsByRole, items: Mapping[tuple[str, str], list[ReadItem]], most: int
 ) -> Iterator[list[_Piece]]:
     """Group successive pieces that are read together; at most one of each tensor."""
     batch: list[_Piece] = []
@@ -184,7 +181,7 @@ def _batches(
         yield batch
 
 
-def read_canonical(source: ReadSource, layout: Layout) -> Iterator[tuple[str, Shard, np.ndarray[Any, Any]]]:
+def read_canonical(source: ReadSource, layout: ShardsByRole) -> Iterator[tuple[str, Shard, np.ndarray[Any, Any]]]:
     """Yield role, shard and flat array of some shards of canonical tensors, in natural order within each role.
 
     Args:

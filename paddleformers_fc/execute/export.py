@@ -34,7 +34,6 @@ from paddleformers_fc.families import ModelDescription
 from paddleformers_fc.formats.checkpoint import (
     REFUSE,
     ExportWriter,
-    Layout,
     OpenedCheckpoint,
     OutputFile,
     not_a_flex_checkpoint,
@@ -43,7 +42,7 @@ from paddleformers_fc.formats.checkpoint import (
 from paddleformers_fc.formats.huggingface import DEFAULT_MAX_SHARD_BYTES
 from paddleformers_fc.formats.registry import EXPORTED, checkpoints_advice, default_writer
 from paddleformers_fc.layout.roles import EMA_STATE, MODEL_STATE, OPTIMIZER_STATE
-from paddleformers_fc.layout.shards import shard_bytes
+from paddleformers_fc.layout.shards import ShardsByRole, shard_bytes
 from paddleformers_fc.plan import ReadSource, canonical_layout, canonical_source, plan_reads
 from paddleformers_fc.plan.sources import model_source, resume_source
 from paddleformers_fc.storage.block_checksums import digest_of
@@ -139,7 +138,7 @@ def export_opened(
         )
     source = checkpoint.catalog.root
 
-    def prepare() -> tuple[ReadSource, Layout, tuple[OutputFile, ...], ExportWriter, Merge | None]:
+    def prepare() -> tuple[ReadSource, ShardsByRole, tuple[OutputFile, ...], ExportWriter, Merge | None]:
         _refuse_checkpoint(target)
         for one in (source, *([] if base is None else [base.catalog.root])):
             if isinstance(target, RemotePath):  # Older files there are deleted before the source is read.
@@ -151,7 +150,7 @@ def export_opened(
         merge = None if base is None else read_merge(checkpoint, base)
         chosen = EXPORTED.writer if merge is not None else writer or default_writer(checkpoint)
         wanted = _source(checkpoint, chosen) if base is None else canonical_source(base)
-        layout: Layout = canonical_layout(wanted)
+        layout: ShardsByRole = canonical_layout(wanted)
         if dtype:
             wanted, layout = recast(checkpoint, wanted, layout, dtype)
         files = chosen.files(checkpoint, layout, max_shard_bytes)
@@ -308,7 +307,7 @@ def refuse_overlap(source: AnyPath, target: AnyPath) -> None:
         )
 
 
-def _refuse_untied(source: ReadSource, layout: Layout, channel: Channel) -> None:
+def _refuse_untied(source: ReadSource, layout: ShardsByRole, channel: Channel) -> None:
     """Refuse tied tensors whose stored copies differ: an export contains one of them."""
     stored, read = source.catalog.roles.get(MODEL_STATE, {}), source.mapping.read
     owners = {owner for alias, owner in source.stored_aliases.items() if alias in stored and owner in read}

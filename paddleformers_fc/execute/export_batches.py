@@ -18,8 +18,8 @@ from paddleformers_fc.execute.read_jobs import Key, flat_start
 from paddleformers_fc.formats.checkpoint import OutputFile
 from paddleformers_fc.layout.shards import Shard, shard_bytes
 from paddleformers_fc.plan import ReadItem, ReadSource
+from paddleformers_fc.plan.bounded_boxes import row_major_pieces
 from paddleformers_fc.plan.build import Planner
-from paddleformers_fc.plan.pieces import row_major_pieces
 from paddleformers_fc.storage.dtypes import dtype_size, to_numpy, to_safetensors
 from paddleformers_fc.storage.paths import RemotePath
 

@@ -41,7 +41,7 @@ from paddleformers_fc.families.changes import (
     without_patterns,
 )
 from paddleformers_fc.formats import Catalog, OpenedCheckpoint
-from paddleformers_fc.formats.block_scales import in_float32
+from paddleformers_fc.formats.fp8_weights import in_float32
 from paddleformers_fc.formats.huggingface import linear_weights, refuse_unproved_orientation
 from paddleformers_fc.formats.registry import open_weights
 from paddleformers_fc.layout.live import Roles, describe_roles

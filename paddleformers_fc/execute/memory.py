@@ -24,10 +24,10 @@ from paddleformers_fc.execute.staging_pool import (
     DeviceCopy,
     StagedPieces,
     StagingPool,
+    begin_copy_to_device,
+    begin_copy_to_host,
     bytes_of,
-    download,
     pool_of,
-    upload,
 )
 from paddleformers_fc.layout.live import Roles
 from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
@@ -158,7 +158,7 @@ def begin_copies(tensor: Any, start: int, stop: int, memory: np.ndarray[Any, Any
     filled = 0
     for part in _bytes_in_order(tensor, start, stop, dtype_of(tensor).itemsize, _PIECE_BYTES):
         size = int(part.shape[0])
-        yield download(part, memory[filled : filled + size])
+        yield begin_copy_to_host(part, memory[filled : filled + size])
         filled += size
 
 
@@ -253,7 +253,9 @@ class TensorSlot(msgspec.Struct, eq=False, gc=False):
         target = self.tensor
         if not target.is_contiguous():  # Paddle crashes if it copies from the host into a strided tensor.
             target = self._on_device = paddle.empty(target.shape, dtype=target.dtype, device=target.place)
-        self._transfer = upload(self._staged, bytes_of(target)._slice(self.begin, self.begin + self.host_bytes))
+        self._transfer = begin_copy_to_device(
+            self._staged, bytes_of(target)._slice(self.begin, self.begin + self.host_bytes)
+        )
 
     def finish_copy(self) -> None:
         """Wait until the copy is done, and give the host array back."""

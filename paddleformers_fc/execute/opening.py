@@ -44,17 +44,16 @@ from paddleformers_fc.formats.flex import (
     shards_of,
 )
 from paddleformers_fc.formats.registry import open_checkpoint
-from paddleformers_fc.layout.codec import ShardRecord, record_of
 from paddleformers_fc.layout.roles import ROLES
+from paddleformers_fc.layout.shard_json import ShardRecord, record_of
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping.boxes import shifted
 from paddleformers_fc.mapping.folding import fold
+from paddleformers_fc.plan.transfer_plan import SeenBy
 from paddleformers_fc.storage.file_checksums import FileChecksum, is_document
 from paddleformers_fc.storage.manifest import Manifest, manifest_seal, read_manifest, refuse_as_newest, verify_files
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.text import count_text
-
-SeenBy = Mapping[str, Sequence[int]]
 
 
 class _VisibilityMessage(msgspec.Struct, frozen=True):

@@ -18,8 +18,7 @@ from paddleformers_fc.distributed.channel import Bytes, Channel, all_gather_chec
 from paddleformers_fc.errors import MismatchError
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping.boxes import Box
-
-ROUND_BYTES = 64 * 1024 * 1024
+from paddleformers_fc.plan.transfer_plan import ROUND_BYTES
 
 Array = np.ndarray[Any, np.dtype[np.float32]]
 _Place = tuple[str, Box]

@@ -5,7 +5,7 @@ host array that is copied to the device when it is full, while the next arrays a
 
 The items of a plan become jobs (:mod:`.read_jobs`), which the threads of a pool take (:mod:`.read_pool`). Memory beyond
 the targets: at most ``staging_memory_bytes`` for all threads together, or one host copy of a shard if that is larger.
-Large shards of a device are filled in pieces where possible (:mod:`.shard_pieces`).
+Large shards of a device are filled in pieces where possible (:mod:`.large_shards`).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from paddleformers_fc.errors import Diverged, MismatchError
+from paddleformers_fc.execute.large_shards import cut_large_shards
 from paddleformers_fc.execute.read_jobs import Key, Memory, batch_jobs, dtype_of, read_jobs, region_of
 from paddleformers_fc.execute.read_pool import DEFAULT_OPTIONS, ReadJob, ReadOptions, ReadPool
-from paddleformers_fc.execute.shard_pieces import cut_large_shards
 from paddleformers_fc.execute.verified_reads import UNVERIFIED, BlockVerifier
 from paddleformers_fc.layout import Shard
 from paddleformers_fc.plan.items import EqualCheck, LoadPlan, ReadItem

@@ -17,8 +17,9 @@ import msgspec
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.families import family_for, is_known
 from paddleformers_fc.families.enumerate import enumerate_tensors
-from paddleformers_fc.formats.checkpoint import CONFIG_NAME, Layout, OpenedCheckpoint, parse_config
+from paddleformers_fc.formats.checkpoint import CONFIG_NAME, OpenedCheckpoint, parse_config
 from paddleformers_fc.layout.roles import MODEL_STATE
+from paddleformers_fc.layout.shards import ShardsByRole
 from paddleformers_fc.plan.build import CAST, ReadSource
 from paddleformers_fc.plan.sources import described_model
 from paddleformers_fc.storage.dtypes import model_dtype
@@ -42,7 +43,9 @@ def refuse_dtype(dtype: str) -> None:
         )
 
 
-def recast(checkpoint: OpenedCheckpoint, source: ReadSource, layout: Layout, dtype: str) -> tuple[ReadSource, Layout]:
+def recast(
+    checkpoint: OpenedCheckpoint, source: ReadSource, layout: ShardsByRole, dtype: str
+) -> tuple[ReadSource, ShardsByRole]:
     """Return the source and the wanted weights of an export in another dtype.
 
     Args:

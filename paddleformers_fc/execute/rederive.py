@@ -18,8 +18,8 @@ import yaml
 from paddleformers_fc.errors import MappingError, OptionError, StorageError
 from paddleformers_fc.families import ModelDescription, family_for
 from paddleformers_fc.families.description import IS_FLEET
+from paddleformers_fc.families.mapping_document import STRIPPED, completed, encode_mapping
 from paddleformers_fc.families.stated import no_family
-from paddleformers_fc.families.stored import STRIPPED, completed, encode_mapping
 from paddleformers_fc.formats.checkpoint import MAPPING_NAME, OpenedCheckpoint, not_a_flex_checkpoint
 from paddleformers_fc.formats.registry import checkpoints_advice, open_checkpoint
 from paddleformers_fc.mapping import prove

@@ -36,7 +36,7 @@ from paddleformers_fc.execute.verified_reads import UNVERIFIED, BlockVerifier
 from paddleformers_fc.formats.catalog import EVERYONE
 from paddleformers_fc.mapping.boxes import Box
 from paddleformers_fc.plan.block_owners import NO_BLOCKS, BlockReads, RecordedBlocks
-from paddleformers_fc.plan.blocks import byte_runs
+from paddleformers_fc.plan.checksum_blocks import byte_runs
 from paddleformers_fc.plan.items import EqualCheck, LoadPlan, ReadItem, StoredPart
 from paddleformers_fc.plan.transfer_plan import (
     EMPTY_SCHEDULE,

@@ -1,4 +1,4 @@
-"""Assign the parts of shards to the ranks that write them, and to files.
+"""Assign the parts of shards to the ranks that write them, each replica once, and to files.
 
 Shards without replicas are written by their holder. Replicas are found by box, not by count, and are assigned largest
 first, each to the rank with the fewest bytes. If that would exceed the even share of a rank, the rows of the shard are

@@ -62,7 +62,7 @@ def hash_replicas(
     shards: dict[str, Digests] = {}
     for one in replicas:
         hasher = xxhash.xxh3_128()
-        for part in tensors[one.role][one.name](*stretch(one, step)):
+        for part in tensors[one.role][one.name](*hashed_range(one, step)):
             hasher.update(byte_view(part))
         shards.setdefault(one.group, {})[one.described] = hasher.digest()
     groups = {
@@ -72,7 +72,7 @@ def hash_replicas(
     return ReplicaDigests(groups, shards)
 
 
-def stretch(replica: Replica, step: int) -> tuple[int, int]:
+def hashed_range(replica: Replica, step: int) -> tuple[int, int]:
     """Return the range of elements of a replica that is hashed at a step; equal for all holders."""
     if replica.nbytes <= WHOLE_BYTES:
         return 0, replica.rows * replica.row

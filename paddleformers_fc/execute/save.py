@@ -3,8 +3,8 @@
 1. ``snapshot`` plans and captures; only this step accesses live tensors. Every rank sends a digest of its shards. If
    all ranks have a plan for these shards, it is used. Otherwise they exchange descriptions and assign the writers, and
    the coordinator proves the mapping of the whole model and that every tensor is whole (:mod:`.save_plan`,
-   :mod:`.replica_assignment`). A capture returns views of the live tensors, or copies in an :mod:`.arena`.
-2. The coordinator creates the staging directory beside the target (:mod:`.staging`).
+   :mod:`.replica_assignment`). A capture returns views of the live tensors, or copies in an :mod:`.async_snapshot`.
+2. The coordinator creates the staging directory beside the target (:mod:`.staging_directory`).
 3. ``write`` hashes replicas (:mod:`.replicas`) and copies of tied tensors (:mod:`.ties`), writes this rank's files with
    checksums taken while writing, and exchanges checksums and digests.
 4. ``commit`` writes ``mapping.json`` and the manifest on the coordinator and renames the directory. If the ranks write
@@ -49,16 +49,14 @@ from paddleformers_fc.execute.ties import diverged, hash_ties
 from paddleformers_fc.families import ModelDescription
 from paddleformers_fc.families.stated import model_ties
 from paddleformers_fc.formats.checkpoint import CONFIG_NAME, MAPPING_NAME, config_bytes as config_bytes
-from paddleformers_fc.layout.codec import decode_rank_shards, encode_rank_shards
-from paddleformers_fc.layout.live import LocalTensor, Roles, describe_roles, facts_of
+from paddleformers_fc.layout.live import LiveRoles, Roles, describe_roles, facts_of
 from paddleformers_fc.layout.roles import MODEL_STATE, split_state_name
+from paddleformers_fc.layout.shard_json import decode_rank_shards, encode_rank_shards
 from paddleformers_fc.storage.files import write_file
 from paddleformers_fc.storage.manifest import DivergedTie, FileChecksum, Manifest, RunRecord, SaveOrigin
 from paddleformers_fc.storage.progress import advance, expect
 from paddleformers_fc.storage.regions import DEFAULT_STAGING_MEMORY_BYTES
 from paddleformers_fc.storage.safetensors import SequentialTensorWriter
-
-LiveRoles = dict[str, dict[str, LocalTensor]]
 
 DEFAULT_MAX_FILE_BYTES = 5 * 10**9
 """Bound on the tensors of one file of a checkpoint, in bytes."""

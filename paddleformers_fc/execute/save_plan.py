@@ -29,8 +29,8 @@ from paddleformers_fc.execute.replica_assignment import (
 )
 from paddleformers_fc.execute.ties import Ties, ties_of
 from paddleformers_fc.families import ModelDescription, ModelTensor
+from paddleformers_fc.families.mapping_document import encode_mapping
 from paddleformers_fc.families.stated import bind_model, family_name, model_ties
-from paddleformers_fc.families.stored import encode_mapping
 from paddleformers_fc.formats.catalog import gather_shards
 from paddleformers_fc.formats.registry import SAVED
 from paddleformers_fc.layout import Shard
@@ -48,7 +48,7 @@ MAX_CACHED_PLANS = 8
 
 @dataclass(frozen=True)
 class PlannedWrite:
-    """A stretch of a live shard that goes into a file.
+    """A range of a live shard that goes into a file.
 
     Args:
         name: of the shard, and of the tensor in the file.

@@ -147,12 +147,12 @@ class DeviceCopy:
         _FIGURES.end(time.monotonic() - started)
 
 
-def upload(buffer: StagingBuffer, target: Any) -> DeviceCopy:
+def begin_copy_to_device(buffer: StagingBuffer, target: Any) -> DeviceCopy:
     """Begin to copy a full buffer to as many bytes of a device, a flat tensor."""
     return DeviceCopy(_host_tensor(buffer.bytes), target, target.place)
 
 
-def download(source: Any, memory: np.ndarray[Any, Any]) -> DeviceCopy:
+def begin_copy_to_host(source: Any, memory: np.ndarray[Any, Any]) -> DeviceCopy:
     """Begin to copy bytes of a device, a flat tensor, to as many bytes of host memory."""
     return DeviceCopy(source, _host_tensor(memory), source.place)
 
@@ -194,7 +194,7 @@ class StagedPieces:
         if source is None:
             return None
         buffer, size = self._pool.take(self._size), int(source.shape[0])
-        return _Download(buffer, size, download(source, buffer.bytes[:size]))
+        return _Download(buffer, size, begin_copy_to_host(source, buffer.bytes[:size]))
 
     def _give_back(self) -> None:
         if self._current is not None:

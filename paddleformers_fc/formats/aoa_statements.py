@@ -14,7 +14,7 @@ from typing import Any
 
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.families import FAMILIES, Family, described_by_file, enumerate_tensors, family_for
-from paddleformers_fc.families.text import aoa_text, tiny_aoa_text
+from paddleformers_fc.families.aoa_text import aoa_text, tiny_aoa_text
 from paddleformers_fc.formats.registry import require_config
 from paddleformers_fc.storage.files import is_directory
 from paddleformers_fc.storage.paths import refuse_empty

@@ -19,7 +19,7 @@ from paddleformers_fc.families.build_order import built_order
 from paddleformers_fc.formats.checkpoint import StoredShard
 from paddleformers_fc.formats.rank_files import FileArray
 from paddleformers_fc.layout.shards import Shard
-from paddleformers_fc.mapping import Mapping as TensorMapping, Shape, TensorSources
+from paddleformers_fc.mapping import Shape, TensorMapping, TensorSources
 from paddleformers_fc.mapping.boxes import Box, whole
 from paddleformers_fc.mapping.templates import BoxLink, pushed
 from paddleformers_fc.storage.dtypes import dtype_size

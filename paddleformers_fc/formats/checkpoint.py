@@ -19,7 +19,7 @@ from paddleformers_fc.families.description import ModelDescription
 from paddleformers_fc.formats.catalog import Catalog
 from paddleformers_fc.formats.checks import CheckList
 from paddleformers_fc.layout.roles import EMA_STATE, MODEL_STATE, ROLES
-from paddleformers_fc.layout.shards import Shard, shard_bytes
+from paddleformers_fc.layout.shards import Shard, ShardsByRole, shard_bytes
 from paddleformers_fc.mapping import RuleSet
 from paddleformers_fc.storage.block_scales import ScaledFile
 from paddleformers_fc.storage.dtypes import dtype_size
@@ -40,9 +40,6 @@ _RESTORE_CONFIG = "Restore the file: save or download it again."
 REFUSE = "refuse"
 TIED_WAYS = (REFUSE, "first", "last")
 """The copy that is read if copies of a tied tensor differ: none, or that of the first or last pipeline stage."""
-
-Layout = Mapping[str, Mapping[str, Shard]]
-"""Tensors by role and name."""
 
 Documents = Mapping[str, Callable[[], bytes]]
 """Small files by their path in a flex checkpoint: their bytes, on demand."""
@@ -108,7 +105,7 @@ class ExportWriter(Writer, Protocol):
     def rules(self, checkpoint: OpenedCheckpoint) -> RuleSet | None:
         """Return the rules of the tensors that this format contains; None for canonical tensors."""
 
-    def files(self, checkpoint: OpenedCheckpoint, layout: Layout, max_file_bytes: int) -> tuple[OutputFile, ...]:
+    def files(self, checkpoint: OpenedCheckpoint, layout: ShardsByRole, max_file_bytes: int) -> tuple[OutputFile, ...]:
         """Divide the tensors that this format contains into files.
 
         Args:

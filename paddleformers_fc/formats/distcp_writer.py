@@ -16,14 +16,14 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from paddleformers_fc.formats.checkpoint import ExportWriter, Layout, OpenedCheckpoint, OutputFile, grouped_by_size
+from paddleformers_fc.formats.checkpoint import ExportWriter, OpenedCheckpoint, OutputFile, grouped_by_size
 from paddleformers_fc.formats.stock_checkpoint import refuse_alternating
 from paddleformers_fc.formats.stock_run import SCALER, SCHEDULER
 from paddleformers_fc.layout.roles import MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE, parameter_of
-from paddleformers_fc.layout.shards import Shard, shard_bytes
+from paddleformers_fc.layout.shards import Shard, ShardsByRole, shard_bytes
 from paddleformers_fc.mapping import RuleSet
 from paddleformers_fc.mapping.boxes import Box
-from paddleformers_fc.storage import codecs
+from paddleformers_fc.storage import state_json
 from paddleformers_fc.storage.dtypes import dtype_size, to_numpy, to_safetensors
 from paddleformers_fc.storage.file_checksums import FileChecksum
 from paddleformers_fc.storage.manifest import TRAINER_DIRECTORY
@@ -49,7 +49,7 @@ class DistcpWriter(ExportWriter):
         refuse_alternating(checkpoint.catalog.root, model)
         return model.rules
 
-    def files(self, checkpoint: OpenedCheckpoint, layout: Layout, max_file_bytes: int) -> tuple[OutputFile, ...]:
+    def files(self, checkpoint: OpenedCheckpoint, layout: ShardsByRole, max_file_bytes: int) -> tuple[OutputFile, ...]:
         """Divide the tensors of the three roles into files."""
         cuts = checkpoint.format.built_model(checkpoint).rules.cuts
         found: list[OutputFile] = []
@@ -127,12 +127,12 @@ def _metadata(files: Sequence[OutputFile]) -> bytes:
 def _of_trainer(name: str, read: Callable[[], bytes]) -> dict[str, bytes]:
     """Return the file of PaddleFormers for a document of a Trainer; none for documents that it has no file for."""
     if name == "state":
-        return {"trainer_state.bin": encode_pickle(PickledObject(*_STATE, codecs.decode_object(read(), name)))}
+        return {"trainer_state.bin": encode_pickle(PickledObject(*_STATE, state_json.decode_object(read(), name)))}
     if name in ("scheduler", "scaler"):
         file = SCHEDULER if name == "scheduler" else SCALER
-        return {file: encode_pickle(codecs.decode_object(read(), name))}
+        return {file: encode_pickle(state_json.decode_object(read(), name))}
     if name.startswith("rng-"):
-        state = codecs.decode_object(read(), name)
+        state = state_json.decode_object(read(), name)
         tracked = {key: list(map(_generator, states)) for key, states in state["hybrid_parallel"].items()}
         states: dict[str, Any] = {
             "python": state["python"],

@@ -15,15 +15,14 @@ import msgspec
 
 from paddleformers_fc import __version__
 from paddleformers_fc.errors import Corrupt, FormatError
+from paddleformers_fc.families.mapping_document import decode_mapping, encode_mapping
 from paddleformers_fc.families.stated import family_name
-from paddleformers_fc.families.stored import decode_mapping, encode_mapping
 from paddleformers_fc.formats.catalog import Catalog, gather_shards
 from paddleformers_fc.formats.checkpoint import (
     CONFIG_NAME,
     MAPPING_NAME,
     ExportWriter,
     Format,
-    Layout,
     OpenedCheckpoint,
     OutputFile,
     StoredModel,
@@ -32,9 +31,9 @@ from paddleformers_fc.formats.checkpoint import (
     parse_config,
 )
 from paddleformers_fc.formats.checks import DEPTH_TEXT, CheckList
-from paddleformers_fc.layout.codec import HEADER_KEY, decode_shards, encode_shards
 from paddleformers_fc.layout.roles import MODEL_STATE, ROLES, parameter_of
-from paddleformers_fc.layout.shards import Shard
+from paddleformers_fc.layout.shard_json import HEADER_KEY, decode_shards, encode_shards
+from paddleformers_fc.layout.shards import Shard, ShardsByRole
 from paddleformers_fc.mapping import RuleSet
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.dtypes import item_size, to_safetensors
@@ -268,7 +267,7 @@ class FlexWriter(ExportWriter):
         """Return the rules of the stored model, or of the model that is built from open weights."""
         return checkpoint.format.built_model(checkpoint).rules
 
-    def files(self, checkpoint: OpenedCheckpoint, layout: Layout, max_file_bytes: int) -> tuple[OutputFile, ...]:
+    def files(self, checkpoint: OpenedCheckpoint, layout: ShardsByRole, max_file_bytes: int) -> tuple[OutputFile, ...]:
         """Divide the tensors of every role into files, in natural order."""
         return tuple(
             OutputFile(path, role, group)

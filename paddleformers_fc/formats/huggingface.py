@@ -19,14 +19,6 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from paddleformers_fc.errors import Corrupt, FormatError, NotACheckpoint, OptionError
-from paddleformers_fc.formats.block_scales import (
-    Files,
-    ScaledFiles,
-    plain_config,
-    plain_document,
-    scaled_files,
-    scaled_shards,
-)
 from paddleformers_fc.formats.built_model import built_model
 from paddleformers_fc.formats.catalog import Catalog, gather_shards
 from paddleformers_fc.formats.checkpoint import (
@@ -34,7 +26,6 @@ from paddleformers_fc.formats.checkpoint import (
     Documents,
     ExportWriter,
     Format,
-    Layout,
     OpenedCheckpoint,
     OutputFile,
     StoredModel,
@@ -45,8 +36,16 @@ from paddleformers_fc.formats.checkpoint import (
     stored_boxes,
 )
 from paddleformers_fc.formats.checks import DEPTH_TEXT, CheckList
+from paddleformers_fc.formats.fp8_weights import (
+    Files,
+    ScaledFiles,
+    plain_config,
+    plain_document,
+    scaled_files,
+    scaled_shards,
+)
 from paddleformers_fc.layout.roles import MODEL_STATE
-from paddleformers_fc.layout.shards import Shard, shard_bytes
+from paddleformers_fc.layout.shards import Shard, ShardsByRole, shard_bytes
 from paddleformers_fc.mapping import RuleSet
 from paddleformers_fc.mapping.boxes import whole
 from paddleformers_fc.mapping.folding import fold
@@ -502,7 +501,7 @@ class HuggingFaceWriter(ExportWriter):
                 f"{command} --base {shlex.quote(base) if base else 'BASE'}",
             )
 
-    def files(self, checkpoint: OpenedCheckpoint, layout: Layout, max_file_bytes: int) -> tuple[OutputFile, ...]:
+    def files(self, checkpoint: OpenedCheckpoint, layout: ShardsByRole, max_file_bytes: int) -> tuple[OutputFile, ...]:
         """Divide the weights into files, in natural order."""
         groups = grouped_by_size(layout.get(MODEL_STATE, {}), max_file_bytes)
         paths = self.names(MODEL_STATE, 0, len(groups))

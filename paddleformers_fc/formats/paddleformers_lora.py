@@ -19,13 +19,12 @@ from paddleformers_fc.families.adapters import Adapters, Base
 from paddleformers_fc.families.bind import bind
 from paddleformers_fc.families.description import ModelDescription
 from paddleformers_fc.families.enumerate import recognised_tensors
-from paddleformers_fc.families.stored import completed
+from paddleformers_fc.families.mapping_document import completed
 from paddleformers_fc.formats.catalog import Catalog, gather_shards
 from paddleformers_fc.formats.checkpoint import (
     CONFIG_NAME,
     ExportWriter,
     Format,
-    Layout,
     OpenedCheckpoint,
     OutputFile,
     StoredModel,
@@ -48,7 +47,7 @@ from paddleformers_fc.formats.peft import (
 )
 from paddleformers_fc.formats.stock_checkpoint import model_description
 from paddleformers_fc.layout.roles import MODEL_STATE
-from paddleformers_fc.layout.shards import Shard, shard_bytes
+from paddleformers_fc.layout.shards import Shard, ShardsByRole, shard_bytes
 from paddleformers_fc.mapping import RuleSet, TensorSpec
 from paddleformers_fc.mapping.boxes import whole
 from paddleformers_fc.storage.dtypes import from_safetensors, item_size, to_safetensors
@@ -192,7 +191,7 @@ class PaddleFormersLoraWriter(ExportWriter):
         require_adapters(checkpoint)
         return _bound(checkpoint.known, checkpoint.rules.targets, 1)[1]
 
-    def files(self, checkpoint: OpenedCheckpoint, layout: Layout, max_file_bytes: int) -> tuple[OutputFile, ...]:
+    def files(self, checkpoint: OpenedCheckpoint, layout: ShardsByRole, max_file_bytes: int) -> tuple[OutputFile, ...]:
         """Return one file of any size: adapters are small."""
         weights = layout.get(MODEL_STATE, {})
         tensors = tuple(weights[name] for name in sorted(weights, key=natural))

@@ -33,7 +33,6 @@ from paddleformers_fc.formats.checkpoint import (
     CONFIG_NAME,
     ExportWriter,
     Format,
-    Layout,
     OpenedCheckpoint,
     OutputFile,
     StoredModel,
@@ -43,7 +42,7 @@ from paddleformers_fc.formats.checkpoint import (
 from paddleformers_fc.formats.checks import CheckList
 from paddleformers_fc.formats.huggingface import HUGGINGFACE, model_documents
 from paddleformers_fc.layout.roles import MODEL_STATE
-from paddleformers_fc.layout.shards import Shard
+from paddleformers_fc.layout.shards import Shard, ShardsByRole
 from paddleformers_fc.mapping import Rule, RuleSet, TensorSpec, Tie
 from paddleformers_fc.mapping.boxes import whole
 from paddleformers_fc.mapping.folding import fold
@@ -273,7 +272,7 @@ class PeftWriter(ExportWriter):
             ties.extend(Tie(owner, copy) for copy in copies)
         return RuleSet(targets, tuple(rules), tuple(ties))
 
-    def files(self, checkpoint: OpenedCheckpoint, layout: Layout, max_file_bytes: int) -> tuple[OutputFile, ...]:
+    def files(self, checkpoint: OpenedCheckpoint, layout: ShardsByRole, max_file_bytes: int) -> tuple[OutputFile, ...]:
         """Return the one file that PEFT reads, of any size."""
         weights = dict(layout.get(MODEL_STATE, {}))
         copies = ((tie.alias, weights[tie.owner]) for tie in self.rules(checkpoint).ties)

@@ -9,7 +9,7 @@ contains the local tensors of its rank. A shard needs three more facts.
    which the model builds its parameters (:mod:`.variable_names`).
 2. The box of a local tensor in the whole one. The family of the model declares the axis that tensor parallelism cuts,
    and the shapes prove it. The ranks of a sharding group share the states of a parameter: a state is whole in one of
-   their files, or several files have a range of its elements each (:mod:`.sharded_pieces`).
+   their files, or several files have a range of its elements each (:mod:`.sharding_group`).
 3. The experts of a file. Expert-parallel ranks have the same variables for different experts. A file of states has the
    experts of its own expert-parallel rank, or parts of them, and parts of all other tensors. The expert-parallel ranks
    of one tensor-parallel rank follow each other in the sharding group, as often as it has them.
@@ -37,8 +37,8 @@ from paddleformers_fc.families.bind import tied_names, tied_sources
 from paddleformers_fc.families.declarations import Family, Stage
 from paddleformers_fc.families.description import IS_NLP
 from paddleformers_fc.families.local import LocalShapes
+from paddleformers_fc.families.mapping_document import completed
 from paddleformers_fc.families.registry import is_known
-from paddleformers_fc.families.stored import completed
 from paddleformers_fc.formats.canonical_ranks import CanonicalModel, canonical_models
 from paddleformers_fc.formats.catalog import Catalog, StoredForm, StoredTensor, gather_shards
 from paddleformers_fc.formats.checkpoint import (
@@ -62,7 +62,7 @@ from paddleformers_fc.formats.rank_files import (
     scheduler_epoch,
     unsupported_experts,
 )
-from paddleformers_fc.formats.sharded_pieces import arrange
+from paddleformers_fc.formats.sharding_group import arrange
 from paddleformers_fc.formats.stock_checkpoint import COPY_AGAIN_STEP, model_description, open_stock, read_stock_config
 from paddleformers_fc.formats.variable_names import assign_variables
 from paddleformers_fc.layout.roles import (

@@ -1,4 +1,8 @@
-"""The formats of checkpoints, and the one place that finds out which of them a directory or URL is."""
+"""Find the format of a directory or URL among all formats of checkpoints.
+
+A format is a module with a :class:`~paddleformers_fc.formats.checkpoint.Format` and a line in ``FORMATS``; one that is
+written has a line in ``TARGETS`` too.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ from paddleformers_fc.formats.huggingface import HUGGINGFACE, INDEX_NAME, SINGLE
 from paddleformers_fc.formats.paddle_distcp import PADDLE_DISTCP
 from paddleformers_fc.formats.paddleformers_lora import LORA_CONFIG_NAME, PADDLEFORMERS_LORA
 from paddleformers_fc.formats.peft import ADAPTER_CONFIG_NAME, PEFT
-from paddleformers_fc.formats.rank_formats import LEGACY_HYBRID, SHARDING_IO
+from paddleformers_fc.formats.per_rank_formats import LEGACY_HYBRID, SHARDING_IO
 from paddleformers_fc.formats.stock_run import read_run
 from paddleformers_fc.formats.unified import UNIFIED
 from paddleformers_fc.layout.roles import MODEL_STATE, ROLES

@@ -28,7 +28,7 @@ from paddleformers_fc.errors import Corrupt, FlexError, FormatError
 from paddleformers_fc.formats.catalog import Catalog, StoredTensor
 from paddleformers_fc.formats.checkpoint import Documents
 from paddleformers_fc.layout.roles import EMA_STATE, OPTIMIZER_STATE
-from paddleformers_fc.storage import codecs
+from paddleformers_fc.storage import state_json
 from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
 from paddleformers_fc.storage.files import exists, list_directory, open_local, read_range
 from paddleformers_fc.storage.json_io import parse_json, read_document
@@ -179,11 +179,11 @@ def run_documents(directory: Path, roles: Collection[str]) -> Documents:
     if not names & {*STATES}:
         return {}
     found: dict[str, Callable[[], bytes]] = {
-        "state": lambda: codecs.encode(_state(directory), "trainer state"),
-        "data": lambda: codecs.encode(_position(directory), "data position"),
+        "state": lambda: state_json.encode(_state(directory), "trainer state"),
+        "data": lambda: state_json.encode(_position(directory), "data position"),
     }
     if EMA_STATE in roles:
-        found["ema"] = lambda: codecs.encode(_average(directory), "moving average")
+        found["ema"] = lambda: state_json.encode(_average(directory), "moving average")
     for name, document in ((SCHEDULER, "scheduler"), (SCALER, "scaler")):
         if name in names:
             found[document] = functools.partial(_document, directory / name)
@@ -309,7 +309,7 @@ def _generators(path: Path) -> bytes:
         }
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise _malformed(path, f"it contains no random states: {error!r}"[:200]) from error
-    return codecs.encode(document, "random generators")
+    return state_json.encode(document, "random generators")
 
 
 def _generator(content: Any) -> dict[str, Any]:
@@ -319,7 +319,7 @@ def _generator(content: Any) -> dict[str, Any]:
 
 
 def _document(path: Path) -> bytes:
-    return codecs.encode(_plain(read_pickle(path), path), path.name)
+    return state_json.encode(_plain(read_pickle(path), path), path.name)
 
 
 def _plain(value: Any, path: Path) -> Any:

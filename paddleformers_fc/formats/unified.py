@@ -51,7 +51,7 @@ from paddleformers_fc.formats.orientation import is_transposed
 from paddleformers_fc.formats.paddle_distcp import PADDLE_DISTCP
 from paddleformers_fc.formats.rank_files import EMA, OPTIMIZER, FileArray, arrays_of, is_rank_file, refuse_mixed
 from paddleformers_fc.formats.rank_shards import is_of_nlp, reinterpreted, stored_model
-from paddleformers_fc.formats.sharded_pieces import arrange
+from paddleformers_fc.formats.sharding_group import arrange
 from paddleformers_fc.formats.stock_checkpoint import (
     COPY_AGAIN_STEP,
     NAME_CONFIG,

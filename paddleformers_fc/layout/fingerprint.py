@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from paddleformers_fc.layout.codec import record_of
+from paddleformers_fc.layout.shard_json import record_of
 from paddleformers_fc.layout.shards import Shard
 
 

@@ -50,6 +50,9 @@ class LocalTensor(Protocol):
 Roles = Mapping[str, Mapping[str, LocalTensor]]
 """The tensors of one rank: role -> name -> tensor."""
 
+LiveRoles = dict[str, dict[str, LocalTensor]]
+""":data:`Roles` that are being collected."""
+
 
 def shard_of(weight: LocalTensor, name: str) -> Shard:
     """Return the shard of a live tensor.

@@ -8,7 +8,8 @@ shard's buffer. A range of an n-dimensional box has at most 2n-1 fragments, so p
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import TypeAlias
 
 import msgspec
 
@@ -121,3 +122,7 @@ def _within(index: int, shape: Shape, begin: int, end: int, at: int) -> Iterator
 def shard_bytes(shard: Shard) -> int:
     """Return the length of a shard in bytes."""
     return shard.size * dtype_size(shard.dtype)
+
+
+ShardsByRole: TypeAlias = Mapping[str, Mapping[str, Shard]]
+"""Role -> name -> shard."""

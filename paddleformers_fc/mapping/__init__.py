@@ -4,17 +4,17 @@ A mapping consists of names, shapes, dtypes and boxes. The package reads no file
 """
 
 from paddleformers_fc.mapping.boxes import Box, Shape
-from paddleformers_fc.mapping.correspondences import Correspondence, Mapping, TensorSources, TensorSpec
+from paddleformers_fc.mapping.correspondences import Correspondence, TensorMapping, TensorSources, TensorSpec
 from paddleformers_fc.mapping.prove import prove
 from paddleformers_fc.mapping.rules import Rule, RuleSet, Tie
 
 __all__ = [
     "Box",
     "Correspondence",
-    "Mapping",
     "Rule",
     "RuleSet",
     "Shape",
+    "TensorMapping",
     "TensorSources",
     "TensorSpec",
     "Tie",

@@ -14,13 +14,13 @@ from collections.abc import Iterator
 
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.mapping.boxes import Box
-from paddleformers_fc.mapping.correspondences import NEW_AXIS, Mapping, TensorSources
+from paddleformers_fc.mapping.correspondences import NEW_AXIS, TensorMapping, TensorSources
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.mapping.templates import BoxLink, pulled
 from paddleformers_fc.text import count_text
 
 
-def require_agreement(mapping: Mapping, declared: Mapping, title: str, next_step: str) -> None:
+def require_agreement(mapping: TensorMapping, declared: TensorMapping, title: str, next_step: str) -> None:
     """Refuse a mapping that differs from the declared one.
 
     Args:
@@ -40,7 +40,7 @@ def require_agreement(mapping: Mapping, declared: Mapping, title: str, next_step
         )
 
 
-def disagreements(mapping: Mapping, declared: Mapping) -> Iterator[str]:
+def disagreements(mapping: TensorMapping, declared: TensorMapping) -> Iterator[str]:
     """Yield one line per difference; each line starts with the target's name."""
     alike: set[tuple[object, ...]] = set()
     for name in mapping.targets.keys() | declared.targets.keys():

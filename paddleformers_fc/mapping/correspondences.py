@@ -1,8 +1,8 @@
 """Correspondences of boxes, and mappings as sets of them, with reverse and composition.
 
 A :class:`Correspondence` states that a box of one tensor *is* a box of another, up to a permutation of axes and a
-declared cast. A :class:`Mapping` is a set of them between two spaces of named tensors. The reverse is the same set,
-read from target to source. Composition joins two sets through a common space.
+declared cast. A :class:`TensorMapping` is a set of them between two spaces of named tensors. The reverse is the same
+set, read from target to source. Composition joins two sets through a common space.
 
 A mapping stores the template and the names of the sources of every target; single correspondences are made on demand.
 
@@ -30,7 +30,7 @@ from paddleformers_fc.mapping.templates import (
     pruned,
 )
 
-__all__ = ["NEW_AXIS", "Correspondence", "Mapping", "TensorSources", "TensorSpec", "coalesced"]
+__all__ = ["NEW_AXIS", "Correspondence", "TensorMapping", "TensorSources", "TensorSpec", "coalesced"]
 
 
 class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
@@ -62,7 +62,7 @@ _Part = tuple[Template, int]
 
 
 @dataclass(frozen=True, eq=False)
-class Mapping:
+class TensorMapping:
     """Box correspondences from a source space onto a target space.
 
     Args:
@@ -86,13 +86,13 @@ class Mapping:
         correspondences: Iterable[Correspondence],
         fresh: frozenset[str] = frozenset(),
         dropped: frozenset[str] = frozenset(),
-    ) -> Mapping:
+    ) -> TensorMapping:
         """Return the mapping of these correspondences, in any order."""
-        return Mapping(sources, targets, _made(correspondences), fresh, dropped)
+        return TensorMapping(sources, targets, _made(correspondences), fresh, dropped)
 
     def __eq__(self, other: object) -> bool:
         """Return whether the two are the same spaces and the same correspondences in the same order."""
-        if not isinstance(other, Mapping):
+        if not isinstance(other, TensorMapping):
             return NotImplemented
         return (
             (self.sources, self.targets) == (other.sources, other.targets)
@@ -160,11 +160,11 @@ class Mapping:
                     only[source] = target
         return {source: tuple(several[source]) if source in several else (one,) for source, one in only.items()}
 
-    def reversed(self) -> Mapping:
+    def reversed(self) -> TensorMapping:
         """Return the mapping from the targets onto the sources: the same boxes with inverted casts."""
-        return Mapping(self.targets, self.sources, self.read, self.dropped, self.fresh)
+        return TensorMapping(self.targets, self.sources, self.read, self.dropped, self.fresh)
 
-    def then(self, after: Mapping) -> Mapping:
+    def then(self, after: TensorMapping) -> TensorMapping:
         """Return this mapping followed by ``after``, whose sources are this mapping's targets.
 
         Targets of ``after`` that read a tensor without sources here stay uncovered: :func:`prove` reports them.
@@ -172,7 +172,7 @@ class Mapping:
         composer = _Composer(self.made)
         made = {name: joint for name, last in after.made.items() if (joint := composer.joint(last)) is not None}
         reached = {name for joint in made.values() for name in joint.names}
-        return Mapping(
+        return TensorMapping(
             sources=self.sources,
             targets=after.targets,
             made=made,

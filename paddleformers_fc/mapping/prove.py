@@ -16,13 +16,13 @@ from operator import le
 
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.mapping.boxes import Box, Shape, cover_faults, whole
-from paddleformers_fc.mapping.correspondences import NEW_AXIS, Mapping, TensorSources, TensorSpec
+from paddleformers_fc.mapping.correspondences import NEW_AXIS, TensorMapping, TensorSources, TensorSpec
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.mapping.templates import BoxLink
 from paddleformers_fc.text import count_text
 
 
-def prove(mapping: Mapping, title: str = "The mapping") -> None:
+def prove(mapping: TensorMapping, title: str = "The mapping") -> None:
     """Refuse a mapping that is not total, single-writer, in bounds and dtype-closed.
 
     Args:
@@ -40,7 +40,7 @@ def prove(mapping: Mapping, title: str = "The mapping") -> None:
         )
 
 
-def faults_of(mapping: Mapping) -> Iterator[str]:
+def faults_of(mapping: TensorMapping) -> Iterator[str]:
     """Yield every fault of a mapping as one line of text that starts with the tensor's name."""
     yield from _faults_of_targets(mapping)
     sound: set[tuple[object, ...]] = set()
@@ -56,7 +56,7 @@ def faults_of(mapping: Mapping) -> Iterator[str]:
                 sound.add((made.template, spec))
 
 
-def _faults_of_targets(mapping: Mapping) -> Iterator[str]:
+def _faults_of_targets(mapping: TensorMapping) -> Iterator[str]:
     sound: set[tuple[object, ...]] = set()
     sources, targets = mapping.sources, mapping.targets
     for name, made in mapping.made.items():

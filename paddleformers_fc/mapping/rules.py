@@ -30,7 +30,7 @@ a set of rules has at most :data:`MAX_STRETCHES` correspondences.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping as MappingABC
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple, TypeVar
@@ -39,7 +39,7 @@ import msgspec
 
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.mapping.boxes import Box, Shape, whole
-from paddleformers_fc.mapping.correspondences import NEW_AXIS, Correspondence, Mapping, TensorSources, TensorSpec
+from paddleformers_fc.mapping.correspondences import NEW_AXIS, Correspondence, TensorMapping, TensorSources, TensorSpec
 from paddleformers_fc.mapping.templates import BoxLink, Template, pruned, stack_templates
 from paddleformers_fc.text import count_text, numbers_text
 
@@ -387,7 +387,7 @@ class RuleSet:
         """The blake2b digest, 32 hex digits; equal for equal rules in equal order."""
         return hashlib.blake2b(msgspec.msgpack.encode(self), digest_size=16).hexdigest()
 
-    def casting(self, stored: MappingABC[str, str]) -> RuleSet:
+    def casting(self, stored: Mapping[str, str]) -> RuleSet:
         """Return the same rules, with a declared cast wherever a stored floating dtype is not the model's.
 
         Args:
@@ -403,7 +403,7 @@ class RuleSet:
 
         return replace(self, rules=tuple(declared(rule) for rule in self.rules))
 
-    def mapping(self, stored: MappingABC[str, str] | None = None) -> Mapping:
+    def mapping(self, stored: Mapping[str, str] | None = None) -> TensorMapping:
         """Return the mapping from the canonical space onto the model's tensors, without aliases of ties.
 
         Args:
@@ -457,5 +457,5 @@ class RuleSet:
                 next_step="Compare the model's configuration with the family's declaration.",
             )
         owners = {tie.alias for tie in self.ties}
-        targets: MappingABC[str, TensorSpec] = {name: spec for name, spec in self.targets.items() if name not in owners}
-        return Mapping(sources, dict(targets), maker.made(), frozenset(self.fresh), frozenset(self.dropped))
+        targets: Mapping[str, TensorSpec] = {name: spec for name, spec in self.targets.items() if name not in owners}
+        return TensorMapping(sources, dict(targets), maker.made(), frozenset(self.fresh), frozenset(self.dropped))

@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 from msgspec import structs
 
-from paddleformers_fc.plan.blocks import byte_runs
+from paddleformers_fc.plan.checksum_blocks import byte_runs
 from paddleformers_fc.plan.items import StoredPart
 from paddleformers_fc.storage.dtypes import dtype_size
 from paddleformers_fc.storage.file_checksums import FileChecksum

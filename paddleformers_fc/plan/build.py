@@ -15,7 +15,7 @@ the items.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping as MappingABC
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
 
@@ -31,14 +31,12 @@ from paddleformers_fc.layout.roles import (
     StateShape,
     split_state_name,
 )
-from paddleformers_fc.layout.shards import Fragment, Shard
-from paddleformers_fc.mapping import Mapping, Shape
+from paddleformers_fc.layout.shards import Fragment, Shard, ShardsByRole
+from paddleformers_fc.mapping import Shape, TensorMapping
 from paddleformers_fc.mapping.boxes import Box, cover_faults, whole
 from paddleformers_fc.mapping.templates import BoxLink, Template, identity, pulled, pushed
 from paddleformers_fc.plan.items import EqualCheck, LoadPlan, ReadItem, StoredPart
 from paddleformers_fc.plan.report import Report
-
-Wanted = MappingABC[str, MappingABC[str, Shard]]
 
 CAST = frozenset({"float32", "bfloat16"})
 """Element types between which ``may_cast`` casts, rounding to the nearest even number as Paddle does."""
@@ -63,10 +61,10 @@ class ReadSource:
     """
 
     catalog: Catalog
-    mapping: Mapping
-    stored_aliases: MappingABC[str, str] = field(default_factory=dict)
-    wanted_aliases: MappingABC[str, str] = field(default_factory=dict)
-    preferred: MappingABC[str, tuple[str, ...]] = field(default_factory=dict)
+    mapping: TensorMapping
+    stored_aliases: Mapping[str, str] = field(default_factory=dict)
+    wanted_aliases: Mapping[str, str] = field(default_factory=dict)
+    preferred: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     may_cast: bool = False
     averaged: bool = False
 
@@ -132,7 +130,7 @@ class ShardFill(msgspec.Struct, frozen=True, eq=False, gc=False):
         return items
 
 
-def plan_reads(source: ReadSource, wanted: Wanted) -> LoadPlan:
+def plan_reads(source: ReadSource, wanted: ShardsByRole) -> LoadPlan:
     """Plan the reads of one rank.
 
     Args:
@@ -170,7 +168,7 @@ class Planner:
         self.checks: dict[tuple[str, str], EqualCheck] = {}
         self.touched: defaultdict[str, set[str]] = defaultdict(set)
 
-    def plan(self, wanted: Wanted) -> LoadPlan:
+    def plan(self, wanted: ShardsByRole) -> LoadPlan:
         """Plan the reads of one rank as :func:`plan_reads` does."""
         self._forget()
         by_file: defaultdict[str, list[ReadItem]] = defaultdict(list)

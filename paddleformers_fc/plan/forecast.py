@@ -10,7 +10,7 @@ Time: linear in the distinct shards of the grid, plus one sum per rank. Memory: 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping as MappingABC, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -313,7 +313,7 @@ def plan_for_grid(
     checkpoint: OpenedCheckpoint,
     to: str,
     dtype: str | None = None,
-    aoa_config: MappingABC[str, object] | None = None,
+    aoa_config: Mapping[str, object] | None = None,
 ) -> GridPlan:
     """Plan a load for every rank of a grid.
 
@@ -393,7 +393,7 @@ def parse_plan_target(to: str, dtype: str | None) -> ParallelGrid:
     return grid
 
 
-def _require_config(config: MappingABC[str, Any], directory: AnyPath, format: Format) -> None:
+def _require_config(config: Mapping[str, Any], directory: AnyPath, format: Format) -> None:
     if format is SAVED and "model_type" not in config:
         raise no_family(str(directory))
     if not config:
@@ -408,7 +408,7 @@ def forecast_load(
     checkpoint: OpenedCheckpoint,
     grid: ParallelGrid,
     dtype: str | None = None,
-    aoa_config: MappingABC[str, object] | None = None,
+    aoa_config: Mapping[str, object] | None = None,
 ) -> tuple[Forecast, str]:
     """Forecast a load of an opened checkpoint onto a grid.
 
@@ -449,7 +449,7 @@ def plan_target(
     checkpoint: OpenedCheckpoint,
     grid: ParallelGrid,
     dtype: str | None = None,
-    aoa_config: MappingABC[str, object] | None = None,
+    aoa_config: Mapping[str, object] | None = None,
 ) -> PlanTarget:
     """Return the model of a checkpoint over a grid, and how it is read; see :func:`forecast_load`."""
     if not checkpoint.format.loadable:

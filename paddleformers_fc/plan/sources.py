@@ -13,7 +13,7 @@ export, digest, diff              reverse(stored model -> canonical)
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping as MappingABC
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from paddleformers_fc.errors import Corrupt, MappingError
@@ -29,14 +29,14 @@ from paddleformers_fc.families import (
 from paddleformers_fc.families.adapters import shared_copies
 from paddleformers_fc.families.bind import family_keys
 from paddleformers_fc.families.description import IS_FLEET
+from paddleformers_fc.families.mapping_document import STRIPPED, completed
 from paddleformers_fc.families.sizes import value_at
 from paddleformers_fc.families.stated import canonical_ties
-from paddleformers_fc.families.stored import STRIPPED, completed
 from paddleformers_fc.formats.catalog import Catalog
 from paddleformers_fc.formats.checkpoint import CONFIG_NAME, MAPPING_NAME, OpenedCheckpoint
 from paddleformers_fc.layout.roles import MODEL_STATE, StateShape, split_state_name
 from paddleformers_fc.layout.shards import Shard
-from paddleformers_fc.mapping import Mapping, Rule, RuleSet, TensorSources, TensorSpec, prove
+from paddleformers_fc.mapping import Rule, RuleSet, TensorMapping, TensorSources, TensorSpec, prove
 from paddleformers_fc.mapping.agreement import disagreements, require_agreement
 from paddleformers_fc.mapping.boxes import Box, Shape, whole
 from paddleformers_fc.mapping.folding import fold
@@ -79,7 +79,7 @@ def _own_names(stored: RuleSet, live: RuleSet) -> list[str]:
     return [name for name in live.fresh if name in kept]
 
 
-def _with_own_tensors(composed: Mapping, stored: RuleSet, live: RuleSet) -> Mapping:
+def _with_own_tensors(composed: TensorMapping, stored: RuleSet, live: RuleSet) -> TensorMapping:
     """Add the tensors that have no canonical form on either side, which a resume copies."""
     own = {
         name: TensorSources(identity(live.targets[name].shape), (name,))
@@ -89,7 +89,7 @@ def _with_own_tensors(composed: Mapping, stored: RuleSet, live: RuleSet) -> Mapp
     return replace(composed, made={**composed.made, **own}, fresh=composed.fresh - own.keys())
 
 
-def stored_mapping(checkpoint: OpenedCheckpoint) -> Mapping:
+def stored_mapping(checkpoint: OpenedCheckpoint) -> TensorMapping:
     """Return the mapping of a checkpoint, proved and compared with the declaration of its family.
 
     The proof alone would accept a query that is read as a key of the same shape. The rules of an unknown family are
@@ -159,7 +159,7 @@ def _refuse_two_models(checkpoint: OpenedCheckpoint, model: ModelDescription) ->
         )
 
 
-def _refuse_stripped(checkpoint: OpenedCheckpoint, mapping: Mapping) -> None:
+def _refuse_stripped(checkpoint: OpenedCheckpoint, mapping: TensorMapping) -> None:
     """Refuse rules that were derived from a ``config.json`` without keys that they depend on.
 
     Raises:
@@ -193,7 +193,7 @@ def huggingface_source(
     catalog: Catalog,
     live: RuleSet,
     optional: OptionalNames | None = None,
-    aliases: MappingABC[str, str] | None = None,
+    aliases: Mapping[str, str] | None = None,
 ) -> tuple[ReadSource, Report]:
     """Return the source from a directory of open weights to a live model.
 
@@ -252,7 +252,7 @@ def canonical_source(checkpoint: OpenedCheckpoint) -> ReadSource:
         stored_weights = checkpoint.catalog.roles[MODEL_STATE]
         specs = {name: TensorSpec(tensor.shape, tensor.dtype) for name, tensor in stored_weights.items()}
         same = {name: TensorSources(identity(spec.shape), (name,)) for name, spec in specs.items()}
-        return ReadSource(checkpoint.catalog, Mapping(specs, specs, same))
+        return ReadSource(checkpoint.catalog, TensorMapping(specs, specs, same))
     stored = stored_mapping(checkpoint)
     aliases = checkpoint.rules.aliases
     return ReadSource(
@@ -289,7 +289,7 @@ def canonical_names(source: ReadSource, role: str, name: str) -> list[str]:
     return [target + state.suffix for target in source.mapping.readers.get(parameter, ())]
 
 
-def _shape_report(stored: Mapping, wanted: Mapping, own: Collection[str]) -> Report:
+def _shape_report(stored: TensorMapping, wanted: TensorMapping, own: Collection[str]) -> Report:
     report = Report()
     canonical = [(name, stored.sources[name], spec) for name, spec in wanted.sources.items() if name in stored.sources]
     for name, stored_spec, spec in [*canonical, *((name, stored.targets[name], wanted.targets[name]) for name in own)]:

@@ -11,7 +11,7 @@ Time: two evaluations, and compositions by templates, once per plan. Memory: the
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping as MappingABC
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from paddleformers_fc.aoa import AoaTensor, Program, evaluate, read_config, uncut
@@ -19,7 +19,7 @@ from paddleformers_fc.errors import MappingError
 from paddleformers_fc.families import ModelDescription, ModelTensor, is_known
 from paddleformers_fc.families.stated import bind_model
 from paddleformers_fc.formats.checkpoint import OpenedCheckpoint
-from paddleformers_fc.mapping import Mapping, RuleSet, TensorSources, prove
+from paddleformers_fc.mapping import RuleSet, TensorMapping, TensorSources, prove
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.mapping.templates import identity
 from paddleformers_fc.plan.build import CAST, ReadSource
@@ -33,8 +33,8 @@ _DTYPES = frozenset({"dtype", "src_dtype", "dst_dtype"})
 def statements_source(
     checkpoint: OpenedCheckpoint,
     model: ModelDescription,
-    aoa_config: MappingABC[str, object],
-    tensors: MappingABC[str, AoaTensor],
+    aoa_config: Mapping[str, object],
+    tensors: Mapping[str, AoaTensor],
     may_cast: bool = False,
 ) -> tuple[ReadSource, Report]:
     """Return the source from a flex checkpoint to a live model, with the statements of a user.
@@ -85,7 +85,7 @@ def statements_source(
     return replace(derived, mapping=merged), kept
 
 
-def _bound(model: ModelDescription, tensors: MappingABC[str, AoaTensor]) -> RuleSet:
+def _bound(model: ModelDescription, tensors: Mapping[str, AoaTensor]) -> RuleSet:
     """Return the rules of a model on all ranks."""
     model_tensors = (ModelTensor(name, one.shape, one.dtype, one.cuts) for name, one in tensors.items())
     return bind_model(model, list(model_tensors))
@@ -100,38 +100,38 @@ def _alone(checkpoint: OpenedCheckpoint) -> RuleSet:
     return _bound(model, {name: uncut(spec.shape, spec.dtype) for name, spec in rules.targets.items()})
 
 
-def _in_one_precision(tensors: MappingABC[str, AoaTensor]) -> dict[str, AoaTensor]:
+def _in_one_precision(tensors: Mapping[str, AoaTensor]) -> dict[str, AoaTensor]:
     """Return the same tensors, with one dtype for all dtypes between which a plan casts."""
     one = min(CAST)
     return {name: replace(tensor, dtype=one) if tensor.dtype in CAST else tensor for name, tensor in tensors.items()}
 
 
-def _uncut(tensors: MappingABC[str, AoaTensor]) -> dict[str, AoaTensor]:
+def _uncut(tensors: Mapping[str, AoaTensor]) -> dict[str, AoaTensor]:
     """Return the same tensors on one rank."""
     return {name: uncut(one.shape, one.dtype) for name, one in tensors.items()}
 
 
 def _evaluated(
     program: Program,
-    stored: MappingABC[str, AoaTensor],
-    model: MappingABC[str, AoaTensor],
+    stored: Mapping[str, AoaTensor],
+    model: Mapping[str, AoaTensor],
     live: RuleSet,
     aliases: Collection[str],
-) -> Mapping:
+) -> TensorMapping:
     if not program.reverse:
         return evaluate(program, stored, model, live.ties)
     # The model is on the left, where an alias would be an unread source.
     return evaluate(program, stored, {name: one for name, one in model.items() if name not in aliases})
 
 
-def _is_left(stated: Mapping, name: str, derived: TensorSources) -> bool:
+def _is_left(stated: TensorMapping, name: str, derived: TensorSources) -> bool:
     """Return whether no statement names a target or the sources that it is derived from."""
     if name in stated.made or name in stated.fresh:
         return _is_implicit(stated, name)
     return stated.dropped.isdisjoint(derived.names)
 
 
-def _is_implicit(mapping: Mapping, name: str) -> bool:
+def _is_implicit(mapping: TensorMapping, name: str) -> bool:
     """Return whether a target is its namesake unchanged, the default of the language for names without statements."""
     made, spec = mapping.made.get(name), mapping.targets.get(name)
     return (
@@ -157,17 +157,20 @@ class _Interleaving:
     blocks: int
 
 
-def _interleavings(rules: RuleSet, alone: RuleSet) -> Mapping:
+def _interleavings(rules: RuleSet, alone: RuleSet) -> TensorMapping:
     """Map every tensor of a model on one rank to the tensor of its name on all ranks."""
     made = alone.mapping().reversed().then(rules.mapping()).made
     whole_ones = {
         name: TensorSources(identity(spec.shape), (name,)) for name, spec in rules.targets.items() if name not in made
     }
-    return Mapping(rules.targets, rules.targets, {**whole_ones, **made})
+    return TensorMapping(rules.targets, rules.targets, {**whole_ones, **made})
 
 
 def _reinterleave(
-    explicit: MappingABC[str, TensorSources], intended: Mapping, on_one_rank: Mapping, sides: tuple[RuleSet, RuleSet]
+    explicit: Mapping[str, TensorSources],
+    intended: TensorMapping,
+    on_one_rank: TensorMapping,
+    sides: tuple[RuleSet, RuleSet],
 ) -> dict[str, TensorSources]:
     """Return the sources of statements under the layouts of both models.
 
@@ -180,7 +183,7 @@ def _reinterleave(
         MappingError: a statement cuts or joins a fused tensor across groups of its interleaved parts.
     """
     before, after = map(_fused, sides)
-    back = Mapping(on_one_rank.sources, on_one_rank.targets, dict(explicit)).reversed()
+    back = TensorMapping(on_one_rank.sources, on_one_rank.targets, dict(explicit)).reversed()
     found, faults = dict(explicit), []
     for name, made in back.then(replace(intended, made={name: intended.made[name] for name in explicit})).made.items():
         if _is_itself(made, name):
@@ -201,7 +204,7 @@ def _reinterleave(
     return found
 
 
-def _refuse_mixed_parts(explicit: Mapping, stored: RuleSet, live: RuleSet) -> None:
+def _refuse_mixed_parts(explicit: TensorMapping, stored: RuleSet, live: RuleSet) -> None:
     """Refuse statements by which a layer would contain parts of another layer that it is fused with.
 
     Raises:
@@ -240,7 +243,7 @@ def _is_itself(made: TensorSources, name: str) -> bool:
 
 
 def _takes_all_parts(
-    on_one_rank: Mapping, name: str, before: MappingABC[str, _Interleaving], after: MappingABC[str, _Interleaving]
+    on_one_rank: TensorMapping, name: str, before: Mapping[str, _Interleaving], after: Mapping[str, _Interleaving]
 ) -> bool:
     """Return whether all sources of a fused tensor have its parts, and none is cut along their axis."""
     made, now, target = on_one_rank.made[name], after.get(name), on_one_rank.targets[name].shape

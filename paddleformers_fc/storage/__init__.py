@@ -8,7 +8,7 @@
 ``file_checksums``    ``FileChecksum``: size and checksums of a finished file
 ``files``             the only module that writes, syncs, renames and deletes
 ``json_io``           bounded, strict reading of JSON
-``codecs``            values of Python and numpy as exact JSON
+``state_json``            values of Python and numpy as exact JSON
 ``pickles``           pickles of other formats, parsed as data
 ``pickle_writer``     pickles of plain data for other programs
 ``safetensors``       a validating header reader and streaming writers

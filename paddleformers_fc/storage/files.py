@@ -1,4 +1,4 @@
-"""The only module that writes, syncs, renames and deletes.
+"""Write, sync, rename and delete local files; no other module does.
 
 Its functions add three properties to the bare calls. A refusal of the operating system becomes a :class:`StorageError`
 with the path. A write continues until every byte is accepted. A file counts as written once it is synced.

@@ -8,20 +8,21 @@ Three ways to use it, one implementation (:mod:`.trainer_init`): ``FlexTrainer``
 
 Importing this package imports neither Paddle nor PaddleFormers. :mod:`paddleformers_fc` exports the names for scripts.
 
-==================================================  ===================================================================
-``options``, ``arguments``, ``cli_arguments``       the options, and the argument classes that contain them
-``install``, ``mixin``, ``register``                the three ways in
-``trainer_init``, ``job_state``, ``preflight``      construction, state of one job, checks before the first step
-``saving``, ``rotation``, ``lineage``               save, ``save_total_limit``, runs that share a directory
-``resume``, ``loading``                             the checkpoint to resume, and the resume itself
-``live_roles``, ``slices``, ``optimizers``          tensors by role; sharding stage 3; supported optimizers
-``documents``                                       small files: scheduler, tokenizer, Trainer state
-``position``, ``batches``, ``rng``                  position in the data, random states
-``changes``, ``description``, ``inherited``         differences between runs; the live configuration
-``reader``, ``pretrained``, ``loaders``, ``origin`` open weights, and models that other loaders filled
-``best``, ``bypass``, ``callback``                  best checkpoint, overridden methods, log lines and events
-``rank_records``, ``progress_recorder``             figures and errors for the starter of the ranks
-``stock_keys``                                      keys, types and words of PaddleFormers' command line
-``loop``                                            ``save`` and ``load`` without a Trainer
-==================================================  ===================================================================
+======================================================  ================================================================
+``options``, ``arguments``, ``cli_arguments``           the options, and the argument classes that contain them
+``install``, ``mixin``, ``register``                    the three ways in
+``trainer_init``, ``job_state``, ``preflight``          construction, state of one job, checks before the first step
+``saving``, ``rotation``, ``lineage``                   save, ``save_total_limit``, runs that share a directory
+``resume``, ``loading``                                 the checkpoint to resume, and the resume itself
+``live_roles``, ``sharding_stage3``, ``optimizers``     tensors by role; sharding stage 3; supported optimizers
+``documents``                                           small files: scheduler, tokenizer, Trainer state
+``position``, ``batches``, ``rng``                      position in the data, random states
+``changes``, ``description``, ``pretrained_documents``  differences between runs; the live configuration
+``open_weights_reader``, ``pretrained``                 open weights
+``loader_patches``, ``origin``                          models that other loaders filled
+``best``, ``bypass``, ``callback``                      best checkpoint, overridden methods, log lines and events
+``rank_records``, ``progress_recorder``                 figures and errors for the starter of the ranks
+``stock_keys``                                          keys, types and words of PaddleFormers' command line
+``loop``                                                ``save`` and ``load`` without a Trainer
+======================================================  ================================================================
 """

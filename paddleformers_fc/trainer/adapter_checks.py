@@ -14,7 +14,7 @@ from paddleformers_fc.distributed.channel import Channel, all_gather_checked, ru
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.families.adapters import A
 from paddleformers_fc.trainer import live_roles
-from paddleformers_fc.trainer.host_models import (
+from paddleformers_fc.trainer.library_models import (
     FleetLoRAMoeExperts,
     LoRAConv2D,
     LoRAModel,

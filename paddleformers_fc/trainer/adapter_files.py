@@ -26,9 +26,9 @@ from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.paths import AnyPath, RemotePath, parse_path
 from paddleformers_fc.trainer import live_roles, pretrained
 from paddleformers_fc.trainer.description import describe_model
-from paddleformers_fc.trainer.host import logger
-from paddleformers_fc.trainer.host_models import LoRAConfig
 from paddleformers_fc.trainer.job_state import channel_of
+from paddleformers_fc.trainer.library import logger
+from paddleformers_fc.trainer.library_models import LoRAConfig
 from paddleformers_fc.trainer.options import FlexFields
 
 _WEIGHT = ".weight"

@@ -2,7 +2,7 @@
 
 :func:`attach` replaces them, :func:`detach` restores the originals. A Trainer whose arguments lack ``flex_checkpoint:
 true`` runs the originals. Open weights are read through this package until training arguments decide otherwise
-(:mod:`.reader`).
+(:mod:`.open_weights_reader`).
 
 The table of :mod:`paddleformers_fc.upstream` is checked before the first replacement. Modules that import more of
 PaddleFormers than this one are therefore imported after the check.
@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from paddleformers_fc import upstream
-from paddleformers_fc.trainer import reader
-from paddleformers_fc.trainer.host import HOOKS, LIBRARY, PADDLENLP, Trainer
+from paddleformers_fc.trainer import open_weights_reader
+from paddleformers_fc.trainer.library import HOOKS, LIBRARY, PADDLENLP, Trainer
 
 Replacement = tuple[type[Any], str, Callable[..., Any]]
 """A class, the name of one of its methods, and a function from the original to its replacement."""
@@ -39,16 +39,16 @@ def attach(others: Iterable[Replacement] = ()) -> None:
         replace(others)
     else:
         upstream.require(HOOKS)
-        from paddleformers_fc.trainer import loaders
+        from paddleformers_fc.trainer import loader_patches
 
         replace([*_trainer_methods(), *others])
-        loaders.watch()
-    reader.read_by_default()
+        loader_patches.watch()
+    open_weights_reader.read_by_default()
 
 
 def detach() -> None:
     """Restore all originals except loaders, which still leave marks."""
-    reader.read_natively_by_default()
+    open_weights_reader.read_natively_by_default()
     while _originals:
         (owner, name), original = _originals.popitem()
         if original is _ABSENT:

@@ -31,10 +31,10 @@ from paddleformers_fc.storage.identity import Identities, identities_of, stored_
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.storage.ranges import RangeReader
 from paddleformers_fc.text import count_text
-from paddleformers_fc.trainer import live_roles, lora, slices
+from paddleformers_fc.trainer import live_roles, lora, sharding_stage3
 from paddleformers_fc.trainer.description import describe_model
-from paddleformers_fc.trainer.host import logger
-from paddleformers_fc.trainer.host_models import LoRAModel, unwrap_model
+from paddleformers_fc.trainer.library import logger
+from paddleformers_fc.trainer.library_models import LoRAModel, unwrap_model
 
 _SOURCE = "_flex_source"
 _READ_BYTES = 8 * 1024 * 1024
@@ -99,7 +99,7 @@ def identify_once(model: Any, channel: Channel) -> None:
     else:
         base = Base(
             tensors=digest_live(
-                slices.cut(live_roles.base_weights(model)), describe_model(lora.base_model(model)), channel
+                sharding_stage3.cut(live_roles.base_weights(model)), describe_model(lora.base_model(model)), channel
             )
         )
     lora.set_base(model, base)
@@ -125,7 +125,7 @@ def _files(model: LoRAModel, channel: Channel) -> tuple[dict[str, str], str]:
 
 def _is_unchanged(model: LoRAModel, source: _Source) -> bool:
     """Return whether the tensors of the base on this rank are those that were read."""
-    weights = slices.cut(live_roles.base_weights(model))
+    weights = sharding_stage3.cut(live_roles.base_weights(model))
     return all(_digest(weight.local_tensor) == source.digests.get(name) for name, weight in weights.items())
 
 

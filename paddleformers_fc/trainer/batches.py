@@ -19,8 +19,8 @@ import numpy as np
 import paddle
 from paddle.io import BatchSampler
 
-from paddleformers_fc.trainer.host import TrainerCallback
-from paddleformers_fc.trainer.host_models import (
+from paddleformers_fc.trainer.library import TrainerCallback
+from paddleformers_fc.trainer.library_models import (
     DistributedBatchSampler,
     MappingBatchSampler,
     MappingDistributedBatchSampler,

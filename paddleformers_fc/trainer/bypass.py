@@ -15,9 +15,9 @@ from typing import Any
 
 from paddleformers_fc.distributed.channel import run_on_all
 from paddleformers_fc.errors import EnvironmentMismatch
-from paddleformers_fc.trainer.host import LOAD_METHOD, TrainerCallback
-from paddleformers_fc.trainer.host_models import PREFIX_CHECKPOINT_DIR
 from paddleformers_fc.trainer.job_state import channel_of, job_state_of
+from paddleformers_fc.trainer.library import LOAD_METHOD, TrainerCallback
+from paddleformers_fc.trainer.library_models import PREFIX_CHECKPOINT_DIR
 
 
 def refuse_other_loop(trainer: Any) -> None:

@@ -13,7 +13,7 @@ from paddleformers_fc.errors import EnvironmentMismatch
 from paddleformers_fc.execute.staging_pool import TransferFigures
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.text import rate_text, size_text
-from paddleformers_fc.trainer.host import TrainerCallback, logger
+from paddleformers_fc.trainer.library import TrainerCallback, logger
 
 ATTENDED = "_flex_attended"
 """The attribute of training arguments whose Trainer uses this package."""

@@ -15,16 +15,16 @@ import numpy as np
 
 from paddleformers_fc.families import ModelDescription
 from paddleformers_fc.families.description import ALTERNATES, IS_FLEET
-from paddleformers_fc.families.stored import STRIPPED
-from paddleformers_fc.trainer import alternating, dist_tensors, lora
-from paddleformers_fc.trainer.host_models import (
+from paddleformers_fc.families.mapping_document import STRIPPED
+from paddleformers_fc.trainer import dist_tensors, lora, sonic_moe
+from paddleformers_fc.trainer.library_models import (
     LlmMetaConfig,
     PretrainedConfig,
     QuantizationConfig,
     described_values,
     unwrap_model,
 )
-from paddleformers_fc.trainer.inherited import config_of
+from paddleformers_fc.trainer.pretrained_documents import config_of
 
 _EMPTY_LAYERS = frozenset({"num_empty_layers_add_in_head", "num_empty_layers_add_in_tail"})
 """Parallel settings that decide which layers a model has."""
@@ -57,7 +57,7 @@ def describe_model(model: Any) -> ModelDescription:
     built_with = {key: getattr(model.config, key, None) for key in STRIPPED - {IS_FLEET}}
     as_built = {key: value for key, value in built_with.items() if isinstance(value, int)}
     config = {**_resolved(config_of(model)), **as_built, **described_values(config_of(model))}
-    if alternating.alternates(model):
+    if sonic_moe.alternates(model):
         config[ALTERNATES] = True
     return ModelDescription(
         config,

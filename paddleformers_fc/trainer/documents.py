@@ -39,14 +39,14 @@ from paddleformers_fc.families import family_for, is_known
 from paddleformers_fc.families.exported import exported_config
 from paddleformers_fc.formats.checkpoint import CONFIG_NAME, OpenedCheckpoint
 from paddleformers_fc.layout.roles import OPTIMIZER_STATE, qualified_name
-from paddleformers_fc.storage import codecs
+from paddleformers_fc.storage import state_json
 from paddleformers_fc.storage.files import files_within, read_file
 from paddleformers_fc.storage.manifest import Manifest, read_listed
 from paddleformers_fc.storage.paths import AnyPath, mask_credentials
-from paddleformers_fc.trainer import inherited, lora
+from paddleformers_fc.trainer import lora, pretrained_documents
 from paddleformers_fc.trainer.description import describe_model
-from paddleformers_fc.trainer.host import TrainerState
-from paddleformers_fc.trainer.host_models import clean_model_class_name, get_parameter_dtype, unwrap_model
+from paddleformers_fc.trainer.library import TrainerState
+from paddleformers_fc.trainer.library_models import clean_model_class_name, get_parameter_dtype, unwrap_model
 from paddleformers_fc.trainer.optimizers import has_states, innermost
 from paddleformers_fc.trainer.options import FlexFields
 
@@ -95,7 +95,7 @@ def model_config(model: Any) -> dict[str, Any]:
 def _capture_config(model: Any) -> Callable[[], dict[str, Any]]:
     """Capture the configuration of a model, and return :func:`model_config` of it."""
     model = lora.base_model(model)
-    config = copy.deepcopy(inherited.config_of(model))
+    config = copy.deepcopy(pretrained_documents.config_of(model))
     if not config.architectures:
         config.architectures = [clean_model_class_name(type(model).__name__)]
     dtype = get_parameter_dtype(model)
@@ -103,7 +103,7 @@ def _capture_config(model: Any) -> Callable[[], dict[str, Any]]:
         config.dtype = str(dtype).rpartition(".")[2]
     config.tensor_model_parallel_size = 1
     config._save_to_hf = True
-    described, source = describe_model(model), inherited.of(model).config
+    described, source = describe_model(model), pretrained_documents.of(model).config
 
     def values() -> dict[str, Any]:
         written = json.loads(config.to_json_string(use_diff=True, saving_file=True))
@@ -134,7 +134,7 @@ def capture_model_files(trainer: Any, tokenizer: Mapping[str, bytes]) -> Callabl
         settings, tokenizer, processor, and copies of other files.
     """
     model = unwrap_model(trainer.model)
-    config, generation = _capture_config(model), inherited.generation_file(model)
+    config, generation = _capture_config(model), pretrained_documents.generation_file(model)
     custom = [_with_own_arguments(trainer).copy_custom_files] if _custom_files(trainer.args) else []
     return lambda: {
         **tokenizer,
@@ -210,18 +210,18 @@ def capture_progress(trainer: Any, data: dict[str, Any]) -> dict[str, Callable[[
     """
     state = copied_state(trainer.state)
     files: dict[str, Callable[[], bytes]] = {
-        STATE: lambda: codecs.encode(dataclasses.asdict(state), "trainer state"),
-        DATA: partial(codecs.encode, data, "data position"),
+        STATE: lambda: state_json.encode(dataclasses.asdict(state), "trainer state"),
+        DATA: partial(state_json.encode, data, "data position"),
     }
     if not trainer.args.ignore_save_lr_and_optim:
         scheduler = copy.deepcopy(trainer.lr_scheduler.state_dict())
-        files[SCHEDULER] = partial(codecs.encode, scheduler, "learning-rate scheduler")
+        files[SCHEDULER] = partial(state_json.encode, scheduler, "learning-rate scheduler")
         own = own_scheduler(trainer)
         if own is not None:
             state_dict = copy.deepcopy(own.state_dict())
-            files[OWN_SCHEDULER] = partial(codecs.encode, state_dict, "learning-rate scheduler of the optimizer")
+            files[OWN_SCHEDULER] = partial(state_json.encode, state_dict, "learning-rate scheduler of the optimizer")
         if trainer.do_grad_scaling:
-            files[SCALER] = partial(codecs.encode, copy.deepcopy(trainer.scaler.state_dict()), "loss scaler")
+            files[SCALER] = partial(state_json.encode, copy.deepcopy(trainer.scaler.state_dict()), "loss scaler")
     return files
 
 
@@ -248,10 +248,10 @@ def capture_arguments(args: Any, optimizer: Any = None) -> Callable[[], bytes]:
 
 
 def _arguments_document(captured: Mapping[str, Any]) -> bytes:
-    values = codecs.readable(captured)
+    values = state_json.readable(captured)
     hidden = {name for name, value in values.items() if value is not None and name.endswith(_SECRET_ENDINGS)}
     shown = {name: mask_credentials(value) if isinstance(value, str) else value for name, value in values.items()}
-    return codecs.encode({**shown, **dict.fromkeys(hidden, "<not saved>")}, "training arguments")
+    return state_json.encode({**shown, **dict.fromkeys(hidden, "<not saved>")}, "training arguments")
 
 
 def remember_data_arguments(parsed: Iterable[Any]) -> None:
@@ -278,7 +278,7 @@ def _data_arguments(args: Any) -> dict[str, Any]:
 
 def own_arguments(args: Any, optimizer: Any) -> dict[str, Any]:
     """Return the training arguments of this run in the form of :func:`read_arguments`."""
-    return codecs.decode_object(arguments_document(args, optimizer), "training arguments")
+    return state_json.decode_object(arguments_document(args, optimizer), "training arguments")
 
 
 def read_arguments(directory: AnyPath, manifest: Manifest) -> dict[str, Any]:
@@ -290,7 +290,7 @@ def read_arguments(directory: AnyPath, manifest: Manifest) -> dict[str, Any]:
     """
     try:
         raw = read_listed(directory, manifest, ARGUMENTS, _MAX_BYTES)
-        return codecs.decode_object(raw, str(directory / ARGUMENTS))
+        return state_json.decode_object(raw, str(directory / ARGUMENTS))
     except FlexError:
         return {}
 
@@ -351,12 +351,12 @@ def read_progress(checkpoint: OpenedCheckpoint, optimizer: Any, channel: Channel
         mine = [name for name in _OF_PROGRESS if checkpoint.catalog.reader(name) == channel.rank]
         raws = {name: checkpoint.document(name, _MAX_BYTES) for name in mine if name in listed}
         for name, raw in raws.items():
-            codecs.decode_object(raw, str(directory / name))
+            state_json.decode_object(raw, str(directory / name))
         return raws
 
     everyone = all_gather_checked(channel, "reading the Trainer's own state", work, dict[str, bytes])
     documents = {
-        name: codecs.decode_object(raw, str(directory / name)) for raws in everyone for name, raw in raws.items()
+        name: state_json.decode_object(raw, str(directory / name)) for raws in everyone for name, raw in raws.items()
     }
     return TrainingProgress(
         state=_trainer_state(documents[STATE], directory / STATE),

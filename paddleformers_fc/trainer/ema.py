@@ -1,10 +1,10 @@
 """The exponential moving average of a run's weights, kept in host memory beside training.
 
 After a step the update is given to a thread, which reads the weights while the next passes run; the next update of the
-optimizer waits until they are read (:mod:`.between_steps`). Weights on a device are copied into a kept arena first, as
-in a save beside training. The averages are a role of the checkpoint, ``ema_state``, in float32
-under the names of the parameters, with the geometry of the optimizer's states. ``trainer/ema.json`` contains what the
-next update depends on.
+optimizer waits until they are read (:mod:`.update_barrier`). Weights on a device are copied into a kept buffer first,
+as in a save beside training. The averages are a role of the checkpoint, ``ema_state``, in float32 under the names of
+the parameters, with the geometry of the optimizer's states. ``trainer/ema.json`` contains what the next update depends
+on.
 
 An error in the thread is raised by the next save, on all ranks, because ranks exchange nothing in an update.
 
@@ -23,21 +23,21 @@ import msgspec
 
 from paddleformers_fc.distributed.channel import Channel, all_gather_checked
 from paddleformers_fc.errors import FormatError, MismatchError, OptionError
-from paddleformers_fc.execute.arena import SnapshotArena, SnapshotCopy
-from paddleformers_fc.execute.averaging import update_averages, update_weight
+from paddleformers_fc.execute.async_snapshot import SnapshotBuffer, SnapshotCopy
+from paddleformers_fc.execute.ema_update import update_averages, update_weight
 from paddleformers_fc.layout.roles import EMA_STATE
 from paddleformers_fc.storage.manifest import RESTORE
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.text import count_text
-from paddleformers_fc.trainer import averaged
-from paddleformers_fc.trainer.between_steps import BetweenSteps
-from paddleformers_fc.trainer.host import TrainerCallback, logger
+from paddleformers_fc.trainer import ema_tensors
+from paddleformers_fc.trainer.library import TrainerCallback, logger
+from paddleformers_fc.trainer.update_barrier import UpdateBarrier
 
 _COUNT = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 
 
 @dataclass(frozen=True)
-class AverageSettings:
+class EmaSettings:
     """The settings of an average.
 
     Args:
@@ -79,11 +79,11 @@ class AverageDocument(msgspec.Struct, forbid_unknown_fields=True):
     bias_correction: bool
 
 
-def settings_of(args: Any) -> AverageSettings | None:
+def settings_of(args: Any) -> EmaSettings | None:
     """Return the settings of training arguments; None without an average."""
     if not args.flex_ema_decay:
         return None
-    return AverageSettings(
+    return EmaSettings(
         float(args.flex_ema_decay),
         args.flex_ema_interval,
         args.flex_ema_start_step,
@@ -98,7 +98,7 @@ class MovingAverage(TrainerCallback):
     Args:
         settings: when and how it is updated.
         parts: returns this rank's parts of the trained parameters.
-        between_steps: has the next update of the optimizer wait.
+        update_barrier: has the next update of the optimizer wait.
         channel: returns all ranks.
 
     Attributes:
@@ -110,14 +110,14 @@ class MovingAverage(TrainerCallback):
 
     def __init__(
         self,
-        settings: AverageSettings,
-        parts: Callable[[], Mapping[str, averaged.TrainedPart]],
-        between_steps: BetweenSteps,
+        settings: EmaSettings,
+        parts: Callable[[], Mapping[str, ema_tensors.TrainedPart]],
+        update_barrier: UpdateBarrier,
         channel: Callable[[], Channel],
     ) -> None:
         self.settings = settings
-        self._parts, self._between_steps, self._channel = parts, between_steps, channel
-        self._arena = SnapshotArena()
+        self._parts, self._update_barrier, self._channel = parts, update_barrier, channel
+        self._buffer = SnapshotBuffer()
         self._threads = ThreadPoolExecutor(1, "flex-ema")
         self._pending: Future[None] | None = None
         self._failure: Exception | None = None
@@ -174,7 +174,7 @@ class MovingAverage(TrainerCallback):
             names: names of parameters.
         """
         parts = self._parts()
-        return {name: averaged.empty_average(name, part) for name, part in parts.items() if name in names}
+        return {name: ema_tensors.empty_average(name, part) for name, part in parts.items() if name in names}
 
     def restore(self, tensors: Mapping[str, Any], saved: AverageDocument) -> None:
         """Continue the average of a checkpoint.
@@ -242,28 +242,28 @@ class MovingAverage(TrainerCallback):
         try:
             parts = self._parts()
             fresh = self._make_absent(parts)
-            copying = averaged.begin_copies(parts, self._arena)
+            copying = ema_tensors.begin_copies(parts, self._buffer)
         except Exception as error:  # Raised by the next save, on all ranks.
             self._failed(step, error)
             return
         self.updates, self.step = None if self.updates is None else self.updates + 1, step
         read: Future[None] = Future()
         self._pending = self._threads.submit(self._update, parts, fresh, copying, read, step)
-        self._between_steps.add(read)
+        self._update_barrier.add(read)
 
-    def _make_absent(self, parts: Mapping[str, averaged.TrainedPart]) -> frozenset[str]:
+    def _make_absent(self, parts: Mapping[str, ema_tensors.TrainedPart]) -> frozenset[str]:
         """Make memory for averages that do not exist yet, and return their names."""
         fresh = frozenset(parts.keys() - self.tensors.keys())
         for name, part in parts.items():
             if name in fresh:
-                self.tensors[name] = averaged.empty_average(name, part)
+                self.tensors[name] = ema_tensors.empty_average(name, part)
             else:
                 _refuse_moved(name, self.tensors[name], part)
         return fresh
 
     def _update(
         self,
-        parts: Mapping[str, averaged.TrainedPart],
+        parts: Mapping[str, ema_tensors.TrainedPart],
         fresh: frozenset[str],
         copying: SnapshotCopy,
         read: Future[None],
@@ -275,7 +275,7 @@ class MovingAverage(TrainerCallback):
             if len(copied) == len(parts):
                 read.set_result(None)
             tensors = {
-                name: averaged.averaged_tensor(self.tensors[name], part, copied.get(name))
+                name: ema_tensors.averaged_tensor(self.tensors[name], part, copied.get(name))
                 for name, part in parts.items()
             }
             weight = update_weight(self.settings.decay, self.updates, self.settings.bias_correction)
@@ -294,13 +294,13 @@ class MovingAverage(TrainerCallback):
         self._failure = error
 
 
-def _refuse_moved(name: str, average: Any, part: averaged.TrainedPart) -> None:
+def _refuse_moved(name: str, average: Any, part: ema_tensors.TrainedPart) -> None:
     """Refuse a part that is no longer the one whose average is kept.
 
     Raises:
         MismatchError: the optimizer of this rank has other states than before.
     """
-    if averaged.TrainedPart(average, None).geometry != part.geometry:
+    if ema_tensors.TrainedPart(average, None).geometry != part.geometry:
         raise MismatchError(
             "The optimizer has states of another part of a parameter than at the last update of the moving average.",
             where=name,

@@ -25,8 +25,8 @@ from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.storage.casts import copy_cast
 from paddleformers_fc.trainer import live_roles, saving
 from paddleformers_fc.trainer.ema import MovingAverage
-from paddleformers_fc.trainer.host import logger
 from paddleformers_fc.trainer.job_state import Native, channel_of, job_state_of, when_active
+from paddleformers_fc.trainer.library import logger
 from paddleformers_fc.trainer.options import parse_size
 
 _MEMORY = Path("host memory")
@@ -52,7 +52,7 @@ def averaged_weights(trainer: Any) -> Iterator[None]:
     require(_TRAINER, trainer=trainer)
     job_state, args, channel = job_state_of(trainer), trainer.args, channel_of(trainer.args)
     average = require_average(trainer)
-    job_state.between_steps.finish()
+    job_state.update_barrier.finish()
 
     def prepare() -> tuple[dict[str, LocalPart], dict[str, Any], dict[str, Shard]]:
         average.wait_for_update()

@@ -18,11 +18,11 @@ from paddle.base import core
 from paddle.distributed import collective
 
 from paddleformers_fc.cpu_runtime import groups, stores
+from paddleformers_fc.distributed.background_channel import HostChannel
 from paddleformers_fc.distributed.channel import Channel, job_channel
 from paddleformers_fc.distributed.communicator import DEFAULT_PATIENCE, Communicator
 from paddleformers_fc.distributed.consistency import ConsistencyCheck
 from paddleformers_fc.distributed.disk_leaders import DiskLeaders
-from paddleformers_fc.distributed.host_channel import HostChannel
 from paddleformers_fc.distributed.liveness import KEY_PREFIX
 from paddleformers_fc.distributed.step_gate import StepGate
 from paddleformers_fc.errors import EnvironmentMismatch, OptionError
@@ -32,12 +32,12 @@ from paddleformers_fc.storage.manifest import Manifest, RunRecord
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.trainer import batches, documents, optimizers
 from paddleformers_fc.trainer.best import BestCheckpoint
-from paddleformers_fc.trainer.between_steps import BetweenSteps
 from paddleformers_fc.trainer.callback import FlexCheckpointCallback
 from paddleformers_fc.trainer.ema import MovingAverage
-from paddleformers_fc.trainer.host import logger
+from paddleformers_fc.trainer.library import logger
 from paddleformers_fc.trainer.options import FIELD_NAMES, parse_size
 from paddleformers_fc.trainer.reference import ReferenceRecord
+from paddleformers_fc.trainer.update_barrier import UpdateBarrier
 from paddleformers_fc.trainer.uploads import Uploads
 
 Native = Callable[..., Any]
@@ -79,7 +79,7 @@ class JobState:
 
     Args:
         tracker: follows the position in the data.
-        between_steps: the reads of live tensors that the next update waits for.
+        update_barrier: the reads of live tensors that the next update waits for.
         gate: the ends of the steps, at which the loop does what background threads agree on.
         saver: saves checkpoints.
         ran: names of the replaced methods that have run since ``train`` was called; see :mod:`.bypass`.
@@ -105,7 +105,7 @@ class JobState:
     """
 
     tracker: batches.PositionTracker
-    between_steps: BetweenSteps
+    update_barrier: UpdateBarrier
     gate: StepGate
     saver: Saver
     ran: set[str] = field(default_factory=set)

@@ -17,13 +17,12 @@ from paddleformers_fc.errors import MismatchError
 from paddleformers_fc.families import ModelDescription, family_for, is_known
 from paddleformers_fc.families.bind import tied_names
 from paddleformers_fc.families.declarations import TiedName
+from paddleformers_fc.layout.live import LiveRoles
 from paddleformers_fc.layout.roles import MASTER, MODEL_STATE, OPTIMIZER_STATE, StateDescriptor
-from paddleformers_fc.trainer import alternating, dist_tensors, fsdp_buffers, lora, optimizer_states, slices
+from paddleformers_fc.trainer import dist_tensors, fsdp_buffers, lora, optimizer_states, sharding_stage3, sonic_moe
 from paddleformers_fc.trainer.description import describe_model
-from paddleformers_fc.trainer.host_models import sharded_state_dict
+from paddleformers_fc.trainer.library_models import sharded_state_dict
 from paddleformers_fc.trainer.optimizers import innermost
-
-LiveRoles = dict[str, dict[str, Any]]
 
 _HALF = (paddle.bfloat16, paddle.float16)
 
@@ -36,7 +35,7 @@ def model_roles(model: Any) -> LiveRoles:
     """
     if dist_tensors.is_semi_auto(model):
         return _semi_auto_roles(model, None)
-    return {MODEL_STATE: slices.cut(_parameters(model))}
+    return {MODEL_STATE: sharding_stage3.cut(_parameters(model))}
 
 
 def release_full_parameters(model: Any) -> None:
@@ -44,7 +43,9 @@ def release_full_parameters(model: Any) -> None:
     context = fsdp_buffers.context_of(model)
     if context is not None:
         fsdp_buffers.forget_gathered(context)
-    slices.release(_sharded_weights(model))  # Also those that no checkpoint fills: the zeros would overwrite them.
+    sharding_stage3.release(
+        _sharded_weights(model)
+    )  # Also those that no checkpoint fills: the zeros would overwrite them.
 
 
 def drop_gradients(model: Any, optimizer: Any) -> None:
@@ -55,8 +56,8 @@ def drop_gradients(model: Any, optimizer: Any) -> None:
         optimizer: the optimizer, with any wrappers of the Trainer.
     """
     weights = _parameters(model)
-    if slices.any_sliced(weights):
-        slices.drop_gradients(weights)  # Stage 3's own way fails where a parameter has none.
+    if sharding_stage3.any_sliced(weights):
+        sharding_stage3.drop_gradients(weights)  # Stage 3's own way fails where a parameter has none.
     else:
         optimizer.clear_grad()
 
@@ -80,7 +81,7 @@ def _sharded_weights(model: Any) -> dict[str, Any]:
     if dist_tensors.is_semi_auto(model):
         return {name: dist_tensors.Named(tensor) for name, tensor in model.state_dict().items()}
     found = {name: weight for name, weight in sharded_state_dict(model).items() if isinstance(weight, ShardedWeight)}
-    return alternating.described_rows(model, found)
+    return sonic_moe.described_rows(model, found)
 
 
 def run_roles(model: Any, optimizer: Any) -> LiveRoles:
@@ -96,7 +97,7 @@ def run_roles(model: Any, optimizer: Any) -> LiveRoles:
     if dist_tensors.is_semi_auto(model):
         return _semi_auto_roles(model, optimizer)
     weights = _parameters(model)
-    roles: LiveRoles = {MODEL_STATE: slices.cut(weights)}
+    roles: LiveRoles = {MODEL_STATE: sharding_stage3.cut(weights)}
     try:
         states = _states(optimizer, _owners(model, weights))
     except KeyError as error:

@@ -26,6 +26,7 @@ from paddleformers_fc.execute.read_jobs import Key
 from paddleformers_fc.execute.staging_pool import measured_transfers
 from paddleformers_fc.formats import OpenedCheckpoint, stock_run
 from paddleformers_fc.formats.checkpoint import REFUSE, require_average
+from paddleformers_fc.layout.live import LiveRoles
 from paddleformers_fc.layout.roles import (
     EMA_STATE,
     MASTER,
@@ -43,14 +44,13 @@ from paddleformers_fc.storage.manifest import Manifest
 from paddleformers_fc.storage.paths import AnyPath, expand_user, parse_path
 from paddleformers_fc.text import count_text, natural
 from paddleformers_fc.trainer import (
-    alternating,
-    averaged,
     batches,
     changes,
     corpus,
     documents,
     ema,
-    inherited,
+    ema_tensors,
+    failed_load,
     lineage,
     live_roles,
     optimizer_states,
@@ -58,21 +58,20 @@ from paddleformers_fc.trainer import (
     origin,
     position,
     preflight,
+    pretrained_documents,
     reference,
     resume,
     rng,
     save_job,
     save_on_signal,
+    sonic_moe,
     step_variable,
     stored_states,
-    undefined,
 )
 from paddleformers_fc.trainer.best import locate_best
 from paddleformers_fc.trainer.callback import CheckpointReport
 from paddleformers_fc.trainer.degrees import degrees_text, parallel_degrees
 from paddleformers_fc.trainer.description import describe_model
-from paddleformers_fc.trainer.host import LOAD_METHOD, logger
-from paddleformers_fc.trainer.host_models import offload
 from paddleformers_fc.trainer.job_state import (
     WAITING,
     JobState,
@@ -86,6 +85,8 @@ from paddleformers_fc.trainer.job_state import (
     warn,
     when_active,
 )
+from paddleformers_fc.trainer.library import LOAD_METHOD, logger
+from paddleformers_fc.trainer.library_models import offload
 
 
 @when_active
@@ -184,7 +185,7 @@ def load(trainer: Any, native: Native, resume_from_checkpoint: str) -> None:
 
     Raises:
         FlexError: the same on every rank. If it was found while tensors were filled, the model is marked as undefined;
-            see :mod:`.undefined`.
+            see :mod:`.failed_load`.
     """
     started = time.monotonic()
     args, channel = trainer.args, channel_of(trainer.args)
@@ -192,11 +193,11 @@ def load(trainer: Any, native: Native, resume_from_checkpoint: str) -> None:
     named = _path_of(job_state, resume_from_checkpoint)
     if args.should_log:
         logger.info(f"Resuming from {named}")
-    with measured_transfers() as transfers, alternating.filled_from_run(trainer):
+    with measured_transfers() as transfers, sonic_moe.filled_from_run(trainer):
         ready, report = _fill_usable(trainer, named, channel)
     checkpoint, progress = ready.checkpoint, ready.progress
     directory = checkpoint.catalog.root
-    inherited.take_over(trainer.model, checkpoint.config, ready.generation)
+    pretrained_documents.take_over(trainer.model, checkpoint.config, ready.generation)
     _drop_unfinished_step(trainer, job_state)
     job_state.resumed_from, job_state.progress, job_state.generators = directory, progress, ready.generators
     job_state.manifest, job_state.changes = checkpoint.manifest, report.changes
@@ -308,14 +309,14 @@ def _fill_usable(trainer: Any, directory: AnyPath, channel: Channel) -> tuple[_P
             try:
                 ready = _prepare(trainer, directory, channel)
             except MismatchError as unfit:
-                raise unfit if job_state.named else resume.of_newest(unfit) from None
+                raise unfit if job_state.named else resume.with_new_run_advice(unfit) from None
             if begun is not None:
                 _refuse_partial(ready, begun, channel)
             job_state.chosen = ready.checkpoint.catalog.root
             _identify_run(job_state, args, ready.checkpoint.manifest, job_state.chosen, channel)
             begun = (begun or set()) | ready.load.targets
             shown = bar_on_terminal(f"loading {job_state.chosen.name}", args.should_log)
-            with _verifying(), undefined.until_filled(trainer.model, job_state.chosen), shown:
+            with _verifying(), failed_load.until_filled(trainer.model, job_state.chosen), shown:
                 return ready, ready.load.fill()
         except _FailsVerificationError as failed:
             error = failed.__cause__
@@ -365,17 +366,17 @@ def _prepare(trainer: Any, directory: AnyPath, channel: Channel) -> _PreparedLoa
         _refuse_unlike(trainer, progress, directory)
         _compare_reference(trainer, progress, directory, channel)
     generators = documents.read_generators(checkpoint, channel) if continued else None
-    handed = own_file(checkpoint, channel, lambda rank: inherited.GENERATION)
+    handed = own_file(checkpoint, channel, lambda rank: pretrained_documents.GENERATION)
     weights = partial(live_roles.model_roles, trainer.model)
     with _verifying():
         stated = stored_states.stated_sources(
             checkpoint, model, weights, channel, args.aoa_config, args.flex_allow_casts
         )
 
-    def prepare() -> tuple[stored_states.LiveNames, live_roles.LiveRoles, bytes | None]:
+    def prepare() -> tuple[stored_states.LiveNames, LiveRoles, bytes | None]:
         names = stored_states.live_names(checkpoint, model, weights(), stated)
         filled = _roles_to_fill(trainer, checkpoint, continued, names)
-        return names, filled, own_document(checkpoint, inherited.GENERATION, handed)
+        return names, filled, own_document(checkpoint, pretrained_documents.GENERATION, handed)
 
     with _verifying():
         names, roles, generation = run_on_all(channel, "preparing the optimizer", prepare)
@@ -440,7 +441,7 @@ def _path_of(job_state: JobState, named: str) -> AnyPath:
 
 def _roles_to_fill(
     trainer: Any, checkpoint: OpenedCheckpoint, continued: bool, names: stored_states.LiveNames
-) -> live_roles.LiveRoles:
+) -> LiveRoles:
     """Return the live weights and states that the checkpoint fills."""
     stored, model, optimizer = checkpoint.catalog.roles, trainer.model, trainer.optimizer
     may_cast = trainer.args.flex_allow_casts
@@ -655,10 +656,10 @@ def _uploaded(trainer: Any) -> Iterator[None]:
 
 
 def _refuse_to_train(trainer: Any) -> None:
-    undefined.refuse_undefined(trainer.model)
+    failed_load.refuse_undefined(trainer.model)
     refuse_optimizer(trainer)
     if job_state_of(trainer).average is not None:
-        averaged.refuse_stateless(trainer.model, trainer.optimizer)
+        ema_tensors.refuse_stateless(trainer.model, trainer.optimizer)
 
 
 def _saved_data(job_state: JobState) -> position.SavedData | position.StepPosition | None:
@@ -753,7 +754,7 @@ def _load_best(trainer: Any, directory: Path) -> None:
     model = describe_model(trainer.model)
     load = prepare_load(checkpoint, roles, model, channel, options, may_change=may_change, may_cast=may_cast)
     shown = bar_on_terminal(f"loading {directory.name}", trainer.args.should_log)
-    with undefined.until_filled(trainer.model, directory), shown:
+    with failed_load.until_filled(trainer.model, directory), shown:
         load.fill()
     if trainer.args.should_log:
         logger.info(f"The model now has the weights of its best checkpoint, {directory}.")

@@ -46,14 +46,13 @@ from paddleformers_fc.trainer import (
     adapter_checks,
     base_fingerprint,
     documents,
+    failed_load,
     lora,
     optimizers,
     stored_states,
-    undefined,
 )
 from paddleformers_fc.trainer.description import describe_model
 from paddleformers_fc.trainer.fleet_degrees import fleet_degrees
-from paddleformers_fc.trainer.host_models import PretrainedConfig
 from paddleformers_fc.trainer.job_state import job_communicator
 from paddleformers_fc.trainer.layout_source import (
     LayoutSource,
@@ -63,6 +62,7 @@ from paddleformers_fc.trainer.layout_source import (
     rank_tensors,
     rules_of_all,
 )
+from paddleformers_fc.trainer.library_models import PretrainedConfig
 
 Config: TypeAlias = Mapping[str, Any] | PretrainedConfig
 """A model's configuration: the content of ``config.json``, or PaddleFormers' object."""
@@ -122,7 +122,7 @@ def save(
 
     def prepare() -> tuple[RankTensors, _Prepared]:
         source, described = _source(model, optimizer, family, config, mapping)
-        undefined.refuse_undefined(source.model)
+        failed_load.refuse_undefined(source.model)
         roles = source.roles()
         files = {CONFIG_NAME: _config_text(source.model, described, config)} if channel.rank == 0 else {}
         job = JobRecord(step, consumed_samples, _degrees(parallel, source, channel.world_size))
@@ -209,7 +209,7 @@ def load(
     options = ReadOptions(threads=threads)
     if opened.format.canonical and isinstance(source, StateDict):
         weights = run_on_all(channel, "describing the model", partial(_weights_alone, source, path))
-        with undefined.until_filled(source.model, path):
+        with failed_load.until_filled(source.model, path):
             return prepare_weights(path, weights, described, channel, options, verify).fill()
 
     def align() -> tuple[OpenedCheckpoint, ModelDescription]:
@@ -234,7 +234,7 @@ def load(
     if all(unfilled) and not any(map(checkpoint.catalog.roles.get, _STATES)):
         raise _without_states(path, optimizer)
     load = prepare_load(checkpoint, roles, description, channel, options, aoa_config, may_cast=allow_casts)
-    with undefined.until_filled(source.model, path):
+    with failed_load.until_filled(source.model, path):
         return load.fill()
 
 

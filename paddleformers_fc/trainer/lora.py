@@ -13,7 +13,7 @@ from typing import Any
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.families import family_for, is_known
 from paddleformers_fc.families.adapters import Adapters, Base, changed_outside, is_adapter
-from paddleformers_fc.trainer.host_models import LoRAModel, unwrap_model
+from paddleformers_fc.trainer.library_models import LoRAModel, unwrap_model
 
 _BASE = "_flex_base"
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from paddleformers_fc import upstream
 from paddleformers_fc.errors import EnvironmentMismatch
-from paddleformers_fc.trainer import ema_weights, loaders, loading, saving, trainer_init
-from paddleformers_fc.trainer.host import HOOKS, Trainer
+from paddleformers_fc.trainer import ema_weights, loader_patches, loading, saving, trainer_init
+from paddleformers_fc.trainer.library import HOOKS, Trainer
 
 _AnyTrainer: Any = object
 """The type of the class that follows the mixin, which is unknown here."""
@@ -29,7 +29,7 @@ class FlexTrainerMixin(_AnyTrainer):
         super().__init_subclass__(**kwargs)
         upstream.require(HOOKS)
         _refuse_other_classes(cls)
-        loaders.watch()  # From here on, loaders mark the models that they fill.
+        loader_patches.watch()  # From here on, loaders mark the models that they fill.
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         trainer_init.init_trainer(self, super().__init__, *args, **kwargs)

@@ -10,8 +10,8 @@ from typing import Any
 
 from paddleformers_fc import upstream
 from paddleformers_fc.errors import EnvironmentMismatch
-from paddleformers_fc.trainer import ema_weights, loaders, loading, nlp_trainer, saving
-from paddleformers_fc.trainer.host import HOOKS, Trainer
+from paddleformers_fc.trainer import ema_weights, loader_patches, loading, nlp_trainer, saving
+from paddleformers_fc.trainer.library import HOOKS, Trainer
 
 _AnyTrainer: Any = object
 """The type of the class that follows the mixin, which is unknown here."""
@@ -30,7 +30,7 @@ class FlexTrainerMixin(_AnyTrainer):
         super().__init_subclass__(**kwargs)
         upstream.require(HOOKS)
         _refuse_other_classes(cls)
-        loaders.watch()
+        loader_patches.watch()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         nlp_trainer.init_trainer(self, super().__init__, *args, **kwargs)

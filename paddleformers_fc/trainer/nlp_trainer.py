@@ -18,8 +18,8 @@ from paddleformers_fc.layout.live import describe_roles
 from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.trainer import ema_weights, live_roles, loading, saving, trainer_init
 from paddleformers_fc.trainer.description import describe_model
-from paddleformers_fc.trainer.host_models import LoRAModel, PretrainedModel
 from paddleformers_fc.trainer.job_state import Native, channel_of, is_active, when_active
+from paddleformers_fc.trainer.library_models import LoRAModel, PretrainedModel
 from paddleformers_fc.trainer.nlp_samplers import resumable
 
 

@@ -24,7 +24,7 @@ from paddleformers_fc.layout.roles import (
     declared_optimizer,
     qualified_name,
 )
-from paddleformers_fc.trainer import slices
+from paddleformers_fc.trainer import sharding_stage3
 
 _WRAPPED = ("_inner_opt", "_optim")
 """The attributes in which Paddle's wrappers keep the inner optimizer."""
@@ -134,7 +134,7 @@ def _refuse_ranges(optimizer: Any, descriptor: OptimizerDescriptor) -> None:
     parameters: Iterable[Any] = getattr(innermost(optimizer), "_parameter_list", None) or ()
     if sharding_with_ranges(optimizer) is not None:
         key = "split_param: true"
-    elif any(slices.is_sliced(parameter) for parameter in parameters):
+    elif any(sharding_stage3.is_sliced(parameter) for parameter in parameters):
         key = "sharding: stage3"
     elif any(isinstance(one, DygraphShardingOptimizer) and has_fused_states(one) for one in unwrapped(optimizer)):
         key = "stage1_tensor_fusion: true"

@@ -428,7 +428,7 @@ def memory_limit(text: str) -> int | None:
     return None if text == NO_LIMIT else parse_size(text)
 
 
-def saves_beside_steps(options: Any) -> bool:
+def saves_asynchronously(options: Any) -> bool:
     """Return whether checkpoints are saved beside training."""
     return bool(options.flex_async_save or options.use_flex_async_save)
 

@@ -1,10 +1,10 @@
 """The origin of a model's weights: marks of other loaders, and the refusal of models with marks.
 
 PaddleFormers' and Paddle's loaders skip mismatches: a tensor of another shape is cut or omitted, and the job trains.
-Each of them is therefore patched to mark the layers or tensors that it fills (:mod:`.loaders`). Our reader removes the
-marks of those that it fills (:mod:`.pretrained`). A Trainer with ``flex_checkpoint: true`` refuses a model with marks.
-A model that was built from a configuration alone has none. Values that a script assigns tensor by tensor leave none
-either.
+Each of them is therefore patched to mark the layers or tensors that it fills (:mod:`.loader_patches`). Our reader
+removes the marks of those that it fills (:mod:`.pretrained`). A Trainer with ``flex_checkpoint: true`` refuses a model
+with marks. A model that was built from a configuration alone has none. Values that a script assigns tensor by tensor
+leave none either.
 
 Marks are attributes, so that they survive a copy of the model and a model that is put into another one.
 """
@@ -18,7 +18,7 @@ import numpy as np
 
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.mapping.folding import fold
-from paddleformers_fc.trainer.host import logger
+from paddleformers_fc.trainer.library import logger
 
 _MARK = "_flex_loaded_by"
 _ITSELF = "the model"

@@ -1,9 +1,9 @@
 """Start from open weights: read a directory of safetensors files into a live model, under any layout.
 
 :func:`load_open_weights` fills an existing model. :func:`from_pretrained` replaces PaddleFormers'
-``PretrainedModel.from_pretrained`` (:mod:`.loaders`): it builds the model as PaddleFormers does, with the same random
-numbers, and fills it in the same way. Every rank reads the ranges of its own shards, through the family's mapping;
-nothing changes unless all weights fit. Floating dtypes are cast to the model's.
+``PretrainedModel.from_pretrained`` (:mod:`.loader_patches`): it builds the model as PaddleFormers does, with the same
+random numbers, and fills it in the same way. Every rank reads the ranges of its own shards, through the family's
+mapping; nothing changes unless all weights fit. Floating dtypes are cast to the model's.
 """
 
 from __future__ import annotations
@@ -25,11 +25,18 @@ from paddleformers_fc.families import family_for
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.manifest import refuse_level
 from paddleformers_fc.storage.paths import AnyPath, RemotePath, parse_path
-from paddleformers_fc.trainer import adapter_checks, base_fingerprint, inherited, live_roles, origin, undefined
+from paddleformers_fc.trainer import (
+    adapter_checks,
+    base_fingerprint,
+    failed_load,
+    live_roles,
+    origin,
+    pretrained_documents,
+)
 from paddleformers_fc.trainer.description import describe_model
-from paddleformers_fc.trainer.host import logger
-from paddleformers_fc.trainer.host_models import LoRAModel, PretrainedConfig, get_common_folder, unwrap_model
 from paddleformers_fc.trainer.job_state import channel_of, job_communicator, read_options
+from paddleformers_fc.trainer.library import logger
+from paddleformers_fc.trainer.library_models import LoRAModel, PretrainedConfig, get_common_folder, unwrap_model
 from paddleformers_fc.trainer.options import FlexFields
 
 _IGNORED = (
@@ -128,11 +135,13 @@ def from_pretrained(cls: Any, named: Any, options: FlexFields, keywords: dict[st
 def _fill(model: Any, source: AnyPath, channel: Channel, options: ReadOptions, verify: str) -> LoadReport:
     if isinstance(unwrap_model(model), LoRAModel):
         return _fill_adapters(unwrap_model(model), source, channel, options, verify)
-    described = run_on_all(channel, "reading what describes the model", lambda: inherited.read_documents(source))
+    described = run_on_all(
+        channel, "reading what describes the model", lambda: pretrained_documents.read_documents(source)
+    )
     load = prepare_weights(source, live_roles.model_roles(model), describe_model(model), channel, options, verify)
-    with undefined.until_filled(model, source):
+    with failed_load.until_filled(model, source):
         report = load.fill()
-    inherited.take_over(model, *described)
+    pretrained_documents.take_over(model, *described)
     kept = all_gather_checked(channel, "reporting what was loaded", lambda: list(report.fresh), list[str])
     if not report.fresh:
         origin.clear(model)
@@ -167,7 +176,7 @@ def _fill_adapters(
     """Fill the adapters of a model, and keep its base and everything that describes it."""
     adapter_checks.refuse_unsupported(model, channel)
     load = prepare_weights(source, live_roles.model_roles(model), describe_model(model), channel, options, verify)
-    with undefined.until_filled(model, source):
+    with failed_load.until_filled(model, source):
         return load.fill()
 
 

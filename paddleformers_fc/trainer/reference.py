@@ -24,7 +24,7 @@ from paddleformers_fc.distributed.channel import Channel, all_gather_checked
 from paddleformers_fc.errors import FormatError, MismatchError, OptionError
 from paddleformers_fc.execute.memory import host_pieces
 from paddleformers_fc.families import family_for
-from paddleformers_fc.layout.live import describe_roles
+from paddleformers_fc.layout.live import LiveRoles, describe_roles
 from paddleformers_fc.layout.roles import MODEL_STATE, REFERENCE_MODEL
 from paddleformers_fc.mapping.boxes import Box
 from paddleformers_fc.mapping.folding import fold
@@ -32,7 +32,7 @@ from paddleformers_fc.storage.manifest import RESTORE
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.trainer import live_roles
 from paddleformers_fc.trainer.description import describe_model
-from paddleformers_fc.trainer.host import TrainerCallback
+from paddleformers_fc.trainer.library import TrainerCallback
 from paddleformers_fc.trainer.position import Pace
 
 PASSES = "train_step_count"
@@ -131,12 +131,12 @@ def refuse_unsupported(trainer: Any) -> None:
         )
 
 
-def roles(trainer: Any, record: ReferenceRecord) -> live_roles.LiveRoles:
+def roles(trainer: Any, record: ReferenceRecord) -> LiveRoles:
     """Return the role of a reference model that is state; no role otherwise."""
     return role_to_fill(trainer) if is_state(trainer, record) else {}
 
 
-def role_to_fill(trainer: Any) -> live_roles.LiveRoles:
+def role_to_fill(trainer: Any) -> LiveRoles:
     """Return the weights of the reference model in their role; no role if there is none."""
     model = model_of(trainer)
     return {} if model is None else {REFERENCE_MODEL: live_roles.model_roles(model)[MODEL_STATE]}

@@ -221,7 +221,7 @@ def newest_or_refuse(
     return found
 
 
-def of_newest(error: MismatchError) -> MismatchError:
+def with_new_run_advice(error: MismatchError) -> MismatchError:
     """Return the error about the newest checkpoint, which no user named, with the way to a new run."""
     advice = "It is the newest checkpoint in output_dir: to start a new run, set another output_dir."
     next_step = f"{error.next_step} {advice}".strip()

@@ -4,6 +4,8 @@ Python's, numpy's, Paddle's for this device and for the CPU, and those of the hy
 tensor parallelism. Paddle's generator state is a device number, a seed, an offset and the engine's state as text; its
 pickle contains those four, and here they are read without the pickle.
 
+States are restored in the number of ranks that saved them, and otherwise not at all, with a warning.
+
 About 30 kB per process.
 """
 
@@ -21,8 +23,8 @@ from paddle.base import core
 from paddle.distributed.fleet.meta_parallel import get_rng_state_tracker
 
 from paddleformers_fc.errors import FormatError
-from paddleformers_fc.storage.codecs import decode_object, encode
-from paddleformers_fc.trainer.host import logger
+from paddleformers_fc.storage.state_json import decode_object, encode
+from paddleformers_fc.trainer.library import logger
 
 _TENSOR_PARALLEL_GENERATOR = "model_parallel_rng"
 

@@ -23,24 +23,23 @@ from paddleformers_fc.distributed.rank_format import format_ranks
 from paddleformers_fc.errors import OptionError, StorageError
 from paddleformers_fc.execute.save import JobRecord, LivePart, SaveReport, comparable_facts, live_part
 from paddleformers_fc.execute.staging_pool import TransferFigures
-from paddleformers_fc.storage import codecs
+from paddleformers_fc.layout.live import LiveRoles
+from paddleformers_fc.storage import state_json
 from paddleformers_fc.trainer import (
     corpus,
     documents,
+    failed_load,
     lineage,
     live_roles,
     position,
     reference,
     rng,
     rotation,
-    undefined,
 )
 from paddleformers_fc.trainer.bypass import refuse_other_loop
 from paddleformers_fc.trainer.callback import CheckpointReport
 from paddleformers_fc.trainer.degrees import degrees_text, parallel_degrees
 from paddleformers_fc.trainer.description import describe_model
-from paddleformers_fc.trainer.host import logger
-from paddleformers_fc.trainer.host_models import PREFIX_CHECKPOINT_DIR
 from paddleformers_fc.trainer.job_state import (
     JobState,
     channel_of,
@@ -49,6 +48,8 @@ from paddleformers_fc.trainer.job_state import (
     reporters,
     warn,
 )
+from paddleformers_fc.trainer.library import logger
+from paddleformers_fc.trainer.library_models import PREFIX_CHECKPOINT_DIR
 from paddleformers_fc.trainer.options import parse_size
 from paddleformers_fc.trainer.uploads import Uploads
 
@@ -114,7 +115,7 @@ def prepare(trainer: Any, metrics: dict[str, float] | None) -> PreparedSave:
     options = consistency_check_of(args, f"saving {directory.name}")
 
     def described() -> LivePart:
-        undefined.refuse_undefined(trainer.model)
+        failed_load.refuse_undefined(trainer.model)
         if job_state.ran:
             refuse_other_loop(trainer)
         _update_best(trainer, metrics, directory)
@@ -150,7 +151,7 @@ def _outcome(work: Callable[[], _T]) -> Callable[[], _T]:
     return lambda: result
 
 
-def _roles(trainer: Any, job_state: JobState) -> live_roles.LiveRoles:
+def _roles(trainer: Any, job_state: JobState) -> LiveRoles:
     """Return the live tensors that a checkpoint contains."""
     average = {} if job_state.average is None else job_state.average.roles()
     if trainer.args.ignore_save_lr_and_optim:
@@ -296,9 +297,9 @@ def _capture_files(trainer: Any) -> Encode:
         captured |= documents.capture_progress(trainer, data)
         if reference.model_of(trainer) is not None:
             about = reference.document(trainer, job_state.reference, position.pace_of(args))
-            captured[documents.REFERENCE] = partial(codecs.encode, about, "reference model")
+            captured[documents.REFERENCE] = partial(state_json.encode, about, "reference model")
         if job_state.average is not None and job_state.average.has_begun:
-            captured[documents.AVERAGE] = partial(codecs.encode, job_state.average.document(), "moving average")
+            captured[documents.AVERAGE] = partial(state_json.encode, job_state.average.document(), "moving average")
         captured[documents.ARGUMENTS] = documents.capture_arguments(args, trainer.optimizer)
         describing = documents.capture_model_files(trainer, job_state.tokenizer_files.of(trainer))
     return lambda: {**describing(), **{name: encode() for name, encode in captured.items()}}

@@ -27,8 +27,8 @@ from paddleformers_fc.distributed.liveness import KEY_PREFIX
 from paddleformers_fc.distributed.step_agreement import StepAgreement
 from paddleformers_fc.distributed.step_gate import StepGate
 from paddleformers_fc.errors import FlexError
-from paddleformers_fc.trainer.host import logger
 from paddleformers_fc.trainer.job_state import channel_of, job_state_of
+from paddleformers_fc.trainer.library import logger
 from paddleformers_fc.trainer.options import save_signal
 from paddleformers_fc.trainer.rank_records import process_recorded
 from paddleformers_fc.trainer.shielded_workers import WorkerShield

@@ -12,6 +12,7 @@ from typing import Any
 from paddleformers_fc.distributed.channel import ALONE, run_on_all
 from paddleformers_fc.execute.export import save_weights
 from paddleformers_fc.formats.checkpoint import RUN_ARGUMENTS
+from paddleformers_fc.layout.live import LiveRoles
 from paddleformers_fc.layout.roles import EMA_STATE, MODEL_STATE
 from paddleformers_fc.storage.paths import require_local
 from paddleformers_fc.text import count_text
@@ -22,8 +23,6 @@ from paddleformers_fc.trainer import (
     save_job,
 )
 from paddleformers_fc.trainer.description import describe_model
-from paddleformers_fc.trainer.host import logger
-from paddleformers_fc.trainer.host_models import PREFIX_CHECKPOINT_DIR, ShardingOption
 from paddleformers_fc.trainer.job_state import (
     Native,
     channel_of,
@@ -31,6 +30,8 @@ from paddleformers_fc.trainer.job_state import (
     job_state_of,
     when_active,
 )
+from paddleformers_fc.trainer.library import logger
+from paddleformers_fc.trainer.library_models import PREFIX_CHECKPOINT_DIR, ShardingOption
 from paddleformers_fc.trainer.options import shard_bytes
 
 
@@ -159,7 +160,7 @@ def export_live(
     max_shard_bytes = shard_bytes(max_shard_size)
     consistency = consistency_check_of(trainer.args, f"exporting to {directory.name}")
 
-    def prepare() -> tuple[live_roles.LiveRoles, dict[str, bytes]]:
+    def prepare() -> tuple[LiveRoles, dict[str, bytes]]:
         roles = live_roles.model_roles(trainer.model)
         if averages is not None:
             roles[EMA_STATE] = averages()

@@ -10,7 +10,7 @@ from paddleformers_fc.layout.roles import MODEL_STATE, OptimizerDescriptor, Stat
 from paddleformers_fc.storage.dtypes import dtype_size
 from paddleformers_fc.trainer import live_roles
 from paddleformers_fc.trainer.degrees import parallel_degrees
-from paddleformers_fc.trainer.host_models import ShardingOption
+from paddleformers_fc.trainer.library_models import ShardingOption
 
 _HALF_BYTES = 2
 

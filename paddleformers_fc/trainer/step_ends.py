@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from paddleformers_fc.distributed.step_gate import StepGate
-from paddleformers_fc.trainer.host import TrainerCallback
+from paddleformers_fc.trainer.library import TrainerCallback
 
 
 class StepEnds(TrainerCallback):

@@ -15,11 +15,11 @@ from paddleformers_fc.execute.load import whole_model
 from paddleformers_fc.execute.save_plan import model_rules
 from paddleformers_fc.families import ModelDescription
 from paddleformers_fc.formats import OpenedCheckpoint
-from paddleformers_fc.layout.live import Roles, describe_roles
+from paddleformers_fc.layout.live import LiveRoles, Roles, describe_roles
 from paddleformers_fc.layout.roles import MASTER, MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE
 from paddleformers_fc.mapping import RuleSet
 from paddleformers_fc.plan import statements_source
-from paddleformers_fc.trainer.live_roles import LiveRoles, parameter_of_state
+from paddleformers_fc.trainer.live_roles import parameter_of_state
 
 Names = Collection[str]
 

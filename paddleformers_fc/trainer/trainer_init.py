@@ -22,25 +22,22 @@ from paddleformers_fc.layout.live import describe_roles
 from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.trainer import (
     adapter_checks,
-    alternating,
-    averaged,
     base_fingerprint,
     batches,
     ema,
-    inherited,
+    ema_tensors,
     live_roles,
     lora,
     origin,
     preflight,
+    pretrained_documents,
     reference,
+    sonic_moe,
 )
-from paddleformers_fc.trainer.between_steps import BetweenSteps
+from paddleformers_fc.trainer.async_save import AsyncSaves
 from paddleformers_fc.trainer.bypass import BypassCheck
 from paddleformers_fc.trainer.callback import ATTENDED, FlexCheckpointCallback
 from paddleformers_fc.trainer.description import describe_model
-from paddleformers_fc.trainer.figures import ReportFigures
-from paddleformers_fc.trainer.host import logger
-from paddleformers_fc.trainer.host_models import LoRAModel, PretrainedModel
 from paddleformers_fc.trainer.job_state import (
     JOB_STATE,
     WAITING,
@@ -51,12 +48,15 @@ from paddleformers_fc.trainer.job_state import (
     refuse_optimizer,
     reporters,
 )
-from paddleformers_fc.trainer.options import FlexFields, saves_beside_steps, upload_url, without_effect
+from paddleformers_fc.trainer.library import logger
+from paddleformers_fc.trainer.library_models import LoRAModel, PretrainedModel
+from paddleformers_fc.trainer.metrics import ReportFigures
+from paddleformers_fc.trainer.options import FlexFields, saves_asynchronously, upload_url, without_effect
 from paddleformers_fc.trainer.progress_recorder import ProgressRecorder, record_progress
-from paddleformers_fc.trainer.saves_beside_steps import SavesBesideSteps
-from paddleformers_fc.trainer.saves_in_steps import SavesInSteps
 from paddleformers_fc.trainer.saving import save_pretrained
 from paddleformers_fc.trainer.step_ends import StepEnds
+from paddleformers_fc.trainer.sync_save import SyncSaves
+from paddleformers_fc.trainer.update_barrier import UpdateBarrier
 from paddleformers_fc.trainer.uploads import Uploads
 
 _OVERLAPPING = ("stage1_broadcast_overlap", "stage1_allgather_overlap", "stage2_overlap")
@@ -79,7 +79,7 @@ def init_trainer(trainer: Any, native: Native, *args: Any, **kwargs: Any) -> Non
         setattr(active, ATTENDED, True)
         preflight.check_disks(active)
         for model in (one for one in map(lora.base_model, given) if isinstance(one, PretrainedModel)):
-            inherited.keep_use_cache(model)
+            pretrained_documents.keep_use_cache(model)
     native(*args, **kwargs)
     arguments = trainer.args
     record_progress(trainer)
@@ -101,17 +101,17 @@ def init_trainer(trainer: Any, native: Native, *args: Any, **kwargs: Any) -> Non
     gate = StepGate()
     job_state = JobState(
         batches.PositionTracker(lambda: len(getattr(trainer, WAITING, ()))),
-        BetweenSteps(lambda: _passes_change_weights(trainer)),
+        UpdateBarrier(lambda: _passes_change_weights(trainer)),
         gate,
-        SavesBesideSteps(gate) if saves_beside_steps(arguments) else SavesInSteps(),
+        AsyncSaves(gate) if saves_asynchronously(arguments) else SyncSaves(),
     )
     url = upload_url(arguments)
     job_state.uploads = None if url is None else Uploads(url, arguments, channel)
     setattr(trainer, JOB_STATE, job_state)
     if getattr(arguments, "using_sonic_moe", False):
-        trainer.add_callback(alternating.AlternateOnce(trainer))
+        trainer.add_callback(sonic_moe.AlternateOnce(trainer))
     trainer.add_callback(job_state.tracker)
-    trainer.add_callback(job_state.between_steps)
+    trainer.add_callback(job_state.update_barrier)
     trainer.add_callback(reference.PassCounter(trainer, job_state.reference))
     trainer.add_callback(StepEnds(gate))
     _add_average(trainer, job_state)
@@ -145,7 +145,7 @@ def _refuse_undeclared(trainer: Any) -> None:
         )
     config = describe_model(model).config
     family_for(config)  # Refuses a model that could not be saved after hours of training.
-    alternating.refuse_unsupported(trainer, dict(config))
+    sonic_moe.refuse_unsupported(trainer, dict(config))
 
 
 def _refuse_unmapped(model: Any) -> None:
@@ -161,8 +161,8 @@ def _add_average(trainer: Any, job_state: JobState) -> None:
         return
     job_state.average = ema.MovingAverage(
         settings,
-        averaged.KnownParts(trainer),
-        job_state.between_steps,
+        ema_tensors.KnownParts(trainer),
+        job_state.update_barrier,
         lambda: channel_of(args),
     )
     trainer.add_callback(job_state.average)

@@ -29,7 +29,7 @@ from paddleformers_fc.storage.manifest import read_manifest, verify_files
 from paddleformers_fc.storage.paths import RemotePath
 from paddleformers_fc.storage.remote import list_remote
 from paddleformers_fc.text import rate_text, size_text
-from paddleformers_fc.trainer.host import logger
+from paddleformers_fc.trainer.library import logger
 from paddleformers_fc.trainer.rotation import finished_checkpoints, superfluous
 
 _WAIT_SECONDS = 10.0

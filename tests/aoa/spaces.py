@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping as MappingABC
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
 from paddleformers_fc.aoa import AoaTensor, uncut
 from paddleformers_fc.families import FAMILIES, Family, ModelDescription, ModelTensor, bind, enumerate_tensors
+from paddleformers_fc.families.aoa_text import with_ties
 from paddleformers_fc.families.registry import tiny_models
-from paddleformers_fc.families.text import with_ties
-from paddleformers_fc.mapping import Mapping, Shape, TensorSpec
+from paddleformers_fc.mapping import Shape, TensorMapping, TensorSpec
 
 DEGREES = (1, 2, 4)
 NAMES = tuple(family.name for family in FAMILIES)
 
 
-def side(shapes: MappingABC[str, Shape], cuts: MappingABC[str, Shape] | None = None) -> dict[str, AoaTensor]:
+def side(shapes: Mapping[str, Shape], cuts: Mapping[str, Shape] | None = None) -> dict[str, AoaTensor]:
     """Tensors of float32 with these shapes, cut as given."""
     return {
         name: AoaTensor(shape, "float32", (cuts or {}).get(name, (1,) * len(shape))) for name, shape in shapes.items()
     }
 
 
-def side_of(specs: MappingABC[str, TensorSpec], cuts: MappingABC[str, Shape] | None = None) -> dict[str, AoaTensor]:
+def side_of(specs: Mapping[str, TensorSpec], cuts: Mapping[str, Shape] | None = None) -> dict[str, AoaTensor]:
     """The tensors of one side of a mapping."""
     return {
         name: AoaTensor(spec.shape, spec.dtype, cuts[name]) if cuts and name in cuts else uncut(spec.shape, spec.dtype)
@@ -38,7 +38,7 @@ class Model:
     family: Family
     described: ModelDescription
     tensors: tuple[ModelTensor, ...]
-    mapping: Mapping
+    mapping: TensorMapping
 
     @property
     def cuts(self) -> dict[str, Shape]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping as MappingABC, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from paddle.distributed.flex_checkpoint.aoa.aoa_engine import AOAEngine, ShardMappingEntry
@@ -15,7 +15,7 @@ from paddleformers_fc.mapping.boxes import shifted
 from paddleformers_fc.mapping.correspondences import coalesced
 from tests.mapping.numbers import Arrays, slices
 
-Tensors = MappingABC[str, AoaTensor]
+Tensors = Mapping[str, AoaTensor]
 
 
 def shards(name: str, tensor: AoaTensor) -> list[ShardedWeightDesc]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from paddleformers_fc import aoa
-from paddleformers_fc.mapping import Mapping
+from paddleformers_fc.mapping import TensorMapping
 from tests.aoa import stock
 from tests.harness.documents import run_examples
 from tests.mapping.numbers import moved, numbered
@@ -18,10 +18,12 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "aoa.md"
 def test_the_examples_print_the_output_in_the_document_and_paddle_moves_the_same_numbers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    accepted: list[tuple[list[str], stock.Tensors, stock.Tensors, Mapping]] = []
+    accepted: list[tuple[list[str], stock.Tensors, stock.Tensors, TensorMapping]] = []
     parse = aoa.parse
 
-    def noted(statements: list[str], left: stock.Tensors, right: stock.Tensors, ties: list[object] = ()) -> Mapping:  # type: ignore[assignment]
+    def noted(
+        statements: list[str], left: stock.Tensors, right: stock.Tensors, ties: list[object] = ()
+    ) -> TensorMapping:  # type: ignore[assignment]
         mapping = parse(statements, left, right, ties)  # type: ignore[arg-type]
         if not ties:
             accepted.append((list(statements), left, right, mapping))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping as MappingABC, Sequence
+from collections.abc import Mapping, Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -18,7 +18,7 @@ from tests.mapping.numbers import moved, numbered
 
 logging.getLogger("paddle.distributed.flex_checkpoint.aoa.aoa_engine").setLevel(logging.CRITICAL)
 
-Shapes = MappingABC[str, Shape]
+Shapes = Mapping[str, Shape]
 HEADS = "num_heads=4, num_key_value_groups=2"
 
 Form = tuple[list[str], Shapes, Shapes, Shapes, Shapes]

@@ -11,8 +11,8 @@ from hypothesis import given, strategies as st
 from paddleformers_fc.aoa import AoaTensor, Hints, normal, parse, render
 from paddleformers_fc.aoa.layers import reduce_layers
 from paddleformers_fc.families import FAMILIES, Family, bind, enumerate_tensors
-from paddleformers_fc.families.text import with_ties
-from paddleformers_fc.mapping import Correspondence, Mapping, TensorSpec, prove
+from paddleformers_fc.families.aoa_text import with_ties
+from paddleformers_fc.mapping import Correspondence, TensorMapping, TensorSpec, prove
 from paddleformers_fc.mapping.boxes import Box, whole
 from tests.families.spaces import model_of, nested_settings
 from tests.harness.sampling import thorough
@@ -102,7 +102,7 @@ def _both(*parts: Part) -> Part:
     return items, sources, targets
 
 
-def mapping_of(layers: Sequence[list[str]], dropped: Sequence[int] = (), fresh: Sequence[int] = ()) -> Mapping:
+def mapping_of(layers: Sequence[list[str]], dropped: Sequence[int] = (), fresh: Sequence[int] = ()) -> TensorMapping:
     """A mapping whose layers hold these kinds of tensors."""
     parts = [moved("m.embed", "m.e.weight", tensor(7))]
     for number, kinds in enumerate(layers):
@@ -115,10 +115,10 @@ def mapping_of(layers: Sequence[list[str]], dropped: Sequence[int] = (), fresh: 
     items, sources, targets = _both(*parts)
     gone = {f"m.layers.{number}.gone": tensor(1) for number in dropped}
     new = {f"m.layers.{number}.new": tensor(1) for number in fresh}
-    return Mapping.of({**sources, **gone}, {**targets, **new}, items, frozenset(new), frozenset(gone))
+    return TensorMapping.of({**sources, **gone}, {**targets, **new}, items, frozenset(new), frozenset(gone))
 
 
-def texts(mapping: Mapping, hints: Hints, reverse: bool) -> tuple[list[str], Mapping]:
+def texts(mapping: TensorMapping, hints: Hints, reverse: bool) -> tuple[list[str], TensorMapping]:
     """The text, and what it means of the whole mapping."""
     statements = render(mapping, hints, reverse=reverse)
     left, right = (mapping.targets, mapping.sources) if reverse else (mapping.sources, mapping.targets)
@@ -130,7 +130,7 @@ def texts(mapping: Mapping, hints: Hints, reverse: bool) -> tuple[list[str], Map
     return statements, parse(statements, *sides)
 
 
-def check(mapping: Mapping, hints: Hints) -> None:
+def check(mapping: TensorMapping, hints: Hints) -> None:
     for reverse in (False, True):
         _, back = texts(mapping, hints, reverse)
         expected = mapping.reversed() if reverse else mapping

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from paddleformers_fc.aoa import Hints, normal, parse, render
-from paddleformers_fc.families.text import aoa_text, tiny_aoa_text
-from paddleformers_fc.mapping import Mapping, prove
+from paddleformers_fc.families.aoa_text import aoa_text, tiny_aoa_text
+from paddleformers_fc.mapping import TensorMapping, prove
 from tests.aoa import stock
 from tests.aoa.spaces import DEGREES, NAMES, Model, model, side_of
 from tests.mapping.numbers import moved, numbered
 
 
-def agree(statements: list[str], mapping: Mapping, left: stock.Tensors, right: stock.Tensors) -> None:
+def agree(statements: list[str], mapping: TensorMapping, left: stock.Tensors, right: stock.Tensors) -> None:
     """Paddle's slices, our reading of the text, and the mapping are one; and they move the same numbers."""
     entries = stock.plan(statements, left, right)
     assert stock.correspondences(entries) == normal(mapping)

@@ -11,7 +11,7 @@ from msgspec import structs
 
 from paddleformers_fc.aoa import Hints, normal, parse, render, rendering
 from paddleformers_fc.errors import MappingError
-from paddleformers_fc.mapping import Box, Correspondence, Mapping, Rule, RuleSet, Shape, TensorSpec, prove
+from paddleformers_fc.mapping import Box, Correspondence, Rule, RuleSet, Shape, TensorMapping, TensorSpec, prove
 from paddleformers_fc.mapping.rules import Slab
 from tests.aoa import stock
 from tests.aoa.spaces import side_of
@@ -26,7 +26,7 @@ def spec(*shape: int, dtype: str = "float32") -> TensorSpec:
     return TensorSpec(shape, dtype)
 
 
-def is_exact(mapping: Mapping, hints: Hints, text: list[str]) -> bool:
+def is_exact(mapping: TensorMapping, hints: Hints, text: list[str]) -> bool:
     """Whether Paddle and we read the text as the mapping."""
     left, right = side_of(mapping.sources, dict(hints.left)), side_of(mapping.targets, dict(hints.right))
     assert normal(parse(text, left, right)) == normal(mapping)
@@ -35,7 +35,7 @@ def is_exact(mapping: Mapping, hints: Hints, text: list[str]) -> bool:
     return all((ours[name] == theirs[name]).all() for name in ours)
 
 
-def rendered(mapping: Mapping, hints: Hints | None = None, *, reverse: bool = False) -> list[str]:
+def rendered(mapping: TensorMapping, hints: Hints | None = None, *, reverse: bool = False) -> list[str]:
     """The text, once it is known to be exact."""
     prove(mapping)
     hints = hints or Hints()
@@ -45,7 +45,7 @@ def rendered(mapping: Mapping, hints: Hints | None = None, *, reverse: bool = Fa
     return text
 
 
-def layers(count: int, rank: int = 2) -> Mapping:
+def layers(count: int, rank: int = 2) -> TensorMapping:
     rules = tuple(Rule((f"h.{i}.w",), (f"m.{i}.w",), (3,), 1, (1, 0)) for i in range(count))
     return RuleSet({f"m.{i}.w": spec(2, 3) for i in range(count)}, rules).mapping()
 
@@ -58,7 +58,7 @@ def test_layers_become_one_statement() -> None:
 def test_layers_of_two_kinds_under_one_name_are_spelled_out() -> None:
     mapping = layers(3)
     odd = RuleSet({"n.3.w": spec(2, 3)}, (Rule(("h.3.w",), ("n.3.w",), (3,), 1, (1, 0)),)).mapping()
-    both = Mapping.of(
+    both = TensorMapping.of(
         mapping.sources | odd.sources, mapping.targets | odd.targets, mapping.correspondences + odd.correspondences
     )
     assert len(rendered(both)) == 4
@@ -168,7 +168,7 @@ def test_a_tensor_whose_parts_are_read_in_two_orders_of_axes_cannot_be_expressed
         Correspondence("a", Box((0, 0), (2, 2)), "b", Box((0, 0), (2, 2)), (0, 1)),
         Correspondence("a", Box((2, 0), (4, 2)), "c", Box((0, 0), (2, 2)), (1, 0)),
     )
-    mapping = Mapping.of({"a": spec(4, 2)}, {"b": spec(2, 2), "c": spec(2, 2)}, items)
+    mapping = TensorMapping.of({"a": spec(4, 2)}, {"b": spec(2, 2), "c": spec(2, 2)}, items)
     prove(mapping)
     with pytest.raises(MappingError, match="a is read in two orders of its axes"):
         render(mapping)
@@ -188,7 +188,7 @@ def test_a_stack_of_unequal_slabs_cannot_be_taken_apart() -> None:
 
 
 def test_another_number_of_ranks_is_one_statement_per_fused_tensor() -> None:
-    def rules(degree: int) -> Mapping:
+    def rules(degree: int) -> TensorMapping:
         ffn = Rule(("g", "u"), ("gu",), (8, 8), 1, (1, 0), target_blocks=degree)
         qkv = Rule(("q", "k", "v"), ("qkv",), (16, 8, 8), 1, (1, 0), target_blocks=degree)
         return RuleSet({"gu": spec(3, 16), "qkv": spec(3, 32)}, (ffn, qkv)).mapping()
@@ -291,13 +291,13 @@ def test_text_that_would_be_read_as_another_mapping_is_never_returned(monkeypatc
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[Mapping, Hints]:
+def cases(draw: st.DrawFn) -> tuple[TensorMapping, Hints]:
     """Random rules; tensors of the right side bear names of the left side or their own, and are cut or not."""
     rules = draw(rule_sets())
     mapping = rules.mapping()
     free = draw(st.permutations([*mapping.sources, *mapping.targets]))
     names = dict(zip(mapping.targets, free, strict=False))
-    renamed = Mapping.of(
+    renamed = TensorMapping.of(
         mapping.sources,
         {names[name]: spec for name, spec in mapping.targets.items()},
         tuple(replace(item, target=names[item.target]) for item in mapping.correspondences),
@@ -317,6 +317,6 @@ def cut(rank: int, axis: int, count: int) -> Shape:
 
 @thorough(150)
 @given(cases(), st.booleans())
-def test_random_rules_are_written_and_read_as_such_by_paddle(case: tuple[Mapping, Hints], reverse: bool) -> None:
+def test_random_rules_are_written_and_read_as_such_by_paddle(case: tuple[TensorMapping, Hints], reverse: bool) -> None:
     mapping, hints = case
     rendered(mapping, hints, reverse=reverse)

@@ -26,7 +26,7 @@ from paddleformers_fc.execute.opening import open_on_all_ranks
 from paddleformers_fc.families import Family, ModelDescription, ModelTensor, family_for
 from paddleformers_fc.families.changes import config_changes
 from paddleformers_fc.families.declarations import declared, linear, only, same
-from paddleformers_fc.families.stored import completed
+from paddleformers_fc.families.mapping_document import completed
 from paddleformers_fc.formats.flex import open_flex
 from paddleformers_fc.layout.grid import parse_grid
 from paddleformers_fc.plan.simulate import declared_model

@@ -282,7 +282,7 @@ def _report(directory: Path) -> Target:
 
 
 def _codec(directory: Path) -> Target:
-    from paddleformers_fc.storage import codecs
+    from paddleformers_fc.storage import state_json
     from paddleformers_fc.trainer import position
 
     array = {"__array__": "<f4", "shape": [2, 2], "values": [1.0, 2.0, 3.0, 4.0]}
@@ -292,7 +292,7 @@ def _codec(directory: Path) -> Target:
     )
 
     def use(raw: bytes) -> None:
-        position.from_document(codecs.decode_object(raw, "trainer/data.json"), "trainer/data.json")
+        position.from_document(state_json.decode_object(raw, "trainer/data.json"), "trainer/data.json")
 
     return Target((data, data, state), use)
 
@@ -371,7 +371,7 @@ def _trainer(directory: Path) -> Target:
     import paddle
     from paddleformers.trainer import TrainerState
 
-    from paddleformers_fc.storage import codecs
+    from paddleformers_fc.storage import state_json
     from paddleformers_fc.trainer import documents, rng
 
     paddle.set_device("cpu")
@@ -379,14 +379,14 @@ def _trainer(directory: Path) -> Target:
     history = [{"loss": 1.5, "step": 3}]
     values: list[Any] = [dataclasses.asdict(TrainerState(global_step=3, epoch=0.5, log_history=history))]
     values += [scheduler.state_dict()]
-    states = tuple(json.loads(codecs.encode(value, "state")) for value in values)
+    states = tuple(json.loads(state_json.encode(value, "state")) for value in values)
     generators = json.loads(rng.capture(1, True)())
 
     def use(raw: bytes) -> None:
         rng.restore(raw, "trainer/rng-00000.json", 1, True, True)
 
     def use_states(raw: bytes) -> None:
-        value = codecs.decode_object(raw, "trainer/state.json")
+        value = state_json.decode_object(raw, "trainer/state.json")
         if "last_lr" in value:
             documents.refuse_unlike(value, scheduler.state_dict(), Path("trainer/scheduler.json"))
             scheduler.set_state_dict(value)
@@ -476,7 +476,7 @@ def _rule_set(**fields: Any) -> bytes:
 
 
 def _mapped(raw: bytes) -> None:
-    from paddleformers_fc.families.stored import decode_mapping
+    from paddleformers_fc.families.mapping_document import decode_mapping
 
     decode_mapping(raw, "mapping.json")[1].mapping()
 
@@ -518,7 +518,7 @@ def _sparse_manifest(place: Path) -> None:
 
 
 def _described(shards: dict[str, Any]) -> None:
-    from paddleformers_fc.layout.codec import decode_shards
+    from paddleformers_fc.layout.shard_json import decode_shards
     from paddleformers_fc.storage.safetensors import TensorEntry
 
     tensors = dict.fromkeys(shards, TensorEntry("F32", (), 0, 4))
@@ -552,7 +552,7 @@ def _unlike_names() -> None:
 
 
 def _decoded(document: Any) -> None:
-    from paddleformers_fc.storage.codecs import decode
+    from paddleformers_fc.storage.state_json import decode
 
     decode(written(document).encode(), "trainer/state.json")
 

@@ -14,10 +14,10 @@ from hypothesis import given, settings, strategies as st
 from paddleformers_fc.distributed.channel import ALONE
 from paddleformers_fc.errors import Corrupt, FlexError, FormatError, MappingError, PeerError, from_wire
 from paddleformers_fc.execute.opening import check_complete
-from paddleformers_fc.families.stored import decode_mapping
+from paddleformers_fc.families.mapping_document import decode_mapping
 from paddleformers_fc.formats.flex import open_flex
 from paddleformers_fc.formats.huggingface import open_huggingface
-from paddleformers_fc.layout.codec import decode_shards
+from paddleformers_fc.layout.shard_json import decode_shards
 from paddleformers_fc.plan.sources import stored_mapping
 from paddleformers_fc.storage.json_io import MAX_DEPTH, MAX_DIGITS, MAX_DOCUMENT_BYTES, parse_json
 from paddleformers_fc.storage.manifest import MANIFEST_NAME, read_manifest, write_manifest

@@ -23,7 +23,8 @@ import numpy as np
 from paddleformers_fc.distributed.channel import ALONE, Channel
 from paddleformers_fc.distributed.consistency import ConsistencyCheck
 from paddleformers_fc.errors import FlexError
-from paddleformers_fc.execute.arena import SnapshotArena
+from paddleformers_fc.execute.async_snapshot import SnapshotBuffer
+from paddleformers_fc.execute.element_ranges import ranges_of
 from paddleformers_fc.execute.load import load_checkpoint
 from paddleformers_fc.execute.memory import HostTensors
 from paddleformers_fc.execute.opening import open_on_all_ranks
@@ -39,7 +40,6 @@ from paddleformers_fc.execute.save import (
     write_and_commit,
 )
 from paddleformers_fc.execute.save_plan import SavePlan
-from paddleformers_fc.execute.stretches import stretches_of
 from paddleformers_fc.families import ModelDescription, family_for
 from paddleformers_fc.layout.grid import parse_grid
 from paddleformers_fc.layout.shards import Shard
@@ -106,10 +106,10 @@ def save_beside(output_dir: Path, grid: str, step: int, generation: int, channel
 
     def capture(part: LivePart, plan: SavePlan) -> HostTensors:
         try:
-            stretches = stretches_of(plan, channel.rank, step, part.replicas)
-            arena = SnapshotArena()
-            arena.reserve(part.tensors, stretches)
-            return arena.begin(part.tensors, stretches).finish()
+            ranges = ranges_of(plan, channel.rank, step, part.replicas)
+            buffer = SnapshotBuffer()
+            buffer.reserve(part.tensors, ranges)
+            return buffer.begin(part.tensors, ranges).finish()
         finally:
             captured.set()
 

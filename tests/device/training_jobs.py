@@ -169,7 +169,7 @@ def train_offloaded(output_dir: str, on: str, bf16: bool, resume: str | None = N
 
     from paddleformers_fc import FlexTrainer, FlexTrainingArguments
     from paddleformers_fc.execute import load
-    from paddleformers_fc.trainer import live_roles, saves_in_steps
+    from paddleformers_fc.trainer import live_roles, sync_save
 
     settings = {"cls": FlexTrainingArguments, "flex_checkpoint": True, "max_steps": 6, "save_steps": 3, "device": on}
     paddle.set_device(on)
@@ -196,7 +196,7 @@ def train_offloaded(output_dir: str, on: str, bf16: bool, resume: str | None = N
 
     trainer = tiny.trainer(tiny.build("llama", layout, args), args, cls=FlexTrainer, callbacks=[Watch()])
     load.read_redistributed = counted("load", load.read_redistributed)
-    saves_in_steps.write_and_commit = counted("save", saves_in_steps.write_and_commit)
+    sync_save.write_and_commit = counted("save", sync_save.write_and_commit)
     live_roles.create_states = counted("create", live_roles.create_states)
     trainer.train(resume_from_checkpoint=resume)
     weights = [one.local_tensor for one in trainer.model.sharded_state_dict().values()]

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paddleformers_fc.execute import compare, export_batches
-from paddleformers_fc.execute.compare import ComparedSide, differing_tensors
-from paddleformers_fc.execute.difference import compare_checkpoints
+from paddleformers_fc.execute import compare_bytes, export_batches
+from paddleformers_fc.execute.compare_bytes import ComparedSide, differing_tensors
+from paddleformers_fc.execute.diff_checkpoints import compare_checkpoints
 from paddleformers_fc.execute.digest import canonical_digests, digest_tensors, items_by_tensor, require_plan
 from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.execute.read_pool import ReadPool
@@ -105,7 +105,7 @@ def compared(one: Path, other: Path, piece_bytes: int) -> set[tuple[str, str]]:
         return differing_tensors(pool, *sides, dtypes, piece_bytes)
 
 
-@pytest.mark.parametrize("piece_bytes", [1000, compare.COMPARE_BYTES])
+@pytest.mark.parametrize("piece_bytes", [1000, compare_bytes.COMPARE_BYTES])
 def test_equal_numbers_are_equal_in_pieces_of_any_size_under_every_layout(
     piece_bytes: int, checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -117,7 +117,7 @@ def test_equal_numbers_are_equal_in_pieces_of_any_size_under_every_layout(
     assert compared(tmp_path / "hf", checkpoints["tp=2,pp=2"], piece_bytes) == set()
 
 
-@pytest.mark.parametrize("piece_bytes", [1000, compare.COMPARE_BYTES])
+@pytest.mark.parametrize("piece_bytes", [1000, compare_bytes.COMPARE_BYTES])
 @pytest.mark.parametrize("other", ["tp=2", "tp=2,pp=2", "hf"])
 def test_a_flipped_bit_at_any_place_is_found_in_the_tensor_whose_md5_it_changes(
     piece_bytes: int, other: str, checkpoints: dict[str, Path], tmp_path: Path

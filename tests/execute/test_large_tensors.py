@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from paddleformers_fc.execute.difference import compare_checkpoints
+from paddleformers_fc.execute.diff_checkpoints import compare_checkpoints
 from paddleformers_fc.formats import open_checkpoint
 
 MEBI = 2**20

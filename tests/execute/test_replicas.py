@@ -10,7 +10,7 @@ import pytest
 
 from paddleformers_fc.errors import MismatchError
 from paddleformers_fc.execute.replica_assignment import Replica, find_replicas
-from paddleformers_fc.execute.replicas import stretch
+from paddleformers_fc.execute.replicas import hashed_range
 from paddleformers_fc.execute.save import JobRecord, SaveReport, config_bytes, save_checkpoint
 from paddleformers_fc.layout import Shard
 from paddleformers_fc.mapping.boxes import whole
@@ -113,7 +113,7 @@ def test_of_a_large_replica_every_row_has_its_turn_and_a_save_hashes_one_part(
     rows: int, row: int, holders: int
 ) -> None:
     replica = Replica("model_state", "a", rows, row, rows * row * 4, holders, "g", "a")
-    hashed = [stretch(replica, step) for step in range(0, 100_000, 500)]
+    hashed = [hashed_range(replica, step) for step in range(0, 100_000, 500)]
     assert all(0 < high - low <= (rows // holders + 1) * row for low, high in hashed)
     assert all(low % row == 0 and high % row == 0 for low, high in hashed)
     assert len({low for low, _ in hashed}) == min(holders, rows)
@@ -122,4 +122,4 @@ def test_of_a_large_replica_every_row_has_its_turn_and_a_save_hashes_one_part(
 
 def test_a_small_replica_is_hashed_as_a_whole() -> None:
     replica = Replica("model_state", "a", 100, 7, 2800, 64, "g", "a")
-    assert stretch(replica, 5) == (0, 700)
+    assert hashed_range(replica, 5) == (0, 700)

@@ -20,8 +20,9 @@ from msgspec.structs import replace
 from paddleformers_fc.distributed.consistency import ConsistencyCheck
 from paddleformers_fc.errors import MismatchError, StorageError
 from paddleformers_fc.execute import replica_assignment
-from paddleformers_fc.execute.arena import SnapshotArena
+from paddleformers_fc.execute.async_snapshot import SnapshotBuffer
 from paddleformers_fc.execute.digest import canonical_digests
+from paddleformers_fc.execute.element_ranges import ranges_of
 from paddleformers_fc.execute.load import load_checkpoint
 from paddleformers_fc.execute.memory import HostTensors, host_pieces
 from paddleformers_fc.execute.opening import open_on_all_ranks
@@ -36,7 +37,6 @@ from paddleformers_fc.execute.save import (
     write_and_commit,
 )
 from paddleformers_fc.execute.save_plan import MAX_CACHED_PLANS, SavePlan, SavePlanCache
-from paddleformers_fc.execute.stretches import stretches_of
 from paddleformers_fc.families import ModelDescription
 from paddleformers_fc.storage import files
 from paddleformers_fc.storage.manifest import MANIFEST_NAME, read_manifest
@@ -193,12 +193,12 @@ def test_a_snapshot_of_copies_is_written_and_committed_after_training_has_contin
     def work(channel: ThreadChannel) -> int:
         directory, small = tmp_path / "checkpoint-3", {"config.json": config_bytes(CONFIG)} if not channel.rank else {}
         roles, job = live(ARRAYS, 2, channel.rank), JobRecord(3, 24, {})
-        arena = SnapshotArena()
+        buffer = SnapshotBuffer()
 
         def capture(part: LivePart, plan: SavePlan) -> HostTensors:
-            stretches = stretches_of(plan, channel.rank, 3, replicas)
-            arena.reserve(part.tensors, stretches)
-            return arena.begin(part.tensors, stretches).finish()
+            ranges = ranges_of(plan, channel.rank, 3, replicas)
+            buffer.reserve(part.tensors, ranges)
+            return buffer.begin(part.tensors, ranges).finish()
 
         consistency = ConsistencyCheck("saving", comparable_facts(MODEL, job, 10**9, replicas))
         taken = snapshot(lambda: live_part(roles, MODEL, small, job, 10**9, replicas), capture, channel, consistency)
@@ -206,7 +206,7 @@ def test_a_snapshot_of_copies_is_written_and_committed_after_training_has_contin
             for weight in weights.values():
                 weight.local_tensor.zero_()
         write_and_commit(taken, directory, channel)
-        return arena.capacity
+        return buffer.capacity
 
     sizes = succeed(2, work)
     assert restored(tmp_path / "checkpoint-3")

@@ -190,16 +190,16 @@ def _exported_config(source: Mapping[str, Any], kept: bool) -> dict[str, Any] | 
     import paddle
 
     from paddleformers_fc.errors import FlexError
-    from paddleformers_fc.trainer import documents, inherited
+    from paddleformers_fc.trainer import documents, pretrained_documents
 
     model_type = source["model_type"]
     package = importlib.import_module(f"paddleformers.transformers.{model_type}.configuration")
     model = paddle.nn.Linear(2, 2)  # The classes of half of the families cannot be imported here.
     model.config = getattr(package, CONFIGS[model_type]).from_dict(copy.deepcopy(dict(source)))
     model.is_fleet, model.can_generate = model_type in ("kimi_k2", "minimax_m2"), lambda: False
-    inherited.keep_use_cache(model)
+    pretrained_documents.keep_use_cache(model)
     if kept:
-        inherited.take_over(model, source, None)
+        pretrained_documents.take_over(model, source, None)
     model.config.use_cache = False  # As every Trainer sets it.
     try:
         return dict(json.loads(documents.config_text(model)))

@@ -15,7 +15,7 @@ from paddleformers_fc.aoa import normal, render
 from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.families import ModelTensor, bind, enumerate_tensors
-from paddleformers_fc.families.text import with_ties
+from paddleformers_fc.families.aoa_text import with_ties
 from paddleformers_fc.mapping import TensorSpec
 from paddleformers_fc.verification.derivation.derive import Derivation, derive_rules
 from paddleformers_fc.verification.derivation.layer_kinds import LayeredTensor, LayerKind, kind_of_classes

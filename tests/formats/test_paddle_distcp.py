@@ -16,7 +16,7 @@ import pytest
 from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.distributed.channel import LocalChannel
 from paddleformers_fc.errors import Corrupt, FlexError, FormatError, NotACheckpoint
-from paddleformers_fc.execute.difference import compare_checkpoints
+from paddleformers_fc.execute.diff_checkpoints import compare_checkpoints
 from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.execute.inspect import inspect_directory
 from paddleformers_fc.execute.verify import verify_checkpoint

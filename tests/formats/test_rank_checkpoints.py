@@ -18,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 import paddleformers_fc
 from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.errors import Corrupt, FlexError, FormatError, MappingError, NotACheckpoint
-from paddleformers_fc.execute.difference import compare_checkpoints
+from paddleformers_fc.execute.diff_checkpoints import compare_checkpoints
 from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.execute.inspect import inspect_directory
 from paddleformers_fc.execute.verify import verify_checkpoint

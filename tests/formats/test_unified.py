@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 import paddleformers_fc
 from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.errors import Corrupt, Diverged, FlexError, FormatError, MappingError
-from paddleformers_fc.execute.difference import compare_checkpoints
+from paddleformers_fc.execute.diff_checkpoints import compare_checkpoints
 from paddleformers_fc.execute.verify import verify_checkpoint
 from paddleformers_fc.families import ModelDescription, enumerate_tensors, family_for
 from paddleformers_fc.formats import format_of, open_checkpoint

@@ -10,8 +10,8 @@ from hypothesis import given, strategies as st
 
 from paddleformers_fc.errors import FormatError, MismatchError
 from paddleformers_fc.layout import Shard, split_state_name
-from paddleformers_fc.layout.codec import decode_shards, encode_shards
 from paddleformers_fc.layout.live import describe_roles, facts_of, shard_of
+from paddleformers_fc.layout.shard_json import decode_shards, encode_shards
 from paddleformers_fc.mapping.boxes import Box, shifted, whole
 from paddleformers_fc.storage.safetensors import TensorEntry
 from tests.harness.sampling import thorough

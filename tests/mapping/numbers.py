@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from paddleformers_fc.mapping import Mapping
+from paddleformers_fc.mapping import TensorMapping
 from paddleformers_fc.mapping.boxes import Box
 
 Arrays = dict[str, np.ndarray[Any, Any]]
@@ -17,7 +17,7 @@ def slices(box: Box) -> tuple[slice, ...]:
     return tuple(slice(low, high) for low, high in zip(box.lo, box.hi, strict=True))
 
 
-def moved(mapping: Mapping, arrays: Arrays) -> Arrays:
+def moved(mapping: TensorMapping, arrays: Arrays) -> Arrays:
     """The targets of a mapping, from the values of its sources; what nothing writes stays at -1."""
     out = {name: np.full(spec.shape, -1.0) for name, spec in mapping.targets.items()}
     for item in mapping.correspondences:
@@ -28,7 +28,7 @@ def moved(mapping: Mapping, arrays: Arrays) -> Arrays:
     return out
 
 
-def numbered(mapping: Mapping) -> Arrays:
+def numbered(mapping: TensorMapping) -> Arrays:
     """Sources whose every element has a value of its own."""
     arrays: Arrays = {}
     start = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from paddleformers_fc.mapping import Correspondence, Mapping, Rule, RuleSet, TensorSpec
+from paddleformers_fc.mapping import Correspondence, Rule, RuleSet, TensorMapping, TensorSpec
 from paddleformers_fc.mapping.rules import Parts
 
 
@@ -46,6 +46,6 @@ def rule_sets(draw: st.DrawFn) -> RuleSet:
     return RuleSet({name: spec for _, specs in made for name, spec in specs}, tuple(rule for rule, _ in made))
 
 
-def with_items(mapping: Mapping, *items: Correspondence) -> Mapping:
+def with_items(mapping: TensorMapping, *items: Correspondence) -> TensorMapping:
     """The mapping of the same spaces with these correspondences instead."""
-    return Mapping.of(mapping.sources, mapping.targets, items, mapping.fresh, mapping.dropped)
+    return TensorMapping.of(mapping.sources, mapping.targets, items, mapping.fresh, mapping.dropped)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 
 from paddleformers_fc.errors import MappingError
-from paddleformers_fc.mapping import Mapping, Rule, RuleSet, TensorSpec, prove
+from paddleformers_fc.mapping import Rule, RuleSet, TensorMapping, TensorSpec, prove
 from paddleformers_fc.mapping.agreement import disagreements, require_agreement
 from paddleformers_fc.mapping.boxes import Box
 from tests.mapping.numbers import moved, numbered
@@ -22,7 +22,7 @@ BEYOND_THE_PROOF = {"swap", "wrong axis"}
 """Kinds of mutants that may leave every element with one source; the proof alone refuses the others."""
 
 
-def refused(mutant: Mapping, declared: Mapping) -> str | None:
+def refused(mutant: TensorMapping, declared: TensorMapping) -> str | None:
     """What refuses a mutant: its own proof, the comparison with the declaration, or nothing."""
     try:
         prove(mutant)
@@ -31,7 +31,7 @@ def refused(mutant: Mapping, declared: Mapping) -> str | None:
     return "agreement" if list(disagreements(mutant, declared)) else None
 
 
-def same_numbers(one: Mapping, other: Mapping) -> bool:
+def same_numbers(one: TensorMapping, other: TensorMapping) -> bool:
     """Whether two mappings move the same numbers to the same places, in the same dtypes."""
     casts = [{(item.target, item.cast) for item in mapping.correspondences} for mapping in (one, other)]
     if casts[0] != casts[1] or one.targets != other.targets:
@@ -43,14 +43,14 @@ def same_numbers(one: Mapping, other: Mapping) -> bool:
     return all(np.array_equal(first[name], second[name]) for name in first)
 
 
-def mutants(mapping: Mapping) -> Iterator[tuple[str, Mapping]]:
+def mutants(mapping: TensorMapping) -> Iterator[tuple[str, TensorMapping]]:
     """Every kind of mutation at eight correspondences of a mapping, or at all of them."""
     items = mapping.correspondences
     for index in range(0, len(items), -(-len(items) // 8)):
         item = items[index]
         others = [*items[:index], *items[index + 1 :]]
 
-        def changed(**changes: object) -> Mapping:
+        def changed(**changes: object) -> TensorMapping:
             made = dataclasses.replace(item, **changes)  # type: ignore[arg-type]  # noqa: B023
             return with_items(mapping, *others, made)  # noqa: B023
 
@@ -109,7 +109,7 @@ def test_every_mutant_that_changes_a_number_is_refused(capsys: pytest.CaptureFix
     assert any(kind.endswith("by agreement") for kind in CAUGHT)
 
 
-def fused(groups: int) -> Mapping:
+def fused(groups: int) -> TensorMapping:
     rule = Rule(("q", "k", "v"), ("qkv",), (16, 8, 8), 1, (1, 0), target_blocks=groups)
     return RuleSet({"qkv": TensorSpec((6, 32), "float32")}, (rule,)).mapping()
 

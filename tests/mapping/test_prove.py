@@ -7,14 +7,14 @@ import dataclasses
 import pytest
 
 from paddleformers_fc.errors import MappingError
-from paddleformers_fc.mapping import Mapping, Rule, RuleSet, TensorSpec, prove
+from paddleformers_fc.mapping import Rule, RuleSet, TensorMapping, TensorSpec, prove
 from paddleformers_fc.mapping.boxes import Box
 from tests.mapping.strategies import with_items
 
 RULE = Rule(("a", "b"), ("c",), (2, 5), 0, (0, 1))
 
 
-def proved(rule: Rule = RULE) -> Mapping:
+def proved(rule: Rule = RULE) -> TensorMapping:
     mapping = RuleSet({"c": TensorSpec((7, 3), "float32")}, (rule,)).mapping()
     prove(mapping)
     return mapping
@@ -71,5 +71,5 @@ def test_a_box_outside_its_tensor_is_refused() -> None:
 def test_all_faults_come_in_one_report_with_indices_folded() -> None:
     targets = {f"model.layers.{i}.w.weight": TensorSpec((2,), "float32") for i in range(32)}
     with pytest.raises(MappingError) as caught:
-        prove(Mapping({}, targets, {}))
+        prove(TensorMapping({}, targets, {}))
     assert caught.value.evidence == ("model.layers.{0...31}.w.weight: [0:2] is not written",)

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 
 from paddleformers_fc.errors import FormatError, MappingError
-from paddleformers_fc.mapping import Mapping, Rule, RuleSet, TensorSpec, Tie, prove
+from paddleformers_fc.mapping import Rule, RuleSet, TensorMapping, TensorSpec, Tie, prove
 from paddleformers_fc.mapping.boxes import whole
-from paddleformers_fc.mapping.codec import decode_rules, encode_rules
 from paddleformers_fc.mapping.rules import Slab
+from paddleformers_fc.mapping.rules_json import decode_rules, encode_rules
 from tests.harness.sampling import thorough
 from tests.mapping.numbers import moved, numbered
 from tests.mapping.strategies import rule_sets
@@ -231,7 +231,7 @@ def test_equal_stacks_of_experts_compose_to_whole_tensors(blocks: int) -> None:
 
 
 def test_stacks_in_another_order_are_not_taken_for_whole_tensors() -> None:
-    def stacked(order: list[int]) -> Mapping:
+    def stacked(order: list[int]) -> TensorMapping:
         rules = [Rule((f"{e}",), ("stack",), (4,), 1, (-1, 0), slab=Slab(0, at, at + 1)) for at, e in enumerate(order)]
         return rule_set(*rules, stack=(3, 4)).mapping()
 

@@ -12,7 +12,7 @@ import numpy as np
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.families import Family, ModelDescription, ModelTensor, bind, enumerate_tensors, family_for
 from paddleformers_fc.families.declarations import Statement, TargetIndex
-from paddleformers_fc.mapping import Mapping, prove
+from paddleformers_fc.mapping import TensorMapping, prove
 from tests.harness import tiny
 from tests.mapping.numbers import Arrays, moved
 from tests.parity import fixtures, jobs
@@ -63,7 +63,7 @@ def declared(statements: Sequence[Statement], tensors: Sequence[ModelTensor]) ->
     return {target for tensor in tensors for target in index.find(tensor.name)[0]}
 
 
-def _headers(mapping: Mapping) -> dict[str, Any]:
+def _headers(mapping: TensorMapping) -> dict[str, Any]:
     return {name: spec.shape for name, spec in mapping.sources.items()}
 
 

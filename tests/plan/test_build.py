@@ -16,7 +16,7 @@ from paddleformers_fc.formats import OpenedCheckpoint
 from paddleformers_fc.formats.catalog import Catalog, StoredFragment, StoredTensor, gather_shards
 from paddleformers_fc.formats.checkpoint import StoredModel
 from paddleformers_fc.layout import Shard
-from paddleformers_fc.mapping import Mapping, Rule, RuleSet, TensorSpec
+from paddleformers_fc.mapping import Rule, RuleSet, TensorMapping, TensorSpec
 from paddleformers_fc.mapping.boxes import Box, shifted, whole
 from paddleformers_fc.plan import LoadPlan, ReadSource, plan_reads, resume_source
 from paddleformers_fc.plan.report import Report
@@ -77,7 +77,7 @@ def test_any_shard_of_a_fused_tensor_is_put_together_from_any_pieces(
     assert (got == expected[low:high]).all()
 
 
-def plan_of(catalog: Catalog, mapping: Mapping, shard: Shard, role: str = "model_state") -> LoadPlan:
+def plan_of(catalog: Catalog, mapping: TensorMapping, shard: Shard, role: str = "model_state") -> LoadPlan:
     return plan_reads(ReadSource(catalog, mapping), {role: {shard.name: shard}})
 
 

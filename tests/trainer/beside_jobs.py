@@ -27,13 +27,13 @@ def with_late_copies(job: str, **settings: Any) -> Any:
         job: module and function.
         settings: its arguments.
     """
-    from paddleformers_fc.execute.arena import SnapshotCopy
-    from paddleformers_fc.trainer import saves_beside_steps
-    from paddleformers_fc.trainer.between_steps import BetweenSteps
+    from paddleformers_fc.execute.async_snapshot import SnapshotCopy
+    from paddleformers_fc.trainer import async_save
     from paddleformers_fc.trainer.ema import MovingAverage
+    from paddleformers_fc.trainer.update_barrier import UpdateBarrier
 
     wanted, average_wanted, updated = threading.Event(), threading.Event(), threading.Event()
-    prepare, finish, copy = saves_beside_steps.prepare, BetweenSteps.finish, SnapshotCopy.finish
+    prepare, finish, copy = async_save.prepare, UpdateBarrier.finish, SnapshotCopy.finish
     settled = MovingAverage.wait_for_update
 
     def prepare_again(*args: Any) -> Any:
@@ -56,9 +56,9 @@ def with_late_copies(job: str, **settings: Any) -> Any:
         updated.wait(_A_WHILE)
         return copy(self)
 
-    saves_beside_steps.prepare = prepare_again
-    BetweenSteps.finish = finish_wanted
-    BetweenSteps.on_optimizer_end = lambda *args, **kwargs: updated.set()
+    async_save.prepare = prepare_again
+    UpdateBarrier.finish = finish_wanted
+    UpdateBarrier.on_optimizer_end = lambda *args, **kwargs: updated.set()
     SnapshotCopy.finish = copy_late
     MovingAverage.wait_for_update = settled_wanted
     module, _, name = job.partition(":")
@@ -132,7 +132,7 @@ def _install(fault: Fault) -> Any:
     """Make the fault happen in this process, as long as what is returned lives."""
     import errno
 
-    from paddleformers_fc.execute.arena import SnapshotCopy
+    from paddleformers_fc.execute.async_snapshot import SnapshotCopy
     from tests.crash.net import Net, Open, Operation, cast
 
     class Refuse(Open):
@@ -193,9 +193,9 @@ def break_off(at: int, victims: list[int], kind: str, **settings: Any) -> dict[s
 
     from paddleformers.trainer import TrainerCallback
 
-    from paddleformers_fc.trainer import saves_beside_steps
+    from paddleformers_fc.trainer import async_save
 
-    raised, write = threading.Event(), saves_beside_steps.write_and_commit
+    raised, write = threading.Event(), async_save.write_and_commit
     is_victim = int(os.environ.get("PADDLE_TRAINER_ID", "0")) in victims
 
     def write_late(taken: Any, *args: Any) -> Any:
@@ -209,7 +209,7 @@ def break_off(at: int, victims: list[int], kind: str, **settings: Any) -> dict[s
                 raised.set()
                 raise getattr(builtins, kind)("broken off")
 
-    saves_beside_steps.write_and_commit = write_late
+    async_save.write_and_commit = write_late
     trainer = flex_trainer(**settings, callbacks=[BreakOff()])
     try:
         trainer.train()
@@ -225,10 +225,10 @@ def count_exchanges(**settings: Any) -> list[int]:
     """Train; the exchanges of the training thread from the end of every save's beginning to that of the next one."""
     from paddleformers_fc.distributed import channel
     from paddleformers_fc.distributed.communicator import Communicator
-    from paddleformers_fc.trainer.saves_beside_steps import SavesBesideSteps
+    from paddleformers_fc.trainer.async_save import AsyncSaves
 
     counted = [0]
-    save = SavesBesideSteps.save
+    save = AsyncSaves.save
 
     def counting(native: Callable[..., Any]) -> Callable[..., Any]:
         def exchange(*args: Any, **kwargs: Any) -> Any:
@@ -242,7 +242,7 @@ def count_exchanges(**settings: Any) -> list[int]:
         save(self, *args)
         counted.append(0)
 
-    SavesBesideSteps.save = save_and_begin
+    AsyncSaves.save = save_and_begin
     for kind in (Communicator, channel.PaddleChannel):
         kind.all_gather, kind.all_to_all = counting(kind.all_gather), counting(kind.all_to_all)
     flex_trainer(**settings).train()
@@ -256,12 +256,12 @@ def hold_the_first_save(held: int, until: int, **settings: Any) -> dict[str, Any
         the steps in the order of their commits, whether the snapshots between the two were whole before the first
         commit, and the lines of the log about waiting.
     """
-    from paddleformers_fc.trainer import saves_beside_steps
-    from paddleformers_fc.trainer.host import logger
-    from paddleformers_fc.trainer.saves_beside_steps import SavesBesideSteps
+    from paddleformers_fc.trainer import async_save
+    from paddleformers_fc.trainer.async_save import AsyncSaves
+    from paddleformers_fc.trainer.library import logger
 
     waits, committed, captured = threading.Event(), [], []
-    write, wait_for = saves_beside_steps.write_and_commit, SavesBesideSteps._wait_for
+    write, wait_for = async_save.write_and_commit, AsyncSaves._wait_for
     lines: list[str] = []
 
     def write_held(taken: Any, *args: Any) -> Any:
@@ -282,7 +282,7 @@ def hold_the_first_save(held: int, until: int, **settings: Any) -> dict[str, Any
             if "Waited" in record.getMessage():
                 lines.append(record.getMessage())
 
-    saves_beside_steps.write_and_commit, SavesBesideSteps._wait_for = write_held, wait_and_note
+    async_save.write_and_commit, AsyncSaves._wait_for = write_held, wait_and_note
     getattr(logger, "logger", logger).addHandler(Lines())
     trainer = flex_trainer(**settings)
     trainer.train()
@@ -296,10 +296,10 @@ def change_shards(odd: int, at: int, **settings: Any) -> Any:
         odd: the rank.
         at: the step.
     """
-    from paddleformers_fc.execute import arena
+    from paddleformers_fc.execute import async_snapshot
     from paddleformers_fc.trainer import save_job
 
-    roles, begin = save_job._roles, arena.SnapshotArena.begin
+    roles, begin = save_job._roles, async_snapshot.SnapshotBuffer.begin
     begun: list[int] = []
     trainer = flex_trainer(**settings)
 
@@ -315,7 +315,7 @@ def change_shards(odd: int, at: int, **settings: Any) -> Any:
         begun.append(trainer.state.global_step)
         return begin(self, *args)
 
-    save_job._roles, arena.SnapshotArena.begin = without_one, noted
+    save_job._roles, async_snapshot.SnapshotBuffer.begin = without_one, noted
     trainer.train()
     return {**outcome(trainer), "begun": begun}
 
@@ -381,9 +381,9 @@ def break_off_in_a_reporter(**settings: Any) -> str | None:
         the error that ended training.
     """
     from paddleformers_fc import FlexCheckpointCallback
-    from paddleformers_fc.trainer import saves_beside_steps
+    from paddleformers_fc.trainer import async_save
 
-    begun, write = threading.Event(), saves_beside_steps.write_and_commit
+    begun, write = threading.Event(), async_save.write_and_commit
 
     def write_late(taken: Any, *args: Any) -> Any:
         assert taken.job.step > 1 or begun.wait(_LONG)
@@ -398,7 +398,7 @@ def break_off_in_a_reporter(**settings: Any) -> str | None:
             if state.global_step == 2:
                 begun.set()
 
-    saves_beside_steps.write_and_commit = write_late
+    async_save.write_and_commit = write_late
     trainer = flex_trainer(**settings, callbacks=[Broken()])
     try:
         trainer.train()

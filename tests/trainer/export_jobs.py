@@ -118,20 +118,20 @@ def generation_settings(text: str) -> dict[str, Any]:
     from paddleformers.transformers.gpt_oss.configuration import GptOssConfig
     from paddleformers.transformers.gpt_oss.modeling import GptOssForCausalLM
 
-    from paddleformers_fc.trainer import inherited
+    from paddleformers_fc.trainer import pretrained_documents
 
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64, "head_dim": 8}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 2}
     model = GptOssForCausalLM(GptOssConfig(**sizes, **heads, fuse_rms_norm=False))
-    inherited.take_over(model, {}, text.encode())
+    pretrained_documents.take_over(model, {}, text.encode())
     found: dict[str, Any] = {
         "generates": model.can_generate(),
         "temperature": model.generation_config.temperature,
-        "kept": inherited.generation_file(model)[inherited.GENERATION].decode(),
+        "kept": pretrained_documents.generation_file(model)[pretrained_documents.GENERATION].decode(),
     }
     model.generation_config.temperature = 0.25
-    inherited.take_over(model, {}, text.encode())  # As of a checkpoint that is resumed.
-    changed = inherited.generation_file(model)[inherited.GENERATION]
+    pretrained_documents.take_over(model, {}, text.encode())  # As of a checkpoint that is resumed.
+    changed = pretrained_documents.generation_file(model)[pretrained_documents.GENERATION]
     return {**found, "changed": json.loads(changed)["temperature"]}
 
 

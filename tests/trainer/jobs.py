@@ -114,7 +114,7 @@ def snapshot_sizes(**settings: Any) -> dict[str, int]:
     trainer.train()
     saver: Any = job_state_of(trainer).saver
     least = least_snapshot_bytes(trainer, descriptor_of(trainer.optimizer))
-    return {"least": least, "kept": saver._slots[0].arena.capacity}
+    return {"least": least, "kept": saver._slots[0].buffer.capacity}
 
 
 def run_at_home(home: str, **settings: Any) -> dict[str, Any]:

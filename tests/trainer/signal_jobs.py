@@ -89,10 +89,10 @@ def run_signalled_while_saving(held: int, **settings: Any) -> dict[str, Any]:
 
     from paddleformers.trainer import TrainerCallback
 
-    from paddleformers_fc.trainer import saves_beside_steps
+    from paddleformers_fc.trainer import async_save
     from tests.harness.limits import LIMIT
 
-    sent, write, saves = threading.Event(), saves_beside_steps.write_and_commit, []
+    sent, write, saves = threading.Event(), async_save.write_and_commit, []
 
     def write_late(taken: Any, *args: Any) -> Any:
         assert sent.wait(LIMIT)
@@ -110,7 +110,7 @@ def run_signalled_while_saving(held: int, **settings: Any) -> dict[str, Any]:
         def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             saves.append(state.global_step)
 
-    saves_beside_steps.write_and_commit = write_late
+    async_save.write_and_commit = write_late
     trainer = flex_trainer(**settings, callbacks=[Sender()])
     try:
         trainer.train()

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from paddleformers_fc.errors import FormatError
-from paddleformers_fc.storage.codecs import decode, decode_object, encode, readable
+from paddleformers_fc.storage.state_json import decode, decode_object, encode, readable
 
 PLAIN = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
 VALUES = st.recursive(

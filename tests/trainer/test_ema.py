@@ -13,10 +13,10 @@ import pytest
 import paddleformers_fc
 from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.errors import OptionError
-from paddleformers_fc.execute.averaging import update_weight
 from paddleformers_fc.execute.digest import canonical_digests
+from paddleformers_fc.execute.ema_update import update_weight
 from paddleformers_fc.storage.block_checksums import digest_of
-from paddleformers_fc.trainer.ema import AverageSettings
+from paddleformers_fc.trainer.ema import EmaSettings
 from tests.harness.tiny import DP2, EP2, PP2, SD2S2, SD2S3, SD2V1, SD2V2, SINGLE, TP2, MatrixLayout
 
 JOBS = "tests.trainer.jobs"
@@ -282,7 +282,7 @@ def test_an_average_is_updated_when_it_is_due(ranks: ForkServer, tmp_path: Path)
 
 
 def test_an_average_of_a_checkpoint_is_continued_before_the_step_at_which_a_new_one_starts() -> None:
-    settings = AverageSettings(DECAY, interval=2, start_step=5)
+    settings = EmaSettings(DECAY, interval=2, start_step=5)
     assert [step for step in range(1, 10) if settings.is_due(step, step > 5)] == [5, 6, 8]
     assert [step for step in range(3, 10) if settings.is_due(step, True)] == [4, 6, 8]
 

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.storage.export_checksums import CHECKSUMS_NAME
-from tests.formats.test_block_scales import DECLARED, expected, quantized
+from tests.formats.test_fp8_weights import DECLARED, expected, quantized
 from tests.harness import tiny
 from tests.trainer.open_weights_jobs import serve_as_hub
 from tests.trainer.test_pretrained import weights_of

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.test_packaging import ROOT, call, environment
-from tests.trainer.test_figures import Scalars, scalars
+from tests.trainer.test_metrics import Scalars, scalars
 
 REQUIREMENTS = ("tensorboardX==2.6.5", "tensorboard==2.21.0", "wandb==0.31.0")
 SCRIPT = Path(__file__).with_name("reporter_script.py")

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from paddleformers_fc.aoa import Hints, render
 from paddleformers_fc.aoa.names import EXPERT, LAYER, NameIndex
 from paddleformers_fc.errors import MappingError
-from paddleformers_fc.mapping import Mapping as TensorMapping, Shape, TensorSpec
+from paddleformers_fc.mapping import Shape, TensorMapping, TensorSpec
 from paddleformers_fc.verification.derivation.options import Option
 
 _NAME = re.compile(r"[A-Za-z_][\w.]*\.\w*")

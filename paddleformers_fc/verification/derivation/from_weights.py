@@ -15,8 +15,8 @@ import msgspec
 from paddleformers_fc.aoa import render
 from paddleformers_fc.errors import FlexError, OptionError
 from paddleformers_fc.families import ModelTensor
+from paddleformers_fc.families.aoa_text import with_ties
 from paddleformers_fc.families.declarations import Geometry
-from paddleformers_fc.families.text import with_ties
 from paddleformers_fc.formats.checkpoint import CONFIG_NAME
 from paddleformers_fc.formats.huggingface import open_huggingface
 from paddleformers_fc.formats.registry import require_config

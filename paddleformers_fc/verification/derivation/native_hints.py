@@ -18,7 +18,7 @@ from paddleformers_fc.aoa.names import NameIndex
 from paddleformers_fc.aoa.syntax import parse_line
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.families.bind import ModelTensor
-from paddleformers_fc.mapping import Correspondence, Mapping as TensorMapping, Rule, Shape, TensorSpec, Tie
+from paddleformers_fc.mapping import Correspondence, Rule, Shape, TensorMapping, TensorSpec, Tie
 from paddleformers_fc.mapping.correspondences import coalesced
 from paddleformers_fc.mapping.prove import faults_of
 from paddleformers_fc.mapping.rules import Slab

@@ -20,8 +20,8 @@ from paddleformers_fc.errors import EnvironmentMismatch, MismatchError, OptionEr
 from paddleformers_fc.families import family_for
 from paddleformers_fc.families.bind import family_keys
 from paddleformers_fc.families.description import ALTERNATES, STACK_OF_FFN
-from paddleformers_fc.trainer.host import TrainerCallback
-from paddleformers_fc.trainer.host_models import LoRAModel, unwrap_model
+from paddleformers_fc.trainer.library import TrainerCallback
+from paddleformers_fc.trainer.library_models import LoRAModel, unwrap_model
 
 _OPTION = "using_sonic_moe"
 _NATIVE = "InterleaveGateUpCallback"

@@ -2,7 +2,7 @@
 
 ``from_pretrained`` runs before a Trainer exists, so the process stores the last choice: training arguments with
 ``flex_checkpoint: true`` choose this package, arguments with ``false`` choose PaddleFormers. Until a script has created
-arguments, :func:`.install.install` has chosen this package. :mod:`.loaders` reads the choice.
+arguments, :func:`.install.install` has chosen this package. :mod:`.loader_patches` reads the choice.
 
 This module does not import Paddle.
 """

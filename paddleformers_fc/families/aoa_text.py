@@ -15,7 +15,7 @@ from paddleformers_fc.families.declarations import Family, Geometry, TargetIndex
 from paddleformers_fc.families.description import ModelDescription
 from paddleformers_fc.families.enumerate import enumerate_tensors
 from paddleformers_fc.families.registry import tiny_models
-from paddleformers_fc.mapping import Mapping as TensorMapping, RuleSet
+from paddleformers_fc.mapping import RuleSet, TensorMapping
 
 _PER_RANK = {Geometry.FUSED_FFN: "fused_ffn", Geometry.FUSED_QKV_PER_RANK: "fused_qkv_old"}
 

@@ -1,16 +1,16 @@
 """Saves beside training, under ``flex_async_save``.
 
-At the step that is saved the training thread describes its tensors and captures the Trainer's state. Threads copy what
-this rank writes into a kept arena (:mod:`~paddleformers_fc.execute.arena`) from then on and during the next passes, and
-the next update waits for the copy (:mod:`.between_steps`). After that a thread writes, commits and deletes old
-checkpoints. Its exchanges are those of a save in a step, over a communicator of its own, so the training thread makes
-none.
+At the step that is saved the training thread describes its tensors and captures the Trainer's state. From then on and
+during the next passes, threads copy what this rank writes into a kept buffer
+(:mod:`~paddleformers_fc.execute.async_snapshot`), and the next update waits for the copy (:mod:`.update_barrier`).
+After that a thread writes, commits and deletes old checkpoints. Its exchanges are those of a save in a step, over a
+communicator of its own, so the training thread makes none.
 
 When all ranks have finished a save, they agree on a step (:mod:`~paddleformers_fc.distributed.step_gate`). At the end
 of that step every training thread reports the save: reporters and ``on_save`` receive the state of the saved step, or
 the error of the save is raised. The end of the loop, and an error in it, wait for every save.
 
-``flex_async_depth`` saves may be under way, each with a thread, a communicator and an arena. Their writes and commits
+``flex_async_depth`` saves may be under way, each with a thread, a communicator and a buffer. Their writes and commits
 are in the order of their steps. A further save waits for the oldest.
 
 Memory: per save under way what this rank writes, and the parts of replicas that it hashes.
@@ -30,16 +30,16 @@ from typing import Any
 from paddleformers_fc.distributed.channel import Channel, run_on_all
 from paddleformers_fc.distributed.step_gate import StepGate
 from paddleformers_fc.errors import OptionError
-from paddleformers_fc.execute.arena import SnapshotArena, SnapshotCopy, on_device
+from paddleformers_fc.execute.async_snapshot import SnapshotBuffer, SnapshotCopy, on_device
+from paddleformers_fc.execute.element_ranges import ranges_of
 from paddleformers_fc.execute.memory import HostTensors
 from paddleformers_fc.execute.save import Capture, LivePart, SaveReport, expected_plan, snapshot, write_and_commit
 from paddleformers_fc.execute.save_plan import SavePlan
 from paddleformers_fc.execute.staging_pool import TransferFigures, measured_transfers
-from paddleformers_fc.execute.stretches import stretches_of
 from paddleformers_fc.text import size_text
 from paddleformers_fc.trainer.documents import copied_state
-from paddleformers_fc.trainer.host import logger
 from paddleformers_fc.trainer.job_state import background_communicator, channel_of, job_state_of
+from paddleformers_fc.trainer.library import logger
 from paddleformers_fc.trainer.optimizers import descriptor_of
 from paddleformers_fc.trainer.options import memory_limit
 from paddleformers_fc.trainer.save_job import (
@@ -96,17 +96,17 @@ class _Save:
 
 
 class _Slot:
-    """One save at a time: a thread that saves, one that helps to copy, a communicator and an arena."""
+    """One save at a time: a thread that saves, one that helps to copy, a communicator and a buffer."""
 
     def __init__(self, number: int, patience: float, limit: int | None) -> None:
         self.channel: Channel = background_communicator(number, patience)
-        self.arena = SnapshotArena(limit)
+        self.buffer = SnapshotBuffer(limit)
         self.thread = ThreadPoolExecutor(1, f"flex-save-{number}")
         self.helper = ThreadPoolExecutor(1, f"flex-copy-{number}")
         self.save: _Save | None = None
 
 
-class SavesBesideSteps:
+class AsyncSaves:
     """The saves of one Trainer; every method is called on the training thread."""
 
     def __init__(self, gate: StepGate) -> None:
@@ -120,7 +120,7 @@ class SavesBesideSteps:
         """Begin to save the present step, as :class:`.job_state.Saver`."""
         started = time.monotonic()
         trainer.runtime_timer.start("checkpoint saving time")
-        between_steps = job_state_of(trainer).between_steps
+        update_barrier = job_state_of(trainer).update_barrier
         self._open(trainer.args)
         slot = self._slots[self._begun % len(self._slots)]
         self._wait_for(trainer, slot, f"before step {trainer.state.global_step} can be saved")
@@ -129,7 +129,7 @@ class SavesBesideSteps:
             prepared = prepare(trainer, metrics)
             transfers = measuring.enter_context(measured_transfers())
             begun = _begin_copy(slot, prepared)
-            if begun is not None and between_steps.passes_change_weights():
+            if begun is not None and update_barrier.passes_change_weights():
                 # Training will wait for the whole copy, which continues while the files are captured.
                 slot.helper.submit(begun.copy.help)
             encode, state = capture_files(trainer), copied_state(trainer.state)
@@ -137,8 +137,8 @@ class SavesBesideSteps:
         before, self._latest, slot.save = self._latest, save, save
         self._begun += 1
         save.done = slot.thread.submit(self._run, trainer, slot, save, begun, before, measuring)
-        between_steps.add(save.captured, *([] if begun is None else [begun.copy.help]))
-        save.waited, save.blocked = between_steps.waited, time.monotonic() - started
+        update_barrier.add(save.captured, *([] if begun is None else [begun.copy.help]))
+        save.waited, save.blocked = update_barrier.waited, time.monotonic() - started
         trainer.runtime_timer.stop()
         if not self._in_loop:
             self.finish(trainer)
@@ -233,7 +233,7 @@ class SavesBesideSteps:
             return
         if not save.done.done():
             started = time.monotonic()
-            job_state_of(trainer).between_steps.finish()
+            job_state_of(trainer).update_barrier.finish()
             wait([save.done])
             if trainer.args.should_log:
                 seconds = time.monotonic() - started
@@ -301,7 +301,7 @@ class SavesBesideSteps:
                 save.prepared,
                 report,
                 save.transfers,
-                save.blocked + job_state.between_steps.waited - save.waited,
+                save.blocked + job_state.update_barrier.waited - save.waited,
             )
             if save.is_event_deferred:
                 # The handler's on_save would drop a save that is due at this step.
@@ -345,28 +345,28 @@ def _begin_copy(slot: _Slot, prepared: PreparedSave) -> _Begun | None:
         plan = expected_plan(part, slot.channel.rank)
         if plan is None:
             return None
-        stretches = stretches_of(plan, slot.channel.rank, part.job.step, part.replicas)
-        if not slot.arena.has_room(part.tensors, stretches):
+        ranges = ranges_of(plan, slot.channel.rank, part.job.step, part.replicas)
+        if not slot.buffer.has_room(part.tensors, ranges):
             return None
-        return _Begun(plan, slot.arena.begin(part.tensors, stretches))
+        return _Begun(plan, slot.buffer.begin(part.tensors, ranges))
     except Exception:  # The thread of the slot gets the same error, and raises it on all ranks.
         return None
 
 
 def _capture(trainer: Any, slot: _Slot, begun: _Begun | None) -> Capture:
-    """Return a capture that copies into the slot's arena."""
-    between_steps = job_state_of(trainer).between_steps
+    """Return a capture that copies into the slot's buffer."""
+    update_barrier = job_state_of(trainer).update_barrier
 
     def copied(part: LivePart, plan: SavePlan) -> HostTensors:
         if begun is not None:
             tensors = begun.copy.finish()
             if begun.plan is plan:
                 return tensors
-        stretches = stretches_of(plan, slot.channel.rank, part.job.step, part.replicas)
-        if slot.arena.reserve(part.tensors, stretches) and trainer.args.should_log:
-            logger.info(f"Saves beside training keep {size_text(slot.arena.capacity)} of host memory for a snapshot.")
-        begin = partial(slot.arena.begin, part.tensors, stretches)
-        copying = between_steps.call(begin) if on_device(part.tensors, stretches) else begin()
+        ranges = ranges_of(plan, slot.channel.rank, part.job.step, part.replicas)
+        if slot.buffer.reserve(part.tensors, ranges) and trainer.args.should_log:
+            logger.info(f"Saves beside training keep {size_text(slot.buffer.capacity)} of host memory for a snapshot.")
+        begin = partial(slot.buffer.begin, part.tensors, ranges)
+        copying = update_barrier.call(begin) if on_device(part.tensors, ranges) else begin()
         return copying.finish()
 
     return lambda part, plan: run_on_all(slot.channel, "copying a snapshot", lambda: copied(part, plan))

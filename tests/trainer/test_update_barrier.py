@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from paddleformers_fc.trainer.between_steps import BetweenSteps
+from paddleformers_fc.trainer.update_barrier import UpdateBarrier
 from tests.harness.waiting import pause, wait_until
 
 
@@ -19,7 +19,7 @@ def test_the_next_update_waits_for_a_read_that_is_under_way() -> None:
         may_end.wait()
         log.append("read")
 
-    reads = BetweenSteps(lambda: False)
+    reads = UpdateBarrier(lambda: False)
     with ThreadPoolExecutor(2) as threads:
         reads.add(threads.submit(read))
         begun.wait()
@@ -32,7 +32,7 @@ def test_the_next_update_waits_for_a_read_that_is_under_way() -> None:
 
 def test_the_thread_of_the_update_does_a_part_of_a_read_before_it_waits() -> None:
     helped = threading.Event()
-    reads = BetweenSteps(lambda: False)
+    reads = UpdateBarrier(lambda: False)
     with ThreadPoolExecutor(1) as threads:
         reads.add(threads.submit(helped.wait), helped.set)
         reads.on_optimizer_begin(None, None, None)
@@ -42,13 +42,13 @@ def test_the_thread_of_the_update_does_a_part_of_a_read_before_it_waits() -> Non
 def test_a_read_is_waited_for_at_once_where_the_passes_change_weights() -> None:
     log: list[str] = []
     with ThreadPoolExecutor(1) as threads:
-        BetweenSteps(lambda: True).add(threads.submit(lambda: (pause(), log.append("read"))))
+        UpdateBarrier(lambda: True).add(threads.submit(lambda: (pause(), log.append("read"))))
         assert log == ["read"]
 
 
 def test_an_error_of_a_read_is_raised_once_all_reads_have_ended() -> None:
     log: list[str] = []
-    reads = BetweenSteps(lambda: False)
+    reads = UpdateBarrier(lambda: False)
     with ThreadPoolExecutor(1) as threads:
         reads.add(threads.submit(lambda: [].pop()))
         reads.add(threads.submit(lambda: log.append("read")))
@@ -59,7 +59,7 @@ def test_an_error_of_a_read_is_raised_once_all_reads_have_ended() -> None:
 
 
 def test_work_of_a_reading_thread_is_done_on_the_thread_of_the_update() -> None:
-    reads, done_on = BetweenSteps(lambda: False), []
+    reads, done_on = UpdateBarrier(lambda: False), []
 
     def work() -> int:
         done_on.append(threading.get_ident())
@@ -75,7 +75,7 @@ def test_work_of_a_reading_thread_is_done_on_the_thread_of_the_update() -> None:
 
 
 def test_work_of_a_reading_thread_is_done_between_two_passes() -> None:
-    reads, answer = BetweenSteps(lambda: False), []
+    reads, answer = UpdateBarrier(lambda: False), []
     asking = threading.Thread(target=lambda: answer.append(reads.call(lambda: "done")), daemon=True)
     asking.start()
     wait_until(lambda: (reads.on_substep_end(None, None, None), bool(answer))[1], "work is done")
@@ -83,7 +83,7 @@ def test_work_of_a_reading_thread_is_done_between_two_passes() -> None:
 
 
 def test_an_error_of_such_work_is_raised_where_it_was_requested() -> None:
-    reads = BetweenSteps(lambda: False)
+    reads = UpdateBarrier(lambda: False)
 
     def read() -> str:
         with pytest.raises(ZeroDivisionError):
@@ -96,7 +96,7 @@ def test_an_error_of_such_work_is_raised_where_it_was_requested() -> None:
 
 
 def test_work_that_is_requested_beside_a_read_is_done_at_an_update() -> None:
-    reads, answer = BetweenSteps(lambda: False), []
+    reads, answer = UpdateBarrier(lambda: False), []
     asking = threading.Thread(target=lambda: answer.append(reads.call(lambda: "done")), daemon=True)
     asking.start()
     wait_until(lambda: (reads.finish(), bool(answer))[1], "work is done")
@@ -104,7 +104,7 @@ def test_work_that_is_requested_beside_a_read_is_done_at_an_update() -> None:
 
 
 def test_the_time_of_waiting_is_counted() -> None:
-    reads = BetweenSteps(lambda: False)
+    reads = UpdateBarrier(lambda: False)
     with ThreadPoolExecutor(1) as threads:
         reads.add(threads.submit(pause))
         reads.finish()

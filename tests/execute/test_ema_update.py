@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from paddleformers_fc.execute import averaging
-from paddleformers_fc.execute.averaging import AveragedTensor, update_averages, update_weight
+from paddleformers_fc.execute import ema_update
+from paddleformers_fc.execute.ema_update import AveragedTensor, update_averages, update_weight
 from paddleformers_fc.execute.memory import HostPieces
 
 STEPS = 1000
@@ -73,8 +73,8 @@ def test_the_bits_depend_on_no_bound_of_a_block_or_a_thread(
         for old, new in zip(before, sources, strict=True)
     ]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(averaging, "BLOCK_ELEMENTS", block)
-        patch.setattr(averaging, "_CHUNK_ELEMENTS", 3 * block)
+        patch.setattr(ema_update, "BLOCK_ELEMENTS", block)
+        patch.setattr(ema_update, "_CHUNK_ELEMENTS", 3 * block)
         averages = [AveragedTensor(old, in_pieces(new, piece), first) for old, new in zip(before, sources, strict=True)]
         update_averages(averages, update_weight(0.9, 2, True), threads)
     for found, expected in zip(before, wanted, strict=True):

@@ -1,7 +1,7 @@
 """Patches of the loaders that put weights into models: PaddleFormers' ``from_pretrained`` and Paddle's own.
 
 :func:`watch` replaces them once per process by loaders that mark the layers and tensors that they fill
-(:mod:`.origin`). If :mod:`.reader` has chosen this package, ``from_pretrained`` reads through it instead
+(:mod:`.origin`). If :mod:`.open_weights_reader` has chosen this package, ``from_pretrained`` reads through it instead
 (:mod:`.pretrained`).
 """
 
@@ -18,8 +18,8 @@ from paddle.nn import Layer
 
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.text import count_text
-from paddleformers_fc.trainer import adapter_files, origin, pretrained, reader
-from paddleformers_fc.trainer.host_models import LoRAModel, PretrainedModel, model_utils
+from paddleformers_fc.trainer import adapter_files, open_weights_reader, origin, pretrained
+from paddleformers_fc.trainer.library_models import LoRAModel, PretrainedModel, model_utils
 
 
 @functools.cache
@@ -46,7 +46,7 @@ def watch() -> None:
 def _from_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def from_pretrained(cls: Any, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
-        options = reader.options()
+        options = open_weights_reader.options()
         if options is not None:
             if args:
                 raise OptionError(
@@ -67,7 +67,7 @@ def _from_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:
 def _from_adapters(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def from_pretrained(cls: Any, model: Any, lora_path: Any, **kwargs: Any) -> Any:
-        options = reader.options()
+        options = open_weights_reader.options()
         if options is None:
             return original(cls, model, lora_path, **kwargs)
         return adapter_files.from_pretrained(cls, model, lora_path, options, kwargs)

@@ -1,4 +1,4 @@
-"""Reads of live tensors that run beside the forward and backward passes.
+"""Let the next optimizer update wait for reads of live tensors that run beside the passes.
 
 Weights and states do not change between two updates of the optimizer. A thread may copy or average them while the next
 passes run, and the next update waits for the rest. Copies from a device have to begin on the training thread: another
@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from paddleformers_fc.trainer.host import TrainerCallback
+from paddleformers_fc.trainer.library import TrainerCallback
 
 _T = TypeVar("_T")
 
@@ -24,7 +24,7 @@ def _nothing() -> None:
     """Do no part of a read, or end one wait for a call."""
 
 
-class BetweenSteps(TrainerCallback):
+class UpdateBarrier(TrainerCallback):
     """The reads that have begun since the last update.
 
     Args:

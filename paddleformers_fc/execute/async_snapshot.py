@@ -1,11 +1,11 @@
 """Copies of live tensors in a kept block of host memory, for a save beside training.
 
-New memory is 20 times as slow as memory that has been touched, because every page is faulted in. An arena is therefore
+New memory is 20 times as slow as memory that has been touched, because every page is faulted in. A buffer is therefore
 allocated once, with its pages, and filled again by every snapshot. Its memory is page-locked if Paddle supports that
 for the device.
 
 Host memory is copied in pieces by every thread that calls :meth:`SnapshotCopy.help`, and by the training thread once it
-would only wait. Copies from a device are begun by :meth:`SnapshotArena.begin`, which runs on the
+would only wait. Copies from a device are begun by :meth:`SnapshotBuffer.begin`, which runs on the
 training thread: Paddle's choice of a stream holds for the whole process, so another thread would move kernels of the
 training to the stream of the copies.
 """
@@ -25,9 +25,9 @@ import numpy as np
 
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.execute.device import has_pinned_memory, in_host_memory
+from paddleformers_fc.execute.element_ranges import ElementRange, ElementRanges
 from paddleformers_fc.execute.memory import HostPieces, HostTensors, begin_copies, copy_to_host, dtype_of
 from paddleformers_fc.execute.staging_pool import DeviceCopy, page_locked_bytes
-from paddleformers_fc.execute.stretches import Stretch, Stretches
 from paddleformers_fc.layout.live import Roles
 from paddleformers_fc.text import size_text
 
@@ -38,7 +38,7 @@ _ALIGNMENT = 64
 """Bytes that the copies of tensors are aligned to, so that any dtype can be viewed."""
 
 
-class SnapshotArena:
+class SnapshotBuffer:
     """Host memory that one snapshot fills at a time.
 
     Args:
@@ -54,17 +54,17 @@ class SnapshotArena:
         self._memory = np.empty(0, np.uint8)
         self._owner: Any = None
 
-    def has_room(self, tensors: Roles, stretches: Stretches) -> bool:
+    def has_room(self, tensors: Roles, ranges: ElementRanges) -> bool:
         """Return whether a snapshot needs no more memory."""
-        return snapshot_bytes(tensors, stretches) <= self.capacity
+        return snapshot_bytes(tensors, ranges) <= self.capacity
 
-    def reserve(self, tensors: Roles, stretches: Stretches) -> bool:
+    def reserve(self, tensors: Roles, ranges: ElementRanges) -> bool:
         """Return whether memory had to be allocated for a snapshot. No earlier snapshot may be in use.
 
         Raises:
             OptionError: the limit is exceeded.
         """
-        needed = snapshot_bytes(tensors, stretches)
+        needed = snapshot_bytes(tensors, ranges)
         if needed <= self.capacity:
             return False
         if self._limit is not None and needed > self._limit:
@@ -75,7 +75,7 @@ class SnapshotArena:
             )
         # Released first, because both together may be too much.
         self.capacity, self._memory, self._owner = 0, np.empty(0, np.uint8), None
-        pinned = any(has_pinned_memory(tensors[role][name].local_tensor.place) for role, name in stretches)
+        pinned = any(has_pinned_memory(tensors[role][name].local_tensor.place) for role, name in ranges)
         if pinned:
             self._owner = page_locked_bytes(needed)
             self._memory = self._owner.bytes
@@ -84,19 +84,19 @@ class SnapshotArena:
         self.capacity = needed
         return True
 
-    def begin(self, tensors: Roles, stretches: Stretches) -> SnapshotCopy:
-        """Assign memory to every stretch, and begin the copies from devices. On the training thread.
+    def begin(self, tensors: Roles, ranges: ElementRanges) -> SnapshotCopy:
+        """Assign memory to every range, and begin the copies from devices. On the training thread.
 
         Args:
             tensors: role -> name -> live weight.
-            stretches: the stretches to copy of them; their memory is reserved.
+            ranges: the ranges to copy of them; their memory is reserved.
         """
         copied: dict[str, dict[str, list[_Copied]]] = {}
         on_host: list[_HostPiece] = []
         transfers: list[DeviceCopy] = []
         used = 0
         try:
-            for (role, name), some in stretches.items():
+            for (role, name), some in ranges.items():
                 tensor = tensors[role][name].local_tensor
                 width, addressable = dtype_of(tensor).itemsize, in_host_memory(tensor.place)
                 for begin, end in some:
@@ -116,21 +116,21 @@ class SnapshotArena:
 
 @dataclass(frozen=True)
 class _Copied:
-    """The memory of one stretch."""
+    """The memory of one range."""
 
-    stretch: Stretch
+    elements: ElementRange
     memory: np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
 class _HostPiece:
-    """A part of a stretch of host memory, with the memory for it."""
+    """A part of a range of host memory, with the memory for it."""
 
     tensor: Any
     one: _Copied
 
     def copy(self) -> None:
-        copy_to_host(self.tensor, *self.one.stretch, self.one.memory)
+        copy_to_host(self.tensor, *self.one.elements, self.one.memory)
 
 
 class _HostCopies:
@@ -193,7 +193,7 @@ class SnapshotCopy:
 
     Args:
         tensors: the live tensors, role -> name -> weight.
-        copied: where the stretches are copied to.
+        copied: where the ranges are copied to.
         on_host: copies of host memory.
         transfers: copies from devices that have begun.
     """
@@ -230,23 +230,23 @@ def _wait_for(transfers: list[DeviceCopy]) -> None:
 
 
 def _host_pieces(tensor: Any, width: int, one: _Copied) -> Iterator[_HostPiece]:
-    """Yield the parts of a stretch that one thread copies at a time."""
-    begin, end = one.stretch
+    """Yield the parts of a range that one thread copies at a time."""
+    begin, end = one.elements
     most = _PIECE_BYTES // width
     for start in range(begin, end, most):
         stop = min(start + most, end)
         yield _HostPiece(tensor, _Copied((start, stop), one.memory[(start - begin) * width : (stop - begin) * width]))
 
 
-def on_device(tensors: Roles, stretches: Stretches) -> bool:
+def on_device(tensors: Roles, ranges: ElementRanges) -> bool:
     """Return whether a snapshot copies from a device."""
-    return any(not in_host_memory(tensors[role][name].local_tensor.place) for role, name in stretches)
+    return any(not in_host_memory(tensors[role][name].local_tensor.place) for role, name in ranges)
 
 
-def snapshot_bytes(tensors: Roles, stretches: Stretches) -> int:
+def snapshot_bytes(tensors: Roles, ranges: ElementRanges) -> int:
     """Return the memory of a snapshot in bytes."""
     total = 0
-    for (role, name), some in stretches.items():
+    for (role, name), some in ranges.items():
         width = dtype_of(tensors[role][name].local_tensor).itemsize
         total += sum(_aligned((stop - start) * width) for start, stop in some)
     return total
@@ -264,13 +264,13 @@ def _touched_bytes(size: int) -> np.ndarray[Any, Any]:
 
 
 def _pieces(tensor: Any, copied: list[_Copied]) -> HostPieces:
-    """Return the copied stretches of a tensor as its host memory."""
+    """Return the copied ranges of a tensor as its host memory."""
     dtype = dtype_of(tensor)
-    begins = [one.stretch[0] for one in copied]
+    begins = [one.elements[0] for one in copied]
 
     def pieces(start: int, stop: int) -> Iterator[np.ndarray[Any, Any]]:
         one = copied[max(0, bisect_right(begins, start) - 1)]
-        first, last = one.stretch
+        first, last = one.elements
         if not first <= start <= stop <= last:
             raise IndexError(f"elements {start} to {stop} are not in the snapshot, which has {first} to {last}")
         return iter((one.memory.view(dtype)[start - first : stop - first],))

@@ -17,9 +17,9 @@ import paddle
 from paddle.distributed import ShardedWeight
 
 from paddleformers_fc.errors import OptionError
-from paddleformers_fc.execute.arena import SnapshotArena, SnapshotCopy
-from paddleformers_fc.execute.averaging import AveragedTensor
+from paddleformers_fc.execute.async_snapshot import SnapshotBuffer, SnapshotCopy
 from paddleformers_fc.execute.device import in_host_memory
+from paddleformers_fc.execute.ema_update import AveragedTensor
 from paddleformers_fc.execute.memory import HostPieces, dtype_name, slot_of, view_of
 from paddleformers_fc.layout.roles import (
     EMA_STATE,
@@ -165,17 +165,17 @@ def empty_average(name: str, part: TrainedPart) -> Any:
     )
 
 
-def begin_copies(parts: Mapping[str, Any], arena: SnapshotArena) -> SnapshotCopy:
+def begin_copies(parts: Mapping[str, Any], buffer: SnapshotBuffer) -> SnapshotCopy:
     """Begin to copy the parts that are in the memory of a device. On the training thread.
 
     Args:
         parts: this rank's parts.
-        arena: memory for the copies; no earlier ones may be in use.
+        buffer: memory for the copies; no earlier ones may be in use.
     """
     away = {name: part for name, part in parts.items() if not in_host_memory(part.local_tensor.place)}
-    stretches = {(EMA_STATE, name): ((part.first, part.first + part.size),) for name, part in away.items()}
-    arena.reserve({EMA_STATE: away}, stretches)
-    return arena.begin({EMA_STATE: away}, stretches)
+    ranges = {(EMA_STATE, name): ((part.first, part.first + part.size),) for name, part in away.items()}
+    buffer.reserve({EMA_STATE: away}, ranges)
+    return buffer.begin({EMA_STATE: away}, ranges)
 
 
 def averaged_tensor(average: Any, part: TrainedPart, copied: HostPieces | None) -> AveragedTensor:

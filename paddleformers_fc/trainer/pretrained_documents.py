@@ -19,7 +19,7 @@ from paddleformers_fc.formats.checkpoint import CONFIG_NAME, parse_config
 from paddleformers_fc.formats.huggingface import read_description
 from paddleformers_fc.storage.json_io import parse_json
 from paddleformers_fc.storage.paths import AnyPath
-from paddleformers_fc.trainer.host_models import GenerationConfig, LlmMetaConfig
+from paddleformers_fc.trainer.library_models import GenerationConfig, LlmMetaConfig
 from paddleformers_fc.trainer.lora import base_model
 
 GENERATION = "generation_config.json"

@@ -29,8 +29,8 @@ from paddleformers_fc.families.declarations import Family, Statement, TargetInde
 from paddleformers_fc.families.description import IS_FLEET, ModelDescription
 from paddleformers_fc.families.sizes import names_of
 from paddleformers_fc.mapping import RuleSet
-from paddleformers_fc.mapping.codec import decode_rules, encode_rules
 from paddleformers_fc.mapping.folding import fold
+from paddleformers_fc.mapping.rules_json import decode_rules, encode_rules
 from paddleformers_fc.storage.json_io import ignored_extensions
 from paddleformers_fc.storage.manifest import RESTORE
 from paddleformers_fc.text import count_text

@@ -18,7 +18,8 @@ from paddleformers_fc.distributed.channel import Channel
 from paddleformers_fc.distributed.consistency import ConsistencyCheck
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.execute import replicas
-from paddleformers_fc.execute.arena import SnapshotArena, snapshot_bytes
+from paddleformers_fc.execute.async_snapshot import SnapshotBuffer, snapshot_bytes
+from paddleformers_fc.execute.element_ranges import ElementRanges, ranges_of
 from paddleformers_fc.execute.memory import HostTensors, host_view
 from paddleformers_fc.execute.replica_assignment import Replica
 from paddleformers_fc.execute.save import (
@@ -33,7 +34,6 @@ from paddleformers_fc.execute.save import (
     write_and_commit,
 )
 from paddleformers_fc.execute.save_plan import PlannedFile, PlannedWrite, SavePlan
-from paddleformers_fc.execute.stretches import Stretches, stretches_of
 from paddleformers_fc.execute.ties import CopyPart, TiedPart, Ties
 from paddleformers_fc.mapping.boxes import Box, whole
 from paddleformers_fc.storage.manifest import MANIFEST_NAME
@@ -50,11 +50,11 @@ MAX_FILE_BYTES = 20_000
 
 
 def copied_and_overwritten(part: LivePart, plan: SavePlan, rank: int) -> HostTensors:
-    """A snapshot in an arena of tensors that are other numbers afterwards."""
-    stretches = stretches_of(plan, rank, part.job.step, part.replicas)
-    arena = SnapshotArena()
-    assert arena.reserve(part.tensors, stretches)
-    taken = arena.begin(part.tensors, stretches).finish()
+    """A snapshot in a buffer of tensors that are other numbers afterwards."""
+    ranges = ranges_of(plan, rank, part.job.step, part.replicas)
+    buffer = SnapshotBuffer()
+    assert buffer.reserve(part.tensors, ranges)
+    taken = buffer.begin(part.tensors, ranges).finish()
     for weights in part.tensors.values():
         for weight in weights.values():
             weight.local_tensor.array.view(np.uint8)[...] = 0x55
@@ -116,36 +116,36 @@ def plan_of(pieces: list[PlannedWrite], found: tuple[Replica, ...] = (), ties: T
 def test_stretches_are_joined_where_they_overlap_or_meet() -> None:
     ends = [(8, 12), (0, 4), (1, 3), (4, 6)]
     pieces = [*(PlannedWrite("a", start, stop) for start, stop in ends), PlannedWrite("b", 0, 0)]
-    assert stretches_of(plan_of(pieces), 0, 3, "warn") == {(ROLE, "a"): ((0, 6), (8, 12)), (ROLE, "b"): ((0, 0),)}
+    assert ranges_of(plan_of(pieces), 0, 3, "warn") == {(ROLE, "a"): ((0, 6), (8, 12)), (ROLE, "b"): ((0, 0),)}
 
 
 def test_a_replica_that_another_rank_writes_is_read_where_it_is_hashed() -> None:
     small = Replica(ROLE, "small", rows=4, row=2, nbytes=32, holders=2, group="g", described="small")
     large = Replica(ROLE, "large", rows=1 << 20, row=1, nbytes=4 << 20, holders=2, group="g", described="large")
     plan = plan_of([PlannedWrite("a", 0, 4)], (small, large))
-    found = [stretches_of(plan, 0, step, "warn")[ROLE, "large"] for step in range(8)]
+    found = [ranges_of(plan, 0, step, "warn")[ROLE, "large"] for step in range(8)]
     assert set(found) == {((0, 1 << 19),), ((1 << 19, 1 << 20),)}
-    assert stretches_of(plan, 0, 3, "refuse")[ROLE, "small"] == ((0, 8),)
-    assert stretches_of(plan, 0, 3, "off") == {(ROLE, "a"): ((0, 4),)}
+    assert ranges_of(plan, 0, 3, "refuse")[ROLE, "small"] == ((0, 8),)
+    assert ranges_of(plan, 0, 3, "off") == {(ROLE, "a"): ((0, 4),)}
 
 
 def test_a_tied_copy_is_read_by_whole_rows_on_its_rank_alone() -> None:
     box = CopyPart(0, ROLE, "alias", 100, (6, 10), Box((2, 3), (4, 5)))
     scalar = CopyPart(1, ROLE, "owner", 7, (), Box((), ()))
     plan = plan_of([], ties=Ties((TiedPart("owner", "line", (box, scalar)),)))
-    assert stretches_of(plan, 0, 3, "off") == {(ROLE, "alias"): ((120, 140),)}
-    assert stretches_of(plan, 1, 3, "off") == {(ROLE, "owner"): ((7, 8),)}
-    assert stretches_of(plan, 2, 3, "off") == {}
+    assert ranges_of(plan, 0, 3, "off") == {(ROLE, "alias"): ((120, 140),)}
+    assert ranges_of(plan, 1, 3, "off") == {(ROLE, "owner"): ((7, 8),)}
+    assert ranges_of(plan, 2, 3, "off") == {}
 
 
 # ---- One tensor.
 
 
-def taken(tensors: dict[str, Any], stretches: Stretches, arena: SnapshotArena | None = None) -> HostTensors:
+def taken(tensors: dict[str, Any], ranges: ElementRanges, buffer: SnapshotBuffer | None = None) -> HostTensors:
     roles = {ROLE: {name: SimpleNamespace(local_tensor=tensor) for name, tensor in tensors.items()}}
-    arena = arena or SnapshotArena()
-    arena.reserve(roles, stretches)
-    return arena.begin(roles, stretches).finish()
+    buffer = buffer or SnapshotBuffer()
+    buffer.reserve(roles, ranges)
+    return buffer.begin(roles, ranges).finish()
 
 
 def read(pieces: Callable[..., Any], start: int, stop: int) -> bytes:
@@ -203,10 +203,10 @@ def test_several_threads_copy_parts_of_one_tensor() -> None:
     expected = host_view(tensor)
     assert expected is not None
     expected = expected.reshape(-1)[begin:end].copy()
-    roles, stretches = {ROLE: {"a": SimpleNamespace(local_tensor=tensor)}}, {(ROLE, "a"): ((begin, end),)}
-    arena = SnapshotArena()
-    arena.reserve(roles, stretches)
-    copying = arena.begin(roles, stretches)
+    roles, ranges = {ROLE: {"a": SimpleNamespace(local_tensor=tensor)}}, {(ROLE, "a"): ((begin, end),)}
+    buffer = SnapshotBuffer()
+    buffer.reserve(roles, ranges)
+    copying = buffer.begin(roles, ranges)
     assert copying.on_host.pieces == 3
     with ThreadPoolExecutor(2) as threads:
         for one in [threads.submit(copying.help) for _ in range(2)]:
@@ -219,12 +219,12 @@ def test_several_threads_copy_parts_of_one_tensor() -> None:
 
 def test_an_error_of_a_thread_that_helps_is_raised_where_the_copy_ends() -> None:
     roles = {ROLE: {"a": SimpleNamespace(local_tensor=paddle.arange(20))}}
-    stretches = {
+    ranges = {
         (ROLE, "a"): ((0, 10),),
     }
-    arena = SnapshotArena()
-    arena.reserve(roles, stretches)
-    copying = arena.begin(roles, stretches)
+    buffer = SnapshotBuffer()
+    buffer.reserve(roles, ranges)
+    copying = buffer.begin(roles, ranges)
     roles[ROLE]["a"].local_tensor._clear_data()
     copying.help()
     with pytest.raises(RuntimeError, match="not initialized"):
@@ -250,10 +250,10 @@ class HeldTensor:
 def test_a_dropped_snapshot_writes_nothing_into_the_memory_of_the_next_one() -> None:
     """Of two pieces, one of which a thread is copying."""
     held = HeldTensor(paddle.ones([8 << 20]))
-    roles, stretches = {ROLE: {"a": SimpleNamespace(local_tensor=held)}}, {(ROLE, "a"): ((0, 8 << 20),)}
-    arena = SnapshotArena()
-    arena.reserve(roles, stretches)
-    copying = arena.begin(roles, stretches)
+    roles, ranges = {ROLE: {"a": SimpleNamespace(local_tensor=held)}}, {(ROLE, "a"): ((0, 8 << 20),)}
+    buffer = SnapshotBuffer()
+    buffer.reserve(roles, ranges)
+    copying = buffer.begin(roles, ranges)
     assert copying.on_host.pieces == 2
     with ThreadPoolExecutor(2) as threads:
         helping = threads.submit(copying.help)
@@ -266,7 +266,7 @@ def test_a_dropped_snapshot_writes_nothing_into_the_memory_of_the_next_one() -> 
         dropping.result()
         helping.result()
     assert not returned, "a piece is being copied"
-    next_one = arena.begin({ROLE: {"a": SimpleNamespace(local_tensor=paddle.full([8 << 20], 7.0))}}, stretches)
+    next_one = buffer.begin({ROLE: {"a": SimpleNamespace(local_tensor=paddle.full([8 << 20], 7.0))}}, ranges)
     found = next_one.finish()[ROLE]["a"]
     assert read(found, 0, 8 << 20) == np.full(8 << 20, 7, np.float32).tobytes()
 
@@ -275,31 +275,31 @@ def test_a_dropped_snapshot_writes_nothing_into_the_memory_of_the_next_one() -> 
 
 
 def test_memory_is_kept_for_the_next_snapshot_and_grows_only_if_it_is_too_small() -> None:
-    arena, tensors = SnapshotArena(), {"a": paddle.zeros([100])}
+    buffer, tensors = SnapshotBuffer(), {"a": paddle.zeros([100])}
     roles = {ROLE: {"a": SimpleNamespace(local_tensor=tensors["a"])}}
     small, large = {(ROLE, "a"): ((0, 40),)}, {(ROLE, "a"): ((0, 100),)}
     assert snapshot_bytes(roles, small) == 192, "copies are aligned"
-    assert not arena.has_room(roles, small)
-    assert arena.reserve(roles, small)
-    assert arena.has_room(roles, small)
-    assert not arena.has_room(roles, large)
-    assert not arena.reserve(roles, small)
-    assert arena.reserve(roles, large)
-    assert arena.capacity == snapshot_bytes(roles, large) == 448
-    assert not arena.reserve(roles, small)
+    assert not buffer.has_room(roles, small)
+    assert buffer.reserve(roles, small)
+    assert buffer.has_room(roles, small)
+    assert not buffer.has_room(roles, large)
+    assert not buffer.reserve(roles, small)
+    assert buffer.reserve(roles, large)
+    assert buffer.capacity == snapshot_bytes(roles, large) == 448
+    assert not buffer.reserve(roles, small)
 
 
 def test_more_memory_than_the_limit_is_refused_and_what_is_there_stays() -> None:
-    arena = SnapshotArena(limit=400)
+    buffer = SnapshotBuffer(limit=400)
     roles = {ROLE: {"a": SimpleNamespace(local_tensor=paddle.ones([100]))}}
     small = {(ROLE, "a"): ((0, 100 - 8),)}
-    assert arena.reserve(roles, small)
+    assert buffer.reserve(roles, small)
     with pytest.raises(OptionError, match="flex_async_memory allows"):
-        arena.reserve(roles, {(ROLE, "a"): ((0, 100),)})
-    assert arena.has_room(roles, small)
-    assert read(arena.begin(roles, small).finish()[ROLE]["a"], 0, 92) == np.ones(92, np.float32).tobytes()
+        buffer.reserve(roles, {(ROLE, "a"): ((0, 100),)})
+    assert buffer.has_room(roles, small)
+    assert read(buffer.begin(roles, small).finish()[ROLE]["a"], 0, 92) == np.ones(92, np.float32).tobytes()
 
 
 def test_whole_boxes_are_their_rows() -> None:
     box = CopyPart(0, ROLE, "a", 0, (3, 4), whole((3, 4)))
-    assert stretches_of(plan_of([], ties=Ties((TiedPart("o", "l", (box, box)),))), 0, 1, "off")[ROLE, "a"] == ((0, 12),)
+    assert ranges_of(plan_of([], ties=Ties((TiedPart("o", "l", (box, box)),))), 0, 1, "off")[ROLE, "a"] == ((0, 12),)

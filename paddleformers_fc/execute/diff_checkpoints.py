@@ -1,7 +1,7 @@
 """Compare two checkpoints tensor by tensor, across parallel layouts and formats.
 
-The stored bytes of both sides are read and compared in pieces (:mod:`.compare`); a tensor that differs is read again
-for its md5 and the figures of :mod:`.deviation`, in pieces too. Memory therefore does not depend on the size of
+The stored bytes of both sides are read and compared in pieces (:mod:`.compare_bytes`); a tensor that differs is read
+again for its md5 and the figures of :mod:`.deviation`, in pieces too. Memory therefore does not depend on the size of
 tensors. Tensors that only one side has, or with another shape or dtype, are not compared. Roles that one format cannot
 contain are not compared: beside open weights, the optimizer states, most of a checkpoint's bytes, are not read.
 
@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from paddleformers_fc.errors import OptionError
-from paddleformers_fc.execute.compare import ComparedSide, differing_stored, differing_tensors
+from paddleformers_fc.execute.compare_bytes import ComparedSide, differing_stored, differing_tensors
 from paddleformers_fc.execute.deviation import Deviation, DeviationSum
 from paddleformers_fc.execute.digest import digest_tensors, items_by_tensor, read_in_pieces, require_plan
 from paddleformers_fc.execute.read_jobs import Key

@@ -1,11 +1,11 @@
-"""The names that this package uses of :data:`.host.LIBRARY` once the table of hooks has been checked.
+"""The names that this package uses of :data:`.library.LIBRARY` once the table of hooks has been checked.
 
 Names that PaddleNLP lacks are in :mod:`.nlp_models`.
 """
 
 from __future__ import annotations
 
-from paddleformers_fc.trainer.host import LIBRARY, PADDLENLP
+from paddleformers_fc.trainer.library import LIBRARY, PADDLENLP
 
 if LIBRARY == PADDLENLP:
     from paddlenlp.generation import GenerationConfig

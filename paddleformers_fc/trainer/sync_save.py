@@ -14,7 +14,7 @@ from paddleformers_fc.trainer.options import parse_size
 from paddleformers_fc.trainer.save_job import capture_files, prepare, report_save, upload
 
 
-class SavesInSteps:
+class SyncSaves:
     """Snapshot, write and commit in a row, on the training thread."""
 
     def save(self, trainer: Any, metrics: dict[str, float] | None) -> None:
