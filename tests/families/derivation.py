@@ -27,7 +27,7 @@ from paddleformers_fc.verification.derivation.name_matching import layer_name, s
 from tests.families import native
 
 DEGREES = (1, 2, 4)
-SAME, OTHER, ASKS = "same", "**other**", "asks"
+SAME, OTHER, OPEN = "same", "**other**", "open"
 
 MOST_QUESTIONS = 12
 """Questions of a model to which answers are tried."""
@@ -60,15 +60,15 @@ vision-language models. Its own AOA statements are a hint by default, `--no-nati
 nested configuration numbers of heads are digits. A sequence of layers with several shapes, such as
 `merger.mlp.0` and `merger.mlp.2`, is refused when a family is written: its statements are still derived and proved.
 
-A proof shows that every element has a position, not that the position is correct. No proof checks these conventions:
-equal names are equal tensors; the weight of a linear layer is transposed and that of a convolution is not; parts are in
-the order of their names, query, key, value, and gate, up; gate and up are side by side on every rank.
+A proof shows that every element has a position, not that the position is correct. No proof checks these conventions.
+Equal names are equal tensors. The weight of a linear layer is transposed, and that of a convolution is not. Parts are
+in the order of their names: query, key, value, and gate, up. Gate and up are side by side on every rank.
 
 ## Measured
 
 Derivation is compared with the written families. Every row is a family's tiny model under 1, 2 and 4 tensor-parallel
 ranks (*fleet* and *formers* are the two classes of some families). *Same* means: every tensor has the same boxes of the
-same sources, with the same ties and the same uninitialised tensors.
+same sources, with the same ties and the same uninitialised tensors. *Open* counts the open questions.
 
 - **alone**: from names, shapes, kinds of layers and the configuration.
 - **native hint**: with the text of PaddleFormers' own `_gen_aoa_config`, which is parsed and proved, and used only
@@ -86,7 +86,7 @@ family's rules read, also optional ones.
 LEGEND = """
 `make derive-table` writes this page, and a test compares it.
 
-## What is asked
+## Open questions
 
 """
 
@@ -174,7 +174,7 @@ def cases(tp: int) -> tuple[Case, ...]:
 def verdict(case: Case, found: Derivation) -> str:
     """Whether a derivation equals the family, differs, or has questions."""
     if found.questions:
-        return ASKS
+        return OPEN
     wanted = case.rules
     equal = normal(found.rules.mapping()) == normal(wanted.mapping()) and set(found.rules.ties) == set(wanted.ties)
     return SAME if equal and set(found.rules.fresh) == set(wanted.fresh) else OTHER
@@ -210,7 +210,7 @@ def _lines(given: Sequence[tuple[str, ...]]) -> list[str]:
 
 @dataclass(frozen=True)
 class Measured:
-    """What became of one model: by itself, with the hint, with answers, and the questions and answers themselves."""
+    """The results of one model: alone, with the hint and with answers, and the questions and answers themselves."""
 
     case: Case
     alone: str
@@ -231,7 +231,7 @@ def measured(case: Case) -> Measured:
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the whole page."""
     columns = [[measured(case) for case in cases(tp)] for tp in DEGREES]
     return "".join([HEAD, *_summary(columns), *_table(columns), LEGEND, *_asked(columns)])
 
@@ -251,7 +251,7 @@ def _summary(columns: Sequence[Sequence[Measured]]) -> Iterator[str]:
         yield f"| {label} | {' | '.join(map(str, counts))} |\n"
     yield (
         "\nA family counts where both of its classes do. Under 4 ranks the tiny models have as many kv heads as\n"
-        "ranks, and the two layouts of a fused query, key and value are one: there is nothing to ask.\n\n"
+        "ranks, and the two layouts of a fused query, key and value are one, without a question.\n\n"
     )
 
 
@@ -259,7 +259,7 @@ def _table(columns: Sequence[Sequence[Measured]]) -> Iterator[str]:
     degrees = [f"{label}, TP {tp}" for label in ("alone", "native hint", "answers") for tp in DEGREES]
     yield f"| model | {' | '.join(degrees)} |\n|---{'|---' * len(degrees)}|\n"
     for row in zip(*columns, strict=True):
-        alone = [one.alone if one.alone != ASKS else f"asks {len(one.questions)}" for one in row]
+        alone = [one.alone if one.alone != OPEN else f"open: {len(one.questions)}" for one in row]
         answered = [f"{one.answered}, {_count(one)}" if one.given else "-" for one in row]
         yield f"| {row[0].case.name} | {' | '.join([*alone, *(one.hinted for one in row), *answered])} |\n"
 

@@ -21,9 +21,9 @@ from paddleformers_fc.verification.derivation.derive import Derivation, derive_r
 from paddleformers_fc.verification.derivation.layer_kinds import LayeredTensor, LayerKind, kind_of_classes
 from paddleformers_fc.verification.derivation.native_hints import pieces_of
 from tests.families.derivation import (
-    ASKS,
     DEGREES,
     MOST_QUESTIONS,
+    OPEN,
     OTHER,
     SAME,
     Case,
@@ -93,9 +93,9 @@ def test_the_document_is_what_is_measured() -> None:
 @pytest.mark.parametrize("case", ALL)
 def test_a_written_family_is_derived_with_a_hint_and_with_answers_and_never_as_something_else(case: Case) -> None:
     found = measured(case)
-    assert found.hinted == (ASKS if case.family.name in (*INVALID_HINTS, *WITHOUT_CANDIDATES) else SAME)
-    assert found.answered == (SAME if len(found.questions) <= MOST_QUESTIONS else ASKS)
-    assert found.alone in (SAME, ASKS)
+    assert found.hinted == (OPEN if case.family.name in (*INVALID_HINTS, *WITHOUT_CANDIDATES) else SAME)
+    assert found.answered == (SAME if len(found.questions) <= MOST_QUESTIONS else OPEN)
+    assert found.alone in (SAME, OPEN)
 
 
 @pytest.mark.sampled
