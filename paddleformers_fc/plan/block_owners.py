@@ -8,8 +8,9 @@ A verdict holds for the bytes that were hashed. Ranks share it if they read the 
 inode, size and change time) through the page cache of the same machine, or the same objects of a store. Ranks of other
 machines hash their own reads: copies on local disks can differ, and so can page caches.
 
-Time: linear in the items of a plan, and in the blocks of a checkpoint for each rank of a machine. Memory: two bits per
-block and rank of a machine; a checkpoint of 1 TB has 250,000 blocks.
+Time: linear in the items of a plan, and in the blocks of a checkpoint for each rank that shares verdicts: the ranks of
+a machine, or all ranks that read from a store. Memory: less than a byte per block and such rank; a checkpoint of 1 TB
+has 250,000 blocks.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -32,9 +34,13 @@ from paddleformers_fc.storage.manifest import RESTORE
 
 Flags = np.ndarray[tuple[int], np.dtype[np.bool_]]
 """A flag for every block."""
+Bits = np.ndarray[tuple[int], np.dtype[np.uint8]]
+"""A bit for every block."""
 _Runs = tuple[list[int], list[int], list[bool]]
 """The first and last byte of each run, and whether all bytes between them are read."""
 Counts = np.ndarray[tuple[int], np.dtype[np.int64]]
+_BITS_AT_ONCE = 1 << 22
+"""Bits that are unpacked at a time, a byte each."""
 
 
 class BlockReads(msgspec.Struct, frozen=True):
@@ -115,11 +121,12 @@ class RecordedBlocks:
         """
         source = everyone[rank].source
         group = [other for other, one in enumerate(everyone) if other == rank or (source and one.source == source)]
-        read = np.array([self._flags(everyone[other].read) for other in group])
+        read = np.array([self._bits(everyone[other].read) for other in group])
         if len(group) == len(everyone):
-            read &= ~self._known
-        streamed = read & [self._flags(everyone[other].streamed) for other in group]
-        mine = _balanced(np.where(streamed.any(axis=0), streamed, read), group.index(rank))
+            read &= ~np.packbits(self._known)
+        streamed = read & [self._bits(everyone[other].streamed) for other in group]
+        read &= ~np.bitwise_or.reduce(streamed)
+        mine = _balanced(streamed | read, self.count, group.index(rank))
         numbers: dict[str, list[int]] = {}
         for path, first in self.first.items():
             found = np.flatnonzero(mine[first : first + len(self.files[path].blocks)])
@@ -146,9 +153,8 @@ class RecordedBlocks:
             known[first : first + self.compared.get(path, 0)] = True
         return known
 
-    def _flags(self, packed: bytes) -> Flags:
-        bits = np.frombuffer(zlib.decompress(packed) if packed else b"", np.uint8)
-        return np.unpackbits(bits, count=self.count).astype(np.bool_)
+    def _bits(self, packed: bytes) -> Bits:
+        return np.frombuffer(zlib.decompress(packed) if packed else bytes(-(-self.count // 8)), np.uint8)
 
 
 NO_BLOCKS = RecordedBlocks()
@@ -177,16 +183,21 @@ def _packed(flags: Flags) -> bytes:
     return zlib.compress(np.packbits(flags).tobytes(), 1)
 
 
-def _balanced(able: np.ndarray[tuple[int, int], np.dtype[np.bool_]], member: int) -> Flags:
-    """Assign every block to a member that can compare it, and return those of one member.
+def _balanced(able: np.ndarray[tuple[int, int], np.dtype[np.uint8]], count: int, member: int) -> Flags:
+    """Assign every block to one of the members that are able to compare it; those of one member.
 
-    Blocks that the same members can compare are divided so that all members end with equal numbers. Each of n members
-    gets every n-th block, because ranks that read one file together are at about the same position.
+    Blocks that the same members are able to compare are divided so that the members have equally many in the end, and
+    each gets every n-th of them: ranks that read one file together are at about the same place.
+
+    Args:
+        able: for each member a bit for every block, packed.
+        count: number of blocks.
+        member: the member.
     """
-    mine = np.zeros(able.shape[1], np.bool_)
+    mine = np.zeros(count, np.bool_)
     loads = np.zeros(len(able), np.int64)
-    patterns, which = np.unique(np.packbits(able, axis=0), axis=1, return_inverse=True)
-    members = [np.flatnonzero(np.unpackbits(pattern, count=len(able))) for pattern in patterns.T]
+    patterns, which = np.unique(_patterns(able, count), return_inverse=True)
+    members = [np.flatnonzero(np.unpackbits(np.frombuffer(one, np.uint8), count=len(able))) for one in patterns]
     # Blocks that only one member can compare come first: they are part of its load in any case.
     for number in sorted(range(len(members)), key=lambda index: (len(members[index]), index)):
         chosen = members[number]
@@ -195,20 +206,31 @@ def _balanced(able: np.ndarray[tuple[int, int], np.dtype[np.bool_]], member: int
         blocks = np.flatnonzero(which.reshape(-1) == number)
         shares = _filled(loads[chosen], blocks.size)
         loads[chosen] += shares
-        turns = np.concatenate([(np.arange(share) + 0.5) / max(share, 1) for share in shares])
+        places = np.arange(blocks.size) - np.repeat(shares.cumsum() - shares, shares)
+        turns = (places + 0.5) / np.repeat(shares, shares)
         owners = np.repeat(chosen, shares)[np.argsort(turns, kind="stable")]
         mine[blocks[owners == member]] = True
     return mine
+
+
+def _patterns(able: np.ndarray[tuple[int, int], np.dtype[np.uint8]], count: int) -> np.ndarray[Any, Any]:
+    """Return for every block a bit for each member, packed."""
+    found = np.empty((count, -(-len(able) // 8)), np.uint8)
+    step = max(1, _BITS_AT_ONCE // len(able) // 8)
+    for low in range(0, able.shape[1], step):
+        bits = np.unpackbits(able[:, low : low + step], axis=1)
+        some = found[8 * low : 8 * (low + step)]
+        some[:] = np.packbits(bits, axis=0)[:, : len(some)].T
+    return found.view(f"V{found.shape[1]}").ravel()
 
 
 def _filled(loads: Counts, count: int) -> Counts:
     """Divide so many blocks so that those with the least get most; the sums of all that get any differ by one."""
     order = np.argsort(loads, kind="stable")
     heights = loads[order]
-    for used in range(len(order), 0, -1):
-        room = int(heights[used - 1] * used - heights[:used].sum())
-        if room <= count:
-            break
+    # The blocks that bring all loads before it to each load.
+    rooms = heights * np.arange(1, len(heights) + 1) - heights.cumsum()
+    used = int(np.searchsorted(rooms, count, side="right"))
     level, left = divmod(count + int(heights[:used].sum()), used)
     shares = np.zeros(len(loads), np.int64)
     shares[order[:used]] = level - heights[:used]

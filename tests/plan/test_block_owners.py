@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 from hypothesis import given, strategies as st
 
 from paddleformers_fc.mapping.boxes import Box
@@ -99,3 +101,16 @@ def test_a_rank_that_reads_nothing_compares_nothing() -> None:
     everyone = [blocks.reads([], "one"), blocks.reads([run("a", 120, 130)], "one")]
     assert owners(blocks, everyone) == [set(), {("a", 1)}]
     assert owners(RecordedBlocks(), [BlockReads(), BlockReads()]) == [set(), set()]
+
+
+def test_memory_of_the_assignment_is_less_than_two_bytes_per_block_and_rank() -> None:
+    blocks, ranks = recorded({"a": 20_000}), 500
+    everyone = [blocks.reads([run("a", 2_000 * rank, 2_000 * rank + 900_000)], "one") for rank in range(ranks)]
+    tracemalloc.start()
+    try:
+        own = blocks.owned(everyone, 7)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert own["a"]
+    assert peak < 2 * 20_000 * ranks
