@@ -184,10 +184,10 @@ def _packed(flags: Flags) -> bytes:
 
 
 def _balanced(able: np.ndarray[tuple[int, int], np.dtype[np.uint8]], count: int, member: int) -> Flags:
-    """Assign every block to one of the members that are able to compare it; those of one member.
+    """Assign every block to a member that can compare it, and return those of one member.
 
-    Blocks that the same members are able to compare are divided so that the members have equally many in the end, and
-    each gets every n-th of them: ranks that read one file together are at about the same place.
+    Blocks that the same members can compare are divided so that all members end with equal numbers. Each of n members
+    gets every n-th block, because ranks that read one file together are at about the same position.
 
     Args:
         able: for each member a bit for every block, packed.
@@ -228,7 +228,7 @@ def _filled(loads: Counts, count: int) -> Counts:
     """Divide so many blocks so that those with the least get most; the sums of all that get any differ by one."""
     order = np.argsort(loads, kind="stable")
     heights = loads[order]
-    # The blocks that bring all loads before it to each load.
+    # For each load, the number of blocks that raise all smaller loads to it.
     rooms = heights * np.arange(1, len(heights) + 1) - heights.cumsum()
     used = int(np.searchsorted(rooms, count, side="right"))
     level, left = divmod(count + int(heights[:used].sum()), used)
