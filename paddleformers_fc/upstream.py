@@ -732,7 +732,7 @@ def _package(hook: Hook) -> str:
 
 
 def unknown_versions() -> list[str]:
-    """One line for each of Paddle and PaddleFormers that is installed in another version than the known one."""
+    """Return a line for each of Paddle and PaddleFormers that is installed in another version than the tested one."""
     lines = []
     for name, known in VERSIONS.items():
         if importlib.util.find_spec(name) is None:

@@ -9,8 +9,8 @@ reduced mapping has the first layer of each kind:
 - no step of one layer reads or writes a name of another, so that these steps give equal boxes with other numbers.
 
 Text that is evaluated to the reduced mapping is therefore evaluated to the whole one, unless it contains the number of
-a reduced layer (:meth:`ReducedMapping.holds_for_all`). Not reduced are layers that exchange tensors with others, have
-tensors that are dropped or fresh, or have numbers in another form than placeholders. Linear in the names.
+a reduced layer (:meth:`ReducedMapping.holds_for_all`). Layers are not reduced if they exchange tensors with others,
+have dropped or fresh tensors, or have numbers in another form than placeholders. Linear in the names.
 """
 
 from __future__ import annotations

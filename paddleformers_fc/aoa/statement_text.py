@@ -133,7 +133,7 @@ class StatementWriter:
         return f"{name}[0:{count}]"
 
     def _slabs(self, slabs: Slabs) -> list[Text]:
-        """Slabs one by one, and one statement that joins or splits the tensor that holds them."""
+        """Render each slab, and one statement that joins or splits the tensor that holds them."""
         array = self._array(slabs.stack, len(slabs.components))
         texts: list[Text] = []
         if slabs.view is not None:

@@ -44,6 +44,6 @@ def device_id() -> None:
 
 
 def fused_buffers() -> None:
-    """Tensors may be fused into one buffer in main memory."""
+    """Allow tensors to be fused into one buffer in main memory."""
     tensor_fusion_helper.alignment["cpu"] = _ALIGNMENT_BYTES
     tensor_fusion_helper.__dict__["__current_device_type__"] = "cpu"

@@ -114,7 +114,7 @@ def _tokens_are_replicated(config: Any, group: Any) -> bool:
 
 
 def dense_experts() -> None:
-    """The MoE block computes without fused kernels."""
+    """Let the MoE block compute without fused kernels."""
     fused_forward = modeling.Ernie4_5_MoeSparseMoeBlock.forward
 
     @functools.wraps(fused_forward)
@@ -125,7 +125,7 @@ def dense_experts() -> None:
 
 
 def prediction_positions() -> None:
-    """The prediction blocks of multi-token prediction get the position embeddings."""
+    """Pass the position embeddings to the blocks of multi-token prediction."""
     layer_forward = modeling.Ernie4_5_MoeDecoderLayer.forward
     latest: list[Any] = [None]
 
@@ -151,7 +151,7 @@ def prediction_positions() -> None:
 
 
 def prediction_loss() -> None:
-    """The loss of multi-token prediction gets the logits of its blocks."""
+    """Pass the logits of its blocks to the loss of multi-token prediction."""
     model_forward = modeling.Ernie4_5_MoeForCausalLM.forward
 
     @functools.wraps(model_forward)
@@ -186,7 +186,8 @@ def expert_gradients() -> None:
 
 
 def expert_groups_in_pipelines() -> None:
-    """A pipeline takes the group that shares its experts as every other model does, and not only the name of one."""
+    """Let a pipeline accept the group that shares its experts, as every other model does, and not only the name of
+    one."""
     by_name = pp_model._parse_moe_group
 
     @functools.wraps(by_name)

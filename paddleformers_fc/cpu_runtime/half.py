@@ -39,7 +39,7 @@ def widened(operator: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _master_weight_update(adamw_: Callable[..., Any]) -> Callable[..., Any]:
-    """``adamw_`` that also takes a bfloat16 parameter."""
+    """Wrap ``adamw_`` so that it also takes a bfloat16 parameter."""
 
     def update(param: Any, grad: Any, *others: Any) -> Any:
         master_weight = others[_MASTER_WEIGHT]

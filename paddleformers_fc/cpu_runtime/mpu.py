@@ -36,7 +36,7 @@ def gather_last_axis(tensor: Any, group: Any) -> Any:
 
 
 def own_part_of_last_axis(tensor: Any, group: Any) -> Any:
-    """This member's equal share of the last axis, as a tensor of its own."""
+    """Return this member's equal share of the last axis, as a tensor of its own."""
     share = tensor.shape[-1] // group.nranks
     begin = group.rank * share
     return tensor[..., begin : begin + share].clone()

@@ -281,7 +281,7 @@ def flush() -> None:
 
 
 def leave() -> None:
-    """This rank's work is done: :meth:`Mailbox.leave`, if it ever had a mailbox."""
+    """End this rank's messages by :meth:`Mailbox.leave`, if it ever had a mailbox."""
     if _mailbox is not None:
         _mailbox.leave()
 
@@ -313,7 +313,7 @@ def address_of(process_group: Any) -> Address:
 
 
 def mailbox() -> Mailbox:
-    """This process' mailbox.
+    """Return this process' mailbox.
 
     Raises:
         PeerError: the parallel environment was not initialised.

@@ -17,7 +17,7 @@ from ._replace import replace_everywhere
 
 
 def broadcast_input_data(hcg: Any, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
-    """The first tensor parallel member's inputs, on every member.
+    """Send the first tensor parallel member's inputs to every member.
 
     Args:
         hcg: the hybrid communicate group of the job.

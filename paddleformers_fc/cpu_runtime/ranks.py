@@ -87,7 +87,7 @@ class JobOutcome:
 
 
 def free_ports(count: int) -> list[int]:
-    """``count`` different ports of the loopback interface on which nothing listens now.
+    """Return ``count`` different free ports of the loopback interface.
 
     They are below the system's range of ports for outgoing connections, so that no connection of the job takes one of
     them before it is bound.
@@ -249,7 +249,7 @@ def kill(processes: Sequence[RankProcess]) -> None:
 
 
 def prepare_rank(lifeline: int) -> None:
-    """In a new rank, which leads a process group: dump stacks and end on SIGUSR1, end when the life line is closed.
+    """Prepare a new rank: dump stacks and end on SIGUSR1, end when the life line is closed. It leads a process group.
 
     Args:
         lifeline: file descriptor of the pipe's read end.

@@ -42,7 +42,7 @@ class StepAgreement:
         world_size: number of ranks.
         prefix: prefix of all keys in the store; equal on all ranks, and different for each agreement of a job.
         hold_seconds: seconds within which :meth:`highest` returns or raises.
-        arrival: seconds for all ranks to arrive in :meth:`meet`.
+        arrival: maximum seconds for all ranks to arrive in :meth:`meet`.
     """
 
     def __init__(

@@ -68,7 +68,7 @@ def verify_metadata_blocks(
     Args:
         directory: ``checkpoint-N``, or an export.
         files: the recorded checksums; none if this rank has no checkpoint, which opening refuses later.
-        identities: which files were looked at; another one is refused.
+        identities: the identities of the files that were opened; another file is refused.
         channel: all ranks.
         threads: how many threads of this rank hash.
         next_step: advice for files that are not what was written.
@@ -103,7 +103,7 @@ def verify_whole_files(
     Args:
         directory: ``checkpoint-N``.
         files: this rank's share.
-        identities: which files were looked at; another one is refused.
+        identities: the identities of the files that were opened; another file is refused.
         channel: all ranks.
         threads: how many threads of this rank hash.
     Raises:

@@ -6,7 +6,7 @@ is compared as stored, and neighbours are read together: a few system calls for 
 are needed only for boxes that one side stores strided or transposed, or in another dtype. Stored tensors of two
 checkpoints with equal boxes are compared without a plan (:func:`differing_stored`).
 
-Memory: two buffers of ``COMPARE_BYTES`` and scratch memory for each thread, whatever the size of a tensor.
+Memory: two buffers of ``COMPARE_BYTES`` and scratch memory for each thread, independent of the size of a tensor.
 """
 
 from __future__ import annotations

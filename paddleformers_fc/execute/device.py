@@ -1,8 +1,8 @@
 """Describe the capabilities of a tensor's memory.
 
-Each function takes the place of a tensor. No other module of the core compares places: what matters is whether the host
-can address the memory, and what a copy to it can use. Paddle has page-locked memory for CUDA only; for a CustomDevice
-``Tensor.pin_memory`` raises, although its interface allocates page-locked memory.
+Each function takes the place of a tensor. No other module of the core compares places. Others need only two facts:
+whether the host can address the memory, and which copy it supports. Paddle has page-locked memory for CUDA only; for a
+CustomDevice ``Tensor.pin_memory`` raises, although its interface allocates page-locked memory.
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ class _Preflight:
 
     Args:
         plan: its reads.
-        report: what does not fit.
+        report: the mismatches.
         unexpected: of the stored tensors that no rank reads, by role and name, those that a rank should have wanted;
             the same on every rank.
         known: whether the plan is from before.
@@ -141,8 +141,8 @@ class _PreflightMessage(msgspec.Struct):
     """One rank's preflight on its way to the others.
 
     Args:
-        report: what does not fit.
-        touched: per role a bitmap over the sorted stored names: which of them this rank reads.
+        report: the mismatches.
+        touched: per role a bitmap over the sorted stored names, set for those that this rank reads.
         once: whether a range for several ranks is read by one of them.
         compares: whether it has stored tensors to compare first.
         blocks: the blocks that it reads if every rank reads for itself, and their checksums are compared.
@@ -190,7 +190,7 @@ def prepare_load(
     are compared while tensors are filled; damage found then leaves them undefined.
 
     Args:
-        checkpoint: what :func:`open_on_all_ranks` opened.
+        checkpoint: the result of :func:`open_on_all_ranks`.
         roles: role -> name -> live ``ShardedWeight``; a stored role that is not wanted here is left alone.
         model: the description of the live model.
         channel: all ranks of the job; every rank must call.

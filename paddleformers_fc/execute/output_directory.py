@@ -39,7 +39,7 @@ class LeftoverFacts(msgspec.Struct, frozen=True):
 
     Attributes:
         name: its name in the output directory.
-        why: what it is, one sentence.
+        why: its description, one sentence.
         bytes: of its files.
         removable: whether it may be removed when a user confirms.
     """

@@ -97,7 +97,7 @@ class Targets(Protocol):
     """The memory of wanted shards."""
 
     def __getitem__(self, key: Key) -> Memory:
-        """The memory of one."""
+        """Return the memory of one."""
 
 
 @dataclass(slots=True)

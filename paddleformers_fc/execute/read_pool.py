@@ -183,7 +183,7 @@ class ReadPool:
 
     Args:
         options: threads and staging.
-        identities: which files were checked; another one under a path is refused.
+        identities: the identities of the checked files; another file under a path is refused.
     """
 
     def __init__(self, options: ReadOptions = DEFAULT_OPTIONS, identities: Identities = NO_IDENTITIES) -> None:

@@ -49,7 +49,7 @@ def recast(
     """Return the source and the wanted weights of an export in another dtype.
 
     Args:
-        checkpoint: what is exported.
+        checkpoint: the checkpoint to export.
         source: from it to canonical tensors.
         layout: the canonical tensors.
         dtype: of the export.

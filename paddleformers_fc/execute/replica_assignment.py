@@ -36,7 +36,7 @@ class ShardPart:
 
     Args:
         role: of the shard.
-        shard: what is written, as the file's header describes it.
+        shard: the written part, as the file's header describes it.
         start: index, in elements, of its first element in the rank's own shard of this name.
     """
 
@@ -170,7 +170,7 @@ def _split(role: str, shard: Shard, deficits: list[tuple[int, int]]) -> Iterator
 
 
 def pack_files(pieces: Iterable[ShardPart], max_bytes: int) -> list[list[ShardPart]]:
-    """Pieces of one role in the order in which they lie in files, one list per file.
+    """Return the pieces of one role in the order of the files, one list per file.
 
     Wide dtypes come first, so that all tensors are aligned. A piece that is larger than a file is cut between rows.
 

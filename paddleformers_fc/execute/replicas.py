@@ -2,9 +2,9 @@
 
 A save writes one of several replicas, or rows of each. Replicas should be equal bit for bit, because gradients were
 reduced or parameters were broadcast. Different replicas are a fault of training that a checkpoint would hide: after a
-resume all ranks have one of the versions. So before a save every rank hashes its replicas: small ones as a whole, and
-one part in n of a large one that n ranks hold, another part at each step. Diverged ranks differ nearly everywhere and
-are found at once. A single bit is found when its part is hashed.
+resume all ranks have one of the versions. Before a save every rank therefore hashes its replicas: small ones as a
+whole, and one n-th of a large one that n ranks hold, another part at each step. Diverged ranks differ nearly everywhere
+and are found at once. A single bit is found when its part is hashed.
 
 Shards with the same holders share one digest, which is exchanged with the checksums of the files. Digests of single
 shards are exchanged only if these differ.

@@ -270,7 +270,7 @@ def snapshot(
         prepare: returns this rank's part; its errors are raised on every rank.
         capture: reads the live tensors.
         channel: all ranks; every rank must call.
-        consistency: what must be equal on all ranks.
+        consistency: the facts that must be equal on all ranks.
     Raises:
         FlexError: the same on every rank, except for an error of ``capture``.
     """
@@ -348,7 +348,7 @@ def commit(
 
 
 def _without_aliases(roles: Roles, model: ModelDescription) -> LiveRoles:
-    """This rank's weights without aliases that are the very memory of their owner, as tied parameters are.
+    """Return this rank's weights without aliases that share the memory of their owner, as tied parameters do.
 
     The optimizer keeps one state for such a pair, named after the one that sorts first. It is saved under the owner's
     name. An alias with memory of its own, on another pipeline stage, is saved as itself and must be equal.
@@ -401,7 +401,7 @@ def _new_plan(part: LivePart, channel: Channel) -> SavePlan:
 
 
 def _refuse_undescribed(files: Mapping[str, bytes]) -> None:
-    """On the coordinator, before anything is written."""
+    """Refuse files without a configuration, on the coordinator and before the first write."""
     if CONFIG_NAME not in files:
         raise OptionError(f"A checkpoint describes itself, and {CONFIG_NAME} is missing from its files.")
 
@@ -441,7 +441,7 @@ def _describe(
     job: JobRecord,
     world_size: int,
 ) -> Manifest:
-    """On the coordinator: write the mapping; the manifest of everything."""
+    """Write the mapping and return the manifest, on the coordinator."""
     mapping = write_file(staging / MAPPING_NAME, model.mapping, root=staging)
     return Manifest(
         written_by=f"paddleformers_fc {__version__}",

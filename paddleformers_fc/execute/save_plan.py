@@ -69,7 +69,7 @@ class PlannedFile:
         path: posix path relative to the checkpoint.
         role: of its tensors.
         layout: its header.
-        pieces: what follows the header, in order.
+        pieces: the content after the header, in order.
     """
 
     path: str
@@ -157,7 +157,7 @@ class SavePlanCache:
 
 
 def digest(*parts: bytes) -> bytes:
-    """One digest of several byte strings, 16 bytes; where one ends and the next begins counts."""
+    """Return one digest of several byte strings, 16 bytes; it depends on their lengths."""
     hasher = hashlib.blake2b(digest_size=16)
     for part in parts:
         hasher.update(len(part).to_bytes(8, "little"))
@@ -170,7 +170,7 @@ def build_save_plan(everyone: list[RankShards], model: ModelDescription, rank: i
 
     Args:
         everyone: the shards of every rank, by rank; those that hold the same may share one object.
-        model: what the model was built from.
+        model: the description of the model.
         rank: this rank; the first one proves the model.
         max_file_bytes: bound on the tensors of one file, in bytes.
     Raises:
@@ -194,7 +194,7 @@ def model_rules(model: ModelDescription, shards: Mapping[str, Shard]) -> RuleSet
     """Return the rules of a model, or of one rank's part of it, from its live shards.
 
     Args:
-        model: what the model was built from.
+        model: the description of the model.
         shards: ``model_state`` shards by name.
     """
     tensors = [

@@ -225,10 +225,10 @@ class Family:
         statements: one per kind of tensor. Several statements of one name are distinguished by shape and condition.
         tied: aliases under ``tie_word_embeddings``.
         optional: prefixes of canonical names that a file may lack, with placeholders. A tensor that the file lacks
-            keeps its initial values; one that the model lacks is dropped; both are reported. The names of one prefix
-            and one number (of all numbers for ``{layer}``) are present or absent together. A tensor in a file beside
-            one that the model reads, such as its bias, is never dropped. Earlier prefixes take precedence. Where a
-            prefix also matches layers of the model, a group is optional only if it has a name that no such layer has.
+            keeps its initial values, and one that the model lacks is dropped. Both are reported. The names of one
+            prefix and one number (of all numbers for ``{layer}``) are present or absent together. A tensor in a file
+            beside one that the model reads, such as its bias, is never dropped. Earlier prefixes take precedence. Where
+            a prefix also matches layers of the model, a group is optional only if it has a name that no such layer has.
         sizes: the family's sizes, which precede :data:`SIZES`.
         numbers: the family's numbers, which precede :data:`NUMBERS`.
         defaults: the values of the model's class for keys that a ``config.json`` lacks.

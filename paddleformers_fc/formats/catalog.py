@@ -162,7 +162,7 @@ class Catalog:
         return self.seen_by.get(file, (0,))[0]
 
     def faults(self) -> Iterator[str]:
-        """Tensors that are not stored whole and once."""
+        """Return the tensors that are not stored whole and once."""
         for names in self.roles.values():
             for tensor in names.values():
                 if tensor.form.faults:
@@ -170,7 +170,7 @@ class Catalog:
 
 
 def gather_shards(shards: Iterable[tuple[Shard, str, int, int]]) -> tuple[dict[str, StoredTensor], list[str]]:
-    """Tensors from the shards of many files.
+    """Gather tensors from the shards of many files.
 
     Args:
         shards: shard, file, byte offset of its first element, bytes per element.

@@ -52,6 +52,6 @@ def _refuse_overflow(target: np.ndarray[Any, Any], source: np.ndarray[Any, Any],
 
 @lru_cache(maxsize=64)
 def _table(source: np.dtype[Any], target: np.dtype[Any]) -> np.ndarray[Any, Any]:
-    """The bits of every number of 8 bits, cast."""
+    """Return the bits of every 8-bit number after the cast."""
     every = np.arange(256, dtype=np.uint8).view(source)
     return every.astype(target).view(f"u{target.itemsize}")

@@ -5,11 +5,11 @@ checksums: a missing, truncated, exchanged or altered file is found before a mod
 checksum of itself.
 
 Reading is strict: an unknown version, an unknown field and a path that leaves the directory are refused. A newer writer
-may add fields that this version ignores (:func:`.json_io.ignored_extensions`). Verification has three levels: ``off``;
-``size`` (one ``stat`` per file, and the checksums of documents, which are all files without tensors); ``full`` (all
-bytes are hashed by a few threads, with 1 MiB of memory per thread, 4 MiB for a remote checkpoint). One error lists all
-faults of a checkpoint. At every level a document is compared with its checksum when
-its content is used (:func:`read_listed`).
+may add fields that this version ignores (:func:`.json_io.ignored_extensions`). Verification has three levels. ``off``
+checks nothing. ``size`` makes one ``stat`` per file and compares the checksums of documents, which are all files
+without tensors. ``full`` hashes all bytes in a few threads, with 1 MiB of memory per thread, 4 MiB for a remote
+checkpoint. One error lists all faults of a checkpoint. At every level a document is compared with its checksum when its
+content is used (:func:`read_listed`).
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def backup_name(target: Path) -> Path:
 
 
 def parse_hidden(path: _P) -> tuple[_P, str] | None:
-    """``(target, state)`` of a directory in one of the hidden states; None for any other name."""
+    """Return ``(target, state)`` of a directory in one of the hidden states; None for any other name."""
     match = _BESIDE.fullmatch(path.name)
     return (path.with_name(match[1]), match[2]) if match else None
 

@@ -267,7 +267,7 @@ class _Machine:
         self._marks: list[int] = []
 
     def run(self) -> Any:
-        """Everything up to the end of the pickle; the file ends there too."""
+        """Execute the pickle to its end, which must be that of the file, and return its value."""
         tape = self._tape
         if tape.take(1) != b"\x80":
             tape.refuse("it is no pickle of protocol 2 or newer")

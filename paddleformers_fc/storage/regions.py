@@ -267,7 +267,7 @@ class Tiles(Protocol):
         """The file."""
 
     def span(self, first: int, last: int) -> tuple[int, int]:
-        """Offsets of the first byte and behind the last byte of the tiles ``first <= number < last``."""
+        """Return the offsets of the first byte and behind the last byte of the tiles ``first <= number < last``."""
 
     def rows(self, first: int, last: int) -> Rows | None:
         """Return the tiles ``first <= number < last`` as rows; None for transposes, casts and very short runs."""
@@ -500,7 +500,7 @@ class BufferedTiles(_StridedTiles):
         return total
 
     def _copy(self, target: np.ndarray[Any, Any], source: np.ndarray[Any, Any]) -> None:
-        """In stripes: the rows of one fit into the innermost cache."""
+        """Copy in stripes: the rows of one fit into the innermost cache."""
         fast = min(range(source.ndim), key=self.strided.targets.__getitem__)
         if not _is_transposing(self.strided) or source.shape[fast] <= STRIPE:
             copy_cast(target, source, self.path)

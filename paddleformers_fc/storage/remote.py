@@ -357,7 +357,7 @@ def _tag(facts: dict[str, Any]) -> str:
 
 
 def _secrets(system: Any) -> list[str]:
-    """Values of a file system's options, and of the environment, that must not be repeated."""
+    """Return the values of a file system's options, and of the environment, that must not be repeated."""
     found: list[str] = []
 
     def gather(options: Any, shortest: int) -> None:

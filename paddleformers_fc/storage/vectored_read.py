@@ -68,7 +68,7 @@ class ScatterList:
 
     @classmethod
     def alike(cls, offsets: np.ndarray[Any, Any], addresses: np.ndarray[Any, Any], length: int) -> ScatterList:
-        """Ranges of one length."""
+        """Return ranges of one length."""
         return cls(offsets, addresses, np.full(len(offsets), length, np.int64))
 
 

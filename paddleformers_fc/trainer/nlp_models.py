@@ -112,7 +112,7 @@ class QuantizationLoRABaseLinear:
 
 
 def offload(tensor: Any) -> None:
-    """In the place of a function of PaddleFormers. PaddleNLP's ``offload_optim`` is refused."""
+    """Replace a function of PaddleFormers; PaddleNLP's ``offload_optim`` is refused."""
 
 
 def clean_model_class_name(class_name: str) -> str:

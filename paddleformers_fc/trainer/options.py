@@ -531,7 +531,7 @@ class Conflict:
         return hasattr(options, self.key) and self.clashes(getattr(options, self.key))
 
     def line(self, options: Any) -> str:
-        """One line that names both keys."""
+        """Return one line that names both keys."""
         return f"flex_checkpoint: true and {self.key}: {_spelled(getattr(options, self.key))}: {self.because}"
 
 

@@ -79,7 +79,8 @@ def _test_disk(args: Any, channel: Channel, consistency: ConsistencyCheck | None
 
 
 def _options(args: Any) -> Iterator[tuple[str, object]]:
-    """Options of PaddleFormers and of this package that every rank must have alike; not those of a user's class."""
+    """Return the options of PaddleFormers and of this package that must be equal on all ranks; not those of a user's
+    class."""
     for kind in type(args).__mro__:
         if kind.__module__.partition(".")[0] in _PACKAGES:
             for name in vars(kind).get("__dataclass_fields__", {}):

@@ -46,7 +46,7 @@ def record_path(directory: Path, kind: str) -> Path:
 
 
 def record_error_at_exit() -> None:
-    """If this rank ends with an error of this package and a starter reads records, write it."""
+    """Write the error of this package with which this rank ends, if a starter reads records."""
     if RECORDS not in os.environ:
         return
     path, previous = record_path(Path(os.environ[RECORDS]), "error"), sys.excepthook

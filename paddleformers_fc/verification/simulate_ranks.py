@@ -265,7 +265,7 @@ class SimulatedWeight:
 
 
 def filled(roles: Mapping[str, Mapping[str, Shard]], value: Callable[[str, Shard], Array]) -> Roles:
-    """Memory for the shards of one rank, with the values of its part of each tensor.
+    """Return memory for the shards of one rank, with the values of its part of each tensor.
 
     Args:
         roles: role -> name -> shard.

@@ -114,7 +114,7 @@ def _tokenizer(text: str) -> Tokenizer:
 
 
 def _records(text: str, tokenizer: Tokenizer) -> Iterator[str]:
-    """Lines of JSON: lines of the text, as few as give more than a sample's tokens. A short rest is dropped."""
+    """Yield lines of JSON: lines of the text, as few as give more than a sample's tokens. A short rest is dropped."""
     record = ""
     for line in text.splitlines(keepends=True):
         record += line

@@ -114,7 +114,7 @@ class LossComparison:
         ]
 
     def to_json(self) -> dict[str, Any]:
-        """Everything in this comparison, for ``summary.json`` and ``--json``."""
+        """Return everything in this comparison, for ``summary.json`` and ``--json``."""
         return {
             "model": self.model,
             "resumed_at": self.resumed_at,
@@ -140,7 +140,7 @@ def _finite(number: float) -> float | None:
 
 
 def table(comparison: LossComparison) -> Table:
-    """One comparison as a table: a row per run, the steps after the resume in columns."""
+    """Return one comparison as a table: a row per run, the steps after the resume in columns."""
     last = max(comparison.reference.losses, default=comparison.resumed_at)
     steps = range(comparison.resumed_at + 1, last + 1)
     shown = Table(title=comparison.model, title_justify="left")
@@ -159,7 +159,7 @@ def table(comparison: LossComparison) -> Table:
 
 
 def draw(comparisons: Sequence[LossComparison], path: Path) -> None:
-    """The picture: per model the losses across the resume, and below them the distance to the uninterrupted run.
+    """Draw per model the losses across the resume, and below them the distance to the uninterrupted run.
 
     Args:
         comparisons: one column each.

@@ -83,7 +83,7 @@ def _cuts(shape: Any, local: Any) -> int:
 
 
 def _dealt(name: str, whole: np.ndarray[Any, Any], before: int, after: int) -> np.ndarray[Any, Any]:
-    """``[gate | up]`` per cut of the source as ``[gate | up]`` per cut of the target."""
+    """Return ``[gate | up]`` per cut of the source as ``[gate | up]`` per cut of the target."""
     is_number = whole.shape == (1,)
     if ".up_gate_proj." not in name or is_number or before == after:
         return whole

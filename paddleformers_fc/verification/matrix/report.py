@@ -42,7 +42,7 @@ class MatrixProgress:
         self._bar.stop()
 
     def advance(self, outcome: CellOutcome, right: bool) -> None:
-        """One more cell is finished."""
+        """Count one more finished cell."""
         if not right:
             self._bar.console.print(f"WRONG {outcome.name}: {reason(outcome)}")
         self._bar.advance(self._task)

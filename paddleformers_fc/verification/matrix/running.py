@@ -77,7 +77,7 @@ class CellOutcome(msgspec.Struct, frozen=True):
         return max(distances) if whole else math.inf
 
     def right(self, tolerance: float) -> bool:
-        """Everything is md5-equal, and losses differ by no more than this, or as much as they do by hand."""
+        """Return whether everything is md5-equal, and losses differ by no more than this, or as much as by hand."""
         explained = self.difference <= tolerance or (bool(self.by_hand) and self.by_hand == self.losses)
         return not self.error and not self.unequal and self.export_equal and self.tensors > 0 and explained
 

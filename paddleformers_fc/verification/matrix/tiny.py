@@ -102,7 +102,7 @@ _OF_TYPE: Mapping[str, Mapping[str, Any]] = {
 def training_arguments(
     layout: MatrixLayout | Mapping[str, Any], output_dir: str, micro_batch: int | None = None, **overrides: Any
 ) -> Any:
-    """PaddleFormers ``TrainingArguments`` for a layout.
+    """Return PaddleFormers' ``TrainingArguments`` for a layout.
 
     Args:
         layout: how the ranks of this job are used.
