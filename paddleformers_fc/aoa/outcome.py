@@ -1,7 +1,7 @@
 """The mapping of all assignments, and the faults that are visible only after the last statement.
 
-The boxes of every right tensor are collected. Reported with their statement are: a shape or dtype that does not fit, an
-assigned name that no tensor and no statement uses, and a source that is read twice.
+The boxes of every right tensor are collected. These faults are reported with their statement: a shape or dtype that
+does not fit, an assigned name that no tensor and no statement uses, and a source that is read twice.
 """
 
 from __future__ import annotations

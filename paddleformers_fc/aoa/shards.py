@@ -1,7 +1,7 @@
 """The number of tensor-parallel shards of a tensor that a statement names, directly or through intermediate names.
 
 ``fused_ffn`` and ``fused_qkv_old`` interleave their parts in one group per shard. A value that is read has the shards
-of its left tensor; a name that is written has those of the right tensor that later statements make of it.
+of its left tensor. A name that is written has those of the right tensor that later statements make of it.
 """
 
 from __future__ import annotations

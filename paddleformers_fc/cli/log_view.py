@@ -1,10 +1,9 @@
 """Filter the log of a running training for a terminal.
 
-PaddleFormers writes a thousand lines before the first step. Only the log file has those of level DEBUG, all but the
-first line of a message of level INFO (tables, configurations), messages of level INFO of Paddle's C++ code, and
-warnings of installed Python packages. Python tracebacks are reduced to the line of the exception. Errors of this
-package are omitted, because the command prints them at the end. Colours are used on terminals only.
-Memory is one line.
+PaddleFormers writes a thousand lines before the first step. The log file alone has messages of level DEBUG, further
+lines of messages of level INFO (tables, configurations), messages of level INFO of Paddle's C++ code, and warnings of
+installed Python packages. Python tracebacks are reduced to the line of the exception. Errors of this package are
+omitted, because the command prints them at the end. Colours are used on terminals only. Memory is one line.
 """
 
 from __future__ import annotations

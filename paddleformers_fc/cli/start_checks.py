@@ -419,8 +419,8 @@ def refuse_model(settings: Mapping[str, Any]) -> None:
     """Refuse a model that every rank would refuse: its configuration, or its tensor parallel degree.
 
     The ``config.json`` must be on this machine. A degree is refused if it does not divide a size that the class of the
-    family checks; the error then lists all that it does not divide, as ``plan`` does. Virtual pipeline stages that do
-    not divide the layers are refused; other checks are left to PaddleFormers.
+    family checks. The error then lists all such sizes, as ``plan`` does. Virtual pipeline stages that do not divide the
+    layers are refused; other checks are left to PaddleFormers.
 
     Raises:
         FormatError: the configuration is not a JSON object.

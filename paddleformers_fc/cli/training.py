@@ -1,8 +1,8 @@
 """``train``: run the stock PaddleFormers training of a YAML with flex checkpoints on the devices of this machine.
 
-PaddleFormers' own command line runs unchanged. This command adds two overrides to the YAML: the registration file as
-``custom_register_path`` (if the YAML names one of its own, both run, the YAML's first), and ``device=cpu`` if there is
-no accelerator and the YAML names no device. On a machine
+PaddleFormers' own command line runs unchanged. This command adds two overrides to the YAML. The registration file
+becomes ``custom_register_path``; if the YAML names one of its own, both run, the YAML's first. ``device=cpu`` is added
+if there is no accelerator and the YAML names no device. On a machine
 
 * without an accelerator, the ranks are local processes over gloo, started and supervised by
   :mod:`paddleformers_fc.cpu_runtime.launch`; each writes a log, and that of rank 0 is shown while it runs;

@@ -5,8 +5,8 @@ The server is a separate process, so that its user (pytest, the CLI) need not im
 runs one job at a time: N forked ranks, each with a new parallel environment, a log and a result file.
 
 Protocol: one line of JSON per request on the server's standard input, one line per answer on a pipe; results are JSON
-files. No pickle. An empty line ends a running job. The server and all its ranks end when its standard input is closed,
-or at an empty line: processes that its user has forked may keep that input open.
+files. No pickle. An empty line ends a running job. The server and all its ranks end when its standard input is closed.
+They also end at an empty line, because processes that its user has forked may keep that input open.
 
 A forked rank is a copy of the server. The preloaded modules must not have computed anything on several threads, so the
 server and its ranks run with one thread each.

@@ -5,7 +5,7 @@ Each is replaced by a PyLayer where the kernel is looked up (``paddle._C_ops``),
 Paddle's own autograd code around them stay unchanged. ``c_split`` is replaced one level higher, because the backward of
 ``c_split_eager`` gathers along axis 0 what its forward split along the last axis.
 
-Time: that of the collectives; the cross entropy adds three all_reduces of ``[tokens, 1]`` float32 and keeps the
+Time: that of the collectives. The cross entropy adds three all_reduces of ``[tokens, 1]`` float32. It keeps the
 softmax, ``[tokens, vocab / ranks]`` float32, for its backward, as the fused kernel does.
 """
 

@@ -1,12 +1,12 @@
 """Sharding of optimizer states, gradients and parameters in main memory.
 
 Stage 1 version 2 keeps gradients as views of one fused buffer. On a CPU, ``Tensor.clear_gradient(True)`` marks a
-gradient as empty instead of zeroing it, and the next backward puts a new tensor in its place: from the second step
-on backward does not write to the buffer, and training is silently wrong. Zeroing in place keeps the views.
+gradient as empty instead of zeroing it, and the next backward replaces it by a new tensor. From the second step on
+backward does not write to the buffer, and training is silently wrong. Zeroing in place keeps the views.
 
-Stages 2 and 3 work on a CPU once four answers change: whether Paddle was built for an accelerator (asserted), the
-device number (parsed out of its name), whether parameters must first be moved off the accelerator, and the list of
-custom devices, in which the dispatcher ``group_sharded_parallel`` looks for the device.
+Stages 2 and 3 work on a CPU once four values change. These are the flag of a build for an accelerator (asserted), the
+device number (parsed out of its name), the flag that moves parameters off the accelerator, and the list of custom
+devices, in which the dispatcher ``group_sharded_parallel`` looks for the device.
 """
 
 from __future__ import annotations

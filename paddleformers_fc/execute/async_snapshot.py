@@ -5,9 +5,9 @@ allocated once, with its pages, and filled again by every snapshot. Its memory i
 for the device.
 
 Host memory is copied in pieces by every thread that calls :meth:`SnapshotCopy.help`, and by the training thread once it
-would only wait. Copies from a device are begun by :meth:`SnapshotBuffer.begin`, which runs on the
-training thread: Paddle's choice of a stream holds for the whole process, so another thread would move kernels of the
-training to the stream of the copies.
+would only wait. Copies from a device are begun by :meth:`SnapshotBuffer.begin`, which runs on the training thread.
+Paddle's choice of a stream holds for the whole process, so another thread would move kernels of the training to the
+stream of the copies.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Compare two checkpoints tensor by tensor, across parallel layouts and formats.
 
-The stored bytes of both sides are read and compared in pieces (:mod:`.compare_bytes`); a tensor that differs is read
+The stored bytes of both sides are read and compared in pieces (:mod:`.compare_bytes`). A tensor that differs is read
 again for its md5 and the figures of :mod:`.deviation`, in pieces too. Memory therefore does not depend on the size of
 tensors. Tensors that only one side has, or with another shape or dtype, are not compared. Roles that one format cannot
 contain are not compared: beside open weights, the optimizer states, most of a checkpoint's bytes, are not read.

@@ -1,8 +1,8 @@
 """Compute one digest of live weights, equal for equal canonical tensors under any layout.
 
 Every element is hashed with its position in its canonical tensor, and the hashes of a tensor are added modulo 2^64. A
-sum does not depend on the order of its parts, so each rank adds up what it holds, of replicas the first rank alone, and
-the ranks exchange one number per tensor. Memory: one piece of a tensor. Time: about 20 s per 10^9 elements of a rank.
+sum does not depend on the order of its parts, so each rank adds up its own, and only the first rank those of replicas.
+The ranks exchange one number per tensor. Memory: one piece of a tensor. Time: about 20 s per 10^9 elements of a rank.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ def host_pieces(
     """Return a range of a tensor's elements as successive flat arrays in host memory.
 
     If the host can address the memory, that is one view. Otherwise the copy of a piece begins before its predecessor is
-    returned, and that of the first piece at once; a piece is valid until the next one is requested.
+    returned, and that of the first piece at once. A piece is valid until the next one is requested.
 
     Args:
         tensor: a ``paddle.Tensor``.

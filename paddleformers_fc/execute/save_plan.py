@@ -3,8 +3,8 @@
 The files of this rank, with their headers; on the coordinator also ``mapping.json``, proved. A plan depends only on the
 model's configuration and on the shard descriptions of every rank, which are the same at every save of a job. It is
 therefore cached under a digest of the descriptions of *all* ranks, and a later save exchanges digests alone. If the
-description of one rank differs, its digest differs, and every rank builds a new plan: a plan is never used for shards
-that it was not made for.
+description of one rank differs, its digest differs, and every rank builds a new plan. A plan is therefore never used
+for other shards.
 
 Memory: the headers of this rank's files and the names of its replicas, for the last few plans.
 """

@@ -56,9 +56,9 @@ class OptionalNames:
     def missed(self, untouched: Sequence[str], stored: Iterable[str]) -> list[str]:
         """Return the tensors of a file that a model does not read and must not ignore.
 
-        Among optional names these are the tensors of a layer of which another tensor is read (a bias that the model
-        does not have, or scales of quantised values), and layers of the model itself, as in a file with more layers
-        than the configuration.
+        Among optional names these are tensors of a layer of which another tensor is read, such as a bias that the model
+        lacks, or scales of quantised values. Layers of the model itself are others, as in a file with more layers than
+        the configuration.
 
         Args:
             untouched: the names that the model does not read.

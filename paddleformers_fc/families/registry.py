@@ -1,9 +1,9 @@
 """The registry of families of this package and of other distributions.
 
-A family is registered by :func:`register`, and only if it is *proved*: the tensors of its tiny configuration are
-enumerated under several degrees of tensor parallelism, bound, and the mapping is proved forward and reversed. A mapping
-must be total, single-writer, in bounds and dtype-closed. The families of this package are proved when a process first
-needs them, which takes milliseconds.
+A family is registered by :func:`register`, and only if it is *proved*. The tensors of its tiny configuration are
+enumerated under several degrees of tensor parallelism and bound, and the mapping is proved forward and reversed. A
+mapping must be total, single-writer, in bounds and dtype-closed. The families of this package are proved when a process
+first needs them, which takes milliseconds.
 
 Another distribution declares a family through the entry point group ``paddleformers_fc.families``. The entry point's
 name is the ``model_type``, its object a :class:`~paddleformers_fc.families.declarations.Family`. The module is

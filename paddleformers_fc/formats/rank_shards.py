@@ -8,7 +8,7 @@ contains the local tensors of its rank. A shard needs three more facts.
    table of both names is in ``model_meta.json`` or in the files of weights. Otherwise it follows from the order in
    which the model builds its parameters (:mod:`.variable_names`).
 2. The box of a local tensor in the whole one. The family of the model declares the axis that tensor parallelism cuts,
-   and the shapes prove it. The ranks of a sharding group share the states of a parameter: a state is whole in one of
+   and the shapes prove it. The ranks of a sharding group share the states of a parameter. A state is whole in one of
    their files, or several files have a range of its elements each (:mod:`.sharding_group`).
 3. The experts of a file. Expert-parallel ranks have the same variables for different experts. A file of states has the
    experts of its own expert-parallel rank, or parts of them, and parts of all other tensors. The expert-parallel ranks

@@ -8,11 +8,10 @@
 
 Each kind has an index, ``optimizer.safetensors.index.json``, or is one file without a number. Tensor-parallel parts are
 merged. States and master weights have the orientation of the model. Weights of linear layers have that of open weights
-in files whose metadata contain ``format: pt``: proved by the shape of the states or by the declaration of the family,
-and for square weights by other layers of the same name, by the master weight or by the embedding that a head is tied
-to. A state that several sharding ranks store in ranges of elements
-is joined in the order of the files. Expert-parallel ranks may count their experts from 0: the same names are then in
-several files, and the order of the files gives the offset.
+in files whose metadata contain ``format: pt``. The shape of the states or the declaration of the family proves it. For
+square weights other layers of the same name prove it, or the master weight, or the embedding that a head is tied to. A
+state that several sharding ranks store in ranges of elements is joined in the order of the files. Expert-parallel ranks
+may count their experts from 0: the same names are then in several files, and the order of the files gives the offset.
 
 There are no checksums, and files of weights record no step. The powers of Adam's betas show the steps of the files of
 states.

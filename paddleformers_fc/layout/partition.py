@@ -6,7 +6,7 @@ Four rules of Paddle 3.3.1 on plain integers:
   belongs to stage ``i % stages``, which interleaves virtual stages.
 - stage 1, version 1 (``DygraphShardingOptimizer``): whole parameters, largest first, to the rank with the fewest
   elements. Stage 2 does the same in the order of the parameters.
-- stage 1, version 2 (``FusedCommBuffer``): parameters lie in fused buffers, each padded; every rank has an equal range
+- stage 1, version 2 (``FusedCommBuffer``): parameters are in fused buffers, each padded. Every rank has an equal range
   of every buffer, and so a range of some parameters.
 - stage 3: every parameter above a size is padded and cut into equal slices.
 

@@ -1,10 +1,10 @@
 """The proof of a mapping, from names, shapes and dtypes alone.
 
-A mapping is proved if every element of every target is written exactly once (or its target is declared fresh), every
-element of every source is read (or its source is declared dropped), every box is inside its tensor, boxes of one
-correspondence have the same shape under its axes, and no dtype changes without a declared cast. Together these make
-``reverse(forward)`` the identity on all values without a cast: each source element has one position in the targets, and
-each target element one position in the sources.
+A mapping is proved if these conditions hold. Every element of every target is written exactly once, or its target is
+declared fresh. Every element of every source is read, or its source is declared dropped. Every box is inside its
+tensor, and boxes of one correspondence have the same shape under its axes. No dtype changes without a declared cast.
+Together these make ``reverse(forward)`` the identity on all values without a cast: each source element has one position
+in the targets, and each target element one position in the sources.
 
 Each kind of tensor is proved once: linear in the tensors, and per kind in its boxes, up to their sort.
 """

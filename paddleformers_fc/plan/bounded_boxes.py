@@ -1,7 +1,7 @@
 """Parts of whole tensors that fit into bounded memory.
 
-A piece is a range of the tensor's elements in row-major order, so that its bytes are successive bytes of the tensor: it
-can be hashed, or written into a file, one piece after the other. A piece is planned as any flattened shard.
+A piece is a range of the tensor's elements in row-major order, so its bytes are successive bytes of the tensor. Pieces
+can therefore be hashed, or written into a file, one after the other. A piece is planned as any flattened shard.
 """
 
 from __future__ import annotations

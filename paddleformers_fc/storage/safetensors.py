@@ -10,8 +10,8 @@ Nearly every header is valid and formatted as common writers format it. Such a h
 decoded entries, encoded again, must give the same text, so that nothing was skipped. Every other header is parsed entry
 by entry, and is refused with the name of the entry or accepted.
 
-The writers take names, dtypes and shapes first and the bytes afterwards, straight from the caller's memory: one in the
-declared order, with checksums; the other in any order, from many threads. The tensors start at a whole page: a copy
+The writers take names, dtypes and shapes first, and then the bytes straight from the caller's memory. One takes them in
+the declared order, with checksums, the other in any order, from many threads. The tensors start at a whole page: a copy
 between a page of the file and memory of the same alignment is a tenth faster. The format allows no gaps between
 tensors, so a caller that declares wide dtypes first keeps all of them aligned.
 

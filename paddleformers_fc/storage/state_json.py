@@ -1,8 +1,8 @@
 """The Trainer's own state as JSON: exact, readable, without pickle.
 
 PaddleFormers pickles trainer state, scheduler, loss scaler, random generators and training arguments: a few kilobytes
-of numbers. This module writes each as a JSON document. Numbers are restored bit for bit: Python writes the shortest
-decimal text that reads back as the same float, an array carries its dtype, and infinity and NaN use Python's extension
+of numbers. This module writes each as a JSON document. Numbers are restored bit for bit. Python writes the shortest
+decimal text that reads back as the same float. An array carries its dtype, and infinity and NaN use Python's extension
 of JSON. A value that cannot be written exactly is refused at save time.
 
 ``trainer.rng`` and ``trainer.documents`` read and restore the values; ``formats.stock_run`` converts them.

@@ -2,8 +2,8 @@
 
 PaddleFormers' ``lora_path`` names such a directory. The layers with adapters are those of ``lora_config.json``, or in
 PEFT's format those of the stored tensors. PEFT names canonical layers, and PaddleFormers takes patterns of the layers
-of a model: they are found by the rules of the model, and by the last part of a name, because pipelines number layers
-differently.
+of a model. These layers are found by the rules of the model, and by the last part of a name, because pipelines number
+layers differently.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """The exponential moving average of a run's weights, kept in host memory beside training.
 
-After a step the update is given to a thread, which reads the weights while the next passes run; the next update of the
-optimizer waits until they are read (:mod:`.update_barrier`). Weights on a device are copied into a kept buffer first,
-as in a save beside training. The averages are a role of the checkpoint, ``ema_state``, in float32 under the names of
-the parameters, with the geometry of the optimizer's states. ``trainer/ema.json`` contains what the next update depends
-on.
+After a step a thread gets the update, and reads the weights while the next passes run. The next update of the optimizer
+waits until they are read (:mod:`.update_barrier`). Weights on a device are copied into a kept buffer first, as in a
+save beside training. The averages are a role of the checkpoint, ``ema_state``, in float32 under the names of the
+parameters, with the geometry of the optimizer's states. ``trainer/ema.json`` contains what the next update depends on.
 
 An error in the thread is raised by the next save, on all ranks, because ranks exchange nothing in an update.
 

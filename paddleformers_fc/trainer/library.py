@@ -1,9 +1,9 @@
 """The library whose Trainer this process uses: PaddleFormers, or PaddleNLP in an environment that has it alone.
 
 The two need different versions of the same packages, so an environment has one of them. This module and
-:mod:`.library_models` are the only ones of the Trainer's package that import either of them for the others. Here are
-the names that are needed before the table of :mod:`paddleformers_fc.upstream` has been checked, the table of the
-library (``HOOKS``) and the method of its Trainer that is replaced to load a checkpoint (``LOAD_METHOD``).
+:mod:`.library_models` are the only ones of the Trainer's package that import either of them for the others. This module
+has the names that are needed before the table of :mod:`paddleformers_fc.upstream` has been checked. It also has the
+table of the library (``HOOKS``) and the method of its Trainer that is replaced to load a checkpoint (``LOAD_METHOD``).
 """
 
 from __future__ import annotations

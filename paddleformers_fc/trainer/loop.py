@@ -167,8 +167,8 @@ def load(
             the report list the cast tensors.
     Raises:
         Corrupt: the same on every rank: a checksum does not match. Those of headers and documents are compared before
-            anything changes. Those of tensors are compared while they are filled; then the error states that tensors
-            are undefined, and ``save`` and the Trainer refuse the model until a load succeeds.
+            anything changes. Those of tensors are compared while they are filled. After a fault the error states that
+            tensors are undefined, and ``save`` and the Trainer refuse the model until a load succeeds.
         MismatchError: the same on every rank, before any weight changes: tensors are mapped by name, and the
             tensor-parallel degree differs; or the checkpoint has no states for the optimizer.
         FlexError: the same on every rank, before any weight changes, if the checkpoint does not fit.

@@ -1,8 +1,8 @@
 """Figures of saves and loads for PaddleFormers' reporters: VisualDL, TensorBoard, Weights & Biases and the others.
 
 Reporters are the callbacks of ``paddleformers.trainer.integrations``. They receive the figures as they receive losses,
-by ``on_log``, at the step that was saved or loaded; the Trainer's own log and its history stay as they are, so that a
-resumed run equals one that was not interrupted.
+by ``on_log``, at the step that was saved or loaded. The Trainer's own log and its history are not changed, so that a
+resumed run equals an uninterrupted one.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Samplers of PaddleNLP's Trainer that can begin in the middle of an epoch.
 
-On several processes PaddleNLP reads the order of Paddle's ``DistributedBatchSampler``, which is shuffled by the number
-of the epoch and always begins with its first sample. :class:`EpochSampler` has the same batches. On one process
-PaddleNLP draws an order from a global generator, which a resumed run cannot repeat: it gets the order of several
-processes as well.
+On several processes PaddleNLP uses the order of Paddle's ``DistributedBatchSampler``. It is shuffled by the number of
+the epoch and always begins with its first sample. :class:`EpochSampler` has the same batches. On one process PaddleNLP
+draws an order from a global generator, which a resumed run cannot repeat: it gets the order of several processes as
+well.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The state of every random generator of a process, to and from JSON.
 
 Python's, numpy's, Paddle's for this device and for the CPU, and those of the hybrid-parallel tracker for dropout under
-tensor parallelism. Paddle's generator state is a device number, a seed, an offset and the engine's state as text; its
-pickle contains those four, and here they are read without the pickle.
+tensor parallelism. Paddle's generator state is a device number, a seed, an offset and the engine's state as text. Its
+pickle contains these four, and this module reads them without the pickle.
 
 States are restored in the number of ranks that saved them, and otherwise not at all, with a warning.
 

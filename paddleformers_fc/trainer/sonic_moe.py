@@ -1,8 +1,8 @@
 """Stacks of experts under ``using_sonic_moe``, in which rows of gate and up alternate once training has begun.
 
 PaddleFormers loads gate above up and makes their rows alternate when training begins, unless the output directory
-contains a checkpoint: twice in a run that resumes from another directory, and never in a new run beside older
-checkpoints. The callback of this module does it in its place, unless the weights are those of a checkpoint.
+contains a checkpoint. It does so twice in a run that resumes from another directory, and never in a new run beside
+older checkpoints. The callback of this module does it in its place, unless the weights are those of a checkpoint.
 
 A row of gate and the following row of up are described as one row of twice the length. The memory is the same, and gate
 and up of an expert are one box each.

@@ -1,7 +1,7 @@
 """Let the next optimizer update wait for reads of live tensors that run beside the passes.
 
 Weights and states do not change between two updates of the optimizer. A thread may copy or average them while the next
-passes run, and the next update waits for the rest. Copies from a device have to begin on the training thread: another
+passes run, and the next update waits for the rest. Copies from a device have to begin on the training thread. Another
 thread requests them, and the training thread begins them between two passes of an accumulated step, at the latest when
 it waits.
 """

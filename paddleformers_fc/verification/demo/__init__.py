@@ -1,11 +1,11 @@
 """The demo: train, resume under other layouts, export, and compare.
 
 Two tiny models on a real text, two ranks over gloo, no accelerator needed. For Llama: six steps on two data-parallel
-ranks with a checkpoint at step 3; from there again as tensor parallel, pipeline parallel and sharded (version 2).
-Each resumed run first writes down what it loaded, which is compared bit for bit with the checkpoint and exported;
-then it trains on, and its losses are compared with the uninterrupted run's. One export is trained from, with stock
-PaddleFormers. LoRA adapters of Llama: data parallel to tensor parallel. For ERNIE 4.5 MoE: data parallel to tensor
-parallel, once through this package and once with PaddleFormers' own FlexCheckpoint.
+ranks with a checkpoint at step 3; from there again as tensor parallel, pipeline parallel and sharded (version 2). Each
+resumed run first saves its loaded state, which is compared bit for bit with the checkpoint and exported. Then it trains
+on, and its losses are compared with the uninterrupted run's. One export is trained from, with stock PaddleFormers. LoRA
+adapters of Llama: data parallel to tensor parallel. For ERNIE 4.5 MoE: data parallel to tensor parallel, once through
+this package and once with PaddleFormers' own FlexCheckpoint.
 
 The output directory holds everything: the YAML, log and checkpoints of each run, the exports, ``summary.json`` and
 ``losses.png``. This package imports no Paddle; the trainings are processes of their own.

@@ -1,8 +1,8 @@
 """One training of the demo: its YAML, its ranks, the losses it logged.
 
 A training is started as a user would start it, through PaddleFormers' own launcher with a YAML, over gloo on this
-machine. Our runs and stock runs differ in the file of ``custom_register_path`` only: ours registers this package and a
-witness (:mod:`.ours`); the stock run's does only what a machine without an accelerator needs (:mod:`.stock`).
+machine. Our runs and stock runs differ in the file of ``custom_register_path`` only. Ours registers this package and a
+witness (:mod:`.ours`). The stock run's only patches a machine without an accelerator (:mod:`.stock`).
 
 Time: 7 s per run of two ranks on two cores, of which training is below 1 s. Memory: 450 MB per rank.
 """

@@ -334,8 +334,8 @@ def are_heads_of_one_size(parts: Shape, heads: int, groups: int) -> bool:
 def head_counts(config: Mapping[str, object]) -> tuple[int, int] | None:
     """Return the numbers of query heads and kv heads of a configuration, where it gives them and they group.
 
-    A nested configuration of the text takes precedence. Where queries have gates, which a model may keep beside each
-    head or behind all queries of a group, the numbers do not determine a layout, and there are none.
+    A nested configuration of the text takes precedence. If queries have gates, the result is None: a model may keep
+    them beside each head or behind all queries of a group, and the numbers do not determine which.
     """
     text = config.get("text_config")
     config = text if isinstance(text, Mapping) else config

@@ -2,8 +2,9 @@
 
 PaddleFormers' pipeline of ERNIE 4.5 MoE has no layer for multi-token prediction. Its embedding joins the predictions'
 inputs along the last axis, its decoder layers split them along the first, and no layer computes them. A pipeline can
-therefore train only the rest of the model. A checkpoint must not lose the prediction layers for that: here a pipeline
-gets a stage member that holds their weights and passes activations through, and any model can train without them.
+therefore train only the rest of the model. A checkpoint must not lose the prediction layers for that. A pipeline
+therefore gets a stage member that holds their weights and passes activations through, and any model can train without
+them.
 
 Idea: a layer reads the number of prediction layers from its configuration each time it computes. After the model is
 built with all of them, the layers are set to none, and the model itself keeps the true number, which its

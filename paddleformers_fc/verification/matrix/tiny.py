@@ -1,10 +1,10 @@
 """Models, data and trainings of a second, for the verification matrices and the tests.
 
-Everything here is deterministic and the same under every layout, so that two layouts that train alike give equal
-losses up to rounding. That takes care: no token 0 (Paddle's ``padding_idx`` treats it differently under tensor
-parallelism), ``sdpa`` attention (the eager one has no causal mask in a pipeline), no weight decay (parameters are
-excluded from it by name, and pipelines rename them), one global batch of :data:`GLOBAL_BATCH` samples cut the same
-way everywhere.
+Everything here is deterministic and the same under every layout, so that two layouts that train alike give equal losses
+up to rounding. There is no token 0, because Paddle's ``padding_idx`` treats it differently under tensor parallelism.
+Attention is ``sdpa``, because the eager one has no causal mask in a pipeline. There is no weight decay, because
+parameters are excluded from it by name, and pipelines rename them. One global batch of :data:`GLOBAL_BATCH` samples is
+cut the same way everywhere.
 
 Importing this module imports no Paddle; its functions do, and run inside rank processes. Time and memory: a model has
 about 100,000 parameters; building one and a step of it take a few hundredths of a second.
