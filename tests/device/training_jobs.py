@@ -98,7 +98,7 @@ def count(layout: Mapping[str, Any], model: Mapping[str, Any], output_dir: str, 
     from paddleformers_fc.execute.load import load_checkpoint
     from paddleformers_fc.execute.opening import open_on_all_ranks
     from paddleformers_fc.execute.read_pool import ReadOptions
-    from paddleformers_fc.execute.replicas import stretch
+    from paddleformers_fc.execute.replicas import hashed_range
     from paddleformers_fc.execute.save import JobRecord, config_bytes, live_part, save_checkpoint, snapshot, views
     from paddleformers_fc.execute.staging_pool import measured_transfers
     from paddleformers_fc.trainer.description import describe_model
@@ -142,7 +142,7 @@ def count(layout: Mapping[str, Any], model: Mapping[str, Any], output_dir: str, 
         "hashed": sum(
             (stop - start) * width(one.role, one.name)
             for one in plan.replicas
-            for start, stop in [stretch(one, job.step)]
+            for start, stop in [hashed_range(one, job.step)]
         ),
         "uploaded by the save": saved.to_device,
         "loaded": loaded.to_device,

@@ -13,10 +13,10 @@ from paddleformers_fc.errors import OptionError
 from paddleformers_fc.execute.export import export_opened, refuse_target
 from paddleformers_fc.families import family_for
 from paddleformers_fc.formats import OpenedCheckpoint, open_checkpoint
-from paddleformers_fc.formats.checkpoint import ExportWriter, Layout, OutputFile
+from paddleformers_fc.formats.checkpoint import ExportWriter, OutputFile
 from paddleformers_fc.formats.huggingface import HuggingFaceWriter
 from paddleformers_fc.layout.grid import parse_grid
-from paddleformers_fc.layout.shards import Shard
+from paddleformers_fc.layout.shards import Shard, ShardsByRole
 from paddleformers_fc.mapping import RuleSet
 from paddleformers_fc.mapping.boxes import whole
 from paddleformers_fc.plan.simulate import declared_model
@@ -33,7 +33,7 @@ class WholeState(ExportWriter):
     def rules(self, checkpoint: OpenedCheckpoint) -> RuleSet:
         return checkpoint.rules
 
-    def files(self, checkpoint: OpenedCheckpoint, layout: Layout, max_file_bytes: int) -> tuple[OutputFile, ...]:
+    def files(self, checkpoint: OpenedCheckpoint, layout: ShardsByRole, max_file_bytes: int) -> tuple[OutputFile, ...]:
         return tuple(
             OutputFile(self.names(role, 0, 1)[0], role, tuple(layout[role][name] for name in sorted(layout[role])))
             for role in sorted(layout)
@@ -57,7 +57,7 @@ class AttentionOnly(HuggingFaceWriter):
 
     marks = ("adapter_model.safetensors",)
 
-    def files(self, checkpoint: OpenedCheckpoint, layout: Layout, max_file_bytes: int) -> tuple[OutputFile, ...]:
+    def files(self, checkpoint: OpenedCheckpoint, layout: ShardsByRole, max_file_bytes: int) -> tuple[OutputFile, ...]:
         weights = layout["model_state"]
         chosen = tuple(weights[name] for name in sorted(weights) if ".self_attn." in name)
         return (OutputFile("adapter_model.safetensors", "model_state", chosen),)

@@ -25,7 +25,7 @@ CHILD = """
 import gc, json, sys
 from pathlib import Path
 import paddleformers_fc
-from paddleformers_fc.execute import difference, export
+from paddleformers_fc.execute import diff_checkpoints, export
 
 def status(field):
     lines = Path("/proc/self/status").read_text().splitlines()
