@@ -47,14 +47,16 @@ class _ProbeMessage(msgspec.Struct, frozen=True):
     host: str
 
 
-def find_disk_leaders(channel: Channel, doing: str, put: Callable[[], str], sees: Callable[[str], bool]) -> DiskLeaders:
+def find_disk_leaders(
+    channel: Channel, doing: str, put: Callable[[], str], is_visible: Callable[[str], bool]
+) -> DiskLeaders:
     """Find the ranks that share a disk.
 
     Args:
         channel: all ranks; every rank must call.
         doing: description of the operation, for errors.
         put: creates a token with a new name on this rank's disk and returns the name; called on some ranks.
-        sees: returns whether a token is visible to this rank.
+        is_visible: returns whether a token is visible to this rank.
     Raises:
         FlexError: the same on every rank.
     """
@@ -63,7 +65,7 @@ def find_disk_leaders(channel: Channel, doing: str, put: Callable[[], str], sees
     while makers:
         created = all_gather_checked(channel, doing, partial(_create_token, put, channel.rank in makers), bytes)
         tokens = [os.fsdecode(name) for name in created]
-        probe = partial(_probe, sees, {rank: tokens[rank] for rank in sorted(makers)}, channel.rank)
+        probe = partial(_probe, is_visible, {rank: tokens[rank] for rank in sorted(makers)}, channel.rank)
         left: dict[str, int] = {}
         for rank, seen in enumerate(all_gather_checked(channel, doing, probe, _ProbeMessage)):
             if rank not in found and seen.lead is not None:
@@ -78,7 +80,7 @@ def _create_token(put: Callable[[], str], creates: bool) -> bytes:
     return os.fsencode(put()) if creates else b""
 
 
-def _probe(sees: Callable[[str], bool], tokens: Mapping[int, str], rank: int) -> _ProbeMessage:
+def _probe(is_visible: Callable[[str], bool], tokens: Mapping[int, str], rank: int) -> _ProbeMessage:
     # No name was looked up before: a network file system cannot answer from its cache.
-    lead = next((maker for maker, token in tokens.items() if maker == rank or sees(token)), None)
+    lead = next((maker for maker, token in tokens.items() if maker == rank or is_visible(token)), None)
     return _ProbeMessage(lead, socket.gethostname())

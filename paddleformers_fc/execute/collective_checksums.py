@@ -61,7 +61,7 @@ def verify_metadata_blocks(
     channel: Channel,
     threads: int,
     next_step: str = RESTORE,
-    seen_by: Mapping[str, Sequence[int]] = EVERYONE,
+    visible_to: Mapping[str, Sequence[int]] = EVERYONE,
 ) -> dict[str, int]:
     """Compare what is not a tensor's number; the ranks share the work. Every rank must call.
 
@@ -72,7 +72,7 @@ def verify_metadata_blocks(
         channel: all ranks.
         threads: how many threads of this rank hash.
         next_step: advice for files that are not what was written.
-        seen_by: for every file that is not visible to all ranks, the ranks with access to it.
+        visible_to: for every file that is not visible to all ranks, the ranks with access to it.
     Returns:
         the number of leading blocks that some rank has compared, by file.
     Raises:
@@ -82,7 +82,7 @@ def verify_metadata_blocks(
     compared: dict[str, int] = {}
 
     def share() -> BlockComparison:
-        readers = [seen_by.get(one.path, range(channel.world_size)) for one in files]
+        readers = [visible_to.get(one.path, range(channel.world_size)) for one in files]
         mine = [one for index, one in enumerate(files) if readers[index][index % len(readers[index])] == channel.rank]
         seen = [one for one, ranks in zip(files, readers, strict=True) if channel.rank in ranks]
         shared = [one for one in seen if one.path in DOCUMENTS and one not in mine]

@@ -145,7 +145,7 @@ def export_opened(
                 refuse_overlap(one, target)
         if checkpoint.format.canonical and (writer is None or writer is EXPORTED.writer):
             raise not_a_flex_checkpoint(checkpoint.format, source, checkpoints_advice(source))
-        if checkpoint.unread and checkpoint.commit_record is not None and not checkpoint.catalog.seen_by:
+        if checkpoint.unread and checkpoint.commit_record is not None and not checkpoint.catalog.visible_to:
             verify_files(source, checkpoint.commit_record, "full")
         merge = None if base is None else read_merge(checkpoint, base)
         chosen = EXPORTED.writer if merge is not None else writer or default_writer(checkpoint)
@@ -159,7 +159,7 @@ def export_opened(
         return wanted, layout, files, chosen, merge
 
     wanted, layout, files, writer, merge = run_on_all(channel, f"preparing an export to {target.name}", prepare)
-    if checkpoint.unread and checkpoint.catalog.seen_by:
+    if checkpoint.unread and checkpoint.catalog.visible_to:
         compare_unread(checkpoint, channel)
     _refuse_untied(wanted, layout, channel)
     documents = {**_model_files(checkpoint, channel), **writer.documents(checkpoint, files)}
@@ -315,7 +315,7 @@ def _refuse_untied(source: ReadSource, layout: ShardsByRole, channel: Channel) -
     weights = layout.get(MODEL_STATE, {})
     checks = plan_reads(source, {MODEL_STATE: {name: weights[name] for name in copies}}).checks
     if checks:
-        storage = ReadContext(source.catalog.root, source.catalog.identities, source.catalog.seen_by)
+        storage = ReadContext(source.catalog.root, source.catalog.identities, source.catalog.visible_to)
         compare_redistributed(checks if channel.rank == 0 else (), storage, channel)
 
 

@@ -95,7 +95,7 @@ class Batch:
 
 def batch_bytes(source: ReadSource, max_file_bytes: int) -> int:
     """Return the bound on the bytes of a batch; a piece of a transposed tensor may exceed it."""
-    is_far = bool(source.catalog.seen_by) or isinstance(source.catalog.root, RemotePath)
+    is_far = bool(source.catalog.visible_to) or isinstance(source.catalog.root, RemotePath)
     return min(_BATCH_BYTES if is_far else _CACHE_BYTES, max_file_bytes // _BATCHES_PER_FILE)
 
 

@@ -77,7 +77,7 @@ def write_files(job: ExportJob, channel: Channel) -> list[FileChecksum]:
     Raises:
         FlexError: the same on every rank.
     """
-    together = bool(job.source.catalog.seen_by)
+    together = bool(job.source.catalog.visible_to)
     expect(sum(shard_bytes(shard) for file in job.files for shard in file.tensors))
     written = (
         _write_together(job, channel)
@@ -119,7 +119,7 @@ def _write_together(job: ExportJob, channel: Channel) -> list[list[FileChecksum]
 
     counts, batches = gather_and_keep(channel, "planning an export", plan, int)
     catalog = job.source.catalog
-    storage = ReadContext(catalog.root, catalog.identities, catalog.seen_by)
+    storage = ReadContext(catalog.root, catalog.identities, catalog.visible_to)
     memory = batch_memory(job.files, job.batch_bytes)
     with _OutputWriter(job) as output:
         for step in range(max(counts)):

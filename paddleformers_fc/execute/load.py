@@ -441,7 +441,7 @@ def _prepared(
     def prepare() -> tuple[_PreflightMessage, tuple[_Preflight, dict[Key, Slot]]]:
         own, slots = preflight(), slots_of(roles, options.host_copy_bytes)
         touched, blocks = _bitmaps(catalog, own.plan, roles), BlockReads()
-        if recorded.files and not options.once and not catalog.seen_by:
+        if recorded.files and not options.once and not catalog.visible_to:
             parts = (item.stored for item in own.plan.items)
             blocks = recorded.reads(parts, same_bytes_key(catalog.identities))
         message = _PreflightMessage(own.report.to_wire(), touched, options.once, bool(own.plan.checks), blocks)
@@ -457,7 +457,7 @@ def _prepared(
     refuse(merged)
     dropped = tuple(name for _, name in untouched)
     block_reads = [verdict.blocks for verdict in verdicts]
-    storage = ReadContext(catalog.root, catalog.identities, catalog.seen_by, recorded, block_reads)
+    storage = ReadContext(catalog.root, catalog.identities, catalog.visible_to, recorded, block_reads)
     if any(verdict.compares for verdict in verdicts):
         _compare_copies(plan, catalog, storage, channel, options)
 
@@ -536,7 +536,7 @@ def _compare_copies(
     except (MismatchError, PeerError):
         if storage.recorded.files:
             sides = (side for check in plan.checks for side in (check.left, check.right))
-            seen = [side for side in sides if storage.sees(channel.rank, side.file)]
+            seen = [side for side in sides if storage.can_read(channel.rank, side.file)]
             verify_parts(catalog, storage.recorded, seen, channel, options.threads)
         raise
 

@@ -49,7 +49,7 @@ from paddleformers_fc.layout.shard_json import ShardRecord, record_of
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping.boxes import shifted
 from paddleformers_fc.mapping.folding import fold
-from paddleformers_fc.plan.transfer_plan import SeenBy
+from paddleformers_fc.plan.transfer_plan import VisibleTo
 from paddleformers_fc.storage.file_checksums import FileChecksum, is_document
 from paddleformers_fc.storage.manifest import Manifest, manifest_seal, read_manifest, refuse_as_newest, verify_files
 from paddleformers_fc.storage.paths import AnyPath
@@ -202,18 +202,18 @@ def check_complete(directory: AnyPath, channel: Channel, level: str = "size", th
     if looked.alike:
         refuse_failed(channel, looked.faults)
     manifest = _common_manifest(directory, looked, channel)
-    seen_by = _seen_by(manifest, looked.sights)
+    visible_to = _visible_to(manifest, looked.sights)
     if not looked.alike:
-        _refuse_invisible(directory, seen_by, looked.sights)
+        _refuse_invisible(directory, visible_to, looked.sights)
 
         def check() -> None:
             refuse_as_newest(directory, manifest)
-            _verify_seen(directory, manifest, seen_by, channel.rank, "size")
+            _verify_seen(directory, manifest, visible_to, channel.rank, "size")
 
         run_on_all(channel, f"looking at the files of {directory.name}", check)
     if level == "full":
         identities = looked.own.identities if looked.own else {}
-        verify_whole_files(directory, _verification_share(manifest, seen_by, channel), identities, channel, threads)
+        verify_whole_files(directory, _verification_share(manifest, visible_to, channel), identities, channel, threads)
 
 
 def compare_unread(checkpoint: OpenedCheckpoint, channel: Channel, threads: int = 4) -> None:
@@ -227,7 +227,7 @@ def compare_unread(checkpoint: OpenedCheckpoint, channel: Channel, threads: int 
         Corrupt, StorageError: the same on every rank.
     """
     catalog = checkpoint.catalog
-    share = _verification_share(checkpoint.manifest, catalog.seen_by, channel)
+    share = _verification_share(checkpoint.manifest, catalog.visible_to, channel)
     verify_whole_files(catalog.root, share, catalog.identities, channel, threads)
 
 
@@ -244,9 +244,9 @@ def own_file(checkpoint: OpenedCheckpoint, channel: Channel, name_of: Callable[[
     catalog = checkpoint.catalog
     sizes = {path: one.size for path, one in checkpoint.recorded.items()}
     readers = {
-        rank: catalog.seen_by[name][0]
+        rank: catalog.visible_to[name][0]
         for rank, name in enumerate(map(name_of, range(channel.world_size)))
-        if name in sizes and name in catalog.seen_by and rank not in catalog.seen_by[name]
+        if name in sizes and name in catalog.visible_to and rank not in catalog.visible_to[name]
     }
     if not readers:
         return None
@@ -340,13 +340,13 @@ def _open_divided(
     threads: int,
 ) -> OpenedCheckpoint:
     manifest = sight.manifest
-    seen_by = _seen_by(manifest, sights)
-    _refuse_invisible(directory, seen_by, sights)
-    readers = {path: ranks[index % len(ranks)] for index, (path, ranks) in enumerate(seen_by.items())}
+    visible_to = _visible_to(manifest, sights)
+    _refuse_invisible(directory, visible_to, sights)
+    readers = {path: ranks[index % len(ranks)] for index, (path, ranks) in enumerate(visible_to.items())}
 
     def read_own() -> _ContentsMessage:
-        compared = () if verify == "full" else _documents_of(manifest, seen_by, channel)
-        _verify_seen(directory, manifest, seen_by, channel.rank, "size" if verify == "full" else verify, compared)
+        compared = () if verify == "full" else _documents_of(manifest, visible_to, channel)
+        _verify_seen(directory, manifest, visible_to, channel.rank, "size" if verify == "full" else verify, compared)
         mine = [path for path, reader in readers.items() if reader == channel.rank]
         shards = {path: [_encoded(shard) for shard in shards_of(directory, path)] for path in mine if _holds(path)}
         documents = {path: read_document_bytes(directory, manifest, path) for path in mine if path in DOCUMENTS}
@@ -364,11 +364,11 @@ def _open_divided(
     headers: dict[str, int] = {}
     if verify == "full":
         files, identities = manifest.files, sight.identities
-        headers = verify_metadata_blocks(directory, files, identities, channel, threads, seen_by=seen_by)
+        headers = verify_metadata_blocks(directory, files, identities, channel, threads, visible_to=visible_to)
 
     def put_together() -> OpenedCheckpoint:
         catalog, faults = build_catalog(directory, manifest, shards)
-        catalog = replace(catalog, identities=sight.identities, seen_by=seen_by)
+        catalog = replace(catalog, identities=sight.identities, visible_to=visible_to)
         own = {name: read_document_bytes(directory, manifest, name) for name in DOCUMENTS if name not in documents}
         found = build_checkpoint(catalog, faults, manifest, {**documents, **own})
         return replace(found, unread=verify == "full", compared=headers)
@@ -379,35 +379,35 @@ def _open_divided(
 def _verify_seen(
     directory: AnyPath,
     manifest: Manifest,
-    seen_by: SeenBy,
+    visible_to: VisibleTo,
     rank: int,
     level: str,
     compared: Collection[str] | None = None,
 ) -> None:
     """Check the visible files of this rank."""
-    here = [one for one in manifest.files if rank in seen_by.get(one.path, (rank,))]
+    here = [one for one in manifest.files if rank in visible_to.get(one.path, (rank,))]
     if here:
         verify_files(directory, msgspec.structs.replace(manifest, files=here), level, documents=compared)
 
 
-def _documents_of(manifest: Manifest, seen_by: SeenBy, channel: Channel) -> frozenset[str]:
+def _documents_of(manifest: Manifest, visible_to: VisibleTo, channel: Channel) -> frozenset[str]:
     """Return the documents whose checksums this rank compares for all ranks."""
     return frozenset(
-        checksum.path for checksum in _verification_share(manifest, seen_by, channel) if is_document(checksum.path)
+        checksum.path for checksum in _verification_share(manifest, visible_to, channel) if is_document(checksum.path)
     )
 
 
-def _verification_share(manifest: Manifest, seen_by: SeenBy, channel: Channel) -> list[FileChecksum]:
+def _verification_share(manifest: Manifest, visible_to: VisibleTo, channel: Channel) -> list[FileChecksum]:
     """Return the files that this rank checks completely: every file is assigned to one rank with access to it."""
     share: list[FileChecksum] = []
     for index, checksum in enumerate(manifest.files):
-        ranks = seen_by.get(checksum.path, range(channel.world_size))
+        ranks = visible_to.get(checksum.path, range(channel.world_size))
         if ranks[index % len(ranks)] == channel.rank:
             share.append(checksum)
     return share
 
 
-def _seen_by(manifest: Manifest, sights: Sequence[_VisibilityMessage]) -> dict[str, tuple[int, ...]]:
+def _visible_to(manifest: Manifest, sights: Sequence[_VisibilityMessage]) -> dict[str, tuple[int, ...]]:
     """Return the ranks with access to a file, for every file that is not visible to all ranks."""
     count = len(manifest.files)
     visible = np.ones((len(sights), count), bool)
@@ -420,16 +420,16 @@ def _seen_by(manifest: Manifest, sights: Sequence[_VisibilityMessage]) -> dict[s
     return {manifest.files[index].path: tuple(np.flatnonzero(visible[:, index]).tolist()) for index in partly}
 
 
-def _refuse_invisible(directory: AnyPath, seen_by: SeenBy, sights: Sequence[_VisibilityMessage]) -> None:
+def _refuse_invisible(directory: AnyPath, visible_to: VisibleTo, sights: Sequence[_VisibilityMessage]) -> None:
     """Refuse a checkpoint with files that are visible to no rank: a disk is missing."""
-    lost = [path for path, ranks in seen_by.items() if not ranks]
+    lost = [path for path, ranks in visible_to.items() if not ranks]
     if not lost:
         return
     blind = [rank for rank, sight in enumerate(sights) if not sight.seal]
-    evidence = [f"{path} is seen by no rank" for path in lost]
+    evidence = [f"{path} is visible to no rank" for path in lost]
     evidence += [f"{format_ranks(blind)}: no checkpoint of this name is there"] if blind else []
     raise Corrupt(
-        f"{len(lost)} of the checkpoint's files are on no disk that a rank of this job sees.",
+        f"{len(lost)} of the checkpoint's files are visible to no rank of this job.",
         where=str(directory),
         evidence=fold(evidence),
         next_step="Start the job on the hosts that saved it, bring their files here, or name another checkpoint.",

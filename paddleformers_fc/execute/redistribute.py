@@ -41,9 +41,9 @@ from paddleformers_fc.plan.items import EqualCheck, LoadPlan, ReadItem, StoredPa
 from paddleformers_fc.plan.transfer_plan import (
     EMPTY_SCHEDULE,
     ROUND_BYTES,
-    SeenBy,
     TransferPiece,
     TransferSchedule,
+    VisibleTo,
     assign_transfers,
     boxes_within,
     readers,
@@ -70,20 +70,20 @@ class ReadContext:
     Args:
         root: the directory that files are relative to.
         identities: the identities of the checked files; another file under a path is refused.
-        seen_by: for every file that is not visible to all ranks, the ranks with access to it.
+        visible_to: for every file that is not visible to all ranks, the ranks with access to it.
         recorded: the checksums of blocks, which are compared while they are read.
         block_reads: by rank, the blocks that it reads if every rank reads for itself.
     """
 
     root: paths.AnyPath
     identities: Identities = field(default_factory=lambda: NO_IDENTITIES)
-    seen_by: SeenBy = field(default_factory=lambda: EVERYONE)
+    visible_to: VisibleTo = field(default_factory=lambda: EVERYONE)
     recorded: RecordedBlocks = NO_BLOCKS
     block_reads: Sequence[BlockReads] = ()
 
-    def sees(self, rank: int, file: str) -> bool:
+    def can_read(self, rank: int, file: str) -> bool:
         """Return whether a file is visible to a rank."""
-        return file not in self.seen_by or rank in self.seen_by[file]
+        return file not in self.visible_to or rank in self.visible_to[file]
 
 
 @dataclass(frozen=True)
@@ -116,20 +116,20 @@ _RangeMessages = dict[str, list[tuple[int, _RangeMessage]]]
 
 
 def agreed_schedule(
-    wants: Sequence[StoredPart], storage: ReadContext, channel: Channel, limit: int
+    requests: Sequence[StoredPart], storage: ReadContext, channel: Channel, limit: int
 ) -> TransferSchedule:
     """Return this rank's part of the rounds that all ranks compute from the wanted ranges.
 
     Args:
-        wants: the ranges that this rank requests from others or shares with them, in its order.
+        requests: the ranges that this rank requests from others or shares with them, in its order.
         storage: the visible files of each rank.
         channel: all ranks; every rank must call.
         limit: bound on the bytes that a rank sends, and receives, in a round.
     Raises:
         StorageError: a range is in a file that is visible to no rank.
     """
-    everyone = all_gather_checked(channel, "assigning reads", lambda: _to_messages(wants), _RangeMessages)
-    moves = assign_transfers([_from_messages(messages) for messages in everyone], storage.seen_by)
+    everyone = all_gather_checked(channel, "assigning reads", lambda: _to_messages(requests), _RangeMessages)
+    moves = assign_transfers([_from_messages(messages) for messages in everyone], storage.visible_to)
     return schedule_rounds(moves, channel.rank, limit)
 
 
@@ -155,10 +155,10 @@ def read_redistributed(
         FlexError: the same on every rank: reads failed; targets hold an undefined mixture.
     """
     schedule, block_reads = EMPTY_SCHEDULE, storage.block_reads
-    if storage.seen_by or options.once:
+    if storage.visible_to or options.once:
         parts = [item.stored for item in _by_shard(plan)]
-        wants = [part for part in parts if options.once or not storage.sees(channel.rank, part.file)]
-        schedule = agreed_schedule(wants, storage, channel, limit)
+        requests = [part for part in parts if options.once or not storage.can_read(channel.rank, part.file)]
+        schedule = agreed_schedule(requests, storage, channel, limit)
         block_reads = _agreed_block_reads(parts, schedule, storage, channel) if storage.recorded.files else ()
     numbers = storage.recorded.owned(block_reads, channel.rank) if block_reads else {}
     verifier = BlockVerifier(storage.root, storage.recorded, numbers)
@@ -254,7 +254,7 @@ def compare_redistributed(
         MismatchError: the same on every rank, naming every pair that differs.
     """
     digests: dict[StoredPart, bytes] = {}
-    if storage.seen_by or options.once:
+    if storage.visible_to or options.once:
         digests = _agreed_digests(
             [side for check in checks for side in (check.left, check.right)], storage, channel, options
         )
@@ -274,7 +274,7 @@ def _agreed_digests(
     """Return the digests of all ranges that any rank requests; each is read by one rank."""
     requests = all_gather_checked(channel, "asking for tied tensors", lambda: _to_messages(wanted), _RangeMessages)
     parts = (part for messages in requests for part in _from_messages(messages))
-    owners = readers(parts, storage.seen_by, channel.world_size)
+    owners = readers(parts, storage.visible_to, channel.world_size)
     mine = [part for part, owner in owners.items() if owner == channel.rank]
     answers = all_gather_checked(channel, "reading tied tensors", lambda: _digests(mine, storage, options), list[bytes])
     left = [iter(answer) for answer in answers]

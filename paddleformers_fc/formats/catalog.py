@@ -139,13 +139,13 @@ class Catalog:
         root: the directory, of this machine or of a store.
         roles: role -> full name -> tensor.
         identities: the identities of the files when they were checked.
-        seen_by: for every file that is not visible to all ranks of the job, the ranks with access to it, rising.
+        visible_to: for every file that is not visible to all ranks of the job, the ranks with access to it, rising.
     """
 
     root: paths.AnyPath
     roles: dict[str, dict[str, StoredTensor]]
     identities: Identities = field(default_factory=lambda: NO_IDENTITIES)
-    seen_by: Mapping[str, Sequence[int]] = field(default_factory=lambda: EVERYONE)
+    visible_to: Mapping[str, Sequence[int]] = field(default_factory=lambda: EVERYONE)
 
     @cached_property
     def sorted_names(self) -> dict[str, list[str]]:
@@ -159,7 +159,7 @@ class Catalog:
 
     def reader(self, file: str) -> int:
         """Return the first rank with access to a file."""
-        return self.seen_by.get(file, (0,))[0]
+        return self.visible_to.get(file, (0,))[0]
 
     def faults(self) -> Iterator[str]:
         """Return the tensors that are not stored whole and once."""

@@ -23,7 +23,7 @@ from paddleformers_fc.mapping.boxes import Box
 from paddleformers_fc.plan.items import StoredPart
 from paddleformers_fc.storage.dtypes import dtype_size
 
-SeenBy = Mapping[str, Sequence[int]]
+VisibleTo = Mapping[str, Sequence[int]]
 """The ranks with access to a file, in rising order, for every file that is not visible to all ranks."""
 
 ROUND_BYTES = 64 << 20
@@ -93,15 +93,15 @@ def size_of(part: StoredPart) -> int:
     return part.part.volume * dtype_size(part.dtype)
 
 
-def assign_transfers(wants: Sequence[Sequence[StoredPart]], seen_by: SeenBy) -> list[Transfer]:
+def assign_transfers(requests: Sequence[Sequence[StoredPart]], visible_to: VisibleTo) -> list[Transfer]:
     """Assign ranges to ranks that read them, so that all ranks read the same number of bytes.
 
     A range that one rank requests and can read is not a transfer. Ranks that request a range take precedence over
     others with access to its file.
 
     Args:
-        wants: the requested ranges of every rank in order.
-        seen_by: see :data:`SeenBy`.
+        requests: the requested ranges of every rank in order.
+        visible_to: see :data:`VisibleTo`.
     Returns:
         the transfers, in the order of the requested ranges.
     Raises:
@@ -109,13 +109,13 @@ def assign_transfers(wants: Sequence[Sequence[StoredPart]], seen_by: SeenBy) -> 
     """
     wanted: dict[StoredPart, list[int]] = {}
     first: dict[StoredPart, int] = {}
-    for rank, parts in enumerate(wants):
+    for rank, parts in enumerate(requests):
         for position, part in enumerate(dict.fromkeys(parts)):
             wanted.setdefault(part, []).append(rank)
             first[part] = min(position, first.get(part, position))
-    candidates = {part: _possible_readers(part.file, ranks, seen_by) for part, ranks in wanted.items()}
+    candidates = {part: _possible_readers(part.file, ranks, visible_to) for part, ranks in wanted.items()}
     shared = [part for part, ranks in wanted.items() if not (len(ranks) == 1 and ranks == list(candidates[part]))]
-    owners = _owners({part: candidates[part] for part in shared}, len(wants))
+    owners = _owners({part: candidates[part] for part in shared}, len(requests))
     shared.sort(key=lambda part: (first[part], part.file, part.begin, part.part.lo, part.part.hi))
     return [Transfer(part, owners[part], tuple(wanted[part])) for part in shared]
 
@@ -149,18 +149,18 @@ def schedule_rounds(moves: Sequence[Transfer], rank: int, limit: int = ROUND_BYT
     return TransferSchedule(tuple(tuple(rounds.get(number, ())) for number in range(count)))
 
 
-def readers(parts: Iterable[StoredPart], seen_by: SeenBy, ranks: int) -> dict[StoredPart, int]:
+def readers(parts: Iterable[StoredPart], visible_to: VisibleTo, ranks: int) -> dict[StoredPart, int]:
     """Assign every distinct range to a rank with access to it, so that all ranks read the same number of bytes.
 
     Args:
         parts: the ranges.
-        seen_by: see :data:`SeenBy`.
+        visible_to: see :data:`VisibleTo`.
         ranks: number of ranks.
     Raises:
         StorageError: a file is visible to no rank.
     """
     everyone = range(ranks)
-    return _owners({part: _possible_readers(part.file, everyone, seen_by) for part in dict.fromkeys(parts)}, ranks)
+    return _owners({part: _possible_readers(part.file, everyone, visible_to) for part in dict.fromkeys(parts)}, ranks)
 
 
 def boxes_within(box: Box, most: int) -> Iterator[Box]:
@@ -176,14 +176,14 @@ def boxes_within(box: Box, most: int) -> Iterator[Box]:
         yield from boxes_within(Box(tuple(lo), tuple(hi)), most)
 
 
-def _possible_readers(file: str, wanting: Sequence[int], seen_by: SeenBy) -> Sequence[int]:
+def _possible_readers(file: str, wanting: Sequence[int], visible_to: VisibleTo) -> Sequence[int]:
     """Return the ranks that may read a file for those that request it."""
-    seeing = seen_by.get(file)
+    seeing = visible_to.get(file)
     if seeing is None:
         return wanting
     if not seeing:
         raise StorageError(
-            f"{file} is wanted, and no rank sees it.",
+            f"{file} is requested, and is visible to no rank.",
             where=file,
             next_step="Copy the missing part of the checkpoint to a disk of the job, or use another checkpoint.",
         )

@@ -57,8 +57,8 @@ def find_newest(
 
 def _names(output_dir: Path, channel: Channel) -> list[str]:
     """Return the names of all candidates that are visible to any rank, newest first."""
-    seen_by = _seen_by(channel, lambda: [path.name for path in candidates_in(output_dir)])
-    replaced = {ranks[0] for name, ranks in seen_by.items() if parse_hidden(Path(name)) is not None}
+    visible_to = _visible_to(channel, lambda: [path.name for path in candidates_in(output_dir)])
+    replaced = {ranks[0] for name, ranks in visible_to.items() if parse_hidden(Path(name)) is not None}
     if replaced:
 
         def recover_own() -> None:
@@ -66,11 +66,11 @@ def _names(output_dir: Path, channel: Channel) -> list[str]:
                 recover(output_dir)
 
         run_on_all(channel, "recovering checkpoints", recover_own)
-        seen_by = _seen_by(channel, lambda: [path.name for path in candidates_in(output_dir)])
-    return [path.name for path in candidates(output_dir / name for name in seen_by)]
+        visible_to = _visible_to(channel, lambda: [path.name for path in candidates_in(output_dir)])
+    return [path.name for path in candidates(output_dir / name for name in visible_to)]
 
 
-def _seen_by(channel: Channel, look: Callable[[], list[str]]) -> dict[str, list[int]]:
+def _visible_to(channel: Channel, look: Callable[[], list[str]]) -> dict[str, list[int]]:
     """Return the ranks that report each line, in rising order."""
     ranks: dict[str, list[int]] = {}
     for rank, lines in enumerate(all_gather_checked(channel, "looking for checkpoints", look, list[str])):
@@ -174,7 +174,7 @@ def _kinds(output_dir: Path, channel: Channel) -> dict[str, str]:
         return [f"{path.name}/{_kind_of(path)}" for path in seen]
 
     kinds: dict[str, str] = {}
-    for line, ranks in _seen_by(channel, look).items():
+    for line, ranks in _visible_to(channel, look).items():
         name, _, kind = line.partition("/")
         where = "" if len(ranks) == channel.world_size else f" ({format_ranks(ranks)})"
         kinds[name] = f"{kinds[name]}," if name in kinds else ""

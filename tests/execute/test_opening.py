@@ -125,8 +125,8 @@ def test_a_disk_that_is_lost_is_named_by_its_files_and_ranks(tmp_path: Path) -> 
     first, _, third = disks(tmp_path, (1, 3))
     error = refused([first, tmp_path / "new", third])
     assert isinstance(error, Corrupt)
-    assert "model_state/rank-00001.safetensors is seen by no rank" in str(error)
-    assert "optimizer_state/rank-00001.safetensors is seen by no rank" in str(error)
+    assert "model_state/rank-00001.safetensors is visible to no rank" in str(error)
+    assert "optimizer_state/rank-00001.safetensors is visible to no rank" in str(error)
     assert "rank-00000" not in str(error)
     assert "rank 1: no checkpoint of this name is there" in str(error)
 

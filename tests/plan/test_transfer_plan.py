@@ -11,8 +11,8 @@ from paddleformers_fc.errors import StorageError
 from paddleformers_fc.mapping.boxes import Box, cover_faults, whole
 from paddleformers_fc.plan.items import StoredPart
 from paddleformers_fc.plan.transfer_plan import (
-    SeenBy,
     Transfer,
+    VisibleTo,
     assign_transfers,
     boxes_within,
     readers,
@@ -30,52 +30,54 @@ def part(file: str, length: int, begin: int = 0, dtype: str = "float32") -> Stor
 
 
 @st.composite
-def jobs(draw: st.DrawFn) -> tuple[list[list[StoredPart]], SeenBy]:
+def jobs(draw: st.DrawFn) -> tuple[list[list[StoredPart]], VisibleTo]:
     """What a few ranks want and see; every file is seen by one of them at least."""
     ranks = draw(st.integers(1, 5))
     stored = [
         StoredPart(draw(st.sampled_from(FILES)), begin, shape, whole(shape), draw(st.sampled_from(["int8", "float64"])))
         for begin, shape in enumerate(draw(st.lists(st.sampled_from([(), (1,), (7,), (3, 5)]), max_size=8)))
     ]
-    wants = [draw(st.lists(st.sampled_from(stored), max_size=10)) if stored else [] for _ in range(ranks)]
-    seen_by = {
+    requests = [draw(st.lists(st.sampled_from(stored), max_size=10)) if stored else [] for _ in range(ranks)]
+    visible_to = {
         file: sorted(draw(st.sets(st.integers(0, ranks - 1), min_size=1)))
         for file in draw(st.sets(st.sampled_from(FILES)))
     }
-    return wants, seen_by
+    return requests, visible_to
 
 
-def sees(rank: int, file: str, seen_by: SeenBy) -> bool:
-    return rank in seen_by.get(file, [rank])
+def sees(rank: int, file: str, visible_to: VisibleTo) -> bool:
+    return rank in visible_to.get(file, [rank])
 
 
 @given(jobs())
 def test_every_want_is_served_once_by_a_rank_that_sees_the_file(
-    job: tuple[list[list[StoredPart]], SeenBy],
+    job: tuple[list[list[StoredPart]], VisibleTo],
 ) -> None:
-    wants, seen_by = job
-    moves = assign_transfers(wants, seen_by)
+    requests, visible_to = job
+    moves = assign_transfers(requests, visible_to)
     assert len({move.part for move in moves}) == len(moves)
     served = Counter((receiver, move.part) for move in moves for receiver in move.receivers)
-    for rank, parts in enumerate(wants):
+    for rank, parts in enumerate(requests):
         for one in set(parts):
-            alone = sees(rank, one.file, seen_by) and not any(one in others for others in wants if others is not parts)
+            alone = sees(rank, one.file, visible_to) and not any(
+                one in others for others in requests if others is not parts
+            )
             assert served.pop((rank, one), 0) == (0 if alone else 1)
     assert not served
     for move in moves:
-        assert sees(move.owner, move.part.file, seen_by)
-        able = [rank for rank in move.receivers if sees(rank, move.part.file, seen_by)]
+        assert sees(move.owner, move.part.file, visible_to)
+        able = [rank for rank in move.receivers if sees(rank, move.part.file, visible_to)]
         assert move.owner in able or not able
 
 
 @given(jobs(), st.integers(1, 64))
 @thorough(200)
 def test_all_ranks_go_through_the_same_rounds_within_the_bound(
-    job: tuple[list[list[StoredPart]], SeenBy], limit: int
+    job: tuple[list[list[StoredPart]], VisibleTo], limit: int
 ) -> None:
-    wants, seen_by = job
-    moves = assign_transfers(wants, seen_by)
-    schedules = [schedule_rounds(moves, rank, limit) for rank in range(len(wants))]
+    requests, visible_to = job
+    moves = assign_transfers(requests, visible_to)
+    schedules = [schedule_rounds(moves, rank, limit) for rank in range(len(requests))]
     assert len({len(one.rounds) for one in schedules}) == 1
     arrived: dict[tuple[int, StoredPart], list[Box]] = {}
     for number in range(len(schedules[0].rounds)):
@@ -123,7 +125,7 @@ def test_a_rank_that_wants_a_range_reads_it_before_one_that_does_not() -> None:
 
 
 def test_a_range_of_a_file_that_no_rank_sees_is_named() -> None:
-    with pytest.raises(StorageError, match="b is wanted, and no rank sees it"):
+    with pytest.raises(StorageError, match="b is requested, and is visible to no rank"):
         assign_transfers([[part("b", 1)], []], {"b": []})
 
 

@@ -98,7 +98,7 @@ def test_a_step_that_only_some_disks_hold_whole_is_passed_over_and_named(tmp_pat
     assert together(outputs, warnings) == [output / "checkpoint-5" for output in outputs]
     (warning,) = warnings
     assert str(newer) in warning
-    assert "config.json is seen by no rank" in warning
+    assert "config.json is visible to no rank" in warning
     assert "rank 1: no checkpoint of this name is there" in warning
 
 
