@@ -19,7 +19,10 @@ from typing import Any
 import xxhash
 
 from paddleformers_fc.errors import MismatchError
+from paddleformers_fc.families.bind import family_keys
 from paddleformers_fc.families.description import ALTERNATES, IS_NLP, ModelDescription
+from paddleformers_fc.families.exported import KEPT_FROM_SOURCE, exported_config
+from paddleformers_fc.families.registry import family_for, is_known
 
 OPTION = "flex_allow_config_changes"
 """The option that names the keys that may change."""
@@ -171,6 +174,40 @@ def config_changes(stored: ModelDescription, live: ModelDescription, complete: b
         because = next(filter(None, map(_because, sorted(keys))), "")
         changes.append(Change(shortest, old, new, frozenset(keys), because))
     return sorted(changes, key=lambda change: (not change.because, change.key))
+
+
+def contradictions(config: Mapping[str, Any], model: ModelDescription) -> list[str]:
+    """Return one line for every value of a ``config.json`` that the stored description of the model contradicts.
+
+    A save writes the file as an export does, with corrected keys. A configuration that a caller gave, or that a
+    conversion found, is stored unchanged in both places.
+
+    Args:
+        config: the content of the file.
+        model: the description in ``mapping.json``.
+    Raises:
+        MappingError: the description contradicts itself.
+    """
+    family = family_for(model.config) if is_known(model.config) else None
+    keys = frozenset[str]() if family is None else family_keys(family)
+    if all(model.config[key] == value for key, value in config.items() if key in model.config):
+        return []
+    expected = exported_config(family, model.config, model, {})
+    return [
+        f"{key}: {value_text(one)} in config.json, {value_text(other)} in mapping.json"
+        for key, one, other in _unequal(config, expected)
+        if key in keys or not (_is_left_out(key) or _matches(key.split("."), KEPT_FROM_SOURCE))
+    ]
+
+
+def _unequal(one: Mapping[str, Any], other: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yield the values that differ of keys that both configurations have."""
+    for key in sorted(one.keys() & other.keys()):
+        first, second = one[key], other[key]
+        if isinstance(first, Mapping) and isinstance(second, Mapping):
+            yield from _unequal(first, second, f"{prefix}{key}.")
+        elif not _is_equal(first, second):
+            yield f"{prefix}{key}", first, second
 
 
 def of_adapters(changes: Iterable[Change]) -> list[Change]:

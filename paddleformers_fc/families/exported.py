@@ -33,6 +33,9 @@ _CLASS = "architectures"
 _TOKENS = frozenset({"bos_token_id", "eos_token_id", "pad_token_id"})
 """Keys that PaddleFormers' nested configurations lose: they are then None."""
 
+KEPT_FROM_SOURCE = (*OVERWRITTEN, *_TOKENS)
+"""Keys that an export may have from its source, with other values than those of the live configuration."""
+
 _ROTARY, _THETA, _SCALING, _LOCAL_THETA = "rope_parameters", "rope_theta", "rope_scaling", "rope_local_base_freq"
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 

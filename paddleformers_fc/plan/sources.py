@@ -28,9 +28,9 @@ from paddleformers_fc.families import (
 )
 from paddleformers_fc.families.adapters import shared_copies
 from paddleformers_fc.families.bind import family_keys
+from paddleformers_fc.families.changes import contradictions
 from paddleformers_fc.families.description import IS_FLEET
 from paddleformers_fc.families.mapping_document import STRIPPED, completed
-from paddleformers_fc.families.sizes import value_at
 from paddleformers_fc.families.stated import canonical_ties
 from paddleformers_fc.formats.catalog import Catalog
 from paddleformers_fc.formats.checkpoint import CONFIG_NAME, MAPPING_NAME, OpenedCheckpoint
@@ -44,8 +44,6 @@ from paddleformers_fc.mapping.templates import identity
 from paddleformers_fc.plan.build import ReadSource
 from paddleformers_fc.plan.report import OPEN_WEIGHTS, Report
 from paddleformers_fc.text import count_text
-
-_ABSENT = object()
 
 
 def resume_source(checkpoint: OpenedCheckpoint, live: RuleSet) -> tuple[ReadSource, Report]:
@@ -141,15 +139,9 @@ def _refuse_two_models(checkpoint: OpenedCheckpoint, model: ModelDescription) ->
     """Refuse a configuration file that contradicts the stored description, because exports copy it.
 
     Raises:
-        Corrupt: with every key of a mapping that has two values.
+        Corrupt: with every key that has two values.
     """
-    keys = sorted({"model_type", *family_keys(family_for(model.config))})
-    values = [(key, value_at(checkpoint.config, key, _ABSENT), value_at(model.config, key, _ABSENT)) for key in keys]
-    faults = [
-        f"{key}: {one!r} in {CONFIG_NAME}, {other!r} in {MAPPING_NAME}"
-        for key, one, other in values
-        if _ABSENT not in (one, other) and one != other
-    ]
+    faults = contradictions(checkpoint.config, model)
     if faults:
         raise Corrupt(
             f"{CONFIG_NAME} and {MAPPING_NAME} of {checkpoint.catalog.root} describe different models.",

@@ -173,6 +173,42 @@ def test_a_mapping_that_cannot_be_proved_is_found(copy: Path) -> None:
     assert failed_check(outcome.document) == "mapping"
 
 
+DESCRIBED = {
+    **CONFIG,
+    "hidden_act": "silu",
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-06,
+    "rope_parameters": {"rope_theta": 500000.0, "rope_type": "default"},
+    "rope_theta": 500000.0,
+    "sliding_window": None,
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("hidden_act", "gelu"),
+        ("max_position_embeddings", 128),
+        ("rms_norm_eps", 1e-05),
+        ("rope_parameters", {"rope_theta": 10000.0, "rope_type": "default"}),
+        ("rope_theta", 10000.0),
+        ("sliding_window", 16),
+    ],
+)
+def test_a_configuration_that_is_not_that_of_the_mapping_is_found_and_not_exported(
+    tmp_path: Path, key: str, value: object
+) -> None:
+    checkpoint = save(tmp_path / "checkpoint-3", canonical(), config=DESCRIBED)
+    assert run("verify", checkpoint).code == 0
+    (checkpoint / "config.json").write_text(json.dumps({**DESCRIBED, key: value}))
+    seal(checkpoint)
+    document = run("verify", checkpoint, "--json").document
+    assert failed_check(document) == "mapping"
+    assert any(line.startswith(key) and "in config.json" in line for line in document["evidence"])
+    assert run("export", checkpoint, tmp_path / "hf").code == 1
+    assert not (tmp_path / "hf").exists()
+
+
 def test_a_stored_tensor_without_a_rule_is_found(copy: Path) -> None:
     def forget(document: dict[str, Any]) -> None:
         del document["targets"]["model.norm.weight"]

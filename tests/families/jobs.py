@@ -183,14 +183,40 @@ def exported_configs(sources: Mapping[str, Mapping[str, Any]], kept: bool) -> di
     return {name: _exported_config(source, kept) for name, source in sources.items()}
 
 
-def _exported_config(source: Mapping[str, Any], kept: bool) -> dict[str, Any] | str:
-    import copy
+def contradicted_configs(sources: Mapping[str, Mapping[str, Any]]) -> dict[str, list[str]]:
+    """What a reader finds contradicting in the config.json and the description that a save of each model writes."""
     import json
+
+    from paddleformers_fc.families.changes import contradictions
+    from paddleformers_fc.trainer import documents
+    from paddleformers_fc.trainer.description import describe_model
+
+    models = {name: _configured(source, kept=True) for name, source in sources.items()}
+    return {
+        name: contradictions(json.loads(documents.config_text(model)), describe_model(model))
+        for name, model in models.items()
+    }
+
+
+def _exported_config(source: Mapping[str, Any], kept: bool) -> dict[str, Any] | str:
+    import json
+
+    from paddleformers_fc.errors import FlexError
+    from paddleformers_fc.trainer import documents
+
+    try:
+        return dict(json.loads(documents.config_text(_configured(source, kept))))
+    except FlexError as error:
+        return str(error)
+
+
+def _configured(source: Mapping[str, Any], kept: bool) -> Any:
+    """A layer with the configuration of a model, as a Trainer has it."""
+    import copy
 
     import paddle
 
-    from paddleformers_fc.errors import FlexError
-    from paddleformers_fc.trainer import documents, pretrained_documents
+    from paddleformers_fc.trainer import pretrained_documents
 
     model_type = source["model_type"]
     package = importlib.import_module(f"paddleformers.transformers.{model_type}.configuration")
@@ -201,10 +227,7 @@ def _exported_config(source: Mapping[str, Any], kept: bool) -> dict[str, Any] | 
     if kept:
         pretrained_documents.take_over(model, source, None)
     model.config.use_cache = False  # As every Trainer sets it.
-    try:
-        return dict(json.loads(documents.config_text(model)))
-    except FlexError as error:
-        return str(error)
+    return model
 
 
 def describe_plain(model_type: str, values: Mapping[str, Any]) -> list[Any]:
