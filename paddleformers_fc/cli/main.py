@@ -264,6 +264,9 @@ def aoa(
     ],
     reverse: Annotated[bool, typer.Option("--reverse", help="From the model to open weights.")] = False,
     toy: Annotated[bool, typer.Option("--toy", help="Print the statements of a family for toy sizes.")] = False,
+    tp: Annotated[
+        int | None, typer.Option(min=1, help="The tensor-parallel degree, where the statements depend on it.")
+    ] = None,
     as_json: Json = False,
 ) -> int:
     """Print a model's mapping as AOA statements, as Paddle's FlexCheckpoint reads them.
@@ -273,7 +276,7 @@ def aoa(
     from paddleformers_fc.cli import statements
     from paddleformers_fc.formats.aoa_statements import aoa_statements
 
-    _present(aoa_statements(model, reverse=reverse, toy=toy), statements.show, as_json)
+    _present(aoa_statements(model, reverse=reverse, toy=toy, tp=tp), statements.show, as_json)
     return OK
 
 

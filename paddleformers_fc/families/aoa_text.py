@@ -1,7 +1,8 @@
 """The mapping of a model as AOA text for Paddle's own FlexCheckpoint.
 
-The text is derived from the rules of the real tensors. The family adds only the layouts that depend on the number of
-tensor-parallel ranks, so that text rendered at one degree holds at every other.
+The text is derived from the rules of the real tensors. The family adds the layouts that the language interleaves by the
+number of tensor-parallel ranks. Where a rank holds several parts in another way, as Qwen 3.5 does, text holds for the
+degree of its tensors alone.
 """
 
 from __future__ import annotations
@@ -13,8 +14,6 @@ from paddleformers_fc.aoa import Hints, render
 from paddleformers_fc.families.bind import ModelTensor, bind, family_sizes
 from paddleformers_fc.families.declarations import Family, Geometry, TargetIndex
 from paddleformers_fc.families.description import ModelDescription
-from paddleformers_fc.families.enumerate import enumerate_tensors
-from paddleformers_fc.families.registry import tiny_models
 from paddleformers_fc.mapping import RuleSet, TensorMapping
 
 _PER_RANK = {Geometry.FUSED_FFN: "fused_ffn", Geometry.FUSED_QKV_PER_RANK: "fused_qkv_old"}
@@ -36,19 +35,6 @@ def aoa_text(
     known = list(tensors)
     rules = replace(bind(family, model, known), cuts={tensor.name: tensor.cuts for tensor in known})
     return render(with_ties(rules), _hints(family, model, rules), reverse=reverse)
-
-
-def tiny_aoa_text(family: Family, *, tp: int = 1, reverse: bool = False) -> list[str]:
-    """Render the AOA statements of a family's tiny configuration, on ``tp`` tensor-parallel ranks.
-
-    If the family has both classes, the model is that of PaddleFleet.
-
-    Raises:
-        MappingError: where the language cannot express them, or the degree does not divide the tensors.
-    """
-    model = tiny_models(family)[0]
-    tensors = [tensor.under(tp=tp) for tensor in enumerate_tensors(family, model)]
-    return aoa_text(family, model, tensors, reverse=reverse)
 
 
 def with_ties(rules: RuleSet) -> TensorMapping:

@@ -1,21 +1,33 @@
 """The mapping of a model as statements that Paddle's FlexCheckpoint reads, in either direction.
 
 The statements follow from the sizes in ``config.json``, or for a family alone from its tiny configuration. They are
-read back and compared with the mapping first, and hold at every tensor-parallel degree.
+read back and compared with the mapping first. Statements that differ between tensor-parallel degrees need the degree.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paddleformers_fc.errors import OptionError
-from paddleformers_fc.families import FAMILIES, Family, described_by_file, enumerate_tensors, family_for
-from paddleformers_fc.families.aoa_text import aoa_text, tiny_aoa_text
+from paddleformers_fc.errors import MappingError, OptionError
+from paddleformers_fc.families import (
+    FAMILIES,
+    Family,
+    ModelDescription,
+    described_by_file,
+    enumerate_tensors,
+    family_for,
+)
+from paddleformers_fc.families.aoa_text import aoa_text
+from paddleformers_fc.families.bind import family_sizes
+from paddleformers_fc.families.declarations import DIVIDED
+from paddleformers_fc.families.registry import tiny_models
 from paddleformers_fc.formats.registry import require_config
+from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.files import is_directory
 from paddleformers_fc.storage.paths import refuse_empty
 
@@ -28,50 +40,87 @@ class StatementList:
         family: the family's name.
         direction: ``forward``, from open weights to the model, or ``reverse``.
         aoa_statements: for ``aoa_config``.
+        tp: the tensor-parallel degree that they are for; None for any.
         toy_sizes: the tiny configuration of the family; None for the model of a directory.
     """
 
     family: str
     direction: str
     aoa_statements: list[str]
+    tp: int | None = None
     toy_sizes: dict[str, Any] | None = None
 
 
-def aoa_statements(model: str, *, reverse: bool, toy: bool = False) -> StatementList:
+def aoa_statements(model: str, *, reverse: bool, toy: bool = False, tp: int | None = None) -> StatementList:
     """Return the statements of a family, or of the model in a directory.
 
     Args:
         model: a ``model_type``, a family's name, or a directory with ``config.json``.
         reverse: from the model to open weights.
         toy: assume the sizes of the family's tiny configuration; for a family alone.
+        tp: the tensor-parallel degree of the model; None for statements of any degree.
 
     Raises:
         OptionError: no family has this name and there is no such directory; a family without ``toy``, or a directory
-            with it.
+            with it; a degree that does not divide the model, or none where the statements depend on it.
         MappingError: no family declares the model, or the language cannot express its mapping.
     """
     refuse_empty(model)
-    direction = "reverse" if reverse else "forward"
+    sizes = None
     if is_directory(Path(model)):
         if toy:
             raise OptionError(
                 f"{model} is a directory with sizes of its own.", where="--toy", next_step="Leave out --toy."
             )
         config = require_config(Path(model))
-        family = family_for(config)
-        built = described_by_file(config)
-        tensors = [tensor.under(tp=1) for tensor in enumerate_tensors(family, built)]
-        return StatementList(family.name, direction, aoa_text(family, built, tensors, reverse=reverse))
-    family = _named(model)
-    sizes = {**family.defaults, **family.tiny}
-    if not toy:
+        family, built = family_for(config), described_by_file(config)
+    else:
+        family = _named(model)
+        built, sizes = tiny_models(family)[0], {**family.defaults, **family.tiny}
+        if not toy:
+            raise OptionError(
+                f"{model} is a family, and statements follow from the sizes of a model.",
+                where="MODEL",
+                evidence=[f"with --toy these are assumed: {sizes_text(sizes)}"],
+                next_step="Name the directory of a model's config.json, or add --toy for statements of these sizes.",
+            )
+    statements = _statements(family, built, reverse, tp)
+    return StatementList(family.name, "reverse" if reverse else "forward", statements, tp, sizes)
+
+
+def _statements(family: Family, model: ModelDescription, reverse: bool, tp: int | None) -> list[str]:
+    tensors, sizes = list(enumerate_tensors(family, model)), family_sizes(family, model)
+    divided = {key: sizes.length(size) for size, key in DIVIDED.items() if sizes.defines(size)}
+    divided |= {one.name: one.shape[one.cut] for one in tensors if one.cut is not None}
+
+    def rendered(degree: int) -> list[str]:
+        return aoa_text(family, model, [one.under(degree) for one in tensors], reverse=reverse)
+
+    if tp is not None:
+        faults = [f"{name}: {length}" for name, length in divided.items() if length % tp]
+        if faults:
+            raise OptionError(
+                f"tp={tp} does not divide this model.",
+                where="--tp",
+                evidence=fold(faults),
+                next_step="Choose a degree that divides the model.",
+            )
+        return rendered(tp)
+    found, common = rendered(1), math.gcd(*divided.values())
+    # A layout that depends on the degree differs at the smallest one.
+    degree = next((one for one in range(2, common + 1) if common % one == 0), 1)
+    try:
+        others = rendered(degree)
+    except MappingError as error:
+        others = [error.what]
+    if others != found:
         raise OptionError(
-            f"{model} is a family, and statements follow from the sizes of a model.",
+            "The statements of this model depend on the degree of tensor parallelism.",
             where="MODEL",
-            evidence=[f"with --toy these are assumed: {sizes_text(sizes)}"],
-            next_step="Name the directory of a model's config.json, or add --toy for the statements of these sizes.",
+            evidence=[f"at tp={degree} and not at tp=1: {one}" for one in others if one not in found][:1],
+            next_step="Name the degree of the training: --tp 1, --tp 2, ...",
         )
-    return StatementList(family.name, direction, tiny_aoa_text(family, reverse=reverse), sizes)
+    return found
 
 
 def sizes_text(sizes: Mapping[str, Any]) -> str:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from paddleformers_fc.aoa import Hints, normal, parse, render
-from paddleformers_fc.families.aoa_text import aoa_text, tiny_aoa_text
+from paddleformers_fc.errors import OptionError
+from paddleformers_fc.families.aoa_text import aoa_text
+from paddleformers_fc.formats.aoa_statements import aoa_statements
 from paddleformers_fc.mapping import TensorMapping, prove
 from tests.aoa import stock
 from tests.aoa.spaces import DEGREES, NAMES, Model, model, side_of
@@ -71,14 +73,26 @@ PER_RANK = ("qwen3_5", "qwen3_5_moe")
 """Each rank holds several parts of one file side by side, which AOA cannot state without their number."""
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in PER_RANK])
-def test_the_text_of_a_family_is_the_same_on_any_number_of_ranks(name: str) -> None:
-    one, *others = (model(name, degree) for degree in DEGREES)
-    for reverse in (False, True):
-        text = aoa_text(one.family, one.described, one.tensors, reverse=reverse)
-        assert text
-        for other in others:
-            assert aoa_text(other.family, other.described, other.tensors, reverse=reverse) == text
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_printed_text_holds_on_any_number_of_ranks_or_needs_their_number(name: str, reverse: bool) -> None:
+    models = {degree: model(name, degree) for degree in DEGREES}
+    texts = {
+        degree: aoa_text(one.family, one.described, one.tensors, reverse=reverse) for degree, one in models.items()
+    }
+    for degree in DEGREES:
+        assert aoa_statements(name, reverse=reverse, toy=True, tp=degree).aoa_statements == texts[degree]
+    if name not in PER_RANK:
+        assert texts[1] == texts[2] == texts[4] == aoa_statements(name, reverse=reverse, toy=True).aoa_statements
+        return
+    with pytest.raises(OptionError, match="depend on the degree of tensor parallelism") as caught:
+        aoa_statements(name, reverse=reverse, toy=True)
+    assert "--tp 2" in caught.value.next_step
+    # Paddle reads the text of one rank as another mapping of two.
+    two = models[2]
+    left, right = side_of(two.mapping.sources), side_of(two.mapping.targets, two.cuts)
+    sides, wanted = ((right, left), two.mapping.reversed()) if reverse else ((left, right), two.mapping)
+    assert stock.correspondences(stock.plan(texts[1], *sides)) != normal(wanted)
 
 
 def test_the_text_of_llama_is_what_a_person_writes() -> None:
@@ -86,4 +100,4 @@ def test_the_text_of_llama_is_what_a_person_writes() -> None:
     linear = ["self_attn.q", "self_attn.k", "self_attn.v", "self_attn.o", "mlp.gate", "mlp.up", "mlp.down"]
     expected = {f"{layer}.{name}_proj.weight^T -> {layer}.{name}_proj.weight" for name in linear}
     for reverse in (False, True):
-        assert set(tiny_aoa_text(model("llama", 1).family, reverse=reverse)) == expected
+        assert set(aoa_statements("llama", reverse=reverse, toy=True).aoa_statements) == expected

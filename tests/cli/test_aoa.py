@@ -22,7 +22,7 @@ def test_llama_is_printed_forward_and_reversed() -> None:
 @pytest.mark.parametrize("family", [family.name for family in FAMILIES])
 def test_every_family_is_rendered_or_refused_with_a_reason(family: str) -> None:
     for options in ((), ("--reverse",)):
-        outcome = run("aoa", family, "--toy", *options, "--json")
+        outcome = run("aoa", family, "--toy", "--tp", 2, *options, "--json")
         document = outcome.document
         if outcome.code == 0:
             assert document["family"] == family
@@ -53,6 +53,13 @@ def test_a_family_without_sizes_is_refused_with_its_toy_sizes(tmp_path: Path) ->
     assert run("aoa", "llama", "--toy", "--json").document["toy_sizes"]["hidden_size"] > 0
     assert run("aoa", tmp_path, "--toy").code == 2
     assert run("aoa", tmp_path).code == 2
+
+
+def test_a_degree_that_does_not_divide_the_model_is_refused() -> None:
+    outcome = run("aoa", "llama", "--toy", "--tp", 3, "--json")
+    assert outcome.code == 2
+    assert "num_attention_heads: 8" in outcome.document["evidence"]
+    assert run("aoa", "llama", "--toy", "--tp", 0).code == 2
 
 
 def test_an_unknown_name_is_refused_with_the_known_families() -> None:
