@@ -42,7 +42,7 @@ help:
 	@echo "make families  write docs/families.md from the table of the command"
 	@echo "make plan-pictures  the pictures of docs/plan.md, with Chromium"
 	@echo "make semi-auto  write the losses of docs/migrate.md: hybrid runs, and semi-automatic ones that resume them"
-	@echo "make mutants  small faults in the sources, one at a time: the share that the tests notice"
+	@echo "make mutants  300 random faults in the sources, one at a time: the share that the tests notice"
 	@echo "make soak     10,000 random mutations, 39,000 hostile documents, every instant at which a save can meet an accident"
 	@echo "make bench    saving, loading and exporting, beside a raw copy and other systems: docs/performance.md"
 	@echo "make bench-async  for how long training stands still for a save: docs/async.md"
@@ -122,9 +122,9 @@ plan-pictures: $(STAMP)
 semi-auto: $(STAMP)
 	@FLEX_WRITE_SEMI_AUTO=1 $(BIN)/python -m pytest -q tests/trainer/test_semi_auto.py -k continues
 
-# In copies of this tree, by two processes; goes on where it was stopped while nothing is changed.
+# In copies of the last commit, by two processes. Continues where it was interrupted.
 mutants: $(STAMP)
-	@$(BIN)/python -m tests.mutants
+	@OMP_NUM_THREADS=1 $(BIN)/python tools/mutants.py
 
 # Documents are also chosen by coverage where atheris is installed: $(BIN)/pip install atheris
 soak: $(STAMP)

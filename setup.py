@@ -82,6 +82,7 @@ setup(
         "plots": ["matplotlib>=3.9.0"],
         "nlptest": ["pytest>=8.0", "pytest-timeout>=2.3"],
         "test": [
+            "coverage>=7.17",
             "fsspec[http]>=2024.6.0",
             "hypothesis>=6.100",
             "import-linter>=2.0",

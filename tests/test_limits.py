@@ -13,8 +13,8 @@ from paddleformers_fc.distributed.communicator import DEFAULT_PATIENCE
 from tests.harness.limits import LIMIT, suite_limit
 
 HERE = Path(__file__).parent
-CLOCKS = {"tests/harness/clocks.py", "tests/harness/waiting.py", "tests/mutants/__main__.py"}
-"""The modules that may look at a clock or sleep: the last one stops mutants that run away, and is no test."""
+CLOCKS = {"tests/harness/clocks.py", "tests/harness/waiting.py"}
+"""The modules that may look at a clock or sleep."""
 WAITS = {"wait", "join", "result", "exception"}
 """Methods whose first number is a limit."""
 LIMITS = {"timeout", "alarm", "deadline", "grace", "patience"}
