@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,15 @@ import numpy as np
 import pytest
 
 from paddleformers_fc.cpu_runtime.forkserver import ForkServer
-from paddleformers_fc.distributed.channel import ALONE, broadcast, gather_and_keep, run_on_all
+from paddleformers_fc.distributed.channel import ALONE, Channel, broadcast, gather_and_keep, job_channel, run_on_all
 from paddleformers_fc.errors import FlexError, PeerError, StorageError
+from paddleformers_fc.execute.load import load_checkpoint
+from paddleformers_fc.execute.opening import open_on_all_ranks
+from paddleformers_fc.execute.read_pool import ReadOptions
 from paddleformers_fc.storage.files import refused
-from tests.execute.simulated import canonical, job, succeed
+from tests.execute.simulated import MODEL, canonical, job, live, same_values, succeed
 from tests.execute.test_save_and_load import save
-
-JOBS = "tests.distributed.channel_jobs"
+from tests.harness.on_ranks import on_ranks, run_on_ranks
 
 
 @pytest.mark.parametrize("ranks_of_the_job", [1, 2, 3, 8])
@@ -121,33 +124,74 @@ def test_a_process_alone_passes_on_to_itself() -> None:
     assert ALONE.all_to_all({}, {}) == {}
 
 
-@pytest.mark.parametrize(("nbytes", "beside"), [(1, False), (1 << 20, False), (70_000, True)])
-def test_bytes_pass_between_real_ranks_some_of_which_give_or_get_nothing(
-    ranks: ForkServer, nbytes: int, beside: bool
-) -> None:
-    values = ranks.run(f"{JOBS}:pass_on_in_a_ring", 3, {"nbytes": nbytes, "beside": beside}).values
-    assert values == ([], [0, nbytes, 1], [1, nbytes, 2])
+def started(in_background: bool = False) -> Channel:
+    """Return the channel of a job whose ranks have found each other, or that of a background thread of such a job."""
+    import paddle.distributed as dist
+
+    from paddleformers_fc.trainer.job_state import background_communicator
+
+    dist.init_parallel_env()
+    return background_communicator(0, 30.0) if in_background else job_channel()
 
 
-@pytest.mark.parametrize("beside", [False, True])
-def test_texts_of_any_length_reach_all_real_ranks(ranks: ForkServer, beside: bool) -> None:
-    lengths = [5, 3000, 1016, 0]
-    values = ranks.run(f"{JOBS}:gather_texts", 4, {"lengths": lengths, "beside": beside}).values
-    assert values == ([*lengths, 1],) * 4
+@pytest.mark.parametrize(("nbytes", "in_background"), [(1, False), (1 << 20, False), (70_000, True)])
+@on_ranks(3)
+def test_bytes_pass_between_real_ranks_some_of_which_give_or_get_nothing(nbytes: int, in_background: bool) -> None:
+    channel = started(in_background)
+    rank = channel.rank
+    outgoing = {rank + 1: np.full(nbytes, rank + 1, np.uint8)} if rank < 2 else {}
+    arrived = channel.all_to_all(outgoing, {rank - 1: nbytes} if rank else {})
+    assert {source: array.tolist() for source, array in arrived.items()} == (
+        {rank - 1: [rank] * nbytes} if rank else {}
+    )
 
 
-def test_threads_of_real_ranks_exchange_beside_each_other(ranks: ForkServer) -> None:
-    assert ranks.run(f"{JOBS}:exchange_on_two_threads", 2, {"rounds": 100}).values == (True, True)
+@pytest.mark.parametrize("in_background", [False, True])
+@on_ranks(4)
+def test_texts_of_any_length_reach_all_real_ranks(in_background: bool) -> None:
+    channel = started(in_background)
+    texts = [bytes([rank]) * length for rank, length in enumerate((5, 3000, 1016, 0))]
+    assert channel.all_gather(texts[channel.rank]) == texts
 
 
-def test_bytes_spread_between_real_ranks(ranks: ForkServer) -> None:
-    values = ranks.run(f"{JOBS}:spread_among", 4, {"members": [1, 0, 3], "text": "hear"}).values
-    assert values == ("hear", "hear", "", "hear")
+@on_ranks(2)
+def test_threads_of_real_ranks_exchange_at_the_same_time() -> None:
+    """A Trainer with another timeout gets another communicator of the second thread's group."""
+    from paddleformers_fc.trainer.job_state import background_communicator
+
+    def exchange(name: str, channel: Channel) -> bool:
+        for number in range(100):
+            expected = [f"{name} {number} {rank}".encode() * (1 + 300 * (number % 2)) for rank in range(2)]
+            if channel.all_gather(expected[channel.rank]) != expected:
+                return False
+        return True
+
+    channels = [started(), background_communicator(0, 30.0)]
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(exchange, ("training", "background"), channels)) == [True, True]
+    assert exchange("another timeout", background_communicator(0, 31.0))
+
+
+@on_ranks(4)
+def test_bytes_spread_between_real_ranks() -> None:
+    channel = started()
+    text = b"hear" if channel.rank == 1 else b""
+    assert broadcast(channel, text, 4, [1, 0, 3]) == (b"" if channel.rank == 2 else b"hear")
+
+
+def load_once(source: Path) -> list[int]:
+    """Load a checkpoint, each byte on one rank; return the bytes read and received, and whether anything is wrong."""
+    channel = started()
+    roles = live(canonical(), 1, channel.rank, empty=True)
+    checkpoint = open_on_all_ranks(source, channel)
+    report = load_checkpoint(checkpoint, roles, MODEL, channel, ReadOptions(once=True))
+    wrong = not same_values(roles, live(canonical(), 1, channel.rank))
+    return [report.bytes_read, report.bytes_received, int(wrong)]
 
 
 def test_real_ranks_read_replicas_once(ranks: ForkServer, tmp_path: Path) -> None:
     save(tmp_path / "checkpoint-3", canonical(), 1, 2)
-    first, second = ranks.run(f"{JOBS}:load_once", 2, {"source": str(tmp_path / "checkpoint-3")}).values
+    first, second = run_on_ranks(ranks, 2, load_once, source=tmp_path / "checkpoint-3")
     total = sum(4 * array.size * 3 for array in canonical().values())
     assert first[0] + second[0] == pytest.approx(total, rel=0.01)
     assert first[1] + second[1] == first[0] + second[0]

@@ -1,0 +1,91 @@
+"""Tests whose body runs on every rank: arguments, body and assertions in one function.
+
+::
+
+    @on_ranks(2)
+    def test_the_bytes_of_a_rank_reach_the_other() -> None:
+        channel = job_channel()
+        assert channel.all_gather(bytes([channel.rank])) == [b"\\0", b"\\1"]
+
+    @on_ranks(layout=TP2)
+    def test_a_run_saves_its_last_step(layout: MatrixLayout, tmp_path: Path) -> None:
+        ...
+
+Parameters and fixtures are passed to every rank as JSON; paths and layouts arrive as such. A failing assertion on any
+rank fails the test and shows the end of each rank's log. A test of several jobs calls :func:`run_on_ranks` for each.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from paddleformers_fc.cpu_runtime.forkserver import ForkServer
+from tests.harness.tiny import MatrixLayout, layout_from
+
+_JOB = f"{__name__}:call_body"
+_PATH, _LAYOUT = "a path", "a layout"
+
+
+def on_ranks(
+    count: int | None = None, layout: MatrixLayout | None = None, server: str = "ranks"
+) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """Decorate a test so that its body runs on ``count`` forked ranks, or on those of a layout.
+
+    Args:
+        count: number of ranks; by default that of the layout.
+        layout: passed to the body as ``layout`` if it has such a parameter.
+        server: the fixture that starts the ranks: ``ranks``, ``patient_ranks`` or ``bare_ranks``.
+    """
+    given = {} if layout is None else {"layout": layout}
+    number = count or (layout.nproc if layout else 1)
+
+    def decorate(body: Callable[..., Any]) -> Callable[..., None]:
+        parameters = inspect.signature(body).parameters
+        fixed = {name: value for name, value in given.items() if name in parameters}
+
+        @functools.wraps(body)
+        def test(**arguments: Any) -> None:
+            run_on_ranks(arguments.pop(server), number, body, **fixed, **arguments)
+
+        own = [parameter for name, parameter in parameters.items() if name not in fixed]
+        asked = inspect.Parameter(server, inspect.Parameter.KEYWORD_ONLY)
+        test.__signature__ = inspect.Signature([*own, asked])  # type: ignore[attr-defined]
+        return test
+
+    return decorate
+
+
+def run_on_ranks(server: ForkServer, count: int, body: Callable[..., Any], **arguments: Any) -> tuple[Any, ...]:
+    """Run a function of a test module on forked ranks and return its results by rank.
+
+    Raises:
+        PeerError: the function raised on a rank.
+    """
+    sent = {name: _to_json(value) for name, value in arguments.items()}
+    return server.run(_JOB, count, {"module": body.__module__, "name": body.__name__, "arguments": sent}).values
+
+
+def call_body(module: str, name: str, arguments: Mapping[str, Any]) -> Any:
+    """Call the body of a test on this rank; a job of the fork server."""
+    function = getattr(importlib.import_module(module), name)
+    body = inspect.unwrap(function)
+    return body(**{key: _from_json(value) for key, value in arguments.items()})
+
+
+def _to_json(value: Any) -> Any:
+    if isinstance(value, MatrixLayout):
+        return {_LAYOUT: value.to_json()}
+    return {_PATH: str(value)} if isinstance(value, Path) else value
+
+
+def _from_json(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {_LAYOUT}:
+        return layout_from(value[_LAYOUT])
+    return Path(value[_PATH]) if value.keys() == {_PATH} else value

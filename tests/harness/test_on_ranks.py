@@ -1,0 +1,32 @@
+"""Arguments reach the body of a test on ranks as given, and an assertion that fails on one rank fails the test."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from paddleformers_fc.cpu_runtime.forkserver import ForkServer
+from paddleformers_fc.errors import PeerError
+from tests.harness.on_ranks import on_ranks, run_on_ranks
+from tests.harness.tiny import TP2, MatrixLayout
+
+
+@pytest.mark.parametrize("number", [7])
+@on_ranks(layout=TP2)
+def test_a_body_gets_its_layout_parameters_and_fixtures(layout: MatrixLayout, number: int, tmp_path: Path) -> None:
+    assert layout == TP2
+    assert number == 7
+    assert tmp_path.is_dir()
+    assert os.environ["PADDLE_TRAINERS_NUM"] == "2"
+
+
+def fail_on_the_last_rank(directory: Path) -> None:
+    assert os.environ["PADDLE_TRAINER_ID"] != "1", directory
+
+
+def test_an_assertion_that_fails_on_one_rank_fails_the_test(ranks: ForkServer, tmp_path: Path) -> None:
+    with pytest.raises(PeerError, match=r"rank 1 returned 1") as raised:
+        run_on_ranks(ranks, 2, fail_on_the_last_rank, directory=tmp_path)
+    assert any(f"AssertionError: {tmp_path}" in line for line in raised.value.evidence)
