@@ -17,7 +17,8 @@ import paddle.distributed as dist
 from paddle.base import core
 from paddle.distributed import collective
 
-from paddleformers_fc.cpu_runtime import groups, stores
+from paddleformers_fc.cpu_runtime import groups
+from paddleformers_fc.distributed import store_client
 from paddleformers_fc.distributed.background_channel import HostChannel
 from paddleformers_fc.distributed.channel import Channel, job_channel
 from paddleformers_fc.distributed.communicator import DEFAULT_PATIENCE, Communicator
@@ -188,13 +189,13 @@ def job_communicator(patience: float = DEFAULT_PATIENCE) -> Channel:
         PeerError: the store of the job does not answer; on this rank only.
     """
     channel = job_channel()
-    return channel if channel.world_size == 1 else _open_communicator(patience, stores.job_store_address())
+    return channel if channel.world_size == 1 else _open_communicator(patience, store_client.job_store_address())
 
 
 @functools.cache
 def _open_communicator(patience: float, address: tuple[str, int] | None) -> Communicator:
     """Open a separate connection: Paddle's client is not safe for two threads, and its waits have no timeout."""
-    store = address and stores.StoreClient(address, min(patience, stores.OPENING_SECONDS), patience)
+    store = address and store_client.StoreClient(address, min(patience, store_client.OPENING_SECONDS), patience)
     return Communicator(job_channel(), patience, store)
 
 
@@ -211,8 +212,8 @@ def background_communicator(number: int, patience: float) -> Channel:
     """
     if job_channel().world_size == 1:
         return job_channel()
-    group, address = _background_group(number), stores.job_store_address()
-    store = address and stores.StoreClient(address, min(patience, stores.OPENING_SECONDS), patience)
+    group, address = _background_group(number), store_client.job_store_address()
+    store = address and store_client.StoreClient(address, min(patience, store_client.OPENING_SECONDS), patience)
     return Communicator(HostChannel(group), patience, store, f"{KEY_PREFIX}-background-{number}")
 
 

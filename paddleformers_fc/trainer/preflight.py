@@ -12,9 +12,9 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from paddleformers_fc.cpu_runtime.stores import on_several_nodes
 from paddleformers_fc.distributed.channel import Channel, run_on_all
 from paddleformers_fc.distributed.consistency import ConsistencyCheck, comparable_config, software_versions
+from paddleformers_fc.distributed.store_client import on_several_nodes
 from paddleformers_fc.storage.files import check_writable
 from paddleformers_fc.trainer.description import describe_model
 from paddleformers_fc.trainer.job_state import channel_of

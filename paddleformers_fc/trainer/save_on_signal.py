@@ -21,11 +21,11 @@ from contextlib import contextmanager, nullcontext
 from types import FrameType
 from typing import Any
 
-from paddleformers_fc.cpu_runtime import stores
 from paddleformers_fc.cpu_runtime.ranks import SAVED_ON_SIGNAL
 from paddleformers_fc.distributed.liveness import KEY_PREFIX
 from paddleformers_fc.distributed.step_agreement import StepAgreement
 from paddleformers_fc.distributed.step_gate import StepGate
+from paddleformers_fc.distributed.store_client import StoreClient, job_store_address
 from paddleformers_fc.errors import FlexError
 from paddleformers_fc.trainer.job_state import channel_of, job_state_of
 from paddleformers_fc.trainer.library import logger
@@ -111,13 +111,13 @@ class _Ranks:
         """
         if self._address is None or self._place[1] == 1:
             return _Alone()
-        return StepAgreement(stores.StoreClient(self._address, _STORE_SECONDS, _STORE_SECONDS), *self._place)
+        return StepAgreement(StoreClient(self._address, _STORE_SECONDS, _STORE_SECONDS), *self._place)
 
 
 def _connect_later(args: Any, loop: int) -> _Ranks:
     channel = channel_of(args)
     prefix = f"{KEY_PREFIX}-signal-{loop}"
-    return _Ranks(channel.rank, channel.world_size, prefix, stores.job_store_address())
+    return _Ranks(channel.rank, channel.world_size, prefix, job_store_address())
 
 
 class SignalWatch:

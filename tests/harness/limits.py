@@ -22,9 +22,9 @@ def suite_limit(pyproject: str) -> float:
 
 def be_patient() -> None:
     """Let this process wait for the job's store as long as a test may take, in place of a minute."""
-    from paddleformers_fc.cpu_runtime import stores
+    from paddleformers_fc.distributed import store_client
 
-    stores.OPENING_SECONDS = LIMIT
+    store_client.OPENING_SECONDS = LIMIT
 
 
 LIMIT = suite_limit((ROOT / "pyproject.toml").read_text(encoding="utf-8"))

@@ -12,6 +12,7 @@ import pytest
 
 from paddleformers_fc.cpu_runtime import stores
 from paddleformers_fc.cpu_runtime.ranks import free_ports
+from paddleformers_fc.distributed.store_client import StoreClient, job_store_address
 from paddleformers_fc.errors import PeerError
 
 NAMES = (
@@ -47,7 +48,7 @@ def test_the_address_of_the_store_is_the_one_that_paddle_reads(
 ) -> None:
     for name, value in environment.items():
         variables.setenv(name, value)
-    assert stores.job_store_address() == address
+    assert job_store_address() == address
 
 
 @pytest.mark.parametrize(
@@ -69,7 +70,7 @@ def test_a_rank_leaves_the_loopback_interface_only_in_a_job_of_several_nodes(
 def test_the_client_counts_and_stores_beside_paddles_own() -> None:
     (port,) = free_ports(1)
     native = stores.open_store("127.0.0.1", port, is_master=True)
-    client = stores.StoreClient(("127.0.0.1", port), 60, 60)
+    client = StoreClient(("127.0.0.1", port), 60, 60)
     assert native.add("counter", 3) == 3
     assert client.add("counter", 1 << 40) == 3 + (1 << 40)
     assert native.add("counter", 0) == 3 + (1 << 40)
@@ -92,7 +93,7 @@ def rendezvous() -> Iterator[tuple[str, int]]:
 
 def test_another_service_at_the_address_is_an_error_that_names_it(rendezvous: tuple[str, int]) -> None:
     with pytest.raises(PeerError) as caught:
-        stores.StoreClient(rendezvous, 0.5, 60)
+        StoreClient(rendezvous, 0.5, 60)
     assert f"127.0.0.1:{rendezvous[1]}, does not answer as the store of this job" in str(caught.value)
 
 
@@ -100,14 +101,14 @@ def test_an_address_at_which_nothing_listens_is_an_error_that_names_it(variables
     (port,) = free_ports(1)
     variables.setenv("PADDLE_MASTER", f"127.0.0.1:{port}")
     with pytest.raises(PeerError) as caught:
-        stores.StoreClient(("127.0.0.1", port), 0.5, 60)
+        StoreClient(("127.0.0.1", port), 0.5, 60)
     assert f"127.0.0.1:{port}, cannot be reached" in str(caught.value)
     assert f"PADDLE_MASTER=127.0.0.1:{port}" in str(caught.value)
 
 
 def test_a_hostname_that_does_not_resolve_is_an_error_that_names_it() -> None:
     with pytest.raises(PeerError, match=r"no-such-node\.invalid:35100, cannot be reached"):
-        stores.StoreClient(("no-such-node.invalid", 35100), 0.2, 60)
+        StoreClient(("no-such-node.invalid", 35100), 0.2, 60)
 
 
 def test_a_store_that_falls_silent_is_waited_for_no_longer_than_the_bound() -> None:
@@ -122,7 +123,7 @@ def test_a_store_that_falls_silent_is_waited_for_no_longer_than_the_bound() -> N
 
         thread = threading.Thread(target=answer_once, daemon=True)
         thread.start()
-        client = stores.StoreClient(server.getsockname(), 60, 0.5)
+        client = StoreClient(server.getsockname(), 60, 0.5)
         thread.join()
         with pytest.raises(OSError, match="timed out"):
             client.add("flex/arrivals", 1)
