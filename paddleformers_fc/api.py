@@ -121,6 +121,7 @@ class Checkpoint:
     """
 
     def __init__(self, opened: OpenedCheckpoint) -> None:
+        require(instance_of(OpenedCheckpoint, "the path to paddleformers_fc.open"), opened=opened)
         self._opened = opened
 
     def __repr__(self) -> str:
@@ -430,7 +431,7 @@ def open(
 
 
 def _located(path_or_url: Location) -> AnyPath:
-    return path_or_url if isinstance(path_or_url, RemotePath) else parse_path(expand_user(str(path_or_url)))
+    return path_or_url if isinstance(path_or_url, RemotePath) else parse_path(expand_user(path_or_url))
 
 
 def _base_of(adapters: OpenedCheckpoint, base: Location, verify: str, accept: bool) -> OpenedCheckpoint:

@@ -50,8 +50,10 @@ DIRECTORY = Kind(
 )
 FLAG = Kind("True or False", lambda value: isinstance(value, bool))
 COUNT = Kind("a whole number of 1 or more", lambda value: _whole(value, 1))
-COUNT_OR_ZERO = Kind("an int that is not negative", lambda value: type(value) is int and value >= 0)
-"""Of a number that is stored, so that it has the type that JSON has."""
+MOST_THREADS = 256
+THREADS = Kind(f"a whole number from 1 to {MOST_THREADS}", lambda value: _whole(value, 1) and value <= MOST_THREADS)
+COUNT_OR_ZERO = Kind("an int of at least 0 and below 2**53", lambda value: type(value) is int and 0 <= value < 1 << 53)
+"""Of a number that is stored, so that every reader of JSON has it exactly."""
 NAMES = Kind("a list of texts", _is_names)
 DEGREES = Kind('the degree of each axis, such as {"tp": 2, "pp": 1}', _is_degrees)
 

@@ -174,6 +174,12 @@ def test_roles_that_cannot_be_opened_are_refused_and_not_called_damage(saved: Pa
 EMBEDDING = "model.embed_tokens.weight"
 INVALID: dict[str, Callable[[Any, Path], object]] = {
     "path_or_url=5": lambda _, there: paddleformers_fc.open(5),
+    "path 'a\\x00b'": lambda _, __: paddleformers_fc.open("a\0b"),
+    "path '\\udfff'": lambda _, __: paddleformers_fc.open("\udfff"),
+    "path '/tmp/a\\x00b'": lambda _, __: paddleformers_fc.open("file:///tmp/a%00b"),
+    "path 's3://a\\x00b'": lambda one, _: one.export("s3://a\0b"),
+    "roles to open: []": lambda _, there: paddleformers_fc.open(there, roles=[]),
+    "opened='path'": lambda _, __: paddleformers_fc.Checkpoint("path"),
     "config={'model_type': 'llama'}": lambda _, there: paddleformers_fc.open(there, config={"model_type": "llama"}),
     "level 'ful'": lambda _, there: paddleformers_fc.open(there, verify="ful"),
     "roles to open: 5": lambda _, there: paddleformers_fc.open(there, roles=5),
@@ -197,6 +203,10 @@ INVALID: dict[str, Callable[[Any, Path], object]] = {
     "layout=None": lambda one, _: one.plan_flows(None),
     "name=None": lambda one, _: one.explain(None),
     "directory=5": lambda one, _: one.export(5),
+    "path 'b\\x00'": lambda one, _: one.export("b\0"),
+    "path 'c\\x00'": lambda one, there: one.export(there, base="c\0"),
+    "path 'd\\x00'": lambda one, _: one.convert("d\0"),
+    "path 'e\\x00'": lambda one, there: one.convert(there, config="e\0"),
     "max_shard_bytes='5GB'": lambda one, there: one.export(there, max_shard_bytes="5GB"),
     "max_shard_bytes=0": lambda one, there: one.export(there, max_shard_bytes=0),
     "max_shard_bytes=True": lambda one, there: one.export(there, max_shard_bytes=True),
@@ -249,6 +259,15 @@ def test_an_export_onto_a_model_names_the_argument_that_replaces_it(saved: Path,
     with pytest.raises(OptionError) as raised:
         checkpoint.export(tmp_path / "exported")
     assert "replace=True" in raised.value.next_step
+
+
+def test_an_export_or_a_conversion_onto_a_file_says_that_it_is_one(saved: Path, tmp_path: Path) -> None:
+    (tmp_path / "note").write_text("kept")
+    checkpoint = paddleformers_fc.open(saved / "four")
+    for write in (checkpoint.export, checkpoint.convert):
+        with pytest.raises(OptionError, match="is a file"):
+            write(tmp_path / "note")
+    assert (tmp_path / "note").read_text() == "kept"
 
 
 def test_a_plan_of_too_many_ranks_is_refused_at_once(saved: Path) -> None:

@@ -47,7 +47,7 @@ from paddleformers_fc.plan import ReadSource, canonical_layout, canonical_source
 from paddleformers_fc.plan.sources import model_source, resume_source
 from paddleformers_fc.storage.block_checksums import digest_of
 from paddleformers_fc.storage.export_commit import staging_parent
-from paddleformers_fc.storage.files import exists, list_directory, real_path
+from paddleformers_fc.storage.files import exists, list_directory, real_path, refuse_file
 from paddleformers_fc.storage.manifest import MANIFEST_NAME, verify_files
 from paddleformers_fc.storage.paths import AnyPath, RemotePath
 
@@ -245,7 +245,7 @@ def _refuse_checkpoint(target: AnyPath) -> None:
 def refuse_target(
     target: AnyPath, documents: Sequence[str], replace: bool, writer: ExportWriter = EXPORTED.writer
 ) -> None:
-    """Refuse a target inside a checkpoint, or with a model that may not be replaced.
+    """Refuse a target that is a file, is inside a checkpoint, or has a model that may not be replaced.
 
     Args:
         target: the directory of an export.
@@ -255,6 +255,7 @@ def refuse_target(
     Raises:
         OptionError: the target is refused.
     """
+    refuse_file(target)
     inside = next((path for path in _with_parents(target) if exists(path / MANIFEST_NAME)), None)
     if inside is not None:
         raise OptionError(

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from paddleformers_fc.errors import MismatchError, PeerError
+from paddleformers_fc.errors import MismatchError, OptionError, PeerError
 from paddleformers_fc.execute.replica_assignment import (
     RankShards,
     Replica,
@@ -224,6 +224,8 @@ def _record(everyone: list[RankShards], model: ModelDescription) -> ModelRecord:
     parameters: dict[str, Shard] = {}
     for roles in distinct:
         parameters.update(roles.get(MODEL_STATE, {}))
+    if not parameters:
+        raise OptionError("The model has no tensors.", where="model", next_step="Save a layer or state dict that has.")
     # One shard of every model tensor of the job; its cuts determine the tensor-parallel degree.
     rules = model_rules(model, parameters)
     prove(rules.mapping(), "The model's mapping")

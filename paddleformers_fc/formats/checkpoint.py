@@ -370,8 +370,19 @@ def with_config(checkpoint: OpenedCheckpoint, config: Mapping[str, Any]) -> Open
 
 
 def config_bytes(config: Mapping[str, Any]) -> bytes:
-    """Return a configuration as the bytes of ``config.json``."""
-    return (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
+    """Return a configuration as the bytes of ``config.json``.
+
+    Raises:
+        OptionError: JSON cannot hold it.
+    """
+    try:
+        return (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise OptionError(
+            f"The model's configuration is not JSON: {error}.",
+            where="config",
+            next_step=f"Give the content of {CONFIG_NAME}.",
+        ) from error
 
 
 def with_role(checkpoint: OpenedCheckpoint, role: str) -> OpenedCheckpoint:

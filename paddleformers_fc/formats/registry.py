@@ -185,7 +185,7 @@ def open_checkpoint(
     if roles is not None:
         _refuse_roles(roles)
     format = require_format(directory)
-    if roles and format is FLEX:
+    if roles is not None and format is FLEX:
         return open_flex(directory, verify, roles)
     return format.open_under(directory, verify, config) if config else format.open(directory, verify)
 
@@ -197,7 +197,7 @@ def _refuse_roles(roles: Collection[str]) -> None:
         OptionError: a role is unknown, or the weights are not among them.
     """
     listed = isinstance(roles, Collection) and not isinstance(roles, str) and all(one in ROLES for one in roles)
-    if not listed or (roles and MODEL_STATE not in roles):
+    if not listed or MODEL_STATE not in roles:
         raise OptionError(
             f"Invalid roles to open: {roles!r}.",
             where="roles",

@@ -23,7 +23,7 @@ from typing import Any, NoReturn, TypeVar, overload
 
 import numpy as np
 
-from paddleformers_fc.errors import Corrupt, FormatError, StorageError
+from paddleformers_fc.errors import Corrupt, FormatError, OptionError, StorageError
 from paddleformers_fc.storage import remote
 from paddleformers_fc.storage.checksum import BlockHasher
 from paddleformers_fc.storage.file_checksums import DEFAULT_BLOCK_BYTES, FileChecksum
@@ -626,6 +626,21 @@ def is_file(path: AnyPath) -> bool:
     if isinstance(status, RemoteStatus):
         return status.kind == "file"
     return status is not None and stat.S_ISREG(status.st_mode)
+
+
+def refuse_file(target: AnyPath) -> None:
+    """Refuse a target of a directory whose name a file has.
+
+    Raises:
+        OptionError: it is a file, or a link to one.
+        StorageError: the operating system or the store refused to look.
+    """
+    if exists(target) and not is_directory(target):
+        raise OptionError(
+            f"{target} is a file, and a directory would be written in its place.",
+            where=str(target),
+            next_step="Name a directory that does not exist yet; nothing was written.",
+        )
 
 
 def stat_path(path: AnyPath) -> os.stat_result | RemoteStatus | None:

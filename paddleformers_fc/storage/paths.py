@@ -91,11 +91,12 @@ def parse_path(named: str | os.PathLike[str] | RemotePath) -> AnyPath:
     """Parse the path or URL of a user without accessing it; a ``file://`` URL is a local path.
 
     Raises:
-        OptionError: the URL cannot be that of a directory, or there is no text: it would be the current directory.
+        OptionError: the URL cannot be that of a directory, no file system has such a path, or there is no text: it
+            would be the current directory.
     """
     if isinstance(named, RemotePath):
         return named
-    text = os.fspath(named)
+    text = _path_text(named)
     refuse_empty(text)
     match = _URL.fullmatch(text)
     if match is None:
@@ -112,13 +113,36 @@ def parse_path(named: str | os.PathLike[str] | RemotePath) -> AnyPath:
     return RemotePath(f"{protocol}://{rest}")
 
 
-def expand_user(named: str) -> str:
+def expand_user(named: str | os.PathLike[str]) -> str:
     """Return a user's text with the home directory in place of its ``~``, as PaddleFormers reads ``output_dir``.
 
     For what a shell has not read: keys of a configuration, arguments in quotes. Directories that PaddleFormers uses
     unchanged, such as that of ``save_pretrained``, are not expanded, because it writes files of its own there.
+
+    Raises:
+        OptionError: no file system has such a path.
     """
-    return os.path.expanduser(named)
+    return os.path.expanduser(_path_text(named))
+
+
+def _path_text(named: str | os.PathLike[str]) -> str:
+    """Return the text of a path.
+
+    Raises:
+        OptionError: it is not a text, or contains what no file system can name.
+    """
+    text = os.fspath(named)
+    try:
+        is_possible = b"\0" not in os.fsencode(text) and isinstance(text, str)
+    except UnicodeEncodeError:
+        is_possible = False
+    if not is_possible:
+        raise OptionError(
+            f"Invalid path {text!r}.",
+            evidence=["a path is a text without NUL, in the encoding of the file system"],
+            next_step="Correct the path.",
+        )
+    return text
 
 
 def require_local(named: str | os.PathLike[str] | RemotePath, doing: str) -> Path:
@@ -189,7 +213,7 @@ def _local_path(text: str, rest: str) -> Path:
         _reject(text, f"{host!r} would be another machine; a path of this one has three slashes")
     if not slash and not text.endswith("/"):
         _reject(text, "it names no directory")
-    return Path("/" + unquote(below))
+    return Path(_path_text("/" + unquote(below)))
 
 
 def _reject(text: str, fault: str) -> None:

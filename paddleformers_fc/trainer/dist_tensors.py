@@ -130,20 +130,23 @@ def leaves(state_dict: Mapping[str, Any], group: str = "") -> Iterator[tuple[str
         state_dict: such as ``{"model": layer.state_dict(), "optimizer": optimizer.state_dict()}``.
         group: the key of the state dict in another one.
     Raises:
-        MismatchError: a value is no tensor.
+        MismatchError: a value is no tensor, or its key no text.
     """
     for key, value in state_dict.items():
         if key == _SCHEDULER:
             continue
         if isinstance(value, Mapping):
             yield from leaves(value, key)
-        elif isinstance(value, paddle.Tensor):
+        elif isinstance(value, paddle.Tensor) and isinstance(key, str):
             yield group, key, value
         else:
             raise MismatchError(
                 f"Invalid entry {key!r} of a state dict.",
                 where="state_dict",
-                evidence=[f"type {type(value).__name__}; supported are tensors, and state dicts of tensors"],
+                evidence=[
+                    f"type {type(value).__name__} under a key of type {type(key).__name__}; supported are tensors "
+                    "under texts, and state dicts of tensors"
+                ],
                 next_step="Remove the entry, and save it in another way.",
             )
 

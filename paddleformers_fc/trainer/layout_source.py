@@ -170,7 +170,7 @@ def live_source(model: Any, optimizer: Any) -> LayoutSource:
         return StateDict(model)
     while isinstance(model, _WRAPPERS):
         model = getattr(model, "_layers", None) or model._layer
-    if not hasattr(model, "sharded_state_dict"):
+    if isinstance(model, type) or not hasattr(model, "sharded_state_dict"):
         raise OptionError(
             f"{type(model).__name__} has no sharded_state_dict.",
             where="model",

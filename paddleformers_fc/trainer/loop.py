@@ -16,11 +16,12 @@ from typing import Any, TypeAlias
 
 from paddleformers_fc.aoa import AoaTensor, assigned_names, read_config
 from paddleformers_fc.api_arguments import (
-    COUNT,
     COUNT_OR_ZERO,
     DEGREES,
     DIRECTORY,
     FLAG,
+    THREADS,
+    Kind,
     instance_of,
     require,
     require_or_none,
@@ -40,6 +41,7 @@ from paddleformers_fc.layout.live import Roles
 from paddleformers_fc.layout.roles import MASTER_WEIGHT, OPTIMIZER_STATE
 from paddleformers_fc.mapping import RuleSet
 from paddleformers_fc.plan.sources import stored_tensors
+from paddleformers_fc.storage.files import refuse_file
 from paddleformers_fc.storage.manifest import refuse_level
 from paddleformers_fc.storage.paths import AnyPath, RemotePath, expand_user, parse_path, require_local
 from paddleformers_fc.trainer import (
@@ -68,6 +70,10 @@ Config: TypeAlias = Mapping[str, Any] | PretrainedConfig
 """A model's configuration: the content of ``config.json``, or PaddleFormers' object."""
 
 _STATES = (MASTER_WEIGHT, OPTIMIZER_STATE)
+_OPTIMIZER = Kind(
+    "an optimizer over the parameters of the model, or None",
+    lambda value: callable(getattr(value, "step", None)) and not isinstance(value, type),
+)
 _FAMILY = instance_of((str, Family), "a family or its model_type")
 _CONFIG = instance_of((Mapping, PretrainedConfig), "the content of config.json, or a configuration of PaddleFormers")
 _RULES = instance_of(RuleSet, "a RuleSet of paddleformers_fc.mapping")
@@ -114,7 +120,10 @@ def save(
         require(DIRECTORY, directory=directory)
         require(COUNT_OR_ZERO, step=step, consumed_samples=consumed_samples)
         require_or_none(DEGREES, parallel=parallel)
-        return require_local(expand_user(str(directory)), "A checkpoint that is saved")
+        require_or_none(_OPTIMIZER, optimizer=optimizer)
+        path = require_local(directory if isinstance(directory, RemotePath) else expand_user(directory), "A checkpoint")
+        refuse_file(path)
+        return path
 
     target = run_on_all(channel, "checking the arguments of a save", check)
     adapter_checks.refuse_unsupported(model, channel)
@@ -181,12 +190,13 @@ def load(
 
     def check() -> AnyPath:
         require(DIRECTORY, directory=directory)
-        require(COUNT, threads=threads)
+        require(THREADS, threads=threads)
+        require_or_none(_OPTIMIZER, optimizer=optimizer)
         require(FLAG, allow_casts=allow_casts)
         refuse_level(verify)
         if aoa_config is not None:
             read_config(aoa_config)
-        return directory if isinstance(directory, RemotePath) else parse_path(expand_user(str(directory)))
+        return directory if isinstance(directory, RemotePath) else parse_path(expand_user(directory))
 
     path = run_on_all(channel, "checking the arguments of a load", check)
     facts = {"verify": verify, "allow_casts": allow_casts, "aoa_config": aoa_config or {}}

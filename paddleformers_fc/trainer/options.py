@@ -20,6 +20,7 @@ from numbers import Real
 from typing import Any
 
 from paddleformers_fc.aoa import read_config
+from paddleformers_fc.api_arguments import MOST_THREADS
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.formats.checkpoint import TIED_WAYS
 from paddleformers_fc.layout.roles import OPTIMIZERS
@@ -71,12 +72,11 @@ _SWITCHES = (
 _SIZE = re.compile(r"\s*([0-9]{1,18}(?:\.[0-9]+)?)\s*([KMGT]?)(I?)B\s*", re.IGNORECASE)
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 _SMALLEST_SIZE = 10**6
-_MOST_THREADS = 256
 _DEEPEST = 8
 _LONGEST_TIMEOUT = 7 * 24 * 3600
 _MOST_STEPS = 10**9
 _COUNTS = {
-    "flex_threads": _MOST_THREADS,
+    "flex_threads": MOST_THREADS,
     "flex_timeout": _LONGEST_TIMEOUT,
     "flex_async_depth": _DEEPEST,
     "flex_ema_interval": _MOST_STEPS,

@@ -16,7 +16,7 @@ from typing import Any
 
 import paddle
 
-from paddleformers_fc.api_arguments import COUNT, DIRECTORY, Kind, require
+from paddleformers_fc.api_arguments import DIRECTORY, THREADS, Kind, require
 from paddleformers_fc.distributed.channel import Channel, all_gather_checked, run_on_all
 from paddleformers_fc.errors import MismatchError, NotACheckpoint, OptionError
 from paddleformers_fc.execute.load import LoadReport, prepare_weights
@@ -87,7 +87,7 @@ def load_open_weights(
     """
     require(_MODEL, model=model)
     require(DIRECTORY, directory=directory)
-    require(COUNT, threads=threads)
+    require(THREADS, threads=threads)
     refuse_level(verify)
     return _fill(model, parse_path(directory), job_communicator(), ReadOptions(threads=threads), verify)
 

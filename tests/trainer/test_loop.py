@@ -12,7 +12,7 @@ import pytest
 
 import paddleformers_fc
 from paddleformers_fc.cpu_runtime.forkserver import ForkServer
-from paddleformers_fc.errors import FlexError, MappingError, OptionError
+from paddleformers_fc.errors import FlexError, MappingError, MismatchError, OptionError
 from paddleformers_fc.execute.digest import TensorDigest, canonical_digests
 from paddleformers_fc.execute.rederive import rederive
 from paddleformers_fc.plan.forecast import refuse_impossible_grid
@@ -142,6 +142,8 @@ INVALID_SAVES: dict[str, dict[str, Any]] = {
     "config='config.json'": {"config": "config.json"},
     "mapping={}": {"mapping": {}},
     "directory=5": {"directory": 5},
+    f"step={1 << 53}": {"step": 1 << 53},
+    "optimizer='adam'": {"optimizer": "adam"},
 }
 
 
@@ -163,9 +165,67 @@ def test_arguments_that_are_invalid_on_one_rank_are_refused_alike_on_all(ranks: 
     assert all("\n  next: " in text for text in first.values()), first
 
 
+UNUSABLE: dict[str, Any] = {
+    "a class": lambda: __import__("paddle").nn.Linear,
+    "a layer without tensors": lambda: __import__("paddle").nn.Layer(),
+    "a state dict without tensors": dict,
+    "a state dict whose keys are numbers": lambda: {1: __import__("paddle").zeros([2])},
+}
+
+
+@pytest.mark.parametrize("kind", UNUSABLE)
+def test_a_model_without_named_tensors_is_not_saved(tmp_path: Path, kind: str) -> None:
+    with pytest.raises((OptionError, MismatchError)) as raised:
+        paddleformers_fc.save(tmp_path / "checkpoint-4", UNUSABLE[kind]())
+    assert raised.value.next_step
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_is_not_replaced_by_a_checkpoint(tmp_path: Path) -> None:
+    import paddle
+
+    (tmp_path / "checkpoint-4").write_text("a note")
+    with pytest.raises(OptionError, match="is a file"):
+        paddleformers_fc.save(tmp_path / "checkpoint-4", paddle.nn.Linear(2, 2))
+    assert (tmp_path / "checkpoint-4").read_text() == "a note"
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize("path", ["a\0b", Path("a\0b"), "\ud800", "~a\0b"], ids=repr)
+def test_a_path_that_no_file_system_has_is_refused_by_saves_and_loads(path: str | Path) -> None:
+    import paddle
+
+    for call in (paddleformers_fc.save, paddleformers_fc.load):
+        with pytest.raises(OptionError, match="Invalid path") as raised:
+            call(path, paddle.nn.Linear(2, 2))
+        assert raised.value.next_step
+
+
+def test_the_path_of_an_object_is_the_one_that_it_states(tmp_path: Path) -> None:
+    import paddle
+
+    class Stated:
+        def __fspath__(self) -> str:
+            return str(tmp_path / "checkpoint-4")
+
+    layer = paddle.nn.Linear(2, 2)
+    paddleformers_fc.save(Stated(), layer)
+    assert paddleformers_fc.open(Stated()).metadata.path == str(tmp_path / "checkpoint-4")
+    paddleformers_fc.load(Stated(), layer)
+
+
+def test_a_configuration_that_json_cannot_hold_is_refused(tmp_path: Path) -> None:
+    config = {"model_type": "llama", "function": print}
+    with pytest.raises(OptionError, match="config") as raised:
+        paddleformers_fc.save(tmp_path / "checkpoint-4", {}, config=config)
+    assert raised.value.next_step
+
+
 INVALID_LOADS: dict[str, dict[str, Any]] = {
     "Invalid argument: directory=None.": {"directory": None},
     "Invalid argument: threads='4'.": {"threads": "4"},
+    "Invalid argument: threads=1000000.": {"threads": 10**6},
+    "Invalid argument: optimizer='adam'.": {"optimizer": "adam"},
     "Invalid argument: allow_casts='yes'.": {"allow_casts": "yes"},
     "The verification level 'quick' is unknown.": {"verify": "quick"},
     "aoa_config is not a mapping.": {"aoa_config": "a -> b"},
