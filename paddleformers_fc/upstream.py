@@ -327,6 +327,8 @@ TRAINER = (
     Hook(f"{_STAGE2}._segment_params", "(self)"),
     Hook(f"{_STAGE3}._param_storage", names=("fw_storage", "slice@")),
     Hook(f"{_STAGE3}._update_params", names=("bw_storage",)),
+    Hook(f"{_STAGE3.partition(':')[0]}:TaskFlow.__init__", names=("full_param",)),
+    Hook(f"{_STAGE3.partition(':')[0]}:_release_param", names=("full_param", "fw_storage", "status", "use_count")),
     Hook("paddle.distributed.fleet.utils.mix_precision_utils:MixPrecisionLayer.__init__", names=("main_grad",)),
     # Tensors and the description of their shards.
     Hook(

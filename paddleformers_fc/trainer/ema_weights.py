@@ -1,8 +1,9 @@
 """Use the averaged weights of a run: in the model for a while, for its evaluations, and in an export.
 
 The averages travel in memory to the ranks that hold the weights (:mod:`~paddleformers_fc.execute.part_exchange`), and
-are rounded to the dtype of the weight. The weights are kept in host memory and restored bit by bit. Master
-weights and optimizer states stay as they are.
+are rounded to the dtype of the weight. The weights are kept in host memory and restored bit by bit. They are looked up
+again at the end, because a forward pass moves the slices of sharding stage 3. Master weights and optimizer states stay
+as they are.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def averaged_weights(trainer: Any) -> Iterator[None]:
 
     def prepare() -> tuple[dict[str, LocalPart], dict[str, Any], dict[str, Shard]]:
         average.wait_for_update()
-        weights = live_roles.model_roles(trainer.model)[MODEL_STATE]
+        weights = _weights(trainer.model)
         return _local_parts(average), weights, describe_roles({MODEL_STATE: weights})[MODEL_STATE]
 
     averages, weights, shards = run_on_all(channel, "looking at the averaged weights", prepare)
@@ -70,6 +71,7 @@ def averaged_weights(trainer: Any) -> Iterator[None]:
             _fill(tensor, values, staging_bytes)
         yield
     finally:
+        weights = _weights(trainer.model)
         # A tied tensor may have been filled under two names.
         for name in reversed(former):
             _fill(weights[name].local_tensor, former[name], staging_bytes)
@@ -142,6 +144,12 @@ def _local_parts(average: MovingAverage) -> dict[str, LocalPart]:
         name: LocalPart(shard, slot_of(average.tensors[name].local_tensor).open().array())
         for name, shard in shards.items()
     }
+
+
+def _weights(model: Any) -> dict[str, Any]:
+    """Return the weights of this rank where they are now, with nothing in their place in the next pass."""
+    live_roles.release_full_parameters(model)
+    return live_roles.model_roles(model)[MODEL_STATE]
 
 
 def _copy(tensor: Any, staging_bytes: int) -> np.ndarray[Any, Any]:

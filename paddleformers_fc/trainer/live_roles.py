@@ -39,7 +39,7 @@ def model_roles(model: Any) -> LiveRoles:
 
 
 def release_full_parameters(model: Any) -> None:
-    """Release memory that PaddleFormers has allocated for parameters which stage 3 keeps as slices."""
+    """Release memory beside the slices and buffers that a rank holds, before these are filled. Every rank must call."""
     context = fsdp_buffers.context_of(model)
     if context is not None:
         fsdp_buffers.forget_gathered(context)

@@ -2,7 +2,8 @@
 
 Stage 3 wraps the model: it flattens each parameter above a size, pads it to equal slices, and releases it. This rank's
 slice remains as ``parameter.fw_storage``. The optimizer has states of slices named ``slice@`` and the parameter's name.
-Layers gather a parameter when they need it and release it afterwards.
+Layers gather a parameter when they need it and release it afterwards, with a new tensor as its slice: what is read or
+written after a pass is looked up after it.
 
 A slice is a flattened shard as under sharding stage 1, so no parameter is gathered. Padding is not stored: a rank whose
 slice is all padding has no shard. Ranges are computed from the lengths of the tensors, because Paddle's description of
@@ -19,9 +20,14 @@ from typing import Any
 
 from paddle.base.framework import EagerParamBase
 from paddle.distributed import ShardedWeight, fleet
+from paddle.distributed.fleet.meta_parallel.sharding.group_sharded_stage3 import TaskFlow
 
 PREFIX = "slice@"
 """The prefix of the names of slices."""
+
+_GATHERED: dict[str, tuple[Any, Any]] = TaskFlow().full_param
+"""Gathered parameters and the tasks that gather them, by static name. All models of the process share this dict, which
+is the default of an argument of Paddle's."""
 
 
 def is_sliced(parameter: Any) -> bool:
@@ -52,14 +58,25 @@ def cut(weights: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def release(weights: Mapping[str, Any]) -> None:
-    """Release the memory of parameters whose slices this rank holds.
+    """Reduce parameters to the slices that this rank holds. Every rank must call.
 
-    PaddleFormers allocates every parameter with zeros before it loads, and copies this rank's range into the slice
-    afterwards. A load of this package fills the slices, which the zeros must not overwrite.
+    Backward passes prefetch parameters that no layer uses, a pass that fails leaves parameters gathered, and
+    PaddleFormers allocates every parameter with zeros before it loads. A later pass would use this memory in place of
+    the slices, and cut new slices from it.
     """
     for weight in weights.values():
         parameter = weight.local_tensor
-        if getattr(parameter, "fw_storage", None) is not None and parameter._is_initialized():
+        if not is_sliced(parameter):
+            continue
+        whole, task = _GATHERED.pop(parameter.name, (None, None))
+        if task is not None:
+            task.wait()
+        if parameter.fw_storage is None:
+            group = fleet.get_hybrid_communicate_group().get_sharding_parallel_group()
+            length = int(whole.shape[0]) // group.nranks
+            parameter.fw_storage = whole._slice(group.rank * length, (group.rank + 1) * length).detach().clone()
+            parameter.status, parameter.use_count = "part", 0
+        if parameter._is_initialized():
             parameter._clear_data()
 
 

@@ -21,7 +21,7 @@ KNOWN = [
     "G70",
     *("G80", "G81"),
     *("G100", "G101"),
-    *("G110", "G111"),
+    *("G110", "G111", "G112"),
 ]
 """The faults that this package promises to be free of."""
 

@@ -232,6 +232,7 @@ def train_with_average(
     digests = [bits(trainer)]
     with averaged_weights(trainer):
         digests.append(bits(trainer))
+        trainer.evaluate(tiny.Samples())
     average = job_state_of(trainer).average
     places = sorted({str(one.local_tensor.place) for one in average.tensors.values()})
     return {"losses": trainer.losses, "places": places, "digests": [*digests, bits(trainer)]}

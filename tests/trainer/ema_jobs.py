@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
 from tests.harness import tiny
-from tests.trainer.jobs import flex_trainer
+from tests.trainer.jobs import failing, flex_trainer
 from tests.trainer.lora_jobs import trainer_of
 
 EVALUATED = {"evaluation_strategy": "steps", "eval_steps": 1, "do_eval": True}
@@ -39,7 +40,7 @@ def bits(trainer: Any) -> str:
 
 
 def swap(export: str, after: int = 1, adapters: bool = False, **settings: Any) -> dict[str, Any]:
-    """Train, put the averaged weights into the model and take them out again, and train on.
+    """Train, and evaluate the averaged weights in a block that ends with an error.
 
     Args:
         export: where the averaged weights are exported.
@@ -56,12 +57,14 @@ def swap(export: str, after: int = 1, adapters: bool = False, **settings: Any) -
     class Swap(TrainerCallback):
         def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             found["before"], found["own"] = bits(trainer), digest_of(trainer)
-            with averaged_weights(trainer):
+            with contextlib.suppress(ZeroDivisionError), averaged_weights(trainer):
                 found["inside"], found["averaged"] = bits(trainer), digest_of(trainer)
+                trainer.evaluate(tiny.Samples())
                 try:
                     trainer._save_checkpoint(trainer.model)
                 except OptionError as error:
                     found["refused"] = error.what
+                raise ZeroDivisionError
             found["after"] = bits(trainer)
             save_ema(trainer, export)
 
@@ -102,20 +105,38 @@ def resumed_from_average(resume: str, **settings: Any) -> str:
     return found[0]
 
 
-def evaluated(layout: Mapping[str, Any], output_dir: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Train with an evaluation after every step; losses of both."""
+def evaluated(
+    layout: Mapping[str, Any], output_dir: str, arguments: Mapping[str, Any], fail: bool = False
+) -> dict[str, Any]:
+    """Train with an evaluation after every step; losses of both.
+
+    Args:
+        fail: whether an evaluation of the averaged weights fails in the middle of a pass before every later step;
+            returns whether the weights are then those of before.
+    """
     from paddleformers.trainer import TrainerCallback
 
-    losses: list[float] = []
+    from paddleformers_fc import averaged_weights
 
-    class Remember(TrainerCallback):
+    losses: list[float] = []
+    restored: list[bool] = []
+
+    class Evaluate(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if fail and state.global_step:
+                before = bits(trainer)
+                layer = trainer.model.model.layers[2].mlp.down_proj
+                with contextlib.suppress(ZeroDivisionError), averaged_weights(trainer), failing(layer):
+                    trainer.evaluate()
+                restored.append(bits(trainer) == before)
+
         def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any) -> None:
             losses.append(float(metrics["eval_loss"]))
 
     given = {**EVALUATED, **arguments}
-    trainer = flex_trainer(layout, output_dir, given, eval_dataset=tiny.Samples(), callbacks=[Remember()])
+    trainer = flex_trainer(layout, output_dir, given, eval_dataset=tiny.Samples(), callbacks=[Evaluate()])
     trainer.train()
-    return {"losses": trainer.losses, "evaluated": losses}
+    return {"losses": trainer.losses, "evaluated": losses, "restored": restored}
 
 
 def fail_to_average(at: int, **settings: Any) -> dict[str, Any]:

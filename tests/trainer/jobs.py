@@ -6,7 +6,7 @@ import contextlib
 import math
 import pickle
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -222,6 +222,45 @@ def break_off_and_resume(at: int, **settings: Any) -> dict[str, Any]:
     trainer.losses.clear()
     trainer.train(resume_from_checkpoint=True)
     return outcome(trainer)
+
+
+@contextlib.contextmanager
+def failing(layer: Any, at: Callable[[], bool] = lambda: True, backward: bool = False) -> Iterator[None]:
+    """Let a layer of a live model fail in its forward pass, or in the backward pass, when it is time."""
+    forward = layer.forward
+
+    def fail(*_: Any) -> None:
+        if at():
+            raise ZeroDivisionError
+
+    def forward_and_fail(*args: Any, **kwargs: Any) -> Any:
+        if not backward:
+            fail()
+        outcome = forward(*args, **kwargs)
+        if backward:
+            outcome.register_hook(fail)
+        return outcome
+
+    layer.forward = forward_and_fail
+    try:
+        yield
+    finally:
+        layer.forward = forward
+
+
+def fail_in_passes_and_resume(resume: str, **settings: Any) -> list[float]:
+    """Train, fail in a forward pass, resume, fail in a backward pass, and resume again; the losses since then."""
+    trainer = flex_trainer(**settings)
+    layer = trainer.model.model.layers[0]
+    for failed, start in ((layer.self_attn.q_proj, None), (layer.input_layernorm, resume)):
+        with failing(failed, lambda: trainer.state.global_step == 2, backward=start is not None):
+            try:
+                trainer.train(resume_from_checkpoint=start)
+            except (ZeroDivisionError, OSError) as error:
+                assert "ZeroDivisionError" in repr(error)  # noqa: PT017
+    trainer.losses.clear()
+    trainer.train(resume_from_checkpoint=resume)
+    return list(trainer.losses)
 
 
 def refused(resume: str | bool, **settings: Any) -> dict[str, Any]:

@@ -403,6 +403,16 @@ def test_a_step_that_broke_off_leaves_nothing_to_a_resume_in_the_same_process(
     assert again == {**whole, "losses": whole["losses"][2:]}
 
 
+def test_what_a_failed_pass_has_gathered_is_not_used_after_a_resume_in_the_same_process(
+    ranks: ForkServer, tmp_path: Path
+) -> None:
+    """A pass that fails forward leaves a parameter gathered, one that fails backward has begun to gather another."""
+    arguments = {"max_steps": 4, "save_steps": 1}
+    whole = ranks.run(f"{JOBS}:run", 2, settings(SD2S3, tmp_path / "once", **arguments)).values[0]["losses"]
+    given = settings(SD2S3, tmp_path / "again", tmp_path / "once" / "checkpoint-1", **arguments)
+    assert ranks.run(f"{JOBS}:fail_in_passes_and_resume", 2, given).values[0] == whole[1:]
+
+
 def test_batches_that_wait_in_a_pipeline_wait_again_in_a_run_that_resumes(ranks: ForkServer, tmp_path: Path) -> None:
     # Of 8 passes 2 make no step; PaddleFormers trains them with the first pass of the next epoch, and so on.
     batch = {"per_device_train_batch_size": tiny.GLOBAL_BATCH, "gradient_accumulation_steps": 3}
