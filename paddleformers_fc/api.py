@@ -57,7 +57,7 @@ from paddleformers_fc.plan.flows import PlanFlows, plan_flows
 from paddleformers_fc.plan.forecast import GridPlan, plan_for_grid
 from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
 from paddleformers_fc.storage.manifest import refuse_level
-from paddleformers_fc.storage.paths import AnyPath, RemotePath, expand_user, parse_path, parse_target
+from paddleformers_fc.storage.paths import RemotePath, parse_named, parse_target
 from paddleformers_fc.text import natural
 
 Location = str | PathLike[str] | RemotePath
@@ -387,7 +387,7 @@ class Checkpoint:
         if writer is not SAVED.writer:
             refuse_rewriting(opened)
         root = opened.catalog.root
-        given = config_of_base(opened) if config is None else require_config(_located(config))
+        given = config_of_base(opened) if config is None else require_config(parse_named(config))
         if opened.commit_record is None and (verify == "full" or given is not opened.config):
             opened = open_checkpoint(root, verify, config=given)
         refuse_overlap(root, target)
@@ -426,17 +426,13 @@ def open(
     require(DIRECTORY, path_or_url=path_or_url)
     require_or_none(DIRECTORY, config=config)
     refuse_level(verify)
-    given = None if config is None else require_config(_located(config))
-    return Checkpoint(open_checkpoint(_located(path_or_url), verify, roles, given))
-
-
-def _located(path_or_url: Location) -> AnyPath:
-    return path_or_url if isinstance(path_or_url, RemotePath) else parse_path(expand_user(path_or_url))
+    given = None if config is None else require_config(parse_named(config))
+    return Checkpoint(open_checkpoint(parse_named(path_or_url), verify, roles, given))
 
 
 def _base_of(adapters: OpenedCheckpoint, base: Location, verify: str, accept: bool) -> OpenedCheckpoint:
     """Return the opened base of a checkpoint of adapters."""
-    opened = open_huggingface(_located(base), verify)
+    opened = open_huggingface(parse_named(base), verify)
     if not accept:
         refuse_other_base(require_adapters(adapters), opened.catalog.root, opened.files)
     return opened

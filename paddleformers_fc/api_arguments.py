@@ -6,6 +6,7 @@ formats, are refused by that function.
 
 from __future__ import annotations
 
+import math
 import reprlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,8 +32,8 @@ class Kind:
     holds: Callable[[object], bool]
 
 
-def _whole(value: object, least: int) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
+def _whole(value: object, least: int, most: float = math.inf) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool) and least <= int(value) <= most
 
 
 def _is_names(value: object) -> bool:
@@ -51,7 +52,7 @@ DIRECTORY = Kind(
 FLAG = Kind("True or False", lambda value: isinstance(value, bool))
 COUNT = Kind("a whole number of 1 or more", lambda value: _whole(value, 1))
 MOST_THREADS = 256
-THREADS = Kind(f"a whole number from 1 to {MOST_THREADS}", lambda value: _whole(value, 1) and value <= MOST_THREADS)
+THREADS = Kind(f"a whole number from 1 to {MOST_THREADS}", lambda value: _whole(value, 1, MOST_THREADS))
 COUNT_OR_ZERO = Kind("an int of at least 0 and below 2**53", lambda value: type(value) is int and 0 <= value < 1 << 53)
 """Of a number that is stored, so that every reader of JSON has it exactly."""
 NAMES = Kind("a list of texts", _is_names)

@@ -125,6 +125,11 @@ def expand_user(named: str | os.PathLike[str]) -> str:
     return os.path.expanduser(_path_text(named))
 
 
+def parse_named(named: str | os.PathLike[str] | RemotePath) -> AnyPath:
+    """Parse a path or URL as :func:`parse_path`, with the home directory in place of ``~``."""
+    return named if isinstance(named, RemotePath) else parse_path(expand_user(named))
+
+
 def _path_text(named: str | os.PathLike[str]) -> str:
     """Return the text of a path.
 

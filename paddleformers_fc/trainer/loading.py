@@ -41,7 +41,7 @@ from paddleformers_fc.progress_display import bar_on_terminal
 from paddleformers_fc.storage.files import real_path
 from paddleformers_fc.storage.leftovers import leftovers
 from paddleformers_fc.storage.manifest import Manifest
-from paddleformers_fc.storage.paths import AnyPath, expand_user, parse_path
+from paddleformers_fc.storage.paths import AnyPath, expand_user, parse_named, parse_path
 from paddleformers_fc.text import count_text, natural
 from paddleformers_fc.trainer import (
     batches,
@@ -169,7 +169,7 @@ def _choose(
         return None, False
     if requested is True:
         return resume.newest_or_refuse(output_dir, channel, warn, config=find_config()), False
-    return resume.require_named(parse_path(expand_user(requested)), channel), True
+    return resume.require_named(parse_named(requested), channel), True
 
 
 def _begin_new_run(job_state: JobState, args: Any, channel: Channel) -> None:

@@ -43,7 +43,7 @@ from paddleformers_fc.mapping import RuleSet
 from paddleformers_fc.plan.sources import stored_tensors
 from paddleformers_fc.storage.files import refuse_file
 from paddleformers_fc.storage.manifest import refuse_level
-from paddleformers_fc.storage.paths import AnyPath, RemotePath, expand_user, parse_path, require_local
+from paddleformers_fc.storage.paths import AnyPath, RemotePath, parse_named, require_local
 from paddleformers_fc.trainer import (
     adapter_checks,
     base_fingerprint,
@@ -114,16 +114,16 @@ def save(
         >>> paddleformers_fc.save("out/checkpoint-3", model, optimizer, step=3)
     """
     channel = job_communicator()
-    directory, model = _in_order(directory, model)
+    named, model = _in_order(directory, model)
 
     def check() -> Path:
-        require(DIRECTORY, directory=directory)
+        require(DIRECTORY, directory=named)
         require(COUNT_OR_ZERO, step=step, consumed_samples=consumed_samples)
         require_or_none(DEGREES, parallel=parallel)
         require_or_none(_OPTIMIZER, optimizer=optimizer)
-        path = require_local(directory if isinstance(directory, RemotePath) else expand_user(directory), "A checkpoint")
-        refuse_file(path)
-        return path
+        found = require_local(parse_named(named), "A checkpoint that is saved")
+        refuse_file(found)
+        return found
 
     target = run_on_all(channel, "checking the arguments of a save", check)
     adapter_checks.refuse_unsupported(model, channel)
@@ -186,17 +186,17 @@ def load(
         >>> paddleformers_fc.load("out/checkpoint-3", model, optimizer)
     """
     channel = job_communicator()
-    directory, model = _in_order(directory, model)
+    named, model = _in_order(directory, model)
 
     def check() -> AnyPath:
-        require(DIRECTORY, directory=directory)
+        require(DIRECTORY, directory=named)
         require(THREADS, threads=threads)
         require_or_none(_OPTIMIZER, optimizer=optimizer)
         require(FLAG, allow_casts=allow_casts)
         refuse_level(verify)
         if aoa_config is not None:
             read_config(aoa_config)
-        return directory if isinstance(directory, RemotePath) else parse_path(expand_user(directory))
+        return parse_named(named)
 
     path = run_on_all(channel, "checking the arguments of a load", check)
     facts = {"verify": verify, "allow_casts": allow_casts, "aoa_config": aoa_config or {}}
