@@ -64,6 +64,7 @@ from paddleformers_fc.formats.rank_files import (
 )
 from paddleformers_fc.formats.sharding_group import arrange
 from paddleformers_fc.formats.stock_checkpoint import COPY_AGAIN_STEP, model_description, open_stock, read_stock_config
+from paddleformers_fc.formats.stock_run import different_steps
 from paddleformers_fc.formats.variable_names import assign_variables
 from paddleformers_fc.layout.roles import (
     EMA_STATE,
@@ -218,12 +219,7 @@ def _refuse_steps(directory: Path, contents: Mapping[str, RankContent]) -> None:
     if (epoch := scheduler_epoch(directory, SCHEDULER_NAME)) is not None and epochs:
         epochs[SCHEDULER_NAME] = epoch
     if len(set(epochs.values())) > 1:
-        raise Corrupt(
-            f"{directory} contains files of different steps.",
-            where=str(directory),
-            evidence=fold(f"{name}: step {epoch}" for name, epoch in sorted(epochs.items())),
-            next_step=COPY_AGAIN_STEP,
-        )
+        raise different_steps(directory, fold(f"{name}: step {epoch}" for name, epoch in sorted(epochs.items())))
 
 
 @dataclass(frozen=True)

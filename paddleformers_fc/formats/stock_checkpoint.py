@@ -27,7 +27,13 @@ from paddleformers_fc.formats.checkpoint import (
 from paddleformers_fc.formats.checks import CheckList
 from paddleformers_fc.formats.huggingface import model_documents, read_description
 from paddleformers_fc.formats.same_save import foreign_files
-from paddleformers_fc.formats.stock_run import invalid_powers, run_documents, run_reader
+from paddleformers_fc.formats.stock_run import (
+    read_powers,
+    refuse_invalid_powers,
+    refuse_mixed_states,
+    run_documents,
+    run_reader,
+)
 from paddleformers_fc.mapping import prove
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.checksum import BlockHasher
@@ -97,7 +103,7 @@ def open_stock(
         config: of the model.
         describe: returns the stored model under a configuration.
     Raises:
-        Corrupt: there are faults, or files of several saves; all of them.
+        Corrupt: there are faults, or files of several saves or steps; all of them.
     """
     faults = [*faults, *catalog.faults()]
     if faults:
@@ -115,6 +121,9 @@ def open_stock(
             next_step=COPY_AGAIN_STEP,
         )
 
+    powers = read_powers(directory, catalog)
+    refuse_mixed_states(directory, powers)
+
     def read(values: dict[str, Any]) -> StoredModel:
         model = describe(values)
         refuse_alternating(directory, model)
@@ -128,25 +137,10 @@ def open_stock(
         config.recorded,
         find_unrecorded=lambda: {**model_documents(directory), **run_documents(directory, catalog.roles)},
         describe_as=read,
-        read_run=run_reader(directory, catalog),
-        check_states=lambda: refuse_invalid_powers(directory, catalog),
+        read_run=run_reader(directory, powers),
+        check_states=lambda: refuse_invalid_powers(directory, powers),
     )
     return with_config(opened, config.given) if config.given else opened
-
-
-def refuse_invalid_powers(directory: Path, catalog: Catalog) -> None:
-    """Refuse optimizer states that no step makes.
-
-    Raises:
-        Corrupt: powers of Adam's betas are not from 0 to 1; all of them.
-    """
-    if invalid := invalid_powers(directory, catalog):
-        raise Corrupt(
-            f"{directory} contains powers of Adam's betas outside of 0 to 1: {count_text(len(invalid), 'number')}.",
-            where=str(directory),
-            evidence=fold(invalid),
-            next_step=COPY_AGAIN_STEP,
-        )
 
 
 def refuse_alternating(directory: AnyPath, model: StoredModel) -> None:
@@ -206,7 +200,7 @@ def model_description(directory: AnyPath, config: Mapping[str, Any]) -> ModelDes
 
 
 def verify_tensors(checks: CheckList, open_checkpoint: Callable[[], OpenedCheckpoint]) -> OpenedCheckpoint:
-    """Check that every tensor is stored whole and once, and that optimizer states are those of a step.
+    """Check that every tensor is stored whole and once, and that states and the Trainer's files are of one step.
 
     Args:
         checks: where the results are recorded.
@@ -216,6 +210,8 @@ def verify_tensors(checks: CheckList, open_checkpoint: Callable[[], OpenedCheckp
     def open_with_states() -> OpenedCheckpoint:
         found = open_checkpoint()
         found.check_states()
+        if found.has_run:
+            _ = found.manifest  # The Trainer's files must be of one step.
         return found
 
     checks.not_compared("this format has no checksums")

@@ -18,16 +18,18 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from paddleformers_fc.errors import Corrupt, FlexError, FormatError
-from paddleformers_fc.formats.catalog import Catalog, StoredTensor
+from paddleformers_fc.formats.catalog import Catalog
 from paddleformers_fc.formats.checkpoint import Documents
 from paddleformers_fc.layout.roles import EMA_STATE, OPTIMIZER_STATE
+from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage import state_json
 from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
 from paddleformers_fc.storage.files import exists, list_directory, open_local, read_range
@@ -35,6 +37,7 @@ from paddleformers_fc.storage.json_io import parse_json, read_document
 from paddleformers_fc.storage.manifest import TRAINER_DIRECTORY, Manifest
 from paddleformers_fc.storage.names import parse_step
 from paddleformers_fc.storage.pickles import PickledArray, Record, read_pickle, read_pickled_objects
+from paddleformers_fc.text import count_text
 
 STATES = ("trainer_state.json", "trainer_state.bin")
 """Names of the Trainer's state, of which a checkpoint has one."""
@@ -46,7 +49,10 @@ _LOSS_OF_STEP = "loss"
 """The key that a Trainer with a moving average adds to its state during a step; it is not a field of it."""
 _MAX_STATE_BYTES = 512 * 1024 * 1024
 _GENERATORS = re.compile(r"rng_state_([0-9]{1,9})\.pth")
-_POWERS = (".beta1_pow_acc_0", ".beta2_pow_acc_0")
+_BETAS = {".beta1_pow_acc_0": "adam_beta1", ".beta2_pow_acc_0": "adam_beta2"}
+"""States that are powers of a beta, and the training argument that is this beta."""
+_TRAINED_TOGETHER = re.compile(r".*\.experts\.[0-9]+\.|[^0-9]*?\.(?=[0-9]+\.)")
+"""The beginning of the names of parameters that have gradients in the same steps."""
 _LEAST_POWER = 1e-30
 """Powers below it have lost digits."""
 _ALTERED_STEP = "Use another checkpoint; this one contains files of different saves, or was altered."
@@ -68,7 +74,24 @@ def has_run(directory: Path) -> bool:
     return any(exists(directory / name) for name in STATES)
 
 
-def run_reader(directory: Path, catalog: Catalog) -> Callable[[], Manifest] | None:
+@dataclass(frozen=True, slots=True)
+class Power:
+    """A stored power of a beta, with its file and its element type."""
+
+    file: str
+    dtype: str
+    number: float
+
+    @property
+    def is_valid(self) -> bool:
+        """Return whether the number shows a count of steps; others than powers are refused with their names."""
+        return self.dtype == "float32" and 0 <= self.number <= 1
+
+
+Powers = Mapping[str, Power]
+
+
+def run_reader(directory: Path, powers: Powers) -> Callable[[], Manifest] | None:
     """Return the reader of the record of a run, for an opened checkpoint; None if the directory has none."""
     if not has_run(directory):
         return None
@@ -76,7 +99,7 @@ def run_reader(directory: Path, catalog: Catalog) -> Callable[[], Manifest] | No
     @functools.cache
     def read() -> Manifest:
         record = read_run(directory)
-        refuse_states_of_other_steps(directory, catalog, record)
+        refuse_states_of_other_steps(directory, powers, record)
         return record
 
     return read
@@ -111,60 +134,89 @@ def read_run(directory: Path) -> Manifest:
     )
 
 
-def refuse_states_of_other_steps(directory: Path, catalog: Catalog, record: Manifest) -> None:
+def refuse_states_of_other_steps(directory: Path, powers: Powers, record: Manifest) -> None:
     """Refuse optimizer states that made another number of steps than the Trainer, as the powers of Adam's betas show.
 
     Args:
         directory: of the checkpoint.
-        catalog: the stored tensors.
+        powers: those of its states.
         record: of the run.
     Raises:
-        Corrupt: they differ by more than a step and a hundredth of the steps.
+        Corrupt: they made another number of steps than the rounding of the powers explains.
     """
-    beta = _arguments(directory).get("adam_beta1")
-    if not isinstance(beta, float) or not 0 < beta < 1 or exists(directory / SCALER):
+    if exists(directory / SCALER):
         return  # A loss scaler skips steps of the optimizer.
-    states = catalog.roles.get(OPTIMIZER_STATE, {})
-    found = [
-        round(math.log(power) / math.log(beta)) - 1
-        for name, power in _powers(directory, states, _POWERS[:1]).items()
-        if states[name].dtype == "float32" and _LEAST_POWER < power <= 1
-    ]
-    # A parameter without a gradient makes no step.
-    done = max(found, default=record.step)
-    if abs(done - record.step) > 1 + record.step // 100:
+    arguments = _arguments(directory)
+    for ending, key in _BETAS.items():
+        beta = arguments.get(key)
+        # A parameter without a gradient makes no step.
+        least = min((one.number for name, one in powers.items() if name.endswith(ending) and one.is_valid), default=0.0)
+        if isinstance(beta, float) and 0 < beta < 1 and least > _LEAST_POWER:
+            decay = -math.log(np.float32(beta))
+            done = round(-math.log(least) / decay) - 1
+            if abs(done - record.step) > record.step * 2.0**-23 / decay:
+                lines = f"state of the Trainer: step {record.step}", f"optimizer states: step {done}"
+                raise different_steps(directory, [*lines, f"by {key} {beta:g} of {ARGUMENTS}"])
+            return
+
+
+def refuse_mixed_states(directory: Path, powers: Powers) -> None:
+    """Refuse files of optimizer states that made different numbers of steps.
+
+    The layers of a stack have their gradients in the same steps, and so have the weights of one expert. Each file with
+    powers of such parameters is compared by the one that made most steps.
+
+    Raises:
+        Corrupt: files have different powers.
+    """
+    found: dict[tuple[str, str], dict[str, float]] = {}
+    for name, one in powers.items():
+        if one.is_valid:
+            parameter, _, power = name.rpartition(".")
+            together = _TRAINED_TOGETHER.match(parameter)
+            least = found.setdefault((together[0] if together else parameter, power), {})
+            least[one.file] = min(one.number, least.get(one.file, 1.0))
+    lines = {
+        f"{file}: {power} is {number:g}": None
+        for (_, power), least in found.items()
+        if len(set(least.values())) > 1
+        for file, number in sorted(least.items())
+    }
+    if lines:
+        raise different_steps(directory, fold(lines))
+
+
+def refuse_invalid_powers(directory: Path, powers: Powers) -> None:
+    """Refuse optimizer states that no step makes.
+
+    Raises:
+        Corrupt: powers of Adam's betas are not from 0 to 1; all of them. Powers of many steps underflow to 0.
+    """
+    invalid = [f"{name}: {one.number:g}" for name, one in powers.items() if not 0 <= one.number <= 1]
+    if invalid:
         raise Corrupt(
-            f"{directory} contains files of different steps.",
+            f"{directory} contains powers of Adam's betas outside of 0 to 1: {count_text(len(invalid), 'number')}.",
             where=str(directory),
-            evidence=[f"state of the Trainer: step {record.step}", f"optimizer states: step {done}"],
+            evidence=fold(invalid),
             next_step=_ALTERED_STEP,
         )
 
 
-def invalid_powers(directory: Path, catalog: Catalog) -> list[str]:
-    """Return a line for every power of Adam's betas that is not from 0 to 1. Powers of many steps underflow to 0.
-
-    Args:
-        directory: of the checkpoint.
-        catalog: the stored tensors.
-    """
-    powers = _powers(directory, catalog.roles.get(OPTIMIZER_STATE, {}), _POWERS)
-    return [f"{name}: {power:g}" for name, power in powers.items() if not 0 <= power <= 1]
-
-
-def _powers(directory: Path, states: Mapping[str, StoredTensor], endings: tuple[str, ...]) -> dict[str, float]:
-    """Return the numbers of the states whose names have one of some endings. Every file is opened once."""
+def read_powers(directory: Path, catalog: Catalog) -> Powers:
+    """Return the powers of Adam's betas by the full name of the state. Every file is opened once."""
+    states = catalog.roles.get(OPTIMIZER_STATE, {})
     places: dict[str, list[tuple[int, str]]] = {}
     for name, tensor in states.items():
-        if name.endswith(endings) and tensor.offsets:
+        if name.endswith(tuple(_BETAS)) and tensor.offsets:
             file, begin = tensor.offsets[0]
             places.setdefault(file, []).append((begin, name))
-    found: dict[str, float] = {}
+    found: dict[str, Power] = {}
     for file, own in places.items():
         with open_local(directory / file) as opened:
             for begin, name in sorted(own):
                 dtype = to_numpy(to_safetensors(states[name].form.held_dtype))
-                found[name] = float(np.frombuffer(read_range(opened, begin, dtype.itemsize), dtype)[0])
+                number = float(np.frombuffer(read_range(opened, begin, dtype.itemsize), dtype)[0])
+                found[name] = Power(file, states[name].dtype, number)
     return found
 
 
@@ -362,12 +414,17 @@ def _refuse_other_steps(directory: Path, step: int) -> None:
         if type(epoch) is int:
             steps[SCHEDULER] = epoch
     if len(set(steps.values())) > 1:
-        raise Corrupt(
-            f"{directory} contains files of different steps.",
-            where=str(directory),
-            evidence=[f"{name}: step {found}" for name, found in steps.items()],
-            next_step=_ALTERED_STEP,
-        )
+        raise different_steps(directory, [f"{name}: step {found}" for name, found in steps.items()])
+
+
+def different_steps(directory: Path, evidence: Sequence[str]) -> Corrupt:
+    """Return the error for a directory with files of several steps."""
+    return Corrupt(
+        f"{directory} contains files of different steps.",
+        where=str(directory),
+        evidence=evidence,
+        next_step=_ALTERED_STEP,
+    )
 
 
 def _malformed(path: Path, fault: str) -> FormatError:

@@ -27,8 +27,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from paddleformers_fc.errors import Corrupt, FormatError, MappingError
 from paddleformers_fc.families import enumerate_tensors, family_for
 from paddleformers_fc.families.bind import family_sizes
@@ -72,7 +70,7 @@ from paddleformers_fc.mapping import Shape
 from paddleformers_fc.mapping.boxes import whole
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.dtypes import dtype_size
-from paddleformers_fc.storage.files import is_directory, list_directory, open_local, read_range
+from paddleformers_fc.storage.files import is_directory, list_directory
 from paddleformers_fc.storage.identity import identities_of
 from paddleformers_fc.storage.paths import AnyPath, require_local
 from paddleformers_fc.storage.safetensors import Header, read_header
@@ -96,7 +94,6 @@ _SIBLINGS = {"q_proj": "k_proj"}
 _EXPERT = re.compile(r"(.*\.experts\.)([0-9]{1,6})(\..*)")
 _HALF = ("bfloat16", "float16")
 _FLOATS = ("float16", "float32", "float64")
-_POWERS = ("beta1_pow_acc_0", "beta2_pow_acc_0")
 
 Arrays = dict[str, list[FileArray]]
 """The arrays of a name, in the order of their files."""
@@ -130,7 +127,6 @@ def open_unified(directory: AnyPath, given: Mapping[str, Any]) -> OpenedCheckpoi
     # Before the headers: the bytes that are read later must be those of these files.
     identities = identities_of(directory / name for files in listed.values() for name in files)
     contents = {kind: _content(directory / _index_name(kind), files) for kind, files in listed.items()}
-    _refuse_steps(directory, contents[_STATES].arrays)
     assembly = _Assembly(directory, config.used, contents)
     catalog = Catalog(directory, assembly.roles(), identities)
     cuts = {name: (1,) * len(one.shape) for name, one in catalog.roles.get(MODEL_STATE, {}).items()}
@@ -204,30 +200,6 @@ def _content(index: Path, files: Mapping[str, Sequence[str]]) -> _Content:
             arrays.setdefault(tensor, []).append(array)
     turned = (name for name, header in headers.items() if header.metadata.get("format") == _OF_TORCH)
     return _Content(arrays, frozenset(turned))
-
-
-def _refuse_steps(directory: Path, states: Arrays) -> None:
-    """Refuse files whose states made different numbers of steps. A parameter without a gradient makes fewer."""
-    least: dict[str, dict[str, float]] = {}
-    for name, arrays in states.items():
-        power = name.rpartition("/")[2]
-        for array in arrays if power in _POWERS else ():
-            if array.dtype == "float32" and array.shape in ((), (1,)):
-                known, number = least.setdefault(array.file, {}), _number(directory, array)
-                # A number that is not a power is refused later, with its name.
-                known[power] = min(known.get(power, 1.0), number if number >= 0 else 1.0)
-    if len({tuple(sorted(one.items())) for one in least.values()}) > 1:
-        raise Corrupt(
-            f"{directory} contains files of different steps.",
-            where=str(directory),
-            evidence=[f"{name}: {power} is {number:g}" for name, one in least.items() for power, number in one.items()],
-            next_step=COPY_AGAIN_STEP,
-        )
-
-
-def _number(directory: Path, array: FileArray) -> float:
-    with open_local(directory / array.file) as file:
-        return float(np.frombuffer(read_range(file, array.begin, 4), "<f4")[0])
 
 
 @dataclass

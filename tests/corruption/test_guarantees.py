@@ -22,6 +22,7 @@ KNOWN = [
     *("G80", "G81"),
     *("G100", "G101"),
     *("G110", "G111", "G112"),
+    "G116",
 ]
 """The faults that this package promises to be free of."""
 

@@ -23,7 +23,7 @@ from paddleformers_fc.execute.verify import verify_checkpoint
 from paddleformers_fc.formats import format_of, open_checkpoint
 from paddleformers_fc.formats.catalog import Catalog
 from paddleformers_fc.formats.paddle_distcp import PADDLE_DISTCP, open_distcp
-from paddleformers_fc.layout.roles import MODEL_STATE
+from paddleformers_fc.layout.roles import MODEL_STATE, OPTIMIZER_STATE
 from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
 from paddleformers_fc.storage.ranges import RangeReader
 from paddleformers_fc.trainer.resume import newest_or_begin, require_named
@@ -167,12 +167,12 @@ def _scheduler_of_step_5(copy: Path) -> None:
     (copy / "scheduler.pdparams").write_bytes(pickle.dumps({"last_epoch": 5, "last_lr": 0.01}, 4))
 
 
-def _trainer_of_step_30(copy: Path) -> Path:
-    state = {"global_step": 30, "consumed_samples": 240}
+def _trainer_of_step_4(copy: Path) -> Path:
+    state = {"global_step": 4, "consumed_samples": 32}
     (copy / "trainer_state.bin").unlink()
     (copy / "trainer_state.json").write_text(json.dumps(state))
-    (copy / "scheduler.pdparams").write_bytes(pickle.dumps({"last_epoch": 30, "last_lr": 0.01}, 4))
-    return copy.rename(copy.with_name("checkpoint-30"))
+    (copy / "scheduler.pdparams").write_bytes(pickle.dumps({"last_epoch": 4, "last_lr": 0.01}, 4))
+    return copy.rename(copy.with_name("checkpoint-4"))
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def _trainer_of_step_30(copy: Path) -> Path:
     [
         (_named_otherwise, "name checkpoint-4: step 4"),
         (_scheduler_of_step_5, "scheduler.pdparams: step 5"),
-        (_trainer_of_step_30, "optimizer states: step 3"),
+        (_trainer_of_step_4, "optimizer states: step 3"),
     ],
 )
 def test_files_of_different_steps_are_refused(
@@ -193,6 +193,26 @@ def test_files_of_different_steps_are_refused(
     with pytest.raises(Corrupt, match="contains files of different steps") as caught:
         _ = open_checkpoint(place).manifest
     assert evidence in caught.value.evidence
+
+
+@pytest.mark.parametrize("file", ["optimizer_state/0_0.distcp", "optimizer_state/1_0.distcp"])
+def test_a_file_of_states_of_the_next_step_is_refused(pair: tuple[Path, Path], tmp_path: Path, file: str) -> None:
+    """The first file has powers of the second beta alone."""
+    copy = tmp_path / "checkpoint-3"
+    shutil.copytree(pair[0], copy)
+    betas = {".beta1_pow_acc_0": np.float32(0.9), ".beta2_pow_acc_0": np.float32(0.999)}
+    numbers = open_checkpoint(copy).catalog.roles[OPTIMIZER_STATE].items()
+    with (copy / file).open("r+b") as opened:
+        for name, (stored, begin) in ((name, one.offsets[0]) for name, one in numbers):
+            beta = next((one for ending, one in betas.items() if name.endswith(ending)), None)
+            if beta is not None and stored == file:
+                opened.seek(begin)
+                number = np.frombuffer(opened.read(4), np.float32)[0]
+                opened.seek(begin)
+                opened.write((number * beta).tobytes())
+    with pytest.raises(Corrupt, match="contains files of different steps") as caught:
+        open_checkpoint(copy)
+    assert any(f"{file}: beta2_pow_acc_0 is" in line for line in caught.value.evidence), caught.value.evidence
 
 
 def test_the_stock_trainers_files_are_the_documents_of_a_flex_checkpoint(pair: tuple[Path, Path]) -> None:

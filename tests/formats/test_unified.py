@@ -260,6 +260,21 @@ def test_powers_of_betas_may_underflow(number: float, tmp_path: Path) -> None:
     assert paddleformers_fc.open(tmp_path).read("lm_head.weight.beta1_pow_acc_0") == np.float32(number)
 
 
+@pytest.mark.parametrize(
+    ("model_type", "without"), [(ERNIE, ".experts.1."), (ERNIE, "model.mtp_"), ("llama", "lm_head.")]
+)
+def test_parameters_may_have_made_fewer_steps_than_others(model_type: str, without: str, tmp_path: Path) -> None:
+    """As those of an expert without a token in a step, or of a block that is not trained."""
+    written(tmp_path, keys(model_type, num_nextn_predict_layers=1), of_tensor_parallel_ranks)
+    names = {file: [name for name in load_file(tmp_path / file) if without in name] for file in (FIRST, SECOND)}
+    for file, own in names.items():
+        fewer = {name: np.array([0.9], np.float32) for name in own if name.rpartition("/")[2] in POWERS}
+        changed(tmp_path, file, lambda arrays, fewer=fewer: arrays.update(fewer))
+    assert any(names.values())
+    outcome, problem = verify_checkpoint(tmp_path, "size")
+    assert outcome.passed, problem
+
+
 def test_a_square_layer_is_oriented_as_layers_of_its_name_or_refused(tmp_path: Path) -> None:
     config = keys("llama", fuse_attention_ffn=True, intermediate_size=32)
     written(tmp_path, config, of_tensor_parallel_ranks)
