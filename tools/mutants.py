@@ -104,9 +104,10 @@ def cover(file: str, place: Path) -> None:
     measured = ["-m", "coverage", "run", f"--data-file={data}", f"--context={file}"]
     command = [sys.executable, *measured, *PYTEST, f"--junitxml={place / 'seconds.xml'}", file]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    if ended.returncode not in (0, 5):
-        raise SystemExit(f"{file} fails without a mutant:\n{ended.stdout[-3000:]}")
-    Coverage(data_file=str(data)).combine([str(place)])
+    if ended.returncode in (0, 5):
+        Coverage(data_file=str(data)).combine([str(place)])
+    else:
+        print(f"left out, because it fails under coverage without a mutant: {file}", flush=True)
 
 
 class TestsByLine:
@@ -115,7 +116,7 @@ class TestsByLine:
     def __init__(self, places: dict[str, Path]) -> None:
         self._seconds: dict[str, float] = {}
         self._lines: dict[str, dict[int, set[str]]] = {}
-        for file, place in places.items():
+        for file, place in ((file, place) for file, place in places.items() if (place / "data").exists()):
             for case in ElementTree.parse(place / "seconds.xml").iter("testcase"):
                 for name in (file, f"{file}::{case.attrib['name'].partition('[')[0]}"):
                     self._seconds[name] = self._seconds.get(name, 0.0) + float(case.attrib["time"])
