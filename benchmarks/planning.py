@@ -34,8 +34,7 @@ from paddleformers_fc.layout.grid import parse_grid
 from paddleformers_fc.layout.roles import MODEL_STATE, ROLES
 from paddleformers_fc.layout.shard_json import HEADER_KEY, encode_shards
 from paddleformers_fc.layout.shards import Shard
-from paddleformers_fc.plan import plan_reads, resume_source
-from paddleformers_fc.plan.cache import CachedPlan, PlanCache, plan_key
+from paddleformers_fc.plan import LoadPlan, plan_reads, resume_source
 from paddleformers_fc.plan.simulate import SimulatedModel, declared_model
 from paddleformers_fc.plan.sources import stored_mapping
 from paddleformers_fc.storage.dtypes import item_size, to_safetensors
@@ -182,7 +181,7 @@ def measure(directory: Path, job: Job, layers: int, rounds: int) -> tuple[dict[s
     times, items = Timings(), 0
     for _ in range(rounds):
         checkpoint = _open(directory, times)
-        items = _plan(checkpoint, model, wanted, times, directory.parent / "plans")
+        items = _plan(checkpoint, model, wanted, times)
     stored = sum(len(names) for names in checkpoint.catalog.roles.values())
     return times.seconds, stored, items
 
@@ -195,7 +194,7 @@ def _open(directory: Path, times: Timings) -> OpenedCheckpoint:
     return times.of("**open**, the above and that every tensor is whole", lambda: open_flex(directory))
 
 
-def _plan(checkpoint: OpenedCheckpoint, model: SimulatedModel, wanted: list[Roles], times: Timings, plans: Path) -> int:
+def _plan(checkpoint: OpenedCheckpoint, model: SimulatedModel, wanted: list[Roles], times: Timings) -> int:
     times.of("stored mapping: denote, prove, agree with the family", lambda: stored_mapping(checkpoint))
     everything = {name: shard for roles in wanted for name, shard in roles[MODEL_STATE].items()}
     rules = times.of("live model: bind", lambda: model_rules(model.model, everything))
@@ -211,14 +210,11 @@ def _plan(checkpoint: OpenedCheckpoint, model: SimulatedModel, wanted: list[Role
     _note(times, "**plans of 8 ranks**", sum(each.seconds.values()))
     _note(times, "the slowest of them", max(each.seconds.values()))
 
-    def alone() -> CachedPlan:
+    def alone() -> LoadPlan:
         own, _ = resume_source(checkpoint, model_rules(model.model, wanted[0][MODEL_STATE]))
-        return CachedPlan(plan_reads(own, wanted[0]), frozenset())
+        return plan_reads(own, wanted[0])
 
-    planned = times.of("one rank in a process of its own: bind, mapping, plan", alone)
-    key = times.of("one rank, planned before: the key", lambda: plan_key(checkpoint, model.model, wanted[0]))
-    PlanCache(plans).keep(key, planned)
-    times.of("one rank, planned before: the plan from its file", lambda: PlanCache(plans).find(key))
+    times.of("one rank in a process of its own: bind, mapping, plan", alone)
     return items
 
 

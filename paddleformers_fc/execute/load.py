@@ -49,7 +49,6 @@ from paddleformers_fc.layout.roles import MODEL_STATE, NUMBER_SHAPE, OPTIMIZER_S
 from paddleformers_fc.mapping import Shape
 from paddleformers_fc.plan import LoadPlan, Report, huggingface_source, plan_reads, resume_source, statements_source
 from paddleformers_fc.plan.block_owners import NO_BLOCKS, BlockReads, RecordedBlocks
-from paddleformers_fc.plan.cache import CachedPlan, PlanCache, fits, plan_key
 from paddleformers_fc.plan.items import EqualCheck, ReadItem
 from paddleformers_fc.plan.report import OPEN_WEIGHTS
 from paddleformers_fc.plan.shard_numbers import regrouped
@@ -66,9 +65,6 @@ ALLOW_CASTS = "flex_allow_casts"
 Stored = tuple[str, str]
 """Role and name of a stored tensor."""
 
-PLANS = PlanCache()
-"""The plan cache of this process, unless the caller names another."""
-
 
 @dataclass(frozen=True)
 class LoadReport:
@@ -82,7 +78,6 @@ class LoadReport:
         dropped: stored tensors that no rank wanted, by declaration.
         bytes_received: bytes this rank got from other ranks instead of reading them.
         bytes_hashed: bytes of blocks whose checksums this rank compared while it read.
-        known_plan: whether this rank had its plan from before.
         changes: where the configuration of the model differs from the stored one.
         casts: the tensors of this rank that were cast or read from another role, one line per role.
     """
@@ -94,7 +89,6 @@ class LoadReport:
     dropped: tuple[str, ...] = ()
     bytes_received: int = 0
     bytes_hashed: int = 0
-    known_plan: bool = False
     changes: tuple[Change, ...] = ()
     casts: tuple[str, ...] = ()
 
@@ -128,13 +122,11 @@ class _Preflight:
         report: the mismatches.
         unexpected: of the stored tensors that no rank reads, by role and name, those that a rank should have wanted;
             the same on every rank.
-        known: whether the plan is from before.
     """
 
     plan: LoadPlan
     report: Report
     unexpected: Callable[[Sequence[Stored]], Iterable[str]]
-    known: bool = False
 
 
 class _PreflightMessage(msgspec.Struct):
@@ -162,7 +154,6 @@ def load_checkpoint(
     channel: Channel,
     options: ReadOptions = DEFAULT_OPTIONS,
     aoa_config: Mapping[str, object] | None = None,
-    plans: PlanCache = PLANS,
     may_change: Collection[str] = (),
 ) -> LoadReport:
     """Fill live weights from a flex checkpoint of any layout.
@@ -170,7 +161,7 @@ def load_checkpoint(
     Arguments and errors are those of :func:`prepare_load`. An error of a read, and damage that is found while tensors
     are filled, leave tensors undefined, and the job must not train them.
     """
-    return prepare_load(checkpoint, roles, model, channel, options, aoa_config, plans, may_change).fill()
+    return prepare_load(checkpoint, roles, model, channel, options, aoa_config, may_change).fill()
 
 
 def prepare_load(
@@ -180,7 +171,6 @@ def prepare_load(
     channel: Channel,
     options: ReadOptions = DEFAULT_OPTIONS,
     aoa_config: Mapping[str, object] | None = None,
-    plans: PlanCache = PLANS,
     may_change: Collection[str] = (),
     may_cast: bool = False,
 ) -> PreparedLoad:
@@ -196,7 +186,6 @@ def prepare_load(
         channel: all ranks of the job; every rank must call.
         options: threads and staging.
         aoa_config: statements from stored names to the model's, for tensors that have other names or shapes now.
-        plans: where this plan may be known from before, and is kept.
         may_change: keys of the configuration that may differ although they change what the weights mean.
         may_cast: whether the precision may differ from that of the run that saved the checkpoint.
     Raises:
@@ -216,32 +205,24 @@ def prepare_load(
         if roles.get(OPTIMIZER_STATE):
             checkpoint.check_states()
         shards = describe_roles(roles)
-        key = plan_key(checkpoint, model, shards, aoa_config, tensors, may_cast)
-        planned, report = plans.find(key, lambda found: fits(found, shards, checkpoint.files)), Report()
-        known = planned is not None
-        if planned is None:
-            if aoa_config:
-                source, report = statements_source(checkpoint, model, aoa_config, tensors, may_cast)
-            else:
-                source, report = resume_source(checkpoint, model_rules(model, shards[MODEL_STATE]))
-            # Statements may leave out the attention of all layers; tensors that they keep or move have the same heads
-            # as before.
-            if model.rules is None and (not aoa_config or headed_names(family_for(model.config), source.mapping.made)):
-                for line in _head_count_difference(checkpoint.known, model):
-                    report.add("shape", line)
-            for line in regrouped(source):
+        if aoa_config:
+            source, report = statements_source(checkpoint, model, aoa_config, tensors, may_cast)
+        else:
+            source, report = resume_source(checkpoint, model_rules(model, shards[MODEL_STATE]))
+        # Statements may leave out the attention of all layers; tensors that they keep or move have the same heads
+        # as before.
+        if model.rules is None and (not aoa_config or headed_names(family_for(model.config), source.mapping.made)):
+            for line in _head_count_difference(checkpoint.known, model):
                 report.add("shape", line)
-            unwanted = source.mapping.dropped if aoa_config else frozenset(checkpoint.rules.fresh)
-            planned = CachedPlan(plan_reads(replace(source, may_cast=may_cast), shards), unwanted)
-            report = planned.plan.report.merge([report])
-            if report.empty:
-                plans.keep(key, planned)
-        may_be_left = planned.unwanted
+        for line in regrouped(source):
+            report.add("shape", line)
+        may_be_left = source.mapping.dropped if aoa_config else checkpoint.rules.fresh
+        plan = plan_reads(replace(source, may_cast=may_cast), shards)
 
         def unexpected(untouched: Sequence[Stored]) -> list[str]:
             return [name for role, name in untouched if parameter_of(role, name) not in may_be_left]
 
-        return _Preflight(with_shared_numbers(planned.plan, roles), report, unexpected, known)
+        return _Preflight(with_shared_numbers(plan, roles), plan.report.merge([report]), unexpected)
 
     files = {path: one for path, one in checkpoint.recorded.items() if not is_document(path)}
     recorded = RecordedBlocks(files, checkpoint.compared) if checkpoint.unread else NO_BLOCKS
@@ -474,7 +455,6 @@ def _prepared(
             dropped,
             traffic.received,
             traffic.hashed,
-            own.known,
             casts=tuple(cast_lines(plan, roles)),
         )
 

@@ -88,7 +88,7 @@ class Memory(msgspec.Struct, frozen=True, eq=False, gc=False):
             raise MismatchError(
                 "A read exceeds the memory of its tensor.",
                 evidence=[f"bytes {start} to {start + length} of {self.size} elements of {self.dtype}"],
-                next_step="The plan is of another model: remove the directory of flex_plan_cache, and load again.",
+                next_step="Report this fault of the package.",
             )
         return self.address + start
 

@@ -30,7 +30,6 @@ class CheckpointReport:
         bytes: bytes of the whole checkpoint after a save; bytes that this rank read after a load.
         differences: after a save, where ranks held different numbers of the same part of a tensor; normally none.
         diverged_ties: after a save, where copies of tied tensors differ; normally none.
-        known_plan: after a load, whether this rank had its plan from before, from ``flex_plan_cache`` or this process.
         layouts: after a load, the layouts of the run that saved it and of this one, such as ``("dp=2", "tp=2")``;
             the first is empty if it is not recorded.
         transfers: copies between host and devices on this rank.
@@ -43,7 +42,6 @@ class CheckpointReport:
     seconds: float
     bytes: int
     differences: tuple[str, ...] = ()
-    known_plan: bool = False
     diverged_ties: tuple[str, ...] = ()
     layouts: tuple[str, str] | None = None
     transfers: TransferFigures = field(default_factory=TransferFigures)
@@ -91,10 +89,9 @@ class FlexCheckpointCallback(TrainerCallback):
 
     def _log_report(self, args: Any, done: str, where: str, report: CheckpointReport) -> None:
         if args.should_log:
-            known = ", as planned before" if report.known_plan else ""
             logger.info(
                 f"{done} step {report.step}{_layouts_text(report.layouts)} {where} {report.directory}: "
-                f"{size_text(report.bytes)} in {report.seconds:.2f} s, {rate_text(report.bytes, report.seconds)}{known}"
+                f"{size_text(report.bytes)} in {report.seconds:.2f} s, {rate_text(report.bytes, report.seconds)}"
                 f"{_transfers_text(report.transfers)}{_casts_text(report.casts)}"
             )
 

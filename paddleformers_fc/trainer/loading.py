@@ -20,7 +20,7 @@ from paddle.optimizer.lr import LambdaDecay
 
 from paddleformers_fc.distributed.channel import Channel, all_gather_checked, run_on_all
 from paddleformers_fc.errors import CheckpointError, Diverged, FlexError, MismatchError, StorageError
-from paddleformers_fc.execute.load import PLANS, LoadReport, PreparedLoad, prepare_load
+from paddleformers_fc.execute.load import LoadReport, PreparedLoad, prepare_load
 from paddleformers_fc.execute.opening import open_on_all_ranks, own_document, own_file
 from paddleformers_fc.execute.read_jobs import Key
 from paddleformers_fc.execute.staging_pool import measured_transfers
@@ -36,7 +36,6 @@ from paddleformers_fc.layout.roles import (
     REFERENCE_MODEL,
 )
 from paddleformers_fc.mapping.folding import fold
-from paddleformers_fc.plan.cache import PlanCache
 from paddleformers_fc.progress_display import bar_on_terminal
 from paddleformers_fc.storage.files import real_path
 from paddleformers_fc.storage.leftovers import leftovers
@@ -212,7 +211,6 @@ def load(trainer: Any, native: Native, resume_from_checkpoint: str) -> None:
         directory=directory,
         seconds=time.monotonic() - started,
         bytes=report.bytes_read,
-        known_plan=report.known_plan,
         layouts=(degrees_text(checkpoint.manifest.parallel), degrees_text(parallel_degrees(args))),
         transfers=transfers,
         casts=report.casts,
@@ -381,9 +379,7 @@ def _prepare(trainer: Any, directory: AnyPath, channel: Channel) -> _PreparedLoa
     with _verifying():
         names, roles, generation = run_on_all(channel, "preparing the optimizer", prepare)
         may_change, may_cast = args.flex_allow_config_changes, args.flex_allow_casts
-        load = prepare_load(
-            checkpoint, roles, model, channel, options, args.aoa_config, _plans(args), may_change, may_cast
-        )
+        load = prepare_load(checkpoint, roles, model, channel, options, args.aoa_config, may_change, may_cast)
     return _PreparedLoad(checkpoint, progress, generators, generation, load, names, roles.get(EMA_STATE, {}))
 
 
@@ -428,10 +424,6 @@ def _tied(trainer: Any, checkpoint: OpenedCheckpoint) -> str:
             (line for tie in manifest.ties for line in tie.differences),
         )
     return str(args.flex_tied)
-
-
-def _plans(args: Any) -> PlanCache:
-    return PlanCache(Path(expand_user(args.flex_plan_cache))) if args.flex_plan_cache != "none" else PLANS
 
 
 def _path_of(job_state: JobState, named: str) -> AnyPath:

@@ -94,6 +94,16 @@ def _option(default: Any, help: str) -> Any:
 class FlexFields:
     """The options that this package adds to PaddleFormers' training arguments."""
 
+    def __new__(cls, *_: Any, **given: Any) -> FlexFields:
+        """Refuse removed options, of which a dataclass would only say that they are unexpected.
+
+        Raises:
+            OptionError: with all of them.
+        """
+        if not REMOVED.isdisjoint(given):
+            raise unknown_keys(REMOVED & given.keys(), ())
+        return super().__new__(cls)
+
     flex_checkpoint: bool = _option(
         False,
         "Save, resume and export through paddleformers_fc: any parallel layout can resume a checkpoint. Default: "
@@ -143,11 +153,6 @@ class FlexFields:
     flex_timeout: int = _option(
         1800,
         "Timeout in seconds for ranks that wait for each other, 1 to 604800. Default: 1800.",
-    )
-    flex_plan_cache: str = _option(
-        "none",
-        "Directory of cached load plans, for a new process that resumes the same checkpoint under the same layout. "
-        "Default: none.",
     )
     flex_max_shard_size: str = _option(
         "5GB",
@@ -236,6 +241,9 @@ class FlexFields:
         if parent is not None:
             parent()
 
+
+REMOVED = frozenset({"flex_plan_cache"})
+"""Keys of earlier versions, which set what is constant now."""
 
 FIELD_NAMES = tuple(one.name for one in fields(FlexFields))
 """The keys that this package adds."""
@@ -371,6 +379,8 @@ def unknown_keys(unknown: Iterable[str], stock: Iterable[str]) -> OptionError:
 
 
 def _suggestion(key: str, known: Sequence[str]) -> str:
+    if key in REMOVED:
+        return f"{key}: removed: the value is constant now"
     close = difflib.get_close_matches(key.lower(), known, n=1)
     return f"{key}: is {close[0]} meant?" if close else key
 
@@ -471,8 +481,6 @@ def _range_faults(options: Any) -> list[str]:
     keys = options.flex_allow_config_changes
     if not isinstance(keys, list) or not all(isinstance(key, str) and key for key in keys):
         faults.append(f"flex_allow_config_changes: {keys!r} is not a list of keys such as [rope_theta]")
-    if not isinstance(options.flex_plan_cache, str) or not options.flex_plan_cache:
-        faults.append(f"flex_plan_cache: {options.flex_plan_cache!r} is not the name of a directory")
     faults.extend(_upload_faults(options.flex_upload))
     return faults
 

@@ -268,6 +268,8 @@ def test_the_number_of_ranks_is_not_chosen_on_an_accelerator(tmp_path: Path, on:
         ({}, ["max_steps", "=3", "save_steps=1"], "- 'max_steps'\n  - '=3'\n"),
         ({}, ["max_steps=[3"], "The value of an override is not valid YAML."),
         ({}, ["flex_verfy=full"], "flex_verfy: is flex_verify meant?"),
+        ({"flex_plan_cache": "p"}, [], "flex_plan_cache: removed: the value is constant now"),
+        ({}, ["flex_plan_cache=p"], "flex_plan_cache: removed: the value is constant now"),
         ({"flexcheckpoint": True}, [], "flexcheckpoint: is flex_checkpoint meant?"),
         (
             {"stage": "ernie_pretrain"},

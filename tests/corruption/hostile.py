@@ -402,37 +402,6 @@ def _trainer(directory: Path) -> Target:
     return Target((*states, generators), either)
 
 
-def _plans(directory: Path) -> Target:
-    """Kept plans, with a recomputed checksum; a plan that is not used counts as refused."""
-    import xxhash
-
-    from paddleformers_fc.errors import FormatError
-    from paddleformers_fc.formats.flex import open_flex
-    from paddleformers_fc.plan import canonical_layout, canonical_source, plan_reads
-    from paddleformers_fc.plan.cache import CachedPlan, PlanCache, fits, plan_key
-
-    checkpoint = open_flex(directory, "off")
-    source = canonical_source(checkpoint)
-    wanted = canonical_layout(source)
-    key = plan_key(checkpoint, checkpoint.known, wanted)
-    place = directory.with_name("plans")
-    PlanCache(place).keep(key, CachedPlan(plan_reads(source, wanted), frozenset()))
-    (path,) = place.iterdir()
-    magic, body = path.read_bytes()[:10], path.read_bytes()[26:]
-
-    def use(raw: bytes) -> None:
-        try:
-            forged = msgspec.msgpack.encode(json.loads(raw))
-        except (ValueError, RecursionError, OverflowError):
-            forged = raw
-        path.write_bytes(magic + xxhash.xxh3_128_digest(forged) + forged)
-        found = PlanCache(place).find(key, lambda found: fits(found, wanted, checkpoint.files))
-        if found is None:
-            raise FormatError("The plan is not used.")
-
-    return Target((msgspec.msgpack.decode(body),), use)
-
-
 KINDS: dict[str, Callable[[Path], Target]] = {
     "manifests": _manifest,
     "mappings": _plain("mapping.json"),
@@ -446,7 +415,6 @@ KINDS: dict[str, Callable[[Path], Target]] = {
     "data positions": _codec,
     "Trainer states": _trainer,
     "aoa_configs": _statements,
-    "kept plans": _plans,
 }
 
 

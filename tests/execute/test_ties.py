@@ -26,7 +26,6 @@ from paddleformers_fc.formats.flex import open_flex
 from paddleformers_fc.layout import Shard
 from paddleformers_fc.layout.grid import parse_grid
 from paddleformers_fc.mapping.boxes import Box, whole
-from paddleformers_fc.plan.cache import PlanCache
 from paddleformers_fc.plan.simulate import SimulatedModel, declared_model
 from paddleformers_fc.storage.manifest import newest_checkpoint, read_manifest, write_manifest
 from paddleformers_fc.trainer.resume import newest_or_refuse
@@ -218,7 +217,7 @@ def test_a_chosen_copy_is_read_with_all_of_its_states(tmp_path: Path, grid: str,
 
     def work(channel: Any) -> None:
         checkpoint = replace(open_on_all_ranks(tmp_path / "checkpoint-3", channel), tied=tied)
-        load_checkpoint(checkpoint, held[channel.rank], TIED, channel, plans=PlanCache())
+        load_checkpoint(checkpoint, held[channel.rank], TIED, channel)
 
     succeed(2, work)
     for rank, roles in enumerate(held):
@@ -248,19 +247,6 @@ def differing(one: simulate_ranks.Roles, other: simulate_ranks.Roles) -> list[st
         for name, weight in names.items()
         if not np.array_equal(one[role][name].local_tensor.array, weight.local_tensor.array)
     ]
-
-
-def test_a_plan_of_one_choice_is_not_used_for_another(tmp_path: Path) -> None:
-    save(tmp_path / "checkpoint-3", "pp=2", value=simulate_ranks.value_of)
-    plans, model = PlanCache(tmp_path / "plans"), model_of("dp=1")
-    for _ in range(2):
-        for tied, copy in (("first", EMBEDDING), ("last", LM_HEAD)):
-            roles = simulate_ranks.filled(model.roles(0), nothing)
-            checkpoint = replace(open_flex(tmp_path / "checkpoint-3"), tied=tied)
-            load_checkpoint(checkpoint, roles, TIED, LocalChannel(), plans=plans)
-            assert differing(roles, simulate_ranks.filled(model.roles(0), of_copy(copy))) == []
-    with pytest.raises(MismatchError, match="flex_tied: first or last"):
-        load_checkpoint(open_flex(tmp_path / "checkpoint-3"), roles, TIED, LocalChannel(), plans=plans)
 
 
 def test_the_stages_of_copies_are_those_of_the_ranks_that_hold_them(tmp_path: Path) -> None:
@@ -386,5 +372,5 @@ def test_a_checkpoint_of_an_earlier_version_is_read_by_the_declared_order(tmp_pa
     model = model_of("dp=1")
     for tied, copy in (("first", EMBEDDING), ("last", LM_HEAD)):
         roles = simulate_ranks.filled(model.roles(0), nothing)
-        load_checkpoint(replace(open_flex(checkpoint), tied=tied), roles, TIED, LocalChannel(), plans=PlanCache())
+        load_checkpoint(replace(open_flex(checkpoint), tied=tied), roles, TIED, LocalChannel())
         assert differing(roles, simulate_ranks.filled(model.roles(0), of_copy(copy))) == []

@@ -37,10 +37,9 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize(("asked", "step"), [(True, 6), ("~/run/checkpoint-3", 3)])
 def test_a_run_in_the_home_directory_is_resumed_from_there(home: Path, asked: bool | str, step: int) -> None:
-    args = arguments(output_dir="~/run", flex_plan_cache="~/plans")
+    args = arguments(output_dir="~/run")
     assert args.output_dir == str(home / "run")
     assert loading._choose(args, asked, pytest.fail, dict)[0] == home / "run" / f"checkpoint-{step}"
-    assert loading._plans(args)._directory == home / "plans"
     assert os.listdir() == []
 
 

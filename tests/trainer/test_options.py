@@ -13,6 +13,7 @@ import yaml
 from paddleformers_fc.errors import MappingError, OptionError
 from paddleformers_fc.trainer.options import (
     CONFLICTS,
+    REMOVED,
     WITHOUT_EFFECT,
     FlexFields,
     check_options,
@@ -100,8 +101,6 @@ def test_the_defaults_are_in_range() -> None:
         ("flex_max_shard_size", 5),
         ("flex_max_file_size", "999kB"),
         ("flex_max_file_size", None),
-        ("flex_plan_cache", 5),
-        ("flex_plan_cache", ""),
         ("flex_unknown_versions", "off"),
         ("flex_unknown_versions", True),
         ("flex_ema_decay", 1.0),
@@ -139,7 +138,6 @@ def test_a_value_out_of_range_is_refused_by_name(name: str, value: Any) -> None:
         ("flex_max_shard_size", "1MB"),
         ("flex_max_shard_size", "4.5GiB"),
         ("flex_max_file_size", "1MB"),
-        ("flex_plan_cache", "somewhere"),
         ("flex_unknown_versions", "warn"),
         ("flex_ema_decay", 0),
         ("flex_ema_decay", 0.9999),
@@ -324,6 +322,13 @@ def test_a_size_without_its_unit_is_refused_with_a_remark(text: str) -> None:
 def test_the_fields_check_themselves_when_they_are_made() -> None:
     with pytest.raises(OptionError, match="Invalid value"):
         FlexFields(flex_threads=0)
+
+
+@pytest.mark.parametrize("name", sorted(REMOVED))
+def test_a_removed_option_is_an_unknown_key_with_a_hint(name: str) -> None:
+    with pytest.raises(OptionError, match="Unknown key") as caught:
+        TheirFields(flex_checkpoint=True, **{name: 1})
+    assert list(caught.value.evidence) == [f"{name}: removed: the value is constant now"]
 
 
 @pytest.mark.parametrize("name", ["flex_verify", "flex_check_replicas"])

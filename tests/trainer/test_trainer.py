@@ -165,33 +165,14 @@ def test_flattened_states_are_filled_where_they_lie_though_a_slice_of_them_is_a_
     assert differing == []
 
 
-def test_a_run_that_resumes_again_takes_its_plans_from_the_directory(
-    ranks: ForkServer, saved: Saved, tmp_path: Path
-) -> None:
-    plans = tmp_path / "plans"
-    arguments = {**SIX_STEPS, "flex_plan_cache": str(plans)}
-    losses, written, planned = [], [], []
-    for output in ("once", "again"):
-        found = ranks.run(f"{JOBS}:run", 2, settings(TP2, tmp_path / output, saved.third, **arguments))
-        (line,) = [line for line in found.logs[0].read_text().splitlines() if "Resumed step 3" in line]
-        planned.append("planned before" in line)
-        losses.append(found.values[0]["losses"])
-        written.append({path.name: path.stat().st_mtime_ns for path in plans.iterdir()})
-    assert losses[0] == losses[1]
-    assert len(losses[0]) == 3
-    assert len(written[0]) == 2
-    assert written[0] == written[1]
-    assert planned == [False, True]
-
-
 def test_a_tilde_is_the_home_directory_as_in_an_output_directory(
     ranks: ForkServer, saved: Saved, tmp_path: Path
 ) -> None:
     shutil.copytree(saved.third, tmp_path / "checkpoint-3")
-    given = settings(DP2, Path("~/out"), Path("~/checkpoint-3"), **SIX_STEPS, flex_plan_cache="~/plans")
+    given = settings(DP2, Path("~/out"), Path("~/checkpoint-3"), **SIX_STEPS)
     resumed = ranks.run(f"{JOBS}:run_at_home", 2, {**given, "home": str(tmp_path)}).values[0]
     assert resumed["losses"] == saved.losses[3:]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-3", "out", "plans"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-3", "out"]
 
 
 def test_the_state_of_a_resumed_run_is_that_of_the_uninterrupted_one(ranks: ForkServer, tmp_path: Path) -> None:
