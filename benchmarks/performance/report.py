@@ -107,8 +107,8 @@ def _memory(outcomes: Mapping[str, Outcome], exports: Mapping[str, int]) -> Iter
         f"Amplification is bytes read by bytes needed; limit {MOST_AMPLIFICATION} under `flex_verify: off`. Under "
         "`full` one rank also reads the rest of a block that ranks read in part. Memory is resident memory of a rank "
         f"above its tensors; limit {MOST_MEMORY // MIB} MiB beside the largest single read for a load, 5 % of the "
-        "shard for a save. The first call of a process plans and proves; later calls, which the other tables time, "
-        "reuse the plan."
+        "shard for a save. The first call of a process also imports, connects and fills caches of geometry; the other "
+        "tables time later calls, which plan again."
     )
     yield ""
     yield "| case | amplification | under `off` | memory, MiB | of the rank's tensors | first call, s | later, s |"

@@ -25,7 +25,7 @@ class Timing:
 
     Args:
         seconds: of every round.
-        first: seconds of the warm-up, in which plans are made that later rounds find made.
+        first: seconds of the warm-up, which also imports and connects.
         read: bytes that its ranks say they read, of all ranks; -1 if they are not counted.
         peak: the most that any rank's memory rose, in bytes, in any round.
         failure: why there is no figure; empty where there is one.

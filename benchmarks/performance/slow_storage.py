@@ -18,9 +18,6 @@ from unittest.mock import patch
 
 import numpy as np
 
-from paddleformers_fc.storage.files import OpenFile
-from paddleformers_fc.storage.vectored_read import ScatterList, VectoredReader
-
 _PAGE_BYTES = 4096
 
 
@@ -37,18 +34,14 @@ def limited(bytes_per_second: float, cache: Path | None) -> Iterator[None]:
         yield
         return
     storage = _Storage(bytes_per_second, cache)
-    original, original_rows = os.preadv, VectoredReader.read
+    original = os.preadv
 
     def preadv(descriptor: int, buffers: Any, offset: int) -> int:
         count = original(descriptor, buffers, offset)
         storage.fetch(descriptor, np.array([offset]), np.array([count]))
         return count
 
-    def read(self: VectoredReader, file: OpenFile, rows: ScatterList) -> None:
-        original_rows(self, file, rows)
-        storage.fetch(file.descriptor, rows.offsets, rows.lengths)
-
-    with closing(storage), patch.object(os, "preadv", preadv), patch.object(VectoredReader, "read", read):
+    with closing(storage), patch.object(os, "preadv", preadv):
         yield
 
 

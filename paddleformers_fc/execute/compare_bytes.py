@@ -24,12 +24,11 @@ from paddleformers_fc.execute.read_pool import ReadJob, ReadOptions, ReadPool
 from paddleformers_fc.formats.catalog import Catalog, StoredForm
 from paddleformers_fc.plan.items import ReadItem
 from paddleformers_fc.plan.pairing import PairedBox, paired_boxes, read_item
-from paddleformers_fc.storage.files import memory_at
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.storage.progress import advance, expect
 from paddleformers_fc.storage.ranges import RangeReader
 from paddleformers_fc.storage.regions import Region, Workspace
-from paddleformers_fc.storage.vectored_read import ScatterList
+from paddleformers_fc.storage.rows import ScatterList
 
 COMPARE_BYTES = 2 << 20
 """Bytes of a piece on each side: few enough to be in the processor's cache when they are compared."""
@@ -389,7 +388,7 @@ class _RangeComparison:
         )
         for buffer, root, places in zip(pair, (self.work.left, self.work.right), sides, strict=True):
             for file, rows in _rows_by_file(places, lengths):
-                _read_rows(reader, root / file, rows, buffer, workspace)
+                _read_rows(reader, root / file, rows, buffer)
         size = int(lengths.sum())
         self.work.compare(pair, size, [(one.number, one.size) for one in ranges])
         self.work.buffers.returned(pair)
@@ -424,17 +423,10 @@ def _joined(offsets: np.ndarray[Any, Any], targets: np.ndarray[Any, Any], length
     return ScatterList(offsets[first], targets[first], np.add.reduceat(lengths, first))
 
 
-def _read_rows(
-    reader: RangeReader, path: AnyPath, rows: ScatterList, buffer: np.ndarray[Any, Any], workspace: Workspace
-) -> None:
+def _read_rows(reader: RangeReader, path: AnyPath, rows: ScatterList, buffer: np.ndarray[Any, Any]) -> None:
     """Read rows whose addresses count from the beginning of a buffer."""
-    address = buffer.__array_interface__["data"][0]
-    if len(rows.offsets) == 1:
-        view = memory_at(address + int(rows.addresses[0]), int(rows.lengths[0]))
-        reader.read_into(path, int(rows.offsets[0]), view)
-        return
-    addresses = (rows.addresses + address).astype(np.uint64)
-    reader.read_rows(path, ScatterList(rows.offsets, addresses, rows.lengths), workspace.scatter)
+    addresses = (rows.addresses + buffer.__array_interface__["data"][0]).astype(np.uint64)
+    reader.read_rows(path, ScatterList(rows.offsets, addresses, rows.lengths))
 
 
 def _box_jobs(work: _Work, boxes: Sequence[_BoxRead], options: ReadOptions) -> Iterator[tuple[int, ReadJob]]:

@@ -31,13 +31,12 @@ from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.storage.ranges import RangeReader
 from paddleformers_fc.storage.regions import TILE_BYTES, Region, Tiles, Workspace, tiles_of
 from paddleformers_fc.storage.rows import Rows
-from paddleformers_fc.storage.vectored_read import ScatterList
 
 Key = tuple[str, str]
 """Role and full name of a wanted shard."""
 
 _JOBS_PER_TASK = 64
-_MOST_ROWS = 4096
+_MOST_ROWS = 1024
 """Rows that are listed at a time."""
 
 
@@ -129,14 +128,7 @@ class ContiguousRead:
 
     def read(self, reader: RangeReader, workspace: Workspace) -> int:
         """See :class:`ReadJob`."""
-        if len(self.addresses) == 1:
-            reader.read_into(self.path, self.begin, memory_at(self.addresses[0], self.lengths[0]))
-        else:
-            lengths = np.array(self.lengths, np.int64)
-            offsets = self.begin + np.cumsum(lengths) - lengths
-            reader.read_rows(
-                self.path, ScatterList(offsets, np.array(self.addresses, np.uint64), lengths), workspace.scatter
-            )
+        reader.read_several(self.path, self.begin, list(map(memory_at, self.addresses, self.lengths)))
         return self.end - self.begin
 
 
@@ -182,7 +174,7 @@ class RowsRead:
         total, step = 0, _MOST_ROWS * self.rows.stride
         for low in range(self.begin, self.end, step):
             parts = self.rows.between(low, min(low + step, self.end))
-            reader.read_rows(self.path, parts, workspace.scatter)
+            reader.read_rows(self.path, parts)
             total += int(parts.lengths.sum())
         return total
 

@@ -257,8 +257,6 @@ class ReadPool:
     def close(self) -> None:
         """Join the threads and release all resources."""
         self._pool.shutdown()
-        for workspace in self._idle:
-            workspace.close()
         self._reader.close()
 
     def __enter__(self) -> ReadPool:

@@ -37,7 +37,6 @@ from paddleformers_fc.storage.prefetch import ExpectedRange
 from paddleformers_fc.storage.ranges import RangeReader
 from paddleformers_fc.storage.regions import Region, Workspace
 from paddleformers_fc.storage.rows import Rows
-from paddleformers_fc.storage.vectored_read import ScatterList
 
 HASHED_BYTES = 4 * 1024 * 1024
 """Bytes read before they are hashed: a block, so that reads stay long; a last-level cache holds one per thread."""
@@ -49,8 +48,6 @@ Waiting = deque[tuple[int, ReadJob]]
 """Jobs that are not under way, with their bytes, in the order of the file."""
 
 _MOST_WAITING = 32
-_FEW_PIECES = 16
-"""Pieces that are read without arrays of their addresses, which take longer to make."""
 
 
 class BlockVerifier:
@@ -332,15 +329,8 @@ class BlockRead:
         path = self.file.path
         hasher, offset = xxhash.xxh3_64(), self.begin
         for addresses, lengths in self._batches(workspace):
-            pieces = [memory_at(address, length) for address, length in zip(addresses, lengths, strict=True)]
-            if len(pieces) == 1:
-                reader.read_into(path, offset, pieces[0])
-            elif len(pieces) <= _FEW_PIECES:
-                reader.read_several(path, offset, pieces)
-            else:
-                sizes = np.array(lengths, np.int64)
-                scattered = ScatterList(offset + np.cumsum(sizes) - sizes, np.array(addresses, np.uint64), sizes)
-                reader.read_rows(path, scattered, workspace.scatter)
+            pieces = list(map(memory_at, addresses, lengths))
+            reader.read_several(path, offset, pieces)
             for address, piece in zip(addresses, pieces, strict=True):
                 hasher.update(piece)
                 if self.rows and workspace.holds(address):

@@ -16,7 +16,6 @@
 ``ranges``            parallel reads of byte ranges into memory of the caller
 ``block_scales``      8-bit matrices with block scales, read as matrices of another dtype
 ``prefetch``          ranges of remote files in few large requests
-``vectored_read``     many short ranges in few system calls
 ``regions``           boxes of a stored tensor, read into any strided array
 ``block_checksums``   comparison of block checksums
 ``names``             names of the directories beside a checkpoint

@@ -22,7 +22,7 @@ from paddleformers_fc.storage.casts import copy_cast
 from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
 from paddleformers_fc.storage.files import memory_at
 from paddleformers_fc.storage.paths import AnyPath
-from paddleformers_fc.storage.vectored_read import ScatterList
+from paddleformers_fc.storage.rows import ScatterList
 
 _PORTION = 1 << 17
 """Numbers that are produced at a time."""

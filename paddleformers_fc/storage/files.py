@@ -231,8 +231,10 @@ def read_several(file: OpenFile, offset: int, views: Sequence[memoryview]) -> No
         Corrupt: the file ends before the last buffer is full.
         StorageError: the operating system refused.
     """
-    with _naming("read", file.path):
+    try:
         count = os.preadv(file.descriptor, views, offset)
+    except OSError as error:
+        raise refused("read", file.path, error) from error
     if count == sum(map(len, views)):
         return
     for view in views:

@@ -21,12 +21,12 @@ from typing import Any
 
 from paddleformers_fc.errors import Corrupt, OptionError, StorageError
 from paddleformers_fc.storage.block_scales import ScaledFile
-from paddleformers_fc.storage.files import OpenFile, memory_at, open_regular, read_into, read_several, writable_view
+from paddleformers_fc.storage.files import OpenFile, open_regular, read_into, read_several, writable_view
 from paddleformers_fc.storage.identity import Identities, refuse_replaced, refuse_replaced_meanwhile
 from paddleformers_fc.storage.paths import AnyPath, RemotePath
 from paddleformers_fc.storage.prefetch import ExpectedRange, Prefetcher
 from paddleformers_fc.storage.remote import RemoteFile
-from paddleformers_fc.storage.vectored_read import ScatterList, VectoredReader
+from paddleformers_fc.storage.rows import ScatterList, read_scattered
 
 _MOST_BUNDLES = 64
 NO_IDENTITIES: Identities = MappingProxyType({})
@@ -116,13 +116,12 @@ class RangeReader:
         finally:
             self._release(path)
 
-    def read_rows(self, path: AnyPath, rows: ScatterList, scatter: VectoredReader) -> None:
+    def read_rows(self, path: AnyPath, rows: ScatterList) -> None:
         """Fill memory with many ranges of one file.
 
         Args:
             path: the file.
             rows: the ranges, and where each goes.
-            scatter: of the calling thread.
 
         Raises:
             Corrupt, FormatError, StorageError: as :meth:`read_into`.
@@ -134,9 +133,9 @@ class RangeReader:
         file = self._acquire(path)
         try:
             if isinstance(file, RemoteFile):
-                self._ahead.read_each(file, list(_views(rows)))
+                self._ahead.read_each(file, rows.views())
             else:
-                scatter.read(file, rows)
+                read_scattered(file, rows)
         finally:
             self._release(path)
 
@@ -271,11 +270,3 @@ def _offsets(first: int, views: Sequence[memoryview]) -> Iterable[int]:
     for view in views:
         yield first
         first += view.nbytes
-
-
-def _views(rows: ScatterList) -> Iterable[tuple[int, memoryview]]:
-    """Yield the offset and the memory of every row."""
-    for offset, address, length in zip(
-        rows.offsets.tolist(), rows.addresses.tolist(), rows.lengths.tolist(), strict=True
-    ):
-        yield offset, memory_at(address, length)

@@ -4,7 +4,7 @@ A region and its target are reduced to the axes that matter: one run of bytes on
 is cut into *tiles*. There are three strategies to read one:
 
 - **Direct**: runs of bytes that are contiguous in the target too. They are read from the file into the target without a
-  copy, one or many in a system call (:mod:`.vectored_read`): same layouts, rows, column slices, and parts of a file
+  copy, one or many in a system call (:mod:`.rows`): same layouts, rows, column slices, and parts of a file
   that are interleaved in runs of a KiB or more.
 - **Buffered**: transposes, casts, and finer interleavings. The runs of a tile are gathered in scratch memory and
   written to the target in one strided copy. The scratch memory is reused, and small enough for the processor's cache:
@@ -39,8 +39,7 @@ from paddleformers_fc.storage.files import MOST_BUFFERS
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.storage.prefetch import ExpectedRange, joins
 from paddleformers_fc.storage.ranges import RangeReader
-from paddleformers_fc.storage.rows import Rows
-from paddleformers_fc.storage.vectored_read import ScatterList, VectoredReader
+from paddleformers_fc.storage.rows import Rows, ScatterList
 
 DEFAULT_STAGING_MEMORY_BYTES = 64 << 20
 """Bound of the scratch memory of all threads together."""
@@ -86,7 +85,7 @@ class Region:
 
 
 class Workspace:
-    """Scratch memory and reader of one thread; a context manager that releases them.
+    """Scratch memory of one thread.
 
     Args:
         scratch_bytes: size of the scratch memory; at least one element.
@@ -94,7 +93,6 @@ class Workspace:
 
     def __init__(self, scratch_bytes: int = HOT_BYTES) -> None:
         self.scratch_bytes = scratch_bytes
-        self.scatter = VectoredReader()
         self._memory: np.ndarray[Any, Any] | None = None
         self._address = 0
         self._lines: tuple[tuple[int, int, int], list[memoryview]] = ((0, 0, 0), [])
@@ -126,18 +124,6 @@ class Workspace:
                 [memory[low : low + length] for low in range(0, count * pitch, pitch)],
             )
         return self._lines[1]
-
-    def close(self) -> None:
-        """Release memory and system resources; harmless when repeated."""
-        self._memory, self._address = None, 0
-        self._lines = ((0, 0, 0), [])
-        self.scatter.close()
-
-    def __enter__(self) -> Workspace:
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        self.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -476,7 +462,7 @@ class DirectTiles(_StridedTiles):
                 _row_positions(target.__array_interface__["data"][0], size[outer], self.strided.targets[outer]),
                 size[-1] * self.dtype.itemsize,
             )
-            reader.read_rows(self.path, rows, workspace.scatter)
+            reader.read_rows(self.path, rows)
         return total
 
 
@@ -523,20 +509,18 @@ class BufferedTiles(_StridedTiles):
                 for low in range(0, rows, MOST_BUFFERS):
                     reader.read_several(self.path, offset + low * row, lines[low : low + MOST_BUFFERS])
             else:
-                self._read_rows(offset, size[:-1], memory.ctypes.data, pitch, row, reader, workspace)
+                self._read_rows(offset, size[:-1], memory.ctypes.data, pitch, row, reader)
             return np.ndarray(size, self.dtype, memory, strides=(*row_major(size[:-1], pitch), width))
         if run == rows * row:
             reader.read_into(self.path, offset, memory[:run])
         else:
-            self._read_rows(offset, size[: len(size) - axes], memory.ctypes.data, run, run, reader, workspace)
+            self._read_rows(offset, size[: len(size) - axes], memory.ctypes.data, run, run, reader)
         return np.ndarray(size, self.dtype, memory)
 
-    def _read_rows(
-        self, offset: int, size: Sizes, address: int, pitch: int, length: int, reader: RangeReader, workspace: Workspace
-    ) -> None:
+    def _read_rows(self, offset: int, size: Sizes, address: int, pitch: int, length: int, reader: RangeReader) -> None:
         offsets = _row_positions(offset, size, self.strided.sources[: len(size)])
         rows = ScatterList.alike(offsets, address + pitch * np.arange(len(offsets)), length)
-        reader.read_rows(self.path, rows, workspace.scatter)
+        reader.read_rows(self.path, rows)
 
 
 @dataclass(frozen=True, slots=True)

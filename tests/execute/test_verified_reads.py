@@ -208,9 +208,6 @@ def test_blocks_that_are_read_whole_are_read_once_from_storage(
         return count
 
     monkeypatch.setattr(os, "preadv", noting)
-    # As if the C library had no vectored read: rows are read one by one, and seen here.
-    monkeypatch.setattr("paddleformers_fc.storage.vectored_read._vector", lambda: None)
-    monkeypatch.setattr("paddleformers_fc.storage.vectored_read._taken", lambda: None)
     ((done, _),) = succeed(1, read(root, READS[kind], ReadOptions(threads)))
     assert sorted(ranges)[0][0] == 0
     assert all(end == begin for (_, end), (begin, _) in zip(sorted(ranges), sorted(ranges)[1:], strict=False))
@@ -263,7 +260,8 @@ def test_narrow_columns_of_another_ranks_block_take_little_memory(tmp_path: Path
     path.write_bytes(numbers.tobytes())
     out = np.zeros(50_000, np.uint64)
     rows = Rows(out, 8, 16, out.ctypes.data, 8, 8, out.size)
-    with RangeReader() as reader, Workspace() as workspace:
+    workspace = Workspace()
+    with RangeReader() as reader:
         before = RowsRead(path, rows, 0, 106).read(reader, workspace)
         tracemalloc.start()
         try:

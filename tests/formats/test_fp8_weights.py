@@ -26,8 +26,8 @@ from paddleformers_fc.formats.huggingface import open_huggingface
 from paddleformers_fc.storage.block_scales import ScaledFile
 from paddleformers_fc.storage.identity import identities_of, stored_identities
 from paddleformers_fc.storage.ranges import RangeReader
+from paddleformers_fc.storage.rows import ScatterList
 from paddleformers_fc.storage.safetensors import read_header
-from paddleformers_fc.storage.vectored_read import ScatterList, VectoredReader
 from tests.families.spaces import BY_NAME, model_of, settings, spaces
 
 BLOCK = (16, 8)
@@ -221,11 +221,10 @@ def test_every_range_has_the_bytes_of_the_whole(tmp_path: Path, kind: str) -> No
             assert buffer.tobytes() == whole[low * width : high * width].tobytes()
         tall = next(name for name in names if wanted[name].shape[0] >= 20)
         columns, begin = wanted[tall].shape[1], width * sum(wanted[one].size for one in names[: names.index(tall)])
-        out, scatter = np.zeros((20, 5 * width), np.uint8), VectoredReader()
+        out = np.zeros((20, 5 * width), np.uint8)
         offsets = begin + (np.arange(20, dtype=np.int64) * columns + 6) * width
         addresses = np.array([line.ctypes.data for line in out], np.uint64)
-        reader.read_rows(path, ScatterList.alike(offsets, addresses, 5 * width), scatter)
-        scatter.close()
+        reader.read_rows(path, ScatterList.alike(offsets, addresses, 5 * width))
     assert out.tobytes() == wanted[tall][:20, 6:11].astype(dtype).tobytes()
 
 

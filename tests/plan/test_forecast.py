@@ -121,7 +121,8 @@ def test_the_cost_of_an_item_is_what_reading_it_costs(data: Any) -> None:
     target = tuple(part.shape[axis] for axis in axes)
     stored = StoredPart("file", 0, shape, part, "float32")
     item = ReadItem("model_state", "w", stored, 0, target, whole(target), axes)
-    with _File(np.arange(np.prod(shape), dtype=np.float32)) as path, RangeReader() as reader, Workspace() as workspace:
+    workspace = Workspace()
+    with _File(np.arange(np.prod(shape), dtype=np.float32)) as path, RangeReader() as reader:
         buffer = np.zeros(int(np.prod(target)), np.float32)
         read = read_region(reader, region_of(path.parent, stored), item_view(buffer, item), workspace)
     cost, staged = cost_of(item, "float32")

@@ -23,7 +23,7 @@ from paddleformers_fc.storage.prefetch import (
 )
 from paddleformers_fc.storage.ranges import RangeReader
 from paddleformers_fc.storage.remote import open_remote
-from paddleformers_fc.storage.vectored_read import ScatterList, VectoredReader
+from paddleformers_fc.storage.rows import ScatterList
 from tests.storage.serving import Served, serving
 
 SIZE = 6_000_000
@@ -147,7 +147,7 @@ def test_rows_and_lines_arrive_where_they_belong(served: Served, path: RemotePat
     with RangeReader() as reader:
         if announced:
             reader.expect(path, wanted((0, SIZE)))
-        reader.read_rows(path, ScatterList.alike(offsets, addresses, 64), VectoredReader())
+        reader.read_rows(path, ScatterList.alike(offsets, addresses, 64))
         reader.read_several(path, 99, [memoryview(line) for line in lines])
     assert all(out[999 - row].tobytes() == DATA[low : low + 64] for row, low in enumerate(offsets))
     assert b"".join(lines) == DATA[99:629]

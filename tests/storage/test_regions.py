@@ -110,7 +110,8 @@ def test_a_region_is_what_indexing_gives(tmp_path_factory: pytest.TempPathFactor
     path.write_bytes(b"12345" + values.tobytes() + b"tail")
     region = Region(path, 5, case.shape, case.lo, case.size, case.dtypes[0])
     out = case.target()
-    with RangeReader() as reader, Workspace(case.scratch) as workspace:
+    workspace = Workspace(case.scratch)
+    with RangeReader() as reader:
         count = read_region(reader, region, out, workspace, case.over_read)
     assert same_bits(out, part_of(case, values).astype(case.dtypes[1]))
     needed = math.prod(case.size) * case.dtypes[0].itemsize
@@ -136,7 +137,8 @@ def test_blocks_read_in_any_order_fill_the_whole(
     if tiles is not None:
         order = list(range(tiles.count))
         random.shuffle(order)
-        with RangeReader() as reader, Workspace(case.scratch) as workspace:
+        workspace = Workspace(case.scratch)
+        with RangeReader() as reader:
             for number in order:
                 tiles.read(number, number + 1, reader, workspace)
     assert same_bits(out, part_of(case, values).astype(case.dtypes[1]))
@@ -147,7 +149,8 @@ def test_a_contiguous_region_reads_exactly_its_bytes(tmp_path: Path) -> None:
     values = np.arange(64, dtype=np.float32).reshape(8, 8)
     path.write_bytes(values.tobytes())
     out = np.empty((3, 8), np.float32)
-    with RangeReader() as reader, Workspace() as workspace:
+    workspace = Workspace()
+    with RangeReader() as reader:
         assert read_region(reader, Region(path, 0, (8, 8), (2, 0), (3, 8), values.dtype), out, workspace) == 96
     assert (out == values[2:5]).all()
 
@@ -157,7 +160,8 @@ def test_a_piece_of_a_file_is_distributed_to_long_rows_without_scratch_memory(tm
     values = np.random.default_rng(0).integers(0, 256, (3000, INTERLEAVED_RUN), dtype=np.uint8)
     path.write_bytes(values.tobytes())
     out = np.zeros((3000, 2 * INTERLEAVED_RUN), np.uint8)
-    with RangeReader() as reader, Workspace() as workspace:
+    workspace = Workspace()
+    with RangeReader() as reader:
         for half in (0, INTERLEAVED_RUN):
             region = Region(path, 0, values.shape, (0, 0), values.shape, values.dtype)
             assert read_region(reader, region, out[:, half : half + INTERLEAVED_RUN], workspace) == values.nbytes
@@ -170,7 +174,8 @@ def test_numbers_are_cast_while_they_are_read(tmp_path: Path) -> None:
     values = np.linspace(-3, 3, 24, dtype=np.float32).reshape(4, 6)
     path.write_bytes(values.tobytes())
     out = np.empty((4, 6), ml_dtypes.bfloat16)
-    with RangeReader() as reader, Workspace() as workspace:
+    workspace = Workspace()
+    with RangeReader() as reader:
         read_region(reader, Region(path, 0, (4, 6), (0, 0), (4, 6), values.dtype), out, workspace)
     assert (out == values.astype(ml_dtypes.bfloat16)).all()
 
@@ -188,7 +193,8 @@ def test_a_transposed_region_is_whole_also_where_it_is_just_longer_than_a_stripe
     path.write_bytes(values.tobytes())
     for columns in (1, 3, 64, 65):
         out = np.full((columns, rows), 7, wanted).T
-        with RangeReader() as reader, Workspace() as workspace:
+        workspace = Workspace()
+        with RangeReader() as reader:
             read_region(reader, Region(path, 0, values.shape, (1, 2), out.shape, values.dtype), out, workspace)
         assert (out == values[1 : rows + 1, 2 : columns + 2].astype(wanted)).all()
 
@@ -213,7 +219,8 @@ def test_a_region_just_past_a_bound_is_what_numpy_gives(tmp_path: Path, beside: 
     values = np.arange(rows * width, dtype=np.uint32).reshape(rows, width)
     path.write_bytes(values.tobytes())
     out = np.zeros((columns, rows), np.uint32).T if transposed else np.zeros((rows, columns), np.uint32)
-    with RangeReader() as reader, Workspace() as workspace:
+    workspace = Workspace()
+    with RangeReader() as reader:
         count = read_region(reader, Region(path, 0, values.shape, (0, 0), out.shape, values.dtype), out, workspace)
     assert (out == values[:, :columns]).all()
     assert out.nbytes <= count <= 2 * out.nbytes
@@ -223,7 +230,8 @@ def test_a_region_just_past_a_bound_is_what_numpy_gives(tmp_path: Path, beside: 
 def test_a_file_that_ends_early_is_named_with_the_offset(tmp_path: Path) -> None:
     path = tmp_path / "short"
     path.write_bytes(bytes(40))
-    with RangeReader() as reader, Workspace() as workspace, pytest.raises(Corrupt, match="short"):
+    workspace = Workspace()
+    with RangeReader() as reader, pytest.raises(Corrupt, match="short"):
         read_region(
             reader,
             Region(path, 0, (4, 4), (0, 0), (4, 4), np.dtype(np.float32)),

@@ -295,7 +295,8 @@ ROWS, COLUMNS = 8, 1 << 20
 
 
 def read(region: Region, out: np.ndarray[Any, Any]) -> None:
-    with RangeReader() as reader, Workspace() as workspace:
+    workspace = Workspace()
+    with RangeReader() as reader:
         reader.expect(region.path, ranges_of(region))
         read_region(reader, region, out, workspace)
 
