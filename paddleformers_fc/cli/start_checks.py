@@ -424,15 +424,15 @@ def refuse_model(settings: Mapping[str, Any]) -> None:
 
     Raises:
         FormatError: the configuration is not a JSON object.
-        MappingError: no family declares the model, or the configuration lacks a size or contradicts itself.
+        MappingError: the configuration lacks model_type or a size, or contradicts itself.
         OptionError: the degree does not divide the model; with the numbers.
     """
     model = settings.get(_PATH)
     if not settings.get("flex_checkpoint") or _stage(settings) not in _TEXT_STAGES or not isinstance(model, str):
         return
     config = read_config(Path(expand_user(model))) if model else {}
-    if not config:
-        return  # A name of a hub.
+    if not config or ("model_type" in config and not is_known(config)):
+        return  # A name of a hub, or a model whose class may have statements of its own.
     family = family_for(config)
     # PaddleFormers takes keys of the model from the same file.
     given = {key: value for key, value in settings.items() if value is not None}

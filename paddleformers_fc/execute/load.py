@@ -30,7 +30,7 @@ from paddleformers_fc.execute.redistribute import ReadContext, compare_redistrib
 from paddleformers_fc.execute.save_plan import cuts_of, model_rules
 from paddleformers_fc.families import ModelDescription, OptionalNames, family_for, is_known
 from paddleformers_fc.families.adapters import Adapters, shared_copies
-from paddleformers_fc.families.bind import family_heads, headed_names, tied_sources
+from paddleformers_fc.families.bind import family_heads, headed_names
 from paddleformers_fc.families.changes import (
     OPTION,
     Change,
@@ -40,6 +40,7 @@ from paddleformers_fc.families.changes import (
     refuse_unfit,
     without_patterns,
 )
+from paddleformers_fc.families.stated import canonical_ties
 from paddleformers_fc.formats import Catalog, OpenedCheckpoint
 from paddleformers_fc.formats.fp8_weights import in_float32
 from paddleformers_fc.formats.huggingface import linear_weights, refuse_unproved_orientation
@@ -248,14 +249,16 @@ def _family_difference(stored: ModelDescription, wanted: ModelDescription) -> li
 
 def _types_apart(stored: ModelDescription, wanted: ModelDescription) -> list[str]:
     """Return a line if open weights are of another family, whose tensors may have the same names and shapes."""
-    if not is_known(stored.config) or family_for(stored.config) is family_for(wanted.config):
+    if not is_known(stored.config):
+        return []
+    if is_known(wanted.config) and family_for(stored.config) is family_for(wanted.config):
         return []
     return [f"model_type: stored {stored.model_type}, wanted {wanted.model_type}"]
 
 
 def _head_count_difference(stored: ModelDescription, wanted: ModelDescription) -> list[str]:
     """Return differences in the number of attention heads, which shapes of tensors need not show."""
-    if not is_known(stored.config):
+    if not (is_known(stored.config) and is_known(wanted.config)):
         return []
     before, after = (family_heads(family_for(model.config), model) for model in (stored, wanted))
     return [
@@ -327,9 +330,9 @@ def prepare_weights(
     catalog = opened.catalog
 
     def preflight() -> _Preflight:
-        family, shards = family_for(model.config), describe_roles(roles)
-        beside = ModelDescription(opened.config)
-        optional, aliases = OptionalNames(family, model), tied_sources(family, model)
+        shards, beside = describe_roles(roles), ModelDescription(opened.config)
+        optional = OptionalNames(family_for(model.config), model) if model.rules is None else None
+        aliases = canonical_ties(model)
         rules = model_rules(model, shards[MODEL_STATE])
         if opened.format.canonical:
             # Each part of a fused layer may have a copy of the inputs that the layer's adapter shares.
@@ -343,7 +346,8 @@ def prepare_weights(
             report.add("shape", line)
 
         def unexpected(untouched: Sequence[Stored]) -> list[str]:
-            return optional.missed([name for _, name in untouched], catalog.roles[MODEL_STATE])
+            names = [name for _, name in untouched]
+            return names if optional is None else optional.missed(names, catalog.roles[MODEL_STATE])
 
         return _Preflight(plan, plan.report.merge([report]), unexpected)
 

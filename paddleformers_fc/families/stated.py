@@ -39,7 +39,10 @@ def model_ties(model: ModelDescription) -> dict[str, str]:
 
 
 def canonical_ties(model: ModelDescription) -> dict[str, str]:
-    """Return the owner of every alias, in names of open weights; none of a model without a declared family."""
+    """Return the owner of every alias, in names of open weights; none of a model without a declared family or rules."""
+    if model.rules is not None:
+        sources = {rule.targets[0]: rule.sources[0] for rule in model.rules.rules}
+        return {alias: sources.get(owner, owner) for alias, owner in model.rules.aliases.items()}
     return tied_sources(family_for(model.config), model) if is_known(model.config) else {}
 
 

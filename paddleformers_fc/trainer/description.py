@@ -26,6 +26,9 @@ from paddleformers_fc.trainer.library_models import (
 )
 from paddleformers_fc.trainer.pretrained_documents import config_of
 
+OWN_RULES = "_flex_rules"
+"""The attribute of a model that no family declares with the rules of its class's statements."""
+
 _EMPTY_LAYERS = frozenset({"num_empty_layers_add_in_head", "num_empty_layers_add_in_tail"})
 """Parallel settings that decide which layers a model has."""
 
@@ -49,10 +52,11 @@ def describe_model(model: Any) -> ModelDescription:
     Args:
         model: the model as it was built, or a wrapper of it.
     Returns:
-        its class, every key of its configuration that JSON can hold, without what belongs to a parallel layout, and
-        its adapters.
+        its class, every key of its configuration that JSON can hold, without what belongs to a parallel layout, its
+        adapters, and the rules of its own statements.
     """
     model = unwrap_model(model)
+    adapters = lora.describe_adapters(model)
     # A model of PaddleFleet has a configuration of its own, which was made from the one that PaddleFormers saves.
     built_with = {key: getattr(model.config, key, None) for key in STRIPPED - {IS_FLEET}}
     as_built = {key: value for key, value in built_with.items() if isinstance(value, int)}
@@ -62,7 +66,8 @@ def describe_model(model: Any) -> ModelDescription:
     return ModelDescription(
         config,
         bool(getattr(model, IS_FLEET, False)),
-        adapters=lora.describe_adapters(model),
+        getattr(model, OWN_RULES, None) if adapters is None else None,
+        adapters,
         is_global=dist_tensors.is_semi_auto(model),
     )
 

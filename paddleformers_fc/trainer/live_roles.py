@@ -14,9 +14,9 @@ from paddle.distributed import ShardedWeight
 from paddle.distributed.fleet.meta_parallel.sharding.group_sharded_optimizer_stage2 import GroupShardedOptimizerStage2
 
 from paddleformers_fc.errors import MismatchError
-from paddleformers_fc.families import ModelDescription, family_for, is_known
-from paddleformers_fc.families.bind import tied_names
+from paddleformers_fc.families import ModelDescription, is_known
 from paddleformers_fc.families.declarations import TiedName
+from paddleformers_fc.families.stated import model_ties
 from paddleformers_fc.layout.live import LiveRoles
 from paddleformers_fc.layout.roles import MASTER, MODEL_STATE, OPTIMIZER_STATE, StateDescriptor
 from paddleformers_fc.trainer import dist_tensors, fsdp_buffers, lora, optimizer_states, sharding_stage3, sonic_moe
@@ -225,11 +225,11 @@ def with_aliases(model: Any, stored: Collection[str]) -> set[str]:
 
 
 def tied(model: Any) -> tuple[TiedName, ...]:
-    """Return the aliases of a model of a declared family if it ties its word embeddings."""
+    """Return the aliases of a model that is mapped if it ties its word embeddings."""
     described = describe_model(model) if hasattr(model, "config") else ModelDescription({})
-    if not is_known(described.config):
+    if described.rules is None and not is_known(described.config):
         return ()
-    return tuple(TiedName(alias, owner) for alias, owner in tied_names(family_for(described.config), described).items())
+    return tuple(TiedName(alias, owner) for alias, owner in model_ties(described).items())
 
 
 def parameter_of_state(state: str) -> str:

@@ -51,6 +51,7 @@ from paddleformers_fc.trainer import (
     failed_load,
     lora,
     optimizers,
+    own_statements,
     stored_states,
 )
 from paddleformers_fc.trainer.description import describe_model
@@ -105,8 +106,8 @@ def save(
             where it was initialised; none of a state dict, whose tensors have their own meshes.
         family: the model's family, or its ``model_type``; by default that of the configuration.
         config: the model's configuration; by default ``model.config``.
-        mapping: rules from canonical tensors to all tensors of the model, instead of those of a family. Without rules
-            and a declared family, every tensor has its own name as canonical name.
+        mapping: rules from canonical tensors to all tensors of the model, instead of those of a family. Without rules,
+            a declared family and AOA statements of the model's class, every tensor has its own name as canonical name.
     Raises:
         FlexError: the same on every rank; an older checkpoint is untouched.
 
@@ -126,6 +127,8 @@ def save(
         return found
 
     target = run_on_all(channel, "checking the arguments of a save", check)
+    if family is config is mapping is None:
+        own_statements.adopt(model, channel)
     adapter_checks.refuse_unsupported(model, channel)
     base_fingerprint.identify_once(model, channel)
 
@@ -139,7 +142,7 @@ def save(
 
     everyone, prepared = gather_and_keep(channel, "preparing a checkpoint", prepare, RankTensors)
     description = prepared.description
-    if description.rules is not None:
+    if mapping is not None or _is_by_name(description):
         # The family of the key may be declared, and its rules are not those that are stored.
         description = replace(_with_rules(description, everyone), config=without_family(description.config))
     return save_checkpoint(target, prepared.roles, description, prepared.files, prepared.job, channel)
@@ -199,6 +202,8 @@ def load(
         return parse_named(named)
 
     path = run_on_all(channel, "checking the arguments of a load", check)
+    if family is config is mapping is None:
+        own_statements.adopt(model, channel)
     facts = {"verify": verify, "allow_casts": allow_casts, "aoa_config": aoa_config or {}}
 
     def given() -> Mapping[str, Any]:
@@ -335,11 +340,11 @@ def _description(
         register(family)
         family = family.model_types[0]
     if family is not None:
-        described = replace(described, config={**described.config, "model_type": family})
+        described = replace(described, config={**described.config, "model_type": family}, rules=None)
     if mapping is not None:
         return replace(described, rules=replace(mapping, cuts={}))
     if family is None and config is None and not is_known(described.config):
-        return replace(described, rules=rules_by_name(()))
+        return described if described.rules is not None else replace(described, rules=rules_by_name(()))
     family_for(described.config)
     return described
 
@@ -391,6 +396,8 @@ def _aligned(
         rules = replace(bind_model(described, stored_tensors(checkpoint.rules)), cuts=checkpoint.rules.cuts)
         return replace(checkpoint, config={}, describe=lambda: StoredModel(rules, described)), model
     if not by_name:
+        if "model_type" in stored.config and not is_known(model.config):
+            return checkpoint, model  # Both have the rules of the class's statements.
         return checkpoint, replace(model, config={**without_family(model.config), **stored.config})
     named = rules_by_name(stored_tensors(checkpoint.rules), checkpoint.rules.ties)
     sides = _aoa_tensors(named), _aoa_tensors(model.rules)

@@ -21,7 +21,6 @@ from paddleformers_fc.distributed.channel import Channel, all_gather_checked, ru
 from paddleformers_fc.errors import MismatchError, NotACheckpoint, OptionError
 from paddleformers_fc.execute.load import LoadReport, prepare_weights
 from paddleformers_fc.execute.read_pool import ReadOptions
-from paddleformers_fc.families import family_for
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.manifest import refuse_level
 from paddleformers_fc.storage.paths import AnyPath, RemotePath, parse_path
@@ -31,6 +30,7 @@ from paddleformers_fc.trainer import (
     failed_load,
     live_roles,
     origin,
+    own_statements,
     pretrained_documents,
 )
 from paddleformers_fc.trainer.description import describe_model
@@ -110,7 +110,7 @@ def from_pretrained(cls: Any, named: Any, options: FlexFields, keywords: dict[st
 
     Raises:
         OptionError: an argument is not supported.
-        MappingError: no family declares the model.
+        MappingError: no family declares the model, and its class has no statements.
         MismatchError: the directory is one of another type of model.
         FlexError: as :func:`load_open_weights`.
     """
@@ -120,7 +120,7 @@ def from_pretrained(cls: Any, named: Any, options: FlexFields, keywords: dict[st
     dtype = given.pop("dtype", None)
     config, given = _configuration(cls, named, given, source)
     _refuse_other_type(cls, config, named)
-    family_for({"model_type": config.model_type})
+    own_statements.require_mapped(cls, config.model_type)
     _refuse_quantized(config)
     channel = channel_of(options)
     directory = run_on_all(channel, f"finding {named}", lambda: _directory(cls, str(named), config, source))
@@ -135,6 +135,7 @@ def from_pretrained(cls: Any, named: Any, options: FlexFields, keywords: dict[st
 def _fill(model: Any, source: AnyPath, channel: Channel, options: ReadOptions, verify: str) -> LoadReport:
     if isinstance(unwrap_model(model), LoRAModel):
         return _fill_adapters(unwrap_model(model), source, channel, options, verify)
+    own_statements.adopt(model, channel)
     described = run_on_all(
         channel, "reading what describes the model", lambda: pretrained_documents.read_documents(source)
     )

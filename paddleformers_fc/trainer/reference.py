@@ -23,14 +23,14 @@ import numpy as np
 from paddleformers_fc.distributed.channel import Channel, all_gather_checked
 from paddleformers_fc.errors import FormatError, MismatchError, OptionError
 from paddleformers_fc.execute.memory import host_pieces
-from paddleformers_fc.families import family_for
+from paddleformers_fc.families.stated import model_ties
 from paddleformers_fc.layout.live import LiveRoles, describe_roles
 from paddleformers_fc.layout.roles import MODEL_STATE, REFERENCE_MODEL
 from paddleformers_fc.mapping.boxes import Box
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.manifest import RESTORE
 from paddleformers_fc.storage.paths import AnyPath
-from paddleformers_fc.trainer import live_roles
+from paddleformers_fc.trainer import live_roles, own_statements
 from paddleformers_fc.trainer.description import describe_model
 from paddleformers_fc.trainer.library import TrainerCallback
 from paddleformers_fc.trainer.position import Pace
@@ -219,6 +219,7 @@ def contents_of(model: Any, channel: Channel) -> dict[str, str]:
         model: the reference model as it was built.
         channel: all ranks of the job.
     """
+    own_statements.adopt(model, channel)
 
     def work() -> list[_Part]:
         weights = live_roles.model_roles(model)[MODEL_STATE]
@@ -241,9 +242,7 @@ def contents_of(model: Any, channel: Channel) -> dict[str, str]:
 
 def _aliases(model: Any) -> set[str]:
     """Return the names of tied copies, which only some layouts have."""
-    described = describe_model(model)
-    tied = family_for(described.config).tied if described.config.get("tie_word_embeddings") else ()
-    return {one.alias for one in tied}
+    return set(model_ties(describe_model(model)))
 
 
 def _total(tensor: Any, elements: int) -> int:

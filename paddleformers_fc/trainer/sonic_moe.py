@@ -17,7 +17,7 @@ from typing import Any
 from paddle.distributed import ShardedWeight
 
 from paddleformers_fc.errors import EnvironmentMismatch, MismatchError, OptionError
-from paddleformers_fc.families import family_for
+from paddleformers_fc.families import family_for, is_known
 from paddleformers_fc.families.bind import family_keys
 from paddleformers_fc.families.description import ALTERNATES, STACK_OF_FFN
 from paddleformers_fc.trainer.library import TrainerCallback
@@ -89,7 +89,7 @@ def refuse_unsupported(trainer: Any, config: dict[str, Any]) -> None:
         why = "adapters are not supported beside it"
     elif not config.get(_OPTION):
         why = "the model was built without it"
-    elif ALTERNATES not in family_keys(family_for(config)):
+    elif not is_known(config) or ALTERNATES not in family_keys(family_for(config)):
         why = f"family {config['model_type']} declares no experts whose rows alternate"
     else:
         return

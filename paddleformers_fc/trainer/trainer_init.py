@@ -29,6 +29,7 @@ from paddleformers_fc.trainer import (
     live_roles,
     lora,
     origin,
+    own_statements,
     preflight,
     pretrained_documents,
     reference,
@@ -72,7 +73,7 @@ def init_trainer(trainer: Any, native: Native, *args: Any, **kwargs: Any) -> Non
     Raises:
         OptionError: the model or the optimizer is one whose checkpoints are not supported, or another loader has set
             the model's weights.
-        MappingError: no family declares the model.
+        MappingError: no family declares the model, and the statements of its class do not map it.
     """
     given = (*args, *kwargs.values())
     for active in filter(is_active, given):
@@ -87,6 +88,7 @@ def init_trainer(trainer: Any, native: Native, *args: Any, **kwargs: Any) -> Non
         return
     _refuse_other_arguments(arguments)
     channel = channel_of(arguments)
+    own_statements.adopt(trainer.model, channel)
     run_on_all(channel, "checking the model", lambda: _refuse_undeclared(trainer))
     adapter_checks.refuse_unsupported(trainer.model, channel)
     adapter_checks.refuse_untrained(trainer.model, channel)
@@ -143,9 +145,10 @@ def _refuse_undeclared(trainer: Any) -> None:
             where=type(model).__name__,
             next_step="Train a PretrainedModel, or remove flex_checkpoint.",
         )
-    config = describe_model(model).config
-    family_for(config)  # Refuses a model that could not be saved after hours of training.
-    sonic_moe.refuse_unsupported(trainer, dict(config))
+    described = describe_model(model)
+    if described.rules is None:
+        family_for(described.config)  # Refuses a model that could not be saved after hours of training.
+    sonic_moe.refuse_unsupported(trainer, dict(described.config))
 
 
 def _refuse_unmapped(model: Any) -> None:

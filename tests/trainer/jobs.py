@@ -318,21 +318,6 @@ def refused_arguments(output_dir: str, arguments: Mapping[str, Any]) -> str:
     return ""
 
 
-def refused_model(output_dir: str, model_type: str) -> str:
-    """Make a Trainer for a model that calls itself something else; the error."""
-    from paddleformers_fc import FlexTrainer, FlexTrainingArguments
-    from paddleformers_fc.errors import FlexError
-
-    args = tiny.training_arguments(tiny.SINGLE, output_dir, cls=FlexTrainingArguments, flex_checkpoint=True)
-    model = tiny.build("llama", tiny.SINGLE, args)
-    type(model.config).model_type = model_type  # This process ends with the job.
-    try:
-        tiny.trainer(model, args, cls=FlexTrainer)
-    except FlexError as error:
-        return error.render()
-    return ""
-
-
 def rotate(output_dir: str, level: str) -> list[str]:
     """Let a Trainer rotate the checkpoints that it finds; the names that are left."""
     trainer = flex_trainer(tiny.SINGLE.to_json(), output_dir, {"flex_verify": level, "save_total_limit": 1})

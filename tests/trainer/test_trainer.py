@@ -517,11 +517,6 @@ def test_a_run_from_the_beginning_warns_of_checkpoints_of_another_run(ranks: For
     assert f"holds checkpoints of others: checkpoint-1 of run {run}" in second.logs[0].read_text()
 
 
-def test_a_model_that_no_family_declares_is_refused_before_it_trains(ranks: ForkServer, tmp_path: Path) -> None:
-    (found,) = ranks.run(f"{JOBS}:refused_model", 1, {"output_dir": str(tmp_path), "model_type": "abacus"}).values
-    assert "No family declares model_type 'abacus'" in found
-
-
 @pytest.mark.parametrize(("kind", "made"), [("Adam", "script"), ("SGD", "trainer")])
 def test_an_undeclared_optimizer_is_refused_before_the_first_step(
     ranks: ForkServer, tmp_path: Path, kind: str, made: str

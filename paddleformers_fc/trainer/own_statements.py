@@ -1,0 +1,100 @@
+"""Models that no family declares, mapped by the AOA statements of their class.
+
+The statements are those that stock FlexCheckpoint uses: ``_gen_aoa_config`` and ``_gen_inv_aoa_config``, or where a
+class overrides them ``gen_aoa_statements`` and ``gen_inv_aoa_statements``. They are evaluated once, for the tensors of
+all ranks. A checkpoint stores the resulting rules, so it can be read without the class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from paddle.nn import Layer
+
+from paddleformers_fc.aoa import Program, read_config
+from paddleformers_fc.distributed.channel import Channel, run_on_all
+from paddleformers_fc.errors import MappingError
+from paddleformers_fc.execute.load import whole_model
+from paddleformers_fc.families import family_for, is_known
+from paddleformers_fc.families.class_statements import rules_of_statements
+from paddleformers_fc.mapping import RuleSet
+from paddleformers_fc.text import count_text
+from paddleformers_fc.trainer import live_roles
+from paddleformers_fc.trainer.description import OWN_RULES, describe_model
+from paddleformers_fc.trainer.library import logger
+from paddleformers_fc.trainer.library_models import LoRAModel, unwrap_model
+
+_FORWARD = "_gen_aoa_config", "gen_aoa_statements"
+_INVERSE = "_gen_inv_aoa_config", "gen_inv_aoa_statements"
+
+
+def require_mapped(model: Any, model_type: str) -> None:
+    """Require a family that declares a model type, or statements of a model or of its class.
+
+    Raises:
+        MappingError: there is neither.
+    """
+    if _writer(model, _FORWARD) is None:
+        family_for({"model_type": model_type})
+
+
+def adopt(model: Any, channel: Channel) -> None:
+    """Map a model that no family declares by the statements of its class, if it has any and no adapters.
+
+    Args:
+        model: the model as it was built, or a wrapper of it.
+        channel: all ranks of the job; every rank must call.
+    Raises:
+        MappingError: the same on every rank: the statements are invalid, cannot be proved or do not fit the model.
+    """
+    model = unwrap_model(model)
+    if getattr(model, "config", None) is None or isinstance(model, LoRAModel) or _writer(model, _FORWARD) is None:
+        return
+    described = describe_model(model)
+    if described.rules is not None or is_known(described.config):
+        return
+    named = f"No family declares model_type {described.model_type!r}"
+    tensors = whole_model(described, live_roles.model_roles(model), channel)
+
+    def evaluate() -> RuleSet:
+        try:
+            forward, inverse = _program(model, _FORWARD) or Program(()), _program(model, _INVERSE)
+            return rules_of_statements(tensors, forward, inverse, bool(described.config.get("tie_word_embeddings")))
+        except MappingError as error:
+            raise MappingError(
+                f"{named}, and the AOA statements of the class cannot be used.",
+                where=f"{type(model).__module__}.{type(model).__qualname__}",
+                evidence=[error.what, *error.evidence],
+                next_step="Correct the statements, or declare the family, as docs/add-a-family.md shows.",
+            ) from error
+
+    rules = run_on_all(channel, "evaluating the AOA statements of the model", evaluate)
+    setattr(model, OWN_RULES, rules)
+    if channel.rank == 0:
+        ways = "in both directions" if _writer(model, _INVERSE) else "and their inversion"
+        logger.info(
+            f"{named}. The AOA statements of {type(model).__name__} are used {ways}: "
+            f"{count_text(len(rules.targets), 'tensor')}, {count_text(len(rules.rules), 'rule')}, proved."
+        )
+
+
+def _writer(model: Any, names: tuple[str, str]) -> Callable[[Any], object] | None:
+    """Return the first of some methods that a model or its class has. Of every layer's own ones an override counts."""
+    kind = model if isinstance(model, type) else type(model)
+    for name in names:
+        found: Callable[[Any], object] | None = getattr(model, name, None)
+        own = getattr(kind, name, None)
+        if found is not None and (own is None or own is not getattr(Layer, name, None)):
+            return found
+    return None
+
+
+def _program(model: Any, names: tuple[str, str]) -> Program | None:
+    writer = _writer(model, names)
+    try:
+        return None if writer is None else read_config(writer(model.config))
+    except MappingError:
+        raise
+    except Exception as error:  # The code of the model's class may fail in any way.
+        raise MappingError(f"{names[0]} fails.", evidence=[f"{type(error).__name__}: {error}"]) from error
