@@ -23,7 +23,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-gpu test-nlp stats matrix verification-long lint docs guarantees optimizers semi-auto json-page families plan-pictures mutants soak bench bench-async bench-mapping bench-planning derive-table format install clean
+.PHONY: help demo test test-all test-gpu test-nlp stats matrix verification-long lint docs guarantees optimizers semi-auto json-page families plan-pictures mutants soak bench bench-async bench-mapping bench-planning format install clean
 
 help:
 	@echo "make demo     train, resume under other layouts, export; a table and a picture in $(OUTPUT)/"
@@ -48,7 +48,6 @@ help:
 	@echo "make bench-async  for how long training stands still for a save: docs/async.md"
 	@echo "make bench-mapping  binding and proving 100,000 tensors, beside stock's engine"
 	@echo "make bench-planning  planning a load of 100,000 stored tensors for 8 ranks"
-	@echo "make derive-table  how far mappings are derived where no family declares them"
 	@echo "make format   let ruff format the sources"
 	@echo "make install  only what demo and test do first: .venv with everything in it"
 	@echo "make clean    remove .venv, the demo's output and every cache"
@@ -147,9 +146,6 @@ bench-mapping: $(STAMP)
 
 bench-planning: $(STAMP)
 	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/planning.py --write docs/planning-performance.md
-
-derive-table: $(STAMP)
-	@$(BIN)/python -m tests.families.derivation docs/derivation.md
 
 format: $(STAMP)
 	@$(BIN)/ruff check --fix-only .

@@ -20,8 +20,6 @@ LINK = re.compile(r"\]\((?!https?:)([^)#]*)(?:#[^)]*)?\)")
 CODE = re.compile(r"^( *)```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 HEADING = re.compile(r"^#+ .*$", re.MULTILINE)
 ELSEWHERE = {
-    "paddleformers-fc derive": "tests/cli/test_derive.py::"
-    "test_a_generated_family_binds_the_model_like_the_declared_one",
     "--role ema_state": "tests/trainer/test_ema.py::test_adapters_are_averaged_and_exported",
     "500 adapters": "tests/trainer/test_workflows.py::test_the_stock_command_line_trains_resumes_and_exports_adapters",
     "500 merged": "tests/trainer/test_workflows.py::test_the_stock_command_line_trains_resumes_and_exports_adapters",

@@ -20,7 +20,6 @@ from paddleformers_fc.formats.aoa_statements import StatementList
 from paddleformers_fc.plan.explain import Explanation
 from paddleformers_fc.plan.forecast import GridPlan
 from paddleformers_fc.trainer.diagnosis import Diagnosis
-from paddleformers_fc.verification.derivation.from_weights import DerivedModel
 
 DOCUMENTS: dict[str, type[Any]] = {
     "inspect": Inspection,
@@ -35,7 +34,6 @@ DOCUMENTS: dict[str, type[Any]] = {
     "clean": Cleaned,
     "rederive": Rederivation,
     "aoa": StatementList,
-    "derive": DerivedModel,
     "families": FamilyTable,
     "train": Ended,
     "train --dry-run": LaunchPlan,

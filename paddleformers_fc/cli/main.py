@@ -11,8 +11,7 @@ code  meaning
 ====  ================================================================================================================
 
 ``train`` returns the code of its job. Commands are declared here; each is implemented in a module that is imported when
-the command runs. Only ``train``, ``demo``, ``derive`` and ``matrix`` import Paddle. ``--help`` does not
-import Rich.
+the command runs. Only ``train``, ``demo`` and ``matrix`` import Paddle. ``--help`` does not import Rich.
 """
 
 from __future__ import annotations
@@ -553,41 +552,6 @@ def demo(
     require_paddleformers("The demo")
     require_matplotlib("The demo")
     return run_demo(directory, as_json)
-
-
-@app.command()
-def derive(
-    directory: Annotated[str, typer.Argument(metavar="DIR", help="Open weights with their config.json.")],
-    settle: Annotated[
-        list[str] | None, typer.Option(metavar="LINE", help="An AOA statement that answers a question; repeatable.")
-    ] = None,
-    native: Annotated[
-        bool, typer.Option(help="Use the AOA statements of the model's class where they can be proved.")
-    ] = True,
-    family: Annotated[
-        Path | None, typer.Option(metavar="FILE.py", help="Also write the result as a family that can be registered.")
-    ] = None,
-    fused: Annotated[
-        list[str] | None,
-        typer.Option(metavar="LAYER=GEOMETRY", help="Geometry of a layer that is fused in files too; for --family."),
-    ] = None,
-    as_json: Json = False,
-) -> int:
-    """Propose the mapping of a model without a declared family from its open weights.
-
-    Builds the model's layers without their numbers, compares names and shapes, and
-    proves the result. Open questions are printed with the lines that answer them.
-    """
-    from paddleformers_fc.cli import deriving
-    from paddleformers_fc.verification.derivation.from_weights import derive_model
-
-    source = _named(directory)
-    if not isinstance(source, Path):
-        raise typer.BadParameter(f"Directory {str(source)!r} is not on this machine.")
-    with progress.working(f"deriving {source}"):
-        found = derive_model(source, settle or [], native, family, fused or [])
-    _present(found, deriving.show, as_json)
-    return OK
 
 
 @app.command()

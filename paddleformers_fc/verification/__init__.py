@@ -1,1 +1,1 @@
-"""Tools that use the core and that the core does not import: matrices, demo, simulated ranks, derivation."""
+"""Tools that use the core and that the core does not import: matrices, demo, simulated ranks."""

@@ -1,1 +1,0 @@
-"""Derivation of a mapping for a model that no family declares."""
