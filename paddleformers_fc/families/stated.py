@@ -32,10 +32,10 @@ def bind_model(model: ModelDescription, tensors: Sequence[ModelTensor]) -> RuleS
 
 
 def model_ties(model: ModelDescription) -> dict[str, str]:
-    """Return the owner of every name that is an alias."""
-    if model.rules is None:
-        return tied_names(family_for(model.config), model)
-    return model.rules.aliases
+    """Return the owner of every name that is an alias; none of a model without rules and without a declared family."""
+    if model.rules is not None:
+        return model.rules.aliases
+    return tied_names(family_for(model.config), model) if is_known(model.config) else {}
 
 
 def canonical_ties(model: ModelDescription) -> dict[str, str]:

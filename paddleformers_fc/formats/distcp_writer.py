@@ -1,27 +1,30 @@
 """The files of a checkpoint that PaddleFormers' Trainer and Paddle's ``dist.load_state_dict`` read.
 
 The tensors are those of the saved model, cut as on its ranks: the order inside a fused layer depends on the
-tensor-parallel degree, which only the cuts record. Every role has a directory with ``0.metadata`` and files
-``0_0.distcp``, ``1_0.distcp``, ...; Paddle requires the three roles even where one is empty. The Trainer's state is
-written into the files that PaddleFormers reads.
+tensor-parallel degree, which only the cuts record. Tied tensors and their states are stored under all their names: in a
+pipeline stock reads all of them, elsewhere it reads states under the name that sorts first. Every role has a directory
+with ``0.metadata`` and files ``0_0.distcp``, ``1_0.distcp``, ...; Paddle requires the three roles even where one is
+empty. The Trainer's state is written into the files that PaddleFormers reads.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 
+from paddleformers_fc.families.stated import model_ties
 from paddleformers_fc.formats.checkpoint import ExportWriter, OpenedCheckpoint, OutputFile, grouped_by_size
 from paddleformers_fc.formats.stock_checkpoint import refuse_alternating
 from paddleformers_fc.formats.stock_run import SCALER, SCHEDULER
 from paddleformers_fc.layout.roles import MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE, parameter_of
 from paddleformers_fc.layout.shards import Shard, ShardsByRole, shard_bytes
-from paddleformers_fc.mapping import RuleSet
+from paddleformers_fc.mapping import RuleSet, Tie
 from paddleformers_fc.mapping.boxes import Box
 from paddleformers_fc.storage import state_json
 from paddleformers_fc.storage.dtypes import dtype_size, to_numpy, to_safetensors
@@ -44,20 +47,28 @@ class DistcpWriter(ExportWriter):
     alone = True
 
     def rules(self, checkpoint: OpenedCheckpoint) -> RuleSet:
-        """Return the rules of the stored model, or of the model that is built from open weights."""
+        """Return the rules of the stored model, or of that built from open weights, with the ties of its family."""
         model = checkpoint.format.built_model(checkpoint)
         refuse_alternating(checkpoint.catalog.root, model)
-        return model.rules
+        ties = {**model_ties(model.description or checkpoint.known), **model.rules.aliases}
+        owned = (Tie(owner, alias) for alias, owner in ties.items() if owner in model.rules.targets)
+        return replace(model.rules, ties=tuple(owned))
 
     def files(self, checkpoint: OpenedCheckpoint, layout: ShardsByRole, max_file_bytes: int) -> tuple[OutputFile, ...]:
         """Divide the tensors of the three roles into files."""
-        cuts = checkpoint.format.built_model(checkpoint).rules.cuts
+        rules = self.rules(checkpoint)
+        copies: dict[str, list[str]] = {}
+        for tie in rules.ties:
+            copies.setdefault(tie.owner, [tie.owner]).append(tie.alias)
         found: list[OutputFile] = []
         for role in _ROLES:
             parts: dict[int, dict[str, Shard]] = {}
             for name, tensor in layout.get(role, {}).items():
-                for number, shard in enumerate(_cut(tensor, cuts.get(parameter_of(role, name), ()))):
-                    parts.setdefault(number, {})[name] = shard
+                parameter = parameter_of(role, name)
+                names = [copy + name.removeprefix(parameter) for copy in copies.get(parameter, (parameter,))]
+                for number, shard in enumerate(_cut(tensor, rules.cuts.get(parameter, ()))):
+                    named = {copy: msgspec.structs.replace(shard, name=copy) for copy in names}
+                    parts.setdefault(number, {}).update(named)
             groups = [group for _, part in sorted(parts.items()) for group in grouped_by_size(part, max_file_bytes)]
             for path, group in zip(self.names(role, 0, len(groups)), groups, strict=True):
                 found.append(OutputFile(path, role, tuple(sorted(group, key=lambda one: -dtype_size(one.dtype)))))

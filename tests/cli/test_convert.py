@@ -246,6 +246,11 @@ def test_foreign_directories_of_weights_are_read_as_they_are(tmp_path: Path) -> 
         found = paddleformers_fc.open(tmp_path / f"{kind}-flex")
         assert found.metadata.roles["model_state"].tensors == len(alone)
         assert found.diff(paddleformers_fc.open(tmp_path / "alone")).equal
+        # Stock reads the weight under each of its names.
+        assert run("convert", source, tmp_path / f"{kind}-distcp", "--format", "distcp").code == 0
+        found = paddleformers_fc.open(tmp_path / f"{kind}-distcp")
+        assert found.metadata.roles["model_state"].tensors == len(copies)
+        assert found.diff(paddleformers_fc.open(tmp_path / "alone")).equal
     different = write_weights(tmp_path / "different", {**alone, "lm_head.weight": arrays["lm_head.weight"]}, tied)
     refused = run("convert", different, tmp_path / "different-flex")
     assert refused.code == 1
