@@ -41,7 +41,7 @@ from paddleformers_fc.formats.checkpoint import (
 )
 from paddleformers_fc.formats.huggingface import DEFAULT_MAX_SHARD_BYTES
 from paddleformers_fc.formats.registry import EXPORTED, checkpoints_advice, default_writer
-from paddleformers_fc.layout.roles import EMA_STATE, MODEL_STATE, OPTIMIZER_STATE
+from paddleformers_fc.layout.roles import EMA_STATE, MODEL_STATE, OPTIMIZER_STATE, parameter_of
 from paddleformers_fc.layout.shards import ShardsByRole, shard_bytes
 from paddleformers_fc.plan import ReadSource, canonical_layout, canonical_source, plan_reads
 from paddleformers_fc.plan.sources import model_source, resume_source
@@ -161,7 +161,7 @@ def export_opened(
     wanted, layout, files, writer, merge = run_on_all(channel, f"preparing an export to {target.name}", prepare)
     if checkpoint.unread and checkpoint.catalog.visible_to:
         compare_unread(checkpoint, channel)
-    _refuse_untied(wanted, layout, channel)
+    _refuse_untied(wanted, {role: layout[role] for role in dict.fromkeys(file.role for file in files)}, channel)
     documents = {**_model_files(checkpoint, channel), **writer.documents(checkpoint, files)}
     if dtype:
         documents = recast_documents(documents, dtype)
@@ -308,13 +308,14 @@ def refuse_overlap(source: AnyPath, target: AnyPath) -> None:
         )
 
 
-def _refuse_untied(source: ReadSource, layout: ShardsByRole, channel: Channel) -> None:
-    """Refuse tied tensors whose stored copies differ: an export contains one of them."""
-    stored, read = source.catalog.roles.get(MODEL_STATE, {}), source.mapping.read
-    owners = {owner for alias, owner in source.stored_aliases.items() if alias in stored and owner in read}
-    copies = [name for owner in sorted(owners) for name in read[owner].names]
-    weights = layout.get(MODEL_STATE, {})
-    checks = plan_reads(source, {MODEL_STATE: {name: weights[name] for name in copies}}).checks
+def _refuse_untied(source: ReadSource, written: ShardsByRole, channel: Channel) -> None:
+    """Refuse tied weights and states whose stored copies differ: an export contains one of them."""
+    tied = {name for owner in source.stored_aliases.values() for name in source.mapping.readers.get(owner, ())}
+    copies = {
+        role: {name: shard for name, shard in shards.items() if parameter_of(role, name) in tied}
+        for role, shards in written.items()
+    }
+    checks = plan_reads(source, copies).checks
     if checks:
         storage = ReadContext(source.catalog.root, source.catalog.identities, source.catalog.visible_to)
         compare_redistributed(checks if channel.rank == 0 else (), storage, channel)

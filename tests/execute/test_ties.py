@@ -350,6 +350,19 @@ def test_an_export_takes_the_copy_that_is_chosen(tmp_path: Path, grid: str) -> N
         assert (tmp_path / tied / name).read_bytes() == (tmp_path / f"export-{copy}" / name).read_bytes()
 
 
+def test_a_conversion_compares_the_copies_of_every_tensor_that_it_writes(tmp_path: Path) -> None:
+    """States alone differ, and the manifest has no record of it, as where another program has saved."""
+    source = tmp_path / "checkpoint-3"
+    save(source, "pp=2", flip(f"{LM_HEAD}.moment1_0", "optimizer_state"))
+    write_manifest(source, structs.replace(read_manifest(source), diverged_ties=msgspec.UNSET))
+    for format_ in ("flex", "distcp"):
+        refused = run("convert", source, tmp_path / format_, "--format", format_, "--json")
+        assert refused.code == 1
+        assert f"{LM_HEAD}.moment1_0 = {EMBEDDING}.moment1_0" in refused.document["evidence"][0]
+        assert not (tmp_path / format_).exists()
+    assert run("convert", source, tmp_path / "hf", "--format", "hf").code == 0
+
+
 @pytest.mark.parametrize("level", ["off", "size", "full"])
 def test_verify_and_inspect_report_a_diverged_checkpoint(tmp_path: Path, level: str) -> None:
     save(tmp_path / "checkpoint-3", "pp=2", flip(LM_HEAD), "off")
