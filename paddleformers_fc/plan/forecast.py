@@ -182,6 +182,8 @@ class PlannedShards:
         self._source, self._roles = source, source.catalog.roles
         states = self._roles.get(OPTIMIZER_STATE, {})
         self._optimizer = stored_optimizer({name: (one.dtype, one.shape) for name, one in states.items()})
+        owners = source.stored_aliases
+        self._averages = {owners.get(name, name) for name in self._roles.get(EMA_STATE, ())}
         self._known: dict[tuple[object, ...], Cost] = {}
         self._patterns: dict[tuple[FillPattern, str], Cost] = {}
         self._weights: dict[tuple[int, ...], Cost] = {}
@@ -214,9 +216,8 @@ class PlannedShards:
 
     def _has_average(self, parameter: str) -> bool:
         """Return whether there is an average of a wanted parameter; there is none of frozen ones."""
-        averages = self._roles.get(EMA_STATE, {})
         made = self._source.mapping.made.get(self._source.wanted_aliases.get(parameter, parameter))
-        return bool(averages) and made is not None and all(name in averages for name in made.names)
+        return bool(self._averages) and made is not None and self._averages.issuperset(made.names)
 
     def _of(self, role: str, shard: Shard) -> Cost:
         key = (role, shard.name, shard.box.lo, shard.flat)

@@ -25,7 +25,7 @@ def regrouped(source: ReadSource) -> Iterator[str]:
     for name, tensor in source.catalog.roles.get(OPTIMIZER_STATE, {}).items():
         state = split_state_name(OPTIMIZER_STATE, name, tensor.shape)
         if state.shape is StateShape.SHARD_NUMBER:
-            found[state.parameter] = state.suffix
+            found[source.stored_aliases.get(state.parameter, state.parameter)] = state.suffix
     for parameter, made in source.mapping.made.items() if found else ():
         suffix = next((found[name] for name in made.names if name in found), None)
         # Of several sources at least one has its elements at other positions.

@@ -134,11 +134,11 @@ def _split_ties(model: LoRAModel) -> Iterator[str]:
     patterns = model.lora_config.trainable_modules or ()
     if getattr(model.config, "pipeline_model_parallel_size", 1) <= 1 or not patterns:
         return
-    for one in live_roles.tied(model):
-        matched = [name for name in (one.owner, one.alias) if any(re.fullmatch(text, name) for text in patterns)]
+    for alias, owner in live_roles.tied(model).items():
+        matched = [name for name in (owner, alias) if any(re.fullmatch(text, name) for text in patterns)]
         if len(matched) == 1:
             yield (
-                f"trainable_modules: {matched[0]} is trained, and {one.owner} and {one.alias} are tied: under pipeline "
+                f"trainable_modules: {matched[0]} is trained, and {owner} and {alias} are tied: under pipeline "
                 "parallelism they are copies, and the other one would not change; name both"
             )
 

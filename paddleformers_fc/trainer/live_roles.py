@@ -14,8 +14,6 @@ from paddle.distributed import ShardedWeight
 from paddle.distributed.fleet.meta_parallel.sharding.group_sharded_optimizer_stage2 import GroupShardedOptimizerStage2
 
 from paddleformers_fc.errors import MismatchError
-from paddleformers_fc.families import ModelDescription, is_known
-from paddleformers_fc.families.declarations import TiedName
 from paddleformers_fc.families.stated import model_ties
 from paddleformers_fc.layout.live import LiveRoles
 from paddleformers_fc.layout.roles import MASTER, MODEL_STATE, OPTIMIZER_STATE, StateDescriptor
@@ -114,7 +112,7 @@ def run_roles(model: Any, optimizer: Any) -> LiveRoles:
 
 def _semi_auto_roles(model: Any, optimizer: Any) -> LiveRoles:
     """Return the tensors of semi-automatic parallelism; without an optimizer the weights alone."""
-    aliases = {one.alias for one in tied(model)}
+    aliases = tied(model)
     weights, context = model.state_dict(), fsdp_buffers.context_of(model)
     if context is not None:
         return _buffered_roles(context, weights, optimizer, aliases)
@@ -166,7 +164,7 @@ def create_states(
     Args:
         model: the model as it was built.
         optimizer: the optimizer with the Trainer's wrappers.
-        stored: names of stored states, such as ``model.norm.weight.moment1_0``.
+        stored: names of stored states in the model, such as ``model.norm.weight.moment1_0``.
         place_master: moves a master weight in place to where the run keeps it between steps.
     """
     context = fsdp_buffers.context_of(model)
@@ -174,8 +172,7 @@ def create_states(
         fsdp_buffers.create_states(context, optimizer, stored)
         return
     weights = _owners(model, _parameters(model))
-    parameters = {parameter_of_state(state) for state in with_aliases(model, stored)}
-    optimizer_states.create(optimizer, weights, parameters, place_master)
+    optimizer_states.create(optimizer, weights, set(map(parameter_of_state, stored)), place_master)
 
 
 def trained_without_states(model: Any, stored: Collection[str]) -> list[str]:
@@ -185,7 +182,7 @@ def trained_without_states(model: Any, stored: Collection[str]) -> list[str]:
         model: the model as it was built.
         stored: as for :func:`create_states`.
     """
-    parameters = {parameter_of_state(state) for state in with_aliases(model, stored)}
+    parameters = set(map(parameter_of_state, stored))
     weights = _owners(model, _parameters(model))
     trained = [name for name, weight in weights.items() if not weight.local_tensor.stop_gradient]
     return [name for name in trained if name not in parameters]
@@ -197,11 +194,11 @@ def _owners(model: Any, weights: dict[str, Any]) -> dict[str, Any]:
     Paddle would name them after the name that sorts first.
     """
     aliases = {
-        one.alias
-        for one in tied(model)
-        if one.alias in weights
-        and one.owner in weights
-        and weights[one.alias].local_tensor.name == weights[one.owner].local_tensor.name
+        alias
+        for alias, owner in tied(model).items()
+        if alias in weights
+        and owner in weights
+        and weights[alias].local_tensor.name == weights[owner].local_tensor.name
     }
     return {name: weight for name, weight in weights.items() if name not in aliases}
 
@@ -217,19 +214,9 @@ def trained_in_half(model: Any, optimizer: Any) -> frozenset[str]:
     )
 
 
-def with_aliases(model: Any, stored: Collection[str]) -> set[str]:
-    """Add the names of aliases whose owner has states: on another pipeline stage an alias has states of its own."""
-    owners = {one.owner: one.alias for one in tied(model)}
-    states = [name.rpartition(".") for name in stored]
-    return {*stored, *(f"{owners[parameter]}.{suffix}" for parameter, _, suffix in states if parameter in owners)}
-
-
-def tied(model: Any) -> tuple[TiedName, ...]:
-    """Return the aliases of a model that is mapped if it ties its word embeddings."""
-    described = describe_model(model) if hasattr(model, "config") else ModelDescription({})
-    if described.rules is None and not is_known(described.config):
-        return ()
-    return tuple(TiedName(alias, owner) for alias, owner in model_ties(described).items())
+def tied(model: Any) -> dict[str, str]:
+    """Return the owner of every alias of a model that is mapped if it ties its word embeddings."""
+    return model_ties(describe_model(model)) if hasattr(model, "config") else {}
 
 
 def parameter_of_state(state: str) -> str:

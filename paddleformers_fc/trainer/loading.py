@@ -445,7 +445,7 @@ def _roles_to_fill(
     wanted = (MODEL_STATE, MASTER_WEIGHT, OPTIMIZER_STATE) if continued else (MODEL_STATE, MASTER_WEIGHT)
     optimizer_states.build_buffers(trainer.model_wrapped, optimizer)
     half = live_roles.trained_in_half(model, optimizer) if may_cast else frozenset[str]()
-    creation = stored_states.creation(names, checkpoint, partial(live_roles.with_aliases, model), half, continued)
+    creation = stored_states.creation(names, checkpoint, half, continued)
     before = live_roles.run_roles(model, optimizer) if creation.masters else {}
     # Accumulators are offloaded when they are created, master weights after the first step.
     place_master = offload if trainer.args.tensorwise_offload_optimizer else None
@@ -459,7 +459,7 @@ def _roles_to_fill(
     average = job_state_of(trainer).average
     if continued and average is not None and stored.get(EMA_STATE):
         # Names of parameters are found by those of their master weights.
-        masters = live_roles.with_aliases(model, names.of({name + MASTER.suffix for name in stored[EMA_STATE]}))
+        masters = names.of({name + MASTER.suffix for name in stored[EMA_STATE]})
         found[EMA_STATE] = average.allocate({name.removesuffix(MASTER.suffix) for name in masters})
     return found
 

@@ -6,7 +6,7 @@ argument, by rules of the caller, or else by name. Every rank of the job must ca
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from os import PathLike
@@ -236,7 +236,7 @@ def load(
     def prepare() -> tuple[bool, Roles]:
         names = stored_states.live_names(checkpoint, description, source.weights(), stated)
         half = source.trained_in_half() if allow_casts else frozenset[str]()
-        creation = stored_states.creation(names, checkpoint, partial(_with_aliases, description), half)
+        creation = stored_states.creation(names, checkpoint, half)
         before = source.roles() if creation.masters else {}
         source.prepare(creation.names)
         live = creation.filled(source.roles(), before)
@@ -410,10 +410,3 @@ def _aligned(
 
 def _aoa_tensors(rules: RuleSet) -> dict[str, AoaTensor]:
     return {one.name: AoaTensor(one.shape, one.dtype, one.cuts) for one in stored_tensors(rules)}
-
-
-def _with_aliases(model: ModelDescription, states: Collection[str]) -> set[str]:
-    """Return names of states, and those of aliases, after which Paddle may name the states of a tied parameter."""
-    aliases = {owner: alias for alias, owner in model_ties(model).items()}
-    parts = [name.rpartition(".") for name in states]
-    return {*states, *(f"{aliases[owner]}.{suffix}" for owner, _, suffix in parts if owner in aliases)}

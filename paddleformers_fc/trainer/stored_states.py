@@ -2,7 +2,8 @@
 
 Paddle creates optimizer states by the names of the live model. A checkpoint of another class of models has other names
 and fuses other parameters, and statements of a user (``aoa_config``) rename tensors. States have the names of the live
-parameters that are read from the parameters of the stored states.
+parameters that are read from the parameters of the stored states. States of a tied parameter may be stored under any of
+its names, and are created under whichever name the live model gives them.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from paddleformers_fc.distributed.channel import Channel, run_on_all
 from paddleformers_fc.execute.load import whole_model
 from paddleformers_fc.execute.save_plan import model_rules
 from paddleformers_fc.families import ModelDescription
+from paddleformers_fc.families.stated import model_ties
 from paddleformers_fc.formats import OpenedCheckpoint
 from paddleformers_fc.layout.live import LiveRoles, Roles, describe_roles
 from paddleformers_fc.layout.roles import MASTER, MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE
@@ -31,10 +33,12 @@ class LiveNames:
     Args:
         sources: live parameter -> the stored parameters that it is read from; None if all names are equal.
         owners: stored alias of a tied parameter -> the name of its owner.
+        ties: the same of the live model.
     """
 
     sources: Mapping[str, Names] | None = None
     owners: Mapping[str, str] = field(default_factory=dict)
+    ties: Mapping[str, str] = field(default_factory=dict)
 
     def of(self, stored: Names) -> set[str]:
         """Return names of states in the live model.
@@ -42,17 +46,20 @@ class LiveNames:
         Args:
             stored: names of states in the checkpoint.
         Returns:
-            a live parameter has the states of all stored parameters that it is read from.
+            a live parameter has the states of all stored parameters that it is read from, under all its names.
         """
-        if self.sources is None:
-            return set(stored)
         suffixes: dict[str, set[str]] = {}
         for name in stored:
             parameter, _, suffix = name.rpartition(".")
             suffixes.setdefault(self.owners.get(parameter, parameter), set()).add(suffix)
+        same = {name: (name,) for name in suffixes}
+        aliases: dict[str, list[str]] = {}
+        for alias, owner in self.ties.items():
+            aliases.setdefault(owner, []).append(alias)
         return {
             f"{name}.{suffix}"
-            for name, parameters in self.sources.items()
+            for owner, parameters in (same if self.sources is None else self.sources).items()
+            for name in (owner, *aliases.get(owner, ()))
             for parameter in parameters
             for suffix in suffixes.get(parameter, ())
         }
@@ -106,7 +113,7 @@ def live_names(
         FlexError: the model cannot be mapped.
     """
     sources = _derived_sources(checkpoint, model, weights) if stated is None else stated
-    return LiveNames(sources, checkpoint.rules.aliases)
+    return LiveNames(sources, checkpoint.rules.aliases, model_ties(model))
 
 
 def _derived_sources(
@@ -171,7 +178,6 @@ class Creation:
 def creation(
     names: LiveNames,
     checkpoint: OpenedCheckpoint,
-    with_aliases: Callable[[Names], Names],
     half: Names = (),
     continued: bool = True,
 ) -> Creation:
@@ -180,7 +186,6 @@ def creation(
     Args:
         names: see :func:`live_names`.
         checkpoint: an opened checkpoint.
-        with_aliases: adds the names of states that Paddle may name after an alias.
         half: trained parameters of this rank with master weights, whose precision may differ from the stored one: their
             master weights are read from weights if they are not stored.
         continued: whether states other than master weights are loaded.
@@ -189,8 +194,7 @@ def creation(
     masters = roles.get(MASTER_WEIGHT, {})
     stored = {*masters, *(roles.get(OPTIMIZER_STATE, {}) if continued else {})}
     weights = {name + MASTER.suffix for name in roles[MODEL_STATE]} if half else set()
-    wanted = with_aliases(names.of(weights))
     return Creation(
-        frozenset(with_aliases(names.of(stored))),
-        frozenset(name for name in wanted if parameter_of_state(name) in half),
+        frozenset(names.of(stored)),
+        frozenset(name for name in names.of(weights) if parameter_of_state(name) in half),
     )

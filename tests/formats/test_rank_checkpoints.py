@@ -149,18 +149,24 @@ def test_experts_of_tensor_parallel_ranks_are_those_of_a_flex_save_of_the_same_r
 
 
 @pytest.mark.parametrize(
-    ("kind", "layout", "options"),
-    [("sharding_io", "tp2+sd2v2", SHARDED), ("sharding_io", "tp2+sd2v1", SHARDED), ("paddle", "tp2+sd2v2", {})],
-    ids=lambda value: value if isinstance(value, str) else "",
+    ("kind", "layout", "options", "model"),
+    [
+        ("sharding_io", "tp2+sd2v2", SHARDED, {}),
+        ("sharding_io", "tp2+sd2v1", SHARDED, {}),
+        ("paddle", "tp2+sd2v2", {}, {}),
+        ("sharding_io", "sd2v2", SHARDED, {"tie_word_embeddings": True}),
+        ("paddle", "sd2v2", {}, {"tie_word_embeddings": True}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "tied" if "tie_word_embeddings" in value else "",
 )
 def test_upstreams_moving_averages_are_a_role(
-    kind: str, layout: str, options: Mapping[str, Any], ranks: ForkServer, tmp_path: Path
+    kind: str, layout: str, options: Mapping[str, Any], model: Mapping[str, Any], ranks: ForkServer, tmp_path: Path
 ) -> None:
     used = replace(parse_layout(layout), bf16=True)
     average = {"zcc_save_ema_coef": 0.5, "zcc_ema_interval": 1, "save_steps": 1, "max_steps": 2}
-    given = {"layout": used.to_json(), "output_dir": str(tmp_path), "arguments": {**options, **average}}
+    given = {"layout": used.to_json(), "output_dir": str(tmp_path), "arguments": {**options, **average}, "model": model}
     assert ranks.run("tests.formats.jobs:train_with_average", used.nproc, given).values[0]["step"] == 2
-    config = json.dumps(keys("llama")).encode()
+    config = json.dumps({**keys("llama"), **model}).encode()
     for step in (1, 2):
         (tmp_path / f"checkpoint-{step}" / "config.json").write_bytes(config)  # Paddle's FlexCheckpoint has none.
     first, second = (paddleformers_fc.open(tmp_path / f"checkpoint-{step}") for step in (1, 2))
@@ -169,21 +175,29 @@ def test_upstreams_moving_averages_are_a_role(
     assert opened.format.name == kind
     # The Trainer of an average adds an attribute to its state, which is not a field of it.
     assert "loss" not in json.loads(opened.document("trainer/state.json"))
-    assert len(names) == 39
+    assert len(names) == 39 - len(model)
     for name in names:
         before, after = (one.read(f"{name}.w_0", role=MASTER_WEIGHT) for one in (first, second))
         assert np.array_equal(first.read(name, role=EMA_STATE), before)
         assert np.array_equal(second.read(name, role=EMA_STATE), np.float32(0.5) * before + np.float32(0.5) * after)
     document = {"updates": None, "step": 2, "decay": 0.5, "interval": 1, "bias_correction": False}
     assert json.loads(opened.document("trainer/ema.json")) == document
-    assert_continued(ranks, tmp_path, second, names)
+    assert_continued(ranks, tmp_path, second, names, model)
+    assert run("plan", tmp_path / "checkpoint-2", "--to", "tp=2").code == 0
 
 
-def assert_continued(ranks: ForkServer, directory: Path, stock: paddleformers_fc.Checkpoint, names: list[str]) -> None:
+def assert_continued(
+    ranks: ForkServer,
+    directory: Path,
+    stock: paddleformers_fc.Checkpoint,
+    names: list[str],
+    model: Mapping[str, Any],
+) -> None:
     """A run on one rank continues the averages of a checkpoint of step 2, and reports what is not known of them."""
     average = {"flex_ema_decay": 0.75, "flex_ema_bias_correction": True, "save_steps": 1, "max_steps": 3}
     used = replace(parse_layout("dp1"), bf16=True)
-    given = {"layout": used.to_json(), "output_dir": str(directory / "ours"), "arguments": average, "ours": True}
+    given: dict[str, Any] = {"layout": used.to_json(), "output_dir": str(directory / "ours"), "arguments": average}
+    given |= {"ours": True, "model": model}
     result = ranks.run("tests.formats.jobs:train", 1, {**given, "resume": str(directory / "checkpoint-2")})
     assert result.values[0].get("step") == 3, result.values[0]
     log = result.logs[0].read_text(errors="replace")
@@ -319,15 +333,21 @@ def test_a_copy_of_another_step_and_missing_layers_are_found_by_verification(
 
 
 @pytest.mark.parametrize(
-    ("layout", "way", "then"), [("tp2", "canonical", "sd2v2"), ("sd2s3", "stock", "tp2")], ids=lambda value: value
+    ("layout", "way", "then", "model"),
+    [
+        pytest.param("tp2", "canonical", "sd2v2", {}, marks=pytest.mark.chosen),
+        ("sd2s3", "stock", "tp2", {}),
+        pytest.param("tp2", "stock", "sd2v2", {"tie_word_embeddings": True}, marks=pytest.mark.chosen),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(value),
 )
 def test_a_run_is_resumed_and_a_model_is_filled_under_another_layout(
-    layout: str, way: str, then: str, ranks: ForkServer, tmp_path: Path
+    layout: str, way: str, then: str, model: Mapping[str, Any], ranks: ForkServer, tmp_path: Path
 ) -> None:
     def trained(name: str, layout: str, arguments: Mapping[str, Any], **given: Any) -> list[float]:
         used = parse_layout(layout)
         arguments = {"max_steps": 5, "save_steps": 2, **arguments}
-        given |= {"layout": used.to_json(), "output_dir": str(tmp_path / name), "arguments": arguments}
+        given |= {"layout": used.to_json(), "output_dir": str(tmp_path / name), "arguments": arguments, "model": model}
         losses: list[float] = ranks.run("tests.formats.jobs:train", used.nproc, given).values[0]["losses"]
         return losses
 
@@ -336,7 +356,7 @@ def test_a_run_is_resumed_and_a_model_is_filled_under_another_layout(
     resumed = trained("resumed", then, {}, ours=True, resume=str(stock))
     assert resumed == pytest.approx(uninterrupted[2:], abs=1e-5)
     target = tmp_path / "filled" / "checkpoint-3"
-    single = {"layout": parse_layout("dp1").to_json(), "output_dir": str(tmp_path / "filled" / "run")}
+    single = {"layout": parse_layout("dp1").to_json(), "output_dir": str(tmp_path / "filled" / "run"), "model": model}
     # The configuration of the model serves where the directory has none.
     bare = copied(stock, tmp_path / "bare")
     (bare / "config.json").unlink()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from paddleformers_fc.errors import MismatchError, OptionError
@@ -17,6 +19,7 @@ from paddleformers_fc.layout.roles import (
     split_state_name,
 )
 from paddleformers_fc.plan import plan_reads, resume_source
+from paddleformers_fc.plan.build import ReadSource
 from paddleformers_fc.plan.forecast import forecast, forecast_load
 from paddleformers_fc.plan.shard_numbers import regrouped
 from paddleformers_fc.plan.simulate import SimulatedModel, declared_model
@@ -77,6 +80,13 @@ def test_numbers_of_shards_are_refused_where_tensors_are_cut_in_another_way() ->
     assert "Resume with the tensor parallel degree of the run that saved it" in text
 
 
+def under_aliases(source: ReadSource) -> ReadSource:
+    """The same states under another name of each parameter."""
+    states = {f"another.{name}": one for name, one in source.catalog.roles[OPTIMIZER_STATE].items()}
+    catalog = replace(source.catalog, roles={**source.catalog.roles, OPTIMIZER_STATE: states})
+    return replace(source, catalog=catalog, stored_aliases={f"another.{name}": name for name in source.mapping.sources})
+
+
 @pytest.mark.parametrize("fused", [True, False])
 def test_numbers_of_shards_are_refused_where_tensors_are_fused_in_another_way(fused: bool) -> None:
     stored, wanted = laid_out("tp=1", fuse_attention_qkv=fused), laid_out("tp=1", fuse_attention_qkv=not fused)
@@ -84,6 +94,7 @@ def test_numbers_of_shards_are_refused_where_tensors_are_fused_in_another_way(fu
     lines = list(regrouped(source))
     assert lines
     assert all("self_attn" in line and "elements are at other positions" in line for line in lines)
+    assert list(regrouped(under_aliases(source))) == lines
     same, _ = resume_source(checkpoint_of(stored, MINI), stored.rules)
     assert not list(regrouped(same))
 

@@ -9,7 +9,12 @@ from tests.harness import tiny
 
 
 def run(
-    layout: Mapping[str, Any], output_dir: str, target: str, source: str | None = None, model_type: str = "llama"
+    layout: Mapping[str, Any],
+    output_dir: str,
+    target: str,
+    source: str | None = None,
+    model_type: str = "llama",
+    model: Mapping[str, Any] | None = None,
 ) -> list[str]:
     """Train a model for three steps, or load ``source`` after one, and save ``target``; the names that were fresh.
 
@@ -19,10 +24,11 @@ def run(
         target: the checkpoint to save.
         source: the checkpoint to load over weights and states of another history.
         model_type: ``llama`` or ``ernie4_5_moe``.
+        model: overrides of its configuration.
     """
     args = tiny.training_arguments(layout, output_dir)
-    model = tiny.build(model_type, layout, args)
-    return _hop(model, lambda tokens: model(input_ids=tokens, labels=tokens)[0], target, source, {}, {})
+    built = tiny.build(model_type, layout, args, **(model or {}))
+    return _hop(built, lambda tokens: built(input_ids=tokens, labels=tokens)[0], target, source, {}, {})
 
 
 def run_bare(
