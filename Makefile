@@ -39,7 +39,7 @@ help:
 	@echo "make guarantees  write docs/guarantees.md from what the tests of known faults see"
 	@echo "make optimizers  write the table of docs/optimizers.md from what the tests of optimizers see"
 	@echo "make json-page  write docs/json.md from the types of the documents"
-	@echo "make families  write docs/families.md from the table of the command"
+	@echo "make families  write docs/families.md from what the tests of families compare"
 	@echo "make plan-pictures  the pictures of docs/plan.md, with Chromium"
 	@echo "make semi-auto  write the losses of docs/migrate.md: hybrid runs, and semi-automatic ones that resume them"
 	@echo "make mutants  300 random faults in the sources, one at a time: the share that the tests notice"

@@ -580,11 +580,10 @@ def matrix(
 
 @app.command()
 def families(as_json: Json = False) -> int:
-    """List the declared model families: classes, and how mapping, logits and layouts are verified."""
+    """List the declared model families and the libraries of their classes."""
     from paddleformers_fc.cli import declared
-    from paddleformers_fc.families.evidence import family_table
 
-    _present(family_table(), declared.show, as_json)
+    _present(declared.family_table(), declared.show, as_json)
     return OK
 
 

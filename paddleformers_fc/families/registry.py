@@ -23,7 +23,7 @@ from typing import Any
 from paddleformers_fc.errors import FlexError, MappingError
 from paddleformers_fc.families import models
 from paddleformers_fc.families.bind import bind, family_keys, tied_sources
-from paddleformers_fc.families.declarations import Family
+from paddleformers_fc.families.declarations import FLEET, FORMERS, Family
 from paddleformers_fc.families.description import IS_FLEET, IS_NLP, ModelDescription
 from paddleformers_fc.families.enumerate import enumerate_tensors
 from paddleformers_fc.families.optional import OptionalNames
@@ -37,6 +37,7 @@ FAMILIES: tuple[Family, ...] = tuple(
 """The families of this package: every module of :mod:`paddleformers_fc.families.models` declares one."""
 
 GROUP = "paddleformers_fc.families"
+NLP = "PaddleNLP"
 DEGREES = (1, 2, 4)
 """The degrees of tensor parallelism under which a family is proved."""
 
@@ -150,6 +151,14 @@ def tiny_models(family: Family) -> list[ModelDescription]:
     if IS_NLP in keys:
         models.append(ModelDescription({**config, IS_NLP: True}, kinds[-1]))
     return models
+
+
+def family_classes(family: Family) -> list[str]:
+    """Return the libraries of the model classes of a family, in the order of :func:`tiny_models`."""
+    # Classes of PaddleFleet have their embedding in a layer of this name.
+    only = FLEET if any(".embedding.embed_tokens." in one.target for one in family.statements) else FORMERS
+    kinds = {True: FLEET, False: FORMERS, None: only}
+    return [NLP if IS_NLP in model.config else kinds[model.is_fleet].value for model in tiny_models(family)]
 
 
 def prove_family(family: Family, model: ModelDescription | None = None) -> int:

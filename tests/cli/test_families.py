@@ -1,20 +1,16 @@
-"""``families`` shows the declared families."""
+"""``families`` lists the declared families."""
 
 from __future__ import annotations
 
-import pytest
-
-from paddleformers_fc.families.evidence import family_table
+from paddleformers_fc.families import FAMILIES
 from tests.cli.support import run
+from tests.parity.evidence import NOT_COMPARED
 
 
-@pytest.mark.parametrize(("columns", "most"), [("", 80), ("120", 120)])
-def test_the_table_fits_80_columns_or_those_of_the_environment(
-    columns: str, most: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", columns)
-    lines = run("families").out.splitlines()
-    assert 70 < max(map(len, lines)) <= most
-    names = {line.split()[0] for line in lines if line.strip()}
-    assert all(one.family in names for one in family_table().families)
-    assert " ".join(" ".join(lines).split()).endswith("by simulated ranks.")
+def test_every_family_is_listed_with_the_libraries_of_its_classes() -> None:
+    lines = {line.split()[0]: line for line in run("families").out.splitlines() if line.strip()}
+    assert {one.name for one in FAMILIES} == {one for family in FAMILIES for one in family.model_types}
+    assert lines.keys() >= {one.name for one in FAMILIES}
+    assert lines["qwen2"].split()[1:] == ["PaddleFleet,", "PaddleFormers,", "PaddleNLP"]
+    assert lines["llama"].split()[1:] == ["PaddleFormers,", "PaddleNLP"]
+    assert {name for name in lines if lines[name].split()[1:] == ["PaddleFleet"]} == NOT_COMPARED.keys()

@@ -6,21 +6,14 @@ import os
 from collections import Counter
 from pathlib import Path
 
-from paddleformers_fc.cli.declared import HEADINGS, row
-from paddleformers_fc.families.evidence import (
-    EXCEPT,
-    FIXTURES,
-    NOT_COMPARED,
-    ONE_RANK,
-    TRAINED,
-    family_table,
-)
+from paddleformers_fc.families import FAMILIES
+from tests.parity.evidence import EXCEPT, FIXTURES, HEADINGS, NOT_COMPARED, ONE_RANK, TRAINED, row
 from tests.parity.test_parity import FIRST, NAMES, REFUSED, REFUSED_APART
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "families.md"
 HEAD = """# Families
 
-Written by `make families` from the table that `paddleformers-fc families` prints; a test compares it.
+Written by `make families` from what the tests have compared; a test compares it.
 
 * **mapping**: every declaration is proved. *trained*: layouts are resumed under every other one on real ranks, see the
   pages of [Llama](verification/llama2.md), [ERNIE 4.5 MoE](verification/ernie4_5_moe.md),
@@ -34,7 +27,7 @@ Written by `make families` from the table that `paddleformers-fc families` print
 
 def page() -> str:
     """The whole page."""
-    rows = [HEADINGS, tuple("---" for _ in HEADINGS), *map(row, family_table().families)]
+    rows = [HEADINGS, tuple("---" for _ in HEADINGS), *map(row, FAMILIES)]
     return HEAD + "".join(f"| {' | '.join(one)} |\n" for one in rows)
 
 

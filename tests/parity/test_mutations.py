@@ -15,10 +15,10 @@ import pytest
 
 from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.families import FAMILIES
-from paddleformers_fc.families.evidence import NOT_COMPARED
 from tests.families.spaces import BY_NAME, differing, model_of, settings
 from tests.families.test_native import AGREE, Theirs
 from tests.mapping.numbers import Arrays
+from tests.parity.evidence import NOT_COMPARED
 from tests.parity.judging import MISSED, NOTICED, NUMBERS, UNCHANGED, Space
 from tests.parity.mutations import Mutant, mutants
 from tests.parity.test_parity import NAMES, REFUSED, TOLERANCE

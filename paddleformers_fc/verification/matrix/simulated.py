@@ -25,8 +25,7 @@ from paddleformers_fc.errors import OptionError
 from paddleformers_fc.families import FAMILIES, Family, ModelDescription
 from paddleformers_fc.families.bind import family_sizes
 from paddleformers_fc.families.declarations import Stage
-from paddleformers_fc.families.evidence import NLP, family_classes
-from paddleformers_fc.families.registry import tiny_models
+from paddleformers_fc.families.registry import NLP, family_classes, tiny_models
 from paddleformers_fc.plan.simulate import SimulatedModel, declared_model
 from paddleformers_fc.verification.matrix.layouts import parse_layout
 from paddleformers_fc.verification.matrix.picture import EQUAL, WRONG
@@ -123,7 +122,7 @@ def simulated_models() -> dict[str, tuple[Family, ModelDescription]]:
     return {
         f"{family.name} ({kind})": (family, _whole_in_pipelines(family, model))
         for family in FAMILIES
-        for kind, model in zip(family_classes(family.name), tiny_models(family), strict=True)
+        for kind, model in zip(family_classes(family), tiny_models(family), strict=True)
         if kind != NLP
     }
 

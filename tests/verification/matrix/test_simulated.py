@@ -10,11 +10,11 @@ import yaml
 
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.families import FAMILIES
-from paddleformers_fc.families.evidence import SIMULATED
 from paddleformers_fc.verification import simulate_ranks
 from paddleformers_fc.verification.matrix import simulated
 from paddleformers_fc.verification.matrix.simulated import read_simulated, simulated_models
 from tests.cli.support import run
+from tests.parity.evidence import SIMULATED
 
 RECIPES = Path(__file__).parents[3] / "recipes" / "verification"
 RECIPE = RECIPES / "simulated.yaml"

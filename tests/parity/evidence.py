@@ -1,21 +1,15 @@
 """The evidence for every family beside its proof: logits compared with those of Transformers, layouts resumed.
 
-The tables are results of the tests in ``tests/parity``, which compare them, and of the pages in ``docs/verification``.
+The constants are results of the tests of this package, which compare them, and of the pages in ``docs/verification``.
 """
 
 from __future__ import annotations
 
-import msgspec
+from paddleformers_fc.families import Family
+from paddleformers_fc.families.registry import NLP, family_classes
 
-from paddleformers_fc.families.description import IS_NLP
-from paddleformers_fc.families.registry import FAMILIES, tiny_models
-
-_CLASSES = {True: "PaddleFleet", False: "PaddleFormers", None: "PaddleFormers"}
 _FLEET = "no logits compared: the model class is part of PaddleFleet, which no public package index has"
 _FLEET_LAYERS = "no logits compared: PaddleFormers' class is built from layers of PaddleFleet"
-
-NLP = "PaddleNLP"
-"""The class that is verified by tests of PaddleNLP and not by simulated ranks."""
 
 NOT_COMPARED = {
     **dict.fromkeys(("kimi_k2", "minimax_m2", "glm_moe_dsa", "deepseek_v32", "deepseek_v4"), _FLEET),
@@ -58,57 +52,15 @@ SIMULATED = 16
 """Layouts of every class resumed under other ones by simulated ranks, in ``docs/verification/simulated.md``."""
 
 
-class FamilyFacts(msgspec.Struct, frozen=True):
-    """A model family.
-
-    Attributes:
-        family: the ``model_type``.
-        classes: libraries of its model classes.
-        verified: ``trained`` on real ranks, or ``simulated``.
-        fixtures: number of checkpoints of Transformers whose logits and exports are compared.
-        degrees: degrees of tensor parallelism under which logits are compared.
-        layouts: pairs of layouts of which one resumes what the other saved, on these ranks.
-        note: the parts that are not compared, and the reason.
-    """
-
-    family: str
-    classes: list[str]
-    verified: str
-    fixtures: int
-    degrees: list[int]
-    layouts: str
-    note: str
+HEADINGS = ("family", "classes", "mapping", "logits compared", "layouts", "note")
 
 
-class FamilyTable(msgspec.Struct, frozen=True):
-    """The families of this package.
-
-    Attributes:
-        families: in order of their names.
-    """
-
-    families: list[FamilyFacts]
-
-
-def family_table() -> FamilyTable:
-    """Return the facts of every declared family."""
-    return FamilyTable([_facts(family.name) for family in FAMILIES])
-
-
-def _facts(name: str) -> FamilyFacts:
-    fixtures, classes = FIXTURES.get(name, 0), family_classes(name)
+def row(family: Family) -> tuple[str, ...]:
+    """Return the texts of a family under :data:`HEADINGS`."""
+    name, classes = family.name, family_classes(family)
     cells = SIMULATED * sum(kind != NLP for kind in classes)
-    verified = "trained" if name in TRAINED else "simulated"
-    layouts = TRAINED.get(name, f"{cells} of {cells} cells")
-    degrees = [] if not fixtures else [1] if name in ONE_RANK else [1, 2]
+    fixtures, degrees = FIXTURES.get(name, 0), "TP 1" if name in ONE_RANK else "TP 1, TP 2"
+    compared = f"{fixtures} checkpoints, {degrees}" if fixtures else ""
     note = next((notes[name] for notes in (NOT_COMPARED, ONE_RANK, EXCEPT) if name in notes), "")
-    return FamilyFacts(name, classes, verified, fixtures, degrees, layouts, note)
-
-
-def family_classes(name: str) -> list[str]:
-    """Return the libraries of the model classes of a family, in the order of its tiny models."""
-    if NOT_COMPARED.get(name) in (_FLEET, _FLEET_LAYERS):
-        return [_CLASSES[True]]
-    family = next(one for one in FAMILIES if one.name == name)
-    models = tiny_models(family)
-    return [NLP if IS_NLP in model.config else _CLASSES[model.is_fleet] for model in models]
+    verified = "trained" if name in TRAINED else "simulated"
+    return name, ", ".join(classes), verified, compared, TRAINED.get(name, f"{cells} of {cells} cells"), note
