@@ -4,6 +4,7 @@
 ``manifest``      it can be read and matches its own checksum
 ``files``         every file is there and of its size; at level ``full`` every byte is as it was written
 ``tensors``       headers follow their format; every tensor is stored whole and once, and is in the rules
+``run``           documents of the Trainer have the manifest's step, samples and ranks (not at level ``off``)
 ``mapping``       the rules are proved; all canonical tensors can be made
 ``equal values``  tied tensors, and numbers stored several times, are equal bit for bit (level ``full``); at every level
                   the save found the copies of tied tensors equal
@@ -36,6 +37,7 @@ from paddleformers_fc.families.stated import canonical_ties
 from paddleformers_fc.formats import OpenedCheckpoint
 from paddleformers_fc.formats.checkpoint import CONFIG_NAME
 from paddleformers_fc.formats.checks import Check, CheckList, combined
+from paddleformers_fc.formats.consistency import compare_run
 from paddleformers_fc.formats.flex import manifest_text
 from paddleformers_fc.formats.registry import require_format
 from paddleformers_fc.layout.grid import ParallelGrid
@@ -115,6 +117,8 @@ def verify_checkpoint(directory: AnyPath, level: str) -> tuple[Verification, Fle
         checkpoint = format.verify(directory, level, checks)
         sizes = checkpoint.file_sizes
         checks.tensors, checks.files, checks.bytes = checkpoint.catalog.count, len(sizes), sum(sizes.values())
+        if level != "off" and checkpoint.has_run and not checks.faults:
+            checks.attempt("run", lambda: compare_run(checkpoint), _run_text)
         if "mapping" in format.checks:
             _check_mapping(checkpoint, level, checks)
         if format.canonical and "model" in format.checks:
@@ -156,6 +160,10 @@ def _state_text(directory: AnyPath) -> str:
         return manifest_text(read_manifest(directory))
     except CheckpointError as error:
         return error.in_one_line()
+
+
+def _run_text(count: int) -> str:
+    return f"{count_text(count, 'document')} of the Trainer agree" if count else "there is no state of a Trainer"
 
 
 def _check_mapping(checkpoint: OpenedCheckpoint, level: str, checks: CheckList) -> None:

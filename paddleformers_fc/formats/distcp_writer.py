@@ -20,6 +20,7 @@ import numpy as np
 
 from paddleformers_fc.families.stated import model_ties
 from paddleformers_fc.formats.checkpoint import ExportWriter, OpenedCheckpoint, OutputFile, grouped_by_size
+from paddleformers_fc.formats.consistency import compare_run
 from paddleformers_fc.formats.stock_checkpoint import refuse_alternating
 from paddleformers_fc.formats.stock_run import SCALER, SCHEDULER
 from paddleformers_fc.layout.roles import MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE, parameter_of
@@ -95,6 +96,7 @@ class DistcpWriter(ExportWriter):
             if directory == TRAINER_DIRECTORY:
                 found |= _of_trainer(name.removesuffix(".json"), lambda path=path: checkpoint.document(path))  # type: ignore[misc]
         if checkpoint.has_run:
+            compare_run(checkpoint)
             found |= {f"saved_signal_{rank}": b"1" for rank in range(checkpoint.manifest.world_size)}
         return found
 

@@ -31,6 +31,7 @@ from paddleformers_fc.formats.checkpoint import (
     parse_config,
 )
 from paddleformers_fc.formats.checks import DEPTH_TEXT, CheckList
+from paddleformers_fc.formats.consistency import compare_run
 from paddleformers_fc.layout.roles import MODEL_STATE, ROLES, parameter_of
 from paddleformers_fc.layout.shard_json import HEADER_KEY, decode_shards, encode_shards
 from paddleformers_fc.layout.shards import Shard, ShardsByRole
@@ -283,6 +284,8 @@ class FlexWriter(ExportWriter):
             mapping = checkpoint.document(MAPPING_NAME, MAX_MAPPING_BYTES)
         else:
             mapping = encode_mapping(model.description or checkpoint.known, model.rules)
+        if checkpoint.has_run:
+            compare_run(checkpoint)
         of_trainer = [path for path in checkpoint.documents if path.split("/")[0] == TRAINER_DIRECTORY]
         return {MAPPING_NAME: mapping, **{path: checkpoint.document(path) for path in sorted(of_trainer)}}
 
@@ -332,7 +335,7 @@ class FlexFormat(Format):
     canonical = False
     loadable = True
     advice = "Name it in resume_from_checkpoint."
-    checks = ("manifest", "files", "tensors", "mapping", "equal values")
+    checks = ("manifest", "files", "tensors", "run", "mapping", "equal values")
     writer = FlexWriter()
 
     def recognises(self, directory: AnyPath) -> bool:

@@ -16,6 +16,7 @@ number of steps, and a run that resumes computes its samples as PaddleFormers do
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -66,6 +67,8 @@ _DEGREES = {
     "cp": "context_parallel_size",
 }
 _AVERAGE = ("save_ema_coef", "ema_interval", "ema_loss_threshold")
+_RANKS, _SEEDS = ("dp", "sharding", "pp"), ("sharding", "dp", "pp")
+"""The order of axes in which ranks are counted, and seeds of ranks. That of sep and tp, the last ones, is the same."""
 _OF_WORLD = ("dp", "tp", "pp", "sharding", "sep")
 
 
@@ -113,20 +116,21 @@ def read_run(directory: Path) -> Manifest:
     Returns:
         a record without files.
     Raises:
-        Corrupt: files of different steps or runs.
+        Corrupt: files of different steps or runs, or random generators of some ranks alone.
         FormatError: a file is malformed.
     """
     state, arguments = _state(directory), _arguments(directory)
     step = _count(state, "global_step", directory)
     _refuse_other_steps(directory, step)
     degrees = {axis: _degree(arguments, key) for axis, key in _DEGREES.items()}
-    world = math.prod(degrees[axis] for axis in _OF_WORLD)
-    ranks = [int(found[1]) for path in list_directory(directory) if (found := _GENERATORS.fullmatch(path.name))]
+    ranks = {int(found[1]) for path in list_directory(directory) if (found := _GENERATORS.fullmatch(path.name))}
+    world = math.prod(degrees[axis] for axis in _OF_WORLD) if arguments else max(ranks, default=0) + 1
+    _refuse_missing_generators(directory, ranks, world)
     return Manifest(
         written_by="PaddleFormers",
         step=step,
         consumed_samples=_count(state, "consumed_samples", directory) if "consumed_samples" in state else 0,
-        world_size=world if arguments else max(ranks, default=0) + 1,
+        world_size=world,
         parallel=degrees if arguments else {},
         family="",
         aoa={},
@@ -239,9 +243,11 @@ def run_documents(directory: Path, roles: Collection[str]) -> Documents:
     for name, document in ((SCHEDULER, "scheduler"), (SCALER, "scaler")):
         if name in names:
             found[document] = functools.partial(_document, directory / name)
+    arguments = functools.cache(lambda: _arguments(directory))
     for name in sorted(names):
         if ranked := _GENERATORS.fullmatch(name):
-            found[f"rng-{int(ranked[1]):05d}"] = functools.partial(_generators, directory / name)
+            rank = int(ranked[1])
+            found[f"rng-{rank:05d}"] = functools.partial(_generators, directory / name, rank, arguments)
     return {f"{TRAINER_DIRECTORY}/{name}.json": read for name, read in found.items()}
 
 
@@ -342,7 +348,38 @@ def _average(directory: Path) -> dict[str, Any]:
     }
 
 
-def _generators(path: Path) -> bytes:
+def _refuse_missing_generators(directory: Path, ranks: Collection[int], world_size: int) -> None:
+    """Refuse a directory that has the random generators of some of the ranks. One without any resumes with a warning.
+
+    Semi-automatic parallelism writes those of all ranks into one file, whose number is that of the ranks.
+    """
+    found = [rank for rank in ranks if rank < world_size]
+    if found and len(found) < world_size:
+        missing = itertools.islice((rank for rank in range(world_size) if rank not in ranks), 8)
+        raise Corrupt(
+            f"{directory} has the random generators of {len(found)} of {world_size} ranks.",
+            where=str(directory),
+            evidence=[f"missing: rng_state_{rank}.pth" for rank in missing],
+            next_step="Copy the files again; or remove all rng_state_*.pth to resume without random states.",
+        )
+
+
+def _rank_of_seed(seed: Any, world_size: Any, arguments: Mapping[str, Any]) -> int | None:
+    """Return the rank whose generator for dropout has a seed; None if the seed does not show the rank.
+
+    PaddleFormers counts these seeds over the axes of the grid, from ``seed`` plus the number of ranks on.
+    """
+    first = arguments.get("seed")
+    order = ("dp", "pp", "sharding") if arguments.get("hybrid_parallel_topo_order") == "pp_first" else _RANKS
+    axes = [[axis for axis in one if _degree(arguments, _DEGREES[axis]) > 1] for one in (order, _SEEDS)]
+    uncounted = _degree(arguments, _DEGREES["cp"]) > 1 or arguments.get("use_expert_parallel")
+    if any(type(one) is not int for one in (first, seed, world_size)) or axes[0] != axes[1] or uncounted:
+        return None
+    rank: int = seed - first - world_size
+    return rank if 0 <= rank < world_size else None
+
+
+def _generators(path: Path, rank: int, find_arguments: Callable[[], Mapping[str, Any]]) -> bytes:
     content = read_pickled_objects(path)
     if not isinstance(content, dict):
         raise _malformed(path, "it contains no random states")
@@ -361,6 +398,15 @@ def _generators(path: Path) -> bytes:
         }
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise _malformed(path, f"it contains no random states: {error!r}"[:200]) from error
+    for seed in (one["seed"] for one in document["hybrid_parallel"].get("local_seed", ())):
+        owner = _rank_of_seed(seed, document["world_size"], find_arguments())
+        if owner not in (None, rank):
+            raise Corrupt(
+                f"{path} contains the random generators of rank {owner}.",
+                where=str(path),
+                evidence=[f"the seed of local_seed is {seed}"],
+                next_step=_ALTERED_STEP,
+            )
     return state_json.encode(document, "random generators")
 
 

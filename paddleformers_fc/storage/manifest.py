@@ -57,6 +57,7 @@ __all__ = [
     "candidates_in",
     "encode_manifest",
     "first_usable",
+    "generators_rank",
     "manifest_seal",
     "newest_checkpoint",
     "read_listed",
@@ -84,8 +85,9 @@ _RESERVED = frozenset({MANIFEST_NAME, _PARTIAL_NAME, OWNER_NAME})
 TRAINER_DIRECTORY = "trainer"
 """The directory of a checkpoint that contains the state of a Trainer."""
 
-_SHARD_FILE = re.compile(r"rank-[0-9]+(-[0-9]+)?\.safetensors")
+_SHARD_FILE = re.compile(r"rank-([0-9]+)(-[0-9]+)?\.safetensors")
 """The names of files with tensors, in the directories of all roles."""
+_GENERATORS = re.compile(rf"{TRAINER_DIRECTORY}/rng-([0-9]{{5,9}})\.json")
 _END = b"\n"
 """The last byte of a manifest, after the JSON, so that every truncation is detected."""
 _ANOTHER = "The manifest was damaged or edited. Restore it or use another checkpoint."
@@ -520,6 +522,12 @@ def candidates(directories: Iterable[Path]) -> list[Path]:
     return [path for *_, path in sorted(ranked)]
 
 
+def generators_rank(path: str) -> int | None:
+    """Return the rank whose random generators a file of a checkpoint contains; None for any other file."""
+    found = _GENERATORS.fullmatch(path)
+    return None if found is None else int(found[1])
+
+
 def manifest_seal(manifest: Manifest) -> str:
     """Return the manifest's checksum of itself: equal for two checkpoints only if they are of one save."""
     return xxhash.xxh3_128_hexdigest(msgspec.json.encode(manifest, order="sorted"))
@@ -567,7 +575,21 @@ def _faults(manifest: Manifest) -> list[str]:
         if checksum.path in seen:
             faults.append(f"{checksum.path!r} is listed twice")
         seen.add(checksum.path)
-    return faults
+    return [*faults, *_rank_faults(manifest)]
+
+
+def _rank_faults(manifest: Manifest) -> Iterator[str]:
+    """Yield contradictions between the number of ranks and the names of files."""
+    ranks, stored = f"world_size is {manifest.world_size}", set[int]()
+    for path in (checksum.path for checksum in manifest.files):
+        found = _SHARD_FILE.fullmatch(PurePosixPath(path).name)
+        rank = generators_rank(path) if found is None else int(found[1])
+        if rank is not None and rank >= manifest.world_size:
+            yield f"{path} is of rank {rank}, and {ranks}"
+        if found is None and rank is not None:
+            stored.add(rank)
+    if len(stored) not in (0, manifest.world_size):
+        yield f"random generators of {len(stored)} ranks are listed, and {ranks}"
 
 
 def _reserved(checksum: FileChecksum) -> Iterator[str]:

@@ -38,6 +38,7 @@ from paddleformers_fc.execute.opening import own_document, own_file
 from paddleformers_fc.families import family_for, is_known
 from paddleformers_fc.families.exported import exported_config
 from paddleformers_fc.formats.checkpoint import CONFIG_NAME, OpenedCheckpoint
+from paddleformers_fc.formats.consistency import AVERAGE as AVERAGE, DATA as DATA, STATE as STATE, refuse_contradictions
 from paddleformers_fc.layout.roles import OPTIMIZER_STATE, qualified_name
 from paddleformers_fc.storage import state_json
 from paddleformers_fc.storage.files import files_within, read_file
@@ -50,13 +51,10 @@ from paddleformers_fc.trainer.library_models import clean_model_class_name, get_
 from paddleformers_fc.trainer.optimizers import has_states, innermost
 from paddleformers_fc.trainer.options import FlexFields
 
-STATE = "trainer/state.json"
 SCHEDULER = "trainer/scheduler.json"
 OWN_SCHEDULER = "trainer/optimizer_scheduler.json"
 SCALER = "trainer/scaler.json"
-DATA = "trainer/data.json"
 REFERENCE = "trainer/reference.json"
-AVERAGE = "trainer/ema.json"
 ARGUMENTS = "trainer/arguments.json"
 
 # Keys that PaddleFormers' pipeline and expert-parallel models add to their configuration when they are built, and keys
@@ -331,6 +329,7 @@ def read_progress(checkpoint: OpenedCheckpoint, optimizer: Any, channel: Channel
 
     Raises:
         MismatchError: it was saved without optimizer and scheduler, or its optimizer states are missing.
+        Corrupt: the documents contradict the manifest.
         FormatError: a document is damaged.
     """
     directory = checkpoint.catalog.root
@@ -358,6 +357,7 @@ def read_progress(checkpoint: OpenedCheckpoint, optimizer: Any, channel: Channel
     documents = {
         name: state_json.decode_object(raw, str(directory / name)) for raws in everyone for name, raw in raws.items()
     }
+    refuse_contradictions(checkpoint, documents)
     return TrainingProgress(
         state=_trainer_state(documents[STATE], directory / STATE),
         scheduler=documents[SCHEDULER],
@@ -377,10 +377,17 @@ def read_generators(checkpoint: OpenedCheckpoint, channel: Channel) -> bytes | N
         channel: all ranks of the job; every rank must call.
 
     Raises:
-        Corrupt: on every rank, if the document of any rank is altered.
+        Corrupt: on every rank, if the document of any rank is altered, or is of another number of ranks.
     """
     name, handed = rng_name(channel.rank), own_file(checkpoint, channel, rng_name)
-    return run_on_all(channel, "reading random generators", lambda: own_document(checkpoint, name, handed))
+
+    def read() -> bytes | None:
+        raw = own_document(checkpoint, name, handed)
+        if raw is not None:
+            refuse_contradictions(checkpoint, {name: state_json.decode_object(raw, name)})
+        return raw
+
+    return run_on_all(channel, "reading random generators", read)
 
 
 _COUNT = Annotated[int, msgspec.Meta(ge=0)]

@@ -359,11 +359,12 @@ def _prepare(trainer: Any, directory: AnyPath, channel: Channel) -> _PreparedLoa
             run_on_all(channel, f"reading the run of {directory.name}", lambda: _require_run(checkpoint))
     checkpoint = replace(checkpoint, tied=_tied(trainer, checkpoint), averaged=_from_average(args, checkpoint))
     continued = not args.ignore_load_lr_and_optim
-    progress = documents.read_progress(checkpoint, trainer.optimizer, channel) if continued else None
+    with _verifying():
+        progress = documents.read_progress(checkpoint, trainer.optimizer, channel) if continued else None
+        generators = documents.read_generators(checkpoint, channel) if continued else None
     if progress is not None:
         _refuse_unlike(trainer, progress, directory)
         _compare_reference(trainer, progress, directory, channel)
-    generators = documents.read_generators(checkpoint, channel) if continued else None
     handed = own_file(checkpoint, channel, lambda rank: pretrained_documents.GENERATION)
     weights = partial(live_roles.model_roles, trainer.model)
     with _verifying():

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import paddleformers_fc
 from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.errors import Corrupt
 from paddleformers_fc.formats import open_checkpoint
@@ -110,3 +111,24 @@ def test_weights_beside_the_optimizer_states_of_another_run_are_refused(
         open_checkpoint(copy)
     assert len(caught.value.evidence) == 2
     assert contents(copy) == before
+
+
+@pytest.mark.parametrize(
+    ("change", "evidence"),
+    [
+        (lambda directory: (directory / "rng_state_1.pth").unlink(), "missing: rng_state_1.pth"),
+        (lambda directory: swap(directory, "rng_state_0.pth", "rng_state_1.pth"), "the seed of local_seed is"),
+    ],
+    ids=["missing", "exchanged"],
+)
+def test_random_generators_of_another_rank_or_of_some_ranks_alone_are_refused(
+    of_run: Callable[[str], Path], tmp_path: Path, change: Callable[[Path], object], evidence: str
+) -> None:
+    directory = Path(shutil.copytree(of_run("half"), tmp_path / "checkpoint-2"))
+    paddleformers_fc.open(directory).verify()
+    change(directory)
+    opened = paddleformers_fc.open(directory)
+    for work in (opened.verify, lambda: opened.convert(tmp_path / "flex")):
+        with pytest.raises(Corrupt, match="random generators of") as raised:
+            work()
+        assert any(line.startswith(evidence) for line in raised.value.evidence)

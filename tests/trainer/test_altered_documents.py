@@ -8,9 +8,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+import paddleformers_fc
 from paddleformers_fc.cpu_runtime.forkserver import ForkServer
+from paddleformers_fc.errors import CheckpointError
+from paddleformers_fc.storage.manifest import MANIFEST_NAME, Manifest, manifest_seal
 from tests.cli.support import alter, seal
 from tests.harness.tiny import DP2
 from tests.trainer.test_disks import disks, run as run_on_disks
@@ -77,6 +81,59 @@ def test_all_altered_documents_come_in_one_error_under_size(ranks: ForkServer, t
     given = settings(DP2, tmp_path / "out", broken, **SIX_STEPS)
     text = the_one_refusal(ranks.run(f"{JOBS}:refused", 2, given).values)
     assert [name for name in DOCUMENTS if name not in text] == []
+
+
+def edited(checkpoint: Path, name: str, **values: Any) -> Path:
+    """Change keys of a document and compute all checksums again, that of the manifest included."""
+    path = checkpoint / name
+    document = json.loads(path.read_bytes()) | values
+    if name == MANIFEST_NAME:
+        del document["seal"]
+        document["seal"] = manifest_seal(msgspec.convert(document, Manifest))
+    path.write_text(json.dumps(document) + "\n")
+    if name != MANIFEST_NAME:
+        seal(checkpoint)
+    return checkpoint
+
+
+CONTRADICTIONS: list[tuple[str, dict[str, Any], str]] = [
+    ("trainer/state.json", {"global_step": 5}, "trainer/state.json has step 5, flex_checkpoint.json has 3"),
+    ("trainer/state.json", {"consumed_samples": 40}, "trainer/state.json has samples 40, flex_checkpoint.json has 24"),
+    ("trainer/data.json", {"position": {"epoch": 0, "samples": 24, "consumed": 40}}, "trainer/data.json has samples"),
+    ("trainer/rng-00001.json", {"world_size": 4}, "trainer/rng-00001.json has number of ranks 4"),
+    (MANIFEST_NAME, {"step": 5}, "trainer/state.json has step 3, flex_checkpoint.json has 5"),
+    (MANIFEST_NAME, {"consumed_samples": 40}, "trainer/state.json has samples 24, flex_checkpoint.json has 40"),
+    (MANIFEST_NAME, {"world_size": 1}, "trainer/rng-00001.json is of rank 1, and world_size is 1"),
+    (MANIFEST_NAME, {"world_size": 3}, "random generators of 2 ranks are listed, and world_size is 3"),
+    (MANIFEST_NAME, {"family": "qwen2"}, "mapping.json has family 'llama', flex_checkpoint.json has 'qwen2'"),
+]
+
+
+@pytest.mark.parametrize(("name", "values", "evidence"), CONTRADICTIONS)
+def test_files_that_contradict_each_other_fail_verification_and_a_conversion(
+    third: Path, tmp_path: Path, name: str, values: dict[str, Any], evidence: str
+) -> None:
+    broken = edited(Path(shutil.copytree(third, tmp_path / "checkpoint-3")), name, **values)
+    for work in (lambda: paddleformers_fc.open(broken).verify(), lambda: convert(broken, tmp_path / "converted")):
+        with pytest.raises(CheckpointError) as raised:
+            work()
+        assert any(line.startswith(evidence) for line in raised.value.evidence), raised.value.render()
+        assert raised.value.next_step
+    assert not (tmp_path / "converted").exists()
+
+
+def convert(source: Path, target: Path) -> None:
+    paddleformers_fc.open(source).convert(target)
+
+
+@pytest.mark.parametrize("name", ["trainer/state.json", "trainer/rng-00001.json"])
+def test_a_document_that_contradicts_the_manifest_is_refused_on_every_rank(
+    ranks: ForkServer, third: Path, tmp_path: Path, name: str
+) -> None:
+    (values,) = [values for path, values, _ in CONTRADICTIONS if path == name and "consumed_samples" not in values]
+    broken = edited(Path(shutil.copytree(third, tmp_path / "checkpoint-3")), name, **values)
+    given = settings(DP2, tmp_path / "out", broken, **SIX_STEPS, flex_verify="off")
+    assert f"{name} has" in the_one_refusal(ranks.run(f"{JOBS}:refused", 2, given).values)
 
 
 @pytest.mark.parametrize("level", ["off", "size"])
