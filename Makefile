@@ -32,11 +32,11 @@ help:
 	@echo "make test-gpu the tests of device memory on a GPU, by an environment that has one: PYTHON=python"
 	@echo "make test-nlp the tests of PaddleNLP's Trainer, in $(NLP_VENV), which it makes (Python 3.11)"
 	@echo "make stats    lines of code, tests and documents by package, and the imports between packages"
-	@echo "make matrix   the verification matrices again: tables and pictures in docs/verification"
+	@echo "make matrix   the verification matrices again: tables and pictures in docs/results"
 	@echo "make verification-long  50 steps, then 200 under other layouts: losses, exports, a picture"
 	@echo "make lint     the checks alone: ruff, mypy, the import contracts"
 	@echo "make docs     the documents as a site in site/, which needs no network"
-	@echo "make guarantees  write docs/guarantees.md from what the tests of known faults see"
+	@echo "make guarantees  write docs/results/guarantees.md from what the tests of known faults see"
 	@echo "make optimizers  write the table of docs/optimizers.md from what the tests of optimizers see"
 	@echo "make json-page  write docs/json.md from the types of the documents"
 	@echo "make families  write docs/families.md from what the tests of families compare"
@@ -44,7 +44,7 @@ help:
 	@echo "make semi-auto  write the losses of docs/migrate.md: hybrid runs, and semi-automatic ones that resume them"
 	@echo "make mutants  300 random faults in the sources, one at a time: the share that the tests notice"
 	@echo "make soak     10,000 random mutations, 39,000 hostile documents, every instant at which a save can meet an accident"
-	@echo "make bench    saving, loading and exporting, beside a raw copy and other systems: docs/performance.md"
+	@echo "make bench    saving, loading and exporting, beside a raw copy and other systems: docs/results/performance.md"
 	@echo "make bench-async  for how long training stands still for a save: docs/async.md"
 	@echo "make bench-mapping  binding and proving 100,000 tensors, beside stock's engine"
 	@echo "make bench-planning  planning a load of 100,000 stored tensors for 8 ranks"
@@ -66,7 +66,7 @@ matrix: $(STAMP)
 
 # Resumes at the first run without a result; `rm -rf out/long_run` starts again.
 verification-long: $(STAMP)
-	@$(BIN)/python -m paddleformers_fc.verification.long_run docs/verification out/long_run
+	@$(BIN)/python -m paddleformers_fc.verification.long_run docs/results out/long_run
 
 lint: $(STAMP)
 	@$(BIN)/ruff check .
@@ -134,7 +134,7 @@ soak: $(STAMP)
 
 # PyTorch takes part where it is installed: $(BIN)/pip install torch==2.13.0
 bench: $(STAMP)
-	@$(BIN)/python -m benchmarks.performance --write docs/performance.md
+	@$(BIN)/python -m benchmarks.performance --write docs/results/performance.md
 	@$(BIN)/python -m benchmarks.asynchronous --write docs/async.md
 	@$(BIN)/python -m benchmarks.averaging --write docs/ema.md
 
@@ -142,10 +142,10 @@ bench-async: $(STAMP)
 	@$(BIN)/python -m benchmarks.asynchronous --write docs/async.md
 
 bench-mapping: $(STAMP)
-	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/mapping.py --write docs/mapping-performance.md
+	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/mapping.py --write docs/results/mapping-performance.md
 
 bench-planning: $(STAMP)
-	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/planning.py --write docs/planning-performance.md
+	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/planning.py --write docs/results/planning-performance.md
 
 format: $(STAMP)
 	@$(BIN)/ruff check --fix-only .

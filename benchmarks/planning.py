@@ -258,7 +258,7 @@ def main() -> None:
     lines = [
         f"Seconds of one core, the best of {options.rounds} rounds. Growth: how many times longer the last size takes "
         "than the first, per stored tensor; 1.00 is linear. What stock's engine takes to build on such a model is in "
-        "`docs/mapping-performance.md`.",
+        "`docs/results/mapping-performance.md`.",
         "",
     ]
     for job in JOBS:

@@ -638,7 +638,7 @@ class KnownFault:
     """A fault of upstream that this package avoids.
 
     Args:
-        id: its row in docs/guarantees.md.
+        id: its row in docs/results/guarantees.md.
         package: the module that has it.
         version: the version in which it was observed.
         what: trigger and effect in one line.

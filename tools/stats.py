@@ -91,7 +91,7 @@ def main() -> None:
     """Print all tables."""
     for name in (PACKAGE, "tests", "benchmarks"):
         _print_sizes(name, sizes(ROOT / name))
-    documents = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    documents = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     words = {path.relative_to(ROOT): len(path.read_text(encoding="utf-8").split()) for path in documents}
     print(f"{'documents':31}{'words':>8}")
     for document, number in words.items():

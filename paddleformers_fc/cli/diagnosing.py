@@ -23,7 +23,7 @@ def show(found: Diagnosis, console: Console) -> None:
     for line in found.skipped:
         console.print(Text(f"  skipped: {line}"), soft_wrap=True)
     if found.known_faults:
-        console.print("  faults of the installed versions that paddleformers-fc avoids (docs/guarantees.md):")
+        console.print("  faults of the installed versions that paddleformers-fc avoids (docs/results/guarantees.md):")
     for fault in found.known_faults:
         console.print(Text(f"    {fault.id}  {fault.package}: {fault.what}", "dim"), soft_wrap=True)
     console.print(Text("OK", "bold green") if found.passed else Text("FAILED", "bold red"))

@@ -567,7 +567,7 @@ def matrix(
     ] = Path("out/matrix"),
     documents: Annotated[
         Path, typer.Option("--output", file_okay=False, help="Output directory of the table and the picture.")
-    ] = Path("docs/verification"),
+    ] = Path("docs/results"),
     as_json: Json = False,
 ) -> int:
     """Verify that every layout resumes every other: md5 there and back, exports, losses, as a table."""

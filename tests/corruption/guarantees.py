@@ -2,7 +2,7 @@
 
 A test of a known fault is decorated with :func:`fault` and returns an :class:`Observed`: what stock did and what this
 package did, in words that are put together from what was seen in this very run. Ordinarily each test compares its row
-with ``docs/guarantees.md``, so that the document cannot say what no run produced. With the plugin
+with ``docs/results/guarantees.md``, so that the document cannot say what no run produced. With the plugin
 ``tests.corruption.writing`` (``make guarantees``) the rows are written instead.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 
 from paddleformers_fc.errors import FlexError
 
-DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "guarantees.md"
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "results" / "guarantees.md"
 
 
 @dataclass(frozen=True)

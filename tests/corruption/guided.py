@@ -177,7 +177,7 @@ def _pickles(place: Path) -> Fuzzed:
 
 
 def main() -> int:
-    """Fuzz every kind, print the counts and put them into ``docs/soak.md``; 1 if anything went wrong."""
+    """Fuzz every kind, print the counts and put them into ``docs/results/soak.md``; 1 if anything went wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=RUNS)
     parser.add_argument("--seed", type=int, default=1)

@@ -1,4 +1,4 @@
-"""What a sweep has counted, in words, and ``docs/soak.md``, which holds what the last soak has counted."""
+"""What a sweep has counted, in words, and ``docs/results/soak.md``, which holds what the last soak has counted."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.crash.sweep import Tally
 
-DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "soak.md"
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "results" / "soak.md"
 _HEAD = "# The last soak\n\nWritten by `make soak`: every instant, where the ordinary tests try some.\n"
 _WHAT = {
     "kills": "SIGKILL of one rank, or of all ranks, of a save at an operation on files",

@@ -1,7 +1,7 @@
-"""At sampled instants of every kind of accident; all of them with ``make soak``, which writes ``docs/soak.md``.
+"""At sampled instants of every kind of accident; all of them with ``make soak``, which writes ``docs/results/soak.md``.
 
 ``make test`` tries one instant of some scenarios, ``make test-all`` of every scenario the number that
-``docs/guarantees.md`` states.
+``docs/results/guarantees.md`` states.
 """
 
 from __future__ import annotations

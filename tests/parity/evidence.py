@@ -1,6 +1,6 @@
 """The evidence for every family beside its proof: logits compared with those of Transformers, layouts resumed.
 
-The constants are results of the tests of this package, which compare them, and of the pages in ``docs/verification``.
+The constants are results of the tests of this package, which compare them, and of the pages in ``docs/results``.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ TRAINED = {
     "qwen2_5_vl": "16 of 16 cells",
     "qwen3_moe": "16 of 16 cells",
 }
-"""Layouts of real ranks resumed under other ones, bit for bit, in ``docs/verification``."""
+"""Layouts of real ranks resumed under other ones, bit for bit, in ``docs/results``."""
 
 SIMULATED = 16
-"""Layouts of every class resumed under other ones by simulated ranks, in ``docs/verification/simulated.md``."""
+"""Layouts of every class resumed under other ones by simulated ranks, in ``docs/results/simulated.md``."""
 
 
 HEADINGS = ("family", "classes", "mapping", "logits compared", "layouts", "note")

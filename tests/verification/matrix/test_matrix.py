@@ -211,7 +211,7 @@ def test_an_experiment_is_a_paragraph_with_its_numbers(tmp_path: Path) -> None:
 
 def test_the_published_tables_are_whole_and_right() -> None:
     for name, total in (("llama2", 100), ("ernie4_5_moe", 64), ("qwen3", 16), ("qwen2_5_vl", 16), ("qwen3_moe", 16)):
-        page = (RECIPES.parents[1] / "docs" / "verification" / f"{name}.md").read_text()
+        page = (RECIPES.parents[1] / "docs" / "results" / f"{name}.md").read_text()
         assert f"* {total} of {total} cells: every tensor md5-equal" in page
         assert f"* {total} of {total} cells: the exports" in page
         assert "wrong" not in page

@@ -11,7 +11,7 @@ import pytest
 
 from paddleformers_fc.verification.matrix.picture import EQUAL, NOT_RUN, WRONG, colour_of, draw
 
-PAGES = Path(__file__).resolve().parents[3] / "docs" / "verification"
+PAGES = Path(__file__).resolve().parents[3] / "docs" / "results"
 
 
 def hue(text: str) -> float:

@@ -54,7 +54,7 @@ def test_a_model_that_does_not_exist_is_misuse(tmp_path: Path) -> None:
 
 
 def test_every_family_is_in_the_published_table_and_equal() -> None:
-    text = (RECIPES.parents[1] / "docs/verification/simulated.md").read_text(encoding="utf-8")
+    text = (RECIPES.parents[1] / "docs/results/simulated.md").read_text(encoding="utf-8")
     rows = dict(line[2:].split(" | ")[:2] for line in text.splitlines() if ") | " in line)
     assert rows == dict.fromkeys(simulated_models(), f"{SIMULATED} of {SIMULATED} cells equal")
     assert {name.partition(" ")[0] for name in rows} == {family.name for family in FAMILIES}
