@@ -30,12 +30,15 @@ from paddleformers_fc.execute.recasting import recast, recast_documents
 from paddleformers_fc.execute.redistribute import ReadContext, compare_redistributed
 from paddleformers_fc.execute.save import JobRecord, save_checkpoint
 from paddleformers_fc.execute.staging_directory import staging_beside
-from paddleformers_fc.families import ModelDescription
+from paddleformers_fc.families import ModelDescription, family_for
+from paddleformers_fc.families.exported import exported_config
 from paddleformers_fc.formats.checkpoint import (
+    CONFIG_NAME,
     REFUSE,
     ExportWriter,
     OpenedCheckpoint,
     OutputFile,
+    config_bytes,
     not_a_flex_checkpoint,
     with_role,
 )
@@ -328,7 +331,12 @@ def _model_files(checkpoint: OpenedCheckpoint, channel: Channel) -> dict[str, by
 
     def read() -> dict[str, bytes]:
         mine = handed if channel.rank == 0 else {}
-        return {name: checkpoint.document(name) if data is None else data for name, data in mine.items()}
+        found = {name: checkpoint.document(name) if data is None else data for name, data in mine.items()}
+        is_stock = checkpoint.commit_record is None and not checkpoint.format.canonical
+        if CONFIG_NAME in found and is_stock and checkpoint.known.partial:  # PaddleFormers wrote it for itself.
+            config = exported_config(family_for(checkpoint.config), checkpoint.config, checkpoint.known, {})
+            found[CONFIG_NAME] = config_bytes(config)
+        return found
 
     return run_on_all(channel, "reading what describes the model", read)
 

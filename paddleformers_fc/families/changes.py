@@ -159,7 +159,7 @@ def config_changes(stored: ModelDescription, live: ModelDescription, complete: b
         # A class of PaddleNLP is described under keys of both libraries (``trainer/nlp_models.py``).
         saved, now = ({key: one[key] for key in one if key in other} for one, other in ((saved, now), (now, saved)))
     if not complete:
-        now = {key: value for key, value in now.items() if key.partition(".")[0] in stored.config}
+        now = {key: value for key, value in now.items() if _is_stated(key, stored.config)}
     saved, now = saved | dict(_adapter_values(stored)), now | dict(_adapter_values(live))
     changed = {}
     for key in sorted(saved.keys() | now.keys()):
@@ -290,6 +290,15 @@ def _values(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield from _values(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
+
+
+def _is_stated(key: str, config: Mapping[str, Any]) -> bool:
+    """Return whether a configuration has a key, or the value that it is a part of."""
+    first, _, rest = key.partition(".")
+    nested = config.get(first)
+    if rest and first.endswith("_config") and isinstance(nested, Mapping):
+        return _is_stated(rest, nested)
+    return first in config
 
 
 def _adapter_values(model: ModelDescription) -> Iterator[tuple[str, Any]]:

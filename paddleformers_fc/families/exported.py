@@ -63,11 +63,18 @@ def exported_config(
             known = source.get(key) or {}
             nested = _completed(written[key], live.config.get(key) or {}, known)
             values[key] = {name: nested[name] for name in nested if name != _CLASS or name in known}
-    if family is not None:
-        sizes = family_sizes(family, live)
-        found = {key: sizes.value(expression) for key, expression in family.exported.items()}
-        values |= {key: value for key, value in found.items() if value is not None}
-    return values
+    return values if family is None else values | exported_keys(family, live)
+
+
+def exported_keys(family: Family, model: ModelDescription) -> dict[str, Any]:
+    """Return the keys that PaddleFormers does not write, or that have another meaning in its classes.
+
+    The description of a file may lack keys that the model was built with. Their defaults are not exported.
+    """
+    sizes = family_sizes(family, model)
+    known = {key: one for key, one in family.exported.items() if not model.partial or sizes.is_given(one)}
+    found = {key: sizes.value(expression) for key, expression in known.items()}
+    return {key: value for key, value in found.items() if value is not None}
 
 
 def _completed(written: Mapping[str, Any], live: Mapping[str, Any], source: Mapping[str, Any]) -> dict[str, Any]:

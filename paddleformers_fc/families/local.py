@@ -16,6 +16,13 @@ from paddleformers_fc.families.declarations import Family, Statement, TargetInde
 from paddleformers_fc.families.description import ModelDescription
 from paddleformers_fc.mapping import Shape
 
+_PREFIXES = (
+    ("visual.", "model.visual."),
+    ("model.", "model.language_model."),
+    ("language_model.", "model.language_model."),
+)
+"""Prefixes in files, and in models."""
+
 
 class LocalShapes:
     """The declared tensors of a model by name.
@@ -34,6 +41,11 @@ class LocalShapes:
         }
         self._known: dict[str, list[tuple[Statement, Shape]]] = {}
         self._index = TargetIndex((one, one) for one in with_adapters(family, model.adapters).statements)
+
+    def name_of(self, stored: str) -> str:
+        """Return the model's name of a stored weight: PaddleFormers saves vision-language models without prefixes."""
+        without = (stored, *(stored.replace(short, whole, 1) for short, whole in _PREFIXES if stored.startswith(short)))
+        return next((name for name in without if self._index.find(name)[0]), stored)
 
     def trained(self, name: str) -> bool:
         """Return whether an optimizer updates a tensor; true for a tensor that is not declared."""

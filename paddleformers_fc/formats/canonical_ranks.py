@@ -16,6 +16,7 @@ from paddleformers_fc.errors import MappingError
 from paddleformers_fc.families import DeclaredTensor, ModelDescription, bind, enumerate_tensors, family_for
 from paddleformers_fc.families.bind import tied_names, tied_sources
 from paddleformers_fc.families.build_order import built_order
+from paddleformers_fc.families.local import LocalShapes
 from paddleformers_fc.formats.checkpoint import StoredShard
 from paddleformers_fc.formats.rank_files import FileArray
 from paddleformers_fc.layout.shards import Shard
@@ -106,7 +107,8 @@ def canonical_models(model: ModelDescription, tp: int, stored: Sequence[str]) ->
             continue
         seen.append(set(tensors))
         differing = sorted(present ^ mapping.sources.keys())
-        fused = sorted(present.intersection(tensors) - mapping.sources.keys())
+        name_of = LocalShapes(family, one).name_of
+        fused = sorted(name for name in present - mapping.sources.keys() if name_of(name) in tensors)
         if fused:
             yield (
                 f"{count_text(len(fused), 'fused layer')}, such as {fused[0]}: save_to_hf stores them under the names "

@@ -12,8 +12,8 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +131,11 @@ class RankContent:
     master: Mapping[str, FileArray] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
     epoch: int | None = None
+
+    def renamed(self, name_of: Callable[[str], str]) -> RankContent:
+        """Return the content of a file of weights under other names."""
+        arrays = {name_of(name): one for name, one in self.arrays.items()}
+        return replace(self, arrays=arrays, names={name_of(name): one for name, one in self.names.items()})
 
 
 def is_rank_file(name: str, *kinds: str) -> bool:

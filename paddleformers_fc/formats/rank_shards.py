@@ -36,6 +36,7 @@ from paddleformers_fc.families import ModelTensor, OptionalNames, bind, enumerat
 from paddleformers_fc.families.bind import tied_names, tied_sources
 from paddleformers_fc.families.declarations import Family, Stage
 from paddleformers_fc.families.description import IS_NLP
+from paddleformers_fc.families.exported import exported_keys
 from paddleformers_fc.families.local import LocalShapes
 from paddleformers_fc.families.mapping_document import completed
 from paddleformers_fc.families.registry import is_known
@@ -64,7 +65,7 @@ from paddleformers_fc.formats.rank_files import (
 )
 from paddleformers_fc.formats.sharding_group import arrange
 from paddleformers_fc.formats.stock_checkpoint import COPY_AGAIN_STEP, model_description, open_stock, read_stock_config
-from paddleformers_fc.formats.stock_run import different_steps
+from paddleformers_fc.formats.stock_run import ARGUMENTS, different_steps, stated_sharding
 from paddleformers_fc.formats.variable_names import assign_variables
 from paddleformers_fc.layout.roles import (
     EMA_STATE,
@@ -94,6 +95,7 @@ _SLICE = "slice@"
 """The beginning of the names of states of parameters that stage 3 slices."""
 _OF_MASTER = "fp32_master_0_"
 """Between the name of a parameter and that of its state, in optimizers with master weights."""
+_FROZEN = "save_sharding_stage1_model_include_freeze_params"
 _PADDLE_DTYPES = {10: "float32", 11: "float64", 15: "float16", 16: "bfloat16", 22: "bfloat16", 5: "float32"}
 """Numbers of Paddle's element types in ``model_meta.json``; the last two are those of earlier versions."""
 
@@ -204,12 +206,24 @@ def _assembled(directory: Path, files: RankFiles, config: Mapping[str, Any]) -> 
     """Read all files of a directory, and convert them to shards."""
     contents = {name: read_rank_file(directory, name) for name in files.names}
     _refuse_steps(directory, contents)
-    cells = _cells(directory, files, contents, _read_meta(directory, files))
+    if is_known(config):
+        declared = LocalShapes(family_for(config), model_description(directory, config))
+        named = [name for name in files.files[MODEL].values() if name.endswith(".pdparams")]
+        contents |= {name: contents[name].renamed(declared.name_of) for name in named}
+    meta = _read_meta(directory, files)
+    cells = _cells(directory, files, contents, meta)
     if any(name.endswith(".safetensors") for name in files.names):
         cells = _canonical_cells(directory, config, files.tp, cells)
     assembly = Assembly(directory, config, files.tp, any(one.optimizers for one in cells))
     for cell in cells:
         assembly.add(cell)
+    if not {*assembly.weightless}.isdisjoint(assembly.stateless):
+        assembly.faults.append(f"sharding_io stores weights that are not trained under {_FROZEN} alone")
+    if assembly.stateless and not (meta.described or files.sharding in (1, stated_sharding(directory))):
+        assembly.faults += (f"{name}: no optimizer state is stored" for name in assembly.stateless)
+        assembly.faults.append(
+            f"{ARGUMENTS} does not state sharding_parallel_size {files.sharding}: files of other ranks may be missing"
+        )
     return assembly
 
 
@@ -440,6 +454,8 @@ class Assembly:
         faults: one line each.
         cuts: number of parts of every parameter on each axis.
         replicas: tensors that two tensor-parallel ranks have whole.
+        stateless: parameters without a state, as those that are not trained.
+        weightless: parameters without a weight.
     """
 
     directory: Path
@@ -449,6 +465,8 @@ class Assembly:
     faults: list[str] = field(default_factory=list)
     cuts: dict[str, Shape] = field(default_factory=dict)
     replicas: list[tuple[str, FileArray, FileArray]] = field(default_factory=list)
+    stateless: list[str] = field(default_factory=list)
+    weightless: list[str] = field(default_factory=list)
     _copied: dict[tuple[str, str], Sequence[FileArray]] = field(default_factory=dict)
     _shards: dict[str, list[StoredShard]] = field(default_factory=dict)
     _cast: list[StoredShard] = field(default_factory=list)
@@ -479,7 +497,7 @@ class Assembly:
             if part.name in averages:
                 self._keep(EMA_STATE, self._joined(part, part.name, "float32", averages[part.name]))
             if self.has_states and not own and owner == part.name and self._is_trained(part.name):
-                self.faults.append(f"{part.name}: no optimizer state is stored")
+                self.stateless.append(part.name)
 
     def _add_weight(
         self, part: Part, cell: StageFiles, stored: Sequence[FileArray], master: Sequence[FileArray]
@@ -493,6 +511,7 @@ class Assembly:
             self._cast += self._joined(part, part.name, part.dtype, master)
         else:
             self.faults.append(f"{part.name}: neither the weight nor its master weight is stored")
+            self.weightless.append(part.name)
 
     def _compare(self, part: Part, own: Mapping[tuple[str, str], Sequence[FileArray]]) -> None:
         """Note the copies of tensors that another tensor-parallel rank has as well."""
@@ -651,7 +670,9 @@ def stored_model(catalog: Catalog, config: dict[str, Any], cuts: Mapping[str, Sh
     # Rules that are derived from the stored ones must have the cuts of the tensors.
     rules = replace(rules, cuts={name: tuple(own) for name, own in cuts.items() if any(cut > 1 for cut in own)})
     try:
-        declared = [one.under() for one in enumerate_tensors(family, model) if one.stage is not Stage.ABSENT]
+        # PaddleFormers built the model: an absent key has the meaning that it has in its classes.
+        built = replace(model, config={**exported_keys(family, model), **model.config})
+        declared = [one.under() for one in enumerate_tensors(family, built) if one.stage is not Stage.ABSENT]
         wanted = bind(family, model, declared).mapping().sources
         optional = OptionalNames(family, model)
     except MappingError:

@@ -317,6 +317,18 @@ def _arguments(directory: Path) -> Mapping[str, Any]:
     return content.fields if isinstance(content, Record) else {}
 
 
+def stated_sharding(directory: Path) -> int | None:
+    """Return the number of ranks that shared the optimizer states by the training arguments; None if unknown."""
+    arguments = _arguments(directory)
+    found = [arguments.get(f"sharding_parallel_{word}") for word in ("size", "degree")]  # "degree" in PaddleNLP.
+    return next((one for one in found if type(one) is int and one > 0), None)
+
+
+def removes_masters(directory: Path) -> bool:
+    """Return whether the training arguments state that a unified checkpoint has no master weights."""
+    return "remove_master_weight" in (_arguments(directory).get("unified_checkpoint_config") or ())
+
+
 def _position(directory: Path) -> dict[str, Any]:
     """Return the document of a position in the data, see ``trainer.position``."""
     record, arguments = read_run(directory), _arguments(directory)

@@ -9,9 +9,12 @@
 Each kind has an index, ``optimizer.safetensors.index.json``, or is one file without a number. Tensor-parallel parts are
 merged. States and master weights have the orientation of the model. Weights of linear layers have that of open weights
 in files whose metadata contain ``format: pt``. The shape of the states or the declaration of the family proves it. For
-square weights other layers of the same name prove it, or the master weight, or the embedding that a head is tied to. A
-state that several sharding ranks store in ranges of elements is joined in the order of the files. Expert-parallel ranks
-may count their experts from 0: the same names are then in several files, and the order of the files gives the offset.
+square weights other layers of the same name prove it, or ``qkv`` beside ``proj``, or the master weight, or the
+embedding that a head is tied to. A state that several sharding ranks store in ranges of elements is joined in the order
+of the files. Expert-parallel ranks may count their experts from 0: the same names are then in several files, and the
+order of the files gives the offset.
+
+Under ``remove_master_weight`` there are no master weights, and those of the weights are read from them with a cast.
 
 There are no checksums, and files of weights record no step. The powers of Adam's betas show the steps of the files of
 states.
@@ -20,6 +23,7 @@ states.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -57,6 +61,7 @@ from paddleformers_fc.formats.stock_checkpoint import (
     read_stock_config,
     verify_stock,
 )
+from paddleformers_fc.formats.stock_run import removes_masters
 from paddleformers_fc.layout.roles import (
     MASTER,
     MASTER_WEIGHT,
@@ -91,7 +96,10 @@ _NEVER_TRANSPOSED = "embed_tokens"
 _HEAD, _TIED = "lm_head", "tie_word_embeddings"
 _SIBLINGS = {"q_proj": "k_proj"}
 """A layer that is transposed only in families that have the other one beside it."""
+_PARTNERS = {"proj": "qkv"}
+"""A layer that is transposed if the other one is."""
 _EXPERT = re.compile(r"(.*\.experts\.)([0-9]{1,6})(\..*)")
+_NUMBERED = re.compile(r"[._]?[0-9]+\Z")
 _HALF = ("bfloat16", "float16")
 _FLOATS = ("float16", "float32", "float64")
 
@@ -234,6 +242,9 @@ class _Assembly:
         }
         self._refuse_masters_as_weights(arrays)
         roles = self._weights(arrays[_WEIGHTS], states)
+        if not arrays[_MASTERS] and removes_masters(self.directory):
+            trained = {split_state_name(OPTIMIZER_STATE, name).parameter for name in states[OPTIMIZER_STATE]}
+            roles |= _masters_of({name: one for name, one in roles.get(MODEL_STATE, {}).items() if name in trained})
         for role in (MASTER_WEIGHT, OPTIMIZER_STATE):
             self._add(roles, role, (one for name, own in states[role].items() for one in self._state(role, name, own)))
         if MODEL_STATE not in roles:
@@ -294,8 +305,9 @@ class _Assembly:
                 f"The orientation of {count_text(len(unproved), 'weight')} in {self.directory} cannot be proved.",
                 where=str(self.directory),
                 evidence=fold(unproved),
-                next_step=f"{NAME_CONFIG} If there is one, resume the checkpoint with PaddleFormers, and save it with "
-                "save_to_hf: false.",
+                next_step="Resume the checkpoint with PaddleFormers, and save it with save_to_hf: false."
+                if self.config
+                else NAME_CONFIG,
             )
 
     def _turned(
@@ -321,7 +333,7 @@ class _Assembly:
                 votes.setdefault(_leaf(name), set()).add(found[name])
         for name in weights.keys() - found.keys():
             leaf = _leaf(name)
-            seen = votes.get(leaf, set())
+            seen = votes.get(leaf) or votes.get(_PARTNERS.get(leaf, ""), set())
             sibling = f"{name.removesuffix(leaf + _OF_LAYER)}{_SIBLINGS.get(leaf, leaf)}{_OF_LAYER}"
             if not seen and leaf in _LINEAR and sibling in weights:
                 found[name] = True
@@ -363,17 +375,26 @@ class _Assembly:
 
     @cached_property
     def _enumerated(self) -> dict[str, set[Shape]]:
-        """The shapes of every tensor in the classes of PaddleFormers, or of PaddleNLP if names have their scope."""
+        """The shapes of every tensor in the classes of PaddleFormers that have most of the stored names.
+
+        Names with the scope of PaddleNLP's classes are theirs.
+        """
         found: dict[str, set[Shape]] = {}
         if not is_known(self.config):
             return found
+        stored = self.contents[_WEIGHTS].arrays.keys()
         family, model = family_for(self.config), model_description(self.directory, self.config)
-        if is_of_nlp(family, self.contents[_WEIGHTS].arrays):
+        if is_of_nlp(family, stored):
             model = replace(model, config={**model.config, IS_NLP: True})
+        classes: list[dict[str, Shape]] = []
         for is_fleet in (False, True):
             with contextlib.suppress(MappingError):  # The configuration lacks a size: every declaration remains.
-                for one in enumerate_tensors(family, replace(model, is_fleet=is_fleet)):
-                    found.setdefault(one.name, set()).add(one.shape)
+                declared = enumerate_tensors(family, replace(model, is_fleet=is_fleet))
+                classes.append({one.name: one.shape for one in declared})
+        unknown = [len(stored - one.keys()) for one in classes]
+        for one in itertools.compress(classes, (count == min(unknown) for count in unknown)):
+            for name, shape in one.items():
+                found.setdefault(name, set()).add(shape)
         return found
 
     @cached_property
@@ -439,8 +460,17 @@ class _Assembly:
         return sizes.length("experts") if sizes.defines("experts") else 0
 
 
+def _masters_of(weights: Mapping[str, StoredTensor]) -> dict[str, dict[str, StoredTensor]]:
+    """Return the weights of 16 bits as their master weights, as PaddleFormers loads them."""
+    forms = {one.form: replace(one.form, dtype=MASTER.dtype, file_dtype=one.dtype) for one in weights.values()}
+    named = {name + MASTER.suffix: one for name, one in weights.items() if one.dtype in _HALF}
+    found = {name: StoredTensor(name, forms[one.form], one.offsets) for name, one in named.items()}
+    return {MASTER_WEIGHT: found} if found else {}
+
+
 def _leaf(name: str) -> str:
-    return name.removesuffix(_OF_LAYER).rpartition(".")[2]
+    """Return the name of a layer without the number that it may end with."""
+    return _NUMBERED.sub("", name.removesuffix(_OF_LAYER)).rpartition(".")[2]
 
 
 class UnifiedFormat(Format):

@@ -8,7 +8,7 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,13 @@ def train(
     ours: bool = False,
     model: Mapping[str, Any] | None = None,
     model_type: str = "llama",
+    frozen: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Train with the stock Trainer or with ours; its losses, last step and samples, or the error."""
+    """Train with the stock Trainer or with ours; its losses, last step and samples, or the error.
+
+    Args:
+        frozen: beginnings of the names of parameters that are not trained.
+    """
     from paddleformers.trainer import TrainerCallback
 
     from tests.trainer.data_jobs import known_samples
@@ -58,6 +63,10 @@ def train(
         else:
             args = tiny.training_arguments(layout, output_dir, **(arguments or {}))
             trainer = tiny.trainer(tiny.build(model_type, layout, args, **(model or {})), args, **given)
+        shards = trainer.model.sharded_state_dict().items() if frozen else ()
+        held = {one.local_tensor.name for name, one in shards if name.startswith(tuple(frozen))}
+        for parameter in trainer.model.parameters() if frozen else ():
+            parameter.stop_gradient = parameter.name in held
         trainer.train(resume_from_checkpoint=resume)
         found = {"losses": trainer.losses, "step": trainer.state.global_step, "samples": trained}
         if evaluate:

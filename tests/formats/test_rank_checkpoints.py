@@ -6,7 +6,7 @@ import json
 import os
 import pickle
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,7 @@ def saved(
     options: Mapping[str, Any] | None,
     bf16: bool = False,
     model: Mapping[str, Any] | None = None,
+    frozen: Sequence[str] = (),
 ) -> Path:
     """The checkpoint of a run of two steps: of the stock Trainer with some options, or of ours for None."""
     used = replace(parse_layout(layout), bf16=bf16)
@@ -60,6 +61,7 @@ def saved(
         "ours": options is None,
         "model": {key: value for key, value in (model or {}).items() if key != "model_type"},
         "model_type": (model or {}).get("model_type", "llama"),
+        "frozen": frozen,
     }
     assert ranks.run("tests.formats.jobs:train", used.nproc, given).values[0]["step"] == 2
     return output_dir / "checkpoint-2"
@@ -106,6 +108,9 @@ def contents(directory: Path) -> dict[str, bytes]:
         ("sd4(ep2)", "float32", "stock", {"model_type": "ernie4_5_moe"}),
         ("sd2v2", "bfloat16", "sharded", {"tie_word_embeddings": True}),
         ("pp2", "float32", "canonical", {"tie_word_embeddings": True}),
+        ("dp2", "float32", "stock", {"model_type": "ernie4_5_moe", "use_bias": True}),
+        pytest.param("tp2", "float32", "stock", {"model_type": "qwen2_5_vl"}, marks=pytest.mark.chosen),
+        ("sd2v2", "float32", "sharded", {"model_type": "qwen2_5_vl"}),
         ("dp2", "float32", "canonical", {"attention_bias": True}),
         ("dp2", "float32", "canonical", {}),
         ("pp2", "float32", "canonical", {}),
@@ -130,6 +135,50 @@ def test_every_strategy_holds_in_every_role_what_a_flex_save_of_the_same_run_hol
     assert theirs.format.loadable
     assert list(found.roles) == [MODEL_STATE, *([MASTER_WEIGHT] if bf16 else []), OPTIMIZER_STATE]
     assert contents(stock) == before
+
+
+FROZEN = ("model.embed_tokens.", "model.layers.0.")
+WITH_FROZEN = {**SHARDED, "save_sharding_stage1_model_include_freeze_params": True}
+
+
+@pytest.mark.parametrize(("layout", "options", "bf16"), [("sd2v2", STOCK, True), ("sd2v1", WITH_FROZEN, False)])
+def test_parameters_that_are_not_trained_need_no_states(
+    layout: str, options: Mapping[str, Any], bf16: bool, ranks: ForkServer, tmp_path: Path
+) -> None:
+    stock = saved(ranks, tmp_path / "stock", layout, options, bf16, frozen=FROZEN)
+    outcome, problem = verify_checkpoint(stock, "full")
+    assert outcome.passed, problem
+    ours = open_checkpoint(saved(ranks, tmp_path / "ours", layout, None, bf16, frozen=FROZEN))
+    found = compare_checkpoints(open_checkpoint(stock), ours)
+    assert found.equal, found
+    assert not any(name.startswith(FROZEN) for name in ours.catalog.roles[OPTIMIZER_STATE])
+
+
+def test_states_that_are_missing_without_evidence_that_all_files_are_there_are_refused(
+    ranks: ForkServer, tmp_path: Path
+) -> None:
+    legacy = saved(ranks, tmp_path / "legacy", "sd2v2", STOCK, frozen=FROZEN)
+    (legacy / "training_args.bin").unlink()
+    sharded = saved(ranks, tmp_path / "sharded", "sd2v2", SHARDED, frozen=FROZEN)
+    name = "model.embed_tokens.weight"
+    for directory, evidence in (
+        (legacy, [f"{name}: no optimizer state is stored", "does not state sharding_parallel_size 2"]),
+        (sharded, [f"{name}: neither the weight nor its master", "under save_sharding_stage1_model_include_freeze"]),
+    ):
+        with pytest.raises(Corrupt, match="does not contain all of its model") as caught:
+            open_checkpoint(directory)
+        for text in evidence:
+            assert any(text in line for line in caught.value.evidence), caught.value.evidence
+
+
+def test_biases_that_paddleformers_does_not_build_are_stated_in_an_export(ranks: ForkServer, tmp_path: Path) -> None:
+    model = {"model_type": "ernie4_5_moe", "use_bias": True}
+    stock = saved(ranks, tmp_path / "stock", "dp1", STOCK, model=model)
+    export_checkpoint(stock, tmp_path / "hf", 10**9)
+    config = json.loads((tmp_path / "hf/config.json").read_text())
+    assert (config["use_bias"], config["mlp_bias"], config["lm_head_bias"]) == (True, False, False)
+    outcome, problem = verify_checkpoint(tmp_path / "hf", "full")
+    assert outcome.passed, problem
 
 
 def test_experts_of_tensor_parallel_ranks_are_those_of_a_flex_save_of_the_same_run(

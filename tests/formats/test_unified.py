@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from paddleformers_fc.execute.verify import verify_checkpoint
 from paddleformers_fc.families import ModelDescription, enumerate_tensors, family_for
 from paddleformers_fc.formats import format_of, open_checkpoint
 from paddleformers_fc.formats.unified import UNIFIED
-from paddleformers_fc.layout.roles import MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE
+from paddleformers_fc.layout.roles import MASTER, MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE
 from paddleformers_fc.verification.matrix.layouts import parse_layout
 from paddleformers_fc.verification.matrix.tiny import keys
 from tests.formats.conversions import assert_equal_after_conversions
@@ -34,6 +35,8 @@ UNIFIED_FORMAT = {"save_checkpoint_format": "unified_checkpoint", "load_checkpoi
 ERNIE = "ernie4_5_moe"
 
 Arrays = dict[str, np.ndarray[Any, Any]]
+
+WEIGHTS_AND_MASTERS = (("", MODEL_STATE), (MASTER.suffix, MASTER_WEIGHT))
 
 POWERS = {"beta1_pow_acc_0": 0.729, "beta2_pow_acc_0": 0.997}
 
@@ -371,6 +374,9 @@ def test_copies_of_a_tied_embedding_that_differ_are_found_by_verification(tmp_pa
         ("dp2", True, {"save_to_hf": False}, {}),
         ("sd2v1", True, {}, {"model_type": ERNIE}),
         ("sd2(ep2)", False, {}, {"model_type": ERNIE}),
+        ("dp2", False, {}, {"model_type": ERNIE, "use_bias": True}),
+        ("dp2", False, {}, {"model_type": "qwen2_5_vl"}),
+        ("sd2(ep2)", False, {}, {"model_type": "qwen3_moe"}),
     ],
 )
 def test_every_layout_holds_in_every_role_what_a_flex_save_of_the_same_run_holds(
@@ -398,6 +404,25 @@ def test_conversions_there_and_back_keep_the_bytes_of_every_tensor(
     before = contents(source)
     assert_equal_after_conversions(source, tmp_path)
     assert contents(source) == before
+
+
+def test_master_weights_that_are_not_stored_are_those_of_the_weights(ranks: ForkServer, tmp_path: Path) -> None:
+    """PaddleFormers 1.2.0 cannot resume such a checkpoint: its index states that there are master weights."""
+    options = {**UNIFIED_FORMAT, "unified_checkpoint_config": "remove_master_weight"}
+    stock = open_checkpoint(saved(ranks, tmp_path / "stock", "sd2v1", options, True))
+    ours = saved(ranks, tmp_path / "ours", "sd2v1", None, True)
+    found = compare_checkpoints(stock, open_checkpoint(ours))
+    assert found.roles[MODEL_STATE].equal
+    assert found.roles[OPTIMIZER_STATE].equal
+    read = paddleformers_fc.open(tmp_path / "stock/checkpoint-2")
+    for name in ("model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight"):
+        weight, master = (read.read(f"{name}{suffix}", role=role) for suffix, role in WEIGHTS_AND_MASTERS)
+        assert np.array_equal(master, weight.astype(np.float32))
+    given = {"layout": replace(parse_layout("tp2"), bf16=True).to_json(), "output_dir": str(tmp_path / "resumed")}
+    given |= {"arguments": {"max_steps": 3}, "ours": True, "resume": str(tmp_path / "stock/checkpoint-2")}
+    (loss,) = ranks.run("tests.formats.jobs:train", 2, given).values[0]["losses"]
+    (expected,) = ranks.run("tests.formats.jobs:train", 2, {**given, "resume": str(ours)}).values[0]["losses"]
+    assert loss == expected
 
 
 def test_a_run_is_resumed_under_another_layout_with_the_losses_of_the_run_that_wrote_it(
