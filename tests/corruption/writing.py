@@ -1,4 +1,4 @@
-"""A plugin of pytest that writes ``docs/results/guarantees.md`` at the end of a run: ``pytest -p tests.corruption.writing``."""
+"""A plugin of pytest that writes the page of guarantees after a run: ``pytest -p tests.corruption.writing``."""
 
 from __future__ import annotations
 
