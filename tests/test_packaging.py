@@ -206,16 +206,3 @@ def test_the_wheel_reads_a_checkpoint_with_the_lowest_version_of_every_requireme
     programs = environment(tmp_path / "fresh")
     call([programs / "pip", "install", "-q", built.wheel, *lowest], tmp_path)
     check_without_paddle(programs, tmp_path)
-
-
-@pytest.mark.slow
-def test_the_demo_runs_from_the_wheel_alone(built: Built, tmp_path: Path) -> None:
-    programs = environment(tmp_path / "fresh")
-    call([programs / "pip", "install", "-q", "--no-index", "--no-deps", built.wheel], tmp_path)
-    # Paddle and all other requirements are those of this environment. Its own link to the repository is not followed.
-    (library,) = (tmp_path / "fresh").glob("lib/python*/site-packages")
-    (library / "paddle.pth").write_text(f"{Path(pytest.__file__).parents[1]}\n")
-    code = "import paddleformers_fc; print(paddleformers_fc.__file__)"
-    assert call([programs / "python", "-c", code], tmp_path).startswith(str(library))
-    call([programs / "paddleformers-fc", "demo", "--output", "demo"], tmp_path)
-    assert (tmp_path / "demo/summary.json").is_file()

@@ -40,9 +40,5 @@ DOCUMENTS: dict[str, type[Any]] = {
 }
 """The type of the document that a command prints if it succeeds; ``verify`` and ``train`` add the keys of an error."""
 
-FREE = {
-    "register-path": "`custom_register_path`, the path of the file.",
-    "matrix": "`cells`, `experiments` and `wrong`, the names of the cells that differ.",
-    "demo": "the summary of `demo_out/`, for people; its keys may change.",
-}
+FREE = {"register-path": "`custom_register_path`, the path of the file."}
 """Commands whose document has no type of its own."""

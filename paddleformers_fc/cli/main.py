@@ -11,7 +11,7 @@ code  meaning
 ====  ================================================================================================================
 
 ``train`` returns the code of its job. Commands are declared here; each is implemented in a module that is imported when
-the command runs. Only ``train``, ``demo`` and ``matrix`` import Paddle. ``--help`` does not import Rich.
+the command runs. Only ``train`` imports Paddle. ``--help`` does not import Rich.
 """
 
 from __future__ import annotations
@@ -536,46 +536,6 @@ def train(
             output.print_error(problem, as_json)
         training.show(ended, output.console())
     return ended.returncode
-
-
-@app.command()
-def demo(
-    directory: Annotated[
-        Path, typer.Option("--output", file_okay=False, help="Output directory; an earlier demo is replaced.")
-    ] = Path("demo_out"),
-    as_json: Json = False,
-) -> int:
-    """Train tiny models, resume them under other layouts, export them, and compare the numbers."""
-    from paddleformers_fc.cli.start_checks import require_matplotlib, require_paddleformers
-    from paddleformers_fc.verification.demo import demo as run_demo
-
-    require_paddleformers("The demo")
-    require_matplotlib("The demo")
-    return run_demo(directory, as_json)
-
-
-@app.command()
-def matrix(
-    recipe: Annotated[
-        Path, typer.Argument(metavar="RECIPE.yaml", exists=True, dir_okay=False, help="A matrix of layouts.")
-    ],
-    only: Annotated[
-        str | None, typer.Option(metavar="'FROM->TO'", help="Run these cells only; * matches any layout.")
-    ] = None,
-    work: Annotated[
-        Path, typer.Option(file_okay=False, help="Working directory; results of an earlier run in it are kept.")
-    ] = Path("out/matrix"),
-    documents: Annotated[
-        Path, typer.Option("--output", file_okay=False, help="Output directory of the table and the picture.")
-    ] = Path("docs/results"),
-    as_json: Json = False,
-) -> int:
-    """Verify that every layout resumes every other: md5 there and back, exports, losses, as a table."""
-    from paddleformers_fc.cli.start_checks import require_matplotlib
-    from paddleformers_fc.verification.matrix import run_matrix
-
-    require_matplotlib("A matrix")
-    return run_matrix(recipe, only, work, documents, as_json)
 
 
 @app.command()

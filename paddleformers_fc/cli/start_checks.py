@@ -24,7 +24,7 @@ from paddleformers_fc.storage.files import exists, is_directory, list_directory
 from paddleformers_fc.storage.manifest import MANIFEST_NAME, read_manifest, verify_files
 from paddleformers_fc.storage.names import parse_step
 from paddleformers_fc.storage.paths import expand_user, parse_path
-from paddleformers_fc.text import count_text, install_command
+from paddleformers_fc.text import count_text
 from paddleformers_fc.trainer.options import FIELD_NAMES, unknown_keys
 from paddleformers_fc.trainer.resume import refuse_no_checkpoint
 from paddleformers_fc.trainer.stock_keys import Words, stock_keys, stock_words
@@ -84,23 +84,6 @@ def require_paddleformers(doing: str) -> None:
     if importlib.util.find_spec("paddleformers") is None:
         raise EnvironmentMismatch(
             f"{doing} needs PaddleFormers, which is not installed.", where=sys.executable, next_step=upstream.INSTALL
-        )
-
-
-def require_matplotlib(doing: str) -> None:
-    """Refuse an operation that ends with a picture, before it starts, if matplotlib is not installed.
-
-    Args:
-        doing: the operation, as the subject of a sentence.
-
-    Raises:
-        EnvironmentMismatch: it is not installed.
-    """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise EnvironmentMismatch(
-            f"{doing} needs matplotlib, which is not installed.",
-            where=sys.executable,
-            next_step=f"Run {install_command('plots')}.",
         )
 
 
@@ -171,8 +154,8 @@ def refuse_missing_paths(settings: Mapping[str, Any]) -> None:
             "The configuration names missing files or directories.",
             where=str(Path.cwd()),
             evidence=missing,
-            next_step="Relative paths begin in the working directory above. `paddleformers-fc demo`, which make "
-            "demo runs, creates the files of demo_out.",
+            next_step="Relative paths begin in the working directory above. `make demo` in the repository creates the "
+            "files of demo_out.",
         )
 
 

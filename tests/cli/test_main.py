@@ -29,8 +29,6 @@ VERBS = (
     "plan",
     "export",
     "train",
-    "demo",
-    "matrix",
     "register-path",
 )
 ROOT = Path(__file__).resolve().parents[2]
@@ -308,19 +306,6 @@ def test_the_registration_file_is_printed_and_exists() -> None:
     assert Path(path).is_file()
     assert Path(path).parts[-2:] == ("trainer", "register.py")
     assert run("register-path", "--json").document == {"custom_register_path": path}
-
-
-def test_the_demo_gets_its_directory_and_returns_its_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    calls: list[tuple[Path, bool]] = []
-
-    def demo(output: Path, as_json: bool) -> int:
-        calls.append((output, as_json))
-        return 1
-
-    monkeypatch.setattr("paddleformers_fc.verification.demo.demo", demo)
-    assert run("demo").code == 1
-    assert run("demo", "--output", tmp_path, "--json").code == 1
-    assert calls == [(Path("demo_out"), False), (tmp_path, True)]
 
 
 @pytest.fixture

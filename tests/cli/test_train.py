@@ -660,15 +660,14 @@ def test_adapters_are_trained_as_paddleformers_does_by_default(tmp_path: Path, o
     assert run("train", path, "--dry-run").code == 0
 
 
-@pytest.mark.parametrize("verb", [["train", "--dry-run"], ["train"], ["demo"]])
+@pytest.mark.parametrize("verb", [["train", "--dry-run"], ["train"]])
 @pytest.mark.parametrize(("inside", "reason"), [("/proc/x", "No such file"), ("job.yaml/x", "Not a directory")])
 def test_an_output_directory_that_cannot_be_made_is_refused(
     tmp_path: Path, on: Any, verb: list[str], inside: str, reason: str
 ) -> None:
     path = config(tmp_path)
     output = tmp_path / inside  # An absolute path stays what it is.
-    named = ["--output", output] if verb == ["demo"] else [path, f"output_dir={output}"]
-    outcome = run(*verb, *named)
+    outcome = run(*verb, path, f"output_dir={output}")
     assert outcome.code == 2
     assert outcome.err.startswith(f"The operating system refused to create {output}")
     assert reason in outcome.err
@@ -817,8 +816,6 @@ def test_without_paddleformers_the_error_has_the_command_to_install_it(
     outcome = run("train", config(tmp_path))
     assert outcome.code == 2
     assert 'pip install "paddleformers-fc[cpu]"' in outcome.err
-    assert run("demo", "--output", tmp_path / "demo").code == 2
-    assert not (tmp_path / "demo").exists()
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from paddleformers_fc.errors import OptionError
 from paddleformers_fc.execute.digest import canonical_digests
 from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.execute.weights_md5 import weights_md5
-from paddleformers_fc.output import console, print_json
+from paddleformers_fc.output import console
 from paddleformers_fc.storage.files import make_directories
 from paddleformers_fc.verification.demo.assets import Assets, prepare
 from paddleformers_fc.verification.demo.jobs import AS_LOADED, DemoResult, DemoRun, train
@@ -74,12 +74,11 @@ class Workplace:
         return trained
 
 
-def demo(output: Path = DEFAULT_OUTPUT, as_json: bool = False) -> int:
+def demo(output: Path = DEFAULT_OUTPUT) -> int:
     """Run the whole demo, print its tables, and write summary and picture.
 
     Args:
         output: the directory to work in; an earlier demo in it is replaced, anything else is refused.
-        as_json: print the summary instead of the tables.
 
     Returns:
         0 when everything is as it must be, 1 when something was found wrong.
@@ -102,10 +101,7 @@ def demo(output: Path = DEFAULT_OUTPUT, as_json: bool = False) -> int:
         "faults": faults,
     }
     (place.root / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    if as_json:
-        print_json(summary)
-    else:
-        _show(comparisons, faults, place.root, seconds)
+    _show(comparisons, faults, place.root, seconds)
     return 1 if faults else 0
 
 

@@ -14,14 +14,15 @@ import shlex
 import time
 from pathlib import Path
 
-from paddleformers_fc import output
 from paddleformers_fc.verification.matrix import report
 from paddleformers_fc.verification.matrix.recipe import cells_of, chosen, read_recipe
 from paddleformers_fc.verification.matrix.running import CellOutcome, Workshop
 from paddleformers_fc.verification.matrix.simulated import read_simulated, run_simulated
 
+PROGRAM = "python -m paddleformers_fc.verification.matrix"
 
-def run_matrix(path: Path, only: str | None, work: Path, documents: Path, as_json: bool) -> int:
+
+def run_matrix(path: Path, only: str | None, work: Path, documents: Path) -> int:
     """Run a matrix, or some of its cells, and write its document.
 
     Args:
@@ -29,7 +30,6 @@ def run_matrix(path: Path, only: str | None, work: Path, documents: Path, as_jso
         only: a pattern of cells, such as ``tp2->*``; all by default.
         work: for runs; completed cells of this recipe in it are reused.
         documents: gets ``<recipe>.md`` and ``<recipe>.png``.
-        as_json: print one JSON document.
     Returns:
         0 when every cell that ran was right, else 1.
     Raises:
@@ -37,7 +37,7 @@ def run_matrix(path: Path, only: str | None, work: Path, documents: Path, as_jso
     """
     simulated = read_simulated(path)
     if simulated is not None:
-        return run_simulated(simulated, path.stem, only, documents, as_json)
+        return run_simulated(simulated, path.stem, only, documents)
     recipe = read_recipe(path)
     cells = cells_of(recipe)
     wanted = chosen(cells, only)
@@ -55,12 +55,9 @@ def run_matrix(path: Path, only: str | None, work: Path, documents: Path, as_jso
     known = {cell.name: workshop.known(cell) for cell in cells}
     report.write(recipe, cells, known, found, documents / path.stem)
     wrong = [outcome for outcome in outcomes if not outcome.right(recipe.tolerance)]
-    if as_json:
-        output.print_json({"cells": outcomes, "experiments": found, "wrong": [outcome.name for outcome in wrong]})
-    else:
-        report.show(recipe, outcomes, time.monotonic() - started, documents / f"{path.stem}.md")
-        for outcome in wrong:
-            again = shlex.join(["paddleformers-fc", "matrix", str(path), "--only", outcome.name])
-            print(f"WRONG: {outcome.name}: {report.reason(outcome)}")
-            print(f"    logs: {root / 'cells' / report.directory_of(outcome)}\n    again: {again}")
+    report.show(recipe, outcomes, time.monotonic() - started, documents / f"{path.stem}.md")
+    for outcome in wrong:
+        again = f"{PROGRAM} {shlex.join([str(path), '--only', outcome.name])}"
+        print(f"WRONG: {outcome.name}: {report.reason(outcome)}")
+        print(f"    logs: {root / 'cells' / report.directory_of(outcome)}\n    again: {again}")
     return 1 if wrong else 0

@@ -151,7 +151,7 @@ def _legend(recipe: Recipe, name: str) -> str:
         stages 2 and 3, with slices of all parameters above 1000 elements; `pp4vpp2` has two virtual stages on each of
         four ranks; `(ep2)` spreads the experts over two ranks. Losses are around 4.8, where neighbouring float32
         numbers are 4.8e-07 apart. Measured with {_software()} on CPUs;
-        `paddleformers-fc matrix recipes/verification/{name}.yaml` writes this page.
+        `make matrix` writes this page.
     """
     return textwrap.fill(" ".join(text.split()), 120)
 

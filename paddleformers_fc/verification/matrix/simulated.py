@@ -20,7 +20,6 @@ from typing import Literal
 
 import msgspec
 
-from paddleformers_fc import output
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.families import FAMILIES, Family, ModelDescription
 from paddleformers_fc.families.bind import family_sizes
@@ -137,7 +136,7 @@ def _whole_in_pipelines(family: Family, model: ModelDescription) -> ModelDescrip
     return replace(model, config=config)
 
 
-def run_simulated(recipe: SimulatedRecipe, stem: str, only: str | None, documents: Path, as_json: bool) -> int:
+def run_simulated(recipe: SimulatedRecipe, stem: str, only: str | None, documents: Path) -> int:
     """Run the matrix, or that of some models, and write its document.
 
     Args:
@@ -145,7 +144,6 @@ def run_simulated(recipe: SimulatedRecipe, stem: str, only: str | None, document
         stem: of the document.
         only: a pattern of models, such as ``qwen3*``; the document is written when all of them ran.
         documents: gets ``<stem>.md``.
-        as_json: print one JSON document.
     Returns:
         0 when every cell that ran was equal, else 1.
     Raises:
@@ -162,18 +160,14 @@ def run_simulated(recipe: SimulatedRecipe, stem: str, only: str | None, document
     started, found = time.monotonic(), []
     for name in chosen:
         found.append(outcome(recipe, name, *models[name]))
-        if not as_json:
-            print(f"{name}: {found[-1].text}, {found[-1].tensors} tensors each")
+        print(f"{name}: {found[-1].text}, {found[-1].tensors} tensors each")
     wrong = [f"{one.name}: {cell}" for one in found for cell in one.wrong]
     if only is None:
         _write(recipe, found, documents / f"{stem}.md")
-    if as_json:
-        output.print_json({"cells": found, "wrong": wrong})
-    else:
-        print(f"{recipe.title}: {_equal(found)} cells bitwise equal, {time.monotonic() - started:.0f} s.")
-        for one in found:
-            for cell, difference in one.wrong.items():
-                print(f"WRONG: {one.name}: {cell}: {difference}")
+    print(f"{recipe.title}: {_equal(found)} cells bitwise equal, {time.monotonic() - started:.0f} s.")
+    for one in found:
+        for cell, difference in one.wrong.items():
+            print(f"WRONG: {one.name}: {cell}: {difference}")
     return 1 if wrong else 0
 
 
@@ -212,7 +206,6 @@ def _write(recipe: SimulatedRecipe, found: Sequence[SimulatedOutcome], path: Pat
         f"({compared:,} tensors compared twice: weights, master weights, moments, powers of beta, averages).\n"
         + "\n".join(layouts),
         "\n".join(["| model | cells | tensors in each |", "|---|---|---|", *rows]),
-        textwrap.fill(" ".join(_LEGEND.split()), 120)
-        + f"\n`paddleformers-fc matrix recipes/verification/{path.stem}.yaml` writes this page.",
+        textwrap.fill(" ".join(_LEGEND.split()), 120) + "\n`make matrix` writes this page.",
     ]
     path.write_text("\n\n".join(parts) + "\n", encoding="utf-8")

@@ -11,10 +11,10 @@ import pytest
 import yaml
 
 from paddleformers_fc.errors import OptionError
-from paddleformers_fc.verification.matrix import report
+from paddleformers_fc.verification.matrix import PROGRAM, report
+from paddleformers_fc.verification.matrix.__main__ import main
 from paddleformers_fc.verification.matrix.recipe import cells_of, chosen, read_recipe
 from paddleformers_fc.verification.matrix.running import CellDigests, CellOutcome
-from tests.cli.support import run
 
 RECIPES = Path(__file__).parents[3] / "recipes" / "verification"
 SMALL: dict[str, Any] = {
@@ -55,14 +55,20 @@ def test_prediction_layers_are_held_where_either_side_is_a_pipeline() -> None:
     assert len(held) == 64 - 6 * 6
 
 
-def test_a_layout_that_the_model_cannot_have_is_refused_before_anything_runs(tmp_path: Path) -> None:
+def run(tmp_path: Path, recipe: Path, *more: str) -> int:
+    """The exit code of a matrix with its work and its document in a directory."""
+    places = "--work", str(tmp_path / "work"), "--output", str(tmp_path / "docs")
+    return main([str(recipe), *places, *more])
+
+
+def test_a_layout_that_the_model_cannot_have_is_refused_before_anything_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     recipe = written(tmp_path, targets=["tp4", "pp4"])
-    found = run("matrix", recipe, "--work", tmp_path / "work", "--output", tmp_path / "docs", "--json")
-    assert found.code == 2
-    assert found.document["evidence"] == [
-        "tp4: num_key_value_heads=2 is not divisible by tp=4",
-        "pp4: num_hidden_layers=2 is less than pp x vpp = 4 x 1 = 4 stages",
-    ]
+    assert run(tmp_path, recipe) == 2
+    printed = capsys.readouterr().err
+    assert "- tp4: num_key_value_heads=2 is not divisible by tp=4" in printed
+    assert "- pp4: num_hidden_layers=2 is less than pp x vpp = 4 x 1 = 4 stages" in printed
     assert sorted(path.name for path in tmp_path.iterdir()) == ["small.yaml"]
 
 
@@ -140,36 +146,35 @@ def test_what_is_right_is_decided_by_numbers(changes: dict[str, Any], right: boo
 
 
 @pytest.mark.slow
-def test_a_matrix_is_run_written_and_continued(tmp_path: Path) -> None:
+def test_a_matrix_is_run_written_and_continued(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = written(tmp_path)
-    given = ("matrix", recipe, "--work", tmp_path / "work", "--output", tmp_path / "docs")
-    first = run(*given, "--only", "tp2->*", "--json")
-    assert first.code == 0, first.err
-    (cell,) = first.document["cells"]
+    assert run(tmp_path, recipe, "--only", "tp2->*") == 0
+    record = tmp_path / "work" / "small" / "cells" / "tp2-to-pp2.json"
+    cell = json.loads(record.read_text())
     assert (cell["name"], cell["unequal"], cell["export_equal"], cell["error"]) == ("tp2->pp2", [], True, "")
     assert cell["tensors"] > 0
     page = (tmp_path / "docs" / "small.md").read_text()
     assert "1 of 2 cells: every tensor md5-equal" in page
     assert "| **dp1** | - |" in page
-    record = tmp_path / "work" / "small" / "cells" / "tp2-to-pp2.json"
     before = record.stat().st_mtime_ns
-    second = run(*given)
-    assert second.code == 0, second.err
-    assert "2 of 2 cells right" in second.out
+    assert run(tmp_path, recipe) == 0
+    assert "2 of 2 cells right" in capsys.readouterr().out
     assert record.stat().st_mtime_ns == before
     assert "2 of 2 cells: every tensor md5-equal" in (tmp_path / "docs" / "small.md").read_text()
     assert (tmp_path / "docs" / "small.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow
-def test_a_cell_that_fails_keeps_its_logs_and_reports_the_command_that_repeats_it(tmp_path: Path) -> None:
+def test_a_cell_that_fails_keeps_its_logs_and_reports_the_command_that_repeats_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     # A pipeline of interleaved stages refuses to have fewer than three of them: this fails inside the ranks.
     recipe = written(tmp_path, sources=["dp1"], targets=["pp2vpp2"], model={**SMALL["model"], "num_hidden_layers": 4})
-    found = run("matrix", recipe, "--work", tmp_path / "work", "--output", tmp_path / "docs")
-    assert found.code == 1
-    assert f"again: paddleformers-fc matrix {recipe} --only 'dp1->pp2vpp2'" in found.out
+    assert run(tmp_path, recipe) == 1
+    printed = capsys.readouterr().out
+    assert f"again: {PROGRAM} {recipe} --only 'dp1->pp2vpp2'" in printed
     logs = tmp_path / "work" / "small" / "cells" / "dp1-to-pp2vpp2"
-    assert f"logs: {logs}" in found.out
+    assert f"logs: {logs}" in printed
     assert "AssertionError" in (logs / "there" / "logs" / "rank-00000.log").read_text()
     assert "**wrong**" in (tmp_path / "docs" / "small.md").read_text()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ from paddleformers_fc.errors import OptionError
 from paddleformers_fc.families import FAMILIES
 from paddleformers_fc.verification import simulate_ranks
 from paddleformers_fc.verification.matrix import simulated
+from paddleformers_fc.verification.matrix.__main__ import main
 from paddleformers_fc.verification.matrix.simulated import read_simulated, simulated_models
-from tests.cli.support import run
 from tests.parity.evidence import SIMULATED
 
 RECIPES = Path(__file__).parents[3] / "recipes" / "verification"
@@ -28,29 +29,31 @@ def written(tmp_path: Path, **changes: Any) -> Path:
     return path
 
 
-def test_one_model_is_run_and_nothing_of_the_document_is_written(tmp_path: Path) -> None:
+def test_one_model_is_run_and_nothing_of_the_document_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     small = {kind: {"sources": ["tp2"], "targets": ["sd4v2(ep4)"]} for kind in KINDS}
-    chosen = ("--only", "qwen3_moe (PaddleFleet)", "--output", tmp_path / "docs")
-    outcome = run("matrix", written(tmp_path, **small), *chosen, "--json")
-    assert outcome.code == 0
-    (found,) = outcome.document["cells"]
-    assert (found["name"], found["cells"], found["wrong"]) == ("qwen3_moe (PaddleFleet)", 1, {})
-    assert found["tensors"] > 100
+    chosen = ("--only", "qwen3_moe (PaddleFleet)", "--output", str(tmp_path / "docs"))
+    assert main([str(written(tmp_path, **small)), *chosen]) == 0
+    (tensors,) = re.findall(
+        r"^qwen3_moe \(PaddleFleet\): 1 of 1 cells equal, (\d+) tensors each$", capsys.readouterr().out, re.MULTILINE
+    )
+    assert int(tensors) > 100
     assert not (tmp_path / "docs").exists()
 
 
 def test_a_cell_that_differs_is_named_with_its_first_difference(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hop = simulate_ranks.RoundTrip("tp2", "pp2", 7, ("back: model_state x has another md5",), 0.1)
     monkeypatch.setattr(simulated, "round_trips", lambda *_: iter([hop]))
-    outcome = run("matrix", RECIPE, "--only", "llama (PaddleFormers)", "--output", tmp_path)
-    assert outcome.code == 1
-    assert "WRONG: llama (PaddleFormers): tp2->pp2: back: model_state x has another md5" in outcome.out
+    assert main([str(RECIPE), "--only", "llama (PaddleFormers)", "--output", str(tmp_path)]) == 1
+    printed = capsys.readouterr().out
+    assert "WRONG: llama (PaddleFormers): tp2->pp2: back: model_state x has another md5" in printed
 
 
 def test_a_model_that_does_not_exist_is_misuse(tmp_path: Path) -> None:
-    assert run("matrix", RECIPE, "--only", "tp3->*", "--output", tmp_path).code == 2
+    assert main([str(RECIPE), "--only", "tp3->*", "--output", str(tmp_path)]) == 2
 
 
 def test_every_family_is_in_the_published_table_and_equal() -> None:
