@@ -6,8 +6,9 @@
 ``tensors``       headers follow their format; every tensor is stored whole and once, and is in the rules
 ``run``           documents of the Trainer have the manifest's step, samples and ranks (not at level ``off``)
 ``mapping``       the rules are proved; all canonical tensors can be made
-``equal values``  tied tensors, and numbers stored several times, are equal bit for bit (level ``full``); at every level
-                  the save found the copies of tied tensors equal
+``equal values``  tied tensors, and numbers stored several times, are equal bit for bit, and weights of 16 bits are
+                  their rounded master weights (level ``full``); at every level the save found the copies of tied
+                  tensors equal
 ================  ==================================================================================================
 
 The format of a checkpoint determines which checks are made (``Format.checks``). Damaged files do not prevent the checks
@@ -32,6 +33,7 @@ import msgspec
 
 from paddleformers_fc.errors import CheckpointError, FlexError, MappingError, NotACheckpoint, OptionError
 from paddleformers_fc.execute.reading import verify_equal
+from paddleformers_fc.execute.rounding import compare_rounded
 from paddleformers_fc.families import described_by_file, family_for
 from paddleformers_fc.families.stated import canonical_ties
 from paddleformers_fc.formats import OpenedCheckpoint
@@ -167,9 +169,10 @@ def _run_text(count: int) -> str:
 
 
 def _check_mapping(checkpoint: OpenedCheckpoint, level: str, checks: CheckList) -> None:
-    plan = checks.check("mapping", lambda: _planned(canonical_source(checkpoint)), _plan_text)
+    source = checks.prepare("mapping", lambda: canonical_source(checkpoint))
+    plan = checks.check("mapping", lambda: _planned(source), _plan_text)
     if level == "full" or checkpoint.manifest.ties:
-        checks.check(_EQUAL, lambda: _compare(checkpoint, plan, level), _pairs_text)
+        checks.check(_EQUAL, lambda: _compare(checkpoint, source, plan, level), _equal_text)
 
 
 def _check_copies(checkpoint: OpenedCheckpoint, checks: CheckList) -> None:
@@ -184,22 +187,27 @@ def _check_copies(checkpoint: OpenedCheckpoint, checks: CheckList) -> None:
     except (MappingError, NotACheckpoint) as error:
         checks.impossible.append(f"copies of tied tensors: {error.in_one_line()}")
         return
-    checks.check(_EQUAL, lambda: _compare(checkpoint, _planned(source, stored), "full"), _pairs_text)
+    checks.check(_EQUAL, lambda: _compare(checkpoint, source, _planned(source, stored), "full"), _equal_text)
 
 
-def _compare(checkpoint: OpenedCheckpoint, plan: LoadPlan, level: str) -> int:
-    """Compare what must be equal, and return the number of pairs."""
-    if checkpoint.commit_record is not None:
-        refuse_diverged(checkpoint.catalog.root, checkpoint.commit_record)
+def _compare(checkpoint: OpenedCheckpoint, source: ReadSource, plan: LoadPlan, level: str) -> tuple[int, int]:
+    """Compare what must be equal, and return the number of pairs, and of weights that have master weights."""
+    record, rounded = checkpoint.commit_record, 0
+    if record is not None:
+        refuse_diverged(checkpoint.catalog.root, record)
     if level == "full":
         verify_equal(plan.checks, checkpoint.catalog.root, identities=checkpoint.catalog.identities)
-    return len(plan.checks)
+        # Of replicas that differ one has been saved for the weight, and maybe another one for the master weight.
+        if record is None or not record.differences:
+            rounded = compare_rounded(source)
+    return len(plan.checks), rounded
 
 
-def _pairs_text(count: int) -> str:
-    if not count:
-        return "there are no tied tensors and no numbers that are stored several times"
-    return f"{count_text(count, 'pair')} compared"
+def _equal_text(counts: tuple[int, int]) -> str:
+    pairs, rounded = counts
+    found = [f"{count_text(pairs, 'pair')} compared"] if pairs else []
+    found += [f"{count_text(rounded, 'weight')} compared with master weights"] if rounded else []
+    return ", ".join(found) or "there are no tied tensors and no numbers that are stored several times"
 
 
 def _planned(source: ReadSource, stored: str = "") -> LoadPlan:
