@@ -41,9 +41,8 @@ def release_full_parameters(model: Any) -> None:
     context = fsdp_buffers.context_of(model)
     if context is not None:
         fsdp_buffers.forget_gathered(context)
-    sharding_stage3.release(
-        _sharded_weights(model)
-    )  # Also those that no checkpoint fills: the zeros would overwrite them.
+    # Also those that no checkpoint fills: the zeros would overwrite them.
+    sharding_stage3.release(model.parameters())
 
 
 def drop_gradients(model: Any, optimizer: Any) -> None:

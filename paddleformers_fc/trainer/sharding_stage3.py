@@ -15,12 +15,14 @@ Time and memory: a view and a description per parameter and state; no copy and n
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from paddle.base.framework import EagerParamBase
 from paddle.distributed import ShardedWeight, fleet
 from paddle.distributed.fleet.meta_parallel.sharding.group_sharded_stage3 import TaskFlow
+
+from paddleformers_fc.trainer.library import TrainerCallback
 
 PREFIX = "slice@"
 """The prefix of the names of slices."""
@@ -57,27 +59,51 @@ def cut(weights: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def release(weights: Mapping[str, Any]) -> None:
+def drop_prefetched(parameters: Iterable[Any]) -> None:
+    """Drop gathers that no layer has waited for. Every rank must call.
+
+    Backward passes prefetch parameters of layers that come later in the order of the first forward pass and earlier in
+    the backward pass. A later pass would use what was gathered in place of the slice, and cut its next slice from it.
+    """
+    for parameter in parameters:
+        if getattr(parameter, "fw_storage", None) is not None:
+            _, task = _GATHERED.pop(parameter.name, (None, None))
+            if task is not None:
+                task.wait()
+
+
+def release(parameters: Iterable[Any]) -> None:
     """Reduce parameters to the slices that this rank holds. Every rank must call.
 
-    Backward passes prefetch parameters that no layer uses, a pass that fails leaves parameters gathered, and
-    PaddleFormers allocates every parameter with zeros before it loads. A later pass would use this memory in place of
-    the slices, and cut new slices from it.
+    A pass that fails leaves parameters gathered, and PaddleFormers allocates every parameter with zeros before it
+    loads, and copies the range of this rank into its slice afterwards.
     """
-    for weight in weights.values():
-        parameter = weight.local_tensor
-        if not is_sliced(parameter):
-            continue
-        whole, task = _GATHERED.pop(parameter.name, (None, None))
-        if task is not None:
-            task.wait()
+    sliced = [one for one in parameters if is_sliced(one)]
+    drop_prefetched(sliced)
+    for parameter in sliced:
         if parameter.fw_storage is None:
+            whole, _ = _GATHERED.pop(parameter.name)
             group = fleet.get_hybrid_communicate_group().get_sharding_parallel_group()
             length = int(whole.shape[0]) // group.nranks
             parameter.fw_storage = whole._slice(group.rank * length, (group.rank + 1) * length).detach().clone()
             parameter.status, parameter.use_count = "part", 0
         if parameter._is_initialized():
             parameter._clear_data()
+
+
+class DropPrefetched(TrainerCallback):
+    """Drop gathered parameters before an update, after which Paddle would use them in place of the updated ones.
+
+    Args:
+        model: the model as it was built.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def on_optimizer_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Drop them; their weights are about to change."""
+        drop_prefetched(self._model.parameters())
 
 
 def drop_gradients(weights: Mapping[str, Any]) -> None:

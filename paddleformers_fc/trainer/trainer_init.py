@@ -33,6 +33,7 @@ from paddleformers_fc.trainer import (
     preflight,
     pretrained_documents,
     reference,
+    sharding_stage3,
     sonic_moe,
 )
 from paddleformers_fc.trainer.async_save import AsyncSaves
@@ -50,7 +51,7 @@ from paddleformers_fc.trainer.job_state import (
     reporters,
 )
 from paddleformers_fc.trainer.library import logger
-from paddleformers_fc.trainer.library_models import LoRAModel, PretrainedModel
+from paddleformers_fc.trainer.library_models import LoRAModel, PretrainedModel, ShardingOption
 from paddleformers_fc.trainer.metrics import ReportFigures
 from paddleformers_fc.trainer.options import FlexFields, saves_asynchronously, upload_url, without_effect
 from paddleformers_fc.trainer.progress_recorder import ProgressRecorder, record_progress
@@ -114,6 +115,8 @@ def init_trainer(trainer: Any, native: Native, *args: Any, **kwargs: Any) -> Non
         trainer.add_callback(sonic_moe.AlternateOnce(trainer))
     trainer.add_callback(job_state.tracker)
     trainer.add_callback(job_state.update_barrier)
+    if ShardingOption.FULL_SHARD in arguments.sharding:
+        trainer.add_callback(sharding_stage3.DropPrefetched(trainer.model))
     trainer.add_callback(reference.PassCounter(trainer, job_state.reference))
     trainer.add_callback(StepEnds(gate))
     _add_average(trainer, job_state)

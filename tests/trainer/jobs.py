@@ -248,21 +248,6 @@ def failing(layer: Any, at: Callable[[], bool] = lambda: True, backward: bool = 
         layer.forward = forward
 
 
-def fail_in_passes_and_resume(resume: str, **settings: Any) -> list[float]:
-    """Train, fail in a forward pass, resume, fail in a backward pass, and resume again; the losses since then."""
-    trainer = flex_trainer(**settings)
-    layer = trainer.model.model.layers[0]
-    for failed, start in ((layer.self_attn.q_proj, None), (layer.input_layernorm, resume)):
-        with failing(failed, lambda: trainer.state.global_step == 2, backward=start is not None):
-            try:
-                trainer.train(resume_from_checkpoint=start)
-            except (ZeroDivisionError, OSError) as error:
-                assert "ZeroDivisionError" in repr(error)  # noqa: PT017
-    trainer.losses.clear()
-    trainer.train(resume_from_checkpoint=resume)
-    return list(trainer.losses)
-
-
 def refused(resume: str | bool, **settings: Any) -> dict[str, Any]:
     """Try to resume; the error, and whether a weight has changed."""
     from paddleformers_fc.errors import FlexError
