@@ -345,6 +345,7 @@ TRAINER = (
         + ("copy_", "_copy_to"),
     ),
     Hook("paddle.device:Stream", names=("wait_stream", "record_event")),
+    Hook("paddle.device:synchronize"),
     Hook("paddle.device:current_stream"),
     Hook("paddle.device:stream_guard"),
     # Random generators.

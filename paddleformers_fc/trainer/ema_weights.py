@@ -26,7 +26,7 @@ from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.storage.casts import copy_cast
 from paddleformers_fc.trainer import live_roles, saving
 from paddleformers_fc.trainer.ema import MovingAverage
-from paddleformers_fc.trainer.job_state import Native, channel_of, job_state_of, when_active
+from paddleformers_fc.trainer.job_state import Native, channel_of, job_state_of, settle_weights, when_active
 from paddleformers_fc.trainer.library import logger
 from paddleformers_fc.trainer.options import parse_size
 
@@ -57,7 +57,7 @@ def averaged_weights(trainer: Any) -> Iterator[None]:
 
     def prepare() -> tuple[dict[str, LocalPart], dict[str, Any], dict[str, Shard]]:
         average.wait_for_update()
-        weights = _weights(trainer.model)
+        weights = _weights(trainer)
         return _local_parts(average), weights, describe_roles({MODEL_STATE: weights})[MODEL_STATE]
 
     averages, weights, shards = run_on_all(channel, "looking at the averaged weights", prepare)
@@ -71,7 +71,7 @@ def averaged_weights(trainer: Any) -> Iterator[None]:
             _fill(tensor, values, staging_bytes)
         yield
     finally:
-        weights = _weights(trainer.model)
+        weights = _weights(trainer)
         # A tied tensor may have been filled under two names.
         for name in reversed(former):
             _fill(weights[name].local_tensor, former[name], staging_bytes)
@@ -146,10 +146,10 @@ def _local_parts(average: MovingAverage) -> dict[str, LocalPart]:
     }
 
 
-def _weights(model: Any) -> dict[str, Any]:
-    """Return the weights of this rank where they are now, with nothing in their place in the next pass."""
-    live_roles.release_full_parameters(model)
-    return live_roles.model_roles(model)[MODEL_STATE]
+def _weights(trainer: Any) -> dict[str, Any]:
+    """Return the weights of this rank where they are now."""
+    settle_weights(trainer)
+    return live_roles.model_roles(trainer.model)[MODEL_STATE]
 
 
 def _copy(tensor: Any, staging_bytes: int) -> np.ndarray[Any, Any]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import paddle
 import paddle.distributed as dist
 from paddle.base import core
 from paddle.distributed import collective
@@ -31,7 +32,7 @@ from paddleformers_fc.execute.read_pool import ReadOptions
 from paddleformers_fc.families.changes import Change
 from paddleformers_fc.storage.manifest import Manifest, RunRecord
 from paddleformers_fc.storage.paths import AnyPath
-from paddleformers_fc.trainer import batches, documents, optimizers
+from paddleformers_fc.trainer import batches, documents, live_roles, optimizers
 from paddleformers_fc.trainer.best import BestCheckpoint
 from paddleformers_fc.trainer.callback import FlexCheckpointCallback
 from paddleformers_fc.trainer.ema import MovingAverage
@@ -54,6 +55,10 @@ _FIRST_GROUP = 10_000
 
 _SHARED_OPTIONS = ("aoa_config", "ignore_load_lr_and_optim", "ignore_save_lr_and_optim", "ignore_data_skip")
 """PaddleFormers' options that decide what is saved and loaded; they must be equal on all ranks."""
+
+
+_OVERLAPPING = ("stage1_broadcast_overlap", "stage1_allgather_overlap", "stage2_overlap")
+"""Training arguments under which updated weights are received during the next forward pass."""
 
 
 class Saver(Protocol):
@@ -144,6 +149,23 @@ def warn(args: Any, text: str, lines: Iterable[str] = ()) -> None:
 def is_active(args: Any) -> bool:
     """Return whether training arguments enable this package."""
     return bool(getattr(args, "flex_checkpoint", False))
+
+
+def receives_in_passes(args: Any) -> bool:
+    """Return whether ranks receive updated weights during the next forward pass."""
+    return any(getattr(args, name, False) for name in _OVERLAPPING)
+
+
+def wait_for_weights(args: Any) -> None:
+    """Wait for weights that are being received, before weights are read or filled outside of passes."""
+    if receives_in_passes(args):
+        paddle.device.synchronize()
+
+
+def settle_weights(trainer: Any) -> None:
+    """Leave weights where they are filled, and nothing that the next pass would use in their place. On every rank."""
+    wait_for_weights(trainer.args)
+    live_roles.release_full_parameters(trainer.model)
 
 
 def when_active(override: Callable[..., Any]) -> Callable[..., Any]:

@@ -81,6 +81,7 @@ from paddleformers_fc.trainer.job_state import (
     read_options,
     refuse_optimizer,
     reporters,
+    settle_weights,
     warn,
     when_active,
 )
@@ -438,7 +439,7 @@ def _roles_to_fill(
     """Return the live weights and states that the checkpoint fills."""
     stored, model, optimizer = checkpoint.catalog.roles, trainer.model, trainer.optimizer
     may_cast = trainer.args.flex_allow_casts
-    live_roles.release_full_parameters(model)
+    settle_weights(trainer)
     if not (continued or stored.get(MASTER_WEIGHT) or may_cast):
         return live_roles.model_roles(model)
     optimizers.refuse_unsupported(optimizer)
@@ -741,6 +742,7 @@ def _load_best(trainer: Any, directory: Path) -> None:
     channel = channel_of(trainer.args)
     checkpoint = open_on_all_ranks(directory, channel, trainer.args.flex_verify, trainer.args.flex_threads)
     checkpoint = replace(checkpoint, tied=trainer.args.flex_tied)
+    settle_weights(trainer)
     roles = run_on_all(channel, "preparing the best model", lambda: live_roles.model_roles(trainer.model))
     options = read_options(trainer.args)
     may_change, may_cast = trainer.args.flex_allow_config_changes, trainer.args.flex_allow_casts

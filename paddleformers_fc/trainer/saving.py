@@ -28,6 +28,7 @@ from paddleformers_fc.trainer.job_state import (
     channel_of,
     consistency_check_of,
     job_state_of,
+    wait_for_weights,
     when_active,
 )
 from paddleformers_fc.trainer.library import logger
@@ -159,6 +160,8 @@ def export_live(
     directory, channel = require_local(output_dir, "An export"), channel_of(trainer.args)
     max_shard_bytes = shard_bytes(max_shard_size)
     consistency = consistency_check_of(trainer.args, f"exporting to {directory.name}")
+
+    wait_for_weights(trainer.args)
 
     def prepare() -> tuple[LiveRoles, dict[str, bytes]]:
         roles = live_roles.model_roles(trainer.model)

@@ -47,6 +47,7 @@ from paddleformers_fc.trainer.job_state import (
     Native,
     channel_of,
     is_active,
+    receives_in_passes,
     refuse_optimizer,
     reporters,
 )
@@ -60,9 +61,6 @@ from paddleformers_fc.trainer.step_ends import StepEnds
 from paddleformers_fc.trainer.sync_save import SyncSaves
 from paddleformers_fc.trainer.update_barrier import UpdateBarrier
 from paddleformers_fc.trainer.uploads import Uploads
-
-_OVERLAPPING = ("stage1_broadcast_overlap", "stage1_allgather_overlap", "stage2_overlap")
-"""Training arguments under which updated parameters arrive during the next forward pass."""
 
 _RELEASES_WEIGHTS = "FP8QuantWeightCallback"
 """PaddleFormers' callback that keeps quantized weights alone during the passes; PaddleNLP has none."""
@@ -178,6 +176,5 @@ def _add_average(trainer: Any, job_state: JobState) -> None:
 
 def _passes_change_weights(trainer: Any) -> bool:
     """Return whether the passes receive parameters, update a reference model, or release weights."""
-    overlapped = any(getattr(trainer.args, name, False) for name in _OVERLAPPING)
     kinds = {kind.__name__ for one in trainer.callback_handler.callbacks for kind in type(one).__mro__}
-    return overlapped or _RELEASES_WEIGHTS in kinds or reference.model_of(trainer) is not None
+    return receives_in_passes(trainer.args) or _RELEASES_WEIGHTS in kinds or reference.model_of(trainer) is not None

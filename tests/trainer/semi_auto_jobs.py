@@ -349,6 +349,20 @@ class OneSample:
         return tiny.Samples()[5]
 
 
+def trainer_of(
+    layout: Mapping[str, Any], output_dir: str, semi_auto: bool, arguments: Mapping[str, Any], **given: Any
+) -> Any:
+    """A ``FlexTrainer`` over the tiny Llama, in the semi-automatic mode or without it; ``given`` is for the Trainer."""
+    from paddleformers_fc import FlexTrainer, FlexTrainingArguments
+
+    settings = {"cls": FlexTrainingArguments, "flex_checkpoint": True, **arguments}
+    mode = {"enable_auto_parallel": True, "use_intermediate_api": True, "to_static": False} if semi_auto else {}
+    args = tiny.training_arguments(layout, output_dir, **settings, **mode)
+    # The semi-automatic mode has other layers if the configuration asks for them.
+    model = tiny.build("llama", layout, args, **({"use_single_model_implementation": True} if semi_auto else {}))
+    return tiny.trainer(model, args, cls=FlexTrainer, **given)
+
+
 def run_trainer(
     layout: Mapping[str, Any],
     output_dir: str,
@@ -369,20 +383,14 @@ def run_trainer(
     """
     from paddleformers.trainer import TrainerCallback
 
-    from paddleformers_fc import FlexTrainer, FlexTrainingArguments
-
     class AsLoaded(TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if resume is not None:
                 trainer._save_checkpoint(trainer.model)
 
-    given = {"cls": FlexTrainingArguments, "flex_checkpoint": True, "max_steps": 5, **(arguments or {})}
-    mode = {"enable_auto_parallel": True, "use_intermediate_api": True, "to_static": False} if semi_auto else {}
-    args = tiny.training_arguments(layout, output_dir, **given, **mode)
-    # The semi-automatic mode has other layers if the configuration asks for them.
-    model = tiny.build("llama", layout, args, **({"use_single_model_implementation": True} if semi_auto else {}))
     data = {"train_dataset": OneSample()} if any_order else {}
-    trainer = tiny.trainer(model, args, cls=FlexTrainer, callbacks=[AsLoaded()], **data)
+    given = {"max_steps": 5, **(arguments or {})}
+    trainer = trainer_of(layout, output_dir, semi_auto, given, callbacks=[AsLoaded()], **data)
     trainer.train(resume_from_checkpoint=resume)
     losses: list[float] = trainer.losses
     return losses

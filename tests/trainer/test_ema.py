@@ -207,6 +207,19 @@ def test_an_evaluation_has_the_averaged_weights_and_training_continues_as_before
     assert averaged["evaluated"][1] > plain["evaluated"][1]
 
 
+def test_weights_that_are_received_in_the_next_pass_are_waited_for(ranks: ForkServer, tmp_path: Path) -> None:
+    found = []
+    steps = {"eval_steps": 2, "save_steps": 3, "max_steps": 5}  # Evaluation, save and export at a step of their own.
+    for name, overlap in (("evaluated", False), ("evaluated_before_weights_arrive", True)):
+        arguments = {**steps, "flex_ema_evaluate": True, **AVERAGE}
+        given = {"layout": SD2V1.to_json(), "output_dir": str(tmp_path / name)}
+        arguments["stage1_broadcast_overlap"] = overlap
+        values = ranks.run(f"{EMA_JOBS}:{name}", 2, {**given, "arguments": arguments}).values
+        stored = [list(canonical_digests(tmp_path / name / one)) for one in ("checkpoint-3", "exported")]
+        found.append((values, stored))
+    assert found[0] == found[1]
+
+
 def test_adapters_are_averaged_and_exported(ranks: ForkServer, tmp_path: Path) -> None:
     found = swap(ranks, TP2, tmp_path, adapters=True)
     assert all(rank["before"] == rank["after"] != rank["inside"] for rank in found)

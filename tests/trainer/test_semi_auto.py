@@ -16,7 +16,10 @@ import paddleformers_fc
 from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.execute.digest import canonical_digests
 from paddleformers_fc.verification.matrix.layouts import parse_layout
-from tests.harness.tiny import DP2, PP2, SD2S3, SD2V1, SD2V2, SINGLE, TP2, TP2SD2V2, MatrixLayout
+from tests.harness.on_ranks import on_ranks
+from tests.harness.tiny import DP2, PP2, SD2S3, SD2V1, SD2V2, SINGLE, TP2, TP2SD2V2, MatrixLayout, Samples
+from tests.trainer.jobs import TO_BEST
+from tests.trainer.semi_auto_jobs import trainer_of
 
 JOBS = "tests.trainer.semi_auto_jobs"
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "migrate.md"
@@ -263,6 +266,14 @@ def test_the_semi_automatic_trainer_resumes_its_own_run(ranks: ForkServer, tmp_p
     source = tmp_path / "whole/checkpoint-2"
     assert train(ranks, DP2, tmp_path / "again", True, resume=str(source), **given) == whole[2:]
     assert list(canonical_digests(tmp_path / "again/checkpoint-2")) == list(canonical_digests(source))
+
+
+@on_ranks(layout=DP2)
+def test_the_best_weights_of_a_semi_automatic_run_are_evaluated_after_it(layout: MatrixLayout, tmp_path: Path) -> None:
+    """The evaluation before has left the last layers gathered."""
+    trainer = trainer_of(layout.to_json(), str(tmp_path), True, {**TO_BEST, "max_steps": 3}, eval_dataset=Samples())
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] == trainer.state.best_metric
 
 
 @pytest.mark.parametrize("layout", [TP2, SD2V2, PP2], ids=lambda one: one.name)
