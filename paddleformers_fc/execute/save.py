@@ -32,7 +32,7 @@ from paddleformers_fc import __version__
 from paddleformers_fc.distributed.channel import Channel, all_gather_checked, gather_and_keep, run_on_all
 from paddleformers_fc.distributed.consistency import ConsistencyCheck, comparable_config, software_versions
 from paddleformers_fc.distributed.disk_leaders import DiskLeaders
-from paddleformers_fc.errors import OptionError
+from paddleformers_fc.errors import MappingError, OptionError
 from paddleformers_fc.execute.commit_coordinator import CommitResult, commit_on_all
 from paddleformers_fc.execute.memory import HostPieces, HostTensors, view_of
 from paddleformers_fc.execute.replicas import Digests, ReplicaDigests, compare_replicas, hash_replicas, refuse_different
@@ -47,8 +47,9 @@ from paddleformers_fc.execute.save_plan import (
 from paddleformers_fc.execute.staging_directory import StagingDirectory, staging_beside
 from paddleformers_fc.execute.ties import diverged, hash_ties
 from paddleformers_fc.families import ModelDescription
+from paddleformers_fc.families.changes import contradictions
 from paddleformers_fc.families.stated import model_ties
-from paddleformers_fc.formats.checkpoint import CONFIG_NAME, MAPPING_NAME, config_bytes as config_bytes
+from paddleformers_fc.formats.checkpoint import CONFIG_NAME, MAPPING_NAME, config_bytes as config_bytes, parse_config
 from paddleformers_fc.layout.live import LiveRoles, Roles, describe_roles, facts_of
 from paddleformers_fc.layout.roles import MODEL_STATE, split_state_name
 from paddleformers_fc.layout.shard_json import decode_rank_shards, encode_rank_shards
@@ -296,7 +297,7 @@ def write_and_commit(taken: Snapshot, directory: Path, channel: Channel) -> Save
         directory: ``checkpoint-N``.
         channel: all ranks; every rank must call.
     """
-    with staging_beside(directory, channel, lambda: _refuse_undescribed(taken.files)) as staged:
+    with staging_beside(directory, channel, lambda: _refuse_unreadable(taken)) as staged:
         written = write(taken, staged.path, channel)
         finished = commit(taken, written, staged, directory, channel)
     return SaveReport(finished.manifest, finished.set_aside, staged.disks, written.differences, written.ties)
@@ -400,10 +401,19 @@ def _new_plan(part: LivePart, channel: Channel) -> SavePlan:
     )
 
 
-def _refuse_undescribed(files: Mapping[str, bytes]) -> None:
-    """Refuse files without a configuration, on the coordinator and before the first write."""
-    if CONFIG_NAME not in files:
+def _refuse_unreadable(taken: Snapshot) -> None:
+    """Refuse a configuration that is missing, or that readers of the checkpoint would refuse, on the coordinator."""
+    if CONFIG_NAME not in taken.files:
         raise OptionError(f"A checkpoint describes itself, and {CONFIG_NAME} is missing from its files.")
+    config = parse_config(taken.files[CONFIG_NAME], Path(CONFIG_NAME))
+    faults = contradictions(config, taken.plan.model_record().model)
+    if faults:
+        raise MappingError(
+            f"{CONFIG_NAME} and {MAPPING_NAME} would describe different models. Nothing was written.",
+            where=CONFIG_NAME,
+            evidence=faults,
+            next_step="Give these keys of the model's configuration one value.",
+        )
 
 
 def _write_files(taken: Snapshot, staging: Path) -> list[FileChecksum]:

@@ -29,15 +29,17 @@ from paddleformers_fc.execute.replica_assignment import (
 )
 from paddleformers_fc.execute.ties import Ties, ties_of
 from paddleformers_fc.families import ModelDescription, ModelTensor
-from paddleformers_fc.families.mapping_document import encode_mapping
+from paddleformers_fc.families.mapping_document import decode_mapping, encode_mapping
 from paddleformers_fc.families.stated import bind_model, family_name, model_ties
 from paddleformers_fc.formats.catalog import gather_shards
+from paddleformers_fc.formats.checkpoint import MAPPING_NAME
 from paddleformers_fc.formats.registry import SAVED
 from paddleformers_fc.layout import Shard
 from paddleformers_fc.layout.roles import MODEL_STATE, split_state_name
-from paddleformers_fc.mapping import RuleSet, Shape, prove
+from paddleformers_fc.mapping import RuleSet, Shape
 from paddleformers_fc.mapping.boxes import whole
 from paddleformers_fc.mapping.folding import fold
+from paddleformers_fc.plan.sources import declared_mapping
 from paddleformers_fc.storage.dtypes import dtype_size
 from paddleformers_fc.storage.safetensors import FileLayout
 from paddleformers_fc.text import count_text
@@ -85,10 +87,12 @@ class ModelRecord:
     Args:
         family: the family's name.
         mapping: the bytes of ``mapping.json``.
+        model: the description in these bytes.
     """
 
     family: str
     mapping: bytes
+    model: ModelDescription
 
 
 @dataclass(frozen=True)
@@ -219,7 +223,7 @@ def _role_files(role: str, pieces: Iterable[ShardPart], rank: int, max_file_byte
 
 
 def _record(everyone: list[RankShards], model: ModelDescription) -> ModelRecord:
-    """Prove, before the first write, that the checkpoint will be whole and can be interpreted without this run."""
+    """Prove, before the first write, that the checkpoint will be whole, and check its mapping as a reader does."""
     distinct = list({id(roles): roles for roles in everyone}.values())
     parameters: dict[str, Shard] = {}
     for roles in distinct:
@@ -227,10 +231,11 @@ def _record(everyone: list[RankShards], model: ModelDescription) -> ModelRecord:
     if not parameters:
         raise OptionError("The model has no tensors.", where="model", next_step="Save a layer or state dict that has.")
     # One shard of every model tensor of the job; its cuts determine the tensor-parallel degree.
-    rules = model_rules(model, parameters)
-    prove(rules.mapping(), "The model's mapping")
+    mapping = encode_mapping(model, model_rules(model, parameters))
     _refuse_partial(distinct, parameters)
-    return ModelRecord(family_name(model), encode_mapping(model, rules))
+    stored, rules = decode_mapping(mapping, MAPPING_NAME)
+    declared_mapping(stored or model, rules, MAPPING_NAME)
+    return ModelRecord(family_name(model), mapping, stored or model)
 
 
 def _refuse_partial(everyone: list[RankShards], parameters: Mapping[str, Shard]) -> None:

@@ -188,15 +188,16 @@ def contradictions(config: Mapping[str, Any], model: ModelDescription) -> list[s
     Raises:
         MappingError: the description contradicts itself.
     """
-    family = family_for(model.config) if is_known(model.config) else None
-    keys = frozenset[str]() if family is None else family_keys(family)
+    if not is_known(model.config):
+        return []
     if all(model.config[key] == value for key, value in config.items() if key in model.config):
         return []
+    family = family_for(model.config)
     expected = exported_config(family, model.config, model, {})
     return [
         f"{key}: {value_text(one)} in config.json, {value_text(other)} in mapping.json"
         for key, one, other in _unequal(config, expected)
-        if key in keys or not (_is_left_out(key) or _matches(key.split("."), KEPT_FROM_SOURCE))
+        if key in family_keys(family) or not (_is_left_out(key) or _matches(key.split("."), KEPT_FROM_SOURCE))
     ]
 
 

@@ -54,16 +54,22 @@ def exported_config(
     Raises:
         MappingError: the live configuration contradicts itself.
     """
-    values = _completed(written, live.config, source)
+    towers = () if family is None else family.towers
+    # PaddleFormers' classes read the text's keys in the nested configuration alone, and write outer ones as well.
+    inner = {key for one in towers if one.flat for key in live.config.get(one.key) or ()} - {_CLASS, *KEPT_FROM_SOURCE}
+    unread = {key: live.config[key] for key in inner & written.keys() & live.config.keys()}
+    values = _completed({**written, **unread}, live.config, source)
     if (values.get(_QUANTIZATION) or {}).get("quant_method") is not None:
         # Keys of the files that the run started from: an export has no scales.
         del values[_QUANTIZATION]
-    for key in {tower.key for tower in family.towers} if family is not None else ():
+    corrected = {} if family is None else exported_keys(family, live)
+    for key in {tower.key for tower in towers}:
         if isinstance(written.get(key), Mapping):
             known = source.get(key) or {}
             nested = _completed(written[key], live.config.get(key) or {}, known)
-            values[key] = {name: nested[name] for name in nested if name != _CLASS or name in known}
-    return values if family is None else values | exported_keys(family, live)
+            kept = {name: nested[name] for name in nested if name != _CLASS or name in known}
+            values[key] = kept | {name: corrected[name] for name in corrected.keys() & kept.keys()}
+    return values | corrected
 
 
 def exported_keys(family: Family, model: ModelDescription) -> dict[str, Any]:

@@ -96,23 +96,44 @@ def stored_mapping(checkpoint: OpenedCheckpoint) -> TensorMapping:
     Raises:
         MappingError: the rules cannot be proved, or differ from the declaration.
     """
-    rules = checkpoint.rules
-    mapping = rules.mapping()
-    prove(mapping, "The checkpoint's mapping")
-    if not is_known(checkpoint.known.config):
-        return mapping
-    if checkpoint.model is None:
+    rules, model, root = checkpoint.rules, checkpoint.model, str(checkpoint.catalog.root)
+    if model is None and is_known(checkpoint.config):
+        mapping = rules.mapping()
+        prove(mapping, "The checkpoint's mapping")
         _refuse_stripped(checkpoint, mapping)
         return mapping
-    _refuse_two_models(checkpoint, checkpoint.model)
-    declared = bind(family_for(checkpoint.model.config), checkpoint.model, stored_tensors(rules))
-    if declared.rules != rules.rules:
-        require_agreement(
-            mapping,
-            declared.mapping(),
-            f"The mapping of {checkpoint.catalog.root}",
-            "Read the checkpoint with the version that wrote it, named in its manifest, and export it from there.",
+    faults = contradictions(checkpoint.config, checkpoint.known)
+    if faults:
+        raise Corrupt(
+            f"{CONFIG_NAME} and {MAPPING_NAME} of {root} describe different models.",
+            where=root,
+            evidence=faults,
+            next_step="Use another checkpoint; one of the two files was changed after it was written.",
         )
+    return declared_mapping(checkpoint.known, rules, root)
+
+
+def declared_mapping(model: ModelDescription, rules: RuleSet, where: str) -> TensorMapping:
+    """Return the mapping of stored rules, proved and compared with the declaration of their family.
+
+    Args:
+        model: the stored description.
+        rules: the stored rules.
+        where: the checkpoint.
+    Raises:
+        MappingError: the rules cannot be proved, or differ from the declaration.
+    """
+    mapping = rules.mapping()
+    prove(mapping, "The checkpoint's mapping")
+    if is_known(model.config):
+        declared = bind(family_for(model.config), model, stored_tensors(rules))
+        if declared.rules != rules.rules:
+            require_agreement(
+                mapping,
+                declared.mapping(),
+                f"The mapping of {where}",
+                "Read the checkpoint with the version that wrote it, named in its manifest, and export it from there.",
+            )
     return mapping
 
 
@@ -133,22 +154,6 @@ def stored_tensors(rules: RuleSet) -> list[ModelTensor]:
         ModelTensor(name, spec.shape, spec.dtype, rules.cuts.get(name, (1,) * len(spec.shape)))
         for name, spec in rules.targets.items()
     ]
-
-
-def _refuse_two_models(checkpoint: OpenedCheckpoint, model: ModelDescription) -> None:
-    """Refuse a configuration file that contradicts the stored description, because exports copy it.
-
-    Raises:
-        Corrupt: with every key that has two values.
-    """
-    faults = contradictions(checkpoint.config, model)
-    if faults:
-        raise Corrupt(
-            f"{CONFIG_NAME} and {MAPPING_NAME} of {checkpoint.catalog.root} describe different models.",
-            where=str(checkpoint.catalog.root),
-            evidence=faults,
-            next_step="Use another checkpoint; one of the two files was changed after it was written.",
-        )
 
 
 def _refuse_stripped(checkpoint: OpenedCheckpoint, mapping: TensorMapping) -> None:

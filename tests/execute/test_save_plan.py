@@ -18,7 +18,7 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from paddleformers_fc.distributed.consistency import ConsistencyCheck
-from paddleformers_fc.errors import MismatchError, StorageError
+from paddleformers_fc.errors import MappingError, MismatchError, StorageError
 from paddleformers_fc.execute import replica_assignment
 from paddleformers_fc.execute.async_snapshot import SnapshotBuffer
 from paddleformers_fc.execute.digest import canonical_digests
@@ -37,7 +37,9 @@ from paddleformers_fc.execute.save import (
     write_and_commit,
 )
 from paddleformers_fc.execute.save_plan import MAX_CACHED_PLANS, SavePlan, SavePlanCache
-from paddleformers_fc.families import ModelDescription
+from paddleformers_fc.families import ModelDescription, ModelTensor
+from paddleformers_fc.families.stated import rules_by_name
+from paddleformers_fc.layout.live import describe_roles
 from paddleformers_fc.storage import files
 from paddleformers_fc.storage.manifest import MANIFEST_NAME, read_manifest
 from paddleformers_fc.storage.safetensors import read_header
@@ -379,3 +381,26 @@ def test_a_limit_on_the_size_of_files_is_named_with_file_and_offset_and_leaves_n
     assert "errno 27 (EFBIG)" in done.stdout
     assert "rank-00000.safetensors, byte 100000" in done.stdout
     assert read_manifest(tmp_path / "checkpoint-1").world_size == 2
+
+
+@pytest.mark.parametrize("by_name", [False, True], ids=["config.json", "rules"])
+def test_a_save_that_its_own_reader_would_refuse_raises_on_every_rank_and_writes_nothing(
+    tmp_path: Path, by_name: bool
+) -> None:
+    def work(channel: ThreadChannel) -> None:
+        roles, described, config = live(ARRAYS, 1, channel.rank), MODEL, CONFIG
+        if by_name:  # Stated rules of a model whose configuration names a declared family.
+            shards = describe_roles(roles)["model_state"].values()
+            tensors = [ModelTensor(one.name, one.global_shape, one.dtype, one.cuts) for one in shards]
+            described = ModelDescription(CONFIG, rules=rules_by_name(tensors))
+        else:
+            config = {**CONFIG, "head_dim": 8}
+        files = {"config.json": config_bytes(config)} if channel.rank == 0 else {}
+        save_checkpoint(tmp_path / "checkpoint-3", roles, described, files, JobRecord(3, 24, {}), channel)
+
+    one, other = job(2, work)
+    assert isinstance(one, MappingError)
+    assert str(one) == str(other)
+    expected = "differs from the declaration of its family" if by_name else "head_dim: 8 in config.json, 4 in mapping"
+    assert expected in str(one)
+    assert not list(tmp_path.iterdir())
