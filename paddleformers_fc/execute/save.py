@@ -354,12 +354,7 @@ def _without_aliases(roles: Roles, model: ModelDescription) -> LiveRoles:
     The optimizer keeps one state for such a pair, named after the one that sorts first. It is saved under the owner's
     name. An alias with memory of its own, on another pipeline stage, is saved as itself and must be equal.
     """
-    weights = roles.get(MODEL_STATE, {})
-    shared = {
-        alias: owner
-        for alias, owner in model_ties(model).items()
-        if owner in weights and alias in weights and _address(weights[owner]) == _address(weights[alias])
-    }
+    shared = {alias: owner for alias, owner, is_one in _ties(roles.get(MODEL_STATE, {}), model) if is_one}
     if not shared:
         return {role: dict(names) for role, names in roles.items()}
     kept: LiveRoles = {}
@@ -374,8 +369,32 @@ def _without_aliases(roles: Roles, model: ModelDescription) -> LiveRoles:
     return kept
 
 
-def _address(weight: Any) -> int:
-    return int(weight.local_tensor.data_ptr())
+def check_ties(weights: Mapping[str, Any], model: ModelDescription) -> None:
+    """Check that a model ties the weights that its configuration ties, unless pipeline stages separate them.
+
+    Args:
+        weights: name -> live ``ShardedWeight`` of this rank.
+        model: the description of the model.
+    Raises:
+        OptionError: with the tied weights that this rank holds as two parameters.
+    """
+    faults = [f"{alias} and {owner} are two parameters" for alias, owner, is_one in _ties(weights, model) if not is_one]
+    if faults:
+        raise OptionError(
+            "tie_word_embeddings is true, and the model trains the tied weights apart.",
+            where=f"model_type: {model.model_type}",
+            evidence=faults,
+            next_step="Set tie_word_embeddings: false in the model's configuration, or call tie_weights() of the model "
+            "before its optimizer and Trainer are built.",
+        )
+
+
+def _ties(weights: Mapping[str, Any], model: ModelDescription) -> Iterator[tuple[str, str, bool]]:
+    """Yield every alias and owner that this rank holds, and whether they share memory."""
+    for alias, owner in model_ties(model).items():
+        if alias in weights and owner in weights:
+            addresses = [int(weights[name].local_tensor.data_ptr()) for name in (alias, owner)]
+            yield alias, owner, addresses[0] == addresses[1]
 
 
 def _facts(own: LiveRoles, model: ModelDescription, max_file_bytes: int) -> bytes:

@@ -32,13 +32,13 @@ from paddleformers_fc.errors import MismatchError, OptionError
 from paddleformers_fc.execute.load import LoadReport, prepare_load, prepare_weights
 from paddleformers_fc.execute.opening import open_on_all_ranks
 from paddleformers_fc.execute.read_pool import ReadOptions
-from paddleformers_fc.execute.save import JobRecord, SaveReport, config_bytes, save_checkpoint
+from paddleformers_fc.execute.save import JobRecord, SaveReport, check_ties, config_bytes, save_checkpoint
 from paddleformers_fc.families import Family, ModelDescription, family_for, is_known, register
 from paddleformers_fc.families.description import IS_FLEET
 from paddleformers_fc.families.stated import bind_model, model_ties, refuse_recut, rules_by_name, without_family
 from paddleformers_fc.formats.checkpoint import CONFIG_NAME, OpenedCheckpoint, StoredModel
 from paddleformers_fc.layout.live import Roles
-from paddleformers_fc.layout.roles import MASTER_WEIGHT, OPTIMIZER_STATE
+from paddleformers_fc.layout.roles import MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE
 from paddleformers_fc.mapping import RuleSet
 from paddleformers_fc.plan.sources import stored_tensors
 from paddleformers_fc.storage.files import refuse_file
@@ -136,6 +136,8 @@ def save(
         source, described = _source(model, optimizer, family, config, mapping)
         failed_load.refuse_undefined(source.model)
         roles = source.roles()
+        if not isinstance(source, StateDict):  # Which may contain copies of tensors.
+            check_ties(roles[MODEL_STATE], described)
         files = {CONFIG_NAME: _config_text(source.model, described, config)} if channel.rank == 0 else {}
         job = JobRecord(step, consumed_samples, _degrees(parallel, source, channel.world_size))
         return _rank_tensors(described, roles), _Prepared(described, roles, files, job)

@@ -16,6 +16,7 @@ from typing import Any
 from paddleformers_fc.distributed.channel import run_on_all
 from paddleformers_fc.distributed.step_gate import StepGate
 from paddleformers_fc.errors import OptionError
+from paddleformers_fc.execute.save import check_ties
 from paddleformers_fc.execute.save_plan import model_rules
 from paddleformers_fc.families import family_for
 from paddleformers_fc.layout.live import describe_roles
@@ -150,6 +151,7 @@ def _refuse_undeclared(trainer: Any) -> None:
     if described.rules is None:
         family_for(described.config)  # Refuses a model that could not be saved after hours of training.
     sonic_moe.refuse_unsupported(trainer, dict(described.config))
+    check_ties(live_roles.model_roles(model)[MODEL_STATE], described)
 
 
 def _refuse_unmapped(model: Any) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 CLASSES = {
@@ -239,23 +240,113 @@ def describe_plain(model_type: str, values: Mapping[str, Any]) -> list[Any]:
     """
     from paddleformers_fc.layout.live import describe_roles
     from paddleformers_fc.trainer.description import describe_model
-    from tests.harness import fleet_stub
+
+    model = plain_model(model_type, values)
+    described = describe_model(model)
+    shards = describe_roles({"model_state": model.sharded_state_dict()})["model_state"]
+    tensors = {name: [list(shard.global_shape), shard.dtype] for name, shard in shards.items()}
+    return [{"config": described.config, "is_fleet": described.is_fleet}, tensors]
+
+
+def plain_model(model_type: str, values: Mapping[str, Any]) -> Any:
+    """A real model of PaddleFormers' own class; the arguments are those of :func:`describe_plain`."""
+    from tests.harness import fleet_stub, tiny
 
     fleet_stub.install()
-    stem = PLAIN[model_type]
+    stem, kind = (PLAIN[model_type], "") if model_type in PLAIN else CLASSES[model_type]
     package = f"paddleformers.transformers.{model_type}"
     module = importlib.import_module(f"{package}.modeling")
     config = getattr(importlib.import_module(f"{package}.configuration"), CONFIGS.get(model_type, f"{stem}Config"))(
         **values
     )
-    config.fuse_rms_norm = False
-    for nested in ("text_config", "vision_config"):
-        if hasattr(config, nested):
-            getattr(config, nested).fuse_rms_norm = False
+    for part in (config, *(getattr(config, name, None) for name in ("text_config", "vision_config"))):
+        if part is not None:
+            part.fuse_rms_norm, part.use_flash_attention = False, False
+            part.max_sequence_length = part.seq_length = tiny.SEQUENCE
+            part._attn_implementation = "eager" if hasattr(config, "vision_config") else "sdpa"
     names = [f"{stem}For{task}{old}" for old in ("Deprecated", "") for task in ("CausalLM", "ConditionalGeneration")]
-    kind = next(getattr(module, name) for name in names if hasattr(module, name))
-    model = kind.from_config(config, dtype="float32")
-    described = describe_model(model)
-    shards = describe_roles({"model_state": model.sharded_state_dict()})["model_state"]
-    tensors = {name: [list(shard.global_shape), shard.dtype] for name, shard in shards.items()}
-    return [{"config": described.config, "is_fleet": described.is_fleet}, tensors]
+    made = next(getattr(module, name) for name in (kind, *names) if hasattr(module, name))
+    return made.from_config(config, dtype="float32")
+
+
+def train_plain(
+    model_type: str,
+    values: Mapping[str, Any],
+    output_dir: str,
+    source: Mapping[str, Any] | None = None,
+    resume: str | None = None,
+    tie: bool = False,
+    ours: bool = True,
+) -> dict[str, Any]:
+    """Train a real model of PaddleFormers' own class for four steps, save every second, and export it.
+
+    Args:
+        model_type: the family.
+        values: arguments of the configuration class.
+        output_dir: for the checkpoints, and the export in ``hf``.
+        source: the ``config.json`` of the weights that the model started from.
+        resume: a checkpoint.
+        tie: whether the script ties the word embeddings.
+        ours: with this package, or the stock Trainer.
+    Returns:
+        the losses, and whether the word embeddings are equal at the end.
+    """
+    import numpy as np
+    import paddle
+
+    from paddleformers_fc import FlexTrainer, FlexTrainingArguments
+    from paddleformers_fc.trainer import pretrained_documents
+    from tests.harness import tiny
+
+    settings = {"cls": FlexTrainingArguments, "flex_checkpoint": True} if ours else {}
+    args = tiny.training_arguments(tiny.SINGLE, output_dir, max_steps=4, save_steps=2, **settings)
+    model = plain_model(model_type, values)
+    if source is not None:
+        pretrained_documents.take_over(model, source, None)
+    if tie:
+        model.tie_weights()
+    extra = {"cls": FlexTrainer} if ours else {}
+
+    # PaddleFormers' own loss asks for the outputs of prediction layers, which its class of GLM 4 MoE lacks.
+    def criterion(outputs: Any, labels: Any) -> Any:
+        return paddle.nn.functional.cross_entropy(outputs if paddle.is_tensor(outputs) else outputs[0], labels)
+
+    trainer = tiny.trainer(model, args, train_dataset=tiny.Samples(), criterion=criterion, **extra)
+    trainer.train(resume_from_checkpoint=resume)
+    if ours:
+        trainer.save_model(f"{output_dir}/hf")
+    first, last = model.get_input_embeddings().weight.numpy(), model.get_output_embeddings().weight.numpy()
+    return {"losses": list(map(float, trainer.losses)), "tied": np.array_equal(first, last)}
+
+
+def tied_models(models: Mapping[str, Mapping[str, Any]], output_dir: str) -> dict[str, list[str]]:
+    """What a Trainer, and a save in a loop, say of tied models of PaddleFormers' own classes.
+
+    Args:
+        models: arguments of the configuration class by family.
+        output_dir: for checkpoints.
+    Returns:
+        the errors of both, and of a Trainer after the script has tied the weights; empty for none.
+    """
+    import paddleformers_fc
+    from paddleformers_fc import FlexTrainer, FlexTrainingArguments
+    from paddleformers_fc.errors import FlexError
+    from tests.harness import tiny
+
+    args = tiny.training_arguments(tiny.SINGLE, output_dir, cls=FlexTrainingArguments, flex_checkpoint=True)
+    found: dict[str, list[str]] = {}
+
+    def attempt(work: Callable[[], Any]) -> str:
+        try:
+            work()
+        except FlexError as error:
+            return error.render()
+        return ""
+
+    for name, values in models.items():
+        model = plain_model(name, values)
+        build = partial(tiny.trainer, model, args, cls=FlexTrainer)
+        found[name] = [attempt(build), attempt(partial(paddleformers_fc.save, f"{output_dir}/{name}", model))]
+        model.tie_weights()
+        found[name].append(attempt(build))
+    return found

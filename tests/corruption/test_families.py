@@ -1,0 +1,106 @@
+"""Models of families whose classes in PaddleFormers do not do what their configurations say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.numpy import load_file
+
+import paddleformers_fc
+from paddleformers_fc.cpu_runtime.forkserver import ForkServer
+from paddleformers_fc.distributed.channel import ALONE
+from paddleformers_fc.errors import MappingError
+from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoint
+from tests.corruption.guarantees import Observed, fault
+from tests.execute.simulated import CONFIG, MODEL, canonical, live
+from tests.harness.tiny import VOCABULARY
+from tests.trainer.test_description import FLEET_ONLY, NAMES, plain_values
+
+JOB = "tests.families.jobs:train_plain"
+TIED = {"tie_word_embeddings": True}
+UNTIED = {"tie_word_embeddings": False}
+APART = ("deepseek_v3", "glm4_moe", "gpt_oss", "paddleocr_vl", "qwen2_moe", "qwen3_moe", "qwen3_next")
+"""Families whose class never calls ``tie_weights``."""
+
+
+def values_of(name: str, **changes: Any) -> dict[str, Any]:
+    """A tiny configuration over the vocabulary of the samples."""
+    values = {**plain_values(name), "vocab_size": VOCABULARY, "num_experts_per_tok": 2, **changes}
+    if "text_config" in values:
+        values["text_config"] = {**values["text_config"], "vocab_size": VOCABULARY, **changes}
+    return values
+
+
+def trained_and_resumed(ranks: ForkServer, output_dir: Path, job: dict[str, Any]) -> Path:
+    """Train, and resume from step 2 with the same losses; the last checkpoint."""
+    first, again = output_dir / "first", output_dir / "again"
+    (trained,) = ranks.run(JOB, 1, {**job, "output_dir": str(first)}).values
+    (resumed,) = ranks.run(JOB, 1, {**job, "output_dir": str(again), "resume": str(first / "checkpoint-2")}).values
+    assert resumed["losses"] == trained["losses"][2:]
+    return first / "checkpoint-4"
+
+
+@pytest.mark.slow
+@fault(
+    "G113",
+    "`config.json` has values that PaddleFormers' class does not read: GLM-OCR with `tie_word_embeddings: false`, "
+    "GLM 4 MoE with one prediction layer",
+)
+def test_g113_a_save_is_one_that_its_reader_accepts(ranks: ForkServer, tmp_path: Path) -> Observed:
+    glm_ocr = values_of("glm_ocr", **UNTIED)
+    glm4_moe = values_of("glm4_moe", num_nextn_predict_layers=1)
+    for name, values, exported in (
+        ("glm_ocr", glm_ocr, UNTIED),
+        ("glm4_moe", glm4_moe, {"num_nextn_predict_layers": 0}),
+    ):
+        source = {**values, "model_type": name}
+        last = trained_and_resumed(ranks, tmp_path / name, {"model_type": name, "values": values, "source": source})
+        checkpoint = paddleformers_fc.open(last)
+        assert checkpoint.verify("full").passed
+        checkpoint.export(tmp_path / "hf" / name)
+        written = json.loads((tmp_path / "hf" / name / "config.json").read_text())
+        assert {key: written[key] for key in exported} == exported
+        assert written.get("text_config", {}).items() >= (UNTIED.items() if name == "glm_ocr" else {}.items())
+    files = {"config.json": config_bytes({**CONFIG, **TIED})}
+    with pytest.raises(MappingError) as raised:
+        save_checkpoint(tmp_path / "refused", live(canonical(), 1, 0), MODEL, files, JobRecord(3, 24, {}), ALONE)
+    assert not (tmp_path / "refused").exists()
+    return Observed(
+        "—",
+        "saved as what the class builds; resumed with the same losses, verified and exported. A save whose own reader "
+        f"would refuse it raises `{raised.type.__name__}` before its first byte",
+    )
+
+
+def test_a_trainer_and_a_loop_refuse_every_model_that_does_not_tie_what_its_configuration_ties(
+    ranks: ForkServer, tmp_path: Path
+) -> None:
+    models = {name: values_of(name, **TIED) for name in NAMES if name not in FLEET_ONLY}
+    job = {"models": models, "output_dir": str(tmp_path)}
+    (found,) = ranks.run("tests.families.jobs:tied_models", 1, job).values
+    assert {name for name, (trainer, _, _) in found.items() if trainer} == {*APART}
+    for name, (trainer, loop, after) in found.items():
+        assert trainer == loop
+        assert not after
+        assert (tmp_path / name).exists() is (name not in APART)
+
+
+@pytest.mark.slow
+@fault("G115", "`tie_word_embeddings: true` with a class that does not tie, such as Qwen2-MoE")
+def test_g115_a_model_that_trains_tied_weights_apart_is_refused(ranks: ForkServer, tmp_path: Path) -> Observed:
+    job = {"model_type": "qwen2_moe", "values": values_of("qwen2_moe", **TIED)}
+    (stock,) = ranks.run(JOB, 1, {**job, "output_dir": str(tmp_path / "stock"), "ours": False}).values
+    assert not stock["tied"]
+    refused = ranks.attempt(JOB, 1, {**job, "output_dir": str(tmp_path / "refused")})
+    assert "OptionError" in refused.logs[0].read_text()
+    assert not list((tmp_path / "refused").glob("checkpoint-*"))
+    trained_and_resumed(ranks, tmp_path, {**job, "tie": True})
+    assert "lm_head.weight" not in load_file(tmp_path / "first/hf/model.safetensors")
+    return Observed(
+        "silently trains two weights, which then differ",
+        "refused when the Trainer is built: `OptionError`, “tie_word_embeddings is true, and the model trains the tied "
+        "weights apart.”; a model whose script calls `tie_weights()` is trained, resumed and exported tied",
+    )
