@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -71,10 +72,18 @@ def recast_documents(documents: Mapping[str, bytes], dtype: str) -> dict[str, by
     """Return the documents of an export with the dtype in ``config.json``."""
     if CONFIG_NAME not in documents:
         return dict(documents)
-    config = parse_config(documents[CONFIG_NAME], Path(CONFIG_NAME))
-    named = [key for key in _KEYS if key in config] or _KEYS[:1]
-    config |= dict.fromkeys(named, dtype)
+    config = _named(parse_config(documents[CONFIG_NAME], Path(CONFIG_NAME)), dtype)
+    if not config.keys() & {*_KEYS}:
+        config[_KEYS[0]] = dtype
     return {**documents, CONFIG_NAME: (json.dumps(config, indent=2) + "\n").encode()}
+
+
+def _named(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """Return a configuration with another dtype, also of nested ones."""
+    return {
+        key: dtype if key in _KEYS else _named(value, dtype) if isinstance(value, dict) else value
+        for key, value in config.items()
+    }
 
 
 def _kept(checkpoint: OpenedCheckpoint) -> frozenset[str]:

@@ -197,8 +197,14 @@ def contradictions(config: Mapping[str, Any], model: ModelDescription) -> list[s
     return [
         f"{key}: {value_text(one)} in config.json, {value_text(other)} in mapping.json"
         for key, one, other in _unequal(config, expected)
-        if key in family_keys(family) or not (_is_left_out(key) or _matches(key.split("."), KEPT_FROM_SOURCE))
+        if key in family_keys(family)
+        or not (_is_left_out(key) or _matches(key.split("."), KEPT_FROM_SOURCE) or _is_type_of_part(key))
     ]
+
+
+def _is_type_of_part(key: str) -> bool:
+    """Return whether a key is the ``model_type`` of a nested configuration, which libraries name differently."""
+    return key.endswith(".model_type")
 
 
 def _unequal(one: Mapping[str, Any], other: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:

@@ -1,13 +1,15 @@
-"""The configuration of an export: PaddleFormers' configuration with dropped, renamed and contradicting keys corrected.
+"""The configuration of an export: the keys of the weights that the run started from, with the values of the live model.
 
-PaddleFormers' configuration classes drop keys on writing, have their own names for some sizes, and keep the rotary
-embedding under several keys that may differ. Other libraries read such a file as another model.
+PaddleFormers' configuration classes drop keys on writing, add keys and defaults of their own, and keep the rotary
+embedding under several keys that may differ. Other libraries read such a file as another model. An export therefore has
+the keys of its source, those that the run has changed, and those that the family declares. New weights have no source:
+their configuration has the keys that PaddleFormers writes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from paddleformers_fc.families.bind import family_sizes
 from paddleformers_fc.families.declarations import Family
@@ -17,18 +19,14 @@ OVERWRITTEN = frozenset({"use_cache", "initializer_range", "router_aux_loss_coef
 """Keys that the Trainer, a pipeline and the command line overwrite in a live configuration. The use of the weights does
 not depend on them."""
 
+_DTYPE, _CLASS, _TYPE = "torch_dtype", "architectures", "model_type"
 _OF_THE_FILE = frozenset(
     {
-        *("_name_or_path", "dtype", "torch_dtype", "quantization_config"),
+        *("_name_or_path", "dtype", _DTYPE, "quantization_config", _CLASS),
         *("paddleformers_version", "paddlenlp_version", "transformers_version"),
     }
 )
 """Keys that describe the file and not the model: the source's values do not hold for an export."""
-
-_QUANTIZATION = "quantization_config"
-
-_CLASS = "architectures"
-"""A key of a whole model. PaddleFormers' configurations with a nested one copy it there."""
 
 _TOKENS = frozenset({"bos_token_id", "eos_token_id", "pad_token_id"})
 """Keys that PaddleFormers' nested configurations lose: they are then None."""
@@ -36,12 +34,42 @@ _TOKENS = frozenset({"bos_token_id", "eos_token_id", "pad_token_id"})
 KEPT_FROM_SOURCE = (*OVERWRITTEN, *_TOKENS)
 """Keys that an export may have from its source, with other values than those of the live configuration."""
 
+_TIE, _TEXT = "tie_word_embeddings", "text_config"
 _ROTARY, _THETA, _SCALING, _LOCAL_THETA = "rope_parameters", "rope_theta", "rope_scaling", "rope_local_base_freq"
-_FULL, _SLIDING = "full_attention", "sliding_attention"
+_ROTARY_KEYS = (_ROTARY, _THETA, _SCALING, _LOCAL_THETA)
+_FULL, _SLIDING, _SECTIONS = "full_attention", "sliding_attention", "mrope_section"
+
+
+def with_older_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a ``config.json`` of Transformers 5 with the keys of Transformers 4 beside those that replace them.
+
+    Many of PaddleFormers' classes read the older keys alone, and otherwise take their own defaults.
+    """
+    found = {**_older_rotary(config), **config}
+    if isinstance(text := config.get(_TEXT), Mapping) and _ROTARY in text:
+        found[_TEXT] = {**_older_rotary(text), **text, **{key: config[key] for key in (_TIE,) if key in config}}
+    return found
+
+
+def with_read_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a ``config.json`` with the keys that PaddleFormers' classes read, older and newer ones.
+
+    Classes of vision-language models look for the sections of positions in ``rope_parameters`` or ``rope_scaling``.
+    """
+    found = with_older_keys(config)
+    if isinstance(text := found.get(_TEXT), Mapping):
+        return {**found, _TEXT: with_read_keys(text)}
+    scaling = _mapping(found.get(_SCALING))
+    newer = {_ROTARY: {"rope_type": "default", **scaling, _THETA: found.get(_THETA)}} if _SECTIONS in scaling else {}
+    return {**newer, **found}
 
 
 def exported_config(
-    family: Family | None, written: Mapping[str, Any], live: ModelDescription, source: Mapping[str, Any]
+    family: Family | None,
+    written: Mapping[str, Any],
+    live: ModelDescription,
+    source: Mapping[str, Any],
+    read: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return the content of an export's ``config.json``.
 
@@ -49,27 +77,28 @@ def exported_config(
         family: the model's family; None if no family declares it.
         written: the configuration as PaddleFormers writes it.
         live: the description of the live model.
-        source: ``config.json`` beside the weights that the model started from; empty for new weights.
+        source: ``config.json`` beside the weights that the model started from, :func:`with_older_keys`; for new weights
+            the keys of :data:`OVERWRITTEN`.
+        read: the description of a model that PaddleFormers builds from the source; None for new weights.
 
     Raises:
         MappingError: the live configuration contradicts itself.
     """
-    towers = () if family is None else family.towers
-    # PaddleFormers' classes read the text's keys in the nested configuration alone, and write outer ones as well.
-    inner = {key for one in towers if one.flat for key in live.config.get(one.key) or ()} - {_CLASS, *KEPT_FROM_SOURCE}
-    unread = {key: live.config[key] for key in inner & written.keys() & live.config.keys()}
-    values = _completed({**written, **unread}, live.config, source)
-    if (values.get(_QUANTIZATION) or {}).get("quant_method") is not None:
-        # Keys of the files that the run started from: an export has no scales.
-        del values[_QUANTIZATION]
+    sides, nested, is_new = _Sides(written, live.config, source, read or {}), dict[str, dict[str, Any]](), read is None
+    own = {key: written[key] for key in written.keys() & _OF_THE_FILE - {"quantization_config"}}
+    for tower in family.towers if family is not None else ():
+        part, sides = sides.within(tower.key), sides.without(tower.key)
+        if tower.flat and not is_new and tower.key not in source:
+            sides = sides.flattened(part)
+        elif found := part.values(is_new, own.get(_DTYPE)):
+            nested[tower.key] = found
     corrected = {} if family is None else exported_keys(family, live)
-    for key in {tower.key for tower in towers}:
-        if isinstance(written.get(key), Mapping):
-            known = source.get(key) or {}
-            nested = _completed(written[key], live.config.get(key) or {}, known)
-            kept = {name: nested[name] for name in nested if name != _CLASS or name in known}
-            values[key] = kept | {name: corrected[name] for name in corrected.keys() & kept.keys()}
-    return values | corrected
+    values = sides.values(is_new, own.get(_DTYPE)) | own | corrected
+    for part in nested.values():
+        part |= {key: corrected[key] for key in corrected.keys() & part.keys()}
+    if _TIE in nested.get(_TEXT, {}) and _TIE in values:  # Libraries read one or the other.
+        nested[_TEXT][_TIE] = values[_TIE]
+    return values | nested
 
 
 def exported_keys(family: Family, model: ModelDescription) -> dict[str, Any]:
@@ -83,32 +112,76 @@ def exported_keys(family: Family, model: ModelDescription) -> dict[str, Any]:
     return {key: value for key, value in found.items() if value is not None}
 
 
-def _completed(written: Mapping[str, Any], live: Mapping[str, Any], source: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration, or a nested one, with the keys of the source that are not written or were overwritten."""
-    values = dict(written)
-    for key, value in source.items():
-        if key in OVERWRITTEN or (key in _TOKENS and values.get(key) is None):
-            values[key] = value
-        elif key not in values and key not in _OF_THE_FILE:
-            values[key] = live.get(key, value)
-    if "dtype" in source and "torch_dtype" in values:
-        values["dtype"] = values["torch_dtype"]
-    return {**values, **_rotary_keys(values)}
+class _Sides(NamedTuple):
+    """The configurations of :func:`exported_config`, or one nested configuration of each."""
+
+    written: Mapping[str, Any]
+    live: Mapping[str, Any]
+    source: Mapping[str, Any]
+    read: Mapping[str, Any]
+
+    def within(self, key: str) -> _Sides:
+        """Return the nested configurations of a key."""
+        return _Sides(*(_mapping(side.get(key)) for side in self))
+
+    def without(self, key: str) -> _Sides:
+        """Return the sides without a key."""
+        return _Sides(*({name: side[name] for name in side if name != key} for side in self))
+
+    def flattened(self, inner: _Sides) -> _Sides:
+        """Return the sides with the keys of a nested configuration beside their own."""
+        return _Sides(*({**one, **other} for one, other in zip(inner, self, strict=True)))
+
+    def values(self, is_new: bool, dtype: str | None) -> dict[str, Any]:
+        """Return the keys and values of an export.
+
+        Args:
+            is_new: whether the run started with new weights.
+            dtype: of the exported weights.
+        """
+        now, before = self.live, self.read
+        changed = {key for key in self.written if now.get(key) != before.get(key)} - OVERWRITTEN
+        keys = self.written.keys() if is_new else self.source.keys() | changed
+        values = {key: now.get(key, self.source.get(key, self.written.get(key))) for key in keys - _OF_THE_FILE}
+        for key, value in self.source.items():
+            if key in (*OVERWRITTEN, _TYPE, _CLASS) or (key in _TOKENS and values.get(key) is None):
+                values[key] = value
+            elif key in ("dtype", _DTYPE) and dtype is not None:
+                values[key] = dtype
+        if not is_new and all(now.get(key) == before.get(key) for key in _ROTARY_KEYS):
+            return values | {key: self.source[key] for key in _ROTARY_KEYS if key in self.source}
+        return _with_rotary({**values, **{key: now[key] for key in (_ROTARY,) if key in now}})
 
 
-def _rotary_keys(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the rotary embedding under each of its keys, old and new, as ``rope_parameters`` describes it."""
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _with_rotary(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values with the rotary embedding under each of its keys, old and new, as ``rope_parameters`` has it."""
     rotary = values.get(_ROTARY)
     if not isinstance(rotary, Mapping):
-        return {}
+        return dict(values)
     by_layer = {kind: one for kind, one in rotary.items() if isinstance(one, Mapping)}
     if not by_layer and _LOCAL_THETA in values:
-        local = {"rope_type": "default", _THETA: values[_LOCAL_THETA]}
-        by_layer = {_FULL: dict(rotary), _SLIDING: local}
-    if by_layer:
-        theta = {_THETA: by_layer.get(_FULL, {}).get(_THETA), _LOCAL_THETA: by_layer.get(_SLIDING, {}).get(_THETA)}
-        return {_ROTARY: by_layer, **{key: value for key, value in theta.items() if value is not None}}
-    keys = {} if rotary.get(_THETA) is None else {_THETA: rotary[_THETA]}
-    if rotary.get("rope_type", "default") != "default":
-        return {**keys, _SCALING: dict(rotary)}
-    return {**keys, _SCALING: None} if _SCALING in values else keys
+        by_layer = {_FULL: dict(rotary), _SLIDING: {"rope_type": "default", _THETA: values[_LOCAL_THETA]}}
+    unscaled = {_SCALING: None} if _SCALING in values else {}
+    found = {**values, **unscaled, _ROTARY: by_layer or rotary}
+    return {**found, **_older_rotary(found)}
+
+
+def _older_rotary(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the older keys of the rotary embedding that ``rope_parameters`` describes, for all layers or by kind.
+
+    ``rope_scaling`` contains all values but those that older configurations have as keys of their own.
+    """
+    rotary = config.get(_ROTARY)
+    if not isinstance(rotary, Mapping):
+        return {}
+    full = {key: value for key, value in rotary.get(_FULL, rotary).items() if value is not None}
+    local = rotary.get(_SLIDING, {}).get(_THETA)
+    keys = {key: full.pop(key) for key in (_THETA, "partial_rotary_factor") if key in full}
+    keys |= {} if local is None else {_LOCAL_THETA: local}
+    if full.get("rope_type") == "longrope":  # Transformers 4 accepts three keys.
+        full = {"type": "longrope", **{key: full[key] for key in ("short_factor", "long_factor") if key in full}}
+    return keys if full in ({}, {"rope_type": "default"}) else {**keys, _SCALING: full}

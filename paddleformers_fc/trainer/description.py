@@ -24,7 +24,6 @@ from paddleformers_fc.trainer.library_models import (
     described_values,
     unwrap_model,
 )
-from paddleformers_fc.trainer.pretrained_documents import config_of
 
 OWN_RULES = "_flex_rules"
 """The attribute of a model that no family declares with the rules of its class's statements."""
@@ -60,7 +59,7 @@ def describe_model(model: Any) -> ModelDescription:
     # A model of PaddleFleet has a configuration of its own, which was made from the one that PaddleFormers saves.
     built_with = {key: getattr(model.config, key, None) for key in STRIPPED - {IS_FLEET}}
     as_built = {key: value for key, value in built_with.items() if isinstance(value, int)}
-    config = {**_resolved(config_of(model)), **as_built, **described_values(config_of(model))}
+    config = {**describe_config(config_of(model)), **as_built}
     if sonic_moe.alternates(model):
         config[ALTERNATES] = True
     return ModelDescription(
@@ -70,6 +69,17 @@ def describe_model(model: Any) -> ModelDescription:
         adapters,
         is_global=dist_tensors.is_semi_auto(model),
     )
+
+
+def config_of(model: Any) -> Any:
+    """Return the configuration that describes a model; that of a PaddleFleet model is another object than its own."""
+    model = lora.base_model(model)
+    return getattr(model, "config_to_save", model.config)
+
+
+def describe_config(config: Any) -> dict[str, Any]:
+    """Return the values of a configuration that describe a model."""
+    return {**_resolved(config), **described_values(config)}
 
 
 def _resolved(config: Any) -> dict[str, Any]:

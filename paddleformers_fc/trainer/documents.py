@@ -45,7 +45,7 @@ from paddleformers_fc.storage.files import files_within, read_file
 from paddleformers_fc.storage.manifest import Manifest, read_listed
 from paddleformers_fc.storage.paths import AnyPath, mask_credentials
 from paddleformers_fc.trainer import lora, pretrained_documents
-from paddleformers_fc.trainer.description import describe_model
+from paddleformers_fc.trainer.description import config_of, describe_model
 from paddleformers_fc.trainer.library import TrainerState
 from paddleformers_fc.trainer.library_models import clean_model_class_name, get_parameter_dtype, unwrap_model
 from paddleformers_fc.trainer.optimizers import has_states, innermost
@@ -70,6 +70,8 @@ _MOST_STEPS = 1 << 53
 _DATA_ARGUMENTS = "_flex_data_arguments"
 _DATASET = "train_dataset_path"
 _OF_FAST = ("normalizer", "pre_tokenizer", "post_processor", "decoder", "padding", "truncation")
+_CLASS_KEYS = ("processor_class", "image_processor_type", "video_processor_type", "tokenizer_class")
+_TOKENS, _OLDER_TOKENS = "extra_special_tokens", "additional_special_tokens"
 _SECRET_ENDINGS = ("_token", "_api_key", "password", "secret")
 
 
@@ -93,7 +95,7 @@ def model_config(model: Any) -> dict[str, Any]:
 def _capture_config(model: Any) -> Callable[[], dict[str, Any]]:
     """Capture the configuration of a model, and return :func:`model_config` of it."""
     model = lora.base_model(model)
-    config = copy.deepcopy(pretrained_documents.config_of(model))
+    config = copy.deepcopy(config_of(model))
     if not config.architectures:
         config.architectures = [clean_model_class_name(type(model).__name__)]
     dtype = get_parameter_dtype(model)
@@ -101,12 +103,12 @@ def _capture_config(model: Any) -> Callable[[], dict[str, Any]]:
         config.dtype = str(dtype).rpartition(".")[2]
     config.tensor_model_parallel_size = 1
     config._save_to_hf = True
-    described, source = describe_model(model), pretrained_documents.of(model).config
+    described, inherited = describe_model(model), pretrained_documents.of(model)
 
     def values() -> dict[str, Any]:
         written = json.loads(config.to_json_string(use_diff=True, saving_file=True))
         family = family_for(written) if is_known(written) else None
-        found = exported_config(family, written, described, source)
+        found = exported_config(family, written, described, inherited.config, inherited.read)
         return {key: value for key, value in found.items() if key not in _LAYOUT_KEYS}
 
     return values
@@ -155,12 +157,29 @@ def _with_own_arguments(trainer: Any) -> Any:
 
 def tokenizer_files(trainer: Any) -> dict[str, bytes]:
     """Return the files of a Trainer's tokenizer and processor, by path relative to the directory of the weights."""
-    writers: list[Callable[[str], Any]] = []
-    if trainer.tokenizer is not None and trainer.args.save_tokenizer:
-        writers.append(trainer.tokenizer.save_pretrained)
-    if trainer.processing_class is not None:
-        writers.append(trainer.processing_class.save_pretrained)
-    return _written_by(writers)
+    own = trainer.tokenizer if trainer.args.save_tokenizer else None
+    files: dict[str, bytes] = {}
+    for one in (own, trainer.processing_class):
+        if one is not None:
+            directory = str(getattr(getattr(one, "tokenizer", one), "name_or_path", ""))
+            for name, content in _written_by([one.save_pretrained]).items():
+                source = Path(directory, name)
+                known = bool(directory) and name.endswith("config.json") and source.is_file()
+                files[name] = _as_in(json.loads(source.read_bytes()), content) if known else content
+    return files
+
+
+def _as_in(source: Mapping[str, Any], written: bytes) -> bytes:
+    """Return a description of a tokenizer or processor with the names of the file that it was loaded from.
+
+    Transformers 5 writes classes and keys that version 4 does not know, drops the class of the processor and adds None
+    for every absent key.
+    """
+    values = {key: value for key, value in json.loads(written).items() if key in source or value is not None}
+    if isinstance(values.get(_TOKENS), list) and _TOKENS not in source:
+        values[_OLDER_TOKENS] = values.pop(_TOKENS)
+    kinds = {key: source[key] for key in _CLASS_KEYS if key in source}
+    return (json.dumps(values | kinds, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
 
 
 class TokenizerFiles:

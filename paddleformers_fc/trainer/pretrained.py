@@ -61,6 +61,7 @@ _REFUSED: dict[str, Callable[[Any], bool]] = {
 }
 """Arguments of ``from_pretrained`` that select other weights than those of the directory, with predicates of values."""
 
+_READING = "reading what describes the model"
 _MODEL = Kind("a model of PaddleFormers", lambda value: _is_model(unwrap_model(value)))
 
 
@@ -124,21 +125,28 @@ def from_pretrained(cls: Any, named: Any, options: FlexFields, keywords: dict[st
     _refuse_quantized(config)
     channel = channel_of(options)
     directory = run_on_all(channel, f"finding {named}", lambda: _directory(cls, str(named), config, source))
+    documents = run_on_all(channel, _READING, lambda: pretrained_documents.read_documents(directory))
+    pretrained_documents.correct(config, documents[0])
     config.dtype = dtype or config.dtype or paddle.get_default_dtype()
     model = cls._from_config(config, dtype=config.dtype, **given)
     # The checksums of an export, where there are any, are compared unless verification is switched off.
     verify = "off" if options.flex_verify == "off" else "full"
-    _fill(model, directory, channel, read_options(options), verify)
+    _fill(model, directory, channel, read_options(options), verify, documents)
     return model
 
 
-def _fill(model: Any, source: AnyPath, channel: Channel, options: ReadOptions, verify: str) -> LoadReport:
+def _fill(
+    model: Any,
+    source: AnyPath,
+    channel: Channel,
+    options: ReadOptions,
+    verify: str,
+    documents: tuple[dict[str, Any], bytes | None] | None = None,
+) -> LoadReport:
     if isinstance(unwrap_model(model), LoRAModel):
         return _fill_adapters(unwrap_model(model), source, channel, options, verify)
     own_statements.adopt(model, channel)
-    described = run_on_all(
-        channel, "reading what describes the model", lambda: pretrained_documents.read_documents(source)
-    )
+    described = documents or run_on_all(channel, _READING, lambda: _describing(model, source))
     load = prepare_weights(source, live_roles.model_roles(model), describe_model(model), channel, options, verify)
     with failed_load.until_filled(model, source):
         report = load.fill()
@@ -154,6 +162,13 @@ def _fill(model: Any, source: AnyPath, channel: Channel, options: ReadOptions, v
         for name in fold(report.dropped):
             logger.warning(f"{name} is in {source} and the model has no place for it.")
     return report
+
+
+def _describing(model: Any, source: AnyPath) -> tuple[dict[str, Any], bytes | None]:
+    """Read what describes a model that a caller has built."""
+    documents = pretrained_documents.read_documents(source)
+    pretrained_documents.refuse_misread(model, documents[0])
+    return documents
 
 
 def load_adapters(model: LoRAModel, directory: AnyPath, channel: Channel, options: FlexFields) -> None:

@@ -38,7 +38,8 @@ def save_half(directory: Path, masters: bool, tp: int = 2) -> Path:
         if masters:
             whole = {f"{name}.w_0": one for name, one in roles["model_state"].items() if name != NORM}
             saved["master_weight"] = whole
-        files = {"config.json": config_bytes({**CONFIG, "torch_dtype": "bfloat16"})} if channel.rank == 0 else {}
+        named = {**CONFIG, "torch_dtype": "bfloat16", "text_config": {"dtype": "bfloat16"}}
+        files = {"config.json": config_bytes(named)} if channel.rank == 0 else {}
         save_checkpoint(directory, saved, ModelDescription(CONFIG), files, JobRecord(3, 24, {"tp": tp}), channel)
 
     succeed(tp, work)
@@ -61,7 +62,8 @@ def test_float32_is_read_from_master_weights_bit_for_bit(tmp_path: Path) -> None
     found = exported(stored, tmp_path / "hf", "--dtype", "float32")
     assert found.keys() == ARRAYS.keys()
     assert all(np.array_equal(found[name], array) for name, array in ARRAYS.items())
-    assert json.loads((tmp_path / "hf/config.json").read_text())["torch_dtype"] == "float32"
+    config = json.loads((tmp_path / "hf/config.json").read_text())
+    assert config["torch_dtype"] == config["text_config"]["dtype"] == "float32"
     assert json.loads((stored / "config.json").read_text())["torch_dtype"] == "bfloat16"
     assert run("verify", tmp_path / "hf").code == 0
 

@@ -155,10 +155,16 @@ def export_by_stock(source: str, target: str) -> None:
 
 
 def config_by_stock(source: Mapping[str, Any]) -> dict[str, Any]:
-    """A config.json of gpt_oss as PaddleFormers writes it."""
-    from paddleformers.transformers.gpt_oss.configuration import GptOssConfig
+    """A config.json as PaddleFormers writes it."""
+    import importlib
 
-    return dict(json.loads(GptOssConfig.from_dict(dict(source)).to_json_string(saving_file=True)))
+    from tests.families.jobs import CONFIGS
+
+    model_type = source["model_type"]
+    kind = getattr(
+        importlib.import_module(f"paddleformers.transformers.{model_type}.configuration"), CONFIGS[model_type]
+    )
+    return dict(json.loads(kind.from_dict(dict(source)).to_json_string(saving_file=True)))
 
 
 def train_what_was_set(output_dir: str, flex: bool) -> dict[str, Any]:

@@ -8,10 +8,11 @@ from typing import Any
 
 from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from tests.corruption.guarantees import Observed, fault
-from tests.families.test_exported_configs import exported, resolved
+from tests.families.test_exported_configs import READERS, SOURCES, exported
 from tests.families.test_transformers import CASES
 from tests.harness.tiny import SINGLE
 from tests.trainer.test_exported_documents import GENERATION, exports, live, source_of
+from tools.config_readers import changes, read
 
 
 def described(directory: Path) -> tuple[Any, bytes | None]:
@@ -37,15 +38,33 @@ def test_g80_an_export_keeps_what_describes_its_source(ranks: ForkServer, tmp_pa
 
 
 @fault("G81", "a gpt_oss of 4 experts is exported")
-def test_g81_transformers_builds_an_exported_gpt_oss(ranks: ForkServer, tmp_path: Path) -> Observed:
+def test_g81_transformers_builds_an_exported_gpt_oss(ranks: ForkServer) -> Observed:
     source = CASES["gpt_oss"]["config"]
     (stock,) = ranks.run("tests.corruption.jobs:config_by_stock", 1, {"source": source}).values
-    assert resolved(stock, tmp_path / "stock")["num_local_experts"] == 128
+    assert read(stock)["num_local_experts"] == 128
     (ours,) = exported(ranks, {"gpt_oss": source}, kept=False).values()
-    found, wanted = (resolved(config, tmp_path / "ours") for config in (ours, source))
+    found, wanted = read(ours), read(source)
     keys = ("num_local_experts", "rope_parameters")
     assert {key: found[key] for key in keys} == {key: wanted[key] for key in keys}
     return Observed(
         "Transformers builds 128 experts from its `config.json`, and another rotary embedding",
         "Transformers builds 4 experts and the rotary embedding of the model",
+    )
+
+
+@fault("G114", "weights of Qwen 3 VL that Transformers 5.3 saved are exported")
+def test_g114_transformers_reads_the_positions_of_an_exported_vision_language_model(ranks: ForkServer) -> Observed:
+    name, keys = "qwen3_vl, saved by 5.3.0", ("rope_theta", "mrope_section")
+    (stock,) = ranks.run("tests.corruption.jobs:config_by_stock", 1, {"source": SOURCES[name]}).values
+    (ours,) = exported(ranks, {name: SOURCES[name]}, kept=True).values()
+    found = [read(one)["text_config"]["rope_parameters"] for one in (SOURCES[name], stock, ours)]
+    wanted, lost, kept = ({key: one.get(key) for key in keys} for one in found)
+    assert kept == wanted == {"rope_theta": 5000000, "mrope_section": [2, 1, 1]}
+    assert changes(SOURCES[name], ours) == READERS[name]["changes"]
+    # Transformers 4 reads it as the published weights.
+    assert not any(key in path for path in READERS[name]["published"] for key in keys if "parameters" not in path)
+    read_so = f"`rope_theta: {kept['rope_theta']}` and `mrope_section: {kept['mrope_section']}`"
+    return Observed(
+        f"Transformers reads `rope_theta: {lost['rope_theta']:.0f}` and no `mrope_section`",
+        f"Transformers 4.57 and 5.3 read {read_so}",
     )

@@ -22,7 +22,7 @@ KNOWN = [
     *("G80", "G81"),
     *("G100", "G101"),
     *("G110", "G111", "G112", "G113"),
-    *("G115", "G116", "G117"),
+    *("G114", "G115", "G116", "G117"),
 ]
 """The faults that this package promises to be free of."""
 

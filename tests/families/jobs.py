@@ -174,14 +174,17 @@ CONFIGS = {
 }
 
 
-def exported_configs(sources: Mapping[str, Mapping[str, Any]], kept: bool) -> dict[str, Any]:
+def exported_configs(
+    sources: Mapping[str, Mapping[str, Any]], kept: bool, changed: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """What an export's config.json has for models of PaddleFormers' configuration classes: a dict, or the error's text.
 
     Args:
         sources: a ``config.json`` by name.
         kept: whether the model keeps it, as one that was filled with the weights beside it does.
+        changed: values that a run sets in the configuration.
     """
-    return {name: _exported_config(source, kept) for name, source in sources.items()}
+    return {name: _exported_config(source, kept, changed or {}) for name, source in sources.items()}
 
 
 def contradicted_configs(sources: Mapping[str, Mapping[str, Any]]) -> dict[str, list[str]]:
@@ -199,19 +202,19 @@ def contradicted_configs(sources: Mapping[str, Mapping[str, Any]]) -> dict[str, 
     }
 
 
-def _exported_config(source: Mapping[str, Any], kept: bool) -> dict[str, Any] | str:
+def _exported_config(source: Mapping[str, Any], kept: bool, changed: Mapping[str, Any]) -> dict[str, Any] | str:
     import json
 
     from paddleformers_fc.errors import FlexError
     from paddleformers_fc.trainer import documents
 
     try:
-        return dict(json.loads(documents.config_text(_configured(source, kept))))
+        return dict(json.loads(documents.config_text(_configured(source, kept, changed))))
     except FlexError as error:
         return str(error)
 
 
-def _configured(source: Mapping[str, Any], kept: bool) -> Any:
+def _configured(source: Mapping[str, Any], kept: bool, changed: Mapping[str, Any] | None = None) -> Any:
     """A layer with the configuration of a model, as a Trainer has it."""
     import copy
 
@@ -224,10 +227,13 @@ def _configured(source: Mapping[str, Any], kept: bool) -> Any:
     model = paddle.nn.Linear(2, 2)  # The classes of half of the families cannot be imported here.
     model.config = getattr(package, CONFIGS[model_type]).from_dict(copy.deepcopy(dict(source)))
     model.is_fleet, model.can_generate = model_type in ("kimi_k2", "minimax_m2"), lambda: False
-    pretrained_documents.keep_use_cache(model)
     if kept:
+        pretrained_documents.correct(model.config, source)
         pretrained_documents.take_over(model, source, None)
+    pretrained_documents.keep_use_cache(model)
     model.config.use_cache = False  # As every Trainer sets it.
+    for key, value in (changed or {}).items():
+        setattr(model.config, key, value)
     return model
 
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+import os
 from typing import Any
 
 import pytest
 
 from paddleformers_fc.cpu_runtime.forkserver import ForkServer
+from paddleformers_fc.families import family_for
 from tests.families.test_transformers import CASES
-from tests.parity import fixtures
+from tools import config_readers
 
 LATENT = {"q_lora_rank": 16, "kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 4}
 EXPERTS = {"moe_intermediate_size": 16, "num_experts_per_tok": 2}
@@ -33,64 +33,17 @@ TOY = {
     "architectures": ["AModel"],
     "use_cache": True,
 }
-YARN = {"factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": 16}
-OLDER: dict[str, dict[str, Any]] = {
-    "llama": {"rope_theta": 500000.0, "rope_scaling": {"rope_type": "linear", "factor": 2.0}, "pretraining_tp": 1},
-    "qwen2": {"rope_theta": 1000000.0, "use_sliding_window": False, "sliding_window": 64, "max_window_layers": 2},
-    "qwen3": {"head_dim": 8, "rope_theta": 1000000, "rope_scaling": {"rope_type": "yarn", **YARN}},
-    "qwen2_moe": {**EXPERTS, "num_experts": 4, "router_aux_loss_coef": 0.002, "shared_expert_intermediate_size": 24},
-    "qwen3_moe": {**EXPERTS, "head_dim": 8, "num_experts": 4, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.002},
-    "glm4_moe": {**EXPERTS, "head_dim": 8, "n_routed_experts": 4, "rope_theta": 1000000, "partial_rotary_factor": 0.5},
-    "deepseek_v3": {**DEEPSEEK, "rope_theta": 10000, "rope_scaling": {"type": "yarn", "mscale": 1.0, **YARN}},
-    "kimi_k2": {**DEEPSEEK, "rope_theta": 50000.0, "rope_scaling": {"type": "yarn", "mscale": 1.0, **YARN}},
-    "minimax_m2": {"head_dim": 8, "num_local_experts": 256, "intermediate_size": 1536, "rope_theta": 5000000},
-    "ernie4_5": {"head_dim": 4, "rope_theta": 500000.0, "use_cache": False},
-    "ernie4_5_moe": {
-        "rope_theta": 500000,
-        "moe_num_experts": 4,
-        "moe_intermediate_size": 16,
-        "moe_k": 2,
-        "moe_use_aux_free": False,
-        "use_rmsnorm": True,
-        "num_nextn_predict_layers": 1,
-    },
-    "gpt_oss": {
-        "head_dim": 8,
-        "num_local_experts": 4,
-        "rope_theta": 150000,
-        "rope_scaling": {"rope_type": "yarn", "truncate": False, **YARN},
-        "router_aux_loss_coef": 0.9,
-        "swiglu_limit": 7.0,
-    },
-    "gemma3_text": {"head_dim": 8, "rope_theta": 2000000.0, "rope_local_base_freq": 20000.0, "rope_scaling": None},
-    "phi3": {
-        "rope_theta": 10000.0,
-        "partial_rotary_factor": 0.5,
-        "original_max_position_embeddings": 64,
-        "rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]},
-    },
-}
-"""Configurations as public models have them, whose keys are older than Transformers 5."""
-
 # PaddleFormers reads another key for the experts of the one, and no nested configuration of the text of the others.
-UNREAD = ("minimax_m2", "paddleocr_vl", "ernie4_5_moe_vl")
+UNREAD = ("minimax_m2, of", "paddleocr_vl, ", "ernie4_5_moe_vl, ")
 SOURCES: dict[str, dict[str, Any]] = {
-    **{f"{name}, of Transformers": case["config"] for name, case in CASES.items() if not name.startswith(UNREAD)},
-    **{f"{name}, of an older one": {"model_type": name, **TOY, **keys} for name, keys in OLDER.items()},
-    **{f"{name}, published": fixtures.read(name).config for name in ("paddleocr_vl", "ernie4_5_moe_vl")},
+    name: source for name, source in config_readers.sources().items() if not name.startswith(UNREAD)
 }
-WRITTEN_ANEW = {"_name_or_path", "dtype", "torch_dtype", "transformers_version", "paddleformers_version"}
-# PaddleFormers' class of DeepSeek V3 has no prediction layers, whatever its configuration is given.
-CHANGED = {"deepseek_v3, of Transformers": {"num_nextn_predict_layers": 0}}
-# PaddleFormers' classes build models without the tie of these sources.
-LOST_TIES = (
-    "qwen2_5_vl, tied, of Transformers",
-    "qwen3_vl, tied, of Transformers",
-    "qwen3_vl_moe, a dense layer, tied, of Transformers",
-    "qwen3_5, tied, of Transformers",
-    "qwen3_5_moe, tied, of Transformers",
-)
-CHANGED |= {name: {"tie_word_embeddings": False} for name in LOST_TIES}
+READERS = config_readers.entries()
+OLD, NEW_ONE = "4.57.1", "5.3.0"
+WRITE = "FLEX_WRITE_READERS"
+
+ROTARY = ("rope_theta", "rope_scaling", "rope_local_base_freq", "partial_rotary_factor")
+"""Keys that Transformers 5 replaces by ``rope_parameters``. An export has them as well, for other readers."""
 
 
 def exported(ranks: ForkServer, sources: dict[str, dict[str, Any]], kept: bool) -> dict[str, Any]:
@@ -100,60 +53,114 @@ def exported(ranks: ForkServer, sources: dict[str, dict[str, Any]], kept: bool) 
     return dict(result.values[0])
 
 
-def resolved(config: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """A configuration as Transformers understands it, defaults included."""
-    from transformers import AutoConfig, DeepseekV3Config
-
-    directory.mkdir(exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(config))
-    if config["model_type"] == "ernie4_5_moe_vl":  # Transformers has no class of published ones.
-        return {key: value for key, value in config.items() if key not in WRITTEN_ANEW}
-    if config["model_type"] == "kimi_k2":  # Its own code, which is not Transformers', is a copy of this class.
-        found = DeepseekV3Config.from_dict(config)
-    else:
-        found = AutoConfig.from_pretrained(directory)
-    return {key: value for key, value in found.to_dict().items() if key not in WRITTEN_ANEW}
+@pytest.fixture(scope="module")
+def exports(ranks: ForkServer) -> dict[str, dict[str, Any]]:
+    """The configuration of an export of every source."""
+    return exported(ranks, SOURCES, kept=True)
 
 
-def test_transformers_reads_an_export_as_it_reads_the_source(ranks: ForkServer, tmp_path: Path) -> None:
-    for name, written in exported(ranks, SOURCES, kept=True).items():
-        wanted = resolved(SOURCES[name], tmp_path / "source") | CHANGED.get(name, {})
-        found = resolved(written, tmp_path / "export")
-        rotary = "rope_parameters"
-        if SOURCES[name]["model_type"] == "qwen3_vl":  # PaddleFormers reads the keys of older files alone.
-            wanted["text_config"][rotary] = found["text_config"][rotary]
-        if SOURCES[name]["model_type"] == "gemma3_text":  # Transformers adds keys of no layer to its own.
-            for config in (wanted, found):
-                config[rotary] = {kind: one for kind, one in config[rotary].items() if isinstance(one, dict)}
-        if SOURCES[name]["model_type"] == "glm_moe_dsa":  # PaddleFormers' class adds its own partial rotation.
-            assert found[rotary].pop("partial_rotary_factor") == 0.5
-        assert among(found, wanted) == wanted, name
+def undeclared(source: dict[str, Any], changes: dict[str, list[Any]]) -> list[str]:
+    """The changes that the product does not declare: other values than those of its reasons."""
+    found, text = [], source.get("text_config", source)
+    rotary = text.get("rope_parameters", {})
+    for path, (before, after) in changes.items():
+        key, *within = path.removeprefix("text_config.").split(".")
+        full, sliding = rotary.get("full_attention", rotary), rotary.get("sliding_attention", {})
+        described = {"rope_local_base_freq": sliding.get("rope_theta"), **full}
+        declared = {
+            # What a family declares: sizes under each of their names, and keys of layers that a class does not build.
+            **dict.fromkeys(family_for(source).exported, after),
+            # A text has the tie of the whole model: Transformers 4 and PaddleFormers read it there.
+            "tie_word_embeddings": source.get("tie_word_embeddings") if path.startswith("text_config.") else None,
+            # A window without an effect is None, as Transformers reads it.
+            "sliding_window": None if not text.get("use_sliding_window") else before,
+            # Exports are not quantized.
+            "quantization_config": config_readers.LOST,
+        }
+        if key in (*ROTARY, "rope_parameters") and rotary:
+            # Transformers 4 reads an absent scaling as None, or as a default, and either adds `type` to `rope_type`.
+            name, own = (within or [key])[-1], sliding if "sliding_attention" in within else full
+            declared[key] = after if name in ("type", "rope_scaling") else {**described, **own}.get(name)
+        if key not in declared or declared[key] != after:
+            found.append(f"{path}: {before} -> {after}")
+    return found
 
 
-def among(found: dict[str, Any], wanted: dict[str, Any]) -> dict[str, Any]:
-    """The values of the keys of one configuration in another, also of nested configurations."""
-    nested = {key: among(found[key], one) for key, one in wanted.items() if key.endswith("_config") and found.get(key)}
-    return {key: found.get(key, "lost") for key in wanted} | nested
+def test_an_export_has_the_configuration_of_its_source_but_for_declared_changes(
+    exports: dict[str, dict[str, Any]],
+) -> None:
+    changes = {name: config_readers.changes(source, exports[name]) for name, source in SOURCES.items()}
+    assert {name: lines for name, one in changes.items() if (lines := undeclared(SOURCES[name], one))} == {}
+    for name, one in exports.items():
+        parts = (one, *(part for part in one.values() if isinstance(part, dict)))
+        dtypes = {part[key] for part in parts for key in ("dtype", "torch_dtype") if key in part}
+        assert dtypes == {"float32"}, name
+    # What versions of Transformers have read.
+    if os.environ.get(WRITE):
+        given = {name: {**READERS.get(name, {}), "changes": one} for name, one in changes.items()}
+        config_readers.write({**READERS, **given})
+    stored = {name: one["changes"] for name, one in config_readers.entries().items() if "changes" in one}
+    assert changes == stored, f"run the steps of tools/config_readers.py ({WRITE}=1)"
 
 
-def test_every_key_of_a_source_is_in_the_export(ranks: ForkServer) -> None:
-    for name, written in exported(ranks, SOURCES, kept=True).items():
-        assert set(SOURCES[name]) - {"transformers_version"} <= set(written), name
+@pytest.mark.parametrize("version", [OLD, NEW_ONE])
+def test_transformers_reads_an_export_as_it_reads_the_source(version: str) -> None:
+    read = {name: one[version] for name, one in READERS.items() if one.get(version, "unread") != "unread"}
+    assert len(read) > 80
+    assert {
+        name: lines for name, one in read.items() if (lines := undeclared(config_readers.sources()[name], one))
+    } == {}
 
 
-def test_the_keys_of_the_rotary_embedding_agree(ranks: ForkServer) -> None:
-    for name, written in exported(ranks, SOURCES, kept=False).items():
+def test_transformers_4_reads_an_export_of_weights_of_transformers_5_as_the_published_ones() -> None:
+    published = {name: one["published"] for name, one in READERS.items() if "published" in one}
+    assert len(published) > 15
+    for name, one in published.items():
+        source = SOURCES[name]
+        both = {
+            key: pair for key, pair in one.items() if config_readers.LOST not in pair and "architectures" not in key
+        }
+        text = {
+            key: pair for key, pair in both.items() if key.startswith("text_config.") or "text_config" not in source
+        }
+        assert undeclared(source, text) == [], name
+
+
+def test_the_keys_of_the_rotary_embedding_agree(ranks: ForkServer, exports: dict[str, dict[str, Any]]) -> None:
+    new = exported(ranks, SOURCES, kept=False)
+    for name, written in (*exports.items(), *new.items()):
         written = written.get("text_config", written)
         rotary = written.get("rope_parameters")
         if rotary is None:
-            assert written["model_type"] in ("kimi_k2", "ernie4_5_moe_vl"), name
+            assert written is not new.get(name) or name in ("kimi_k2", "ernie4_5_moe_vl"), name
             continue
         one = rotary.get("full_attention", rotary)
         assert written["rope_theta"] == one["rope_theta"], name
-        if one["rope_type"] != "default":
-            assert written["rope_scaling"] == one, name
-        else:
-            assert written.get("rope_scaling") is None, name
+        scaling = dict(written.get("rope_scaling") or {"rope_type": "default"})
+        kind = scaling.pop("rope_type", scaling.pop("type", None))
+        assert kind in (one["rope_type"], "mrope"), name
+        outside = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+        outside |= {"original_max_position_embeddings"} if kind == "longrope" else set()
+        assert scaling == {key: value for key, value in one.items() if key not in outside and value is not None}, name
+
+
+def test_a_value_that_a_run_changes_is_exported_wherever_the_source_has_it(ranks: ForkServer) -> None:
+    yarn = {"rope_type": "yarn", "rope_theta": 7e6, "factor": 2.0, "original_max_position_embeddings": 128}
+    changed = {"max_position_embeddings": 256, "rope_parameters": yarn, "initializer_range": 0.5}
+    sources = {name: SOURCES[name] for name in ("qwen3", "qwen2_5_vl", "qwen2_5_vl, saved by 5.3.0", "qwen3_vl_moe")}
+    result = ranks.run(
+        "tests.families.jobs:exported_configs", 1, {"sources": sources, "kept": True, "changed": changed}
+    )
+    scaling = {key: value for key, value in yarn.items() if key != "rope_theta"}
+    for name, export in result.values[0].items():
+        found = config_readers.changes(sources[name], export)
+        text = "text_config." if "text_config" in sources[name] else ""
+        rotary = {"rope_parameters": yarn, "rope_scaling": scaling, "rope_theta": 7e6}
+        part = export.get("text_config", export)
+        assert {key: part[key] for key in rotary} == rotary, name
+        assert found.pop(f"{text}max_position_embeddings") == [128, 256], name
+        keys = {key.removeprefix("text_config.").partition(".")[0] for key in found}
+        assert keys <= {*rotary, "sliding_window", "tie_word_embeddings"}, name
 
 
 NEW: list[tuple[str, dict[str, Any], dict[str, Any]]] = [

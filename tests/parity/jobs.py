@@ -26,9 +26,6 @@ KEYS: Mapping[str, Mapping[str, Any]] = {
 NESTED = ("text_config", "vision_config")
 """Nested configurations."""
 
-TEXT_KEYS = ("tie_word_embeddings", "rope_parameters")
-"""Keys of vision-language models that PaddleFormers reads in another place than Transformers writes them."""
-
 TRAINING = ("gpt_oss",)
 """Model types whose forward pass is wrong unless the model is in training mode: it tiles tokens, not experts."""
 
@@ -58,6 +55,25 @@ def parts_of_ernie(output_dir: str) -> dict[str, str]:
         "images": lambda: model.vision_forward(images, None, None, grid),
     }
     return {name: _error(call) for name, call in calls.items()}
+
+
+def fill_built(name: str, output_dir: str) -> str:
+    """The error of filling a model of a fixture that PaddleFormers has built by its own reading of config.json."""
+    from paddleformers_fc import load_open_weights
+
+    arguments(tiny.SINGLE.to_json(), output_dir)
+    fixture = fixtures.read(name)
+    source = str(fixture.write(Path(output_dir) / "given"))
+    kind = _kind(fixture)
+    model = kind.from_config(kind.config_class.from_pretrained(source), dtype="float32")
+    return _error(lambda: load_open_weights(model, source))
+
+
+def _kind(fixture: Fixture) -> Any:
+    """PaddleFormers' own class of a fixture."""
+    modeling = importlib.import_module(f"paddleformers.transformers.{fixture.config['model_type']}.modeling")
+    (architecture,) = fixture.config["architectures"]
+    return getattr(modeling, f"{architecture}Deprecated", None) or getattr(modeling, architecture)
 
 
 def _error(call: Callable[[], object]) -> str:
@@ -103,10 +119,7 @@ def load(fixture: Fixture, args: Any, directory: Path) -> Any:
     channel = job_channel()
     run_on_all(channel, "writing a fixture", lambda: fixture.write(directory) if channel.rank == 0 else None)
     source = str(directory / fixture.name)
-    package = f"paddleformers.transformers.{fixture.config['model_type']}"
-    (architecture,) = fixture.config["architectures"]
-    modeling = importlib.import_module(f"{package}.modeling")
-    kind = getattr(modeling, f"{architecture}Deprecated", None) or getattr(modeling, architecture)
+    kind = _kind(fixture)
     config = kind.config_class.from_pretrained(source)
     settings = {
         "max_sequence_length": fixture.inputs["input_ids"].shape[1],
@@ -128,9 +141,6 @@ def load(fixture: Fixture, args: Any, directory: Path) -> Any:
         keys = settings if name == "vision_config" else {**settings, **degree}
         for key, value in keys.items() if part is not None else ():
             setattr(part, key, value)
-    for key in TEXT_KEYS if hasattr(config, "text_config") else ():
-        for part in (config, config.text_config):
-            setattr(part, key, fixture.config.get(key, fixture.config["text_config"].get(key)))
     model = kind.from_pretrained(source, config=config, dtype="float32")
     return model.train() if config.model_type in TRAINING else model.eval()
 

@@ -89,6 +89,18 @@ def test_logits_and_exports_of_further_models_under_tensor_parallelism_are_those
     require_equal(compared(ranks, [name for name in NAMES if name not in FIRST], tiny.TP2, tmp_path), REFUSED_APART)
 
 
+def test_a_model_that_paddleformers_built_with_other_positions_than_its_weights_have_is_refused(
+    ranks: ForkServer, tmp_path: Path
+) -> None:
+    kwargs = {"name": "qwen3_vl", "output_dir": str(tmp_path)}
+    error: str = ranks.run("tests.parity.jobs:fill_built", 1, kwargs).values[0]
+    assert "MismatchError: Qwen3VLConfig of PaddleFormers does not read the rotary embedding" in error
+    _, _, evidence = error.partition("rope_parameters: ")
+    stored, _, live = evidence.partition(" in config.json, ")
+    assert "'mrope_section': [1, 1, 2]" in stored
+    assert "1000000.0} in the model" in live
+
+
 def test_experts_and_the_tower_of_ernie_4_5_vl_need_kernels_of_an_accelerator(
     ranks: ForkServer, tmp_path: Path
 ) -> None:

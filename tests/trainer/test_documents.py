@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ from tokenizers import Tokenizer, models, normalizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from paddleformers_fc.errors import FormatError
-from paddleformers_fc.trainer.documents import TokenizerFiles, refuse_unlike
+from paddleformers_fc.trainer.documents import TokenizerFiles, refuse_unlike, tokenizer_files
 
 CURRENT: dict[str, Any] = {"last_epoch": 3, "last_lr": 0.1, "use_dynamic_loss_scaling": True}
 
@@ -76,3 +77,36 @@ def test_files_of_another_tokenizer_are_written() -> None:
     before = files.of(trainer)
     trainer.tokenizer = tokenizer("v")
     assert files.of(trainer)["tokenizer.json"] != before["tokenizer.json"]
+
+
+IMAGES = {"min_pixels": 3136, "max_pixels": 50176, "patch_size": 14, "temporal_patch_size": 2, "merge_size": 2}
+IMAGES |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "image_processor_type": "Qwen2VLImageProcessor"}
+PROCESSOR = {"processor_class": "Qwen2_5_VLProcessor"}
+TOKENS = {"eos_token": "[U]", "additional_special_tokens": ["w"], "tokenizer_class": "PreTrainedTokenizerFast"}
+
+
+def test_files_of_a_processor_name_the_classes_of_those_that_it_was_loaded_from(tmp_path: Path) -> None:
+    from paddleformers.transformers import AutoProcessor
+
+    tokenizer().save_pretrained(tmp_path)
+    described = {"preprocessor_config.json": {**IMAGES, **PROCESSOR}, "tokenizer_config.json": {**TOKENS, **PROCESSOR}}
+    for name, content in {**described, "config.json": {"model_type": "qwen2_5_vl"}}.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    one = AutoProcessor.from_pretrained(str(tmp_path))
+    one.image_processor.merge_size = 4
+    trainer = SimpleNamespace(args=SimpleNamespace(save_tokenizer=True), tokenizer=one.tokenizer, processing_class=one)
+    files = tokenizer_files(trainer)
+    images, tokens = (json.loads(files[name]) for name in described)
+    assert {key: images[key] for key in described["preprocessor_config.json"]} == {
+        **described["preprocessor_config.json"],
+        "merge_size": 4,
+    }
+    assert {key: tokens[key] for key in described["tokenizer_config.json"]} == described["tokenizer_config.json"]
+    assert "extra_special_tokens" not in tokens
+    assert None not in images.values()
+    # Loaded from what was written, it is written again so.
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    again = AutoProcessor.from_pretrained(str(tmp_path))
+    trainer = SimpleNamespace(args=trainer.args, tokenizer=again.tokenizer, processing_class=again)
+    assert tokenizer_files(trainer) == files
