@@ -94,8 +94,8 @@ def exported_config(
             nested[tower.key] = found
     corrected = {} if family is None else exported_keys(family, live)
     values = sides.values(is_new, own.get(_DTYPE)) | own | corrected
-    for part in nested.values():
-        part |= {key: corrected[key] for key in corrected.keys() & part.keys()}
+    for found in nested.values():
+        found |= {key: corrected[key] for key in corrected.keys() & found.keys()}
     if _TIE in nested.get(_TEXT, {}) and _TIE in values:  # Libraries read one or the other.
         nested[_TEXT][_TIE] = values[_TIE]
     return values | nested
