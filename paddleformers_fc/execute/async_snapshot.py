@@ -23,13 +23,11 @@ from typing import Any
 
 import numpy as np
 
-from paddleformers_fc.errors import OptionError
 from paddleformers_fc.execute.device import has_pinned_memory, in_host_memory
 from paddleformers_fc.execute.element_ranges import ElementRange, ElementRanges
 from paddleformers_fc.execute.memory import HostPieces, HostTensors, begin_copies, copy_to_host, dtype_of
 from paddleformers_fc.execute.staging_pool import DeviceCopy, page_locked_bytes
 from paddleformers_fc.layout.live import Roles
-from paddleformers_fc.text import size_text
 
 _PIECE_BYTES = 16 << 20
 """Bytes of host memory that a thread copies at a time."""
@@ -41,16 +39,12 @@ _ALIGNMENT = 64
 class SnapshotBuffer:
     """Host memory that one snapshot fills at a time.
 
-    Args:
-        limit: maximum number of bytes; None for no limit.
-
     Attributes:
         capacity: bytes of host memory.
     """
 
-    def __init__(self, limit: int | None = None) -> None:
+    def __init__(self) -> None:
         self.capacity = 0
-        self._limit = limit
         self._memory = np.empty(0, np.uint8)
         self._owner: Any = None
 
@@ -59,20 +53,10 @@ class SnapshotBuffer:
         return snapshot_bytes(tensors, ranges) <= self.capacity
 
     def reserve(self, tensors: Roles, ranges: ElementRanges) -> bool:
-        """Return whether memory had to be allocated for a snapshot. No earlier snapshot may be in use.
-
-        Raises:
-            OptionError: the limit is exceeded.
-        """
+        """Return whether memory had to be allocated for a snapshot. No earlier snapshot may be in use."""
         needed = snapshot_bytes(tensors, ranges)
         if needed <= self.capacity:
             return False
-        if self._limit is not None and needed > self._limit:
-            raise OptionError(
-                f"A snapshot of this rank takes {size_text(needed)}, and flex_async_memory allows "
-                f"{size_text(self._limit)}.",
-                next_step="Raise flex_async_memory, or remove flex_async_save.",
-            )
         # Released first, because both together may be too much.
         self.capacity, self._memory, self._owner = 0, np.empty(0, np.uint8), None
         pinned = any(has_pinned_memory(tensors[role][name].local_tensor.place) for role, name in ranges)

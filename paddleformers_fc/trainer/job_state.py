@@ -50,7 +50,7 @@ JOB_STATE = "_flex_run"
 WAITING = "_pp_data_buffer"
 """PaddleFormers' attribute for the batches that a pipeline has taken and not trained."""
 
-_FIRST_GROUP = 10_000
+_GROUP = 10_000
 """The number of the first group for a background thread; Paddle numbers its own from 0."""
 
 _SHARED_OPTIONS = ("aoa_config", "ignore_load_lr_and_optim", "ignore_save_lr_and_optim", "ignore_data_skip")
@@ -222,11 +222,10 @@ def _open_communicator(patience: float, address: tuple[str, int] | None) -> Comm
 
 
 @functools.cache
-def background_communicator(number: int, patience: float) -> Channel:
-    """Return a communicator for a thread beside the training, which is opened once. Every rank must call.
+def background_communicator(patience: float) -> Channel:
+    """Return the communicator of the thread beside the training, which is opened once. Every rank must call.
 
     Args:
-        number: a number per thread.
         patience: as for :func:`job_communicator`.
 
     Raises:
@@ -234,17 +233,18 @@ def background_communicator(number: int, patience: float) -> Channel:
     """
     if job_channel().world_size == 1:
         return job_channel()
-    group, address = _background_group(number), store_client.job_store_address()
+    group, address = _background_group(), store_client.job_store_address()
     store = address and store_client.StoreClient(address, min(patience, store_client.OPENING_SECONDS), patience)
-    return Communicator(HostChannel(group), patience, store, f"{KEY_PREFIX}-background-{number}")
+    return Communicator(HostChannel(group), patience, store, f"{KEY_PREFIX}-background")
 
 
 @functools.cache
-def _background_group(number: int) -> Any:
+def _background_group() -> Any:
     """Open a group of all ranks; a Trainer with another timeout uses it too, because its number serves one group."""
-    rank, size, group_id = dist.get_rank(), dist.get_world_size(), _FIRST_GROUP + number
+    rank, size = dist.get_rank(), dist.get_world_size()
     # Gloo ignores the number, and two groups need a store each.
-    return core.ProcessGroupGloo.create(groups.group_store(_default_store(), rank, group_id), rank, size, group_id)
+    store = groups.group_store(_default_store(), rank, _GROUP)
+    return core.ProcessGroupGloo.create(store, rank, size, _GROUP)
 
 
 def _default_store() -> Any:

@@ -55,9 +55,6 @@ _OWN_WAYS = ("ernie_pretrain",)
 NO_UPLOAD = "none"
 """The value of ``flex_upload`` without uploads."""
 
-NO_LIMIT = "none"
-"""The value of a size that is not limited."""
-
 _SWITCHES = (
     "flex_checkpoint",
     "flex_accept_model",
@@ -72,13 +69,11 @@ _SWITCHES = (
 _SIZE = re.compile(r"\s*([0-9]{1,18}(?:\.[0-9]+)?)\s*([KMGT]?)(I?)B\s*", re.IGNORECASE)
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 _SMALLEST_SIZE = 10**6
-_DEEPEST = 8
 _LONGEST_TIMEOUT = 7 * 24 * 3600
 _MOST_STEPS = 10**9
 _COUNTS = {
     "flex_threads": MOST_THREADS,
     "flex_timeout": _LONGEST_TIMEOUT,
-    "flex_async_depth": _DEEPEST,
     "flex_ema_interval": _MOST_STEPS,
     "flex_ema_start_step": _MOST_STEPS,
     "zcc_ema_interval": _MOST_STEPS,
@@ -178,15 +173,6 @@ class FlexFields:
         False,
         "The same as flex_async_save, by its name in PaddleFormers' development branch. Default: false.",
     )
-    flex_async_depth: int = _option(
-        1,
-        "Maximum number of saves in progress beside training, 1 to 8. Each keeps a copy in host memory. Default: 1.",
-    )
-    flex_async_memory: str = _option(
-        "none",
-        "Maximum host memory per process for the copies of flex_async_save, such as 40GiB, at least 1MB, or none "
-        "for no limit. Default: none.",
-    )
     flex_save_on_signal: str = _option(
         SAVE_SIGNALS[0],
         "The signal on which all processes save at the same step and end with code 85: SIGTERM, SIGINT, SIGUSR2, "
@@ -242,7 +228,7 @@ class FlexFields:
             parent()
 
 
-REMOVED = frozenset({"flex_plan_cache"})
+REMOVED = frozenset({"flex_async_depth", "flex_async_memory", "flex_plan_cache"})
 """Keys of earlier versions, which set what is constant now."""
 
 FIELD_NAMES = tuple(one.name for one in fields(FlexFields))
@@ -429,15 +415,6 @@ def shard_bytes(size: str | float) -> int:
     return int(count)
 
 
-def memory_limit(text: str) -> int | None:
-    """Return a limit in bytes; None for no limit.
-
-    Raises:
-        OptionError: the text is no size.
-    """
-    return None if text == NO_LIMIT else parse_size(text)
-
-
 def saves_asynchronously(options: Any) -> bool:
     """Return whether checkpoints are saved beside training."""
     return bool(options.flex_async_save or options.use_flex_async_save)
@@ -476,8 +453,6 @@ def _range_faults(options: Any) -> list[str]:
             faults.append(f"{name}: {value!r} is not a number of at least 0 and below 1")
     for name in ("flex_staging_size", "flex_max_shard_size", "flex_max_file_size"):
         faults.extend(f"{name}: {fault}" for fault in _size_faults(getattr(options, name)))
-    if options.flex_async_memory != NO_LIMIT:
-        faults.extend(f"flex_async_memory: {fault}" for fault in _size_faults(options.flex_async_memory))
     keys = options.flex_allow_config_changes
     if not isinstance(keys, list) or not all(isinstance(key, str) and key for key in keys):
         faults.append(f"flex_allow_config_changes: {keys!r} is not a list of keys such as [rope_theta]")

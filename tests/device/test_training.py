@@ -43,7 +43,7 @@ CASES = [
     Case(PP2, SINGLE, model={"tie_word_embeddings": True}),
     Case(SD2V1, PP2, {"flex_read": "once"}),
     Case(SINGLE, TP2, {"flex_async_save": True}),
-    Case(TP2, SINGLE, {"flex_async_save": True, "flex_async_depth": 2}, bf16=True),
+    Case(TP2, SINGLE, {"flex_async_save": True}, bf16=True),
 ]
 
 

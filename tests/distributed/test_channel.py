@@ -131,7 +131,7 @@ def started(in_background: bool = False) -> Channel:
     from paddleformers_fc.trainer.job_state import background_communicator
 
     dist.init_parallel_env()
-    return background_communicator(0, 30.0) if in_background else job_channel()
+    return background_communicator(30.0) if in_background else job_channel()
 
 
 @pytest.mark.parametrize(("nbytes", "in_background"), [(1, False), (1 << 20, False), (70_000, True)])
@@ -166,10 +166,10 @@ def test_threads_of_real_ranks_exchange_at_the_same_time() -> None:
                 return False
         return True
 
-    channels = [started(), background_communicator(0, 30.0)]
+    channels = [started(), background_communicator(30.0)]
     with ThreadPoolExecutor(2) as threads:
         assert list(threads.map(exchange, ("training", "background"), channels)) == [True, True]
-    assert exchange("another timeout", background_communicator(0, 31.0))
+    assert exchange("another timeout", background_communicator(31.0))
 
 
 @on_ranks(4)

@@ -253,15 +253,15 @@ def hold_the_first_save(held: int, until: int, **settings: Any) -> dict[str, Any
     """Train; the save of one step is not written before that of a later step waits for it.
 
     Returns:
-        the steps in the order of their commits, whether the snapshots between the two were whole before the first
-        commit, and the lines of the log about waiting.
+        the steps in the order of their commits, whether the snapshot was complete before the first commit, and the
+        lines of the log about waiting.
     """
     from paddleformers_fc.trainer import async_save
     from paddleformers_fc.trainer.async_save import AsyncSaves
     from paddleformers_fc.trainer.library import logger
 
     waits, committed, captured = threading.Event(), [], []
-    write, wait_for = async_save.write_and_commit, AsyncSaves._wait_for
+    write, wait = async_save.write_and_commit, AsyncSaves._wait
     lines: list[str] = []
 
     def write_held(taken: Any, *args: Any) -> Any:
@@ -271,18 +271,18 @@ def hold_the_first_save(held: int, until: int, **settings: Any) -> dict[str, Any
         committed.append(taken.job.step)
         return report
 
-    def wait_and_note(self: Any, trainer: Any, slot: Any, why: str) -> None:
-        if trainer.state.global_step == until and slot.save is not None and slot.save.prepared.step == held:
-            captured.extend(one.save.captured.done() for one in self._slots)
+    def wait_and_note(self: Any, trainer: Any, why: str) -> None:
+        if trainer.state.global_step == until and self._save is not None and self._save.prepared.step == held:
+            captured.append(self._save.captured.done())
             waits.set()
-        wait_for(self, trainer, slot, why)
+        wait(self, trainer, why)
 
     class Lines(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             if "Waited" in record.getMessage():
                 lines.append(record.getMessage())
 
-    async_save.write_and_commit, AsyncSaves._wait_for = write_held, wait_and_note
+    async_save.write_and_commit, AsyncSaves._wait = write_held, wait_and_note
     getattr(logger, "logger", logger).addHandler(Lines())
     trainer = flex_trainer(**settings)
     trainer.train()
@@ -372,36 +372,3 @@ def change_meanwhile(**settings: Any) -> None:
     trainer.model.config.task_specific_params = {"task": {"beams": 3}}
     trainer.model.generation_config = GenerationConfig(temperature=0.5)
     trainer.train()
-
-
-def break_off_in_a_reporter(**settings: Any) -> str | None:
-    """Train; a callback raises an error when the first save is reported, while the second one is under way.
-
-    Returns:
-        the error that ended training.
-    """
-    from paddleformers_fc import FlexCheckpointCallback
-    from paddleformers_fc.trainer import async_save
-
-    begun, write = threading.Event(), async_save.write_and_commit
-
-    def write_late(taken: Any, *args: Any) -> Any:
-        assert taken.job.step > 1 or begun.wait(_LONG)
-        return write(taken, *args)
-
-    class Broken(FlexCheckpointCallback):
-        def on_checkpoint_saved(self, args: Any, report: Any) -> None:
-            if report.step == 1:
-                raise ValueError("a broken reporter")
-
-        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if state.global_step == 2:
-                begun.set()
-
-    async_save.write_and_commit = write_late
-    trainer = flex_trainer(**settings, callbacks=[Broken()])
-    try:
-        trainer.train()
-    except ValueError as error:
-        return str(error)
-    return None

@@ -104,19 +104,6 @@ def refused_training(**settings: Any) -> dict[str, Any]:
     return {"error": "", "step": trainer.state.global_step}
 
 
-def snapshot_sizes(**settings: Any) -> dict[str, int]:
-    """Train and save beside it; the memory of the snapshots, and its bound before training."""
-    from paddleformers_fc.trainer.job_state import job_state_of
-    from paddleformers_fc.trainer.optimizers import descriptor_of
-    from paddleformers_fc.trainer.snapshot_size import least_snapshot_bytes
-
-    trainer = flex_trainer(**settings)
-    trainer.train()
-    saver: Any = job_state_of(trainer).saver
-    least = least_snapshot_bytes(trainer, descriptor_of(trainer.optimizer))
-    return {"least": least, "kept": saver._slots[0].buffer.capacity}
-
-
 def run_at_home(home: str, **settings: Any) -> dict[str, Any]:
     """As :func:`run`, by a user with this home directory."""
     import os

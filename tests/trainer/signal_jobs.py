@@ -79,12 +79,8 @@ def run_signalled(
     }
 
 
-def run_signalled_while_saving(held: int, **settings: Any) -> dict[str, Any]:
-    """Train until two signals, which come while the first save is written; how it ended.
-
-    Args:
-        held: the step after which the signals come; later saves are under way then too, as far as they may.
-    """
+def run_signalled_while_saving(**settings: Any) -> dict[str, Any]:
+    """Train until two signals, which come while the first save is written; how it ended."""
     import threading
 
     from paddleformers.trainer import TrainerCallback
@@ -100,7 +96,7 @@ def run_signalled_while_saving(held: int, **settings: Any) -> dict[str, Any]:
 
     class Sender(TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if state.global_step >= held:
+            if state.global_step:
                 pause()  # Fewer steps until the threads have agreed.
                 if not sent.is_set():
                     for _ in range(2):

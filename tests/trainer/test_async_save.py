@@ -110,9 +110,8 @@ def test_a_late_copy_is_that_of_the_saved_step_under_every_layout(
         (SINGLE, f"{JOBS}:run_past_a_layer", {}),
         (SINGLE, f"{JOBS}:run_with_scaler", {"initial": 4.0}),
         (bf16(SINGLE), f"{JOBS}:run", {"arguments": {"tensorwise_offload_optimizer": True}}),
-        (SD2V1, f"{JOBS}:run", {"arguments": {"flex_async_depth": 2}}),
     ],
-    ids=["LoRA", "LoRA, average", "frozen", "reference", "unused", "scaler", "offloaded", "depth 2"],
+    ids=["LoRA", "LoRA, average", "frozen", "reference", "unused", "scaler", "offloaded"],
 )
 def test_a_late_copy_is_that_of_the_saved_step_of_every_kind_of_training(
     ranks: ForkServer, tmp_path: Path, layout: MatrixLayout, job: str, given: dict[str, Any]
@@ -211,13 +210,12 @@ RUNS = {
     ],
     ids=str,
 )
-@pytest.mark.parametrize("depth", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_callbacks_and_the_disk_are_as_after_saves_in_the_steps(
-    ranks: ForkServer, tmp_path: Path, layout: MatrixLayout, run: str, depth: int
+    ranks: ForkServer, tmp_path: Path, layout: MatrixLayout, run: str
 ) -> None:
     found = [
         listened(ranks, tmp_path / name, layout, **RUNS[run], **options)
-        for name, options in (("in", {}), ("beside", {**ASYNC, "flex_async_depth": depth}))
+        for name, options in (("in", {}), ("beside", ASYNC))
     ]
     assert found[0] == found[1]
     assert all(event[-1] for event in found[1]["seen"]), "only committed checkpoints are reported"
@@ -232,34 +230,11 @@ def test_the_training_thread_exchanges_nothing_in_a_repeated_save(ranks: ForkSer
 
 
 def test_saves_are_committed_in_their_order_and_a_further_one_waits(ranks: ForkServer, tmp_path: Path) -> None:
-    given = {"held": 1, "until": 3, **settings(SINGLE, tmp_path, **EVERY_STEP, **ASYNC, flex_async_depth=2)}
+    given = {"held": 1, "until": 2, **settings(SINGLE, tmp_path, **EVERY_STEP, **ASYNC)}
     (found,) = ranks.run(f"{BESIDE}:hold_the_first_save", 1, given).values
     assert found["committed"] == [1, 2, 3, 4]
-    assert found["captured"] == [True, True]
-    assert any(" s for the save of step 1, before step 3 can be saved." in line for line in found["lines"])
-
-
-# ---- Memory.
-
-
-@pytest.mark.parametrize("layout", [SINGLE, bf16(SD2V2)], ids=lambda layout: layout.name)
-def test_a_snapshot_that_is_larger_than_the_limit_is_refused_before_training(
-    ranks: ForkServer, tmp_path: Path, layout: MatrixLayout
-) -> None:
-    arguments = {**EVERY_STEP, "flex_async_save": True, "flex_async_memory": "1MB", "flex_async_depth": 2}
-    found = ranks.run(f"{JOBS}:refused_training", layout.nproc, settings(layout, tmp_path / "out", **arguments)).values
-    assert len({one["error"] for one in found}) == 1
-    assert "flex_async_memory allows 1 MB" in found[0]["error"]
-    assert [one["step"] for one in found] == [0] * layout.nproc
-
-
-@pytest.mark.parametrize("layout", [SINGLE, bf16(SD2V2)], ids=lambda layout: layout.name)
-def test_the_bound_of_a_snapshot_is_no_more_than_its_memory_and_no_less_than_a_half(
-    ranks: ForkServer, tmp_path: Path, layout: MatrixLayout
-) -> None:
-    arguments = settings(layout, tmp_path / "out", **EVERY_STEP, flex_async_save=True, flex_check_replicas="off")
-    for one in ranks.run(f"{JOBS}:snapshot_sizes", layout.nproc, arguments).values:
-        assert one["kept"] / 2 < one["least"] <= one["kept"]
+    assert found["captured"] == [True]
+    assert any(" s for the save of step 1, before step 2 can be saved." in line for line in found["lines"])
 
 
 # ---- Errors.
@@ -315,10 +290,3 @@ def test_a_save_is_committed_before_an_error_of_training_ends_the_job(
     checkpoint = tmp_path / "checkpoint-2"
     verify_files(checkpoint, read_manifest(checkpoint), "full")
     assert sorted(all_contents(tmp_path)) == ["checkpoint-1", "checkpoint-2"]
-
-
-def test_an_error_of_a_callback_of_a_save_does_not_hold_up_the_next_one(ranks: ForkServer, tmp_path: Path) -> None:
-    given = settings(SINGLE, tmp_path, **EVERY_STEP, **ASYNC, flex_async_depth=2)
-    (found,) = ranks.run(f"{BESIDE}:break_off_in_a_reporter", 1, given).values
-    assert found == "a broken reporter"
-    assert {"checkpoint-1", "checkpoint-2"} <= all_contents(tmp_path).keys()

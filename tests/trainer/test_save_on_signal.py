@@ -127,14 +127,12 @@ def wait_to_be_ended(directory: Path, handles: bool) -> None:
         pause()
 
 
-@pytest.mark.parametrize(
-    ("layout", "depth"), [(SINGLE, 2), pytest.param(PP2, 1, marks=pytest.mark.slow)], ids=["depth 2", "pp2"]
-)
-def test_two_signals_while_saves_are_under_way_commit_all_of_them_and_the_last_step(
-    ranks: ForkServer, tmp_path: Path, layout: MatrixLayout, depth: int
+@pytest.mark.parametrize("layout", [SINGLE, pytest.param(PP2, marks=pytest.mark.slow)], ids=lambda layout: layout.name)
+def test_two_signals_while_a_save_is_under_way_commit_it_and_the_last_step(
+    ranks: ForkServer, tmp_path: Path, layout: MatrixLayout
 ) -> None:
-    given = {"max_steps": FOR_LONG, "save_steps": 1, "flex_async_save": True, "flex_async_depth": depth}
-    job = {"held": depth, **settings(layout, tmp_path / "out", **given)}
+    given = {"max_steps": FOR_LONG, "save_steps": 1, "flex_async_save": True}
+    job = {**settings(layout, tmp_path / "out", **given)}
     ended = ranks.run("tests.trainer.signal_jobs:run_signalled_while_saving", layout.nproc, job).values
     (step,) = {one["step"] for one in ended}
     steps = list(range(1, step + 1))
