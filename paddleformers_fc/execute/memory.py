@@ -120,14 +120,13 @@ HostTensors = Mapping[str, Mapping[str, HostPieces]]
 """The host memory of tensors: role -> name -> pieces."""
 
 
-def view_of(tensor: Any, staging_bytes: int = DEFAULT_STAGING_MEMORY_BYTES) -> HostPieces:
+def view_of(tensor: Any) -> HostPieces:
     """Return a view of a live tensor: copied to the host in pieces if the host cannot address it, and never as a whole.
 
     Args:
         tensor: a ``paddle.Tensor``, which must not change while the view is in use.
-        staging_bytes: maximum staging memory of the process.
     """
-    return partial(host_pieces, tensor, staging_bytes=staging_bytes)
+    return partial(host_pieces, tensor)
 
 
 def copy_to_host(tensor: Any, start: int, stop: int, memory: np.ndarray[Any, Any]) -> None:

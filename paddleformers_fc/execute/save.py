@@ -56,11 +56,7 @@ from paddleformers_fc.layout.shard_json import decode_rank_shards, encode_rank_s
 from paddleformers_fc.storage.files import write_file
 from paddleformers_fc.storage.manifest import DivergedTie, FileChecksum, Manifest, RunRecord, SaveOrigin
 from paddleformers_fc.storage.progress import advance, expect
-from paddleformers_fc.storage.regions import DEFAULT_STAGING_MEMORY_BYTES
 from paddleformers_fc.storage.safetensors import SequentialTensorWriter
-
-DEFAULT_MAX_FILE_BYTES = 5 * 10**9
-"""Bound on the tensors of one file of a checkpoint, in bytes."""
 
 _PLANS = SavePlanCache()
 _T = TypeVar("_T")
@@ -127,7 +123,6 @@ class LivePart:
         model: the model.
         files: small files by path relative to the checkpoint.
         job: the job and its step.
-        max_file_bytes: as for :func:`save_checkpoint`.
         replicas: as for :func:`save_checkpoint`.
         facts: the digest of everything that this rank brings into a plan.
     """
@@ -136,7 +131,6 @@ class LivePart:
     model: ModelDescription
     files: Mapping[str, bytes]
     job: JobRecord
-    max_file_bytes: int
     replicas: str
     facts: bytes
 
@@ -187,9 +181,7 @@ def save_checkpoint(
     files: Mapping[str, bytes],
     job: JobRecord,
     channel: Channel,
-    max_file_bytes: int = DEFAULT_MAX_FILE_BYTES,
     replicas: str = "warn",
-    staging_bytes: int = DEFAULT_STAGING_MEMORY_BYTES,
 ) -> SaveReport:
     """Write a finished checkpoint.
 
@@ -200,61 +192,49 @@ def save_checkpoint(
         files: this rank's small files, by path relative to the checkpoint; must contain ``config.json`` on rank 0.
         job: the job and its step.
         channel: all ranks of the job; every rank must call.
-        max_file_bytes: bound on the tensors of one file, in bytes; a larger tensor is cut between rows.
         replicas: the reaction to replicas that differ. ``off`` does not compare them, ``warn`` lists differences in the
             report and in the manifest, ``refuse`` saves nothing. Copies of a tied tensor are always compared, and
             treated as under ``warn`` unless the value is ``refuse``.
-        staging_bytes: maximum memory through which tensors are copied that the host cannot address.
     Returns:
         the manifest, differences, and directories that the save left beside the checkpoint.
     Raises:
         FlexError: the same on every rank; the target is unchanged.
     """
-    facts = comparable_facts(model, job, max_file_bytes, replicas)
+    facts = comparable_facts(model, job, replicas)
     taken = snapshot(
-        lambda: live_part(roles, model, files, job, max_file_bytes, replicas),
-        views(staging_bytes),
+        lambda: live_part(roles, model, files, job, replicas),
+        views,
         channel,
         ConsistencyCheck(f"saving {directory.name}", facts),
     )
     return write_and_commit(taken, directory, channel)
 
 
-def comparable_facts(model: ModelDescription, job: JobRecord, max_file_bytes: int, replicas: str) -> dict[str, object]:
+def comparable_facts(model: ModelDescription, job: JobRecord, replicas: str) -> dict[str, object]:
     """Return what must be equal on all ranks of a save; the arguments are those of :func:`save_checkpoint`."""
     return {
         "versions": software_versions(),
         "config": comparable_config(model),
         "step": job.step,
         "samples": job.consumed_samples,
-        "max_file_bytes": max_file_bytes,
         "replicas": replicas,
     }
 
 
 def live_part(
-    roles: Roles,
-    model: ModelDescription,
-    files: Mapping[str, bytes],
-    job: JobRecord,
-    max_file_bytes: int,
-    replicas: str,
+    roles: Roles, model: ModelDescription, files: Mapping[str, bytes], job: JobRecord, replicas: str
 ) -> LivePart:
     """Return what this rank brings into a save; the arguments are those of :func:`save_checkpoint`."""
     own = _without_aliases(roles, model)
-    return LivePart(own, model, files, job, max_file_bytes, replicas, _facts(own, model, max_file_bytes))
+    return LivePart(own, model, files, job, replicas, _facts(own, model))
 
 
-def views(staging_bytes: int = DEFAULT_STAGING_MEMORY_BYTES) -> Capture:
-    """Return a capture that copies nothing; devices are read in pieces, through this much staging memory."""
-
-    def capture(part: LivePart, plan: SavePlan) -> HostTensors:
-        return {
-            role: {name: view_of(weight.local_tensor, staging_bytes) for name, weight in weights.items()}
-            for role, weights in part.tensors.items()
-        }
-
-    return capture
+def views(part: LivePart, plan: SavePlan) -> HostTensors:
+    """Capture tensors without a copy, as :data:`Capture`; devices are read in pieces, through staging memory."""
+    return {
+        role: {name: view_of(weight.local_tensor) for name, weight in weights.items()}
+        for role, weights in part.tensors.items()
+    }
 
 
 def expected_plan(part: LivePart, rank: int) -> SavePlan | None:
@@ -397,13 +377,13 @@ def _ties(weights: Mapping[str, Any], model: ModelDescription) -> Iterator[tuple
             yield alias, owner, addresses[0] == addresses[1]
 
 
-def _facts(own: LiveRoles, model: ModelDescription, max_file_bytes: int) -> bytes:
+def _facts(own: LiveRoles, model: ModelDescription) -> bytes:
     """Return the digest of everything that this rank brings into a plan."""
     described = json.dumps(
         [dict(model.config), model.is_fleet, model.adapters, model.is_global], sort_keys=True, default=repr
     )
     stated = model.rules.digest if model.rules is not None else ""
-    return digest(described.encode(), stated.encode(), str(max_file_bytes).encode(), facts_of(own))
+    return digest(described.encode(), stated.encode(), facts_of(own))
 
 
 def _new_plan(part: LivePart, channel: Channel) -> SavePlan:
@@ -416,7 +396,7 @@ def _new_plan(part: LivePart, channel: Channel) -> SavePlan:
     return run_on_all(
         channel,
         "planning the save",
-        lambda: build_save_plan(everyone, part.model, channel.rank, part.max_file_bytes),
+        lambda: build_save_plan(everyone, part.model, channel.rank),
     )
 
 

@@ -44,6 +44,9 @@ from paddleformers_fc.storage.dtypes import dtype_size
 from paddleformers_fc.storage.safetensors import FileLayout
 from paddleformers_fc.text import count_text
 
+MAX_FILE_BYTES = 5 * 10**9
+"""Bound on the tensors of one file of a checkpoint, in bytes; a larger tensor is cut between rows."""
+
 MAX_CACHED_PLANS = 8
 """Maximum number of cached plans per process: of checkpoints, exports, and every rank where ranks are threads."""
 
@@ -169,14 +172,13 @@ def digest(*parts: bytes) -> bytes:
     return hasher.digest()
 
 
-def build_save_plan(everyone: list[RankShards], model: ModelDescription, rank: int, max_file_bytes: int) -> SavePlan:
+def build_save_plan(everyone: list[RankShards], model: ModelDescription, rank: int) -> SavePlan:
     """Return the plan of one rank.
 
     Args:
         everyone: the shards of every rank, by rank; those that hold the same may share one object.
         model: the description of the model.
         rank: this rank; the first one proves the model.
-        max_file_bytes: bound on the tensors of one file, in bytes.
     Raises:
         MappingError: the model's mapping cannot be bound or proved.
         MismatchError: the shards of all ranks are not the whole model, once.
@@ -188,7 +190,7 @@ def build_save_plan(everyone: list[RankShards], model: ModelDescription, rank: i
     files = [
         planned
         for role in roles
-        for planned in _role_files(role, [piece for piece in share if piece.role == role], rank, max_file_bytes)
+        for planned in _role_files(role, [piece for piece in share if piece.role == role], rank)
     ]
     ties = ties_of(everyone, shares, model_ties(model))
     return SavePlan(tuple(files), record, tuple(find_replicas(everyone, rank)), ties)
@@ -214,8 +216,8 @@ def cuts_of(model: ModelDescription, shard: Shard) -> Shape:
     return (1,) * len(shard.global_shape) if model.is_global else shard.cuts
 
 
-def _role_files(role: str, pieces: Iterable[ShardPart], rank: int, max_file_bytes: int) -> Iterable[PlannedFile]:
-    groups = pack_files(pieces, max_file_bytes)
+def _role_files(role: str, pieces: Iterable[ShardPart], rank: int) -> Iterable[PlannedFile]:
+    groups = pack_files(pieces, MAX_FILE_BYTES)
     for path, group in zip(SAVED.writer.names(role, rank, len(groups)), groups, strict=True):
         layout = SAVED.writer.header(Path(path), [piece.shard for piece in group])
         planned = tuple(PlannedWrite(one.shard.name, one.start, one.start + one.shard.size) for one in group)

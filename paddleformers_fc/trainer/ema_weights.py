@@ -28,7 +28,6 @@ from paddleformers_fc.trainer import live_roles, saving
 from paddleformers_fc.trainer.ema import MovingAverage
 from paddleformers_fc.trainer.job_state import Native, channel_of, job_state_of, settle_weights, when_active
 from paddleformers_fc.trainer.library import logger
-from paddleformers_fc.trainer.options import parse_size
 
 _MEMORY = Path("host memory")
 _TRAINER = Kind("a Trainer", lambda value: hasattr(value, "args") and hasattr(value, "model"))
@@ -51,7 +50,7 @@ def averaged_weights(trainer: Any) -> Iterator[None]:
         FlexError: the same on every rank: an update of the average has failed.
     """
     require(_TRAINER, trainer=trainer)
-    job_state, args, channel = job_state_of(trainer), trainer.args, channel_of(trainer.args)
+    job_state, channel = job_state_of(trainer), channel_of(trainer.args)
     average = require_average(trainer)
     job_state.update_barrier.finish()
 
@@ -61,20 +60,19 @@ def averaged_weights(trainer: Any) -> Iterator[None]:
         return _local_parts(average), weights, describe_roles({MODEL_STATE: weights})[MODEL_STATE]
 
     averages, weights, shards = run_on_all(channel, "looking at the averaged weights", prepare)
-    staging_bytes = parse_size(args.flex_staging_size)
     former: dict[str, np.ndarray[Any, Any]] = {}
     average.in_model = True
     try:
         for name, values in gather_parts(averages, shards, channel):
             tensor = weights[name].local_tensor
-            former[name] = _copy(tensor, staging_bytes)
-            _fill(tensor, values, staging_bytes)
+            former[name] = _copy(tensor)
+            _fill(tensor, values)
         yield
     finally:
         weights = _weights(trainer)
         # A tied tensor may have been filled under two names.
         for name in reversed(former):
-            _fill(weights[name].local_tensor, former[name], staging_bytes)
+            _fill(weights[name].local_tensor, former[name])
         average.in_model = False
 
 
@@ -152,15 +150,15 @@ def _weights(trainer: Any) -> dict[str, Any]:
     return live_roles.model_roles(trainer.model)[MODEL_STATE]
 
 
-def _copy(tensor: Any, staging_bytes: int) -> np.ndarray[Any, Any]:
+def _copy(tensor: Any) -> np.ndarray[Any, Any]:
     """Return the elements of a live tensor in new host memory."""
     elements = int(np.prod(tensor.shape))
     # A piece is valid until the next one is requested.
-    return np.concatenate([piece.copy() for piece in host_pieces(tensor, 0, elements, staging_bytes)])
+    return np.concatenate([piece.copy() for piece in host_pieces(tensor, 0, elements)])
 
 
-def _fill(tensor: Any, values: np.ndarray[Any, Any], staging_bytes: int) -> None:
-    slot = slot_of(tensor, staging_bytes)
+def _fill(tensor: Any, values: np.ndarray[Any, Any]) -> None:
+    slot = slot_of(tensor)
     copy_cast(slot.open().array(), values, _MEMORY)
     slot.close()
     slot.finish_copy()

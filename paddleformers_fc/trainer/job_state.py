@@ -37,7 +37,7 @@ from paddleformers_fc.trainer.best import BestCheckpoint
 from paddleformers_fc.trainer.callback import FlexCheckpointCallback
 from paddleformers_fc.trainer.ema import MovingAverage
 from paddleformers_fc.trainer.library import logger
-from paddleformers_fc.trainer.options import FIELD_NAMES, parse_size
+from paddleformers_fc.trainer.options import FIELD_NAMES
 from paddleformers_fc.trainer.reference import ReferenceRecord
 from paddleformers_fc.trainer.update_barrier import UpdateBarrier
 from paddleformers_fc.trainer.uploads import Uploads
@@ -253,11 +253,7 @@ def _default_store() -> Any:
 
 def read_options(args: Any) -> ReadOptions:
     """Return how a run reads tensors."""
-    return ReadOptions(
-        threads=args.flex_threads,
-        staging_memory_bytes=parse_size(args.flex_staging_size),
-        once=args.flex_read == "once",
-    )
+    return ReadOptions(threads=args.flex_threads, once=args.flex_read == "once")
 
 
 def job_state_of(trainer: Any) -> JobState:

@@ -118,11 +118,6 @@ class FlexFields:
         "How ranges that several processes need are read: by each of them, or once by one of them, which sends them "
         "to the others (for storage that is slower than the network). Default: each.",
     )
-    flex_staging_size: str = _option(
-        "64MiB",
-        "Maximum staging memory per process, for tensors that are transposed, cast or interleaved while they are "
-        "read, and on an accelerator for all; a larger tensor is read alone. At least 1MB. Default: 64MiB.",
-    )
     flex_check_replicas: str = _option(
         "warn",
         "What a save does when replicas differ: off (no comparison), warn (a record in the log and in the checkpoint) "
@@ -153,11 +148,6 @@ class FlexFields:
         "5GB",
         "Maximum bytes of tensors in one file of an export, such as 500MB, 5GB or 4GiB; at least 1MB. The header is "
         "extra, and a larger tensor has a file of its own. Default: 5GB.",
-    )
-    flex_max_file_size: str = _option(
-        "5GB",
-        "Maximum bytes of tensors in one file of a checkpoint, such as 500MB, 5GB or 4GiB; at least 1MB. A larger "
-        "tensor is split between rows. Default: 5GB.",
     )
     flex_upload: str = _option(
         "none",
@@ -228,7 +218,9 @@ class FlexFields:
             parent()
 
 
-REMOVED = frozenset({"flex_async_depth", "flex_async_memory", "flex_plan_cache"})
+REMOVED = frozenset(
+    {"flex_async_depth", "flex_async_memory", "flex_max_file_size", "flex_plan_cache", "flex_staging_size"}
+)
 """Keys of earlier versions, which set what is constant now."""
 
 FIELD_NAMES = tuple(one.name for one in fields(FlexFields))
@@ -451,8 +443,7 @@ def _range_faults(options: Any) -> list[str]:
             continue
         if isinstance(value, bool) or not isinstance(value, float | int) or not 0 <= value < 1:
             faults.append(f"{name}: {value!r} is not a number of at least 0 and below 1")
-    for name in ("flex_staging_size", "flex_max_shard_size", "flex_max_file_size"):
-        faults.extend(f"{name}: {fault}" for fault in _size_faults(getattr(options, name)))
+    faults.extend(f"flex_max_shard_size: {fault}" for fault in _size_faults(options.flex_max_shard_size))
     keys = options.flex_allow_config_changes
     if not isinstance(keys, list) or not all(isinstance(key, str) and key for key in keys):
         faults.append(f"flex_allow_config_changes: {keys!r} is not a list of keys such as [rope_theta]")

@@ -51,7 +51,6 @@ from paddleformers_fc.trainer.job_state import (
 )
 from paddleformers_fc.trainer.library import logger
 from paddleformers_fc.trainer.library_models import PREFIX_CHECKPOINT_DIR
-from paddleformers_fc.trainer.options import parse_size
 from paddleformers_fc.trainer.uploads import Uploads
 
 _T = TypeVar("_T")
@@ -110,12 +109,8 @@ def prepare(trainer: Any, metrics: dict[str, float] | None) -> PreparedSave:
     # A callback of the user that saves when training begins runs before the tracker has corrected this number.
     trainer.state.consumed_samples = job_state.tracker.position.consumed
     job = JobRecord(trainer.state.global_step, trainer.state.consumed_samples, degrees, job_state.record)
-    model, max_file_bytes, replicas = (
-        describe_model(trainer.model),
-        parse_size(args.flex_max_file_size),
-        args.flex_check_replicas,
-    )
-    facts = comparable_facts(model, job, max_file_bytes, replicas)
+    model, replicas = describe_model(trainer.model), args.flex_check_replicas
+    facts = comparable_facts(model, job, replicas)
     options = consistency_check_of(args, f"saving {directory.name}")
 
     def described() -> LivePart:
@@ -123,7 +118,7 @@ def prepare(trainer: Any, metrics: dict[str, float] | None) -> PreparedSave:
         if job_state.ran:
             refuse_other_loop(trainer)
         _update_best(trainer, metrics, directory)
-        return live_part(_roles(trainer, job_state), model, {}, job, max_file_bytes, replicas)
+        return live_part(_roles(trainer, job_state), model, {}, job, replicas)
 
     part = _outcome(described)
     consistency = replace(options, facts={**options.facts, **facts})

@@ -10,7 +10,6 @@ from paddleformers_fc.execute.save import snapshot, views, write_and_commit
 from paddleformers_fc.execute.staging_pool import measured_transfers
 from paddleformers_fc.progress_display import bar_on_terminal
 from paddleformers_fc.trainer.job_state import channel_of
-from paddleformers_fc.trainer.options import parse_size
 from paddleformers_fc.trainer.save_job import capture_files, prepare, report_save, upload
 
 
@@ -24,7 +23,7 @@ class SyncSaves:
         prepared = prepare(trainer, metrics)
         part = prepared.encoded(capture_files(trainer))
         with measured_transfers() as transfers:
-            taken = snapshot(part, views(parse_size(args.flex_staging_size)), channel, prepared.consistency)
+            taken = snapshot(part, views, channel, prepared.consistency)
             with bar_on_terminal(f"saving {prepared.directory.name}", args.should_log):
                 report = write_and_commit(taken, prepared.directory, channel)
         trainer.runtime_timer.stop()

@@ -29,7 +29,6 @@ from paddleformers_fc.execute.load import load_checkpoint
 from paddleformers_fc.execute.memory import HostTensors
 from paddleformers_fc.execute.opening import open_on_all_ranks
 from paddleformers_fc.execute.save import (
-    DEFAULT_MAX_FILE_BYTES,
     JobRecord,
     LivePart,
     comparable_facts,
@@ -115,9 +114,9 @@ def save_beside(output_dir: Path, grid: str, step: int, generation: int, channel
 
     def run() -> None:
         try:
-            facts = comparable_facts(MODEL, record, DEFAULT_MAX_FILE_BYTES, "warn")
+            facts = comparable_facts(MODEL, record, "warn")
             taken = snapshot(
-                lambda: live_part(roles, MODEL, files, record, DEFAULT_MAX_FILE_BYTES, "warn"),
+                lambda: live_part(roles, MODEL, files, record, "warn"),
                 capture,
                 channel,
                 ConsistencyCheck("saving", facts),

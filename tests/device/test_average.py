@@ -16,7 +16,7 @@ from tests.harness.tiny import SD2V1, SINGLE, TP2, MatrixLayout
 @pytest.mark.parametrize(
     ("layout", "arguments"),
     [
-        (replace(SINGLE, bf16=True), {"flex_staging_size": "1MiB"}),
+        (replace(SINGLE, bf16=True), {}),
         pytest.param(TP2, {}, marks=pytest.mark.slow),
         pytest.param(replace(SINGLE, bf16=True), {"tensorwise_offload_optimizer": True}, marks=pytest.mark.slow),
         pytest.param(replace(SD2V1, bf16=True), {"flex_async_save": True}, marks=pytest.mark.slow),

@@ -38,7 +38,7 @@ class Case:
 # either: they keep gradients where through_host.Reducer does not find them.
 CASES = [
     Case(DP2, TP2, {"flex_read": "once", "flex_verify": "full"}),
-    Case(SINGLE, SINGLE, {"flex_staging_size": "1MiB"}, bf16=True),
+    Case(SINGLE, SINGLE, bf16=True),
     Case(TP2, SD2V1, {"flex_verify": "full"}, bf16=True),
     Case(PP2, SINGLE, model={"tie_word_embeddings": True}),
     Case(SD2V1, PP2, {"flex_read": "once"}),

@@ -121,8 +121,8 @@ def count(layout: Mapping[str, Any], model: Mapping[str, Any], output_dir: str, 
     with measured_transfers() as figures:
         save_checkpoint(target, roles, described, files, job, channel)
     saved = copied() - channel.copied - before
-    part = live_part(roles, described, files, job, 5 * 10**9, "warn")
-    plan = snapshot(lambda: part, views(), channel, ConsistencyCheck("planning again", {})).plan
+    part = live_part(roles, described, files, job, "warn")
+    plan = snapshot(lambda: part, views, channel, ConsistencyCheck("planning again", {})).plan
     before = copied() - channel.copied
     load_checkpoint(open_on_all_ranks(target, channel), roles, described, channel, ReadOptions(once=once))
     loaded = copied() - channel.copied - before

@@ -16,7 +16,7 @@ import pytest
 
 from paddleformers_fc.distributed.channel import Channel
 from paddleformers_fc.distributed.consistency import ConsistencyCheck
-from paddleformers_fc.execute import replicas
+from paddleformers_fc.execute import replicas, save as saving, save_plan
 from paddleformers_fc.execute.async_snapshot import SnapshotBuffer, snapshot_bytes
 from paddleformers_fc.execute.element_ranges import ElementRanges, ranges_of
 from paddleformers_fc.execute.memory import HostTensors, host_view
@@ -42,7 +42,6 @@ from tests.harness.limits import LIMIT
 from tests.harness.waiting import pause, wait_until
 
 ROLE = "model_state"
-MAX_FILE_BYTES = 20_000
 
 
 # ---- A whole save.
@@ -72,11 +71,11 @@ def saved(directory: Path, grid: str, beside: bool, odd: bool) -> tuple[list[Sav
         files = {"config.json": config_bytes(TIED.config)} if channel.rank == 0 else {}
 
         def capture(part: LivePart, plan: SavePlan) -> HostTensors:
-            return copied_and_overwritten(part, plan, channel.rank) if beside else views()(part, plan)
+            return copied_and_overwritten(part, plan, channel.rank) if beside else views(part, plan)
 
-        facts = comparable_facts(TIED, record, MAX_FILE_BYTES, "warn")
+        facts = comparable_facts(TIED, record, "warn")
         check = ConsistencyCheck("saving", facts)
-        taken = snapshot(lambda: live_part(roles, TIED, files, record, MAX_FILE_BYTES, "warn"), capture, channel, check)
+        taken = snapshot(lambda: live_part(roles, TIED, files, record, "warn"), capture, channel, check)
         return write_and_commit(taken, directory, channel)
 
     reports: dict[int, SaveReport] = {}
@@ -95,6 +94,8 @@ def test_a_save_from_a_snapshot_reads_no_live_tensor_and_writes_and_finds_the_sa
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, grid: str, odd: bool
 ) -> None:
     monkeypatch.setattr(replicas, "WHOLE_BYTES", 512)  # Of larger replicas one part is hashed.
+    monkeypatch.setattr(save_plan, "MAX_FILE_BYTES", 20_000)
+    monkeypatch.setattr(saving, "_PLANS", save_plan.SavePlanCache())
     (plain, expected), (reports, found) = (
         saved(tmp_path / str(beside) / "checkpoint-3", grid, beside, odd) for beside in (False, True)
     )

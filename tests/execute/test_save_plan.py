@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from paddleformers_fc.distributed.consistency import ConsistencyCheck
 from paddleformers_fc.errors import MappingError, MismatchError, StorageError
-from paddleformers_fc.execute import replica_assignment
+from paddleformers_fc.execute import replica_assignment, save as saving, save_plan
 from paddleformers_fc.execute.async_snapshot import SnapshotBuffer
 from paddleformers_fc.execute.digest import canonical_digests
 from paddleformers_fc.execute.element_ranges import ranges_of
@@ -66,16 +66,14 @@ class CountingChannel:
         return self.inner.all_gather(payload)
 
 
-def save(
-    directory: Path, roles_of: Callable[[int], Roles], model: ModelDescription = MODEL, ranks: int = 2, **options: int
-) -> bool:
+def save(directory: Path, roles_of: Callable[[int], Roles], model: ModelDescription = MODEL, ranks: int = 2) -> bool:
     """Save; whether every rank worked out a plan, or none did."""
 
     def work(channel: ThreadChannel) -> bool:
         small = {"config.json": config_bytes(model.config)} if channel.rank == 0 else {}
         counting = CountingChannel(channel)
         record = JobRecord(3, 24, {})
-        save_checkpoint(directory, roles_of(channel.rank), model, small, record, counting, **options)
+        save_checkpoint(directory, roles_of(channel.rank), model, small, record, counting)
         return any(b"planning the save" in payload for payload in counting.given)
 
     (planned,) = set(succeed(ranks, work))
@@ -146,7 +144,7 @@ def test_a_plan_is_not_used_when_one_rank_of_several_holds_something_else(tmp_pa
     assert contents(tmp_path / "b") == contents(tmp_path / "c")
 
 
-def test_a_plan_is_not_used_for_another_dtype_shape_configuration_or_bound(tmp_path: Path) -> None:
+def test_a_plan_is_not_used_for_another_dtype_shape_or_configuration(tmp_path: Path) -> None:
     save(tmp_path / "a", everything)
 
     def planned(number: int, roles: Callable[[int], Roles], **options: Any) -> bool:
@@ -160,7 +158,6 @@ def test_a_plan_is_not_used_for_another_dtype_shape_configuration_or_bound(tmp_p
 
     assert planned(1, half)
     assert planned(2, everything, model=ModelDescription({**CONFIG, "remark": "x"}))
-    assert planned(3, everything, max_file_bytes=10**6)
     larger = canonical(layers=3)
     assert planned(4, lambda rank: live(larger, 1, rank))
     assert not planned(5, lambda rank: live(larger, 1, rank))
@@ -202,8 +199,8 @@ def test_a_snapshot_of_copies_is_written_and_committed_after_training_has_contin
             buffer.reserve(part.tensors, ranges)
             return buffer.begin(part.tensors, ranges).finish()
 
-        consistency = ConsistencyCheck("saving", comparable_facts(MODEL, job, 10**9, replicas))
-        taken = snapshot(lambda: live_part(roles, MODEL, small, job, 10**9, replicas), capture, channel, consistency)
+        consistency = ConsistencyCheck("saving", comparable_facts(MODEL, job, replicas))
+        taken = snapshot(lambda: live_part(roles, MODEL, small, job, replicas), capture, channel, consistency)
         for weights in roles.values():
             for weight in weights.values():
                 weight.local_tensor.zero_()
@@ -272,8 +269,13 @@ def test_a_state_of_no_parameter_is_never_saved(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_files_are_bounded_and_tensors_that_do_not_fit_are_cut(tmp_path: Path, ranks: int) -> None:
-    save(tmp_path / "a", everything, ranks=ranks, max_file_bytes=700)
+def test_files_are_bounded_and_tensors_that_do_not_fit_are_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    with monkeypatch.context() as small:
+        small.setattr(save_plan, "MAX_FILE_BYTES", 700)
+        small.setattr(saving, "_PLANS", SavePlanCache())
+        save(tmp_path / "a", everything, ranks=ranks)
     found = list((tmp_path / "a").rglob("*.safetensors"))
     stored = [read_header(path).tensors.values() for path in found]
     assert max(sum(one.end - one.begin for one in tensors) for tensors in stored) <= 700

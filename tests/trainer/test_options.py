@@ -92,15 +92,11 @@ def test_the_defaults_are_in_range() -> None:
         ("flex_timeout", 0),
         ("flex_timeout", "1h"),
         ("flex_timeout", 604801),
-        ("flex_staging_size", "1kB"),
-        ("flex_staging_size", 64),
         ("flex_max_shard_size", "0GB"),
         ("flex_max_shard_size", "999kB"),
         ("flex_max_shard_size", "-5GB"),
         ("flex_max_shard_size", "5 apples"),
         ("flex_max_shard_size", 5),
-        ("flex_max_file_size", "999kB"),
-        ("flex_max_file_size", None),
         ("flex_unknown_versions", "off"),
         ("flex_unknown_versions", True),
         ("flex_ema_decay", 1.0),
@@ -134,10 +130,8 @@ def test_a_value_out_of_range_is_refused_by_name(name: str, value: Any) -> None:
         ("flex_tied", "last"),
         ("flex_timeout", 1),
         ("flex_timeout", 604800),
-        ("flex_staging_size", "1MB"),
         ("flex_max_shard_size", "1MB"),
         ("flex_max_shard_size", "4.5GiB"),
-        ("flex_max_file_size", "1MB"),
         ("flex_unknown_versions", "warn"),
         ("flex_ema_decay", 0),
         ("flex_ema_decay", 0.9999),
@@ -315,8 +309,8 @@ def test_a_size_without_its_unit_is_refused_with_a_remark(text: str) -> None:
     with pytest.raises(OptionError, match="is not a size: it has no unit"):
         parse_size(text)
     for value in (text, 64):
-        with pytest.raises(OptionError, match=r"flex_staging_size: .* it has no unit"):
-            check_options(options(flex_staging_size=value))
+        with pytest.raises(OptionError, match=r"flex_max_shard_size: .* it has no unit"):
+            check_options(options(flex_max_shard_size=value))
 
 
 def test_the_fields_check_themselves_when_they_are_made() -> None:
