@@ -11,7 +11,6 @@ two reads and a write per element.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -48,23 +47,6 @@ class AveragedTensor:
     average: Array
     values: HostPieces
     first: int = 0
-
-
-def update_weight(decay: float, number: int | None, bias_correction: bool) -> float:
-    """Return the weight of the tensors in an update of their average.
-
-    With bias correction the average is that of a start at zero, divided by ``1 - decay ** number``.
-
-    Args:
-        decay: weight of the former average, between 0 and 1.
-        number: counts the updates from 1. The first one is a copy. None if it is unknown, so that nothing is corrected.
-        bias_correction: whether the first updates have a larger weight.
-    """
-    if number is None:
-        return 1.0 - decay
-    if number == 1:
-        return 1.0
-    return (1.0 - decay) / -math.expm1(number * math.log(decay)) if bias_correction else 1.0 - decay
 
 
 def update_averages(tensors: Iterable[AveragedTensor], weight: float, threads: int = THREADS) -> None:

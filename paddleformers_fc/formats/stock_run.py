@@ -283,8 +283,6 @@ def lacking(documents: Collection[str], rank: int) -> list[str]:
         f"rng-{rank:05d}": "random states of this rank",
     }
     absent = [text for name, text in wanted.items() if f"{TRAINER_DIRECTORY}/{name}.json" not in documents]
-    if f"{TRAINER_DIRECTORY}/ema.json" in documents:
-        absent.append("the number of updates of the moving average")
     return [*absent, "the order of the data (that of this run is used)", "checksums"]
 
 
@@ -352,11 +350,9 @@ def _average(directory: Path) -> dict[str, Any]:
     else:
         interval = None
     return {
-        "updates": None,
         "step": step,
         "decay": decay if isinstance(decay, float) else None,
         "interval": interval,
-        "bias_correction": False,
     }
 
 

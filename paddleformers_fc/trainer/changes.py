@@ -34,7 +34,7 @@ CORPUS = (
     *("truncate_packing", "truncation_strategy", "template", "use_template", "template_backend", "encode_one_turn"),
     *("split_multi_turn", "new_special_tokens_path", "dataloader_shuffle"),
 )
-AVERAGE = ("flex_ema_decay", "flex_ema_interval", "flex_ema_bias_correction")
+AVERAGE = ("flex_ema_decay", "flex_ema_interval")
 SETTINGS = (*OPTIMIZER, *SCHEDULE, *AVERAGE, "seed", *CORPUS)
 """The arguments of a run that are compared, in the order of the table."""
 

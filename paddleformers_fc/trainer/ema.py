@@ -23,7 +23,7 @@ import msgspec
 from paddleformers_fc.distributed.channel import Channel, all_gather_checked
 from paddleformers_fc.errors import FormatError, MismatchError, OptionError
 from paddleformers_fc.execute.async_snapshot import SnapshotBuffer, SnapshotCopy
-from paddleformers_fc.execute.ema_update import update_averages, update_weight
+from paddleformers_fc.execute.ema_update import update_averages
 from paddleformers_fc.layout.roles import EMA_STATE
 from paddleformers_fc.storage.manifest import RESTORE
 from paddleformers_fc.storage.paths import AnyPath
@@ -42,40 +42,30 @@ class EmaSettings:
     Args:
         decay: weight of the former average, between 0 and 1.
         interval: optimizer steps between two updates.
-        start_step: the step after which it starts as a copy of the weights.
-        bias_correction: whether the first updates have a larger weight.
         loss_threshold: an update is skipped unless the loss of its step is below; None to skip none.
     """
 
     decay: float
     interval: int = 1
-    start_step: int = 1
-    bias_correction: bool = False
     loss_threshold: float | None = None
 
-    def is_due(self, step: int, has_begun: bool) -> bool:
-        """Return whether the average is updated after a step; one that a checkpoint contains has begun."""
-        if not has_begun and step <= self.start_step:
-            return step == self.start_step
-        return step % self.interval == 0
+    def is_due(self, step: int) -> bool:
+        """Return whether the average is updated after a step; it starts as a copy of the weights after the first."""
+        return step == 1 or step % self.interval == 0
 
 
 class AverageDocument(msgspec.Struct, forbid_unknown_fields=True):
     """``trainer/ema.json``. Checkpoints of PaddleFormers' own formats do not contain all of it.
 
     Args:
-        updates: number of updates; None if it is unknown.
-        step: the optimizer step of the last one; None if it is unknown, as for the next two.
-        decay: that of the saved run; for a reader, as the next two.
+        step: the optimizer step of the last update; None if it is unknown, as for the next two.
+        decay: that of the saved run; for a reader, as the next one.
         interval: steps between two updates.
-        bias_correction: whether the first updates have a larger weight.
     """
 
-    updates: _COUNT | None
     step: _COUNT | None
     decay: float | None
     interval: _COUNT | None
-    bias_correction: bool
 
 
 def settings_of(args: Any) -> EmaSettings | None:
@@ -85,8 +75,6 @@ def settings_of(args: Any) -> EmaSettings | None:
     return EmaSettings(
         float(args.flex_ema_decay),
         args.flex_ema_interval,
-        args.flex_ema_start_step,
-        args.flex_ema_bias_correction,
         getattr(args, "zcc_ema_loss_threshold", None),
     )
 
@@ -102,8 +90,7 @@ class MovingAverage(TrainerCallback):
 
     Attributes:
         tensors: ``ShardedWeight`` over host memory, by the name of the parameter; empty before the first update.
-        updates: number of updates; None if it is unknown, and at least one.
-        step: the optimizer step of the last one; None if it is unknown.
+        step: the optimizer step of the last update; 0 before the first, None if it is unknown.
         in_model: whether the averages are in the model in place of its weights.
     """
 
@@ -130,13 +117,12 @@ class MovingAverage(TrainerCallback):
             self._pending.exception()
         self._pending = self._failure = self._loss = None
         self.tensors: dict[str, Any] = {}
-        self.updates: int | None = 0
         self.step: int | None = 0
 
     @property
     def has_begun(self) -> bool:
         """Return whether there was an update."""
-        return self.updates != 0
+        return self.step != 0
 
     def wait_for_update(self) -> None:
         """Wait until the average is that of the last step.
@@ -162,9 +148,7 @@ class MovingAverage(TrainerCallback):
 
     def document(self) -> dict[str, Any]:
         """Return the content of ``trainer/ema.json``."""
-        one = self.settings
-        about = AverageDocument(self.updates, self.step, one.decay, one.interval, one.bias_correction)
-        return dict(msgspec.to_builtins(about))
+        return dict(msgspec.to_builtins(AverageDocument(self.step, self.settings.decay, self.settings.interval)))
 
     def allocate(self, names: Collection[str]) -> dict[str, Any]:
         """Return new host memory for the averages of some parameters, which a load fills; those of this rank alone.
@@ -182,7 +166,7 @@ class MovingAverage(TrainerCallback):
             tensors: the result of :meth:`allocate`, filled.
             saved: the document of the checkpoint.
         """
-        self.tensors, self.updates, self.step = dict(tensors), saved.updates, saved.step
+        self.tensors, self.step = dict(tensors), saved.step
 
     def watch_loss(self, training_step: Callable[..., Any]) -> Callable[..., Any]:
         """Return the method of a Trainer that trains a batch, with its losses added up to the loss of a step."""
@@ -215,8 +199,7 @@ class MovingAverage(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Begin an update if one is due. A save of the same step comes later."""
         loss, self._loss = self._loss, None
-        is_due = self.settings.is_due(state.global_step, self.has_begun)
-        if is_due and self._is_wanted(loss, state.global_step, args):
+        if self.settings.is_due(state.global_step) and self._is_wanted(loss, state.global_step, args):
             self._begin(state.global_step)
 
     def _is_wanted(self, loss: Any, step: int, args: Any) -> bool:
@@ -245,7 +228,7 @@ class MovingAverage(TrainerCallback):
         except Exception as error:  # Raised by the next save, on all ranks.
             self._failed(step, error)
             return
-        self.updates, self.step = None if self.updates is None else self.updates + 1, step
+        self.step = step
         read: Future[None] = Future()
         self._pending = self._threads.submit(self._update, parts, fresh, copying, read, step)
         self._update_barrier.add(read)
@@ -277,9 +260,8 @@ class MovingAverage(TrainerCallback):
                 name: ema_tensors.averaged_tensor(self.tensors[name], part, copied.get(name))
                 for name, part in parts.items()
             }
-            weight = update_weight(self.settings.decay, self.updates, self.settings.bias_correction)
             update_averages([one for name, one in tensors.items() if name in fresh], 1.0)
-            update_averages([one for name, one in tensors.items() if name not in fresh], weight)
+            update_averages([one for name, one in tensors.items() if name not in fresh], 1.0 - self.settings.decay)
         except Exception as error:  # As above.
             self._failed(step, error)
         finally:
@@ -333,14 +315,6 @@ def new_run_text(directory: AnyPath) -> str:
     return (
         f"The moving average of {directory} is not continued, because ignore_load_lr_and_optim starts a new run. That "
         "of this run starts as a copy of the weights."
-    )
-
-
-def uncorrected_text(directory: AnyPath) -> str:
-    """Return the warning of a run with bias correction that resumes an average of an unknown number of updates."""
-    return (
-        f"{directory} does not contain the number of updates of its moving average. It is continued with a constant "
-        "decay: flex_ema_bias_correction has no effect."
     )
 
 

@@ -131,7 +131,7 @@ def require_average(trainer: Any) -> MovingAverage:
             "The Trainer has no moving average of its weights.",
             where="flex_ema_decay",
             evidence=["flex_ema_decay: 0" if average is None else "the average has no update yet"],
-            next_step="Set flex_ema_decay, and train at least up to flex_ema_start_step.",
+            next_step="Set flex_ema_decay, and train at least one step.",
         )
     return average
 

@@ -531,13 +531,9 @@ def _restore_average(trainer: Any, job_state: JobState, ready: _PreparedLoad) ->
     elif job_state.average is None:
         warn(trainer.args, ema.switched_off_text(directory, len(stored)) if stored else "")
     elif values is None or not stored:
-        is_later = trainer.state.global_step < job_state.average.settings.start_step
-        warn(trainer.args, "" if is_later else ema.absent_text(directory))
+        warn(trainer.args, ema.absent_text(directory))
     else:
-        saved = ema.from_document(values, directory / documents.AVERAGE)
-        job_state.average.restore(ready.averages, saved)
-        uncorrected = saved.updates is None and job_state.average.settings.bias_correction
-        warn(trainer.args, ema.uncorrected_text(directory) if uncorrected else "")
+        job_state.average.restore(ready.averages, ema.from_document(values, directory / documents.AVERAGE))
 
 
 def _drop_unfinished_step(trainer: Any, job_state: JobState) -> None:

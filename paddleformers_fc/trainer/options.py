@@ -61,7 +61,6 @@ _SWITCHES = (
     "flex_allow_casts",
     "flex_async_save",
     "use_flex_async_save",
-    "flex_ema_bias_correction",
     "flex_ema_evaluate",
 )
 """Keys whose values are true or false."""
@@ -75,7 +74,6 @@ _COUNTS = {
     "flex_threads": MOST_THREADS,
     "flex_timeout": _LONGEST_TIMEOUT,
     "flex_ema_interval": _MOST_STEPS,
-    "flex_ema_start_step": _MOST_STEPS,
     "zcc_ema_interval": _MOST_STEPS,
 }
 """Keys whose values are whole numbers from 1, and the largest of each."""
@@ -183,15 +181,6 @@ class FlexFields:
         "Optimizer steps between two updates of the average: it is updated after every step that is a multiple. "
         "Default: 1.",
     )
-    flex_ema_start_step: int = _option(
-        1,
-        "The optimizer step after which the average starts as a copy of the weights. Default: 1.",
-    )
-    flex_ema_bias_correction: bool = _option(
-        False,
-        "Give the first updates of the average more weight, as if it had started at zero and were divided by "
-        "1 - decay^n after n updates. Default: false.",
-    )
     flex_ema_evaluate: bool = _option(
         False,
         "Evaluate with the averaged weights: they are in the model during an evaluation of the Trainer. Default: "
@@ -219,7 +208,10 @@ class FlexFields:
 
 
 REMOVED = frozenset(
-    {"flex_async_depth", "flex_async_memory", "flex_max_file_size", "flex_plan_cache", "flex_staging_size"}
+    {
+        *("flex_async_depth", "flex_async_memory", "flex_ema_bias_correction", "flex_ema_start_step"),
+        *("flex_max_file_size", "flex_plan_cache", "flex_staging_size"),
+    }
 )
 """Keys of earlier versions, which set what is constant now."""
 

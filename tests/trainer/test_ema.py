@@ -14,9 +14,7 @@ import paddleformers_fc
 from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.execute.digest import canonical_digests
-from paddleformers_fc.execute.ema_update import update_weight
 from paddleformers_fc.storage.block_checksums import digest_of
-from paddleformers_fc.trainer.ema import EmaSettings
 from tests.harness.tiny import DP2, EP2, PP2, SD2S2, SD2S3, SD2V1, SD2V2, SINGLE, TP2, MatrixLayout
 
 JOBS = "tests.trainer.jobs"
@@ -63,15 +61,14 @@ def averages(checkpoint: Path) -> dict[str, Any]:
     return {one.name: opened.read(one.name, role="ema_state") for one in opened.tensors() if one.role == "ema_state"}
 
 
-def reference(output_dir: Path, steps: list[int], corrected: bool = False) -> dict[str, Any]:
+def reference(output_dir: Path, steps: list[int]) -> dict[str, Any]:
     """The average in float64 of the weights that were saved after some steps."""
-    found: dict[str, Any] = {}
-    for number, step in enumerate(steps, 1):
-        weight = update_weight(DECAY, number, corrected)
-        for name, values in weights(output_dir / f"checkpoint-{step}").items():
-            before = found.get(name, 0.0)
-            found[name] = before + weight * (values.astype(np.float64) - before)
-    return found
+    first, *others = (
+        {n: v.astype(np.float64) for n, v in weights(output_dir / f"checkpoint-{step}").items()} for step in steps
+    )
+    for later in others:
+        first = {name: before + (1 - DECAY) * (later[name] - before) for name, before in first.items()}
+    return first
 
 
 def assert_averages(found: dict[str, Any], wanted: dict[str, Any]) -> None:
@@ -278,26 +275,16 @@ def test_what_a_checkpoint_lacks_is_refused_by_name(ranks: ForkServer, tmp_path:
 
 
 def test_an_average_is_updated_when_it_is_due(ranks: ForkServer, tmp_path: Path) -> None:
-    """After the step at which it starts, and after every multiple of the interval, by the keys of both spellings."""
-    keys = {"flex_ema_decay": 0.0, "zcc_save_ema_coef": DECAY, "zcc_ema_interval": 2, "flex_ema_start_step": 3}
-    values, _ = run(ranks, SINGLE, tmp_path, arguments={**keys, "flex_ema_bias_correction": True})
+    """After the first step, and after every multiple of the interval, by the keys of PaddleFormers."""
+    keys = {"flex_ema_decay": 0.0, "zcc_save_ema_coef": DECAY, "zcc_ema_interval": 3}
+    values, _ = run(ranks, SINGLE, tmp_path, arguments=keys)
     assert len(values[0]["losses"]) == 6
-    assert not (tmp_path / "checkpoint-2" / "ema_state").exists()
-    assert_averages(averages(tmp_path / "checkpoint-3"), weights(tmp_path / "checkpoint-3"))
-    assert_averages(averages(tmp_path / "checkpoint-6"), reference(tmp_path, [3, 4, 6], corrected=True))
-    # An interrupted run knows how many updates there were, also if there was none.
-    for step in (2, 5):
-        given = {"arguments": {**keys, "flex_ema_bias_correction": True}}
-        again = tmp_path / f"from-{step}"
-        _, log = run(ranks, SINGLE, again, resume=str(tmp_path / f"checkpoint-{step}"), **given)
-        assert "moving average" not in log
-        assert digests(again / "checkpoint-6") == digests(tmp_path / "checkpoint-6")
-
-
-def test_an_average_of_a_checkpoint_is_continued_before_the_step_at_which_a_new_one_starts() -> None:
-    settings = EmaSettings(DECAY, interval=2, start_step=5)
-    assert [step for step in range(1, 10) if settings.is_due(step, step > 5)] == [5, 6, 8]
-    assert [step for step in range(3, 10) if settings.is_due(step, True)] == [4, 6, 8]
+    assert_averages(averages(tmp_path / "checkpoint-2"), weights(tmp_path / "checkpoint-1"))
+    assert_averages(averages(tmp_path / "checkpoint-6"), reference(tmp_path, [1, 3, 6]))
+    again = tmp_path / "from-2"
+    _, log = run(ranks, SINGLE, again, resume=str(tmp_path / "checkpoint-2"), arguments=keys)
+    assert "moving average" not in log
+    assert digests(again / "checkpoint-6") == digests(tmp_path / "checkpoint-6")
 
 
 def test_updates_of_steps_with_a_large_loss_are_skipped(ranks: ForkServer, tmp_path: Path) -> None:

@@ -104,8 +104,6 @@ def test_the_defaults_are_in_range() -> None:
         ("flex_ema_decay", "0.9"),
         ("flex_ema_decay", True),
         ("flex_ema_interval", 0),
-        ("flex_ema_start_step", 0),
-        ("flex_ema_bias_correction", 1),
         ("flex_ema_evaluate", "yes"),
         ("flex_save_on_signal", "SIGKILL"),
         ("flex_save_on_signal", True),
