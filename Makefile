@@ -58,15 +58,15 @@ $(STAMP):
 	@PYTHON='$(PYTHON)' VENV='$(VENV)' STAMP='$(STAMP)' sh tools/install.sh
 
 demo: $(STAMP)
-	@$(BIN)/python -m paddleformers_fc.verification.demo '$(OUTPUT)'
+	@$(BIN)/python -m verification.demo '$(OUTPUT)'
 
 # Resumes at the first cell without a result; `rm -rf out/matrix` starts again. The exit code is that of the last failure.
 matrix: $(STAMP)
-	@code=0; for recipe in recipes/verification/*.yaml; do $(BIN)/python -m paddleformers_fc.verification.matrix $$recipe || code=$$?; done; exit $$code
+	@code=0; for recipe in recipes/verification/*.yaml; do $(BIN)/python -m verification.matrix $$recipe || code=$$?; done; exit $$code
 
 # Resumes at the first run without a result; `rm -rf out/long_run` starts again.
 verification-long: $(STAMP)
-	@$(BIN)/python -m paddleformers_fc.verification.long_run docs/results out/long_run
+	@$(BIN)/python -m verification.long_run docs/results out/long_run
 
 lint: $(STAMP)
 	@$(BIN)/ruff check .

@@ -56,8 +56,8 @@ def ours(output_dir: str, rounds: int) -> Figures:
     from paddleformers_fc import FlexCheckpointCallback, FlexTrainer, FlexTrainingArguments
     from paddleformers_fc.trainer.job_state import job_state_of
     from paddleformers_fc.trainer.sync_save import SyncSaves
-    from paddleformers_fc.verification.matrix import tiny
-    from paddleformers_fc.verification.matrix.layouts import MatrixLayout
+    from verification.matrix import tiny
+    from verification.matrix.layouts import MatrixLayout
 
     ways = ("in the step", "at once", "beside")
     found: Figures = {name: [] for name in ("copy", *ways, *(f"step after {way}" for way in ways))}
@@ -118,8 +118,8 @@ def unified(output_dir: str, rounds: int) -> Figures:
     """Save PaddleFormers' unified checkpoint with ``async_save``, which copies to shared memory in the step."""
     from paddleformers.trainer import Trainer, TrainingArguments
 
-    from paddleformers_fc.verification.matrix import tiny
-    from paddleformers_fc.verification.matrix.layouts import MatrixLayout
+    from verification.matrix import tiny
+    from verification.matrix.layouts import MatrixLayout
 
     found: Figures = {"copy": [], "in the step": []}
     layout = MatrixLayout("single")

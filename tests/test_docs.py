@@ -137,10 +137,10 @@ def test_every_command_in_the_documents_has_its_options() -> None:
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with what the commands of the documents name."""
-    from paddleformers_fc.verification.demo.assets import prepare
     from tests.cli.support import run, save
     from tests.cli.test_plan import SIZES
     from tests.execute.simulated import canonical
+    from verification.demo.assets import prepare
 
     directory = tmp_path_factory.mktemp("workplace")
     shutil.copytree(ROOT / "recipes", directory / "recipes")

@@ -107,8 +107,6 @@ INTERNAL = {
     "storage/ranges.py": 2,
     "storage/regions.py": 1,
     "storage/safetensors.py": 1,
-    "verification/matrix/by_hand.py": 1,
-    "verification/simulate_ranks.py": 1,
 }
 """Errors without a next step, by module: faults of this package, which no argument, option or file causes."""
 

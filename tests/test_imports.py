@@ -80,6 +80,7 @@ def test_the_import_contracts_hold() -> None:
         ("formats/__init__.py", f"import {PACKAGE}.plan"),
         ("cpu_runtime/device.py", f"from {PACKAGE} import storage"),
         ("plan/__init__.py", f"import {PACKAGE}.cpu_runtime"),
+        ("execute/load.py", "import verification.simulate_ranks"),
         ("trainer/arguments.py", f"import {PACKAGE}.trainer.install"),
     ],
 )

@@ -89,7 +89,7 @@ def _print_sizes(title: str, found: dict[str, Size]) -> None:
 
 def main() -> None:
     """Print all tables."""
-    for name in (PACKAGE, "tests", "benchmarks"):
+    for name in (PACKAGE, "verification", "tests", "benchmarks"):
         _print_sizes(name, sizes(ROOT / name))
     documents = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     words = {path.relative_to(ROOT): len(path.read_text(encoding="utf-8").split()) for path in documents}

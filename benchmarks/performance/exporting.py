@@ -13,7 +13,7 @@ from pathlib import Path
 from benchmarks.performance.measuring import with_peak
 from benchmarks.performance.models import MODELS, laid_over, part_of
 from paddleformers_fc.execute.export import export_checkpoint
-from paddleformers_fc.verification.simulate_ranks import filled, save
+from verification.simulate_ranks import filled, save
 
 MODEL_SIZES = {"256 MiB model": "quarter", "1 GiB model": "large"}
 FILE_BYTES = 100 * 10**6

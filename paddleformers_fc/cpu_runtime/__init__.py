@@ -14,7 +14,7 @@ collectives, real checkpoints, slowly. On an accelerator this package has no eff
 ``openmp``                       OpenMP's variable in the environment
 ``ernie_moe``                    ERNIE 4.5 MoE without fused kernels
 ``launch``, ``ranks``            start and supervise ranks of this machine
-``rankmain``, ``forkserver``     the main program of a rank; a server that forks ranks
+``rankmain``                     the main program of a rank
 ===============================  ======================================================================
 
 :mod:`paddleformers_fc.upstream` lists the functions that the patches replace or read; activation is refused if one is

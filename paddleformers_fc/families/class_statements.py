@@ -65,7 +65,7 @@ def rules_of_statements(tensors: Tensors, forward: Program, inverse: Program | N
 def _refuse(faults: Iterable[str], what: str) -> None:
     found = list(faults)
     if found:
-        raise MappingError(what, evidence=fold(found))
+        raise MappingError(what, evidence=fold(found), next_step="Correct the statements of the class.")
 
 
 def _applicable(program: Program, left: Collection[str], right: Collection[str]) -> Program:

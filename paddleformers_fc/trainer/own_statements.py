@@ -97,4 +97,6 @@ def _program(model: Any, names: tuple[str, str]) -> Program | None:
     except MappingError:
         raise
     except Exception as error:  # The code of the model's class may fail in any way.
-        raise MappingError(f"{names[0]} fails.", evidence=[f"{type(error).__name__}: {error}"]) from error
+        evidence = [f"{type(error).__name__}: {error}"]
+        next_step = "Correct this method of the model's class."
+        raise MappingError(f"{names[0]} fails.", evidence=evidence, next_step=next_step) from error

@@ -19,9 +19,9 @@ from paddleformers_fc.cli import planning
 from paddleformers_fc.families import ModelDescription, family_for
 from paddleformers_fc.layout.grid import parse_grid
 from paddleformers_fc.plan.simulate import declared_model
-from paddleformers_fc.verification import simulate_ranks
 from tests.cli.support import run
 from tests.harness.limits import LIMIT
+from verification import simulate_ranks
 
 WRITE = "FLEX_WRITE_PICTURES"
 PICTURES = Path(__file__).resolve().parents[2] / "docs" / "pictures"

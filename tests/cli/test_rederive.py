@@ -33,8 +33,8 @@ from paddleformers_fc.plan.simulate import declared_model
 from paddleformers_fc.plan.sources import described_model, stored_mapping
 from paddleformers_fc.storage import leftovers
 from paddleformers_fc.storage.manifest import read_manifest, verify_files
-from paddleformers_fc.verification import simulate_ranks
 from tests.cli.support import run, seal
+from verification import simulate_ranks
 
 STRIPPED = Path(__file__).parent / "stripped"
 TRAINED = Path(__file__).parents[1] / "trainer/older/checkpoint-3"

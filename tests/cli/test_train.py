@@ -29,7 +29,6 @@ from paddleformers_fc.cli import main, start_checks, training
 from paddleformers_fc.cli.log_view import LogView
 from paddleformers_fc.cli.settings import parse_overrides, read_settings
 from paddleformers_fc.cli.training import OWN_REGISTRATION, REGISTER_BOTH, prepare
-from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.cpu_runtime.launch import LaunchResult
 from paddleformers_fc.errors import MismatchError, OptionError, StorageError
 from paddleformers_fc.families.models.minimax_m2 import FAMILY as MINIMAX
@@ -37,11 +36,12 @@ from paddleformers_fc.output import console
 from paddleformers_fc.trainer import register
 from paddleformers_fc.trainer.rank_records import RECORDS, read_error
 from paddleformers_fc.trainer.stock_keys import stock_keys, stock_words
-from paddleformers_fc.verification.demo.assets import prepare as prepare_assets
-from paddleformers_fc.verification.demo.settings import SINGLE, settings
 from tests.cli.support import Outcome, run, save
 from tests.execute.simulated import canonical
 from tests.harness.waiting import wait_for_file
+from verification.demo.assets import prepare as prepare_assets
+from verification.demo.settings import SINGLE, settings
+from verification.forkserver import ForkServer
 
 OURS = f"custom_register_path={register.PATH}"
 LAUNCHER = ("-m", "paddleformers.cli.launcher", "train")

@@ -12,12 +12,12 @@ from typing import Any
 
 import yaml
 
-from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.cpu_runtime.ranks import free_ports
 from paddleformers_fc.errors import FlexError, from_wire
 from paddleformers_fc.trainer.rank_records import RECORDS
 from paddleformers_fc.trainer.register import PATH
-from paddleformers_fc.verification.demo.assets import prepare
+from verification.demo.assets import prepare
+from verification.forkserver import ForkServer
 
 ROOT = Path(__file__).resolve().parents[2]
 BINARIES = Path(sys.executable).parent

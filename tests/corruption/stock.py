@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from paddleformers_fc.cpu_runtime.forkserver import ForkServer
+from verification.forkserver import ForkServer
 
 Tensor = dict[str, Any]
 Step = dict[str, Any]

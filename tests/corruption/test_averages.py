@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.execute.digest import canonical_digests
 from tests.corruption.guarantees import Observed, fault
 from tests.harness.tiny import SD2S3
+from verification.forkserver import ForkServer
 
 THREE = {"max_steps": 3, "save_steps": 1, "logging_steps": 1}
 EVALUATED = {"flex_ema_decay": 0.9, "flex_ema_evaluate": True}

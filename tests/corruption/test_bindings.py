@@ -18,9 +18,9 @@ from paddleformers_fc.layout.grid import parse_grid
 from paddleformers_fc.plan.simulate import declared_model
 from paddleformers_fc.trainer.description import describe_model
 from paddleformers_fc.trainer.documents import model_config
-from paddleformers_fc.verification import simulate_ranks
 from tests.corruption.guarantees import Observed, fault, refused
 from tests.families import native
+from verification import simulate_ranks
 
 OLDER = Path(__file__).parents[1] / "cli/stripped/glm4_moe_one_empty_layer"
 NORM = "input_layernorm.weight"

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from paddleformers_fc.cli.log_view import COLOUR
-from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from tests.corruption.guarantees import Observed, fault
 from tests.harness.tiny import TP2
+from verification.forkserver import ForkServer
 
 JOB = "tests.corruption.jobs:train"
 THREE: dict[str, Any] = {"max_steps": 3, "save_steps": 2}

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.formats.paddle_distcp import open_distcp
 from paddleformers_fc.layout.roles import MODEL_STATE, OPTIMIZER_STATE
 from paddleformers_fc.storage.manifest import read_manifest
 from tests.corruption.guarantees import Observed, fault
 from tests.harness.tiny import DP2, PP2, MatrixLayout
+from verification.forkserver import ForkServer
 
 JOB = "tests.trainer.tied_jobs:run_and_part_copies"
 NEVER = 10**6

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from tests.corruption.guarantees import Observed, fault
 from tests.corruption.test_trainer_faults import SIX, trained
 from tests.harness.tiny import DP2
+from verification.forkserver import ForkServer
 
 THREE, FIVE = b"global_step\x94K\x03", b"global_step\x94K\x05"
 """The step in the pickle of PaddleFormers."""

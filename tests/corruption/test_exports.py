@@ -6,13 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from tests.corruption.guarantees import Observed, fault
 from tests.families.test_exported_configs import READERS, SOURCES, exported
 from tests.families.test_transformers import CASES
 from tests.harness.tiny import SINGLE
 from tests.trainer.test_exported_documents import GENERATION, exports, live, source_of
 from tools.config_readers import changes, read
+from verification.forkserver import ForkServer
 
 
 def described(directory: Path) -> tuple[Any, bytes | None]:

@@ -10,7 +10,6 @@ import pytest
 from safetensors.numpy import load_file
 
 import paddleformers_fc
-from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.distributed.channel import ALONE
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoint
@@ -18,6 +17,7 @@ from tests.corruption.guarantees import Observed, fault
 from tests.execute.simulated import CONFIG, MODEL, canonical, live
 from tests.harness.tiny import VOCABULARY
 from tests.trainer.test_description import FLEET_ONLY, NAMES, plain_values
+from verification.forkserver import ForkServer
 
 JOB = "tests.families.jobs:train_plain"
 TIED = {"tie_word_embeddings": True}

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.execute.export import export_checkpoint
 from tests.cli.support import run
 from tests.corruption import ours
@@ -22,6 +21,7 @@ from tests.corruption.guarantees import Observed, fault
 from tests.corruption.jobs import WORSE_AND_WORSE, train
 from tests.execute.simulated import live
 from tests.harness.tiny import DP2
+from verification.forkserver import ForkServer
 
 JOB = f"{train.__module__}:{train.__name__}"
 NAMES = (

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.errors import MappingError, MismatchError
 from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoint
@@ -18,6 +17,7 @@ from tests.corruption import ours, phi3, stock
 from tests.corruption.guarantees import Observed, fault, refused
 from tests.corruption.stock import outcomes, tensor, unset
 from tests.execute.simulated import CONFIG, Arrays, live, succeed
+from verification.forkserver import ForkServer
 
 
 def exported(directory: Path, target: Path) -> Arrays:

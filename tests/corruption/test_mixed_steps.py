@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.errors import Corrupt
 from paddleformers_fc.formats import open_checkpoint
 from tests.cli.support import run as command
 from tests.corruption import test_ranks_apart as apart
 from tests.corruption.guarantees import Observed, fault, refused
 from tests.harness.tiny import TP2SD2V2
+from verification.forkserver import ForkServer
 
 LAYOUT = replace(TP2SD2V2, bf16=True)
 STATES = "optimizer_state/0_0.distcp"

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from tests.corruption.guarantees import Observed, fault
 from tests.corruption.test_trainer_faults import first_line, trained
 from tests.harness.tiny import DP2, SINGLE
 from tests.trainer.test_newest_run import cut_into_small_blocks
 from tests.trainer.test_trainer import JOBS, settings
+from verification.forkserver import ForkServer
 
 WEIGHTS = "model_state/rank-00000.safetensors"
 

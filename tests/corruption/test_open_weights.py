@@ -13,7 +13,6 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.errors import Corrupt, FlexError, MismatchError, OptionError, StorageError, from_wire
 from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.storage.export_checksums import CHECKSUMS_NAME
@@ -21,6 +20,7 @@ from tests.corruption import commands, ours
 from tests.corruption.guarantees import Observed, fault, refused
 from tests.corruption.jobs import no_longer_than
 from tests.execute.simulated import live
+from verification.forkserver import ForkServer
 
 JOBS = "tests.corruption.jobs"
 INDEX = "model.safetensors.index.json"

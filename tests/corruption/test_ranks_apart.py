@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from paddleformers_fc.cpu_runtime.forkserver import ForkServer, JobResult
 from paddleformers_fc.storage.manifest import read_manifest
 from tests.corruption.guarantees import Observed, fault
 from tests.harness.tiny import DP2, MatrixLayout
+from verification.forkserver import ForkServer, JobResult
 
 APART = MatrixLayout("tp2ep2", nproc=2, tp=2, ep=2)
 

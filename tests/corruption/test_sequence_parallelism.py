@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from paddleformers_fc.cpu_runtime.forkserver import ForkServer, JobResult
 from tests.corruption.guarantees import Observed, fault
 from tests.harness.tiny import GLOBAL_BATCH, SINGLE, MatrixLayout
+from verification.forkserver import ForkServer, JobResult
 
 TRAIN = "tests.harness.tiny:train"
 TWO = MatrixLayout("two", nproc=2)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from tests.corruption.guarantees import Observed, fault
 from tests.harness.tiny import DP2
+from verification.forkserver import ForkServer
 
 JOBS = "tests.trainer.disk_jobs"
 

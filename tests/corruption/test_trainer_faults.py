@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.execute.digest import canonical_digests
 from tests.corruption.guarantees import Observed, fault
 from tests.corruption.jobs import WORSE_AND_WORSE
 from tests.harness.tiny import DP2, SINGLE, TP2, MatrixLayout
 from tests.trainer.data_jobs import every_sample
+from verification.forkserver import ForkServer
 
 JOB = "tests.corruption.jobs:train"
 SIX: dict[str, Any] = {"max_steps": 6, "save_steps": 3}

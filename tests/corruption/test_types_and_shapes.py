@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import paddle
 
-from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.errors import MappingError, MismatchError
 from tests.corruption import ours, stock
 from tests.corruption.guarantees import Observed, fault, refused
 from tests.corruption.stock import outcomes, tensor, unset
 from tests.execute.simulated import live
+from verification.forkserver import ForkServer
 
 VALUES = [0.417, 1.0, 2.0, 3.0]
 NORM = "model.norm.weight"

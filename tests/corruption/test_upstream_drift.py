@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from tests.corruption.guarantees import Observed, fault
 from tests.harness.tiny import DP2, SINGLE
+from verification.forkserver import ForkServer
 
 JOBS = "tests.trainer.upstream_jobs"
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.errors import Corrupt, FlexError
 from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.storage.export_checksums import CHECKSUMS_NAME
@@ -16,6 +15,7 @@ from tests.corruption.guarantees import Observed, fault, refused
 from tests.corruption.stock import outcomes, tensor, unset
 from tests.corruption.test_types_and_shapes import NORM, VALUES, rounded
 from tests.execute.simulated import live
+from verification.forkserver import ForkServer
 
 
 @fault("S11", "`FLAGS_use_stride_kernel=0`, and the load reshards")

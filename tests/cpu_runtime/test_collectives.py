@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paddleformers_fc.cpu_runtime.forkserver import ForkServer
+from verification.forkserver import ForkServer
 
 SIZE = 3
 DTYPES = ("float32", "float16", "bfloat16", "int64")

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from tests.harness import tiny
 from tests.harness.tiny import MatrixLayout
+from verification.forkserver import ForkServer
 
 JOBS = "tests.cpu_runtime.jobs_faults"
 

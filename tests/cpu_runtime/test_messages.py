@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paddleformers_fc.cpu_runtime.forkserver import ForkServer
+from verification.forkserver import ForkServer
 
 JOBS = "tests.cpu_runtime.jobs_messages"
 

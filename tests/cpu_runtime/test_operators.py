@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from paddleformers_fc.cpu_runtime.forkserver import ForkServer
+from verification.forkserver import ForkServer
 
 JOBS = "tests.cpu_runtime.jobs_operators"
 

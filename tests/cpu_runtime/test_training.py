@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from tests.harness import tiny
 from tests.harness.tiny import MatrixLayout
+from verification.forkserver import ForkServer
 
 BOUND = 1e-5
 # Gradients of bfloat16 weights are rounded to eight bits before they are added up, per rank and micro-batch.

@@ -28,11 +28,11 @@ from paddleformers_fc.errors import FlexError
 from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.storage import staging_lock
 from paddleformers_fc.storage.manifest import newest_checkpoint
-from paddleformers_fc.verification.simulate_ranks import run_threads
 from tests.crash import exports
 from tests.crash.disk import Disk, Loss, Recorded
 from tests.crash.net import Net, Operation, cast
 from tests.crash.worlds import Found, Lost, chosen, cleaned_by_the_next_save, ranks_of, rotate_alone, save
+from verification.simulate_ranks import run_threads
 
 NEXT = 3
 State = Found | int | None

@@ -50,7 +50,7 @@ from paddleformers_fc.storage.names import parse_hidden, parse_step
 from paddleformers_fc.storage.safetensors import read_header
 from paddleformers_fc.trainer.resume import find_newest
 from paddleformers_fc.trainer.rotation import rotate
-from paddleformers_fc.verification.simulate_ranks import Roles, filled, run_threads
+from verification.simulate_ranks import Roles, filled, run_threads
 
 CONFIG = {
     "model_type": "llama",

@@ -18,10 +18,10 @@ from typing import Any, Protocol
 
 import pytest
 
-from paddleformers_fc.cpu_runtime.forkserver import PRELOAD, ForkServer, JobResult
 from paddleformers_fc.cpu_runtime.launch import launch
 from tests.device.building import CannotBuild, build
 from tests.harness.limits import LIMIT
+from verification.forkserver import PRELOAD, ForkServer, JobResult
 
 VARIABLE = "FLEX_TEST_DEVICE"
 FAKE = "fake_device"

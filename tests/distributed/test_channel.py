@@ -12,7 +12,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.distributed.channel import ALONE, Channel, broadcast, gather_and_keep, job_channel, run_on_all
 from paddleformers_fc.errors import FlexError, PeerError, StorageError
 from paddleformers_fc.execute.load import load_checkpoint
@@ -22,6 +21,7 @@ from paddleformers_fc.storage.files import refused
 from tests.execute.simulated import MODEL, canonical, job, live, same_values, succeed
 from tests.execute.test_save_and_load import save
 from tests.harness.on_ranks import on_ranks, run_on_ranks
+from verification.forkserver import ForkServer
 
 
 @pytest.mark.parametrize("ranks_of_the_job", [1, 2, 3, 8])

@@ -22,7 +22,7 @@ from paddleformers_fc.formats import OpenedCheckpoint, open_checkpoint
 from paddleformers_fc.formats.huggingface import open_huggingface
 from paddleformers_fc.layout.grid import parse_grid
 from paddleformers_fc.plan.simulate import SimulatedModel, declared_model
-from paddleformers_fc.verification.simulate_ranks import filled, save, value_of
+from verification.simulate_ranks import filled, save, value_of
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 LLAMA = tiny_models(family_for({"model_type": "llama"}))[0]

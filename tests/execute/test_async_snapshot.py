@@ -36,10 +36,10 @@ from paddleformers_fc.execute.save_plan import PlannedFile, PlannedWrite, SavePl
 from paddleformers_fc.execute.ties import CopyPart, TiedPart, Ties
 from paddleformers_fc.mapping.boxes import Box, whole
 from paddleformers_fc.storage.manifest import MANIFEST_NAME
-from paddleformers_fc.verification import simulate_ranks
 from tests.execute.test_ties import TIED, model_of, tied_value
 from tests.harness.limits import LIMIT
 from tests.harness.waiting import pause, wait_until
+from verification import simulate_ranks
 
 ROLE = "model_state"
 

@@ -21,7 +21,7 @@ from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoi
 from paddleformers_fc.families import ModelDescription, family_for
 from paddleformers_fc.layout.grid import ParallelGrid
 from paddleformers_fc.plan.simulate import declared_model
-from paddleformers_fc.verification import simulate_ranks
+from verification import simulate_ranks
 
 def now():
     gc.collect()

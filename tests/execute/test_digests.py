@@ -27,7 +27,7 @@ from paddleformers_fc.plan import canonical_layout, canonical_source
 from paddleformers_fc.plan.build import Planner
 from paddleformers_fc.plan.simulate import SimulatedModel, declared_model
 from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
-from paddleformers_fc.verification.simulate_ranks import QWEN3_MOE, filled, save
+from verification.simulate_ranks import QWEN3_MOE, filled, save
 
 
 def model(grid: str) -> SimulatedModel:

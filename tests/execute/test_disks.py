@@ -25,9 +25,9 @@ from paddleformers_fc.plan.simulate import declared_model
 from paddleformers_fc.storage.export_checksums import CHECKSUMS_NAME
 from paddleformers_fc.storage.manifest import read_manifest
 from paddleformers_fc.storage.safetensors import read_header
-from paddleformers_fc.verification import simulate_ranks
 from tests.execute.simulated import CONFIG, MODEL, canonical, job, live, succeed
 from tests.execute.test_opening import load
+from verification import simulate_ranks
 
 ARRAYS = canonical()
 STEP = "checkpoint-3"

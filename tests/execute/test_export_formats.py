@@ -22,7 +22,7 @@ from paddleformers_fc.mapping.boxes import whole
 from paddleformers_fc.plan.simulate import declared_model
 from paddleformers_fc.storage.dtypes import to_safetensors
 from paddleformers_fc.storage.safetensors import FileLayout, layout_file
-from paddleformers_fc.verification.simulate_ranks import QWEN3_MOE, filled, save, value_of
+from verification.simulate_ranks import QWEN3_MOE, filled, save, value_of
 
 
 class WholeState(ExportWriter):

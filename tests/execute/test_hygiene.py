@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.errors import FlexError, StorageError
 from paddleformers_fc.execute import commit_coordinator
 from paddleformers_fc.execute.digest import canonical_digests
@@ -28,6 +27,7 @@ from tests.corruption import ours
 from tests.corruption.jobs import no_longer_than
 from tests.execute.simulated import CONFIG, MODEL, canonical, job, live, same_values, succeed
 from tests.harness.limits import LIMIT
+from verification.forkserver import ForkServer
 
 ARRAYS = canonical()
 RANKS = 2

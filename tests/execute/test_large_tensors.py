@@ -52,7 +52,7 @@ from paddleformers_fc.execute.verify import verify_checkpoint
 from paddleformers_fc.families import ModelDescription, family_for
 from paddleformers_fc.layout.grid import ParallelGrid
 from paddleformers_fc.plan.simulate import declared_model
-from paddleformers_fc.verification import simulate_ranks
+from verification import simulate_ranks
 
 root, config = Path(sys.argv[1]), {"model_type": "llama", "hidden_size": 256, "num_hidden_layers": 1,
     "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 128, "tie_word_embeddings": True,

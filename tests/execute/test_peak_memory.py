@@ -13,7 +13,7 @@ MEBI = 2**20
 CHILD = """
 import gc, json, shutil, sys
 from pathlib import Path
-from paddleformers_fc.verification import simulate_ranks
+from verification import simulate_ranks
 from paddleformers_fc.distributed.channel import ALONE
 from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoint

@@ -351,7 +351,7 @@ QUOTA = """
 import os, resource, sys, threading
 from pathlib import Path
 from paddleformers_fc.errors import StorageError
-from paddleformers_fc.verification import simulate_ranks
+from verification import simulate_ranks
 from paddleformers_fc.families import family_for
 from paddleformers_fc.layout.grid import parse_grid
 from paddleformers_fc.plan.simulate import declared_model

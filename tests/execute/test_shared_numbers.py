@@ -17,7 +17,7 @@ from paddleformers_fc.layout.grid import parse_grid
 from paddleformers_fc.layout.roles import OPTIMIZER_STATE
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.plan.simulate import declared_model
-from paddleformers_fc.verification.simulate_ranks import QWEN3_MOE, filled, save
+from verification.simulate_ranks import QWEN3_MOE, filled, save
 
 POWER = ".beta1_pow_acc_0"
 

@@ -17,8 +17,8 @@ from paddleformers_fc.families import family_for
 from paddleformers_fc.layout.grid import parse_grid
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.plan.simulate import SimulatedModel, declared_model
-from paddleformers_fc.verification import simulate_ranks
 from tests.families.spaces import model_of
+from verification import simulate_ranks
 
 TINY = {
     "hidden_size": 16,

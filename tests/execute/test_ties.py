@@ -29,9 +29,9 @@ from paddleformers_fc.mapping.boxes import Box, whole
 from paddleformers_fc.plan.simulate import SimulatedModel, declared_model
 from paddleformers_fc.storage.manifest import newest_checkpoint, read_manifest, write_manifest
 from paddleformers_fc.trainer.resume import newest_or_refuse
-from paddleformers_fc.verification import simulate_ranks
 from tests.cli.support import run
 from tests.execute.simulated import job, succeed
+from verification import simulate_ranks
 
 EMBEDDING, LM_HEAD = "model.embedding.embed_tokens.weight", "model.lm_head.weight"
 TIED = replace(

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.families import family_for
 from tests.families.test_transformers import CASES
 from tools import config_readers
+from verification.forkserver import ForkServer
 
 LATENT = {"q_lora_rank": 16, "kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 4}
 EXPERTS = {"moe_intermediate_size": 16, "num_experts_per_tok": 2}

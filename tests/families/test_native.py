@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.families.declarations import Geometry
 from paddleformers_fc.families.description import ALTERNATES, STACK_OF_FFN
 from tests.families import native
@@ -20,6 +19,7 @@ from tests.families.spaces import BY_NAME, described, differing, gathered, model
 from tests.mapping.numbers import Arrays, moved
 from tests.parity.judging import HEADERS, PROOF, Space
 from tests.parity.mutations import Mutant, mutants
+from verification.forkserver import ForkServer
 
 DEGREES = (1, 2, 4)
 

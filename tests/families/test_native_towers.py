@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.families import Family, bind
 from paddleformers_fc.families.declarations import Geometry
@@ -19,6 +18,7 @@ from paddleformers_fc.mapping import prove
 from tests.families import native
 from tests.families.spaces import BY_NAME, described, differing, gathered, model_of, settings, spaces, tensors
 from tests.mapping.numbers import Arrays, moved
+from verification.forkserver import ForkServer
 
 DEGREES = (1, 2)
 FLEET, PLAIN = {"is_fleet": True}, {"is_fleet": False}

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.families import ModelTensor, bind, enumerate_tensors
 from paddleformers_fc.mapping import prove
 from tests.families.spaces import BY_NAME, model_of, settings
+from verification.forkserver import ForkServer
 
 LAYERS = {"layer_types": ["sliding_attention", "full_attention"]}
 EXPERTS = {**LAYERS, "num_experts": 4}

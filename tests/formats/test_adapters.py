@@ -17,8 +17,8 @@ from paddleformers_fc.families import ModelDescription, bind, enumerate_tensors,
 from paddleformers_fc.families.adapters import Adapters, is_adapter, shared_inputs, with_adapters
 from paddleformers_fc.formats.paddleformers_lora import open_paddleformers_lora
 from paddleformers_fc.formats.peft import open_peft
-from paddleformers_fc.verification.matrix.tiny import keys
 from tests.cli.support import run
+from verification.matrix.tiny import keys
 
 PEFT_CONFIG = {
     "peft_type": "LORA",

@@ -13,7 +13,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.execute.digest import canonical_digests
 from paddleformers_fc.families import FAMILIES, Family, ModelDescription, family_for
 from paddleformers_fc.families.registry import tiny_models
@@ -21,9 +20,10 @@ from paddleformers_fc.layout.grid import parse_grid
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.plan.simulate import declared_model
 from paddleformers_fc.storage.manifest import MANIFEST_NAME
-from paddleformers_fc.verification import simulate_ranks
 from tests.formats import page_reader
 from tests.harness.tiny import SD2V2
+from verification import simulate_ranks
+from verification.forkserver import ForkServer
 
 Digests = dict[tuple[str, str], tuple[str, tuple[int, ...], str]]
 

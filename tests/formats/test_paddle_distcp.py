@@ -13,7 +13,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.distributed.channel import LocalChannel
 from paddleformers_fc.errors import Corrupt, FlexError, FormatError, NotACheckpoint
 from paddleformers_fc.execute.diff_checkpoints import compare_checkpoints
@@ -31,6 +30,7 @@ from tests.cli.support import run
 from tests.formats.conversions import assert_equal_after_conversions
 from tests.formats.jobs import arrays
 from tests.harness.tiny import TP2, MatrixLayout
+from verification.forkserver import ForkServer
 
 
 def put_together(catalog: Catalog, role: str, name: str) -> np.ndarray[Any, Any]:

@@ -16,7 +16,6 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import paddleformers_fc
-from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.errors import Corrupt, FlexError, FormatError, MappingError, NotACheckpoint
 from paddleformers_fc.execute.diff_checkpoints import compare_checkpoints
 from paddleformers_fc.execute.export import export_checkpoint
@@ -27,10 +26,11 @@ from paddleformers_fc.families.description import IS_NLP
 from paddleformers_fc.formats import format_of, open_checkpoint
 from paddleformers_fc.formats.rank_files import read_rank_file
 from paddleformers_fc.layout.roles import EMA_STATE, MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE
-from paddleformers_fc.verification.matrix.layouts import parse_layout
-from paddleformers_fc.verification.matrix.tiny import keys
 from tests.cli.support import run
 from tests.formats.conversions import assert_equal_after_conversions
+from verification.forkserver import ForkServer
+from verification.matrix.layouts import parse_layout
+from verification.matrix.tiny import keys
 
 STEPS = {"max_steps": 2, "save_steps": 2}
 STOCK = {"save_checkpoint_format": "", "load_checkpoint_format": "", "save_to_hf": False}

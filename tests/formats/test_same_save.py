@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 import paddleformers_fc
-from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.errors import Corrupt
 from paddleformers_fc.formats import open_checkpoint
 from tests.formats.test_rank_checkpoints import SHARDED, STOCK, WAYS, contents, saved
+from verification.forkserver import ForkServer
 
 RUNS: Mapping[str, tuple[str, Mapping[str, Any], bool, Mapping[str, str]]] = {
     "half": ("tp2", STOCK, True, {}),

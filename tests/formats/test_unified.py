@@ -14,7 +14,6 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import paddleformers_fc
-from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.errors import Corrupt, Diverged, FlexError, FormatError, MappingError
 from paddleformers_fc.execute.diff_checkpoints import compare_checkpoints
 from paddleformers_fc.execute.verify import verify_checkpoint
@@ -22,10 +21,11 @@ from paddleformers_fc.families import ModelDescription, enumerate_tensors, famil
 from paddleformers_fc.formats import format_of, open_checkpoint
 from paddleformers_fc.formats.unified import UNIFIED
 from paddleformers_fc.layout.roles import MASTER, MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE
-from paddleformers_fc.verification.matrix.layouts import parse_layout
-from paddleformers_fc.verification.matrix.tiny import keys
 from tests.formats.conversions import assert_equal_after_conversions
 from tests.formats.test_rank_checkpoints import contents, saved
+from verification.forkserver import ForkServer
+from verification.matrix.layouts import parse_layout
+from verification.matrix.tiny import keys
 
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """What ``transpose_weight_keys`` of both tiny models contains, of the layers that they have."""

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from paddleformers_fc.cpu_runtime.forkserver import PRELOAD, ForkServer
 from tests.harness.limits import LIMIT
+from verification.forkserver import PRELOAD, ForkServer
 
 PATIENT = (*PRELOAD, "tests.harness.limits:be_patient")
 

@@ -1,5 +1,5 @@
 """The stand-in for PaddleFleet of the verification matrices, in tests."""
 
-from paddleformers_fc.verification.matrix.fleet_stub import install
+from verification.matrix.fleet_stub import install
 
 __all__ = ["install"]

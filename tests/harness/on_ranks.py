@@ -24,8 +24,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from tests.harness.tiny import MatrixLayout, layout_from
+from verification.forkserver import ForkServer
 
 _JOB = f"{__name__}:call_body"
 _PATH, _LAYOUT = "a path", "a layout"

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.errors import PeerError
 from tests.harness.on_ranks import on_ranks, run_on_ranks
 from tests.harness.tiny import TP2, MatrixLayout
+from verification.forkserver import ForkServer
 
 
 @pytest.mark.parametrize("number", [7])

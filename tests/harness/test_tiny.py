@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from tests.harness import tiny
+from verification.forkserver import ForkServer
 
 
 @pytest.mark.parametrize("extra", [0, 1])

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from paddleformers_fc.verification.matrix.layouts import MatrixLayout, layout_from
-from paddleformers_fc.verification.matrix.tiny import (
+from verification.matrix.layouts import MatrixLayout, layout_from
+from verification.matrix.tiny import (
     GLOBAL_BATCH,
     IMAGE,
     SAMPLES,

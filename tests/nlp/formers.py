@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from paddleformers_fc.verification.matrix import tiny
+from verification.matrix import tiny
 
 
 def train(model: dict[str, Any], output_dir: str, resume: str | None = None) -> list[float]:

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from paddleformers_fc.verification.matrix import tiny
-from paddleformers_fc.verification.matrix.layouts import MatrixLayout, layout_from
+from verification.matrix import tiny
+from verification.matrix.layouts import MatrixLayout, layout_from
 
 CONFIG = {
     "hidden_size": 64,

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 import paddleformers_fc
-from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.execute.digest import canonical_digests
-from paddleformers_fc.verification.matrix.layouts import MatrixLayout
 from tests.harness.limits import LIMIT
+from verification.forkserver import ForkServer
+from verification.matrix.layouts import MatrixLayout
 
 JOBS = "tests.nlp.jobs"
 ROOT = Path(__file__).parents[2]

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.families import FAMILIES
 from tests.families.spaces import BY_NAME, differing, model_of, settings
 from tests.families.test_native import AGREE, Theirs
@@ -22,6 +21,7 @@ from tests.parity.evidence import NOT_COMPARED
 from tests.parity.judging import MISSED, NOTICED, NUMBERS, UNCHANGED, Space
 from tests.parity.mutations import Mutant, mutants
 from tests.parity.test_parity import NAMES, REFUSED, TOLERANCE
+from verification.forkserver import ForkServer
 
 STATEMENTS = "statements"
 

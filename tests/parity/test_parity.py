@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.families import FAMILIES
 from tests.harness import tiny
 from tests.harness.tiny import MatrixLayout
 from tests.parity import fixtures
 from tests.parity.evidence import NOT_COMPARED
+from verification.forkserver import ForkServer
 
 TOLERANCE = 2e-6
 """Of logits of order one in float32."""

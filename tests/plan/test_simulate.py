@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.errors import MappingError, OptionError
 from paddleformers_fc.families import family_for
 from paddleformers_fc.families.build_order import built_order
@@ -24,6 +23,7 @@ from paddleformers_fc.plan.simulate import SimulatedModel, declared_model, store
 from tests.families.spaces import model_of, settings
 from tests.harness import tiny
 from tests.harness.tiny import MatrixLayout
+from verification.forkserver import ForkServer
 
 FREE = {"moe_use_aux_free": True}
 TIED = {"tie_word_embeddings": True}

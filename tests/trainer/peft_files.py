@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import paddleformers_fc
-from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from tests.harness.tiny import SINGLE
 from tests.trainer.test_pretrained import weights_of
+from verification.forkserver import ForkServer
 
 
 def write(ranks: ForkServer, directory: Path) -> None:

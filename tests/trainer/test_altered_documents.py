@@ -12,13 +12,13 @@ import msgspec
 import pytest
 
 import paddleformers_fc
-from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.errors import CheckpointError
 from paddleformers_fc.storage.manifest import MANIFEST_NAME, Manifest, manifest_seal
 from tests.cli.support import alter, seal
 from tests.harness.tiny import DP2
 from tests.trainer.test_disks import disks, run as run_on_disks
 from tests.trainer.test_trainer import JOBS, SIX_STEPS, settings
+from verification.forkserver import ForkServer
 
 DOCUMENTS = [
     "config.json",

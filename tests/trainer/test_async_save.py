@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.storage.manifest import MANIFEST_NAME, read_manifest, verify_files
 from tests.harness.tiny import DP2, EP2, PP2, SD2S2, SD2S3, SD2V1, SD2V2, SINGLE, TP2, MatrixLayout
 from tests.trainer.jobs import TO_BEST
 from tests.trainer.test_trainer import bf16, settings
+from verification.forkserver import ForkServer
 
 JOBS = "tests.trainer.jobs"
 BESIDE = "tests.trainer.beside_jobs"

@@ -11,11 +11,11 @@ import pytest
 from paddle.io import BatchSampler, DataLoader, Dataset, DistributedBatchSampler, RandomSampler
 from paddleformers.utils.batch_sampler import MappingDistributedBatchSampler
 
-from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.trainer.batches import ResumedBatches, order_of
 from paddleformers_fc.trainer.position import Pace, Position, SampleOrder, start_after
 from tests.harness.tiny import DP2, TP2
 from tests.trainer.data_jobs import every_sample
+from verification.forkserver import ForkServer
 
 SAMPLES = 10
 

@@ -12,9 +12,9 @@ import paddle
 import pytest
 
 import paddleformers_fc
-from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.execute.digest import canonical_digests
 from tests.harness.tiny import SD2V2, SINGLE, TP2, MatrixLayout
+from verification.forkserver import ForkServer
 
 JOBS = "tests.trainer.jobs"
 HALF = replace(SINGLE, name="single-bf16", bf16=True)

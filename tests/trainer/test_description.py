@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.execute.digest import canonical_digests
 from paddleformers_fc.families import FAMILIES, Family, ModelDescription, ModelTensor, bind, enumerate_tensors
@@ -26,6 +25,7 @@ from paddleformers_fc.trainer.description import describe_model
 from paddleformers_fc.trainer.documents import model_config
 from tests.families.spaces import BY_NAME, model_of, settings
 from tests.harness import tiny
+from verification.forkserver import ForkServer
 
 CLASSES = {
     "llama": "LlamaConfig",

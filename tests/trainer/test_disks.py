@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.storage.manifest import read_manifest
 from tests.harness.tiny import DP2, SD2V2, TP2, TP2SD2V2, MatrixLayout
 from tests.trainer.test_trainer import SIX_STEPS
+from verification.forkserver import ForkServer
 
 JOBS = "tests.trainer.disk_jobs"
 

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import yaml
 
-from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.cpu_runtime.ranks import free_ports
 from paddleformers_fc.execute.digest import canonical_digests
 from paddleformers_fc.storage.manifest import read_manifest
@@ -22,6 +21,7 @@ from paddleformers_fc.trainer.register import PATH
 from tests.harness.limits import LIMIT
 from tests.harness.tiny import SINGLE
 from tests.trainer.test_trainer import JOBS, SIX_STEPS, settings
+from verification.forkserver import ForkServer
 
 ENTRY = "tests.trainer.entry_jobs"
 ROOT = Path(__file__).resolve().parents[2]

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.execute.export import export_checkpoint
 from tests.harness import tiny
 from tests.trainer.test_pretrained import weights_of
+from verification.forkserver import ForkServer
 
 # Greedy search with settings of sampling: PaddleFormers warns about it, and does not write such settings.
 GENERATION = b'{"do_sample": false, "temperature": 0.6, "top_p": 0.9, "eos_token_id": [2, 3], "max_new_tokens": 77}'
@@ -49,7 +49,7 @@ def source_of(ranks: ForkServer, directory: Path, model_type: str) -> tuple[Path
 
 
 def tiny_config(model_type: str) -> dict[str, Any]:
-    from paddleformers_fc.verification.matrix.tiny import keys
+    from verification.matrix.tiny import keys
 
     # What belongs to PaddleFormers and not to the model.
     return {key: value for key, value in keys(model_type).items() if key not in ("fuse_rms_norm", "moe_group")}

@@ -13,13 +13,13 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import paddleformers_fc
-from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.errors import MismatchError, OptionError
 from tests.cli.support import run
 from tests.harness.tiny import PP2, SINGLE, TP2, MatrixLayout
 from tests.trainer import peft_files
 from tests.trainer.test_pretrained import weights_of
 from tools.peft_fixtures import inputs
+from verification.forkserver import ForkServer
 
 JOBS = "tests.trainer.lora_jobs"
 PREFIX = "base_model.model."

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from paddleformers_fc.cpu_runtime.forkserver import ForkServer, JobResult
 from paddleformers_fc.distributed.communicator import EXIT_CODE
 from paddleformers_fc.storage.manifest import newest_checkpoint
 from tests.harness.tiny import DP2, TP2PP2, MatrixLayout
 from tests.trainer.test_trainer import JOBS, SIX_STEPS, Saved, settings, train_six
+from verification.forkserver import ForkServer, JobResult
 
 LOST = "tests.trainer.lost_jobs"
 FOUR = TP2PP2

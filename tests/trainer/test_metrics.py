@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.trainer import callback
 from paddleformers_fc.trainer.callback import CheckpointReport
 from paddleformers_fc.trainer.metrics import ReportFigures
 from tests.harness.tiny import DP2
+from verification.forkserver import ForkServer
 
 REPORT = CheckpointReport(7, Path("out/checkpoint-7"), 2.0, 1 << 30, blocked=0.5)
 

@@ -10,12 +10,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from paddleformers_fc.cpu_runtime.forkserver import ForkServer, JobResult
 from paddleformers_fc.storage.checksum import BlockHasher
 from paddleformers_fc.storage.manifest import read_manifest, write_manifest
 from paddleformers_fc.storage.staging_lock import OWNER_NAME, this_process
 from tests.harness.tiny import DP2, SINGLE, MatrixLayout
 from tests.trainer.test_trainer import JOBS, settings
+from verification.forkserver import ForkServer, JobResult
 
 Damage = Callable[[Path], None]
 WEIGHTS = "model_state/rank-00000.safetensors"

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 import paddleformers_fc
-from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.execute.digest import canonical_digests
-from paddleformers_fc.verification.matrix.layouts import MatrixLayout
 from tests.harness.tiny import SD2V2, TP2
 from tests.trainer.test_trainer import JOBS, SIX_STEPS, bf16, settings
+from verification.forkserver import ForkServer
+from verification.matrix.layouts import MatrixLayout
 
 OLDER = Path(__file__).parent / "older"
 CHECKPOINT = OLDER / "checkpoint-3"

@@ -14,12 +14,12 @@ import paddle
 import pytest
 
 import paddleformers_fc
-from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.execute.digest import canonical_digests
 from paddleformers_fc.layout.roles import OPTIMIZERS, StateShape, split_state_name
 from tests.harness.tiny import SD2V1, SD2V2, SINGLE, TP2, MatrixLayout
 from tests.trainer.optimizer_jobs import CHOICES
+from verification.forkserver import ForkServer
 
 JOBS = "tests.trainer.optimizer_jobs"
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "optimizers.md"

@@ -13,11 +13,11 @@ from safetensors.numpy import load_file, save_file
 
 import paddleformers_fc
 from paddleformers_fc.cli.start_checks import refuse_resume
-from paddleformers_fc.cpu_runtime.forkserver import ForkServer, JobResult
 from paddleformers_fc.distributed.channel import ALONE
 from paddleformers_fc.execute.output_directory import output_facts
 from paddleformers_fc.trainer.resume import newest_of_other_formats
 from tests.harness.tiny import DP2, PP2, SD2S2, SD2S3, SD2V1, SD2V2, SINGLE, TP2, TP2PP2, MatrixLayout
+from verification.forkserver import ForkServer, JobResult
 
 SIX: dict[str, Any] = {"max_steps": 6, "save_steps": 3}
 

@@ -10,7 +10,6 @@ import pytest
 from safetensors.numpy import load_file
 
 import paddleformers_fc
-from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.errors import FlexError
 from paddleformers_fc.execute.digest import TensorDigest, canonical_digests
 from tests.cli.support import run as run_command
@@ -18,6 +17,7 @@ from tests.harness import tiny
 from tests.harness.on_ranks import on_ranks, run_on_ranks
 from tests.harness.tiny import PP2, SINGLE, TP2, MatrixLayout
 from tests.trainer.jobs import weights_of
+from verification.forkserver import ForkServer
 
 # PaddleFormers sums the gradients of norms of heads over tensor-parallel ranks only where sequences are parallel.
 SIX_STEPS = {"max_steps": 6, "save_steps": 3, "sequence_parallel": True}

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from tests.harness import tiny
+from verification.forkserver import ForkServer
 
 JOB = "tests.trainer.export_jobs:start_from_open_weights"
 MOE = {"num_nextn_predict_layers": 1}

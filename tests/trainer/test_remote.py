@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.storage.paths import parse_path
 from paddleformers_fc.trainer import documents, saving
@@ -17,6 +16,7 @@ from tests.harness.tiny import SD2V2, TP2
 from tests.storage.serving import serving
 from tests.trainer.test_pretrained import start, weights_of
 from tests.trainer.test_trainer import JOBS, SIX_STEPS, Saved, settings, train_six
+from verification.forkserver import ForkServer
 
 
 @pytest.fixture(scope="module")

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, strategies as st
 from msgspec.structs import replace
 
-from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.storage.commit import create_staging
 from paddleformers_fc.storage.files import write_file
 from paddleformers_fc.storage.manifest import DivergedTie, Manifest, read_manifest, write_manifest
 from paddleformers_fc.trainer.rotation import numbered, rotate, superfluous
+from verification.forkserver import ForkServer
 
 WEIGHTS = "model_state/rank-00000.safetensors"
 

@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 
-from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.cpu_runtime.ranks import SAVED_ON_SIGNAL, free_ports
 from paddleformers_fc.distributed.step_agreement import StepAgreement
 from paddleformers_fc.distributed.step_gate import StepGate
@@ -32,6 +31,7 @@ from tests.harness.limits import LIMIT
 from tests.harness.tiny import DP2, PP2, SINGLE, MatrixLayout
 from tests.harness.waiting import pause, wait_for_file, wait_until
 from tests.trainer.test_trainer import settings
+from verification.forkserver import ForkServer
 
 JOBS = "tests.trainer.jobs"
 SIGNALLED = "tests.trainer.signal_jobs:run_signalled"

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from tests.harness.tiny import SINGLE, TP2, MatrixLayout
+from verification.forkserver import ForkServer
 
 JOBS = "tests.trainer.optimizer_jobs"
 HALF = replace(SINGLE, name="single-bf16", bf16=True)

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file
 
-from paddleformers_fc.cpu_runtime.forkserver import ForkServer, JobResult
 from paddleformers_fc.storage.manifest import read_manifest
 from tests.harness.tiny import DP2, PP2, MatrixLayout
 from tests.trainer.test_trainer import settings
+from verification.forkserver import ForkServer, JobResult
 
 NEVER = 10**6
 PP4 = MatrixLayout("pp4", nproc=4, pp=4)

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.distributed.channel import ALONE
 from paddleformers_fc.distributed.disk_leaders import DiskLeaders
 from paddleformers_fc.errors import Corrupt, OptionError, StorageError
@@ -27,6 +26,7 @@ from tests.harness.waiting import pause
 from tests.storage.buckets import Bucket
 from tests.trainer.test_rotation import WEIGHTS, left, make_checkpoint
 from tests.trainer.test_trainer import SIX_STEPS, settings
+from verification.forkserver import ForkServer
 
 JOBS = "tests.trainer.upload_jobs"
 

@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 
 from paddleformers_fc import nlp, upstream
-from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.errors import EnvironmentMismatch
 from paddleformers_fc.trainer.options import CONFLICTS, FIELD_NAMES, NLP_CONFLICTS, WITHOUT_EFFECT
 from tests.harness.tiny import DP2, SINGLE
 from tests.trainer.test_entry_points import ROOT, losses, write_yaml
 from tests.trainer.test_trainer import JOBS as TRAINER_JOBS, settings
+from verification.forkserver import ForkServer
 
 JOBS = "tests.trainer.upstream_jobs"
 PACKAGE = ROOT / "paddleformers_fc"

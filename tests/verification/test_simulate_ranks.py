@@ -19,8 +19,8 @@ from paddleformers_fc.layout.fingerprint import fingerprint
 from paddleformers_fc.layout.grid import parse_grid
 from paddleformers_fc.layout.live import describe_roles
 from paddleformers_fc.plan.simulate import SimulatedModel, declared_model
-from paddleformers_fc.verification import simulate_ranks
 from tests.families.spaces import model_of
+from verification import simulate_ranks
 
 MEMORY = Path("/dev/shm")
 HOPS = {

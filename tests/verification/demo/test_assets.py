@@ -12,8 +12,8 @@ from safetensors import safe_open
 from tokenizers import Tokenizer
 
 from paddleformers_fc.families import family_for
-from paddleformers_fc.verification.demo.assets import MODELS, SEQUENCE_LENGTH, SPECIAL_TOKENS, Assets, prepare
-from paddleformers_fc.verification.demo.settings import GLOBAL_BATCH, STEPS
+from verification.demo.assets import MODELS, SEQUENCE_LENGTH, SPECIAL_TOKENS, Assets, prepare
+from verification.demo.settings import GLOBAL_BATCH, STEPS
 
 
 @pytest.fixture(scope="module")

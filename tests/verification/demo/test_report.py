@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 
 from paddleformers_fc.errors import OptionError
-from paddleformers_fc.verification.demo import demo
-from paddleformers_fc.verification.demo.report import LossComparison, LossLine, draw, table
+from verification.demo import demo
+from verification.demo.report import LossComparison, LossLine, draw, table
 
 MD5 = "0" * 32
 REFERENCE = LossLine("dp2", {step: 7.0 - step / 8 for step in range(1, 7)}, (), MD5)

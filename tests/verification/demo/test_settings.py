@@ -8,9 +8,9 @@ import pytest
 import yaml
 
 from paddleformers_fc.errors import OptionError
-from paddleformers_fc.verification.demo import jobs
-from paddleformers_fc.verification.demo.jobs import DemoRun
-from paddleformers_fc.verification.demo.settings import (
+from verification.demo import jobs
+from verification.demo.jobs import DemoRun
+from verification.demo.settings import (
     DP2,
     GLOBAL_BATCH,
     LORA,

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.families import ModelDescription, ModelTensor, bind, family_for
 from paddleformers_fc.mapping import prove
 from tests.harness import tiny
+from verification.forkserver import ForkServer
 
 FUSED = {"fuse_attention_qkv": True, "fuse_attention_ffn": True}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paddleformers_fc.errors import OptionError
-from paddleformers_fc.verification.matrix.layouts import MatrixLayout, layout_from, parse_layout
+from verification.matrix.layouts import MatrixLayout, layout_from, parse_layout
 
 
 @pytest.mark.parametrize(

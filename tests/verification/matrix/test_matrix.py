@@ -11,10 +11,10 @@ import pytest
 import yaml
 
 from paddleformers_fc.errors import OptionError
-from paddleformers_fc.verification.matrix import PROGRAM, report
-from paddleformers_fc.verification.matrix.__main__ import main
-from paddleformers_fc.verification.matrix.recipe import cells_of, chosen, read_recipe
-from paddleformers_fc.verification.matrix.running import CellDigests, CellOutcome
+from verification.matrix import PROGRAM, report
+from verification.matrix.__main__ import main
+from verification.matrix.recipe import cells_of, chosen, read_recipe
+from verification.matrix.running import CellDigests, CellOutcome
 
 RECIPES = Path(__file__).parents[3] / "recipes" / "verification"
 SMALL: dict[str, Any] = {

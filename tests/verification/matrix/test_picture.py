@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from paddleformers_fc.verification.matrix.picture import EQUAL, NOT_RUN, WRONG, colour_of, draw
+from verification.matrix.picture import EQUAL, NOT_RUN, WRONG, colour_of, draw
 
 PAGES = Path(__file__).resolve().parents[3] / "docs" / "results"
 

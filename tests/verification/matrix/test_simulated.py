@@ -11,11 +11,11 @@ import yaml
 
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.families import FAMILIES
-from paddleformers_fc.verification import simulate_ranks
-from paddleformers_fc.verification.matrix import simulated
-from paddleformers_fc.verification.matrix.__main__ import main
-from paddleformers_fc.verification.matrix.simulated import read_simulated, simulated_models
 from tests.parity.evidence import SIMULATED
+from verification import simulate_ranks
+from verification.matrix import simulated
+from verification.matrix.__main__ import main
+from verification.matrix.simulated import read_simulated, simulated_models
 
 RECIPES = Path(__file__).parents[3] / "recipes" / "verification"
 RECIPE = RECIPES / "simulated.yaml"

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.execute.digest import TensorDigest, canonical_digests
 from paddleformers_fc.execute.export import export_checkpoint
-from paddleformers_fc.verification.matrix.jobs import JOB, SAVED_AT, Training
-from paddleformers_fc.verification.matrix.layouts import MatrixLayout, parse_layout
+from verification.forkserver import ForkServer
+from verification.matrix.jobs import JOB, SAVED_AT, Training
+from verification.matrix.layouts import MatrixLayout, parse_layout
 
 LLAMA = Training(
     model_type="llama",

@@ -1,4 +1,4 @@
-"""Tools that use the core and that the core does not import: matrices, demo, simulated ranks."""
+"""What verifies the package and is not part of its wheel: matrices, demo, simulated ranks, the fork server."""
 
 from __future__ import annotations
 

@@ -14,9 +14,9 @@ from types import TracebackType
 from paddleformers_fc import output
 from paddleformers_fc.text import count_text
 from paddleformers_fc.upstream import VERSIONS
-from paddleformers_fc.verification.matrix.picture import EQUAL, NOT_RUN, NOTE, WRONG, draw
-from paddleformers_fc.verification.matrix.recipe import Cell, Recipe
-from paddleformers_fc.verification.matrix.running import CellDigests, CellOutcome, file_name
+from verification.matrix.picture import EQUAL, NOT_RUN, NOTE, WRONG, draw
+from verification.matrix.recipe import Cell, Recipe
+from verification.matrix.running import CellDigests, CellOutcome, file_name
 
 _WRONG = f"**{WRONG}**"
 

@@ -16,8 +16,8 @@ import msgspec
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.families import ModelDescription, family_for
 from paddleformers_fc.plan.simulate import declared_model
-from paddleformers_fc.verification.matrix.layouts import MatrixLayout, parse_layout
-from paddleformers_fc.verification.matrix.tiny import keys
+from verification.matrix.layouts import MatrixLayout, parse_layout
+from verification.matrix.tiny import keys
 
 ARROW = "->"
 _PREDICTIONS = "num_nextn_predict_layers"

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paddleformers_fc.verification.matrix.layouts import MatrixLayout, layout_from
+from verification.matrix.layouts import MatrixLayout, layout_from
 
 JOB = f"{__name__}:run"
 SAVED_AT = 3
@@ -65,7 +65,7 @@ def run(training: dict[str, Any]) -> list[float]:
     from paddleformers.trainer import TrainerCallback
 
     from paddleformers_fc import FlexTrainer, FlexTrainingArguments
-    from paddleformers_fc.verification.matrix import by_hand, tiny
+    from verification.matrix import by_hand, tiny
 
     wanted = Training(**{**training, "layout": layout_from(training["layout"])})
     settings = {

@@ -27,13 +27,13 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from paddleformers_fc.cpu_runtime.forkserver import ForkServer, JobResult
 from paddleformers_fc.errors import FlexError, PeerError
 from paddleformers_fc.execute.digest import TensorDigest, canonical_digests
 from paddleformers_fc.execute.export import export_checkpoint
-from paddleformers_fc.verification.matrix.jobs import JOB, SAVED_AT, Training
-from paddleformers_fc.verification.matrix.layouts import MatrixLayout, parse_layout
-from paddleformers_fc.verification.matrix.recipe import Cell, Experiment, Recipe
+from verification.forkserver import ForkServer, JobResult
+from verification.matrix.jobs import JOB, SAVED_AT, Training
+from verification.matrix.layouts import MatrixLayout, parse_layout
+from verification.matrix.recipe import Cell, Experiment, Recipe
 
 SERVERS = 2
 _CHECKPOINT = f"checkpoint-{SAVED_AT}"

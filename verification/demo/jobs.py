@@ -20,7 +20,7 @@ import yaml
 from paddleformers_fc.cpu_runtime.launch import launch
 from paddleformers_fc.cpu_runtime.ranks import PATIENCE_SECONDS
 from paddleformers_fc.errors import FlexError, OptionError
-from paddleformers_fc.verification.demo.settings import DemoLayout, settings
+from verification.demo.settings import DemoLayout, settings
 
 _HERE = Path(__file__).parent
 OURS = _HERE / "ours.py"

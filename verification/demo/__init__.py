@@ -28,10 +28,10 @@ from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.execute.weights_md5 import weights_md5
 from paddleformers_fc.output import console
 from paddleformers_fc.storage.files import make_directories
-from paddleformers_fc.verification.demo.assets import Assets, prepare
-from paddleformers_fc.verification.demo.jobs import AS_LOADED, DemoResult, DemoRun, train
-from paddleformers_fc.verification.demo.report import LossComparison, LossLine, draw, table
-from paddleformers_fc.verification.demo.settings import (
+from verification.demo.assets import Assets, prepare
+from verification.demo.jobs import AS_LOADED, DemoResult, DemoRun, train
+from verification.demo.report import LossComparison, LossLine, draw, table
+from verification.demo.settings import (
     DP2,
     GLOBAL_BATCH,
     LORA,

@@ -2,7 +2,7 @@
 
 Its models are the tiny ones on which the families are proved, of every class of PaddleFleet and PaddleFormers, whether
 or not the class can be built here. The recipe names the layouts that save and those that resume, for models with
-experts and for others. The question of a cell is that of :mod:`paddleformers_fc.verification.simulate_ranks`.
+experts and for others. The question of a cell is that of :mod:`verification.simulate_ranks`.
 
 Time: half a second per cell. Memory: one tiny model per simulated rank.
 """
@@ -26,10 +26,10 @@ from paddleformers_fc.families.bind import family_sizes
 from paddleformers_fc.families.declarations import Stage
 from paddleformers_fc.families.registry import NLP, family_classes, tiny_models
 from paddleformers_fc.plan.simulate import SimulatedModel, declared_model
-from paddleformers_fc.verification.matrix.layouts import parse_layout
-from paddleformers_fc.verification.matrix.picture import EQUAL, WRONG
-from paddleformers_fc.verification.matrix.recipe import ARROW
-from paddleformers_fc.verification.simulate_ranks import round_trips
+from verification.matrix.layouts import parse_layout
+from verification.matrix.picture import EQUAL, WRONG
+from verification.matrix.recipe import ARROW
+from verification.simulate_ranks import round_trips
 
 SLICE_ABOVE = 100
 """Stage 3 slices what has more elements: every matrix of the tiny models."""

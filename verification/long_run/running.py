@@ -15,13 +15,13 @@ from typing import Any
 
 import msgspec
 
-from paddleformers_fc.cpu_runtime.forkserver import ForkServer
 from paddleformers_fc.errors import PeerError
 from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.execute.weights_md5 import weights_md5
-from paddleformers_fc.verification.long_run.fused import fused_md5
-from paddleformers_fc.verification.long_run.jobs import TRAIN, UNIFY
-from paddleformers_fc.verification.matrix.layouts import parse_layout
+from verification.forkserver import ForkServer
+from verification.long_run.fused import fused_md5
+from verification.long_run.jobs import TRAIN, UNIFY
+from verification.matrix.layouts import parse_layout
 
 SAVED_AT = 50
 LAST_STEP = 250

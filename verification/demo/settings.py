@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from paddleformers_fc.verification.demo.assets import SEQUENCE_LENGTH
+from verification.demo.assets import SEQUENCE_LENGTH
 
 STEPS = 6
 RESUME_AT = 3

@@ -2,5 +2,5 @@
 
 The losses of the resumed runs are compared with those of the run that was not interrupted, at every step. The weights
 of the last checkpoint are exported, and written once more by PaddleFormers as a unified checkpoint, where it can.
-``python -m paddleformers_fc.verification.long_run`` writes ``docs/results/long_run.md`` and its picture.
+``python -m verification.long_run`` writes ``docs/results/long_run.md`` and its picture.
 """

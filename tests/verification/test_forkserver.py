@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from paddleformers_fc.cpu_runtime.forkserver import ForkServer, JobResult
 from paddleformers_fc.errors import PeerError
 from tests.harness.limits import LIMIT
 from tests.harness.waiting import reached, wait_for_end, wait_for_file
+from verification.forkserver import ForkServer, JobResult
 
 JOBS = "tests.cpu_runtime.jobs_plain"
 

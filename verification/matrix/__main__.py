@@ -1,4 +1,4 @@
-"""``python -m paddleformers_fc.verification.matrix RECIPE.yaml``: verify that every layout resumes every other."""
+"""``python -m verification.matrix RECIPE.yaml``: verify that every layout resumes every other."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from paddleformers_fc.verification import exit_code
-from paddleformers_fc.verification.matrix import PROGRAM, run_matrix
+from verification import exit_code
+from verification.matrix import PROGRAM, run_matrix
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -18,8 +18,8 @@ from contextlib import nullcontext
 from importlib import import_module
 from typing import Any
 
-from paddleformers_fc.verification.matrix import fleet_stub
-from paddleformers_fc.verification.matrix.layouts import MatrixLayout, layout_from
+from verification.matrix import fleet_stub
+from verification.matrix.layouts import MatrixLayout, layout_from
 
 VOCABULARY = 128
 SEQUENCE = 16
@@ -240,7 +240,7 @@ def build(
         model_config.moe_token_dispatcher_type = "alltoall"
     kind = model_class(model_type, layout.pp > 1)
     if hold_predictions:
-        from paddleformers_fc.verification.matrix import predictions
+        from verification.matrix import predictions
 
         kind = predictions.PipeThatHoldsPredictions if layout.pp > 1 else kind
     model = kind.from_config(model_config, dtype="bfloat16" if layout.bf16 else "float32")

@@ -18,7 +18,7 @@ from paddleformers_fc.trainer.description import describe_model
 from paddleformers_fc.trainer.documents import config_text
 from paddleformers_fc.trainer.live_roles import run_roles
 from paddleformers_fc.trainer.register import register
-from paddleformers_fc.verification.demo.jobs import AS_LOADED
+from verification.demo.jobs import AS_LOADED
 
 
 class SaveWhatWasLoaded(TrainerCallback):

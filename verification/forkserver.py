@@ -34,8 +34,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from .. import errors
-from . import ranks
+from paddleformers_fc import errors
+from paddleformers_fc.cpu_runtime import ranks
 
 PRELOAD = (
     "paddleformers_fc.cpu_runtime:activate",
@@ -179,7 +179,7 @@ class ForkServer:
         environment |= {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         output = stack.enter_context(log.open("wb"))
         process = subprocess.Popen(
-            [sys.executable, "-m", "paddleformers_fc.cpu_runtime.forkserver", *self._preload],
+            [sys.executable, "-m", "verification.forkserver", *self._preload],
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

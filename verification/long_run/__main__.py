@@ -1,12 +1,12 @@
-"""``python -m paddleformers_fc.verification.long_run``: run what is left, and write the page."""
+"""``python -m verification.long_run``: run what is left, and write the page."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-from paddleformers_fc.verification.long_run.report import PAGE, PICTURE, draw, page
-from paddleformers_fc.verification.long_run.running import EXPERIMENTS, run
+from verification.long_run.report import PAGE, PICTURE, draw, page
+from verification.long_run.running import EXPERIMENTS, run
 
 
 def main(arguments: list[str]) -> None:

@@ -69,7 +69,7 @@ def _trainer(
     model_type: str, layout: Mapping[str, Any], output_dir: str, model: Mapping[str, Any], arguments: Mapping[str, Any]
 ) -> Any:
     from paddleformers_fc import FlexTrainer, FlexTrainingArguments
-    from paddleformers_fc.verification.matrix import tiny
+    from verification.matrix import tiny
 
     args = tiny.training_arguments(layout, output_dir, cls=FlexTrainingArguments, flex_checkpoint=True, **arguments)
     return tiny.trainer(tiny.build(model_type, layout, args, **model), args, cls=FlexTrainer)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from paddleformers_fc.upstream import VERSIONS
-from paddleformers_fc.verification.long_run.running import LAST_STEP, SAVED_AT, Findings
+from verification.long_run.running import LAST_STEP, SAVED_AT, Findings
 
 PAGE = "long_run.md"
 PICTURE = "long_run.png"

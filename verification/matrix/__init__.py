@@ -14,12 +14,12 @@ import shlex
 import time
 from pathlib import Path
 
-from paddleformers_fc.verification.matrix import report
-from paddleformers_fc.verification.matrix.recipe import cells_of, chosen, read_recipe
-from paddleformers_fc.verification.matrix.running import CellOutcome, Workshop
-from paddleformers_fc.verification.matrix.simulated import read_simulated, run_simulated
+from verification.matrix import report
+from verification.matrix.recipe import cells_of, chosen, read_recipe
+from verification.matrix.running import CellOutcome, Workshop
+from verification.matrix.simulated import read_simulated, run_simulated
 
-PROGRAM = "python -m paddleformers_fc.verification.matrix"
+PROGRAM = "python -m verification.matrix"
 
 
 def run_matrix(path: Path, only: str | None, work: Path, documents: Path) -> int:
