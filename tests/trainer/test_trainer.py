@@ -386,6 +386,26 @@ def test_a_step_that_broke_off_leaves_nothing_to_a_resume_in_the_same_process(
     assert again == {**whole, "losses": whole["losses"][2:]}
 
 
+@on_ranks(layout=SINGLE)
+def test_what_a_resumed_run_saves_before_its_first_step_is_resumed(layout: MatrixLayout, tmp_path: Path) -> None:
+    from paddleformers.trainer import TrainerCallback
+
+    class SaveAtOnce(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step:
+                trainer._save_checkpoint(trainer.model)
+
+    losses: list[list[float]] = []
+    resume = None
+    for name in ("first", "second", "third"):
+        given = {"max_steps": 3, "save_steps": 2 if name == "first" else 100}
+        trainer = flex_trainer(layout.to_json(), str(tmp_path / name), given, callbacks=[SaveAtOnce()])
+        trainer.train(resume_from_checkpoint=resume)
+        losses.append(trainer.losses)
+        resume = str(tmp_path / name / "checkpoint-2")
+    assert losses[1] == losses[2] == losses[0][2:]
+
+
 @on_ranks(layout=SD2S3)
 def test_what_a_failed_pass_has_gathered_is_not_used_after_a_resume_in_the_same_process(
     layout: MatrixLayout, tmp_path: Path
