@@ -100,8 +100,6 @@ def prepare(trainer: Any, metrics: dict[str, float] | None) -> PreparedSave:
     started = time.monotonic()
     job_state, args = job_state_of(trainer), trainer.args
     wait_for_weights(args)
-    # Callbacks may save before the tracker has set it, when training begins.
-    trainer.state.consumed_samples = job_state.tracker.position.consumed
     _look_at_reference(trainer, channel_of(args))
     directory = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
     job_state.record = job_state.record or lineage.new_run()
