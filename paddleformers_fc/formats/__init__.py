@@ -2,7 +2,7 @@
 
 ``registry`` has the tuple of formats and ``open_checkpoint``; ``checkpoint`` the opened checkpoint and the protocols of
 a format and of its writer; ``catalog`` what is stored, tensors as boxes in byte ranges of files; ``flex``,
-``huggingface`` and ``paddle_distcp`` are the formats.
+``huggingface`` and ``paddle_distcp`` are the formats, and ``legacy`` those that PaddleFormers wrote before them.
 """
 
 from paddleformers_fc.formats.catalog import Catalog, StoredFragment, StoredTensor

@@ -19,7 +19,7 @@ from paddleformers_fc.execute.diff_checkpoints import compare_checkpoints
 from paddleformers_fc.execute.verify import verify_checkpoint
 from paddleformers_fc.families import ModelDescription, enumerate_tensors, family_for
 from paddleformers_fc.formats import format_of, open_checkpoint
-from paddleformers_fc.formats.unified import UNIFIED
+from paddleformers_fc.formats.legacy.unified import UNIFIED
 from paddleformers_fc.layout.roles import MASTER, MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE
 from tests.formats.conversions import assert_equal_after_conversions
 from tests.formats.test_rank_checkpoints import contents, saved

@@ -40,7 +40,6 @@ from paddleformers_fc.families.exported import exported_keys
 from paddleformers_fc.families.local import LocalShapes
 from paddleformers_fc.families.mapping_document import completed
 from paddleformers_fc.families.registry import is_known
-from paddleformers_fc.formats.canonical_ranks import CanonicalModel, canonical_models
 from paddleformers_fc.formats.catalog import Catalog, StoredForm, StoredTensor, gather_shards
 from paddleformers_fc.formats.checkpoint import (
     CONFIG_NAME,
@@ -49,7 +48,8 @@ from paddleformers_fc.formats.checkpoint import (
     StoredModel,
     StoredShard,
 )
-from paddleformers_fc.formats.rank_files import (
+from paddleformers_fc.formats.legacy.canonical_ranks import CanonicalModel, canonical_models
+from paddleformers_fc.formats.legacy.rank_files import (
     EMA,
     MODEL,
     OPTIMIZER,
@@ -63,10 +63,10 @@ from paddleformers_fc.formats.rank_files import (
     scheduler_epoch,
     unsupported_experts,
 )
-from paddleformers_fc.formats.sharding_group import arrange
+from paddleformers_fc.formats.legacy.sharding_group import arrange
+from paddleformers_fc.formats.legacy.variable_names import assign_variables
 from paddleformers_fc.formats.stock_checkpoint import COPY_AGAIN_STEP, model_description, open_stock, read_stock_config
 from paddleformers_fc.formats.stock_run import ARGUMENTS, different_steps, stated_sharding
-from paddleformers_fc.formats.variable_names import assign_variables
 from paddleformers_fc.layout.roles import (
     EMA_STATE,
     MASTER,

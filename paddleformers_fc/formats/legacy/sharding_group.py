@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from paddleformers_fc.formats.rank_files import FileArray
+from paddleformers_fc.formats.legacy.rank_files import FileArray
 from paddleformers_fc.mapping import Shape
 from paddleformers_fc.storage.dtypes import dtype_size
 

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from paddleformers_fc.families.declarations import NUMBER
-from paddleformers_fc.formats.rank_files import FileArray, RankContent
-from paddleformers_fc.formats.sharding_group import arrange
+from paddleformers_fc.formats.legacy.rank_files import FileArray, RankContent
+from paddleformers_fc.formats.legacy.sharding_group import arrange
 from paddleformers_fc.mapping import Shape
 
 _VARIABLE = re.compile(r"(?:slice@)?(([^@]+)_([0-9]{1,9})\.([wb]_[0-9]+))(?:_([A-Za-z]\w*))?")

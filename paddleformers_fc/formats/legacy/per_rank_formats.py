@@ -18,9 +18,9 @@ from typing import Any
 from paddleformers_fc.formats.checkpoint import Format, OpenedCheckpoint, StoredShard, stored_boxes
 from paddleformers_fc.formats.checks import CheckList
 from paddleformers_fc.formats.huggingface import HUGGINGFACE, INDEX_NAME, SINGLE_NAME
+from paddleformers_fc.formats.legacy.rank_files import EMA, MODEL, OPTIMIZER, is_rank_file, refuse_mixed
+from paddleformers_fc.formats.legacy.rank_shards import META_NAME, compare_replicas, open_ranked
 from paddleformers_fc.formats.paddle_distcp import PADDLE_DISTCP
-from paddleformers_fc.formats.rank_files import EMA, MODEL, OPTIMIZER, is_rank_file, refuse_mixed
-from paddleformers_fc.formats.rank_shards import META_NAME, compare_replicas, open_ranked
 from paddleformers_fc.formats.stock_checkpoint import verify_stock
 from paddleformers_fc.layout.roles import MODEL_STATE, ROLES
 from paddleformers_fc.storage.files import is_directory, list_directory

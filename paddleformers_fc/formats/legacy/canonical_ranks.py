@@ -18,7 +18,7 @@ from paddleformers_fc.families.bind import tied_names, tied_sources
 from paddleformers_fc.families.build_order import built_order
 from paddleformers_fc.families.local import LocalShapes
 from paddleformers_fc.formats.checkpoint import StoredShard
-from paddleformers_fc.formats.rank_files import FileArray
+from paddleformers_fc.formats.legacy.rank_files import FileArray
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping import Shape, TensorMapping, TensorSources
 from paddleformers_fc.mapping.boxes import Box, whole

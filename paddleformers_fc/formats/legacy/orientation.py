@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from paddleformers_fc.formats.rank_files import FileArray
-from paddleformers_fc.formats.sharding_group import arrange
+from paddleformers_fc.formats.legacy.rank_files import FileArray
+from paddleformers_fc.formats.legacy.sharding_group import arrange
 from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
 from paddleformers_fc.storage.files import open_local, read_range
 

@@ -48,11 +48,11 @@ from paddleformers_fc.formats.checkpoint import (
 )
 from paddleformers_fc.formats.checks import CheckList
 from paddleformers_fc.formats.huggingface import HUGGINGFACE, indexed_files, refuse_unindexed
-from paddleformers_fc.formats.orientation import is_transposed
+from paddleformers_fc.formats.legacy.orientation import is_transposed
+from paddleformers_fc.formats.legacy.rank_files import EMA, OPTIMIZER, FileArray, arrays_of, is_rank_file, refuse_mixed
+from paddleformers_fc.formats.legacy.rank_shards import is_of_nlp, reinterpreted, stored_model
+from paddleformers_fc.formats.legacy.sharding_group import arrange
 from paddleformers_fc.formats.paddle_distcp import PADDLE_DISTCP
-from paddleformers_fc.formats.rank_files import EMA, OPTIMIZER, FileArray, arrays_of, is_rank_file, refuse_mixed
-from paddleformers_fc.formats.rank_shards import is_of_nlp, reinterpreted, stored_model
-from paddleformers_fc.formats.sharding_group import arrange
 from paddleformers_fc.formats.stock_checkpoint import (
     COPY_AGAIN_STEP,
     NAME_CONFIG,
