@@ -180,6 +180,8 @@ class _Reader:
         token = self._expect(TokenKind.NAME, "an attribute")
         if token.text in FLAGS:
             return Attribute(token.text, "", token.span)
+        if token.text == "reshape":
+            raise Fault("`reshape` is an attribute of newer versions of Paddle than 3.3.", "", token.span)
         if token.text not in _VALUES:
             near = difflib.get_close_matches(token.text[:50], sorted(KEYWORDS), 1)
             raise Fault(

@@ -303,6 +303,8 @@ def _made(
     kinds: list[_Kind], tensor: ModelTensor, numbers: list[str], sizes: Sizes
 ) -> tuple[Statement, list[Rule]] | str:
     """Return the statement that a tensor is bound by and its rules, or why there are none."""
+    if all(kind.statement.stack is not None and len(kind.statement.shape) < len(tensor.shape) for kind in kinds):
+        return f"shape {list(tensor.shape)} has an axis of experts, as newer versions of Paddle than 3.3 save them"
     kind = kinds[0] if len(kinds) == 1 else _chosen(kinds, tensor, numbers, sizes)
     if isinstance(kind, str):
         return kind

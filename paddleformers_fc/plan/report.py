@@ -35,6 +35,9 @@ HEADINGS = {
 CHECKPOINT, OPEN_WEIGHTS = "checkpoint", "open weights"
 """Names of the stored side in errors."""
 _OPEN_WEIGHTS_STEP = "Name the directory of this model's weights, or correct the config.json beside them."
+_EXPERTS_STEP = "Change the experts in the files as the first line says, or name a directory of published weights."
+_TRANSPOSED = re.compile(r"experts\.\w+: stored \[(\d+), (\d+), (\d+)\], wanted \[\1, \3, \2\]")
+_SINGLE, _STACKED = re.compile(r"\.experts\.\d+\.\w+\.weight$"), re.compile(r"needs .*\.experts\.(gate_up|down)_proj$")
 _MODEL_STEP = "Resume with the model this checkpoint was saved from, or name another checkpoint."
 _STATES_STEP = (
     "Resume with the optimizer and the trained parameters of the run that saved it. To start a new run from its "
@@ -103,14 +106,25 @@ class Report:
             MismatchError: unless the report is empty.
         """
         if not self.empty:
-            stored = stored or self.stored
+            stored, step = stored or self.stored, self._step()
+            if stored == OPEN_WEIGHTS:
+                experts = self._experts()
+                why, step = (*why, *experts), _EXPERTS_STEP if experts else _OPEN_WEIGHTS_STEP
             count = sum(len(lines) for lines in self.lines.values())
             raise MismatchError(
                 f"The {stored} and the model do not fit: {count_text(count, 'difference')}. No weight was changed.",
                 where=where,
                 evidence=[*why, *self.evidence()],
-                next_step=_OPEN_WEIGHTS_STEP if stored == OPEN_WEIGHTS else self._step(),
+                next_step=step,
             )
+
+    def _experts(self) -> list[str]:
+        """Return what the experts of open weights are, if they are in a form that Transformers 5 saves."""
+        if any(map(_TRANSPOSED.search, self.lines["shape"])):
+            return ["experts are stored [expert, out, in], as Transformers 5 saves them: exchange their last two axes"]
+        if any(map(_SINGLE.search, self.lines["unexpected"])) and any(map(_STACKED.search, self.lines["missing"])):
+            return ["experts are stored one by one, as Transformers 5 saves them: stack those of a layer"]
+        return []
 
     def _step(self) -> str:
         """Return the next step: with another precision, master weights are missing or left over as well."""

@@ -30,6 +30,7 @@ def refusal(*statements: str, left: object = None, right: object = None) -> Mapp
 
 ALONE = {
     "a -> c, axi=0": "Unknown attribute `axi`. Accepted: axis",
+    "a -> c, reshape='[4, -1]'": "`reshape` is an attribute of newer versions of Paddle than 3.3",
     "a - c": "Invalid character `-` in a name or number",
     "a -> c, axis=-1": "Invalid character `-` in a name or number",
     "a -> c # renamed": "The language has no comments",

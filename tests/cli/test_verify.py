@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from msgspec import structs
 from safetensors.numpy import save_file
@@ -16,6 +17,7 @@ from paddleformers_fc.storage.export_checksums import encode_checksums, read_che
 from paddleformers_fc.storage.manifest import read_manifest, write_manifest
 from tests.cli.support import alter, flip, run, save, seal
 from tests.execute.simulated import CONFIG, canonical
+from tests.families.test_transformers import CASES
 
 ALL_CHECKS = ["manifest", "files", "tensors", "run", "mapping", "equal values"]
 DEPTHS = {
@@ -270,6 +272,30 @@ def test_open_weights_are_checked_as_far_as_they_can_be(weights: Path) -> None:
     assert document["not_checked"] == ["model"]  # The configuration has no sizes.
     assert any("names, shapes and sizes" in line for line in document["cannot_be_checked"])
     assert "cannot be checked: names, shapes and sizes" in run("verify", weights).out
+
+
+@pytest.mark.parametrize(
+    ("case", "hint"),
+    [
+        ("qwen3_vl_moe", "experts are stored [expert, out, in], as Transformers 5 saves them"),
+        ("qwen3_5_moe", "experts are stored one by one, as Transformers 5 saves them"),
+        ("qwen2_5_vl, tied", ""),
+        ("qwen3_vl, tied", ""),
+        ("qwen3_5, tied", ""),
+    ],
+)
+def test_open_weights_of_transformers_5_are_read_or_refused_with_what_they_are(
+    tmp_path: Path, case: str, hint: str
+) -> None:
+    tensors = {name: np.zeros(shape, np.float32) for name, shape in CASES[case]["tensors"].items()}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_text(json.dumps(CASES[case]["config"]))
+    document = run("verify", tmp_path, "--json").document
+    assert document["passed"] == (not hint)
+    if hint:
+        assert failed_check(document) == "model"
+        assert document["evidence"][0].startswith(hint)
+        assert "experts in the files" in document["next_step"]
 
 
 def test_checksums_of_an_export_are_compared_and_missing_ones_are_stated(weights_copy: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.families import OptionalNames, bind, enumerate_tensors, family_for, register
@@ -153,6 +154,21 @@ def test_stacked_experts_that_are_fewer_than_the_configuration_gives_are_refused
     with pytest.raises(MappingError) as caught:
         bind(family, model_of({**config, "num_local_experts": 8}), [one for one in tensors if ".experts." in one.name])
     assert any("gate_up_proj: shape [128, 32] does not hold 8 experts" in line for line in caught.value.evidence)
+
+
+def test_experts_on_an_axis_of_their_own_are_those_of_a_newer_paddle() -> None:
+    config = settings("qwen3_moe", is_fleet=True, moe_expert_fusion=True)
+    family, experts = family_for(config), "grouped_gemm_experts"
+    tensors = [tensor.under() for tensor in enumerate_tensors(family, model_of(config))]
+    newer = [
+        structs.replace(one, shape=(4, one.shape[0] // 4, one.shape[1]), cuts=(1, 1, 1)) if experts in one.name else one
+        for one in tensors
+    ]
+    with pytest.raises(MappingError) as caught:
+        bind(family, model_of(config), newer)
+    assert all(
+        "has an axis of experts, as newer versions of Paddle than 3.3 save them" in one for one in caught.value.evidence
+    )
 
 
 def test_a_declaration_is_compared_with_the_header_of_open_weights() -> None:
