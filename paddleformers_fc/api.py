@@ -36,7 +36,7 @@ from paddleformers_fc.execute.merging import refuse_other_base
 from paddleformers_fc.execute.recasting import refuse_dtype
 from paddleformers_fc.execute.verify import Verification, verify_checkpoint
 from paddleformers_fc.formats import OpenedCheckpoint, open_checkpoint
-from paddleformers_fc.formats.checkpoint import TIED_WAYS, with_role
+from paddleformers_fc.formats.checkpoint import TIED_WAYS, with_role, with_tied
 from paddleformers_fc.formats.huggingface import DEFAULT_MAX_SHARD_BYTES, open_huggingface
 from paddleformers_fc.formats.inspection import JobFacts, RoleFacts, job_facts, role_facts
 from paddleformers_fc.formats.peft import config_of_base, refuse_rewriting, require_adapters
@@ -309,7 +309,7 @@ class Checkpoint:
             max_shard_bytes: bound on the tensors of one file, in bytes.
             verify: ``full`` compares the checksum of every byte of the checkpoint first.
             replace: replace a model in the target.
-            tied: the copy of a tied tensor that is exported where copies differ: ``first`` or ``last`` stage.
+            tied: the copy of a tensor that is exported where copies differ: of the ``first`` or ``last`` stage or rank.
             format: ``huggingface``, ``peft`` or ``paddleformers-lora``; by default PEFT's for a checkpoint of adapters.
             base: open weights into which the adapters are merged; the export is then a whole model.
             accept_base: whether ``base`` may be other files than those that the adapters were trained on.
@@ -344,7 +344,7 @@ class Checkpoint:
                 next_step="Leave out --dtype (dtype=), or merge the adapters first and convert the merged model.",
             )
         refuse_target(target, self._opened.model_files, replace, writer)
-        chosen = dataclasses.replace(opened, tied=tied, unread=verify == "full")
+        chosen = dataclasses.replace(with_tied(opened, tied), unread=verify == "full")
         return export_opened(chosen, target, max_shard_bytes, writer=writer, base=merged, dtype=dtype)
 
     def convert(
@@ -394,7 +394,7 @@ class Checkpoint:
         refuse_target(target, opened.model_files, replace, writer)
         unread = verify == "full" and opened.commit_record is not None
         return export_opened(
-            dataclasses.replace(opened, tied=tied, unread=unread), target, max_shard_bytes, writer=writer
+            dataclasses.replace(with_tied(opened, tied), unread=unread), target, max_shard_bytes, writer=writer
         )
 
 

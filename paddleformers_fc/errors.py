@@ -191,9 +191,9 @@ class MismatchError(FlexError):
 
 
 class Diverged(MismatchError):
-    """Copies of a tied tensor were saved with different values, so that none of them is read unless it is chosen.
+    """Copies of a tensor were saved with different values, so that none of them is read unless it is chosen.
 
-    Why: Pipeline stages trained the copies of one parameter apart.
+    Why: Pipeline stages or tensor-parallel ranks trained the copies of one parameter apart.
 
     What to do: Choose a copy with ``flex_tied`` or ``--tied``, or use an older checkpoint.
     """

@@ -348,7 +348,7 @@ def export(
     ] = Level.full,
     replace: Annotated[bool, typer.Option("--replace", help="Replace an older export in the directory.")] = False,
     tied: Annotated[
-        Tied, typer.Option(help="Which copy of a tied tensor is exported, by pipeline stage, where copies differ.")
+        Tied, typer.Option(help="Which copy of a tensor is exported, by stage or rank, where copies differ.")
     ] = Tied.refuse,
     as_format: Annotated[
         str,
@@ -413,7 +413,7 @@ def convert(
     ] = Level.full,
     replace: Annotated[bool, typer.Option("--replace", help="Replace older weights in OUT; with --format hf.")] = False,
     tied: Annotated[
-        Tied, typer.Option(help="Which copy of a tied tensor is read, by pipeline stage, where copies differ.")
+        Tied, typer.Option(help="Which copy of a tensor is read, by stage or rank, where copies differ.")
     ] = Tied.refuse,
     as_json: Json = False,
 ) -> int:

@@ -13,7 +13,7 @@ there: one more pass over the storage instead of gathering tensors over the netw
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ from paddleformers_fc.formats.checkpoint import (
     config_bytes,
     not_a_flex_checkpoint,
     with_role,
+    with_tied,
 )
 from paddleformers_fc.formats.huggingface import DEFAULT_MAX_SHARD_BYTES
 from paddleformers_fc.formats.registry import EXPORTED, checkpoints_advice, default_writer
@@ -107,7 +108,8 @@ def export_checkpoint(
     """
     facts = {"versions": software_versions(), "max_shard_bytes": max_shard_bytes, "flex_tied": tied, "role": role}
     consistency = ConsistencyCheck(f"exporting to {target.name}", facts)
-    checkpoint = replace(open_on_all_ranks(source, channel, verify, consistency=consistency), tied=tied)
+    opened = open_on_all_ranks(source, channel, verify, consistency=consistency)
+    checkpoint = run_on_all(channel, "choosing copies", lambda: with_tied(opened, tied))
     return export_opened(with_role(checkpoint, role), target, max_shard_bytes, channel)
 
 
@@ -159,6 +161,8 @@ def export_opened(
         files = chosen.files(checkpoint, layout, max_shard_bytes)
         if any(one.role == OPTIMIZER_STATE for one in files):
             checkpoint.check_states()
+        if channel.rank == 0:
+            checkpoint.check_copies()
         return wanted, layout, files, chosen, merge
 
     wanted, layout, files, writer, merge = run_on_all(channel, f"preparing an export to {target.name}", prepare)

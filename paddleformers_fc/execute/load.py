@@ -205,6 +205,8 @@ def prepare_load(
     def preflight() -> _Preflight:
         if roles.get(OPTIMIZER_STATE):
             checkpoint.check_states()
+        if channel.rank == 0:
+            checkpoint.check_copies()
         shards = describe_roles(roles)
         if aoa_config:
             source, report = statements_source(checkpoint, model, aoa_config, tensors, may_cast)

@@ -37,9 +37,9 @@ RUN_ARGUMENTS = "training_args.json"
 MAPPING_NAME = "mapping.json"
 _RESTORE_CONFIG = "Restore the file: save or download it again."
 
-REFUSE = "refuse"
-TIED_WAYS = (REFUSE, "first", "last")
-"""The copy that is read if copies of a tied tensor differ: none, or that of the first or last pipeline stage."""
+REFUSE, LAST = "refuse", "last"
+TIED_WAYS = (REFUSE, "first", LAST)
+"""The copy that is read if copies of a tensor differ: none, or that of the first or last stage or rank."""
 
 Documents = Mapping[str, Callable[[], bytes]]
 """Small files by their path in a flex checkpoint: their bytes, on demand."""
@@ -222,6 +222,9 @@ class OpenedCheckpoint:
         native: files of open weights that PaddleFormers may have written in its own orientation, by their metadata.
         check_states: refuses numbers of optimizer states that no step makes, for formats without checksums. It is
             called before optimizer states are loaded or converted; weights are usable without them.
+        check_copies: compares the copies of tensors that several ranks stored, refuses different ones and returns their
+            number. One rank calls it before tensors are loaded or converted.
+        last_copies: returns the catalog with the copies of the last rank that stored them, for formats with copies.
     """
 
     format: Format
@@ -239,6 +242,8 @@ class OpenedCheckpoint:
     read_run: Callable[[], Manifest] | None = None
     native: tuple[str, ...] = ()
     check_states: Callable[[], None] = lambda: None
+    check_copies: Callable[[], int] = lambda: 0
+    last_copies: Callable[[], Catalog] | None = None
 
     @cached_property
     def manifest(self) -> Manifest:
@@ -353,6 +358,20 @@ class OpenedCheckpoint:
             ordered = sorted(names, key=lambda name: recorded.get(name, len(recorded)))
             found[owner] = tuple(ordered if self.tied == "first" else reversed(ordered))
         return found
+
+
+def with_tied(checkpoint: OpenedCheckpoint, tied: str) -> OpenedCheckpoint:
+    """Return a checkpoint of which one copy of tied tensors, and of tensors that several ranks stored, is read.
+
+    Args:
+        checkpoint: an opened checkpoint.
+        tied: one of :data:`TIED_WAYS`.
+    """
+    if tied == REFUSE:
+        return replace(checkpoint, tied=tied)
+    last = checkpoint.last_copies if tied == LAST else None
+    catalog = checkpoint.catalog if last is None else last()
+    return replace(checkpoint, tied=tied, catalog=catalog, check_copies=lambda: 0)
 
 
 def with_config(checkpoint: OpenedCheckpoint, config: Mapping[str, Any]) -> OpenedCheckpoint:

@@ -25,7 +25,7 @@ from paddleformers_fc.execute.opening import open_on_all_ranks, own_document, ow
 from paddleformers_fc.execute.read_jobs import Key
 from paddleformers_fc.execute.staging_pool import measured_transfers
 from paddleformers_fc.formats import OpenedCheckpoint, stock_run
-from paddleformers_fc.formats.checkpoint import REFUSE, require_average
+from paddleformers_fc.formats.checkpoint import REFUSE, require_average, with_tied
 from paddleformers_fc.layout.live import LiveRoles
 from paddleformers_fc.layout.roles import (
     EMA_STATE,
@@ -355,10 +355,12 @@ def _prepare(trainer: Any, directory: AnyPath, channel: Channel) -> _PreparedLoa
     with _verifying():
         # Some stock Trainers do not save the configuration.
         level, threads = args.flex_verify, args.flex_threads
-        checkpoint = open_on_all_ranks(directory, channel, level, threads, consistency, lambda: model.config)
-        if checkpoint.commit_record is None:
-            run_on_all(channel, f"reading the run of {directory.name}", lambda: _require_run(checkpoint))
-    checkpoint = replace(checkpoint, tied=_tied(trainer, checkpoint), averaged=_from_average(args, checkpoint))
+        opened = open_on_all_ranks(directory, channel, level, threads, consistency, lambda: model.config)
+        if opened.commit_record is None:
+            checkpoint = run_on_all(channel, f"reading the run of {directory.name}", lambda: _chosen(trainer, opened))
+        else:
+            checkpoint = _chosen(trainer, opened)
+    checkpoint = replace(checkpoint, averaged=_from_average(args, checkpoint))
     continued = not args.ignore_load_lr_and_optim
     with _verifying():
         progress = documents.read_progress(checkpoint, trainer.optimizer, channel) if continued else None
@@ -385,11 +387,6 @@ def _prepare(trainer: Any, directory: AnyPath, channel: Channel) -> _PreparedLoa
     return _PreparedLoad(checkpoint, progress, generators, generation, load, names, roles.get(EMA_STATE, {}))
 
 
-def _require_run(checkpoint: OpenedCheckpoint) -> None:
-    """Read what a format without a manifest contains of the run."""
-    _ = checkpoint.manifest
-
-
 def _from_average(args: Any, checkpoint: OpenedCheckpoint) -> bool:
     """Return whether weights are read from their moving averages.
 
@@ -413,11 +410,11 @@ def _identify_run(job_state: JobState, args: Any, manifest: Manifest, directory:
     warn(args, text)
 
 
-def _tied(trainer: Any, checkpoint: OpenedCheckpoint) -> str:
-    """Return which copy of a tied tensor is read. A user may choose one in a checkpoint that he names."""
+def _chosen(trainer: Any, checkpoint: OpenedCheckpoint) -> OpenedCheckpoint:
+    """Return a checkpoint with the copies that are read. A user may choose them in a checkpoint that he names."""
     args, manifest = trainer.args, checkpoint.manifest
     if not job_state_of(trainer).named or args.flex_tied == REFUSE:
-        return REFUSE
+        return with_tied(checkpoint, REFUSE)
     if manifest.ties:
         warn(
             args,
@@ -425,7 +422,7 @@ def _tied(trainer: Any, checkpoint: OpenedCheckpoint) -> str:
             f"the {args.flex_tied} pipeline stage are read.",
             (line for tie in manifest.ties for line in tie.differences),
         )
-    return str(args.flex_tied)
+    return with_tied(checkpoint, args.flex_tied)
 
 
 def _path_of(job_state: JobState, named: str) -> AnyPath:
@@ -737,7 +734,7 @@ def _load_best(trainer: Any, directory: Path) -> None:
     """Load the weights of the best checkpoint after training."""
     channel = channel_of(trainer.args)
     checkpoint = open_on_all_ranks(directory, channel, trainer.args.flex_verify, trainer.args.flex_threads)
-    checkpoint = replace(checkpoint, tied=trainer.args.flex_tied)
+    checkpoint = with_tied(checkpoint, trainer.args.flex_tied)
     settle_weights(trainer)
     roles = run_on_all(channel, "preparing the best model", lambda: live_roles.model_roles(trainer.model))
     options = read_options(trainer.args)

@@ -123,8 +123,8 @@ class FlexFields:
     )
     flex_tied: str = _option(
         "refuse",
-        "Which copy of a tied tensor is read from the checkpoint that resume_from_checkpoint names, and exported, if "
-        "copies on pipeline stages differ: refuse (none), first or last. Default: refuse.",
+        "Which copy of a tensor is read from the checkpoint that resume_from_checkpoint names, and exported, if those "
+        "of pipeline stages or tensor-parallel ranks differ: refuse (none), first or last. Default: refuse.",
     )
     flex_allow_config_changes: list[str] = field(
         default_factory=list,

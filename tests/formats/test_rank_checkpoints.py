@@ -16,7 +16,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import paddleformers_fc
-from paddleformers_fc.errors import Corrupt, FlexError, FormatError, MappingError, NotACheckpoint
+from paddleformers_fc.errors import Corrupt, Diverged, FlexError, FormatError, MappingError, NotACheckpoint
 from paddleformers_fc.execute.diff_checkpoints import compare_checkpoints
 from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.execute.inspect import inspect_directory
@@ -379,6 +379,36 @@ def test_a_copy_of_another_step_and_missing_layers_are_found_by_verification(
     assert any("model.layers.{4...5}" in line for line in problem.evidence)
 
 
+def test_different_copies_are_refused_unless_one_is_chosen(ranks: ForkServer, tmp_path: Path) -> None:
+    """PaddleFormers trains the norms of Qwen 3 apart on tensor-parallel ranks."""
+    stock = saved(ranks, tmp_path / "stock", "tp2", STOCK, model={"model_type": "qwen3"})
+    outcome, problem = verify_checkpoint(stock, "full")
+    assert [one.name for one in outcome.checks if not one.passed] == ["replicas"]
+    assert isinstance(problem, Diverged)
+    assert any("q_norm.weight: model" in line for line in problem.evidence), problem.evidence
+    for refused in (run("convert", stock, tmp_path / "flex/checkpoint-2"), run("export", stock, tmp_path / "hf")):
+        assert refused.code == 1
+        assert problem.what in refused.err
+    assert not (tmp_path / "flex").exists()
+
+    name = "model.layers.2.self_attn.q_norm.weight"
+    for tied, rank in (("first", 0), ("last", 1)):
+        target = tmp_path / tied / "checkpoint-2"
+        assert run("convert", stock, target, "--tied", tied).code == 0
+        file = f"model_state.tp0{rank}.pdparams"
+        array = read_rank_file(stock, file).arrays[name]
+        expected = np.frombuffer((stock / file).read_bytes(), np.float32, array.shape[0], array.begin)
+        assert np.array_equal(paddleformers_fc.open(target).read(name), expected)
+
+    given = {"layout": parse_layout("dp1").to_json(), "output_dir": str(tmp_path / "run"), "ours": True}
+    given |= {"model_type": "qwen3", "resume": str(stock)}
+    for arguments, found in (({}, "Diverged: Ranks stored"), ({"flex_tied": "last"}, "")):
+        given["arguments"] = {"max_steps": 3, **arguments}
+        (resumed,) = ranks.run("tests.formats.jobs:train", 1, given).values
+        assert resumed.get("error", "").startswith(found)
+        assert ("losses" in resumed) is not bool(found), resumed
+
+
 @pytest.mark.parametrize(
     ("layout", "way", "then", "model"),
     [
@@ -414,9 +444,17 @@ def test_a_run_is_resumed_and_a_model_is_filled_under_another_layout(
 # ---- What is refused.
 
 
-def test_safetensors_of_a_rank_in_the_orientation_of_the_model_are_refused(ranks: ForkServer, tmp_path: Path) -> None:
+def test_safetensors_of_a_rank_with_another_copy_or_in_the_orientation_of_the_model_are_refused(
+    ranks: ForkServer, tmp_path: Path
+) -> None:
     stock = saved(ranks, tmp_path, "tp2", WAYS["canonical"])
     path = stock / "model.tp01.safetensors"
+    arrays = load_file(path)
+    arrays["model.norm.weight"][0] += 1
+    save_file(arrays, path, {"format": "pt"})
+    with pytest.raises(Diverged, match="1 array") as caught:
+        paddleformers_fc.open(stock).export(tmp_path / "hf")
+    assert caught.value.evidence == (f"model.norm.weight: model.tp00.safetensors and {path.name} differ",)
     save_file(load_file(path), path, {"format": "np"})
     with pytest.raises(FormatError, match="orientation of PaddleFormers"):
         open_checkpoint(stock)

@@ -19,7 +19,7 @@ from paddleformers_fc.formats.checkpoint import Format, OpenedCheckpoint, Stored
 from paddleformers_fc.formats.checks import CheckList
 from paddleformers_fc.formats.huggingface import HUGGINGFACE, INDEX_NAME, SINGLE_NAME
 from paddleformers_fc.formats.legacy.rank_files import EMA, MODEL, OPTIMIZER, is_rank_file, refuse_mixed
-from paddleformers_fc.formats.legacy.rank_shards import META_NAME, compare_replicas, open_ranked
+from paddleformers_fc.formats.legacy.rank_shards import META_NAME, open_ranked
 from paddleformers_fc.formats.paddle_distcp import PADDLE_DISTCP
 from paddleformers_fc.formats.stock_checkpoint import verify_stock
 from paddleformers_fc.layout.roles import MODEL_STATE, ROLES
@@ -82,7 +82,7 @@ class RankFormat(Format):
         if level == "full":
             checks.attempt(
                 "replicas",
-                lambda: compare_replicas(opened),
+                opened.check_copies,
                 lambda count: f"{count_text(count, 'array')} of other tensor-parallel ranks equal to those of tp00",
             )
         return opened

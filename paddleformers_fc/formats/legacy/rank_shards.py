@@ -31,7 +31,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from paddleformers_fc.errors import Corrupt, FormatError, MappingError
+from paddleformers_fc.errors import Corrupt, Diverged, FormatError, MappingError
 from paddleformers_fc.families import ModelTensor, OptionalNames, bind, enumerate_tensors, family_for
 from paddleformers_fc.families.bind import tied_names, tied_sources
 from paddleformers_fc.families.declarations import Family, Stage
@@ -98,6 +98,10 @@ _OF_MASTER = "fp32_master_0_"
 _FROZEN = "save_sharding_stage1_model_include_freeze_params"
 _PADDLE_DTYPES = {10: "float32", 11: "float64", 15: "float16", 16: "bfloat16", 22: "bfloat16", 5: "float32"}
 """Numbers of Paddle's element types in ``model_meta.json``; the last two are those of earlier versions."""
+
+
+Copies = tuple[str, FileArray, FileArray]
+"""The name of a tensor, and two copies of it."""
 
 
 @dataclass(frozen=True)
@@ -167,43 +171,46 @@ def open_ranked(directory: AnyPath, format_: Format, given: Mapping[str, Any]) -
     identities = identities_of(directory / name for name in files.names)
     assembly = _assembled(directory, files, config.used)
     catalog = Catalog(directory, assembly.roles(), identities)
-    cuts = assembly.cuts
+    cuts, copies = assembly.cuts, assembly.replicas
+
+    def last_copies() -> Catalog:
+        return Catalog(directory, _assembled(directory, files, config.used, last=True).roles(), identities)
 
     def describe(config: dict[str, Any]) -> StoredModel:
         return stored_model(catalog, config, cuts)
 
-    return open_stock(format_, directory, catalog, assembly.faults, config, describe)
+    return replace(
+        open_stock(format_, directory, catalog, assembly.faults, config, describe),
+        check_copies=lambda: _compare(directory, copies),
+        last_copies=last_copies,
+    )
 
 
-def compare_replicas(checkpoint: OpenedCheckpoint) -> int:
-    """Compare the copies of tensors that several tensor-parallel ranks have whole, of which the first one is read.
+def _compare(directory: Path, copies: Sequence[Copies]) -> int:
+    """Compare the copies of tensors that several ranks have, of which one is read, and return their number.
 
-    Args:
-        checkpoint: of :func:`open_ranked`.
-    Returns:
-        the number of copies.
     Raises:
-        Corrupt: copies differ; the files are of different steps, or the ranks had diverged.
+        Diverged: copies differ; the files are of different steps, or the ranks had diverged.
     """
-    directory = require_local(checkpoint.catalog.root, "A checkpoint of Paddle")
-    replicas = _assembled(directory, find_rank_files(directory), checkpoint.config).replicas
     differing = [
         f"{name}: {one.file} and {other.file} differ"
-        for name, one, other in replicas
+        for name, one, other in copies
         if (one.shape, one.dtype) == (other.shape, other.dtype) and not is_equal(directory, one, other)
     ]
     if differing:
-        raise Corrupt(
+        raise Diverged(
             f"Ranks stored different numbers of the same tensor: {count_text(len(differing), 'array')}.",
             where=str(directory),
             evidence=fold(differing),
-            next_step="The files are of different steps, or the ranks had diverged. A load reads those of tp00.",
+            next_step="The files are of different steps, or the ranks had diverged. Use another checkpoint, or choose "
+            "the copies of the first or last tensor-parallel rank: convert or export with --tied first|last, or name "
+            "this checkpoint in resume_from_checkpoint with flex_tied: first or last.",
         )
-    return len(replicas)
+    return len(copies)
 
 
-def _assembled(directory: Path, files: RankFiles, config: Mapping[str, Any]) -> Assembly:
-    """Read all files of a directory, and convert them to shards."""
+def _assembled(directory: Path, files: RankFiles, config: Mapping[str, Any], last: bool = False) -> Assembly:
+    """Read all files of a directory, and convert them to shards; of several copies the first one, or the last."""
     contents = {name: read_rank_file(directory, name) for name in files.names}
     _refuse_steps(directory, contents)
     if is_known(config):
@@ -215,7 +222,7 @@ def _assembled(directory: Path, files: RankFiles, config: Mapping[str, Any]) -> 
     if any(name.endswith(".safetensors") for name in files.names):
         cells = _canonical_cells(directory, config, files.tp, cells)
     assembly = Assembly(directory, config, files.tp, any(one.optimizers for one in cells))
-    for cell in cells:
+    for cell in reversed(cells) if last else cells:
         assembly.add(cell)
     if not {*assembly.weightless}.isdisjoint(assembly.stateless):
         assembly.faults.append(f"sharding_io stores weights that are not trained under {_FROZEN} alone")
@@ -464,7 +471,7 @@ class Assembly:
     has_states: bool
     faults: list[str] = field(default_factory=list)
     cuts: dict[str, Shape] = field(default_factory=dict)
-    replicas: list[tuple[str, FileArray, FileArray]] = field(default_factory=list)
+    replicas: list[Copies] = field(default_factory=list)
     stateless: list[str] = field(default_factory=list)
     weightless: list[str] = field(default_factory=list)
     _copied: dict[tuple[str, str], Sequence[FileArray]] = field(default_factory=dict)
@@ -487,7 +494,9 @@ class Assembly:
             stored = [weights[part.name]] if part.name in weights else []
             # A tied parameter has the states of the name that sorts first.
             owner = variables.get(cell.names.get(part.name, ""), part.name)
-            self._compare(part, {(MODEL_STATE, part.name): stored, **own})
+            canonical = [one for _, one in cell.canonical.get(part.name, ())]
+            held = stored or [FileArray(file, begin, one.box.shape, one.dtype) for one, file, begin, _ in canonical]
+            self._compare(part, {(MODEL_STATE, part.name): held, **own})
             if not part.first:
                 continue
             master = grouped.get(owner, {}).get((MASTER_WEIGHT, owner + MASTER.suffix), [])
