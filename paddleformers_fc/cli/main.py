@@ -370,13 +370,9 @@ def export(
 ) -> int:
     """Write a checkpoint's weights as Hugging Face files; prints them and one md5, the same for every layout."""
     from paddleformers_fc.cli import exporting
-    from paddleformers_fc.storage.files import exists, is_directory
-    from paddleformers_fc.storage.paths import expand_user, parse_target
     from paddleformers_fc.trainer.options import parse_size
 
-    source, target = _named(checkpoint), parse_target(expand_user(directory), "An export")
-    if exists(target) and not is_directory(target):
-        raise typer.BadParameter(f"Directory {directory!r} is a file.")
+    source, target = _named(checkpoint), _target(directory, "An export")
     with progress.working(f"exporting {source}"):
         size = parse_size(max_shard_size)
         choices = exporting.ExportOptions(
@@ -422,13 +418,9 @@ def convert(
     The format of SRC is detected, and SRC is not changed. Needs neither a model nor a GPU.
     """
     from paddleformers_fc.cli import converting
-    from paddleformers_fc.storage.files import exists, is_directory
-    from paddleformers_fc.storage.paths import expand_user, parse_target
     from paddleformers_fc.trainer.options import parse_size
 
-    named, target = _named(source), parse_target(expand_user(directory), "A conversion")
-    if exists(target) and not is_directory(target):
-        raise typer.BadParameter(f"Directory {directory!r} is a file.")
+    named, target = _named(source), _target(directory, "A conversion")
     with progress.working(f"converting {named}"):
         size = parse_size(max_shard_size)
         choices = converting.ConvertOptions(to.value, config, size, verify.value, replace, tied.value)
@@ -625,6 +617,19 @@ def _named(text: str) -> AnyPath:
     if isinstance(found, Path) and not is_directory(found):
         fault = "is a file" if exists(found) else "does not exist"
         raise typer.BadParameter(f"Directory {str(found)!r} {fault}.")
+    return found
+
+
+def _target(text: str, doing: str) -> AnyPath:
+    """Return the directory of an argument that is written.
+
+    Raises:
+        OptionError: it cannot be written, or would end with this process.
+    """
+    from paddleformers_fc.storage.paths import expand_user, parse_target, require_lasting
+
+    found = parse_target(expand_user(text), doing)
+    require_lasting(found, doing)
     return found
 
 

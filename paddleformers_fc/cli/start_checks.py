@@ -24,8 +24,9 @@ from paddleformers_fc.storage.files import exists, is_directory, list_directory
 from paddleformers_fc.storage.manifest import MANIFEST_NAME, read_manifest, verify_files
 from paddleformers_fc.storage.names import parse_step
 from paddleformers_fc.storage.paths import expand_user, parse_path
+from paddleformers_fc.storage.remote_writes import check_remote_writable
 from paddleformers_fc.text import count_text
-from paddleformers_fc.trainer.options import FIELD_NAMES, unknown_keys
+from paddleformers_fc.trainer.options import FIELD_NAMES, unknown_keys, upload_url
 from paddleformers_fc.trainer.resume import refuse_no_checkpoint
 from paddleformers_fc.trainer.stock_keys import Words, stock_keys, stock_words
 
@@ -54,6 +55,16 @@ _VALUES = {
     "compute_type": Words(("bf16", "fp16", "float32", "wint8", "wint4", "wint4/8", "nf4")),
 }
 """The values of keys without an enumeration. PaddleFormers trains without adapters for any other ``fine_tuning``."""
+
+_STEPS = "steps"
+_STRATEGIES = {"evaluation": "no", "save": _STEPS, "logging": _STEPS}
+"""PaddleFormers' defaults."""
+
+_USUAL = 500
+"""PaddleFormers' ``save_steps`` and ``logging_steps``."""
+
+_RANK = "lora_rank"
+_POSITIVE = ("gradient_accumulation_steps", "per_device_train_batch_size", _RANK)
 
 _PATH = "model_name_or_path"
 _RESUMING_STAGES = ("SFT", "PT", "VL-SFT", "VL-PT")
@@ -215,6 +226,59 @@ def _is_count(value: Any) -> bool:
     if isinstance(value, str):
         return re.fullmatch(r"\s*[-+]?[0-9]+\s*", value) is not None
     return value is None or (isinstance(value, int) and not isinstance(value, bool))
+
+
+def refuse_upload(options: Any) -> None:
+    """Write to the store of ``flex_upload``, as every job does before it trains.
+
+    Args:
+        options: the checked options of a configuration.
+    Raises:
+        OptionError: there is no backend for the URL.
+        StorageError: the store refused.
+    """
+    url = upload_url(options) if options.flex_checkpoint else None
+    if url is not None:
+        check_remote_writable(url)
+
+
+def refuse_schedule(settings: Mapping[str, Any]) -> None:
+    """Refuse numbers and strategies that every rank would refuse after its imports, or after it has built the model.
+
+    Raises:
+        OptionError: with every such key.
+    """
+
+    def number(key: str, default: float) -> float:
+        value = settings.get(key)
+        return value if isinstance(value, int | float) and not isinstance(value, bool) else default
+
+    evaluates, saves, logs = (str(settings.get(f"{key}_strategy", default)) for key, default in _STRATEGIES.items())
+    counts = [key for key in _POSITIVE if key != _RANK or str(settings.get("fine_tuning")).lower() != "full"]
+    faults = [f"{key}: {settings[key]} is less than 1" for key in counts if number(key, 1) < 1]
+    if not number("logging_steps", 1) and logs == _STEPS:
+        faults.append("logging_steps: 0 with logging_strategy: steps")
+    if number("max_steps", -1) <= 0 >= number("num_train_epochs", 1):
+        faults.append(
+            f"max_steps: {settings.get('max_steps', -1)} and num_train_epochs: {settings['num_train_epochs']}"
+        )
+    if settings.get("do_eval") is True and evaluates == "no":
+        faults.append("do_eval: true with evaluation_strategy: no, its default")
+    if settings.get("load_best_model_at_end") is True:
+        every = number("eval_steps", 0) or number("logging_steps", _USUAL) or 1
+        if evaluates != saves:
+            strategies = f"evaluation_strategy: {evaluates} and save_strategy: {saves}"
+            faults.append(f"load_best_model_at_end: true with {strategies}, which must be equal")
+        elif saves == _STEPS and number("save_steps", _USUAL) % every:
+            steps = f"save_steps: {number('save_steps', _USUAL)}"
+            faults.append(f"load_best_model_at_end: true with {steps}, which is no multiple of eval_steps: {every}")
+    if faults:
+        raise OptionError(
+            "Training cannot start with these settings.",
+            where="training arguments",
+            evidence=faults,
+            next_step="Change the listed keys.",
+        )
 
 
 def refuse_expert_layout(settings: Mapping[str, Any], ranks: int) -> None:

@@ -183,10 +183,12 @@ def prepare(config: Path, nproc: int | None, overrides: Sequence[str]) -> Traini
     if own is None:  # A registration file of the user may add stages and replace the model.
         start_checks.refuse_unknown_values(settings)
         start_checks.refuse_pipeline(settings)
+        start_checks.refuse_schedule(settings)
     check_stage(settings)
     options = SimpleNamespace(**{**vars(FlexFields()), **settings})
     check_options(options)
     start_checks.refuse_missing_paths(settings)
+    start_checks.refuse_upload(options)
     node = nodes.this_node(os.environ)
     start_checks.refuse_resume(settings, node.count > 1)
     start_checks.refuse_resume_without_the_key(settings)

@@ -23,6 +23,7 @@ from paddleformers_fc.errors import FormatError, OptionError
 _URL = re.compile(r"((?:[A-Za-z][A-Za-z0-9+.-]*::)*[A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 _LOCAL = frozenset({"file", "local"})
 _WEB = frozenset({"http", "https"})
+_IN_PROCESS = "memory"
 # Up to the "@" in front of the host; a secret may hold slashes, and a port is none.
 _CREDENTIALS = re.compile(r"(?<=://)(?:[^/@:\s]*:(?!\d+/)\S*@|[^/\s]*@)")
 
@@ -191,6 +192,43 @@ def parse_target(named: str | os.PathLike[str] | RemotePath, doing: str) -> AnyP
             next_step="Name a directory of this machine, or an object store such as s3://bucket/run/export.",
         )
     return found
+
+
+def require_lasting(found: AnyPath, doing: str) -> None:
+    """Refuse a target in the memory of this process, which ends with it.
+
+    Args:
+        found: a parsed target.
+        doing: as for :func:`parse_target`.
+
+    Raises:
+        OptionError: it is in memory.
+    """
+    if isinstance(found, RemotePath) and found.protocol == _IN_PROCESS:
+        raise OptionError(
+            f"{doing} in {found} would end with this process.",
+            where=str(found),
+            next_step="Name a directory of this machine, or an object store such as s3://bucket/run.",
+        )
+
+
+def parse_store(named: str, doing: str) -> RemotePath:
+    """Parse the URL of a store that outlives this process; a ``file://`` URL is that of a store of this machine.
+
+    Args:
+        named: as the user named it.
+        doing: as for :func:`parse_target`.
+
+    Raises:
+        OptionError: it is not such a URL.
+    """
+    found = parse_target(named, doing)
+    require_lasting(found, doing)
+    if isinstance(found, RemotePath):
+        return found
+    if _URL.fullmatch(named) is None:
+        _reject(named, "it is no URL")
+    return RemotePath(f"file://{found}")
 
 
 def refuse_empty(text: str) -> None:

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from paddleformers_fc.errors import Corrupt
+from paddleformers_fc.errors import Corrupt, StorageError
 from paddleformers_fc.storage.block_checksums import compare_blocks
 from paddleformers_fc.storage.checksum import checksum_of
 from paddleformers_fc.storage.file_checksums import FileChecksum, size_fault
@@ -28,6 +28,7 @@ from paddleformers_fc.storage.safetensors import FileLayout
 
 UPLOAD_BYTES = 32 * 1024 * 1024
 """Length of an uploaded part."""
+_PROBE = ".paddleformers_fc.test"
 _MOST_PARTS = 9000
 """S3 takes 10,000."""
 
@@ -49,7 +50,13 @@ class RemoteFileWriter:
         self._deferred, self._done = deferred, False
         part = max(UPLOAD_BYTES, -(-size // _MOST_PARTS))
         with asking("write", path) as (system, inner):
-            self._file: Any = system.open(inner, "wb", block_size=part, autocommit=not deferred)
+            options = {"block_size": part, "autocommit": not deferred}
+            try:
+                self._file: Any = system.open(inner, "wb", **options)
+            except FileNotFoundError:
+                # Unlike an object store, such as a file system of this machine.
+                system.makedirs(system._parent(inner), exist_ok=True)
+                self._file = system.open(inner, "wb", **options)
 
     def write(self, data: bytes | memoryview) -> None:
         """Append bytes.
@@ -165,6 +172,17 @@ def write_remote(directory: RemotePath, name: str, data: bytes) -> FileChecksum:
         writer.abandon()
         raise
     return checksum_of(name, data)
+
+
+def check_remote_writable(directory: RemotePath) -> None:
+    """Write a small file and delete it, so that a missing bucket or right is found before hours of training.
+
+    Raises:
+        StorageError: the store refused to write.
+    """
+    write_remote(directory, _PROBE, b"written to test this URL, and deleted at once\n")
+    with contextlib.suppress(StorageError):  # Only save_total_limit needs the right.
+        remove_remote(directory / _PROBE)
 
 
 def remove_remote(path: RemotePath) -> None:

@@ -105,6 +105,8 @@ def train(
     """
     preflight.check(trainer, channel_of(trainer.args))
     job_state = job_state_of(trainer)
+    if job_state.uploads is not None:
+        job_state.uploads.check()
     run_on_all(channel_of(trainer.args), "looking at the reference model", lambda: _refuse_reference(trainer))
     job_state.resumed_from = job_state.progress = job_state.generators = job_state.saved = job_state.record = None
     job_state.ran, job_state.warned = {"train"}, set()

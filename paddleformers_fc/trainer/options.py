@@ -25,7 +25,7 @@ from paddleformers_fc.errors import OptionError
 from paddleformers_fc.formats.checkpoint import TIED_WAYS
 from paddleformers_fc.layout.roles import OPTIMIZERS
 from paddleformers_fc.storage.manifest import LEVELS
-from paddleformers_fc.storage.paths import RemotePath, mask_credentials, parse_target, require_local
+from paddleformers_fc.storage.paths import RemotePath, expand_user, mask_credentials, parse_store, require_local
 
 REPLICA_WAYS = ("off", "warn", "refuse")
 """Values of ``flex_check_replicas``."""
@@ -262,11 +262,13 @@ def check_options(options: Any) -> None:
     output_dir = getattr(options, "output_dir", None)
     if isinstance(output_dir, str | os.PathLike):
         require_local(output_dir, "A checkpoint")
+        _refuse_upload_to_itself(options, expand_user(output_dir))
     if getattr(options, "aoa_config", None) is not None:
         read_config(options.aoa_config)
     semi_auto = SEMI_AUTO_CONFLICTS if getattr(options, "enable_auto_parallel", False) else ()
     refuse_conflicts(options, (*CONFLICTS, *semi_auto))
     _refuse_two_averages(options)
+    _refuse_no_saves(options)
 
 
 def refuse_conflicts(options: Any, table: Iterable[Conflict]) -> None:
@@ -309,6 +311,23 @@ def _refuse_two_averages(options: Any) -> None:
             where="training arguments",
             evidence=faults,
             next_step="Remove one of the two keys.",
+        )
+
+
+def _refuse_no_saves(options: Any) -> None:
+    """Refuse a number of steps under which PaddleFormers silently saves no checkpoint.
+
+    Raises:
+        OptionError: with the number.
+    """
+    strategy, steps = getattr(options, "save_strategy", "steps"), getattr(options, "save_steps", 1)
+    is_saved = getattr(strategy, "value", strategy) != "steps" or getattr(options, "save_last_step", False)
+    if isinstance(steps, int) and steps < 1 and not is_saved:
+        raise OptionError(
+            "flex_checkpoint: true is set, and no step would be saved.",
+            where="training arguments",
+            evidence=[f"save_steps: {steps} with save_strategy: steps"],
+            next_step='Set save_steps to 1 or more; or save_strategy: epoch, or "no" for a run without checkpoints.',
         )
 
 
@@ -443,12 +462,27 @@ def _range_faults(options: Any) -> list[str]:
     return faults
 
 
+def _refuse_upload_to_itself(options: Any, output_dir: str) -> None:
+    """Refuse to upload checkpoints to the directory in which they are saved.
+
+    Raises:
+        OptionError: both are one directory.
+    """
+    url = upload_url(options)
+    if url is not None and os.path.realpath(url.url.partition("://")[2]) == os.path.realpath(output_dir):
+        raise OptionError(
+            "flex_upload and output_dir are one directory.",
+            where="training arguments",
+            evidence=[f"flex_upload: {url}", f"output_dir: {output_dir}"],
+            next_step="Name another directory in one of them.",
+        )
+
+
 def upload_url(options: Any) -> RemotePath | None:
     """Return the URL to which checkpoints are uploaded; None if they are not."""
     if options.flex_upload == NO_UPLOAD:
         return None
-    found = parse_target(options.flex_upload, "A checkpoint")
-    return found if isinstance(found, RemotePath) else None
+    return parse_store(options.flex_upload, "An upload")
 
 
 def _upload_faults(value: Any) -> list[str]:
@@ -459,10 +493,10 @@ def _upload_faults(value: Any) -> list[str]:
     if mask_credentials(value) != value:
         return [f"flex_upload: {mask_credentials(value)} contains credentials; fsspec's configuration has them"]
     try:
-        found = parse_target(value, "A checkpoint")
+        parse_store(value, "An upload")
     except OptionError as error:
         return [f"flex_upload: {error.what}"]
-    return [] if isinstance(found, RemotePath) else [f"flex_upload: {value} is not a URL such as s3://bucket/run"]
+    return []
 
 
 def _size_faults(text: Any) -> list[str]:

@@ -27,7 +27,7 @@ from paddleformers_fc.execute.upload import Upload, remove_uploaded, uploaded_ch
 from paddleformers_fc.storage.files import exists
 from paddleformers_fc.storage.manifest import read_manifest, verify_files
 from paddleformers_fc.storage.paths import RemotePath
-from paddleformers_fc.storage.remote import list_remote
+from paddleformers_fc.storage.remote_writes import check_remote_writable
 from paddleformers_fc.text import rate_text, size_text
 from paddleformers_fc.trainer.library import logger
 from paddleformers_fc.trainer.rotation import finished_checkpoints, superfluous
@@ -220,6 +220,19 @@ class Uploads:
         self._leads = False
         self._in_loop = False
 
+    def check(self) -> None:
+        """Write to the store, before training. Every rank must call.
+
+        Raises:
+            FlexError: the same on every rank: faults of the URL, the bucket or the credentials.
+        """
+
+        def write() -> None:
+            if self._channel.rank == 0:
+                check_remote_writable(self._url)
+
+        run_on_all(self._channel, "looking at flex_upload", write)
+
     def committed(self, checkpoint: Path, best: str | None, disks: DiskLeaders) -> None:
         """Upload a committed checkpoint; called on every rank, by any thread, before old ones are deleted."""
         if self._channel.rank in disks.sorted_leaders:
@@ -239,15 +252,14 @@ class Uploads:
         """Return a block in which a training loop runs; at its end every checkpoint is uploaded. Every rank must enter.
 
         Raises:
-            FlexError: the same on every rank: the store cannot be listed, or a checkpoint not be uploaded.
+            FlexError: the same on every rank: a checkpoint cannot be uploaded.
         """
 
         def begin() -> None:
             if self._channel.rank == 0:
-                list_remote(self._url)  # Faults of the URL or the credentials are raised before training.
                 self._uploader.begin_with(self._output_dir)
 
-        run_on_all(self._channel, "looking at flex_upload", begin)
+        run_on_all(self._channel, "looking at the checkpoints to upload", begin)
         self._in_loop = True
         try:
             yield
@@ -263,6 +275,14 @@ class Uploads:
         if not self._in_loop:
             self.finish()
 
+    def _wait(self) -> None:
+        """Wait until no rank uploads."""
+        seconds = min(_WAIT_SECONDS, self._patience / 4)
+        while any(
+            all_gather_checked(self._channel, "waiting for uploads", lambda: self._uploader.is_busy(seconds), bool)
+        ):
+            continue
+
     def finish(self) -> None:
         """Wait until every checkpoint is uploaded. Every rank must call.
 
@@ -272,10 +292,7 @@ class Uploads:
         pending = self._uploader.pending()
         if pending:
             logger.info(f"Waiting for uploads to {self._url}: {', '.join(path.name for path in pending)}.")
+        self._wait()
         self._uploader.retry()
-        seconds = min(_WAIT_SECONDS, self._patience / 4)
-        while any(
-            all_gather_checked(self._channel, "waiting for uploads", lambda: self._uploader.is_busy(seconds), bool)
-        ):
-            continue
+        self._wait()
         run_on_all(self._channel, "uploading checkpoints", self._uploader.refuse_failed)

@@ -303,6 +303,19 @@ def test_the_number_of_ranks_is_not_chosen_on_an_accelerator(tmp_path: Path, on:
         ({"optim": "adam"}, ["sharding=stage1 stage5"], "- optim: 'adam' is none of adamw, adafactor, adamw_mini"),
         ({"sep_parallel_size": 2}, ["--nproc", "2"], "flex_checkpoint: true and sep_parallel_size: 2: segment"),
         ({}, ["context_parallel_size=2"], "flex_checkpoint: true and context_parallel_size: 2: context"),
+        ({"save_steps": 0}, [], "save_steps: 0 with save_strategy: steps"),
+        ({"save_steps": -1, "save_strategy": "steps"}, [], "save_steps: -1 with save_strategy: steps"),
+        ({"lora_rank": 0, "lora": True}, [], "- lora_rank: 0 is less than 1"),
+        ({"gradient_accumulation_steps": 0}, ["per_device_train_batch_size=0"], "- per_device_train_batch_size: 0 is"),
+        ({"logging_steps": 0}, [], "- logging_steps: 0 with logging_strategy: steps"),
+        ({"do_eval": True}, [], "- do_eval: true with evaluation_strategy: no"),
+        ({"load_best_model_at_end": True}, [], "- load_best_model_at_end: true with evaluation_strategy: no and save"),
+        (
+            {"load_best_model_at_end": True, "evaluation_strategy": "steps", "eval_steps": 2, "save_steps": 3},
+            [],
+            "- load_best_model_at_end: true with save_steps: 3, which is no multiple of eval_steps: 2",
+        ),
+        ({"max_steps": -1, "num_train_epochs": 0}, [], "- max_steps: -1 and num_train_epochs: 0"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_before_a_rank_starts(
@@ -313,6 +326,23 @@ def test_settings_that_cannot_work_are_refused_before_a_rank_starts(
     assert outcome.code == 2
     assert text in outcome.err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"save_strategy": "no", "save_steps": 0},
+        {"save_steps": 0, "save_last_step": True},
+        {"save_steps": 0, "flex_checkpoint": False},
+        {"lora_rank": 0, "fine_tuning": "full"},
+        {"logging_steps": 0, "logging_strategy": "epoch"},
+        {"load_best_model_at_end": True, "evaluation_strategy": "steps", "eval_steps": 2, "save_steps": 4},
+        {"load_best_model_at_end": True, "evaluation_strategy": "epoch", "save_strategy": "epoch", "eval_steps": 3},
+        {"max_steps": 0, "num_train_epochs": 1},
+    ],
+)
+def test_numbers_and_strategies_that_go_together_are_accepted(tmp_path: Path, on: Any, keys: dict[str, Any]) -> None:
+    assert run("train", config(tmp_path, **keys), "--dry-run").code == 0
 
 
 def test_a_layout_that_divides_the_ranks_and_a_model_of_a_hub_are_accepted(tmp_path: Path, on: Any) -> None:

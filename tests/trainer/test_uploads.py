@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 from msgspec.structs import replace
@@ -17,9 +19,11 @@ from paddleformers_fc.execute import upload
 from paddleformers_fc.execute.upload import Upload
 from paddleformers_fc.storage.files import files_within
 from paddleformers_fc.storage.manifest import MANIFEST_NAME, DivergedTie, read_manifest, write_manifest
+from paddleformers_fc.storage.paths import RemotePath
 from paddleformers_fc.trainer import save_job
-from paddleformers_fc.trainer.options import FlexFields
+from paddleformers_fc.trainer.options import FlexFields, check_options, upload_url
 from paddleformers_fc.trainer.uploads import CheckpointUploader, Uploads
+from tests.cli.support import run
 from tests.harness.limits import LIMIT
 from tests.harness.tiny import DP2, SD2V2
 from tests.harness.waiting import pause
@@ -237,6 +241,56 @@ def test_a_local_checkpoint_is_deleted_after_its_upload_and_not_before(bucket: B
     save_job.rotate(args, tmp_path / "checkpoint-4", None, disks, ALONE, str(tmp_path), one)
     assert left(tmp_path) == ["checkpoint-4"]
     assert steps(bucket) == ["checkpoint-2", "checkpoint-4"]
+
+
+def test_a_bucket_that_is_missing_or_cannot_be_written_is_refused_before_training(
+    bucket: Bucket, tmp_path: Path
+) -> None:
+    args: Any = SimpleNamespace(save_total_limit=0, output_dir=str(tmp_path), flex_timeout=60)
+    missing = RemotePath(f"{bucket.path}-missing/run")
+    with pytest.raises(StorageError, match="refused to write"):
+        Uploads(missing, args, ALONE).check()
+    (tmp_path / "job.yaml").write_text(json.dumps({"output_dir": str(tmp_path / "out"), "device": "cpu"}))
+    outcome = run("train", tmp_path / "job.yaml", "flex_checkpoint=true", f"flex_upload={missing}", "--dry-run")
+    assert "refused to write" in outcome.err
+    assert (outcome.code, (tmp_path / "out").exists()) == (2, False)
+    uploads(bucket, tmp_path).check()
+    assert bucket.files("run") == {}
+    bucket.store.accepts = lambda method, path, query: False
+    with pytest.raises(StorageError, match="refused to write"):
+        uploads(bucket, tmp_path).check()
+
+
+def test_checkpoints_are_uploaded_to_a_file_system_of_this_machine(tmp_path: Path) -> None:
+    target = tmp_path / "of all runs/é/run"
+    url = upload_url(FlexFields(flex_upload=f"file://{quote(str(target))}"))
+    assert url == upload_url(FlexFields(flex_upload=f"local://{quote(str(target))}"))
+    assert url is not None
+    args: Any = SimpleNamespace(save_total_limit=1, output_dir=str(tmp_path / "out"), flex_timeout=60)
+    one = Uploads(url, args, ALONE)
+    one.check()
+    (tmp_path / "out").mkdir()
+    with one.followed():
+        for step in (2, 4):
+            one.committed(make_checkpoint(tmp_path / "out", step), None, DiskLeaders((0,), ""))
+    assert content(target) == {
+        f"checkpoint-4/{name}": data for name, data in content(tmp_path / "out/checkpoint-4").items()
+    }
+
+
+def test_checkpoints_are_not_uploaded_to_themselves_or_into_memory(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path)
+    options = SimpleNamespace(**{**vars(FlexFields()), "flex_checkpoint": True, "output_dir": f"{tmp_path}/link"})
+    options.flex_upload = f"file://{tmp_path}"
+    with pytest.raises(OptionError, match="flex_upload and output_dir are one directory"):
+        check_options(options)
+    with pytest.raises(OptionError, match="flex_upload: An upload in memory://run would end with this process"):
+        FlexFields(flex_upload="memory://run")
+    checkpoint = make_checkpoint(tmp_path, 2)
+    for command in ("export", "convert"):
+        outcome = run(command, checkpoint, "memory://run")
+        assert outcome.code == 2
+        assert "would end with this process" in outcome.err
 
 
 @pytest.mark.parametrize("value", [3, "", "out", "http://host/run", "s3://key:secret@bucket/run"])
