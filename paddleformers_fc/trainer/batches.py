@@ -307,12 +307,19 @@ class PositionTracker(TrainerCallback):
         self.order = start.order or order
         self._on_made_up = on_made_up
         self._epochs_begun = self._step_at_epoch_begin = 0
+        self._counted = sys.maxsize  # The last step that the position contains; no step is counted before an epoch.
         self.position = self._epoch_begin = start.position
 
     def begin_next_epoch(self) -> None:
         """Replace the resumed epoch, which has no batch left, by the next one."""
         self.order = self._own_order
         self.position = self._epoch_begin = Position(self._epoch_begin.epoch + 1, 0, self.position.consumed)
+
+    def catch_up(self, args: Any, state: Any) -> None:
+        """Count the steps before a save of a callback that runs before the tracker, or after skipped steps."""
+        if state.global_step > self._counted:
+            self._count(args, state, self._waiting())
+        state.consumed_samples = self.position.consumed
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Set the number of epochs of the whole run; the loop counts the remaining ones only."""
@@ -326,7 +333,7 @@ class PositionTracker(TrainerCallback):
             self.order = self._own_order
             self._epoch_begin = Position(self._epoch_begin.epoch + 1, 0, self.position.consumed)
         self._epochs_begun += 1
-        self._step_at_epoch_begin = state.global_step
+        self._step_at_epoch_begin = self._counted = state.global_step
         self.position = self._epoch_begin
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -348,6 +355,7 @@ class PositionTracker(TrainerCallback):
         begin = self._epoch_begin
         trained = (state.global_step - self._step_at_epoch_begin) * pace_of(args).per_step
         self.position = Position(begin.epoch, begin.samples + trained, begin.consumed + trained, waiting)
+        self._counted = state.global_step
         state.consumed_samples = self.position.consumed
         self._set_epoch(args, state)
 

@@ -106,8 +106,7 @@ def prepare(trainer: Any, metrics: dict[str, float] | None) -> PreparedSave:
     degrees = parallel_degrees(args)
     if args.should_log:
         logger.info(f"Saving step {trainer.state.global_step} ({degrees_text(degrees)}) to {directory}")
-    # A callback of the user that saves when training begins runs before the tracker has corrected this number.
-    trainer.state.consumed_samples = job_state.tracker.position.consumed
+    job_state.tracker.catch_up(args, trainer.state)
     job = JobRecord(trainer.state.global_step, trainer.state.consumed_samples, degrees, job_state.record)
     model, replicas = describe_model(trainer.model), args.flex_check_replicas
     facts = comparable_facts(model, job, replicas)

@@ -171,7 +171,8 @@ def _add_average(trainer: Any, job_state: JobState) -> None:
         job_state.update_barrier,
         lambda: channel_of(args),
     )
-    trainer.add_callback(job_state.average)
+    # A callback of the user that saves when a step ends saves the average after that step.
+    trainer.callback_handler.callbacks.insert(0, job_state.average)
     if settings.loss_threshold is not None:
         trainer.training_step = job_state.average.watch_loss(trainer.training_step)
 

@@ -38,7 +38,7 @@ def written(tmp_path: Path, **changes: Any) -> Path:
 
 @pytest.mark.parametrize(
     ("name", "rows", "columns"),
-    [("llama2", 10, 10), ("ernie4_5_moe", 8, 8), ("qwen3", 4, 4), ("qwen3_moe", 4, 4), ("qwen2_5_vl", 4, 4)],
+    [("llama2", 10, 10), ("ernie4_5_moe", 8, 8), ("qwen3", 4, 4), ("qwen3_moe", 4, 4), ("qwen2_5_vl", 4, 5)],
 )
 def test_the_recipes_are_the_public_matrices(name: str, rows: int, columns: int) -> None:
     recipe = read_recipe(RECIPES / f"{name}.yaml")
@@ -215,7 +215,7 @@ def test_an_experiment_is_a_paragraph_with_its_numbers(tmp_path: Path) -> None:
 
 
 def test_the_published_tables_are_whole_and_right() -> None:
-    for name, total in (("llama2", 100), ("ernie4_5_moe", 64), ("qwen3", 16), ("qwen2_5_vl", 16), ("qwen3_moe", 16)):
+    for name, total in (("llama2", 100), ("ernie4_5_moe", 64), ("qwen3", 16), ("qwen2_5_vl", 20), ("qwen3_moe", 16)):
         page = (RECIPES.parents[1] / "docs" / "results" / f"{name}.md").read_text()
         assert f"* {total} of {total} cells: every tensor md5-equal" in page
         assert f"* {total} of {total} cells: the exports" in page
