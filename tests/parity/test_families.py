@@ -16,9 +16,9 @@ HEAD = """# Families
 Written by `make families` from what the tests have compared; a test compares it.
 
 * **mapping**: every declaration is proved. *trained*: layouts are resumed under every other one on real ranks, see the
-  pages of [Llama](verification/llama2.md), [ERNIE 4.5 MoE](verification/ernie4_5_moe.md),
-  [Qwen 3](verification/qwen3.md), [Qwen3-MoE](verification/qwen3_moe.md) and [Qwen 2.5 VL](verification/qwen2_5_vl.md).
-  *simulated*: the same with the tensors of [simulated ranks](verification/simulated.md), where every family is.
+  pages of [Llama](results/llama2.md), [ERNIE 4.5 MoE](results/ernie4_5_moe.md),
+  [Qwen 3](results/qwen3.md), [Qwen3-MoE](results/qwen3_moe.md) and [Qwen 2.5 VL](results/qwen2_5_vl.md).
+  *simulated*: the same with the tensors of [simulated ranks](results/simulated.md), where every family is.
 * **logits compared**: tiny checkpoints of Transformers, of vision-language models with images, are loaded under these
   degrees of tensor parallelism. Logits agree within 2e-6, and exports are equal byte by byte.
 
@@ -58,4 +58,4 @@ def test_the_table_has_the_layouts_of_the_pages() -> None:
 
 
 def _verification(stem: str) -> str:
-    return (PAGE.parent / "verification" / f"{stem}.md").read_text()
+    return (PAGE.parent / "results" / f"{stem}.md").read_text()
