@@ -128,8 +128,7 @@ def _refuse_reference(trainer: Any) -> None:
     # PaddleFormers' preference training sets it after Trainer.__init__.
     reference.refuse_unsupported(trainer)
     if not job_state_of(trainer).has_trained:
-        model = reference.model_of(trainer)
-        origin.refuse_other_reference(model, trainer.model, trainer.args.flex_accept_model)
+        origin.refuse_other_reference(reference.model_of(trainer), trainer.model)
 
 
 def _warn_of_leftovers(args: Any) -> None:

@@ -57,7 +57,6 @@ NO_UPLOAD = "none"
 
 _SWITCHES = (
     "flex_checkpoint",
-    "flex_accept_model",
     "flex_allow_casts",
     "flex_async_save",
     "use_flex_async_save",
@@ -166,11 +165,6 @@ class FlexFields:
         "The signal on which all processes save at the same step and end with code 85: SIGTERM, SIGINT, SIGUSR2, "
         "SIGHUP, or off. Default: SIGTERM.",
     )
-    flex_accept_model: bool = _option(
-        False,
-        "Train a model whose weights were set by another loader, such as set_state_dict, which skips tensors that do "
-        "not fit. Default: false.",
-    )
     flex_ema_decay: float = _option(
         0.0,
         "Keep an exponential moving average of the trained weights in host memory, with this weight of the former "
@@ -209,8 +203,8 @@ class FlexFields:
 
 REMOVED = frozenset(
     {
-        *("flex_async_depth", "flex_async_memory", "flex_ema_bias_correction", "flex_ema_start_step"),
-        *("flex_max_file_size", "flex_plan_cache", "flex_staging_size"),
+        *("flex_accept_model", "flex_async_depth", "flex_async_memory", "flex_ema_bias_correction"),
+        *("flex_ema_start_step", "flex_max_file_size", "flex_plan_cache", "flex_staging_size"),
     }
 )
 """Keys of earlier versions, which set what is constant now."""

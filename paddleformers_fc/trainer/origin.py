@@ -18,7 +18,6 @@ import numpy as np
 
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.mapping.folding import fold
-from paddleformers_fc.trainer.library import logger
 
 _MARK = "_flex_loaded_by"
 _ITSELF = "the model"
@@ -54,33 +53,27 @@ def loaded_by_others(model: Any) -> list[str]:
     return [f"{name or _ITSELF}: {loader}" for name, loader in lines.items()]
 
 
-def refuse_unchecked(model: Any, accepted: bool) -> None:
+def refuse_unchecked(model: Any) -> None:
     """Refuse a model whose weights another loader has set.
 
     Args:
         model: the model of a Trainer.
-        accepted: ``flex_accept_model``; then the weights are named in the log and the run continues.
 
     Raises:
         OptionError: with every part that another loader has set.
     """
     found = loaded_by_others(model)
-    if found and accepted:
-        logger.warning(
-            f"flex_accept_model: true: training begins with weights that were not checked: {'; '.join(fold(found))}."
-        )
-    elif found:
+    if found:
         raise OptionError(
             "The model's weights were set by a loader that skips what does not fit, and were not checked.",
-            where="flex_accept_model",
+            where="model",
             evidence=fold(found),
             next_step="Create the training arguments with flex_checkpoint=True, or call paddleformers_fc.install(), "
-            "before from_pretrained; or fill the model with paddleformers_fc.load_open_weights(model, directory). "
-            "To train these weights unchecked, set flex_accept_model: true.",
+            "before from_pretrained; or fill the model with paddleformers_fc.load_open_weights(model, directory).",
         )
 
 
-def refuse_other_reference(reference: Any, model: Any, accepted: bool) -> None:
+def refuse_other_reference(reference: Any, model: Any) -> None:
     """Refuse a reference model that another loader has set, unless its weights are those of the trained model.
 
     PaddleFormers' preference training copies the model into the reference model with ``set_state_dict``, which skips
@@ -89,10 +82,9 @@ def refuse_other_reference(reference: Any, model: Any, accepted: bool) -> None:
     Args:
         reference: the reference model of a Trainer; None if it has none.
         model: the model that is about to be trained.
-        accepted: as in :func:`refuse_unchecked`.
 
     Raises:
-        OptionError: with every tensor that differs, or as :func:`refuse_unchecked`.
+        OptionError: with every tensor that differs.
     """
     if reference is None or not loaded_by_others(reference):
         return
@@ -102,15 +94,13 @@ def refuse_other_reference(reference: Any, model: Any, accepted: bool) -> None:
         for name, tensor in _tensors(reference)
         if name not in tensors or not _equal(tensor, tensors[name])
     ]
-    if apart and accepted:
-        logger.warning(f"flex_accept_model: true: the reference model was not checked: {'; '.join(fold(apart))}.")
-    elif apart:
+    if apart:
         raise OptionError(
             "The reference model was set by a loader that skips what does not fit, and is not the model.",
-            where="flex_accept_model",
+            where="reference model",
             evidence=fold(apart),
             next_step="Load both models from their directories after the training arguments were created with "
-            "flex_checkpoint=True. To train with this reference model unchecked, set flex_accept_model: true.",
+            "flex_checkpoint=True.",
         )
 
 

@@ -208,8 +208,7 @@ def _refuse_arguments(cls: Any, keywords: dict[str, Any]) -> None:
                 else f"{name}={keywords[name]!r}: not supported by the reader of open weights"
                 for name in refused
             ],
-            next_step="Remove the argument, or load the model before flex_checkpoint: true is in force and set "
-            "flex_accept_model: true.",
+            next_step="Remove the argument; or build the model from its configuration, and assign its weights.",
         )
 
 

@@ -97,7 +97,7 @@ def init_trainer(trainer: Any, native: Native, *args: Any, **kwargs: Any) -> Non
     run_on_all(
         channel,
         "checking where the model's weights come from",
-        lambda: origin.refuse_unchecked(trainer.model, arguments.flex_accept_model),
+        lambda: origin.refuse_unchecked(trainer.model),
     )
     base_fingerprint.identify_once(trainer.model, channel)
     gate = StepGate()

@@ -259,16 +259,15 @@ def _trained(model: Any, output_dir: str, trainer: str, **arguments: Any) -> Any
     return made
 
 
-def train_beside_reference(source: str, output_dir: str, change: str | None, accept: bool = False) -> dict[str, Any]:
+def train_beside_reference(source: str, output_dir: str, change: str | None) -> dict[str, Any]:
     """Train with a reference model that was copied with ``set_state_dict``; the last step, or the error.
 
     Args:
         change: a parameter of the reference model that is another one's.
-        accept: ``flex_accept_model``.
     """
     from paddleformers_fc import FlexTrainer
 
-    args = _arguments(output_dir, max_steps=1, flex_accept_model=accept)
+    args = _arguments(output_dir, max_steps=1)
     model, reference = _from_pretrained(source), _fresh(source)
     reference.set_state_dict(model.state_dict())
     if change is not None:

@@ -140,10 +140,7 @@ def test_a_model_that_another_loader_has_set_is_refused_with_what_that_was(
     found = come_by(ranks, way, source, tmp_path, trainer=trainer)
     assert found.get("error") == "OptionError", found
     assert f"\n  - {message.format(source=source)}\n" in found["message"]
-    assert "set flex_accept_model: true" in found["message"]
     assert "load_open_weights" in found["message"]
-    accepted = come_by(ranks, way, source, tmp_path, trainer=trainer, flex_accept_model=True)
-    assert len(accepted.get("losses", ())) == 2, accepted
 
 
 @pytest.mark.parametrize(
@@ -157,24 +154,22 @@ def test_a_model_built_before_this_package_could_see_its_loader_is_refused(
     found = come_by(bare_ranks, way, source, tmp_path, trainer=trainer)
     assert found.get("error") == "OptionError", found
     assert "\n  - the model: built before paddleformers_fc could see which loader fills it\n" in found["message"]
-    accepted = come_by(bare_ranks, way, source, tmp_path, trainer=trainer, flex_accept_model=True)
-    assert len(accepted.get("losses", ())) == 2, accepted
 
 
 def test_one_rank_that_was_filled_by_another_loader_stops_all(ranks: ForkServer, llama: Path, tmp_path: Path) -> None:
     kwargs = {"source": str(llama), "output_dir": str(tmp_path / "out")}
     outcomes = ranks.run(f"{JOBS}:train_where_one_rank_differs", 2, kwargs).values
     assert outcomes[0] == outcomes[1]
-    assert "where: flex_accept_model (on rank 1)" in outcomes[0]
+    assert "where: model (on rank 1)" in outcomes[0]
 
 
-@pytest.mark.parametrize(("change", "accept"), [(None, False), ("model.norm.weight", False), ("lm_head.weight", True)])
+@pytest.mark.parametrize("change", [None, "model.norm.weight"])
 def test_a_reference_model_is_the_model_or_refused(
-    ranks: ForkServer, llama: Path, tmp_path: Path, change: str | None, accept: bool
+    ranks: ForkServer, llama: Path, tmp_path: Path, change: str | None
 ) -> None:
-    kwargs = {"source": str(llama), "output_dir": str(tmp_path / "out"), "change": change, "accept": accept}
+    kwargs = {"source": str(llama), "output_dir": str(tmp_path / "out"), "change": change}
     found = ranks.run(f"{JOBS}:train_beside_reference", 1, kwargs).values[0]
-    if change is None or accept:
+    if change is None:
         assert found == {"step": 1}
     else:
         assert found["error"] == "OptionError"
