@@ -61,7 +61,6 @@ _CALLBACKS = "paddleformers.trainer.trainer_callback"
 _ARGUMENTS = "paddleformers.trainer.training_args:TrainingArguments"
 _SAMPLERS = "paddleformers.utils.batch_sampler"
 _MODELS = "paddleformers.transformers.model_utils"
-_LOADING = "paddle.distributed.flex_checkpoint.dcp.load_state_dict:"
 _CONFIG = "paddleformers.transformers.configuration_utils:PretrainedConfig"
 _SHARDING = "paddle.distributed.fleet.meta_optimizers.dygraph_optimizer.dygraph_sharding_optimizer"
 _FUSION = "paddle.distributed.fleet.utils.tensor_fusion_helper"
@@ -271,15 +270,7 @@ TRAINER = (
         "convert_from_hf=True, use_safetensors=None, variant=None)",
     ),
     Hook(f"{_MODELS}:get_common_folder", "(file_list)"),
-    *(
-        Hook(f"paddle.nn:Layer.{name}", "(self, state_dict, use_structured_name=True)")
-        for name in ("set_state_dict", "set_dict", "load_dict")
-    ),
     Hook("paddle.nn:Layer", names=("named_sublayers", "named_parameters", "named_buffers")),
-    Hook(f"{_LOADING}load_state_dict", names=("local_load_state_dict", "is_sharded_state_dict")),
-    Hook(f"{_LOADING}local_load_state_dict", "(state_dict, path, offload=False, use_dist=True)"),
-    Hook(f"{_LOADING}is_sharded_state_dict", "(state_dict, use_dist=True, process_group=None)"),
-    Hook(f"{_MODELS}:faster_set_state_dict", "(model, state_dict, model_state_dict=None, strict_dtype=True)"),
     # The optimizer and its wrappers.
     Hook("paddle.optimizer:AdamW.__init__", names=("_use_lowprecision_moment", "_param_groups", "_parameter_list")),
     Hook("paddle.optimizer:AdamW._create_accumulators", "(self, block, parameters)", ("_add_moments_pows",)),
@@ -492,7 +483,6 @@ NLP_TRAINER = (
     Hook(f"{_NLP_MODELS}:PipelinePretrainedModel._set_pipeline_name_mapping", names=("_pp_to_single_mapping",)),
     Hook(f"{_NLP_MODELS}:unwrap_model", "(model, *args, **kwargs)"),
     Hook(f"{_NLP_MODELS}:get_parameter_dtype", "(parameter)"),
-    Hook(f"{_NLP_MODELS}:faster_set_state_dict", "(model, state_dict, strict_dtype=True)"),
     Hook("paddlenlp.transformers.llama.modeling:LlamaLMHead.__init__", names=("is_distributed", "split_axis")),
     Hook("paddlenlp.transformers.qwen2.modeling:Qwen2LMHead.__init__", names=("is_distributed", "split_axis")),
     Hook(f"{_NLP_CONFIG}:PretrainedConfig.to_json_string", "(self, use_diff=True, saving_file=False)"),

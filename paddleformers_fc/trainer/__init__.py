@@ -19,7 +19,7 @@ Importing this package imports neither Paddle nor PaddleFormers. :mod:`paddlefor
 ``position``, ``batches``, ``rng``                      position in the data, random states
 ``changes``, ``description``, ``pretrained_documents``  differences between runs; the live configuration
 ``open_weights_reader``, ``pretrained``                 open weights
-``loader_patches``, ``origin``                          models that other loaders filled
+``loader_patches``, ``weight_source``                   models that PaddleFormers' loader filled
 ``best``, ``bypass``, ``callback``                      best checkpoint, overridden methods, log lines and events
 ``rank_records``, ``progress_recorder``                 figures and errors for the starter of the ranks
 ``stock_keys``                                          keys, types and words of PaddleFormers' command line

@@ -47,7 +47,7 @@ def attach(others: Iterable[Replacement] = ()) -> None:
 
 
 def detach() -> None:
-    """Restore all originals except loaders, which still leave marks."""
+    """Restore all originals except ``from_pretrained``, which still notes the models that it fills."""
     open_weights_reader.read_natively_by_default()
     while _originals:
         (owner, name), original = _originals.popitem()

@@ -33,7 +33,7 @@ def install_options() -> None:
 
 
 def uninstall() -> None:
-    """Restore everything that :func:`install` replaced, except loaders, which still leave marks."""
+    """Restore all that :func:`install` replaced except ``from_pretrained``, which still notes what it fills."""
     detach()
 
 

@@ -13,7 +13,7 @@ if LIBRARY == PADDLENLP:
     from paddlenlp.peft.lora.lora_layers import LoRAConv2D
     from paddlenlp.quantization.quantization_config import QuantizationConfig
     from paddlenlp.trainer.trainer_utils import PREFIX_CHECKPOINT_DIR, ShardingOption
-    from paddlenlp.transformers import PretrainedConfig, PretrainedModel, model_utils
+    from paddlenlp.transformers import PretrainedConfig, PretrainedModel
     from paddlenlp.transformers.configuration_utils import LlmMetaConfig
     from paddlenlp.transformers.model_utils import get_parameter_dtype, unwrap_model
     from paddlenlp.utils.batch_sampler import DistributedBatchSampler
@@ -44,7 +44,7 @@ else:
     from paddleformers.quantization.quantization_config import QuantizationConfig
     from paddleformers.trainer.trainer_utils import ShardingOption
     from paddleformers.trainer.utils.offload_optimizer import offload  # type: ignore[no-redef]
-    from paddleformers.transformers import PretrainedConfig, PretrainedModel, model_utils
+    from paddleformers.transformers import PretrainedConfig, PretrainedModel
     from paddleformers.transformers.configuration_utils import LlmMetaConfig
     from paddleformers.transformers.model_utils import (  # type: ignore[no-redef]
         clean_model_class_name,
@@ -82,7 +82,6 @@ __all__ = [
     "described_values",
     "get_common_folder",
     "get_parameter_dtype",
-    "model_utils",
     "offload",
     "sharded_state_dict",
     "unwrap_model",

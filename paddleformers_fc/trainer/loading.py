@@ -54,7 +54,6 @@ from paddleformers_fc.trainer import (
     live_roles,
     optimizer_states,
     optimizers,
-    origin,
     position,
     preflight,
     pretrained_documents,
@@ -101,7 +100,7 @@ def train(
     Raises:
         NotACheckpoint: there is none, or the named directory is not one.
         FlexError: as :func:`.preflight.check`, before the first step.
-        OptionError: see :func:`.origin.refuse_other_reference`.
+        MismatchError: see :func:`.reference.refuse_unlike`.
     """
     preflight.check(trainer, channel_of(trainer.args))
     job_state = job_state_of(trainer)
@@ -128,7 +127,7 @@ def _refuse_reference(trainer: Any) -> None:
     # PaddleFormers' preference training sets it after Trainer.__init__.
     reference.refuse_unsupported(trainer)
     if not job_state_of(trainer).has_trained:
-        origin.refuse_other_reference(reference.model_of(trainer), trainer.model)
+        reference.refuse_unlike(reference.model_of(trainer), trainer.model)
 
 
 def _warn_of_leftovers(args: Any) -> None:

@@ -29,7 +29,7 @@ class FlexTrainerMixin(_AnyTrainer):
         super().__init_subclass__(**kwargs)
         upstream.require(HOOKS)
         _refuse_other_classes(cls)
-        loader_patches.watch()  # From here on, loaders mark the models that they fill.
+        loader_patches.watch()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         trainer_init.init_trainer(self, super().__init__, *args, **kwargs)

@@ -29,9 +29,9 @@ from paddleformers_fc.trainer import (
     base_fingerprint,
     failed_load,
     live_roles,
-    origin,
     own_statements,
     pretrained_documents,
+    weight_source,
 )
 from paddleformers_fc.trainer.description import describe_model
 from paddleformers_fc.trainer.job_state import channel_of, job_communicator, read_options
@@ -152,8 +152,7 @@ def _fill(
         report = load.fill()
     pretrained_documents.take_over(model, *described)
     kept = all_gather_checked(channel, "reporting what was loaded", lambda: list(report.fresh), list[str])
-    if not report.fresh:
-        origin.clear(model)
+    weight_source.note_verified(model, completely=not report.fresh)
     if not any(kept):
         base_fingerprint.remember(model, source, load.identities)
     if channel.rank == 0:

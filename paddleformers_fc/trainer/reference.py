@@ -30,7 +30,7 @@ from paddleformers_fc.mapping.boxes import Box
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.manifest import RESTORE
 from paddleformers_fc.storage.paths import AnyPath
-from paddleformers_fc.trainer import live_roles, own_statements
+from paddleformers_fc.trainer import live_roles, own_statements, weight_source
 from paddleformers_fc.trainer.description import describe_model
 from paddleformers_fc.trainer.library import TrainerCallback
 from paddleformers_fc.trainer.position import Pace
@@ -129,6 +129,48 @@ def refuse_unsupported(trainer: Any) -> None:
             ],
             next_step="Remove one of the two keys.",
         )
+
+
+def refuse_unlike(reference: Any, model: Any) -> None:
+    """Refuse a reference model that our reader has not filled, unless its weights are those of the trained model.
+
+    PaddleFormers' preference training copies the model into the reference model with ``set_state_dict``, which skips
+    mismatches.
+
+    Args:
+        reference: the reference model of a Trainer; None if it has none.
+        model: the model that is about to be trained.
+
+    Raises:
+        MismatchError: with every tensor that differs.
+    """
+    if reference is None or weight_source.is_verified(reference):
+        return
+    tensors = dict(_tensors(model))
+    apart = [
+        f"{name}: not equal to the model's"
+        for name, tensor in _tensors(reference)
+        if name not in tensors or not _equal(tensor, tensors[name])
+    ]
+    if apart:
+        raise MismatchError(
+            "The reference model was not read by paddleformers_fc, and is not the model.",
+            where="reference model",
+            evidence=fold(apart),
+            next_step="Load both models from their directories after the training arguments were created with "
+            "flex_checkpoint=True.",
+        )
+
+
+def _tensors(model: Any) -> Iterator[tuple[str, Any]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def _equal(one: Any, other: Any) -> bool:
+    return list(one.shape) == list(other.shape) and np.array_equal(
+        one.numpy(), other.astype(one.dtype).numpy(), equal_nan=True
+    )
 
 
 def roles(trainer: Any, record: ReferenceRecord) -> LiveRoles:

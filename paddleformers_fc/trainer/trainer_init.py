@@ -29,13 +29,13 @@ from paddleformers_fc.trainer import (
     ema_tensors,
     live_roles,
     lora,
-    origin,
     own_statements,
     preflight,
     pretrained_documents,
     reference,
     sharding_stage3,
     sonic_moe,
+    weight_source,
 )
 from paddleformers_fc.trainer.async_save import AsyncSaves
 from paddleformers_fc.trainer.bypass import BypassCheck
@@ -97,7 +97,7 @@ def init_trainer(trainer: Any, native: Native, *args: Any, **kwargs: Any) -> Non
     run_on_all(
         channel,
         "checking where the model's weights come from",
-        lambda: origin.refuse_unchecked(trainer.model),
+        lambda: weight_source.require_verified(trainer.model),
     )
     base_fingerprint.identify_once(trainer.model, channel)
     gate = StepGate()

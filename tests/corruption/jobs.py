@@ -167,33 +167,6 @@ def config_by_stock(source: Mapping[str, Any]) -> dict[str, Any]:
     return dict(json.loads(kind.from_dict(dict(source)).to_json_string(saving_file=True)))
 
 
-def train_what_was_set(output_dir: str, flex: bool) -> dict[str, Any]:
-    """Train a model whose weights ``set_state_dict`` has set, but for a longer one; what kept its initial values."""
-    import paddle
-    from paddleformers.trainer import Trainer
-
-    from paddleformers_fc import FlexTrainer, FlexTrainingArguments
-    from paddleformers_fc.errors import FlexError
-
-    settings = {"cls": FlexTrainingArguments, "flex_checkpoint": flex, "max_steps": 1}
-    args = tiny.training_arguments(tiny.SINGLE, output_dir, **settings)
-    model = tiny.build("llama", tiny.SINGLE, args)
-    given = {name: one * 2 for name, one in model.state_dict().items()}
-    given["lm_head.weight"] = paddle.ones([tiny.VOCABULARY + 1, 64])
-    model.set_state_dict(given)
-    kept = [
-        name
-        for name, one in model.state_dict().items()
-        if list(one.shape) != list(given[name].shape) or not bool((one == given[name]).all())
-    ]
-    try:
-        trainer = tiny.trainer(model, args, cls=FlexTrainer if flex else Trainer)
-    except FlexError as error:
-        return {"error": error.to_wire()}
-    trainer.train()
-    return {"steps": trainer.state.global_step, "kept": kept}
-
-
 def train_as_a_worker(yaml: str, records: str) -> None:
     """What the command ``train`` runs in its only worker, with the record of an error that it reads."""
     from paddleformers_fc.trainer.rank_records import RECORDS

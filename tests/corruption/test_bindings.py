@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pytest
 from safetensors.numpy import load_file
 
-from paddleformers_fc.errors import MappingError
 from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.families import family_for
 from paddleformers_fc.layout.grid import parse_grid
 from paddleformers_fc.plan.simulate import declared_model
 from paddleformers_fc.trainer.description import describe_model
 from paddleformers_fc.trainer.documents import model_config
-from tests.corruption.guarantees import Observed, fault, refused
+from tests.corruption.guarantees import Observed, fault
 from tests.families import native
 from verification import simulate_ranks
 
@@ -69,15 +66,3 @@ def stock_layer(settings: dict[str, Any]) -> int:
     statements = native.statements("glm4_moe", known, inverse=False, fleet=True)
     (found,) = (one for one in statements if one.startswith(f"model.layers.0.{NORM} "))
     return int(found.split("->")[1].split(".")[2])
-
-
-@fault("G11", "a checkpoint whose mapping an older version derived from that file")
-def test_g11_a_mapping_that_does_not_fit_the_tensors_is_refused_with_the_command(tmp_path: Path) -> Observed:
-    checkpoint = tmp_path / "checkpoint-3"
-    shutil.copytree(OLDER, checkpoint)
-    with pytest.raises(MappingError) as raised:
-        export_checkpoint(checkpoint, tmp_path / "hf")
-    assert not (tmp_path / "hf").exists()
-    text = refused(raised.value, "was derived from").replace(f"{tmp_path}/", "")
-    assert f"paddleformers-fc rederive {checkpoint}" in raised.value.next_step
-    return Observed("does not store a mapping", f"{text}; the error holds the command that derives it again")

@@ -13,7 +13,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from paddleformers_fc.errors import Corrupt, FlexError, MismatchError, OptionError, StorageError, from_wire
+from paddleformers_fc.errors import Corrupt, FlexError, MismatchError, StorageError
 from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.storage.export_checksums import CHECKSUMS_NAME
 from tests.corruption import commands, ours
@@ -322,20 +322,6 @@ def test_g20_weights_that_do_not_fit_stop_every_way_in(model: Path, tmp_path: Pa
     return Observed(
         "`paddleformers-cli train` ends with code 0; what is longer than the model's tensors is cut off",
         f"{refused(error, 'up_proj')}; the same by {', '.join(ways)}",
-    )
-
-
-@fault("G21", "a model that `set_state_dict` has filled with weights of another shape, in a Trainer")
-def test_g21_a_model_that_another_loader_has_filled_is_refused(ranks: ForkServer, tmp_path: Path) -> Observed:
-    job = "tests.corruption.jobs:train_what_was_set"
-    stock = ranks.run(job, 1, {"output_dir": str(tmp_path / "stock"), "flex": False}).values[0]
-    assert stock == {"steps": 1, "kept": ["lm_head.weight"]}
-    found = ranks.run(job, 1, {"output_dir": str(tmp_path / "ours"), "flex": True}).values[0]
-    error = from_wire(found["error"])
-    assert isinstance(error, OptionError)
-    return Observed(
-        "trains; the tensor keeps its initial values, with a warning of Python",
-        refused(error, "set_state_dict"),
     )
 
 

@@ -119,21 +119,25 @@ def _after_arguments(source: str, output_dir: str) -> Any:
     return _from_pretrained(source)
 
 
-def _after_other_arguments(source: str, output_dir: str) -> Any:
-    _arguments(output_dir, flex_checkpoint=False)
-    return _from_pretrained(source)
-
-
-def _before_everything(source: str, output_dir: str) -> Any:
-    return _from_pretrained(source)
-
-
 def _filled_again(source: str, output_dir: str) -> Any:
     from paddleformers_fc import load_open_weights
 
     model = _imported(source, output_dir)
     load_open_weights(model, source)
     return model
+
+
+def _part_of_another(source: str, output_dir: str) -> Any:
+    from paddleformers.transformers import LlamaForCausalLM
+
+    inner = _imported(source, output_dir)
+
+    class Wrapper(LlamaForCausalLM):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.wrapped = inner
+
+    return Wrapper(inner.config)
 
 
 def _copied(source: str, output_dir: str) -> Any:
@@ -143,42 +147,6 @@ def _copied(source: str, output_dir: str) -> Any:
 def _set_by_hand(source: str, output_dir: str) -> Any:
     model = _after_arguments(source, output_dir)
     model.set_state_dict({name: one * 2 for name, one in model.state_dict().items()})
-    return model
-
-
-def _set_in_part(source: str, output_dir: str) -> Any:
-    model = _after_arguments(source, output_dir)
-    head = model.lm_head
-    head.set_dict(head.state_dict())
-    return model
-
-
-def _set_by_paddle(source: str, output_dir: str) -> Any:
-    import paddle.distributed as dist
-
-    model = _after_arguments(source, output_dir)
-    saved = str(Path(output_dir) / "paddle")
-    dist.save_state_dict(model.sharded_state_dict(), saved)
-    dist.load_state_dict({"model.norm.weight": model.sharded_state_dict()["model.norm.weight"]}, saved)
-    return model
-
-
-def _set_by_paddles_module(source: str, output_dir: str) -> Any:
-    import paddle.distributed as dist
-    from paddle.distributed.flex_checkpoint.dcp.load_state_dict import load_state_dict
-
-    model = _after_arguments(source, output_dir)
-    saved = str(Path(output_dir) / "paddle")
-    dist.save_state_dict(model.sharded_state_dict(), saved)
-    load_state_dict({"model.norm.weight": model.sharded_state_dict()["model.norm.weight"]}, saved)
-    return model
-
-
-def _set_faster(source: str, output_dir: str) -> Any:
-    from paddleformers.transformers import model_utils
-
-    model = _after_arguments(source, output_dir)
-    model_utils.faster_set_state_dict(model, {name: value.clone() for name, value in model.state_dict().items()})
     return model
 
 
@@ -202,15 +170,10 @@ WAYS: dict[str, Callable[[str, str], Any]] = {
         _imported,
         _installed,
         _after_arguments,
-        _after_other_arguments,
-        _before_everything,
         _filled_again,
         _copied,
+        _part_of_another,
         _set_by_hand,
-        _set_in_part,
-        _set_by_paddle,
-        _set_by_paddles_module,
-        _set_faster,
         _fresh_after_import,
         _fresh_with_values,
     )
@@ -234,11 +197,12 @@ def train_where_one_rank_differs(source: str, output_dir: str) -> str:
     import paddle.distributed as dist
 
     from paddleformers_fc import FlexTrainer
+    from paddleformers_fc.trainer import weight_source
 
     args = _arguments(output_dir, tiny.DP2.to_json())
     model = _fresh(source)
     if dist.get_rank() == 1:
-        model.set_state_dict(model.state_dict())
+        weight_source.note_unverified(model, "a loader")
     try:
         tiny.trainer(model, args, cls=FlexTrainer)
     except Exception as error:
@@ -259,17 +223,19 @@ def _trained(model: Any, output_dir: str, trainer: str, **arguments: Any) -> Any
     return made
 
 
-def train_beside_reference(source: str, output_dir: str, change: str | None) -> dict[str, Any]:
-    """Train with a reference model that was copied with ``set_state_dict``; the last step, or the error.
+def train_beside_reference(source: str, output_dir: str, change: str | None, verified: bool) -> dict[str, Any]:
+    """Train with a reference model; the last step, or the error.
 
     Args:
         change: a parameter of the reference model that is another one's.
+        verified: whether the reference model was read from files; otherwise it was copied with ``set_state_dict``.
     """
     from paddleformers_fc import FlexTrainer
 
     args = _arguments(output_dir, max_steps=1)
-    model, reference = _from_pretrained(source), _fresh(source)
-    reference.set_state_dict(model.state_dict())
+    model, reference = _from_pretrained(source), _from_pretrained(source) if verified else _fresh(source)
+    if not verified:
+        reference.set_state_dict(model.state_dict())
     if change is not None:
         parameter = dict(reference.named_parameters())[change]
         parameter.set_value(parameter + 1)

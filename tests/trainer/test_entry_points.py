@@ -27,14 +27,13 @@ ENTRY = "tests.trainer.entry_jobs"
 ROOT = Path(__file__).resolve().parents[2]
 IMPORTS = re.compile(r"^from paddleformers_fc import (.+)$", re.MULTILINE)
 
-WATCHED = ["Layer.load_dict", "Layer.set_dict", "Layer.set_state_dict", "PretrainedModel.from_pretrained"]
+WATCHED = ["PretrainedModel.from_pretrained"]
 """Loaders of weights. They do what they did, and leave a mark."""
 
 REPLACED = [
-    *WATCHED[:3],
     "PdArgumentParser.__init__",
     "PdArgumentParser.parse_dict",
-    *WATCHED[3:],
+    *WATCHED,
     "Trainer.__init__",
     "Trainer._inner_training_loop",
     "Trainer._load_flex_checkpoint",
