@@ -242,7 +242,10 @@ TRAINER = (
     Hook(f"{_MODELS}:clean_model_class_name", "(class_name, suffixes_to_strip='Pipe')"),
     Hook(f"{_MODELS}:get_parameter_dtype", "(parameter)"),
     # The name of the configuration that a model of several parts saves.
-    Hook(f"{_MODELS}:PretrainedModel.save_pretrained", names=("config_to_save",)),
+    Hook(
+        f"{_MODELS}:PretrainedModel.save_pretrained",
+        names=("config_to_save", "_gen_aoa_config", "_gen_inv_aoa_config"),
+    ),
     Hook(f"{_CONFIG}.__init__", names=("architectures", "dtype", "_save_to_hf")),
     Hook(f"{_CONFIG}.to_json_string", "(self, use_diff=True, saving_file=False)"),
     Hook(f"{_CONFIG}.to_dict", names=("_save_to_hf",)),
