@@ -16,12 +16,8 @@ from paddleformers_fc.families.declarations import Family, Statement, TargetInde
 from paddleformers_fc.families.description import ModelDescription
 from paddleformers_fc.mapping import Shape
 
-_PREFIXES = (
-    ("visual.", "model.visual."),
-    ("model.", "model.language_model."),
-    ("language_model.", "model.language_model."),
-)
-"""Prefixes in files, and in models."""
+_PREFIXES = {"visual.": "model.visual.", "model.": "model.language_model."}
+"""Prefixes in files of Qwen 2.5 VL, and in its models."""
 
 
 class LocalShapes:
@@ -43,9 +39,9 @@ class LocalShapes:
         self._index = TargetIndex((one, one) for one in with_adapters(family, model.adapters).statements)
 
     def name_of(self, stored: str) -> str:
-        """Return the model's name of a stored weight: PaddleFormers saves vision-language models without prefixes."""
-        without = (stored, *(stored.replace(short, whole, 1) for short, whole in _PREFIXES if stored.startswith(short)))
-        return next((name for name in without if self._index.find(name)[0]), stored)
+        """Return the model's name of a stored weight: PaddleFormers saves some models without prefixes."""
+        prefixed = [stored.replace(short, one, 1) for short, one in _PREFIXES.items() if stored.startswith(short)]
+        return next((name for name in (stored, *prefixed) if self._index.find(name)[0]), stored)
 
     def trained(self, name: str) -> bool:
         """Return whether an optimizer updates a tensor; true for a tensor that is not declared."""

@@ -208,19 +208,19 @@ def refuse_invalid_powers(directory: Path, powers: Powers) -> None:
 
 def read_powers(directory: Path, catalog: Catalog) -> Powers:
     """Return the powers of Adam's betas by the full name of the state. Every file is opened once."""
-    states = catalog.roles.get(OPTIMIZER_STATE, {})
-    places: dict[str, list[tuple[int, str]]] = {}
-    for name, tensor in states.items():
-        if name.endswith(tuple(_BETAS)) and tensor.offsets:
+    endings = tuple(_BETAS)
+    places: dict[tuple[str, str], list[tuple[int, str]]] = {}
+    for name, tensor in catalog.roles.get(OPTIMIZER_STATE, {}).items():
+        if name.endswith(endings) and tensor.offsets:
             file, begin = tensor.offsets[0]
-            places.setdefault(file, []).append((begin, name))
+            places.setdefault((file, tensor.dtype), []).append((begin, name))
     found: dict[str, Power] = {}
-    for file, own in places.items():
+    for (file, stored), own in places.items():
+        dtype = to_numpy(to_safetensors(stored))
         with open_local(directory / file) as opened:
-            for begin, name in sorted(own):
-                dtype = to_numpy(to_safetensors(states[name].form.held_dtype))
-                number = float(np.frombuffer(read_range(opened, begin, dtype.itemsize), dtype)[0])
-                found[name] = Power(file, states[name].dtype, number)
+            raw = b"".join(read_range(opened, begin, dtype.itemsize) for begin, _ in sorted(own))
+        numbers = np.frombuffer(raw, dtype).astype(np.float64).tolist()
+        found |= {name: Power(file, stored, one) for (_, name), one in zip(sorted(own), numbers, strict=True)}
     return found
 
 

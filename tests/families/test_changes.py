@@ -143,6 +143,10 @@ def test_a_leaf_of_a_nested_value_is_named_with_dots() -> None:
 
 def test_of_an_incomplete_configuration_only_what_it_holds_is_compared() -> None:
     assert changed({"hidden_act": "silu"}, {"hidden_act": "silu", "rope_theta": 2e4}, complete=False) == []
+    nested = ({"text_config": one} for one in ({"hidden_act": "silu"}, {"hidden_act": "silu", "rope_theta": 2e4}))
+    assert changed(*nested, complete=False) == []
+    (change,) = changed({"rope_scaling": {}}, {"rope_scaling": {"factor": 2.0}}, complete=False)
+    assert change.key == "rope_scaling.factor"
     assert len(changed({"hidden_act": "silu"}, {"hidden_act": "silu", "rope_theta": 2e4})) == 1
 
 
