@@ -32,6 +32,7 @@ from paddleformers_fc.formats.stock_run import (
     refuse_invalid_powers,
     refuse_mixed_states,
     run_documents,
+    run_files,
     run_reader,
 )
 from paddleformers_fc.mapping import prove
@@ -104,7 +105,9 @@ def open_stock(
         describe: returns the stored model under a configuration.
     Raises:
         Corrupt: there are faults, or files of several saves or steps; all of them.
+        FormatError: files of the Trainer are links to something outside of the directory.
     """
+    refuse_links(directory, run_files(directory))
     faults = [*faults, *catalog.faults()]
     if faults:
         raise Corrupt(

@@ -72,6 +72,12 @@ _RANKS, _SEEDS = ("dp", "sharding", "pp"), ("sharding", "dp", "pp")
 _OF_WORLD = ("dp", "tp", "pp", "sharding", "sep")
 
 
+def run_files(directory: Path) -> list[Path]:
+    """Return the files of a directory that contain the state of a Trainer."""
+    known = {*STATES, ARGUMENTS, SCHEDULER, SCALER}
+    return [path for path in list_directory(directory) if path.name in known or _GENERATORS.fullmatch(path.name)]
+
+
 def has_run(directory: Path) -> bool:
     """Return whether a directory contains the state of a Trainer."""
     return any(exists(directory / name) for name in STATES)

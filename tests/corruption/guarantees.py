@@ -133,8 +133,9 @@ HOSTILE = """\
 ## Hostile input
 
 Reading any file or setting ends in success or in an error of this package: no code that it names is run, no file
-outside its directory is read, and memory stays within the bounds below. Checksums guard against accidents, not against
-forgers who rewrite them too; the following holds for carefully forged files.
+outside its directory is read, and memory stays within the bounds below. Links of open weights are followed, as the
+cache of a hub has them. Checksums guard against accidents, not against forgers who rewrite them too; the following
+holds for carefully forged files.
 
 """
 TITLES = {

@@ -580,6 +580,13 @@ def with_a_link_outside(directory: Path) -> None:
     path.symlink_to(outside)
 
 
+def with_a_state_outside(directory: Path) -> None:
+    path = directory / "trainer_state.bin"
+    outside = directory.with_name("outside.bin")
+    path.rename(outside)
+    path.symlink_to(outside)
+
+
 def with_experts(directory: Path) -> None:
     (directory / "optimizer.tp01_shard01.pdopt").rename(directory / "optimizer.tp01_shard01_moe01.pdopt")
 
@@ -599,6 +606,7 @@ def with_experts(directory: Path) -> None:
         (of_another_size, Corrupt, "not contain all", "the axis that tensor parallelism cuts cannot be proved"),
         (of_more_layers, Corrupt, "lacks tensors of the model", "model.layers.{4...5}.input_layernorm.weight"),
         (with_a_link_outside, FormatError, "links to somewhere else", "optimizer.tp01_shard01.pdopt"),
+        (with_a_state_outside, FormatError, "links to somewhere else", "trainer_state.bin"),
         (with_experts, FormatError, "expert-parallel", "moe"),
     ],
     ids=lambda value: getattr(value, "__name__", value),

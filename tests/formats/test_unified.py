@@ -483,6 +483,12 @@ def without_layers(directory: Path) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | {"num_hidden_layers": 6}))
 
 
+def with_a_link_outside(directory: Path) -> None:
+    outside = directory.with_name(f"{directory.name}.outside")
+    (directory / SECOND).rename(outside)
+    (directory / SECOND).symlink_to(outside)
+
+
 def quantised(directory: Path) -> None:
     changed(directory, FIRST, lambda arrays: arrays.update({"lm_head.weight/moment1_0": np.zeros((128, 64), np.int8)}))
 
@@ -506,6 +512,7 @@ def with_masters_as_weights(directory: Path) -> None:
         (unmerged, FormatError, "unmerged files", "optimizer.tp00_pp00.safetensors"),
         (with_pickles, FormatError, "files of two checkpoints", "optimizer.tp00.pdopt"),
         (without_layers, Corrupt, "lacks tensors of the model", "model.layers.{4...5}.input_layernorm.weight"),
+        (with_a_link_outside, FormatError, "links to somewhere else", SECOND),
         (quantised, Corrupt, "not contain all", "quantised states cannot be read"),
         (with_masters_as_weights, FormatError, "contain master weights", "bfloat16"),
     ],

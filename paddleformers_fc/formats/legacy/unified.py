@@ -59,6 +59,7 @@ from paddleformers_fc.formats.stock_checkpoint import (
     model_description,
     open_stock,
     read_stock_config,
+    refuse_links,
     verify_stock,
 )
 from paddleformers_fc.formats.stock_run import removes_masters
@@ -131,7 +132,9 @@ def open_unified(directory: AnyPath, given: Mapping[str, Any]) -> OpenedCheckpoi
     names = sorted(path.name for path in list_directory(directory))
     _refuse_others(directory, names)
     config = read_stock_config(directory, given)
+    refuse_links(directory, (directory / name for name in map(_index_name, _KINDS) if name in names))
     listed = {kind: _files(directory, kind, names) for kind in _KINDS}
+    refuse_links(directory, (directory / name for files in listed.values() for name in files))
     # Before the headers: the bytes that are read later must be those of these files.
     identities = identities_of(directory / name for files in listed.values() for name in files)
     contents = {kind: _content(directory / _index_name(kind), files) for kind, files in listed.items()}
