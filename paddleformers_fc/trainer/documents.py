@@ -359,12 +359,18 @@ def read_progress(checkpoint: OpenedCheckpoint, optimizer: Any, channel: Channel
         # A run of this package records its optimizer, which may have no states.
         if not checkpoint.catalog.roles.get(OPTIMIZER_STATE) and ARGUMENTS not in listed and has_states(optimizer):
             missing.append(OPTIMIZER_STATE)
+        advice = "Set ignore_load_lr_and_optim: true to start a new run from its weights"
+        if not {STATE, SCHEDULER, DATA} & listed:
+            # That of a script, such as of a model of semi-automatic parallelism.
+            advice += (
+                ", with new optimizer states. Its own are read by paddleformers_fc.load, in a loop without Trainer"
+            )
         if missing:
             raise MismatchError(
                 f"{directory} does not contain the whole state of its run.",
                 where=str(directory),
                 evidence=[f"missing: {name}" for name in missing],
-                next_step="Set ignore_load_lr_and_optim: true to start a new run from its weights, or use another one.",
+                next_step=f"{advice}. Or use a checkpoint that a Trainer saved with its optimizer.",
             )
         mine = [name for name in _OF_PROGRESS if checkpoint.catalog.reader(name) == channel.rank]
         raws = {name: checkpoint.document(name, _MAX_BYTES) for name in mine if name in listed}
