@@ -406,6 +406,32 @@ def test_what_a_resumed_run_saves_before_its_first_step_is_resumed(layout: Matri
     assert losses[1] == losses[2] == losses[0][2:]
 
 
+@on_ranks(layout=SINGLE)
+def test_what_a_callback_saves_when_a_step_ends_or_after_a_skipped_one_is_resumed(
+    layout: MatrixLayout, tmp_path: Path
+) -> None:
+    from paddleformers.trainer import TrainerCallback
+
+    class SaveFirst(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 2:
+                trainer._save_checkpoint(trainer.model)
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 3:
+                trainer._save_checkpoint(trainer.model)
+
+    given = {"max_steps": 4, "save_steps": 4, "skip_data_intervals": [[3, 3]], "flex_ema_decay": 0.5}
+    ends = []
+    for resume in (None, "checkpoint-2", "checkpoint-3"):
+        source = None if resume is None else str(tmp_path / "None" / resume)
+        trainer = flex_trainer(layout.to_json(), str(tmp_path / str(resume)), given, callbacks=[SaveFirst()])
+        trainer.train(resume_from_checkpoint=source)
+        ends.append((list(canonical_digests(tmp_path / str(resume) / "checkpoint-4")), trainer.state.consumed_samples))
+    assert {one.role for one in ends[0][0]} >= {"ema_state", "optimizer_state"}
+    assert ends[1] == ends[2] == ends[0]
+
+
 @on_ranks(layout=SD2S3)
 def test_what_a_failed_pass_has_gathered_is_not_used_after_a_resume_in_the_same_process(
     layout: MatrixLayout, tmp_path: Path
