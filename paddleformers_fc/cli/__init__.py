@@ -8,7 +8,7 @@
 ``diagnosing``                                ``doctor``
 ``verification``, ``difference``              ``verify``, ``diff``
 ``planning``, ``exporting``                   ``plan``, ``export``
-``cleaning``, ``rederiving``                  ``clean``, ``rederive``
+``cleaning``                                  ``clean``
 ``statements``                                ``aoa``
 ``training``                                  ``train``: prepares, starts and supervises a job
 ``settings``, ``start_checks``, ``nodes``     reading of the YAML, checks before ranks start, jobs of several nodes

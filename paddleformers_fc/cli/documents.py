@@ -14,7 +14,6 @@ from paddleformers_fc.cli.training import Ended, LaunchPlan
 from paddleformers_fc.execute.diff_checkpoints import Difference
 from paddleformers_fc.execute.inspect import Inspection
 from paddleformers_fc.execute.output_directory import Cleaned, OutputFacts
-from paddleformers_fc.execute.rederive import Rederivation
 from paddleformers_fc.execute.verify import Verification
 from paddleformers_fc.formats.aoa_statements import StatementList
 from paddleformers_fc.plan.explain import Explanation
@@ -32,7 +31,6 @@ DOCUMENTS: dict[str, type[Any]] = {
     "export": Exported,
     "convert": Converted,
     "clean": Cleaned,
-    "rederive": Rederivation,
     "aoa": StatementList,
     "families": FamilyTable,
     "train": Ended,

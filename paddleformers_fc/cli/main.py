@@ -431,30 +431,6 @@ def convert(
 
 
 @app.command()
-def rederive(
-    checkpoint: Annotated[str, typer.Argument(metavar="CKPT", help="A finished flex checkpoint on this machine.")],
-    settings: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="KEY=VALUE", help="Values of keys that neither config.json nor the tensors determine."),
-    ] = None,
-    as_json: Json = False,
-) -> int:
-    """Derive the mapping of a checkpoint of an older version again; only mapping.json and the manifest change.
-
-    Needed if a checkpoint is refused because its mapping was derived from an incomplete configuration.
-    """
-    from paddleformers_fc.cli import rederiving
-    from paddleformers_fc.execute.rederive import rederive as derive_again
-    from paddleformers_fc.storage.paths import require_local
-
-    directory = require_local(_named(checkpoint), "A checkpoint whose mapping is derived again")
-    with progress.working(f"deriving the mapping of {directory}"):
-        found = derive_again(directory, settings or [])
-    _present(found, rederiving.show, as_json)
-    return OK
-
-
-@app.command()
 def clean(
     directory: OutputDirectory,
     yes: Annotated[bool, typer.Option("--yes", help="Remove all leftovers without confirmation.")] = False,

@@ -13,6 +13,5 @@
 ``weights_md5``                                        md5 of exported weights
 ``digest``, ``diff_checkpoints``                             canonical tensors of a checkpoint; comparison of two
 ``verify``, ``inspect``, ``output_directory``          checks, facts, leftovers
-``rederive``                                           the mapping of a checkpoint of an older version
 =====================================================  ================================================================
 """

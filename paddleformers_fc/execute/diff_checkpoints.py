@@ -186,7 +186,7 @@ def _is_stored_alike(a: OpenedCheckpoint, b: OpenedCheckpoint) -> bool:
     """Return whether both store equal boxes of the same tensors under the same rules; then one plan fits both."""
     if a.format is not b.format or a.config != b.config or a.catalog.roles.keys() != b.catalog.roles.keys():
         return False
-    if not a.format.canonical and (a.model, a.preferred, a.rules) != (b.model, b.preferred, b.rules):
+    if not a.format.canonical and (a.known, a.preferred, a.rules) != (b.known, b.preferred, b.rules):
         return False
     return all(_has_equal_forms(tensors, b.catalog.roles[role]) for role, tensors in a.catalog.roles.items())
 

@@ -229,8 +229,7 @@ def prepare_load(
 
     files = {path: one for path, one in checkpoint.recorded.items() if not is_document(path)}
     recorded = RecordedBlocks(files, checkpoint.compared) if checkpoint.unread else NO_BLOCKS
-    is_complete = checkpoint.model is not None and not checkpoint.model.partial
-    changes = config_changes(checkpoint.known, model, complete=is_complete)
+    changes = config_changes(checkpoint.known, model, complete=not checkpoint.known.partial)
 
     def refuse(report: Report) -> None:
         root = str(checkpoint.catalog.root)

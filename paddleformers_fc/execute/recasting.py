@@ -22,7 +22,6 @@ from paddleformers_fc.formats.checkpoint import CONFIG_NAME, OpenedCheckpoint, p
 from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.layout.shards import ShardsByRole
 from paddleformers_fc.plan.build import CAST, ReadSource
-from paddleformers_fc.plan.sources import described_model
 from paddleformers_fc.storage.dtypes import model_dtype
 
 _KEYS = ("torch_dtype", "dtype")
@@ -90,7 +89,7 @@ def _kept(checkpoint: OpenedCheckpoint) -> frozenset[str]:
     """Return the canonical names of tensors that are float32 whatever the model's dtype is."""
     if not is_known(checkpoint.known.config):
         return frozenset()
-    model = described_model(checkpoint)
+    model = checkpoint.known
     declared = {
         one.name for one in enumerate_tensors(family_for(model.config), model, "bfloat16") if one.dtype == "float32"
     }

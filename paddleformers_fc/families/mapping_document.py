@@ -1,103 +1,57 @@
-"""``mapping.json``: the rules of a model and the description that they were derived from.
-
-Format 2 contains both. Format 1 contains the rules alone, derived from a configuration without the keys that
-PaddleFormers omits in ``config.json``. The description is then completed from the tensors (:func:`completed`): the
-class and the fusion of experts from names, empty layers from the smallest number of a layer. An ambiguous description
-is an error. A checkpoint of Paddle, which contains neither rules nor description, is read in the same way.
-"""
+"""``mapping.json``: the rules of a model and the description that they were derived from."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from paddleformers_fc.errors import FormatError, MappingError
+from paddleformers_fc.errors import FormatError
 from paddleformers_fc.families.adapters import Adapters
-from paddleformers_fc.families.bind import (
-    ModelTensor,
-    bind,
-    family_keys,
-    family_numbers,
-    family_sizes,
-    may_hold,
-)
-from paddleformers_fc.families.declarations import Family, Statement, TargetIndex
-from paddleformers_fc.families.description import IS_FLEET, ModelDescription
-from paddleformers_fc.families.sizes import names_of
+from paddleformers_fc.families.description import ModelDescription
 from paddleformers_fc.mapping import RuleSet
-from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.mapping.rules_json import decode_rules, encode_rules
 from paddleformers_fc.storage.json_io import ignored_extensions
 from paddleformers_fc.storage.manifest import RESTORE
-from paddleformers_fc.text import count_text
-
-FORMAT, FORMAT_OF_SHARED_SOURCES = 2, 3
-"""Versions of ``mapping.json``; the latter only where one of several sources of a rule holds several parts."""
-
-EMPTY_LAYERS = "num_empty_layers_add_in_head"
-_OPEN: Mapping[str, Sequence[object]] = {
-    IS_FLEET: (True, False),
-    "moe_expert_fusion": (False, True),
-    "using_sonic_moe": (False, True),
-}
-"""The keys that a serialised configuration lacks whatever the model has, and their values."""
-
-STRIPPED = frozenset({EMPTY_LAYERS, *_OPEN})
-"""All keys on which rules depend and which a serialised configuration lacks."""
-
-_LAYER = "layer"
 
 
 class _Document(msgspec.Struct, frozen=True):
-    """The parts of ``mapping.json``; a document of format 1 has none of them."""
+    """The parts of ``mapping.json``."""
 
-    format: int = 1
-    model: msgspec.Raw = msgspec.Raw(b"null")
-    rules: msgspec.Raw = msgspec.Raw(b"null")
-
-
-class _Partial(msgspec.Struct, frozen=True):
-    """The mark of a description that was made of a file. Earlier versions ignore it."""
-
-    must_understand: bool = False
+    model: msgspec.Raw
+    rules: msgspec.Raw
 
 
-class _Model(msgspec.Struct, frozen=True):
+class _Model(msgspec.Struct, frozen=True, omit_defaults=True):
     """A description as it is stored. Rules are in the document themselves."""
 
     config: dict[str, Any]
-    is_fleet: bool | None = None
-    adapters: Adapters | msgspec.UnsetType = msgspec.UNSET
-    partial: _Partial | msgspec.UnsetType = msgspec.UNSET
+    is_fleet: bool | None
+    adapters: Adapters | None = None
+    partial: bool = False
 
 
 _documents = msgspec.json.Decoder(_Document)
-_models = msgspec.json.Decoder(_Model | None)
+_models = msgspec.json.Decoder(_Model)
 _RULE_FIELDS = tuple(field.name for field in dataclasses.fields(RuleSet))
 
 
 def encode_mapping(model: ModelDescription, rules: RuleSet) -> bytes:
     """Return the bytes of ``mapping.json``."""
-    mark = _Partial() if model.partial else msgspec.UNSET
-    stored = _Model(dict(model.config), model.is_fleet, model.adapters or msgspec.UNSET, mark)
-    shared = any(isinstance(part, tuple) for rule in rules.rules for part in rule.parts)
-    number = FORMAT_OF_SHARED_SOURCES if shared else FORMAT
-    document = _Document(number, msgspec.Raw(msgspec.json.encode(stored)), msgspec.Raw(encode_rules(rules)))
+    stored = msgspec.json.encode(_Model(dict(model.config), model.is_fleet, model.adapters, model.partial))
+    document = _Document(msgspec.Raw(stored), msgspec.Raw(encode_rules(rules)))
     return msgspec.json.format(msgspec.json.encode(document), indent=1)
 
 
-def decode_mapping(data: bytes, where: str) -> tuple[ModelDescription | None, RuleSet]:
-    """Return the description and the rules of a ``mapping.json``; no description of one in format 1.
+def decode_mapping(data: bytes, where: str) -> tuple[ModelDescription, RuleSet]:
+    """Return the description and the rules of a ``mapping.json``.
 
     Args:
         data: the bytes of the file.
         where: its path, for the error.
     Raises:
-        FormatError: the document has neither format.
+        FormatError: the document does not follow its format.
     """
     try:
         document = _documents.decode(data)
@@ -106,128 +60,8 @@ def decode_mapping(data: bytes, where: str) -> tuple[ModelDescription | None, Ru
         raise FormatError(
             "Invalid mapping of the checkpoint.", where=where, evidence=[str(error)], next_step=RESTORE
         ) from error
-    if document.format == 1:
-        ignored_extensions(data, _RULE_FIELDS, where)
-        return None, decode_rules(data, where)
-    if document.format not in (FORMAT, FORMAT_OF_SHARED_SOURCES) or model is None:
-        raise FormatError(
-            f"The mapping of this checkpoint has format {document.format}.",
-            where=where,
-            evidence=["this version reads formats 1, 2 and 3, the latter two with a description of the model"],
-            next_step="Read it with the version that wrote it, which the manifest names.",
-        )
     rules = decode_rules(bytes(document.rules), where)
     ignored_extensions(data, _Document.__struct_fields__, where)
     ignored_extensions(document.model, _Model.__struct_fields__, where)
     ignored_extensions(document.rules, _RULE_FIELDS, where)
-    described = ModelDescription(
-        model.config, model.is_fleet, adapters=model.adapters or None, partial=bool(model.partial)
-    )
-    return described, rules
-
-
-def completed(
-    family: Family, model: ModelDescription, tensors: Sequence[ModelTensor]
-) -> tuple[ModelDescription, RuleSet]:
-    """Complete a description without the keys that a serialised configuration lacks, and bind with it.
-
-    Args:
-        family: the model's family.
-        model: the incomplete description; its keys are kept.
-        tensors: every tensor of the model.
-    Returns:
-        a description that fits the tensors, and its rules, which are those of all descriptions that fit.
-    Raises:
-        MappingError: no description fits the tensors, or those that fit give different rules.
-    """
-    found: list[tuple[ModelDescription, RuleSet]] = []
-    contradicted: list[MappingError] = []
-    unbound: list[MappingError] = []
-    cuts = {tensor.name: tensor.cuts for tensor in tensors if any(cut > 1 for cut in tensor.cuts)}
-    for candidate in _candidates(family, model, tensors):
-        refused = contradicted
-        try:
-            _refuse_contradictions(family, candidate, tensors)
-            refused = unbound
-            found.append((candidate, dataclasses.replace(bind(family, candidate, tensors), cuts=cuts)))
-        except MappingError as error:
-            refused.append(error)
-    if not found:
-        raise min(unbound or contradicted, key=lambda error: len(error.evidence))
-    if any(rules != found[0][1] for _, rules in found):
-        raise MappingError(
-            "The tensors fit several descriptions of the model, which give different mappings.",
-            where=f"family {family.name}",
-            evidence=[_spelled(candidate, model) for candidate, _ in found],
-            next_step="State the value of one of these keys.",
-        )
-    return found[0]
-
-
-def _candidates(family: Family, model: ModelDescription, tensors: Sequence[ModelTensor]) -> Iterator[ModelDescription]:
-    """Yield every description that contains the known keys."""
-    keys = family_keys(family)
-    config = dict(model.config)
-    if EMPTY_LAYERS in keys and config.get(EMPTY_LAYERS) is None:
-        config[EMPTY_LAYERS] = _first_layer(family, tensors)
-    known = {**config, IS_FLEET: model.is_fleet}
-    choices = {key: values for key, values in _OPEN.items() if key in keys and known.get(key) is None}
-    for values in itertools.product(*choices.values()):
-        chosen = dict(zip(choices, values, strict=True))
-        is_fleet = chosen.pop(IS_FLEET, model.is_fleet)
-        known_class = None if is_fleet is None else bool(is_fleet)
-        yield dataclasses.replace(model, config={**config, **chosen}, is_fleet=known_class)
-
-
-def _first_layer(family: Family, tensors: Sequence[ModelTensor]) -> int:
-    """Return the number of the first layer of a whole model, which is the number of empty layers before it."""
-    index = TargetIndex((one, one.numbers.index(_LAYER)) for one in family.statements if _LAYER in one.numbers)
-    found = (index.find(tensor.name) for tensor in tensors)
-    numbers = [int(texts[positions[0]]) for positions, texts in found if positions]
-    return min(numbers, default=0)
-
-
-def _refuse_contradictions(family: Family, model: ModelDescription, tensors: Sequence[ModelTensor]) -> None:
-    """Refuse a description under which the model would not have these tensors, by the conditions on open keys.
-
-    Binding takes a tensor by its name whatever conditions are declared; here the description is in question.
-    """
-    sizes, numbers = family_sizes(family, model), family_numbers(family)
-    shifts = {hole: sizes.length(one.shift) for hole, one in numbers.items()}
-    index = TargetIndex((one, one) for one in family.statements)
-    judged: dict[tuple[str, str, tuple[int, ...]], bool] = {}
-
-    def may_have(statement: Statement, found: Sequence[str]) -> bool:
-        needed = names_of(statement.where)
-        if needed.isdisjoint(STRIPPED):
-            return True
-        named = {
-            hole: int(text) - shifts.get(hole, 0)
-            for hole, text in zip(statement.numbers, found, strict=True)
-            if hole in needed
-        }
-        key = statement.tower, statement.where, tuple(named.values())
-        if key not in judged:
-            judged[key] = may_hold(statement, named, sizes)
-        return judged[key]
-
-    faults = []
-    for tensor in tensors:
-        statements, texts = index.find(tensor.name)
-        if statements and not any(may_have(one, texts) for one in statements):
-            faults.append(f"{tensor.name}: a model of this class and configuration has no such tensor")
-    if faults:
-        raise MappingError(
-            f"Tensors contradict the description of the model: {count_text(len(faults), 'fault')}.",
-            where=f"family {family.name}",
-            evidence=fold(faults),
-            next_step="Compare the class and the configuration of the model with its tensors.",
-        )
-
-
-def _spelled(candidate: ModelDescription, model: ModelDescription) -> str:
-    """Return the keys that were added to a description."""
-    added = {key: value for key, value in candidate.config.items() if model.config.get(key) != value}
-    if candidate.is_fleet != model.is_fleet:
-        added[IS_FLEET] = candidate.is_fleet
-    return ", ".join(f"{key}={str(value).lower()}" for key, value in added.items())
+    return ModelDescription(model.config, model.is_fleet, adapters=model.adapters, partial=model.partial), rules

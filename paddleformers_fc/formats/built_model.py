@@ -22,8 +22,8 @@ from paddleformers_fc.families import (
     family_for,
 )
 from paddleformers_fc.families.adapters import Adapters, B, is_adapter, layer_patterns, shared_copies, with_adapters
-from paddleformers_fc.families.mapping_document import completed
 from paddleformers_fc.families.stated import canonical_ties
+from paddleformers_fc.families.undescribed import completed
 from paddleformers_fc.formats.checkpoint import CONFIG_NAME, OpenedCheckpoint, StoredModel
 from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.mapping import RuleSet

@@ -54,11 +54,11 @@ class StoredModel:
 
     Args:
         rules: how that model's tensors are made of canonical ones.
-        description: the source of the rules; None if the checkpoint is older than stored descriptions.
+        description: the source of the rules.
     """
 
     rules: RuleSet
-    description: ModelDescription | None
+    description: ModelDescription
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ class Format(Protocol):
 
     def built_model(self, checkpoint: OpenedCheckpoint) -> StoredModel:
         """Return the model whose tensors a conversion writes: the stored one, or that of canonical tensors."""
-        return StoredModel(checkpoint.rules, checkpoint.model)
+        return StoredModel(checkpoint.rules, checkpoint.known)
 
 
 @dataclass(frozen=True)
@@ -278,14 +278,9 @@ class OpenedCheckpoint:
         return self._stored_model.rules
 
     @property
-    def model(self) -> ModelDescription | None:
-        """The description that is the source of the rules; None if it is not stored. Raises as :attr:`rules`."""
-        return self._stored_model.description
-
-    @property
     def known(self) -> ModelDescription:
-        """The stored description of the model, or that of the configuration file."""
-        return self.model or ModelDescription(self.config)
+        """The description of the model, which is the source of the rules. Raises as :attr:`rules`."""
+        return self._stored_model.description
 
     @cached_property
     def files(self) -> frozenset[str]:

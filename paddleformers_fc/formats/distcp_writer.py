@@ -51,7 +51,7 @@ class DistcpWriter(ExportWriter):
         """Return the rules of the stored model, or of that built from open weights, with the ties of its family."""
         model = checkpoint.format.built_model(checkpoint)
         refuse_alternating(checkpoint.catalog.root, model)
-        ties = {**model_ties(model.description or checkpoint.known), **model.rules.aliases}
+        ties = {**model_ties(model.description), **model.rules.aliases}
         owned = (Tie(owner, alias) for alias, owner in ties.items() if owner in model.rules.targets)
         return replace(model.rules, ties=tuple(owned))
 

@@ -283,7 +283,7 @@ class FlexWriter(ExportWriter):
         if MAPPING_NAME in checkpoint.recorded:
             mapping = checkpoint.document(MAPPING_NAME, MAX_MAPPING_BYTES)
         else:
-            mapping = encode_mapping(model.description or checkpoint.known, model.rules)
+            mapping = encode_mapping(model.description, model.rules)
         if checkpoint.has_run:
             compare_run(checkpoint)
         of_trainer = [path for path in checkpoint.documents if path.split("/")[0] == TRAINER_DIRECTORY]
@@ -296,7 +296,7 @@ class FlexWriter(ExportWriter):
         manifest = msgspec.structs.replace(
             record,
             written_by=f"paddleformers_fc {__version__}",
-            family=record.family or family_name(built.description or checkpoint.known),
+            family=record.family or family_name(built.description),
             aoa={},
             files=sorted(written, key=lambda one: one.path),
             diverged_ties=msgspec.UNSET,

@@ -24,7 +24,7 @@ import msgspec
 
 from paddleformers_fc.errors import Corrupt, NotACheckpoint
 from paddleformers_fc.families import ModelTensor, family_for
-from paddleformers_fc.families.mapping_document import completed
+from paddleformers_fc.families.undescribed import completed
 from paddleformers_fc.formats.catalog import Catalog, StoredTensor, gather_shards
 from paddleformers_fc.formats.checkpoint import (
     Format,

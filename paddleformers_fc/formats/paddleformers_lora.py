@@ -19,7 +19,7 @@ from paddleformers_fc.families.adapters import Adapters, Base
 from paddleformers_fc.families.bind import bind
 from paddleformers_fc.families.description import ModelDescription
 from paddleformers_fc.families.enumerate import recognised_tensors
-from paddleformers_fc.families.mapping_document import completed
+from paddleformers_fc.families.undescribed import completed
 from paddleformers_fc.formats.catalog import Catalog, gather_shards
 from paddleformers_fc.formats.checkpoint import (
     CONFIG_NAME,

@@ -40,7 +40,7 @@ from paddleformers_fc.plan.items import ReadItem
 from paddleformers_fc.plan.report import Report
 from paddleformers_fc.plan.shard_numbers import regrouped
 from paddleformers_fc.plan.simulate import SimulatedModel, declared_model, states_of, stored_model
-from paddleformers_fc.plan.sources import described_model, huggingface_source, resume_source, stored_tensors
+from paddleformers_fc.plan.sources import huggingface_source, resume_source, stored_tensors
 from paddleformers_fc.plan.statements import statements_source
 from paddleformers_fc.storage.dtypes import dtype_size, model_dtype
 from paddleformers_fc.storage.paths import AnyPath
@@ -458,7 +458,7 @@ def plan_target(
     known = checkpoint.known.config if checkpoint.format is SAVED else checkpoint.config
     _require_config(known, checkpoint.catalog.root, checkpoint.format)
     canonical, stored = checkpoint.format.canonical, checkpoint.catalog.roles[MODEL_STATE]
-    described = described_by_file(checkpoint.config) if canonical else described_model(checkpoint)
+    described = described_by_file(checkpoint.config) if canonical else checkpoint.known
     family = family_for(described.config)
     used = dtype or model_dtype({tensor.dtype for tensor in stored.values()})
     if canonical and aoa_config is not None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
-from paddleformers_fc.errors import Corrupt, MappingError
+from paddleformers_fc.errors import Corrupt
 from paddleformers_fc.families import (
     ModelDescription,
     ModelTensor,
@@ -27,23 +27,18 @@ from paddleformers_fc.families import (
     is_known,
 )
 from paddleformers_fc.families.adapters import shared_copies
-from paddleformers_fc.families.bind import family_keys
 from paddleformers_fc.families.changes import contradictions
-from paddleformers_fc.families.description import IS_FLEET
-from paddleformers_fc.families.mapping_document import STRIPPED, completed
 from paddleformers_fc.families.stated import canonical_ties
 from paddleformers_fc.formats.catalog import Catalog
 from paddleformers_fc.formats.checkpoint import CONFIG_NAME, MAPPING_NAME, OpenedCheckpoint
 from paddleformers_fc.layout.roles import MODEL_STATE, StateShape, split_state_name
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping import Rule, RuleSet, TensorMapping, TensorSources, TensorSpec, prove
-from paddleformers_fc.mapping.agreement import disagreements, require_agreement
+from paddleformers_fc.mapping.agreement import require_agreement
 from paddleformers_fc.mapping.boxes import Box, Shape, whole
-from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.mapping.templates import identity
 from paddleformers_fc.plan.build import ReadSource
 from paddleformers_fc.plan.report import OPEN_WEIGHTS, Report
-from paddleformers_fc.text import count_text
 
 
 def resume_source(checkpoint: OpenedCheckpoint, live: RuleSet) -> tuple[ReadSource, Report]:
@@ -96,12 +91,7 @@ def stored_mapping(checkpoint: OpenedCheckpoint) -> TensorMapping:
     Raises:
         MappingError: the rules cannot be proved, or differ from the declaration.
     """
-    rules, model, root = checkpoint.rules, checkpoint.model, str(checkpoint.catalog.root)
-    if model is None and is_known(checkpoint.config):
-        mapping = rules.mapping()
-        prove(mapping, "The checkpoint's mapping")
-        _refuse_stripped(checkpoint, mapping)
-        return mapping
+    root = str(checkpoint.catalog.root)
     faults = contradictions(checkpoint.config, checkpoint.known)
     if faults:
         raise Corrupt(
@@ -110,7 +100,7 @@ def stored_mapping(checkpoint: OpenedCheckpoint) -> TensorMapping:
             evidence=faults,
             next_step="Use another checkpoint; one of the two files was changed after it was written.",
         )
-    return declared_mapping(checkpoint.known, rules, root)
+    return declared_mapping(checkpoint.known, checkpoint.rules, root)
 
 
 def declared_mapping(model: ModelDescription, rules: RuleSet, where: str) -> TensorMapping:
@@ -137,53 +127,12 @@ def declared_mapping(model: ModelDescription, rules: RuleSet, where: str) -> Ten
     return mapping
 
 
-def described_model(checkpoint: OpenedCheckpoint) -> ModelDescription:
-    """Return the description of a checkpoint's model: the stored one, or the one that its tensors determine.
-
-    Raises:
-        MappingError: the tensors of a checkpoint without a description do not determine it.
-    """
-    if checkpoint.model is not None or not is_known(checkpoint.config):
-        return checkpoint.known
-    return completed(family_for(checkpoint.config), checkpoint.known, stored_tensors(checkpoint.rules))[0]
-
-
 def stored_tensors(rules: RuleSet) -> list[ModelTensor]:
     """Return the tensors of a stored model, cut as on the ranks that saved them."""
     return [
         ModelTensor(name, spec.shape, spec.dtype, rules.cuts.get(name, (1,) * len(spec.shape)))
         for name, spec in rules.targets.items()
     ]
-
-
-def _refuse_stripped(checkpoint: OpenedCheckpoint, mapping: TensorMapping) -> None:
-    """Refuse rules that were derived from a ``config.json`` without keys that they depend on.
-
-    Raises:
-        MappingError: with the keys, and the command that derives the rules again.
-    """
-    root, family = checkpoint.catalog.root, family_for(checkpoint.config)
-    command = f"paddleformers-fc rederive {root}"
-    absent = STRIPPED & family_keys(family)
-    keys = [*sorted(absent - {IS_FLEET}), *(["the class of the model"] if IS_FLEET in absent else [])]
-    what = f"The mapping of {root} was derived from a configuration without {', '.join(keys)}"
-    try:
-        _, declared = completed(family, checkpoint.known, stored_tensors(checkpoint.rules))
-    except MappingError as error:
-        raise MappingError(
-            f"{what}, on which it depends.",
-            where=str(root),
-            evidence=error.evidence,
-            next_step=f"Derive it again, with the values that the model was trained with: {command} KEY=VALUE ...",
-        ) from error
-    faults = list(disagreements(mapping, declared.mapping()))
-    if faults:
-        raise MappingError(
-            f"{what}, and does not fit its tensors: {count_text(len(faults), 'difference')}.",
-            where=str(root),
-            evidence=fold(faults),
-            next_step=f"The tensors themselves are whole. Derive the mapping again: {command}",
-        )
 
 
 def huggingface_source(

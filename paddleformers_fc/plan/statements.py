@@ -24,7 +24,7 @@ from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.mapping.templates import identity
 from paddleformers_fc.plan.build import CAST, ReadSource
 from paddleformers_fc.plan.report import Report
-from paddleformers_fc.plan.sources import described_model, resume_source
+from paddleformers_fc.plan.sources import resume_source
 
 _DTYPES = frozenset({"dtype", "src_dtype", "dst_dtype"})
 """Attributes of statements that cast."""
@@ -94,7 +94,7 @@ def _bound(model: ModelDescription, tensors: Mapping[str, AoaTensor]) -> RuleSet
 def _alone(checkpoint: OpenedCheckpoint) -> RuleSet:
     """Return the rules of a checkpoint's model on one rank; the stored ones if its family is unknown."""
     rules = checkpoint.rules
-    model = described_model(checkpoint)
+    model = checkpoint.known
     if not is_known(model.config):
         return rules
     return _bound(model, {name: uncut(spec.shape, spec.dtype) for name, spec in rules.targets.items()})

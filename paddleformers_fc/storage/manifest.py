@@ -4,7 +4,7 @@ The manifest is written last. A directory without one is not a checkpoint. It li
 checksums: a missing, truncated, exchanged or altered file is found before a model reads it. The manifest also carries a
 checksum of itself.
 
-Reading is strict: an unknown version, an unknown field and a path that leaves the directory are refused. A newer writer
+Reading is strict: another version, an unknown field and a path that leaves the directory are refused. A newer writer
 may add fields that this version ignores (:func:`.json_io.ignored_extensions`). Verification has three levels. ``off``
 checks nothing. ``size`` makes one ``stat`` per file and compares the checksums of documents, which are all files
 without tensors. ``full`` hashes all bytes in a few threads, with 1 MiB of memory per thread, 4 MiB for a remote
@@ -73,7 +73,7 @@ MANIFEST_NAME = "flex_checkpoint.json"
 """The manifest's name inside a checkpoint."""
 
 FORMAT = "flex_checkpoint"
-VERSION = 1
+VERSION = 2
 LEVELS = ("off", "size", "full")
 """The levels of :func:`verify_files`."""
 
@@ -158,7 +158,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     Attributes:
         format: always ``"flex_checkpoint"``.
-        version: of this format; readers refuse unknown versions.
+        version: of this format; readers refuse other versions.
         written_by: program and version that saved it.
         step: optimizer steps done.
         consumed_samples: training samples seen.
@@ -221,10 +221,11 @@ class _Sealed(Manifest, frozen=True, forbid_unknown_fields=False, kw_only=True):
 
 
 class _Head(msgspec.Struct, frozen=True):
-    """The fields that determine whether this version reads the others."""
+    """The fields that determine whether this version reads the others, and the version that does."""
 
     format: str
     version: int
+    written_by: str = "another program"
 
 
 _sealed = msgspec.json.Decoder(_Sealed)
@@ -551,8 +552,8 @@ def _check_head(path: AnyPath, raw: bytes) -> None:
         raise FormatError(
             f"{path} has the format {head.format!r} version {head.version}, which cannot be read here.",
             where=str(path),
-            evidence=[f"can be read: {FORMAT!r} version {VERSION}"],
-            next_step="Use the version of paddleformers_fc that wrote it, or a newer one.",
+            evidence=[f"written by {head.written_by}", f"can be read: {FORMAT!r} version {VERSION}"],
+            next_step="Read it with the version that wrote it, and export it from there.",
         )
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from paddleformers_fc.families import ModelDescription
 from paddleformers_fc.families.description import ALTERNATES, IS_FLEET
-from paddleformers_fc.families.mapping_document import STRIPPED
+from paddleformers_fc.families.undescribed import STRIPPED
 from paddleformers_fc.trainer import dist_tensors, lora, sonic_moe
 from paddleformers_fc.trainer.library_models import (
     LlmMetaConfig,

@@ -440,7 +440,8 @@ def _fuzz(kind: str, directory: Path, seed: int, count: int) -> Outcome:
 def _rule_set(**fields: Any) -> bytes:
     rule = {"sources": ["a"], "targets": ["b"], "parts": [4], "axis": 0, "axes": [0], **fields}
     targets = {name: {"shape": [sum(rule["parts"])], "dtype": "float32"} for name in rule["targets"]}
-    return json.dumps({"targets": targets, "rules": [rule]}).encode()
+    described = {"config": {}, "is_fleet": None}
+    return json.dumps({"model": described, "rules": {"targets": targets, "rules": [rule]}}).encode()
 
 
 def _mapped(raw: bytes) -> None:

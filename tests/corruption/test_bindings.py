@@ -19,7 +19,6 @@ from tests.corruption.guarantees import Observed, fault
 from tests.families import native
 from verification import simulate_ranks
 
-OLDER = Path(__file__).parents[1] / "cli/stripped/glm4_moe_one_empty_layer"
 NORM = "input_layernorm.weight"
 
 

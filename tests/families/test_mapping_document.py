@@ -55,9 +55,15 @@ def test_nested_objects_are_fixed(path: tuple[Any, ...]) -> None:
         decode_mapping(document(path, {"must_understand": False}), "mapping.json")
 
 
-def test_the_rule_holds_for_format_1() -> None:
-    rules = json.loads(encode_rules(RULES))
-    ignorable = json.dumps({**rules, "scale": {"must_understand": False}}).encode()
-    assert decode_mapping(ignorable, "mapping.json") == (None, RULES)
-    with pytest.raises(FormatError, match="unknown field `scale`"):
-        decode_mapping(json.dumps({**rules, "scale": 2}).encode(), "mapping.json")
+@pytest.mark.parametrize("field", ["model", "rules"])
+def test_a_document_without_its_parts_is_refused(field: str) -> None:
+    found = json.loads(encode_mapping(MODEL, RULES))
+    assert found.keys() == {"model", "rules"}
+    del found[field]
+    with pytest.raises(FormatError, match=f"missing required field `{field}`"):
+        decode_mapping(json.dumps(found).encode(), "mapping.json")
+
+
+def test_the_rules_alone_are_not_a_document() -> None:
+    with pytest.raises(FormatError, match="Invalid mapping of the checkpoint"):
+        decode_mapping(encode_rules(RULES), "mapping.json")

@@ -47,7 +47,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     ignored = [isinstance(value, dict) and value.get("must_understand") is False for value in unknown]
     expect(all(ignored) and manifest.keys() >= set(MANIFEST), "fields")
     expect(raw.endswith(b"}\n"), "line feed")
-    expect((manifest["format"], manifest["version"]) == ("flex_checkpoint", 1), "format")
+    expect((manifest["format"], manifest["version"]) == ("flex_checkpoint", 2), "format")
     expect(xxhash.xxh3_128_hexdigest(text.encode()) == manifest["seal"], "seal")
     for file in manifest["files"]:
         data = (directory / file["path"]).read_bytes()
@@ -92,8 +92,7 @@ def _add_shards(data: bytes, tensors: Tensors) -> None:
 def read_canonical(directory: Path) -> dict[tuple[str, str], Array]:
     """Return the canonical tensors: (role, canonical name with the suffix of a state) -> array."""
     stored = read_stored(directory)
-    mapping = json.loads((directory / "mapping.json").read_bytes())
-    rules = mapping["rules"]["rules"] if "format" in mapping else mapping["rules"]
+    rules = json.loads((directory / "mapping.json").read_bytes())["rules"]["rules"]
     return {
         (role, name): array
         for role, tensors in stored.items()

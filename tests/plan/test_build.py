@@ -12,6 +12,7 @@ from hypothesis import given, strategies as st
 from paddleformers_fc.errors import MappingError, MismatchError
 from paddleformers_fc.execute.read_pool import ReadOptions
 from paddleformers_fc.execute.reading import ArraySlot, execute_reads
+from paddleformers_fc.families import ModelDescription
 from paddleformers_fc.formats import OpenedCheckpoint
 from paddleformers_fc.formats.catalog import Catalog, StoredFragment, StoredTensor, gather_shards
 from paddleformers_fc.formats.checkpoint import StoredModel
@@ -199,12 +200,15 @@ def test_open_weights_of_another_shape_are_reported_by_the_names_in_their_files(
     assert reported(report) == {"shape": {"k: stored [3, 6], wanted [4, 6]"}}
 
 
+ACORN = ModelDescription({"model_type": "acorn"})
+
+
 def acorn(rules: RuleSet) -> OpenedCheckpoint:
     """A checkpoint without tensors, of a model whose family is not known here."""
     manifest = Manifest(
         written_by="", step=1, consumed_samples=1, world_size=1, parallel={}, family="acorn", aoa={}, files=[]
     )
-    return opened(Catalog(Path("none"), {}), manifest, StoredModel(rules, None), {"model_type": "acorn"})
+    return opened(Catalog(Path("none"), {}), manifest, StoredModel(rules, ACORN), {"model_type": "acorn"})
 
 
 def test_the_mapping_of_a_checkpoint_is_proved_where_its_family_is_not_known() -> None:
@@ -237,7 +241,7 @@ def test_a_tensor_without_a_canonical_form_is_taken_over_whole_or_refused(shape:
         written_by="", step=1, consumed_samples=1, world_size=1, parallel={}, family="acorn", aoa={}, files=[]
     )
     catalog = Catalog(Path("none"), {"model_state": {"table": tensor}})
-    checkpoint = opened(catalog, manifest, StoredModel(model((8,)), None), {"model_type": "acorn"})
+    checkpoint = opened(catalog, manifest, StoredModel(model((8,)), ACORN), {"model_type": "acorn"})
     for wanted in ((8,), shape):
         source, report = resume_source(checkpoint, model(wanted))
         plan = plan_reads(source, {"model_state": {"table": Shard("table", "float32", wanted, whole(wanted))}})

@@ -98,8 +98,13 @@ def test_a_manifest_that_cannot_be_opened_is_not_taken_for_a_missing_one(
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("format", "other", "'other' version 1, which cannot be read here"),
-        ("version", 2, r"(?s)version 2, which cannot be read here.*can be read: 'flex_checkpoint' version 1"),
+        ("format", "other", "'other' version 2, which cannot be read here"),
+        (
+            "version",
+            1,
+            r"(?s)version 1, which cannot be read here.*written by a test.*can be read: .*version 2",
+        ),
+        ("version", 3, r"(?s)version 3, which cannot be read here.*written by a test"),
         ("version", "1", r"Expected `int`, got `str` - at `\$.version`"),
         ("step", "5", r"at `\$.step`"),
         ("step", 1.5, r"at `\$.step`"),

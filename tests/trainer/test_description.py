@@ -12,19 +12,16 @@ from typing import Any
 import pytest
 
 from paddleformers_fc.errors import MappingError
-from paddleformers_fc.execute.digest import canonical_digests
 from paddleformers_fc.families import FAMILIES, Family, ModelDescription, ModelTensor, bind, enumerate_tensors
 from paddleformers_fc.families.bind import family_keys
 from paddleformers_fc.families.changes import contradictions
 from paddleformers_fc.families.description import IS_FLEET
 from paddleformers_fc.families.sizes import value_at
-from paddleformers_fc.formats.flex import open_flex
 from paddleformers_fc.mapping import RuleSet, prove
 from paddleformers_fc.trainer import pretrained_documents
 from paddleformers_fc.trainer.description import describe_model
 from paddleformers_fc.trainer.documents import model_config
 from tests.families.spaces import BY_NAME, model_of, settings
-from tests.harness import tiny
 from verification.forkserver import ForkServer
 
 CLASSES = {
@@ -56,7 +53,6 @@ CLASSES = {
     "paddleocr_vl": "PaddleOCRVLConfig",
     "ernie4_5_moe_vl": "Ernie4_5_VLConfig",
 }
-OLDER = Path(__file__).parents[1] / "cli/stripped/llama"
 FLEET_ONLY = ("kimi_k2", "minimax_m2", "glm_moe_dsa", "deepseek_v32", "deepseek_v4", "qwen3_5", "qwen3_5_moe")
 NAMES = [family.name for family in FAMILIES]
 FLAT = "paddleocr_vl"  # PaddleFormers' class has no nested configuration of the text.
@@ -304,21 +300,3 @@ def test_a_family_lists_the_tensors_of_the_class_that_paddleformers_builds_itsel
     rules = bind(BY_NAME[name], described, model)
     prove(rules.mapping())
     prove(rules.mapping().reversed())
-
-
-def test_a_run_that_was_saved_before_descriptions_were_stored_is_resumed_under_any_layout(
-    ranks: ForkServer, tmp_path: Path
-) -> None:
-    small = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 4}
-    for layout in (tiny.SINGLE, tiny.TP2):
-        job = {"layout": layout.to_json(), "output_dir": str(tmp_path / layout.name), "model": small}
-        limits = {"max_steps": 3, "save_steps": 3}
-        ranks.run(
-            "tests.trainer.jobs:resume_and_save_again",
-            layout.nproc,
-            {**job, "resume": str(OLDER), "arguments": limits},
-        )
-        again = tmp_path / layout.name / "checkpoint-3"
-        assert list(canonical_digests(again)) == list(canonical_digests(OLDER))
-        assert open_flex(OLDER).model is None
-        assert open_flex(again).known.config["num_empty_layers_add_in_head"] == 0

@@ -13,7 +13,6 @@ import pytest
 import paddleformers_fc
 from paddleformers_fc.errors import FlexError, MappingError, MismatchError, OptionError
 from paddleformers_fc.execute.digest import TensorDigest, canonical_digests
-from paddleformers_fc.execute.rederive import rederive
 from paddleformers_fc.plan.forecast import refuse_impossible_grid
 from tests.harness.tiny import DP2, SD2V1, SD2V2, SINGLE, TP2, MatrixLayout
 from verification.forkserver import ForkServer
@@ -269,7 +268,6 @@ def test_a_checkpoint_without_a_family_is_refused_where_a_family_is_required(tmp
     calls: list[Callable[[], object]] = [
         lambda: checkpoint.plan("tp=2"),
         lambda: refuse_impossible_grid(place, "tp=2"),
-        lambda: rederive(place, []),
     ]
     for refused in calls:
         with pytest.raises(MappingError, match="was saved without a family") as raised:

@@ -38,8 +38,8 @@ from paddleformers_fc.families.declarations import Family, Stage
 from paddleformers_fc.families.description import IS_NLP
 from paddleformers_fc.families.exported import exported_keys
 from paddleformers_fc.families.local import LocalShapes
-from paddleformers_fc.families.mapping_document import completed
 from paddleformers_fc.families.registry import is_known
+from paddleformers_fc.families.undescribed import completed
 from paddleformers_fc.formats.catalog import Catalog, StoredForm, StoredTensor, gather_shards
 from paddleformers_fc.formats.checkpoint import (
     CONFIG_NAME,

@@ -1,0 +1,148 @@
+"""Complete the description of a model whose checkpoint or configuration file lacks keys that its rules depend on.
+
+PaddleFormers omits keys in ``config.json``, and no key contains the class of the model. Stock checkpoints store no
+other description, so it follows from the tensors: the class and the fusion of experts from names and shapes, empty
+layers from the smallest number of a layer. An ambiguous description is an error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+
+from paddleformers_fc.errors import MappingError
+from paddleformers_fc.families.bind import (
+    ModelTensor,
+    bind,
+    family_keys,
+    family_numbers,
+    family_sizes,
+    may_hold,
+)
+from paddleformers_fc.families.declarations import Family, Statement, TargetIndex
+from paddleformers_fc.families.description import IS_FLEET, ModelDescription
+from paddleformers_fc.families.sizes import names_of
+from paddleformers_fc.mapping import RuleSet
+from paddleformers_fc.mapping.folding import fold
+from paddleformers_fc.text import count_text
+
+EMPTY_LAYERS = "num_empty_layers_add_in_head"
+_OPEN: Mapping[str, Sequence[object]] = {
+    IS_FLEET: (True, False),
+    "moe_expert_fusion": (False, True),
+    "using_sonic_moe": (False, True),
+}
+"""The keys that a serialised configuration lacks whatever the model has, and their values."""
+
+STRIPPED = frozenset({EMPTY_LAYERS, *_OPEN})
+"""All keys on which rules depend and which a serialised configuration lacks."""
+
+_LAYER = "layer"
+
+
+def completed(
+    family: Family, model: ModelDescription, tensors: Sequence[ModelTensor]
+) -> tuple[ModelDescription, RuleSet]:
+    """Complete a description without the keys that a serialised configuration lacks, and bind with it.
+
+    Args:
+        family: the model's family.
+        model: the incomplete description; its keys are kept.
+        tensors: every tensor of the model.
+    Returns:
+        a description that fits the tensors, and its rules, which are those of all descriptions that fit.
+    Raises:
+        MappingError: no description fits the tensors, or those that fit give different rules.
+    """
+    found: list[tuple[ModelDescription, RuleSet]] = []
+    contradicted: list[MappingError] = []
+    unbound: list[MappingError] = []
+    cuts = {tensor.name: tensor.cuts for tensor in tensors if any(cut > 1 for cut in tensor.cuts)}
+    for candidate in _candidates(family, model, tensors):
+        refused = contradicted
+        try:
+            _refuse_contradictions(family, candidate, tensors)
+            refused = unbound
+            found.append((candidate, dataclasses.replace(bind(family, candidate, tensors), cuts=cuts)))
+        except MappingError as error:
+            refused.append(error)
+    if not found:
+        raise min(unbound or contradicted, key=lambda error: len(error.evidence))
+    if any(rules != found[0][1] for _, rules in found):
+        raise MappingError(
+            "The tensors fit several descriptions of the model, which give different mappings.",
+            where=f"family {family.name}",
+            evidence=[_spelled(candidate, model) for candidate, _ in found],
+            next_step="State the value of one of these keys.",
+        )
+    return found[0]
+
+
+def _candidates(family: Family, model: ModelDescription, tensors: Sequence[ModelTensor]) -> Iterator[ModelDescription]:
+    """Yield every description that contains the known keys."""
+    keys = family_keys(family)
+    config = dict(model.config)
+    if EMPTY_LAYERS in keys and config.get(EMPTY_LAYERS) is None:
+        config[EMPTY_LAYERS] = _first_layer(family, tensors)
+    known = {**config, IS_FLEET: model.is_fleet}
+    choices = {key: values for key, values in _OPEN.items() if key in keys and known.get(key) is None}
+    for values in itertools.product(*choices.values()):
+        chosen = dict(zip(choices, values, strict=True))
+        is_fleet = chosen.pop(IS_FLEET, model.is_fleet)
+        known_class = None if is_fleet is None else bool(is_fleet)
+        yield dataclasses.replace(model, config={**config, **chosen}, is_fleet=known_class)
+
+
+def _first_layer(family: Family, tensors: Sequence[ModelTensor]) -> int:
+    """Return the number of the first layer of a whole model, which is the number of empty layers before it."""
+    index = TargetIndex((one, one.numbers.index(_LAYER)) for one in family.statements if _LAYER in one.numbers)
+    found = (index.find(tensor.name) for tensor in tensors)
+    numbers = [int(texts[positions[0]]) for positions, texts in found if positions]
+    return min(numbers, default=0)
+
+
+def _refuse_contradictions(family: Family, model: ModelDescription, tensors: Sequence[ModelTensor]) -> None:
+    """Refuse a description under which the model would not have these tensors, by the conditions on open keys.
+
+    Binding takes a tensor by its name whatever conditions are declared; here the description is in question.
+    """
+    sizes, numbers = family_sizes(family, model), family_numbers(family)
+    shifts = {hole: sizes.length(one.shift) for hole, one in numbers.items()}
+    index = TargetIndex((one, one) for one in family.statements)
+    judged: dict[tuple[str, str, tuple[int, ...]], bool] = {}
+
+    def may_have(statement: Statement, found: Sequence[str]) -> bool:
+        needed = names_of(statement.where)
+        if needed.isdisjoint(STRIPPED):
+            return True
+        named = {
+            hole: int(text) - shifts.get(hole, 0)
+            for hole, text in zip(statement.numbers, found, strict=True)
+            if hole in needed
+        }
+        key = statement.tower, statement.where, tuple(named.values())
+        if key not in judged:
+            judged[key] = may_hold(statement, named, sizes)
+        return judged[key]
+
+    faults = []
+    for tensor in tensors:
+        statements, texts = index.find(tensor.name)
+        if statements and not any(may_have(one, texts) for one in statements):
+            faults.append(f"{tensor.name}: a model of this class and configuration has no such tensor")
+    if faults:
+        raise MappingError(
+            f"Tensors contradict the description of the model: {count_text(len(faults), 'fault')}.",
+            where=f"family {family.name}",
+            evidence=fold(faults),
+            next_step="Compare the class and the configuration of the model with its tensors.",
+        )
+
+
+def _spelled(candidate: ModelDescription, model: ModelDescription) -> str:
+    """Return the keys that were added to a description."""
+    added = {key: value for key, value in candidate.config.items() if model.config.get(key) != value}
+    if candidate.is_fleet != model.is_fleet:
+        added[IS_FLEET] = candidate.is_fleet
+    return ", ".join(f"{key}={str(value).lower()}" for key, value in added.items())
