@@ -77,7 +77,6 @@ def slowdown(rounds: int) -> tuple[float, float]:
     import paddle
     from paddle.distributed import ShardedWeight
 
-    from paddleformers_fc.distributed.channel import ALONE
     from paddleformers_fc.trainer.ema import EmaSettings, MovingAverage
     from paddleformers_fc.trainer.ema_tensors import TrainedPart
     from paddleformers_fc.trainer.update_barrier import UpdateBarrier
@@ -89,7 +88,7 @@ def slowdown(rounds: int) -> tuple[float, float]:
         weight = ShardedWeight(f"weight.{number}", tensor, shape, shape, (0,))
         parts[f"weight.{number}"] = TrainedPart(weight, tensor)
     update_barrier = UpdateBarrier(lambda: False)
-    average = MovingAverage(EmaSettings(DECAY, INTERVAL), lambda: parts, update_barrier, lambda: ALONE)
+    average = MovingAverage(EmaSettings(DECAY, INTERVAL), lambda: parts, update_barrier)
     one, other = paddle.randn([1024, 1024]), paddle.randn([1024, 1024])
     once = statistics.median(timed(lambda: paddle.matmul(one, other)) for _ in range(20))
     products = max(1, round(STEP_SECONDS / once))

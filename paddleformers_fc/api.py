@@ -96,7 +96,7 @@ class TensorInfo:
         name: canonical name; a state has the suffix of its kind, such as ``.moment1_0``.
         shape: global shape.
         dtype: element type by its numpy name; ``bfloat16`` and ``float8`` types are those of ``ml_dtypes``.
-        role: ``model_state``, ``master_weight``, ``optimizer_state``, ``ema_state`` or ``reference_model``.
+        role: ``model_state``, ``master_weight``, ``optimizer_state`` or ``ema_state``.
     """
 
     name: str

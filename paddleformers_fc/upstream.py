@@ -510,7 +510,7 @@ COMMAND_LINE = (
     Hook("paddleformers.cli.hparams.model_args:ModelArguments", names=("model_name_or_path", "stage")),
     Hook("paddleformers.cli.train.sft.workflow:run_sft", names=("from_pretrained", "model_name_or_path")),
     Hook("paddleformers.cli.train.dpo.workflow:run_dpo", names=("from_pretrained", "model_name_or_path")),
-    Hook("paddleformers.cli.train.dpo.dpo_trainer:DPOTrainer.__init__", names=("ref_model", "train_step_count")),
+    Hook("paddleformers.cli.train.dpo.dpo_trainer:DPOTrainer.__init__", names=("ref_model",)),
     Hook("paddleformers.data.causal_dataset:GPTDataset.__getitem__", names=("shuffle_idx", "sample_idx", "doc_idx")),
     Hook(
         "paddleformers.data.blendable_dataset:BlendableDataset.__getitem__",
@@ -518,7 +518,7 @@ COMMAND_LINE = (
     ),
     Hook(
         "paddleformers.cli.train.dpo.dpo_trainer:DPOTrainer.compute_loss",
-        names=("dpo_config", "ref_model_update_steps", "train_step_count", "reference_free", "ref_model"),
+        names=("dpo_config", "ref_model_update_steps", "ref_model"),
     ),
 )
 """The additional dependencies of the stock command line."""

@@ -24,7 +24,6 @@ MODEL_STATE = "model_state"
 MASTER_WEIGHT = "master_weight"
 OPTIMIZER_STATE = "optimizer_state"
 EMA_STATE = "ema_state"
-REFERENCE_MODEL = "reference_model"
 
 NUMBER_SHAPE = (1,)
 """Shape of a state that is one number per parameter."""
@@ -127,7 +126,6 @@ STATES = (
     # Checkpoints of other writers contain it.
     StateDescriptor(OPTIMIZER_STATE, ".velocity_0", dtype="float32"),
     StateDescriptor(EMA_STATE),
-    StateDescriptor(REFERENCE_MODEL),
 )
 """Every state that this package declares."""
 

@@ -30,7 +30,6 @@ from paddleformers_fc.layout.roles import (
     MASTER_WEIGHT,
     MODEL_STATE,
     OPTIMIZER_STATE,
-    REFERENCE_MODEL,
     split_state_name,
     stored_optimizer,
 )
@@ -201,9 +200,8 @@ class PlannedShards:
 
     def weights(self, model: SimulatedModel, rank: int) -> Iterator[tuple[str, Shard]]:
         """Yield role and shard of the weights that one rank holds."""
-        models = [role for role in (MODEL_STATE, REFERENCE_MODEL) if role in self._roles]
-        weights = model.weights(rank).values()
-        yield from ((role, shard) for role in models for shard in weights)
+        if MODEL_STATE in self._roles:
+            yield from ((MODEL_STATE, shard) for shard in model.weights(rank).values())
 
     def states(self, model: SimulatedModel, rank: int) -> Iterator[tuple[str, Shard]]:
         """Yield role and shard of the states that one rank keeps of its parameters."""

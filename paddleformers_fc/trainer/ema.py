@@ -15,12 +15,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import wraps
 from typing import Annotated, Any
 
 import msgspec
 
-from paddleformers_fc.distributed.channel import Channel, all_gather_checked
 from paddleformers_fc.errors import FormatError, MismatchError, OptionError
 from paddleformers_fc.execute.async_snapshot import SnapshotBuffer, SnapshotCopy
 from paddleformers_fc.execute.ema_update import update_averages
@@ -42,12 +40,10 @@ class EmaSettings:
     Args:
         decay: weight of the former average, between 0 and 1.
         interval: optimizer steps between two updates.
-        loss_threshold: an update is skipped unless the loss of its step is below; None to skip none.
     """
 
     decay: float
     interval: int = 1
-    loss_threshold: float | None = None
 
     def is_due(self, step: int) -> bool:
         """Return whether the average is updated after a step; it starts as a copy of the weights after the first."""
@@ -72,11 +68,7 @@ def settings_of(args: Any) -> EmaSettings | None:
     """Return the settings of training arguments; None without an average."""
     if not args.flex_ema_decay:
         return None
-    return EmaSettings(
-        float(args.flex_ema_decay),
-        args.flex_ema_interval,
-        getattr(args, "zcc_ema_loss_threshold", None),
-    )
+    return EmaSettings(float(args.flex_ema_decay), args.flex_ema_interval)
 
 
 class MovingAverage(TrainerCallback):
@@ -86,7 +78,6 @@ class MovingAverage(TrainerCallback):
         settings: when and how it is updated.
         parts: returns this rank's parts of the trained parameters.
         update_barrier: has the next update of the optimizer wait.
-        channel: returns all ranks.
 
     Attributes:
         tensors: ``ShardedWeight`` over host memory, by the name of the parameter; empty before the first update.
@@ -99,15 +90,13 @@ class MovingAverage(TrainerCallback):
         settings: EmaSettings,
         parts: Callable[[], Mapping[str, ema_tensors.TrainedPart]],
         update_barrier: UpdateBarrier,
-        channel: Callable[[], Channel],
     ) -> None:
         self.settings = settings
-        self._parts, self._update_barrier, self._channel = parts, update_barrier, channel
+        self._parts, self._update_barrier = parts, update_barrier
         self._buffer = SnapshotBuffer()
         self._threads = ThreadPoolExecutor(1, "flex-ema")
         self._pending: Future[None] | None = None
         self._failure: Exception | None = None
-        self._loss: Any = None
         self.in_model = False
         self.reset()
 
@@ -115,7 +104,7 @@ class MovingAverage(TrainerCallback):
         """Forget the average, before a training that may load another one."""
         if self._pending is not None:
             self._pending.exception()
-        self._pending = self._failure = self._loss = None
+        self._pending = self._failure = None
         self.tensors: dict[str, Any] = {}
         self.step: int | None = 0
 
@@ -168,17 +157,6 @@ class MovingAverage(TrainerCallback):
         """
         self.tensors, self.step = dict(tensors), saved.step
 
-    def watch_loss(self, training_step: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the method of a Trainer that trains a batch, with its losses added up to the loss of a step."""
-
-        @wraps(training_step)
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            loss = training_step(*args, **kwargs)
-            self._loss = loss if self._loss is None else self._loss + loss
-            return loss
-
-        return watched
-
     def refuse_in_model(self) -> None:
         """Refuse to train or save while the averages are in the model.
 
@@ -198,23 +176,8 @@ class MovingAverage(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Begin an update if one is due. A save of the same step comes later."""
-        loss, self._loss = self._loss, None
-        if self.settings.is_due(state.global_step) and self._is_wanted(loss, state.global_step, args):
+        if self.settings.is_due(state.global_step):
             self._begin(state.global_step)
-
-    def _is_wanted(self, loss: Any, step: int, args: Any) -> bool:
-        """Return whether the mean loss of all ranks is below the threshold; equal on all ranks."""
-        threshold = self.settings.loss_threshold
-        if threshold is None:
-            return True
-        losses = all_gather_checked(self._channel(), "comparing the loss", lambda: float(loss), float)
-        mean = sum(losses) / len(losses)
-        wanted = mean < threshold
-        if not wanted and args.should_log:
-            logger.info(
-                f"The moving average is not updated after step {step}: loss {mean:.6g} is not below {threshold:g}."
-            )
-        return wanted
 
     def _begin(self, step: int) -> None:
         if self._pending is not None:

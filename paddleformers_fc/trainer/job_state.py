@@ -7,7 +7,7 @@ A replaced method is a function of the Trainer, the native method, and the argum
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,7 +38,6 @@ from paddleformers_fc.trainer.callback import FlexCheckpointCallback
 from paddleformers_fc.trainer.ema import MovingAverage
 from paddleformers_fc.trainer.library import logger
 from paddleformers_fc.trainer.options import FIELD_NAMES
-from paddleformers_fc.trainer.reference import ReferenceRecord
 from paddleformers_fc.trainer.update_barrier import UpdateBarrier
 from paddleformers_fc.trainer.uploads import Uploads
 
@@ -104,7 +103,7 @@ class JobState:
         disks: the processes that share the disk of their saves; known after the first save.
         differences_logged: whether the log contains the warning about replicas that differ.
         has_trained: whether the loop has run before; it may have left an unfinished step.
-        reference: the reference model of preference training.
+        reference: contents of the reference model of preference training; None before they are needed.
         average: the moving average of the weights; None without one.
         uploads: uploads checkpoints; None without ``flex_upload``.
         tokenizer_files: the files of the tokenizer, kept between saves.
@@ -129,7 +128,7 @@ class JobState:
     disks: DiskLeaders | None = None
     differences_logged: bool = False
     has_trained: bool = False
-    reference: ReferenceRecord = field(default_factory=ReferenceRecord)
+    reference: Mapping[str, str] | None = None
     average: MovingAverage | None = None
     uploads: Uploads | None = None
     tokenizer_files: documents.TokenizerFiles = field(default_factory=documents.TokenizerFiles)

@@ -33,7 +33,6 @@ from paddleformers_fc.layout.roles import (
     MASTER_WEIGHT,
     MODEL_STATE,
     OPTIMIZER_STATE,
-    REFERENCE_MODEL,
 )
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.progress_display import bar_on_terminal
@@ -125,7 +124,7 @@ def train(
 
 def _refuse_reference(trainer: Any) -> None:
     # PaddleFormers' preference training sets it after Trainer.__init__.
-    reference.refuse_unsupported(trainer)
+    reference.refuse_updates(trainer)
     if not job_state_of(trainer).has_trained:
         reference.refuse_unlike(reference.model_of(trainer), trainer.model)
 
@@ -204,7 +203,6 @@ def load(trainer: Any, native: Native, resume_from_checkpoint: str) -> None:
     job_state.ran.add(LOAD_METHOD)
     if progress is not None:
         _restore_progress(trainer, progress)
-        _restore_reference(trainer, job_state, checkpoint, progress)
         _locate_best(trainer, directory, channel)
     _restore_average(trainer, job_state, ready)
     loaded = CheckpointReport(
@@ -452,9 +450,6 @@ def _roles_to_fill(
     live = creation.filled(live_roles.run_roles(model, optimizer), before)
     # A stored role of which this rank holds nothing is named too: a load ignores roles that no rank names.
     found = {role: live.get(role, {}) for role in wanted if role in live or stored.get(role)}
-    # A reference model that is not stored is the base, which has been compared.
-    if continued and stored.get(REFERENCE_MODEL):
-        found |= reference.role_to_fill(trainer)
     average = job_state_of(trainer).average
     if continued and average is not None and stored.get(EMA_STATE):
         # Names of parameters are found by those of their master weights.
@@ -483,14 +478,13 @@ def _refuse_unlike(trainer: Any, progress: documents.TrainingProgress, directory
 def _compare_reference(
     trainer: Any, progress: documents.TrainingProgress, directory: AnyPath, channel: Channel
 ) -> None:
-    """Compare the reference model with that of the saved run, unless the checkpoint fills it."""
-    model, record = reference.model_of(trainer), job_state_of(trainer).reference
+    """Compare the reference model with that of the saved run."""
+    model, job_state = reference.model_of(trainer), job_state_of(trainer)
     if model is None or progress.reference is None:
         return
     saved = reference.from_document(progress.reference, directory / documents.REFERENCE)
-    if saved.contents:
-        record.contents = record.contents or reference.contents_of(model, channel)
-        reference.refuse_other(saved, record.contents, directory, trainer.args.flex_allow_casts)
+    job_state.reference = job_state.reference or reference.contents_of(model, channel)
+    reference.refuse_other(saved, job_state.reference, directory, trainer.args.flex_allow_casts)
 
 
 def _restore_progress(trainer: Any, progress: documents.TrainingProgress) -> None:
@@ -506,17 +500,6 @@ def _restore_progress(trainer: Any, progress: documents.TrainingProgress) -> Non
     if trainer.do_grad_scaling and progress.scaler is not None:
         trainer.scaler.load_state_dict(progress.scaler)
     trainer.state = progress.state
-
-
-def _restore_reference(
-    trainer: Any, job_state: JobState, checkpoint: OpenedCheckpoint, progress: documents.TrainingProgress
-) -> None:
-    """Continue the updates of the reference model."""
-    if reference.model_of(trainer) is None or progress.reference is None:
-        return
-    job_state.reference.loaded = bool(checkpoint.catalog.roles.get(REFERENCE_MODEL))
-    saved = reference.from_document(progress.reference, checkpoint.catalog.root / documents.REFERENCE)
-    reference.restore(trainer, job_state.reference, saved, position.pace_of(trainer.args))
 
 
 def _restore_average(trainer: Any, job_state: JobState, ready: _PreparedLoad) -> None:

@@ -556,6 +556,10 @@ def _is_several(found: Any) -> bool:
         return False  # PaddleFormers refuses what is no number.
 
 
+def _is_positive(found: Any) -> bool:
+    return bool(found and found > 0)
+
+
 def _is_offloaded(found: Any) -> bool:
     return "offload" in str(found)
 
@@ -576,7 +580,13 @@ _OTHER_FORMAT = "the second selects another checkpoint format"
 _NOT_YET = "not supported yet"
 _SAVES_ITSELF = "both would save the same state, each in its own way"
 
+REFERENCE_UPDATES = Conflict(
+    "ref_model_update_steps", "the reference model is the base, and its updates are not saved", _is_positive
+)
+
 CONFLICTS = (
+    REFERENCE_UPDATES,
+    Conflict("zcc_ema_loss_threshold", "updates of the moving average are not skipped by the loss", _given),
     Conflict("save_checkpoint_format", _OTHER_FORMAT, _is_not("flex_checkpoint")),
     Conflict("load_checkpoint_format", _OTHER_FORMAT, _is_not("flex_checkpoint")),
     Conflict("unified_checkpoint", _OTHER_FORMAT, _is_on),

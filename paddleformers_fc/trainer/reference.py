@@ -1,9 +1,8 @@
-"""The reference model of preference training: saved if it changes, otherwise compared by its contents.
+"""The reference model of preference training, which is the base: compared by its contents.
 
-PaddleFormers' preference training compares the trained model with a second one, which begins as a copy of the base.
-With ``ref_model_update_steps`` it takes over the trained weights at every so many forward passes. It is then state of
-the run, with a role of its own. Otherwise a checkpoint contains its *contents*: per tensor a sum over its elements,
-which is the same under every layout. A resume with another base is refused.
+PaddleFormers' preference training compares the trained model with a second one, which begins as a copy of the base. A
+checkpoint contains its *contents*: per tensor a sum over its elements, which is the same under every layout. A resume
+with another base is refused, and so is ``ref_model_update_steps``, with which the reference model would be state.
 
 A sum does not depend on the order of elements, because fused tensors are ordered by the tensor-parallel degree.
 
@@ -13,80 +12,38 @@ Time: one pass over the reference model per run, about a second per gigabyte and
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from paddleformers_fc.distributed.channel import Channel, all_gather_checked
-from paddleformers_fc.errors import FormatError, MismatchError, OptionError
+from paddleformers_fc.errors import FormatError, MismatchError
 from paddleformers_fc.execute.memory import host_pieces
 from paddleformers_fc.families.stated import model_ties
-from paddleformers_fc.layout.live import LiveRoles, describe_roles
-from paddleformers_fc.layout.roles import MODEL_STATE, REFERENCE_MODEL
+from paddleformers_fc.layout.live import describe_roles
+from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.mapping.boxes import Box
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.manifest import RESTORE
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.trainer import live_roles, own_statements, weight_source
 from paddleformers_fc.trainer.description import describe_model
-from paddleformers_fc.trainer.library import TrainerCallback
-from paddleformers_fc.trainer.position import Pace
-
-PASSES = "train_step_count"
-"""PaddleFormers' attribute of a Trainer: its forward passes, at multiples of which the reference model is updated."""
+from paddleformers_fc.trainer.options import REFERENCE_UPDATES, refuse_conflicts
 
 _PIECE = 1 << 18
 _MULTIPLIERS = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9)
-_COUNT = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
-
-
-@dataclass
-class ReferenceRecord:
-    """The recorded facts about a Trainer's reference model.
-
-    Args:
-        contents: see :func:`contents_of`; None before they are needed.
-        loaded: whether a checkpoint has filled it, so that it is no longer the base.
-        passes: forward passes of the run up to its last step. Passes behind it, at the end of an epoch, are too few for
-            a step, and a resumed run makes them again.
-    """
-
-    contents: Mapping[str, str] | None = None
-    loaded: bool = False
-    passes: int = 0
-
-
-class PassCounter(TrainerCallback):
-    """Note the number of forward passes at the end of every step.
-
-    Args:
-        trainer: the Trainer, which counts them.
-        record: receives the number.
-    """
-
-    def __init__(self, trainer: Any, record: ReferenceRecord) -> None:
-        self._trainer, self._record = trainer, record
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Note the number of forward passes."""
-        self._record.passes = int(getattr(self._trainer, PASSES, 0))
 
 
 class ReferenceDocument(msgspec.Struct, forbid_unknown_fields=True):
     """``trainer/reference.json``.
 
     Args:
-        passes: forward passes of the run up to its last step.
-        pass_samples: samples of a pass on all ranks.
-        contents: per tensor its dtype, number of elements and sum; empty if the checkpoint contains the model.
+        contents: per tensor its dtype, number of elements and sum.
     """
 
-    passes: _COUNT
-    pass_samples: Annotated[int, msgspec.Meta(ge=1, le=2**53)]
-    contents: dict[str, str] = {}
+    contents: dict[str, str]
 
 
 def model_of(trainer: Any) -> Any:
@@ -94,41 +51,13 @@ def model_of(trainer: Any) -> Any:
     return getattr(trainer, "ref_model", None)
 
 
-def is_state(trainer: Any, record: ReferenceRecord) -> bool:
-    """Return whether the reference model is no longer the base, or will not be."""
-    return model_of(trainer) is not None and (record.loaded or _updates(trainer))
-
-
-def _updates(trainer: Any) -> bool:
-    return getattr(getattr(trainer, "dpo_config", None), "ref_model_update_steps", 0) > 0
-
-
-def refuse_unsupported(trainer: Any) -> None:
-    """Refuse updates of a reference model that PaddleFormers does not make, or makes in part.
+def refuse_updates(trainer: Any) -> None:
+    """Refuse updates of the reference model that a script has configured.
 
     Raises:
-        OptionError: with the option that contradicts ``ref_model_update_steps``.
+        OptionError: with ``ref_model_update_steps``.
     """
-    args = trainer.args
-    if not _updates(trainer) or trainer.dpo_config.reference_free:
-        return
-    reasons = []
-    if model_of(trainer) is None:
-        reasons.append("lora: true: without adapters the trained model is the reference model, which has no updates")
-    if args.pipeline_model_parallel_size > 1:
-        size = args.pipeline_model_parallel_size
-        reasons.append(f"pipeline_model_parallel_size: {size}: PaddleFormers never updates it in a pipeline")
-    if "stage3" in str(args.sharding):
-        reasons.append("sharding: stage3: PaddleFormers copies the slices of one rank and leaves the rest")
-    if reasons:
-        raise OptionError(
-            "ref_model_update_steps contradicts another option.",
-            where="training arguments",
-            evidence=[
-                f"ref_model_update_steps: {trainer.dpo_config.ref_model_update_steps} and {one}" for one in reasons
-            ],
-            next_step="Remove one of the two keys.",
-        )
+    refuse_conflicts(getattr(trainer, "dpo_config", None), (REFERENCE_UPDATES,))
 
 
 def refuse_unlike(reference: Any, model: Any) -> None:
@@ -173,24 +102,6 @@ def _equal(one: Any, other: Any) -> bool:
     )
 
 
-def roles(trainer: Any, record: ReferenceRecord) -> LiveRoles:
-    """Return the role of a reference model that is state; no role otherwise."""
-    return role_to_fill(trainer) if is_state(trainer, record) else {}
-
-
-def role_to_fill(trainer: Any) -> LiveRoles:
-    """Return the weights of the reference model in their role; no role if there is none."""
-    model = model_of(trainer)
-    return {} if model is None else {REFERENCE_MODEL: live_roles.model_roles(model)[MODEL_STATE]}
-
-
-def document(trainer: Any, record: ReferenceRecord, pace: Pace) -> dict[str, Any]:
-    """Return the content of ``trainer/reference.json``."""
-    contents = {} if is_state(trainer, record) else dict(record.contents or {})
-    about = ReferenceDocument(record.passes, pace.per_pass, contents)
-    return dict(msgspec.to_builtins(about))
-
-
 def from_document(values: Mapping[str, Any], where: AnyPath) -> ReferenceDocument:
     """Read the content of ``trainer/reference.json``.
 
@@ -218,7 +129,7 @@ def refuse_other(
     Raises:
         MismatchError: with every tensor that differs.
     """
-    apart = list(_differences(saved.contents, contents, casts)) if saved.contents else []
+    apart = list(_differences(saved.contents, contents, casts))
     if apart:
         raise MismatchError(
             "The reference model differs from that of the run that saved.",
@@ -236,12 +147,6 @@ def _differences(saved: Mapping[str, str], now: Mapping[str, str], casts: bool) 
             old, new = (one.partition(" ")[2].partition(" ")[0] for one in (old, new))  # Numbers of elements.
         if old != new:
             yield f"{name}: saved {old}, now {new}"
-
-
-def restore(trainer: Any, record: ReferenceRecord, saved: ReferenceDocument, pace: Pace) -> None:
-    """Set the number of forward passes: those in which this run would have trained the same samples."""
-    record.passes = saved.passes * saved.pass_samples // pace.per_pass
-    setattr(trainer, PASSES, record.passes)
 
 
 class _Part(msgspec.Struct):

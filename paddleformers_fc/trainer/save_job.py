@@ -154,8 +154,7 @@ def _roles(trainer: Any, job_state: JobState) -> LiveRoles:
     average = {} if job_state.average is None else job_state.average.roles()
     if trainer.args.ignore_save_lr_and_optim:
         return {**live_roles.model_roles(trainer.model), **average}
-    live = {**live_roles.run_roles(trainer.model, trainer.optimizer), **reference.roles(trainer, job_state.reference)}
-    return {**live, **average}
+    return {**live_roles.run_roles(trainer.model, trainer.optimizer), **average}
 
 
 def report_save(
@@ -245,10 +244,10 @@ def rotate(
 
 
 def _look_at_reference(trainer: Any, channel: Channel) -> None:
-    """Before the first save, look at a reference model that stays the base; every rank must call."""
-    model, record = reference.model_of(trainer), job_state_of(trainer).reference
-    if model is not None and record.contents is None and not reference.is_state(trainer, record):
-        record.contents = reference.contents_of(model, channel)
+    """Before the first save, look at the reference model; every rank must call."""
+    model, job_state = reference.model_of(trainer), job_state_of(trainer)
+    if model is not None and job_state.reference is None:
+        job_state.reference = reference.contents_of(model, channel)
 
 
 def _warn_of_differences(job_state: JobState, args: Any, directory: Path, differences: tuple[str, ...]) -> None:
@@ -293,8 +292,8 @@ def _capture_files(trainer: Any) -> Encode:
         order = replace(tracker.order, corpus=identity)
         data = position.to_document(tracker.position, position.pace_of(args), order)
         captured |= documents.capture_progress(trainer, data)
-        if reference.model_of(trainer) is not None:
-            about = reference.document(trainer, job_state.reference, position.pace_of(args))
+        if job_state.reference is not None:
+            about = {"contents": dict(job_state.reference)}
             captured[documents.REFERENCE] = partial(state_json.encode, about, "reference model")
         if job_state.average is not None and job_state.average.has_begun:
             captured[documents.AVERAGE] = partial(state_json.encode, job_state.average.document(), "moving average")

@@ -32,7 +32,6 @@ from paddleformers_fc.trainer import (
     own_statements,
     preflight,
     pretrained_documents,
-    reference,
     sharding_stage3,
     sonic_moe,
     weight_source,
@@ -116,7 +115,6 @@ def init_trainer(trainer: Any, native: Native, *args: Any, **kwargs: Any) -> Non
     trainer.add_callback(job_state.update_barrier)
     if ShardingOption.FULL_SHARD in arguments.sharding:
         trainer.add_callback(sharding_stage3.DropPrefetched(trainer.model))
-    trainer.add_callback(reference.PassCounter(trainer, job_state.reference))
     trainer.add_callback(StepEnds(gate))
     _add_average(trainer, job_state)
     trainer.add_callback(BypassCheck(trainer))
@@ -162,22 +160,19 @@ def _refuse_unmapped(model: Any) -> None:
 
 def _add_average(trainer: Any, job_state: JobState) -> None:
     """Keep a moving average of the weights if the arguments request one."""
-    args, settings = trainer.args, ema.settings_of(trainer.args)
+    settings = ema.settings_of(trainer.args)
     if settings is None:
         return
     job_state.average = ema.MovingAverage(
         settings,
         ema_tensors.KnownParts(trainer),
         job_state.update_barrier,
-        lambda: channel_of(args),
     )
     # A callback of the user that saves when a step ends saves the average after that step.
     trainer.callback_handler.callbacks.insert(0, job_state.average)
-    if settings.loss_threshold is not None:
-        trainer.training_step = job_state.average.watch_loss(trainer.training_step)
 
 
 def _passes_change_weights(trainer: Any) -> bool:
-    """Return whether the passes receive parameters, update a reference model, or release weights."""
+    """Return whether the passes receive parameters, or release weights."""
     kinds = {kind.__name__ for one in trainer.callback_handler.callbacks for kind in type(one).__mro__}
-    return receives_in_passes(trainer.args) or _RELEASES_WEIGHTS in kinds or reference.model_of(trainer) is not None
+    return receives_in_passes(trainer.args) or _RELEASES_WEIGHTS in kinds

@@ -57,41 +57,6 @@ def outcome(trainer: Any) -> dict[str, Any]:
     }
 
 
-def run_with_reference(every: int, resume: str | None = None, **settings: Any) -> dict[str, Any]:
-    """As :func:`run`, with a reference model that PaddleFormers' preference training updates.
-
-    Args:
-        every: forward passes between two updates.
-
-    Returns:
-        the passes that PaddleFormers has counted, and the tensors of both models at the end.
-    """
-    from types import SimpleNamespace
-
-    from paddleformers.cli.train.dpo.dpo_trainer import DPOTrainer
-    from paddleformers.trainer import Trainer
-
-    from paddleformers_fc import FlexTrainer
-
-    class WithReference(FlexTrainer):
-        train_step_count = 0
-        dpo_config = SimpleNamespace(ref_model_update_steps=every, reference_free=False)
-        ref_model = ref_model_wrapped = None
-
-        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False) -> Any:
-            return DPOTrainer.compute_loss(self, model, inputs)
-
-        def get_batch_metrics(self, ref_model: Any, model: Any, batch: Any, train_eval: str = "train") -> Any:
-            return Trainer.compute_loss(self, model, batch)
-
-    trainer = flex_trainer(**settings, cls=WithReference)
-    trainer.ref_model = tiny.build("llama", settings["layout"], trainer.args)
-    trainer.ref_model.set_state_dict(trainer.model.state_dict())
-    trainer.train(resume_from_checkpoint=resume)
-    found = {"passes": trainer.train_step_count, "reference": weights_of(trainer.ref_model)}
-    return {**found, "trained": weights_of(trainer.model)}
-
-
 def refused_training(**settings: Any) -> dict[str, Any]:
     """Train; the error, and the step at which it was raised."""
     from paddleformers_fc.errors import FlexError

@@ -106,12 +106,11 @@ def test_a_late_copy_is_that_of_the_saved_step_under_every_layout(
         (DP2, "tests.trainer.lora_jobs:run", {}),
         (TP2, "tests.trainer.lora_jobs:run", {"arguments": AVERAGED}),
         (SD2V2, f"{JOBS}:run_with_frozen", {"frozen": ["model.embed_tokens.weight", "model.norm.weight"]}),
-        (SINGLE, f"{JOBS}:run_with_reference", {"every": 1}),
         (SINGLE, f"{JOBS}:run_past_a_layer", {}),
         (SINGLE, f"{JOBS}:run_with_scaler", {"initial": 4.0}),
         (bf16(SINGLE), f"{JOBS}:run", {"arguments": {"tensorwise_offload_optimizer": True}}),
     ],
-    ids=["LoRA", "LoRA, average", "frozen", "reference", "unused", "scaler", "offloaded"],
+    ids=["LoRA", "LoRA, average", "frozen", "unused", "scaler", "offloaded"],
 )
 def test_a_late_copy_is_that_of_the_saved_step_of_every_kind_of_training(
     ranks: ForkServer, tmp_path: Path, layout: MatrixLayout, job: str, given: dict[str, Any]

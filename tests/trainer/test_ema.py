@@ -287,20 +287,6 @@ def test_an_average_is_updated_when_it_is_due(ranks: ForkServer, tmp_path: Path)
     assert digests(again / "checkpoint-6") == digests(tmp_path / "checkpoint-6")
 
 
-def test_updates_of_steps_with_a_large_loss_are_skipped(ranks: ForkServer, tmp_path: Path) -> None:
-    """The loss is that of the step, whatever the interval of the log is, with accumulation and on all ranks alike."""
-    accumulated = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}
-    (plain, _), log = run(ranks, DP2, tmp_path / "plain", arguments={**accumulated, **UNSAVED, "flex_ema_decay": 0.0})
-    losses = plain["losses"]
-    threshold = (sorted(losses)[2] + sorted(losses)[3]) / 2
-    arguments = {**accumulated, "zcc_ema_loss_threshold": threshold, "logging_steps": 4}
-    _, log = run(ranks, DP2, tmp_path, arguments=arguments)
-    below = [step for step, loss in enumerate(losses, 1) if loss < threshold]
-    assert len(below) == 3
-    assert_averages(averages(tmp_path / "checkpoint-6"), reference(tmp_path, below))
-    assert log.count("The moving average is not updated after step") == 3
-
-
 def test_a_run_that_starts_or_ends_an_average_or_changes_it_reports_it(ranks: ForkServer, tmp_path: Path) -> None:
     three = {"max_steps": 3, "save_steps": 3}
     run(ranks, SINGLE, tmp_path / "without", arguments={**three, "flex_ema_decay": 0.0})

@@ -23,6 +23,8 @@ from paddleformers_fc.trainer.options import (
 )
 
 CONTRADICTIONS: dict[str, Any] = {
+    "ref_model_update_steps": 4,
+    "zcc_ema_loss_threshold": 2.5,
     "save_checkpoint_format": "unified_checkpoint",
     "load_checkpoint_format": "sharding_io",
     "unified_checkpoint": True,
@@ -54,7 +56,8 @@ HARMLESS: dict[str, Any] = {
     "sharding": "stage1",
     "optim": "adamw",
     "flash_device_save_steps": 0,
-    "ref_model_update_steps": 2,
+    "ref_model_update_steps": -1,
+    "zcc_ema_loss_threshold": None,
 }
 
 

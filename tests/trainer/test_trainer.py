@@ -501,21 +501,6 @@ def test_a_checkpoint_of_an_epochs_end_continues_as_the_run_did_and_is_not_saved
         assert how_far(output_dir, 6) == how_far(tmp_path / "once", 6)
 
 
-def test_a_reference_model_is_updated_at_the_same_passes_after_a_resume_at_an_epochs_end(
-    ranks: ForkServer, tmp_path: Path
-) -> None:
-    # Of 8 passes 2 make no step. The saved run has made them, and a resumed run makes them again.
-    arguments = {"max_steps": 6, "save_strategy": "epoch", "gradient_accumulation_steps": 3}
-    arguments["per_device_train_batch_size"] = tiny.GLOBAL_BATCH
-    job = f"{JOBS}:run_with_reference"
-    (whole,) = ranks.run(job, 1, {**settings(SINGLE, tmp_path / "whole", **arguments), "every": 5}).values
-    assert whole["reference"] != whole["trained"]
-    for step in (2, 4):
-        resume = tmp_path / "whole" / f"checkpoint-{step}"
-        given = {**settings(SINGLE, tmp_path / f"from-{step}", resume, **arguments), "every": 5}
-        assert ranks.run(job, 1, given).values == (whole,)
-
-
 def test_random_generators_of_an_epochs_end_come_back_for_the_next_epoch(ranks: ForkServer, tmp_path: Path) -> None:
     arguments = {"max_steps": 4, "save_strategy": "epoch", "gradient_accumulation_steps": 3}
     (whole,) = ranks.run(f"{DATA}:run_and_draw", 1, settings(SINGLE, tmp_path / "once", **arguments)).values

@@ -65,29 +65,22 @@ def _key(batch: Mapping[str, Any]) -> bytes:
     return np.asarray(tokens.numpy() if hasattr(tokens, "numpy") else tokens, "int64").tobytes()
 
 
-def refused_updates() -> dict[str, str]:
-    """Ask for updates of the reference model under several options; the errors."""
+def refused_updates() -> list[str]:
+    """The errors of Trainers whose scripts configure preference training with, without and before updates."""
     from types import SimpleNamespace
 
     from paddleformers_fc.errors import OptionError
     from paddleformers_fc.trainer import reference
 
-    def refused(stages: int = 1, sharding: str = "", model: Any = "a model", free: bool = False) -> str:
-        args = SimpleNamespace(pipeline_model_parallel_size=stages, sharding=sharding)
-        config = SimpleNamespace(ref_model_update_steps=2, reference_free=free)
+    def refused(**trainer: Any) -> str:
         try:
-            reference.refuse_unsupported(SimpleNamespace(args=args, dpo_config=config, ref_model=model))
+            reference.refuse_updates(SimpleNamespace(**trainer))
         except OptionError as error:
             return error.render()
         return ""
 
-    return {
-        "supported": refused(),
-        "reference free": refused(model=None, free=True),
-        "pipeline": refused(stages=2),
-        "stage 3": refused(sharding="stage3"),
-        "adapters": refused(model=None),
-    }
+    configs = [SimpleNamespace(ref_model_update_steps=every) for every in (2, -1)]
+    return [*(refused(dpo_config=one) for one in configs), refused()]
 
 
 def write_indexed(prefix: str, model: str, corpus: str) -> None:
