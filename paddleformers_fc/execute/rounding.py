@@ -32,7 +32,7 @@ def compare_rounded(source: ReadSource) -> int:
     masters = layout.get(MASTER_WEIGHT, {})
     weights = {
         name: shard
-        for name, shard in layout[MODEL_STATE].items()
+        for name, shard in layout.get(MODEL_STATE, {}).items()
         if name + MASTER.suffix in masters and dtype_size(shard.dtype) == 2
     }
     stored = {name.removesuffix(MASTER.suffix): one for name, one in catalog.roles.get(MASTER_WEIGHT, {}).items()}

@@ -19,6 +19,7 @@ import secrets
 from pathlib import Path
 from typing import TypeVar
 
+from paddleformers_fc.errors import OptionError
 from paddleformers_fc.storage.paths import AnyPath, RemotePath
 
 _P = TypeVar("_P", Path, RemotePath, AnyPath)
@@ -33,7 +34,17 @@ _BESIDE = re.compile(rf"\.(.+)\.({UNFINISHED}|{ASIDE}|{REMOVED})-[0-9a-f]+", re.
 
 
 def hidden_name(target: Path, state: str) -> Path:
-    """Return a fresh name next to ``target`` for a directory in one of the three hidden states."""
+    """Return a fresh name next to ``target`` for a directory in one of the three hidden states.
+
+    Raises:
+        OptionError: the target has no name that another directory can take.
+    """
+    if target.name in ("", ".."):
+        raise OptionError(
+            f"{target} has no name of its own, and a checkpoint is renamed when it is complete.",
+            where=str(target),
+            next_step="Name a directory such as checkpoint-3; nothing was written.",
+        )
     return target.with_name(f".{target.name}.{state}-{secrets.token_hex(6)}")
 
 

@@ -190,6 +190,29 @@ def test_a_file_is_not_replaced_by_a_checkpoint(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 1
 
 
+@pytest.mark.parametrize("path", [".", "..", "/", "file:///"])
+def test_a_directory_that_cannot_be_renamed_is_no_place_of_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    import paddle
+
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(OptionError, match="has no name") as raised:
+        paddleformers_fc.save(path, paddle.nn.Linear(2, 2))
+    assert raised.value.next_step
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_checkpoint_of_numbers_without_axes_is_verified_and_loaded(tmp_path: Path) -> None:
+    import paddle
+
+    paddleformers_fc.save(tmp_path / "checkpoint-4", {"scale": paddle.to_tensor(3.0)})
+    assert paddleformers_fc.open(tmp_path / "checkpoint-4").verify().passed
+    loaded = {"scale": paddle.to_tensor(0.0)}
+    paddleformers_fc.load(tmp_path / "checkpoint-4", loaded)
+    assert loaded["scale"].item() == 3.0
+
+
 @pytest.mark.parametrize("path", ["a\0b", Path("a\0b"), "\ud800", "~a\0b"], ids=repr)
 def test_a_path_that_no_file_system_has_is_refused_by_saves_and_loads(path: str | Path) -> None:
     import paddle
