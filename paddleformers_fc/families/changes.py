@@ -21,7 +21,7 @@ import xxhash
 from paddleformers_fc.errors import MismatchError
 from paddleformers_fc.families.bind import family_keys
 from paddleformers_fc.families.description import ALTERNATES, IS_NLP, ModelDescription
-from paddleformers_fc.families.exported import KEPT_FROM_SOURCE, exported_config
+from paddleformers_fc.families.exported import exported_config, is_of_source
 from paddleformers_fc.families.registry import family_for, is_known
 
 OPTION = "flex_allow_config_changes"
@@ -197,8 +197,7 @@ def contradictions(config: Mapping[str, Any], model: ModelDescription) -> list[s
     return [
         f"{key}: {value_text(one)} in config.json, {value_text(other)} in mapping.json"
         for key, one, other in _unequal(config, expected)
-        if key in family_keys(family)
-        or not (_is_left_out(key) or _matches(key.split("."), KEPT_FROM_SOURCE) or _is_type_of_part(key))
+        if key in family_keys(family) or not (_is_left_out(key) or is_of_source(key, other) or _is_type_of_part(key))
     ]
 
 

@@ -31,9 +31,6 @@ _OF_THE_FILE = frozenset(
 _TOKENS = frozenset({"bos_token_id", "eos_token_id", "pad_token_id"})
 """Keys that PaddleFormers' nested configurations lose: they are then None."""
 
-KEPT_FROM_SOURCE = (*OVERWRITTEN, *_TOKENS)
-"""Keys that an export may have from its source, with other values than those of the live configuration."""
-
 _TIE, _TEXT = "tie_word_embeddings", "text_config"
 _ROTARY, _THETA, _SCALING, _LOCAL_THETA = "rope_parameters", "rope_theta", "rope_scaling", "rope_local_base_freq"
 _ROTARY_KEYS = (_ROTARY, _THETA, _SCALING, _LOCAL_THETA)
@@ -99,6 +96,12 @@ def exported_config(
     if _TIE in nested.get(_TEXT, {}) and _TIE in values:  # Libraries read one or the other.
         nested[_TEXT][_TIE] = values[_TIE]
     return values | nested
+
+
+def is_of_source(key: str, live: object) -> bool:
+    """Return whether an export has the value of its source for a key, with dots, and not that of the live model."""
+    name = key.rpartition(".")[2]
+    return name in OVERWRITTEN or (name in _TOKENS and live is None)
 
 
 def exported_keys(family: Family, model: ModelDescription) -> dict[str, Any]:

@@ -177,6 +177,7 @@ def test_a_mapping_that_cannot_be_proved_is_found(copy: Path) -> None:
 
 DESCRIBED = {
     **CONFIG,
+    "bos_token_id": 1,
     "hidden_act": "silu",
     "max_position_embeddings": 64,
     "rms_norm_eps": 1e-06,
@@ -189,6 +190,7 @@ DESCRIBED = {
 @pytest.mark.parametrize(
     ("key", "value"),
     [
+        ("bos_token_id", 3),
         ("hidden_act", "gelu"),
         ("max_position_embeddings", 128),
         ("rms_norm_eps", 1e-05),
