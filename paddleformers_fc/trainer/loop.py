@@ -54,7 +54,7 @@ from paddleformers_fc.trainer import (
     own_statements,
     stored_states,
 )
-from paddleformers_fc.trainer.description import describe_model
+from paddleformers_fc.trainer.description import OWN_RULES, describe_model
 from paddleformers_fc.trainer.fleet_degrees import fleet_degrees
 from paddleformers_fc.trainer.job_state import job_communicator
 from paddleformers_fc.trainer.layout_source import (
@@ -65,7 +65,7 @@ from paddleformers_fc.trainer.layout_source import (
     rank_tensors,
     rules_of_all,
 )
-from paddleformers_fc.trainer.library_models import PretrainedConfig
+from paddleformers_fc.trainer.library_models import PretrainedConfig, unwrap_model
 
 Config: TypeAlias = Mapping[str, Any] | PretrainedConfig
 """A model's configuration: the content of ``config.json``, or PaddleFormers' object."""
@@ -352,11 +352,11 @@ def _description(
 
 
 def _resolved(model: Any, config: Any) -> ModelDescription:
-    is_fleet = bool(getattr(model, IS_FLEET, False))
+    is_fleet, own = bool(getattr(model, IS_FLEET, False)), config is getattr(model, "config", None)
     if isinstance(config, PretrainedConfig):
-        own = config is getattr(model, "config", None)
         return describe_model(model if own else SimpleNamespace(config=config, is_fleet=is_fleet))
-    return ModelDescription(dict(config) if isinstance(config, Mapping) else {}, is_fleet)
+    rules = getattr(unwrap_model(model), OWN_RULES, None) if own else None
+    return ModelDescription(dict(config) if isinstance(config, Mapping) else {}, is_fleet, rules)
 
 
 def _config_text(model: Any, described: ModelDescription, config: object) -> bytes:

@@ -236,3 +236,24 @@ def test_a_loop_without_a_trainer_uses_them_as_well(ranks: ForkServer, tmp_path:
     (built,) = run_on_ranks(ranks, 1, save_by_hand, **alone, target=tmp_path / "checkpoint-2")
     (loaded,) = run_on_ranks(ranks, 1, load_by_hand, **alone, source=checkpoint["target"])
     assert loaded == built
+
+
+def test_statements_of_a_layer_whose_configuration_is_no_class_of_paddleformers_are_used(tmp_path: Path) -> None:
+    from types import SimpleNamespace
+
+    import paddle
+
+    class Turned(paddle.nn.Linear):
+        config = SimpleNamespace(model_type="unheard_of", to_dict=dict)
+
+        @classmethod
+        def _gen_aoa_config(cls, config: Any) -> dict[str, list[str]]:
+            return {"aoa_statements": ["canonical^T -> weight"]}
+
+    model, other = Turned(2, 3, bias_attr=False), Turned(2, 3, bias_attr=False)
+    paddleformers_fc.save(tmp_path / "checkpoint-1", model)
+    paddleformers_fc.open(tmp_path / "checkpoint-1").export(tmp_path / "exported")
+    (tensor,) = paddleformers_fc.open(tmp_path / "exported").tensors()
+    assert (tensor.name, tuple(tensor.shape)) == ("canonical", (3, 2))
+    paddleformers_fc.load(tmp_path / "checkpoint-1", other)
+    assert (other.weight.numpy() == model.weight.numpy()).all()
