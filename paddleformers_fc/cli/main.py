@@ -41,8 +41,21 @@ OK, FAULT, MISUSE, INTERRUPTED, CLOSED = 0, 1, 2, 130, 141
 _T = TypeVar("_T")
 
 
+_REMOVED = {
+    "demo": "run make demo in the repository",
+    "matrix": "run make matrix in the repository",
+    "derive": "a class without a declared family is used through its own AOA statements",
+    "rederive": "checkpoints of earlier versions are not read",
+}
+
+
 class _Commands(TyperGroup):
     """A group whose help has the whole first sentence of every command."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and args[0] in _REMOVED:
+            ctx.fail(f"The command '{args[0]}' was removed: {_REMOVED[args[0]]}.")
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         rows = [(name, command.get_short_help_str(limit=1000)) for name, command in self.commands.items()]
@@ -600,11 +613,15 @@ def _target(text: str, doing: str) -> AnyPath:
     """Return the directory of an argument that is written.
 
     Raises:
+        BadParameter: it is a file.
         OptionError: it cannot be written, or would end with this process.
     """
+    from paddleformers_fc.storage.files import exists, is_directory
     from paddleformers_fc.storage.paths import expand_user, parse_target, require_lasting
 
     found = parse_target(expand_user(text), doing)
+    if exists(found) and not is_directory(found):
+        raise typer.BadParameter(f"Directory {text!r} is a file.")
     require_lasting(found, doing)
     return found
 

@@ -352,12 +352,14 @@ def unknown_keys(unknown: Iterable[str], stock: Iterable[str]) -> OptionError:
         unknown: the keys.
         stock: the keys of PaddleFormers.
     """
-    known = (*FIELD_NAMES, *sorted(stock))
+    names, known = sorted(unknown), (*FIELD_NAMES, *sorted(stock))
+    correct = f"Correct the key or remove it. This package has {', '.join(FIELD_NAMES)}."
+    remove = "Remove the key. The page of options (docs/options.md) states what holds instead."
     return OptionError(
         "Unknown key in the configuration.",
         where="training arguments",
-        evidence=[_suggestion(name, known) for name in sorted(unknown)],
-        next_step=f"Correct the key or remove it. This package has {', '.join(FIELD_NAMES)}.",
+        evidence=[_suggestion(name, known) for name in names],
+        next_step=remove if REMOVED.issuperset(names) else correct,
     )
 
 

@@ -365,3 +365,10 @@ def test_a_closed_pipe_does_not_return_1(four: Path, command: list[str], both: b
     if not both:
         assert b"Traceback" not in done.stderr
         assert b"BrokenPipe" not in done.stderr
+
+
+@pytest.mark.parametrize("command", ["demo", "matrix", "derive", "rederive"])
+def test_a_removed_command_is_refused_with_what_replaces_it(command: str) -> None:
+    outcome = run(command, "--output", "x")
+    assert outcome.code == 2
+    assert f"The command '{command}' was removed: " in outcome.err
