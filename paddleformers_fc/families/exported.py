@@ -82,7 +82,7 @@ def exported_config(
         MappingError: the live configuration contradicts itself.
     """
     sides, nested, is_new = _Sides(written, live.config, source, read or {}), dict[str, dict[str, Any]](), read is None
-    own = {key: written[key] for key in written.keys() & _OF_THE_FILE - {"quantization_config"}}
+    own = {key: written[key] for key in written if key in _OF_THE_FILE and key != "quantization_config"}
     for tower in family.towers if family is not None else ():
         part, sides = sides.within(tower.key), sides.without(tower.key)
         if tower.flat and not is_new and tower.key not in source:
@@ -92,7 +92,7 @@ def exported_config(
     corrected = {} if family is None else exported_keys(family, live)
     values = sides.values(is_new, own.get(_DTYPE)) | own | corrected
     for found in nested.values():
-        found |= {key: corrected[key] for key in corrected.keys() & found.keys()}
+        found |= {key: corrected[key] for key in corrected if key in found}
     if _TIE in nested.get(_TEXT, {}) and _TIE in values:  # Libraries read one or the other.
         nested[_TEXT][_TIE] = values[_TIE]
     return values | nested
@@ -143,9 +143,11 @@ class _Sides(NamedTuple):
             dtype: of the exported weights.
         """
         now, before = self.live, self.read
-        changed = {key for key in self.written if now.get(key) != before.get(key)} - OVERWRITTEN
-        keys = self.written.keys() if is_new else self.source.keys() | changed
-        values = {key: now.get(key, self.source.get(key, self.written.get(key))) for key in keys - _OF_THE_FILE}
+        changed = [key for key in self.written if now.get(key) != before.get(key) and key not in OVERWRITTEN]
+        # In the order of their files: the bytes of an export depend on its content alone.
+        keys = dict.fromkeys(self.written if is_new else (*self.source, *changed))
+        kept = (key for key in keys if key not in _OF_THE_FILE)
+        values = {key: now.get(key, self.source.get(key, self.written.get(key))) for key in kept}
         for key, value in self.source.items():
             if key in (*OVERWRITTEN, _TYPE, _CLASS) or (key in _TOKENS and values.get(key) is None):
                 values[key] = value
