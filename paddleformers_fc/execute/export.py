@@ -50,7 +50,7 @@ from paddleformers_fc.layout.shards import ShardsByRole, shard_bytes
 from paddleformers_fc.plan import ReadSource, canonical_layout, canonical_source, plan_reads
 from paddleformers_fc.plan.sources import model_source, resume_source
 from paddleformers_fc.storage.block_checksums import digest_of
-from paddleformers_fc.storage.export_commit import staging_parent
+from paddleformers_fc.storage.export_commit import staged_name
 from paddleformers_fc.storage.files import exists, list_directory, real_path, refuse_file
 from paddleformers_fc.storage.manifest import MANIFEST_NAME, verify_files
 from paddleformers_fc.storage.paths import AnyPath, RemotePath
@@ -227,7 +227,7 @@ def save_weights(
     """
     roles = {MODEL_STATE: weights} if averages is None else {MODEL_STATE: weights, EMA_STATE: averages}
     role = MODEL_STATE if averages is None else EMA_STATE
-    with staging_beside(target, channel, _no_check, staging_parent) as staged:
+    with staging_beside(target, channel, _no_check, staged_name) as staged:
         passage = staged.path / "weights"
         save_checkpoint(passage, roles, model, files, JobRecord(0, 0, {}), channel)
         report = export_checkpoint(passage, target, max_shard_bytes, channel, tied=tied, role=role)

@@ -29,9 +29,9 @@ from paddleformers_fc.execute.staging_directory import StagingDirectory, staging
 from paddleformers_fc.formats.checkpoint import ExportWriter, OutputFile
 from paddleformers_fc.storage.checksum import checksum_of
 from paddleformers_fc.storage.commit import discard
-from paddleformers_fc.storage.export_commit import commit_export, replace_export, staging_parent
+from paddleformers_fc.storage.export_commit import commit_export, staged_name
 from paddleformers_fc.storage.file_checksums import FileChecksum
-from paddleformers_fc.storage.files import is_directory, list_directory, real_path, write_file
+from paddleformers_fc.storage.files import real_path, write_file
 from paddleformers_fc.storage.paths import AnyPath, RemotePath
 from paddleformers_fc.storage.remote import list_remote
 from paddleformers_fc.storage.remote_writes import RemoteTensorWriter, compare_uploaded, remove_remote, write_remote
@@ -94,7 +94,7 @@ def staged_export(target: AnyPath, channel: Channel, writer: ExportWriter) -> Ab
 
 @contextlib.contextmanager
 def _staged_locally(target: Path, channel: Channel, writer: ExportWriter) -> Iterator[StagedExport]:
-    with staging_beside(target, channel, _nothing, staging_parent) as staged:
+    with staging_beside(target, channel, _nothing, staged_name) as staged:
         yield _LocalExport(staged, target, channel.rank, writer)
 
 
@@ -119,14 +119,11 @@ class _LocalExport(StagedExport):
             if self._rank in self._staged.disks.sorted_leaders:
                 try_discard(self._staged.path)  # An export is on one disk, that of the coordinator.
             return
-        staging, target = self._staged.path, real_path(self._target)
+        staging = self._staged.path
         checksums = [write_file(staging / name, data, root=staging) for name, data in documents.items()]
         for name, data in seal([*written, *checksums]).items():
             write_file(staging / name, data, root=staging)
-        if is_directory(target) and list_directory(target):
-            replace_export(staging, target, self._writer.marks, self._writer.owns)
-        else:
-            commit_export(staging, target)
+        commit_export(staging, real_path(self._target), self._writer.marks, self._writer.owns)
 
 
 def try_discard(staging: Path) -> None:

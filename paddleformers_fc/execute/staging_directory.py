@@ -16,7 +16,7 @@ from paddleformers_fc.distributed.channel import Channel
 from paddleformers_fc.distributed.disk_leaders import DiskLeaders, find_disk_leaders
 from paddleformers_fc.errors import StorageError
 from paddleformers_fc.storage.commit import create_staging, discard
-from paddleformers_fc.storage.files import is_directory
+from paddleformers_fc.storage.files import is_directory, real_path
 from paddleformers_fc.storage.leftovers import clean_unfinished
 
 
@@ -58,6 +58,10 @@ def staging_beside(
             before()
         place = place_of(target)
         clean_unfinished(place.parent)
+        if place.parent == real_path(target):
+            # What an export has left that created the directory; its parent need not be readable.
+            with contextlib.suppress(StorageError):
+                clean_unfinished(place.parent.parent)
         made.append(create_staging(place))
         return made[0].name
 

@@ -12,7 +12,6 @@ import contextlib
 import ctypes
 import errno
 import os
-import secrets
 import stat
 import sys
 import tempfile
@@ -54,7 +53,6 @@ _ADVICE = {
     errno.ESTALE: "The network file system lost this file; check the mount and try again.",
     errno.EMFILE: "Raise the limit of open files (ulimit -n).",
     errno.EEXIST: "Choose a name that does not exist yet; nothing was overwritten.",
-    errno.EXDEV: "Choose a directory that does not exist yet; this one has a mount or a quota of its own.",
 }
 
 
@@ -465,32 +463,6 @@ def real_path(path: Path) -> Path:
         return Path(os.path.realpath(path))
 
 
-def is_mount_point(path: Path) -> bool:
-    """Return whether a directory can neither be replaced by a sibling nor receive files that are renamed from there.
-
-    It is mounted, or the working directory of this process, or its parent is not writable for this user.
-
-    Raises:
-        StorageError: the operating system refused to look.
-    """
-    with _naming("look at", path):
-        used = os.path.ismount(path) or os.path.samefile(path, os.curdir)
-        return used or not os.access(path.parent, os.W_OK | os.X_OK) or _is_mounted_from_here(path)
-
-
-def _is_mounted_from_here(path: Path) -> bool:
-    """Return whether a directory is a bind mount of its parent's own file system, which device numbers do not show.
-
-    The system compares the mounts of two names before it looks the names up, so that missing names suffice.
-    """
-    name = f".trial-{secrets.token_hex(6)}"
-    try:
-        os.rename(path.parent / name, path / name)
-    except OSError as error:
-        return error.errno == errno.EXDEV
-    return False
-
-
 def make_directory(path: Path) -> None:
     """Create one directory that must not exist.
 
@@ -520,16 +492,6 @@ def exchange(one: Path, other: Path) -> bool:
     if not sys.platform.startswith("linux"):
         return False
     return _renameat2(os.fsencode(one), os.fsencode(other)) == 0
-
-
-def link(file: Path, name: Path) -> bool:
-    """Give a file a second name; return False if the system did not, because file systems refuse with several
-    numbers."""
-    try:
-        os.link(file, name, follow_symlinks=False)
-    except OSError:
-        return False
-    return True
 
 
 def remove_file(path: Path) -> None:

@@ -16,13 +16,12 @@ import pytest
 from paddleformers_fc.errors import Corrupt, NotACheckpoint, StorageError
 from paddleformers_fc.storage import (
     commit as commit_module,
-    export_commit,
     files,
     leftovers as leftovers_module,
     staging_lock,
 )
 from paddleformers_fc.storage.commit import Committed, commit, create_staging, discard, remove_checkpoint
-from paddleformers_fc.storage.export_commit import commit_export, replace_export, staging_parent
+from paddleformers_fc.storage.export_commit import commit_export, staged_name
 from paddleformers_fc.storage.files import write_file
 from paddleformers_fc.storage.leftovers import clean_unfinished, recover, unfinished
 from paddleformers_fc.storage.manifest import (
@@ -33,7 +32,7 @@ from paddleformers_fc.storage.manifest import (
     write_manifest,
 )
 from paddleformers_fc.storage.names import ASIDE, REMOVED, hidden_name, parse_hidden
-from paddleformers_fc.storage.staging_lock import OWNER_NAME, PARTIAL_OWNER_NAME
+from paddleformers_fc.storage.staging_lock import OWNER_NAME, PARTIAL_OWNER_NAME, write_owner
 from tests.crash.refusals import with_own_mounts
 from tests.storage.support import (
     WEIGHTS,
@@ -293,22 +292,22 @@ def test_an_export_is_published_whole(tmp_path: Path) -> None:
     (staging / "tokenizer.json").write_text("{}")
     machine = Machine()
     with running_on(machine):
-        commit_export(staging, tmp_path / "export")
+        commit_export(staging, tmp_path / "export", (MARK,), is_old)
     assert names_in(tmp_path) == ["export"]
     assert names_in(tmp_path / "export") == ["tokenizer.json"]
     named = machine.log.index(("rename", str(tmp_path / "export")))
     assert ("sync", str(staging / "tokenizer.json")) in machine.log[:named], "somebody else wrote it"
 
 
-def test_an_export_replaces_nothing(tmp_path: Path) -> None:
+def test_an_export_replaces_nothing_that_came_meanwhile(tmp_path: Path) -> None:
+    staging = create_staging(tmp_path / "export")
     (tmp_path / "export").mkdir()
     (tmp_path / "export" / "model.safetensors").write_text("theirs")
-    staging = create_staging(tmp_path / "export")
     with pytest.raises(StorageError, match="exists already and is not empty"):
-        commit_export(staging, tmp_path / "export")
+        commit_export(staging, tmp_path / "export", (MARK,), is_old)
     assert (tmp_path / "export" / "model.safetensors").read_text() == "theirs"
     (tmp_path / "export" / "model.safetensors").unlink()
-    commit_export(staging, tmp_path / "export")
+    commit_export(staging, tmp_path / "export", (MARK,), is_old)
 
 
 def leftover_of(process: staging_lock.Owner, target: Path) -> Path:
@@ -547,9 +546,13 @@ BIND = 4096
 NO_MOUNTS = 2
 
 
+def is_old(name: str) -> bool:
+    return name.startswith("model")
+
+
 def exported(target: Path, value: str) -> Path:
     """A staging directory with an export of two files."""
-    staging = create_staging(target)
+    staging = create_staging(staged_name(target))
     for name in (MARK, "config.json"):
         write_file(staging / name, value.encode())
     return staging
@@ -557,7 +560,7 @@ def exported(target: Path, value: str) -> Path:
 
 def older(target: Path) -> Path:
     """An older export under the target's name, beside a file of somebody else."""
-    target.mkdir()
+    target.mkdir(exist_ok=True)
     for name in (MARK, "config.json", "model-00001-of-00002.safetensors", "notes.txt"):
         (target / name).write_text("old")
     return target
@@ -565,46 +568,39 @@ def older(target: Path) -> Path:
 
 def replaced(staging: Path, target: Path) -> dict[str, str]:
     """What is in a target after an export was let into it."""
-    replace_export(staging, target, (MARK,), lambda name: name.startswith("model"))
+    commit_export(staging, target.resolve(), (MARK,), is_old)
     return {path.name: path.read_text() for path in target.iterdir() if path.is_file()}
 
 
 NEW = {MARK: "new", "config.json": "new", "notes.txt": "old"}
 
 
-@pytest.mark.parametrize("can_exchange", [True, False])
-def test_an_export_takes_the_place_of_an_older_one_and_of_nothing_else(tmp_path: Path, can_exchange: bool) -> None:
-    target = older(tmp_path / "hf")
-    inode = (target / "notes.txt").stat().st_ino
-    with running_on(Machine(can_exchange=can_exchange)):
-        assert replaced(exported(target, "new"), target) == NEW
-    assert (target / "notes.txt").stat().st_ino == inode
-    assert names_in(tmp_path) == ["hf"]
-
-
-@pytest.mark.parametrize("form", ["a link", "with a directory", "of other rights"])
-def test_a_target_that_nothing_can_stand_in_for_keeps_its_identity(tmp_path: Path, form: str) -> None:
+@pytest.mark.parametrize("form", ["plain", "a link", "with a directory", "of other rights", "with an owner"])
+def test_an_export_takes_the_place_of_an_older_one_and_of_nothing_else(tmp_path: Path, form: str) -> None:
     target = older(tmp_path / "hf")
     if form == "a link":
         target = target.rename(tmp_path / "elsewhere")
         (tmp_path / "hf").symlink_to(target)
     elif form == "with a directory":
         (target / "checkpoint-5").mkdir()
-    else:
+    elif form == "of other rights":
         target.chmod(0o700)
-    before = target.stat().st_ino
+    elif form == "with an owner":
+        write_owner(target)  # A crash right after the rename of a new export leaves it.
+    before = [one.stat() for one in (target, target / "notes.txt")]
     assert replaced(exported(tmp_path / "hf", "new"), tmp_path / "hf") == NEW
-    assert target.stat().st_ino == before
+    after = [one.stat() for one in (target, target / "notes.txt")]
+    assert [(one.st_ino, one.st_mode) for one in after] == [(one.st_ino, one.st_mode) for one in before]
+    assert unfinished(target) == unfinished(tmp_path) == []
 
 
-def test_a_crash_while_an_export_is_replaced_file_by_file_leaves_a_whole_one_or_none(tmp_path: Path) -> None:
+def test_a_crash_while_an_export_is_replaced_leaves_a_whole_one_or_none(tmp_path: Path) -> None:
     old = dict.fromkeys((MARK, "config.json", "model-00001-of-00002.safetensors", "notes.txt"), "old")
     new = {**NEW, "tokenizer.json": "new"}
     for number in range(10_000):
         output_dir = tmp_path / str(number)
         output_dir.mkdir()
         target = older(output_dir / "hf")
-        (target / "checkpoint-5").mkdir()
         staging = exported(target, "new")
         write_file(staging / "tokenizer.json", b"new")
         try:
@@ -612,68 +608,16 @@ def test_a_crash_while_an_export_is_replaced_file_by_file_leaves_a_whole_one_or_
                 replaced(staging, target)
         except Crash:
             found = {path.name: path.read_text() for path in target.iterdir() if path.is_file()}
-            found.pop(PARTIAL_OWNER_NAME, None)  # No reader takes it for anything.
             assert MARK not in found or found in (old, new)
         else:
             break
     assert number > 10
 
 
-def test_a_file_that_comes_in_the_moment_of_the_exchange_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = older(tmp_path / "hf")
-
-    def late(one: Path, other: Path) -> bool:
-        (target / "late.txt").write_text("late")
-        (target / "new").write_text("newer")
-        os.replace(target / "new", target / "notes.txt")
-        return files.exchange(one, other)
-
-    monkeypatch.setattr(export_commit, "exchange", late)
-    assert replaced(exported(target, "new"), target) == {**NEW, "late.txt": "late", "notes.txt": "newer"}
-
-
-def test_an_older_export_stays_where_the_new_name_is_not_known_to_be_on_the_device(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target = older(tmp_path / "hf")
-    staging = exported(target, "new")
-
-    def refuse(path: Path) -> None:
-        if path == tmp_path:
-            raise StorageError("no sync")
-
-    monkeypatch.setattr(commit_module, "fsync_directory", refuse)
-    with pytest.raises(StorageError, match="no sync"):
-        replaced(staging, target)
-    monkeypatch.undo()
-    discard(staging)
-    assert (staging / MARK).read_text() == "old"
-
-
-def test_an_older_export_stays_where_nothing_can_be_renamed_into_its_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target = older(tmp_path / "hf")
-    (target / "checkpoint-5").mkdir()
-    staging = exported(target, "new")
-    before = {path.name: path.read_text() for path in target.iterdir() if path.is_file()}
-    real = os.rename
-
-    def refuse(source: Path, name: Path) -> None:
-        if Path(name).parent == target:
-            raise OSError(errno.EXDEV, os.strerror(errno.EXDEV), str(source), None, str(name))
-        real(source, name)
-
-    monkeypatch.setattr(os, "rename", refuse)
-    with pytest.raises(StorageError, match="a directory that does not exist yet"):
-        replaced(staging, target)
-    assert {path.name: path.read_text() for path in target.iterdir() if path.is_file()} == before
-
-
 @pytest.mark.parametrize("device", ["another", "the same"])
-def test_a_mounted_directory_has_its_exports_staged_inside(tmp_path: Path, device: str) -> None:
-    target, plain, origin = tmp_path / "mounted", tmp_path / "plain", tmp_path / "origin"
-    for one in (target, plain, origin):
+def test_an_export_into_a_mounted_directory_needs_nothing_beside_it(tmp_path: Path, device: str) -> None:
+    target, origin = tmp_path / "mounted", tmp_path / "origin"
+    for one in (target, origin):
         one.mkdir()
     mount = ctypes.CDLL(None).mount
     flags, kind = (0, b"tmpfs") if device == "another" else (BIND, b"")
@@ -681,12 +625,12 @@ def test_a_mounted_directory_has_its_exports_staged_inside(tmp_path: Path, devic
     if pid == 0:
         try:
             mounted = with_own_mounts() and mount(os.fsencode(origin), os.fsencode(target), kind, flags, None) == 0
-            found = [staging_parent(one) for one in (target, plain)]
-            os._exit(NO_MOUNTS if not mounted else int(found != [target / "mounted", plain]))
+            found = replaced(exported(older(target), "new"), target) if mounted else NEW
+            os._exit(NO_MOUNTS if not mounted else int(found != NEW))
         finally:
             os._exit(1)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     if code == NO_MOUNTS:
         pytest.skip("this machine does not let its users mount")
     assert code == 0
-    assert names_in(tmp_path) == ["mounted", "origin", "plain"]
+    assert names_in(tmp_path) == ["mounted", "origin"]
