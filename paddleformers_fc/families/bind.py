@@ -99,7 +99,7 @@ def bind(
             else f"no statement of family {family.name} declares this tensor"
         )
         if isinstance(made, str):
-            faults.append(f"{tensor.name}: {made}")
+            faults.append(f"{tensor.name}: {_axis_of_experts(kinds, tensor) or made}")
         else:
             statement, found = made
             rules.extend(found)
@@ -299,12 +299,18 @@ def _whole_length(statement: Statement, sizes: Sizes) -> int | None:
     return sizes.length(statement.shape[statement.cut])
 
 
+def _axis_of_experts(kinds: list[_Kind], tensor: ModelTensor) -> str:
+    """Return the fault of stacked experts with an axis of their own; empty for other tensors."""
+    stacked = [kind.statement for kind in kinds if kind.statement.stack is not None]
+    if not stacked or len(stacked) < len(kinds) or any(len(one.shape) >= len(tensor.shape) for one in stacked):
+        return ""
+    return f"shape {list(tensor.shape)} has an axis of experts, as newer versions of Paddle than 3.3 save them"
+
+
 def _made(
     kinds: list[_Kind], tensor: ModelTensor, numbers: list[str], sizes: Sizes
 ) -> tuple[Statement, list[Rule]] | str:
     """Return the statement that a tensor is bound by and its rules, or why there are none."""
-    if all(kind.statement.stack is not None and len(kind.statement.shape) < len(tensor.shape) for kind in kinds):
-        return f"shape {list(tensor.shape)} has an axis of experts, as newer versions of Paddle than 3.3 save them"
     kind = kinds[0] if len(kinds) == 1 else _chosen(kinds, tensor, numbers, sizes)
     if isinstance(kind, str):
         return kind

@@ -12,6 +12,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from paddleformers_fc.storage.ranges import RangeReader
+from paddleformers_fc.storage.rows import ScatterList
 from tests.cli.support import flip, run, save, seal
 from tests.execute.simulated import canonical
 
@@ -115,13 +116,18 @@ def test_compared_with_open_weights_optimizer_states_are_not_read(
     four: Path, weights: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counts: Counter[str] = Counter()
-    read_into = RangeReader.read_into
+    read_into, read_rows = RangeReader.read_into, RangeReader.read_rows
 
     def record(self: RangeReader, path: Path, offset: int, buffer: Any) -> None:
         counts[path.parent.name] += memoryview(buffer).nbytes
         read_into(self, path, offset, buffer)
 
+    def record_rows(self: RangeReader, path: Path, rows: ScatterList) -> None:
+        counts[path.parent.name] += int(rows.lengths.sum())
+        read_rows(self, path, rows)
+
     monkeypatch.setattr(RangeReader, "read_into", record)
+    monkeypatch.setattr(RangeReader, "read_rows", record_rows)
     assert run("diff", four, weights).code == 0
     size = sum(array.nbytes for array in canonical().values())
     largest = max(array.nbytes for array in canonical().values())
