@@ -18,6 +18,10 @@ from unittest.mock import patch
 
 import numpy as np
 
+from paddleformers_fc.storage import ranges
+from paddleformers_fc.storage.files import OpenFile
+from paddleformers_fc.storage.rows import ScatterList, read_scattered
+
 _PAGE_BYTES = 4096
 
 
@@ -34,14 +38,28 @@ def limited(bytes_per_second: float, cache: Path | None) -> Iterator[None]:
         yield
         return
     storage = _Storage(bytes_per_second, cache)
-    original = os.preadv
+    original, rows_of = os.preadv, threading.local()
 
     def preadv(descriptor: int, buffers: Any, offset: int) -> int:
         count = original(descriptor, buffers, offset)
-        storage.fetch(descriptor, np.array([offset]), np.array([count]))
+        if not getattr(rows_of, "file", None):
+            storage.fetch(descriptor, np.array([offset]), np.array([count]))
         return count
 
-    with closing(storage), patch.object(os, "preadv", preadv):
+    def read_rows(file: OpenFile, rows: ScatterList) -> None:
+        # The account of the pages takes longer than the read of a row.
+        rows_of.file = file
+        try:
+            read_scattered(file, rows)
+        finally:
+            rows_of.file = None
+        storage.fetch(file.descriptor, rows.offsets, rows.lengths)
+
+    with (
+        closing(storage),
+        patch.object(os, "preadv", preadv),
+        patch.object(ranges, "read_scattered", read_rows),
+    ):
         yield
 
 
