@@ -324,7 +324,7 @@ def _reached(path: RemotePath) -> tuple[Any, str]:
         ) from None
     except Exception as error:  # Every backend has exceptions of its own.
         raise OptionError(
-            f"fsspec cannot make anything of {path}.",
+            f"fsspec does not accept {path}.",
             where=str(path),
             evidence=[f"{type(error).__name__}: {mask_credentials(str(error))[:_TOLD]}"],
             next_step="Check the protocol, and fsspec's configuration for it.",

@@ -46,7 +46,7 @@ _BATCH_ADVICE = (
     "gradient_accumulation_steps."
 )
 _STREAM_ADVICE = (
-    "The data is a stream, of which this run leaves out as many samples as were trained. If its order depends on "
+    "The data is a stream. This run skips as many samples as were trained. If its order depends on "
     "{keys}, samples are repeated and others left out. To train on as before, change it back; to read the data from "
     "its beginning, set ignore_data_skip: true."
 )

@@ -189,7 +189,7 @@ def test_a_store_that_is_not_there_is_an_error_of_storage() -> None:
 
 
 def test_an_unknown_protocol_and_a_backend_that_is_not_installed_are_options() -> None:
-    with pytest.raises(OptionError, match=r"(?s)fsspec cannot make anything of nosuch://.*Protocol not known"):
+    with pytest.raises(OptionError, match=r"(?s)fsspec does not accept nosuch://.*Protocol not known"):
         exists(RemotePath("nosuch://bucket/run"))
     fsspec.register_implementation("notinstalled", "nowhere.at.all.FileSystem", clobber=True)
     with pytest.raises(OptionError, match="backend of fsspec for notinstalled:// is not installed"):
