@@ -130,7 +130,6 @@ def write_checkpoint(directory: Path, model: SimulatedModel, roles: tuple[str, .
         world_size=model.grid.world_size,
         parallel={},
         family=model.family.name,
-        aoa={},
         files=checksums,
     )
     write_manifest(directory, manifest)
@@ -143,7 +142,7 @@ def _write_holes(directory: Path, name: str, shards: dict[str, Shard]) -> FileCh
     ]
     entries.sort(key=lambda entry: -item_size(entry[1]))
     path = directory / name
-    layout = layout_file(path, entries, {"format": "flex", HEADER_KEY: encode_shards(shards)})
+    layout = layout_file(path, entries, {"format": "flex", HEADER_KEY: encode_shards(shards.values())})
     path.parent.mkdir(parents=True, exist_ok=True)
     size = len(layout.header) + sum(layout.sizes)
     with path.open("wb") as file:

@@ -30,9 +30,6 @@ _HOME = {
 _PACKAGES = ("cpu_runtime", "trainer")
 """Packages that a script may name after ``import paddleformers_fc`` alone."""
 
-_RENAMED = {"runtime": "cpu_runtime"}
-"""Packages under the names that scripts of earlier versions use."""
-
 __all__ = [
     "Checkpoint",
     "FlexCheckpointCallback",
@@ -51,9 +48,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    package = _RENAMED.get(name, name)
-    if package in _PACKAGES:
-        return importlib.import_module(f"{__name__}.{package}")
+    if name in _PACKAGES:
+        return importlib.import_module(f"{__name__}.{name}")
     home = _HOME.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -45,9 +45,7 @@ from paddleformers_fc.formats.flex import (
 )
 from paddleformers_fc.formats.registry import open_checkpoint
 from paddleformers_fc.layout.roles import ROLES
-from paddleformers_fc.layout.shard_json import ShardRecord, record_of
 from paddleformers_fc.layout.shards import Shard
-from paddleformers_fc.mapping.boxes import shifted
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.plan.transfer_plan import VisibleTo
 from paddleformers_fc.storage.file_checksums import FileChecksum, is_document
@@ -104,19 +102,14 @@ class _Visibility:
         return len(set(self.sights)) == 1
 
 
-class _ShardMessage(msgspec.Struct):
-    """A stored shard, as sent to the ranks without access to its file."""
-
-    record: ShardRecord
-    dtype: str
-    begin: int
-    width: int
+_SentShard = tuple[Shard, int, int]
+"""A stored shard as sent to the ranks without access to its file: byte offset and bytes per element."""
 
 
 class _ContentsMessage(msgspec.Struct):
     """The contents of the files that one rank reads for others."""
 
-    shards: dict[str, list[_ShardMessage]]
+    shards: dict[str, list[_SentShard]]
     documents: dict[str, bytes]
 
 
@@ -348,18 +341,23 @@ def _open_divided(
         compared = () if verify == "full" else _documents_of(manifest, visible_to, channel)
         _verify_seen(directory, manifest, visible_to, channel.rank, "size" if verify == "full" else verify, compared)
         mine = [path for path, reader in readers.items() if reader == channel.rank]
-        shards = {path: [_encoded(shard) for shard in shards_of(directory, path)] for path in mine if _holds(path)}
+        shards = {
+            path: [(one, begin, width) for one, _, begin, width in shards_of(directory, path)]
+            for path in mine
+            if _holds(path)
+        }
         documents = {path: read_document_bytes(directory, manifest, path) for path in mine if path in DOCUMENTS}
         return _ContentsMessage(shards, documents)
 
-    received: dict[str, list[_ShardMessage]] = {}
+    received: dict[str, list[_SentShard]] = {}
     documents: dict[str, bytes] = {}
     for one in all_gather_checked(channel, f"opening {directory.name}", read_own, _ContentsMessage):
         received.update(one.shards)
         documents.update(one.documents)
 
     def shards(path: str) -> Iterator[StoredShard]:
-        return _decoded(path, received[path]) if path in received else shards_of(directory, path)
+        sent = received.get(path)
+        return shards_of(directory, path) if sent is None else ((one, path, begin, width) for one, begin, width in sent)
 
     headers: dict[str, int] = {}
     if verify == "full":
@@ -438,15 +436,3 @@ def _refuse_invisible(directory: AnyPath, visible_to: VisibleTo, sights: Sequenc
 
 def _holds(path: str) -> bool:
     return any(is_shard_file(path, role) for role in ROLES)
-
-
-def _encoded(stored: StoredShard) -> _ShardMessage:
-    shard, _, begin, width = stored
-    return _ShardMessage(record_of(shard), shard.dtype, begin, width)
-
-
-def _decoded(path: str, messages: Sequence[_ShardMessage]) -> Iterator[StoredShard]:
-    for one in messages:
-        record = one.record
-        box = shifted(record.shape, record.offset)
-        yield Shard(record.name, one.dtype, record.global_shape, box, record.flat), path, one.begin, one.width

@@ -102,7 +102,7 @@ class SaveReport:
 class _WriteMessage(msgspec.Struct):
     """Checksums of the files that one rank has written, and digests of its replicas and of its tied tensors."""
 
-    checksums: list[FileChecksum] = msgspec.field(name="receipts")
+    checksums: list[FileChecksum]
     replicas: Digests
     ties: list[bytes]
 
@@ -459,7 +459,6 @@ def _describe(
         world_size=world_size,
         parallel=dict(job.parallel),
         family=model.family,
-        aoa={},
         files=sorted([*checksums, mapping], key=lambda checksum: checksum.path),
         differing_replicas=list(written.differences) or msgspec.UNSET,
         diverged_ties=list(written.ties) or msgspec.UNSET,

@@ -297,7 +297,6 @@ class FlexWriter(ExportWriter):
             record,
             written_by=f"paddleformers_fc {__version__}",
             family=record.family or family_name(built.description),
-            aoa={},
             files=sorted(written, key=lambda one: one.path),
             diverged_ties=msgspec.UNSET,
         )
@@ -317,11 +316,10 @@ class FlexWriter(ExportWriter):
         entries = [
             (one.name, to_safetensors(one.dtype), one.box.shape if one.flat is None else (one.size,)) for one in shards
         ]
-        described = encode_shards({one.name: one for one in shards})
-        return layout_file(path, entries, {"format": "flex", HEADER_KEY: described})
+        return layout_file(path, entries, {"format": "flex", HEADER_KEY: encode_shards(shards)})
 
 
-_NO_RUN = Manifest(written_by="", step=0, consumed_samples=0, world_size=1, parallel={}, family="", aoa={}, files=[])
+_NO_RUN = Manifest(written_by="", step=0, consumed_samples=0, world_size=1, parallel={}, family="", files=[])
 """The record of a checkpoint of weights alone."""
 
 

@@ -32,10 +32,10 @@ class JobFacts(msgspec.Struct, frozen=True):
         written_by: program and version.
         differing_replicas: where its ranks held different numbers of the same part of a tensor, one line each.
         diverged_ties: where copies of tied tensors differ, one line each; an automatic resume skips such a checkpoint.
-        run: id of the run; empty in checkpoints of earlier versions.
+        run: id of the run; empty if no Trainer saved it.
         branches: the runs and steps that it goes back to, first to last.
-        time: when it was saved, UTC; empty in checkpoints of earlier versions.
-        host: the host that committed it; empty in checkpoints of earlier versions.
+        time: when it was saved, UTC; empty if that is not recorded.
+        host: the host that committed it; empty if that is not recorded.
     """
 
     step: int

@@ -139,7 +139,6 @@ def read_run(directory: Path) -> Manifest:
         world_size=world,
         parallel=degrees if arguments else {},
         family="",
-        aoa={},
         files=[],
     )
 

@@ -1,7 +1,7 @@
 """Encode shards as JSON in the headers of safetensors files, and as bytes for other ranks.
 
 ``flex_shards`` in the safetensors header of a checkpoint states which box or flattened range of which tensor each entry
-is: ``{key: {"name", "global_shape", "offset", "shape", "flat"}}``. The dtype is that of the entry.
+is, by the name of the tensor: ``{name: {"global_shape", "offset", "shape", "flat"}}``. The dtype is that of the entry.
 
 Between ranks the shards of all roles travel together. States have the boxes of their parameter, and layers repeat, so
 each distinct layout is sent once and a shard is a name and an index.
@@ -9,7 +9,7 @@ each distinct layout is sent once and a shard is a name and an index.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import msgspec
 
@@ -26,9 +26,8 @@ HEADER_KEY = "flex_shards"
 
 
 class ShardRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
-    """One shard in JSON. Lengths and offsets are in elements."""
+    """One shard of a tensor in JSON. Lengths and offsets are in elements."""
 
-    name: str
     global_shape: tuple[int, ...]
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -90,12 +89,12 @@ def decode_rank_shards(data: bytes) -> dict[str, dict[str, Shard]]:
 
 def record_of(shard: Shard) -> ShardRecord:
     """Return the JSON record of a shard."""
-    return ShardRecord(shard.name, shard.global_shape, shard.box.lo, shard.box.shape, shard.flat)
+    return ShardRecord(shard.global_shape, shard.box.lo, shard.box.shape, shard.flat)
 
 
-def encode_shards(shards: Mapping[str, Shard]) -> str:
-    """Return the header text of shards by safetensors key."""
-    return msgspec.json.encode({key: record_of(shard) for key, shard in shards.items()}).decode()
+def encode_shards(shards: Iterable[Shard]) -> str:
+    """Return the header text of the shards of a file, each of another tensor."""
+    return msgspec.json.encode({shard.name: record_of(shard) for shard in shards}).decode()
 
 
 def decode_shards(text: str, tensors: Mapping[str, TensorEntry], where: str) -> list[tuple[Shard, TensorEntry]]:
@@ -103,10 +102,10 @@ def decode_shards(text: str, tensors: Mapping[str, TensorEntry], where: str) -> 
 
     Args:
         text: the text of :func:`encode_shards`.
-        tensors: the entries of the file by safetensors key.
+        tensors: the entries of the file by the name of their tensor.
         where: the file, for the error.
     Raises:
-        FormatError: malformed JSON, other keys than those of the file, or a shard that is outside its tensor or has
+        FormatError: malformed JSON, other names than those of the file, or a shard that is outside its tensor or has
             another size than its entry.
     """
     try:
@@ -124,21 +123,21 @@ def decode_shards(text: str, tensors: Mapping[str, TensorEntry], where: str) -> 
     faults: list[str] = []
     # Layers repeat: equal records of equal dtypes are validated once. A size is in bytes.
     kinds: dict[tuple[object, ...], tuple[Shard, int]] = {}
-    for key, record in records.items():
-        entry = tensors[key]
+    for name, record in records.items():
+        entry = tensors[name]
         claimed = (entry.dtype, record.global_shape, record.offset, record.shape, record.flat)
         known = kinds.get(claimed)
         if known is None:
-            found = list(_faults(record, entry.dtype))
+            found = list(_faults(name, record, entry.dtype))
             if found:
                 faults.extend(found)
                 continue
-            shard = _shard(record, entry.dtype)
+            shard = shard_of(name, record, from_safetensors(entry.dtype))
             known = kinds[claimed] = shard, shard.size * item_size(entry.dtype)
         like, size = known
         if entry.end - entry.begin != size:
-            faults.append(f"{record.name}: {entry.end - entry.begin} bytes are held, its shard has {size}")
-        shards.append((Shard(record.name, like.dtype, like.global_shape, like.box, like.flat), entry))
+            faults.append(f"{name}: {entry.end - entry.begin} bytes are held, its shard has {size}")
+        shards.append((Shard(name, like.dtype, like.global_shape, like.box, like.flat), entry))
     if faults:
         raise FormatError(
             "The header describes impossible shards.", where=where, evidence=fold(faults), next_step=RESTORE
@@ -146,18 +145,18 @@ def decode_shards(text: str, tensors: Mapping[str, TensorEntry], where: str) -> 
     return shards
 
 
-def _faults(record: ShardRecord, code: str) -> Iterator[str]:
+def _faults(name: str, record: ShardRecord, code: str) -> Iterator[str]:
     """Yield what is invalid in a record."""
     if _is_possible(record):
-        yield from _shard(record, code).faults()
+        yield from shard_of(name, record, from_safetensors(code)).faults()
     else:
         shape, offset, whole_shape = map(numbers_text, (record.shape, record.offset, record.global_shape))
-        yield f"{record.name}: {shape} at {offset} of {whole_shape}"
+        yield f"{name}: {shape} at {offset} of {whole_shape}"
 
 
-def _shard(record: ShardRecord, code: str) -> Shard:
-    box = shifted(record.shape, record.offset)
-    return Shard(record.name, from_safetensors(code), record.global_shape, box, record.flat)
+def shard_of(name: str, record: ShardRecord, dtype: str) -> Shard:
+    """Return the shard of a record."""
+    return Shard(name, dtype, record.global_shape, shifted(record.shape, record.offset), record.flat)
 
 
 def _is_possible(record: ShardRecord) -> bool:

@@ -133,12 +133,10 @@ class SaveOrigin(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         time: UTC, as in ``2026-11-23T06:30:12Z``.
         host: name of the coordinator's host.
-        must_understand: always false, so that earlier versions ignore the field.
     """
 
     time: str
     host: str
-    must_understand: bool = False
 
 
 class DivergedTie(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -165,13 +163,12 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         world_size: number of ranks that saved it.
         parallel: degree per parallel axis, for the reader; loading does not need it.
         family: model family whose mapping was used.
-        aoa: empty; earlier versions wrote the mapping as AOA text here and require the key.
         files: every file but the manifest itself.
         differing_replicas: where ranks held different numbers of the same part of a tensor, one line each; not there
             where they did not.
         diverged_ties: tied tensors whose copies differ; absent where all are equal. Such a checkpoint is not whole.
-        run: the run that saved it; absent in checkpoints of earlier versions.
-        origin: when and where it was committed; absent in checkpoints of earlier versions.
+        run: the run that saved it; absent if no Trainer did.
+        origin: when and where it was committed; absent in conversions of formats that do not record it.
     """
 
     format: str = FORMAT
@@ -182,7 +179,6 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     world_size: int
     parallel: dict[str, int]
     family: str
-    aoa: dict[str, list[str]]
     files: list[FileChecksum]
     differing_replicas: list[str] | msgspec.UnsetType = msgspec.UNSET
     diverged_ties: list[DivergedTie] | msgspec.UnsetType = msgspec.UNSET

@@ -123,15 +123,7 @@ def pace_of(args: Any, passes: int | None = None) -> Pace:
 
 def to_document(position: Position, pace: Pace, order: SampleOrder) -> dict[str, Any]:
     """Return the document of a position in a checkpoint."""
-    usual = asdict(Position())
-    optional = ("waiting", "ended")
-    where = {name: value for name, value in asdict(position).items() if name not in optional or value != usual[name]}
-    ordered = asdict(replace(order, samples=0 if order.samples == order.length else order.samples))
-    ordered["parts"] = list(order.parts)
-    for name in ("samples", "parts", "corpus"):
-        if not ordered[name]:
-            del ordered[name]
-    return {"position": where, "pace": asdict(pace), "order": ordered}
+    return {"position": asdict(position), "pace": asdict(pace), "order": {**asdict(order), "parts": list(order.parts)}}
 
 
 class _Document(msgspec.Struct, forbid_unknown_fields=True):
@@ -264,7 +256,7 @@ def start_after(
         position = _without_waiting(position, old_pace)
     if position.samples == 0:
         return Start(position, 0)
-    rest = _order_of_rest(old_order, old_pace, order)
+    rest = _order_of_rest(old_order, order)
     if rest is not None:
         passes = passes_of(rest.length, pace, drop_last)
     faults = list(_order_faults(old_order, order if rest is None else replace(order, length=old_order.length)))
@@ -297,25 +289,20 @@ def covered(position: Position, order: SampleOrder) -> int:
     return order.length if order.shuffled else position.samples
 
 
-def _order_of_rest(old: SampleOrder, old_pace: Pace, new: SampleOrder) -> SampleOrder | None:
+def _order_of_rest(old: SampleOrder, new: SampleOrder) -> SampleOrder | None:
     """Return the order of the rest of an epoch whose permutation is not that of this run; None if it is, or unknown."""
     shuffled = old.indexed and new.indexed and old.shuffled and new.shuffled
-    if not shuffled or old.ends == new.ends or not _same_samples(old, old_pace, new):
+    if not shuffled or old.ends == new.ends or not _same_samples(old, new):
         return None
     length = max(old.length, new.length)
     return replace(new, length=length, parts=tuple(end for end in old.ends if end < length))
 
 
-def _same_samples(old: SampleOrder, old_pace: Pace, new: SampleOrder) -> bool:
+def _same_samples(old: SampleOrder, new: SampleOrder) -> bool:
     """Return whether the data begins with the samples that the saved run has permuted."""
     if old.length > new.samples:  # Also a bound on the numbers of a document.
         return False
-    if old.corpus:
-        return old.corpus == new.corpus
-    if old.samples:
-        return old.samples == new.samples
-    # Without a number of samples the length is that number, or was rounded to the ranks of the saved run.
-    return old.length in (new.samples // max(old_pace.ranks, 1) * old_pace.ranks, new.samples)
+    return old.corpus == new.corpus if old.corpus else old.samples == new.samples
 
 
 def _without_waiting(position: Position, pace: Pace) -> Position:

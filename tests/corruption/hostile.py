@@ -545,7 +545,7 @@ BOMBS: dict[str, Callable[[Path], None]] = {
         _headed(b'{"a":[' + b"[]," * 1_000_000 + b"[]]}", b""), place
     ),
     "a shard of 100,000 axes": lambda place: _described(
-        {"a": {"name": "a", "global_shape": [2] * 10**5, "offset": [0] * 10**5, "shape": [2] * 10**5, "flat": [1, 2]}}
+        {"a": {"global_shape": [2] * 10**5, "offset": [0] * 10**5, "shape": [2] * 10**5, "flat": [1, 2]}}
     ),
     "half a tensor cut into 600 rows, the other half into 600 columns": lambda place: _staggered(),
     "a rule of 10^9 rounds": lambda place: _mapped(_rule_set(parts=[10**9], target_blocks=10**9)),

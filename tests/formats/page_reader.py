@@ -32,9 +32,9 @@ SUFFIXES = {
 }
 
 
-MANIFEST = ("format", "version", "written_by", "step", "consumed_samples", "world_size", "parallel", "family", "aoa")
+MANIFEST = ("format", "version", "written_by", "step", "consumed_samples", "world_size", "parallel", "family")
 MANIFEST += ("files", "seal")
-OPTIONAL = ("differing_replicas", "diverged_ties", "run")
+OPTIONAL = ("differing_replicas", "diverged_ties", "origin", "run")
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
@@ -77,10 +77,10 @@ def read_stored(directory: Path) -> dict[str, Tensors]:
 def _add_shards(data: bytes, tensors: Tensors) -> None:
     (length,) = struct.unpack("<Q", data[:8])
     header = json.loads(data[8 : 8 + length])
-    for key, shard in json.loads(header["__metadata__"]["flex_shards"]).items():
-        begin, end = (8 + length + offset for offset in header[key]["data_offsets"])
-        values = np.frombuffer(data[begin:end], DTYPES[header[key]["dtype"]])
-        whole = tensors.setdefault(shard["name"], np.zeros(shard["global_shape"], values.dtype))
+    for name, shard in json.loads(header["__metadata__"]["flex_shards"]).items():
+        begin, end = (8 + length + offset for offset in header[name]["data_offsets"])
+        values = np.frombuffer(data[begin:end], DTYPES[header[name]["dtype"]])
+        whole = tensors.setdefault(name, np.zeros(shard["global_shape"], values.dtype))
         box = tuple(slice(at, at + count) for at, count in zip(shard["offset"], shard["shape"], strict=True))
         if shard["flat"] is not None:
             elements = whole[box].ravel()  # A copy in row-major order.

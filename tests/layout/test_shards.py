@@ -131,7 +131,7 @@ def test_shards_survive_json() -> None:
         "d": Shard("d", "bfloat16", (4, 8), shifted((4, 2), (0, 4)), (4, 8)),
         "e": Shard("e", "bfloat16", (8, 8), shifted((4, 2), (0, 4)), (4, 8)),
     }
-    text = encode_shards(shards)
+    text = encode_shards(shards.values())
     tensors = {"b": TensorEntry("F32", (), 100, 104), "a": TensorEntry("BF16", (4,), 104, 112)}
     tensors |= {key: TensorEntry("BF16", (4,), 112 + 8 * at, 120 + 8 * at) for at, key in enumerate("cde")}
     assert decode_shards(text, tensors, "here") == [(shards[key], tensors[key]) for key in "abcde"]
@@ -163,10 +163,10 @@ def test_a_shard_that_is_larger_than_its_tensor_by_one_is_impossible(
         "{}",
         "[]",
         "nonsense",
-        '{"a": {"name": "a", "global_shape": [4], "offset": [3], "shape": [2]}}',
-        '{"a": {"name": "a", "global_shape": [4], "offset": [-1], "shape": [2]}}',
-        '{"a": {"name": "a", "global_shape": [4, 4], "offset": [0], "shape": [2]}}',
-        '{"a": {"name": "a", "global_shape": [4], "offset": [0], "shape": [4], "flat": [2, 9]}}',
+        '{"a": {"global_shape": [4], "offset": [3], "shape": [2]}}',
+        '{"a": {"global_shape": [4], "offset": [-1], "shape": [2]}}',
+        '{"a": {"global_shape": [4, 4], "offset": [0], "shape": [2]}}',
+        '{"a": {"global_shape": [4], "offset": [0], "shape": [4], "flat": [2, 9]}}',
     ],
 )
 def test_impossible_shard_descriptions_are_refused(text: str) -> None:
@@ -179,5 +179,5 @@ def test_a_shard_of_another_size_than_its_bytes_is_named_though_others_are_sound
     shards = {name: Shard(name, "float32", (4, 8), whole((4, 8))) for name in "abc"}
     tensors = {name: TensorEntry("F32", (4, 8), 0, 124 if name == "b" else 128) for name in "abc"}
     with pytest.raises(FormatError) as caught:
-        decode_shards(encode_shards(shards), tensors, "here")
+        decode_shards(encode_shards(shards.values()), tensors, "here")
     assert caught.value.evidence == ("b: 124 bytes are held, its shard has 128",)

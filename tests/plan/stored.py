@@ -52,7 +52,6 @@ def checkpoint_of(model: SimulatedModel, optimizer: OptimizerDescriptor = OPTIMI
         world_size=model.grid.world_size,
         parallel={},
         files=[],
-        aoa={},
         family=model.family.name,
     )
     return opened(catalog, manifest, StoredModel(model.rules, model.model), dict(model.model.config))

@@ -205,9 +205,7 @@ ACORN = ModelDescription({"model_type": "acorn"})
 
 def acorn(rules: RuleSet) -> OpenedCheckpoint:
     """A checkpoint without tensors, of a model whose family is not known here."""
-    manifest = Manifest(
-        written_by="", step=1, consumed_samples=1, world_size=1, parallel={}, family="acorn", aoa={}, files=[]
-    )
+    manifest = Manifest(written_by="", step=1, consumed_samples=1, world_size=1, parallel={}, family="acorn", files=[])
     return opened(Catalog(Path("none"), {}), manifest, StoredModel(rules, ACORN), {"model_type": "acorn"})
 
 
@@ -237,9 +235,7 @@ def test_a_tensor_without_a_canonical_form_is_taken_over_whole_or_refused(shape:
         return RuleSet({"table": TensorSpec(of, "float32")}, (), fresh=("table",))
 
     tensor = stored_tensor("table", "float32", (8,), [StoredFragment("file", 0, whole((8,)))])
-    manifest = Manifest(
-        written_by="", step=1, consumed_samples=1, world_size=1, parallel={}, family="acorn", aoa={}, files=[]
-    )
+    manifest = Manifest(written_by="", step=1, consumed_samples=1, world_size=1, parallel={}, family="acorn", files=[])
     catalog = Catalog(Path("none"), {"model_state": {"table": tensor}})
     checkpoint = opened(catalog, manifest, StoredModel(model((8,)), ACORN), {"model_type": "acorn"})
     for wanted in ((8,), shape):

@@ -71,7 +71,6 @@ def manifest_of(checksums: list[FileChecksum], **fields: Any) -> Manifest:
         "world_size": 2,
         "parallel": {"tensor": 2, "pipeline": 1},
         "family": "llama",
-        "aoa": {"forward": ["a -> b"], "reverse": ["b -> a"]},
         "written_by": "a test",
     }
     return Manifest(files=checksums, **{**values, **fields})

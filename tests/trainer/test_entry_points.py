@@ -58,7 +58,7 @@ def test_a_name_that_the_facade_does_not_have_is_an_attribute_error() -> None:
 def test_every_name_in_the_readme_and_the_training_page_can_be_imported(bare_ranks: ForkServer) -> None:
     text = (ROOT / "README.md").read_text() + (ROOT / "docs/training.md").read_text()
     imported = [f"paddleformers_fc.{name}" for line in IMPORTS.findall(text) for name in line.split(", ")]
-    names = sorted({*imported, *re.findall(r"paddleformers_fc(?:\.[A-Za-z_]+)+", text), "paddleformers_fc.runtime"})
+    names = sorted({*imported, *re.findall(r"paddleformers_fc(?:\.[A-Za-z_]+)+", text)})
     assert {"paddleformers_fc.FlexTrainerMixin", "paddleformers_fc.cpu_runtime"} <= set(names)
     (missing,) = bare_ranks.run(f"{ENTRY}:missing_names", 1, {"names": names}).values
     assert missing == {}

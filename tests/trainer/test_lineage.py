@@ -18,7 +18,7 @@ B = RunRecord("B", [Branch("A", 3)])
 
 
 def manifest(step: int, run: RunRecord) -> Manifest:
-    fields = {"consumed_samples": 0, "world_size": 1, "parallel": {}, "family": "", "aoa": {}, "files": []}
+    fields = {"consumed_samples": 0, "world_size": 1, "parallel": {}, "family": "", "files": []}
     return Manifest(written_by="test", step=step, run=run, **fields)
 
 

@@ -76,9 +76,8 @@ WAITING = Position(epoch=1, samples=24, consumed=88, waiting=2)
 
 
 @pytest.mark.parametrize("position", [WAITING, replace(HALFWAY, ended=True)])
-def test_rare_states_are_in_the_document_where_they_occur(position: Position) -> None:
+def test_rare_states_are_in_the_document(position: Position) -> None:
     assert from_document(to_document(position, DP2, SHUFFLED), "data.json")[0] == position
-    assert to_document(HALFWAY, DP2, SHUFFLED)["position"] == {"epoch": 1, "samples": 24, "consumed": 88}
 
 
 def test_batches_cannot_wait_that_were_not_taken() -> None:
@@ -231,14 +230,6 @@ def test_data_of_another_size_is_refused_though_its_length_is_rounded(samples: i
     now = replace(ODD, length=64, samples=samples)
     with pytest.raises(OptionError, match="do not fit"):
         start_after((HALFWAY, DP2, ODD), Pace(2, 1, 4), now, 8)
-
-
-def test_a_document_of_before_is_of_the_same_data_if_its_length_is_rounded_to_its_own_ranks() -> None:
-    before = replace(ODD, samples=0)
-    now = replace(ODD, length=67)
-    assert start_after((HALFWAY, DP2, before), Pace(8, 1, 1), now, 9).order == replace(now, parts=(66,))
-    with pytest.raises(OptionError, match="do not fit"):
-        start_after((HALFWAY, DP2, before), Pace(8, 1, 1), replace(ODD, length=68, samples=68), 9)
 
 
 def test_unshuffled_data_may_have_grown() -> None:

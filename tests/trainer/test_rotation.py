@@ -24,7 +24,7 @@ def make_checkpoint(output_dir: Path, step: int) -> Path:
     names = ("config.json", "mapping.json", WEIGHTS)
     checksums = [write_file(directory / name, b"{}", root=directory) for name in names]
     manifest = Manifest(
-        written_by="test", step=step, consumed_samples=0, world_size=1, parallel={}, family="", aoa={}, files=checksums
+        written_by="test", step=step, consumed_samples=0, world_size=1, parallel={}, family="", files=checksums
     )
     write_manifest(directory, manifest)
     return directory

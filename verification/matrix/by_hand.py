@@ -58,15 +58,15 @@ def assemble(checkpoint: Path) -> Whole:
     found: Whole = {}
     for path in sorted(checkpoint.glob("*/*.safetensors")):
         with safe_open(str(path), framework="numpy") as file:
-            for key, record in json.loads(file.metadata()["flex_shards"]).items():
+            for name, record in json.loads(file.metadata()["flex_shards"]).items():
                 shape, local = record["global_shape"], record["shape"]
-                place = (path.parent.name, record["name"])
+                place = (path.parent.name, name)
                 if place not in found:
                     found[place] = (np.full(shape, np.nan, "float32"), _cuts(shape, local))
                 box = tuple(slice(a, a + n) for a, n in zip(record["offset"], local, strict=True))
                 flat = np.ascontiguousarray(found[place][0][box]).reshape(-1)
                 begin, end = record["flat"] or (0, flat.size)
-                flat[begin:end] = file.get_tensor(key).reshape(-1)
+                flat[begin:end] = file.get_tensor(name).reshape(-1)
                 found[place][0][box] = flat.reshape(local)
     return found
 
