@@ -1,4 +1,4 @@
-"""Compare weights of 16 bits with their master weights, of which every update makes them by rounding.
+"""Compare 16-bit weights with their master weights: every update rounds the master weight to the weight.
 
 A load does not compare them: it would read master weights that other ranks need, and the next update rounds them again.
 """

@@ -99,7 +99,7 @@ def exported_config(
 
 
 def is_of_source(key: str, live: object) -> bool:
-    """Return whether an export has the value of its source for a key, with dots, and not that of the live model."""
+    """Return whether an export takes a dotted key from its source instead of the live model."""
     name = key.rpartition(".")[2]
     return name in OVERWRITTEN or (name in _TOKENS and live is None)
 

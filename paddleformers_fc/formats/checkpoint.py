@@ -39,7 +39,7 @@ _RESTORE_CONFIG = "Restore the file: save or download it again."
 
 REFUSE, LAST = "refuse", "last"
 TIED_WAYS = (REFUSE, "first", LAST)
-"""The copy that is read if copies of a tensor differ: none, or that of the first or last stage or rank."""
+"""Which copy to read if copies of a tensor differ: none, or the copy of the first or last stage or rank."""
 
 Documents = Mapping[str, Callable[[], bytes]]
 """Small files by their path in a flex checkpoint: their bytes, on demand."""

@@ -65,13 +65,13 @@ def refuse_contradictions(checkpoint: OpenedCheckpoint, documents: Mapping[str, 
 
 
 def _family(checkpoint: OpenedCheckpoint) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the family of the stored description, and that of the manifest, if this process knows the family."""
+    """Yield the family by the description and by the manifest, if this process knows the family."""
     if checkpoint.commit_record is not None and is_known(checkpoint.known.config):
         yield "family", family_name(checkpoint.known), checkpoint.commit_record.family
 
 
 def _facts(name: str, values: Mapping[str, Any], record: Manifest) -> Iterator[tuple[str, Any, Any]]:
-    """Yield what a document states of the run: the subject, its value, and that of the manifest."""
+    """Yield facts of a document: the subject, its value there, and its value in the manifest."""
     if name == STATE:
         yield "step", values.get("global_step"), record.step
         yield "samples", values.get("consumed_samples", record.consumed_samples), record.consumed_samples

@@ -189,7 +189,7 @@ def test_the_state_of_a_resumed_run_is_that_of_the_uninterrupted_one(ranks: Fork
         for name in ("whole", "resumed")
     ]
     assert ninth[0] == ninth[1]
-    assert ninth[0]["position"] == {"epoch": 1, "samples": 8, "consumed": 72}
+    assert ninth[0]["position"] == {"epoch": 1, "samples": 8, "consumed": 72, "waiting": 0, "ended": False}
 
 
 def test_a_finished_run_trains_no_further_step(ranks: ForkServer, saved: Saved, tmp_path: Path) -> None:
@@ -290,7 +290,7 @@ def test_data_of_any_length_is_trained_once_though_its_ranks_change_within_the_e
         resume = tmp_path / f"checkpoint-{last}"
     assert sorted(trained) == every_sample(count)
     order = json.loads((tmp_path / "checkpoint-5/trainer/data.json").read_text())["order"]
-    assert (order["length"], order.get("samples")) == (count, None)
+    assert (order["length"], order["samples"]) == (count, count)
 
 
 @pytest.mark.parametrize(("micro_batch", "drop_last", "steps"), [(3, False, 4), (4, True, 2)], ids=["kept", "dropped"])
@@ -367,7 +367,7 @@ def test_passes_after_the_last_step_of_an_epoch_are_made_as_in_the_run_that_was_
     arguments = {"max_steps": 5, "save_steps": 2, "gradient_accumulation_steps": 3, "evaluation_strategy": "no"}
     whole = ranks.run(f"{JOBS}:run", 1, settings(SINGLE, tmp_path / "once", **arguments)).values[0]
     resume = tmp_path / "once" / "checkpoint-2"
-    assert how_far(tmp_path / "once", 2)[1] == {"epoch": 0, "samples": 48, "consumed": 48}
+    assert how_far(tmp_path / "once", 2)[1] == {"epoch": 0, "samples": 48, "consumed": 48, "waiting": 0, "ended": False}
     again = ranks.run(f"{JOBS}:run", 1, settings(SINGLE, tmp_path / "again", resume, **arguments)).values[0]
     assert again == {**whole, "losses": whole["losses"][2:]}
     assert how_far(tmp_path / "again", 4) == how_far(tmp_path / "once", 4)
@@ -518,7 +518,8 @@ def test_samples_that_are_left_out_at_the_end_of_an_epoch_stay_left_out(ranks: F
     assert tiny.SAMPLES == 8 * tiny.GLOBAL_BATCH
     arguments = {"max_steps": 10, "save_strategy": "epoch", "skip_data_intervals": [[7, 8]]}
     whole = ranks.run(f"{JOBS}:run", 1, settings(SINGLE, tmp_path / "once", **arguments)).values[0]
-    assert how_far(tmp_path / "once", 8)[1] == {"epoch": 0, "samples": 64, "consumed": 64, "ended": True}
+    ended = {"epoch": 0, "samples": 64, "consumed": 64, "waiting": 0, "ended": True}
+    assert how_far(tmp_path / "once", 8)[1] == ended
     resume = tmp_path / "once" / "checkpoint-8"
     again = ranks.run(f"{JOBS}:run", 1, settings(SINGLE, tmp_path / "again", resume, **arguments)).values[0]
     assert again["losses"] == whole["losses"][8:]
