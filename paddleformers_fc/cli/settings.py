@@ -33,24 +33,16 @@ def read_settings(config: Path) -> dict[str, Any]:
         elif config.suffix == ".json":
             settings = parse_json(raw)
         else:
-            raise OptionError(
-                "The name of a configuration must end in .yaml, .yml or .json.",
-                where=str(config),
-                next_step="Name a configuration; recipes/ has some.",
-            )
+            raise ValueError("its name does not end in .yaml, .yml or .json")
+        if not isinstance(settings, dict):
+            raise ValueError("it contains no keys")
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise OptionError(
             "The configuration cannot be read.",
             where=str(config),
             evidence=[str(error)],
-            next_step="Correct the file; recipes/ has examples.",
-        ) from error
-    if not isinstance(settings, dict):
-        raise OptionError(
-            "The configuration contains no keys.",
-            where=str(config),
             next_step="Write one key and value per line; recipes/ has examples.",
-        )
+        ) from error
     return settings
 
 
@@ -127,7 +119,4 @@ def _load_yaml(text: str, name: str, kind: type[_Loader] = _Loader) -> Any:
         error.name = name
         raise
     loader.name = name
-    try:
-        return loader.get_single_data()
-    finally:
-        loader.dispose()
+    return loader.get_single_data()

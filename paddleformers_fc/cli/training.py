@@ -53,7 +53,6 @@ from paddleformers_fc.text import count_text
 from paddleformers_fc.trainer import register
 from paddleformers_fc.trainer.options import FIELD_NAMES, FlexFields, check_options, check_stage, save_signal
 from paddleformers_fc.trainer.rank_records import RECORDS, read_error, read_processes, read_progress
-from paddleformers_fc.trainer.stock_keys import refuse_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -179,20 +178,15 @@ def prepare(config: Path, nproc: int | None, overrides: Sequence[str]) -> Traini
     start_checks.require_paddleformers("Training")
     settings = {**read_settings(config), **parse_overrides(overrides)}
     own = _own_registration(settings.get(REGISTER_KEY))
-    start_checks.refuse_unknown_keys(settings, may_be_more=own is not None)
-    if own is None:  # A registration file of the user may add stages and replace the model.
-        start_checks.refuse_unknown_values(settings)
-        start_checks.refuse_pipeline(settings)
-        start_checks.refuse_schedule(settings)
+    start_checks.refuse_settings(settings, is_extended=own is not None)
     check_stage(settings)
     options = SimpleNamespace(**{**vars(FlexFields()), **settings})
     check_options(options)
-    start_checks.refuse_missing_paths(settings)
     start_checks.refuse_upload(options)
     node = nodes.this_node(os.environ)
     start_checks.refuse_resume(settings, node.count > 1)
     start_checks.refuse_resume_without_the_key(settings)
-    if own is None:
+    if own is None:  # A registration file of the user may replace the model.
         start_checks.refuse_model(settings)
     device = _device(settings.get("device"))
     added, environment = _registration(settings.get(REGISTER_KEY))
@@ -207,11 +201,7 @@ def prepare(config: Path, nproc: int | None, overrides: Sequence[str]) -> Traini
     resume_overrides = _resume_overrides(settings)
     idle = () if flex else tuple(name for name in FIELD_NAMES if name in settings and name != "flex_checkpoint")
     if device == CPU:
-        start_checks.refuse_layout(settings, (nproc or 1) * node.count)
-        start_checks.refuse_expert_layout(settings, (nproc or 1) * node.count)
-        if own is None:
-            start_checks.refuse_fused_norm(settings)
-    refuse_text(settings)
+        start_checks.refuse_layout(settings, (nproc or 1) * node.count, is_extended=own is not None)
     if device == CPU and node.count == 1:
         argv = ("-m", "paddleformers.cli.launcher", *arguments)
         return TrainingJob(

@@ -35,7 +35,7 @@ from paddleformers_fc.families.models.minimax_m2 import FAMILY as MINIMAX
 from paddleformers_fc.output import console
 from paddleformers_fc.trainer import register
 from paddleformers_fc.trainer.rank_records import RECORDS, read_error
-from paddleformers_fc.trainer.stock_keys import stock_keys, stock_words
+from paddleformers_fc.trainer.stock_keys import stock_arguments
 from tests.cli.support import Outcome, run, save
 from tests.execute.simulated import canonical
 from tests.harness.waiting import wait_for_file
@@ -290,7 +290,11 @@ def test_the_number_of_ranks_is_not_chosen_on_an_accelerator(tmp_path: Path, on:
         ({"train_dataset_path": "/dev/null,/nowhere/a.jsonl"}, [], "- train_dataset_path: /nowhere/a.jsonl"),
         ({"tensor_model_parallel_size": 4}, ["--nproc", "2"], "2 ranks cannot be divided into groups of 4"),
         ({"tensor_model_parallel_size": "two"}, ["--dry-run"], "- tensor_model_parallel_size: 'two'"),
-        ({}, ["max_steps=abc", "sharding_parallel_size=1.5"], "- sharding_parallel_size: 1.5\n  - max_steps: 'abc'"),
+        (
+            {},
+            ["max_steps=abc", "sharding_parallel_size=1.5"],
+            "- max_steps: 'abc' is text, not a number\n  - sharding_p",
+        ),
         ({"learning_rate": "1e-5"}, [], "- learning_rate: '1e-5' is text, not a number"),
         ({"save_steps": "3"}, ["do_eval='no'"], "- do_eval: 'no' is text, not true or false\n  - save_steps: '3'"),
         ({"stage": "pt", "compute_type": "fp32"}, [], "- stage: 'pt' is none of SFT, PT, DPO, VL-SFT, VL-PT, VL-DPO"),
@@ -326,6 +330,32 @@ def test_settings_that_cannot_work_are_refused_before_a_rank_starts(
     assert outcome.code == 2
     assert text in outcome.err
     assert not (tmp_path / "out").exists()
+
+
+def test_faults_of_every_kind_are_listed_together_with_the_advice_of_each(tmp_path: Path, on: Any) -> None:
+    on("gpu:0")
+    keys = {
+        "save_steps": "3",
+        "max_steps": 1.5,
+        "train_dataset_path": "./no",
+        "compute_type": "fp8",
+        "logging_steps": 0,
+    }
+    with pytest.raises(OptionError) as caught:
+        prepare(config(tmp_path, **keys, **pipeline(2, 2)), None, [])
+    heads = [line.partition(" ")[0] for line in caught.value.evidence]
+    virtual = "virtual_pipeline_model_parallel_size:"
+    assert heads == [
+        "save_steps:",
+        "max_steps:",
+        "train_dataset_path:",
+        "compute_type:",
+        "logging_steps:",
+        virtual,
+        virtual,
+    ]
+    for advice in ("without quotes", "Relative paths", "one of the listed words", "Change the listed keys"):
+        assert caught.value.next_step.count(advice) == 1
 
 
 @pytest.mark.parametrize(
@@ -367,8 +397,8 @@ def closed(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.parametrize(
     "look",
     [
-        lambda path: start_checks.refuse_missing_paths({"model_name_or_path": path}),
-        lambda path: start_checks.refuse_missing_paths({"train_dataset_path": path}),
+        lambda path: start_checks.refuse_settings({"model_name_or_path": path}, False),
+        lambda path: start_checks.refuse_settings({"train_dataset_path": path}, False),
         lambda path: training._registration(path),
         lambda path: main._named(path),
     ],
@@ -384,7 +414,7 @@ def test_a_path_of_another_user_is_refused_with_the_next_step(closed: Path, look
 def test_a_path_that_is_too_long_to_exist_is_missing(tmp_path: Path, on: Any) -> None:
     outcome = run("train", config(tmp_path, model_name_or_path=str(tmp_path / ("long" * 100))))
     assert outcome.code == 2
-    assert "names missing files" in outcome.err
+    assert "does not exist" in outcome.err
 
 
 def test_paths_are_read_as_paddleformers_reads_them(tmp_path: Path, on: Any) -> None:
@@ -396,14 +426,14 @@ def test_paths_are_read_as_paddleformers_reads_them(tmp_path: Path, on: Any) -> 
     assert prepare(path, 1, []).ranks == 1
     with pytest.raises(OptionError) as caught:
         prepare(config(tmp_path, train_dataset_path=f"{data},{tmp_path}/other.jsonl#7"), 1, [])
-    assert caught.value.evidence == (f"train_dataset_path: {tmp_path}/other.jsonl",)
+    assert caught.value.evidence == (f"train_dataset_path: {tmp_path}/other.jsonl does not exist",)
 
 
 def test_a_model_in_the_output_directory_is_never_looked_up_on_a_hub(tmp_path: Path, on: Any) -> None:
     path = config(tmp_path, model_name_or_path="runs/nothing", output_dir="./runs/first")
     with pytest.raises(OptionError) as caught:
         prepare(path, 1, [])
-    assert caught.value.evidence == ("model_name_or_path: runs/nothing",)
+    assert caught.value.evidence == ("model_name_or_path: runs/nothing does not exist",)
     assert prepare(config(tmp_path, model_name_or_path="owner/name", output_dir="runs", **FULL), 1, []).ranks == 1
 
 
@@ -417,7 +447,7 @@ def test_data_that_is_never_drawn_may_be_missing(tmp_path: Path, on: Any) -> Non
     drawn = config(tmp_path, eval_dataset_path="/nowhere/off.jsonl", eval_dataset_prob=0, train_dataset_path=str(data))
     assert prepare(drawn, 1, []).ranks == 1
     for chances in ("0,1", "0", "1,none"):
-        with pytest.raises(OptionError, match="names missing files"):
+        with pytest.raises(OptionError, match=r"off\.jsonl does not exist"):
             prepare(config(tmp_path, train_dataset_path=paths, train_dataset_prob=chances), 1, [])
 
 
@@ -430,8 +460,7 @@ def test_a_key_that_a_users_registration_may_add_is_accepted(tmp_path: Path, on:
 
 
 def test_every_key_that_paddleformers_takes_is_known_without_importing_it(ranks: ForkServer) -> None:
-    known = stock_keys()
-    assert known is not None
+    known = stock_arguments().keys
     (names,) = ranks.run("tests.trainer.entry_jobs:stock_names", 1).values
     assert {"save_total_limit", "tensor_model_parallel_size", "model_name_or_path", "template"} <= set(names)
     assert sorted(set(names) - known) == []
@@ -439,7 +468,7 @@ def test_every_key_that_paddleformers_takes_is_known_without_importing_it(ranks:
 
 def test_the_words_of_keys_are_those_of_paddleformers_enumerations(ranks: ForkServer, tmp_path: Path) -> None:
     (found,) = ranks.run("tests.trainer.entry_jobs:stock_enumerations", 1, {"output_dir": str(tmp_path)}).values
-    assert {key: list(words.known) for key, words in stock_words().items()} == found
+    assert {key: list(words.known) for key, words in stock_arguments().words.items()} == found
 
 
 @pytest.mark.parametrize("sharding", ["stage1", "", True, False, []])
