@@ -1,0 +1,102 @@
+"""What one rank does must not grow with the number of ranks: counted at 16, 64 and 256 ranks of a tiny model."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from verification.scale.counting import MEMORY, OPENS, PROCESSOR, READ, STATS, Meter
+from verification.scale.operations import (
+    FIRST_SAVE,
+    LATER_SAVE,
+    OPENING,
+    PLANNING,
+    RESUME,
+    ROTATION,
+    Counts,
+    count_operations,
+    running_ranks,
+)
+from verification.scale.ranks import LARGEST, RECEIVED, REQUESTS, SENT, WAITING
+
+TIMED = {PROCESSOR, MEMORY, REQUESTS, WAITING}
+SIZES = (16, 64, 256)
+"""Each size has four times the ranks of the one before, so a count per rank of the job grows four times."""
+LIMIT = 1.3
+PER_RANK, SQUARED = 4.0, 15.5
+TODAY = {
+    # Every exchange is an all-gather of a frame of 1 KiB from each rank.
+    **{
+        (operation, count): PER_RANK
+        for operation in (ROTATION, RESUME, OPENING, PLANNING)
+        for count in (RECEIVED, LARGEST)
+    },
+    # Every rank receives the manifest, padded to its length from each rank, and the checksums of all files.
+    (FIRST_SAVE, RECEIVED): 10.1,
+    (FIRST_SAVE, LARGEST): SQUARED,
+    (LATER_SAVE, RECEIVED): 11.3,
+    (LATER_SAVE, LARGEST): SQUARED,
+    # Ranks without a manifest send its length in padding.
+    (FIRST_SAVE, SENT): 2.6,
+    (LATER_SAVE, SENT): 2.9,
+    # The coordinator stats every file before it commits, and reads the manifest back.
+    (FIRST_SAVE, STATS): 3.2,
+    (LATER_SAVE, STATS): 3.2,
+    (FIRST_SAVE, READ): 3.9,
+    (LATER_SAVE, READ): 3.9,
+    # Every rank opens and stats every file of the checkpoint, and compares documents.
+    (ROTATION, OPENS): 3.8,
+    (ROTATION, STATS): 3.4,
+    (ROTATION, READ): 3.1,
+    (RESUME, OPENS): 3.9,
+    (RESUME, STATS): 3.4,
+    (RESUME, READ): 3.9,
+    (OPENING, OPENS): 3.5,
+    (OPENING, STATS): 3.4,
+    (OPENING, READ): 2.6,
+}
+"""The counts that grow today, each of which is to fall below :data:`LIMIT`, with the growth that they may have."""
+
+
+@pytest.fixture(scope="module")
+def counts() -> list[Counts]:
+    """The counts of every size; what is imported at the first use is imported before."""
+    count_operations("tiny", 8, [0, 7])
+    return [count_operations("tiny", world, running_ranks(world)) for world in SIZES]
+
+
+def _compared(operation: str, rank: int, meter: Meter) -> dict[str, float]:
+    """Return the counts of a rank that do not depend on time, without messages that the coordinator receives."""
+    requests = meter.get(REQUESTS, 0) - meter.get(WAITING, 0)
+    left_out = {PROCESSOR, MEMORY, WAITING} | ({RECEIVED, LARGEST} if rank == 0 else set())
+    return {name: count for name, count in {**meter, REQUESTS: requests}.items() if name not in left_out}
+
+
+def _growth(counts: list[Counts]) -> dict[tuple[str, str], float]:
+    """Return the highest growth of each count of an operation from one size to the next, over the ranks that ran."""
+    found: dict[tuple[str, str], float] = {}
+    for smaller, larger in pairwise(counts):
+        for operation in smaller:
+            pairs = zip(smaller[operation].items(), larger[operation].items(), strict=True)
+            for (rank, before), (other, after) in pairs:
+                known = _compared(operation, rank, before)
+                for name, count in _compared(operation, other, after).items():
+                    growth = count / max(known.get(name, 0), 1)
+                    found[operation, name] = max(growth, found.get((operation, name), 0))
+    return found
+
+
+def test_no_count_of_a_rank_grows_with_the_number_of_ranks(counts: list[Counts]) -> None:
+    growth = _growth(counts)
+    assert {key: found for key, found in growth.items() if found > TODAY.get(key, LIMIT)} == {}
+    # A count that has become flat stays flat.
+    assert [key for key in TODAY if growth[key] <= LIMIT] == []
+
+
+def test_ranks_that_do_not_run_send_what_they_send_when_they_run() -> None:
+    some, everyone = (count_operations("tiny", 8, running) for running in ([0, 3, 7], range(8)))
+    for operation, meters in some.items():
+        for rank, meter in meters.items():
+            timeless = {name: count for name, count in meter.items() if name not in TIMED}
+            assert timeless == {name: everyone[operation][rank].get(name) for name in timeless}, (operation, rank)

@@ -1,0 +1,337 @@
+"""The ranks of a large job: some run the package's code in threads, of the others only the messages exist.
+
+The message of a rank that does not run is that of the last rank that runs, which the coordinator's never is. Where
+messages differ between ranks, the package's own encoder creates it from the rank's simulated layout.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+from unittest import mock
+
+import msgspec
+import numpy as np
+import xxhash
+
+from paddleformers_fc.cpu_runtime.ranks import free_ports
+from paddleformers_fc.cpu_runtime.stores import LOOPBACK, open_store
+from paddleformers_fc.distributed.channel import Bytes, Channel, gather_payloads
+from paddleformers_fc.distributed.communicator import Communicator
+from paddleformers_fc.distributed.liveness import KEY_PREFIX
+from paddleformers_fc.distributed.store_client import StoreClient
+from paddleformers_fc.execute import collective_checksums, save
+from paddleformers_fc.execute.memory import HostPieces, HostTensors
+from paddleformers_fc.execute.replica_assignment import _holders, assign_writers
+from paddleformers_fc.execute.save_plan import PlannedFile, SavePlan, SavePlanCache, _role_files
+from paddleformers_fc.layout.shard_json import encode_rank_shards
+from paddleformers_fc.layout.shards import Shard
+from paddleformers_fc.plan.simulate import SimulatedModel
+from paddleformers_fc.storage.block_checksums import BlockComparison, compare_blocks
+from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
+from paddleformers_fc.storage.file_checksums import DEFAULT_BLOCK_BYTES, FileChecksum
+from paddleformers_fc.storage.files import write_file
+from verification.scale.counting import READ, Meter, charged, current, peak_memory
+from verification.simulate_ranks import HostTensor, Roles, SimulatedWeight
+
+EXCHANGES, SENT, RECEIVED, LARGEST = "exchanges", "bytes sent", "bytes received", "largest message"
+REQUESTS, WAITING = "requests to the store", "of these while waiting"
+
+RANKS_PER_NODE = 8
+_ARRIVALS = f"{KEY_PREFIX}/arrivals"
+_PATIENCE = 3600.0
+_GENERATOR_BYTES = bytes(30_000)
+"""As many as the state of the random generators of a process has."""
+_LEADING_BLOCKS = 8
+_ZEROS = np.zeros(1 << 24, np.uint8)
+_T = TypeVar("_T")
+
+
+class ScaleJob:
+    """A job of which some ranks run.
+
+    Args:
+        model: the model over the grid of the job.
+        running: the ranks that run, coordinator first.
+        directory: the output directory of the job.
+    """
+
+    def __init__(self, model: SimulatedModel, running: Sequence[int], directory: Path) -> None:
+        self.model, self.running, self.directory = model, tuple(running), directory
+        self.world = model.grid.world_size
+        self._absent = sorted(set(range(self.world)) - set(running))
+        self._facts: dict[int, bytes] = {}
+        self._staging = directory
+        self._given: dict[int, bytes] = {}
+        self._everyone: list[bytes] = []
+        self._frames: list[Bytes] = []
+        self._barrier = threading.Barrier(len(running), self._complete)
+        self._begun = threading.Semaphore(0)
+        (port,) = free_ports(1)
+        self._address = LOOPBACK, port
+        self._server = open_store(*self._address, True)
+        self.connecting = {rank: Meter() for rank in running}
+        self._channels = {rank: self._connect(rank) for rank in running}
+        nodes = {rank // RANKS_PER_NODE for rank in self._absent}
+        self._nodes = {node: StoreClient(self._address, _PATIENCE, _PATIENCE) for node in nodes}
+        self._closed = False
+        save._PLANS = SavePlanCache()  # The processes of a job begin without plans.
+        threading.Thread(target=self._arrive, daemon=True).start()
+
+    def close(self) -> None:
+        """End the thread of the ranks that do not run."""
+        self._closed = True
+        self._begun.release()
+
+    def run(self, work: Callable[[int, Channel], _T]) -> tuple[dict[int, Meter], dict[int, _T]]:
+        """Run work on the ranks that run, and return the counts and the result of each."""
+        meters, results, raised = {rank: Meter() for rank in self.running}, dict[int, _T](), list[Exception]()
+
+        def of_rank(rank: int) -> None:
+            try:
+                with charged(meters[rank]):
+                    results[rank] = work(rank, self._channels[rank])
+            except Exception as error:  # It is raised by the caller; here it would end a thread alone.
+                raised.append(error)
+                self._barrier.abort()
+
+        threads = [threading.Thread(target=of_rank, args=(rank,)) for rank in self.running]
+        with (
+            mock.patch.object(save, "_write_tensors", self._write_holes),
+            mock.patch.object(collective_checksums, "compare_blocks", _compare_leading_blocks),
+            peak_memory(list(meters.values())),
+        ):
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        if raised:
+            raise next(
+                (one for one in raised if not isinstance(one.__cause__, threading.BrokenBarrierError)), raised[0]
+            )
+        return meters, results
+
+    def weights(self, rank: int) -> Roles:
+        """Return the live tensors of a rank, which have no memory."""
+        return {
+            role: {name: _weight(shard) for name, shard in shards.items()}
+            for role, shards in self.model.roles(rank).items()
+        }
+
+    def part(self, rank: int, step: int) -> save.LivePart:
+        """Return what a rank brings into a save."""
+        config = {"config.json": save.config_bytes(self.model.model.config)} if rank == 0 else {}
+        files = {**config, _generators(rank): _GENERATOR_BYTES}
+        return save.live_part(self.weights(rank), self.model.model, files, save.JobRecord(step, step, {}), "warn")
+
+    def exchange(self, rank: int, payload: bytes) -> tuple[list[bytes], list[Bytes]]:
+        """Return the messages of all ranks, and the first array that each of them sends."""
+        self._given[rank] = payload
+        self._barrier.wait()
+        return self._everyone, self._frames
+
+    def _connect(self, rank: int) -> Communicator:
+        with charged(self.connecting[rank]):
+            client = StoreClient(self._address, _PATIENCE, _PATIENCE)
+        store = _CountingStore(client, self._begun.release if rank == self.running[0] else lambda: None)
+        return Communicator(_CountingChannel(self, rank), _PATIENCE, store)
+
+    def _arrive(self) -> None:
+        """Arrive at every barrier on the ranks that do not run, through the client of their node."""
+        while self._begun.acquire() and not self._closed:
+            for rank in self._absent:
+                self._nodes[rank // RANKS_PER_NODE].add(_ARRIVALS, 1)
+
+    def _complete(self) -> None:
+        with charged(None):
+            template = msgspec.msgpack.decode(self._given[self.running[-1]])
+            message_of = self._encoder(template["doing"], template["result"]) if self._absent else None
+            self._everyone = [
+                self._given[rank] if rank in self._given
+                else self._given[self.running[-1]] if message_of is None
+                else msgspec.msgpack.encode({**template, "result": msgspec.msgpack.encode(message_of(rank))})
+                for rank in range(self.world)
+            ]  # fmt: skip
+            frames = {id(payload): payload for payload in self._everyone}
+            sent = {number: _first_array(payload) for number, payload in frames.items()}
+            self._frames = [sent[id(payload)] for payload in self._everyone]
+            self._given.clear()
+
+    def _encoder(self, doing: str, result: bytes) -> Callable[[int], object] | None:
+        """Return the message of each rank that does not run; None if it is that of the last one that runs."""
+        like = msgspec.msgpack.decode(result)
+        if doing == "preparing a checkpoint":
+            return lambda rank: [self._facts_of(rank), like[1]]
+        if doing == "describing shards":
+            return lambda rank: encode_rank_shards(self.model.roles(rank))
+        if doing == "writing":
+            return self._written(like["ties"])
+        if doing == "planning":
+            touched = {role: b"\xff" * len(bits) for role, bits in like["touched"].items()}
+            return lambda rank: {**like, "touched": touched}
+        return None
+
+    def _facts_of(self, rank: int) -> bytes:
+        if rank not in self._facts:
+            self._facts[rank] = self.part(rank, 0).facts
+        return self._facts[rank]
+
+    def _written(self, ties: list[bytes]) -> Callable[[int], object]:
+        """Write the files of the ranks that do not run, and return their messages."""
+        everyone = [self.model.roles(rank) for rank in range(self.world)]
+        shares = assign_writers(everyone)
+        digests: dict[str, bytes] = {}
+        for payload in self._given.values():
+            digests.update(msgspec.msgpack.decode(msgspec.msgpack.decode(payload)["result"])["replicas"])
+        groups: list[set[tuple[int, ...]]] = [set() for _ in everyone]
+        for _, ranks in _holders(everyone):
+            if len(ranks) > 1:
+                group = tuple(sorted(ranks))
+                for rank in ranks:
+                    groups[rank].add(group)
+        names = {
+            group: hashlib.blake2b(repr(group).encode(), digest_size=8).hexdigest() for group in set().union(*groups)
+        }
+
+        def message_of(rank: int) -> object:
+            pieces = {
+                role: [one for one in shares[rank] if one.role == role] for role in {one.role for one in shares[rank]}
+            }
+            files = [file for role in sorted(pieces) for file in _role_files(role, pieces[role], rank)]
+            checksums = [self._write_holes(self._staging, file) for file in files]
+            checksums.append(write_file(self._staging / _generators(rank), _GENERATOR_BYTES, root=self._staging))
+            replicas = {names[group]: digests.get(names[group], bytes(16)) for group in groups[rank]}
+            return {"checksums": checksums, "replicas": replicas, "ties": ties}
+
+        return message_of
+
+    def _write_holes(self, staging: Path, file: PlannedFile, _: object = None) -> FileChecksum:
+        self._staging, path, header = staging, staging / file.path, file.layout.header
+        size = len(header) + sum(file.layout.sizes)
+        with charged(None):
+            path.parent.mkdir(exist_ok=True)
+            step = DEFAULT_BLOCK_BYTES
+            blocks = [_block_checksum(header[low : low + step], min(step, size - low)) for low in range(0, size, step)]
+        with path.open("xb") as opened:
+            opened.write(header)
+            opened.truncate(size)
+        return FileChecksum(file.path, size, "0" * 32, DEFAULT_BLOCK_BYTES, blocks)
+
+
+class _CountingStore:
+    """A connection to the store that counts its requests."""
+
+    def __init__(self, client: StoreClient, arrived: Callable[[], object]) -> None:
+        self._client, self._arrived, self.name = client, arrived, client.name
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter."""
+        current().add(REQUESTS, 1)
+        if not amount:
+            current().add(WAITING, 1)
+        if key == _ARRIVALS and amount == 1:
+            self._arrived()
+        return self._client.add(key, amount)
+
+    def set(self, key: str, value: str) -> None:
+        """Store a text."""
+        current().add(REQUESTS, 1)
+        self._client.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        """Return a text."""
+        current().add(REQUESTS, 1)
+        return self._client.get(key)
+
+
+class _CountingChannel:
+    """The collectives of one rank that runs; payloads are divided into collectives by the package's own code."""
+
+    def __init__(self, job: ScaleJob, rank: int) -> None:
+        self.rank, self.world_size, self._job = rank, job.world, job
+
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        """Return the payload of every rank."""
+        everyone, frames = self._job.exchange(self.rank, payload)
+        rows = iter([frames, [np.frombuffer(one, np.uint8) for one in everyone]])
+
+        def collective(array: Bytes) -> list[Bytes]:
+            meter, received = current(), self.world_size * array.size
+            meter.add(SENT, array.size)
+            meter.add(RECEIVED, received)
+            meter.raise_to(LARGEST, received)
+            return next(rows)  # Not padded: thousands of padded messages do not fit into memory.
+
+        current().add(EXCHANGES, 1)
+        return gather_payloads(payload, collective)
+
+    def all_to_all(self, outgoing: Mapping[int, Bytes], sizes: Mapping[int, int]) -> dict[int, Bytes]:
+        """Not needed by ranks that share one file system, each of which reads for itself."""
+        raise NotImplementedError
+
+
+class _CapturedError(Exception):
+    """Carries the array that a rank sends first."""
+
+
+def _first_array(payload: bytes) -> Bytes:
+    def capture(array: Bytes) -> list[Bytes]:
+        raise _CapturedError(array)
+
+    try:
+        gather_payloads(payload, capture)
+    except _CapturedError as captured:
+        array: Bytes = captured.args[0]
+        return array
+    raise AssertionError("a rank sends nothing")
+
+
+def capture_zeros(part: save.LivePart, _: SavePlan) -> HostTensors:
+    """Capture tensors that have no memory, as zeros."""
+    return {
+        role: {name: _zeros(one.local_tensor) for name, one in names.items()} for role, names in part.tensors.items()
+    }
+
+
+def _zeros(tensor: HostTensor) -> HostPieces:
+    def pieces(start: int, stop: int) -> Iterator[Bytes]:
+        left = (stop - start) * tensor.array.itemsize
+        while left > 0:
+            yield _ZEROS[:left]
+            left -= _ZEROS.size
+
+    return pieces
+
+
+def _weight(shard: Shard) -> SimulatedWeight:
+    shape = shard.box.shape if shard.flat is None else (shard.size,)
+    zero = np.zeros((1,) * len(shape), to_numpy(to_safetensors(shard.dtype)))
+    flat = None if shard.flat is None else slice(*shard.flat)
+    tensor = HostTensor(np.broadcast_to(zero, shape))
+    return SimulatedWeight(
+        shard.name, tensor, shard.box.shape, shard.global_shape, shard.box.lo, flat is not None, flat
+    )
+
+
+def _generators(rank: int) -> str:
+    return f"trainer/rng-{rank:05d}.json"
+
+
+@cache
+def _block_checksum(begin: bytes, length: int) -> str:
+    hasher = xxhash.xxh3_64(begin)
+    hasher.update(_ZEROS[: length - len(begin)].data)
+    return hasher.hexdigest()
+
+
+def _compare_leading_blocks(
+    directory: Any, wanted: Sequence[tuple[FileChecksum, Sequence[int]]], *args: Any
+) -> BlockComparison:
+    """Compare the first blocks of every file, and count the rest: reading terabytes of holes shows nothing."""
+    for checksum, numbers in wanted:
+        current().add(READ, sum(checksum.block_bytes for _ in numbers[_LEADING_BLOCKS:]))
+    return compare_blocks(directory, [(one, numbers[:_LEADING_BLOCKS]) for one, numbers in wanted], *args)
