@@ -55,7 +55,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if home.startswith(f"{__name__}.trainer"):
         from paddleformers_fc import upstream
+        from paddleformers_fc.upstream.hooks import PADDLEFORMERS, TRAINERS
 
         # Before the modules that import the names of the table, so that one error lists all that are missing.
-        upstream.require(upstream.TRAINER)
+        upstream.require(TRAINERS[PADDLEFORMERS])
     return getattr(importlib.import_module(home), name)

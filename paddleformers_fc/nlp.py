@@ -6,12 +6,12 @@ They are imported when they are first used. An environment has PaddleNLP or Padd
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import sys
 from typing import Any
 
 from paddleformers_fc import upstream
 from paddleformers_fc.errors import EnvironmentMismatch
+from paddleformers_fc.upstream.hooks import PADDLEFORMERS, PADDLENLP, TRAINERS
 
 _HOME = {
     "FlexCheckpointCallback": "paddleformers_fc.trainer.callback",
@@ -29,12 +29,12 @@ def __getattr__(name: str) -> Any:
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     _refuse_both()
-    upstream.require(upstream.NLP_TRAINER)
+    upstream.require(TRAINERS[PADDLENLP])
     return getattr(importlib.import_module(home), name)
 
 
 def _refuse_both() -> None:
-    if importlib.util.find_spec("paddleformers") is not None:
+    if upstream.is_installed(PADDLEFORMERS):
         raise EnvironmentMismatch(
             "paddleformers_fc.nlp is for environments without PaddleFormers, and this one has it.",
             where=f"Python environment {sys.prefix}",

@@ -87,7 +87,7 @@ def require_paddleformers(doing: str) -> None:
     Raises:
         EnvironmentMismatch: it is not installed.
     """
-    if importlib.util.find_spec("paddleformers") is None:
+    if not upstream.is_installed("paddleformers"):
         raise EnvironmentMismatch(
             f"{doing} needs PaddleFormers, which is not installed.", where=sys.executable, next_step=upstream.INSTALL
         )

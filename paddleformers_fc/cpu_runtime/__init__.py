@@ -27,6 +27,7 @@ from __future__ import annotations
 import logging
 
 from .. import upstream
+from ..upstream.hooks import Hook
 
 __all__ = ["activate"]
 
@@ -53,7 +54,7 @@ def activate() -> tuple[str, ...]:
     return _applied
 
 
-def needed() -> tuple[upstream.Hook, ...]:
+def needed() -> tuple[Hook, ...]:
     """Return the upstream hooks that :func:`activate` will depend on; none after its call, and none on an
     accelerator."""
     return upstream.cpu_runtime_hooks() if _applied is None else ()

@@ -7,10 +7,11 @@ Importing this module imports Paddle, and PaddleFormers if it is installed;
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ..upstream import LIBRARY, is_installed
+from ..upstream.hooks import PADDLEFORMERS, PADDLENLP
 from . import collectives, device, groups, half, mpu, openmp, p2p, pipeline, sharding, stores
 
 
@@ -51,7 +52,7 @@ _PADDLE = (
 
 def _paddleformers() -> tuple[Patch, ...]:
     """Return the patches to PaddleFormers; none when it is not installed."""
-    if importlib.util.find_spec("paddleformers") is None:
+    if not is_installed(PADDLEFORMERS):
         return ()
     from . import ernie_moe, formers
 
@@ -76,7 +77,7 @@ def _paddleformers() -> tuple[Patch, ...]:
 
 def _paddlenlp() -> tuple[Patch, ...]:
     """Return the patches to PaddleNLP; none where PaddleFormers is installed, whose Trainer is then the one in use."""
-    if importlib.util.find_spec("paddleformers") is not None or importlib.util.find_spec("paddlenlp") is None:
+    if LIBRARY != PADDLENLP:
         return ()
     from . import nlp
 

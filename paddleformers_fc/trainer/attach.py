@@ -16,7 +16,8 @@ from typing import Any
 
 from paddleformers_fc import upstream
 from paddleformers_fc.trainer import open_weights_reader
-from paddleformers_fc.trainer.library import HOOKS, LIBRARY, PADDLENLP, Trainer
+from paddleformers_fc.trainer.library import HOOKS, Trainer
+from paddleformers_fc.upstream.hooks import PADDLENLP
 
 Replacement = tuple[type[Any], str, Callable[..., Any]]
 """A class, the name of one of its methods, and a function from the original to its replacement."""
@@ -77,7 +78,7 @@ def _trainer_methods() -> list[Replacement]:
 
 
 def _overrides() -> Mapping[str, Callable[..., Any]]:
-    if LIBRARY == PADDLENLP:
+    if upstream.LIBRARY == PADDLENLP:
         from paddleformers_fc.trainer.nlp_trainer import OVERRIDES
 
         return OVERRIDES
@@ -110,7 +111,7 @@ def _dispatching(override: Callable[..., Any], original: Callable[..., Any]) -> 
 
 
 def _mixin() -> type[Any]:
-    if LIBRARY == PADDLENLP:
+    if upstream.LIBRARY == PADDLENLP:
         from paddleformers_fc.trainer import nlp_mixin
 
         return nlp_mixin.FlexTrainerMixin

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-import importlib.util
 import os
 import platform
 import shutil
@@ -27,6 +26,7 @@ from paddleformers_fc.storage.files import files_within, refused, size_of
 from paddleformers_fc.storage.manifest import newest_checkpoint
 from paddleformers_fc.text import count_text, size_text
 from paddleformers_fc.trainer.resume import newest_of_other_formats
+from paddleformers_fc.upstream.hooks import TRAINERS
 
 PROBE_BYTES = 128 << 20
 """Bytes that are written and read to measure a disk."""
@@ -38,6 +38,45 @@ _DISTRIBUTIONS = {
     "paddleformers": ("paddleformers",),
     "paddlenlp": ("paddlenlp",),
 }
+KNOWN_FAULTS = {
+    "paddle": {
+        "S1": "a resharding load from another dtype fills tensors with other numbers, without an error",
+        "S3": "the second of two tied weights keeps its initial values, without an error",
+        "S4": "a stored tensor of another shape is cut off or filled in part, without an error",
+        "S5": "fused feed-forward weights of several tensor-parallel ranks are taken apart wrongly",
+        "S6": "fused attention weights of several tensor-parallel ranks are taken apart wrongly",
+        "S11": "a resharding load under FLAGS_use_stride_kernel=0 loads nothing, without an error",
+        "S12": "a save over one of more ranks leaves tensors of the older save in place",
+        "S13": "after a load that failed, the next one in the process uses the metadata of the first",
+        "S18": "a flipped bit of a stored tensor is loaded: there are no checksums",
+    },
+    "paddleformers": {
+        "T3": "an empty newest directory is chosen for a resume",
+        "T5": "load_best_model_at_end keeps the weights of the last step",
+        "T7": "samples are repeated and skipped if the data-parallel degree changes on resume",
+        "T8": "training begins again at step 1 if the file of the Trainer's state is missing",
+        "T18": "replicas with different numbers are saved without a warning",
+        "T19": "a resume unpickles files of the checkpoint, which can run code",
+    },
+}
+"""The faults of the known versions that decide whether numbers are right: trigger and effect by module and by their row
+in docs/results/guarantees.md. This package avoids them."""
+
+
+class KnownFault(msgspec.Struct, frozen=True):
+    """A fault of upstream that this package avoids.
+
+    Attributes:
+        id: its row in docs/results/guarantees.md.
+        package: the module that has it.
+        version: the version in which it was observed.
+        what: trigger and effect in one line.
+    """
+
+    id: str
+    package: str
+    version: str
+    what: str
 
 
 class PackageFacts(msgspec.Struct, frozen=True):
@@ -86,7 +125,7 @@ class Diagnosis(msgspec.Struct, frozen=True):
 
     passed: bool
     packages: list[PackageFacts]
-    known_faults: list[upstream.KnownFault]
+    known_faults: list[KnownFault]
     checks: list[Check]
     path: str = ""
     disk: DiskFacts | None = None
@@ -105,8 +144,12 @@ def diagnose(output_dir: Path | None, hooks: bool = True) -> Diagnosis:
         StorageError: the operating system refused to list, write or read in the directory.
     """
     packages = _packages()
-    versions = {one.name: one.version for one in packages}
-    faults = [one for one in upstream.KNOWN_FAULTS if _plain(versions[one.package]) == one.version]
+    faults = [
+        KnownFault(id, one.name, one.known, what)
+        for one in packages
+        if one.version and _is_known(one)
+        for id, what in KNOWN_FAULTS.get(one.name, {}).items()
+    ]
     checks = list(_environment(packages, hooks))
     if output_dir is None:
         return Diagnosis(all(one.passed for one in checks), packages, faults, checks)
@@ -149,12 +192,12 @@ def _version(distributions: tuple[str, ...]) -> str:
     return ""
 
 
-def _plain(version: str) -> str:
-    return upstream.without_build(version)
+def _is_known(one: PackageFacts) -> bool:
+    return not one.known or upstream.without_build(one.version) == one.known
 
 
 def _environment(packages: list[PackageFacts], hooks: bool) -> Iterator[Check]:
-    wrong = [one for one in packages if one.known and one.version and _plain(one.version) != one.known]
+    wrong = [one for one in packages if one.version and not _is_known(one)]
     found = [f"{one.name} {one.version}" for one in packages if one.known and one.version]
     if wrong:
         text = ", ".join(f"{one.name} {one.version}, known is {one.known}" for one in wrong)
@@ -164,10 +207,11 @@ def _environment(packages: list[PackageFacts], hooks: bool) -> Iterator[Check]:
     else:
         yield Check("versions", True, "Paddle is not installed: every command but those that train works")
         return
-    if hooks and importlib.util.find_spec("paddleformers") is not None:
+    if hooks and upstream.is_installed(upstream.LIBRARY):
+        trainer = TRAINERS[upstream.LIBRARY]
         with contextlib.redirect_stdout(sys.stderr):  # Imports print; standard output is for the report.
-            differences = upstream.differences(upstream.TRAINER)
-        text = "; ".join(differences) or f"{count_text(len(upstream.TRAINER), 'place')} of Paddle and PaddleFormers fit"
+            differences = upstream.differences(trainer)
+        text = "; ".join(differences) or f"all {count_text(len(trainer), 'upstream hook')} match"
         yield Check("hooks", not differences, text)
 
 

@@ -13,9 +13,11 @@ from typing import Any
 
 from paddleformers_fc.trainer.arguments import FlexTrainingArguments
 from paddleformers_fc.trainer.attach import Replacement, attach, detach, replace
-from paddleformers_fc.trainer.library import LIBRARY, PADDLEFORMERS, PdArgumentParser, TrainingArguments
+from paddleformers_fc.trainer.library import PdArgumentParser, TrainingArguments
 from paddleformers_fc.trainer.options import FIELD_NAMES, check_stage, unknown_keys
 from paddleformers_fc.trainer.stock_keys import refuse_text
+from paddleformers_fc.upstream import LIBRARY
+from paddleformers_fc.upstream.hooks import PADDLEFORMERS
 
 
 def install() -> None:

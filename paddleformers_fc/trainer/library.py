@@ -8,38 +8,25 @@ table of the library (``HOOKS``) and the method of its Trainer that is replaced 
 
 from __future__ import annotations
 
-import importlib.util
-
-from paddleformers_fc import upstream
-
-PADDLEFORMERS, PADDLENLP = "paddleformers", "paddlenlp"
-
-LIBRARY = (
-    PADDLENLP
-    if importlib.util.find_spec(PADDLEFORMERS) is None and importlib.util.find_spec(PADDLENLP) is not None
-    else PADDLEFORMERS
-)
-"""The library of this process."""
+from paddleformers_fc.upstream import LIBRARY
+from paddleformers_fc.upstream.hooks import PADDLENLP, TRAINERS
 
 if LIBRARY == PADDLENLP:
     from paddlenlp.trainer import PdArgumentParser, Trainer, TrainerCallback, TrainerState, TrainingArguments
     from paddlenlp.utils.log import logger
 
-    HOOKS = upstream.NLP_TRAINER
     LOAD_METHOD = "_load_optimizer_and_scheduler"
 else:
     from paddleformers.trainer import PdArgumentParser, Trainer, TrainerCallback, TrainerState, TrainingArguments
     from paddleformers.utils.log import logger
 
-    HOOKS = upstream.TRAINER
     LOAD_METHOD = "_load_flex_checkpoint"
+
+HOOKS = TRAINERS[LIBRARY]
 
 __all__ = [
     "HOOKS",
-    "LIBRARY",
     "LOAD_METHOD",
-    "PADDLEFORMERS",
-    "PADDLENLP",
     "PdArgumentParser",
     "Trainer",
     "TrainerCallback",

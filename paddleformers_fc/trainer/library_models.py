@@ -1,11 +1,12 @@
-"""The names that this package uses of :data:`.library.LIBRARY` once the table of hooks has been checked.
+"""The names of the library with the Trainer that this package uses once the table of hooks has been checked.
 
 Names that PaddleNLP lacks are in :mod:`.nlp_models`.
 """
 
 from __future__ import annotations
 
-from paddleformers_fc.trainer.library import LIBRARY, PADDLENLP
+from paddleformers_fc.upstream import LIBRARY
+from paddleformers_fc.upstream.hooks import PADDLENLP
 
 if LIBRARY == PADDLENLP:
     from paddlenlp.generation import GenerationConfig

@@ -29,10 +29,11 @@ def register() -> None:
     from paddleformers_fc.cpu_runtime import activate, needed
     from paddleformers_fc.errors import EnvironmentMismatch
     from paddleformers_fc.trainer.rank_records import record_error_at_exit
+    from paddleformers_fc.upstream.hooks import COMMAND_LINE, PADDLEFORMERS, TRAINERS
 
     record_error_at_exit()
     try:
-        upstream.require((*upstream.TRAINER, *upstream.COMMAND_LINE, *needed()))
+        upstream.require((*TRAINERS[PADDLEFORMERS], *COMMAND_LINE, *needed()))
     except EnvironmentMismatch as error:
         if _may_use_flex():
             raise

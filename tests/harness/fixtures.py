@@ -34,8 +34,9 @@ def warm_up() -> None:
     """Let a server read upstream's functions and prove the families of most jobs, which each rank would do again."""
     from paddleformers_fc import upstream
     from paddleformers_fc.families.registry import family_for
+    from paddleformers_fc.upstream.hooks import PADDLEFORMERS, TRAINERS
 
-    upstream.differences((*upstream.TRAINER, *upstream.cpu_runtime_hooks()))
+    upstream.differences((*TRAINERS[PADDLEFORMERS], *upstream.cpu_runtime_hooks()))
     for model_type in ("llama", "ernie4_5_moe"):
         family_for({"model_type": model_type})
 

@@ -261,5 +261,7 @@ def installed(output_dir: str) -> list[str]:
 def hooks() -> list[str]:
     """What the table of hooks reports of this environment."""
     from paddleformers_fc import upstream
+    from paddleformers_fc.upstream.hooks import TRAINERS
 
-    return [*upstream.differences((*upstream.NLP_TRAINER, *upstream.NLP_CPU_RUNTIME)), *upstream.unknown_versions()]
+    hooks = (*TRAINERS[upstream.LIBRARY], *upstream.cpu_runtime_hooks())
+    return [*upstream.differences(hooks), *upstream.unknown_versions()]

@@ -17,6 +17,7 @@ import pytest
 from paddleformers_fc import nlp, upstream
 from paddleformers_fc.errors import EnvironmentMismatch
 from paddleformers_fc.trainer.options import CONFLICTS, FIELD_NAMES, NLP_CONFLICTS, WITHOUT_EFFECT
+from paddleformers_fc.upstream.hooks import COMMAND_LINE, CPU_RUNTIME, PADDLEFORMERS, PADDLENLP, TRAINERS, Hook
 from tests.harness.tiny import DP2, SINGLE
 from tests.trainer.test_entry_points import ROOT, losses, write_yaml
 from tests.trainer.test_trainer import JOBS as TRAINER_JOBS, settings
@@ -24,8 +25,7 @@ from verification.forkserver import ForkServer
 
 JOBS = "tests.trainer.upstream_jobs"
 PACKAGE = ROOT / "paddleformers_fc"
-NLP = (*upstream.NLP_TRAINER, *upstream.NLP_CPU_RUNTIME)
-ALL = (*upstream.TRAINER, *upstream.COMMAND_LINE, *upstream.CPU_RUNTIME, *NLP)
+ALL = (*TRAINERS[PADDLEFORMERS], *TRAINERS[PADDLENLP], *COMMAND_LINE, *CPU_RUNTIME)
 
 
 # ---- The table.
@@ -33,10 +33,11 @@ ALL = (*upstream.TRAINER, *upstream.COMMAND_LINE, *upstream.CPU_RUNTIME, *NLP)
 
 def test_every_hook_that_is_renamed_or_changed_is_reported(bare_ranks: ForkServer) -> None:
     (tables,) = bare_ranks.run(f"{JOBS}:unnoticed", 1).values
-    assert tables.keys() == {"TRAINER", "COMMAND_LINE", "CPU_RUNTIME"}
+    rows = {"TRAINER": TRAINERS[PADDLEFORMERS], "COMMAND_LINE": COMMAND_LINE, "CPU_RUNTIME": CPU_RUNTIME}
+    assert tables.keys() == rows.keys()
     for table, found in tables.items():
         assert found["missed"] == []
-        assert found["made"] >= len(getattr(upstream, table))
+        assert found["made"] >= len(rows[table])
         assert (found["left"], found["replaced"]) == ([], [])
 
 
@@ -62,7 +63,7 @@ def _sources(*packages: str) -> Iterator[tuple[Path, ast.Module]]:
             yield path, ast.parse(path.read_text(encoding="utf-8"))
 
 
-def _words(hook: upstream.Hook) -> set[str]:
+def _words(hook: Hook) -> set[str]:
     return {*re.split("[:.]", hook.place), *hook.names}
 
 
@@ -125,7 +126,7 @@ def test_every_training_argument_that_is_read_is_in_the_table() -> None:
 
 def test_every_replaced_method_has_its_signature_in_the_table(bare_ranks: ForkServer) -> None:
     (replaced,) = bare_ranks.run("tests.trainer.entry_jobs:replaced_methods", 1).values
-    signed = {".".join(hook.place.split(":")[1].split(".")[-2:]) for hook in upstream.TRAINER if hook.signature}
+    signed = {".".join(hook.place.split(":")[1].split(".")[-2:]) for hook in TRAINERS[PADDLEFORMERS] if hook.signature}
     assert set(replaced["installed"]) <= signed
 
 

@@ -12,14 +12,18 @@ from typing import Any
 
 from paddleformers_fc import upstream
 from paddleformers_fc.errors import EnvironmentMismatch, FlexError
+from paddleformers_fc.upstream.hooks import COMMAND_LINE, CPU_RUNTIME, PADDLEFORMERS, TRAINERS, Hook
 from tests.harness import tiny
 
-TABLES = {"TRAINER": upstream.TRAINER, "COMMAND_LINE": upstream.COMMAND_LINE, "CPU_RUNTIME": upstream.CPU_RUNTIME}
+TABLES = {
+    "TRAINER": TRAINERS[PADDLEFORMERS],
+    "COMMAND_LINE": COMMAND_LINE,
+    "CPU_RUNTIME": tuple(hook for hook in CPU_RUNTIME if upstream.is_installed(hook.package)),
+}
 
 
-def _owner(hook: upstream.Hook) -> tuple[Any, str]:
+def _owner(module: str, path: str) -> tuple[Any, str]:
     """The class or module that holds the object of a hook itself, and its name there."""
-    module, _, path = hook.place.partition(":")
     *above, name = path.split(".")
     owner: Any = importlib.import_module(module)
     for one in above:
@@ -101,14 +105,17 @@ Change = tuple[str, Callable[[], contextlib.AbstractContextManager[None]]]
 """What must be reported, and what makes the change."""
 
 
-def _changes(hook: upstream.Hook) -> Iterator[Change]:
-    owner, name = _owner(hook)
-    # Where a class inherits another one of that name, the error says how that differs.
-    if hook.place != "paddle:Tensor":  # Paddle cannot be asked anything without it.
-        yield f"{hook.place} ", lambda: _without(owner, name)
-    if hook.signature:
-        yield f"{hook.place} has the parameters (self, *, renamed=0)", lambda: _with_another_signature(owner, name)
-    found = getattr(owner, name)
+def _changes(hook: Hook) -> Iterator[Change]:
+    module, _, path = hook.place.partition(":")
+    found: Any = importlib.import_module(module)
+    if path:
+        owner, name = _owner(module, path)
+        found = getattr(owner, name)
+        # Where a class inherits another one of that name, the error says how that differs.
+        if hook.place != "paddle:Tensor":  # Paddle cannot be asked anything without it.
+            yield f"{hook.place} ", lambda: _without(owner, name)
+        if hook.signature:
+            yield f"{hook.place} has the parameters (self, *, renamed=0)", lambda: _with_another_signature(owner, name)
     function = upstream._function(found)
     for one in hook.names:
         if function is None:

@@ -1,0 +1,200 @@
+"""The check of upstream: what this package replaces or reads in Paddle and in the library with the Trainer.
+
+PaddleFormers has no interface for checkpoint plugins. This package therefore replaces methods and reads attributes that
+upstream may rename in any release. A renamed hook must not turn into a run that saves in another format or resumes with
+wrong numbers. So each hook is one row of :mod:`.hooks`, and :func:`require` compares the rows with the installed
+packages before anything is replaced.
+
+A row is checked on the imported objects, not on source text: attributes by lookup, parameters by signature, and names
+that exist only on instances by the bytecode of the functions that set or read them.
+
+Importing this package imports neither Paddle nor PaddleFormers; the checks do. Time: 20 ms once both are imported.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from importlib import import_module, metadata
+from importlib.util import find_spec
+from types import CodeType, FunctionType
+from typing import Any
+
+from paddleformers_fc.errors import EnvironmentMismatch
+from paddleformers_fc.text import install_command
+from paddleformers_fc.upstream.hooks import CPU_RUNTIME, PADDLEFORMERS, PADDLENLP, Hook
+
+
+def is_installed(name: str) -> bool:
+    """Return whether a package can be imported. It is not imported."""
+    return find_spec(name) is not None
+
+
+LIBRARY = PADDLENLP if is_installed(PADDLENLP) and not is_installed(PADDLEFORMERS) else PADDLEFORMERS
+"""The library whose Trainer this process uses. An environment has one of them: they need different dependencies."""
+
+VERSIONS = {"paddle": "3.3.1", PADDLEFORMERS: "1.2.0", PADDLENLP: "3.0.0b4"}
+"""The known versions, by the module that has them as ``__version__``. Builds for accelerators have the same."""
+
+INSTALL = (
+    f"Run {install_command('cpu')}; for NVIDIA devices first install Paddle as its installation page says, then run "
+    f"{install_command('formers')}."
+)
+"""The next step if Paddle or PaddleFormers is missing."""
+_ABSENT = " is not installed"
+
+
+def require(hooks: Iterable[Hook]) -> None:
+    """Refuse an installed Paddle or PaddleFormers in which a hook is missing or different.
+
+    A version alone is not refused here: see :func:`require_versions`.
+
+    Args:
+        hooks: rows of the tables.
+
+    Raises:
+        EnvironmentMismatch: with every difference, that of versions included.
+    """
+    found = differences(hooks)
+    if found:
+        raise _mismatch([*unknown_versions(), *found])
+
+
+def require_versions(unknown: str) -> list[str]:
+    """Refuse versions of Paddle and PaddleFormers that this package is not tested with.
+
+    Args:
+        unknown: the reaction to them: ``refuse`` or ``warn``.
+
+    Returns:
+        one line per unknown version where they are not refused.
+
+    Raises:
+        EnvironmentMismatch: a version is unknown and ``unknown`` is not ``warn``.
+    """
+    found = unknown_versions()
+    if found and unknown != "warn":
+        raise _mismatch(found, "; or set flex_unknown_versions: warn to try the installed ones")
+    return found
+
+
+def differences(hooks: Iterable[Hook]) -> list[str]:
+    """Return every difference between the rows and the installed packages, one line each."""
+    hooks = tuple(hooks)
+    absent = [f"{name}{_ABSENT}" for name in sorted({hook.package for hook in hooks}) if not is_installed(name)]
+    return absent or list(dict.fromkeys(line for hook in hooks for line in _differences(hook)))
+
+
+def cpu_runtime_hooks() -> tuple[Hook, ...]:
+    """Return the hooks of the CPU runtime that apply here: none on an accelerator, and none of an absent package."""
+    if import_module("paddle").device.get_device() != "cpu":
+        return ()
+    return tuple(hook for hook in CPU_RUNTIME if is_installed(hook.package))
+
+
+def unknown_versions() -> list[str]:
+    """Return a line for each of Paddle and the libraries that is installed in another version than the known one."""
+    lines = []
+    for name, known in VERSIONS.items():
+        found = {without_build(version) for version in _installed_versions(name)} - {known}
+        if found:
+            lines.append(f"{name} {', '.join(sorted(found))} is installed; the known version is {name} {known}")
+    return lines
+
+
+def _installed_versions(name: str) -> Iterator[str]:
+    """Yield the version of the imported module, and that of the distribution of its name, if there are any."""
+    if is_installed(name):
+        yield str(getattr(import_module(name), "__version__", "without a version"))
+        with suppress(metadata.PackageNotFoundError):
+            yield metadata.version(name)
+
+
+def without_build(version: str) -> str:
+    """Return the version without the suffix of a build for a device, such as ``.post126`` or ``+cu126``."""
+    return re.sub(r"(\.post\d{1,3})?(\+.*)?$", "", version)
+
+
+def _mismatch(evidence: list[str], alternative: str = "") -> EnvironmentMismatch:
+    where = f"Python environment {sys.prefix}"
+    if any(line.endswith(_ABSENT) for line in evidence):
+        install = f"Run {install_command('nlp')}." if f"{PADDLENLP}{_ABSENT}" in evidence else INSTALL
+        return EnvironmentMismatch(
+            "Paddle or the library with its Trainer is not installed.",
+            where=where,
+            evidence=evidence,
+            next_step=install,
+        )
+    known = f"paddle {VERSIONS['paddle']} and {LIBRARY} {VERSIONS[LIBRARY]}"
+    return EnvironmentMismatch(
+        "The installed Paddle or PaddleFormers differs from what this package is written for.",
+        where=where,
+        evidence=evidence,
+        next_step=f"Install {known}, or a version of paddleformers_fc for the installed ones{alternative}.",
+    )
+
+
+def _differences(hook: Hook) -> Iterator[str]:
+    module, _, path = hook.place.partition(":")
+    try:
+        found: Any = import_module(module)
+    except Exception as error:  # A module may raise anything when it is imported.
+        yield f"{module} cannot be imported: {type(error).__name__}: {error}"
+        return
+    for name in path.split(".") if path else ():
+        if not _has(found, name):
+            yield f"{hook.place} is missing"
+            return
+        found = getattr(found, name)
+    if hook.signature and hook.signature != (signature := _signature(found)):
+        yield f"{hook.place} has the parameters {signature}; the known ones are {hook.signature}"
+    function = _function(found)
+    for name in hook.names:
+        if function is None and not _has(found, name):
+            yield f"{hook.place} has no {name}"
+        elif function is not None and name not in _used(function.__code__):
+            yield f"{hook.place} does not use {name}"
+
+
+def _function(found: Any) -> FunctionType | None:
+    """Return the Python function that upstream wrote, below wrappers; None for everything else."""
+    found = found.fget if isinstance(found, property) else found
+    found = inspect.unwrap(getattr(found, "__func__", found))
+    return found if isinstance(found, FunctionType) else None
+
+
+def _has(found: Any, name: str) -> bool:
+    """Return whether a class or module has a field, or an attribute that not every object has."""
+    if name in getattr(found, "__dataclass_fields__", ()):
+        return True
+    return hasattr(found, name) and not (hasattr(object, name) and getattr(found, name) is getattr(object, name))
+
+
+@functools.cache
+def _signature(found: Any) -> str:
+    """Return the parameters of a callable without annotations; a default that is a function is ``...``.
+
+    They are read once per callable, because a process checks the tables several times; a replaced hook is another
+    callable.
+    """
+    try:
+        signature = inspect.signature(found)
+    except (TypeError, ValueError):
+        return "that cannot be read"
+    parameters = [
+        one.replace(annotation=one.empty, default=... if isinstance(one.default, FunctionType) else one.default)
+        for one in signature.parameters.values()
+    ]
+    return str(signature.replace(parameters=parameters, return_annotation=signature.empty)).replace("Ellipsis", "...")
+
+
+@functools.cache
+def _used(code: CodeType) -> frozenset[str]:
+    """Return every name and text in a function's bytecode, also in the functions within it."""
+    inner = (_used(one) for one in code.co_consts if isinstance(one, CodeType))
+    texts = (one for one in code.co_consts if isinstance(one, str))
+    return frozenset().union(code.co_names, texts, *inner)
