@@ -15,8 +15,8 @@ from paddleformers_fc.upstream.hooks import PADDLEFORMERS, PADDLENLP, TRAINERS
 
 _HOME = {
     "FlexCheckpointCallback": "paddleformers_fc.trainer.callback",
-    "FlexTrainer": "paddleformers_fc.trainer.nlp_mixin",
-    "FlexTrainerMixin": "paddleformers_fc.trainer.nlp_mixin",
+    "FlexTrainer": "paddleformers_fc.trainer.mixin",
+    "FlexTrainerMixin": "paddleformers_fc.trainer.mixin",
     "FlexTrainingArguments": "paddleformers_fc.trainer.nlp_arguments",
     "install": "paddleformers_fc.trainer.install",
 }

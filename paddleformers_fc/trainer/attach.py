@@ -42,7 +42,8 @@ def attach(others: Iterable[Replacement] = ()) -> None:
         upstream.require(HOOKS)
         from paddleformers_fc.trainer import loader_patches
 
-        replace([*_trainer_methods(), *others])
+        methods = [(Trainer, name, functools.partial(_dispatching, override)) for name, override in overrides().items()]
+        replace([*methods, *others])
         loader_patches.watch()
     open_weights_reader.read_by_default()
 
@@ -72,26 +73,27 @@ def replace(replacements: Iterable[Replacement]) -> None:
         raise
 
 
-def _trainer_methods() -> list[Replacement]:
-    """Return the replaced methods of ``Trainer``."""
-    return [(Trainer, name, functools.partial(_dispatching, override)) for name, override in _overrides().items()]
+def overrides() -> Mapping[str, Callable[..., Any]]:
+    """Return the replacements of the methods of ``Trainer`` by name.
 
-
-def _overrides() -> Mapping[str, Callable[..., Any]]:
-    if upstream.LIBRARY == PADDLENLP:
-        from paddleformers_fc.trainer.nlp_trainer import OVERRIDES
-
-        return OVERRIDES
+    A replacement gets the Trainer, the bound method that it replaces, and the arguments.
+    """
     from paddleformers_fc.trainer import ema_weights, loading, saving, trainer_init
 
+    if upstream.LIBRARY == PADDLENLP:
+        from paddleformers_fc.trainer.nlp_trainer import OVERRIDES as own
+    else:
+        own = {
+            "__init__": trainer_init.init_trainer,
+            "_load_flex_checkpoint": loading.load,
+            "save_model": saving.save_model_of_slices,
+        }
     return {
-        "__init__": trainer_init.init_trainer,
+        **own,
         "train": loading.train,
         "_inner_training_loop": loading.inner_training_loop,
-        "_load_flex_checkpoint": loading.load,
         "_load_rng_state": loading.load_rng_state,
         "_save_checkpoint": saving.save,
-        "save_model": saving.save_model_of_slices,
         "_save": saving.save_model,
         "_sorted_checkpoints": saving.sorted_checkpoints,
         "_rotate_checkpoints": saving.rotate_checkpoints,
@@ -99,22 +101,15 @@ def _overrides() -> Mapping[str, Callable[..., Any]]:
     }
 
 
+class Overriding:
+    """The base of Trainer classes that call the overrides before any method of the stock Trainer."""
+
+
 def _dispatching(override: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # Imported in the call: the import patches loaders, which a failed installation must leave unchanged.
-        if isinstance(self, _mixin()):
-            return original(self, *args, **kwargs)  # The subclass has tested the arguments already.
+        if isinstance(self, Overriding):
+            return original(self, *args, **kwargs)
         return override(self, functools.partial(original, self), *args, **kwargs)
 
     return method
-
-
-def _mixin() -> type[Any]:
-    if upstream.LIBRARY == PADDLENLP:
-        from paddleformers_fc.trainer import nlp_mixin
-
-        return nlp_mixin.FlexTrainerMixin
-    from paddleformers_fc.trainer import mixin
-
-    return mixin.FlexTrainerMixin

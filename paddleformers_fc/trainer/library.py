@@ -15,18 +15,19 @@ if LIBRARY == PADDLENLP:
     from paddlenlp.trainer import PdArgumentParser, Trainer, TrainerCallback, TrainerState, TrainingArguments
     from paddlenlp.utils.log import logger
 
-    LOAD_METHOD = "_load_optimizer_and_scheduler"
+    NAME, LOAD_METHOD = "PaddleNLP", "_load_optimizer_and_scheduler"
 else:
     from paddleformers.trainer import PdArgumentParser, Trainer, TrainerCallback, TrainerState, TrainingArguments
     from paddleformers.utils.log import logger
 
-    LOAD_METHOD = "_load_flex_checkpoint"
+    NAME, LOAD_METHOD = "PaddleFormers", "_load_flex_checkpoint"
 
 HOOKS = TRAINERS[LIBRARY]
 
 __all__ = [
     "HOOKS",
     "LOAD_METHOD",
+    "NAME",
     "PdArgumentParser",
     "Trainer",
     "TrainerCallback",

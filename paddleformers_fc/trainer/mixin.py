@@ -1,29 +1,35 @@
-"""The Trainer of a script: PaddleFormers' Trainer, or a subclass of it, with flex checkpoints.
+"""The Trainer of a script: the library's Trainer, or a subclass of it, with flex checkpoints.
 
-Every method calls its function in :mod:`.trainer_init`, which calls PaddleFormers if ``flex_checkpoint`` is false.
+The methods are those of :func:`.attach.overrides`, which call the library if ``flex_checkpoint`` is false.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 from paddleformers_fc import upstream
 from paddleformers_fc.errors import EnvironmentMismatch
-from paddleformers_fc.trainer import ema_weights, loader_patches, loading, saving, trainer_init
-from paddleformers_fc.trainer.library import HOOKS, Trainer
+from paddleformers_fc.trainer import loader_patches
+from paddleformers_fc.trainer.attach import Overriding, overrides
+from paddleformers_fc.trainer.library import HOOKS, NAME, Trainer
+from paddleformers_fc.upstream.hooks import PADDLEFORMERS, PADDLENLP
 
-_AnyTrainer: Any = object
-"""The type of the class that follows the mixin, which is unknown here."""
 
+class FlexTrainerMixin(Overriding):
+    """Put it before a Trainer class: ``class MyTrainer(FlexTrainerMixin, SomeTrainer)``.
 
-class FlexTrainerMixin(_AnyTrainer):
-    """Put it before a Trainer class of PaddleFormers: ``class MyTrainer(FlexTrainerMixin, SomeTrainer)``."""
+    ``train(resume_from_checkpoint=True)`` takes the newest finished checkpoint. ``save_model`` writes the model in
+    Hugging Face format, and every rank must call it. ``evaluate`` uses the averaged weights under
+    ``flex_ema_evaluate``.
+    """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Refuse classes whose save and load path is unknown.
 
         Raises:
-            EnvironmentMismatch: the class is no PaddleFormers Trainer, the mixin comes after it, or PaddleFormers
+            EnvironmentMismatch: the class is no Trainer of the library, the mixin comes after it, or the library
                 differs from the tested version.
         """
         super().__init_subclass__(**kwargs)
@@ -31,63 +37,37 @@ class FlexTrainerMixin(_AnyTrainer):
         _refuse_other_classes(cls)
         loader_patches.watch()
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        trainer_init.init_trainer(self, super().__init__, *args, **kwargs)
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As ``Trainer.train``; ``resume_from_checkpoint=True`` takes the newest finished checkpoint."""
-        return loading.train(self, super().train, *args, **kwargs)
+def _calling(override: Callable[..., Any], name: str) -> Callable[..., Any]:
+    @functools.wraps(getattr(Trainer, name))
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return override(self, getattr(super(FlexTrainerMixin, self), name), *args, **kwargs)
 
-    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
-        return loading.inner_training_loop(self, super()._inner_training_loop, *args, **kwargs)
+    return method
 
-    def _load_flex_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        loading.load(self, super()._load_flex_checkpoint, *args, **kwargs)
 
-    def _load_rng_state(self, *args: Any, **kwargs: Any) -> None:
-        loading.load_rng_state(self, super()._load_rng_state, *args, **kwargs)
-
-    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        saving.save(self, super()._save_checkpoint, *args, **kwargs)
-
-    def save_model(self, *args: Any, **kwargs: Any) -> None:
-        """As ``Trainer.save_model``: the model in HuggingFace format. Every rank must call."""
-        saving.save_model_of_slices(self, super().save_model, *args, **kwargs)
-
-    def _save(self, *args: Any, **kwargs: Any) -> None:
-        saving.save_model(self, super()._save, *args, **kwargs)
-
-    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """As ``Trainer.evaluate``; with the averaged weights under ``flex_ema_evaluate``."""
-        return ema_weights.evaluate(self, super().evaluate, *args, **kwargs)
-
-    def _sorted_checkpoints(self, *args: Any, **kwargs: Any) -> list[str]:
-        found: list[str] = saving.sorted_checkpoints(self, super()._sorted_checkpoints, *args, **kwargs)
-        return found
-
-    def _rotate_checkpoints(self, *args: Any, **kwargs: Any) -> None:
-        saving.rotate_checkpoints(self, super()._rotate_checkpoints, *args, **kwargs)
+for _name, _override in overrides().items():
+    setattr(FlexTrainerMixin, _name, _calling(_override, _name))
 
 
 def _refuse_other_classes(cls: type[Any]) -> None:
     bases = cls.__mro__
     if Trainer in bases and bases.index(FlexTrainerMixin) < bases.index(Trainer):
         return
-    others = [base for base in bases if base.__module__.partition(".")[0] == "paddlenlp"]
     if Trainer in bases:
-        what = f"{cls.__name__} names FlexTrainerMixin after PaddleFormers' Trainer, whose methods then come first."
-    elif others:
+        what = f"{cls.__name__} names FlexTrainerMixin after the Trainer of {NAME}, whose methods then come first."
+    elif upstream.LIBRARY == PADDLEFORMERS and any(one.__module__.partition(".")[0] == PADDLENLP for one in bases):
         what = "FlexTrainerMixin is for PaddleFormers' Trainer; that of PaddleNLP has paddleformers_fc.nlp."
     else:
-        what = f"{cls.__name__} is not a Trainer of PaddleFormers; FlexTrainerMixin does nothing without one."
+        what = f"{cls.__name__} is not a Trainer of {NAME}; FlexTrainerMixin does nothing without one."
     raise EnvironmentMismatch(
         what,
         where=f"{cls.__module__}.{cls.__qualname__}",
         evidence=[f"its bases are {', '.join(f'{base.__module__}.{base.__qualname__}' for base in cls.__bases__)}"],
-        next_step="Write class MyTrainer(FlexTrainerMixin, SomeTrainer), where SomeTrainer is paddleformers.trainer."
-        "Trainer or a subclass of it.",
+        next_step="Write class MyTrainer(FlexTrainerMixin, SomeTrainer), where SomeTrainer is "
+        f"{upstream.LIBRARY}.trainer.Trainer or a subclass of it.",
     )
 
 
 class FlexTrainer(FlexTrainerMixin, Trainer):
-    """PaddleFormers' Trainer with flex checkpoints, enabled by ``flex_checkpoint=True``."""
+    """The library's Trainer with flex checkpoints, enabled by ``flex_checkpoint=True``."""

@@ -1,6 +1,7 @@
 """The replaced methods of PaddleNLP's Trainer that differ from those of PaddleFormers' Trainer.
 
-The other methods are replaced by the functions of :mod:`.loading` and :mod:`.saving`. :data:`OVERRIDES` lists all.
+PaddleNLP's Trainer loads in two methods, the model before it is wrapped and the optimizer afterwards. This package
+loads both in the second one.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from paddleformers_fc.families.registry import family_for
 from paddleformers_fc.families.stated import bind_model
 from paddleformers_fc.layout.live import describe_roles
 from paddleformers_fc.layout.roles import MODEL_STATE
-from paddleformers_fc.trainer import ema_weights, live_roles, loading, saving, trainer_init
+from paddleformers_fc.trainer import live_roles, loading, trainer_init
 from paddleformers_fc.trainer.description import describe_model
 from paddleformers_fc.trainer.job_state import Native, channel_of, is_active, when_active
 from paddleformers_fc.trainer.library_models import LoRAModel, PretrainedModel
@@ -104,17 +105,9 @@ def save_model(
 
 OVERRIDES: Mapping[str, Callable[..., Any]] = {
     "__init__": init_trainer,
-    "train": loading.train,
-    "_inner_training_loop": loading.inner_training_loop,
     "_get_train_sampler": get_train_sampler,
     "_load_from_checkpoint": load_model,
     "_load_optimizer_and_scheduler": load,
-    "_load_rng_state": loading.load_rng_state,
-    "_save_checkpoint": saving.save,
     "save_model": save_model,
-    "_save": saving.save_model,
-    "_sorted_checkpoints": saving.sorted_checkpoints,
-    "_rotate_checkpoints": saving.rotate_checkpoints,
-    "evaluate": ema_weights.evaluate,
 }
-"""The replaced methods by name."""
+"""The replaced methods that differ, by name."""

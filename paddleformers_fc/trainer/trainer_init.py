@@ -1,8 +1,8 @@
 """The replaced methods of PaddleFormers' Trainer, and the checks of its construction.
 
-One function per method that changes; :mod:`.install` lists them. Each takes the Trainer, the native method, and the
-method's arguments. :mod:`.mixin` calls them from a subclass, :mod:`.install` from the patched class; there is no third
-implementation. Without ``flex_checkpoint`` each one only calls the native method with its arguments.
+One function per method that changes; :func:`.attach.overrides` lists them. Each takes the Trainer, the native method,
+and the method's arguments. :mod:`.mixin` calls them from a subclass, :mod:`.attach` from the patched class; there is no
+third implementation. Without ``flex_checkpoint`` each one only calls the native method with its arguments.
 
 Loading (:mod:`.loading`), saving, rotation and export (:mod:`.saving`) are replaced. The checks here run when a Trainer
 is constructed, so that an unsupported run is refused before hours of training.

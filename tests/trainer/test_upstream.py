@@ -241,7 +241,7 @@ def test_the_mixin_takes_trainers_of_paddleformers_and_nothing_else(ranks: ForkS
         assert "that of PaddleNLP has paddleformers_fc.nlp" in errors[name]
     for name in ("nothing", "an empty class", "a class of that name"):
         assert "Mine is not a Trainer of PaddleFormers" in errors[name]
-    assert "names FlexTrainerMixin after PaddleFormers' Trainer" in errors["behind"]
+    assert "names FlexTrainerMixin after the Trainer of PaddleFormers" in errors["behind"]
 
 
 def test_the_names_for_paddlenlp_are_refused_beside_paddleformers() -> None:
