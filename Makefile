@@ -23,7 +23,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-gpu test-nlp stats matrix verification-long lint docs guarantees optimizers semi-auto json-page families plan-pictures mutants soak bench bench-async bench-mapping bench-planning format install clean
+.PHONY: help demo test test-all test-gpu test-nlp stats matrix verification-long lint docs guarantees optimizers semi-auto json-page families plan-pictures mutants soak bench bench-async bench-mapping bench-planning scale format install clean
 
 help:
 	@echo "make demo     train, resume under other layouts, export; a table and a picture in $(OUTPUT)/"
@@ -48,6 +48,7 @@ help:
 	@echo "make bench-async  for how long training stands still for a save: docs/async.md"
 	@echo "make bench-mapping  binding and proving 100,000 tensors, beside stock's engine"
 	@echo "make bench-planning  planning a load of 100,000 stored tensors for 8 ranks"
+	@echo "make scale    what a rank does in jobs of 64 to 10,240 ranks, counted: docs/results/scale.md"
 	@echo "make format   let ruff format the sources"
 	@echo "make install  only what demo and test do first: .venv with everything in it"
 	@echo "make clean    remove .venv, the demo's output and every cache"
@@ -146,6 +147,10 @@ bench-mapping: $(STAMP)
 
 bench-planning: $(STAMP)
 	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/planning.py --write docs/results/planning-performance.md
+
+# `$(BIN)/python -m verification.scale --before` keeps the counts that later ones are compared with.
+scale: $(STAMP)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m verification.scale
 
 format: $(STAMP)
 	@$(BIN)/ruff check --fix-only .

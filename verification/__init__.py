@@ -1,4 +1,4 @@
-"""What verifies the package and is not part of its wheel: matrices, demo, simulated ranks, the fork server."""
+"""What verifies the package and is not part of its wheel: matrices, demo, simulated ranks, counts, the fork server."""
 
 from __future__ import annotations
 

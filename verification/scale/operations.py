@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -18,102 +19,96 @@ from paddleformers_fc.formats.checkpoint import OpenedCheckpoint
 from paddleformers_fc.layout.grid import parse_grid
 from paddleformers_fc.plan.simulate import declared_model
 from paddleformers_fc.trainer import resume, rotation
-from verification.scale.counting import Meter, counted_calls
+from verification.scale.counting import PROCESSOR, Meter, counted_calls
 from verification.scale.ranks import RANKS_PER_NODE, ScaleJob, capture_zeros
 
-DENSE = {
-    "model_type": "llama",
-    "hidden_size": 8192,
-    "intermediate_size": 28672,
-    "num_hidden_layers": 80,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "tie_word_embeddings": False,
-}
-MOE = {
-    "model_type": "deepseek_v3",
-    "hidden_size": 7168,
-    "intermediate_size": 18432,
-    "moe_intermediate_size": 2048,
-    "num_hidden_layers": 61,
-    "num_attention_heads": 128,
-    "num_key_value_heads": 128,
-    "n_routed_experts": 256,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 3,
-    "q_lora_rank": 1536,
-    "kv_lora_rank": 512,
-    "qk_rope_head_dim": 64,
-    "qk_nope_head_dim": 128,
-    "v_head_dim": 128,
-    "num_nextn_predict_layers": 0,
-    "vocab_size": 129280,
-    "tie_word_embeddings": False,
-}
-TINY = {
-    **DENSE,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "vocab_size": 512,
-}
-MODELS: dict[str, tuple[dict[str, Any], str, int]] = {
-    "70B dense": (DENSE, "tp=8,pp=8,sharding={},split=true", 64),
-    "671B MoE": (MOE, "pp=8,ep=8,sharding={},split=true", 8),
-    "tiny": (TINY, "tp=2,pp=2,sharding={},split=true", 4),
-}
-"""Configuration, grid, and the ranks of the grid at sharding 1."""
+MODELS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("models.json").read_text(encoding="utf-8"))
+"""Configurations, grids, and the ranks of the grid at sharding 1, by name."""
 
 FIRST_SAVE, LATER_SAVE, ROTATION = "first save", "later save", "rotation"
 RESUME, OPENING, PLANNING = "automatic resume", "opening", "planning"
 CONNECTING = "connecting"
+ALL = (FIRST_SAVE, LATER_SAVE, ROTATION, RESUME, OPENING, PLANNING)
 
 Counts = dict[str, dict[int, Meter]]
 """What each rank that ran has done, by operation."""
 
 
-def running_ranks(world: int) -> list[int]:
-    """Return the coordinator, the first rank of the second node, a middle and the last rank."""
+Key = tuple[str, int, str, str]
+"""Model, ranks of the job, operation, and ``coordinator`` or ``others``."""
+Table = dict[Key, dict[str, float]]
+
+LARGEST_SAVE = 4096
+"""Ranks of the largest job of which all operations are counted."""
+
+
+def running_ranks(world: int, name: str = "tiny") -> list[int]:
+    """Return the coordinator, the first rank of the second node, a middle and the last rank.
+
+    Of the largest jobs of a model with many tensors, the first and the last, because each needs gigabytes.
+    """
+    if name == "671B MoE" and world > 512:
+        return [0, world - 1]
     return [0, RANKS_PER_NODE, world // 2 + 1, world - 1]
 
 
-def count_operations(name: str, world: int, running: Sequence[int]) -> Counts:
+def grid_of(name: str, world: int) -> str:
+    """Return the grid of a job."""
+    sharding = world // MODELS[name]["smallest"]
+    grid: str = MODELS[name]["grid"]
+    return grid.format(min(sharding, 64), sharding=sharding, split=str(sharding > 1).lower())
+
+
+def count_operations(name: str, world: int, running: Sequence[int], only: Sequence[str] | None = None) -> Counts:
     """Run every operation once, in the order in which a run and its successor need them.
 
     Args:
         name: a key of :data:`MODELS`.
         world: number of ranks.
         running: the ranks that run.
+        only: the operations; None for all. Each needs a save before it.
     """
-    config, grid, alone = MODELS[name]
-    described = ModelDescription(dict(config))
-    model = declared_model(family_for(config), described, parse_grid(grid.format(world // alone)), "bfloat16")
+    described = ModelDescription(MODELS[name]["config"])
+    model = declared_model(family_for(described.config), described, parse_grid(grid_of(name, world)), "bfloat16")
     memory = Path("/dev/shm")
     with counted_calls(), tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as place:
         job = ScaleJob(model, running, Path(place))
         try:
-            return _operations(job)
+            return _operations(job, ALL if only is None else only)
         finally:
             job.close()
 
 
-def _operations(job: ScaleJob) -> Counts:
+def count_job(job: tuple[str, int]) -> Table:
+    """Return the highest counts of one job, by its model and its number of ranks, in a process of its own."""
+    name, world = job
+    count_operations("tiny", 8, [0, 7])  # Imports what is imported at the first use.
+    only = None if world <= LARGEST_SAVE else (FIRST_SAVE, OPENING, PLANNING)
+    table: Table = {}
+    for operation, meters in count_operations(name, world, running_ranks(world, name), only).items():
+        for rank, meter in meters.items():
+            row = table.setdefault((name, world, operation, "others" if rank else "coordinator"), {})
+            for count, value in meter.items():
+                row[count] = max(row.get(count, 0), round(value, 2 if count == PROCESSOR else None))
+    return table
+
+
+def _operations(job: ScaleJob, wanted: Sequence[str]) -> Counts:
     counts: Counts = {CONNECTING: job.connecting}
     opened: dict[int, OpenedCheckpoint] = {}
-
-    def measure(operation: str, work: Callable[[int, Channel], Any]) -> dict[int, Any]:
-        counts[operation], results = job.run(work)
-        return results
-
-    measure(FIRST_SAVE, partial(_save, job, 1))
-    measure(LATER_SAVE, partial(_save, job, 2))
-    measure(ROTATION, lambda _, channel: rotation.rotate(job.directory, 1, [], _ignore, "full", 4, channel))
-    newest = measure(RESUME, lambda _, channel: resume.newest_or_refuse(job.directory, channel, _ignore))
-    opened.update(measure(OPENING, lambda rank, channel: open_on_all_ranks(newest[rank], channel, "full")))
-    measure(PLANNING, lambda rank, channel: _plan(job, opened[rank], rank, channel))
+    newest = job.directory / f"checkpoint-{2 if LATER_SAVE in wanted else 1}"
+    work: dict[str, Callable[[int, Channel], Any]] = {
+        FIRST_SAVE: partial(_save, job, 1),
+        LATER_SAVE: partial(_save, job, 2),
+        ROTATION: lambda _, channel: rotation.rotate(job.directory, 1, [], _ignore, "full", 4, channel),
+        RESUME: lambda _, channel: resume.newest_or_refuse(job.directory, channel, _ignore),
+        OPENING: lambda _, channel: open_on_all_ranks(newest, channel, "full"),
+        PLANNING: lambda rank, channel: _plan(job, opened[rank], rank, channel),
+    }
+    for operation in wanted:
+        counts[operation], results = job.run(work[operation])
+        if operation == OPENING:
+            opened.update(results)
     return counts
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 from unittest import mock
@@ -64,7 +64,7 @@ class ScaleJob:
         self.model, self.running, self.directory = model, tuple(running), directory
         self.world = model.grid.world_size
         self._absent = sorted(set(range(self.world)) - set(running))
-        self._facts: dict[int, bytes] = {}
+        self._layouts = [model.roles(rank) for rank in range(self.world)]
         self._staging = directory
         self._given: dict[int, bytes] = {}
         self._everyone: list[bytes] = []
@@ -110,16 +110,15 @@ class ScaleJob:
             for thread in threads:
                 thread.join()
         if raised:
-            raise next(
-                (one for one in raised if not isinstance(one.__cause__, threading.BrokenBarrierError)), raised[0]
-            )
+            # The other ranks report a broken barrier.
+            raise min(raised, key=lambda error: isinstance(error.__cause__, threading.BrokenBarrierError))
         return meters, results
 
     def weights(self, rank: int) -> Roles:
         """Return the live tensors of a rank, which have no memory."""
         return {
             role: {name: _weight(shard) for name, shard in shards.items()}
-            for role, shards in self.model.roles(rank).items()
+            for role, shards in self._layouts[rank].items()
         }
 
     def part(self, rank: int, step: int) -> save.LivePart:
@@ -136,9 +135,9 @@ class ScaleJob:
 
     def _connect(self, rank: int) -> Communicator:
         with charged(self.connecting[rank]):
-            client = StoreClient(self._address, _PATIENCE, _PATIENCE)
-        store = _CountingStore(client, self._begun.release if rank == self.running[0] else lambda: None)
-        return Communicator(_CountingChannel(self, rank), _PATIENCE, store)
+            client = _CountingClient(self._address, _PATIENCE, _PATIENCE)
+        client.arrived = self._begun.release if rank == self.running[0] else None
+        return Communicator(_CountingChannel(self, rank), _PATIENCE, client)
 
     def _arrive(self) -> None:
         """Arrive at every barrier on the ranks that do not run, through the client of their node."""
@@ -165,9 +164,9 @@ class ScaleJob:
         """Return the message of each rank that does not run; None if it is that of the last one that runs."""
         like = msgspec.msgpack.decode(result)
         if doing == "preparing a checkpoint":
-            return lambda rank: [self._facts_of(rank), like[1]]
+            return lambda rank: [self._facts[rank], like[1]]
         if doing == "describing shards":
-            return lambda rank: encode_rank_shards(self.model.roles(rank))
+            return lambda rank: encode_rank_shards(self._layouts[rank])
         if doing == "writing":
             return self._written(like["ties"])
         if doing == "planning":
@@ -175,39 +174,47 @@ class ScaleJob:
             return lambda rank: {**like, "touched": touched}
         return None
 
-    def _facts_of(self, rank: int) -> bytes:
-        if rank not in self._facts:
-            self._facts[rank] = self.part(rank, 0).facts
-        return self._facts[rank]
+    @cached_property
+    def _facts(self) -> dict[int, bytes]:
+        return {rank: self.part(rank, 0).facts for rank in self._absent}
 
     def _written(self, ties: list[bytes]) -> Callable[[int], object]:
         """Write the files of the ranks that do not run, and return their messages."""
-        everyone = [self.model.roles(rank) for rank in range(self.world)]
-        shares = assign_writers(everyone)
-        digests: dict[str, bytes] = {}
+        known: dict[str, bytes] = {}
         for payload in self._given.values():
-            digests.update(msgspec.msgpack.decode(msgspec.msgpack.decode(payload)["result"])["replicas"])
-        groups: list[set[tuple[int, ...]]] = [set() for _ in everyone]
-        for _, ranks in _holders(everyone):
-            if len(ranks) > 1:
-                group = tuple(sorted(ranks))
-                for rank in ranks:
-                    groups[rank].add(group)
-        names = {
-            group: hashlib.blake2b(repr(group).encode(), digest_size=8).hexdigest() for group in set().union(*groups)
-        }
+            known.update(msgspec.msgpack.decode(msgspec.msgpack.decode(payload)["result"])["replicas"])
 
         def message_of(rank: int) -> object:
-            pieces = {
-                role: [one for one in shares[rank] if one.role == role] for role in {one.role for one in shares[rank]}
-            }
-            files = [file for role in sorted(pieces) for file in _role_files(role, pieces[role], rank)]
+            files, groups = self._planned[rank]
             checksums = [self._write_holes(self._staging, file) for file in files]
             checksums.append(write_file(self._staging / _generators(rank), _GENERATOR_BYTES, root=self._staging))
-            replicas = {names[group]: digests.get(names[group], bytes(16)) for group in groups[rank]}
-            return {"checksums": checksums, "replicas": replicas, "ties": ties}
+            return {
+                "checksums": checksums,
+                "replicas": {one: known.get(one, bytes(16)) for one in groups},
+                "ties": ties,
+            }
 
         return message_of
+
+    @cached_property
+    def _planned(self) -> dict[int, tuple[list[PlannedFile], set[str]]]:
+        """The files of each rank that does not run, and the names of the groups of ranks that share its replicas."""
+        groups: list[set[str]] = [set() for _ in self._layouts]
+        names: dict[tuple[int, ...], str] = {}
+        for _, ranks in _holders(self._layouts):
+            if len(ranks) > 1 and tuple(ranks) not in names:
+                name = hashlib.blake2b(repr(tuple(sorted(ranks))).encode(), digest_size=8).hexdigest()
+                names[tuple(ranks)] = name
+                for rank in ranks:
+                    groups[rank].add(name)
+        planned: dict[int, tuple[list[PlannedFile], set[str]]] = {}
+        for rank, share in enumerate(assign_writers(self._layouts)):
+            roles = sorted({piece.role for piece in share})
+            files = [
+                file for role in roles for file in _role_files(role, [one for one in share if one.role == role], rank)
+            ]
+            planned[rank] = files, groups[rank]
+        return planned
 
     def _write_holes(self, staging: Path, file: PlannedFile, _: object = None) -> FileChecksum:
         self._staging, path, header = staging, staging / file.path, file.layout.header
@@ -222,30 +229,22 @@ class ScaleJob:
         return FileChecksum(file.path, size, "0" * 32, DEFAULT_BLOCK_BYTES, blocks)
 
 
-class _CountingStore:
+class _CountingClient(StoreClient):
     """A connection to the store that counts its requests."""
 
-    def __init__(self, client: StoreClient, arrived: Callable[[], object]) -> None:
-        self._client, self._arrived, self.name = client, arrived, client.name
+    arrived: Callable[[], object] | None = None
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter."""
-        current().add(REQUESTS, 1)
         if not amount:
             current().add(WAITING, 1)
-        if key == _ARRIVALS and amount == 1:
-            self._arrived()
-        return self._client.add(key, amount)
+        if self.arrived and key == _ARRIVALS and amount == 1:
+            self.arrived()
+        return super().add(key, amount)
 
-    def set(self, key: str, value: str) -> None:
-        """Store a text."""
+    def _send(self, command: int, key: str, rest: bytes) -> None:
         current().add(REQUESTS, 1)
-        self._client.set(key, value)
-
-    def get(self, key: str) -> bytes:
-        """Return a text."""
-        current().add(REQUESTS, 1)
-        return self._client.get(key)
+        super()._send(command, key, rest)
 
 
 class _CountingChannel:
@@ -274,20 +273,15 @@ class _CountingChannel:
         raise NotImplementedError
 
 
-class _CapturedError(Exception):
-    """Carries the array that a rank sends first."""
-
-
 def _first_array(payload: bytes) -> Bytes:
-    def capture(array: Bytes) -> list[Bytes]:
-        raise _CapturedError(array)
+    sent: list[Bytes] = []
 
-    try:
-        gather_payloads(payload, capture)
-    except _CapturedError as captured:
-        array: Bytes = captured.args[0]
-        return array
-    raise AssertionError("a rank sends nothing")
+    def alone(array: Bytes) -> list[Bytes]:
+        sent.append(array)
+        return [array]
+
+    gather_payloads(payload, alone)
+    return sent[0]
 
 
 def capture_zeros(part: save.LivePart, _: SavePlan) -> HostTensors:
