@@ -9,6 +9,7 @@ omitted, because the command prints them at the end. Colours are used on termina
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import IO
 
 from paddleformers_fc.errors import FlexError
@@ -42,32 +43,25 @@ class LogView:
     def write(self, text: str) -> int:
         """Take text of any length; whole lines are forwarded."""
         *lines, self._rest = re.split(r"(?<=[\n\r])", self._rest + text)
-        for line in lines:
-            self._line(line)
+        self._forward(lines)
         return len(text)
 
     def flush(self) -> None:
-        """Flush the stream."""
-        if self._stream is not None:
-            try:
-                self._stream.flush()
-            except BrokenPipeError:
-                self._stream = None
+        """Do nothing: whole lines are flushed."""
 
     def close(self) -> None:
         """Forward the last line, which may have no end. The stream stays open."""
-        if self._rest:
-            self._line(self._rest)
-            self._rest = ""
-        self.flush()
+        self._forward([self._rest])
 
-    def _line(self, line: str) -> None:
-        plain = COLOUR.sub("", line)
-        if self._is_shown(plain) and self._stream is not None:
-            try:
-                self._stream.write(line if self._colours else plain)
-            except BrokenPipeError:
-                self._stream = None
+    def _forward(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            plain = COLOUR.sub("", line)
+            if self._is_shown(plain) and self._stream is not None:
+                try:
+                    self._stream.write(line if self._colours else plain)
+                    self._stream.flush()
+                except BrokenPipeError:
+                    self._stream = None
 
     def _is_shown(self, plain: str) -> bool:
         if plain.startswith(_TRACEBACK):

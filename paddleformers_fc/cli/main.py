@@ -494,7 +494,7 @@ def train(
     """
     from paddleformers_fc.cli import training
 
-    job = training.prepare(config, nproc, overrides or [])
+    job = training.prepare(config, nproc, overrides or [], claim_logs=not dry_run)
     if dry_run:
         _present(training.plan(job), training.show_plan, as_json)
         return OK
@@ -502,7 +502,7 @@ def train(
         idle = f", and without effect: {', '.join(job.idle)}" if job.idle else ""
         text = "flex_checkpoint is not true, so checkpoints are saved in PaddleFormers' own format"
         sys.stderr.write(f"{PROGRAM}: {text}{idle}.\n")
-    ended, problem = training.run(training.claim_logs(job), echo=sys.stderr if as_json else sys.stdout)
+    ended, problem = training.run(job, echo=sys.stderr if as_json else sys.stdout)
     if as_json:
         import msgspec
 

@@ -19,7 +19,6 @@ own log directory: ``log``, ``log-2``, ...
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import os
 import shlex
@@ -31,7 +30,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -52,17 +51,12 @@ from paddleformers_fc.storage.paths import expand_user, require_local
 from paddleformers_fc.text import count_text
 from paddleformers_fc.trainer import register
 from paddleformers_fc.trainer.options import FIELD_NAMES, FlexFields, check_options, check_stage, save_signal
-from paddleformers_fc.trainer.rank_records import RECORDS, read_error, read_processes, read_progress
+from paddleformers_fc.trainer.rank_records import RECORDS, RankRecord, read_error, read_records
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.text import Text
 
 REGISTER_KEY = "custom_register_path"
-REGISTER_BOTH = Path(__file__).resolve().with_name("register_both.py")
-OWN_REGISTRATION = "PADDLEFORMERS_FC_OWN_REGISTRATION"
-"""The environment variable with the YAML's own registration file, for :mod:`.register_both`."""
-
 CPU = "cpu"
 _TAIL_LINES = 25
 _OUTSIDE = {"SIGKILL": ": killed by a user, or by the system because memory ran out"}
@@ -162,13 +156,14 @@ class Ended(msgspec.Struct, frozen=True):
         return (self.step or 0) - (self.resumed or 0) if self.step is not None else 0
 
 
-def prepare(config: Path, nproc: int | None, overrides: Sequence[str]) -> TrainingJob:
+def prepare(config: Path, nproc: int | None, overrides: Sequence[str], claim_logs: bool = False) -> TrainingJob:
     """Check the settings of a training and return the job to start.
 
     Args:
         config: a YAML or JSON file of PaddleFormers.
         nproc: number of ranks; None for one, or on accelerators for one per visible device.
         overrides: ``key=value``, as on PaddleFormers' command line.
+        claim_logs: whether to create the log directory, which no other start then uses.
     Raises:
         OptionError: an invalid file or option, or options that contradict each other.
         NotACheckpoint: ``resume_from_checkpoint`` is not a checkpoint.
@@ -189,41 +184,42 @@ def prepare(config: Path, nproc: int | None, overrides: Sequence[str]) -> Traini
     if own is None:  # A registration file of the user may replace the model.
         start_checks.refuse_model(settings)
     device = _device(settings.get("device"))
-    added, environment = _registration(settings.get(REGISTER_KEY))
-    passed = [text for text in overrides if not text.startswith(f"{REGISTER_KEY}=")]
-    if "device" not in settings and device == CPU:
-        added.append(f"device={CPU}")
-    arguments = ("train", str(config), *passed, *added)
-    output_dir = _output_dir(settings, config)
-    log_dir = _log_dir(output_dir, node)
-    environment |= {RECORDS: str(log_dir)}
-    flex = bool(settings.get("flex_checkpoint"))
-    resume_overrides = _resume_overrides(settings)
-    idle = () if flex else tuple(name for name in FIELD_NAMES if name in settings and name != "flex_checkpoint")
     if device == CPU:
         start_checks.refuse_layout(settings, (nproc or 1) * node.count, is_extended=own is not None)
-    if device == CPU and node.count == 1:
-        argv = ("-m", "paddleformers.cli.launcher", *arguments)
-        return TrainingJob(
-            argv, nproc or 1, environment, log_dir, flex, output_dir, resume_overrides, idle, save_signal(options)
-        )
-    if nproc is not None and device != CPU:
+    elif nproc is not None:
         raise OptionError(
             f"--nproc is for machines without an accelerator, and this run uses {device}.",
             where="--nproc",
             next_step="Leave it out; choose the devices with CUDA_VISIBLE_DEVICES or its like.",
         )
-    environment |= {
-        **node.environment,
-        **(nodes.on_cpu(nproc or 1) if device == CPU else {}),
-        "PADDLEFORMERS_DIST_LOG": str(log_dir),
-        # PaddleFormers starts its ranks as plain `python`, which must be this one.
-        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
-    }
-    # On several nodes this node's disk does not determine the checkpoint that the job resumes.
-    seen = output_dir if node.count == 1 else None
-    argv = ("-m", "paddleformers.cli.cli", *arguments)
-    return TrainingJob(argv, None, environment, log_dir, flex, seen, resume_overrides, idle, save_signal(options))
+    output_dir = _output_dir(settings, config)
+    log_dir = _log_dir(output_dir, node, claim_logs)
+    environment = {RECORDS: str(log_dir), **({} if own is None else {register.ALSO_RUN: str(own)})}
+    ranks = (nproc or 1) if device == CPU and node.count == 1 else None
+    if ranks is None:
+        environment |= {
+            **node.environment,
+            **(nodes.on_cpu(nproc or 1) if device == CPU else {}),
+            "PADDLEFORMERS_DIST_LOG": str(log_dir),
+            # PaddleFormers starts its ranks as plain `python`, which must be this one.
+            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
+        }
+    passed = [text for text in overrides if not text.startswith(f"{REGISTER_KEY}=")]
+    added = [f"device={CPU}"] if "device" not in settings and device == CPU else []
+    module = "paddleformers.cli.cli" if ranks is None else "paddleformers.cli.launcher"
+    flex = bool(settings.get("flex_checkpoint"))
+    return TrainingJob(
+        argv=("-m", module, "train", str(config), *passed, f"{REGISTER_KEY}={register.PATH}", *added),
+        ranks=ranks,
+        environment=environment,
+        log_dir=log_dir,
+        flex=flex,
+        # On several nodes this node's disk does not determine the checkpoint that the job resumes.
+        output_dir=output_dir if node.count == 1 else None,
+        resume_overrides=_resume_overrides(settings),
+        idle=() if flex else tuple(name for name in FIELD_NAMES if name in settings and name != "flex_checkpoint"),
+        save_signal=save_signal(options),
+    )
 
 
 def local_device() -> str:
@@ -231,21 +227,6 @@ def local_device() -> str:
     import paddle
 
     return str(paddle.device.get_device())
-
-
-def register_both() -> None:
-    """In a rank, run the registration file of the YAML, then register this package.
-
-    This package comes last, because its methods call those that it replaces.
-    """
-    path = Path(os.environ[OWN_REGISTRATION])
-    spec = importlib.util.spec_from_file_location("custom_template", path)
-    if spec is None or spec.loader is None:
-        raise OptionError(
-            f"The file of {REGISTER_KEY} is not Python.", where=str(path), next_step="Name a file that ends in .py."
-        )
-    spec.loader.exec_module(importlib.util.module_from_spec(spec))
-    register.register()
 
 
 def _device(named: Any) -> str:
@@ -262,24 +243,18 @@ def _device(named: Any) -> str:
     return str(named or found)
 
 
-def _registration(own: Any) -> tuple[list[str], dict[str, str]]:
-    """Return the override that registers this package, and its environment variables."""
-    path = _own_registration(own)
-    if path is None:
-        return [f"{REGISTER_KEY}={register.PATH}"], {}
+def _own_registration(named: Any) -> Path | None:
+    """Return the registration file of the user, if any."""
+    path = None if named is None else Path(str(named)).resolve()
+    if path is None or path == register.PATH:
+        return None
     if not files.is_file(path):
         raise OptionError(
             f"The file of {REGISTER_KEY} does not exist.",
             where=str(path),
             next_step=f"Correct {REGISTER_KEY}, or leave it out: this command registers the package.",
         )
-    return [f"{REGISTER_KEY}={REGISTER_BOTH}"], {OWN_REGISTRATION: str(path)}
-
-
-def _own_registration(named: Any) -> Path | None:
-    """Return the registration file of the user, if any."""
-    path = None if named is None else Path(str(named)).resolve()
-    return None if path == register.PATH else path
+    return path
 
 
 def _output_dir(settings: Mapping[str, Any], config: Path) -> Path:
@@ -301,7 +276,7 @@ def _resume_overrides(settings: Mapping[str, Any]) -> tuple[str, ...]:
     return (*kept, *([] if is_default else ["resume_from_checkpoint=true"]))
 
 
-def _log_dir(output_dir: Path, node: nodes.ThisNode) -> Path:
+def _log_dir(output_dir: Path, node: nodes.ThisNode, claim: bool) -> Path:
     """Return the first of ``log``, ``log-2``, ``log-3``, ... that does not exist; one per node on several nodes.
 
     Raises:
@@ -313,34 +288,22 @@ def _log_dir(output_dir: Path, node: nodes.ThisNode) -> Path:
     except StorageError:
         if node.count == 1:
             raise
-        return Path(tempfile.mkdtemp(prefix="paddleformers-fc-log-")) / "log"
-    first = output_dir / ("log" if node.count == 1 else f"log-node-{node.rank}")
-    return next(path for path in _numbered(first) if not path.exists())
-
-
-def _numbered(first: Path) -> Iterator[Path]:
-    """Yield a path, and the same with ``-2``, ``-3``, ... behind it."""
-    yield first
-    yield from (first.with_name(f"{first.name}-{number}") for number in count(2))
-
-
-def claim_logs(job: TrainingJob) -> TrainingJob:
-    """Create the log directory of a job; if another start has taken its name meanwhile, one with the next name.
-
-    Raises:
-        StorageError: the operating system refused.
-    """
-    files.make_directories(job.log_dir.parent)
-    for log_dir in _numbered(job.log_dir):
+        return Path(tempfile.mkdtemp(prefix="paddleformers-fc-log-"))
+    name = "log" if node.count == 1 else f"log-node-{node.rank}"
+    names = (name if number == 1 else f"{name}-{number}" for number in count(1))
+    free = (path for path in map(output_dir.joinpath, names) if not path.exists())
+    if claim:
+        files.make_directories(output_dir)
+    while True:
+        path = next(free)
         try:
-            files.make_directory(log_dir)
+            if claim:
+                files.make_directory(path)
         except StorageError as error:
-            if not is_name_taken(error):
+            if not is_name_taken(error):  # By another start.
                 raise
         else:
-            break
-    named = {key: str(log_dir) for key, value in job.environment.items() if value == str(job.log_dir)}
-    return replace(job, log_dir=log_dir, environment={**job.environment, **named})
+            return path
 
 
 def plan(job: TrainingJob) -> LaunchPlan:
@@ -361,75 +324,126 @@ def run(job: TrainingJob, echo: IO[str]) -> tuple[Ended, FlexError | None]:
     view = LogView(echo)
     files.make_directories(job.log_dir)
     started = time.monotonic()
-    failed: Path | None = None
-    stopped_by: str | None = None
-    signalled: tuple[Signalled, ...] = ()
+    result: LaunchResult | None = None
+    signals = _Signals(job)
     try:
-        with _sigterm_raises():
+        with signals.handled():
             if job.ranks is None:
-                code, stopped_by = _run_launcher(job, view)
-                logs = [job.log_dir]
+                code = _run_launcher(job, view)
             else:
-                result = _run_ranks(job, view)
-                code, logs, signalled = result.returncode, list(result.logs), _signalled(result)
-                stopped_by = None if result.forwarded is None else _signal_name(result.forwarded)
-                failed = next((log for log, one in zip(logs, result.returncodes, strict=True) if one != 0), None)
-    except (KeyboardInterrupt, _Terminated) as stop:
-        number = signal.SIGTERM if isinstance(stop, _Terminated) else signal.SIGINT
-        code, stopped_by = 1, number.name
-        logs = sorted(job.log_dir.glob("rank-*.log")) or [job.log_dir]
+                stream = cast(IO[str], view)  # A launcher needs write and flush only.
+                result = launch(
+                    job.argv, job.ranks, job.log_dir, math.inf, job.environment, stream, is_over=signals.is_over.is_set
+                )
+                code = result.returncode
+    except _Stopped:
+        code = 1
     view.close()
+    stopped_by = signals.received[-1] if signals.received else None
     if stopped_by and code != SAVED_ON_SIGNAL:
         code = 128 + signal.Signals[stopped_by]
+    is_stopped = stopped_by is not None or code == SAVED_ON_SIGNAL
+    signalled = () if result is None or is_stopped else _signalled(result)
     error = read_error(job.log_dir) if code else None
-    progress = read_progress(job.log_dir)
+    records = read_records(job.log_dir)
+    progress = next((one for one in records if (one.step, one.resumed) != (None, None)), RankRecord())
     ended = Ended(
         returncode=code,
         command=job.command,
-        logs=[str(log) for log in logs],
+        logs=[str(log) for log in sorted(job.log_dir.glob("rank-*.log")) or [job.log_dir]],
         seconds=round(time.monotonic() - started, 1),
-        report=None if error is not None or failed is None or _is_stopped(code, stopped_by) else _last_lines(failed),
+        report=None if result is None or error is not None or is_stopped else _report(result),
         resumed=progress.resumed,
         step=progress.step,
         loss=None if progress.loss is None else float(progress.loss),
         checkpoint=progress.checkpoint,
         stopped_by=stopped_by,
         signalled=signalled,
-        goes_on=_resume_advice(job) if _is_stopped(code, stopped_by) or signalled else None,
+        goes_on=_resume_advice(job) if is_stopped or signalled else None,
     )
     return ended, error
 
 
-def _is_stopped(code: int, stopped_by: str | None) -> bool:
-    """Return whether a signal ended the training in order, that of this process or one that ranks got."""
-    return stopped_by is not None or code == SAVED_ON_SIGNAL
+class _Stopped(BaseException):
+    """A signal that ends the training, as an interrupt does."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
 
 
-class _Terminated(BaseException):
-    """SIGTERM, as ``KeyboardInterrupt`` is SIGINT."""
+class _Signals:
+    """The signals that stop a training: forwarded to ranks that save on them, or raised as :class:`_Stopped`.
+
+    PaddleFormers' command starts ``paddle.distributed.launch`` and forwards nothing.
+
+    Attributes:
+        received: their names, in order.
+        is_over: set when the ranks have had their time after a forwarded signal.
+    """
+
+    def __init__(self, job: TrainingJob) -> None:
+        self.received: list[str] = []
+        self.is_over = threading.Event()
+        self._job = job
+        self._timer = threading.Timer(FORWARDED_SECONDS, self._end)
+        self._timer.daemon = True
+
+    @contextmanager
+    def handled(self) -> Iterator[None]:
+        """Context manager around the training. Python delivers signals to the main thread only."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        numbers = {signal.Signals[name] for name in ("SIGTERM", self._job.save_signal) if name is not None}
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # Jobs in a shell's background ignore it.
+            numbers.add(signal.SIGINT)
+        former = {number: signal.signal(number, self._handle) for number in numbers}
+        try:
+            yield
+        finally:
+            self._timer.cancel()
+            for number, handler in former.items():
+                signal.signal(number, handler)
+
+    def _handle(self, number: int, _: object) -> None:
+        self.received.append(signal.Signals(number).name)
+        if self.received[-1] != self._job.save_signal or not self._send(number):
+            raise _Stopped(number)
+        if self._timer.ident is None:
+            self._timer.start()
+
+    def _send(self, number: int) -> bool:
+        """Send a signal to the ranks of this node that handle it; return whether there are any."""
+        pids = [record.process for record in read_records(self._job.log_dir) if record.process is not None]
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+        return bool(pids)
+
+    def _end(self) -> None:
+        self.is_over.set()
+        if self._job.ranks is None:
+            self._send(signal.SIGKILL)
 
 
-@contextmanager
-def _sigterm_raises() -> Iterator[None]:
-    """Let SIGTERM raise. Python delivers signals to the main thread only."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(*_: object) -> None:
-        raise _Terminated
-
-    earlier = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, earlier)
+def _run_launcher(job: TrainingJob, view: LogView) -> int:
+    """Return the exit code."""
+    environment = {**os.environ, **job.environment}
+    with subprocess.Popen(job.command, env=environment, stdout=subprocess.PIPE, text=True, errors="replace") as process:
+        try:
+            for line in process.stdout or ():
+                view.write(line)
+            returncode = process.wait()
+        except _Stopped as stop:
+            if stop.number != signal.SIGINT:  # The terminal has sent an interrupt to the launcher as well.
+                process.terminate()
+            process.wait()
+            raise
+    return returncode if returncode >= 0 else 128 - returncode
 
 
 def _signalled(result: LaunchResult) -> tuple[Signalled, ...]:
     """Return the ranks that signals ended, if that caused the failure; ranks also abort after errors of others."""
-    if result.forwarded is not None:
-        return ()
     failed = [(rank, code) for rank in result.alone if (code := result.returncodes[rank])]
     if not failed or failed[0][1] > 0:
         return ()
@@ -458,122 +472,52 @@ def _resume_advice(job: TrainingJob) -> str | None:
     return f"run the same command again{added}; it resumes at step {step}"
 
 
-def _run_ranks(job: TrainingJob, view: LogView) -> LaunchResult:
-    forward = () if job.save_signal is None else (signal.Signals[job.save_signal],)
-    echo = cast(IO[str], view)  # A launcher needs write and flush only.
-    return launch(job.argv, job.ranks or 1, job.log_dir, math.inf, job.environment, echo, forward=forward)
-
-
-@contextmanager
-def _forwarded_to_recorded(job: TrainingJob) -> Iterator[list[str]]:
-    """Return a block in which the signal of the job is forwarded to ranks that take it; with what was forwarded.
-
-    PaddleFormers' command starts ``paddle.distributed.launch`` and forwards nothing. Before the ranks handle the signal
-    it has its original effect.
-    """
-    forwarded: list[str] = []
-    if job.save_signal is None or threading.current_thread() is not threading.main_thread():
-        yield forwarded
-        return
-    number = signal.Signals[job.save_signal]
-    killer = threading.Timer(FORWARDED_SECONDS, _signal_recorded, (job.log_dir, signal.SIGKILL))
-    killer.daemon = True
-
-    def forward(*_: object) -> None:
-        if not _signal_recorded(job.log_dir, number):
-            signal.signal(number, former)
-            os.kill(os.getpid(), number)
-        elif not forwarded:
-            forwarded.append(number.name)
-            killer.start()
-
-    former = signal.signal(number, forward)
-    try:
-        yield forwarded
-    finally:
-        killer.cancel()
-        signal.signal(number, former)
-
-
-def _signal_recorded(directory: Path, number: signal.Signals) -> bool:
-    """Send a signal to the ranks of this node that take it; return whether there are any."""
-    found = read_processes(directory)
-    for pid in found:
-        with suppress(ProcessLookupError):
-            os.kill(pid, number)
-    return bool(found)
-
-
-def _run_launcher(job: TrainingJob, view: LogView) -> tuple[int, str | None]:
-    """Return the exit code, and the signal that was forwarded, if any."""
-    environment = {**os.environ, **job.environment}
-    with (
-        subprocess.Popen(job.command, env=environment, stdout=subprocess.PIPE, text=True, errors="replace") as process,
-        _forwarded_to_recorded(job) as forwarded,
-    ):
-        try:
-            for line in process.stdout or ():
-                view.write(line)
-                view.flush()
-            returncode = process.wait()
-        except KeyboardInterrupt:
-            # The launcher has had the same signal from the terminal and ends its ranks.
-            process.wait()
-            raise
-        except _Terminated:
-            process.terminate()
-            process.wait()
-            raise
-    return returncode if returncode >= 0 else 128 - returncode, next(iter(forwarded), None)
-
-
-def _last_lines(log: Path) -> str:
-    lines = [line for line in COLOUR.sub("", tail(log)).splitlines() if line.strip() and not DEBUG.search(line)]
-    return "\n".join([f"--- the end of {log}", *lines[-_TAIL_LINES:]])
+def _report(result: LaunchResult) -> str | None:
+    """Return the end of the log of the first rank that failed, if any."""
+    for log, code in zip(result.logs, result.returncodes, strict=True):
+        if code:
+            lines = [line for line in COLOUR.sub("", tail(log)).splitlines() if line.strip() and not DEBUG.search(line)]
+            return "\n".join([f"--- the end of {log}", *lines[-_TAIL_LINES:]])
+    return None
 
 
 def show_plan(planned: LaunchPlan, console: Console) -> None:
     """Print the command and the environment in shell syntax."""
-    for line in _shell_lines(planned):
-        console.print(line, soft_wrap=True)
-
-
-def _shell_lines(planned: LaunchPlan) -> list[str]:
     ranks = planned.ranks or []
     shared = {key: value for key, value in (ranks[0] if ranks else {}).items() if all(r[key] == value for r in ranks)}
-    lines = [_assignment(*pair) for pair in sorted({**shared, **planned.environment}.items())]
+    lines = [*_assignments({**shared, **planned.environment})]
     for rank, placed in enumerate(ranks):
         own = {key: value for key, value in placed.items() if key not in shared}
         if own:
-            lines.append(f"# rank {rank}: " + " ".join(_assignment(*pair) for pair in sorted(own.items())))
+            lines.append(f"# rank {rank}: {' '.join(_assignments(own))}")
     if ranks:
         lines.append(f"# {count_text(len(ranks), 'rank')} on this machine; ports are chosen at every start")
-    lines.append(f"# logs in {planned.log_dir}")
-    return [*lines, shlex.join(planned.command)]
+    for line in (*lines, f"# logs in {planned.log_dir}", shlex.join(planned.command)):
+        console.print(line, soft_wrap=True)
 
 
-def _assignment(key: str, value: str) -> str:
-    return f"{key}={shlex.quote(value)}"
+def _assignments(variables: Mapping[str, str]) -> Iterator[str]:
+    return (f"{key}={shlex.quote(value)}" for key, value in sorted(variables.items()))
 
 
 def show(ended: Ended, console: Console) -> None:
     """Print the end, the logs, the last checkpoint and the next steps."""
     from rich.text import Text
 
-    console.print(Text.assemble(_verdict(ended), f"; {ended.seconds:.1f} s"))
+    console.print(Text.assemble(*_verdict(ended), f"; {ended.seconds:.1f} s"))
     for line in _advice(ended):
         console.print(Text(f"  {line}"), soft_wrap=True)
 
 
-def _verdict(ended: Ended) -> Text:
-    from rich.text import Text
-
+def _verdict(ended: Ended) -> tuple[tuple[str, str], str]:
+    """Return the end as a word with its style, and what follows it."""
     if ended.returncode == 0:
-        return Text.assemble(("trained", "bold green"), _steps_text(ended))
+        return ("trained", "bold green"), _steps_text(ended)
     if ended.returncode == SAVED_ON_SIGNAL:
-        return Text.assemble(("saved and stopped", "bold"), f" by {ended.stopped_by or 'a signal'}", _steps_text(ended))
-    cause = f" by {ended.stopped_by}" if ended.stopped_by else f" with code {ended.returncode}"
-    return Text.assemble(("stopped" if ended.stopped_by else "failed", "bold red"), cause)
+        return ("saved and stopped", "bold"), f" by {ended.stopped_by or 'a signal'}{_steps_text(ended)}"
+    if ended.stopped_by:
+        return ("stopped", "bold red"), f" by {ended.stopped_by}"
+    return ("failed", "bold red"), f" with code {ended.returncode}"
 
 
 def _advice(ended: Ended) -> Iterator[str]:

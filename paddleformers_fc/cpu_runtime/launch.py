@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +37,6 @@ class LaunchResult:
         logs: by rank, output and errors of that rank.
         seconds: from start to end.
         alone: the ranks that ended on their own or were killed from outside, in order.
-        forwarded: the signal that was forwarded to the ranks; None without one.
     """
 
     returncode: int
@@ -45,7 +44,6 @@ class LaunchResult:
     logs: tuple[Path, ...]
     seconds: float
     alone: tuple[int, ...] = ()
-    forwarded: int | None = None
 
     def report(self) -> str:
         """Return the end of every failed rank's log, as a person reads it; of all logs when time was over."""
@@ -65,8 +63,7 @@ def launch(
     env: Mapping[str, str] | None = None,
     echo: IO[str] | None = None,
     grace: float = ranks.GRACE_SECONDS,
-    forward: Sequence[int] = (),
-    forward_seconds: float = ranks.FORWARDED_SECONDS,
+    is_over: Callable[[], bool] = lambda: False,
 ) -> LaunchResult:
     """Run ``python argv`` on ``nproc`` local ranks and wait for them.
 
@@ -78,8 +75,7 @@ def launch(
         env: variables on top of this process' environment and of those that place a rank.
         echo: a stream to which rank 0's output is copied while it runs.
         grace: seconds for the other ranks to end by themselves once one has failed.
-        forward: signals of this process that are sent to the ranks.
-        forward_seconds: seconds for the ranks to end after such a signal.
+        is_over: asked while the ranks run; True ends them as the timeout does.
 
     Raises:
         OptionError: ``nproc`` below 1 or an empty ``argv``.
@@ -101,16 +97,14 @@ def launch(
         ]
         os.close(lifeline_read)
         copy = _Echo(stack.enter_context(logs[0].open("rb")), echo)
-        forwarder = ranks.SignalForwarder(processes, forward_seconds)
 
         def each_poll() -> bool:
             copy.forward()
-            return forwarder.is_over()
+            return is_over()
 
-        with forwarder.forwarding(forward):
-            outcome = ranks.supervise(processes, timeout, grace, each_poll)
+        outcome = ranks.supervise(processes, timeout, grace, each_poll)
         copy.forward()
-    return LaunchResult(outcome.returncode, outcome.returncodes, logs, outcome.seconds, outcome.alone, forwarder.number)
+    return LaunchResult(outcome.returncode, outcome.returncodes, logs, outcome.seconds, outcome.alone)
 
 
 def _start(argv: Sequence[str], log: Path, lifeline: int, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:

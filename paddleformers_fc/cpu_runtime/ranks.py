@@ -21,11 +21,10 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Protocol
 
 PATIENCE_SECONDS = 1800.0
@@ -178,48 +177,6 @@ def supervise(
         seconds=time.monotonic() - start,
         alone=tuple(alone),
     )
-
-
-class SignalForwarder:
-    """Forwards signals of this process to ranks, which may then save before they end.
-
-    Args:
-        processes: the ranks.
-        seconds: how long the ranks have from the first signal on.
-
-    Attributes:
-        number: the first signal; None before it.
-    """
-
-    def __init__(self, processes: Sequence[RankProcess], seconds: float) -> None:
-        self.number: int | None = None
-        self._processes = processes
-        self._seconds = seconds
-        self._end = 0.0
-
-    @contextmanager
-    def forwarding(self, numbers: Sequence[int]) -> Iterator[None]:
-        """Return a block in which signals are forwarded. Python delivers signals to the main thread only."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        former = {number: signal.signal(number, self._forward) for number in numbers}
-        try:
-            yield
-        finally:
-            for number, handler in former.items():
-                signal.signal(number, handler)
-
-    def is_over(self) -> bool:
-        """Return whether the ranks have had their time."""
-        return self.number is not None and time.monotonic() > self._end
-
-    def _forward(self, number: int, frame: FrameType | None) -> None:
-        if self.number is None:
-            self.number, self._end = number, time.monotonic() + self._seconds
-        for process in self._processes:
-            if process.poll() is None:
-                os.kill(process.pid, number)
 
 
 def _newly_ended(processes: Sequence[RankProcess], known: Sequence[int]) -> list[int]:

@@ -1,7 +1,7 @@
-"""Records that ranks leave for the process that started them: progress, process ids, and errors that ended a rank.
+"""The record that each rank leaves for the process that started it: its progress, process id, and error.
 
 The starter sets the environment variable :data:`RECORDS` to a directory, and reads figures and errors there instead of
-log lines. :mod:`.progress_recorder` writes the progress. This module does not import Paddle.
+log lines. :mod:`.progress_recorder` records the progress. This module does not import Paddle.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import msgspec
 
@@ -21,42 +22,51 @@ from paddleformers_fc.storage.json_io import read_document
 RECORDS = "PADDLEFORMERS_FC_RECORDS"
 """The environment variable that names the directory of the records."""
 
-_MAX_ERROR_BYTES = 256 * 1024 * 1024
+_MAX_BYTES = 256 * 1024 * 1024
 
 
-class Progress(msgspec.Struct, frozen=True):
-    """The progress of a training.
+class RankRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The record of one rank.
 
     Attributes:
         resumed: the step that was resumed; None in a run from the beginning.
         step: the last step that was logged or saved; None before the first.
         loss: the last logged loss as text, because JSON has no NaN; None before the first.
         checkpoint: path of the last saved checkpoint; None before the first.
+        process: id of the process while it handles the signal of ``flex_save_on_signal``; else None.
+        error: the error that ended the rank, as :meth:`.FlexError.to_wire` writes it; else None.
     """
 
     resumed: int | None = None
     step: int | None = None
     loss: str | None = None
     checkpoint: str | None = None
+    process: int | None = None
+    error: str | None = None
 
 
-def record_path(directory: Path, kind: str) -> Path:
-    """Return the path of this rank's record, ``error``, ``progress`` or ``process``."""
-    return directory / f"rank-{int(os.environ.get('PADDLE_TRAINER_ID', '0')):05d}.{kind}.json"
+def update_record(**changes: Any) -> None:
+    """Replace the record of this rank by one with these changes, if a starter reads it."""
+    if RECORDS not in os.environ:
+        return
+    path = Path(os.environ[RECORDS], f"rank-{int(os.environ.get('PADDLE_TRAINER_ID', '0')):05d}.json")
+    partial = path.with_suffix(".tmp")
+    with contextlib.suppress(OSError, FlexError):  # A full disk must not end the training.
+        record = _read(path) if path.exists() else RankRecord()
+        partial.write_bytes(msgspec.json.encode(msgspec.structs.replace(record, **changes)))
+        partial.replace(path)
 
 
 def record_error_at_exit() -> None:
-    """Write the error of this package with which this rank ends, if a starter reads records."""
-    if RECORDS not in os.environ:
-        return
-    path, previous = record_path(Path(os.environ[RECORDS]), "error"), sys.excepthook
+    """Record the error of this package with which this rank ends."""
+    previous = sys.excepthook
 
     def record(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         found: BaseException | None = error
         while found is not None and not isinstance(found, FlexError):
             found = found.__cause__ or found.__context__  # PaddleFormers wraps some errors.
         if found is not None:
-            path.write_text(found.to_wire(), encoding="utf-8")
+            update_record(error=found.to_wire())
         previous(kind, error, trace)
 
     sys.excepthook = record
@@ -64,34 +74,24 @@ def record_error_at_exit() -> None:
 
 @contextlib.contextmanager
 def process_recorded() -> Iterator[None]:
-    """Return a block in which the starter of this rank can send it signals, if it reads records."""
-    if RECORDS not in os.environ:
-        yield
-        return
-    path = record_path(Path(os.environ[RECORDS]), "process")
-    with contextlib.suppress(OSError):  # A full disk must not end the training.
-        path.write_text(str(os.getpid()), encoding="utf-8")
+    """Context manager in which the starter of this rank can send it signals."""
+    update_record(process=os.getpid())
     try:
         yield
     finally:
-        path.unlink(missing_ok=True)
+        update_record(process=None)
 
 
-def read_processes(directory: Path) -> list[int]:
-    """Return the process ids of the ranks of this node that take signals now."""
-    found = (read_document(path) for path in sorted(directory.glob("rank-*.process.json")))
-    return [msgspec.json.decode(raw, type=int) for raw in found]
+def read_records(directory: Path) -> list[RankRecord]:
+    """Return the records of the ranks of this node, by rank."""
+    return [_read(path) for path in sorted(directory.glob("rank-*.json"))]
 
 
 def read_error(directory: Path) -> FlexError | None:
     """Return the error of the ranks. All leave the same one, unless some only noticed that another rank was gone."""
-    found = (read_document(path, _MAX_ERROR_BYTES) for path in sorted(directory.glob("rank-*.error.json")))
-    errors = [from_wire(raw.decode("utf-8", "replace")) for raw in found]
+    errors = [from_wire(record.error) for record in read_records(directory) if record.error is not None]
     return min(errors, key=lambda error: isinstance(error, PeerError), default=None)
 
 
-def read_progress(directory: Path) -> Progress:
-    """Return the record of the first rank of this node that has one; an empty one if there is none."""
-    for path in sorted(directory.glob("rank-*.progress.json")):
-        return msgspec.json.decode(read_document(path), type=Progress)
-    return Progress()
+def _read(path: Path) -> RankRecord:
+    return msgspec.json.decode(read_document(path, _MAX_BYTES), type=RankRecord)

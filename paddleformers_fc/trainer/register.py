@@ -9,11 +9,16 @@ This command prints the path for the YAML::
 from __future__ import annotations
 
 import contextlib
+import os
+import runpy
 import sys
 from pathlib import Path
 
 PATH = Path(__file__).resolve()
 """The path for ``custom_register_path``."""
+
+ALSO_RUN = "PADDLEFORMERS_FC_ALSO_RUN"
+"""The environment variable with a registration file of the user. It runs first: our methods call what it replaces."""
 
 
 def register() -> None:
@@ -79,4 +84,6 @@ def _continue_without(error: Exception) -> None:
 if __name__ == "__main__":
     print(PATH)
 elif __name__ != "paddleformers_fc.trainer.register":
+    if ALSO_RUN in os.environ:
+        runpy.run_path(os.environ[ALSO_RUN], run_name=__name__)
     register()

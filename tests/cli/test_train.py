@@ -28,17 +28,17 @@ from omegaconf import OmegaConf
 from paddleformers_fc.cli import main, start_checks, training
 from paddleformers_fc.cli.log_view import LogView
 from paddleformers_fc.cli.settings import parse_overrides, read_settings
-from paddleformers_fc.cli.training import OWN_REGISTRATION, REGISTER_BOTH, prepare
+from paddleformers_fc.cli.training import prepare
 from paddleformers_fc.cpu_runtime.launch import LaunchResult
 from paddleformers_fc.errors import MismatchError, OptionError, StorageError
 from paddleformers_fc.families.models.minimax_m2 import FAMILY as MINIMAX
 from paddleformers_fc.output import console
 from paddleformers_fc.trainer import register
-from paddleformers_fc.trainer.rank_records import RECORDS, read_error
+from paddleformers_fc.trainer.rank_records import RECORDS, read_error, read_records
 from paddleformers_fc.trainer.stock_keys import stock_arguments
 from tests.cli.support import Outcome, run, save
 from tests.execute.simulated import canonical
-from tests.harness.waiting import wait_for_file
+from tests.harness.waiting import wait_until
 from verification.demo.assets import prepare as prepare_assets
 from verification.demo.settings import SINGLE, settings
 from verification.forkserver import ForkServer
@@ -91,27 +91,29 @@ def test_a_registration_of_the_users_runs_as_well(tmp_path: Path, on: Any, named
     own.touch()
     path = config(tmp_path, **({"custom_register_path": str(own)} if named_in == "yaml" else {}))
     job = prepare(path, None, [f"custom_register_path={own}"] if named_in == "override" else [])
-    assert job.argv[4:] == (f"custom_register_path={REGISTER_BOTH}", "device=cpu")
-    assert job.environment[OWN_REGISTRATION] == str(own)
+    assert job.argv[4:] == (OURS, "device=cpu")
+    assert job.environment[register.ALSO_RUN] == str(own)
 
 
 def test_a_yaml_with_our_registration_keeps_it(tmp_path: Path, on: Any) -> None:
     job = prepare(config(tmp_path, custom_register_path=str(register.PATH)), None, [])
     assert job.argv[4:] == (OURS, "device=cpu")
-    assert OWN_REGISTRATION not in job.environment
+    assert register.ALSO_RUN not in job.environment
 
 
-def test_the_files_registration_runs_before_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    order: list[str] = []
-    monkeypatch.setattr(sys, "registrations", order, raising=False)
-    monkeypatch.setattr(register, "register", lambda: order.append("ours"))
-    (tmp_path / "own.py").write_text("import sys\nsys.registrations.append(__name__)\n")
-    monkeypatch.setenv(OWN_REGISTRATION, str(tmp_path / "own.py"))
-    spec = importlib.util.spec_from_file_location("custom_template", REGISTER_BOTH)
-    assert spec is not None
-    assert spec.loader is not None
-    spec.loader.exec_module(importlib.util.module_from_spec(spec))
-    assert order == ["custom_template", "ours"]
+OWN_REGISTRATION = """
+from paddleformers.trainer import Trainer
+
+seen = Trainer.__init__
+Trainer.own_registration = lambda: (__name__, seen)
+"""
+
+
+def test_the_files_registration_runs_before_ours(ranks: ForkServer, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN_REGISTRATION)
+    job = {"also": str(tmp_path / "own.py")}
+    (found,) = ranks.run("tests.trainer.entry_jobs:registered_after_another", 1, job).values
+    assert found == {"name": "custom_template", "theirs": True, "ours": True}
 
 
 def test_on_an_accelerator_the_job_is_handed_over(tmp_path: Path, on: Any) -> None:
@@ -191,14 +193,11 @@ def test_a_stopped_training_reports_the_step_at_which_it_resumes(
     assert lines[3:] == [f"  next: run the same command again {added}; it resumes at step 3"]
 
 
-SAVED = """
+HANDLING = """
 import signal, sys, time
 from paddleformers_fc.trainer.rank_records import process_recorded
 
-def save(*_):
-    sys.exit(85)
-
-signal.signal(signal.SIGTERM, save)
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(85) if {saves} else None)
 with process_recorded():
     print("ready", flush=True)
     while True:
@@ -206,11 +205,14 @@ with process_recorded():
 """
 
 
+@pytest.mark.parametrize("saves", [True, False], ids=["saves", "hangs"])
 @pytest.mark.parametrize("local", [True, False], ids=["local ranks", "another launcher"])
-def test_a_training_that_was_saved_on_a_signal_reports_where_it_resumes(tmp_path: Path, local: bool) -> None:
+def test_a_forwarded_signal_lets_ranks_save_in_time(
+    tmp_path: Path, local: bool, saves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save(tmp_path / "out/checkpoint-3", canonical())
     script, log_dir = tmp_path / "script.py", tmp_path / "out/log"
-    script.write_text(SAVED)
+    script.write_text(HANDLING.format(saves=saves))
     job = training.TrainingJob(
         (str(script),), 1 if local else None, {RECORDS: str(log_dir)}, log_dir, True, tmp_path / "out"
     )
@@ -221,13 +223,16 @@ def test_a_training_that_was_saved_on_a_signal_reports_where_it_resumes(tmp_path
                 os.kill(os.getpid(), signal.SIGTERM)
             return super().write(text)
 
+    if not saves:
+        monkeypatch.setattr(training, "FORWARDED_SECONDS", 0.3)
     before = signal.getsignal(signal.SIGTERM)
     ended, error = training.run(dataclasses.replace(job, save_signal="SIGTERM"), Stopping())
-    assert (ended.returncode, ended.stopped_by, ended.report, error) == (85, "SIGTERM", None, None)
-    assert signal.getsignal(signal.SIGTERM) == before
+    assert (ended.returncode, ended.stopped_by, ended.report, error) == (85 if saves else 143, "SIGTERM", None, None)
+    assert (ended.signalled, signal.getsignal(signal.SIGTERM)) == ((), before)
     lines = shown(ended)
-    assert lines[0].startswith("saved and stopped by SIGTERM; ")
+    assert lines[0].startswith("saved and stopped by SIGTERM; " if saves else "stopped by SIGTERM; ")
     assert lines[-1] == "  next: run the same command again; it resumes at step 3"
+    assert not local or ("script.py" in (log_dir / "rank-00000.log").read_text()) != saves  # The stacks of ranks.
 
 
 def test_a_rank_that_aborts_after_an_error_of_another_is_not_reported_as_the_cause(tmp_path: Path) -> None:
@@ -399,7 +404,7 @@ def closed(tmp_path: Path) -> Iterator[Path]:
     [
         lambda path: start_checks.refuse_settings({"model_name_or_path": path}, False),
         lambda path: start_checks.refuse_settings({"train_dataset_path": path}, False),
-        lambda path: training._registration(path),
+        lambda path: training._own_registration(path),
         lambda path: main._named(path),
     ],
     ids=["model", "data", "registration", "directory of a command"],
@@ -772,7 +777,7 @@ def test_every_start_has_its_own_logs(tmp_path: Path, on: Any) -> None:
 
 def test_two_starts_at_the_same_time_have_logs_of_their_own(tmp_path: Path, on: Any) -> None:
     path = config(tmp_path)
-    jobs = [training.claim_logs(job) for job in (prepare(path, None, []), prepare(path, None, []))]
+    jobs = [prepare(path, None, [], claim_logs=True) for _ in range(2)]
     assert [job.log_dir for job in jobs] == [tmp_path / "out" / name for name in ("log", "log-2")]
     for job in jobs:
         assert job.log_dir.is_dir()
@@ -843,7 +848,7 @@ def test_figures_that_no_rank_recorded_are_null_and_a_loss_is_a_number(tmp_path:
         log_dir = tmp_path / str(loss)
         if loss is not None:
             log_dir.mkdir()
-            (log_dir / "rank-00000.progress.json").write_text(json.dumps({"step": 3, "loss": str(loss)}))
+            (log_dir / "rank-00000.json").write_text(json.dumps({"step": 3, "loss": str(loss)}))
         ended, _ = training.run(training.TrainingJob((str(script),), 1, {}, log_dir, True), io.StringIO())
         found = json.loads(msgspec.json.encode(ended))
         assert found["loss"] == (None if loss is None or math.isnan(loss) else loss)
@@ -852,7 +857,7 @@ def test_figures_that_no_rank_recorded_are_null_and_a_loss_is_a_number(tmp_path:
     assert shown(ended)[0].startswith("trained 3 steps, up to 3, last loss nan; ")
     job = training.TrainingJob((str(script),), 1, {}, tmp_path / "again", True)
     job.log_dir.mkdir()
-    (job.log_dir / "rank-00000.progress.json").write_text(json.dumps({"resumed": 3, "step": 3}))
+    (job.log_dir / "rank-00000.json").write_text(json.dumps({"resumed": 3, "step": 3}))
     lines = shown(training.run(job, io.StringIO())[0])
     assert lines[0].startswith("trained 0 steps, resumed at 3; ")
     assert "overwrite_output_dir=true" in lines[-1]
@@ -1001,12 +1006,17 @@ def test_the_command_forwards_the_signal_of_its_option(tmp_path: Path, on: Any, 
     assert prepare(config(tmp_path, flex_checkpoint=False), None, []).save_signal is None
 
 
+def wait_for_a_step(directory: Path) -> None:
+    """Return as soon as a rank has recorded a step."""
+    wait_until(lambda: any(record.step for record in read_records(directory)), "a step")
+
+
 @pytest.mark.slow
 def test_a_training_that_is_stopped_saves_and_reports_where_it_resumes(tmp_path: Path) -> None:
     path, main = recipe(tmp_path, max_steps=100_000, save_steps=100_000), os.getpid()
 
     def stop() -> None:
-        wait_for_file(tmp_path / "out/log/rank-00000.progress.json")
+        wait_for_a_step(tmp_path / "out/log")
         os.kill(main, signal.SIGTERM)
 
     stopper = threading.Thread(target=stop)
@@ -1032,7 +1042,7 @@ def test_the_lines_for_slurm_save_on_its_signal_and_queue_the_job_again(tmp_path
     variables = {**os.environ, "PATH": path, "SLURM_JOB_ID": "7"}
     with subprocess.Popen(["bash", "-c", lines], cwd=tmp_path, env=variables) as script:
         try:
-            wait_for_file(tmp_path / "out/log/rank-00000.progress.json")
+            wait_for_a_step(tmp_path / "out/log")
         finally:
             script.terminate()
     assert (tmp_path / "queued").read_text() == "requeue 7\n"
@@ -1053,7 +1063,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], O
         path, log_dir = tmp_path / "script.py", tmp_path / "out/log"
         path.write_text(text)
         job = training.TrainingJob((str(path),), 1, {RECORDS: str(log_dir)}, log_dir, True)
-        monkeypatch.setattr(training, "prepare", lambda *_: job)
+        monkeypatch.setattr(training, "prepare", lambda *_, **__: job)
         return run("train", config(tmp_path))
 
     return train
@@ -1196,4 +1206,4 @@ def test_a_disk_that_one_of_several_nodes_cannot_write_is_left_to_all_ranks(
     (tmp_path / "out").touch()
     job = prepare(config(tmp_path), 1, [])
     assert tmp_path not in job.log_dir.parents
-    job.log_dir.parent.rmdir()
+    job.log_dir.rmdir()

@@ -13,8 +13,8 @@ from typing import Any
 import yaml
 
 from paddleformers_fc.cpu_runtime.ranks import free_ports
-from paddleformers_fc.errors import FlexError, from_wire
-from paddleformers_fc.trainer.rank_records import RECORDS
+from paddleformers_fc.errors import FlexError
+from paddleformers_fc.trainer.rank_records import RECORDS, read_error
 from paddleformers_fc.trainer.register import PATH
 from verification.demo.assets import prepare
 from verification.forkserver import ForkServer
@@ -84,7 +84,7 @@ def worker(ranks: ForkServer, model: Path, output: Path, **keys: Any) -> Ended:
     errors = output.with_suffix(".errors")
     errors.mkdir()
     result = ranks.attempt("tests.corruption.jobs:train_as_a_worker", 1, {"yaml": str(recipe), "records": str(errors)})
-    return Ended(result.returncodes[0], result.logs[0].read_text(errors="replace"), _recorded(errors), output)
+    return Ended(result.returncodes[0], result.logs[0].read_text(errors="replace"), read_error(errors), output)
 
 
 def stock_command(model: Path, output: Path, corpus: Path | None = None, **keys: Any) -> Ended:
@@ -150,9 +150,4 @@ def _ended(command: list[str], output: Path, errors: Path, environment: dict[str
         errors="replace",
         check=False,
     )
-    return Ended(done.returncode, done.stdout, _recorded(errors), output)
-
-
-def _recorded(errors: Path) -> FlexError | None:
-    left = sorted(errors.glob("rank-*.error.json"))
-    return from_wire(left[0].read_text()) if left else None
+    return Ended(done.returncode, done.stdout, read_error(errors), output)

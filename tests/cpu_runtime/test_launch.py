@@ -113,33 +113,6 @@ def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
     wait_for_end(child)
 
 
-STOPPED = """
-import os, signal, sys, time
-from pathlib import Path
-
-here, handling = Path(sys.argv[1]), sys.argv[2]
-signal.signal(signal.SIGTERM, signal.SIG_IGN if handling == "ignore" else lambda *_: sys.exit(85))
-rank = os.environ["PADDLE_TRAINER_ID"]
-(here / f"ready-{rank}").touch()
-while rank == "1" and not (here / "ready-0").exists():
-    time.sleep(0.01)
-if rank == "1":
-    os.kill(os.getppid(), signal.SIGTERM)
-while True:
-    signal.pause()
-"""
-
-
-@pytest.mark.parametrize(("handling", "code", "seconds"), [("save", 85, LIMIT), ("ignore", -9, 0.3)])
-def test_a_forwarded_signal_lets_ranks_end_in_time(tmp_path: Path, handling: str, code: int, seconds: float) -> None:
-    (tmp_path / "script.py").write_text(STOPPED)
-    before = signal.getsignal(signal.SIGTERM)
-    argv = [str(tmp_path / "script.py"), str(tmp_path), handling]
-    result = launch(argv, 2, tmp_path, LIMIT, forward=[signal.SIGTERM], forward_seconds=seconds)
-    assert (result.returncodes, result.forwarded) == ((code, code), signal.SIGTERM)
-    assert signal.getsignal(signal.SIGTERM) == before
-
-
 @pytest.mark.parametrize(("argv", "nproc"), [([], 1), (["train.py"], 0)])
 def test_a_job_without_ranks_or_without_work_is_refused(tmp_path: Path, argv: list[str], nproc: int) -> None:
     with pytest.raises(OptionError):

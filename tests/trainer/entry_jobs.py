@@ -172,6 +172,22 @@ def run_command_line(yaml: str) -> None:
     launcher.launch()
 
 
+def registered_after_another(also: str) -> dict[str, Any]:
+    """Run the registration file as the stock command line does, with another file that runs first."""
+    import os
+
+    from paddleformers.cli.hparams import parser
+    from paddleformers.trainer import Trainer
+
+    from paddleformers_fc.trainer import register
+
+    os.environ[register.ALSO_RUN] = also
+    native = Trainer.__init__
+    parser._load_custom_template(str(register.PATH))
+    name, seen = Trainer.own_registration()
+    return {"name": name, "theirs": seen is native, "ours": Trainer.__init__ is not native}
+
+
 def stock_names() -> list[str]:
     """Every key of PaddleFormers' command line, of its argument classes."""
     import dataclasses
