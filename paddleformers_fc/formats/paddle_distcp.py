@@ -240,12 +240,9 @@ def _stored_shards(path: Path, place: Path) -> Iterator[tuple[str, str, Shard]]:
 def _known(path: Path, tensors: dict[Any, Any]) -> dict[Any, Shard]:
     """Return every described shard by its location."""
     found: dict[Any, Shard] = {}
-    seen: set[int] = set()
     for name, pieces in tensors.items():
-        # Lists that are one list would be gone through once for each name.
-        if not isinstance(name, str) or not isinstance(pieces, list) or id(pieces) in seen:
-            raise malformed_file(path, f"{quoted(name)} has no list of its own shards")
-        seen.add(id(pieces))
+        if not isinstance(name, str) or not isinstance(pieces, list):
+            raise malformed_file(path, f"{quoted(name)} has no list of shards")
         for piece in pieces:
             shard = _shard(name, piece) if isinstance(piece, Record) else None
             if shard is None or any(shard.faults()):

@@ -37,7 +37,7 @@ from paddleformers_fc.storage.files import exists, list_directory, open_local, r
 from paddleformers_fc.storage.json_io import parse_json, read_document
 from paddleformers_fc.storage.manifest import TRAINER_DIRECTORY, Manifest
 from paddleformers_fc.storage.names import parse_step
-from paddleformers_fc.storage.pickles import PickledArray, Record, read_pickle, read_pickled_objects
+from paddleformers_fc.storage.pickles import PickledArray, Record, read_pickle
 from paddleformers_fc.text import count_text
 
 STATES = ("trainer_state.json", "trainer_state.bin")
@@ -303,7 +303,7 @@ def _state(directory: Path) -> dict[str, Any]:
             except ValueError as error:
                 raise _malformed(path, str(error)) from error
         else:
-            content = read_pickled_objects(path)
+            content = read_pickle(path, any_class=True)
             value = _plain(content.fields, path) if isinstance(content, Record) else None
         if not isinstance(value, dict):
             raise _malformed(path, "it contains no state of a Trainer")
@@ -314,7 +314,7 @@ def _state(directory: Path) -> dict[str, Any]:
 def _arguments(directory: Path) -> Mapping[str, Any]:
     """Return the training arguments; none if they are absent, or of a kind that cannot be read as data."""
     try:
-        content = read_pickled_objects(directory / ARGUMENTS)
+        content = read_pickle(directory / ARGUMENTS, any_class=True)
     except FlexError:
         return {}
     return content.fields if isinstance(content, Record) else {}
@@ -393,7 +393,7 @@ def _rank_of_seed(seed: Any, world_size: Any, arguments: Mapping[str, Any]) -> i
 
 
 def _generators(path: Path, rank: int, find_arguments: Callable[[], Mapping[str, Any]]) -> bytes:
-    content = read_pickled_objects(path)
+    content = read_pickle(path, any_class=True)
     if not isinstance(content, dict):
         raise _malformed(path, "it contains no random states")
     try:
