@@ -103,7 +103,7 @@ INTERNAL = {
     "storage/files.py": 6,
     "storage/manifest.py": 2,
     "storage/paths.py": 1,
-    "storage/pickle_writer.py": 1,
+    "storage/pickles.py": 1,
     "storage/ranges.py": 2,
     "storage/regions.py": 1,
     "storage/safetensors.py": 1,

@@ -31,7 +31,7 @@ from paddleformers_fc.storage import state_json
 from paddleformers_fc.storage.dtypes import dtype_size, to_numpy, to_safetensors
 from paddleformers_fc.storage.file_checksums import FileChecksum
 from paddleformers_fc.storage.manifest import TRAINER_DIRECTORY
-from paddleformers_fc.storage.pickle_writer import PickledObject, encode_array_dict, encode_pickle
+from paddleformers_fc.storage.pickles import PickledObject, encode_array_dict, encode_pickle
 from paddleformers_fc.storage.safetensors import FileLayout
 
 METADATA_NAME = "0.metadata"

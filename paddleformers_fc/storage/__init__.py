@@ -9,8 +9,7 @@
 ``files``             the only module that writes, syncs, renames and deletes
 ``json_io``           bounded, strict reading of JSON
 ``state_json``            values of Python and numpy as exact JSON
-``pickles``           pickles of other formats, parsed as data
-``pickle_writer``     pickles of plain data for other programs
+``pickles``           pickles of other formats, parsed and written as data
 ``safetensors``       a validating header reader and streaming writers
 ``identity``          identities of files, so that the file that is read is the file that was checked
 ``ranges``            parallel reads of byte ranges into memory of the caller
