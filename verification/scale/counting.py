@@ -66,9 +66,9 @@ def counted_calls() -> Iterator[None]:
     """Context manager around measurements."""
     _add_audit_hook()
     with (
-        mock.patch.object(os, "stat", _counted(os.stat, lambda _: (STATS, 1))),
-        mock.patch.object(os, "lstat", _counted(os.lstat, lambda _: (STATS, 1))),
-        mock.patch.object(os, "preadv", _counted(os.preadv, lambda length: (READ, length))),
+        mock.patch.object(os, "stat", _counted_stat(os.stat)),
+        mock.patch.object(os, "lstat", _counted_stat(os.lstat)),
+        mock.patch.object(os, "preadv", _counted_read(os.preadv)),
         mock.patch.object(threading.Thread, "start", _inheriting(threading.Thread.start)),
     ):
         yield
@@ -85,18 +85,21 @@ def _add_audit_hook() -> None:
     sys.addaudithook(hook)
 
 
-def _counted(native: Callable[..., Any], amount: Callable[[Any], tuple[str, float]]) -> Callable[..., Any]:
-    @functools.wraps(native)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        try:
-            result = native(*args, **kwargs)
-        except OSError:
-            current().add(*amount(0))  # A stat of a missing file is a request, too.
-            raise
-        current().add(*amount(result))
-        return result
+def _counted_stat(native: Callable[..., os.stat_result]) -> Callable[..., os.stat_result]:
+    def stat(*args: Any, **kwargs: Any) -> os.stat_result:
+        current().add(STATS, 1)
+        return native(*args, **kwargs)
 
-    return call
+    return stat
+
+
+def _counted_read(native: Callable[..., int]) -> Callable[..., int]:
+    def preadv(*args: Any) -> int:
+        length = native(*args)
+        current().add(READ, length)
+        return length
+
+    return preadv
 
 
 def _inheriting(native: Callable[[threading.Thread], None]) -> Callable[[threading.Thread], None]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import json
+import os
 import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -11,7 +13,7 @@ from typing import Any
 
 from paddleformers_fc.distributed.channel import Channel
 from paddleformers_fc.distributed.consistency import ConsistencyCheck
-from paddleformers_fc.execute.load import PreparedLoad, prepare_load
+from paddleformers_fc.execute.load import prepare_load
 from paddleformers_fc.execute.opening import open_on_all_ranks
 from paddleformers_fc.execute.save import comparable_facts, snapshot, write_and_commit
 from paddleformers_fc.families import ModelDescription, family_for
@@ -29,6 +31,7 @@ FIRST_SAVE, LATER_SAVE, ROTATION = "first save", "later save", "rotation"
 RESUME, OPENING, PLANNING = "automatic resume", "opening", "planning"
 CONNECTING = "connecting"
 ALL = (FIRST_SAVE, LATER_SAVE, ROTATION, RESUME, OPENING, PLANNING)
+LARGEST_JOBS = (FIRST_SAVE, OPENING, PLANNING)
 
 Counts = dict[str, dict[int, Meter]]
 """What each rank that ran has done, by operation."""
@@ -59,14 +62,13 @@ def grid_of(name: str, world: int) -> str:
     return grid.format(min(sharding, 64), sharding=sharding, split=str(sharding > 1).lower())
 
 
-def count_operations(name: str, world: int, running: Sequence[int], only: Sequence[str] | None = None) -> Counts:
+def count_operations(name: str, world: int, running: Sequence[int]) -> Counts:
     """Run every operation once, in the order in which a run and its successor need them.
 
     Args:
         name: a key of :data:`MODELS`.
         world: number of ranks.
         running: the ranks that run.
-        only: the operations; None for all. Each needs a save before it.
     """
     described = ModelDescription(MODELS[name]["config"])
     model = declared_model(family_for(described.config), described, parse_grid(grid_of(name, world)), "bfloat16")
@@ -74,7 +76,7 @@ def count_operations(name: str, world: int, running: Sequence[int], only: Sequen
     with counted_calls(), tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as place:
         job = ScaleJob(model, running, Path(place))
         try:
-            return _operations(job, ALL if only is None else only)
+            return _operations(job, ALL if world <= LARGEST_SAVE else LARGEST_JOBS)
         finally:
             job.close()
 
@@ -83,13 +85,13 @@ def count_job(job: tuple[str, int]) -> Table:
     """Return the highest counts of one job, by its model and its number of ranks, in a process of its own."""
     name, world = job
     count_operations("tiny", 8, [0, 7])  # Imports what is imported at the first use.
-    only = None if world <= LARGEST_SAVE else (FIRST_SAVE, OPENING, PLANNING)
     table: Table = {}
-    for operation, meters in count_operations(name, world, running_ranks(world, name), only).items():
+    for operation, meters in count_operations(name, world, running_ranks(world, name)).items():
         for rank, meter in meters.items():
             row = table.setdefault((name, world, operation, "others" if rank else "coordinator"), {})
             for count, value in meter.items():
                 row[count] = max(row.get(count, 0), round(value, 2 if count == PROCESSOR else None))
+    atexit.register(os._exit, 0)  # What Paddle registers to run at exit has hung once.
     return table
 
 
@@ -100,10 +102,10 @@ def _operations(job: ScaleJob, wanted: Sequence[str]) -> Counts:
     work: dict[str, Callable[[int, Channel], Any]] = {
         FIRST_SAVE: partial(_save, job, 1),
         LATER_SAVE: partial(_save, job, 2),
-        ROTATION: lambda _, channel: rotation.rotate(job.directory, 1, [], _ignore, "full", 4, channel),
-        RESUME: lambda _, channel: resume.newest_or_refuse(job.directory, channel, _ignore),
+        ROTATION: lambda _, channel: rotation.rotate(job.directory, 1, [], lambda _: None, "full", 4, channel),
+        RESUME: lambda _, channel: resume.newest_or_refuse(job.directory, channel, lambda _: None),
         OPENING: lambda _, channel: open_on_all_ranks(newest, channel, "full"),
-        PLANNING: lambda rank, channel: _plan(job, opened[rank], rank, channel),
+        PLANNING: lambda rank, channel: prepare_load(opened[rank], job.weights(rank), job.model.model, channel),
     }
     for operation in wanted:
         counts[operation], results = job.run(work[operation])
@@ -117,11 +119,3 @@ def _save(job: ScaleJob, step: int, rank: int, channel: Channel) -> None:
     part = job.part(rank, step)
     check = ConsistencyCheck(f"saving {directory.name}", comparable_facts(part.model, part.job, part.replicas))
     write_and_commit(snapshot(lambda: part, capture_zeros, channel, check), directory, channel)
-
-
-def _plan(job: ScaleJob, checkpoint: OpenedCheckpoint, rank: int, channel: Channel) -> PreparedLoad:
-    return prepare_load(checkpoint, job.weights(rank), job.model.model, channel)
-
-
-def _ignore(_: str) -> None:
-    """Drop a line of the log."""

@@ -23,7 +23,7 @@ from paddleformers_fc.cpu_runtime.stores import LOOPBACK, open_store
 from paddleformers_fc.distributed.channel import Bytes, Channel, gather_payloads
 from paddleformers_fc.distributed.communicator import Communicator
 from paddleformers_fc.distributed.liveness import KEY_PREFIX
-from paddleformers_fc.distributed.store_client import StoreClient
+from paddleformers_fc.distributed.store_client import _ADD, StoreClient
 from paddleformers_fc.execute import collective_checksums, save
 from paddleformers_fc.execute.memory import HostPieces, HostTensors
 from paddleformers_fc.execute.replica_assignment import _holders, assign_writers
@@ -39,7 +39,7 @@ from verification.scale.counting import READ, Meter, charged, current, peak_memo
 from verification.simulate_ranks import HostTensor, Roles, SimulatedWeight
 
 EXCHANGES, SENT, RECEIVED, LARGEST = "exchanges", "bytes sent", "bytes received", "largest message"
-REQUESTS, WAITING = "requests to the store", "of these while waiting"
+REQUESTS, WAITING = "requests to the store", "requests while waiting"
 
 RANKS_PER_NODE = 8
 _ARRIVALS = f"{KEY_PREFIX}/arrivals"
@@ -80,12 +80,17 @@ class ScaleJob:
         self._nodes = {node: StoreClient(self._address, _PATIENCE, _PATIENCE) for node in nodes}
         self._closed = False
         save._PLANS = SavePlanCache()  # The processes of a job begin without plans.
-        threading.Thread(target=self._arrive, daemon=True).start()
+        self._arriving = threading.Thread(target=self._arrive, daemon=True)
+        self._arriving.start()
 
     def close(self) -> None:
-        """End the thread of the ranks that do not run."""
+        """Close the connections to the store, then the store."""
         self._closed = True
         self._begun.release()
+        self._arriving.join()
+        self._channels.clear()
+        self._nodes.clear()
+        del self._server
 
     def run(self, work: Callable[[int, Channel], _T]) -> tuple[dict[int, Meter], dict[int, _T]]:
         """Run work on the ranks that run, and return the counts and the result of each."""
@@ -236,14 +241,12 @@ class _CountingClient(StoreClient):
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter."""
-        if not amount:
-            current().add(WAITING, 1)
         if self.arrived and key == _ARRIVALS and amount == 1:
             self.arrived()
         return super().add(key, amount)
 
     def _send(self, command: int, key: str, rest: bytes) -> None:
-        current().add(REQUESTS, 1)
+        current().add(REQUESTS if any(rest) or command != _ADD else WAITING, 1)
         super()._send(command, key, rest)
 
 
