@@ -42,19 +42,14 @@ def this_node(environment: Mapping[str, str]) -> ThisNode:
         return ThisNode()
     missing = [name for name in ("RANK", "MASTER_ADDR") if not environment.get(name)]
     if missing:
-        raise OptionError(
-            f"A job of {count} nodes needs {' and '.join(missing)} on every node.",
-            where="environment",
-            evidence=[f"NNODES={count}"],
-            next_step="Set RANK to this node's number, 0 to NNODES - 1, and MASTER_ADDR to the address of node 0.",
+        raise _refused(
+            f"A job of NNODES={count} nodes needs {' and '.join(missing)} on every node.",
+            "Set RANK to this node's number, 0 to NNODES - 1, and MASTER_ADDR to the address of node 0.",
         )
     rank = _whole(environment, "RANK", "", 0)
     if rank >= count:
-        raise OptionError(
-            f"RANK={rank} is not a node of this job.",
-            where="environment",
-            evidence=[f"NNODES={count}"],
-            next_step="Number the nodes from 0 to NNODES - 1.",
+        raise _refused(
+            f"RANK={rank} is not a node of this job, which has {count}.", "Number the nodes from 0 to NNODES - 1."
         )
     master = _resolved(environment["MASTER_ADDR"])
     _refuse_loopback(environment, master)
@@ -75,13 +70,15 @@ def on_cpu(ranks: int) -> dict[str, str]:
     return found
 
 
+def _refused(what: str, next_step: str) -> OptionError:
+    return OptionError(what, where="environment", next_step=next_step)
+
+
 def _whole(environment: Mapping[str, str], name: str, default: str, least: int) -> int:
     text = environment.get(name) or default
     if not text.isdecimal() or int(text) < least:
-        raise OptionError(
-            f"{name}={text} is not a whole number of at least {least}.",
-            where="environment",
-            next_step=f"Set {name} to a number, or remove it.",
+        raise _refused(
+            f"{name}={text} is not a whole number of at least {least}.", f"Set {name} to a number, or remove it."
         )
     return int(text)
 
@@ -90,11 +87,9 @@ def _resolved(master: str) -> str:
     try:
         return socket.gethostbyname(master)
     except OSError as error:
-        raise OptionError(
-            f"MASTER_ADDR={master} does not resolve on this node.",
-            where="environment",
-            evidence=[str(error)],
-            next_step="Name the address of node 0, or let its hostname resolve on every node.",
+        raise _refused(
+            f"MASTER_ADDR={master} does not resolve on this node: {error}.",
+            "Name the address of node 0, or let its hostname resolve on every node.",
         ) from error
 
 
@@ -102,12 +97,12 @@ def _refuse_loopback(environment: Mapping[str, str], master: str) -> None:
     """Refuse a hostname of this node that resolves to a loopback address."""
     own = environment.get("POD_IP") or _own_address()
     if ipaddress.ip_address(own).is_loopback and not ipaddress.ip_address(master).is_loopback:
-        raise OptionError(
-            f"The hostname of this node, {socket.gethostname()}, resolves to {own}, where no other node reaches it.",
-            where="environment",
-            evidence=[f"MASTER_ADDR={master}"],
-            next_step="Let the hostname resolve to this node's address in the network, in /etc/hosts or DNS; or set "
-            "POD_IP to that address, and on CPUs also GLOO_SOCKET_IFNAME to the name of its interface.",
+        name = socket.gethostname()
+        raise _refused(
+            f"The hostname of this node, {name}, resolves to {own}, where no other node reaches it; MASTER_ADDR is "
+            f"{master}.",
+            "Let the hostname resolve to this node's address in the network, in /etc/hosts or DNS; or set POD_IP to "
+            "that address, and on CPUs also GLOO_SOCKET_IFNAME to the name of its interface.",
         )
 
 

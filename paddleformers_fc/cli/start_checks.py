@@ -7,7 +7,6 @@ A check of settings yields a line per fault. One error lists the faults of all c
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import sys
@@ -197,7 +196,9 @@ def _unknown_words(settings: Settings) -> Iterator[str]:
 
 
 def _missing_paths(settings: Settings) -> Iterator[str]:
-    """Find missing local models and data."""
+    """Find missing local models and data, and a missing output directory."""
+    if not isinstance(settings.get("output_dir"), str):
+        yield "output_dir is missing: the directory for checkpoints and logs"
     named = [(_PATH, str(settings.get(_PATH) or ""))]
     for key, probabilities in _LISTS_OF_PATHS.items():
         paths, chances = _listed(settings.get(key)), _listed(settings.get(probabilities))
@@ -277,7 +278,7 @@ def _pipeline_faults(settings: Settings) -> Iterator[str]:
             yield f"clear_every_step_cache: not true, which stage: {stage} needs in a pipeline"
         if settings.get("sequence_parallel") and settings.get("partial_send_recv", True):
             yield f"partial_send_recv: not false, which stage: {stage} needs with sequence_parallel: true"
-    if virtual == 1 or importlib.util.find_spec("paddlefleet") is not None:
+    if virtual == 1 or upstream.is_installed("paddlefleet"):
         return
     needs = f"{_VIRTUAL}: {virtual} needs"
     if stages == 2:
@@ -454,7 +455,7 @@ def refuse_model(settings: Settings) -> None:
     experts = any(settings.get(key) not in (None, False, 1) for key in (_EXPERTS, "use_expert_parallel"))
     sizes_are_known = not experts and settings.keys().isdisjoint(DIVIDED.values())
     stages, virtual = _degree(settings, _STAGES), _degree(settings, _VIRTUAL)
-    by_default = settings.get(_SEGMENTS) is None and importlib.util.find_spec("paddlefleet") is None
+    by_default = settings.get(_SEGMENTS) is None and not upstream.is_installed("paddlefleet")
     if stages == 1 or virtual == 1 or not by_default:
         stages, virtual = 1, 1
     try:

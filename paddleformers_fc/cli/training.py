@@ -192,7 +192,7 @@ def prepare(config: Path, nproc: int | None, overrides: Sequence[str], claim_log
             where="--nproc",
             next_step="Leave it out; choose the devices with CUDA_VISIBLE_DEVICES or its like.",
         )
-    output_dir = _output_dir(settings, config)
+    output_dir = require_local(expand_user(settings["output_dir"]), "A checkpoint")
     log_dir = _log_dir(output_dir, node, claim_logs)
     environment = {RECORDS: str(log_dir), **({} if own is None else {register.ALSO_RUN: str(own)})}
     ranks = (nproc or 1) if device == CPU and node.count == 1 else None
@@ -255,17 +255,6 @@ def _own_registration(named: Any) -> Path | None:
             next_step=f"Correct {REGISTER_KEY}, or leave it out: this command registers the package.",
         )
     return path
-
-
-def _output_dir(settings: Mapping[str, Any], config: Path) -> Path:
-    named = settings.get("output_dir")
-    if not isinstance(named, str) or not named:
-        raise OptionError(
-            "Missing output_dir in the configuration.",
-            where=str(config),
-            next_step="Add output_dir: the directory for checkpoints and logs.",
-        )
-    return require_local(expand_user(named), "A checkpoint")
 
 
 def _resume_overrides(settings: Mapping[str, Any]) -> tuple[str, ...]:

@@ -39,12 +39,8 @@ _SOURCES = (
 )
 
 _SWITCH = "true or false"
-_KINDS = {
-    f"{before}{name}{after}": kind
-    for name, kind in (("int", "a number"), ("float", "a number"), ("bool", _SWITCH))
-    for before, after in (("", ""), ("Optional[", "]"))
-}
-"""Annotations of PaddleFormers' keys, and the values that they mean."""
+_KINDS = {"int": "a number", "float": "a number", "bool": _SWITCH}
+"""Annotations of PaddleFormers' keys, also within ``Optional[]``, and the values that they mean."""
 
 TEXT_ADVICE = (
     "Write numbers, true and false without quotes. In a YAML file a number with an exponent needs a dot and a sign, "
@@ -108,12 +104,13 @@ def stock_arguments() -> StockArguments:
     annotations: dict[str, set[str]] = {}
     for node in (node for one in filled for node in one.body):
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            annotations.setdefault(node.target.id, set()).add(ast.unparse(node.annotation))
+            kind = ast.unparse(node.annotation).removeprefix("Optional[").removesuffix("]")
+            annotations.setdefault(node.target.id, set()).add(kind)
     # Every text of the class that is an identifier: extra ones do no harm.
     texts = {node.value for node in ast.walk(meta) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     return StockArguments(
         frozenset({_TAKEN_BEFORE, *annotations, *filter(str.isidentifier, texts)}),
-        {key: _KINDS[one] for key, (one, *others) in sorted(annotations.items()) if not others and one in _KINDS},
+        {key: _KINDS[kind] for key, (kind, *others) in sorted(annotations.items()) if not others and kind in _KINDS},
         {key: words for one in filled for key, words in _converted(one, classes)},
     )
 
@@ -167,14 +164,8 @@ def _converted(one: ast.ClassDef, classes: Mapping[str, ast.ClassDef]) -> Iterat
             case ast.Assign(
                 [ast.Attribute(attr=key)], ast.Call(ast.Name(kind)) | ast.ListComp(ast.Call(ast.Name(kind)))
             ):
-                several = isinstance(node.value, ast.ListComp)
-                known = tuple(_values(classes[kind])) if kind in classes else ()
-                if known:
-                    yield key, Words(known, several)
-
-
-def _values(one: ast.ClassDef) -> Iterator[str]:
-    """Yield the values of an enumeration; none of another class."""
-    for node in one.body if [ast.unparse(base) for base in one.bases] == [_ENUMERATION] else ():
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
-            yield str(node.value.value)
+                base = [ast.unparse(base) for base in classes[kind].bases] if kind in classes else []
+                if base == [_ENUMERATION]:
+                    members = (member.value for member in classes[kind].body if isinstance(member, ast.Assign))
+                    known = tuple(str(value.value) for value in members if isinstance(value, ast.Constant))
+                    yield key, Words(known, several=isinstance(node.value, ast.ListComp))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import io
 import json
 import math
@@ -25,6 +24,7 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
+from paddleformers_fc import upstream
 from paddleformers_fc.cli import main, start_checks, training
 from paddleformers_fc.cli.log_view import LogView
 from paddleformers_fc.cli.settings import parse_overrides, read_settings
@@ -268,7 +268,7 @@ def test_the_number_of_ranks_is_not_chosen_on_an_accelerator(tmp_path: Path, on:
     [
         ({"save_checkpoint_format": "unified_checkpoint"}, [], "save_checkpoint_format: unified_checkpoint"),
         ({}, ["flex_verify=twice"], "flex_verify: 'twice'"),
-        ({"output_dir": None}, [], "Missing output_dir"),
+        ({"output_dir": None}, [], "output_dir is missing"),
         ({"custom_register_path": "nowhere.py"}, [], "The file of custom_register_path does not exist."),
         ({}, ["max_steps", "=3", "save_steps=1"], "- 'max_steps'\n  - '=3'\n"),
         ({}, ["max_steps=[3"], "The value of an override is not valid YAML."),
@@ -290,8 +290,9 @@ def test_the_number_of_ranks_is_not_chosen_on_an_accelerator(tmp_path: Path, on:
         ({"model_name_or_path": "./nowhere"}, [], "model_name_or_path: ./nowhere"),
         ({"model_name_or_path": "tests/nothing"}, [], "- model_name_or_path: tests/nothing"),
         ({"model_name_or_path": "nowhere/"}, [], "- model_name_or_path: nowhere/"),
-        ({"output_dir": 3}, [], "Missing output_dir"),
+        ({"output_dir": 3}, [], "output_dir is missing"),
         ({"output_dir": ""}, [], "named by an empty text"),
+        ({"output_dir": ""}, ["flex_checkpoint=false"], "named by an empty text"),
         ({"train_dataset_path": "/dev/null,/nowhere/a.jsonl"}, [], "- train_dataset_path: /nowhere/a.jsonl"),
         ({"tensor_model_parallel_size": 4}, ["--nproc", "2"], "2 ranks cannot be divided into groups of 4"),
         ({"tensor_model_parallel_size": "two"}, ["--dry-run"], "- tensor_model_parallel_size: 'two'"),
@@ -876,7 +877,7 @@ def test_a_terminal_keeps_its_colours() -> None:
 def test_without_paddleformers_the_error_has_the_command_to_install_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(upstream, "find_spec", lambda name: None)
     outcome = run("train", config(tmp_path))
     assert outcome.code == 2
     assert 'pip install "paddleformers-fc[cpu]"' in outcome.err
