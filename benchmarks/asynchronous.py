@@ -55,7 +55,7 @@ def ours(output_dir: str, rounds: int) -> Figures:
     """Save in the step, at once and beside, in turn, at every second step of one training."""
     from paddleformers_fc import FlexCheckpointCallback, FlexTrainer, FlexTrainingArguments
     from paddleformers_fc.trainer.job_state import job_state_of
-    from paddleformers_fc.trainer.sync_save import SyncSaves
+    from paddleformers_fc.trainer.save_job import SyncSaves
     from verification.matrix import tiny
     from verification.matrix.layouts import MatrixLayout
 

@@ -38,7 +38,7 @@ def timed(work: Callable[[], object]) -> float:
 
 def bandwidth(rounds: int) -> tuple[dict[str, float], dict[str, float]]:
     """Return the median rate of a copy and of updates in GB/s, and the ratio of each update to the copies."""
-    from paddleformers_fc.execute.ema_update import AveragedTensor, update_averages
+    from paddleformers_fc.execute.memory import AveragedTensor, update_averages
 
     size = ELEMENTS // TENSORS
     values = [np.full(size, 1.0, np.float32) for _ in range(TENSORS)]
@@ -77,9 +77,7 @@ def slowdown(rounds: int) -> tuple[float, float]:
     import paddle
     from paddle.distributed import ShardedWeight
 
-    from paddleformers_fc.trainer.ema import EmaSettings, MovingAverage
-    from paddleformers_fc.trainer.ema_tensors import TrainedPart
-    from paddleformers_fc.trainer.update_barrier import UpdateBarrier
+    from paddleformers_fc.trainer.ema import EmaSettings, MovingAverage, TrainedPart, UpdateBarrier
 
     shape = (ELEMENTS // TENSORS,)
     parts = {}

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from paddleformers_fc.families import ModelDescription, ModelTensor, bind, family_for
-from paddleformers_fc.families.aoa_text import aoa_text
+from paddleformers_fc.formats.aoa_statements import aoa_text
 from paddleformers_fc.mapping import TensorMapping, prove
 
 HEADS, GROUPS = 32, 8

@@ -37,8 +37,8 @@ from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.plan import LoadPlan, plan_reads, resume_source
 from paddleformers_fc.plan.simulate import SimulatedModel, declared_model
 from paddleformers_fc.plan.sources import stored_mapping
+from paddleformers_fc.storage.checksum import DEFAULT_BLOCK_BYTES, FileChecksum
 from paddleformers_fc.storage.dtypes import item_size, to_safetensors
-from paddleformers_fc.storage.file_checksums import DEFAULT_BLOCK_BYTES, FileChecksum
 from paddleformers_fc.storage.files import write_file
 from paddleformers_fc.storage.manifest import Manifest, write_manifest
 from paddleformers_fc.storage.safetensors import layout_file

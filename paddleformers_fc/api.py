@@ -31,9 +31,8 @@ from paddleformers_fc.api_arguments import (
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.execute.diff_checkpoints import Difference, compare_checkpoints
 from paddleformers_fc.execute.digest import read_canonical
-from paddleformers_fc.execute.export import ExportReport, export_opened, refuse_overlap, refuse_target
+from paddleformers_fc.execute.export import ExportReport, export_opened, refuse_dtype, refuse_overlap, refuse_target
 from paddleformers_fc.execute.merging import refuse_other_base
-from paddleformers_fc.execute.recasting import refuse_dtype
 from paddleformers_fc.execute.verify import Verification, verify_checkpoint
 from paddleformers_fc.formats import OpenedCheckpoint, open_checkpoint
 from paddleformers_fc.formats.checkpoint import TIED_WAYS, with_role, with_tied
@@ -53,8 +52,7 @@ from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping.boxes import whole
 from paddleformers_fc.plan import canonical_layout, canonical_source
 from paddleformers_fc.plan.explain import Explanation, explain_tensor
-from paddleformers_fc.plan.flows import PlanFlows, plan_flows
-from paddleformers_fc.plan.forecast import GridPlan, plan_for_grid
+from paddleformers_fc.plan.forecast import GridPlan, PlanFlows, plan_flows, plan_for_grid
 from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
 from paddleformers_fc.storage.manifest import refuse_level
 from paddleformers_fc.storage.paths import RemotePath, parse_named, parse_target

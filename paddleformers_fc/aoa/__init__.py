@@ -6,10 +6,10 @@ described in ``docs/aoa.md``.
 """
 
 from paddleformers_fc.aoa.evaluate import assigned_names, evaluate, parse, parse_config
-from paddleformers_fc.aoa.parsing import Program, read_config
 from paddleformers_fc.aoa.rendering import normal, render
 from paddleformers_fc.aoa.runs import Hints
-from paddleformers_fc.aoa.tensors import AoaTensor, Tensors, uncut
+from paddleformers_fc.aoa.syntax import Program, read_config
+from paddleformers_fc.aoa.values import AoaTensor, Tensors, uncut
 
 __all__ = [
     "AoaTensor",

@@ -4,22 +4,190 @@ All statements are evaluated before a fault is raised, so that one report lists 
 still has to be proved (:func:`paddleformers_fc.mapping.prove`). Faults that a proof would find in boxes (a shape or
 dtype that does not fit, a source that two statements read) are reported here with the statement. Time is linear in the
 text, the tensors and the expanded statements, whose number is bounded.
+
+The mapping of all assignments, and the faults that are visible only after the last statement.
+
+The boxes of every right tensor are collected. These faults are reported with their statement: a shape or dtype that
+does not fit, an assigned name that no tensor and no statement uses, and a source that is read twice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
 
 from paddleformers_fc.aoa.expand import Budget, Expander, Step
 from paddleformers_fc.aoa.faults import Fault, Faults, Span
-from paddleformers_fc.aoa.interpreter import Interpreter
+from paddleformers_fc.aoa.interpreter import Assignments, Interpreter
 from paddleformers_fc.aoa.names import NameIndex
-from paddleformers_fc.aoa.outcome import mapping_of
-from paddleformers_fc.aoa.parsing import Program, read_config, read_statements
-from paddleformers_fc.aoa.tensors import Tensors
+from paddleformers_fc.aoa.syntax import Program, read_config, read_statements
+from paddleformers_fc.aoa.values import Tensors, Value, value_of
 from paddleformers_fc.errors import MappingError
-from paddleformers_fc.mapping.correspondences import TensorMapping
+from paddleformers_fc.mapping.correspondences import Correspondence, TensorMapping, TensorSpec, coalesced
 from paddleformers_fc.mapping.rules import Tie
+
+
+@dataclass(frozen=True)
+class _Output:
+    """A right tensor, its value, and the step that assigned it; None for equal names."""
+
+    name: str
+    value: Value
+    step: Step | None
+
+    def dtypes(self, left: Tensors) -> set[str]:
+        return {piece.cast or left[piece.source].dtype for piece in self.value.pieces}
+
+    def report(self, fault: Fault, faults: Faults) -> None:
+        if self.step is not None:
+            self.step.report(fault, faults)
+        else:
+            faults.add_plain(f"equal names: {fault.cause}" + (f" Accepted: {fault.accepted}" if fault.accepted else ""))
+
+
+def mapping_of(
+    assignments: Assignments, left: Tensors, right: Tensors | None, aliases: Mapping[str, str], faults: Faults
+) -> TensorMapping:
+    """Return the mapping of all assignments.
+
+    Args:
+        assignments: the assignments.
+        left: the tensors on the left side.
+        right: the tensors on the right side, or None if they follow from the statements.
+        aliases: tied right names and their owners.
+        faults: receives the faults.
+    """
+    outputs = list(_derived(assignments, left) if right is None else _wanted(assignments, left, right))
+    if right is not None:
+        _refuse_unwanted(assignments, right, faults)
+        _refuse_unfit(outputs, left, right, faults)
+    _refuse_contradictions(assignments, left, right, faults)
+    kept = _without_aliases(outputs, aliases, faults)
+    items = [item for output in kept for item in _named(output, left)]
+    _refuse_reread(kept, left, faults)
+    targets = (
+        {one.name: TensorSpec(one.value.shape, min(one.dtypes(left), default="float32")) for one in kept}
+        if right is None
+        else {name: tensor.spec for name, tensor in right.items() if name not in aliases}
+    )
+    return TensorMapping.of(
+        sources={name: tensor.spec for name, tensor in left.items()},
+        targets=targets,
+        correspondences=items,
+        fresh=frozenset(name for name in assignments.fresh if name in targets),
+        dropped=frozenset(name for name in assignments.dropped if name in left),
+    )
+
+
+def _wanted(assignments: Assignments, left: Tensors, right: Tensors) -> Iterator[_Output]:
+    """Yield right tensors by assignment, and by equal names."""
+    for name in right:
+        if name in assignments.values:
+            value = assignments.values[name]
+            if value is not None:
+                yield _Output(name, value, assignments.assigned[name])
+        elif name in left and name not in assignments.fresh and name not in assignments.dropped:
+            yield _Output(name, value_of(name, left[name].shape), None)
+
+
+def _derived(assignments: Assignments, left: Tensors) -> Iterator[_Output]:
+    """Yield left tensors and assigned names that no statement reads, if the right side is unknown."""
+    for name, tensor in left.items():
+        if name not in assignments.readers and name not in assignments.dropped and name not in assignments.unread:
+            yield _Output(name, value_of(name, tensor.shape), None)
+    for name, step in assignments.assigned.items():
+        value = assignments.values[name]
+        if name in assignments.unread and value is not None:
+            yield _Output(name, value, step)
+
+
+def _named(output: _Output, left: Tensors) -> list[Correspondence]:
+    """Return the boxes of an output under its name, without casts to the dtype of the source."""
+    items = [
+        Correspondence(
+            piece.source,
+            piece.source_box,
+            output.name,
+            piece.target_box,
+            piece.axes,
+            None if piece.cast == left[piece.source].dtype else piece.cast,
+        )
+        for piece in output.value.pieces
+    ]
+    return coalesced(items) if len(items) > 1 else items
+
+
+def _refuse_unwanted(assignments: Assignments, right: Tensors, faults: Faults) -> None:
+    index: NameIndex | None = None
+    for name in sorted(assignments.unread - right.keys()):
+        if assignments.values[name] is None:
+            continue
+        index = index or NameIndex(right)
+        step = assignments.assigned[name]
+        accepted = index.nearest(name) or "`a -> _` for a tensor that is not wanted"
+        cause = f"`{name}` is not a tensor of the right side, and no later statement reads it."
+        step.report(Fault(cause, accepted, step.statement.right[0].span), faults)
+
+
+def _refuse_unfit(outputs: list[_Output], left: Tensors, right: Tensors, faults: Faults) -> None:
+    for output in outputs:
+        wanted, shape = right[output.name], output.value.shape
+        dtypes = sorted(output.dtypes(left) - {wanted.dtype})
+        if shape != wanted.shape:
+            cause = f"`{output.name}` has shape {list(wanted.shape)}, its value has shape {list(shape)}."
+            output.report(Fault(cause), faults)
+        elif dtypes:
+            cause = f"`{output.name}` is {wanted.dtype}, its value is {dtypes[0]}."
+            accepted = f"a statement with src_dtype='{dtypes[0]}', dst_dtype='{wanted.dtype}'"
+            output.report(Fault(cause, accepted), faults)
+
+
+def _refuse_contradictions(assignments: Assignments, left: Tensors, right: Tensors | None, faults: Faults) -> None:
+    """Refuse ``_`` with an unknown name, or with one that another statement uses."""
+    for name, step in assignments.dropped.items():
+        if name not in left:
+            step.report(Fault(f"`{name}` is not a tensor of the left side."), faults)
+        for reader in assignments.readers.get(name, [])[:1]:
+            step.report(Fault(f"`{name}` is removed here and read by {reader.statement.line.title}."), faults)
+    for name, step in assignments.fresh.items():
+        if right is None or name not in right:
+            step.report(Fault(f"`{name}` is not a tensor of the right side."), faults)
+        if name in assignments.values:
+            other = assignments.assigned[name].statement.line.title
+            step.report(Fault(f"`{name}` keeps its initial values here and is assigned by {other}."), faults)
+
+
+def _without_aliases(outputs: list[_Output], aliases: Mapping[str, str], faults: Faults) -> list[_Output]:
+    """Return the outputs without tied names, each of which must be equal to its owner."""
+    by_name = {output.name: output for output in outputs}
+    for alias, owner in aliases.items():
+        if alias not in by_name or by_name[alias].step is None or owner not in by_name:
+            continue
+        if by_name[alias].value != by_name[owner].value:
+            cause = f"`{alias}` is tied to `{owner}`, and its value differs from the owner's."
+            by_name[alias].report(Fault(cause, "the same value for both"), faults)
+    return [output for output in outputs if output.name not in aliases]
+
+
+def _refuse_reread(outputs: list[_Output], left: Tensors, faults: Faults) -> None:
+    """Refuse left tensors with more elements read than they have: one source of two targets."""
+    volumes: dict[str, int] = {}
+    readers: dict[str, dict[str, _Output]] = {}
+    for output in outputs:
+        for piece in output.value.pieces:
+            volumes[piece.source] = volumes.get(piece.source, 0) + piece.source_box.volume
+            readers.setdefault(piece.source, {})[output.name] = output
+    for name, volume in volumes.items():
+        if volume <= prod(left[name].shape):
+            continue
+        found = list(readers[name].values())
+        by = [f"`{one.name}` ({one.step.statement.line.title if one.step else 'equal names'})" for one in found[:4]]
+        accepted = "one target per source; for tied weights the owner alone, and `_ -> alias`"
+        last = next((one for one in reversed(found) if one.step is not None), found[-1])
+        fault = Fault(f"`{name}` is read more than once: it becomes {', '.join(by)}.", accepted)
+        last.report(fault, faults)
+
 
 _SPARE = 200_000
 _PER_TENSOR = 64

@@ -3,21 +3,206 @@
 A name refers to its last assignment, or to the left tensor of that name. A right tensor without an assignment is the
 left tensor of its name. Faults do not spread: the target of a faulty statement is unknown, and statements that read it
 are skipped. Linear in the steps and in the boxes that they make.
+
+Joins, splits and fused layouts of values, as parts interleaved in groups.
+
+A layout that does not divide the tensors of its statement is refused. Numbers of heads come from the text, lengths from
+the tensors; both are checked against each other before any allocation.
+
+The number of tensor-parallel shards of a tensor that a statement names, directly or through intermediate names.
+
+``fused_ffn`` and ``fused_qkv_old`` interleave their parts in one group per shard. A value that is read has the shards
+of its left tensor. A name that is written has those of the right tensor that later statements make of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import bisect
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from paddleformers_fc.aoa import fusing
 from paddleformers_fc.aoa.expand import Budget, Name, Step
 from paddleformers_fc.aoa.faults import Fault, Faults, Span
 from paddleformers_fc.aoa.names import NameIndex, name_skeletons, skeleton
 from paddleformers_fc.aoa.operations import Drop, Fresh, Fused, FusedOrder, Join, Move
-from paddleformers_fc.aoa.shards import Readers, groups_read
-from paddleformers_fc.aoa.tensors import Tensors
-from paddleformers_fc.aoa.values import Value, converted, permuted, transposed, value_of
+from paddleformers_fc.aoa.values import Tensors, Value, converted, interleaved, permuted, transposed, value_of
+from paddleformers_fc.mapping.boxes import Shape
+
+
+def joined(values: Sequence[Value], axis: int) -> Value:
+    """Concatenate values along an axis.
+
+    Raises:
+        Fault: the values differ on another axis.
+    """
+    fused_shape = _common_shape(values, axis)
+    return interleaved(values, tuple(value.shape[axis] for value in values), axis, (1, 1), 1, fused_shape)[0]
+
+
+def split(value: Value, axis: int, count: int) -> list[Value]:
+    """Split a value into ``count`` equal lengths along an axis.
+
+    Raises:
+        Fault: the length is not divisible.
+    """
+    length = _length(value, axis)
+    if length % count:
+        raise Fault(
+            f"Length {length} on axis {axis} is not divisible into {count} equal lengths.",
+            "equal lengths; for unequal ones, split into more names and join them: `a -> a[0:7], axis=0` and then "
+            "`a[0:2] -> b, axis=0`",
+        )
+    return interleaved([value], (length // count,) * count, axis, (1, 1), count, value.shape)
+
+
+def fused(values: Sequence[Value], layout: Fused, groups: tuple[int, int], into: int) -> list[Value]:
+    """Convert parts between values that contain them.
+
+    Args:
+        values: one per part, or one that contains all parts.
+        layout: the operation; ``fused_qkv`` interleaves its parts per kv head.
+        groups: the number of groups of a single value that is read, and of a single result.
+        into: the number of results: one per part, or 1.
+    Raises:
+        Fault: the lengths of the values do not fit the layout.
+    """
+    axis, counts = layout.axis, layout.counts
+    parts = _parts(values, axis, counts)
+    if layout.kind is FusedOrder.FFN and parts[0] != parts[1]:
+        raise Fault(f"Gate and up have different lengths {list(parts)} on axis {axis}.")
+    if layout.kind is FusedOrder.QKV:
+        groups = (layout.groups, 1) if into > 1 else (1, layout.groups)
+        for part, count in zip(parts, counts, strict=True):
+            if part % count:
+                raise Fault(f"Length {part} on axis {axis} is not divisible into {count} heads.")
+    if layout.kind is FusedOrder.QKV_PER_RANK:
+        head = parts[0] // layout.heads
+        if parts != tuple(count * head for count in counts):
+            raise Fault(f"Lengths {list(parts)} on axis {axis} are not {_listed(counts)} heads of one size.")
+        for count in groups:
+            if layout.groups % count or layout.heads % count:
+                raise Fault(f"{layout.heads} query and {layout.groups} kv heads are not divisible among {count} ranks.")
+    for part in parts:
+        for count in groups:
+            if part % count:
+                raise Fault(f"Length {part} on axis {axis} is not divisible among {count} ranks.")
+    return interleaved(values, parts, axis, groups, into, _common_shape(values, axis))
+
+
+def _parts(values: Sequence[Value], axis: int, counts: Shape) -> Shape:
+    """Return the lengths of the parts: of every value, or shares of the one value that contains all."""
+    if len(values) > 1:
+        return tuple(_length(value, axis) for value in values)
+    length, total = _length(values[0], axis), sum(counts)
+    if length % total:
+        raise Fault(f"Length {length} on axis {axis} is not divisible into {total} equal lengths.")
+    return tuple(length // total * count for count in counts)
+
+
+def _length(value: Value, axis: int) -> int:
+    if axis >= len(value.shape):
+        raise Fault(
+            f"Shape {list(value.shape)} has no axis {axis}.",
+            f"axis={len(value.shape) - 1}" if value.shape else "a tensor with axes",
+        )
+    return value.shape[axis]
+
+
+def _common_shape(values: Sequence[Value], axis: int) -> Shape:
+    """Return the shape that all values share, with length 0 on ``axis``."""
+    shapes = []
+    for value in values:
+        _length(value, axis)
+        shapes.append((*value.shape[:axis], 0, *value.shape[axis + 1 :]))
+    if len(set(shapes)) > 1:
+        shown = " and ".join(str(list(value.shape)) for value in values[:4])
+        raise Fault(f"Shapes {shown} differ on another axis than {axis}.")
+    return shapes[0]
+
+
+def _listed(counts: Shape) -> str:
+    return f"{counts[0]}, {counts[1]} and {counts[2]}"
+
+
+def groups_read(value: Value, axis: int, cuts: Mapping[str, Shape]) -> int:
+    """Return the number of shards of the left tensor that a value comes from, along an axis of the value.
+
+    Raises:
+        Fault: the value comes from several tensors, or the tensor is cut on another axis.
+    """
+    origins = {(piece.source, piece.axes) for piece in value.pieces}
+    if len(origins) != 1:
+        names = sorted({piece.source for piece in value.pieces})
+        raise Fault(
+            f"The source consists of {', '.join(names[:3])}: the shards are ambiguous.",
+            "a name that comes from one tensor",
+        )
+    ((source, axes),) = origins
+    return _groups(source, cuts[source], axes[axis]) if axis < len(axes) else 1
+
+
+def _groups(name: str, cuts: Shape, axis: int) -> int:
+    """Return the shards along an axis, where no other axis is cut."""
+    others = [other for other, count in enumerate(cuts) if count > 1 and other != axis]
+    if others:
+        raise Fault(
+            f"The parts of {name} are on axis {axis}, and tensor parallelism cuts {name} on axis {others[0]}.",
+            "statements that join and split by `axis=`, which do not depend on shards",
+        )
+    return cuts[axis] if axis < len(cuts) else 1
+
+
+class Readers:
+    """Finds the later step that reads a name.
+
+    Args:
+        steps: all steps, in order.
+        cuts: the number of shards of every right tensor on each axis.
+        budget: limit of all steps that are followed. A long chain of fused layouts would take quadratic time.
+    """
+
+    def __init__(self, steps: Sequence[Step], cuts: Mapping[str, Shape], budget: Budget) -> None:
+        self._steps = steps
+        self._cuts = cuts
+        self._budget = budget
+        self._readers: dict[str, list[int]] | None = None
+
+    def groups_written(self, name: str, axis: int, rank: int, after: int) -> int:
+        """Return the number of shards of the right tensor that a name becomes, along an axis of the name.
+
+        Args:
+            name: the name that a step writes.
+            axis: an axis of it.
+            rank: its number of axes.
+            after: index of the step that writes it.
+        Raises:
+            Fault: the name is split, or becomes a tensor that is cut on another axis.
+        """
+        while name not in self._cuts:
+            self._budget.spend(1)
+            index = self._next(name, after)
+            if index is None:
+                return 1
+            step = self._steps[index]
+            if len(step.right) > 1:
+                raise Fault(f"{name} is split later: the shards are ambiguous.", "a name that is not split")
+            transposed = any(left.text == name and left.transposed for left in step.left)
+            axis = rank - 1 - axis if transposed else axis
+            if isinstance(step.operation, Move) and step.operation.permute is not None:
+                order = step.operation.permute or tuple(reversed(range(rank)))
+                axis = order.index(axis) if axis in order else axis
+            name, after = step.right[0], index
+        return _groups(name, self._cuts[name], axis)
+
+    def _next(self, name: str, after: int) -> int | None:
+        if self._readers is None:
+            self._readers = {}
+            for index, step in enumerate(self._steps):
+                for left in step.left:
+                    self._readers.setdefault(left.text, []).append(index)
+        indices = self._readers.get(name, [])
+        following = bisect.bisect_right(indices, after)
+        return indices[following] if following < len(indices) else None
 
 
 @dataclass
@@ -124,9 +309,9 @@ class Interpreter:
         if isinstance(operation, Fused):
             return self._fused(at, step, operation, values)
         if len(step.right) == 1:
-            return [fusing.joined(values, operation.axis)]
+            return [joined(values, operation.axis)]
         self._budget.spend(len(step.right))
-        return fusing.split(values[0], operation.axis, len(step.right))
+        return split(values[0], operation.axis, len(step.right))
 
     def _moved(self, move: Move, value: Value) -> Value:
         if move.permute is not None:
@@ -145,13 +330,13 @@ class Interpreter:
         if layout.kind is FusedOrder.QKV:
             longest = max((length for value in values for length in value.shape), default=0)
             self._budget.spend(3 * min(layout.groups, longest))
-            return fusing.fused(values, layout, (1, 1), into)
+            return fused(values, layout, (1, 1), into)
         groups = (
             1 if len(values) > 1 else groups_read(values[0], axis, self._left_cuts),
             1 if into > 1 else self._readers.groups_written(step.right[0], axis, len(values[0].shape), at),
         )
         self._budget.spend(3 * sum(groups))
-        return fusing.fused(values, layout, groups, into)
+        return fused(values, layout, groups, into)
 
 
 class _UnknownName(Fault):

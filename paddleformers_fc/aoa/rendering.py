@@ -1,7 +1,7 @@
 """Render a mapping as AOA text: few statements with placeholders where that is exact, whole names elsewhere.
 
 The text is parsed again and compared, box by box; text with another mapping is never returned. Layers that are alike
-are rendered and verified once (:mod:`.layers`). Linear in the names, and in the correspondences of one layer of each
+are rendered and verified once (:mod:`.runs`). Linear in the names, and in the correspondences of one layer of each
 kind, up to sorting.
 """
 
@@ -11,14 +11,12 @@ import contextlib
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from paddleformers_fc.aoa.compact import compacted
 from paddleformers_fc.aoa.components import Component, Inexpressible, SourceView, connected, ordered, oriented
 from paddleformers_fc.aoa.evaluate import parse
-from paddleformers_fc.aoa.layers import reduce_layers
 from paddleformers_fc.aoa.names import NameIndex
-from paddleformers_fc.aoa.runs import Hints
-from paddleformers_fc.aoa.statement_text import StatementWriter, Text, name_fault
-from paddleformers_fc.aoa.tensors import AoaTensor
+from paddleformers_fc.aoa.runs import Hints, reduce_layers
+from paddleformers_fc.aoa.statement_text import StatementWriter, Text, compacted, name_fault
+from paddleformers_fc.aoa.values import AoaTensor
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.mapping.boxes import Shape
 from paddleformers_fc.mapping.correspondences import Correspondence, TensorMapping, TensorSpec, coalesced

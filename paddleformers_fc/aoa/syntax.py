@@ -13,16 +13,116 @@
                | 'num_heads' '=' number | 'num_key_value_groups' '=' number
 
 Names contain placeholders (``$LAYER_ID``, ``$EXPERT_ID``, ``$LAYER_ID_OFFSET``) and one ``*``. Linear in the tokens.
+
+Split the text of one statement into tokens, each with its position.
+
+One pass with a regular expression that never backtracks over more than one token; linear in the text.
+
+Read AOA statements: from a list of texts, or an ``aoa_config``, to a program.
+
+No tensor is looked up here. Lines that are not statements are kept with their faults, so that one report lists the
+faults of all statements (:mod:`.evaluate`). Linear in the text.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from functools import lru_cache
 
 from paddleformers_fc.aoa.faults import Fault, SourceLine, Span
-from paddleformers_fc.aoa.lexing import Token, TokenKind, tokenize
+from paddleformers_fc.errors import MappingError
+
+
+class TokenKind(Enum):
+    """The kind of a token; the value is its text in reports."""
+
+    NAME = "a name"
+    NUMBER = "a number"
+    STRING = "a quoted string"
+    ARROW = "`->`"
+    COMMA = "`,`"
+    EQUAL = "`=`"
+    COLON = "`:`"
+    OPEN = "`[`"
+    CLOSE = "`]`"
+    END = "the end of the statement"
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A token and its characters. The text of a string has no quotes."""
+
+    kind: TokenKind
+    text: str
+    span: Span
+
+
+_TOKEN = re.compile(
+    r"(?P<ARROW>->)|(?P<EQUAL>=)|(?P<COLON>:)|(?P<OPEN>\[)|(?P<CLOSE>\])|(?P<COMMA>,)|(?P<NUMBER>[0-9]+)"
+    r"|(?P<STRING>\"[^\"]*\"|'[^']*')|(?P<NAME>[A-Za-z_][A-Za-z0-9_.$*^]*)|(?P<SPACE>[ \t]+)"
+)
+_DIGITS = 9
+
+_BREAK = ("A statement has more than one line.", "a separate entry for every statement")
+_REFUSED = {
+    "\n": _BREAK,
+    "\r": _BREAK,
+    "-": (
+        "Invalid character `-` in a name or number.",
+        "names of letters, digits, `_` and `.`; an axis counted from the left, from 0",
+    ),
+    ">": ("`>` is valid only in `->`.", "`a -> b`"),
+    "#": ("The language has no comments.", "a comment of the file that contains the statements, such as YAML's"),
+    '"': ("The quote is not closed.", 'a value such as permute="[1, 0]"'),
+    "'": ("The quote is not closed.", "a value such as dtype='bfloat16'"),
+    ".": ("A name begins with a letter or `_`.", ""),
+    "$": ("A name begins with a letter or `_`; a placeholder is inside a name.", "layers.$LAYER_ID.weight"),
+    "*": ("A name begins with a letter or `_`; a wildcard is inside a name.", "layers.*.weight"),
+    "^": ("`^T` directly follows a name.", "weight^T -> weight"),
+}
+
+
+def tokenize(text: str) -> list[Token]:
+    """Return the tokens of one line, with an END token after the last.
+
+    Raises:
+        Fault: the first invalid character.
+    """
+    tokens: list[Token] = []
+    at = 0
+    while at < len(text):
+        found = _TOKEN.match(text, at)
+        if found is None:
+            span = Span(at, at + 1)
+            cause, accepted = _REFUSED.get(text[at], (f"Invalid character {text[at]!r}.", ""))
+            raise Fault(cause, accepted, span)
+        begin, at = at, found.end()
+        if found.lastgroup != "SPACE":
+            tokens.append(_token(TokenKind[str(found.lastgroup)], found.group(), Span(begin, at)))
+    _refuse_leading_digits(tokens)
+    return [*tokens, Token(TokenKind.END, "", Span(at, at + 1))]
+
+
+def _token(kind: TokenKind, text: str, span: Span) -> Token:
+    if kind is TokenKind.STRING:
+        return Token(kind, text[1:-1], span)
+    if kind is TokenKind.NUMBER and len(text) > _DIGITS:
+        raise Fault(f"Number of {len(text)} digits; no tensor is as large.", "", span)
+    return Token(kind, text, span)
+
+
+def _refuse_leading_digits(tokens: list[Token]) -> None:
+    """Refuse ``0.weight``, which is a number directly followed by a name."""
+    for first, second in zip(tokens, tokens[1:], strict=False):
+        if first.kind is TokenKind.NUMBER and second.kind is TokenKind.NAME and first.span.end == second.span.begin:
+            raise Fault(
+                "A name begins with a letter or `_`, not with a digit.", "", Span(first.span.begin, second.span.end)
+            )
+
 
 NOTHING = "_"
 TRANSPOSED = "^T"
@@ -190,3 +290,73 @@ class _Reader:
         self._expect(TokenKind.EQUAL, f"{token.text}=...")
         value = self._expect(_VALUES[token.text], f"{token.text}= and {_VALUES[token.text].value}")
         return Attribute(token.text, value.text, Span(token.span.begin, value.span.end))
+
+
+_CONFIG = {"aoa_statements": list, "aoa_config_reverse": bool, "enable_traceback": bool}
+
+
+@dataclass(frozen=True)
+class Program:
+    """Parsed statements.
+
+    Args:
+        statements: in the order of the text.
+        invalid: lines that are not statements, with their faults.
+        reverse: whether the statements are written for the opposite direction.
+    """
+
+    statements: tuple[AoaStatement, ...]
+    invalid: tuple[tuple[SourceLine, Fault], ...] = ()
+    reverse: bool = False
+
+
+def read_config(config: object) -> Program:
+    """Return the program of an ``aoa_config``.
+
+    Args:
+        config: the value in a configuration, of any type.
+    Raises:
+        MappingError: the value is not a mapping, or has an unknown key or a value of another type. Invalid statements
+            are reported when the program is evaluated.
+    """
+    if not isinstance(config, Mapping):
+        raise _invalid("aoa_config is not a mapping.", f"it is {type(config).__name__}")
+    for key, value in config.items():
+        if key not in _CONFIG or not isinstance(value, _CONFIG[key]):
+            wanted = f"expected {_CONFIG[key].__name__}" if key in _CONFIG else "unknown key"
+            raise _invalid(f"aoa_config has an invalid entry {key!r}.", f"{key} is {type(value).__name__}, {wanted}")
+    texts = config.get("aoa_statements", [])
+    for entry in texts:
+        # Nested lists, as YAML's references make them out of little text, would be endless as text.
+        if not isinstance(entry, str):
+            raise _invalid("aoa_statements has an entry that is not text.", f"an entry is {type(entry).__name__}")
+    return replace(read_statements(texts), reverse=config.get("aoa_config_reverse", False))
+
+
+def read_statements(statements: Sequence[str]) -> Program:
+    """Return the program of a list of statements. Programs are immutable and the last ones are kept."""
+    return _parsed(tuple(statements))
+
+
+@lru_cache(maxsize=4)
+def _parsed(texts: tuple[str, ...]) -> Program:
+    found: list[AoaStatement] = []
+    invalid: list[tuple[SourceLine, Fault]] = []
+    for number, text in enumerate(texts, start=1):
+        line = SourceLine(number, text.strip("\r\n"))
+        try:
+            statement = parse_line(line)
+        except Fault as fault:
+            invalid.append((line, fault))
+        else:
+            found += [] if statement is None else [statement]
+    return Program(tuple(found), tuple(invalid))
+
+
+def _invalid(problem: str, evidence: str) -> MappingError:
+    return MappingError(
+        problem,
+        where="aoa_config",
+        evidence=[evidence],
+        next_step=f"Use the keys {', '.join(_CONFIG)}; write every statement as one text in quotes.",
+    )

@@ -2,16 +2,18 @@
 
 Operations make values from values by moving boxes. The cost of an operation is linear in the boxes of its values and in
 its parts, up to a sort.
+
+The tensors of a side, as far as the language depends on them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from paddleformers_fc.aoa.faults import Fault
 from paddleformers_fc.mapping.boxes import Box, BoxFinder, Shape, whole
-from paddleformers_fc.mapping.correspondences import Correspondence, coalesced
+from paddleformers_fc.mapping.correspondences import Correspondence, TensorSpec, coalesced
 from paddleformers_fc.mapping.rules import interleave, parts_by_tensor
 from paddleformers_fc.mapping.templates import pulled
 
@@ -135,3 +137,32 @@ class _Slabs:
 
 def _put(shape: Shape, axis: int, value: int) -> Shape:
     return (*shape[:axis], value, *shape[axis + 1 :])
+
+
+@dataclass(frozen=True, slots=True)
+class AoaTensor:
+    """A tensor of one side.
+
+    Args:
+        shape: its global shape, in elements.
+        dtype: its element type by its numpy name, such as ``bfloat16``.
+        cuts: number of tensor-parallel shards along each axis.
+    """
+
+    shape: Shape
+    dtype: str
+    cuts: Shape
+
+    @property
+    def spec(self) -> TensorSpec:
+        """Shape and dtype alone."""
+        return TensorSpec(self.shape, self.dtype)
+
+
+Tensors = Mapping[str, AoaTensor]
+"""The tensors of a side by name."""
+
+
+def uncut(shape: Shape, dtype: str) -> AoaTensor:
+    """Return a tensor that is not divided between ranks, as in a file of open weights."""
+    return AoaTensor(shape, dtype, (1,) * len(shape))

@@ -1,18 +1,36 @@
-"""``list``: the checkpoints and leftovers of an output directory as text."""
+"""``list`` and ``clean``: the checkpoints of an output directory, and leftovers of interrupted saves, as text."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paddleformers_fc.cli.cleaning import show_leftovers
-from paddleformers_fc.execute.output_directory import OutputFacts, directories_below
+from paddleformers_fc.execute.output_directory import Cleaned, LeftoverFacts, OutputFacts, directories_below
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.text import count_text, size_text
-from paddleformers_fc.trainer.degrees import degrees_text
+from paddleformers_fc.trainer.lineage import degrees_text
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+
+def show_cleaned(found: Cleaned, console: Console) -> None:
+    """Print a line per directory, and the sum."""
+    from rich.text import Text
+
+    console.print(Text(found.path, "bold"))
+    show_leftovers(found.left, console)
+    for one in found.removed:
+        console.print(f"  removed  {one.name}  {size_text(one.bytes)}")
+    size = size_text(sum(one.bytes for one in found.removed))
+    summary = f": {count_text(len(found.removed), 'leftover')}, {size}; {len(found.left)} left"
+    console.print(Text.assemble(("removed", "bold green"), summary))
+
+
+def show_leftovers(found: list[LeftoverFacts], console: Console) -> None:
+    """Print every leftover with its size and its reason."""
+    for one in found:
+        console.print(f"  {one.name}  {size_text(one.bytes)}: {one.why}")
 
 
 def show(found: OutputFacts, console: Console) -> None:

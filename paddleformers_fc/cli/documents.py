@@ -7,13 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from paddleformers_fc.cli.converting import Converted
-from paddleformers_fc.cli.declared import FamilyTable
-from paddleformers_fc.cli.exporting import Exported
+from paddleformers_fc.cli.explaining import FamilyTable
+from paddleformers_fc.cli.exporting import Converted, Exported
 from paddleformers_fc.cli.training import Ended, LaunchPlan
 from paddleformers_fc.execute.diff_checkpoints import Difference
-from paddleformers_fc.execute.inspect import Inspection
-from paddleformers_fc.execute.output_directory import Cleaned, OutputFacts
+from paddleformers_fc.execute.output_directory import Cleaned, Inspection, OutputFacts
 from paddleformers_fc.execute.verify import Verification
 from paddleformers_fc.formats.aoa_statements import StatementList
 from paddleformers_fc.plan.explain import Explanation

@@ -1,9 +1,14 @@
-"""``explain``: the stored boxes of a tensor, and the rules between its names, as text."""
+"""``explain``, ``aoa`` and ``families`` as text: the boxes and rules of a tensor, statements, declared families."""
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
+import msgspec
+
+from paddleformers_fc.families.registry import FAMILIES, family_classes
+from paddleformers_fc.formats.aoa_statements import StatementList, sizes_text
 from paddleformers_fc.mapping import Rule
 from paddleformers_fc.mapping.boxes import whole
 from paddleformers_fc.plan.explain import CANONICAL, BoxSource, ExplainedTensor, Explanation
@@ -55,3 +60,51 @@ def _rule_text(rule: Rule) -> str:
     facts += [str(rule.slab)] if rule.slab is not None else []
     sides = f"{', '.join(rule.sources)} (canonical) = {', '.join(rule.targets)} (stored)"
     return sides + (f": {'; '.join(facts)}" if facts else "")
+
+
+class FamilyFacts(msgspec.Struct, frozen=True):
+    """A model family.
+
+    Attributes:
+        family: the ``model_type``.
+        classes: libraries of its model classes.
+    """
+
+    family: str
+    classes: list[str]
+
+
+class FamilyTable(msgspec.Struct, frozen=True):
+    """The families of this package.
+
+    Attributes:
+        families: in order of their names.
+    """
+
+    families: list[FamilyFacts]
+
+
+def family_table() -> FamilyTable:
+    """Return every declared family."""
+    return FamilyTable([FamilyFacts(one.name, family_classes(one)) for one in FAMILIES])
+
+
+def show_families(found: FamilyTable, console: Console) -> None:
+    """Print a row per family."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table("family", "classes", box=box.SIMPLE_HEAD, pad_edge=False)
+    for one in found.families:
+        table.add_row(one.family, ", ".join(one.classes))
+    console.print(table)
+
+
+def show_statements(found: StatementList, console: Console) -> None:
+    """Print the statements, one per line."""
+    from rich.text import Text
+
+    if found.toy_sizes is not None:
+        sys.stderr.write(f"Statements for the sizes of a toy: {sizes_text(found.toy_sizes)}\n")
+    for statement in found.aoa_statements:
+        console.print(Text(statement), soft_wrap=True)

@@ -138,7 +138,7 @@ def inspect(
 ) -> int:
     """Show the content of a checkpoint: its run, roles, dtypes, files and tensors."""
     from paddleformers_fc.cli import inspection
-    from paddleformers_fc.execute.inspect import damaged_facts, inspect_directory
+    from paddleformers_fc.execute.output_directory import damaged_facts, inspect_directory
 
     source = _named(directory)
     try:
@@ -202,13 +202,13 @@ def doctor(
 
     128 MiB are written to the directory and read again to measure its disk; none of it stays.
     """
-    from paddleformers_fc.cli import diagnosing
+    from paddleformers_fc.cli import verification
     from paddleformers_fc.trainer.diagnosis import diagnose
 
     output_dir = None if directory is None else _local(directory, "A diagnosis")
     with progress.working("examining the environment"):
         found = diagnose(output_dir, hooks)
-    _present(found, diagnosing.show, as_json)
+    _present(found, verification.show_diagnosis, as_json)
     return OK if found.passed else FAULT
 
 
@@ -285,10 +285,10 @@ def aoa(
 
     They follow from the sizes in the model's config.json. A family alone has none, and takes --toy.
     """
-    from paddleformers_fc.cli import statements
+    from paddleformers_fc.cli import explaining
     from paddleformers_fc.formats.aoa_statements import aoa_statements
 
-    _present(aoa_statements(model, reverse=reverse, toy=toy, tp=tp), statements.show, as_json)
+    _present(aoa_statements(model, reverse=reverse, toy=toy, tp=tp), explaining.show_statements, as_json)
     return OK
 
 
@@ -430,15 +430,15 @@ def convert(
 
     The format of SRC is detected, and SRC is not changed. Needs neither a model nor a GPU.
     """
-    from paddleformers_fc.cli import converting
+    from paddleformers_fc.cli import exporting
     from paddleformers_fc.trainer.options import parse_size
 
     named, target = _named(source), _target(directory, "A conversion")
     with progress.working(f"converting {named}"):
         size = parse_size(max_shard_size)
-        choices = converting.ConvertOptions(to.value, config, size, verify.value, replace, tied.value)
-        found = converting.convert(named, target, choices)
-    _present(found, converting.show, as_json)
+        choices = exporting.ConvertOptions(to.value, config, size, verify.value, replace, tied.value)
+        found = exporting.convert(named, target, choices)
+    _present(found, exporting.show_converted, as_json)
     output.warn_unverified(named, verify.value)
     return OK
 
@@ -454,7 +454,7 @@ def clean(
     Make sure that no job on another host saves in this directory. --json without
     --yes lists the leftovers and removes none.
     """
-    from paddleformers_fc.cli import cleaning
+    from paddleformers_fc.cli import checkpoints
     from paddleformers_fc.execute import output_directory
     from paddleformers_fc.text import size_text
 
@@ -464,7 +464,7 @@ def clean(
         return typer.confirm(f"Remove {one.name} ({size_text(one.bytes)})? {one.why}", err=True)
 
     found = output_directory.clean(_local(directory, "Cleaning"), confirmed)
-    _present(found, cleaning.show, as_json)
+    _present(found, checkpoints.show_cleaned, as_json)
     return OK
 
 
@@ -522,9 +522,9 @@ def train(
 @app.command()
 def families(as_json: Json = False) -> int:
     """List the declared model families and the libraries of their classes."""
-    from paddleformers_fc.cli import declared
+    from paddleformers_fc.cli import explaining
 
-    _present(declared.family_table(), declared.show, as_json)
+    _present(explaining.family_table(), explaining.show_families, as_json)
     return OK
 
 

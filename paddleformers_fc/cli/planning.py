@@ -12,8 +12,7 @@ import msgspec
 from paddleformers_fc.cli.settings import read_settings
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.mapping.folding import fold
-from paddleformers_fc.plan.flows import PlanFlows
-from paddleformers_fc.plan.forecast import GridPlan, RankForecast
+from paddleformers_fc.plan.forecast import GridPlan, PlanFlows, RankForecast
 from paddleformers_fc.storage.files import (
     exists,
     is_directory,

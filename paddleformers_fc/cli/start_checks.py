@@ -24,8 +24,7 @@ from paddleformers_fc.layout.grid import ParallelGrid
 from paddleformers_fc.plan.simulate import declared_model
 from paddleformers_fc.storage.files import exists, is_directory, list_directory
 from paddleformers_fc.storage.manifest import MANIFEST_NAME, read_manifest, verify_files
-from paddleformers_fc.storage.names import parse_step
-from paddleformers_fc.storage.paths import expand_user, parse_path
+from paddleformers_fc.storage.paths import expand_user, parse_path, parse_step
 from paddleformers_fc.storage.remote_writes import check_remote_writable
 from paddleformers_fc.text import count_text
 from paddleformers_fc.trainer.options import FIELD_NAMES, unknown_keys, upload_url

@@ -1,4 +1,4 @@
-"""``verify``: the checks of a checkpoint as text."""
+"""``verify`` and ``doctor``: the checks of a checkpoint, and the diagnosis, as text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from paddleformers_fc.execute.verify import Verification
-from paddleformers_fc.formats.checks import UNCOMPARED, Check
+from paddleformers_fc.formats.checkpoint import UNCOMPARED, Check
+from paddleformers_fc.trainer.diagnosis import Diagnosis
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -53,3 +54,21 @@ def _verdict(outcome: Verification) -> tuple[str, str]:
     if all(check.passed for check in outcome.checks):
         return "could not be checked", "bold yellow"
     return "FAILED", "bold red"
+
+
+def show_diagnosis(found: Diagnosis, console: Console) -> None:
+    """Print versions, a line per check, what a resume skips, and the known faults of the installed versions."""
+    from rich.text import Text
+
+    versions = [f"{one.name} {one.version or 'not installed'}" for one in found.packages]
+    console.print(Text(", ".join(versions)), soft_wrap=True)
+    if found.path:
+        console.print(Text(found.path, "bold"))
+    show_checks(found.checks, console)
+    for line in found.skipped:
+        console.print(Text(f"  skipped: {line}"), soft_wrap=True)
+    if found.known_faults:
+        console.print("  faults of the installed versions that paddleformers-fc avoids (docs/results/guarantees.md):")
+    for fault in found.known_faults:
+        console.print(Text(f"    {fault.id}  {fault.package}: {fault.what}", "dim"), soft_wrap=True)
+    console.print(Text("OK", "bold green") if found.passed else Text("FAILED", "bold red"))

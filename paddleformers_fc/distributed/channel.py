@@ -11,6 +11,13 @@ gives the bytes of one rank to some others.
 
 Cost of one exchange: an all-gather of a frame of 1 KiB, and a second all-gather of the padded payloads if one is longer
 than a frame. An all-to-all carries exactly the bytes.
+
+Format ranks for reports: a thousand of them in one line.
+
+A channel for a thread beside the training, over a gloo group of its own.
+
+Its messages are in host memory, so its exchanges launch nothing on a device. Gloo has no all-to-all, and here it is an
+all-gather: every rank gets the bytes of all. A save sends such messages only if ranks write onto several disks.
 """
 
 from __future__ import annotations
@@ -22,8 +29,51 @@ from typing import Any, Protocol, TypeVar, cast
 import msgspec
 import numpy as np
 
-from paddleformers_fc.distributed.rank_format import MOST_VALUES, escape_text, format_ranks, group_by_value
 from paddleformers_fc.errors import CheckpointError, FlexError, PeerError, from_wire
+
+MOST_VALUES = 8
+"""Most values in one line."""
+
+
+def format_ranks(ranks: Iterable[int]) -> str:
+    """Return ranks as ``rank 3`` or ``ranks 0-2, 5``.
+
+    Args:
+        ranks: at least one, in any order.
+    """
+    runs: list[list[int]] = []
+    for rank in sorted(set(ranks)):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    text = ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
+    return f"rank {text}" if len(runs) == 1 and runs[0][0] == runs[0][1] else f"ranks {text}"
+
+
+def group_by_value(values: Sequence[str] | Mapping[int, str]) -> str:
+    """Return values with their ranks: ``8 on ranks 0-2; 9 on rank 3``. The value of the fewest ranks is last.
+
+    Args:
+        values: the value of each rank, by rank.
+    """
+    holders: dict[str, list[int]] = {}
+    for rank, value in values.items() if isinstance(values, Mapping) else enumerate(values):
+        holders.setdefault(value, []).append(rank)
+    lines = [f"{value} on {format_ranks(ranks)}" for value, ranks in sorted(holders.items(), key=_largest_group_first)]
+    if len(lines) > MOST_VALUES:
+        lines[MOST_VALUES - 1 :] = [f"{len(lines) - MOST_VALUES + 1} more values on other ranks"]
+    return "; ".join(lines)
+
+
+def _largest_group_first(entry: tuple[str, list[int]]) -> tuple[int, int]:
+    return -len(entry[1]), entry[1][0]
+
+
+def escape_text(text: str) -> str:
+    """Return a text that UTF-8 can encode: surrogates, as in file names of arbitrary bytes, are escaped."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 """Bytes in transit, one-dimensional."""
@@ -363,3 +413,36 @@ def _without_path(error: FlexError) -> tuple[type[FlexError], str, tuple[str, ..
     own_path = re.compile(re.escape(path) + r"(?![\w/-])")
     what, *evidence = (own_path.sub("each path below", text) for text in (error.what, *error.evidence))
     return type(error), what, tuple(evidence), error.next_step
+
+
+_messages = msgspec.msgpack.Decoder(dict[int, bytes])
+
+
+class HostChannel:
+    """All ranks of a job.
+
+    Args:
+        group: a ``ProcessGroupGloo`` of all ranks, which no other thread uses.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self.rank, self.world_size = int(group.rank()), int(group.size())
+        self._group = group
+
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        """Return the payload of every rank, by one or two all-gathers of bytes."""
+        return gather_payloads(payload, self._all_gather)
+
+    def all_to_all(self, outgoing: Mapping[int, Bytes], sizes: Mapping[int, int]) -> dict[int, Bytes]:
+        """Send and receive bytes by an all-gather."""
+        sent = msgspec.msgpack.encode({receiver: data.tobytes() for receiver, data in outgoing.items()})
+        everyone = self.all_gather(sent)
+        return {sender: np.frombuffer(_messages.decode(everyone[sender])[self.rank], np.uint8) for sender in sizes}
+
+    def _all_gather(self, array: Bytes) -> list[Bytes]:
+        import paddle
+
+        place = paddle.CPUPlace()
+        gathered = [paddle.empty([array.size], dtype="uint8", device=place) for _ in range(self.world_size)]
+        self._group.all_gather(gathered, paddle.to_tensor(array, place=place), True).wait()
+        return [tensor.numpy() for tensor in gathered]

@@ -19,8 +19,7 @@ import msgspec
 import xxhash
 
 from paddleformers_fc import __version__
-from paddleformers_fc.distributed.channel import Channel, all_gather_checked
-from paddleformers_fc.distributed.rank_format import escape_text, group_by_value
+from paddleformers_fc.distributed.channel import Channel, all_gather_checked, escape_text, group_by_value
 from paddleformers_fc.errors import PeerError
 from paddleformers_fc.families.description import IS_FLEET, ModelDescription
 

@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
-from paddleformers_fc.distributed.rank_format import format_ranks
+from paddleformers_fc.distributed.channel import format_ranks
 from paddleformers_fc.errors import FlexError, PeerError, from_wire
 
 MAX_FINAL_WAIT_SECONDS = 5.0

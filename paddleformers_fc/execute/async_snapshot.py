@@ -23,10 +23,9 @@ from typing import Any
 
 import numpy as np
 
-from paddleformers_fc.execute.device import has_pinned_memory, in_host_memory
-from paddleformers_fc.execute.element_ranges import ElementRange, ElementRanges
 from paddleformers_fc.execute.memory import HostPieces, HostTensors, begin_copies, copy_to_host, dtype_of
-from paddleformers_fc.execute.staging_pool import DeviceCopy, page_locked_bytes
+from paddleformers_fc.execute.replicas import ElementRange, ElementRanges
+from paddleformers_fc.execute.staging_pool import DeviceCopy, has_pinned_memory, in_host_memory, page_locked_bytes
 from paddleformers_fc.layout.live import Roles
 
 _PIECE_BYTES = 16 << 20

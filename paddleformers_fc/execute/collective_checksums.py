@@ -18,21 +18,18 @@ from typing import TypeVar
 
 import msgspec
 
-from paddleformers_fc.distributed.channel import Channel, gather_and_keep, refuse_failed
-from paddleformers_fc.distributed.rank_format import format_ranks
+from paddleformers_fc.distributed.channel import Channel, format_ranks, gather_and_keep, refuse_failed
 from paddleformers_fc.errors import Corrupt, FlexError, StorageError
 from paddleformers_fc.formats import Catalog
 from paddleformers_fc.formats.catalog import EVERYONE
 from paddleformers_fc.formats.flex import DOCUMENTS
-from paddleformers_fc.plan.block_owners import RecordedBlocks
-from paddleformers_fc.plan.checksum_blocks import blocks_read
+from paddleformers_fc.plan.block_owners import RecordedBlocks, blocks_read
 from paddleformers_fc.plan.items import StoredPart
 from paddleformers_fc.storage.block_checksums import BlockComparison, compare_blocks
-from paddleformers_fc.storage.file_checksums import FileChecksum, is_document
-from paddleformers_fc.storage.identity import Identities
+from paddleformers_fc.storage.checksum import FileChecksum, is_document
 from paddleformers_fc.storage.manifest import RESTORE
 from paddleformers_fc.storage.paths import AnyPath
-from paddleformers_fc.storage.ranges import RangeReader
+from paddleformers_fc.storage.ranges import Identities, RangeReader
 
 _LENGTH = struct.Struct("<Q")
 _T = TypeVar("_T")

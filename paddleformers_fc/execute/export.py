@@ -1,36 +1,44 @@
 """Export: write a flex checkpoint, or a live model, as files of another format.
 
 The format's writer decides about tensors, files, headers and the index; by default it is that of Hugging Face. Every
-rank on the coordinator's disk writes some of the files (:mod:`.export_files`), in batches (:mod:`.export_batches`) that
+rank on the coordinator's disk writes some of the files (:mod:`.export_files`), in batches (:mod:`.export_files`) that
 read only the ranges of their tensors. Memory is two batches plus scratch memory, independent of the size of the model
 or of a tensor. The same checkpoint content gives the same bytes under every layout. Checksums are computed while the
 files are written (:mod:`paddleformers_fc.storage.export_checksums`).
 
 A live model is first saved as a checkpoint of its weights in a staging directory beside the target, and exported from
 there: one more pass over the storage instead of gathering tensors over the network.
+
+Select the tensors that an export in another dtype casts, and their sources.
+
+The tensors of the model's own dtype change; others, such as a float32 router beside bfloat16 weights, stay, and so do
+tensors that the family declares as float32. To float32 a weight is read from its master weight if one is stored, so no
+digit of it is lost.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from paddleformers_fc.distributed.channel import ALONE, Channel, run_on_all
 from paddleformers_fc.distributed.consistency import ConsistencyCheck, software_versions
 from paddleformers_fc.errors import OptionError
-from paddleformers_fc.execute.export_batches import batch_bytes
-from paddleformers_fc.execute.export_files import ExportJob, write_files
+from paddleformers_fc.execute.commit_coordinator import staging_beside
+from paddleformers_fc.execute.export_files import ExportJob, batch_bytes, write_files
 from paddleformers_fc.execute.export_target import staged_export, try_discard
 from paddleformers_fc.execute.merging import Merge, read_merge
 from paddleformers_fc.execute.opening import compare_unread, open_on_all_ranks, own_file
-from paddleformers_fc.execute.recasting import recast, recast_documents
 from paddleformers_fc.execute.redistribute import ReadContext, compare_redistributed
 from paddleformers_fc.execute.save import JobRecord, save_checkpoint
-from paddleformers_fc.execute.staging_directory import staging_beside
-from paddleformers_fc.families import ModelDescription, family_for
+from paddleformers_fc.families import ModelDescription, family_for, is_known
+from paddleformers_fc.families.enumerate import enumerate_tensors
 from paddleformers_fc.families.exported import exported_config
 from paddleformers_fc.formats.checkpoint import (
     CONFIG_NAME,
@@ -40,6 +48,7 @@ from paddleformers_fc.formats.checkpoint import (
     OutputFile,
     config_bytes,
     not_a_flex_checkpoint,
+    parse_config,
     with_role,
     with_tied,
 )
@@ -47,13 +56,88 @@ from paddleformers_fc.formats.huggingface import DEFAULT_MAX_SHARD_BYTES
 from paddleformers_fc.formats.registry import EXPORTED, checkpoints_advice, default_writer
 from paddleformers_fc.layout.roles import EMA_STATE, MODEL_STATE, OPTIMIZER_STATE, parameter_of
 from paddleformers_fc.layout.shards import ShardsByRole, shard_bytes
-from paddleformers_fc.plan import ReadSource, canonical_layout, canonical_source, plan_reads
+from paddleformers_fc.plan import canonical_layout, canonical_source, plan_reads
+from paddleformers_fc.plan.build import CAST, ReadSource
 from paddleformers_fc.plan.sources import model_source, resume_source
 from paddleformers_fc.storage.block_checksums import digest_of
-from paddleformers_fc.storage.export_commit import staged_name
+from paddleformers_fc.storage.commit import staged_name
+from paddleformers_fc.storage.dtypes import model_dtype
 from paddleformers_fc.storage.files import exists, list_directory, real_path, refuse_file
 from paddleformers_fc.storage.manifest import MANIFEST_NAME, verify_files
 from paddleformers_fc.storage.paths import AnyPath, RemotePath
+
+_KEYS = ("torch_dtype", "dtype")
+"""The keys of a configuration that name the dtype of the weights."""
+
+
+def refuse_dtype(dtype: str) -> None:
+    """Refuse a dtype that an export cannot have.
+
+    Raises:
+        OptionError: it is neither empty nor one of those between which plans cast.
+    """
+    if dtype and dtype not in CAST:
+        raise OptionError(
+            f"An export cannot have the dtype {dtype!r}.",
+            where="--dtype",
+            evidence=[f"known: {', '.join(sorted(CAST))}"],
+            next_step="Leave out --dtype (dtype=) for the stored dtype.",
+        )
+
+
+def recast(
+    checkpoint: OpenedCheckpoint, source: ReadSource, layout: ShardsByRole, dtype: str
+) -> tuple[ReadSource, ShardsByRole]:
+    """Return the source and the wanted weights of an export in another dtype.
+
+    Args:
+        checkpoint: the checkpoint to export.
+        source: from it to canonical tensors.
+        layout: the canonical tensors.
+        dtype: of the export.
+    Raises:
+        OptionError: the model's own dtype is not one that can change.
+    """
+    weights = layout[MODEL_STATE]
+    stored = model_dtype({shard.dtype for shard in weights.values()})
+    refuse_dtype(stored)
+    kept = _kept(checkpoint) if stored == "float32" else frozenset()
+    changed = {
+        name: msgspec.structs.replace(shard, dtype=dtype) if shard.dtype == stored and name not in kept else shard
+        for name, shard in weights.items()
+    }
+    return replace(source, may_cast=True), {**layout, MODEL_STATE: changed}
+
+
+def recast_documents(documents: Mapping[str, bytes], dtype: str) -> dict[str, bytes]:
+    """Return the documents of an export with the dtype in ``config.json``."""
+    if CONFIG_NAME not in documents:
+        return dict(documents)
+    config = _named(parse_config(documents[CONFIG_NAME], Path(CONFIG_NAME)), dtype)
+    if not config.keys() & {*_KEYS}:
+        config[_KEYS[0]] = dtype
+    return {**documents, CONFIG_NAME: (json.dumps(config, indent=2) + "\n").encode()}
+
+
+def _named(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """Return a configuration with another dtype, also of nested ones."""
+    return {
+        key: dtype if key in _KEYS else _named(value, dtype) if isinstance(value, dict) else value
+        for key, value in config.items()
+    }
+
+
+def _kept(checkpoint: OpenedCheckpoint) -> frozenset[str]:
+    """Return the canonical names of tensors that are float32 whatever the model's dtype is."""
+    if not is_known(checkpoint.known.config):
+        return frozenset()
+    model = checkpoint.known
+    declared = {
+        one.name for one in enumerate_tensors(family_for(model.config), model, "bfloat16") if one.dtype == "float32"
+    }
+    return frozenset(
+        name for rule in checkpoint.rules.rules if declared.intersection(rule.targets) for name in rule.sources
+    )
 
 
 @dataclass(frozen=True)

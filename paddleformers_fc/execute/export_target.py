@@ -1,6 +1,6 @@
 """The target of an export: a directory of this machine, or a URL.
 
-A local export is written into a staging directory and renamed (:mod:`~paddleformers_fc.storage.export_commit`).
+A local export is written into a staging directory and renamed (:mod:`~paddleformers_fc.storage.commit`).
 
 Object stores cannot rename, so files are uploaded under their final names in an order in which no directory with a mark
 is incomplete. A mark is a file by which readers recognise an export:
@@ -25,12 +25,10 @@ from typing import Any, Protocol
 
 from paddleformers_fc.distributed.channel import Channel
 from paddleformers_fc.errors import FlexError, OptionError, StorageError
-from paddleformers_fc.execute.staging_directory import StagingDirectory, staging_beside
+from paddleformers_fc.execute.commit_coordinator import StagingDirectory, staging_beside
 from paddleformers_fc.formats.checkpoint import ExportWriter, OutputFile
-from paddleformers_fc.storage.checksum import checksum_of
-from paddleformers_fc.storage.commit import discard
-from paddleformers_fc.storage.export_commit import commit_export, staged_name
-from paddleformers_fc.storage.file_checksums import FileChecksum
+from paddleformers_fc.storage.checksum import FileChecksum, checksum_of
+from paddleformers_fc.storage.commit import commit_export, discard, staged_name
 from paddleformers_fc.storage.files import real_path, write_file
 from paddleformers_fc.storage.paths import AnyPath, RemotePath
 from paddleformers_fc.storage.remote import list_remote

@@ -50,14 +50,14 @@ from paddleformers_fc.layout.roles import MODEL_STATE, NUMBER_SHAPE, OPTIMIZER_S
 from paddleformers_fc.mapping import Shape
 from paddleformers_fc.plan import LoadPlan, Report, huggingface_source, plan_reads, resume_source, statements_source
 from paddleformers_fc.plan.block_owners import NO_BLOCKS, BlockReads, RecordedBlocks
+from paddleformers_fc.plan.build import regrouped
 from paddleformers_fc.plan.items import EqualCheck, ReadItem
 from paddleformers_fc.plan.report import OPEN_WEIGHTS
-from paddleformers_fc.plan.shard_numbers import regrouped
+from paddleformers_fc.storage.checksum import is_document
 from paddleformers_fc.storage.export_checksums import restore_or_delete
-from paddleformers_fc.storage.file_checksums import is_document
-from paddleformers_fc.storage.identity import Identities, same_bytes_key
 from paddleformers_fc.storage.manifest import manifest_seal
 from paddleformers_fc.storage.paths import AnyPath
+from paddleformers_fc.storage.ranges import Identities, same_bytes_key
 from paddleformers_fc.text import count_text
 
 ALLOW_CASTS = "flex_allow_casts"

@@ -24,11 +24,11 @@ from paddleformers_fc.distributed.channel import (
     ConsistencyFacts,
     all_gather_checked,
     broadcast,
+    format_ranks,
     gather_and_keep,
     refuse_failed,
     run_on_all,
 )
-from paddleformers_fc.distributed.rank_format import format_ranks
 from paddleformers_fc.errors import Corrupt, FlexError, NotACheckpoint
 from paddleformers_fc.execute.collective_checksums import verify_metadata_blocks, verify_whole_files
 from paddleformers_fc.formats.checkpoint import OpenedCheckpoint, StoredShard
@@ -48,7 +48,7 @@ from paddleformers_fc.layout.roles import ROLES
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.plan.transfer_plan import VisibleTo
-from paddleformers_fc.storage.file_checksums import FileChecksum, is_document
+from paddleformers_fc.storage.checksum import FileChecksum, is_document
 from paddleformers_fc.storage.manifest import Manifest, manifest_seal, read_manifest, refuse_as_newest, verify_files
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.text import count_text

@@ -21,10 +21,9 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from paddleformers_fc.errors import OptionError
-from paddleformers_fc.storage.identity import Identities
 from paddleformers_fc.storage.paths import AnyPath, RemotePath
 from paddleformers_fc.storage.prefetch import ExpectedRange
-from paddleformers_fc.storage.ranges import NO_IDENTITIES, RangeReader
+from paddleformers_fc.storage.ranges import NO_IDENTITIES, Identities, RangeReader
 from paddleformers_fc.storage.regions import (
     DEFAULT_STAGING_MEMORY_BYTES,
     HOT_BYTES,

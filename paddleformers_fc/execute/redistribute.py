@@ -35,8 +35,7 @@ from paddleformers_fc.execute.reading import ArraySlot, Slot, execute_reads, ref
 from paddleformers_fc.execute.verified_reads import UNVERIFIED, BlockVerifier
 from paddleformers_fc.formats.catalog import EVERYONE
 from paddleformers_fc.mapping.boxes import Box
-from paddleformers_fc.plan.block_owners import NO_BLOCKS, BlockReads, RecordedBlocks
-from paddleformers_fc.plan.checksum_blocks import byte_runs
+from paddleformers_fc.plan.block_owners import NO_BLOCKS, BlockReads, RecordedBlocks, byte_runs
 from paddleformers_fc.plan.items import EqualCheck, LoadPlan, ReadItem, StoredPart
 from paddleformers_fc.plan.transfer_plan import (
     EMPTY_SCHEDULE,
@@ -53,8 +52,7 @@ from paddleformers_fc.storage import paths
 from paddleformers_fc.storage.block_checksums import BlockComparison
 from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
 from paddleformers_fc.storage.files import byte_view
-from paddleformers_fc.storage.identity import Identities, same_bytes_key
-from paddleformers_fc.storage.ranges import NO_IDENTITIES
+from paddleformers_fc.storage.ranges import NO_IDENTITIES, Identities, same_bytes_key
 
 Array = np.ndarray[Any, Any]
 PlaceRange = Callable[[TransferPiece, Array], None]

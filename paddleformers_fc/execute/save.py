@@ -4,7 +4,7 @@
    all ranks have a plan for these shards, it is used. Otherwise they exchange descriptions and assign the writers, and
    the coordinator proves the mapping of the whole model and that every tensor is whole (:mod:`.save_plan`,
    :mod:`.replica_assignment`). A capture returns views of the live tensors, or copies in an :mod:`.async_snapshot`.
-2. The coordinator creates the staging directory beside the target (:mod:`.staging_directory`).
+2. The coordinator creates the staging directory beside the target (:mod:`.commit_coordinator`).
 3. ``write`` hashes replicas (:mod:`.replicas`) and copies of tied tensors (:mod:`.ties`), writes this rank's files with
    checksums taken while writing, and exchanges checksums and digests.
 4. ``commit`` writes ``mapping.json`` and the manifest on the coordinator and renames the directory. If the ranks write
@@ -33,7 +33,7 @@ from paddleformers_fc.distributed.channel import Channel, all_gather_checked, ga
 from paddleformers_fc.distributed.consistency import ConsistencyCheck, comparable_config, software_versions
 from paddleformers_fc.distributed.disk_leaders import DiskLeaders
 from paddleformers_fc.errors import MappingError, OptionError
-from paddleformers_fc.execute.commit_coordinator import CommitResult, commit_on_all
+from paddleformers_fc.execute.commit_coordinator import CommitResult, StagingDirectory, commit_on_all, staging_beside
 from paddleformers_fc.execute.memory import HostPieces, HostTensors, view_of
 from paddleformers_fc.execute.replicas import Digests, ReplicaDigests, compare_replicas, hash_replicas, refuse_different
 from paddleformers_fc.execute.save_plan import (
@@ -44,7 +44,6 @@ from paddleformers_fc.execute.save_plan import (
     build_save_plan,
     digest,
 )
-from paddleformers_fc.execute.staging_directory import StagingDirectory, staging_beside
 from paddleformers_fc.execute.ties import diverged, hash_ties
 from paddleformers_fc.families import ModelDescription
 from paddleformers_fc.families.changes import contradictions

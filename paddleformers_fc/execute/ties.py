@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import xxhash
 
-from paddleformers_fc.distributed.rank_format import format_ranks
+from paddleformers_fc.distributed.channel import format_ranks
 from paddleformers_fc.execute.memory import HostPieces
 from paddleformers_fc.execute.replica_assignment import RankShards, ShardPart
 from paddleformers_fc.layout.roles import MODEL_STATE, split_state_name

@@ -18,12 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paddleformers_fc.errors import CheckpointError, Corrupt, StorageError
-from paddleformers_fc.storage.checksum import BlockHasher
-from paddleformers_fc.storage.file_checksums import FileChecksum, is_document, size_fault
+from paddleformers_fc.storage.checksum import BlockHasher, FileChecksum, is_document, size_fault
 from paddleformers_fc.storage.files import exists, open_local, read_file, read_into
 from paddleformers_fc.storage.manifest import MANIFEST_NAME, Manifest, read_manifest
-from paddleformers_fc.storage.names import parse_step
-from paddleformers_fc.storage.paths import RemotePath
+from paddleformers_fc.storage.paths import RemotePath, parse_step
 from paddleformers_fc.storage.remote import list_remote, stat_remote
 from paddleformers_fc.storage.remote_writes import RemoteFileWriter, compare_uploaded, remove_remote, write_remote
 

@@ -29,12 +29,11 @@ from paddleformers_fc.execute.read_jobs import ContiguousRead, Memory, RowsRead,
 from paddleformers_fc.execute.read_pool import ReadJob, ReadOptions, ReadPool
 from paddleformers_fc.plan.block_owners import NO_BLOCKS, RecordedBlocks
 from paddleformers_fc.storage.block_checksums import BlockComparison, differing_line
-from paddleformers_fc.storage.file_checksums import FileChecksum
+from paddleformers_fc.storage.checksum import FileChecksum
 from paddleformers_fc.storage.files import MOST_BUFFERS, memory_at
-from paddleformers_fc.storage.identity import Identities
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.storage.prefetch import ExpectedRange
-from paddleformers_fc.storage.ranges import RangeReader
+from paddleformers_fc.storage.ranges import Identities, RangeReader
 from paddleformers_fc.storage.regions import Region, Workspace
 from paddleformers_fc.storage.rows import Rows
 

@@ -32,14 +32,12 @@ from pathlib import Path
 import msgspec
 
 from paddleformers_fc.errors import CheckpointError, FlexError, MappingError, NotACheckpoint, OptionError
+from paddleformers_fc.execute.digest import compare_rounded
 from paddleformers_fc.execute.reading import verify_equal
-from paddleformers_fc.execute.rounding import compare_rounded
 from paddleformers_fc.families import described_by_file, family_for
 from paddleformers_fc.families.stated import canonical_ties
 from paddleformers_fc.formats import OpenedCheckpoint
-from paddleformers_fc.formats.checkpoint import CONFIG_NAME
-from paddleformers_fc.formats.checks import Check, CheckList, combined
-from paddleformers_fc.formats.consistency import compare_run
+from paddleformers_fc.formats.checkpoint import CONFIG_NAME, Check, CheckList, combined, compare_run
 from paddleformers_fc.formats.flex import manifest_text
 from paddleformers_fc.formats.registry import require_format
 from paddleformers_fc.layout.grid import ParallelGrid
@@ -49,8 +47,7 @@ from paddleformers_fc.plan.report import OPEN_WEIGHTS
 from paddleformers_fc.plan.simulate import declared_model
 from paddleformers_fc.storage.files import is_directory, list_directory
 from paddleformers_fc.storage.manifest import read_manifest, refuse_diverged
-from paddleformers_fc.storage.names import parse_step
-from paddleformers_fc.storage.paths import AnyPath
+from paddleformers_fc.storage.paths import AnyPath, parse_step
 from paddleformers_fc.text import count_text
 
 _EQUAL = "equal values"

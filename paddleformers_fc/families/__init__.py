@@ -4,8 +4,7 @@ from paddleformers_fc.families.bind import ModelTensor, bind
 from paddleformers_fc.families.declarations import Family, TiedName
 from paddleformers_fc.families.description import ModelDescription, described_by_file
 from paddleformers_fc.families.enumerate import DeclaredTensor, enumerate_tensors
-from paddleformers_fc.families.optional import OptionalNames
-from paddleformers_fc.families.registry import FAMILIES, family_for, is_known, prove_family, register
+from paddleformers_fc.families.registry import FAMILIES, OptionalNames, family_for, is_known, prove_family, register
 
 __all__ = [
     "FAMILIES",

@@ -16,14 +16,12 @@ from dataclasses import replace
 from paddleformers_fc.aoa import Program, Tensors, evaluate, uncut
 from paddleformers_fc.aoa.faults import Fault
 from paddleformers_fc.aoa.names import EXPERT, LAYER, NameIndex
-from paddleformers_fc.aoa.parsing import read_statements
-from paddleformers_fc.aoa.syntax import NOTHING, TRANSPOSED, AoaStatement, Item
+from paddleformers_fc.aoa.syntax import NOTHING, TRANSPOSED, AoaStatement, Item, read_statements
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.mapping import Correspondence, Rule, RuleSet, TensorMapping, Tie
-from paddleformers_fc.mapping.agreement import disagreements
 from paddleformers_fc.mapping.correspondences import coalesced
 from paddleformers_fc.mapping.folding import fold
-from paddleformers_fc.mapping.prove import faults_of
+from paddleformers_fc.mapping.prove import disagreements, faults_of
 from paddleformers_fc.mapping.rules import Slab
 
 _NEUTRAL = "float32"

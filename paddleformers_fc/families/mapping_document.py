@@ -11,7 +11,7 @@ from paddleformers_fc.errors import FormatError
 from paddleformers_fc.families.adapters import Adapters
 from paddleformers_fc.families.description import ModelDescription
 from paddleformers_fc.mapping import RuleSet
-from paddleformers_fc.mapping.rules_json import decode_rules, encode_rules
+from paddleformers_fc.mapping.rules import decode_rules, encode_rules
 from paddleformers_fc.storage.json_io import ignored_extensions
 from paddleformers_fc.storage.manifest import RESTORE
 

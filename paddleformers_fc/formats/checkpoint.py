@@ -3,6 +3,15 @@
 All differences of formats are data of an :class:`OpenedCheckpoint` or members of its :class:`Format`. Load, export,
 digest, diff, verify, inspect and plan therefore have no branch per format. A format is one module with a class that
 follows the protocol, and one line in :mod:`paddleformers_fc.formats.registry`.
+
+The checks of one verification, with their results.
+
+Compare what the files of one checkpoint state about the run that saved it.
+
+A checksum proves that a file is what was written, and not that it belongs to the others. The facts of the manifest are
+therefore compared with the other files: steps, samples and the number of ranks with the documents of the Trainer, the
+family with the mapping. Names of files and the number of ranks are compared when the manifest is read, config.json and
+mapping.json when the mapping is used (``plan.sources``).
 """
 
 from __future__ import annotations
@@ -12,24 +21,117 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
-from paddleformers_fc.errors import Corrupt, FormatError, NotACheckpoint, OptionError
+import msgspec
+
+from paddleformers_fc.errors import (
+    CheckpointError,
+    Corrupt,
+    FlexError,
+    FormatError,
+    MappingError,
+    MismatchError,
+    NotACheckpoint,
+    OptionError,
+)
+from paddleformers_fc.families import is_known
 from paddleformers_fc.families.description import ModelDescription
+from paddleformers_fc.families.stated import family_name
 from paddleformers_fc.formats.catalog import Catalog
-from paddleformers_fc.formats.checks import CheckList
 from paddleformers_fc.layout.roles import EMA_STATE, MODEL_STATE, ROLES
 from paddleformers_fc.layout.shards import Shard, ShardsByRole, shard_bytes
 from paddleformers_fc.mapping import RuleSet
+from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.block_scales import ScaledFile
+from paddleformers_fc.storage.checksum import FileChecksum
 from paddleformers_fc.storage.dtypes import dtype_size
 from paddleformers_fc.storage.export_checksums import CHECKSUMS_NAME, encode_checksums
-from paddleformers_fc.storage.file_checksums import FileChecksum
 from paddleformers_fc.storage.json_io import parse_json, read_recorded
-from paddleformers_fc.storage.manifest import MANIFEST_NAME, RESTORE, TRAINER_DIRECTORY, Manifest
+from paddleformers_fc.storage.manifest import MANIFEST_NAME, RESTORE, TRAINER_DIRECTORY, Manifest, generators_rank
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.storage.safetensors import FileLayout
+from paddleformers_fc.storage.state_json import decode_object
 from paddleformers_fc.text import natural
+
+_T = TypeVar("_T")
+
+DEPTH_TEXT = {"size": "all there and of their sizes", "full": "every byte as it was written"}
+"""The result of a passed check of files, by level."""
+
+
+UNCOMPARED = "changed bytes"
+"""The beginning of the line that lists properties without recorded checksums, which cannot be checked."""
+
+
+class Check(msgspec.Struct, frozen=True):
+    """One check.
+
+    Attributes:
+        name: the name of the check.
+        passed: whether no fault was found.
+        detail: the result; for a check that failed, the fault in one sentence.
+    """
+
+    name: str
+    passed: bool
+    detail: str
+
+
+class CheckList:
+    """The checks made so far, their faults and their counts."""
+
+    def __init__(self) -> None:
+        self.made: list[Check] = []
+        self.faults: list[FlexError] = []
+        self.files = self.bytes = self.tensors = 0
+        self.impossible: list[str] = []
+
+    def not_compared(self, why: str) -> None:
+        """Note that no bytes of tensors can be compared."""
+        self.impossible.append(f"{UNCOMPARED}: {why}")
+
+    def check(self, name: str, work: Callable[[], _T], detail: Callable[[_T], str]) -> _T:
+        """Make one check, record its result, and raise its fault again; a refused read is not a fault."""
+        found = self.prepare(name, work)
+        self.made.append(Check(name, True, detail(found)))
+        return found
+
+    def attempt(self, name: str, work: Callable[[], _T], detail: Callable[[_T], str]) -> _T | None:
+        """Make one check that the following ones do not require; return None for a fault, which is recorded."""
+        try:
+            return self.check(name, work, detail)
+        except FlexError as error:
+            if error not in self.faults:
+                raise
+            return None
+
+    def prepare(self, name: str, work: Callable[[], _T]) -> _T:
+        """Do what a check needs first; only a fault is recorded."""
+        try:
+            return work()
+        except (CheckpointError, MappingError, MismatchError) as error:
+            self.made.append(Check(name, False, error.what))
+            self.faults.append(error)
+            raise
+
+
+def combined(faults: Sequence[FlexError]) -> FlexError | None:
+    """Return one error for the faults of several checks; None if there are none.
+
+    The first one determines the type, the place and the next step. The others follow in the evidence, except lines that
+    an earlier one contains.
+    """
+    if len(faults) < 2:
+        return next(iter(faults), None)
+    first, *others = faults
+    evidence = list(first.evidence)
+    for fault in others:
+        own = [line for line in fault.evidence if line not in evidence and f" {line}" not in evidence]
+        if own or not fault.evidence:
+            evidence += [fault.what, *(f" {line}" for line in own)]
+    return type(first)(first.what, where=first.where, evidence=evidence, next_step=first.next_step)
+
 
 CONFIG_NAME = "config.json"
 RUN_ARGUMENTS = "training_args.json"
@@ -487,3 +589,71 @@ def stored_boxes(catalog: Catalog, role: str, names: Collection[str]) -> Iterato
         width = dtype_size(tensor.form.held_dtype)
         for part in tensor.fragments:
             yield Shard(name, tensor.dtype, tensor.shape, part.box), part.file, part.begin, width
+
+
+STATE = f"{TRAINER_DIRECTORY}/state.json"
+DATA = f"{TRAINER_DIRECTORY}/data.json"
+AVERAGE = f"{TRAINER_DIRECTORY}/ema.json"
+
+
+def compare_run(checkpoint: OpenedCheckpoint) -> int:
+    """Read the documents of the Trainer that state facts of the run, compare them, and return their number.
+
+    Raises:
+        Corrupt: see :func:`refuse_contradictions`; or a document is damaged.
+    """
+    names = [one for one in checkpoint.documents if one in (STATE, DATA, AVERAGE) or generators_rank(one) is not None]
+    root = checkpoint.catalog.root
+    documents = {name: decode_object(checkpoint.document(name), str(root / name)) for name in sorted(names)}
+    refuse_contradictions(checkpoint, documents)
+    return len(names)
+
+
+def refuse_contradictions(checkpoint: OpenedCheckpoint, documents: Mapping[str, Mapping[str, Any]]) -> None:
+    """Refuse documents of the Trainer that contradict the manifest.
+
+    Args:
+        checkpoint: an opened checkpoint with the state of a run.
+        documents: its decoded documents, by path; those without facts of the run are ignored.
+    Raises:
+        Corrupt: with every contradiction.
+    """
+    root, record = checkpoint.catalog.root, checkpoint.manifest
+    stated = {MAPPING_NAME: _family(checkpoint)}
+    stated |= {name: _facts(name, values, record) for name, values in documents.items()}
+    faults = [
+        f"{name} has {what} {found!r}, {MANIFEST_NAME} has {recorded!r}"
+        for name, facts in stated.items()
+        for what, found, recorded in facts
+        if found != recorded
+    ]
+    if faults:
+        raise Corrupt(
+            f"Files of {root} contradict each other.",
+            where=str(root),
+            evidence=fold(faults),
+            next_step="Use another checkpoint; one of these files was changed after it was written, or is of another.",
+        )
+
+
+def _family(checkpoint: OpenedCheckpoint) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the family by the description and by the manifest, if this process knows the family."""
+    if checkpoint.commit_record is not None and is_known(checkpoint.known.config):
+        yield "family", family_name(checkpoint.known), checkpoint.commit_record.family
+
+
+def _facts(name: str, values: Mapping[str, Any], record: Manifest) -> Iterator[tuple[str, Any, Any]]:
+    """Yield facts of a document: the subject, its value there, and its value in the manifest."""
+    if name == STATE:
+        yield "step", values.get("global_step"), record.step
+        yield "samples", values.get("consumed_samples", record.consumed_samples), record.consumed_samples
+    elif name == DATA:
+        position = values.get("position", values)
+        yield "step", values.get("steps", record.step), record.step
+        yield "samples", position.get("consumed") if isinstance(position, dict) else None, record.consumed_samples
+    elif name == AVERAGE:
+        step = values.get("step")
+        if type(step) is int and step > record.step:
+            yield "step", step, record.step
+    elif generators_rank(name) is not None:
+        yield "number of ranks", values.get("world_size"), record.world_size

@@ -19,8 +19,7 @@ import msgspec
 import numpy as np
 
 from paddleformers_fc.families.stated import model_ties
-from paddleformers_fc.formats.checkpoint import ExportWriter, OpenedCheckpoint, OutputFile, grouped_by_size
-from paddleformers_fc.formats.consistency import compare_run
+from paddleformers_fc.formats.checkpoint import ExportWriter, OpenedCheckpoint, OutputFile, compare_run, grouped_by_size
 from paddleformers_fc.formats.stock_checkpoint import refuse_alternating
 from paddleformers_fc.formats.stock_run import SCALER, SCHEDULER
 from paddleformers_fc.layout.roles import MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE, parameter_of
@@ -28,8 +27,8 @@ from paddleformers_fc.layout.shards import Shard, ShardsByRole, shard_bytes
 from paddleformers_fc.mapping import RuleSet, Tie
 from paddleformers_fc.mapping.boxes import Box
 from paddleformers_fc.storage import state_json
+from paddleformers_fc.storage.checksum import FileChecksum
 from paddleformers_fc.storage.dtypes import dtype_size, to_numpy, to_safetensors
-from paddleformers_fc.storage.file_checksums import FileChecksum
 from paddleformers_fc.storage.manifest import TRAINER_DIRECTORY
 from paddleformers_fc.storage.pickles import PickledObject, encode_array_dict, encode_pickle
 from paddleformers_fc.storage.safetensors import FileLayout

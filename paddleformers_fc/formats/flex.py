@@ -20,27 +20,27 @@ from paddleformers_fc.families.stated import family_name
 from paddleformers_fc.formats.catalog import Catalog, gather_shards
 from paddleformers_fc.formats.checkpoint import (
     CONFIG_NAME,
+    DEPTH_TEXT,
     MAPPING_NAME,
+    CheckList,
     ExportWriter,
     Format,
     OpenedCheckpoint,
     OutputFile,
     StoredModel,
     StoredShard,
+    compare_run,
     grouped_by_size,
     parse_config,
 )
-from paddleformers_fc.formats.checks import DEPTH_TEXT, CheckList
-from paddleformers_fc.formats.consistency import compare_run
 from paddleformers_fc.layout.roles import MODEL_STATE, ROLES, parameter_of
 from paddleformers_fc.layout.shard_json import HEADER_KEY, decode_shards, encode_shards
 from paddleformers_fc.layout.shards import Shard, ShardsByRole
 from paddleformers_fc.mapping import RuleSet
 from paddleformers_fc.mapping.folding import fold
+from paddleformers_fc.storage.checksum import FileChecksum
 from paddleformers_fc.storage.dtypes import item_size, to_safetensors
-from paddleformers_fc.storage.file_checksums import FileChecksum
 from paddleformers_fc.storage.files import exists, map_paths
-from paddleformers_fc.storage.identity import Identities, identities_of
 from paddleformers_fc.storage.json_io import MAX_DOCUMENT_BYTES
 from paddleformers_fc.storage.manifest import (
     MANIFEST_NAME,
@@ -53,6 +53,7 @@ from paddleformers_fc.storage.manifest import (
     verify_files,
 )
 from paddleformers_fc.storage.paths import AnyPath
+from paddleformers_fc.storage.ranges import Identities, identities_of
 from paddleformers_fc.storage.safetensors import FileLayout, layout_file, read_header
 from paddleformers_fc.text import count_text, size_text
 

@@ -23,6 +23,8 @@ from paddleformers_fc.formats.built_model import built_model
 from paddleformers_fc.formats.catalog import Catalog, gather_shards
 from paddleformers_fc.formats.checkpoint import (
     CONFIG_NAME,
+    DEPTH_TEXT,
+    CheckList,
     Documents,
     ExportWriter,
     Format,
@@ -35,7 +37,6 @@ from paddleformers_fc.formats.checkpoint import (
     parse_config,
     stored_boxes,
 )
-from paddleformers_fc.formats.checks import DEPTH_TEXT, CheckList
 from paddleformers_fc.formats.fp8_weights import (
     Files,
     ScaledFiles,
@@ -58,10 +59,10 @@ from paddleformers_fc.storage.export_checksums import (
     verify_export,
 )
 from paddleformers_fc.storage.files import exists, is_file, list_directory, map_paths
-from paddleformers_fc.storage.identity import identities_of
 from paddleformers_fc.storage.json_io import MAX_DOCUMENT_BYTES, parse_json
 from paddleformers_fc.storage.manifest import refuse_level
 from paddleformers_fc.storage.paths import AnyPath
+from paddleformers_fc.storage.ranges import identities_of
 from paddleformers_fc.storage.safetensors import FileLayout, Header, layout_file, read_header
 from paddleformers_fc.text import count_text
 

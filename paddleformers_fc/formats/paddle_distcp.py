@@ -27,13 +27,13 @@ from paddleformers_fc.families import ModelTensor, family_for
 from paddleformers_fc.families.undescribed import completed
 from paddleformers_fc.formats.catalog import Catalog, StoredTensor, gather_shards
 from paddleformers_fc.formats.checkpoint import (
+    CheckList,
     Format,
     OpenedCheckpoint,
     StoredModel,
     StoredShard,
     stored_boxes,
 )
-from paddleformers_fc.formats.checks import CheckList
 from paddleformers_fc.formats.huggingface import HUGGINGFACE
 from paddleformers_fc.formats.stock_checkpoint import (
     COPY_AGAIN_STEP,
@@ -50,9 +50,9 @@ from paddleformers_fc.mapping.boxes import MAX_AXES, MAX_LENGTH, shifted
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.dtypes import dtype_size, item_size
 from paddleformers_fc.storage.files import is_directory, is_file, list_directory
-from paddleformers_fc.storage.identity import identities_of
 from paddleformers_fc.storage.paths import AnyPath, require_local
 from paddleformers_fc.storage.pickles import PickledArray, Record, quoted, read_pickle
+from paddleformers_fc.storage.ranges import identities_of
 from paddleformers_fc.storage.safetensors import read_header
 from paddleformers_fc.text import count_text
 

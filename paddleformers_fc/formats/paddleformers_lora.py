@@ -23,6 +23,7 @@ from paddleformers_fc.families.undescribed import completed
 from paddleformers_fc.formats.catalog import Catalog, gather_shards
 from paddleformers_fc.formats.checkpoint import (
     CONFIG_NAME,
+    CheckList,
     ExportWriter,
     Format,
     OpenedCheckpoint,
@@ -31,7 +32,6 @@ from paddleformers_fc.formats.checkpoint import (
     StoredShard,
     stored_boxes,
 )
-from paddleformers_fc.formats.checks import CheckList
 from paddleformers_fc.formats.huggingface import (
     FETCH_AGAIN,
     HUGGINGFACE,
@@ -53,8 +53,8 @@ from paddleformers_fc.mapping.boxes import whole
 from paddleformers_fc.storage.dtypes import from_safetensors, item_size, to_safetensors
 from paddleformers_fc.storage.export_checksums import CHECKSUMS_NAME, FileChecksums, read_checksums, verify_export
 from paddleformers_fc.storage.files import exists
-from paddleformers_fc.storage.identity import identities_of
 from paddleformers_fc.storage.paths import AnyPath
+from paddleformers_fc.storage.ranges import identities_of
 from paddleformers_fc.storage.safetensors import FileLayout, layout_file, read_header
 from paddleformers_fc.text import count_text, natural
 

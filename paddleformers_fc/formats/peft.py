@@ -31,6 +31,7 @@ from paddleformers_fc.formats.built_model import built_model
 from paddleformers_fc.formats.catalog import Catalog, gather_shards
 from paddleformers_fc.formats.checkpoint import (
     CONFIG_NAME,
+    CheckList,
     ExportWriter,
     Format,
     OpenedCheckpoint,
@@ -39,7 +40,6 @@ from paddleformers_fc.formats.checkpoint import (
     StoredShard,
     stored_boxes,
 )
-from paddleformers_fc.formats.checks import CheckList
 from paddleformers_fc.formats.huggingface import HUGGINGFACE, model_documents
 from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.layout.shards import Shard, ShardsByRole
@@ -54,9 +54,9 @@ from paddleformers_fc.storage.export_checksums import (
     verify_export,
 )
 from paddleformers_fc.storage.files import exists
-from paddleformers_fc.storage.identity import identities_of
 from paddleformers_fc.storage.json_io import MAX_DOCUMENT_BYTES, parse_json
 from paddleformers_fc.storage.paths import AnyPath
+from paddleformers_fc.storage.ranges import identities_of
 from paddleformers_fc.storage.safetensors import FileLayout, layout_file, read_header
 from paddleformers_fc.text import count_text, natural
 

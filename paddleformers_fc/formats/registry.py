@@ -24,8 +24,7 @@ from paddleformers_fc.formats.stock_run import read_run
 from paddleformers_fc.layout.roles import MODEL_STATE, ROLES
 from paddleformers_fc.storage.files import exists, list_directory
 from paddleformers_fc.storage.manifest import MANIFEST_NAME, Manifest
-from paddleformers_fc.storage.names import parse_step
-from paddleformers_fc.storage.paths import AnyPath, RemotePath
+from paddleformers_fc.storage.paths import AnyPath, RemotePath, parse_step
 
 SAVED, EXPORTED = FLEX, HUGGINGFACE
 """The formats that a save and, by default, an export write."""

@@ -36,7 +36,7 @@ from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
 from paddleformers_fc.storage.files import exists, list_directory, open_local, read_range
 from paddleformers_fc.storage.json_io import parse_json, read_document
 from paddleformers_fc.storage.manifest import TRAINER_DIRECTORY, Manifest
-from paddleformers_fc.storage.names import parse_step
+from paddleformers_fc.storage.paths import parse_step
 from paddleformers_fc.storage.pickles import PickledArray, Record, read_pickle
 from paddleformers_fc.text import count_text
 

@@ -10,10 +10,24 @@ share one :class:`FillPattern`, which is derived and checked once.
 
 Time: a look-up per shard and its items; per pattern the boxes that intersect its fragments, found by bisection. Memory:
 the items.
+
+States that are one number per shard: where a resume cannot restore them.
+
+Such a number belongs to the elements of one box. It is exact only if the same elements are one box again: the parameter
+has the same shape and cuts, and every element the same position. Plans compare the cuts, because the numbers form a
+tensor with one element per box. This module compares the positions, which other cuts, fused layers or statements
+change. Digests and exports of single tensors need no comparison: there the number of a fused tensor is that of its
+parts.
+
+Parts of whole tensors that fit into bounded memory.
+
+A piece is a range of the tensor's elements in row-major order, so its bytes are successive bytes of the tensor. Pieces
+can therefore be hashed, or written into a file, one after the other. A piece is planned as any flattened shard.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -27,16 +41,18 @@ from paddleformers_fc.layout.roles import (
     MASTER,
     MASTER_WEIGHT,
     MODEL_STATE,
+    OPTIMIZER_STATE,
     StateName,
     StateShape,
     split_state_name,
 )
-from paddleformers_fc.layout.shards import Fragment, Shard, ShardsByRole
+from paddleformers_fc.layout.shards import Fragment, Shard, ShardsByRole, shard_bytes
 from paddleformers_fc.mapping import Shape, TensorMapping
 from paddleformers_fc.mapping.boxes import Box, cover_faults, whole
 from paddleformers_fc.mapping.templates import BoxLink, Template, identity, pulled, pushed
 from paddleformers_fc.plan.items import EqualCheck, LoadPlan, ReadItem, StoredPart
 from paddleformers_fc.plan.report import Report
+from paddleformers_fc.storage.dtypes import dtype_size
 
 CAST = frozenset({"float32", "bfloat16"})
 """Element types between which ``may_cast`` casts, rounding to the nearest even number as Paddle does."""
@@ -409,3 +425,44 @@ def _stored_part(tensor: StoredTensor, index: int, box: Box) -> StoredPart:
     (file, begin), stored = tensor.offsets[index], tensor.form.boxes[index]
     shape, part = tensor.form.in_file(stored.shape, box.relative_to(stored.lo))
     return StoredPart(file, begin, shape, part, tensor.form.held_dtype)
+
+
+def regrouped(source: ReadSource) -> Iterator[str]:
+    """Yield a line for every stored number of a shard whose parameter has its elements at other positions.
+
+    Args:
+        source: stored tensors and their mapping to the live model.
+    """
+    found: dict[str, str] = {}
+    for name, tensor in source.catalog.roles.get(OPTIMIZER_STATE, {}).items():
+        state = split_state_name(OPTIMIZER_STATE, name, tensor.shape)
+        if state.shape is StateShape.SHARD_NUMBER:
+            found[source.stored_aliases.get(state.parameter, state.parameter)] = state.suffix
+    for parameter, made in source.mapping.made.items() if found else ():
+        suffix = next((found[name] for name in made.names if name in found), None)
+        # Of several sources at least one has its elements at other positions.
+        if suffix is not None and not made.template.keeps_positions:
+            yield (
+                f"{parameter}{suffix}: one number of each shard of {', '.join(made.names)}, whose elements are at "
+                "other positions in this model"
+            )
+
+
+def row_major_pieces(tensor: Shard, most_bytes: int) -> Iterator[Shard]:
+    """Yield a tensor, or a box of one, in ranges of at most ``most_bytes`` bytes, or of one element, row-major.
+
+    A range has a whole number of the longest rows, planes and so on that fit, so that few boxes make it up.
+
+    Args:
+        tensor: without a range; it is the only piece if it fits.
+        most_bytes: bound on the bytes of a piece.
+    """
+    if shard_bytes(tensor) <= most_bytes:
+        yield tensor
+        return
+    most = max(1, most_bytes // dtype_size(tensor.dtype))
+    shape = tensor.box.shape
+    row = max(size for axis in range(len(shape) + 1) if (size := math.prod(shape[axis:])) <= most)
+    step = most // row * row
+    for begin in range(0, tensor.size, step):
+        yield msgspec.structs.replace(tensor, flat=(begin, min(begin + step, tensor.size)))

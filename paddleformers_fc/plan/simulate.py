@@ -24,12 +24,13 @@ import msgspec
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.families import ModelDescription, ModelTensor, bind
 from paddleformers_fc.families.bind import family_sizes, tied_names
-from paddleformers_fc.families.build_order import built_order
 from paddleformers_fc.families.declarations import DIVIDED, TEXT_EXPERTS, Family, Stage
-from paddleformers_fc.families.enumerate import DeclaredTensor, enumerate_tensors, recognised_tensors
-from paddleformers_fc.layout.grid import MEBIBYTE, Coordinates, ParallelGrid
-from paddleformers_fc.layout.partition import (
+from paddleformers_fc.families.enumerate import DeclaredTensor, built_order, enumerate_tensors, recognised_tensors
+from paddleformers_fc.layout.grid import (
+    MEBIBYTE,
+    Coordinates,
     FusedBuffer,
+    ParallelGrid,
     fused_buffers,
     layer_bounds,
     slice_range,

@@ -34,8 +34,8 @@ from paddleformers_fc.formats.checkpoint import CONFIG_NAME, MAPPING_NAME, Opene
 from paddleformers_fc.layout.roles import MODEL_STATE, StateShape, split_state_name
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping import Rule, RuleSet, TensorMapping, TensorSources, TensorSpec, prove
-from paddleformers_fc.mapping.agreement import require_agreement
 from paddleformers_fc.mapping.boxes import Box, Shape, whole
+from paddleformers_fc.mapping.prove import require_agreement
 from paddleformers_fc.mapping.templates import identity
 from paddleformers_fc.plan.build import ReadSource
 from paddleformers_fc.plan.report import OPEN_WEIGHTS, Report

@@ -17,12 +17,11 @@ from dataclasses import dataclass, field
 import xxhash
 
 from paddleformers_fc.errors import FlexError, StorageError
-from paddleformers_fc.storage.file_checksums import FileChecksum
+from paddleformers_fc.storage.checksum import FileChecksum
 from paddleformers_fc.storage.files import open_regular, read_into
-from paddleformers_fc.storage.identity import Identities
 from paddleformers_fc.storage.paths import AnyPath, RemotePath
 from paddleformers_fc.storage.progress import advance, expect
-from paddleformers_fc.storage.ranges import NO_IDENTITIES, RangeReader
+from paddleformers_fc.storage.ranges import NO_IDENTITIES, Identities, RangeReader
 
 Numbers = Sequence[int]
 """Numbers of blocks of one file, rising."""

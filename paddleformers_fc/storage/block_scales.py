@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 
 from paddleformers_fc.errors import FormatError
-from paddleformers_fc.storage.casts import copy_cast
-from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
+from paddleformers_fc.storage.dtypes import copy_cast, to_numpy, to_safetensors
 from paddleformers_fc.storage.files import memory_at
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.storage.rows import ScatterList

@@ -15,7 +15,7 @@ import xxhash
 
 from paddleformers_fc.errors import Corrupt, FormatError
 from paddleformers_fc.storage.block_checksums import BlockComparison, compare_blocks
-from paddleformers_fc.storage.file_checksums import FileChecksum, checksum_faults, is_document, size_fault
+from paddleformers_fc.storage.checksum import FileChecksum, checksum_faults, is_document, size_fault
 from paddleformers_fc.storage.files import exists, map_paths, stat_path
 from paddleformers_fc.storage.json_io import read_document, read_recorded
 from paddleformers_fc.storage.paths import AnyPath

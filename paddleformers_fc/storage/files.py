@@ -24,8 +24,7 @@ import numpy as np
 
 from paddleformers_fc.errors import Corrupt, FormatError, OptionError, StorageError
 from paddleformers_fc.storage import remote
-from paddleformers_fc.storage.checksum import BlockHasher
-from paddleformers_fc.storage.file_checksums import DEFAULT_BLOCK_BYTES, FileChecksum
+from paddleformers_fc.storage.checksum import DEFAULT_BLOCK_BYTES, BlockHasher, FileChecksum
 from paddleformers_fc.storage.paths import AnyPath, RemotePath
 from paddleformers_fc.storage.remote import RemoteFile, RemoteStatus
 

@@ -23,7 +23,7 @@ import msgspec
 import xxhash
 
 from paddleformers_fc.errors import Corrupt, FormatError
-from paddleformers_fc.storage.file_checksums import FileChecksum
+from paddleformers_fc.storage.checksum import FileChecksum
 from paddleformers_fc.storage.files import open_regular, read_range
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.storage.remote import RESTORE_FILE

@@ -22,7 +22,7 @@ from paddleformers_fc.storage.commit import (
     remove_checkpoint,
 )
 from paddleformers_fc.storage.files import is_directory, list_directory, remove_empty_directory, remove_file, rename
-from paddleformers_fc.storage.names import ASIDE, REMOVED, UNFINISHED, parse_hidden, parse_kept
+from paddleformers_fc.storage.paths import ASIDE, REMOVED, UNFINISHED, parse_hidden, parse_kept
 from paddleformers_fc.storage.staging_lock import PARTIAL_OWNER_NAME, ProcessState, process_state, read_owner
 
 

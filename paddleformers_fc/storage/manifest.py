@@ -24,7 +24,7 @@ import xxhash
 
 from paddleformers_fc.errors import CheckpointError, Corrupt, Diverged, FormatError, NotACheckpoint, OptionError
 from paddleformers_fc.storage.block_checksums import BlockComparison, compare_blocks
-from paddleformers_fc.storage.file_checksums import FileChecksum, checksum_faults, is_document, size_fault
+from paddleformers_fc.storage.checksum import FileChecksum, checksum_faults, is_document, size_fault
 from paddleformers_fc.storage.files import (
     fsync_directory,
     is_directory,
@@ -37,8 +37,7 @@ from paddleformers_fc.storage.files import (
     write_file,
 )
 from paddleformers_fc.storage.json_io import ignored_extensions, read_document, read_recorded
-from paddleformers_fc.storage.names import ASIDE, parse_hidden, parse_step
-from paddleformers_fc.storage.paths import AnyPath, RemotePath
+from paddleformers_fc.storage.paths import ASIDE, AnyPath, RemotePath, parse_hidden, parse_step
 from paddleformers_fc.storage.staging_lock import OWNER_NAME
 
 __all__ = [

@@ -34,7 +34,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from paddleformers_fc.errors import FormatError
-from paddleformers_fc.storage.casts import copy_cast
+from paddleformers_fc.storage.dtypes import copy_cast
 from paddleformers_fc.storage.files import MOST_BUFFERS
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.storage.prefetch import ExpectedRange, joins

@@ -19,8 +19,7 @@ from typing import Any
 
 from paddleformers_fc.errors import Corrupt, StorageError
 from paddleformers_fc.storage.block_checksums import compare_blocks
-from paddleformers_fc.storage.checksum import checksum_of
-from paddleformers_fc.storage.file_checksums import FileChecksum, size_fault
+from paddleformers_fc.storage.checksum import FileChecksum, checksum_of, size_fault
 from paddleformers_fc.storage.files import byte_view
 from paddleformers_fc.storage.paths import RemotePath
 from paddleformers_fc.storage.remote import AT_ONCE, asking, map_remote, stat_remote

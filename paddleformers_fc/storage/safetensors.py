@@ -34,8 +34,8 @@ from typing import Any, NoReturn
 import msgspec
 
 from paddleformers_fc.errors import Corrupt, FormatError
+from paddleformers_fc.storage.checksum import DEFAULT_BLOCK_BYTES, FileChecksum
 from paddleformers_fc.storage.dtypes import CODES, item_size
-from paddleformers_fc.storage.file_checksums import DEFAULT_BLOCK_BYTES, FileChecksum
 from paddleformers_fc.storage.files import (
     RandomAccessWriter,
     SequentialWriter,

@@ -8,21 +8,22 @@ Three ways to use it, one implementation (:mod:`.trainer_init`): ``FlexTrainer``
 
 Importing this package imports neither Paddle nor PaddleFormers. :mod:`paddleformers_fc` exports the names for scripts.
 
-======================================================  ================================================================
-``options``, ``arguments``, ``cli_arguments``           the options, and the argument classes that contain them
-``install``, ``mixin``, ``register``                    the three ways in
-``trainer_init``, ``job_state``, ``preflight``          construction, state of one job, checks before the first step
-``saving``, ``rotation``, ``lineage``                   save, ``save_total_limit``, runs that share a directory
-``resume``, ``loading``                                 the checkpoint to resume, and the resume itself
-``live_roles``, ``sharding_stage3``, ``optimizers``     tensors by role; sharding stage 3; supported optimizers
-``documents``                                           small files: scheduler, tokenizer, Trainer state
-``position``, ``batches``, ``rng``                      position in the data, random states
-``changes``, ``description``, ``pretrained_documents``  differences between runs; the live configuration
-``open_weights_reader``, ``pretrained``                 open weights
-``loader_patches``, ``weight_source``                   models that PaddleFormers' loader filled
-``best``, ``bypass``, ``callback``                      best checkpoint, overridden methods, log lines and events
-``rank_records``, ``progress_recorder``                 figures and errors for the starter of the ranks
-``stock_keys``                                          keys, types and words of PaddleFormers' command line
-``loop``                                                ``save`` and ``load`` without a Trainer
-======================================================  ================================================================
+==============================================  ===============================================================
+``options``, ``arguments``, ``cli_arguments``   the options, and the argument classes that contain them
+``install``, ``mixin``, ``register``            the three ways in
+``trainer_init``, ``job_state``, ``preflight``  construction, state of one job, checks before the first step
+``saving``, ``save_job``, ``lineage``           saves, overridden methods, runs that share a directory
+``async_save``, ``ema``                         saves and averages beside training
+``uploads``                                     ``save_total_limit``, and copies in a store
+``resume``, ``loading``                         the checkpoint to resume, and the resume itself
+``live_roles``, ``optimizers``                  tensors by role; supported optimizers, sharding stage 3
+``documents``                                   small files: scheduler, tokenizer, Trainer state, configuration
+``position``, ``batches``, ``rng``              position in the data, differences between runs, random states
+``description``, ``base_fingerprint``           the live configuration; the base of adapters, failed loads
+``pretrained``, ``adapter_files``               open weights; the replaced ``from_pretrained``
+``best``, ``callback``                          best checkpoint, log lines and events
+``rank_records``, ``progress_recorder``         figures and errors for the starter of the ranks
+``stock_keys``                                  keys, types and words of PaddleFormers' command line
+``loop``                                        ``save`` and ``load`` without a Trainer
+==============================================  ===============================================================
 """

@@ -4,14 +4,22 @@ PaddleFormers' ``lora_path`` names such a directory. The layers with adapters ar
 PEFT's format those of the stored tensors. PEFT names canonical layers, and PaddleFormers takes patterns of the layers
 of a model. These layers are found by the rules of the model, and by the last part of a name, because pipelines number
 layers differently.
+
+The replaced ``from_pretrained`` of PaddleFormers' models and adapters.
+
+If :mod:`.options` has chosen this package, it reads through :mod:`.pretrained`. Otherwise PaddleFormers'
+loader reads, which is noted on the model (:mod:`.pretrained`).
 """
 
 from __future__ import annotations
 
+import functools
 import re
+from collections.abc import Callable
 from typing import Any
 
 import paddle
+from paddle.nn import Layer
 
 from paddleformers_fc.distributed.channel import Channel, all_gather_checked
 from paddleformers_fc.errors import MismatchError, OptionError
@@ -24,17 +32,18 @@ from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.mapping import RuleSet
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.paths import AnyPath, RemotePath, parse_path
-from paddleformers_fc.trainer import live_roles, pretrained
+from paddleformers_fc.text import count_text
+from paddleformers_fc.trainer import live_roles, options, pretrained
 from paddleformers_fc.trainer.description import describe_model
 from paddleformers_fc.trainer.job_state import channel_of
 from paddleformers_fc.trainer.library import logger
-from paddleformers_fc.trainer.library_models import LoRAConfig
+from paddleformers_fc.trainer.library_models import LoRAConfig, LoRAModel, PretrainedModel
 from paddleformers_fc.trainer.options import FlexFields
 
 _WEIGHT = ".weight"
 
 
-def from_pretrained(cls: Any, model: Any, lora_path: Any, options: FlexFields, keywords: dict[str, Any]) -> Any:
+def read_adapters(cls: Any, model: Any, lora_path: Any, options: FlexFields, keywords: dict[str, Any]) -> Any:
     """Return a model with the adapters of a directory.
 
     Args:
@@ -136,3 +145,44 @@ def _layers(opened: OpenedCheckpoint, rules: RuleSet) -> tuple[dict[str, set[boo
             if len(parts) > 1:
                 faults.append(f"{layer}: some of its parts have adapters, and the model fuses them")
     return leaves, names, faults
+
+
+@functools.cache
+def watch() -> None:
+    """Replace both methods. A second call does nothing."""
+    PretrainedModel.from_pretrained = classmethod(
+        _from_pretrained(PretrainedModel.__dict__["from_pretrained"].__func__)
+    )
+    LoRAModel.from_pretrained = classmethod(_from_adapters(LoRAModel.__dict__["from_pretrained"].__func__))
+
+
+def _from_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def from_pretrained(cls: Any, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        given = options.options()
+        if given is not None:
+            if args:
+                raise OptionError(
+                    "from_pretrained with flex_checkpoint: true does not support positional arguments of the model.",
+                    where=f"{cls.__name__}.from_pretrained",
+                    evidence=[f"{count_text(len(args), 'argument')} after the path"],
+                    next_step="Pass them as keyword arguments.",
+                )
+            return pretrained.from_pretrained(cls, pretrained_model_name_or_path, given, kwargs)
+        model = original(cls, pretrained_model_name_or_path, *args, **kwargs)
+        if isinstance(model, Layer):
+            pretrained.note_unverified(model, f"{cls.__name__}.from_pretrained({str(pretrained_model_name_or_path)!r})")
+        return model
+
+    return from_pretrained
+
+
+def _from_adapters(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def from_pretrained(cls: Any, model: Any, lora_path: Any, **kwargs: Any) -> Any:
+        given = options.options()
+        if given is None:
+            return original(cls, model, lora_path, **kwargs)
+        return read_adapters(cls, model, lora_path, given, kwargs)
+
+    return from_pretrained

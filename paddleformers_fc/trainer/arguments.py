@@ -5,7 +5,7 @@ are declared, not generated, so that they can be pickled and read like any other
 
 ``flex_checkpoint: true`` first appears in the arguments, before a process group exists. Constructing them therefore
 checks the installed packages and attaches this package to the stock Trainer (:class:`ActiveFields`). They also choose
-the reader of open weights (:mod:`.open_weights_reader`).
+the reader of open weights (:mod:`.options`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from paddleformers_fc import upstream
-from paddleformers_fc.trainer import open_weights_reader
+from paddleformers_fc.trainer import options
 from paddleformers_fc.trainer.attach import attach
 from paddleformers_fc.trainer.library import HOOKS, TrainingArguments, logger
 from paddleformers_fc.trainer.options import FlexFields
@@ -32,7 +32,7 @@ class ActiveFields(FlexFields):
         if self.flex_checkpoint:
             _attach(self)
         super().__post_init__()
-        open_weights_reader.follow(self)
+        options.follow(self)
 
 
 @dataclass

@@ -2,17 +2,19 @@
 
 At the step that is saved the training thread describes its tensors and captures the Trainer's state. From then on and
 during the next passes, threads copy what this rank writes into a kept buffer
-(:mod:`~paddleformers_fc.execute.async_snapshot`), and the next update waits for the copy (:mod:`.update_barrier`).
+(:mod:`~paddleformers_fc.execute.async_snapshot`), and the next update waits for the copy (:mod:`.ema`).
 After that a thread writes, commits and deletes old checkpoints. Its exchanges are those of a save in a step, over a
 communicator of its own, so the training thread makes none.
 
-When all ranks have finished a save, they agree on a step (:mod:`~paddleformers_fc.distributed.step_gate`). At the end
-of that step every training thread reports the save: reporters and ``on_save`` receive the state of the saved step, or
-the error of the save is raised. The end of the loop, and an error in it, wait for every save.
+When all ranks have finished a save, they agree on a step (:mod:`~paddleformers_fc.distributed.step_agreement`). At the
+end of that step every training thread reports the save: reporters and ``on_save`` receive the state of the saved step,
+or the error of the save is raised. The end of the loop, and an error in it, wait for every save.
 
 One save may be under way, with a thread, a communicator and a buffer. A further save waits for it.
 
 Memory: what this rank writes, and the parts of replicas that it hashes.
+
+The end of every step of a Trainer, at which its loop does what background threads have agreed on.
 """
 
 from __future__ import annotations
@@ -26,17 +28,17 @@ from functools import partial
 from typing import Any
 
 from paddleformers_fc.distributed.channel import Channel, run_on_all
-from paddleformers_fc.distributed.step_gate import StepGate
+from paddleformers_fc.distributed.step_agreement import StepGate
 from paddleformers_fc.execute.async_snapshot import SnapshotBuffer, SnapshotCopy, on_device
-from paddleformers_fc.execute.element_ranges import ranges_of
 from paddleformers_fc.execute.memory import HostTensors
+from paddleformers_fc.execute.replicas import ranges_of
 from paddleformers_fc.execute.save import Capture, LivePart, SaveReport, expected_plan, snapshot, write_and_commit
 from paddleformers_fc.execute.save_plan import SavePlan
 from paddleformers_fc.execute.staging_pool import TransferFigures, measured_transfers
 from paddleformers_fc.text import size_text
 from paddleformers_fc.trainer.documents import copied_state
 from paddleformers_fc.trainer.job_state import background_communicator, channel_of, job_state_of
-from paddleformers_fc.trainer.library import logger
+from paddleformers_fc.trainer.library import TrainerCallback, logger
 from paddleformers_fc.trainer.save_job import (
     Encode,
     PreparedSave,
@@ -293,3 +295,22 @@ def _capture(trainer: Any, workers: _Workers, begun: _Begun | None) -> Capture:
         return copying.finish()
 
     return lambda part, plan: run_on_all(workers.channel, "copying a snapshot", lambda: copied(part, plan))
+
+
+class StepEnds(TrainerCallback):
+    """Reports the steps of a loop to a gate.
+
+    Args:
+        gate: shared with the background threads of the Trainer.
+    """
+
+    def __init__(self, gate: StepGate) -> None:
+        self.gate = gate
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Begin at the step of the checkpoint that is resumed."""
+        self.gate.begin(state.global_step)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Run what is agreed for this step."""
+        self.gate.step_ended(state.global_step)

@@ -2,7 +2,7 @@
 
 :func:`attach` replaces them, :func:`detach` restores the originals. A Trainer whose arguments lack ``flex_checkpoint:
 true`` runs the originals. Open weights are read through this package until training arguments decide otherwise
-(:mod:`.open_weights_reader`).
+(:mod:`.options`).
 
 The table of :mod:`paddleformers_fc.upstream` is checked before the first replacement. Modules that import more of
 PaddleFormers than this one are therefore imported after the check.
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from paddleformers_fc import upstream
-from paddleformers_fc.trainer import open_weights_reader
+from paddleformers_fc.trainer import options
 from paddleformers_fc.trainer.library import HOOKS, Trainer
 from paddleformers_fc.upstream.hooks import PADDLENLP
 
@@ -40,17 +40,17 @@ def attach(others: Iterable[Replacement] = ()) -> None:
         replace(others)
     else:
         upstream.require(HOOKS)
-        from paddleformers_fc.trainer import loader_patches
+        from paddleformers_fc.trainer import adapter_files
 
         methods = [(Trainer, name, functools.partial(_dispatching, override)) for name, override in overrides().items()]
         replace([*methods, *others])
-        loader_patches.watch()
-    open_weights_reader.read_by_default()
+        adapter_files.watch()
+    options.read_by_default()
 
 
 def detach() -> None:
     """Restore all originals except ``from_pretrained``, which still notes the models that it fills."""
-    open_weights_reader.read_natively_by_default()
+    options.read_natively_by_default()
     while _originals:
         (owner, name), original = _originals.popitem()
         if original is _ABSENT:

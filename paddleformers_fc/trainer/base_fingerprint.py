@@ -8,12 +8,19 @@ if the files were replaced.
 
 Time: 0.3 s per GiB of a rank for the hashes after a load, an eighth of the load itself, and the same once more when
 adapters are trained. Paddle's ``inplace_version`` would cost less, but does not count ``set_value``.
+
+Models that a failed load has left undefined: no step trains them, and no save stores them.
+
+A load compares the checksums of tensors while it fills them, so damage is found after some tensors have changed. The
+model is marked before it is filled, and the mark is removed when all of it is filled. All ranks of a load fail or
+succeed together, so the mark is the same on all of them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,16 +29,16 @@ import numpy as np
 import xxhash
 
 from paddleformers_fc.distributed.channel import Channel, all_gather_checked, run_on_all
+from paddleformers_fc.errors import MismatchError
 from paddleformers_fc.execute.live_digest import digest_live
 from paddleformers_fc.execute.memory import host_pieces
 from paddleformers_fc.families.adapters import Base
 from paddleformers_fc.formats.huggingface import open_huggingface
 from paddleformers_fc.layout.roles import MODEL_STATE
-from paddleformers_fc.storage.identity import Identities, identities_of, stored_identities
 from paddleformers_fc.storage.paths import AnyPath
-from paddleformers_fc.storage.ranges import RangeReader
+from paddleformers_fc.storage.ranges import Identities, RangeReader, identities_of, stored_identities
 from paddleformers_fc.text import count_text
-from paddleformers_fc.trainer import live_roles, lora, sharding_stage3
+from paddleformers_fc.trainer import description, dist_tensors, live_roles, optimizers
 from paddleformers_fc.trainer.description import describe_model
 from paddleformers_fc.trainer.library import logger
 from paddleformers_fc.trainer.library_models import LoRAModel, unwrap_model
@@ -65,7 +72,7 @@ def remember(model: Any, directory: AnyPath, identities: Identities) -> None:
     """
     weights = live_roles.model_roles(model)[MODEL_STATE]
     digests = {name: _digest(weight.local_tensor) for name, weight in weights.items()}
-    setattr(lora.base_model(model), _SOURCE, _Source(directory, identities, digests))
+    setattr(description.base_model(model), _SOURCE, _Source(directory, identities, digests))
 
 
 def _digest(tensor: Any) -> bytes:
@@ -91,7 +98,7 @@ def identify_once(model: Any, channel: Channel) -> None:
         FlexError: the same on every rank: a file cannot be read, or the base cannot be mapped.
     """
     model = unwrap_model(model)
-    if not isinstance(model, LoRAModel) or lora.has_base(model):
+    if not isinstance(model, LoRAModel) or description.has_base(model):
         return
     files, location = _files(model, channel)
     if files:
@@ -99,10 +106,12 @@ def identify_once(model: Any, channel: Channel) -> None:
     else:
         base = Base(
             tensors=digest_live(
-                sharding_stage3.cut(live_roles.base_weights(model)), describe_model(lora.base_model(model)), channel
+                optimizers.cut(live_roles.base_weights(model)),
+                describe_model(description.base_model(model)),
+                channel,
             )
         )
-    lora.set_base(model, base)
+    description.set_base(model, base)
     if channel.rank == 0:
         of = f"{count_text(len(base.files), 'file')} of {base.location}" if base.files else "its weights, without files"
         logger.info(f"The base of the adapters is identified by {of}.")
@@ -110,7 +119,7 @@ def identify_once(model: Any, channel: Channel) -> None:
 
 def _files(model: LoRAModel, channel: Channel) -> tuple[dict[str, str], str]:
     """Return the digests of the files that contain the base, by name, and their directory; none if no files do."""
-    source: _Source | None = getattr(lora.base_model(model), _SOURCE, None)
+    source: _Source | None = getattr(description.base_model(model), _SOURCE, None)
     if source is None:
         return {}, ""
     unchanged = all_gather_checked(
@@ -125,7 +134,7 @@ def _files(model: LoRAModel, channel: Channel) -> tuple[dict[str, str], str]:
 
 def _is_unchanged(model: LoRAModel, source: _Source) -> bool:
     """Return whether the tensors of the base on this rank are those that were read."""
-    weights = sharding_stage3.cut(live_roles.base_weights(model))
+    weights = optimizers.cut(live_roles.base_weights(model))
     return all(_digest(weight.local_tensor) == source.digests.get(name) for name, weight in weights.items())
 
 
@@ -163,3 +172,43 @@ class _Digests(msgspec.Struct):
 
     files: dict[str, str]
     same: bool
+
+
+_MARK = "_flex_undefined"
+
+
+@contextmanager
+def until_filled(model: Any, directory: AnyPath) -> Iterator[None]:
+    """Return a block that fills a model, which is undefined if the block fails.
+
+    Args:
+        model: the ``paddle.nn.Layer``, without wrappers, or a state dict, whose tensors are marked.
+        directory: the source, for the error.
+    """
+    marked = list(_marked(model))
+    for one in marked:
+        setattr(one, _MARK, str(directory))
+    forget(model)
+    yield
+    for one in marked:
+        delattr(one, _MARK)
+
+
+def refuse_undefined(model: Any) -> None:
+    """Refuse a model that a load has begun to fill and did not finish.
+
+    Raises:
+        MismatchError: it is undefined.
+    """
+    directory = next((getattr(one, _MARK) for one in _marked(model) if hasattr(one, _MARK)), None)
+    if directory is not None:
+        raise MismatchError(
+            "The model's tensors are undefined: a load began to fill them and failed.",
+            where=str(directory),
+            next_step="Load a whole checkpoint into this model, or start the job again.",
+        )
+
+
+def _marked(model: Any) -> Iterable[Any]:
+    """Return the objects that have the mark: a layer, or the tensors of a state dict."""
+    return [tensor for _, _, tensor in dist_tensors.leaves(model)] if isinstance(model, Mapping) else [model]

@@ -3,6 +3,12 @@
 PaddleFormers omits keys when it serialises a configuration: those with their default value, and those that training
 arguments may set, some of which determine names and layouts of tensors. Every value is therefore read from the live
 object, not from a file.
+
+A live model with LoRA adapters: its description, and the tensors that a checkpoint contains of it.
+
+PaddleFormers wraps the model in a ``LoRAModel`` and replaces linear layers by layers with ``lora_A`` and ``lora_B``. It
+freezes all other tensors, except for ``trainable_modules`` and biases that its configuration names. A checkpoint
+contains adapters, trained tensors, and tensors that training changes without an optimizer. The rest is the base.
 """
 
 from __future__ import annotations
@@ -13,17 +19,88 @@ from typing import Any
 
 import numpy as np
 
-from paddleformers_fc.families import ModelDescription
+from paddleformers_fc.errors import OptionError
+from paddleformers_fc.families import ModelDescription, family_for, is_known
+from paddleformers_fc.families.adapters import Adapters, Base, changed_outside, is_adapter
 from paddleformers_fc.families.description import ALTERNATES, IS_FLEET
 from paddleformers_fc.families.undescribed import STRIPPED
-from paddleformers_fc.trainer import dist_tensors, lora, sonic_moe
+from paddleformers_fc.trainer import dist_tensors, sonic_moe
 from paddleformers_fc.trainer.library_models import (
     LlmMetaConfig,
+    LoRAModel,
     PretrainedConfig,
     QuantizationConfig,
     described_values,
     unwrap_model,
 )
+
+_BASE = "_flex_base"
+
+
+def base_model(model: Any) -> Any:
+    """Return a model without its wrappers, a ``LoRAModel`` among them."""
+    model = unwrap_model(model)
+    return model.model if isinstance(model, LoRAModel) else model
+
+
+def describe_adapters(model: Any) -> Adapters | None:
+    """Describe the adapters of a model, or of a wrapper of it; None if it has none."""
+    model = unwrap_model(model)
+    if not isinstance(model, LoRAModel):
+        return None
+    config = model.lora_config
+    try:
+        return Adapters(
+            r=config.r,
+            alpha=float(config.lora_alpha),
+            rslora=bool(config.rslora),
+            target_modules=_patterns(config.target_modules),
+            trainable_modules=_patterns(config.trainable_modules),
+            trainable_bias=config.trainable_bias or None,
+            dropout=float(config.lora_dropout),
+            plus_scale=float(config.lora_plus_scale),
+            base=getattr(model, _BASE, Base()),
+        )
+    except ValueError as error:
+        raise OptionError(
+            "Invalid configuration of adapters.",
+            where="LoRA",
+            evidence=[str(error)],
+            next_step="Correct lora_alpha.",
+        ) from error
+
+
+def has_base(model: LoRAModel) -> bool:
+    """Return whether the fingerprint of the base is known."""
+    return hasattr(model, _BASE)
+
+
+def set_base(model: LoRAModel, base: Base) -> None:
+    """Keep the fingerprint of the base with a model."""
+    setattr(model, _BASE, base)
+
+
+def saved_weights(model: Any, weights: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the weights that a checkpoint contains; all of a model without adapters.
+
+    Args:
+        model: the model as it was built.
+        weights: name -> ``ShardedWeight`` of all its tensors.
+    """
+    if not isinstance(model, LoRAModel):
+        return dict(weights)
+    config = {"model_type": getattr(type(model.config), "model_type", "")}
+    changed = changed_outside(family_for(config), weights) if is_known(config) else frozenset[str]()
+    return {
+        name: weight
+        for name, weight in weights.items()
+        if is_adapter(name) or name in changed or not weight.local_tensor.stop_gradient
+    }
+
+
+def _patterns(given: Any) -> tuple[str, ...]:
+    return (given,) if isinstance(given, str) else tuple(given or ())
+
 
 OWN_RULES = "_flex_rules"
 """The attribute of a model that no family declares with the rules of its class's statements."""
@@ -55,7 +132,7 @@ def describe_model(model: Any) -> ModelDescription:
         adapters, and the rules of its own statements.
     """
     model = unwrap_model(model)
-    adapters = lora.describe_adapters(model)
+    adapters = describe_adapters(model)
     # A model of PaddleFleet has a configuration of its own, which was made from the one that PaddleFormers saves.
     built_with = {key: getattr(model.config, key, None) for key in STRIPPED - {IS_FLEET}}
     as_built = {key: value for key, value in built_with.items() if isinstance(value, int)}
@@ -73,7 +150,7 @@ def describe_model(model: Any) -> ModelDescription:
 
 def config_of(model: Any) -> Any:
     """Return the configuration that describes a model; that of a PaddleFleet model is another object than its own."""
-    model = lora.base_model(model)
+    model = base_model(model)
     return getattr(model, "config_to_save", model.config)
 
 

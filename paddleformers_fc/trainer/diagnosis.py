@@ -21,7 +21,7 @@ import msgspec
 from paddleformers_fc import __version__, upstream
 from paddleformers_fc.distributed.channel import ALONE
 from paddleformers_fc.execute.output_directory import list_output
-from paddleformers_fc.formats.checks import Check
+from paddleformers_fc.formats.checkpoint import Check
 from paddleformers_fc.storage.files import files_within, refused, size_of
 from paddleformers_fc.storage.manifest import newest_checkpoint
 from paddleformers_fc.text import count_text, size_text

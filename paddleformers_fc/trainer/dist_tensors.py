@@ -21,8 +21,8 @@ import paddle.distributed as dist
 from paddle.distributed import ShardedWeight
 
 from paddleformers_fc.errors import MismatchError
-from paddleformers_fc.layout.placements import AxisShard, Placements, coordinate_of, placed_box
 from paddleformers_fc.layout.roles import MASTER, MODEL_STATE, OPTIMIZER_STATE, STATES, StateDescriptor, StateShape
+from paddleformers_fc.layout.shards import AxisShard, Placements, coordinate_of, placed_box
 from paddleformers_fc.mapping.folding import fold
 
 _MASTERS, _SCHEDULER = "master_weights", "LR_Scheduler"

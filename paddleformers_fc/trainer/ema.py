@@ -1,34 +1,309 @@
 """The exponential moving average of a run's weights, kept in host memory beside training.
 
 After a step a thread gets the update, and reads the weights while the next passes run. The next update of the optimizer
-waits until they are read (:mod:`.update_barrier`). Weights on a device are copied into a kept buffer first, as in a
+waits until they are read (:class:`UpdateBarrier`). Weights on a device are copied into a kept buffer first, as in a
 save beside training. The averages are a role of the checkpoint, ``ema_state``, in float32 under the names of the
 parameters, with the geometry of the optimizer's states. ``trainer/ema.json`` contains what the next update depends on.
 
 An error in the thread is raised by the next save, on all ranks, because ranks exchange nothing in an update.
 
 Memory: four bytes per element that the rank averages, and on a device as much again for the copies.
+
+The tensors whose moving averages a rank keeps: master weights, and float32 parameters without one.
+
+A rank averages the parts of parameters of which its optimizer has states: whole parameters, ranges of them under
+``split_param``, or its slices under sharding stage 3. The ranks of a sharding group therefore share the work and the
+memory. Parameters without states are not trained. 16-bit weights without a master weight are not averaged, because an
+average of rounded weights stays constant.
+
+Let the next optimizer update wait for reads of live tensors that run beside the passes.
+
+Weights and states do not change between two updates of the optimizer. A thread may copy or average them while the next
+passes run, and the next update waits for the rest. Copies from a device have to begin on the training thread. Another
+thread requests them, and the training thread begins them between two passes of an accumulated step, at the latest when
+it waits.
 """
 
 from __future__ import annotations
 
+import queue
+import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
+import numpy as np
+import paddle
+from paddle.distributed import ShardedWeight
 
 from paddleformers_fc.errors import FormatError, MismatchError, OptionError
 from paddleformers_fc.execute.async_snapshot import SnapshotBuffer, SnapshotCopy
-from paddleformers_fc.execute.ema_update import update_averages
-from paddleformers_fc.layout.roles import EMA_STATE
+from paddleformers_fc.execute.memory import AveragedTensor, HostPieces, dtype_name, slot_of, update_averages, view_of
+from paddleformers_fc.execute.staging_pool import in_host_memory
+from paddleformers_fc.layout.roles import (
+    EMA_STATE,
+    MASTER,
+    MASTER_WEIGHT,
+    MODEL_STATE,
+    OPTIMIZER_STATE,
+    StateShape,
+    split_state_name,
+)
 from paddleformers_fc.storage.manifest import RESTORE
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.text import count_text
-from paddleformers_fc.trainer import ema_tensors
+from paddleformers_fc.trainer import live_roles
 from paddleformers_fc.trainer.library import TrainerCallback, logger
-from paddleformers_fc.trainer.update_barrier import UpdateBarrier
+from paddleformers_fc.trainer.optimizers import descriptor_of, innermost
+
+
+@dataclass(frozen=True)
+class TrainedPart:
+    """This rank's part of a trained parameter.
+
+    Args:
+        weight: ``ShardedWeight`` with the part's geometry.
+        local_tensor: contains the part in float32.
+        first: index of the part's first element in that tensor.
+        is_weight: whether that tensor is the weight itself and not its master weight.
+    """
+
+    weight: Any
+    local_tensor: Any
+    first: int = 0
+    is_weight: bool = True
+
+    @property
+    def geometry(self) -> tuple[object, ...]:
+        """Return the key that parts of the same elements share."""
+        one, flat = self.weight, self.weight.flattened_range
+        return (
+            *(tuple(map(int, shape)) for shape in (one.local_shape, one.global_shape, one.global_offset)),
+            None if flat is None else (int(flat.start), int(flat.stop)),
+        )
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        flat = self.weight.flattened_range
+        return int(np.prod(self.weight.local_shape)) if flat is None else int(flat.stop - flat.start)
+
+
+class KnownParts:
+    """This rank's parts of trained parameters, described again only if the optimizer has other states than before.
+
+    To describe a part takes a tenth of a millisecond, to compare addresses a thousandth.
+
+    Args:
+        trainer: its model and optimizer have the parts.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._addresses: tuple[int, ...] = ()
+        self._parts: dict[str, TrainedPart] = {}
+
+    def __call__(self) -> Mapping[str, TrainedPart]:
+        """Return the parts by the name of the parameter."""
+        addresses = _addresses(self._trainer.optimizer)
+        if not addresses or addresses != self._addresses:
+            self._parts = trained_parts(self._trainer.model, self._trainer.optimizer)
+            self._addresses = () if any(map(_is_slice, self._parts.values())) else addresses
+        return self._parts
+
+
+def _addresses(optimizer: Any) -> tuple[int, ...]:
+    """Return the addresses of master weights and of the other states."""
+    inner = innermost(optimizer)
+    tensors = [*getattr(inner, "_master_weights", {}).values()]
+    for states in inner._accumulators.values():
+        tensors.extend(states.values())
+    return tuple([tensor.data_ptr() for tensor in tensors])
+
+
+def _is_slice(part: TrainedPart) -> bool:
+    """Return whether a part is a slice of sharding stage 3 without a master weight, whose memory may be replaced."""
+    own = part.weight.local_tensor is part.local_tensor
+    return part.is_weight and own and part.weight.flattened_range is not None
+
+
+def trained_parts(model: Any, optimizer: Any) -> dict[str, TrainedPart]:
+    """Return this rank's parts of trained parameters, by the name of the parameter.
+
+    Args:
+        model: the model as it was built, not its parallel wrapper.
+        optimizer: the optimizer with the Trainer's wrappers, with its states.
+    """
+    roles = live_roles.run_roles(model, optimizer)
+    found: dict[str, TrainedPart] = {}
+    for name, master in roles.get(MASTER_WEIGHT, {}).items():
+        parameter = name.removesuffix(MASTER.suffix)
+        found[parameter] = TrainedPart(master, master.local_tensor, is_weight=False)
+    weights = roles[MODEL_STATE]
+    for name, one in roles.get(OPTIMIZER_STATE, {}).items():
+        split = split_state_name(OPTIMIZER_STATE, name, one.global_shape)
+        weight = weights.get(split.parameter)
+        if split.parameter in found or split.shape is not StateShape.PARAMETER or weight is None:
+            continue
+        if dtype_name(weight.local_tensor) == "float32":
+            found[split.parameter] = _part_of(weight, one)
+    return found
+
+
+def refuse_stateless(model: Any, optimizer: Any) -> None:
+    """Refuse an optimizer without states and master weights, such as SGD: nothing would be averaged.
+
+    Args:
+        model: the model as it was built, not its parallel wrapper.
+        optimizer: the optimizer with the Trainer's wrappers.
+    Raises:
+        OptionError: this rank trains parameters, and its optimizer will have states of none.
+    """
+    kinds = [one for one in descriptor_of(optimizer).states if one.role == OPTIMIZER_STATE]
+    trains = any(not parameter.stop_gradient for parameter in model.parameters())
+    stateless = not any(one.shape is StateShape.PARAMETER for one in kinds)
+    if trains and stateless and not live_roles.trained_in_half(model, optimizer):
+        raise OptionError(
+            f"flex_ema_decay does not support the optimizer {type(innermost(optimizer)).__name__}.",
+            where="training arguments",
+            evidence=["a rank averages the parts of parameters of which its optimizer has states, and it has none"],
+            next_step="Train with an optimizer that has states, such as Momentum or AdamW; or remove flex_ema_decay.",
+        )
+
+
+def _part_of(weight: Any, state_: Any) -> TrainedPart:
+    """Return the part of a float32 parameter that a state belongs to."""
+    if state_.flattened_range is None or weight.flattened_range is not None:
+        return TrainedPart(weight, weight.local_tensor)
+    return TrainedPart(state_, weight.local_tensor, int(state_.flattened_range.start))
+
+
+def empty_average(name: str, part: TrainedPart) -> Any:
+    """Return a ``ShardedWeight`` over new host memory for the average of a part; its numbers are undefined."""
+    one = part.weight
+    shape = [part.size] if one.flattened_range is not None else list(one.local_shape)
+    memory = paddle.empty(shape, dtype="float32", device=paddle.CPUPlace())
+    return ShardedWeight(
+        name, memory, one.local_shape, one.global_shape, one.global_offset, one.is_flattened, one.flattened_range
+    )
+
+
+def begin_copies(parts: Mapping[str, Any], buffer: SnapshotBuffer) -> SnapshotCopy:
+    """Begin to copy the parts that are in the memory of a device. On the training thread.
+
+    Args:
+        parts: this rank's parts.
+        buffer: memory for the copies; no earlier ones may be in use.
+    """
+    away = {name: part for name, part in parts.items() if not in_host_memory(part.local_tensor.place)}
+    ranges = {(EMA_STATE, name): ((part.first, part.first + part.size),) for name, part in away.items()}
+    buffer.reserve({EMA_STATE: away}, ranges)
+    return buffer.begin({EMA_STATE: away}, ranges)
+
+
+def averaged_tensor(average: Any, part: TrainedPart, copied: HostPieces | None) -> AveragedTensor:
+    """Return a part and its average.
+
+    Args:
+        average: the result of :func:`empty_average` for the part.
+        part: the part.
+        copied: its copy; None if it is in host memory.
+    """
+    values = view_of(part.local_tensor) if copied is None else copied
+    return AveragedTensor(slot_of(average.local_tensor).open().array(), values, part.first)
+
+
+_T = TypeVar("_T")
+
+
+def _nothing() -> None:
+    """Do no part of a read, or end one wait for a call."""
+
+
+class UpdateBarrier(TrainerCallback):
+    """The reads that have begun since the last update.
+
+    Args:
+        passes_change_weights: returns whether a run changes tensors that are read already in the passes, as the
+            overlapped broadcast of parameters does. Then every read is waited for at once.
+
+    Attributes:
+        passes_change_weights: the same.
+        waited: seconds for which the training thread has waited.
+    """
+
+    def __init__(self, passes_change_weights: Callable[[], bool]) -> None:
+        self.waited = 0.0
+        self.passes_change_weights = passes_change_weights
+        self._reads: list[tuple[Future[Any], Callable[[], None]]] = []
+        self._calls: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+
+    def add(self, read: Future[Any], help: Callable[[], None] = _nothing) -> None:
+        """Have the next update wait for a read of live tensors.
+
+        Args:
+            read: ends when live tensors are not read any more.
+            help: does a part of the read on the training thread, instead of waiting.
+
+        Raises:
+            Exception: that of a read, where it is waited for at once.
+        """
+        read.add_done_callback(lambda _: self._calls.put(_nothing))
+        self._reads.append((read, help))
+        if self.passes_change_weights():
+            self.finish()
+
+    def call(self, work: Callable[[], _T]) -> _T:
+        """Run work on the training thread, where it waits for a read of the calling thread.
+
+        Raises:
+            Exception: that of the work.
+        """
+        answer: Future[_T] = Future()
+
+        def run() -> None:
+            try:
+                answer.set_result(work())
+            except Exception as error:  # The calling thread raises it.
+                answer.set_exception(error)
+
+        self._calls.put(run)
+        return answer.result()
+
+    def finish(self) -> None:
+        """Wait until no read is under way.
+
+        Raises:
+            Exception: that of the first read that failed.
+        """
+        started = time.monotonic()
+        for _, help in self._reads:
+            help()
+        while not all(read.done() for read, _ in self._reads):
+            self._calls.get()()
+        self._run_calls()
+        reads, self._reads = self._reads, []
+        self.waited += time.monotonic() - started
+        for read, _ in reads:
+            read.result()
+
+    def _run_calls(self) -> None:
+        """Run what is left, mostly the ends of reads that were not waited for."""
+        with suppress(queue.Empty):
+            while True:
+                self._calls.get_nowait()()
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Begin the copies that reading threads have requested, so that they overlap the other passes of the step."""
+        self._run_calls()
+
+    def on_optimizer_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Wait before weights and states change."""
+        self.finish()
+
 
 _COUNT = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 
@@ -88,7 +363,7 @@ class MovingAverage(TrainerCallback):
     def __init__(
         self,
         settings: EmaSettings,
-        parts: Callable[[], Mapping[str, ema_tensors.TrainedPart]],
+        parts: Callable[[], Mapping[str, TrainedPart]],
         update_barrier: UpdateBarrier,
     ) -> None:
         self.settings = settings
@@ -146,7 +421,7 @@ class MovingAverage(TrainerCallback):
             names: names of parameters.
         """
         parts = self._parts()
-        return {name: ema_tensors.empty_average(name, part) for name, part in parts.items() if name in names}
+        return {name: empty_average(name, part) for name, part in parts.items() if name in names}
 
     def restore(self, tensors: Mapping[str, Any], saved: AverageDocument) -> None:
         """Continue the average of a checkpoint.
@@ -187,7 +462,7 @@ class MovingAverage(TrainerCallback):
         try:
             parts = self._parts()
             fresh = self._make_absent(parts)
-            copying = ema_tensors.begin_copies(parts, self._buffer)
+            copying = begin_copies(parts, self._buffer)
         except Exception as error:  # Raised by the next save, on all ranks.
             self._failed(step, error)
             return
@@ -196,19 +471,19 @@ class MovingAverage(TrainerCallback):
         self._pending = self._threads.submit(self._update, parts, fresh, copying, read, step)
         self._update_barrier.add(read)
 
-    def _make_absent(self, parts: Mapping[str, ema_tensors.TrainedPart]) -> frozenset[str]:
+    def _make_absent(self, parts: Mapping[str, TrainedPart]) -> frozenset[str]:
         """Make memory for averages that do not exist yet, and return their names."""
         fresh = frozenset(parts.keys() - self.tensors.keys())
         for name, part in parts.items():
             if name in fresh:
-                self.tensors[name] = ema_tensors.empty_average(name, part)
+                self.tensors[name] = empty_average(name, part)
             else:
                 _refuse_moved(name, self.tensors[name], part)
         return fresh
 
     def _update(
         self,
-        parts: Mapping[str, ema_tensors.TrainedPart],
+        parts: Mapping[str, TrainedPart],
         fresh: frozenset[str],
         copying: SnapshotCopy,
         read: Future[None],
@@ -220,8 +495,7 @@ class MovingAverage(TrainerCallback):
             if len(copied) == len(parts):
                 read.set_result(None)
             tensors = {
-                name: ema_tensors.averaged_tensor(self.tensors[name], part, copied.get(name))
-                for name, part in parts.items()
+                name: averaged_tensor(self.tensors[name], part, copied.get(name)) for name, part in parts.items()
             }
             update_averages([one for name, one in tensors.items() if name in fresh], 1.0)
             update_averages([one for name, one in tensors.items() if name not in fresh], 1.0 - self.settings.decay)
@@ -238,13 +512,13 @@ class MovingAverage(TrainerCallback):
         self._failure = error
 
 
-def _refuse_moved(name: str, average: Any, part: ema_tensors.TrainedPart) -> None:
+def _refuse_moved(name: str, average: Any, part: TrainedPart) -> None:
     """Refuse a part that is no longer the one whose average is kept.
 
     Raises:
         MismatchError: the optimizer of this rank has other states than before.
     """
-    if ema_tensors.TrainedPart(average, None).geometry != part.geometry:
+    if TrainedPart(average, None).geometry != part.geometry:
         raise MismatchError(
             "The optimizer has states of another part of a parameter than at the last update of the moving average.",
             where=name,

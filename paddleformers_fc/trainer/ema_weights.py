@@ -23,7 +23,7 @@ from paddleformers_fc.execute.part_exchange import LocalPart, gather_parts
 from paddleformers_fc.layout.live import describe_roles
 from paddleformers_fc.layout.roles import EMA_STATE, MODEL_STATE
 from paddleformers_fc.layout.shards import Shard
-from paddleformers_fc.storage.casts import copy_cast
+from paddleformers_fc.storage.dtypes import copy_cast
 from paddleformers_fc.trainer import live_roles, saving
 from paddleformers_fc.trainer.ema import MovingAverage
 from paddleformers_fc.trainer.job_state import Native, channel_of, job_state_of, settle_weights, when_active

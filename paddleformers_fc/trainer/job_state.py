@@ -20,13 +20,12 @@ from paddle.distributed import collective
 
 from paddleformers_fc.cpu_runtime import groups
 from paddleformers_fc.distributed import store_client
-from paddleformers_fc.distributed.background_channel import HostChannel
-from paddleformers_fc.distributed.channel import Channel, job_channel
+from paddleformers_fc.distributed.channel import Channel, HostChannel, job_channel
 from paddleformers_fc.distributed.communicator import DEFAULT_PATIENCE, Communicator
 from paddleformers_fc.distributed.consistency import ConsistencyCheck
 from paddleformers_fc.distributed.disk_leaders import DiskLeaders
 from paddleformers_fc.distributed.liveness import KEY_PREFIX
-from paddleformers_fc.distributed.step_gate import StepGate
+from paddleformers_fc.distributed.step_agreement import StepGate
 from paddleformers_fc.errors import EnvironmentMismatch, OptionError
 from paddleformers_fc.execute.read_pool import ReadOptions
 from paddleformers_fc.families.changes import Change
@@ -35,10 +34,9 @@ from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.trainer import batches, documents, live_roles, optimizers
 from paddleformers_fc.trainer.best import BestCheckpoint
 from paddleformers_fc.trainer.callback import FlexCheckpointCallback
-from paddleformers_fc.trainer.ema import MovingAverage
+from paddleformers_fc.trainer.ema import MovingAverage, UpdateBarrier
 from paddleformers_fc.trainer.library import logger
 from paddleformers_fc.trainer.options import FIELD_NAMES
-from paddleformers_fc.trainer.update_barrier import UpdateBarrier
 from paddleformers_fc.trainer.uploads import Uploads
 
 Native = Callable[..., Any]
@@ -87,7 +85,7 @@ class JobState:
         update_barrier: the reads of live tensors that the next update waits for.
         gate: the ends of the steps, at which the loop does what background threads agree on.
         saver: saves checkpoints.
-        ran: names of the replaced methods that have run since ``train`` was called; see :mod:`.bypass`.
+        ran: names of the replaced methods that have run since ``train`` was called; see :mod:`.save_job`.
         best: hides the name of the best checkpoint from PaddleFormers' loop.
         chosen: the checkpoint to resume; None in a run from the beginning. The native methods pass it on as text, which
             lacks the password of a URL.

@@ -20,18 +20,16 @@ if LIBRARY == PADDLENLP:
     from paddlenlp.utils.batch_sampler import DistributedBatchSampler
 
     from paddleformers_fc.trainer.nlp_models import (
+        EpochSampler as MappingDistributedBatchSampler,
         FleetLoRAMoeExperts,
         LoRAMoeExperts,
+        NoSampler as MappingBatchSampler,
         QuantizationLoRABaseLinear,
         clean_model_class_name,
         described_values,
         get_common_folder,
         offload,
         sharded_state_dict,
-    )
-    from paddleformers_fc.trainer.nlp_samplers import (
-        EpochSampler as MappingDistributedBatchSampler,
-        NoSampler as MappingBatchSampler,
     )
 else:
     from paddleformers.generation import GenerationConfig

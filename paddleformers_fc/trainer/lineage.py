@@ -4,21 +4,24 @@ A run has an id, which every manifest of it records together with the runs that 
 resumes the last checkpoint continues the run. A resume from an older step, or into another output directory, is a new
 run that branches from the old one. Then one directory contains checkpoints of both, and the newest one by its step may
 be of the old run. Both runs are therefore named in the log, at the branch and at every later automatic resume.
+
+The parallel degrees of a run, for readers of a manifest and of the log.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from paddleformers_fc.distributed.channel import Channel, all_gather_checked
 from paddleformers_fc.errors import CheckpointError, StorageError
 from paddleformers_fc.storage.manifest import Branch, Manifest, RunRecord, candidates_in, read_manifest
-from paddleformers_fc.storage.names import parse_step
+from paddleformers_fc.storage.paths import parse_step
 
 
 class Saved(msgspec.Struct, frozen=True):
@@ -134,3 +137,26 @@ def _run(run: RunRecord) -> str:
     if origin is None:
         return f"run {run.id}"
     return f"run {run.id} (from step {origin.step} of {origin.run or 'a run without an id'})"
+
+
+def parallel_degrees(args: Any) -> dict[str, int]:
+    """Return the degree of every parallel axis, for readers of a manifest."""
+    sharding = max(args.sharding_parallel_size, 1)
+    return {
+        "dp": max(args.dataset_world_size // sharding, 1),
+        "tp": max(args.tensor_model_parallel_size, 1),
+        "pp": max(args.pipeline_model_parallel_size, 1),
+        "sharding": sharding,
+        "ep": max(args.expert_model_parallel_size, 1),
+        "sep": max(args.sep_parallel_size, 1),
+        "cp": max(args.context_parallel_size, 1),
+    }
+
+
+def degrees_text(degrees: Mapping[str, int]) -> str:
+    """Return parallel degrees above one as text, such as ``tp=2 pp=2``; of a single rank ``dp=1``.
+
+    Empty where none are recorded, as in conversions of open weights.
+    """
+    text = " ".join(f"{axis}={degree}" for axis, degree in degrees.items() if degree > 1)
+    return text or ("dp=1" if degrees else "")

@@ -2,25 +2,152 @@
 
 Model and optimizer describe their shards (``sharded_state_dict``), and this module sorts them into roles. Paddle
 creates optimizer states in the first step, so a load creates them first; its values overwrite them.
+
+Fused buffers of Paddle's ``fully_shard``, which PaddleFormers' Trainer uses in its semi-automatic mode.
+
+``fully_shard`` copies the parameters into padded buffers, of which each rank along the axis ``dp`` has an equal range,
+and clears them between uses. The optimizer updates the buffers: its states have their names and lengths. A parameter
+and its states are here ranges of the buffers, as flattened shards under sharding stage 1 are.
+
+Time and memory: a view and a description per parameter and state; no copy and no communication.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import paddle
+import paddle.distributed as dist
 from paddle.distributed import ShardedWeight
+from paddle.distributed.auto_parallel.fully_shard_fusion import get_fsdp_context
 from paddle.distributed.fleet.meta_parallel.sharding.group_sharded_optimizer_stage2 import GroupShardedOptimizerStage2
 
-from paddleformers_fc.errors import MismatchError
+from paddleformers_fc.errors import MismatchError, OptionError
 from paddleformers_fc.families.stated import model_ties
 from paddleformers_fc.layout.live import LiveRoles
-from paddleformers_fc.layout.roles import MASTER, MODEL_STATE, OPTIMIZER_STATE, StateDescriptor
-from paddleformers_fc.trainer import dist_tensors, fsdp_buffers, lora, optimizer_states, sharding_stage3, sonic_moe
+from paddleformers_fc.layout.roles import MASTER, MODEL_STATE, OPTIMIZER_STATE, StateDescriptor, StateShape
+from paddleformers_fc.trainer import description, dist_tensors, optimizer_states, optimizers, sonic_moe
 from paddleformers_fc.trainer.description import describe_model
 from paddleformers_fc.trainer.library_models import sharded_state_dict
 from paddleformers_fc.trainer.optimizers import innermost
+
+
+@dataclass(frozen=True)
+class BufferRange:
+    """This rank's range of a parameter in a buffer.
+
+    Args:
+        name: of the parameter in the model.
+        shape: of the parameter.
+        begin: index of its first element on this rank, in the parameter.
+        end: index behind the last.
+        start: index of the first element in this rank's part of the buffer.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+    start: int
+
+    def of(self, key: str, buffer: Any) -> Any:
+        """Return the range of a tensor of the buffer's length as a ``ShardedWeight``."""
+        own = buffer._slice(self.start, self.start + self.end - self.begin).detach()
+        return ShardedWeight(
+            key, own, self.shape, self.shape, (0,) * len(self.shape), True, slice(self.begin, self.end)
+        )
+
+
+def context_of(model: Any) -> Any:
+    """Return the buffers of a model; None if it has none."""
+    found = get_fsdp_context()
+    return found if found is not None and found.model is model else None
+
+
+def buffers(context: Any, names: Mapping[str, str]) -> Iterator[tuple[Any, list[BufferRange]]]:
+    """Yield the part of this rank of every buffer, and its ranges of parameters.
+
+    Args:
+        context: see :func:`context_of`.
+        names: names of the parameters in the model by their static names.
+    Raises:
+        OptionError: the buffers are divided among other ranks than those along ``dp``.
+    """
+    mesh = context.mesh
+    if len(mesh.process_ids) != context.buffer_manager._fsdp_group.nranks:
+        raise OptionError(
+            "flex_checkpoint: true does not support tensor parallelism of the semi-automatic mode.",
+            where="enable_auto_parallel: true",
+            evidence=[f"mesh {mesh.dim_names} of shape {mesh.shape}: Paddle 3.3.1 divides buffers by the ranks of dp"],
+            next_step="Set tensor_model_parallel_size: 1, or remove enable_auto_parallel.",
+        )
+    rank = mesh.process_ids.index(dist.get_rank())
+    for group in context.buffer_manager.buffer_groups:
+        buffer = group.params_buffer
+        length = int(buffer.data_buffer.shape[0])
+        yield buffer.data_buffer, list(_ranges(group.params, buffer.param_offsets, names, length, rank * length))
+
+
+def _ranges(
+    parameters: Collection[Any], offsets: Mapping[str, int], names: Mapping[str, str], length: int, first: int
+) -> Iterator[BufferRange]:
+    for parameter in parameters:
+        shape, offset = tuple(int(one) for one in parameter.shape), int(offsets[parameter.name])
+        begin, end = max(first, offset), min(first + length, offset + math.prod(shape))
+        if begin < end:
+            yield BufferRange(names[parameter.name], shape, begin - offset, end - offset, begin - first)
+
+
+def roles_of(
+    context: Any, names: Mapping[str, str], states: Mapping[str, Mapping[StateDescriptor, Any]]
+) -> dict[str, dict[str, Any]]:
+    """Return this rank's weights and states: role -> name -> ``ShardedWeight``.
+
+    Args:
+        context: see :func:`context_of`.
+        names: as for :func:`buffers`.
+        states: states by the name of their buffer.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for buffer, ranges in buffers(context, names):
+        for one in ranges:
+            found.setdefault(MODEL_STATE, {})[one.name] = one.of(one.name, buffer)
+            for state, tensor in states.get(buffer.name, {}).items():
+                key = one.name + state.suffix
+                number = state.shape is StateShape.NUMBER
+                found.setdefault(state.role, {})[key] = (
+                    ShardedWeight(key, tensor, (1,), (1,), (0,)) if number else one.of(key, tensor)
+                )
+    return found
+
+
+def static_names(context: Any) -> set[str]:
+    """Return the static names of the parameters in buffers."""
+    return set(context.buffer_manager.param_to_buffer_id)
+
+
+def forget_gathered(context: Any) -> None:
+    """Let the next use of every parameter gather it again, after its buffer is filled."""
+    context.comm_manager.reset_params_buffer_status()
+
+
+def create_buffer_states(context: Any, optimizer: Any, stored: Collection[str]) -> None:
+    """Create the states of all trained buffers, as the first step would. Existing states stay.
+
+    Args:
+        context: see :func:`context_of`.
+        optimizer: the optimizer with the Trainer's wrappers.
+        stored: names of the stored states; without any, none is created.
+    """
+    block = paddle.base.framework.default_main_program().global_block()
+    innermost(optimizer)._accumulators_holder = {}
+    for group in context.buffer_manager.buffer_groups if stored else ():
+        if not group.params_buffer.data_buffer.stop_gradient:
+            optimizer._create_accumulators(block, [group.params_buffer.data_buffer])
+
 
 _HALF = (paddle.bfloat16, paddle.float16)
 
@@ -33,16 +160,16 @@ def model_roles(model: Any) -> LiveRoles:
     """
     if dist_tensors.is_semi_auto(model):
         return _semi_auto_roles(model, None)
-    return {MODEL_STATE: sharding_stage3.cut(_parameters(model))}
+    return {MODEL_STATE: optimizers.cut(_parameters(model))}
 
 
 def release_full_parameters(model: Any) -> None:
     """Release memory beside the slices and buffers that a rank holds, before these are filled. Every rank must call."""
-    context = fsdp_buffers.context_of(model)
+    context = context_of(model)
     if context is not None:
-        fsdp_buffers.forget_gathered(context)
+        forget_gathered(context)
     # Also those that no checkpoint fills: the zeros would overwrite them.
-    sharding_stage3.release(model.parameters())
+    optimizers.release(model.parameters())
 
 
 def drop_gradients(model: Any, optimizer: Any) -> None:
@@ -53,8 +180,8 @@ def drop_gradients(model: Any, optimizer: Any) -> None:
         optimizer: the optimizer, with any wrappers of the Trainer.
     """
     weights = _parameters(model)
-    if sharding_stage3.any_sliced(weights):
-        sharding_stage3.drop_gradients(weights)  # Stage 3's own way fails where a parameter has none.
+    if optimizers.any_sliced(weights):
+        optimizers.drop_gradients(weights)  # Stage 3's own way fails where a parameter has none.
     else:
         optimizer.clear_grad()
 
@@ -64,13 +191,13 @@ def _parameters(model: Any) -> dict[str, Any]:
 
     Those of a base under adapters are left out.
     """
-    return lora.saved_weights(model, _sharded_weights(model))
+    return description.saved_weights(model, _sharded_weights(model))
 
 
 def base_weights(model: Any) -> dict[str, Any]:
     """Return the weights of a model with adapters that its checkpoints leave out."""
     weights = _sharded_weights(model)
-    saved = lora.saved_weights(model, weights)
+    saved = description.saved_weights(model, weights)
     return {name: weight for name, weight in weights.items() if name not in saved}
 
 
@@ -94,7 +221,7 @@ def run_roles(model: Any, optimizer: Any) -> LiveRoles:
     if dist_tensors.is_semi_auto(model):
         return _semi_auto_roles(model, optimizer)
     weights = _parameters(model)
-    roles: LiveRoles = {MODEL_STATE: sharding_stage3.cut(weights)}
+    roles: LiveRoles = {MODEL_STATE: optimizers.cut(weights)}
     try:
         states = _states(optimizer, _owners(model, weights))
     except KeyError as error:
@@ -112,7 +239,7 @@ def run_roles(model: Any, optimizer: Any) -> LiveRoles:
 def _semi_auto_roles(model: Any, optimizer: Any) -> LiveRoles:
     """Return the tensors of semi-automatic parallelism; without an optimizer the weights alone."""
     aliases = tied(model)
-    weights, context = model.state_dict(), fsdp_buffers.context_of(model)
+    weights, context = model.state_dict(), context_of(model)
     if context is not None:
         return _buffered_roles(context, weights, optimizer, aliases)
     states: dict[str, Any] = {}
@@ -128,8 +255,8 @@ def _buffered_roles(context: Any, weights: dict[str, Any], optimizer: Any, alias
     for kind, buffer, tensor in () if optimizer is None else optimizer_states.tensors(optimizer):
         states.setdefault(buffer, {})[kind] = tensor
     names = {weights[name].name: name for name in sorted(weights, reverse=True) if name not in aliases}
-    buffered = fsdp_buffers.static_names(context)
-    found = fsdp_buffers.roles_of(context, names, states)
+    buffered = static_names(context)
+    found = roles_of(context, names, states)
     # Such as buffers of layers.
     others = dist_tensors.roles_of({name: one for name, one in weights.items() if one.name not in buffered})
     return {**found, MODEL_STATE: {**others[MODEL_STATE], **found.get(MODEL_STATE, {})}}
@@ -166,9 +293,9 @@ def create_states(
         stored: names of stored states in the model, such as ``model.norm.weight.moment1_0``.
         place_master: moves a master weight in place to where the run keeps it between steps.
     """
-    context = fsdp_buffers.context_of(model)
+    context = context_of(model)
     if context is not None:
-        fsdp_buffers.create_states(context, optimizer, stored)
+        create_buffer_states(context, optimizer, stored)
         return
     weights = _owners(model, _parameters(model))
     optimizer_states.create(optimizer, weights, set(map(parameter_of_state, stored)), place_master)

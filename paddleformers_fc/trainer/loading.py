@@ -3,11 +3,19 @@
 They choose the checkpoint, load weights and states, and continue the data where the checkpoint ended. The training loop
 is PaddleFormers' own. It receives no checkpoint, because state, data position and random state are restored here. Work
 that can fail on one rank alone runs inside an agreement helper.
+
+Set PaddleFormers' variable of the step before batches are made.
+
+PaddleFormers 1.2.0 sets ``TRAINER_GLOBAL_STEP`` in each step of its training loop, for the first time while the thread
+of the data loader makes batches. A new name may move the table of the environment, and that thread reads the table
+without a lock: Hugging Face's tokenizers read ``TOKENIZERS_PARALLELISM`` at each text. Rarely, that is a segmentation
+fault. A new value of a known name moves nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -42,32 +50,26 @@ from paddleformers_fc.storage.manifest import Manifest
 from paddleformers_fc.storage.paths import AnyPath, parse_named, parse_path
 from paddleformers_fc.text import count_text, natural
 from paddleformers_fc.trainer import (
+    base_fingerprint,
     batches,
-    changes,
-    corpus,
     documents,
     ema,
-    ema_tensors,
-    failed_load,
     lineage,
     live_roles,
     optimizer_states,
     optimizers,
     position,
     preflight,
-    pretrained_documents,
     reference,
     resume,
     rng,
     save_job,
     save_on_signal,
     sonic_moe,
-    step_variable,
     stored_states,
 )
 from paddleformers_fc.trainer.best import locate_best
 from paddleformers_fc.trainer.callback import CheckpointReport
-from paddleformers_fc.trainer.degrees import degrees_text, parallel_degrees
 from paddleformers_fc.trainer.description import describe_model
 from paddleformers_fc.trainer.job_state import (
     WAITING,
@@ -85,6 +87,18 @@ from paddleformers_fc.trainer.job_state import (
 )
 from paddleformers_fc.trainer.library import LOAD_METHOD, logger
 from paddleformers_fc.trainer.library_models import offload
+from paddleformers_fc.trainer.lineage import degrees_text, parallel_degrees
+
+NAME = "TRAINER_GLOBAL_STEP"
+
+
+def begin(step: int) -> None:
+    """Set the variable, before a data loader has threads.
+
+    Args:
+        step: number of finished steps.
+    """
+    os.environ[NAME] = str(step)
 
 
 @when_active
@@ -184,7 +198,7 @@ def load(trainer: Any, native: Native, resume_from_checkpoint: str) -> None:
 
     Raises:
         FlexError: the same on every rank. If it was found while tensors were filled, the model is marked as undefined;
-            see :mod:`.failed_load`.
+            see :mod:`.base_fingerprint`.
     """
     started = time.monotonic()
     args, channel = trainer.args, channel_of(trainer.args)
@@ -196,7 +210,7 @@ def load(trainer: Any, native: Native, resume_from_checkpoint: str) -> None:
         ready, report = _fill_usable(trainer, named, channel)
     checkpoint, progress = ready.checkpoint, ready.progress
     directory = checkpoint.catalog.root
-    pretrained_documents.take_over(trainer.model, checkpoint.config, ready.generation)
+    documents.take_over(trainer.model, checkpoint.config, ready.generation)
     _drop_unfinished_step(trainer, job_state)
     job_state.resumed_from, job_state.progress, job_state.generators = directory, progress, ready.generators
     job_state.manifest, job_state.changes = checkpoint.manifest, report.changes
@@ -218,7 +232,7 @@ def load(trainer: Any, native: Native, resume_from_checkpoint: str) -> None:
         reporter.on_checkpoint_loaded(args, loaded)
     _report_foreign(args, checkpoint, progress is not None)
     if progress is None:
-        warn(args, changes.changes_text(checkpoint.manifest.step, job_state.changes))
+        warn(args, position.changes_text(checkpoint.manifest.step, job_state.changes))
     elif optimizers.has_states(trainer.optimizer):
         _warn_of_unfrozen(trainer, ready, channel)
 
@@ -313,7 +327,7 @@ def _fill_usable(trainer: Any, directory: AnyPath, channel: Channel) -> tuple[_P
             _identify_run(job_state, args, ready.checkpoint.manifest, job_state.chosen, channel)
             begun = (begun or set()) | ready.load.targets
             shown = bar_on_terminal(f"loading {job_state.chosen.name}", args.should_log)
-            with _verifying(), failed_load.until_filled(trainer.model, job_state.chosen), shown:
+            with _verifying(), base_fingerprint.until_filled(trainer.model, job_state.chosen), shown:
                 return ready, ready.load.fill()
         except _FailsVerificationError as failed:
             error = failed.__cause__
@@ -366,7 +380,7 @@ def _prepare(trainer: Any, directory: AnyPath, channel: Channel) -> _PreparedLoa
     if progress is not None:
         _refuse_unlike(trainer, progress, directory)
         _compare_reference(trainer, progress, directory, channel)
-    handed = own_file(checkpoint, channel, lambda rank: pretrained_documents.GENERATION)
+    handed = own_file(checkpoint, channel, lambda rank: documents.GENERATION)
     weights = partial(live_roles.model_roles, trainer.model)
     with _verifying():
         stated = stored_states.stated_sources(
@@ -376,7 +390,7 @@ def _prepare(trainer: Any, directory: AnyPath, channel: Channel) -> _PreparedLoa
     def prepare() -> tuple[stored_states.LiveNames, LiveRoles, bytes | None]:
         names = stored_states.live_names(checkpoint, model, weights(), stated)
         filled = _roles_to_fill(trainer, checkpoint, continued, names)
-        return names, filled, own_document(checkpoint, pretrained_documents.GENERATION, handed)
+        return names, filled, own_document(checkpoint, documents.GENERATION, handed)
 
     with _verifying():
         names, roles, generation = run_on_all(channel, "preparing the optimizer", prepare)
@@ -583,7 +597,7 @@ def inner_training_loop(
     job_state.tracker.begin(order, passes, start, job_state.progress is not None, num_train_epochs, on_made_up)
     job_state.has_trained = True
     job_state.ran.add("_inner_training_loop")
-    step_variable.begin(trainer.state.global_step)
+    begin(trainer.state.global_step)
     with _uploaded(trainer):
         with (
             save_on_signal.listening(trainer) as watch,
@@ -626,10 +640,10 @@ def _uploaded(trainer: Any) -> Iterator[None]:
 
 
 def _refuse_to_train(trainer: Any) -> None:
-    failed_load.refuse_undefined(trainer.model)
+    base_fingerprint.refuse_undefined(trainer.model)
     refuse_optimizer(trainer)
     if job_state_of(trainer).average is not None:
-        ema_tensors.refuse_stateless(trainer.model, trainer.optimizer)
+        ema.refuse_stateless(trainer.model, trainer.optimizer)
 
 
 def _saved_data(job_state: JobState) -> position.SavedData | position.StepPosition | None:
@@ -649,7 +663,7 @@ def _data(
     order = batches.order_of(loader)
     if isinstance(saved, tuple):
         order = replace(
-            order, corpus=corpus.digest(getattr(loader, "dataset", None), position.covered(saved[0], saved[2]))
+            order, corpus=position.digest(getattr(loader, "dataset", None), position.covered(saved[0], saved[2]))
         )
     own = order, batches.passes_of_epoch(loader, passes)
     if not args.distributed_dataloader:
@@ -700,15 +714,15 @@ def _report_changes(
             return ""
         arguments = documents.read_arguments(directory, manifest), documents.own_arguments(args, trainer.optimizer)
         if skips:
-            changes.refuse_other_samples(*arguments, str(directory))
+            position.refuse_other_samples(*arguments, str(directory))
         found = [
             *job_state.changes,
-            *changes.argument_changes(*arguments, streams),
-            *changes.batch_changes(old_pace, pace),
-            *changes.length_changes((old_order, old_pace), (order, pace)),
-            *changes.file_changes(manifest, documents.tokenizer_files(trainer)),
+            *position.argument_changes(*arguments, streams),
+            *position.batch_changes(old_pace, pace),
+            *position.length_changes((old_order, old_pace), (order, pace)),
+            *position.file_changes(manifest, documents.tokenizer_files(trainer)),
         ]
-        return changes.changes_text(trainer.state.global_step, found, streams)
+        return position.changes_text(trainer.state.global_step, found, streams)
 
     warn(args, run_on_all(channel_of(args), "comparing the run with the one that was saved", compare))
 
@@ -725,7 +739,7 @@ def _load_best(trainer: Any, directory: Path) -> None:
     model = describe_model(trainer.model)
     load = prepare_load(checkpoint, roles, model, channel, options, may_change=may_change, may_cast=may_cast)
     shown = bar_on_terminal(f"loading {directory.name}", trainer.args.should_log)
-    with failed_load.until_filled(trainer.model, directory), shown:
+    with base_fingerprint.until_filled(trainer.model, directory), shown:
         load.fill()
     if trainer.args.should_log:
         logger.info(f"The model now has the weights of its best checkpoint, {directory}.")

@@ -11,7 +11,7 @@ from typing import Any
 
 from paddleformers_fc import upstream
 from paddleformers_fc.errors import EnvironmentMismatch
-from paddleformers_fc.trainer import loader_patches
+from paddleformers_fc.trainer import adapter_files
 from paddleformers_fc.trainer.attach import Overriding, overrides
 from paddleformers_fc.trainer.library import HOOKS, NAME, Trainer
 from paddleformers_fc.upstream.hooks import PADDLEFORMERS, PADDLENLP
@@ -35,7 +35,7 @@ class FlexTrainerMixin(Overriding):
         super().__init_subclass__(**kwargs)
         upstream.require(HOOKS)
         _refuse_other_classes(cls)
-        loader_patches.watch()
+        adapter_files.watch()
 
 
 def _calling(override: Callable[..., Any], name: str) -> Callable[..., Any]:

@@ -21,7 +21,7 @@ from paddleformers_fc.trainer import live_roles, loading, trainer_init
 from paddleformers_fc.trainer.description import describe_model
 from paddleformers_fc.trainer.job_state import Native, channel_of, is_active, when_active
 from paddleformers_fc.trainer.library_models import LoRAModel, PretrainedModel
-from paddleformers_fc.trainer.nlp_samplers import resumable
+from paddleformers_fc.trainer.nlp_models import resumable
 
 
 def init_trainer(trainer: Any, native: Native, *args: Any, **kwargs: Any) -> None:

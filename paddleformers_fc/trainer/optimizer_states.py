@@ -33,7 +33,7 @@ from paddleformers_fc.layout.roles import (
     qualified_name,
 )
 from paddleformers_fc.text import count_text
-from paddleformers_fc.trainer import sharding_stage3
+from paddleformers_fc.trainer import optimizers
 from paddleformers_fc.trainer.optimizers import (
     descriptor_of,
     has_fused_states,
@@ -74,7 +74,7 @@ def sharded_states(optimizer: Any, weights: Mapping[str, Any]) -> dict[str, Any]
     """
     names = _names(weights)
     fused = _fused(optimizer)
-    own, ranges = sharding_stage3.cut(weights), _ranges(optimizer, fused)
+    own, ranges = optimizers.cut(weights), _ranges(optimizer, fused)
     # A stack of experts is described as a matrix, and is a tensor of three axes.
     shapes = {one.name: tuple(one.shape) for one in _listed(innermost(optimizer))}
     found: dict[str, Any] = {}
@@ -143,13 +143,13 @@ def _names(weights: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _static(name: str) -> str:
-    return name.removeprefix(sharding_stage3.PREFIX)
+    return name.removeprefix(optimizers.PREFIX)
 
 
 def _updated(optimizer: Any, weights: Mapping[str, Any]) -> Any:
     """Return the tensors that this rank's optimizer updates, under the names of their parameters."""
-    if sharding_stage3.any_sliced(weights):
-        return [sharding_stage3.updated(weight.local_tensor) for weight in weights.values()]
+    if optimizers.any_sliced(weights):
+        return [optimizers.updated(weight.local_tensor) for weight in weights.values()]
     if isinstance(optimizer, GroupShardedOptimizerStage2):
         return optimizer._segment_params()[optimizer._rank]
     ranges = sharding_with_ranges(optimizer)
@@ -365,8 +365,8 @@ def _shard(
         return ShardedWeight(name, tensor, NUMBER_SHAPE, NUMBER_SHAPE, (0,))
     if state.shape is StateShape.SHARD_NUMBER:
         return _number_of_shard(name, tensor, weight)
-    if sharding_stage3.is_sliced(weight.local_tensor):
-        return sharding_stage3.piece(name, tensor, weight)
+    if optimizers.is_sliced(weight.local_tensor):
+        return optimizers.piece(name, tensor, weight)
     if range_ is not None:
         length = range_.stop - range_.start
         _refuse_shape(name, state, tensor, len(tensor.shape) == 1 and tensor.shape[0] >= length)

@@ -9,23 +9,43 @@ Skipping by samples is correct because every sampler of PaddleFormers takes batc
 batches, the first ``k * micro batch * data ranks`` samples have been trained, on any ranks. That order must be the same
 before and after. It is a permutation of a length that the number of data ranks divides, seeded with ``seed`` and the
 epoch. Another number of data ranks may round the length differently, and another ``max_steps`` may lengthen an indexed
-corpus (:mod:`.corpus`). The rest of the epoch is then read in the saved order, and added samples after it. If seed or
+corpus. The rest of the epoch is then read in the saved order, and added samples after it. If seed or
 data differ, the trained samples are unknown, and resuming is refused.
 
 This module does not import Paddle. :mod:`.batches` follows a training loop and starts one in the middle of an epoch.
+
+Differences between the run that saved a checkpoint and the run that resumes it, other than those of the model.
+
+Another learning rate, corpus, tokenizer or batch is often intended, and never changes what is loaded. These differences
+are reported in one table with those of the model's configuration. Refused are only those under which PaddleFormers'
+command line certainly packs or shuffles other samples than were trained.
+
+This module does not import Paddle.
+
+The identity of the samples of PaddleFormers' indexed corpora (``dataset_type: pretrain``).
+
+Such a dataset distributes a corpus to as many samples as the whole run takes: by seed, sequence length and the number
+of passes over the corpus that these samples need. Another ``max_steps`` or global batch may need another number of
+passes, and then all samples are others. A checkpoint contains a digest of samples at equal distances: the documents
+and offsets at which they begin and end. A resumed run compares it.
+
+Time: 256 look-ups in memory-mapped files.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any
 
 import msgspec
+import numpy as np
+import xxhash
 
 from paddleformers_fc.errors import FormatError, OptionError
-from paddleformers_fc.storage.manifest import RESTORE
+from paddleformers_fc.families.changes import ABSENT, Change, table, value_text
+from paddleformers_fc.storage.manifest import RESTORE, Manifest
 
 _Size = Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
 SAME_SAMPLES = (
@@ -339,3 +359,180 @@ def epochs_left(start: Start, epochs: int, bounded_by_steps: bool, done: bool) -
     if done:
         return 0
     return sys.maxsize if bounded_by_steps else max(epochs - start.position.epoch, 0)
+
+
+OPTIMIZER = (
+    *("optim", "learning_rate", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay", "max_grad_norm"),
+    *("scale_loss", "optimizer"),
+)
+SCHEDULE = (
+    *("lr_scheduler_type", "lr_scheduler", "warmup_ratio", "warmup_steps", "min_lr", "lr_end", "num_cycles", "power"),
+    *("decay_steps", "decay_function", "max_steps", "num_train_epochs"),
+)
+CORPUS = (
+    *("dataset_type", "input_dir", "split", "train_dataset_type", "train_dataset_path", "train_dataset_sizes"),
+    *("train_dataset_prob", "mix_strategy", "random_shuffle", "num_samples_each_epoch", "max_seq_len"),
+    *("max_prompt_len", "packing", "padding_free", "greedy_intokens", "buffer_size", "binpacking", "packing_interval"),
+    *("truncate_packing", "truncation_strategy", "template", "use_template", "template_backend", "encode_one_turn"),
+    *("split_multi_turn", "new_special_tokens_path", "dataloader_shuffle"),
+)
+AVERAGE = ("flex_ema_decay", "flex_ema_interval")
+SETTINGS = (*OPTIMIZER, *SCHEDULE, *AVERAGE, "seed", *CORPUS)
+"""The arguments of a run that are compared, in the order of the table."""
+
+OF_A_STREAM = "dataloader_num_workers"
+"""The argument that may decide the order of a stream and of nothing else."""
+
+_BATCH_ADVICE = (
+    "The run takes another number of samples per step. To train on as before, change per_device_train_batch_size or "
+    "gradient_accumulation_steps."
+)
+_STREAM_ADVICE = (
+    "The data is a stream. This run skips as many samples as were trained. If its order depends on "
+    "{keys}, samples are repeated and others left out. To train on as before, change it back; to read the data from "
+    "its beginning, set ignore_data_skip: true."
+)
+
+
+def argument_changes(saved: Mapping[str, Any], now: Mapping[str, Any], streams: bool) -> list[Change]:
+    """Compare the arguments of two runs.
+
+    Args:
+        saved: the arguments that the checkpoint contains, by name.
+        now: those of this run.
+        streams: whether the data is a stream.
+    """
+    names = (*SETTINGS, OF_A_STREAM) if streams else SETTINGS
+    pairs = [(name, saved[name], now[name]) for name in names if name in saved and name in now]
+    return [Change(name, value_text(old), value_text(new)) for name, old, new in pairs if old != new]
+
+
+def refuse_other_samples(saved: Mapping[str, Any], now: Mapping[str, Any], where: str) -> None:
+    """Refuse to continue in the middle of an epoch whose samples are others now.
+
+    A position is a number of samples, or of packs. Data of a script has none of the keys, and the samples of an indexed
+    corpus (``dataset_type: pretrain``) are compared by their fingerprint.
+
+    Args:
+        saved: the arguments that the checkpoint contains, by name.
+        now: those of this run.
+        where: the checkpoint.
+
+    Raises:
+        OptionError: with every such key.
+    """
+    if now.get("dataset_type") == "pretrain" or not {"packing", "random_shuffle"} <= saved.keys() & now.keys():
+        return
+    keys = {
+        "packing": "so that samples are packed differently",
+        "random_shuffle": "which orders the data differently",
+        **({"max_seq_len": "so that samples are packed differently"} if now["packing"] else {}),
+        **({"seed": "which shuffles the data differently"} if now["random_shuffle"] else {}),
+    }
+    faults = [
+        f"{key} was {value_text(saved.get(key))} and is {value_text(now.get(key))}, {effect}"
+        for key, effect in keys.items()
+        if saved.get(key) != now.get(key)
+    ]
+    if faults:
+        raise OptionError(
+            "The run cannot continue with the next sample: its settings make other samples of the data.",
+            where=where,
+            evidence=faults,
+            next_step=SAME_SAMPLES,
+        )
+
+
+def batch_changes(saved: Pace, now: Pace) -> list[Change]:
+    """Compare batches; under another number of data-parallel ranks only the global batch.
+
+    With another layout the share of a rank must change for the global batch to stay what it was.
+    """
+    rows = [("samples per step", saved.per_step, now.per_step)]
+    if saved.per_step != now.per_step or saved.ranks == now.ranks:
+        rows += [
+            ("per_device_train_batch_size", saved.micro_batch, now.micro_batch),
+            ("gradient_accumulation_steps", saved.accumulation, now.accumulation),
+            ("data-parallel ranks", saved.ranks, now.ranks),
+        ]
+    return [Change(key, value_text(old), value_text(new)) for key, old, new in rows if old != new]
+
+
+def length_changes(saved: tuple[SampleOrder, Pace], now: tuple[SampleOrder, Pace]) -> list[Change]:
+    """Compare the lengths of the data, which are rounded to the number of data-parallel ranks."""
+    (old, old_pace), (new, new_pace) = saved, now
+    known = old.indexed and new.indexed and old.length and new.length and old_pace.ranks == new_pace.ranks
+    if not known or old.length == new.length:
+        return []
+    return [Change("samples of train_dataset", value_text(old.length), value_text(new.length))]
+
+
+def file_changes(manifest: Manifest, files: Mapping[str, bytes]) -> list[Change]:
+    """Compare files of a tokenizer or processor by their checksums.
+
+    Args:
+        manifest: of the checkpoint.
+        files: the content of the files as this run would save them, by path.
+    """
+    changes = []
+    # The record of another format lists no files.
+    for path, content in sorted(files.items()) if manifest.files else ():
+        checksum, digest = manifest.checksum_of(path), xxhash.xxh3_128_hexdigest(content)
+        if checksum is None or checksum.digest != digest:
+            saved = ABSENT if checksum is None else f"xxh3_128 {checksum.digest[:12]}"
+            changes.append(Change(path, saved, f"xxh3_128 {digest[:12]}"))
+    return changes
+
+
+def changes_text(step: int, changes: Iterable[Change], streams: bool = False) -> str:
+    """Return the warning about all changes; empty without any.
+
+    Args:
+        step: of the checkpoint.
+        changes: the differences.
+        streams: whether the data is a stream of which samples were trained.
+    """
+    rows = list(changes)
+    if not rows:
+        return ""
+    keys = [row.key for row in rows]
+    lines = [f"This run differs from the one that saved step {step}:", *(f"  {line}" for line in table(rows))]
+    if "samples per step" in keys:
+        lines.append(_BATCH_ADVICE)
+    ordering = [key for key in keys if key in ("seed", OF_A_STREAM, *CORPUS)]
+    if streams and ordering:
+        lines.append(_STREAM_ADVICE.format(keys=" or ".join(ordering)))
+    return "\n".join(lines)
+
+
+_LOOKED_AT = 256
+
+
+def digest(dataset: Any, count: int) -> str:
+    """Return the digest of the first samples of a dataset; empty for a dataset without such an index.
+
+    Args:
+        dataset: PaddleFormers' ``GPTDataset``, or its ``BlendableDataset`` of several.
+        count: number of samples.
+    """
+    if not _is_indexed(dataset) or not 0 < count <= len(dataset):
+        return ""
+    chosen = np.unique(np.linspace(0, count - 1, _LOOKED_AT).astype(np.int64))
+    places = [_place(dataset, int(index)) for index in chosen]
+    return xxhash.xxh3_128_hexdigest(repr((count, places)).encode())
+
+
+def _is_indexed(dataset: Any) -> bool:
+    if hasattr(dataset, "dataset_index"):
+        return all(_is_indexed(one) for one in dataset.datasets)
+    return hasattr(dataset, "shuffle_idx")
+
+
+def _place(dataset: Any, index: int) -> tuple[int, ...]:
+    """Return where a sample is: the number of its dataset, its first and last document, and the offsets in them."""
+    if hasattr(dataset, "dataset_index"):
+        number = int(dataset.dataset_index[index])
+        return (number, *_place(dataset.datasets[number], int(dataset.dataset_sample_index[index])))
+    row = int(dataset.shuffle_idx[index])
+    (first, begin), (last, end) = dataset.sample_idx[row], dataset.sample_idx[row + 1]
+    return int(dataset.doc_idx[first]), int(begin), int(dataset.doc_idx[last]), int(end)

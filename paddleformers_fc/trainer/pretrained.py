@@ -1,9 +1,17 @@
 """Start from open weights: read a directory of safetensors files into a live model, under any layout.
 
 :func:`load_open_weights` fills an existing model. :func:`from_pretrained` replaces PaddleFormers'
-``PretrainedModel.from_pretrained`` (:mod:`.loader_patches`): it builds the model as PaddleFormers does, with the same
+``PretrainedModel.from_pretrained`` (:mod:`.adapter_files`): it builds the model as PaddleFormers does, with the same
 random numbers, and fills it in the same way. Every rank reads the ranges of its own shards, through the family's
 mapping; nothing changes unless all weights fit. Floating dtypes are cast to the model's.
+
+The source of a model's weights: a Trainer refuses a model that PaddleFormers' ``from_pretrained`` has filled.
+
+That loader skips what does not fit: a tensor of another shape is cut or left out, and the job trains. The replaced
+``from_pretrained`` (:mod:`.adapter_files`) therefore notes it on the model. Our reader (:mod:`.pretrained`) notes the
+models that it has filled. What a script assigns itself is not checked.
+
+The note is an attribute, so that it survives a copy of the model and a model that is put into another one.
 """
 
 from __future__ import annotations
@@ -24,20 +32,62 @@ from paddleformers_fc.execute.read_pool import ReadOptions
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.manifest import refuse_level
 from paddleformers_fc.storage.paths import AnyPath, RemotePath, parse_path
-from paddleformers_fc.trainer import (
-    adapter_checks,
-    base_fingerprint,
-    failed_load,
-    live_roles,
-    own_statements,
-    pretrained_documents,
-    weight_source,
-)
+from paddleformers_fc.trainer import adapter_checks, base_fingerprint, documents, live_roles, own_statements
 from paddleformers_fc.trainer.description import describe_model
 from paddleformers_fc.trainer.job_state import channel_of, job_communicator, read_options
 from paddleformers_fc.trainer.library import logger
 from paddleformers_fc.trainer.library_models import LoRAModel, PretrainedConfig, get_common_folder, unwrap_model
 from paddleformers_fc.trainer.options import FlexFields
+
+_SOURCE = "_flex_weight_source"
+_VERIFIED = ""
+
+
+def note_unverified(model: Any, loader: str) -> None:
+    """Note that a loader has filled a model without a comparison.
+
+    Args:
+        model: a ``paddle.nn.Layer``.
+        loader: the loader's name and what it has read, for the error.
+    """
+    setattr(model, _SOURCE, loader)
+
+
+def note_verified(model: Any, completely: bool) -> None:
+    """Note that our reader has filled a model.
+
+    Args:
+        model: a ``paddle.nn.Layer``.
+        completely: whether no tensor has kept its values; then what other loaders have filled is gone.
+    """
+    for layer in model.sublayers(include_self=True) if completely else ():
+        layer.__dict__.pop(_SOURCE, None)
+    if getattr(model, _SOURCE, None) is None:
+        setattr(model, _SOURCE, _VERIFIED)
+
+
+def is_verified(model: Any) -> bool:
+    """Return whether our reader has filled a model."""
+    return getattr(model, _SOURCE, None) == _VERIFIED
+
+
+def require_verified(model: Any) -> None:
+    """Refuse a model that PaddleFormers' loader has filled, also as a part of it.
+
+    Raises:
+        OptionError: with every layer that was filled by it.
+    """
+    layers = model.named_sublayers(include_self=True)
+    found = [f"{name or 'the model'}: {source}" for name, one in layers if (source := getattr(one, _SOURCE, _VERIFIED))]
+    if found:
+        raise OptionError(
+            "The model's weights were set by a loader that skips what does not fit, and were not checked.",
+            where="model",
+            evidence=fold(found),
+            next_step="Create the training arguments with flex_checkpoint=True, or call paddleformers_fc.install(), "
+            "before from_pretrained; or fill the model with paddleformers_fc.load_open_weights(model, directory).",
+        )
+
 
 _IGNORED = (
     "from_hf_hub",
@@ -125,13 +175,13 @@ def from_pretrained(cls: Any, named: Any, options: FlexFields, keywords: dict[st
     _refuse_quantized(config)
     channel = channel_of(options)
     directory = run_on_all(channel, f"finding {named}", lambda: _directory(cls, str(named), config, source))
-    documents = run_on_all(channel, _READING, lambda: pretrained_documents.read_documents(directory))
-    pretrained_documents.correct(config, documents[0])
+    described = run_on_all(channel, _READING, lambda: documents.read_documents(directory))
+    documents.correct(config, described[0])
     config.dtype = dtype or config.dtype or paddle.get_default_dtype()
     model = cls._from_config(config, dtype=config.dtype, **given)
     # The checksums of an export, where there are any, are compared unless verification is switched off.
     verify = "off" if options.flex_verify == "off" else "full"
-    _fill(model, directory, channel, read_options(options), verify, documents)
+    _fill(model, directory, channel, read_options(options), verify, described)
     return model
 
 
@@ -141,18 +191,18 @@ def _fill(
     channel: Channel,
     options: ReadOptions,
     verify: str,
-    documents: tuple[dict[str, Any], bytes | None] | None = None,
+    described: tuple[dict[str, Any], bytes | None] | None = None,
 ) -> LoadReport:
     if isinstance(unwrap_model(model), LoRAModel):
         return _fill_adapters(unwrap_model(model), source, channel, options, verify)
     own_statements.adopt(model, channel)
-    described = documents or run_on_all(channel, _READING, lambda: _describing(model, source))
+    described = described or run_on_all(channel, _READING, lambda: _describing(model, source))
     load = prepare_weights(source, live_roles.model_roles(model), describe_model(model), channel, options, verify)
-    with failed_load.until_filled(model, source):
+    with base_fingerprint.until_filled(model, source):
         report = load.fill()
-    pretrained_documents.take_over(model, *described)
+    documents.take_over(model, *described)
     kept = all_gather_checked(channel, "reporting what was loaded", lambda: list(report.fresh), list[str])
-    weight_source.note_verified(model, completely=not report.fresh)
+    note_verified(model, completely=not report.fresh)
     if not any(kept):
         base_fingerprint.remember(model, source, load.identities)
     if channel.rank == 0:
@@ -165,9 +215,9 @@ def _fill(
 
 def _describing(model: Any, source: AnyPath) -> tuple[dict[str, Any], bytes | None]:
     """Read what describes a model that a caller has built."""
-    documents = pretrained_documents.read_documents(source)
-    pretrained_documents.refuse_misread(model, documents[0])
-    return documents
+    described = documents.read_documents(source)
+    documents.refuse_misread(model, described[0])
+    return described
 
 
 def load_adapters(model: LoRAModel, directory: AnyPath, channel: Channel, options: FlexFields) -> None:
@@ -191,7 +241,7 @@ def _fill_adapters(
     """Fill the adapters of a model, and keep its base and everything that describes it."""
     adapter_checks.refuse_unsupported(model, channel)
     load = prepare_weights(source, live_roles.model_roles(model), describe_model(model), channel, options, verify)
-    with failed_load.until_filled(model, source):
+    with base_fingerprint.until_filled(model, source):
         return load.fill()
 
 

@@ -28,7 +28,7 @@ from paddleformers_fc.mapping.boxes import Box
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.manifest import RESTORE
 from paddleformers_fc.storage.paths import AnyPath
-from paddleformers_fc.trainer import live_roles, own_statements, weight_source
+from paddleformers_fc.trainer import live_roles, own_statements, pretrained
 from paddleformers_fc.trainer.description import describe_model
 from paddleformers_fc.trainer.options import REFERENCE_UPDATES, refuse_conflicts
 
@@ -73,7 +73,7 @@ def refuse_unlike(reference: Any, model: Any) -> None:
     Raises:
         MismatchError: with every tensor that differs.
     """
-    if reference is None or weight_source.is_verified(reference):
+    if reference is None or pretrained.is_verified(reference):
         return
     tensors = dict(_tensors(model))
     apart = [

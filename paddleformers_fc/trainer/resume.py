@@ -14,8 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from paddleformers_fc.distributed.channel import Channel, all_gather_checked, run_on_all
-from paddleformers_fc.distributed.rank_format import format_ranks
+from paddleformers_fc.distributed.channel import Channel, all_gather_checked, format_ranks, run_on_all
 from paddleformers_fc.errors import CheckpointError, MismatchError, NotACheckpoint
 from paddleformers_fc.execute.opening import check_complete
 from paddleformers_fc.formats.checkpoint import MAPPING_NAME, not_a_flex_checkpoint
@@ -24,8 +23,7 @@ from paddleformers_fc.formats.stock_run import refuse_unfinished
 from paddleformers_fc.storage.files import exists, is_directory, list_directory
 from paddleformers_fc.storage.leftovers import recover
 from paddleformers_fc.storage.manifest import MANIFEST_NAME, candidates, candidates_in, first_usable
-from paddleformers_fc.storage.names import UNFINISHED, parse_hidden, parse_step
-from paddleformers_fc.storage.paths import AnyPath
+from paddleformers_fc.storage.paths import UNFINISHED, AnyPath, parse_hidden, parse_step
 
 _DAMAGED = "is damaged"
 _NOT_RESUMABLE = "not a checkpoint of another format"

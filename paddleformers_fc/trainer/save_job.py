@@ -2,12 +2,23 @@
 
 :func:`prepare` runs on the training thread, at the step that is saved. :func:`report_save` runs there at once or some
 steps later.
+
+Saves during which training waits.
+
+Stop a run whose training loop bypasses this package.
+
+Two changes can bypass the replaced methods of a Trainer: a subclass that overrides one without ``super()``, or a
+PaddleFormers that calls another method. The run would then save in PaddleFormers' own format, or continue without the
+weights of the checkpoint that it resumes. Each replaced method therefore records its call
+(:attr:`.job_state.JobState.ran`, :attr:`.job_state.JobState.saved`). The records are checked at the start of training,
+in every save and after it.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,29 +27,34 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 import paddle.distributed as dist
 
-from paddleformers_fc.distributed.channel import ALONE, Channel
+from paddleformers_fc.distributed.channel import ALONE, Channel, format_ranks, run_on_all
 from paddleformers_fc.distributed.consistency import ConsistencyCheck
 from paddleformers_fc.distributed.disk_leaders import DiskLeaders
-from paddleformers_fc.distributed.rank_format import format_ranks
-from paddleformers_fc.errors import OptionError, StorageError
-from paddleformers_fc.execute.save import JobRecord, LivePart, SaveReport, comparable_facts, live_part
-from paddleformers_fc.execute.staging_pool import TransferFigures
+from paddleformers_fc.errors import EnvironmentMismatch, OptionError, StorageError
+from paddleformers_fc.execute.save import (
+    JobRecord,
+    LivePart,
+    SaveReport,
+    comparable_facts,
+    live_part,
+    snapshot,
+    views,
+    write_and_commit,
+)
+from paddleformers_fc.execute.staging_pool import TransferFigures, measured_transfers
 from paddleformers_fc.layout.live import LiveRoles
+from paddleformers_fc.progress_display import bar_on_terminal
 from paddleformers_fc.storage import state_json
 from paddleformers_fc.trainer import (
-    corpus,
+    base_fingerprint,
     documents,
-    failed_load,
     lineage,
     live_roles,
     position,
     reference,
     rng,
-    rotation,
 )
-from paddleformers_fc.trainer.bypass import refuse_other_loop
 from paddleformers_fc.trainer.callback import CheckpointReport
-from paddleformers_fc.trainer.degrees import degrees_text, parallel_degrees
 from paddleformers_fc.trainer.description import describe_model
 from paddleformers_fc.trainer.job_state import (
     JobState,
@@ -49,9 +65,82 @@ from paddleformers_fc.trainer.job_state import (
     wait_for_weights,
     warn,
 )
-from paddleformers_fc.trainer.library import logger
+from paddleformers_fc.trainer.library import LOAD_METHOD, TrainerCallback, logger
 from paddleformers_fc.trainer.library_models import PREFIX_CHECKPOINT_DIR
-from paddleformers_fc.trainer.uploads import Uploads
+from paddleformers_fc.trainer.lineage import degrees_text, parallel_degrees
+from paddleformers_fc.trainer.uploads import Uploads, delete_superfluous
+
+
+def refuse_other_loop(trainer: Any) -> None:
+    """Refuse to train or save if the loop or the requested load is not the replaced method.
+
+    Args:
+        trainer: a Trainer that trains, or that saves without having trained.
+
+    Raises:
+        EnvironmentMismatch: with the methods that did not run.
+    """
+    job_state = job_state_of(trainer)
+    expected = ("train", LOAD_METHOD, "_inner_training_loop")
+    skipped = [name for name in expected if name not in job_state.ran]
+    if job_state.chosen is None and LOAD_METHOD in skipped:
+        skipped.remove(LOAD_METHOD)
+    _refuse(trainer, "the start of training", skipped)
+
+
+class BypassCheck(TrainerCallback):
+    """Compares what the training loop has reached with the replaced methods that ran.
+
+    Args:
+        trainer: the Trainer whose callback it is.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Stop before the first step if the loop or the load was not ours.
+
+        Raises:
+            EnvironmentMismatch: the same on every rank.
+        """
+        run_on_all(channel_of(args), "starting to train", lambda: refuse_other_loop(self._trainer))
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Stop after the first save that was not ours.
+
+        Raises:
+            EnvironmentMismatch: the same on every rank.
+        """
+        if state is not self._trainer.state:
+            return  # After a save beside training the event has the state of its step, also on a rank that ends alone.
+        directory = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+        skipped = [] if job_state_of(self._trainer).saved == directory else ["_save_checkpoint"]
+        run_on_all(
+            channel_of(args), f"looking at {directory.name}", lambda: _refuse(self._trainer, str(directory), skipped)
+        )
+
+
+def _refuse(trainer: Any, where: str, skipped: Sequence[str]) -> None:
+    if not skipped:
+        return
+    raise EnvironmentMismatch(
+        "flex_checkpoint is true, and the training loop did not go through this package.",
+        where=where,
+        evidence=[
+            f"{name} of paddleformers_fc did not run; the Trainer's own is {_definition(trainer, name)}"
+            for name in skipped
+        ],
+        next_step="Let the methods that a Trainer class overrides call super(). Delete checkpoints that such a run has "
+        "written: they are in another format.",
+    )
+
+
+def _definition(trainer: Any, name: str) -> str:
+    """Return the class that defines a method of the Trainer."""
+    owner = next((one for one in type(trainer).__mro__ if name in vars(one)), type(trainer))
+    return f"{owner.__module__}.{owner.__qualname__}.{name}"
+
 
 _T = TypeVar("_T")
 Encode: TypeAlias = Callable[[], Mapping[str, bytes]]
@@ -113,7 +202,7 @@ def prepare(trainer: Any, metrics: dict[str, float] | None) -> PreparedSave:
     options = consistency_check_of(args, f"saving {directory.name}")
 
     def described() -> LivePart:
-        failed_load.refuse_undefined(trainer.model)
+        base_fingerprint.refuse_undefined(trainer.model)
         if job_state.ran:
             refuse_other_loop(trainer)
         _update_best(trainer, metrics, directory)
@@ -237,7 +326,7 @@ def rotate(
         needed = [path for path in (saved, None if best is None else Path(best)) if path is not None]
         needed += [] if uploads is None else uploads.pending()
         level, threads = args.flex_verify, args.flex_threads
-        rotation.rotate(Path(output_dir), limit, needed, logger.info, level, threads, channel, leads)
+        delete_superfluous(Path(output_dir), limit, needed, logger.info, level, threads, channel, leads)
     except StorageError as error:
         # The new checkpoint is saved, so the run continues.
         logger.warning(f"An old checkpoint could not be deleted; the next save tries again.\n{error.render()}")
@@ -288,7 +377,7 @@ def _capture_files(trainer: Any) -> Encode:
         captured[documents.rng_name(dist.get_rank())] = rng.capture(args.world_size, args.use_hybrid_parallel)
     describing: Encode = dict
     if dist.get_rank() == 0:
-        identity = corpus.digest(trainer.train_dataset, position.covered(tracker.position, tracker.order))
+        identity = position.digest(trainer.train_dataset, position.covered(tracker.position, tracker.order))
         order = replace(tracker.order, corpus=identity)
         data = position.to_document(tracker.position, position.pace_of(args), order)
         captured |= documents.capture_progress(trainer, data)
@@ -326,3 +415,26 @@ def _update_best(trainer: Any, metrics: dict[str, float] | None, directory: Path
     if first or np.isnan(state.best_metric) or better(value, state.best_metric):
         state.best_metric = float(value)
         state.best_model_checkpoint = str(directory)
+
+
+class SyncSaves:
+    """Snapshot, write and commit in a row, on the training thread."""
+
+    def save(self, trainer: Any, metrics: dict[str, float] | None) -> None:
+        """Save the present step, as :class:`.job_state.Saver`."""
+        args, channel = trainer.args, channel_of(trainer.args)
+        trainer.runtime_timer.start("checkpoint saving time")
+        prepared = prepare(trainer, metrics)
+        part = prepared.encoded(capture_files(trainer))
+        with measured_transfers() as transfers:
+            taken = snapshot(part, views, channel, prepared.consistency)
+            with bar_on_terminal(f"saving {prepared.directory.name}", args.should_log):
+                report = write_and_commit(taken, prepared.directory, channel)
+        trainer.runtime_timer.stop()
+        upload(trainer, prepared, report)
+        report_save(trainer, prepared, report, transfers, time.monotonic() - prepared.started)
+        trainer._rotate_checkpoints(output_dir=args.output_dir)
+
+    def followed(self, trainer: Any) -> AbstractContextManager[None]:
+        """Return a block in which the training loop runs; nothing is left to be done at its end."""
+        return nullcontext()

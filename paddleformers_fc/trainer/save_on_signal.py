@@ -2,11 +2,18 @@
 
 The signal handler only counts. A thread of every rank polls the count and a counter in the store of the job, so a
 signal to one rank is enough. Then the threads agree on a step that all loops reach
-(:mod:`~paddleformers_fc.distributed.step_agreement`, :mod:`~paddleformers_fc.distributed.step_gate`). At the end of it,
-after all callbacks, the loop is directed to save and to stop. When the loop has returned and saves are committed, the
-process ends with :data:`~paddleformers_fc.cpu_runtime.ranks.SAVED_ON_SIGNAL`. The training thread makes no exchange.
+(:mod:`~paddleformers_fc.distributed.step_agreement`). At the end of it, after all callbacks, the loop is directed to
+save and to stop. When the loop has returned and saves are committed, the process ends with
+:data:`~paddleformers_fc.cpu_runtime.ranks.SAVED_ON_SIGNAL`. The training thread makes no exchange.
 
 If the ranks do not agree in time, training continues, and the next signal has its original effect.
+
+Keep workers of data loaders alive when a signal is sent to the whole process group of a rank.
+
+``paddle.distributed.launch``, Slurm and terminals signal process groups. A rank that saves on the signal still needs
+the batches of its workers, and Paddle ends a rank whose worker was killed. Processes that :mod:`multiprocessing` forks
+therefore block the signal, and a thread of each receives it. A signal of the parent process ends the worker, as in
+Paddle's own handler. Any other is dropped while the parent is alive.
 """
 
 from __future__ import annotations
@@ -16,22 +23,58 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from multiprocessing import util
 from types import FrameType
 from typing import Any
 
 from paddleformers_fc.cpu_runtime.ranks import SAVED_ON_SIGNAL
 from paddleformers_fc.distributed.liveness import KEY_PREFIX
-from paddleformers_fc.distributed.step_agreement import StepAgreement
-from paddleformers_fc.distributed.step_gate import StepGate
+from paddleformers_fc.distributed.step_agreement import StepAgreement, StepGate
 from paddleformers_fc.distributed.store_client import StoreClient, job_store_address
 from paddleformers_fc.errors import FlexError
 from paddleformers_fc.trainer.job_state import channel_of, job_state_of
 from paddleformers_fc.trainer.library import logger
 from paddleformers_fc.trainer.options import save_signal
 from paddleformers_fc.trainer.rank_records import process_recorded
-from paddleformers_fc.trainer.shielded_workers import WorkerShield
+
+
+class WorkerShield:
+    """Shields the workers that are forked while it is up.
+
+    Args:
+        number: the signal.
+    """
+
+    def __init__(self, number: signal.Signals) -> None:
+        self._number = number
+        self._is_up = True
+        util.register_after_fork(self, WorkerShield._shield)  # Python drops it with this object.
+
+    def lower(self) -> None:
+        """Shield no further workers."""
+        self._is_up = False
+
+    def _shield(self) -> None:
+        """Run in a worker, before its own code."""
+        if not self._is_up:
+            return
+        signal.pthread_sigmask(signal.SIG_BLOCK, {self._number})
+        inherited = signal.getsignal(self._number)
+        threading.Thread(target=_take, args=(self._number, inherited), name="flex-shield", daemon=True).start()
+
+
+def _take(number: signal.Signals, inherited: int | Callable[..., object] | None) -> None:
+    """Take the signals of a worker, on a thread."""
+    parent = os.getppid()
+    while signal.sigwaitinfo({number}).si_pid != parent == os.getppid():
+        pass
+    if signal.getsignal(number) == inherited:
+        os._exit(0)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})  # The worker has a handler of its own, which runs now.
+    os.kill(os.getpid(), number)
+
 
 _LOOK_SECONDS = 0.25
 _STORE_SECONDS = 5.0

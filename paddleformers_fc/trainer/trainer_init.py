@@ -14,7 +14,7 @@ import functools
 from typing import Any
 
 from paddleformers_fc.distributed.channel import run_on_all
-from paddleformers_fc.distributed.step_gate import StepGate
+from paddleformers_fc.distributed.step_agreement import StepGate
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.execute.save import check_ties
 from paddleformers_fc.execute.save_plan import model_rules
@@ -25,21 +25,20 @@ from paddleformers_fc.trainer import (
     adapter_checks,
     base_fingerprint,
     batches,
+    description,
+    documents,
     ema,
-    ema_tensors,
     live_roles,
-    lora,
+    optimizers,
     own_statements,
     preflight,
-    pretrained_documents,
-    sharding_stage3,
+    pretrained,
     sonic_moe,
-    weight_source,
 )
-from paddleformers_fc.trainer.async_save import AsyncSaves
-from paddleformers_fc.trainer.bypass import BypassCheck
-from paddleformers_fc.trainer.callback import ATTENDED, FlexCheckpointCallback
+from paddleformers_fc.trainer.async_save import AsyncSaves, StepEnds
+from paddleformers_fc.trainer.callback import ATTENDED, FlexCheckpointCallback, ReportFigures
 from paddleformers_fc.trainer.description import describe_model
+from paddleformers_fc.trainer.ema import UpdateBarrier
 from paddleformers_fc.trainer.job_state import (
     JOB_STATE,
     WAITING,
@@ -53,13 +52,10 @@ from paddleformers_fc.trainer.job_state import (
 )
 from paddleformers_fc.trainer.library import logger
 from paddleformers_fc.trainer.library_models import LoRAModel, PretrainedModel, ShardingOption
-from paddleformers_fc.trainer.metrics import ReportFigures
 from paddleformers_fc.trainer.options import FlexFields, saves_asynchronously, upload_url, without_effect
 from paddleformers_fc.trainer.progress_recorder import ProgressRecorder, record_progress
+from paddleformers_fc.trainer.save_job import BypassCheck, SyncSaves
 from paddleformers_fc.trainer.saving import save_pretrained
-from paddleformers_fc.trainer.step_ends import StepEnds
-from paddleformers_fc.trainer.sync_save import SyncSaves
-from paddleformers_fc.trainer.update_barrier import UpdateBarrier
 from paddleformers_fc.trainer.uploads import Uploads
 
 _RELEASES_WEIGHTS = "FP8QuantWeightCallback"
@@ -78,8 +74,8 @@ def init_trainer(trainer: Any, native: Native, *args: Any, **kwargs: Any) -> Non
     for active in filter(is_active, given):
         setattr(active, ATTENDED, True)
         preflight.check_disks(active)
-        for model in (one for one in map(lora.base_model, given) if isinstance(one, PretrainedModel)):
-            pretrained_documents.keep_use_cache(model)
+        for model in (one for one in map(description.base_model, given) if isinstance(one, PretrainedModel)):
+            documents.keep_use_cache(model)
     native(*args, **kwargs)
     arguments = trainer.args
     record_progress(trainer)
@@ -96,7 +92,7 @@ def init_trainer(trainer: Any, native: Native, *args: Any, **kwargs: Any) -> Non
     run_on_all(
         channel,
         "checking where the model's weights come from",
-        lambda: weight_source.require_verified(trainer.model),
+        lambda: pretrained.require_verified(trainer.model),
     )
     base_fingerprint.identify_once(trainer.model, channel)
     gate = StepGate()
@@ -114,7 +110,7 @@ def init_trainer(trainer: Any, native: Native, *args: Any, **kwargs: Any) -> Non
     trainer.add_callback(job_state.tracker)
     trainer.add_callback(job_state.update_barrier)
     if ShardingOption.FULL_SHARD in arguments.sharding:
-        trainer.add_callback(sharding_stage3.DropPrefetched(trainer.model))
+        trainer.add_callback(optimizers.DropPrefetched(trainer.model))
     trainer.add_callback(StepEnds(gate))
     _add_average(trainer, job_state)
     trainer.add_callback(BypassCheck(trainer))
@@ -165,7 +161,7 @@ def _add_average(trainer: Any, job_state: JobState) -> None:
         return
     job_state.average = ema.MovingAverage(
         settings,
-        ema_tensors.KnownParts(trainer),
+        ema.KnownParts(trainer),
         job_state.update_barrier,
     )
     # A callback of the user that saves when a step ends saves the average after that step.

@@ -8,8 +8,8 @@ from functools import cache
 
 from paddleformers_fc.aoa import AoaTensor, uncut
 from paddleformers_fc.families import FAMILIES, Family, ModelDescription, ModelTensor, bind, enumerate_tensors
-from paddleformers_fc.families.aoa_text import with_ties
 from paddleformers_fc.families.registry import tiny_models
+from paddleformers_fc.formats.aoa_statements import with_ties
 from paddleformers_fc.mapping import Shape, TensorMapping, TensorSpec
 
 DEGREES = (1, 2, 4)

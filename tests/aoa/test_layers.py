@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, strategies as st
 
 from paddleformers_fc.aoa import AoaTensor, Hints, normal, parse, render
-from paddleformers_fc.aoa.layers import reduce_layers
+from paddleformers_fc.aoa.runs import reduce_layers
 from paddleformers_fc.families import FAMILIES, Family, bind, enumerate_tensors
-from paddleformers_fc.families.aoa_text import with_ties
+from paddleformers_fc.formats.aoa_statements import with_ties
 from paddleformers_fc.mapping import Correspondence, TensorMapping, TensorSpec, prove
 from paddleformers_fc.mapping.boxes import Box, whole
 from tests.families.spaces import model_of, nested_settings

@@ -6,8 +6,7 @@ import pytest
 
 from paddleformers_fc.aoa import Hints, normal, parse, render
 from paddleformers_fc.errors import OptionError
-from paddleformers_fc.families.aoa_text import aoa_text
-from paddleformers_fc.formats.aoa_statements import aoa_statements
+from paddleformers_fc.formats.aoa_statements import aoa_statements, aoa_text
 from paddleformers_fc.mapping import TensorMapping, prove
 from tests.aoa import stock
 from tests.aoa.spaces import DEGREES, NAMES, Model, model, side_of

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from paddleformers_fc import __version__
-from paddleformers_fc.cli.listing import show_tensors
+from paddleformers_fc.cli.inspection import show_tensors
 from paddleformers_fc.formats.inspection import ShardFacts, TensorFacts
 from paddleformers_fc.output import console
 from paddleformers_fc.storage.manifest import read_manifest, write_manifest

@@ -15,7 +15,7 @@ import pytest
 
 from paddleformers_fc import __version__, errors
 from paddleformers_fc.cli.main import PROGRAM, exit_code, main
-from paddleformers_fc.execute import inspect
+from paddleformers_fc.execute import output_directory
 from tests.cli.support import run
 from tests.harness.limits import LIMIT
 
@@ -258,7 +258,7 @@ def raising(error: BaseException) -> Any:
 
 
 def test_a_fault_of_the_program_does_not_return_1(four: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inspect, "inspect_directory", raising(ZeroDivisionError("by zero")))
+    monkeypatch.setattr(output_directory, "inspect_directory", raising(ZeroDivisionError("by zero")))
     outcome = run("inspect", four)
     assert outcome.code == 2
     assert "ZeroDivisionError: by zero" in outcome.err
@@ -267,7 +267,7 @@ def test_a_fault_of_the_program_does_not_return_1(four: Path, monkeypatch: pytes
 
 
 def test_an_interrupt_ends_without_a_traceback(four: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inspect, "inspect_directory", raising(KeyboardInterrupt()))
+    monkeypatch.setattr(output_directory, "inspect_directory", raising(KeyboardInterrupt()))
     outcome = run("inspect", four)
     assert outcome.code == 130
     assert "Traceback" not in outcome.err

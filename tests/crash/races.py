@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from paddleformers_fc.storage.names import ASIDE, hidden_name
+from paddleformers_fc.storage.paths import ASIDE, hidden_name
 from tests.crash.groups import DONE, REFUSED, Group, Held, KillAt, Place, RankEnd
 from tests.crash.kills import NEXT, OLD
 from tests.crash.worlds import (

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paddleformers_fc.distributed.channel import Channel
-from paddleformers_fc.storage.names import parse_hidden
+from paddleformers_fc.storage.paths import parse_hidden
 from tests.crash.groups import BROKEN, DONE, REFUSED, Group, RankEnd, RefuseAt
 from tests.crash.killing import Kill, prepared
 from tests.crash.kills import NEW, NEXT, OLD, Scenario, operations

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from paddleformers_fc.storage.manifest import newest_checkpoint, read_manifest, verify_files
-from paddleformers_fc.storage.names import parse_hidden
+from paddleformers_fc.storage.paths import parse_hidden
 from tests.harness.tiny import DP2, SD2V2, SINGLE, MatrixLayout
 from tests.trainer.test_trainer import JOBS, SIX_STEPS, Saved, settings, train_six
 from verification.forkserver import ForkServer

@@ -24,10 +24,10 @@ from paddleformers_fc.distributed.channel import ALONE, Channel
 from paddleformers_fc.distributed.consistency import ConsistencyCheck
 from paddleformers_fc.errors import FlexError
 from paddleformers_fc.execute.async_snapshot import SnapshotBuffer
-from paddleformers_fc.execute.element_ranges import ranges_of
 from paddleformers_fc.execute.load import load_checkpoint
 from paddleformers_fc.execute.memory import HostTensors
 from paddleformers_fc.execute.opening import open_on_all_ranks
+from paddleformers_fc.execute.replicas import ranges_of
 from paddleformers_fc.execute.save import (
     JobRecord,
     LivePart,
@@ -46,10 +46,10 @@ from paddleformers_fc.plan.simulate import SimulatedModel, declared_model
 from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
 from paddleformers_fc.storage.leftovers import unfinished
 from paddleformers_fc.storage.manifest import newest_checkpoint, read_manifest, verify_files
-from paddleformers_fc.storage.names import parse_hidden, parse_step
+from paddleformers_fc.storage.paths import parse_hidden, parse_step
 from paddleformers_fc.storage.safetensors import read_header
 from paddleformers_fc.trainer.resume import find_newest
-from paddleformers_fc.trainer.rotation import rotate
+from paddleformers_fc.trainer.uploads import rotate
 from verification.simulate_ranks import Roles, filled, run_threads
 
 CONFIG = {

@@ -29,7 +29,7 @@ def read_too_early(synchronised: bool) -> list[float]:
     """Copy to the host on a stream, and read what has arrived."""
     import paddle
 
-    from paddleformers_fc.execute.device import current_stream, side_stream
+    from paddleformers_fc.execute.staging_pool import current_stream, side_stream
 
     paddle.set_device(device())
     tensor = paddle.to_tensor(_numbers(8))
@@ -50,7 +50,7 @@ def reuse_too_early(synchronised: bool) -> list[float]:
     """Copy to the device on a stream, overwrite the source, and read the device."""
     import paddle
 
-    from paddleformers_fc.execute.device import current_stream, side_stream
+    from paddleformers_fc.execute.staging_pool import current_stream, side_stream
 
     paddle.set_device(device())
     tensor = paddle.zeros([8], dtype="float32")
@@ -72,7 +72,7 @@ def overtake_the_computation(ordered: bool) -> list[float]:
     """Read on one stream what another one is still to compute."""
     import paddle
 
-    from paddleformers_fc.execute.device import current_stream, side_stream
+    from paddleformers_fc.execute.staging_pool import current_stream, side_stream
 
     paddle.set_device(device())
     tensor = paddle.zeros([8], dtype="float32")

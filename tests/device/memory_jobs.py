@@ -22,10 +22,10 @@ def read_every_way(root: str, staging_bytes: int) -> dict[str, Any]:
     """
     import paddle
 
-    from paddleformers_fc.execute.device import in_host_memory
     from paddleformers_fc.execute.memory import slot_of
     from paddleformers_fc.execute.read_pool import ReadOptions
     from paddleformers_fc.execute.reading import execute_reads
+    from paddleformers_fc.execute.staging_pool import in_host_memory
     from paddleformers_fc.mapping.boxes import Box, whole
     from tests.execute.test_reading import Stored, Wanted, plan_of
 

@@ -94,13 +94,12 @@ def count(layout: Mapping[str, Any], model: Mapping[str, Any], output_dir: str, 
 
     from paddleformers_fc.distributed.channel import job_channel
     from paddleformers_fc.distributed.consistency import ConsistencyCheck
-    from paddleformers_fc.execute.device import in_host_memory
     from paddleformers_fc.execute.load import load_checkpoint
     from paddleformers_fc.execute.opening import open_on_all_ranks
     from paddleformers_fc.execute.read_pool import ReadOptions
     from paddleformers_fc.execute.replicas import hashed_range
     from paddleformers_fc.execute.save import JobRecord, config_bytes, live_part, save_checkpoint, snapshot, views
-    from paddleformers_fc.execute.staging_pool import measured_transfers
+    from paddleformers_fc.execute.staging_pool import in_host_memory, measured_transfers
     from paddleformers_fc.trainer.description import describe_model
 
     paddle.set_device(device())
@@ -169,7 +168,7 @@ def train_offloaded(output_dir: str, on: str, bf16: bool, resume: str | None = N
 
     from paddleformers_fc import FlexTrainer, FlexTrainingArguments
     from paddleformers_fc.execute import load
-    from paddleformers_fc.trainer import live_roles, sync_save
+    from paddleformers_fc.trainer import live_roles, save_job
 
     settings = {"cls": FlexTrainingArguments, "flex_checkpoint": True, "max_steps": 6, "save_steps": 3, "device": on}
     paddle.set_device(on)
@@ -196,7 +195,7 @@ def train_offloaded(output_dir: str, on: str, bf16: bool, resume: str | None = N
 
     trainer = tiny.trainer(tiny.build("llama", layout, args), args, cls=FlexTrainer, callbacks=[Watch()])
     load.read_redistributed = counted("load", load.read_redistributed)
-    sync_save.write_and_commit = counted("save", sync_save.write_and_commit)
+    save_job.write_and_commit = counted("save", save_job.write_and_commit)
     live_roles.create_states = counted("create", live_roles.create_states)
     trainer.train(resume_from_checkpoint=resume)
     weights = [one.local_tensor for one in trainer.model.sharded_state_dict().values()]

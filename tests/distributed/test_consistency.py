@@ -13,9 +13,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from paddleformers_fc import __version__
-from paddleformers_fc.distributed.channel import ALONE, run_on_all
+from paddleformers_fc.distributed.channel import ALONE, format_ranks, group_by_value, run_on_all
 from paddleformers_fc.distributed.consistency import ConsistencyCheck, software_versions
-from paddleformers_fc.distributed.rank_format import format_ranks, group_by_value
 from paddleformers_fc.errors import FlexError, PeerError
 from paddleformers_fc.execute.load import load_checkpoint, load_weights
 from paddleformers_fc.execute.opening import open_on_all_ranks

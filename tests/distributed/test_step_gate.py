@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from paddleformers_fc.distributed.step_gate import StepGate
+from paddleformers_fc.distributed.step_agreement import StepGate
 from tests.harness.limits import LIMIT
 
 RANKS = 3

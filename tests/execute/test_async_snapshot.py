@@ -18,9 +18,9 @@ from paddleformers_fc.distributed.channel import Channel
 from paddleformers_fc.distributed.consistency import ConsistencyCheck
 from paddleformers_fc.execute import replicas, save as saving, save_plan
 from paddleformers_fc.execute.async_snapshot import SnapshotBuffer, snapshot_bytes
-from paddleformers_fc.execute.element_ranges import ElementRanges, ranges_of
 from paddleformers_fc.execute.memory import HostTensors, host_view
 from paddleformers_fc.execute.replica_assignment import Replica
+from paddleformers_fc.execute.replicas import ElementRanges, ranges_of
 from paddleformers_fc.execute.save import (
     JobRecord,
     LivePart,

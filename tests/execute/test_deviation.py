@@ -6,8 +6,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from paddleformers_fc.execute import deviation
-from paddleformers_fc.execute.deviation import Deviation, DeviationSum
+from paddleformers_fc.execute import diff_checkpoints
+from paddleformers_fc.execute.diff_checkpoints import Deviation, DeviationSum
 
 FLOATS = [np.float64, np.float32, np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2]
 
@@ -41,7 +41,7 @@ def test_ulps_are_counted_across_zero() -> None:
 
 
 def test_the_largest_of_all_pieces_and_the_first_index_of_all_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deviation, "_CHUNK", 7)
+    monkeypatch.setattr(diff_checkpoints, "_CHUNK", 7)
     one = np.arange(60, dtype=np.float32).reshape(5, 12)
     other = one.copy()
     other[1, 3] += 0.5

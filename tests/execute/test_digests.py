@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paddleformers_fc.execute import compare_bytes, export_batches
+from paddleformers_fc.execute import compare_bytes, export_files
 from paddleformers_fc.execute.compare_bytes import ComparedSide, differing_tensors
 from paddleformers_fc.execute.diff_checkpoints import compare_checkpoints
 from paddleformers_fc.execute.digest import canonical_digests, digest_tensors, items_by_tensor, require_plan
@@ -86,8 +86,8 @@ def test_exported_files_are_those_of_earlier_versions_whatever_the_size_of_piece
     grid: str, piece_bytes: int | None, checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if piece_bytes:
-        monkeypatch.setattr(export_batches, "_CACHE_BYTES", piece_bytes)
-        monkeypatch.setattr(export_batches, "_TRANSPOSED_BYTES", piece_bytes)
+        monkeypatch.setattr(export_files, "_CACHE_BYTES", piece_bytes)
+        monkeypatch.setattr(export_files, "_TRANSPOSED_BYTES", piece_bytes)
     files = export_checkpoint(checkpoints[grid], tmp_path / "hf", 3000).digests()
     assert hashlib.md5(repr(sorted(files.items())).encode()).hexdigest() == EXPORTS[degree(grid)]
 

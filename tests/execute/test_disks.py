@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 
 from paddleformers_fc.distributed.disk_leaders import DiskLeaders, find_disk_leaders
 from paddleformers_fc.errors import MismatchError, StorageError
-from paddleformers_fc.execute import export, export_batches
+from paddleformers_fc.execute import export, export_files
 from paddleformers_fc.execute.digest import canonical_digests
 from paddleformers_fc.execute.load import load_checkpoint
 from paddleformers_fc.execute.opening import open_on_all_ranks
@@ -122,7 +122,7 @@ def test_every_disk_gets_the_files_of_its_ranks_and_all_that_is_small(
 def test_an_export_lies_whole_on_the_first_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leads: tuple[int, ...], max_shard_bytes: int
 ) -> None:
-    monkeypatch.setattr(export_batches, "_BATCH_BYTES", 3000)
+    monkeypatch.setattr(export_files, "_BATCH_BYTES", 3000)
     places = [tmp_path / f"disk-{lead}" for lead in leads]
 
     def work(channel: Any) -> None:

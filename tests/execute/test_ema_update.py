@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from paddleformers_fc.execute import ema_update
-from paddleformers_fc.execute.ema_update import AveragedTensor, update_averages
-from paddleformers_fc.execute.memory import HostPieces
+from paddleformers_fc.execute import memory
+from paddleformers_fc.execute.memory import AveragedTensor, HostPieces, update_averages
 
 STEPS = 1000
 
@@ -59,8 +58,8 @@ def test_the_bits_depend_on_no_bound_of_a_block_or_a_thread(
     before = [random.normal(size=size).astype(np.float32) for size in sizes]
     wanted = [old + (new[first:] - old) * np.float32(0.1) for old, new in zip(before, sources, strict=True)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ema_update, "BLOCK_ELEMENTS", block)
-        patch.setattr(ema_update, "_CHUNK_ELEMENTS", 3 * block)
+        patch.setattr(memory, "BLOCK_ELEMENTS", block)
+        patch.setattr(memory, "_CHUNK_ELEMENTS", 3 * block)
         averages = [AveragedTensor(old, in_pieces(new, piece), first) for old, new in zip(before, sources, strict=True)]
         update_averages(averages, 0.1, threads)
     for found, expected in zip(before, wanted, strict=True):

@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from paddleformers_fc.errors import Corrupt, FlexError, FormatError, PeerError
-from paddleformers_fc.execute import export_batches
+from paddleformers_fc.execute import export_files
 from paddleformers_fc.execute.export import export_checkpoint, save_weights
 from paddleformers_fc.execute.load import LoadReport, load_weights
 from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoint
@@ -94,7 +94,7 @@ def largest(directory: Path) -> Path:
 def test_every_exported_file_is_recorded_as_it_is_on_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, bound: int
 ) -> None:
-    monkeypatch.setattr(export_batches, "_CACHE_BYTES", 512)  # In more and smaller batches.
+    monkeypatch.setattr(export_files, "_CACHE_BYTES", 512)  # In more and smaller batches.
     source = save(tmp_path / "checkpoint-3", 2, 2)
     succeed(ranks, lambda channel: export_checkpoint(source, tmp_path / "hf", bound, channel))
     checksums = read_checksums(tmp_path / "hf")

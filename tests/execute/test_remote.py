@@ -25,8 +25,8 @@ from paddleformers_fc.plan.block_owners import RecordedBlocks
 from paddleformers_fc.plan.items import StoredPart
 from paddleformers_fc.storage import prefetch
 from paddleformers_fc.storage.checksum import BlockHasher
-from paddleformers_fc.storage.identity import identities_of, same_bytes_key
 from paddleformers_fc.storage.paths import AnyPath, parse_path
+from paddleformers_fc.storage.ranges import identities_of, same_bytes_key
 from paddleformers_fc.storage.regions import Region
 from tests.execute.simulated import MODEL, Roles, canonical, job, live, same_values, succeed
 from tests.execute.test_save_and_load import save

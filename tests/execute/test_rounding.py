@@ -10,7 +10,7 @@ import pytest
 
 import paddleformers_fc
 from paddleformers_fc.errors import Corrupt
-from paddleformers_fc.execute import rounding
+from paddleformers_fc.execute import digest
 from tests.cli.support import flip, seal
 
 NUMBERS = np.random.RandomState(0).randn(96, 8).astype(np.float32)
@@ -32,7 +32,7 @@ def saved(directory: Path, dtype: str) -> Path:
 def test_a_weight_that_is_not_its_rounded_master_weight_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, piece_bytes: int
 ) -> None:
-    monkeypatch.setattr(rounding, "PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(digest, "PIECE_BYTES", piece_bytes)
     checkpoint = saved(tmp_path / "checkpoint-1", dtype)
     detail = paddleformers_fc.open(checkpoint).verify().checks[-1].detail
     assert detail == "2 weights compared with master weights"

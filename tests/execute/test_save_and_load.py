@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 
 from paddleformers_fc.distributed.channel import ALONE
 from paddleformers_fc.errors import Corrupt, FlexError, MappingError, MismatchError, NotACheckpoint, StorageError
-from paddleformers_fc.execute import export_batches
+from paddleformers_fc.execute import export_files
 from paddleformers_fc.execute.digest import canonical_digests
 from paddleformers_fc.execute.export import export_checkpoint, save_weights
 from paddleformers_fc.execute.load import load_checkpoint
@@ -68,7 +68,7 @@ def test_the_export_of_every_layout_is_the_same_file(
     save(tmp_path / "checkpoint-3", ARRAYS, *layout)
     with monkeypatch.context() as patched:
         # In more and smaller pieces.
-        patched.setattr(export_batches, "_CACHE_BYTES", 512)
+        patched.setattr(export_files, "_CACHE_BYTES", 512)
         report = export_checkpoint(tmp_path / "checkpoint-3", tmp_path / "export")
     (name,) = report.files
     loaded = load_file(tmp_path / "export" / name)
@@ -124,7 +124,7 @@ def test_an_export_takes_along_what_describes_the_model_and_nothing_of_the_train
 def test_an_export_that_fails_in_the_midst_leaves_nothing_and_no_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    monkeypatch.setattr(export_batches, "_CACHE_BYTES", 512)
+    monkeypatch.setattr(export_files, "_CACHE_BYTES", 512)
     save(tmp_path / "checkpoint-3", ARRAYS, 1, 1)
     threads = threading.active_count()
     original, calls = getattr(os, call), []

@@ -22,10 +22,10 @@ from paddleformers_fc.errors import MappingError, MismatchError, StorageError
 from paddleformers_fc.execute import replica_assignment, save as saving, save_plan
 from paddleformers_fc.execute.async_snapshot import SnapshotBuffer
 from paddleformers_fc.execute.digest import canonical_digests
-from paddleformers_fc.execute.element_ranges import ranges_of
 from paddleformers_fc.execute.load import load_checkpoint
 from paddleformers_fc.execute.memory import HostTensors, host_pieces
 from paddleformers_fc.execute.opening import open_on_all_ranks
+from paddleformers_fc.execute.replicas import ranges_of
 from paddleformers_fc.execute.save import (
     JobRecord,
     LivePart,

@@ -27,11 +27,10 @@ from paddleformers_fc.mapping.boxes import Box, whole
 from paddleformers_fc.plan.block_owners import RecordedBlocks
 from paddleformers_fc.plan.items import LoadPlan, ReadItem, StoredPart
 from paddleformers_fc.plan.report import Report
-from paddleformers_fc.storage import identity
+from paddleformers_fc.storage import ranges
 from paddleformers_fc.storage.checksum import BlockHasher
-from paddleformers_fc.storage.identity import identities_of, same_bytes_key
 from paddleformers_fc.storage.paths import parse_path
-from paddleformers_fc.storage.ranges import RangeReader
+from paddleformers_fc.storage.ranges import RangeReader, identities_of, same_bytes_key
 from paddleformers_fc.storage.regions import Workspace
 from paddleformers_fc.storage.remote import RemoteStatus
 from paddleformers_fc.storage.rows import Rows
@@ -285,7 +284,7 @@ def test_ranks_read_the_same_bytes_if_their_files_and_machine_are_the_same(
     assert key == same_bytes_key(dict(one)) != same_bytes_key(copy), "a copy under the same path on another disk"
     remote = {parse_path("s3://bucket/a"): RemoteStatus("file", 8, "tag")}
     stored = same_bytes_key(remote)
-    monkeypatch.setattr(identity, "boot_id", lambda: "another machine")
+    monkeypatch.setattr(ranges, "boot_id", lambda: "another machine")
     assert same_bytes_key(one) not in (key, "")
     assert same_bytes_key(remote) == stored != ""
     assert same_bytes_key({}) == ""

@@ -220,7 +220,7 @@ def _configured(source: Mapping[str, Any], kept: bool, changed: Mapping[str, Any
 
     import paddle
 
-    from paddleformers_fc.trainer import pretrained_documents
+    from paddleformers_fc.trainer import documents
 
     model_type = source["model_type"]
     package = importlib.import_module(f"paddleformers.transformers.{model_type}.configuration")
@@ -228,9 +228,9 @@ def _configured(source: Mapping[str, Any], kept: bool, changed: Mapping[str, Any
     model.config = getattr(package, CONFIGS[model_type]).from_dict(copy.deepcopy(dict(source)))
     model.is_fleet, model.can_generate = model_type in ("kimi_k2", "minimax_m2"), lambda: False
     if kept:
-        pretrained_documents.correct(model.config, source)
-        pretrained_documents.take_over(model, source, None)
-    pretrained_documents.keep_use_cache(model)
+        documents.correct(model.config, source)
+        documents.take_over(model, source, None)
+    documents.keep_use_cache(model)
     model.config.use_cache = False  # As every Trainer sets it.
     for key, value in (changed or {}).items():
         setattr(model.config, key, value)
@@ -301,14 +301,14 @@ def train_plain(
     import paddle
 
     from paddleformers_fc import FlexTrainer, FlexTrainingArguments
-    from paddleformers_fc.trainer import pretrained_documents
+    from paddleformers_fc.trainer import documents
     from tests.harness import tiny
 
     settings = {"cls": FlexTrainingArguments, "flex_checkpoint": True} if ours else {}
     args = tiny.training_arguments(tiny.SINGLE, output_dir, max_steps=4, save_steps=2, **settings)
     model = plain_model(model_type, values)
     if source is not None:
-        pretrained_documents.take_over(model, source, None)
+        documents.take_over(model, source, None)
     if tie:
         model.tie_weights()
     extra = {"cls": FlexTrainer} if ours else {}

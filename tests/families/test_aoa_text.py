@@ -9,8 +9,8 @@ from msgspec import structs
 
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.families import Family, ModelDescription, bind, enumerate_tensors, family_for
-from paddleformers_fc.families.aoa_text import aoa_text
 from paddleformers_fc.families.registry import tiny_models
+from paddleformers_fc.formats.aoa_statements import aoa_text
 from paddleformers_fc.mapping import RuleSet
 
 LLAMA = family_for({"model_type": "llama"})

@@ -11,7 +11,7 @@ from paddleformers_fc.errors import MappingError
 from paddleformers_fc.families import Family, bind
 from paddleformers_fc.families.class_statements import rules_of_statements
 from paddleformers_fc.mapping import Rule, RuleSet, Tie, prove
-from paddleformers_fc.mapping.agreement import disagreements
+from paddleformers_fc.mapping.prove import disagreements
 from tests.families import native
 from tests.families.spaces import BY_NAME, model_of, settings, tensors
 from tests.families.test_native import ALL_SPARSE, FLEET, NO_MTP, PLAIN

@@ -11,8 +11,7 @@ from paddleformers_fc.errors import FormatError
 from paddleformers_fc.families import ModelDescription
 from paddleformers_fc.families.mapping_document import decode_mapping, encode_mapping
 from paddleformers_fc.mapping import RuleSet, TensorSpec
-from paddleformers_fc.mapping.rules import Rule, Slab, Tie
-from paddleformers_fc.mapping.rules_json import encode_rules
+from paddleformers_fc.mapping.rules import Rule, Slab, Tie, encode_rules
 
 MODEL = ModelDescription({"model_type": "llama"}, True)
 SPEC = TensorSpec((4, 2), "float32")

@@ -19,13 +19,12 @@ from safetensors.numpy import load_file, save_file
 import paddleformers_fc
 from paddleformers_fc.distributed.channel import LocalChannel
 from paddleformers_fc.errors import Corrupt, FormatError
-from paddleformers_fc.execute.inspect import inspect_directory
+from paddleformers_fc.execute.digest import weights_md5
 from paddleformers_fc.execute.load import load_weights
-from paddleformers_fc.execute.weights_md5 import weights_md5
+from paddleformers_fc.execute.output_directory import inspect_directory
 from paddleformers_fc.formats.huggingface import open_huggingface
 from paddleformers_fc.storage.block_scales import ScaledFile
-from paddleformers_fc.storage.identity import identities_of, stored_identities
-from paddleformers_fc.storage.ranges import RangeReader
+from paddleformers_fc.storage.ranges import RangeReader, identities_of, stored_identities
 from paddleformers_fc.storage.rows import ScatterList
 from paddleformers_fc.storage.safetensors import read_header
 from tests.families.spaces import BY_NAME, model_of, settings, spaces

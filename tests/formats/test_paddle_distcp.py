@@ -17,7 +17,7 @@ from paddleformers_fc.distributed.channel import LocalChannel
 from paddleformers_fc.errors import Corrupt, FlexError, FormatError, NotACheckpoint
 from paddleformers_fc.execute.diff_checkpoints import compare_checkpoints
 from paddleformers_fc.execute.export import export_checkpoint
-from paddleformers_fc.execute.inspect import inspect_directory
+from paddleformers_fc.execute.output_directory import inspect_directory
 from paddleformers_fc.execute.verify import verify_checkpoint
 from paddleformers_fc.formats import format_of, open_checkpoint
 from paddleformers_fc.formats.catalog import Catalog

@@ -19,7 +19,7 @@ import paddleformers_fc
 from paddleformers_fc.errors import Corrupt, Diverged, FlexError, FormatError, MappingError, NotACheckpoint
 from paddleformers_fc.execute.diff_checkpoints import compare_checkpoints
 from paddleformers_fc.execute.export import export_checkpoint
-from paddleformers_fc.execute.inspect import inspect_directory
+from paddleformers_fc.execute.output_directory import inspect_directory
 from paddleformers_fc.execute.verify import verify_checkpoint
 from paddleformers_fc.families import ModelDescription, enumerate_tensors, family_for
 from paddleformers_fc.families.description import IS_NLP

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from paddleformers_fc.formats.legacy.rank_files import FileArray, RankContent
-from paddleformers_fc.formats.legacy.variable_names import assign_variables
+from paddleformers_fc.formats.legacy.rank_files import FileArray, RankContent, assign_variables
 
 LAYER = {
     "model.layers.{}.self_attn.q_proj.weight": (8, 8),

@@ -13,7 +13,7 @@ from paddle.distributed.fleet.meta_optimizers.dygraph_optimizer.dygraph_sharding
 )
 from paddle.distributed.fleet.meta_parallel.parallel_layers.pp_layers import LayerDesc, SegmentLayers
 
-from paddleformers_fc.layout.partition import (
+from paddleformers_fc.layout.grid import (
     fused_buffers,
     layer_bounds,
     slice_range,

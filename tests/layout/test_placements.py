@@ -7,7 +7,7 @@ from itertools import product
 
 from hypothesis import given, strategies as st
 
-from paddleformers_fc.layout.placements import AxisShard, coordinate_of, placed_box
+from paddleformers_fc.layout.shards import AxisShard, coordinate_of, placed_box
 from paddleformers_fc.mapping.boxes import Box, cover_faults, whole
 
 

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.mapping import Rule, RuleSet, TensorMapping, TensorSpec, prove
-from paddleformers_fc.mapping.agreement import disagreements, require_agreement
 from paddleformers_fc.mapping.boxes import Box
+from paddleformers_fc.mapping.prove import disagreements, require_agreement
 from tests.mapping.numbers import moved, numbered
 from tests.mapping.strategies import rule_sets, with_items
 

@@ -13,8 +13,7 @@ from hypothesis import given
 from paddleformers_fc.errors import FormatError, MappingError
 from paddleformers_fc.mapping import Rule, RuleSet, TensorMapping, TensorSpec, Tie, prove
 from paddleformers_fc.mapping.boxes import whole
-from paddleformers_fc.mapping.rules import Slab
-from paddleformers_fc.mapping.rules_json import decode_rules, encode_rules
+from paddleformers_fc.mapping.rules import Slab, decode_rules, encode_rules
 from tests.harness.sampling import thorough
 from tests.mapping.numbers import moved, numbered
 from tests.mapping.strategies import rule_sets

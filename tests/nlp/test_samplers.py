@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from paddle.io import BatchSampler, DistributedBatchSampler, RandomSampler
 
-from paddleformers_fc.trainer.nlp_samplers import EpochSampler, resumable
+from paddleformers_fc.trainer.nlp_models import EpochSampler, resumable
 
 
 class Numbers:

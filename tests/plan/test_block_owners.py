@@ -9,7 +9,7 @@ from hypothesis import given, strategies as st
 from paddleformers_fc.mapping.boxes import Box
 from paddleformers_fc.plan.block_owners import BlockReads, RecordedBlocks
 from paddleformers_fc.plan.items import StoredPart
-from paddleformers_fc.storage.file_checksums import FileChecksum
+from paddleformers_fc.storage.checksum import FileChecksum
 from tests.harness.sampling import thorough
 
 LENGTH = 100

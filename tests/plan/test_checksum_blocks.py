@@ -9,7 +9,7 @@ from hypothesis import example, given, strategies as st
 
 from paddleformers_fc.mapping.boxes import Box
 from paddleformers_fc.plan import StoredPart
-from paddleformers_fc.plan.checksum_blocks import blocks_read, byte_runs
+from paddleformers_fc.plan.block_owners import blocks_read, byte_runs
 from tests.harness.sampling import thorough
 
 

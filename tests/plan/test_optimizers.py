@@ -19,9 +19,8 @@ from paddleformers_fc.layout.roles import (
     split_state_name,
 )
 from paddleformers_fc.plan import plan_reads, resume_source
-from paddleformers_fc.plan.build import ReadSource
+from paddleformers_fc.plan.build import ReadSource, regrouped
 from paddleformers_fc.plan.forecast import forecast, forecast_load
-from paddleformers_fc.plan.shard_numbers import regrouped
 from paddleformers_fc.plan.simulate import SimulatedModel, declared_model
 from tests.plan.stored import checkpoint_of
 

@@ -11,12 +11,12 @@ import pytest
 
 from paddleformers_fc.errors import MappingError, OptionError
 from paddleformers_fc.families import family_for
-from paddleformers_fc.families.build_order import built_order
+from paddleformers_fc.families.enumerate import built_order
 from paddleformers_fc.families.registry import FAMILIES
 from paddleformers_fc.formats.catalog import gather_shards
-from paddleformers_fc.layout.fingerprint import fingerprint
 from paddleformers_fc.layout.grid import ParallelGrid, parse_grid
 from paddleformers_fc.layout.roles import split_state_name
+from paddleformers_fc.layout.shard_json import fingerprint
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping import TensorSpec, prove
 from paddleformers_fc.plan.simulate import SimulatedModel, declared_model, stored_model

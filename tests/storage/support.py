@@ -20,7 +20,7 @@ from paddleformers_fc.storage import files, staging_lock
 from paddleformers_fc.storage.commit import Committed, commit, create_staging
 from paddleformers_fc.storage.files import write_file
 from paddleformers_fc.storage.manifest import FileChecksum, Manifest, read_manifest, verify_files, write_manifest
-from paddleformers_fc.storage.names import parse_step
+from paddleformers_fc.storage.paths import parse_step
 from paddleformers_fc.storage.safetensors import SequentialTensorWriter, layout_file, read_header
 
 WEIGHTS = "model_state/rank-00000.safetensors"

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from paddleformers_fc.errors import MismatchError
-from paddleformers_fc.storage.casts import copy_cast
+from paddleformers_fc.storage.dtypes import copy_cast
 
 FILE = Path("weights.safetensors")
 

@@ -20,8 +20,15 @@ from paddleformers_fc.storage import (
     leftovers as leftovers_module,
     staging_lock,
 )
-from paddleformers_fc.storage.commit import Committed, commit, create_staging, discard, remove_checkpoint
-from paddleformers_fc.storage.export_commit import commit_export, staged_name
+from paddleformers_fc.storage.commit import (
+    Committed,
+    commit,
+    commit_export,
+    create_staging,
+    discard,
+    remove_checkpoint,
+    staged_name,
+)
 from paddleformers_fc.storage.files import write_file
 from paddleformers_fc.storage.leftovers import clean_unfinished, recover, unfinished
 from paddleformers_fc.storage.manifest import (
@@ -31,7 +38,7 @@ from paddleformers_fc.storage.manifest import (
     read_manifest,
     write_manifest,
 )
-from paddleformers_fc.storage.names import ASIDE, REMOVED, hidden_name, parse_hidden
+from paddleformers_fc.storage.paths import ASIDE, REMOVED, hidden_name, parse_hidden
 from paddleformers_fc.storage.staging_lock import OWNER_NAME, PARTIAL_OWNER_NAME, write_owner
 from tests.crash.refusals import with_own_mounts
 from tests.storage.support import (

@@ -7,8 +7,7 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 from paddleformers_fc.errors import FormatError, OptionError
-from paddleformers_fc.storage.names import parse_step
-from paddleformers_fc.storage.paths import RemotePath, mask_credentials, parse_path, require_local
+from paddleformers_fc.storage.paths import RemotePath, mask_credentials, parse_path, parse_step, require_local
 
 
 @pytest.mark.parametrize(

@@ -29,8 +29,7 @@ def with_late_copies(job: str, **settings: Any) -> Any:
     """
     from paddleformers_fc.execute.async_snapshot import SnapshotCopy
     from paddleformers_fc.trainer import async_save
-    from paddleformers_fc.trainer.ema import MovingAverage
-    from paddleformers_fc.trainer.update_barrier import UpdateBarrier
+    from paddleformers_fc.trainer.ema import MovingAverage, UpdateBarrier
 
     wanted, average_wanted, updated = threading.Event(), threading.Event(), threading.Event()
     prepare, finish, copy = async_save.prepare, UpdateBarrier.finish, SnapshotCopy.finish
@@ -74,7 +73,7 @@ def with_events(hold: bool = False, **settings: Any) -> dict[str, Any]:
     from paddleformers.trainer import TrainerCallback
 
     from paddleformers_fc import FlexCheckpointCallback
-    from paddleformers_fc.distributed.step_gate import StepGate
+    from paddleformers_fc.distributed.step_agreement import StepGate
 
     agreed, agree = threading.Semaphore(0), StepGate.agree
     seen: list[Any] = []

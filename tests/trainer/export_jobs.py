@@ -118,20 +118,20 @@ def generation_settings(text: str) -> dict[str, Any]:
     from paddleformers.transformers.gpt_oss.configuration import GptOssConfig
     from paddleformers.transformers.gpt_oss.modeling import GptOssForCausalLM
 
-    from paddleformers_fc.trainer import pretrained_documents
+    from paddleformers_fc.trainer import documents
 
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64, "head_dim": 8}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 2}
     model = GptOssForCausalLM(GptOssConfig(**sizes, **heads, fuse_rms_norm=False))
-    pretrained_documents.take_over(model, {}, text.encode())
+    documents.take_over(model, {}, text.encode())
     found: dict[str, Any] = {
         "generates": model.can_generate(),
         "temperature": model.generation_config.temperature,
-        "kept": pretrained_documents.generation_file(model)[pretrained_documents.GENERATION].decode(),
+        "kept": documents.generation_file(model)[documents.GENERATION].decode(),
     }
     model.generation_config.temperature = 0.25
-    pretrained_documents.take_over(model, {}, text.encode())  # As of a checkpoint that is resumed.
-    changed = pretrained_documents.generation_file(model)[pretrained_documents.GENERATION]
+    documents.take_over(model, {}, text.encode())  # As of a checkpoint that is resumed.
+    changed = documents.generation_file(model)[documents.GENERATION]
     return {**found, "changed": json.loads(changed)["temperature"]}
 
 

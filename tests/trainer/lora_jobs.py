@@ -98,7 +98,7 @@ def save_and_load_in_a_script(output_dir: str) -> dict[str, Any]:
 
 def base_of(**settings: Any) -> str:
     """The fingerprint of the base of a model that was not read from files."""
-    from paddleformers_fc.trainer.lora import describe_adapters
+    from paddleformers_fc.trainer.description import describe_adapters
 
     adapters = describe_adapters(trainer_of(**settings).model)
     assert adapters is not None
@@ -113,7 +113,7 @@ def changed_bases(output_dir: str, base: str) -> dict[str, dict[str, Any]]:
     import paddle
 
     from paddleformers_fc import FlexTrainer, FlexTrainingArguments
-    from paddleformers_fc.trainer.lora import describe_adapters
+    from paddleformers_fc.trainer.description import describe_adapters
 
     def element(model: Any, directory: str) -> None:
         weight = model.model.layers[1].mlp.down_proj.weight

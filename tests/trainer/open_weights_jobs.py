@@ -197,12 +197,12 @@ def train_where_one_rank_differs(source: str, output_dir: str) -> str:
     import paddle.distributed as dist
 
     from paddleformers_fc import FlexTrainer
-    from paddleformers_fc.trainer import weight_source
+    from paddleformers_fc.trainer import pretrained
 
     args = _arguments(output_dir, tiny.DP2.to_json())
     model = _fresh(source)
     if dist.get_rank() == 1:
-        weight_source.note_unverified(model, "a loader")
+        pretrained.note_unverified(model, "a loader")
     try:
         tiny.trainer(model, args, cls=FlexTrainer)
     except Exception as error:

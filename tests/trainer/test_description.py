@@ -18,7 +18,7 @@ from paddleformers_fc.families.changes import contradictions
 from paddleformers_fc.families.description import IS_FLEET
 from paddleformers_fc.families.sizes import value_at
 from paddleformers_fc.mapping import RuleSet, prove
-from paddleformers_fc.trainer import pretrained_documents
+from paddleformers_fc.trainer import documents
 from paddleformers_fc.trainer.description import describe_model
 from paddleformers_fc.trainer.documents import model_config
 from tests.families.spaces import BY_NAME, model_of, settings
@@ -246,7 +246,7 @@ def test_config_json_of_a_save_agrees_with_the_description_beside_it(name: str) 
         model = live(config_of(name, **copy.deepcopy(source)), is_fleet)
         model.parameters, model._layers = list, None
         if kept:
-            pretrained_documents.take_over(model, {**source, "model_type": name}, None)
+            documents.take_over(model, {**source, "model_type": name}, None)
         written = model_config(model)
         assert contradictions(written, describe_model(model)) == [], (is_fleet, outer, inner, depth, kept)
         if name == "glm_ocr":  # Whose class never ties.

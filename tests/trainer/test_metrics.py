@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from paddleformers_fc.trainer import callback
-from paddleformers_fc.trainer.callback import CheckpointReport
-from paddleformers_fc.trainer.metrics import ReportFigures
+from paddleformers_fc.trainer.callback import CheckpointReport, ReportFigures
 from tests.harness.tiny import DP2
 from verification.forkserver import ForkServer
 

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from paddleformers_fc.storage.commit import create_staging
 from paddleformers_fc.storage.files import write_file
 from paddleformers_fc.storage.manifest import DivergedTie, Manifest, read_manifest, write_manifest
-from paddleformers_fc.trainer.rotation import numbered, rotate, superfluous
+from paddleformers_fc.trainer.uploads import delete_superfluous, numbered, superfluous
 from verification.forkserver import ForkServer
 
 WEIGHTS = "model_state/rank-00000.safetensors"
@@ -49,7 +49,7 @@ def test_the_oldest_beyond_the_limit_go(tmp_path: Path) -> None:
     for step in (2, 4, 10):
         make_checkpoint(tmp_path, step)
     lines: list[str] = []
-    rotate(tmp_path, 2, (), lines.append)
+    delete_superfluous(tmp_path, 2, (), lines.append)
     assert left(tmp_path) == ["checkpoint-10", "checkpoint-4"]
     (line,) = lines
     assert "checkpoint-2" in line
@@ -59,13 +59,13 @@ def test_the_oldest_beyond_the_limit_go(tmp_path: Path) -> None:
 def test_without_a_limit_nothing_goes(tmp_path: Path) -> None:
     for step in (2, 4):
         make_checkpoint(tmp_path, step)
-    rotate(tmp_path, None, (), quiet)
+    delete_superfluous(tmp_path, None, (), quiet)
     assert left(tmp_path) == ["checkpoint-2", "checkpoint-4"]
 
 
 def test_the_best_checkpoint_stays(tmp_path: Path) -> None:
     best, *_ = [make_checkpoint(tmp_path, step) for step in (2, 4, 6)]
-    rotate(tmp_path, 1, [best], quiet)
+    delete_superfluous(tmp_path, 1, [best], quiet)
     assert left(tmp_path) == ["checkpoint-2", "checkpoint-6"]
 
 
@@ -73,7 +73,7 @@ def test_the_newest_whole_one_stays_when_a_newer_one_is_damaged(tmp_path: Path) 
     make_checkpoint(tmp_path, 2)
     make_checkpoint(tmp_path, 4)
     (make_checkpoint(tmp_path, 6) / "config.json").write_bytes(b"longer than it was")
-    rotate(tmp_path, 1, (), quiet)
+    delete_superfluous(tmp_path, 1, (), quiet)
     assert "checkpoint-4" in left(tmp_path)
 
 
@@ -81,7 +81,7 @@ def test_where_none_is_whole_none_is_deleted(tmp_path: Path) -> None:
     for step in (2, 4, 6):
         (make_checkpoint(tmp_path, step) / "config.json").write_bytes(b"longer than it was")
     lines: list[str] = []
-    rotate(tmp_path, 1, (), lines.append)
+    delete_superfluous(tmp_path, 1, (), lines.append)
     assert left(tmp_path) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
     assert "checkpoint-6 is not whole, so no whole checkpoint is deleted" in lines[0]
 
@@ -97,7 +97,7 @@ def test_under_full_a_rotten_newest_one_does_not_cost_the_last_that_is_whole(tmp
     for step in (6, 8):
         rot(tmp_path / f"checkpoint-{step}")
     lines: list[str] = []
-    rotate(tmp_path, 1, [tmp_path / "checkpoint-8"], lines.append, "full")
+    delete_superfluous(tmp_path, 1, [tmp_path / "checkpoint-8"], lines.append, "full")
     assert left(tmp_path) == ["checkpoint-4", "checkpoint-8"]
     assert "checkpoint-8 is not whole, so" in lines[0]
     assert WEIGHTS in lines[0]
@@ -107,7 +107,7 @@ def test_by_sizes_alone_a_flipped_bit_is_not_seen(tmp_path: Path) -> None:
     for step in (2, 4):
         make_checkpoint(tmp_path, step)
     rot(tmp_path / "checkpoint-4")
-    rotate(tmp_path, 1, (), quiet, "size")
+    delete_superfluous(tmp_path, 1, (), quiet, "size")
     assert left(tmp_path) == ["checkpoint-4"]
 
 
@@ -151,7 +151,7 @@ def test_checkpoints_with_diverged_ties_cost_no_whole_one(
         saved = make_checkpoint(tmp_path, step)
         if kind == "d":
             part_copies(saved)
-        rotate(tmp_path, limit, [saved], quiet, level)
+        delete_superfluous(tmp_path, limit, [saved], quiet, level)
     kinds = ["d" if read_manifest(tmp_path / name).ties else "w" for name in left(tmp_path)]
     assert kinds == stay.split()
     assert f"checkpoint-{len(steps.split())}" in left(tmp_path)
@@ -161,7 +161,7 @@ def test_a_checkpoint_under_another_name_is_neither_counted_nor_deleted(tmp_path
     for step in (2, 4, 6):
         make_checkpoint(tmp_path, step)
     (tmp_path / "checkpoint-4").rename(tmp_path / "checkpoint-10")
-    rotate(tmp_path, 1, [tmp_path / "checkpoint-6"], quiet)
+    delete_superfluous(tmp_path, 1, [tmp_path / "checkpoint-6"], quiet)
     assert left(tmp_path) == ["checkpoint-10", "checkpoint-6"]
 
 
@@ -169,14 +169,14 @@ def test_directories_of_others_are_neither_counted_nor_deleted(tmp_path: Path) -
     (tmp_path / "checkpoint-1" / "model_state").mkdir(parents=True)
     for step in (2, 4):
         make_checkpoint(tmp_path, step)
-    rotate(tmp_path, 2, (), quiet)
+    delete_superfluous(tmp_path, 2, (), quiet)
     assert left(tmp_path) == ["checkpoint-1", "checkpoint-2", "checkpoint-4"]
 
 
 def test_a_directory_that_a_running_save_writes_stays(tmp_path: Path) -> None:
     staging = create_staging(tmp_path / "checkpoint-4")
     make_checkpoint(tmp_path, 2)
-    rotate(tmp_path, 1, (), quiet)
+    delete_superfluous(tmp_path, 1, (), quiet)
     assert staging.is_dir()
 
 

@@ -18,13 +18,11 @@ from typing import Any
 import pytest
 
 from paddleformers_fc.cpu_runtime.ranks import SAVED_ON_SIGNAL, free_ports
-from paddleformers_fc.distributed.step_agreement import StepAgreement
-from paddleformers_fc.distributed.step_gate import StepGate
+from paddleformers_fc.distributed.step_agreement import StepAgreement, StepGate
 from paddleformers_fc.errors import OptionError, PeerError
 from paddleformers_fc.execute.digest import canonical_digests
 from paddleformers_fc.trainer.options import FlexFields
-from paddleformers_fc.trainer.save_on_signal import SignalWatch
-from paddleformers_fc.trainer.shielded_workers import WorkerShield
+from paddleformers_fc.trainer.save_on_signal import SignalWatch, WorkerShield
 from tests.distributed.test_liveness import Counters
 from tests.harness import tiny
 from tests.harness.limits import LIMIT

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from paddleformers_fc.trainer.update_barrier import UpdateBarrier
+from paddleformers_fc.trainer.ema import UpdateBarrier
 from tests.harness.waiting import pause, wait_until
 
 

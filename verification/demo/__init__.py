@@ -23,9 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paddleformers_fc.errors import OptionError
-from paddleformers_fc.execute.digest import canonical_digests
+from paddleformers_fc.execute.digest import canonical_digests, weights_md5
 from paddleformers_fc.execute.export import export_checkpoint
-from paddleformers_fc.execute.weights_md5 import weights_md5
 from paddleformers_fc.output import console
 from paddleformers_fc.storage.files import make_directories
 from verification.demo.assets import Assets, prepare

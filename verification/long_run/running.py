@@ -16,8 +16,8 @@ from typing import Any
 import msgspec
 
 from paddleformers_fc.errors import PeerError
+from paddleformers_fc.execute.digest import weights_md5
 from paddleformers_fc.execute.export import export_checkpoint
-from paddleformers_fc.execute.weights_md5 import weights_md5
 from verification.forkserver import ForkServer
 from verification.long_run.fused import fused_md5
 from verification.long_run.jobs import TRAIN, UNIFY

@@ -14,9 +14,8 @@ from dataclasses import dataclass, replace
 
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.families import DeclaredTensor, ModelDescription, bind, enumerate_tensors, family_for
-from paddleformers_fc.families.bind import tied_names, tied_sources
-from paddleformers_fc.families.build_order import built_order
-from paddleformers_fc.families.local import LocalShapes
+from paddleformers_fc.families.bind import LocalShapes, tied_names, tied_sources
+from paddleformers_fc.families.enumerate import built_order
 from paddleformers_fc.formats.checkpoint import StoredShard
 from paddleformers_fc.formats.legacy.rank_files import FileArray
 from paddleformers_fc.layout.shards import Shard

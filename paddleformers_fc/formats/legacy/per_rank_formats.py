@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paddleformers_fc.formats.checkpoint import Format, OpenedCheckpoint, StoredShard, stored_boxes
-from paddleformers_fc.formats.checks import CheckList
+from paddleformers_fc.formats.checkpoint import CheckList, Format, OpenedCheckpoint, StoredShard, stored_boxes
 from paddleformers_fc.formats.huggingface import HUGGINGFACE, INDEX_NAME, SINGLE_NAME
 from paddleformers_fc.formats.legacy.rank_files import EMA, MODEL, OPTIMIZER, is_rank_file, refuse_mixed
 from paddleformers_fc.formats.legacy.rank_shards import META_NAME, open_ranked

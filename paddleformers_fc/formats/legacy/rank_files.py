@@ -5,6 +5,23 @@ one rank is omitted. Files of weights of expert-parallel ranks have their rank a
 sharding group where ``model_meta.json`` describes the ranks. All files of a kind have the same axes, and one file
 exists per combination of ranks. The files are pickles and are read as data (:mod:`paddleformers_fc.storage.pickles`):
 of an array only its place in the file is kept.
+
+A tensor of a sharding group from the pieces of its ranks: whole in one, or ranges that follow each other.
+
+Version 1 of sharding stage 1 and stage 2 store a state whole, on one rank. Version 2 and stage 3 store a range of
+elements on each of several; the last ones are padding.
+
+Find the parameter of a variable such as ``linear_5.w_0`` without a table of names.
+
+Paddle names a variable after the class of its layer and a number that counts the layers of that class in the order in
+which they are built. The parameters of a stage, in the order in which their family builds them, therefore consist of
+one sequence per class, and all layers of a kind (``q_proj`` of every decoder layer) are of one class. The variables are
+assigned only if a single assignment fits the sizes of all states.
+
+The orientation of a square weight, which its shape does not show: that of another tensor with the same numbers.
+
+Such a tensor is the master weight, which is cast to the dtype of the weight, or the other name of a tied one. The first
+rows of it are compared with the first rows and the first columns of the weight.
 """
 
 from __future__ import annotations
@@ -12,17 +29,20 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from paddleformers_fc.errors import Corrupt, FormatError, StorageError
+from paddleformers_fc.families.declarations import NUMBER
 from paddleformers_fc.formats.huggingface import OF_PADDLE, model_orientation
 from paddleformers_fc.formats.stock_checkpoint import COPY_AGAIN_STEP, malformed_file, refuse_links
 from paddleformers_fc.mapping.boxes import Shape
 from paddleformers_fc.mapping.folding import fold
-from paddleformers_fc.storage.dtypes import dtype_size, from_safetensors
+from paddleformers_fc.storage.dtypes import dtype_size, from_safetensors, to_numpy, to_safetensors
 from paddleformers_fc.storage.files import list_directory, open_local, read_range
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.storage.pickles import PickledArray, quoted, read_pickle
@@ -332,3 +352,167 @@ def _array(path: Path, key: Any, value: Any) -> FileArray:
     if not isinstance(key, str) or not isinstance(array, PickledArray) or array.code not in _DTYPES:
         raise malformed_file(path, f"{quoted(key)} is not a tensor")
     return FileArray(path.name, array.begin, array.shape, _DTYPES[array.code])
+
+
+_MAX_PADDING_BYTES = 4096
+"""Bound on the padding of a rank's part of a flattened state. Devices align to 256 bytes or more."""
+
+Placed = list[tuple[FileArray, tuple[int, int] | None]]
+"""Pieces with the range of elements that each contains; None for the whole tensor."""
+
+
+def arrange(shape: Shape, pieces: Sequence[FileArray]) -> Placed | str:
+    """Arrange the pieces of a tensor, in the order of the sharding group.
+
+    Args:
+        shape: of the tensor.
+        pieces: one or more.
+    Returns:
+        the pieces that contain elements of it, or as text why they do not make up such a tensor.
+    """
+    first, volume, at = pieces[0], math.prod(shape), 0
+    if first.shape == shape:
+        return [(first, None)]
+    if any(len(piece.shape) != 1 for piece in pieces):
+        return f"{', '.join(f'{list(one.shape)} in {one.file}' for one in pieces)}, and its parameter is {list(shape)}"
+    if first.shape[0] >= volume:
+        pieces = pieces[:1]
+    placed: Placed = []
+    for piece in pieces:
+        end = min(at + piece.shape[0], volume)
+        if end > at:
+            placed.append((piece, (at, end)))
+        at += piece.shape[0]
+    padding = len(pieces) * _MAX_PADDING_BYTES // dtype_size(first.dtype)
+    if not volume <= at < volume + padding:
+        return f"{at} elements are stored, and its parameter has {volume}"
+    return placed
+
+
+_VARIABLE = re.compile(r"(?:slice@)?(([^@]+)_([0-9]{1,9})\.([wb]_[0-9]+))(?:_([A-Za-z]\w*))?")
+_NAMED = ("embed", "lm_head")
+"""Words that the class of a layer and the name of its parameter both contain, or neither."""
+_NUMBER_SHAPES = ((), (1,))
+
+
+@dataclass(frozen=True)
+class _Variable:
+    """A variable, and the pieces of each of its states that has its shape."""
+
+    name: str
+    states: Sequence[Sequence[FileArray]]
+
+    def fits(self, shape: Shape) -> bool:
+        """Return whether all states can be those of a parameter of this shape."""
+        return all(not isinstance(arrange(shape, pieces), str) for pieces in self.states)
+
+
+def assign_variables(contents: Sequence[RankContent], parameters: Mapping[str, Shape]) -> dict[str, str] | str:
+    """Return the name of the variable of every parameter.
+
+    Args:
+        contents: the optimizer's files of one stage and tensor-parallel rank.
+        parameters: local shapes by structured name, in the order in which the model builds them.
+    Returns:
+        the names, or as text why they do not follow.
+    """
+    classes = _classes(contents)
+    count = sum(map(len, classes.values()))
+    if count != len(parameters):
+        return f"the optimizer has states of {count} variables, and the model has {len(parameters)} parameters"
+    found: list[dict[str, str]] = []
+    for assigned in _assignments(classes, list(parameters.items())):
+        found.append(assigned)
+        if len(found) > 1:
+            name = next(one for one in parameters if found[0][one] != found[1][one])
+            return f"{name} can be {found[0][name]} or {found[1][name]}"
+    if not found:
+        return f"no order of the classes {', '.join(sorted({name for name, _ in classes}))} fits the parameters' shapes"
+    return found[0]
+
+
+def _classes(contents: Sequence[RankContent]) -> dict[tuple[str, str], list[_Variable]]:
+    """Return the variables by the class of their layer and their role in it, in the order of their numbers."""
+    pieces: dict[tuple[str, str, int, str], dict[str, list[FileArray]]] = {}
+    for content in contents:
+        for key, array in (*content.arrays.items(), *content.master.items()):
+            match = _VARIABLE.fullmatch(key)
+            if match is not None:
+                states = pieces.setdefault((match[2], match[4], int(match[3]), match[1]), {})
+                states.setdefault(match[5] or "", []).append(array)
+    classes: dict[tuple[str, str], list[_Variable]] = {}
+    for (kind, leaf, _, name), states in sorted(pieces.items()):
+        shaped = [one for one in states.values() if one[0].shape not in _NUMBER_SHAPES]
+        classes.setdefault((kind, leaf), []).append(_Variable(name, shaped))
+    return classes
+
+
+def _is_possible(variables: tuple[str, str], name: str) -> bool:
+    """Return whether names allow variables of a class and a role to be those of a parameter."""
+    kind, leaf = variables
+    return all((word in kind) == (word in name) for word in _NAMED) and (leaf[0] == "w" or name.endswith("bias"))
+
+
+def _assignments(
+    classes: Mapping[tuple[str, str], Sequence[_Variable]], parameters: Sequence[tuple[str, Shape]]
+) -> Iterator[dict[str, str]]:
+    """Yield every assignment in which layers of a kind are of one class and each class is in order."""
+    # The state of the search: parameters done, the class of every kind, the number of variables used per class.
+    Kinds = dict[str, tuple[str, str]]
+    pending: list[tuple[int, Kinds, dict[tuple[str, str], int], dict[str, str]]] = [(0, {}, {}, {})]
+    while pending:
+        done, kinds, used, assigned = pending.pop()
+        while done < len(parameters):
+            name, shape = parameters[done]
+            kind = NUMBER.sub("#", name)
+            if kind not in kinds:
+                pending += [
+                    (done, {**kinds, kind: one}, dict(used), dict(assigned))
+                    for one in classes
+                    if _is_possible(one, name)
+                ]
+                break
+            at = used.get(kinds[kind], 0)
+            variables = classes[kinds[kind]]
+            if at == len(variables) or not variables[at].fits(shape):
+                break
+            used[kinds[kind]] = at + 1
+            assigned[name] = variables[at].name
+            done += 1
+        else:
+            yield assigned
+
+
+_COMPARED = 64
+"""The number of rows that are compared."""
+
+
+def is_transposed(directory: Path, weight: FileArray, known: Sequence[FileArray]) -> bool | None:
+    """Return whether a file contains a square weight transposed; None if that is not shown.
+
+    Args:
+        directory: of the files.
+        weight: the weight.
+        known: a tensor with the same numbers in the orientation of the model, whole or in ranges of elements.
+    """
+    length, dtype = weight.shape[0], to_numpy(to_safetensors(weight.dtype))
+    count = min(length, _COMPARED)
+    placed = arrange(weight.shape, known)
+    if isinstance(placed, str):
+        return None
+    parts = [
+        _elements(directory, piece, 0, min(last, count * length) - first)
+        for piece, (first, last) in ((piece, flat or (0, length * length)) for piece, flat in placed)
+        if first < count * length
+    ]
+    rows = np.concatenate(parts).astype(dtype).reshape(count, length)
+    straight = _elements(directory, weight, 0, count * length).reshape(count, length)
+    turned = np.stack([_elements(directory, weight, row * length, count) for row in range(length)], axis=1)
+    fits = [rows.tobytes() == one.tobytes() for one in (straight, turned)]
+    return fits[1] if fits[0] != fits[1] else None
+
+
+def _elements(directory: Path, array: FileArray, begin: int, count: int) -> np.ndarray[Any, Any]:
+    dtype = to_numpy(to_safetensors(array.dtype))
+    with open_local(directory / array.file) as file:
+        return np.frombuffer(read_range(file, array.begin + begin * dtype.itemsize, count * dtype.itemsize), dtype)

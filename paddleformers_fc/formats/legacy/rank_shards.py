@@ -6,10 +6,10 @@ contains the local tensors of its rank. A shard needs three more facts.
 1. The parameter of a state. Weights have the structured name of their parameter (``model.norm.weight``). States have
    the name of its variable (``linear_5.w_0_moment1_0``), and every pipeline stage counts its variables from 0. The
    table of both names is in ``model_meta.json`` or in the files of weights. Otherwise it follows from the order in
-   which the model builds its parameters (:mod:`.variable_names`).
+   which the model builds its parameters (:mod:`.rank_files`).
 2. The box of a local tensor in the whole one. The family of the model declares the axis that tensor parallelism cuts,
    and the shapes prove it. The ranks of a sharding group share the states of a parameter. A state is whole in one of
-   their files, or several files have a range of its elements each (:mod:`.sharding_group`).
+   their files, or several files have a range of its elements each (:mod:`.rank_files`).
 3. The experts of a file. Expert-parallel ranks have the same variables for different experts. A file of states has the
    experts of its own expert-parallel rank, or parts of them, and parts of all other tensors. The expert-parallel ranks
    of one tensor-parallel rank follow each other in the sharding group, as often as it has them.
@@ -33,11 +33,10 @@ from typing import Any
 
 from paddleformers_fc.errors import Corrupt, Diverged, FormatError, MappingError
 from paddleformers_fc.families import ModelTensor, OptionalNames, bind, enumerate_tensors, family_for
-from paddleformers_fc.families.bind import tied_names, tied_sources
+from paddleformers_fc.families.bind import LocalShapes, tied_names, tied_sources
 from paddleformers_fc.families.declarations import Family, Stage
 from paddleformers_fc.families.description import IS_NLP
 from paddleformers_fc.families.exported import exported_keys
-from paddleformers_fc.families.local import LocalShapes
 from paddleformers_fc.families.registry import is_known
 from paddleformers_fc.families.undescribed import completed
 from paddleformers_fc.formats.catalog import Catalog, StoredForm, StoredTensor, gather_shards
@@ -56,6 +55,8 @@ from paddleformers_fc.formats.legacy.rank_files import (
     FileArray,
     RankContent,
     RankFiles,
+    arrange,
+    assign_variables,
     divides_experts,
     find_rank_files,
     is_equal,
@@ -63,8 +64,6 @@ from paddleformers_fc.formats.legacy.rank_files import (
     scheduler_epoch,
     unsupported_experts,
 )
-from paddleformers_fc.formats.legacy.sharding_group import arrange
-from paddleformers_fc.formats.legacy.variable_names import assign_variables
 from paddleformers_fc.formats.stock_checkpoint import COPY_AGAIN_STEP, model_description, open_stock, read_stock_config
 from paddleformers_fc.formats.stock_run import ARGUMENTS, different_steps, stated_sharding
 from paddleformers_fc.layout.roles import (
@@ -82,9 +81,9 @@ from paddleformers_fc.mapping.boxes import Box, whole
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.dtypes import dtype_size
 from paddleformers_fc.storage.files import is_file
-from paddleformers_fc.storage.identity import identities_of
 from paddleformers_fc.storage.json_io import MAX_DOCUMENT_BYTES, parse_json, read_document
 from paddleformers_fc.storage.paths import AnyPath, require_local
+from paddleformers_fc.storage.ranges import identities_of
 from paddleformers_fc.text import count_text
 
 META_NAME = "model_meta.json"

@@ -33,25 +33,31 @@ from typing import Any
 
 from paddleformers_fc.errors import Corrupt, FormatError, MappingError
 from paddleformers_fc.families import enumerate_tensors, family_for
-from paddleformers_fc.families.bind import family_sizes
+from paddleformers_fc.families.bind import LocalShapes, family_sizes
 from paddleformers_fc.families.description import IS_NLP
-from paddleformers_fc.families.local import LocalShapes
 from paddleformers_fc.families.registry import is_known
 from paddleformers_fc.formats.catalog import Catalog, StoredTensor, gather_shards
 from paddleformers_fc.formats.checkpoint import (
     CONFIG_NAME,
+    CheckList,
     Format,
     OpenedCheckpoint,
     StoredModel,
     StoredShard,
     stored_boxes,
 )
-from paddleformers_fc.formats.checks import CheckList
 from paddleformers_fc.formats.huggingface import HUGGINGFACE, indexed_files, refuse_unindexed
-from paddleformers_fc.formats.legacy.orientation import is_transposed
-from paddleformers_fc.formats.legacy.rank_files import EMA, OPTIMIZER, FileArray, arrays_of, is_rank_file, refuse_mixed
+from paddleformers_fc.formats.legacy.rank_files import (
+    EMA,
+    OPTIMIZER,
+    FileArray,
+    arrange,
+    arrays_of,
+    is_rank_file,
+    is_transposed,
+    refuse_mixed,
+)
 from paddleformers_fc.formats.legacy.rank_shards import is_of_nlp, reinterpreted, stored_model
-from paddleformers_fc.formats.legacy.sharding_group import arrange
 from paddleformers_fc.formats.paddle_distcp import PADDLE_DISTCP
 from paddleformers_fc.formats.stock_checkpoint import (
     COPY_AGAIN_STEP,
@@ -77,8 +83,8 @@ from paddleformers_fc.mapping.boxes import whole
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.dtypes import dtype_size
 from paddleformers_fc.storage.files import is_directory, list_directory
-from paddleformers_fc.storage.identity import identities_of
 from paddleformers_fc.storage.paths import AnyPath, require_local
+from paddleformers_fc.storage.ranges import identities_of
 from paddleformers_fc.storage.safetensors import Header, read_header
 from paddleformers_fc.text import count_text
 
