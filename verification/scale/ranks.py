@@ -32,8 +32,8 @@ from paddleformers_fc.layout.shard_json import encode_rank_shards
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.plan.simulate import SimulatedModel
 from paddleformers_fc.storage.block_checksums import BlockComparison, compare_blocks
+from paddleformers_fc.storage.checksum import DEFAULT_BLOCK_BYTES, FileChecksum
 from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
-from paddleformers_fc.storage.file_checksums import DEFAULT_BLOCK_BYTES, FileChecksum
 from paddleformers_fc.storage.files import write_file
 from verification.scale.counting import READ, Meter, charged, current, peak_memory
 from verification.simulate_ranks import HostTensor, Roles, SimulatedWeight
