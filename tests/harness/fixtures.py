@@ -12,7 +12,8 @@ from verification.forkserver import PRELOAD, ForkServer
 PATIENT = (*PRELOAD, "tests.harness.limits:be_patient")
 
 OURS = (
-    "paddleformers_fc.trainer.mixin",
+    "paddleformers_fc.trainer.trainer_init",
+    "paddleformers_fc.trainer.adapter_files",
     "paddleformers_fc.trainer.install",
     "paddleformers_fc.trainer.loop",
     "tests.trainer.open_weights_jobs",

@@ -276,10 +276,10 @@ def goes_around(
     """
     from paddleformers.trainer import Trainer
 
+    native = getattr(Trainer, method)  # Before an import of FlexTrainer replaces it.
     from paddleformers_fc import FlexTrainer, FlexTrainingArguments
     from tests.trainer.jobs import flex_trainer
 
-    native = getattr(Trainer, method)
     base = FlexTrainer if way == "subclass" else Trainer
 
     def own(self: Any, *args: Any, **kwargs: Any) -> Any:
