@@ -27,7 +27,7 @@ from paddleformers_fc.execute.replica_assignment import assign_writers
 from paddleformers_fc.execute.save import config_bytes
 from paddleformers_fc.execute.save_plan import model_rules
 from paddleformers_fc.families import ModelDescription, family_for
-from paddleformers_fc.families.mapping_document import decode_mapping, encode_mapping
+from paddleformers_fc.families.stated import decode_mapping, encode_mapping
 from paddleformers_fc.formats.checkpoint import OpenedCheckpoint
 from paddleformers_fc.formats.flex import DOCUMENTS, build_catalog, open_flex, probe, shards_of
 from paddleformers_fc.layout.grid import parse_grid

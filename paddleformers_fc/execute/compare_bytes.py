@@ -1,7 +1,7 @@
 """Compare the stored bytes of whole tensors of two checkpoints, side by side.
 
 Every byte of both sides is read and compared; no recorded checksum takes the place of a read. Boxes that both sides
-store (:mod:`paddleformers_fc.plan.pairing`) are read in pieces into two buffers. A box that is contiguous on both sides
+store (:mod:`paddleformers_fc.plan.items`) are read in pieces into two buffers. A box that is contiguous on both sides
 is compared as stored, and neighbours are read together: a few system calls for thousands of small tensors. Read items
 are needed only for boxes that one side stores strided or transposed, or in another dtype. Stored tensors of two
 checkpoints with equal boxes are compared without a plan (:func:`differing_stored`).
@@ -22,8 +22,7 @@ import numpy as np
 from paddleformers_fc.execute.read_jobs import Key, Memory, batch_jobs, dtype_of, flat_start, read_jobs, region_of
 from paddleformers_fc.execute.read_pool import ReadJob, ReadOptions, ReadPool
 from paddleformers_fc.formats.catalog import Catalog, StoredForm
-from paddleformers_fc.plan.items import ReadItem
-from paddleformers_fc.plan.pairing import PairedBox, paired_boxes, read_item
+from paddleformers_fc.plan.items import PairedBox, ReadItem, paired_boxes, read_item
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.storage.progress import advance, expect
 from paddleformers_fc.storage.ranges import RangeReader

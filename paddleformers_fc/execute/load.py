@@ -29,7 +29,6 @@ from paddleformers_fc.execute.reading import Slot
 from paddleformers_fc.execute.redistribute import ReadContext, compare_redistributed, read_redistributed
 from paddleformers_fc.execute.save_plan import cuts_of, model_rules
 from paddleformers_fc.families import ModelDescription, OptionalNames, family_for, is_known
-from paddleformers_fc.families.adapters import Adapters, shared_copies
 from paddleformers_fc.families.bind import family_heads, headed_names
 from paddleformers_fc.families.changes import (
     OPTION,
@@ -40,6 +39,7 @@ from paddleformers_fc.families.changes import (
     refuse_unfit,
     without_patterns,
 )
+from paddleformers_fc.families.description import Adapters, shared_copies
 from paddleformers_fc.families.stated import canonical_ties
 from paddleformers_fc.formats import Catalog, OpenedCheckpoint
 from paddleformers_fc.formats.fp8_weights import in_float32

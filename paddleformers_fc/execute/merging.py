@@ -17,7 +17,7 @@ import numpy as np
 from paddleformers_fc.errors import MismatchError, OptionError
 from paddleformers_fc.execute.digest import read_canonical
 from paddleformers_fc.families import ModelDescription
-from paddleformers_fc.families.adapters import A, Adapters, B, is_adapter, shared_copies
+from paddleformers_fc.families.description import A, Adapters, B, is_adapter, shared_copies
 from paddleformers_fc.families.stated import canonical_ties
 from paddleformers_fc.formats import OpenedCheckpoint
 from paddleformers_fc.formats.huggingface import refuse_unproved_orientation

@@ -29,8 +29,7 @@ from paddleformers_fc.execute.replica_assignment import (
 )
 from paddleformers_fc.execute.ties import Ties, ties_of
 from paddleformers_fc.families import ModelDescription, ModelTensor
-from paddleformers_fc.families.mapping_document import decode_mapping, encode_mapping
-from paddleformers_fc.families.stated import bind_model, family_name, model_ties
+from paddleformers_fc.families.stated import bind_model, decode_mapping, encode_mapping, family_name, model_ties
 from paddleformers_fc.formats.catalog import gather_shards
 from paddleformers_fc.formats.checkpoint import MAPPING_NAME
 from paddleformers_fc.formats.registry import SAVED

@@ -20,7 +20,6 @@ from typing import Any
 import msgspec
 
 from paddleformers_fc.errors import MappingError
-from paddleformers_fc.families.adapters import with_adapters
 from paddleformers_fc.families.declarations import (
     NUMBERS,
     PLACEHOLDER,
@@ -33,7 +32,7 @@ from paddleformers_fc.families.declarations import (
     TargetIndex,
     Tower,
 )
-from paddleformers_fc.families.description import IS_FLEET, ModelDescription
+from paddleformers_fc.families.description import IS_FLEET, ModelDescription, with_adapters
 from paddleformers_fc.families.sizes import Sizes, names_of, value_at
 from paddleformers_fc.mapping import Rule, RuleSet, Shape, TensorSpec, Tie
 from paddleformers_fc.mapping.correspondences import NEW_AXIS

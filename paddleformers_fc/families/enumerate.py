@@ -18,10 +18,9 @@ from math import prod
 from typing import Any
 
 from paddleformers_fc.errors import MappingError
-from paddleformers_fc.families.adapters import with_adapters
 from paddleformers_fc.families.bind import ModelTensor, family_numbers, family_sizes, has_shape
 from paddleformers_fc.families.declarations import BUILT, PLACEHOLDER, Family, Stage, Statement, TargetIndex
-from paddleformers_fc.families.description import ModelDescription
+from paddleformers_fc.families.description import ModelDescription, with_adapters
 from paddleformers_fc.families.sizes import Sizes, names_of
 from paddleformers_fc.mapping import Shape, TensorSpec
 from paddleformers_fc.mapping.folding import fold

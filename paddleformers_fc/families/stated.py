@@ -4,19 +4,28 @@ A caller states rules as a :class:`RuleSet` from the canonical space to the mode
 the model's own: every tensor has its own name in it. Names do not show whether a tensor is fused, that is, whether
 another tensor-parallel degree interleaves its parts differently. Such a tensor is therefore equal to the tensor of its
 name only if both are cut into the same number of shards on every axis.
+
+``mapping.json``: the rules of a model and the description that they were derived from.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
-from paddleformers_fc.errors import MappingError, MismatchError
+import msgspec
+
+from paddleformers_fc.errors import FormatError, MappingError, MismatchError
 from paddleformers_fc.families.bind import ModelTensor, bind, tied_names, tied_sources
-from paddleformers_fc.families.description import ModelDescription
+from paddleformers_fc.families.description import Adapters, ModelDescription
 from paddleformers_fc.families.registry import family_for, is_known
 from paddleformers_fc.mapping import Rule, RuleSet, Shape, TensorSpec, Tie
 from paddleformers_fc.mapping.folding import fold
+from paddleformers_fc.mapping.rules import decode_rules, encode_rules
+from paddleformers_fc.storage.json_io import ignored_extensions
+from paddleformers_fc.storage.manifest import RESTORE
 from paddleformers_fc.text import count_text
 
 
@@ -164,3 +173,54 @@ def no_family(checkpoint: str) -> MappingError:
         evidence=["its configuration has no model_type: its tensors are mapped by name, or by rules of the caller"],
         next_step="Load it with paddleformers_fc.load and its arguments family and config, then save the model again.",
     )
+
+
+class _Document(msgspec.Struct, frozen=True):
+    """The parts of ``mapping.json``."""
+
+    model: msgspec.Raw
+    rules: msgspec.Raw
+
+
+class _Model(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A description as it is stored. Rules are in the document themselves."""
+
+    config: dict[str, Any]
+    is_fleet: bool | None
+    adapters: Adapters | None = None
+    partial: bool = False
+
+
+_documents = msgspec.json.Decoder(_Document)
+_models = msgspec.json.Decoder(_Model)
+_RULE_FIELDS = tuple(field.name for field in dataclasses.fields(RuleSet))
+
+
+def encode_mapping(model: ModelDescription, rules: RuleSet) -> bytes:
+    """Return the bytes of ``mapping.json``."""
+    stored = msgspec.json.encode(_Model(dict(model.config), model.is_fleet, model.adapters, model.partial))
+    document = _Document(msgspec.Raw(stored), msgspec.Raw(encode_rules(rules)))
+    return msgspec.json.format(msgspec.json.encode(document), indent=1)
+
+
+def decode_mapping(data: bytes, where: str) -> tuple[ModelDescription, RuleSet]:
+    """Return the description and the rules of a ``mapping.json``.
+
+    Args:
+        data: the bytes of the file.
+        where: its path, for the error.
+    Raises:
+        FormatError: the document does not follow its format.
+    """
+    try:
+        document = _documents.decode(data)
+        model = _models.decode(document.model)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise FormatError(
+            "Invalid mapping of the checkpoint.", where=where, evidence=[str(error)], next_step=RESTORE
+        ) from error
+    rules = decode_rules(bytes(document.rules), where)
+    ignored_extensions(data, _Document.__struct_fields__, where)
+    ignored_extensions(document.model, _Model.__struct_fields__, where)
+    ignored_extensions(document.rules, _RULE_FIELDS, where)
+    return ModelDescription(model.config, model.is_fleet, adapters=model.adapters, partial=model.partial), rules

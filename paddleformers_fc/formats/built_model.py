@@ -21,7 +21,7 @@ from paddleformers_fc.families import (
     enumerate_tensors,
     family_for,
 )
-from paddleformers_fc.families.adapters import Adapters, B, is_adapter, layer_patterns, shared_copies, with_adapters
+from paddleformers_fc.families.description import Adapters, B, is_adapter, layer_patterns, shared_copies, with_adapters
 from paddleformers_fc.families.stated import canonical_ties
 from paddleformers_fc.families.undescribed import completed
 from paddleformers_fc.formats.checkpoint import CONFIG_NAME, OpenedCheckpoint, StoredModel

@@ -15,8 +15,7 @@ import msgspec
 
 from paddleformers_fc import __version__
 from paddleformers_fc.errors import Corrupt, FormatError
-from paddleformers_fc.families.mapping_document import decode_mapping, encode_mapping
-from paddleformers_fc.families.stated import family_name
+from paddleformers_fc.families.stated import decode_mapping, encode_mapping, family_name
 from paddleformers_fc.formats.catalog import Catalog, gather_shards
 from paddleformers_fc.formats.checkpoint import (
     CONFIG_NAME,

@@ -15,9 +15,8 @@ from typing import Any
 
 from paddleformers_fc.errors import Corrupt, FormatError, OptionError
 from paddleformers_fc.families import ModelTensor, family_for
-from paddleformers_fc.families.adapters import Adapters, Base
 from paddleformers_fc.families.bind import bind
-from paddleformers_fc.families.description import ModelDescription
+from paddleformers_fc.families.description import Adapters, Base, ModelDescription
 from paddleformers_fc.families.enumerate import recognised_tensors
 from paddleformers_fc.families.undescribed import completed
 from paddleformers_fc.formats.catalog import Catalog, gather_shards

@@ -22,9 +22,8 @@ import msgspec
 
 from paddleformers_fc.errors import Corrupt, FormatError, MappingError, NotACheckpoint, OptionError
 from paddleformers_fc.families import family_for
-from paddleformers_fc.families.adapters import A, Adapters, B, Base, is_adapter, shared_inputs
 from paddleformers_fc.families.bind import bind
-from paddleformers_fc.families.description import ModelDescription
+from paddleformers_fc.families.description import A, Adapters, B, Base, ModelDescription, is_adapter, shared_inputs
 from paddleformers_fc.families.enumerate import enumerate_tensors
 from paddleformers_fc.families.stated import canonical_ties
 from paddleformers_fc.formats.built_model import built_model

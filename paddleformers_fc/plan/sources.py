@@ -26,8 +26,8 @@ from paddleformers_fc.families import (
     family_for,
     is_known,
 )
-from paddleformers_fc.families.adapters import shared_copies
 from paddleformers_fc.families.changes import contradictions
+from paddleformers_fc.families.description import shared_copies
 from paddleformers_fc.families.stated import canonical_ties
 from paddleformers_fc.formats.catalog import Catalog
 from paddleformers_fc.formats.checkpoint import CONFIG_NAME, MAPPING_NAME, OpenedCheckpoint

@@ -12,7 +12,7 @@ from typing import Any
 
 from paddleformers_fc.distributed.channel import Channel, all_gather_checked, run_on_all
 from paddleformers_fc.errors import OptionError
-from paddleformers_fc.families.adapters import A
+from paddleformers_fc.families.description import A
 from paddleformers_fc.trainer import live_roles
 from paddleformers_fc.trainer.library_models import (
     FleetLoRAMoeExperts,

@@ -24,7 +24,7 @@ from paddle.nn import Layer
 from paddleformers_fc.distributed.channel import Channel, all_gather_checked
 from paddleformers_fc.errors import MismatchError, OptionError
 from paddleformers_fc.execute.save_plan import model_rules
-from paddleformers_fc.families.adapters import Adapters, B, is_adapter, layer_patterns
+from paddleformers_fc.families.description import Adapters, B, is_adapter, layer_patterns
 from paddleformers_fc.formats import OpenedCheckpoint
 from paddleformers_fc.formats.registry import open_weights
 from paddleformers_fc.layout.live import describe_roles

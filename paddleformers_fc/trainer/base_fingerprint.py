@@ -30,9 +30,9 @@ import xxhash
 
 from paddleformers_fc.distributed.channel import Channel, all_gather_checked, run_on_all
 from paddleformers_fc.errors import MismatchError
-from paddleformers_fc.execute.live_digest import digest_live
+from paddleformers_fc.execute.digest import digest_live
 from paddleformers_fc.execute.memory import host_pieces
-from paddleformers_fc.families.adapters import Base
+from paddleformers_fc.families.description import Base
 from paddleformers_fc.formats.huggingface import open_huggingface
 from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.storage.paths import AnyPath

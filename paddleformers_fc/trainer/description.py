@@ -21,8 +21,7 @@ import numpy as np
 
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.families import ModelDescription, family_for, is_known
-from paddleformers_fc.families.adapters import Adapters, Base, changed_outside, is_adapter
-from paddleformers_fc.families.description import ALTERNATES, IS_FLEET
+from paddleformers_fc.families.description import ALTERNATES, IS_FLEET, Adapters, Base, changed_outside, is_adapter
 from paddleformers_fc.families.undescribed import STRIPPED
 from paddleformers_fc.trainer import dist_tensors, sonic_moe
 from paddleformers_fc.trainer.library_models import (

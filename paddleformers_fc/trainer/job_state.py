@@ -32,8 +32,7 @@ from paddleformers_fc.families.changes import Change
 from paddleformers_fc.storage.manifest import Manifest, RunRecord
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.trainer import batches, documents, live_roles, optimizers
-from paddleformers_fc.trainer.best import BestCheckpoint
-from paddleformers_fc.trainer.callback import FlexCheckpointCallback
+from paddleformers_fc.trainer.callback import BestCheckpoint, FlexCheckpointCallback
 from paddleformers_fc.trainer.ema import MovingAverage, UpdateBarrier
 from paddleformers_fc.trainer.library import logger
 from paddleformers_fc.trainer.options import FIELD_NAMES

@@ -68,8 +68,7 @@ from paddleformers_fc.trainer import (
     sonic_moe,
     stored_states,
 )
-from paddleformers_fc.trainer.best import locate_best
-from paddleformers_fc.trainer.callback import CheckpointReport
+from paddleformers_fc.trainer.callback import CheckpointReport, locate_best
 from paddleformers_fc.trainer.description import describe_model
 from paddleformers_fc.trainer.job_state import (
     WAITING,

@@ -445,7 +445,7 @@ def _rule_set(**fields: Any) -> bytes:
 
 
 def _mapped(raw: bytes) -> None:
-    from paddleformers_fc.families.mapping_document import decode_mapping
+    from paddleformers_fc.families.stated import decode_mapping
 
     decode_mapping(raw, "mapping.json")[1].mapping()
 

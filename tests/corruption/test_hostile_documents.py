@@ -14,7 +14,7 @@ from hypothesis import given, settings, strategies as st
 from paddleformers_fc.distributed.channel import ALONE
 from paddleformers_fc.errors import Corrupt, FlexError, FormatError, MappingError, PeerError, from_wire
 from paddleformers_fc.execute.opening import check_complete
-from paddleformers_fc.families.mapping_document import decode_mapping
+from paddleformers_fc.families.stated import decode_mapping
 from paddleformers_fc.formats.flex import open_flex
 from paddleformers_fc.formats.huggingface import open_huggingface
 from paddleformers_fc.layout.shard_json import decode_shards

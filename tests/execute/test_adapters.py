@@ -15,8 +15,7 @@ from safetensors.numpy import load_file, save_file
 from paddleformers_fc.errors import MismatchError
 from paddleformers_fc.execute.export import export_opened
 from paddleformers_fc.families import ModelDescription, family_for
-from paddleformers_fc.families.adapters import Adapters, is_adapter, with_adapters
-from paddleformers_fc.families.description import IS_NLP
+from paddleformers_fc.families.description import IS_NLP, Adapters, is_adapter, with_adapters
 from paddleformers_fc.families.registry import tiny_models
 from paddleformers_fc.formats import OpenedCheckpoint, open_checkpoint
 from paddleformers_fc.formats.huggingface import open_huggingface

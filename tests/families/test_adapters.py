@@ -12,10 +12,10 @@ import pytest
 
 from paddleformers_fc.errors import FormatError
 from paddleformers_fc.families import FAMILIES, Family, ModelDescription, ModelTensor, bind, enumerate_tensors
-from paddleformers_fc.families.adapters import A, Adapters, B, Base, changed_outside, is_adapter, with_adapters
 from paddleformers_fc.families.changes import config_changes, of_adapters
-from paddleformers_fc.families.mapping_document import decode_mapping, encode_mapping
+from paddleformers_fc.families.description import A, Adapters, B, Base, changed_outside, is_adapter, with_adapters
 from paddleformers_fc.families.registry import tiny_models
+from paddleformers_fc.families.stated import decode_mapping, encode_mapping
 from paddleformers_fc.mapping import prove
 
 ADAPTERS = Adapters(r=4, alpha=8.0)

@@ -9,7 +9,7 @@ import pytest
 
 from paddleformers_fc.errors import FormatError
 from paddleformers_fc.families import ModelDescription
-from paddleformers_fc.families.mapping_document import decode_mapping, encode_mapping
+from paddleformers_fc.families.stated import decode_mapping, encode_mapping
 from paddleformers_fc.mapping import RuleSet, TensorSpec
 from paddleformers_fc.mapping.rules import Rule, Slab, Tie, encode_rules
 

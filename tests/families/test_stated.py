@@ -6,8 +6,14 @@ import pytest
 
 from paddleformers_fc.errors import MappingError, MismatchError
 from paddleformers_fc.families import ModelDescription, ModelTensor
-from paddleformers_fc.families.mapping_document import decode_mapping, encode_mapping
-from paddleformers_fc.families.stated import bind_model, model_ties, refuse_recut, rules_by_name
+from paddleformers_fc.families.stated import (
+    bind_model,
+    decode_mapping,
+    encode_mapping,
+    model_ties,
+    refuse_recut,
+    rules_by_name,
+)
 from paddleformers_fc.mapping import Rule, RuleSet, TensorSpec, Tie, prove
 
 WEIGHT, BIAS = ModelTensor("fc.weight", (4, 6), "float32", (1, 2)), ModelTensor("fc.bias", (6,), "float32", (2,))

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 import paddleformers_fc
 from paddleformers_fc.errors import Corrupt, FlexError, FormatError, MappingError, MismatchError, OptionError
 from paddleformers_fc.families import ModelDescription, bind, enumerate_tensors, family_for
-from paddleformers_fc.families.adapters import Adapters, is_adapter, shared_inputs, with_adapters
+from paddleformers_fc.families.description import Adapters, is_adapter, shared_inputs, with_adapters
 from paddleformers_fc.formats.paddleformers_lora import open_paddleformers_lora
 from paddleformers_fc.formats.peft import open_peft
 from tests.cli.support import run

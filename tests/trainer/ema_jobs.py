@@ -15,7 +15,7 @@ EVALUATED = {"evaluation_strategy": "steps", "eval_steps": 1, "do_eval": True}
 
 def digest_of(trainer: Any) -> str:
     """A digest of the weights that all ranks hold together; the same under every layout."""
-    from paddleformers_fc.execute.live_digest import digest_live
+    from paddleformers_fc.execute.digest import digest_live
     from paddleformers_fc.trainer import live_roles
     from paddleformers_fc.trainer.description import describe_model
     from paddleformers_fc.trainer.job_state import channel_of
