@@ -101,19 +101,29 @@ class CommitResult:
     """A finished checkpoint.
 
     Args:
-        manifest: of the checkpoint.
+        files: number of its files.
+        size: of these files, in bytes.
         set_aside: directories that the save left beside it, on any disk.
     """
 
-    manifest: Manifest
+    files: int
+    size: int
     set_aside: tuple[Path, ...]
 
 
-class _ManifestMessage(msgspec.Struct):
-    """The coordinator's manifest, and the size of the files that every disk gets."""
+class _DocumentSizes(msgspec.Struct):
+    """What every rank is told of the checkpoint: number and bytes of its files, and the bytes that leaders receive."""
+
+    files: int
+    size: int
+    documents: int
+
+
+class _Documents(msgspec.Struct):
+    """What every disk gets of the coordinator: the manifest, and its small files where there are several disks."""
 
     manifest: Manifest
-    size: int
+    files: dict[str, bytes]
 
 
 def commit_on_all(
@@ -139,32 +149,34 @@ def commit_on_all(
     leads = staged.disks.sorted_leaders
     is_lead = channel.rank in leads
 
-    def record() -> tuple[list[_ManifestMessage], bytes]:
+    def record() -> tuple[list[_DocumentSizes], bytes]:
         if channel.rank != 0:
             return [], b""
-        manifest, common = build_manifest([checksum for theirs in checksums for checksum in theirs]), b""
-        if len(leads) > 1:
-            common = msgspec.msgpack.encode({**files, MAPPING_NAME: read_file(staged.path / MAPPING_NAME)})
-        return [_ManifestMessage(manifest, len(common))], common
+        manifest = build_manifest([checksum for theirs in checksums for checksum in theirs])
+        shared = {**files, MAPPING_NAME: read_file(staged.path / MAPPING_NAME)} if len(leads) > 1 else {}
+        documents = msgspec.msgpack.encode(_Documents(manifest, shared))
+        size = sum(checksum.size for checksum in manifest.files)
+        return [_DocumentSizes(len(manifest.files), size, len(documents))], documents
 
-    messages, common = gather_and_keep(channel, "describing the checkpoint", record, list[_ManifestMessage])
+    # The manifest is as long as the checkpoint has files, so it goes to the leaders alone.
+    messages, documents = gather_and_keep(channel, "describing the checkpoint", record, list[_DocumentSizes])
     (described,) = messages[0]
-    received = broadcast(channel, common, described.size, leads)
+    received = broadcast(channel, documents, described.documents, leads)
 
     def prepare() -> None:
         if is_lead:
-            shared = msgspec.msgpack.decode(received, type=dict[str, bytes]) if received else {}
+            shared = msgspec.msgpack.decode(received, type=_Documents)
             if channel.rank != 0:
-                for path, data in shared.items():
+                for path, data in shared.files.items():
                     write_file(staged.path / path, data, root=staged.path)
-            write_manifest(staged.path, described.manifest)
+            write_manifest(staged.path, shared.manifest)
             elsewhere = [
                 checksum.path
                 for lead, theirs in zip(staged.disks.leads, checksums, strict=True)
                 for checksum in theirs
                 if lead != channel.rank
             ]
-            prepare_commit(staged.path, directory, frozenset(elsewhere) - shared.keys())
+            prepare_commit(staged.path, directory, frozenset(elsewhere) - shared.files.keys())
 
     def commit() -> list[bytes]:
         if not is_lead:
@@ -175,4 +187,4 @@ def commit_on_all(
     run_on_all(channel, "finishing", prepare)
     left = all_gather_checked(channel, "committing", commit, list[bytes])
     set_aside = [Path(os.fsdecode(path)) for theirs in left for path in theirs]
-    return CommitResult(described.manifest, tuple(set_aside))
+    return CommitResult(described.files, described.size, tuple(set_aside))

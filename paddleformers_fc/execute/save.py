@@ -83,7 +83,8 @@ class SaveReport:
     """The result of a save.
 
     Args:
-        manifest: of the finished checkpoint.
+        files: number of files of the finished checkpoint.
+        size: of these files, in bytes.
         set_aside: directories with files of other programs that had the checkpoint's name and were renamed, and older
             checkpoints that could not be deleted; normally none.
         disks: the ranks that wrote onto the same disk.
@@ -91,7 +92,8 @@ class SaveReport:
         diverged_ties: tied tensors whose copies differ, which make the checkpoint unusable for a resume; normally none.
     """
 
-    manifest: Manifest
+    files: int
+    size: int
     set_aside: tuple[Path, ...]
     disks: DiskLeaders
     differences: tuple[str, ...] = ()
@@ -195,7 +197,7 @@ def save_checkpoint(
             report and in the manifest, ``refuse`` saves nothing. Copies of a tied tensor are always compared, and
             treated as under ``warn`` unless the value is ``refuse``.
     Returns:
-        the manifest, differences, and directories that the save left beside the checkpoint.
+        number and bytes of the files, differences, and directories that the save left beside the checkpoint.
     Raises:
         FlexError: the same on every rank; the target is unchanged.
     """
@@ -279,7 +281,9 @@ def write_and_commit(taken: Snapshot, directory: Path, channel: Channel) -> Save
     with staging_beside(directory, channel, lambda: _refuse_unreadable(taken)) as staged:
         written = write(taken, staged.path, channel)
         finished = commit(taken, written, staged, directory, channel)
-    return SaveReport(finished.manifest, finished.set_aside, staged.disks, written.differences, written.ties)
+    return SaveReport(
+        finished.files, finished.size, finished.set_aside, staged.disks, written.differences, written.ties
+    )
 
 
 def write(taken: Snapshot, staging: Path, channel: Channel) -> Written:

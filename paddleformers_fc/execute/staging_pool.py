@@ -102,6 +102,7 @@ def _stream_place(kind: str, number: int) -> Any:
 
 _MAX_PIECE_BYTES = 16 * 1024 * 1024
 _PIECES_IN_USE = 3
+_LOOK_SECONDS = 0.0005
 """Pieces of a save that have a buffer at one time: one is written, its successor is copied, and so is the first of the
 next tensor."""
 
@@ -219,8 +220,9 @@ class DeviceCopy:
         if self._ends is None:
             return
         started = time.monotonic()
-        if self._arrival is not None:
-            self._arrival.synchronize()
+        # Its synchronize() would hold the interpreter's lock, so that no other thread could launch or watch anything.
+        while self._arrival is not None and not self._arrival.query():
+            time.sleep(_LOOK_SECONDS)
         self._ends = self._arrival = None
         _FIGURES.end(time.monotonic() - started)
 

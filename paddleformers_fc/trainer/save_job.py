@@ -273,12 +273,12 @@ def report_save(
             "Resume from an older checkpoint and look for the cause.",
             ties,
         )
-    seconds, size = time.monotonic() - prepared.started, sum(checksum.size for checksum in report.manifest.files)
+    seconds = time.monotonic() - prepared.started
     saved = CheckpointReport(
         prepared.step,
         prepared.directory,
         seconds,
-        size,
+        report.size,
         report.differences,
         diverged_ties=ties,
         transfers=transfers,

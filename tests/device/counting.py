@@ -1,4 +1,4 @@
-"""The bytes that the fake accelerator has copied in this process."""
+"""The bytes that the fake accelerator has copied in this process, and the waits for its events."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ctypes
 import os
 from dataclasses import astuple, dataclass
 from pathlib import Path
+from typing import Any
 
 from tests.device.building import LIBRARY
 
@@ -30,9 +31,21 @@ class CopiedBytes:
 
 def copied() -> CopiedBytes:
     """Return what was copied so far; zeros where the fake accelerator is not loaded."""
-    library = Path(os.environ.get("CUSTOM_DEVICE_ROOT", "")) / LIBRARY
-    if not library.exists():  # Paddle itself sets the variable where it has no plug-in.
+    library = _library()
+    if library is None:
         return CopiedBytes()
     numbers = (ctypes.c_uint64 * 6)()
-    ctypes.CDLL(str(library)).fake_device_counts(numbers)
+    library.fake_device_counts(numbers)
     return CopiedBytes(*numbers)
+
+
+def event_waits() -> int:
+    """Return how often this process has waited for an event in a call; 0 where the fake accelerator is not loaded."""
+    library = _library()
+    return 0 if library is None else int(library.fake_device_event_waits())
+
+
+def _library() -> Any:
+    path = Path(os.environ.get("CUSTOM_DEVICE_ROOT", "")) / LIBRARY
+    # Paddle itself sets the variable where it has no plug-in.
+    return ctypes.CDLL(str(path)) if path.exists() else None

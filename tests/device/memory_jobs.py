@@ -6,7 +6,7 @@ from itertools import permutations
 from pathlib import Path
 from typing import Any
 
-from tests.device.counting import copied
+from tests.device.counting import copied, event_waits
 from tests.device.running import device
 
 _SHAPE = (6, 4, 5)
@@ -85,6 +85,7 @@ def save_in_pieces(strided: bool, staging_bytes: int) -> dict[str, Any]:
         tensor = paddle.to_tensor(np.ascontiguousarray(numbers.T)).transpose([1, 0])
     start, stop = 3 * row, (rows - 7) * row
     pool: StagingPool = pool_of(tensor.place, staging_bytes)
+    waits = event_waits()
     for _ in range(2):
         pieces, begun = [], []
         before = copied()
@@ -96,6 +97,7 @@ def save_in_pieces(strided: bool, staging_bytes: int) -> dict[str, Any]:
         "pieces": [piece.nbytes for piece in pieces],
         "right": np.concatenate(pieces).tobytes() == numbers.reshape(-1)[start:stop].tobytes(),
         "begun": begun,
+        "waits": event_waits() - waits,
         "copied": (copied() - before).to_host,
         "held": pool.peak,
         "allocations": pool.allocations,

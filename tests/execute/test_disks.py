@@ -104,7 +104,11 @@ def test_every_disk_gets_the_files_of_its_ranks_and_all_that_is_small(
     reports = save(places, tp, sharded)
     assert {report.disks.leads for report in reports} == {leads}
     manifests = [read_manifest(place / STEP) for place in places]
-    assert manifests == [reports[0].manifest] * len(places)
+    assert manifests == [manifests[0]] * len(places)
+    assert (reports[0].files, reports[0].size) == (
+        len(manifests[0].files),
+        sum(one.size for one in manifests[0].files),
+    )
     listed = {checksum.path for checksum in manifests[0].files}
     small = {"config.json", "mapping.json", "trainer/state.json", "tokenizer/a.txt", "trainer/rng-00000.json"}
     assert set().union(*map(files_in, places)) == listed | {"flex_checkpoint.json"}
