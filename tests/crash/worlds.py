@@ -49,7 +49,7 @@ from paddleformers_fc.storage.manifest import newest_checkpoint, read_manifest, 
 from paddleformers_fc.storage.paths import parse_hidden, parse_step
 from paddleformers_fc.storage.safetensors import read_header
 from paddleformers_fc.trainer.resume import find_newest
-from paddleformers_fc.trainer.uploads import rotate
+from paddleformers_fc.trainer.uploads import delete_superfluous
 from verification.simulate_ranks import Roles, filled, run_threads
 
 CONFIG = {
@@ -164,7 +164,7 @@ def resume_and_save(output_dir: Path, grid: str, step: int, generation: int, cha
 def rotate_alone(output_dir: Path, limit: int | None, channel: Channel) -> None:
     """What the ranks of a Trainer do after a save."""
     if channel.rank == 0:
-        rotate(output_dir, limit, (), _quiet)
+        delete_superfluous(output_dir, limit, (), _quiet)
 
 
 def whole(checkpoint: Path) -> int:
