@@ -565,7 +565,7 @@ def is_directory(path: AnyPath) -> bool:
         StorageError: the operating system or the store refused to look.
     """
     if isinstance(path, RemotePath):
-        return remote.is_remote_directory(path)
+        return bool(remote.list_remote(path))  # A store has no empty directories.
     status = _stat(path, follow_links=True)
     return status is not None and stat.S_ISDIR(status.st_mode)
 

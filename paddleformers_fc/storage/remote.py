@@ -117,13 +117,13 @@ class RemoteFile:
         for begin, end in ranges:
             if end > self.size:
                 raise self._too_short(begin, end - begin, max(0, self.size - begin))
-        system, inner = _reached(self.path)
         begins, ends = [begin for begin, _ in ranges], [end for _, end in ranges]
         try:
-            answers = system.cat_ranges([inner] * len(ranges), begins, ends, on_error="raise")
-        except Exception as error:  # Every backend has exceptions of its own.
+            with asking("read", self.path, begins[0]) as (system, inner):
+                answers = system.cat_ranges([inner] * len(ranges), begins, ends, on_error="raise")
+        except StorageError:
             self._refuse_changed()
-            raise refused("read", self.path, error, offset=begins[0], secrets=_secrets(system)) from None
+            raise
         for (begin, end), answer in zip(ranges, answers, strict=True):
             if len(answer) != end - begin:
                 self._refuse_changed()
@@ -206,7 +206,7 @@ def stat_remote(path: RemotePath) -> RemoteStatus | None:
 
 
 def list_remote(path: RemotePath) -> list[RemotePath]:
-    """Return the entries of a directory, by name; none if it does not exist.
+    """Return the entries of a directory, by name; none if it does not exist, or is a file.
 
     Raises:
         StorageError: the store refused to list it.
@@ -223,24 +223,10 @@ def list_remote(path: RemotePath) -> list[RemotePath]:
             if _cannot_list(path, error):
                 return []
             raise
-    names = {str(entry).rstrip("/").rpartition("/")[2] for entry in found}
-    return [path / name for name in sorted(names - {"", ".", "..", path.name})]
-
-
-def is_remote_directory(path: RemotePath) -> bool:
-    """Return whether there is anything below this name.
-
-    Raises:
-        StorageError: the store refused.
-    """
-    with asking("look at", path) as (system, inner):
-        try:
-            system.invalidate_cache(inner)
-            return bool(system.isdir(inner))
-        except Exception as error:  # Every backend has exceptions of its own.
-            if _cannot_list(path, error):
-                return False
-            raise
+    # A file is listed as itself, and so is the object that some stores have for a directory.
+    below = {str(entry).rstrip("/") for entry in found} - {inner.rstrip("/")}
+    names = {entry.rpartition("/")[2] for entry in below} - {"", ".", ".."}
+    return [path / name for name in sorted(names)]
 
 
 def map_remote(work: Callable[[_T], _R], items: Iterable[_T]) -> list[_R]:
@@ -255,9 +241,7 @@ def missing(path: RemotePath) -> Corrupt:
     return Corrupt(f"{path} is missing.", where=str(path), next_step=RESTORE_FILE)
 
 
-def refused(
-    action: str, path: RemotePath, error: BaseException, *, offset: int | None = None, secrets: Iterable[str] = ()
-) -> StorageError:
+def _refused(action: str, path: RemotePath, error: Exception, offset: int | None, secrets: list[str]) -> StorageError:
     """Return the :class:`StorageError` for an exception of a backend, without credentials in its text.
 
     Args:
@@ -289,12 +273,13 @@ def refused(
 
 
 @contextlib.contextmanager
-def asking(action: str, path: RemotePath) -> Iterator[tuple[Any, str]]:
+def asking(action: str, path: RemotePath, offset: int | None = None) -> Iterator[tuple[Any, str]]:
     """Yield the file system of a URL and the path inside it; exceptions of the backend in the block become errors.
 
     Args:
         action: an infinitive such as "read".
         path: the URL.
+        offset: of the first byte that is wanted, for a read.
 
     Raises:
         OptionError: there is no backend for it.
@@ -306,7 +291,7 @@ def asking(action: str, path: RemotePath) -> Iterator[tuple[Any, str]]:
     except FlexError:
         raise
     except Exception as error:  # Every backend has exceptions of its own.
-        raise refused(action, path, error, secrets=_secrets(system)) from None
+        raise _refused(action, path, error, offset, _secrets(system)) from None
 
 
 def _reached(path: RemotePath) -> tuple[Any, str]:

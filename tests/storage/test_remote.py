@@ -68,7 +68,9 @@ def test_names_are_looked_at_and_listed_as_in_a_directory(memory: RemotePath) ->
     put(memory, "a/b.json", b"12345")
     put(memory, "a/c.json", b"")
     assert [path.name for path in list_directory(memory / "a")] == ["b.json", "c.json"]
-    assert list_directory(memory / "nothing") == []
+    assert list_directory(memory / "nothing") == list_directory(memory / "a/b.json") == []
+    put(memory, "same/same/d.json", b"")
+    assert [path.name for path in list_directory(memory / "same")] == ["same"]
     assert exists(memory / "a/b.json")
     assert not exists(memory / "a/d.json")
     assert (is_file(memory / "a/b.json"), is_file(memory / "a")) == (True, False)
