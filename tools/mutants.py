@@ -120,7 +120,8 @@ class TestsByLine:
             for case in ElementTree.parse(place / "seconds.xml").iter("testcase"):
                 for name in (file, f"{file}::{case.attrib['name'].partition('[')[0]}"):
                     self._seconds[name] = self._seconds.get(name, 0.0) + float(case.attrib["time"])
-            self._read_lines(file, place)
+            if file in self._seconds:  # Not one of which the sample has no case.
+                self._read_lines(file, place)
 
     def _read_lines(self, file: str, place: Path) -> None:
         covered = Coverage(data_file=str(place / "data"))
