@@ -170,14 +170,12 @@ def open_on_all_ranks(
     return _open_divided(directory, sight, looked.sights, channel, verify, threads)
 
 
-def check_complete(directory: AnyPath, channel: Channel, level: str = "size", threads: int = 4) -> None:
+def check_complete(directory: AnyPath, channel: Channel) -> None:
     """Check that a checkpoint is complete: every file is visible to some rank, with its recorded size.
 
     Args:
         directory: ``checkpoint-N``.
         channel: all ranks of the job; every rank must call.
-        level: ``full`` also compares the checksums of all files; the ranks share the work.
-        threads: how many threads of this rank compare checksums.
     Raises:
         CheckpointError: the same on every rank: the checkpoint is incomplete, disks have different saves of it, or its
             name contradicts its step.
@@ -194,19 +192,16 @@ def check_complete(directory: AnyPath, channel: Channel, level: str = "size", th
     looked = _probe(directory, channel, check_alone)
     if looked.alike:
         refuse_failed(channel, looked.faults)
+        return
     manifest = _common_manifest(directory, looked, channel)
     visible_to = _visible_to(manifest, looked.sights)
-    if not looked.alike:
-        _refuse_invisible(directory, visible_to, looked.sights)
+    _refuse_invisible(directory, visible_to, looked.sights)
 
-        def check() -> None:
-            refuse_as_newest(directory, manifest)
-            _verify_seen(directory, manifest, visible_to, channel.rank, "size")
+    def check() -> None:
+        refuse_as_newest(directory, manifest)
+        _verify_seen(directory, manifest, visible_to, channel.rank, "size")
 
-        run_on_all(channel, f"looking at the files of {directory.name}", check)
-    if level == "full":
-        identities = looked.own.identities if looked.own else {}
-        verify_whole_files(directory, _verification_share(manifest, visible_to, channel), identities, channel, threads)
+    run_on_all(channel, f"looking at the files of {directory.name}", check)
 
 
 def compare_unread(checkpoint: OpenedCheckpoint, channel: Channel, threads: int = 4) -> None:

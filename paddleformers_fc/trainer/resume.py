@@ -31,15 +31,13 @@ _MOST_NAMED = 3
 
 
 def find_newest(
-    output_dir: Path, channel: Channel, level: str = "size", threads: int = 4, without: Collection[str] = ()
+    output_dir: Path, channel: Channel, without: Collection[str] = ()
 ) -> tuple[Path | None, list[tuple[Path, str]]]:
     """Find the newest finished checkpoint of a run. Every rank must call.
 
     Args:
         output_dir: where the run saves.
         channel: all ranks of the job.
-        level: as for :func:`check_complete`.
-        threads: as for :func:`check_complete`.
         without: names of unusable directories.
     Returns:
         a path in this rank's output directory, of the same step on every rank, or None; and the skipped newer
@@ -48,9 +46,7 @@ def find_newest(
         StorageError: the operating system refused access.
     """
     names = [name for name in _names(output_dir, channel) if name not in without]
-    return first_usable(
-        (output_dir / name for name in names), lambda path: check_complete(path, channel, level, threads)
-    )
+    return first_usable((output_dir / name for name in names), lambda path: check_complete(path, channel))
 
 
 def _names(output_dir: Path, channel: Channel) -> list[str]:

@@ -311,22 +311,20 @@ def rotate(
         saved: the last checkpoint.
         best: the best checkpoint.
         disks: the processes that share a disk; None before the first save.
-        channel: all ranks, used if several of them delete or verify.
+        channel: all ranks, used if several of them delete.
         output_dir: where the checkpoints are.
         uploads: those that are not uploaded yet stay.
     """
     leads = disks.sorted_leaders if disks is not None else (0,)
     limit = args.save_total_limit if args.save_total_limit and args.save_total_limit > 0 else None
-    # Under full the ranks share the work of reading the newest checkpoint.
-    if len(leads) == 1 and (limit is None or args.flex_verify != "full"):
+    if len(leads) == 1:
         channel = ALONE
     if channel is ALONE and dist.get_rank() != 0:
         return
     try:
         needed = [path for path in (saved, None if best is None else Path(best)) if path is not None]
         needed += [] if uploads is None else uploads.pending()
-        level, threads = args.flex_verify, args.flex_threads
-        delete_superfluous(Path(output_dir), limit, needed, logger.info, level, threads, channel, leads)
+        delete_superfluous(Path(output_dir), limit, needed, logger.info, channel, leads)
     except StorageError as error:
         # The new checkpoint is saved, so the run continues.
         logger.warning(f"An old checkpoint could not be deleted; the next save tries again.\n{error.render()}")

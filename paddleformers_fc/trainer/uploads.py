@@ -15,9 +15,9 @@ The limit counts and deletes finished flex checkpoints only, never files of othe
 checkpoint and the best one are never deleted. A checkpoint with diverged copies of tied tensors is not whole: it does
 not count towards the limit, and is deleted before whole ones.
 
-A checkpoint is whole if ``flex_verify`` would accept it at a resume; sizes of files are always compared. Under ``full``
-the ranks also hash the newest checkpoint, each a share of it, before an older one is deleted: one pass per save that
-deletes.
+A checkpoint is whole if its files have their sizes. Its bytes are not read again: a save computes their checksums while
+it writes them, and a failed write or sync leaves no checkpoint. Damage that happens later is found by a resume, which
+then takes an older checkpoint, and by ``verify``.
 
 If a run saves on several disks, each contains a part of every checkpoint. All ranks verify together, and the newest
 checkpoint that is whole across all disks stays on each of them. If none is whole, only checkpoints with diverged ties
@@ -77,8 +77,6 @@ def delete_superfluous(
     limit: int | None,
     needed: Sequence[Path],
     log: Callable[[str], None],
-    level: str = "size",
-    threads: int = 4,
     channel: Channel = ALONE,
     leads: Collection[int] = (0,),
 ) -> None:
@@ -89,8 +87,6 @@ def delete_superfluous(
         limit: ``save_total_limit``; None deletes no checkpoint.
         needed: checkpoints that always stay: the last one, and the best one.
         log: receives one line per deleted directory, and per damaged one.
-        level: verification of the newest checkpoint: ``full``, otherwise sizes of files.
-        threads: threads that read and hash under ``full``.
         channel: all ranks if the run saves on several disks, and every rank must call; otherwise this process alone.
         leads: the ranks that delete, one for each disk.
 
@@ -111,7 +107,7 @@ def delete_superfluous(
     too_many, before = gather_and_keep(channel, "cleaning the output directory", clean, bool)
     if not any(too_many) or limit is None:
         return
-    newest, damaged = resume.find_newest(output_dir, channel, "full" if level == "full" else "size", threads)
+    newest, damaged = resume.find_newest(output_dir, channel)
     if not is_lead:
         return
     # A checkpoint that another job has replaced meanwhile was not verified.

@@ -13,7 +13,7 @@ import pytest
 
 from paddleformers_fc.errors import Corrupt, FlexError, StorageError
 from paddleformers_fc.execute.load import LoadReport, load_checkpoint
-from paddleformers_fc.execute.opening import check_complete, open_on_all_ranks
+from paddleformers_fc.execute.opening import check_complete, compare_unread, open_on_all_ranks
 from paddleformers_fc.execute.read_pool import ReadOptions
 from paddleformers_fc.storage.manifest import read_manifest
 from tests.execute.simulated import MODEL, canonical, job, live, same_values, succeed
@@ -155,14 +155,13 @@ def test_a_damaged_file_is_found_by_the_rank_that_sees_it(tmp_path: Path, level:
     assert "rank 1" in str(error)
 
 
-@pytest.mark.parametrize("stored", ["on one disk", "on two disks"])
-def test_a_full_check_compares_every_file_to_its_last_byte(tmp_path: Path, stored: str) -> None:
-    places = disks(tmp_path, (2, 1)) if stored == "on two disks" else [tmp_path / "shared"] * 2
+def test_an_export_from_two_disks_compares_every_file_to_its_last_byte(tmp_path: Path) -> None:
+    places = disks(tmp_path, (2, 1))
     save(tmp_path / "shared" / STEP, ARRAYS, 2, 1)
     manifest = read_manifest(places[0] / STEP)
 
     def check(channel: Any) -> None:
-        check_complete(places[channel.rank] / STEP, channel, "full")
+        compare_unread(open_on_all_ranks(places[channel.rank] / STEP, channel, "full"), channel)
 
     succeed(2, check)
     for name in [checksum.path for checksum in manifest.files]:
@@ -176,11 +175,10 @@ def test_a_full_check_compares_every_file_to_its_last_byte(tmp_path: Path, store
             path.write_bytes(raw)
 
 
-@pytest.mark.parametrize("stored", ["on one disk", "on two disks"])
-def test_a_full_check_of_a_file_that_may_not_be_read_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: str
+def test_an_export_from_two_disks_of_a_file_that_may_not_be_read_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    places = disks(tmp_path, (2, 1)) if stored == "on two disks" else [tmp_path / "shared"] * 2
+    places = disks(tmp_path, (2, 1))
     save(tmp_path / "shared" / STEP, ARRAYS, 2, 1)
     original = os.preadv
 
@@ -190,6 +188,10 @@ def test_a_full_check_of_a_file_that_may_not_be_read_is_refused(
         return original(descriptor, buffers, offset)
 
     monkeypatch.setattr(os, "preadv", refuse)
-    errors = job(2, lambda channel: check_complete(places[channel.rank] / STEP, channel, "full"))
+
+    def check(channel: Any) -> None:
+        compare_unread(open_on_all_ranks(places[channel.rank] / STEP, channel, "full"), channel)
+
+    errors = job(2, check)
     assert all(isinstance(error, StorageError) for error in errors), errors
     assert "model_state/rank-00001.safetensors" in str(errors[0])

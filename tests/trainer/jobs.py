@@ -255,9 +255,9 @@ def refused_arguments(output_dir: str, arguments: Mapping[str, Any]) -> str:
     return ""
 
 
-def rotate(output_dir: str, level: str) -> list[str]:
+def rotate(output_dir: str) -> list[str]:
     """Let a Trainer rotate the checkpoints that it finds; the names that are left."""
-    trainer = flex_trainer(tiny.SINGLE.to_json(), output_dir, {"flex_verify": level, "save_total_limit": 1})
+    trainer = flex_trainer(tiny.SINGLE.to_json(), output_dir, {"save_total_limit": 1})
     trainer._rotate_checkpoints(output_dir=output_dir)
     return sorted(path.name for path in Path(output_dir).glob("checkpoint-*"))
 

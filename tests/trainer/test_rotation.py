@@ -12,7 +12,6 @@ from paddleformers_fc.storage.commit import create_staging
 from paddleformers_fc.storage.files import write_file
 from paddleformers_fc.storage.manifest import DivergedTie, Manifest, read_manifest, write_manifest
 from paddleformers_fc.trainer.uploads import delete_superfluous, numbered, superfluous
-from verification.forkserver import ForkServer
 
 WEIGHTS = "model_state/rank-00000.safetensors"
 
@@ -86,49 +85,12 @@ def test_where_none_is_whole_none_is_deleted(tmp_path: Path) -> None:
     assert "checkpoint-6 is not whole, so no whole checkpoint is deleted" in lines[0]
 
 
-def rot(checkpoint: Path) -> None:
-    """Let a bit flip in a file of tensors, whose size stays."""
-    (checkpoint / WEIGHTS).write_bytes(b"{|")
-
-
-def test_under_full_a_rotten_newest_one_does_not_cost_the_last_that_is_whole(tmp_path: Path) -> None:
-    for step in (2, 4, 6, 8):
-        make_checkpoint(tmp_path, step)
-    for step in (6, 8):
-        rot(tmp_path / f"checkpoint-{step}")
-    lines: list[str] = []
-    delete_superfluous(tmp_path, 1, [tmp_path / "checkpoint-8"], lines.append, "full")
-    assert left(tmp_path) == ["checkpoint-4", "checkpoint-8"]
-    assert "checkpoint-8 is not whole, so" in lines[0]
-    assert WEIGHTS in lines[0]
-
-
-def test_by_sizes_alone_a_flipped_bit_is_not_seen(tmp_path: Path) -> None:
-    for step in (2, 4):
-        make_checkpoint(tmp_path, step)
-    rot(tmp_path / "checkpoint-4")
-    delete_superfluous(tmp_path, 1, (), quiet, "size")
-    assert left(tmp_path) == ["checkpoint-4"]
-
-
-@pytest.mark.parametrize(("level", "stay"), [("size", ["checkpoint-4"]), ("full", ["checkpoint-2"])])
-def test_a_run_rotates_by_what_it_would_resume_from(
-    ranks: ForkServer, tmp_path: Path, level: str, stay: list[str]
-) -> None:
-    for step in (2, 4):
-        make_checkpoint(tmp_path, step)
-    rot(tmp_path / "checkpoint-4")
-    (names,) = ranks.run("tests.trainer.jobs:rotate", 1, {"output_dir": str(tmp_path), "level": level}).values
-    assert names == stay
-
-
 def part_copies(checkpoint: Path) -> None:
     """Record that copies of a tied tensor differ."""
     ties = [DivergedTie(["embedding", "head"], ["model_state head on rank 1, embedding on rank 0"])]
     write_manifest(checkpoint, replace(read_manifest(checkpoint), diverged_ties=ties))
 
 
-@pytest.mark.parametrize("level", ["off", "size", "full"])
 @pytest.mark.parametrize(
     ("limit", "steps", "stay"),
     [
@@ -143,15 +105,13 @@ def part_copies(checkpoint: Path) -> None:
         (2, "d d d", "d d"),
     ],
 )
-def test_checkpoints_with_diverged_ties_cost_no_whole_one(
-    tmp_path: Path, level: str, limit: int, steps: str, stay: str
-) -> None:
+def test_checkpoints_with_diverged_ties_cost_no_whole_one(tmp_path: Path, limit: int, steps: str, stay: str) -> None:
     """Each is saved and rotated in its turn."""
     for step, kind in enumerate(steps.split(), 1):
         saved = make_checkpoint(tmp_path, step)
         if kind == "d":
             part_copies(saved)
-        delete_superfluous(tmp_path, limit, [saved], quiet, level)
+        delete_superfluous(tmp_path, limit, [saved], quiet)
     kinds = ["d" if read_manifest(tmp_path / name).ties else "w" for name in left(tmp_path)]
     assert kinds == stay.split()
     assert f"checkpoint-{len(steps.split())}" in left(tmp_path)

@@ -38,9 +38,9 @@ TODAY = {
     (FIRST_SAVE, READ): 3.9,
     (LATER_SAVE, READ): 3.9,
     # Every rank opens and stats every file of the checkpoint, and compares documents.
-    (ROTATION, OPENS): 3.8,
+    (ROTATION, OPENS): 3.9,
     (ROTATION, STATS): 3.4,
-    (ROTATION, READ): 3.1,
+    (ROTATION, READ): 3.9,
     (RESUME, OPENS): 3.9,
     (RESUME, STATS): 3.4,
     (RESUME, READ): 3.9,

@@ -102,9 +102,7 @@ def _operations(job: ScaleJob, wanted: Sequence[str]) -> Counts:
     work: dict[str, Callable[[int, Channel], Any]] = {
         FIRST_SAVE: partial(_save, job, 1),
         LATER_SAVE: partial(_save, job, 2),
-        ROTATION: lambda _, channel: uploads.delete_superfluous(
-            job.directory, 1, [], lambda _: None, "full", 4, channel
-        ),
+        ROTATION: lambda _, channel: uploads.delete_superfluous(job.directory, 1, [], lambda _: None, channel),
         RESUME: lambda _, channel: resume.newest_or_refuse(job.directory, channel, lambda _: None),
         OPENING: lambda _, channel: open_on_all_ranks(newest, channel, "full"),
         PLANNING: lambda rank, channel: prepare_load(opened[rank], job.weights(rank), job.model.model, channel),
