@@ -33,7 +33,7 @@ def test_g101_the_last_checkpoint_that_is_whole_over_all_disks_stays(ranks: Fork
         place.mkdir()
     arguments = {"max_steps": 3, "save_steps": 1, "save_total_limit": 1}
     given = {"layout": DP2.to_json(), "output_dir": "out", "places": list(map(str, places)), "arguments": arguments}
-    lost = {"lost": "checkpoint-3/model_state/rank-00001.safetensors", "flip": False}
+    lost = {"lost": "checkpoint-3/model_state/rank-00001.safetensors"}
     result = ranks.run(f"{JOBS}:lose_what_was_saved", 2, {**given, **lost})
     assert list(result.values) == [["checkpoint-2", "checkpoint-3"]] * 2
     assert all("checkpoint-3 is not whole, so out/checkpoint-2 stays" in log.read_text() for log in result.logs)

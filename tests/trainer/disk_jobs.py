@@ -43,12 +43,11 @@ def resume_by_itself(places: list[str], **settings: Any) -> dict[str, Any]:
     return jobs.outcome(trainer)
 
 
-def lose_what_was_saved(places: list[str], lost: str, flip: bool, **settings: Any) -> list[str]:
+def lose_what_was_saved(places: list[str], lost: str, **settings: Any) -> list[str]:
     """Train, and change a file of a checkpoint after it was saved and before older ones are deleted.
 
     Args:
         lost: the file in ``output_dir``; it is changed on the disks that have it.
-        flip: one bit changes, else the file is truncated.
     Returns:
         the names of checkpoints that are left on this rank's disk.
     """
@@ -61,7 +60,7 @@ def lose_what_was_saved(places: list[str], lost: str, flip: bool, **settings: An
                 with contextlib.suppress(FileExistsError):  # Another rank that sees this disk has changed it.
                     Path("lost").touch(exist_ok=False)
                     data = path.read_bytes()
-                    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]) if flip else data[:8])
+                    path.write_bytes(data[:8])
 
     go_to(places)
     jobs.flex_trainer(**settings, callbacks=[Lose()]).train()
