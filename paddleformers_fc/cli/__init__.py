@@ -1,19 +1,5 @@
 """The command line: declarations of all commands, and one module per command for its text output.
 
-``main``                                      commands, options, exit codes
-``output``                                    JSON, text and errors on the right stream
-``inspection``, ``listing``                   ``inspect``: facts of a checkpoint, its tensors
-``checkpoints``, ``explaining``               ``list``, ``explain``
-``diagnosing``                                ``doctor``
-``verification``, ``difference``              ``verify``, ``diff``
-``planning``, ``exporting``                   ``plan``, ``export``
-``cleaning``                                  ``clean``
-``statements``                                ``aoa``
-``training``                                  ``train``: prepares, starts and supervises a job
-``settings``, ``start_checks``, ``nodes``     reading of the YAML, checks before ranks start, jobs of several nodes
-``log_view``                                  the filter of rank 0's log
-============================================  =========================================================================
-=======
 =========================================  =====================================================================
 ``main``                                   commands, options, exit codes
 ``output``                                 JSON, text and errors on the right stream

@@ -174,7 +174,7 @@ def _wrong_types(settings: Settings) -> Iterator[str]:
     texts = text_faults(settings)
     yield from texts.values()
     yield from (
-        f"{key}: {settings[key]!r} is not a whole number"
+        f"{key}: {settings[key]!r} is not a whole number, which has no decimal point"
         for key in _COUNTS
         if key not in texts and not _is_count(settings.get(key))
     )

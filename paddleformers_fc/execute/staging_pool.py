@@ -101,8 +101,9 @@ def _stream_place(kind: str, number: int) -> Any:
 
 
 _MAX_PIECE_BYTES = 16 * 1024 * 1024
-_PIECES_IN_USE = 3
 _LOOK_SECONDS = 0.0005
+_QUIET_SECONDS = 60.0
+_PIECES_IN_USE = 3
 """Pieces of a save that have a buffer at one time: one is written, its successor is copied, and so is the first of the
 next tensor."""
 
@@ -222,6 +223,9 @@ class DeviceCopy:
         started = time.monotonic()
         # Its synchronize() would hold the interpreter's lock, so that no other thread could launch or watch anything.
         while self._arrival is not None and not self._arrival.query():
+            if time.monotonic() - started > _QUIET_SECONDS:
+                self._arrival.synchronize()  # Some devices answer no to every query after an error, and raise it here.
+                break
             time.sleep(_LOOK_SECONDS)
         self._ends = self._arrival = None
         _FIGURES.end(time.monotonic() - started)

@@ -23,6 +23,8 @@ RECORDS = "PADDLEFORMERS_FC_RECORDS"
 """The environment variable that names the directory of the records."""
 
 _MAX_BYTES = 256 * 1024 * 1024
+_written: dict[Path, RankRecord] = {}
+"""The records of this process, complete also where a write has failed."""
 
 
 class RankRecord(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -52,8 +54,10 @@ def update_record(**changes: Any) -> None:
     path = Path(os.environ[RECORDS], f"rank-{int(os.environ.get('PADDLE_TRAINER_ID', '0')):05d}.json")
     partial = path.with_suffix(".tmp")
     with contextlib.suppress(OSError, FlexError):  # A full disk must not end the training.
-        record = _read(path) if path.exists() else RankRecord()
-        partial.write_bytes(msgspec.json.encode(msgspec.structs.replace(record, **changes)))
+        record = _written.get(path) or (_read(path) if path.exists() else RankRecord())
+        _written[path] = msgspec.structs.replace(record, **changes)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_bytes(msgspec.json.encode(_written[path]))
         partial.replace(path)
 
 
@@ -94,4 +98,7 @@ def read_error(directory: Path) -> FlexError | None:
 
 
 def _read(path: Path) -> RankRecord:
-    return msgspec.json.decode(read_document(path, _MAX_BYTES), type=RankRecord)
+    try:
+        return msgspec.json.decode(read_document(path, _MAX_BYTES), type=RankRecord)
+    except msgspec.MsgspecError:  # Of a full disk, or of another program.
+        return RankRecord()

@@ -84,6 +84,8 @@ def _continue_without(error: Exception) -> None:
 if __name__ == "__main__":
     print(PATH)
 elif __name__ != "paddleformers_fc.trainer.register":
-    if ALSO_RUN in os.environ:
-        runpy.run_path(os.environ[ALSO_RUN], run_name=__name__)
+    # Absent while the other file runs, which may run this one by its path; present again for processes started later.
+    if (also_run := os.environ.pop(ALSO_RUN, None)) is not None:
+        runpy.run_path(also_run, run_name=__name__)
+        os.environ[ALSO_RUN] = also_run
     register()

@@ -72,5 +72,6 @@ def test_paddle_has_the_functions_of_a_copy_to_a_gpu() -> None:
     for name in ("wait_stream", "record_event"):
         assert callable(getattr(paddle.device.Stream, name))
     assert callable(paddle.device.Event.synchronize)
+    assert callable(paddle.device.Event.query)
     assert callable(paddle.CUDAPlace)
     assert callable(paddle.zeros([1]).pin_memory)

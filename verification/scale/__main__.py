@@ -41,8 +41,8 @@ are holes in sparse files. The store is Paddle's, with one client per node of ei
   padding is counted and not allocated, so *peak memory* is without it.
 * *Requests while waiting* depend on how long ranks wait for each other on the machine that ran this. Rows without a
   count are left out.
-* *Bytes read* by a rotation include the tensors that it reads back; those beyond 32 MiB of a file are counted and not
-  read.
+* A rotation is counted as on several disks, where all ranks look for the newest checkpoint that is whole. On one file
+  system, as here, the coordinator alone rotates.
 * *Peak memory* is the growth of resident memory during the operation, with the messages of all ranks, divided by the
   number of ranks that run.
 * Of the dense model at 10,240 ranks a first save, opening and planning are counted; the MoE stays at 4,096 ranks.

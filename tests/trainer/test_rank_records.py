@@ -1,0 +1,28 @@
+"""The records of ranks: what a disk that was full for a while leaves of them."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from paddleformers_fc.trainer.rank_records import RECORDS, process_recorded, read_records, update_record
+
+
+def test_a_record_that_a_full_disk_has_emptied_or_lost_is_written_again_as_a_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = tmp_path / "records"
+    directory.mkdir()
+    monkeypatch.setenv(RECORDS, str(directory))
+    with process_recorded():
+        (pid,) = [record.process for record in read_records(directory)]
+        (path,) = directory.iterdir()
+        path.write_bytes(b"")
+        assert [record.process for record in read_records(directory)] == [None]
+        update_record(step=3)
+        assert [(record.process, record.step) for record in read_records(directory)] == [(pid, 3)]
+        shutil.rmtree(directory)
+        update_record(step=4)
+        assert [(record.process, record.step) for record in read_records(directory)] == [(pid, 4)]
