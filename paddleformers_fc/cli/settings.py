@@ -41,7 +41,7 @@ def read_settings(config: Path) -> dict[str, Any]:
             "The configuration cannot be read.",
             where=str(config),
             evidence=[str(error)],
-            next_step="Name a file that ends in .yaml, .yml or .json, one key and value per line; recipes/ has examples.",
+            next_step="Name a file that ends in .yaml, .yml or .json, one key and value per line, as in recipes/.",
         ) from error
     return settings
 
