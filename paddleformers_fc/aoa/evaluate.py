@@ -144,7 +144,7 @@ def _refuse_unfit(outputs: list[_Output], left: Tensors, right: Tensors, faults:
 
 
 def _refuse_contradictions(assignments: Assignments, left: Tensors, right: Tensors | None, faults: Faults) -> None:
-    """Refuse ``_`` with an unknown name, or with one that another statement uses."""
+    """Reject ``_`` next to an unknown name, or a name that another statement uses."""
     for name, step in assignments.dropped.items():
         if name not in left:
             step.report(Fault(f"`{name}` is not a tensor of the left side."), faults)

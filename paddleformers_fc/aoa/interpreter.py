@@ -12,7 +12,7 @@ the tensors; both are checked against each other before any allocation.
 The number of tensor-parallel shards of a tensor that a statement names, directly or through intermediate names.
 
 ``fused_ffn`` and ``fused_qkv_old`` interleave their parts in one group per shard. A value that is read has the shards
-of its left tensor. A name that is written has those of the right tensor that later statements make of it.
+of its left tensor. A name that is written has the shards of the right tensor that later statements build from it.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def fused(values: Sequence[Value], layout: Fused, groups: tuple[int, int], into:
     """Convert parts between values that contain them.
 
     Args:
-        values: one per part, or one that contains all parts.
+        values: one value per part, or a single value that contains all parts.
         layout: the operation; ``fused_qkv`` interleaves its parts per kv head.
         groups: the number of groups of a single value that is read, and of a single result.
         into: the number of results: one per part, or 1.

@@ -177,7 +177,7 @@ class ConvertOptions:
 
     Args:
         format: ``flex``, ``hf`` or ``distcp``.
-        config: a directory with the model's ``config.json``; empty for that of the source.
+        config: a directory with the model's ``config.json``; if empty, the source must contain it.
         max_shard_bytes: bound on the tensors of one file, in bytes.
         verify: how recorded checksums are compared first: ``off``, ``size`` or ``full``.
         replace: whether older weights in the target may be replaced.

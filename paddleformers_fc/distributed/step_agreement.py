@@ -148,7 +148,7 @@ class StepGate:
             self._last = step
 
     def agree(self, gather: Callable[[int], Sequence[int]], action: Action) -> None:
-        """Agree with the other ranks on a step, at the end of which every loop runs an action.
+        """Agree on a step with all ranks; every training loop runs the action at the end of that step.
 
         Args:
             gather: returns the numbers of all ranks; called once on each.
@@ -186,7 +186,7 @@ class StepGate:
         """Run an action that is agreed or alone, unless it has run, at a place that every loop reaches at one step.
 
         Raises:
-            Exception: that of the action.
+            Exception: whatever the action raises.
         """
         with self._changed:
             waits = any(one is action for _, one in self._actions)

@@ -158,7 +158,7 @@ def commit_on_all(
         size = sum(checksum.size for checksum in manifest.files)
         return [_DocumentSizes(len(manifest.files), size, len(documents))], documents
 
-    # The manifest is as long as the checkpoint has files, so it goes to the leaders alone.
+    # The manifest grows with the files of the checkpoint, so all ranks get its size and only leaders get its bytes.
     messages, documents = gather_and_keep(channel, "describing the checkpoint", record, list[_DocumentSizes])
     (described,) = messages[0]
     received = broadcast(channel, documents, described.documents, leads)

@@ -96,7 +96,7 @@ def recast(
         layout: the canonical tensors.
         dtype: of the export.
     Raises:
-        OptionError: the model's own dtype is not one that can change.
+        OptionError: the model's dtype cannot be converted.
     """
     weights = layout[MODEL_STATE]
     stored = model_dtype({shard.dtype for shard in weights.values()})

@@ -157,7 +157,7 @@ def ranges_of(plan: SavePlan, rank: int, step: int, replicas: str) -> ElementRan
     """Return what one rank reads in a save.
 
     Args:
-        plan: that of the rank.
+        plan: the save plan of this rank.
         rank: the rank.
         step: determines the part of a large replica that is hashed.
         replicas: as for :func:`.save_checkpoint`; ``off`` hashes none.

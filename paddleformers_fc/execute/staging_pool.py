@@ -61,7 +61,7 @@ def begin_copy(source: Any, target: Any, place: Any) -> Any:
     Args:
         source: a ``paddle.Tensor``.
         target: a ``paddle.Tensor`` of the same shape and dtype.
-        place: that of the device.
+        place: place of the device.
     Returns:
         the event at the end of the copy, until which both tensors must live; None if the copy is done.
     """
@@ -208,7 +208,7 @@ class DeviceCopy:
     Args:
         source: tensor of bytes.
         target: tensor of bytes, as many.
-        place: that of the device.
+        place: place of the device.
     """
 
     def __init__(self, source: Any, target: Any, place: Any) -> None:

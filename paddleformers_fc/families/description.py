@@ -4,10 +4,10 @@ A configuration file is not sufficient. PaddleFormers omits keys when it writes 
 layer, fused experts), and no key contains the class of the model. A live model is therefore described by its live
 configuration (:mod:`paddleformers_fc.trainer.description`), and a checkpoint stores the description.
 
-Low-rank adapters (LoRA): their description, and their statements, derived from those of the family's linear layers.
+Low-rank adapters (LoRA): a description of them, and statements derived from the linear layers of the family.
 
 A linear layer with an adapter has two more tensors: ``lora_A`` [in, r] and ``lora_B`` [r, out]; its weight becomes
-``weight + lora_A @ lora_B * scaling``. Their geometry follows from that of the weight:
+``weight + lora_A @ lora_B * scaling``. Their geometry follows from the weight:
 
 * ``lora_A`` reads the inputs of the layer: one tensor, also for fused layers, cut where the weight is cut by rows.
 * ``lora_B`` has the outputs of the layer: the parts and groups of a fused weight, cut where it is cut by columns.

@@ -102,10 +102,14 @@ def test_a_yaml_with_our_registration_keeps_it(tmp_path: Path, on: Any) -> None:
 
 
 OWN_REGISTRATION = """
+import runpy
+
 from paddleformers.trainer import Trainer
+from paddleformers_fc.trainer import register
 
 seen = Trainer.__init__
 Trainer.own_registration = lambda: (__name__, seen)
+runpy.run_path(register.PATH)  # As a file does that registers this package itself.
 """
 
 

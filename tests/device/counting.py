@@ -45,6 +45,11 @@ def event_waits() -> int:
     return 0 if library is None else int(library.fake_device_event_waits())
 
 
+def break_device(broken: bool) -> None:
+    """Let waits for events fail from now on, or no longer."""
+    _library().fake_device_break(ctypes.c_bool(broken))
+
+
 def _library() -> Any:
     path = Path(os.environ.get("CUSTOM_DEVICE_ROOT", "")) / LIBRARY
     # Paddle itself sets the variable where it has no plug-in.

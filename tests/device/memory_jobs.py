@@ -6,7 +6,7 @@ from itertools import permutations
 from pathlib import Path
 from typing import Any
 
-from tests.device.counting import copied, event_waits
+from tests.device.counting import break_device, copied, event_waits
 from tests.device.running import device
 
 _SHAPE = (6, 4, 5)
@@ -104,6 +104,27 @@ def save_in_pieces(strided: bool, staging_bytes: int) -> dict[str, Any]:
         "in flight": figures.in_flight,
         "measured": figures.bytes,
     }
+
+
+def copy_on_a_broken_device() -> str:
+    """Wait for a copy whose event the device never reports, because it has failed; the error."""
+    import numpy as np
+    import paddle
+
+    from paddleformers_fc.execute import staging_pool
+
+    paddle.set_device(device())
+    source = paddle.to_tensor(np.arange(16, dtype="uint8"))
+    staging_pool._QUIET_SECONDS = 0.05
+    copy = staging_pool.begin_copy_to_host(source, np.zeros(16, "uint8"))
+    break_device(True)
+    try:
+        copy.wait()
+    except Exception as error:
+        return type(error).__name__
+    finally:
+        break_device(False)
+    return ""
 
 
 def abandon_pieces() -> dict[str, Any]:

@@ -41,6 +41,11 @@ def test_the_next_piece_of_a_device_tensor_is_copied_while_one_is_written(
         assert found["begun"] == [min(number * piece, size) for number in range(2, len(found["pieces"]) + 2)]
 
 
+@pytest.mark.skipif(device() != FAKE, reason="a device that can be told to fail")
+def test_a_copy_that_a_device_never_reports_raises_the_error_of_the_device(device_ranks: Ranks) -> None:
+    assert device_ranks.run("tests.device.memory_jobs:copy_on_a_broken_device", 1).values != ("",)
+
+
 def test_the_buffers_of_an_abandoned_save_are_used_again(device_ranks: Ranks) -> None:
     (found,) = device_ranks.run("tests.device.memory_jobs:abandon_pieces", 1).values
     assert found == {"right": True, "held": 2 * 4096, "in flight": 2}

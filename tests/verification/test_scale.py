@@ -29,7 +29,7 @@ TODAY = {
     # An exchange is an all-gather of a frame of 1 KiB from each rank; every rank receives the checksums of all files.
     **{
         (operation, count): PER_RANK
-        for operation in (FIRST_SAVE, LATER_SAVE, ROTATION, RESUME, OPENING, PLANNING)
+        for operation in (FIRST_SAVE, LATER_SAVE, RESUME, OPENING, PLANNING)
         for count in (RECEIVED, LARGEST)
     },
     # The coordinator stats every file before it commits, and reads the manifest back.

@@ -37,12 +37,11 @@ master weights and two moments are saved, in at least three files per rank, and 
 are holes in sparse files. The store is Paddle's, with one client per node of eight ranks and one per rank that runs.
 
 * A row is the highest count of a rank. The coordinator has a row of its own where its count differs.
-* *Bytes received* and *largest message* are those of the collectives that the package calls, padding included. The
-  padding is counted and not allocated, so *peak memory* is without it.
+* *Bytes received* and *largest message* count the collectives of the package, including padding. Padding is counted but
+  not allocated, so *peak memory* excludes it.
 * *Requests while waiting* depend on how long ranks wait for each other on the machine that ran this. Rows without a
   count are left out.
-* A rotation is counted as on several disks, where all ranks look for the newest checkpoint that is whole. On one file
-  system, as here, the coordinator alone rotates.
+* On one file system, as here, the coordinator rotates alone. Before, all ranks read the newest checkpoint for it.
 * *Peak memory* is the growth of resident memory during the operation, with the messages of all ranks, divided by the
   number of ranks that run.
 * Of the dense model at 10,240 ranks a first save, opening and planning are counted; the MoE stays at 4,096 ranks.

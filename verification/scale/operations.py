@@ -102,7 +102,7 @@ def _operations(job: ScaleJob, wanted: Sequence[str]) -> Counts:
     work: dict[str, Callable[[int, Channel], Any]] = {
         FIRST_SAVE: partial(_save, job, 1),
         LATER_SAVE: partial(_save, job, 2),
-        ROTATION: lambda _, channel: uploads.delete_superfluous(job.directory, 1, [], lambda _: None, channel),
+        ROTATION: lambda rank, _: _rotate(job) if rank == 0 else None,
         RESUME: lambda _, channel: resume.newest_or_refuse(job.directory, channel, lambda _: None),
         OPENING: lambda _, channel: open_on_all_ranks(newest, channel, "full"),
         PLANNING: lambda rank, channel: prepare_load(opened[rank], job.weights(rank), job.model.model, channel),
@@ -112,6 +112,11 @@ def _operations(job: ScaleJob, wanted: Sequence[str]) -> Counts:
         if operation == OPENING:
             opened.update(results)
     return counts
+
+
+def _rotate(job: ScaleJob) -> None:
+    """Rotate as the coordinator does alone where all ranks see one file system."""
+    uploads.delete_superfluous(job.directory, 1, [], lambda _: None)
 
 
 def _save(job: ScaleJob, step: int, rank: int, channel: Channel) -> None:

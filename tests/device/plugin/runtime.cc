@@ -209,7 +209,10 @@ C_Status destroy_event(const C_Device, C_Event event) {
   return C_SUCCESS;
 }
 
+std::atomic<bool> is_broken{false};
+
 C_Status query_event(const C_Device, C_Event event) {
+  if (is_broken) return C_FAILED;
   auto [stream, ticket] = *of(event);
   return stream == nullptr || stream->is_done(ticket) ? C_SUCCESS : C_FAILED;
 }
@@ -225,6 +228,7 @@ C_Status synchronize_event(const C_Device, C_Event event) {
   auto [stream, ticket] = *of(event);
   if (stream == nullptr || stream->has_done(ticket)) return C_SUCCESS;
   ++event_waits;
+  if (is_broken) return C_FAILED;
   stream->wait(ticket);
   return C_SUCCESS;
 }
@@ -358,6 +362,9 @@ extern "C" void fake_device_counts(uint64_t* out) {
 
 // How often the host has waited for an event that was not there yet, which holds the lock of Python's interpreter.
 extern "C" uint64_t fake_device_event_waits() { return event_waits; }
+
+// From now on every query and wait of an event that was not there yet fails, as after an error of a device.
+extern "C" void fake_device_break(bool broken) { is_broken = broken; }
 
 void InitPlugin(CustomRuntimeParams* params) {
   auto* api = params->interface;
