@@ -565,7 +565,10 @@ def is_directory(path: AnyPath) -> bool:
         StorageError: the operating system or the store refused to look.
     """
     if isinstance(path, RemotePath):
-        return bool(remote.list_remote(path))  # A store has no empty directories.
+        if remote.list_remote(path):
+            return True
+        found = remote.stat_remote(path)  # Of the backends, only file servers have empty directories.
+        return found is not None and found.kind == "directory"
     status = _stat(path, follow_links=True)
     return status is not None and stat.S_ISDIR(status.st_mode)
 

@@ -75,6 +75,8 @@ def test_names_are_looked_at_and_listed_as_in_a_directory(memory: RemotePath) ->
     assert not exists(memory / "a/d.json")
     assert (is_file(memory / "a/b.json"), is_file(memory / "a")) == (True, False)
     assert (is_directory(memory / "a"), is_directory(memory / "x")) == (True, False)
+    fsspec.filesystem("memory").makedirs((memory / "empty").url)
+    assert (is_directory(memory / "empty"), list_directory(memory / "empty")) == (True, [])
     assert size_of(memory / "a/b.json") == 5
     assert (read_file(memory / "a/b.json"), read_file(memory / "a/c.json")) == (b"12345", b"")
 
