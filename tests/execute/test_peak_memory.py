@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -64,10 +65,13 @@ print(json.dumps(found))
 """
 
 
+# One arena, and freed buffers go back to the system: the peak is what the code holds, not what the allocator keeps.
+ALLOCATOR = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+
+
 def measured(directory: Path, max_shard_bytes: int) -> dict[str, dict[str, Any]]:
-    done = subprocess.run(
-        [sys.executable, "-c", CHILD, str(directory), str(max_shard_bytes)], capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, "-c", CHILD, str(directory), str(max_shard_bytes)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | ALLOCATOR)
     assert done.returncode == 0, done.stderr
     found: dict[str, dict[str, Any]] = json.loads(done.stdout)
     return found
@@ -81,6 +85,6 @@ def test_a_save_takes_five_percent_of_its_shard_and_an_export_two_tensors_whatev
     for one in (small, large):
         assert one["save"] <= 0.05 * one["bytes"]
         assert one["export"] <= bound + 2 * largest
-    # How threads meet decides how many arenas the allocator makes: a few MiB, where 300 MiB more are written and read.
-    assert abs(large["export"] - small["export"]) <= largest
+    # How the threads meet decides whether one or two tensors more are held at once, in either of the two exports.
+    assert large["export"] <= small["export"] + 2 * largest < small["export"] + (large["bytes"] - small["bytes"]) / 20
     assert large["save"] <= small["save"] + largest
