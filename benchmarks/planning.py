@@ -37,7 +37,7 @@ from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.plan import LoadPlan, plan_reads, resume_source
 from paddleformers_fc.plan.simulate import SimulatedModel, declared_model
 from paddleformers_fc.plan.sources import stored_mapping
-from paddleformers_fc.storage.checksum import DEFAULT_BLOCK_BYTES, FileChecksum
+from paddleformers_fc.storage.checksum import DEFAULT_BLOCK_BYTES, FileChecksum, digest_of_blocks
 from paddleformers_fc.storage.dtypes import item_size, to_safetensors
 from paddleformers_fc.storage.files import write_file
 from paddleformers_fc.storage.manifest import Manifest, write_manifest
@@ -148,7 +148,8 @@ def _write_holes(directory: Path, name: str, shards: dict[str, Shard]) -> FileCh
     with path.open("wb") as file:
         file.write(layout.header)
         file.truncate(size)
-    return FileChecksum(name, size, "0" * 32, DEFAULT_BLOCK_BYTES, ["0" * 16] * -(-size // DEFAULT_BLOCK_BYTES))
+    blocks = ["0" * 16] * -(-size // DEFAULT_BLOCK_BYTES)
+    return FileChecksum(name, size, digest_of_blocks(blocks), DEFAULT_BLOCK_BYTES, blocks)
 
 
 @dataclass

@@ -159,7 +159,7 @@ class ExportReport:
     roles: dict[str, int]
 
     def digests(self) -> dict[str, str]:
-        """Read every weight file and return its checksum (xxh3_128); exports of equal content have equal ones.
+        """Read every weight file and return its digest (:func:`.digest_of`); exports of equal content have equal ones.
 
         Raises:
             Corrupt, StorageError: a file is gone or cannot be read.

@@ -1,8 +1,8 @@
-"""Write the files of an export: batches are read, hashed in the order of their file, and written at their offsets.
+"""Write the files of an export: batches are read, hashed, and written at their offsets.
 
-Two batches are in progress at a time, each read and then written by one thread, so that neither waits for the other
-unless both belong to the same file. Headers are known in advance. If no rank has the whole checkpoint, the ranks take
-one batch each at a time and read for each other.
+Two batches are in progress at a time, each read and then written by one thread, and neither waits for the other.
+Headers are known in advance. If no rank has the whole checkpoint, the ranks take one batch each at a time and read for
+each other.
 
 Divide the files of an export into batches that fit into memory, and plan their reads.
 
@@ -12,10 +12,8 @@ from elsewhere or of transposed tensors.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
@@ -257,12 +255,11 @@ def _write_own(job: ExportJob) -> list[FileChecksum]:
 
     def lane(draw: Callable[[], Batch | None]) -> int:
         memory, total = memories.pop(), 0
-        with output.stopping(), ReadPool(options, job.source.catalog.identities) as pool:
+        with ReadPool(options, job.source.catalog.identities) as pool:
             while (batch := draw()) is not None:
                 total += fill_arrays(pool, root, batch.items, batch.carved(memory))
                 job.merged(batch, memory)
-                if not output.write(batch, memory):
-                    break
+                output.write(batch, memory)
         return total
 
     with _OutputWriter(job) as output, ThreadPoolExecutor(_READERS, "flex-export") as threads:
@@ -299,22 +296,17 @@ class _OpenFile:
 
     Args:
         writer: writes its bytes.
-        hasher: hashes its bytes in order.
-        trailer: the bytes of the file after its tensors.
-        hashed: number of bytes of tensors that were hashed.
+        hasher: hashes its bytes.
+        layout: its header, and the bytes after its tensors.
     """
 
     writer: TensorFile
     hasher: BlockHasher
-    trailer: bytes
-    hashed: int = 0
+    layout: FileLayout
 
 
 class _OutputWriter:
     """The files of one rank, written batch by batch by any thread.
-
-    Batches are hashed in the order of their file: a thread waits until the batches before its own are hashed. They are
-    drawn in that order, so that another thread has them.
 
     A context manager: at its end every file is whole; after an error, open files are closed as they are.
 
@@ -329,8 +321,6 @@ class _OutputWriter:
         self.checksums: list[FileChecksum] = []
         self._job = job
         self._open: dict[str, _OpenFile] = {}
-        self._turns = threading.Condition()
-        self._stopped = False
 
     def begun(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Yield the batches, and create each file before its first one: in one thread, so that a failure is one."""
@@ -339,43 +329,22 @@ class _OutputWriter:
                 self._open[batch.file.path] = self._created(batch.file)
             yield batch
 
-    def write(self, batch: Batch, memory: np.ndarray[Any, Any]) -> bool:
+    def write(self, batch: Batch, memory: np.ndarray[Any, Any]) -> None:
         """Hash and write a batch that has begun; the thread that writes the last one of a file finishes it.
 
         Args:
             batch: the batch.
             memory: begins with its bytes.
-        Returns:
-            False if another thread has failed, so that this one stops.
         """
         name, data = batch.file.path, memory[: batch.nbytes]
         output = self._open[name]
-        with self._turns:
-            self._turns.wait_for(lambda: self._stopped or output.hashed == batch.begin)
-            if self._stopped:
-                return False
-        output.hasher.update(data.data)
-        with self._turns:
-            output.hashed += batch.nbytes
-            self._turns.notify_all()
+        output.hasher.update(data.data, len(output.layout.header) + batch.begin)
         advance(batch.nbytes)
         if output.writer.write(batch.begin, data):
             output.writer.close()
-            output.hasher.update(output.trailer)
+            output.hasher.update(output.layout.trailer)
             self.checksums.append(output.hasher.file_checksum(name))
             del self._open[name]
-        return True
-
-    @contextmanager
-    def stopping(self) -> Iterator[None]:
-        """Let a thread that fails in this block wake those that wait for it, so that they stop."""
-        try:
-            yield
-        except BaseException:
-            with self._turns:
-                self._stopped = True
-                self._turns.notify_all()
-            raise
 
     def write_all(self, batches: Sequence[Batch], memory: np.ndarray[Any, Any]) -> None:
         """Begin and write one batch, or none."""
@@ -398,4 +367,4 @@ class _OutputWriter:
         hasher = BlockHasher()
         layout = self._job.writer.header(Path(file.path), file.tensors)
         hasher.update(layout.header)
-        return _OpenFile(self._job.create(file.path, layout), hasher, layout.trailer)
+        return _OpenFile(self._job.create(file.path, layout), hasher, layout)

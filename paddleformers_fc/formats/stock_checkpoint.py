@@ -50,7 +50,7 @@ from paddleformers_fc.layout.roles import MASTER, MASTER_WEIGHT, MODEL_STATE
 from paddleformers_fc.mapping import prove
 from paddleformers_fc.mapping.boxes import Shape
 from paddleformers_fc.mapping.folding import fold
-from paddleformers_fc.storage.checksum import BlockHasher, FileChecksum
+from paddleformers_fc.storage.checksum import FileChecksum, checksum_of
 from paddleformers_fc.storage.dtypes import item_size, to_numpy, to_safetensors
 from paddleformers_fc.storage.files import open_local, read_range
 from paddleformers_fc.storage.paths import AnyPath
@@ -218,9 +218,7 @@ def read_stock_config(directory: Path, given: Mapping[str, Any]) -> StockConfig:
     raw = read_description(directory, CONFIG_NAME)
     if raw is None:
         return StockConfig({}, given, {})
-    hasher = BlockHasher()
-    hasher.update(raw)
-    recorded = {CONFIG_NAME: hasher.file_checksum(CONFIG_NAME)}
+    recorded = {CONFIG_NAME: checksum_of(CONFIG_NAME, raw)}
     return StockConfig(parse_config(raw, directory / CONFIG_NAME), given, recorded)
 
 

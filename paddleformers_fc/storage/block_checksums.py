@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import xxhash
 
 from paddleformers_fc.errors import FlexError, StorageError
-from paddleformers_fc.storage.checksum import FileChecksum
+from paddleformers_fc.storage.checksum import BlockHasher, FileChecksum
 from paddleformers_fc.storage.files import open_regular, read_into
 from paddleformers_fc.storage.paths import AnyPath, RemotePath
 from paddleformers_fc.storage.progress import advance, expect
@@ -125,18 +125,18 @@ def compare_blocks(
 
 
 def digest_of(path: AnyPath) -> str:
-    """Return the checksum (xxh3_128) of a whole file.
+    """Return the digest of a file, as :class:`FileChecksum` has it.
 
     Raises:
         Corrupt, StorageError: it is gone or cannot be read.
     """
-    hasher, buffer = xxhash.xxh3_128(), memoryview(bytearray(_READ_BYTES))
+    hasher, buffer = BlockHasher(), memoryview(bytearray(_READ_BYTES))
     with open_regular(path) as file:
         for begin in range(0, file.size, _READ_BYTES):
             chunk = buffer[: min(_READ_BYTES, file.size - begin)]
             read_into(file, begin, chunk)
             hasher.update(chunk)
-    return hasher.hexdigest()
+    return hasher.file_checksum("").digest
 
 
 @dataclass(frozen=True)

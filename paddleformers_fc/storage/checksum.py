@@ -1,24 +1,23 @@
 """Checksums computed while bytes are written.
 
-A whole-file checksum finds a flipped bit only after the last byte and can be computed by one thread only. Block
-checksums locate it and can be recomputed by many threads. Both come from one pass: a writer feeds every byte it writes
-to a :class:`BlockHasher`, in file order.
+A :class:`BlockHasher` gets every byte that a writer writes, once, and hashes it by block with xxh3_64. The digest of a
+file is xxh3_128 of the list of its block checksums: it depends on every byte, and many threads can hash blocks in any
+order. Block checksums locate a flipped bit. xxh3 detects accidents, not forgery, because a forger can rewrite the
+manifest too.
 
-Time: two xxh3 passes over data that is still in the processor's cache, each several GiB/s with the interpreter lock
-released. Memory: two hash states and 16 characters per block. xxh3 detects accidents, not forgery, because a forger can
-rewrite the manifest too.
+Time: one xxh3 pass over data that is still in the processor's cache, several GiB/s with the interpreter lock released.
+Memory: a hash state per block.
 
-Size and checksums of a finished file.
-
-They are computed while the bytes are written, so they state what *should* be on disk, not what a later read found.
-Every rank sends them to the coordinator, which puts them into the manifest.
+The checksums of a finished file state what *should* be on disk, not what a later read found. Every rank sends them to
+the coordinator, which puts them into the manifest.
 """
 
 from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterable, Iterator
 
 import msgspec
 import xxhash
@@ -36,7 +35,7 @@ class FileChecksum(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         path: posix path relative to the checkpoint directory.
         size: length of the file in bytes.
-        digest: xxh3_128 of the whole file, 32 lower-case hex digits.
+        digest: xxh3_128 of the block checksums as bytes, most significant first; 32 lower-case hex digits.
         block_bytes: length in bytes of every block but the last, which may be shorter.
         blocks: xxh3_64 of every block, 16 lower-case hex digits each. Block ``i`` covers the bytes from
             ``i * block_bytes`` of the *file*, headers included. An empty file has no block.
@@ -65,6 +64,8 @@ def checksum_faults(checksum: FileChecksum) -> Iterator[str]:
         yield f"has {blocks} block checksums for {size} bytes in blocks of {length}"
     if not _is_hex(checksum.digest, 32) or not all(_is_hex(block, 16) for block in checksum.blocks):
         yield "has a checksum that is not of the right form"
+    elif checksum.digest != digest_of_blocks(checksum.blocks):
+        yield f"has the digest {checksum.digest}, its blocks have {digest_of_blocks(checksum.blocks)}"
 
 
 def _is_plain(path: str) -> bool:
@@ -93,9 +94,6 @@ def size_fault(status: os.stat_result | RemoteStatus | None, size: int) -> str:
     return ""
 
 
-_CHUNK_BYTES = 512 * 1024
-
-
 def checksum_of(path: str, data: bytes) -> FileChecksum:
     """Return the checksum of a file by its content."""
     hasher = BlockHasher()
@@ -103,11 +101,27 @@ def checksum_of(path: str, data: bytes) -> FileChecksum:
     return hasher.file_checksum(path)
 
 
+def digest_of_blocks(blocks: Iterable[str]) -> str:
+    """Return the digest of a file by the checksums of its blocks."""
+    return xxhash.xxh3_128_hexdigest(bytes.fromhex("".join(blocks)))
+
+
+class _Block:
+    """A block that is being hashed: its state, the bytes hashed so far, and copies of bytes that came before these."""
+
+    def __init__(self) -> None:
+        self.state = xxhash.xxh3_64()
+        self.length = 0
+        self.early: dict[int, bytes] = {}
+
+
 class BlockHasher:
-    """Hashes a stream of bytes, per block and as a whole.
+    """Hashes the blocks of a file, whose bytes may come in any order and from several threads.
+
+    Bytes that come before their predecessors in the same block are copied until these are hashed.
 
     Args:
-        block_bytes: length of a block in bytes; block ``i`` starts at stream offset ``i * block_bytes``.
+        block_bytes: length of a block in bytes; block ``i`` starts at offset ``i * block_bytes``.
 
     Raises:
         OptionError: ``block_bytes`` is not positive.
@@ -117,38 +131,41 @@ class BlockHasher:
         if block_bytes < 1:
             raise OptionError(f"A checksum block of {block_bytes} bytes is not possible; at least 1 byte is needed.")
         self._block_bytes = block_bytes
-        self._whole = xxhash.xxh3_128()
-        self._block = xxhash.xxh3_64()
-        self._room = block_bytes
         self._size = 0
-        self._blocks: list[str] = []
+        self._blocks: dict[int, _Block] = {}
+        self._lock = threading.Lock()
 
-    def update(self, data: memoryview | bytes) -> None:
-        """Hash the next bytes of the stream, contiguous and of any length."""
+    def update(self, data: memoryview | bytes, begin: int | None = None) -> None:
+        """Hash contiguous bytes of any length.
+
+        Args:
+            data: the bytes.
+            begin: their offset in the file; None if all bytes before them have come.
+        """
         view = memoryview(data)
-        if view.nbytes == 0:
-            return
-        view = view.cast("B")
-        taken = 0
-        while taken < view.nbytes:
-            # Small steps: the second hash finds in the cache what the first has just read.
-            chunk = view[taken : taken + min(self._room, _CHUNK_BYTES)]
-            self._whole.update(chunk)
-            self._block.update(chunk)
-            taken += chunk.nbytes
-            self._advance(chunk.nbytes)
+        left = view.cast("B") if view.nbytes else view
+        at = self._size if begin is None else begin
+        while left.nbytes:
+            number, offset = divmod(at, self._block_bytes)
+            part = left[: self._block_bytes - offset]
+            self._hash(number, offset, part)
+            left, at = left[part.nbytes :], at + part.nbytes
 
     def file_checksum(self, path: str) -> FileChecksum:
         """Return the checksum of the bytes so far as that of a file ``path``; the stream may continue afterwards."""
-        blocks = list(self._blocks)
-        if self._room != self._block_bytes:
-            blocks.append(self._block.hexdigest())
-        return FileChecksum(path, self._size, self._whole.hexdigest(), self._block_bytes, blocks)
+        blocks = [self._blocks[number].state.hexdigest() for number in range(len(self._blocks))]
+        return FileChecksum(path, self._size, digest_of_blocks(blocks), self._block_bytes, blocks)
 
-    def _advance(self, count: int) -> None:
-        self._size += count
-        self._room -= count
-        if self._room == 0:
-            self._blocks.append(self._block.hexdigest())
-            self._block.reset()
-            self._room = self._block_bytes
+    def _hash(self, number: int, offset: int, part: memoryview | bytes) -> None:
+        with self._lock:
+            self._size += len(part)
+            block = self._blocks.setdefault(number, _Block())
+            if offset != block.length:
+                block.early[offset] = bytes(part)
+                return
+        # No other thread has the bytes at this offset, so none changes the state meanwhile.
+        while part:
+            block.state.update(part)
+            with self._lock:
+                block.length += len(part)
+                part = block.early.pop(block.length, b"")

@@ -15,7 +15,7 @@ import xxhash
 
 from paddleformers_fc.errors import Corrupt, FormatError
 from paddleformers_fc.storage.block_checksums import BlockComparison, compare_blocks
-from paddleformers_fc.storage.checksum import FileChecksum, checksum_faults, is_document, size_fault
+from paddleformers_fc.storage.checksum import FileChecksum, checksum_faults, digest_of_blocks, is_document, size_fault
 from paddleformers_fc.storage.files import exists, map_paths, stat_path
 from paddleformers_fc.storage.json_io import read_document, read_recorded
 from paddleformers_fc.storage.paths import AnyPath
@@ -24,7 +24,9 @@ CHECKSUMS_NAME = "flex_checksums.json"
 """The file's name inside an export."""
 
 FORMAT = "flex_checksums"
-VERSION = 1
+VERSION = 2
+_DIGESTS_OF_BYTES = 1
+"""The version whose digests are xxh3_128 of all bytes of a file; they are replaced by those of the blocks."""
 MAX_CHECKSUMS_BYTES = 256 * 1024 * 1024
 """The longest file of checksums that is read: that of an export of 50 TB."""
 
@@ -66,7 +68,7 @@ def read_checksums(directory: AnyPath) -> FileChecksums | None:
         document = _decoder.decode(read_document(path, MAX_CHECKSUMS_BYTES))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise _malformed(path, [str(error)]) from error
-    if (document.format, document.version) != (FORMAT, VERSION):
+    if document.format != FORMAT or document.version not in (_DIGESTS_OF_BYTES, VERSION):
         raise _malformed(path, [f"format {document.format!r} version {document.version}"])
     if _seal(document.files) != document.seal:
         raise Corrupt(
@@ -75,10 +77,11 @@ def read_checksums(directory: AnyPath) -> FileChecksums | None:
             evidence=[f"recorded {document.seal}, computed {_seal(document.files)}"],
             next_step=restore_or_delete(directory),
         )
-    faults = [f"{one.path!r} {fault}" for one in document.files for fault in checksum_faults(one)]
+    files = document.files if document.version == VERSION else [*map(_with_digest_of_blocks, document.files)]
+    faults = [f"{one.path!r} {fault}" for one in files for fault in checksum_faults(one)]
     if faults:
         raise _malformed(path, faults)
-    return {one.path: one for one in document.files}
+    return {one.path: one for one in files}
 
 
 def verify_export(
@@ -158,6 +161,10 @@ def _malformed(path: AnyPath, evidence: list[str]) -> FormatError:
         evidence=evidence,
         next_step="Delete this file to use the weights without checksums, or use the version that wrote it.",
     )
+
+
+def _with_digest_of_blocks(checksum: FileChecksum) -> FileChecksum:
+    return msgspec.structs.replace(checksum, digest=digest_of_blocks(checksum.blocks))
 
 
 def _seal(files: list[FileChecksum]) -> str:

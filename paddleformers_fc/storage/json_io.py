@@ -20,10 +20,9 @@ from collections.abc import Collection
 from typing import Any
 
 import msgspec
-import xxhash
 
 from paddleformers_fc.errors import Corrupt, FormatError
-from paddleformers_fc.storage.checksum import FileChecksum
+from paddleformers_fc.storage.checksum import BlockHasher, FileChecksum
 from paddleformers_fc.storage.files import open_regular, read_range
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.storage.remote import RESTORE_FILE
@@ -77,7 +76,9 @@ def read_recorded(directory: AnyPath, checksum: FileChecksum, most: int, next_st
     """
     path = directory / checksum.path
     raw = read_document(path, most)
-    digest = xxhash.xxh3_128_hexdigest(raw)
+    hasher = BlockHasher(checksum.block_bytes)
+    hasher.update(raw)
+    digest = hasher.file_checksum(checksum.path).digest
     if (len(raw), digest) != (checksum.size, checksum.digest):
         raise Corrupt(
             f"{path} does not match its checksum.",

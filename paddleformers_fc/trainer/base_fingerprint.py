@@ -35,6 +35,7 @@ from paddleformers_fc.execute.memory import host_pieces
 from paddleformers_fc.families.description import Base
 from paddleformers_fc.formats.huggingface import open_huggingface
 from paddleformers_fc.layout.roles import MODEL_STATE
+from paddleformers_fc.storage.checksum import BlockHasher
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.storage.ranges import Identities, RangeReader, identities_of, stored_identities
 from paddleformers_fc.text import count_text
@@ -154,12 +155,12 @@ def _file_digests(source: _Source, channel: Channel) -> dict[str, str]:
         )
 
     def hashed(reader: RangeReader, name: str) -> str:
-        hasher, buffer, size = xxhash.xxh3_128(), memoryview(bytearray(_READ_BYTES)), opened.file_sizes[name]
+        hasher, buffer, size = BlockHasher(), memoryview(bytearray(_READ_BYTES)), opened.file_sizes[name]
         for begin in range(0, size, _READ_BYTES):
             chunk = buffer[: min(_READ_BYTES, size - begin)]
             reader.read_into(directory / name, begin, chunk)
             hasher.update(chunk)
-        return hasher.hexdigest()
+        return hasher.file_checksum(name).digest
 
     everyone = all_gather_checked(channel, "hashing the base of the adapters", read, _Digests)
     if not all(one.same for one in everyone):

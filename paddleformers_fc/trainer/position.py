@@ -45,6 +45,7 @@ import xxhash
 
 from paddleformers_fc.errors import FormatError, OptionError
 from paddleformers_fc.families.changes import ABSENT, Change, table, value_text
+from paddleformers_fc.storage.checksum import checksum_of
 from paddleformers_fc.storage.manifest import RESTORE, Manifest
 
 _Size = Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
@@ -477,10 +478,10 @@ def file_changes(manifest: Manifest, files: Mapping[str, bytes]) -> list[Change]
     changes = []
     # The record of another format lists no files.
     for path, content in sorted(files.items()) if manifest.files else ():
-        checksum, digest = manifest.checksum_of(path), xxhash.xxh3_128_hexdigest(content)
+        checksum, digest = manifest.checksum_of(path), checksum_of(path, content).digest
         if checksum is None or checksum.digest != digest:
-            saved = ABSENT if checksum is None else f"xxh3_128 {checksum.digest[:12]}"
-            changes.append(Change(path, saved, f"xxh3_128 {digest[:12]}"))
+            saved = ABSENT if checksum is None else checksum.digest[:12]
+            changes.append(Change(path, saved, digest[:12]))
     return changes
 
 

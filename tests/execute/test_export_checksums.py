@@ -8,8 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
+import xxhash
 from safetensors.numpy import load_file, save_file
 
 from paddleformers_fc.errors import Corrupt, FlexError, FormatError, PeerError
@@ -286,9 +288,22 @@ def test_altered_checksums_are_distinguished_from_altered_files(weights: Path) -
     assert f"{CHECKSUMS_NAME} does not match its own checksum" in error.what
 
 
+def test_checksums_of_version_1_are_compared_by_their_blocks(weights: Path) -> None:
+    written = read_checksums(weights)
+    document = json.loads((weights / CHECKSUMS_NAME).read_bytes())
+    for one in document["files"]:
+        one["digest"] = xxhash.xxh3_128_hexdigest((weights / one["path"]).read_bytes())
+    document |= {"version": 1, "seal": xxhash.xxh3_128_hexdigest(msgspec.json.encode(document["files"]))}
+    (weights / CHECKSUMS_NAME).write_text(json.dumps(document), encoding="utf-8")
+    assert read_checksums(weights) == written
+    assert all(isinstance(outcome, LoadReport) for outcome in load(weights, 2))
+    flip(largest(weights), -1)
+    assert "does not match its checksum" in str(refusal(load(weights, 2), weights))
+
+
 @pytest.mark.parametrize(
     "raw",
-    [b"", b"{", b"[]", b'{"format": "flex_checksums", "version": 2, "files": [], "seal": ""}', b'{"files": []}'],
+    [b"", b"{", b"[]", b'{"format": "flex_checksums", "version": 3, "files": [], "seal": ""}', b'{"files": []}'],
 )
 def test_a_file_that_is_no_record_of_checksums_is_refused(weights: Path, raw: bytes) -> None:
     (weights / CHECKSUMS_NAME).write_bytes(raw)

@@ -52,8 +52,9 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     for file in manifest["files"]:
         data = (directory / file["path"]).read_bytes()
         step = file["block_bytes"]
-        blocks = [xxhash.xxh3_64_hexdigest(data[at : at + step]) for at in range(0, len(data), step)]
-        found = (len(data), xxhash.xxh3_128_hexdigest(data), blocks)
+        blocks = [xxhash.xxh3_64(data[at : at + step]) for at in range(0, len(data), step)]
+        digest = xxhash.xxh3_128_hexdigest(b"".join(block.digest() for block in blocks))
+        found = (len(data), digest, [block.hexdigest() for block in blocks])
         expect(found == (file["size"], file["digest"], file["blocks"]), file["path"])
     return manifest
 

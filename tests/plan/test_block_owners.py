@@ -17,8 +17,7 @@ LENGTH = 100
 
 def recorded(blocks: dict[str, int], compared: dict[str, int] | None = None) -> RecordedBlocks:
     files = {
-        path: FileChecksum(path, count * LENGTH - 10, "0" * 32, LENGTH, ["0" * 16] * count)
-        for path, count in blocks.items()
+        path: FileChecksum(path, count * LENGTH - 10, "", LENGTH, ["0" * 16] * count) for path, count in blocks.items()
     }
     return RecordedBlocks(files, compared or {})
 
@@ -64,7 +63,7 @@ def test_a_rank_that_reads_most_of_a_block_comes_before_others() -> None:
 
 
 def test_the_last_block_of_a_file_is_measured_by_its_own_length() -> None:
-    blocks = RecordedBlocks({"a": FileChecksum("a", 110, "0" * 32, LENGTH, ["0" * 16] * 2)})
+    blocks = RecordedBlocks({"a": FileChecksum("a", 110, "", LENGTH, ["0" * 16] * 2)})
     everyone = [blocks.reads([run("a", 0, 104)], "one"), blocks.reads([run("a", 104, 110)], "one")]
     assert owners(blocks, everyone) == [{("a", 0)}, {("a", 1)}]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,8 @@ import xxhash
 from hypothesis import given, settings, strategies as st
 
 from paddleformers_fc.errors import OptionError
-from paddleformers_fc.storage import block_checksums, checksum
-from paddleformers_fc.storage.checksum import BlockHasher
+from paddleformers_fc.storage import block_checksums
+from paddleformers_fc.storage.checksum import BlockHasher, checksum_of
 
 
 @settings(derandomize=True)
@@ -22,27 +23,29 @@ def test_pieces_of_any_length_give_the_checksums_of_the_whole(pieces: list[bytes
     whole = b"".join(pieces)
     checksum = hasher.file_checksum("x")
     assert (checksum.path, checksum.size, checksum.block_bytes) == ("x", len(whole), block_bytes)
-    assert checksum.digest == xxhash.xxh3_128_hexdigest(whole)
-    assert checksum.blocks == [
-        xxhash.xxh3_64_hexdigest(whole[begin : begin + block_bytes]) for begin in range(0, len(whole), block_bytes)
-    ]
+    blocks = [whole[begin : begin + block_bytes] for begin in range(0, len(whole), block_bytes)]
+    assert checksum.blocks == [xxhash.xxh3_64_hexdigest(block) for block in blocks]
+    assert checksum.digest == xxhash.xxh3_128_hexdigest(b"".join(map(xxhash.xxh3_64_digest, blocks)))
 
 
-def test_a_block_longer_than_one_step_is_hashed_whole() -> None:
-    data = bytes(range(256)) * 4 * (checksum._CHUNK_BYTES // 512)
-    hasher = BlockHasher(len(data) - 1)
-    hasher.update(data)
-    assert hasher.file_checksum("x").blocks == [
-        xxhash.xxh3_64_hexdigest(data[:-1]),
-        xxhash.xxh3_64_hexdigest(data[-1:]),
-    ]
+@settings(derandomize=True)
+@given(whole=st.binary(max_size=120), block_bytes=st.integers(1, 50), piece=st.integers(1, 30), order=st.randoms())
+def test_pieces_in_any_order_give_the_checksums_of_the_whole(
+    whole: bytes, block_bytes: int, piece: int, order: random.Random
+) -> None:
+    straight, hasher, begins = BlockHasher(block_bytes), BlockHasher(block_bytes), [*range(0, len(whole), piece)]
+    straight.update(whole)
+    order.shuffle(begins)
+    for begin in begins:
+        hasher.update(whole[begin : begin + piece], begin)
+    assert hasher.file_checksum("x") == straight.file_checksum("x")
 
 
 @pytest.mark.parametrize("size", [0, 1, block_checksums._READ_BYTES, block_checksums._READ_BYTES + 1])
 def test_the_checksum_of_a_file_is_that_of_all_its_bytes(tmp_path: Path, size: int) -> None:
     data = bytes(range(1, 256)) * (size // 255 + 1)
     (tmp_path / "x").write_bytes(data[:size])
-    assert block_checksums.digest_of(tmp_path / "x") == xxhash.xxh3_128_hexdigest(data[:size])
+    assert block_checksums.digest_of(tmp_path / "x") == checksum_of("x", data[:size]).digest
 
 
 def test_a_checksum_in_between_does_not_disturb_the_stream() -> None:

@@ -17,6 +17,7 @@ from hypothesis import given, strategies as st
 
 from paddleformers_fc.errors import Corrupt, FormatError, NotACheckpoint, OptionError, StorageError
 from paddleformers_fc.storage import block_checksums as blocks_module, manifest as manifest_module
+from paddleformers_fc.storage.checksum import digest_of_blocks
 from paddleformers_fc.storage.files import write_file
 from paddleformers_fc.storage.manifest import (
     MANIFEST_NAME,
@@ -30,7 +31,8 @@ from tests.harness.sampling import thorough
 from tests.storage.support import BLOCK, STATE, WEIGHTS, manifest_of, names_in, save, value_of
 
 OPTIONAL = {"differing_replicas", "diverged_ties", "origin", "run"}
-RECEIPT = FileChecksum("model_state/x", 5, "0" * 32, 4, ["1" * 16, "2" * 16])
+BLOCKS = ["1" * 16, "2" * 16]
+RECEIPT = FileChecksum("model_state/x", 5, digest_of_blocks(BLOCKS), 4, BLOCKS)
 
 
 @pytest.fixture
@@ -190,6 +192,7 @@ def test_a_field_that_is_missing_is_refused(checkpoint: Path, field: str) -> Non
         ({"blocks": ["1" * 16, "1" * 15]}, "not of the right form"),
         ({"digest": "0" * 31}, "not of the right form"),
         ({"digest": "A" * 32}, "not of the right form"),
+        ({"digest": "0" * 32}, "has the digest 0+, its blocks have"),
     ],
 )
 def test_a_file_that_cannot_be_is_refused_by_writer_and_reader(

@@ -32,7 +32,7 @@ from paddleformers_fc.layout.shard_json import encode_rank_shards
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.plan.simulate import SimulatedModel
 from paddleformers_fc.storage.block_checksums import BlockComparison, compare_blocks
-from paddleformers_fc.storage.checksum import DEFAULT_BLOCK_BYTES, FileChecksum
+from paddleformers_fc.storage.checksum import DEFAULT_BLOCK_BYTES, FileChecksum, digest_of_blocks
 from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
 from paddleformers_fc.storage.files import write_file
 from verification.scale.counting import READ, Meter, charged, current, peak_memory
@@ -231,7 +231,7 @@ class ScaleJob:
         with path.open("xb") as opened:
             opened.write(header)
             opened.truncate(size)
-        return FileChecksum(file.path, size, "0" * 32, DEFAULT_BLOCK_BYTES, blocks)
+        return FileChecksum(file.path, size, digest_of_blocks(blocks), DEFAULT_BLOCK_BYTES, blocks)
 
 
 class _CountingClient(StoreClient):
