@@ -29,13 +29,15 @@ def tensor_cuda() -> None:
 
 
 def synchronize() -> None:
-    """Let ``paddle.device.synchronize`` and its CUDA twin return at once: no work is pending."""
+    """Let ``paddle.device.synchronize`` and its CUDA twin return at once on a CPU: no work is pending."""
+    wait = paddle.device.synchronize
 
-    def nothing_to_wait_for(*_: Any, **__: Any) -> None:
-        return None
+    def wait_for_device(device: Any = None) -> None:
+        if not paddle.device.get_device().startswith("cpu"):
+            wait(device)
 
-    paddle.device.synchronize = nothing_to_wait_for
-    paddle.device.cuda.synchronize = nothing_to_wait_for
+    paddle.device.synchronize = wait_for_device
+    paddle.device.cuda.synchronize = wait_for_device
 
 
 def device_id() -> None:

@@ -8,8 +8,8 @@ storage, or filled from it, while others are copied. Tensors in host memory use 
 Describe the capabilities of a tensor's memory.
 
 Each function takes the place of a tensor. No other module of the core compares places. Others need only two facts:
-whether the host can address the memory, and which copy it supports. Paddle has page-locked memory for CUDA only; for a
-CustomDevice ``Tensor.pin_memory`` raises, although its interface allocates page-locked memory.
+whether the host can address the memory, and which copy it supports. Paddle has page-locked memory for CUDA only, not
+for a CustomDevice, although its interface allocates it.
 """
 
 from __future__ import annotations
@@ -191,9 +191,8 @@ def _pool(device: str, pinned: bool) -> StagingPool:
 def _new_buffer(size: int, pinned: bool) -> StagingBuffer:
     import paddle
 
-    owner = paddle.empty([size], dtype="uint8", device=paddle.CPUPlace())
-    if pinned:
-        owner = owner.pin_memory()
+    # Memory that is pinned afterwards, by Tensor.pin_memory(), would exist twice for a moment.
+    owner = paddle.empty([size], dtype="uint8", device=paddle.CUDAPinnedPlace() if pinned else paddle.CPUPlace())
     return StagingBuffer(owner, np.ndarray(size, np.uint8, memory_at(owner.data_ptr(), size)))
 
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-import paddle
 import paddle.distributed as dist
 from paddle.base import core
 from paddle.distributed import collective
@@ -51,10 +50,6 @@ _GROUP = 10_000
 
 _SHARED_OPTIONS = ("aoa_config", "ignore_load_lr_and_optim", "ignore_save_lr_and_optim", "ignore_data_skip")
 """PaddleFormers' options that decide what is saved and loaded; they must be equal on all ranks."""
-
-
-_OVERLAPPING = ("stage1_broadcast_overlap", "stage1_allgather_overlap", "stage2_overlap")
-"""Training arguments under which updated weights are received during the next forward pass."""
 
 
 class Saver(Protocol):
@@ -147,20 +142,9 @@ def is_active(args: Any) -> bool:
     return bool(getattr(args, "flex_checkpoint", False))
 
 
-def receives_in_passes(args: Any) -> bool:
-    """Return whether ranks receive updated weights during the next forward pass."""
-    return any(getattr(args, name, False) for name in _OVERLAPPING)
-
-
-def wait_for_weights(args: Any) -> None:
-    """Wait for weights that are being received, before weights are read or filled outside of passes."""
-    if receives_in_passes(args):
-        paddle.device.synchronize()
-
-
 def settle_weights(trainer: Any) -> None:
     """Leave weights where they are filled, and nothing that the next pass would use in their place. On every rank."""
-    wait_for_weights(trainer.args)
+    live_roles.wait_for_weights(trainer.args)
     live_roles.release_full_parameters(trainer.model)
 
 

@@ -152,6 +152,33 @@ def create_buffer_states(context: Any, optimizer: Any, stored: Collection[str]) 
 _HALF = (paddle.bfloat16, paddle.float16)
 
 
+_OVERLAPPING = ("stage1_broadcast_overlap", "stage1_allgather_overlap", "stage2_overlap")
+"""Training arguments under which updated weights are received during the next forward pass."""
+
+
+def receives_in_passes(args: Any) -> bool:
+    """Return whether ranks receive updated weights during the next forward pass.
+
+    Args:
+        args: training arguments; PaddleNLP's have the options as words of one text.
+    """
+    words = str(getattr(args, "sharding_parallel_config", "")).split()
+    return any(getattr(args, name, False) or f"enable_{name}" in words for name in _OVERLAPPING)
+
+
+def wait_for_weights(args: Any = None) -> None:
+    """Wait for all work that may write to live tensors, before they are read or filled outside of passes.
+
+    The stream of the computation is not enough: a broadcast that overlaps passes runs on one of its own, and orders
+    itself before the computation when a layer is used next. On a CPU only such a broadcast can be under way.
+
+    Args:
+        args: training arguments; None in a loop without them.
+    """
+    if receives_in_passes(args) or not paddle.device.get_device().startswith("cpu"):
+        paddle.device.synchronize()
+
+
 def model_roles(model: Any) -> LiveRoles:
     """Return the weights of a model: ``model_state`` -> name -> ``ShardedWeight`` over the live tensors.
 

@@ -364,6 +364,7 @@ def save(
     if family is config is mapping is None:
         own_statements.adopt(model, channel)
     adapter_checks.refuse_unsupported(model, channel)
+    live_roles.wait_for_weights()
     base_fingerprint.identify_once(model, channel)
 
     def prepare() -> tuple[RankTensors, _Prepared]:
@@ -438,6 +439,7 @@ def load(
         return parse_named(named)
 
     path = run_on_all(channel, "checking the arguments of a load", check)
+    live_roles.wait_for_weights()
     if family is config is mapping is None:
         own_statements.adopt(model, channel)
     facts = {"verify": verify, "allow_casts": allow_casts, "aoa_config": aoa_config or {}}

@@ -62,7 +62,6 @@ from paddleformers_fc.trainer.job_state import (
     consistency_check_of,
     job_state_of,
     reporters,
-    wait_for_weights,
     warn,
 )
 from paddleformers_fc.trainer.library import LOAD_METHOD, TrainerCallback, logger
@@ -188,7 +187,7 @@ def prepare(trainer: Any, metrics: dict[str, float] | None) -> PreparedSave:
     """
     started = time.monotonic()
     job_state, args = job_state_of(trainer), trainer.args
-    wait_for_weights(args)
+    live_roles.wait_for_weights(args)
     _look_at_reference(trainer, channel_of(args))
     directory = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
     job_state.record = job_state.record or lineage.new_run()

@@ -28,7 +28,6 @@ from paddleformers_fc.trainer.job_state import (
     channel_of,
     consistency_check_of,
     job_state_of,
-    wait_for_weights,
     when_active,
 )
 from paddleformers_fc.trainer.library import logger
@@ -161,7 +160,7 @@ def export_live(
     max_shard_bytes = shard_bytes(max_shard_size)
     consistency = consistency_check_of(trainer.args, f"exporting to {directory.name}")
 
-    wait_for_weights(trainer.args)
+    live_roles.wait_for_weights(trainer.args)
 
     def prepare() -> tuple[LiveRoles, dict[str, bytes]]:
         roles = live_roles.model_roles(trainer.model)

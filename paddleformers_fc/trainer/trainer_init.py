@@ -46,7 +46,6 @@ from paddleformers_fc.trainer.job_state import (
     Native,
     channel_of,
     is_active,
-    receives_in_passes,
     refuse_optimizer,
     reporters,
 )
@@ -171,4 +170,4 @@ def _add_average(trainer: Any, job_state: JobState) -> None:
 def _passes_change_weights(trainer: Any) -> bool:
     """Return whether the passes receive parameters, or release weights."""
     kinds = {kind.__name__ for one in trainer.callback_handler.callbacks for kind in type(one).__mro__}
-    return receives_in_passes(trainer.args) or _RELEASES_WEIGHTS in kinds
+    return live_roles.receives_in_passes(trainer.args) or _RELEASES_WEIGHTS in kinds

@@ -156,13 +156,13 @@ paddle.distributed.fleet.meta_parallel.sharding.group_sharded_stage3:
     _release_param: full_param fw_storage status use_count
 # Tensors, the description of their shards, and random generators.
 paddle: get_rng_state set_rng_state
-paddle:Tensor: _slice _clear_data _is_initialized clear_gradient data_ptr is_contiguous pin_memory copy_
+paddle:Tensor: _slice _clear_data _is_initialized clear_gradient data_ptr is_contiguous copy_
 paddle:DataParallel.__init__: _layers
 paddle.base.framework: EagerParamBase
 paddle.base.framework:default_main_program()
 paddle.base.core: default_cpu_generator
 paddle.base.core:GeneratorState: __getstate__ __setstate__
-paddle.device: synchronize current_stream stream_guard
+paddle.device: get_device synchronize current_stream stream_guard
 paddle.device:Stream: wait_stream record_event
 paddle.distributed:ShardedWeight.
     __init__(self, key, local_tensor, local_shape, global_shape, global_offset, is_flattened=False,

@@ -45,6 +45,18 @@ def event_waits() -> int:
     return 0 if library is None else int(library.fake_device_event_waits())
 
 
+def allocated_bytes() -> int:
+    """Return the bytes of all blocks of the fake accelerator."""
+    library = _library()
+    library.fake_device_allocated.restype = ctypes.c_uint64
+    return int(library.fake_device_allocated())
+
+
+def limit_memory(size: int) -> None:
+    """Let the fake accelerator allocate no block beyond as many bytes of all blocks."""
+    _library().fake_device_limit(ctypes.c_uint64(size))
+
+
 def break_device(broken: bool) -> None:
     """Let waits for events fail from now on, or no longer."""
     _library().fake_device_break(ctypes.c_bool(broken))

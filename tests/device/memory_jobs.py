@@ -6,8 +6,9 @@ from itertools import permutations
 from pathlib import Path
 from typing import Any
 
-from tests.device.counting import break_device, copied, event_waits
-from tests.device.running import device
+from tests.device.counting import allocated_bytes, break_device, copied, event_waits, limit_memory
+from tests.device.running import FAKE, device
+from tests.harness import tiny
 
 _SHAPE = (6, 4, 5)
 _CASTS = [("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "float32"), ("int64", "int64")]
@@ -220,3 +221,78 @@ def fill_while_computing() -> list[float]:
     paddle.device.synchronize(device())
     found: list[float] = tensor.numpy().tolist()
     return found
+
+
+def save_and_load_while_weights_arrive(root: str) -> list[list[str]]:
+    """Save and load a model whose weights arrive on a stream of communication, as late as they may.
+
+    Args:
+        root: an empty directory.
+    Returns:
+        the names of weights that a checkpoint has, or a load leaves, with other numbers than it should.
+    """
+    import numpy as np
+    import paddle
+
+    import paddleformers_fc
+
+    paddle.set_device(device())
+    directory = Path(root)
+    args = tiny.training_arguments(tiny.SINGLE.to_json(), str(directory / "unused"), device=device())
+    model = tiny.build("llama", tiny.SINGLE.to_json(), args)
+    names = dict(model.named_parameters())
+    received = {name: np.full(tensor.shape, 7, np.float32) for name, tensor in names.items()}
+    older = {name: tensor.cpu().numpy() for name, tensor in names.items()}
+    communication = (
+        paddle.device.Stream(paddle.CustomPlace(device(), 0)) if device() == FAKE else paddle.device.Stream()
+    )
+
+    def receive(arrays: dict[str, Any]) -> list[Any]:
+        host = {name: paddle.to_tensor(array, place=paddle.CPUPlace()) for name, array in arrays.items()}
+        with paddle.no_grad(), paddle.device.stream_guard(communication):
+            for name, tensor in names.items():
+                tensor.copy_(host[name], False)
+        return list(host.values())  # Until they have arrived.
+
+    kept = receive(received)
+    paddleformers_fc.save(directory / "saved", model)
+    saved = paddleformers_fc.open(directory / "saved")
+    torn = [one.name for one in saved.tensors() if not (saved.read(one.name) == 7).all()]
+    kept += receive(older)
+    paddleformers_fc.load(directory / "saved", model)
+    paddle.device.synchronize()
+    left = [name for name, tensor in names.items() if not (tensor.cpu().numpy() == 7).all()]
+    return [torn, left]
+
+
+def save_and_load_on_a_full_device(root: str, spare: int) -> dict[str, Any]:
+    """Save and load where the device has hardly any memory left.
+
+    Args:
+        root: an empty directory.
+        spare: bytes that may still be allocated.
+    Returns:
+        the bytes of the model, whether a tensor beyond the limit was allocated, and the weights that differ at the end.
+    """
+    import paddle
+
+    import paddleformers_fc
+
+    paddle.set_device(device())
+    args = tiny.training_arguments(tiny.SINGLE.to_json(), str(Path(root) / "unused"), device=device())
+    model = tiny.build("llama", tiny.SINGLE.to_json(), args, hidden_size=256, vocab_size=4096)
+    before = {name: tensor.cpu().numpy() for name, tensor in model.named_parameters()}
+    paddle.device.empty_cache()
+    limit_memory(allocated_bytes() + spare)
+    try:
+        paddle.zeros([spare], dtype="float32")
+        refused = False
+    except OSError:
+        refused = True
+    paddleformers_fc.save(Path(root) / "saved", model)
+    with paddle.no_grad():
+        for tensor in model.parameters():
+            tensor.fill_(0.0)
+    paddleformers_fc.load(Path(root) / "saved", model)
+    changed = [name for name, one in model.named_parameters() if one.cpu().numpy().tobytes() != before[name].tobytes()]
+    return {"bytes": sum(one.nbytes for one in before.values()), "refused": refused, "changed": changed}

@@ -71,3 +71,18 @@ def test_a_shard_beyond_the_staging_memory_is_read_in_pieces(device_ranks: Ranks
 def test_a_load_waits_for_the_computation_before_it(device_ranks: Ranks) -> None:
     (found,) = device_ranks.run("tests.device.memory_jobs:fill_while_computing", 1).values
     assert found == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
+
+
+def test_weights_that_are_still_being_received_are_waited_for(device_ranks: Ranks, tmp_path: Path) -> None:
+    (found,) = device_ranks.run(
+        "tests.device.memory_jobs:save_and_load_while_weights_arrive", 1, {"root": str(tmp_path)}
+    ).values
+    assert found == [[], []]
+
+
+@pytest.mark.skipif(device() != FAKE, reason="a real accelerator has no limit that a test can set")
+def test_a_save_and_a_load_need_no_memory_of_a_device_for_tensors(device_ranks: Ranks, tmp_path: Path) -> None:
+    job = {"root": str(tmp_path), "spare": MIB}
+    (found,) = device_ranks.run("tests.device.memory_jobs:save_and_load_on_a_full_device", 1, job).values
+    assert found["bytes"] > 8 * MIB
+    assert (found["refused"], found["changed"]) == (True, [])

@@ -143,12 +143,14 @@ def evaluated(
 def evaluated_before_weights_arrive(**settings: Any) -> dict[str, Any]:
     """As :func:`evaluated`, with an export at the end, on ranks that receive nothing before they wait for it.
 
-    A device with streams may receive the weights of an overlapped broadcast as late. With gloo they arrive at once.
+    A device with streams may receive the weights of an overlapped broadcast or gather as late. With gloo they arrive
+    at once.
     """
     import paddle
+    from paddle.base import core
 
     pending: list[Any] = []
-    broadcast = paddle.distributed.broadcast
+    broadcast, gather = paddle.distributed.broadcast, core.ProcessGroupGloo.all_gather
 
     class Arrival:
         def __init__(self, receive: Any) -> None:
@@ -163,11 +165,17 @@ def evaluated_before_weights_arrive(**settings: Any) -> dict[str, Any]:
         arrival = Arrival(lambda: broadcast(tensor, src, group, True))
         return arrival.wait() if sync_op else arrival
 
+    def begin_gather(group: Any, part: Any, whole: Any, *more: Any, **named: Any) -> Any:
+        if more or named:  # Not the call by which sharding stage 1 v2 receives its parameters.
+            return gather(group, part, whole, *more, **named)
+        return Arrival(lambda: gather(group, part, whole).wait())
+
     def synchronize() -> None:
         while pending:
             pending.pop(0).wait()
 
     paddle.distributed.broadcast, paddle.device.synchronize = begin, synchronize
+    core.ProcessGroupGloo.all_gather = begin_gather
     return evaluated(**settings)
 
 

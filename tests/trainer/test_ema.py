@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -204,14 +205,25 @@ def test_an_evaluation_has_the_averaged_weights_and_training_continues_as_before
     assert averaged["evaluated"][1] > plain["evaluated"][1]
 
 
-def test_weights_that_are_received_in_the_next_pass_are_waited_for(ranks: ForkServer, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("layout", "option", "arguments"),
+    [
+        (SD2V1, "stage1_broadcast_overlap", {"flex_ema_evaluate": True, **AVERAGE}),
+        (SD2V1, "stage1_broadcast_overlap", {"flex_async_save": True}),
+        (half(SD2V2), "stage1_allgather_overlap", {"flex_ema_evaluate": True, **AVERAGE}),
+        (half(SD2V2), "stage1_allgather_overlap", {"flex_async_save": True}),
+    ],
+    ids=["broadcast-average", "broadcast-async", "gather-average", "gather-async"],
+)
+def test_weights_that_are_received_in_the_next_pass_are_waited_for(
+    ranks: ForkServer, tmp_path: Path, layout: MatrixLayout, option: str, arguments: dict[str, Any]
+) -> None:
     found = []
     steps = {"eval_steps": 2, "save_steps": 3, "max_steps": 5}  # Evaluation, save and export at a step of their own.
     for name, overlap in (("evaluated", False), ("evaluated_before_weights_arrive", True)):
-        arguments = {**steps, "flex_ema_evaluate": True, **AVERAGE}
-        given = {"layout": SD2V1.to_json(), "output_dir": str(tmp_path / name)}
-        arguments["stage1_broadcast_overlap"] = overlap
-        values = ranks.run(f"{EMA_JOBS}:{name}", 2, {**given, "arguments": arguments}).values
+        given = {"layout": layout.to_json(), "output_dir": str(tmp_path / name)}
+        given["arguments"] = {**steps, **arguments, option: overlap}
+        values = ranks.run(f"{EMA_JOBS}:{name}", 2, given).values
         stored = [list(canonical_digests(tmp_path / name / one)) for one in ("checkpoint-3", "exported")]
         found.append((values, stored))
     assert found[0] == found[1]
@@ -359,3 +371,11 @@ def test_tied_parameters_are_averaged_on_every_stage_that_holds_them(
         assert digests(loaded) == digests(sixth)
     found = swap(ranks, layout, tmp_path / "swapped", **given)
     assert all(rank["before"] == rank["after"] != rank["inside"] for rank in found)
+
+
+def test_options_that_receive_weights_in_passes_are_found_in_paddlenlps_text() -> None:
+    from paddleformers_fc.trainer import live_roles
+
+    texts = ["enable_stage1_broadcast_overlap", "split_param enable_stage1_allgather_overlap", "enable_stage2_overlap"]
+    assert all(live_roles.receives_in_passes(SimpleNamespace(sharding_parallel_config=text)) for text in texts)
+    assert not live_roles.receives_in_passes(SimpleNamespace(sharding_parallel_config="split_param enable_overlap"))

@@ -3,6 +3,9 @@
 // Memory: a device address is a page without any access right; its numbers live elsewhere (behind()). Whatever touches
 // it but a copy of this file is a segmentation fault.
 //
+// There is a limit, beyond which no block is allocated, and a block that is given back is poisoned at once, also for
+// work that has not begun.
+//
 // Time: work on a stream is as late as it may be. A stream's thread begins when something waits for it, by the stream,
 // an event or the device; never before. So a host that reads a target too early finds the old numbers, and a host that
 // reuses a source too early sends the new ones, every time. All host memory counts as page-locked: no asynchronous copy
@@ -15,6 +18,7 @@
 
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <cstdio>
@@ -33,6 +37,7 @@ namespace {
 
 constexpr size_t kPage = 4096;
 constexpr size_t kMemory = size_t{8} << 30;
+constexpr int kPoison = 0xA5;
 
 enum Way { kToDevice, kToHost, kInside };
 std::atomic<uint64_t> counts[6];  // bytes by way; then the asynchronous ones of them by way
@@ -51,6 +56,7 @@ struct Block {
 
 std::mutex blocks_mutex;
 std::map<uintptr_t, Block> blocks;  // by device address
+size_t allocated = 0, limit = kMemory;  // bytes
 
 // ---- Streams. Never deleted: events of a destroyed stream may still be asked.
 
@@ -242,10 +248,12 @@ C_Status stream_wait_event(const C_Device, C_Stream stream, C_Event event) {
 
 C_Status allocate(const C_Device, void** address, size_t size) {
   size_t rounded = size == 0 ? kPage : (size + kPage - 1) / kPage * kPage;
+  std::lock_guard<std::mutex> lock(blocks_mutex);
+  if (allocated + rounded > limit) return C_FAILED;
   void* guarded = mmap(nullptr, rounded, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   void* numbers = mmap(nullptr, rounded, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (guarded == MAP_FAILED || numbers == MAP_FAILED) return C_FAILED;
-  std::lock_guard<std::mutex> lock(blocks_mutex);
+  allocated += rounded;
   blocks[reinterpret_cast<uintptr_t>(guarded)] = Block{rounded, static_cast<char*>(numbers)};
   *address = guarded;
   return C_SUCCESS;
@@ -259,7 +267,9 @@ C_Status deallocate(const C_Device, void* address, size_t) {
     if (found == blocks.end()) return C_ERROR;
     block = found->second;
     blocks.erase(found);
+    allocated -= block.size;
     munmap(address, block.size);
+    memset(block.numbers, kPoison, block.size);
   }
   release(block);
   return C_SUCCESS;
@@ -307,7 +317,9 @@ C_Status device_list(size_t* devices) {
 }
 
 C_Status memory_stats(const C_Device, size_t* total, size_t* available) {
-  *total = *available = kMemory;
+  std::lock_guard<std::mutex> lock(blocks_mutex);
+  *total = limit;
+  *available = limit - std::min(limit, allocated);
   return C_SUCCESS;
 }
 
@@ -362,6 +374,18 @@ extern "C" void fake_device_counts(uint64_t* out) {
 
 // How often the host has waited for an event that was not there yet, which holds the lock of Python's interpreter.
 extern "C" uint64_t fake_device_event_waits() { return event_waits; }
+
+// Bytes of all blocks.
+extern "C" uint64_t fake_device_allocated() {
+  std::lock_guard<std::mutex> lock(blocks_mutex);
+  return allocated;
+}
+
+// From now on no block is allocated beyond as many bytes of all blocks.
+extern "C" void fake_device_limit(uint64_t bytes) {
+  std::lock_guard<std::mutex> lock(blocks_mutex);
+  limit = bytes;
+}
 
 // From now on every query and wait of an event that was not there yet fails, as after an error of a device.
 extern "C" void fake_device_break(bool broken) { is_broken = broken; }
