@@ -1,0 +1,115 @@
+"""Saves, crashes, resumes and rotations on a file server whose metadata is slow, stale, or cannot be synced."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.harness.on_ranks import run_on_ranks
+from tests.harness.tiny import DP2, MatrixLayout
+from tests.trainer.jobs import flex_trainer
+from verification.forkserver import ForkServer
+
+STEPS = {"save_steps": 1, "save_total_limit": 2, "logging_steps": 1}
+SLOW = {"FLEX_SLOW_MS": "1", "FLEX_SLOW_STALE_MS": "3000"}
+
+
+def train(
+    layout: MatrixLayout,
+    output_dir: Path,
+    steps: int,
+    environment: dict[str, str],
+    expected: list[float] | None = None,
+    fails_at: int | None = None,
+    dies_at: int | None = None,
+) -> None:
+    """Train on a rank, from the newest checkpoint, with a save at every step.
+
+    Args:
+        environment: of the library, for paths below ``output_dir``.
+        expected: the losses of the last steps.
+        fails_at: the step whose files cannot be synced.
+        dies_at: the step at whose first rename rank 0 is killed.
+    """
+    from paddleformers.trainer import TrainerCallback
+
+    from paddleformers_fc.errors import FlexError
+
+    os.environ.update({"FLEX_SLOW_ROOT": str(output_dir), **environment})
+
+    class Break(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == fails_at:
+                os.environ["FLEX_SLOW_FSYNC"] = str(output_dir)
+            if state.global_step == dies_at and args.process_index == 0:
+                os.rename = lambda *_: os._exit(9)
+
+    arguments = {**STEPS, "max_steps": steps}
+    trainer = flex_trainer(layout.to_json(), str(output_dir), arguments, callbacks=[Break()])
+    resume = any(output_dir.glob("checkpoint-*")) or None
+    if fails_at is not None:
+        with pytest.raises(FlexError, match="Input/output error"):
+            trainer.train(resume_from_checkpoint=resume)
+        assert trainer.state.global_step == fails_at
+        return
+    trainer.train(resume_from_checkpoint=resume)
+    assert expected is None or trainer.losses == expected
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(
+        path.name for path in directory.iterdir() if path.name.startswith("checkpoint") or "stag" in path.name
+    )
+
+
+def losses(ranks: ForkServer, output_dir: Path, steps: int) -> list[float]:
+    job = {"layout": DP2.to_json(), "output_dir": str(output_dir), "arguments": {**STEPS, "max_steps": steps}}
+    return list(ranks.run("tests.trainer.jobs:run", DP2.nproc, job).values[0]["losses"])
+
+
+def test_a_run_on_slow_and_stale_metadata_rotates_and_resumes(
+    ranks: ForkServer, slow_ranks: ForkServer, tmp_path: Path
+) -> None:
+    expected = losses(ranks, tmp_path / "plain", 6)
+    output_dir = tmp_path / "slow"
+    given = {"layout": DP2, "output_dir": output_dir, "environment": SLOW}
+    run_on_ranks(slow_ranks, DP2.nproc, train, **given, steps=4, expected=expected[:4])
+    assert names(output_dir) == ["checkpoint-3", "checkpoint-4"]
+    run_on_ranks(slow_ranks, DP2.nproc, train, **given, steps=6, expected=expected[4:])
+    assert names(output_dir) == ["checkpoint-5", "checkpoint-6"]
+
+
+def test_files_that_cannot_be_synced_leave_the_older_checkpoints(
+    ranks: ForkServer, slow_ranks: ForkServer, tmp_path: Path
+) -> None:
+    expected = losses(ranks, tmp_path / "plain", 4)
+    output_dir = tmp_path / "failing"
+    given = {"layout": DP2, "output_dir": output_dir, "environment": {}}
+    run_on_ranks(slow_ranks, DP2.nproc, train, **given, steps=4, fails_at=3)
+    assert names(output_dir) == ["checkpoint-1", "checkpoint-2"]
+    run_on_ranks(slow_ranks, DP2.nproc, train, **given, steps=4, expected=expected[2:])
+
+
+def test_a_crash_in_a_commit_on_slow_metadata_is_resumed(
+    ranks: ForkServer, slow_ranks: ForkServer, tmp_path: Path
+) -> None:
+    expected = losses(ranks, tmp_path / "plain", 4)
+    output_dir = tmp_path / "crashed"
+    given = {"layout": DP2.to_json(), "output_dir": str(output_dir), "environment": SLOW, "steps": 4}
+    job = slow_ranks.attempt("tests.slow.test_metadata:die", DP2.nproc, {**given, "dies_at": 3})
+    assert job.returncodes[0] == 9
+    assert names(output_dir)[:2] == ["checkpoint-1", "checkpoint-2"]
+    run_on_ranks(
+        slow_ranks, DP2.nproc, train, **{**given, "layout": DP2, "output_dir": output_dir, "expected": expected[2:]}
+    )
+    assert names(output_dir) == ["checkpoint-3", "checkpoint-4"]
+
+
+def die(layout: dict[str, Any], output_dir: str, **settings: Any) -> None:
+    """As :func:`train`, as a job of which a rank dies."""
+    from tests.harness.tiny import layout_from
+
+    train(layout_from(layout), Path(output_dir), **settings)
