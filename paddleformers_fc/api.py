@@ -35,10 +35,10 @@ from paddleformers_fc.execute.export import ExportReport, export_opened, refuse_
 from paddleformers_fc.execute.merging import refuse_other_base
 from paddleformers_fc.execute.verify import Verification, verify_checkpoint
 from paddleformers_fc.formats import OpenedCheckpoint, open_checkpoint
+from paddleformers_fc.formats.adapters import config_of_base, refuse_rewriting, require_adapters
 from paddleformers_fc.formats.checkpoint import TIED_WAYS, with_role, with_tied
 from paddleformers_fc.formats.huggingface import DEFAULT_MAX_SHARD_BYTES, open_huggingface
 from paddleformers_fc.formats.inspection import JobFacts, RoleFacts, job_facts, role_facts
-from paddleformers_fc.formats.peft import config_of_base, refuse_rewriting, require_adapters
 from paddleformers_fc.formats.registry import (
     EXPORTED,
     SAVED,

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from paddleformers_fc.errors import NotACheckpoint, OptionError
+from paddleformers_fc.formats.adapters import ADAPTER_CONFIG_NAME, LORA_CONFIG_NAME, PADDLEFORMERS_LORA, PEFT
 from paddleformers_fc.formats.checkpoint import CONFIG_NAME, MAPPING_NAME, ExportWriter, Format, OpenedCheckpoint
 from paddleformers_fc.formats.distcp_writer import DISTCP_WRITER
 from paddleformers_fc.formats.flex import FLEX, open_flex
@@ -18,8 +19,6 @@ from paddleformers_fc.formats.huggingface import HUGGINGFACE, INDEX_NAME, SINGLE
 from paddleformers_fc.formats.legacy.per_rank_formats import LEGACY_HYBRID, SHARDING_IO
 from paddleformers_fc.formats.legacy.unified import UNIFIED
 from paddleformers_fc.formats.paddle_distcp import PADDLE_DISTCP
-from paddleformers_fc.formats.paddleformers_lora import LORA_CONFIG_NAME, PADDLEFORMERS_LORA
-from paddleformers_fc.formats.peft import ADAPTER_CONFIG_NAME, PEFT
 from paddleformers_fc.formats.stock_run import read_run
 from paddleformers_fc.layout.roles import MODEL_STATE, ROLES
 from paddleformers_fc.storage.files import exists, list_directory

@@ -15,8 +15,7 @@ import paddleformers_fc
 from paddleformers_fc.errors import Corrupt, FlexError, FormatError, MappingError, MismatchError, OptionError
 from paddleformers_fc.families import ModelDescription, bind, enumerate_tensors, family_for
 from paddleformers_fc.families.description import Adapters, is_adapter, shared_inputs, with_adapters
-from paddleformers_fc.formats.paddleformers_lora import open_paddleformers_lora
-from paddleformers_fc.formats.peft import open_peft
+from paddleformers_fc.formats.adapters import open_paddleformers_lora, open_peft
 from tests.cli.support import run
 from verification.matrix.tiny import keys
 
