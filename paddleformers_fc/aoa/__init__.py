@@ -1,13 +1,12 @@
 """Paddle's AOA language: statements that relate the tensors of two sides.
 
 :func:`read_config` parses the statements, :func:`evaluate` gives their mapping between real tensors, which is then
-proved like any other. :func:`render` writes a mapping as text that Paddle's own engine evaluates alike. The language is
+proved like any other. :func:`render` writes rules as text that Paddle's own engine evaluates alike. The language is
 described in ``docs/aoa.md``.
 """
 
 from paddleformers_fc.aoa.evaluate import assigned_names, evaluate, parse, parse_config
-from paddleformers_fc.aoa.rendering import normal, render
-from paddleformers_fc.aoa.runs import Hints
+from paddleformers_fc.aoa.rendering import Hints, normal, render, with_ties
 from paddleformers_fc.aoa.syntax import Program, read_config
 from paddleformers_fc.aoa.values import AoaTensor, Tensors, uncut
 
@@ -24,4 +23,5 @@ __all__ = [
     "read_config",
     "render",
     "uncut",
+    "with_ties",
 ]

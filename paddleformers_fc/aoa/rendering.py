@@ -1,73 +1,67 @@
-"""Render a mapping as AOA text: few statements with placeholders where that is exact, whole names elsewhere.
+"""Render rules as AOA text: few statements with placeholders where that is exact, whole names elsewhere.
 
-The text is parsed again and compared, box by box; text with another mapping is never returned. Layers that are alike
-are rendered and verified once (:mod:`.runs`). Linear in the names, and in the correspondences of one layer of each
-kind, up to sorting.
+A rule is one statement where the language has its layout, and in general a split into equal parts, which are named as
+an array and joined again. Statements of several layers or experts that differ only in their numbers become one. The
+text is evaluated again and compared, box by box; text with another mapping is never returned. Linear in the names and
+in the boxes, up to sorting.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from graphlib import CycleError, TopologicalSorter
+from math import gcd, prod
 
-from paddleformers_fc.aoa.components import Component, Inexpressible, SourceView, connected, ordered, oriented
+from msgspec import structs
+
 from paddleformers_fc.aoa.evaluate import parse
-from paddleformers_fc.aoa.names import NameIndex
-from paddleformers_fc.aoa.runs import Hints, reduce_layers
-from paddleformers_fc.aoa.statement_text import StatementWriter, Text, compacted, name_fault
+from paddleformers_fc.aoa.names import EXPERT, LAYER, NameIndex
+from paddleformers_fc.aoa.operations import FusedOrder
 from paddleformers_fc.aoa.values import AoaTensor
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.mapping.boxes import Shape
-from paddleformers_fc.mapping.correspondences import Correspondence, TensorMapping, TensorSpec, coalesced
+from paddleformers_fc.mapping.correspondences import NEW_AXIS, Correspondence, TensorMapping, TensorSpec, coalesced
 from paddleformers_fc.mapping.folding import fold
+from paddleformers_fc.mapping.rules import PartRun, PartsByTensor, Rule, RuleSet, interleave, parts_by_tensor
 
-_ASIDE = "_kept"
+FFN, QKV, PER_HEAD = FusedOrder.FFN.value, FusedOrder.QKV_PER_RANK.value, FusedOrder.QKV.value
 _SHOWN = 20
-_REMOVED = TensorSpec((1,), "float32")
+_MOST_PARTS = 4096
+_SUFFIX = re.compile(r"[\^\[].*")
+_LAST = re.compile(r"[0-9]+\Z")
+_NUMBER = re.compile(r"(?<=\.)([0-9]+)(?=[.^\[]|\Z)")
+_CHOICES = ((0, 1), (1,), (0,))
+"""The positions of numbers that become placeholders; those that combine most statements come first."""
+
+Cuts = Mapping[str, Shape]
+"""The number of shards of tensors on each axis."""
+
+_Numbers = tuple[str, ...]
 
 
-def render(mapping: TensorMapping, hints: Hints | None = None, *, reverse: bool = False) -> list[str]:
-    """Return the statements of a mapping, from its sources to its targets.
-
-    Equal names without a change have no statement: the language maps them implicitly.
+@dataclass(frozen=True)
+class Hints:
+    """Facts that rules do not contain.
 
     Args:
-        mapping: a mapping that was proved.
-        hints: numbers of shards and heads; without them no statement depends on the ranks.
-        reverse: write the statements from the targets to the sources instead.
-    Returns:
-        statements that Paddle's own engine evaluates to this mapping.
-    Raises:
-        MappingError: with everything that the language does not express.
+        per_rank: targets whose fused layout is per shard, even of a single one: ``fused_ffn`` or ``fused_qkv_old``.
+        heads: numbers of query heads and of kv heads, for layouts that are fused per rank.
+        left: the number of shards of canonical tensors on each axis; others have one.
     """
-    hints = hints or Hints()
-    reduced = reduce_layers(mapping, hints)
-    if reduced is not None:
-        # If one layer cannot be rendered, the error lists all of them.
-        with contextlib.suppress(MappingError):
-            statements = _directed(reduced.mapping, hints, reverse)
-            if reduced.holds_for_all(statements):
-                return statements
-    return _directed(mapping, hints, reverse)
+
+    per_rank: Mapping[str, str] = field(default_factory=dict)
+    heads: tuple[int, int] | None = None
+    left: Cuts = field(default_factory=dict)
 
 
-def _directed(mapping: TensorMapping, hints: Hints, reverse: bool) -> list[str]:
-    if reverse:
-        return _rendered(mapping.reversed(), replace(hints, left=hints.right, right=hints.left))
-    return _rendered(mapping, hints)
-
-
-def _rendered(mapping: TensorMapping, hints: Hints) -> list[str]:
-    """Render the statements of a mapping, from its sources to its targets, and verify them by parsing."""
-    components, refused = _components(mapping)
-    statements = [f"{name} -> _" for name in sorted(mapping.dropped)]
-    statements += [f"_ -> {name}" for name in sorted(mapping.fresh)]
-    refused += [fault for name in sorted(mapping.dropped | mapping.fresh) if (fault := name_fault(name)) is not None]
-    statements += _statements(components, mapping, hints, refused)
-    _raise_refused(refused)
-    _verify(statements, mapping, hints)
-    return statements
+def with_ties(rules: RuleSet) -> TensorMapping:
+    """Return the mapping of rules, with tied aliases as unfilled targets: they share their owner's memory."""
+    mapping, aliases = rules.mapping(), sorted(rules.aliases)
+    specs = {name: rules.targets[name] for name in aliases}
+    return replace(mapping, targets={**mapping.targets, **specs}, fresh=mapping.fresh.union(aliases))
 
 
 def normal(mapping: TensorMapping) -> set[Correspondence]:
@@ -75,83 +69,316 @@ def normal(mapping: TensorMapping) -> set[Correspondence]:
     return {item for items in mapping.by_target.values() for item in coalesced(items)}
 
 
-def _components(mapping: TensorMapping) -> tuple[list[Component], list[str]]:
-    found: list[Component] = []
-    refused: list[str] = []
-    for items in connected(mapping):
+def render(rules: RuleSet, hints: Hints | None = None, *, reverse: bool = False) -> list[str]:
+    """Return the statements of rules, from canonical tensors to those of a model.
+
+    Equal names without a change have no statement: the language maps them implicitly.
+
+    Args:
+        rules: rules that were proved, with the shards of their targets.
+        hints: numbers of heads, and layouts per shard; without them no statement depends on the ranks.
+        reverse: write the statements from the model to canonical tensors instead.
+    Returns:
+        statements that Paddle's own engine evaluates to the mapping of the rules.
+    Raises:
+        MappingError: with everything that the language does not express.
+    """
+    hints, mapping = hints or Hints(), with_ties(rules)
+    cuts: tuple[Cuts, Cuts] = (hints.left, rules.cuts)
+    if reverse:
+        mapping, cuts = mapping.reversed(), cuts[::-1]
+    writer = _Writer(hints, cuts, (*mapping.sources, *mapping.targets))
+    components: list[_Component] = []
+    faults: list[str] = []
+    for one in _directed(rules.rules, reverse):
         try:
-            found.append(oriented(items, mapping))
-        except Inexpressible as reason:
-            refused.append(str(reason))
-    return found, refused
-
-
-def _statements(components: list[Component], mapping: TensorMapping, hints: Hints, refused: list[str]) -> list[str]:
-    """Render all components, in an order in which no name is overwritten before it is read."""
-    order = ordered(components)
-    taken = frozenset((*mapping.sources, *mapping.targets))
-    index = NameIndex(mapping.sources)
-    writer = StatementWriter(hints, taken)
-    copies = [_copies(writer, components[place], taken, refused) for place in order.copied]
-    statements = compacted(copies, index)
-    for rank in (order.free, *order.ranks):
-        statements += compacted([_component_texts(writer, components[place], refused) for place in rank], index)
-    for place in order.copied:
-        component = components[place]
-        texts = _component_texts(StatementWriter(_aside_hints(hints, component), taken), _aside(component), refused)
-        statements += [str(text) for text in texts]
+            components.append(_Component(one, tuple(text for rule in one for text in writer.texts(rule))))
+        except _Inexpressible as reason:
+            faults.append(str(reason))
+    _refuse(faults)
+    statements = [f"{name} -> _" for name in sorted(mapping.dropped)]
+    statements += [f"_ -> {name}" for name in sorted(mapping.fresh)]
+    statements += _in_order([one for one in components if one.texts], NameIndex(mapping.sources))
+    _verify(statements, mapping, cuts)
     return statements
 
 
-def _component_texts(writer: StatementWriter, component: Component, refused: list[str]) -> list[Text]:
-    faults = [fault for name in (*component.sources, *component.targets) if (fault := name_fault(name)) is not None]
-    if faults:
-        refused += faults
-        return []
+class _Inexpressible(Exception):
+    """A relation that no statement of the language expresses; the text describes it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Text:
+    """One statement in writing: names that are read, names that are written, and attributes, which may be empty."""
+
+    left: tuple[str, ...]
+    right: tuple[str, ...]
+    attributes: str = ""
+
+    def __str__(self) -> str:
+        text = f"{', '.join(self.left)} -> {', '.join(self.right)}"
+        return f"{text}, {self.attributes}" if self.attributes else text
+
+
+@dataclass(frozen=True, slots=True)
+class _Component:
+    """Rules that share tensors with no other rule, in order, and their statements."""
+
+    rules: tuple[Rule, ...]
+    texts: tuple[_Text, ...]
+
+
+def _directed(rules: Iterable[Rule], reverse: bool) -> Iterator[tuple[Rule, ...]]:
+    """Yield the rules of each component in the direction of the statements, without slabs."""
+    stacks: dict[str, list[Rule]] = {}
+    for rule in rules:
+        if rule.slab is None:
+            yield (_reversed(rule) if reverse else rule,)
+        else:
+            stacks.setdefault(rule.targets[0], []).append(rule)
+    for found in stacks.values():
+        made = _unstacked(found)
+        yield tuple(map(_reversed, made[::-1])) if reverse else tuple(made)
+
+
+def _unstacked(rules: Sequence[Rule]) -> list[Rule]:
+    """Return rules that join the same part of all experts, and one that joins these parts as those of an expert."""
+    first, slabs = rules[0], [rule.slab for rule in rules if rule.slab is not None]
+    (stack,), lengths = first.targets, tuple(slab.stop - slab.start for slab in slabs)
+    moves = len(first.sources) == 1 and first.source_blocks == first.target_blocks
+    names = first.targets if moves else tuple(f"{stack}_{part}" for part in range(len(first.sources)))
+    made = [
+        Rule(tuple(rule.sources[part] for rule in rules), (name,), lengths, slabs[0].axis, first.axes)
+        for part, name in enumerate(names)
+    ]
+    whole = structs.replace(first, sources=names, axes=tuple(range(len(first.axes))), slab=None)
+    return made if moves else [*made, whole]
+
+
+def _reversed(rule: Rule) -> Rule:
+    """Return the rule from the targets of a rule to its sources; one with a new axis is never written."""
+    if NEW_AXIS in rule.axes:
+        return rule
+    axes = tuple(map(rule.axes.index, range(len(rule.axes))))
+    blocks = rule.target_blocks, rule.source_blocks
+    return Rule(rule.targets, rule.sources, rule.parts, rule.axes[rule.axis], axes, *blocks, rule.cast)
+
+
+class _Writer:
+    """Writes the statements of rules.
+
+    Args:
+        hints: heads, and layouts per shard.
+        cuts: shards of the left side and of the right side.
+        taken: names of all tensors of both sides, which those of Paddle's heads must not repeat.
+    """
+
+    def __init__(self, hints: Hints, cuts: tuple[Cuts, Cuts], taken: Iterable[str]) -> None:
+        self._hints = hints
+        self._left, self._right = cuts
+        self._stems = {_LAST.sub("", name) for name in taken if name[-1].isdecimal()}
+
+    def texts(self, rule: Rule) -> list[_Text]:
+        """Return the statements of a rule; none for equal names."""
+        sources, targets, axes = rule.sources, rule.targets, rule.axes
+        if NEW_AXIS in axes:
+            raise _Inexpressible(f"{targets[0]}: the language neither adds nor removes an axis")
+        if min(len(sources), len(targets)) > 1:
+            raise _Inexpressible(f"{targets[0]}: one rule has several names on both sides")
+        if rule.cast is not None:
+            raise _Inexpressible(f"{targets[0]}: conversions of dtypes are not written")
+        sides = parts_by_tensor(len(sources), rule.parts), parts_by_tensor(len(targets), rule.parts)
+        runs, by_rank = _runs(*sides, rule.source_blocks, rule.target_blocks), self._by_rank(rule)
+        moves = len(runs) == 1 and not by_rank
+        left, before = sources, list[_Text]()
+        if axes != tuple(range(len(axes))):
+            if axes == tuple(reversed(range(len(axes)))):
+                left = tuple(f"{name}^T" for name in sources)
+                # Paddle loses the number of shards of a tensor that such a statement reads transposed.
+                if by_rank and len(sources) == 1:
+                    left, before = sources, [_Text(left, sources)]
+            elif moves:
+                return [_Text(sources, targets, f'permute="{list(axes)}"')]
+            else:
+                before = [_Text((name,), (name,), f'permute="{list(axes)}"') for name in sources]
+        if moves:
+            return [_Text(left, targets)] if left != targets else []
+        attributes = by_rank or self._by_lengths(rule, runs)
+        return [*before, _Text(left, targets, attributes)] if attributes else [*before, *self._parts(rule, runs, left)]
+
+    def _by_rank(self, rule: Rule) -> str:
+        """Return the attributes of gate and up, or of query, key and value, in one group per shard."""
+        lengths, joined, divided = rule.lengths, len(rule.sources) > 1, len(rule.targets) > 1
+        if {len(rule.sources), len(rule.targets)} - {1, len(lengths)}:
+            return ""
+        read = 1 if joined else _shards(self._left.get(rule.sources[0]), rule.axes[rule.axis])
+        written = 1 if divided else _shards(self._right.get(rule.targets[0]), rule.axis)
+        known = self._hints.per_rank
+        kinds = {known[name] for name in (*rule.sources, *rule.targets) if name in known}
+        if (read, written) != (rule.source_blocks, rule.target_blocks) or (read == written == 1 and not kinds):
+            return ""
+        if len(lengths) == 2 and lengths[0] == lengths[1] and kinds <= {FFN}:
+            return _with_axis(FFN, rule.axis)
+        # Separate query, key and value are written per kv head, which is independent of the number of ranks.
+        if len(lengths) != 3 or self._hints.heads is None or not (QKV in kinds or joined == divided):
+            return ""
+        heads, groups = self._hints.heads
+        head = lengths[0] // heads
+        shared = all(count % rounds == 0 for count in (heads, groups) for rounds in (read, written))
+        if not shared or lengths != (heads * head, groups * head, groups * head):
+            return ""
+        return _with_axis(f"{QKV}, num_heads={heads}, num_key_value_groups={groups}", rule.axis)
+
+    def _by_lengths(self, rule: Rule, runs: Sequence[PartRun]) -> str:
+        """Return the attributes of a join, of an even split, or of query, key and value per kv head."""
+        joins = len(rule.targets) == 1
+        several = rule.sources if joins else rule.targets
+        if len(runs) == len(several) and (joins or len({run.length for run in runs}) == 1):
+            return f"axis={rule.axis}"
+        # Paddle names the heads of a part by the name of the part and their number.
+        if len(several) != 3 or len(rule.lengths) != 3 or not self._stems.isdisjoint(several):
+            return ""
+        groups = heads = rule.target_blocks if joins else rule.source_blocks
+        query, key, value = rule.lengths
+        if key == value and query % key == 0:
+            heads = query // key * groups
+        elif not joins:
+            return ""
+        return _with_axis(f"{PER_HEAD}, num_heads={heads}, num_key_value_groups={groups}", rule.axis)
+
+    def _parts(self, rule: Rule, runs: Sequence[PartRun], left: tuple[str, ...]) -> Iterator[_Text]:
+        """Yield the general case: equal parts as long as possible, named as arrays, and joined again."""
+        axis, counts, units = f"axis={rule.axis}", list[int](), list[int]()
+        for at, name in enumerate(rule.sources):
+            own = [run for run in runs if run.source == at]
+            units.append(gcd(*(place for run in own for place in (run.in_source, run.length))))
+            counts.append(sum(run.length for run in own) // units[at])
+            if counts[at] > _MOST_PARTS:
+                raise _Inexpressible(f"{name}: the language has equal splits only, and this one has {counts[at]} parts")
+            if counts[at] > 1:
+                yield _Text((left[at],), (f"{name}[0:{counts[at]}]",), axis)
+
+        def stretch(run: PartRun) -> str:
+            begin, end = (place // units[run.source] for place in (run.in_source, run.in_source + run.length))
+            return f"{rule.sources[run.source]}[{begin}:{end}]" if counts[run.source] > 1 else left[run.source]
+
+        for at, target in enumerate(rule.targets):
+            own = [run for run in runs if run.target == at]
+            several = sum(run.length // units[run.source] for run in own) > 1
+            yield _Text(tuple(map(stretch, own)), (target,), axis if several else "")
+
+
+@lru_cache(maxsize=1024)
+def _runs(sources: PartsByTensor, targets: PartsByTensor, source_blocks: int, target_blocks: int) -> list[PartRun]:
+    """Return the stretches of the parts, ordered by target and merged if adjacent on both sides."""
+    merged: list[PartRun] = []
+    runs = interleave(sources, targets, source_blocks, target_blocks)
+    for run in sorted(runs, key=lambda one: (one.target, one.in_target)):
+        last = merged[-1] if merged else run
+        if (last.source, last.target, last.in_source + last.length) == (run.source, run.target, run.in_source):
+            merged[-1] = replace(last, length=last.length + run.length)
+        else:
+            merged.append(run)
+    return merged
+
+
+def _shards(cuts: Shape | None, axis: int) -> int:
+    """Return the number of shards along an axis; 0 if another axis is cut, which no statement expresses."""
+    if cuts is None:
+        return 1
+    return 0 if prod(cuts) != cuts[axis] else cuts[axis]
+
+
+def _with_axis(attributes: str, axis: int) -> str:
+    """Return the attributes with the axis, unless it is the default 1."""
+    return attributes if axis == 1 else f"{attributes}, axis={axis}"
+
+
+def _in_order(components: Sequence[_Component], index: NameIndex) -> list[str]:
+    """Return all statements, in an order in which no name is overwritten before it is read."""
+    reader = {name: place for place, one in enumerate(components) for rule in one.rules for name in rule.sources}
+    sorter: TopologicalSorter[int] = TopologicalSorter()
+    for place, one in enumerate(components):
+        written = [name for rule in one.rules for name in rule.targets]
+        sorter.add(place, *({reader[name] for name in written if name in reader} - {place}))
     try:
-        return writer.statements(component)
-    except Inexpressible as reason:
-        refused.append(str(reason))
-        return []
+        sorter.prepare()
+    except CycleError as error:
+        names = [components[place].rules[0].sources[0] for place in error.args[1]]
+        _refuse([f"names change places: {', '.join(names)}"])
+    statements: list[str] = []
+    while sorter.is_active():
+        ready = sorter.get_ready()
+        statements += _compacted([components[place].texts for place in sorted(ready)], index)
+        sorter.done(*ready)
+    return statements
 
 
-def _copies(writer: StatementWriter, component: Component, taken: frozenset[str], refused: list[str]) -> list[Text]:
-    """Write oriented copies of a component's sources under other names."""
-    texts: list[Text] = []
-    for name, orientation in component.views.items():
-        if name + _ASIDE in taken:
-            refused.append(f"{name}: is overwritten before it is read, and {name}{_ASIDE} is not free")
-        try:
-            view = writer.source_text(name, orientation, texts)
-        except Inexpressible as reason:
-            refused.append(str(reason))
-            continue
-        texts.append(Text((view,), (name + _ASIDE,)))
-    return texts
+def _compacted(components: Sequence[tuple[_Text, ...]], index: NameIndex) -> list[str]:
+    """Return as few statements as possible for all components.
+
+    Placeholders take their numbers from the tensors that match the first name, in all combinations. Statements are
+    combined only if these tensors are exactly theirs.
+
+    Args:
+        components: the statements of every component.
+        index: the names of the left side.
+    Returns:
+        statements, in the order of the components; those of one component keep their order.
+    """
+    placed: dict[int, Sequence[_Text]] = {}
+    waiting = list(range(len(components)))
+    for positions in _CHOICES:
+        groups: dict[tuple[_Text, ...], dict[_Numbers, int]] = {}
+        for place in waiting:
+            numbers, texts = _patterned(components[place], positions)
+            if numbers:
+                groups.setdefault(texts, {})[numbers] = place
+        done: set[int] = set()
+        for texts, members in groups.items():
+            exact = [_is_exact(text, members.keys(), index) for text in texts]
+            if exact[0]:
+                done.update(members.values())
+                placed[min(members.values())] = [
+                    statement
+                    for at, text in enumerate(texts)
+                    for statement in ([text] if exact[at] else [components[place][at] for place in members.values()])
+                ]
+        waiting = [place for place in waiting if place not in done]
+    placed |= {place: components[place] for place in waiting}
+    return [str(text) for place in sorted(placed) for text in placed[place]]
 
 
-def _aside(component: Component) -> Component:
-    """Return the component with copies of its sources."""
-    return Component(
-        {name + _ASIDE: shape for name, shape in component.sources.items()},
-        component.targets,
-        {name + _ASIDE: SourceView(tuple(range(len(shape)))) for name, shape in component.sources.items()},
-        tuple(replace(piece, source=piece.source + _ASIDE) for piece in component.pairs),
-    )
+def _is_exact(text: _Text, numbers: Collection[_Numbers], index: NameIndex) -> bool:
+    """Return whether a statement with placeholders stands for exactly these numbers."""
+    if prod(len(set(column)) for column in zip(*numbers, strict=True)) != len(numbers):
+        return False
+    matched = index.matches(_SUFFIX.sub("", text.left[0]))
+    return len(matched) == len(numbers) and {found for _, found in matched} == numbers
 
 
-def _aside_hints(hints: Hints, component: Component) -> Hints:
-    cuts = {
-        name + _ASIDE: tuple(hints.left[name][axis] for axis in view.axes)
-        for name, view in component.views.items()
-        if name in hints.left
-    }
-    per_rank = {name + _ASIDE: hints.per_rank[name] for name in component.sources if name in hints.per_rank}
-    return replace(hints, left={**hints.left, **cuts}, per_rank={**hints.per_rank, **per_rank})
+def _patterned(texts: tuple[_Text, ...], positions: tuple[int, ...]) -> tuple[_Numbers, tuple[_Text, ...]]:
+    """Return the numbers at these positions, none if names differ in them, and the statements with placeholders."""
+    first, places = _NUMBER.split(texts[0].left[0]), [2 * position + 1 for position in positions]
+    if len(first) <= places[-1]:
+        return (), texts
+    numbers = tuple(first[place] for place in places)
+    expert = EXPERT if len(places) > 1 or first[places[0] - 1].endswith("experts.") else LAYER
+
+    def holed(name: str) -> str:
+        pieces = _NUMBER.split(name)
+        if tuple(pieces[place] for place in places if place < len(pieces)) != numbers:
+            return ""
+        for place, hole in zip(places, (LAYER, expert)[-len(places) :], strict=True):
+            pieces[place] = hole
+        return "".join(pieces)
+
+    found = [replace(text, left=tuple(map(holed, text.left)), right=tuple(map(holed, text.right))) for text in texts]
+    return () if any("" in (*text.left, *text.right) for text in found) else numbers, tuple(found)
 
 
-def _raise_refused(refused: Iterable[str]) -> None:
-    evidence = fold(dict.fromkeys(refused))
+def _refuse(faults: Iterable[str]) -> None:
+    evidence = fold(dict.fromkeys(faults))
     if evidence:
         raise MappingError(
             "The AOA language does not express this mapping.",
@@ -160,29 +387,24 @@ def _raise_refused(refused: Iterable[str]) -> None:
         )
 
 
-def _verify(statements: list[str], mapping: TensorMapping, hints: Hints) -> None:
-    """Refuse text that is evaluated to another mapping."""
-    left = _tensors(mapping.sources, hints.left)
-    for name in mapping.dropped:
-        left.setdefault(name, AoaTensor(_REMOVED.shape, _REMOVED.dtype, (1,)))
-    right = _tensors(mapping.targets, hints.right)
-    evidence: tuple[str, ...] = ()
+def _verify(statements: list[str], mapping: TensorMapping, cuts: tuple[Cuts, Cuts]) -> None:
+    """Refuse text that is evaluated to another mapping, or that is invalid because of a name."""
+    unread = dict.fromkeys(mapping.dropped | mapping.fresh, TensorSpec((1,), "float32"))
+    left, right = _tensors({**unread, **mapping.sources}, cuts[0]), _tensors({**unread, **mapping.targets}, cuts[1])
     try:
         back = parse(statements, left, right)
     except MappingError as error:
-        evidence = error.evidence
-    else:
-        if normal(back) != normal(mapping) or (back.fresh, back.dropped) != (mapping.fresh, mapping.dropped):
-            evidence = (*statements[:_SHOWN], "is evaluated to another mapping")
-    if evidence:
+        _refuse(error.evidence)
+        raise
+    if normal(back) != normal(mapping) or (back.fresh, back.dropped) != (mapping.fresh, mapping.dropped):
         raise MappingError(
             "The AOA text of this mapping is evaluated to another mapping.",
-            evidence=evidence,
+            evidence=statements[:_SHOWN],
             next_step="Report this fault of the package. Only the text is missing.",
         )
 
 
-def _tensors(specs: Mapping[str, TensorSpec], cuts: Mapping[str, Shape]) -> dict[str, AoaTensor]:
+def _tensors(specs: Mapping[str, TensorSpec], cuts: Cuts) -> dict[str, AoaTensor]:
     return {
         name: AoaTensor(spec.shape, spec.dtype, cuts.get(name, (1,) * len(spec.shape))) for name, spec in specs.items()
     }

@@ -32,7 +32,7 @@ from paddleformers_fc.families.declarations import DIVIDED, Family, Geometry, Ta
 from paddleformers_fc.families.description import ModelDescription
 from paddleformers_fc.families.registry import tiny_models
 from paddleformers_fc.formats.registry import require_config
-from paddleformers_fc.mapping import RuleSet, TensorMapping
+from paddleformers_fc.mapping import RuleSet
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.files import is_directory
 from paddleformers_fc.storage.paths import refuse_empty
@@ -55,15 +55,7 @@ def aoa_text(
     """
     known = list(tensors)
     rules = replace(bind(family, model, known), cuts={tensor.name: tensor.cuts for tensor in known})
-    return render(with_ties(rules), _hints(family, model, rules), reverse=reverse)
-
-
-def with_ties(rules: RuleSet) -> TensorMapping:
-    """Return the mapping of a model, with tied aliases as unfilled targets: they share their owner's memory."""
-    mapping = rules.mapping()
-    aliases = {tie.alias for tie in rules.ties}
-    specs = {name: rules.targets[name] for name in sorted(aliases)}
-    return replace(mapping, targets={**mapping.targets, **specs}, fresh=mapping.fresh | aliases)
+    return render(rules, _hints(family, model, rules), reverse=reverse)
 
 
 def _hints(family: Family, model: ModelDescription, rules: RuleSet) -> Hints:
@@ -72,7 +64,6 @@ def _hints(family: Family, model: ModelDescription, rules: RuleSet) -> Hints:
     index = TargetIndex((one, _PER_RANK.get(one.geometry)) for one in family.statements if one.stack is None)
     per_rank = {name: kind for name in rules.targets for kind in index.find(name)[0] if kind is not None}
     return Hints(
-        right=rules.cuts,
         per_rank=per_rank,
         heads=(sizes.length("heads"), sizes.length("kv_heads")) if known else None,
     )

@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
-from paddleformers_fc.aoa import AoaTensor, uncut
+from paddleformers_fc.aoa import AoaTensor, uncut, with_ties
 from paddleformers_fc.families import FAMILIES, Family, ModelDescription, ModelTensor, bind, enumerate_tensors
 from paddleformers_fc.families.registry import tiny_models
-from paddleformers_fc.formats.aoa_statements import with_ties
-from paddleformers_fc.mapping import Shape, TensorMapping, TensorSpec
+from paddleformers_fc.mapping import RuleSet, Shape, TensorMapping, TensorSpec
 
 DEGREES = (1, 2, 4)
 NAMES = tuple(family.name for family in FAMILIES)
@@ -38,6 +37,7 @@ class Model:
     family: Family
     described: ModelDescription
     tensors: tuple[ModelTensor, ...]
+    rules: RuleSet
     mapping: TensorMapping
 
     @property
@@ -51,4 +51,5 @@ def model(name: str, degree: int) -> Model:
     family = next(family for family in FAMILIES if family.name == name)
     described = tiny_models(family)[0]
     tensors = tuple(tensor.under(tp=degree) for tensor in enumerate_tensors(family, described))
-    return Model(family, described, tensors, with_ties(bind(family, described, tensors)))
+    rules = bind(family, described, tensors)
+    return Model(family, described, tensors, rules, with_ties(rules))

@@ -7,7 +7,7 @@ import pytest
 from paddleformers_fc.aoa import Hints, normal, parse, render
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.formats.aoa_statements import aoa_statements, aoa_text
-from paddleformers_fc.mapping import TensorMapping, prove
+from paddleformers_fc.mapping import Rule, RuleSet, TensorMapping, prove
 from tests.aoa import stock
 from tests.aoa.spaces import DEGREES, NAMES, Model, model, side_of
 from tests.mapping.numbers import moved, numbered
@@ -57,15 +57,31 @@ def test_paddle_reads_the_text_from_one_degree_to_another_as_the_composition(
 ) -> None:
     before, after = model(name, source), model(name, target)
     mapping = before.mapping.reversed().then(after.mapping)
-    statements = render(mapping, hints_between(before, after))
+    statements = render(rules_between(before, after, mapping), hints_between(before, after))
     agree(statements, mapping, side_of(mapping.sources, before.cuts), side_of(mapping.targets, after.cuts))
 
 
+def rules_between(before: Model, after: Model, mapping: TensorMapping) -> RuleSet:
+    """The rules of the composition: fused tensors interleave their parts in other groups, and all others are equal."""
+    rules: dict[str, Rule] = {}
+    for one, other in zip(before.rules.rules, after.rules.rules, strict=True):
+        groups = (one.target_blocks, other.target_blocks)
+        if groups[0] != groups[1]:
+            (name,) = other.targets
+            rules[name] = Rule((name,), (name,), other.parts, other.axis, tuple(range(len(other.axes))), *groups)
+            continue
+        for name in other.targets:
+            shape = mapping.targets[name].shape
+            rules[name] = Rule((name,), (name,), shape[:1], 0, tuple(range(len(shape))))
+    fresh, dropped = tuple(mapping.fresh), tuple(mapping.dropped)
+    return RuleSet(mapping.targets, tuple(rules.values()), fresh=fresh, dropped=dropped, cuts=after.cuts)
+
+
 def hints_between(before: Model, after: Model) -> Hints:
-    """Shards of both models, and the heads that distinguish query and key."""
+    """Shards of the first model, and the heads that distinguish query and key."""
     heads, groups = after.described.config.get("num_attention_heads"), after.described.config.get("num_key_value_heads")
     known = isinstance(heads, int) and isinstance(groups, int)
-    return Hints(before.cuts, after.cuts, heads=(heads, groups) if known else None)  # type: ignore[arg-type]
+    return Hints(heads=(heads, groups) if known else None, left=before.cuts)  # type: ignore[arg-type]
 
 
 PER_RANK = ("qwen3_5", "qwen3_5_moe")
