@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from paddleformers_fc.distributed.channel import Bytes, Channel
+from paddleformers_fc.distributed.channel import NO_HEAD, Bytes, Channel, Payload
 from paddleformers_fc.errors import FlexError, PeerError
 from paddleformers_fc.execute.digest import TensorDigest, canonical_digests
 from paddleformers_fc.execute.export import export_checkpoint
@@ -329,9 +329,10 @@ class _ThreadChannel:
         """Number of ranks."""
         return len(self.table.given)
 
-    def all_gather(self, payload: bytes) -> list[bytes]:
+    def gather(self, doing: str, payload: bytes, head: bytes = NO_HEAD, to: int | None = None) -> list[Payload] | None:
         """Return every rank's payload, by rank."""
-        return self.table.meet(self.rank, payload)
+        everyone = self.table.meet(self.rank, (head, payload))
+        return None if len({other for other, _ in everyone}) > 1 else [given for _, given in everyone]
 
     def all_to_all(self, outgoing: Mapping[int, Bytes], sizes: Mapping[int, int]) -> dict[int, Bytes]:
         """Return the messages of some ranks for this one."""

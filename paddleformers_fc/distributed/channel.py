@@ -1,33 +1,39 @@
 """Exchange typed messages between all ranks of a job, and raise the same error on all of them.
 
-A :class:`Channel` has two operations. In ``all_gather`` every rank gives bytes and gets the bytes of every rank. In
+A :class:`Channel` has two operations. ``gather`` gives the bytes of every rank to all ranks, or to some. In
 ``all_to_all`` ranks give bytes to some others, in sizes that all ranks have agreed on. No message is a pickle.
 
 :func:`gather_and_keep` runs work on every rank, encodes its message, exchanges, and decodes the messages of all ranks.
 If the work fails on any rank, all ranks raise the same error, so no rank waits in a collective for a failed one.
-:func:`all_gather_checked` is the form without a local result, :func:`run_on_all` the form without a message. The first
-exchange of an operation carries :class:`ConsistencyFacts`: digests that must be equal on all ranks. :func:`broadcast`
-gives the bytes of one rank to some others.
+:func:`all_gather_checked` is the form without a local result, :func:`run_on_all` the form without a message, and
+:func:`broadcast` the form in which one rank has a message for all. The first exchange of an operation carries
+:class:`ConsistencyFacts`: digests that must be equal on all ranks.
 
-Cost of one exchange: an all-gather of a frame of 1 KiB, and a second all-gather of the padded payloads if one is longer
-than a frame. An all-to-all carries exactly the bytes.
+Cost of an exchange: one sum of 12 bytes per rank, 48 KiB at 4,096 ranks, which contain the length of each message, and
+a digest of what the rank is doing. Messages follow without padding: in a broadcast if one rank has a message, in a sum
+towards one rank if only that rank needs them, otherwise in a sum on all ranks. Rings and trees of the backend carry
+sums, so no rank opens a connection to thousands of others, as a gather by point-to-point messages would. An exchange is
+rejected before memory is allocated if its messages have more than :data:`MOST_BYTES` together; longer ones are carried
+in rounds, so that a buffer on a device stays small. If any rank fails, a second exchange carries the errors.
 
 Format ranks for reports: a thousand of them in one line.
 
 A channel for a thread beside the training, over a gloo group of its own.
 
 Its messages are in host memory, so its exchanges launch nothing on a device. Gloo has no all-to-all, and here it is an
-all-gather: every rank gets the bytes of all. A save sends such messages only if ranks write onto several disks.
+exchange: every rank gets the bytes of all. A save sends such messages only if ranks write onto several disks.
 """
 
 from __future__ import annotations
 
 import re
+import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar, cast
 
 import msgspec
 import numpy as np
+import xxhash
 
 from paddleformers_fc.errors import CheckpointError, FlexError, PeerError, from_wire
 
@@ -81,8 +87,18 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 _M = TypeVar("_M")
 _T = TypeVar("_T")
 
-_LENGTH_BYTES = 8
-_FRAME_ROOM = 1016
+MOST_BYTES = 48 << 20
+"""Most bytes of the messages of all ranks in one exchange."""
+
+_ROUND_BYTES = 4 << 20
+_FRAME = struct.Struct("<I8s")
+_LONGEST = 0xFFFFFFFF
+NO_HEAD = bytes(8)
+"""The head of an exchange whose ranks need no comparison."""
+_REPORT_HEAD = b"\xff" * 8
+"""The head of an exchange of errors."""
+
+Payload = bytes | memoryview
 
 
 class Channel(Protocol):
@@ -96,8 +112,17 @@ class Channel(Protocol):
     def world_size(self) -> int:
         """Number of ranks."""
 
-    def all_gather(self, payload: bytes) -> list[bytes]:
-        """Return the payload of every rank, by rank. Every rank must call."""
+    def gather(self, doing: str, payload: bytes, head: bytes = NO_HEAD, to: int | None = None) -> list[Payload] | None:
+        """Return the payload of every rank, by rank. Every rank must call.
+
+        Args:
+            doing: description of the exchange, for errors.
+            payload: that of this rank, of any length.
+            head: eight bytes. If they are not equal on all ranks, no payload is exchanged, and None is returned.
+            to: the only rank that needs the payloads; other ranks may get empty ones.
+        Raises:
+            PeerError: the same on every rank: the payloads are too large.
+        """
 
     def all_to_all(self, outgoing: Mapping[int, Bytes], sizes: Mapping[int, int]) -> dict[int, Bytes]:
         """Send bytes to some ranks and receive bytes from some. Every rank must call.
@@ -121,23 +146,21 @@ class ConsistencyFacts(Protocol):
         """Return the error for ranks whose digests differ. Every rank must call."""
 
 
-class _RankMessage(msgspec.Struct):
-    """The message of one rank.
+class _RankReport(msgspec.Struct):
+    """What one rank reports if an exchange fails.
 
     Args:
         doing: description of the work.
-        result: the encoded result of the work; empty after an error.
         error: the error in wire form; empty after success.
         digest: of the consistency facts; empty without them.
     """
 
     doing: str
-    result: bytes = b""
     error: str = ""
     digest: bytes = b""
 
 
-_rank_messages = msgspec.msgpack.Decoder(_RankMessage)
+_rank_reports = msgspec.msgpack.Decoder(_RankReport)
 
 
 class LocalChannel:
@@ -146,7 +169,7 @@ class LocalChannel:
     rank = 0
     world_size = 1
 
-    def all_gather(self, payload: bytes) -> list[bytes]:
+    def gather(self, doing: str, payload: bytes, head: bytes = NO_HEAD, to: int | None = None) -> list[Payload]:
         """Return this rank's payload."""
         return [payload]
 
@@ -159,18 +182,93 @@ ALONE = LocalChannel()
 """The channel of one process. It has no state, so it is shared."""
 
 
-class PaddleChannel:
+class CollectiveChannel:
+    """A channel that exchanges payloads by one operation on arrays, :meth:`unite`.
+
+    Args:
+        rank: this rank.
+        world_size: number of ranks.
+    """
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
+
+    def unite(self, array: Bytes, source: int | None, to: int | None) -> Bytes:
+        """Return the sum of an array of every rank, in which at most one rank has set each byte.
+
+        Args:
+            array: that of this rank; all have the same length.
+            source: the only rank whose array is not zero; None if there may be several.
+            to: the only rank that needs the sum; None if all do.
+        """
+        raise NotImplementedError
+
+    def gather(self, doing: str, payload: bytes, head: bytes = NO_HEAD, to: int | None = None) -> list[Payload] | None:
+        """Return the payload of every rank, as :meth:`Channel.gather`."""
+        own = np.zeros((self.world_size, _FRAME.size), np.uint8)
+        own[self.rank] = np.frombuffer(_FRAME.pack(min(len(payload), _LONGEST), head), np.uint8)
+        frames = list(_FRAME.iter_unpack(self.unite(own.reshape(-1), None, None).data))
+        if len({other for _, other in frames}) > 1:
+            return None
+        ends = np.cumsum([0, *(length for length, _ in frames)])
+        _check_sizes(doing, ends)
+        holders = [rank for rank, (length, _) in enumerate(frames) if length]
+        source = holders[0] if len(holders) == 1 else None
+        if to is not None and source == to:
+            everything: Payload = payload if self.rank == to else b""
+        else:
+            everything = self._in_rounds(payload, ends, source, to)
+        if to not in (None, self.rank):
+            return [b""] * self.world_size
+        rows = memoryview(everything)
+        return [rows[low:high] for low, high in zip(ends[:-1], ends[1:], strict=True)]
+
+    def _in_rounds(self, payload: bytes, ends: Bytes, source: int | None, to: int | None) -> Payload:
+        """Return the payloads of all ranks in one."""
+        total, first = int(ends[-1]), int(ends[self.rank])
+        received = np.empty(total if to in (None, self.rank) else 0, np.uint8)
+        for low in range(0, total, _ROUND_BYTES):
+            array = np.zeros(min(_ROUND_BYTES, total - low), np.uint8)
+            part = np.frombuffer(payload, np.uint8)[max(low - first, 0) : max(low - first + array.size, 0)]
+            array[max(first - low, 0) :][: part.size] = part
+            united = self.unite(array, source, to)
+            received[low : low + array.size] = united[: received.size]
+        return received.data
+
+
+def _check_sizes(doing: str, ends: Bytes) -> None:
+    """Refuse messages that do not fit into memory, before it is allocated."""
+    sizes = np.diff(ends)
+    if ends[-1] > MOST_BYTES:
+        raise PeerError(
+            f"The messages of {sizes.size} ranks for {doing} have more than {MOST_BYTES:,} bytes together.",
+            where=f"a job of {sizes.size} ranks",
+            evidence=[f"rank {sizes.argmax()} has the longest, of {sizes.max():,} bytes; all have {ends[-1]:,}"],
+            next_step="Report this with the size of the model and the layout of the job.",
+        )
+
+
+class PaddleChannel(CollectiveChannel):
     """All ranks of a running Paddle job, over its default group."""
 
     def __init__(self) -> None:
         import paddle.distributed as dist
 
-        self.rank = int(dist.get_rank())
-        self.world_size = int(dist.get_world_size())
+        super().__init__(int(dist.get_rank()), int(dist.get_world_size()))
 
-    def all_gather(self, payload: bytes) -> list[bytes]:
-        """Return the payload of every rank, by one or two all-gathers of bytes."""
-        return gather_payloads(payload, self._all_gather)
+    def unite(self, array: Bytes, source: int | None, to: int | None) -> Bytes:
+        """Return the sum of an array of every rank by one collective, and one copy from a device."""
+        import paddle
+        import paddle.distributed as dist
+
+        tensor = paddle.to_tensor(array)
+        if source is not None:
+            dist.broadcast(tensor, src=source)
+        elif to is not None:
+            dist.reduce(tensor, dst=to)
+        else:
+            dist.all_reduce(tensor)
+        return tensor.numpy() if to in (None, self.rank) else array
 
     def all_to_all(self, outgoing: Mapping[int, Bytes], sizes: Mapping[int, int]) -> dict[int, Bytes]:
         """Send and receive bytes by one all-to-all."""
@@ -195,38 +293,6 @@ class PaddleChannel:
     def _ranks(self) -> range:
         return range(self.world_size)
 
-    def _all_gather(self, array: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
-        import paddle
-        import paddle.distributed as dist
-
-        gathered: list[Any] = []
-        dist.all_gather(gathered, paddle.to_tensor(array))
-        return [tensor.numpy() for tensor in gathered]
-
-
-def gather_payloads(payload: bytes, all_gather: Callable[[Bytes], list[Bytes]]) -> list[bytes]:
-    """Return the payload of every rank, by one or two all-gathers.
-
-    Args:
-        payload: that of this rank, of any length.
-        all_gather: returns the array of every rank, by rank; all have the same length.
-    """
-    length = len(payload).to_bytes(_LENGTH_BYTES, "little")
-    frames = all_gather(_pad(length + payload[:_FRAME_ROOM], _LENGTH_BYTES + _FRAME_ROOM))
-    lengths = [int.from_bytes(frame[:_LENGTH_BYTES].tobytes(), "little") for frame in frames]
-    longest = max(lengths)
-    if longest <= _FRAME_ROOM:
-        rows = [frame[_LENGTH_BYTES:] for frame in frames]
-    else:
-        rows = all_gather(_pad(payload, longest))
-    return [row[:length].tobytes() for row, length in zip(rows, lengths, strict=True)]
-
-
-def _pad(data: bytes, size: int) -> Bytes:
-    padded = np.zeros(size, np.uint8)
-    padded[: len(data)] = np.frombuffer(data, np.uint8)
-    return padded
-
 
 def job_channel() -> Channel:
     """Return the unguarded channel of the running job."""
@@ -241,6 +307,7 @@ def gather_and_keep(
     work: Callable[[], tuple[_M, _T]],
     kind: type[_M],
     consistency: ConsistencyFacts | None = None,
+    to: int | None = None,
 ) -> tuple[list[_M], _T]:
     """Run work on every rank, and return the messages of all ranks if it succeeded on all of them.
 
@@ -251,50 +318,114 @@ def gather_and_keep(
         kind: type of the message; anything that msgspec encodes.
         consistency: facts that must be equal on all ranks. A mismatch takes precedence over other errors. The work must
             change nothing persistent.
+        to: the only rank that needs the messages; all ranks if None.
     Returns:
-        the messages by rank, and this rank's local result.
+        the messages by rank, none where they are not needed, and this rank's local result.
     Raises:
         FlexError: the same on every rank: facts differ, descriptions differ, or the errors of the ranks that failed.
     """
-    failure: Exception | None = None
-    kept: _T | None = None
-    sent = _RankMessage(escape_text(doing))
-    try:
+
+    def encoded() -> tuple[bytes, _T]:
         message, kept = work()
-        sent.result = msgspec.msgpack.encode(message)
-    except Exception as error:  # The other ranks wait in the exchange below, so every error must be sent.
-        failure, sent.error = error, _wire_form(error, sent.doing)
-    if consistency is not None and channel.world_size > 1:
-        try:
-            sent.digest = consistency.digest
-        except Exception as error:  # As above; an error of the work takes precedence.
-            failure, sent.error = failure or error, sent.error or _wire_form(error, sent.doing)
-    everyone = [_decode(payload) for payload in channel.all_gather(msgspec.msgpack.encode(sent))]
-    if consistency is not None and all(one.digest for one in everyone) and len({one.digest for one in everyone}) > 1:
-        raise consistency.mismatch_error(channel) from failure
-    descriptions = [one.doing for one in everyone]
-    if len(set(descriptions)) > 1:
-        raise PeerError(
-            "The ranks are not doing the same thing.",
-            where=f"a job of {channel.world_size} ranks",
-            evidence=[group_by_value(descriptions)],
-            next_step="Start every rank with the same software, arguments and data, so that all save together.",
-        ) from failure
-    refuse_failed(channel, [one.error for one in everyone], failure)
+        return msgspec.msgpack.encode(message), kept
+
+    payloads, kept = _agree(channel, doing, encoded, consistency, to)
     decoder = msgspec.msgpack.Decoder(kind)
-    return [decoder.decode(one.result) for one in everyone], cast("_T", kept)
+    return [decoder.decode(one) for one in payloads] if to in (None, channel.rank) else [], kept
 
 
 def all_gather_checked(
-    channel: Channel, doing: str, work: Callable[[], _M], kind: type[_M], consistency: ConsistencyFacts | None = None
+    channel: Channel,
+    doing: str,
+    work: Callable[[], _M],
+    kind: type[_M],
+    consistency: ConsistencyFacts | None = None,
+    to: int | None = None,
 ) -> list[_M]:
     """Return the messages of all ranks, as :func:`gather_and_keep`."""
-    return gather_and_keep(channel, doing, lambda: (work(), None), kind, consistency)[0]
+    return gather_and_keep(channel, doing, lambda: (work(), None), kind, consistency, to)[0]
 
 
 def run_on_all(channel: Channel, doing: str, work: Callable[[], _T], consistency: ConsistencyFacts | None = None) -> _T:
     """Return this rank's result if the work succeeded on all ranks, as :func:`gather_and_keep`."""
-    return gather_and_keep(channel, doing, lambda: (None, work()), type(None), consistency)[1]
+    return _agree(channel, doing, lambda: (b"", work()), consistency)[1]
+
+
+def broadcast(
+    channel: Channel,
+    doing: str,
+    work: Callable[[], _M],
+    kind: type[_M],
+    consistency: ConsistencyFacts | None = None,
+    source: int = 0,
+) -> _M:
+    """Run work on one rank, and return its result on all ranks.
+
+    Args:
+        channel: all ranks; every rank must call.
+        doing: description of the work, as for :func:`gather_and_keep`.
+        work: returns the message; called on ``source``.
+        kind: type of the message; anything that msgspec encodes.
+        consistency: as for :func:`gather_and_keep`.
+        source: the rank that has the message, equal on every rank.
+    Raises:
+        FlexError: the same on every rank, as :func:`gather_and_keep`.
+    """
+
+    def encoded() -> tuple[bytes, None]:
+        return msgspec.msgpack.encode(work()) if channel.rank == source else b"", None
+
+    payloads, _ = _agree(channel, doing, encoded, consistency)
+    return msgspec.msgpack.decode(payloads[source], type=kind)
+
+
+def _agree(
+    channel: Channel,
+    doing: str,
+    work: Callable[[], tuple[bytes, _T]],
+    consistency: ConsistencyFacts | None,
+    to: int | None = None,
+) -> tuple[list[Payload], _T]:
+    """Run work on every rank, and return the payloads of all ranks if it succeeded on all of them."""
+    failure: Exception | None = None
+    kept: _T | None = None
+    payload = b""
+    report = _RankReport(escape_text(doing))
+    try:
+        payload, kept = work()
+    except Exception as error:  # The other ranks wait in the exchange below, so every error must be sent.
+        failure, report.error = error, _wire_form(error, report.doing)
+    if consistency is not None and channel.world_size > 1:
+        try:
+            report.digest = consistency.digest
+        except Exception as error:  # As above; an error of the work takes precedence.
+            failure, report.error = failure or error, report.error or _wire_form(error, report.doing)
+    head = NO_HEAD if failure else xxhash.xxh3_64_digest(f"{report.doing}\0".encode() + report.digest)
+    payloads = channel.gather(doing, b"" if failure else payload, head, to)
+    if payloads is None or failure is not None:
+        raise _disagreement(channel, report, consistency) from failure
+    return payloads, cast("_T", kept)
+
+
+def _disagreement(channel: Channel, report: _RankReport, consistency: ConsistencyFacts | None) -> FlexError:
+    """Return the error of ranks of which one has failed or does something else. Every rank must call."""
+    if len(report.error) > MOST_BYTES // (2 * channel.world_size):
+        what = from_wire(report.error).what
+        report.error = PeerError(what, next_step="Read the whole error in the log of that rank.").to_wire()
+    gathered = channel.gather(report.doing, msgspec.msgpack.encode(report), _REPORT_HEAD)
+    everyone = [_rank_reports.decode(payload) for payload in gathered or ()]
+    if consistency is not None and all(one.digest for one in everyone) and len({one.digest for one in everyone}) > 1:
+        return consistency.mismatch_error(channel)
+    descriptions = [one.doing for one in everyone]
+    if len(set(descriptions)) != 1:
+        return PeerError(
+            "The ranks are not doing the same thing.",
+            where=f"a job of {channel.world_size} ranks",
+            evidence=[group_by_value(descriptions) or f"not every rank is {report.doing}"],
+            next_step="Start every rank with the same software, arguments and data, so that all save together.",
+        )
+    failed = {rank: from_wire(one.error) for rank, one in enumerate(everyone) if one.error}
+    return _merge_errors(failed, channel.world_size)
 
 
 def _wire_form(error: Exception, doing: str) -> str:
@@ -319,40 +450,6 @@ def refuse_failed(channel: Channel, errors: Sequence[str], cause: BaseException 
     failed = {rank: from_wire(text) for rank, text in enumerate(errors) if text}
     if failed:
         raise _merge_errors(failed, channel.world_size) from cause
-
-
-def broadcast(channel: Channel, data: bytes, size: int, members: Sequence[int]) -> bytes:
-    """Send one rank's bytes to some others, along a binary tree.
-
-    Args:
-        channel: all ranks; every rank must call.
-        data: the bytes; read on the first member only.
-        size: number of bytes, equal on all ranks.
-        members: the sender, then the receivers.
-    Returns:
-        the bytes on every member; empty on other ranks.
-    """
-    place = members.index(channel.rank) if channel.rank in members else None
-    received = np.frombuffer(data if place == 0 else b"", np.uint8)
-    having = 1
-    while having < len(members):
-        outgoing: dict[int, Bytes] = {}
-        sizes: dict[int, int] = {}
-        if place is not None and place < having and place + having < len(members):
-            outgoing[members[place + having]] = received
-        if place is not None and having <= place < 2 * having:
-            sizes[members[place - having]] = size
-        received = next(iter(channel.all_to_all(outgoing, sizes).values()), received)
-        having *= 2
-    return received.tobytes()
-
-
-def _decode(payload: bytes) -> _RankMessage:
-    """Decode the message of a rank; one of another version counts as another description."""
-    try:
-        return _rank_messages.decode(payload)
-    except msgspec.MsgspecError:
-        return _RankMessage("something that cannot be understood here")
 
 
 def _merge_errors(failed: dict[int, FlexError], world_size: int) -> FlexError:
@@ -418,7 +515,7 @@ def _without_path(error: FlexError) -> tuple[type[FlexError], str, tuple[str, ..
 _messages = msgspec.msgpack.Decoder(dict[int, bytes])
 
 
-class HostChannel:
+class HostChannel(CollectiveChannel):
     """All ranks of a job.
 
     Args:
@@ -426,23 +523,20 @@ class HostChannel:
     """
 
     def __init__(self, group: Any) -> None:
-        self.rank, self.world_size = int(group.rank()), int(group.size())
+        super().__init__(int(group.rank()), int(group.size()))
         self._group = group
 
-    def all_gather(self, payload: bytes) -> list[bytes]:
-        """Return the payload of every rank, by one or two all-gathers of bytes."""
-        return gather_payloads(payload, self._all_gather)
-
     def all_to_all(self, outgoing: Mapping[int, Bytes], sizes: Mapping[int, int]) -> dict[int, Bytes]:
-        """Send and receive bytes by an all-gather."""
+        """Send and receive bytes by an exchange of all."""
         sent = msgspec.msgpack.encode({receiver: data.tobytes() for receiver, data in outgoing.items()})
-        everyone = self.all_gather(sent)
+        everyone = self.gather("exchanging bytes", sent) or []
         return {sender: np.frombuffer(_messages.decode(everyone[sender])[self.rank], np.uint8) for sender in sizes}
 
-    def _all_gather(self, array: Bytes) -> list[Bytes]:
+    def unite(self, array: Bytes, source: int | None, to: int | None) -> Bytes:
+        """Return the sum of an array of every rank, in host memory."""
         import paddle
 
-        place = paddle.CPUPlace()
-        gathered = [paddle.empty([array.size], dtype="uint8", device=place) for _ in range(self.world_size)]
-        self._group.all_gather(gathered, paddle.to_tensor(array, place=place), True).wait()
-        return [tensor.numpy() for tensor in gathered]
+        tensor = paddle.to_tensor(array, place=paddle.CPUPlace())
+        self._group.all_reduce(tensor, paddle.base.core.ReduceOp.SUM, True).wait()
+        united: Bytes = tensor.numpy()
+        return united

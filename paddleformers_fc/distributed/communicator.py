@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 
-from paddleformers_fc.distributed.channel import Bytes, Channel
+from paddleformers_fc.distributed.channel import NO_HEAD, Bytes, Channel, Payload
 from paddleformers_fc.distributed.liveness import KEY_PREFIX, KVStore, Liveness
 from paddleformers_fc.errors import FlexError, PeerError
 
@@ -51,14 +51,14 @@ class Communicator:
         self._patience = patience
         self._liveness = None if store is None else Liveness(store, self.rank, self.world_size, patience, prefix)
 
-    def all_gather(self, payload: bytes) -> list[bytes]:
+    def gather(self, doing: str, payload: bytes, head: bytes = NO_HEAD, to: int | None = None) -> list[Payload] | None:
         """Return the payload of every rank, by rank.
 
         Raises:
             PeerError: see :meth:`.Liveness.guard`.
         """
         with self._guard():
-            return self._channel.all_gather(payload)
+            return self._channel.gather(doing, payload, head, to)
 
     def all_to_all(self, outgoing: Mapping[int, Bytes], sizes: Mapping[int, int]) -> dict[int, Bytes]:
         """Send and receive bytes.

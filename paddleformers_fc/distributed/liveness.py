@@ -113,6 +113,8 @@ class Liveness:
         self.wait_for_all()
         try:
             yield
+        except FlexError:  # Of all ranks.
+            raise
         except Exception as error:  # The other ranks are still waiting in the collective.
             self.abort()
             raise self.lost_rank_error(f"An exchange between the ranks broke off: {error}") from error

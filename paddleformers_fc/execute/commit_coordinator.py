@@ -22,7 +22,7 @@ from pathlib import Path
 
 import msgspec
 
-from paddleformers_fc.distributed.channel import Channel, all_gather_checked, broadcast, gather_and_keep, run_on_all
+from paddleformers_fc.distributed.channel import Channel, all_gather_checked, broadcast, run_on_all
 from paddleformers_fc.distributed.disk_leaders import DiskLeaders, find_disk_leaders
 from paddleformers_fc.errors import StorageError
 from paddleformers_fc.formats.checkpoint import MAPPING_NAME
@@ -111,19 +111,26 @@ class CommitResult:
     set_aside: tuple[Path, ...]
 
 
-class _DocumentSizes(msgspec.Struct):
-    """What every rank is told of the checkpoint: number and bytes of its files, and the bytes that leaders receive."""
-
-    files: int
-    size: int
-    documents: int
-
-
 class _Documents(msgspec.Struct):
-    """What every disk gets of the coordinator: the manifest, and its small files where there are several disks."""
+    """What every disk gets from the coordinator if there are several.
+
+    Args:
+        manifest: the manifest.
+        files: the coordinator's small files.
+        leads: by file of the manifest, the leader of the disk with it.
+    """
 
     manifest: Manifest
     files: dict[str, bytes]
+    leads: list[int]
+
+
+class _Described(msgspec.Struct):
+    """What every rank is told of the checkpoint: number and bytes of its files, and the documents of several disks."""
+
+    files: int
+    size: int
+    documents: _Documents | None = None
 
 
 def commit_on_all(
@@ -139,7 +146,7 @@ def commit_on_all(
     Args:
         staged: the staging directory.
         directory: its final name.
-        checksums: the checksums of the files of every rank, by rank.
+        checksums: the checksums of the files of every rank, by rank; read on the coordinator only.
         files: this rank's small files; those of the coordinator go onto every disk.
         build_manifest: writes the mapping and returns the manifest of these files; called on the coordinator.
         channel: all ranks; every rank must call.
@@ -147,36 +154,31 @@ def commit_on_all(
         FlexError: the same on every rank.
     """
     leads = staged.disks.sorted_leaders
-    is_lead = channel.rank in leads
+    is_lead, several = channel.rank in leads, len(leads) > 1
 
-    def record() -> tuple[list[_DocumentSizes], bytes]:
-        if channel.rank != 0:
-            return [], b""
+    own: list[_Documents] = []
+
+    def record() -> _Described:
+        leads = {one.path: lead for lead, theirs in zip(staged.disks.leads, checksums, strict=True) for one in theirs}
         manifest = build_manifest([checksum for theirs in checksums for checksum in theirs])
-        shared = {**files, MAPPING_NAME: read_file(staged.path / MAPPING_NAME)} if len(leads) > 1 else {}
-        documents = msgspec.msgpack.encode(_Documents(manifest, shared))
+        shared = {**files, MAPPING_NAME: read_file(staged.path / MAPPING_NAME)} if several else {}
+        own.append(_Documents(manifest, shared, [leads.get(one.path, 0) for one in manifest.files]))
         size = sum(checksum.size for checksum in manifest.files)
-        return [_DocumentSizes(len(manifest.files), size, len(documents))], documents
+        return _Described(len(manifest.files), size, own[0] if several else None)
 
-    # The manifest grows with the files of the checkpoint, so all ranks get its size and only leaders get its bytes.
-    messages, documents = gather_and_keep(channel, "describing the checkpoint", record, list[_DocumentSizes])
-    (described,) = messages[0]
-    received = broadcast(channel, documents, described.documents, leads)
+    # The manifest grows with the files of the checkpoint; the coordinator alone needs it if there is one disk.
+    described = broadcast(channel, "describing the checkpoint", record, _Described)
+    documents = described.documents or next(iter(own), None)
 
     def prepare() -> None:
-        if is_lead:
-            shared = msgspec.msgpack.decode(received, type=_Documents)
+        if is_lead and documents is not None:
             if channel.rank != 0:
-                for path, data in shared.files.items():
+                for path, data in documents.files.items():
                     write_file(staged.path / path, data, root=staged.path)
-            write_manifest(staged.path, shared.manifest)
-            elsewhere = [
-                checksum.path
-                for lead, theirs in zip(staged.disks.leads, checksums, strict=True)
-                for checksum in theirs
-                if lead != channel.rank
-            ]
-            prepare_commit(staged.path, directory, frozenset(elsewhere) - shared.files.keys())
+            write_manifest(staged.path, documents.manifest)
+            files = zip(documents.manifest.files, documents.leads, strict=True)
+            elsewhere = frozenset(one.path for one, lead in files if lead != channel.rank)
+            prepare_commit(staged.path, directory, elsewhere - documents.files.keys())
 
     def commit() -> list[bytes]:
         if not is_lead:

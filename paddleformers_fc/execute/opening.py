@@ -65,7 +65,6 @@ class _VisibilityMessage(msgspec.Struct, frozen=True):
     """
 
     seal: str = ""
-    size: int = 0
     saved: str = ""
     missing: bytes = b""
 
@@ -111,9 +110,6 @@ class _ContentsMessage(msgspec.Struct):
 
     shards: dict[str, list[_SentShard]]
     documents: dict[str, bytes]
-
-
-_manifests = msgspec.msgpack.Decoder(Manifest)
 
 
 def open_on_all_ranks(
@@ -295,7 +291,7 @@ def _contents_of(directory: AnyPath, sight: FileVisibility | None) -> _Visibilit
     bits = np.packbits([checksum.path in missing for checksum in manifest.files]).tobytes() if missing else b""
     ranks, files = count_text(manifest.world_size, "rank"), count_text(len(manifest.files), "file")
     saved = f"step {manifest.step}, {ranks}, {files}"
-    return _VisibilityMessage(manifest_seal(manifest), len(msgspec.msgpack.encode(manifest)), saved, bits)
+    return _VisibilityMessage(manifest_seal(manifest), saved, bits)
 
 
 def _common_manifest(directory: AnyPath, looked: _Visibility, channel: Channel) -> Manifest:
@@ -314,9 +310,13 @@ def _common_manifest(directory: AnyPath, looked: _Visibility, channel: Channel) 
         )
     ((holders),) = groups.values()
     lacking = [rank for rank, sight in enumerate(sights) if not sight.seal]
-    data = msgspec.msgpack.encode(own.manifest) if own is not None else b""
-    raw = broadcast(channel, data, sights[holders[0]].size, [holders[0], *lacking]) if lacking else b""
-    return own.manifest if own is not None else _manifests.decode(raw)
+    if own is not None and not lacking:
+        return own.manifest
+
+    def read() -> Manifest:
+        return own.manifest if own is not None else read_manifest(directory)
+
+    return broadcast(channel, f"opening {directory.name}", read, Manifest, source=holders[0])
 
 
 def _open_divided(

@@ -231,7 +231,7 @@ def run_rounds(
                 _attempt(failures, partial(place, piece, array))
             read += sum(count for _, count in results.values())
             received += sum(piece.size for piece, _ in arrived if piece.move.owner != channel.rank)
-            if any(channel.all_gather(b"failed" if failures else b"")):
+            if any(channel.gather("redistributing", b"failed" if failures else b"") or ()):
                 break
     if failures:
         raise failures[0]

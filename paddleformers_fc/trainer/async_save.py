@@ -233,10 +233,11 @@ class AsyncSaves:
         """Have every training thread report a save at the same step."""
 
         def gather(step: int) -> list[int]:
-            return [int.from_bytes(one, "little") for one in channel.all_gather(step.to_bytes(_NUMBER_BYTES, "little"))]
+            steps = channel.gather("agreeing on a step", step.to_bytes(_NUMBER_BYTES, "little")) or ()
+            return [int.from_bytes(one, "little") for one in steps]
 
         try:
-            channel.all_gather(b"")  # Training is held for the second exchange alone.
+            channel.gather("ending a save", b"")  # Training is held for the second exchange alone.
             self._gate.agree(gather, report)
         except Exception as error:  # The save is reported in any case.
             logger.warning(f"The ranks have not agreed on a step at which a save is reported.\n{error}")

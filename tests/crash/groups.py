@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paddleformers_fc.distributed.channel import ALONE, Channel
+from paddleformers_fc.distributed.channel import ALONE, NO_HEAD, Channel, Payload
 from paddleformers_fc.errors import FlexError, PeerError
 from tests.crash.net import Gate, Net, Open, Operation, bytes_written, cast
 from tests.harness.limits import LIMIT
@@ -46,12 +46,17 @@ class SocketChannel:
         self.world_size = world_size
         self._sockets = sockets
 
-    def all_gather(self, payload: bytes) -> list[bytes]:
+    def gather(self, doing: str, payload: bytes, head: bytes = NO_HEAD, to: int | None = None) -> list[Payload] | None:
         """Every rank's payload.
 
         Raises:
             PeerError: a rank has ended.
         """
+        everyone = self._all_gather(head + payload)
+        heads = {one[: len(NO_HEAD)] for one in everyone}
+        return None if len(heads) > 1 else [one[len(NO_HEAD) :] for one in everyone]
+
+    def _all_gather(self, payload: bytes) -> list[bytes]:
         try:
             if self.rank == 0:
                 everyone = [payload, *(_received(one) for one in self._sockets)]

@@ -66,10 +66,10 @@ class CountedChannel:
         self.rank, self.world_size = inner.rank, inner.world_size
         self.copied = CopiedBytes()
 
-    def all_gather(self, payload: bytes) -> list[bytes]:
+    def gather(self, *arguments: Any) -> Any:
         """As that of the inner channel."""
         before = copied()
-        found: list[bytes] = self._inner.all_gather(payload)
+        found = self._inner.gather(*arguments)
         self.copied += copied() - before
         return found
 

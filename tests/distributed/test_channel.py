@@ -12,7 +12,16 @@ import msgspec
 import numpy as np
 import pytest
 
-from paddleformers_fc.distributed.channel import ALONE, Channel, broadcast, gather_and_keep, job_channel, run_on_all
+from paddleformers_fc.distributed.channel import (
+    ALONE,
+    MOST_BYTES,
+    Channel,
+    all_gather_checked,
+    broadcast,
+    gather_and_keep,
+    job_channel,
+    run_on_all,
+)
 from paddleformers_fc.errors import FlexError, PeerError, StorageError
 from paddleformers_fc.execute.load import load_checkpoint
 from paddleformers_fc.execute.opening import open_on_all_ranks
@@ -24,19 +33,12 @@ from tests.harness.on_ranks import on_ranks, run_on_ranks
 from verification.forkserver import ForkServer
 
 
-@pytest.mark.parametrize("ranks_of_the_job", [1, 2, 3, 8])
-@pytest.mark.parametrize("first", [0, 2])
-def test_one_ranks_bytes_reach_the_others_that_are_named(ranks_of_the_job: int, first: int) -> None:
-    members = [rank for rank in range(ranks_of_the_job) if rank != 1]
-    first = first if first in members else 0
-    members = [first, *(rank for rank in members if rank != first)]
+@pytest.mark.parametrize("source", [0, 2])
+def test_one_ranks_message_reaches_all(source: int) -> None:
+    def work(channel: Channel) -> list[int]:
+        return broadcast(channel, "telling", lambda: [channel.rank], list[int], source=source)
 
-    def work(channel: object) -> bytes:
-        mine = b"what all shall know" if channel.rank == first else b""
-        return broadcast(channel, mine, 19, members)
-
-    known = succeed(ranks_of_the_job, work)
-    assert known == [b"what all shall know" if rank in members else b"" for rank in range(ranks_of_the_job)]
+    assert succeed(3, work) == [[source]] * 3
 
 
 class _Message(msgspec.Struct):
@@ -150,8 +152,8 @@ def test_bytes_pass_between_real_ranks_some_of_which_give_or_get_nothing(nbytes:
 @on_ranks(4)
 def test_texts_of_any_length_reach_all_real_ranks(in_background: bool) -> None:
     channel = started(in_background)
-    texts = [bytes([rank]) * length for rank, length in enumerate((5, 3000, 1016, 0))]
-    assert channel.all_gather(texts[channel.rank]) == texts
+    texts = [bytes([rank]) * length for rank, length in enumerate((5, 3000, 0, 1016))]
+    assert channel.gather("a test", texts[channel.rank]) == texts
 
 
 @on_ranks(2)
@@ -162,7 +164,7 @@ def test_threads_of_real_ranks_exchange_at_the_same_time() -> None:
     def exchange(name: str, channel: Channel) -> bool:
         for number in range(100):
             expected = [f"{name} {number} {rank}".encode() * (1 + 300 * (number % 2)) for rank in range(2)]
-            if channel.all_gather(expected[channel.rank]) != expected:
+            if channel.gather("a test", expected[channel.rank]) != expected:
                 return False
         return True
 
@@ -172,11 +174,23 @@ def test_threads_of_real_ranks_exchange_at_the_same_time() -> None:
     assert exchange("another timeout", background_communicator(31.0))
 
 
-@on_ranks(4)
-def test_bytes_spread_between_real_ranks() -> None:
+@on_ranks(3)
+def test_real_ranks_receive_what_is_for_them_in_rounds() -> None:
     channel = started()
-    text = b"hear" if channel.rank == 1 else b""
-    assert broadcast(channel, text, 4, [1, 0, 3]) == (b"" if channel.rank == 2 else b"hear")
+    length = 3 << 20  # Two messages are longer than a round.
+    mine = bytes([channel.rank]) * (length if channel.rank else 0)
+    everyone = all_gather_checked(channel, "describing", lambda: mine, bytes, to=2)
+    assert everyone == ([b"", b"\1" * length, b"\2" * length] if channel.rank == 2 else [])
+    assert broadcast(channel, "telling", lambda: mine, bytes, source=1) == b"\1" * length
+
+
+@on_ranks(2)
+def test_messages_that_do_not_fit_into_memory_are_refused_with_their_sizes() -> None:
+    channel = started()
+    with pytest.raises(PeerError, match="describing shards") as caught:
+        all_gather_checked(channel, "describing shards", lambda: bytes(MOST_BYTES * channel.rank), bytes)
+    assert caught.value.evidence == ("rank 1 has the longest, of 50,331,653 bytes; all have 50,331,655",)
+    assert channel.gather("a test", b"") == [b"", b""]
 
 
 def load_once(source: Path) -> list[int]:

@@ -64,10 +64,10 @@ class Met:
     def __init__(self, channel: Any, meeting: Liveness) -> None:
         self.rank, self._channel, self._meeting = channel.rank, channel, meeting
 
-    def all_gather(self, payload: bytes) -> list[bytes]:
+    def gather(self, doing: str, payload: bytes) -> Any:
         """Every rank's payload."""
         with self._meeting.guard():
-            return self._channel.all_gather(payload)
+            return self._channel.gather(doing, payload)
 
 
 def with_board(channel: ThreadChannel, board: Counters, patience: float = PATIENCE, prefix: str = KEY_PREFIX) -> Met:
@@ -99,7 +99,9 @@ def outcomes(board: Counters, ranks: int, work: Callable[[Met], Any], patience: 
 def test_ranks_that_all_come_exchange_as_often_as_they_like(ranks: int) -> None:
     board = Counters()
     for _ in range(3):  # Three operations, each with a channel of its own.
-        found = outcomes(board, ranks, lambda channel: [channel.all_gather(b"%d" % channel.rank) for _ in range(4)])
+        found = outcomes(
+            board, ranks, lambda channel: [channel.gather("a test", b"%d" % channel.rank) for _ in range(4)]
+        )
         assert found == [[[b"%d" % rank for rank in range(ranks)]] * 4] * ranks
     assert board.numbers == {"flex/arrivals": 12 * ranks}
 
@@ -109,7 +111,7 @@ def test_a_lost_channel_leaves_one_with_another_prefix_usable() -> None:
 
     def work(channel: ThreadChannel, clock: ThreadClock) -> Any:
         Liveness(board, channel.rank, 2, PATIENCE).abort()
-        return with_board(channel, board, prefix="other").all_gather(b"x")
+        return with_board(channel, board, prefix="other").gather("a test", b"x")
 
     assert timed(2, work) == [[b"x", b"x"]] * 2
 
@@ -120,14 +122,14 @@ def test_ranks_that_do_not_come_are_named_to_all_others_and_the_job_stays_lost(m
 
     def work(channel: ThreadChannel, clock: ThreadClock) -> Any:
         met = with_board(channel, board)
-        met.all_gather(b"")
+        met.gather("a test", b"")
         if channel.rank in missing:
             return "gone"
         raised = []
         for _ in range(2):
             began = clock.monotonic()
             try:
-                met.all_gather(b"")
+                met.gather("a test", b"")
             except PeerError as error:
                 raised.append(str(error))
             assert clock.monotonic() - began < 2 * PATIENCE
@@ -152,7 +154,7 @@ def test_a_rank_that_comes_too_late_raises_what_the_others_raised() -> None:
             with clock.away():
                 assert over.wait(LIMIT)
         try:
-            with_board(channel, board).all_gather(b"")
+            with_board(channel, board).gather("a test", b"")
         finally:
             over.set()
 
@@ -169,7 +171,7 @@ def test_the_least_patient_rank_gives_up_for_all() -> None:
         if channel.rank == 2:
             return None
         try:
-            return with_board(channel, board, (0.4, 10_000.0)[channel.rank]).all_gather(b"")
+            return with_board(channel, board, (0.4, 10_000.0)[channel.rank]).gather("a test", b"")
         finally:
             ended.append(clock.monotonic())
 
@@ -210,7 +212,7 @@ def test_a_rank_that_comes_in_the_moment_of_giving_up_is_waited_for() -> None:
 def test_a_rank_that_died_while_it_aborted_blocks_no_rank() -> None:
     board = Counters()
     board.numbers["flex/arrivals"] = (1 << 40) + 1  # It gave up and could not say whether that counts.
-    first, second = outcomes(board, 3, lambda channel: channel.all_gather(b"") if channel.rank else None, 0.4)[1:]
+    first, second = outcomes(board, 3, lambda channel: channel.gather("a test", b"") if channel.rank else None, 0.4)[1:]
     assert isinstance(first, PeerError)
     assert str(first) == str(second)
     assert "rank 0 did not arrive" in str(first)
@@ -226,7 +228,7 @@ def test_ranks_that_arrive_at_any_time_all_continue_or_none_does(seed: int) -> N
         for number, delay in enumerate(delays[channel.rank]):
             clock.wait(delay)
             try:
-                with_board(channel, board, patience=0.07).all_gather(b"")
+                with_board(channel, board, patience=0.07).gather("a test", b"")
             except PeerError:
                 return number
         return 6
@@ -235,7 +237,7 @@ def test_ranks_that_arrive_at_any_time_all_continue_or_none_does(seed: int) -> N
 
 
 def test_a_store_whose_server_has_ended_is_one_error_on_every_rank() -> None:
-    found = outcomes(Gone(), 3, lambda channel: channel.all_gather(b""))
+    found = outcomes(Gone(), 3, lambda channel: channel.gather("a test", b""))
     assert all(isinstance(error, PeerError) for error in found)
     assert len({str(error) for error in found}) == 1
     assert "rank 0" in str(found[0])
@@ -266,7 +268,7 @@ def test_the_rank_that_serves_the_store_ends_when_all_that_live_have_read_the_re
         try:
             if channel.rank == 0:
                 servers.append(threading.current_thread())
-            return with_board(channel, board).all_gather(b"")
+            return with_board(channel, board).gather("a test", b"")
         finally:
             if channel.rank == 0:
                 ended.set()
@@ -286,7 +288,7 @@ def test_a_rank_that_dies_in_the_exchange_is_named_to_all_others() -> None:
         if channel.rank == 1:
             meeting.wait_for_all()
             return all_in.wait()
-        return Met(Torn(channel, all_in), meeting).all_gather(b"")
+        return Met(Torn(channel, all_in), meeting).gather("a test", b"")
 
     first, _, third = timed(3, work)
     assert isinstance(first, FlexError)
@@ -303,7 +305,7 @@ class Torn:
         self.rank, self.world_size = channel.rank, channel.world_size
         self._all_in = all_in
 
-    def all_gather(self, payload: bytes) -> list[bytes]:
+    def gather(self, doing: str, payload: bytes) -> list[bytes]:
         """What gloo raises when another rank that had come is dead."""
         self._all_in.wait()
         raise RuntimeError("Connection reset by peer")

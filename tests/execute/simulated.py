@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import paddle
 
-from paddleformers_fc.distributed.channel import Bytes
+from paddleformers_fc.distributed.channel import NO_HEAD, Bytes, Payload
 from paddleformers_fc.families import ModelDescription
 from tests.harness.limits import LIMIT
 
@@ -82,10 +82,11 @@ class ThreadChannel:
         """Number of ranks."""
         return self.hub.size
 
-    def all_gather(self, payload: bytes) -> list[bytes]:
+    def gather(self, doing: str, payload: bytes, head: bytes = NO_HEAD, to: int | None = None) -> list[Payload] | None:
         """Every rank's payload."""
         self.exchanges += 1
-        return [given for _, given in self._meet("exchange", payload)]
+        everyone = [given for _, given in self._meet("exchange", (head, payload))]
+        return None if len({other for other, _ in everyone}) > 1 else [given for _, given in everyone]
 
     def all_to_all(self, outgoing: Mapping[int, Bytes], sizes: Mapping[int, int]) -> dict[int, Bytes]:
         """What some ranks have for this one; ranks that do not agree on it fail."""

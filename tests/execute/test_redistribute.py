@@ -137,7 +137,7 @@ def test_a_read_that_fails_on_one_rank_fails_on_all_with_its_error(tmp_path: Pat
         checkpoint = open_on_all_ranks(tmp_path / "checkpoint-3", channel)
         if channel.rank == 0:
             os.truncate(victim, victim.stat().st_size - 8)
-        channel.all_gather(b"")
+        channel.gather("a test", b"")
         load_checkpoint(checkpoint, live(ARRAYS, 1, channel.rank, empty=True), MODEL, channel, ReadOptions(once=once))
 
     outcomes = job(4, work)
@@ -236,10 +236,10 @@ def test_host_arrays_of_shards_that_a_failed_load_left_incomplete_are_given_back
         arrays = {(r, n): one.local_tensor.numpy().ravel() for r, names in roles.items() for n, one in names.items()}
         slots = {key: LateSlot(array.copy(), array.nbytes) for key, array in arrays.items()}
         opened.extend(slots.values())
-        channel.all_gather(b"")
+        channel.gather("a test", b"")
         if channel.rank == 0:
             os.truncate(victim, victim.stat().st_size - 8)
-        channel.all_gather(b"")
+        channel.gather("a test", b"")
         read_redistributed(plan, ReadContext(tmp_path / "checkpoint-3"), slots, channel, ONCE, 100)
 
     assert all(isinstance(outcome, Corrupt) for outcome in job(2, work))

@@ -88,12 +88,12 @@ def test_a_file_that_is_replaced_between_check_and_read_stops_every_rank(served:
 
     def work(channel: Any) -> None:
         checkpoint = open_on_all_ranks(parse_path(f"{served.url}/checkpoint-3"), channel)
-        channel.all_gather(b"")
+        channel.gather("a test", b"")
         if channel.rank == 0:
             data = bytearray(path.read_bytes())
             data[-1] ^= 1
             path.write_bytes(bytes(data))
-        channel.all_gather(b"")
+        channel.gather("a test", b"")
         load_checkpoint(checkpoint, live(ARRAYS, 2, channel.rank, empty=True), MODEL, channel)
 
     outcomes = job(2, work)

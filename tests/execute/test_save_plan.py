@@ -17,6 +17,7 @@ import pytest
 from msgspec import UNSET
 from msgspec.structs import replace
 
+from paddleformers_fc.distributed.channel import NO_HEAD, Payload
 from paddleformers_fc.distributed.consistency import ConsistencyCheck
 from paddleformers_fc.errors import MappingError, MismatchError, StorageError
 from paddleformers_fc.execute import replica_assignment, save as saving, save_plan
@@ -50,20 +51,20 @@ ARRAYS = canonical()
 
 @dataclass
 class CountingChannel:
-    """A rank's channel that notes what the rank gives to the others."""
+    """A rank's channel that notes what the ranks exchange messages for."""
 
     inner: ThreadChannel
     rank: int = field(init=False)
     world_size: int = field(init=False)
-    given: list[bytes] = field(default_factory=list)
+    given: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.rank, self.world_size = self.inner.rank, self.inner.world_size
 
-    def all_gather(self, payload: bytes) -> list[bytes]:
+    def gather(self, doing: str, payload: bytes, head: bytes = NO_HEAD, to: int | None = None) -> list[Payload] | None:
         """Every rank's payload."""
-        self.given.append(payload)
-        return self.inner.all_gather(payload)
+        self.given.append(doing)
+        return self.inner.gather(doing, payload, head, to)
 
 
 def save(directory: Path, roles_of: Callable[[int], Roles], model: ModelDescription = MODEL, ranks: int = 2) -> bool:
@@ -74,7 +75,7 @@ def save(directory: Path, roles_of: Callable[[int], Roles], model: ModelDescript
         counting = CountingChannel(channel)
         record = JobRecord(3, 24, {})
         save_checkpoint(directory, roles_of(channel.rank), model, small, record, counting)
-        return any(b"planning the save" in payload for payload in counting.given)
+        return "planning the save" in counting.given
 
     (planned,) = set(succeed(ranks, work))
     return bool(planned)

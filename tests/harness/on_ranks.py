@@ -5,7 +5,7 @@
     @on_ranks(2)
     def test_the_bytes_of_a_rank_reach_the_other() -> None:
         channel = job_channel()
-        assert channel.all_gather(bytes([channel.rank])) == [b"\\0", b"\\1"]
+        assert channel.gather("a test", bytes([channel.rank])) == [b"\\0", b"\\1"]
 
     @on_ranks(layout=TP2)
     def test_a_run_saves_its_last_step(layout: MatrixLayout, tmp_path: Path) -> None:

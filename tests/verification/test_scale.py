@@ -18,17 +18,18 @@ from verification.scale.operations import (
     count_operations,
     running_ranks,
 )
-from verification.scale.ranks import LARGEST, RECEIVED, WAITING
+from verification.scale.ranks import EXCHANGES, LARGEST, RECEIVED, WAITING
 
 TIMED = {PROCESSOR, MEMORY, WAITING}
 SIZES = (16, 64, 256)
 """Each size has four times the ranks of the one before, so a count per rank of the job grows four times."""
 LIMIT = 1.3
-PER_RANK = 4.0
+FRAME_BYTES = 12
+"""What each rank sends to all in every exchange: 48 KiB at 4,096 ranks."""
 TODAY = {
-    # An exchange is an all-gather of a frame of 1 KiB from each rank; every rank receives the checksums of all files.
+    # Many messages reach all ranks, of which one or none needs them.
     **{
-        (operation, count): PER_RANK
+        (operation, count): 4.3
         for operation in (FIRST_SAVE, LATER_SAVE, RESUME, OPENING, PLANNING)
         for count in (RECEIVED, LARGEST)
     },
@@ -58,21 +59,25 @@ def counts() -> list[Counts]:
     return [count_operations("tiny", world, running_ranks(world)) for world in SIZES]
 
 
-def _compared(rank: int, meter: Meter) -> dict[str, float]:
-    """Return the counts of a rank that do not depend on time, without messages that the coordinator receives."""
+def _compared(world: int, rank: int, meter: Meter) -> dict[str, float]:
+    """Return the counts of a rank that do not depend on time, without messages that the coordinator receives.
+
+    Of what a rank receives, the frames of all ranks are left out: :data:`FRAME_BYTES` for each exchange.
+    """
     left_out = TIMED | ({RECEIVED, LARGEST} if rank == 0 else set())
-    return {name: count for name, count in meter.items() if name not in left_out}
+    frames = {RECEIVED: FRAME_BYTES * world * meter.get(EXCHANGES, 0), LARGEST: FRAME_BYTES * world}
+    return {name: max(count - frames.get(name, 0), 0) for name, count in meter.items() if name not in left_out}
 
 
 def _growth(counts: list[Counts]) -> dict[tuple[str, str], float]:
     """Return the highest growth of each count of an operation from one size to the next, over the ranks that ran."""
     found: dict[tuple[str, str], float] = {}
-    for smaller, larger in pairwise(counts):
+    for (few, smaller), (many, larger) in pairwise(zip(SIZES, counts, strict=True)):
         for operation in smaller:
             pairs = zip(smaller[operation].items(), larger[operation].items(), strict=True)
             for (rank, before), (other, after) in pairs:
-                known = _compared(rank, before)
-                for name, count in _compared(other, after).items():
+                known = _compared(few, rank, before)
+                for name, count in _compared(many, other, after).items():
                     growth = count / max(known.get(name, 0), 1)
                     found[operation, name] = max(growth, found.get((operation, name), 0))
     return found

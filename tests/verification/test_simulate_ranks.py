@@ -122,12 +122,12 @@ def test_every_error_of_a_rank_ends_the_job() -> None:
     def refuse(channel: Channel) -> None:
         if channel.rank == 1:
             raise OptionError("No.")
-        channel.all_gather(b"")
+        channel.gather("a test", b"")
 
     def fail(channel: Channel) -> None:
         if channel.rank == 1:
             raise ZeroDivisionError("by zero")
-        channel.all_gather(b"")
+        channel.gather("a test", b"")
 
     with pytest.raises(OptionError, match=r"No\."):
         simulate_ranks.run_threads(3, refuse)

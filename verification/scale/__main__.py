@@ -37,8 +37,8 @@ master weights and two moments are saved, in at least three files per rank, and 
 are holes in sparse files. The store is Paddle's, with one client per node of eight ranks and one per rank that runs.
 
 * A row is the highest count of a rank. The coordinator has a row of its own where its count differs.
-* *Bytes received* and *largest message* count the collectives of the package, including padding. Padding is counted but
-  not allocated, so *peak memory* excludes it.
+* *Bytes received* and *largest message* count the collectives of the package. *Bytes sent* are those of a rank's own
+  messages; sums also carry the bytes of other ranks.
 * *Requests while waiting* depend on how long ranks wait for each other on the machine that ran this. Rows without a
   count are left out.
 * On one file system, as here, the coordinator rotates alone. Before, all ranks read the newest checkpoint for it.

@@ -10,6 +10,7 @@ import hashlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 from unittest import mock
@@ -20,7 +21,15 @@ import xxhash
 
 from paddleformers_fc.cpu_runtime.ranks import free_ports
 from paddleformers_fc.cpu_runtime.stores import LOOPBACK, open_store
-from paddleformers_fc.distributed.channel import Bytes, Channel, gather_payloads
+from paddleformers_fc.distributed.channel import (
+    _FRAME,
+    _ROUND_BYTES,
+    NO_HEAD,
+    Bytes,
+    Channel,
+    CollectiveChannel,
+    Payload,
+)
 from paddleformers_fc.distributed.communicator import Communicator
 from paddleformers_fc.distributed.liveness import KEY_PREFIX
 from paddleformers_fc.distributed.store_client import _ADD, StoreClient
@@ -67,8 +76,8 @@ class ScaleJob:
         self._layouts = [model.roles(rank) for rank in range(self.world)]
         self._staging = directory
         self._given: dict[int, bytes] = {}
-        self._everyone: list[bytes] = []
-        self._frames: list[Bytes] = []
+        self._doing, self._head = "", NO_HEAD
+        self._frames = self._messages = b""
         self._barrier = threading.Barrier(len(running), self._complete)
         self._begun = threading.Semaphore(0)
         (port,) = free_ports(1)
@@ -132,11 +141,11 @@ class ScaleJob:
         files = {**config, _generators(rank): _GENERATOR_BYTES}
         return save.live_part(self.weights(rank), self.model.model, files, save.JobRecord(step, step, {}), "warn")
 
-    def exchange(self, rank: int, payload: bytes) -> tuple[list[bytes], list[Bytes]]:
-        """Return the messages of all ranks, and the first array that each of them sends."""
-        self._given[rank] = payload
+    def exchange(self, rank: int, doing: str, payload: bytes, head: bytes) -> tuple[bytes, bytes]:
+        """Return the frames of all ranks, and their messages."""
+        self._given[rank], self._doing, self._head = payload, doing, head
         self._barrier.wait()
-        return self._everyone, self._frames
+        return self._frames, self._messages
 
     def _connect(self, rank: int) -> Communicator:
         with charged(self.connecting[rank]):
@@ -152,17 +161,16 @@ class ScaleJob:
 
     def _complete(self) -> None:
         with charged(None):
-            template = msgspec.msgpack.decode(self._given[self.running[-1]])
-            message_of = self._encoder(template["doing"], template["result"]) if self._absent else None
-            self._everyone = [
+            like = self._given[self.running[-1]]
+            message_of = self._encoder(self._doing, like) if self._absent and like else None
+            everyone = [
                 self._given[rank] if rank in self._given
-                else self._given[self.running[-1]] if message_of is None
-                else msgspec.msgpack.encode({**template, "result": msgspec.msgpack.encode(message_of(rank))})
+                else like if message_of is None
+                else msgspec.msgpack.encode(message_of(rank))
                 for rank in range(self.world)
             ]  # fmt: skip
-            frames = {id(payload): payload for payload in self._everyone}
-            sent = {number: _first_array(payload) for number, payload in frames.items()}
-            self._frames = [sent[id(payload)] for payload in self._everyone]
+            self._frames = b"".join(_FRAME.pack(len(one), self._head) for one in everyone)
+            self._messages = b"".join(everyone)
             self._given.clear()
 
     def _encoder(self, doing: str, result: bytes) -> Callable[[int], object] | None:
@@ -187,7 +195,7 @@ class ScaleJob:
         """Write the files of the ranks that do not run, and return their messages."""
         known: dict[str, bytes] = {}
         for payload in self._given.values():
-            known.update(msgspec.msgpack.decode(msgspec.msgpack.decode(payload)["result"])["replicas"])
+            known.update(msgspec.msgpack.decode(payload)["replicas"])
 
         def message_of(rank: int) -> object:
             files, groups = self._planned[rank]
@@ -250,41 +258,33 @@ class _CountingClient(StoreClient):
         super()._send(command, key, rest)
 
 
-class _CountingChannel:
-    """The collectives of one rank that runs; payloads are divided into collectives by the package's own code."""
+class _CountingChannel(CollectiveChannel):
+    """The collectives of one rank that runs; messages are divided into collectives by the package's own code."""
 
     def __init__(self, job: ScaleJob, rank: int) -> None:
-        self.rank, self.world_size, self._job = rank, job.world, job
+        super().__init__(rank, job.world)
+        self._job = job
+        self._coming: Iterator[bytes] = iter(())
 
-    def all_gather(self, payload: bytes) -> list[bytes]:
+    def gather(self, doing: str, payload: bytes, head: bytes = NO_HEAD, to: int | None = None) -> list[Payload] | None:
         """Return the payload of every rank."""
-        everyone, frames = self._job.exchange(self.rank, payload)
-        rows = iter([frames, [np.frombuffer(one, np.uint8) for one in everyone]])
-
-        def collective(array: Bytes) -> list[Bytes]:
-            meter, received = current(), self.world_size * array.size
-            meter.add(SENT, array.size)
-            meter.add(RECEIVED, received)
-            meter.raise_to(LARGEST, received)
-            return next(rows)  # Not padded: thousands of padded messages do not fit into memory.
-
         current().add(EXCHANGES, 1)
-        return gather_payloads(payload, collective)
+        current().add(SENT, _FRAME.size + len(payload))
+        frames, messages = self._job.exchange(self.rank, doing, payload, head)
+        rounds = (messages[low : low + _ROUND_BYTES] for low in range(0, len(messages), _ROUND_BYTES))
+        self._coming = chain([frames], rounds)
+        return super().gather(doing, payload, head, to)
+
+    def unite(self, array: Bytes, source: int | None, to: int | None) -> Bytes:
+        """Return the sum of an array of every rank."""
+        if source != self.rank and to in (None, self.rank):
+            current().add(RECEIVED, array.size)
+            current().raise_to(LARGEST, array.size)
+        return np.frombuffer(next(self._coming), np.uint8)
 
     def all_to_all(self, outgoing: Mapping[int, Bytes], sizes: Mapping[int, int]) -> dict[int, Bytes]:
         """Not needed by ranks that share one file system, each of which reads for itself."""
         raise NotImplementedError
-
-
-def _first_array(payload: bytes) -> Bytes:
-    sent: list[Bytes] = []
-
-    def alone(array: Bytes) -> list[Bytes]:
-        sent.append(array)
-        return [array]
-
-    gather_payloads(payload, alone)
-    return sent[0]
 
 
 def capture_zeros(part: save.LivePart, _: SavePlan) -> HostTensors:
