@@ -6,7 +6,7 @@ described in ``docs/aoa.md``.
 """
 
 from paddleformers_fc.aoa.evaluate import assigned_names, evaluate, parse, parse_config
-from paddleformers_fc.aoa.rendering import Hints, normal, render, with_ties
+from paddleformers_fc.aoa.rendering import Hints, render, with_ties
 from paddleformers_fc.aoa.syntax import Program, read_config
 from paddleformers_fc.aoa.values import AoaTensor, Tensors, uncut
 
@@ -17,7 +17,6 @@ __all__ = [
     "Tensors",
     "assigned_names",
     "evaluate",
-    "normal",
     "parse",
     "parse_config",
     "read_config",

@@ -14,7 +14,7 @@ does not fit, an assigned name that no tensor and no statement uses, and a sourc
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from paddleformers_fc.aoa.expand import Budget, Expander, Step
@@ -24,8 +24,9 @@ from paddleformers_fc.aoa.names import NameIndex
 from paddleformers_fc.aoa.syntax import Program, read_config, read_statements
 from paddleformers_fc.aoa.values import Tensors, Value, value_of
 from paddleformers_fc.errors import MappingError
-from paddleformers_fc.mapping.correspondences import Correspondence, TensorMapping, TensorSpec, coalesced
+from paddleformers_fc.mapping.correspondences import TensorMapping, TensorSources, TensorSpec, spelled
 from paddleformers_fc.mapping.rules import Tie
+from paddleformers_fc.mapping.templates import Template
 
 
 @dataclass(frozen=True)
@@ -35,9 +36,6 @@ class _Output:
     name: str
     value: Value
     step: Step | None
-
-    def dtypes(self, left: Tensors) -> set[str]:
-        return {piece.cast or left[piece.source].dtype for piece in self.value.pieces}
 
     def report(self, fault: Fault, faults: Faults) -> None:
         if self.step is not None:
@@ -64,17 +62,16 @@ def mapping_of(
         _refuse_unfit(outputs, left, right, faults)
     _refuse_contradictions(assignments, left, right, faults)
     kept = _without_aliases(outputs, aliases, faults)
-    items = [item for output in kept for item in _named(output, left)]
     _refuse_reread(kept, left, faults)
     targets = (
-        {one.name: TensorSpec(one.value.shape, min(one.dtypes(left), default="float32")) for one in kept}
+        {one.name: TensorSpec(one.value.shape, min(one.value.dtypes(left), default="float32")) for one in kept}
         if right is None
         else {name: tensor.spec for name, tensor in right.items() if name not in aliases}
     )
-    return TensorMapping.of(
+    return TensorMapping(
         sources={name: tensor.spec for name, tensor in left.items()},
         targets=targets,
-        correspondences=items,
+        made={one.name: _without_own_casts(one.value.sources, left) for one in kept if one.value.links},
         fresh=frozenset(name for name in assignments.fresh if name in targets),
         dropped=frozenset(name for name in assignments.dropped if name in left),
     )
@@ -102,20 +99,13 @@ def _derived(assignments: Assignments, left: Tensors) -> Iterator[_Output]:
             yield _Output(name, value, step)
 
 
-def _named(output: _Output, left: Tensors) -> list[Correspondence]:
-    """Return the boxes of an output under its name, without casts to the dtype of the source."""
-    items = [
-        Correspondence(
-            piece.source,
-            piece.source_box,
-            output.name,
-            piece.target_box,
-            piece.axes,
-            None if piece.cast == left[piece.source].dtype else piece.cast,
-        )
-        for piece in output.value.pieces
-    ]
-    return coalesced(items) if len(items) > 1 else items
+def _without_own_casts(made: TensorSources, left: Tensors) -> TensorSources:
+    """Return sources without casts to the dtype that a source has."""
+    casts = [None if one.cast == left[made.names[one.source]].dtype else one.cast for one in made.template.links]
+    if all(one.cast == cast for one, cast in zip(made.template.links, casts, strict=True)):
+        return made
+    links = (replace(one, cast=cast) for one, cast in zip(made.template.links, casts, strict=True))
+    return TensorSources(Template(tuple(links)), made.names)
 
 
 def _refuse_unwanted(assignments: Assignments, right: Tensors, faults: Faults) -> None:
@@ -133,7 +123,7 @@ def _refuse_unwanted(assignments: Assignments, right: Tensors, faults: Faults) -
 def _refuse_unfit(outputs: list[_Output], left: Tensors, right: Tensors, faults: Faults) -> None:
     for output in outputs:
         wanted, shape = right[output.name], output.value.shape
-        dtypes = sorted(output.dtypes(left) - {wanted.dtype})
+        dtypes = sorted(output.value.dtypes(left) - {wanted.dtype})
         if shape != wanted.shape:
             cause = f"`{output.name}` has shape {list(wanted.shape)}, its value has shape {list(shape)}."
             output.report(Fault(cause), faults)
@@ -164,7 +154,7 @@ def _without_aliases(outputs: list[_Output], aliases: Mapping[str, str], faults:
     for alias, owner in aliases.items():
         if alias not in by_name or by_name[alias].step is None or owner not in by_name:
             continue
-        if by_name[alias].value != by_name[owner].value:
+        if set(spelled("", by_name[alias].value.sources)) != set(spelled("", by_name[owner].value.sources)):
             cause = f"`{alias}` is tied to `{owner}`, and its value differs from the owner's."
             by_name[alias].report(Fault(cause, "the same value for both"), faults)
     return [output for output in outputs if output.name not in aliases]
@@ -175,9 +165,9 @@ def _refuse_reread(outputs: list[_Output], left: Tensors, faults: Faults) -> Non
     volumes: dict[str, int] = {}
     readers: dict[str, dict[str, _Output]] = {}
     for output in outputs:
-        for piece in output.value.pieces:
-            volumes[piece.source] = volumes.get(piece.source, 0) + piece.source_box.volume
-            readers.setdefault(piece.source, {})[output.name] = output
+        for name, link in output.value.links:
+            volumes[name] = volumes.get(name, 0) + link.source_box.volume
+            readers.setdefault(name, {})[output.name] = output
     for name, volume in volumes.items():
         if volume <= prod(left[name].shape):
             continue

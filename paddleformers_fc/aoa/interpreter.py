@@ -25,21 +25,21 @@ from paddleformers_fc.aoa.expand import Budget, Name, Step
 from paddleformers_fc.aoa.faults import Fault, Faults, Span
 from paddleformers_fc.aoa.names import NameIndex, name_skeletons, skeleton
 from paddleformers_fc.aoa.operations import Drop, Fresh, Fused, FusedOrder, Join, Move
-from paddleformers_fc.aoa.values import Tensors, Value, converted, interleaved, permuted, transposed, value_of
+from paddleformers_fc.aoa.values import Operations, Tensors, Value, value_of
 from paddleformers_fc.mapping.boxes import Shape
 
 
-def joined(values: Sequence[Value], axis: int) -> Value:
+def joined(values: Sequence[Value], axis: int, operations: Operations) -> Value:
     """Concatenate values along an axis.
 
     Raises:
         Fault: the values differ on another axis.
     """
     fused_shape = _common_shape(values, axis)
-    return interleaved(values, tuple(value.shape[axis] for value in values), axis, (1, 1), 1, fused_shape)[0]
+    return operations.interleaved(values, tuple(one.shape[axis] for one in values), axis, (1, 1), 1, fused_shape)[0]
 
 
-def split(value: Value, axis: int, count: int) -> list[Value]:
+def split(value: Value, axis: int, count: int, operations: Operations) -> list[Value]:
     """Split a value into ``count`` equal lengths along an axis.
 
     Raises:
@@ -52,10 +52,12 @@ def split(value: Value, axis: int, count: int) -> list[Value]:
             "equal lengths; for unequal ones, split into more names and join them: `a -> a[0:7], axis=0` and then "
             "`a[0:2] -> b, axis=0`",
         )
-    return interleaved([value], (length // count,) * count, axis, (1, 1), count, value.shape)
+    return operations.interleaved([value], (length // count,) * count, axis, (1, 1), count, value.shape)
 
 
-def fused(values: Sequence[Value], layout: Fused, groups: tuple[int, int], into: int) -> list[Value]:
+def fused(
+    values: Sequence[Value], layout: Fused, groups: tuple[int, int], into: int, operations: Operations
+) -> list[Value]:
     """Convert parts between values that contain them.
 
     Args:
@@ -63,6 +65,7 @@ def fused(values: Sequence[Value], layout: Fused, groups: tuple[int, int], into:
         layout: the operation; ``fused_qkv`` interleaves its parts per kv head.
         groups: the number of groups of a single value that is read, and of a single result.
         into: the number of results: one per part, or 1.
+        operations: move the boxes.
     Raises:
         Fault: the lengths of the values do not fit the layout.
     """
@@ -86,7 +89,7 @@ def fused(values: Sequence[Value], layout: Fused, groups: tuple[int, int], into:
         for count in groups:
             if part % count:
                 raise Fault(f"Length {part} on axis {axis} is not divisible among {count} ranks.")
-    return interleaved(values, parts, axis, groups, into, _common_shape(values, axis))
+    return operations.interleaved(values, parts, axis, groups, into, _common_shape(values, axis))
 
 
 def _parts(values: Sequence[Value], axis: int, counts: Shape) -> Shape:
@@ -130,9 +133,9 @@ def groups_read(value: Value, axis: int, cuts: Mapping[str, Shape]) -> int:
     Raises:
         Fault: the value comes from several tensors, or the tensor is cut on another axis.
     """
-    origins = {(piece.source, piece.axes) for piece in value.pieces}
+    origins = {(name, link.axes) for name, link in value.links}
     if len(origins) != 1:
-        names = sorted({piece.source for piece in value.pieces})
+        names = sorted(set(value.sources.names))
         raise Fault(
             f"The source consists of {', '.join(names[:3])}: the shards are ambiguous.",
             "a name that comes from one tensor",
@@ -245,6 +248,7 @@ class Interpreter:
         self._left_cuts = {name: tensor.cuts for name, tensor in left.items()}
         self._readers = Readers(steps, {name: tensor.cuts for name, tensor in right.items()}, budget)
         self._assignments = Assignments()
+        self._operations = Operations()
 
     def run(self, faults: Faults) -> Assignments:
         """Execute every step.
@@ -286,7 +290,7 @@ class Interpreter:
             items = step.statement.left
             span = items[position].span if len(items) == len(step.left) else step.statement.arrow
             raise _UnknownName(name, self._index.nearest(name), span)
-        return value if value is None or not left.transposed else transposed(value)
+        return value if value is None or not left.transposed else self._operations.permuted(value, ())
 
     def _assign(self, step: Step, results: Sequence[Value | None], faults: Faults) -> None:
         assignments = self._assignments
@@ -298,7 +302,7 @@ class Interpreter:
             assignments.assigned[name] = step
             assignments.unread.add(name)
             try:
-                self._budget.spend(0 if value is None else len(value.pieces))
+                self._budget.spend(0 if value is None else len(value.links))
             except Fault as fault:
                 step.report(fault, faults)
                 faults.raise_any()
@@ -309,34 +313,34 @@ class Interpreter:
         if isinstance(operation, Fused):
             return self._fused(at, step, operation, values)
         if len(step.right) == 1:
-            return [joined(values, operation.axis)]
+            return [joined(values, operation.axis, self._operations)]
         self._budget.spend(len(step.right))
-        return split(values[0], operation.axis, len(step.right))
+        return split(values[0], operation.axis, len(step.right), self._operations)
 
     def _moved(self, move: Move, value: Value) -> Value:
         if move.permute is not None:
-            return permuted(value, move.permute) if move.permute else transposed(value)
+            return self._operations.permuted(value, move.permute)
         if move.read_as is not None:
-            stored = {piece.cast or self._left[piece.source].dtype for piece in value.pieces}
+            stored = value.dtypes(self._left)
             if stored != {move.read_as}:
                 raise Fault(
                     f"src_dtype is {move.read_as}, the dtype of the source is {', '.join(sorted(stored))}.",
                     f"src_dtype='{min(stored, default='')}'",
                 )
-        return value if move.cast is None else converted(value, move.cast)
+        return value if move.cast is None else self._operations.converted(value, move.cast)
 
     def _fused(self, at: int, step: Step, layout: Fused, values: list[Value]) -> list[Value]:
         axis, into = layout.axis, len(step.right)
         if layout.kind is FusedOrder.QKV:
             longest = max((length for value in values for length in value.shape), default=0)
             self._budget.spend(3 * min(layout.groups, longest))
-            return fused(values, layout, (1, 1), into)
+            return fused(values, layout, (1, 1), into, self._operations)
         groups = (
             1 if len(values) > 1 else groups_read(values[0], axis, self._left_cuts),
             1 if into > 1 else self._readers.groups_written(step.right[0], axis, len(values[0].shape), at),
         )
         self._budget.spend(3 * sum(groups))
-        return fused(values, layout, groups, into)
+        return fused(values, layout, groups, into, self._operations)
 
 
 class _UnknownName(Fault):

@@ -23,8 +23,9 @@ from paddleformers_fc.aoa.operations import FusedOrder
 from paddleformers_fc.aoa.values import AoaTensor
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.mapping.boxes import Shape
-from paddleformers_fc.mapping.correspondences import NEW_AXIS, Correspondence, TensorMapping, TensorSpec, coalesced
+from paddleformers_fc.mapping.correspondences import NEW_AXIS, TensorMapping, TensorSpec
 from paddleformers_fc.mapping.folding import fold
+from paddleformers_fc.mapping.prove import disagreements, faults_of
 from paddleformers_fc.mapping.rules import PartRun, PartsByTensor, Rule, RuleSet, interleave, parts_by_tensor
 
 FFN, QKV, PER_HEAD = FusedOrder.FFN.value, FusedOrder.QKV_PER_RANK.value, FusedOrder.QKV.value
@@ -58,15 +59,14 @@ class Hints:
 
 
 def with_ties(rules: RuleSet) -> TensorMapping:
-    """Return the mapping of rules, with tied aliases as unfilled targets: they share their owner's memory."""
+    """Return the mapping of rules, with tied aliases as unfilled targets: they share their owner's memory.
+
+    Rules do not contain the shapes of dropped tensors.
+    """
     mapping, aliases = rules.mapping(), sorted(rules.aliases)
-    specs = {name: rules.targets[name] for name in aliases}
-    return replace(mapping, targets={**mapping.targets, **specs}, fresh=mapping.fresh.union(aliases))
-
-
-def normal(mapping: TensorMapping) -> set[Correspondence]:
-    """Return the correspondences of a mapping in the largest boxes, for comparison."""
-    return {item for items in mapping.by_target.values() for item in coalesced(items)}
+    targets = {**mapping.targets, **{name: rules.targets[name] for name in aliases}}
+    sources = {**dict.fromkeys(rules.dropped, TensorSpec((1,), "float32")), **mapping.sources}
+    return replace(mapping, sources=sources, targets=targets, fresh=mapping.fresh.union(aliases))
 
 
 def render(rules: RuleSet, hints: Hints | None = None, *, reverse: bool = False) -> list[str]:
@@ -87,15 +87,12 @@ def render(rules: RuleSet, hints: Hints | None = None, *, reverse: bool = False)
     cuts: tuple[Cuts, Cuts] = (hints.left, rules.cuts)
     if reverse:
         mapping, cuts = mapping.reversed(), cuts[::-1]
+    _refuse(fault for rule in rules.rules for fault in _faults_of(rule))
     writer = _Writer(hints, cuts, (*mapping.sources, *mapping.targets))
-    components: list[_Component] = []
-    faults: list[str] = []
-    for one in _directed(rules.rules, reverse):
-        try:
-            components.append(_Component(one, tuple(text for rule in one for text in writer.texts(rule))))
-        except _Inexpressible as reason:
-            faults.append(str(reason))
-    _refuse(faults)
+    components = [
+        _Component(one, tuple(text for rule in one for text in writer.texts(rule)))
+        for one in _components(rules.rules, reverse)
+    ]
     statements = [f"{name} -> _" for name in sorted(mapping.dropped)]
     statements += [f"_ -> {name}" for name in sorted(mapping.fresh)]
     statements += _in_order([one for one in components if one.texts], NameIndex(mapping.sources))
@@ -103,8 +100,14 @@ def render(rules: RuleSet, hints: Hints | None = None, *, reverse: bool = False)
     return statements
 
 
-class _Inexpressible(Exception):
-    """A relation that no statement of the language expresses; the text describes it."""
+def _faults_of(rule: Rule) -> Iterator[str]:
+    """Yield why the language does not express a rule."""
+    if NEW_AXIS in rule.axes:
+        yield f"{rule.targets[0]}: the language neither adds nor removes an axis"
+    if min(len(rule.sources), len(rule.targets)) > 1:
+        yield f"{rule.targets[0]}: one rule has several names on both sides"
+    if rule.cast is not None:
+        yield f"{rule.targets[0]}: conversions of dtypes are not written"
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,17 +131,14 @@ class _Component:
     texts: tuple[_Text, ...]
 
 
-def _directed(rules: Iterable[Rule], reverse: bool) -> Iterator[tuple[Rule, ...]]:
+def _components(rules: Iterable[Rule], reverse: bool) -> Iterator[tuple[Rule, ...]]:
     """Yield the rules of each component in the direction of the statements, without slabs."""
     stacks: dict[str, list[Rule]] = {}
     for rule in rules:
-        if rule.slab is None:
-            yield (_reversed(rule) if reverse else rule,)
-        else:
-            stacks.setdefault(rule.targets[0], []).append(rule)
+        stacks.setdefault(rule.targets[0], []).append(rule)
     for found in stacks.values():
-        made = _unstacked(found)
-        yield tuple(map(_reversed, made[::-1])) if reverse else tuple(made)
+        made = found if found[0].slab is None else _unstacked(found)
+        yield tuple(rule.reversed() for rule in made[::-1]) if reverse else tuple(made)
 
 
 def _unstacked(rules: Sequence[Rule]) -> list[Rule]:
@@ -153,15 +153,6 @@ def _unstacked(rules: Sequence[Rule]) -> list[Rule]:
     ]
     whole = structs.replace(first, sources=names, axes=tuple(range(len(first.axes))), slab=None)
     return made if moves else [*made, whole]
-
-
-def _reversed(rule: Rule) -> Rule:
-    """Return the rule from the targets of a rule to its sources; one with a new axis is never written."""
-    if NEW_AXIS in rule.axes:
-        return rule
-    axes = tuple(map(rule.axes.index, range(len(rule.axes))))
-    blocks = rule.target_blocks, rule.source_blocks
-    return Rule(rule.targets, rule.sources, rule.parts, rule.axes[rule.axis], axes, *blocks, rule.cast)
 
 
 class _Writer:
@@ -181,12 +172,6 @@ class _Writer:
     def texts(self, rule: Rule) -> list[_Text]:
         """Return the statements of a rule; none for equal names."""
         sources, targets, axes = rule.sources, rule.targets, rule.axes
-        if NEW_AXIS in axes:
-            raise _Inexpressible(f"{targets[0]}: the language neither adds nor removes an axis")
-        if min(len(sources), len(targets)) > 1:
-            raise _Inexpressible(f"{targets[0]}: one rule has several names on both sides")
-        if rule.cast is not None:
-            raise _Inexpressible(f"{targets[0]}: conversions of dtypes are not written")
         sides = parts_by_tensor(len(sources), rule.parts), parts_by_tensor(len(targets), rule.parts)
         runs, by_rank = _runs(*sides, rule.source_blocks, rule.target_blocks), self._by_rank(rule)
         moves = len(runs) == 1 and not by_rank
@@ -254,7 +239,7 @@ class _Writer:
             units.append(gcd(*(place for run in own for place in (run.in_source, run.length))))
             counts.append(sum(run.length for run in own) // units[at])
             if counts[at] > _MOST_PARTS:
-                raise _Inexpressible(f"{name}: the language has equal splits only, and this one has {counts[at]} parts")
+                _refuse([f"{name}: the language has equal splits only, and this one has {counts[at]} parts"])
             if counts[at] > 1:
                 yield _Text((left[at],), (f"{name}[0:{counts[at]}]",), axis)
 
@@ -389,14 +374,13 @@ def _refuse(faults: Iterable[str]) -> None:
 
 def _verify(statements: list[str], mapping: TensorMapping, cuts: tuple[Cuts, Cuts]) -> None:
     """Refuse text that is evaluated to another mapping, or that is invalid because of a name."""
-    unread = dict.fromkeys(mapping.dropped | mapping.fresh, TensorSpec((1,), "float32"))
-    left, right = _tensors({**unread, **mapping.sources}, cuts[0]), _tensors({**unread, **mapping.targets}, cuts[1])
     try:
-        back = parse(statements, left, right)
+        back = parse(statements, _tensors(mapping.sources, cuts[0]), _tensors(mapping.targets, cuts[1]))
     except MappingError as error:
         _refuse(error.evidence)
         raise
-    if normal(back) != normal(mapping) or (back.fresh, back.dropped) != (mapping.fresh, mapping.dropped):
+    differs = any(faults_of(back)) or any(disagreements(back, mapping))
+    if differs or (back.fresh, back.dropped) != (mapping.fresh, mapping.dropped):
         raise MappingError(
             "The AOA text of this mapping is evaluated to another mapping.",
             evidence=statements[:_SHOWN],

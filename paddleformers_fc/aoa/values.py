@@ -1,7 +1,6 @@
 """The value of a name during evaluation: a shape, and the boxes of left tensors that fill it.
 
-Operations make values from values by moving boxes. The cost of an operation is linear in the boxes of its values and in
-its parts, up to a sort.
+Operations make values from values by composing the templates of rules, once per kind of tensor.
 
 The tensors of a side, as far as the language depends on them.
 """
@@ -9,13 +8,15 @@ The tensors of a side, as far as the language depends on them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from paddleformers_fc.aoa.faults import Fault
-from paddleformers_fc.mapping.boxes import Box, BoxFinder, Shape, whole
-from paddleformers_fc.mapping.correspondences import Correspondence, TensorSpec, coalesced
-from paddleformers_fc.mapping.rules import interleave, parts_by_tensor
-from paddleformers_fc.mapping.templates import pulled
+from paddleformers_fc.mapping.boxes import Shape, whole
+from paddleformers_fc.mapping.correspondences import Composer, TensorSources, TensorSpec
+from paddleformers_fc.mapping.rules import Rule
+from paddleformers_fc.mapping.templates import BoxLink, Template, identity
+
+_NOTHING = TensorSources(Template(()), ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,119 +25,95 @@ class Value:
 
     Args:
         shape: its shape, in elements.
-        pieces: the boxes that fill it, each element once. Their target, this value, has no name.
+        sources: the boxes that fill it, each element once.
     """
 
     shape: Shape
-    pieces: tuple[Correspondence, ...]
+    sources: TensorSources
+
+    @property
+    def links(self) -> list[tuple[str, BoxLink]]:
+        """Every box, with the name of its left tensor."""
+        return [(self.sources.names[link.source], link) for link in self.sources.template.links]
+
+    def dtypes(self, left: Tensors) -> set[str]:
+        """Return the dtypes of the boxes."""
+        return {link.cast or left[name].dtype for name, link in self.links}
 
 
 def value_of(name: str, shape: Shape) -> Value:
     """Return the value of a left tensor."""
-    box = whole(shape)
-    return Value(shape, (Correspondence(name, box, "", box, tuple(range(len(shape)))),))
+    return Value(shape, TensorSources(identity(shape), (name,)))
 
 
-def permuted(value: Value, axes: Shape) -> Value:
-    """Return the value with its axes in another order.
+class Operations:
+    """The operations of the language on values."""
 
-    Args:
-        value: the source.
-        axes: for every axis of the result the axis that it reads.
-    Raises:
-        Fault: the value has another number of axes.
-    """
-    if len(axes) != len(value.shape):
-        raise Fault(
-            f"permute={list(axes)} has {len(axes)} axes, the tensor has shape {list(value.shape)}.",
-            f"an order of {list(range(len(value.shape)))}",
-        )
+    def __init__(self) -> None:
+        self._composer = Composer()
+        self._templates: dict[tuple[object, ...], list[tuple[Template, tuple[int, ...]]]] = {}
 
-    def turned(shape: Shape) -> Shape:
-        return tuple(map(shape.__getitem__, axes))
+    def permuted(self, value: Value, axes: Shape) -> Value:
+        """Return the value with its axes in another order.
 
-    return Value(
-        turned(value.shape),
-        tuple(
-            Correspondence(
-                piece.source,
-                piece.source_box,
-                piece.target,
-                Box(turned(piece.target_box.lo), turned(piece.target_box.hi)),
-                turned(piece.axes),
-                piece.cast,
+        Args:
+            value: the source.
+            axes: for every axis of the result the axis that it reads; empty for all axes reversed.
+        Raises:
+            Fault: the value has another number of axes.
+        """
+        axes = axes or tuple(reversed(range(len(value.shape))))
+        if len(axes) != len(value.shape):
+            raise Fault(
+                f"permute={list(axes)} has {len(axes)} axes, the tensor has shape {list(value.shape)}.",
+                f"an order of {list(range(len(value.shape)))}",
             )
-            for piece in value.pieces
-        ),
-    )
+        return self._moved(value, axes, None)
 
+    def converted(self, value: Value, cast: str) -> Value:
+        """Return the value converted to a dtype.
 
-def transposed(value: Value) -> Value:
-    """Return the value with all axes reversed."""
-    return permuted(value, tuple(reversed(range(len(value.shape)))))
+        Raises:
+            Fault: the value was converted to another dtype before. A second conversion would hide the loss of the
+                first.
+        """
+        before = {link.cast for link in value.sources.template.links} - {None, cast}
+        if before:
+            raise Fault(f"The value is already converted to {', '.join(sorted(map(str, before)))}.", "one conversion")
+        return self._moved(value, tuple(range(len(value.shape))), cast)
 
+    def _moved(self, value: Value, axes: Shape, cast: str | None) -> Value:
+        shape, key = tuple(map(value.shape.__getitem__, axes)), (value.shape, axes, cast)
+        if key not in self._templates:
+            self._templates[key] = [(Template((BoxLink(0, whole(value.shape), whole(shape), axes, cast),)), (0,))]
+        return self._made(self._templates[key], [value], [shape])[0]
 
-def converted(value: Value, cast: str) -> Value:
-    """Return the value converted to a dtype.
+    def interleaved(
+        self, values: Sequence[Value], parts: Shape, axis: int, groups: tuple[int, int], into: int, fused: Shape
+    ) -> list[Value]:
+        """Rearrange values that contain ``parts`` along an axis: the operation of joins, splits and fused layouts.
 
-    Raises:
-        Fault: the value was converted to another dtype before. A second conversion would hide the loss of the first.
-    """
-    before = {piece.cast for piece in value.pieces} - {None, cast}
-    if before:
-        raise Fault(f"The value is already converted to {', '.join(sorted(map(str, before)))}.", "one conversion")
-    return Value(value.shape, tuple(replace(piece, cast=cast) for piece in value.pieces))
+        Args:
+            values: one per part, or a single one that contains all parts.
+            parts: length of every part.
+            axis: the axis of the parts.
+            groups: the number of groups in which a single value interleaves its parts, and a single result.
+            into: number of results: one per part, or 1.
+            fused: the shape of a result, apart from its length along ``axis``.
+        """
+        lengths = parts if into > 1 else (sum(parts),)
+        shapes = [(*fused[:axis], length, *fused[axis + 1 :]) for length in lengths]
+        key = (len(values), parts, axis, groups, into, fused)
+        if key not in self._templates:
+            rule = Rule(("",) * len(values), ("",) * into, parts, axis, tuple(range(len(fused))), *groups)
+            self._templates[key] = rule.templates(shapes)
+        return self._made(self._templates[key], values, shapes)
 
-
-def interleaved(
-    values: Sequence[Value], parts: Shape, axis: int, groups: tuple[int, int], into: int, fused: Shape
-) -> list[Value]:
-    """Rearrange values that contain ``parts`` along an axis: the operation of joins, splits and fused layouts.
-
-    Args:
-        values: one per part, or a single one that contains all parts.
-        parts: length of every part.
-        axis: the axis of the parts.
-        groups: the number of groups in which a single value interleaves its parts, and a single result.
-        into: number of results: one per part, or 1.
-        fused: the shape of a result, apart from its length along ``axis``.
-    """
-    slabs = [_Slabs(value, axis) for value in values]
-    results: list[list[Correspondence]] = [[] for _ in range(into)]
-    for run in interleave(parts_by_tensor(len(values), parts), parts_by_tensor(into, parts), *groups):
-        results[run.target] += slabs[run.source].moved(run.in_source, run.length, run.in_target)
-    lengths = parts if into > 1 else (sum(parts),)
-    return [
-        Value((*fused[:axis], length, *fused[axis + 1 :]), tuple(coalesced(pieces)))
-        for length, pieces in zip(lengths, results, strict=True)
-    ]
-
-
-class _Slabs:
-    """Cuts slabs out of a value along one axis."""
-
-    def __init__(self, value: Value, axis: int) -> None:
-        self._value = value
-        self._axis = axis
-        self._finder = BoxFinder([piece.target_box for piece in value.pieces])
-
-    def moved(self, begin: int, length: int, to: int) -> list[Correspondence]:
-        """Return the pieces of ``begin <= x < begin + length``, moved along the axis so that they begin at ``to``."""
-        axis, box = self._axis, whole(self._value.shape)
-        slab = Box(_put(box.lo, axis, begin), _put(box.hi, axis, begin + length))
-        found = []
-        for index in self._finder.near(slab):
-            piece = self._value.pieces[index]
-            part = piece.target_box.intersect(slab)
-            if part is not None:
-                shift = to - begin
-                target = Box(_put(part.lo, axis, part.lo[axis] + shift), _put(part.hi, axis, part.hi[axis] + shift))
-                found.append(Correspondence(piece.source, pulled(piece, part), "", target, piece.axes, piece.cast))
-        return found
-
-
-def _put(shape: Shape, axis: int, value: int) -> Shape:
-    return (*shape[:axis], value, *shape[axis + 1 :])
+    def _made(
+        self, templates: list[tuple[Template, tuple[int, ...]]], values: Sequence[Value], shapes: Sequence[Shape]
+    ) -> list[Value]:
+        joint = [self._composer.joint(one, [values[place].sources for place in kept]) for one, kept in templates]
+        return [Value(shape, sources or _NOTHING) for shape, sources in zip(shapes, joint, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)

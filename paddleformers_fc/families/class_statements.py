@@ -173,14 +173,8 @@ def _rules(mapping: TensorMapping) -> tuple[list[Rule], list[str]]:
         if not found or (len(siblings) > 1 and found[0].slab is not None):
             unknown += siblings
         else:
-            rules += found if len(siblings) == 1 else map(_reversed, found)
+            rules += found if len(siblings) == 1 else [rule.reversed() for rule in found]
     return rules, unknown
-
-
-def _reversed(rule: Rule) -> Rule:
-    """Return the rule that makes the sources of a rule without a slab of its target."""
-    axes = tuple(map(rule.axes.index, range(len(rule.axes))))
-    return Rule(rule.targets, rule.sources, rule.parts, rule.axes[rule.axis], axes, source_blocks=rule.target_blocks)
 
 
 def _fit(mapping: TensorMapping, target: str) -> list[Rule]:

@@ -12,7 +12,7 @@ boxes up to the bisection that finds overlaps.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -21,7 +21,6 @@ import msgspec
 from paddleformers_fc.mapping.boxes import Shape
 from paddleformers_fc.mapping.templates import (
     NEW_AXIS,
-    BoxLink,
     Correspondence,
     Template,
     coalesced,
@@ -79,17 +78,6 @@ class TensorMapping:
     fresh: frozenset[str] = field(default_factory=frozenset)
     dropped: frozenset[str] = field(default_factory=frozenset)
 
-    @staticmethod
-    def of(
-        sources: dict[str, TensorSpec],
-        targets: dict[str, TensorSpec],
-        correspondences: Iterable[Correspondence],
-        fresh: frozenset[str] = frozenset(),
-        dropped: frozenset[str] = frozenset(),
-    ) -> TensorMapping:
-        """Return the mapping of these correspondences, in any order."""
-        return TensorMapping(sources, targets, _made(correspondences), fresh, dropped)
-
     def __eq__(self, other: object) -> bool:
         """Return whether the two are the same spaces and the same correspondences in the same order."""
         if not isinstance(other, TensorMapping):
@@ -108,15 +96,7 @@ class TensorMapping:
     @cached_property
     def by_target(self) -> dict[str, list[Correspondence]]:
         """The correspondences that write each target."""
-        return {target: list(_spelled(target, made)) for target, made in self.made.items()}
-
-    @cached_property
-    def by_source(self) -> dict[str, list[Correspondence]]:
-        """The correspondences that read each source."""
-        groups: dict[str, list[Correspondence]] = {}
-        for item in self.correspondences:
-            groups.setdefault(item.source, []).append(item)
-        return groups
+        return {target: list(spelled(target, made)) for target, made in self.made.items()}
 
     @cached_property
     def read(self) -> dict[str, TensorSources]:
@@ -169,8 +149,11 @@ class TensorMapping:
 
         Targets of ``after`` that read a tensor without sources here stay uncovered: :func:`prove` reports them.
         """
-        composer = _Composer(self.made)
-        made = {name: joint for name, last in after.made.items() if (joint := composer.joint(last)) is not None}
+        composer, made = Composer(), dict[str, TensorSources]()
+        for name, last in after.made.items():
+            joint = composer.joint(last.template, [self.made.get(source) for source in last.names])
+            if joint is not None:
+                made[name] = joint
         reached = {name for joint in made.values() for name in joint.names}
         return TensorMapping(
             sources=self.sources,
@@ -181,16 +164,19 @@ class TensorMapping:
         )
 
 
-class _Composer:
+class Composer:
     """Composes sources, with geometry once per kind of composition."""
 
-    def __init__(self, first: dict[str, TensorSources]) -> None:
-        self._first = first
+    def __init__(self) -> None:
         self._known: dict[tuple[object, ...], tuple[Template, tuple[int, ...]]] = {}
 
-    def joint(self, last: TensorSources) -> TensorSources | None:
-        """Return the sources of a tensor; None if no part of it is written."""
-        first = [self._first.get(name) for name in last.names]
+    def joint(self, last: Template, first: Sequence[TensorSources | None]) -> TensorSources | None:
+        """Return the sources of a tensor; None if no part of it is written.
+
+        Args:
+            last: the relation of the tensor and its parts.
+            first: the sources of every part, None if nothing writes it.
+        """
         # Several parts may come from one tensor, as queries and keys that were fused; the form records these parts.
         index: dict[str, int] = {}
         places = tuple(
@@ -200,10 +186,10 @@ class _Composer:
             ]
         )
         templates = tuple([None if made is None else made.template for made in first])
-        key = (last.template, templates, places)
+        key = (last, templates, places)
         known = self._known.get(key)
         if known is None:
-            known = self._known[key] = pruned(composed(last.template, templates, places))
+            known = self._known[key] = pruned(composed(last, templates, places))
         template, kept = known
         if not kept:
             return None
@@ -211,20 +197,7 @@ class _Composer:
         return TensorSources(template, names if len(kept) == len(names) else tuple([names[place] for place in kept]))
 
 
-def _made(items: Iterable[Correspondence]) -> dict[str, TensorSources]:
-    groups: dict[str, tuple[dict[str, int], list[BoxLink]]] = {}
-    for item in items:
-        places, links = groups.setdefault(item.target, ({}, []))
-        place = places.setdefault(item.source, len(places))
-        links.append(BoxLink(place, item.source_box, item.target_box, item.axes, item.cast))
-    known: dict[tuple[BoxLink, ...], Template] = {}
-    made: dict[str, TensorSources] = {}
-    for target, (places, links) in groups.items():
-        form = tuple(links)
-        made[target] = TensorSources(known.setdefault(form, Template(form)), tuple(places))
-    return made
-
-
-def _spelled(target: str, made: TensorSources) -> Iterator[Correspondence]:
+def spelled(target: str, made: TensorSources) -> Iterator[Correspondence]:
+    """Yield every box of a tensor, with names."""
     for link in made.template.links:
         yield Correspondence(made.names[link.source], link.source_box, target, link.target_box, link.axes, link.cast)

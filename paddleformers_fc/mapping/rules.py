@@ -171,6 +171,12 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
             and (self.axes[slab.axis] != NEW_AXIS or slab.stop - slab.start == 1)
         )
 
+    def reversed(self) -> Rule:
+        """Return the rule from the targets to the sources, of a rule without a slab, a new axis and a cast."""
+        axes = tuple(map(self.axes.index, range(len(self.axes))))
+        blocks = self.target_blocks, self.source_blocks
+        return Rule(self.targets, self.sources, self.parts, self.axes[self.axis], axes, *blocks)
+
     def correspondences(self, target_shapes: list[Shape]) -> Iterator[Correspondence]:
         """Yield the box correspondences of this rule.
 

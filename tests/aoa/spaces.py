@@ -9,7 +9,8 @@ from functools import cache
 from paddleformers_fc.aoa import AoaTensor, uncut, with_ties
 from paddleformers_fc.families import FAMILIES, Family, ModelDescription, ModelTensor, bind, enumerate_tensors
 from paddleformers_fc.families.registry import tiny_models
-from paddleformers_fc.mapping import RuleSet, Shape, TensorMapping, TensorSpec
+from paddleformers_fc.mapping import Correspondence, RuleSet, Shape, TensorMapping, TensorSpec
+from paddleformers_fc.mapping.correspondences import coalesced
 
 DEGREES = (1, 2, 4)
 NAMES = tuple(family.name for family in FAMILIES)
@@ -53,3 +54,8 @@ def model(name: str, degree: int) -> Model:
     tensors = tuple(tensor.under(tp=degree) for tensor in enumerate_tensors(family, described))
     rules = bind(family, described, tensors)
     return Model(family, described, tensors, rules, with_ties(rules))
+
+
+def normal(mapping: TensorMapping) -> set[Correspondence]:
+    """The correspondences of a mapping in the largest boxes, for comparison."""
+    return {item for items in mapping.by_target.values() for item in coalesced(items)}

@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, strategies as st
 
-from paddleformers_fc.aoa import AoaTensor, Tensors, normal, parse, render, uncut, with_ties
+from paddleformers_fc.aoa import AoaTensor, Tensors, parse, render, uncut, with_ties
 from paddleformers_fc.families import FAMILIES, Family, bind, enumerate_tensors
 from paddleformers_fc.mapping import Rule, RuleSet, TensorSpec, prove
+from tests.aoa.spaces import normal
 from tests.families.spaces import model_of, nested_settings
 from tests.harness.sampling import thorough
 
@@ -70,9 +71,8 @@ def rules_of(layers: Sequence[list[str]], dropped: Sequence[int], fresh: Sequenc
 
 def check(rules: RuleSet) -> None:
     mapping = with_ties(rules)
-    prove(replace(mapping, dropped=frozenset()))
-    gone = {name: uncut((1,), "float32") for name in mapping.dropped}
-    left: Tensors = {name: uncut(one.shape, one.dtype) for name, one in mapping.sources.items()} | gone
+    prove(mapping)
+    left: Tensors = {name: uncut(one.shape, one.dtype) for name, one in mapping.sources.items()}
     right: Tensors = {
         name: AoaTensor(one.shape, one.dtype, rules.cuts.get(name, (1,) * len(one.shape)))
         for name, one in mapping.targets.items()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from paddleformers_fc.aoa import Hints, normal, parse, render
+from paddleformers_fc.aoa import Hints, parse, render
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.formats.aoa_statements import aoa_statements, aoa_text
 from paddleformers_fc.mapping import Rule, RuleSet, TensorMapping, prove
 from tests.aoa import stock
-from tests.aoa.spaces import DEGREES, NAMES, Model, model, side_of
+from tests.aoa.spaces import DEGREES, NAMES, Model, model, normal, side_of
 from tests.mapping.numbers import moved, numbered
 
 

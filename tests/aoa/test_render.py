@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, reject, strategies as st
 from msgspec import structs
 
-from paddleformers_fc.aoa import Hints, normal, parse, render, rendering, with_ties
+from paddleformers_fc.aoa import Hints, parse, render, rendering, with_ties
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.mapping import Rule, RuleSet, Shape, TensorMapping, TensorSpec, prove
 from paddleformers_fc.mapping.rules import Slab
 from tests.aoa import stock
-from tests.aoa.spaces import side_of
+from tests.aoa.spaces import normal, side_of
 from tests.harness.sampling import thorough
 from tests.mapping.numbers import moved, numbered
 from tests.mapping.strategies import rule_sets

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from paddleformers_fc.aoa import normal, parse, uncut
+from paddleformers_fc.aoa import parse, uncut
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.families import (
     Family,
@@ -22,6 +22,7 @@ from paddleformers_fc.families.declarations import Geometry
 from paddleformers_fc.families.models.qwen2_moe import SPARSE
 from paddleformers_fc.families.sizes import Sizes
 from paddleformers_fc.mapping import Rule
+from tests.aoa.spaces import normal
 from tests.families import native
 
 LINEAR_ATTENTION = lang.declared(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from hypothesis import strategies as st
 
-from paddleformers_fc.mapping import Correspondence, Rule, RuleSet, TensorMapping, TensorSpec
+from paddleformers_fc.mapping import Correspondence, Rule, RuleSet, TensorMapping, TensorSources, TensorSpec
 from paddleformers_fc.mapping.rules import Parts
+from paddleformers_fc.mapping.templates import BoxLink, Template
 
 
 @st.composite
@@ -48,4 +51,19 @@ def rule_sets(draw: st.DrawFn) -> RuleSet:
 
 def with_items(mapping: TensorMapping, *items: Correspondence) -> TensorMapping:
     """The mapping of the same spaces with these correspondences instead."""
-    return TensorMapping.of(mapping.sources, mapping.targets, items, mapping.fresh, mapping.dropped)
+    return TensorMapping(mapping.sources, mapping.targets, made_of(items), mapping.fresh, mapping.dropped)
+
+
+def made_of(items: Iterable[Correspondence]) -> dict[str, TensorSources]:
+    """The sources of every target of these boxes, which are in any order."""
+    groups: dict[str, tuple[dict[str, int], list[BoxLink]]] = {}
+    for item in items:
+        places, links = groups.setdefault(item.target, ({}, []))
+        place = places.setdefault(item.source, len(places))
+        links.append(BoxLink(place, item.source_box, item.target_box, item.axes, item.cast))
+    known: dict[tuple[BoxLink, ...], Template] = {}
+    made: dict[str, TensorSources] = {}
+    for target, (places, links) in groups.items():
+        form = tuple(links)
+        made[target] = TensorSources(known.setdefault(form, Template(form)), tuple(places))
+    return made
