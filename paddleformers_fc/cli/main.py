@@ -451,8 +451,8 @@ def clean(
 ) -> int:
     """Remove leftovers of interrupted saves, after a confirmation for each; checkpoints are never removed.
 
-    Make sure that no job on another host saves in this directory. --json without
-    --yes lists the leftovers and removes none.
+    On a file system without locks, make sure that no job saves in this directory.
+    --json without --yes lists the leftovers and removes none.
     """
     from paddleformers_fc.cli import checkpoints
     from paddleformers_fc.execute import output_directory

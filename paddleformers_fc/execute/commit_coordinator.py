@@ -8,8 +8,8 @@ or hold of an earlier save; :mod:`.opening` refuses it.
 Create a staging directory for all ranks of a job, and remove it if any rank fails.
 
 The coordinator creates it beside the target. Ranks without access to it have output directories on other disks; the
-leader of each of these disks creates a staging directory there. Before that, a leader deletes the leftovers of crashed
-saves whose processes have ended, so that a disk full of leftovers does not stop the next save.
+leader of each of these disks creates a staging directory there. Before that, a leader deletes what crashed saves have
+left, so that a disk full of it does not stop the next save.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ from paddleformers_fc.distributed.channel import Channel, all_gather_checked, br
 from paddleformers_fc.distributed.disk_leaders import DiskLeaders, find_disk_leaders
 from paddleformers_fc.errors import StorageError
 from paddleformers_fc.formats.checkpoint import MAPPING_NAME
-from paddleformers_fc.storage.commit import create_staging, discard, finish_commit, prepare_commit
+from paddleformers_fc.storage.commit import Staging, commit, recover, staging_directory, sync_staging
 from paddleformers_fc.storage.files import is_directory, read_file, real_path, write_file
-from paddleformers_fc.storage.leftovers import clean_unfinished
 from paddleformers_fc.storage.manifest import FileChecksum, Manifest, write_manifest
 
 
@@ -39,10 +38,12 @@ class StagingDirectory:
     Args:
         path: the directory on this rank's disk.
         disks: the disks of all ranks.
+        own: the directory, on the leader of a disk.
     """
 
     path: Path
     disks: DiskLeaders
+    own: Staging | None
 
 
 def _itself(target: Path) -> Path:
@@ -51,49 +52,49 @@ def _itself(target: Path) -> Path:
 
 @contextlib.contextmanager
 def staging_beside(
-    target: Path, channel: Channel, before: Callable[[], None], place_of: Callable[[Path], Path] = _itself
+    target: Path,
+    channel: Channel,
+    before: Callable[[], None],
+    place_of: Callable[[Path], Path] = _itself,
+    runs: Sequence[str] = ("",),
 ) -> Iterator[StagingDirectory]:
-    """Create a staging directory for ``target`` on every disk; discard it when the block raises.
+    """Context manager around a save: a staging directory on every disk, deleted at the end unless it was committed.
 
     Args:
         target: the directory that is going to be written.
         channel: all ranks; every rank must enter.
         before: raises if the save must not begin; called on the coordinator.
         place_of: returns the path beside which the target of this rank is staged.
+        runs: ids of this run and its ancestors.
     Raises:
         FlexError: the same on every rank.
     """
-    made: list[Path] = []
+    made: list[Staging] = []
+    with contextlib.ExitStack() as stack:
 
-    def make() -> str:
-        if channel.rank == 0:
-            before()
-        place = place_of(target)
-        clean_unfinished(place.parent)
-        if place.parent == real_path(target):
-            # What an export has left that created the directory; its parent need not be readable.
-            with contextlib.suppress(StorageError):
-                clean_unfinished(place.parent.parent)
-        made.append(create_staging(place))
-        return made[0].name
+        def make() -> str:
+            if channel.rank == 0:
+                before()
+            place = place_of(target)
+            recover(place.parent, runs)
+            if place.parent == real_path(target):
+                # What an export has left that created the directory; its parent need not be readable.
+                with contextlib.suppress(StorageError):
+                    recover(place.parent.parent)
+            made.append(stack.enter_context(staging_directory(place, runs[0])))
+            return made[0].path.name
 
-    def staging_of(name: str) -> Path:
-        return place_of(target).with_name(name)
+        def staging_of(name: str) -> Path:
+            return place_of(target).with_name(name)
 
-    try:
         disks = find_disk_leaders(
             channel, f"preparing to write {target.name}", make, lambda name: is_directory(staging_of(name))
         )
         staging = staging_of(disks.token)
-        if made and made[0] != staging:
-            discard(made.pop())  # A rank of another host was first on this disk.
-        yield StagingDirectory(staging, disks)
-    except BaseException:
-        # The next save deletes the rest; the first error takes precedence.
-        for staging in made:
-            with contextlib.suppress(StorageError):
-                discard(staging)
-        raise
+        if made and made[0].path != staging:
+            made.clear()  # A rank of another host was first on this disk.
+            stack.close()
+        yield StagingDirectory(staging, disks, made[0] if made else None)
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ class CommitResult:
     Args:
         files: number of its files.
         size: of these files, in bytes.
-        set_aside: directories that the save left beside it, on any disk.
+        set_aside: where files of other programs that had its name are now, on any disk.
     """
 
     files: int
@@ -135,7 +136,6 @@ class _Described(msgspec.Struct):
 
 def commit_on_all(
     staged: StagingDirectory,
-    directory: Path,
     checksums: Sequence[Sequence[FileChecksum]],
     files: Mapping[str, bytes],
     build_manifest: Callable[[list[FileChecksum]], Manifest],
@@ -145,7 +145,6 @@ def commit_on_all(
 
     Args:
         staged: the staging directory.
-        directory: its final name.
         checksums: the checksums of the files of every rank, by rank; read on the coordinator only.
         files: this rank's small files; those of the coordinator go onto every disk.
         build_manifest: writes the mapping and returns the manifest of these files; called on the coordinator.
@@ -153,9 +152,7 @@ def commit_on_all(
     Raises:
         FlexError: the same on every rank.
     """
-    leads = staged.disks.sorted_leaders
-    is_lead, several = channel.rank in leads, len(leads) > 1
-
+    staging, several = staged.own, len(staged.disks.sorted_leaders) > 1
     own: list[_Documents] = []
 
     def record() -> _Described:
@@ -171,22 +168,20 @@ def commit_on_all(
     documents = described.documents or next(iter(own), None)
 
     def prepare() -> None:
-        if is_lead and documents is not None:
+        if staging is not None and documents is not None:
             if channel.rank != 0:
                 for path, data in documents.files.items():
                     write_file(staged.path / path, data, root=staged.path)
             write_manifest(staged.path, documents.manifest)
-            files = zip(documents.manifest.files, documents.leads, strict=True)
-            elsewhere = frozenset(one.path for one, lead in files if lead != channel.rank)
-            prepare_commit(staged.path, directory, elsewhere - documents.files.keys())
+            led = zip(documents.manifest.files, documents.leads, strict=True)
+            written = [one.path for one, lead in led if lead == channel.rank]
+            sync_staging(staging, [*written, *documents.files])
 
-    def commit() -> list[bytes]:
-        if not is_lead:
-            return []
-        committed = finish_commit(staged.path, directory)
-        return [os.fsencode(path) for path in (*committed.kept, *committed.left)]
+    def rename() -> list[bytes]:
+        kept = None if staging is None else commit(staging)
+        return [] if kept is None else [os.fsencode(kept)]
 
     run_on_all(channel, "finishing", prepare)
-    left = all_gather_checked(channel, "committing", commit, list[bytes])
+    left = all_gather_checked(channel, "committing", rename, list[bytes])
     set_aside = [Path(os.fsdecode(path)) for theirs in left for path in theirs]
     return CommitResult(described.files, described.size, tuple(set_aside))

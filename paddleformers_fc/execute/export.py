@@ -32,7 +32,7 @@ from paddleformers_fc.distributed.consistency import ConsistencyCheck, software_
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.execute.commit_coordinator import staging_beside
 from paddleformers_fc.execute.export_files import ExportJob, batch_bytes, write_files
-from paddleformers_fc.execute.export_target import staged_export, try_discard
+from paddleformers_fc.execute.export_target import staged_export
 from paddleformers_fc.execute.merging import Merge, read_merge
 from paddleformers_fc.execute.opening import compare_unread, open_on_all_ranks, own_file
 from paddleformers_fc.execute.redistribute import ReadContext, compare_redistributed
@@ -314,10 +314,7 @@ def save_weights(
     with staging_beside(target, channel, _no_check, staged_name) as staged:
         passage = staged.path / "weights"
         save_checkpoint(passage, roles, model, files, JobRecord(0, 0, {}), channel)
-        report = export_checkpoint(passage, target, max_shard_bytes, channel, tied=tied, role=role)
-        if channel.rank in staged.disks.sorted_leaders:
-            try_discard(staged.path)
-    return report
+        return export_checkpoint(passage, target, max_shard_bytes, channel, tied=tied, role=role)
 
 
 def _no_check() -> None:

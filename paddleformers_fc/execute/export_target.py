@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from paddleformers_fc.distributed.channel import Channel
-from paddleformers_fc.errors import FlexError, OptionError, StorageError
+from paddleformers_fc.errors import FlexError, OptionError
 from paddleformers_fc.execute.commit_coordinator import StagingDirectory, staging_beside
 from paddleformers_fc.formats.checkpoint import ExportWriter, OutputFile
 from paddleformers_fc.storage.checksum import FileChecksum, checksum_of
-from paddleformers_fc.storage.commit import commit_export, discard, staged_name
+from paddleformers_fc.storage.commit import commit_export, staged_name
 from paddleformers_fc.storage.files import real_path, write_file
 from paddleformers_fc.storage.paths import AnyPath, RemotePath
 from paddleformers_fc.storage.remote import list_remote
@@ -113,21 +113,13 @@ class _LocalExport(StagedExport):
         return RandomAccessTensorWriter(self._staged.path / name, layout, root=self._staged.path)
 
     def finish(self, documents: Mapping[str, bytes], written: Sequence[FileChecksum], seal: Seal) -> None:
-        if self._rank != 0:
-            if self._rank in self._staged.disks.sorted_leaders:
-                try_discard(self._staged.path)  # An export is on one disk, that of the coordinator.
-            return
+        if self._rank != 0 or self._staged.own is None:
+            return  # An export is on one disk, that of the coordinator.
         staging = self._staged.path
         checksums = [write_file(staging / name, data, root=staging) for name, data in documents.items()]
         for name, data in seal([*written, *checksums]).items():
             write_file(staging / name, data, root=staging)
-        commit_export(staging, real_path(self._target), self._writer.marks, self._writer.owns)
-
-
-def try_discard(staging: Path) -> None:
-    """Delete a staging directory; one that cannot be deleted is deleted by the next export."""
-    with contextlib.suppress(StorageError):
-        discard(staging)
+        commit_export(self._staged.own, real_path(self._target), self._writer.marks, self._writer.owns)
 
 
 @contextlib.contextmanager

@@ -1,9 +1,7 @@
 """An output directory: its checkpoints, the leftovers of interrupted saves beside them, and the removal of leftovers.
 
-A save deletes leftovers that provably no process needs. Others may belong to a process of another host or container, or
-to another program, so a user confirms each removal. Checkpoints are never removed, nor are those that only lost their
-name, nor the staging directory of a running process of this machine. A directory that changes during the check is being
-written elsewhere and stays.
+A save deletes the staging directories whose locks are free. A user confirms the removal of others, and of files of
+other programs. Checkpoints are never removed, nor are those that only lost their name, nor what a running save uses.
 
 The facts of a directory, from its manifest and headers alone: of a checkpoint, or of an output directory.
 
@@ -14,7 +12,6 @@ from __future__ import annotations
 
 import difflib
 import os
-import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -45,9 +42,6 @@ from paddleformers_fc.storage.manifest import (
     verify_files,
 )
 from paddleformers_fc.storage.paths import AnyPath, parse_step
-
-LOOK_SECONDS = 1.0
-"""Duration of the check for changes."""
 
 
 class LeftoverFacts(msgspec.Struct, frozen=True):
@@ -91,20 +85,12 @@ def clean(output_dir: Path, confirmed: Callable[[LeftoverFacts], bool]) -> Clean
         StorageError: the operating system refused to list it.
     """
     refuse_checkpoint(output_dir)
-    found = leftovers(output_dir)
-    before = {one.path: _state(one.path) for one in found}
-    if any(one.removable and not one.disposable for one in found):
-        time.sleep(LOOK_SECONDS)
     removed: list[LeftoverFacts] = []
     left: list[LeftoverFacts] = []
-    for one in found:
+    for one in leftovers(output_dir):
         facts = facts_of(one)
-        if facts.removable and not one.disposable and _state(one.path) != before[one.path]:
-            left.append(msgspec.structs.replace(facts, why="It is being written.", removable=False))
-        elif facts.removable and confirmed(facts):
-            (removed if _removed(one.path) else left).append(facts)
-        else:
-            left.append(facts)
+        is_gone = facts.removable and confirmed(facts) and _removed(one.path)
+        (removed if is_gone else left).append(facts)
     return Cleaned(str(output_dir), removed, left)
 
 
@@ -124,8 +110,7 @@ def refuse_checkpoint(output_dir: Path) -> None:
 
 def facts_of(leftover: Leftover) -> LeftoverFacts:
     """Return the facts of a leftover."""
-    size = sum(length for _, _, length in _state(leftover.path))
-    return LeftoverFacts(leftover.path.name, leftover.why, size, leftover.removable)
+    return LeftoverFacts(leftover.path.name, leftover.why, _size(leftover.path), leftover.removable)
 
 
 def _removed(path: Path) -> bool:
@@ -135,13 +120,13 @@ def _removed(path: Path) -> bool:
         return False  # It stays in the list of leftovers.
 
 
-def _state(directory: Path) -> list[tuple[str, int, int]]:
-    """Name, time of change in nanoseconds and size of every file in a directory; nothing of one that is gone."""
+def _size(directory: Path) -> int:
+    """Bytes of the files in a directory; 0 of one that is gone."""
     try:
-        seen = [(path, stat_path(path)) for path in files_within(directory)]
+        seen = [stat_path(path) for path in files_within(directory)]
     except StorageError:
-        return []
-    return sorted((str(path), one.st_mtime_ns, one.st_size) for path, one in seen if isinstance(one, os.stat_result))
+        return 0
+    return sum(one.st_size for one in seen if isinstance(one, os.stat_result))
 
 
 class CheckpointFacts(msgspec.Struct, frozen=True):
@@ -227,7 +212,7 @@ def _checkpoint(path: Path) -> CheckpointFacts:
     try:
         manifest = read_manifest(path)
     except CheckpointError as error:
-        size = sum(length for _, _, length in _state(path))
+        size = _size(path)
         if is_resumable(path):
             return _of_other_format(path, kind, size)
         return CheckpointFacts(path.name, None, "", error.in_one_line(), kind, 0, {}, size, "")

@@ -85,8 +85,7 @@ class SaveReport:
     Args:
         files: number of files of the finished checkpoint.
         size: of these files, in bytes.
-        set_aside: directories with files of other programs that had the checkpoint's name and were renamed, and older
-            checkpoints that could not be deleted; normally none.
+        set_aside: directories with files of other programs that had the checkpoint's name and were renamed.
         disks: the ranks that wrote onto the same disk.
         differences: where ranks hold different numbers of the same part of a tensor, one line each; normally none.
         diverged_ties: tied tensors whose copies differ, which make the checkpoint unusable for a resume; normally none.
@@ -197,7 +196,7 @@ def save_checkpoint(
             report and in the manifest, ``refuse`` saves nothing. Copies of a tied tensor are always compared, and
             treated as under ``warn`` unless the value is ``refuse``.
     Returns:
-        number and bytes of the files, differences, and directories that the save left beside the checkpoint.
+        number and bytes of the files, differences, and directories that were renamed.
     Raises:
         FlexError: the same on every rank; the target is unchanged.
     """
@@ -278,9 +277,10 @@ def write_and_commit(taken: Snapshot, directory: Path, channel: Channel) -> Save
         directory: ``checkpoint-N``.
         channel: all ranks; every rank must call.
     """
-    with staging_beside(directory, channel, lambda: _refuse_unreadable(taken)) as staged:
+    runs = ("",) if taken.job.run is None else taken.job.run.ids
+    with staging_beside(directory, channel, lambda: _refuse_unreadable(taken), runs=runs) as staged:
         written = write(taken, staged.path, channel)
-        finished = commit(taken, written, staged, directory, channel)
+        finished = commit(taken, written, staged, channel)
     return SaveReport(
         finished.files, finished.size, finished.set_aside, staged.disks, written.differences, written.ties
     )
@@ -310,16 +310,13 @@ def write(taken: Snapshot, staging: Path, channel: Channel) -> Written:
     return Written([one.checksums for one in everyone], differences, ties)
 
 
-def commit(
-    taken: Snapshot, written: Written, staged: StagingDirectory, directory: Path, channel: Channel
-) -> CommitResult:
+def commit(taken: Snapshot, written: Written, staged: StagingDirectory, channel: Channel) -> CommitResult:
     """Write the mapping and the manifest, and give the checkpoint its name.
 
     Args:
         taken: this rank's part of the checkpoint.
         written: the files of all ranks.
         staged: the staging directory.
-        directory: ``checkpoint-N``.
         channel: all ranks; every rank must call.
     Raises:
         FlexError: the same on every rank.
@@ -328,7 +325,7 @@ def commit(
     def build_manifest(checksums: list[FileChecksum]) -> Manifest:
         return _describe(staged.path, checksums, taken.plan.model_record(), written, taken.job, channel.world_size)
 
-    return commit_on_all(staged, directory, written.checksums, taken.files, build_manifest, channel)
+    return commit_on_all(staged, written.checksums, taken.files, build_manifest, channel)
 
 
 def _without_aliases(roles: Roles, model: ModelDescription) -> LiveRoles:

@@ -1,57 +1,40 @@
-"""Stage, commit, replace and remove a checkpoint directory.
+"""Stage, commit, replace and remove a checkpoint or an export.
 
-A checkpoint appears under its name as a whole or not at all. It is written into a hidden sibling directory (*staging*).
-One rename gives it its name once all files, all directories and the manifest are on the device. After a crash at any
-instant there is:
+A directory appears under its name as a whole or not at all. It is written into a hidden sibling directory (*staging*),
+whose process holds its lock. Once all files, all directories and the manifest are on the device, one rename gives it
+its name.
 
-================  ================================================================
-up to the rename  the target as it was; a directory named ``unfinished``
-after the rename  the new checkpoint
-================  ================================================================
+Saving a step again (after a resume) replaces a finished checkpoint, which is never written into: the old directory is
+renamed aside, the new one gets the name, and the old one is deleted. A crash between the two renames leaves the old
+checkpoint aside; :func:`recover` gives it its name back. A complete checkpoint of the step exists at every instant.
 
-Saving a step again (after a resume) must replace a finished checkpoint, which is never written into. Both are complete
-directories then, and if the system supports it, staging and target are exchanged atomically. A crash right after leaves
-the new checkpoint under its name. The old one is named ``unfinished`` and has no owner, so it can be cleaned up.
+Files of other programs under the target's name (another checkpoint format, notes) are moved to a visible ``kept-...``
+name and never deleted.
 
-Otherwise it takes two renames, target to ``aside`` and staging to target. A crash between them leaves no target, but
-the old checkpoint aside: ``newest_checkpoint`` returns that one, and :func:`.leftovers.recover` restores its name. A
-complete checkpoint of the step therefore exists at every instant.
+Two jobs may save the same step at once. What is moved aside must be what had the name when staging was created, and a
+rename never replaces files, so that the second commit fails.
 
-Files of other programs found under the target's name (another checkpoint format, notes) are moved to a visible
-``kept-...`` name and never deleted.
+One process per save and disk calls these functions; the other ranks only write files into the directory.
 
-Other jobs may work in the same directory, even on the same step. No decision uses an earlier look: a name is taken with
-one operation, and only then its former content is inspected. A name that another job has taken meanwhile is taken from
-it in turn. The last to commit has the name, each time with a complete checkpoint.
-
-One process per save and disk, the coordinator, calls the functions of this module; the other ranks only write files
-into the directory that :func:`create_staging` returned. If a save fails, the coordinator calls :func:`discard`.
-
-The commit of an export, by renames alone.
-
-A new directory is staged beside its name and renamed. A directory that exists, which may hold files of other programs
-and be mounted, keeps its identity: the export is staged inside of it, and its files are renamed one by one. The mark by
-which readers recognise an export is deleted first and renamed last, so that after a crash in between the directory is
-not an export. Its checksums are there throughout, so that readers of numbered files, which need no mark, do not mistake
-parts of two exports for one.
+An export into a directory that exists, which may hold files of other programs and be mounted, keeps the directory. The
+export is staged inside of it, and its files are renamed one by one. The mark by which readers recognise an export is
+deleted first and renamed last, so that after a crash in between the directory is not an export. Its checksums are there
+throughout, so that readers of numbered files, which need no mark, do not mistake parts of two exports for one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import secrets
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
-
-from paddleformers_fc.errors import CheckpointError, StorageError
+from paddleformers_fc.errors import CheckpointError, Corrupt, StorageError
 from paddleformers_fc.storage.export_checksums import CHECKSUMS_NAME
 from paddleformers_fc.storage.files import (
-    directories_within,
-    exchange,
-    exists,
+    entry_identity,
     files_within,
     fsync_directory,
     fsync_file,
@@ -63,8 +46,9 @@ from paddleformers_fc.storage.files import (
     remove_file,
     remove_tree,
     rename,
+    walk_directories,
 )
-from paddleformers_fc.storage.manifest import read_manifest, verify_files
+from paddleformers_fc.storage.manifest import Manifest, recorded_manifest
 from paddleformers_fc.storage.paths import (
     ASIDE,
     REMOVED,
@@ -72,122 +56,167 @@ from paddleformers_fc.storage.paths import (
     backup_name,
     hidden_name,
     parse_hidden,
+    run_digest,
 )
-from paddleformers_fc.storage.staging_lock import (
-    OWNER_NAME,
-    is_own,
-    write_owner,
-)
+from paddleformers_fc.storage.staging_lock import LOCK_NAME, LockState, locked
 
-_ATTEMPTS = 8
+_ATTEMPTS = 3
 _NAME_TAKEN = frozenset({errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR})
 
 
 @dataclass(frozen=True)
-class Committed:
-    """The result of a commit.
+class Staging:
+    """A staging directory of this process.
 
     Attributes:
-        path: the checkpoint under its final name.
-        kept: where the files of other programs that had that name are now.
-        left: unneeded directories that could not be deleted; the next save tries again.
+        path: the directory.
+        target: the name that it is going to have.
+        replaces: the identity of what had that name when staging was created; None for nothing.
     """
 
     path: Path
-    kept: tuple[Path, ...] = ()
-    left: tuple[Path, ...] = ()
+    target: Path
+    replaces: tuple[int, int] | None
 
 
-def create_staging(target: Path) -> Path:
-    """Create a directory beside ``target`` for the files of a checkpoint, with this process as its owner.
+@contextlib.contextmanager
+def staging_directory(target: Path, run: str = "") -> Iterator[Staging]:
+    """Context manager around the writing of a directory: staged beside ``target``, locked, and deleted at the end.
 
-    The parent of ``target`` is created if it is missing. ``target`` itself may exist; it is not touched.
+    :func:`commit` takes it away before. A rank that still writes into a deleted directory gets a :class:`StorageError`,
+    and nothing that it writes comes back to life.
 
     Args:
-        target: ``checkpoint-N``.
-
-    Returns:
-        The directory; it holds the owner's record and nothing else.
+        target: ``checkpoint-N``; it may exist, and its parent need not.
+        run: the id of the run, whose later processes may delete the directory where the file system has no locks.
 
     Raises:
         StorageError: the operating system refused.
     """
     make_directories(target.parent)
-    for attempt in range(_ATTEMPTS):
-        staging = hidden_name(target, UNFINISHED)
-        make_directory(staging)
-        try:
-            write_owner(staging)
-            fsync_directory(target.parent)
-        except StorageError as error:
-            with contextlib.suppress(StorageError):
-                remove_tree(staging)
-            # Another process that cleans up may take the directory away as long as it has no owner.
-            if not is_missing(error) or attempt + 1 == _ATTEMPTS:
-                raise
+    replaces = entry_identity(target)
+    with contextlib.ExitStack() as stack:
+        for _ in range(_ATTEMPTS):
+            path = hidden_name(target, UNFINISHED, run and run_digest(run) + secrets.token_hex(6))
+            make_directory(path)
+            stack.callback(_try_remove, path)
+            if stack.enter_context(locked(path)) in (LockState.OURS, LockState.UNSUPPORTED):
+                break
+            stack.close()  # A process that cleans up was faster.
         else:
-            break
-    return staging
+            raise _taken(target, path)
+        fsync_directory(target.parent)
+        yield Staging(path, target, replaces)
 
 
-def commit(staging: Path, target: Path) -> Committed:
-    """Give a complete staging directory its final name, durably.
-
-    Args:
-        staging: from :func:`create_staging`, with all files and the manifest written.
-        target: the name it was created for. A finished checkpoint there is replaced. Other files are renamed, and so is
-            a checkpoint with equal tied tensors if those of the new one differ.
-
-    Raises:
-        NotACheckpoint, FormatError, Corrupt: staging has no manifest, or not the files its manifest lists. No directory
-            was renamed.
-        StorageError: the operating system refused. ``target`` is the old or the new checkpoint, never a mixture.
-    """
-    prepare_commit(staging, target)
-    return finish_commit(staging, target)
-
-
-def prepare_commit(staging: Path, target: Path, elsewhere: Collection[str] = ()) -> None:
-    """Do the slow part of :func:`commit`, which may fail: check that all files are there, and sync them to the device.
-
-    Args:
-        staging: as for :func:`commit`.
-        target: as for :func:`commit`.
-        elsewhere: listed files that are on other disks, where other ranks have written them.
-    """
-    check_pair(staging, target)
-    manifest = read_manifest(staging)
-    here = [checksum for checksum in manifest.files if checksum.path not in elsewhere]
-    verify_files(staging, msgspec.structs.replace(manifest, files=here), "size", documents=())
-    for directory in directories_within(staging):
-        fsync_directory(directory)
-
-
-def finish_commit(staging: Path, target: Path) -> Committed:
-    """Do the rest of :func:`commit`: give a prepared directory its name."""
-    check_pair(staging, target)
-    displaced = _displace(staging, target)
-    make_durable(target)
-    old = [path for path in displaced if is_finished(path) and not _is_only_whole(path, target)]
-    kept = [_made_visible(path, target) for path in displaced if path not in old]
-    return Committed(target, tuple(kept), tuple(path for path in map(try_remove, old) if path is not None))
-
-
-def discard(staging: Path) -> None:
-    """Delete the staging directory of a save that failed; harmless if it is gone.
-
-    A rank that is still writing into it gets a :class:`StorageError`, and nothing that it writes comes back to life.
-    Where a commit failed after names were exchanged, another checkpoint has the staging directory's name; only what
-    this process has made is deleted.
-
-    Raises:
-        StorageError: it is not a staging directory, or the operating system refused.
-    """
-    parsed = parse_hidden(staging)
-    if parsed is None or parsed[1] != UNFINISHED:
-        raise StorageError(f"{staging} is not a staging directory and is not deleted.", where=str(staging))
-    if is_directory(staging) and is_own(staging):
+def _try_remove(staging: Path) -> None:
+    # A failure leaves it to the next save, as a crash does.
+    with contextlib.suppress(StorageError):
         remove_checkpoint(staging)
+
+
+def sync_staging(staging: Staging, listed: Collection[str]) -> None:
+    """Do the slow part of a commit, which may fail: check that all files are there, and sync the directories.
+
+    Every rank has synced the files that it has written.
+
+    Args:
+        staging: with all files written.
+        listed: the paths of its files.
+
+    Raises:
+        Corrupt: a file is missing.
+        StorageError: the operating system refused, or another job has saved this step meanwhile.
+    """
+    _refuse_other(staging.target, staging)
+    there: set[str] = set()
+    for directory, names in walk_directories(staging.path):
+        there.update((directory / name).relative_to(staging.path).as_posix() for name in names)
+        fsync_directory(directory)
+    missing = sorted(set(listed) - there)
+    if missing:
+        raise Corrupt(
+            f"{staging.path} has lost files that were written into it.",
+            where=str(staging.path),
+            evidence=[f"{path} is missing" for path in missing],
+            next_step="Check the file system, and save again.",
+        )
+
+
+def commit(staging: Staging) -> Path | None:
+    """Give a synced staging directory its name, durably. A finished checkpoint that has the name is replaced.
+
+    Returns:
+        where the files of other programs that had the name are now, or a checkpoint with equal tied tensors if those of
+        the new one differ.
+
+    Raises:
+        StorageError: the operating system refused, or another job has saved this step meanwhile. The target is the old
+            or the new checkpoint, never a mixture.
+    """
+    target, (_, _, token) = staging.target, parse_hidden(staging.path) or ("", "", "")
+    aside = hidden_name(target, ASIDE, token)
+    try:
+        _take_name(staging, aside)
+    except StorageError as error:
+        # If this fails as well, recover() does it; the first error takes precedence.
+        with contextlib.suppress(StorageError):
+            rename(aside, target)
+        if is_name_taken(error) or _is_missing(error):
+            raise _taken(target, staging.path) from error
+        raise
+    fsync_directory(target.parent)
+    with contextlib.suppress(StorageError):
+        remove_file(target / LOCK_NAME)  # Readers ignore one that stays.
+    return _retire(aside, target)
+
+
+def _take_name(staging: Staging, aside: Path) -> None:
+    try:
+        rename(staging.path, staging.target)
+    except StorageError as error:
+        if not is_name_taken(error):
+            raise
+        rename(staging.target, aside)
+        _refuse_other(aside, staging)
+        rename(staging.path, staging.target)
+
+
+def _refuse_other(path: Path, staging: Staging) -> None:
+    """Refuse a directory that is not what had the target's name when staging was created."""
+    if entry_identity(path) not in (None, staging.replaces):
+        raise _taken(staging.target, staging.path)
+
+
+def _taken(target: Path, staging: Path) -> StorageError:
+    return StorageError(
+        f"Another job has saved {target} or removed {staging.name} during this save.",
+        where=str(target),
+        next_step="Let one job at a time save into a directory, or give each its own; what has the name is complete.",
+    )
+
+
+def _retire(aside: Path, target: Path) -> Path | None:
+    """Delete a checkpoint that was replaced; rename anything else, and return its new path."""
+    if entry_identity(aside) is None:
+        return None
+    with contextlib.suppress(StorageError):  # The new checkpoint is committed; recover() tries again.
+        old, new = finished(aside), finished(target)
+        if old is None or (new is not None and new.ties and not old.ties):
+            place = backup_name(target)
+            rename(aside, place)
+            return place
+        if new is not None:
+            remove_checkpoint(aside)
+    return None
+
+
+def finished(directory: Path) -> Manifest | None:
+    """Return the manifest of a finished checkpoint; None for any other directory."""
+    try:
+        return recorded_manifest(directory)
+    except CheckpointError:
+        return None
 
 
 def remove_checkpoint(directory: Path) -> None:
@@ -196,135 +225,58 @@ def remove_checkpoint(directory: Path) -> None:
     Raises:
         StorageError: the operating system refused.
     """
-    renamed = _removal_name(directory)
+    parsed = parse_hidden(directory)
+    renamed = hidden_name(parsed[0] if parsed else directory, REMOVED)
     rename(directory, renamed)
     fsync_directory(renamed.parent)
     remove_tree(renamed)
 
 
-def check_pair(staging: Path, target: Path) -> None:
-    """Refuse a directory that is not a staging directory of this target."""
-    if parse_hidden(staging) != (target, UNFINISHED):
-        raise StorageError(
-            f"{staging} was not staged for {target}.",
-            where=str(staging),
-            next_step="Commit the directory that create_staging returned, to the target it was given.",
-        )
+def recover(output_dir: Path, runs: Collection[str] = ()) -> None:
+    """Complete interrupted replacements and deletions, and delete staging directories that no process writes.
 
+    An entry that resists stays, which must not stop the next save.
 
-def _is_only_whole(old: Path, new: Path) -> bool:
-    """Return whether a checkpoint with equal copies of tied tensors was replaced by one whose copies differ."""
-    return bool(read_manifest(new).ties) and not read_manifest(old).ties
+    Args:
+        output_dir: the directory of the checkpoints.
+        runs: ids of the run and its ancestors, whose staging directories are deleted where there are no locks.
 
-
-def is_finished(directory: Path) -> bool:
-    """Return whether a directory has a valid manifest."""
-    try:
-        read_manifest(directory)
-    except CheckpointError:
-        return False
-    return True
-
-
-def _displace(staging: Path, target: Path) -> list[Path]:
-    """Give a complete directory its name; return the new paths of the directories that had the name before."""
-    displaced: list[Path] = []
-    for attempt in range(_ATTEMPTS):
-        if is_taken(target):
-            if is_finished(target):
-                # A record left in an old checkpoint would make it look like a staging directory.
-                remove_file(target / OWNER_NAME)
-            if exchange(staging, target):
-                return [*displaced, staging]
-            displaced.extend(_move_to_backup(target))
-        try:
-            rename(staging, target)
-        except StorageError as error:
-            # Another job has taken the name since.
-            if is_name_taken(error) and attempt + 1 < _ATTEMPTS:
-                continue
-            _restore_backup(displaced, target)
-            raise
-        break
-    return displaced
-
-
-def _move_to_backup(target: Path) -> Iterator[Path]:
-    """Move the current holder of a name to a backup name and yield it; yield nothing if another job did so first."""
-    old = hidden_name(target, ASIDE)
-    try:
-        rename(target, old)
-    except StorageError as error:
-        if not is_missing(error):
-            raise
-    else:
-        yield old
-
-
-def _restore_backup(displaced: Sequence[Path], target: Path) -> None:
-    # If this fails as well, the next start restores the name (recover); the first error takes precedence.
-    for old in reversed(displaced):
-        with contextlib.suppress(StorageError):
-            rename(old, target)
-            return
-
-
-def is_taken(target: Path) -> bool:
-    """Return whether the name is in use by anything but an empty directory."""
-    if target.is_symlink():
-        return True
-    return bool(list_directory(target)) if is_directory(target) else exists(target)
-
-
-def _made_visible(foreign: Path, target: Path) -> Path:
-    """Give files of other programs, which had the target's name, a visible name; return their path."""
-    place = backup_name(target)
-    try:
-        rename(foreign, place)
-    except StorageError:
-        return foreign  # The checkpoint is committed, and these are not deleted under any name.
-    return place
-
-
-def make_durable(target: Path) -> None:
-    """Make the new name durable, then drop the mark of its maker."""
-    fsync_directory(target.parent)
-    # The directory is committed; a mark that stays is ignored by every reader.
-    with contextlib.suppress(StorageError):
-        remove_file(target / OWNER_NAME)
-
-
-def try_remove(directory: Path) -> Path | None:
-    """Delete a replaced directory; return what is left of it.
-
-    A failure, such as an open file on NFS, must not fail the save: the new checkpoint is committed.
+    Raises:
+        StorageError: the operating system refused to list the directory.
     """
-    renamed = _removal_name(directory)
-    try:
-        rename(directory, renamed)
-    except StorageError as error:
-        return None if is_missing(error) else directory
-    try:
-        fsync_directory(renamed.parent)
-        remove_tree(renamed)
-    except StorageError:
-        return renamed
-    return None
+    digests = {run_digest(run) for run in runs}
+    for path in list_directory(output_dir):
+        with contextlib.suppress(StorageError):
+            _recover(path, digests)
 
 
-def _removal_name(directory: Path) -> Path:
-    """Return a fresh name for a directory that is to be deleted."""
-    parsed = parse_hidden(directory)
-    return hidden_name(parsed[0] if parsed else directory, REMOVED)
+def _recover(path: Path, runs: Collection[str]) -> None:
+    target, state, token = parse_hidden(path) or (path, "", "")
+    if state == REMOVED:
+        remove_tree(path)
+    if state not in (ASIDE, UNFINISHED):
+        return
+    with locked(hidden_name(target, UNFINISHED, token)) as lock:
+        if lock is LockState.BUSY:
+            return
+        if state == ASIDE:
+            try:
+                rename(path, target)
+            except StorageError as error:
+                if not is_name_taken(error):
+                    raise
+                _retire(path, target)
+            fsync_directory(target.parent)
+        elif lock is not LockState.UNSUPPORTED or any(map(token.startswith, runs)):
+            remove_checkpoint(path)
 
 
-def is_missing(error: StorageError) -> bool:
-    """Return whether an operation failed because its file or directory is missing."""
+def _is_missing(error: StorageError) -> bool:
     return isinstance(error.__cause__, FileNotFoundError)
 
 
 def is_name_taken(error: StorageError) -> bool:
-    """Return whether a rename failed because its new name exists."""
+    """Return whether an operation failed because its new name exists."""
     return isinstance(error.__cause__, OSError) and error.__cause__.errno in _NAME_TAKEN
 
 
@@ -340,11 +292,11 @@ def staged_name(target: Path) -> Path:
     return real / (real.name or "export") if is_directory(real) else real
 
 
-def commit_export(staging: Path, target: Path, marks: Sequence[str], is_old: Callable[[str], bool]) -> None:
+def commit_export(staging: Staging, target: Path, marks: Sequence[str], is_old: Callable[[str], bool]) -> None:
     """Make a staging directory without a manifest an export, durably.
 
     Args:
-        staging: from :func:`create_staging` for :func:`staged_name`, with all files written.
+        staging: for :func:`staged_name`, with all files written.
         target: the directory, without links.
         marks: names of files by one of which an export is recognised; staging holds one of them.
         is_old: whether a name in the target is that of a file of an export, which goes; all others stay.
@@ -352,39 +304,26 @@ def commit_export(staging: Path, target: Path, marks: Sequence[str], is_old: Cal
     Raises:
         StorageError: something has taken the name since, or the operating system refused.
     """
-    is_inside = staging.parent == target
-    check_pair(staging, target / (target.name or "export") if is_inside else target)
     # Other libraries write parts of an export, such as a tokenizer, and do not sync them.
-    for file in files_within(staging):
+    for file in files_within(staging.path):
         fsync_file(file)
-    for directory in directories_within(staging):
-        fsync_directory(directory)
-    if is_inside:
-        _move_in(staging, target, marks, is_old)
-        # The export is there; the next one deletes the rest of its staging directory.
-        with contextlib.suppress(StorageError):
-            discard(staging)
-        return
-    if is_taken(target):
-        raise StorageError(
-            f"{target} exists already and is not empty.",
-            where=str(target),
-            next_step="Choose another directory, or remove this one; nothing in it was changed.",
-        )
-    rename(staging, target)
-    make_durable(target)
+    sync_staging(staging, ())
+    if staging.path.parent == target:
+        _move_in(staging.path, target, marks, is_old)
+    else:
+        commit(staging)
 
 
 def _move_in(staging: Path, target: Path, marks: Sequence[str], is_old: Callable[[str], bool]) -> None:
     """Move the files of an export, one by one, into a directory that may hold others."""
-    own = [path.relative_to(staging) for path in files_within(staging) if path.name != OWNER_NAME]
+    own = [path.relative_to(staging) for path in files_within(staging) if path.name != LOCK_NAME]
     for name in marks:
         remove_file(target / name)
     fsync_directory(target)
     first = [path for path in own if path.name == CHECKSUMS_NAME]
     for path in list_directory(target):
-        # A crash right after a rename has left the record of its owner.
-        if path.name == OWNER_NAME or (is_old(path.name) and not (first and path.name == CHECKSUMS_NAME)):
+        # A crash right after the rename of a new export has left its lock.
+        if path.name == LOCK_NAME or (is_old(path.name) and not (first and path.name == CHECKSUMS_NAME)):
             remove_file(path)
     fsync_directory(target)
     for path in first:

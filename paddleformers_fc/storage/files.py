@@ -13,7 +13,6 @@ import ctypes
 import errno
 import os
 import stat
-import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -38,9 +37,7 @@ _R = TypeVar("_R")
 _NOTHING_THERE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG})
 """Errors of a name that leads to no file; links in a circle are among them."""
 _NO_DIRECTORY_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP})
-_AT_FDCWD = -100
 _NO_TIME: int = getattr(os, "O_NOATIME", 0)
-_RENAME_EXCHANGE = 2
 _ADVICE = {
     errno.ENOSPC: "Free space on this file system, or save elsewhere, and try again.",
     errno.EFBIG: "Raise the limit of a file's size (ulimit -f), or bound the files of a save, and try again.",
@@ -482,17 +479,6 @@ def rename(source: Path, target: Path) -> None:
         os.rename(source, target)
 
 
-def exchange(one: Path, other: Path) -> bool:
-    """Swap two names atomically; return False, without a change, if the system did not do it.
-
-    Platforms, file systems and sandboxes that cannot exchange names report several different error numbers. The caller
-    falls back on plain renames, which report a real fault.
-    """
-    if not sys.platform.startswith("linux"):
-        return False
-    return _renameat2(os.fsencode(one), os.fsencode(other)) == 0
-
-
 def remove_file(path: Path) -> None:
     """Delete a file; one that is already gone is no fault.
 
@@ -501,21 +487,6 @@ def remove_file(path: Path) -> None:
     """
     with _naming("delete", path), contextlib.suppress(FileNotFoundError):
         os.unlink(path)
-
-
-def remove_empty_directory(path: Path) -> bool:
-    """Delete a directory if it is empty, and return whether this call deleted it.
-
-    Raises:
-        StorageError: the operating system refused for another reason than that it is not empty, or gone.
-    """
-    try:
-        os.rmdir(path)
-    except OSError as error:
-        if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
-            return False
-        raise refused("delete", path, error) from error
-    return True
 
 
 def remove_tree(path: Path) -> None:
@@ -531,11 +502,14 @@ def remove_tree(path: Path) -> None:
     waiting, emptied = [path], []
     while waiting:
         emptied.append(waiting.pop())
-        for entry in list_directory(emptied[-1]):
-            if is_directory(entry) and not is_link(entry):
-                waiting.append(entry)
+        entries: list[os.DirEntry[str]] = []
+        with _naming("list", emptied[-1]), contextlib.suppress(FileNotFoundError), os.scandir(emptied[-1]) as found:
+            entries = sorted(found, key=lambda entry: entry.name)
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                waiting.append(Path(entry.path))
             else:
-                remove_file(entry)
+                remove_file(Path(entry.path))
     for directory in reversed(emptied):
         with _naming("delete", directory), contextlib.suppress(FileNotFoundError):
             os.rmdir(directory)
@@ -628,6 +602,16 @@ def is_link(path: Path) -> bool:
     return status is not None and stat.S_ISLNK(status.st_mode)
 
 
+def entry_identity(path: Path) -> tuple[int, int] | None:
+    """Return the device and inode of a name, of a link those of itself; None if there is no such name.
+
+    Raises:
+        StorageError: the operating system refused to look.
+    """
+    status = _stat(path, follow_links=False)
+    return None if status is None else (status.st_dev, status.st_ino)
+
+
 def _stat(path: Path, *, follow_links: bool) -> os.stat_result | None:
     try:
         return os.stat(path, follow_symlinks=follow_links)
@@ -668,12 +652,14 @@ def files_within(path: Path) -> list[Path]:
     Raises:
         StorageError: a directory cannot be listed.
     """
-    entries = [entry for directory in directories_within(path) for entry in list_directory(directory)]
+    entries = [directory / name for directory, names in walk_directories(path) for name in sorted(names)]
     return [entry for entry in entries if entry.is_file() and not entry.is_symlink()]
 
 
-def directories_within(path: Path) -> list[Path]:
-    """Return a directory and every directory below it, the deepest first; links are not followed.
+def walk_directories(path: Path) -> list[tuple[Path, list[str]]]:
+    """Return a directory and every one below it, the deepest first, each with the names that are no directories.
+
+    Links are not followed.
 
     Raises:
         StorageError: one of them cannot be listed.
@@ -682,7 +668,7 @@ def directories_within(path: Path) -> list[Path]:
     def fail(error: OSError) -> NoReturn:
         raise refused("list", error.filename or path, error) from error
 
-    return [Path(place) for place, _, _ in os.walk(path, topdown=False, onerror=fail)]
+    return [(Path(place), names) for place, _, names in os.walk(path, topdown=False, onerror=fail)]
 
 
 def _relative(path: Path, root: Path | None) -> str:
@@ -700,9 +686,3 @@ def _make_parents(path: Path, root: Path | None) -> None:
     for directory in reversed(between):
         with _naming("create", directory), contextlib.suppress(FileExistsError):
             os.mkdir(directory)
-
-
-def _renameat2(one: bytes, other: bytes) -> int:
-    """Return the system call that exchanges two names; 0 for success."""
-    call = getattr(ctypes.CDLL(None), "renameat2", None)
-    return -1 if call is None else int(call(_AT_FDCWD, one, _AT_FDCWD, other, ctypes.c_uint(_RENAME_EXCHANGE)))

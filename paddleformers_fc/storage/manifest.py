@@ -38,7 +38,7 @@ from paddleformers_fc.storage.files import (
 )
 from paddleformers_fc.storage.json_io import ignored_extensions, read_document, read_recorded
 from paddleformers_fc.storage.paths import ASIDE, AnyPath, RemotePath, parse_hidden, parse_step
-from paddleformers_fc.storage.staging_lock import OWNER_NAME
+from paddleformers_fc.storage.staging_lock import LOCK_NAME
 
 __all__ = [
     "FORMAT",
@@ -80,7 +80,7 @@ MAX_MANIFEST_BYTES = 256 * 1024 * 1024
 """The longest manifest that is read: that of a checkpoint of 50 TB."""
 
 _PARTIAL_NAME = f".{MANIFEST_NAME}.part"
-_RESERVED = frozenset({MANIFEST_NAME, _PARTIAL_NAME, OWNER_NAME})
+_RESERVED = frozenset({MANIFEST_NAME, _PARTIAL_NAME, LOCK_NAME})
 TRAINER_DIRECTORY = "trainer"
 """The directory of a checkpoint that contains the state of a Trainer."""
 
@@ -124,6 +124,11 @@ class RunRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     id: str
     branches: list[Branch]
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """The ids of the run and of the runs that it goes back to."""
+        return self.id, *(one.run for one in self.branches)
 
 
 class SaveOrigin(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -228,14 +233,34 @@ _heads = msgspec.json.Decoder(_Head)
 
 
 def read_manifest(directory: AnyPath) -> Manifest:
-    """Read and validate the manifest of a checkpoint.
+    """Read and validate the manifest of a checkpoint whose files are going to be read.
+
+    Args:
+        directory: ``checkpoint-N``.
+
+    Raises:
+        FormatError: as :func:`recorded_manifest`, or a link that leaves the directory.
+        CheckpointError, StorageError: as :func:`recorded_manifest`.
+    """
+    manifest = recorded_manifest(directory)
+    _refuse_listed(directory / MANIFEST_NAME, list(_escapes(directory, manifest).values()))
+    return manifest
+
+
+def _refuse_listed(path: AnyPath, faults: list[str]) -> None:
+    if faults:
+        raise FormatError(f"{path} lists invalid files.", where=str(path), evidence=faults, next_step=_ANOTHER)
+
+
+def recorded_manifest(directory: AnyPath) -> Manifest:
+    """Read and validate the manifest of a checkpoint without a look at its files.
 
     Args:
         directory: ``checkpoint-N``.
 
     Raises:
         NotACheckpoint: there is no such directory or no manifest in it.
-        FormatError: another format or version, a field of the wrong type, a path or link that leaves the directory.
+        FormatError: another format or version, a field of the wrong type, a path that leaves the directory.
         Corrupt: the manifest does not match its own checksum.
         StorageError: the operating system refused to read it.
     """
@@ -260,9 +285,7 @@ def read_manifest(directory: AnyPath) -> Manifest:
             evidence=[f"recorded {sealed.seal}, computed {seal}"],
             next_step=_ANOTHER,
         )
-    faults = [*_faults(manifest), *_escapes(directory, manifest).values()]
-    if faults:
-        raise FormatError(f"{path} lists invalid files.", where=str(path), evidence=faults, next_step=_ANOTHER)
+    _refuse_listed(path, _faults(manifest))
     if not raw.endswith(_END):
         # The JSON is complete, but the file is not what was written.
         raise Corrupt(f"{path} is truncated: its last byte is missing.", where=str(path), next_step=_ANOTHER)

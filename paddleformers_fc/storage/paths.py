@@ -11,8 +11,9 @@ Names of the directories beside a checkpoint.
 
 ====================================  =================================================================================
 ``checkpoint-500``                    a checkpoint; 500 is the step
-``.checkpoint-500.unfinished-TOKEN``  a staging directory, of a running save or of a process that died
-``.checkpoint-500.aside-TOKEN``       an older checkpoint while a newer one takes its name
+``.checkpoint-500.unfinished-TOKEN``  a staging directory, of a running save or of a process that died; the token
+                                      begins with a digest of the run's id
+``.checkpoint-500.aside-TOKEN``       an older checkpoint while a newer one, staged with this token, takes its name
 ``.checkpoint-500.removed-TOKEN``     a checkpoint that is being deleted
 ``kept-TOKEN.checkpoint-500``         files of other programs that had the name; never deleted here
 ====================================  =================================================================================
@@ -30,6 +31,8 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import TypeAlias, TypeVar
 from urllib.parse import unquote
+
+import xxhash
 
 from paddleformers_fc.errors import FormatError, OptionError
 
@@ -288,11 +291,16 @@ REMOVED = "removed"
 
 _CHECKPOINT = re.compile(r"checkpoint-([0-9]+)")
 _KEPT = re.compile(r"kept-[0-9a-f]+\.(.+)", re.DOTALL)
-_BESIDE = re.compile(rf"\.(.+)\.({UNFINISHED}|{ASIDE}|{REMOVED})-[0-9a-f]+", re.DOTALL)
+_BESIDE = re.compile(rf"\.(.+)\.({UNFINISHED}|{ASIDE}|{REMOVED})-([0-9a-f]+)", re.DOTALL)
 
 
-def hidden_name(target: Path, state: str) -> Path:
-    """Return a fresh name next to ``target`` for a directory in one of the three hidden states.
+def hidden_name(target: Path, state: str, token: str = "") -> Path:
+    """Return the name next to ``target`` for a directory in one of the three hidden states.
+
+    Args:
+        target: the name of the directory without a state.
+        state: the state.
+        token: makes the name unique; a new one by default.
 
     Raises:
         OptionError: the target has no name that another directory can take.
@@ -303,7 +311,12 @@ def hidden_name(target: Path, state: str) -> Path:
             where=str(target),
             next_step="Name a directory such as checkpoint-3; nothing was written.",
         )
-    return target.with_name(f".{target.name}.{state}-{secrets.token_hex(6)}")
+    return target.with_name(f".{target.name}.{state}-{token or secrets.token_hex(6)}")
+
+
+def run_digest(run: str) -> str:
+    """Return the beginning of the tokens of a run."""
+    return xxhash.xxh3_64_hexdigest(run.encode())
 
 
 def backup_name(target: Path) -> Path:
@@ -311,10 +324,10 @@ def backup_name(target: Path) -> Path:
     return target.with_name(f"kept-{secrets.token_hex(6)}.{target.name}")
 
 
-def parse_hidden(path: _P) -> tuple[_P, str] | None:
-    """Return ``(target, state)`` of a directory in one of the hidden states; None for any other name."""
+def parse_hidden(path: _P) -> tuple[_P, str, str] | None:
+    """Return ``(target, state, token)`` of a directory in one of the hidden states; None for any other name."""
     match = _BESIDE.fullmatch(path.name)
-    return (path.with_name(match[1]), match[2]) if match else None
+    return (path.with_name(match[1]), match[2], match[3]) if match else None
 
 
 def parse_kept(path: _P) -> _P | None:

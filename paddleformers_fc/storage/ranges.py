@@ -25,6 +25,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -45,7 +46,6 @@ from paddleformers_fc.storage.paths import AnyPath, RemotePath
 from paddleformers_fc.storage.prefetch import ExpectedRange, Prefetcher
 from paddleformers_fc.storage.remote import RemoteFile, RemoteStatus
 from paddleformers_fc.storage.rows import ScatterList, read_scattered
-from paddleformers_fc.storage.staging_lock import boot_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +98,13 @@ def same_bytes_key(identities: Identities) -> str:
     local = any(isinstance(identity, FileIdentity) for identity in identities.values())
     machine = f"{socket.gethostname()} {boot_id()}" if local else ""
     return xxhash.xxh3_128_hexdigest(f"{machine} {found}".encode(errors="surrogateescape"))
+
+
+def boot_id() -> str:
+    """Return the kernel's identifier of the current boot of this machine; empty if there is none."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return ""
 
 
 def refuse_replaced(file: OpenFile | RemoteFile, identities: Identities) -> None:

@@ -30,6 +30,7 @@ from paddleformers_fc.distributed.channel import Channel, all_gather_checked, ru
 from paddleformers_fc.errors import CheckpointError, Diverged, FlexError, MismatchError, StorageError
 from paddleformers_fc.execute.load import LoadReport, PreparedLoad, prepare_load
 from paddleformers_fc.execute.opening import open_on_all_ranks, own_document, own_file
+from paddleformers_fc.execute.output_directory import facts_of
 from paddleformers_fc.execute.read_jobs import Key
 from paddleformers_fc.execute.staging_pool import measured_transfers
 from paddleformers_fc.formats import OpenedCheckpoint, stock_run
@@ -48,7 +49,7 @@ from paddleformers_fc.storage.files import real_path
 from paddleformers_fc.storage.leftovers import leftovers
 from paddleformers_fc.storage.manifest import Manifest
 from paddleformers_fc.storage.paths import AnyPath, parse_named, parse_path
-from paddleformers_fc.text import count_text, natural
+from paddleformers_fc.text import count_text, natural, size_text
 from paddleformers_fc.trainer import (
     base_fingerprint,
     batches,
@@ -143,9 +144,11 @@ def _refuse_reference(trainer: Any) -> None:
 
 
 def _warn_of_leftovers(args: Any) -> None:
-    """List the leftovers of saves of other hosts or containers; no save of this machine deletes them."""
+    """List, on one rank per node, what other saves have left or use and the next save does not delete."""
+    if not args.should_log:
+        return
     try:
-        found = [one for one in leftovers(Path(args.output_dir)) if one.removable and not one.disposable]
+        found = [facts_of(one) for one in leftovers(Path(args.output_dir)) if one.stays]
     except StorageError:
         return  # The first save raises it.
     if found:
@@ -153,7 +156,7 @@ def _warn_of_leftovers(args: Any) -> None:
             args,
             f"{args.output_dir} has leftovers of other saves. paddleformers-fc clean {args.output_dir} removes those "
             "that you confirm.",
-            (f"{one.path.name}: {one.why}" for one in found),
+            (f"{args.output_dir}/{one.name}, {size_text(one.bytes)}: {one.why}" for one in found),
         )
 
 

@@ -20,8 +20,8 @@ from paddleformers_fc.execute.opening import check_complete
 from paddleformers_fc.formats.checkpoint import MAPPING_NAME, not_a_flex_checkpoint
 from paddleformers_fc.formats.registry import format_of, is_resumable, saved_run
 from paddleformers_fc.formats.stock_run import refuse_unfinished
+from paddleformers_fc.storage.commit import recover
 from paddleformers_fc.storage.files import exists, is_directory, list_directory
-from paddleformers_fc.storage.leftovers import recover
 from paddleformers_fc.storage.manifest import MANIFEST_NAME, candidates, candidates_in, first_usable
 from paddleformers_fc.storage.paths import UNFINISHED, AnyPath, parse_hidden, parse_step
 
@@ -31,7 +31,7 @@ _MOST_NAMED = 3
 
 
 def find_newest(
-    output_dir: Path, channel: Channel, without: Collection[str] = ()
+    output_dir: Path, channel: Channel, without: Collection[str] = (), known: Collection[str] = ()
 ) -> tuple[Path | None, list[tuple[Path, str]]]:
     """Find the newest finished checkpoint of a run. Every rank must call.
 
@@ -39,14 +39,19 @@ def find_newest(
         output_dir: where the run saves.
         channel: all ranks of the job.
         without: names of unusable directories.
+        known: names of checkpoints that are known to be complete; the same on every rank.
     Returns:
         a path in this rank's output directory, of the same step on every rank, or None; and the skipped newer
         directories with the reasons, which are the same on every rank.
     Raises:
         StorageError: the operating system refused access.
     """
-    names = [name for name in _names(output_dir, channel) if name not in without]
-    return first_usable((output_dir / name for name in names), lambda path: check_complete(path, channel))
+
+    def check(path: Path) -> None:
+        if path.name not in known:
+            check_complete(path, channel)
+
+    return first_usable((output_dir / name for name in _names(output_dir, channel) if name not in without), check)
 
 
 def _names(output_dir: Path, channel: Channel) -> list[str]:

@@ -321,9 +321,8 @@ def rotate(
     if channel is ALONE and dist.get_rank() != 0:
         return
     try:
-        needed = [path for path in (saved, None if best is None else Path(best)) if path is not None]
-        needed += [] if uploads is None else uploads.pending()
-        delete_superfluous(Path(output_dir), limit, needed, logger.info, channel, leads)
+        needed = [*([] if best is None else [Path(best)]), *([] if uploads is None else uploads.pending())]
+        delete_superfluous(Path(output_dir), limit, saved, needed, logger.info, channel, leads)
     except StorageError as error:
         # The new checkpoint is saved, so the run continues.
         logger.warning(f"An old checkpoint could not be deleted; the next save tries again.\n{error.render()}")

@@ -15,23 +15,23 @@ The limit counts and deletes finished flex checkpoints only, never files of othe
 checkpoint and the best one are never deleted. A checkpoint with diverged copies of tied tensors is not whole: it does
 not count towards the limit, and is deleted before whole ones.
 
-A checkpoint is whole if its files have their sizes. Its bytes are not read again: a save computes their checksums while
-it writes them, and a failed write or sync leaves no checkpoint. Damage that happens later is found by a resume, which
-then takes an older checkpoint, and by ``verify``.
+The checkpoint that was just saved is whole by the record of its save, which computes sizes and checksums while it
+writes and fails if a write or sync fails; its files are not looked at again. Only a checkpoint with a higher step, of
+another run, is whole by the sizes of its files. Damage that happens later is found by a resume, which then takes an
+older checkpoint, and by ``verify``.
 
-If a run saves on several disks, each contains a part of every checkpoint. All ranks verify together, and the newest
+If a run saves on several disks, each contains a part of every checkpoint. All ranks look together, and the newest
 checkpoint that is whole across all disks stays on each of them. If none is whole, only checkpoints with diverged ties
 are deleted.
 """
 
 from __future__ import annotations
 
-import contextlib
 import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -40,10 +40,9 @@ from paddleformers_fc.distributed.channel import ALONE, Channel, all_gather_chec
 from paddleformers_fc.distributed.disk_leaders import DiskLeaders
 from paddleformers_fc.errors import CheckpointError, FlexError, StorageError
 from paddleformers_fc.execute.upload import Upload, remove_uploaded, uploaded_checkpoints
-from paddleformers_fc.storage.commit import remove_checkpoint
+from paddleformers_fc.storage.commit import finished, remove_checkpoint
 from paddleformers_fc.storage.files import exists, is_directory
-from paddleformers_fc.storage.leftovers import clean_unfinished
-from paddleformers_fc.storage.manifest import Manifest, read_manifest, verify_files
+from paddleformers_fc.storage.manifest import Manifest, verify_files
 from paddleformers_fc.storage.paths import RemotePath, parse_step
 from paddleformers_fc.storage.remote_writes import check_remote_writable
 from paddleformers_fc.text import rate_text, size_text
@@ -75,17 +74,19 @@ def superfluous(checkpoints: Sequence[_P], limit: int, kept: frozenset[_P]) -> l
 def delete_superfluous(
     output_dir: Path,
     limit: int | None,
+    saved: Path | None,
     needed: Sequence[Path],
     log: Callable[[str], None],
     channel: Channel = ALONE,
     leads: Collection[int] = (0,),
 ) -> None:
-    """Delete the checkpoints of a run beyond its limit, and leftovers of interrupted saves.
+    """Delete the checkpoints of a run beyond its limit.
 
     Args:
         output_dir: where the run saves.
-        limit: ``save_total_limit``; None deletes no checkpoint.
-        needed: checkpoints that always stay: the last one, and the best one.
+        limit: ``save_total_limit``; None deletes none.
+        saved: the checkpoint that this run has saved last.
+        needed: further checkpoints that always stay: the best one.
         log: receives one line per deleted directory, and per damaged one.
         channel: all ranks if the run saves on several disks, and every rank must call; otherwise this process alone.
         leads: the ranks that delete, one for each disk.
@@ -93,52 +94,52 @@ def delete_superfluous(
     Raises:
         StorageError: the operating system refused a deletion.
     """
-    is_lead = channel.rank in leads
-
-    def clean() -> tuple[bool, dict[Path, Manifest]]:
-        if not is_lead:
-            return False, {}
-        removed, _ = clean_unfinished(output_dir)
-        for leftover in removed:
-            log(f"Deleted {leftover.path}. {leftover.why}")
-        finished = finished_checkpoints(output_dir) if limit is not None else {}
-        return limit is not None and len(finished) > limit, finished
-
-    too_many, before = gather_and_keep(channel, "cleaning the output directory", clean, bool)
-    if not any(too_many) or limit is None:
+    if limit is None:
         return
-    newest, damaged = resume.find_newest(output_dir, channel)
-    if not is_lead:
+    recorded = saved.name if saved is not None else ""
+
+    def look() -> tuple[list[bool], dict[Path, Manifest]]:
+        found = finished_checkpoints(output_dir) if channel.rank in leads else {}
+        is_whole = any(path.name == recorded and not manifest.ties for path, manifest in found.items())
+        return [len(found) > limit, is_whole], found
+
+    everyone, manifests = gather_and_keep(channel, "looking for old checkpoints", look, list[bool])
+    if not any(too_many for too_many, _ in everyone):
         return
-    # A checkpoint that another job has replaced meanwhile was not verified.
-    present = finished_checkpoints(output_dir)
-    manifests = {path: manifest for path, manifest in present.items() if before.get(path) == manifest}
-    checkpoints = list(manifests)
+    known = frozenset({recorded} if any(is_whole for _, is_whole in everyone) else ())
+    newest, damaged = resume.find_newest(output_dir, channel, known=known)
+    if not manifests:
+        return
     for path, why in damaged:
         if path in manifests:
             stays = f"{newest} stays under every limit" if newest is not None else "no whole checkpoint is deleted"
             log(f"{path} is not whole, so {stays}: {why}")
-    wanted = {path.resolve() for path in (newest, *needed) if path is not None}
-    kept = frozenset(path for path in checkpoints if path.resolve() in wanted)
-    diverged = [path for path, manifest in manifests.items() if manifest.ties]
-    removable = [path for path in diverged if path not in kept][: max(0, len(checkpoints) - limit)]
-    if newest is not None:
-        whole = [path for path in checkpoints if path not in diverged]
-        removable += superfluous(whole, limit, kept.intersection(whole))
-    for path in removable:
+    wanted = {path.resolve() for path in (newest, saved, *needed) if path is not None}
+    kept = frozenset(path for path in manifests if path.resolve() in wanted)
+    for path in beyond(manifests, limit, kept, newest is not None):
         remove_checkpoint(path)
         log(f"Deleted {path}, which is beyond save_total_limit: {limit}.")
 
 
+def beyond(manifests: Mapping[_P, Manifest], limit: int, kept: frozenset[_P], has_whole: bool = True) -> list[_P]:
+    """Return the checkpoints to delete: those with diverged ties first.
+
+    Args:
+        manifests: of the finished checkpoints, oldest first.
+        limit: maximum number of checkpoints.
+        kept: checkpoints that always stay.
+        has_whole: whether one of those that stay is whole.
+    """
+    diverged = [path for path, manifest in manifests.items() if manifest.ties]
+    whole = [path for path in manifests if path not in diverged]
+    removable = [path for path in diverged if path not in kept][: max(0, len(manifests) - limit)]
+    return removable + (superfluous(whole, limit, kept.intersection(whole)) if has_whole else [])
+
+
 def finished_checkpoints(output_dir: Path) -> dict[Path, Manifest]:
     """Return the finished checkpoints of a run on this disk, lowest step first; renamed ones are never deleted."""
-    found: dict[Path, Manifest] = {}
-    for path in numbered(output_dir, "checkpoint"):
-        with contextlib.suppress(CheckpointError):
-            manifest = read_manifest(path)
-            if manifest.step == parse_step(path):
-                found[path] = manifest
-    return found
+    found = ((path, finished(path)) for path in numbered(output_dir, "checkpoint"))
+    return {path: manifest for path, manifest in found if manifest is not None and manifest.step == parse_step(path)}
 
 
 _WAIT_SECONDS = 10.0
@@ -174,9 +175,9 @@ class CheckpointUploader:
 
     def begin_with(self, output_dir: Path) -> None:
         """Upload the checkpoints of an earlier run whose files are all on this disk, as far as the store lacks them."""
-        for path in finished_checkpoints(output_dir):
+        for path, manifest in finished_checkpoints(output_dir).items():
             try:
-                verify_files(path, read_manifest(path), "size")
+                verify_files(path, manifest, "size")
             except CheckpointError:
                 continue  # A rotation and a resume report it.
             self.follow(path)
@@ -293,12 +294,10 @@ class CheckpointUploader:
     def _rotate(self, limit: int, uploaded: RemotePath) -> None:
         """Delete checkpoints in the store beyond the limit, never this one, the newest whole one or the best one."""
         manifests = uploaded_checkpoints(self._url)
-        diverged = [path for path, manifest in manifests.items() if manifest.ties]
-        whole = [path for path in manifests if path not in diverged]
+        whole = [path for path, manifest in manifests.items() if not manifest.ties]
         best = None if self._best is None else Path(self._best).name
         kept = frozenset(path for path in manifests if path in (*whole[-1:], uploaded) or path.name == best)
-        removable = [path for path in diverged if path not in kept][: max(0, len(manifests) - limit)]
-        for path in [*removable, *superfluous(whole, limit, kept.intersection(whole))]:
+        for path in beyond(manifests, limit, kept):
             remove_uploaded(path, manifests[path])
             logger.info(f"Deleted {path}, which is beyond save_total_limit: {limit}.")
 

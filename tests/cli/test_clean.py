@@ -4,52 +4,39 @@ from __future__ import annotations
 
 import io
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from paddleformers_fc.execute import output_directory
-from paddleformers_fc.storage.commit import create_staging
+from paddleformers_fc.storage.commit import staging_directory
 from paddleformers_fc.storage.manifest import read_manifest, write_manifest
-from paddleformers_fc.storage.staging_lock import OWNER_NAME, this_process
+from paddleformers_fc.storage.staging_lock import LOCK_NAME, locked
 from tests.cli.support import Outcome, run
-from tests.storage.support import a_dead_process, save
+from tests.storage.support import save
 
-FOREIGN = ".checkpoint-9.unfinished-0123456789ab"
 NOBODYS = ".checkpoint-8.unfinished-0123456789ab"
 ALIVE = ".checkpoint-7."
 DEAD = ".checkpoint-6.unfinished-0123456789ab"
 KEPT = "kept-0123456789ab.checkpoint-5"
 
 
-@pytest.fixture(autouse=True)
-def _look_for_an_instant(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(output_directory, "LOOK_SECONDS", 0.01)
-
-
-def own(directory: Path, owner: object) -> Path:
-    """A directory that a process has begun to write."""
-    directory.mkdir()
-    (directory / OWNER_NAME).write_bytes(msgspec.json.encode(owner))
-    (directory / "weights").write_bytes(b"12345")
-    return directory
-
-
 @pytest.fixture
-def output_dir(tmp_path: Path) -> Path:
+def output_dir(tmp_path: Path) -> Iterator[Path]:
     """Two checkpoints and a leftover of every kind; one is being written by this process."""
     for step in (3, 4):
         save(tmp_path / f"checkpoint-{step}", step)
-    elsewhere = msgspec.structs.replace(this_process(), boot="another machine", host="far")
-    own(tmp_path / FOREIGN, elsewhere)
-    own(tmp_path / DEAD, a_dead_process())
-    (tmp_path / NOBODYS).mkdir()
-    (tmp_path / NOBODYS / "weights").write_bytes(b"123")
-    create_staging(tmp_path / "checkpoint-7")
+    for name in (DEAD, NOBODYS):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "weights").write_bytes(b"12345")
+    (tmp_path / DEAD / LOCK_NAME).touch()
     (tmp_path / KEPT).mkdir()
     (tmp_path / KEPT / "notes").write_text("mine")
-    return tmp_path
+    with staging_directory(tmp_path / "checkpoint-7"):
+        yield tmp_path
 
 
 def names(output_dir: Path) -> set[str]:
@@ -57,7 +44,7 @@ def names(output_dir: Path) -> set[str]:
 
 
 WHOLE = {"checkpoint-3", "checkpoint-4", ALIVE}
-LEFT = {FOREIGN, DEAD, NOBODYS, KEPT}
+LEFT = {DEAD, NOBODYS, KEPT}
 
 
 def answering(monkeypatch: pytest.MonkeyPatch, answers: str, output_dir: Path) -> Outcome:
@@ -97,9 +84,9 @@ def test_every_removal_is_confirmed(
 def test_one_of_several_removals_can_be_confirmed(output_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = run("clean", output_dir, "--json").document["left"]
     asked = [one["name"] for one in found if one["removable"]]
-    answers = "".join("y\n" if name == FOREIGN else "n\n" for name in asked)
+    answers = "".join("y\n" if name == NOBODYS else "n\n" for name in asked)
     assert answering(monkeypatch, answers, output_dir).code == 0
-    assert names(output_dir) == (WHOLE | LEFT) - {FOREIGN}
+    assert names(output_dir) == (WHOLE | LEFT) - {NOBODYS}
 
 
 def test_without_an_answer_all_leftovers_stay(output_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,19 +94,9 @@ def test_without_an_answer_all_leftovers_stay(output_dir: Path, monkeypatch: pyt
     assert names(output_dir) == WHOLE | LEFT
 
 
-@pytest.mark.parametrize("state", ["unfinished", "aside"])
-def test_a_checkpoint_that_has_lost_its_name_stays(output_dir: Path, state: str) -> None:
-    hidden = output_dir / f".checkpoint-4.{state}-0123456789ab"
-    (output_dir / "checkpoint-4").rename(hidden)
-    run("clean", output_dir, "--yes")
-    assert read_manifest(hidden).step == 4
-
-
-def test_a_checkpoint_of_another_host_that_has_lost_its_name_stays(output_dir: Path) -> None:
+def test_a_checkpoint_that_has_lost_its_name_stays(output_dir: Path) -> None:
     hidden = output_dir / ".checkpoint-4.aside-0123456789ab"
     (output_dir / "checkpoint-4").rename(hidden)
-    elsewhere = msgspec.structs.replace(this_process(), boot="another machine")
-    (hidden / OWNER_NAME).write_bytes(msgspec.json.encode(elsewhere))
     run("clean", output_dir, "--yes")
     assert read_manifest(hidden).step == 4
 
@@ -130,28 +107,18 @@ def test_a_checkpoint_under_the_name_of_kept_files_stays(output_dir: Path) -> No
     assert read_manifest(output_dir / "kept-ba9876543210.checkpoint-4").step == 4
 
 
-def test_a_directory_that_changes_during_the_check_stays(output_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def write(_: float) -> None:
-        (output_dir / FOREIGN / "weights").write_bytes(b"123456789")
-
-    monkeypatch.setattr(output_directory.time, "sleep", write)
-    outcome = run("clean", output_dir, "--yes", "--json")
-    assert FOREIGN in names(output_dir)
-    assert NOBODYS not in names(output_dir)
-    assert "It is being written." in [one["why"] for one in outcome.document["left"]]
-
-
 def test_a_save_that_begins_during_a_cleanup_is_kept(output_dir: Path) -> None:
-    """The owner is read again just before a directory is removed."""
+    """The lock is taken just before a directory is removed."""
+    with ExitStack() as stack:
 
-    def confirmed(one: output_directory.LeftoverFacts) -> bool:
-        if one.name == NOBODYS:
-            (output_dir / NOBODYS / OWNER_NAME).write_bytes(msgspec.json.encode(this_process()))
-        return True
+        def confirmed(one: output_directory.LeftoverFacts) -> bool:
+            if one.name == NOBODYS:
+                stack.enter_context(locked(output_dir / NOBODYS))
+            return True
 
-    output_directory.clean(output_dir, confirmed)
-    assert NOBODYS in names(output_dir)
-    assert FOREIGN not in names(output_dir)
+        output_directory.clean(output_dir, confirmed)
+        assert NOBODYS in names(output_dir)
+        assert DEAD not in names(output_dir)
 
 
 def test_a_checkpoint_is_not_accepted_as_output_directory(output_dir: Path) -> None:

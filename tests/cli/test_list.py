@@ -5,23 +5,24 @@ from __future__ import annotations
 import re
 import shutil
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from paddleformers_fc.storage.commit import create_staging
+from paddleformers_fc.storage.commit import staging_directory
 from tests.cli.support import run
 
 
 @pytest.fixture
-def output_dir(one: Path, four: Path, tmp_path: Path) -> Path:
+def output_dir(one: Path, four: Path, tmp_path: Path) -> Iterator[Path]:
     """A checkpoint of four ranks, an incomplete one, one of another format, and a save that is running."""
     shutil.copytree(four, tmp_path / "checkpoint-3")
     broken = Path(shutil.copytree(one, tmp_path / "checkpoint-9"))
     (broken / "model_state/rank-00000.safetensors").unlink()
     (tmp_path / "checkpoint-5").mkdir()
-    create_staging(tmp_path / "checkpoint-7")
-    return tmp_path
+    with staging_directory(tmp_path / "checkpoint-7"):
+        yield tmp_path
 
 
 def test_every_checkpoint_has_its_step_layout_size_and_state(output_dir: Path, four: Path) -> None:
@@ -46,7 +47,7 @@ def test_the_text_shows_which_are_whole_and_counts_leftovers(output_dir: Path) -
     assert {rows[name].split()[-1] for name in ("checkpoint-5", "checkpoint-9")} == {"FAILED"}
     assert lines[-1].startswith("3 checkpoints, 1 whole, ")
     assert lines[-1].endswith("; 1 leftover")
-    assert any("which runs" in line for line in lines)
+    assert any("A running save uses it." in line for line in lines)
 
 
 def test_an_empty_directory_has_no_checkpoints(tmp_path: Path) -> None:

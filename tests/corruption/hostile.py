@@ -240,22 +240,6 @@ def _index(directory: Path) -> Target:
     return Target((json.loads(path.read_bytes()),), _written_to(path, _use_checkpoint(target), bytes))
 
 
-def _owner(directory: Path) -> Target:
-    from paddleformers_fc.storage import staging_lock
-
-    place = directory.with_name(".checkpoint-9.unfinished-00")
-    place.mkdir(exist_ok=True)
-    path = place / staging_lock.OWNER_NAME
-
-    def use(raw: bytes) -> None:
-        path.write_bytes(raw)
-        found = staging_lock.read_owner(place)
-        if found is not None:
-            staging_lock.process_state(found)
-
-    return Target((json.loads(msgspec.json.encode(staging_lock.this_process())),), use)
-
-
 def _wire(directory: Path) -> Target:
     error = MappingError("what", where="where", evidence=["one", "two"], next_step="next")
 
@@ -409,7 +393,6 @@ KINDS: dict[str, Callable[[Path], Target]] = {
     "safetensors headers": _header,
     "shard descriptions": _shards,
     "indices of open weights": _index,
-    "owner records": _owner,
     "errors of other ranks": _wire,
     "reports of other ranks": _report,
     "data positions": _codec,

@@ -26,15 +26,20 @@ def test_g100_the_rank_of_a_fresh_disk_joins_the_decision(ranks: ForkServer, tmp
     return Observed("—", "both ranks resume at step 2")
 
 
-@fault("G101", "under `save_total_limit: 1` the newest checkpoint loses bytes on one of two disks")
-def test_g101_the_last_checkpoint_that_is_whole_over_all_disks_stays(ranks: ForkServer, tmp_path: Path) -> Observed:
+@fault("G101", "under `save_total_limit: 1` one of two disks fails to sync a file of the newest checkpoint")
+def test_g101_a_failed_sync_on_one_disk_keeps_the_older_checkpoint_on_all(
+    ranks: ForkServer, tmp_path: Path
+) -> Observed:
     places = [tmp_path / "first", tmp_path / "second"]
     for place in places:
         place.mkdir()
     arguments = {"max_steps": 3, "save_steps": 1, "save_total_limit": 1}
     given = {"layout": DP2.to_json(), "output_dir": "out", "places": list(map(str, places)), "arguments": arguments}
-    lost = {"lost": "checkpoint-3/model_state/rank-00001.safetensors"}
-    result = ranks.run(f"{JOBS}:lose_what_was_saved", 2, {**given, **lost})
-    assert list(result.values) == [["checkpoint-2", "checkpoint-3"]] * 2
-    assert all("checkpoint-3 is not whole, so out/checkpoint-2 stays" in log.read_text() for log in result.logs)
-    return Observed("—", "checkpoint-2, which is whole over both disks, stays on each; the log of both nodes says why")
+    found = ranks.run(f"{JOBS}:train_and_fail_a_sync", 2, {**given, "victim": 1, "part": ".checkpoint-3.unf"}).values
+    assert [one["error"] for one in found] == ["StorageError"] * 2
+    assert all("EIO" in one["text"] for one in found)
+    assert [one["left"] for one in found] == [["checkpoint-2"]] * 2
+    return Observed(
+        "—",
+        "the save fails on both ranks: `StorageError`, EIO; checkpoint-2 stays on each disk, and nothing else is left",
+    )

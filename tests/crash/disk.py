@@ -3,7 +3,7 @@
 It promises no more than the standard: the bytes of a file are on the device once the file was synced, and the names in
 a directory once the directory was. Before that any part of it may be: of a file nothing, a half, zeros of the full
 length, or all; of the names any selection in which a change comes with the changes of the same names before it. A
-rename or exchange within a directory is one change; between two directories it is one in each, and either may come
+rename within a directory is one change; between two directories it is one in each, and either may come
 without the other.
 
 Memory: what was written.
@@ -91,14 +91,13 @@ class Disk:
             case "sync":
                 node = self.root if operation.path == "." else parent.names[name]
                 node.synced, node.durable, node.pending = bytes(node.data), dict(node.names), []
-            case "rename" | "exchange":
+            case "rename":
                 before, old = self._parent(operation.other)
-                there = parent.names.get(name) if operation.kind == "exchange" else None
                 if before is parent:
-                    self._change(parent, {name: parent.names[old], old: there})
+                    self._change(parent, {name: parent.names[old], old: None})
                 else:
                     self._change(parent, {name: before.names[old]})
-                    self._change(before, {old: there})
+                    self._change(before, {old: None})
             case "link":
                 before, old = self._parent(operation.other)
                 self._change(parent, {name: before.names[old]})

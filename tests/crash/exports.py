@@ -15,7 +15,6 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 
@@ -27,7 +26,7 @@ from paddleformers_fc.formats.huggingface import INDEX_NAME, SINGLE_NAME, open_h
 from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.storage.dtypes import to_numpy
 from paddleformers_fc.storage.export_checksums import CHECKSUMS_NAME
-from paddleformers_fc.storage.leftovers import unfinished
+from paddleformers_fc.storage.leftovers import leftovers
 from paddleformers_fc.storage.safetensors import read_header
 from tests.crash.groups import DONE
 from tests.crash.killing import Kill, every_kill, prepared, run_alone, run_killed
@@ -60,9 +59,6 @@ class Scenario:
     bound: int
     live: bool = False
     inside: bool = False
-
-    can_exchange: ClassVar[bool] = True
-    """An export exchanges no names."""
 
     @property
     def expected(self) -> tuple[int, ...]:
@@ -145,7 +141,7 @@ def carry_out(kill: Kill[Scenario], directory: Path) -> None:
         raise Lost(f"the next export is refused: {error.render()}") from error
     if found(scenario, there) != NEXT:
         raise Lost(f"the next export is not there: {names_in(target_of(there))}")
-    left = [one.path.name for place in (there, target_of(there)) for one in unfinished(place)]
+    left = [one.path.name for place in (there, target_of(there)) for one in leftovers(place)]
     if left:
         raise Lost(f"the next export has left {left}")
 
@@ -164,11 +160,11 @@ def found(scenario: Scenario, there: Path) -> int:
     if scenario.older is not None and (target / "notes.txt").read_bytes() != NOTES:
         raise Lost("a file of somebody else was touched")
     known = {target.name, *(f"checkpoint-{generation}" for generation in (OLD, NEW, NEXT))}
-    hidden = {one.path.name for one in unfinished(there)}
+    hidden = {one.path.name for one in leftovers(there)}
     strange = set(names_in(there)) - known - hidden
     if strange:
         raise Lost(f"{strange} is neither an export nor recognised as unfinished")
-    inside = {one.path.name for one in unfinished(target)}
+    inside = {one.path.name for one in leftovers(target)}
     if not target.exists() or not (set(names_in(target)) - inside - {f"checkpoint-{OLD}"}):
         return NOTHING
     try:

@@ -1,4 +1,4 @@
-"""The ranks of a job as forked processes, each with a net under it, that can be held, killed, and asked what they did.
+"""The ranks of a job as forked processes, each with a net under it, that can be killed, and asked what they did.
 
 They talk through sockets in a star. The end of one rank is seen by the others as the end of its socket, and ends the
 exchange with an error, as the failure of a collective operation does.
@@ -116,47 +116,6 @@ class KillAt:
 
 
 @dataclass(frozen=True)
-class Place:
-    """A moment in the life of a process.
-
-    Args:
-        number: of an operation.
-        afterwards: whether it has been carried out.
-    """
-
-    number: int
-    afterwards: bool = False
-
-
-@dataclass(frozen=True)
-class HoldAt:
-    """A process waits at places until it is released.
-
-    Args:
-        places: where.
-        reached: descriptor to say that it waits.
-        go: descriptor to wait at.
-    """
-
-    places: tuple[Place, ...]
-    reached: int
-    go: int
-
-    def before(self, operation: Operation) -> None:
-        """Wait here if it is to wait before."""
-        self._wait(Place(operation.number))
-
-    def after(self, operation: Operation) -> None:
-        """Wait here if it is to wait afterwards."""
-        self._wait(Place(operation.number, afterwards=True))
-
-    def _wait(self, place: Place) -> None:
-        if place in self.places:
-            os.write(self.reached, b"!")
-            os.read(self.go, 1)
-
-
-@dataclass(frozen=True)
 class RefuseAt:
     """The operating system refuses an operation.
 
@@ -207,7 +166,6 @@ class Group:
         ranks: how many.
         job: what each does.
         gates: what happens at a rank's operations, by rank; nothing to those not named.
-        can_exchange: whether names can be exchanged.
         watched: below it no file may be touched beside the net.
     """
 
@@ -217,7 +175,6 @@ class Group:
         job: Callable[[Channel], None],
         watched: Path,
         gates: dict[int, Gate] | None = None,
-        can_exchange: bool = True,
     ) -> None:
         pairs = [socket.socketpair() for _ in range(ranks - 1)]
         pipes = [os.pipe() for _ in range(ranks)]
@@ -230,7 +187,7 @@ class Group:
                 _become(rank, leader, pairs, pipes)
                 ends = [ours for ours, _ in pairs] if rank == 0 else [pairs[rank - 1][1]]
                 channel = SocketChannel(rank, ranks, ends) if ranks > 1 else ALONE
-                net = Net((gates or {}).get(rank, Open()), can_exchange)
+                net = Net((gates or {}).get(rank, Open()))
                 _run(channel, job, net, watched, pipes[rank][1])
             self.pids.append(pid)
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -245,49 +202,6 @@ class Group:
         reports = [_read_all(descriptor) for descriptor in self._reports]
         codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in self.pids]
         return [_rank_end(code, text) for code, text in zip(codes, reports, strict=True)]
-
-
-class Held:
-    """A running group of which one rank waits at one place after the other.
-
-    Args:
-        ranks: how many.
-        job: what each does.
-        watched: below it no file may be touched beside the net.
-        rank: who waits.
-        places: where, in the order in which it comes to them.
-        can_exchange: whether names can be exchanged.
-    """
-
-    def __init__(
-        self,
-        ranks: int,
-        job: Callable[[Channel], None],
-        watched: Path,
-        rank: int,
-        places: tuple[Place, ...],
-        can_exchange: bool = True,
-    ) -> None:
-        self._heard, reached = os.pipe()
-        wait, self._go = os.pipe()
-        self._group = Group(ranks, job, watched, {rank: HoldAt(places, reached, wait)}, can_exchange)
-        os.close(reached)
-        os.close(wait)
-
-    def waits(self) -> bool:
-        """Return when the rank waits at its next place; False if the group has ended without coming to it."""
-        return os.read(self._heard, 1) == b"!"
-
-    def go(self) -> None:
-        """Let it continue."""
-        os.write(self._go, b"!")
-
-    def end(self) -> list[RankEnd]:
-        """Wait until every rank has ended; to be called when none is held."""
-        ends = self._group.end()
-        os.close(self._heard)
-        os.close(self._go)
-        return ends
 
 
 def _become(

@@ -29,10 +29,6 @@ class Scenario(Protocol):
         """How many."""
 
     @property
-    def can_exchange(self) -> bool:
-        """Whether the file system can exchange two names."""
-
-    @property
     def prepare(self) -> Any:
         """Called with a directory; makes what is there before."""
 
@@ -71,9 +67,7 @@ class Kill(Generic[S]):
 
 def run(scenario: Scenario, there: Path, gates: Mapping[int, KillAt]) -> list[RankEnd]:
     """How every rank of the job has ended."""
-    return Group(
-        scenario.ranks, lambda channel: scenario.job(there, channel), there, dict(gates), scenario.can_exchange
-    ).end()
+    return Group(scenario.ranks, lambda channel: scenario.job(there, channel), there, dict(gates)).end()
 
 
 def run_alone(scenario: Scenario, there: Path) -> list[RankEnd]:

@@ -1,8 +1,8 @@
 """A net under the package: every operation on files passes through it, is counted, and can be stopped there.
 
 Idea: all that this package does to a file system, it does by calling a function of ``os`` by its name in one of its
-own modules, or by the one system call that Python has no name for, ``storage.files._renameat2``. The net takes the
-place of ``os`` in every module of the package that has it, and of that function. Nothing in the package knows of it.
+own modules. The net takes the place of ``os`` in every module of the package that has it. Nothing in the package knows
+of it.
 
 That nothing passes beside it is not taken on trust. While the net is cast, an audit hook of the interpreter, which sees
 every file that is opened and every name that is made, moved or deleted from whatever Python code, reports what happens
@@ -24,8 +24,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 from unittest import mock
-
-from paddleformers_fc.storage import files
 
 CHANGES = {
     "write": "write",
@@ -82,10 +80,10 @@ class Operation:
         number: from 0, in the order of one process.
         change: from 0, among those that change something; -1 for one that does not. Where threads share the work, who
             opens and looks at what is not the same in every run, and what is changed is.
-        kind: ``create``, ``write``, ``sync``, ``mkdir``, ``rename``, ``link``, ``exchange``, ``unlink``, ``rmdir``;
-            ``look`` for one that changes nothing.
+        kind: ``create``, ``write``, ``sync``, ``mkdir``, ``rename``, ``link``, ``unlink``, ``rmdir``; ``look`` for one
+            that changes nothing.
         path: the file or directory; of a rename or link the new name.
-        other: of a rename or link the old name, of an exchange the other one.
+        other: of a rename or link the old name.
         tear: carries out the first half of a write.
         data: of a write, what is written.
         offset: of a write, where in the file; None for its end.
@@ -127,7 +125,6 @@ class Net:
 
     Args:
         gate: what happens at every operation.
-        can_exchange: whether this file system can exchange two names.
 
     Attributes:
         kinds: of every operation so far, by number.
@@ -136,7 +133,6 @@ class Net:
     """
 
     gate: Gate = field(default_factory=Open)
-    can_exchange: bool = True
     kinds: list[str] = field(default_factory=list)
     written: int = 0
     outside: list[str] = field(default_factory=list)
@@ -158,16 +154,6 @@ class Net:
         descriptor = int(self._pass(kind, os.fspath(path), lambda: os.open(path, flags, mode)))
         self._paths[descriptor] = str(os.fspath(path))
         return descriptor
-
-    def exchange(self, one: bytes, other: bytes) -> int:
-        """Exchange two names."""
-        if not self.can_exchange:
-            return -1
-        names = os.fsdecode(other), os.fsdecode(one)
-        try:
-            return int(self._pass("exchange", names[0], lambda: _renameat2(one, other), names[1]))
-        except OSError:
-            return -1  # A system call says so by a number.
 
     def _call(self, name: str, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         subject = args[0] if args else "."
@@ -232,7 +218,6 @@ def cast(net: Net) -> Iterator[Net]:
         for module in loaded:
             if vars(module).get("os") is os:
                 stack.enter_context(mock.patch.object(module, "os", net))
-        stack.enter_context(mock.patch.object(files, "_renameat2", net.exchange))
         yield net
 
 
@@ -240,9 +225,6 @@ def bytes_written() -> int:
     """Bytes that this process has written by system calls, to files and pipes, as the operating system counts."""
     counters = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(counters["wchar"])
-
-
-_renameat2 = files._renameat2
 
 
 def _tear(descriptor: int, half: memoryview, offset: int | None) -> None:

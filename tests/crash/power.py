@@ -21,12 +21,10 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from unittest import mock
 
 from paddleformers_fc.distributed.channel import ALONE, Channel
 from paddleformers_fc.errors import FlexError
 from paddleformers_fc.execute.export import export_checkpoint
-from paddleformers_fc.storage import staging_lock
 from paddleformers_fc.storage.manifest import newest_checkpoint
 from tests.crash import exports
 from tests.crash.disk import Disk, Loss, Recorded
@@ -82,7 +80,6 @@ class Story:
     Args:
         name: for a report.
         ranks: how many.
-        can_exchange: whether the file system can exchange two names.
         prepare: makes what is on the device from the beginning.
         before: what that is.
         steps: what the run does.
@@ -91,23 +88,21 @@ class Story:
 
     name: str
     ranks: int
-    can_exchange: bool
     prepare: Callable[[Path], None]
     before: State
     steps: tuple[Step, ...]
     check: Callable[[Path, State, State], None]
 
 
-def saves(grid: str, can_exchange: bool) -> Story:
-    """A first save, a second one, that one again, and rotation."""
+def saves(grid: str) -> Story:
+    """A first save into new directories, a second one, that one again, and rotation."""
     steps = (
         Step(lambda there, channel: save(there, grid, 5, 1, channel), Found(5, 1)),
         Step(lambda there, channel: save(there, grid, 6, 2, channel), Found(6, 2)),
         Step(lambda there, channel: save(there, grid, 6, 11, channel), Found(6, 11)),
-        Step(lambda there, channel: rotate_alone(there, 1, channel), Found(6, 11)),
+        Step(lambda there, channel: rotate_alone(there, 1, there / "checkpoint-6", channel), Found(6, 11)),
     )
-    name = f"saves, {grid}{'' if can_exchange else ', by two renames'}"
-    return Story(name, ranks_of(grid), can_exchange, lambda there: None, None, steps, _check_saves)
+    return Story(f"saves, {grid}", ranks_of(grid), lambda there: None, None, steps, _check_saves)
 
 
 def _check_saves(there: Path, returned: State, running: State) -> None:
@@ -140,7 +135,7 @@ def exported(scenario: exports.Scenario) -> Story:
 
     steps = (Step(scenario.job, exports.NEW), Step(again, exports.NEXT))
     name, ranks = scenario.name, scenario.ranks
-    return Story(name, ranks, True, scenario.prepare, scenario.before, steps, check)
+    return Story(name, ranks, scenario.prepare, scenario.before, steps, check)
 
 
 @dataclass(frozen=True)
@@ -174,16 +169,15 @@ def record(story: Story, directory: Path) -> Recording:
         shutil.rmtree(one, ignore_errors=True)
     there.mkdir()
     instants: list[Instant] = []
-    with mock.patch.object(staging_lock, "this_process", _a_dead_process):
-        story.prepare(there)
-        shutil.copytree(there, before)
-        recorder, returned = Recorder(there), story.before
-        for step in story.steps:
-            recorder.operations.clear()
-            with cast(Net(recorder, story.can_exchange)):
-                run_threads(story.ranks, lambda channel, step=step: step.job(there, channel))
-            instants += [Instant(one, returned, step.found) for one in recorder.operations]
-            returned = step.found
+    story.prepare(there)
+    shutil.copytree(there, before)
+    recorder, returned = Recorder(there), story.before
+    for step in story.steps:
+        recorder.operations.clear()
+        with cast(Net(recorder)):
+            run_threads(story.ranks, lambda channel, step=step: step.job(there, channel))
+        instants += [Instant(one, returned, step.found) for one in recorder.operations]
+        returned = step.found
     return Recording(story, before, instants)
 
 
@@ -254,19 +248,3 @@ def _key(files: dict[str, bytes | None], instant: Instant) -> bytes:
         data = files[path]
         digest.update(path.encode() + (b"/" if data is None else b"=" + hashlib.blake2b(data).digest()))
     return digest.digest()
-
-
-def _a_dead_process() -> staging_lock.Owner:
-    return _DEAD
-
-
-def _ended() -> staging_lock.Owner:
-    here = staging_lock.this_process()
-    pid = os.fork()
-    if pid == 0:
-        os._exit(0)
-    os.waitpid(pid, 0)
-    return staging_lock.Owner(here.host, pid, here.boot, here.namespace, "1")
-
-
-_DEAD = _ended()

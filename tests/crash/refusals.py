@@ -85,9 +85,7 @@ def carry_out(refusal: Refusal, directory: Path) -> None:
     kill, scenario = refusal.at, refusal.at.scenario
     there = prepared(scenario, directory, directory / "refused")
     gates = {kill.rank: RefuseAt(kill.number, refusal.reason, refusal.lasting)}
-    ends = Group(
-        scenario.ranks, lambda channel: scenario.job(there, channel), there, gates, scenario.can_exchange
-    ).end()
+    ends = Group(scenario.ranks, lambda channel: scenario.job(there, channel), there, gates).end()
     done = same_end(ends)
     found = chosen(there)
     if found != scenario.after and (done or found != scenario.before):

@@ -12,9 +12,7 @@ _WHAT = {
     "kills": "SIGKILL of one rank, or of all ranks, of a save at an operation on files",
     "exports": "SIGKILL of one rank, or of all ranks, of an export at an operation on files",
     "power": "losses of power at an instant of a run, each with another part of what was not synced",
-    "races": "meetings of two jobs, one held at an operation while the other one runs",
     "refusals": "refusals of an operation by the system: no room, a broken device, a read-only mount",
-    "relays": "meetings of two jobs in three turns while they make and clean their directories",
 }
 
 

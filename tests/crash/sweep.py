@@ -21,10 +21,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.crash import exports, kills, power, races, refusals, worlds
+from tests.crash import exports, kills, power, refusals, worlds
 
 ROOT = Path(__file__).resolve().parents[2]
-KINDS = ("kills", "exports", "races", "relays", "refusals", "power")
+KINDS = ("kills", "exports", "refusals", "power")
 _WORKERS = 2
 _MEMORY = Path("/dev/shm")
 
@@ -104,11 +104,7 @@ def sweep(kind: str, part: Part, directory: Path) -> Tally:
         return _refusals(part, directory)
     if kind == "kills":
         return _instants(kills.scenarios(), kills.operations, kills.carry_out, part, directory)
-    if kind == "exports":
-        return _instants(exports.scenarios(), exports.operations, exports.carry_out, part, directory)
-    if kind == "races":
-        return _instants(races.races(), races.meetings, races.carry_out, part, directory)
-    return _instants(races.short_races(), races.relays, races.carry_out_relay, part, directory)
+    return _instants(exports.scenarios(), exports.operations, exports.carry_out, part, directory)
 
 
 def _instants(
@@ -158,7 +154,7 @@ def _refusals(part: Part, directory: Path) -> Tally:
 
 def _power(part: Part, directory: Path) -> Tally:
     tally = Tally()
-    stories = [power.saves(one, both) for one in kills.SOME_GRIDS for both in (True, False)]
+    stories = [power.saves(one) for one in kills.SOME_GRIDS]
     # What is exported from live memory is exported from a checkpoint within the staging directory.
     stories += [power.exported(one) for one in exports.scenarios() if not one.live]
     for story in part.of(stories):

@@ -38,8 +38,6 @@ EVERY = 9
 USUAL = [
     Usual("kills", 38, 5000),
     Usual("exports", 14, 600),
-    Usual("races", 5, 3000),
-    Usual("relays", 15, 2500),
     Usual("refusals", 6, 5000),
     Usual("power", 40, 5000),
 ]

@@ -44,7 +44,7 @@ from paddleformers_fc.layout.grid import parse_grid
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.plan.simulate import SimulatedModel, declared_model
 from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
-from paddleformers_fc.storage.leftovers import unfinished
+from paddleformers_fc.storage.leftovers import leftovers
 from paddleformers_fc.storage.manifest import newest_checkpoint, read_manifest, verify_files
 from paddleformers_fc.storage.paths import parse_hidden, parse_step
 from paddleformers_fc.storage.safetensors import read_header
@@ -161,10 +161,10 @@ def resume_and_save(output_dir: Path, grid: str, step: int, generation: int, cha
     save(output_dir, grid, step, generation, channel)
 
 
-def rotate_alone(output_dir: Path, limit: int | None, channel: Channel) -> None:
+def rotate_alone(output_dir: Path, limit: int | None, saved: Path | None, channel: Channel) -> None:
     """What the ranks of a Trainer do after a save."""
     if channel.rank == 0:
-        delete_superfluous(output_dir, limit, (), _quiet)
+        delete_superfluous(output_dir, limit, saved, (), _quiet)
 
 
 def whole(checkpoint: Path) -> int:
@@ -224,7 +224,7 @@ def chosen(output_dir: Path, kept: bool = False) -> Found:
     if before is None:
         raise Lost(f"Nothing is found in {names_in(output_dir)}.")
     generation = whole(before)
-    hidden = {one.path.name for one in unfinished(output_dir)}
+    hidden = {one.path.name for one in leftovers(output_dir)}
     for name in names_in(output_dir):
         theirs = kept and name.startswith("kept-")
         if parse_step(output_dir / name) is None and name not in hidden and not theirs:

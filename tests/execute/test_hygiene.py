@@ -156,7 +156,7 @@ def committing(place: Path) -> None:
         raise StorageError("The operating system refused to rename.")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(commit_coordinator, "finish_commit", refuse)
+        patch.setattr(commit_coordinator, "commit", refuse)
         save(place / "checkpoint-4")
 
 

@@ -23,7 +23,7 @@ from paddleformers_fc.execute.load import load_checkpoint
 from paddleformers_fc.execute.opening import open_on_all_ranks
 from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoint
 from paddleformers_fc.families import ModelDescription
-from paddleformers_fc.storage.staging_lock import OWNER_NAME
+from paddleformers_fc.storage.staging_lock import LOCK_NAME
 from tests.execute.simulated import CONFIG, HIDDEN, MODEL, Arrays, Roles, canonical, job, live, same_values, succeed
 
 ARRAYS = canonical()
@@ -192,7 +192,7 @@ def test_an_export_that_is_there_does_not_fail_by_what_cannot_be_deleted(
     unlink = os.unlink
 
     def refuse(path: Any) -> None:
-        if ".removed-" in Path(path).parent.name and Path(path).name == OWNER_NAME:
+        if ".removed-" in Path(path).parent.name and Path(path).name == LOCK_NAME:
             raise OSError(errno.EBUSY, "Device or resource busy")
         unlink(path)
 

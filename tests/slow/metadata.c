@@ -146,12 +146,6 @@ CHANGING(rename, (const char* from, const char* to), from, (from, to))
 CHANGING(link, (const char* from, const char* to), from, (from, to))
 CHANGING(symlink, (const char* from, const char* to), to, (from, to))
 
-int renameat2(int from_directory, const char* from, int to_directory, const char* to, unsigned flags) {
-  if (!slow(from)) return NEXT(renameat2)(from_directory, from, to_directory, to, flags);
-  errno = EINVAL;  // As file servers answer to what they do not know.
-  return -1;
-}
-
 DIR* opendir(const char* path) {
   slow(path);
   return NEXT(opendir)(path);

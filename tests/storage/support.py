@@ -1,12 +1,10 @@
-"""Small checkpoints to damage, and a machine that can be stopped at any system call."""
+"""Small checkpoints to damage, leftovers of crashes, and a machine whose calls are recorded or refused."""
 
 from __future__ import annotations
 
 import json
 import os
 import struct
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,12 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paddleformers_fc.storage import files, staging_lock
-from paddleformers_fc.storage.commit import Committed, commit, create_staging
+from paddleformers_fc.storage import files
+from paddleformers_fc.storage.commit import Staging, commit, staging_directory, sync_staging
 from paddleformers_fc.storage.files import write_file
 from paddleformers_fc.storage.manifest import FileChecksum, Manifest, read_manifest, verify_files, write_manifest
-from paddleformers_fc.storage.paths import parse_step
+from paddleformers_fc.storage.paths import UNFINISHED, hidden_name, parse_step, run_digest
 from paddleformers_fc.storage.safetensors import SequentialTensorWriter, layout_file, read_header
+from paddleformers_fc.storage.staging_lock import LOCK_NAME
 
 WEIGHTS = "model_state/rank-00000.safetensors"
 STATE = "trainer/state.json"
@@ -45,22 +44,38 @@ def writer_of(path: Path, entries: Any, metadata: Any, **options: Any) -> Sequen
     return SequentialTensorWriter(path, layout_file(path, entries, metadata), **options)
 
 
-def stage(target: Path, value: int) -> Path:
-    """A complete checkpoint in a staging directory; ``value`` is in every tensor."""
-    staging = create_staging(target)
+def fill(directory: Path, value: int, step: int | None = None) -> Path:
+    """Write a complete checkpoint into a directory; ``value`` is in every tensor."""
     entries = [("a", "F32", (8, 8)), ("b", "I64", (5,))]
-    with writer_of(staging / WEIGHTS, entries, {}, root=staging, block_bytes=BLOCK) as writer:
+    with writer_of(directory / WEIGHTS, entries, {}, root=directory, block_bytes=BLOCK) as writer:
         writer.write("a", np.full((8, 8), value, np.float32))
         writer.write("b", np.full(5, value, np.int64))
-    state = write_file(staging / STATE, json.dumps({"value": value}).encode(), root=staging, block_bytes=BLOCK)
-    step = parse_step(target)
-    write_manifest(staging, manifest_of([writer.close(), state], **({} if step is None else {"step": step})))
-    return staging
+    state = write_file(directory / STATE, json.dumps({"value": value}).encode(), root=directory, block_bytes=BLOCK)
+    write_manifest(directory, manifest_of([writer.close(), state], **({} if step is None else {"step": step})))
+    return directory
 
 
-def save(target: Path, value: int) -> Committed:
-    """One whole save."""
-    return commit(stage(target, value), target)
+@contextmanager
+def stage(target: Path, value: int) -> Iterator[Staging]:
+    """A complete checkpoint in a staging directory of this process."""
+    with staging_directory(target) as staging:
+        fill(staging.path, value, parse_step(target))
+        yield staging
+
+
+def leave(target: Path, value: int, state: str = UNFINISHED, run: str = "") -> Path:
+    """What a save leaves that is killed before its commit, or between its renames."""
+    directory = hidden_name(target, state, run and run_digest(run) + "0123")
+    directory.mkdir(parents=True)
+    (directory / LOCK_NAME).touch()
+    return fill(directory, value, parse_step(target))
+
+
+def save(target: Path, value: int) -> Path | None:
+    """One whole save; where files of others are now that had its name."""
+    with stage(target, value) as staging:
+        sync_staging(staging, (WEIGHTS, STATE))
+        return commit(staging)
 
 
 def manifest_of(checksums: list[FileChecksum], **fields: Any) -> Manifest:
@@ -91,68 +106,33 @@ def names_in(directory: Path) -> list[str]:
     return sorted(os.listdir(directory))
 
 
-def a_dead_process() -> staging_lock.Owner:
-    """The record of a process of this machine that has ended."""
-    with subprocess.Popen([sys.executable, "-c", ""]) as process:
-        process.wait()
-    here = staging_lock.this_process()
-    return staging_lock.Owner(here.host, process.pid, here.boot, here.namespace, "1")
-
-
-class Crash(BaseException):
-    """The machine stopped. Not an Exception: nothing may handle it."""
-
-
 @dataclass
 class Machine:
-    """Stands in for ``os`` in ``storage.files`` and can stop at any call that changes the file system.
-
-    It also models what a power failure takes: the bytes of files and the entries of directories that were not synced.
+    """Stands in for ``os`` in ``storage.files`` and records every call that changes the file system.
 
     Attributes:
-        stop_at: number of the call to stop at, from 0; None never stops.
-        after: whether that call is still carried out.
-        can_exchange: whether names can be exchanged.
+        before: called with the name and the path of every call before it is carried out; may raise its error.
         log: every call carried out: its name and its path.
     """
 
-    stop_at: int | None = None
-    after: bool = False
-    can_exchange: bool = True
+    before: Callable[[str, Path], None] = lambda name, path: None
     log: list[tuple[str, str]] = field(default_factory=list)
-    stopped: bool = False
-    _calls: int = 0
     _paths: dict[int, Path] = field(default_factory=dict)
-    _unsynced_bytes: set[tuple[int, int]] = field(default_factory=set)
-    _unsynced_names: dict[tuple[int, int], set[str]] = field(default_factory=dict)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(os, name)
 
     def open(self, path: Path, flags: int, mode: int = 0o777) -> int:
-        if not flags & os.O_CREAT:
-            descriptor = os.open(path, flags, mode)
-        else:
-            descriptor = self._do("create", path, lambda: os.open(path, flags, mode))
-            self._created(path)
+        descriptor = os.open(path, flags, mode)
         self._paths[descriptor] = Path(path)
         return descriptor
 
-    def pwrite(self, descriptor: int, data: Any, offset: int) -> int:
-        self._unsynced_bytes.add(_identity(descriptor))
-        return int(self._do("write", self._paths[descriptor], lambda: os.pwrite(descriptor, data, offset)))
-
     def fsync(self, descriptor: int) -> None:
-        # The model keeps account of it; the device need not.
-        def sync() -> None:
-            self._unsynced_bytes.discard(_identity(descriptor))
-            self._unsynced_names.pop(_identity(descriptor), None)
-
-        self._do("sync", self._paths[descriptor], sync)
+        # The device need not.
+        self._do("sync", self._paths[descriptor], lambda: None)
 
     def mkdir(self, path: Path) -> None:
         self._do("mkdir", path, lambda: os.mkdir(path))
-        self._created(path)
 
     def rename(self, source: Path, target: Path) -> None:
         self._do("rename", target, lambda: os.rename(source, target))
@@ -163,53 +143,15 @@ class Machine:
     def rmdir(self, path: Path) -> None:
         self._do("rmdir", path, lambda: os.rmdir(path))
 
-    def renameat2(self, one: bytes, other: bytes) -> int:
-        if not self.can_exchange:
-            return -1
-        return int(self._do("exchange", Path(os.fsdecode(other)), lambda: _renameat2(one, other)))
-
-    def lose_power(self, root: Path) -> None:
-        """Take from ``root`` what was not synced."""
-        for directory, subdirectories, names in os.walk(root, topdown=False):
-            lost = self._unsynced_names.get(_identity(directory), set())
-            for name in [*subdirectories, *names]:
-                path = Path(directory, name)
-                if name in lost:
-                    subprocess.run(["rm", "-rf", str(path)], check=True)
-                elif _identity(path) in self._unsynced_bytes:
-                    os.truncate(path, 0)
-
-    def _do(self, name: str, path: Path, call: Callable[[], Any]) -> Any:
-        if self.stopped:
-            raise Crash
-        number, self._calls = self._calls, self._calls + 1
-        self.stopped = number == self.stop_at
-        if self.stopped and not self.after:
-            raise Crash
-        result = call()
+    def _do(self, name: str, path: Path, call: Callable[[], Any]) -> None:
+        self.before(name, path)
+        call()
         self.log.append((name, str(path)))
-        if self.stopped:
-            raise Crash
-        return result
-
-    def _created(self, path: Path) -> None:
-        self._unsynced_names.setdefault(_identity(Path(path).parent), set()).add(Path(path).name)
-
-
-_renameat2 = files._renameat2
-
-
-def _identity(file: Path | str | int) -> tuple[int, int]:
-    status = os.stat(file)
-    return status.st_dev, status.st_ino
 
 
 @contextmanager
-def running_on(machine: Machine, process: staging_lock.Owner | None = None) -> Iterator[None]:
-    """Let ``storage`` run on ``machine``, and as ``process`` where one is given."""
+def running_on(machine: Machine) -> Iterator[None]:
+    """Let ``storage`` run on ``machine``."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(files, "os", machine)
-        patch.setattr(files, "_renameat2", machine.renameat2)
-        if process is not None:
-            patch.setattr(staging_lock, "this_process", lambda: process)
         yield

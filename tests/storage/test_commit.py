@@ -1,36 +1,34 @@
-"""A checkpoint gets its name whole, replaces only what it may, and leftovers are distinguished."""
+"""A checkpoint gets its name whole and replaces only what it may; leftovers are recovered, deleted or reported."""
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import os
 import shutil
+import signal
 import subprocess
+import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from paddleformers_fc.errors import Corrupt, NotACheckpoint, StorageError
-from paddleformers_fc.storage import (
-    commit as commit_module,
-    files,
-    leftovers as leftovers_module,
-    staging_lock,
-)
+from paddleformers_fc.errors import Corrupt, StorageError
 from paddleformers_fc.storage.commit import (
-    Committed,
     commit,
     commit_export,
-    create_staging,
-    discard,
+    recover,
     remove_checkpoint,
     staged_name,
+    staging_directory,
+    sync_staging,
 )
 from paddleformers_fc.storage.files import write_file
-from paddleformers_fc.storage.leftovers import clean_unfinished, recover, unfinished
+from paddleformers_fc.storage.leftovers import leftovers
 from paddleformers_fc.storage.manifest import (
     MANIFEST_NAME,
     DivergedTie,
@@ -38,14 +36,14 @@ from paddleformers_fc.storage.manifest import (
     read_manifest,
     write_manifest,
 )
-from paddleformers_fc.storage.paths import ASIDE, REMOVED, hidden_name, parse_hidden
-from paddleformers_fc.storage.staging_lock import OWNER_NAME, PARTIAL_OWNER_NAME, write_owner
+from paddleformers_fc.storage.paths import ASIDE, REMOVED, UNFINISHED, hidden_name, parse_hidden
+from paddleformers_fc.storage.staging_lock import LOCK_NAME, locked
 from tests.crash.refusals import with_own_mounts
 from tests.storage.support import (
+    STATE,
     WEIGHTS,
-    Crash,
     Machine,
-    a_dead_process,
+    leave,
     names_in,
     running_on,
     save,
@@ -56,70 +54,60 @@ from tests.storage.support import (
 
 def test_a_committed_checkpoint_holds_what_was_staged_and_nothing_else(tmp_path: Path) -> None:
     target = tmp_path / "out" / "runs" / "checkpoint-5"
-    assert save(target, 3) == Committed(target)
+    assert save(target, 3) is None
     assert value_of(target) == 3
     assert names_in(target.parent) == ["checkpoint-5"]
     assert names_in(target) == [MANIFEST_NAME, "model_state", "trainer"]
 
 
-def test_staging_is_hidden_beside_the_target_and_records_its_owner(tmp_path: Path) -> None:
-    staging = create_staging(tmp_path / "checkpoint-5")
-    assert staging.parent == tmp_path
-    assert staging.name.startswith(".checkpoint-5.unfinished-")
-    assert names_in(staging) == [OWNER_NAME]
-    assert create_staging(tmp_path / "checkpoint-5") != staging
+def test_staging_is_hidden_beside_the_target_and_locked(tmp_path: Path) -> None:
+    with staging_directory(tmp_path / "checkpoint-5") as one, staging_directory(tmp_path / "checkpoint-5") as other:
+        assert one.path.parent == tmp_path
+        assert one.path.name.startswith(".checkpoint-5.unfinished-")
+        assert names_in(one.path) == [LOCK_NAME]
+        assert one.path != other.path
+        recover(tmp_path)
+        assert names_in(tmp_path) == sorted([one.path.name, other.path.name])
 
 
-@pytest.mark.parametrize("can_exchange", [True, False])
-def test_saving_a_step_again_replaces_it(tmp_path: Path, can_exchange: bool) -> None:
+def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     target = tmp_path / "checkpoint-5"
-    with running_on(Machine(can_exchange=can_exchange)):
-        save(target, 1)
-        assert save(target, 2) == Committed(target)
+    save(target, 1)
+    assert save(target, 2) is None
     assert value_of(target) == 2
     assert names_in(tmp_path) == ["checkpoint-5"]
-    assert OWNER_NAME not in names_in(target)
+    assert LOCK_NAME not in names_in(target)
 
 
-@pytest.mark.parametrize("can_exchange", [True, False])
-def test_a_save_whose_ties_differ_keeps_the_whole_checkpoint_that_it_replaces(
-    tmp_path: Path, can_exchange: bool
-) -> None:
+def part_copies(checkpoint: Path) -> None:
+    """Record that copies of a tied tensor differ."""
+    ties = [DivergedTie(["a", "b"], ["model_state b on rank 1, a on rank 0"])]
+    manifest = msgspec.structs.replace(read_manifest(checkpoint), diverged_ties=ties)
+    write_manifest(checkpoint, manifest)
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_save_whose_ties_differ_keeps_the_whole_checkpoint_that_it_replaces(tmp_path: Path, killed: bool) -> None:
     target = tmp_path / "checkpoint-5"
-    with running_on(Machine(can_exchange=can_exchange)):
-        save(target, 1)
-        diverged = [DivergedTie(["a", "b"], ["model_state b on rank 1, a on rank 0"])]
-        kept: tuple[Path, ...] = ()
-        for value in (2, 3):
-            staging = stage(target, value)
-            manifest = msgspec.structs.replace(read_manifest(staging), diverged_ties=diverged)
-            (staging / MANIFEST_NAME).unlink()
-            write_manifest(staging, manifest)
-            committed = commit(staging, target)
-            kept = committed.kept or kept
-    assert [value_of(path) for path in kept] == [1]
-    assert names_in(tmp_path) == sorted(["checkpoint-5", *(path.name for path in kept)])
-
-
-def test_this_machine_exchanges_names_or_changes_nothing(tmp_path: Path) -> None:
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").write_text("b")
-    if files.exchange(tmp_path / "a", tmp_path / "b"):
-        assert (tmp_path / "a").read_text() == "b"
-        assert (tmp_path / "b").is_dir()
-    else:
-        assert (tmp_path / "a").is_dir()
-
-
-def test_an_exchange_that_is_refused_changes_nothing(tmp_path: Path) -> None:
-    (tmp_path / "a").mkdir()
-    assert not files.exchange(tmp_path / "a", tmp_path / "gone")
-    assert names_in(tmp_path) == ["a"]
+    save(target, 1)
+    for value in (2, 3):
+        if killed:  # Right after the renames.
+            target.rename(hidden_name(target, ASIDE))
+            save(target, value)
+            part_copies(target)
+            recover(tmp_path)
+        else:
+            with stage(target, value) as staging:
+                part_copies(staging.path)
+                commit(staging)
+    (kept,) = [path for path in tmp_path.iterdir() if path.name.startswith("kept-")]
+    assert value_of(kept) == 1
+    assert names_in(tmp_path) == ["checkpoint-5", kept.name]
 
 
 def test_an_empty_directory_of_the_name_is_no_obstacle(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-5").mkdir()
-    assert save(tmp_path / "checkpoint-5", 1).kept == ()
+    assert save(tmp_path / "checkpoint-5", 1) is None
     assert value_of(tmp_path / "checkpoint-5") == 1
 
 
@@ -136,9 +124,9 @@ def test_a_foreign_file_is_kept_and_reported(tmp_path: Path, kind: str) -> None:
     else:
         save(target, 9)
         (target / MANIFEST_NAME).unlink()
-    done = save(target, 1)
+    kept = save(target, 1)
     assert value_of(target) == 1
-    (kept,) = done.kept
+    assert kept is not None
     assert os.path.lexists(kept)
     assert names_in(tmp_path) == ["checkpoint-5", kept.name]
     assert not kept.name.startswith((".", "checkpoint"))
@@ -155,133 +143,100 @@ def test_a_link_to_a_finished_checkpoint_is_replaced_and_what_it_points_to_is_no
     assert value_of(tmp_path / "elsewhere" / "checkpoint-5") == 1
 
 
-def test_staging_without_a_manifest_is_not_committed(tmp_path: Path) -> None:
-    staging = create_staging(tmp_path / "checkpoint-5")
-    with pytest.raises(NotACheckpoint):
-        commit(staging, tmp_path / "checkpoint-5")
-    assert names_in(tmp_path) == [staging.name]
-
-
 def test_staging_that_lost_a_file_is_not_committed(tmp_path: Path) -> None:
     save(tmp_path / "checkpoint-5", 1)
-    staging = stage(tmp_path / "checkpoint-5", 2)
-    (staging / WEIGHTS).unlink()
-    with pytest.raises(Corrupt, match=f"{WEIGHTS} is missing"):
-        commit(staging, tmp_path / "checkpoint-5")
+    with stage(tmp_path / "checkpoint-5", 2) as staging:
+        (staging.path / WEIGHTS).unlink()
+        with pytest.raises(Corrupt, match="has lost files") as caught:
+            sync_staging(staging, (WEIGHTS, STATE))
+    assert list(caught.value.evidence) == [f"{WEIGHTS} is missing"]
     assert value_of(tmp_path / "checkpoint-5") == 1
-
-
-def test_staging_is_committed_only_to_its_own_target(tmp_path: Path) -> None:
-    staging = stage(tmp_path / "checkpoint-5", 1)
-    for target in (tmp_path / "checkpoint-6", tmp_path / "sub" / "checkpoint-5"):
-        with pytest.raises(StorageError, match="was not staged for"):
-            commit(staging, target)
-    with pytest.raises(StorageError, match="was not staged for"):
-        commit(tmp_path / "anything", tmp_path / "checkpoint-5")
-
-
-def test_an_old_checkpoint_that_cannot_be_deleted_does_not_fail_the_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save(tmp_path / "checkpoint-5", 1)
-
-    def refuse(path: Path) -> None:
-        raise StorageError("a reader holds a file", where=str(path))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(commit_module, "remove_tree", refuse)
-        done = save(tmp_path / "checkpoint-5", 2)
-    assert value_of(tmp_path / "checkpoint-5") == 2
-    (left,) = done.left
-    assert names_in(tmp_path) == sorted(["checkpoint-5", left.name])
-    assert [one.path for one in clean_unfinished(tmp_path)[0]] == [left]
     assert names_in(tmp_path) == ["checkpoint-5"]
 
 
-def test_a_refused_second_rename_gives_the_old_checkpoint_its_name_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def refusing(call: str, path: Path, number: int = errno.EACCES) -> Machine:
+    """A machine that refuses one call on one path."""
+
+    def before(name: str, at: Path) -> None:
+        if (name, Path(at)) == (call, path):
+            raise OSError(number, os.strerror(number), str(at))
+
+    return Machine(before)
+
+
+def test_an_old_checkpoint_that_cannot_be_deleted_does_not_fail_the_save(tmp_path: Path) -> None:
+    save(tmp_path / "checkpoint-5", 1)
+
+    def before(name: str, at: Path) -> None:
+        if name == "unlink" and Path(at).name == MANIFEST_NAME:
+            raise OSError(errno.EBUSY, "Device or resource busy", str(at))
+
+    with running_on(Machine(before)):
+        save(tmp_path / "checkpoint-5", 2)
+    assert value_of(tmp_path / "checkpoint-5") == 2
+    (left, _) = names_in(tmp_path)
+    assert left.startswith(".checkpoint-5.removed-")
+    recover(tmp_path)
+    assert names_in(tmp_path) == ["checkpoint-5"]
+
+
+def test_a_refused_second_rename_gives_the_old_checkpoint_its_name_back(tmp_path: Path) -> None:
     target = tmp_path / "checkpoint-5"
     save(target, 1)
-    staging = stage(target, 2)
+    renames: list[str] = []
 
-    class RefusingMachine(Machine):
-        def rename(self, source: Path, target: Path) -> None:
-            if source == staging:
-                raise PermissionError(13, "Permission denied")
-            super().rename(source, target)
+    def before(name: str, at: Path) -> None:
+        renames.extend([name] if (name, at) == ("rename", target) else [])
+        if len(renames) == 2 and name == "rename":
+            renames.clear()
+            raise PermissionError(13, "Permission denied")
 
-    with running_on(RefusingMachine(can_exchange=False)), pytest.raises(StorageError, match="Permission denied"):
-        commit(staging, target)
-    assert value_of(target) == 1
-    discard(staging)
+    with stage(target, 2) as staging, running_on(Machine(before)):
+        with pytest.raises(StorageError, match="Permission denied"):
+            commit(staging)
+        assert value_of(target) == 1
     assert names_in(tmp_path) == ["checkpoint-5"]
 
 
 def test_everything_is_synced_before_the_name_and_the_name_before_the_old_one_is_deleted(tmp_path: Path) -> None:
     target = tmp_path / "checkpoint-5"
-    for can_exchange in (True, False):
-        save(target, 1)
-        machine = Machine(can_exchange=can_exchange)
-        with running_on(machine):
-            staging = stage(target, 2)
-            machine.log.clear()
-            commit(staging, target)
-        named = machine.log.index(("exchange" if can_exchange else "rename", str(target)))
-        before, after = machine.log[:named], machine.log[named + 1 :]
-        for directory in (staging, staging / "model_state", staging / "trainer"):
-            assert ("sync", str(directory)) in before
-        assert after[0] == ("sync", str(tmp_path))
-        assert {"unlink", "rmdir"} <= {name for name, _ in after[1:]}
+    save(target, 1)
+    machine = Machine()
+    with stage(target, 2) as staging, running_on(machine):
+        sync_staging(staging, (WEIGHTS, STATE))
+        commit(staging)
+    named = machine.log.index(("rename", str(target)))
+    before, after = machine.log[:named], machine.log[named + 1 :]
+    for directory in (staging.path, staging.path / "model_state", staging.path / "trainer"):
+        assert ("sync", str(directory)) in before
+    assert after[0] == ("sync", str(tmp_path))
+    assert {"unlink", "rmdir"} <= {name for name, _ in after[1:]}
 
 
-def test_discard_deletes_staging_and_nothing_else(tmp_path: Path) -> None:
+def test_staging_that_is_not_committed_is_deleted_and_nothing_else(tmp_path: Path) -> None:
     save(tmp_path / "checkpoint-5", 1)
-    staging = stage(tmp_path / "checkpoint-5", 2)
-    discard(staging)
-    discard(staging)
-    assert names_in(tmp_path) == ["checkpoint-5"]
-    for path in (tmp_path, tmp_path / "checkpoint-5"):
-        with pytest.raises(StorageError, match="is not a staging directory"):
-            discard(path)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis").write_text("years")
+    with stage(tmp_path / "checkpoint-5", 2) as staging:
+        (staging.path / "link").symlink_to(tmp_path / "mine")
+    assert names_in(tmp_path) == ["checkpoint-5", "mine"]
+    assert (tmp_path / "mine" / "thesis").read_text() == "years"
     assert value_of(tmp_path / "checkpoint-5") == 1
 
 
-def test_discard_does_not_follow_links(tmp_path: Path) -> None:
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "thesis").write_text("years")
-    staging = create_staging(tmp_path / "checkpoint-5")
-    (staging / "link").symlink_to(tmp_path / "mine")
-    discard(staging)
-    assert (tmp_path / "mine" / "thesis").read_text() == "years"
-
-
-def test_a_rank_that_writes_while_staging_is_discarded_leaves_nothing_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    staging = stage(tmp_path / "checkpoint-5", 1)
+def test_a_rank_that_writes_while_staging_is_deleted_leaves_nothing_behind(tmp_path: Path) -> None:
     late: list[str] = []
 
-    def remove_tree(path: Path) -> None:
-        with pytest.raises(StorageError) as caught:
-            write_file(staging / "trainer" / "late.json", b"late", root=staging)
-        late.append(caught.value.what)
-        files.remove_tree(path)
+    def before(name: str, at: Path) -> None:
+        if name == "rmdir" and not late:
+            with pytest.raises(StorageError) as caught:
+                write_file(staging.path / "trainer" / "late.json", b"late", root=staging.path)
+            late.append(caught.value.what)
 
-    monkeypatch.setattr(commit_module, "remove_tree", remove_tree)
-    discard(staging)
+    with running_on(Machine(before)), stage(tmp_path / "checkpoint-5", 1) as staging:
+        pass
     assert len(late) == 1
     assert names_in(tmp_path) == []
-
-
-def test_two_processes_that_clean_at_the_same_time_do_not_disturb_each_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    leftover = leftover_of(a_dead_process(), tmp_path / "checkpoint-1")
-    found = unfinished(tmp_path)
-    assert [one.path for one in clean_unfinished(tmp_path)[0]] == [leftover]
-    monkeypatch.setattr(leftovers_module, "unfinished", lambda output_dir: found)
-    assert clean_unfinished(tmp_path) == ([], [])
 
 
 def test_a_removed_checkpoint_loses_its_name_first(tmp_path: Path) -> None:
@@ -294,116 +249,242 @@ def test_a_removed_checkpoint_loses_its_name_first(tmp_path: Path) -> None:
     assert names_in(tmp_path) == []
 
 
-def test_an_export_is_published_whole(tmp_path: Path) -> None:
-    staging = create_staging(tmp_path / "export")
-    (staging / "tokenizer.json").write_text("{}")
-    machine = Machine()
-    with running_on(machine):
-        commit_export(staging, tmp_path / "export", (MARK,), is_old)
-    assert names_in(tmp_path) == ["export"]
-    assert names_in(tmp_path / "export") == ["tokenizer.json"]
-    named = machine.log.index(("rename", str(tmp_path / "export")))
-    assert ("sync", str(staging / "tokenizer.json")) in machine.log[:named], "somebody else wrote it"
-
-
-def test_an_export_replaces_nothing_that_came_meanwhile(tmp_path: Path) -> None:
-    staging = create_staging(tmp_path / "export")
-    (tmp_path / "export").mkdir()
-    (tmp_path / "export" / "model.safetensors").write_text("theirs")
-    with pytest.raises(StorageError, match="exists already and is not empty"):
-        commit_export(staging, tmp_path / "export", (MARK,), is_old)
-    assert (tmp_path / "export" / "model.safetensors").read_text() == "theirs"
-    (tmp_path / "export" / "model.safetensors").unlink()
-    commit_export(staging, tmp_path / "export", (MARK,), is_old)
-
-
-def leftover_of(process: staging_lock.Owner, target: Path) -> Path:
-    with running_on(Machine(), process):
-        return stage(target, 0)
-
-
-def test_leftovers_of_the_dead_are_cleaned_and_those_of_the_living_are_not(tmp_path: Path) -> None:
-    dead, here = a_dead_process(), staging_lock.this_process()
-    elsewhere = staging_lock.Owner("node7", dead.pid, "another-boot", dead.namespace, dead.started)
-    gone = leftover_of(dead, tmp_path / "checkpoint-1")
-    mine = leftover_of(here, tmp_path / "checkpoint-2")
-    theirs = leftover_of(elsewhere, tmp_path / "checkpoint-3")
-    judged = {one.path: one for one in unfinished(tmp_path)}
-    assert {path: one.disposable for path, one in judged.items()} == {gone: True, mine: False, theirs: False}
-    assert judged[gone].target == tmp_path / "checkpoint-1"
-    assert f"process {here.pid}" in judged[mine].why
-    assert "node7" in judged[theirs].why
-    removed, left = clean_unfinished(tmp_path)
-    assert [one.path for one in removed] == [gone]
-    assert {one.path for one in left} == {mine, theirs}
-    assert names_in(tmp_path) == sorted([mine.name, theirs.name])
-
-
-def test_a_directory_without_owner_is_cleaned_only_if_it_is_empty(tmp_path: Path) -> None:
-    empty, barely, full = (hidden_name(tmp_path / f"checkpoint-{n}", "unfinished") for n in range(3))
-    for directory in (empty, barely, full):
-        directory.mkdir()
-    (barely / PARTIAL_OWNER_NAME).write_text('{"ho')
-    (full / "something").write_text("?")
-    removed, left = clean_unfinished(tmp_path)
-    assert {one.path for one in removed} == {empty, barely}
-    assert [one.why for one in left] == ["It has no owner record."]
-    assert names_in(tmp_path) == [full.name]
-
-
-def test_a_creator_whose_new_directory_is_cleaned_away_starts_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_owner = staging_lock.write_owner
-    victims: list[Path] = []
-
-    def after_the_cleaner(directory: Path) -> None:
-        if not victims:
-            victims.extend(one.path for one in clean_unfinished(tmp_path)[0])
-        write_owner(directory)
-
-    monkeypatch.setattr(commit_module, "write_owner", after_the_cleaner)
-    staging = create_staging(tmp_path / "checkpoint-5")
-    assert len(victims) == 1
-    assert victims[0] != staging
-    assert names_in(tmp_path) == [staging.name]
-
-
-def test_recover_gives_a_name_back_only_if_it_is_free(tmp_path: Path) -> None:
+def test_a_commit_whose_name_could_not_be_synced_loses_neither_checkpoint(tmp_path: Path) -> None:
     target = tmp_path / "checkpoint-5"
     save(target, 1)
-    aside = hidden_name(target, ASIDE)
-    shutil.copytree(target, aside)
-    assert recover(tmp_path) == []
-    assert [(one.path, one.disposable) for one in unfinished(tmp_path)] == [(aside, True)]
-    shutil.rmtree(target)
-    assert [(one.path, one.disposable) for one in unfinished(tmp_path)] == [(aside, False)]
-    assert recover(tmp_path) == [target]
-    assert value_of(target) == 1
+    with stage(target, 2) as staging, running_on(refusing("sync", tmp_path, errno.EIO)):
+        with pytest.raises(StorageError, match="EIO"):
+            commit(staging)
+    (aside, _) = tmp_path.iterdir() if len(names_in(tmp_path)) == 2 else (target, target)
+    assert {value_of(path) for path in tmp_path.iterdir()} == {1, 2}, aside
+
+
+# ---- Two jobs in one directory.
+
+
+@pytest.mark.parametrize("older", [True, False], ids=["an older one there", "nothing there"])
+def test_of_two_saves_of_one_step_one_fails_and_the_other_is_complete(tmp_path: Path, older: bool) -> None:
+    """The other save runs from its beginning to its end before each call of the first."""
+    for number in range(10_000):
+        race = Race(tmp_path / str(number) / "checkpoint-5", number)
+        with running_on(Machine()):
+            if older:
+                save(race.target, 1)
+        with running_on(race.machine):
+            race.try_to_save(2)
+        if len(race.machine.log) <= number:
+            break
+        done = [value for value, end in race.ends.items() if not end]
+        assert value_of(race.target) in done, race
+        assert len(done) == 1 or not race.at_once, race
+        assert all("Another job has saved" in end for end in race.ends.values() if end), race
+        with running_on(Machine()):
+            recover(race.target.parent)
+        assert names_in(race.target.parent) == ["checkpoint-5"], race
+    assert number > 20
+
+
+class Race:
+    """A save of one step that another one meets before a call.
+
+    Args:
+        target: the step.
+        number: of the call.
+    """
+
+    def __init__(self, target: Path, number: int) -> None:
+        self.target, self.number, self.at_once = target, number, False
+        self.ends: dict[int, str] = {}
+        self.machine = Machine(self.before)
+
+    def __repr__(self) -> str:
+        return f"at {self.number}, {self.machine.log[self.number]}: {self.ends}"
+
+    def before(self, name: str, at: Path) -> None:
+        """Let the other save meet the first."""
+        if len(self.machine.log) == self.number and 3 not in self.ends:
+            begun = any(name == "mkdir" and ".unfinished-" in at for name, at in self.machine.log)
+            self.at_once = begun and ("rename", str(self.target)) not in self.machine.log
+            with running_on(Machine()):
+                self.try_to_save(3)
+
+    def try_to_save(self, value: int) -> None:
+        """Save; the problem, if any, is kept."""
+        self.ends[value] = ""
+        try:
+            save(self.target, value)
+        except StorageError as error:
+            self.ends[value] = error.what
+
+
+def test_recovery_during_a_commit_leaves_both_checkpoints_alone(tmp_path: Path) -> None:
+    target = tmp_path / "checkpoint-5"
+    save(target, 1)
+    seen: list[int] = []
+
+    def before(name: str, at: Path) -> None:
+        with running_on(Machine()):
+            recover(tmp_path)
+        seen.append(len([path for path in tmp_path.iterdir() if parse_hidden(path)]))
+
+    with stage(target, 2) as staging, running_on(Machine(before)):
+        commit(staging)
+    assert max(seen) == 2, "between the renames there is staging, and the old one aside"
+    assert (value_of(target), names_in(tmp_path)) == (2, ["checkpoint-5"])
+
+
+def test_a_save_that_was_cleaned_away_before_it_had_its_lock_starts_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock, victims = fcntl.flock, list[str]()
+
+    def after_the_cleaner(descriptor: int, kind: int) -> None:
+        if not victims and kind & fcntl.LOCK_EX:
+            victims.extend(names_in(tmp_path))
+            recover(tmp_path)
+        lock(descriptor, kind)
+
+    monkeypatch.setattr(fcntl, "flock", after_the_cleaner)
+    with stage(tmp_path / "checkpoint-5", 1) as staging:
+        assert victims
+        assert staging.path.name not in victims
+        commit(staging)
     assert names_in(tmp_path) == ["checkpoint-5"]
 
 
-def test_recover_gives_no_name_to_half_a_checkpoint(tmp_path: Path) -> None:
-    aside = hidden_name(tmp_path / "checkpoint-5", ASIDE)
-    save(tmp_path / "checkpoint-5", 1)
-    (tmp_path / "checkpoint-5").rename(aside)
-    (aside / MANIFEST_NAME).unlink()
-    assert recover(tmp_path) == []
-    assert names_in(tmp_path) == [aside.name]
+# ---- Leftovers of crashes.
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from paddleformers_fc.storage.commit import staging_directory
+with staging_directory(Path(sys.argv[1])) as staging:
+    print(staging.path.name, flush=True)
+    time.sleep(600)
+"""
 
 
-def test_recover_leaves_alone_what_a_living_process_is_replacing(tmp_path: Path) -> None:
-    staging = stage(tmp_path / "checkpoint-5", 1)
-    staging.rename(hidden_name(tmp_path / "checkpoint-5", ASIDE))
-    assert recover(tmp_path) == []
+def test_the_staging_directory_of_a_process_is_deleted_once_it_has_been_killed(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path / "checkpoint-5")], stdout=subprocess.PIPE) as held:
+        assert held.stdout
+        name = held.stdout.readline().decode().strip()
+        recover(tmp_path)
+        (one,) = leftovers(tmp_path)
+        assert (one.path.name, one.why, one.removable, one.stays) == (name, "A running save uses it.", False, True)
+        held.send_signal(signal.SIGKILL)
+    (one,) = leftovers(tmp_path)
+    assert (one.path.name, one.why, one.removable, one.stays) == (name, "Its save was interrupted.", True, False)
+    recover(tmp_path)
+    assert names_in(tmp_path) == []
+
+
+def test_a_process_that_a_save_has_forked_does_not_keep_its_lock(tmp_path: Path) -> None:
+    wait, go = os.pipe()
+    with suppress(KeyError), staging_directory(tmp_path / "checkpoint-5") as staging:
+        pid = os.fork()
+        if pid == 0:
+            os.read(wait, 1)
+            os._exit(0)
+        shutil.copytree(staging.path, tmp_path / "copy")  # What a failed deletion leaves has the same lock file.
+        staging.path.rename(tmp_path / "elsewhere")
+        raise KeyError
+    with locked(tmp_path / "elsewhere") as lock:
+        assert lock.value == "ours"
+    os.write(go, b"!")
+    os.waitpid(pid, 0)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
+def test_without_locks_a_run_deletes_the_staging_of_itself_and_its_ancestors_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def refuse(descriptor: int, kind: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    mine, ancestor, theirs = (leave(tmp_path / "checkpoint-5", 1, run=run) for run in ("me", "before", "they"))
+    nobodys = leave(tmp_path / "checkpoint-6", 1)
+    recover(tmp_path)
+    assert len(names_in(tmp_path)) == 4
+    recover(tmp_path, ("me", "before"))
+    assert names_in(tmp_path) == sorted([theirs.name, nobodys.name])
+    assert {one.why for one in leftovers(tmp_path)} == {
+        "Its save was interrupted or runs; this file system has no locks."
+    }
+    assert all(one.removable and one.stays for one in leftovers(tmp_path))
+    with staging_directory(tmp_path / "checkpoint-7", "me") as staging:
+        assert parse_hidden(staging.path)
+    assert mine != ancestor
+
+
+@pytest.mark.parametrize("staged", [True, False], ids=["with its staging", "alone"])
+def test_recover_gives_a_name_back_only_if_it_is_free(tmp_path: Path, staged: bool) -> None:
+    target = tmp_path / "checkpoint-5"
+    aside = leave(target, 1, ASIDE)
+    if staged:
+        leave(target, 2).rename(str(aside).replace(ASIDE, UNFINISHED))
+    assert newest_checkpoint(tmp_path) == (aside, [])
+    recover(tmp_path)
+    assert value_of(target) == 1
+    recover(tmp_path)
+    assert names_in(tmp_path) == ["checkpoint-5"]
+    leave(target, 2, ASIDE)
+    recover(tmp_path)
+    assert (value_of(target), names_in(tmp_path)) == (1, ["checkpoint-5"])
+
+
+def test_files_of_others_that_were_aside_get_their_name_back_or_a_visible_one(tmp_path: Path) -> None:
+    target = tmp_path / "checkpoint-5"
+    aside = hidden_name(target, ASIDE)
+    aside.mkdir()
+    (aside / "notes").write_text("theirs")
+    recover(tmp_path)
+    assert names_in(target) == ["notes"]
+    target.rename(aside)
+    save(target, 1)
+    recover(tmp_path)
+    (kept,) = [path for path in tmp_path.iterdir() if path != target]
+    assert kept.name.startswith("kept-")
+    assert (kept / "notes").read_text() == "theirs"
+
+
+def test_a_replaced_checkpoint_stays_if_what_has_its_name_is_not_one(tmp_path: Path) -> None:
+    aside = leave(tmp_path / "checkpoint-5", 1, ASIDE)
+    (tmp_path / "checkpoint-5").mkdir()
+    (tmp_path / "checkpoint-5" / "notes").write_text("theirs")
+    recover(tmp_path)
+    assert value_of(aside) == 1
+    (one,) = leftovers(tmp_path)
+    assert (one.why, one.removable, one.stays) == ("Something else is checkpoint-5.", False, True)
 
 
 def test_an_interrupted_deletion_is_finished(tmp_path: Path) -> None:
-    save(tmp_path / "checkpoint-5", 1)
-    (tmp_path / "checkpoint-5").rename(hidden_name(tmp_path / "checkpoint-5", REMOVED))
+    leave(tmp_path / "checkpoint-5", 1, REMOVED)
     assert newest_checkpoint(tmp_path) == (None, [])
-    assert len(clean_unfinished(tmp_path)[0]) == 1
+    recover(tmp_path)
     assert names_in(tmp_path) == []
+
+
+def test_two_processes_that_recover_at_the_same_time_do_not_disturb_each_other(tmp_path: Path) -> None:
+    for number in range(100):
+        output_dir = tmp_path / str(number)
+        for state in (ASIDE, REMOVED, UNFINISHED):
+            leave(output_dir / "checkpoint-5", 1, state)
+        calls: list[str] = []
+
+        def before(name: str, at: Path, number: int = number, place: Path = output_dir, calls: Any = calls) -> None:
+            calls.append(name)
+            if len(calls) == number + 1:
+                with running_on(Machine()):
+                    recover(place)
+
+        with running_on(Machine(before)):
+            recover(output_dir)
+        recover(output_dir)
+        assert (names_in(output_dir), value_of(output_dir / "checkpoint-5")) == (["checkpoint-5"], 1)
+        if number >= len(calls):
+            return
+    raise AssertionError("recovery never ends")
 
 
 def test_names_that_only_look_alike_are_nobodys_leftovers(tmp_path: Path) -> None:
@@ -415,74 +496,40 @@ def test_names_that_only_look_alike_are_nobodys_leftovers(tmp_path: Path) -> Non
     ):
         (tmp_path / name).mkdir()
         assert parse_hidden(tmp_path / name) is None
-    assert unfinished(tmp_path) == []
-    assert unfinished(tmp_path / "gone") == []
+    before = names_in(tmp_path)
+    recover(tmp_path)
+    assert leftovers(tmp_path) == leftovers(tmp_path / "gone") == []
+    assert names_in(tmp_path) == before
 
 
-def test_a_directory_with_a_new_owner_record_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    staging = hidden_name(tmp_path / "checkpoint-5", "unfinished")
-    staging.mkdir()
-    seen = unfinished(tmp_path)
-    assert [one.disposable for one in seen] == [True]
-    staging_lock.write_owner(staging)
-    monkeypatch.setattr(leftovers_module, "unfinished", lambda output_dir: seen)
-    assert clean_unfinished(tmp_path) == ([], [])
-    assert names_in(staging) == [OWNER_NAME]
-
-
-def test_a_leftover_that_cannot_be_deleted_is_reported_and_stops_no_rank(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    leftover = leftover_of(a_dead_process(), tmp_path / "checkpoint-1")
-
-    def refuse(path: Path) -> None:
-        raise StorageError("a reader holds a file", where=str(path))
-
-    monkeypatch.setattr(commit_module, "remove_tree", refuse)
-    removed, (left,) = clean_unfinished(tmp_path)
-    assert (removed, left.path) == ([], leftover)
-    assert "It cannot be deleted: a reader holds a file" in left.why
-
-
-@pytest.mark.parametrize("closed", ["its record", "its manifest"])
-def test_a_leftover_that_cannot_be_looked_at_is_reported_and_stops_no_rank(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closed: str
-) -> None:
-    theirs = leftover_of(a_dead_process(), tmp_path / "theirs")
-    mine = leftover_of(a_dead_process(), tmp_path / "checkpoint-1")
-    (theirs / OWNER_NAME).unlink()
-    secret = theirs / OWNER_NAME if closed == "its record" else theirs / MANIFEST_NAME
+@pytest.mark.parametrize("what", ["cannot be deleted", "cannot be locked"])
+def test_a_leftover_that_resists_stops_no_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    theirs, mine = (leave(tmp_path / name, 1) for name in ("checkpoint-1", "checkpoint-2"))
     open_file = os.open
 
     def refuse(path: Any, *arguments: Any, **named: Any) -> int:
         # The tests may run as a user who may read everything.
-        if Path(path) == secret:
+        if Path(path) == theirs / LOCK_NAME:
             raise PermissionError(errno.EACCES, "Permission denied", str(path))
         return open_file(path, *arguments, **named)
 
-    monkeypatch.setattr(os, "open", refuse)
-    removed, (left,) = clean_unfinished(tmp_path)
-    assert ([one.path for one in removed], left.path, left.disposable) == ([mine], theirs, False)
-    assert left.why.startswith("It cannot be looked at: ")
-    assert "Permission denied" in left.why
-    save(tmp_path / "checkpoint-2", 1)
+    if what == "cannot be locked":
+        monkeypatch.setattr(os, "open", refuse)
+        found = {one.path: one for one in leftovers(tmp_path)}
+        assert "It cannot be looked at: " in found[theirs].why
+        assert (found[theirs].removable, found[theirs].stays) == (False, True)
+        recover(tmp_path)
+    else:
 
+        def before(name: str, at: Path) -> None:
+            if name == "rename" and str(at).startswith(str(tmp_path / ".checkpoint-1.removed")):
+                raise OSError(errno.EBUSY, "Device or resource busy", str(at))
 
-def test_a_replaced_checkpoint_whose_successor_is_missing_is_kept_with_a_next_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target = tmp_path / "checkpoint-5"
-    save(target, 1)
-    with monkeypatch.context() as patch:
-        patch.setattr(commit_module, "try_remove", lambda directory: directory)
-        (old,) = save(target, 2).left
-    shutil.rmtree(target)
-    assert recover(tmp_path) == []
-    (left,) = unfinished(tmp_path)
-    assert (left.path, left.disposable) == (old, False)
-    assert left.why.endswith("rename it to checkpoint-5, or delete it.")
-    old.rename(target)
-    assert newest_checkpoint(tmp_path) == (target, [])
+        with running_on(Machine(before)):
+            recover(tmp_path)
+    assert not mine.exists()
+    assert value_of(theirs) == 1
+    save(tmp_path / "checkpoint-3", 1)
 
 
 def test_an_old_checkpoint_with_a_thousand_nested_directories_is_deleted(
@@ -496,54 +543,11 @@ def test_an_old_checkpoint_with_a_thousand_nested_directories_is_deleted(
         os.chdir("a")
     os.chdir(tmp_path)
     try:
-        assert save(target, 2).left == ()
+        save(target, 2)
         assert (names_in(tmp_path), value_of(target)) == (["checkpoint-5"], 2)
     finally:
         # What deletes the directories of tests would recurse.
         subprocess.run(["rm", "-rf", *map(str, tmp_path.iterdir())], check=True)
-
-
-def test_discard_leaves_what_another_process_has_made(tmp_path: Path) -> None:
-    theirs = leftover_of(a_dead_process(), tmp_path / "checkpoint-5")
-    discard(theirs)
-    assert names_in(tmp_path) == [theirs.name]
-
-
-def test_a_commit_whose_name_could_not_be_synced_loses_neither_checkpoint(tmp_path: Path) -> None:
-    target = tmp_path / "checkpoint-5"
-    save(target, 1)
-    staging = stage(target, 2)
-
-    class UnsyncedMachine(Machine):
-        def fsync(self, descriptor: int) -> None:
-            if ("exchange", str(target)) in self.log:
-                raise OSError(5, "Input/output error")
-            super().fsync(descriptor)
-
-    with running_on(UnsyncedMachine()), pytest.raises(StorageError, match="EIO"):
-        commit(staging, target)
-    discard(staging)
-    assert sorted([value_of(target), value_of(staging)]) == [1, 2]
-
-
-def test_a_checkpoint_that_takes_the_name_during_the_save_is_replaced_and_not_kept_as_foreign_files(
-    tmp_path: Path,
-) -> None:
-    target = tmp_path / "checkpoint-5"
-    target.mkdir()
-    (target / "notes").write_text("theirs")
-    staging, faster = stage(target, 2), stage(target, 1)
-
-    class SlowMachine(Machine):
-        def rename(self, source: Path, new: Path) -> None:
-            if source == target and faster.exists():
-                shutil.rmtree(target)
-                os.rename(faster, target)
-            super().rename(source, new)
-
-    with running_on(SlowMachine(can_exchange=False)):
-        done = commit(staging, target)
-    assert (done.kept, value_of(target), names_in(tmp_path)) == ((), 2, ["checkpoint-5"])
 
 
 # ---- Exports, which take the place of others.
@@ -557,12 +561,25 @@ def is_old(name: str) -> bool:
     return name.startswith("model")
 
 
-def exported(target: Path, value: str) -> Path:
-    """A staging directory with an export of two files."""
-    staging = create_staging(staged_name(target))
-    for name in (MARK, "config.json"):
-        write_file(staging / name, value.encode())
-    return staging
+def test_an_export_is_published_whole(tmp_path: Path) -> None:
+    machine = Machine()
+    with staging_directory(tmp_path / "export") as staging, running_on(machine):
+        (staging.path / "tokenizer.json").write_text("{}")
+        commit_export(staging, tmp_path / "export", (MARK,), is_old)
+    assert names_in(tmp_path) == ["export"]
+    assert names_in(tmp_path / "export") == ["tokenizer.json"]
+    named = machine.log.index(("rename", str(tmp_path / "export")))
+    assert ("sync", str(staging.path / "tokenizer.json")) in machine.log[:named], "somebody else wrote it"
+
+
+def test_an_export_replaces_nothing_that_came_meanwhile(tmp_path: Path) -> None:
+    with staging_directory(tmp_path / "export") as staging:
+        (tmp_path / "export").mkdir()
+        (tmp_path / "export" / "model.safetensors").write_text("theirs")
+        with pytest.raises(StorageError, match="Another job has saved"):
+            commit_export(staging, tmp_path / "export", (MARK,), is_old)
+    assert (tmp_path / "export" / "model.safetensors").read_text() == "theirs"
+    assert names_in(tmp_path) == ["export"]
 
 
 def older(target: Path) -> Path:
@@ -573,16 +590,19 @@ def older(target: Path) -> Path:
     return target
 
 
-def replaced(staging: Path, target: Path) -> dict[str, str]:
-    """What is in a target after an export was let into it."""
-    commit_export(staging, target.resolve(), (MARK,), is_old)
+def replaced(target: Path, names: tuple[str, ...] = (MARK, "config.json")) -> dict[str, str]:
+    """What is in a target after an export of some files was let into it."""
+    with staging_directory(staged_name(target)) as staging:
+        for name in names:
+            write_file(staging.path / name, b"new")
+        commit_export(staging, target.resolve(), (MARK,), is_old)
     return {path.name: path.read_text() for path in target.iterdir() if path.is_file()}
 
 
 NEW = {MARK: "new", "config.json": "new", "notes.txt": "old"}
 
 
-@pytest.mark.parametrize("form", ["plain", "a link", "with a directory", "of other rights", "with an owner"])
+@pytest.mark.parametrize("form", ["plain", "a link", "with a directory", "of other rights", "with a lock"])
 def test_an_export_takes_the_place_of_an_older_one_and_of_nothing_else(tmp_path: Path, form: str) -> None:
     target = older(tmp_path / "hf")
     if form == "a link":
@@ -592,33 +612,13 @@ def test_an_export_takes_the_place_of_an_older_one_and_of_nothing_else(tmp_path:
         (target / "checkpoint-5").mkdir()
     elif form == "of other rights":
         target.chmod(0o700)
-    elif form == "with an owner":
-        write_owner(target)  # A crash right after the rename of a new export leaves it.
+    elif form == "with a lock":
+        (target / LOCK_NAME).touch()  # A crash right after the rename of a new export leaves it.
     before = [one.stat() for one in (target, target / "notes.txt")]
-    assert replaced(exported(tmp_path / "hf", "new"), tmp_path / "hf") == NEW
+    assert replaced(tmp_path / "hf") == NEW
     after = [one.stat() for one in (target, target / "notes.txt")]
     assert [(one.st_ino, one.st_mode) for one in after] == [(one.st_ino, one.st_mode) for one in before]
-    assert unfinished(target) == unfinished(tmp_path) == []
-
-
-def test_a_crash_while_an_export_is_replaced_leaves_a_whole_one_or_none(tmp_path: Path) -> None:
-    old = dict.fromkeys((MARK, "config.json", "model-00001-of-00002.safetensors", "notes.txt"), "old")
-    new = {**NEW, "tokenizer.json": "new"}
-    for number in range(10_000):
-        output_dir = tmp_path / str(number)
-        output_dir.mkdir()
-        target = older(output_dir / "hf")
-        staging = exported(target, "new")
-        write_file(staging / "tokenizer.json", b"new")
-        try:
-            with running_on(Machine(number)):
-                replaced(staging, target)
-        except Crash:
-            found = {path.name: path.read_text() for path in target.iterdir() if path.is_file()}
-            assert MARK not in found or found in (old, new)
-        else:
-            break
-    assert number > 10
+    assert leftovers(target) == leftovers(tmp_path) == []
 
 
 @pytest.mark.parametrize("device", ["another", "the same"])
@@ -632,7 +632,7 @@ def test_an_export_into_a_mounted_directory_needs_nothing_beside_it(tmp_path: Pa
     if pid == 0:
         try:
             mounted = with_own_mounts() and mount(os.fsencode(origin), os.fsencode(target), kind, flags, None) == 0
-            found = replaced(exported(older(target), "new"), target) if mounted else NEW
+            found = replaced(older(target)) if mounted else NEW
             os._exit(NO_MOUNTS if not mounted else int(found != NEW))
         finally:
             os._exit(1)

@@ -14,7 +14,7 @@ from paddleformers_fc.errors import StorageError
 from paddleformers_fc.storage import manifest as manifest_module
 from paddleformers_fc.storage.manifest import MANIFEST_NAME, newest_checkpoint, read_manifest, write_manifest
 from paddleformers_fc.storage.paths import ASIDE, UNFINISHED, hidden_name
-from tests.storage.support import STATE, WEIGHTS, save, stage
+from tests.storage.support import STATE, WEIGHTS, leave, save
 
 
 def test_the_highest_step_wins_by_number_not_by_text(tmp_path: Path) -> None:
@@ -34,7 +34,7 @@ def test_damaged_and_empty_ones_are_passed_over_with_the_reason(tmp_path: Path) 
     os.truncate(tmp_path / "checkpoint-3" / STATE, 2)
     (tmp_path / "checkpoint-4" / MANIFEST_NAME).write_text("{}")
     (tmp_path / "checkpoint-5").mkdir()
-    stage(tmp_path / "checkpoint-6", 6)
+    leave(tmp_path / "checkpoint-6", 6)
     found, skipped = newest_checkpoint(tmp_path)
     assert found == tmp_path / "checkpoint-1"
     assert [path.name for path, _ in skipped] == ["checkpoint-5", "checkpoint-4", "checkpoint-3", "checkpoint-2"]
@@ -47,7 +47,8 @@ def test_damaged_and_empty_ones_are_passed_over_with_the_reason(tmp_path: Path) 
 
 
 def test_the_reason_names_a_checkpoint_without_its_whole_path(tmp_path: Path) -> None:
-    newer = save(tmp_path / "checkpoint-2", 2).path
+    newer = tmp_path / "checkpoint-2"
+    save(newer, 2)
     (newer / WEIGHTS).unlink()
     assert newest_checkpoint(tmp_path)[1] == [(newer, f"checkpoint-2 is damaged: 1 fault found: {WEIGHTS} is missing")]
 
@@ -117,7 +118,8 @@ def test_a_passing_refusal_does_not_lead_to_an_older_checkpoint(
 @pytest.mark.parametrize("what", ["its own", "the manifest", "a file", "a directory of files"])
 def test_links_in_a_circle_are_a_reason_to_pass_over_a_checkpoint(tmp_path: Path, what: str) -> None:
     save(tmp_path / "checkpoint-1", 1)
-    newer = save(tmp_path / "checkpoint-2", 2).path
+    newer = tmp_path / "checkpoint-2"
+    save(newer, 2)
     circle = {
         "its own": newer,
         "the manifest": newer / MANIFEST_NAME,
@@ -139,7 +141,8 @@ def test_a_link_to_a_disk_that_is_not_there_is_not_passed_over_in_silence(tmp_pa
 
 
 def test_a_file_whose_name_no_file_can_have_is_missing(tmp_path: Path) -> None:
-    newer = save(tmp_path / "checkpoint-2", 2).path
+    newer = tmp_path / "checkpoint-2"
+    save(newer, 2)
     manifest = read_manifest(newer)
     longer = replace(manifest.files[0], path="x" * 10_000)
     write_manifest(newer, replace(manifest, files=[*manifest.files[1:], longer]))
@@ -153,7 +156,8 @@ def test_a_file_that_may_not_be_looked_at_now_does_not_lead_to_an_older_checkpoi
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     save(tmp_path / "checkpoint-1", 1)
-    newer = save(tmp_path / "checkpoint-2", 2).path
+    newer = tmp_path / "checkpoint-2"
+    save(newer, 2)
     look = os.stat
 
     def refuse(path: Any, **options: Any) -> os.stat_result:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
+from tests.crash.net import Net, Operation, cast
 from tests.trainer import jobs
 
 
@@ -43,28 +45,35 @@ def resume_by_itself(places: list[str], **settings: Any) -> dict[str, Any]:
     return jobs.outcome(trainer)
 
 
-def lose_what_was_saved(places: list[str], lost: str, **settings: Any) -> list[str]:
-    """Train, and change a file of a checkpoint after it was saved and before older ones are deleted.
+@dataclass(frozen=True)
+class RefuseSync:
+    """A broken device: files whose paths contain ``part`` cannot be synced."""
 
-    Args:
-        lost: the file in ``output_dir``; it is changed on the disks that have it.
-    Returns:
-        the names of checkpoints that are left on this rank's disk.
-    """
-    from paddleformers_fc.trainer.callback import CheckpointReport, FlexCheckpointCallback
+    part: str
 
-    class Lose(FlexCheckpointCallback):
-        def on_checkpoint_saved(self, args: Any, report: CheckpointReport) -> None:
-            path = Path(args.output_dir, lost)
-            if report.step == args.max_steps and path.exists():
-                with contextlib.suppress(FileExistsError):  # Another rank that sees this disk has changed it.
-                    Path("lost").touch(exist_ok=False)
-                    data = path.read_bytes()
-                    path.write_bytes(data[:8])
+    def before(self, operation: Operation) -> None:
+        """Refuse if it is one of these."""
+        if operation.kind == "sync" and self.part in operation.path:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), operation.path)
+
+    def after(self, operation: Operation) -> None:
+        """Nothing."""
+
+
+def train_and_fail_a_sync(places: list[str], victim: int, part: str, **settings: Any) -> dict[str, Any]:
+    """Train, on one rank with a broken device; the error, and the checkpoints that are left on this rank's disk."""
+    from paddleformers_fc.errors import FlexError
 
     go_to(places)
-    jobs.flex_trainer(**settings, callbacks=[Lose()]).train()
-    return sorted(name for name in os.listdir("out") if "checkpoint" in name)
+    error: FlexError | None = None
+    is_victim = int(os.environ["PADDLE_TRAINER_ID"]) == victim
+    with cast(Net(RefuseSync(part))) if is_victim else contextlib.nullcontext():
+        try:
+            jobs.flex_trainer(**settings).train()
+        except FlexError as raised:
+            error = raised
+    left = sorted(name for name in os.listdir("out") if "checkpoint" in name)
+    return {"error": type(error).__name__, "text": "" if error is None else error.render(), "left": left}
 
 
 def draw_after_resume(places: list[str], resume: str | None = None, **settings: Any) -> list[float]:

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from paddleformers_fc.storage.checksum import BlockHasher
+from paddleformers_fc.storage.commit import staging_directory
 from paddleformers_fc.storage.manifest import read_manifest, write_manifest
-from paddleformers_fc.storage.staging_lock import OWNER_NAME, this_process
 from tests.harness.tiny import DP2, SINGLE, MatrixLayout
 from tests.trainer.test_trainer import JOBS, settings
 from verification.forkserver import ForkServer, JobResult
@@ -210,16 +210,19 @@ def test_a_branch_from_an_older_step_is_reported_at_once_and_at_the_next_automat
     assert read_manifest(output_dir / "checkpoint-4").saved_by == first
 
 
-def test_leftovers_of_another_host_are_listed_in_the_log(ranks: ForkServer, saved: Path, tmp_path: Path) -> None:
+def test_leftovers_that_the_next_save_does_not_delete_are_listed_in_the_log(
+    ranks: ForkServer, saved: Path, tmp_path: Path
+) -> None:
     output_dir = tmp_path / "run"
     shutil.copytree(saved, output_dir)
-    leftover = output_dir / ".checkpoint-9.unfinished-0123456789ab"
-    leftover.mkdir()
-    elsewhere = msgspec.structs.replace(this_process(), boot="another machine", host="far")
-    (leftover / OWNER_NAME).write_bytes(msgspec.json.encode(elsewhere))
-    result = train(ranks, output_dir, DP2, True, save_steps=100)
-    assert result.ok
+    dead = output_dir / ".checkpoint-9.unfinished-0123456789ab"
+    dead.mkdir()
+    with staging_directory(output_dir / "checkpoint-8") as running:
+        (running.path / "weights").write_bytes(bytes(3000))
+        result = train(ranks, output_dir, DP2, True, max_steps=4, save_steps=100)
+        assert result.ok
+        assert running.path.is_dir()
     text = result.logs[0].read_text()
-    assert f"{leftover.name}: It belongs to process {elsewhere.pid} on far" in text
+    assert f"{running.path}, 3 kB: A running save uses it." in text
     assert f"paddleformers-fc clean {output_dir}" in text
-    assert leftover.is_dir()
+    assert dead.name not in text

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, strategies as st
 from msgspec.structs import replace
 
-from paddleformers_fc.storage.commit import create_staging
 from paddleformers_fc.storage.files import write_file
 from paddleformers_fc.storage.manifest import DivergedTie, Manifest, read_manifest, write_manifest
 from paddleformers_fc.trainer.uploads import delete_superfluous, numbered, superfluous
@@ -48,7 +47,7 @@ def test_the_oldest_beyond_the_limit_go(tmp_path: Path) -> None:
     for step in (2, 4, 10):
         make_checkpoint(tmp_path, step)
     lines: list[str] = []
-    delete_superfluous(tmp_path, 2, (), lines.append)
+    delete_superfluous(tmp_path, 2, None, (), lines.append)
     assert left(tmp_path) == ["checkpoint-10", "checkpoint-4"]
     (line,) = lines
     assert "checkpoint-2" in line
@@ -58,13 +57,13 @@ def test_the_oldest_beyond_the_limit_go(tmp_path: Path) -> None:
 def test_without_a_limit_nothing_goes(tmp_path: Path) -> None:
     for step in (2, 4):
         make_checkpoint(tmp_path, step)
-    delete_superfluous(tmp_path, None, (), quiet)
+    delete_superfluous(tmp_path, None, None, (), quiet)
     assert left(tmp_path) == ["checkpoint-2", "checkpoint-4"]
 
 
 def test_the_best_checkpoint_stays(tmp_path: Path) -> None:
     best, *_ = [make_checkpoint(tmp_path, step) for step in (2, 4, 6)]
-    delete_superfluous(tmp_path, 1, [best], quiet)
+    delete_superfluous(tmp_path, 1, None, [best], quiet)
     assert left(tmp_path) == ["checkpoint-2", "checkpoint-6"]
 
 
@@ -72,7 +71,7 @@ def test_the_newest_whole_one_stays_when_a_newer_one_is_damaged(tmp_path: Path) 
     make_checkpoint(tmp_path, 2)
     make_checkpoint(tmp_path, 4)
     (make_checkpoint(tmp_path, 6) / "config.json").write_bytes(b"longer than it was")
-    delete_superfluous(tmp_path, 1, (), quiet)
+    delete_superfluous(tmp_path, 1, None, (), quiet)
     assert "checkpoint-4" in left(tmp_path)
 
 
@@ -80,7 +79,7 @@ def test_where_none_is_whole_none_is_deleted(tmp_path: Path) -> None:
     for step in (2, 4, 6):
         (make_checkpoint(tmp_path, step) / "config.json").write_bytes(b"longer than it was")
     lines: list[str] = []
-    delete_superfluous(tmp_path, 1, (), lines.append)
+    delete_superfluous(tmp_path, 1, None, (), lines.append)
     assert left(tmp_path) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
     assert "checkpoint-6 is not whole, so no whole checkpoint is deleted" in lines[0]
 
@@ -111,7 +110,7 @@ def test_checkpoints_with_diverged_ties_cost_no_whole_one(tmp_path: Path, limit:
         saved = make_checkpoint(tmp_path, step)
         if kind == "d":
             part_copies(saved)
-        delete_superfluous(tmp_path, limit, [saved], quiet)
+        delete_superfluous(tmp_path, limit, saved, (), quiet)
     kinds = ["d" if read_manifest(tmp_path / name).ties else "w" for name in left(tmp_path)]
     assert kinds == stay.split()
     assert f"checkpoint-{len(steps.split())}" in left(tmp_path)
@@ -121,7 +120,7 @@ def test_a_checkpoint_under_another_name_is_neither_counted_nor_deleted(tmp_path
     for step in (2, 4, 6):
         make_checkpoint(tmp_path, step)
     (tmp_path / "checkpoint-4").rename(tmp_path / "checkpoint-10")
-    delete_superfluous(tmp_path, 1, [tmp_path / "checkpoint-6"], quiet)
+    delete_superfluous(tmp_path, 1, tmp_path / "checkpoint-6", (), quiet)
     assert left(tmp_path) == ["checkpoint-10", "checkpoint-6"]
 
 
@@ -129,15 +128,19 @@ def test_directories_of_others_are_neither_counted_nor_deleted(tmp_path: Path) -
     (tmp_path / "checkpoint-1" / "model_state").mkdir(parents=True)
     for step in (2, 4):
         make_checkpoint(tmp_path, step)
-    delete_superfluous(tmp_path, 2, (), quiet)
+    delete_superfluous(tmp_path, 2, None, (), quiet)
     assert left(tmp_path) == ["checkpoint-1", "checkpoint-2", "checkpoint-4"]
 
 
-def test_a_directory_that_a_running_save_writes_stays(tmp_path: Path) -> None:
-    staging = create_staging(tmp_path / "checkpoint-4")
+def test_what_was_just_saved_is_whole_by_its_record_and_a_newer_one_by_its_files(tmp_path: Path) -> None:
+    saved, newer = (make_checkpoint(tmp_path, step) for step in (4, 6))
     make_checkpoint(tmp_path, 2)
-    delete_superfluous(tmp_path, 1, (), quiet)
-    assert staging.is_dir()
+    (saved / WEIGHTS).unlink()  # Nothing looks at it: the save has recorded that it is there.
+    (newer / WEIGHTS).unlink()
+    lines: list[str] = []
+    delete_superfluous(tmp_path, 1, saved, (), lines.append)
+    assert left(tmp_path) == ["checkpoint-4"]
+    assert f"checkpoint-6 is not whole, so {saved} stays under every limit" in lines[0]
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3])

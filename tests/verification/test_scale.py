@@ -33,15 +33,9 @@ TODAY = {
         for operation in (FIRST_SAVE, LATER_SAVE, RESUME, OPENING, PLANNING)
         for count in (RECEIVED, LARGEST)
     },
-    # The coordinator stats every file before it commits, and reads the manifest back.
-    (FIRST_SAVE, STATS): 3.2,
-    (LATER_SAVE, STATS): 3.2,
-    (FIRST_SAVE, READ): 3.9,
-    (LATER_SAVE, READ): 3.9,
-    # Every rank opens and stats every file of the checkpoint, and compares documents.
-    (ROTATION, OPENS): 3.9,
-    (ROTATION, STATS): 3.4,
+    # The coordinator reads the manifests of finished checkpoints.
     (ROTATION, READ): 3.9,
+    # Every rank opens and stats every file of the checkpoint, and compares documents.
     (RESUME, OPENS): 3.9,
     (RESUME, STATS): 3.4,
     (RESUME, READ): 3.9,

@@ -116,7 +116,7 @@ def _operations(job: ScaleJob, wanted: Sequence[str]) -> Counts:
 
 def _rotate(job: ScaleJob) -> None:
     """Rotate as the coordinator does alone where all ranks see one file system."""
-    uploads.delete_superfluous(job.directory, 1, [], lambda _: None)
+    uploads.delete_superfluous(job.directory, 1, job.directory / "checkpoint-2", [], lambda _: None)
 
 
 def _save(job: ScaleJob, step: int, rank: int, channel: Channel) -> None:
