@@ -13,7 +13,7 @@ configuration.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -555,8 +555,8 @@ _PREFIXES = {"visual.": "model.visual.", "model.": "model.language_model."}
 """Prefixes in files of Qwen 2.5 VL, and in its models."""
 
 
-class LocalShapes:
-    """The declared tensors of a model by name.
+class DeclaredNames:
+    """The statements of a model by the names of its tensors.
 
     Args:
         family: the model's family.
@@ -564,23 +564,31 @@ class LocalShapes:
     """
 
     def __init__(self, family: Family, model: ModelDescription) -> None:
-        self._sizes = family_sizes(family, model)
+        self.sizes = family_sizes(family, model)
         self._shifts = {
-            name: self._sizes.length(one.shift)
+            name: self.sizes.length(one.shift)
             for name, one in family_numbers(family).items()
-            if self._sizes.defines(one.shift)
+            if self.sizes.defines(one.shift)
         }
         self._known: dict[str, list[tuple[Statement, Shape]]] = {}
         self._index = TargetIndex((one, one) for one in with_adapters(family, model.adapters).statements)
 
+    def find(self, name: str) -> list[tuple[Statement, dict[str, int]]]:
+        """Return the statements that declare a tensor, and the canonical numbers of its name."""
+        statements, texts = self._index.find(name)
+        return [
+            (one, {hole: int(text) - self._shifts.get(hole, 0) for hole, text in zip(one.numbers, texts, strict=True)})
+            for one in statements
+        ]
+
     def name_of(self, stored: str) -> str:
         """Return the model's name of a stored weight: PaddleFormers saves some models without prefixes."""
         prefixed = [stored.replace(short, one, 1) for short, one in _PREFIXES.items() if stored.startswith(short)]
-        return next((name for name in (stored, *prefixed) if self._index.find(name)[0]), stored)
+        return next((name for name in (stored, *prefixed) if self.find(name)), stored)
 
     def trained(self, name: str) -> bool:
         """Return whether an optimizer updates a tensor; true for a tensor that is not declared."""
-        return all(one.trained for one in self._index.find(name)[0])
+        return all(one.trained for one, _ in self.find(name))
 
     def whole(self, name: str, part: Shape, tp: int) -> tuple[Shape, int | None] | str:
         """Return the shape of a whole tensor and the axis that is cut, None if every rank has it whole.
@@ -607,21 +615,10 @@ class LocalShapes:
         return f"{list(part)} on each of {tp} ranks, declared {stated}"
 
     def _declared(self, name: str) -> Iterator[tuple[Statement, Shape]]:
-        statements, texts = self._index.find(name)
-        for one in statements:
-            shape = self._shape(one, texts)
-            if shape is not None:
-                yield one, shape
-
-    def _shape(self, statement: Statement, texts: Sequence[str]) -> Shape | None:
-        numbers = {
-            hole: int(text) - self._shifts.get(hole, 0) for hole, text in zip(statement.numbers, texts, strict=True)
-        }
-        own = self._sizes.within(statement.tower)
-        try:
-            return tuple(own.length(size, numbers) for size in statement.shape)
-        except MappingError:
-            return None
+        for one, numbers in self.find(name):
+            own = self.sizes.within(one.tower)
+            if all(own.defines(size, numbers) for size in one.shape):
+                yield one, tuple(own.length(size, numbers) for size in one.shape)
 
 
 def _cut(shape: Shape, axis: int, parts: int) -> Shape | None:

@@ -18,9 +18,9 @@ from math import prod
 from typing import Any
 
 from paddleformers_fc.errors import MappingError
-from paddleformers_fc.families.bind import ModelTensor, family_numbers, family_sizes, has_shape
-from paddleformers_fc.families.declarations import BUILT, PLACEHOLDER, Family, Stage, Statement, TargetIndex
-from paddleformers_fc.families.description import ModelDescription, with_adapters
+from paddleformers_fc.families.bind import DeclaredNames, ModelTensor, family_numbers, family_sizes, has_shape
+from paddleformers_fc.families.declarations import BUILT, PLACEHOLDER, Family, Stage, Statement
+from paddleformers_fc.families.description import ModelDescription
 from paddleformers_fc.families.sizes import Sizes, names_of
 from paddleformers_fc.mapping import Shape, TensorSpec
 from paddleformers_fc.mapping.folding import fold
@@ -170,23 +170,16 @@ def recognised_tensors(
     Raises:
         MappingError: names that no statement declares, all of them.
     """
-    sizes = family_sizes(family, model)
-    shifts = {name: sizes.length(one.shift) for name, one in family_numbers(family).items() if sizes.defines(one.shift)}
-    index = TargetIndex((one, one) for one in with_adapters(family, model.adapters).statements)
+    index = DeclaredNames(family, model)
     found: list[DeclaredTensor] = []
     strange: list[str] = []
     for name, spec in specs.items():
-        declared, texts = index.find(name)
-        fitting = [
-            (one, {hole: int(text) - shifts.get(hole, 0) for hole, text in zip(one.numbers, texts, strict=True)})
-            for one in declared
-            if len(one.shape) == len(spec.shape)
-        ]
+        fitting = [(one, numbers) for one, numbers in index.find(name) if len(one.shape) == len(spec.shape)]
         if not fitting:
             strange.append(name)
             continue
         # Several statements of one name differ in shape or in condition.
-        statement, numbers = max(fitting, key=lambda one: _fit(one[0], one[1], spec.shape, sizes))
+        statement, numbers = max(fitting, key=lambda one: _fit(one[0], one[1], spec.shape, index.sizes))
         found.append(_declared(statement, name, spec.shape, spec.dtype, numbers))
     if strange:
         raise MappingError(

@@ -13,14 +13,13 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.families.bind import (
+    DeclaredNames,
     ModelTensor,
     bind,
     family_keys,
-    family_numbers,
-    family_sizes,
     may_hold,
 )
-from paddleformers_fc.families.declarations import Family, Statement, TargetIndex
+from paddleformers_fc.families.declarations import Family, Statement
 from paddleformers_fc.families.description import IS_FLEET, ModelDescription
 from paddleformers_fc.families.sizes import names_of
 from paddleformers_fc.mapping import RuleSet
@@ -84,7 +83,7 @@ def _candidates(family: Family, model: ModelDescription, tensors: Sequence[Model
     keys = family_keys(family)
     config = dict(model.config)
     if EMPTY_LAYERS in keys and config.get(EMPTY_LAYERS) is None:
-        config[EMPTY_LAYERS] = _first_layer(family, tensors)
+        config[EMPTY_LAYERS] = _first_layer(family, model, tensors)
     known = {**config, IS_FLEET: model.is_fleet}
     choices = {key: values for key, values in _OPEN.items() if key in keys and known.get(key) is None}
     for values in itertools.product(*choices.values()):
@@ -94,12 +93,11 @@ def _candidates(family: Family, model: ModelDescription, tensors: Sequence[Model
         yield dataclasses.replace(model, config={**config, **chosen}, is_fleet=known_class)
 
 
-def _first_layer(family: Family, tensors: Sequence[ModelTensor]) -> int:
+def _first_layer(family: Family, model: ModelDescription, tensors: Sequence[ModelTensor]) -> int:
     """Return the number of the first layer of a whole model, which is the number of empty layers before it."""
-    index = TargetIndex((one, one.numbers.index(_LAYER)) for one in family.statements if _LAYER in one.numbers)
-    found = (index.find(tensor.name) for tensor in tensors)
-    numbers = [int(texts[positions[0]]) for positions, texts in found if positions]
-    return min(numbers, default=0)
+    index = DeclaredNames(family, model)
+    found = (numbers for tensor in tensors for _, numbers in index.find(tensor.name))
+    return min((numbers[_LAYER] for numbers in found if _LAYER in numbers), default=0)
 
 
 def _refuse_contradictions(family: Family, model: ModelDescription, tensors: Sequence[ModelTensor]) -> None:
@@ -107,29 +105,23 @@ def _refuse_contradictions(family: Family, model: ModelDescription, tensors: Seq
 
     Binding takes a tensor by its name whatever conditions are declared; here the description is in question.
     """
-    sizes, numbers = family_sizes(family, model), family_numbers(family)
-    shifts = {hole: sizes.length(one.shift) for hole, one in numbers.items()}
-    index = TargetIndex((one, one) for one in family.statements)
+    index = DeclaredNames(family, model)
     judged: dict[tuple[str, str, tuple[int, ...]], bool] = {}
 
-    def may_have(statement: Statement, found: Sequence[str]) -> bool:
+    def may_have(statement: Statement, numbers: Mapping[str, int]) -> bool:
         needed = names_of(statement.where)
         if needed.isdisjoint(STRIPPED):
             return True
-        named = {
-            hole: int(text) - shifts.get(hole, 0)
-            for hole, text in zip(statement.numbers, found, strict=True)
-            if hole in needed
-        }
+        named = {hole: number for hole, number in numbers.items() if hole in needed}
         key = statement.tower, statement.where, tuple(named.values())
         if key not in judged:
-            judged[key] = may_hold(statement, named, sizes)
+            judged[key] = may_hold(statement, named, index.sizes)
         return judged[key]
 
     faults = []
     for tensor in tensors:
-        statements, texts = index.find(tensor.name)
-        if statements and not any(may_have(one, texts) for one in statements):
+        declared = index.find(tensor.name)
+        if declared and not any(may_have(*one) for one in declared):
             faults.append(f"{tensor.name}: a model of this class and configuration has no such tensor")
     if faults:
         raise MappingError(
