@@ -30,7 +30,7 @@ EXIT_CODE = 75
 DEFAULT_PATIENCE = 1800.0
 """Seconds that a rank waits for the others if no option sets it."""
 
-_LOOK_SECONDS = 1.0
+_LOOK_SECONDS = 5.0
 _STDERR = 2
 
 
@@ -57,7 +57,7 @@ class Communicator:
         Raises:
             PeerError: see :meth:`.Liveness.guard`.
         """
-        with self._guard():
+        with self._guard(doing):
             return self._channel.gather(doing, payload, head, to)
 
     def all_to_all(self, outgoing: Mapping[int, Bytes], sizes: Mapping[int, int]) -> dict[int, Bytes]:
@@ -66,12 +66,12 @@ class Communicator:
         Raises:
             PeerError: see :meth:`.Liveness.guard`.
         """
-        with self._guard():
+        with self._guard("exchanging tensors"):
             return self._channel.all_to_all(outgoing, sizes)
 
     @contextlib.contextmanager
-    def _guard(self) -> Iterator[None]:
-        with self._liveness.guard() if self._liveness else contextlib.nullcontext():
+    def _guard(self, doing: str) -> Iterator[None]:
+        with self._liveness.guard(doing) if self._liveness else contextlib.nullcontext():
             done = threading.Event()
             thread = threading.Thread(target=self._watch, args=(done,), name="flex-watch", daemon=True)
             thread.start()

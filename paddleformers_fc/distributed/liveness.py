@@ -1,30 +1,28 @@
 """Run a barrier with a timeout before every exchange, so that a dead rank is named and no rank waits for it forever.
 
 Python cannot interrupt a collective operation with a dead rank, so no rank enters one before all have arrived. The
-barrier is a counter in the store of the job: each rank adds one and polls until all have arrived. The first rank to
-time out aborts the operation on all ranks. Then every living rank reports that it is present, and all raise one error
-that names the missing ranks.
+barrier is a counter in the store of the job. The rank that arrives last stores the outcome of the barrier, and the
+others wait for this key inside the server, which answers all of them at once. The first rank to time out stores another
+outcome, which aborts the operation on all ranks. Then every living rank reports that it is present, and all raise one
+error that names the missing ranks and the operation.
 
 The outcome of a barrier must be equal on all ranks, although a rank may arrive at the moment of another rank's timeout.
-Arrivals and timeouts are therefore one number: arrivals in its low part, the number of timeouts in its high part. A
-rank whose timeout came after the last arrival takes it back. A timeout that came before it is final, because the high
-part is never zero again. A job that has lost a rank stays lost: every later barrier raises the same error, so that no
-save follows a partial load.
+Both therefore claim the barrier first, and only the first claim stores an outcome. A job that has lost a rank stays
+lost: a high bit in the counter of arrivals makes every later barrier raise the same error, so that no save follows a
+partial load.
 
-The counters are cumulative and identify the barrier, so a rank keeps no state. The store keeps a few numbers and one
-number per rank for any number of barriers.
+The counter of arrivals is cumulative and identifies the barrier, so a rank keeps no state. The store keeps two short
+keys per barrier.
 
-Cost of a barrier: two requests to the store, 60 us each, and up to one polling interval. Ranks usually arrive together,
-so the first interval is short. Each is twice as long as the one before, up to a length at which the server gets at most
-10,000 requests a second. For many ranks the first interval is half of that length.
+Cost of a barrier: three requests to the store per rank, 60 us each, for any number of ranks and any time of waiting. A
+tree of counters would spare no request, because every rank has to arrive and to be released.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Protocol
 
 from paddleformers_fc.distributed.channel import format_ranks
@@ -37,16 +35,15 @@ KEY_PREFIX = "flex"
 """The prefix of the keys of a job's first channel."""
 
 _ARRIVALS = "arrivals"
-_LOST = "lost"
+_CLAIMS = "claims"
+_OUTCOME = "outcome"
 _PRESENT = "present"
+_COMPLETE = "complete"
 _REPORTERS = "reporters"
-_READABLE = "readable"
 _READERS = "readers"
+_READ = "read"
 _REPORT = "report"
-_TIMEOUT = 1 << 40
-_FIRST_LOOK = 0.0001
-_SHORTEST_LOOK = 0.001
-_LOOK_PER_RANK = 0.0001
+_LOST = 1 << 40
 _SERVER = 0
 
 
@@ -65,6 +62,9 @@ class KVStore(Protocol):
 
     def get(self, key: str) -> bytes:
         """Return a stored text."""
+
+    def wait(self, key: str, seconds: float) -> bool:
+        """Wait until a key is stored, and return whether it was in time."""
 
 
 class Liveness:
@@ -87,30 +87,33 @@ class Liveness:
         self._configured = patience
         self._final_wait = min(MAX_FINAL_WAIT_SECONDS, patience / 4)
         self._patience = patience - self._final_wait
-        self._interval = max(_SHORTEST_LOOK, world_size * _LOOK_PER_RANK)
-        self._first_interval = max(_FIRST_LOOK, world_size * _LOOK_PER_RANK / 2)
 
-    def wait_for_all(self) -> None:
+    def wait_for_all(self, doing: str) -> None:
         """Wait until every rank has arrived.
 
+        Args:
+            doing: description of the operation, for the error.
         Raises:
             PeerError: the same on every living rank, with the ranks that did not arrive in time.
         """
         try:
-            why = self._meet()
+            why = self._meet(doing)
         except Exception as error:  # The class depends on the store.
             raise self._store_error() from error
         if why:
             raise self.lost_rank_error(f"{why} The job cannot continue.")
 
     @contextlib.contextmanager
-    def guard(self) -> Iterator[None]:
+    def guard(self, doing: str) -> Iterator[None]:
         """Pass a barrier, then run the block, which is the exchange.
+
+        Args:
+            doing: description of the operation, for the error.
 
         Raises:
             PeerError: the same on every living rank: ranks are missing, or the exchange failed.
         """
-        self.wait_for_all()
+        self.wait_for_all(doing)
         try:
             yield
         except FlexError:  # Of all ranks.
@@ -122,15 +125,15 @@ class Liveness:
     def is_lost(self) -> bool:
         """Return whether any rank has found the job lost."""
         try:
-            return self._add(_LOST, 0) > 0
+            return self._add(_ARRIVALS, 0) >= _LOST
         except Exception:  # The store does not answer; the report contains it.
             return True
 
     def abort(self) -> None:
         """Mark the job as lost, although all ranks had arrived."""
         try:
-            self._add(_ARRIVALS, _TIMEOUT)
-            self._add(_LOST, 1)
+            arrived = self._add(_ARRIVALS, _LOST) % _LOST
+            self._decide(arrived // self._size, "A rank is lost.")  # Some may wait in the next barrier.
         except Exception:  # As above.
             return
 
@@ -147,47 +150,49 @@ class Liveness:
             error.__cause__ = failure
             return error
 
-    def _meet(self) -> str:
+    def _meet(self, doing: str) -> str:
         """Return the reason of a failed barrier; empty once every rank has arrived."""
         word = self._add(_ARRIVALS, 1)
-        expected = -(-(word % _TIMEOUT) // self._size) * self._size
-        timed_out = False
-        interval = self._first_interval
-        end = time.monotonic() + self._patience
-        while not (word < _TIMEOUT and word >= expected):
-            if word >= _TIMEOUT and self._add(_LOST, 0) > 0:
-                return "A rank is lost."
-            late = time.monotonic() - end
-            if timed_out and late > self._final_wait:
-                return "A rank died while it timed out."  # No rank can find out whether its timeout counts.
-            if not timed_out and late > 0:
-                timed_out = True
-                if self._add(_ARRIVALS, _TIMEOUT) % _TIMEOUT < expected:
-                    self._add(_LOST, 1)
-                    return f"Not every rank has arrived within flex_timeout: {self._configured:g} s."
-                self._add(_ARRIVALS, -_TIMEOUT)  # The last rank arrived before the timeout.
-            time.sleep(interval)
-            interval = min(2 * interval, self._interval)
-            word = self._add(_ARRIVALS, 0)
-        return ""
+        if word >= _LOST:
+            return "A rank is lost."
+        number, place = divmod(word - 1, self._size)
+        outcome = f"{_OUTCOME}/{number}"
+        if place == self._size - 1:
+            if is_decided := self._decide(number, ""):
+                return ""
+        elif not (is_decided := self._wait(outcome, self._patience)):
+            is_decided = self._decide(
+                number, f"Not every rank has arrived for {doing} within flex_timeout: {self._configured:g} s."
+            )
+            if is_decided:
+                self._add(_ARRIVALS, _LOST)
+        if not is_decided and not self._wait(outcome, self._final_wait):
+            self._add(_ARRIVALS, _LOST)
+            self._set(outcome, "A rank died while it decided whether all have arrived.")
+        return self._get(outcome)
+
+    def _decide(self, number: int, outcome: str) -> bool:
+        """Store the outcome of a barrier unless another rank does; the empty one lets all ranks pass."""
+        is_first = self._add(f"{_CLAIMS}/{number}", 1) == 1
+        if is_first:
+            self._set(f"{_OUTCOME}/{number}", outcome)
+        return is_first
 
     def _report(self, what: str) -> FlexError:
         self._add(f"{_PRESENT}/{self._rank}", 1)
-        self._add(_PRESENT, 1)
-        self._look(lambda: self._add(_PRESENT, 0) >= self._size)
+        if self._add(_PRESENT, 1) >= self._size:
+            self._set(_COMPLETE, "")
+        self._wait(_COMPLETE, self._final_wait)
         if self._add(_REPORTERS, 1) == 1:
-            text = self._error(what).to_wire()
-            with self._lock:
-                self._store.set(f"{self._prefix}/{_REPORT}", text)
-            self._add(_READABLE, 1)
-        if not self._look(lambda: self._add(_READABLE, 0) > 0):
+            self._set(_REPORT, self._error(what).to_wire())
+        if not self._wait(_REPORT, self._final_wait):
             return self._store_error()
-        with self._lock:
-            error = from_wire(bytes(self._store.get(f"{self._prefix}/{_REPORT}")).decode())
-        self._add(_READERS, 1)
+        error = from_wire(self._get(_REPORT))
+        if self._add(_READERS, 1) >= self._add(_PRESENT, 0):
+            self._set(_READ, "")
         if self._rank == _SERVER:
             # The store may end with this process before the others have read the report.
-            self._look(lambda: self._add(_READERS, 0) >= self._add(_PRESENT, 0))
+            self._wait(_READ, self._final_wait)
         return error
 
     def _error(self, what: str) -> PeerError:
@@ -218,11 +223,14 @@ class Liveness:
         with self._lock:
             return int(self._store.add(f"{self._prefix}/{key}", amount))
 
-    def _look(self, condition: Callable[[], bool]) -> bool:
-        """Poll a condition, and return whether it became true within the final wait."""
-        end = time.monotonic() + self._final_wait
-        while not condition():
-            if time.monotonic() > end:
-                return False
-            time.sleep(self._interval)
-        return True
+    def _set(self, key: str, value: str) -> None:
+        with self._lock:
+            self._store.set(f"{self._prefix}/{key}", value)
+
+    def _get(self, key: str) -> str:
+        with self._lock:
+            return bytes(self._store.get(f"{self._prefix}/{key}")).decode()
+
+    def _wait(self, key: str, seconds: float) -> bool:
+        with self._lock:
+            return self._store.wait(f"{self._prefix}/{key}", seconds)

@@ -99,7 +99,7 @@ class StepAgreement:
         Raises:
             PeerError: the same on every living rank, with the ranks that did not arrive.
         """
-        self._before.wait_for_all()
+        self._before.wait_for_all("agreeing on a step")
 
     def highest(self, step: int) -> int:
         """Return the highest step of all ranks. Every rank must call, after :meth:`meet`.
@@ -112,7 +112,7 @@ class StepAgreement:
         self._store.add(f"{self._prefix}/{_GIVEN}", 1)
         if self._rank == _READER:
             self._publish()
-        self._meeting.wait_for_all()
+        self._meeting.wait_for_all("agreeing on a step")
         return int(bytes(self._store.get(f"{self._prefix}/{_HIGHEST}")))
 
     def _publish(self) -> None:

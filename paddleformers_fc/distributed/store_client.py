@@ -8,6 +8,7 @@ connection of its own. The agreement of ranks before each exchange uses it on ev
 from __future__ import annotations
 
 import os
+import select
 import socket
 import struct
 import sys
@@ -22,7 +23,7 @@ _POLL_SECONDS = 0.02
 OPENING_SECONDS = 60.0
 """Seconds that opening a connection to a store may take."""
 
-_ADD, _GET, _SET = 0, 1, 3
+_ADD, _GET, _SET, _WAIT = 0, 1, 3, 4
 """The commands of Paddle's store that are used here."""
 
 _PREFIX = "/"
@@ -66,16 +67,10 @@ class StoreClient:
     """
 
     def __init__(self, address: tuple[str, int], opening: float, timeout: float) -> None:
+        self._host, self._opening, self._timeout = address, opening, timeout
         self._address = f"{address[0]}:{address[1]}"
         self.name = f"the store at {self._address}"
-        self._socket = self._connected(address, opening)
-        weakref.finalize(self, self._socket.close)
-        self._socket.settimeout(opening)
-        try:
-            self.add(_PROBE_KEY, 0)
-        except OSError as error:
-            raise self._unreachable("does not answer as the store of this job", opening, error) from error
-        self._socket.settimeout(timeout)
+        self._open()
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter, which begins at 0, and return its new value.
@@ -100,6 +95,33 @@ class StoreClient:
         self._send(_GET, key, b"")
         (size,) = _LENGTH.unpack(self._receive(_LENGTH.size))
         return bytes(self._receive(size))
+
+    def wait(self, key: str, seconds: float) -> bool:
+        """Wait until a key is stored, and return whether it was in time.
+
+        The server answers when the key is stored, without further requests.
+
+        Raises:
+            OSError: the connection was closed.
+            PeerError: the store cannot be reached any more after the time has passed.
+        """
+        self._send(_WAIT, key, b"")
+        if not _is_readable(self._socket, seconds):
+            self._socket.close()  # The late answer must not be read as that of another request.
+            self._open()
+            return False
+        self._receive(_COMMAND.size)
+        return True
+
+    def _open(self) -> None:
+        self._socket = self._connected(self._host, self._opening)
+        weakref.finalize(self, self._socket.close)
+        self._socket.settimeout(self._opening)
+        try:
+            self.add(_PROBE_KEY, 0)
+        except OSError as error:
+            raise self._unreachable("does not answer as the store of this job", self._opening, error) from error
+        self._socket.settimeout(self._timeout)
 
     def _connected(self, address: tuple[str, int], seconds: float) -> socket.socket:
         end = time.monotonic() + seconds
@@ -137,6 +159,13 @@ class StoreClient:
                     raise ConnectionResetError("the connection was closed")
                 received += part
         return received
+
+
+def _is_readable(connection: socket.socket, seconds: float) -> bool:
+    """Return whether bytes arrive in time."""
+    poll = select.poll()  # Also for descriptors beyond 1,023.
+    poll.register(connection, select.POLLIN)
+    return bool(poll.poll(1000 * seconds))
 
 
 def _keep_alive(connection: socket.socket) -> None:

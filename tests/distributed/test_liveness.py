@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from paddleformers_fc.distributed import liveness
 from paddleformers_fc.distributed.liveness import KEY_PREFIX, MAX_FINAL_WAIT_SECONDS, Liveness
 from paddleformers_fc.errors import FlexError, PeerError
 from tests.execute.simulated import ThreadChannel, job
@@ -29,6 +29,7 @@ class Counters:
     """A board in memory."""
 
     name = "the board in memory"
+    clock: Any = time
 
     def __init__(self) -> None:
         self.numbers: Counter[str] = Counter()
@@ -49,6 +50,15 @@ class Counters:
         """A text."""
         return self.texts[key].encode()
 
+    def wait(self, key: str, seconds: float) -> bool:
+        """Whether a text is there in time."""
+        end = self.clock.monotonic() + seconds
+        while key not in self.texts:
+            if self.clock.monotonic() >= end:
+                return False
+            self.clock.sleep(0.001)
+        return True
+
 
 class Gone(Counters):
     """A board whose server has ended."""
@@ -66,7 +76,7 @@ class Met:
 
     def gather(self, doing: str, payload: bytes) -> Any:
         """Every rank's payload."""
-        with self._meeting.guard():
+        with self._meeting.guard(doing):
             return self._channel.gather(doing, payload)
 
 
@@ -75,9 +85,9 @@ def with_board(channel: ThreadChannel, board: Counters, patience: float = PATIEN
     return Met(channel, Liveness(board, channel.rank, channel.world_size, patience, prefix))
 
 
-def timed(ranks: int, work: Callable[[ThreadChannel, ThreadClock], Any]) -> list:
+def timed(board: Counters, ranks: int, work: Callable[[ThreadChannel, ThreadClock], Any]) -> list:
     """What every rank returned or raised, in a time of their own."""
-    clock = ThreadClock(ranks)
+    clock = board.clock = ThreadClock(ranks)
 
     def until_the_end(channel: ThreadChannel) -> Any:
         try:
@@ -85,14 +95,12 @@ def timed(ranks: int, work: Callable[[ThreadChannel, ThreadClock], Any]) -> list
         finally:
             clock.leave()
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(liveness, "time", clock)
-        return job(ranks, until_the_end)
+    return job(ranks, until_the_end)
 
 
 def outcomes(board: Counters, ranks: int, work: Callable[[Met], Any], patience: float = PATIENCE) -> list:
     """What every rank returned or raised, whose channel has a board."""
-    return timed(ranks, lambda channel, _: work(with_board(channel, board, patience)))
+    return timed(board, ranks, lambda channel, _: work(with_board(channel, board, patience)))
 
 
 @pytest.mark.parametrize("ranks", [2, 5])
@@ -103,7 +111,8 @@ def test_ranks_that_all_come_exchange_as_often_as_they_like(ranks: int) -> None:
             board, ranks, lambda channel: [channel.gather("a test", b"%d" % channel.rank) for _ in range(4)]
         )
         assert found == [[[b"%d" % rank for rank in range(ranks)]] * 4] * ranks
-    assert board.numbers == {"flex/arrivals": 12 * ranks}
+    assert board.numbers["flex/arrivals"] == 12 * ranks
+    assert board.texts == {f"flex/outcome/{number}": "" for number in range(12)}
 
 
 def test_a_lost_channel_leaves_one_with_another_prefix_usable() -> None:
@@ -113,7 +122,7 @@ def test_a_lost_channel_leaves_one_with_another_prefix_usable() -> None:
         Liveness(board, channel.rank, 2, PATIENCE).abort()
         return with_board(channel, board, prefix="other").gather("a test", b"x")
 
-    assert timed(2, work) == [[b"x", b"x"]] * 2
+    assert timed(board, 2, work) == [[b"x", b"x"]] * 2
 
 
 @pytest.mark.parametrize("missing", [{0}, {2}, {1, 3}])
@@ -135,7 +144,7 @@ def test_ranks_that_do_not_come_are_named_to_all_others_and_the_job_stays_lost(m
             assert clock.monotonic() - began < 2 * PATIENCE
         return raised
 
-    found = timed(4, work)
+    found = timed(board, 4, work)
     assert [found[rank] for rank in missing] == ["gone"] * len(missing)
     reports = [found[rank] for rank in range(4) if rank not in missing]
     assert len(reports[0]) == 2
@@ -143,6 +152,7 @@ def test_ranks_that_do_not_come_are_named_to_all_others_and_the_job_stays_lost(m
     assert all(one == reports[0] for one in reports)
     named = ", ".join(map(str, sorted(missing)))
     assert f"rank{'s' if len(missing) > 1 else ''} {named} did not arrive" in reports[0][0]
+    assert "Not every rank has arrived for a test within flex_timeout: 1 s." in reports[0][0]
 
 
 def test_a_rank_that_comes_too_late_raises_what_the_others_raised() -> None:
@@ -158,7 +168,7 @@ def test_a_rank_that_comes_too_late_raises_what_the_others_raised() -> None:
         finally:
             over.set()
 
-    first, late = timed(2, work)
+    first, late = timed(board, 2, work)
     assert isinstance(first, PeerError)
     assert "rank 1 did not arrive" in str(first)
     assert str(late) == str(first)
@@ -176,7 +186,7 @@ def test_the_least_patient_rank_gives_up_for_all() -> None:
             ended.append(clock.monotonic())
 
     ended: list[float] = []
-    first, second, _ = timed(3, work)
+    first, second, _ = timed(board, 3, work)
     assert max(ended) < 0.4 + MAX_FINAL_WAIT_SECONDS + SLACK
     assert isinstance(first, PeerError)
     assert str(first) == str(second)
@@ -188,11 +198,11 @@ def test_a_rank_that_comes_in_the_moment_of_giving_up_is_waited_for() -> None:
         """The second rank comes just before the first one's giving up is counted."""
 
         def add(self, key: str, amount: int) -> int:
-            if amount > 1 and self.numbers[key] == 1:
+            if key == "flex/claims/0" and not come.is_set():
                 come.set()
                 assert came.wait(LIMIT)
             value = super().add(key, amount)
-            if value == 2 and key == "flex/arrivals":
+            if key == "flex/claims/0":
                 came.set()
             return value
 
@@ -202,16 +212,17 @@ def test_a_rank_that_comes_in_the_moment_of_giving_up_is_waited_for() -> None:
         if channel.rank == 1:
             with clock.away():
                 assert come.wait(LIMIT)
-        Liveness(board, channel.rank, 2, PATIENCE).wait_for_all()
+        Liveness(board, channel.rank, 2, PATIENCE).wait_for_all("a test")
 
     board = LastMoment()
-    assert timed(2, work) == [None, None]
-    assert board.numbers["flex/arrivals"] == 2
+    assert timed(board, 2, work) == [None, None]
+    assert not Liveness(board, 0, 2, PATIENCE).is_lost()
 
 
 def test_a_rank_that_died_while_it_aborted_blocks_no_rank() -> None:
     board = Counters()
-    board.numbers["flex/arrivals"] = (1 << 40) + 1  # It gave up and could not say whether that counts.
+    # It gave up and could not say so.
+    board.numbers.update({"flex/arrivals": 1, "flex/claims/0": 1})
     first, second = outcomes(board, 3, lambda channel: channel.gather("a test", b"") if channel.rank else None, 0.4)[1:]
     assert isinstance(first, PeerError)
     assert str(first) == str(second)
@@ -233,7 +244,7 @@ def test_ranks_that_arrive_at_any_time_all_continue_or_none_does(seed: int) -> N
                 return number
         return 6
 
-    assert len(set(timed(ranks, work))) == 1
+    assert len(set(timed(board, ranks, work))) == 1
 
 
 def test_a_store_whose_server_has_ended_is_one_error_on_every_rank() -> None:
@@ -247,13 +258,13 @@ def test_the_rank_that_serves_the_store_ends_when_all_that_live_have_read_the_re
     class Served(Counters):
         """A board that ends with rank 0; the others read its report as late as can be."""
 
-        def add(self, key: str, amount: int) -> int:
-            if key == "flex/readers" and amount == 0:
+        def wait(self, key: str, seconds: float) -> bool:
+            if key == "flex/read":
                 looks.set()  # Rank 0 waits for readers.
-            return super().add(key, amount)
+            return super().wait(key, seconds)
 
         def get(self, key: str) -> bytes:
-            if threading.current_thread() not in servers:
+            if key == "flex/report" and threading.current_thread() not in servers:
                 assert looks.wait(LIMIT)
             if ended.is_set():
                 raise ValueError("(InvalidArgument) TCP send error. Details: Broken pipe.")
@@ -275,7 +286,7 @@ def test_the_rank_that_serves_the_store_ends_when_all_that_live_have_read_the_re
                 looks.set()
 
     board = Served()
-    found = timed(4, work)[:3]
+    found = timed(board, 4, work)[:3]
     assert len({str(error) for error in found}) == 1
     assert "rank 3 did not arrive" in str(found[0])
 
@@ -286,11 +297,11 @@ def test_a_rank_that_dies_in_the_exchange_is_named_to_all_others() -> None:
     def work(channel: ThreadChannel, clock: ThreadClock) -> Any:
         meeting = Liveness(board, channel.rank, 3, PATIENCE)
         if channel.rank == 1:
-            meeting.wait_for_all()
+            meeting.wait_for_all("a test")
             return all_in.wait()
         return Met(Torn(channel, all_in), meeting).gather("a test", b"")
 
-    first, _, third = timed(3, work)
+    first, _, third = timed(board, 3, work)
     assert isinstance(first, FlexError)
     assert str(first) == str(third)
     assert "Connection reset by peer" in first.what

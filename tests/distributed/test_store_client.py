@@ -6,6 +6,7 @@ import http.server
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 import pytest
@@ -131,3 +132,19 @@ def test_a_store_that_falls_silent_is_waited_for_no_longer_than_the_bound() -> N
         with pytest.raises(OSError):
             client.add("flex/arrivals", 0)
         accepted[0].close()
+
+
+def test_a_client_waits_for_a_key_with_one_request_and_can_be_used_after_a_timeout() -> None:
+    (port,) = free_ports(1)
+    server = stores.open_store("127.0.0.1", port, is_master=True)
+    waiting, other = (StoreClient(("127.0.0.1", port), 60, 60) for _ in range(2))
+    with ThreadPoolExecutor(1) as threads:
+        answer = threads.submit(waiting.wait, "outcome/0", 60.0)
+        other.set("outcome/0", "")
+        assert answer.result()
+    assert waiting.get("outcome/0") == b""
+    assert not waiting.wait("outcome/1", 0.01)
+    other.set("outcome/1", "late")
+    assert waiting.add("counter", 1) == 1
+    assert waiting.wait("outcome/1", 60)
+    del server

@@ -1,6 +1,6 @@
 """Clocks for tests of timeouts: time passes only while every living rank waits, so that a slow machine changes nothing.
 
-They take the place of the module ``time`` in :mod:`paddleformers_fc.distributed.liveness`. A rank that works, reads or
+Ranks wait for keys of a store by them instead of the machine's clock. A rank that works, reads or
 is not scheduled does not wait, and holds the clock; so a rank is missing in a test if and only if it never comes.
 """
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -111,11 +112,20 @@ def differ_in_directory(directory: str, kind: str, **settings: Any) -> dict[str,
 
 def keep_time(directory: Path, ranks: int | None = None) -> None:
     """Let the time in which ranks wait for each other pass only while all that live wait, or the first ``ranks``."""
-    from paddleformers_fc.distributed import liveness
+    from paddleformers_fc.distributed import store_client
 
     rank, ranks = int(os.environ["PADDLE_TRAINER_ID"]), ranks or int(os.environ["PADDLE_TRAINERS_NUM"])
-    # This process ends with the job.
-    liveness.time = ProcessClock(directory / "clock", rank, ranks)  # type: ignore[attr-defined]
+    clock, is_readable = ProcessClock(directory / "clock", rank, ranks), store_client._is_readable
+
+    def in_time(connection: socket.socket, seconds: float) -> bool:
+        end = clock.monotonic() + seconds
+        while not is_readable(connection, 0):
+            if clock.monotonic() >= end:
+                return False
+            clock.sleep(end - clock.monotonic())
+        return True
+
+    store_client._is_readable = in_time  # This process ends with the job.
 
 
 def die(moment: str, victim: int, output_dir: str, layout: Mapping[str, Any], resume: str | None = None) -> None:
@@ -160,4 +170,4 @@ def _die_when(moment: str) -> None:
     elif moment == "writing":
         save._write_tensors = kill
     else:
-        channel.PaddleChannel.all_gather = kill
+        channel.PaddleChannel.gather = kill

@@ -848,5 +848,5 @@ def test_the_loss_scaler_of_a_run_continues_where_it_was(ranks: ForkServer, tmp_
 
 def test_no_rank_waits_longer_than_its_timeout(ranks: ForkServer, tmp_path: Path) -> None:
     reported, _ = ranks.run(f"{JOBS}:left_alone", 2, {"output_dir": str(tmp_path)}).values
-    assert "Not every rank has arrived within flex_timeout: 100 s." in reported
+    assert "Not every rank has arrived for a test within flex_timeout: 100 s." in reported
     assert "rank 1 did not arrive" in reported

@@ -31,7 +31,7 @@ from paddleformers_fc.distributed.channel import (
     Payload,
 )
 from paddleformers_fc.distributed.communicator import Communicator
-from paddleformers_fc.distributed.liveness import KEY_PREFIX
+from paddleformers_fc.distributed.liveness import KEY_PREFIX, Liveness
 from paddleformers_fc.distributed.store_client import _ADD, StoreClient
 from paddleformers_fc.execute import collective_checksums, save
 from paddleformers_fc.execute.memory import HostPieces, HostTensors
@@ -157,7 +157,10 @@ class ScaleJob:
         """Arrive at every barrier on the ranks that do not run, through the client of their node."""
         while self._begun.acquire() and not self._closed:
             for rank in self._absent:
-                self._nodes[rank // RANKS_PER_NODE].add(_ARRIVALS, 1)
+                node = self._nodes[rank // RANKS_PER_NODE]
+                number, place = divmod(node.add(_ARRIVALS, 1) - 1, self.world)
+                if place == self.world - 1:
+                    Liveness(node, rank, self.world, _PATIENCE)._decide(number, "")
 
     def _complete(self) -> None:
         with charged(None):
