@@ -54,7 +54,7 @@ def _itself(target: Path) -> Path:
 def staging_beside(
     target: Path,
     channel: Channel,
-    before: Callable[[], None],
+    before: Callable[[], None] | None = None,
     place_of: Callable[[Path], Path] = _itself,
     runs: Sequence[str] = ("",),
 ) -> Iterator[StagingDirectory]:
@@ -63,7 +63,7 @@ def staging_beside(
     Args:
         target: the directory that is going to be written.
         channel: all ranks; every rank must enter.
-        before: raises if the save must not begin; called on the coordinator.
+        before: raises if the save must not begin; called on the coordinator. None checks nothing.
         place_of: returns the path beside which the target of this rank is staged.
         runs: ids of this run and its ancestors.
     Raises:
@@ -73,7 +73,7 @@ def staging_beside(
     with contextlib.ExitStack() as stack:
 
         def make() -> str:
-            if channel.rank == 0:
+            if before is not None and channel.rank == 0:
                 before()
             place = place_of(target)
             recover(place.parent, runs)
@@ -127,10 +127,14 @@ class _Documents(msgspec.Struct):
 
 
 class _Described(msgspec.Struct):
-    """What every rank is told of the checkpoint: number and bytes of its files, and the documents of several disks."""
+    """What every rank is told of the checkpoint: number and bytes of its files, and what was set aside.
+
+    On several disks nothing is committed yet, and the leaders get the documents.
+    """
 
     files: int
     size: int
+    set_aside: list[bytes]
     documents: _Documents | None = None
 
 
@@ -141,7 +145,7 @@ def commit_on_all(
     build_manifest: Callable[[list[FileChecksum]], Manifest],
     channel: Channel,
 ) -> CommitResult:
-    """Write the manifest, and rename the staging directories.
+    """Write the manifest, and rename the staging directories: in one exchange if there is one disk, in three otherwise.
 
     Args:
         staged: the staging directory.
@@ -153,35 +157,37 @@ def commit_on_all(
         FlexError: the same on every rank.
     """
     staging, several = staged.own, len(staged.disks.sorted_leaders) > 1
-    own: list[_Documents] = []
 
     def record() -> _Described:
         leads = {one.path: lead for lead, theirs in zip(staged.disks.leads, checksums, strict=True) for one in theirs}
         manifest = build_manifest([checksum for theirs in checksums for checksum in theirs])
         shared = {**files, MAPPING_NAME: read_file(staged.path / MAPPING_NAME)} if several else {}
-        own.append(_Documents(manifest, shared, [leads.get(one.path, 0) for one in manifest.files]))
+        documents = _Documents(manifest, shared, [leads.get(one.path, 0) for one in manifest.files])
         size = sum(checksum.size for checksum in manifest.files)
-        return _Described(len(manifest.files), size, own[0] if several else None)
+        if several:
+            return _Described(len(manifest.files), size, [], documents)
+        prepare(documents)
+        return _Described(len(manifest.files), size, rename())
 
-    # The manifest grows with the files of the checkpoint; the coordinator alone needs it if there is one disk.
-    described = broadcast(channel, "describing the checkpoint", record, _Described)
-    documents = described.documents or next(iter(own), None)
-
-    def prepare() -> None:
-        if staging is not None and documents is not None:
-            if channel.rank != 0:
-                for path, data in documents.files.items():
-                    write_file(staged.path / path, data, root=staged.path)
-            write_manifest(staged.path, documents.manifest)
-            led = zip(documents.manifest.files, documents.leads, strict=True)
-            written = [one.path for one, lead in led if lead == channel.rank]
-            sync_staging(staging, [*written, *documents.files])
+    def prepare(documents: _Documents | None) -> None:
+        if staging is None or documents is None:
+            return
+        if channel.rank != 0:
+            for path, data in documents.files.items():
+                write_file(staged.path / path, data, root=staged.path)
+        write_manifest(staged.path, documents.manifest)
+        led = zip(documents.manifest.files, documents.leads, strict=True)
+        written = [one.path for one, lead in led if lead == channel.rank]
+        sync_staging(staging, [*written, *documents.files])
 
     def rename() -> list[bytes]:
         kept = None if staging is None else commit(staging)
         return [] if kept is None else [os.fsencode(kept)]
 
-    run_on_all(channel, "finishing", prepare)
-    left = all_gather_checked(channel, "committing", rename, list[bytes])
+    described = broadcast(channel, "committing the checkpoint", record, _Described)
+    left = [described.set_aside]
+    if several:
+        run_on_all(channel, "syncing every disk", lambda: prepare(described.documents))
+        left = all_gather_checked(channel, "committing on every disk", rename, list[bytes])
     set_aside = [Path(os.fsdecode(path)) for theirs in left for path in theirs]
     return CommitResult(described.files, described.size, tuple(set_aside))

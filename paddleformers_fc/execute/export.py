@@ -311,14 +311,10 @@ def save_weights(
     """
     roles = {MODEL_STATE: weights} if averages is None else {MODEL_STATE: weights, EMA_STATE: averages}
     role = MODEL_STATE if averages is None else EMA_STATE
-    with staging_beside(target, channel, _no_check, staged_name) as staged:
+    with staging_beside(target, channel, place_of=staged_name) as staged:
         passage = staged.path / "weights"
         save_checkpoint(passage, roles, model, files, JobRecord(0, 0, {}), channel)
         return export_checkpoint(passage, target, max_shard_bytes, channel, tied=tied, role=role)
-
-
-def _no_check() -> None:
-    """Check nothing before the staging directory is made."""
 
 
 def _refuse_checkpoint(target: AnyPath) -> None:

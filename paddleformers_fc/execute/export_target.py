@@ -92,12 +92,8 @@ def staged_export(target: AnyPath, channel: Channel, writer: ExportWriter) -> Ab
 
 @contextlib.contextmanager
 def _staged_locally(target: Path, channel: Channel, writer: ExportWriter) -> Iterator[StagedExport]:
-    with staging_beside(target, channel, _nothing, staged_name) as staged:
+    with staging_beside(target, channel, place_of=staged_name) as staged:
         yield _LocalExport(staged, target, channel.rank, writer)
-
-
-def _nothing() -> None:
-    """Check nothing before the staging directory is made: the checkpoint is opened and proved already."""
 
 
 class _LocalExport(StagedExport):

@@ -136,9 +136,9 @@ def test_an_export_that_fails_in_the_midst_leaves_nothing_and_no_thread(
         return original(*args)
 
     def work(channel: Any) -> None:
-        opened = channel.all_gather
+        opened = channel.gather
         # The checkpoint is open and its headers are read when the ranks agree on it.
-        channel.all_gather = lambda payload: (monkeypatch.setattr(os, call, refuse), opened(payload))[1]
+        channel.gather = lambda *given: (monkeypatch.setattr(os, call, refuse), opened(*given))[1]
         export_checkpoint(tmp_path / "checkpoint-3", tmp_path / "hf", 4000, channel)
 
     (error,) = job(1, work)
