@@ -165,7 +165,8 @@ def _refuse_reread(outputs: list[_Output], left: Tensors, faults: Faults) -> Non
     volumes: dict[str, int] = {}
     readers: dict[str, dict[str, _Output]] = {}
     for output in outputs:
-        for name, link in output.value.links:
+        for link in output.value.links:
+            name = output.value.sources.names[link.source]
             volumes[name] = volumes.get(name, 0) + link.source_box.volume
             readers.setdefault(name, {})[output.name] = output
     for name, volume in volumes.items():

@@ -133,7 +133,7 @@ def groups_read(value: Value, axis: int, cuts: Mapping[str, Shape]) -> int:
     Raises:
         Fault: the value comes from several tensors, or the tensor is cut on another axis.
     """
-    origins = {(name, link.axes) for name, link in value.links}
+    origins = {(value.sources.names[link.source], link.axes) for link in value.links}
     if len(origins) != 1:
         names = sorted(set(value.sources.names))
         raise Fault(

@@ -32,13 +32,13 @@ class Value:
     sources: TensorSources
 
     @property
-    def links(self) -> list[tuple[str, BoxLink]]:
-        """Every box, with the name of its left tensor."""
-        return [(self.sources.names[link.source], link) for link in self.sources.template.links]
+    def links(self) -> tuple[BoxLink, ...]:
+        """Every box."""
+        return self.sources.template.links
 
     def dtypes(self, left: Tensors) -> set[str]:
         """Return the dtypes of the boxes."""
-        return {link.cast or left[name].dtype for name, link in self.links}
+        return {link.cast or left[self.sources.names[link.source]].dtype for link in self.links}
 
 
 def value_of(name: str, shape: Shape) -> Value:
@@ -77,7 +77,7 @@ class Operations:
             Fault: the value was converted to another dtype before. A second conversion would hide the loss of the
                 first.
         """
-        before = {link.cast for link in value.sources.template.links} - {None, cast}
+        before = {link.cast for link in value.links} - {None, cast}
         if before:
             raise Fault(f"The value is already converted to {', '.join(sorted(map(str, before)))}.", "one conversion")
         return self._moved(value, tuple(range(len(value.shape))), cast)
