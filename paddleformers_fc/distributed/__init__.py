@@ -6,7 +6,7 @@
 ``channel``         typed exchanges; the same error on all ranks; many ranks in one line of a report
 ``liveness``        meetings before every exchange, with a timeout
 ``consistency``     versions, options and configuration compared between ranks
-``step_agreement``  background threads and loops agree on a step
+``step_agreement``  training threads agree at step ends
 ``disk_leaders``    the ranks that share a disk
 ==================  ==================================================================================
 """

@@ -17,19 +17,15 @@ rejected before memory is allocated if its messages have more than :data:`MOST_B
 in rounds, so that a buffer on a device stays small. If any rank fails, a second exchange carries the errors.
 
 Format ranks for reports: a thousand of them in one line.
-
-A channel for a thread beside the training, over a gloo group of its own.
-
-Its messages are in host memory, so its exchanges launch nothing on a device. Gloo has no all-to-all, and here it is an
-exchange: every rank gets the bytes of all. A save sends such messages only if ranks write onto several disks.
 """
 
 from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar, cast
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -334,6 +330,55 @@ def gather_and_keep(
     return [decoder.decode(one) for one in payloads] if to in (None, channel.rank) else [], kept
 
 
+@dataclass(frozen=True)
+class Part:
+    """What a rank does by itself before all ranks exchange.
+
+    Args:
+        doing: as for :func:`gather_and_keep`.
+        work: likewise; if there is a source, as for :func:`broadcast`.
+        kind: likewise.
+        source: the only rank that has a message; None if all have one.
+    """
+
+    doing: str
+    work: Callable[[], Any]
+    kind: type[Any]
+    source: int | None = None
+
+
+Parts: TypeAlias = Generator[Part, Any, _T]
+"""Work in parts: a generator gets the result of every exchange, or its error."""
+
+
+def exchange_part(parts: Parts[Any], part: Part, channel: Channel) -> Part:
+    """Do a part, exchange, and return the next part. Every rank must call.
+
+    Raises:
+        StopIteration: with the result of the last part.
+        FlexError: the same on every rank.
+    """
+    try:
+        result: Any
+        if part.source is None:
+            result = gather_and_keep(channel, part.doing, part.work, part.kind)
+        else:
+            result = broadcast(channel, part.doing, part.work, part.kind, source=part.source)
+    except BaseException as error:
+        return parts.throw(error)
+    return parts.send(result)
+
+
+def run_parts(parts: Parts[_T], channel: Channel) -> _T:
+    """Do all parts in a row, and return their result. Every rank must call."""
+    try:
+        part = next(parts)
+        while True:
+            part = exchange_part(parts, part, channel)
+    except StopIteration as ended:
+        return cast("_T", ended.value)
+
+
 def all_gather_checked(
     channel: Channel,
     doing: str,
@@ -510,33 +555,3 @@ def _without_path(error: FlexError) -> tuple[type[FlexError], str, tuple[str, ..
     own_path = re.compile(re.escape(path) + r"(?![\w/-])")
     what, *evidence = (own_path.sub("each path below", text) for text in (error.what, *error.evidence))
     return type(error), what, tuple(evidence), error.next_step
-
-
-_messages = msgspec.msgpack.Decoder(dict[int, bytes])
-
-
-class HostChannel(CollectiveChannel):
-    """All ranks of a job.
-
-    Args:
-        group: a ``ProcessGroupGloo`` of all ranks, which no other thread uses.
-    """
-
-    def __init__(self, group: Any) -> None:
-        super().__init__(int(group.rank()), int(group.size()))
-        self._group = group
-
-    def all_to_all(self, outgoing: Mapping[int, Bytes], sizes: Mapping[int, int]) -> dict[int, Bytes]:
-        """Send and receive bytes by an exchange of all."""
-        sent = msgspec.msgpack.encode({receiver: data.tobytes() for receiver, data in outgoing.items()})
-        everyone = self.gather("exchanging bytes", sent) or []
-        return {sender: np.frombuffer(_messages.decode(everyone[sender])[self.rank], np.uint8) for sender in sizes}
-
-    def unite(self, array: Bytes, source: int | None, to: int | None) -> Bytes:
-        """Return the sum of an array of every rank, in host memory."""
-        import paddle
-
-        tensor = paddle.to_tensor(array, place=paddle.CPUPlace())
-        self._group.all_reduce(tensor, paddle.base.core.ReduceOp.SUM, True).wait()
-        united: Bytes = tensor.numpy()
-        return united

@@ -6,8 +6,7 @@ operation that Python cannot interrupt. During an exchange a thread therefore ch
 has marked the job as lost. Then it prints the report that all ranks print, dumps the stack of every thread, and ends
 the process. The launcher then has a failed rank instead of a job that hangs.
 
-A :class:`Communicator` is used by one thread. A second thread needs a channel over a group of its own, another
-connection to the store and another key prefix.
+A :class:`Communicator` is used by the thread that trains; threads in the background never communicate.
 """
 
 from __future__ import annotations
@@ -43,13 +42,16 @@ class Communicator:
         store: a connection to the store of the job, used by this object alone. Without one, a missing rank is not
             named, and only the clock ends an exchange.
         prefix: prefix of all keys in the store; each channel of a job needs another one.
+
+    Attributes:
+        liveness: the barriers over that connection; None without one.
     """
 
     def __init__(self, channel: Channel, patience: float, store: KVStore | None, prefix: str = KEY_PREFIX) -> None:
         self.rank, self.world_size = channel.rank, channel.world_size
         self._channel = channel
         self._patience = patience
-        self._liveness = None if store is None else Liveness(store, self.rank, self.world_size, patience, prefix)
+        self.liveness = None if store is None else Liveness(store, self.rank, self.world_size, patience, prefix)
 
     def gather(self, doing: str, payload: bytes, head: bytes = NO_HEAD, to: int | None = None) -> list[Payload] | None:
         """Return the payload of every rank, by rank.
@@ -71,7 +73,7 @@ class Communicator:
 
     @contextlib.contextmanager
     def _guard(self, doing: str) -> Iterator[None]:
-        with self._liveness.guard(doing) if self._liveness else contextlib.nullcontext():
+        with self.liveness.guard(doing) if self.liveness else contextlib.nullcontext():
             done = threading.Event()
             thread = threading.Thread(target=self._watch, args=(done,), name="flex-watch", daemon=True)
             thread.start()
@@ -86,13 +88,13 @@ class Communicator:
         while not done.wait(min(_LOOK_SECONDS, max(0.0, end - time.monotonic()))):
             if time.monotonic() >= end:
                 _end_process(self._timeout_error())
-            if self._liveness is not None and self._liveness.is_lost():
-                _end_process(self._liveness.lost_rank_error("An exchange between the ranks broke off."))
+            if self.liveness is not None and self.liveness.is_lost():
+                _end_process(self.liveness.lost_rank_error("An exchange between the ranks broke off."))
 
     def _timeout_error(self) -> FlexError:
-        if self._liveness is not None:
-            self._liveness.abort()
-            return self._liveness.lost_rank_error(
+        if self.liveness is not None:
+            self.liveness.abort()
+            return self.liveness.lost_rank_error(
                 f"An exchange between the ranks has not ended within flex_timeout: {self._patience:g} s."
             )
         return PeerError(

@@ -22,7 +22,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from paddleformers_fc.distributed.channel import format_ranks
@@ -45,6 +46,7 @@ _READ = "read"
 _REPORT = "report"
 _LOST = 1 << 40
 _SERVER = 0
+_POLL_SECONDS_PER_RANK = 0.0001
 
 
 class KVStore(Protocol):
@@ -121,6 +123,37 @@ class Liveness:
         except Exception as error:  # The other ranks are still waiting in the collective.
             self.abort()
             raise self.lost_rank_error(f"An exchange between the ranks broke off: {error}") from error
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter, and return its new value.
+
+        Raises:
+            PeerError: the store does not answer; on this rank only.
+        """
+        try:
+            return self._add(key, amount)
+        except Exception as error:  # The class depends on the store.
+            raise self._store_error() from error
+
+    def wait_for(self, key: str, is_complete: Callable[[int], bool]) -> int:
+        """Return a counter once it is complete.
+
+        Raises:
+            PeerError: the same on every living rank, with the ranks that are missing.
+        """
+        end = time.monotonic() + self._patience
+        while not is_complete(total := self.add(key, 0)):
+            if time.monotonic() > end or self.is_lost():
+                self.abort()
+                raise self.lost_rank_error(
+                    f"Not every rank has ended its step within flex_timeout: {self._configured:g} s."
+                )
+            time.sleep(self._size * _POLL_SECONDS_PER_RANK)
+        return total
+
+    def other(self, patience: float, name: str) -> Liveness:
+        """Return barriers with another timeout over the same connection, whose keys have a name of their own."""
+        return Liveness(self._store, self._rank, self._size, patience, f"{self._prefix}/{name}")
 
     def is_lost(self) -> bool:
         """Return whether any rank has found the job lost."""

@@ -47,10 +47,6 @@ class SnapshotBuffer:
         self._memory = np.empty(0, np.uint8)
         self._owner: Any = None
 
-    def has_room(self, tensors: Roles, ranges: ElementRanges) -> bool:
-        """Return whether a snapshot needs no more memory."""
-        return snapshot_bytes(tensors, ranges) <= self.capacity
-
     def reserve(self, tensors: Roles, ranges: ElementRanges) -> bool:
         """Return whether memory had to be allocated for a snapshot. No earlier snapshot may be in use."""
         needed = snapshot_bytes(tensors, ranges)
@@ -219,11 +215,6 @@ def _host_pieces(tensor: Any, width: int, one: _Copied) -> Iterator[_HostPiece]:
     for start in range(begin, end, most):
         stop = min(start + most, end)
         yield _HostPiece(tensor, _Copied((start, stop), one.memory[(start - begin) * width : (stop - begin) * width]))
-
-
-def on_device(tensors: Roles, ranges: ElementRanges) -> bool:
-    """Return whether a snapshot copies from a device."""
-    return any(not in_host_memory(tensors[role][name].local_tensor.place) for role, name in ranges)
 
 
 def snapshot_bytes(tensors: Roles, ranges: ElementRanges) -> int:

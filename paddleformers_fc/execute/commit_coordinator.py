@@ -22,7 +22,7 @@ from pathlib import Path
 
 import msgspec
 
-from paddleformers_fc.distributed.channel import Channel, all_gather_checked, broadcast, run_on_all
+from paddleformers_fc.distributed.channel import Channel, Part, Parts, all_gather_checked
 from paddleformers_fc.distributed.disk_leaders import DiskLeaders, find_disk_leaders
 from paddleformers_fc.errors import StorageError
 from paddleformers_fc.formats.checkpoint import MAPPING_NAME
@@ -54,7 +54,6 @@ def _itself(target: Path) -> Path:
 def staging_beside(
     target: Path,
     channel: Channel,
-    before: Callable[[], None] | None = None,
     place_of: Callable[[Path], Path] = _itself,
     runs: Sequence[str] = ("",),
 ) -> Iterator[StagingDirectory]:
@@ -63,7 +62,6 @@ def staging_beside(
     Args:
         target: the directory that is going to be written.
         channel: all ranks; every rank must enter.
-        before: raises if the save must not begin; called on the coordinator. None checks nothing.
         place_of: returns the path beside which the target of this rank is staged.
         runs: ids of this run and its ancestors.
     Raises:
@@ -73,8 +71,6 @@ def staging_beside(
     with contextlib.ExitStack() as stack:
 
         def make() -> str:
-            if before is not None and channel.rank == 0:
-                before()
             place = place_of(target)
             recover(place.parent, runs)
             if place.parent == real_path(target):
@@ -138,14 +134,14 @@ class _Described(msgspec.Struct):
     documents: _Documents | None = None
 
 
-def commit_on_all(
+def commit_parts(
     staged: StagingDirectory,
     checksums: Sequence[Sequence[FileChecksum]],
     files: Mapping[str, bytes],
     build_manifest: Callable[[list[FileChecksum]], Manifest],
     channel: Channel,
-) -> CommitResult:
-    """Write the manifest, and rename the staging directories: in one exchange if there is one disk, in three otherwise.
+) -> Parts[CommitResult]:
+    """Write the manifest, and rename the staging directories: in one part if there is one disk, in two otherwise.
 
     Args:
         staged: the staging directory.
@@ -158,7 +154,9 @@ def commit_on_all(
     """
     staging, several = staged.own, len(staged.disks.sorted_leaders) > 1
 
-    def record() -> _Described:
+    def record() -> _Described | None:
+        if channel.rank != 0:
+            return None
         leads = {one.path: lead for lead, theirs in zip(staged.disks.leads, checksums, strict=True) for one in theirs}
         manifest = build_manifest([checksum for theirs in checksums for checksum in theirs])
         shared = {**files, MAPPING_NAME: read_file(staged.path / MAPPING_NAME)} if several else {}
@@ -184,10 +182,16 @@ def commit_on_all(
         kept = None if staging is None else commit(staging)
         return [] if kept is None else [os.fsencode(kept)]
 
-    described = broadcast(channel, "committing the checkpoint", record, _Described)
+    described: _Described = yield Part("committing the checkpoint", record, _Described, source=0)
     left = [described.set_aside]
     if several:
-        run_on_all(channel, "syncing every disk", lambda: prepare(described.documents))
+
+        def sync() -> tuple[None, None]:
+            prepare(described.documents)
+            return None, None
+
+        yield Part("syncing every disk", sync, type(None))
+        # A rename is a matter of milliseconds.
         left = all_gather_checked(channel, "committing on every disk", rename, list[bytes])
     set_aside = [Path(os.fsdecode(path)) for theirs in left for path in theirs]
     return CommitResult(described.files, described.size, tuple(set_aside))

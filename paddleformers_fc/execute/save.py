@@ -10,6 +10,10 @@
 4. ``commit`` writes ``mapping.json`` and the manifest on the coordinator and renames the directory. If the ranks write
    onto several disks, each disk gets both (:mod:`.commit_coordinator`).
 
+``write`` and ``commit`` are generators of :class:`.Part`: what a rank does by itself, without communication. A save in
+a step runs every part at once (:func:`.run_parts`). An asynchronous save runs it on a thread, and the training threads
+exchange its result.
+
 A failure on any rank raises the same error on every rank and removes the staging directory. A crash leaves it behind
 under a hidden name. Beyond the tensors, memory is the headers of this rank's files and, for a new plan, the
 descriptions: linear in the shards of all ranks. Tensors that the host cannot address are copied in pieces of 16 MiB, of
@@ -29,11 +33,19 @@ from typing import Any, TypeVar
 import msgspec
 
 from paddleformers_fc import __version__
-from paddleformers_fc.distributed.channel import Channel, all_gather_checked, gather_and_keep, run_on_all
+from paddleformers_fc.distributed.channel import (
+    Channel,
+    Part,
+    Parts,
+    all_gather_checked,
+    gather_and_keep,
+    run_on_all,
+    run_parts,
+)
 from paddleformers_fc.distributed.consistency import ConsistencyCheck, comparable_config, software_versions
 from paddleformers_fc.distributed.disk_leaders import DiskLeaders
 from paddleformers_fc.errors import MappingError, OptionError
-from paddleformers_fc.execute.commit_coordinator import CommitResult, StagingDirectory, commit_on_all, staging_beside
+from paddleformers_fc.execute.commit_coordinator import CommitResult, StagingDirectory, commit_parts, staging_beside
 from paddleformers_fc.execute.memory import HostPieces, HostTensors, view_of
 from paddleformers_fc.execute.replicas import Digests, ReplicaDigests, compare_replicas, hash_replicas, refuse_different
 from paddleformers_fc.execute.save_plan import (
@@ -237,11 +249,6 @@ def views(part: LivePart, plan: SavePlan) -> HostTensors:
     }
 
 
-def expected_plan(part: LivePart, rank: int) -> SavePlan | None:
-    """Return the plan that :func:`snapshot` is going to use, unless shards of another rank have changed."""
-    return _PLANS.latest(rank, part.facts)
-
-
 def snapshot(
     prepare: Callable[[], LivePart], capture: Capture, channel: Channel, consistency: ConsistencyCheck
 ) -> Snapshot:
@@ -265,7 +272,7 @@ def snapshot(
     key = digest(*(one.facts for one in everyone))
     known = all(key in one.known for one in everyone)
     plan = kept[key] if known else _new_plan(part, channel)
-    _PLANS.keep(channel.rank, part.facts, key, plan)
+    _PLANS.keep(channel.rank, key, plan)
     return Snapshot(plan, capture(part, plan), part.files, part.job, part.replicas)
 
 
@@ -277,16 +284,21 @@ def write_and_commit(taken: Snapshot, directory: Path, channel: Channel) -> Save
         directory: ``checkpoint-N``.
         channel: all ranks; every rank must call.
     """
+    return run_parts(save_parts(taken, directory, channel), channel)
+
+
+def save_parts(taken: Snapshot, directory: Path, channel: Channel) -> Parts[SaveReport]:
+    """Do the work of :func:`write_and_commit` in parts; it begins with the creation of the staging directory."""
     runs = ("",) if taken.job.run is None else taken.job.run.ids
-    with staging_beside(directory, channel, lambda: _refuse_unreadable(taken), runs=runs) as staged:
-        written = write(taken, staged.path, channel)
-        finished = commit(taken, written, staged, channel)
+    with staging_beside(directory, channel, runs=runs) as staged:
+        written = yield from write(taken, staged.path, channel)
+        finished = yield from commit(taken, written, staged, channel)
     return SaveReport(
         finished.files, finished.size, finished.set_aside, staged.disks, written.differences, written.ties
     )
 
 
-def write(taken: Snapshot, staging: Path, channel: Channel) -> Written:
+def write(taken: Snapshot, staging: Path, channel: Channel) -> Parts[Written]:
     """Write this rank's files into the staging directory, and compare replicas and copies of tied tensors.
 
     Args:
@@ -298,11 +310,13 @@ def write(taken: Snapshot, staging: Path, channel: Channel) -> Written:
     """
 
     def write_own() -> tuple[_WriteMessage, ReplicaDigests]:
+        if channel.rank == 0:
+            _refuse_unreadable(taken)
         hashed = hash_replicas(taken.tensors, taken.plan.replicas if taken.replicas != "off" else (), taken.job.step)
         ties = hash_ties(taken.tensors, taken.plan.ties, channel.rank)
         return _WriteMessage(_write_files(taken, staging), hashed.groups, ties), hashed
 
-    everyone, hashed = gather_and_keep(channel, "writing", write_own, _WriteMessage)
+    everyone, hashed = yield Part("writing", write_own, _WriteMessage)
     differences = compare_replicas(channel, [one.replicas for one in everyone], hashed)
     ties = diverged(taken.plan.ties, [one.ties for one in everyone])
     if taken.replicas == "refuse":
@@ -310,7 +324,7 @@ def write(taken: Snapshot, staging: Path, channel: Channel) -> Written:
     return Written([one.checksums for one in everyone], differences, ties)
 
 
-def commit(taken: Snapshot, written: Written, staged: StagingDirectory, channel: Channel) -> CommitResult:
+def commit(taken: Snapshot, written: Written, staged: StagingDirectory, channel: Channel) -> Parts[CommitResult]:
     """Write the mapping and the manifest, and give the checkpoint its name.
 
     Args:
@@ -325,7 +339,7 @@ def commit(taken: Snapshot, written: Written, staged: StagingDirectory, channel:
     def build_manifest(checksums: list[FileChecksum]) -> Manifest:
         return _describe(staged.path, checksums, taken.plan.model_record(), written, taken.job, channel.world_size)
 
-    return commit_on_all(staged, written.checksums, taken.files, build_manifest, channel)
+    return commit_parts(staged, written.checksums, taken.files, build_manifest, channel)
 
 
 def _without_aliases(roles: Roles, model: ModelDescription) -> LiveRoles:
@@ -408,7 +422,7 @@ def _refuse_unreadable(taken: Snapshot) -> None:
     faults = contradictions(config, taken.plan.model_record().model)
     if faults:
         raise MappingError(
-            f"{CONFIG_NAME} and {MAPPING_NAME} would describe different models. Nothing was written.",
+            f"{CONFIG_NAME} and {MAPPING_NAME} would describe different models. Nothing was saved.",
             where=CONFIG_NAME,
             evidence=faults,
             next_step="Give these keys of the model's configuration one value.",

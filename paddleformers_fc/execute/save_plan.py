@@ -129,7 +129,6 @@ class SavePlanCache:
 
     def __init__(self) -> None:
         self._plans: OrderedDict[tuple[int, bytes], SavePlan] = OrderedDict()
-        self._latest: dict[tuple[int, bytes], SavePlan] = {}
         self._lock = threading.Lock()
 
     def known(self, rank: int) -> dict[bytes, SavePlan]:
@@ -137,18 +136,11 @@ class SavePlanCache:
         with self._lock:
             return {shards_digest: plan for (owner, shards_digest), plan in self._plans.items() if owner == rank}
 
-    def latest(self, rank: int, facts: bytes) -> SavePlan | None:
-        """Return the last plan for these shards of one rank; invalid if the shards of another rank have changed
-        since."""
-        with self._lock:
-            return self._latest.get((rank, facts))
-
-    def keep(self, rank: int, facts: bytes, shards_digest: bytes, plan: SavePlan) -> None:
+    def keep(self, rank: int, shards_digest: bytes, plan: SavePlan) -> None:
         """Remember a plan that every rank has agreed to; the one that was not used for longest is forgotten.
 
         Args:
             rank: the rank that it is for.
-            facts: the digest of the shards of this rank.
             shards_digest: the digest of the shards of all ranks.
             plan: the plan.
         """
@@ -157,9 +149,6 @@ class SavePlanCache:
             self._plans.move_to_end((rank, shards_digest))
             while len(self._plans) > MAX_CACHED_PLANS:
                 self._plans.popitem(last=False)
-            kept = {id(one) for one in self._plans.values()}
-            self._latest[rank, facts] = plan
-            self._latest = {key: one for key, one in self._latest.items() if id(one) in kept}
 
 
 def digest(*parts: bytes) -> bytes:

@@ -1,63 +1,51 @@
 """Saves beside training, under ``flex_async_save``.
 
-At the step that is saved the training thread describes its tensors and captures the Trainer's state. From then on and
-during the next passes, threads copy what this rank writes into a kept buffer
-(:mod:`~paddleformers_fc.execute.async_snapshot`), and the next update waits for the copy (:mod:`.ema`).
-After that a thread writes, commits and deletes old checkpoints. Its exchanges are those of a save in a step, over a
-communicator of its own, so the training thread makes none.
+At the step that is saved the training thread plans with all ranks, captures the Trainer's state, and begins to copy
+what this rank writes into a kept buffer (:mod:`~paddleformers_fc.execute.async_snapshot`). A thread goes on with it
+during the next passes, and the next update waits for the copy (:mod:`.ema`). Then the thread writes.
 
-When all ranks have finished a save, they agree on a step (:mod:`~paddleformers_fc.distributed.step_agreement`). At the
-end of that step every training thread reports the save: reporters and ``on_save`` receive the state of the saved step,
-or the error of the save is raised. The end of the loop, and an error in it, wait for every save.
+The thread never communicates. At step ends the training threads agree whether all ranks have written
+(:mod:`~paddleformers_fc.distributed.step_agreement`), and exchange checksums at the end of the same step. Then the
+thread of the coordinator commits, and after another agreement it deletes old checkpoints. When that is agreed, every
+training thread reports the save at the end of the same step: reporters and ``on_save`` receive the state of the saved
+step, or the error of the save is raised. The end of the loop waits for the save under way.
 
-One save may be under way, with a thread, a communicator and a buffer. A further save waits for it.
+One save may be under way, with a thread and a buffer. A further save waits for it.
 
 Memory: what this rank writes, and the parts of replicas that it hashes.
-
-The end of every step of a Trainer, at which its loop does what background threads have agreed on.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from paddleformers_fc.distributed.channel import Channel, run_on_all
-from paddleformers_fc.distributed.step_agreement import StepGate
-from paddleformers_fc.execute.async_snapshot import SnapshotBuffer, SnapshotCopy, on_device
-from paddleformers_fc.execute.memory import HostTensors
+from paddleformers_fc.distributed.channel import Channel, Part, Parts, exchange_part
+from paddleformers_fc.distributed.step_agreement import StepAgreement
+from paddleformers_fc.execute.async_snapshot import SnapshotBuffer, SnapshotCopy
+from paddleformers_fc.execute.memory import HostPieces
 from paddleformers_fc.execute.replicas import ranges_of
-from paddleformers_fc.execute.save import Capture, LivePart, SaveReport, expected_plan, snapshot, write_and_commit
+from paddleformers_fc.execute.save import LivePart, SaveReport, Snapshot, save_parts, snapshot
 from paddleformers_fc.execute.save_plan import SavePlan
 from paddleformers_fc.execute.staging_pool import TransferFigures, measured_transfers
 from paddleformers_fc.text import size_text
 from paddleformers_fc.trainer.documents import copied_state
-from paddleformers_fc.trainer.job_state import background_communicator, channel_of, job_state_of
+from paddleformers_fc.trainer.job_state import channel_of, job_state_of
 from paddleformers_fc.trainer.library import TrainerCallback, logger
 from paddleformers_fc.trainer.save_job import (
-    Encode,
     PreparedSave,
     capture_files,
+    outcome,
     prepare,
     report_save,
     rotate,
     upload,
 )
-
-_NUMBER_BYTES = 8
-
-
-@dataclass(frozen=True)
-class _Begun:
-    """A copy that has begun on the training thread, under the plan that is expected."""
-
-    plan: SavePlan
-    copy: SnapshotCopy
 
 
 @dataclass(eq=False)
@@ -66,45 +54,42 @@ class _Save:
 
     Args:
         prepared: the save.
-        encode: encodes the small files.
         state: the Trainer's state at its step.
         transfers: its copies between host and devices.
+        measuring: ends their count.
         waited: seconds that the training thread had waited for reads when it had begun.
         blocked: seconds that the training thread took to begin it.
-        captured: ends when live tensors are not read any more.
-        done: ends with the thread's work.
-        report: reports the result on the training thread.
-        is_event_deferred: whether ``on_save`` is called when the save is committed.
+        parts: the rest of its work.
+        part: the part that the thread does.
+        done: ends with it.
+        report: reports the result, once there is one.
+        is_event_deferred: whether ``on_save`` is called when the save is reported.
     """
 
     prepared: PreparedSave
-    encode: Encode
     state: Any
     transfers: TransferFigures
+    measuring: ExitStack
     waited: float
     blocked: float
-    captured: Future[None]
-    done: Future[None]
-    report: Callable[[], None]
+    parts: Parts[SaveReport]
+    part: Part
+    done: Future[Any]
+    report: Callable[[], None] | None = None
     is_event_deferred: bool = False
 
 
-@dataclass(frozen=True)
-class _Workers:
-    """The means of the saves: a communicator, a buffer, a thread that saves and one that helps to copy."""
-
-    channel: Channel
-    buffer: SnapshotBuffer
-    thread: ThreadPoolExecutor
-    helper: ThreadPoolExecutor
-
-
 class AsyncSaves:
-    """The saves of one Trainer, one at a time; every method is called on the training thread."""
+    """The saves of one Trainer, one at a time; every method is called on the training thread.
 
-    def __init__(self, gate: StepGate) -> None:
-        self._gate = gate
-        self._workers: _Workers | None = None
+    Args:
+        agreement: of the ranks at step ends.
+    """
+
+    def __init__(self, agreement: StepAgreement) -> None:
+        self._agreement = agreement
+        self._buffer = SnapshotBuffer()
+        self._thread = ThreadPoolExecutor(1, "flex-save")
         self._save: _Save | None = None
         self._in_loop = False
 
@@ -112,29 +97,84 @@ class AsyncSaves:
         """Begin to save the present step, as :class:`.job_state.Saver`."""
         started = time.monotonic()
         trainer.runtime_timer.start("checkpoint saving time")
-        update_barrier = job_state_of(trainer).update_barrier
-        workers = self._open(trainer.args)
+        update_barrier, channel = job_state_of(trainer).update_barrier, channel_of(trainer.args)
         self._wait(trainer, f"before step {trainer.state.global_step} can be saved")
-        measuring = ExitStack()
         prepared = prepare(trainer, metrics)
+        measuring = ExitStack()
         transfers = measuring.enter_context(measured_transfers())
-        begun = _begin_copy(workers, prepared)
-        if begun is not None and update_barrier.passes_change_weights():
-            # Training will wait for the whole copy, which continues while the files are captured.
-            workers.helper.submit(begun.copy.help)
+        # The thread fills both before it writes.
+        files: dict[str, bytes] = {}
+        tensors: dict[str, Mapping[str, HostPieces]] = {}
+        part = outcome(lambda: replace(prepared.part(), files=files))
+        taken = snapshot(part, lambda *_: tensors, channel, prepared.consistency)
+        begun = outcome(lambda: self._begin_copy(trainer, part(), taken.plan))
+        copied = self._thread.submit(lambda: tensors.update(begun().finish()))
         encode, state = capture_files(trainer), copied_state(trainer.state)
-        save = self._save = _Save(prepared, encode, state, transfers, 0.0, 0.0, Future(), Future(), lambda: None)
-        save.done = workers.thread.submit(self._run, trainer, workers, save, begun, measuring)
-        update_barrier.add(save.captured, *([] if begun is None else [begun.copy.help]))
-        save.waited, save.blocked = update_barrier.waited, time.monotonic() - started
+
+        def help() -> None:
+            with suppress(Exception):  # The thread gets the same error, which is raised on all ranks.
+                begun().help()
+
+        update_barrier.add(copied, help)
+        try:
+            parts = self._parts(trainer, prepared, taken, channel)
+            first = next(parts)
+        except BaseException:
+            wait([copied])  # The next save uses the buffer.
+            raise
+
+        def write() -> Any:
+            copied.result()
+            files.update(encode())
+            return first.work()
+
+        blocked = time.monotonic() - started
+        done = self._thread.submit(write)
+        waited = update_barrier.waited
+        self._save = _Save(prepared, state, transfers, measuring, waited, blocked, parts, first, done)
         trainer.runtime_timer.stop()
         if not self._in_loop:
             self.finish(trainer)
 
+    @property
+    def under_way(self) -> Part | None:
+        """The part of a save that all ranks do; equal on all of them."""
+        return None if self._save is None or self._save.report is not None else self._save.part
+
+    @property
+    def is_done(self) -> bool:
+        """Whether this rank has done its part."""
+        return self._save is not None and self._save.done.done()
+
+    def advance(self, trainer: Any) -> None:
+        """Exchange what the ranks have done, and begin the next part. All ranks call at the end of the same step."""
+        save = self._save
+        if save is None:
+            return
+        try:
+            done = replace(save.part, work=save.done.result)
+            save.part = exchange_part(save.parts, done, channel_of(trainer.args))
+            save.done = self._thread.submit(save.part.work)
+        except StopIteration as ended:
+            save.report = partial(self._report_success, trainer, save, ended.value)
+        except Exception as error:  # Raised at the end of a training step.
+            save.report = partial(_raise, error)
+
+    def report(self) -> None:
+        """Report a save that has ended. All ranks call at the end of the same step.
+
+        Raises:
+            FlexError: that of the save, the same on every rank.
+        """
+        save = self._save
+        if save is not None and save.report is not None:
+            self._save = None
+            save.measuring.close()
+            save.report()
+
     @contextmanager
     def followed(self, trainer: Any) -> Iterator[None]:
         """Return a block in which the training loop runs; at its end every save is committed."""
-        self._open(trainer.args)
         handler = trainer.callback_handler
         call = handler.call_event
 
@@ -167,22 +207,43 @@ class AsyncSaves:
 
     def _finish_after_error(self, trainer: Any) -> None:
         """Wait for the save under way after an error of training, which takes precedence."""
+        if self._save is None:
+            return
         try:
-            self.finish(trainer)
+            if self._agreement.all_end():
+                self.finish(trainer)
+                return
+            # The others may be in an operation of a step, which does not end without this rank.
+            name = self._save.prepared.directory.name
+            logger.warning(f"{name} is not committed: training has failed on some ranks alone.")
+            self._save.parts.close()
         except Exception as error:  # The error of training is raised.
             logger.warning(f"A save failed after an error of training: {error}")
+        self._save = None
 
-    def _open(self, args: Any) -> _Workers:
-        """Open the communicator at the first use, which is at the same time on every rank."""
+    def _begin_copy(self, trainer: Any, part: LivePart, plan: SavePlan) -> SnapshotCopy:
+        """Begin to copy what this rank writes."""
+        ranges = ranges_of(plan, channel_of(trainer.args).rank, part.job.step, part.replicas)
+        if self._buffer.reserve(part.tensors, ranges) and trainer.args.should_log:
+            logger.info(f"Saves beside training keep {size_text(self._buffer.capacity)} of host memory for a snapshot.")
+        return self._buffer.begin(part.tensors, ranges)
 
-        def opened() -> _Workers:
-            channel = background_communicator(args.flex_timeout)
-            pools = (ThreadPoolExecutor(1, name) for name in ("flex-save", "flex-copy"))
-            return _Workers(channel, SnapshotBuffer(), *pools)
+    def _parts(self, trainer: Any, prepared: PreparedSave, taken: Snapshot, channel: Channel) -> Parts[SaveReport]:
+        """Write, commit and delete old checkpoints."""
+        report = yield from save_parts(taken, prepared.directory, channel)
+        # The state of the run names the former best checkpoint for a step more, which may be deleted here.
+        upload(trainer, prepared, report)
+        args, uploads = trainer.args, job_state_of(trainer).uploads
 
-        if self._workers is None:
-            self._workers = run_on_all(channel_of(args), "opening a channel for saves beside training", opened)
-        return self._workers
+        def delete() -> tuple[None, None]:
+            rotate(args, prepared.directory, prepared.best, report.disks, channel, args.output_dir, uploads)
+            return None, None
+
+        if len(report.disks.sorted_leaders) == 1:
+            yield Part("deleting old checkpoints", delete, type(None))
+        else:
+            delete()  # The leaders exchange.
+        return report
 
     def _holds_event(self, step: int) -> bool:
         """Return whether ``on_save`` of a step is called later, when its save is committed."""
@@ -193,59 +254,20 @@ class AsyncSaves:
 
     def _wait(self, trainer: Any, why: str) -> None:
         """Wait for the save under way and report it; every rank does so at the same step."""
-        save = self._save
+        save, started = self._save, time.monotonic()
         if save is None:
             return
-        if not save.done.done():
-            started = time.monotonic()
-            job_state_of(trainer).update_barrier.finish()
-            wait([save.done])
-            if trainer.args.should_log:
-                seconds = time.monotonic() - started
-                logger.info(f"Waited {seconds:.2f} s for the save of step {save.prepared.step}, {why}.")
-        self._gate.run_now(save.report)
-
-    def _run(self, trainer: Any, workers: _Workers, save: _Save, begun: _Begun | None, measuring: ExitStack) -> None:
-        """Save, on the thread of the saves."""
-        prepared, args, channel = save.prepared, trainer.args, workers.channel
-        try:
-            with measuring:
-                try:
-                    part = prepared.encoded(save.encode)  # Meanwhile other threads copy.
-                    if begun is not None:
-                        begun.copy.help()  # Before the ranks exchange anything.
-                    taken = snapshot(part, _capture(trainer, workers, begun), channel, prepared.consistency)
-                finally:
-                    if begun is not None:
-                        begun.copy.drop()
-                    save.captured.set_result(None)
-                report = write_and_commit(taken, prepared.directory, channel)
-            # The state of the run names the former best checkpoint for a step more, which may be deleted here.
-            upload(trainer, prepared, report)
-            uploads = job_state_of(trainer).uploads
-            rotate(args, prepared.directory, prepared.best, report.disks, channel, args.output_dir, uploads)
-            save.report = partial(self._report_success, trainer, save, report)
-        except Exception as error:  # Raised on the training thread.
-            save.report = partial(self._report_failure, error)
-        self._agree(channel, save.report)
-
-    def _agree(self, channel: Channel, report: Callable[[], None]) -> None:
-        """Have every training thread report a save at the same step."""
-
-        def gather(step: int) -> list[int]:
-            steps = channel.gather("agreeing on a step", step.to_bytes(_NUMBER_BYTES, "little")) or ()
-            return [int.from_bytes(one, "little") for one in steps]
-
-        try:
-            channel.gather("ending a save", b"")  # Training is held for the second exchange alone.
-            self._gate.agree(gather, report)
-        except Exception as error:  # The save is reported in any case.
-            logger.warning(f"The ranks have not agreed on a step at which a save is reported.\n{error}")
-            self._gate.alone(report)
+        was_done = save.report is not None
+        job_state_of(trainer).update_barrier.finish()
+        while save.report is None:
+            self.advance(trainer)
+        if trainer.args.should_log and not was_done:
+            seconds = time.monotonic() - started
+            logger.info(f"Waited {seconds:.2f} s for the save of step {save.prepared.step}, {why}.")
+        self.report()
 
     def _report_success(self, trainer: Any, save: _Save, report: SaveReport) -> None:
-        """Report a committed save, on the training thread."""
-        self._save = None
+        """Report a committed save."""
         job_state = job_state_of(trainer)
         with job_state.best.shown_in(trainer):
             trainer.state.best_model_checkpoint = save.prepared.best
@@ -256,62 +278,47 @@ class AsyncSaves:
             handler = trainer.callback_handler
             trainer.control = handler.call_event("on_save", trainer.args, save.state, trainer.control)
 
-    def _report_failure(self, error: Exception) -> None:
-        """Raise the error of a save, on the training thread."""
-        self._save = None
-        raise error
 
-
-def _begin_copy(workers: _Workers, prepared: PreparedSave) -> _Begun | None:
-    """Begin to copy under the plan of the last save, which is right if no rank's shards have changed."""
-    try:
-        part = prepared.part()
-        plan = expected_plan(part, workers.channel.rank)
-        if plan is None:
-            return None
-        ranges = ranges_of(plan, workers.channel.rank, part.job.step, part.replicas)
-        if not workers.buffer.has_room(part.tensors, ranges):
-            return None
-        return _Begun(plan, workers.buffer.begin(part.tensors, ranges))
-    except Exception:  # The thread of the save gets the same error, and raises it on all ranks.
-        return None
-
-
-def _capture(trainer: Any, workers: _Workers, begun: _Begun | None) -> Capture:
-    """Return a capture that copies into the buffer of the saves."""
-    update_barrier = job_state_of(trainer).update_barrier
-
-    def copied(part: LivePart, plan: SavePlan) -> HostTensors:
-        if begun is not None:
-            tensors = begun.copy.finish()
-            if begun.plan is plan:
-                return tensors
-        ranges = ranges_of(plan, workers.channel.rank, part.job.step, part.replicas)
-        if workers.buffer.reserve(part.tensors, ranges) and trainer.args.should_log:
-            logger.info(
-                f"Saves beside training keep {size_text(workers.buffer.capacity)} of host memory for a snapshot."
-            )
-        begin = partial(workers.buffer.begin, part.tensors, ranges)
-        copying = update_barrier.call(begin) if on_device(part.tensors, ranges) else begin()
-        return copying.finish()
-
-    return lambda part, plan: run_on_all(workers.channel, "copying a snapshot", lambda: copied(part, plan))
+def _raise(error: Exception) -> None:
+    raise error
 
 
 class StepEnds(TrainerCallback):
-    """Reports the steps of a loop to a gate.
+    """The ends of steps and of the batches of evaluations, at which the ranks agree.
 
     Args:
-        gate: shared with the background threads of the Trainer.
+        trainer: the Trainer whose callback it is.
+        agreement: of its ranks.
+        saves: its asynchronous saves; None without them.
     """
 
-    def __init__(self, gate: StepGate) -> None:
-        self.gate = gate
+    def __init__(self, trainer: Any, agreement: StepAgreement, saves: AsyncSaves | None) -> None:
+        self._trainer, self._agreement, self._saves = trainer, agreement, saves
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Begin at the step of the checkpoint that is resumed."""
-        self.gate.begin(state.global_step)
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Commit a save that all ranks have written."""
+        if self._agreement.is_running:
+            self._agree("evaluation")
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Run what is agreed for this step."""
-        self.gate.step_ended(state.global_step)
+        """Commit a save that all ranks have written, report it, and find out whether a rank has got a signal.
+
+        Raises:
+            FlexError: that of a save, the same on every rank.
+        """
+        self._agree("training")
+        if self._saves is not None:
+            self._saves.report()
+
+    def _agree(self, kind: str) -> None:
+        saves, signals = self._saves, job_state_of(self._trainer).signals
+        agreed = self._agreement.read()
+        if agreed is not None and agreed.is_signalled:
+            signals.become_due()
+        subject = saves and saves.under_way
+        if saves and subject is not None and agreed is not None and agreed.subject is subject:
+            saves.advance(self._trainer)
+            subject = saves.under_way
+        if subject is not None or signals is not None:
+            is_done = saves is not None and saves.is_done
+            self._agreement.begin_next(kind, subject, is_done, bool(signals and signals.received))

@@ -13,18 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-import paddle.distributed as dist
-from paddle.base import core
-from paddle.distributed import collective
-
-from paddleformers_fc.cpu_runtime import groups
 from paddleformers_fc.distributed import store_client
-from paddleformers_fc.distributed.channel import Channel, HostChannel, job_channel
+from paddleformers_fc.distributed.channel import Channel, job_channel
 from paddleformers_fc.distributed.communicator import DEFAULT_PATIENCE, Communicator
 from paddleformers_fc.distributed.consistency import ConsistencyCheck
 from paddleformers_fc.distributed.disk_leaders import DiskLeaders
-from paddleformers_fc.distributed.liveness import KEY_PREFIX
-from paddleformers_fc.distributed.step_agreement import StepGate
+from paddleformers_fc.distributed.step_agreement import StepAgreement
 from paddleformers_fc.errors import EnvironmentMismatch, OptionError
 from paddleformers_fc.execute.read_pool import ReadOptions
 from paddleformers_fc.families.changes import Change
@@ -44,9 +38,6 @@ JOB_STATE = "_flex_run"
 """Our attribute of a Trainer, for its :class:`JobState`."""
 WAITING = "_pp_data_buffer"
 """PaddleFormers' attribute for the batches that a pipeline has taken and not trained."""
-
-_GROUP = 10_000
-"""The number of the first group for a background thread; Paddle numbers its own from 0."""
 
 _SHARED_OPTIONS = ("aoa_config", "ignore_load_lr_and_optim", "ignore_save_lr_and_optim", "ignore_data_skip")
 """PaddleFormers' options that decide what is saved and loaded; they must be equal on all ranks."""
@@ -77,8 +68,8 @@ class JobState:
     Args:
         tracker: follows the position in the data.
         update_barrier: the reads of live tensors that the next update waits for.
-        gate: the ends of the steps, at which the loop does what background threads agree on.
         saver: saves checkpoints.
+        agreement: of the ranks at step ends.
         ran: names of the replaced methods that have run since ``train`` was called; see :mod:`.save_job`.
         best: hides the name of the best checkpoint from PaddleFormers' loop.
         chosen: the checkpoint to resume; None in a run from the beginning. The native methods pass it on as text, which
@@ -98,13 +89,15 @@ class JobState:
         reference: contents of the reference model of preference training; None before they are needed.
         average: the moving average of the weights; None without one.
         uploads: uploads checkpoints; None without ``flex_upload``.
+        signals: follows the signal of ``flex_save_on_signal``, a :class:`.save_on_signal.SignalWatch`; None outside of
+            a loop, and without the option.
         tokenizer_files: the files of the tokenizer, kept between saves.
     """
 
     tracker: batches.PositionTracker
     update_barrier: UpdateBarrier
-    gate: StepGate
     saver: Saver
+    agreement: StepAgreement
     ran: set[str] = field(default_factory=set)
     best: BestCheckpoint = field(default_factory=BestCheckpoint)
     chosen: AnyPath | None = None
@@ -123,6 +116,7 @@ class JobState:
     reference: Mapping[str, str] | None = None
     average: MovingAverage | None = None
     uploads: Uploads | None = None
+    signals: Any = None
     tokenizer_files: documents.TokenizerFiles = field(default_factory=documents.TokenizerFiles)
 
     def warn_once(self, args: Any, line: str) -> None:
@@ -194,41 +188,17 @@ def job_communicator(patience: float = DEFAULT_PATIENCE) -> Channel:
     return channel if channel.world_size == 1 else _open_communicator(patience, store_client.job_store_address())
 
 
+def step_agreement_of(args: Any) -> StepAgreement:
+    """Return what the loops of a Trainer agree with at step ends."""
+    channel = channel_of(args)
+    return StepAgreement(channel, channel.liveness if isinstance(channel, Communicator) else None)
+
+
 @functools.cache
 def _open_communicator(patience: float, address: tuple[str, int] | None) -> Communicator:
     """Open a separate connection: Paddle's client is not safe for two threads, and its waits have no timeout."""
     store = address and store_client.StoreClient(address, min(patience, store_client.OPENING_SECONDS), patience)
     return Communicator(job_channel(), patience, store)
-
-
-@functools.cache
-def background_communicator(patience: float) -> Channel:
-    """Return the communicator of the thread beside the training, which is opened once. Every rank must call.
-
-    Args:
-        patience: as for :func:`job_communicator`.
-
-    Raises:
-        PeerError: the store of the job does not answer, or no group can be opened; on this rank only.
-    """
-    if job_channel().world_size == 1:
-        return job_channel()
-    group, address = _background_group(), store_client.job_store_address()
-    store = address and store_client.StoreClient(address, min(patience, store_client.OPENING_SECONDS), patience)
-    return Communicator(HostChannel(group), patience, store, f"{KEY_PREFIX}-background")
-
-
-@functools.cache
-def _background_group() -> Any:
-    """Open a group of all ranks; a Trainer with another timeout uses it too, because its number serves one group."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    # Gloo ignores the number, and two groups need a store each.
-    store = groups.group_store(_default_store(), rank, _GROUP)
-    return core.ProcessGroupGloo.create(store, rank, size, _GROUP)
-
-
-def _default_store() -> Any:
-    return collective._default_store
 
 
 def read_options(args: Any) -> ReadOptions:

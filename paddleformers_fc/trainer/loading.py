@@ -602,6 +602,7 @@ def inner_training_loop(
     begin(trainer.state.global_step)
     with _uploaded(trainer):
         with (
+            job_state.agreement.running(),
             save_on_signal.listening(trainer) as watch,
             job_state.best.kept_from(trainer),
             job_state.saver.followed(trainer),

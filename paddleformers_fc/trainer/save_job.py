@@ -172,7 +172,7 @@ class PreparedSave:
         Args:
             encode: returns the files, see :func:`capture_files`.
         """
-        return _outcome(lambda: replace(self.part(), files=encode()))
+        return outcome(lambda: replace(self.part(), files=encode()))
 
 
 def prepare(trainer: Any, metrics: dict[str, float] | None) -> PreparedSave:
@@ -207,7 +207,7 @@ def prepare(trainer: Any, metrics: dict[str, float] | None) -> PreparedSave:
         _update_best(trainer, metrics, directory)
         return live_part(_roles(trainer, job_state), model, {}, job, replicas)
 
-    part = _outcome(described)
+    part = outcome(described)
     consistency = replace(options, facts={**options.facts, **facts})
     best = trainer.state.best_model_checkpoint
     return PreparedSave(directory, job.step, part, consistency, best, started)
@@ -219,11 +219,11 @@ def capture_files(trainer: Any) -> Encode:
     Returns:
         a function that encodes the files, or raises the error of their capture.
     """
-    captured = _outcome(lambda: _capture_files(trainer))
+    captured = outcome(lambda: _capture_files(trainer))
     return lambda: captured()()
 
 
-def _outcome(work: Callable[[], _T]) -> Callable[[], _T]:
+def outcome(work: Callable[[], _T]) -> Callable[[], _T]:
     """Do work now, and return a function with its result or error."""
     try:
         result = work()

@@ -14,7 +14,6 @@ import functools
 from typing import Any
 
 from paddleformers_fc.distributed.channel import run_on_all
-from paddleformers_fc.distributed.step_agreement import StepGate
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.execute.save import check_ties
 from paddleformers_fc.execute.save_plan import model_rules
@@ -48,6 +47,7 @@ from paddleformers_fc.trainer.job_state import (
     is_active,
     refuse_optimizer,
     reporters,
+    step_agreement_of,
 )
 from paddleformers_fc.trainer.library import logger
 from paddleformers_fc.trainer.library_models import LoRAModel, PretrainedModel, ShardingOption
@@ -94,12 +94,13 @@ def init_trainer(trainer: Any, native: Native, *args: Any, **kwargs: Any) -> Non
         lambda: pretrained.require_verified(trainer.model),
     )
     base_fingerprint.identify_once(trainer.model, channel)
-    gate = StepGate()
+    agreement = step_agreement_of(arguments)
+    saves = AsyncSaves(agreement) if saves_asynchronously(arguments) else None
     job_state = JobState(
         batches.PositionTracker(lambda: len(getattr(trainer, WAITING, ()))),
         UpdateBarrier(lambda: _passes_change_weights(trainer)),
-        gate,
-        AsyncSaves(gate) if saves_asynchronously(arguments) else SyncSaves(),
+        saves or SyncSaves(),
+        agreement,
     )
     url = upload_url(arguments)
     job_state.uploads = None if url is None else Uploads(url, arguments, channel)
@@ -110,7 +111,7 @@ def init_trainer(trainer: Any, native: Native, *args: Any, **kwargs: Any) -> Non
     trainer.add_callback(job_state.update_barrier)
     if ShardingOption.FULL_SHARD in arguments.sharding:
         trainer.add_callback(optimizers.DropPrefetched(trainer.model))
-    trainer.add_callback(StepEnds(gate))
+    trainer.add_callback(StepEnds(trainer, agreement, saves))
     _add_average(trainer, job_state)
     trainer.add_callback(BypassCheck(trainer))
     if all(isinstance(one, ProgressRecorder) for one in reporters(trainer)):

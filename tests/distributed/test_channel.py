@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -126,20 +125,18 @@ def test_a_process_alone_passes_on_to_itself() -> None:
     assert ALONE.all_to_all({}, {}) == {}
 
 
-def started(in_background: bool = False) -> Channel:
-    """Return the channel of a job whose ranks have found each other, or that of a background thread of such a job."""
+def started() -> Channel:
+    """Return the channel of a job whose ranks have found each other."""
     import paddle.distributed as dist
 
-    from paddleformers_fc.trainer.job_state import background_communicator
-
     dist.init_parallel_env()
-    return background_communicator(30.0) if in_background else job_channel()
+    return job_channel()
 
 
-@pytest.mark.parametrize(("nbytes", "in_background"), [(1, False), (1 << 20, False), (70_000, True)])
+@pytest.mark.parametrize("nbytes", [1, 1 << 20])
 @on_ranks(3)
-def test_bytes_pass_between_real_ranks_some_of_which_give_or_get_nothing(nbytes: int, in_background: bool) -> None:
-    channel = started(in_background)
+def test_bytes_pass_between_real_ranks_some_of_which_give_or_get_nothing(nbytes: int) -> None:
+    channel = started()
     rank = channel.rank
     outgoing = {rank + 1: np.full(nbytes, rank + 1, np.uint8)} if rank < 2 else {}
     arrived = channel.all_to_all(outgoing, {rank - 1: nbytes} if rank else {})
@@ -148,30 +145,11 @@ def test_bytes_pass_between_real_ranks_some_of_which_give_or_get_nothing(nbytes:
     )
 
 
-@pytest.mark.parametrize("in_background", [False, True])
 @on_ranks(4)
-def test_texts_of_any_length_reach_all_real_ranks(in_background: bool) -> None:
-    channel = started(in_background)
+def test_texts_of_any_length_reach_all_real_ranks() -> None:
+    channel = started()
     texts = [bytes([rank]) * length for rank, length in enumerate((5, 3000, 0, 1016))]
     assert channel.gather("a test", texts[channel.rank]) == texts
-
-
-@on_ranks(2)
-def test_threads_of_real_ranks_exchange_at_the_same_time() -> None:
-    """A Trainer with another timeout gets another communicator of the second thread's group."""
-    from paddleformers_fc.trainer.job_state import background_communicator
-
-    def exchange(name: str, channel: Channel) -> bool:
-        for number in range(100):
-            expected = [f"{name} {number} {rank}".encode() * (1 + 300 * (number % 2)) for rank in range(2)]
-            if channel.gather("a test", expected[channel.rank]) != expected:
-                return False
-        return True
-
-    channels = [started(), background_communicator(30.0)]
-    with ThreadPoolExecutor(2) as threads:
-        assert list(threads.map(exchange, ("training", "background"), channels)) == [True, True]
-    assert exchange("another timeout", background_communicator(31.0))
 
 
 @on_ranks(3)

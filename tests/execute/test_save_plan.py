@@ -177,9 +177,9 @@ def test_a_rank_that_has_forgotten_a_plan_makes_all_ranks_work_it_out_again(
 def test_only_the_last_plans_are_kept_and_every_rank_has_its_own() -> None:
     keeper, plan = SavePlanCache(), SavePlan((), None)
     for number in range(MAX_CACHED_PLANS):
-        keeper.keep(0, b"facts", bytes([number]), plan)
-    keeper.keep(0, b"facts", b"\0", plan)
-    keeper.keep(1, b"facts", b"x", plan)
+        keeper.keep(0, bytes([number]), plan)
+    keeper.keep(0, b"\0", plan)
+    keeper.keep(1, b"x", plan)
     assert list(keeper.known(1)) == [b"x"]
     assert b"\0" in keeper.known(0)
     assert b"\1" not in keeper.known(0)

@@ -68,19 +68,14 @@ def with_events(hold: bool = False, **settings: Any) -> dict[str, Any]:
     """Train and evaluate; what callbacks and reporters see of every save, in order.
 
     Args:
-        hold: whether every step but the first begins when the save of the one before has agreed on its end.
+        hold: whether every step but the first begins when the save of the one before can be reported.
     """
     from paddleformers.trainer import TrainerCallback
 
     from paddleformers_fc import FlexCheckpointCallback
-    from paddleformers_fc.distributed.step_agreement import StepGate
+    from paddleformers_fc.trainer.job_state import job_state_of
 
-    agreed, agree = threading.Semaphore(0), StepGate.agree
     seen: list[Any] = []
-
-    def agree_and_note(self: Any, *args: Any) -> None:
-        agree(self, *args)
-        agreed.release()
 
     class Listener(FlexCheckpointCallback):
         def on_checkpoint_saved(self, args: Any, report: Any) -> None:
@@ -99,10 +94,10 @@ def with_events(hold: bool = False, **settings: Any) -> dict[str, Any]:
 
     class Hold(TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if hold and state.global_step:
-                assert agreed.acquire(timeout=_LONG)
+            saves = job_state_of(trainer).saver
+            while hold and saves.under_way:
+                saves.advance(trainer)
 
-    StepGate.agree = agree_and_note
     trainer = flex_trainer(**settings, callbacks=[Listener(), Hold()], eval_dataset=tiny.Samples())
     trainer.train()
     state = trainer.state
@@ -183,6 +178,8 @@ def fail_and_go_on(kind: str, victim: int, step: int, **settings: Any) -> dict[s
 def break_off(at: int, victims: list[int], kind: str, **settings: Any) -> dict[str, Any]:
     """Train; some ranks raise an error of their own in the pass after a step, while its save has not begun to write.
 
+    Ranks that raise alone do not wait for the others for long.
+
     Args:
         at: the step.
         victims: the ranks.
@@ -192,9 +189,12 @@ def break_off(at: int, victims: list[int], kind: str, **settings: Any) -> dict[s
 
     from paddleformers.trainer import TrainerCallback
 
-    from paddleformers_fc.trainer import async_save
+    from paddleformers_fc.distributed import step_agreement
+    from paddleformers_fc.execute import save
 
-    raised, write = threading.Event(), async_save.write_and_commit
+    alone = len(victims) < int(os.environ.get("PADDLE_TRAINERS_NUM", "1"))
+    step_agreement.ENDING_SECONDS = _A_WHILE if alone else _LONG
+    raised, write = threading.Event(), save._write_files
     is_victim = int(os.environ.get("PADDLE_TRAINER_ID", "0")) in victims
 
     def write_late(taken: Any, *args: Any) -> Any:
@@ -208,44 +208,68 @@ def break_off(at: int, victims: list[int], kind: str, **settings: Any) -> dict[s
                 raised.set()
                 raise getattr(builtins, kind)("broken off")
 
-    async_save.write_and_commit = write_late
+    save._write_files = write_late
     trainer = flex_trainer(**settings, callbacks=[BreakOff()])
     try:
         trainer.train()
     except BaseException as error:
-        if len(victims) < int(os.environ.get("PADDLE_TRAINERS_NUM", "1")):
+        if alone:
             raise
         newest = Path(settings["output_dir"]) / f"checkpoint-{at}"
         return {"error": type(error).__name__, "committed": (newest / "flex_checkpoint.json").is_file()}
     return {"error": None}
 
 
-def count_exchanges(**settings: Any) -> list[int]:
-    """Train; the exchanges of the training thread from the end of every save's beginning to that of the next one."""
-    from paddleformers_fc.distributed import channel
+def note_communication(**settings: Any) -> dict[str, Any]:
+    """Train; who communicates, and what is opened for it.
+
+    Returns:
+        the number of exchanges from the beginning of every save to that of the next one, the threads that communicate,
+        and the groups and connections that are opened after the Trainer.
+    """
+    import paddle
+    from paddle.base import core
+
+    from paddleformers_fc.distributed.channel import PaddleChannel
     from paddleformers_fc.distributed.communicator import Communicator
+    from paddleformers_fc.distributed.store_client import StoreClient
     from paddleformers_fc.trainer.async_save import AsyncSaves
 
-    counted = [0]
+    exchanges: list[int] = []
+    threads: set[str] = set()
+    opened: list[str] = []
     save = AsyncSaves.save
 
-    def counting(native: Callable[..., Any]) -> Callable[..., Any]:
-        def exchange(*args: Any, **kwargs: Any) -> Any:
-            if threading.current_thread() is threading.main_thread():
-                counted[-1] += 1
+    def noting(native: Callable[..., Any], is_exchange: bool) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            threads.add(threading.current_thread().name)
+            if is_exchange and exchanges:
+                exchanges[-1] += 1
             return native(*args, **kwargs)
 
-        return exchange
+        return call
 
-    def save_and_begin(self: Any, *args: Any) -> None:
+    def opening(native: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            opened.append(name)
+            return native(*args, **kwargs)
+
+        return call
+
+    def save_and_count(self: Any, *args: Any) -> None:
+        exchanges.append(0)
         save(self, *args)
-        counted.append(0)
 
-    AsyncSaves.save = save_and_begin
-    for kind in (Communicator, channel.PaddleChannel):
-        kind.all_gather, kind.all_to_all = counting(kind.all_gather), counting(kind.all_to_all)
-    flex_trainer(**settings).train()
-    return counted
+    AsyncSaves.save = save_and_count
+    for kind, names in ((Communicator, ["gather"]), (PaddleChannel, ["all_to_all"]), (StoreClient, ["add", "wait"])):
+        for name in names:
+            setattr(kind, name, noting(getattr(kind, name), kind is not StoreClient))
+    trainer = flex_trainer(**settings)
+    StoreClient.__init__ = opening(StoreClient.__init__, "connection")
+    paddle.distributed.new_group = opening(paddle.distributed.new_group, "group")
+    core.ProcessGroupGloo.create = opening(core.ProcessGroupGloo.create, "group")
+    trainer.train()
+    return {"exchanges": exchanges, "threads": sorted(threads), "opened": opened}
 
 
 def hold_the_first_save(held: int, until: int, **settings: Any) -> dict[str, Any]:
@@ -255,24 +279,28 @@ def hold_the_first_save(held: int, until: int, **settings: Any) -> dict[str, Any
         the steps in the order of their commits, whether the snapshot was complete before the first commit, and the
         lines of the log about waiting.
     """
+    from paddleformers_fc.execute import save
     from paddleformers_fc.trainer import async_save
     from paddleformers_fc.trainer.async_save import AsyncSaves
+    from paddleformers_fc.trainer.job_state import job_state_of
     from paddleformers_fc.trainer.library import logger
 
     waits, committed, captured = threading.Event(), [], []
-    write, wait = async_save.write_and_commit, AsyncSaves._wait
+    write, wait, report = save._write_files, AsyncSaves._wait, async_save.report_save
     lines: list[str] = []
 
     def write_held(taken: Any, *args: Any) -> Any:
         if taken.job.step == held:
             assert waits.wait(_LONG)
-        report = write(taken, *args)
-        committed.append(taken.job.step)
-        return report
+        return write(taken, *args)
+
+    def report_and_note(trainer: Any, prepared: Any, *args: Any) -> None:
+        committed.append(prepared.step)
+        report(trainer, prepared, *args)
 
     def wait_and_note(self: Any, trainer: Any, why: str) -> None:
         if trainer.state.global_step == until and self._save is not None and self._save.prepared.step == held:
-            captured.append(self._save.captured.done())
+            captured.append(not job_state_of(trainer).update_barrier._reads)
             waits.set()
         wait(self, trainer, why)
 
@@ -281,7 +309,7 @@ def hold_the_first_save(held: int, until: int, **settings: Any) -> dict[str, Any
             if "Waited" in record.getMessage():
                 lines.append(record.getMessage())
 
-    async_save.write_and_commit, AsyncSaves._wait = write_held, wait_and_note
+    save._write_files, AsyncSaves._wait, async_save.report_save = write_held, wait_and_note, report_and_note
     getattr(logger, "logger", logger).addHandler(Lines())
     trainer = flex_trainer(**settings)
     trainer.train()
@@ -295,11 +323,9 @@ def change_shards(odd: int, at: int, **settings: Any) -> Any:
         odd: the rank.
         at: the step.
     """
-    from paddleformers_fc.execute import async_snapshot
     from paddleformers_fc.trainer import save_job
 
-    roles, begin = save_job._roles, async_snapshot.SnapshotBuffer.begin
-    begun: list[int] = []
+    roles = save_job._roles
     trainer = flex_trainer(**settings)
 
     def without_one(*args: Any) -> Any:
@@ -310,13 +336,9 @@ def change_shards(odd: int, at: int, **settings: Any) -> Any:
             found = {**found, "optimizer_state": states}
         return found
 
-    def noted(self: Any, *args: Any) -> Any:
-        begun.append(trainer.state.global_step)
-        return begin(self, *args)
-
-    save_job._roles, async_snapshot.SnapshotBuffer.begin = without_one, noted
+    save_job._roles = without_one
     trainer.train()
-    return {**outcome(trainer), "begun": begun}
+    return outcome(trainer)
 
 
 def change_meanwhile(**settings: Any) -> None:

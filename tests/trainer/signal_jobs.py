@@ -34,6 +34,9 @@ def run_signalled(
     from paddle.distributed import get_rank
     from paddleformers.trainer import TrainerCallback
 
+    from paddleformers_fc.distributed import step_agreement
+
+    step_agreement.IDLE_SECONDS = 0.5
     saves: list[int] = []
     evaluated: list[int] = []
 
@@ -48,7 +51,7 @@ def run_signalled(
 
     def send(self: Any, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step >= at:
-            pause()  # Fewer steps until the threads have agreed.
+            pause()  # Fewer steps until the ranks have agreed.
         if state.global_step >= at and not self.sent and get_rank() in signalled:
             self.sent = True
             # Paddle's workers end well on a signal of their parent, so another process sends it to the group.
@@ -85,10 +88,10 @@ def run_signalled_while_saving(**settings: Any) -> dict[str, Any]:
 
     from paddleformers.trainer import TrainerCallback
 
-    from paddleformers_fc.trainer import async_save
+    from paddleformers_fc.execute import save
     from tests.harness.limits import LIMIT
 
-    sent, write, saves = threading.Event(), async_save.write_and_commit, []
+    sent, write, saves = threading.Event(), save._write_files, []
 
     def write_late(taken: Any, *args: Any) -> Any:
         assert sent.wait(LIMIT)
@@ -97,7 +100,7 @@ def run_signalled_while_saving(**settings: Any) -> dict[str, Any]:
     class Sender(TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if state.global_step:
-                pause()  # Fewer steps until the threads have agreed.
+                pause()  # Fewer steps until the ranks have agreed.
                 if not sent.is_set():
                     for _ in range(2):
                         os.kill(os.getpid(), signal.SIGTERM)
@@ -106,7 +109,7 @@ def run_signalled_while_saving(**settings: Any) -> dict[str, Any]:
         def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             saves.append(state.global_step)
 
-    async_save.write_and_commit = write_late
+    save._write_files = write_late
     trainer = flex_trainer(**settings, callbacks=[Sender()])
     try:
         trainer.train()

@@ -9,21 +9,16 @@ import shlex
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from paddleformers_fc.cpu_runtime.ranks import SAVED_ON_SIGNAL, free_ports
-from paddleformers_fc.distributed.step_agreement import StepAgreement, StepGate
-from paddleformers_fc.errors import OptionError, PeerError
+from paddleformers_fc.errors import OptionError
 from paddleformers_fc.execute.digest import canonical_digests
 from paddleformers_fc.trainer.options import FlexFields
-from paddleformers_fc.trainer.save_on_signal import SignalWatch, WorkerShield
-from tests.distributed.test_liveness import Counters
+from paddleformers_fc.trainer.save_on_signal import WorkerShield
 from tests.harness import tiny
 from tests.harness.limits import LIMIT
 from tests.harness.tiny import DP2, PP2, SINGLE, MatrixLayout
@@ -180,110 +175,3 @@ def test_ranks_of_paddles_launcher_save_when_it_is_ended(tmp_path: Path) -> None
     step = checkpoint.name.removeprefix("checkpoint-")
     log = (tmp_path / "log" / "workerlog.0").read_text()
     assert f"Saved step {step} after SIGTERM; the process ends with code {SAVED_ON_SIGNAL}." in log
-
-
-# ---- The agreement, between threads.
-
-RANKS = 3
-
-
-def in_threads(works: list[Callable[[], Any]]) -> list[Any]:
-    """What each of several threads returned or raised."""
-    found: list[Any] = [None] * len(works)
-
-    def run(number: int) -> None:
-        try:
-            found[number] = works[number]()
-        except Exception as error:
-            found[number] = error
-
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(len(works))]
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join(LIMIT)
-    return found
-
-
-def test_the_ranks_agree_on_the_highest_step_of_all() -> None:
-    board = Counters()
-    agreements = [StepAgreement(board, rank, RANKS, "signal") for rank in range(RANKS)]
-    assert not agreements[0].is_requested()
-    agreements[2].request()
-    assert all(one.is_requested() for one in agreements)
-
-    def agree(rank: int) -> int:
-        agreements[rank].meet()
-        return agreements[rank].highest(10 * rank)
-
-    assert in_threads([lambda rank=rank: agree(rank) for rank in range(RANKS)]) == [20] * RANKS
-
-
-@pytest.mark.parametrize("absent", range(RANKS))
-def test_no_loop_is_held_for_a_rank_that_does_not_answer_and_nothing_is_agreed(absent: int) -> None:
-    board = Counters()
-    gates = [StepGate() for _ in range(RANKS)]
-    acted: list[int] = []
-
-    def agree(rank: int) -> None:
-        agreement = StepAgreement(board, rank, RANKS, "signal", hold_seconds=1.0, arrival=0.5)
-        agreement.request()
-        agreement.meet()
-        gates[rank].agree(lambda step: [agreement.highest(step)], lambda: acted.append(rank))
-
-    found = in_threads([lambda rank=rank: agree(rank) for rank in range(RANKS) if rank != absent])
-    assert all(isinstance(one, PeerError) and f"rank {absent} did not arrive" in one.evidence[0] for one in found)
-    for gate in gates:
-        gate.step_ended(100)
-    assert acted == []
-
-
-@pytest.mark.parametrize("absent", range(RANKS))
-def test_loops_are_released_in_time_if_a_rank_is_lost_while_they_are_held(absent: int) -> None:
-    board, held = Counters(), 2.0
-    gates = [StepGate() for _ in range(RANKS)]
-    released: list[int] = []
-
-    def agree(rank: int) -> None:
-        agreement = StepAgreement(board, rank, RANKS, "signal", hold_seconds=held)
-        agreement.meet()
-        if rank == absent:
-            return
-        try:
-            gates[rank].agree(lambda step: [agreement.highest(step)], lambda: None)
-        finally:
-            released.append(rank)
-
-    found = in_threads([lambda rank=rank: agree(rank) for rank in range(RANKS)])
-    assert [isinstance(one, PeerError) for one in found] == [rank != absent for rank in range(RANKS)]
-    for gate in gates:
-        gate.step_ended(100)
-    assert sorted(released) == [rank for rank in range(RANKS) if rank != absent]
-
-
-class OneIsGone:
-    """Two ranks, of which the other does not answer."""
-
-    is_reachable = True
-
-    def open(self) -> StepAgreement:
-        return StepAgreement(Counters(), 0, 2, "signal", hold_seconds=1.0, arrival=0.3)
-
-
-def test_the_signal_has_its_former_effect_once_a_rank_has_not_answered() -> None:
-    former: list[int] = []
-    before = signal.signal(signal.SIGUSR2, lambda number, _: former.append(number))
-    try:
-        watch = SignalWatch(signal.SIGUSR2, StepGate(), OneIsGone())  # type: ignore[arg-type]
-        watch.listen()
-        trainer = SimpleNamespace(callback_handler=SimpleNamespace(call_event=lambda *_: None))
-        with watch.directing(trainer):
-            os.kill(os.getpid(), signal.SIGUSR2)
-            wait_until(lambda: "flex-signal" not in {one.name for one in threading.enumerate()}, "a rank is given up")
-            assert former == []
-            os.kill(os.getpid(), signal.SIGUSR2)
-            wait_until(lambda: bool(former), "the former handler runs")
-        watch.end()
-        watch.leave_if_saved(1)
-    finally:
-        signal.signal(signal.SIGUSR2, before)
