@@ -28,20 +28,26 @@ from paddleformers_fc.execute.save import config_bytes
 from paddleformers_fc.execute.save_plan import model_rules
 from paddleformers_fc.families import ModelDescription, family_for
 from paddleformers_fc.families.stated import decode_mapping, encode_mapping
-from paddleformers_fc.formats.checkpoint import OpenedCheckpoint
-from paddleformers_fc.formats.flex import DOCUMENTS, build_catalog, open_flex, probe, shards_of
+from paddleformers_fc.formats.checkpoint import MAPPING_NAME, OpenedCheckpoint
+from paddleformers_fc.formats.flex import FLEX, open_flex
+from paddleformers_fc.formats.index import decode_index, encode_index, shard_columns
 from paddleformers_fc.layout.grid import parse_grid
 from paddleformers_fc.layout.roles import MODEL_STATE, ROLES
-from paddleformers_fc.layout.shard_json import HEADER_KEY, encode_shards
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.plan import LoadPlan, plan_reads, resume_source
 from paddleformers_fc.plan.simulate import SimulatedModel, declared_model
 from paddleformers_fc.plan.sources import stored_mapping
-from paddleformers_fc.storage.checksum import DEFAULT_BLOCK_BYTES, FileChecksum, digest_of_blocks
-from paddleformers_fc.storage.dtypes import item_size, to_safetensors
+from paddleformers_fc.storage.checksum import (
+    BLOCK_DIGEST_BYTES,
+    DEFAULT_BLOCK_BYTES,
+    INDEX_NAME,
+    FileChecksum,
+    digest_of_blocks,
+    records_of,
+)
+from paddleformers_fc.storage.dtypes import dtype_size
 from paddleformers_fc.storage.files import write_file
-from paddleformers_fc.storage.manifest import Manifest, write_manifest
-from paddleformers_fc.storage.safetensors import layout_file
+from paddleformers_fc.storage.manifest import Manifest, read_manifest, write_manifest
 
 EXPERTS = 512
 _T = TypeVar("_T")
@@ -112,17 +118,21 @@ def held_by(model: SimulatedModel, rank: int, roles: tuple[str, ...]) -> Roles:
 def write_checkpoint(directory: Path, model: SimulatedModel, roles: tuple[str, ...]) -> None:
     """What a save writes, with holes for the tensors and zeros for their checksums."""
     checksums: list[FileChecksum] = []
+    files: dict[str, list[Shard]] = {}
     shares = assign_writers([held_by(model, rank, roles) for rank in range(model.grid.world_size)])
     for rank, pieces in enumerate(shares):
         for role in roles:
             shards = {piece.shard.name: piece.shard for piece in pieces if piece.role == role}
             if shards:
-                checksums.append(_write_holes(directory, f"{role}/rank-{rank:05d}.safetensors", shards))
+                name = f"{role}/rank-{rank:05d}.safetensors"
+                files[name] = sorted(shards.values(), key=lambda shard: -dtype_size(shard.dtype))
+                checksums.append(_write_holes(directory, name, files[name]))
     for name, data in (
         ("mapping.json", encode_mapping(model.model, model.rules)),
         ("config.json", config_bytes(model.model.config)),
     ):
         checksums.append(write_file(directory / name, data, root=directory))
+    index = write_file(directory / INDEX_NAME, encode_index(shard_columns(files), checksums), root=directory)
     manifest = Manifest(
         written_by="benchmark",
         step=1,
@@ -130,25 +140,20 @@ def write_checkpoint(directory: Path, model: SimulatedModel, roles: tuple[str, .
         world_size=model.grid.world_size,
         parallel={},
         family=model.family.name,
-        files=checksums,
+        files=records_of([*checksums, index]),
     )
     write_manifest(directory, manifest)
 
 
-def _write_holes(directory: Path, name: str, shards: dict[str, Shard]) -> FileChecksum:
-    entries = [
-        (key, to_safetensors(shard.dtype), shard.box.shape if shard.flat is None else (shard.size,))
-        for key, shard in shards.items()
-    ]
-    entries.sort(key=lambda entry: -item_size(entry[1]))
+def _write_holes(directory: Path, name: str, shards: list[Shard]) -> FileChecksum:
     path = directory / name
-    layout = layout_file(path, entries, {"format": "flex", HEADER_KEY: encode_shards(shards.values())})
+    layout = FLEX.writer.header(path, shards)
     path.parent.mkdir(parents=True, exist_ok=True)
     size = len(layout.header) + sum(layout.sizes)
     with path.open("wb") as file:
         file.write(layout.header)
         file.truncate(size)
-    blocks = ["0" * 16] * -(-size // DEFAULT_BLOCK_BYTES)
+    blocks = bytes(-(-size // DEFAULT_BLOCK_BYTES) * BLOCK_DIGEST_BYTES)
     return FileChecksum(name, size, digest_of_blocks(blocks), DEFAULT_BLOCK_BYTES, blocks)
 
 
@@ -187,9 +192,10 @@ def measure(directory: Path, job: Job, layers: int, rounds: int) -> tuple[dict[s
 
 
 def _open(directory: Path, times: Timings) -> OpenedCheckpoint:
-    sight = times.of("manifest and files' sizes", lambda: probe(directory))
-    times.of("headers", lambda: build_catalog(directory, sight.manifest, lambda path: shards_of(directory, path)))
-    mapping = directory / DOCUMENTS[0]
+    manifest = times.of("manifest", lambda: read_manifest(directory))
+    raw = (directory / INDEX_NAME).read_bytes()
+    times.of("index", lambda: decode_index(raw, manifest.files, directory / INDEX_NAME))
+    mapping = directory / MAPPING_NAME
     times.of("rules", lambda: decode_mapping(mapping.read_bytes(), str(mapping)))
     return times.of("**open**, the above and that every tensor is whole", lambda: open_flex(directory))
 

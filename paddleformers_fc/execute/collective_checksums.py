@@ -1,11 +1,10 @@
 """Compare the checksums of the bytes that a load reads, on all ranks, for ``flex_verify: full``.
 
-A checkpoint is verified in two steps. On opening, before any weight changes, the ranks divide among themselves the
-headers of the safetensors files and all documents. While tensors are filled, each rank compares its blocks
-(:mod:`.verified_reads`), and the exchange that ends the load carries the verdict of all ranks. All faults of all ranks
-come in one report.
+While tensors are filled, each rank compares its blocks (:mod:`.verified_reads`), and the exchange that ends the load
+carries the verdict of all ranks. All faults of all ranks come in one report.
 
-The weight files of an export are compared in the same way if its ``flex_checksums.json`` records them.
+The weight files of an export are compared in the same way if its ``flex_checksums.json`` records them. Before any
+weight changes, the ranks divide among themselves the headers of these files and all documents.
 
 A block that no rank reads is not checked: it cannot affect the load. The ``verify`` command compares every byte.
 """
@@ -13,16 +12,20 @@ A block that no rank reads is not checked: it cannot affect the load. The ``veri
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 import msgspec
 
-from paddleformers_fc.distributed.channel import Channel, format_ranks, gather_and_keep, refuse_failed
+from paddleformers_fc.distributed.channel import (
+    Channel,
+    all_gather_checked,
+    format_ranks,
+    gather_and_keep,
+    refuse_failed,
+)
 from paddleformers_fc.errors import Corrupt, FlexError, StorageError
 from paddleformers_fc.formats import Catalog
-from paddleformers_fc.formats.catalog import EVERYONE
-from paddleformers_fc.formats.flex import DOCUMENTS
 from paddleformers_fc.plan.block_owners import RecordedBlocks, blocks_read
 from paddleformers_fc.plan.items import StoredPart
 from paddleformers_fc.storage.block_checksums import BlockComparison, compare_blocks
@@ -35,20 +38,18 @@ _LENGTH = struct.Struct("<Q")
 _T = TypeVar("_T")
 
 
-class _FaultMessage(msgspec.Struct, frozen=True):
+class FaultMessage(msgspec.Struct, frozen=True, array_like=True):
     """The faults that a rank has found.
 
     Args:
         damaged: whether any block does not match its checksum.
         evidence: a line per file.
         refusal: an error that is no damage, in wire form; empty if there is none.
-        compared: the number of leading blocks that this rank has compared, by file.
     """
 
-    damaged: bool
-    evidence: list[str]
-    refusal: str
-    compared: dict[str, int] = {}
+    damaged: bool = False
+    evidence: list[str] = []
+    refusal: str = ""
 
 
 def verify_metadata_blocks(
@@ -57,61 +58,29 @@ def verify_metadata_blocks(
     identities: Identities,
     channel: Channel,
     threads: int,
-    next_step: str = RESTORE,
-    visible_to: Mapping[str, Sequence[int]] = EVERYONE,
-) -> dict[str, int]:
-    """Compare what is not a tensor's number; the ranks share the work. Every rank must call.
+    next_step: str,
+) -> None:
+    """Compare what is not a tensor's number in an export; the ranks share the work. Every rank must call.
 
     Args:
-        directory: ``checkpoint-N``, or an export.
-        files: the recorded checksums; none if this rank has no checkpoint, which opening refuses later.
+        directory: the export.
+        files: the recorded checksums; none if this rank has no export, which is refused later.
         identities: the identities of the files that were opened; another file is refused.
         channel: all ranks.
         threads: how many threads of this rank hash.
         next_step: advice for files that are not what was written.
-        visible_to: for every file that is not visible to all ranks, the ranks with access to it.
-    Returns:
-        the number of leading blocks that some rank has compared, by file.
     Raises:
         Corrupt: the same on every rank, naming all files and blocks that are not what was written.
         StorageError: the same on every rank: files that may not be read, and nothing else is wrong.
     """
-    compared: dict[str, int] = {}
 
     def share() -> BlockComparison:
-        readers = [visible_to.get(one.path, range(channel.world_size)) for one in files]
-        mine = [one for index, one in enumerate(files) if readers[index][index % len(readers[index])] == channel.rank]
-        seen = [one for one, ranks in zip(files, readers, strict=True) if channel.rank in ranks]
-        shared = [one for one in seen if one.path in DOCUMENTS and one not in mine]
+        mine = files[channel.rank :: channel.world_size]
         with RangeReader(identities=identities) as reader:
-            wanted = [(one, _metadata_blocks(directory, one, reader)) for one in (*mine, *shared)]
-        compared.update({one.path: len(numbers) for one, numbers in wanted})
+            wanted = [(one, _metadata_blocks(directory, one, reader)) for one in mine]
         return compare_blocks(directory, wanted, threads, identities)
 
-    messages, _ = _compare_on_all(directory, channel, share, lambda: compared, next_step)
-    return {path: count for one in messages for path, count in one.compared.items()}
-
-
-def verify_whole_files(
-    directory: AnyPath, files: Sequence[FileChecksum], identities: Identities, channel: Channel, threads: int
-) -> None:
-    """Compare every byte of some files; every rank gives those that are its share. Every rank must call.
-
-    Args:
-        directory: ``checkpoint-N``.
-        files: this rank's share.
-        identities: the identities of the files that were opened; another file is refused.
-        channel: all ranks.
-        threads: how many threads of this rank hash.
-    Raises:
-        Corrupt: the same on every rank, naming all files and blocks that are not what was written.
-        StorageError: the same on every rank: files that may not be read, and nothing else is wrong.
-    """
-
-    def share() -> BlockComparison:
-        return compare_blocks(directory, [(one, range(len(one.blocks))) for one in files], threads, identities)
-
-    _compare_on_all(directory, channel, share)
+    compare_on_all(directory, channel, share, next_step)
 
 
 def verify_parts(
@@ -135,7 +104,7 @@ def verify_parts(
         chosen = [(recorded.files[path], sorted(numbers)) for path, numbers in wanted.items()]
         return compare_blocks(catalog.root, chosen, threads, catalog.identities)
 
-    _compare_on_all(catalog.root, channel, share, dict, recorded.next_step)
+    compare_on_all(catalog.root, channel, share, recorded.next_step)
 
 
 def fill_and_compare(
@@ -164,7 +133,7 @@ def fill_and_compare(
     filled: list[_T] = []
     failure: FlexError | None = None
 
-    def work() -> tuple[_FaultMessage, int]:
+    def work() -> tuple[FaultMessage, int]:
         nonlocal failure
         try:
             filled.append(fill())
@@ -173,36 +142,40 @@ def fill_and_compare(
         except FlexError as error:
             failure = error
         found = compare()
-        return _FaultMessage(bool(found.faults), found.evidence, failure.to_wire() if failure else ""), found.bytes
+        return FaultMessage(bool(found.faults), found.evidence, failure.to_wire() if failure else ""), found.bytes
 
-    messages, hashed = gather_and_keep(channel, f"reading {directory.name}", work, _FaultMessage)
-    _refuse_damaged(directory, channel, messages, next_step, ", and tensors that were being filled are undefined")
+    messages, hashed = gather_and_keep(channel, f"reading {directory.name}", work, FaultMessage)
+    refuse_damaged(directory, channel, messages, next_step, ", and tensors that were being filled are undefined")
     refuse_failed(channel, [one.refusal for one in messages], failure)
     return filled[0], hashed
 
 
-def _compare_on_all(
-    directory: AnyPath,
-    channel: Channel,
-    share: Callable[[], BlockComparison],
-    compared: Callable[[], dict[str, int]] = dict,
-    next_step: str = RESTORE,
-) -> tuple[list[_FaultMessage], int]:
-    """Return the messages of all ranks, and the bytes that this rank has hashed, if no rank has found a fault."""
+def compare_on_all(
+    directory: AnyPath, channel: Channel, share: Callable[[], BlockComparison], next_step: str = RESTORE
+) -> None:
+    """Compare the share of every rank. Every rank must call.
 
-    def work() -> tuple[_FaultMessage, int]:
+    Args:
+        directory: ``checkpoint-N``, or an export.
+        channel: all ranks.
+        share: compares the share of this rank.
+        next_step: advice for files that are not what was written.
+    Raises:
+        Corrupt: the same on every rank, naming all files and blocks that are not what was written.
+        StorageError: the same on every rank: files that may not be read, and nothing else is wrong.
+    """
+
+    def work() -> FaultMessage:
         found = share()
-        refusal = found.refusal.to_wire() if found.refusal else ""
-        return _FaultMessage(bool(found.faults), found.evidence, refusal, compared()), found.bytes
+        return FaultMessage(bool(found.faults), found.evidence, found.refusal.to_wire() if found.refusal else "")
 
-    messages, hashed = gather_and_keep(channel, f"comparing checksums of {directory.name}", work, _FaultMessage)
-    _refuse_damaged(directory, channel, messages, next_step)
+    messages = all_gather_checked(channel, f"comparing checksums of {directory.name}", work, FaultMessage)
+    refuse_damaged(directory, channel, messages, next_step)
     refuse_failed(channel, [one.refusal for one in messages])
-    return messages, hashed
 
 
-def _refuse_damaged(
-    directory: AnyPath, channel: Channel, messages: Sequence[_FaultMessage], next_step: str, effect: str = ""
+def refuse_damaged(
+    directory: AnyPath, channel: Channel, messages: Sequence[FaultMessage], next_step: str, effect: str = ""
 ) -> None:
     """Raise all faults of all ranks as one error, the same on every rank, if there is damage."""
     if not any(one.damaged for one in messages):
@@ -226,7 +199,7 @@ def _fault_message(fault: str, ranks: list[int], channel: Channel) -> str:
 def _metadata_blocks(directory: AnyPath, checksum: FileChecksum, reader: RangeReader) -> range:
     """Return the blocks of a file that hold anything but a tensor's numbers."""
     if is_document(checksum.path) or checksum.size < _LENGTH.size:
-        return range(len(checksum.blocks))
+        return range(checksum.count)
     raw = bytearray(_LENGTH.size)
     reader.read_into(directory / checksum.path, 0, raw)
     end = min(_LENGTH.size + _LENGTH.unpack(raw)[0], checksum.size)

@@ -26,6 +26,7 @@ from paddleformers_fc.distributed.channel import Channel, Part, Parts, all_gathe
 from paddleformers_fc.distributed.disk_leaders import DiskLeaders, find_disk_leaders
 from paddleformers_fc.errors import StorageError
 from paddleformers_fc.formats.checkpoint import MAPPING_NAME
+from paddleformers_fc.storage.checksum import INDEX_NAME
 from paddleformers_fc.storage.commit import Staging, commit, recover, staging_directory, sync_staging
 from paddleformers_fc.storage.files import is_directory, read_file, real_path, write_file
 from paddleformers_fc.storage.manifest import FileChecksum, Manifest, write_manifest
@@ -159,7 +160,8 @@ def commit_parts(
             return None
         leads = {one.path: lead for lead, theirs in zip(staged.disks.leads, checksums, strict=True) for one in theirs}
         manifest = build_manifest([checksum for theirs in checksums for checksum in theirs])
-        shared = {**files, MAPPING_NAME: read_file(staged.path / MAPPING_NAME)} if several else {}
+        written = (MAPPING_NAME, INDEX_NAME)
+        shared = {**files, **{name: read_file(staged.path / name) for name in written}} if several else {}
         documents = _Documents(manifest, shared, [leads.get(one.path, 0) for one in manifest.files])
         size = sum(checksum.size for checksum in manifest.files)
         if several:

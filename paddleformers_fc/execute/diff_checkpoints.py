@@ -20,6 +20,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
+from collections import ChainMap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -41,6 +42,7 @@ from paddleformers_fc.plan import LoadPlan, ReadSource, canonical_layout, canoni
 from paddleformers_fc.plan.build import Planner
 from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
 from paddleformers_fc.storage.progress import advance, expect
+from paddleformers_fc.storage.ranges import Identities
 from paddleformers_fc.text import natural
 
 _CHUNK = 1 << 18
@@ -325,7 +327,8 @@ def _differences(first: _Prepared, second: _Prepared, alike: bool) -> _Found:
     """
     common = [key for key in first.tensors if key in second.tensors]
     same = {key: first.tensors[key].dtype for key in common if first.tensors[key] == second.tensors[key]}
-    identities = {**first.source.catalog.identities, **second.source.catalog.identities}
+    both: list[Any] = [first.source.catalog.identities, second.source.catalog.identities]
+    identities: Identities = ChainMap(*both)
     with ReadPool(identities=identities) as pool:
         wanted = [key for key in same if first.tensors[key].size]
         left = first.plan(first.tensors)

@@ -63,7 +63,7 @@ from paddleformers_fc.storage.block_checksums import digest_of
 from paddleformers_fc.storage.commit import staged_name
 from paddleformers_fc.storage.dtypes import model_dtype
 from paddleformers_fc.storage.files import exists, list_directory, real_path, refuse_file
-from paddleformers_fc.storage.manifest import MANIFEST_NAME, verify_files
+from paddleformers_fc.storage.manifest import MANIFEST_NAME
 from paddleformers_fc.storage.paths import AnyPath, RemotePath
 
 _KEYS = ("torch_dtype", "dtype")
@@ -234,8 +234,6 @@ def export_opened(
                 refuse_overlap(one, target)
         if checkpoint.format.canonical and (writer is None or writer is EXPORTED.writer):
             raise not_a_flex_checkpoint(checkpoint.format, source, checkpoints_advice(source))
-        if checkpoint.unread and checkpoint.commit_record is not None and not checkpoint.catalog.visible_to:
-            verify_files(source, checkpoint.commit_record, "full")
         merge = None if base is None else read_merge(checkpoint, base)
         chosen = EXPORTED.writer if merge is not None else writer or default_writer(checkpoint)
         wanted = _source(checkpoint, chosen) if base is None else canonical_source(base)
@@ -250,7 +248,7 @@ def export_opened(
         return wanted, layout, files, chosen, merge
 
     wanted, layout, files, writer, merge = run_on_all(channel, f"preparing an export to {target.name}", prepare)
-    if checkpoint.unread and checkpoint.catalog.visible_to:
+    if checkpoint.unread:
         compare_unread(checkpoint, channel)
     _refuse_untied(wanted, {role: layout[role] for role in dict.fromkeys(file.role for file in files)}, channel)
     documents = {**_model_files(checkpoint, channel), **writer.documents(checkpoint, files)}
@@ -259,7 +257,7 @@ def export_opened(
     with staged_export(target, channel, writer) as staged:
         job = ExportJob(staged.create, wanted, writer, staged.share(files), batch_bytes(wanted, max_shard_bytes), merge)
         written = write_files(job, channel)
-        seal = partial(writer.seal, checkpoint)
+        seal = partial(writer.seal, checkpoint, files)
         run_on_all(channel, "finishing the export", lambda: staged.finish(documents, written, seal))
     sizes = {one.path: one.size for one in sorted(written, key=lambda one: one.path)}
     tensors = [shard for file in files for shard in file.tensors]

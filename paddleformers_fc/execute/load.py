@@ -44,6 +44,7 @@ from paddleformers_fc.families.stated import canonical_ties
 from paddleformers_fc.formats import Catalog, OpenedCheckpoint
 from paddleformers_fc.formats.fp8_weights import in_float32
 from paddleformers_fc.formats.huggingface import linear_weights, refuse_unproved_orientation
+from paddleformers_fc.formats.index import IndexedFiles
 from paddleformers_fc.formats.registry import open_weights
 from paddleformers_fc.layout.live import Roles, describe_roles
 from paddleformers_fc.layout.roles import MODEL_STATE, NUMBER_SHAPE, OPTIMIZER_STATE, ROLES, parameter_of
@@ -228,7 +229,7 @@ def prepare_load(
         return _Preflight(with_shared_numbers(plan, roles), plan.report.merge([report]), unexpected)
 
     files = {path: one for path, one in checkpoint.recorded.items() if not is_document(path)}
-    recorded = RecordedBlocks(files, checkpoint.compared) if checkpoint.unread else NO_BLOCKS
+    recorded = RecordedBlocks(files) if checkpoint.unread else NO_BLOCKS
     changes = config_changes(checkpoint.known, model, complete=not checkpoint.known.partial)
 
     def refuse(report: Report) -> None:
@@ -396,8 +397,8 @@ def _opened_weights(
     if not any(recorded) or verify != "full":
         return weights, NO_BLOCKS
     files, advice = list(weights.recorded.values()), restore_or_delete(directory)
-    compared = verify_metadata_blocks(directory, files, weights.catalog.identities, channel, threads, advice)
-    return weights, RecordedBlocks(weights.recorded, compared, advice)
+    verify_metadata_blocks(directory, files, weights.catalog.identities, channel, threads, advice)
+    return weights, RecordedBlocks(weights.recorded, advice)
 
 
 def _header_facts(catalog: Catalog) -> dict[str, str]:
@@ -426,6 +427,7 @@ def _prepared(
 ) -> PreparedLoad:
     def prepare() -> tuple[_PreflightMessage, tuple[_Preflight, dict[Key, Slot]]]:
         own, slots = preflight(), slots_of(roles, options.host_copy_bytes)
+        _compare_headers(catalog, own.plan, channel.rank)
         touched, blocks = _bitmaps(catalog, own.plan, roles), BlockReads()
         if recorded.files and not options.once and not catalog.visible_to:
             parts = (item.stored for item in own.plan.items)
@@ -464,6 +466,17 @@ def _prepared(
         )
 
     return PreparedLoad(plan, fill, catalog.identities)
+
+
+def _compare_headers(catalog: Catalog, plan: LoadPlan, rank: int) -> None:
+    """Compare the headers of the files of a flex checkpoint that a rank may read with the index."""
+    identities, visible_to = catalog.identities, catalog.visible_to
+    if isinstance(identities, IndexedFiles):
+        sides = (side for check in plan.checks for side in (check.left, check.right))
+        files = {part.file for part in (*(item.stored for item in plan.items), *sides)}
+        # A rank reads files of its disk for ranks without it.
+        files |= visible_to.keys() & identities.index.files.keys()
+        identities.check(file for file in sorted(files) if rank in visible_to.get(file, (rank,)))
 
 
 def with_shared_numbers(plan: LoadPlan, roles: Roles) -> LoadPlan:

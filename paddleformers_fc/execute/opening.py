@@ -1,115 +1,142 @@
 """Open a checkpoint on all ranks, which may have access to different files of it.
 
-Every rank opens the checkpoint alone. One exchange reports the files that are visible to each rank, and its failure. If
-all ranks have the same files, no other exchange follows. If output directories are on disks of single hosts, each disk
-has the files of its own ranks, and failures of single ranks are ignored. The header of every file is read by one rank
-for all, and the catalog is the union. Each rank checks its visible files. An error lists the files that are visible to
-no rank, and the ranks without any file.
+The coordinator reads the manifest, the index and the documents that opening needs, and the first exchange carries them
+to all ranks. Every rank reports the identity of its manifest; ranks with equal ones share a *disk*. In the second
+exchange the ranks of each disk divide its files among themselves: they compare sizes and the checksums of documents. A
+file with tensors is opened by the ranks that read it (:class:`~paddleformers_fc.formats.index.IndexedFiles`).
 
-Memory: descriptions of the files that are not visible to all ranks, linear in their shards.
+If output directories are on disks of single hosts, each disk has the files of its own ranks. An error lists the files
+that are visible to no rank, and the ranks without any file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+import os
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
+import xxhash
 
 from paddleformers_fc.distributed.channel import (
     Bytes,
     Channel,
     ConsistencyFacts,
-    all_gather_checked,
     broadcast,
     format_ranks,
     gather_and_keep,
     refuse_failed,
     run_on_all,
 )
-from paddleformers_fc.errors import Corrupt, FlexError, NotACheckpoint
-from paddleformers_fc.execute.collective_checksums import verify_metadata_blocks, verify_whole_files
-from paddleformers_fc.formats.checkpoint import OpenedCheckpoint, StoredShard
-from paddleformers_fc.formats.flex import (
-    DOCUMENTS,
-    FileVisibility,
-    build_catalog,
-    build_checkpoint,
-    is_shard_file,
-    open_probed,
-    probe,
-    read_document_bytes,
-    shards_of,
-)
+from paddleformers_fc.errors import CheckpointError, Corrupt, FlexError
+from paddleformers_fc.execute.collective_checksums import FaultMessage, compare_on_all, refuse_damaged
+from paddleformers_fc.formats.checkpoint import OpenedCheckpoint
+from paddleformers_fc.formats.flex import DOCUMENTS, build_checkpoint, read_document_bytes
 from paddleformers_fc.formats.registry import open_checkpoint
-from paddleformers_fc.layout.roles import ROLES
-from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.plan.transfer_plan import VisibleTo
-from paddleformers_fc.storage.checksum import FileChecksum, is_document
-from paddleformers_fc.storage.manifest import Manifest, manifest_seal, read_manifest, refuse_as_newest, verify_files
+from paddleformers_fc.storage.block_checksums import compare_blocks, compare_documents
+from paddleformers_fc.storage.checksum import INDEX_NAME, MISSING, is_document
+from paddleformers_fc.storage.files import stat_path
+from paddleformers_fc.storage.manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    Surroundings,
+    extra_files,
+    manifest_seal,
+    read_manifest,
+    refuse_as_newest,
+    refuse_level,
+    repair_advice,
+    require_record,
+)
 from paddleformers_fc.storage.paths import AnyPath
+from paddleformers_fc.storage.ranges import Identities, identity_of
+from paddleformers_fc.storage.remote import RemoteStatus
 from paddleformers_fc.text import count_text
 
+_T = TypeVar("_T")
 
-class _VisibilityMessage(msgspec.Struct, frozen=True):
-    """The files that are visible to one rank, as sent to the others.
+
+class _Metadata(msgspec.Struct):
+    """What a job reads once.
 
     Args:
-        seal: the manifest's checksum of itself; empty if there is no manifest.
-        size: bytes of the encoded manifest.
-        saved: summary of the save for errors.
-        missing: one bit per listed file, set if the file is missing; empty if none is.
+        manifest: the manifest.
+        documents: the documents that opening needs, by path, without damaged ones; compressed, except for the index,
+            which shrinks little.
     """
 
-    seal: str = ""
+    manifest: Manifest
+    documents: dict[str, bytes]
+
+
+class _Report(msgspec.Struct, array_like=True):
+    """The first message of a rank.
+
+    Args:
+        disk: equal on ranks with access to the same files; empty without a manifest.
+        fault: the error of a rank without a manifest when it opened the directory alone, in wire form.
+        metadata: on the coordinator, if it has a manifest.
+    """
+
+    disk: bytes = b""
+    fault: str = ""
+    metadata: _Metadata | None = None
+
+
+class _Checked(FaultMessage, frozen=True, array_like=True):
+    """The second message of a rank, about its share of the files of its disk.
+
+    Args:
+        saved: a summary of the save on this disk, if it is not that of the coordinator.
+        missing: a bit for every file of the share, set if it is missing; empty if none is.
+        strangers: number of files that do not belong to the checkpoint.
+    """
+
     saved: str = ""
     missing: bytes = b""
+    strangers: int = 0
 
 
-class _ProbeMessage(msgspec.Struct):
-    """The report of one rank about a directory.
+class _Disks:
+    """The disks of a job, by the reports of all ranks."""
 
-    Args:
-        sight: its visible files.
-        fault: its error when it opened the directory alone, in wire form; empty after success.
-    """
-
-    sight: _VisibilityMessage
-    fault: str
-
-
-@dataclass(frozen=True)
-class _Visibility:
-    """The reports of all ranks.
-
-    Args:
-        own: the visible files of this rank; None without a manifest.
-        sights: by rank.
-        faults: by rank.
-    """
-
-    own: FileVisibility | None
-    sights: list[_VisibilityMessage]
-    faults: list[str]
+    def __init__(self, reports: Sequence[_Report], channel: Channel) -> None:
+        self.ranks: dict[bytes, list[int]] = {}
+        for rank, one in enumerate(reports):
+            if one.disk:
+                self.ranks.setdefault(one.disk, []).append(rank)
+        self.blind = [rank for rank, one in enumerate(reports) if not one.disk]
+        self.members = self.ranks.get(reports[channel.rank].disk, [])
+        self.place = self.members.index(channel.rank) if self.members else 0
+        self.is_one = len(self.members) == channel.world_size
 
     @property
-    def alike(self) -> bool:
-        """Return whether the same files are visible to every rank."""
-        return len(set(self.sights)) == 1
+    def share(self) -> slice:
+        """The files that this rank looks at; none on a rank without a manifest."""
+        return slice(self.place, None, len(self.members)) if self.members else slice(0)
 
+    def visible_to(self, checked: Sequence[_Checked], manifest: Manifest) -> dict[str, tuple[int, ...]]:
+        """Return the ranks with access to a file, for every file that is not visible to all ranks."""
+        count = len(manifest.files)
+        there = np.ones((len(self.ranks), count), bool)
+        for disk, members in zip(there, self.ranks.values(), strict=True):
+            for place, rank in enumerate(members):
+                own = disk[place :: len(members)]
+                if checked[rank].missing:
+                    own[:] = np.unpackbits(np.frombuffer(checked[rank].missing, np.uint8), count=own.size) == 0
+        partly = range(count) if self.blind else np.flatnonzero(~there.all(axis=0)).tolist()
+        disks = list(self.ranks.values())
 
-_SentShard = tuple[Shard, int, int]
-"""A stored shard as sent to the ranks without access to its file: byte offset and bytes per element."""
+        def seeing(file: int) -> tuple[int, ...]:
+            return tuple(sorted(rank for disk in np.flatnonzero(there[:, file]) for rank in disks[disk]))
 
-
-class _ContentsMessage(msgspec.Struct):
-    """The contents of the files that one rank reads for others."""
-
-    shards: dict[str, list[_SentShard]]
-    documents: dict[str, bytes]
+        return {manifest.files[file].path: seeing(file) for file in partly}
 
 
 def open_on_all_ranks(
@@ -122,48 +149,39 @@ def open_on_all_ranks(
 ) -> OpenedCheckpoint:
     """Open a finished checkpoint on every rank, or raise the same error on every rank.
 
-    Under ``size`` the ranks share the checksums of documents. Under ``full`` they share those of headers as well. The
-    load compares those of tensors, and only of the blocks that a rank will read. If ranks have different files, each
-    rank compares its own.
+    Unless ``verify`` is ``off``, the ranks share the sizes of files and the checksums of documents. Under ``full`` the
+    load compares the blocks that a rank reads.
 
     Args:
         directory: ``checkpoint-N``.
         channel: all ranks of the job; every rank must call.
-        verify: ``off``, ``size`` or ``full``; each rank checks its visible files.
+        verify: ``off``, ``size`` or ``full``.
         threads: number of threads of this rank that compare checksums.
         consistency: facts that must be equal on all ranks.
         config: returns the configuration of the live model, for a directory of another format that has none. An error
             of this call on one rank is raised on all.
     """
+    refuse_level(verify)
     opened: list[OpenedCheckpoint] = []
-    headers: dict[str, int] = {}
 
-    def check_sizes(own: FileVisibility | None) -> None:
-        if own is not None:
-            verify_files(directory, own.manifest, "size", documents=())
+    def open_alone() -> None:
+        # Another format, or no checkpoint at all, which is refused here.
+        opened.append(open_checkpoint(directory, verify, config=None if config is None else config()))
 
-    def open_alone(own: FileVisibility | None) -> None:
-        if own is None:
-            # Another format, or no checkpoint at all, which is refused here.
-            opened.append(open_checkpoint(directory, verify, config=None if config is None else config()))
-        else:
-            level = "off" if verify == "full" else verify
-            compared = _documents_of(own.manifest, {}, channel)
-            found = open_probed(directory, own, level, compared)
-            opened.append(replace(found, unread=verify == "full", compared=headers))
-
-    # Under full, no file is parsed before its checksum was compared.
-    looked = _probe(directory, channel, check_sizes if verify == "full" else open_alone, consistency)
-    if looked.alike:
-        refuse_failed(channel, looked.faults)
-        if verify == "full":
-            files, identities = (looked.own.manifest.files, looked.own.identities) if looked.own else ((), {})
-            headers.update(verify_metadata_blocks(directory, files, identities, channel, threads))
-            run_on_all(channel, f"opening {directory.name}", lambda: open_alone(looked.own))
+    metadata, disks, identity = _read_once(directory, channel, DOCUMENTS, open_alone, consistency)
+    if metadata is None:
         return opened[0]
-    manifest = _common_manifest(directory, looked, channel)
-    sight = FileVisibility(manifest, looked.own.identities if looked.own else {})
-    return _open_divided(directory, sight, looked.sights, channel, verify, threads)
+
+    def build(around: Surroundings) -> OpenedCheckpoint:
+        sent = metadata.documents
+        documents = {name: raw if name == INDEX_NAME else zlib.decompress(raw) for name, raw in sent.items()}
+        for name in DOCUMENTS:
+            if name not in sent:
+                documents[name] = read_document_bytes(directory, metadata.manifest, name)
+        return build_checkpoint(directory, metadata.manifest, documents, identity, around)
+
+    built, visible_to = _check_files(directory, channel, metadata.manifest, disks, verify, build)
+    return replace(built, catalog=replace(built.catalog, visible_to=visible_to), unread=verify == "full")
 
 
 def check_complete(directory: AnyPath, channel: Channel) -> None:
@@ -177,31 +195,20 @@ def check_complete(directory: AnyPath, channel: Channel) -> None:
             name contradicts its step.
         Diverged: the same on every rank: it was saved with diverged copies of tied tensors.
     """
-
-    def check_alone(own: FileVisibility | None) -> None:
-        # On every rank: the disks of several nodes may hold copies with the same manifest, and a file of one may be
-        # truncated.
-        manifest = read_manifest(directory) if own is None else own.manifest
-        refuse_as_newest(directory, manifest)
-        verify_files(directory, manifest, "size")
-
-    looked = _probe(directory, channel, check_alone)
-    if looked.alike:
-        refuse_failed(channel, looked.faults)
+    metadata, disks, _ = _read_once(directory, channel, (), lambda: read_manifest(directory))
+    if metadata is None:
         return
-    manifest = _common_manifest(directory, looked, channel)
-    visible_to = _visible_to(manifest, looked.sights)
-    _refuse_invisible(directory, visible_to, looked.sights)
 
-    def check() -> None:
-        refuse_as_newest(directory, manifest)
-        _verify_seen(directory, manifest, visible_to, channel.rank, "size")
+    def check(_: Surroundings) -> None:
+        refuse_as_newest(directory, metadata.manifest)
+        for name in DOCUMENTS:
+            require_record(directory, metadata.manifest, name)
 
-    run_on_all(channel, f"looking at the files of {directory.name}", check)
+    _check_files(directory, channel, metadata.manifest, disks, "size", check)
 
 
 def compare_unread(checkpoint: OpenedCheckpoint, channel: Channel, threads: int = 4) -> None:
-    """Compare every byte of the files of an ``unread`` checkpoint on several disks.
+    """Compare every byte of the files of an ``unread`` checkpoint; the ranks share them.
 
     Args:
         checkpoint: opened by every rank.
@@ -210,9 +217,13 @@ def compare_unread(checkpoint: OpenedCheckpoint, channel: Channel, threads: int 
     Raises:
         Corrupt, StorageError: the same on every rank.
     """
-    catalog = checkpoint.catalog
-    share = _verification_share(checkpoint.manifest, catalog.visible_to, channel)
-    verify_whole_files(catalog.root, share, catalog.identities, channel, threads)
+    catalog, share = checkpoint.catalog, []
+    for index, checksum in enumerate(checkpoint.recorded.values()):
+        ranks = catalog.visible_to.get(checksum.path, range(channel.world_size))
+        if ranks[index % len(ranks)] == channel.rank:
+            share.append(checksum)
+    wanted = [(one, range(one.count)) for one in share]
+    compare_on_all(catalog.root, channel, lambda: compare_blocks(catalog.root, wanted, threads, catalog.identities))
 
 
 def own_file(checkpoint: OpenedCheckpoint, channel: Channel, name_of: Callable[[int], str]) -> bytes | None:
@@ -250,175 +261,146 @@ def own_document(checkpoint: OpenedCheckpoint, name: str, received: bytes | None
     return received if received is not None or name not in checkpoint.documents else checkpoint.document(name)
 
 
-def _probe(
+def _read_once(
     directory: AnyPath,
     channel: Channel,
-    alone: Callable[[FileVisibility | None], None],
+    names: Sequence[str],
+    alone: Callable[[], object],
     consistency: ConsistencyFacts | None = None,
-) -> _Visibility:
-    """Return the visible files of this rank, and a summary for every rank.
+) -> tuple[_Metadata | None, _Disks, Identities]:
+    """Read manifest and documents on one rank for all.
 
     Args:
         directory: ``checkpoint-N``.
         channel: all ranks; every rank must call.
-        alone: opens the directory on this rank; its errors count if all ranks have the same files.
+        names: the documents.
+        alone: opens the directory on this rank without a manifest; its errors count if no rank has a manifest.
         consistency: facts that must be equal on all ranks.
+    Returns:
+        the documents, None if no rank has a manifest; the disks; the identity of the manifest of this rank.
     """
 
-    def look() -> tuple[_ProbeMessage, FileVisibility | None]:
-        seen, fault = _visibility(directory), ""
+    def read() -> _Metadata:
+        manifest = read_manifest(directory)
+        documents: dict[str, bytes] = {}
+        for name in names:
+            with suppress(CheckpointError):
+                raw = read_document_bytes(directory, manifest, name)
+                documents[name] = raw if name == INDEX_NAME else zlib.compress(raw, 1)
+        return _Metadata(manifest, documents)
+
+    def look() -> tuple[_Report, Identities]:
+        path = directory / MANIFEST_NAME
+        status = stat_path(path)
+        if status is not None:
+            metadata = read() if channel.rank == 0 else None
+            return _Report(_disk_of(status), metadata=metadata), {path: identity_of(status)}
         try:
-            alone(seen)
+            alone()
         except FlexError as error:
-            fault = error.to_wire()
-        return _ProbeMessage(_contents_of(directory, seen), fault), seen
+            return _Report(fault=error.to_wire()), {}
+        return _Report(), {}
 
-    looks, own = gather_and_keep(channel, f"opening {directory.name}", look, _ProbeMessage, consistency)
-    return _Visibility(own, [one.sight for one in looks], [one.fault for one in looks])
+    reports, identity = gather_and_keep(channel, f"opening {directory.name}", look, _Report, consistency)
+    disks = _Disks(reports, channel)
+    metadata = reports[0].metadata
+    if not disks.ranks:
+        refuse_failed(channel, [one.fault for one in reports])
+    elif metadata is None:
+        source = min(rank for ranks in disks.ranks.values() for rank in ranks)
+        metadata = broadcast(channel, f"opening {directory.name}", read, _Metadata, source=source)
+    return metadata, disks, identity
 
 
-def _visibility(directory: AnyPath) -> FileVisibility | None:
-    try:
-        return probe(directory)
-    except NotACheckpoint:
-        return None
+def _check_files(
+    directory: AnyPath,
+    channel: Channel,
+    manifest: Manifest,
+    disks: _Disks,
+    verify: str,
+    build: Callable[[Surroundings], _T],
+) -> tuple[_T, dict[str, tuple[int, ...]]]:
+    """Check the files of all disks, each by one of its ranks.
+
+    Args:
+        directory: ``checkpoint-N``.
+        channel: all ranks; every rank must call.
+        manifest: the same on every rank.
+        disks: the disks of all ranks.
+        verify: ``off`` looks for the files of several disks alone.
+        build: work of this rank; its argument is going to look at files of this rank's share.
+    Returns:
+        the result of ``build``, and for every file that is not visible to all ranks, the ranks with access to it.
+    """
+    leads = disks.members[:1] == [channel.rank]
+    share = manifest.files[disks.share] if verify != "off" or not disks.is_one else []
+
+    def check() -> tuple[_Checked, list[_T]]:
+        around, built, refusal = Surroundings(directory), list[_T](), ""
+        try:
+            built.append(build(around))
+        except FlexError as error:  # Damaged files explain it.
+            refusal = error.to_wire()
+        if leads and channel.rank != 0 and (own := _summary(read_manifest(directory))) != saved:
+            return _Checked(saved=own), built
+        faults = around.faults(share)
+        # Where all ranks have one disk, a missing file is a fault.
+        lost = {path for path, fault in faults.items() if fault == f"{path} {MISSING}" and not disks.is_one}
+        bits = np.packbits([one.path in lost for one in share]).tobytes() if lost else b""
+        if verify == "off":
+            return _Checked(refusal=refusal, missing=bits), built
+        whole = [one for one in share if is_document(one.path) and one.path not in faults]
+        found = compare_documents(directory, whole)
+        found.faults += [faults[one.path] for one in share if one.path in faults.keys() - lost]
+        strangers = extra_files(directory, manifest) if leads else []
+        refusal = found.refusal.to_wire() if found.refusal else refusal
+        evidence = [*found.evidence, *strangers]
+        return _Checked(bool(found.faults or strangers), evidence, refusal, "", bits, len(strangers)), built
+
+    saved = _summary(manifest)
+    checked, built = gather_and_keep(channel, f"checking the files of {directory.name}", check, _Checked)
+    _refuse_different(directory, saved, checked, disks)
+    strangers = sum(one.strangers for one in checked)
+    advice = repair_advice(strangers > 0, sum(len(one.evidence) for one in checked) > strangers)
+    refuse_damaged(directory, channel, checked, advice)
+    refuse_failed(channel, [one.refusal for one in checked])
+    visible_to = disks.visible_to(checked, manifest)
+    _refuse_invisible(directory, visible_to, disks.blind)
+    return built[0], visible_to
 
 
-def _contents_of(directory: AnyPath, sight: FileVisibility | None) -> _VisibilityMessage:
-    if sight is None:
-        return _VisibilityMessage()
-    manifest, missing = sight.manifest, set(sight.missing(directory))
-    bits = np.packbits([checksum.path in missing for checksum in manifest.files]).tobytes() if missing else b""
+def _disk_of(status: os.stat_result | RemoteStatus) -> bytes:
+    """Return bytes that are equal for ranks with access to the same manifest: two copies have other change times."""
+    known = repr(status).encode()
+    if isinstance(status, os.stat_result):
+        known = f"{status.st_ino} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}".encode()
+    return xxhash.xxh3_64_digest(known)
+
+
+def _summary(manifest: Manifest) -> str:
     ranks, files = count_text(manifest.world_size, "rank"), count_text(len(manifest.files), "file")
-    saved = f"step {manifest.step}, {ranks}, {files}"
-    return _VisibilityMessage(manifest_seal(manifest), saved, bits)
+    return f"step {manifest.step}, {ranks}, {files}, sealed {manifest_seal(manifest)}"
 
 
-def _common_manifest(directory: AnyPath, looked: _Visibility, channel: Channel) -> Manifest:
-    """Return the manifest on every rank, also on those without one."""
-    own, sights = looked.own, looked.sights
-    groups: dict[tuple[str, str], list[int]] = {}
-    for rank, sight in enumerate(sights):
-        if sight.seal:
-            groups.setdefault((sight.seal, sight.saved), []).append(rank)
+def _refuse_different(directory: AnyPath, saved: str, checked: Sequence[_Checked], disks: _Disks) -> None:
+    """Refuse disks with different checkpoints."""
+    groups: dict[str, list[int]] = {}
+    for ranks in disks.ranks.values():
+        groups.setdefault(checked[ranks[0]].saved or saved, []).extend(ranks)
     if len(groups) > 1:
         raise Corrupt(
             "The disks of this job have different checkpoints under one name.",
             where=str(directory),
-            evidence=[f"{format_ranks(ranks)}: {saved}, sealed {seal}" for (seal, saved), ranks in groups.items()],
+            evidence=[f"{format_ranks(sorted(ranks))}: {one}" for one, ranks in groups.items()],
             next_step="They were saved at different times. Resume from a step that all disks hold of one save.",
         )
-    ((holders),) = groups.values()
-    lacking = [rank for rank, sight in enumerate(sights) if not sight.seal]
-    if own is not None and not lacking:
-        return own.manifest
-
-    def read() -> Manifest:
-        return own.manifest if own is not None else read_manifest(directory)
-
-    return broadcast(channel, f"opening {directory.name}", read, Manifest, source=holders[0])
 
 
-def _open_divided(
-    directory: AnyPath,
-    sight: FileVisibility,
-    sights: Sequence[_VisibilityMessage],
-    channel: Channel,
-    verify: str,
-    threads: int,
-) -> OpenedCheckpoint:
-    manifest = sight.manifest
-    visible_to = _visible_to(manifest, sights)
-    _refuse_invisible(directory, visible_to, sights)
-    readers = {path: ranks[index % len(ranks)] for index, (path, ranks) in enumerate(visible_to.items())}
-
-    def read_own() -> _ContentsMessage:
-        compared = () if verify == "full" else _documents_of(manifest, visible_to, channel)
-        _verify_seen(directory, manifest, visible_to, channel.rank, "size" if verify == "full" else verify, compared)
-        mine = [path for path, reader in readers.items() if reader == channel.rank]
-        shards = {
-            path: [(one, begin, width) for one, _, begin, width in shards_of(directory, path)]
-            for path in mine
-            if _holds(path)
-        }
-        documents = {path: read_document_bytes(directory, manifest, path) for path in mine if path in DOCUMENTS}
-        return _ContentsMessage(shards, documents)
-
-    received: dict[str, list[_SentShard]] = {}
-    documents: dict[str, bytes] = {}
-    for one in all_gather_checked(channel, f"opening {directory.name}", read_own, _ContentsMessage):
-        received.update(one.shards)
-        documents.update(one.documents)
-
-    def shards(path: str) -> Iterator[StoredShard]:
-        sent = received.get(path)
-        return shards_of(directory, path) if sent is None else ((one, path, begin, width) for one, begin, width in sent)
-
-    headers: dict[str, int] = {}
-    if verify == "full":
-        files, identities = manifest.files, sight.identities
-        headers = verify_metadata_blocks(directory, files, identities, channel, threads, visible_to=visible_to)
-
-    def put_together() -> OpenedCheckpoint:
-        catalog, faults = build_catalog(directory, manifest, shards)
-        catalog = replace(catalog, identities=sight.identities, visible_to=visible_to)
-        own = {name: read_document_bytes(directory, manifest, name) for name in DOCUMENTS if name not in documents}
-        found = build_checkpoint(catalog, faults, manifest, {**documents, **own})
-        return replace(found, unread=verify == "full", compared=headers)
-
-    return run_on_all(channel, f"opening {directory.name}", put_together)
-
-
-def _verify_seen(
-    directory: AnyPath,
-    manifest: Manifest,
-    visible_to: VisibleTo,
-    rank: int,
-    level: str,
-    compared: Collection[str] | None = None,
-) -> None:
-    """Check the visible files of this rank."""
-    here = [one for one in manifest.files if rank in visible_to.get(one.path, (rank,))]
-    if here:
-        verify_files(directory, msgspec.structs.replace(manifest, files=here), level, documents=compared)
-
-
-def _documents_of(manifest: Manifest, visible_to: VisibleTo, channel: Channel) -> frozenset[str]:
-    """Return the documents whose checksums this rank compares for all ranks."""
-    return frozenset(
-        checksum.path for checksum in _verification_share(manifest, visible_to, channel) if is_document(checksum.path)
-    )
-
-
-def _verification_share(manifest: Manifest, visible_to: VisibleTo, channel: Channel) -> list[FileChecksum]:
-    """Return the files that this rank checks completely: every file is assigned to one rank with access to it."""
-    share: list[FileChecksum] = []
-    for index, checksum in enumerate(manifest.files):
-        ranks = visible_to.get(checksum.path, range(channel.world_size))
-        if ranks[index % len(ranks)] == channel.rank:
-            share.append(checksum)
-    return share
-
-
-def _visible_to(manifest: Manifest, sights: Sequence[_VisibilityMessage]) -> dict[str, tuple[int, ...]]:
-    """Return the ranks with access to a file, for every file that is not visible to all ranks."""
-    count = len(manifest.files)
-    visible = np.ones((len(sights), count), bool)
-    for rank, sight in enumerate(sights):
-        if not sight.seal:
-            visible[rank] = False
-        elif sight.missing:
-            visible[rank] = np.unpackbits(np.frombuffer(sight.missing, np.uint8), count=count) == 0
-    partly = np.flatnonzero(~visible.all(axis=0))
-    return {manifest.files[index].path: tuple(np.flatnonzero(visible[:, index]).tolist()) for index in partly}
-
-
-def _refuse_invisible(directory: AnyPath, visible_to: VisibleTo, sights: Sequence[_VisibilityMessage]) -> None:
+def _refuse_invisible(directory: AnyPath, visible_to: VisibleTo, blind: Sequence[int]) -> None:
     """Refuse a checkpoint with files that are visible to no rank: a disk is missing."""
     lost = [path for path, ranks in visible_to.items() if not ranks]
     if not lost:
         return
-    blind = [rank for rank, sight in enumerate(sights) if not sight.seal]
     evidence = [f"{path} is visible to no rank" for path in lost]
     evidence += [f"{format_ranks(blind)}: no checkpoint of this name is there"] if blind else []
     raise Corrupt(
@@ -427,7 +409,3 @@ def _refuse_invisible(directory: AnyPath, visible_to: VisibleTo, sights: Sequenc
         evidence=fold(evidence),
         next_step="Start the job on the hosts that saved it, bring their files here, or name another checkpoint.",
     )
-
-
-def _holds(path: str) -> bool:
-    return any(is_shard_file(path, role) for role in ROLES)

@@ -61,9 +61,11 @@ from paddleformers_fc.families import ModelDescription
 from paddleformers_fc.families.changes import contradictions
 from paddleformers_fc.families.stated import model_ties
 from paddleformers_fc.formats.checkpoint import CONFIG_NAME, MAPPING_NAME, config_bytes as config_bytes, parse_config
+from paddleformers_fc.formats.index import encode_index
 from paddleformers_fc.layout.live import LiveRoles, Roles, describe_roles, facts_of
 from paddleformers_fc.layout.roles import MODEL_STATE, split_state_name
 from paddleformers_fc.layout.shard_json import decode_rank_shards, encode_rank_shards
+from paddleformers_fc.storage.checksum import INDEX_NAME, records_of
 from paddleformers_fc.storage.files import write_file
 from paddleformers_fc.storage.manifest import DivergedTie, FileChecksum, Manifest, RunRecord, SaveOrigin
 from paddleformers_fc.storage.progress import advance, expect
@@ -464,8 +466,9 @@ def _describe(
     job: JobRecord,
     world_size: int,
 ) -> Manifest:
-    """Write the mapping and return the manifest, on the coordinator."""
-    mapping = write_file(staging / MAPPING_NAME, model.mapping, root=staging)
+    """Write the mapping and the index, and return the manifest, on the coordinator."""
+    checksums = [*checksums, write_file(staging / MAPPING_NAME, model.mapping, root=staging)]
+    index = write_file(staging / INDEX_NAME, encode_index(model.shards, checksums), root=staging)
     return Manifest(
         written_by=f"paddleformers_fc {__version__}",
         step=job.step,
@@ -473,7 +476,7 @@ def _describe(
         world_size=world_size,
         parallel=dict(job.parallel),
         family=model.family,
-        files=sorted([*checksums, mapping], key=lambda checksum: checksum.path),
+        files=records_of([*checksums, index]),
         differing_replicas=list(written.differences) or msgspec.UNSET,
         diverged_ties=list(written.ties) or msgspec.UNSET,
         run=job.run or msgspec.UNSET,

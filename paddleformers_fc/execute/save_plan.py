@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -32,6 +32,7 @@ from paddleformers_fc.families import ModelDescription, ModelTensor
 from paddleformers_fc.families.stated import bind_model, decode_mapping, encode_mapping, family_name, model_ties
 from paddleformers_fc.formats.catalog import gather_shards
 from paddleformers_fc.formats.checkpoint import MAPPING_NAME
+from paddleformers_fc.formats.index import Columns, shard_columns
 from paddleformers_fc.formats.registry import SAVED
 from paddleformers_fc.layout import Shard
 from paddleformers_fc.layout.roles import MODEL_STATE, split_state_name
@@ -90,11 +91,13 @@ class ModelRecord:
         family: the family's name.
         mapping: the bytes of ``mapping.json``.
         model: the description in these bytes.
+        shards: the tensors of the files of all ranks, for the index.
     """
 
     family: str
     mapping: bytes
     model: ModelDescription
+    shards: Columns
 
 
 @dataclass(frozen=True)
@@ -171,17 +174,18 @@ def build_save_plan(everyone: list[RankShards], model: ModelDescription, rank: i
         MappingError: the model's mapping cannot be bound or proved.
         MismatchError: the shards of all ranks are not the whole model, once.
     """
-    record = _record(everyone, model) if rank == 0 else None
+    proved = _proved_mapping(everyone, model) if rank == 0 else None
     shares = assign_writers(everyone)
-    share = shares[rank]
-    roles = sorted({piece.role for piece in share})
-    files = [
-        planned
-        for role in roles
-        for planned in _role_files(role, [piece for piece in share if piece.role == role], rank)
-    ]
+    record = None
+    if proved is not None:
+        files = {
+            path: [piece.shard for piece in group]
+            for number, share in enumerate(shares)
+            for path, _, group in _grouped(share, number)
+        }
+        record = ModelRecord(family_name(model), *proved, shard_columns(files))
     ties = ties_of(everyone, shares, model_ties(model))
-    return SavePlan(tuple(files), record, tuple(find_replicas(everyone, rank)), ties)
+    return SavePlan(tuple(planned_files(shares[rank], rank)), record, tuple(find_replicas(everyone, rank)), ties)
 
 
 def model_rules(model: ModelDescription, shards: Mapping[str, Shard]) -> RuleSet:
@@ -204,15 +208,31 @@ def cuts_of(model: ModelDescription, shard: Shard) -> Shape:
     return (1,) * len(shard.global_shape) if model.is_global else shard.cuts
 
 
-def _role_files(role: str, pieces: Iterable[ShardPart], rank: int) -> Iterable[PlannedFile]:
-    groups = pack_files(pieces, MAX_FILE_BYTES)
-    for path, group in zip(SAVED.writer.names(role, rank, len(groups)), groups, strict=True):
+def planned_files(share: Iterable[ShardPart], rank: int) -> Iterator[PlannedFile]:
+    """Yield the files of one rank.
+
+    Args:
+        share: what the rank writes.
+        rank: the rank.
+    """
+    for path, role, group in _grouped(share, rank):
         layout = SAVED.writer.header(Path(path), [piece.shard for piece in group])
         planned = tuple(PlannedWrite(one.shard.name, one.start, one.start + one.shard.size) for one in group)
         yield PlannedFile(path, role, layout, planned)
 
 
-def _record(everyone: list[RankShards], model: ModelDescription) -> ModelRecord:
+def _grouped(share: Iterable[ShardPart], rank: int) -> Iterator[tuple[str, str, Sequence[ShardPart]]]:
+    """Yield path, role and content of the files of one rank."""
+    by_role: dict[str, list[ShardPart]] = {}
+    for piece in share:
+        by_role.setdefault(piece.role, []).append(piece)
+    for role, pieces in sorted(by_role.items()):
+        groups = pack_files(pieces, MAX_FILE_BYTES)
+        for path, group in zip(SAVED.writer.names(role, rank, len(groups)), groups, strict=True):
+            yield path, role, group
+
+
+def _proved_mapping(everyone: list[RankShards], model: ModelDescription) -> tuple[bytes, ModelDescription]:
     """Prove, before the first write, that the checkpoint will be whole, and check its mapping as a reader does."""
     distinct = list({id(roles): roles for roles in everyone}.values())
     parameters: dict[str, Shard] = {}
@@ -225,7 +245,7 @@ def _record(everyone: list[RankShards], model: ModelDescription) -> ModelRecord:
     _refuse_partial(distinct, parameters)
     stored, rules = decode_mapping(mapping, MAPPING_NAME)
     declared_mapping(stored or model, rules, MAPPING_NAME)
-    return ModelRecord(family_name(model), mapping, stored or model)
+    return mapping, stored or model
 
 
 def _refuse_partial(everyone: list[RankShards], parameters: Mapping[str, Shard]) -> None:

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paddleformers_fc.errors import CheckpointError, Corrupt, StorageError
-from paddleformers_fc.storage.checksum import BlockHasher, FileChecksum, is_document, size_fault
+from paddleformers_fc.storage.block_checksums import digest_of
+from paddleformers_fc.storage.checksum import BlockHasher, FileRecord, is_document, size_fault
 from paddleformers_fc.storage.files import exists, open_local, read_file, read_into
 from paddleformers_fc.storage.manifest import MANIFEST_NAME, Manifest, read_manifest
 from paddleformers_fc.storage.paths import RemotePath, parse_step
@@ -86,7 +87,7 @@ class Upload:
         if not self.is_coordinator:
             self._poll(lambda: not exists(self.target / MANIFEST_NAME) or self._is_there(raw), "its older manifest")
             return
-        older: list[FileChecksum] = []
+        older: list[FileRecord] = []
         with suppress(CheckpointError):
             older = read_manifest(self.target).files
         remove_remote(self.target / MANIFEST_NAME)
@@ -95,21 +96,22 @@ class Upload:
             if one.path not in listed:
                 remove_remote(self.target / one.path)
 
-    def _send(self, checksum: FileChecksum) -> int:
+    def _send(self, record: FileRecord) -> int:
         """Send a file unless the store has it; return the bytes that were sent."""
         self.check()
-        if self._has(checksum):
+        if self._has(record):
             return 0
-        hasher = BlockHasher(checksum.block_bytes)
-        writer = RemoteFileWriter(self.target / checksum.path, checksum.size)
+        hasher = BlockHasher()
+        writer = RemoteFileWriter(self.target / record.path, record.size)
         try:
-            for data in self._read(checksum):
+            for data in self._read(record):
                 hasher.update(data)
                 writer.write(data)
-            if hasher.file_checksum(checksum.path) != checksum:
+            checksum = hasher.file_checksum(record.path)
+            if (checksum.size, checksum.digest) != (record.size, record.digest):
                 raise Corrupt(
-                    f"{self.source / checksum.path} does not match its recorded checksum and is not uploaded.",
-                    where=str(self.source / checksum.path),
+                    f"{self.source / record.path} does not match its recorded checksum and is not uploaded.",
+                    where=str(self.source / record.path),
                     next_step="Look for the cause with paddleformers-fc verify, and delete the damaged checkpoint.",
                 )
             writer.close()
@@ -117,27 +119,25 @@ class Upload:
             writer.abandon()
             raise
         compare_uploaded(self.target, [checksum])
-        return checksum.size
+        return record.size
 
-    def _read(self, checksum: FileChecksum) -> Iterator[bytes]:
-        with open_local(self.source / checksum.path) as file:
+    def _read(self, record: FileRecord) -> Iterator[bytes]:
+        with open_local(self.source / record.path) as file:
             for begin in range(0, file.size, _READ_BYTES):
                 self.check()
                 data = bytearray(min(_READ_BYTES, file.size - begin))
                 read_into(file, begin, data)
                 yield bytes(data)
 
-    def _has(self, checksum: FileChecksum) -> bool:
+    def _has(self, record: FileRecord) -> bool:
         """Return whether the store has every byte of a file; its size is compared before it is read."""
-        if size_fault(stat_remote(self.target / checksum.path), checksum.size):
-            return False
+        path = self.target / record.path
         try:
-            compare_uploaded(self.target, [checksum])
+            return not size_fault(stat_remote(path), record.size) and digest_of(path) == record.digest
         except Corrupt:
             return False
-        return True
 
-    def _wait_for(self, elsewhere: list[FileChecksum]) -> None:
+    def _wait_for(self, elsewhere: list[FileRecord]) -> None:
         """Wait until the files of other disks are in the store, and equal what was saved."""
         for one in elsewhere:
             self._poll(lambda one=one: self._has(one), one.path)  # type: ignore[misc]

@@ -154,9 +154,9 @@ class _OwnedBlocks:
         """Return the blocks that no job has hashed."""
         return [self.block(number) for number in sorted(self.owned - self.hashed)]
 
-    def compare(self, number: int, digest: str) -> None:
+    def compare(self, number: int, digest: bytes) -> None:
         """Keep the checksum of a block that was read."""
-        if digest != self.checksum.blocks[number]:
+        if digest != self.checksum.block(number):
             self.differing.append(number)
         self.hashed.add(number)
 
@@ -336,7 +336,7 @@ class BlockRead:
                     for rows in self.rows:
                         rows.fill(offset, piece)
                 offset += piece.nbytes
-        self.file.compare(self.number, hasher.hexdigest())
+        self.file.compare(self.number, hasher.digest())
         return self.end - self.begin
 
     def _skip_to(self, offset: int) -> None:

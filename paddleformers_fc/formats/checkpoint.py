@@ -44,11 +44,18 @@ from paddleformers_fc.layout.shards import Shard, ShardsByRole, shard_bytes
 from paddleformers_fc.mapping import RuleSet
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.block_scales import ScaledFile
-from paddleformers_fc.storage.checksum import FileChecksum
+from paddleformers_fc.storage.checksum import INDEX_NAME, FileChecksum
 from paddleformers_fc.storage.dtypes import dtype_size
 from paddleformers_fc.storage.export_checksums import CHECKSUMS_NAME, encode_checksums
 from paddleformers_fc.storage.json_io import parse_json, read_recorded
-from paddleformers_fc.storage.manifest import MANIFEST_NAME, RESTORE, TRAINER_DIRECTORY, Manifest, generators_rank
+from paddleformers_fc.storage.manifest import (
+    MANIFEST_NAME,
+    RESTORE,
+    TRAINER_DIRECTORY,
+    Manifest,
+    generators_rank,
+    read_listed,
+)
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.storage.safetensors import FileLayout
 from paddleformers_fc.storage.state_json import decode_object
@@ -219,11 +226,14 @@ class ExportWriter(Writer, Protocol):
     def documents(self, checkpoint: OpenedCheckpoint, files: Sequence[OutputFile]) -> dict[str, bytes]:
         """Return the files beside those with tensors, such as an index, by path relative to the directory."""
 
-    def seal(self, checkpoint: OpenedCheckpoint, written: Sequence[FileChecksum]) -> dict[str, bytes]:
-        """Return the document that records the checksums of all other files, by its name.
+    def seal(
+        self, checkpoint: OpenedCheckpoint, files: Sequence[OutputFile], written: Sequence[FileChecksum]
+    ) -> dict[str, bytes]:
+        """Return the documents that record the checksums of all other files, by name, in the order of writing.
 
         Args:
             checkpoint: the checkpoint to export.
+            files: the files with tensors.
             written: the checksums of the files.
         """
         return {CHECKSUMS_NAME: encode_checksums([one for one in written if one.path != RUN_ARGUMENTS])}
@@ -314,7 +324,6 @@ class OpenedCheckpoint:
         recorded: the recorded checksums of its files by path; those of the opened weight files for an export.
         commit_record: the manifest, with the training progress; None for formats without one.
         unread: whether the reader still has to compare the checksums of the bytes that it reads.
-        compared: of an ``unread`` checkpoint the number of leading blocks of each file that were compared on opening.
         tied: the copy of a tied tensor to read, by pipeline stage: ``first`` or ``last``. Under ``refuse`` the copies
             must be equal.
         averaged: whether weights and master weights are read from their moving averages, where there are any.
@@ -336,7 +345,6 @@ class OpenedCheckpoint:
     recorded: Mapping[str, FileChecksum] = field(default_factory=dict)
     commit_record: Manifest | None = None
     unread: bool = False
-    compared: Mapping[str, int] = field(default_factory=dict)
     tied: str = REFUSE
     averaged: bool = False
     find_unrecorded: Callable[[], Documents] = dict
@@ -389,6 +397,8 @@ class OpenedCheckpoint:
         """The files that contain tensors, by path relative to the directory."""
         tensors = (tensor for named in self.catalog.roles.values() for tensor in named.values())
         found = {file for tensor in tensors for file, _ in tensor.offsets}
+        if self.commit_record is not None:
+            return frozenset(found)
         root, identities = self.catalog.root, self.catalog.identities
         produced = {file: one for file in found if isinstance(one := identities.get(root / file), ScaledFile)}
         sources = {path.name for one in produced.values() for path in one.sources}
@@ -412,6 +422,8 @@ class OpenedCheckpoint:
             Corrupt: the file is missing or altered, or no checksum of it is recorded.
             FormatError: it is longer than the bound.
         """
+        if self.commit_record is not None:
+            return read_listed(self.catalog.root, self.commit_record, name, most)
         recorded = self.recorded.get(name)
         if recorded is None and name in self.unrecorded:
             return self.unrecorded[name]()
@@ -427,7 +439,7 @@ class OpenedCheckpoint:
         return sorted(
             path
             for path in self.documents
-            if path != MAPPING_NAME and path.split("/")[0] not in others and path not in self.files
+            if path not in (MAPPING_NAME, INDEX_NAME) and path.split("/")[0] not in others and path not in self.files
         )
 
     @cached_property

@@ -99,7 +99,9 @@ class DistcpWriter(ExportWriter):
             found |= {f"saved_signal_{rank}": b"1" for rank in range(checkpoint.manifest.world_size)}
         return found
 
-    def seal(self, checkpoint: OpenedCheckpoint, written: Sequence[FileChecksum]) -> dict[str, bytes]:
+    def seal(
+        self, checkpoint: OpenedCheckpoint, files: Sequence[OutputFile], written: Sequence[FileChecksum]
+    ) -> dict[str, bytes]:
         """Return nothing: the format records no checksums."""
         return {}
 

@@ -119,25 +119,23 @@ class RecordedBlocks:
 
     Args:
         files: the recorded checksums, by path; equal on all ranks.
-        compared: the number of leading blocks of each file that were compared on opening, by some rank of the job.
         next_step: advice for files that do not match.
     """
 
     files: Mapping[str, FileChecksum] = field(default_factory=dict)
-    compared: Mapping[str, int] = field(default_factory=dict)
     next_step: str = RESTORE
 
     @cached_property
     def first(self) -> dict[str, int]:
         """The number of each file's first block, counted through all files."""
         paths = sorted(self.files)
-        ends = accumulate(len(self.files[path].blocks) for path in paths)
-        return {path: end - len(self.files[path].blocks) for path, end in zip(paths, ends, strict=True)}
+        ends = accumulate(self.files[path].count for path in paths)
+        return {path: end - self.files[path].count for path, end in zip(paths, ends, strict=True)}
 
     @property
     def count(self) -> int:
         """The number of blocks of all files."""
-        return sum(len(one.blocks) for one in self.files.values())
+        return sum(one.count for one in self.files.values())
 
     def reads(self, parts: Iterable[StoredPart], source: str) -> BlockReads:
         """Return which blocks hold the bytes that one rank reads.
@@ -164,7 +162,7 @@ class RecordedBlocks:
                 bounds[2].append(dense)
         read, covered = np.zeros(self.count, np.bool_), np.zeros(self.count, np.int64)
         for file, bounds in found.items():
-            blocks = slice(self.first[file], self.first[file] + len(self.files[file].blocks))
+            blocks = slice(self.first[file], self.first[file] + self.files[file].count)
             read[blocks], covered[blocks] = _touched(bounds, self.files[file])
         return BlockReads(source, _packed(read), _packed(2 * covered >= self._lengths))
 
@@ -178,14 +176,12 @@ class RecordedBlocks:
         source = everyone[rank].source
         group = [other for other, one in enumerate(everyone) if other == rank or (source and one.source == source)]
         read = np.array([self._bits(everyone[other].read) for other in group])
-        if len(group) == len(everyone):
-            read &= ~np.packbits(self._known)
         streamed = read & [self._bits(everyone[other].streamed) for other in group]
         read &= ~np.bitwise_or.reduce(streamed)
         mine = _balanced(streamed | read, self.count, group.index(rank))
         numbers: dict[str, list[int]] = {}
         for path, first in self.first.items():
-            found = np.flatnonzero(mine[first : first + len(self.files[path].blocks)])
+            found = np.flatnonzero(mine[first : first + self.files[path].count])
             if found.size:
                 numbers[path] = found.tolist()
         return numbers
@@ -196,18 +192,10 @@ class RecordedBlocks:
         lengths = np.zeros(self.count, np.int64)
         for path, first in self.first.items():
             checksum = self.files[path]
-            lengths[first : first + len(checksum.blocks)] = checksum.block_bytes
-            if checksum.blocks:
-                lengths[first + len(checksum.blocks) - 1] = (checksum.size - 1) % checksum.block_bytes + 1
+            lengths[first : first + checksum.count] = checksum.block_bytes
+            if checksum.count:
+                lengths[first + checksum.count - 1] = (checksum.size - 1) % checksum.block_bytes + 1
         return lengths
-
-    @property
-    def _known(self) -> Flags:
-        """The blocks that were compared on opening."""
-        known = np.zeros(self.count, np.bool_)
-        for path, first in self.first.items():
-            known[first : first + self.compared.get(path, 0)] = True
-        return known
 
     def _bits(self, packed: bytes) -> Bits:
         return np.frombuffer(zlib.decompress(packed) if packed else bytes(-(-self.count // 8)), np.uint8)
@@ -219,7 +207,7 @@ NO_BLOCKS = RecordedBlocks()
 
 def _touched(runs: _Runs, checksum: FileChecksum) -> tuple[Flags, Counts]:
     """Return which blocks of a file hold a byte of some runs, and how many bytes of each block dense runs hold."""
-    length, count = checksum.block_bytes, len(checksum.blocks)
+    length, count = checksum.block_bytes, checksum.count
     low, high, dense = (np.array(one, np.int64) for one in runs)
     begin, end = low // length, high // length
     read, covered = np.zeros(count + 1, np.int64), np.zeros(count + 1, np.int64)

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 import xxhash
 
 from paddleformers_fc.errors import FlexError, StorageError
-from paddleformers_fc.storage.checksum import BlockHasher, FileChecksum
-from paddleformers_fc.storage.files import open_regular, read_into
+from paddleformers_fc.storage.checksum import BlockHasher, FileChecksum, FileRecord
+from paddleformers_fc.storage.files import map_paths, open_regular, read_into
 from paddleformers_fc.storage.paths import AnyPath, RemotePath
 from paddleformers_fc.storage.progress import advance, expect
 from paddleformers_fc.storage.ranges import NO_IDENTITIES, Identities, RangeReader
@@ -46,6 +46,12 @@ class BlockComparison:
     bytes: int = 0
     faults: list[str] = field(default_factory=list)
     refusals: dict[str, StorageError] = field(default_factory=dict)
+
+    def add(self, other: BlockComparison) -> None:
+        """Add another comparison."""
+        self.bytes += other.bytes
+        self.faults += other.faults
+        self.refusals.update(other.refusals)
 
     @property
     def evidence(self) -> list[str]:
@@ -124,16 +130,41 @@ def compare_blocks(
     return found
 
 
+def compare_documents(directory: AnyPath, records: Iterable[FileRecord]) -> BlockComparison:
+    """Compare whole files with their digests and return the differences.
+
+    Args:
+        directory: the directory that the records' paths are relative to.
+        records: of the files.
+    """
+    found = BlockComparison()
+
+    def compare(record: FileRecord) -> None:
+        try:
+            if digest_of(directory / record.path) != record.digest:
+                found.faults.append(f"{record.path} does not match its checksum")
+        except StorageError as error:
+            found.refusals[record.path] = error
+        except FlexError as error:
+            found.faults.append(_unread_line(record.path, error.what))
+
+    for _ in map_paths(compare, records, directory):
+        pass
+    found.faults.sort()
+    return found
+
+
 def digest_of(path: AnyPath) -> str:
     """Return the digest of a file, as :class:`FileChecksum` has it.
 
     Raises:
         Corrupt, StorageError: it is gone or cannot be read.
     """
-    hasher, buffer = BlockHasher(), memoryview(bytearray(_READ_BYTES))
+    hasher, step = BlockHasher(), _REMOTE_READ_BYTES if isinstance(path, RemotePath) else _READ_BYTES
     with open_regular(path) as file:
-        for begin in range(0, file.size, _READ_BYTES):
-            chunk = buffer[: min(_READ_BYTES, file.size - begin)]
+        buffer = memoryview(bytearray(min(step, file.size)))
+        for begin in range(0, file.size, step):
+            chunk = buffer[: min(step, file.size - begin)]
             read_into(file, begin, chunk)
             hasher.update(chunk)
     return hasher.file_checksum("").digest
@@ -149,8 +180,8 @@ class _Span:
 
 def _bytes_of(checksum: FileChecksum, numbers: Numbers) -> int:
     """Return the bytes of some blocks; only the last block of a file is shorter."""
-    last = len(checksum.blocks) - 1
-    short = len(checksum.blocks) * checksum.block_bytes - checksum.size if last in numbers else 0
+    last = checksum.count - 1
+    short = checksum.count * checksum.block_bytes - checksum.size if last in numbers else 0
     return len(numbers) * checksum.block_bytes - short
 
 
@@ -175,7 +206,7 @@ def _differing(directory: AnyPath, reader: RangeReader, span: _Span, buffer: mem
             hasher.update(chunk)
             position += len(chunk)
         total += end - begin
-        if hasher.hexdigest() != span.checksum.blocks[number]:
+        if hasher.digest() != span.checksum.block(number):
             differing.append(number)
     return differing, total
 
@@ -189,6 +220,6 @@ def differing_line(checksum: FileChecksum, blocks: Numbers) -> str:
     shown = [f"block {number} (from byte {number * checksum.block_bytes})" for number in blocks[:_SHOWN]]
     more = [f"{len(blocks) - _SHOWN} more"] if len(blocks) > _SHOWN else []
     return (
-        f"{checksum.path} does not match its checksum in {len(blocks)} of {len(checksum.blocks)} blocks: "
+        f"{checksum.path} does not match its checksum in {len(blocks)} of {checksum.count} blocks: "
         f"{', '.join(shown + more)}"
     )

@@ -28,44 +28,68 @@ from paddleformers_fc.storage.remote import RemoteStatus
 DEFAULT_BLOCK_BYTES = 4 * 1024 * 1024
 """Default number of bytes that one block checksum covers."""
 
+BLOCK_DIGEST_BYTES = 8
+"""Length of a block checksum."""
 
-class FileChecksum(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One finished file.
+
+class FileRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A file as a manifest lists it.
 
     Attributes:
         path: posix path relative to the checkpoint directory.
         size: length of the file in bytes.
-        digest: xxh3_128 of the block checksums as bytes, most significant first; 32 lower-case hex digits.
-        block_bytes: length in bytes of every block but the last, which may be shorter.
-        blocks: xxh3_64 of every block, 16 lower-case hex digits each. Block ``i`` covers the bytes from
-            ``i * block_bytes`` of the *file*, headers included. An empty file has no block.
+        digest: xxh3_128 of the block checksums, 32 lower-case hex digits.
     """
 
     path: str
     size: int
     digest: str
+
+
+class FileChecksum(FileRecord, frozen=True, forbid_unknown_fields=True):
+    """A finished file with the checksums of its blocks.
+
+    Attributes:
+        block_bytes: length in bytes of every block but the last, which may be shorter.
+        blocks: xxh3_64 of every block, 8 bytes each, most significant first. Block ``i`` covers the bytes from
+            ``i * block_bytes`` of the *file*, headers included. An empty file has no block.
+    """
+
     block_bytes: int
-    blocks: list[str]
+    blocks: bytes
+
+    @property
+    def count(self) -> int:
+        """The number of blocks."""
+        return len(self.blocks) // BLOCK_DIGEST_BYTES
+
+    def block(self, number: int) -> bytes:
+        """Return the checksum of a block."""
+        return self.blocks[number * BLOCK_DIGEST_BYTES : (number + 1) * BLOCK_DIGEST_BYTES]
+
+
+def records_of(checksums: Iterable[FileChecksum]) -> list[FileRecord]:
+    """Return the entries of files in a manifest, in its order."""
+    return [FileRecord(one.path, one.size, one.digest) for one in sorted(checksums, key=lambda one: one.path)]
+
+
+INDEX_NAME = "flex_index.safetensors"
+"""The name of a checkpoint's index, which contains no tensors."""
 
 
 def is_document(path: str) -> bool:
     """Return whether a file of a checkpoint or export holds no tensors, so that it is small and read whole."""
-    return not path.endswith(".safetensors")
+    return not path.endswith(".safetensors") or path == INDEX_NAME
 
 
-def checksum_faults(checksum: FileChecksum) -> Iterator[str]:
+def record_faults(record: FileRecord) -> Iterator[str]:
     """Yield the faults of a record that was read from a disk."""
-    if not _is_plain(checksum.path):
+    if not _is_plain(record.path):
         yield "is not a plain relative path"
-    if checksum.size < 0 or checksum.block_bytes < 1:
-        yield f"has the size {checksum.size} in blocks of {checksum.block_bytes} bytes"
-    elif len(checksum.blocks) != -(-checksum.size // checksum.block_bytes):
-        blocks, size, length = len(checksum.blocks), checksum.size, checksum.block_bytes
-        yield f"has {blocks} block checksums for {size} bytes in blocks of {length}"
-    if not _is_hex(checksum.digest, 32) or not all(_is_hex(block, 16) for block in checksum.blocks):
+    if record.size < 0:
+        yield f"has the size {record.size}"
+    if not is_hex(record.digest, 32):
         yield "has a checksum that is not of the right form"
-    elif checksum.digest != digest_of_blocks(checksum.blocks):
-        yield f"has the digest {checksum.digest}, its blocks have {digest_of_blocks(checksum.blocks)}"
 
 
 def _is_plain(path: str) -> bool:
@@ -73,14 +97,17 @@ def _is_plain(path: str) -> bool:
     return "\0" not in path and "\\" not in path and all(part not in ("", ".", "..") for part in parts)
 
 
-def _is_hex(text: str, length: int) -> bool:
+def is_hex(text: str, length: int) -> bool:
     return len(text) == length and set(text) <= set("0123456789abcdef")
+
+
+MISSING = "is missing"
 
 
 def size_fault(status: os.stat_result | RemoteStatus | None, size: int) -> str:
     """Return how the status of a file contradicts its recorded size; empty if it does not."""
     if status is None:
-        return "is missing"
+        return MISSING
     if isinstance(status, RemoteStatus):
         regular, found = status.kind == "file", status.size
     else:
@@ -101,9 +128,8 @@ def checksum_of(path: str, data: bytes) -> FileChecksum:
     return hasher.file_checksum(path)
 
 
-def digest_of_blocks(blocks: Iterable[str]) -> str:
-    """Return the digest of a file by the checksums of its blocks."""
-    return xxhash.xxh3_128_hexdigest(bytes.fromhex("".join(blocks)))
+digest_of_blocks = xxhash.xxh3_128_hexdigest
+"""Returns the digest of a file by the checksums of its blocks."""
 
 
 class _Block:
@@ -153,7 +179,7 @@ class BlockHasher:
 
     def file_checksum(self, path: str) -> FileChecksum:
         """Return the checksum of the bytes so far as that of a file ``path``; the stream may continue afterwards."""
-        blocks = [self._blocks[number].state.hexdigest() for number in range(len(self._blocks))]
+        blocks = b"".join(self._blocks[number].state.digest() for number in range(len(self._blocks)))
         return FileChecksum(path, self._size, digest_of_blocks(blocks), self._block_bytes, blocks)
 
     def _hash(self, number: int, offset: int, part: memoryview | bytes) -> None:

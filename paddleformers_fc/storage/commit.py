@@ -48,7 +48,7 @@ from paddleformers_fc.storage.files import (
     rename,
     walk_directories,
 )
-from paddleformers_fc.storage.manifest import Manifest, recorded_manifest
+from paddleformers_fc.storage.manifest import Manifest, read_manifest
 from paddleformers_fc.storage.paths import (
     ASIDE,
     REMOVED,
@@ -214,7 +214,7 @@ def _retire(aside: Path, target: Path) -> Path | None:
 def finished(directory: Path) -> Manifest | None:
     """Return the manifest of a finished checkpoint; None for any other directory."""
     try:
-        return recorded_manifest(directory)
+        return read_manifest(directory)
     except CheckpointError:
         return None
 

@@ -8,14 +8,23 @@ Tools that change the directory do not update the file. Every error therefore co
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import msgspec
 import xxhash
 
 from paddleformers_fc.errors import Corrupt, FormatError
 from paddleformers_fc.storage.block_checksums import BlockComparison, compare_blocks
-from paddleformers_fc.storage.checksum import FileChecksum, checksum_faults, digest_of_blocks, is_document, size_fault
+from paddleformers_fc.storage.checksum import (
+    BLOCK_DIGEST_BYTES,
+    FileChecksum,
+    FileRecord,
+    digest_of_blocks,
+    is_document,
+    is_hex,
+    record_faults,
+    size_fault,
+)
 from paddleformers_fc.storage.files import exists, map_paths, stat_path
 from paddleformers_fc.storage.json_io import read_document, read_recorded
 from paddleformers_fc.storage.paths import AnyPath
@@ -25,8 +34,8 @@ CHECKSUMS_NAME = "flex_checksums.json"
 
 FORMAT = "flex_checksums"
 VERSION = 2
-_DIGESTS_OF_BYTES = 1
-"""The version whose digests are xxh3_128 of all bytes of a file; they are replaced by those of the blocks."""
+_READABLE = (1, VERSION)
+"""Version 1 has other digests, which a reader computes from the blocks."""
 MAX_CHECKSUMS_BYTES = 256 * 1024 * 1024
 """The longest file of checksums that is read: that of an export of 50 TB."""
 
@@ -34,12 +43,34 @@ FileChecksums = Mapping[str, FileChecksum]
 """FileChecksums by path relative to the directory."""
 
 
+class _Entry(FileRecord, frozen=True, forbid_unknown_fields=True):
+    """The checksums of one file: those of its blocks have 16 lower-case hex digits each."""
+
+    block_bytes: int
+    blocks: list[str]
+
+    def faults(self) -> Iterator[str]:
+        """Yield what is invalid in an entry that was read from a disk."""
+        yield from record_faults(self)
+        if self.block_bytes < 1 or len(self.blocks) != -(-self.size // self.block_bytes):
+            blocks, size, length = len(self.blocks), self.size, self.block_bytes
+            yield f"has {blocks} block checksums for {size} bytes in blocks of {length}"
+        if not all(is_hex(block, 2 * BLOCK_DIGEST_BYTES) for block in self.blocks):
+            yield "has a block checksum that is not of the right form"
+
+    @property
+    def checksum(self) -> FileChecksum:
+        """The checksums of the file."""
+        blocks = bytes.fromhex("".join(self.blocks))
+        return FileChecksum(self.path, self.size, digest_of_blocks(blocks), self.block_bytes, blocks)
+
+
 class _Checksums(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The document: ``seal`` is xxh3_128 of the encoded checksums."""
 
     format: str = FORMAT
     version: int = VERSION
-    files: list[FileChecksum]
+    files: list[_Entry]
     seal: str
 
 
@@ -48,7 +79,10 @@ _decoder = msgspec.json.Decoder(_Checksums)
 
 def encode_checksums(checksums: Iterable[FileChecksum]) -> bytes:
     """Return the checksum file of an export, of the checksums of all its files."""
-    files = sorted(checksums, key=lambda checksum: checksum.path)
+    files = [
+        _Entry(one.path, one.size, one.digest, one.block_bytes, [one.block(at).hex() for at in range(one.count)])
+        for one in sorted(checksums, key=lambda checksum: checksum.path)
+    ]
     raw = msgspec.json.encode(_Checksums(files=files, seal=_seal(files)))
     return msgspec.json.format(raw, indent=1) + b"\n"
 
@@ -68,7 +102,7 @@ def read_checksums(directory: AnyPath) -> FileChecksums | None:
         document = _decoder.decode(read_document(path, MAX_CHECKSUMS_BYTES))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise _malformed(path, [str(error)]) from error
-    if document.format != FORMAT or document.version not in (_DIGESTS_OF_BYTES, VERSION):
+    if document.format != FORMAT or document.version not in _READABLE:
         raise _malformed(path, [f"format {document.format!r} version {document.version}"])
     if _seal(document.files) != document.seal:
         raise Corrupt(
@@ -77,11 +111,10 @@ def read_checksums(directory: AnyPath) -> FileChecksums | None:
             evidence=[f"recorded {document.seal}, computed {_seal(document.files)}"],
             next_step=restore_or_delete(directory),
         )
-    files = document.files if document.version == VERSION else [*map(_with_digest_of_blocks, document.files)]
-    faults = [f"{one.path!r} {fault}" for one in files for fault in checksum_faults(one)]
+    faults = [f"{one.path!r} {fault}" for one in document.files for fault in one.faults()]
     if faults:
         raise _malformed(path, faults)
-    return {one.path: one for one in files}
+    return {one.path: one.checksum for one in document.files}
 
 
 def verify_export(
@@ -110,9 +143,7 @@ def verify_export(
     sizes = {one.path: fault for one in checked if (fault := size_fault(seen[one.path], one.size))}
     hashed = [one for one in checked if one.path not in sizes and (level == "full" or is_document(one.path))]
     found = (
-        compare_blocks(directory, [(one, range(len(one.blocks))) for one in hashed], threads)
-        if hashed
-        else BlockComparison()
+        compare_blocks(directory, [(one, range(one.count)) for one in hashed], threads) if hashed else BlockComparison()
     )
     faults = [*unlisted, *(f"{name} {fault}" for name, fault in sizes.items()), *found.faults]
     if found.refusal and not faults:
@@ -163,9 +194,5 @@ def _malformed(path: AnyPath, evidence: list[str]) -> FormatError:
     )
 
 
-def _with_digest_of_blocks(checksum: FileChecksum) -> FileChecksum:
-    return msgspec.structs.replace(checksum, digest=digest_of_blocks(checksum.blocks))
-
-
-def _seal(files: list[FileChecksum]) -> str:
+def _seal(files: list[_Entry]) -> str:
     return xxhash.xxh3_128_hexdigest(msgspec.json.encode(files))

@@ -23,7 +23,7 @@ import numpy as np
 
 from paddleformers_fc.errors import Corrupt, FormatError, OptionError, StorageError
 from paddleformers_fc.storage import remote
-from paddleformers_fc.storage.checksum import DEFAULT_BLOCK_BYTES, BlockHasher, FileChecksum
+from paddleformers_fc.storage.checksum import BlockHasher, FileChecksum
 from paddleformers_fc.storage.paths import AnyPath, RemotePath
 from paddleformers_fc.storage.remote import RemoteFile, RemoteStatus
 
@@ -322,15 +322,14 @@ class SequentialWriter:
     Args:
         path: the file; it must not exist. A missing directory between ``root`` and the file is created.
         root: the directory that the checksum's path is relative to. Without it the checksum holds the bare file name.
-        block_bytes: length of a checksum block in bytes.
 
     Raises:
         StorageError: the file exists or cannot be created.
         FormatError: ``path`` is not inside ``root``.
     """
 
-    def __init__(self, path: Path, *, root: Path | None = None, block_bytes: int = DEFAULT_BLOCK_BYTES) -> None:
-        self._hasher = BlockHasher(block_bytes)
+    def __init__(self, path: Path, *, root: Path | None = None) -> None:
+        self._hasher = BlockHasher()
         self._offset = 0
         self._checksum: FileChecksum | None = None
         self._file = RandomAccessWriter(path, root=root)
@@ -364,11 +363,9 @@ class SequentialWriter:
         self._file.abandon()
 
 
-def write_file(
-    path: Path, data: bytes | memoryview, *, root: Path | None = None, block_bytes: int = DEFAULT_BLOCK_BYTES
-) -> FileChecksum:
+def write_file(path: Path, data: bytes | memoryview, *, root: Path | None = None) -> FileChecksum:
     """Write a small file and sync it; see :class:`SequentialWriter` for the arguments and errors."""
-    writer = SequentialWriter(path, root=root, block_bytes=block_bytes)
+    writer = SequentialWriter(path, root=root)
     try:
         writer.write(data)
         return writer.close()
@@ -532,6 +529,20 @@ def list_directory(path: AnyPath) -> Sequence[AnyPath]:
     return []
 
 
+def subdirectories(path: AnyPath) -> Sequence[AnyPath]:
+    """Return the directories in a directory, by name.
+
+    Raises:
+        StorageError: it cannot be listed, or is not a directory.
+    """
+    if isinstance(path, RemotePath):
+        return [one for one in remote.list_remote(path) if is_directory(one)]
+    with _naming("list", path), os.scandir(path) as entries:
+        found = [one for one in entries if one.is_dir(follow_symlinks=False) or one.is_symlink()]
+        # Only a link has to be looked at.
+        return sorted(path / one.name for one in found if not one.is_symlink() or is_directory(path / one.name))
+
+
 def is_directory(path: AnyPath) -> bool:
     """Return whether ``path`` is a directory or a link to one; False if there is no such name.
 
@@ -590,6 +601,15 @@ def stat_path(path: AnyPath) -> os.stat_result | RemoteStatus | None:
         StorageError: it refused to look.
     """
     return remote.stat_remote(path) if isinstance(path, RemotePath) else _stat(path, follow_links=True)
+
+
+def link_status(path: AnyPath) -> os.stat_result | RemoteStatus | None:
+    """Return the status of a name as :func:`stat_path`, that of a link itself if it is one; a store has no links.
+
+    Raises:
+        StorageError: it refused to look.
+    """
+    return remote.stat_remote(path) if isinstance(path, RemotePath) else _stat(path, follow_links=False)
 
 
 def is_link(path: Path) -> bool:

@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from paddleformers_fc.errors import Corrupt, FormatError
-from paddleformers_fc.storage.checksum import BlockHasher, FileChecksum
+from paddleformers_fc.storage.checksum import FileRecord, checksum_of
 from paddleformers_fc.storage.files import open_regular, read_range
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.storage.remote import RESTORE_FILE
@@ -60,7 +60,7 @@ def read_document(path: AnyPath, most: int = MAX_DOCUMENT_BYTES) -> bytes:
         return read_range(file, 0, file.size)
 
 
-def read_recorded(directory: AnyPath, checksum: FileChecksum, most: int, next_step: str) -> bytes:
+def read_recorded(directory: AnyPath, checksum: FileRecord, most: int, next_step: str) -> bytes:
     """Return all bytes of a small file after comparing them with its recorded checksum.
 
     Args:
@@ -76,9 +76,7 @@ def read_recorded(directory: AnyPath, checksum: FileChecksum, most: int, next_st
     """
     path = directory / checksum.path
     raw = read_document(path, most)
-    hasher = BlockHasher(checksum.block_bytes)
-    hasher.update(raw)
-    digest = hasher.file_checksum(checksum.path).digest
+    digest = checksum_of(checksum.path, raw).digest
     if (len(raw), digest) != (checksum.size, checksum.digest):
         raise Corrupt(
             f"{path} does not match its checksum.",

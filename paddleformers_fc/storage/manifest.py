@@ -1,8 +1,8 @@
 """``flex_checkpoint.json``: the content of a finished checkpoint, and its verification.
 
 The manifest is written last. A directory without one is not a checkpoint. It lists every file with its size and
-checksums: a missing, truncated, exchanged or altered file is found before a model reads it. The manifest also carries a
-checksum of itself.
+digest: a missing, truncated, exchanged or altered file is found before a model reads it. One of the files is the index,
+with the checksums of blocks and the places of tensors (``formats.index``). The manifest has a checksum of itself.
 
 Reading is strict: another version, an unknown field and a path that leaves the directory are refused. A newer writer
 may add fields that this version ignores (:func:`.json_io.ignored_extensions`). Verification has three levels. ``off``
@@ -16,28 +16,33 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator
+import stat
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
+from types import MappingProxyType
 
 import msgspec
 import xxhash
 
 from paddleformers_fc.errors import CheckpointError, Corrupt, Diverged, FormatError, NotACheckpoint, OptionError
-from paddleformers_fc.storage.block_checksums import BlockComparison, compare_blocks
-from paddleformers_fc.storage.checksum import FileChecksum, checksum_faults, is_document, size_fault
+from paddleformers_fc.storage.block_checksums import compare_blocks, compare_documents
+from paddleformers_fc.storage.checksum import FileChecksum, FileRecord, is_document, record_faults, size_fault
 from paddleformers_fc.storage.files import (
     fsync_directory,
     is_directory,
     is_link,
+    link_status,
     list_directory,
     map_paths,
     remove_file,
     rename,
     stat_path,
+    subdirectories,
     write_file,
 )
 from paddleformers_fc.storage.json_io import ignored_extensions, read_document, read_recorded
-from paddleformers_fc.storage.paths import ASIDE, AnyPath, RemotePath, parse_hidden, parse_step
+from paddleformers_fc.storage.paths import ASIDE, AnyPath, parse_hidden, parse_step
+from paddleformers_fc.storage.remote import RemoteStatus
 from paddleformers_fc.storage.staging_lock import LOCK_NAME
 
 __all__ = [
@@ -84,12 +89,16 @@ _RESERVED = frozenset({MANIFEST_NAME, _PARTIAL_NAME, LOCK_NAME})
 TRAINER_DIRECTORY = "trainer"
 """The directory of a checkpoint that contains the state of a Trainer."""
 
+Status = os.stat_result | RemoteStatus
+
 _SHARD_FILE = re.compile(r"rank-([0-9]+)(-[0-9]+)?\.safetensors")
 """The names of files with tensors, in the directories of all roles."""
 _GENERATORS = re.compile(rf"{TRAINER_DIRECTORY}/rng-([0-9]{{5,9}})\.json")
 _END = b"\n"
 """The last byte of a manifest, after the JSON, so that every truncation is detected."""
 _ANOTHER = "The manifest was damaged or edited. Restore it or use another checkpoint."
+_OUTSIDE = "is reached through a link that leaves the checkpoint"
+_NO_CHECKSUMS: Mapping[str, FileChecksum] = MappingProxyType({})
 RESTORE = "Restore these files or use another checkpoint."
 """The advice for files that are not what was written."""
 
@@ -183,7 +192,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     world_size: int
     parallel: dict[str, int]
     family: str
-    files: list[FileChecksum]
+    files: list[FileRecord]
     differing_replicas: list[str] | msgspec.UnsetType = msgspec.UNSET
     diverged_ties: list[DivergedTie] | msgspec.UnsetType = msgspec.UNSET
     run: RunRecord | msgspec.UnsetType = msgspec.UNSET
@@ -209,8 +218,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         """Tied tensors whose copies differ; empty where all are equal."""
         return [] if isinstance(self.diverged_ties, msgspec.UnsetType) else self.diverged_ties
 
-    def checksum_of(self, name: str) -> FileChecksum | None:
-        """Return the checksum of a file by its path; None if the manifest does not list it."""
+    def record_of(self, name: str) -> FileRecord | None:
+        """Return the record of a file by its path; None if the manifest does not list it."""
         return next((one for one in self.files if one.path == name), None)
 
 
@@ -233,27 +242,7 @@ _heads = msgspec.json.Decoder(_Head)
 
 
 def read_manifest(directory: AnyPath) -> Manifest:
-    """Read and validate the manifest of a checkpoint whose files are going to be read.
-
-    Args:
-        directory: ``checkpoint-N``.
-
-    Raises:
-        FormatError: as :func:`recorded_manifest`, or a link that leaves the directory.
-        CheckpointError, StorageError: as :func:`recorded_manifest`.
-    """
-    manifest = recorded_manifest(directory)
-    _refuse_listed(directory / MANIFEST_NAME, list(_escapes(directory, manifest).values()))
-    return manifest
-
-
-def _refuse_listed(path: AnyPath, faults: list[str]) -> None:
-    if faults:
-        raise FormatError(f"{path} lists invalid files.", where=str(path), evidence=faults, next_step=_ANOTHER)
-
-
-def recorded_manifest(directory: AnyPath) -> Manifest:
-    """Read and validate the manifest of a checkpoint without a look at its files.
+    """Read and validate the manifest of a checkpoint, without a look at its files.
 
     Args:
         directory: ``checkpoint-N``.
@@ -285,7 +274,9 @@ def recorded_manifest(directory: AnyPath) -> Manifest:
             evidence=[f"recorded {sealed.seal}, computed {seal}"],
             next_step=_ANOTHER,
         )
-    _refuse_listed(path, _faults(manifest))
+    faults = _faults(manifest)
+    if faults:
+        raise FormatError(f"{path} lists invalid files.", where=str(path), evidence=faults, next_step=_ANOTHER)
     if not raw.endswith(_END):
         # The JSON is complete, but the file is not what was written.
         raise Corrupt(f"{path} is truncated: its last byte is missing.", where=str(path), next_step=_ANOTHER)
@@ -342,15 +333,26 @@ def read_listed(directory: AnyPath, manifest: Manifest, name: str, most: int | N
         FormatError: it is longer than the bound, or not a regular file.
         StorageError: it cannot be read.
     """
-    checksum = manifest.checksum_of(name)
-    if checksum is None:
+    record = require_record(directory, manifest, name)
+    refuse_outside(directory, record)
+    return read_recorded(directory, record, record.size if most is None else most, RESTORE)
+
+
+def require_record(directory: AnyPath, manifest: Manifest, name: str) -> FileRecord:
+    """Return the record of a file that a checkpoint must have.
+
+    Raises:
+        Corrupt: the manifest does not list it, so that its content is not checked.
+    """
+    record = manifest.record_of(name)
+    if record is None:
         raise Corrupt(
             f"{directory} is a checkpoint without {name}.",
             where=str(directory),
             evidence=[f"the manifest does not list {name}"],
             next_step="Use another checkpoint.",
         )
-    return read_recorded(directory, checksum, checksum.size if most is None else most, RESTORE)
+    return record
 
 
 def verify_files(
@@ -360,6 +362,8 @@ def verify_files(
     *,
     threads: int = 4,
     documents: Collection[str] | None = None,
+    recorded: Mapping[str, FileChecksum] = _NO_CHECKSUMS,
+    around: Surroundings | None = None,
 ) -> None:
     """Check the files of a checkpoint against its manifest.
 
@@ -371,6 +375,8 @@ def verify_files(
             the checksums of all bytes.
         threads: how many threads read and hash.
         documents: under ``"size"`` the paths of the documents whose checksums are compared; None for all of them.
+        recorded: the checksums of blocks, by path: a damaged file of these is reported with its damaged blocks.
+        around: looks at the files.
 
     Raises:
         Corrupt: with every fault of the checkpoint as evidence.
@@ -380,17 +386,16 @@ def verify_files(
     refuse_level(level)
     if level == "off":
         return
-    faulty = _file_faults(directory, manifest)
-    strangers = _extra_files(directory, manifest)
+    faulty = (around or Surroundings(directory)).faults(manifest.files)
+    strangers = extra_files(directory, manifest)
     faults = [*faulty.values(), *strangers]
     hashed = [one for one in manifest.files if one.path not in faulty and (level == "full" or is_document(one.path))]
     if level == "size" and documents is not None:
         hashed = [one for one in hashed if one.path in documents]
-    found = (
-        compare_blocks(directory, [(one, range(len(one.blocks))) for one in hashed], threads)
-        if hashed
-        else BlockComparison()
-    )
+    found = compare_documents(directory, [one for one in hashed if is_document(one.path) or one.path not in recorded])
+    blocks = [recorded[one.path] for one in hashed if not is_document(one.path) and one.path in recorded]
+    if blocks:
+        found.add(compare_blocks(directory, [(one, range(one.count)) for one in blocks], threads))
     if found.refusal and not (faults or found.faults):
         raise found.refusal
     faults += found.evidence
@@ -399,8 +404,20 @@ def verify_files(
             f"{directory} is damaged: {len(faults)} {'fault' if len(faults) == 1 else 'faults'} found.",
             where=str(directory),
             evidence=faults,
-            next_step=_repair_advice(bool(strangers), len(faults) > len(strangers)),
+            next_step=repair_advice(bool(strangers), len(faults) > len(strangers)),
         )
+
+
+def refuse_outside(directory: AnyPath, record: FileRecord) -> None:
+    """Refuse a file that a link leads out of the directory to.
+
+    Raises:
+        FormatError: it is outside.
+        StorageError: the operating system refused to look.
+    """
+    if Surroundings(directory).look_at(record)[1] == _OUTSIDE:
+        path = directory / record.path
+        raise FormatError(f"{path} {_OUTSIDE}.", where=str(path), next_step=RESTORE)
 
 
 def refuse_level(level: str) -> None:
@@ -417,7 +434,7 @@ def refuse_level(level: str) -> None:
         )
 
 
-def _repair_advice(strangers: bool, damaged: bool) -> str:
+def repair_advice(strangers: bool, damaged: bool) -> str:
     """Return the advice for files that do not belong to a checkpoint, and for its damaged files."""
     if not strangers:
         return RESTORE
@@ -590,7 +607,7 @@ def _faults(manifest: Manifest) -> list[str]:
             faults.append(f"{name} is {getattr(manifest, name)}")
     seen: set[str] = set()
     for checksum in manifest.files:
-        faults.extend(f"{checksum.path!r} {fault}" for fault in (*checksum_faults(checksum), *_reserved(checksum)))
+        faults.extend(f"{checksum.path!r} {fault}" for fault in (*record_faults(checksum), *_reserved(checksum)))
         if checksum.path in seen:
             faults.append(f"{checksum.path!r} is listed twice")
         seen.add(checksum.path)
@@ -611,45 +628,59 @@ def _rank_faults(manifest: Manifest) -> Iterator[str]:
         yield f"random generators of {len(stored)} ranks are listed, and {ranks}"
 
 
-def _reserved(checksum: FileChecksum) -> Iterator[str]:
+def _reserved(checksum: FileRecord) -> Iterator[str]:
     if checksum.path in _RESERVED:
         yield "is a name that the format keeps for itself"
 
 
-def _escapes(directory: AnyPath, manifest: Manifest) -> dict[str, str]:
-    """Return the fault of every file that a link leads out of the directory, by path. A store has no links."""
-    if isinstance(directory, RemotePath):
-        return {}
-    root = os.path.realpath(directory)
-    parents = {PurePosixPath(checksum.path).parent for checksum in manifest.files}
-    outside = {parent for parent in parents if not _is_within(root, os.path.realpath(directory / parent))}
-    return {
-        checksum.path: f"{checksum.path} is reached through a link that leaves the checkpoint"
-        for checksum in manifest.files
-        if PurePosixPath(checksum.path).parent in outside or _link_leaves(root, directory / checksum.path)
-    }
+class Surroundings:
+    """Looks at files of a checkpoint, and at the links that lead to them. A store has no links.
+
+    Args:
+        directory: ``checkpoint-N``.
+
+    Attributes:
+        seen: the last status of every file that was looked at, by path relative to the directory.
+    """
+
+    def __init__(self, directory: AnyPath) -> None:
+        self.seen: dict[str, Status] = {}
+        self._directory = directory
+        self._leaves: dict[PurePosixPath, bool] = {}
+
+    def look_at(self, record: FileRecord) -> tuple[Status | None, str]:
+        """Return the status of a file, and the fault that can be detected without reading it; empty if there is none.
+
+        Raises:
+            StorageError: the operating system refused to look.
+        """
+        path, name = self._directory / record.path, PurePosixPath(record.path)
+        status = link_status(path)
+        is_linked = isinstance(status, os.stat_result) and stat.S_ISLNK(status.st_mode)
+        if (is_linked and self._link_leaves(name)) or any(map(self._parent_leaves, name.parents[:-1])):
+            return None, _OUTSIDE
+        status = stat_path(path) if is_linked else status
+        if status is not None:
+            self.seen[record.path] = status
+        return status, size_fault(status, record.size)
+
+    def faults(self, records: Collection[FileRecord]) -> dict[str, str]:
+        """Return the faults of files that can be detected without reading them, by path; errors as :meth:`look_at`."""
+        found = map_paths(lambda one: self.look_at(one)[1], records, self._directory)
+        return {one.path: f"{one.path} {fault}" for one, fault in zip(records, found, strict=True) if fault}
+
+    def _parent_leaves(self, name: PurePosixPath) -> bool:
+        if name not in self._leaves:
+            path = self._directory / str(name)
+            self._leaves[name] = isinstance(path, Path) and is_link(path) and self._link_leaves(name)
+        return self._leaves[name]
+
+    def _link_leaves(self, name: PurePosixPath) -> bool:
+        root, path = os.path.realpath(str(self._directory)), os.path.realpath(str(self._directory / str(name)))
+        return path != root and not path.startswith(root.rstrip("/") + "/")
 
 
-def _link_leaves(root: str, path: Path) -> bool:
-    return is_link(path) and not _is_within(root, os.path.realpath(path))
-
-
-def _is_within(root: str, path: str) -> bool:
-    return path == root or path.startswith(root.rstrip("/") + "/")
-
-
-def _file_faults(directory: AnyPath, manifest: Manifest) -> dict[str, str]:
-    """Return the faults of files that can be detected without reading them, by path."""
-    faults = _escapes(directory, manifest)
-    seen = map_paths(stat_path, (directory / checksum.path for checksum in manifest.files), directory)
-    for checksum, status in zip(manifest.files, seen, strict=True):
-        fault = size_fault(status, checksum.size)
-        if fault and checksum.path not in faults:
-            faults[checksum.path] = f"{checksum.path} {fault}"
-    return faults
-
-
-def _extra_files(directory: AnyPath, manifest: Manifest) -> list[str]:
+def extra_files(directory: AnyPath, manifest: Manifest) -> list[str]:
     """Return files of a save that the manifest does not list: remains of another save.
 
     These are files with tensors where others are listed, or whose name is that of a rank, and states of a Trainer.
@@ -657,10 +688,9 @@ def _extra_files(directory: AnyPath, manifest: Manifest) -> list[str]:
     listed = {checksum.path for checksum in manifest.files}
     own = {(PurePosixPath(path).parent.name, ".safetensors") for path in listed if path.endswith(".safetensors")}
     own.add((TRAINER_DIRECTORY, ".json"))
-    inside = [one for one in list_directory(directory) if one.name not in listed and is_directory(one)]
     names = [
         f"{folder.name}/{path.name}"
-        for folder in inside
+        for folder in subdirectories(directory)
         for path in list_directory(folder)
         if (folder.name, path.suffix) in own or _SHARD_FILE.fullmatch(path.name)
     ]

@@ -78,7 +78,7 @@ def identities_of(paths: Iterable[AnyPath]) -> dict[AnyPath, Identity]:
     """
     paths = list(paths)
     found = zip(paths, map_paths(stat_path, paths, paths[0]), strict=True) if paths else ()
-    return {path: _identity(status) for path, status in found if status is not None}
+    return {path: identity_of(status) for path, status in found if status is not None}
 
 
 def stored_identities(identities: Identities) -> dict[AnyPath, Identity]:
@@ -115,8 +115,8 @@ def refuse_replaced(file: OpenFile | RemoteFile, identities: Identities) -> None
     """
     expected = identities.get(file.path)
     found = file.status if isinstance(file, RemoteFile) else os.fstat(file.descriptor)
-    if expected is not None and _identity(found) != expected:
-        raise _replaced(file.path)
+    if expected is not None and identity_of(found) != expected:
+        raise replaced(file.path)
 
 
 def refuse_replaced_meanwhile(paths: Iterable[AnyPath], identities: Identities) -> None:
@@ -129,10 +129,11 @@ def refuse_replaced_meanwhile(paths: Iterable[AnyPath], identities: Identities) 
     read = [path for path in paths if isinstance(path, RemotePath) and path in identities]
     for path, status in zip(read, map_paths(stat_path, read, read[0]) if read else (), strict=True):
         if status != identities[path]:
-            raise _replaced(path)
+            raise replaced(path)
 
 
-def _replaced(path: AnyPath) -> Corrupt:
+def replaced(path: AnyPath) -> Corrupt:
+    """Return the error for a file that is no longer the one that was checked."""
     return Corrupt(
         f"{path} was replaced or changed after it was checked.",
         where=str(path),
@@ -140,7 +141,8 @@ def _replaced(path: AnyPath) -> Corrupt:
     )
 
 
-def _identity(status: os.stat_result | RemoteStatus) -> Identity:
+def identity_of(status: os.stat_result | RemoteStatus) -> Identity:
+    """Return the identity of a file by its status."""
     if isinstance(status, RemoteStatus):
         return status
     return FileIdentity(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)

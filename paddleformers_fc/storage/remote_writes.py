@@ -207,7 +207,7 @@ def compare_uploaded(directory: RemotePath, checksums: Sequence[FileChecksum]) -
         for one, found in zip(checksums, status, strict=True)
         if (fault := size_fault(found, one.size))
     ]
-    found = compare_blocks(directory, [(one, range(len(one.blocks))) for one in checksums], AT_ONCE // 4)
+    found = compare_blocks(directory, [(one, range(one.count)) for one in checksums], AT_ONCE // 4)
     if found.refusal and not sizes and not found.faults:
         raise found.refusal
     faults = sizes or found.faults

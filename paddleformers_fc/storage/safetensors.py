@@ -34,7 +34,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from paddleformers_fc.errors import Corrupt, FormatError
-from paddleformers_fc.storage.checksum import DEFAULT_BLOCK_BYTES, FileChecksum
+from paddleformers_fc.storage.checksum import FileChecksum
 from paddleformers_fc.storage.dtypes import CODES, item_size
 from paddleformers_fc.storage.files import (
     RandomAccessWriter,
@@ -125,30 +125,42 @@ def read_header(path: AnyPath) -> Header:
         StorageError: the operating system refused to open or read it.
     """
     with open_regular(path) as file:
-        if file.size < _LENGTH_BYTES:
-            raise Corrupt(
-                f"{path} is truncated: {file.size} bytes cannot hold a safetensors header.",
-                where=str(path),
-                next_step=_RESTORE,
-            )
         first = read_range(file, 0, min(file.size, _FIRST_BYTES))
-        (length,) = struct.unpack_from("<Q", first)
-        if length > MAX_HEADER_BYTES:
-            _reject(path, f"its header claims {length} bytes, and at most {MAX_HEADER_BYTES} are allowed")
-        data_begin = _LENGTH_BYTES + length
-        if data_begin > file.size:
-            raise Corrupt(
-                f"{path} is truncated inside its header.",
-                where=str(path),
-                evidence=[f"header ends at byte {data_begin}, file ends at byte {file.size}"],
-                next_step=_RESTORE,
-            )
+        data_begin = _header_end(path, first, file.size)
         known = first[_LENGTH_BYTES:data_begin]
-        raw = bytearray(length)
+        raw = bytearray(data_begin - _LENGTH_BYTES)
         raw[: len(known)] = known
-        if len(known) < length:
+        if len(known) < len(raw):
             read_into(file, len(first), memoryview(raw)[len(known) :])
         return _parse(path, raw, data_begin, file.size)
+
+
+def parse_header(path: AnyPath, data: bytes) -> Header:
+    """Return the header of a file that was read whole; arguments and errors are those of :func:`read_header`."""
+    data_begin = _header_end(path, data, len(data))
+    return _parse(path, bytearray(data[_LENGTH_BYTES:data_begin]), data_begin, len(data))
+
+
+def _header_end(path: AnyPath, first: bytes, size: int) -> int:
+    """Return the offset behind the header of a file, by its first bytes and its size."""
+    if size < _LENGTH_BYTES:
+        raise Corrupt(
+            f"{path} is truncated: {size} bytes cannot hold a safetensors header.",
+            where=str(path),
+            next_step=_RESTORE,
+        )
+    (length,) = struct.unpack_from("<Q", first)
+    if length > MAX_HEADER_BYTES:
+        _reject(path, f"its header claims {length} bytes, and at most {MAX_HEADER_BYTES} are allowed")
+    end: int = _LENGTH_BYTES + length
+    if end > size:
+        raise Corrupt(
+            f"{path} is truncated inside its header.",
+            where=str(path),
+            evidence=[f"header ends at byte {end}, file ends at byte {size}"],
+            next_step=_RESTORE,
+        )
+    return end
 
 
 @dataclass(frozen=True)
@@ -194,24 +206,16 @@ class SequentialTensorWriter:
         path: the file; it must not exist. A missing directory between ``root`` and the file is created.
         layout: its future content, from :func:`layout_file`.
         root: the directory that the checksum's path is relative to. Without it the checksum holds the bare file name.
-        block_bytes: length of a checksum block in bytes.
 
     Raises:
         StorageError: the file exists or cannot be written.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        layout: FileLayout,
-        *,
-        root: Path | None = None,
-        block_bytes: int = DEFAULT_BLOCK_BYTES,
-    ) -> None:
+    def __init__(self, path: Path, layout: FileLayout, *, root: Path | None = None) -> None:
         self._path = path
         self._names, self._sizes = layout.names, layout.sizes
         self._next = 0
-        self._file = SequentialWriter(path, root=root, block_bytes=block_bytes)
+        self._file = SequentialWriter(path, root=root)
         try:
             self._file.write(layout.header)
         except BaseException:

@@ -35,9 +35,9 @@ from paddleformers_fc.execute.memory import host_pieces
 from paddleformers_fc.families.description import Base
 from paddleformers_fc.formats.huggingface import open_huggingface
 from paddleformers_fc.layout.roles import MODEL_STATE
-from paddleformers_fc.storage.checksum import BlockHasher
+from paddleformers_fc.storage.block_checksums import digest_of
 from paddleformers_fc.storage.paths import AnyPath
-from paddleformers_fc.storage.ranges import Identities, RangeReader, identities_of, stored_identities
+from paddleformers_fc.storage.ranges import Identities, identities_of, stored_identities
 from paddleformers_fc.text import count_text
 from paddleformers_fc.trainer import description, dist_tensors, live_roles, optimizers
 from paddleformers_fc.trainer.description import describe_model
@@ -147,20 +147,11 @@ def _file_digests(source: _Source, channel: Channel) -> dict[str, str]:
 
     def read() -> _Digests:
         recorded = opened.recorded
-        with RangeReader() as reader:
-            found = {name: recorded[name].digest if name in recorded else hashed(reader, name) for name in mine}
+        found = {name: recorded[name].digest if name in recorded else digest_of(directory / name) for name in mine}
         # After the files were hashed, so that one that was replaced meanwhile is noticed too.
         return _Digests(
             found, identities_of(directory / name for name in opened.files) == stored_identities(source.identities)
         )
-
-    def hashed(reader: RangeReader, name: str) -> str:
-        hasher, buffer, size = BlockHasher(), memoryview(bytearray(_READ_BYTES)), opened.file_sizes[name]
-        for begin in range(0, size, _READ_BYTES):
-            chunk = buffer[: min(_READ_BYTES, size - begin)]
-            reader.read_into(directory / name, begin, chunk)
-            hasher.update(chunk)
-        return hasher.file_checksum(name).digest
 
     everyone = all_gather_checked(channel, "hashing the base of the adapters", read, _Digests)
     if not all(one.same for one in everyone):

@@ -478,7 +478,7 @@ def file_changes(manifest: Manifest, files: Mapping[str, bytes]) -> list[Change]
     changes = []
     # The record of another format lists no files.
     for path, content in sorted(files.items()) if manifest.files else ():
-        checksum, digest = manifest.checksum_of(path), checksum_of(path, content).digest
+        checksum, digest = manifest.record_of(path), checksum_of(path, content).digest
         if checksum is None or checksum.digest != digest:
             saved = ABSENT if checksum is None else checksum.digest[:12]
             changes.append(Change(path, saved, digest[:12]))

@@ -14,9 +14,8 @@ from typing import Any
 from paddleformers_fc.cli.main import main
 from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoint
 from paddleformers_fc.families import ModelDescription
-from paddleformers_fc.storage.checksum import BlockHasher
-from paddleformers_fc.storage.manifest import MANIFEST_NAME, Manifest, read_manifest, write_manifest
 from tests.execute.simulated import CONFIG, Arrays, live, succeed
+from tests.harness.sealing import reseal
 
 STEP = 3
 
@@ -68,14 +67,7 @@ def save(
 
 def seal(checkpoint: Path, block_bytes: int = 1 << 20) -> None:
     """Write the manifest again for the present files, with checksum blocks of this length."""
-    manifest = read_manifest(checkpoint)
-    checksums = []
-    for path in sorted(path for path in checkpoint.rglob("*") if path.is_file() and path.name != MANIFEST_NAME):
-        hasher = BlockHasher(block_bytes)
-        hasher.update(path.read_bytes())
-        checksums.append(hasher.file_checksum(path.relative_to(checkpoint).as_posix()))
-    fields = {name: getattr(manifest, name) for name in Manifest.__struct_fields__}
-    write_manifest(checkpoint, Manifest(**{**fields, "files": checksums}))
+    reseal(checkpoint, block_bytes)
 
 
 def alter(path: Path) -> None:

@@ -139,7 +139,7 @@ def test_documents_of_the_source_are_in_the_target(tmp_path: Path) -> None:
     assert outcome.code == 0, outcome.err
     files = {path.name for path in (tmp_path / "flex").iterdir()}
     expected = {"chat_template.jinja", "config.json", "mapping.json", "model_state", "tokenizer.json"}
-    assert files == expected | {"flex_checkpoint.json"}
+    assert files == expected | {"flex_checkpoint.json", "flex_index.safetensors"}
     assert "converted: open weights (Hugging Face) to flex checkpoint, " in outcome.out
 
 

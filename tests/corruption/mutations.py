@@ -20,6 +20,7 @@ from paddleformers_fc.distributed.channel import Channel
 from paddleformers_fc.errors import FlexError
 from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoint
 from paddleformers_fc.formats.flex import open_flex
+from paddleformers_fc.storage.checksum import INDEX_NAME, is_document
 from paddleformers_fc.storage.manifest import MANIFEST_NAME
 from tests.execute.simulated import CONFIG, MODEL, Arrays, canonical, live, succeed
 
@@ -135,7 +136,7 @@ def _write(directory: Path, change: dict[str, bytes | None]) -> None:
 
 def _mutations(chance: random.Random, files: Files, stale: Files, count: int) -> Iterator[Mutation]:
     names = sorted(files)
-    weights = [name for name in names if name.endswith(".safetensors")]
+    weights = [name for name in names if not is_document(name)]
     draw: list[Callable[[], Mutation | None]] = [
         lambda: _flipped(chance, "bit flips in tensors", weights, files, _data_begin),
         lambda: _flipped(chance, "bit flips in headers", weights, files, lambda _: 0, _data_begin),
@@ -147,6 +148,7 @@ def _mutations(chance: random.Random, files: Files, stale: Files, count: int) ->
         lambda: _stale(chance, names, files, stale),
         lambda: _missing(chance, names),
         lambda: _extra(chance, files, stale, weights),
+        lambda: _flipped(chance, "bit flips in the index", [INDEX_NAME], files, lambda _: 0),
     ]
     done = 0
     while done < count:

@@ -17,13 +17,15 @@ from paddleformers_fc.execute.opening import check_complete
 from paddleformers_fc.families.stated import decode_mapping
 from paddleformers_fc.formats.flex import open_flex
 from paddleformers_fc.formats.huggingface import open_huggingface
-from paddleformers_fc.layout.shard_json import decode_shards
+from paddleformers_fc.formats.index import decode_index
 from paddleformers_fc.plan.sources import stored_mapping
+from paddleformers_fc.storage.checksum import INDEX_NAME
 from paddleformers_fc.storage.json_io import MAX_DEPTH, MAX_DIGITS, MAX_DOCUMENT_BYTES, parse_json
 from paddleformers_fc.storage.manifest import MANIFEST_NAME, read_manifest, write_manifest
 from paddleformers_fc.storage.pickles import MAX_PROGRAM_BYTES, read_pickle
 from tests.corruption import hostile, mutations
 from tests.corruption.guarantees import bound
+from tests.harness.sealing import sealed
 from tests.storage.test_pickles import hostile as hostile_pickles
 
 SEED = int(os.environ.get("FLEX_HOSTILE_SEED", "1"))
@@ -140,7 +142,7 @@ json_values = st.recursive(
 def test_any_bytes_are_refused_or_read(raw: bytes) -> None:
     for read in (
         lambda: decode_mapping(raw, "mapping.json"),
-        lambda: decode_shards(raw.decode("utf-8", "surrogateescape"), {}, "rank-00000.safetensors"),
+        lambda: decode_index(raw, [], Path(INDEX_NAME)),
     ):
         try:
             read()
@@ -161,14 +163,14 @@ OUTSIDE = (
 def test_a_manifest_cannot_name_a_file_outside_its_directory(name: str, place: Path) -> None:
     manifest = read_manifest(place)
     one = manifest.files[0]
-    forged = type(one)(name, one.size, one.digest, one.block_bytes, one.blocks)
+    forged = type(one)(name, one.size, one.digest)
     changed = msgspec.structs.replace(manifest, files=[*manifest.files, forged])
     original = (place / MANIFEST_NAME).read_bytes()
     with pytest.raises(FormatError, match="invalid files"):
         write_manifest(place, changed)
     assert (place / MANIFEST_NAME).read_bytes() == original
     # As somebody would write it who does not ask.
-    (place / MANIFEST_NAME).write_bytes(hostile.sealed(changed))
+    (place / MANIFEST_NAME).write_bytes(sealed(changed))
     try:
         with pytest.raises(FormatError, match="lists invalid files"):
             open_flex(place, "off")
@@ -180,7 +182,7 @@ def test_a_manifest_cannot_name_a_file_outside_its_directory(name: str, place: P
 def test_a_file_that_the_manifest_does_not_list_is_not_read(name: str, place: Path) -> None:
     manifest, original = read_manifest(place), (place / MANIFEST_NAME).read_bytes()
     files = [one for one in manifest.files if one.path != name]
-    (place / MANIFEST_NAME).write_bytes(hostile.sealed(msgspec.structs.replace(manifest, files=files)))
+    (place / MANIFEST_NAME).write_bytes(sealed(msgspec.structs.replace(manifest, files=files)))
     try:
         with pytest.raises(Corrupt, match=f"without {name}"):
             open_flex(place)

@@ -43,6 +43,7 @@ from paddleformers_fc.families import ModelDescription, family_for
 from paddleformers_fc.layout.grid import parse_grid
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.plan.simulate import SimulatedModel, declared_model
+from paddleformers_fc.storage.checksum import INDEX_NAME
 from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
 from paddleformers_fc.storage.leftovers import leftovers
 from paddleformers_fc.storage.manifest import newest_checkpoint, read_manifest, verify_files
@@ -182,7 +183,7 @@ def whole(checkpoint: Path) -> int:
     for checksum in manifest.files:
         path = checkpoint / checksum.path
         data = path.read_bytes()
-        if path.suffix == ".safetensors":
+        if path.suffix == ".safetensors" and path.name != INDEX_NAME:
             for name, entry in read_header(path).tensors.items():
                 numbers = np.frombuffer(
                     data,

@@ -110,7 +110,14 @@ def test_every_disk_gets_the_files_of_its_ranks_and_all_that_is_small(
         sum(one.size for one in manifests[0].files),
     )
     listed = {checksum.path for checksum in manifests[0].files}
-    small = {"config.json", "mapping.json", "trainer/state.json", "tokenizer/a.txt", "trainer/rng-00000.json"}
+    small = {
+        "config.json",
+        "mapping.json",
+        "flex_index.safetensors",
+        "trainer/state.json",
+        "tokenizer/a.txt",
+        "trainer/rng-00000.json",
+    }
     assert set().union(*map(files_in, places)) == listed | {"flex_checkpoint.json"}
     for place in set(places):
         own = [rank for rank, other in enumerate(places) if other == place]

@@ -75,7 +75,7 @@ def test_open_weights_are_read_once_and_cast_by_the_ranks_that_want_them(tmp_pat
             roles = live(ARRAYS, 1, channel.rank, empty=True)["model_state"]
             for weight in roles.values():
                 weight.local_tensor = weight.local_tensor.astype("float64")
-            report = load_weights(tmp_path / "hf", {"model_state": roles}, MODEL, channel, options)
+            report = load_weights(tmp_path / "hf", {"model_state": roles}, MODEL, channel, options, "size")
             for name, weight in live(ARRAYS, 1, channel.rank)["model_state"].items():
                 assert (roles[name].local_tensor == weight.local_tensor.astype("float64")).all()
             return report

@@ -283,19 +283,22 @@ def test_a_damaged_file_is_named_on_every_rank(tmp_path: Path, damage: str) -> N
 
 
 @pytest.mark.parametrize("verify", ["off", "size", "full"])
-def test_a_file_that_is_replaced_between_check_and_read_is_refused(tmp_path: Path, verify: str) -> None:
+@pytest.mark.parametrize("what", ["", "model_state/rank-00000.safetensors"], ids=["checkpoint", "file"])
+def test_what_is_replaced_between_check_and_read_is_refused(tmp_path: Path, verify: str, what: str) -> None:
     save(tmp_path / "checkpoint-3", ARRAYS, 1, 1)
     save(tmp_path / "checkpoint-4", canonical(seed=1), 1, 1)
 
     def work(channel: Any) -> None:
         checkpoint = open_on_all_ranks(tmp_path / "checkpoint-3", channel, verify)
-        other = tmp_path / "checkpoint-4/model_state/rank-00000.safetensors"
-        other.rename(tmp_path / "checkpoint-3/model_state/rank-00000.safetensors")
+        if verify == "off" and what:
+            checkpoint.catalog.identities[tmp_path / "checkpoint-3" / what]  # Its header is compared.
+        (tmp_path / "checkpoint-3" / what).rename(tmp_path / "away")
+        (tmp_path / "checkpoint-4" / what).rename(tmp_path / "checkpoint-3" / what)
         load_checkpoint(checkpoint, live(ARRAYS, 1, 0, empty=True), MODEL, channel)
 
     (error,) = job(1, work)
     assert isinstance(error, Corrupt)
-    assert "rank-00000.safetensors was replaced or changed after it was checked" in str(error)
+    assert f"{what or 'flex_checkpoint.json'} was replaced or changed after it was checked" in str(error)
 
 
 def test_a_model_of_another_family_is_reported_before_its_consequences(tmp_path: Path) -> None:

@@ -77,18 +77,18 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def recorded_blocks(compared: int = 0) -> RecordedBlocks:
+def recorded_blocks() -> RecordedBlocks:
     hasher = BlockHasher(BLOCK)
     hasher.update(NUMBERS.tobytes())
-    return RecordedBlocks({FILE: hasher.file_checksum(FILE)}, {FILE: compared}, "Use another one.")
+    return RecordedBlocks({FILE: hasher.file_checksum(FILE)}, "Use another one.")
 
 
 def read(
-    root: Path, reads: Sequence[Items], options: ReadOptions | None = None, compared: int = 0
+    root: Path, reads: Sequence[Items], options: ReadOptions | None = None
 ) -> Callable[[Any], tuple[Traffic, dict[str, Any]]]:
     """The work of a rank: fill its tensors, and compare its blocks in the same pass."""
     identities = identities_of([root / FILE])
-    recorded, source = recorded_blocks(compared), same_bytes_key(identities)
+    recorded, source = recorded_blocks(), same_bytes_key(identities)
     everyone = [recorded.reads((one.stored for one in items), source) for items in reads]
     storage = ReadContext(root, identities, recorded=recorded, block_reads=everyone)
 
@@ -127,9 +127,9 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
         def update(self, data: Any) -> None:
             self.data += bytes(data)
 
-        def hexdigest(self) -> str:
+        def digest(self) -> bytes:
             contents.append(self.data)
-            return xxhash.xxh3_64_hexdigest(self.data)
+            return xxhash.xxh3_64_digest(self.data)
 
     monkeypatch.setattr(verified_reads, "xxhash", SimpleNamespace(xxh3_64=Noting))
     return contents
@@ -222,11 +222,6 @@ def test_bytes_that_no_rank_wants_count_as_read(root: Path) -> None:
     ((done, _),) = succeed(1, read(root, READS["a transpose"]))
     assert done.hashed == NUMBERS.nbytes
     assert done.read > NUMBERS.nbytes
-
-
-def test_blocks_that_were_compared_on_opening_are_not_hashed_again(root: Path) -> None:
-    results = succeed(3, read(root, READS["all of it on three ranks"], compared=4))
-    assert sorted(done.hashed for done, _ in results) == [0, BLOCK, BLOCK]
 
 
 @pytest.mark.parametrize("scratch", [8, 64, 4096])

@@ -5,6 +5,7 @@ It imports nothing of the package, so that a difference between the page and the
 
 from __future__ import annotations
 
+import itertools
 import json
 import struct
 from pathlib import Path
@@ -32,6 +33,8 @@ SUFFIXES = {
 }
 
 
+BLOCK = 4 * 2**20
+INDEX = "flex_index.safetensors"
 MANIFEST = ("format", "version", "written_by", "step", "consumed_samples", "world_size", "parallel", "family")
 MANIFEST += ("files", "seal")
 OPTIONAL = ("differing_replicas", "diverged_ties", "origin", "run")
@@ -49,14 +52,34 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     expect(raw.endswith(b"}\n"), "line feed")
     expect((manifest["format"], manifest["version"]) == ("flex_checkpoint", 2), "format")
     expect(xxhash.xxh3_128_hexdigest(text.encode()) == manifest["seal"], "seal")
+    index = read_index(directory)
+    recorded = index["blocks"].tobytes()
     for file in manifest["files"]:
         data = (directory / file["path"]).read_bytes()
-        step = file["block_bytes"]
-        blocks = [xxhash.xxh3_64(data[at : at + step]) for at in range(0, len(data), step)]
-        digest = xxhash.xxh3_128_hexdigest(b"".join(block.digest() for block in blocks))
-        found = (len(data), digest, [block.hexdigest() for block in blocks])
-        expect(found == (file["size"], file["digest"], file["blocks"]), file["path"])
+        blocks = b"".join(xxhash.xxh3_64_digest(data[at : at + BLOCK]) for at in range(0, len(data), BLOCK))
+        expect((len(data), xxhash.xxh3_128_hexdigest(blocks)) == (file["size"], file["digest"]), file["path"])
+        if file["path"] != INDEX:
+            expect(recorded.startswith(blocks), file["path"])
+            recorded = recorded[len(blocks) :]
+    expect(not recorded, "blocks")
     return manifest
+
+
+def read_header(data: bytes) -> tuple[dict[str, Any], int]:
+    """Return the header of a safetensors file, and the offset of its data."""
+    (length,) = struct.unpack("<Q", data[:8])
+    return json.loads(data[8 : 8 + length]), 8 + length
+
+
+def read_index(directory: Path) -> Tensors:
+    """Return the arrays of the index."""
+    data = (directory / INDEX).read_bytes()
+    header, start = read_header(data)
+    expect(header.pop("__metadata__") == {"format": "flex_index", "block_bytes": str(BLOCK)}, "index")
+    return {
+        name: np.frombuffer(data[start:][slice(*one["data_offsets"])], {**DTYPES, "U8": np.uint8}[one["dtype"]])
+        for name, one in header.items()
+    }
 
 
 def expect(true: bool, what: str) -> None:
@@ -68,26 +91,50 @@ def expect(true: bool, what: str) -> None:
 def read_stored(directory: Path) -> dict[str, Tensors]:
     """Return the tensors of the model that was saved: role -> name -> array of the global shape."""
     roles: dict[str, Tensors] = {}
-    for file in read_manifest(directory)["files"]:
-        role, _, rest = file["path"].partition("/")
-        if role in SUFFIXES and rest.endswith(".safetensors"):
-            _add_shards((directory / file["path"]).read_bytes(), roles.setdefault(role, {}))
-    return roles
+    files = [one["path"] for one in read_manifest(directory)["files"] if one["path"] != INDEX]
+    files = [path for path in files if path.endswith(".safetensors")]
+    index = read_index(directory)
+    names, dtypes = (bytes(index[name]).decode().split("\0") for name in ("names", "dtypes"))
+    places = read_places(index)
+    shards = zip(index["shard_name"].tolist(), index["shard_place"].tolist(), strict=True)
+    for path, count in zip(files, index["file_shards"].tolist(), strict=True):
+        data = (directory / path).read_bytes()
+        header, start = read_header(data)
+        at, held = start, []
+        for name, place in itertools.islice(shards, count):
+            dtype, global_shape, offset, shape, flat = places[place]
+            values = np.frombuffer(data, DTYPES[dtypes[dtype]], _length(shape, flat), at)
+            held.append((names[name], dtypes[dtype], [at - start, at - start + values.nbytes]))
+            at += values.nbytes
+            tensors = roles.setdefault(path.partition("/")[0], {})
+            whole = tensors.setdefault(names[name], np.zeros(global_shape, values.dtype))
+            _fill(whole, tuple(map(slice, offset, offset + shape)), flat, values)
+        header.pop("__metadata__")
+        expect(at == len(data), path)
+        expect([(name, one["dtype"], one["data_offsets"]) for name, one in header.items()] == held, path)
+    return {role: tensors for role, tensors in roles.items() if role in SUFFIXES}
 
 
-def _add_shards(data: bytes, tensors: Tensors) -> None:
-    (length,) = struct.unpack("<Q", data[:8])
-    header = json.loads(data[8 : 8 + length])
-    for name, shard in json.loads(header["__metadata__"]["flex_shards"]).items():
-        begin, end = (8 + length + offset for offset in header[name]["data_offsets"])
-        values = np.frombuffer(data[begin:end], DTYPES[header[name]["dtype"]])
-        whole = tensors.setdefault(name, np.zeros(shard["global_shape"], values.dtype))
-        box = tuple(slice(at, at + count) for at, count in zip(shard["offset"], shard["shape"], strict=True))
-        if shard["flat"] is not None:
-            elements = whole[box].ravel()  # A copy in row-major order.
-            elements[slice(*shard["flat"])] = values
-            values = elements
-        whole[box] = values.reshape(shard["shape"])
+def read_places(index: Tensors) -> list[tuple[Any, ...]]:
+    """Return number of the dtype, global shape, offset, shape and range of every place."""
+    numbers, places = index["places"], []
+    while numbers.size:
+        dtype, axes, begin, end = numbers[:4].tolist()
+        places.append((dtype, *numbers[4 : 4 + 3 * axes].reshape(3, axes), [begin, end]))
+        numbers = numbers[4 + 3 * axes :]
+    return places
+
+
+def _length(shape: Array, flat: list[int]) -> int:
+    return int(np.prod(shape)) if flat == [-1, -1] else flat[1] - flat[0]
+
+
+def _fill(whole: Array, box: tuple[slice, ...], flat: list[int], values: Array) -> None:
+    if flat != [-1, -1]:
+        elements = whole[box].ravel()  # A copy in row-major order.
+        elements[slice(*flat)] = values
+        values = elements
+    whole[box] = values.reshape(whole[box].shape)
 
 
 def read_canonical(directory: Path) -> dict[tuple[str, str], Array]:

@@ -8,12 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from paddleformers_fc.errors import FormatError, MismatchError
+from paddleformers_fc.errors import MismatchError
 from paddleformers_fc.layout import Shard, split_state_name
 from paddleformers_fc.layout.live import describe_roles, facts_of, shard_of
-from paddleformers_fc.layout.shard_json import decode_shards, encode_shards
 from paddleformers_fc.mapping.boxes import Box, shifted, whole
-from paddleformers_fc.storage.safetensors import TensorEntry
 from tests.harness.sampling import thorough
 
 
@@ -123,20 +121,6 @@ def test_ranges_of_one_box_have_facts_of_their_own() -> None:
     assert len({facts_of({"master_weight": {"w": one}}) for one in ranges}) == 2
 
 
-def test_shards_survive_json() -> None:
-    shards = {
-        "a": Shard("a", "bfloat16", (4, 8), shifted((4, 2), (0, 6)), (1, 5)),
-        "b": Shard("b", "float32", (), whole(())),
-        "c": Shard("c", "bfloat16", (4, 8), shifted((4, 2), (0, 4)), (1, 5)),
-        "d": Shard("d", "bfloat16", (4, 8), shifted((4, 2), (0, 4)), (4, 8)),
-        "e": Shard("e", "bfloat16", (8, 8), shifted((4, 2), (0, 4)), (4, 8)),
-    }
-    text = encode_shards(shards.values())
-    tensors = {"b": TensorEntry("F32", (), 100, 104), "a": TensorEntry("BF16", (4,), 104, 112)}
-    tensors |= {key: TensorEntry("BF16", (4,), 112 + 8 * at, 120 + 8 * at) for at, key in enumerate("cde")}
-    assert decode_shards(text, tensors, "here") == [(shards[key], tensors[key]) for key in "abcde"]
-
-
 @pytest.mark.parametrize(
     ("box", "flat", "message"),
     [
@@ -155,29 +139,3 @@ def test_a_shard_that_is_larger_than_its_tensor_by_one_is_impossible(
     box: Box, flat: tuple[int, int] | None, message: str | None
 ) -> None:
     assert list(Shard("w", "float32", (4, 8), box, flat).faults()) == ([] if message is None else [f"w: {message}"])
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "{}",
-        "[]",
-        "nonsense",
-        '{"a": {"global_shape": [4], "offset": [3], "shape": [2]}}',
-        '{"a": {"global_shape": [4], "offset": [-1], "shape": [2]}}',
-        '{"a": {"global_shape": [4, 4], "offset": [0], "shape": [2]}}',
-        '{"a": {"global_shape": [4], "offset": [0], "shape": [4], "flat": [2, 9]}}',
-    ],
-)
-def test_impossible_shard_descriptions_are_refused(text: str) -> None:
-    with pytest.raises(FormatError) as caught:
-        decode_shards(text, {"a": TensorEntry("F32", (2,), 0, 8)}, "here")
-    assert "bytes are held" not in str(caught.value)
-
-
-def test_a_shard_of_another_size_than_its_bytes_is_named_though_others_are_sound() -> None:
-    shards = {name: Shard(name, "float32", (4, 8), whole((4, 8))) for name in "abc"}
-    tensors = {name: TensorEntry("F32", (4, 8), 0, 124 if name == "b" else 128) for name in "abc"}
-    with pytest.raises(FormatError) as caught:
-        decode_shards(encode_shards(shards.values()), tensors, "here")
-    assert caught.value.evidence == ("b: 124 bytes are held, its shard has 128",)

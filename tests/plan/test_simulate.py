@@ -16,12 +16,12 @@ from paddleformers_fc.families.registry import FAMILIES
 from paddleformers_fc.formats.catalog import gather_shards
 from paddleformers_fc.layout.grid import ParallelGrid, parse_grid
 from paddleformers_fc.layout.roles import split_state_name
-from paddleformers_fc.layout.shard_json import fingerprint
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping import TensorSpec, prove
 from paddleformers_fc.plan.simulate import SimulatedModel, declared_model, stored_model
 from tests.families.spaces import model_of, settings
 from tests.harness import tiny
+from tests.harness.layouts import fingerprint
 from tests.harness.tiny import MatrixLayout
 from verification.forkserver import ForkServer
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,16 +15,16 @@ import numpy as np
 import pytest
 
 from paddleformers_fc.storage import files
+from paddleformers_fc.storage.checksum import FileRecord
 from paddleformers_fc.storage.commit import Staging, commit, staging_directory, sync_staging
 from paddleformers_fc.storage.files import write_file
-from paddleformers_fc.storage.manifest import FileChecksum, Manifest, read_manifest, verify_files, write_manifest
+from paddleformers_fc.storage.manifest import Manifest, read_manifest, verify_files, write_manifest
 from paddleformers_fc.storage.paths import UNFINISHED, hidden_name, parse_step, run_digest
 from paddleformers_fc.storage.safetensors import SequentialTensorWriter, layout_file, read_header
 from paddleformers_fc.storage.staging_lock import LOCK_NAME
 
 WEIGHTS = "model_state/rank-00000.safetensors"
 STATE = "trainer/state.json"
-BLOCK = 64
 
 
 SPELLINGS = {"with spaces": (", ", ": "), "as writers spell it": (",", ":")}
@@ -47,10 +47,10 @@ def writer_of(path: Path, entries: Any, metadata: Any, **options: Any) -> Sequen
 def fill(directory: Path, value: int, step: int | None = None) -> Path:
     """Write a complete checkpoint into a directory; ``value`` is in every tensor."""
     entries = [("a", "F32", (8, 8)), ("b", "I64", (5,))]
-    with writer_of(directory / WEIGHTS, entries, {}, root=directory, block_bytes=BLOCK) as writer:
+    with writer_of(directory / WEIGHTS, entries, {}, root=directory) as writer:
         writer.write("a", np.full((8, 8), value, np.float32))
         writer.write("b", np.full(5, value, np.int64))
-    state = write_file(directory / STATE, json.dumps({"value": value}).encode(), root=directory, block_bytes=BLOCK)
+    state = write_file(directory / STATE, json.dumps({"value": value}).encode(), root=directory)
     write_manifest(directory, manifest_of([writer.close(), state], **({} if step is None else {"step": step})))
     return directory
 
@@ -78,7 +78,7 @@ def save(target: Path, value: int) -> Path | None:
         return commit(staging)
 
 
-def manifest_of(checksums: list[FileChecksum], **fields: Any) -> Manifest:
+def manifest_of(checksums: Sequence[FileRecord], **fields: Any) -> Manifest:
     """A manifest with something in every field."""
     values: dict[str, Any] = {
         "step": 500,
@@ -88,7 +88,7 @@ def manifest_of(checksums: list[FileChecksum], **fields: Any) -> Manifest:
         "family": "llama",
         "written_by": "a test",
     }
-    return Manifest(files=checksums, **{**values, **fields})
+    return Manifest(files=[FileRecord(one.path, one.size, one.digest) for one in checksums], **{**values, **fields})
 
 
 def value_of(checkpoint: Path) -> int:

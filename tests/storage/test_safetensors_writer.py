@@ -14,14 +14,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors
-import xxhash
 from hypothesis import given, strategies as st
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from paddleformers_fc.errors import FormatError, StorageError
 from paddleformers_fc.storage import files
-from paddleformers_fc.storage.checksum import digest_of_blocks
+from paddleformers_fc.storage.checksum import checksum_of
 from paddleformers_fc.storage.dtypes import CODES, to_numpy
 from paddleformers_fc.storage.safetensors import RandomAccessTensorWriter, layout_file, read_header
 from tests.harness.sampling import thorough
@@ -97,12 +96,9 @@ def test_tensors_lie_in_the_declared_order_from_an_aligned_start(tmp_path: Path)
 
 
 def test_the_checksum_states_size_and_checksums_of_the_bytes_on_disk(tmp_path: Path) -> None:
-    checksum = write_pair(tmp_path / "model_state" / "x", root=tmp_path, block_bytes=100)
+    checksum = write_pair(tmp_path / "model_state" / "x", root=tmp_path)
     raw = (tmp_path / "model_state" / "x").read_bytes()
-    assert checksum.path == "model_state/x"
-    assert checksum.size == len(raw)
-    assert checksum.digest == digest_of_blocks(checksum.blocks)
-    assert checksum.blocks == [xxhash.xxh3_64_hexdigest(raw[n : n + 100]) for n in range(0, len(raw), 100)]
+    assert checksum == checksum_of("model_state/x", raw)
 
 
 def test_every_kind_of_buffer_is_taken(tmp_path: Path) -> None:

@@ -136,12 +136,13 @@ def test_a_document_that_contradicts_the_manifest_is_refused_on_every_rank(
     assert f"{name} has" in the_one_refusal(ranks.run(f"{JOBS}:refused", 2, given).values)
 
 
-@pytest.mark.parametrize("level", ["off", "size"])
 @pytest.mark.parametrize(
-    ("name", "disk", "places"),
+    ("name", "disk", "places", "level"),
     [
-        ("trainer/rng-00001.json", 1, (1, 0)),
-        ("config.json", 1, (0, 1)),
+        ("trainer/rng-00001.json", 1, (1, 0), "off"),
+        ("trainer/rng-00001.json", 1, (1, 0), "size"),
+        ("config.json", 0, (0, 1), "off"),
+        ("config.json", 1, (0, 1), "size"),
     ],
 )
 def test_an_altered_document_on_the_disk_of_another_host_is_refused(

@@ -7,12 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
-from paddleformers_fc.storage.checksum import BlockHasher
 from paddleformers_fc.storage.commit import staging_directory
-from paddleformers_fc.storage.manifest import read_manifest, write_manifest
+from paddleformers_fc.storage.manifest import read_manifest
+from tests.harness.sealing import reseal
 from tests.harness.tiny import DP2, SINGLE, MatrixLayout
 from tests.trainer.test_trainer import JOBS, settings
 from verification.forkserver import ForkServer, JobResult
@@ -85,12 +84,7 @@ def test_a_damaged_newest_checkpoint_is_skipped_by_every_rank_and_refused_where_
 
 def cut_into_small_blocks(checkpoint: Path) -> None:
     """Record the checksums of small blocks, so that a block of numbers holds no header."""
-    manifest, files = read_manifest(checkpoint), []
-    for one in manifest.files:
-        hasher = BlockHasher(1000)
-        hasher.update((checkpoint / one.path).read_bytes())
-        files.append(hasher.file_checksum(one.path))
-    write_manifest(checkpoint, msgspec.structs.replace(manifest, files=files))
+    reseal(checkpoint, 1000)
 
 
 def test_damage_that_is_found_while_tensors_are_filled_leads_to_the_checkpoint_before(
@@ -170,7 +164,7 @@ def test_where_all_are_damaged_the_run_stops_with_every_reason(ranks: ForkServer
     output_dir = tmp_path / "run"
     shutil.copytree(saved, output_dir)
     for step in (1, 2, 3):
-        flip(WEIGHTS, -1)(output_dir / f"checkpoint-{step}")
+        flip(WEIGHTS, 20)(output_dir / f"checkpoint-{step}")  # In the header.
     given = settings(DP2, output_dir, True, max_steps=3, flex_verify="full")
     for found in ranks.run(f"{JOBS}:refused", 2, given).values:
         assert (found["error"], found["changed"]) == ("NotACheckpoint", False)

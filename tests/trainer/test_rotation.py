@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, strategies as st
 from msgspec.structs import replace
 
+from paddleformers_fc.storage.checksum import records_of
 from paddleformers_fc.storage.files import write_file
 from paddleformers_fc.storage.manifest import DivergedTie, Manifest, read_manifest, write_manifest
 from paddleformers_fc.trainer.uploads import delete_superfluous, numbered, superfluous
@@ -19,10 +20,10 @@ def make_checkpoint(output_dir: Path, step: int) -> Path:
     """A finished checkpoint with the documents of every one, and a file of tensors that nothing opens."""
     directory = output_dir / f"checkpoint-{step}"
     directory.mkdir()
-    names = ("config.json", "mapping.json", WEIGHTS)
-    checksums = [write_file(directory / name, b"{}", root=directory) for name in names]
+    names = ("config.json", "mapping.json", "flex_index.safetensors", WEIGHTS)
+    files = records_of([write_file(directory / name, b"{}", root=directory) for name in names])
     manifest = Manifest(
-        written_by="test", step=step, consumed_samples=0, world_size=1, parallel={}, family="", files=checksums
+        written_by="test", step=step, consumed_samples=0, world_size=1, parallel={}, family="", files=files
     )
     write_manifest(directory, manifest)
     return directory

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from paddleformers_fc.execute.digest import canonical_digests
+from paddleformers_fc.formats.flex import indexed_files, open_flex
 from paddleformers_fc.storage.manifest import read_manifest
-from paddleformers_fc.storage.safetensors import read_header
 from tests.harness import tiny
 from tests.harness.on_ranks import on_ranks
 from tests.harness.tiny import DP2, EP2, PP2, PP2SD2V2, SD2S2, SD2S3, SD2V1, SD2V2, SINGLE, TP2, MatrixLayout
@@ -74,9 +74,9 @@ def settings(
 
 def flat_ranges(checkpoint: Path, name: str) -> list[list[int] | None]:
     """The ranges in which a tensor of a model is stored; None for a shard that is not flattened."""
-    headers = [read_header(path) for path in sorted((checkpoint / "model_state").iterdir())]
-    shards = [json.loads(header.metadata["flex_shards"]) for header in headers]
-    return [found[name]["flat"] for found in shards if name in found]
+    index = indexed_files(open_flex(checkpoint)).index
+    paths = sorted(path for path in index.files if path.startswith("model_state/"))
+    return [shard.flat and [*shard.flat] for path in paths for shard, *_ in index.shards(path) if shard.name == name]
 
 
 # ---- Resuming.

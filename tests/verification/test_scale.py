@@ -18,7 +18,7 @@ from verification.scale.operations import (
     count_operations,
     running_ranks,
 )
-from verification.scale.ranks import EXCHANGES, LARGEST, RECEIVED, WAITING
+from verification.scale.ranks import EXCHANGES, LARGEST, RECEIVED, SENT, WAITING
 
 TIMED = {PROCESSOR, MEMORY, WAITING}
 SIZES = (16, 64, 256)
@@ -28,22 +28,18 @@ FRAME_BYTES = 12
 """What each rank sends to all in every exchange: 48 KiB at 4,096 ranks."""
 TODAY = {
     # Many messages reach all ranks, of which one or none needs them.
-    **{
-        (operation, count): 4.3
-        for operation in (FIRST_SAVE, LATER_SAVE, RESUME, OPENING, PLANNING)
-        for count in (RECEIVED, LARGEST)
-    },
+    **{(operation, count): 4.3 for operation in (FIRST_SAVE, LATER_SAVE, PLANNING) for count in (RECEIVED, LARGEST)},
     # The coordinator reads the manifests of finished checkpoints.
     (ROTATION, READ): 3.9,
-    # Every rank opens and stats every file of the checkpoint, and compares documents.
-    (RESUME, OPENS): 3.9,
-    (RESUME, STATS): 3.4,
-    (RESUME, READ): 3.9,
-    (OPENING, OPENS): 3.5,
-    (OPENING, STATS): 3.4,
-    (OPENING, READ): 2.6,
 }
 """The counts that grow today, each of which is to fall below :data:`LIMIT`, with the growth that they may have."""
+SHARED = {
+    # The coordinator reads the manifest and the index, which list all files, and sends them to all ranks.
+    **{(operation, count): 3.9 for operation in (RESUME, OPENING) for count in (READ, SENT, RECEIVED, LARGEST)},
+    # A rank opens the files that it reads: under a larger grid of the tiny model, more of them have its tensors.
+    **{(PLANNING, count): 2.9 for count in (OPENS, STATS, READ)},
+}
+"""The counts that grow with the files of a checkpoint, or with those that a rank reads, and by how much they may."""
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +75,7 @@ def _growth(counts: list[Counts]) -> dict[tuple[str, str], float]:
 
 def test_no_count_of_a_rank_grows_with_the_number_of_ranks(counts: list[Counts]) -> None:
     growth = _growth(counts)
-    assert {key: found for key, found in growth.items() if found > TODAY.get(key, LIMIT)} == {}
+    assert {key: found for key, found in growth.items() if found > (TODAY | SHARED).get(key, LIMIT)} == {}
     # A count that has become flat leaves the table.
     assert [key for key in TODAY if growth.get(key, 0) <= LIMIT] == []
 

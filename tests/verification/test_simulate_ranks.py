@@ -17,9 +17,9 @@ from paddleformers_fc.execute.digest import canonical_digests
 from paddleformers_fc.families import family_for
 from paddleformers_fc.layout.grid import parse_grid
 from paddleformers_fc.layout.live import describe_roles
-from paddleformers_fc.layout.shard_json import fingerprint
 from paddleformers_fc.plan.simulate import SimulatedModel, declared_model
 from tests.families.spaces import model_of
+from tests.harness.layouts import fingerprint
 from verification import simulate_ranks
 
 MEMORY = Path("/dev/shm")

@@ -10,7 +10,7 @@ Time and memory: all of the checkpoint, in every rank; for tiny models.
 
 from __future__ import annotations
 
-import json
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -52,20 +52,29 @@ def fill(trainer: Any, checkpoint: Path) -> int:
 
 
 def assemble(checkpoint: Path) -> Whole:
-    """Return every tensor of a checkpoint in one piece, by the shards' descriptions in the files' headers."""
+    """Return every tensor of a checkpoint in one piece, by the index."""
     from safetensors import safe_open
+    from safetensors.numpy import load_file
 
+    index = load_file(checkpoint / "flex_index.safetensors")
+    names = index["names"].tobytes().decode().split("\0")
+    numbers, places = index["places"].tolist(), []
+    while numbers:
+        end = 4 + 3 * numbers[1]
+        places.append((numbers[2:4], np.reshape(numbers[4:end], (3, -1)).tolist()))
+        numbers = numbers[end:]
+    shards = zip(index["shard_name"].tolist(), index["shard_place"].tolist(), strict=True)
     found: Whole = {}
-    for path in sorted(checkpoint.glob("*/*.safetensors")):
+    for path, count in zip(sorted(checkpoint.glob("*/*.safetensors")), index["file_shards"].tolist(), strict=True):
         with safe_open(str(path), framework="numpy") as file:
-            for name, record in json.loads(file.metadata()["flex_shards"]).items():
-                shape, local = record["global_shape"], record["shape"]
+            for number, kind in islice(shards, count):
+                name, (span, (shape, offset, local)) = names[number], places[kind]
                 place = (path.parent.name, name)
                 if place not in found:
                     found[place] = (np.full(shape, np.nan, "float32"), _cuts(shape, local))
-                box = tuple(slice(a, a + n) for a, n in zip(record["offset"], local, strict=True))
+                box = tuple(slice(a, a + n) for a, n in zip(offset, local, strict=True))
                 flat = np.ascontiguousarray(found[place][0][box]).reshape(-1)
-                begin, end = record["flat"] or (0, flat.size)
+                begin, end = span if span[0] >= 0 else (0, flat.size)
                 flat[begin:end] = file.get_tensor(name).reshape(-1)
                 found[place][0][box] = flat.reshape(local)
     return found

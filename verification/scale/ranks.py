@@ -36,7 +36,7 @@ from paddleformers_fc.distributed.store_client import _ADD, StoreClient
 from paddleformers_fc.execute import collective_checksums, save
 from paddleformers_fc.execute.memory import HostPieces, HostTensors
 from paddleformers_fc.execute.replica_assignment import _holders, assign_writers
-from paddleformers_fc.execute.save_plan import PlannedFile, SavePlan, SavePlanCache, _role_files
+from paddleformers_fc.execute.save_plan import PlannedFile, SavePlan, SavePlanCache, planned_files
 from paddleformers_fc.layout.shard_json import encode_rank_shards
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.plan.simulate import SimulatedModel
@@ -225,11 +225,7 @@ class ScaleJob:
                     groups[rank].add(name)
         planned: dict[int, tuple[list[PlannedFile], set[str]]] = {}
         for rank, share in enumerate(assign_writers(self._layouts)):
-            roles = sorted({piece.role for piece in share})
-            files = [
-                file for role in roles for file in _role_files(role, [one for one in share if one.role == role], rank)
-            ]
-            planned[rank] = files, groups[rank]
+            planned[rank] = [*planned_files(share, rank)], groups[rank]
         return planned
 
     def _write_holes(self, staging: Path, file: PlannedFile, _: object = None) -> FileChecksum:
@@ -238,7 +234,8 @@ class ScaleJob:
         with charged(None):
             path.parent.mkdir(exist_ok=True)
             step = DEFAULT_BLOCK_BYTES
-            blocks = [_block_checksum(header[low : low + step], min(step, size - low)) for low in range(0, size, step)]
+            starts = range(0, size, step)
+            blocks = b"".join(_block_checksum(header[low : low + step], min(step, size - low)) for low in starts)
         with path.open("xb") as opened:
             opened.write(header)
             opened.truncate(size)
@@ -322,10 +319,10 @@ def _generators(rank: int) -> str:
 
 
 @cache
-def _block_checksum(begin: bytes, length: int) -> str:
+def _block_checksum(begin: bytes, length: int) -> bytes:
     hasher = xxhash.xxh3_64(begin)
     hasher.update(_ZEROS[: length - len(begin)].data)
-    return hasher.hexdigest()
+    return hasher.digest()
 
 
 def _compare_leading_blocks(
