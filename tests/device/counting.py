@@ -45,6 +45,12 @@ def event_waits() -> int:
     return 0 if library is None else int(library.fake_device_event_waits())
 
 
+def synchronisations() -> int:
+    """Return how often this process has waited for the device; 0 where the fake accelerator is not loaded."""
+    library = _library()
+    return 0 if library is None else int(library.fake_device_synchronisations())
+
+
 def allocated_bytes() -> int:
     """Return the bytes of all blocks of the fake accelerator."""
     library = _library()

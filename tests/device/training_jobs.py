@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.device.counting import CopiedBytes, copied
+from tests.device.counting import CopiedBytes, copied, synchronisations
 from tests.device.running import device
 from tests.harness import tiny
 
@@ -30,7 +30,8 @@ def train(
         arguments: overrides of the training arguments.
         resume: a checkpoint.
     Returns:
-        the losses, and the devices that hold parameters and optimizer states.
+        the losses, the devices that hold parameters and optimizer states, and for every step end at which ranks
+        only agree, how often it has waited for the device, and the bytes that it has copied to the host.
     """
     import paddle
     from paddleformers.trainer import TrainerCallback
@@ -48,10 +49,36 @@ def train(
 
     built = tiny.build("llama", layout, args, **model)
     trainer = tiny.trainer(built, args, cls=FlexTrainer, callbacks=[SaveAsLoaded()])
+    ended = _count_step_ends()
     trainer.train(resume_from_checkpoint=resume)
     weights = built.sharded_state_dict()
     states = [*weights.values(), *trainer.optimizer.sharded_state_dict(weights).values()]
-    return {"losses": trainer.losses, "devices": sorted({str(state.local_tensor.place) for state in states})}
+    devices = sorted({str(state.local_tensor.place) for state in states})
+    return {"losses": trainer.losses, "devices": devices, "step ends": ended}
+
+
+def _count_step_ends() -> list[list[int]]:
+    """Have ranks agree at every step end, and return a list of what that costs where they exchange nothing."""
+    from paddleformers_fc.distributed import step_agreement
+    from paddleformers_fc.trainer.async_save import AsyncSaves, StepEnds
+
+    step_agreement.PENDING_SECONDS = 1e-6
+    end, advance = StepEnds.on_step_end, AsyncSaves.advance
+    ended: list[list[int]] = []
+    exchanged: list[int] = []
+
+    def advance_and_note(self: Any, trainer: Any) -> None:
+        exchanged.append(trainer.state.global_step)
+        advance(self, trainer)
+
+    def end_and_count(self: Any, args: Any, state: Any, control: Any, **named: Any) -> None:
+        waits, copies = synchronisations(), copied()
+        end(self, args, state, control, **named)
+        if state.global_step not in exchanged:
+            ended.append([synchronisations() - waits, (copied() - copies).to_host])
+
+    AsyncSaves.advance, StepEnds.on_step_end = advance_and_note, end_and_count
+    return ended
 
 
 class CountedChannel:

@@ -182,7 +182,10 @@ C_Status create_stream(const C_Device, C_Stream* stream) {
   return C_SUCCESS;
 }
 
+std::atomic<uint64_t> synchronisations{0};
+
 C_Status synchronize_stream(const C_Device, C_Stream stream) {
+  ++synchronisations;
   of(stream)->wait(of(stream)->submitted());
   return C_SUCCESS;
 }
@@ -224,6 +227,7 @@ C_Status query_event(const C_Device, C_Event event) {
 }
 
 C_Status synchronize_device(const C_Device) {
+  ++synchronisations;
   wait_for_all();
   return C_SUCCESS;
 }
@@ -231,6 +235,7 @@ C_Status synchronize_device(const C_Device) {
 std::atomic<uint64_t> event_waits{0};
 
 C_Status synchronize_event(const C_Device, C_Event event) {
+  ++synchronisations;
   auto [stream, ticket] = *of(event);
   if (stream == nullptr || stream->has_done(ticket)) return C_SUCCESS;
   ++event_waits;
@@ -374,6 +379,9 @@ extern "C" void fake_device_counts(uint64_t* out) {
 
 // How often the host has waited for an event that was not there yet, which holds the lock of Python's interpreter.
 extern "C" uint64_t fake_device_event_waits() { return event_waits; }
+
+// Calls that wait for the device, for a stream or for an event, whether there is something to wait for or not.
+extern "C" uint64_t fake_device_synchronisations() { return synchronisations; }
 
 // Bytes of all blocks.
 extern "C" uint64_t fake_device_allocated() {
