@@ -361,7 +361,6 @@ def verify_files(
     level: str,
     *,
     threads: int = 4,
-    documents: Collection[str] | None = None,
     recorded: Mapping[str, FileChecksum] = _NO_CHECKSUMS,
     around: Surroundings | None = None,
 ) -> None:
@@ -374,7 +373,6 @@ def verify_files(
             size, that no other file of a save is beside them, and the checksums of documents. ``"full"`` also compares
             the checksums of all bytes.
         threads: how many threads read and hash.
-        documents: under ``"size"`` the paths of the documents whose checksums are compared; None for all of them.
         recorded: the checksums of blocks, by path: a damaged file of these is reported with its damaged blocks.
         around: looks at the files.
 
@@ -390,8 +388,6 @@ def verify_files(
     strangers = extra_files(directory, manifest)
     faults = [*faulty.values(), *strangers]
     hashed = [one for one in manifest.files if one.path not in faulty and (level == "full" or is_document(one.path))]
-    if level == "size" and documents is not None:
-        hashed = [one for one in hashed if one.path in documents]
     found = compare_documents(directory, [one for one in hashed if is_document(one.path) or one.path not in recorded])
     blocks = [recorded[one.path] for one in hashed if not is_document(one.path) and one.path in recorded]
     if blocks:

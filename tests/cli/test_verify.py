@@ -15,6 +15,7 @@ from safetensors.numpy import save_file
 
 from paddleformers_fc.storage.export_checksums import encode_checksums, read_checksums
 from paddleformers_fc.storage.manifest import read_manifest, write_manifest
+from paddleformers_fc.storage.safetensors import read_header
 from tests.cli.support import alter, flip, run, save, seal
 from tests.execute.simulated import CONFIG, canonical
 from tests.families.test_transformers import CASES
@@ -149,6 +150,17 @@ def test_a_file_that_left_the_checkpoint_leaves_tensors_uncovered(copy: Path) ->
     assert outcome.code == 1
     assert failed_check(outcome.document) == "tensors"
     assert any("is not stored" in line for line in outcome.document["evidence"])
+
+
+def test_a_header_that_differs_from_the_index_is_named_with_its_tensor(copy: Path) -> None:
+    raw = (copy / WEIGHTS).read_bytes()
+    name = next(iter(read_header(copy / WEIGHTS).tensors)).encode()
+    (copy / WEIGHTS).write_bytes(raw.replace(name, name[:-1] + b"x", 1))
+    seal(copy)
+    outcome = run("verify", copy, "--json")
+    assert failed_check(outcome.document) == "tensors"
+    assert f"{WEIGHTS} has another header than flex_index.safetensors describes" in str(outcome.document)
+    assert name.decode() in outcome.document["evidence"]
 
 
 def edit_rules(checkpoint: Path, change: Any) -> None:

@@ -389,7 +389,6 @@ def test_a_full_check_that_may_not_read_does_not_pass(
         verify_files(checkpoint, manifest, "full", threads=threads)
     refused = [one.path for one in manifest.files if one.path.endswith(suffix)]
     assert all(path in str(caught.value) for path in refused)
-    verify_files(checkpoint, manifest, "size", documents=())  # It reads documents alone.
 
 
 def test_damage_counts_before_a_file_that_may_not_be_read_and_both_are_named(
