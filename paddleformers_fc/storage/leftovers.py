@@ -52,10 +52,7 @@ def remove_leftover(path: Path) -> bool:
     found = _judge(path)
     if found is None or not found.removable:
         return False
-    with locked(path) as lock:
-        if lock is LockState.BUSY:
-            return False
-        remove_checkpoint(path)
+    remove_checkpoint(path)
     return True
 
 

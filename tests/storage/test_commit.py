@@ -6,11 +6,9 @@ import ctypes
 import errno
 import fcntl
 import os
-import shutil
 import signal
 import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +35,7 @@ from paddleformers_fc.storage.manifest import (
     write_manifest,
 )
 from paddleformers_fc.storage.paths import ASIDE, REMOVED, UNFINISHED, hidden_name, parse_hidden
-from paddleformers_fc.storage.staging_lock import LOCK_NAME, locked
+from paddleformers_fc.storage.staging_lock import LOCK_NAME, LockState, locked
 from tests.crash.refusals import with_own_mounts
 from tests.storage.support import (
     STATE,
@@ -380,18 +378,19 @@ def test_the_staging_directory_of_a_process_is_deleted_once_it_has_been_killed(t
 
 def test_a_process_that_a_save_has_forked_does_not_keep_its_lock(tmp_path: Path) -> None:
     wait, go = os.pipe()
-    with suppress(KeyError), staging_directory(tmp_path / "checkpoint-5") as staging:
+    with staging_directory(tmp_path / "checkpoint-5") as staging:
         pid = os.fork()
         if pid == 0:
+            os.close(go)
             os.read(wait, 1)
             os._exit(0)
-        shutil.copytree(staging.path, tmp_path / "copy")  # What a failed deletion leaves has the same lock file.
         staging.path.rename(tmp_path / "elsewhere")
-        raise KeyError
-    with locked(tmp_path / "elsewhere") as lock:
-        assert lock.value == "ours"
-    os.write(go, b"!")
-    os.waitpid(pid, 0)
+    try:
+        with locked(tmp_path / "elsewhere") as lock:
+            assert lock is LockState.OURS
+    finally:
+        os.close(go)
+        os.waitpid(pid, 0)
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])

@@ -117,6 +117,13 @@ def test_checkpoints_with_diverged_ties_cost_no_whole_one(tmp_path: Path, limit:
     assert f"checkpoint-{len(steps.split())}" in left(tmp_path)
 
 
+def test_the_newest_whole_one_stays_beside_the_best_and_a_newer_one_with_diverged_ties(tmp_path: Path) -> None:
+    best, _, saved = [make_checkpoint(tmp_path, step) for step in (2, 4, 6)]
+    part_copies(saved)
+    delete_superfluous(tmp_path, 1, saved, [best], quiet)
+    assert left(tmp_path) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
+
+
 def test_a_checkpoint_under_another_name_is_neither_counted_nor_deleted(tmp_path: Path) -> None:
     for step in (2, 4, 6):
         make_checkpoint(tmp_path, step)
