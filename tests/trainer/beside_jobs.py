@@ -105,6 +105,33 @@ def with_events(hold: bool = False, **settings: Any) -> dict[str, Any]:
     return {**outcome(trainer), "seen": seen, "best": best and Path(best).name, "metric": state.best_metric}
 
 
+def commit_in_evaluation(**settings: Any) -> list[Any]:
+    """Train and evaluate; each batch of an evaluation waits for what the thread of a save does.
+
+    Returns:
+        the step whose evaluation sees the first checkpoint, then the step of every save, and that of its report.
+    """
+    from paddleformers_fc import FlexCheckpointCallback
+    from paddleformers_fc.trainer.job_state import job_state_of
+
+    seen: list[Any] = []
+
+    class Listener(FlexCheckpointCallback):
+        def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            saves = job_state_of(trainer).saver
+            if saves.under_way:
+                saves._save.done.exception()
+            if not seen and any(Path(args.output_dir).glob("checkpoint-*")):
+                seen.append(["committed", state.global_step])
+
+        def on_checkpoint_saved(self, args: Any, report: Any) -> None:
+            seen.append(["saved", report.step, trainer.state.global_step])
+
+    trainer = flex_trainer(**settings, callbacks=[Listener()], eval_dataset=tiny.Samples())
+    trainer.train()
+    return seen
+
+
 class Fault:
     """What goes wrong in one save of one rank.
 

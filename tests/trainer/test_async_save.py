@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from paddleformers_fc.storage.checksum import INDEX_NAME
 from paddleformers_fc.storage.manifest import MANIFEST_NAME, read_manifest, verify_files
 from tests.harness.tiny import DP2, EP2, PP2, SD2S2, SD2S3, SD2V1, SD2V2, SINGLE, TP2, MatrixLayout
 from tests.trainer.jobs import TO_BEST
@@ -25,11 +26,13 @@ ARGUMENTS = ("training_args", "arguments")
 
 
 def contents(checkpoint: Path) -> dict[str, str]:
-    """The digest of every file of a checkpoint that does not contain times, options or an identity of the run."""
+    """The digest of every file of a checkpoint without times, options, identities of a run, or checksums of these."""
     return {
         str(path.relative_to(checkpoint)): hashlib.md5(path.read_bytes()).hexdigest()
         for path in sorted(checkpoint.rglob("*"))
-        if path.is_file() and path.name != MANIFEST_NAME and not any(part in path.name for part in ARGUMENTS)
+        if path.is_file()
+        and path.name not in (MANIFEST_NAME, INDEX_NAME)
+        and not any(part in path.name for part in ARGUMENTS)
     }
 
 
@@ -168,6 +171,15 @@ def test_a_save_that_is_due_where_the_last_one_is_reported_is_made(ranks: ForkSe
     steps = list(range(1, 5))
     assert sorted(all_contents(tmp_path)) == [f"checkpoint-{step}" for step in steps]
     assert [one[:2] for one in found["seen"]] == [[event, step] for step in steps for event in ("saved", "on_save")]
+
+
+def test_a_save_is_committed_during_an_evaluation_and_reported_at_the_next_step_end(
+    ranks: ForkServer, tmp_path: Path
+) -> None:
+    evaluated = {"evaluation_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 1}
+    given = settings(SINGLE, tmp_path, max_steps=4, save_steps=2, **evaluated, **ASYNC)
+    (seen,) = ranks.run(f"{BESIDE}:commit_in_evaluation", 1, given).values
+    assert seen == [["committed", 3], ["saved", 2, 4], ["saved", 4, 4]]
 
 
 def names_and_states(output_dir: Path) -> dict[str, Any]:
