@@ -339,12 +339,14 @@ class Part:
         work: likewise; if there is a source, as for :func:`broadcast`.
         kind: likewise.
         source: the only rank that has a message; None if all have one.
+        to: the only rank that needs the messages of all; None if all do.
     """
 
     doing: str
     work: Callable[[], Any]
     kind: type[Any]
     source: int | None = None
+    to: int | None = None
 
 
 Parts: TypeAlias = Generator[Part, Any, _T]
@@ -361,7 +363,7 @@ def exchange_part(parts: Parts[Any], part: Part, channel: Channel) -> Part:
     try:
         result: Any
         if part.source is None:
-            result = gather_and_keep(channel, part.doing, part.work, part.kind)
+            result = gather_and_keep(channel, part.doing, part.work, part.kind, to=part.to)
         else:
             result = broadcast(channel, part.doing, part.work, part.kind, source=part.source)
     except BaseException as error:

@@ -91,15 +91,14 @@ def hashed_range(replica: Replica, step: int) -> tuple[int, int]:
     return low * replica.row, high * replica.row
 
 
-def compare_replicas(channel: Channel, everyone: Sequence[Digests], own: ReplicaDigests) -> tuple[str, ...]:
+def compare_replicas(channel: Channel, suspect: Sequence[str], own: ReplicaDigests) -> tuple[str, ...]:
     """Return the differences between replicas, one line per tensor, equal on every rank.
 
     Args:
         channel: all ranks; every rank must call.
-        everyone: the digests of the groups of every rank, by rank.
+        suspect: the groups of ranks whose digests differ, equal on every rank.
         own: the digests of this rank.
     """
-    suspect = _unequal(everyone)
     if not suspect:
         return ()
     mine = {key: digest for group in suspect for key, digest in own.shards.get(group, {}).items()}
@@ -125,7 +124,7 @@ def refuse_different(lines: Sequence[str]) -> None:
         )
 
 
-def _unequal(everyone: Sequence[Digests]) -> list[str]:
+def unequal_keys(everyone: Sequence[Digests]) -> list[str]:
     """Return the keys whose digests differ."""
     found: dict[str, set[bytes]] = {}
     for digests in everyone:
@@ -135,7 +134,7 @@ def _unequal(everyone: Sequence[Digests]) -> list[str]:
 
 
 def _lines(shards: Sequence[Digests]) -> Iterator[str]:
-    for key in _unequal(shards):
+    for key in unequal_keys(shards):
         holders = [rank for rank, digests in enumerate(shards) if key in digests]
         versions: dict[bytes, str] = {}
         for rank in holders:

@@ -38,6 +38,7 @@ from paddleformers_fc.distributed.channel import (
     Part,
     Parts,
     all_gather_checked,
+    broadcast,
     gather_and_keep,
     run_on_all,
     run_parts,
@@ -47,7 +48,14 @@ from paddleformers_fc.distributed.disk_leaders import DiskLeaders
 from paddleformers_fc.errors import MappingError, OptionError
 from paddleformers_fc.execute.commit_coordinator import CommitResult, StagingDirectory, commit_parts, staging_beside
 from paddleformers_fc.execute.memory import HostPieces, HostTensors, view_of
-from paddleformers_fc.execute.replicas import Digests, ReplicaDigests, compare_replicas, hash_replicas, refuse_different
+from paddleformers_fc.execute.replicas import (
+    Digests,
+    ReplicaDigests,
+    compare_replicas,
+    hash_replicas,
+    refuse_different,
+    unequal_keys,
+)
 from paddleformers_fc.execute.save_plan import (
     ModelRecord,
     PlannedFile,
@@ -121,6 +129,13 @@ class _WriteMessage(msgspec.Struct):
     ties: list[bytes]
 
 
+class _Unequal(msgspec.Struct):
+    """The groups of ranks whose replicas differ, and the tied tensors whose copies differ."""
+
+    groups: list[str]
+    ties: tuple[DivergedTie, ...]
+
+
 class _PlanMessage(msgspec.Struct, array_like=True):
     """A digest of the shards of one rank, and the jobs that it has a plan for."""
 
@@ -178,7 +193,7 @@ class Written:
     """The files that all ranks have written.
 
     Args:
-        checksums: their checksums, by rank.
+        checksums: their checksums, by rank, on the coordinator; empty on other ranks.
         differences: replicas that differ, one line per tensor.
         ties: tied tensors whose copies differ.
     """
@@ -318,9 +333,15 @@ def write(taken: Snapshot, staging: Path, channel: Channel) -> Parts[Written]:
         ties = hash_ties(taken.tensors, taken.plan.ties, channel.rank)
         return _WriteMessage(_write_files(taken, staging), hashed.groups, ties), hashed
 
-    everyone, hashed = yield Part("writing", write_own, _WriteMessage)
-    differences = compare_replicas(channel, [one.replicas for one in everyone], hashed)
-    ties = diverged(taken.plan.ties, [one.ties for one in everyone])
+    # Only the coordinator needs the checksums of all files; the other ranks get what is unequal.
+    everyone, hashed = yield Part("writing", write_own, _WriteMessage, to=0)
+
+    def compare() -> _Unequal:
+        ties = diverged(taken.plan.ties, [one.ties for one in everyone])
+        return _Unequal(unequal_keys([one.replicas for one in everyone]), ties)
+
+    unequal = broadcast(channel, "comparing copies", compare, _Unequal)
+    differences, ties = compare_replicas(channel, unequal.groups, hashed), unequal.ties
     if taken.replicas == "refuse":
         refuse_different([*differences, *(line for tie in ties for line in tie.differences)])
     return Written([one.checksums for one in everyone], differences, ties)
