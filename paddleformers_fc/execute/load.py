@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import time
+import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -136,7 +137,7 @@ class _PreflightMessage(msgspec.Struct):
 
     Args:
         report: the mismatches.
-        touched: per role a bitmap over the sorted stored names, set for those that this rank reads.
+        touched: per role a compressed bitmap over the sorted stored names, set for those that this rank reads.
         once: whether a range for several ranks is read by one of them.
         compares: whether it has stored tensors to compare first.
         blocks: the blocks that it reads if every rank reads for itself, and their checksums are compared.
@@ -551,12 +552,12 @@ def _refuse_different_ways(verdicts: list[_PreflightMessage]) -> None:
 
 
 def _bitmaps(catalog: Catalog, plan: LoadPlan, roles: Roles) -> dict[str, bytes]:
-    """Return a bitmap of the stored names that this rank reads, for each role that it loads."""
+    """Return a bitmap of the stored names that this rank reads, compressed, for each role that it loads."""
     maps: dict[str, bytes] = {}
     for role in roles:
         touched = plan.touched.get(role, frozenset())
         reads = np.array([name in touched for name in catalog.sorted_names.get(role, ())], bool)
-        maps[role] = np.packbits(reads).tobytes()
+        maps[role] = zlib.compress(np.packbits(reads).tobytes(), 1)
     return maps
 
 
@@ -565,10 +566,9 @@ def _untouched(catalog: Catalog, verdicts: list[_PreflightMessage]) -> list[Stor
     left: list[Stored] = []
     for role in sorted({role for verdict in verdicts for role in verdict.touched}):
         names = catalog.sorted_names.get(role, [])
-        reads = np.zeros(len(names), np.uint8)
+        bits = np.zeros(-(-len(names) // 8), np.uint8)
         for verdict in verdicts:
             if role in verdict.touched:
-                bits = np.frombuffer(verdict.touched[role], np.uint8)
-                reads |= np.unpackbits(bits, count=len(names))
-        left.extend((role, names[index]) for index in np.flatnonzero(reads == 0))
+                bits |= np.frombuffer(zlib.decompress(verdict.touched[role]), np.uint8)
+        left.extend((role, names[index]) for index in np.flatnonzero(np.unpackbits(bits, count=len(names)) == 0))
     return left

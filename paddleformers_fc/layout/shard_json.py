@@ -8,6 +8,7 @@ Time: linear in the shards of all ranks. Memory: the shards of one rank.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 
 import msgspec
@@ -37,7 +38,7 @@ _rank_shards = msgspec.msgpack.Decoder(_RankShards)
 
 
 def encode_rank_shards(shards_by_role: Mapping[str, Mapping[str, Shard]]) -> bytes:
-    """Encode the shards of one rank; equal shards in equal order give equal bytes.
+    """Encode and compress the shards of one rank; equal shards in equal order give equal bytes.
 
     Args:
         shards_by_role: role -> full name -> shard.
@@ -48,12 +49,12 @@ def encode_rank_shards(shards_by_role: Mapping[str, Mapping[str, Shard]]) -> byt
         where = [(shard.dtype, shard.global_shape, shard.box, shard.flat) for shard in shards.values()]
         roles[role] = (list(shards), [numbers.setdefault(place, len(numbers)) for place in where])
     places = [_Place(dtype, shape, box.lo, box.hi, flat) for dtype, shape, box, flat in numbers]
-    return msgspec.msgpack.encode(_RankShards(places, roles))
+    return zlib.compress(msgspec.msgpack.encode(_RankShards(places, roles)), 1)
 
 
 def decode_rank_shards(data: bytes) -> dict[str, dict[str, Shard]]:
     """Decode the shards of :func:`encode_rank_shards`: role -> full name -> shard. The sender is trusted."""
-    found = _rank_shards.decode(data)
+    found = _rank_shards.decode(zlib.decompress(data))
     boxes = [Box(place.lo, place.hi) for place in found.places]
 
     def shard(name: str, number: int) -> Shard:

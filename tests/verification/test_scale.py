@@ -85,4 +85,8 @@ def test_ranks_that_do_not_run_send_what_they_send_when_they_run() -> None:
     for operation, meters in some.items():
         for rank, meter in meters.items():
             timeless = {name: count for name, count in meter.items() if name not in TIMED}
-            assert timeless == {name: everyone[operation][rank].get(name) for name in timeless}, (operation, rank)
+            expected = {name: everyone[operation][rank].get(name) for name in timeless}
+            for name in {RECEIVED, LARGEST} & timeless.keys() if operation == PLANNING else ():
+                # Compressed bitmaps differ in length.
+                assert timeless[name] == pytest.approx(expected.pop(name), rel=0.1)
+            assert {name: timeless[name] for name in expected} == expected, (operation, rank)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, cached_property
 from itertools import chain
@@ -186,8 +187,11 @@ class ScaleJob:
         if doing == "writing":
             return self._written(like["ties"])
         if doing == "planning":
-            touched = {role: b"\xff" * len(bits) for role, bits in like["touched"].items()}
-            return lambda rank: {**like, "touched": touched}
+            # Every tensor must be read by some rank; the bitmaps of the others are as long as those of ranks that run.
+            touched = {
+                role: zlib.compress(b"\xff" * len(zlib.decompress(bits)), 1) for role, bits in like["touched"].items()
+            }
+            return lambda rank: {**like, "touched": touched} if rank == self._absent[0] else like
         return None
 
     @cached_property
