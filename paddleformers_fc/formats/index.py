@@ -52,10 +52,10 @@ HEADER = {"format": "flex"}
 _FORMAT = "flex_index"
 _BLOCK_BYTES = "block_bytes"
 _BLOCKS = "blocks"
-_TEXTS = ("names", "dtypes")
+_TEXTS = ("stems", "endings", "dtypes")
 _VECTORS = {
     "places": "I64",
-    **dict.fromkeys(("file_shards", "shard_name", "shard_place"), "I32"),
+    **dict.fromkeys(("file_shards", "shard_name", "shard_place", "name_stem", "name_ending"), "I32"),
     **dict.fromkeys((*_TEXTS, _BLOCKS), "U8"),
 }
 _WHOLE = (-1, -1)
@@ -81,13 +81,24 @@ def shard_columns(files: Mapping[str, Sequence[Shard]]) -> Columns:
     for name in names:
         if "\0" in name:
             raise FormatError(f"The name {name!r} contains a null character and cannot be stored.")
-    counts = [len(shards) for _, shards in sorted(files.items())]
-    vectors = {"file_shards": counts, "shard_name": named, "shard_place": placed}
+    # States are named after their parameter, so a name is stored as the number of what it shares, and of its ending.
+    stems: dict[str, int] = {}
+    endings: dict[str, int] = {}
+    cuts = [(name[: name.rfind(".") + 1], name[name.rfind(".") + 1 :]) for name in names]
+    vectors = {
+        "file_shards": [len(shards) for _, shards in sorted(files.items())],
+        "shard_name": named,
+        "shard_place": placed,
+        "name_stem": [stems.setdefault(stem, len(stems)) for stem, _ in cuts],
+        "name_ending": [endings.setdefault(ending, len(endings)) for _, ending in cuts],
+    }
     return {
         "places": np.array(numbers, np.int64),
         **{name: np.array(vector, np.int32) for name, vector in vectors.items()},
-        "names": np.frombuffer("\0".join(names).encode(), np.uint8),
-        "dtypes": np.frombuffer("\0".join(dtypes).encode(), np.uint8),
+        **{
+            name: np.frombuffer("\0".join(texts).encode(), np.uint8)
+            for name, texts in zip(_TEXTS, (stems, endings, dtypes), strict=True)
+        },
     }
 
 
@@ -166,9 +177,13 @@ def decode_index(raw: bytes, records: Sequence[FileRecord], where: AnyPath) -> I
         _reject(where, "it does not have the arrays of an index")
     arrays = {name: np.frombuffer(raw, to_numpy(one.dtype), one.shape[0], one.begin) for name, one in found.items()}
     try:
-        names, codes = (arrays[name].tobytes().decode().split("\0") for name in _TEXTS)
+        stems, endings, codes = (arrays[name].tobytes().decode().split("\0") for name in _TEXTS)
     except UnicodeDecodeError as error:
         _reject(where, f"its names are not UTF-8 ({error.reason})")
+    first, last = arrays["name_stem"], arrays["name_ending"]
+    if len(first) != len(last) or not (_within(first, len(stems)) and _within(last, len(endings))):
+        _reject(where, "a name has no stem or no ending")
+    names = [stems[stem] + endings[ending] for stem, ending in zip(first.tolist(), last.tolist(), strict=True)]
     recorded = _recorded(raw, arrays[_BLOCKS].tobytes(), int(length), records, where)
     places = list(_places(arrays["places"].tolist(), codes, where))
     files = [one for one in recorded.values() if not is_document(one.path)]

@@ -94,7 +94,8 @@ def read_stored(directory: Path) -> dict[str, Tensors]:
     files = [one["path"] for one in read_manifest(directory)["files"] if one["path"] != INDEX]
     files = [path for path in files if path.endswith(".safetensors")]
     index = read_index(directory)
-    names, dtypes = (bytes(index[name]).decode().split("\0") for name in ("names", "dtypes"))
+    stems, endings, dtypes = (bytes(index[name]).decode().split("\0") for name in ("stems", "endings", "dtypes"))
+    names = [stems[one] + endings[other] for one, other in zip(index["name_stem"], index["name_ending"], strict=True)]
     places = read_places(index)
     shards = zip(index["shard_name"].tolist(), index["shard_place"].tolist(), strict=True)
     for path, count in zip(files, index["file_shards"].tolist(), strict=True):

@@ -18,7 +18,7 @@ from tests.harness.sealing import columns_of
 
 SHARDS = {
     "model_state/rank-00000.safetensors": [
-        Shard("b", "float32", (), whole(())),
+        Shard("b.w_0", "float32", (), whole(())),
         Shard("a", "bfloat16", (4, 8), shifted((4, 2), (0, 6)), (1, 5)),
     ],
     "model_state/rank-00001.safetensors": [
@@ -78,6 +78,8 @@ def test_shards_and_checksums_survive_an_index() -> None:
         ("shard_place", 0, 6, "the number of no name or place"),
         ("file_shards", 0, 3, "7 shards|6 shards in 3 files"),
         ("file_shards", 0, -2, "shards in 3 files"),
+        ("name_stem", 0, 5, "no stem or no ending"),
+        ("name_ending", 0, -1, "no stem or no ending"),
         ("dtypes", 0, 255, "not UTF-8"),
         ("dtypes", 0, ord("X"), "unknown tensor dtype"),
     ],

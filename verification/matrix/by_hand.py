@@ -57,7 +57,8 @@ def assemble(checkpoint: Path) -> Whole:
     from safetensors.numpy import load_file
 
     index = load_file(checkpoint / "flex_index.safetensors")
-    names = index["names"].tobytes().decode().split("\0")
+    stems, endings = (index[one].tobytes().decode().split("\0") for one in ("stems", "endings"))
+    names = [stems[one] + endings[other] for one, other in zip(index["name_stem"], index["name_ending"], strict=True)]
     numbers, places = index["places"].tolist(), []
     while numbers:
         end = 4 + 3 * numbers[1]
