@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator, Mapping
 
 from paddleformers_fc.distributed.channel import NO_HEAD, Bytes, Channel, Payload
-from paddleformers_fc.distributed.liveness import KEY_PREFIX, KVStore, Liveness
+from paddleformers_fc.distributed.liveness import KVStore, Liveness
 from paddleformers_fc.errors import FlexError, PeerError
 
 EXIT_CODE = 75
@@ -41,17 +41,16 @@ class Communicator:
         patience: seconds that a rank waits for the others.
         store: a connection to the store of the job, used by this object alone. Without one, a missing rank is not
             named, and only the clock ends an exchange.
-        prefix: prefix of all keys in the store; each channel of a job needs another one.
 
     Attributes:
         liveness: the barriers over that connection; None without one.
     """
 
-    def __init__(self, channel: Channel, patience: float, store: KVStore | None, prefix: str = KEY_PREFIX) -> None:
+    def __init__(self, channel: Channel, patience: float, store: KVStore | None) -> None:
         self.rank, self.world_size = channel.rank, channel.world_size
         self._channel = channel
         self._patience = patience
-        self.liveness = None if store is None else Liveness(store, self.rank, self.world_size, patience, prefix)
+        self.liveness = None if store is None else Liveness(store, self.rank, self.world_size, patience)
 
     def gather(self, doing: str, payload: bytes, head: bytes = NO_HEAD, to: int | None = None) -> list[Payload] | None:
         """Return the payload of every rank, by rank.
