@@ -166,14 +166,6 @@ class PreparedSave:
     best: str | None
     started: float
 
-    def encoded(self, encode: Encode) -> Callable[[], LivePart]:
-        """Encode the files on the thread that writes, and return a function of the whole part, or of its error.
-
-        Args:
-            encode: returns the files, see :func:`capture_files`.
-        """
-        return outcome(lambda: replace(self.part(), files=encode()))
-
 
 def prepare(trainer: Any, metrics: dict[str, float] | None) -> PreparedSave:
     """Return a save of the present step. It reads live tensors later; :func:`capture_files` reads everything else.
@@ -421,7 +413,8 @@ class SyncSaves:
         args, channel = trainer.args, channel_of(trainer.args)
         trainer.runtime_timer.start("checkpoint saving time")
         prepared = prepare(trainer, metrics)
-        part = prepared.encoded(capture_files(trainer))
+        encode = capture_files(trainer)
+        part = outcome(lambda: replace(prepared.part(), files=encode()))
         with measured_transfers() as transfers:
             taken = snapshot(part, views, channel, prepared.consistency)
             with bar_on_terminal(f"saving {prepared.directory.name}", args.should_log):

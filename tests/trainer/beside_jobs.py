@@ -382,14 +382,13 @@ def change_meanwhile(**settings: Any) -> None:
     from transformers import PreTrainedTokenizerFast
 
     from paddleformers_fc import FlexTrainer
-    from paddleformers_fc.trainer.save_job import PreparedSave
+    from paddleformers_fc.trainer import async_save
 
-    changed, encoded = threading.Event(), PreparedSave.encoded
-    is_beside = bool(settings["arguments"].get("flex_async_save"))
+    changed, capture = threading.Event(), async_save.capture_files
 
-    def encoded_late(self: Any, encode: Any) -> Any:
-        assert not is_beside or changed.wait(_LONG)
-        return encoded(self, encode)
+    def encoded_late(trainer: Any) -> Any:
+        encode = capture(trainer)
+        return lambda: (changed.wait(_LONG), encode())[1]
 
     class CopiesFiles(FlexTrainer):
         def copy_custom_files(self, output_dir: str) -> None:
@@ -413,7 +412,7 @@ def change_meanwhile(**settings: Any) -> None:
             np.random.random()
             changed.set()
 
-    PreparedSave.encoded = encoded_late
+    async_save.capture_files = encoded_late
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"w": 0, "[U]": 1}, "[U]")))
     trainer = flex_trainer(**settings, cls=CopiesFiles, callbacks=[Change()], tokenizer=tokenizer)
     trainer.args.copy_custom_file_list = "at the step"
