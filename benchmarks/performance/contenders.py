@@ -255,7 +255,7 @@ class Ours:
         ).bytes_read
 
     def start(self, directory: Path, held: Held) -> int:
-        """What ``load_weights`` does, for the ranks of one pipeline stage, the other stages not being there."""
+        """What ``prepare_weights`` does, for the ranks of one pipeline stage, the other stages not being there."""
         model = ModelDescription(MODELS[held.model].config, is_fleet=False)
         catalog = open_huggingface(directory).catalog
         shards = describe_roles(held.weights)

@@ -158,10 +158,10 @@ def list_checkpoints(directory: OutputDirectory, as_json: Json = False) -> int:
 
     A checkpoint is whole if its files have the recorded sizes and its documents the recorded checksums.
     """
-    from paddleformers_fc.cli import checkpoints
+    from paddleformers_fc.cli import inspection
     from paddleformers_fc.execute.output_directory import list_output
 
-    _present(list_output(_local(directory, "Listing")), checkpoints.show, as_json)
+    _present(list_output(_local(directory, "Listing")), inspection.show_output, as_json)
     return OK
 
 
@@ -454,7 +454,7 @@ def clean(
     On a file system without locks, make sure that no job saves in this directory.
     --json without --yes lists the leftovers and removes none.
     """
-    from paddleformers_fc.cli import checkpoints
+    from paddleformers_fc.cli import inspection
     from paddleformers_fc.execute import output_directory
     from paddleformers_fc.text import size_text
 
@@ -464,7 +464,7 @@ def clean(
         return typer.confirm(f"Remove {one.name} ({size_text(one.bytes)})? {one.why}", err=True)
 
     found = output_directory.clean(_local(directory, "Cleaning"), confirmed)
-    _present(found, checkpoints.show_cleaned, as_json)
+    _present(found, inspection.show_cleaned, as_json)
     return OK
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,15 +48,11 @@ class StagingDirectory:
     own: Staging | None
 
 
-def _itself(target: Path) -> Path:
-    return target
-
-
 @contextlib.contextmanager
 def staging_beside(
     target: Path,
     channel: Channel,
-    place_of: Callable[[Path], Path] = _itself,
+    place_of: Callable[[Path], Path] = Path,
     runs: Sequence[str] = ("",),
 ) -> Iterator[StagingDirectory]:
     """Context manager around a save: a staging directory on every disk, deleted at the end unless it was committed.
@@ -73,7 +70,8 @@ def staging_beside(
 
         def make() -> str:
             place = place_of(target)
-            recover(place.parent, runs)
+            # Without locks a leader would delete what another one has made on the same disk for this save.
+            recover(place.parent, () if channel.rank else runs)
             if place.parent == real_path(target):
                 # What an export has left that created the directory; its parent need not be readable.
                 with contextlib.suppress(StorageError):
@@ -114,7 +112,7 @@ class _Documents(msgspec.Struct):
 
     Args:
         manifest: the manifest.
-        files: the coordinator's small files.
+        files: the coordinator's small files, compressed.
         leads: by file of the manifest, the leader of the disk with it.
     """
 
@@ -162,6 +160,7 @@ def commit_parts(
         manifest = build_manifest([checksum for theirs in checksums for checksum in theirs])
         written = (MAPPING_NAME, INDEX_NAME)
         shared = {**files, **{name: read_file(staged.path / name) for name in written}} if several else {}
+        shared = {name: zlib.compress(data, 1) for name, data in shared.items()}
         documents = _Documents(manifest, shared, [leads.get(one.path, 0) for one in manifest.files])
         size = sum(checksum.size for checksum in manifest.files)
         if several:
@@ -174,7 +173,7 @@ def commit_parts(
             return
         if channel.rank != 0:
             for path, data in documents.files.items():
-                write_file(staged.path / path, data, root=staged.path)
+                write_file(staged.path / path, zlib.decompress(data), root=staged.path)
         write_manifest(staged.path, documents.manifest)
         led = zip(documents.manifest.files, documents.leads, strict=True)
         written = [one.path for one, lead in led if lead == channel.rank]

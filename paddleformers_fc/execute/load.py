@@ -291,18 +291,6 @@ def whole_model(
     return {name: tensor for tensors in everyone for name, tensor in tensors.items()}
 
 
-def load_weights(
-    directory: AnyPath,
-    roles: Roles,
-    model: ModelDescription,
-    channel: Channel,
-    options: ReadOptions = DEFAULT_OPTIONS,
-    verify: str = "full",
-) -> LoadReport:
-    """Fill live weights from a directory of open weights; arguments and errors are those of :func:`prepare_weights`."""
-    return prepare_weights(directory, roles, model, channel, options, verify).fill()
-
-
 def prepare_weights(
     directory: AnyPath,
     roles: Roles,

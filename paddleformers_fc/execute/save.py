@@ -72,7 +72,7 @@ from paddleformers_fc.formats.checkpoint import CONFIG_NAME, MAPPING_NAME, confi
 from paddleformers_fc.formats.index import encode_index
 from paddleformers_fc.layout.live import LiveRoles, Roles, describe_roles, facts_of
 from paddleformers_fc.layout.roles import MODEL_STATE, split_state_name
-from paddleformers_fc.layout.shard_json import decode_rank_shards, encode_rank_shards
+from paddleformers_fc.layout.shard_messages import decode_rank_shards, encode_rank_shards
 from paddleformers_fc.storage.checksum import INDEX_NAME, records_of
 from paddleformers_fc.storage.files import write_file
 from paddleformers_fc.storage.manifest import DivergedTie, FileChecksum, Manifest, RunRecord, SaveOrigin

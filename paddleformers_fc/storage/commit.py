@@ -225,11 +225,20 @@ def remove_checkpoint(directory: Path) -> None:
     Raises:
         StorageError: the operating system refused.
     """
+    remove_tree(doomed(directory))
+
+
+def doomed(directory: Path) -> Path:
+    """Give a directory a name under which any process may delete it, and return that name.
+
+    Raises:
+        StorageError: the operating system refused.
+    """
     parsed = parse_hidden(directory)
     renamed = hidden_name(parsed[0] if parsed else directory, REMOVED)
     rename(directory, renamed)
     fsync_directory(renamed.parent)
-    remove_tree(renamed)
+    return renamed
 
 
 def recover(output_dir: Path, runs: Collection[str] = ()) -> None:
@@ -252,23 +261,27 @@ def recover(output_dir: Path, runs: Collection[str] = ()) -> None:
 
 def _recover(path: Path, runs: Collection[str]) -> None:
     target, state, token = parse_hidden(path) or (path, "", "")
+    if state in (ASIDE, UNFINISHED):
+        with locked(hidden_name(target, UNFINISHED, token)) as lock:
+            if lock is LockState.BUSY:
+                return
+            if state == ASIDE:
+                _put_back(path, target)
+            elif lock is not LockState.UNSUPPORTED or any(map(token.startswith, runs)):
+                # Deleted below: NFS keeps a file that is deleted while it is open, as the lock is here.
+                path, state = doomed(path), REMOVED
     if state == REMOVED:
         remove_tree(path)
-    if state not in (ASIDE, UNFINISHED):
-        return
-    with locked(hidden_name(target, UNFINISHED, token)) as lock:
-        if lock is LockState.BUSY:
-            return
-        if state == ASIDE:
-            try:
-                rename(path, target)
-            except StorageError as error:
-                if not is_name_taken(error):
-                    raise
-                _retire(path, target)
-            fsync_directory(target.parent)
-        elif lock is not LockState.UNSUPPORTED or any(map(token.startswith, runs)):
-            remove_checkpoint(path)
+
+
+def _put_back(aside: Path, target: Path) -> None:
+    try:
+        rename(aside, target)
+    except StorageError as error:
+        if not is_name_taken(error):
+            raise
+        _retire(aside, target)
+    fsync_directory(target.parent)
 
 
 def _is_missing(error: StorageError) -> bool:

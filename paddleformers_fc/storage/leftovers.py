@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paddleformers_fc.errors import StorageError
-from paddleformers_fc.storage.commit import finished, remove_checkpoint
-from paddleformers_fc.storage.files import entry_identity, is_directory, list_directory
+from paddleformers_fc.storage.commit import doomed, finished
+from paddleformers_fc.storage.files import entry_identity, is_directory, list_directory, remove_tree
 from paddleformers_fc.storage.paths import ASIDE, REMOVED, UNFINISHED, hidden_name, parse_hidden, parse_kept
 from paddleformers_fc.storage.staging_lock import LockState, locked
 
@@ -52,7 +52,11 @@ def remove_leftover(path: Path) -> bool:
     found = _judge(path)
     if found is None or not found.removable:
         return False
-    remove_checkpoint(path)
+    with locked(path) as lock:
+        if lock is LockState.BUSY:
+            return False  # A save has begun to use it since.
+        renamed = doomed(path)
+    remove_tree(renamed)
     return True
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from paddleformers_fc.storage.files import refused
 
-LOCK_NAME = ".lock"
+LOCK_NAME = ".flex.lock"
 """The lock's name inside a staging directory."""
 
 _UNSUPPORTED = frozenset({errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK})

@@ -215,7 +215,7 @@ class AsyncSaves:
                 return
             # The others may be in an operation of a step, which does not end without this rank.
             name = self._save.prepared.directory.name
-            logger.warning(f"{name} is not committed: training has failed on some ranks alone.")
+            logger.warning(f"{name} may not be committed: training has failed on some ranks alone.")
             self._save.parts.close()
         except Exception as error:  # The error of training is raised.
             logger.warning(f"A save failed after an error of training: {error}")

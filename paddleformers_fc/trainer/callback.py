@@ -17,11 +17,17 @@ a file put there would be executed. The name is therefore absent from the state 
 callbacks and saves.
 
 A resumed run takes over the name, which is a path of the run that saved: :func:`locate_best`.
+
+Record the progress of a training for the process that started the ranks.
+
+Each rank that writes log lines changes its record at every logged loss, save and load, with or without flex
+checkpoints.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass, field
@@ -36,6 +42,7 @@ from paddleformers_fc.storage.manifest import MANIFEST_NAME
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.text import rate_text, size_text
 from paddleformers_fc.trainer.library import TrainerCallback, logger
+from paddleformers_fc.trainer.rank_records import RECORDS, update_record
 
 ATTENDED = "_flex_attended"
 """The attribute of training arguments whose Trainer uses this package."""
@@ -256,3 +263,26 @@ class BestCheckpoint:
 
     def _show(self, trainer: Any) -> None:
         self._hiding, trainer.state.best_model_checkpoint = False, self._name
+
+
+def record_progress(trainer: Any) -> None:
+    """Let a Trainer record its progress if the starter of its rank reads it."""
+    if RECORDS in os.environ and trainer.args.should_log:
+        trainer.add_callback(ProgressRecorder())
+
+
+class ProgressRecorder(FlexCheckpointCallback):
+    """Changes the record of this rank after every event."""
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        """Record the step and its loss."""
+        if isinstance(logs, dict) and "loss" in logs:
+            update_record(step=state.global_step, loss=str(logs["loss"]))
+
+    def on_checkpoint_saved(self, args: Any, report: CheckpointReport) -> None:
+        """Record the checkpoint."""
+        update_record(step=report.step, checkpoint=str(report.directory))
+
+    def on_checkpoint_loaded(self, args: Any, report: CheckpointReport) -> None:
+        """Record the step that is resumed."""
+        update_record(resumed=report.step)

@@ -162,7 +162,7 @@ def receives_in_passes(args: Any) -> bool:
     Args:
         args: training arguments; PaddleNLP's have the options as words of one text.
     """
-    words = str(getattr(args, "sharding_parallel_config", "")).split()
+    words = str(getattr(args, "sharding_parallel_config", "")).replace(",", " ").split()
     return any(getattr(args, name, False) or f"enable_{name}" in words for name in _OVERLAPPING)
 
 

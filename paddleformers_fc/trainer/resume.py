@@ -234,8 +234,19 @@ def require_named(directory: AnyPath, channel: Channel) -> AnyPath:
         NotACheckpoint: it is visible to no rank; the error describes the directory of the first rank.
     """
     what = f"looking for {directory.name}"
-    seen = all_gather_checked(channel, what, lambda: exists(directory / MANIFEST_NAME) or is_resumable(directory), bool)
-    if not any(seen):
+
+    def look() -> bool:
+        return exists(directory / MANIFEST_NAME) or is_resumable(directory)
+
+    def look_aside() -> bool:
+        """Look again, after a commit that a crash has interrupted gets its names back."""
+        if isinstance(directory, Path) and is_directory(directory.parent):
+            recover(directory.parent)
+        return look()
+
+    if not all(all_gather_checked(channel, what, look, bool)) and not any(
+        all_gather_checked(channel, what, look_aside, bool)
+    ):
         run_on_all(channel, what, lambda: None if channel.rank else refuse_no_checkpoint(directory))
     return directory
 

@@ -35,7 +35,13 @@ from paddleformers_fc.trainer import (
     sonic_moe,
 )
 from paddleformers_fc.trainer.async_save import AsyncSaves, StepEnds
-from paddleformers_fc.trainer.callback import ATTENDED, FlexCheckpointCallback, ReportFigures
+from paddleformers_fc.trainer.callback import (
+    ATTENDED,
+    FlexCheckpointCallback,
+    ProgressRecorder,
+    ReportFigures,
+    record_progress,
+)
 from paddleformers_fc.trainer.description import describe_model
 from paddleformers_fc.trainer.ema import UpdateBarrier
 from paddleformers_fc.trainer.job_state import (
@@ -52,7 +58,6 @@ from paddleformers_fc.trainer.job_state import (
 from paddleformers_fc.trainer.library import logger
 from paddleformers_fc.trainer.library_models import LoRAModel, PretrainedModel, ShardingOption
 from paddleformers_fc.trainer.options import FlexFields, saves_asynchronously, upload_url, without_effect
-from paddleformers_fc.trainer.progress_recorder import ProgressRecorder, record_progress
 from paddleformers_fc.trainer.save_job import BypassCheck, SyncSaves
 from paddleformers_fc.trainer.saving import save_pretrained
 from paddleformers_fc.trainer.uploads import Uploads

@@ -26,9 +26,8 @@ from omegaconf import OmegaConf
 
 from paddleformers_fc import upstream
 from paddleformers_fc.cli import main, start_checks, training
-from paddleformers_fc.cli.log_view import LogView
 from paddleformers_fc.cli.settings import parse_overrides, read_settings
-from paddleformers_fc.cli.training import prepare
+from paddleformers_fc.cli.training import LogView, prepare
 from paddleformers_fc.cpu_runtime.launch import LaunchResult
 from paddleformers_fc.errors import MismatchError, OptionError, StorageError
 from paddleformers_fc.families.models.minimax_m2 import FAMILY as MINIMAX

@@ -15,7 +15,7 @@ import paddle
 
 from paddleformers_fc.distributed.channel import ALONE, Channel
 from paddleformers_fc.errors import FlexError
-from paddleformers_fc.execute.load import load_checkpoint, load_weights
+from paddleformers_fc.execute.load import load_checkpoint, prepare_weights
 from paddleformers_fc.execute.opening import open_on_all_ranks
 from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoint
 from paddleformers_fc.families import ModelDescription
@@ -72,7 +72,7 @@ def load(
 def load_open_weights(directory: Path, roles: Roles) -> Load:
     """Load open weights into a live model."""
     model = {"model_state": roles["model_state"]}
-    return watched(model, lambda: load_weights(directory, model, MODEL, ALONE))
+    return watched(model, lambda: prepare_weights(directory, model, MODEL, ALONE).fill())
 
 
 def watched(roles: Roles, work: Callable[[], object]) -> Load:

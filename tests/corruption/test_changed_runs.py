@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from paddleformers_fc.cli.log_view import COLOUR
+from paddleformers_fc.cli.training import COLOUR
 from tests.corruption.guarantees import Observed, fault
 from tests.harness.tiny import TP2
 from verification.forkserver import ForkServer

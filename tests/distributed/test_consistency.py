@@ -16,7 +16,7 @@ from paddleformers_fc import __version__
 from paddleformers_fc.distributed.channel import ALONE, format_ranks, group_by_value, run_on_all
 from paddleformers_fc.distributed.consistency import ConsistencyCheck, software_versions
 from paddleformers_fc.errors import FlexError, PeerError
-from paddleformers_fc.execute.load import load_checkpoint, load_weights
+from paddleformers_fc.execute.load import load_checkpoint, prepare_weights
 from paddleformers_fc.execute.opening import open_on_all_ranks
 from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoint
 from paddleformers_fc.families import ModelDescription
@@ -259,7 +259,7 @@ def test_ranks_that_see_different_open_weights_under_one_name_are_refused(tmp_pa
 
     def work(channel: Any, roles: dict[str, Any]) -> None:
         seen = tmp_path / ("odd" if channel.rank == odd else "usual") / "hf"
-        load_weights(seen, {"model_state": roles["model_state"]}, MODEL, channel)
+        prepare_weights(seen, {"model_state": roles["model_state"]}, MODEL, channel).fill()
 
     (line,) = refused(2, work).evidence
     assert line.startswith("open_weights.model.safetensors: ")

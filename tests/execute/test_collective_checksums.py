@@ -11,7 +11,7 @@ import pytest
 
 from paddleformers_fc.errors import CheckpointError, Corrupt, FlexError, StorageError
 from paddleformers_fc.execute.export import ExportReport, export_checkpoint
-from paddleformers_fc.execute.load import LoadReport, load_checkpoint, load_weights
+from paddleformers_fc.execute.load import LoadReport, load_checkpoint, prepare_weights
 from paddleformers_fc.execute.opening import open_on_all_ranks
 from paddleformers_fc.formats.flex import open_flex
 from paddleformers_fc.storage.checksum import INDEX_NAME
@@ -221,7 +221,7 @@ def test_open_weights_that_are_replaced_after_they_were_opened_are_refused(check
 
         channel.gather = replaced
         roles = {"model_state": live(ARRAYS, 1, channel.rank, empty=True)["model_state"]}
-        load_weights(checkpoint.parent / "hf", roles, MODEL, channel)
+        prepare_weights(checkpoint.parent / "hf", roles, MODEL, channel).fill()
 
     error = the_one_report(job(ranks, work))
     assert "was replaced or changed after it was checked" in str(error)

@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 from paddleformers_fc.errors import Corrupt, FlexError, FormatError, PeerError
 from paddleformers_fc.execute import export_files
 from paddleformers_fc.execute.export import export_checkpoint, save_weights
-from paddleformers_fc.execute.load import LoadReport, load_weights
+from paddleformers_fc.execute.load import LoadReport, prepare_weights
 from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoint
 from paddleformers_fc.formats.huggingface import open_huggingface
 from paddleformers_fc.storage.checksum import BlockHasher
@@ -65,7 +65,7 @@ def load(directory: Path, ranks: int = 1, verify: str = "full") -> list[Any]:
         roles = {"model_state": live(ARRAYS, ranks, channel.rank, empty=True)["model_state"]}
         before = {"model_state": live(ARRAYS, ranks, channel.rank, empty=True)["model_state"]}
         try:
-            report = load_weights(directory, roles, MODEL, channel, verify=verify)
+            report = prepare_weights(directory, roles, MODEL, channel, verify=verify).fill()
         except FlexError:
             assert same_values(roles, before)
             raise
@@ -173,7 +173,7 @@ def test_every_rank_hashes_a_share_of_the_blocks_that_ranks_read(tmp_path: Path)
 
     def work(channel: Any) -> int:
         roles = {"model_state": live(arrays, 2, channel.rank, empty=True)["model_state"]}
-        return load_weights(tmp_path / "hf", roles, MODEL, channel).bytes_hashed
+        return prepare_weights(tmp_path / "hf", roles, MODEL, channel).fill().bytes_hashed
 
     hashed = succeed(2, work)
     assert all(0.4 * size < one < 0.6 * size for one in hashed)
@@ -268,7 +268,7 @@ def test_weights_that_another_tool_wrote_over_an_export_are_refused_until_the_ch
 
     def work(channel: Any) -> bool:
         roles = {"model_state": live(ARRAYS, ranks, channel.rank, empty=True)["model_state"]}
-        load_weights(weights, roles, MODEL, channel)
+        prepare_weights(weights, roles, MODEL, channel).fill()
         return same_values(roles, {"model_state": live(changed, ranks, channel.rank)["model_state"]})
 
     assert succeed(ranks, work) == [True] * ranks
@@ -319,7 +319,7 @@ def test_ranks_that_see_different_checksums_are_refused(exported: Path, tmp_path
 
     def work(channel: Any) -> LoadReport:
         roles = {"model_state": live(ARRAYS, 2, channel.rank, empty=True)["model_state"]}
-        return load_weights(places[channel.rank], roles, MODEL, channel)
+        return prepare_weights(places[channel.rank], roles, MODEL, channel).fill()
 
     outcomes = job(2, work)
     assert all(isinstance(outcome, PeerError) for outcome in outcomes)

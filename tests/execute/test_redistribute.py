@@ -13,7 +13,7 @@ import pytest
 
 from paddleformers_fc.errors import Corrupt, FlexError, OptionError
 from paddleformers_fc.execute.export import export_checkpoint
-from paddleformers_fc.execute.load import LoadReport, load_checkpoint, load_weights
+from paddleformers_fc.execute.load import LoadReport, load_checkpoint, prepare_weights
 from paddleformers_fc.execute.memory import slots_of
 from paddleformers_fc.execute.opening import open_on_all_ranks
 from paddleformers_fc.execute.read_jobs import Memory
@@ -75,7 +75,7 @@ def test_open_weights_are_read_once_and_cast_by_the_ranks_that_want_them(tmp_pat
             roles = live(ARRAYS, 1, channel.rank, empty=True)["model_state"]
             for weight in roles.values():
                 weight.local_tensor = weight.local_tensor.astype("float64")
-            report = load_weights(tmp_path / "hf", {"model_state": roles}, MODEL, channel, options, "size")
+            report = prepare_weights(tmp_path / "hf", {"model_state": roles}, MODEL, channel, options, "size").fill()
             for name, weight in live(ARRAYS, 1, channel.rank)["model_state"].items():
                 assert (roles[name].local_tensor == weight.local_tensor.astype("float64")).all()
             return report

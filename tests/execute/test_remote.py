@@ -14,7 +14,7 @@ from paddleformers_fc.errors import Corrupt, StorageError
 from paddleformers_fc.execute import read_jobs
 from paddleformers_fc.execute.digest import canonical_digests
 from paddleformers_fc.execute.export import export_checkpoint
-from paddleformers_fc.execute.load import load_checkpoint, load_weights
+from paddleformers_fc.execute.load import load_checkpoint, prepare_weights
 from paddleformers_fc.execute.opening import open_on_all_ranks
 from paddleformers_fc.execute.read_pool import ReadOptions, ReadPool
 from paddleformers_fc.execute.reading import ArraySlot, execute_reads
@@ -68,7 +68,7 @@ def test_open_weights_are_loaded_from_a_store(served: Served, tmp_path: Path) ->
 
     def work(channel: Any) -> Roles:
         roles = {"model_state": live(ARRAYS, 2, channel.rank, empty=True)["model_state"]}
-        load_weights(parse_path(f"{served.url}/open"), roles, MODEL, channel)
+        prepare_weights(parse_path(f"{served.url}/open"), roles, MODEL, channel).fill()
         return roles
 
     for rank, got in enumerate(succeed(2, work)):

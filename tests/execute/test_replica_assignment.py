@@ -11,7 +11,7 @@ from hypothesis import given, strategies as st
 from paddleformers_fc.execute import replica_assignment
 from paddleformers_fc.execute.replica_assignment import RankShards, ShardPart, assign_writers, pack_files
 from paddleformers_fc.layout import Shard
-from paddleformers_fc.layout.shard_json import decode_rank_shards, encode_rank_shards
+from paddleformers_fc.layout.shard_messages import decode_rank_shards, encode_rank_shards
 from paddleformers_fc.mapping.boxes import shifted, whole
 from tests.harness.sampling import thorough
 

@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 
 from paddleformers_fc.distributed.channel import LocalChannel
 from paddleformers_fc.errors import MismatchError
-from paddleformers_fc.execute.load import LoadReport, load_weights
+from paddleformers_fc.execute.load import LoadReport, prepare_weights
 from paddleformers_fc.families import OptionalNames
 from tests.families.spaces import BY_NAME, model_of, settings, spaces
 from tests.mapping.numbers import Arrays
@@ -39,7 +39,7 @@ def load(tmp_path: Path, name: str, stored: Arrays, **changes: Any) -> tuple[Loa
         )
         for key, spec in rules.targets.items()
     }
-    report = load_weights(tmp_path, {"model_state": weights}, model_of(config), LocalChannel())
+    report = prepare_weights(tmp_path, {"model_state": weights}, model_of(config), LocalChannel()).fill()
     return report, {key: weight.local_tensor.numpy() for key, weight in weights.items()}
 
 

@@ -20,7 +20,7 @@ import paddleformers_fc
 from paddleformers_fc.distributed.channel import LocalChannel
 from paddleformers_fc.errors import Corrupt, FormatError
 from paddleformers_fc.execute.digest import weights_md5
-from paddleformers_fc.execute.load import load_weights
+from paddleformers_fc.execute.load import prepare_weights
 from paddleformers_fc.execute.output_directory import inspect_directory
 from paddleformers_fc.formats.huggingface import open_huggingface
 from paddleformers_fc.storage.block_scales import ScaledFile
@@ -94,7 +94,7 @@ def load(directory: Path, dtype: str, part: tuple[int, int] | None = None) -> di
     config = settings(family)
     rules, _, _ = spaces(family, config)
     weights = {key: live(key, spec.shape, dtype, part) for key, spec in rules.targets.items()}
-    load_weights(directory, {"model_state": weights}, model_of(config), LocalChannel())
+    prepare_weights(directory, {"model_state": weights}, model_of(config), LocalChannel()).fill()
     return {key: one.local_tensor.astype("float32").numpy() for key, one in weights.items()}
 
 

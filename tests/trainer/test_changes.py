@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from paddleformers_fc.cli.log_view import COLOUR
+from paddleformers_fc.cli.training import COLOUR
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.execute.digest import canonical_digests
 from paddleformers_fc.families.changes import Change

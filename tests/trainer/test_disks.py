@@ -124,28 +124,3 @@ def test_old_checkpoints_are_deleted_on_every_disk(ranks: ForkServer, tmp_path: 
     run(ranks, "run", DP2, places, max_steps=3, save_steps=1, save_total_limit=2)
     for place in places:
         assert sorted(path.name for path in (place / "out").glob("*checkpoint*")) == ["checkpoint-2", "checkpoint-3"]
-
-
-@pytest.mark.parametrize(
-    ("lost", "numbers"),
-    [
-        ("checkpoint-3/optimizer_state/rank-00000.safetensors", (0, 1)),
-        ("checkpoint-3/model_state/rank-00001.safetensors", (0, 0)),
-        ("checkpoint-3/config.json", (0, 1)),
-    ],
-)
-def test_the_last_checkpoint_that_is_whole_over_all_disks_stays_on_each_of_them(
-    ranks: ForkServer, tmp_path: Path, lost: str, numbers: tuple[int, int]
-) -> None:
-    given = {"max_steps": 3, "save_steps": 1, "save_total_limit": 1}
-    places = disks(tmp_path, *numbers)
-    for place in places:
-        place.mkdir(exist_ok=True)
-    settings = {"layout": DP2.to_json(), "output_dir": "out", "arguments": given, "places": list(map(str, places))}
-    result = ranks.run(f"{JOBS}:lose_what_was_saved", 2, {**settings, "lost": lost})
-    assert list(result.values) == [["checkpoint-2", "checkpoint-3"]] * 2
-    for rank in {numbers.index(number) for number in numbers}:
-        lines = [line for line in result.logs[rank].read_text().splitlines() if "stays under every limit" in line]
-        assert len(lines) == 1
-        assert "checkpoint-3 is not whole, so out/checkpoint-2 stays" in lines[0]
-        assert Path(lost).name in lines[0]

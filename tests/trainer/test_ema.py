@@ -376,6 +376,6 @@ def test_tied_parameters_are_averaged_on_every_stage_that_holds_them(
 def test_options_that_receive_weights_in_passes_are_found_in_paddlenlps_text() -> None:
     from paddleformers_fc.trainer import live_roles
 
-    texts = ["enable_stage1_broadcast_overlap", "split_param enable_stage1_allgather_overlap", "enable_stage2_overlap"]
+    texts = ["enable_stage1_broadcast_overlap", "split_param,enable_stage1_allgather_overlap", "enable_stage2_overlap"]
     assert all(live_roles.receives_in_passes(SimpleNamespace(sharding_parallel_config=text)) for text in texts)
     assert not live_roles.receives_in_passes(SimpleNamespace(sharding_parallel_config="split_param enable_overlap"))

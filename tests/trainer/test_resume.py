@@ -131,6 +131,19 @@ def test_what_was_named_is_taken_where_any_rank_sees_it(tmp_path: Path) -> None:
     assert succeed(2, lambda channel: require_named(given[channel.rank], channel)) == given
 
 
+def test_what_was_named_gets_its_name_back_after_an_interrupted_replacement(tmp_path: Path) -> None:
+    given = [tmp_path / disk / "checkpoint-9" for disk in ("first", "second", "second")]
+    for path in set(given):
+        path.parent.mkdir()
+        make_checkpoint(path.parent, 9)
+    given[1].rename(given[1].with_name(".checkpoint-9.aside-0123456789ab"))
+    assert succeed(3, lambda channel: require_named(given[channel.rank], channel)) == given
+    assert given[1].is_dir()
+    given[0].rename(given[0].with_name(".checkpoint-9.aside-0123456789ab"))
+    assert require_named(given[0], LocalChannel()) == given[0]
+    assert given[0].is_dir()
+
+
 def test_what_was_named_and_is_no_checkpoint_is_called_what_it_is(tmp_path: Path) -> None:
     finished = make_checkpoint(tmp_path, 2)
     assert require_named(finished, LocalChannel()) == finished

@@ -38,7 +38,7 @@ from paddleformers_fc.execute import collective_checksums, save
 from paddleformers_fc.execute.memory import HostPieces, HostTensors
 from paddleformers_fc.execute.replica_assignment import _holders, assign_writers
 from paddleformers_fc.execute.save_plan import PlannedFile, SavePlan, SavePlanCache, planned_files
-from paddleformers_fc.layout.shard_json import encode_rank_shards
+from paddleformers_fc.layout.shard_messages import encode_rank_shards
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.plan.simulate import SimulatedModel
 from paddleformers_fc.storage.block_checksums import BlockComparison, compare_blocks
