@@ -165,6 +165,8 @@ class Checkpoint:
     def read(self, name: str, box: Sequence[slice] | None = None, role: str | None = None) -> np.ndarray[Any, Any]:
         """Read a canonical tensor, or a box of it; only the byte ranges of the box are read.
 
+        Checksums of tensors are not compared: :meth:`verify` does that for the whole checkpoint.
+
         Args:
             name: canonical name, as :meth:`tensors` lists it.
             box: one slice per axis, without steps, with bounds as in numpy; None for the whole tensor.

@@ -583,12 +583,13 @@ def refuse_file(target: AnyPath) -> None:
     """Refuse a target of a directory whose name a file has.
 
     Raises:
-        OptionError: it is a file, or a link to one.
+        OptionError: it is a file, a link to one, or a link in a circle.
         StorageError: the operating system or the store refused to look.
     """
-    if exists(target) and not is_directory(target):
+    circle = isinstance(target, Path) and os.path.islink(real_path(target))
+    if circle or (exists(target) and not is_directory(target)):
         raise OptionError(
-            f"{target} is a file, and a directory would be written in its place.",
+            f"{target} is {'a link to itself' if circle else 'a file'}, and a directory would be written in its place.",
             where=str(target),
             next_step="Name a directory that does not exist yet; nothing was written.",
         )

@@ -244,9 +244,8 @@ def require_named(directory: AnyPath, channel: Channel) -> AnyPath:
             recover(directory.parent)
         return look()
 
-    if not all(all_gather_checked(channel, what, look, bool)) and not any(
-        all_gather_checked(channel, what, look_aside, bool)
-    ):
+    seen = all(all_gather_checked(channel, what, look, bool))
+    if not (seen or any(all_gather_checked(channel, what, look_aside, bool))):
         run_on_all(channel, what, lambda: None if channel.rank else refuse_no_checkpoint(directory))
     return directory
 
