@@ -97,9 +97,9 @@ RAISED = frozenset(BY_NAME)
 INTERNAL = {
     "execute/save.py": 1,
     "execute/save_plan.py": 1,
+    "formats/index.py": 1,
     "storage/block_scales.py": 1,
     "storage/checksum.py": 1,
-    "storage/commit.py": 1,
     "storage/files.py": 6,
     "storage/manifest.py": 2,
     "storage/paths.py": 1,
