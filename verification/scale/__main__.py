@@ -37,15 +37,15 @@ master weights and two moments are saved, in at least three files per rank, and 
 are holes in sparse files. The store is Paddle's, with one client per node of eight ranks and one per rank that runs.
 
 * A row is the highest count of a rank. The coordinator has a row of its own where its count differs.
-* *Bytes received* and *largest message* count the collectives of the package. *Bytes sent* are those of a rank's own
-  messages; sums also carry the bytes of other ranks.
+* *Bytes received* and *largest message* count the collectives of the package. Before, messages were padded to the
+  longest; the padding is counted but was not allocated, so *peak memory* excludes it.
 * *Requests while waiting* depend on how long ranks wait for each other on the machine that ran this. Rows without a
   count are left out.
 * On one file system, as here, the coordinator rotates alone. Before, all ranks read the newest checkpoint for it.
 * *Peak memory* is the growth of resident memory during the operation, with the messages of all ranks, divided by the
   number of ranks that run.
 * Of the dense model at 10,240 ranks a first save, opening and planning are counted; the MoE stays at 4,096 ranks.
-* Asynchronous saves open a group and another connection to the store, which are not in this table.
+* Asynchronous saves make the same exchanges, on the training thread, and open no group or connection.
 """
 
 
