@@ -53,12 +53,13 @@ def copies(nbytes: int) -> Callable[[], float]:
 
 def ours(output_dir: str, rounds: int) -> Figures:
     """Save in the step, at once and beside, in turn, at every second step of one training."""
-    from paddleformers_fc import FlexCheckpointCallback, FlexTrainer, FlexTrainingArguments
+    from paddleformers_fc import FlexCheckpointCallback, FlexTrainer, FlexTrainingArguments, cpu_runtime
     from paddleformers_fc.trainer.job_state import job_state_of
     from paddleformers_fc.trainer.save_job import SyncSaves
     from verification.matrix import tiny
     from verification.matrix.layouts import MatrixLayout
 
+    cpu_runtime.activate()  # On a CPU Paddle's synchronize() raises, which "at once" calls.
     ways = ("in the step", "at once", "beside")
     found: Figures = {name: [] for name in ("copy", *ways, *(f"step after {way}" for way in ways))}
     layout = MatrixLayout("single")

@@ -25,7 +25,7 @@ import numpy as np
 
 from paddleformers_fc.distributed.channel import NO_HEAD, Bytes, Channel, Payload
 from paddleformers_fc.errors import FlexError, PeerError
-from paddleformers_fc.execute.digest import TensorDigest, canonical_digests
+from paddleformers_fc.execute.digest import TensorDigest
 from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.execute.load import load_checkpoint
 from paddleformers_fc.execute.opening import open_on_all_ranks
@@ -35,6 +35,7 @@ from paddleformers_fc.layout.roles import EMA_STATE, split_state_name
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.plan.simulate import SimulatedModel
 from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
+from verification.digests import canonical_digests
 
 Array = np.ndarray[Any, Any]
 Roles = dict[str, dict[str, "SimulatedWeight"]]

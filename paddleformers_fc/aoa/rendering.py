@@ -142,7 +142,7 @@ def _components(rules: Iterable[Rule], reverse: bool) -> Iterator[tuple[Rule, ..
 
 
 def _unstacked(rules: Sequence[Rule]) -> list[Rule]:
-    """Return rules that join the same part of all experts, and one that joins these parts as those of an expert."""
+    """Return one rule per part, which joins it across experts, and the rule that joins the results."""
     first, slabs = rules[0], [rule.slab for rule in rules if rule.slab is not None]
     (stack,), lengths = first.targets, tuple(slab.stop - slab.start for slab in slabs)
     moves = len(first.sources) == 1 and first.source_blocks == first.target_blocks

@@ -94,7 +94,7 @@ class Operations:
         """Rearrange values that contain ``parts`` along an axis: the operation of joins, splits and fused layouts.
 
         Args:
-            values: one per part, or a single one that contains all parts.
+            values: one per part, or one for all parts.
             parts: length of every part.
             axis: the axis of the parts.
             groups: the number of groups in which a single value interleaves its parts, and a single result.

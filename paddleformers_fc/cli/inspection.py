@@ -54,7 +54,7 @@ def show_leftovers(found: list[LeftoverFacts], console: Console) -> None:
 
 
 def show_output(found: OutputFacts, console: Console) -> None:
-    """Print a row per checkpoint, the reason below one that is not whole, and the leftovers."""
+    """Print a row per checkpoint, why incomplete ones are incomplete, and the leftovers."""
     from rich import box
     from rich.table import Table
     from rich.text import Text

@@ -46,7 +46,8 @@ _READ = "read"
 _REPORT = "report"
 _LOST = 1 << 40
 _SERVER = 0
-_POLL_SECONDS_PER_RANK = 0.0001
+_FIRST_POLL_SECONDS = 0.0005
+_LONGEST_POLL_SECONDS = 1.0
 
 
 class KVStore(Protocol):
@@ -141,14 +142,15 @@ class Liveness:
         Raises:
             PeerError: the same on every living rank, with the ranks that are missing.
         """
-        end = time.monotonic() + self._patience
+        end, pause = time.monotonic() + self._patience, _FIRST_POLL_SECONDS
         while not is_complete(total := self.add(key, 0)):
             if time.monotonic() > end or self.is_lost():
                 self.abort()
                 raise self.lost_rank_error(
                     f"Not every rank has ended its step within flex_timeout: {self._configured:g} s."
                 )
-            time.sleep(self._size * _POLL_SECONDS_PER_RANK)
+            time.sleep(pause)  # Longer each time: the wait is a quarter too long at most, and makes few requests.
+            pause = min(pause * 1.25, _LONGEST_POLL_SECONDS)
         return total
 
     def other(self, patience: float, name: str) -> Liveness:

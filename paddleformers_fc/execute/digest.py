@@ -80,21 +80,6 @@ class TensorDigest:
     md5: str
 
 
-def canonical_digests(
-    directory: AnyPath, verify: str = "size", roles: Collection[str] = ROLES
-) -> Iterator[TensorDigest]:
-    """Open a checkpoint of any format and yield the digests of its canonical tensors; see :func:`digests_of`.
-
-    Args:
-        directory: a checkpoint of any format.
-        verify: how the files are checked first, where checksums are recorded.
-        roles: the roles to read.
-    Raises:
-        FlexError: the directory cannot be opened, proved or read.
-    """
-    return digests_of(open_checkpoint(directory, verify), roles)
-
-
 def digests_of(checkpoint: OpenedCheckpoint, roles: Collection[str] = ROLES) -> Iterator[TensorDigest]:
     """Yield the digests of the canonical tensors of a checkpoint, in natural order.
 

@@ -110,7 +110,7 @@ class _LocalExport(StagedExport):
 
     def finish(self, documents: Mapping[str, bytes], written: Sequence[FileChecksum], seal: Seal) -> None:
         if self._rank != 0 or self._staged.own is None:
-            return  # An export is on one disk, that of the coordinator.
+            return  # Only the disk of the coordinator gets the export.
         staging = self._staged.path
         checksums = [write_file(staging / name, data, root=staging) for name, data in documents.items()]
         for name, data in seal([*written, *checksums]).items():

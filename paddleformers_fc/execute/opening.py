@@ -93,7 +93,7 @@ class _Checked(FaultMessage, frozen=True, array_like=True):
     """The second message of a rank, about its share of the files of its disk.
 
     Args:
-        saved: a summary of the save on this disk, if it is not that of the coordinator.
+        saved: a summary of the save on this disk, if the coordinator has another save.
         missing: a bit for every file of the share, set if it is missing; empty if none is.
         strangers: number of files that do not belong to the checkpoint.
     """

@@ -45,8 +45,6 @@ from paddleformers_fc.formats.checkpoint import (
     OpenedCheckpoint,
     OutputFile,
     StoredModel,
-    StoredShard,
-    stored_boxes,
 )
 from paddleformers_fc.formats.huggingface import (
     FETCH_AGAIN,
@@ -54,10 +52,11 @@ from paddleformers_fc.formats.huggingface import (
     indexed_files,
     model_documents,
     refuse_unindexed,
+    weight_index,
 )
 from paddleformers_fc.formats.stock_checkpoint import model_description
 from paddleformers_fc.layout.roles import MODEL_STATE
-from paddleformers_fc.layout.shards import Shard, ShardsByRole, shard_bytes
+from paddleformers_fc.layout.shards import Shard, ShardsByRole
 from paddleformers_fc.mapping import Rule, RuleSet, TensorSpec, Tie
 from paddleformers_fc.mapping.boxes import whole
 from paddleformers_fc.mapping.folding import fold
@@ -110,6 +109,9 @@ _UNSUPPORTED_LORA = ("loraga", "do_qat", "pissa", "use_mora", "lora_use_mixer", 
 """Keys of variants that change the base or the meaning of the stored tensors."""
 _ROUNDED = (1 - 1e-6, 1 + 1e-6)
 """By what factors a stored scaling may differ from that of the other values."""
+
+
+_ADVICE = "Start from them: lora_path in the YAML, or load_open_weights(model, directory) of a model with adapters."
 
 
 def _layout(path: Path, shards: Sequence[Shard], framework: str) -> FileLayout:
@@ -495,7 +497,7 @@ class PeftFormat(Format):
     roles = (MODEL_STATE,)
     canonical = True
     loadable = False
-    advice = "Start from them: lora_path in the YAML, or load_open_weights(model, directory) of a model with adapters."
+    advice = _ADVICE
     checks = ("tensors",)
     writer = PeftWriter()
 
@@ -509,15 +511,11 @@ class PeftFormat(Format):
 
     def read_config(self, directory: AnyPath) -> dict[str, Any]:
         """Return the ``config.json`` of the base, which exports of this package contain."""
-        return HUGGINGFACE.read_config(directory) if exists(directory / CONFIG_NAME) else {}
+        return HUGGINGFACE.read_config(directory)
 
     def verify(self, directory: AnyPath, level: str, checks: CheckList) -> OpenedCheckpoint:
         """Check the recorded checksums of an export, and the names of the tensors."""
         return _verify(self, directory, level, checks)
-
-    def shards(self, checkpoint: OpenedCheckpoint, role: str, names: Collection[str]) -> Iterator[StoredShard]:
-        """Yield whole tensors."""
-        return stored_boxes(checkpoint.catalog, role, names)
 
     def built_model(self, checkpoint: OpenedCheckpoint) -> StoredModel:
         """Return the stored tensors as those of a model with adapters."""
@@ -657,10 +655,6 @@ class PaddleFormersLoraWriter(ExportWriter):
     def documents(self, checkpoint: OpenedCheckpoint, files: Sequence[OutputFile]) -> dict[str, bytes]:
         """Return the index and the configuration."""
         adapters = require_adapters(checkpoint)
-        index = {
-            "metadata": {"total_size": sum(shard_bytes(one) for file in files for one in file.tensors)},
-            "weight_map": {one.name: file.path for file in files for one in file.tensors},
-        }
         config = {
             "r": adapters.r,
             "lora_alpha": _number(adapters.alpha),
@@ -674,7 +668,7 @@ class PaddleFormersLoraWriter(ExportWriter):
             "tensor_model_parallel_size": 1,
             "base_model_name_or_path": adapters.base.location or None,
         }
-        return {LORA_INDEX_NAME: _document(index), LORA_CONFIG_NAME: _document(config)}
+        return {LORA_INDEX_NAME: _document(weight_index(files)), LORA_CONFIG_NAME: _document(config)}
 
     def owns(self, path: str) -> bool:
         """Return whether a file belongs to an older export."""
@@ -691,7 +685,7 @@ class PaddleFormersLoraFormat(Format):
     roles = (MODEL_STATE,)
     canonical = False
     loadable = False
-    advice = "Start from them: lora_path in the YAML, or load_open_weights(model, directory) of a model with adapters."
+    advice = _ADVICE
     checks = ("tensors",)
     writer = PaddleFormersLoraWriter()
 
@@ -705,15 +699,11 @@ class PaddleFormersLoraFormat(Format):
 
     def read_config(self, directory: AnyPath) -> dict[str, Any]:
         """Return the ``config.json`` of the model."""
-        return HUGGINGFACE.read_config(directory) if exists(directory / CONFIG_NAME) else {}
+        return HUGGINGFACE.read_config(directory)
 
     def verify(self, directory: AnyPath, level: str, checks: CheckList) -> OpenedCheckpoint:
         """Check the recorded checksums of an export, and that files contain what the index names."""
         return _verify(self, directory, level, checks)
-
-    def shards(self, checkpoint: OpenedCheckpoint, role: str, names: Collection[str]) -> Iterator[StoredShard]:
-        """Yield whole tensors."""
-        return stored_boxes(checkpoint.catalog, role, names)
 
 
 PEFT = PeftFormat()

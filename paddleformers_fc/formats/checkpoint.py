@@ -305,7 +305,8 @@ class Format(Protocol):
         """
 
     def shards(self, checkpoint: OpenedCheckpoint, role: str, names: Collection[str]) -> Iterator[StoredShard]:
-        """Yield the shards of some tensors as they were written."""
+        """Yield the shards of some tensors as they were written, by default their boxes in the catalog."""
+        return stored_boxes(checkpoint.catalog, role, names)
 
     def built_model(self, checkpoint: OpenedCheckpoint) -> StoredModel:
         """Return the model whose tensors a conversion writes: the stored one, or that of canonical tensors."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path, PurePosixPath
@@ -31,11 +31,9 @@ from paddleformers_fc.formats.checkpoint import (
     OpenedCheckpoint,
     OutputFile,
     StoredModel,
-    StoredShard,
     grouped_by_size,
     not_a_flex_checkpoint,
     parse_config,
-    stored_boxes,
 )
 from paddleformers_fc.formats.fp8_weights import (
     Files,
@@ -523,16 +521,21 @@ class HuggingFaceWriter(ExportWriter):
         """Return the index, if there are several files."""
         if len(files) < 2:
             return {}
-        index = {
-            "metadata": {"total_size": sum(shard_bytes(one) for file in files for one in file.tensors)},
-            "weight_map": {one.name: file.path for file in files for one in file.tensors},
-        }
-        return {INDEX_NAME: (json.dumps(index, indent=2) + "\n").encode()}
+        return {INDEX_NAME: (json.dumps(weight_index(files), indent=2) + "\n").encode()}
 
     def owns(self, path: str) -> bool:
         """Return whether a file is a weight file, the index or the checksums of an older export."""
         numbered = path.startswith("model-") and path.endswith(".safetensors")
         return numbered or path in (*self.marks, CHECKSUMS_NAME)
+
+
+def weight_index(files: Sequence[OutputFile]) -> dict[str, Any]:
+    """Return the content of an index of weight files: the bytes of all tensors, and the file of each."""
+    tensors = [(one, file.path) for file in files for one in file.tensors]
+    return {
+        "metadata": {"total_size": sum(shard_bytes(one) for one, _ in tensors)},
+        "weight_map": {one.name: path for one, path in tensors},
+    }
 
 
 class HuggingFaceFormat(Format):
@@ -588,10 +591,6 @@ class HuggingFaceFormat(Format):
             lambda: open_huggingface(directory, "size" if compared else "off"),
             lambda found: f"{count_text(found.catalog.count, 'tensor')}, each in the file that the index names",
         )
-
-    def shards(self, checkpoint: OpenedCheckpoint, role: str, names: Collection[str]) -> Iterator[StoredShard]:
-        """Yield whole tensors."""
-        return stored_boxes(checkpoint.catalog, role, names)
 
     def built_model(self, checkpoint: OpenedCheckpoint) -> StoredModel:
         """Return the model that PaddleFormers builds from them."""

@@ -15,7 +15,7 @@ Time and memory are linear in the metadata, about a microsecond and ten bytes pe
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,6 @@ from paddleformers_fc.formats.checkpoint import (
     OpenedCheckpoint,
     StoredModel,
     StoredShard,
-    stored_boxes,
 )
 from paddleformers_fc.formats.huggingface import HUGGINGFACE
 from paddleformers_fc.formats.stock_checkpoint import (
@@ -335,10 +334,6 @@ class PaddleDistcpFormat(Format):
     def verify(self, directory: AnyPath, level: str, checks: CheckList) -> OpenedCheckpoint:
         """Check that every tensor is stored whole and once."""
         return verify_tensors(checks, lambda: open_distcp(directory))
-
-    def shards(self, checkpoint: OpenedCheckpoint, role: str, names: Collection[str]) -> Iterator[StoredShard]:
-        """Yield the stored boxes of some tensors."""
-        return stored_boxes(checkpoint.catalog, role, names)
 
 
 PADDLE_DISTCP = PaddleDistcpFormat()

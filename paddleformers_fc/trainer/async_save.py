@@ -1,4 +1,4 @@
-"""Saves beside training, under ``flex_async_save``.
+"""Asynchronous saves, under ``flex_async_save``.
 
 At the step that is saved the training thread plans with all ranks, captures the Trainer's state, and begins to copy
 what this rank writes into a kept buffer (:mod:`~paddleformers_fc.execute.async_snapshot`). A thread goes on with it
@@ -174,7 +174,7 @@ class AsyncSaves:
 
     @contextmanager
     def followed(self, trainer: Any) -> Iterator[None]:
-        """Return a block in which the training loop runs; at its end every save is committed."""
+        """Context manager around the training loop; at its end every save is committed."""
         handler = trainer.callback_handler
         call = handler.call_event
 
@@ -225,7 +225,7 @@ class AsyncSaves:
         """Begin to copy what this rank writes."""
         ranges = ranges_of(plan, channel_of(trainer.args).rank, part.job.step, part.replicas)
         if self._buffer.reserve(part.tensors, ranges) and trainer.args.should_log:
-            logger.info(f"Saves beside training keep {size_text(self._buffer.capacity)} of host memory for a snapshot.")
+            logger.info(f"Asynchronous saves keep {size_text(self._buffer.capacity)} of host memory for a snapshot.")
         return self._buffer.begin(part.tensors, ranges)
 
     def _parts(self, trainer: Any, prepared: PreparedSave, taken: Snapshot, channel: Channel) -> Parts[SaveReport]:

@@ -145,8 +145,8 @@ def _written_to(path: Path, use: Callable[[], object], frame: Callable[[bytes], 
 
 
 def _use_checkpoint(directory: Path) -> Callable[[], None]:
-    from paddleformers_fc.execute.digest import canonical_digests
     from paddleformers_fc.layout.roles import MODEL_STATE
+    from verification.digests import canonical_digests
 
     def use() -> None:
         # A forger makes sizes and checksums fit, so they are not looked at here.

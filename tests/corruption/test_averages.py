@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from paddleformers_fc.execute.digest import canonical_digests
 from tests.corruption.guarantees import Observed, fault
 from tests.harness.tiny import SD2S3
+from verification.digests import canonical_digests
 from verification.forkserver import ForkServer
 
 THREE = {"max_steps": 3, "save_steps": 1, "logging_steps": 1}

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from paddleformers_fc.execute.digest import canonical_digests
 from tests.corruption.guarantees import Observed, fault
 from tests.corruption.jobs import WORSE_AND_WORSE
 from tests.harness.tiny import DP2, SINGLE, TP2, MatrixLayout
 from tests.trainer.data_jobs import every_sample
+from verification.digests import canonical_digests
 from verification.forkserver import ForkServer
 
 JOB = "tests.corruption.jobs:train"

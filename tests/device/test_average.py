@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from paddleformers_fc.execute.digest import canonical_digests
 from tests.device.running import FAKE, Ranks, device
 from tests.harness.tiny import SD2V1, SINGLE, TP2, MatrixLayout
+from verification.digests import canonical_digests
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from paddleformers_fc.execute.digest import canonical_digests
 from paddleformers_fc.execute.export import export_checkpoint
 from tests.device.running import FAKE, Ranks, device
 from tests.harness.tiny import DP2, PP2, SD2V1, SINGLE, TP2, MatrixLayout
+from verification.digests import canonical_digests
 
 _REPORTED = re.compile(r"(Saved|Resumed) step \d+ ")
 

@@ -14,7 +14,6 @@ from safetensors.numpy import load_file
 from paddleformers_fc.distributed.disk_leaders import DiskLeaders, find_disk_leaders
 from paddleformers_fc.errors import MismatchError, StorageError
 from paddleformers_fc.execute import export, export_files
-from paddleformers_fc.execute.digest import canonical_digests
 from paddleformers_fc.execute.load import load_checkpoint
 from paddleformers_fc.execute.opening import open_on_all_ranks
 from paddleformers_fc.execute.save import JobRecord, SaveReport, config_bytes, save_checkpoint
@@ -28,6 +27,7 @@ from paddleformers_fc.storage.safetensors import read_header
 from tests.execute.simulated import CONFIG, MODEL, canonical, job, live, succeed
 from tests.execute.test_opening import load
 from verification import simulate_ranks
+from verification.digests import canonical_digests
 
 ARRAYS = canonical()
 STEP = "checkpoint-3"

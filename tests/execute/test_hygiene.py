@@ -17,7 +17,6 @@ import pytest
 
 from paddleformers_fc.errors import FlexError, StorageError
 from paddleformers_fc.execute import commit_coordinator
-from paddleformers_fc.execute.digest import canonical_digests
 from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.execute.load import load_checkpoint
 from paddleformers_fc.execute.opening import open_on_all_ranks
@@ -27,6 +26,7 @@ from tests.corruption import ours
 from tests.corruption.jobs import no_longer_than
 from tests.execute.simulated import CONFIG, MODEL, canonical, job, live, same_values, succeed
 from tests.harness.limits import LIMIT
+from verification.digests import canonical_digests
 from verification.forkserver import ForkServer
 
 ARRAYS = canonical()

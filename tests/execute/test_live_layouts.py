@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from paddleformers_fc.execute.digest import canonical_digests
 from paddleformers_fc.execute.export import export_checkpoint
 from tests.harness.tiny import DP2, PP2, SD2V1, SD2V2, TP2
+from verification.digests import canonical_digests
 from verification.forkserver import ForkServer
 
 TOUR = [replace(layout, bf16=True) for layout in (DP2, TP2, PP2, SD2V2, TP2, SD2V1, DP2)]

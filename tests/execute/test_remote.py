@@ -12,7 +12,6 @@ import pytest
 
 from paddleformers_fc.errors import Corrupt, StorageError
 from paddleformers_fc.execute import read_jobs
-from paddleformers_fc.execute.digest import canonical_digests
 from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.execute.load import load_checkpoint, prepare_weights
 from paddleformers_fc.execute.opening import open_on_all_ranks
@@ -32,6 +31,7 @@ from tests.execute.simulated import MODEL, Roles, canonical, job, live, same_val
 from tests.execute.test_save_and_load import save
 from tests.harness.limits import LIMIT
 from tests.storage.serving import Served, serving
+from verification.digests import canonical_digests
 
 ARRAYS = canonical()
 

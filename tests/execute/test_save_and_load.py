@@ -17,7 +17,6 @@ from safetensors.numpy import load_file
 from paddleformers_fc.distributed.channel import ALONE
 from paddleformers_fc.errors import Corrupt, FlexError, MappingError, MismatchError, NotACheckpoint, StorageError
 from paddleformers_fc.execute import export_files
-from paddleformers_fc.execute.digest import canonical_digests
 from paddleformers_fc.execute.export import export_checkpoint, save_weights
 from paddleformers_fc.execute.load import load_checkpoint
 from paddleformers_fc.execute.opening import open_on_all_ranks
@@ -25,6 +24,7 @@ from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoi
 from paddleformers_fc.families import ModelDescription
 from paddleformers_fc.storage.staging_lock import LOCK_NAME
 from tests.execute.simulated import CONFIG, HIDDEN, MODEL, Arrays, Roles, canonical, job, live, same_values, succeed
+from verification.digests import canonical_digests
 
 ARRAYS = canonical()
 # Tensor-parallel degree and sharding degree of the optimizer; ranks are their product.

@@ -22,7 +22,6 @@ from paddleformers_fc.distributed.consistency import ConsistencyCheck
 from paddleformers_fc.errors import MappingError, MismatchError, StorageError
 from paddleformers_fc.execute import replica_assignment, save as saving, save_plan
 from paddleformers_fc.execute.async_snapshot import SnapshotBuffer
-from paddleformers_fc.execute.digest import canonical_digests
 from paddleformers_fc.execute.load import load_checkpoint
 from paddleformers_fc.execute.memory import HostTensors, host_pieces
 from paddleformers_fc.execute.opening import open_on_all_ranks
@@ -45,6 +44,7 @@ from paddleformers_fc.storage import files
 from paddleformers_fc.storage.manifest import MANIFEST_NAME, read_manifest
 from paddleformers_fc.storage.safetensors import read_header
 from tests.execute.simulated import CONFIG, MODEL, Roles, ThreadChannel, canonical, job, live, same_values, succeed
+from verification.digests import canonical_digests
 
 ARRAYS = canonical()
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from paddleformers_fc.execute.digest import TensorDigest, canonical_digests
+from paddleformers_fc.execute.digest import TensorDigest
 from paddleformers_fc.layout.roles import MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE
 from tests.cli.support import run
+from verification.digests import canonical_digests
 
 _ROLES = {
     "flex": (MODEL_STATE, MASTER_WEIGHT, OPTIMIZER_STATE),

@@ -13,7 +13,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from paddleformers_fc.execute.digest import canonical_digests
 from paddleformers_fc.families import FAMILIES, Family, ModelDescription, family_for
 from paddleformers_fc.families.registry import tiny_models
 from paddleformers_fc.layout.grid import parse_grid
@@ -23,6 +22,7 @@ from paddleformers_fc.storage.manifest import MANIFEST_NAME
 from tests.formats import page_reader
 from tests.harness.tiny import SD2V2
 from verification import simulate_ranks
+from verification.digests import canonical_digests
 from verification.forkserver import ForkServer
 
 Digests = dict[tuple[str, str], tuple[str, tuple[int, ...], str]]

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 import paddleformers_fc
-from paddleformers_fc.execute.digest import canonical_digests
 from tests.harness.limits import LIMIT
+from verification.digests import canonical_digests
 from verification.forkserver import ForkServer
 from verification.matrix.layouts import MatrixLayout
 

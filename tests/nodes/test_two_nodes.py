@@ -18,12 +18,12 @@ import pytest
 import yaml
 
 from paddleformers_fc.cpu_runtime.ranks import SAVED_ON_SIGNAL, free_ports
-from paddleformers_fc.execute.digest import canonical_digests
 from paddleformers_fc.storage.manifest import read_manifest
 from paddleformers_fc.trainer import register
 from tests.harness.waiting import wait_until
 from tests.nodes.network import BIN, Ended, Node, Running, run, two_nodes
 from verification.demo.assets import prepare as prepare_assets
+from verification.digests import canonical_digests
 from verification.forkserver import ForkServer
 
 REGISTERED = {"custom_register_path": str(register.PATH)}

@@ -12,8 +12,8 @@ import paddle
 import pytest
 
 import paddleformers_fc
-from paddleformers_fc.execute.digest import canonical_digests
 from tests.harness.tiny import SD2V2, SINGLE, TP2, MatrixLayout
+from verification.digests import canonical_digests
 from verification.forkserver import ForkServer
 
 JOBS = "tests.trainer.jobs"

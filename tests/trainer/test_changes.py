@@ -11,11 +11,11 @@ import pytest
 
 from paddleformers_fc.cli.training import COLOUR
 from paddleformers_fc.errors import OptionError
-from paddleformers_fc.execute.digest import canonical_digests
 from paddleformers_fc.families.changes import Change
 from paddleformers_fc.trainer.options import FlexFields
 from paddleformers_fc.trainer.position import changes_text, refuse_other_samples
 from tests.harness.tiny import DP2, EP2, PP2, SD2S2, SD2S3, SD2V2, SINGLE, TP2, MatrixLayout
+from verification.digests import canonical_digests
 from verification.forkserver import ForkServer
 
 JOBS = "tests.trainer.jobs"

@@ -13,9 +13,9 @@ import pytest
 
 import paddleformers_fc
 from paddleformers_fc.errors import OptionError
-from paddleformers_fc.execute.digest import canonical_digests
 from paddleformers_fc.storage.block_checksums import digest_of
 from tests.harness.tiny import DP2, EP2, PP2, SD2S2, SD2S3, SD2V1, SD2V2, SINGLE, TP2, MatrixLayout
+from verification.digests import canonical_digests
 from verification.forkserver import ForkServer
 
 JOBS = "tests.trainer.jobs"

@@ -15,12 +15,12 @@ import pytest
 import yaml
 
 from paddleformers_fc.cpu_runtime.ranks import free_ports
-from paddleformers_fc.execute.digest import canonical_digests
 from paddleformers_fc.storage.manifest import read_manifest
 from paddleformers_fc.trainer.register import PATH
 from tests.harness.limits import LIMIT
 from tests.harness.tiny import SINGLE
 from tests.trainer.test_trainer import JOBS, SIX_STEPS, settings
+from verification.digests import canonical_digests
 from verification.forkserver import ForkServer
 
 ENTRY = "tests.trainer.entry_jobs"

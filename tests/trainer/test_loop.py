@@ -12,9 +12,10 @@ import pytest
 
 import paddleformers_fc
 from paddleformers_fc.errors import FlexError, MappingError, MismatchError, OptionError
-from paddleformers_fc.execute.digest import TensorDigest, canonical_digests
+from paddleformers_fc.execute.digest import TensorDigest
 from paddleformers_fc.plan.forecast import refuse_impossible_grid
 from tests.harness.tiny import DP2, SD2V1, SD2V2, SINGLE, TP2, MatrixLayout
+from verification.digests import canonical_digests
 from verification.forkserver import ForkServer
 
 AXES = ("dp", "tp", "pp", "sharding", "ep", "sep", "cp")

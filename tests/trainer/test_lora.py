@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 import paddleformers_fc
-from paddleformers_fc.execute.digest import canonical_digests
 from tests.harness.tiny import DP2, EP2, PP2, SD2S3, SD2V1, SD2V2, SINGLE, TP2, MatrixLayout
 from tests.trainer.test_pretrained import weights_of
+from verification.digests import canonical_digests
 from verification.forkserver import ForkServer
 
 JOBS = "tests.trainer.lora_jobs"

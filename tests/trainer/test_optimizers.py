@@ -15,10 +15,10 @@ import pytest
 
 import paddleformers_fc
 from paddleformers_fc.errors import OptionError
-from paddleformers_fc.execute.digest import canonical_digests
 from paddleformers_fc.layout.roles import OPTIMIZERS, StateShape, split_state_name
 from tests.harness.tiny import SD2V1, SD2V2, SINGLE, TP2, MatrixLayout
 from tests.trainer.optimizer_jobs import CHOICES
+from verification.digests import canonical_digests
 from verification.forkserver import ForkServer
 
 JOBS = "tests.trainer.optimizer_jobs"

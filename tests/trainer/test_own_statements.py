@@ -11,12 +11,13 @@ from safetensors.numpy import load_file
 
 import paddleformers_fc
 from paddleformers_fc.errors import FlexError
-from paddleformers_fc.execute.digest import TensorDigest, canonical_digests
+from paddleformers_fc.execute.digest import TensorDigest
 from tests.cli.support import run as run_command
 from tests.harness import tiny
 from tests.harness.on_ranks import on_ranks, run_on_ranks
 from tests.harness.tiny import PP2, SINGLE, TP2, MatrixLayout
 from tests.trainer.jobs import weights_of
+from verification.digests import canonical_digests
 from verification.forkserver import ForkServer
 
 # PaddleFormers sums the gradients of norms of heads over tensor-parallel ranks only where sequences are parallel.

@@ -16,7 +16,6 @@ import pytest
 
 from paddleformers_fc.cpu_runtime.ranks import SAVED_ON_SIGNAL, free_ports
 from paddleformers_fc.errors import OptionError
-from paddleformers_fc.execute.digest import canonical_digests
 from paddleformers_fc.trainer.options import FlexFields
 from paddleformers_fc.trainer.save_on_signal import WorkerShield
 from tests.harness import tiny
@@ -24,6 +23,7 @@ from tests.harness.limits import LIMIT
 from tests.harness.tiny import DP2, PP2, SINGLE, MatrixLayout
 from tests.harness.waiting import pause, wait_for_file, wait_until
 from tests.trainer.test_trainer import settings
+from verification.digests import canonical_digests
 from verification.forkserver import ForkServer
 
 JOBS = "tests.trainer.jobs"

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 import paddleformers_fc
-from paddleformers_fc.execute.digest import canonical_digests
 from tests.harness.on_ranks import on_ranks
 from tests.harness.tiny import DP2, PP2, SD2S3, SD2V1, SD2V2, SINGLE, TP2, TP2SD2V2, MatrixLayout, Samples
 from tests.trainer.jobs import TO_BEST
 from tests.trainer.semi_auto_jobs import trainer_of
+from verification.digests import canonical_digests
 from verification.forkserver import ForkServer
 from verification.matrix.layouts import parse_layout
 

@@ -12,8 +12,8 @@ from safetensors.numpy import load_file, save_file
 
 import paddleformers_fc
 from paddleformers_fc.errors import OptionError
-from paddleformers_fc.execute.digest import canonical_digests
 from tests.trainer.alternating_jobs import KEYS, SIZES
+from verification.digests import canonical_digests
 from verification.forkserver import ForkServer
 
 EXPERT = "model.layers.0.mlp.experts.{}.{}_proj.weight"

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from paddleformers_fc.execute.digest import canonical_digests
 from paddleformers_fc.formats.flex import indexed_files, open_flex
 from paddleformers_fc.storage.manifest import read_manifest
 from tests.harness import tiny
@@ -18,6 +17,7 @@ from tests.harness.on_ranks import on_ranks
 from tests.harness.tiny import DP2, EP2, PP2, PP2SD2V2, SD2S2, SD2S3, SD2V1, SD2V2, SINGLE, TP2, MatrixLayout
 from tests.trainer.data_jobs import every_sample
 from tests.trainer.jobs import failing, flex_trainer
+from verification.digests import canonical_digests
 from verification.forkserver import ForkServer
 
 JOBS = "tests.trainer.jobs"

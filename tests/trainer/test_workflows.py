@@ -13,11 +13,11 @@ import pytest
 import yaml
 from safetensors.numpy import load_file, save_file
 
-from paddleformers_fc.execute.digest import canonical_digests
 from paddleformers_fc.trainer.register import PATH
 from tests.cli.support import run
 from tests.trainer.test_entry_points import losses, train_by_command
 from verification.demo.assets import Assets, prepare
+from verification.digests import canonical_digests
 from verification.forkserver import ForkServer
 
 ROOT = Path(__file__).resolve().parents[2]

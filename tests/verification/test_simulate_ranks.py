@@ -13,7 +13,6 @@ import pytest
 
 from paddleformers_fc.distributed.channel import Channel
 from paddleformers_fc.errors import OptionError, PeerError
-from paddleformers_fc.execute.digest import canonical_digests
 from paddleformers_fc.families import family_for
 from paddleformers_fc.layout.grid import parse_grid
 from paddleformers_fc.layout.live import describe_roles
@@ -21,6 +20,7 @@ from paddleformers_fc.plan.simulate import SimulatedModel, declared_model
 from tests.families.spaces import model_of
 from tests.harness.layouts import fingerprint
 from verification import simulate_ranks
+from verification.digests import canonical_digests
 
 MEMORY = Path("/dev/shm")
 HOPS = {

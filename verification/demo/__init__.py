@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paddleformers_fc.errors import OptionError
-from paddleformers_fc.execute.digest import canonical_digests, weights_md5
+from paddleformers_fc.execute.digest import weights_md5
 from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.output import console
 from paddleformers_fc.storage.files import make_directories
@@ -42,6 +42,7 @@ from verification.demo.settings import (
     TP2,
     DemoLayout,
 )
+from verification.digests import canonical_digests
 
 DEFAULT_OUTPUT = Path("demo_out")
 SUMMARY = "summary.json"

@@ -28,8 +28,9 @@ from typing import Any, TypeVar
 import msgspec
 
 from paddleformers_fc.errors import FlexError, PeerError
-from paddleformers_fc.execute.digest import TensorDigest, canonical_digests
+from paddleformers_fc.execute.digest import TensorDigest
 from paddleformers_fc.execute.export import export_checkpoint
+from verification.digests import canonical_digests
 from verification.forkserver import ForkServer, JobResult
 from verification.matrix.jobs import JOB, SAVED_AT, Training
 from verification.matrix.layouts import MatrixLayout, parse_layout

@@ -10,12 +10,12 @@ they are read from these. Moving averages are in ``ema.*.pdopt``.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paddleformers_fc.formats.checkpoint import CheckList, Format, OpenedCheckpoint, StoredShard, stored_boxes
+from paddleformers_fc.formats.checkpoint import CheckList, Format, OpenedCheckpoint
 from paddleformers_fc.formats.huggingface import HUGGINGFACE, INDEX_NAME, SINGLE_NAME
 from paddleformers_fc.formats.legacy.rank_files import EMA, MODEL, OPTIMIZER, is_rank_file, refuse_mixed
 from paddleformers_fc.formats.legacy.rank_shards import META_NAME, open_ranked
@@ -85,10 +85,6 @@ class RankFormat(Format):
                 lambda count: f"{count_text(count, 'array')} of other tensor-parallel ranks equal to those of tp00",
             )
         return opened
-
-    def shards(self, checkpoint: OpenedCheckpoint, role: str, names: Collection[str]) -> Iterator[StoredShard]:
-        """Yield the stored boxes of some tensors."""
-        return stored_boxes(checkpoint.catalog, role, names)
 
 
 LEGACY_HYBRID = RankFormat(

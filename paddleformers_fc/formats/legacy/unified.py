@@ -44,7 +44,6 @@ from paddleformers_fc.formats.checkpoint import (
     OpenedCheckpoint,
     StoredModel,
     StoredShard,
-    stored_boxes,
 )
 from paddleformers_fc.formats.huggingface import HUGGINGFACE, indexed_files, refuse_unindexed
 from paddleformers_fc.formats.legacy.rank_files import (
@@ -516,10 +515,6 @@ class UnifiedFormat(Format):
     def verify(self, directory: AnyPath, level: str, checks: CheckList) -> OpenedCheckpoint:
         """Check that every tensor is stored whole and once, and that none of the model is missing."""
         return verify_stock(checks, lambda: open_unified(directory, {}))
-
-    def shards(self, checkpoint: OpenedCheckpoint, role: str, names: Collection[str]) -> Iterator[StoredShard]:
-        """Yield the stored boxes of some tensors."""
-        return stored_boxes(checkpoint.catalog, role, names)
 
 
 def _is_of_states(name: str) -> bool:

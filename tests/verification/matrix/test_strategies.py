@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from paddleformers_fc.execute.digest import TensorDigest, canonical_digests
+from paddleformers_fc.execute.digest import TensorDigest
 from paddleformers_fc.execute.export import export_checkpoint
+from verification.digests import canonical_digests
 from verification.forkserver import ForkServer
 from verification.matrix.jobs import JOB, SAVED_AT, Training
 from verification.matrix.layouts import MatrixLayout, parse_layout

@@ -1,0 +1,25 @@
+"""The digests of a checkpoint's canonical tensors, by which runs and exports are compared."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from paddleformers_fc.execute.digest import TensorDigest, digests_of
+from paddleformers_fc.formats.registry import open_checkpoint
+from paddleformers_fc.layout.roles import ROLES
+from paddleformers_fc.storage.paths import AnyPath
+
+
+def canonical_digests(
+    directory: AnyPath, verify: str = "size", roles: Collection[str] = ROLES
+) -> Iterator[TensorDigest]:
+    """Open a checkpoint of any format and yield the digests of its canonical tensors; see :func:`digests_of`.
+
+    Args:
+        directory: a checkpoint of any format.
+        verify: how the files are checked first, where checksums are recorded.
+        roles: the roles to read.
+    Raises:
+        FlexError: the directory cannot be opened, proved or read.
+    """
+    return digests_of(open_checkpoint(directory, verify), roles)
