@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from paddleformers_fc.distributed.channel import NO_HEAD, Bytes, Channel, Payload
+from paddleformers_fc.distributed.channel import Bytes, Channel, CollectiveChannel
 from paddleformers_fc.errors import FlexError, PeerError
 from paddleformers_fc.execute.digest import TensorDigest
 from paddleformers_fc.execute.export import export_checkpoint
@@ -318,22 +318,17 @@ class _Table:
         return everyone
 
 
-@dataclass(frozen=True)
-class _ThreadChannel:
+class _ThreadChannel(CollectiveChannel):
     """A rank's channel to the other threads."""
 
-    table: _Table
-    rank: int
+    def __init__(self, table: _Table, rank: int) -> None:
+        super().__init__(rank, len(table.given))
+        self.table = table
 
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return len(self.table.given)
-
-    def gather(self, doing: str, payload: bytes, head: bytes = NO_HEAD, to: int | None = None) -> list[Payload] | None:
-        """Return every rank's payload, by rank."""
-        everyone = self.table.meet(self.rank, (head, payload))
-        return None if len({other for other, _ in everyone}) > 1 else [given for _, given in everyone]
+    def unite(self, array: Bytes, source: int | None, to: int | None) -> Bytes:
+        """Return the maximum over all ranks."""
+        united: Bytes = np.maximum.reduce(self.table.meet(self.rank, array.copy()))
+        return united
 
     def all_to_all(self, outgoing: Mapping[int, Bytes], sizes: Mapping[int, int]) -> dict[int, Bytes]:
         """Return the messages of some ranks for this one."""

@@ -9,12 +9,15 @@ If the work fails on any rank, all ranks raise the same error, so no rank waits 
 :func:`broadcast` the form in which one rank has a message for all. The first exchange of an operation carries
 :class:`ConsistencyFacts`: digests that must be equal on all ranks.
 
-Cost of an exchange: one sum of 12 bytes per rank, 48 KiB at 4,096 ranks, which contain the length of each message, and
-a digest of what the rank is doing. Messages follow without padding: in a broadcast if one rank has a message, in a sum
-towards one rank if only that rank needs them, otherwise in a sum on all ranks. Rings and trees of the backend carry
-sums, so no rank opens a connection to thousands of others, as a gather by point-to-point messages would. An exchange is
-rejected before memory is allocated if its messages have more than :data:`MOST_BYTES` together; longer ones are carried
-in rounds, so that a buffer on a device stays small. If any rank fails, a second exchange carries the errors.
+Cost of an exchange: one maximum of 12 bytes per rank, 48 KiB at 4,096 ranks, which contain length and digest of each
+message, and a digest of what the ranks are doing. Ranks with equal messages send them once, and nothing is sent that
+all ranks have. Messages follow without padding: in a broadcast if one rank has to send, in a maximum towards one rank
+if only that rank needs them, otherwise in a maximum on all ranks. Rings and trees of the backend carry them, so no rank
+opens a connection to thousands of others, as a gather by point-to-point messages would. An exchange is rejected before
+memory is allocated if its messages have more than :data:`MOST_BYTES` together; longer ones are carried in rounds, so
+that a buffer on a device stays small. If any rank fails, a second exchange carries the errors.
+
+An exchange can also carry *marks*: a byte per thing, of which every rank sets some, and all get the union.
 
 Format ranks for reports: a thousand of them in one line.
 """
@@ -91,6 +94,8 @@ _FRAME = struct.Struct("<I8s")
 _LONGEST = 0xFFFFFFFF
 NO_HEAD = bytes(8)
 """The head of an exchange whose ranks need no comparison."""
+NO_MARKS: Bytes = np.empty(0, np.uint8)
+"""The marks of an exchange without any."""
 _REPORT_HEAD = b"\xff" * 8
 """The head of an exchange of errors."""
 
@@ -108,7 +113,9 @@ class Channel(Protocol):
     def world_size(self) -> int:
         """Number of ranks."""
 
-    def gather(self, doing: str, payload: bytes, head: bytes = NO_HEAD, to: int | None = None) -> list[Payload] | None:
+    def gather(
+        self, doing: str, payload: bytes, head: bytes = NO_HEAD, to: int | None = None, marks: Bytes = NO_MARKS
+    ) -> list[Payload] | None:
         """Return the payload of every rank, by rank. Every rank must call.
 
         Args:
@@ -116,6 +123,7 @@ class Channel(Protocol):
             payload: that of this rank, of any length.
             head: eight bytes. If they are not equal on all ranks, no payload is exchanged, and None is returned.
             to: the only rank that needs the payloads; other ranks may get empty ones.
+            marks: of the same length on every rank with this head; changed to the maximum over all ranks.
         Raises:
             PeerError: the same on every rank: the payloads are too large.
         """
@@ -165,7 +173,9 @@ class LocalChannel:
     rank = 0
     world_size = 1
 
-    def gather(self, doing: str, payload: bytes, head: bytes = NO_HEAD, to: int | None = None) -> list[Payload]:
+    def gather(
+        self, doing: str, payload: bytes, head: bytes = NO_HEAD, to: int | None = None, marks: Bytes = NO_MARKS
+    ) -> list[Payload]:
         """Return this rank's payload."""
         return [payload]
 
@@ -190,34 +200,52 @@ class CollectiveChannel:
         self.rank, self.world_size = rank, world_size
 
     def unite(self, array: Bytes, source: int | None, to: int | None) -> Bytes:
-        """Return the sum of an array of every rank, in which at most one rank has set each byte.
+        """Return the maximum of an array over all ranks, element by element.
 
         Args:
             array: that of this rank; all have the same length.
             source: the only rank whose array is not zero; None if there may be several.
-            to: the only rank that needs the sum; None if all do.
+            to: the only rank that needs the maximum; None if all do.
         """
         raise NotImplementedError
 
-    def gather(self, doing: str, payload: bytes, head: bytes = NO_HEAD, to: int | None = None) -> list[Payload] | None:
+    def gather(
+        self, doing: str, payload: bytes, head: bytes = NO_HEAD, to: int | None = None, marks: Bytes = NO_MARKS
+    ) -> list[Payload] | None:
         """Return the payload of every rank, as :meth:`Channel.gather`."""
-        own = np.zeros((self.world_size, _FRAME.size), np.uint8)
-        own[self.rank] = np.frombuffer(_FRAME.pack(min(len(payload), _LONGEST), head), np.uint8)
-        frames = list(_FRAME.iter_unpack(self.unite(own.reshape(-1), None, None).data))
-        if len({other for _, other in frames}) > 1:
+        frames = self._exchange_frames(payload, head)
+        if frames is None:
             return None
-        ends = np.cumsum([0, *(length for length, _ in frames)])
+        senders: dict[bytes, int] = {}
+        first = [senders.setdefault(frame, rank) for rank, frame in enumerate(frames)]
+        lengths = [_FRAME.unpack(frame)[0] * (first[rank] == rank) for rank, frame in enumerate(frames)]
+        ends = np.cumsum([0, *lengths])
         _check_sizes(doing, ends)
-        holders = [rank for rank, (length, _) in enumerate(frames) if length]
-        source = holders[0] if len(holders) == 1 else None
-        if to is not None and source == to:
-            everything: Payload = payload if self.rank == to else b""
+        if marks.size:
+            marks[:] = self.unite(marks, None, None)
+        holders = [rank for rank, length in enumerate(lengths) if length]
+        if len(senders) == 1 or (to is not None and holders == [to]):
+            everything: Payload = payload if first[self.rank] == self.rank or len(senders) == 1 else b""
         else:
-            everything = self._in_rounds(payload, ends, source, to)
+            own = payload if first[self.rank] == self.rank else b""
+            everything = self._in_rounds(own, ends, holders[0] if len(holders) == 1 else None, to)
         if to not in (None, self.rank):
             return [b""] * self.world_size
         rows = memoryview(everything)
-        return [rows[low:high] for low, high in zip(ends[:-1], ends[1:], strict=True)]
+        return [rows[ends[rank] : ends[rank + 1]] for rank in first]
+
+    def _exchange_frames(self, payload: bytes, head: bytes) -> list[bytes] | None:
+        """Return the frame of every rank, equal for equal payloads; None if heads differ."""
+        digest = xxhash.xxh3_64_digest(payload) if payload else NO_HEAD
+        frame = np.frombuffer(_FRAME.pack(min(len(payload), _LONGEST), digest), np.uint8)
+        own = np.zeros(2 * len(NO_HEAD) + self.world_size * frame.size, np.uint8)
+        # The maxima of a number and of its complement are complements only if all ranks have the same number.
+        heads, frames = own[: 2 * len(NO_HEAD)].reshape(2, -1), own[2 * len(NO_HEAD) :].reshape(-1, frame.size)
+        heads[0] = np.frombuffer(head, np.uint8)
+        heads[1], frames[self.rank] = ~heads[0], frame
+        united = self.unite(own, None, None)
+        heads, frames = united[: heads.size].reshape(2, -1), united[heads.size :].reshape(-1, frame.size)
+        return [one.tobytes() for one in frames] if (heads[0] == ~heads[1]).all() else None
 
     def _in_rounds(self, payload: bytes, ends: Bytes, source: int | None, to: int | None) -> Payload:
         """Return the payloads of all ranks in one."""
@@ -253,7 +281,7 @@ class PaddleChannel(CollectiveChannel):
         super().__init__(int(dist.get_rank()), int(dist.get_world_size()))
 
     def unite(self, array: Bytes, source: int | None, to: int | None) -> Bytes:
-        """Return the sum of an array of every rank by one collective, and one copy from a device."""
+        """Return the maximum of an array over all ranks by one collective, and one copy from a device."""
         import paddle
         import paddle.distributed as dist
 
@@ -261,9 +289,9 @@ class PaddleChannel(CollectiveChannel):
         if source is not None:
             dist.broadcast(tensor, src=source)
         elif to is not None:
-            dist.reduce(tensor, dst=to)
+            dist.reduce(tensor, dst=to, op=dist.ReduceOp.MAX)
         else:
-            dist.all_reduce(tensor)
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
         return tensor.numpy() if to in (None, self.rank) else array
 
     def all_to_all(self, outgoing: Mapping[int, Bytes], sizes: Mapping[int, int]) -> dict[int, Bytes]:
@@ -304,6 +332,7 @@ def gather_and_keep(
     kind: type[_M],
     consistency: ConsistencyFacts | None = None,
     to: int | None = None,
+    marks: Bytes = NO_MARKS,
 ) -> tuple[list[_M], _T]:
     """Run work on every rank, and return the messages of all ranks if it succeeded on all of them.
 
@@ -315,8 +344,11 @@ def gather_and_keep(
         consistency: facts that must be equal on all ranks. A mismatch takes precedence over other errors. The work must
             change nothing persistent.
         to: the only rank that needs the messages; all ranks if None.
+        marks: a byte per thing, as many on every rank; the work sets those of this rank, and the call changes them to
+            the maximum over all ranks.
     Returns:
-        the messages by rank, none where they are not needed, and this rank's local result.
+        the messages by rank, none where they are not needed, and this rank's local result. Equal messages are one
+        object.
     Raises:
         FlexError: the same on every rank: facts differ, descriptions differ, or the errors of the ranks that failed.
     """
@@ -325,9 +357,13 @@ def gather_and_keep(
         message, kept = work()
         return msgspec.msgpack.encode(message), kept
 
-    payloads, kept = _agree(channel, doing, encoded, consistency, to)
+    payloads, kept = _agree(channel, doing, encoded, consistency, to, marks)
+    if to not in (None, channel.rank):
+        return [], kept
     decoder = msgspec.msgpack.Decoder(kind)
-    return [decoder.decode(one) for one in payloads] if to in (None, channel.rank) else [], kept
+    distinct = [bytes(one) for one in payloads]
+    decoded = {one: decoder.decode(one) for one in set(distinct)}
+    return [decoded[one] for one in distinct], kept
 
 
 @dataclass(frozen=True)
@@ -432,6 +468,7 @@ def _agree(
     work: Callable[[], tuple[bytes, _T]],
     consistency: ConsistencyFacts | None,
     to: int | None = None,
+    marks: Bytes = NO_MARKS,
 ) -> tuple[list[Payload], _T]:
     """Run work on every rank, and return the payloads of all ranks if it succeeded on all of them."""
     failure: Exception | None = None
@@ -447,8 +484,8 @@ def _agree(
             report.digest = consistency.digest
         except Exception as error:  # As above; an error of the work takes precedence.
             failure, report.error = failure or error, report.error or _wire_form(error, report.doing)
-    head = NO_HEAD if failure else xxhash.xxh3_64_digest(f"{report.doing}\0".encode() + report.digest)
-    payloads = channel.gather(doing, b"" if failure else payload, head, to)
+    head = NO_HEAD if failure else xxhash.xxh3_64_digest(f"{report.doing}\0{marks.size}\0".encode() + report.digest)
+    payloads = channel.gather(doing, b"" if failure else payload, head, to, marks)
     if payloads is None or failure is not None:
         raise _disagreement(channel, report, consistency) from failure
     return payloads, cast("_T", kept)

@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 
-from paddleformers_fc.distributed.channel import NO_HEAD, Bytes, Channel, Payload
+from paddleformers_fc.distributed.channel import NO_HEAD, NO_MARKS, Bytes, Channel, Payload
 from paddleformers_fc.distributed.liveness import KVStore, Liveness
 from paddleformers_fc.errors import FlexError, PeerError
 
@@ -52,14 +52,16 @@ class Communicator:
         self._patience = patience
         self.liveness = None if store is None else Liveness(store, self.rank, self.world_size, patience)
 
-    def gather(self, doing: str, payload: bytes, head: bytes = NO_HEAD, to: int | None = None) -> list[Payload] | None:
+    def gather(
+        self, doing: str, payload: bytes, head: bytes = NO_HEAD, to: int | None = None, marks: Bytes = NO_MARKS
+    ) -> list[Payload] | None:
         """Return the payload of every rank, by rank.
 
         Raises:
             PeerError: see :meth:`.Liveness.guard`.
         """
         with self._guard(doing):
-            return self._channel.gather(doing, payload, head, to)
+            return self._channel.gather(doing, payload, head, to, marks)
 
     def all_to_all(self, outgoing: Mapping[int, Bytes], sizes: Mapping[int, int]) -> dict[int, Bytes]:
         """Send and receive bytes.

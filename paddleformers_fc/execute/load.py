@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import time
-import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -19,7 +18,7 @@ import numpy as np
 import xxhash
 
 from paddleformers_fc.aoa import AoaTensor
-from paddleformers_fc.distributed.channel import Channel, ConsistencyFacts, all_gather_checked, gather_and_keep
+from paddleformers_fc.distributed.channel import Bytes, Channel, ConsistencyFacts, all_gather_checked, gather_and_keep
 from paddleformers_fc.distributed.consistency import ConsistencyCheck, comparable_config, software_versions
 from paddleformers_fc.errors import MismatchError, OptionError, PeerError
 from paddleformers_fc.execute.collective_checksums import verify_metadata_blocks, verify_parts
@@ -132,22 +131,27 @@ class _Preflight:
     unexpected: Callable[[Sequence[Stored]], Iterable[str]]
 
 
+MOST_SHARING = 64
+"""Most ranks that share the comparison of blocks which several of them read: each sends some hundred bytes to all."""
+
+
 class _PreflightMessage(msgspec.Struct):
     """One rank's preflight on its way to the others.
 
     Args:
         report: the mismatches.
-        touched: per role a compressed bitmap over the sorted stored names, set for those that this rank reads.
+        roles: that this rank loads.
         once: whether a range for several ranks is read by one of them.
         compares: whether it has stored tensors to compare first.
-        blocks: the blocks that it reads if every rank reads for itself, and their checksums are compared.
+        blocks: the blocks that it reads if every rank reads for itself, and their checksums are compared; of more than
+            :data:`MOST_SHARING` ranks, each compares all that it reads, and none is sent.
     """
 
     report: str
-    touched: dict[str, bytes]
+    roles: list[str]
     once: bool
     compares: bool
-    blocks: BlockReads
+    blocks: BlockReads = BlockReads()
 
 
 def load_checkpoint(
@@ -414,26 +418,33 @@ def _prepared(
     started: float,
     consistency: ConsistencyFacts,
 ) -> PreparedLoad:
-    def prepare() -> tuple[_PreflightMessage, tuple[_Preflight, dict[Key, Slot]]]:
+    def prepare() -> tuple[_PreflightMessage, tuple[_Preflight, dict[Key, Slot], BlockReads]]:
         own, slots = preflight(), slots_of(roles, options.host_copy_bytes)
         _compare_headers(catalog, own.plan, channel.rank)
-        touched, blocks = _bitmaps(catalog, own.plan, roles), BlockReads()
+        _mark(marks, catalog, own.plan)
+        blocks = BlockReads()
         if recorded.files and not options.once and not catalog.visible_to:
             parts = (item.stored for item in own.plan.items)
             blocks = recorded.reads(parts, same_bytes_key(catalog.identities))
-        message = _PreflightMessage(own.report.to_wire(), touched, options.once, bool(own.plan.checks), blocks)
-        return message, (own, slots)
+        message = _PreflightMessage(own.report.to_wire(), list(roles), options.once, bool(own.plan.checks))
+        if channel.world_size <= MOST_SHARING:
+            message.blocks = blocks
+        return message, (own, slots, blocks)
 
-    verdicts, (own, slots) = gather_and_keep(channel, "planning", prepare, _PreflightMessage, consistency)
+    marks = np.zeros(catalog.count, np.uint8)
+    verdicts, (own, slots, blocks) = gather_and_keep(
+        channel, "planning", prepare, _PreflightMessage, consistency, marks=marks
+    )
     _refuse_different_ways(verdicts)
     merged = Report().merge([Report.from_wire(verdict.report) for verdict in verdicts])
-    untouched = _untouched(catalog, verdicts)
+    untouched = _untouched(catalog, marks, {role for verdict in verdicts for role in verdict.roles})
     plan = own.plan
     for name in own.unexpected(untouched):
         merged.add("unexpected", name)
     refuse(merged)
     dropped = tuple(name for _, name in untouched)
     block_reads = [verdict.blocks for verdict in verdicts]
+    block_reads[channel.rank] = blocks
     storage = ReadContext(catalog.root, catalog.identities, catalog.visible_to, recorded, block_reads)
     if any(verdict.compares for verdict in verdicts):
         _compare_copies(plan, catalog, storage, channel, options)
@@ -539,24 +550,13 @@ def _refuse_different_ways(verdicts: list[_PreflightMessage]) -> None:
         )
 
 
-def _bitmaps(catalog: Catalog, plan: LoadPlan, roles: Roles) -> dict[str, bytes]:
-    """Return a bitmap of the stored names that this rank reads, compressed, for each role that it loads."""
-    maps: dict[str, bytes] = {}
-    for role in roles:
-        touched = plan.touched.get(role, frozenset())
-        reads = np.array([name in touched for name in catalog.sorted_names.get(role, ())], bool)
-        maps[role] = zlib.compress(np.packbits(reads).tobytes(), 1)
-    return maps
+def _mark(marks: Bytes, catalog: Catalog, plan: LoadPlan) -> None:
+    """Set the marks of the stored tensors that this rank reads, of which there is one per tensor of the catalog."""
+    wanted = (name in plan.touched.get(role, ()) for role, names in catalog.sorted_names.items() for name in names)
+    marks[:] = np.fromiter(wanted, bool, marks.size)
 
 
-def _untouched(catalog: Catalog, verdicts: list[_PreflightMessage]) -> list[Stored]:
+def _untouched(catalog: Catalog, marks: Bytes, wanted: Collection[str]) -> list[Stored]:
     """Role and name of the stored tensors of a wanted role that no rank reads."""
-    left: list[Stored] = []
-    for role in sorted({role for verdict in verdicts for role in verdict.touched}):
-        names = catalog.sorted_names.get(role, [])
-        bits = np.zeros(-(-len(names) // 8), np.uint8)
-        for verdict in verdicts:
-            if role in verdict.touched:
-                bits |= np.frombuffer(zlib.decompress(verdict.touched[role]), np.uint8)
-        left.extend((role, names[index]) for index in np.flatnonzero(np.unpackbits(bits, count=len(names)) == 0))
-    return left
+    stored = ((role, name) for role, names in catalog.sorted_names.items() for name in names)
+    return sorted(one for one, is_read in zip(stored, marks, strict=True) if not is_read and one[0] in wanted)

@@ -22,7 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paddleformers_fc.distributed.channel import ALONE, NO_HEAD, Channel, Payload
+import numpy as np
+
+from paddleformers_fc.distributed.channel import ALONE, Bytes, Channel, CollectiveChannel
 from paddleformers_fc.errors import FlexError, PeerError
 from tests.crash.net import Gate, Net, Open, Operation, bytes_written, cast
 from tests.harness.limits import LIMIT
@@ -32,7 +34,7 @@ DONE, REFUSED, BROKEN = 0, 3, 4
 _LENGTH = struct.Struct("<I")
 
 
-class SocketChannel:
+class SocketChannel(CollectiveChannel):
     """A rank's way to the others.
 
     Args:
@@ -42,19 +44,17 @@ class SocketChannel:
     """
 
     def __init__(self, rank: int, world_size: int, sockets: list[socket.socket]) -> None:
-        self.rank = rank
-        self.world_size = world_size
+        super().__init__(rank, world_size)
         self._sockets = sockets
 
-    def gather(self, doing: str, payload: bytes, head: bytes = NO_HEAD, to: int | None = None) -> list[Payload] | None:
-        """Every rank's payload.
+    def unite(self, array: Bytes, source: int | None, to: int | None) -> Bytes:
+        """The maximum over all ranks.
 
         Raises:
             PeerError: a rank has ended.
         """
-        everyone = self._all_gather(head + payload)
-        heads = {one[: len(NO_HEAD)] for one in everyone}
-        return None if len(heads) > 1 else [one[len(NO_HEAD) :] for one in everyone]
+        everyone = self._all_gather(array.tobytes())
+        return np.maximum.reduce([np.frombuffer(one, np.uint8) for one in everyone])
 
     def _all_gather(self, payload: bytes) -> list[bytes]:
         try:

@@ -14,6 +14,7 @@ import pytest
 from paddleformers_fc.distributed.channel import (
     ALONE,
     MOST_BYTES,
+    Bytes,
     Channel,
     all_gather_checked,
     broadcast,
@@ -26,7 +27,7 @@ from paddleformers_fc.execute.load import load_checkpoint
 from paddleformers_fc.execute.opening import open_on_all_ranks
 from paddleformers_fc.execute.read_pool import ReadOptions
 from paddleformers_fc.storage.files import refused
-from tests.execute.simulated import MODEL, canonical, job, live, same_values, succeed
+from tests.execute.simulated import MODEL, ThreadChannel, canonical, job, live, same_values, succeed
 from tests.execute.test_save_and_load import save
 from tests.harness.on_ranks import on_ranks, run_on_ranks
 from verification.forkserver import ForkServer
@@ -160,6 +161,53 @@ def test_real_ranks_receive_what_is_for_them_in_rounds() -> None:
     everyone = all_gather_checked(channel, "describing", lambda: mine, bytes, to=2)
     assert everyone == ([b"", b"\1" * length, b"\2" * length] if channel.rank == 2 else [])
     assert broadcast(channel, "telling", lambda: mine, bytes, source=1) == b"\1" * length
+
+
+@on_ranks(3)
+def test_real_ranks_unite_the_marks_of_all_and_leave_them_if_one_fails() -> None:
+    channel = started()
+    marks = np.zeros(5, np.uint8)
+
+    def work() -> tuple[int, None]:
+        marks[channel.rank] = 1
+        return channel.rank, None
+
+    assert gather_and_keep(channel, "planning", work, int, marks=marks)[0] == [0, 1, 2]
+    assert marks.tolist() == [1, 1, 1, 0, 0]
+
+    def fail() -> tuple[int, None]:
+        marks[4] = channel.rank
+        return 1 // channel.rank, None
+
+    with pytest.raises(PeerError, match="ZeroDivisionError"):
+        gather_and_keep(channel, "planning", fail, int, marks=marks)
+    assert marks.tolist() == [1, 1, 1, 0, channel.rank]
+
+
+class SizedChannel(ThreadChannel):
+    """A rank's channel that notes the lengths of its collectives."""
+
+    def __init__(self, channel: ThreadChannel) -> None:
+        super().__init__(channel.hub, channel.rank)
+        self.sizes: list[int] = []
+
+    def unite(self, array: Bytes, source: int | None, to: int | None) -> Bytes:
+        """The maximum over all ranks."""
+        self.sizes.append(array.size)
+        return super().unite(array, source, to)
+
+
+@pytest.mark.parametrize(
+    ("messages", "sent"),
+    [(["same"] * 4, []), (["one", "same", "same", "same"], [9]), (["a", "b", "a", "b"], [4]), ([""] * 4, [])],
+)
+def test_ranks_with_equal_messages_send_them_once(messages: list[str], sent: list[int]) -> None:
+    def work(channel: ThreadChannel) -> tuple[list[str], list[int]]:
+        sized = SizedChannel(channel)
+        return all_gather_checked(sized, "describing", lambda: messages[channel.rank], str), sized.sizes
+
+    frames = 16 + 4 * 12
+    assert succeed(4, work) == [(messages, [frames, *sent])] * 4
 
 
 @on_ranks(2)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import paddle
 
-from paddleformers_fc.distributed.channel import NO_HEAD, Bytes, Payload
+from paddleformers_fc.distributed.channel import Bytes, CollectiveChannel, Payload
 from paddleformers_fc.families import ModelDescription
 from tests.harness.limits import LIMIT
 
@@ -61,32 +61,30 @@ class Hub:
             self.barrier.abort()
 
 
-@dataclass
-class ThreadChannel:
+class ThreadChannel(CollectiveChannel):
     """A rank's channel to the other threads.
 
     Args:
         hub: where the ranks meet.
         rank: this rank.
+
+    Attributes:
         exchanges: how often all ranks have exchanged something.
         largest: the most bytes that this rank sent or received at once.
     """
 
-    hub: Hub
-    rank: int
-    exchanges: int = 0
-    largest: int = 0
+    def __init__(self, hub: Hub, rank: int) -> None:
+        super().__init__(rank, hub.size)
+        self.hub, self.exchanges, self.largest = hub, 0, 0
 
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return self.hub.size
-
-    def gather(self, doing: str, payload: bytes, head: bytes = NO_HEAD, to: int | None = None) -> list[Payload] | None:
+    def gather(self, *arguments: Any) -> list[Payload] | None:
         """Every rank's payload."""
         self.exchanges += 1
-        everyone = [given for _, given in self._meet("exchange", (head, payload))]
-        return None if len({other for other, _ in everyone}) > 1 else [given for _, given in everyone]
+        return super().gather(*arguments)
+
+    def unite(self, array: Bytes, source: int | None, to: int | None) -> Bytes:
+        """The maximum over all ranks."""
+        return np.maximum.reduce([given for _, given in self._meet("exchange", array.copy())])
 
     def all_to_all(self, outgoing: Mapping[int, Bytes], sizes: Mapping[int, int]) -> dict[int, Bytes]:
         """What some ranks have for this one; ranks that do not agree on it fail."""

@@ -17,7 +17,7 @@ import pytest
 from msgspec import UNSET
 from msgspec.structs import replace
 
-from paddleformers_fc.distributed.channel import NO_HEAD, Payload
+from paddleformers_fc.distributed.channel import Payload
 from paddleformers_fc.distributed.consistency import ConsistencyCheck
 from paddleformers_fc.errors import MappingError, MismatchError, StorageError
 from paddleformers_fc.execute import replica_assignment, save as saving, save_plan
@@ -61,10 +61,10 @@ class CountingChannel:
     def __post_init__(self) -> None:
         self.rank, self.world_size = self.inner.rank, self.inner.world_size
 
-    def gather(self, doing: str, payload: bytes, head: bytes = NO_HEAD, to: int | None = None) -> list[Payload] | None:
+    def gather(self, doing: str, *arguments: Any) -> list[Payload] | None:
         """Every rank's payload."""
         self.given.append(doing)
-        return self.inner.gather(doing, payload, head, to)
+        return self.inner.gather(doing, *arguments)
 
 
 def save(directory: Path, roles_of: Callable[[int], Roles], model: ModelDescription = MODEL, ranks: int = 2) -> bool:

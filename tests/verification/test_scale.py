@@ -28,7 +28,7 @@ FRAME_BYTES = 12
 """What each rank sends to all in every exchange: 48 KiB at 4,096 ranks."""
 TODAY = {
     # Many messages reach all ranks, of which one or none needs them.
-    **{(operation, count): 4.3 for operation in (FIRST_SAVE, LATER_SAVE, PLANNING) for count in (RECEIVED, LARGEST)},
+    **{(operation, count): 4.3 for operation in (FIRST_SAVE, LATER_SAVE) for count in (RECEIVED, LARGEST)},
     # The coordinator reads the manifests of finished checkpoints.
     (ROTATION, READ): 3.9,
 }
@@ -87,6 +87,6 @@ def test_ranks_that_do_not_run_send_what_they_send_when_they_run() -> None:
             timeless = {name: count for name, count in meter.items() if name not in TIMED}
             expected = {name: everyone[operation][rank].get(name) for name in timeless}
             for name in {RECEIVED, LARGEST} & timeless.keys() if operation == PLANNING else ():
-                # Compressed bitmaps differ in length.
-                assert timeless[name] == pytest.approx(expected.pop(name), rel=0.1)
+                # Ranks that run read different blocks; the messages of the others are equal, and sent once.
+                assert timeless[name] <= expected.pop(name)
             assert {name: timeless[name] for name in expected} == expected, (operation, rank)

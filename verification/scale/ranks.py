@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import threading
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, cached_property
 from itertools import chain
@@ -26,6 +25,7 @@ from paddleformers_fc.distributed.channel import (
     _FRAME,
     _ROUND_BYTES,
     NO_HEAD,
+    NO_MARKS,
     Bytes,
     Channel,
     CollectiveChannel,
@@ -173,8 +173,11 @@ class ScaleJob:
                 else msgspec.msgpack.encode(message_of(rank))
                 for rank in range(self.world)
             ]  # fmt: skip
-            self._frames = b"".join(_FRAME.pack(len(one), self._head) for one in everyone)
-            self._messages = b"".join(everyone)
+            digests = {one: xxhash.xxh3_64_digest(one) if one else NO_HEAD for one in set(everyone)}
+            lanes = self._head + bytes(0xFF ^ byte for byte in self._head)
+            self._frames = lanes + b"".join(_FRAME.pack(len(one), digests[one]) for one in everyone)
+            # Equal messages are sent by the first rank that has them.
+            self._messages = b"".join(dict.fromkeys(everyone)) if len(digests) > 1 else b""
             self._given.clear()
 
     def _encoder(self, doing: str, result: bytes) -> Callable[[int], object] | None:
@@ -186,12 +189,6 @@ class ScaleJob:
             return lambda rank: encode_rank_shards(self._layouts[rank])
         if doing == "writing":
             return self._written(like["ties"])
-        if doing == "planning":
-            # Every tensor must be read by some rank; the bitmaps of the others are as long as those of ranks that run.
-            touched = {
-                role: zlib.compress(b"\xff" * len(zlib.decompress(bits)), 1) for role, bits in like["touched"].items()
-            }
-            return lambda rank: {**like, "touched": touched} if rank == self._absent[0] else like
         return None
 
     @cached_property
@@ -270,17 +267,20 @@ class _CountingChannel(CollectiveChannel):
         self._job = job
         self._coming: Iterator[bytes] = iter(())
 
-    def gather(self, doing: str, payload: bytes, head: bytes = NO_HEAD, to: int | None = None) -> list[Payload] | None:
+    def gather(
+        self, doing: str, payload: bytes, head: bytes = NO_HEAD, to: int | None = None, marks: Bytes = NO_MARKS
+    ) -> list[Payload] | None:
         """Return the payload of every rank."""
         current().add(EXCHANGES, 1)
         current().add(SENT, _FRAME.size + len(payload))
         frames, messages = self._job.exchange(self.rank, doing, payload, head)
         rounds = (messages[low : low + _ROUND_BYTES] for low in range(0, len(messages), _ROUND_BYTES))
-        self._coming = chain([frames], rounds)
-        return super().gather(doing, payload, head, to)
+        # Every mark is set by some rank.
+        self._coming = chain([frames], [b"\1" * marks.size] if marks.size else [], rounds)
+        return super().gather(doing, payload, head, to, marks)
 
     def unite(self, array: Bytes, source: int | None, to: int | None) -> Bytes:
-        """Return the sum of an array of every rank."""
+        """Return the maximum of an array over all ranks."""
         if source != self.rank and to in (None, self.rank):
             current().add(RECEIVED, array.size)
             current().raise_to(LARGEST, array.size)
