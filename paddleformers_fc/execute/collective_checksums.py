@@ -25,6 +25,7 @@ from paddleformers_fc.distributed.channel import (
     refuse_failed,
 )
 from paddleformers_fc.errors import Corrupt, FlexError, StorageError
+from paddleformers_fc.execute.phases import PhaseTimer, Slowest, rounded, slowest_of
 from paddleformers_fc.formats import Catalog
 from paddleformers_fc.plan.block_owners import RecordedBlocks, blocks_read
 from paddleformers_fc.plan.items import StoredPart
@@ -50,6 +51,12 @@ class FaultMessage(msgspec.Struct, frozen=True, array_like=True):
     damaged: bool = False
     evidence: list[str] = []
     refusal: str = ""
+
+
+class _FillMessage(FaultMessage, frozen=True, array_like=True):
+    """The faults that a rank has found while it read, and the rounded seconds that this took."""
+
+    seconds: float = 0.0
 
 
 def verify_metadata_blocks(
@@ -112,8 +119,9 @@ def fill_and_compare(
     channel: Channel,
     fill: Callable[[], _T],
     compare: Callable[[], BlockComparison],
+    timer: PhaseTimer,
     next_step: str = RESTORE,
-) -> tuple[_T, int]:
+) -> tuple[_T, int, Slowest]:
     """Fill tensors, and end with the verdict of all ranks on the blocks that they have read. Every rank must call.
 
     Args:
@@ -122,9 +130,10 @@ def fill_and_compare(
         fill: fills the tensors of this rank.
         compare: compares the blocks of this rank that filling has left, and returns the faults of all blocks. It is
             also called if ``fill`` fails because of the bytes that it has read, which damage may explain.
+        timer: gets the end of the phase ``read``.
         next_step: advice for files that are not what was written.
     Returns:
-        the result of ``fill``, and the bytes that this rank has hashed.
+        the result of ``fill``, the bytes that this rank has hashed, and the rank that read longest.
     Raises:
         Corrupt: the same on every rank, naming all files and blocks that are not what was written. Tensors are
             undefined.
@@ -133,7 +142,7 @@ def fill_and_compare(
     filled: list[_T] = []
     failure: FlexError | None = None
 
-    def work() -> tuple[FaultMessage, int]:
+    def work() -> tuple[_FillMessage, int]:
         nonlocal failure
         try:
             filled.append(fill())
@@ -142,12 +151,15 @@ def fill_and_compare(
         except FlexError as error:
             failure = error
         found = compare()
-        return FaultMessage(bool(found.faults), found.evidence, failure.to_wire() if failure else ""), found.bytes
+        refusal = failure.to_wire() if failure else ""
+        # Ranks with equal messages send them once.
+        seconds = rounded(timer.end("read"))
+        return _FillMessage(bool(found.faults), found.evidence, refusal, seconds), found.bytes
 
-    messages, hashed = gather_and_keep(channel, f"reading {directory.name}", work, FaultMessage)
+    messages, hashed = gather_and_keep(channel, f"reading {directory.name}", work, _FillMessage)
     refuse_damaged(directory, channel, messages, next_step, ", and tensors that were being filled are undefined")
     refuse_failed(channel, [one.refusal for one in messages], failure)
-    return filled[0], hashed
+    return filled[0], hashed, slowest_of("read", [one.seconds for one in messages])
 
 
 def compare_on_all(

@@ -9,9 +9,8 @@ continues to train if another could not read.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import msgspec
 import numpy as np
@@ -23,6 +22,7 @@ from paddleformers_fc.distributed.consistency import ConsistencyCheck, comparabl
 from paddleformers_fc.errors import MismatchError, OptionError, PeerError
 from paddleformers_fc.execute.collective_checksums import verify_metadata_blocks, verify_parts
 from paddleformers_fc.execute.memory import dtype_name, slots_of
+from paddleformers_fc.execute.phases import Phases, PhaseTimer
 from paddleformers_fc.execute.read_jobs import Key
 from paddleformers_fc.execute.read_pool import DEFAULT_OPTIONS, ReadOptions
 from paddleformers_fc.execute.reading import Slot
@@ -76,6 +76,7 @@ class LoadReport:
         directory: the loaded directory.
         bytes_read: bytes this rank read from storage.
         seconds: wall time, preflight included.
+        phases: the parts of it: ``open, plan, agree, read, finish``; ``open`` where the caller measures it.
         fresh: live tensors of this rank that the source did not hold, by declaration, and that kept their values.
         dropped: stored tensors that no rank wanted, by declaration.
         bytes_received: bytes this rank got from other ranks instead of reading them.
@@ -93,6 +94,7 @@ class LoadReport:
     bytes_hashed: int = 0
     changes: tuple[Change, ...] = ()
     casts: tuple[str, ...] = ()
+    phases: Phases = field(default_factory=Phases)
 
 
 @dataclass(frozen=True)
@@ -180,6 +182,7 @@ def prepare_load(
     aoa_config: Mapping[str, object] | None = None,
     may_change: Collection[str] = (),
     may_cast: bool = False,
+    timer: PhaseTimer | None = None,
 ) -> PreparedLoad:
     """Do everything of a load that changes no weight: plan, and compare the copies of tied tensors.
 
@@ -195,11 +198,12 @@ def prepare_load(
         aoa_config: statements from stored names to the model's, for tensors that have other names or shapes now.
         may_change: keys of the configuration that may differ although they change what the weights mean.
         may_cast: whether the precision may differ from that of the run that saved the checkpoint.
+        timer: has measured the phases before; their seconds count. By default the load begins now.
     Raises:
         CheckpointError: the same on every rank: the checkpoint is damaged.
         FlexError: the same on every rank: the checkpoint does not fit the model.
     """
-    started = time.monotonic()
+    timer = timer or PhaseTimer()
     recorded_run = checkpoint.has_run or checkpoint.format.canonical
     saved = manifest_seal(checkpoint.manifest) if recorded_run else _header_facts(checkpoint.catalog)
     facts: dict[str, object] = {"manifest": saved, "checks": checkpoint.unread}
@@ -244,7 +248,7 @@ def prepare_load(
             report.refuse(root, _family_difference(checkpoint.known, model))
         refuse_changes(without_patterns(changes), may_change, root)
 
-    prepared = _prepared(checkpoint.catalog, roles, channel, options, preflight, recorded, refuse, started, consistency)
+    prepared = _prepared(checkpoint.catalog, roles, channel, options, preflight, recorded, refuse, timer, consistency)
     return replace(prepared, fill=lambda: replace(prepared.fill(), changes=tuple(changes)))
 
 
@@ -302,6 +306,7 @@ def prepare_weights(
     channel: Channel,
     options: ReadOptions = DEFAULT_OPTIONS,
     verify: str = "full",
+    timer: PhaseTimer | None = None,
 ) -> PreparedLoad:
     """Do everything of a load of open weights that changes no weight; stored floating dtypes are cast to the model's.
 
@@ -315,13 +320,15 @@ def prepare_weights(
         channel: all ranks of the job; every rank must call.
         options: threads and staging.
         verify: ``full``, or ``size`` or ``off``, which compare no tensor.
+        timer: as for :func:`prepare_load`.
     Raises:
         FlexError: the same on every rank, as in :func:`load_checkpoint`.
     """
-    started = time.monotonic()
+    timer = timer or PhaseTimer()
     consistency = _consistency_check(directory, model, {"verify": verify})
     kind = model.adapters is not None
     opened, recorded = _opened_weights(directory, channel, verify, kind, options.threads, consistency)
+    timer.end("open")
     catalog = opened.catalog
 
     def preflight() -> _Preflight:
@@ -355,7 +362,7 @@ def prepare_weights(
         report.refuse(str(directory), stored=OPEN_WEIGHTS)
 
     seen = _consistency_check(directory, model, facts)
-    return _prepared(catalog, roles, channel, options, preflight, recorded, refuse, started, seen)
+    return _prepared(catalog, roles, channel, options, preflight, recorded, refuse, timer, seen)
 
 
 def _refuse_other_adapters(opened: OpenedCheckpoint, wanted: Adapters) -> None:
@@ -415,7 +422,7 @@ def _prepared(
     preflight: Callable[[], _Preflight],
     recorded: RecordedBlocks,
     refuse: Callable[[Report], None],
-    started: float,
+    timer: PhaseTimer,
     consistency: ConsistencyFacts,
 ) -> PreparedLoad:
     def prepare() -> tuple[_PreflightMessage, tuple[_Preflight, dict[Key, Slot], BlockReads]]:
@@ -429,6 +436,7 @@ def _prepared(
         message = _PreflightMessage(own.report.to_wire(), list(roles), options.once, bool(own.plan.checks))
         if channel.world_size <= MOST_SHARING:
             message.blocks = blocks
+        timer.end("plan")
         return message, (own, slots, blocks)
 
     marks = np.zeros(catalog.count, np.uint8)
@@ -448,21 +456,24 @@ def _prepared(
     storage = ReadContext(catalog.root, catalog.identities, catalog.visible_to, recorded, block_reads)
     if any(verdict.compares for verdict in verdicts):
         _compare_copies(plan, catalog, storage, channel, options)
+    timer.end("agree")
 
     def fill() -> LoadReport:
-        traffic = read_redistributed(plan, storage, slots, channel, options)
+        traffic = read_redistributed(plan, storage, slots, channel, options, timer=timer)
         filled = {(item.role, item.name) for item in plan.items}
         fresh = tuple(name for role, names in roles.items() for name in names if (role, name) not in filled)
-        seconds = time.monotonic() - started
+        casts = tuple(cast_lines(plan, roles))
+        timer.end("finish")
         return LoadReport(
             catalog.root,
             traffic.read,
-            seconds,
+            timer.elapsed,
             fresh,
             dropped,
             traffic.received,
             traffic.hashed,
-            casts=tuple(cast_lines(plan, roles)),
+            casts=casts,
+            phases=timer.phases(traffic.slowest),
         )
 
     return PreparedLoad(plan, fill, catalog.identities)

@@ -29,6 +29,7 @@ import xxhash
 
 from paddleformers_fc.distributed.channel import Bytes, Channel, all_gather_checked, run_on_all
 from paddleformers_fc.execute.collective_checksums import fill_and_compare
+from paddleformers_fc.execute.phases import PhaseTimer, Slowest
 from paddleformers_fc.execute.read_jobs import Key, item_view, region_of
 from paddleformers_fc.execute.read_pool import DEFAULT_OPTIONS, ReadJob, ReadOptions, ReadPool
 from paddleformers_fc.execute.reading import ArraySlot, Slot, execute_reads, refuse_unequal, verify_equal
@@ -92,11 +93,13 @@ class Traffic:
         read: from storage, by this rank, for itself and for others.
         received: from other ranks.
         hashed: of the bytes read, those whose checksums were compared.
+        slowest: the rank that read longest.
     """
 
     read: int
     received: int
     hashed: int = 0
+    slowest: Slowest | None = None
 
 
 class _RangeMessage(msgspec.Struct, array_like=True, frozen=True):
@@ -138,6 +141,7 @@ def read_redistributed(
     channel: Channel,
     options: ReadOptions = DEFAULT_OPTIONS,
     limit: int = ROUND_BYTES,
+    timer: PhaseTimer | None = None,
 ) -> Traffic:
     """Fill every slot of every rank; each rank reads for itself the visible ranges that it does not share.
 
@@ -148,10 +152,12 @@ def read_redistributed(
         channel: all ranks; every rank must call.
         options: threads, staging memory, and whether a range for several ranks is read once.
         limit: bound on the bytes that a rank sends, and receives, in a round.
+        timer: gets the end of the phase ``read``.
     Raises:
         Corrupt: the same on every rank: blocks do not match their checksums; targets hold an undefined mixture.
         FlexError: the same on every rank: reads failed; targets hold an undefined mixture.
     """
+    timer = timer or PhaseTimer()
     schedule, block_reads = EMPTY_SCHEDULE, storage.block_reads
     if storage.visible_to or options.once:
         parts = [item.stored for item in _by_shard(plan)]
@@ -172,8 +178,9 @@ def read_redistributed(
         filling.alone += verifier.finish(options, storage.identities)
         return verifier.comparison()
 
-    done, hashed = fill_and_compare(storage.root, channel, read, compare, storage.recorded.next_step)
-    return replace(done, read=done.read + filling.alone, hashed=hashed)
+    next_step = storage.recorded.next_step
+    done, hashed, slowest = fill_and_compare(storage.root, channel, read, compare, timer, next_step)
+    return replace(done, read=done.read + filling.alone, hashed=hashed, slowest=slowest)
 
 
 def _agreed_block_reads(

@@ -26,7 +26,7 @@ import json
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -48,6 +48,7 @@ from paddleformers_fc.distributed.disk_leaders import DiskLeaders
 from paddleformers_fc.errors import MappingError, OptionError
 from paddleformers_fc.execute.commit_coordinator import CommitResult, StagingDirectory, commit_parts, staging_beside
 from paddleformers_fc.execute.memory import HostPieces, HostTensors, view_of
+from paddleformers_fc.execute.phases import Phases, PhaseTimer, Slowest, slowest_of
 from paddleformers_fc.execute.replicas import (
     Digests,
     ReplicaDigests,
@@ -111,6 +112,7 @@ class SaveReport:
         disks: the ranks that wrote onto the same disk.
         differences: where ranks hold different numbers of the same part of a tensor, one line each; normally none.
         diverged_ties: tied tensors whose copies differ, which make the checkpoint unusable for a resume; normally none.
+        phases: the seconds of this rank for ``plan, capture, write, agree, commit``.
     """
 
     files: int
@@ -119,14 +121,23 @@ class SaveReport:
     disks: DiskLeaders
     differences: tuple[str, ...] = ()
     diverged_ties: tuple[DivergedTie, ...] = ()
+    phases: Phases = field(default_factory=Phases)
 
 
 class _WriteMessage(msgspec.Struct):
-    """Checksums of the files that one rank has written, and digests of its replicas and of its tied tensors."""
+    """What one rank has written.
+
+    Args:
+        checksums: of its files.
+        replicas: digests of its replicas.
+        ties: digests of its tied tensors.
+        seconds: the time that it took.
+    """
 
     checksums: list[FileChecksum]
     replicas: Digests
     ties: list[bytes]
+    seconds: float
 
 
 class _Unequal(msgspec.Struct):
@@ -179,6 +190,7 @@ class Snapshot:
         files: small files by path relative to the checkpoint.
         job: the job and its step.
         replicas: as for :func:`save_checkpoint`.
+        timer: of the save, in the phase ``capture``, which ends when this rank begins to write.
     """
 
     plan: SavePlan
@@ -186,6 +198,7 @@ class Snapshot:
     files: Mapping[str, bytes]
     job: JobRecord
     replicas: str
+    timer: PhaseTimer
 
 
 @dataclass(frozen=True)
@@ -196,11 +209,13 @@ class Written:
         checksums: their checksums, by rank, on the coordinator; empty on other ranks.
         differences: replicas that differ, one line per tensor.
         ties: tied tensors whose copies differ.
+        slowest: the rank that wrote longest, on the coordinator.
     """
 
     checksums: list[list[FileChecksum]]
     differences: tuple[str, ...]
     ties: tuple[DivergedTie, ...]
+    slowest: Slowest | None
 
 
 def save_checkpoint(
@@ -267,7 +282,11 @@ def views(part: LivePart, plan: SavePlan) -> HostTensors:
 
 
 def snapshot(
-    prepare: Callable[[], LivePart], capture: Capture, channel: Channel, consistency: ConsistencyCheck
+    prepare: Callable[[], LivePart],
+    capture: Capture,
+    channel: Channel,
+    consistency: ConsistencyCheck,
+    timer: PhaseTimer | None = None,
 ) -> Snapshot:
     """Plan a save and capture its tensors.
 
@@ -276,9 +295,11 @@ def snapshot(
         capture: reads the live tensors.
         channel: all ranks; every rank must call.
         consistency: the facts that must be equal on all ranks.
+        timer: measures the save; by default it begins now.
     Raises:
         FlexError: the same on every rank, except for an error of ``capture``.
     """
+    timer = timer or PhaseTimer()
     kept = _PLANS.known(channel.rank)
 
     def introduce() -> tuple[_PlanMessage, LivePart]:
@@ -290,7 +311,8 @@ def snapshot(
     known = all(key in one.known for one in everyone)
     plan = kept[key] if known else _new_plan(part, channel)
     _PLANS.keep(channel.rank, key, plan)
-    return Snapshot(plan, capture(part, plan), part.files, part.job, part.replicas)
+    timer.end("plan")
+    return Snapshot(plan, capture(part, plan), part.files, part.job, part.replicas, timer)
 
 
 def write_and_commit(taken: Snapshot, directory: Path, channel: Channel) -> SaveReport:
@@ -310,8 +332,10 @@ def save_parts(taken: Snapshot, directory: Path, channel: Channel) -> Parts[Save
     with staging_beside(directory, channel, runs=runs) as staged:
         written = yield from write(taken, staged.path, channel)
         finished = yield from commit(taken, written, staged, channel)
+    taken.timer.end("commit")
+    phases = taken.timer.phases(written.slowest)
     return SaveReport(
-        finished.files, finished.size, finished.set_aside, staged.disks, written.differences, written.ties
+        finished.files, finished.size, finished.set_aside, staged.disks, written.differences, written.ties, phases
     )
 
 
@@ -327,11 +351,13 @@ def write(taken: Snapshot, staging: Path, channel: Channel) -> Parts[Written]:
     """
 
     def write_own() -> tuple[_WriteMessage, ReplicaDigests]:
+        taken.timer.end("capture")
         if channel.rank == 0:
             _refuse_unreadable(taken)
         hashed = hash_replicas(taken.tensors, taken.plan.replicas if taken.replicas != "off" else (), taken.job.step)
         ties = hash_ties(taken.tensors, taken.plan.ties, channel.rank)
-        return _WriteMessage(_write_files(taken, staging), hashed.groups, ties), hashed
+        checksums = _write_files(taken, staging)
+        return _WriteMessage(checksums, hashed.groups, ties, taken.timer.end("write")), hashed
 
     # Only the coordinator needs the checksums of all files; the other ranks get what is unequal.
     everyone, hashed = yield Part("writing", write_own, _WriteMessage, to=0)
@@ -344,7 +370,9 @@ def write(taken: Snapshot, staging: Path, channel: Channel) -> Parts[Written]:
     differences, ties = compare_replicas(channel, unequal.groups, hashed), unequal.ties
     if taken.replicas == "refuse":
         refuse_different([*differences, *(line for tie in ties for line in tie.differences)])
-    return Written([one.checksums for one in everyone], differences, ties)
+    taken.timer.end("agree")
+    slowest = slowest_of("write", [one.seconds for one in everyone]) if everyone else None
+    return Written([one.checksums for one in everyone], differences, ties, slowest)
 
 
 def commit(taken: Snapshot, written: Written, staged: StagingDirectory, channel: Channel) -> Parts[CommitResult]:

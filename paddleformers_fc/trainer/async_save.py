@@ -106,7 +106,7 @@ class AsyncSaves:
         files: dict[str, bytes] = {}
         tensors: dict[str, Mapping[str, HostPieces]] = {}
         part = outcome(lambda: replace(prepared.part(), files=files))
-        taken = snapshot(part, lambda *_: tensors, channel, prepared.consistency)
+        taken = snapshot(part, lambda *_: tensors, channel, prepared.consistency, prepared.timer)
         begun = outcome(lambda: self._begin_copy(trainer, part(), taken.plan))
         copied = self._thread.submit(lambda: tensors.update(begun().finish()))
         encode, state = capture_files(trainer), copied_state(trainer.state)

@@ -36,6 +36,7 @@ from typing import Any
 
 from paddleformers_fc.distributed.channel import Channel, all_gather_checked
 from paddleformers_fc.errors import EnvironmentMismatch
+from paddleformers_fc.execute.phases import Phases
 from paddleformers_fc.execute.staging_pool import TransferFigures
 from paddleformers_fc.storage.files import exists
 from paddleformers_fc.storage.manifest import MANIFEST_NAME
@@ -64,6 +65,8 @@ class CheckpointReport:
         transfers: copies between host and devices on this rank.
         blocked: after a save, seconds for which training was blocked on this rank.
         casts: after a load with ``flex_allow_casts``, one line per role of which this rank has cast tensors.
+        phases: the parts of ``seconds``: ``plan, capture, write, agree, commit`` of a save, and ``open, plan, agree,
+            read, finish`` of a load.
     """
 
     step: int
@@ -76,6 +79,7 @@ class CheckpointReport:
     transfers: TransferFigures = field(default_factory=TransferFigures)
     casts: tuple[str, ...] = ()
     blocked: float = 0.0
+    phases: Phases = field(default_factory=Phases)
 
 
 class FlexCheckpointCallback(TrainerCallback):
@@ -121,7 +125,7 @@ class FlexCheckpointCallback(TrainerCallback):
             logger.info(
                 f"{done} step {report.step}{_layouts_text(report.layouts)} {where} {report.directory}: "
                 f"{size_text(report.bytes)} in {report.seconds:.2f} s, {rate_text(report.bytes, report.seconds)}"
-                f"{_transfers_text(report.transfers)}{_casts_text(report.casts)}"
+                f"; {report.phases}{_transfers_text(report.transfers)}{_casts_text(report.casts)}"
             )
 
 
@@ -152,7 +156,7 @@ _GIB = 1 << 30
 
 
 class ReportFigures(FlexCheckpointCallback):
-    """Sends bytes, seconds and rate of every save and load to the reporters of a Trainer.
+    """Sends bytes, seconds by phase and rate of every save and load to the reporters of a Trainer.
 
     Args:
         trainer: the Trainer, whose reporters and state are read at every event.
@@ -191,6 +195,9 @@ class ReportFigures(FlexCheckpointCallback):
 def _figures(operation: str, report: CheckpointReport) -> dict[str, float]:
     rate = report.bytes / max(report.seconds, 1e-9) / _GIB
     figures = {"bytes": report.bytes, "seconds": report.seconds, "gib_per_second": rate}
+    figures |= {f"{phase}_seconds": seconds for phase, seconds in report.phases.seconds.items()}
+    if report.phases.slowest is not None:
+        figures[f"slowest_{report.phases.slowest.phase}_seconds"] = report.phases.slowest.seconds
     return {f"checkpoint_{operation}_{name}": value for name, value in figures.items()}
 
 

@@ -75,6 +75,7 @@ class JobState:
         chosen: the checkpoint to resume; None in a run from the beginning. The native methods pass it on as text, which
             lacks the password of a URL.
         named: whether a user named ``chosen``; otherwise it is the newest one.
+        choosing: seconds that it took to choose it.
         record: identifies the run in its checkpoints; None before training.
         warned: warnings that are logged once per run.
         resumed_from: the checkpoint that was loaded; None in a run from the beginning.
@@ -102,6 +103,7 @@ class JobState:
     best: BestCheckpoint = field(default_factory=BestCheckpoint)
     chosen: AnyPath | None = None
     named: bool = False
+    choosing: float = 0.0
     record: RunRecord | None = None
     warned: set[str] = field(default_factory=set)
     resumed_from: AnyPath | None = None

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,6 +30,7 @@ from paddleformers_fc.errors import CheckpointError, Diverged, FlexError, Mismat
 from paddleformers_fc.execute.load import LoadReport, PreparedLoad, prepare_load
 from paddleformers_fc.execute.opening import open_on_all_ranks, own_document, own_file
 from paddleformers_fc.execute.output_directory import facts_of
+from paddleformers_fc.execute.phases import PhaseTimer
 from paddleformers_fc.execute.read_jobs import Key
 from paddleformers_fc.execute.staging_pool import measured_transfers
 from paddleformers_fc.formats import OpenedCheckpoint, stock_run
@@ -124,12 +124,14 @@ def train(
     job_state.ran, job_state.warned = {"train"}, set()
     if job_state.average is not None:
         job_state.average.reset()
+    timer = PhaseTimer()
     job_state.chosen, job_state.named = _choose(
         trainer.args,
         resume_from_checkpoint,
         partial(job_state.warn_once, trainer.args),
         lambda: describe_model(trainer.model).config,
     )
+    job_state.choosing = timer.end("open")
     _warn_of_leftovers(trainer.args)
     if job_state.chosen is None:
         _begin_new_run(job_state, trainer.args, channel_of(trainer.args))
@@ -202,14 +204,14 @@ def load(trainer: Any, native: Native, resume_from_checkpoint: str) -> None:
         FlexError: the same on every rank. If it was found while tensors were filled, the model is marked as undefined;
             see :mod:`.base_fingerprint`.
     """
-    started = time.monotonic()
     args, channel = trainer.args, channel_of(trainer.args)
     job_state = job_state_of(trainer)
+    timer = PhaseTimer({"open": job_state.choosing})
     named = _path_of(job_state, resume_from_checkpoint)
     if args.should_log:
         logger.info(f"Resuming from {named}")
     with measured_transfers() as transfers, sonic_moe.filled_from_run(trainer):
-        ready, report = _fill_usable(trainer, named, channel)
+        ready, report = _fill_usable(trainer, named, channel, timer)
     checkpoint, progress = ready.checkpoint, ready.progress
     directory = checkpoint.catalog.root
     documents.take_over(trainer.model, checkpoint.config, ready.generation)
@@ -221,14 +223,16 @@ def load(trainer: Any, native: Native, resume_from_checkpoint: str) -> None:
         _restore_progress(trainer, progress)
         _locate_best(trainer, directory, channel)
     _restore_average(trainer, job_state, ready)
+    timer.end("finish")
     loaded = CheckpointReport(
         step=checkpoint.manifest.step,
         directory=directory,
-        seconds=time.monotonic() - started,
+        seconds=timer.elapsed,
         bytes=report.bytes_read,
         layouts=(degrees_text(checkpoint.manifest.parallel), degrees_text(parallel_degrees(args))),
         transfers=transfers,
         casts=report.casts,
+        phases=timer.phases(report.phases.slowest),
     )
     for reporter in reporters(trainer):
         reporter.on_checkpoint_loaded(args, loaded)
@@ -305,7 +309,9 @@ def _verifying() -> Iterator[None]:
         raise _FailsVerificationError from error
 
 
-def _fill_usable(trainer: Any, directory: AnyPath, channel: Channel) -> tuple[_PreparedLoad, LoadReport]:
+def _fill_usable(
+    trainer: Any, directory: AnyPath, channel: Channel, timer: PhaseTimer
+) -> tuple[_PreparedLoad, LoadReport]:
     """Fill model and optimizer from the checkpoint that was named, or from the newest one that passes verification.
 
     Damage of tensors is found while they are filled. The next checkpoint then fills them again.
@@ -320,7 +326,7 @@ def _fill_usable(trainer: Any, directory: AnyPath, channel: Channel) -> tuple[_P
     while True:
         try:
             try:
-                ready = _prepare(trainer, directory, channel)
+                ready = _prepare(trainer, directory, channel, timer)
             except MismatchError as unfit:
                 raise unfit if job_state.named else resume.with_new_run_advice(unfit) from None
             if begun is not None:
@@ -335,6 +341,7 @@ def _fill_usable(trainer: Any, directory: AnyPath, channel: Channel) -> tuple[_P
             error = failed.__cause__
             if job_state.named or not isinstance(error, FlexError):
                 raise (error or failed) from None
+            timer.end("read")
             unusable[directory.name] = why = error.in_one_line()
         warn_once(f"{directory} fails verification and is skipped: {why}")
         config = describe_model(trainer.model).config
@@ -362,7 +369,7 @@ def _refuse_partial(ready: _PreparedLoad, begun: set[Key], channel: Channel) -> 
     run_on_all(channel, "comparing what two checkpoints fill", compare)
 
 
-def _prepare(trainer: Any, directory: AnyPath, channel: Channel) -> _PreparedLoad:
+def _prepare(trainer: Any, directory: AnyPath, channel: Channel, timer: PhaseTimer) -> _PreparedLoad:
     args = trainer.args
     consistency = consistency_check_of(args, f"resuming from {directory.name}")
     model, options = describe_model(trainer.model), read_options(args)
@@ -374,6 +381,7 @@ def _prepare(trainer: Any, directory: AnyPath, channel: Channel) -> _PreparedLoa
             checkpoint = run_on_all(channel, f"reading the run of {directory.name}", lambda: _chosen(trainer, opened))
         else:
             checkpoint = _chosen(trainer, opened)
+    timer.end("open")
     checkpoint = replace(checkpoint, averaged=_from_average(args, checkpoint))
     continued = not args.ignore_load_lr_and_optim
     with _verifying():
@@ -397,7 +405,7 @@ def _prepare(trainer: Any, directory: AnyPath, channel: Channel) -> _PreparedLoa
     with _verifying():
         names, roles, generation = run_on_all(channel, "preparing the optimizer", prepare)
         may_change, may_cast = args.flex_allow_config_changes, args.flex_allow_casts
-        load = prepare_load(checkpoint, roles, model, channel, options, args.aoa_config, may_change, may_cast)
+        load = prepare_load(checkpoint, roles, model, channel, options, args.aoa_config, may_change, may_cast, timer)
     return _PreparedLoad(checkpoint, progress, generators, generation, load, names, roles.get(EMA_STATE, {}))
 
 

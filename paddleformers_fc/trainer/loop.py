@@ -47,6 +47,7 @@ from paddleformers_fc.distributed.consistency import ConsistencyCheck
 from paddleformers_fc.errors import MismatchError, OptionError
 from paddleformers_fc.execute.load import LoadReport, prepare_load, prepare_weights
 from paddleformers_fc.execute.opening import open_on_all_ranks
+from paddleformers_fc.execute.phases import PhaseTimer
 from paddleformers_fc.execute.read_pool import ReadOptions
 from paddleformers_fc.execute.save import JobRecord, SaveReport, check_ties, config_bytes, save_checkpoint
 from paddleformers_fc.families import Family, ModelDescription, ModelTensor, family_for, is_known, register
@@ -425,7 +426,7 @@ def load(
     Example:
         >>> paddleformers_fc.load("out/checkpoint-3", model, optimizer)
     """
-    channel = job_communicator()
+    channel, timer = job_communicator(), PhaseTimer()
     named, model = _in_order(directory, model)
 
     def check() -> AnyPath:
@@ -450,6 +451,7 @@ def load(
 
     consistency = ConsistencyCheck(f"loading {path.name}", facts)
     opened = open_on_all_ranks(path, channel, verify, threads, consistency, given)
+    timer.end("open")
     adapter_checks.refuse_unsupported(model, channel)
     base_fingerprint.identify_once(model, channel)
 
@@ -463,7 +465,7 @@ def load(
     if opened.format.canonical and isinstance(source, StateDict):
         weights = run_on_all(channel, "describing the model", partial(_weights_alone, source, path))
         with base_fingerprint.until_filled(source.model, path):
-            return prepare_weights(path, weights, described, channel, options, verify).fill()
+            return prepare_weights(path, weights, described, channel, options, verify, timer).fill()
 
     def align() -> tuple[OpenedCheckpoint, ModelDescription]:
         return _aligned(opened, _with_rules(described, everyone), _is_by_name(described), aoa_config)
@@ -486,7 +488,7 @@ def load(
     unfilled, roles = gather_and_keep(channel, "preparing the optimizer", prepare, bool)
     if all(unfilled) and not any(map(checkpoint.catalog.roles.get, _STATES)):
         raise _without_states(path, optimizer)
-    load = prepare_load(checkpoint, roles, description, channel, options, aoa_config, may_cast=allow_casts)
+    load = prepare_load(checkpoint, roles, description, channel, options, aoa_config, may_cast=allow_casts, timer=timer)
     with base_fingerprint.until_filled(source.model, path):
         return load.fill()
 

@@ -16,7 +16,6 @@ in every save and after it.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -31,6 +30,7 @@ from paddleformers_fc.distributed.channel import ALONE, Channel, format_ranks, r
 from paddleformers_fc.distributed.consistency import ConsistencyCheck
 from paddleformers_fc.distributed.disk_leaders import DiskLeaders
 from paddleformers_fc.errors import EnvironmentMismatch, OptionError, StorageError
+from paddleformers_fc.execute.phases import PhaseTimer
 from paddleformers_fc.execute.save import (
     JobRecord,
     LivePart,
@@ -156,7 +156,7 @@ class PreparedSave:
         part: returns this rank's part without its files, or raises the error of its preparation.
         consistency: facts that must be equal on all ranks.
         best: the best checkpoint with this one; None if there is none.
-        started: when the save began, of the monotonic clock.
+        timer: measures the save.
     """
 
     directory: Path
@@ -164,7 +164,7 @@ class PreparedSave:
     part: Callable[[], LivePart]
     consistency: ConsistencyCheck
     best: str | None
-    started: float
+    timer: PhaseTimer
 
 
 def prepare(trainer: Any, metrics: dict[str, float] | None) -> PreparedSave:
@@ -177,7 +177,7 @@ def prepare(trainer: Any, metrics: dict[str, float] | None) -> PreparedSave:
     Raises:
         FlexError: the same on every rank, at the first save of a run: its reference model cannot be compared.
     """
-    started = time.monotonic()
+    timer = PhaseTimer()
     job_state, args = job_state_of(trainer), trainer.args
     live_roles.wait_for_weights(args)
     _look_at_reference(trainer, channel_of(args))
@@ -202,7 +202,7 @@ def prepare(trainer: Any, metrics: dict[str, float] | None) -> PreparedSave:
     part = outcome(described)
     consistency = replace(options, facts={**options.facts, **facts})
     best = trainer.state.best_model_checkpoint
-    return PreparedSave(directory, job.step, part, consistency, best, started)
+    return PreparedSave(directory, job.step, part, consistency, best, timer)
 
 
 def capture_files(trainer: Any) -> Encode:
@@ -264,16 +264,16 @@ def report_save(
             "Resume from an older checkpoint and look for the cause.",
             ties,
         )
-    seconds = time.monotonic() - prepared.started
     saved = CheckpointReport(
         prepared.step,
         prepared.directory,
-        seconds,
+        prepared.timer.elapsed,
         report.size,
         report.differences,
         diverged_ties=ties,
         transfers=transfers,
         blocked=blocked,
+        phases=report.phases,
     )
     for reporter in reporters(trainer):
         reporter.on_checkpoint_saved(args, saved)
@@ -416,12 +416,12 @@ class SyncSaves:
         encode = capture_files(trainer)
         part = outcome(lambda: replace(prepared.part(), files=encode()))
         with measured_transfers() as transfers:
-            taken = snapshot(part, views, channel, prepared.consistency)
+            taken = snapshot(part, views, channel, prepared.consistency, prepared.timer)
             with bar_on_terminal(f"saving {prepared.directory.name}", args.should_log):
                 report = write_and_commit(taken, prepared.directory, channel)
         trainer.runtime_timer.stop()
         upload(trainer, prepared, report)
-        report_save(trainer, prepared, report, transfers, time.monotonic() - prepared.started)
+        report_save(trainer, prepared, report, transfers, prepared.timer.elapsed)
         trainer._rotate_checkpoints(output_dir=args.output_dir)
 
     def followed(self, trainer: Any) -> AbstractContextManager[None]:

@@ -360,20 +360,26 @@ def run_without_pickle(resume: str | None = None, **settings: Any) -> int:
 # ---- Callback, best model.
 
 
-def reports(output_dir: str, resume: str) -> list[list[Any]]:
-    """Resume, save once, and return the reports that a callback got."""
+def reports(output_dir: str, resume: str, **arguments: Any) -> list[list[Any]]:
+    """Resume, save once, and return the reports that a callback got, with their phases."""
     from paddleformers_fc import FlexCheckpointCallback
 
     reported: list[list[Any]] = []
 
     class Remember(FlexCheckpointCallback):
         def on_checkpoint_saved(self, args: Any, report: Any) -> None:
-            reported.append(["saved", report.step, report.directory.name, report.bytes > 0, report.seconds > 0])
+            reported.append(["saved", report.step, report.directory.name, report.bytes > 0, *phases(report)])
 
         def on_checkpoint_loaded(self, args: Any, report: Any) -> None:
-            reported.append(["loaded", report.step, report.directory.name, report.bytes > 0, report.seconds > 0])
+            reported.append(["loaded", report.step, report.directory.name, report.bytes > 0, *phases(report)])
 
-    arguments = {"max_steps": 4, "save_steps": 4}
+    def phases(report: Any) -> list[Any]:
+        seconds = report.phases.seconds
+        assert min(seconds.values()) >= 0
+        assert sum(seconds.values()) <= report.seconds
+        return [*seconds]
+
+    arguments = {"max_steps": 4, "save_steps": 4, **arguments}
     flex_trainer(tiny.SINGLE.to_json(), output_dir, arguments, callbacks=[Remember()]).train(resume)
     return reported
 

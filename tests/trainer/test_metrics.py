@@ -9,12 +9,20 @@ from typing import Any
 
 import pytest
 
+from paddleformers_fc.execute.phases import Phases, Slowest
 from paddleformers_fc.trainer import callback
 from paddleformers_fc.trainer.callback import CheckpointReport, ReportFigures
 from tests.harness.tiny import DP2
 from verification.forkserver import ForkServer
 
-REPORT = CheckpointReport(7, Path("out/checkpoint-7"), 2.0, 1 << 30, blocked=0.5)
+REPORT = CheckpointReport(
+    7,
+    Path("out/checkpoint-7"),
+    2.0,
+    1 << 30,
+    blocked=0.5,
+    phases=Phases({"plan": 0.25, "agree": 1.75}, Slowest("write", 37, 1.5)),
+)
 
 Scalars = dict[str, list[tuple[int, float]]]
 """The points of every curve: steps and values."""
@@ -51,6 +59,9 @@ def test_a_save_is_a_point_of_every_curve_at_its_step(trainer: Any, tmp_path: Pa
         "train/checkpoint_save_seconds": [(7, 2.0)],
         "train/checkpoint_save_gib_per_second": [(7, 0.5)],
         "train/checkpoint_save_blocked_seconds": [(7, 0.5)],
+        "train/checkpoint_save_plan_seconds": [(7, 0.25)],
+        "train/checkpoint_save_agree_seconds": [(7, 1.75)],
+        "train/checkpoint_save_slowest_write_seconds": [(7, 1.5)],
     }
     assert trainer.state.global_step == 9
 
@@ -65,6 +76,9 @@ def test_a_load_is_reported_once_training_has_begun(trainer: Any, tmp_path: Path
         "train/checkpoint_load_bytes": [(7, 1 << 30)],
         "train/checkpoint_load_seconds": [(7, 2.0)],
         "train/checkpoint_load_gib_per_second": [(7, 0.5)],
+        "train/checkpoint_load_plan_seconds": [(7, 0.25)],
+        "train/checkpoint_load_agree_seconds": [(7, 1.75)],
+        "train/checkpoint_load_slowest_write_seconds": [(7, 1.5)],
     }
 
 

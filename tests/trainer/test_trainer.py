@@ -810,21 +810,36 @@ def test_exports_beside_the_steps_have_their_own_directories(ranks: ForkServer, 
 # ---- The callback, and waiting.
 
 
+TOTAL = r" in \d+\.\d\d s, [\d.e+-]+ GiB/s"
+
+
+def phases(*names: str) -> str:
+    """Return a pattern of the phases of a log line."""
+    return ", ".join(rf"{name} \d+\.\d\d s" for name in names)
+
+
 def test_every_save_and_load_is_one_line_in_the_log(ranks: ForkServer, saved: Saved, tmp_path: Path) -> None:
     result = ranks.run(f"{JOBS}:run", 2, settings(TP2, tmp_path, saved.third, max_steps=4, save_steps=4))
     lines = result.logs[0].read_text().splitlines()
     (loaded,) = [line for line in lines if f"Resumed step 3 (saved as dp=2, now tp=2) from {saved.third}: " in line]
     (written,) = [line for line in lines if f"Saved step 4 to {tmp_path / 'checkpoint-4'}: " in line]
-    assert re.search(r" in \d+\.\d\d s, [\d.e+-]+ GiB/s", loaded)
-    assert re.search(r" in \d+\.\d\d s, [\d.e+-]+ GiB/s", written)
+    assert re.search(f"{TOTAL}; {phases('open', 'plan', 'agree', 'read', 'finish')}", loaded)
+    assert re.search(f"{TOTAL}; {phases('plan', 'capture', 'write', 'agree', 'commit')}", written)
     assert any(f"Resuming from {saved.third}" in line for line in lines)
     assert any(f"Saving step 4 (tp=2) to {tmp_path / 'checkpoint-4'}" in line for line in lines)
     assert not any("Saved step" in line for line in result.logs[1].read_text().splitlines())
 
 
-def test_a_callback_of_the_user_gets_the_reports(ranks: ForkServer, saved: Saved, tmp_path: Path) -> None:
-    (reported,) = ranks.run(f"{JOBS}:reports", 1, {"output_dir": str(tmp_path), "resume": str(saved.third)}).values
-    assert reported == [["loaded", 3, "checkpoint-3", True, True], ["saved", 4, "checkpoint-4", True, True]]
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_callback_of_the_user_gets_the_reports_with_their_phases(
+    ranks: ForkServer, saved: Saved, tmp_path: Path, is_async: bool
+) -> None:
+    job = {"output_dir": str(tmp_path), "resume": str(saved.third), "flex_async_save": is_async}
+    (reported,) = ranks.run(f"{JOBS}:reports", 1, job).values
+    assert reported == [
+        ["loaded", 3, "checkpoint-3", True, "open", "plan", "agree", "read", "finish"],
+        ["saved", 4, "checkpoint-4", True, "plan", "capture", "write", "agree", "commit"],
+    ]
 
 
 def test_a_trainer_that_ignores_the_option_is_refused(ranks: ForkServer, tmp_path: Path) -> None:

@@ -188,14 +188,14 @@ class ScaleJob:
         if doing == "describing shards":
             return lambda rank: encode_rank_shards(self._layouts[rank])
         if doing == "writing":
-            return self._written(like["ties"])
+            return self._written(like)
         return None
 
     @cached_property
     def _facts(self) -> dict[int, bytes]:
         return {rank: self.part(rank, 0).facts for rank in self._absent}
 
-    def _written(self, ties: list[bytes]) -> Callable[[int], object]:
+    def _written(self, like: dict[str, Any]) -> Callable[[int], object]:
         """Write the files of the ranks that do not run, and return their messages."""
         known: dict[str, bytes] = {}
         for payload in self._given.values():
@@ -205,11 +205,7 @@ class ScaleJob:
             files, groups = self._planned[rank]
             checksums = [self._write_holes(self._staging, file) for file in files]
             checksums.append(write_file(self._staging / _generators(rank), _GENERATOR_BYTES, root=self._staging))
-            return {
-                "checksums": checksums,
-                "replicas": {one: known.get(one, bytes(16)) for one in groups},
-                "ties": ties,
-            }
+            return {**like, "checksums": checksums, "replicas": {one: known.get(one, bytes(16)) for one in groups}}
 
         return message_of
 
