@@ -161,18 +161,36 @@ def ranges_of(plan: SavePlan, rank: int, step: int, replicas: str) -> ElementRan
         step: determines the part of a large replica that is hashed.
         replicas: as for :func:`.save_checkpoint`; ``off`` hashes none.
     """
+    found = _written_ranges(plan, rank)
+    for one in plan.replicas if replicas != "off" else ():
+        found.setdefault((one.role, one.name), []).append(hashed_range(one, step))
+    return {key: tuple(_joined(some)) for key, some in found.items()}
+
+
+def largest_ranges(plan: SavePlan, rank: int, replicas: str) -> ElementRanges:
+    """Return ranges with at least as many elements of every tensor as :func:`ranges_of` returns at any step.
+
+    The part of a replica that is hashed may overlap what the rank writes at some steps, so these ranges do, too.
+    """
+    found = _written_ranges(plan, rank)
+    for one in plan.replicas if replicas != "off" else ():
+        whole = one.nbytes <= WHOLE_BYTES
+        rows = one.rows if whole else -(-one.rows // one.holders)
+        found.setdefault((one.role, one.name), []).append((0, rows * one.row))
+    return {key: tuple(some) for key, some in found.items()}
+
+
+def _written_ranges(plan: SavePlan, rank: int) -> dict[TensorKey, list[ElementRange]]:
+    """Return what one rank reads to write it, or to hash tied copies."""
     found: dict[TensorKey, list[ElementRange]] = {}
     for file in plan.files:
         for piece in file.pieces:
             found.setdefault((file.role, piece.name), []).append((piece.start, piece.stop))
-    hashed: tuple[Replica, ...] = plan.replicas if replicas != "off" else ()
-    for one in hashed:
-        found.setdefault((one.role, one.name), []).append(hashed_range(one, step))
     for part in plan.ties.parts:
         for side in part.sides:
             if side.rank == rank:
                 found.setdefault((side.role, side.name), []).append(_rows(side))
-    return {key: tuple(_joined(some)) for key, some in found.items()}
+    return found
 
 
 def _rows(side: CopyPart) -> ElementRange:

@@ -300,6 +300,19 @@ def snapshot(
         FlexError: the same on every rank, except for an error of ``capture``.
     """
     timer = timer or PhaseTimer()
+    part, plan = plan_save(prepare, channel, consistency)
+    timer.end("plan")
+    return Snapshot(plan, capture(part, plan), part.files, part.job, part.replicas, timer)
+
+
+def plan_save(
+    prepare: Callable[[], LivePart], channel: Channel, consistency: ConsistencyCheck
+) -> tuple[LivePart, SavePlan]:
+    """Return what this rank brings into a save, and the plan of its files; the arguments are those of :func:`snapshot`.
+
+    Raises:
+        FlexError: the same on every rank.
+    """
     kept = _PLANS.known(channel.rank)
 
     def introduce() -> tuple[_PlanMessage, LivePart]:
@@ -311,8 +324,7 @@ def snapshot(
     known = all(key in one.known for one in everyone)
     plan = kept[key] if known else _new_plan(part, channel)
     _PLANS.keep(channel.rank, key, plan)
-    timer.end("plan")
-    return Snapshot(plan, capture(part, plan), part.files, part.job, part.replicas, timer)
+    return part, plan
 
 
 def write_and_commit(taken: Snapshot, directory: Path, channel: Channel) -> SaveReport:

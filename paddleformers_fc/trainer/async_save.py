@@ -1,8 +1,9 @@
 """Asynchronous saves, under ``flex_async_save``.
 
-At the step that is saved the training thread plans with all ranks, captures the Trainer's state, and begins to copy
-what this rank writes into a kept buffer (:mod:`~paddleformers_fc.execute.async_snapshot`). A thread goes on with it
-during the next passes, and the next update waits for the copy (:mod:`.ema`). Then the thread writes.
+Before the first step of a loop its saves are planned, and memory for what this rank writes is allocated. At the step
+that is saved all ranks compare their plans. The training thread captures the Trainer's state, and begins to copy into
+this memory (:mod:`~paddleformers_fc.execute.async_snapshot`). A thread goes on with it during the next passes, and the
+next update waits for the copy (:mod:`.ema`). Then the thread writes.
 
 The thread never communicates. At step ends the training threads agree whether all ranks have written
 (:mod:`~paddleformers_fc.distributed.step_agreement`), and exchange checksums at the end of the same step. Then the
@@ -25,11 +26,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from paddleformers_fc.distributed.channel import Channel, Part, Parts, exchange_part
+from paddleformers_fc.distributed.channel import Channel, Part, Parts, exchange_part, run_on_all
 from paddleformers_fc.distributed.step_agreement import StepAgreement
-from paddleformers_fc.execute.async_snapshot import SnapshotBuffer, SnapshotCopy
+from paddleformers_fc.errors import OptionError
+from paddleformers_fc.execute.async_snapshot import SnapshotBuffer, SnapshotCopy, snapshot_bytes
 from paddleformers_fc.execute.memory import HostPieces
-from paddleformers_fc.execute.replicas import ranges_of
+from paddleformers_fc.execute.replicas import ElementRanges, largest_ranges, ranges_of
 from paddleformers_fc.execute.save import LivePart, SaveReport, Snapshot, save_parts, snapshot
 from paddleformers_fc.execute.save_plan import SavePlan
 from paddleformers_fc.execute.staging_pool import TransferFigures, measured_transfers
@@ -41,6 +43,7 @@ from paddleformers_fc.trainer.save_job import (
     PreparedSave,
     capture_files,
     outcome,
+    plan_ahead,
     prepare,
     report_save,
     rotate,
@@ -188,6 +191,7 @@ class AsyncSaves:
         handler.call_event = call_event
         self._in_loop = True
         try:
+            self._allocate(trainer)
             yield
             self.finish(trainer)
         except BaseException:
@@ -221,11 +225,41 @@ class AsyncSaves:
             logger.warning(f"A save failed after an error of training: {error}")
         self._save = None
 
+    def _allocate(self, trainer: Any) -> None:
+        """Plan the saves of a loop, and allocate their memory before the first step. Every rank must call.
+
+        Raises:
+            FlexError: the same on every rank.
+        """
+        channel = channel_of(trainer.args)
+        part, plan = plan_ahead(trainer)
+        ranges = largest_ranges(plan, channel.rank, part.replicas)
+        run_on_all(channel, "allocating memory for saves", lambda: self._reserve(trainer, part, ranges))
+
+    def _reserve(self, trainer: Any, part: LivePart, ranges: ElementRanges) -> None:
+        """Have memory for a snapshot of these ranges.
+
+        Raises:
+            OptionError: there is too little.
+        """
+        needed = snapshot_bytes(part.tensors, ranges)
+        try:
+            is_new = self._buffer.reserve(part.tensors, ranges)
+        except (MemoryError, OSError, RuntimeError) as error:
+            raise OptionError(
+                f"Asynchronous saves of this process need {size_text(needed)} of host memory, and it has less.",
+                where="flex_async_save: true",
+                evidence=[f"{type(error).__name__}: {error}"],
+                next_step="Give the job more memory or locked memory (ulimit -l), train with more ranks, or remove "
+                "flex_async_save.",
+            ) from error
+        if is_new and trainer.args.should_log:
+            logger.info(f"Asynchronous saves keep {size_text(needed)} of host memory for a snapshot.")
+
     def _begin_copy(self, trainer: Any, part: LivePart, plan: SavePlan) -> SnapshotCopy:
-        """Begin to copy what this rank writes."""
+        """Begin to copy what this rank writes. Memory is allocated here only if the first step was not foreseen."""
         ranges = ranges_of(plan, channel_of(trainer.args).rank, part.job.step, part.replicas)
-        if self._buffer.reserve(part.tensors, ranges) and trainer.args.should_log:
-            logger.info(f"Asynchronous saves keep {size_text(self._buffer.capacity)} of host memory for a snapshot.")
+        self._reserve(trainer, part, ranges)
         return self._buffer.begin(part.tensors, ranges)
 
     def _parts(self, trainer: Any, prepared: PreparedSave, taken: Snapshot, channel: Channel) -> Parts[SaveReport]:

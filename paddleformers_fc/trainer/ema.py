@@ -53,6 +53,7 @@ from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.text import count_text
 from paddleformers_fc.trainer import live_roles
 from paddleformers_fc.trainer.library import TrainerCallback, logger
+from paddleformers_fc.trainer.optimizer_states import ExpectedTensor
 from paddleformers_fc.trainer.optimizers import descriptor_of, innermost
 
 
@@ -133,7 +134,20 @@ def trained_parts(model: Any, optimizer: Any) -> dict[str, TrainedPart]:
         model: the model as it was built, not its parallel wrapper.
         optimizer: the optimizer with the Trainer's wrappers, with its states.
     """
-    roles = live_roles.run_roles(model, optimizer)
+    return _parts_of(live_roles.run_roles(model, optimizer))
+
+
+def expected_roles(roles: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return the role of the averages that a run with these tensors will keep, whose tensors have no memory yet."""
+    place = paddle.CPUPlace()
+    averages = {
+        name: _averaged(name, part, ExpectedTensor(_shape_of_average(part), "float32", place))
+        for name, part in _parts_of(roles).items()
+    }
+    return {EMA_STATE: averages} if averages else {}
+
+
+def _parts_of(roles: Mapping[str, Mapping[str, Any]]) -> dict[str, TrainedPart]:
     found: dict[str, TrainedPart] = {}
     for name, master in roles.get(MASTER_WEIGHT, {}).items():
         parameter = name.removesuffix(MASTER.suffix)
@@ -179,9 +193,15 @@ def _part_of(weight: Any, state_: Any) -> TrainedPart:
 
 def empty_average(name: str, part: TrainedPart) -> Any:
     """Return a ``ShardedWeight`` over new host memory for the average of a part; its numbers are undefined."""
+    return _averaged(name, part, paddle.empty(_shape_of_average(part), dtype="float32", device=paddle.CPUPlace()))
+
+
+def _shape_of_average(part: TrainedPart) -> tuple[int, ...]:
+    return (part.size,) if part.weight.flattened_range is not None else tuple(part.weight.local_shape)
+
+
+def _averaged(name: str, part: TrainedPart, memory: Any) -> Any:
     one = part.weight
-    shape = [part.size] if one.flattened_range is not None else list(one.local_shape)
-    memory = paddle.empty(shape, dtype="float32", device=paddle.CPUPlace())
     return ShardedWeight(
         name, memory, one.local_shape, one.global_shape, one.global_offset, one.is_flattened, one.flattened_range
     )

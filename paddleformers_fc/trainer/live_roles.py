@@ -235,12 +235,13 @@ def _sharded_weights(model: Any) -> dict[str, Any]:
     return sonic_moe.described_rows(model, found)
 
 
-def run_roles(model: Any, optimizer: Any) -> LiveRoles:
+def run_roles(model: Any, optimizer: Any, may_expect: bool = False) -> LiveRoles:
     """Return the weights of a model and the states of its optimizer by role.
 
     Args:
         model: the model as it was built, not its parallel wrapper.
         optimizer: the optimizer, with any wrappers of the Trainer.
+        may_expect: as for :func:`.optimizer_states.sharded_states`.
 
     Raises:
         MismatchError: the optimizer has a state of no parameter of the model.
@@ -250,7 +251,7 @@ def run_roles(model: Any, optimizer: Any) -> LiveRoles:
     weights = _parameters(model)
     roles: LiveRoles = {MODEL_STATE: optimizers.cut(weights)}
     try:
-        states = _states(optimizer, _owners(model, weights))
+        states = _states(optimizer, _owners(model, weights), may_expect)
     except KeyError as error:
         raise MismatchError(
             "The optimizer has a state of no parameter of the model.",
@@ -289,8 +290,8 @@ def _buffered_roles(context: Any, weights: dict[str, Any], optimizer: Any, alias
     return {**found, MODEL_STATE: {**others[MODEL_STATE], **found.get(MODEL_STATE, {})}}
 
 
-def _states(optimizer: Any, weights: dict[str, Any]) -> dict[str, Any]:
-    found = optimizer_states.sharded_states(optimizer, weights)
+def _states(optimizer: Any, weights: dict[str, Any], may_expect: bool) -> dict[str, Any]:
+    found = optimizer_states.sharded_states(optimizer, weights, may_expect)
     if isinstance(optimizer, GroupShardedOptimizerStage2):
         own = _own_parameters(optimizer, weights)
         return {name: state for name, state in found.items() if parameter_of_state(name) in own}

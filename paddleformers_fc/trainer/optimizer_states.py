@@ -11,7 +11,7 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import paddle
@@ -59,12 +59,39 @@ _CONTAINERS_OF_PADDLE = frozenset(
 _MOST_NAMED = 8
 
 
-def sharded_states(optimizer: Any, weights: Mapping[str, Any]) -> dict[str, Any]:
+@dataclass(frozen=True)
+class ExpectedTensor:
+    """A state that the first step will create.
+
+    Args:
+        shape: its shape.
+        dtype: numpy name of the element type.
+        place: where Paddle will create it.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    place: Any
+
+    def is_dist(self) -> bool:
+        """Return that it is no tensor of the semi-automatic mode; ``ShardedWeight`` asks."""
+        return False
+
+    def _slice(self, start: int, stop: int) -> ExpectedTensor:
+        return replace(self, shape=(stop - start,))
+
+    def detach(self) -> ExpectedTensor:
+        """Return this tensor."""
+        return self
+
+
+def sharded_states(optimizer: Any, weights: Mapping[str, Any], may_expect: bool = False) -> dict[str, Any]:
     """Return the states of these parameters by name, as ``ShardedWeight`` over the optimizer's tensors.
 
     Args:
         optimizer: the optimizer with the Trainer's wrappers.
         weights: name -> ``ShardedWeight`` over the parameter.
+        may_expect: whether states that an optimizer without any will have are described by :class:`ExpectedTensor`.
     Returns:
         the states of parameters of which this rank has a shard.
     Raises:
@@ -78,7 +105,8 @@ def sharded_states(optimizer: Any, weights: Mapping[str, Any]) -> dict[str, Any]
     # A stack of experts is described as a matrix, and is a tensor of three axes.
     shapes = {one.name: tuple(one.shape) for one in _listed(innermost(optimizer))}
     found: dict[str, Any] = {}
-    for state, buffer, whole in tensors(optimizer):
+    expects = may_expect and not any(innermost(optimizer)._accumulators.values())
+    for state, buffer, whole in _expected(optimizer, weights, fused) if expects else tensors(optimizer):
         for static, tensor in _parts(state, buffer, whole, fused):
             parameter = names[static]
             if parameter not in own:
@@ -88,7 +116,7 @@ def sharded_states(optimizer: Any, weights: Mapping[str, Any]) -> dict[str, Any]
             shard = _shard(parameter + state.suffix, state, tensor, weight, ranges.get(static), shape)
             if shard is not None:
                 found[shard.key] = shard
-    return found
+    return dict(sorted(found.items()))  # The order in which Paddle creates states depends on the first step.
 
 
 def create(
@@ -254,6 +282,30 @@ def tensors(optimizer: Any) -> Iterator[tuple[StateDescriptor, str, Any]]:
         state = _declaration(accumulator.removeprefix(prefix), descriptor) if tensors else MASTER
         for static, tensor in tensors.items():
             yield state, _MASTER_NAME.sub("", _static(static)), tensor
+
+
+def _expected(
+    optimizer: Any, weights: Mapping[str, Any], fused: Mapping[str, Sequence[_FusedParameter]]
+) -> Iterator[tuple[StateDescriptor, str, Any]]:
+    """Yield what :func:`tensors` will yield after the first step if every trained parameter gets a gradient.
+
+    Left out are states that an optimizer has only sometimes.
+    """
+    inner, place = innermost(optimizer), paddle.base.framework._current_expected_place()
+    trained = {one.local_tensor.name for one in weights.values() if not one.local_tensor.stop_gradient}
+    updated = [
+        (_static(one.name), tuple(one.shape), str(one.dtype).rpartition(".")[2])
+        for one in _updated(optimizer, weights)
+        if _static(one.name) in trained or any(part.name in trained for part in fused.get(one.name, ()))
+    ]
+    has_masters = bool(getattr(inner, "_multi_precision", False))
+    for state in descriptor_of(optimizer).states:
+        for static, shape, dtype in () if state.sometimes else updated:
+            with_master = has_masters and dtype in ("bfloat16", "float16")
+            if with_master or not state.half_only:
+                own = shape if state.shape is StateShape.PARAMETER else NUMBER_SHAPE
+                expected = state.dtype or ("float32" if with_master else dtype)
+                yield state, static, ExpectedTensor(own, expected, place)
 
 
 def refuse_unsaved_states(optimizer: Any) -> None:

@@ -37,10 +37,12 @@ from paddleformers_fc.execute.save import (
     SaveReport,
     comparable_facts,
     live_part,
+    plan_save,
     snapshot,
     views,
     write_and_commit,
 )
+from paddleformers_fc.execute.save_plan import SavePlan
 from paddleformers_fc.execute.staging_pool import TransferFigures, measured_transfers
 from paddleformers_fc.layout.live import LiveRoles
 from paddleformers_fc.progress_display import bar_on_terminal
@@ -48,8 +50,10 @@ from paddleformers_fc.storage import state_json
 from paddleformers_fc.trainer import (
     base_fingerprint,
     documents,
+    ema,
     lineage,
     live_roles,
+    optimizer_states,
     position,
     reference,
     rng,
@@ -235,6 +239,31 @@ def _roles(trainer: Any, job_state: JobState) -> LiveRoles:
     if trainer.args.ignore_save_lr_and_optim:
         return {**live_roles.model_roles(trainer.model), **average}
     return {**live_roles.run_roles(trainer.model, trainer.optimizer), **average}
+
+
+def plan_ahead(trainer: Any) -> tuple[LivePart, SavePlan]:
+    """Plan the saves of a run before its first step. Every rank must call.
+
+    Optimizer states that do not exist yet are described as the first step will create them. If it creates others, the
+    first save is planned again.
+
+    Returns:
+        what this rank will bring into a save, and its plan.
+    Raises:
+        FlexError: the same on every rank.
+    """
+    args, job_state = trainer.args, job_state_of(trainer)
+
+    def expected() -> LivePart:
+        optimizer_states.build_buffers(trainer.model_wrapped, trainer.optimizer)
+        roles = live_roles.run_roles(trainer.model, trainer.optimizer, may_expect=True)
+        average = {} if job_state.average is None else job_state.average.roles() or ema.expected_roles(roles)
+        if args.ignore_save_lr_and_optim:
+            roles = live_roles.model_roles(trainer.model)
+        job = JobRecord(trainer.state.global_step, 0, {})
+        return live_part({**roles, **average}, describe_model(trainer.model), {}, job, args.flex_check_replicas)
+
+    return plan_save(expected, channel_of(args), consistency_check_of(args, "planning saves"))
 
 
 def report_save(

@@ -77,6 +77,8 @@ def test_a_training_resumes_under_another_layout(device_ranks: Ranks, tmp_path: 
     exports = [export_checkpoint(one / "checkpoint-3", tmp_path / f"hf-{one.name}").digests() for one in (run, rerun)]
     assert exports[0] == exports[1]
     assert all(any(name != "Place(cpu)" for name in rank["devices"]) for rank in [*saved, *resumed])
+    if case.arguments.get("flex_async_save"):
+        assert all(rank["page-locked"] == ["before training"] for rank in [*saved, *resumed])
     if device() != FAKE:
         return  # Other kernels round differently.
     if case.arguments.get("flex_async_save"):

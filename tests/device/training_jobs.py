@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.device.counting import CopiedBytes, copied, synchronisations
-from tests.device.running import device
+from tests.device.running import FAKE, device
 from tests.harness import tiny
 
 
@@ -30,8 +30,9 @@ def train(
         arguments: overrides of the training arguments.
         resume: a checkpoint.
     Returns:
-        the losses, the devices that hold parameters and optimizer states, and for every step end at which ranks
-        only agree, how often it has waited for the device, and the bytes that it has copied to the host.
+        the losses, the devices that hold parameters and optimizer states, where page-locked memory was allocated,
+        and for every step end at which ranks only agree, how often it has waited for the device, and the bytes that it
+        has copied to the host.
     """
     import paddle
     from paddleformers.trainer import TrainerCallback
@@ -49,12 +50,35 @@ def train(
 
     built = tiny.build("llama", layout, args, **model)
     trainer = tiny.trainer(built, args, cls=FlexTrainer, callbacks=[SaveAsLoaded()])
-    ended = _count_step_ends()
+    ended, allocated = _count_step_ends(), _note_page_locked()
     trainer.train(resume_from_checkpoint=resume)
     weights = built.sharded_state_dict()
     states = [*weights.values(), *trainer.optimizer.sharded_state_dict(weights).values()]
     devices = sorted({str(state.local_tensor.place) for state in states})
-    return {"losses": trainer.losses, "devices": devices, "step ends": ended}
+    return {"losses": trainer.losses, "devices": devices, "step ends": ended, "page-locked": allocated}
+
+
+def _note_page_locked() -> list[str]:
+    """Return a list of where page-locked memory is allocated; that of the fake accelerator is ordinary memory."""
+    from paddleformers_fc.execute import async_snapshot, staging_pool
+    from paddleformers_fc.trainer.async_save import AsyncSaves
+
+    allocate, save = staging_pool._new_buffer, AsyncSaves.save
+    where, noted = ["before training"], []
+
+    def allocate_and_note(size: int, pinned: bool) -> Any:
+        if pinned:
+            noted.append(where[0])
+        return allocate(size, pinned and device() != FAKE)
+
+    def save_and_note(self: Any, *args: Any) -> None:
+        where[0] = "in a save"
+        save(self, *args)
+
+    if device() == FAKE:
+        async_snapshot.has_pinned_memory = lambda place: not staging_pool.in_host_memory(place)
+    staging_pool._new_buffer, AsyncSaves.save = allocate_and_note, save_and_note
+    return noted
 
 
 def _count_step_ends() -> list[list[int]]:

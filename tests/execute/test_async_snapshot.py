@@ -20,7 +20,7 @@ from paddleformers_fc.execute import replicas, save as saving, save_plan
 from paddleformers_fc.execute.async_snapshot import SnapshotBuffer, snapshot_bytes
 from paddleformers_fc.execute.memory import HostTensors, host_view
 from paddleformers_fc.execute.replica_assignment import Replica
-from paddleformers_fc.execute.replicas import ElementRanges, ranges_of
+from paddleformers_fc.execute.replicas import ElementRanges, largest_ranges, ranges_of
 from paddleformers_fc.execute.save import (
     JobRecord,
     LivePart,
@@ -127,6 +127,23 @@ def test_a_replica_that_another_rank_writes_is_read_where_it_is_hashed() -> None
     assert set(found) == {((0, 1 << 19),), ((1 << 19, 1 << 20),)}
     assert ranges_of(plan, 0, 3, "refuse")[ROLE, "small"] == ((0, 8),)
     assert ranges_of(plan, 0, 3, "off") == {(ROLE, "a"): ((0, 4),)}
+
+
+def test_the_largest_ranges_are_enough_for_every_step_and_not_more_than_a_step_needs() -> None:
+    """Of replicas whose hashed part is another one at each step, and overlaps what is written at some."""
+    replicas_ = [
+        Replica(ROLE, name, rows=rows, row=3, nbytes=rows * 12, holders=holders, group="g", described=name)
+        for name, rows, holders in (("small", 5, 4), ("even", 1 << 18, 4), ("odd", (1 << 18) + 1, 3))
+    ]
+    written = [PlannedWrite("even", 0, 3 << 16), PlannedWrite("odd", 0, 100), PlannedWrite("alone", 4, 9)]
+    plan = plan_of(written, tuple(replicas_))
+    roles = {
+        ROLE: {name: SimpleNamespace(local_tensor=paddle.zeros([1])) for name in ("small", "even", "odd", "alone")}
+    }
+    for option in ("warn", "off"):
+        sizes = {snapshot_bytes(roles, ranges_of(plan, 0, step, option)) for step in range(64)}
+        assert len(sizes) == (1 if option == "off" else 4)
+        assert snapshot_bytes(roles, largest_ranges(plan, 0, option)) == max(sizes)
 
 
 def test_a_tied_copy_is_read_by_whole_rows_on_its_rank_alone() -> None:

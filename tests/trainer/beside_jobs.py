@@ -299,6 +299,73 @@ def note_communication(**settings: Any) -> dict[str, Any]:
     return {"exchanges": exchanges, "threads": sorted(threads), "opened": opened}
 
 
+def note_preparations(job: str, **settings: Any) -> list[str]:
+    """Run a job, and return where saves were planned and memory for snapshots was allocated.
+
+    Args:
+        job: module and function.
+        settings: its arguments.
+    """
+    from paddleformers_fc.execute import save
+    from paddleformers_fc.execute.async_snapshot import SnapshotBuffer
+    from paddleformers_fc.trainer.async_save import AsyncSaves
+
+    plan, reserve, begin = save._new_plan, SnapshotBuffer.reserve, AsyncSaves.save
+    noted, where = [], ["before training"]
+
+    def plan_and_note(*args: Any) -> Any:
+        noted.append(f"planned {where[0]}")
+        return plan(*args)
+
+    def reserve_and_note(self: Any, *args: Any) -> bool:
+        is_new = reserve(self, *args)
+        noted.extend([f"allocated {where[0]}"] if is_new else [])
+        return is_new
+
+    def save_and_note(self: Any, *args: Any) -> None:
+        where[0] = "in a save"
+        begin(self, *args)
+
+    save._new_plan, SnapshotBuffer.reserve, AsyncSaves.save = plan_and_note, reserve_and_note, save_and_note
+    module, _, name = job.partition(":")
+    getattr(importlib.import_module(module), name)(**settings)
+    return noted
+
+
+def train_without_memory(victim: int, **settings: Any) -> dict[str, Any]:
+    """Train where one rank may get no more address space when it allocates memory for snapshots.
+
+    Returns:
+        the error, and the step at which it was raised.
+    """
+    import resource
+
+    import paddle.distributed as dist
+
+    from paddleformers_fc.errors import FlexError
+    from paddleformers_fc.execute.async_snapshot import SnapshotBuffer
+
+    reserve = SnapshotBuffer.reserve
+
+    def reserve_under_a_limit(self: Any, *args: Any) -> bool:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        limits = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize(), limits[1]))
+        try:
+            return reserve(self, *args)
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, limits)
+
+    if dist.get_rank() == victim:
+        SnapshotBuffer.reserve = reserve_under_a_limit
+    trainer = flex_trainer(**settings)
+    try:
+        trainer.train()
+    except FlexError as error:
+        return {"error": error.render(), "step": trainer.state.global_step}
+    return {}
+
+
 def hold_the_first_save(held: int, until: int, **settings: Any) -> dict[str, Any]:
     """Train; the save of one step is not written before that of a later step waits for it.
 

@@ -156,6 +156,51 @@ def documents(checkpoint: Path) -> dict[str, Any]:
     }
 
 
+# ---- Plan and memory.
+
+AHEAD = ["planned before training", "allocated before training"]
+
+
+def preparations(
+    ranks: ForkServer, output_dir: Path, layout: MatrixLayout, job: str = f"{JOBS}:run", **given: Any
+) -> list[list[str]]:
+    arguments = {**EVERY_STEP, **ASYNC, **given.pop("arguments", {})}
+    job_settings = {"job": job, **settings(layout, output_dir, **arguments), **given}
+    return list(ranks.run(f"{BESIDE}:note_preparations", layout.nproc, job_settings).values)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        SINGLE,
+        *(pytest.param(one, marks=pytest.mark.slow) for one in (DP2, TP2, PP2, EP2, SD2V1, SD2V2, SD2S2, SD2S3)),
+        *(pytest.param(bf16(one), marks=pytest.mark.slow) for one in (SINGLE, TP2, SD2V1, SD2S2, SD2S3)),
+        bf16(SD2V2),
+    ],
+    ids=lambda layout: layout.name,
+)
+def test_saves_are_planned_and_their_memory_is_allocated_before_training(
+    ranks: ForkServer, tmp_path: Path, layout: MatrixLayout
+) -> None:
+    model = {"model_type": "ernie4_5_moe"} if layout.ep > 1 else {}
+    found = preparations(ranks, tmp_path / "new", layout, arguments=AVERAGED, **model)
+    assert found == [AHEAD] * layout.nproc
+    given = {"resume": str(tmp_path / "new" / "checkpoint-2"), **model}
+    found = preparations(ranks, tmp_path / "resumed", layout, arguments=AVERAGED, **given)
+    assert found == [AHEAD] * layout.nproc
+
+
+def test_a_lack_of_memory_on_one_rank_is_an_error_of_all_ranks_before_the_first_step(
+    ranks: ForkServer, tmp_path: Path
+) -> None:
+    given = {"victim": 1, **settings(DP2, tmp_path, **EVERY_STEP, **ASYNC)}
+    for found in ranks.run(f"{BESIDE}:train_without_memory", 2, given).values:
+        assert "Asynchronous saves of this process need" in found["error"]
+        assert "Cannot allocate memory" in found["error"]
+        assert "rank 1" in found["error"]
+        assert found["step"] == 0
+
+
 # ---- What training sees.
 
 
