@@ -23,7 +23,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol
 
 from paddleformers_fc.distributed.channel import format_ranks
@@ -59,6 +59,9 @@ class KVStore(Protocol):
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter, which begins at 0, and return its new value."""
+
+    def post(self, amounts: Mapping[str, int]) -> None:
+        """Add to counters without waiting."""
 
     def set(self, key: str, value: str) -> None:
         """Store a text."""
@@ -125,14 +128,15 @@ class Liveness:
             self.abort()
             raise self.lost_rank_error(f"An exchange between the ranks broke off: {error}") from error
 
-    def add(self, key: str, amount: int) -> int:
-        """Add to a counter, and return its new value.
+    def post(self, amounts: Mapping[str, int]) -> None:
+        """Add to counters in their order, without waiting. A failure may be raised by the next request.
 
         Raises:
-            PeerError: the store does not answer; on this rank only.
+            PeerError: the store cannot be reached; on this rank only.
         """
         try:
-            return self._add(key, amount)
+            with self._lock:
+                self._store.post({f"{self._prefix}/{key}": amount for key, amount in amounts.items()})
         except Exception as error:  # The class depends on the store.
             raise self._store_error() from error
 
@@ -143,7 +147,7 @@ class Liveness:
             PeerError: the same on every living rank, with the ranks that are missing.
         """
         end, pause = time.monotonic() + self._patience, _FIRST_POLL_SECONDS
-        while not is_complete(total := self.add(key, 0)):
+        while not is_complete(total := self._value(key)):
             if time.monotonic() > end or self.is_lost():
                 self.abort()
                 raise self.lost_rank_error(
@@ -152,6 +156,12 @@ class Liveness:
             time.sleep(pause)  # Longer each time: the wait is a quarter too long at most, and makes few requests.
             pause = min(pause * 1.25, _LONGEST_POLL_SECONDS)
         return total
+
+    def _value(self, key: str) -> int:
+        try:
+            return self._add(key, 0)
+        except Exception as error:  # As above.
+            raise self._store_error() from error
 
     def other(self, patience: float, name: str) -> Liveness:
         """Return barriers with another timeout over the same connection, whose keys have a name of their own."""

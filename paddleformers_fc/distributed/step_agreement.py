@@ -10,11 +10,11 @@ same step. The end of an evaluation batch counts as a step end.
 The ranks also have to begin agreements at the same step end. Their clocks differ, so rank 0 adds the number of step
 ends in five seconds, which all ranks read with the sum.
 
-Three counters take turns. Rank 0 clears one when the next agreement is complete: every rank has read it then, and adds
-to it again only after the next agreement but one.
+Three counters take turns. When an agreement is complete, every rank has read the counter before it. Rank 0 then clears
+that one with the same message that begins the next agreement, before any rank can add to it again.
 
-Cost: one request to the store per rank to begin, and one to read, 60 us each. Without an address of the store, a rank
-reads with an all-gather.
+Cost: a rank waits for one answer of the store, to the request that reads. It does not wait for the answer to what it
+adds, which the next request discards. Without an address of the store, a rank reads with an all-gather.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class StepAgreement:
         self._pace, self._kind = 1, ""
         self._subject: object = None
         self._own: int | None = None
-        self._former = 0
+        self._totals = 0, 0
         self.is_running = True
         try:
             yield
@@ -128,7 +128,9 @@ class StepAgreement:
         if self._channel.rank == 0:
             self._own |= pace << 3 * _BITS
         if self._liveness is not None:
-            self._liveness.add(self._key(self._number), self._own)
+            old = self._totals[0] if self._channel.rank == 0 else 0
+            cleared = {self._key(self._number - 2): -old} if old else {}
+            self._liveness.post({**cleared, self._key(self._number): self._own})
 
     def all_end(self) -> bool:
         """Return whether all ranks end their loops now, as after an error that all of them raise."""
@@ -146,10 +148,7 @@ class StepAgreement:
             return sum(int.from_bytes(one, "little") for one in gathered or ())
         size = self._channel.world_size
         total = self._liveness.wait_for(self._key(self._number), lambda word: word & _RANKS == size)
-        if self._channel.rank == 0:
-            if self._former:
-                self._liveness.add(self._key(self._number - 1), -self._former)
-            self._former = total
+        self._totals = self._totals[1], total
         return total
 
     def _key(self, number: int) -> str:

@@ -14,8 +14,7 @@ import struct
 import sys
 import time
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping
 
 from ..errors import PeerError
 
@@ -30,6 +29,9 @@ _PREFIX = "/"
 """Paddle's client puts it in front of every key."""
 
 _COMMAND, _LENGTH, _NUMBER = struct.Struct("=i"), struct.Struct("=Q"), struct.Struct("=q")
+_REQUEST = struct.Struct("=iQ")
+"""The head of a request: the command, and the length of the key that follows."""
+
 _PROBE_KEY = "flex/probe"
 _LONGEST_PART = 1 << 16
 _PROBE_SECONDS = 60
@@ -81,6 +83,15 @@ class StoreClient:
         self._send(_ADD, key, _NUMBER.pack(amount))
         return int(_NUMBER.unpack(self._receive(_NUMBER.size))[0])
 
+    def post(self, amounts: Mapping[str, int]) -> None:
+        """Add to counters in their order, without waiting for the new values, which the next request discards.
+
+        Raises:
+            OSError: the connection is broken; it may also be the next request that finds out.
+        """
+        self._send_bytes(b"".join(_request(_ADD, key, _NUMBER.pack(amount)) for key, amount in amounts.items()))
+        self._discarded += _NUMBER.size * len(amounts)
+
     def set(self, key: str, value: str) -> None:
         """Store a text."""
         data = value.encode()
@@ -106,6 +117,7 @@ class StoreClient:
             PeerError: the store cannot be reached any more after the time has passed.
         """
         self._send(_WAIT, key, b"")
+        self._receive(0)  # What is readable then is the answer to this request.
         if not _is_readable(self._socket, seconds):
             self._socket.close()  # The late answer must not be read as that of another request.
             self._open()
@@ -115,6 +127,7 @@ class StoreClient:
 
     def _open(self) -> None:
         self._socket = self._connected(self._host, self._opening)
+        self._discarded = 0
         weakref.finalize(self, self._socket.close)
         self._socket.settimeout(self._opening)
         try:
@@ -146,19 +159,34 @@ class StoreClient:
         )
 
     def _send(self, command: int, key: str, rest: bytes) -> None:
-        name = (_PREFIX + key).encode()
-        with _closed_on_failure(self._socket):
-            self._socket.sendall(_COMMAND.pack(command) + _LENGTH.pack(len(name)) + name + rest)
+        self._send_bytes(_request(command, key, rest))
+
+    def _send_bytes(self, requests: bytes) -> None:
+        try:
+            self._socket.sendall(requests)
+        except OSError:
+            self._socket.close()  # The next bytes may belong to an earlier question.
+            raise
 
     def _receive(self, size: int) -> bytearray:
-        received = bytearray()
-        with _closed_on_failure(self._socket):
-            while len(received) < size:
-                part = self._socket.recv(min(size - len(received), _LONGEST_PART))
+        """Return the next bytes, after the answers that nobody waited for."""
+        received, discarded = bytearray(), self._discarded
+        try:
+            while len(received) < discarded + size:
+                part = self._socket.recv(min(discarded + size - len(received), _LONGEST_PART))
                 if not part:
                     raise ConnectionResetError("the connection was closed")
                 received += part
-        return received
+        except OSError:
+            self._socket.close()  # As above.
+            raise
+        self._discarded = 0
+        return received[discarded:]
+
+
+def _request(command: int, key: str, rest: bytes) -> bytes:
+    name = (_PREFIX + key).encode()
+    return _REQUEST.pack(command, len(name)) + name + rest
 
 
 def _is_readable(connection: socket.socket, seconds: float) -> bool:
@@ -175,16 +203,6 @@ def _keep_alive(connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE_SECONDS)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_SECONDS)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _MAX_LOST_PROBES)
-
-
-@contextmanager
-def _closed_on_failure(connection: socket.socket) -> Iterator[None]:
-    """After a failure the next bytes on the connection may belong to an earlier question, so it is closed."""
-    try:
-        yield
-    except OSError:
-        connection.close()
-        raise
 
 
 def _settings() -> list[str]:

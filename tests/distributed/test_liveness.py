@@ -9,7 +9,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -41,6 +41,11 @@ class Counters:
         with self._lock:
             self.numbers[key] += amount
             return self.numbers[key]
+
+    def post(self, amounts: Mapping[str, int]) -> None:
+        """Add to counters."""
+        for key, amount in amounts.items():
+            self.add(key, amount)
 
     def set(self, key: str, value: str) -> None:
         """Put a text up."""

@@ -78,7 +78,10 @@ def test_the_client_counts_and_stores_beside_paddles_own() -> None:
     client.set("text", "grüße" * 30_000)
     assert client.get("text").decode() == "grüße" * 30_000
     assert bytes(native.get("text")).decode() == "grüße" * 30_000
-    assert client.add("counter", -(1 << 40)) == 3
+    client.post({"counter": 2, "other": 5})
+    client.post({"counter": 1})
+    assert client.add("counter", -(1 << 40)) == 6, "answers that nobody waited for are not those of later requests"
+    assert native.add("other", 0) == 5
 
 
 @pytest.fixture
@@ -143,8 +146,12 @@ def test_a_client_waits_for_a_key_with_one_request_and_can_be_used_after_a_timeo
         other.set("outcome/0", "")
         assert answer.result()
     assert waiting.get("outcome/0") == b""
-    assert not waiting.wait("outcome/1", 0.01)
+    waiting.post({"posted": 1})
+    assert not waiting.wait("outcome/1", 0.01), "the answer to a post is not that of the wait"
+    waiting.post({"posted": 1})
     other.set("outcome/1", "late")
     assert waiting.add("counter", 1) == 1
+    waiting.post({"posted": 1})
     assert waiting.wait("outcome/1", 60)
+    assert waiting.add("posted", 0) == 3
     del server
