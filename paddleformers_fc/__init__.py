@@ -11,12 +11,13 @@ from typing import Any
 
 __version__ = "0.1.0"
 
+_LOOP = "paddleformers_fc.trainer.loop"
 _HOME = {
     "Checkpoint": "paddleformers_fc.api",
     "averaged_weights": "paddleformers_fc.trainer.ema_weights",
-    "load": "paddleformers_fc.trainer.loop",
+    "load": _LOOP,
     "open": "paddleformers_fc.api",
-    "save": "paddleformers_fc.trainer.loop",
+    "save": _LOOP,
     "FlexCheckpointCallback": "paddleformers_fc.trainer.callback",
     "FlexTrainer": "paddleformers_fc.trainer.mixin",
     "FlexTrainerMixin": "paddleformers_fc.trainer.mixin",
@@ -55,8 +56,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if home.startswith(f"{__name__}.trainer"):
         from paddleformers_fc import upstream
-        from paddleformers_fc.upstream.hooks import PADDLEFORMERS, TRAINERS
+        from paddleformers_fc.upstream.hooks import LOOP, PADDLEFORMERS, TRAINERS
 
         # Before the modules that import the names of the table, so that one error lists all that are missing.
-        upstream.require(TRAINERS[PADDLEFORMERS])
+        upstream.require(LOOP if home == _LOOP else TRAINERS[PADDLEFORMERS])
     return getattr(importlib.import_module(home), name)

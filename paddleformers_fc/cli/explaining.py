@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from paddleformers_fc.families.registry import FAMILIES, family_classes
+from paddleformers_fc.families.registry import family_classes, own_families
 from paddleformers_fc.formats.aoa_statements import StatementList, sizes_text
 from paddleformers_fc.mapping import Rule
 from paddleformers_fc.mapping.boxes import whole
@@ -86,7 +86,7 @@ class FamilyTable(msgspec.Struct, frozen=True):
 
 def family_table() -> FamilyTable:
     """Return every declared family."""
-    return FamilyTable([FamilyFacts(one.name, family_classes(one)) for one in FAMILIES])
+    return FamilyTable([FamilyFacts(one.name, family_classes(one)) for one in own_families()])
 
 
 def show_families(found: FamilyTable, console: Console) -> None:

@@ -13,13 +13,15 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import os
 import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
 
-from paddleformers_fc.distributed.channel import NO_HEAD, NO_MARKS, Bytes, Channel, Payload
+from paddleformers_fc.distributed import store_client
+from paddleformers_fc.distributed.channel import NO_HEAD, NO_MARKS, Bytes, Channel, Payload, job_channel
 from paddleformers_fc.distributed.liveness import KVStore, Liveness
 from paddleformers_fc.errors import FlexError, PeerError
 
@@ -116,3 +118,23 @@ def _end_process(error: FlexError) -> None:
             faulthandler.dump_traceback(sys.__stderr__ or _STDERR)
     finally:
         os._exit(EXIT_CODE)
+
+
+def job_communicator(patience: float = DEFAULT_PATIENCE) -> Channel:
+    """Return the job's communicator, which is opened once; a single process needs none.
+
+    Args:
+        patience: timeout in seconds of a rank that waits for others.
+
+    Raises:
+        PeerError: the store of the job does not answer; on this rank only.
+    """
+    channel = job_channel()
+    return channel if channel.world_size == 1 else _open_communicator(patience, store_client.job_store_address())
+
+
+@functools.cache
+def _open_communicator(patience: float, address: tuple[str, int] | None) -> Communicator:
+    """Open a separate connection: Paddle's client is not safe for two threads, and its waits have no timeout."""
+    store = address and store_client.StoreClient(address, min(patience, store_client.OPENING_SECONDS), patience)
+    return Communicator(job_channel(), patience, store)

@@ -4,10 +4,16 @@ from paddleformers_fc.families.bind import ModelTensor, bind
 from paddleformers_fc.families.declarations import Family, TiedName
 from paddleformers_fc.families.description import ModelDescription, described_by_file
 from paddleformers_fc.families.enumerate import DeclaredTensor, enumerate_tensors
-from paddleformers_fc.families.registry import FAMILIES, OptionalNames, family_for, is_known, prove_family, register
+from paddleformers_fc.families.registry import (
+    OptionalNames,
+    family_for,
+    is_known,
+    own_families,
+    prove_family,
+    register,
+)
 
 __all__ = [
-    "FAMILIES",
     "DeclaredTensor",
     "Family",
     "ModelDescription",
@@ -19,6 +25,7 @@ __all__ = [
     "enumerate_tensors",
     "family_for",
     "is_known",
+    "own_families",
     "prove_family",
     "register",
 ]

@@ -132,18 +132,29 @@ def _matcher(token: re.Match[str]) -> str:
     return f"(?:{inside.replace(',', '|')})" if "," in inside else r"(\d+)"
 
 
-FAMILIES: tuple[Family, ...] = tuple(
-    import_module(f"{models.__name__}.{module.name}").FAMILY for module in iter_modules(models.__path__)
-)
-"""The families of this package: every module of :mod:`paddleformers_fc.families.models` declares one."""
-
 GROUP = "paddleformers_fc.families"
 NLP = "PaddleNLP"
 DEGREES = (1, 2, 4)
 """The degrees of tensor parallelism under which a family is proved."""
 
-_OWN = {model_type: family for family in FAMILIES for model_type in family.model_types}
+OWN = tuple(module.name for module in iter_modules(models.__path__))
+"""The model types of the families of this package; each is declared by the module of its name."""
+
 _registered: dict[str, Family] = {}
+
+
+def own_family(model_type: str) -> Family:
+    """Return the family of this package that declares a model type of :data:`OWN`, without proving it.
+
+    A process imports the declarations that it needs: all of them take longer than the rest of a load's imports.
+    """
+    family: Family = import_module(f"{models.__name__}.{model_type}").FAMILY
+    return family
+
+
+def own_families() -> tuple[Family, ...]:
+    """Return all families of this package."""
+    return tuple(map(own_family, OWN))
 
 
 def family_for(config: Mapping[str, Any]) -> Family:
@@ -158,7 +169,7 @@ def family_for(config: Mapping[str, Any]) -> Family:
     if model_type not in _registered:
         declared = [entry for entry in entry_points(group=GROUP) if entry.name == model_type]
         origins = [_origin(entry) for entry in declared]
-        if model_type in _OWN:
+        if model_type in OWN:
             origins.insert(0, "this package")
         if not origins:
             raise _unknown(model_type)
@@ -172,14 +183,14 @@ def family_for(config: Mapping[str, Any]) -> Family:
         if declared:
             _load(declared[0])
         else:
-            register(_OWN[model_type])
+            register(own_family(model_type))
     return _registered[model_type]
 
 
 def is_known(config: Mapping[str, Any]) -> bool:
     """Return whether a family declares this configuration's ``model_type``, without loading or proving it."""
     model_type = str(config.get("model_type"))
-    if model_type in _registered or model_type in _OWN:
+    if model_type in _registered or model_type in OWN:
         return True
     return any(entry.name == model_type for entry in entry_points(group=GROUP))
 
@@ -340,7 +351,7 @@ def _unnamed() -> MappingError:
 
 
 def _unknown(model_type: str) -> MappingError:
-    known = {*_OWN, *_registered, *(entry.name for entry in entry_points(group=GROUP))}
+    known = {*OWN, *_registered, *(entry.name for entry in entry_points(group=GROUP))}
     return MappingError(
         f"No family declares model_type {model_type!r}.",
         where="config.json",

@@ -22,10 +22,10 @@ from typing import Any
 from paddleformers_fc.aoa import Hints, render
 from paddleformers_fc.errors import MappingError, OptionError
 from paddleformers_fc.families import (
-    FAMILIES,
     described_by_file,
     enumerate_tensors,
     family_for,
+    own_families,
 )
 from paddleformers_fc.families.bind import ModelTensor, bind, family_sizes
 from paddleformers_fc.families.declarations import DIVIDED, Family, Geometry, TargetIndex
@@ -166,12 +166,12 @@ def sizes_text(sizes: Mapping[str, Any]) -> str:
 
 
 def _named(name: str) -> Family:
-    for family in FAMILIES:
+    for family in own_families():
         if name in (family.name, *family.model_types):
             return family
     raise OptionError(
         f"Unknown family {name!r}, and no such directory.",
         where="MODEL",
-        evidence=[f"families: {', '.join(family.name for family in FAMILIES)}"],
+        evidence=[f"families: {', '.join(family.name for family in own_families())}"],
         next_step="Name a family, or a directory with a config.json.",
     )

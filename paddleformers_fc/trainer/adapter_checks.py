@@ -14,14 +14,7 @@ from paddleformers_fc.distributed.channel import Channel, all_gather_checked, ru
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.families.description import A
 from paddleformers_fc.trainer import live_roles
-from paddleformers_fc.trainer.library_models import (
-    FleetLoRAMoeExperts,
-    LoRAConv2D,
-    LoRAModel,
-    LoRAMoeExperts,
-    QuantizationLoRABaseLinear,
-    unwrap_model,
-)
+from paddleformers_fc.trainer.library_objects import has_adapters, unwrap_model
 
 _MARKS_OF_EXPERTS = ("expert", "no_sync", "color")
 
@@ -37,7 +30,7 @@ def refuse_unsupported(model: Any, channel: Channel) -> None:
             the reason.
     """
     model = unwrap_model(model)
-    if isinstance(model, LoRAModel):
+    if has_adapters(model):
         run_on_all(channel, "checking the adapters", lambda: _refuse(list(_faults(model))))
 
 
@@ -53,7 +46,7 @@ def refuse_untrained(model: Any, channel: Channel) -> None:
         OptionError: the same on every rank.
     """
     model = unwrap_model(model)
-    if not isinstance(model, LoRAModel):
+    if not has_adapters(model):
         return
     trained = all_gather_checked(
         channel,
@@ -74,7 +67,7 @@ def _refuse(faults: Sequence[str]) -> None:
         )
 
 
-def _faults(model: LoRAModel) -> Iterator[str]:
+def _faults(model: Any) -> Iterator[str]:
     config = model.lora_config
     quantization = getattr(model.config, "quantization_config", None)
     layers = [(name, layer) for name, layer in model.model.named_sublayers()]
@@ -85,9 +78,9 @@ def _faults(model: LoRAModel) -> Iterator[str]:
     if config.do_qat:
         yield "do_qat: the scales of quantization are no parameters of a declared layer"
     for kind, reason in _LAYERS.items():
-        names = [name for name, layer in layers if isinstance(layer, kind)]
+        names = [name for name, layer in layers if _is_of(layer, (kind,))]
         if names:
-            yield f"{kind.__name__} ({names[0]}{', ...' if len(names) > 1 else ''}): {reason}"
+            yield f"{kind} ({names[0]}{', ...' if len(names) > 1 else ''}): {reason}"
     other = [(name, layer) for name, layer in layers if _is_unknown(layer)]
     if other:
         name, layer = other[0]
@@ -105,11 +98,11 @@ def _faults(model: LoRAModel) -> Iterator[str]:
         yield f"{merged[0]} is merged into its base; call unmerge() of the model"
 
 
-_LAYERS: Mapping[type, str] = {
-    QuantizationLoRABaseLinear: "its base is quantized",
-    LoRAConv2D: "no family declares a convolution with adapters",
-    LoRAMoeExperts: "PaddleFormers does not describe the shards of adapters of stacked experts",
-    FleetLoRAMoeExperts: "it needs PaddleFleet's grouped experts, and PaddleFleet is on no public index",
+_LAYERS: Mapping[str, str] = {
+    "QuantizationLoRABaseLinear": "its base is quantized",
+    "LoRAConv2D": "no family declares a convolution with adapters",
+    "LoRAMoeExperts": "PaddleFormers does not describe the shards of adapters of stacked experts",
+    "FleetLoRAMoeExperts": "it needs PaddleFleet's grouped experts, and PaddleFleet is on no public index",
 }
 
 # Their subclasses for PaddleFleet have the same parameters.
@@ -124,12 +117,16 @@ _SUPPORTED = (
 
 def _is_unknown(layer: Any) -> bool:
     """Return whether a layer has parameters of adapters, and is neither supported nor refused with a reason."""
-    if isinstance(layer, tuple(_LAYERS)) or any(kind.__name__ in _SUPPORTED for kind in type(layer).__mro__):
+    if _is_of(layer, (*_LAYERS, *_SUPPORTED)):
         return False
     return any("lora_" in name for name, _ in layer.named_parameters(include_sublayers=False))
 
 
-def _split_ties(model: LoRAModel) -> Iterator[str]:
+def _is_of(layer: Any, classes: Sequence[str]) -> bool:
+    return any(kind.__name__ in classes for kind in type(layer).__mro__)
+
+
+def _split_ties(model: Any) -> Iterator[str]:
     """Yield tied tensors that are trained under one of their names only, in a pipeline, where each name has a copy."""
     patterns = model.lora_config.trainable_modules or ()
     if getattr(model.config, "pipeline_model_parallel_size", 1) <= 1 or not patterns:

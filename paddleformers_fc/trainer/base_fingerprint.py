@@ -41,8 +41,7 @@ from paddleformers_fc.storage.ranges import Identities, identities_of, stored_id
 from paddleformers_fc.text import count_text
 from paddleformers_fc.trainer import description, dist_tensors, live_roles, optimizers
 from paddleformers_fc.trainer.description import describe_model
-from paddleformers_fc.trainer.library import logger
-from paddleformers_fc.trainer.library_models import LoRAModel, unwrap_model
+from paddleformers_fc.trainer.library_objects import has_adapters, unwrap_model
 
 _SOURCE = "_flex_source"
 _READ_BYTES = 8 * 1024 * 1024
@@ -85,7 +84,7 @@ def _digest(tensor: Any) -> bytes:
 
 def forget(model: Any) -> None:
     """Note that a model is about to be filled. A model with adapters keeps its base, which no load changes."""
-    if not isinstance(model, LoRAModel) and hasattr(model, _SOURCE):
+    if not has_adapters(model) and hasattr(model, _SOURCE):
         delattr(model, _SOURCE)
 
 
@@ -99,7 +98,7 @@ def identify_once(model: Any, channel: Channel) -> None:
         FlexError: the same on every rank: a file cannot be read, or the base cannot be mapped.
     """
     model = unwrap_model(model)
-    if not isinstance(model, LoRAModel) or description.has_base(model):
+    if not has_adapters(model) or description.has_base(model):
         return
     files, location = _files(model, channel)
     if files:
@@ -114,11 +113,13 @@ def identify_once(model: Any, channel: Channel) -> None:
         )
     description.set_base(model, base)
     if channel.rank == 0:
+        from paddleformers_fc.trainer.library_models import logger
+
         of = f"{count_text(len(base.files), 'file')} of {base.location}" if base.files else "its weights, without files"
         logger.info(f"The base of the adapters is identified by {of}.")
 
 
-def _files(model: LoRAModel, channel: Channel) -> tuple[dict[str, str], str]:
+def _files(model: Any, channel: Channel) -> tuple[dict[str, str], str]:
     """Return the digests of the files that contain the base, by name, and their directory; none if no files do."""
     source: _Source | None = getattr(description.base_model(model), _SOURCE, None)
     if source is None:
@@ -128,12 +129,14 @@ def _files(model: LoRAModel, channel: Channel) -> tuple[dict[str, str], str]:
     )
     found = _file_digests(source, channel) if all(unchanged) else {}
     if not found and channel.rank == 0:
+        from paddleformers_fc.trainer.library_models import logger
+
         what = "its files were replaced" if all(unchanged) else "its tensors have changed"
         logger.warning(f"The base of the adapters was read from {source.directory}, and {what} since.")
     return found, str(source.directory)
 
 
-def _is_unchanged(model: LoRAModel, source: _Source) -> bool:
+def _is_unchanged(model: Any, source: _Source) -> bool:
     """Return whether the tensors of the base on this rank are those that were read."""
     weights = optimizers.cut(live_roles.base_weights(model))
     return all(_digest(weight.local_tensor) == source.digests.get(name) for name, weight in weights.items())

@@ -22,6 +22,8 @@ Record the progress of a training for the process that started the ranks.
 
 Each rank that writes log lines changes its record at every logged loss, save and load, with or without flex
 checkpoints.
+
+Two callbacks that correct parameters before a step: :class:`AlternateOnce` and :class:`DropPrefetched`.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ from paddleformers_fc.storage.files import exists
 from paddleformers_fc.storage.manifest import MANIFEST_NAME
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.text import rate_text, size_text
+from paddleformers_fc.trainer import sonic_moe
 from paddleformers_fc.trainer.library import TrainerCallback, logger
+from paddleformers_fc.trainer.optimizers import drop_prefetched
 from paddleformers_fc.trainer.rank_records import RECORDS, update_record
 
 ATTENDED = "_flex_attended"
@@ -293,3 +297,33 @@ class ProgressRecorder(FlexCheckpointCallback):
     def on_checkpoint_loaded(self, args: Any, report: CheckpointReport) -> None:
         """Record the step that is resumed."""
         update_record(resumed=report.step)
+
+
+class AlternateOnce(TrainerCallback):
+    """Makes rows of gate and up alternate when the first training of a model begins (:mod:`.sonic_moe`).
+
+    Args:
+        trainer: the Trainer whose callback it is.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Do what PaddleFormers' callback would do, and keep it from doing so."""
+        sonic_moe.alternate_before_training(self._trainer)
+
+
+class DropPrefetched(TrainerCallback):
+    """Drop gathered parameters before an update, after which Paddle would use them in place of the updated ones.
+
+    Args:
+        model: the model as it was built.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def on_optimizer_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Drop them; their weights are about to change."""
+        drop_prefetched(self._model.parameters())

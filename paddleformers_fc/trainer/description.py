@@ -13,6 +13,7 @@ contains adapters, trained tensors, and tensors that training changes without an
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -24,12 +25,11 @@ from paddleformers_fc.families import ModelDescription, family_for, is_known
 from paddleformers_fc.families.description import ALTERNATES, IS_FLEET, Adapters, Base, changed_outside, is_adapter
 from paddleformers_fc.families.undescribed import STRIPPED
 from paddleformers_fc.trainer import dist_tensors, sonic_moe
-from paddleformers_fc.trainer.library_models import (
-    LlmMetaConfig,
-    LoRAModel,
-    PretrainedConfig,
-    QuantizationConfig,
+from paddleformers_fc.trainer.library_objects import (
     described_values,
+    has_adapters,
+    is_config,
+    is_quantization,
     unwrap_model,
 )
 
@@ -39,13 +39,13 @@ _BASE = "_flex_base"
 def base_model(model: Any) -> Any:
     """Return a model without its wrappers, a ``LoRAModel`` among them."""
     model = unwrap_model(model)
-    return model.model if isinstance(model, LoRAModel) else model
+    return model.model if has_adapters(model) else model
 
 
 def describe_adapters(model: Any) -> Adapters | None:
     """Describe the adapters of a model, or of a wrapper of it; None if it has none."""
     model = unwrap_model(model)
-    if not isinstance(model, LoRAModel):
+    if not has_adapters(model):
         return None
     config = model.lora_config
     try:
@@ -69,12 +69,12 @@ def describe_adapters(model: Any) -> Adapters | None:
         ) from error
 
 
-def has_base(model: LoRAModel) -> bool:
+def has_base(model: Any) -> bool:
     """Return whether the fingerprint of the base is known."""
     return hasattr(model, _BASE)
 
 
-def set_base(model: LoRAModel, base: Base) -> None:
+def set_base(model: Any, base: Base) -> None:
     """Keep the fingerprint of the base with a model."""
     setattr(model, _BASE, base)
 
@@ -86,7 +86,7 @@ def saved_weights(model: Any, weights: Mapping[str, Any]) -> dict[str, Any]:
         model: the model as it was built.
         weights: name -> ``ShardedWeight`` of all its tensors.
     """
-    if not isinstance(model, LoRAModel):
+    if not has_adapters(model):
         return dict(weights)
     config = {"model_type": getattr(type(model.config), "model_type", "")}
     changed = changed_outside(family_for(config), weights) if is_known(config) else frozenset[str]()
@@ -106,19 +106,22 @@ OWN_RULES = "_flex_rules"
 
 _EMPTY_LAYERS = frozenset({"num_empty_layers_add_in_head", "num_empty_layers_add_in_tail"})
 """Parallel settings that decide which layers a model has."""
-
-OF_A_LAYOUT = (
-    frozenset(
-        {
-            *(name for name, *_ in LlmMetaConfig.hybrid_parallel_attributes),
-            *(name for name, *_ in LlmMetaConfig.recompute_attributes),
-            # Keys that models write into their configuration when they are built, and keys that differ between ranks.
-            *("moe_group", "moe_group_origin", "moe_rank", "moe_world_size", "disable_ffn_model_parallel"),
-            *("tensor_model_parallel_rank", "dtype", "torch_dtype"),
-        }
-    )
-    - _EMPTY_LAYERS
+_WRITTEN_BY_MODELS = frozenset(
+    {
+        *("moe_group", "moe_group_origin", "moe_rank", "moe_world_size", "disable_ffn_model_parallel"),
+        *("tensor_model_parallel_rank", "dtype", "torch_dtype"),
+    }
 )
+"""Keys that models write into their configuration when they are built, and keys that differ between ranks."""
+
+
+@functools.cache
+def keys_of_a_layout() -> frozenset[str]:
+    """Return the keys of a configuration that belong to a parallel layout, and those that differ between ranks."""
+    from paddleformers_fc.trainer.library_models import LlmMetaConfig
+
+    attributes = (*LlmMetaConfig.hybrid_parallel_attributes, *LlmMetaConfig.recompute_attributes)
+    return frozenset(name for name, *_ in attributes) - _EMPTY_LAYERS | _WRITTEN_BY_MODELS
 
 
 def describe_model(model: Any) -> ModelDescription:
@@ -160,7 +163,7 @@ def describe_config(config: Any) -> dict[str, Any]:
 
 def _resolved(config: Any) -> dict[str, Any]:
     """Return every public value of a configuration, under its own name and under the names that are mapped to it."""
-    names = {"model_type", *vars(config), *getattr(config, "attribute_map", {})} - OF_A_LAYOUT
+    names = {"model_type", *vars(config), *getattr(config, "attribute_map", {})} - keys_of_a_layout()
     values = {name: _plain(getattr(config, name, _NO_JSON)) for name in names if not name.startswith("_")}
     # The class determines the built model, not the file that was read; config.json names the class as well.
     values["model_type"] = getattr(type(config), "model_type", "") or values["model_type"]
@@ -179,9 +182,9 @@ def _plain(value: Any) -> Any:
         return value if math.isfinite(value) else str(value)
     if isinstance(value, np.generic):
         return _plain(value.item())
-    if isinstance(value, PretrainedConfig):
+    if is_config(value):
         return _resolved(value)
-    if isinstance(value, QuantizationConfig):
+    if is_quantization(value):
         return _plain(value.to_dict())
     if isinstance(value, Mapping):
         found = {str(key): _plain(one) for key, one in value.items()}

@@ -63,15 +63,15 @@ from paddleformers_fc.storage.manifest import Manifest, read_listed
 from paddleformers_fc.storage.paths import AnyPath, mask_credentials
 from paddleformers_fc.trainer import description
 from paddleformers_fc.trainer.description import base_model, config_of, describe_config, describe_model
-from paddleformers_fc.trainer.library import TrainerState
 from paddleformers_fc.trainer.library_models import (
     GenerationConfig,
     LlmMetaConfig,
     PretrainedConfig,
+    TrainerState,
     clean_model_class_name,
     get_parameter_dtype,
-    unwrap_model,
 )
+from paddleformers_fc.trainer.library_objects import unwrap_model
 from paddleformers_fc.trainer.optimizers import has_states, innermost
 from paddleformers_fc.trainer.options import FlexFields
 

@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from paddleformers_fc.distributed import store_client
-from paddleformers_fc.distributed.channel import Channel, job_channel
-from paddleformers_fc.distributed.communicator import DEFAULT_PATIENCE, Communicator
+from paddleformers_fc.distributed.channel import Channel
+from paddleformers_fc.distributed.communicator import Communicator, job_communicator
 from paddleformers_fc.distributed.consistency import ConsistencyCheck
 from paddleformers_fc.distributed.disk_leaders import DiskLeaders
 from paddleformers_fc.distributed.step_agreement import StepAgreement
@@ -177,30 +176,10 @@ def channel_of(args: Any) -> Channel:
     return job_communicator(args.flex_timeout)
 
 
-def job_communicator(patience: float = DEFAULT_PATIENCE) -> Channel:
-    """Return the job's communicator, which is opened once; a single process needs none.
-
-    Args:
-        patience: timeout in seconds of a rank that waits for others.
-
-    Raises:
-        PeerError: the store of the job does not answer; on this rank only.
-    """
-    channel = job_channel()
-    return channel if channel.world_size == 1 else _open_communicator(patience, store_client.job_store_address())
-
-
 def step_agreement_of(args: Any) -> StepAgreement:
     """Return what the loops of a Trainer agree with at step ends."""
     channel = channel_of(args)
     return StepAgreement(channel, channel.liveness if isinstance(channel, Communicator) else None)
-
-
-@functools.cache
-def _open_communicator(patience: float, address: tuple[str, int] | None) -> Communicator:
-    """Open a separate connection: Paddle's client is not safe for two threads, and its waits have no timeout."""
-    store = address and store_client.StoreClient(address, min(patience, store_client.OPENING_SECONDS), patience)
-    return Communicator(job_channel(), patience, store)
 
 
 def read_options(args: Any) -> ReadOptions:

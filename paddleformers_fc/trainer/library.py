@@ -12,12 +12,12 @@ from paddleformers_fc.upstream import LIBRARY
 from paddleformers_fc.upstream.hooks import PADDLENLP, TRAINERS
 
 if LIBRARY == PADDLENLP:
-    from paddlenlp.trainer import PdArgumentParser, Trainer, TrainerCallback, TrainerState, TrainingArguments
+    from paddlenlp.trainer import PdArgumentParser, Trainer, TrainerCallback, TrainingArguments
     from paddlenlp.utils.log import logger
 
     NAME, LOAD_METHOD = "PaddleNLP", "_load_optimizer_and_scheduler"
 else:
-    from paddleformers.trainer import PdArgumentParser, Trainer, TrainerCallback, TrainerState, TrainingArguments
+    from paddleformers.trainer import PdArgumentParser, Trainer, TrainerCallback, TrainingArguments
     from paddleformers.utils.log import logger
 
     NAME, LOAD_METHOD = "PaddleFormers", "_load_flex_checkpoint"
@@ -31,7 +31,6 @@ __all__ = [
     "PdArgumentParser",
     "Trainer",
     "TrainerCallback",
-    "TrainerState",
     "TrainingArguments",
     "logger",
 ]

@@ -43,6 +43,7 @@ from paddleformers_fc.api_arguments import (
     require_or_none,
 )
 from paddleformers_fc.distributed.channel import gather_and_keep, run_on_all
+from paddleformers_fc.distributed.communicator import job_communicator
 from paddleformers_fc.distributed.consistency import ConsistencyCheck
 from paddleformers_fc.errors import MismatchError, OptionError
 from paddleformers_fc.execute.load import LoadReport, prepare_load, prepare_weights
@@ -68,15 +69,13 @@ from paddleformers_fc.trainer import (
     base_fingerprint,
     description,
     dist_tensors,
-    documents,
     live_roles,
     optimizers,
     own_statements,
     stored_states,
 )
 from paddleformers_fc.trainer.description import OWN_RULES, describe_model
-from paddleformers_fc.trainer.job_state import job_communicator
-from paddleformers_fc.trainer.library_models import PretrainedConfig, unwrap_model
+from paddleformers_fc.trainer.library_objects import is_config, unwrap_model
 
 
 def fleet_degrees(world_size: int) -> dict[str, int]:
@@ -302,7 +301,7 @@ def _tensor(shards: Mapping[Box, Shard], is_global: bool) -> ModelTensor:
     return ModelTensor(one.name, one.global_shape, one.dtype, tuple(cuts))
 
 
-Config: TypeAlias = Mapping[str, Any] | PretrainedConfig
+Config: TypeAlias = Any
 """A model's configuration: the content of ``config.json``, or PaddleFormers' object."""
 
 _STATES = (MASTER_WEIGHT, OPTIMIZER_STATE)
@@ -311,7 +310,10 @@ _OPTIMIZER = Kind(
     lambda value: callable(getattr(value, "step", None)) and not isinstance(value, type),
 )
 _FAMILY = instance_of((str, Family), "a family or its model_type")
-_CONFIG = instance_of((Mapping, PretrainedConfig), "the content of config.json, or a configuration of PaddleFormers")
+_CONFIG = Kind(
+    "the content of config.json, or a configuration of PaddleFormers",
+    lambda value: isinstance(value, Mapping) or is_config(value),
+)
 _RULES = instance_of(RuleSet, "a RuleSet of paddleformers_fc.mapping")
 
 
@@ -591,7 +593,7 @@ def _description(
 
 def _resolved(model: Any, config: Any) -> ModelDescription:
     is_fleet, own = bool(getattr(model, IS_FLEET, False)), config is getattr(model, "config", None)
-    if isinstance(config, PretrainedConfig):
+    if is_config(config):
         return describe_model(model if own else SimpleNamespace(config=config, is_fleet=is_fleet))
     rules = getattr(unwrap_model(model), OWN_RULES, None) if own else None
     return ModelDescription(dict(config) if isinstance(config, Mapping) else {}, is_fleet, rules)
@@ -599,8 +601,11 @@ def _resolved(model: Any, config: Any) -> ModelDescription:
 
 def _config_text(model: Any, described: ModelDescription, config: object) -> bytes:
     """Return the bytes of ``config.json``: as PaddleFormers writes it, or of the given configuration."""
-    if config is not None or not isinstance(getattr(model, "config", None), PretrainedConfig):
+    if config is not None or not is_config(getattr(model, "config", None)):
         return config_bytes(described.config)
+    # It imports the classes of PaddleFormers, whose model this is.
+    from paddleformers_fc.trainer import documents
+
     written = documents.model_config(model)
     model_type = described.config.get("model_type")
     if written.get("model_type") == model_type:

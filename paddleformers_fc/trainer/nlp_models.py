@@ -109,18 +109,6 @@ def described_values(config: Any) -> dict[str, Any]:
     return {IS_NLP: True, "rope_parameters": rotary, "hidden_act": getattr(config, "hidden_act", "silu")}
 
 
-class LoRAMoeExperts:
-    """In the place of a class of PaddleFormers that PaddleNLP does not have; nothing is an instance of it."""
-
-
-class FleetLoRAMoeExperts:
-    """As :class:`LoRAMoeExperts`."""
-
-
-class QuantizationLoRABaseLinear:
-    """As :class:`LoRAMoeExperts`."""
-
-
 def offload(tensor: Any) -> None:
     """Replace a function of PaddleFormers; PaddleNLP's ``offload_optim`` is refused."""
 

@@ -41,7 +41,6 @@ from paddleformers_fc.layout.roles import (
     declared_optimizer,
     qualified_name,
 )
-from paddleformers_fc.trainer.library import TrainerCallback
 
 PREFIX = "slice@"
 """The prefix of the names of slices."""
@@ -108,21 +107,6 @@ def release(parameters: Iterable[Any]) -> None:
             parameter.status, parameter.use_count = "part", 0
         if parameter._is_initialized():
             parameter._clear_data()
-
-
-class DropPrefetched(TrainerCallback):
-    """Drop gathered parameters before an update, after which Paddle would use them in place of the updated ones.
-
-    Args:
-        model: the model as it was built.
-    """
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-
-    def on_optimizer_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Drop them; their weights are about to change."""
-        drop_prefetched(self._model.parameters())
 
 
 def drop_gradients(weights: Mapping[str, Any]) -> None:

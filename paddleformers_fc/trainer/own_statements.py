@@ -22,8 +22,7 @@ from paddleformers_fc.mapping import RuleSet
 from paddleformers_fc.text import count_text
 from paddleformers_fc.trainer import live_roles
 from paddleformers_fc.trainer.description import OWN_RULES, describe_model
-from paddleformers_fc.trainer.library import logger
-from paddleformers_fc.trainer.library_models import LoRAModel, unwrap_model
+from paddleformers_fc.trainer.library_objects import has_adapters, unwrap_model
 
 _FORWARD = "_gen_aoa_config", "gen_aoa_statements"
 _INVERSE = "_gen_inv_aoa_config", "gen_inv_aoa_statements"
@@ -49,7 +48,7 @@ def adopt(model: Any, channel: Channel) -> None:
         MappingError: the same on every rank: the statements are invalid, cannot be proved or do not fit the model.
     """
     model = unwrap_model(model)
-    if getattr(model, "config", None) is None or isinstance(model, LoRAModel) or _writer(model, _FORWARD) is None:
+    if getattr(model, "config", None) is None or has_adapters(model) or _writer(model, _FORWARD) is None:
         return
     described = describe_model(model)
     if described.rules is not None or is_known(described.config):
@@ -72,6 +71,8 @@ def adopt(model: Any, channel: Channel) -> None:
     rules = run_on_all(channel, "evaluating the AOA statements of the model", evaluate)
     setattr(model, OWN_RULES, rules)
     if channel.rank == 0:
+        from paddleformers_fc.trainer.library_models import logger
+
         ways = "in both directions" if _writer(model, _INVERSE) else "and their inversion"
         logger.info(
             f"{named}. The AOA statements of {type(model).__name__} are used {ways}: "

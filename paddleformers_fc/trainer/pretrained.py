@@ -26,6 +26,7 @@ import paddle
 
 from paddleformers_fc.api_arguments import DIRECTORY, THREADS, Kind, require
 from paddleformers_fc.distributed.channel import Channel, all_gather_checked, run_on_all
+from paddleformers_fc.distributed.communicator import job_communicator
 from paddleformers_fc.errors import MismatchError, NotACheckpoint, OptionError
 from paddleformers_fc.execute.load import LoadReport, prepare_weights
 from paddleformers_fc.execute.read_pool import ReadOptions
@@ -34,9 +35,10 @@ from paddleformers_fc.storage.manifest import refuse_level
 from paddleformers_fc.storage.paths import AnyPath, RemotePath, parse_path
 from paddleformers_fc.trainer import adapter_checks, base_fingerprint, documents, live_roles, own_statements
 from paddleformers_fc.trainer.description import describe_model
-from paddleformers_fc.trainer.job_state import channel_of, job_communicator, read_options
+from paddleformers_fc.trainer.job_state import channel_of, read_options
 from paddleformers_fc.trainer.library import logger
-from paddleformers_fc.trainer.library_models import LoRAModel, PretrainedConfig, get_common_folder, unwrap_model
+from paddleformers_fc.trainer.library_models import LoRAModel, PretrainedConfig, get_common_folder
+from paddleformers_fc.trainer.library_objects import unwrap_model
 from paddleformers_fc.trainer.options import FlexFields
 
 _SOURCE = "_flex_weight_source"

@@ -2,7 +2,8 @@
 
 PaddleFormers loads gate above up and makes their rows alternate when training begins, unless the output directory
 contains a checkpoint. It does so twice in a run that resumes from another directory, and never in a new run beside
-older checkpoints. The callback of this module does it in its place, unless the weights are those of a checkpoint.
+older checkpoints. The callback :class:`.callback.AlternateOnce` does it in its place, unless the weights are those of a
+checkpoint.
 
 A row of gate and the following row of up are described as one row of twice the length. The memory is the same, and gate
 and up of an expert are one box each.
@@ -20,8 +21,7 @@ from paddleformers_fc.errors import EnvironmentMismatch, MismatchError, OptionEr
 from paddleformers_fc.families import family_for, is_known
 from paddleformers_fc.families.bind import family_keys
 from paddleformers_fc.families.description import ALTERNATES, STACK_OF_FFN
-from paddleformers_fc.trainer.library import TrainerCallback
-from paddleformers_fc.trainer.library_models import LoRAModel, unwrap_model
+from paddleformers_fc.trainer.library_objects import has_adapters, unwrap_model
 
 _OPTION = "using_sonic_moe"
 _NATIVE = "InterleaveGateUpCallback"
@@ -85,7 +85,7 @@ def refuse_unsupported(trainer: Any, config: dict[str, Any]) -> None:
     """
     if not getattr(trainer.args, _OPTION, False) or not any(map(_is_stack, trainer.model.state_dict())):
         return
-    if isinstance(trainer.model, LoRAModel):
+    if has_adapters(trainer.model):
         why = "adapters are not supported beside it"
     elif not config.get(_OPTION):
         why = "the model was built without it"
@@ -101,37 +101,27 @@ def refuse_unsupported(trainer: Any, config: dict[str, Any]) -> None:
     )
 
 
-class AlternateOnce(TrainerCallback):
-    """Makes rows of gate and up alternate when the first training of a model begins.
+def alternate_before_training(trainer: Any) -> None:
+    """Make rows of gate and up alternate unless they do, in place of PaddleFormers' callback, which is stopped.
 
-    Args:
-        trainer: the Trainer whose callback it is.
+    Raises:
+        EnvironmentMismatch: this PaddleFormers has no such callback.
     """
-
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Do what PaddleFormers' callback would do, and keep it from doing so.
-
-        Raises:
-            EnvironmentMismatch: this PaddleFormers has no such callback.
-        """
-        found = [one for one in self._trainer.callback_handler.callbacks if type(one).__name__ == _NATIVE]
-        if not found:
-            raise EnvironmentMismatch(
-                f"{_OPTION} is true, and the Trainer has no {_NATIVE}: the order of rows in experts is unknown.",
-                where="on_train_begin",
-                next_step=f"Remove {_OPTION}, or use PaddleFormers 1.2.0.",
-            )
-        model = unwrap_model(self._trainer.model)
-        if not alternates(model):
-            for name, tensor in model.state_dict().items():
-                if _is_stack(name):
-                    found[-1].interleave_gate_up_proj(tensor)
-            setattr(model, _MARK, True)
-        for native in found:
-            native.resume_from_checkpoint = self  # A value other than None stops it.
+    found = [one for one in trainer.callback_handler.callbacks if type(one).__name__ == _NATIVE]
+    if not found:
+        raise EnvironmentMismatch(
+            f"{_OPTION} is true, and the Trainer has no {_NATIVE}: the order of rows in experts is unknown.",
+            where="on_train_begin",
+            next_step=f"Remove {_OPTION}, or use PaddleFormers 1.2.0.",
+        )
+    model = unwrap_model(trainer.model)
+    if not alternates(model):
+        for name, tensor in model.state_dict().items():
+            if _is_stack(name):
+                found[-1].interleave_gate_up_proj(tensor)
+        setattr(model, _MARK, True)
+    for native in found:
+        native.resume_from_checkpoint = _MARK  # A value other than None stops it.
 
 
 def _is_stack(name: str) -> bool:

@@ -28,7 +28,6 @@ from paddleformers_fc.trainer import (
     documents,
     ema,
     live_roles,
-    optimizers,
     own_statements,
     preflight,
     pretrained,
@@ -37,6 +36,8 @@ from paddleformers_fc.trainer import (
 from paddleformers_fc.trainer.async_save import AsyncSaves, StepEnds
 from paddleformers_fc.trainer.callback import (
     ATTENDED,
+    AlternateOnce,
+    DropPrefetched,
     FlexCheckpointCallback,
     ProgressRecorder,
     ReportFigures,
@@ -111,11 +112,11 @@ def init_trainer(trainer: Any, native: Native, *args: Any, **kwargs: Any) -> Non
     job_state.uploads = None if url is None else Uploads(url, arguments, channel)
     setattr(trainer, JOB_STATE, job_state)
     if getattr(arguments, "using_sonic_moe", False):
-        trainer.add_callback(sonic_moe.AlternateOnce(trainer))
+        trainer.add_callback(AlternateOnce(trainer))
     trainer.add_callback(job_state.tracker)
     trainer.add_callback(job_state.update_barrier)
     if ShardingOption.FULL_SHARD in arguments.sharding:
-        trainer.add_callback(optimizers.DropPrefetched(trainer.model))
+        trainer.add_callback(DropPrefetched(trainer.model))
     trainer.add_callback(StepEnds(trainer, agreement, saves))
     _add_average(trainer, job_state)
     trainer.add_callback(BypassCheck(trainer))

@@ -103,7 +103,6 @@ paddle.io.reader:DataLoader.__iter__: _persistent_workers
     PretrainedModel: can_generate sharded_state_dict
     PretrainedModel.from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
     PretrainedModel._from_config(config, **kwargs): dtype dtype_guard
-    unwrap_model(model, *args, **kwargs)
     get_parameter_dtype(parameter)
 {library}.transformers.configuration_utils:
     PretrainedConfig.to_json_string(self, use_diff=True, saving_file=False)
@@ -393,6 +392,16 @@ def _hooks(table: str, library: str = "") -> Iterator[Hook]:
 
 TRAINERS = {name: tuple(_hooks(_TRAINER + _CALLBACKS + own, name)) for name, own in _OF_LIBRARY.items()}
 """The dependencies of a Trainer with ``flex_checkpoint: true``, by library."""
+
+LOOP = tuple(hook for hook in TRAINERS[PADDLEFORMERS] if hook.package == "paddle")
+"""The dependencies of ``save`` and ``load`` without a Trainer."""
+
+_MODEL_PACKAGES = ("generation", "peft", "quantization", "transformers", "utils")
+MODELS = {
+    name: tuple(hook for hook in hooks if hook.place.startswith(tuple(f"{name}.{one}." for one in _MODEL_PACKAGES)))
+    for name, hooks in TRAINERS.items()
+}
+"""The additional dependencies of models of a library."""
 
 COMMAND_LINE = tuple(_hooks(_COMMAND_LINE))
 """The additional dependencies of PaddleFormers' command line."""

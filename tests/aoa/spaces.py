@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from functools import cache
 
 from paddleformers_fc.aoa import AoaTensor, uncut, with_ties
-from paddleformers_fc.families import FAMILIES, Family, ModelDescription, ModelTensor, bind, enumerate_tensors
+from paddleformers_fc.families import Family, ModelDescription, ModelTensor, bind, enumerate_tensors, own_families
 from paddleformers_fc.families.registry import tiny_models
 from paddleformers_fc.mapping import Correspondence, RuleSet, Shape, TensorMapping, TensorSpec
 from paddleformers_fc.mapping.correspondences import coalesced
 
 DEGREES = (1, 2, 4)
-NAMES = tuple(family.name for family in FAMILIES)
+NAMES = tuple(family.name for family in own_families())
 
 
 def side(shapes: Mapping[str, Shape], cuts: Mapping[str, Shape] | None = None) -> dict[str, AoaTensor]:
@@ -49,7 +49,7 @@ class Model:
 @cache
 def model(name: str, degree: int) -> Model:
     """The tiny model of the family with this name."""
-    family = next(family for family in FAMILIES if family.name == name)
+    family = next(family for family in own_families() if family.name == name)
     described = tiny_models(family)[0]
     tensors = tuple(tensor.under(tp=degree) for tensor in enumerate_tensors(family, described))
     rules = bind(family, described, tensors)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paddleformers_fc.families import FAMILIES
+from paddleformers_fc.families import own_families
 from tests.cli.support import run
 
 
@@ -19,7 +19,7 @@ def test_llama_is_printed_forward_and_reversed() -> None:
     assert f"{layer}^T -> {layer}" in reverse.out.splitlines()
 
 
-@pytest.mark.parametrize("family", [family.name for family in FAMILIES])
+@pytest.mark.parametrize("family", [family.name for family in own_families()])
 def test_every_family_is_rendered_or_refused_with_a_reason(family: str) -> None:
     for options in ((), ("--reverse",)):
         outcome = run("aoa", family, "--toy", "--tp", 2, *options, "--json")

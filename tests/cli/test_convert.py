@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 
 import paddleformers_fc
 from paddleformers_fc.errors import MappingError, OptionError
-from paddleformers_fc.families import FAMILIES, Family, ModelDescription, bind, enumerate_tensors
+from paddleformers_fc.families import Family, ModelDescription, bind, enumerate_tensors, own_families
 from paddleformers_fc.families.registry import tiny_models
 from paddleformers_fc.formats.flex import open_flex
 from paddleformers_fc.formats.huggingface import HUGGINGFACE, open_huggingface
@@ -64,7 +64,7 @@ def weights_of(family: Family, model: ModelDescription) -> dict[str, np.ndarray[
     return found
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+@pytest.mark.parametrize("family", own_families(), ids=lambda family: family.name)
 def test_open_weights_of_every_family_are_equal_byte_by_byte_after_flex_and_back(
     family: Family, tmp_path: Path
 ) -> None:
@@ -112,7 +112,7 @@ def test_files_of_a_converted_checkpoint_are_of_bounded_size(four: Path, tmp_pat
 
 
 def test_parts_of_several_dtypes_of_one_tensor_of_the_model_are_refused(tmp_path: Path) -> None:
-    llama = next(one for one in FAMILIES if one.name == "llama")
+    llama = next(one for one in own_families() if one.name == "llama")
     model = tiny_models(llama)[0]
     weights = weights_of(llama, model)
     name = "model.layers.0.self_attn.k_proj.weight"
@@ -129,7 +129,7 @@ def test_parts_of_several_dtypes_of_one_tensor_of_the_model_are_refused(tmp_path
 
 
 def test_documents_of_the_source_are_in_the_target(tmp_path: Path) -> None:
-    llama = next(one for one in FAMILIES if one.name == "llama")
+    llama = next(one for one in own_families() if one.name == "llama")
     model = tiny_models(llama)[0]
     source = write_weights(tmp_path / "hf", weights_of(llama, model), model.config)
     (source / "tokenizer.json").write_text("{}")
@@ -165,7 +165,7 @@ def test_a_flipped_bit_is_found_before_anything_is_written(four: Path, tmp_path:
 
 
 def test_weights_that_the_model_does_not_have_are_refused_by_name(tmp_path: Path) -> None:
-    family = next(one for one in FAMILIES if one.name == "llama")
+    family = next(one for one in own_families() if one.name == "llama")
     model = tiny_models(family)[0]
     arrays = weights_of(family, model)
     extra = {**arrays, "model.layers.0.self_attn.q_proj.scale": np.ones(3, "float32")}
@@ -211,7 +211,7 @@ def test_every_role_is_equal_byte_by_byte_after_paddles_format_and_back(tmp_path
 
 def test_foreign_directories_of_weights_are_read_as_they_are(tmp_path: Path) -> None:
     """Without an index, with files of other programs, and tied with and without the copy of the embedding."""
-    llama = next(one for one in FAMILIES if one.name == "llama")
+    llama = next(one for one in own_families() if one.name == "llama")
     model = next(one for one in tiny_models(llama) if not one.config.get("tie_word_embeddings"))
     arrays = weights_of(llama, model)
     names = sorted(arrays)
@@ -265,7 +265,7 @@ def test_a_format_that_is_not_in_the_list_is_refused_by_the_list(tmp_path: Path)
 @pytest.mark.parametrize("square", [True, False])
 def test_squares_alone_in_the_format_of_paddleformers_are_refused(square: bool, tmp_path: Path) -> None:
     """Without the files of a Trainer another program may have written them; squares do not show the orientation."""
-    llama = next(one for one in FAMILIES if one.name == "llama")
+    llama = next(one for one in own_families() if one.name == "llama")
     sizes = {"hidden_size": 32, "intermediate_size": 32, "head_dim": 8, "num_attention_heads": 4}
     config = {**tiny_models(llama)[0].config, **sizes, "num_key_value_heads": 4 if square else 2}
     source = tmp_path / "hf"
@@ -279,7 +279,7 @@ def test_squares_alone_in_the_format_of_paddleformers_are_refused(square: bool, 
 
 
 def test_a_missing_expert_of_a_stack_is_refused_by_name(tmp_path: Path) -> None:
-    family = next(one for one in FAMILIES if one.name == "qwen3_moe")
+    family = next(one for one in own_families() if one.name == "qwen3_moe")
     model = next(one for one in tiny_models(family) if one.is_fleet)
     model = ModelDescription({**model.config, "moe_expert_fusion": True}, is_fleet=True)
     arrays = weights_of(family, model)

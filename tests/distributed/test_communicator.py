@@ -8,8 +8,7 @@ import sys
 import pytest
 
 from paddleformers_fc.distributed.channel import ALONE
-from paddleformers_fc.distributed.communicator import EXIT_CODE, Communicator
-from paddleformers_fc.trainer.job_state import job_communicator
+from paddleformers_fc.distributed.communicator import EXIT_CODE, Communicator, job_communicator
 from tests.harness.limits import LIMIT
 
 WAITS_FOR_EVER = """

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from paddleformers_fc.families import FAMILIES, Family, ModelDescription, ModelTensor, bind, enumerate_tensors
+from paddleformers_fc.families import Family, ModelDescription, ModelTensor, bind, enumerate_tensors, own_families
 from paddleformers_fc.families.registry import tiny_models
 from paddleformers_fc.mapping import RuleSet
 from tests.mapping.numbers import Arrays, moved, numbered
 
-BY_NAME = {family.name: family for family in FAMILIES}
+BY_NAME = {family.name: family for family in own_families()}
 Description = dict[str, dict[str, Any]]
 
 

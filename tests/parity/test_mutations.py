@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from paddleformers_fc.families import FAMILIES
+from paddleformers_fc.families import own_families
 from tests.families.spaces import BY_NAME, differing, model_of, settings
 from tests.families.test_native import AGREE, Theirs
 from tests.mapping.numbers import Arrays
@@ -26,7 +26,7 @@ from verification.forkserver import ForkServer
 STATEMENTS = "statements"
 
 CONFIGS: dict[str, list[dict[str, Any]]] = {
-    family.name: [changes for name, changes in AGREE if name == family.name] for family in FAMILIES
+    family.name: [changes for name, changes in AGREE if name == family.name] for family in own_families()
 }
 # Tests of stock's statements name faults of their export; their load is right.
 CONFIGS["kimi_k2"] += [{}, {"moe_expert_fusion": False}]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from paddleformers_fc.errors import MappingError
-from paddleformers_fc.families import FAMILIES, Family, ModelDescription, ModelTensor, bind, enumerate_tensors
+from paddleformers_fc.families import Family, ModelDescription, ModelTensor, bind, enumerate_tensors, own_families
 from paddleformers_fc.families.bind import family_keys
 from paddleformers_fc.families.changes import contradictions
 from paddleformers_fc.families.description import IS_FLEET
@@ -54,7 +54,7 @@ CLASSES = {
     "ernie4_5_moe_vl": "Ernie4_5_VLConfig",
 }
 FLEET_ONLY = ("kimi_k2", "minimax_m2", "glm_moe_dsa", "deepseek_v32", "deepseek_v4", "qwen3_5", "qwen3_5_moe")
-NAMES = [family.name for family in FAMILIES]
+NAMES = [family.name for family in own_families()]
 FLAT = "paddleocr_vl"  # PaddleFormers' class has no nested configuration of the text.
 PLAIN = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v3", "qwen3_next")
 VISION = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v_moe", "glm_ocr", "paddleocr_vl", "ernie4_5_moe_vl")
@@ -256,9 +256,9 @@ def test_config_json_of_a_save_agrees_with_the_description_beside_it(name: str) 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_no_declaration_reads_a_key_that_descriptions_leave_out(name: str) -> None:
-    from paddleformers_fc.trainer.description import OF_A_LAYOUT
+    from paddleformers_fc.trainer.description import keys_of_a_layout
 
-    assert OF_A_LAYOUT.isdisjoint(family_keys(BY_NAME[name]))
+    assert keys_of_a_layout().isdisjoint(family_keys(BY_NAME[name]))
 
 
 def test_a_configuration_that_was_serialised_binds_other_layers_or_none() -> None:

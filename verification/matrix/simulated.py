@@ -21,7 +21,7 @@ from typing import Literal
 import msgspec
 
 from paddleformers_fc.errors import OptionError
-from paddleformers_fc.families import FAMILIES, Family, ModelDescription
+from paddleformers_fc.families import Family, ModelDescription, own_families
 from paddleformers_fc.families.bind import family_sizes
 from paddleformers_fc.families.declarations import Stage
 from paddleformers_fc.families.registry import NLP, family_classes, tiny_models
@@ -120,7 +120,7 @@ def simulated_models() -> dict[str, tuple[Family, ModelDescription]]:
     """Return the tiny models of all families by family and class, such as ``qwen3 (PaddleFleet)``."""
     return {
         f"{family.name} ({kind})": (family, _whole_in_pipelines(family, model))
-        for family in FAMILIES
+        for family in own_families()
         for kind, model in zip(family_classes(family), tiny_models(family), strict=True)
         if kind != NLP
     }
