@@ -23,6 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from paddleformers_fc.api import Checkpoint
 from paddleformers_fc.execute.replica_assignment import assign_writers
 from paddleformers_fc.execute.save import config_bytes
 from paddleformers_fc.execute.save_plan import model_rules
@@ -50,6 +51,7 @@ from paddleformers_fc.storage.files import write_file
 from paddleformers_fc.storage.manifest import Manifest, read_manifest, write_manifest
 
 EXPERTS = 512
+READ, LATER_READS = "model.norm.weight", 1000
 _T = TypeVar("_T")
 Roles = dict[str, dict[str, Shard]]
 
@@ -187,6 +189,7 @@ def measure(directory: Path, job: Job, layers: int, rounds: int) -> tuple[dict[s
     for _ in range(rounds):
         checkpoint = _open(directory, times)
         items = _plan(checkpoint, model, wanted, times)
+        _read(Checkpoint(checkpoint), times)
     stored = sum(len(names) for names in checkpoint.catalog.roles.values())
     return times.seconds, stored, items
 
@@ -222,6 +225,11 @@ def _plan(checkpoint: OpenedCheckpoint, model: SimulatedModel, wanted: list[Role
 
     times.of("one rank in a process of its own: bind, mapping, plan", alone)
     return items
+
+
+def _read(checkpoint: Checkpoint, times: Timings) -> None:
+    times.of("the first `Checkpoint.read` of a tensor", lambda: checkpoint.read(READ))
+    times.of(f"{LATER_READS:,} later ones", lambda: [checkpoint.read(READ) for _ in range(LATER_READS)])
 
 
 def _note(times: Timings, step: str, took: float) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from os import PathLike
 from types import MappingProxyType
 from typing import Any
@@ -50,7 +51,7 @@ from paddleformers_fc.formats.registry import (
 from paddleformers_fc.layout.roles import MODEL_STATE, ROLES
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping.boxes import whole
-from paddleformers_fc.plan import canonical_layout, canonical_source
+from paddleformers_fc.plan import ReadSource, canonical_layout, canonical_source
 from paddleformers_fc.plan.explain import Explanation, explain_tensor
 from paddleformers_fc.plan.forecast import GridPlan, PlanFlows, plan_flows, plan_for_grid
 from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
@@ -125,6 +126,16 @@ class Checkpoint:
     def __repr__(self) -> str:
         return f"Checkpoint({str(self._opened.catalog.root)!r}, format={self._opened.format.name!r})"
 
+    @cached_property
+    def _source(self) -> ReadSource:
+        """The proved mapping to canonical tensors."""
+        return canonical_source(self._opened)
+
+    @cached_property
+    def _layout(self) -> dict[str, dict[str, Shard]]:
+        """Every canonical tensor, by role and name."""
+        return canonical_layout(self._source)
+
     @property
     def metadata(self) -> Metadata:
         """The content of the checkpoint, from its manifest and headers.
@@ -155,16 +166,16 @@ class Checkpoint:
             >>> [one.name for one in checkpoint.tensors() if one.role == "model_state"][:1]
             ['lm_head.weight']
         """
-        layout = canonical_layout(canonical_source(self._opened))
         return [
             TensorInfo(name, shards[name].global_shape, shards[name].dtype, role)
-            for role, shards in layout.items()
+            for role, shards in self._layout.items()
             for name in sorted(shards, key=natural)
         ]
 
     def read(self, name: str, box: Sequence[slice] | None = None, role: str | None = None) -> np.ndarray[Any, Any]:
         """Read a canonical tensor, or a box of it; only the byte ranges of the box are read.
 
+        The first call proves the mapping of the checkpoint; later calls take the same time for any number of tensors.
         Checksums of tensors are not compared: :meth:`verify` does that for the whole checkpoint.
 
         Args:
@@ -183,8 +194,7 @@ class Checkpoint:
         """
         require(TEXT, name=name)
         require_or_none(one_of(ROLES), role=role)
-        source = canonical_source(self._opened)
-        layout = canonical_layout(source)
+        layout = self._layout
         roles = [one for one in layout if role in (None, one) and name in layout[one]]
         if not roles:
             raise OptionError(
@@ -197,7 +207,7 @@ class Checkpoint:
         if not part.volume:
             return np.empty(part.shape, to_numpy(to_safetensors(tensor.dtype)))
         wanted = Shard(name, tensor.dtype, tensor.global_shape, part)
-        ((_, _, array),) = read_canonical(source, {roles[0]: {name: wanted}})
+        ((_, _, array),) = read_canonical(self._source, {roles[0]: {name: wanted}})
         return array.reshape(part.shape)
 
     def verify(self, level: str = "full") -> Verification:
