@@ -92,7 +92,7 @@ def test_every_private_name_that_is_read_from_upstream_is_in_the_table() -> None
     assert unknown.keys() == OURS | PARTS
 
 
-OURS = {"_shield", "_exit", "_receive", "_token", "_api_key", "_viewed"}
+OURS = {"_shield", "_exit", "_receive", "_token", "_api_key", "_viewed", "_seconds"}
 """Private names that are none of upstream's: of this package and of Python; beside those that begin with _flex."""
 
 PARTS = {"_on_calc_stream", "_acc_str", "_pow_acc_0"}
