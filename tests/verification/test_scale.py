@@ -8,6 +8,7 @@ import pytest
 
 from verification.scale.counting import MEMORY, OPENS, PROCESSOR, READ, STATS, Meter
 from verification.scale.operations import (
+    ASYNCHRONOUS,
     FIRST_SAVE,
     LATER_SAVE,
     OPENING,
@@ -18,9 +19,9 @@ from verification.scale.operations import (
     count_operations,
     running_ranks,
 )
-from verification.scale.ranks import EXCHANGES, LARGEST, RECEIVED, SENT, WAITING
+from verification.scale.ranks import AGREEMENTS, BLOCKED, EXCHANGES, LARGEST, LATENCY, RECEIVED, REQUESTS, SENT, WAITING
 
-TIMED = {PROCESSOR, MEMORY, WAITING}
+TIMED = {PROCESSOR, MEMORY, WAITING, BLOCKED, LATENCY}
 SIZES = (16, 64, 256)
 """Each size has four times the ranks of the one before, so a count per rank of the job grows four times."""
 LIMIT = 1.3
@@ -28,7 +29,9 @@ FRAME_BYTES = 12
 """What each rank sends to all in every exchange: 48 KiB at 4,096 ranks."""
 TODAY = {
     # Many messages reach all ranks, of which one or none needs them.
-    **{(operation, count): 4.3 for operation in (FIRST_SAVE, LATER_SAVE) for count in (RECEIVED, LARGEST)},
+    **{
+        (operation, count): 4.3 for operation in (FIRST_SAVE, LATER_SAVE, ASYNCHRONOUS) for count in (RECEIVED, LARGEST)
+    },
     # The coordinator reads the manifests of finished checkpoints.
     (ROTATION, READ): 3.9,
 }
@@ -55,6 +58,8 @@ def _compared(world: int, rank: int, meter: Meter) -> dict[str, float]:
     Of what a rank receives, the frames of all ranks are left out: :data:`FRAME_BYTES` for each exchange.
     """
     left_out = TIMED | ({RECEIVED, LARGEST} if rank == 0 else set())
+    if AGREEMENTS in meter:
+        left_out = left_out | {REQUESTS}  # At every step end while a save is under way.
     frames = {RECEIVED: FRAME_BYTES * world * meter.get(EXCHANGES, 0), LARGEST: FRAME_BYTES * world}
     return {name: max(count - frames.get(name, 0), 0) for name, count in meter.items() if name not in left_out}
 
@@ -71,6 +76,16 @@ def _growth(counts: list[Counts]) -> dict[tuple[str, str], float]:
                     growth = count / max(known.get(name, 0), 1)
                     found[operation, name] = max(growth, found.get((operation, name), 0))
     return found
+
+
+def test_an_asynchronous_save_takes_three_agreements_and_is_committed_after_the_first(counts: list[Counts]) -> None:
+    for of_size in counts:
+        found = of_size[ASYNCHRONOUS]
+        # Deleting old checkpoints is one exchange more than a save in a step.
+        expected = {rank: (3, meter[EXCHANGES] + 1) for rank, meter in of_size[LATER_SAVE].items()}
+        assert {rank: (meter[AGREEMENTS], meter[EXCHANGES]) for rank, meter in found.items()} == expected
+        assert [rank for rank, meter in found.items() if LATENCY in meter] == [0]
+        assert all(meter[BLOCKED] > 0 for meter in found.values())
 
 
 def test_no_count_of_a_rank_grows_with_the_number_of_ranks(counts: list[Counts]) -> None:

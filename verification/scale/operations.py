@@ -6,32 +6,39 @@ import atexit
 import json
 import os
 import tempfile
+import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from paddleformers_fc.distributed.channel import Channel
+from paddleformers_fc.distributed.channel import Channel, Part, Parts, exchange_part
 from paddleformers_fc.distributed.consistency import ConsistencyCheck
+from paddleformers_fc.distributed.step_agreement import StepAgreement
 from paddleformers_fc.execute.load import prepare_load
 from paddleformers_fc.execute.opening import open_on_all_ranks
-from paddleformers_fc.execute.save import comparable_facts, snapshot, write_and_commit
+from paddleformers_fc.execute.save import Snapshot, comparable_facts, save_parts, snapshot, write_and_commit
 from paddleformers_fc.families import ModelDescription, family_for
 from paddleformers_fc.formats.checkpoint import OpenedCheckpoint
 from paddleformers_fc.layout.grid import parse_grid
 from paddleformers_fc.plan.simulate import declared_model
 from paddleformers_fc.trainer import resume, uploads
-from verification.scale.counting import PROCESSOR, Meter, counted_calls
-from verification.scale.ranks import RANKS_PER_NODE, ScaleJob, capture_zeros
+from verification.scale.counting import PROCESSOR, Meter, counted_calls, current
+from verification.scale.ranks import AGREEMENTS, BLOCKED, LATENCY, RANKS_PER_NODE, ScaleJob, capture_zeros
 
 MODELS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("models.json").read_text(encoding="utf-8"))
 """Configurations, grids, and the ranks of the grid at sharding 1, by name."""
 
 FIRST_SAVE, LATER_SAVE, ROTATION = "first save", "later save", "rotation"
 RESUME, OPENING, PLANNING = "automatic resume", "opening", "planning"
+ASYNCHRONOUS = "asynchronous save"
 CONNECTING = "connecting"
-ALL = (FIRST_SAVE, LATER_SAVE, ROTATION, RESUME, OPENING, PLANNING)
+ALL = (FIRST_SAVE, LATER_SAVE, ROTATION, RESUME, OPENING, PLANNING, ASYNCHRONOUS)
 LARGEST_JOBS = (FIRST_SAVE, OPENING, PLANNING)
+
+SECONDS = frozenset({PROCESSOR, BLOCKED, LATENCY})
 
 Counts = dict[str, dict[int, Meter]]
 """What each rank that ran has done, by operation."""
@@ -90,7 +97,7 @@ def count_job(job: tuple[str, int]) -> Table:
         for rank, meter in meters.items():
             row = table.setdefault((name, world, operation, "others" if rank else "coordinator"), {})
             for count, value in meter.items():
-                row[count] = max(row.get(count, 0), round(value, 2 if count == PROCESSOR else None))
+                row[count] = max(row.get(count, 0), round(value, 2 if count in SECONDS else None))
     atexit.register(os._exit, 0)  # What Paddle registers to run at exit has hung once.
     return table
 
@@ -106,6 +113,7 @@ def _operations(job: ScaleJob, wanted: Sequence[str]) -> Counts:
         RESUME: lambda _, channel: resume.newest_or_refuse(job.directory, channel, lambda _: None),
         OPENING: lambda _, channel: open_on_all_ranks(newest, channel, "full"),
         PLANNING: lambda rank, channel: prepare_load(opened[rank], job.weights(rank), job.model.model, channel),
+        ASYNCHRONOUS: partial(_save_asynchronously, job, 3),
     }
     for operation in wanted:
         counts[operation], results = job.run(work[operation])
@@ -120,7 +128,49 @@ def _rotate(job: ScaleJob) -> None:
 
 
 def _save(job: ScaleJob, step: int, rank: int, channel: Channel) -> None:
+    taken, directory = _snapshot(job, step, rank, channel)
+    write_and_commit(taken, directory, channel)
+
+
+def _snapshot(job: ScaleJob, step: int, rank: int, channel: Channel) -> tuple[Snapshot, Path]:
     directory = job.directory / f"checkpoint-{step}"
     part = job.part(rank, step)
     check = ConsistencyCheck(f"saving {directory.name}", comparable_facts(part.model, part.job, part.replicas))
-    write_and_commit(snapshot(lambda: part, capture_zeros, channel, check), directory, channel)
+    return snapshot(lambda: part, capture_zeros, channel, check), directory
+
+
+def _save_asynchronously(job: ScaleJob, step: int, rank: int, channel: Any) -> None:
+    """Save as :mod:`paddleformers_fc.trainer.async_save` does, beside steps of training."""
+    agreement = StepAgreement(channel, channel.liveness)
+    with job.blocking():
+        parts = _parts(job, *_snapshot(job, step, rank, channel), channel)
+        part = next(parts)
+    with agreement.running(), ThreadPoolExecutor(1) as thread:
+        done = thread.submit(_work, job, rank, part)
+        while True:
+            job.train()
+            with job.blocking():
+                agreed = agreement.read()
+                if agreed is not None and agreed.subject is part:
+                    current().add(AGREEMENTS, 1)
+                    try:
+                        part = exchange_part(parts, replace(part, work=done.result), channel)
+                    except StopIteration:
+                        break
+                    done = thread.submit(_work, job, rank, part)
+                agreement.begin_next("training", part, done.done(), False)
+
+
+def _parts(job: ScaleJob, taken: Snapshot, directory: Path, channel: Channel) -> Parts[None]:
+    yield from save_parts(taken, directory, channel)
+    yield Part("deleting old checkpoints", lambda: (None, None), type(None))
+
+
+def _work(job: ScaleJob, rank: int, part: Part) -> Any:
+    """Do a part, on the thread of a rank."""
+    result = part.work()
+    if part.doing == "writing":
+        job.written_at = max(job.written_at, time.monotonic())
+    elif rank == 0:  # What follows the commit is not counted.
+        current().setdefault(LATENCY, time.monotonic() - job.written_at)
+    return result

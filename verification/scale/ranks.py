@@ -6,8 +6,11 @@ messages differ between ranks, the package's own encoder creates it from the ran
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import itertools
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, cached_property
 from itertools import chain
@@ -21,6 +24,7 @@ import xxhash
 
 from paddleformers_fc.cpu_runtime.ranks import free_ports
 from paddleformers_fc.cpu_runtime.stores import LOOPBACK, open_store
+from paddleformers_fc.distributed import step_agreement
 from paddleformers_fc.distributed.channel import (
     _FRAME,
     _ROUND_BYTES,
@@ -50,6 +54,10 @@ from verification.simulate_ranks import HostTensor, Roles, SimulatedWeight
 
 EXCHANGES, SENT, RECEIVED, LARGEST = "exchanges", "bytes sent", "bytes received", "largest message"
 REQUESTS, WAITING = "requests to the store", "requests while waiting"
+BLOCKED, AGREEMENTS = "seconds that block training", "agreements"
+LATENCY = "seconds from the last write to the rename"
+STEP_SECONDS = 0.25
+"""Of a step of training beside an asynchronous save."""
 
 RANKS_PER_NODE = 8
 _ARRIVALS = f"{KEY_PREFIX}/arrivals"
@@ -80,6 +88,9 @@ class ScaleJob:
         self._doing, self._head = "", NO_HEAD
         self._frames = self._messages = b""
         self._barrier = threading.Barrier(len(running), self._complete)
+        self._steps = threading.Barrier(len(running))
+        self._own_seconds = 0.0
+        self.written_at = 0.0
         self._begun = threading.Semaphore(0)
         (port,) = free_ports(1)
         self._address = LOOPBACK, port
@@ -113,10 +124,12 @@ class ScaleJob:
             except Exception as error:  # It is raised by the caller; here it would end a thread alone.
                 raised.append(error)
                 self._barrier.abort()
+                self._steps.abort()
 
         threads = [threading.Thread(target=of_rank, args=(rank,)) for rank in self.running]
         with (
             mock.patch.object(save, "_write_tensors", self._write_holes),
+            mock.patch.object(step_agreement, "_loops", itertools.repeat(0)),
             mock.patch.object(collective_checksums, "compare_blocks", _compare_leading_blocks),
             peak_memory(list(meters.values())),
         ):
@@ -142,6 +155,18 @@ class ScaleJob:
         files = {**config, _generators(rank): _GENERATOR_BYTES}
         return save.live_part(self.weights(rank), self.model.model, files, save.JobRecord(step, step, {}), "warn")
 
+    @contextlib.contextmanager
+    def blocking(self) -> Iterator[None]:
+        """Context manager around what blocks the training of a rank; the work of this class is not counted."""
+        started = time.monotonic() - self._own_seconds
+        yield
+        current().add(BLOCKED, time.monotonic() - self._own_seconds - started)
+
+    def train(self) -> None:
+        """Run a step of training, in which no rank is a step ahead of another."""
+        self._steps.wait()
+        time.sleep(STEP_SECONDS)
+
     def exchange(self, rank: int, doing: str, payload: bytes, head: bytes) -> tuple[bytes, bytes]:
         """Return the frames of all ranks, and their messages."""
         self._given[rank], self._doing, self._head = payload, doing, head
@@ -152,6 +177,7 @@ class ScaleJob:
         with charged(self.connecting[rank]):
             client = _CountingClient(self._address, _PATIENCE, _PATIENCE)
         client.arrived = self._begun.release if rank == self.running[0] else None
+        client.agreed = self._agree if rank == self.running[0] else None
         return Communicator(_CountingChannel(self, rank), _PATIENCE, client)
 
     def _arrive(self) -> None:
@@ -163,7 +189,14 @@ class ScaleJob:
                 if place == self.world - 1:
                     Liveness(node, rank, self.world, _PATIENCE)._decide(number, "")
 
+    def _agree(self, key: str, word: int) -> None:
+        """Add the state of the coordinator to an agreement of step ends for every rank that does not run."""
+        own = word & ((1 << 3 * step_agreement._BITS) - 1)
+        if self._absent and word > 0:
+            self._nodes[self._absent[0] // RANKS_PER_NODE].add(key, own * len(self._absent))
+
     def _complete(self) -> None:
+        started = time.monotonic()
         with charged(None):
             like = self._given[self.running[-1]]
             message_of = self._encoder(self._doing, like) if self._absent and like else None
@@ -179,6 +212,7 @@ class ScaleJob:
             # Equal messages are sent by the first rank that has them.
             self._messages = b"".join(dict.fromkeys(everyone)) if len(digests) > 1 else b""
             self._given.clear()
+        self._own_seconds += time.monotonic() - started
 
     def _encoder(self, doing: str, result: bytes) -> Callable[[int], object] | None:
         """Return the message of each rank that does not run; None if it is that of the last one that runs."""
@@ -243,12 +277,21 @@ class _CountingClient(StoreClient):
     """A connection to the store that counts its requests."""
 
     arrived: Callable[[], object] | None = None
+    agreed: Callable[[str, int], object] | None = None
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter."""
         if self.arrived and key == _ARRIVALS and amount == 1:
             self.arrived()
         return super().add(key, amount)
+
+    def post(self, amounts: Mapping[str, int]) -> None:
+        """Add to counters of step ends."""
+        current().add(REQUESTS, len(amounts))
+        for key, amount in amounts.items():
+            if self.agreed is not None:
+                self.agreed(key, amount)
+        super().post(amounts)
 
     def _send(self, command: int, key: str, rest: bytes) -> None:
         current().add(REQUESTS if any(rest) or command != _ADD else WAITING, 1)
