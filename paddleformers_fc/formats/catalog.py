@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
+from typing import Protocol
 
 import msgspec
 
@@ -25,6 +26,16 @@ EVERYONE: Mapping[str, Sequence[int]] = MappingProxyType({})
 
 FileOffset = tuple[str, int]
 """Path of a file relative to the catalog's root, and the byte offset of a box's first element in it."""
+
+
+class FileOffsets(Protocol):
+    """The places of the boxes of a tensor: a tuple, or what looks them up."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, box: int, /) -> FileOffset: ...
+
+    def __iter__(self) -> Iterator[FileOffset]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +63,7 @@ class StoredForm:
         boxes: the boxes that are stored, in global coordinates.
         file_dtype: element type in the files, if it differs: numbers are cast when they are read.
         turned: whether files contain every box with its axes in reverse order.
+        tiles: whether the boxes are known to tile the tensor.
     """
 
     dtype: str
@@ -59,6 +71,7 @@ class StoredForm:
     boxes: tuple[Box, ...]
     file_dtype: str = ""
     turned: bool = False
+    tiles: bool = False
 
     @property
     def held_dtype(self) -> str:
@@ -87,7 +100,7 @@ class StoredForm:
     @cached_property
     def faults(self) -> list[CoverFault]:
         """The positions at which the boxes fail to tile the tensor."""
-        return cover_faults(whole(self.shape), self.boxes)
+        return [] if self.tiles else cover_faults(whole(self.shape), self.boxes)
 
 
 class StoredTensor(msgspec.Struct, frozen=True, eq=False, gc=False):
@@ -101,7 +114,7 @@ class StoredTensor(msgspec.Struct, frozen=True, eq=False, gc=False):
 
     name: str
     form: StoredForm
-    offsets: tuple[FileOffset, ...]
+    offsets: FileOffsets
 
     @property
     def dtype(self) -> str:

@@ -15,7 +15,7 @@ import msgspec
 from paddleformers_fc import __version__
 from paddleformers_fc.errors import Corrupt
 from paddleformers_fc.families.stated import decode_mapping, encode_mapping, family_name
-from paddleformers_fc.formats.catalog import Catalog, gather_shards
+from paddleformers_fc.formats.catalog import Catalog
 from paddleformers_fc.formats.checkpoint import (
     CONFIG_NAME,
     DEPTH_TEXT,
@@ -132,8 +132,7 @@ def build_checkpoint(
     config = parse_config(documents[CONFIG_NAME], directory / CONFIG_NAME)
     tensors, found = {}, []
     for role in ROLES if wanted is None else [one for one in ROLES if one in wanted]:
-        paths = [path for path in index.files if path.startswith(f"{role}/")]
-        gathered, contradictions = gather_shards(shard for path in paths for shard in index.shards(path))
+        gathered, contradictions = index.tensors(role)
         found.extend(contradictions)
         if gathered:
             tensors[role] = gathered

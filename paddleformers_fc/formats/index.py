@@ -3,7 +3,8 @@
 The coordinator of a save writes it, so that a reader opens the files that it reads and no others. It is a safetensors
 file of integer arrays. Files have the order of the manifest, which seals the index by its digest; the shards of a file
 have the order of its bytes. Layers repeat, so each distinct *place* (dtype, global shape, box, range) is stored once,
-and a shard is the number of a name and the number of a place.
+and a shard is the number of a name and the number of a place. Tensors that consist of the same places share their form,
+which is determined once.
 
 :class:`IndexedFiles` compares the header of a file with the index before the first read of it.
 
@@ -18,12 +19,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+import msgspec
 import numpy as np
 
 from paddleformers_fc.errors import Corrupt, FormatError
+from paddleformers_fc.formats.catalog import FileOffset, StoredForm, StoredTensor
 from paddleformers_fc.formats.checkpoint import StoredShard
 from paddleformers_fc.layout.shards import Shard, shard_bytes
-from paddleformers_fc.mapping.boxes import MAX_AXES, MAX_LENGTH, shifted
+from paddleformers_fc.mapping.boxes import MAX_AXES, MAX_LENGTH, Box, cover_faults, shifted, whole
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.checksum import (
     BLOCK_DIGEST_BYTES,
@@ -128,6 +131,8 @@ class Index:
         places: for every place a shard without a name.
         files: for every file with tensors its shards in the following arrays.
         columns: for every shard the numbers of its name and of its place, and the offset of its first byte in its file.
+        paths: the files with tensors.
+        shard_file: for every shard the number of its file.
     """
 
     recorded: dict[str, FileChecksum]
@@ -135,6 +140,31 @@ class Index:
     places: list[Shard]
     files: dict[str, slice]
     columns: tuple[Array, Array, Array]
+    paths: list[str]
+    shard_file: Array
+
+    def tensors(self, role: str) -> tuple[dict[str, StoredTensor], list[str]]:
+        """Return the tensors of a role by name, and the contradictions between files as text."""
+        spans = [span for path, span in self.files.items() if path.startswith(f"{role}/")]
+        if not spans:
+            return {}, []
+        rows = np.concatenate([np.arange(span.start, span.stop) for span in spans])
+        named = self.columns[0][rows]
+        rows = rows[named.argsort(kind="stable")]
+        named.sort()
+        begins = np.flatnonzero(np.diff(named, prepend=-1))
+        ends = np.append(begins[1:], len(rows))
+        order = rows[begins].argsort()
+        places = self.columns[1][rows].astype(np.int32).tobytes()
+        found: dict[str, StoredTensor] = {}
+        faults: list[str] = []
+        cutter = _Cutter(self, rows)
+        columns = (column[order].tolist() for column in (named[begins], begins, ends))
+        for number, begin, end in zip(*columns, strict=True):
+            name, cut = self.names[number], cutter.cut(places[4 * begin : 4 * end])
+            found[name] = StoredTensor(name, cut.form, _Offsets(self, rows, begin, cut.fragments))
+            faults += [cutter.fault(name, begin, one) for one in cut.odd]
+        return found, faults
 
     def shards(self, path: str) -> Iterator[StoredShard]:
         """Yield the shards of a file, in the order of its bytes."""
@@ -155,6 +185,110 @@ class Index:
     def _rows(self, path: str) -> Iterator[tuple[int, int, int]]:
         rows = (column[self.files[path]].tolist() for column in self.columns)
         return zip(*rows, strict=True)
+
+
+class _Cut(msgspec.Struct, frozen=True):
+    """How the shards of a tensor cut it.
+
+    Args:
+        form: its dtype, shape and boxes.
+        fragments: for every box the number of its shard, and the offset in bytes from the first byte of the shard.
+        odd: the numbers of shards of another dtype or shape than the first, which have no boxes in the form.
+    """
+
+    form: StoredForm
+    fragments: list[tuple[int, int]]
+    odd: list[int]
+
+
+class _Offsets(msgspec.Struct, frozen=True, gc=False):
+    """Looks up where the boxes of a tensor are.
+
+    Args:
+        index: the index.
+        rows: the shards of a role, by tensor.
+        begin: where the tensor begins in them.
+        fragments: of its cut.
+    """
+
+    index: Index
+    rows: Array
+    begin: int
+    fragments: list[tuple[int, int]]
+
+    def __len__(self) -> int:
+        return len(self.fragments)
+
+    def __getitem__(self, box: int) -> FileOffset:
+        shard, start = self.fragments[box]
+        row = self.rows[self.begin + shard]
+        return self.index.paths[self.index.shard_file[row]], int(self.index.columns[2][row]) + start
+
+    def __iter__(self) -> Iterator[FileOffset]:
+        return map(self.__getitem__, range(len(self)))
+
+
+class _Cutter:
+    """Makes one cut for all tensors that consist of the same places.
+
+    Args:
+        index: the index.
+        rows: the shards of a role, by tensor.
+    """
+
+    def __init__(self, index: Index, rows: Array) -> None:
+        self._index, self._rows = index, rows
+        self._cuts: dict[bytes, _Cut] = {}
+        self._forms: dict[tuple[object, ...], StoredForm] = {}
+
+    def cut(self, places: bytes) -> _Cut:
+        """Return the cut of a tensor by the numbers of its places."""
+        found = self._cuts.get(places)
+        if found is None:
+            found = self._cuts[places] = self._new([self._index.places[one] for one in np.frombuffer(places, np.int32)])
+        return found
+
+    def _new(self, shards: list[Shard]) -> _Cut:
+        first, boxes, fragments, odd = shards[0], list[Box](), list[tuple[int, int]](), list[int]()
+        width = dtype_size(first.dtype)
+        for number, shard in enumerate(shards):
+            if (shard.dtype, shard.global_shape) != (first.dtype, first.global_shape):
+                odd.append(number)
+                continue
+            for one in shard.fragments:
+                boxes.append(one.box)
+                fragments.append((number, one.start * width))
+        key = (first.dtype, first.global_shape, *boxes)
+        form = self._forms.get(key)
+        if form is None:
+            tiles = not odd and _tile(shards)
+            form = self._forms[key] = StoredForm(first.dtype, first.global_shape, tuple(boxes), tiles=tiles)
+        return _Cut(form, fragments, odd)
+
+    def fault(self, name: str, begin: int, shard: int) -> str:
+        """Return the contradiction of a shard of a tensor to the first one."""
+        index, (first, row) = self._index, self._rows[[begin, begin + shard]]
+        one, known = (index.places[index.columns[1][at]] for at in (row, first))
+        return (
+            f"{name}: {index.paths[index.shard_file[row]]} has {one.dtype} {list(one.global_shape)}, "
+            f"another file {known.dtype} {list(known.global_shape)}"
+        )
+
+
+def _tile(shards: Sequence[Shard]) -> bool:
+    """Return whether ranges of boxes follow each other and these boxes tile their tensor, which is cheap to check."""
+    ranges: dict[Box, list[tuple[int, int]]] = {}
+    for one in shards:
+        ranges.setdefault(one.box, []).append(one.flat or (0, one.box.volume))
+    for box, own in ranges.items():
+        at = 0
+        for begin, end in sorted(one for one in own if one[0] < one[1]):
+            if begin != at:
+                return False
+            at = end
+        if at != box.volume:
+            return False
+    return not cover_faults(whole(shards[0].global_shape), list(ranges))
 
 
 def decode_index(raw: bytes, records: Sequence[FileRecord], where: AnyPath) -> Index:
@@ -204,7 +338,8 @@ def decode_index(raw: bytes, records: Sequence[FileRecord], where: AnyPath) -> I
     if (begins[first[counts > 0]] < 0).any():
         _reject(where, "a file is shorter than its shards")
     spans = {one.path: slice(low, high) for one, low, high in zip(files, first.tolist(), ends.tolist(), strict=True)}
-    return Index(recorded, names, places, spans, (named, placed, begins))
+    shard_file = np.repeat(np.arange(len(files), dtype=np.int32), counts)
+    return Index(recorded, names, places, spans, (named, placed, begins), list(spans), shard_file)
 
 
 def _recorded(
@@ -270,7 +405,6 @@ class IndexedFiles(Mapping[AnyPath, Identity]):
     def __init__(self, directory: AnyPath, index: Index, manifest: Identities, around: Surroundings) -> None:
         self.index = index
         self._directory, self._manifest = directory, manifest
-        self._paths = {directory / path: path for path in index.files}
         self._known: dict[AnyPath, Identity] = dict(manifest)
         self._around = around
 
@@ -292,7 +426,10 @@ class IndexedFiles(Mapping[AnyPath, Identity]):
 
     def __getitem__(self, path: AnyPath) -> Identity:
         if path not in self._known:
-            self._known[path] = self._checked(path, self._paths[path])
+            name = f"{path.parent.name}/{path.name}"
+            if name not in self.index.files or self._directory / name != path:
+                raise KeyError(path)
+            self._known[path] = self._checked(path, name)
         return self._known[path]
 
     def __iter__(self) -> Iterator[AnyPath]:

@@ -15,6 +15,7 @@ the coordinator, which puts them into the manifest.
 from __future__ import annotations
 
 import os
+import re
 import stat
 import threading
 from collections.abc import Iterable, Iterator
@@ -24,6 +25,8 @@ import xxhash
 
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.storage.remote import RemoteStatus
+
+_HEX = re.compile("[0-9a-f]+")
 
 DEFAULT_BLOCK_BYTES = 4 * 1024 * 1024
 """Default number of bytes that one block checksum covers."""
@@ -98,7 +101,7 @@ def _is_plain(path: str) -> bool:
 
 
 def is_hex(text: str, length: int) -> bool:
-    return len(text) == length and set(text) <= set("0123456789abcdef")
+    return len(text) == length and _HEX.fullmatch(text) is not None
 
 
 MISSING = "is missing"

@@ -614,7 +614,7 @@ def _rank_faults(manifest: Manifest) -> Iterator[str]:
     """Yield contradictions between the number of ranks and the names of files."""
     ranks, stored = f"world_size is {manifest.world_size}", set[int]()
     for path in (checksum.path for checksum in manifest.files):
-        found = _SHARD_FILE.fullmatch(PurePosixPath(path).name)
+        found = _SHARD_FILE.fullmatch(path.rpartition("/")[2])
         rank = generators_rank(path) if found is None else int(found[1])
         if rank is not None and rank >= manifest.world_size:
             yield f"{path} is of rank {rank}, and {ranks}"

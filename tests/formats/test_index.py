@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,10 @@ import numpy as np
 import pytest
 
 from paddleformers_fc.errors import FormatError
+from paddleformers_fc.formats.catalog import gather_shards
 from paddleformers_fc.formats.index import Index, decode_index, encode_index, shard_columns
 from paddleformers_fc.layout.shards import Shard
-from paddleformers_fc.mapping.boxes import shifted, whole
+from paddleformers_fc.mapping.boxes import Box, shifted, whole
 from paddleformers_fc.storage.checksum import INDEX_NAME, FileChecksum, checksum_of, records_of
 from paddleformers_fc.storage.dtypes import dtype_size
 from tests.harness.sealing import columns_of
@@ -56,6 +58,51 @@ def test_shards_and_checksums_survive_an_index() -> None:
             zip((one.name for one in shards), ends, ends[1:], strict=False)
         )
     assert index.recorded == {one.path: one for one in [*checksums(), checksum_of(INDEX_NAME, raw)]}
+
+
+HALF, OTHER_HALF = Box((0, 0), (4, 6)), Box((4, 0), (8, 6))
+CUTS = {
+    "one": [(whole((8, 6)), None)],
+    "one range": [(whole((8, 6)), (0, 48))],
+    "rows": [(OTHER_HALF, None), (HALF, None)],
+    "ranges": [(HALF, (7, 24)), (OTHER_HALF, (0, 24)), (HALF, (0, 7))],
+    "hole in a range": [(HALF, (7, 24)), (OTHER_HALF, None), (HALF, (0, 6))],
+    "hole before an empty range": [(HALF, (9, 9)), (HALF, (9, 24)), (OTHER_HALF, None), (HALF, (0, 7))],
+    "ranges that end early": [(HALF, (0, 7)), (HALF, (7, 23)), (OTHER_HALF, None)],
+    "overlap of ranges": [(HALF, (6, 24)), (HALF, (0, 7)), (OTHER_HALF, None)],
+    "missing box": [(HALF, (0, 7)), (HALF, (7, 24))],
+    "overlap of boxes": [(whole((8, 6)), None), (HALF, (3, 9))],
+    "empty ranges": [(HALF, (0, 0)), (HALF, (0, 24)), (OTHER_HALF, (24, 24)), (OTHER_HALF, None)],
+}
+"""The shards of a tensor of shape [8, 6], in any order, by what is odd about them."""
+
+
+@pytest.mark.parametrize("odd", ["", "float16", "[9, 6]"])
+def test_tensors_of_an_index_are_those_of_its_shards(odd: str) -> None:
+    files: dict[str, list[Shard]] = {f"model_state/rank-{rank:05d}.safetensors": [] for rank in range(4)}
+    for copy, (name, cuts) in product(("a", "b"), CUTS.items()):
+        for own, (box, flat) in zip(files.values(), cuts, strict=False):
+            own.append(Shard(f"{copy}.{name}", "float32", (8, 6), box, flat))
+    if odd:
+        files["model_state/rank-00003.safetensors"].append(
+            Shard("b.rows", "float16" if odd == "float16" else "float32", (8 if odd == "float16" else 9, 6), HALF)
+        )
+    sizes = {path: HEADER + sum(one.size * dtype_size(one.dtype) for one in own) for path, own in files.items()}
+    written = [checksum_of(path, bytes(size)) for path, size in sizes.items()]
+    index = decode_index(encode_index(shard_columns(files), written), records_of(written), Path(INDEX_NAME))
+    expected, contradictions = gather_shards(shard for path in index.files for shard in index.shards(path))
+    tensors, faults = index.tensors("model_state")
+    assert faults == contradictions
+    assert bool(faults) == bool(odd)
+    assert list(tensors) == list(expected)
+    for name, tensor in tensors.items():
+        assert tensor.form.content == expected[name].form.content
+        assert tuple(tensor.offsets) == tuple(expected[name].offsets)
+        assert tensor.form.faults == expected[name].form.faults
+        assert bool(tensor.form.faults) == any(word in name for word in ("hole", "early", "overlap", "missing")), name
+        if name != "b.rows" or not odd:
+            assert tensor.form is tensors[name.replace("b.", "a.")].form
+    assert index.tensors("optimizer_state") == ({}, [])
 
 
 @pytest.mark.parametrize(
