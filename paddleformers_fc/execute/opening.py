@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -35,7 +35,7 @@ from paddleformers_fc.distributed.channel import (
 from paddleformers_fc.errors import CheckpointError, Corrupt, FlexError
 from paddleformers_fc.execute.collective_checksums import FaultMessage, compare_on_all, refuse_damaged
 from paddleformers_fc.formats.checkpoint import OpenedCheckpoint
-from paddleformers_fc.formats.flex import DOCUMENTS, build_checkpoint, read_document_bytes
+from paddleformers_fc.formats.flex import DOCUMENTS, build_checkpoint, open_flex, read_document_bytes
 from paddleformers_fc.formats.registry import open_checkpoint
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.plan.transfer_plan import VisibleTo
@@ -52,14 +52,11 @@ from paddleformers_fc.storage.manifest import (
     refuse_as_newest,
     refuse_level,
     repair_advice,
-    require_record,
 )
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.storage.ranges import Identities, identity_of
 from paddleformers_fc.storage.remote import RemoteStatus
 from paddleformers_fc.text import count_text
-
-_T = TypeVar("_T")
 
 
 class _Metadata(msgspec.Struct):
@@ -143,7 +140,6 @@ def open_on_all_ranks(
     directory: AnyPath,
     channel: Channel,
     verify: str = "size",
-    threads: int = 4,
     consistency: ConsistencyFacts | None = None,
     config: Callable[[], Mapping[str, Any]] | None = None,
 ) -> OpenedCheckpoint:
@@ -156,55 +152,33 @@ def open_on_all_ranks(
         directory: ``checkpoint-N``.
         channel: all ranks of the job; every rank must call.
         verify: ``off``, ``size`` or ``full``.
-        threads: number of threads of this rank that compare checksums.
         consistency: facts that must be equal on all ranks.
         config: returns the configuration of the live model, for a directory of another format that has none. An error
             of this call on one rank is raised on all.
     """
     refuse_level(verify)
-    opened: list[OpenedCheckpoint] = []
 
-    def open_alone() -> None:
+    def open_alone() -> OpenedCheckpoint:
         # Another format, or no checkpoint at all, which is refused here.
-        opened.append(open_checkpoint(directory, verify, config=None if config is None else config()))
+        return open_checkpoint(directory, verify, config=None if config is None else config())
 
-    metadata, disks, identity = _read_once(directory, channel, DOCUMENTS, open_alone, consistency)
-    if metadata is None:
-        return opened[0]
-
-    def build(around: Surroundings) -> OpenedCheckpoint:
-        sent = metadata.documents
-        documents = {name: raw if name == INDEX_NAME else zlib.decompress(raw) for name, raw in sent.items()}
-        for name in DOCUMENTS:
-            if name not in sent:
-                documents[name] = read_document_bytes(directory, metadata.manifest, name)
-        return build_checkpoint(directory, metadata.manifest, documents, identity, around)
-
-    built, visible_to = _check_files(directory, channel, metadata.manifest, disks, verify, build)
-    return replace(built, catalog=replace(built.catalog, visible_to=visible_to), unread=verify == "full")
+    return _open(directory, channel, verify, open_alone, consistency)[0]
 
 
-def check_complete(directory: AnyPath, channel: Channel) -> None:
-    """Check that a checkpoint is complete: every file is visible to some rank, with its recorded size.
+def open_newest(directory: AnyPath, channel: Channel) -> tuple[OpenedCheckpoint, bool]:
+    """Open a checkpoint that a run resumes because it is the newest one; sizes are compared at every level.
 
     Args:
         directory: ``checkpoint-N``.
         channel: all ranks of the job; every rank must call.
+    Returns:
+        the checkpoint, and whether all ranks have access to the same disk.
     Raises:
         CheckpointError: the same on every rank: the checkpoint is incomplete, disks have different saves of it, or its
             name contradicts its step.
         Diverged: the same on every rank: it was saved with diverged copies of tied tensors.
     """
-    metadata, disks, _ = _read_once(directory, channel, (), lambda: read_manifest(directory))
-    if metadata is None:
-        return
-
-    def check(_: Surroundings) -> None:
-        refuse_as_newest(directory, metadata.manifest)
-        for name in DOCUMENTS:
-            require_record(directory, metadata.manifest, name)
-
-    _check_files(directory, channel, metadata.manifest, disks, "size", check)
+    return _open(directory, channel, "size", lambda: open_flex(directory), as_newest=True)
 
 
 def compare_unread(checkpoint: OpenedCheckpoint, channel: Channel, threads: int = 4) -> None:
@@ -261,29 +235,32 @@ def own_document(checkpoint: OpenedCheckpoint, name: str, received: bytes | None
     return received if received is not None or name not in checkpoint.documents else checkpoint.document(name)
 
 
-def _read_once(
+def _open(
     directory: AnyPath,
     channel: Channel,
-    names: Sequence[str],
-    alone: Callable[[], object],
+    verify: str,
+    alone: Callable[[], OpenedCheckpoint],
     consistency: ConsistencyFacts | None = None,
-) -> tuple[_Metadata | None, _Disks, Identities]:
-    """Read manifest and documents on one rank for all.
+    as_newest: bool = False,
+) -> tuple[OpenedCheckpoint, bool]:
+    """Open a checkpoint whose metadata one rank reads for all.
 
     Args:
         directory: ``checkpoint-N``.
         channel: all ranks; every rank must call.
-        names: the documents.
+        verify: the level.
         alone: opens the directory on this rank without a manifest; its errors count if no rank has a manifest.
         consistency: facts that must be equal on all ranks.
+        as_newest: whether to refuse what is resumed only by name.
     Returns:
-        the documents, None if no rank has a manifest; the disks; the identity of the manifest of this rank.
+        the checkpoint, and whether all ranks have access to the same disk.
     """
+    opened: list[OpenedCheckpoint] = []
 
     def read() -> _Metadata:
         manifest = read_manifest(directory)
         documents: dict[str, bytes] = {}
-        for name in names:
+        for name in DOCUMENTS:
             with suppress(CheckpointError):
                 raw = read_document_bytes(directory, manifest, name)
                 documents[name] = raw if name == INDEX_NAME else zlib.compress(raw, 1)
@@ -296,20 +273,34 @@ def _read_once(
             metadata = read() if channel.rank == 0 else None
             return _Report(_disk_of(status), metadata=metadata), {path: identity_of(status)}
         try:
-            alone()
+            opened.append(alone())
         except FlexError as error:
             return _Report(fault=error.to_wire()), {}
         return _Report(), {}
 
     reports, identity = gather_and_keep(channel, f"opening {directory.name}", look, _Report, consistency)
     disks = _Disks(reports, channel)
-    metadata = reports[0].metadata
     if not disks.ranks:
         refuse_failed(channel, [one.fault for one in reports])
-    elif metadata is None:
+        return opened[0], False
+    metadata = reports[0].metadata
+    if metadata is None:
         source = min(rank for ranks in disks.ranks.values() for rank in ranks)
         metadata = broadcast(channel, f"opening {directory.name}", read, _Metadata, source=source)
-    return metadata, disks, identity
+    manifest, sent = metadata.manifest, metadata.documents
+
+    def build(around: Surroundings) -> OpenedCheckpoint:
+        if as_newest:
+            refuse_as_newest(directory, manifest)
+        documents = {name: raw if name == INDEX_NAME else zlib.decompress(raw) for name, raw in sent.items()}
+        for name in DOCUMENTS:
+            if name not in sent:
+                documents[name] = read_document_bytes(directory, manifest, name)
+        return build_checkpoint(directory, manifest, documents, identity, around)
+
+    built, visible_to = _check_files(directory, channel, manifest, disks, verify, build)
+    built = replace(built, catalog=replace(built.catalog, visible_to=visible_to), unread=verify == "full")
+    return built, disks.is_one
 
 
 def _check_files(
@@ -318,8 +309,8 @@ def _check_files(
     manifest: Manifest,
     disks: _Disks,
     verify: str,
-    build: Callable[[Surroundings], _T],
-) -> tuple[_T, dict[str, tuple[int, ...]]]:
+    build: Callable[[Surroundings], OpenedCheckpoint],
+) -> tuple[OpenedCheckpoint, dict[str, tuple[int, ...]]]:
     """Check the files of all disks, each by one of its ranks.
 
     Args:
@@ -335,8 +326,8 @@ def _check_files(
     leads = disks.members[:1] == [channel.rank]
     share = manifest.files[disks.share] if verify != "off" or not disks.is_one else []
 
-    def check() -> tuple[_Checked, list[_T]]:
-        around, built, refusal = Surroundings(directory), list[_T](), ""
+    def check() -> tuple[_Checked, list[OpenedCheckpoint]]:
+        around, built, refusal = Surroundings(directory), list[OpenedCheckpoint](), ""
         try:
             built.append(build(around))
         except FlexError as error:  # Damaged files explain it.
@@ -363,9 +354,9 @@ def _check_files(
     strangers = sum(one.strangers for one in checked)
     advice = repair_advice(strangers > 0, sum(len(one.evidence) for one in checked) > strangers)
     refuse_damaged(directory, channel, checked, advice)
-    refuse_failed(channel, [one.refusal for one in checked])
     visible_to = disks.visible_to(checked, manifest)
     _refuse_invisible(directory, visible_to, disks.blind)
+    refuse_failed(channel, [one.refusal for one in checked])
     return built[0], visible_to
 
 

@@ -40,7 +40,7 @@ import msgspec
 import numpy as np
 from paddle.optimizer.lr import LRScheduler
 
-from paddleformers_fc.distributed.channel import Channel, all_gather_checked, run_on_all
+from paddleformers_fc.distributed.channel import Channel, gather_and_keep
 from paddleformers_fc.errors import FlexError, FormatError, MismatchError
 from paddleformers_fc.execute.opening import own_document, own_file
 from paddleformers_fc.families import family_for, is_known
@@ -510,6 +510,7 @@ class TrainingProgress:
         reference: the document of the reference model, see :mod:`.reference`; None if the saved run had none.
         average: the document of the moving average, see :mod:`.ema`; None if the checkpoint has none.
         own_scheduler: state of the optimizer's own scheduler; None if the checkpoint has none.
+        generators: the document of this process's random generators; None if the checkpoint has none of this process.
     """
 
     state: TrainerState
@@ -519,10 +520,11 @@ class TrainingProgress:
     reference: dict[str, Any] | None = None
     average: dict[str, Any] | None = None
     own_scheduler: dict[str, Any] | None = None
+    generators: bytes | None = None
 
 
 def read_progress(checkpoint: OpenedCheckpoint, optimizer: Any, channel: Channel) -> TrainingProgress:
-    """Read the Trainer's state on one rank and send it to all.
+    """Read the Trainer's state on one rank and send it to all; every rank reads its own random generators.
 
     Args:
         checkpoint: an opened checkpoint.
@@ -531,12 +533,13 @@ def read_progress(checkpoint: OpenedCheckpoint, optimizer: Any, channel: Channel
 
     Raises:
         MismatchError: it was saved without optimizer and scheduler, or its optimizer states are missing.
-        Corrupt: the documents contradict the manifest.
+        Corrupt: on every rank, if a document of any rank is altered or contradicts the manifest.
         FormatError: a document is damaged.
     """
     directory = checkpoint.catalog.root
+    name_of_own, handed = rng_name(channel.rank), own_file(checkpoint, channel, rng_name)
 
-    def work() -> dict[str, bytes]:
+    def work() -> tuple[dict[str, bytes], bytes | None]:
         listed = checkpoint.documents
         missing = sorted({STATE, SCHEDULER, DATA} - listed)
         # A run of this package records its optimizer, which may have no states.
@@ -559,9 +562,12 @@ def read_progress(checkpoint: OpenedCheckpoint, optimizer: Any, channel: Channel
         raws = {name: checkpoint.document(name, _MAX_BYTES) for name in mine if name in listed}
         for name, raw in raws.items():
             state_json.decode_object(raw, str(directory / name))
-        return raws
+        generators = own_document(checkpoint, name_of_own, handed)
+        if generators is not None:
+            refuse_contradictions(checkpoint, {name_of_own: state_json.decode_object(generators, name_of_own)})
+        return raws, generators
 
-    everyone = all_gather_checked(channel, "reading the Trainer's own state", work, dict[str, bytes])
+    everyone, generators = gather_and_keep(channel, "reading the Trainer's own state", work, dict[str, bytes])
     documents = {
         name: state_json.decode_object(raw, str(directory / name)) for raws in everyone for name, raw in raws.items()
     }
@@ -574,28 +580,8 @@ def read_progress(checkpoint: OpenedCheckpoint, optimizer: Any, channel: Channel
         reference=documents.get(REFERENCE),
         average=documents.get(AVERAGE),
         own_scheduler=documents.get(OWN_SCHEDULER),
+        generators=generators,
     )
-
-
-def read_generators(checkpoint: OpenedCheckpoint, channel: Channel) -> bytes | None:
-    """Return the document of this rank's random generators, from any rank with access to it; None if there is none.
-
-    Args:
-        checkpoint: an opened checkpoint.
-        channel: all ranks of the job; every rank must call.
-
-    Raises:
-        Corrupt: on every rank, if the document of any rank is altered, or is of another number of ranks.
-    """
-    name, handed = rng_name(channel.rank), own_file(checkpoint, channel, rng_name)
-
-    def read() -> bytes | None:
-        raw = own_document(checkpoint, name, handed)
-        if raw is not None:
-            refuse_contradictions(checkpoint, {name: state_json.decode_object(raw, name)})
-        return raw
-
-    return run_on_all(channel, "reading random generators", read)
 
 
 _COUNT = Annotated[int, msgspec.Meta(ge=0)]

@@ -28,6 +28,7 @@ from paddleformers_fc.trainer.callback import BestCheckpoint, FlexCheckpointCall
 from paddleformers_fc.trainer.ema import MovingAverage, UpdateBarrier
 from paddleformers_fc.trainer.library import logger
 from paddleformers_fc.trainer.options import FIELD_NAMES
+from paddleformers_fc.trainer.resume import Choice
 from paddleformers_fc.trainer.uploads import Uploads
 
 Native = Callable[..., Any]
@@ -71,15 +72,13 @@ class JobState:
         agreement: of the ranks at step ends.
         ran: names of the replaced methods that have run since ``train`` was called; see :mod:`.save_job`.
         best: hides the name of the best checkpoint from PaddleFormers' loop.
-        chosen: the checkpoint to resume; None in a run from the beginning. The native methods pass it on as text, which
-            lacks the password of a URL.
-        named: whether a user named ``chosen``; otherwise it is the newest one.
+        chosen: the checkpoint to resume; None in a run from the beginning. The native methods pass its path on as text,
+            which lacks the password of a URL.
         choosing: seconds that it took to choose it.
         record: identifies the run in its checkpoints; None before training.
         warned: warnings that are logged once per run.
         resumed_from: the checkpoint that was loaded; None in a run from the beginning.
         progress: the Trainer's state in that checkpoint; None if it is not continued.
-        generators: this process's random generators in that checkpoint; None if it has none of this process.
         manifest: of the checkpoint that was loaded.
         changes: differences of the model's configuration from that in the checkpoint that was loaded.
         saved: the last checkpoint that was saved since ``train`` was called.
@@ -100,14 +99,12 @@ class JobState:
     agreement: StepAgreement
     ran: set[str] = field(default_factory=set)
     best: BestCheckpoint = field(default_factory=BestCheckpoint)
-    chosen: AnyPath | None = None
-    named: bool = False
+    chosen: Choice | None = None
     choosing: float = 0.0
     record: RunRecord | None = None
     warned: set[str] = field(default_factory=set)
     resumed_from: AnyPath | None = None
     progress: documents.TrainingProgress | None = None
-    generators: bytes | None = None
     manifest: Manifest | None = None
     changes: tuple[Change, ...] = ()
     saved: Path | None = None

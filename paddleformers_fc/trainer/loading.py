@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -113,36 +113,22 @@ def train(
     Raises:
         NotACheckpoint: there is none, or the named directory is not one.
         FlexError: as :func:`.preflight.check`, before the first step.
-        MismatchError: see :func:`.reference.refuse_unlike`.
     """
-    preflight.check(trainer, channel_of(trainer.args))
     job_state = job_state_of(trainer)
+    preflight.check(trainer, channel_of(trainer.args), job_state.has_trained)
     if job_state.uploads is not None:
         job_state.uploads.check()
-    run_on_all(channel_of(trainer.args), "looking at the reference model", lambda: _refuse_reference(trainer))
-    job_state.resumed_from = job_state.progress = job_state.generators = job_state.saved = job_state.record = None
+    job_state.resumed_from = job_state.progress = job_state.saved = job_state.record = None
     job_state.ran, job_state.warned = {"train"}, set()
     if job_state.average is not None:
         job_state.average.reset()
     timer = PhaseTimer()
-    job_state.chosen, job_state.named = _choose(
-        trainer.args,
-        resume_from_checkpoint,
-        partial(job_state.warn_once, trainer.args),
-        lambda: describe_model(trainer.model).config,
-    )
+    job_state.chosen = _choose(trainer.args, resume_from_checkpoint, _search(trainer))
     job_state.choosing = timer.end("open")
     _warn_of_leftovers(trainer.args)
     if job_state.chosen is None:
         _begin_new_run(job_state, trainer.args, channel_of(trainer.args))
-    return native(None if job_state.chosen is None else str(job_state.chosen), ignore_keys_for_eval)
-
-
-def _refuse_reference(trainer: Any) -> None:
-    # PaddleFormers' preference training sets it after Trainer.__init__.
-    reference.refuse_updates(trainer)
-    if not job_state_of(trainer).has_trained:
-        reference.refuse_unlike(reference.model_of(trainer), trainer.model)
+    return native(None if job_state.chosen is None else str(job_state.chosen.path), ignore_keys_for_eval)
 
 
 def _warn_of_leftovers(args: Any) -> None:
@@ -162,31 +148,33 @@ def _warn_of_leftovers(args: Any) -> None:
         )
 
 
-def _choose(
-    args: Any, requested: str | bool | None, warn: Callable[[str], None], find_config: Callable[[], Mapping[str, Any]]
-) -> tuple[AnyPath | None, bool]:
-    """Return the checkpoint to resume, and whether it was named.
+def _search(trainer: Any) -> resume.Search:
+    """Return where the newest checkpoint of a run is looked for."""
+    args = trainer.args
+    warn_once = partial(job_state_of(trainer).warn_once, args)
+    return resume.Search(Path(args.output_dir), channel_of(args), warn_once, describe_model(trainer.model).config)
+
+
+def _choose(args: Any, requested: str | bool | None, search: resume.Search) -> resume.Choice | None:
+    """Open the checkpoint to resume.
 
     Args:
         args: the training arguments.
         requested: by the training.
-        warn: is called with a warning.
-        find_config: returns the live model's configuration, for checkpoints without any.
+        search: for the newest one.
     """
-    channel = channel_of(args)
-    output_dir = Path(args.output_dir)
     if getattr(args, "looks_for_last_checkpoint", False):
         if args.resume_from_checkpoint is None and not args.overwrite_output_dir:
             # The command line requests the newest directory, or None on a node whose disk is empty. All ranks must
             # decide together, so its request is ignored.
-            return resume.newest_or_begin(output_dir, channel, warn, find_config()), False
+            return resume.newest_or_begin(search)
         # Its preference training requests that directory, or none, even if a user named another one.
         requested = args.resume_from_checkpoint
     if not requested:
-        return None, False
+        return None
     if requested is True:
-        return resume.newest_or_refuse(output_dir, channel, warn, config=find_config()), False
-    return resume.require_named(parse_named(requested), channel), True
+        return resume.newest_or_refuse(search)
+    return resume.open_named(parse_named(requested), args.flex_verify, search)
 
 
 def _begin_new_run(job_state: JobState, args: Any, channel: Channel) -> None:
@@ -207,16 +195,16 @@ def load(trainer: Any, native: Native, resume_from_checkpoint: str) -> None:
     args, channel = trainer.args, channel_of(trainer.args)
     job_state = job_state_of(trainer)
     timer = PhaseTimer({"open": job_state.choosing})
-    named = _path_of(job_state, resume_from_checkpoint)
+    choice = _choice_of(job_state, resume_from_checkpoint)
     if args.should_log:
-        logger.info(f"Resuming from {named}")
+        logger.info(f"Resuming from {choice.path}")
     with measured_transfers() as transfers, sonic_moe.filled_from_run(trainer):
-        ready, report = _fill_usable(trainer, named, channel, timer)
+        ready, report = _fill_usable(trainer, choice, channel, timer)
     checkpoint, progress = ready.checkpoint, ready.progress
     directory = checkpoint.catalog.root
     documents.take_over(trainer.model, checkpoint.config, ready.generation)
     _drop_unfinished_step(trainer, job_state)
-    job_state.resumed_from, job_state.progress, job_state.generators = directory, progress, ready.generators
+    job_state.resumed_from, job_state.progress = directory, progress
     job_state.manifest, job_state.changes = checkpoint.manifest, report.changes
     job_state.ran.add(LOAD_METHOD)
     if progress is not None:
@@ -280,7 +268,6 @@ class _PreparedLoad:
     Args:
         checkpoint: opened.
         progress: the Trainer's state in it; None if it is not continued.
-        generators: this process's random generators in it; None if it has none of this process.
         generation: its ``generation_config.json``; None where it has none.
         load: fills the weights and states.
         names: names of the states in the live model.
@@ -289,7 +276,6 @@ class _PreparedLoad:
 
     checkpoint: OpenedCheckpoint
     progress: documents.TrainingProgress | None
-    generators: bytes | None
     generation: bytes | None
     load: PreparedLoad
     names: stored_states.LiveNames
@@ -310,7 +296,7 @@ def _verifying() -> Iterator[None]:
 
 
 def _fill_usable(
-    trainer: Any, directory: AnyPath, channel: Channel, timer: PhaseTimer
+    trainer: Any, choice: resume.Choice, channel: Channel, timer: PhaseTimer
 ) -> tuple[_PreparedLoad, LoadReport]:
     """Fill model and optimizer from the checkpoint that was named, or from the newest one that passes verification.
 
@@ -319,33 +305,32 @@ def _fill_usable(
     Raises:
         FlexError: the same on every rank: the named one fails, the newest one does not fit, or there is none.
     """
-    job_state, args = job_state_of(trainer), trainer.args
-    warn_once = partial(job_state.warn_once, args)
+    job_state, args, search = job_state_of(trainer), trainer.args, _search(trainer)
     unusable: dict[str, str] = {}
     begun: set[Key] | None = None
     while True:
         try:
             try:
-                ready = _prepare(trainer, directory, channel, timer)
+                ready = _prepare(trainer, choice, channel, timer)
             except MismatchError as unfit:
-                raise unfit if job_state.named else resume.with_new_run_advice(unfit) from None
+                raise unfit if choice.named else resume.with_new_run_advice(unfit) from None
             if begun is not None:
                 _refuse_partial(ready, begun, channel)
-            job_state.chosen = ready.checkpoint.catalog.root
+            directory = ready.checkpoint.catalog.root
+            job_state.chosen = resume.Choice(directory, named=choice.named)
             _identify_run(job_state, args, ready.checkpoint.manifest, job_state.chosen, channel)
             begun = (begun or set()) | ready.load.targets
-            shown = bar_on_terminal(f"loading {job_state.chosen.name}", args.should_log)
-            with _verifying(), base_fingerprint.until_filled(trainer.model, job_state.chosen), shown:
+            shown = bar_on_terminal(f"loading {directory.name}", args.should_log)
+            with _verifying(), base_fingerprint.until_filled(trainer.model, directory), shown:
                 return ready, ready.load.fill()
         except _FailsVerificationError as failed:
             error = failed.__cause__
-            if job_state.named or not isinstance(error, FlexError):
+            if choice.named or not isinstance(error, FlexError):
                 raise (error or failed) from None
             timer.end("read")
-            unusable[directory.name] = why = error.in_one_line()
-        warn_once(f"{directory} fails verification and is skipped: {why}")
-        config = describe_model(trainer.model).config
-        directory = resume.newest_or_refuse(Path(args.output_dir), channel, warn_once, unusable, config)
+            unusable[choice.path.name] = why = error.in_one_line()
+        search.warn(f"{choice.path} fails verification and is skipped: {why}")
+        choice = resume.newest_or_refuse(search, unusable)
 
 
 def _refuse_partial(ready: _PreparedLoad, begun: set[Key], channel: Channel) -> None:
@@ -369,24 +354,26 @@ def _refuse_partial(ready: _PreparedLoad, begun: set[Key], channel: Channel) -> 
     run_on_all(channel, "comparing what two checkpoints fill", compare)
 
 
-def _prepare(trainer: Any, directory: AnyPath, channel: Channel, timer: PhaseTimer) -> _PreparedLoad:
-    args = trainer.args
-    consistency = consistency_check_of(args, f"resuming from {directory.name}")
+def _prepare(trainer: Any, choice: resume.Choice, channel: Channel, timer: PhaseTimer) -> _PreparedLoad:
+    args, directory = trainer.args, choice.path
     model, options = describe_model(trainer.model), read_options(args)
     with _verifying():
+        consistency = consistency_check_of(args, f"resuming from {directory.name}")
         # Some stock Trainers do not save the configuration.
-        level, threads = args.flex_verify, args.flex_threads
-        opened = open_on_all_ranks(directory, channel, level, threads, consistency, lambda: model.config)
+        opened = choice.opened or open_on_all_ranks(
+            directory, channel, args.flex_verify, consistency, lambda: model.config
+        )
+        choose_copies = partial(_with_copies, trainer, choice.named, opened)
         if opened.commit_record is None:
-            checkpoint = run_on_all(channel, f"reading the run of {directory.name}", lambda: _chosen(trainer, opened))
+            checkpoint = run_on_all(channel, f"reading the run of {directory.name}", choose_copies)
         else:
-            checkpoint = _chosen(trainer, opened)
+            checkpoint = choose_copies()
     timer.end("open")
-    checkpoint = replace(checkpoint, averaged=_from_average(args, checkpoint))
+    unread = args.flex_verify == "full" and opened.commit_record is not None
+    checkpoint = replace(checkpoint, averaged=_from_average(args, checkpoint), unread=unread)
     continued = not args.ignore_load_lr_and_optim
     with _verifying():
         progress = documents.read_progress(checkpoint, trainer.optimizer, channel) if continued else None
-        generators = documents.read_generators(checkpoint, channel) if continued else None
     if progress is not None:
         _refuse_unlike(trainer, progress, directory)
         _compare_reference(trainer, progress, directory, channel)
@@ -406,7 +393,7 @@ def _prepare(trainer: Any, directory: AnyPath, channel: Channel, timer: PhaseTim
         names, roles, generation = run_on_all(channel, "preparing the optimizer", prepare)
         may_change, may_cast = args.flex_allow_config_changes, args.flex_allow_casts
         load = prepare_load(checkpoint, roles, model, channel, options, args.aoa_config, may_change, may_cast, timer)
-    return _PreparedLoad(checkpoint, progress, generators, generation, load, names, roles.get(EMA_STATE, {}))
+    return _PreparedLoad(checkpoint, progress, generation, load, names, roles.get(EMA_STATE, {}))
 
 
 def _from_average(args: Any, checkpoint: OpenedCheckpoint) -> bool:
@@ -421,21 +408,21 @@ def _from_average(args: Any, checkpoint: OpenedCheckpoint) -> bool:
     return wanted
 
 
-def _identify_run(job_state: JobState, args: Any, manifest: Manifest, directory: AnyPath, channel: Channel) -> None:
+def _identify_run(job_state: JobState, args: Any, manifest: Manifest, choice: resume.Choice, channel: Channel) -> None:
     """Identify the run that resumes a checkpoint, and warn of other runs in its output directory."""
     if args.ignore_load_lr_and_optim:
         _begin_new_run(job_state, args, channel)
         return
     output_dir = Path(args.output_dir)
-    here = isinstance(directory, Path) and real_path(directory.parent) == real_path(output_dir)
-    job_state.record, text = lineage.resumed(manifest, lineage.saved_in(output_dir, channel), here, job_state.named)
+    here = isinstance(choice.path, Path) and real_path(choice.path.parent) == real_path(output_dir)
+    job_state.record, text = lineage.resumed(manifest, lineage.saved_in(output_dir, channel), here, choice.named)
     warn(args, text)
 
 
-def _chosen(trainer: Any, checkpoint: OpenedCheckpoint) -> OpenedCheckpoint:
+def _with_copies(trainer: Any, named: bool, checkpoint: OpenedCheckpoint) -> OpenedCheckpoint:
     """Return a checkpoint with the copies that are read. A user may choose them in a checkpoint that he names."""
     args, manifest = trainer.args, checkpoint.manifest
-    if not job_state_of(trainer).named or args.flex_tied == REFUSE:
+    if not named or args.flex_tied == REFUSE:
         return with_tied(checkpoint, REFUSE)
     if manifest.ties:
         warn(
@@ -447,9 +434,12 @@ def _chosen(trainer: Any, checkpoint: OpenedCheckpoint) -> OpenedCheckpoint:
     return with_tied(checkpoint, args.flex_tied)
 
 
-def _path_of(job_state: JobState, named: str) -> AnyPath:
-    """Return the path of the checkpoint that a native method names."""
-    return job_state.chosen if job_state.chosen is not None and named == str(job_state.chosen) else parse_path(named)
+def _choice_of(job_state: JobState, path: str) -> resume.Choice:
+    """Return the checkpoint that a native method names."""
+    chosen = job_state.chosen
+    if chosen is not None and path == str(chosen.path):
+        return chosen
+    return resume.Choice(parse_path(path), named=chosen is not None and chosen.named)
 
 
 def _roles_to_fill(
@@ -741,7 +731,7 @@ def _report_changes(
 def _load_best(trainer: Any, directory: Path) -> None:
     """Load the weights of the best checkpoint after training."""
     channel = channel_of(trainer.args)
-    checkpoint = open_on_all_ranks(directory, channel, trainer.args.flex_verify, trainer.args.flex_threads)
+    checkpoint = open_on_all_ranks(directory, channel, trainer.args.flex_verify)
     checkpoint = with_tied(checkpoint, trainer.args.flex_tied)
     settle_weights(trainer)
     roles = run_on_all(channel, "preparing the best model", lambda: live_roles.model_roles(trainer.model))
@@ -763,9 +753,10 @@ def load_rng_state(trainer: Any, native: Native, checkpoint: str | None) -> None
         return
     args = trainer.args
     job_state = job_state_of(trainer)
-    path = _path_of(job_state, checkpoint) / documents.rng_name(dist.get_rank())
-    restored = job_state.generators is not None and rng.restore(
-        job_state.generators, str(path), args.world_size, args.use_hybrid_parallel, args.tensor_model_parallel_size > 1
+    path = _choice_of(job_state, checkpoint).path / documents.rng_name(dist.get_rank())
+    generators = None if job_state.progress is None else job_state.progress.generators
+    restored = generators is not None and rng.restore(
+        generators, str(path), args.world_size, args.use_hybrid_parallel, args.tensor_model_parallel_size > 1
     )
     if not restored:
         job_state.warn_once(

@@ -452,7 +452,7 @@ def load(
         return described.config if is_known(described.config) else {}
 
     consistency = ConsistencyCheck(f"loading {path.name}", facts)
-    opened = open_on_all_ranks(path, channel, verify, threads, consistency, given)
+    opened = open_on_all_ranks(path, channel, verify, consistency, given)
     timer.end("open")
     adapter_checks.refuse_unsupported(model, channel)
     base_fingerprint.identify_once(model, channel)

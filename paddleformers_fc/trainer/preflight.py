@@ -16,6 +16,7 @@ from paddleformers_fc.distributed.channel import Channel, run_on_all
 from paddleformers_fc.distributed.consistency import ConsistencyCheck, comparable_config, software_versions
 from paddleformers_fc.distributed.store_client import on_several_nodes
 from paddleformers_fc.storage.files import check_writable
+from paddleformers_fc.trainer import reference
 from paddleformers_fc.trainer.description import describe_model
 from paddleformers_fc.trainer.job_state import channel_of
 
@@ -43,15 +44,17 @@ _OF_A_NODE = frozenset(
 _PACKAGES = ("paddleformers", "paddlenlp", "paddleformers_fc")
 
 
-def check(trainer: Any, channel: Channel) -> None:
+def check(trainer: Any, channel: Channel, has_trained: bool) -> None:
     """Compare versions, options and model configuration across ranks, and test every output disk.
 
     Args:
         trainer: about to train.
         channel: all ranks; every rank must call.
+        has_trained: whether it has trained before; its model then differs from a reference model.
     Raises:
         PeerError: the same on every rank: a table of the differences, with values and ranks.
         StorageError: the same on every rank: the output directories that cannot be written, with their ranks.
+        MismatchError: see :func:`.reference.refuse_unlike`.
     """
     args = trainer.args
     facts = {
@@ -59,7 +62,15 @@ def check(trainer: Any, channel: Channel) -> None:
         "config": comparable_config(describe_model(trainer.model)),
         **dict(_options(args)),
     }
-    _test_disk(args, channel, ConsistencyCheck("starting the training", facts))
+
+    def work() -> None:
+        check_writable(Path(args.output_dir))
+        # PaddleFormers' preference training sets it after Trainer.__init__.
+        reference.refuse_updates(trainer)
+        if not has_trained:
+            reference.refuse_unlike(reference.model_of(trainer), trainer.model)
+
+    run_on_all(channel, "checking the training", work, ConsistencyCheck("starting the training", facts))
 
 
 def check_disks(args: Any) -> None:
@@ -71,11 +82,7 @@ def check_disks(args: Any) -> None:
         StorageError: the same on every rank: the output directories that cannot be written, with their ranks.
     """
     if on_several_nodes():
-        _test_disk(args, channel_of(args))
-
-
-def _test_disk(args: Any, channel: Channel, consistency: ConsistencyCheck | None = None) -> None:
-    run_on_all(channel, "testing the output directory", lambda: check_writable(Path(args.output_dir)), consistency)
+        run_on_all(channel_of(args), "testing the output directory", lambda: check_writable(Path(args.output_dir)))
 
 
 def _options(args: Any) -> Iterator[tuple[str, object]]:

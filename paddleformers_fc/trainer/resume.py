@@ -9,15 +9,17 @@ checkpoint because of a failed mount would lose steps.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from paddleformers_fc.distributed.channel import Channel, all_gather_checked, format_ranks, run_on_all
-from paddleformers_fc.errors import CheckpointError, MismatchError, NotACheckpoint
-from paddleformers_fc.execute.opening import check_complete
-from paddleformers_fc.formats.checkpoint import MAPPING_NAME, not_a_flex_checkpoint
+from paddleformers_fc.distributed.channel import Channel, all_gather_checked, broadcast, run_on_all
+from paddleformers_fc.errors import CheckpointError, Diverged, MismatchError, NotACheckpoint
+from paddleformers_fc.execute.opening import open_newest, open_on_all_ranks
+from paddleformers_fc.formats.checkpoint import MAPPING_NAME, OpenedCheckpoint, not_a_flex_checkpoint
 from paddleformers_fc.formats.registry import format_of, is_resumable, saved_run
 from paddleformers_fc.formats.stock_run import refuse_unfinished
 from paddleformers_fc.storage.commit import recover
@@ -30,15 +32,47 @@ _NOT_RESUMABLE = "not a checkpoint of another format"
 _MOST_NAMED = 3
 
 
+@dataclass(frozen=True)
+class Choice:
+    """The checkpoint that a run resumes.
+
+    Args:
+        path: in this rank's output directory, or as it was named.
+        opened: with the metadata that the choice has read, which the load takes; None for the newest one of another
+            format.
+        named: whether a user named it; otherwise it is the newest one.
+    """
+
+    path: AnyPath
+    opened: OpenedCheckpoint | None = None
+    named: bool = False
+
+
+@dataclass(frozen=True)
+class Search:
+    """Where the newest checkpoint of a run is looked for.
+
+    Args:
+        output_dir: where the run saves.
+        channel: all ranks of the job.
+        warn: receives a line for every directory that is skipped.
+        config: the configuration of the live model, for checkpoints of other formats that have none.
+    """
+
+    output_dir: Path
+    channel: Channel
+    warn: Callable[[str], None]
+    config: Mapping[str, Any] | None = None
+
+
 def find_newest(
-    output_dir: Path, channel: Channel, without: Collection[str] = (), known: Collection[str] = ()
+    output_dir: Path, channel: Channel, known: Collection[str] = ()
 ) -> tuple[Path | None, list[tuple[Path, str]]]:
     """Find the newest finished checkpoint of a run. Every rank must call.
 
     Args:
         output_dir: where the run saves.
         channel: all ranks of the job.
-        without: names of unusable directories.
         known: names of checkpoints that are known to be complete; the same on every rank.
     Returns:
         a path in this rank's output directory, of the same step on every rank, or None; and the skipped newer
@@ -49,55 +83,72 @@ def find_newest(
 
     def check(path: Path) -> None:
         if path.name not in known:
-            check_complete(path, channel)
+            open_newest(path, channel)
 
-    return first_usable((output_dir / name for name in _names(output_dir, channel) if name not in without), check)
+    return first_usable((output_dir / name for name in _names(output_dir, channel)), check)
+
+
+def _open_usable(
+    output_dir: Path, channel: Channel, without: Collection[str]
+) -> tuple[OpenedCheckpoint | None, list[tuple[Path, str]]]:
+    """Open the newest usable checkpoint, and return it with what is skipped, as :func:`find_newest`.
+
+    The coordinator's newest one is opened first. If all ranks see its manifest, they share a disk, and no other rank
+    lists the directory.
+    """
+    opened: dict[str, OpenedCheckpoint] = {}
+    listed = broadcast(channel, "looking for checkpoints", partial(_listed, output_dir), list[str])
+    first = next((name for name in listed if name not in without), "")
+    if first and parse_hidden(Path(first)) is None:
+        with suppress(CheckpointError, Diverged):  # Which the reasons below repeat.
+            opened[first], is_shared = open_newest(output_dir / first, channel)
+            if is_shared:
+                return opened[first], []
+
+    def open_next(path: Path) -> None:
+        if path.name not in opened:
+            opened[path.name], _ = open_newest(path, channel)
+
+    names = (name for name in _names(output_dir, channel) if name not in without)
+    found, skipped = first_usable((output_dir / name for name in names), open_next)
+    return None if found is None else opened[found.name], skipped
+
+
+def _listed(output_dir: Path) -> list[str]:
+    """Return the names of the candidates that are visible to this rank, newest first."""
+    return [path.name for path in candidates_in(output_dir)]
 
 
 def _names(output_dir: Path, channel: Channel) -> list[str]:
     """Return the names of all candidates that are visible to any rank, newest first."""
-    visible_to = _visible_to(channel, lambda: [path.name for path in candidates_in(output_dir)])
-    replaced = {ranks[0] for name, ranks in visible_to.items() if parse_hidden(Path(name)) is not None}
+    first_ranks = _visible_to(output_dir, channel)
+    replaced = {rank for name, rank in first_ranks.items() if parse_hidden(Path(name)) is not None}
     if replaced:
-
-        def recover_own() -> None:
-            if channel.rank in replaced:
-                recover(output_dir)
-
-        run_on_all(channel, "recovering checkpoints", recover_own)
-        visible_to = _visible_to(channel, lambda: [path.name for path in candidates_in(output_dir)])
-    return [path.name for path in candidates(output_dir / name for name in visible_to)]
+        run_on_all(channel, "recovering checkpoints", lambda: recover(output_dir) if channel.rank in replaced else None)
+        first_ranks = _visible_to(output_dir, channel)
+    return [path.name for path in candidates(output_dir / name for name in first_ranks)]
 
 
-def _visible_to(channel: Channel, look: Callable[[], list[str]]) -> dict[str, list[int]]:
-    """Return the ranks that report each line, in rising order."""
-    ranks: dict[str, list[int]] = {}
-    for rank, lines in enumerate(all_gather_checked(channel, "looking for checkpoints", look, list[str])):
-        for line in lines:
-            ranks.setdefault(line, []).append(rank)
-    return ranks
+def _visible_to(output_dir: Path, channel: Channel) -> dict[str, int]:
+    """Return the first rank that each candidate is visible to."""
+    everyone = all_gather_checked(channel, "looking for checkpoints", partial(_listed, output_dir), list[str])
+    return {name: rank for rank, names in reversed([*enumerate(everyone)]) for name in names}
 
 
-def newest_or_begin(
-    output_dir: Path, channel: Channel, warn: Callable[[str], None], config: Mapping[str, Any] | None = None
-) -> Path | None:
-    """Find the checkpoint of a run that starts from the beginning if nothing was saved. Every rank must call.
+def newest_or_begin(search: Search) -> Choice | None:
+    """Open the checkpoint of a run that starts from the beginning if nothing was saved. Every rank must call.
 
-    Args:
-        output_dir: where the run saves.
-        channel: all ranks of the job.
-        warn: receives a line for every directory that is skipped.
-        config: the configuration of the live model, for checkpoints of other formats that have none.
     Raises:
         NotACheckpoint: the same on every rank: there are checkpoints, and none can be resumed. A run from the beginning
             would overwrite them.
     """
-    found, skipped = _find(output_dir, channel, warn, config)
-    kinds = _kinds(output_dir, channel) if found is None and skipped else {}
+    found, skipped = _find(search)
+    kinds = _kinds(search) if found is None and skipped else {}
     if kinds:
         raise NotACheckpoint(
-            f"{output_dir} has checkpoints, and none can be resumed. A run from the beginning would overwrite them.",
-            where=str(output_dir),
+            f"{search.output_dir} has checkpoints, and none can be resumed. A run from the beginning would overwrite "
+            "them.",
+            where=str(search.output_dir),
             evidence=[_reason(path.name, kinds.get(path.name, ""), why) for path, why in skipped],
             next_step="Restore what is missing, or name a checkpoint in resume_from_checkpoint. To start from the "
             "beginning, name another output_dir, or set overwrite_output_dir: true.",
@@ -108,26 +159,22 @@ def newest_or_begin(
 def _reason(name: str, kind: str, why: str) -> str:
     """Return one line about a directory that is skipped; a checkpoint of another format needs no fault beside it."""
     if kind and _DAMAGED not in kind:
-        return f"{name}{kind}"
-    return f"{name}{kind}: {why.removeprefix(f'{name} {_DAMAGED}: ')}"
+        return f"{name} {kind}"
+    return f"{name} {kind}: {why.removeprefix(f'{name} {_DAMAGED}: ')}"
 
 
-def _find(
-    output_dir: Path,
-    channel: Channel,
-    warn: Callable[[str], None],
-    config: Mapping[str, Any] | None,
-    without: Collection[str] = (),
-) -> tuple[Path | None, list[tuple[Path, str]]]:
-    found, skipped = find_newest(output_dir, channel, without=without)
+def _find(search: Search, without: Collection[str] = ()) -> tuple[Choice | None, list[tuple[Path, str]]]:
+    opened, skipped = _open_usable(search.output_dir, search.channel, without)
+    found = None if opened is None else Choice(opened.catalog.root, opened)
     if found is None:
-        found, reasons = newest_of_other_formats([path for path, _ in skipped], channel, config)
-        skipped = [(path, reasons.get(path.name, why)) for path, why in skipped if path != found]
-        if found is not None:
-            warn(f"{output_dir} has no flex checkpoint. {found}, which {_kind_of(found)}, is resumed.")
+        other, reasons = newest_of_other_formats([path for path, _ in skipped], search.channel, search.config)
+        skipped = [(path, reasons.get(path.name, why)) for path, why in skipped if path != other]
+        if other is not None:
+            found = Choice(other)
+            search.warn(f"{search.output_dir} has no flex checkpoint. {other}, which {_kind_of(other)}, is resumed.")
             skipped = [(path, why) for path, why in skipped if path.name in reasons]
     for path, why in skipped:
-        warn(f"{path} cannot be resumed and is skipped: {why}")
+        search.warn(f"{path} cannot be resumed and is skipped: {why}")
     return found, skipped
 
 
@@ -139,7 +186,7 @@ def newest_of_other_formats(
     Args:
         directories: candidates, newest first; the same on every rank.
         channel: all ranks of the job.
-        config: as for :func:`newest_or_begin`.
+        config: as for :class:`Search`.
     Returns:
         it, and by name the faults of newer checkpoints of other formats.
     """
@@ -165,20 +212,15 @@ def _fault_of_other(path: Path, config: Mapping[str, Any] | None) -> str:
     return ""
 
 
-def _kinds(output_dir: Path, channel: Channel) -> dict[str, str]:
-    """Return the kinds of the candidates by name, with the ranks that have them; empty directories are omitted."""
+def _kinds(search: Search) -> dict[str, str]:
+    """Return the kinds of the candidates of all ranks by name; empty directories are omitted."""
 
-    def look() -> list[str]:
-        seen = [path for path in candidates_in(output_dir) if is_directory(path) and list_directory(path)]
-        return [f"{path.name}/{_kind_of(path)}" for path in seen]
+    def look() -> dict[str, str]:
+        seen = [path for path in candidates_in(search.output_dir) if is_directory(path) and list_directory(path)]
+        return {path.name: _kind_of(path) for path in seen}
 
-    kinds: dict[str, str] = {}
-    for line, ranks in _visible_to(channel, look).items():
-        name, _, kind = line.partition("/")
-        where = "" if len(ranks) == channel.world_size else f" ({format_ranks(ranks)})"
-        kinds[name] = f"{kinds[name]}," if name in kinds else ""
-        kinds[name] += f" {kind}{where}"
-    return kinds
+    everyone = all_gather_checked(search.channel, "looking for checkpoints", look, dict[str, str])
+    return {name: kind for kinds in everyone for name, kind in kinds.items()}
 
 
 def _kind_of(directory: Path) -> str:
@@ -189,31 +231,22 @@ def _kind_of(directory: Path) -> str:
     return f"has no {MANIFEST_NAME}" if found is None else found.predicate
 
 
-def newest_or_refuse(
-    output_dir: Path,
-    channel: Channel,
-    warn: Callable[[str], None],
-    unusable: Mapping[str, str] | None = None,
-    config: Mapping[str, Any] | None = None,
-) -> Path:
-    """Find the checkpoint of a run that must resume. Every rank must call.
+def newest_or_refuse(search: Search, unusable: Mapping[str, str] | None = None) -> Choice:
+    """Open the checkpoint of a run that must resume. Every rank must call.
 
     Args:
-        output_dir: where the run saves.
-        channel: all ranks of the job.
-        warn: as for :func:`newest_or_begin`.
+        search: where to look.
         unusable: names of directories that have failed verification before, with the reasons.
-        config: as for :func:`newest_or_begin`.
     Raises:
         NotACheckpoint: the same on every rank: there is none, with the reason for every directory that is skipped.
     """
     unusable = unusable or {}
-    found, skipped = _find(output_dir, channel, warn, config, unusable)
+    found, skipped = _find(search, unusable)
     if found is None:
         reasons = [*unusable.items(), *((path.name, why) for path, why in skipped)]
         raise NotACheckpoint(
-            f"{output_dir} has no finished checkpoint to resume from.",
-            where=str(output_dir),
+            f"{search.output_dir} has no finished checkpoint to resume from.",
+            where=str(search.output_dir),
             evidence=[f"{name}: {why}" for name, why in reasons],
             next_step="Name a checkpoint in resume_from_checkpoint, or remove that key to start from the beginning.",
         )
@@ -227,27 +260,37 @@ def with_new_run_advice(error: MismatchError) -> MismatchError:
     return type(error)(error.what, where=error.where, evidence=error.evidence, next_step=next_step)
 
 
-def require_named(directory: AnyPath, channel: Channel) -> AnyPath:
-    """Return the checkpoint that a user named if its manifest is visible to any rank. Every rank must call.
+def open_named(directory: AnyPath, verify: str, search: Search) -> Choice:
+    """Open the checkpoint that a user named. Every rank must call.
 
+    Args:
+        directory: as it was named on this rank.
+        verify: the level.
+        search: the channel and the configuration of the live model.
     Raises:
-        NotACheckpoint: it is visible to no rank; the error describes the directory of the first rank.
+        NotACheckpoint: it is visible to no rank; the error describes the directory.
     """
-    what = f"looking for {directory.name}"
+    channel = search.channel
 
-    def look() -> bool:
-        return exists(directory / MANIFEST_NAME) or is_resumable(directory)
+    def config() -> Mapping[str, Any]:
+        refuse_no_checkpoint(directory)
+        return search.config or {}
 
     def look_aside() -> bool:
-        """Look again, after a commit that a crash has interrupted gets its names back."""
-        if isinstance(directory, Path) and is_directory(directory.parent):
-            recover(directory.parent)
-        return look()
+        """Give a checkpoint that an interrupted commit has left aside its name back."""
+        manifest = directory / MANIFEST_NAME
+        if exists(manifest) or not (isinstance(directory, Path) and is_directory(directory.parent)):
+            return False
+        recover(directory.parent)
+        return exists(manifest)
 
-    seen = all(all_gather_checked(channel, what, look, bool))
-    if not (seen or any(all_gather_checked(channel, what, look_aside, bool))):
-        run_on_all(channel, what, lambda: None if channel.rank else refuse_no_checkpoint(directory))
-    return directory
+    try:
+        opened = open_on_all_ranks(directory, channel, verify, config=config)
+    except CheckpointError:
+        if not any(all_gather_checked(channel, f"looking for {directory.name}", look_aside, bool)):
+            raise
+        opened = open_on_all_ranks(directory, channel, verify, config=config)
+    return Choice(directory, opened, named=True)
 
 
 def refuse_no_checkpoint(directory: AnyPath) -> None:

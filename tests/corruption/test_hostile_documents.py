@@ -13,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 
 from paddleformers_fc.distributed.channel import ALONE
 from paddleformers_fc.errors import Corrupt, FlexError, FormatError, MappingError, PeerError, from_wire
-from paddleformers_fc.execute.opening import check_complete
+from paddleformers_fc.execute.opening import open_newest
 from paddleformers_fc.families.stated import decode_mapping
 from paddleformers_fc.formats.flex import open_flex
 from paddleformers_fc.formats.huggingface import open_huggingface
@@ -187,7 +187,7 @@ def test_a_file_that_the_manifest_does_not_list_is_not_read(name: str, place: Pa
         with pytest.raises(Corrupt, match=f"without {name}"):
             open_flex(place)
         with pytest.raises(Corrupt, match=f"without {name}"):
-            check_complete(place, ALONE)
+            open_newest(place, ALONE)
     finally:
         (place / MANIFEST_NAME).write_bytes(original)
 

@@ -13,7 +13,7 @@ import pytest
 
 from paddleformers_fc.errors import Corrupt, FlexError, StorageError
 from paddleformers_fc.execute.load import LoadReport, load_checkpoint
-from paddleformers_fc.execute.opening import check_complete, compare_unread, open_on_all_ranks
+from paddleformers_fc.execute.opening import compare_unread, open_newest, open_on_all_ranks
 from paddleformers_fc.execute.read_pool import ReadOptions
 from paddleformers_fc.storage.manifest import read_manifest
 from tests.execute.simulated import MODEL, canonical, job, live, same_values, succeed
@@ -86,7 +86,7 @@ def test_ranks_that_share_disks_take_what_they_see_and_get_the_rest(tmp_path: Pa
     assert 0 < sum(report.bytes_received for report in reports) < sum(report.bytes_read for report in shared)
 
 
-@pytest.mark.parametrize("opening", [open_on_all_ranks, check_complete])
+@pytest.mark.parametrize("opening", [open_on_all_ranks, open_newest])
 def test_ranks_that_see_the_same_agree_twice(tmp_path: Path, opening: Callable[..., Any]) -> None:
     save(tmp_path / STEP, ARRAYS, 1, 2)
 

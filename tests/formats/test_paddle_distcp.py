@@ -25,7 +25,7 @@ from paddleformers_fc.formats.paddle_distcp import PADDLE_DISTCP, open_distcp
 from paddleformers_fc.layout.roles import MODEL_STATE, OPTIMIZER_STATE
 from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
 from paddleformers_fc.storage.ranges import RangeReader
-from paddleformers_fc.trainer.resume import newest_or_begin, require_named
+from paddleformers_fc.trainer.resume import Choice, Search, newest_or_begin, open_named
 from tests.cli.support import run
 from tests.formats.conversions import assert_equal_after_conversions
 from tests.formats.jobs import arrays
@@ -141,22 +141,26 @@ def test_the_newest_complete_checkpoint_of_the_stock_trainer_is_resumed(
     out = tmp_path / "out"
     shutil.copytree(pair[0], out / "checkpoint-3")
     warnings: list[str] = []
-    assert newest_or_begin(out, LocalChannel(), warnings.append) == out / "checkpoint-3"
+    search = Search(out, LocalChannel(), warnings.append)
+    assert newest_or_begin(search) == Choice(out / "checkpoint-3")
     (notice,) = warnings
     assert "has no flex checkpoint" in notice
-    assert require_named(out / "checkpoint-3", LocalChannel()) == out / "checkpoint-3"
+    assert open_named(out / "checkpoint-3", "size", search).path == out / "checkpoint-3"
     # A newer one that a rank has not finished is skipped.
     shutil.copytree(pair[0], out / "checkpoint-5")
     (out / "checkpoint-5/saved_signal_1").unlink()
-    assert newest_or_begin(out, LocalChannel(), warnings.append) == out / "checkpoint-3"
+    assert newest_or_begin(search) == Choice(out / "checkpoint-3")
     assert "checkpoint-5 cannot be resumed and is skipped" in warnings[-1]
     (out / "checkpoint-3/model_state/1_0.distcp").unlink()
     with pytest.raises(NotACheckpoint, match="has checkpoints, and none can be resumed"):
-        newest_or_begin(out, LocalChannel(), lambda _: None)
+        newest_or_begin(search)
     # A flex checkpoint takes precedence, whatever its step.
     shutil.rmtree(out / "checkpoint-3")
     shutil.copytree(pair[1], out / "checkpoint-3")
-    assert newest_or_begin(out, LocalChannel(), lambda _: None) == out / "checkpoint-3"
+    found = newest_or_begin(search)
+    assert found is not None
+    assert found.opened is not None
+    assert found.path == out / "checkpoint-3"
 
 
 def _named_otherwise(copy: Path) -> Path:

@@ -542,3 +542,26 @@ def on_terminal(output_dir: str, resume: str, **settings: Any) -> dict[str, Any]
         sys.stderr, progress_display.Meter = before, made  # type: ignore[misc]
         reader.join()
     return {"text": b"".join(got).decode(), "bytes": [(one.expected, one.done) for one in meters]}
+
+
+def list_exchanges(resume: str | bool | None = None, **settings: Any) -> list[str]:
+    """Resume, and return what the ranks exchange from the beginning of the training to the end of the load."""
+    from paddleformers_fc.distributed.communicator import Communicator
+    from paddleformers_fc.trainer.callback import FlexCheckpointCallback
+
+    doing: list[str] = []
+    loaded: list[list[str]] = []
+    gather = Communicator.gather
+
+    def noting(self: Any, what: str, *args: Any, **kwargs: Any) -> Any:
+        doing.append(what)
+        return gather(self, what, *args, **kwargs)
+
+    class NoteLoaded(FlexCheckpointCallback):
+        def on_checkpoint_loaded(self, *_: Any) -> None:
+            loaded.append([*doing])
+
+    trainer = flex_trainer(**settings, callbacks=[NoteLoaded()])
+    Communicator.gather = noting  # type: ignore[method-assign]
+    trainer.train(resume_from_checkpoint=resume)
+    return loaded[0]

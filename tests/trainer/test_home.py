@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from paddleformers_fc.cli.start_checks import refuse_resume
+from paddleformers_fc.distributed.channel import ALONE
 from paddleformers_fc.trainer import loading
-from tests.harness.limits import LIMIT
+from paddleformers_fc.trainer.resume import Search
 from tests.trainer.test_rotation import make_checkpoint
 
 
@@ -35,16 +36,23 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return home
 
 
+def chosen(args: Any, asked: bool | str) -> Any:
+    """The path of the checkpoint that is resumed."""
+    choice = loading._choose(args, asked, Search(Path(args.output_dir), ALONE, pytest.fail))
+    assert choice is not None
+    return choice.path
+
+
 @pytest.mark.parametrize(("asked", "step"), [(True, 6), ("~/run/checkpoint-3", 3)])
 def test_a_run_in_the_home_directory_is_resumed_from_there(home: Path, asked: bool | str, step: int) -> None:
     args = arguments(output_dir="~/run")
     assert args.output_dir == str(home / "run")
-    assert loading._choose(args, asked, pytest.fail, dict)[0] == home / "run" / f"checkpoint-{step}"
+    assert chosen(args, asked) == home / "run" / f"checkpoint-{step}"
     assert os.listdir() == []
 
 
 def test_what_the_command_lets_pass_is_what_the_ranks_resume(home: Path) -> None:
     named = {"flex_checkpoint": True, "resume_from_checkpoint": "~/run/checkpoint-3"}
     refuse_resume(named)
-    args = SimpleNamespace(output_dir="out", resume_from_checkpoint=None, flex_timeout=LIMIT)
-    assert loading._choose(args, named["resume_from_checkpoint"], pytest.fail, dict)[0] == home / "run" / "checkpoint-3"
+    args = SimpleNamespace(output_dir="out", flex_verify="size")
+    assert chosen(args, named["resume_from_checkpoint"]) == home / "run" / "checkpoint-3"

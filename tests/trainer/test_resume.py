@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -10,9 +11,10 @@ from msgspec.structs import replace
 from paddleformers_fc.distributed.channel import LocalChannel
 from paddleformers_fc.errors import NotACheckpoint
 from paddleformers_fc.storage.manifest import read_manifest, write_manifest
-from paddleformers_fc.trainer.resume import find_newest, newest_or_begin, newest_or_refuse, require_named
+from paddleformers_fc.trainer import resume
+from paddleformers_fc.trainer.resume import Choice, Search, find_newest, newest_or_begin, newest_or_refuse, open_named
 from tests.execute.simulated import ThreadChannel, job, succeed
-from tests.trainer.test_rotation import make_checkpoint
+from tests.trainer.test_rotation import WEIGHTS, make_checkpoint
 
 
 @pytest.mark.parametrize("what", ["", "config.json", "flex_checkpoint.json"])
@@ -28,20 +30,23 @@ def test_links_in_a_circle_are_passed_over_with_a_warning_that_names_the_step(tm
 
 def test_nothing_to_resume_from_is_an_error_that_names_the_directory(tmp_path: Path) -> None:
     with pytest.raises(NotACheckpoint) as caught:
-        newest_or_refuse(tmp_path, LocalChannel(), pytest.fail)
+        newest_or_refuse(Search(tmp_path, LocalChannel(), pytest.fail))
     assert caught.value.where == str(tmp_path)
 
 
 def test_a_run_starts_from_the_beginning_where_nothing_was_saved_and_resumes_where_something_was(
     tmp_path: Path,
 ) -> None:
-    assert newest_or_begin(tmp_path / "absent", LocalChannel(), pytest.fail) is None
+    assert newest_or_begin(Search(tmp_path / "absent", LocalChannel(), pytest.fail)) is None
     (tmp_path / "checkpoint-4").mkdir()  # What is empty is nothing.
     warnings: list[str] = []
-    assert newest_or_begin(tmp_path, LocalChannel(), warnings.append) is None
+    search = Search(tmp_path, LocalChannel(), warnings.append)
+    assert newest_or_begin(search) is None
     assert "checkpoint-4" in warnings[0]
     make_checkpoint(tmp_path, 2)
-    assert newest_or_begin(tmp_path, LocalChannel(), warnings.append) == tmp_path / "checkpoint-2"
+    found = newest_or_begin(search)
+    assert found is not None
+    assert found.path == tmp_path / "checkpoint-2"
 
 
 def test_a_run_does_not_start_over_repairable_checkpoints(tmp_path: Path) -> None:
@@ -51,7 +56,7 @@ def test_a_run_does_not_start_over_repairable_checkpoints(tmp_path: Path) -> Non
     config.rename(tmp_path / "elsewhere")
 
     def work(channel: ThreadChannel) -> None:
-        newest_or_begin(tmp_path / f"rank-{channel.rank}", channel, lambda _: None)
+        newest_or_begin(Search(tmp_path / f"rank-{channel.rank}", channel, lambda _: None))
 
     for error in job(2, work):
         assert isinstance(error, NotACheckpoint)
@@ -64,7 +69,7 @@ def test_a_run_does_not_start_over_repairable_checkpoints(tmp_path: Path) -> Non
 def test_a_renamed_checkpoint_that_stops_a_run_is_listed_once(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, 6).rename(tmp_path / "checkpoint-9")
     with pytest.raises(NotACheckpoint) as caught:
-        newest_or_begin(tmp_path, LocalChannel(), lambda _: None)
+        newest_or_begin(Search(tmp_path, LocalChannel(), lambda _: None))
     (line,) = caught.value.evidence
     assert line.startswith("checkpoint-9 is damaged: ")
     assert "6" in line
@@ -76,7 +81,56 @@ def together(outputs: list[Path], warnings: list[str]) -> list[Path | None]:
     reasons = [[why for _, why in passed_over] for _, passed_over in found]
     assert reasons == [reasons[0]] * len(outputs)
     warnings.extend(f"{path}: {why}" for path, why in found[0][1])
+    assert [choice.path for choice in opened(outputs)[0]] == [checkpoint for checkpoint, _ in found]
     return [checkpoint for checkpoint, _ in found]
+
+
+def opened(outputs: list[Path]) -> tuple[list[Choice], list[str], int]:
+    """What every rank opens, the warnings of the first, and the number of exchanges."""
+    warnings: list[str] = []
+
+    def work(channel: ThreadChannel) -> tuple[Choice, int]:
+        warn = (lambda _: None) if channel.rank else warnings.append
+        return newest_or_refuse(Search(outputs[channel.rank], channel, warn)), channel.exchanges
+
+    choices, exchanges = zip(*succeed(len(outputs), work), strict=True)
+    assert len(set(exchanges)) == 1
+    return [*choices], warnings, exchanges[0]
+
+
+def test_only_the_coordinator_lists_the_directory_if_all_ranks_see_its_newest_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_checkpoint(tmp_path, 2)
+    make_checkpoint(tmp_path, 4)
+    listings: list[Path] = []
+    listed = resume._listed
+
+    def counted(output_dir: Path) -> list[str]:
+        listings.append(output_dir)
+        return listed(output_dir)
+
+    monkeypatch.setattr(resume, "_listed", counted)
+    choices, warnings, exchanges = opened([tmp_path] * 3)
+    assert [choice.path for choice in choices] == [tmp_path / "checkpoint-4"] * 3
+    assert (warnings, len(listings), exchanges) == ([], 1, 3)
+
+
+def test_a_checkpoint_that_only_another_disk_has_is_newer(tmp_path: Path) -> None:
+    outputs = [tmp_path / "first", tmp_path / "second"]
+    for output in outputs:
+        output.mkdir()
+        make_checkpoint(output, 5)
+    make_checkpoint(outputs[1], 7)
+    choices, warnings, _ = opened(outputs)
+    assert [choice.path for choice in choices] == [output / "checkpoint-7" for output in outputs]
+    # The metadata of the coordinator's newest one is received once.
+    (outputs[1] / "checkpoint-7" / "config.json").unlink()
+    choices, warnings, exchanges = opened(outputs)
+    assert [choice.path for choice in choices] == [output / "checkpoint-5" for output in outputs]
+    assert len(warnings) == 1
+    # Two listings, two exchanges for each checkpoint, and one because the coordinator has no manifest of step 7.
+    assert exchanges == 2 + 2 + 2 + 1
 
 
 def test_every_rank_takes_the_same_step_from_where_it_sees_it(tmp_path: Path) -> None:
@@ -125,10 +179,23 @@ def test_an_interrupted_replacement_is_finished_on_the_disk_that_has_it(tmp_path
     assert [path.name for path in outputs[1].iterdir()] == ["checkpoint-9"]
 
 
+def named(given: list[Path]) -> list[Any]:
+    """The paths of what every rank opens, each with a path of its own."""
+
+    def work(channel: ThreadChannel) -> Choice:
+        path = given[channel.rank]
+        choice = open_named(path, "size", Search(path.parent, channel, pytest.fail))
+        assert choice.named
+        assert choice.opened is not None
+        return choice
+
+    return [choice.path for choice in succeed(len(given), work)]
+
+
 def test_what_was_named_is_taken_where_any_rank_sees_it(tmp_path: Path) -> None:
     finished = make_checkpoint(tmp_path, 2)
     given = [tmp_path / "elsewhere" / "checkpoint-2", finished]
-    assert succeed(2, lambda channel: require_named(given[channel.rank], channel)) == given
+    assert named(given) == given
 
 
 def test_what_was_named_gets_its_name_back_after_an_interrupted_replacement(tmp_path: Path) -> None:
@@ -136,17 +203,19 @@ def test_what_was_named_gets_its_name_back_after_an_interrupted_replacement(tmp_
     for path in set(given):
         path.parent.mkdir()
         make_checkpoint(path.parent, 9)
+    (given[0] / WEIGHTS).unlink()
     given[1].rename(given[1].with_name(".checkpoint-9.aside-0123456789ab"))
-    assert succeed(3, lambda channel: require_named(given[channel.rank], channel)) == given
+    assert named(given) == given
     assert given[1].is_dir()
+    (given[0] / WEIGHTS).write_bytes(b"{}")
     given[0].rename(given[0].with_name(".checkpoint-9.aside-0123456789ab"))
-    assert require_named(given[0], LocalChannel()) == given[0]
+    assert named(given[:1]) == given[:1]
     assert given[0].is_dir()
 
 
 def test_what_was_named_and_is_no_checkpoint_is_called_what_it_is(tmp_path: Path) -> None:
     finished = make_checkpoint(tmp_path, 2)
-    assert require_named(finished, LocalChannel()) == finished
+    assert named([finished]) == [finished]
     for directory, file in (("weights", "model.safetensors"), ("checkpoint-4", "mapping.json"), ("notes", "a.txt")):
         (tmp_path / directory).mkdir()
         (tmp_path / directory / file).touch()
@@ -158,5 +227,5 @@ def test_what_was_named_and_is_no_checkpoint_is_called_what_it_is(tmp_path: Path
         ("", "is not a flex checkpoint", "checkpoint-2"),
     ):
         with pytest.raises(NotACheckpoint, match=what) as caught:
-            require_named(tmp_path / directory, LocalChannel())
+            open_named(tmp_path / directory, "size", Search(tmp_path, LocalChannel(), pytest.fail))
         assert advice in caught.value.next_step

@@ -8,7 +8,10 @@ import pytest
 from hypothesis import given, strategies as st
 from msgspec.structs import replace
 
-from paddleformers_fc.storage.checksum import records_of
+from paddleformers_fc.families import ModelDescription
+from paddleformers_fc.families.stated import encode_mapping, rules_by_name
+from paddleformers_fc.formats.index import encode_index, shard_columns
+from paddleformers_fc.storage.checksum import INDEX_NAME, records_of
 from paddleformers_fc.storage.files import write_file
 from paddleformers_fc.storage.manifest import DivergedTie, Manifest, read_manifest, write_manifest
 from paddleformers_fc.trainer.uploads import delete_superfluous, numbered, superfluous
@@ -17,11 +20,17 @@ WEIGHTS = "model_state/rank-00000.safetensors"
 
 
 def make_checkpoint(output_dir: Path, step: int) -> Path:
-    """A finished checkpoint with the documents of every one, and a file of tensors that nothing opens."""
+    """A finished checkpoint of a model without tensors, and a file that nothing opens."""
     directory = output_dir / f"checkpoint-{step}"
     directory.mkdir()
-    names = ("config.json", "mapping.json", "flex_index.safetensors", WEIGHTS)
-    files = records_of([write_file(directory / name, b"{}", root=directory) for name in names])
+    contents = {
+        "config.json": b"{}",
+        "mapping.json": encode_mapping(ModelDescription({}), rules_by_name(())),
+        WEIGHTS: b"{}",
+    }
+    written = [write_file(directory / name, raw, root=directory) for name, raw in contents.items()]
+    index = encode_index(shard_columns({WEIGHTS: []}), written)
+    files = records_of([*written, write_file(directory / INDEX_NAME, index, root=directory)])
     manifest = Manifest(
         written_by="test", step=step, consumed_samples=0, world_size=1, parallel={}, family="", files=files
     )

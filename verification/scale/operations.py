@@ -110,7 +110,7 @@ def _operations(job: ScaleJob, wanted: Sequence[str]) -> Counts:
         FIRST_SAVE: partial(_save, job, 1),
         LATER_SAVE: partial(_save, job, 2),
         ROTATION: lambda rank, _: _rotate(job) if rank == 0 else None,
-        RESUME: lambda _, channel: resume.newest_or_refuse(job.directory, channel, lambda _: None),
+        RESUME: lambda _, channel: resume.newest_or_refuse(resume.Search(job.directory, channel, lambda _: None)),
         OPENING: lambda _, channel: open_on_all_ranks(newest, channel, "full"),
         PLANNING: lambda rank, channel: prepare_load(opened[rank], job.weights(rank), job.model.model, channel),
         ASYNCHRONOUS: partial(_save_asynchronously, job, 3),
