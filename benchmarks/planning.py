@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from paddleformers_fc.api import Checkpoint
-from paddleformers_fc.execute.replica_assignment import assign_writers
+from paddleformers_fc.execute.replica_assignment import Writers
 from paddleformers_fc.execute.save import config_bytes
 from paddleformers_fc.execute.save_plan import model_rules
 from paddleformers_fc.families import ModelDescription, family_for
@@ -34,6 +34,7 @@ from paddleformers_fc.formats.flex import FLEX, open_flex
 from paddleformers_fc.formats.index import decode_index, encode_index, shard_columns
 from paddleformers_fc.layout.grid import parse_grid
 from paddleformers_fc.layout.roles import MODEL_STATE, ROLES
+from paddleformers_fc.layout.shard_messages import decode_shards, encode_rank_shards
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.plan import LoadPlan, plan_reads, resume_source
 from paddleformers_fc.plan.simulate import SimulatedModel, declared_model
@@ -121,8 +122,9 @@ def write_checkpoint(directory: Path, model: SimulatedModel, roles: tuple[str, .
     """What a save writes, with holes for the tensors and zeros for their checksums."""
     checksums: list[FileChecksum] = []
     files: dict[str, list[Shard]] = {}
-    shares = assign_writers([held_by(model, rank, roles) for rank in range(model.grid.world_size)])
-    for rank, pieces in enumerate(shares):
+    ranks = range(model.grid.world_size)
+    writers = Writers(decode_shards([encode_rank_shards(held_by(model, rank, roles)) for rank in ranks]))
+    for rank, pieces in enumerate(map(writers.share_of, ranks)):
         for role in roles:
             shards = {piece.shard.name: piece.shard for piece in pieces if piece.role == role}
             if shards:
@@ -134,7 +136,7 @@ def write_checkpoint(directory: Path, model: SimulatedModel, roles: tuple[str, .
         ("config.json", config_bytes(model.model.config)),
     ):
         checksums.append(write_file(directory / name, data, root=directory))
-    index = write_file(directory / INDEX_NAME, encode_index(shard_columns(files), checksums), root=directory)
+    index = write_file(directory / INDEX_NAME, encode_index(shard_columns(files.items()), checksums), root=directory)
     manifest = Manifest(
         written_by="benchmark",
         step=1,

@@ -3,13 +3,15 @@
 Each disk gets a directory with the files of its own ranks and all small files: the manifest, the mapping, the
 configuration and the trainer's state, which are equal on all disks. First every disk is prepared, with all bytes on the
 device; then each directory gets its final name. A crash between two of these renames leaves a step that some disks lack
-or hold of an earlier save; :mod:`.opening` refuses it.
+or hold of an earlier save; :mod:`.opening` refuses it. If replicas differ, nothing is committed before the coordinator
+has got the digests that name them.
 
 Create a staging directory for all ranks of a job, and remove it if any rank fails.
 
-The coordinator creates it beside the target. Ranks without access to it have output directories on other disks; the
-leader of each of these disks creates a staging directory there. Before that, a leader deletes what crashed saves have
-left, so that a disk full of it does not stop the next save.
+The coordinator creates it beside the target, and its name reaches all ranks with another message or alone. Ranks
+without access to it have output directories on other disks; the leader of each of these disks creates a staging
+directory there. Before that, a leader deletes what crashed saves have left, so that a disk full of it does not stop the
+next save.
 """
 
 from __future__ import annotations
@@ -23,14 +25,14 @@ from pathlib import Path
 
 import msgspec
 
-from paddleformers_fc.distributed.channel import Channel, Part, Parts, all_gather_checked
+from paddleformers_fc.distributed.channel import Channel, Part, Parts, all_gather_checked, broadcast
 from paddleformers_fc.distributed.disk_leaders import DiskLeaders, find_disk_leaders
 from paddleformers_fc.errors import StorageError
 from paddleformers_fc.formats.checkpoint import MAPPING_NAME
 from paddleformers_fc.storage.checksum import INDEX_NAME
 from paddleformers_fc.storage.commit import Staging, commit, recover, staging_directory, sync_staging
 from paddleformers_fc.storage.files import is_directory, read_file, real_path, write_file
-from paddleformers_fc.storage.manifest import FileChecksum, Manifest, write_manifest
+from paddleformers_fc.storage.manifest import DivergedTie, FileChecksum, Manifest, write_manifest
 
 
 @dataclass(frozen=True)
@@ -48,48 +50,95 @@ class StagingDirectory:
     own: Staging | None
 
 
-@contextlib.contextmanager
-def staging_beside(
-    target: Path,
-    channel: Channel,
-    place_of: Callable[[Path], Path] = Path,
-    runs: Sequence[str] = ("",),
-) -> Iterator[StagingDirectory]:
-    """Context manager around a save: a staging directory on every disk, deleted at the end unless it was committed.
+class StagingMaker:
+    """Creates the staging directories of a save, and deletes those that were not committed when it is closed.
 
     Args:
         target: the directory that is going to be written.
-        channel: all ranks; every rank must enter.
+        channel: all ranks.
         place_of: returns the path beside which the target of this rank is staged.
-        runs: ids of this run and its ancestors.
+
+    Attributes:
+        staged: the staging directory of this rank's disk, once :meth:`find` has returned.
+    """
+
+    staged: StagingDirectory
+
+    def __init__(self, target: Path, channel: Channel, place_of: Callable[[Path], Path] = Path) -> None:
+        self._target, self._channel, self._place_of = target, channel, place_of
+        self._stack = contextlib.ExitStack()
+        self._own: Staging | None = None
+
+    def close(self) -> None:
+        """Delete the staging directory of this rank, if it has one."""
+        self._own = None
+        self._stack.close()
+
+    def create(self, runs: Sequence[str] = ("",)) -> str:
+        """Create a staging directory on the disk of this rank, and return its name.
+
+        Args:
+            runs: ids of this run and its ancestors.
+        """
+        place = self._place_of(self._target)
+        # Without locks a leader would delete what another one has made on the same disk for this save.
+        recover(place.parent, () if self._channel.rank else runs)
+        if place.parent == real_path(self._target):
+            # What an export has left that created the directory; its parent need not be readable.
+            with contextlib.suppress(StorageError):
+                recover(place.parent.parent)
+        self._own = self._stack.enter_context(staging_directory(place, runs[0]))
+        return self._own.path.name
+
+    def find(self, token: str, runs: Sequence[str] = ("",), message: Callable[[], bytes] = bytes) -> list[bytes]:
+        """Find or create the staging directory of every disk, and return on rank 0 the messages of all ranks.
+
+        Every rank must call.
+
+        Args:
+            token: the name of the directory that rank 0 has created.
+            runs: as for :meth:`create`, which the leaders of other disks call.
+            message: returns what this rank has for rank 0.
+        Raises:
+            FlexError: the same on every rank.
+        """
+
+        def staging_of(name: str) -> Path:
+            return self._place_of(self._target).with_name(name)
+
+        disks, messages = find_disk_leaders(
+            self._channel,
+            f"preparing to write {self._target.name}",
+            token,
+            lambda: self.create(runs),
+            lambda name: is_directory(staging_of(name)),
+            message,
+        )
+        staging = staging_of(disks.token)
+        if self._own is not None and self._own.path != staging:
+            self.close()  # A rank of another host was first on this disk.
+        self.staged = StagingDirectory(staging, disks, self._own)
+        return messages
+
+
+@contextlib.contextmanager
+def staging_beside(
+    target: Path, channel: Channel, place_of: Callable[[Path], Path] = Path
+) -> Iterator[StagingDirectory]:
+    """Context manager around an export: a staging directory on every disk, deleted at the end unless it was committed.
+
+    Args:
+        target: as for :class:`StagingMaker`.
+        channel: all ranks; every rank must enter.
+        place_of: as for :class:`StagingMaker`.
     Raises:
         FlexError: the same on every rank.
     """
-    made: list[Staging] = []
-    with contextlib.ExitStack() as stack:
-
-        def make() -> str:
-            place = place_of(target)
-            # Without locks a leader would delete what another one has made on the same disk for this save.
-            recover(place.parent, () if channel.rank else runs)
-            if place.parent == real_path(target):
-                # What an export has left that created the directory; its parent need not be readable.
-                with contextlib.suppress(StorageError):
-                    recover(place.parent.parent)
-            made.append(stack.enter_context(staging_directory(place, runs[0])))
-            return made[0].path.name
-
-        def staging_of(name: str) -> Path:
-            return place_of(target).with_name(name)
-
-        disks = find_disk_leaders(
-            channel, f"preparing to write {target.name}", make, lambda name: is_directory(staging_of(name))
-        )
-        staging = staging_of(disks.token)
-        if made and made[0].path != staging:
-            made.clear()  # A rank of another host was first on this disk.
-            stack.close()
-        yield StagingDirectory(staging, disks, made[0] if made else None)
+    with contextlib.closing(StagingMaker(target, channel, place_of)) as maker:
+        doing = f"creating a directory for {target.name}"
+        token = broadcast(channel, doing, lambda: os.fsencode(maker.create()), bytes)
+        maker.find(os.fsdecode(token))
+        yield maker.staged
 
 
 @dataclass(frozen=True)
@@ -100,11 +149,17 @@ class CommitResult:
         files: number of its files.
         size: of these files, in bytes.
         set_aside: where files of other programs that had its name are now, on any disk.
+        differences: replicas that differ, one line per tensor.
+        ties: tied tensors whose copies differ.
+        suspects: if there are any, nothing has been committed: the groups of ranks whose replicas differ.
     """
 
     files: int
     size: int
     set_aside: tuple[Path, ...]
+    differences: tuple[str, ...]
+    ties: tuple[DivergedTie, ...]
+    suspects: tuple[int, ...]
 
 
 class _Documents(msgspec.Struct):
@@ -122,14 +177,17 @@ class _Documents(msgspec.Struct):
 
 
 class _Described(msgspec.Struct):
-    """What every rank is told of the checkpoint: number and bytes of its files, and what was set aside.
+    """What every rank is told of the checkpoint, as in :class:`CommitResult`.
 
     On several disks nothing is committed yet, and the leaders get the documents.
     """
 
-    files: int
-    size: int
-    set_aside: list[bytes]
+    files: int = 0
+    size: int = 0
+    set_aside: list[bytes] = []
+    differences: list[str] = []
+    ties: list[DivergedTie] = []
+    suspects: list[int] = []
     documents: _Documents | None = None
 
 
@@ -138,6 +196,7 @@ def commit_parts(
     checksums: Sequence[Sequence[FileChecksum]],
     files: Mapping[str, bytes],
     build_manifest: Callable[[list[FileChecksum]], Manifest],
+    suspects: Callable[[], list[int]],
     channel: Channel,
 ) -> Parts[CommitResult]:
     """Write the manifest, and rename the staging directories: in one part if there is one disk, in two otherwise.
@@ -147,26 +206,32 @@ def commit_parts(
         checksums: the checksums of the files of every rank, by rank; read on the coordinator only.
         files: this rank's small files; those of the coordinator go onto every disk.
         build_manifest: writes the mapping and returns the manifest of these files; called on the coordinator.
+        suspects: returns groups of ranks whose replicas differ; if there are any, nothing is committed. Called on the
+            coordinator.
         channel: all ranks; every rank must call.
     Raises:
         FlexError: the same on every rank.
     """
     staging, several = staged.own, len(staged.disks.sorted_leaders) > 1
 
-    def record() -> _Described | None:
-        if channel.rank != 0:
-            return None
-        leads = {one.path: lead for lead, theirs in zip(staged.disks.leads, checksums, strict=True) for one in theirs}
+    def record() -> _Described:
+        unequal = suspects()
+        if unequal:
+            return _Described(suspects=unequal)
         manifest = build_manifest([checksum for theirs in checksums for checksum in theirs])
+        leads = {one.path: lead for lead, theirs in zip(staged.disks.leads, checksums, strict=True) for one in theirs}
         written = (MAPPING_NAME, INDEX_NAME)
         shared = {**files, **{name: read_file(staged.path / name) for name in written}} if several else {}
         shared = {name: zlib.compress(data, 1) for name, data in shared.items()}
         documents = _Documents(manifest, shared, [leads.get(one.path, 0) for one in manifest.files])
         size = sum(checksum.size for checksum in manifest.files)
+        described = _Described(len(manifest.files), size, [], manifest.differences, manifest.ties)
         if several:
-            return _Described(len(manifest.files), size, [], documents)
-        prepare(documents)
-        return _Described(len(manifest.files), size, rename())
+            described.documents = documents
+        else:
+            prepare(documents)
+            described.set_aside = rename()
+        return described
 
     def prepare(documents: _Documents | None) -> None:
         if staging is None or documents is None:
@@ -185,7 +250,7 @@ def commit_parts(
 
     described: _Described = yield Part("committing the checkpoint", record, _Described, source=0)
     left = [described.set_aside]
-    if several:
+    if several and not described.suspects:
 
         def sync() -> tuple[None, None]:
             prepare(described.documents)
@@ -195,4 +260,11 @@ def commit_parts(
         # A rename is a matter of milliseconds.
         left = all_gather_checked(channel, "committing on every disk", rename, list[bytes])
     set_aside = [Path(os.fsdecode(path)) for theirs in left for path in theirs]
-    return CommitResult(described.files, described.size, tuple(set_aside))
+    return CommitResult(
+        described.files,
+        described.size,
+        tuple(set_aside),
+        tuple(described.differences),
+        tuple(described.ties),
+        tuple(described.suspects),
+    )

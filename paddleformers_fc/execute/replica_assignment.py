@@ -1,33 +1,46 @@
 """Assign the parts of shards to the ranks that write them, each replica once, and to files.
 
-Shards without replicas are written by their holder. Replicas are found by box, not by count, and are assigned largest
-first, each to the rank with the fewest bytes. If that would exceed the even share of a rank, the rows of the shard are
-distributed so that its holders write the same number of bytes. A part of a shard is a shard again, so readers need no
-special case.
+Shards without replicas are written by their holder. Replicas are found by box, not by count. The shards that exactly
+the same ranks hold are a *group*, and are assigned largest first, each to the member with the fewest bytes. If that
+would exceed the even share of a rank, the rows of the shard are distributed so that the members write the same number
+of bytes. A part of a shard is a shard again, so readers need no special case.
 
-Time: linear in the shards of all ranks, apart from sorting; ranks with equal shards are processed once.
+All members of a group hold all of its shards. The coordinator, which knows the shards of all ranks, therefore sends an
+:class:`Assignment` of the groups, of what their members write besides, and of the group of every shard. Each member
+assigns the shards of its groups by itself, like all others. Layers and ranks repeat, so it has 10 kB for 4,096 ranks.
+
+Time: linear in the shards of all ranks on the coordinator, and in its own shards and the members of groups on another
+rank.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
+import msgspec
+import numpy as np
 from msgspec import structs
 
 from paddleformers_fc.layout import Shard
+from paddleformers_fc.layout.shard_messages import JobShards, Numbers
+from paddleformers_fc.layout.shards import shard_bytes
 from paddleformers_fc.mapping.boxes import Box
 from paddleformers_fc.storage.dtypes import dtype_size
 
-RankShards = dict[str, dict[str, Shard]]
+RankShards = Mapping[str, Mapping[str, Shard]]
+"""Role -> name -> shard of one rank."""
 
 LEAST_PART_BYTES = 4 * 1024 * 1024
 """No rank writes less than this of a shard that is written by several."""
 
 MOST_TENSORS = 100_000
 """Maximum number of tensors of one file: a header is read as a whole."""
+
+_LOAD_STEPS = 1024
+"""Steps of the even share in which loads are sent: most ranks have equal ones then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +60,7 @@ class ShardPart:
     @property
     def nbytes(self) -> int:
         """Its size in bytes."""
-        return self.shard.size * dtype_size(self.shard.dtype)
+        return shard_bytes(self.shard)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +74,7 @@ class Replica:
         row: elements of one.
         nbytes: its size in bytes.
         holders: how many ranks hold it.
-        group: a name of the group of ranks that hold it, the same on all of them.
+        group: the number of its group.
         described: the shard in words, the same on all holders and of no other shard.
     """
 
@@ -71,36 +84,75 @@ class Replica:
     row: int
     nbytes: int
     holders: int
-    group: str
+    group: int
     described: str
 
 
-def find_replicas(everyone: Sequence[RankShards], rank: int) -> list[Replica]:
-    """Return the shards of one rank that other ranks hold as well.
+class Assignment(msgspec.Struct, frozen=True, array_like=True):
+    """Who writes the shards that several ranks hold.
 
     Args:
-        everyone: as for :func:`assign_writers`.
-        rank: whose.
+        even: the even share of a rank, in bytes.
+        groups: by group, its members in ascending order, each as the difference to the one before.
+        loads: by group and member, what the member writes besides, of groups before this one too, in steps.
+        patterns: the groups of a rank's shards, in its order, as pairs of a group and a number of shards; 0 for none,
+            and 1 for the first group that has the rank as a member.
+        pattern_of: by rank, its pattern.
     """
-    groups: dict[tuple[int, ...], str] = {}
-    found: list[Replica] = []
-    for (role, shard), ranks in _holders(everyone):
-        if len(ranks) > 1 and rank in ranks:
-            key = tuple(sorted(ranks))
-            group = groups.setdefault(key, hashlib.blake2b(repr(key).encode(), digest_size=8).hexdigest())
-            (rows, row_bytes), width = _rows(shard), dtype_size(shard.dtype)
-            replica = Replica(
-                role=role,
-                name=shard.name,
-                rows=rows,
-                row=row_bytes // width,
-                nbytes=shard.size * width,
-                holders=len(ranks),
-                group=group,
-                described=_shard_text(role, shard),
-            )
-            found.append(replica)
-    return found
+
+    even: int
+    groups: list[list[int]]
+    loads: list[list[int]]
+    patterns: list[list[tuple[int, int]]]
+    pattern_of: list[int]
+
+    @property
+    def step(self) -> int:
+        """The bytes of a step of loads."""
+        return max(1, self.even // _LOAD_STEPS)
+
+    def share_of(self, rank: int, roles: RankShards) -> tuple[list[ShardPart], list[Replica]]:
+        """Return what one rank writes, and its shards that other ranks hold as well.
+
+        Args:
+            rank: the rank.
+            roles: its shards, in the order in which it has described them.
+        """
+        members = {number: np.cumsum(group).tolist() for number, group in enumerate(self.groups)}
+        groups = [number for number, group in members.items() if rank in group]
+        numbers = [group for group, count in self.patterns[self.pattern_of[rank]] for _ in range(count)]
+        share: list[ShardPart] = []
+        shared: dict[int, list[_Held]] = {}
+        owned = ((role, shard) for role, shards in roles.items() for shard in shards.values())
+        for held, group in zip(owned, numbers, strict=True):
+            if group:
+                shared.setdefault(groups[group - 1], []).append(held)
+            else:
+                share.append(ShardPart(*held, 0))
+        replicas: list[Replica] = []
+        for group, some in shared.items():
+            loads = [load * self.step for load in self.loads[group]]
+            share += [part for one, part in _assign(some, members[group], loads, self.even) if one == rank]
+            replicas += [_replica(role, shard, len(members[group]), group) for role, shard in some]
+        return share, replicas
+
+
+_Held = tuple[str, Shard]
+"""A shard and its role."""
+
+
+def _replica(role: str, shard: Shard, holders: int, group: int) -> Replica:
+    (rows, row_bytes), width = _rows(shard), dtype_size(shard.dtype)
+    return Replica(
+        role=role,
+        name=shard.name,
+        rows=rows,
+        row=row_bytes // width,
+        nbytes=shard.size * width,
+        holders=holders,
+        group=group,
+        described=_shard_text(role, shard),
+    )
 
 
 def _shard_text(role: str, shard: Shard) -> str:
@@ -109,46 +161,92 @@ def _shard_text(role: str, shard: Shard) -> str:
     return f"{role} {shard.name} [{box}]{flat}"
 
 
-def assign_writers(everyone: Sequence[RankShards]) -> list[list[ShardPart]]:
-    """Assign writers so that each distinct shard is written once and bytes are balanced.
+class Writers:
+    """The ranks that write the shards of a job, so that each distinct shard is written once and bytes are balanced.
 
     Args:
-        everyone: the shards of every rank, by rank. Ranks with equal shards may share one object.
-    Returns:
-        the pieces that each rank writes, by rank.
+        job: the shards of all ranks.
     """
-    load = [0] * len(everyone)
-    given: list[list[ShardPart]] = [[] for _ in everyone]
-    sized = [(shard.size * dtype_size(shard.dtype), role, shard, ranks) for (role, shard), ranks in _holders(everyone)]
-    even = -(-sum(size for size, *_ in sized) // len(everyone))
-    # Shards with one holder leave no choice; the rest, largest first, go where there is least.
-    for size, role, shard, ranks in sorted(
-        sized, key=lambda entry: (len(entry[3]) > 1, -entry[0], entry[1], entry[2].name, entry[2].box.lo)
-    ):
-        rank = ranks[0] if len(ranks) == 1 else min(ranks, key=lambda candidate: (load[candidate], candidate))
-        if len(ranks) == 1 or size < 2 * LEAST_PART_BYTES or load[rank] + size <= even:
-            load[rank] += size
-            given[rank].append(ShardPart(role, shard, 0))
-            continue
-        for rank, piece in _split(role, shard, _bytes_to_level(size, ranks, load)):
-            load[rank] += piece.nbytes
-            given[rank].append(piece)
-    return given
+
+    def __init__(self, job: JobShards) -> None:
+        self._job = job
+        _, _, places = job.columns
+        sizes = np.array([shard_bytes(place) for place in job.places], np.int64)[places]
+        counts = np.zeros(len(sizes), np.int64)
+        for own in job.held:
+            counts[own] += 1
+        self._alone = counts == 1
+        even = -(-int(sizes.sum()) // len(job.held))
+        groups, group_of = self._groups()
+        loads = [int(sizes[own[self._alone[own]]].sum()) for own in job.held]
+        self._parts: dict[int, list[ShardPart]] = {}
+        self.assignment = Assignment(even, [], [], *self._patterns(group_of))
+        step = self.assignment.step
+        for members, numbers in groups:
+            known = [loads[rank] // step for rank in members]
+            self.assignment.groups.append(np.diff(members, prepend=0).tolist())
+            self.assignment.loads.append(known)
+            for rank, part in _assign([job[number] for number in numbers], members, [step * n for n in known], even):
+                loads[rank] += part.nbytes
+                self._parts.setdefault(rank, []).append(part)
+
+    def share_of(self, rank: int) -> list[ShardPart]:
+        """Return what one rank writes."""
+        held = self._job.held[rank]
+        alone = [ShardPart(*self._job[number], 0) for number in held[self._alone[held]]]
+        return alone + self._parts.get(rank, [])
+
+    def _groups(self) -> tuple[list[tuple[list[int], list[int]]], Numbers]:
+        """Return members and shards of every group, few members first, and the number of every shard's group."""
+        held = [numbers[~self._alone[numbers]] for numbers in self._job.held]
+        shards = np.concatenate(held)
+        order = np.argsort(shards, kind="stable")
+        ranks = np.repeat(np.arange(len(held)), [len(numbers) for numbers in held])[order]
+        distinct, begins = np.unique(shards[order], return_index=True)
+        found: dict[tuple[int, ...], list[int]] = {}
+        for number, members in zip(distinct.tolist(), np.split(ranks, begins[1:]), strict=bool(distinct.size)):
+            found.setdefault(tuple(members.tolist()), []).append(number)
+        groups = sorted(found.items(), key=lambda group: (len(group[0]), group[0]))
+        group_of = np.full(len(self._alone), -1, np.int32)
+        for index, (_, some) in enumerate(groups):
+            group_of[some] = index
+        return [(list(members), some) for members, some in groups], group_of
+
+    def _patterns(self, group_of: Numbers) -> tuple[list[list[tuple[int, int]]], list[int]]:
+        patterns: dict[tuple[tuple[int, int], ...], int] = {}
+        pattern_of: list[int] = []
+        for numbers in self._job.held:
+            # -1 comes first, also where every shard has a group.
+            _, local = np.unique(np.append(group_of[numbers], -1), return_inverse=True)
+            pattern = tuple((group, len(list(run))) for group, run in groupby(local[:-1].tolist()))
+            pattern_of.append(patterns.setdefault(pattern, len(patterns)))
+        return [list(pattern) for pattern in patterns], pattern_of
 
 
-def _holders(everyone: Sequence[RankShards]) -> Iterable[tuple[tuple[str, Shard], list[int]]]:
-    alike: dict[int, list[int]] = {}
-    for rank, roles in enumerate(everyone):
-        alike.setdefault(id(roles), []).append(rank)
-    holders: dict[tuple[str, Shard], list[int]] = {}
-    for ranks in alike.values():
-        for role, shards in everyone[ranks[0]].items():
-            for shard in shards.values():
-                holders.setdefault((role, shard), []).extend(ranks)
-    return holders.items()
+def _assign(
+    held: Iterable[_Held], members: Sequence[int], loads: Sequence[int], even: int
+) -> Iterator[tuple[int, ShardPart]]:
+    """Yield rank and part of everything that the members of a group write of its shards.
+
+    Args:
+        held: the shards of the group, in any order.
+        members: in ascending order.
+        loads: what each writes besides.
+        even: the even share of a rank.
+    """
+    load = dict(zip(members, loads, strict=True))
+    sized = ((shard_bytes(shard), role, shard) for role, shard in held)
+    for size, role, shard in sorted(sized, key=lambda entry: (-entry[0], entry[1], entry[2].name)):
+        rank = min(load, key=lambda member: (load[member], member))
+        parts = [(rank, ShardPart(role, shard, 0))]
+        if size >= 2 * LEAST_PART_BYTES and load[rank] + size > even:
+            parts = list(_split(role, shard, _bytes_to_level(size, members, load)))
+        for rank, part in parts:
+            load[rank] += part.nbytes
+            yield rank, part
 
 
-def _bytes_to_level(size: int, ranks: Sequence[int], load: Sequence[int]) -> list[tuple[int, int]]:
+def _bytes_to_level(size: int, ranks: Sequence[int], load: Mapping[int, int]) -> list[tuple[int, int]]:
     """Return rank and bytes of every writer, so that all writers of a shard write the same number of bytes in total."""
     takers = sorted(ranks, key=lambda rank: (load[rank], rank))
     while True:

@@ -6,11 +6,11 @@ resume all ranks have one of the versions. Before a save every rank therefore ha
 whole, and one n-th of a large one that n ranks hold, another part at each step. Diverged ranks differ nearly everywhere
 and are found at once. A single bit is found when its part is hashed.
 
-Shards with the same holders share one digest, which is exchanged with the checksums of the files. Digests of single
-shards are exchanged only if these differ.
+The shards of a group, which the same ranks hold, share one digest, which the coordinator gets with the checksums of the
+files. It gets digests of single shards only if these differ.
 
 Time: one xxh3 pass over about as many bytes as the rank writes, and on an accelerator their copy to the host. Memory:
-16 bytes per group of holders and rank.
+16 bytes per group of this rank; on the coordinator, of all ranks.
 
 List the ranges of live tensors that a save reads: to write them, or to hash replicas and tied copies.
 
@@ -23,11 +23,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import xxhash
 
-from paddleformers_fc.distributed.channel import Channel, all_gather_checked, group_by_value
+from paddleformers_fc.distributed.channel import group_by_value
 from paddleformers_fc.errors import MismatchError
 from paddleformers_fc.execute.memory import HostPieces
 from paddleformers_fc.execute.replica_assignment import Replica
@@ -40,8 +40,7 @@ from paddleformers_fc.text import count_text
 WHOLE_BYTES = 1024 * 1024
 """Replicas up to this size are always hashed as a whole."""
 
-Digests = dict[str, bytes]
-"""Digests by the holders of the hashed part, or by the shard."""
+_K = TypeVar("_K", int, str)
 
 
 @dataclass(frozen=True)
@@ -49,12 +48,12 @@ class ReplicaDigests:
     """The digests of one rank.
 
     Args:
-        groups: one digest per group of holders, by the common name of the group.
+        groups: one digest per group of holders, by the number of the group.
         shards: the digest of every replica, by group and by the common name of the replica.
     """
 
-    groups: Digests
-    shards: Mapping[str, Digests]
+    groups: dict[int, bytes]
+    shards: Mapping[int, dict[str, bytes]]
 
 
 def hash_replicas(
@@ -67,7 +66,7 @@ def hash_replicas(
         replicas: the shards that other ranks hold as well.
         step: determines the part of a large replica that is hashed.
     """
-    shards: dict[str, Digests] = {}
+    shards: dict[int, dict[str, bytes]] = {}
     for one in replicas:
         hasher = xxhash.xxh3_128()
         for part in tensors[one.role][one.name](*hashed_range(one, step)):
@@ -91,19 +90,13 @@ def hashed_range(replica: Replica, step: int) -> tuple[int, int]:
     return low * replica.row, high * replica.row
 
 
-def compare_replicas(channel: Channel, suspect: Sequence[str], own: ReplicaDigests) -> tuple[str, ...]:
-    """Return the differences between replicas, one line per tensor, equal on every rank.
+def differences(shards: Sequence[Mapping[str, bytes]]) -> list[str]:
+    """Return the differences between replicas, one line per tensor.
 
     Args:
-        channel: all ranks; every rank must call.
-        suspect: the groups of ranks whose digests differ, equal on every rank.
-        own: the digests of this rank.
+        shards: digests of replicas by their common names, by rank.
     """
-    if not suspect:
-        return ()
-    mine = {key: digest for group in suspect for key, digest in own.shards.get(group, {}).items()}
-    shards = all_gather_checked(channel, "comparing replicas", lambda: mine, dict[str, bytes])
-    return tuple(fold(_lines(shards)))
+    return list(fold(_lines(shards)))
 
 
 def refuse_different(lines: Sequence[str]) -> None:
@@ -124,16 +117,16 @@ def refuse_different(lines: Sequence[str]) -> None:
         )
 
 
-def unequal_keys(everyone: Sequence[Digests]) -> list[str]:
+def unequal_keys(everyone: Iterable[Mapping[_K, bytes]]) -> list[_K]:
     """Return the keys whose digests differ."""
-    found: dict[str, set[bytes]] = {}
+    found: dict[_K, set[bytes]] = {}
     for digests in everyone:
         for key, digest in digests.items():
             found.setdefault(key, set()).add(digest)
     return sorted(key for key, values in found.items() if len(values) > 1)
 
 
-def _lines(shards: Sequence[Digests]) -> Iterator[str]:
+def _lines(shards: Sequence[Mapping[str, bytes]]) -> Iterator[str]:
     for key in unequal_keys(shards):
         holders = [rank for rank, digests in enumerate(shards) if key in digests]
         versions: dict[bytes, str] = {}
@@ -152,27 +145,26 @@ ElementRanges: TypeAlias = Mapping[TensorKey, tuple[ElementRange, ...]]
 """Disjoint ranges of live tensors, in ascending order."""
 
 
-def ranges_of(plan: SavePlan, rank: int, step: int, replicas: str) -> ElementRanges:
+def ranges_of(plan: SavePlan, step: int, replicas: str) -> ElementRanges:
     """Return what one rank reads in a save.
 
     Args:
-        plan: the save plan of this rank.
-        rank: the rank.
+        plan: the save plan of the rank.
         step: determines the part of a large replica that is hashed.
         replicas: as for :func:`.save_checkpoint`; ``off`` hashes none.
     """
-    found = _written_ranges(plan, rank)
+    found = _written_ranges(plan)
     for one in plan.replicas if replicas != "off" else ():
         found.setdefault((one.role, one.name), []).append(hashed_range(one, step))
     return {key: tuple(_joined(some)) for key, some in found.items()}
 
 
-def largest_ranges(plan: SavePlan, rank: int, replicas: str) -> ElementRanges:
+def largest_ranges(plan: SavePlan, replicas: str) -> ElementRanges:
     """Return ranges with at least as many elements of every tensor as :func:`ranges_of` returns at any step.
 
     The part of a replica that is hashed may overlap what the rank writes at some steps, so these ranges do, too.
     """
-    found = _written_ranges(plan, rank)
+    found = _written_ranges(plan)
     for one in plan.replicas if replicas != "off" else ():
         whole = one.nbytes <= WHOLE_BYTES
         rows = one.rows if whole else -(-one.rows // one.holders)
@@ -180,16 +172,14 @@ def largest_ranges(plan: SavePlan, rank: int, replicas: str) -> ElementRanges:
     return {key: tuple(some) for key, some in found.items()}
 
 
-def _written_ranges(plan: SavePlan, rank: int) -> dict[TensorKey, list[ElementRange]]:
+def _written_ranges(plan: SavePlan) -> dict[TensorKey, list[ElementRange]]:
     """Return what one rank reads to write it, or to hash tied copies."""
     found: dict[TensorKey, list[ElementRange]] = {}
     for file in plan.files:
         for piece in file.pieces:
             found.setdefault((file.role, piece.name), []).append((piece.start, piece.stop))
-    for part in plan.ties.parts:
-        for side in part.sides:
-            if side.rank == rank:
-                found.setdefault((side.role, side.name), []).append(_rows(side))
+    for side in plan.ties:
+        found.setdefault((side.role, side.name), []).append(_rows(side))
     return found
 
 

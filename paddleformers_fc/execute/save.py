@@ -1,32 +1,40 @@
 """Save a checkpoint in three steps: :func:`snapshot`, :func:`write` and :func:`commit`.
 
-1. ``snapshot`` plans and captures; only this step accesses live tensors. Every rank sends a digest of its shards. If
-   all ranks have a plan for these shards, it is used. Otherwise they exchange descriptions and assign the writers, and
-   the coordinator proves the mapping of the whole model and that every tensor is whole (:mod:`.save_plan`,
-   :mod:`.replica_assignment`). A capture returns views of the live tensors, or copies in an :mod:`.async_snapshot`.
-2. The coordinator creates the staging directory beside the target (:mod:`.commit_coordinator`).
-3. ``write`` hashes replicas (:mod:`.replicas`) and copies of tied tensors (:mod:`.ties`), writes this rank's files with
-   checksums taken while writing, and exchanges checksums and digests.
-4. ``commit`` writes ``mapping.json`` and the manifest on the coordinator and renames the directory. If the ranks write
-   onto several disks, each disk gets both (:mod:`.commit_coordinator`).
+1. ``snapshot`` plans and captures; only this step accesses live tensors. Every rank sends which of its plans it can
+   use, and the coordinator creates the staging directory beside the target (:mod:`.commit_coordinator`). Then the ranks
+   look for this directory. If all of them have a plan for their shards, it is used. Otherwise the same exchange carries
+   descriptions of the shards to the coordinator, which proves the mapping of the whole model and that every tensor is
+   whole, and tells all ranks who writes replicas (:mod:`.save_plan`, :mod:`.replica_assignment`). A capture returns
+   views of the live tensors, or copies in an :mod:`.async_snapshot`.
+2. ``write`` hashes replicas (:mod:`.replicas`) and copies of tied tensors (:mod:`.ties`), writes this rank's files with
+   checksums taken while writing, and sends checksums and digests to the coordinator.
+3. ``commit`` compares the digests, writes ``mapping.json``, the index and the manifest on the coordinator and renames
+   the directory. If the ranks write onto several disks, each disk gets these files (:mod:`.commit_coordinator`).
+
+A first save of a job makes five exchanges and a later one four; further ones are made if there are several disks, or if
+replicas differ. A rank gets a few hundred bytes and one broadcast; only the coordinator gets messages of all ranks.
 
 ``write`` and ``commit`` are generators of :class:`.Part`: what a rank does by itself, without communication. A save in
 a step runs every part at once (:func:`.run_parts`). An asynchronous save runs it on a thread, and the training threads
 exchange its result.
 
 A failure on any rank raises the same error on every rank and removes the staging directory. A crash leaves it behind
-under a hidden name. Beyond the tensors, memory is the headers of this rank's files and, for a new plan, the
-descriptions: linear in the shards of all ranks. Tensors that the host cannot address are copied in pieces of 16 MiB, of
-which three have a staging buffer (:mod:`.staging_pool`).
+under a hidden name. Beyond the tensors, memory is the headers of this rank's files and, for a new plan on the
+coordinator, the descriptions: linear in the shards of all ranks. Tensors that the host cannot address are copied in
+pieces of 16 MiB, of which three have a staging buffer (:mod:`.staging_pool`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -40,19 +48,18 @@ from paddleformers_fc.distributed.channel import (
     all_gather_checked,
     broadcast,
     gather_and_keep,
-    run_on_all,
     run_parts,
 )
 from paddleformers_fc.distributed.consistency import ConsistencyCheck, comparable_config, software_versions
 from paddleformers_fc.distributed.disk_leaders import DiskLeaders
 from paddleformers_fc.errors import MappingError, OptionError
-from paddleformers_fc.execute.commit_coordinator import CommitResult, StagingDirectory, commit_parts, staging_beside
+from paddleformers_fc.execute.commit_coordinator import CommitResult, StagingDirectory, StagingMaker, commit_parts
 from paddleformers_fc.execute.memory import HostPieces, HostTensors, view_of
-from paddleformers_fc.execute.phases import Phases, PhaseTimer, Slowest, slowest_of
+from paddleformers_fc.execute.phases import Phases, PhaseTimer, slowest_of
+from paddleformers_fc.execute.replica_assignment import RankShards
 from paddleformers_fc.execute.replicas import (
-    Digests,
     ReplicaDigests,
-    compare_replicas,
+    differences,
     hash_replicas,
     refuse_different,
     unequal_keys,
@@ -60,10 +67,12 @@ from paddleformers_fc.execute.replicas import (
 from paddleformers_fc.execute.save_plan import (
     ModelRecord,
     PlannedFile,
+    Planning,
     SavePlan,
     SavePlanCache,
-    build_save_plan,
     digest,
+    plan_for_all,
+    plan_of_rank,
 )
 from paddleformers_fc.execute.ties import diverged, hash_ties
 from paddleformers_fc.families import ModelDescription
@@ -71,9 +80,10 @@ from paddleformers_fc.families.changes import contradictions
 from paddleformers_fc.families.stated import model_ties
 from paddleformers_fc.formats.checkpoint import CONFIG_NAME, MAPPING_NAME, config_bytes as config_bytes, parse_config
 from paddleformers_fc.formats.index import encode_index
+from paddleformers_fc.layout import Shard
 from paddleformers_fc.layout.live import LiveRoles, Roles, describe_roles, facts_of
 from paddleformers_fc.layout.roles import MODEL_STATE, split_state_name
-from paddleformers_fc.layout.shard_messages import decode_rank_shards, encode_rank_shards
+from paddleformers_fc.layout.shard_messages import decode_shards, encode_rank_shards
 from paddleformers_fc.storage.checksum import INDEX_NAME, records_of
 from paddleformers_fc.storage.files import write_file
 from paddleformers_fc.storage.manifest import DivergedTie, FileChecksum, Manifest, RunRecord, SaveOrigin
@@ -135,23 +145,16 @@ class _WriteMessage(msgspec.Struct):
     """
 
     checksums: list[FileChecksum]
-    replicas: Digests
+    replicas: dict[int, bytes]
     ties: list[bytes]
     seconds: float
 
 
-class _Unequal(msgspec.Struct):
-    """The groups of ranks whose replicas differ, and the tied tensors whose copies differ."""
+class _Introduction(msgspec.Struct, array_like=True):
+    """The plans that one rank can use, and on the coordinator the name of the staging directory."""
 
-    groups: list[str]
-    ties: tuple[DivergedTie, ...]
-
-
-class _PlanMessage(msgspec.Struct, array_like=True):
-    """A digest of the shards of one rank, and the jobs that it has a plan for."""
-
-    facts: bytes
-    known: list[bytes]
+    plans: list[bytes]
+    staging: bytes
 
 
 @dataclass(frozen=True)
@@ -191,6 +194,8 @@ class Snapshot:
         job: the job and its step.
         replicas: as for :func:`save_checkpoint`.
         timer: of the save, in the phase ``capture``, which ends when this rank begins to write.
+        staged: the staging directory.
+        removal: deletes the staging directory at its end, unless it was committed.
     """
 
     plan: SavePlan
@@ -199,23 +204,21 @@ class Snapshot:
     job: JobRecord
     replicas: str
     timer: PhaseTimer
+    staged: StagingDirectory
+    removal: contextlib.ExitStack
 
 
 @dataclass(frozen=True)
 class Written:
-    """The files that all ranks have written.
+    """What all ranks have written.
 
     Args:
-        checksums: their checksums, by rank, on the coordinator; empty on other ranks.
-        differences: replicas that differ, one line per tensor.
-        ties: tied tensors whose copies differ.
-        slowest: the rank that wrote longest, on the coordinator.
+        everyone: checksums and digests of all ranks, on the coordinator; empty on other ranks.
+        hashed: the digests of this rank's replicas.
     """
 
-    checksums: list[list[FileChecksum]]
-    differences: tuple[str, ...]
-    ties: tuple[DivergedTie, ...]
-    slowest: Slowest | None
+    everyone: list[_WriteMessage]
+    hashed: ReplicaDigests
 
 
 def save_checkpoint(
@@ -248,10 +251,11 @@ def save_checkpoint(
     taken = snapshot(
         lambda: live_part(roles, model, files, job, replicas),
         views,
+        directory,
         channel,
         ConsistencyCheck(f"saving {directory.name}", facts),
     )
-    return write_and_commit(taken, directory, channel)
+    return write_and_commit(taken, channel)
 
 
 def comparable_facts(model: ModelDescription, job: JobRecord, replicas: str) -> dict[str, object]:
@@ -270,7 +274,11 @@ def live_part(
 ) -> LivePart:
     """Return what this rank brings into a save; the arguments are those of :func:`save_checkpoint`."""
     own = _without_aliases(roles, model)
-    return LivePart(own, model, files, job, replicas, _facts(own, model))
+    described = json.dumps(
+        [dict(model.config), model.is_fleet, model.adapters, model.is_global], sort_keys=True, default=repr
+    )
+    stated = model.rules.digest if model.rules is not None else ""
+    return LivePart(own, model, files, job, replicas, digest(described.encode(), stated.encode(), facts_of(own)))
 
 
 def views(part: LivePart, plan: SavePlan) -> HostTensors:
@@ -284,15 +292,17 @@ def views(part: LivePart, plan: SavePlan) -> HostTensors:
 def snapshot(
     prepare: Callable[[], LivePart],
     capture: Capture,
+    directory: Path,
     channel: Channel,
     consistency: ConsistencyCheck,
     timer: PhaseTimer | None = None,
 ) -> Snapshot:
-    """Plan a save and capture its tensors.
+    """Plan a save, create its staging directory, and capture its tensors.
 
     Args:
         prepare: returns this rank's part; its errors are raised on every rank.
         capture: reads the live tensors.
+        directory: ``checkpoint-N``.
         channel: all ranks; every rank must call.
         consistency: the facts that must be equal on all ranks.
         timer: measures the save; by default it begins now.
@@ -300,63 +310,85 @@ def snapshot(
         FlexError: the same on every rank, except for an error of ``capture``.
     """
     timer = timer or PhaseTimer()
-    part, plan = plan_save(prepare, channel, consistency)
-    timer.end("plan")
-    return Snapshot(plan, capture(part, plan), part.files, part.job, part.replicas, timer)
+    with contextlib.ExitStack() as stack:
+        maker = stack.enter_context(contextlib.closing(StagingMaker(directory, channel)))
+        part, plan = plan_save(prepare, channel, consistency, maker)
+        timer.end("plan")
+        tensors = capture(part, plan)
+        return Snapshot(plan, tensors, part.files, part.job, part.replicas, timer, maker.staged, stack.pop_all())
 
 
 def plan_save(
-    prepare: Callable[[], LivePart], channel: Channel, consistency: ConsistencyCheck
+    prepare: Callable[[], LivePart],
+    channel: Channel,
+    consistency: ConsistencyCheck,
+    maker: StagingMaker | None = None,
 ) -> tuple[LivePart, SavePlan]:
     """Return what this rank brings into a save, and the plan of its files; the arguments are those of :func:`snapshot`.
 
+    Args:
+        maker: creates the staging directory, in the same exchanges; None if nothing is going to be written.
     Raises:
         FlexError: the same on every rank.
     """
-    kept = _PLANS.known(channel.rank)
 
-    def introduce() -> tuple[_PlanMessage, LivePart]:
+    def introduce() -> tuple[_Introduction, tuple[LivePart, dict[bytes, SavePlan]]]:
         part = prepare()
-        return _PlanMessage(part.facts, list(kept)), part
+        plans = _PLANS.known(channel.rank, _facts(part, channel))
+        staging = maker.create(_runs(part)) if maker is not None and channel.rank == 0 else ""
+        return _Introduction(list(plans), os.fsencode(staging)), (part, plans)
 
-    everyone, part = gather_and_keep(channel, "preparing a checkpoint", introduce, _PlanMessage, consistency)
-    key = digest(*(one.facts for one in everyone))
-    known = all(key in one.known for one in everyone)
-    plan = kept[key] if known else _new_plan(part, channel)
-    _PLANS.keep(channel.rank, key, plan)
+    everyone, (part, plans) = gather_and_keep(channel, "preparing a checkpoint", introduce, _Introduction, consistency)
+    usable = set.intersection(*(set(one.plans) for one in everyone))
+    roles: dict[str, dict[str, Shard]] = {}
+
+    def describe() -> bytes:
+        if usable:
+            return b""
+        roles.update(describe_roles(part.tensors))
+        return encode_rank_shards(roles)
+
+    payloads: list[bytes] = []
+    if maker is not None:
+        payloads = maker.find(os.fsdecode(everyone[0].staging), _runs(part), describe)
+    elif not usable:
+        payloads = all_gather_checked(channel, "describing shards", describe, bytes, to=0)
+    if usable:
+        name = min(usable)
+        plan = plans[name]
+    else:
+        name, plan = _new_plan(part, roles, payloads, channel)
+    _PLANS.keep(channel.rank, _facts(part, channel), name, plan)
     return part, plan
 
 
-def write_and_commit(taken: Snapshot, directory: Path, channel: Channel) -> SaveReport:
+def write_and_commit(taken: Snapshot, channel: Channel) -> SaveReport:
     """Write a snapshot as a finished checkpoint; the errors are those of :func:`save_checkpoint`.
 
     Args:
         taken: this rank's part of the checkpoint.
-        directory: ``checkpoint-N``.
         channel: all ranks; every rank must call.
     """
-    return run_parts(save_parts(taken, directory, channel), channel)
+    return run_parts(save_parts(taken, channel), channel)
 
 
-def save_parts(taken: Snapshot, directory: Path, channel: Channel) -> Parts[SaveReport]:
-    """Do the work of :func:`write_and_commit` in parts; it begins with the creation of the staging directory."""
-    runs = ("",) if taken.job.run is None else taken.job.run.ids
-    with staging_beside(directory, channel, runs=runs) as staged:
-        written = yield from write(taken, staged.path, channel)
-        finished = yield from commit(taken, written, staged, channel)
+def save_parts(taken: Snapshot, channel: Channel) -> Parts[SaveReport]:
+    """Do the work of :func:`write_and_commit` in parts."""
+    with taken.removal:
+        written = yield from write(taken, channel)
+        done = yield from commit(taken, written, channel)
     taken.timer.end("commit")
-    phases = taken.timer.phases(written.slowest)
-    return SaveReport(
-        finished.files, finished.size, finished.set_aside, staged.disks, written.differences, written.ties, phases
-    )
+    everyone = written.everyone
+    slowest = slowest_of("write", [one.seconds for one in everyone]) if everyone else None
+    phases = taken.timer.phases(slowest)
+    return SaveReport(done.files, done.size, done.set_aside, taken.staged.disks, done.differences, done.ties, phases)
 
 
-def write(taken: Snapshot, staging: Path, channel: Channel) -> Parts[Written]:
-    """Write this rank's files into the staging directory, and compare replicas and copies of tied tensors.
+def write(taken: Snapshot, channel: Channel) -> Parts[Written]:
+    """Write this rank's files into the staging directory, and hash replicas and copies of tied tensors.
 
     Args:
         taken: this rank's part of the checkpoint.
-        staging: the staging directory.
         channel: all ranks; every rank must call.
     Raises:
         FlexError: the same on every rank.
@@ -367,42 +399,47 @@ def write(taken: Snapshot, staging: Path, channel: Channel) -> Parts[Written]:
         if channel.rank == 0:
             _refuse_unreadable(taken)
         hashed = hash_replicas(taken.tensors, taken.plan.replicas if taken.replicas != "off" else (), taken.job.step)
-        ties = hash_ties(taken.tensors, taken.plan.ties, channel.rank)
-        checksums = _write_files(taken, staging)
+        ties = hash_ties(taken.tensors, taken.plan.ties)
+        checksums = _write_files(taken, taken.staged.path)
         return _WriteMessage(checksums, hashed.groups, ties, taken.timer.end("write")), hashed
 
-    # Only the coordinator needs the checksums of all files; the other ranks get what is unequal.
+    # Only the coordinator needs the checksums of all files.
     everyone, hashed = yield Part("writing", write_own, _WriteMessage, to=0)
-
-    def compare() -> _Unequal:
-        ties = diverged(taken.plan.ties, [one.ties for one in everyone])
-        return _Unequal(unequal_keys([one.replicas for one in everyone]), ties)
-
-    unequal = broadcast(channel, "comparing copies", compare, _Unequal)
-    differences, ties = compare_replicas(channel, unequal.groups, hashed), unequal.ties
-    if taken.replicas == "refuse":
-        refuse_different([*differences, *(line for tie in ties for line in tie.differences)])
     taken.timer.end("agree")
-    slowest = slowest_of("write", [one.seconds for one in everyone]) if everyone else None
-    return Written([one.checksums for one in everyone], differences, ties, slowest)
+    return Written(everyone, hashed)
 
 
-def commit(taken: Snapshot, written: Written, staged: StagingDirectory, channel: Channel) -> Parts[CommitResult]:
-    """Write the mapping and the manifest, and give the checkpoint its name.
+def commit(taken: Snapshot, written: Written, channel: Channel) -> Parts[CommitResult]:
+    """Compare copies, write the mapping, the index and the manifest, and give the checkpoint its name.
 
     Args:
         taken: this rank's part of the checkpoint.
-        written: the files of all ranks.
-        staged: the staging directory.
+        written: what all ranks have written.
         channel: all ranks; every rank must call.
     Raises:
         FlexError: the same on every rank.
     """
+    everyone, lines = written.everyone, list[str]()
 
     def build_manifest(checksums: list[FileChecksum]) -> Manifest:
-        return _describe(staged.path, checksums, taken.plan.model_record(), written, taken.job, channel.world_size)
+        ties = diverged(taken.plan.model_record().ties, [one.ties for one in everyone])
+        if taken.replicas == "refuse":
+            refuse_different([*lines, *(line for tie in ties for line in tie.differences)])
+        return _describe(taken, checksums, lines, ties, channel.world_size)
 
-    return commit_parts(staged, written.checksums, taken.files, build_manifest, channel)
+    checksums = [one.checksums for one in everyone]
+    finish = partial(commit_parts, taken.staged, checksums, taken.files, build_manifest, channel=channel)
+    done = yield from finish(lambda: unequal_keys(one.replicas for one in everyone))
+    if done.suspects:
+
+        def describe() -> tuple[dict[str, bytes], None]:
+            shards = written.hashed.shards
+            return {key: found for group in done.suspects for key, found in shards.get(group, {}).items()}, None
+
+        digests, _ = yield Part("comparing replicas", describe, dict[str, bytes], to=0)
+        lines += differences(digests)
+        done = yield from finish(list)
+    return done
 
 
 def _without_aliases(roles: Roles, model: ModelDescription) -> LiveRoles:
@@ -454,27 +491,28 @@ def _ties(weights: Mapping[str, Any], model: ModelDescription) -> Iterator[tuple
             yield alias, owner, addresses[0] == addresses[1]
 
 
-def _facts(own: LiveRoles, model: ModelDescription) -> bytes:
-    """Return the digest of everything that this rank brings into a plan."""
-    described = json.dumps(
-        [dict(model.config), model.is_fleet, model.adapters, model.is_global], sort_keys=True, default=repr
-    )
-    stated = model.rules.digest if model.rules is not None else ""
-    return digest(described.encode(), stated.encode(), facts_of(own))
+def _facts(part: LivePart, channel: Channel) -> bytes:
+    """Return the digest of everything that this rank brings into a plan; ranks as threads share the plans of jobs."""
+    return digest(part.facts, channel.world_size.to_bytes(8, "little"))
 
 
-def _new_plan(part: LivePart, channel: Channel) -> SavePlan:
-    payloads = all_gather_checked(
-        channel, "describing shards", lambda: encode_rank_shards(describe_roles(part.tensors)), bytes
-    )
-    # Ranks that hold the same shards send the same bytes, which are decoded and checked once.
-    decoded = {payload: decode_rank_shards(payload) for payload in set(payloads)}
-    everyone = [decoded[payload] for payload in payloads]
-    return run_on_all(
-        channel,
-        "planning the save",
-        lambda: build_save_plan(everyone, part.model, channel.rank),
-    )
+def _runs(part: LivePart) -> Sequence[str]:
+    """Return the ids of the run and its ancestors."""
+    return ("",) if part.job.run is None else part.job.run.ids
+
+
+def _new_plan(part: LivePart, roles: RankShards, payloads: Sequence[bytes], channel: Channel) -> tuple[bytes, SavePlan]:
+    """Return the name of a new plan, and this rank's part of it."""
+    records: list[ModelRecord] = []
+
+    def plan() -> bytes:
+        planning, record = plan_for_all(decode_shards(payloads), part.model)
+        records.append(record)
+        return zlib.compress(msgspec.msgpack.encode(planning))
+
+    packed = broadcast(channel, "planning the save", plan, bytes)
+    planning = msgspec.msgpack.decode(zlib.decompress(packed), type=Planning)
+    return planning.name, plan_of_rank(planning, roles, channel.rank, records[0] if records else None)
 
 
 def _refuse_unreadable(taken: Snapshot) -> None:
@@ -520,14 +558,14 @@ def _one_ahead(begun: Iterator[_T]) -> Iterator[_T]:
 
 
 def _describe(
-    staging: Path,
+    taken: Snapshot,
     checksums: list[FileChecksum],
-    model: ModelRecord,
-    written: Written,
-    job: JobRecord,
+    unequal: list[str],
+    ties: Sequence[DivergedTie],
     world_size: int,
 ) -> Manifest:
     """Write the mapping and the index, and return the manifest, on the coordinator."""
+    staging, model, job = taken.staged.path, taken.plan.model_record(), taken.job
     checksums = [*checksums, write_file(staging / MAPPING_NAME, model.mapping, root=staging)]
     index = write_file(staging / INDEX_NAME, encode_index(model.shards, checksums), root=staging)
     return Manifest(
@@ -538,8 +576,8 @@ def _describe(
         parallel=dict(job.parallel),
         family=model.family,
         files=records_of([*checksums, index]),
-        differing_replicas=list(written.differences) or msgspec.UNSET,
-        diverged_ties=list(written.ties) or msgspec.UNSET,
+        differing_replicas=unequal or msgspec.UNSET,
+        diverged_ties=list(ties) or msgspec.UNSET,
         run=job.run or msgspec.UNSET,
         origin=SaveOrigin(time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), socket.gethostname()),
     )

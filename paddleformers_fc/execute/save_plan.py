@@ -1,33 +1,40 @@
 """Build the plan of a save before its first byte, and cache it for the next save of the same job.
 
-The files of this rank, with their headers; on the coordinator also ``mapping.json``, proved. A plan depends only on the
-model's configuration and on the shard descriptions of every rank, which are the same at every save of a job. It is
-therefore cached under a digest of the descriptions of *all* ranks, and a later save exchanges digests alone. If the
-description of one rank differs, its digest differs, and every rank builds a new plan. A plan is therefore never used
-for other shards.
+The coordinator gets the descriptions of all shards, proves the mapping and that every tensor is complete, and assigns
+the writers of replicas. From this :class:`Planning` and its own shards every rank builds its plan: its files, with
+their headers, and what it compares.
 
-Memory: the headers of this rank's files and the names of its replicas, for the last few plans.
+A plan depends only on the model's configuration and on the shards of every rank, which are the same at every save of a
+job. It is therefore cached, under a name that the coordinator gives it and with a digest of what this rank brings into
+it. Before a later save every rank sends the names of the plans whose digest is that of its shards. If all ranks send
+the same name, the plan is used. A plan is therefore never used for other shards.
+
+Memory: the headers of this rank's files and the names of its replicas, for the last few plans; on the coordinator also
+the arrays of the index.
 """
 
 from __future__ import annotations
 
 import hashlib
+import secrets
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+import msgspec
 
 from paddleformers_fc.errors import MismatchError, OptionError, PeerError
 from paddleformers_fc.execute.replica_assignment import (
+    Assignment,
     RankShards,
     Replica,
     ShardPart,
-    assign_writers,
-    find_replicas,
+    Writers,
     pack_files,
 )
-from paddleformers_fc.execute.ties import Ties, ties_of
+from paddleformers_fc.execute.ties import CopyPart, Ties, ties_of
 from paddleformers_fc.families import ModelDescription, ModelTensor
 from paddleformers_fc.families.stated import bind_model, decode_mapping, encode_mapping, family_name, model_ties
 from paddleformers_fc.formats.catalog import gather_shards
@@ -36,6 +43,7 @@ from paddleformers_fc.formats.index import Columns, shard_columns
 from paddleformers_fc.formats.registry import SAVED
 from paddleformers_fc.layout import Shard
 from paddleformers_fc.layout.roles import MODEL_STATE, split_state_name
+from paddleformers_fc.layout.shard_messages import JobShards
 from paddleformers_fc.mapping import RuleSet, Shape
 from paddleformers_fc.mapping.boxes import whole
 from paddleformers_fc.mapping.folding import fold
@@ -92,12 +100,28 @@ class ModelRecord:
         mapping: the bytes of ``mapping.json``.
         model: the description in these bytes.
         shards: the tensors of the files of all ranks, for the index.
+        ties: the copies of tied tensors that all ranks hash.
     """
 
     family: str
     mapping: bytes
     model: ModelDescription
     shards: Columns
+    ties: Ties
+
+
+class Planning(msgspec.Struct, frozen=True, array_like=True):
+    """What the coordinator tells all ranks of a new plan.
+
+    Args:
+        name: the name of the plan; no two have the same.
+        assignment: the writers of replicas.
+        ties: the copies of tied tensors that ranks hash.
+    """
+
+    name: bytes
+    assignment: Assignment
+    ties: list[CopyPart]
 
 
 @dataclass(frozen=True)
@@ -108,13 +132,13 @@ class SavePlan:
         files: this rank's files.
         model: the description that the coordinator writes beside them; None on other ranks.
         replicas: this rank's shards that other ranks hold as well.
-        ties: the copies of tied tensors that all ranks compare.
+        ties: its copies of tied tensors, which it hashes.
     """
 
     files: tuple[PlannedFile, ...]
     model: ModelRecord | None
     replicas: tuple[Replica, ...] = ()
-    ties: Ties = field(default_factory=Ties)
+    ties: tuple[CopyPart, ...] = ()
 
     def model_record(self) -> ModelRecord:
         """Return the record that the coordinator writes.
@@ -128,28 +152,35 @@ class SavePlan:
 
 
 class SavePlanCache:
-    """The last plans of this process, by rank and by the digest of the shards of all ranks."""
+    """The last plans of this process, by rank and name."""
 
     def __init__(self) -> None:
-        self._plans: OrderedDict[tuple[int, bytes], SavePlan] = OrderedDict()
+        self._plans: OrderedDict[tuple[int, bytes], tuple[bytes, SavePlan]] = OrderedDict()
         self._lock = threading.Lock()
 
-    def known(self, rank: int) -> dict[bytes, SavePlan]:
-        """Return the plans of one rank by the digest of the shards of all ranks."""
-        with self._lock:
-            return {shards_digest: plan for (owner, shards_digest), plan in self._plans.items() if owner == rank}
+    def known(self, rank: int, facts: bytes) -> dict[bytes, SavePlan]:
+        """Return the plans of one rank by name.
 
-    def keep(self, rank: int, shards_digest: bytes, plan: SavePlan) -> None:
+        Args:
+            rank: the rank.
+            facts: the digest of what it brings into them.
+        """
+        with self._lock:
+            plans = [(name, plan) for (owner, name), plan in self._plans.items() if (owner, plan[0]) == (rank, facts)]
+        return {name: plan for name, (_, plan) in plans}
+
+    def keep(self, rank: int, facts: bytes, name: bytes, plan: SavePlan) -> None:
         """Remember a plan that every rank has agreed to; the one that was not used for longest is forgotten.
 
         Args:
             rank: the rank that it is for.
-            shards_digest: the digest of the shards of all ranks.
+            facts: the digest of what the rank brings into it.
+            name: of the plan, the same on all ranks.
             plan: the plan.
         """
         with self._lock:
-            self._plans[rank, shards_digest] = plan
-            self._plans.move_to_end((rank, shards_digest))
+            self._plans[rank, name] = facts, plan
+            self._plans.move_to_end((rank, name))
             while len(self._plans) > MAX_CACHED_PLANS:
                 self._plans.popitem(last=False)
 
@@ -163,29 +194,41 @@ def digest(*parts: bytes) -> bytes:
     return hasher.digest()
 
 
-def build_save_plan(everyone: list[RankShards], model: ModelDescription, rank: int) -> SavePlan:
-    """Return the plan of one rank.
+def plan_for_all(job: JobShards, model: ModelDescription) -> tuple[Planning, ModelRecord]:
+    """Return what all ranks learn of a new plan, and what the coordinator keeps of it.
 
     Args:
-        everyone: the shards of every rank, by rank; those that hold the same may share one object.
+        job: the shards of all ranks.
         model: the description of the model.
-        rank: this rank; the first one proves the model.
     Raises:
         MappingError: the model's mapping cannot be bound or proved.
         MismatchError: the shards of all ranks are not the whole model, once.
     """
-    proved = _proved_mapping(everyone, model) if rank == 0 else None
-    shares = assign_writers(everyone)
-    record = None
-    if proved is not None:
-        files = {
-            path: [piece.shard for piece in group]
-            for number, share in enumerate(shares)
-            for path, _, group in _grouped(share, number)
-        }
-        record = ModelRecord(family_name(model), *proved, shard_columns(files))
-    ties = ties_of(everyone, shares, model_ties(model))
-    return SavePlan(tuple(planned_files(shares[rank], rank)), record, tuple(find_replicas(everyone, rank)), ties)
+    mapping, stored = _proved_mapping(job, model)
+    writers = Writers(job)
+    ranks = range(len(job.held))
+    ties = ties_of(job, map(writers.share_of, ranks), model_ties(model))
+    files = (
+        (path, [piece.shard for piece in group])
+        for rank in ranks
+        for path, _, group in _grouped(writers.share_of(rank), rank)
+    )
+    record = ModelRecord(family_name(model), mapping, stored, shard_columns(files), ties)
+    return Planning(secrets.token_bytes(8), writers.assignment, ties.sides), record
+
+
+def plan_of_rank(planning: Planning, roles: RankShards, rank: int, record: ModelRecord | None) -> SavePlan:
+    """Return the plan of one rank.
+
+    Args:
+        planning: from :func:`plan_for_all`.
+        roles: the shards of the rank, in the order in which it has described them.
+        rank: the rank.
+        record: from :func:`plan_for_all`, on the coordinator.
+    """
+    share, replicas = planning.assignment.share_of(rank, roles)
+    ties = tuple(side for side in planning.ties if side.rank == rank)
+    return SavePlan(tuple(planned_files(share, rank)), record, tuple(replicas), ties)
 
 
 def model_rules(model: ModelDescription, shards: Mapping[str, Shard]) -> RuleSet:
@@ -232,35 +275,28 @@ def _grouped(share: Iterable[ShardPart], rank: int) -> Iterator[tuple[str, str, 
             yield path, role, group
 
 
-def _proved_mapping(everyone: list[RankShards], model: ModelDescription) -> tuple[bytes, ModelDescription]:
+def _proved_mapping(job: JobShards, model: ModelDescription) -> tuple[bytes, ModelDescription]:
     """Prove, before the first write, that the checkpoint will be whole, and check its mapping as a reader does."""
-    distinct = list({id(roles): roles for roles in everyone}.values())
-    parameters: dict[str, Shard] = {}
-    for roles in distinct:
-        parameters.update(roles.get(MODEL_STATE, {}))
+    # One shard of every model tensor of the job; its cuts determine the tensor-parallel degree.
+    parameters = {name: shards[0] for name, shards in job.tensors(MODEL_STATE)}
     if not parameters:
         raise OptionError("The model has no tensors.", where="model", next_step="Save a layer or state dict that has.")
-    # One shard of every model tensor of the job; its cuts determine the tensor-parallel degree.
     mapping = encode_mapping(model, model_rules(model, parameters))
-    _refuse_partial(distinct, parameters)
+    _refuse_partial(job, parameters)
     stored, rules = decode_mapping(mapping, MAPPING_NAME)
     declared_mapping(stored or model, rules, MAPPING_NAME)
     return mapping, stored or model
 
 
-def _refuse_partial(everyone: list[RankShards], parameters: Mapping[str, Shard]) -> None:
+def _refuse_partial(job: JobShards, parameters: Mapping[str, Shard]) -> None:
     faults: list[str] = []
-    for role in sorted({role for roles in everyone for role in roles}):
-        by_name: dict[str, dict[Shard, None]] = {}
-        for roles in everyone:
-            for name, shard in roles.get(role, {}).items():
-                by_name.setdefault(name, {})[shard] = None
-        parts = [shard for shards in by_name.values() if not _is_whole(shards) for shard in shards]
-        tensors, contradictions = gather_shards((shard, f"rank {role}", 0, dtype_size(shard.dtype)) for shard in parts)
-        faults.extend(contradictions)
-        for tensor in tensors.values():
-            faults.extend(tensor.faults())
-        for name in by_name:
+    for role in sorted(job.roles):
+        for name, shards in job.tensors(role):
+            if not _is_whole(shards):
+                parts = ((shard, f"rank {role}", 0, dtype_size(shard.dtype)) for shard in shards)
+                tensors, contradictions = gather_shards(parts)
+                faults.extend(contradictions)
+                faults.extend(fault for tensor in tensors.values() for fault in tensor.faults())
             if split_state_name(role, name).parameter not in parameters:
                 faults.append(f"{name}: is a state of no parameter")
     if faults:
@@ -272,7 +308,7 @@ def _refuse_partial(everyone: list[RankShards], parameters: Mapping[str, Shard])
         )
 
 
-def _is_whole(shards: Mapping[Shard, None]) -> bool:
+def _is_whole(shards: Sequence[Shard]) -> bool:
     """Return whether one rank, or several alike, hold a tensor as a whole."""
     if len(shards) != 1:
         return False

@@ -7,25 +7,27 @@ never resumed or kept in place of a whole one.
 
 The written pieces are compared. Stages may shard the copies differently (flattened ranges of fused buffers,
 tensor-parallel cuts). The plan therefore intersects the written pieces of one copy with those of the other. Each rank
-hashes its sides of the intersections, and the digests travel with the checksums.
+hashes its sides of the intersections, and the digests travel with the checksums to the coordinator, which compares.
 
 Time: one xxh3 pass over the tied tensors that the rank writes, and on an accelerator their copy to the host. Memory:
-one block of 16 MiB, and 16 bytes per intersection and rank.
+one block of 16 MiB, and 16 bytes per intersection of this rank; on the coordinator, of all ranks.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import xxhash
 
 from paddleformers_fc.distributed.channel import format_ranks
 from paddleformers_fc.execute.memory import HostPieces
-from paddleformers_fc.execute.replica_assignment import RankShards, ShardPart
+from paddleformers_fc.execute.replica_assignment import ShardPart
 from paddleformers_fc.layout.roles import MODEL_STATE, split_state_name
+from paddleformers_fc.layout.shard_messages import JobShards
 from paddleformers_fc.layout.shards import Fragment, Shard
 from paddleformers_fc.mapping.boxes import Box, BoxFinder, Shape
 from paddleformers_fc.storage.files import byte_view
@@ -34,8 +36,7 @@ from paddleformers_fc.storage.manifest import DivergedTie
 _BLOCK_BYTES = 16 * 1024 * 1024
 
 
-@dataclass(frozen=True, slots=True)
-class CopyPart:
+class CopyPart(msgspec.Struct, frozen=True, array_like=True):
     """A box of one copy that one rank writes.
 
     Args:
@@ -72,7 +73,7 @@ class TiedPart:
 
 @dataclass(frozen=True, slots=True)
 class Ties:
-    """The parts of tied tensors that a save compares; equal on every rank.
+    """The parts of tied tensors that a save compares, on the coordinator.
 
     Args:
         parts: the boxes to compare.
@@ -80,31 +81,36 @@ class Ties:
         stages: the names of every tied parameter's copies by pipeline stage, first to last.
     """
 
-    parts: tuple[TiedPart, ...] = ()
-    unlike: tuple[tuple[str, str], ...] = ()
-    stages: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    parts: tuple[TiedPart, ...]
+    unlike: tuple[tuple[str, str], ...]
+    stages: Mapping[str, tuple[str, ...]]
+
+    @property
+    def sides(self) -> list[CopyPart]:
+        """The boxes of all ranks, in the order in which each rank hashes its own."""
+        return [side for part in self.parts for side in part.sides]
 
 
 _Copies = dict[str, list[tuple[int, ShardPart]]]
 """Rank and piece of everything that is written, by the parameter's name."""
 
 
-def ties_of(everyone: Sequence[RankShards], shares: Sequence[Sequence[ShardPart]], owners: Mapping[str, str]) -> Ties:
+def ties_of(job: JobShards, shares: Iterable[Sequence[ShardPart]], owners: Mapping[str, str]) -> Ties:
     """Return the parts of tied tensors that a save compares.
 
     Args:
-        everyone: the shards of every rank, by rank.
+        job: the shards of all ranks.
         shares: the pieces that every rank writes, by rank.
         owners: the owner of every alias.
     """
     if not owners:
-        return Ties()
+        return Ties((), (), {})
     parts: list[TiedPart] = []
     unlike: list[tuple[str, str]] = []
     for (owner, role, suffix), copies in _states(shares, owners).items():
         first, *others = sorted(copies, key=lambda name: (name != owner, name))
         for other in others:
-            full = [(name, name + suffix, _holders(everyone, role, name + suffix)) for name in (other, first)]
+            full = [(name, name + suffix, job.holders(role, name + suffix)) for name in (other, first)]
             (alias, alias_full, alias_ranks), (base, base_full, base_ranks) = full
             one, two = copies[base][0][1].shard, copies[alias][0][1].shard
             if (one.global_shape, one.dtype) != (two.global_shape, two.dtype):
@@ -112,23 +118,21 @@ def ties_of(everyone: Sequence[RankShards], shares: Sequence[Sequence[ShardPart]
                 continue
             line = f"{role} {alias_full} on {format_ranks(alias_ranks)}, {base_full} on {format_ranks(base_ranks)}"
             parts.extend(TiedPart(owner, line, sides) for sides in _intersections(copies[alias], copies[base]))
-    return Ties(tuple(parts), tuple(unlike), _stages(everyone, owners))
+    return Ties(tuple(parts), tuple(unlike), _stages(job, owners))
 
 
-def hash_ties(tensors: Mapping[str, Mapping[str, HostPieces]], ties: Ties, rank: int) -> list[bytes]:
-    """Return the digests of this rank's sides, 16 bytes each, in the order of the parts.
+def hash_ties(tensors: Mapping[str, Mapping[str, HostPieces]], sides: Iterable[CopyPart]) -> list[bytes]:
+    """Return the digests of this rank's sides, 16 bytes each.
 
     Args:
         tensors: role -> name -> host memory of this rank.
-        ties: the parts to compare.
-        rank: this rank.
+        sides: the boxes, in the order of :attr:`Ties.sides`.
     """
-    sides = (side for part in ties.parts for side in part.sides if side.rank == rank)
     return [_digest(tensors[side.role][side.name], side) for side in sides]
 
 
 def diverged(ties: Ties, digests: Sequence[Sequence[bytes]]) -> tuple[DivergedTie, ...]:
-    """Return the tied tensors whose copies differ; the same on every rank.
+    """Return the tied tensors whose copies differ.
 
     Args:
         ties: the compared parts.
@@ -152,7 +156,7 @@ def diverged(ties: Ties, digests: Sequence[Sequence[bytes]]) -> tuple[DivergedTi
     return tuple(DivergedTie(list(ties.stages[owner]), found) for owner, found in lines.items())
 
 
-def _states(shares: Sequence[Sequence[ShardPart]], owners: Mapping[str, str]) -> dict[tuple[str, str, str], _Copies]:
+def _states(shares: Iterable[Sequence[ShardPart]], owners: Mapping[str, str]) -> dict[tuple[str, str, str], _Copies]:
     """Return the written pieces of every tied weight and state that has several copies, by owner, role and suffix."""
     names = {*owners, *owners.values()}
     beginnings = tuple(names)
@@ -168,7 +172,7 @@ def _states(shares: Sequence[Sequence[ShardPart]], owners: Mapping[str, str]) ->
     return {key: copies for key, copies in found.items() if len(copies) > 1}
 
 
-def _stages(everyone: Sequence[RankShards], owners: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
+def _stages(job: JobShards, owners: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
     """Return the copies of every tied parameter by pipeline stage.
 
     Among ranks that differ in their stage alone, a later stage has the higher rank. So the stages of two copies are in
@@ -178,14 +182,10 @@ def _stages(everyone: Sequence[RankShards], owners: Mapping[str, str]) -> dict[s
     for alias, owner in owners.items():
         copies.setdefault(owner, [owner]).append(alias)
     return {
-        owner: tuple(sorted(present, key=lambda name: _holders(everyone, MODEL_STATE, name)[0]))
+        owner: tuple(sorted(present, key=lambda name: present[name][0]))
         for owner, names in copies.items()
-        if (present := [name for name in names if _holders(everyone, MODEL_STATE, name)])
+        if (present := {name: ranks for name in names if (ranks := job.holders(MODEL_STATE, name))})
     }
-
-
-def _holders(everyone: Sequence[RankShards], role: str, name: str) -> list[int]:
-    return [rank for rank, roles in enumerate(everyone) if name in roles.get(role, {})]
 
 
 def _form(shard: Shard) -> str:

@@ -207,7 +207,7 @@ class FlexWriter(ExportWriter):
         """Return index and manifest: that of the source without its files, or that of step 0 if it has no run."""
         record = checkpoint.manifest if checkpoint.has_run else _NO_RUN
         built = checkpoint.format.built_model(checkpoint)
-        index = encode_index(shard_columns({one.path: one.tensors for one in files}), written)
+        index = encode_index(shard_columns((one.path, one.tensors) for one in files), written)
         manifest = msgspec.structs.replace(
             record,
             written_by=f"paddleformers_fc {__version__}",

@@ -65,22 +65,31 @@ _WHOLE = (-1, -1)
 """The range of a place without one."""
 
 
-def shard_columns(files: Mapping[str, Sequence[Shard]]) -> Columns:
+def shard_columns(files: Iterable[tuple[str, Sequence[Shard]]]) -> Columns:
     """Return the columns of an index that describe tensors.
 
     Args:
-        files: the shards of every file with tensors, in the order of its bytes, by path.
+        files: path and shards of every file with tensors, in the order of its bytes.
     """
     names: dict[str, int] = {}
     dtypes: dict[str, int] = {}
     places: dict[tuple[Any, ...], int] = {}
-    shards = [shard for _, shards in sorted(files.items()) for shard in shards]
-    named = [names.setdefault(one.name, len(names)) for one in shards]
-    placed = [places.setdefault((one.dtype, one.global_shape, one.box, one.flat), len(places)) for one in shards]
-    numbers: list[int] = []
-    for dtype, shape, box, flat in places:
-        code = dtypes.setdefault(to_safetensors(dtype), len(dtypes))
-        numbers += (code, len(shape), *(flat or _WHOLE), *shape, *box.lo, *box.shape)
+    numbered: dict[str, Array] = {}
+    for path, shards in files:
+        named = [names.setdefault(one.name, len(names)) for one in shards]
+        placed = [places.setdefault((one.dtype, one.global_shape, one.box, one.flat), len(places)) for one in shards]
+        numbered[path] = np.array([named, placed], np.int32)
+    ordered = [rows for _, rows in sorted(numbered.items())]
+    shard_name, shard_place = np.hstack(ordered) if ordered else np.empty((2, 0), np.int32)
+    numbers = (
+        number
+        for dtype, shape, box, flat in places
+        for number in (
+            dtypes.setdefault(to_safetensors(dtype), len(dtypes)),
+            *(len(shape), *(flat or _WHOLE), *shape, *box.lo, *box.shape),
+        )
+    )
+    places_column = np.fromiter(numbers, np.int64)  # Before the names of dtypes are stored, which it finds.
     for name in names:
         if "\0" in name:
             raise FormatError(f"The name {name!r} contains a null character and cannot be stored.")
@@ -89,14 +98,14 @@ def shard_columns(files: Mapping[str, Sequence[Shard]]) -> Columns:
     endings: dict[str, int] = {}
     cuts = [(name[: name.rfind(".") + 1], name[name.rfind(".") + 1 :]) for name in names]
     vectors = {
-        "file_shards": [len(shards) for _, shards in sorted(files.items())],
-        "shard_name": named,
-        "shard_place": placed,
+        "file_shards": [rows.shape[1] for rows in ordered],
+        "shard_name": shard_name,
+        "shard_place": shard_place,
         "name_stem": [stems.setdefault(stem, len(stems)) for stem, _ in cuts],
         "name_ending": [endings.setdefault(ending, len(endings)) for _, ending in cuts],
     }
     return {
-        "places": np.array(numbers, np.int64),
+        "places": places_column,
         **{name: np.array(vector, np.int32) for name, vector in vectors.items()},
         **{
             name: np.frombuffer("\0".join(texts).encode(), np.uint8)

@@ -1,20 +1,28 @@
-"""Encode the shards of a rank as bytes for other ranks.
+"""Encode the shards of a rank as bytes, and decode those of all ranks into columns.
 
 The shards of all roles travel together. States have the boxes of their parameter, and layers repeat, so
-each distinct layout is sent once and a shard is a name and an index.
+each distinct layout is sent once and a shard is a name and an index. The rank that plans for all keeps shards as
+numbers, too: equal shards of several ranks have one number.
 
-Time: linear in the shards of all ranks. Memory: the shards of one rank.
+Time: linear in the shards of all ranks, apart from a sort. Memory: the shards of one rank to encode; to decode, four
+bytes per shard and rank, 12 bytes per distinct shard, and an object per distinct name and place.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import msgspec
+import numpy as np
 
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping.boxes import Box, Shape
+
+Numbers = np.ndarray[Any, np.dtype[np.int32]]
+"""Numbers of roles, names, places or shards."""
 
 
 class _Place(msgspec.Struct, frozen=True, array_like=True):
@@ -52,16 +60,81 @@ def encode_rank_shards(shards_by_role: Mapping[str, Mapping[str, Shard]]) -> byt
     return zlib.compress(msgspec.msgpack.encode(_RankShards(places, roles)), 1)
 
 
-def decode_rank_shards(data: bytes) -> dict[str, dict[str, Shard]]:
-    """Decode the shards of :func:`encode_rank_shards`: role -> full name -> shard. The sender is trusted."""
-    found = _rank_shards.decode(zlib.decompress(data))
-    boxes = [Box(place.lo, place.hi) for place in found.places]
+@dataclass(frozen=True)
+class JobShards:
+    """The distinct shards of a job, numbered by role and name, and who holds them.
 
-    def shard(name: str, number: int) -> Shard:
-        place = found.places[number]
-        return Shard(name, place.dtype, place.global_shape, boxes[number], place.flat)
+    Args:
+        roles: the roles.
+        names: the names of all tensors.
+        places: shards without a name.
+        columns: for every distinct shard the numbers of its role, its name and its place.
+        held: by rank, its shards in its own order; ranks that have described the same share one array.
+    """
 
-    return {
-        role: {name: shard(name, number) for name, number in zip(names, numbers, strict=True)}
-        for role, (names, numbers) in found.roles.items()
-    }
+    roles: list[str]
+    names: list[str]
+    places: list[Shard]
+    columns: tuple[Numbers, Numbers, Numbers]
+    held: list[Numbers]
+
+    def __getitem__(self, number: int) -> tuple[str, Shard]:
+        """Return the role of a distinct shard, and the shard."""
+        role, name, place = (int(column[number]) for column in self.columns)
+        like = self.places[place]
+        return self.roles[role], Shard(self.names[name], like.dtype, like.global_shape, like.box, like.flat)
+
+    def tensors(self, role: str) -> Iterator[tuple[str, list[Shard]]]:
+        """Yield the tensors of a role by name, with their distinct shards."""
+        if role not in self.roles:
+            return
+        (numbers,) = np.nonzero(self.columns[0] == self.roles.index(role))
+        names = self.columns[1][numbers]
+        for alike in np.split(numbers, np.nonzero(np.diff(names))[0] + 1):
+            shards = [self[number][1] for number in alike]
+            yield shards[0].name, shards
+
+    def holders(self, role: str, name: str) -> list[int]:
+        """Return the ranks that hold a part of a tensor."""
+        if role not in self.roles or name not in self.names:
+            return []
+        of_role, of_name, _ = self.columns
+        wanted = (of_role == self.roles.index(role)) & (of_name == self.names.index(name))
+        return [rank for rank, numbers in enumerate(self.held) if wanted[numbers].any()]
+
+
+def decode_shards(payloads: Sequence[bytes]) -> JobShards:
+    """Decode the shards of all ranks from :func:`encode_rank_shards`, by rank. The senders are trusted."""
+    roles: dict[str, int] = {}
+    names: dict[str, int] = {}
+    boxes: dict[tuple[str, Shape, Shape, Shape], int] = {}
+    places: dict[tuple[int, tuple[int, int] | None], int] = {}
+    found: dict[bytes, Numbers] = {}
+    for payload in dict.fromkeys(payloads):
+        sent = _rank_shards.decode(zlib.decompress(payload))
+        kinds = [(one.dtype, one.global_shape, one.lo, one.hi) for one in sent.places]
+        where = [(boxes.setdefault(kind, len(boxes)), one.flat) for kind, one in zip(kinds, sent.places, strict=True)]
+        placed = np.array([places.setdefault(place, len(places)) for place in where], np.int32)
+        parts = [
+            (
+                np.full(len(own), roles.setdefault(role, len(roles)), np.int32),
+                np.array([names.setdefault(name, len(names)) for name in own], np.int32),
+                placed[numbered],
+            )
+            for role, (own, numbered) in sent.roles.items()
+            if own
+        ]
+        found[payload] = np.hstack(parts) if parts else np.empty((3, 0), np.int32)
+    whole = [Shard("", dtype, shape, Box(lo, hi)) for dtype, shape, lo, hi in boxes]
+    shards = [
+        whole[box] if flat is None else Shard("", whole[box].dtype, whole[box].global_shape, whole[box].box, flat)
+        for box, flat in places
+    ]
+    sizes = max(len(roles), 1), max(len(names), 1), max(len(places), 1)
+    keys = [np.ravel_multi_index(tuple(rows), sizes) for rows in found.values()]
+    distinct, numbers = np.unique(np.concatenate(keys), return_inverse=True)
+    of_role, of_name, of_place = np.array(np.unravel_index(distinct, sizes), np.int32)
+    ends = np.cumsum([rows.shape[1] for rows in found.values()])
+    own = dict(zip(found, np.split(numbers.astype(np.int32), ends[:-1]), strict=True))
+    by_rank = [own[payload] for payload in payloads]
+    return JobShards(list(roles), list(names), shards, (of_role, of_name, of_place), by_rank)

@@ -109,7 +109,7 @@ class AsyncSaves:
         files: dict[str, bytes] = {}
         tensors: dict[str, Mapping[str, HostPieces]] = {}
         part = outcome(lambda: replace(prepared.part(), files=files))
-        taken = snapshot(part, lambda *_: tensors, channel, prepared.consistency, prepared.timer)
+        taken = snapshot(part, lambda *_: tensors, prepared.directory, channel, prepared.consistency, prepared.timer)
         begun = outcome(lambda: self._begin_copy(trainer, part(), taken.plan))
         copied = self._thread.submit(lambda: tensors.update(begun().finish()))
         encode, state = capture_files(trainer), copied_state(trainer.state)
@@ -233,7 +233,7 @@ class AsyncSaves:
         """
         channel = channel_of(trainer.args)
         part, plan = plan_ahead(trainer)
-        ranges = largest_ranges(plan, channel.rank, part.replicas)
+        ranges = largest_ranges(plan, part.replicas)
         run_on_all(channel, "allocating memory for saves", lambda: self._reserve(trainer, part, ranges))
 
     def _reserve(self, trainer: Any, part: LivePart, ranges: ElementRanges) -> None:
@@ -258,13 +258,13 @@ class AsyncSaves:
 
     def _begin_copy(self, trainer: Any, part: LivePart, plan: SavePlan) -> SnapshotCopy:
         """Begin to copy what this rank writes. Memory is allocated here only if the first step was not foreseen."""
-        ranges = ranges_of(plan, channel_of(trainer.args).rank, part.job.step, part.replicas)
+        ranges = ranges_of(plan, part.job.step, part.replicas)
         self._reserve(trainer, part, ranges)
         return self._buffer.begin(part.tensors, ranges)
 
     def _parts(self, trainer: Any, prepared: PreparedSave, taken: Snapshot, channel: Channel) -> Parts[SaveReport]:
         """Write, commit and delete old checkpoints."""
-        report = yield from save_parts(taken, prepared.directory, channel)
+        report = yield from save_parts(taken, channel)
         # The state of the run names the former best checkpoint for a step more, which may be deleted here.
         upload(trainer, prepared, report)
         args, uploads = trainer.args, job_state_of(trainer).uploads

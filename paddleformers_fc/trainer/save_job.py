@@ -445,9 +445,9 @@ class SyncSaves:
         encode = capture_files(trainer)
         part = outcome(lambda: replace(prepared.part(), files=encode()))
         with measured_transfers() as transfers:
-            taken = snapshot(part, views, channel, prepared.consistency, prepared.timer)
+            taken = snapshot(part, views, prepared.directory, channel, prepared.consistency, prepared.timer)
             with bar_on_terminal(f"saving {prepared.directory.name}", args.should_log):
-                report = write_and_commit(taken, prepared.directory, channel)
+                report = write_and_commit(taken, channel)
         trainer.runtime_timer.stop()
         upload(trainer, prepared, report)
         report_save(trainer, prepared, report, transfers, prepared.timer.elapsed)

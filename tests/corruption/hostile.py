@@ -480,7 +480,7 @@ def _sparse_manifest(place: Path) -> None:
 
 def _described(axes: int) -> None:
     path, place = "model_state/rank-00000.safetensors", (2,) * axes
-    raw = encode_index(shard_columns({path: [Shard("a", "float32", place, whole(place), (1, 2))]}), [])
+    raw = encode_index(shard_columns([(path, [Shard("a", "float32", place, whole(place), (1, 2))])]), [])
     index = decode_index(raw, [FileRecord(path, 0, digest_of_blocks(b""))], Path(INDEX_NAME))
     for shard, *_ in index.shards(path):
         assert len(shard.fragments) < 100

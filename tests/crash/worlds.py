@@ -106,7 +106,7 @@ def save_beside(output_dir: Path, grid: str, step: int, generation: int, channel
 
     def capture(part: LivePart, plan: SavePlan) -> HostTensors:
         try:
-            ranges = ranges_of(plan, channel.rank, step, part.replicas)
+            ranges = ranges_of(plan, step, part.replicas)
             buffer = SnapshotBuffer()
             buffer.reserve(part.tensors, ranges)
             return buffer.begin(part.tensors, ranges).finish()
@@ -119,10 +119,11 @@ def save_beside(output_dir: Path, grid: str, step: int, generation: int, channel
             taken = snapshot(
                 lambda: live_part(roles, MODEL, files, record, "warn"),
                 capture,
+                output_dir / f"checkpoint-{step}",
                 channel,
                 ConsistencyCheck("saving", facts),
             )
-            write_and_commit(taken, output_dir / f"checkpoint-{step}", channel)
+            write_and_commit(taken, channel)
         finally:
             captured.set()
 

@@ -172,7 +172,9 @@ def count(layout: Mapping[str, Any], model: Mapping[str, Any], output_dir: str, 
         save_checkpoint(target, roles, described, files, job, channel)
     saved = copied() - channel.copied - before
     part = live_part(roles, described, files, job, "warn")
-    plan = snapshot(lambda: part, views, channel, ConsistencyCheck("planning again", {})).plan
+    taken = snapshot(lambda: part, views, target, channel, ConsistencyCheck("planning again", {}))
+    taken.removal.close()
+    plan = taken.plan
     before = copied() - channel.copied
     load_checkpoint(open_on_all_ranks(target, channel), roles, described, channel, ReadOptions(once=once))
     loaded = copied() - channel.copied - before

@@ -33,7 +33,7 @@ from paddleformers_fc.execute.save import (
     write_and_commit,
 )
 from paddleformers_fc.execute.save_plan import PlannedFile, PlannedWrite, SavePlan
-from paddleformers_fc.execute.ties import CopyPart, TiedPart, Ties
+from paddleformers_fc.execute.ties import CopyPart
 from paddleformers_fc.mapping.boxes import Box, whole
 from paddleformers_fc.storage.manifest import MANIFEST_NAME
 from tests.execute.test_ties import TIED, model_of, tied_value
@@ -47,9 +47,9 @@ ROLE = "model_state"
 # ---- A whole save.
 
 
-def copied_and_overwritten(part: LivePart, plan: SavePlan, rank: int) -> HostTensors:
+def copied_and_overwritten(part: LivePart, plan: SavePlan) -> HostTensors:
     """A snapshot in a buffer of tensors that are other numbers afterwards."""
-    ranges = ranges_of(plan, rank, part.job.step, part.replicas)
+    ranges = ranges_of(plan, part.job.step, part.replicas)
     buffer = SnapshotBuffer()
     assert buffer.reserve(part.tensors, ranges)
     taken = buffer.begin(part.tensors, ranges).finish()
@@ -70,13 +70,10 @@ def saved(directory: Path, grid: str, beside: bool, odd: bool) -> tuple[list[Sav
                 weight.local_tensor.array.view(np.uint8)[...] ^= 1
         files = {"config.json": config_bytes(TIED.config)} if channel.rank == 0 else {}
 
-        def capture(part: LivePart, plan: SavePlan) -> HostTensors:
-            return copied_and_overwritten(part, plan, channel.rank) if beside else views(part, plan)
-
         facts = comparable_facts(TIED, record, "warn")
-        check = ConsistencyCheck("saving", facts)
-        taken = snapshot(lambda: live_part(roles, TIED, files, record, "warn"), capture, channel, check)
-        return write_and_commit(taken, directory, channel)
+        check, capture = ConsistencyCheck("saving", facts), copied_and_overwritten if beside else views
+        taken = snapshot(lambda: live_part(roles, TIED, files, record, "warn"), capture, directory, channel, check)
+        return write_and_commit(taken, channel)
 
     reports: dict[int, SaveReport] = {}
     simulate_ranks.run_threads(model.grid.world_size, lambda channel: reports.__setitem__(channel.rank, save(channel)))
@@ -108,31 +105,31 @@ def test_a_save_from_a_snapshot_reads_no_live_tensor_and_writes_and_finds_the_sa
 # ---- What is read.
 
 
-def plan_of(pieces: list[PlannedWrite], found: tuple[Replica, ...] = (), ties: Ties | None = None) -> SavePlan:
+def plan_of(pieces: list[PlannedWrite], found: tuple[Replica, ...] = (), ties: tuple[CopyPart, ...] = ()) -> SavePlan:
     files = (PlannedFile("a.safetensors", ROLE, SimpleNamespace(), tuple(pieces)),)  # type: ignore[arg-type]
-    return SavePlan(files, None, found, ties or Ties())
+    return SavePlan(files, None, found, ties)
 
 
 def test_stretches_are_joined_where_they_overlap_or_meet() -> None:
     ends = [(8, 12), (0, 4), (1, 3), (4, 6)]
     pieces = [*(PlannedWrite("a", start, stop) for start, stop in ends), PlannedWrite("b", 0, 0)]
-    assert ranges_of(plan_of(pieces), 0, 3, "warn") == {(ROLE, "a"): ((0, 6), (8, 12)), (ROLE, "b"): ((0, 0),)}
+    assert ranges_of(plan_of(pieces), 3, "warn") == {(ROLE, "a"): ((0, 6), (8, 12)), (ROLE, "b"): ((0, 0),)}
 
 
 def test_a_replica_that_another_rank_writes_is_read_where_it_is_hashed() -> None:
-    small = Replica(ROLE, "small", rows=4, row=2, nbytes=32, holders=2, group="g", described="small")
-    large = Replica(ROLE, "large", rows=1 << 20, row=1, nbytes=4 << 20, holders=2, group="g", described="large")
+    small = Replica(ROLE, "small", rows=4, row=2, nbytes=32, holders=2, group=0, described="small")
+    large = Replica(ROLE, "large", rows=1 << 20, row=1, nbytes=4 << 20, holders=2, group=0, described="large")
     plan = plan_of([PlannedWrite("a", 0, 4)], (small, large))
-    found = [ranges_of(plan, 0, step, "warn")[ROLE, "large"] for step in range(8)]
+    found = [ranges_of(plan, step, "warn")[ROLE, "large"] for step in range(8)]
     assert set(found) == {((0, 1 << 19),), ((1 << 19, 1 << 20),)}
-    assert ranges_of(plan, 0, 3, "refuse")[ROLE, "small"] == ((0, 8),)
-    assert ranges_of(plan, 0, 3, "off") == {(ROLE, "a"): ((0, 4),)}
+    assert ranges_of(plan, 3, "refuse")[ROLE, "small"] == ((0, 8),)
+    assert ranges_of(plan, 3, "off") == {(ROLE, "a"): ((0, 4),)}
 
 
 def test_the_largest_ranges_are_enough_for_every_step_and_not_more_than_a_step_needs() -> None:
     """Of replicas whose hashed part is another one at each step, and overlaps what is written at some."""
     replicas_ = [
-        Replica(ROLE, name, rows=rows, row=3, nbytes=rows * 12, holders=holders, group="g", described=name)
+        Replica(ROLE, name, rows=rows, row=3, nbytes=rows * 12, holders=holders, group=0, described=name)
         for name, rows, holders in (("small", 5, 4), ("even", 1 << 18, 4), ("odd", (1 << 18) + 1, 3))
     ]
     written = [PlannedWrite("even", 0, 3 << 16), PlannedWrite("odd", 0, 100), PlannedWrite("alone", 4, 9)]
@@ -141,18 +138,16 @@ def test_the_largest_ranges_are_enough_for_every_step_and_not_more_than_a_step_n
         ROLE: {name: SimpleNamespace(local_tensor=paddle.zeros([1])) for name in ("small", "even", "odd", "alone")}
     }
     for option in ("warn", "off"):
-        sizes = {snapshot_bytes(roles, ranges_of(plan, 0, step, option)) for step in range(64)}
+        sizes = {snapshot_bytes(roles, ranges_of(plan, step, option)) for step in range(64)}
         assert len(sizes) == (1 if option == "off" else 4)
-        assert snapshot_bytes(roles, largest_ranges(plan, 0, option)) == max(sizes)
+        assert snapshot_bytes(roles, largest_ranges(plan, option)) == max(sizes)
 
 
-def test_a_tied_copy_is_read_by_whole_rows_on_its_rank_alone() -> None:
+def test_a_tied_copy_is_read_by_whole_rows() -> None:
     box = CopyPart(0, ROLE, "alias", 100, (6, 10), Box((2, 3), (4, 5)))
     scalar = CopyPart(1, ROLE, "owner", 7, (), Box((), ()))
-    plan = plan_of([], ties=Ties((TiedPart("owner", "line", (box, scalar)),)))
-    assert ranges_of(plan, 0, 3, "off") == {(ROLE, "alias"): ((120, 140),)}
-    assert ranges_of(plan, 1, 3, "off") == {(ROLE, "owner"): ((7, 8),)}
-    assert ranges_of(plan, 2, 3, "off") == {}
+    plan = plan_of([], ties=(box, scalar))
+    assert ranges_of(plan, 3, "off") == {(ROLE, "alias"): ((120, 140),), (ROLE, "owner"): ((7, 8),)}
 
 
 # ---- One tensor.
@@ -305,4 +300,4 @@ def test_memory_is_kept_for_the_next_snapshot_and_grows_only_if_it_is_too_small(
 
 def test_whole_boxes_are_their_rows() -> None:
     box = CopyPart(0, ROLE, "a", 0, (3, 4), whole((3, 4)))
-    assert ranges_of(plan_of([], ties=Ties((TiedPart("o", "l", (box, box)),))), 0, 1, "off")[ROLE, "a"] == ((0, 12),)
+    assert ranges_of(plan_of([], ties=(box, box)), 1, "off")[ROLE, "a"] == ((0, 12),)

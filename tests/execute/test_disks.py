@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from safetensors.numpy import load_file
 
+from paddleformers_fc.distributed.channel import broadcast
 from paddleformers_fc.distributed.disk_leaders import DiskLeaders, find_disk_leaders
 from paddleformers_fc.errors import MismatchError, StorageError
 from paddleformers_fc.execute import export, export_files
@@ -50,6 +52,11 @@ def files_in(place: Path) -> set[str]:
     return {path.relative_to(place / STEP).as_posix() for path in (place / STEP).rglob("*") if path.is_file()}
 
 
+def leaders(channel: Any, put: Callable[[], str], is_visible: Callable[[str], bool]) -> DiskLeaders:
+    token = broadcast(channel, "beginning", put, str)
+    return find_disk_leaders(channel, "looking", token, put, is_visible)[0]
+
+
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=6))
 @settings(max_examples=30)
 def test_the_lead_of_a_disk_is_the_lowest_rank_that_sees_it(disks: list[int]) -> None:
@@ -62,7 +69,7 @@ def test_the_lead_of_a_disk_is_the_lowest_rank_that_sees_it(disks: list[int]) ->
             disk.add(f"token-{channel.rank}")
             return f"token-{channel.rank}"
 
-        return find_disk_leaders(channel, "looking", put_down, lambda name: name in disk)
+        return leaders(channel, put_down, lambda name: name in disk)
 
     found = succeed(len(disks), work)
     leads = tuple(disks.index(disk) for disk in disks)
@@ -81,16 +88,18 @@ def test_a_rank_that_does_not_even_see_its_own_is_a_disk_of_its_own() -> None:
         assert len(asked) <= 3, "a rank is asked once"
         return asked[-1]
 
-    found = succeed(3, lambda channel: find_disk_leaders(channel, "looking", put, lambda name: False))
+    found = succeed(3, lambda channel: leaders(channel, put, lambda name: False))
     assert [one.leads for one in found] == [(0, 1, 2)] * 3
 
 
-def test_a_shared_disk_takes_one_agreement_more_than_none(tmp_path: Path) -> None:
-    def work(channel: Any) -> int:
-        find_disk_leaders(channel, "looking", lambda: "token", lambda name: True)
-        return int(channel.exchanges)
+def test_a_shared_disk_takes_one_exchange_which_carries_messages_to_the_first_rank() -> None:
+    def work(channel: Any) -> tuple[int, list[bytes]]:
+        _, messages = find_disk_leaders(
+            channel, "looking", "token", lambda: "other", lambda name: name == "token", lambda: b"%d" % channel.rank
+        )
+        return channel.exchanges, messages
 
-    assert succeed(4, work) == [2] * 4
+    assert succeed(3, work) == [(1, [b"0", b"1", b"2"]), (1, []), (1, [])]
 
 
 @pytest.mark.parametrize(

@@ -4,22 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
 from paddleformers_fc.execute import replica_assignment
-from paddleformers_fc.execute.replica_assignment import RankShards, ShardPart, assign_writers, pack_files
+from paddleformers_fc.execute.replica_assignment import Assignment, ShardPart, Writers, pack_files
 from paddleformers_fc.layout import Shard
-from paddleformers_fc.layout.shard_messages import decode_rank_shards, encode_rank_shards
+from paddleformers_fc.layout.shard_messages import JobShards, decode_shards, encode_rank_shards
 from paddleformers_fc.mapping.boxes import shifted, whole
 from tests.harness.sampling import thorough
 
 MEBI = 1024 * 1024
+RankShards = dict[str, dict[str, Shard]]
 
 
 def held(*shards: Shard) -> RankShards:
     return {"model_state": {shard.name: shard for shard in shards}}
+
+
+def job_of(everyone: Sequence[RankShards]) -> JobShards:
+    return decode_shards([encode_rank_shards(roles) for roles in everyone])
+
+
+def assign_writers(everyone: Sequence[RankShards]) -> list[list[ShardPart]]:
+    """What each rank writes: as the coordinator knows it, and as the rank finds out from what it is told."""
+    writers = Writers(job_of(everyone))
+    told = msgspec.msgpack.decode(msgspec.msgpack.encode(writers.assignment), type=Assignment)
+    shares = [told.share_of(rank, roles)[0] for rank, roles in enumerate(everyone)]
+    assert [sorted(map(repr, share)) for share in shares] == [
+        sorted(map(repr, writers.share_of(rank))) for rank in range(len(everyone))
+    ]
+    return shares
 
 
 def tensor(name: str, *shape: int, dtype: str = "float32") -> Shard:
@@ -48,11 +65,34 @@ def test_a_big_tensor_is_not_cut_for_slivers() -> None:
     assert [[piece.shard.name for piece in pieces] for pieces in given] == [["own"], ["nearly"], ["big"]]
 
 
-def test_ranks_with_equal_shards_need_not_be_distinguished() -> None:
+def test_the_shards_of_a_job_are_numbered_by_role_and_name_and_decoded_as_they_were() -> None:
     one = held(tensor("a", 3 * MEBI, 4), tensor("b", 7), tensor("c", 5 * MEBI, 3))
-    again = decode_rank_shards(encode_rank_shards(one))
-    assert again == one
-    assert assign_writers([one, one, one]) == assign_writers([one, again, decode_rank_shards(encode_rank_shards(one))])
+    flat = Shard("a.moment", "float32", (3, 4), whole((3, 4)), (2, 7))
+    other: RankShards = {**held(tensor("b", 7), tensor("a", 2)), "optimizer_state": {"a.moment": flat}, "empty": {}}
+    job = job_of([one, other, one, {}])
+    assert [[job[number] for number in numbers] for numbers in job.held] == [
+        [(role, shard) for role, shards in roles.items() for shard in shards.values()]
+        for roles in (one, other, one, {})
+    ]
+    assert job.held[0] is job.held[2]
+    assert {role: dict(job.tensors(role)) for role in ("model_state", "optimizer_state", "empty")} == {
+        "model_state": {
+            "a": [tensor("a", 3 * MEBI, 4), tensor("a", 2)],
+            "b": [tensor("b", 7)],
+            "c": [tensor("c", 5 * MEBI, 3)],
+        },
+        "optimizer_state": {"a.moment": [flat]},
+        "empty": {},
+    }
+    assert [job.holders("model_state", name) for name in "abcd"] == [[0, 1, 2], [0, 1, 2], [0, 2], []]
+    assert job.holders("optimizer_state", "a") == []
+
+
+def test_what_a_rank_is_told_of_writers_does_not_grow_with_equal_ranks() -> None:
+    one = held(*(tensor(f"layers.{number}", 3 * MEBI, 4) for number in range(100)))
+    few, many = (msgspec.msgpack.encode(Writers(job_of([one] * ranks)).assignment) for ranks in (8, 64))
+    # Of each rank: a difference, its load and the number of a pattern.
+    assert len(many) - len(few) == 3 * (64 - 8) + 6
 
 
 @pytest.mark.parametrize("holders", range(3, 9))

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from paddleformers_fc.errors import MismatchError
-from paddleformers_fc.execute.replica_assignment import Replica, find_replicas
+from paddleformers_fc.execute.replica_assignment import Replica, Writers
 from paddleformers_fc.execute.replicas import hashed_range
 from paddleformers_fc.execute.save import JobRecord, SaveReport, config_bytes, save_checkpoint
 from paddleformers_fc.layout import Shard
+from paddleformers_fc.layout.shard_messages import decode_shards, encode_rank_shards
 from paddleformers_fc.mapping.boxes import whole
 from paddleformers_fc.storage.manifest import read_manifest, verify_files
 from tests.corruption import ours
@@ -103,7 +104,9 @@ def test_what_one_rank_alone_holds_is_no_replica() -> None:
     shard = Shard("a", "float32", (4,), whole((4,)))
     other = Shard("b", "float32", (4,), whole((4,)))
     everyone = [{"model_state": {"a": shard, "b": other}}, {"model_state": {"a": shard}}, {"model_state": {}}]
-    assert [[one.name for one in find_replicas(everyone, rank)] for rank in range(3)] == [["a"], ["a"], []]
+    assignment = Writers(decode_shards([encode_rank_shards(roles) for roles in everyone])).assignment
+    found = [assignment.share_of(rank, roles)[1] for rank, roles in enumerate(everyone)]
+    assert [[(one.name, one.holders) for one in replicas] for replicas in found] == [[("a", 2)], [("a", 2)], []]
 
 
 @pytest.mark.parametrize(

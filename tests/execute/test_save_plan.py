@@ -169,7 +169,7 @@ def test_a_rank_that_has_forgotten_a_plan_makes_all_ranks_work_it_out_again(
 ) -> None:
     save(tmp_path / "a", everything)
     known = SavePlanCache.known
-    monkeypatch.setattr(SavePlanCache, "known", lambda self, rank: known(self, rank) if rank == 0 else {})
+    monkeypatch.setattr(SavePlanCache, "known", lambda self, rank, facts: known(self, rank, facts) if rank == 0 else {})
     assert save(tmp_path / "b", everything)
     assert contents(tmp_path / "a") == contents(tmp_path / "b")
 
@@ -177,13 +177,14 @@ def test_a_rank_that_has_forgotten_a_plan_makes_all_ranks_work_it_out_again(
 def test_only_the_last_plans_are_kept_and_every_rank_has_its_own() -> None:
     keeper, plan = SavePlanCache(), SavePlan((), None)
     for number in range(MAX_CACHED_PLANS):
-        keeper.keep(0, bytes([number]), plan)
-    keeper.keep(0, b"\0", plan)
-    keeper.keep(1, b"x", plan)
-    assert list(keeper.known(1)) == [b"x"]
-    assert b"\0" in keeper.known(0)
-    assert b"\1" not in keeper.known(0)
-    assert len(keeper.known(0)) == MAX_CACHED_PLANS - 1
+        keeper.keep(0, b"a", bytes([number]), plan)
+    keeper.keep(0, b"a", b"\0", plan)
+    keeper.keep(1, b"b", b"x", plan)
+    assert list(keeper.known(1, b"b")) == [b"x"]
+    assert keeper.known(1, b"a") == {}
+    assert b"\0" in keeper.known(0, b"a")
+    assert b"\1" not in keeper.known(0, b"a")
+    assert len(keeper.known(0, b"a")) == MAX_CACHED_PLANS - 1
 
 
 @pytest.mark.parametrize("replicas", ["off", "warn"])
@@ -196,16 +197,18 @@ def test_a_snapshot_of_copies_is_written_and_committed_after_training_has_contin
         buffer = SnapshotBuffer()
 
         def capture(part: LivePart, plan: SavePlan) -> HostTensors:
-            ranges = ranges_of(plan, channel.rank, 3, replicas)
+            ranges = ranges_of(plan, 3, replicas)
             buffer.reserve(part.tensors, ranges)
             return buffer.begin(part.tensors, ranges).finish()
 
         consistency = ConsistencyCheck("saving", comparable_facts(MODEL, job, replicas))
-        taken = snapshot(lambda: live_part(roles, MODEL, small, job, replicas), capture, channel, consistency)
+        taken = snapshot(
+            lambda: live_part(roles, MODEL, small, job, replicas), capture, directory, channel, consistency
+        )
         for weights in roles.values():
             for weight in weights.values():
                 weight.local_tensor.zero_()
-        write_and_commit(taken, directory, channel)
+        write_and_commit(taken, channel)
         return buffer.capacity
 
     sizes = succeed(2, work)

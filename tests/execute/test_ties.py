@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,14 @@ from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.execute.load import load_checkpoint
 from paddleformers_fc.execute.memory import HostPieces, view_of
 from paddleformers_fc.execute.opening import open_on_all_ranks
-from paddleformers_fc.execute.replica_assignment import assign_writers
+from paddleformers_fc.execute.replica_assignment import Writers
 from paddleformers_fc.execute.save import JobRecord, SaveReport, config_bytes, save_checkpoint
-from paddleformers_fc.execute.ties import diverged, hash_ties, ties_of
+from paddleformers_fc.execute.ties import Ties, diverged, hash_ties, ties_of
 from paddleformers_fc.families import family_for
 from paddleformers_fc.formats.flex import open_flex
 from paddleformers_fc.layout import Shard
 from paddleformers_fc.layout.grid import parse_grid
+from paddleformers_fc.layout.shard_messages import decode_shards, encode_rank_shards
 from paddleformers_fc.mapping.boxes import Box, whole
 from paddleformers_fc.plan.simulate import SimulatedModel, declared_model
 from paddleformers_fc.storage.manifest import newest_checkpoint, read_manifest, write_manifest
@@ -249,15 +250,24 @@ def differing(one: simulate_ranks.Roles, other: simulate_ranks.Roles) -> list[st
     ]
 
 
+def ties_between(everyone: Sequence[dict[str, dict[str, Shard]]], owners: dict[str, str]) -> Ties:
+    job_shards = decode_shards([encode_rank_shards(roles) for roles in everyone])
+    return ties_of(job_shards, map(Writers(job_shards).share_of, range(len(everyone))), owners)
+
+
+def hashed(tensors: Mapping[str, Mapping[str, HostPieces]], ties: Ties, rank: int) -> list[bytes]:
+    return hash_ties(tensors, [side for side in ties.sides if side.rank == rank])
+
+
 def test_the_stages_of_copies_are_those_of_the_ranks_that_hold_them(tmp_path: Path) -> None:
     """An owner on the last stage is the last copy, whatever the family declares first."""
     owner, one, two = (Shard(name, "float32", (4, 2), whole((4, 2))) for name in ("owner", "one", "two"))
     everyone = [{"model_state": {shard.name: shard}} for shard in (two, one, owner)]
-    ties = ties_of(everyone, assign_writers(everyone), {"one": "owner", "two": "owner"})
+    ties = ties_between(everyone, {"one": "owner", "two": "owner"})
     assert ties.stages == {"owner": ("two", "one", "owner")}
     held = [dict.fromkeys(everyone[rank]["model_state"], live(np.arange(8.0))) for rank in range(3)]
     held[0]["two"] = live(np.arange(8.0) + 1)
-    digests = [hash_ties({"model_state": names}, ties, rank) for rank, names in enumerate(held)]
+    digests = [hashed({"model_state": names}, ties, rank) for rank, names in enumerate(held)]
     (tie,) = diverged(ties, digests)
     assert tie.copies == ["two", "one", "owner"]
     assert tie.differences == ["model_state two on rank 0, owner on rank 2"]
@@ -276,7 +286,7 @@ def test_copies_that_are_cut_along_different_axes_are_compared_element_by_elemen
     ranges = [Shard("two", "float32", shape, whole(shape), flat) for flat in ((0, 7), (7, 24))]
     everyone = [{"model_state": {shard.name: shard}} for shard in (*rows, *columns, *ranges)]
     parts = [array[:3], array[3:], array[:, :2], array[:, 2:], array.ravel()[:7], array.ravel()[7:]]
-    ties = ties_of(everyone, assign_writers(everyone), {"one": "owner", "two": "owner"})
+    ties = ties_between(everyone, {"one": "owner", "two": "owner"})
     for rank in range(-1, 6):
         held = [part.copy() for part in parts]
         if rank >= 0:
@@ -285,14 +295,14 @@ def test_copies_that_are_cut_along_different_axes_are_compared_element_by_elemen
             {"model_state": {next(iter(one["model_state"])): live(part)}}
             for one, part in zip(everyone, held, strict=True)
         ]
-        found = diverged(ties, [hash_ties(own, ties, index) for index, own in enumerate(roles)])
+        found = diverged(ties, [hashed(own, ties, index) for index, own in enumerate(roles)])
         assert bool(found) == (rank >= 0)
 
 
 def test_copies_of_another_shape_or_dtype_are_diverged() -> None:
     shards = [Shard("owner", "float32", (4, 2), whole((4, 2))), Shard("one", "bfloat16", (4, 2), whole((4, 2)))]
     everyone = [{"model_state": {shard.name: shard}} for shard in shards]
-    (tie,) = diverged(ties_of(everyone, assign_writers(everyone), {"one": "owner"}), [[], []])
+    (tie,) = diverged(ties_between(everyone, {"one": "owner"}), [[], []])
     assert tie.differences == ["model_state one: bfloat16 [4, 2], owner: float32 [4, 2]"]
 
 

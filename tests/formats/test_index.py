@@ -47,7 +47,7 @@ def decoded(raw: bytes, **unlike: Any) -> Index:
 
 
 def test_shards_and_checksums_survive_an_index() -> None:
-    raw = encode_index(shard_columns(SHARDS), checksums())
+    raw = encode_index(shard_columns(SHARDS.items()), checksums())
     index = decoded(raw)
     for path, shards in SHARDS.items():
         widths = [dtype_size(one.dtype) for one in shards]
@@ -132,7 +132,7 @@ def test_tensors_of_an_index_are_those_of_its_shards(odd: str) -> None:
     ],
 )
 def test_an_index_that_cannot_be_is_refused(column: str, at: int, value: int, message: str) -> None:
-    columns = {name: array.copy() for name, array in shard_columns(SHARDS).items()}
+    columns = {name: array.copy() for name, array in shard_columns(SHARDS.items()).items()}
     columns[column][at] = value
     raw = encode_index(columns, checksums())
     with pytest.raises(FormatError, match=message):
@@ -141,15 +141,17 @@ def test_an_index_that_cannot_be_is_refused(column: str, at: int, value: int, me
 
 def test_files_that_are_shorter_than_their_shards_are_refused() -> None:
     few = [checksum_of(one.path, bytes(8)) if one.path in SHARDS else one for one in checksums()]
-    raw = encode_index(shard_columns(SHARDS), few)
+    raw = encode_index(shard_columns(SHARDS.items()), few)
     with pytest.raises(FormatError, match="shorter than its shards"):
         decode_index(raw, records_of(few), Path(INDEX_NAME))
 
 
 @pytest.mark.parametrize("count", [-1, 1])
 def test_blocks_that_are_not_those_of_the_manifest_are_refused(count: int) -> None:
-    raw = encode_index(shard_columns(SHARDS), checksums())
-    other = encode_index(shard_columns(SHARDS), checksums()[:count] if count < 0 else [*checksums(), *checksums()[:1]])
+    raw = encode_index(shard_columns(SHARDS.items()), checksums())
+    other = encode_index(
+        shard_columns(SHARDS.items()), checksums()[:count] if count < 0 else [*checksums(), *checksums()[:1]]
+    )
     assert columns_of(raw).keys() == columns_of(other).keys()
     with pytest.raises(FormatError, match=r"digest in the manifest|bytes of block checksums"):
         decoded(other)
@@ -157,4 +159,4 @@ def test_blocks_that_are_not_those_of_the_manifest_are_refused(count: int) -> No
 
 def test_a_name_that_cannot_be_stored_is_refused() -> None:
     with pytest.raises(FormatError, match="null character"):
-        shard_columns({"x": [Shard("a\0b", "float32", (), whole(()))]})
+        shard_columns([("x", [Shard("a\0b", "float32", (), whole(()))])])

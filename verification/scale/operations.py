@@ -128,22 +128,21 @@ def _rotate(job: ScaleJob) -> None:
 
 
 def _save(job: ScaleJob, step: int, rank: int, channel: Channel) -> None:
-    taken, directory = _snapshot(job, step, rank, channel)
-    write_and_commit(taken, directory, channel)
+    write_and_commit(_snapshot(job, step, rank, channel), channel)
 
 
-def _snapshot(job: ScaleJob, step: int, rank: int, channel: Channel) -> tuple[Snapshot, Path]:
+def _snapshot(job: ScaleJob, step: int, rank: int, channel: Channel) -> Snapshot:
     directory = job.directory / f"checkpoint-{step}"
     part = job.part(rank, step)
     check = ConsistencyCheck(f"saving {directory.name}", comparable_facts(part.model, part.job, part.replicas))
-    return snapshot(lambda: part, capture_zeros, channel, check), directory
+    return snapshot(lambda: part, capture_zeros, directory, channel, check)
 
 
 def _save_asynchronously(job: ScaleJob, step: int, rank: int, channel: Any) -> None:
     """Save as :mod:`paddleformers_fc.trainer.async_save` does, beside steps of training."""
     agreement = StepAgreement(channel, channel.liveness)
     with job.blocking():
-        parts = _parts(job, *_snapshot(job, step, rank, channel), channel)
+        parts = _parts(_snapshot(job, step, rank, channel), channel)
         part = next(parts)
     with agreement.running(), ThreadPoolExecutor(1) as thread:
         done = thread.submit(_work, job, rank, part)
@@ -161,8 +160,8 @@ def _save_asynchronously(job: ScaleJob, step: int, rank: int, channel: Any) -> N
                 agreement.begin_next("training", part, done.done(), False)
 
 
-def _parts(job: ScaleJob, taken: Snapshot, directory: Path, channel: Channel) -> Parts[None]:
-    yield from save_parts(taken, directory, channel)
+def _parts(taken: Snapshot, channel: Channel) -> Parts[None]:
+    yield from save_parts(taken, channel)
     yield Part("deleting old checkpoints", lambda: (None, None), type(None))
 
 

@@ -7,10 +7,10 @@ messages differ between ranks, the package's own encoder creates it from the ran
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, cached_property
 from itertools import chain
@@ -40,8 +40,7 @@ from paddleformers_fc.distributed.liveness import KEY_PREFIX, Liveness
 from paddleformers_fc.distributed.store_client import _ADD, StoreClient
 from paddleformers_fc.execute import collective_checksums, save
 from paddleformers_fc.execute.memory import HostPieces, HostTensors
-from paddleformers_fc.execute.replica_assignment import _holders, assign_writers
-from paddleformers_fc.execute.save_plan import PlannedFile, SavePlan, SavePlanCache, planned_files
+from paddleformers_fc.execute.save_plan import PlannedFile, Planning, SavePlan, SavePlanCache, planned_files
 from paddleformers_fc.layout.shard_messages import encode_rank_shards
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.plan.simulate import SimulatedModel
@@ -62,6 +61,7 @@ STEP_SECONDS = 0.25
 RANKS_PER_NODE = 8
 _ARRIVALS = f"{KEY_PREFIX}/arrivals"
 _PATIENCE = 3600.0
+_PREPARING = "preparing to write"
 _GENERATOR_BYTES = bytes(30_000)
 """As many as the state of the random generators of a process has."""
 _LEADING_BLOCKS = 8
@@ -86,7 +86,7 @@ class ScaleJob:
         self._staging = directory
         self._given: dict[int, bytes] = {}
         self._doing, self._head = "", NO_HEAD
-        self._frames = self._messages = b""
+        self._frames = self._messages = self._planning = b""
         self._barrier = threading.Barrier(len(running), self._complete)
         self._steps = threading.Barrier(len(running))
         self._own_seconds = 0.0
@@ -198,6 +198,8 @@ class ScaleJob:
     def _complete(self) -> None:
         started = time.monotonic()
         with charged(None):
+            if self._doing == "planning the save":
+                self._planning = msgspec.msgpack.decode(self._given[self.running[0]])
             like = self._given[self.running[-1]]
             message_of = self._encoder(self._doing, like) if self._absent and like else None
             everyone = [
@@ -217,21 +219,15 @@ class ScaleJob:
     def _encoder(self, doing: str, result: bytes) -> Callable[[int], object] | None:
         """Return the message of each rank that does not run; None if it is that of the last one that runs."""
         like = msgspec.msgpack.decode(result)
-        if doing == "preparing a checkpoint":
-            return lambda rank: [self._facts[rank], like[1]]
-        if doing == "describing shards":
+        if doing.startswith(_PREPARING) and like:  # Ranks that have a plan say nothing.
             return lambda rank: encode_rank_shards(self._layouts[rank])
         if doing == "writing":
             return self._written(like)
         return None
 
-    @cached_property
-    def _facts(self) -> dict[int, bytes]:
-        return {rank: self.part(rank, 0).facts for rank in self._absent}
-
     def _written(self, like: dict[str, Any]) -> Callable[[int], object]:
         """Write the files of the ranks that do not run, and return their messages."""
-        known: dict[str, bytes] = {}
+        known: dict[int, bytes] = {}
         for payload in self._given.values():
             known.update(msgspec.msgpack.decode(payload)["replicas"])
 
@@ -244,19 +240,13 @@ class ScaleJob:
         return message_of
 
     @cached_property
-    def _planned(self) -> dict[int, tuple[list[PlannedFile], set[str]]]:
-        """The files of each rank that does not run, and the names of the groups of ranks that share its replicas."""
-        groups: list[set[str]] = [set() for _ in self._layouts]
-        names: dict[tuple[int, ...], str] = {}
-        for _, ranks in _holders(self._layouts):
-            if len(ranks) > 1 and tuple(ranks) not in names:
-                name = hashlib.blake2b(repr(tuple(sorted(ranks))).encode(), digest_size=8).hexdigest()
-                names[tuple(ranks)] = name
-                for rank in ranks:
-                    groups[rank].add(name)
-        planned: dict[int, tuple[list[PlannedFile], set[str]]] = {}
-        for rank, share in enumerate(assign_writers(self._layouts)):
-            planned[rank] = [*planned_files(share, rank)], groups[rank]
+    def _planned(self) -> dict[int, tuple[list[PlannedFile], list[int]]]:
+        """The files of each rank that does not run, and the groups of its replicas."""
+        assignment = msgspec.msgpack.decode(zlib.decompress(self._planning), type=Planning).assignment
+        planned: dict[int, tuple[list[PlannedFile], list[int]]] = {}
+        for rank in self._absent:
+            share, replicas = assignment.share_of(rank, self._layouts[rank])
+            planned[rank] = [*planned_files(share, rank)], sorted({one.group for one in replicas})
         return planned
 
     def _write_holes(self, staging: Path, file: PlannedFile, _: object = None) -> FileChecksum:
@@ -314,8 +304,9 @@ class _CountingChannel(CollectiveChannel):
         current().add(SENT, _FRAME.size + len(payload))
         frames, messages = self._job.exchange(self.rank, doing, payload, head)
         rounds = (messages[low : low + _ROUND_BYTES] for low in range(0, len(messages), _ROUND_BYTES))
-        # Every mark is set by some rank.
-        self._coming = chain([frames], [b"\1" * marks.size] if marks.size else [], rounds)
+        # Every block is read by some rank, and every rank sees the staging directory.
+        mark = b"\0" if doing.startswith(_PREPARING) else b"\1"
+        self._coming = chain([frames], [mark * marks.size] if marks.size else [], rounds)
         return super().gather(doing, payload, head, to, marks)
 
     def unite(self, array: Bytes, source: int | None, to: int | None) -> Bytes:
