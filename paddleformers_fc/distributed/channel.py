@@ -342,7 +342,7 @@ def gather_and_keep(
         work: returns this rank's message and its local result.
         kind: type of the message; anything that msgspec encodes.
         consistency: facts that must be equal on all ranks. A mismatch takes precedence over other errors. The work must
-            change nothing persistent.
+            change nothing that the caller does not undo after an error.
         to: the only rank that needs the messages; all ranks if None.
         marks: a byte per thing, as many on every rank; the work sets those of this rank, and the call changes them to
             the maximum over all ranks.

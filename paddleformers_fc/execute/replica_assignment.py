@@ -7,7 +7,7 @@ of bytes. A part of a shard is a shard again, so readers need no special case.
 
 All members of a group hold all of its shards. The coordinator, which knows the shards of all ranks, therefore sends an
 :class:`Assignment` of the groups, of what their members write besides, and of the group of every shard. Each member
-assigns the shards of its groups by itself, like all others. Layers and ranks repeat, so it has 10 kB for 4,096 ranks.
+assigns the shards of its groups by itself, like all others. Layers and ranks repeat, so it has 4 kB for 4,096 ranks.
 
 Time: linear in the shards of all ranks on the coordinator, and in its own shards and the members of groups on another
 rank.

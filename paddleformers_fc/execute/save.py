@@ -29,6 +29,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import socket
 import time
 import zlib
@@ -91,6 +92,8 @@ from paddleformers_fc.storage.progress import advance, expect
 from paddleformers_fc.storage.safetensors import SequentialTensorWriter
 
 _PLANS = SavePlanCache()
+_NAME_BYTES = 8
+"""Bytes of the random name of a plan."""
 _T = TypeVar("_T")
 
 
@@ -505,14 +508,14 @@ def _new_plan(part: LivePart, roles: RankShards, payloads: Sequence[bytes], chan
     """Return the name of a new plan, and this rank's part of it."""
     records: list[ModelRecord] = []
 
-    def plan() -> bytes:
+    def plan() -> tuple[bytes, bytes]:
         planning, record = plan_for_all(decode_shards(payloads), part.model)
         records.append(record)
-        return zlib.compress(msgspec.msgpack.encode(planning))
+        return secrets.token_bytes(_NAME_BYTES), zlib.compress(msgspec.msgpack.encode(planning))
 
-    packed = broadcast(channel, "planning the save", plan, bytes)
+    name, packed = broadcast(channel, "planning the save", plan, tuple[bytes, bytes])
     planning = msgspec.msgpack.decode(zlib.decompress(packed), type=Planning)
-    return planning.name, plan_of_rank(planning, roles, channel.rank, records[0] if records else None)
+    return name, plan_of_rank(planning, roles, channel.rank, records[0] if records else None)
 
 
 def _refuse_unreadable(taken: Snapshot) -> None:

@@ -16,7 +16,6 @@ the arrays of the index.
 from __future__ import annotations
 
 import hashlib
-import secrets
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -114,12 +113,10 @@ class Planning(msgspec.Struct, frozen=True, array_like=True):
     """What the coordinator tells all ranks of a new plan.
 
     Args:
-        name: the name of the plan; no two have the same.
         assignment: the writers of replicas.
         ties: the copies of tied tensors that ranks hash.
     """
 
-    name: bytes
     assignment: Assignment
     ties: list[CopyPart]
 
@@ -214,7 +211,7 @@ def plan_for_all(job: JobShards, model: ModelDescription) -> tuple[Planning, Mod
         for path, _, group in _grouped(writers.share_of(rank), rank)
     )
     record = ModelRecord(family_name(model), mapping, stored, shard_columns(files), ties)
-    return Planning(secrets.token_bytes(8), writers.assignment, ties.sides), record
+    return Planning(writers.assignment, ties.sides), record
 
 
 def plan_of_rank(planning: Planning, roles: RankShards, rank: int, record: ModelRecord | None) -> SavePlan:

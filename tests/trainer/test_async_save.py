@@ -281,8 +281,8 @@ def test_saves_open_no_group_and_no_connection_and_their_threads_never_communica
     for found in ranks.run(f"{BESIDE}:note_communication", 2, given).values:
         assert found["opened"] == []
         assert found["threads"] == ["MainThread"]
-        # Preparing, two for the disks, writing, comparing replicas, committing, deleting.
-        assert found["exchanges"][1:3] == [7, 7]
+        # Preparing, looking for the directory, writing, committing, deleting.
+        assert found["exchanges"][1:3] == [5, 5]
 
 
 def test_saves_are_committed_in_their_order_and_a_further_one_waits(ranks: ForkServer, tmp_path: Path) -> None:

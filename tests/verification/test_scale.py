@@ -28,21 +28,21 @@ LIMIT = 1.3
 FRAME_BYTES = 12
 """What each rank sends to all in every exchange: 48 KiB at 4,096 ranks."""
 TODAY = {
-    # Many messages reach all ranks, of which one or none needs them.
-    **{
-        (operation, count): 4.3 for operation in (FIRST_SAVE, LATER_SAVE, ASYNCHRONOUS) for count in (RECEIVED, LARGEST)
-    },
     # The coordinator reads the manifests of finished checkpoints.
     (ROTATION, READ): 3.9,
 }
 """The counts that grow today, each of which is to fall below :data:`LIMIT`, with the growth that they may have."""
 SHARED = {
+    # The coordinator tells all ranks who writes replicas: a few bytes of every rank.
+    (FIRST_SAVE, RECEIVED): 2.0,
     # The coordinator reads the manifest and the index, which list all files, and sends them to all ranks.
     **{(operation, count): 3.9 for operation in (RESUME, OPENING) for count in (READ, SENT, RECEIVED, LARGEST)},
     # A rank opens the files that it reads: under a larger grid of the tiny model, more of them have its tensors.
     **{(PLANNING, count): 2.9 for count in (OPENS, STATS, READ)},
 }
-"""The counts that grow with the files of a checkpoint, or with those that a rank reads, and by how much they may."""
+"""The counts that grow with the files of a checkpoint, with those that a rank reads or with replicas, and how much."""
+SAVES = {FIRST_SAVE: 5, LATER_SAVE: 4}
+"""The exchanges of a save."""
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +95,15 @@ def test_no_count_of_a_rank_grows_with_the_number_of_ranks(counts: list[Counts])
     assert [key for key in TODAY if growth.get(key, 0) <= LIMIT] == []
 
 
+def test_a_save_makes_few_exchanges_and_only_the_coordinator_gets_messages_of_all_ranks(counts: list[Counts]) -> None:
+    for world, found in zip(SIZES, counts, strict=True):
+        for operation, exchanges in SAVES.items():
+            assert {meter[EXCHANGES] for meter in found[operation].values()} == {exchanges}
+            for rank, meter in found[operation].items():
+                assert rank == 0 or meter[LARGEST] < FRAME_BYTES * world + 1000
+
+
+@pytest.mark.usefixtures("counts")  # What is imported at the first use is imported before.
 def test_ranks_that_do_not_run_send_what_they_send_when_they_run() -> None:
     some, everyone = (count_operations("tiny", 8, running) for running in ([0, 3, 7], range(8)))
     for operation, meters in some.items():

@@ -86,7 +86,8 @@ class ScaleJob:
         self._staging = directory
         self._given: dict[int, bytes] = {}
         self._doing, self._head = "", NO_HEAD
-        self._frames = self._messages = self._planning = b""
+        self._frames = self._messages = b""
+        self._planning: list[bytes] = []
         self._barrier = threading.Barrier(len(running), self._complete)
         self._steps = threading.Barrier(len(running))
         self._own_seconds = 0.0
@@ -242,7 +243,7 @@ class ScaleJob:
     @cached_property
     def _planned(self) -> dict[int, tuple[list[PlannedFile], list[int]]]:
         """The files of each rank that does not run, and the groups of its replicas."""
-        assignment = msgspec.msgpack.decode(zlib.decompress(self._planning), type=Planning).assignment
+        assignment = msgspec.msgpack.decode(zlib.decompress(self._planning[1]), type=Planning).assignment
         planned: dict[int, tuple[list[PlannedFile], list[int]]] = {}
         for rank in self._absent:
             share, replicas = assignment.share_of(rank, self._layouts[rank])
