@@ -44,7 +44,6 @@ from paddleformers_fc.layout import Shard
 from paddleformers_fc.layout.roles import MODEL_STATE, split_state_name
 from paddleformers_fc.layout.shard_messages import JobShards
 from paddleformers_fc.mapping import RuleSet, Shape
-from paddleformers_fc.mapping.boxes import whole
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.plan.sources import declared_mapping
 from paddleformers_fc.storage.dtypes import dtype_size
@@ -275,7 +274,7 @@ def _grouped(share: Iterable[ShardPart], rank: int) -> Iterator[tuple[str, str, 
 def _proved_mapping(job: JobShards, model: ModelDescription) -> tuple[bytes, ModelDescription]:
     """Prove, before the first write, that the checkpoint will be whole, and check its mapping as a reader does."""
     # One shard of every model tensor of the job; its cuts determine the tensor-parallel degree.
-    parameters = {name: shards[0] for name, shards in job.tensors(MODEL_STATE)}
+    parameters = {name: job[numbers[0]][1] for name, numbers in job.tensors(MODEL_STATE)}
     if not parameters:
         raise OptionError("The model has no tensors.", where="model", next_step="Save a layer or state dict that has.")
     mapping = encode_mapping(model, model_rules(model, parameters))
@@ -287,13 +286,17 @@ def _proved_mapping(job: JobShards, model: ModelDescription) -> tuple[bytes, Mod
 
 def _refuse_partial(job: JobShards, parameters: Mapping[str, Shard]) -> None:
     faults: list[str] = []
+    complete: set[bytes] = set()
     for role in sorted(job.roles):
-        for name, shards in job.tensors(role):
-            if not _is_whole(shards):
-                parts = ((shard, f"rank {role}", 0, dtype_size(shard.dtype)) for shard in shards)
-                tensors, contradictions = gather_shards(parts)
-                faults.extend(contradictions)
-                faults.extend(fault for tensor in tensors.values() for fault in tensor.faults())
+        for name, numbers in job.tensors(role):
+            # States have the places of their parameter, and layers repeat.
+            places = job.columns[2][numbers].tobytes()
+            if places not in complete:
+                shards = (job[number][1] for number in numbers)
+                tensors, found = gather_shards((one, f"rank {role}", 0, dtype_size(one.dtype)) for one in shards)
+                found.extend(fault for tensor in tensors.values() for fault in tensor.faults())
+                faults.extend(found)
+                complete.update([] if found else [places])
             if split_state_name(role, name).parameter not in parameters:
                 faults.append(f"{name}: is a state of no parameter")
     if faults:
@@ -303,11 +306,3 @@ def _refuse_partial(job: JobShards, parameters: Mapping[str, Shard]) -> None:
             evidence=fold(faults),
             next_step="The ranks describe shards that do not fit together; check the parallel configuration.",
         )
-
-
-def _is_whole(shards: Sequence[Shard]) -> bool:
-    """Return whether one rank, or several alike, hold a tensor as a whole."""
-    if len(shards) != 1:
-        return False
-    (shard,) = shards
-    return shard.flat is None and shard.box == whole(shard.global_shape)

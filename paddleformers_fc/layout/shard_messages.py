@@ -84,15 +84,14 @@ class JobShards:
         like = self.places[place]
         return self.roles[role], Shard(self.names[name], like.dtype, like.global_shape, like.box, like.flat)
 
-    def tensors(self, role: str) -> Iterator[tuple[str, list[Shard]]]:
-        """Yield the tensors of a role by name, with their distinct shards."""
+    def tensors(self, role: str) -> Iterator[tuple[str, Numbers]]:
+        """Yield the tensors of a role by name, with the numbers of their distinct shards."""
         if role not in self.roles:
             return
         (numbers,) = np.nonzero(self.columns[0] == self.roles.index(role))
         names = self.columns[1][numbers]
         for alike in np.split(numbers, np.nonzero(np.diff(names))[0] + 1):
-            shards = [self[number][1] for number in alike]
-            yield shards[0].name, shards
+            yield self.names[names[alike[0] - numbers[0]]], alike
 
     def holders(self, role: str, name: str) -> list[int]:
         """Return the ranks that hold a part of a tensor."""

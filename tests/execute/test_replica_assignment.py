@@ -75,7 +75,10 @@ def test_the_shards_of_a_job_are_numbered_by_role_and_name_and_decoded_as_they_w
         for roles in (one, other, one, {})
     ]
     assert job.held[0] is job.held[2]
-    assert {role: dict(job.tensors(role)) for role in ("model_state", "optimizer_state", "empty")} == {
+    assert {
+        role: {name: [job[number][1] for number in numbers] for name, numbers in job.tensors(role)}
+        for role in ("model_state", "optimizer_state", "empty")
+    } == {
         "model_state": {
             "a": [tensor("a", 3 * MEBI, 4), tensor("a", 2)],
             "b": [tensor("b", 7)],
