@@ -89,7 +89,7 @@ def test_tensors_of_an_index_are_those_of_its_shards(odd: str) -> None:
         )
     sizes = {path: HEADER + sum(one.size * dtype_size(one.dtype) for one in own) for path, own in files.items()}
     written = [checksum_of(path, bytes(size)) for path, size in sizes.items()]
-    index = decode_index(encode_index(shard_columns(files), written), records_of(written), Path(INDEX_NAME))
+    index = decode_index(encode_index(shard_columns(files.items()), written), records_of(written), Path(INDEX_NAME))
     expected, contradictions = gather_shards(shard for path in index.files for shard in index.shards(path))
     tensors, faults = index.tensors("model_state")
     assert faults == contradictions
