@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -167,13 +168,25 @@ class Index:
         places = self.columns[1][rows].astype(np.int32).tobytes()
         found: dict[str, StoredTensor] = {}
         faults: list[str] = []
-        cutter = _Cutter(self, rows)
         columns = (column[order].tolist() for column in (named[begins], begins, ends))
         for number, begin, end in zip(*columns, strict=True):
-            name, cut = self.names[number], cutter.cut(places[4 * begin : 4 * end])
+            name, cut = self.names[number], self._cutter.cut(places[4 * begin : 4 * end])
             found[name] = StoredTensor(name, cut.form, _Offsets(self, rows, begin, cut.fragments))
-            faults += [cutter.fault(name, begin, one) for one in cut.odd]
+            if cut.odd:
+                faults += [self._contradiction(name, rows[begin], rows[begin + one]) for one in cut.odd]
         return found, faults
+
+    @cached_property
+    def _cutter(self) -> _Cutter:
+        return _Cutter(self.places)
+
+    def _contradiction(self, name: str, first: int, other: int) -> str:
+        """Return that two shards of a tensor differ in more than their place."""
+        known, one = (self.places[self.columns[1][row]] for row in (first, other))
+        return (
+            f"{name}: {self.paths[self.shard_file[other]]} has {one.dtype} {list(one.global_shape)}, "
+            f"another file {known.dtype} {list(known.global_shape)}"
+        )
 
     def shards(self, path: str) -> Iterator[StoredShard]:
         """Yield the shards of a file, in the order of its bytes."""
@@ -241,12 +254,11 @@ class _Cutter:
     """Makes one cut for all tensors that consist of the same places.
 
     Args:
-        index: the index.
-        rows: the shards of a role, by tensor.
+        places: those of an index.
     """
 
-    def __init__(self, index: Index, rows: Array) -> None:
-        self._index, self._rows = index, rows
+    def __init__(self, places: Sequence[Shard]) -> None:
+        self._places = places
         self._cuts: dict[bytes, _Cut] = {}
         self._forms: dict[tuple[object, ...], StoredForm] = {}
 
@@ -254,7 +266,7 @@ class _Cutter:
         """Return the cut of a tensor by the numbers of its places."""
         found = self._cuts.get(places)
         if found is None:
-            found = self._cuts[places] = self._new([self._index.places[one] for one in np.frombuffer(places, np.int32)])
+            found = self._cuts[places] = self._new([self._places[one] for one in np.frombuffer(places, np.int32)])
         return found
 
     def _new(self, shards: list[Shard]) -> _Cut:
@@ -273,15 +285,6 @@ class _Cutter:
             tiles = not odd and _tile(shards)
             form = self._forms[key] = StoredForm(first.dtype, first.global_shape, tuple(boxes), tiles=tiles)
         return _Cut(form, fragments, odd)
-
-    def fault(self, name: str, begin: int, shard: int) -> str:
-        """Return the contradiction of a shard of a tensor to the first one."""
-        index, (first, row) = self._index, self._rows[[begin, begin + shard]]
-        one, known = (index.places[index.columns[1][at]] for at in (row, first))
-        return (
-            f"{name}: {index.paths[index.shard_file[row]]} has {one.dtype} {list(one.global_shape)}, "
-            f"another file {known.dtype} {list(known.global_shape)}"
-        )
 
 
 def _tile(shards: Sequence[Shard]) -> bool:

@@ -93,6 +93,8 @@ class Shard(msgspec.Struct, frozen=True, gc=False):
 
 
 def _moved(box: Box, offset: Shape) -> Box:
+    if not any(offset):
+        return box
     return Box(
         tuple(a + o for a, o in zip(box.lo, offset, strict=True)),
         tuple(a + o for a, o in zip(box.hi, offset, strict=True)),

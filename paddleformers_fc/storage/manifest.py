@@ -66,6 +66,7 @@ __all__ = [
     "newest_checkpoint",
     "read_listed",
     "read_manifest",
+    "read_run",
     "refuse_as_newest",
     "refuse_diverged",
     "refuse_level",
@@ -237,8 +238,16 @@ class _Head(msgspec.Struct, frozen=True):
     written_by: str = "another program"
 
 
+class _Run(msgspec.Struct, frozen=True):
+    """The fields that identify a save."""
+
+    step: int
+    run: RunRecord = RunRecord("", [])
+
+
 _sealed = msgspec.json.Decoder(_Sealed)
 _heads = msgspec.json.Decoder(_Head)
+_runs = msgspec.json.Decoder(_Run)
 
 
 def read_manifest(directory: AnyPath) -> Manifest:
@@ -281,6 +290,23 @@ def read_manifest(directory: AnyPath) -> Manifest:
         # The JSON is complete, but the file is not what was written.
         raise Corrupt(f"{path} is truncated: its last byte is missing.", where=str(path), next_step=_ANOTHER)
     return manifest
+
+
+def read_run(directory: AnyPath) -> tuple[int, RunRecord]:
+    """Return step and run of a checkpoint for a message, without a check of the other fields of its manifest.
+
+    Raises:
+        CheckpointError: there is no manifest of this format.
+        StorageError: the operating system refused to read it.
+    """
+    path = directory / MANIFEST_NAME
+    raw = read_document(path, MAX_MANIFEST_BYTES)
+    _check_head(path, raw)
+    try:
+        found = _runs.decode(raw)
+    except _UNREADABLE as error:
+        raise FormatError(f"{path} is not a valid manifest: {error}.", where=str(path), next_step=_ANOTHER) from error
+    return found.step, found.run
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:

@@ -11,7 +11,8 @@ The parallel degrees of a run, for readers of a manifest and of the log.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import msgspec
 
 from paddleformers_fc.distributed.channel import Channel, all_gather_checked
 from paddleformers_fc.errors import CheckpointError, StorageError
-from paddleformers_fc.storage.manifest import Branch, Manifest, RunRecord, candidates_in, read_manifest
+from paddleformers_fc.storage.manifest import Branch, Manifest, RunRecord, candidates_in, read_run
 from paddleformers_fc.storage.paths import parse_step
 
 
@@ -36,6 +37,18 @@ class Saved(msgspec.Struct, frozen=True):
     run: RunRecord
 
 
+class _Seen(msgspec.Struct):
+    """The checkpoints that a rank has found.
+
+    Args:
+        names: of all that are visible to it.
+        saved: those that it has read.
+    """
+
+    names: list[str]
+    saved: list[Saved]
+
+
 def new_run(branches: Sequence[Branch] = ()) -> RunRecord:
     """Return the record of a run that begins now.
 
@@ -48,29 +61,41 @@ def new_run(branches: Sequence[Branch] = ()) -> RunRecord:
 def saved_in(output_dir: Path, channel: Channel) -> list[Saved]:
     """Return the finished checkpoints in the output directories of all ranks, by rising step.
 
+    The coordinator reads manifests, and the first rank of another disk those that the coordinator does not see.
+
     Args:
         output_dir: where the run saves.
         channel: all ranks of the job; every rank must call.
     """
 
-    def look() -> list[Saved]:
-        try:
-            found = [_read(path) for path in candidates_in(output_dir) if parse_step(path) is not None]
-        except StorageError:
-            found = []  # Only a warning depends on it; a save or a resume raises it.
-        return [one for one in found if one is not None]
+    def look() -> _Seen:
+        names = []
+        with suppress(StorageError):  # Only a warning depends on it; a save or a resume raises it.
+            names = [path.name for path in candidates_in(output_dir) if parse_step(path) is not None]
+        return _Seen(names, _read(output_dir, names) if channel.rank == 0 else [])
 
-    everyone = all_gather_checked(channel, "looking for other runs", look, list[Saved])
-    found = {(one.step, one.run.id): one for seen in everyone for one in seen}
-    return [found[key] for key in sorted(found)]
+    everyone = all_gather_checked(channel, "looking for other runs", look, _Seen)
+    readers: dict[str, int] = {}
+    for rank, seen in enumerate(everyone):
+        for name in seen.names:
+            readers.setdefault(name, rank)
+    found = everyone[0].saved
+    if any(readers.values()):
+        own = [name for name, rank in readers.items() if rank == channel.rank != 0]
+        others = all_gather_checked(channel, "looking at other disks", lambda: _read(output_dir, own), list[Saved])
+        found = [*found, *(one for saved in others for one in saved)]
+    return sorted(found, key=lambda one: (one.step, one.run.id))
 
 
-def _read(path: Path) -> Saved | None:
-    try:
-        manifest = read_manifest(path)
-    except CheckpointError:
-        return None
-    return Saved(manifest.step, manifest.saved_by) if manifest.step == parse_step(path) else None
+def _read(output_dir: Path, names: Iterable[str]) -> list[Saved]:
+    """Return the finished ones of some checkpoints."""
+    found: list[Saved] = []
+    for path in (output_dir / name for name in names):
+        with suppress(CheckpointError, StorageError):
+            step, run = read_run(path)
+            if step == parse_step(path):
+                found.append(Saved(step, run))
+    return found
 
 
 def resumed(manifest: Manifest, saved: Sequence[Saved], here: bool, named: bool) -> tuple[RunRecord, str]:

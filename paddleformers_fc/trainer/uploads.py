@@ -167,6 +167,7 @@ class CheckpointUploader:
         self._is_coordinator = is_coordinator
         self._waiting: list[Path] = []
         self._failed: dict[Path, FlexError] = {}
+        self._earlier: set[Path] = set()
         self._best: str | None = None
         self._changed = threading.Condition()
         self._commits: Counter[Path] = Counter()
@@ -175,12 +176,10 @@ class CheckpointUploader:
 
     def begin_with(self, output_dir: Path) -> None:
         """Upload the checkpoints of an earlier run whose files are all on this disk, as far as the store lacks them."""
-        for path, manifest in finished_checkpoints(output_dir).items():
-            try:
-                verify_files(path, manifest, "size")
-            except CheckpointError:
-                continue  # A rotation and a resume report it.
-            self.follow(path)
+        for path in numbered(output_dir, "checkpoint"):
+            with self._changed:
+                self.follow(path)
+                self._earlier.add(path)
 
     def follow(self, checkpoint: Path, best: str | None = None) -> None:
         """Upload a committed checkpoint, after those before it; failed ones are tried again.
@@ -195,6 +194,7 @@ class CheckpointUploader:
             again = [path for path in self._failed if path != checkpoint]
             self._waiting = [*again, *(path for path in self._waiting if path != checkpoint), checkpoint]
             self._failed.clear()
+            self._earlier.discard(checkpoint)
             self._commits[checkpoint] += 1
             self._start()
 
@@ -277,6 +277,8 @@ class CheckpointUploader:
             if not exists(checkpoint):
                 logger.warning(f"{checkpoint} was deleted before it was uploaded to {self._url}.")
                 return None
+            if checkpoint in self._earlier and not _is_whole(checkpoint):
+                return None  # A rotation and a resume report it.
             sent = Upload(checkpoint, target, self._is_coordinator, self._patience, check).run()
             seconds = time.monotonic() - started
             if sent:
@@ -300,6 +302,18 @@ class CheckpointUploader:
         for path in beyond(manifests, limit, kept):
             remove_uploaded(path, manifests[path])
             logger.info(f"Deleted {path}, which is beyond save_total_limit: {limit}.")
+
+
+def _is_whole(checkpoint: Path) -> bool:
+    """Return whether all files of a checkpoint of an earlier run are on this disk."""
+    manifest = finished(checkpoint)
+    if manifest is None or manifest.step != parse_step(checkpoint):
+        return False
+    try:
+        verify_files(checkpoint, manifest, "size")
+    except CheckpointError:
+        return False
+    return True
 
 
 def _unexpected(target: RemotePath, error: Exception) -> StorageError:

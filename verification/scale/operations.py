@@ -88,6 +88,19 @@ def count_operations(name: str, world: int, running: Sequence[int]) -> Counts:
             job.close()
 
 
+def saved_checkpoint(name: str, world: int, place: Path) -> Path:
+    """Save a checkpoint of a job, whose files of tensors are holes, and return its directory."""
+    described = ModelDescription(MODELS[name]["config"])
+    model = declared_model(family_for(described.config), described, parse_grid(grid_of(name, world)), "bfloat16")
+    with counted_calls():
+        job = ScaleJob(model, [0, world - 1], place)
+        try:
+            job.run(partial(_save, job, 1))
+        finally:
+            job.close()
+    return place / "checkpoint-1"
+
+
 def count_job(job: tuple[str, int]) -> Table:
     """Return the highest counts of one job, by its model and its number of ranks, in a process of its own."""
     name, world = job
