@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.pages import replace_measured
+from paddleformers_fc.cpu_runtime.launch import launch
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZES: dict[str, Any] = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 4, "vocab_size": 512}
@@ -112,6 +113,40 @@ def ours(output_dir: str, rounds: int) -> Figures:
     return found
 
 
+def step_ends(output_dir: str, rounds: int) -> Figures:
+    """Train on two ranks that read and begin an agreement at every step end; the first rank's seconds of each."""
+    out = Path(output_dir)
+    argv = ["-m", "benchmarks.asynchronous", "--contender", "agreeing", "--rounds", str(rounds), "--scratch", str(out)]
+    ended = launch(argv, 2, out / "logs", 600)
+    lines = [line for line in ended.logs[0].read_text().splitlines() if line.startswith(MARK)]
+    figures: Figures = json.loads(lines[-1].removeprefix(MARK))
+    return figures
+
+
+def agreeing(output_dir: str, rounds: int) -> Figures:
+    """Be one of these ranks."""
+    from paddleformers_fc import FlexTrainer, FlexTrainingArguments
+    from paddleformers_fc.distributed import step_agreement
+    from paddleformers_fc.trainer.async_save import StepEnds
+    from verification.matrix import tiny
+    from verification.matrix.layouts import MatrixLayout
+
+    step_agreement.IDLE_SECONDS = 1e-6  # Signals are the subject of an agreement at every step end.
+    end, seconds = StepEnds.on_step_end, list[float]()
+
+    def timed(self: Any, *args: Any, **named: Any) -> None:
+        started = time.perf_counter()
+        end(self, *args, **named)
+        seconds.append(time.perf_counter() - started)
+
+    StepEnds.on_step_end = timed  # type: ignore[method-assign]
+    layout = MatrixLayout("dp2", nproc=2)
+    given = {"flex_checkpoint": True, "flex_async_save": True, "max_steps": 40 * (rounds + 1), "save_steps": 10**6}
+    args = tiny.training_arguments(layout, output_dir, cls=FlexTrainingArguments, **given)
+    tiny.trainer(tiny.build("llama", layout, args), args, cls=FlexTrainer).train()
+    return {"step end": seconds[40:]}
+
+
 # ---- PaddleFormers' unified checkpoint, saved asynchronously.
 
 
@@ -196,7 +231,7 @@ def dcp(output_dir: str, rounds: int) -> Figures:
     return found
 
 
-CONTENDERS = {"ours": ours, "unified": unified, "dcp": dcp}
+CONTENDERS = {"ours": ours, "step ends": step_ends, "unified": unified, "dcp": dcp}
 TITLES = {
     ("ours", "in the step"): "flex, in the step",
     ("ours", "at once"): "flex_async_save, copied at once",
@@ -254,6 +289,11 @@ def table(results: dict[str, Figures | str]) -> str:
         lines[-1] += (
             f"{after['beside']:.2f} s, after a save in the step {after['in the step']:.2f} s: the write goes on."
         )
+    ends = results.get("step ends")
+    if isinstance(ends, dict):
+        low, middle, high = (1000 * one for one in statistics.quantiles(ends["step end"], n=4))
+        lines += ["", f"On two ranks a step end that reads and begins an agreement takes {middle:.2f} ms "]
+        lines[-1] += f"(quartiles {low:.2f} and {high:.2f} ms)."
     return "\n".join(lines)
 
 
@@ -267,7 +307,7 @@ def main() -> None:
     parser.add_argument("--write", type=Path, help="a page whose measured part is replaced")
     options = parser.parse_args()
     if options.contender:
-        figures = CONTENDERS[options.contender](str(options.scratch), options.rounds)
+        figures = {**CONTENDERS, "agreeing": agreeing}[options.contender](str(options.scratch), options.rounds)
         print(MARK + json.dumps(figures), flush=True)
         return
     names = options.only.split(",") if options.only else list(CONTENDERS)
