@@ -40,7 +40,7 @@ import msgspec
 import numpy as np
 from paddle.optimizer.lr import LRScheduler
 
-from paddleformers_fc.distributed.channel import Channel, gather_and_keep
+from paddleformers_fc.distributed.channel import Channel, ConsistencyFacts, gather_and_keep
 from paddleformers_fc.errors import FlexError, FormatError, MismatchError
 from paddleformers_fc.execute.opening import own_document, own_file
 from paddleformers_fc.families import family_for, is_known
@@ -523,13 +523,16 @@ class TrainingProgress:
     generators: bytes | None = None
 
 
-def read_progress(checkpoint: OpenedCheckpoint, optimizer: Any, channel: Channel) -> TrainingProgress:
+def read_progress(
+    checkpoint: OpenedCheckpoint, optimizer: Any, channel: Channel, consistency: ConsistencyFacts | None = None
+) -> TrainingProgress:
     """Read the Trainer's state on one rank and send it to all; every rank reads its own random generators.
 
     Args:
         checkpoint: an opened checkpoint.
         optimizer: of the run that continues.
         channel: all ranks of the job; every rank must call.
+        consistency: facts that must be equal on all ranks.
 
     Raises:
         MismatchError: it was saved without optimizer and scheduler, or its optimizer states are missing.
@@ -567,7 +570,9 @@ def read_progress(checkpoint: OpenedCheckpoint, optimizer: Any, channel: Channel
             refuse_contradictions(checkpoint, {name_of_own: state_json.decode_object(generators, name_of_own)})
         return raws, generators
 
-    everyone, generators = gather_and_keep(channel, "reading the Trainer's own state", work, dict[str, bytes])
+    everyone, generators = gather_and_keep(
+        channel, "reading the Trainer's own state", work, dict[str, bytes], consistency
+    )
     documents = {
         name: state_json.decode_object(raw, str(directory / name)) for raws in everyone for name, raw in raws.items()
     }

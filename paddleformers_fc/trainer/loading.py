@@ -373,7 +373,8 @@ def _prepare(trainer: Any, choice: resume.Choice, channel: Channel, timer: Phase
     checkpoint = replace(checkpoint, averaged=_from_average(args, checkpoint), unread=unread)
     continued = not args.ignore_load_lr_and_optim
     with _verifying():
-        progress = documents.read_progress(checkpoint, trainer.optimizer, channel) if continued else None
+        # Options may have changed since the checkpoint was chosen.
+        progress = documents.read_progress(checkpoint, trainer.optimizer, channel, consistency) if continued else None
     if progress is not None:
         _refuse_unlike(trainer, progress, directory)
         _compare_reference(trainer, progress, directory, channel)
