@@ -4,6 +4,8 @@
 VENV   := .venv
 # The interpreter to make .venv with; by default the first of python3, python3.12, python3.11, python3.10 that will do.
 PYTHON ?=
+# A directory with PyTorch for `make bench`.
+TORCH  ?=
 OUTPUT ?= demo_out
 # How many processes share the tests; each may start four ranks of its own, of some 300 MB.
 WORKERS ?= 2
@@ -44,7 +46,7 @@ help:
 	@echo "make semi-auto  write the losses of docs/migrate.md: hybrid runs, and semi-automatic ones that resume them"
 	@echo "make mutants  300 random faults in the sources, one at a time: the share that the tests notice"
 	@echo "make soak     10,000 random mutations, 39,000 hostile documents, every instant at which a save can meet an accident"
-	@echo "make bench    saving, loading and exporting, beside a raw copy and other systems: docs/results/performance.md"
+	@echo "make bench    saving, loading and exporting, first and later calls beside other systems: docs/results/performance.md"
 	@echo "make bench-async  for how long training stands still for a save: docs/async.md"
 	@echo "make bench-mapping  binding and proving 100,000 tensors, beside stock's engine"
 	@echo "make bench-planning  planning a load of 100,000 stored tensors for 8 ranks"
@@ -133,9 +135,9 @@ soak: $(STAMP)
 	@FLEX_HOSTILE=3000 FLEX_HOSTILE_SEED=2 $(BIN)/python -m pytest -q -s -o faulthandler_timeout=0 tests/corruption/test_hostile_documents.py
 	@$(BIN)/python -m tests.corruption.guided
 
-# PyTorch takes part where it is installed: $(BIN)/pip install torch==2.13.0
+# PyTorch takes part where it is installed, or from a directory of its own: pip install --target DIR torch==2.13.0, TORCH=DIR
 bench: $(STAMP)
-	@$(BIN)/python -m benchmarks.performance --write docs/results/performance.md
+	@$(BIN)/python -m benchmarks.performance --torch '$(TORCH)' --write docs/results/performance.md
 	@$(BIN)/python -m benchmarks.asynchronous --write docs/async.md
 	@$(BIN)/python -m benchmarks.averaging --write docs/ema.md
 

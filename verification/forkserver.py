@@ -82,6 +82,7 @@ class ForkServer:
         directory: gets one directory of logs and results per job; a temporary one, removed at the end, by default.
         grace: seconds for the other ranks of a job to end by themselves once one has failed.
         patience: seconds for the server to start or to answer, and for a job that is given no time of its own.
+        path: directories that only the server imports from, after all others.
     """
 
     def __init__(
@@ -90,10 +91,12 @@ class ForkServer:
         directory: Path | None = None,
         grace: float = ranks.GRACE_SECONDS,
         patience: float = ranks.PATIENCE_SECONDS,
+        path: Sequence[str] = (),
     ) -> None:
         self._grace = grace
         self._patience = patience
         self._preload = tuple(preload)
+        self._path = tuple(path)
         self._stack = ExitStack()
         self._directory = directory
         self._numbers = count(1)
@@ -176,7 +179,7 @@ class ForkServer:
     def _start(self, stack: ExitStack, log: Path) -> subprocess.Popen[bytes]:
         environment = dict(os.environ)
         environment |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        environment |= {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        environment |= {"PYTHONPATH": os.pathsep.join([*(path for path in sys.path if path), *self._path])}
         output = stack.enter_context(log.open("wb"))
         process = subprocess.Popen(
             [sys.executable, "-m", "verification.forkserver", *self._preload],

@@ -8,28 +8,30 @@ import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
 from benchmarks.performance.cases import CASES, Case
 from benchmarks.performance.exporting import export_peaks
-from benchmarks.performance.report import TITLES, baseline, draw, kept, rate, ratio, tables
-from benchmarks.performance.running import Outcome, measure
+from benchmarks.performance.report import FIRST, LATER, TITLES, draw, kept, seconds_of, tables
+from benchmarks.performance.running import Outcome, Servers, measure
 
 
 def main() -> None:
     """Run the cases that were asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=7, help="rounds after the warm-up")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds, each with a first and a later call")
     parser.add_argument("--only", default="", help="cases whose name holds one of these texts, with | between")
     parser.add_argument("--contenders", default="", help="only these, with commas between; all by default")
     parser.add_argument("--scratch", type=Path, default=Path("/dev/shm"), help="a file system in memory")
+    parser.add_argument("--torch", default="", help="a directory with PyTorch, if it is not in this environment")
     parser.add_argument("--write", type=Path, help="also write the report, and beside it its picture")
     options = parser.parse_args()
     outcomes: dict[str, Outcome] = {}
     root = Path(tempfile.mkdtemp(prefix="flex-bench-", dir=options.scratch))
     try:
-        for case in CASES:
-            if _is_wanted(case.name, options.only):
-                outcomes[case.name] = measure(_among(case, options.contenders), options.rounds, root)
+        with Servers(root / "logs", options.torch) as servers:
+            for case in (one for one in CASES if _is_wanted(one.name, options.only)):
+                outcomes[case.name] = measure(_among(case, options.contenders), options.rounds, root, servers)
                 _print_outcome(outcomes[case.name])
                 _write(options, outcomes, {})  # What is measured stays, however the run ends.
         exports = dict(export_peaks(root)) if _is_wanted("export", options.only) else {}
@@ -59,12 +61,12 @@ def _among(case: Case, contenders: str) -> Case:
 
 
 def _print_outcome(outcome: Outcome) -> None:
-    """One line per case while the run goes on."""
-    base = baseline(outcome)
+    """One line per case while the run goes on: seconds of first and later calls."""
     parts = []
     for name, timing in outcome.timings.items():
-        found, compared = rate(outcome, name), ratio(outcome, name, base)
-        parts.append(f"{TITLES[name]} " + (timing.failure[:60] if found is None else f"{found:.2f} ({compared:.2f})"))
+        seconds = [median(found) for call in (FIRST, LATER) if (found := seconds_of(outcome, name, call))]
+        text = " and ".join(f"{one:.2f}" for one in seconds)
+        parts.append(f"{TITLES[name]} {text or timing.failure[:60]}")
     print(f"{outcome.case.name}: {', '.join(parts)}", file=sys.stderr)
 
 

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.performance.measuring import with_peak
-from benchmarks.performance.models import MODELS, laid_over, part_of
+from benchmarks.performance.models import MODELS, laid_over, piece_of
+from benchmarks.performance.pieces import part_of
 from paddleformers_fc.execute.export import export_checkpoint
 from verification.simulate_ranks import filled, save
 
@@ -25,7 +26,8 @@ def export_peaks(root: Path) -> Iterator[tuple[str, int]]:
         source, target = root / model, root / f"{model}-exported"
         laid = laid_over(model, "")
         weights = {"model_state": laid.weights(0)}
-        save(source, [filled(weights, lambda role, shard: part_of(shard).reshape(shard.global_shape))], laid)
+        held = filled(weights, lambda role, shard: part_of(piece_of(role, shard)).reshape(shard.global_shape))
+        save(source, [held], laid)
         command = [sys.executable, "-m", "benchmarks.performance.exporting", str(source), str(target)]
         output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         yield f"{title}, {FILE_BYTES // 10**6} MB files, {MODELS[model].title}", int(output)

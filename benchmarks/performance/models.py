@@ -1,32 +1,28 @@
 """What is saved and loaded: models of given sizes, laid over ranks, with numbers that depend on their names alone.
 
-Four models: 1 GiB in 65 matrices of 16 MiB (a Llama of nine square layers), 1 GiB in some 20,000 tensors (a mixture
-with 9,728 small experts, two tensors each), 1.2 GiB in some 100,000 (the same with 48,640 experts), and Llama-2-7B, of
-which two layers have bytes and the rest is a hole in a sparse file.
+Five models: 1 GiB in 65 matrices of 16 MiB (a Llama of nine square layers), 1 GiB in some 20,000 tensors (a mixture
+with 9,728 small experts, two tensors each), 1.2 GiB in some 100,000 (the same with 48,640 experts), 0.2 GiB in some
+100,000 with the names of Llama-70B, and Llama-2-7B, of which two layers have bytes and the rest is a hole in a sparse
+file.
 """
 
 from __future__ import annotations
 
-import math
-import zlib
+import json
+import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
-import msgspec
-import numpy as np
-
+from benchmarks.performance.pieces import FILE, Piece, canonical, whole_tensor
 from paddleformers_fc.families import ModelDescription, family_for
 from paddleformers_fc.layout.grid import parse_grid
 from paddleformers_fc.layout.roles import MODEL_STATE, OPTIMIZER_STATE
 from paddleformers_fc.layout.shards import Shard
-from paddleformers_fc.mapping.boxes import Box, whole
 from paddleformers_fc.plan.simulate import SimulatedModel, declared_model
-from paddleformers_fc.storage.dtypes import dtype_size, to_numpy, to_safetensors
-
-Array = np.ndarray[Any, Any]
-Roles = dict[str, dict[str, Shard]]
+from paddleformers_fc.storage.dtypes import to_safetensors
 
 
 @dataclass(frozen=True)
@@ -82,6 +78,7 @@ MODELS: Mapping[str, Model] = {
     "quarter": Model("256 MiB in 16 matrices", {**_llama(2, 2048), "vocab_size": 4096}),
     "small": Model("1 GiB in 20,000 tensors", _mixture(76, 72)),
     "many": Model("1.2 GiB in 100,000 tensors", _mixture(380, 16)),
+    "names": Model("0.2 GiB in 100,000 tensors named as in Llama-70B", _llama(11_111, 32)),
     "7b": Model(
         "two layers of Llama-2-7B",
         _llama(
@@ -109,8 +106,8 @@ def laid_over(model: str, grid: str) -> SimulatedModel:
     )
 
 
-def roles_of(model: str, layout: str, rank: int, ranks: int) -> Roles:
-    """The shards of one rank.
+def pieces_of(model: str, layout: str, rank: int, ranks: int) -> list[Piece]:
+    """The pieces of one rank.
 
     Args:
         model: a name of :data:`MODELS`.
@@ -120,50 +117,57 @@ def roles_of(model: str, layout: str, rank: int, ranks: int) -> Roles:
         ranks: how many there are.
     """
     if layout in ("rows", "columns"):
-        whole_model = laid_over(model, "").weights(0)
         axis = 0 if layout == "rows" else 1
-        return {MODEL_STATE: {name: _cut(shard, axis, rank, ranks) for name, shard in whole_model.items()}}
+        return [_cut(piece_of(MODEL_STATE, shard), axis, rank, ranks) for shard in _whole(model).values()]
     grid, _, states = layout.partition("+")
     roles = laid_over(model, grid).roles(rank)
-    if states:
-        return {MODEL_STATE: roles[MODEL_STATE], OPTIMIZER_STATE: roles[OPTIMIZER_STATE]}
-    return {MODEL_STATE: roles[MODEL_STATE]}
+    held = (MODEL_STATE, OPTIMIZER_STATE) if states else (MODEL_STATE,)
+    return [piece_of(role, shard) for role in held for shard in roles[role].values()]
 
 
-def _cut(shard: Shard, axis: int, rank: int, ranks: int) -> Shard:
-    if len(shard.global_shape) < 2:
-        return shard
-    length = shard.global_shape[axis] // ranks
-    low, high = list(shard.box.lo), list(shard.box.hi)
+def piece_of(role: str, shard: Shard) -> Piece:
+    """A shard without this package."""
+    return Piece(role, shard.name, shard.dtype, shard.global_shape, shard.box.lo, shard.box.hi, shard.flat)
+
+
+def _whole(model: str) -> dict[str, Shard]:
+    return laid_over(model, "").weights(0)
+
+
+def _cut(piece: Piece, axis: int, rank: int, ranks: int) -> Piece:
+    if len(piece.shape) < 2:
+        return piece
+    length = piece.shape[axis] // ranks
+    low, high = list(piece.lo), list(piece.hi)
     low[axis], high[axis] = rank * length, (rank + 1) * length
-    return msgspec.structs.replace(shard, box=Box(tuple(low), tuple(high)))
+    return replace(piece, lo=tuple(low), hi=tuple(high))
 
 
-def nbytes(shard: Shard) -> int:
-    """Bytes of a shard."""
-    return shard.size * dtype_size(shard.dtype)
+def write_open_weights(model: str, directory: Path, stage: str = "") -> None:
+    """Write a directory of open weights, without this package's executors.
 
-
-def whole_tensor(name: str, shape: tuple[int, ...], dtype: str) -> Array:
-    """All numbers of a tensor: random bits that depend on its name, finite as floating numbers."""
-    element = to_numpy(to_safetensors(dtype))
-    size = math.prod(shape)
-    if size == 1:
-        return np.full(shape, 0.5, element)  # A power of beta, which is one number for all parameters.
-    bits = np.random.default_rng(zlib.crc32(name.encode())).integers(0, 256, size * element.itemsize, np.uint8)
-    # The highest bit of the exponent stays clear: no infinities and no numbers that are none.
-    bits[element.itemsize - 1 :: element.itemsize] &= 0xBF
-    return bits.view(element).reshape(shape)
-
-
-def part_of(shard: Shard) -> Array:
-    """What a rank holds of a tensor, flat and contiguous."""
-    tensor = whole_tensor(shard.name, shard.global_shape, shard.dtype)
-    part = tensor[tuple(slice(low, high) for low, high in zip(shard.box.lo, shard.box.hi, strict=True))]
-    flat = np.ascontiguousarray(part).reshape(-1)
-    return flat if shard.flat is None else flat[shard.flat[0] : shard.flat[1]].copy()
-
-
-def whole_shard(shard: Shard) -> Shard:
-    """The whole tensor that a shard is of."""
-    return msgspec.structs.replace(shard, box=whole(shard.global_shape), flat=None)
+    Args:
+        model: a name of :data:`MODELS`.
+        directory: created.
+        stage: a layout of which the first rank's tensors get bytes; all others are holes. All have bytes by default.
+    """
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text(json.dumps(dict(MODELS[model].config)), encoding="utf-8")
+    pieces = [canonical(piece_of(MODEL_STATE, shard)) for shard in _whole(model).values()]
+    filled = {piece.name for piece in pieces_of(model, stage, 0, 1)} if stage else {piece.name for piece in pieces}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for piece in pieces:
+        offsets = [position, position + piece.nbytes]
+        header[piece.name] = {"dtype": to_safetensors(piece.dtype), "shape": list(piece.shape), "data_offsets": offsets}
+        position += piece.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with (directory / FILE).open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        begin = file.tell()
+        file.truncate(begin + position)
+        for piece in pieces:
+            if piece.name in filled:
+                file.seek(begin + header[piece.name]["data_offsets"][0])
+                file.write(whole_tensor(piece).tobytes())

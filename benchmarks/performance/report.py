@@ -7,15 +7,27 @@ import platform
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
-from benchmarks.performance.cases import LEVELS, MOST_AMPLIFICATION, MOST_MEMORY, Target, targets
+from benchmarks.performance.cases import (
+    LEVELS,
+    MOST_AMPLIFICATION,
+    MOST_MEMORY,
+    STORAGE_LATENCY,
+    STORAGE_RATE,
+    Target,
+    targets,
+)
 from benchmarks.performance.models import MODELS
 from benchmarks.performance.running import Outcome, Timing
 
+OURS = LEVELS[0]
 GIB = 1 << 30
 MIB = 1 << 20
+FIRST, LATER = "first", "later"
 BY_HAND = "## Where the time goes"
+PHASES = ("import", "open", "plan", "read")
 TITLES = {
     "raw": "raw copy",
     "ours": "this package",
@@ -33,17 +45,24 @@ def baseline(outcome: Outcome) -> str:
     return outcome.case.contenders[0]
 
 
-def ratio(outcome: Outcome, contender: str, against: str) -> float | None:
+def seconds_of(outcome: Outcome, contender: str, call: str) -> list[float]:
+    """Seconds of every round: ``first`` or ``later`` calls; none of a contender that failed or did not take part."""
+    timing = outcome.timings.get(contender, Timing())
+    found: list[float] = [] if timing.failure else getattr(timing, call)
+    return found
+
+
+def ratio(outcome: Outcome, contender: str, against: str, call: str = LATER) -> float | None:
     """How many times as fast as another: the median over rounds of what one round says."""
-    one, other = outcome.timings.get(contender, Timing()), outcome.timings.get(against, Timing())
-    if not one.seconds or not other.seconds:
+    one, other = (seconds_of(outcome, name, call) for name in (contender, against))
+    if not one or not other:
         return None
-    return statistics.median(theirs / own for own, theirs in zip(one.seconds, other.seconds, strict=True))
+    return statistics.median(theirs / own for own, theirs in zip(one, other, strict=True))
 
 
-def rate(outcome: Outcome, contender: str) -> float | None:
+def rate(outcome: Outcome, contender: str, call: str = LATER) -> float | None:
     """GiB/s, the median over rounds."""
-    seconds = outcome.timings.get(contender, Timing()).seconds
+    seconds = seconds_of(outcome, contender, call)
     return outcome.nbytes / statistics.median(seconds) / GIB if seconds else None
 
 
@@ -53,14 +72,22 @@ def verdict(target: Target, outcomes: Mapping[str, Outcome]) -> float | None:
     if outcome is None:
         return None
     if target.against not in outcomes:
-        return ratio(outcome, "ours", target.against)
-    own, other = rate(outcome, "ours"), rate(outcomes[target.against], "ours")
+        return ratio(outcome, OURS, target.against)
+    own, other = rate(outcome, OURS), rate(outcomes[target.against], OURS)
     return None if own is None or other is None else own / other
 
 
 def tables(outcomes: Mapping[str, Outcome], exports: Mapping[str, int], rounds: int) -> str:
     """The whole report as Markdown."""
-    return "\n".join([*_head(rounds), *_targets(outcomes), *_memory(outcomes, exports), *_cases(outcomes)]) + "\n"
+    parts = (
+        _head(rounds),
+        _losses(outcomes),
+        _targets(outcomes),
+        _cases(outcomes),
+        _phases(outcomes),
+        _memory(outcomes, exports),
+    )
+    return "\n".join(line for part in parts for line in part) + "\n"
 
 
 def kept(path: Path) -> str:
@@ -76,18 +103,43 @@ def _head(rounds: int) -> Iterator[str]:
     yield ""
     yield (
         f"Written by `make bench` on {os.cpu_count()} cores of a {platform.machine()} machine without an accelerator, "
-        f"on a file system in memory: medians of {rounds} interleaved rounds. The warm-up checks every load bit by "
-        "bit. A rate is the bytes of the tensors of all ranks, divided by the time from the command to the last rank's "
-        "answer. A ratio is the median of the ratios within one round. The contenders are in "
-        "`benchmarks/performance/contenders.py` and `with_torch.py`."
+        f"on a file system in memory: medians of {rounds} rounds, in which the contenders take turns. Every turn has a "
+        "fresh process per rank, with Paddle (for the peer PyTorch) imported and the tensors built. Its *first call* "
+        "begins with the import of the contender and ends with the last rank; a *later call* repeats it. The first "
+        "round checks every load bit by bit. A rate is the bytes of the tensors of all ranks by the time. A ratio is "
+        "the median of the ratios within one round. “From storage” simulates below the page cache of the machine: "
+        f"{STORAGE_RATE / 1e9:.0f} GB/s for all ranks together, and {STORAGE_LATENCY * 1000:.0f} ms for every request. "
+        "The contenders are modules of `benchmarks/performance/`."
     )
     yield ""
     yield "![rates of every contender](performance.png)"
     yield ""
 
 
+def _losses(outcomes: Mapping[str, Outcome]) -> Iterator[str]:
+    """Yield every case in which another system is faster."""
+    yield "## Where others are faster"
+    yield ""
+    yield "Rates of this package, under the default `full`, by those of a system that is faster in the case."
+    yield ""
+    yield "| case | faster | first call | later call |"
+    yield "|---|---|---|---|"
+    for name, outcome in outcomes.items():
+        for peer in (one for one in outcome.timings if one not in ("raw", *LEVELS)):
+            found = [ratio(outcome, OURS, peer, call) for call in (FIRST, LATER)]
+            if any(one is not None and one < 1 for one in found):
+                yield f"| {name} | {TITLES[peer]} | {' | '.join(_loss(one) for one in found)} |"
+    yield ""
+
+
+def _loss(found: float | None) -> str:
+    return "" if found is None else (f"**{found:.2f}**" if found < 1 else f"{found:.2f}")
+
+
 def _targets(outcomes: Mapping[str, Outcome]) -> Iterator[str]:
     yield "## Targets"
+    yield ""
+    yield "Ratios of later calls."
     yield ""
     yield "| case | this package, compared with | target | measured | |"
     yield "|---|---|---|---|---|"
@@ -107,20 +159,18 @@ def _memory(outcomes: Mapping[str, Outcome], exports: Mapping[str, int]) -> Iter
         f"Amplification is bytes read by bytes needed; limit {MOST_AMPLIFICATION} under `flex_verify: off`. Under "
         "`full` one rank also reads the rest of a block that ranks read in part. Memory is resident memory of a rank "
         f"above its tensors; limit {MOST_MEMORY // MIB} MiB beside the largest single read for a load, 5 % of the "
-        "shard for a save. The first call of a process also imports, connects and fills caches of geometry; the other "
-        "tables time later calls, which plan again."
+        "shard for a save."
     )
     yield ""
-    yield "| case | amplification | under `off` | memory, MiB | of the rank's tensors | first call, s | later, s |"
-    yield "|---|---|---|---|---|---|---|"
+    yield "| case | amplification | under `off` | memory, MiB | of the rank's tensors |"
+    yield "|---|---|---|---|---|"
     for name, outcome in outcomes.items():
-        timing = outcome.timings.get("ours", Timing())
-        if not timing.seconds:
+        if not seconds_of(outcome, OURS, LATER):
             continue
+        timing = outcome.timings[OURS]
         read, off = (_amplification(outcome, one) for one in ("ours", "ours off"))
         share = timing.peak / (outcome.nbytes / outcome.case.ranks)
-        later = statistics.median(timing.seconds)
-        yield f"| {name} | {read} | {off} | {timing.peak / MIB:.0f} | {share:.1%} | {timing.first:.2f} | {later:.2f} |"
+        yield f"| {name} | {read} | {off} | {timing.peak / MIB:.0f} | {share:.1%} |"
     yield ""
     if exports:
         yield "| export in a process of its own | memory, MiB |"
@@ -135,6 +185,27 @@ def _amplification(outcome: Outcome, contender: str) -> str:
     return f"{read / outcome.nbytes:.3f}" if read >= 0 else ""
 
 
+def _phases(outcomes: Mapping[str, Outcome]) -> Iterator[str]:
+    """Yield where the first calls spend their time."""
+    yield "## Phases of first calls"
+    yield ""
+    yield (
+        "Seconds, each of the rank that took longest for it; ranks wait for each other in the rest. *Plan* of PyTorch "
+        "DCP is what is neither its metadata nor its reads."
+    )
+    yield ""
+    yield f"| case | contender | total | {' | '.join(PHASES)} |"
+    yield "|---" * (3 + len(PHASES)) + "|"
+    for name, outcome in outcomes.items():
+        for one in (OURS, "dcp"):
+            seconds = seconds_of(outcome, one, FIRST)
+            if seconds:
+                found = (outcome.timings[one].phase(phase) for phase in PHASES)
+                cells = ("" if value is None else f"{value:.3f}" for value in found)
+                yield f"| {name} | {TITLES[one]} | {statistics.median(seconds):.3f} | {' | '.join(cells)} |"
+    yield ""
+
+
 def _cases(outcomes: Mapping[str, Outcome]) -> Iterator[str]:
     contenders = [one for one in TITLES if any(one in outcome.case.contenders for outcome in outcomes.values())]
     yield "## Every case"
@@ -143,10 +214,13 @@ def _cases(outcomes: Mapping[str, Outcome]) -> Iterator[str]:
         "Median rate in GiB/s, and in parentheses its ratio to that of a raw copy (export: to that of safetensors). "
         f"A round of this package differs from its median by {_spread(outcomes):.0%} at most."
     )
+    for call in (FIRST, LATER):
+        yield ""
+        yield f"{call.capitalize()} calls:"
+        yield ""
+        yield from _grid(contenders, outcomes, partial(_rate_cell, call=call))
     yield ""
-    yield from _grid(contenders, outcomes, _rate_cell)
-    yield ""
-    yield "Memory of the others above the tensors of a rank, in MiB:"
+    yield "Memory of the others above the tensors of a rank in a later call, in MiB:"
     yield ""
     yield from _grid([one for one in contenders if one not in ("raw", *LEVELS)], outcomes, _memory_cell)
     models = Counter(outcome.case.model for outcome in outcomes.values())
@@ -161,36 +235,31 @@ def _cases(outcomes: Mapping[str, Outcome]) -> Iterator[str]:
     yield from ("", *failures) if failures else ()
     yield ""
     yield f"All cases have {MODELS[most].title}" + (f", except: {'; '.join(others)}." if others else ".")
+    yield ""
 
 
-def _grid(
-    contenders: list[str], outcomes: Mapping[str, Outcome], cell: Callable[[Outcome, str, Timing], str]
-) -> Iterator[str]:
+def _grid(contenders: list[str], outcomes: Mapping[str, Outcome], cell: Callable[[Outcome, str], str]) -> Iterator[str]:
     """Yield a table with a row per case and a column per contender."""
     yield f"| case | {' | '.join(TITLES[one] for one in contenders)} |"
     yield "|---" * (len(contenders) + 1) + "|"
     for name, outcome in outcomes.items():
-        cells = []
-        for one in contenders:
-            timing = outcome.timings.get(one)
-            measured = timing is not None and timing.seconds and not timing.failure
-            cells.append(cell(outcome, one, timing) if measured and timing is not None else "")
+        cells = (cell(outcome, one) if seconds_of(outcome, one, LATER) else "" for one in contenders)
         yield f"| {name} | {' | '.join(cells)} |"
 
 
-def _rate_cell(outcome: Outcome, contender: str, timing: Timing) -> str:
-    median = outcome.nbytes / statistics.median(timing.seconds) / GIB
-    base = baseline(outcome)
-    return f"{median:.2f}" if contender == base else f"{median:.2f} ({ratio(outcome, contender, base) or 0.0:.2f})"
+def _rate_cell(outcome: Outcome, contender: str, call: str) -> str:
+    own, base = f"{rate(outcome, contender, call):.2f}", baseline(outcome)
+    compared = None if contender == base else ratio(outcome, contender, base, call)
+    return own if compared is None else f"{own} ({compared:.2f})"
 
 
-def _memory_cell(outcome: Outcome, contender: str, timing: Timing) -> str:
-    return f"{timing.peak / MIB:.0f}"
+def _memory_cell(outcome: Outcome, contender: str) -> str:
+    return f"{outcome.timings[contender].peak / MIB:.0f}"
 
 
 def _spread(outcomes: Mapping[str, Outcome]) -> float:
     """Return the largest relative difference between the rate of this package in a round and its median."""
-    measured = [outcome.timings.get("ours", Timing()).seconds for outcome in outcomes.values()]
+    measured = [seconds_of(outcome, OURS, call) for outcome in outcomes.values() for call in (FIRST, LATER)]
     return max((abs(statistics.median(one) / each - 1) for one in measured for each in one), default=0.0)
 
 
@@ -205,13 +274,13 @@ def draw(outcomes: Mapping[str, Outcome], path: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(11, 0.62 * len(outcomes) + 1.5), layout="constrained")
     height = 0.8 / len(shown)
     for index, contender in enumerate(shown):
-        found = [ratio(outcome, contender, baseline(outcome)) or 0.0 for outcome in outcomes.values()]
+        found = [ratio(outcome, contender, baseline(outcome), FIRST) or 0.0 for outcome in outcomes.values()]
         places = [row + index * height for row in range(len(outcomes))]
         axes.barh(places, found, height, label=TITLES[contender])
     axes.axvline(1.0, color="black", linewidth=0.8)
     axes.set_yticks([row + 0.4 - height / 2 for row in range(len(outcomes))], list(outcomes))
     axes.invert_yaxis()
-    axes.set_xlabel("rate by that of a raw copy of the same bytes (export: by safetensors.save_file)")
+    axes.set_xlabel("rate of first calls by that of a raw copy of the same bytes (export: by safetensors.save_file)")
     axes.legend(loc="lower right", fontsize="small")
     figure.savefig(path, dpi=110)
     pyplot.close(figure)

@@ -1,41 +1,70 @@
-"""Carrying cases out: prepare what is loaded, warm up and check, then rounds in turn."""
+"""Carrying cases out: prepare what is loaded, then rounds in which the contenders take turns."""
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import shutil
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryDirectory
+from typing import Any
 
-from benchmarks.performance.cases import CHECKS, LEVELS, Case
-from benchmarks.performance.files import copy_of, write_open_weights
-from benchmarks.performance.pool import Pool, Round
+from benchmarks.performance.cases import CHECKS, LEVELS, STORAGE_LATENCY, STORAGE_RATE, Case
+from benchmarks.performance.models import MODELS, pieces_of, write_open_weights
+from benchmarks.performance.pieces import copy_of, write_pieces
+from benchmarks.performance.slow_storage import Storage
+from paddleformers_fc.cpu_runtime.ranks import tail
+from verification.forkserver import ForkServer, JobResult
 
-PADDLE = "benchmarks.performance.with_paddle"
-TORCH = "benchmarks.performance.with_torch"
+PADDLE = ("paddleformers_fc.cpu_runtime:activate", "benchmarks.performance.paddle_tensors", "gc:freeze")
+TORCH = ("benchmarks.performance.torch_tensors", "gc:freeze")
+_JOB = "benchmarks.performance.turn:turn"
+_SECONDS = 600.0
 
 
-@dataclass(frozen=True)
+@dataclass
 class Timing:
     """What one contender did in one case.
 
     Args:
-        seconds: of every round.
-        first: seconds of the warm-up, which also imports and connects.
+        first: seconds of the first call of a fresh process in every round, its imports included.
+        later: seconds of the second call.
+        phases: for every round the seconds of the first call by phase, of the rank that took longest for it.
         read: bytes that its ranks say they read, of all ranks; -1 if they are not counted.
-        peak: the most that any rank's memory rose, in bytes, in any round.
+        peak: the most that any rank's memory rose in a later call, in bytes.
         failure: why there is no figure; empty where there is one.
     """
 
-    seconds: tuple[float, ...] = ()
-    first: float = 0.0
+    first: list[float] = field(default_factory=list)
+    later: list[float] = field(default_factory=list)
+    phases: list[dict[str, float]] = field(default_factory=list)
     read: int = -1
     peak: int = 0
     failure: str = ""
+
+    def add(self, ranks: Sequence[dict[str, Any]]) -> None:
+        """Add a round by what its ranks answered."""
+        first, later = ([rank["calls"][number] for rank in ranks] for number in (0, 1))
+        self.first.append(_seconds(first))
+        self.later.append(_seconds(later))
+        names = dict.fromkeys(name for call in first for name in call["phases"])
+        self.phases.append({name: max(call["phases"].get(name, 0.0) for call in first) for name in names})
+        self.read = max(sum(call["read"] for call in later), -1)
+        self.peak = max(self.peak, *(call["peak"] for call in later))
+
+    def phase(self, name: str) -> float | None:
+        """Return the median of a phase; None if it is not known."""
+        found = [one[name] for one in self.phases if name in one]
+        return median(found) if found else None
+
+
+def _seconds(calls: Sequence[dict[str, Any]]) -> float:
+    """From the first rank's begin to the last rank's end."""
+    return float(max(call["ended"] for call in calls) - min(call["begun"] for call in calls))
 
 
 @dataclass(frozen=True)
@@ -53,164 +82,162 @@ class Outcome:
     timings: dict[str, Timing] = field(default_factory=dict)
 
 
-def has_torch() -> bool:
-    """Whether PyTorch is installed."""
-    return importlib.util.find_spec("torch") is not None
-
-
-def measure(case: Case, rounds: int, root: Path) -> Outcome:
-    """Measure one case.
+class Servers:
+    """The servers that fork ranks with Paddle, and with PyTorch where there is one; a context manager.
 
     Args:
-        case: which.
-        rounds: how often each contender has its turn after the warm-up.
-        root: an empty directory on a file system in memory; it is left empty.
+        logs: a directory for what ranks print.
+        torch: a directory with PyTorch, for a process of its own; empty for that of the environment, if it has one.
     """
-    contenders = [name for name in case.contenders if name != "dcp" or has_torch()]
-    places = {name: root / name.replace(" ", "-") for name in contenders}
-    for name, place in places.items():
-        if name in LEVELS[1:]:
-            place.symlink_to(root / LEVELS[0])
-        else:
-            place.mkdir()
-    failures = _prepared(case, places, root / "logs")
-    while True:
-        taking_part = [name for name in contenders if name not in failures]
-        try:
-            outcome = _rounds(case, taking_part, rounds, places, root / "logs")
-        except _Failed as failed:
-            # Its ranks may wait for each other for ever, so that all begin again without it.
-            failures[failed.contender] = failed.reason
-            continue
-        break
-    outcome.timings.update({name: Timing(failure=reason) for name, reason in failures.items()})
-    for place in root.iterdir():
-        if place.is_symlink():
-            place.unlink()
-        else:
-            shutil.rmtree(place)
-    return outcome
+
+    def __init__(self, logs: Path, torch: str) -> None:
+        path = [torch] if torch else []
+        self._paddle = ForkServer(PADDLE, logs / "paddle")
+        has_torch = bool(torch) or importlib.util.find_spec("torch") is not None
+        self._torch = ForkServer(TORCH, logs / "torch", path=path) if has_torch else None
+
+    def __enter__(self) -> Servers:
+        self._paddle.__enter__()
+        if self._torch is not None:
+            self._torch.__enter__()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._paddle.__exit__(*raised)
+        if self._torch is not None:
+            self._torch.__exit__(*raised)
+
+    def has(self, contender: str) -> bool:
+        """Whether a contender can take part."""
+        return contender != "dcp" or self._torch is not None
+
+    def turn(self, contender: str, ranks: int, **arguments: Any) -> Sequence[dict[str, Any]]:
+        """Run a turn, and return the answers of its ranks.
+
+        Raises:
+            TurnFailed: a rank failed.
+        """
+        server = self._torch if contender == "dcp" and self._torch is not None else self._paddle
+        result = server.attempt(_JOB, ranks, {"contender": contender, **arguments}, _SECONDS)
+        if not result.ok:
+            raise TurnFailed(_reason(result))
+        return result.values
 
 
-class _Failed(Exception):
+class TurnFailed(Exception):
     """A contender cannot do a case."""
 
-    def __init__(self, contender: str, error: RuntimeError) -> None:
-        super().__init__(contender)
-        self.contender = contender
-        self.reason = _reason(error)
 
-
-def _reason(error: RuntimeError) -> str:
+def _reason(result: JobResult) -> str:
     """The line of a traceback that says what was wrong."""
-    lines = str(error).strip().splitlines()
+    if result.timed_out:
+        return f"timed out after {_SECONDS:.0f} s"
+    log = next(log for code, log in zip(result.returncodes, result.logs, strict=True) if code)
+    lines = tail(log).strip().splitlines() or ["no output"]
     return next(
         (line for line in reversed(lines) if re.match(r"[\w.]*(Error|Exception|Mismatch|Corrupt)\b", line)), lines[-1]
     )
 
 
-def _module(contender: str) -> str:
-    return TORCH if contender == "dcp" else PADDLE
+def measure(case: Case, rounds: int, root: Path, servers: Servers) -> Outcome:
+    """Measure one case.
 
-
-@contextmanager
-def _pools(contenders: list[str], ranks: int, logs: Path) -> Iterator[dict[str, Pool]]:
-    """One pool per kind of rank, by contender."""
-    with ExitStack() as stack:
-        modules = sorted({_module(name) for name in contenders})
-        made = {module: stack.enter_context(Pool(module, ranks, logs)) for module in modules}
-        yield {name: made[_module(name)] for name in contenders}
-
-
-def _prepared(case: Case, places: dict[str, Path], logs: Path) -> dict[str, str]:
-    """Write what is loaded; who could not, and why."""
-    failures: dict[str, str] = {}
-    if case.verb == "save":
-        return failures
-    if case.verb == "start":
-        shared = logs.parent / "open"
-        write_open_weights(case.model, shared, case.layout if case.model == "7b" else "")
-        for place in places.values():
-            (place / "open").symlink_to(shared)
-        return failures
-    # A raw read takes what this layout needs; everybody else reads what the other layout saved.
-    left = [name for name in places if name not in ("raw", *LEVELS[1:])]
-    while left:
-        left = _saved(case, left, places, logs, failures)
-    if case.verb == "diff":
-        saved = places["ours"] / "checkpoint-1"
-        shutil.copytree(saved, copy_of(saved))
-    return failures
-
-
-def _saved(case: Case, savers: list[str], places: dict[str, Path], logs: Path, failures: dict[str, str]) -> list[str]:
-    """Let one after the other save what it will read; those that are left once one has failed.
-
-    The ranks of one that failed may wait for each other for ever, so that others begin again without it.
+    Args:
+        case: which.
+        rounds: how often each contender has its turn.
+        root: a directory on a file system in memory.
+        servers: fork the ranks.
     """
-    with _pools(savers, case.saved_ranks, logs) as pools:
-        for pool in set(pools.values()):
-            pool.run(do="build", model=case.model, layout=case.saved_layout)
-        for number, name in enumerate(savers):
-            if case.verb == "export" and name != "ours":
-                continue
-            try:
-                pools[name].run(do="save", contender=name, places=[str(places[name])])
-            except RuntimeError as error:
-                failures[name] = _reason(error)
-                return savers[number + 1 :]
-    return []
-
-
-def _rounds(case: Case, contenders: list[str], rounds: int, places: dict[str, Path], logs: Path) -> Outcome:
-    seconds: dict[str, list[float]] = {name: [] for name in contenders}
-    first = dict.fromkeys(contenders, 0.0)
-    read = dict.fromkeys(contenders, -1)
-    peak = dict.fromkeys(contenders, 0)
-    with _pools(contenders, case.ranks, logs) as pools:
-        built = {pool: pool.run(do="build", model=case.model, layout=case.layout) for pool in set(pools.values())}
-        nbytes = sum(answer["bytes"] for answer in next(iter(built.values())).answers)
-        if "raw" in contenders and case.verb in ("load", "start", *CHECKS):
-            for left in places["raw"].glob("*.raw"):
-                left.unlink()
-            pools["raw"].run(do="save", contender="raw", places=[str(places["raw"])])
-        for number in range(rounds + 1):
+    contenders = [name for name in case.contenders if servers.has(name)]
+    with TemporaryDirectory(dir=root) as directory:
+        run = _Run(case, Path(directory), servers)
+        for name in contenders:
+            run.prepare(name)
+        for number in range(rounds):
             # Every round begins with another contender, so that none always follows the same one.
             turn = number % len(contenders)
             for name in contenders[turn:] + contenders[:turn]:
-                try:
-                    done = _turn(case, name, pools[name], places[name], number == 0)
-                except RuntimeError as error:
-                    raise _Failed(name, error) from error
-                if number == 0:
-                    first[name] = done.seconds
-                else:
-                    seconds[name].append(done.seconds)
-                    read[name] = sum(answer["read"] for answer in done.answers)
-                    peak[name] = max(peak[name], *(answer["peak"] for answer in done.answers))
-    made = {name: Timing(tuple(seconds[name]), first[name], max(read[name], -1), peak[name]) for name in contenders}
-    return Outcome(case, nbytes, made)
+                run.turn(name, is_checked=number == 0)
+        return Outcome(case, run.nbytes, run.timings)
 
 
-def _turn(case: Case, name: str, pool: Pool, place: Path, check: bool) -> Round:
-    """One turn of one contender; a load is checked, bit by bit, where ``check`` asks for it."""
-    if case.verb in ("save", "export"):
-        target = place / "round"
-        target.mkdir()
-        places = [str(target)] if case.verb == "save" else [str(place), str(target)]
-        done = pool.run(do=case.verb, contender=name, places=places)
-        shutil.rmtree(target)
-        return done
-    if case.verb in CHECKS:
-        return pool.run(do=case.verb, contender=name, places=[str(place)])
-    pool.run(do="zero")
-    verb = "load" if name == "raw" else case.verb
-    source = place if name == "raw" or case.verb == "load" else place / "open"
-    with TemporaryDirectory(dir=place.parent) as cache:
-        done = pool.run(do=verb, contender=name, places=[str(source)], rate=case.storage_rate, cache=cache)
-    if check:
-        wrong = pool.run(do="check", canonical=case.verb == "start" and name != "raw")
-        names = [wrong_name for answer in wrong.answers for wrong_name in answer["wrong"]]
-        if names:
-            raise RuntimeError(f"{len(names)} tensors are not filled with the right bits, {names[0]} first")
-    return done
+class _Run:
+    """The rounds of one case."""
+
+    def __init__(self, case: Case, root: Path, servers: Servers) -> None:
+        self._case, self._root, self._servers = case, root, servers
+        self.timings: dict[str, Timing] = {}
+        self.nbytes = self._describe(root / "held", case.layout, case.ranks)
+
+    def _describe(self, held: Path, layout: str, ranks: int) -> int:
+        """Write what every rank holds; the bytes of all of them."""
+        held.mkdir()
+        (held / "config.json").write_text(json.dumps(dict(MODELS[self._case.model].config)), encoding="utf-8")
+        total = 0
+        for rank in range(ranks):
+            pieces = pieces_of(self._case.model, layout, rank, ranks)
+            write_pieces(held / f"{rank}.json", pieces)
+            total += sum(piece.nbytes for piece in pieces)
+        return total
+
+    def prepare(self, name: str) -> None:
+        """Write what a contender reads: what it saved itself under the other layout, or shared open weights."""
+        case, place = self._case, self._place(name)
+        self.timings[name] = Timing()
+        if place.exists() or case.verb == "save" or (case.verb, name) == ("export", "safetensors"):
+            return
+        place.mkdir()
+        if case.verb == "start" and name != "raw":
+            shared = self._root / "open"
+            if not shared.exists():
+                write_open_weights(case.model, shared, case.layout if case.model == "7b" else "")
+            place.rmdir()
+            place.symlink_to(shared)
+            return
+        # A raw read takes what this layout needs; everybody else reads what the other layout saved.
+        held, ranks = self._root / "held", case.ranks
+        if name != "raw" and (case.saved_layout, case.saved_ranks) != (case.layout, case.ranks):
+            held, ranks = self._root / "saved", case.saved_ranks
+            if not held.exists():
+                self._describe(held, case.saved_layout, ranks)
+        try:
+            self._servers.turn(name, ranks, verb="save", held=str(held), places=[[str(place)]])
+        except TurnFailed as failed:
+            self.timings[name].failure = str(failed)
+        if case.verb == "diff" and name != "raw":
+            saved = place / "checkpoint-1"
+            shutil.copytree(saved, copy_of(saved))
+
+    def turn(self, name: str, is_checked: bool) -> None:
+        """Let a contender take its turn, in a fresh process per rank."""
+        case, timing, place = self._case, self.timings[name], self._place(name)
+        if timing.failure:
+            return
+        fills = case.verb not in ("save", "export", *CHECKS)
+        expected = "canonical" if case.verb == "start" and name != "raw" else "values"
+        with TemporaryDirectory(dir=self._root) as scratch:
+            places = [[str(place)], [str(place)]]
+            if case.verb in ("save", "export"):
+                targets = [Path(scratch) / str(number) for number in (0, 1)]
+                for target in targets:
+                    target.mkdir()
+                places = [[*([str(place)] if case.verb == "export" else []), str(target)] for target in targets]
+            storage = asdict(Storage(STORAGE_RATE, STORAGE_LATENCY, scratch)) if case.is_stored else None
+            try:
+                answers = self._servers.turn(
+                    name,
+                    case.ranks,
+                    verb=case.verb,
+                    held=str(self._root / "held"),
+                    places=places,
+                    storage=storage,
+                    check=expected if fills and is_checked else "",
+                )
+            except TurnFailed as failed:
+                timing.failure = str(failed)
+                return
+        timing.add(answers)
+
+    def _place(self, name: str) -> Path:
+        """Where the files of a contender are; this package reads the same ones at every level."""
+        return self._root / (LEVELS[0] if name in LEVELS else name).replace(" ", "-")

@@ -1,7 +1,8 @@
-"""A limited reader below the page cache: files in memory are read as if they were on storage of some rate.
+"""A limited reader below the page cache: files in memory are read as if they were on slower storage.
 
 All ranks of a job share the storage and the page cache, as processes of one host do: a page waits for the storage when
-the first of them reads it.
+the first of them reads it. Requests wait for the storage at the same time, and their bytes come one after the other.
+Counted are reads with ``os.preadv``, by which this package and the raw copy read tensors.
 """
 
 from __future__ import annotations
@@ -12,62 +13,60 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 
-from paddleformers_fc.storage import ranges
-from paddleformers_fc.storage.files import OpenFile
-from paddleformers_fc.storage.rows import ScatterList, read_scattered
-
 _PAGE_BYTES = 4096
 
 
-@contextmanager
-def limited(bytes_per_second: float, cache: Path | None) -> Iterator[None]:
-    """A block in which pages that no rank has read come from storage at so many bytes a second.
+@dataclass(frozen=True)
+class Storage:
+    """A storage.
 
     Args:
-        bytes_per_second: of all ranks together; 0 for no limit.
-        cache: a directory of all ranks, empty when the storage is cold; it holds which pages were read. None if there
-            is no limit.
+        rate: bytes a second, of all ranks together.
+        latency: seconds that every request takes beside its bytes.
+        cache: a directory of all ranks, empty when the storage is cold; it holds which pages were read.
     """
-    if not bytes_per_second or cache is None:
+
+    rate: float
+    latency: float
+    cache: str
+
+
+@contextmanager
+def limited(storage: Storage | None, call: int) -> Iterator[None]:
+    """Context manager in which pages that no rank has read in this call come from a storage.
+
+    Args:
+        storage: the storage; None for files in memory.
+        call: its number; every call begins with a cold storage.
+    """
+    if storage is None:
         yield
         return
-    storage = _Storage(bytes_per_second, cache)
-    original, rows_of = os.preadv, threading.local()
+    cache = Path(storage.cache) / str(call)
+    cache.mkdir(exist_ok=True)
+    original = os.preadv
 
     def preadv(descriptor: int, buffers: Any, offset: int) -> int:
         count = original(descriptor, buffers, offset)
-        if not getattr(rows_of, "file", None):
-            storage.fetch(descriptor, np.array([offset]), np.array([count]))
+        pages.fetch(descriptor, np.array([offset]), np.array([count]))
         return count
 
-    def read_rows(file: OpenFile, rows: ScatterList) -> None:
-        # The account of the pages takes longer than the read of a row.
-        rows_of.file = file
-        try:
-            read_scattered(file, rows)
-        finally:
-            rows_of.file = None
-        storage.fetch(file.descriptor, rows.offsets, rows.lengths)
-
-    with (
-        closing(storage),
-        patch.object(os, "preadv", preadv),
-        patch.object(ranges, "read_scattered", read_rows),
-    ):
+    with closing(_Pages(storage, cache)) as pages, patch.object(os, "preadv", preadv):
         yield
 
 
-class _Storage:
+class _Pages:
     """The storage and the page cache, as one process sees them."""
 
-    def __init__(self, rate: float, cache: Path) -> None:
-        self._rate = rate
+    def __init__(self, storage: Storage, cache: Path) -> None:
+        self._rate, self._latency = storage.rate, storage.latency
         self._cache = cache
         self._pages: dict[int, Any] = {}
         self._threads = threading.Lock()
@@ -88,7 +87,7 @@ class _Storage:
             finally:
                 fcntl.flock(self._lock, fcntl.LOCK_UN)
         if fresh:
-            time.sleep(max(0.0, free - time.monotonic()))
+            time.sleep(self._latency + max(0.0, free - time.monotonic()))
 
     def close(self) -> None:
         """Close the lock."""
