@@ -20,7 +20,7 @@ import numpy as np
 
 from paddleformers_fc.storage import ranges
 from paddleformers_fc.storage.files import OpenFile
-from paddleformers_fc.storage.rows import ScatterList, read_scattered
+from paddleformers_fc.storage.operations import ScatterList, read_scattered
 
 _PAGE_BYTES = 4096
 
