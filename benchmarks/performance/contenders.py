@@ -26,7 +26,6 @@ from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.execute.load import load_checkpoint
 from paddleformers_fc.execute.memory import host_view, slots_of
 from paddleformers_fc.execute.opening import open_on_all_ranks
-from paddleformers_fc.storage.executor import DEFAULT_OPTIONS
 from paddleformers_fc.execute.reading import execute_reads
 from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoint
 from paddleformers_fc.execute.save_plan import model_rules
@@ -38,6 +37,7 @@ from paddleformers_fc.layout.live import describe_roles
 from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.plan import huggingface_source, plan_reads
+from paddleformers_fc.storage.executor import DEFAULT_OPTIONS
 from paddleformers_fc.storage.files import byte_view
 
 EXPORTED_FILE_BYTES = 5 * 10**9

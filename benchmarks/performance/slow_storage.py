@@ -18,10 +18,6 @@ from unittest.mock import patch
 
 import numpy as np
 
-from paddleformers_fc.storage import ranges
-from paddleformers_fc.storage.files import OpenFile
-from paddleformers_fc.storage.operations import ScatterList, read_scattered
-
 _PAGE_BYTES = 4096
 
 
@@ -38,28 +34,14 @@ def limited(bytes_per_second: float, cache: Path | None) -> Iterator[None]:
         yield
         return
     storage = _Storage(bytes_per_second, cache)
-    original, rows_of = os.preadv, threading.local()
+    original = os.preadv
 
     def preadv(descriptor: int, buffers: Any, offset: int) -> int:
         count = original(descriptor, buffers, offset)
-        if not getattr(rows_of, "file", None):
-            storage.fetch(descriptor, np.array([offset]), np.array([count]))
+        storage.fetch(descriptor, np.array([offset]), np.array([count]))
         return count
 
-    def read_rows(file: OpenFile, rows: ScatterList) -> None:
-        # The account of the pages takes longer than the read of a row.
-        rows_of.file = file
-        try:
-            read_scattered(file, rows)
-        finally:
-            rows_of.file = None
-        storage.fetch(file.descriptor, rows.offsets, rows.lengths)
-
-    with (
-        closing(storage),
-        patch.object(os, "preadv", preadv),
-        patch.object(ranges, "read_scattered", read_rows),
-    ):
+    with closing(storage), patch.object(os, "preadv", preadv):
         yield
 
 
