@@ -5,9 +5,9 @@
 ``replica_assignment``, ``replicas``, ``ties``  the rank that writes each replica; comparison of copies
 ``commit_coordinator``                          one staging directory per disk; the commit on all ranks
 ``load``, ``opening``                           preflight and read; files that only some ranks see
-``reading``, ``read_jobs``, ``read_pool``       reads of a plan as jobs of threads
+``reading``                                     reads of a plan as operations of the executor
 ``memory``, ``staging_pool``                    live tensors on the host and on an accelerator
-``redistribute``                                ranges that one rank reads for others
+``exchange``                                    ranges that one rank reads for others
 ``collective_checksums``                        ``flex_verify`` of a load
 ``export``, ``export_files``                    files of another format; memory and reads of an export
 ``digest``, ``diff_checkpoints``                canonical tensors of a checkpoint, their md5; comparison of two
