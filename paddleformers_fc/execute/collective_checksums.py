@@ -1,7 +1,7 @@
 """Compare the checksums of the bytes that a load reads, on all ranks, for ``flex_verify: full``.
 
-While tensors are filled, each rank compares its blocks (:mod:`.verified_reads`), and the exchange that ends the load
-carries the verdict of all ranks. All faults of all ranks come in one report.
+While tensors are filled, each rank compares its blocks (:mod:`.exchange`), and the exchange that ends the load carries
+the verdict of all ranks. All faults of all ranks come in one report.
 
 The weight files of an export are compared in the same way if its ``flex_checksums.json`` records them. Before any
 weight changes, the ranks divide among themselves the headers of these files and all documents.
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
 
 import msgspec
 
@@ -21,22 +20,20 @@ from paddleformers_fc.distributed.channel import (
     Channel,
     all_gather_checked,
     format_ranks,
-    gather_and_keep,
     refuse_failed,
 )
-from paddleformers_fc.errors import Corrupt, FlexError, StorageError
-from paddleformers_fc.execute.phases import PhaseTimer, Slowest, rounded, slowest_of
+from paddleformers_fc.errors import Corrupt
 from paddleformers_fc.formats import Catalog
 from paddleformers_fc.plan.block_owners import RecordedBlocks, blocks_read
 from paddleformers_fc.plan.items import StoredPart
 from paddleformers_fc.storage.block_checksums import BlockComparison, compare_blocks
 from paddleformers_fc.storage.checksum import FileChecksum, is_document
+from paddleformers_fc.storage.files import open_regular, read_range
+from paddleformers_fc.storage.identities import Identities, refuse_replaced
 from paddleformers_fc.storage.manifest import RESTORE
 from paddleformers_fc.storage.paths import AnyPath
-from paddleformers_fc.storage.ranges import Identities, RangeReader
 
 _LENGTH = struct.Struct("<Q")
-_T = TypeVar("_T")
 
 
 class FaultMessage(msgspec.Struct, frozen=True, array_like=True):
@@ -53,7 +50,7 @@ class FaultMessage(msgspec.Struct, frozen=True, array_like=True):
     refusal: str = ""
 
 
-class _FillMessage(FaultMessage, frozen=True, array_like=True):
+class FillMessage(FaultMessage, frozen=True, array_like=True):
     """The faults that a rank has found while it read, and the rounded seconds that this took."""
 
     seconds: float = 0.0
@@ -83,8 +80,7 @@ def verify_metadata_blocks(
 
     def share() -> BlockComparison:
         mine = files[channel.rank :: channel.world_size]
-        with RangeReader(identities=identities) as reader:
-            wanted = [(one, _metadata_blocks(directory, one, reader)) for one in mine]
+        wanted = [(one, _metadata_blocks(directory, one, identities)) for one in mine]
         return compare_blocks(directory, wanted, threads, identities)
 
     compare_on_all(directory, channel, share, next_step)
@@ -112,54 +108,6 @@ def verify_parts(
         return compare_blocks(catalog.root, chosen, threads, catalog.identities)
 
     compare_on_all(catalog.root, channel, share, recorded.next_step)
-
-
-def fill_and_compare(
-    directory: AnyPath,
-    channel: Channel,
-    fill: Callable[[], _T],
-    compare: Callable[[], BlockComparison],
-    timer: PhaseTimer,
-    next_step: str = RESTORE,
-) -> tuple[_T, int, Slowest]:
-    """Fill tensors, and end with the verdict of all ranks on the blocks that they have read. Every rank must call.
-
-    Args:
-        directory: the checkpoint.
-        channel: all ranks.
-        fill: fills the tensors of this rank.
-        compare: compares the blocks of this rank that filling has left, and returns the faults of all blocks. It is
-            also called if ``fill`` fails because of the bytes that it has read, which damage may explain.
-        timer: gets the end of the phase ``read``.
-        next_step: advice for files that are not what was written.
-    Returns:
-        the result of ``fill``, the bytes that this rank has hashed, and the rank that read longest.
-    Raises:
-        Corrupt: the same on every rank, naming all files and blocks that are not what was written. Tensors are
-            undefined.
-        FlexError: the same on every rank, the errors of ``fill``; tensors are undefined.
-    """
-    filled: list[_T] = []
-    failure: FlexError | None = None
-
-    def work() -> tuple[_FillMessage, int]:
-        nonlocal failure
-        try:
-            filled.append(fill())
-        except StorageError:
-            raise
-        except FlexError as error:
-            failure = error
-        found = compare()
-        refusal = failure.to_wire() if failure else ""
-        # Ranks with equal messages send them once.
-        seconds = rounded(timer.end("read"))
-        return _FillMessage(bool(found.faults), found.evidence, refusal, seconds), found.bytes
-
-    messages, hashed = gather_and_keep(channel, f"reading {directory.name}", work, _FillMessage)
-    refuse_damaged(directory, channel, messages, next_step, ", and tensors that were being filled are undefined")
-    refuse_failed(channel, [one.refusal for one in messages], failure)
-    return filled[0], hashed, slowest_of("read", [one.seconds for one in messages])
 
 
 def compare_on_all(
@@ -208,11 +156,12 @@ def _fault_message(fault: str, ranks: list[int], channel: Channel) -> str:
     return fault if channel.world_size == 1 else f"{fault} (found by {format_ranks(ranks)})"
 
 
-def _metadata_blocks(directory: AnyPath, checksum: FileChecksum, reader: RangeReader) -> range:
+def _metadata_blocks(directory: AnyPath, checksum: FileChecksum, identities: Identities) -> range:
     """Return the blocks of a file that hold anything but a tensor's numbers."""
     if is_document(checksum.path) or checksum.size < _LENGTH.size:
         return range(checksum.count)
-    raw = bytearray(_LENGTH.size)
-    reader.read_into(directory / checksum.path, 0, raw)
-    end = min(_LENGTH.size + _LENGTH.unpack(raw)[0], checksum.size)
+    with open_regular(directory / checksum.path) as file:
+        refuse_replaced(file, identities)
+        (length,) = _LENGTH.unpack(read_range(file, 0, _LENGTH.size))
+    end = min(_LENGTH.size + length, checksum.size)
     return range(-(-end // checksum.block_bytes))

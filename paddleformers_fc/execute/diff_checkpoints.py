@@ -1,12 +1,12 @@
 """Compare two checkpoints tensor by tensor, across parallel layouts and formats.
 
-The stored bytes of both sides are read and compared in pieces (:mod:`.compare_bytes`). A tensor that differs is read
-again for its md5 and the figures of a deviation, in pieces too. Memory therefore does not depend on the size of
+The canonical streams of both sides (:func:`.digest.read_in_pieces`) are compared piece by piece. A tensor that differs
+is read again for its md5 and the figures of a deviation, in pieces too. Memory therefore does not depend on the size of
 tensors. Tensors that only one side has, or with another shape or dtype, are not compared. Roles that one format cannot
 contain are not compared: beside open weights, the optimizer states, most of a checkpoint's bytes, are not read.
 
-If both sides store equal boxes under equal rules, they are proved once and their stored tensors are compared first.
-Only canonical tensors that read a differing one are planned on both sides.
+If both sides store equal boxes under equal rules, they are proved once and their stored bytes are compared first, in
+the order of files and without a plan. Only canonical tensors that read a differing one are compared then.
 
 The deviation of two tensors of equal shape and dtype: largest absolute and ULP difference, first differing index.
 
@@ -21,29 +21,36 @@ import hashlib
 import math
 import time
 from collections import ChainMap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import msgspec
 import numpy as np
 
 from paddleformers_fc.errors import OptionError
-from paddleformers_fc.execute.compare_bytes import ComparedSide, differing_stored, differing_tensors
-from paddleformers_fc.execute.digest import digest_tensors, items_by_tensor, read_in_pieces, require_plan
-from paddleformers_fc.execute.read_jobs import Key
-from paddleformers_fc.execute.read_pool import ReadPool
+from paddleformers_fc.execute.digest import digest_tensors, read_in_pieces, require_plan
+from paddleformers_fc.execute.reading import Key
 from paddleformers_fc.formats import OpenedCheckpoint
-from paddleformers_fc.formats.catalog import Catalog, StoredForm, StoredTensor
+from paddleformers_fc.formats.catalog import Catalog, FileOffset, StoredForm, StoredTensor
 from paddleformers_fc.layout.roles import ROLES
 from paddleformers_fc.layout.shards import Shard, shard_bytes
 from paddleformers_fc.plan import LoadPlan, ReadSource, canonical_layout, canonical_names, canonical_source
 from paddleformers_fc.plan.build import Planner
-from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
+from paddleformers_fc.storage.block_scales import ScaledFile
+from paddleformers_fc.storage.dtypes import dtype_size, to_numpy, to_safetensors
+from paddleformers_fc.storage.executor import ReadOptions, ReadPool, run_workers
+from paddleformers_fc.storage.identities import Identities
+from paddleformers_fc.storage.operations import Operation
+from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.storage.progress import advance, expect
-from paddleformers_fc.storage.ranges import Identities
 from paddleformers_fc.text import natural
+
+COMPARE_BYTES = 2 << 20
+"""Bytes of a piece on each side: few enough to be in the processor's cache when they are compared."""
+_THREADS = 4
 
 _CHUNK = 1 << 18
 """Elements that are compared at a time, so that temporary arrays stay in the processor's cache."""
@@ -293,6 +300,8 @@ def _prepared(checkpoint: OpenedCheckpoint, roles: Sequence[str]) -> _Prepared:
 
 def _is_stored_alike(a: OpenedCheckpoint, b: OpenedCheckpoint) -> bool:
     """Return whether both store equal boxes of the same tensors under the same rules; then one plan fits both."""
+    if any(isinstance(one, ScaledFile) for side in (a, b) for one in side.catalog.identities.values()):
+        return False  # Their tensors are products, which have no bytes.
     if a.format is not b.format or a.config != b.config or a.catalog.roles.keys() != b.catalog.roles.keys():
         return False
     if not a.format.canonical and (a.known, a.preferred, a.rules) != (b.known, b.preferred, b.rules):
@@ -327,21 +336,15 @@ def _differences(first: _Prepared, second: _Prepared, alike: bool) -> _Found:
     """
     common = [key for key in first.tensors if key in second.tensors]
     same = {key: first.tensors[key].dtype for key in common if first.tensors[key] == second.tensors[key]}
-    both: list[Any] = [first.source.catalog.identities, second.source.catalog.identities]
-    identities: Identities = ChainMap(*both)
-    with ReadPool(identities=identities) as pool:
-        wanted = [key for key in same if first.tensors[key].size]
-        left = first.plan(first.tensors)
-        if alike and not left.checks:
-            suspects = _suspects(pool, first, second, left)
-            wanted = [key for key in wanted if key in suspects]
-            left = first.plan(wanted)
-        right = second.plan(wanted if alike else second.tensors)
-        one, other = (
-            ComparedSide(side.source.catalog.root, items_by_tensor(plan))
-            for side, plan in ((first, left), (second, right))
-        )
-        unequal = differing_tensors(pool, one, other, {key: same[key] for key in wanted})
+    wanted = [key for key in same if first.tensors[key].size]
+    left = first.plan(first.tensors)
+    if alike and not left.checks:
+        suspects = _suspects(first, second, left)
+        wanted = [key for key in wanted if key in suspects]
+        right = second.plan(wanted)
+    else:
+        right = second.plan(second.tensors)
+    unequal = _unequal(first, left, second, right, wanted)
     others = [key for key in common if key not in same]
     ours, theirs = (_forms(side, others) for side in (first, second))
     found: dict[Key, tuple[Form, Form, Deviation | None]] = {key: (ours[key], theirs[key], None) for key in others}
@@ -371,10 +374,149 @@ def _deviations(
             hashers, done, comparison = (hashlib.md5(), hashlib.md5()), 0, None
 
 
-def _suspects(pool: ReadPool, first: _Prepared, second: _Prepared, plan: LoadPlan) -> set[Key]:
+def _unequal(first: _Prepared, left: LoadPlan, second: _Prepared, right: LoadPlan, keys: Sequence[Key]) -> set[Key]:
+    """Return the tensors of equal shape and dtype whose bytes differ, by the canonical streams of both sides."""
+    expect(2 * sum(shard_bytes(first.tensors[key]) for key in keys))
+    sides = [
+        read_in_pieces(side.source, _layout(side, keys), plan=plan) for side, plan in ((first, left), (second, right))
+    ]
+    found: set[Key] = set()
+    for (role, tensor, one), (_, _, other) in zip(*sides, strict=True):
+        if not _is_equal(one, other):
+            found.add((role, tensor.name))
+        advance(2 * one.nbytes)
+    return found
+
+
+def _suspects(first: _Prepared, second: _Prepared, plan: LoadPlan) -> set[Key]:
     """Return the canonical tensors that read a stored tensor whose bytes differ."""
-    differing = differing_stored(pool, first.source.catalog, second.source.catalog, plan.touched)
+    differing = differing_stored(first.source.catalog, second.source.catalog, plan.touched)
     return {(role, one) for role, name in differing for one in canonical_names(first.source, role, name)}
+
+
+class _RangePair(NamedTuple):
+    """A range of bytes of a file on either side; sorted by the left side's files.
+
+    Args:
+        left: the file on the left, and the offset in it.
+        right: the same on the right.
+        size: length in bytes.
+        number: of its tensor.
+    """
+
+    left: FileOffset
+    right: FileOffset
+    size: int
+    number: int
+
+
+def differing_stored(left: Catalog, right: Catalog, names: Mapping[str, Collection[str]]) -> set[Key]:
+    """Return the stored tensors whose bytes differ, by role and name; neighbours are read together.
+
+    Args:
+        left: the stored tensors of one checkpoint.
+        right: those of the other, in equal boxes.
+        names: the tensors to compare, by role.
+    Raises:
+        Corrupt, StorageError: a file cannot be read.
+    """
+    keys = [(role, name) for role, found in names.items() for name in found]
+    sizes: dict[StoredForm, list[int]] = {}
+    ranges: list[_RangePair] = []
+    for number, (role, name) in enumerate(keys):
+        tensor = left.roles[role][name]
+        lengths = sizes.get(tensor.form)
+        if lengths is None:
+            width = dtype_size(tensor.form.held_dtype)
+            lengths = sizes[tensor.form] = [box.volume * width for box in tensor.form.boxes]
+        offsets = zip(tensor.offsets, right.roles[role][name].offsets, lengths, strict=True)
+        ranges += [_RangePair(*one, number) for one in offsets if one[2]]
+    ranges.sort()
+    expect(2 * sum(one.size for one in ranges))
+    both: list[Any] = [left.identities, right.identities]
+    work = _StoredComparison((left.root, right.root), ChainMap(*both))
+    with ThreadPoolExecutor(_THREADS, "flex-diff") as pool:
+        run_workers(pool, _THREADS, _batches(ranges), work.compare)
+    return {keys[number] for number in work.differing}
+
+
+def _batches(ranges: Sequence[_RangePair]) -> Iterator[list[_RangePair]]:
+    """Yield ranges that are compared at a time."""
+    batch: list[_RangePair] = []
+    size = 0
+    for (file, begin), (other, start), length, number in ranges:
+        for low in range(0, length, COMPARE_BYTES):
+            part = min(COMPARE_BYTES, length - low)
+            if size + part > COMPARE_BYTES:
+                yield batch
+                batch, size = [], 0
+            batch.append(_RangePair((file, begin + low), (other, start + low), part, number))
+            size += part
+    if batch:
+        yield batch
+
+
+class _StoredComparison:
+    """What threads that compare stored ranges have in common.
+
+    Args:
+        roots: the directories of both sides.
+        identities: of the files of both.
+
+    Attributes:
+        differing: the numbers of the tensors that were found to differ.
+    """
+
+    def __init__(self, roots: tuple[AnyPath, AnyPath], identities: Identities) -> None:
+        self.differing: set[int] = set()
+        self._roots, self._identities = roots, identities
+
+    def compare(self, take: Callable[[], list[_RangePair] | None]) -> int:
+        """Compare batches until there is none; the bytes that were read."""
+        sides, count = np.empty((2, COMPARE_BYTES), np.uint8), 0
+        with ReadPool(ReadOptions(threads=1), self._identities) as pool:
+            while (batch := take()) is not None:
+                size = sum(one.size for one in batch)
+                left, right = (one.left for one in batch), (one.right for one in batch)
+                for root, side, places in zip(self._roots, sides, (left, right), strict=True):
+                    lengths = (one.size for one in batch)
+                    count += pool.run(_joined_reads(root, zip(places, lengths, strict=True), side))
+                if not _is_equal(sides[0, :size], sides[1, :size]):
+                    self._find(batch, sides)
+                advance(2 * size)
+        return count
+
+    def _find(self, batch: list[_RangePair], sides: _Array) -> None:
+        begin = 0
+        for one in batch:
+            end = begin + one.size
+            if not _is_equal(sides[0, begin:end], sides[1, begin:end]):
+                self.differing.add(one.number)
+            begin = end
+
+
+def _joined_reads(root: AnyPath, places: Iterable[tuple[FileOffset, int]], memory: _Array) -> list[Operation]:
+    """Return the reads of ranges into successive memory; those that are adjacent in the file are one."""
+    address, paths = memory.__array_interface__["data"][0], dict[str, AnyPath]()
+    joined: list[tuple[str, int, int, int]] = []
+    for (file, begin), length in places:
+        if joined and joined[-1][0] == file and joined[-1][1] + joined[-1][2] == begin:
+            joined[-1] = (file, joined[-1][1], joined[-1][2] + length, joined[-1][3])
+        else:
+            joined.append((file, begin, length, address))
+        address += length
+    return [
+        Operation(paths.setdefault(file, root / file), begin, length, place, memory)
+        for file, begin, length, place in sorted(joined)
+    ]
+
+
+def _is_equal(one: _Array, other: _Array) -> bool:
+    """Return whether two flat arrays of bytes are equal, compared as words."""
+    words = one.size - one.size % 8
+    if (one[:words].view(np.uint64) != other[:words].view(np.uint64)).any():
+        return False
+    return bytes(one[words:]) == bytes(other[words:])
 
 
 def _layout(side: _Prepared, keys: Iterable[Key]) -> dict[str, dict[str, Shard]]:

@@ -34,8 +34,7 @@ import xxhash
 from paddleformers_fc.distributed.channel import Channel, all_gather_checked
 from paddleformers_fc.errors import Corrupt
 from paddleformers_fc.execute.memory import host_pieces
-from paddleformers_fc.execute.read_pool import ReadPool
-from paddleformers_fc.execute.reading import fill_arrays, read_tensors, verify_equal
+from paddleformers_fc.execute.reading import fill_arrays, read_parts, verify_equal
 from paddleformers_fc.execute.save_plan import model_rules
 from paddleformers_fc.families import ModelDescription
 from paddleformers_fc.formats import OpenedCheckpoint
@@ -44,16 +43,19 @@ from paddleformers_fc.layout.live import LocalTensor, describe_roles
 from paddleformers_fc.layout.roles import MASTER, MASTER_WEIGHT, MODEL_STATE, ROLES
 from paddleformers_fc.layout.shards import Fragment, Shard, ShardsByRole, shard_bytes
 from paddleformers_fc.mapping import TensorSources
-from paddleformers_fc.mapping.boxes import Box
+from paddleformers_fc.mapping.boxes import Box, whole
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.mapping.templates import BoxLink, pulled
 from paddleformers_fc.plan import LoadPlan, ReadItem, ReadSource, canonical_layout, canonical_source
 from paddleformers_fc.plan.build import Planner, row_major_pieces
+from paddleformers_fc.plan.items import StoredPart
+from paddleformers_fc.plan.transfer_plan import boxes_within
 from paddleformers_fc.storage.dtypes import dtype_size, to_numpy, to_safetensors
-from paddleformers_fc.storage.paths import AnyPath, RemotePath
+from paddleformers_fc.storage.executor import ReadPool
+from paddleformers_fc.storage.files import byte_view
+from paddleformers_fc.storage.operations import numpy_dtype
+from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.storage.progress import advance, expect
-from paddleformers_fc.storage.ranges import RangeReader
-from paddleformers_fc.storage.remote import PART_BYTES, PARTS
 from paddleformers_fc.text import count_text, natural
 
 PIECE_BYTES = 32 << 20
@@ -145,11 +147,20 @@ class _Piece:
 
 
 def read_in_pieces(
-    source: ReadSource, layout: ShardsByRole, piece_bytes: int = PIECE_BYTES
+    source: ReadSource, layout: ShardsByRole, piece_bytes: int = PIECE_BYTES, plan: LoadPlan | None = None
 ) -> Iterator[tuple[str, Shard, np.ndarray[Any, Any]]]:
-    """Yield role, tensor and the bytes of its next piece, which are valid until the next one."""
+    """Yield role, tensor and the bytes of its next piece, which are valid until the next one.
+
+    Args:
+        source: from a checkpoint to the canonical space.
+        layout: role -> name -> the whole tensor. Streams of equal layouts have equal pieces.
+        piece_bytes: bound on the bytes in memory.
+        plan: the result of :func:`require_plan` for these tensors at least, if there is one.
+    Raises:
+        FlexError: as :func:`read_canonical`.
+    """
     catalog, planner = source.catalog, Planner(source)
-    items = items_by_tensor(require_plan(planner, source, layout))
+    items = items_by_tensor(plan or require_plan(planner, source, layout))
     memory = np.empty(max(piece_bytes, _LINE) + _LINE, np.uint8)
     with ReadPool(identities=catalog.identities) as pool:
         for pieces in _batches(planner, layout, items, piece_bytes):
@@ -209,12 +220,10 @@ def read_canonical(source: ReadSource, layout: ShardsByRole) -> Iterator[tuple[s
     items = items_by_tensor(require_plan(Planner(source), source, layout))
     with ReadPool(identities=catalog.identities) as pool:
         for role, shards in layout.items():
-            wanted = ((shards[name], items.get((role, name), ())) for name in sorted(shards, key=natural))
-            for shard, array in read_tensors(pool, catalog.root, wanted):
-                yield role, shard, array
-
-
-_READ_BYTES = 1024 * 1024
+            for name in sorted(shards, key=natural):
+                array = np.empty(shards[name].size, numpy_dtype(shards[name].dtype))
+                fill_arrays(pool, catalog.root, items.get((role, name), ()), {(role, name): array})
+                yield role, shards[name], array
 
 
 def weights_md5(directory: AnyPath) -> str:
@@ -234,22 +243,19 @@ def weights_md5(directory: AnyPath) -> str:
         FlexError: the directory cannot be opened or read.
     """
     digest = hashlib.md5()
-    length = PARTS * PART_BYTES if isinstance(directory, RemotePath) else _READ_BYTES
-    buffer = memoryview(bytearray(length))
     catalog = open_checkpoint(directory).catalog
     tensors = catalog.roles[MODEL_STATE]
     expect(sum(math.prod(one.shape) * dtype_size(one.dtype) for one in tensors.values()))
-    with RangeReader(identities=catalog.identities) as reader:
+    with ReadPool(identities=catalog.identities) as pool:
         for name in sorted(tensors):
             digest.update(name.encode())
-            width = dtype_size(tensors[name].dtype)
+            held = tensors[name].form.held_dtype
             for fragment in tensors[name].fragments:  # One, or none where the tensor has no element.
-                end = fragment.begin + fragment.box.volume * width
-                for position in range(fragment.begin, end, length):
-                    chunk = buffer[: min(end - position, length)]
-                    reader.read_into(directory / fragment.file, position, chunk)
-                    digest.update(chunk)
-                    advance(len(chunk))
+                for box in boxes_within(whole(fragment.box.shape), PIECE_BYTES // dtype_size(held)):
+                    part = StoredPart(fragment.file, fragment.begin, fragment.box.shape, box, held)
+                    (array,) = read_parts(pool, directory, [part])
+                    digest.update(byte_view(array))
+                    advance(array.nbytes)
     return digest.hexdigest()
 
 

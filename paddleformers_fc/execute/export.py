@@ -31,11 +31,11 @@ from paddleformers_fc.distributed.channel import ALONE, Channel, run_on_all
 from paddleformers_fc.distributed.consistency import ConsistencyCheck, software_versions
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.execute.commit_coordinator import staging_beside
+from paddleformers_fc.execute.exchange import ReadContext, compare_redistributed
 from paddleformers_fc.execute.export_files import ExportJob, batch_bytes, write_files
 from paddleformers_fc.execute.export_target import staged_export
 from paddleformers_fc.execute.merging import Merge, read_merge
 from paddleformers_fc.execute.opening import compare_unread, open_on_all_ranks, own_file
-from paddleformers_fc.execute.redistribute import ReadContext, compare_redistributed
 from paddleformers_fc.execute.save import JobRecord, save_checkpoint
 from paddleformers_fc.families import ModelDescription, family_for, is_known
 from paddleformers_fc.families.enumerate import enumerate_tensors

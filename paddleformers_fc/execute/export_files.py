@@ -25,18 +25,18 @@ import msgspec
 import numpy as np
 
 from paddleformers_fc.distributed.channel import Channel, all_gather_checked, gather_and_keep, run_on_all
+from paddleformers_fc.execute.exchange import ReadContext, read_redistributed
 from paddleformers_fc.execute.export_target import TensorFile
 from paddleformers_fc.execute.merging import Merge
-from paddleformers_fc.execute.read_jobs import Key, flat_start
-from paddleformers_fc.execute.read_pool import DEFAULT_OPTIONS, ReadPool, run_workers
-from paddleformers_fc.execute.reading import ArraySlot, fill_arrays
-from paddleformers_fc.execute.redistribute import ReadContext, read_redistributed
+from paddleformers_fc.execute.reading import ArraySlot, Key, fill_arrays
 from paddleformers_fc.formats.checkpoint import ExportWriter, OutputFile
 from paddleformers_fc.layout.shards import Shard, shard_bytes
 from paddleformers_fc.plan import LoadPlan, ReadItem, ReadSource, Report
 from paddleformers_fc.plan.build import Planner, row_major_pieces
+from paddleformers_fc.plan.items import flat_start
 from paddleformers_fc.storage.checksum import BlockHasher, FileChecksum
 from paddleformers_fc.storage.dtypes import dtype_size, to_numpy, to_safetensors
+from paddleformers_fc.storage.executor import DEFAULT_OPTIONS, ReadPool, run_workers
 from paddleformers_fc.storage.paths import RemotePath
 from paddleformers_fc.storage.progress import advance, expect
 from paddleformers_fc.storage.safetensors import FileLayout

@@ -21,12 +21,10 @@ from paddleformers_fc.distributed.channel import Bytes, Channel, ConsistencyFact
 from paddleformers_fc.distributed.consistency import ConsistencyCheck, comparable_config, software_versions
 from paddleformers_fc.errors import MismatchError, OptionError, PeerError
 from paddleformers_fc.execute.collective_checksums import verify_metadata_blocks, verify_parts
+from paddleformers_fc.execute.exchange import ReadContext, compare_redistributed, read_redistributed
 from paddleformers_fc.execute.memory import dtype_name, slots_of
 from paddleformers_fc.execute.phases import Phases, PhaseTimer
-from paddleformers_fc.execute.read_jobs import Key
-from paddleformers_fc.execute.read_pool import DEFAULT_OPTIONS, ReadOptions
-from paddleformers_fc.execute.reading import Slot
-from paddleformers_fc.execute.redistribute import ReadContext, compare_redistributed, read_redistributed
+from paddleformers_fc.execute.reading import Key, Slot
 from paddleformers_fc.execute.save_plan import cuts_of, model_rules
 from paddleformers_fc.families import ModelDescription, OptionalNames, family_for, is_known
 from paddleformers_fc.families.bind import family_heads, headed_names
@@ -55,10 +53,11 @@ from paddleformers_fc.plan.build import regrouped
 from paddleformers_fc.plan.items import EqualCheck, ReadItem
 from paddleformers_fc.plan.report import OPEN_WEIGHTS
 from paddleformers_fc.storage.checksum import is_document
+from paddleformers_fc.storage.executor import DEFAULT_OPTIONS, ReadOptions
 from paddleformers_fc.storage.export_checksums import restore_or_delete
+from paddleformers_fc.storage.identities import Identities, same_bytes_key
 from paddleformers_fc.storage.manifest import manifest_seal
 from paddleformers_fc.storage.paths import AnyPath
-from paddleformers_fc.storage.ranges import Identities, same_bytes_key
 from paddleformers_fc.text import count_text
 
 ALLOW_CASTS = "flex_allow_casts"

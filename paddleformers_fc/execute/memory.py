@@ -30,8 +30,7 @@ import msgspec
 import numpy as np
 
 from paddleformers_fc.errors import MismatchError
-from paddleformers_fc.execute.read_jobs import Key, Memory
-from paddleformers_fc.execute.reading import Slot
+from paddleformers_fc.execute.reading import Key, Slot
 from paddleformers_fc.execute.staging_pool import (
     DeviceCopy,
     StagedPieces,
@@ -44,7 +43,8 @@ from paddleformers_fc.execute.staging_pool import (
 )
 from paddleformers_fc.layout.live import Roles
 from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
-from paddleformers_fc.storage.regions import DEFAULT_STAGING_MEMORY_BYTES
+from paddleformers_fc.storage.executor import DEFAULT_STAGING_MEMORY_BYTES
+from paddleformers_fc.storage.operations import Memory
 
 _PIECE_BYTES = 16 * 1024 * 1024
 """Size of the pieces in which tensors of host memory that are not contiguous are copied."""

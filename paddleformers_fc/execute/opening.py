@@ -42,6 +42,7 @@ from paddleformers_fc.plan.transfer_plan import VisibleTo
 from paddleformers_fc.storage.block_checksums import compare_blocks, compare_documents
 from paddleformers_fc.storage.checksum import INDEX_NAME, MISSING, is_document
 from paddleformers_fc.storage.files import stat_path
+from paddleformers_fc.storage.identities import Identities, identity_of
 from paddleformers_fc.storage.manifest import (
     MANIFEST_NAME,
     Manifest,
@@ -54,7 +55,6 @@ from paddleformers_fc.storage.manifest import (
     repair_advice,
 )
 from paddleformers_fc.storage.paths import AnyPath
-from paddleformers_fc.storage.ranges import Identities, identity_of
 from paddleformers_fc.storage.remote import RemoteStatus
 from paddleformers_fc.text import count_text
 

@@ -2,7 +2,7 @@
 
 Both sides cut a tensor into the same boxes, and a rank holds or needs a range of a box. Sharding may therefore differ,
 and tensor, pipeline and expert parallelism may not. A rank uses its own elements, and receives all others from the
-lowest rank that holds them. Tensors are sent in rounds of :data:`ROUND_BYTES` per rank, a larger one alone.
+lowest rank that holds them, in the rounds of :mod:`.exchange`.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from paddleformers_fc.distributed.channel import Bytes, Channel, all_gather_checked
+from paddleformers_fc.distributed.channel import Channel, all_gather_checked
 from paddleformers_fc.errors import MismatchError
+from paddleformers_fc.execute.exchange import exchange_round
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping.boxes import Box
-from paddleformers_fc.plan.transfer_plan import ROUND_BYTES
+from paddleformers_fc.plan.items import StoredPart
+from paddleformers_fc.plan.transfer_plan import Transfer, schedule_rounds
 
 Array = np.ndarray[Any, np.dtype[np.float32]]
 _Place = tuple[str, Box]
@@ -45,7 +47,7 @@ class _Parts(msgspec.Struct):
 
 
 class _Segment(msgspec.Struct, frozen=True):
-    """Successive elements of a box that one rank sends to another."""
+    """Successive elements of a box that one rank has."""
 
     sender: int
     start: int
@@ -71,22 +73,47 @@ def gather_parts(
     everyone = all_gather_checked(channel, "describing parts of tensors", own_parts, _Parts)
     holders = _holders(everyone)
     _refuse_holes(everyone, holders)
-    for names in _rounds(everyone, holders):
-        outgoing = {
-            rank: np.concatenate([_bytes(held[one.name], segment) for one, segment in sent])
-            for rank, parts in enumerate(everyone)
-            if rank != channel.rank
-            if (sent := list(_sent(parts.wanted, names, holders, rank, channel.rank)))
-        }
-        mine = [shard for shard in everyone[channel.rank].wanted if shard.name in names and _place(shard) in holders]
-        segments = [(shard, _segments(shard, holders[_place(shard)], channel.rank)) for shard in mine]
-        sizes: dict[int, int] = {}
-        for _, cut in segments:
-            for one in cut:
-                if one.sender != channel.rank:
-                    sizes[one.sender] = sizes.get(one.sender, 0) + (one.stop - one.start) * 4
-        coming = channel.all_to_all(outgoing, sizes) if channel.world_size > 1 else {}
-        yield from _assembled(segments, coming, held, channel.rank)
+    for name, shard in wanted.items():
+        if not shard.size and _place(shard) in holders:
+            yield name, np.empty(0, np.float32)
+    found: dict[str, Array] = {}
+    left: dict[str, int] = {}
+    for piece, values in _exchanged(held, _transfers(everyone, holders), channel):
+        name, low, high = piece.file, piece.part.lo[0], piece.part.hi[0]
+        shard = wanted[name]
+        if name not in found:
+            found[name], left[name] = np.empty(shard.size, np.float32), shard.size
+        first = _range(shard)[0]
+        found[name][low - first : high - first] = values
+        left[name] -= high - low
+        if not left[name]:
+            yield name, found.pop(name)
+
+
+def _exchanged(
+    held: Mapping[str, LocalPart], moves: Sequence[Transfer], channel: Channel
+) -> Iterator[tuple[StoredPart, Array]]:
+    """Yield the ranges that this rank wants, and their elements."""
+    for pieces in schedule_rounds(moves, channel.rank).rounds:
+        own = [_elements(held[one.stored.file], one.stored.part) for one in pieces if one.move.owner == channel.rank]
+        for piece, values in exchange_round(channel, pieces, own):
+            yield piece.stored, values
+
+
+def _transfers(everyone: Sequence[_Parts], holders: _Holders) -> list[Transfer]:
+    """Return the ranges that one rank has and others want, tensor by tensor; equal on all ranks."""
+    receivers: dict[tuple[str, Box, _Segment], list[int]] = {}
+    for rank, parts in enumerate(everyone):
+        for shard in parts.wanted:
+            for one in _segments(shard, holders.get(_place(shard), ()), rank):
+                receivers.setdefault((*_place(shard), one), []).append(rank)
+    ordered = sorted(receivers.items(), key=lambda found: (found[0][0], found[0][1].lo, found[0][2].start))
+    return [
+        Transfer(
+            StoredPart(name, 0, (box.volume,), Box((one.start,), (one.stop,)), "float32"), one.sender, tuple(ranks)
+        )
+        for (name, box, one), ranks in ordered
+    ]
 
 
 def _place(shard: Shard) -> _Place:
@@ -139,61 +166,6 @@ def _refuse_holes(everyone: Sequence[_Parts], holders: _Holders) -> None:
         )
 
 
-def _rounds(everyone: Sequence[_Parts], holders: _Holders) -> Iterator[frozenset[str]]:
-    """Yield the names of every round; equal on all ranks."""
-    bytes_of: dict[str, int] = {}
-    for parts in everyone:
-        for shard in parts.wanted:
-            if _place(shard) in holders:
-                bytes_of[shard.name] = max(bytes_of.get(shard.name, 0), shard.size * 4)
-    names: list[str] = []
-    total = 0
-    for name in sorted(bytes_of):
-        if names and total + bytes_of[name] > ROUND_BYTES:
-            yield frozenset(names)
-            names, total = [], 0
-        names.append(name)
-        total += bytes_of[name]
-    if names:
-        yield frozenset(names)
-
-
-def _sent(
-    wanted: Sequence[Shard], names: frozenset[str], holders: _Holders, receiver: int, sender: int
-) -> Iterator[tuple[Shard, _Segment]]:
-    """Yield what one rank sends to another in a round, in the order in which the receiver takes it."""
-    for shard in wanted:
-        own = holders.get(_place(shard), ()) if shard.name in names else ()
-        if any(one.sender == sender for one in own):
-            for one in _segments(shard, own, receiver):
-                if one.sender == sender:
-                    yield shard, one
-
-
-def _bytes(part: LocalPart, segment: _Segment) -> Bytes:
-    return _elements(part, segment).view(np.uint8)
-
-
-def _elements(part: LocalPart, segment: _Segment) -> Array:
+def _elements(part: LocalPart, box: Box) -> Array:
     first = _range(part.shard)[0]
-    return part.values[segment.start - first : segment.stop - first]
-
-
-def _assembled(
-    segments: Sequence[tuple[Shard, Sequence[_Segment]]],
-    coming: Mapping[int, Bytes],
-    held: Mapping[str, LocalPart],
-    rank: int,
-) -> Iterator[tuple[str, Array]]:
-    taken = dict.fromkeys(coming, 0)
-    for shard, cut in segments:
-        values, first = np.empty(shard.size, np.float32), _range(shard)[0]
-        for one in cut:
-            target = values[one.start - first : one.stop - first]
-            if one.sender == rank:
-                target[:] = _elements(held[shard.name], one)
-            else:
-                begin = taken[one.sender]
-                taken[one.sender] = begin + target.nbytes
-                target.view(np.uint8)[:] = coming[one.sender][begin : begin + target.nbytes]
-        yield shard.name, values
+    return part.values[box.lo[0] - first : box.hi[0] - first]

@@ -3,15 +3,12 @@
 A :class:`Slot` is the memory of one wanted shard. On a CPU it is the tensor's own memory. On an accelerator it is a
 host array that is copied to the device when it is full, while the next arrays are read.
 
-The items of a plan become jobs (:mod:`.read_jobs`), which the threads of a pool take (:mod:`.read_pool`). Memory beyond
-the targets: at most ``staging_memory_bytes`` for all threads together, or one host copy of a shard if that is larger.
-Large shards of a device are filled in pieces where possible.
+The items of a plan become operations (:mod:`paddleformers_fc.storage.operations`), which the threads of a pool execute
+(:mod:`paddleformers_fc.storage.executor`). Memory beyond the targets: at most ``staging_memory_bytes`` for all threads
+together, or one host copy of a shard if that is larger. A shard of a device beyond the staging memory is filled in
+pieces of whole rows, which are successive in the file unless it is transposed.
 
-Cut large shards of a device into pieces that fit into staging buffers.
-
-A shard of a device is filled through a host array. A shard beyond the staging memory would need a host array of its own
-size, and its copy would not overlap with reads. Its rows are successive in the file unless it is transposed, so that
-pieces of whole rows are read as if each were a shard. A transposed shard stays whole: its rows are columns of the file.
+Time: a few look-ups per item, because items of equal boxes share the result of the analysis.
 """
 
 from __future__ import annotations
@@ -22,26 +19,169 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+import msgspec
 import numpy as np
 from msgspec.structs import replace
 
 from paddleformers_fc.errors import Diverged, MismatchError
-from paddleformers_fc.execute.read_jobs import Key, Memory, batch_jobs, dtype_of, read_jobs, region_of
-from paddleformers_fc.execute.read_pool import DEFAULT_OPTIONS, ReadJob, ReadOptions, ReadPool
-from paddleformers_fc.execute.verified_reads import UNVERIFIED, BlockVerifier
 from paddleformers_fc.layout import Shard
-from paddleformers_fc.mapping.boxes import Box, Shape
+from paddleformers_fc.mapping.boxes import Box, Shape, whole
 from paddleformers_fc.mapping.correspondences import NEW_AXIS
-from paddleformers_fc.plan.items import EqualCheck, LoadPlan, ReadItem
+from paddleformers_fc.plan.items import EqualCheck, LoadPlan, ReadItem, StoredPart
+from paddleformers_fc.plan.transfer_plan import boxes_within
+from paddleformers_fc.storage.block_scales import ScaledFile
+from paddleformers_fc.storage.executor import DEFAULT_OPTIONS, NO_BLOCKS, Blocks, ReadOptions, ReadPool
+from paddleformers_fc.storage.identities import NO_IDENTITIES, Identities
 from paddleformers_fc.storage.manifest import CHOOSE_COPY
+from paddleformers_fc.storage.operations import (
+    Memory,
+    Operation,
+    Scales,
+    Sizes,
+    numpy_dtype,
+    row_major,
+    strided,
+    strided_axes,
+)
 from paddleformers_fc.storage.paths import AnyPath
-from paddleformers_fc.storage.progress import advance, expect, is_measured
-from paddleformers_fc.storage.ranges import NO_IDENTITIES, Identities, RangeReader
-from paddleformers_fc.storage.regions import Region, Workspace, read_region, split_region
+from paddleformers_fc.storage.progress import expect, is_measured
 from paddleformers_fc.text import count_text
+
+Key = tuple[str, str]
+"""Role and full name of a wanted shard."""
 
 _Fragment = tuple[int, Shape]
 """The index of the first element of a fragment in its shard, and its shape."""
+
+
+class Targets(Protocol):
+    """The memory of wanted shards."""
+
+    def __getitem__(self, key: Key) -> Memory:
+        """Return the memory of one."""
+
+
+class _Form(msgspec.Struct, frozen=True, gc=False):
+    """What items of equal boxes have in common.
+
+    Args:
+        source: offset of the region in the stored box, in bytes.
+        target: offset of the box in its fragment, in bytes.
+        reach: bytes from the first to the last element in memory.
+        size: bytes from the first to the last element in the file.
+        axes: lengths, and byte strides in the file and in memory; none for a run of bytes.
+        dtype: of the elements in the file.
+    """
+
+    source: int
+    target: int
+    reach: int
+    size: int
+    axes: tuple[Sizes, Sizes, Sizes] | None
+    dtype: np.dtype[Any]
+
+
+def operations_of(
+    items: Iterable[ReadItem], root: AnyPath, targets: Targets, identities: Identities = NO_IDENTITIES
+) -> Iterator[Operation]:
+    """Yield the operations of read items.
+
+    Args:
+        items: grouped by file.
+        root: the directory that files are relative to.
+        targets: the memory of shards.
+        identities: of the files, some of which may be produced from others.
+    """
+    paths: dict[str, tuple[AnyPath, object]] = {}
+    forms: dict[tuple[object, ...], _Form | None] = {}
+    for item in items:
+        stored = item.stored
+        found = paths.get(stored.file)
+        if found is None:
+            path = root / stored.file
+            found = paths[stored.file] = path, identities.get(path)
+        path, identity = found
+        memory = targets[item.role, item.name]
+        kind = (stored.dtype, stored.shape, stored.part, item.shape, item.part, item.axes, memory.dtype)
+        form = forms.get(kind)
+        if form is None:
+            if kind in forms:
+                continue
+            form = forms[kind] = _form(item, memory.dtype)
+            if form is None:
+                continue
+        address = memory.at(item.start * memory.dtype.itemsize + form.target, form.reach)
+        if isinstance(identity, ScaledFile):
+            yield from _products(identity, item, memory, address)
+        elif form.axes is None:
+            yield Operation(path, stored.begin + form.source, form.size, address, memory.owner)
+        else:
+            begin, dtypes = stored.begin + form.source, (form.dtype, memory.dtype)
+            yield Operation(path, begin, form.size, address, memory.owner, *form.axes, *dtypes)
+
+
+def item_view(buffer: np.ndarray[Any, Any], item: ReadItem) -> np.ndarray[Any, Any]:
+    """Return the item's part of its shard's buffer, with axes in the order of the stored region."""
+    volume = math.prod(item.shape)
+    part = buffer[item.start : item.start + volume].reshape(item.shape)
+    part = part[tuple(slice(low, high) for low, high in zip(item.part.lo, item.part.hi, strict=True))]
+    added = tuple(axis for axis, source in enumerate(item.axes) if source == NEW_AXIS)
+    kept = [source for source in item.axes if source != NEW_AXIS]
+    ordered = (part.squeeze(added) if added else part).transpose(sorted(range(len(kept)), key=kept.__getitem__))
+    missing = [axis for axis in range(len(item.stored.shape)) if axis not in kept]
+    for axis in missing:
+        ordered = np.expand_dims(ordered, axis)
+    return ordered
+
+
+def _form(item: ReadItem, to: np.dtype[Any]) -> _Form | None:
+    """Return the form of an item; None if it has no element."""
+    stored, size = item.stored, item.stored.part.shape
+    if 0 in size:
+        return None
+    dtype = numpy_dtype(stored.dtype)
+    sources, source = _placed(stored.shape, stored.part, dtype.itemsize)
+    wanted, target = _placed(item.shape, item.part, to.itemsize)
+    axes = strided_axes(size, sources, _by_stored_axis(item, wanted), (dtype.itemsize, to.itemsize))
+    lengths, first, second = axes
+    span = sum((n - 1) * stride for n, stride in zip(lengths, first, strict=True)) + dtype.itemsize
+    reach = sum((n - 1) * stride for n, stride in zip(lengths, second, strict=True)) + to.itemsize
+    is_run = dtype == to and len(lengths) == 1 and second[0] == to.itemsize
+    return _Form(source, target, reach, span, None if is_run else axes, dtype)
+
+
+def _placed(shape: Shape, part: Box, width: int) -> tuple[Sizes, int]:
+    """Return the byte strides of a row-major box, and the offset of a part of it."""
+    strides = row_major(shape, width)
+    return strides, sum(low * stride for low, stride in zip(part.lo, strides, strict=True))
+
+
+def _by_stored_axis(item: ReadItem, strides: Sizes) -> Sizes:
+    """Return the strides of the wanted axes in the order of the stored ones; one that none reads has length one."""
+    by_axis = dict(zip(item.axes, strides, strict=True))
+    return tuple(by_axis.get(axis, 0) for axis in range(len(item.stored.shape)))
+
+
+def _products(file: ScaledFile, item: ReadItem, memory: Memory, address: int) -> Iterator[Operation]:
+    """Yield the operation of numbers with scales."""
+    matrix, stored = file.matrix_at(item.stored.begin), item.stored
+    dtype = numpy_dtype(matrix.dtype)
+    sources, source = _placed(stored.shape, stored.part, dtype.itemsize)
+    wanted, _ = _placed(item.shape, item.part, memory.dtype.itemsize)
+    scales = Scales(
+        matrix.scales_file,
+        matrix.scales_begin,
+        matrix.block,
+        matrix.begin,
+        matrix.shape[1],
+        numpy_dtype(file.dtype),
+    )
+    strides = sources, _by_stored_axis(item, wanted)
+    dtypes = dtype, memory.dtype
+    begin = matrix.begin + source
+    found = strided(matrix.file, begin, stored.part.shape, strides, dtypes, address, memory.owner, scales)
+    if found is not None:
+        yield found
 
 
 @runtime_checkable
@@ -205,7 +345,7 @@ def execute_reads(
     slots: Mapping[Key, Slot],
     options: ReadOptions = DEFAULT_OPTIONS,
     identities: Identities = NO_IDENTITIES,
-    verifier: BlockVerifier = UNVERIFIED,
+    blocks: Blocks = NO_BLOCKS,
 ) -> int:
     """Fill every slot.
 
@@ -215,13 +355,13 @@ def execute_reads(
         slots: memory by role and full name.
         options: threads and staging memory.
         identities: identities of the checked files; a replaced file is refused.
-        verifier: compares its blocks that contain the items, and keeps the faults.
+        blocks: the blocks that are hashed while they are read.
     Returns:
         bytes read from storage.
     Raises:
         Corrupt, StorageError: a read failed; reading stops, threads are joined, targets hold an undefined mixture.
     """
-    room = options.staging_memory_bytes - options.threads * options.scratch_bytes
+    room = options.host_copy_bytes
     items, slots = cut_large_shards(plan.items, slots, max(room // 2, _LEAST_PIECE_BYTES))
     count, size_before = 0, 0
     before = targets = _Targets(slots)
@@ -232,22 +372,16 @@ def execute_reads(
                 if size_before + size > room:
                     before.finish_copy()
                 targets = _Targets(slots)
-                count += _fill(pool, root, targets, group, verifier)
+                if is_measured():
+                    expect(sum(item.stored.part.volume * numpy_dtype(item.stored.dtype).itemsize for item in group))
+                count += pool.run(operations_of(group, root, targets, identities), blocks, is_counted=True)
+                targets.close()
                 before.finish_copy()
                 before, size_before = targets, size
     finally:
         # No copy may be under way from memory that is released.
         before.finish_copy()
         targets.finish_copy()
-    return count
-
-
-def _fill(pool: ReadPool, root: AnyPath, targets: _Targets, items: list[ReadItem], verifier: BlockVerifier) -> int:
-    pool.expect((region_of(root, item.stored) for item in items), verifier.expected)
-    if is_measured():
-        expect(sum(item.stored.part.volume * dtype_of(item.stored.dtype).itemsize for item in items))
-    count = pool.run(batch_jobs(verifier.jobs(read_jobs(items, root, targets, pool.options))), advance)
-    targets.close()
     return count
 
 
@@ -326,13 +460,36 @@ def verify_equal(
     Raises:
         MismatchError: naming every pair that differs.
     """
-    if not checks:
-        return
-    differing: set[int] = set()
+    unequal: list[EqualCheck] = []
     with ReadPool(options, identities) as pool:
-        pool.expect(region_of(root, side) for check in checks for side in (check.left, check.right))
-        pool.run(batch_jobs(_comparisons(checks, root, pool.options.scratch_bytes, differing)))
-    refuse_unequal([checks[number] for number in sorted(differing)], root)
+        for check in checks:
+            most = max(1, _PORTION_BYTES // numpy_dtype(check.left.dtype).itemsize)
+            sides = (
+                [replace(side, part=box) for box in boxes_within(side.part, most)] for side in (check.left, check.right)
+            )
+            for left, right in zip(*sides, strict=True):
+                one, other = read_parts(pool, root, (left, right))
+                if one.tobytes() != other.tobytes():
+                    unequal.append(check)
+                    break
+    refuse_unequal(unequal, root)
+
+
+def read_parts(
+    pool: ReadPool, root: AnyPath, parts: Sequence[StoredPart], blocks: Blocks = NO_BLOCKS
+) -> list[np.ndarray[Any, Any]]:
+    """Read ranges into arrays of their own, in their stored shape and dtype."""
+    arrays = [np.empty(part.part.volume, numpy_dtype(part.dtype)) for part in parts]
+    targets = {("", str(number)): Memory.of(array) for number, array in enumerate(arrays)}
+    items = [_as_item(part, str(number)) for number, part in enumerate(parts)]
+    items.sort(key=lambda item: item.stored.file)
+    pool.run(operations_of(items, root, targets, pool.identities), blocks)
+    return [array.reshape(part.part.shape) for array, part in zip(arrays, parts, strict=True)]
+
+
+def _as_item(part: StoredPart, name: str) -> ReadItem:
+    shape = part.part.shape
+    return ReadItem("", name, part, 0, shape, whole(shape), tuple(range(len(shape))))
 
 
 def refuse_unequal(unequal: Sequence[EqualCheck], root: AnyPath) -> None:
@@ -351,36 +508,6 @@ def refuse_unequal(unequal: Sequence[EqualCheck], root: AnyPath) -> None:
             next_step=f"Copies of a tied tensor, or of one number, were saved with different values. {CHOOSE_COPY} "
             "Of open weights, correct tie_word_embeddings in config.json, or fetch the files again.",
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """Compare two regions of one shape bit by bit, and record the number of a pair that differs."""
-
-    number: int
-    left: Region
-    right: Region
-    differing: set[int]
-
-    def read(self, reader: RangeReader, workspace: Workspace) -> int:
-        """See :class:`ReadJob`."""
-        total, sides = 0, []
-        for region in (self.left, self.right):
-            sides.append(np.empty(region.size, region.dtype))
-            total += read_region(reader, region, sides[-1], workspace)
-        if sides[0].tobytes() != sides[1].tobytes():
-            self.differing.add(self.number)
-        return total
-
-
-def _comparisons(
-    checks: tuple[EqualCheck, ...], root: AnyPath, piece_bytes: int, differing: set[int]
-) -> Iterator[tuple[int, ReadJob]]:
-    for number, check in enumerate(checks):
-        left, right = region_of(root, check.left), region_of(root, check.right)
-        pieces = zip(split_region(left, piece_bytes), split_region(right, piece_bytes), strict=True)
-        for one, other in pieces:
-            yield 2 * piece_bytes, Comparison(number, one, other, differing)
 
 
 @dataclass
@@ -415,34 +542,11 @@ def read_tensors(
         root: the catalog's directory.
         wanted: every tensor with its items, in order.
     """
-    for portion in _portions(wanted):
-        pool.expect(region_of(root, item.stored) for _, items in portion for item in items)
-        for shard, items in portion:
-            yield shard, _read_tensor(pool, root, shard, items)
-
-
-def _portions(
-    wanted: Iterable[tuple[Shard, Sequence[ReadItem]]],
-) -> Iterator[list[tuple[Shard, Sequence[ReadItem]]]]:
-    """Group successive tensors that are small enough to be fetched together if they are remote."""
-    portion: list[tuple[Shard, Sequence[ReadItem]]] = []
-    size = 0
     for shard, items in wanted:
-        length = shard.size * dtype_of(shard.dtype).itemsize
-        if portion and size + length > _PORTION_BYTES:
-            yield portion
-            portion, size = [], 0
-        portion.append((shard, items))
-        size += length
-    if portion:
-        yield portion
-
-
-def _read_tensor(pool: ReadPool, root: AnyPath, shard: Shard, items: Sequence[ReadItem]) -> np.ndarray[Any, Any]:
-    array = np.empty(shard.size, dtype_of(shard.dtype))
-    if items:
-        _fill_arrays(pool, root, items, {(items[0].role, items[0].name): array})
-    return array
+        array = np.empty(shard.size, numpy_dtype(shard.dtype))
+        if items:
+            fill_arrays(pool, root, items, {(items[0].role, items[0].name): array})
+        yield shard, array
 
 
 def fill_arrays(
@@ -453,15 +557,8 @@ def fill_arrays(
     Args:
         pool: the threads.
         root: the catalog's directory.
-        items: the items of these tensors.
+        items: the items of these tensors, grouped by file.
         arrays: a flat array of its dtype and size for every tensor, by role and name.
     """
-    pool.expect(region_of(root, item.stored) for item in items)
-    return _fill_arrays(pool, root, items, arrays)
-
-
-def _fill_arrays(
-    pool: ReadPool, root: AnyPath, items: Sequence[ReadItem], arrays: Mapping[Key, np.ndarray[Any, Any]]
-) -> int:
-    targets = _Targets({key: ArraySlot(array) for key, array in arrays.items()})
-    return pool.run(batch_jobs(read_jobs(items, root, targets, pool.options)))
+    targets = {key: Memory.of(array) for key, array in arrays.items()}
+    return pool.run(operations_of(items, root, targets, pool.identities))

@@ -69,9 +69,9 @@ from paddleformers_fc.storage.export_checksums import (
     verify_export,
 )
 from paddleformers_fc.storage.files import exists
+from paddleformers_fc.storage.identities import identities_of
 from paddleformers_fc.storage.json_io import MAX_DOCUMENT_BYTES, parse_json
 from paddleformers_fc.storage.paths import AnyPath
-from paddleformers_fc.storage.ranges import identities_of
 from paddleformers_fc.storage.safetensors import FileLayout, layout_file, read_header
 from paddleformers_fc.text import count_text, natural
 

@@ -18,7 +18,7 @@ import msgspec
 from paddleformers_fc.layout.shards import Fragment, Shard
 from paddleformers_fc.mapping.boxes import Box, BoxFinder, CoverFault, Shape, cover_faults, whole
 from paddleformers_fc.storage import paths
-from paddleformers_fc.storage.ranges import NO_IDENTITIES, Identities
+from paddleformers_fc.storage.identities import NO_IDENTITIES, Identities
 
 EVERYONE: Mapping[str, Sequence[int]] = MappingProxyType({})
 """For catalogs with files that are visible to every rank."""

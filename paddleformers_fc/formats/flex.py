@@ -45,6 +45,7 @@ from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.checksum import INDEX_NAME, FileChecksum, checksum_of, records_of
 from paddleformers_fc.storage.dtypes import to_safetensors
 from paddleformers_fc.storage.files import exists
+from paddleformers_fc.storage.identities import Identities, identities_of
 from paddleformers_fc.storage.json_io import MAX_DOCUMENT_BYTES
 from paddleformers_fc.storage.manifest import (
     MANIFEST_NAME,
@@ -57,7 +58,6 @@ from paddleformers_fc.storage.manifest import (
     verify_files,
 )
 from paddleformers_fc.storage.paths import AnyPath
-from paddleformers_fc.storage.ranges import Identities, identities_of
 from paddleformers_fc.storage.safetensors import FileLayout, layout_file
 from paddleformers_fc.text import count_text, size_text
 

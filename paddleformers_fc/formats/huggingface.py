@@ -57,10 +57,10 @@ from paddleformers_fc.storage.export_checksums import (
     verify_export,
 )
 from paddleformers_fc.storage.files import exists, is_file, list_directory, map_paths
+from paddleformers_fc.storage.identities import identities_of
 from paddleformers_fc.storage.json_io import MAX_DOCUMENT_BYTES, parse_json
 from paddleformers_fc.storage.manifest import refuse_level
 from paddleformers_fc.storage.paths import AnyPath
-from paddleformers_fc.storage.ranges import identities_of
 from paddleformers_fc.storage.safetensors import FileLayout, Header, layout_file, read_header
 from paddleformers_fc.text import count_text
 

@@ -40,9 +40,9 @@ from paddleformers_fc.storage.checksum import (
 )
 from paddleformers_fc.storage.dtypes import dtype_size, from_safetensors, to_numpy, to_safetensors
 from paddleformers_fc.storage.files import map_paths
+from paddleformers_fc.storage.identities import Identities, Identity, identities_of, identity_of, replaced
 from paddleformers_fc.storage.manifest import RESTORE, Surroundings
 from paddleformers_fc.storage.paths import AnyPath
-from paddleformers_fc.storage.ranges import Identities, Identity, identities_of, identity_of, replaced
 from paddleformers_fc.storage.safetensors import TensorEntry, layout_file, parse_header, read_header
 
 Array = np.ndarray[Any, Any]

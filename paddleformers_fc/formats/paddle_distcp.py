@@ -49,9 +49,9 @@ from paddleformers_fc.mapping.boxes import MAX_AXES, MAX_LENGTH, shifted
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.dtypes import dtype_size, item_size
 from paddleformers_fc.storage.files import is_directory, is_file, list_directory
+from paddleformers_fc.storage.identities import identities_of
 from paddleformers_fc.storage.paths import AnyPath, require_local
 from paddleformers_fc.storage.pickles import PickledArray, Record, quoted, read_pickle
-from paddleformers_fc.storage.ranges import identities_of
 from paddleformers_fc.storage.safetensors import read_header
 from paddleformers_fc.text import count_text
 

@@ -50,16 +50,9 @@ from paddleformers_fc.plan.simulate import SimulatedModel, declared_model, state
 from paddleformers_fc.plan.sources import huggingface_source, resume_source, stored_tensors
 from paddleformers_fc.plan.statements import statements_source
 from paddleformers_fc.storage.dtypes import dtype_size, model_dtype
+from paddleformers_fc.storage.executor import IMAGE_BYTES
+from paddleformers_fc.storage.operations import SHORT_RUN, bytes_read, row_major, strided_axes
 from paddleformers_fc.storage.paths import AnyPath
-from paddleformers_fc.storage.regions import (
-    HOT_BYTES,
-    MAX_OVER_READ,
-    bytes_read,
-    is_direct,
-    row_major,
-    runs_per_sieve,
-    strided_axes,
-)
 from paddleformers_fc.text import natural
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -273,13 +266,14 @@ def cost_of(item: ReadItem, dtype: str) -> tuple[int, int]:
     wanted = row_major(item.shape, widths[1])
     # A stored axis that no wanted axis reads has length one, and its stride means nothing.
     targets = {axis: wanted[index] for index, axis in enumerate(item.axes)}
-    walk = strided_axes(
-        size, row_major(stored.shape, widths[0]), tuple(targets.get(i, 0) for i in range(len(size))), widths
-    )
-    direct = (
-        stored.dtype == dtype and is_direct(walk, widths[1]) and runs_per_sieve(walk, HOT_BYTES, MAX_OVER_READ) == 1
-    )
-    return bytes_read(walk, widths[0]), 0 if direct else HOT_BYTES
+    by_axis = tuple(targets.get(axis, 0) for axis in range(len(size)))
+    if 0 in size:
+        return 0, 0
+    lengths, sources, strides = strided_axes(size, row_major(stored.shape, widths[0]), by_axis, widths)
+    is_run = stored.dtype == dtype and strides[-1] == widths[1]
+    is_direct = is_run and (len(lengths) == 1 or lengths[-1] * widths[1] >= SHORT_RUN)
+    # An image of the file, and as much scratch memory.
+    return bytes_read(lengths, sources, widths[0]), 0 if is_direct else 2 * IMAGE_BYTES
 
 
 class GridPlan(msgspec.Struct, frozen=True):

@@ -3,25 +3,22 @@
 A :class:`FileChecksum` has one checksum per block of 4 MiB, so a range of a file is verified by reading the blocks that
 it touches, in any order and on any number of threads.
 
-Time: one read and one xxh3 pass over the requested blocks. Memory: 1 MiB per thread, 4 MiB per thread for a remote
-file, and the numbers of the blocks.
+Time: one read and one xxh3 pass over the requested blocks. Memory: the image of a window per thread, and the numbers of
+the blocks.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-
-import xxhash
 
 from paddleformers_fc.errors import FlexError, StorageError
 from paddleformers_fc.storage.checksum import BlockHasher, FileChecksum, FileRecord
+from paddleformers_fc.storage.executor import Blocks, OwnedBlocks, ReadOptions, ReadPool
 from paddleformers_fc.storage.files import map_paths, open_regular, read_into
+from paddleformers_fc.storage.identities import NO_IDENTITIES, Identities
 from paddleformers_fc.storage.paths import AnyPath, RemotePath
-from paddleformers_fc.storage.progress import advance, expect
-from paddleformers_fc.storage.ranges import NO_IDENTITIES, Identities, RangeReader
+from paddleformers_fc.storage.progress import expect
 
 Numbers = Sequence[int]
 """Numbers of blocks of one file, rising."""
@@ -29,7 +26,6 @@ Numbers = Sequence[int]
 _READ_BYTES = 1024 * 1024
 # A block: every read is a request.
 _REMOTE_READ_BYTES = 4 * 1024 * 1024
-_SPAN_BYTES = 64 * 1024 * 1024
 _SHOWN = 4
 
 
@@ -74,7 +70,7 @@ class BlockComparison:
 
 def compare_blocks(
     directory: AnyPath,
-    wanted: Iterable[tuple[FileChecksum, Numbers]],
+    wanted: Iterable[tuple[FileChecksum, Iterable[int]]],
     threads: int,
     identities: Identities = NO_IDENTITIES,
 ) -> BlockComparison:
@@ -86,47 +82,26 @@ def compare_blocks(
         threads: how many threads read and hash.
         identities: the identities of the files opened before; another file under a path is a fault.
     """
-    files = [(checksum, numbers) for checksum, numbers in wanted if numbers]
-    bad: dict[str, list[int]] = {checksum.path: [] for checksum, _ in files}
-    unreadable: dict[str, str] = {}
+    blocks = {directory / one.path: OwnedBlocks(one, frozenset(numbers)) for one, numbers in wanted}
+    expect(sum(map(_bytes_of, blocks.values())))
+    with ReadPool(ReadOptions(threads=max(1, threads)), identities) as pool:
+        pool.hash_rest(blocks, is_counted=True, keep_errors=True)
+    return comparison_of(blocks)
+
+
+def comparison_of(blocks: Blocks) -> BlockComparison:
+    """Return what the comparison of blocks has found by now."""
     found = BlockComparison()
-    expect(sum(_bytes_of(checksum, numbers) for checksum, numbers in files))
-    with RangeReader(identities=identities) as reader:
-        # A file system can hold more spans than there is memory for futures, so threads draw from one iterator.
-        spans, lock, stop = _spans(files), threading.Lock(), threading.Event()
-
-        def work() -> None:
-            buffer = memoryview(bytearray(_REMOTE_READ_BYTES if isinstance(directory, RemotePath) else _READ_BYTES))
-            while not stop.is_set():
-                with lock:
-                    span = next(spans, None)
-                if span is None:
-                    return
-                try:
-                    blocks, count = _differing(directory, reader, span, buffer)
-                except StorageError as error:
-                    with lock:
-                        found.refusals[span.checksum.path] = error
-                except FlexError as error:
-                    with lock:
-                        unreadable[span.checksum.path] = error.what
-                else:
-                    with lock:
-                        bad[span.checksum.path].extend(blocks)
-                        found.bytes += count
-                    advance(count)
-
-        with ThreadPoolExecutor(max(1, threads), "flex-verify") as pool:
-            try:
-                for done in [pool.submit(work) for _ in range(max(1, threads))]:
-                    done.result()
-            finally:
-                # An interrupt ends the check after the spans in work, not after the last one.
-                stop.set()
-    found.faults += [
-        differing_line(checksum, sorted(bad[checksum.path])) for checksum, _ in files if bad[checksum.path]
-    ]
-    found.faults += [_unread_line(path, what) for path, what in sorted(unreadable.items())]
+    unreadable: list[str] = []
+    for one in blocks.values():
+        found.bytes += sum(one.length(number) for number in one.hashed)
+        if one.differing:
+            found.faults.append(differing_line(one.checksum, sorted(one.differing)))
+        if isinstance(one.error, StorageError):
+            found.refusals[one.checksum.path] = one.error
+        elif one.error is not None:
+            unreadable.append(_unread_line(one.checksum.path, one.error.what))
+    found.faults += sorted(unreadable)
     return found
 
 
@@ -170,45 +145,11 @@ def digest_of(path: AnyPath) -> str:
     return hasher.file_checksum("").digest
 
 
-@dataclass(frozen=True)
-class _Span:
-    """The blocks of one file that one thread hashes at a time."""
-
-    checksum: FileChecksum
-    numbers: Numbers
-
-
-def _bytes_of(checksum: FileChecksum, numbers: Numbers) -> int:
+def _bytes_of(blocks: OwnedBlocks) -> int:
     """Return the bytes of some blocks; only the last block of a file is shorter."""
-    last = checksum.count - 1
-    short = checksum.count * checksum.block_bytes - checksum.size if last in numbers else 0
-    return len(numbers) * checksum.block_bytes - short
-
-
-def _spans(wanted: Iterable[tuple[FileChecksum, Numbers]]) -> Iterator[_Span]:
-    for checksum, numbers in wanted:
-        count = max(1, _SPAN_BYTES // checksum.block_bytes)
-        for first in range(0, len(numbers), count):
-            yield _Span(checksum, numbers[first : first + count])
-
-
-def _differing(directory: AnyPath, reader: RangeReader, span: _Span, buffer: memoryview) -> tuple[list[int], int]:
-    """Return the blocks of a span whose checksum is not the recorded one, and the bytes that were hashed."""
-    differing: list[int] = []
-    total = 0
-    for number in span.numbers:
-        begin = position = number * span.checksum.block_bytes
-        end = min(position + span.checksum.block_bytes, span.checksum.size)
-        hasher = xxhash.xxh3_64()
-        while position < end:
-            chunk = buffer[: min(len(buffer), end - position)]
-            reader.read_into(directory / span.checksum.path, position, chunk)
-            hasher.update(chunk)
-            position += len(chunk)
-        total += end - begin
-        if hasher.digest() != span.checksum.block(number):
-            differing.append(number)
-    return differing, total
+    checksum, last = blocks.checksum, blocks.checksum.count - 1
+    short = checksum.count * checksum.block_bytes - checksum.size if last in blocks.numbers else 0
+    return len(blocks.numbers) * checksum.block_bytes - short
 
 
 def _unread_line(path: str, what: str) -> str:

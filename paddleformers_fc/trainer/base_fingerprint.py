@@ -36,8 +36,8 @@ from paddleformers_fc.families.description import Base
 from paddleformers_fc.formats.huggingface import open_huggingface
 from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.storage.block_checksums import digest_of
+from paddleformers_fc.storage.identities import Identities, identities_of, stored_identities
 from paddleformers_fc.storage.paths import AnyPath
-from paddleformers_fc.storage.ranges import Identities, identities_of, stored_identities
 from paddleformers_fc.text import count_text
 from paddleformers_fc.trainer import description, dist_tensors, live_roles, optimizers
 from paddleformers_fc.trainer.description import describe_model

@@ -19,8 +19,8 @@ from paddleformers_fc.distributed.consistency import ConsistencyCheck
 from paddleformers_fc.distributed.disk_leaders import DiskLeaders
 from paddleformers_fc.distributed.step_agreement import StepAgreement
 from paddleformers_fc.errors import EnvironmentMismatch, OptionError
-from paddleformers_fc.execute.read_pool import ReadOptions
 from paddleformers_fc.families.changes import Change
+from paddleformers_fc.storage.executor import ReadOptions
 from paddleformers_fc.storage.manifest import Manifest, RunRecord
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.trainer import batches, documents, live_roles, optimizers

@@ -31,7 +31,7 @@ from paddleformers_fc.execute.load import LoadReport, PreparedLoad, prepare_load
 from paddleformers_fc.execute.opening import open_on_all_ranks, own_document, own_file
 from paddleformers_fc.execute.output_directory import facts_of
 from paddleformers_fc.execute.phases import PhaseTimer
-from paddleformers_fc.execute.read_jobs import Key
+from paddleformers_fc.execute.reading import Key
 from paddleformers_fc.execute.staging_pool import measured_transfers
 from paddleformers_fc.formats import OpenedCheckpoint, stock_run
 from paddleformers_fc.formats.checkpoint import REFUSE, require_average, with_tied

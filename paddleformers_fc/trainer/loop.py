@@ -49,7 +49,6 @@ from paddleformers_fc.errors import MismatchError, OptionError
 from paddleformers_fc.execute.load import LoadReport, prepare_load, prepare_weights
 from paddleformers_fc.execute.opening import open_on_all_ranks
 from paddleformers_fc.execute.phases import PhaseTimer
-from paddleformers_fc.execute.read_pool import ReadOptions
 from paddleformers_fc.execute.save import JobRecord, SaveReport, check_ties, config_bytes, save_checkpoint
 from paddleformers_fc.families import Family, ModelDescription, ModelTensor, family_for, is_known, register
 from paddleformers_fc.families.description import IS_FLEET
@@ -61,6 +60,7 @@ from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping import RuleSet, Tie
 from paddleformers_fc.mapping.boxes import Box
 from paddleformers_fc.plan.sources import stored_tensors
+from paddleformers_fc.storage.executor import ReadOptions
 from paddleformers_fc.storage.files import refuse_file
 from paddleformers_fc.storage.manifest import refuse_level
 from paddleformers_fc.storage.paths import AnyPath, RemotePath, parse_named, require_local

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from paddleformers_fc.storage.ranges import RangeReader
-from paddleformers_fc.storage.rows import ScatterList
+from paddleformers_fc.storage.identities import RangeReader
+from paddleformers_fc.storage.operations import ScatterList
 from tests.cli.support import flip, run, save, seal
 from tests.execute.simulated import canonical
 

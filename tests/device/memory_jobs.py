@@ -24,10 +24,10 @@ def read_every_way(root: str, staging_bytes: int) -> dict[str, Any]:
     import paddle
 
     from paddleformers_fc.execute.memory import slot_of
-    from paddleformers_fc.execute.read_pool import ReadOptions
     from paddleformers_fc.execute.reading import execute_reads
     from paddleformers_fc.execute.staging_pool import in_host_memory
     from paddleformers_fc.mapping.boxes import Box, whole
+    from paddleformers_fc.storage.executor import ReadOptions
     from tests.execute.test_reading import Stored, Wanted, plan_of
 
     paddle.set_device(device())
@@ -168,12 +168,12 @@ def load_through_the_pool(root: str, staging_bytes: int, count: int, rows: int) 
     import paddle
 
     from paddleformers_fc.execute.memory import slot_of
-    from paddleformers_fc.execute.read_pool import ReadOptions
     from paddleformers_fc.execute.reading import execute_reads
     from paddleformers_fc.execute.staging_pool import measured_transfers, pool_of
     from paddleformers_fc.mapping.boxes import whole
     from paddleformers_fc.plan.items import LoadPlan, ReadItem, StoredPart
     from paddleformers_fc.plan.report import Report
+    from paddleformers_fc.storage.executor import ReadOptions
 
     paddle.set_device(device())
     numbers = np.arange(count * rows * 1024, dtype="float32").reshape(count, rows, 1024)

@@ -147,10 +147,10 @@ def count(layout: Mapping[str, Any], model: Mapping[str, Any], output_dir: str, 
     from paddleformers_fc.distributed.consistency import ConsistencyCheck
     from paddleformers_fc.execute.load import load_checkpoint
     from paddleformers_fc.execute.opening import open_on_all_ranks
-    from paddleformers_fc.execute.read_pool import ReadOptions
     from paddleformers_fc.execute.replicas import hashed_range
     from paddleformers_fc.execute.save import JobRecord, config_bytes, live_part, save_checkpoint, snapshot, views
     from paddleformers_fc.execute.staging_pool import in_host_memory, measured_transfers
+    from paddleformers_fc.storage.executor import ReadOptions
     from paddleformers_fc.trainer.description import describe_model
 
     paddle.set_device(device())

@@ -25,7 +25,7 @@ from paddleformers_fc.distributed.channel import (
 from paddleformers_fc.errors import FlexError, PeerError, StorageError
 from paddleformers_fc.execute.load import load_checkpoint
 from paddleformers_fc.execute.opening import open_on_all_ranks
-from paddleformers_fc.execute.read_pool import ReadOptions
+from paddleformers_fc.storage.executor import ReadOptions
 from paddleformers_fc.storage.files import refused
 from tests.execute.simulated import MODEL, ThreadChannel, canonical, job, live, same_values, succeed
 from tests.execute.test_save_and_load import save

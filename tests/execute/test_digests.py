@@ -18,7 +18,6 @@ from paddleformers_fc.execute.compare_bytes import ComparedSide, differing_tenso
 from paddleformers_fc.execute.diff_checkpoints import compare_checkpoints
 from paddleformers_fc.execute.digest import digest_tensors, items_by_tensor, require_plan
 from paddleformers_fc.execute.export import export_checkpoint
-from paddleformers_fc.execute.read_pool import ReadPool
 from paddleformers_fc.families import family_for
 from paddleformers_fc.formats import open_checkpoint
 from paddleformers_fc.layout.grid import parse_grid
@@ -28,6 +27,7 @@ from paddleformers_fc.plan import canonical_layout, canonical_source
 from paddleformers_fc.plan.build import Planner
 from paddleformers_fc.plan.simulate import SimulatedModel, declared_model
 from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
+from paddleformers_fc.storage.executor import ReadPool
 from verification.digests import canonical_digests
 from verification.simulate_ranks import QWEN3_MOE, filled, save
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from paddleformers_fc.execute.read_jobs import Memory
 from paddleformers_fc.execute.reading import cut_large_shards, execute_reads
 from paddleformers_fc.mapping.boxes import whole
 from paddleformers_fc.plan.items import ReadItem, StoredPart
+from paddleformers_fc.storage.operations import Memory
 from tests.execute.test_reading import ROLE, Stored, Wanted, plan_of, wanted
 from tests.harness.sampling import thorough
 

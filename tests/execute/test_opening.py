@@ -14,7 +14,7 @@ import pytest
 from paddleformers_fc.errors import Corrupt, FlexError, StorageError
 from paddleformers_fc.execute.load import LoadReport, load_checkpoint
 from paddleformers_fc.execute.opening import compare_unread, open_newest, open_on_all_ranks
-from paddleformers_fc.execute.read_pool import ReadOptions
+from paddleformers_fc.storage.executor import ReadOptions
 from paddleformers_fc.storage.manifest import read_manifest
 from tests.execute.simulated import MODEL, canonical, job, live, same_values, succeed
 from tests.execute.test_save_and_load import save

@@ -21,8 +21,6 @@ import pytest
 from hypothesis import given, strategies as st
 
 from paddleformers_fc.errors import Corrupt, MismatchError, OptionError, StorageError
-from paddleformers_fc.execute.read_jobs import Memory
-from paddleformers_fc.execute.read_pool import ReadOptions, ReadPool, run_workers
 from paddleformers_fc.execute.reading import ArraySlot, execute_reads, read_tensors, verify_equal
 from paddleformers_fc.layout import Shard
 from paddleformers_fc.mapping.boxes import Box, whole
@@ -30,7 +28,8 @@ from paddleformers_fc.plan.items import EqualCheck, LoadPlan, ReadItem, StoredPa
 from paddleformers_fc.plan.report import Report
 from paddleformers_fc.storage import files
 from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
-from paddleformers_fc.storage.regions import HOT_BYTES, TILE_BYTES
+from paddleformers_fc.storage.executor import ReadOptions, ReadPool, run_workers
+from paddleformers_fc.storage.operations import HOT_BYTES, TILE_BYTES, Memory
 from tests.harness.limits import LIMIT
 from tests.harness.sampling import thorough
 

@@ -12,17 +12,17 @@ import numpy as np
 import pytest
 
 from paddleformers_fc.errors import Corrupt, FlexError, OptionError
+from paddleformers_fc.execute.exchange import ReadContext, read_redistributed
 from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.execute.load import LoadReport, load_checkpoint, prepare_weights
 from paddleformers_fc.execute.memory import slots_of
 from paddleformers_fc.execute.opening import open_on_all_ranks
-from paddleformers_fc.execute.read_jobs import Memory
-from paddleformers_fc.execute.read_pool import ReadOptions
-from paddleformers_fc.execute.redistribute import ReadContext, read_redistributed
 from paddleformers_fc.execute.save_plan import model_rules
 from paddleformers_fc.formats import OpenedCheckpoint
 from paddleformers_fc.layout.live import describe_roles
 from paddleformers_fc.plan import LoadPlan, plan_reads, resume_source
+from paddleformers_fc.storage.executor import ReadOptions
+from paddleformers_fc.storage.operations import Memory
 from tests.execute.simulated import MODEL, Roles, canonical, job, live, same_values, succeed
 from tests.execute.test_save_and_load import save
 

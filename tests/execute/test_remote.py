@@ -12,21 +12,21 @@ import pytest
 
 from paddleformers_fc.errors import Corrupt, StorageError
 from paddleformers_fc.execute import read_jobs
+from paddleformers_fc.execute.exchange import ReadContext, read_redistributed
 from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.execute.load import load_checkpoint, prepare_weights
 from paddleformers_fc.execute.opening import open_on_all_ranks
-from paddleformers_fc.execute.read_pool import ReadOptions, ReadPool
 from paddleformers_fc.execute.reading import ArraySlot, execute_reads
-from paddleformers_fc.execute.redistribute import ReadContext, read_redistributed
 from paddleformers_fc.mapping.boxes import Box, whole
 from paddleformers_fc.plan import LoadPlan, ReadItem, Report
 from paddleformers_fc.plan.block_owners import RecordedBlocks
 from paddleformers_fc.plan.items import StoredPart
 from paddleformers_fc.storage import prefetch
 from paddleformers_fc.storage.checksum import BlockHasher
+from paddleformers_fc.storage.executor import ReadOptions, ReadPool
+from paddleformers_fc.storage.identities import identities_of, same_bytes_key
+from paddleformers_fc.storage.operations import Region
 from paddleformers_fc.storage.paths import AnyPath, parse_path
-from paddleformers_fc.storage.ranges import identities_of, same_bytes_key
-from paddleformers_fc.storage.regions import Region
 from tests.execute.simulated import MODEL, Roles, canonical, job, live, same_values, succeed
 from tests.execute.test_save_and_load import save
 from tests.harness.limits import LIMIT

@@ -6,7 +6,6 @@ A file of small numbers, cut into blocks of a few hundred bytes, is read by rank
 from __future__ import annotations
 
 import os
-import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,22 +17,18 @@ import pytest
 import xxhash
 
 from paddleformers_fc.errors import Corrupt, FormatError
-from paddleformers_fc.execute import verified_reads
-from paddleformers_fc.execute.read_jobs import RowsRead
-from paddleformers_fc.execute.read_pool import ReadOptions
+from paddleformers_fc.execute.exchange import ReadContext, Traffic, read_redistributed
 from paddleformers_fc.execute.reading import ArraySlot
-from paddleformers_fc.execute.redistribute import ReadContext, Traffic, read_redistributed
 from paddleformers_fc.mapping.boxes import Box, whole
 from paddleformers_fc.plan.block_owners import RecordedBlocks
 from paddleformers_fc.plan.items import LoadPlan, ReadItem, StoredPart
 from paddleformers_fc.plan.report import Report
-from paddleformers_fc.storage import ranges
+from paddleformers_fc.storage import executor, identities as identities_module
 from paddleformers_fc.storage.checksum import BlockHasher
+from paddleformers_fc.storage.executor import ReadOptions
+from paddleformers_fc.storage.identities import identities_of, same_bytes_key
 from paddleformers_fc.storage.paths import parse_path
-from paddleformers_fc.storage.ranges import RangeReader, identities_of, same_bytes_key
-from paddleformers_fc.storage.regions import Workspace
 from paddleformers_fc.storage.remote import RemoteStatus
-from paddleformers_fc.storage.rows import Rows
 from tests.execute.simulated import job, succeed
 
 ROLE, FILE, BLOCK = "model_state", "numbers", 400
@@ -131,7 +126,7 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
             contents.append(self.data)
             return xxhash.xxh3_64_digest(self.data)
 
-    monkeypatch.setattr(verified_reads, "xxhash", SimpleNamespace(xxh3_64=Noting))
+    monkeypatch.setattr(executor, "xxhash", SimpleNamespace(xxh3_64=Noting))
     return contents
 
 
@@ -155,7 +150,7 @@ def test_every_read_fills_its_tensors_and_hashes_every_block_once_in_the_job(
 def test_pieces_shorter_than_a_block_fill_the_same_bytes(
     root: Path, hashed: list[bytes], monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    monkeypatch.setattr(verified_reads, "HASHED_BYTES", 96)
+    monkeypatch.setattr(executor, "IMAGE_BYTES", 96)
     test_every_read_fills_its_tensors_and_hashes_every_block_once_in_the_job(root, hashed, kind, False)
 
 
@@ -213,15 +208,20 @@ def test_blocks_that_are_read_whole_are_read_once_from_storage(
     assert sum(end - begin for begin, end in ranges) == done.read == done.hashed == NUMBERS.nbytes
 
 
-def test_bytes_that_no_rank_wants_count_as_read(root: Path) -> None:
-    ((done, _),) = succeed(1, read(root, READS["every second small tensor"]))
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "every second small tensor",
+        "columns",
+        "two halves of the columns",
+        "all of it, and columns again",
+        "columns between whole tensors",
+        "a transpose",
+    ],
+)
+def test_bytes_that_no_rank_wants_or_several_tensors_want_are_read_once(root: Path, kind: str) -> None:
+    ((done, _),) = succeed(1, read(root, READS[kind]))
     assert done.read == done.hashed == NUMBERS.nbytes
-    for kind in ("columns", "two halves of the columns", "columns between whole tensors"):
-        ((done, _),) = succeed(1, read(root, READS[kind]))
-        assert done.read == done.hashed == NUMBERS.nbytes, kind
-    ((done, _),) = succeed(1, read(root, READS["a transpose"]))
-    assert done.hashed == NUMBERS.nbytes
-    assert done.read > NUMBERS.nbytes
 
 
 @pytest.mark.parametrize("scratch", [8, 64, 4096])
@@ -232,40 +232,19 @@ def test_scratch_memory_bounds_what_is_read_of_unwanted_bytes(root: Path, scratc
         assert done.hashed == NUMBERS.nbytes
 
 
-def test_a_file_that_changes_between_two_reads_of_its_bytes_is_refused(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    compare = verified_reads._OwnedBlocks.compare
+def test_a_file_that_changes_while_it_is_read_is_refused(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compare = executor.OwnedBlocks.compare
 
-    def change(file: Any, number: int, digest: str) -> None:
-        compare(file, number, digest)
-        flip(root, number * BLOCK)
+    def change(blocks: Any, low: int, digest: bytes) -> None:
+        compare(blocks, low, digest)
+        flip(root, low)
         os.utime(root / FILE, ns=(0, 0))
 
-    monkeypatch.setattr(verified_reads._OwnedBlocks, "compare", change)
+    monkeypatch.setattr(executor.OwnedBlocks, "compare", change)
     items = [item("a", (0, 6), axes=TURNED), item("b", (6, ROWS))]
     (error,) = job(1, read(root, [items], ReadOptions(threads=1)))
     assert isinstance(error, Corrupt), error
     assert "was replaced or changed" in error.what
-
-
-def test_narrow_columns_of_another_ranks_block_take_little_memory(tmp_path: Path) -> None:
-    numbers, path = np.arange(2 * 50_000, dtype=np.uint64).reshape(50_000, 2), tmp_path / FILE
-    path.write_bytes(numbers.tobytes())
-    out = np.zeros(50_000, np.uint64)
-    rows = Rows(out, 8, 16, out.ctypes.data, 8, 8, out.size)
-    workspace = Workspace()
-    with RangeReader() as reader:
-        before = RowsRead(path, rows, 0, 106).read(reader, workspace)
-        tracemalloc.start()
-        try:
-            # The range begins and ends inside a row.
-            assert before + RowsRead(path, rows, 106, numbers.nbytes - 3).read(reader, workspace) == out.nbytes - 3
-            _, peak = tracemalloc.get_traced_memory()
-        finally:
-            tracemalloc.stop()
-    assert peak < 1 << 20
-    np.testing.assert_array_equal(out[:-1], numbers[:-1, 1])
 
 
 def test_ranks_read_the_same_bytes_if_their_files_and_machine_are_the_same(
@@ -279,7 +258,7 @@ def test_ranks_read_the_same_bytes_if_their_files_and_machine_are_the_same(
     assert key == same_bytes_key(dict(one)) != same_bytes_key(copy), "a copy under the same path on another disk"
     remote = {parse_path("s3://bucket/a"): RemoteStatus("file", 8, "tag")}
     stored = same_bytes_key(remote)
-    monkeypatch.setattr(ranges, "boot_id", lambda: "another machine")
+    monkeypatch.setattr(identities_module, "boot_id", lambda: "another machine")
     assert same_bytes_key(one) not in (key, "")
     assert same_bytes_key(remote) == stored != ""
     assert same_bytes_key({}) == ""

@@ -24,8 +24,8 @@ from paddleformers_fc.execute.load import prepare_weights
 from paddleformers_fc.execute.output_directory import inspect_directory
 from paddleformers_fc.formats.huggingface import open_huggingface
 from paddleformers_fc.storage.block_scales import ScaledFile
-from paddleformers_fc.storage.ranges import RangeReader, identities_of, stored_identities
-from paddleformers_fc.storage.rows import ScatterList
+from paddleformers_fc.storage.identities import RangeReader, identities_of, stored_identities
+from paddleformers_fc.storage.operations import ScatterList
 from paddleformers_fc.storage.safetensors import read_header
 from tests.families.spaces import BY_NAME, model_of, settings, spaces
 

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, strategies as st
 
 from paddleformers_fc.errors import MappingError, MismatchError
-from paddleformers_fc.execute.read_pool import ReadOptions
 from paddleformers_fc.execute.reading import ArraySlot, execute_reads
 from paddleformers_fc.families import ModelDescription
 from paddleformers_fc.formats import OpenedCheckpoint
@@ -22,6 +21,7 @@ from paddleformers_fc.mapping.boxes import Box, shifted, whole
 from paddleformers_fc.plan import LoadPlan, ReadSource, plan_reads, resume_source
 from paddleformers_fc.plan.report import Report
 from paddleformers_fc.plan.sources import huggingface_source, stored_mapping
+from paddleformers_fc.storage.executor import ReadOptions
 from paddleformers_fc.storage.manifest import Manifest
 from tests.harness.sampling import thorough
 from tests.mapping.numbers import moved, numbered, slices

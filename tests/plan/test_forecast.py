@@ -23,8 +23,8 @@ from paddleformers_fc.plan import plan_reads, resume_source
 from paddleformers_fc.plan.forecast import THREADS, CastFacts, cost_of, forecast
 from paddleformers_fc.plan.items import ReadItem, StoredPart
 from paddleformers_fc.plan.simulate import SimulatedModel, declared_model
-from paddleformers_fc.storage.ranges import RangeReader
-from paddleformers_fc.storage.regions import HOT_BYTES, Workspace, read_region
+from paddleformers_fc.storage.identities import RangeReader
+from paddleformers_fc.storage.operations import HOT_BYTES, Workspace, read_region
 from tests.harness.sampling import thorough
 from tests.mapping.strategies import with_items
 from tests.plan.stored import checkpoint_of, stored_tensor

@@ -20,10 +20,10 @@ from hypothesis import given, strategies as st
 from paddleformers_fc.errors import Corrupt, NotACheckpoint, OptionError, StorageError
 from paddleformers_fc.storage import files, remote
 from paddleformers_fc.storage.files import exists, is_directory, is_file, list_directory, read_file, size_of
+from paddleformers_fc.storage.identities import RangeReader, identities_of
 from paddleformers_fc.storage.manifest import MANIFEST_NAME, read_manifest, verify_files
+from paddleformers_fc.storage.operations import Region, Workspace, ranges_of, read_region
 from paddleformers_fc.storage.paths import RemotePath, parse_path
-from paddleformers_fc.storage.ranges import RangeReader, identities_of
-from paddleformers_fc.storage.regions import Region, Workspace, ranges_of, read_region
 from paddleformers_fc.storage.safetensors import read_header
 from tests.harness.limits import LIMIT
 from tests.storage.serving import Served, serving

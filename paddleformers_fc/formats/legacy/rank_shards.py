@@ -81,9 +81,9 @@ from paddleformers_fc.mapping.boxes import Box, whole
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.dtypes import dtype_size
 from paddleformers_fc.storage.files import is_file
+from paddleformers_fc.storage.identities import identities_of
 from paddleformers_fc.storage.json_io import MAX_DOCUMENT_BYTES, parse_json, read_document
 from paddleformers_fc.storage.paths import AnyPath, require_local
-from paddleformers_fc.storage.ranges import identities_of
 from paddleformers_fc.text import count_text
 
 META_NAME = "model_meta.json"

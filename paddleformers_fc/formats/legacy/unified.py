@@ -82,8 +82,8 @@ from paddleformers_fc.mapping.boxes import whole
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.dtypes import dtype_size
 from paddleformers_fc.storage.files import is_directory, list_directory
+from paddleformers_fc.storage.identities import identities_of
 from paddleformers_fc.storage.paths import AnyPath, require_local
-from paddleformers_fc.storage.ranges import identities_of
 from paddleformers_fc.storage.safetensors import Header, read_header
 from paddleformers_fc.text import count_text
 

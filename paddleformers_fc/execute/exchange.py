@@ -1,12 +1,14 @@
-"""Read a range on one rank for other ranks, which lack the file or need not read it as well.
+"""Read a range on one rank for other ranks, which lack the file or need not read it as well; the exchange of ranks.
 
-Every rank sends the list of the ranges that it requests from others or shares with them. All ranks compute the same
-rounds from these (:mod:`paddleformers_fc.plan.transfer_plan`). In a round every rank reads its pieces, packed and in
-the stored dtype, and sends them. A receiver copies a piece to the place in its plan, and transposes and casts there.
-The next round is read while this one is sent. A rank that fails completes its round and reports the failure; then all
-ranks stop.
+Ranks that exchange send lists of the ranges that they want. All ranks compute the same **rounds** from these
+(:mod:`paddleformers_fc.plan.transfer_plan`), and :func:`exchange_round` sends the pieces of one round, with one
+exchange per round. Ranges of files (split disks, ``flex_read: once``) are sent here, and parts of tensors in memory by
+:mod:`.part_exchange`.
 
-If every file is visible to every rank and each reads for itself, no range is exchanged.
+In a round every rank reads its pieces, packed and in the stored dtype, and sends them. A receiver copies a piece to the
+place in its plan, and transposes and casts there. The next round is read while this one is sent. A rank that fails
+completes its round and reports the failure; then all ranks stop. If every file is visible to every rank and each reads
+for itself, no range is exchanged: a load is one local read.
 
 Memory beyond the targets: two rounds that are read and one that is received, each of ``ROUND_BYTES``; on an accelerator
 also host copies of incomplete shards. There are few of these, because pieces arrive in the order in which ranks request
@@ -15,28 +17,40 @@ them.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from operator import itemgetter
 from typing import Any
 
 import msgspec
 import numpy as np
 import xxhash
+from msgspec import structs
 
-from paddleformers_fc.distributed.channel import Bytes, Channel, all_gather_checked, run_on_all
-from paddleformers_fc.execute.collective_checksums import fill_and_compare
-from paddleformers_fc.execute.phases import PhaseTimer, Slowest
-from paddleformers_fc.execute.read_jobs import Key, item_view, region_of
-from paddleformers_fc.execute.read_pool import DEFAULT_OPTIONS, ReadJob, ReadOptions, ReadPool
-from paddleformers_fc.execute.reading import ArraySlot, Slot, execute_reads, refuse_unequal, verify_equal
-from paddleformers_fc.execute.verified_reads import UNVERIFIED, BlockVerifier
+from paddleformers_fc.distributed.channel import (
+    Bytes,
+    Channel,
+    all_gather_checked,
+    gather_and_keep,
+    refuse_failed,
+    run_on_all,
+)
+from paddleformers_fc.errors import FlexError, StorageError
+from paddleformers_fc.execute.collective_checksums import FillMessage, refuse_damaged
+from paddleformers_fc.execute.phases import PhaseTimer, Slowest, rounded, slowest_of
+from paddleformers_fc.execute.reading import (
+    ArraySlot,
+    Key,
+    Slot,
+    execute_reads,
+    item_view,
+    read_parts,
+    refuse_unequal,
+    verify_equal,
+)
 from paddleformers_fc.formats.catalog import EVERYONE
-from paddleformers_fc.mapping.boxes import Box
-from paddleformers_fc.plan.block_owners import NO_BLOCKS, BlockReads, RecordedBlocks, byte_runs
+from paddleformers_fc.plan.block_owners import NO_BLOCKS, BlockReads, RecordedBlocks
 from paddleformers_fc.plan.items import EqualCheck, LoadPlan, ReadItem, StoredPart
 from paddleformers_fc.plan.transfer_plan import (
     EMPTY_SCHEDULE,
@@ -50,14 +64,13 @@ from paddleformers_fc.plan.transfer_plan import (
     schedule_rounds,
 )
 from paddleformers_fc.storage import paths
-from paddleformers_fc.storage.block_checksums import BlockComparison
-from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
+from paddleformers_fc.storage.block_checksums import comparison_of
+from paddleformers_fc.storage.executor import DEFAULT_OPTIONS, Blocks, OwnedBlocks, ReadOptions, ReadPool
 from paddleformers_fc.storage.files import byte_view
-from paddleformers_fc.storage.ranges import NO_IDENTITIES, Identities, same_bytes_key
+from paddleformers_fc.storage.identities import NO_IDENTITIES, Identities, same_bytes_key
+from paddleformers_fc.storage.operations import numpy_dtype
 
 Array = np.ndarray[Any, Any]
-PlaceRange = Callable[[TransferPiece, Array], None]
-_Begun = tuple[Array, Future[int]]
 
 _DIGEST_ELEMENTS = 4 << 20
 
@@ -84,6 +97,14 @@ class ReadContext:
         """Return whether a file is visible to a rank."""
         return file not in self.visible_to or rank in self.visible_to[file]
 
+    def blocks(self, rank: int) -> Blocks:
+        """Return the blocks that a rank compares."""
+        numbers = self.recorded.owned(self.block_reads, rank) if self.block_reads else {}
+        return {
+            self.root / path: OwnedBlocks(self.recorded.files[path], frozenset(found))
+            for path, found in numbers.items()
+        }
+
 
 @dataclass(frozen=True)
 class Traffic:
@@ -102,18 +123,22 @@ class Traffic:
     slowest: Slowest | None = None
 
 
-class _RangeMessage(msgspec.Struct, array_like=True, frozen=True):
-    """A range of a file, as it is sent to the other ranks."""
+class _Ranges(msgspec.Struct, frozen=True):
+    """Ranges on their way to other ranks: each has the number of its file, because a path is sent once."""
 
-    begin: int
-    shape: tuple[int, ...]
-    lo: tuple[int, ...]
-    hi: tuple[int, ...]
-    dtype: str
+    files: list[str]
+    parts: list[StoredPart]
 
+    @classmethod
+    def of(cls, parts: Sequence[StoredPart]) -> _Ranges:
+        """Return the message of some ranges."""
+        numbers: dict[str, str] = {}
+        sent = [structs.replace(part, file=numbers.setdefault(part.file, str(len(numbers)))) for part in parts]
+        return cls(list(numbers), sent)
 
-_RangeMessages = dict[str, list[tuple[int, _RangeMessage]]]
-"""Ranges and their positions in the order of a rank, by file: a path is sent once."""
+    def received(self) -> list[StoredPart]:
+        """Return the ranges."""
+        return [structs.replace(part, file=self.files[int(part.file)]) for part in self.parts]
 
 
 def agreed_schedule(
@@ -129,8 +154,8 @@ def agreed_schedule(
     Raises:
         StorageError: a range is in a file that is visible to no rank.
     """
-    everyone = all_gather_checked(channel, "assigning reads", lambda: _to_messages(requests), _RangeMessages)
-    moves = assign_transfers([_from_messages(messages) for messages in everyone], storage.visible_to)
+    everyone = all_gather_checked(channel, "assigning reads", lambda: _Ranges.of(requests), _Ranges)
+    moves = assign_transfers([ranges.received() for ranges in everyone], storage.visible_to)
     return schedule_rounds(moves, channel.rank, limit)
 
 
@@ -143,7 +168,9 @@ def read_redistributed(
     limit: int = ROUND_BYTES,
     timer: PhaseTimer | None = None,
 ) -> Traffic:
-    """Fill every slot of every rank; each rank reads for itself the visible ranges that it does not share.
+    """Fill every slot of every rank, and end with the verdict of all ranks on the blocks that they have read.
+
+    Each rank reads for itself the visible ranges that it does not share.
 
     Args:
         plan: this rank's plan; its report must be empty.
@@ -158,29 +185,40 @@ def read_redistributed(
         FlexError: the same on every rank: reads failed; targets hold an undefined mixture.
     """
     timer = timer or PhaseTimer()
-    schedule, block_reads = EMPTY_SCHEDULE, storage.block_reads
-    if storage.visible_to or options.once:
+    schedule, is_shared = EMPTY_SCHEDULE, bool(storage.visible_to) or options.once
+    if is_shared:
         parts = [item.stored for item in _by_shard(plan)]
         requests = [part for part in parts if options.once or not storage.can_read(channel.rank, part.file)]
         schedule = agreed_schedule(requests, storage, channel, limit)
-        block_reads = _agreed_block_reads(parts, schedule, storage, channel) if storage.recorded.files else ()
-    numbers = storage.recorded.owned(block_reads, channel.rank) if block_reads else {}
-    verifier = BlockVerifier(storage.root, storage.recorded, numbers)
-    filling = _ShardFiller(plan, schedule.parts(channel.rank), slots, storage, options, verifier)
+        if storage.recorded.files:
+            storage = replace(storage, block_reads=_agreed_block_reads(parts, schedule, storage, channel))
+    failure: FlexError | None = None
 
-    def read() -> Traffic:
+    def fill() -> tuple[FillMessage, Traffic]:
+        nonlocal failure
+        blocks, done = storage.blocks(channel.rank), Traffic(0, 0)
         try:
-            return run_rounds(schedule, storage, channel, filling.place, options, filling.read_alone, verifier)
-        finally:
-            filling.release()
+            if is_shared:
+                done = _run_rounds(plan, schedule, storage, slots, channel, options, blocks)
+            else:
+                done = Traffic(execute_reads(plan, storage.root, slots, options, storage.identities, blocks), 0)
+        except StorageError:
+            raise
+        except FlexError as error:  # Damaged blocks explain it.
+            failure = error
+        with ReadPool(options, storage.identities) as pool:
+            rest = pool.hash_rest(blocks)
+        found = comparison_of(blocks)
+        refusal = failure.to_wire() if failure else ""
+        # Ranks with equal messages send them once.
+        message = FillMessage(bool(found.faults), found.evidence, refusal, rounded(timer.end("read")))
+        return message, replace(done, read=done.read + rest, hashed=found.bytes)
 
-    def compare() -> BlockComparison:
-        filling.alone += verifier.finish(options, storage.identities)
-        return verifier.comparison()
-
-    next_step = storage.recorded.next_step
-    done, hashed, slowest = fill_and_compare(storage.root, channel, read, compare, timer, next_step)
-    return replace(done, read=done.read + filling.alone, hashed=hashed, slowest=slowest)
+    messages, done = gather_and_keep(channel, f"reading {storage.root.name}", fill, FillMessage)
+    effect = ", and tensors that were being filled are undefined"
+    refuse_damaged(storage.root, channel, messages, storage.recorded.next_step, effect)
+    refuse_failed(channel, [one.refusal for one in messages], failure)
+    return replace(done, slowest=slowest_of("read", [one.seconds for one in messages]))
 
 
 def _agreed_block_reads(
@@ -197,52 +235,43 @@ def _agreed_block_reads(
     return all_gather_checked(channel, "assigning blocks", own, BlockReads)
 
 
-def run_rounds(
+def _run_rounds(
+    plan: LoadPlan,
     schedule: TransferSchedule,
     storage: ReadContext,
+    slots: Mapping[Key, Slot],
     channel: Channel,
-    place: PlaceRange,
-    options: ReadOptions = DEFAULT_OPTIONS,
-    before: Callable[[], None] = lambda: None,
-    verifier: BlockVerifier = UNVERIFIED,
+    options: ReadOptions,
+    blocks: Blocks,
 ) -> Traffic:
-    """Execute the rounds of a schedule.
+    """Read what this rank does not share, and execute the rounds of a schedule.
 
     Every rank must call, inside an agreement helper: an error of this rank is raised after all ranks have left the
     rounds.
-
-    Args:
-        schedule: this rank's part.
-        storage: the files that it reads.
-        channel: all ranks.
-        place: called with every piece that this rank requested, in its stored shape and dtype.
-        options: threads and staging memory.
-        before: work of this rank alone that precedes the rounds; it may fail.
-        verifier: compares blocks that this rank reads.
-    Returns:
-        the bytes that this rank read and received in the rounds.
     """
+    filling = _ShardFiller(plan, schedule.parts(channel.rank), slots, storage, options, blocks)
     failures: list[Exception] = []
-    _attempt(failures, before)
     read = received = 0
-    with ReadPool(options, storage.identities) as pool:
-        source = _RangeSource(pool, storage.root, channel.rank, verifier)
-        mine = (piece for pieces in schedule.rounds for piece in pieces if piece.move.owner == channel.rank)
-        pool.expect((region_of(storage.root, piece.stored) for piece in mine), verifier.expected)
-        begun = [source.begin(pieces) for pieces in schedule.rounds[:1]]
-        for number, pieces in enumerate(schedule.rounds):
-            begun.extend(source.begin(later) for later in schedule.rounds[number + 1 : number + 2])
-            results = {index: _result(failures, one, pieces[index]) for index, one in begun.pop(0).items()}
-            arrived = _round(channel, pieces, {index: array for index, (array, _) in results.items()})
-            for piece, array in arrived:
-                _attempt(failures, partial(place, piece, array))
-            read += sum(count for _, count in results.values())
-            received += sum(piece.size for piece, _ in arrived if piece.move.owner != channel.rank)
-            if any(channel.gather("redistributing", b"failed" if failures else b"") or ()):
-                break
+    try:
+        _attempt(failures, filling.read_alone)
+        with ReadPool(options, storage.identities) as pool, ThreadPoolExecutor(1, "flex-round") as ahead:
+            owned = [[one for one in pieces if one.move.owner == channel.rank] for pieces in schedule.rounds]
+            begun = [_begin(ahead, pool, storage.root, pieces, blocks) for pieces in owned[:1]]
+            for number, pieces in enumerate(schedule.rounds):
+                begun += [_begin(ahead, pool, storage.root, later, blocks) for later in owned[number + 1 : number + 2]]
+                arrays = _result(failures, begun.pop(0), owned[number])
+                arrived = exchange_round(channel, pieces, arrays)
+                for piece, array in arrived:
+                    _attempt(failures, partial(filling.place, piece, array))
+                read += sum(array.nbytes for array in arrays)
+                received += sum(piece.size for piece, _ in arrived if piece.move.owner != channel.rank)
+                if any(channel.gather("redistributing", b"failed" if failures else b"") or ()):
+                    break
+    finally:
+        filling.release()
     if failures:
         raise failures[0]
-    return Traffic(read, received)
+    return Traffic(read + filling.alone, received)
 
 
 def compare_redistributed(
@@ -277,9 +306,10 @@ def _agreed_digests(
     wanted: Sequence[StoredPart], storage: ReadContext, channel: Channel, options: ReadOptions
 ) -> dict[StoredPart, bytes]:
     """Return the digests of all ranges that any rank requests; each is read by one rank."""
-    requests = all_gather_checked(channel, "asking for tied tensors", lambda: _to_messages(wanted), _RangeMessages)
-    parts = (part for messages in requests for part in _from_messages(messages))
-    owners = readers(parts, storage.visible_to, channel.world_size)
+    requests = all_gather_checked(channel, "asking for tied tensors", lambda: _Ranges.of(wanted), _Ranges)
+    owners = readers(
+        (part for ranges in requests for part in ranges.received()), storage.visible_to, channel.world_size
+    )
     mine = [part for part, owner in owners.items() if owner == channel.rank]
     answers = all_gather_checked(channel, "reading tied tensors", lambda: _digests(mine, storage, options), list[bytes])
     left = [iter(answer) for answer in answers]
@@ -289,35 +319,13 @@ def _agreed_digests(
 def _digests(parts: Sequence[StoredPart], storage: ReadContext, options: ReadOptions) -> list[bytes]:
     found: list[bytes] = []
     with ReadPool(options, storage.identities) as pool:
-        pool.expect(region_of(storage.root, part) for part in parts)
         for part in parts:
             hasher = xxhash.xxh3_128()
             for box in boxes_within(part.part, _DIGEST_ELEMENTS):
-                array, reading = _begin(pool, storage.root, msgspec.structs.replace(part, part=box))
-                reading.result()
+                (array,) = read_parts(pool, storage.root, [structs.replace(part, part=box)])
                 hasher.update(byte_view(array))
             found.append(hasher.digest())
     return found
-
-
-@dataclass(frozen=True)
-class _RangeSource:
-    """Reads this rank's pieces in threads."""
-
-    pool: ReadPool
-    root: paths.AnyPath
-    rank: int
-    verifier: BlockVerifier
-
-    def begin(self, pieces: Sequence[TransferPiece]) -> dict[int, _Begun]:
-        """Start to read the pieces of a round that this rank owns, and their blocks; return the reads by index."""
-        own = {index: piece.stored for index, piece in enumerate(pieces) if piece.move.owner == self.rank}
-        return {index: _begin(self.pool, self.root, part, self._blocks(part)) for index, part in own.items()}
-
-    def _blocks(self, part: StoredPart) -> Sequence[ReadJob]:
-        path = self.root / part.file
-        spans = byte_runs(part, sys.maxsize)
-        return [block for first, last in spans for block in self.verifier.blocks_in(path, first, last + 1)]
 
 
 class _ShardFiller:
@@ -329,25 +337,25 @@ class _ShardFiller:
         slots: memory by role and full name.
         storage: the files that it reads.
         options: threads and staging memory.
-        verifier: compares blocks that this rank reads alone.
+        blocks: the blocks that this rank compares.
     """
 
     def __init__(
         self,
         plan: LoadPlan,
-        arriving: Collection[StoredPart],
+        arriving: set[StoredPart],
         slots: Mapping[Key, Slot],
         storage: ReadContext,
         options: ReadOptions,
-        verifier: BlockVerifier,
+        blocks: Blocks,
     ) -> None:
-        self.alone, self._verifier = 0, verifier
+        self.alone, self._blocks = 0, blocks
         self._plan, self._slots, self._storage, self._options = plan, slots, storage, options
         self._arriving: dict[StoredPart, list[ReadItem]] = {}
         self._left: dict[Key, int] = {}
         self._own: dict[Key, list[ReadItem]] = {}
         self._buffers: dict[Key, Array] = {}
-        for item in plan.items if arriving else ():
+        for item in plan.items:
             key = (item.role, item.name)
             if item.stored in arriving:
                 self._arriving.setdefault(item.stored, []).append(item)
@@ -357,10 +365,7 @@ class _ShardFiller:
 
     def read_alone(self) -> None:
         """Fill the shards of which no range is received."""
-        items = self._plan.items
-        if self._left:
-            items = tuple(item for item in items if (item.role, item.name) not in self._left)
-        self._read(items, self._slots)
+        self._read((item for item in self._plan.items if (item.role, item.name) not in self._left), self._slots)
 
     def place(self, piece: TransferPiece, array: Array) -> None:
         """Copy a received piece to its place in the plan, and pass a complete shard on."""
@@ -385,13 +390,13 @@ class _ShardFiller:
     def _buffer(self, key: Key) -> Array:
         if key not in self._buffers:
             self._buffers[key] = self._slots[key].open().array()
-            self._read(tuple(self._own.get(key, ())), {key: ArraySlot(self._buffers[key])})
+            self._read(self._own.get(key, ()), {key: ArraySlot(self._buffers[key])})
         return self._buffers[key]
 
-    def _read(self, items: tuple[ReadItem, ...], slots: Mapping[Key, Slot]) -> None:
-        part = replace(self._plan, items=items)
+    def _read(self, items: Iterable[ReadItem], slots: Mapping[Key, Slot]) -> None:
+        part = replace(self._plan, items=tuple(items))
         storage, options = self._storage, self._options
-        self.alone += execute_reads(part, storage.root, slots, options, storage.identities, self._verifier)
+        self.alone += execute_reads(part, storage.root, slots, options, storage.identities, self._blocks)
 
 
 def _by_shard(plan: LoadPlan) -> list[ReadItem]:
@@ -402,57 +407,58 @@ def _by_shard(plan: LoadPlan) -> list[ReadItem]:
     return [item for items in shards.values() for item in items]
 
 
-def _round(
-    channel: Channel, pieces: Sequence[TransferPiece], arrays: Mapping[int, Array]
+def exchange_round(
+    channel: Channel, pieces: Sequence[TransferPiece], own: Sequence[Array]
 ) -> list[tuple[TransferPiece, Array]]:
-    """Send the pieces that this rank has read; return the pieces that it requested, from all ranks."""
+    """Send the pieces of one round that this rank has; return those that it wants, from all ranks.
+
+    Args:
+        channel: all ranks; every rank must call.
+        pieces: of the round, in an order that is equal on all ranks.
+        own: the elements of the pieces that this rank sends, in this order.
+    """
+    have = dict(
+        zip((index for index, piece in enumerate(pieces) if piece.move.owner == channel.rank), own, strict=True)
+    )
     leaving: dict[int, list[Bytes]] = {}
-    for index, array in arrays.items():
-        for receiver in pieces[index].move.receivers:
-            if receiver != channel.rank:
-                leaving.setdefault(receiver, []).append(_packed(array))
     coming: dict[int, list[TransferPiece]] = {}
     for index, piece in enumerate(pieces):
-        if index not in arrays:
+        if index not in have:
             coming.setdefault(piece.move.owner, []).append(piece)
+            continue
+        for receiver in piece.move.receivers:
+            if receiver != channel.rank:
+                leaving.setdefault(receiver, []).append(have[index].reshape(-1).view(np.uint8))
     outgoing = {receiver: np.concatenate(parts) for receiver, parts in leaving.items()}
     sizes = {owner: sum(piece.size for piece in theirs) for owner, theirs in coming.items()}
     arrived = channel.all_to_all(outgoing, sizes)
-    found = [(pieces[index], array) for index, array in arrays.items() if channel.rank in pieces[index].move.receivers]
+    found = [(pieces[index], array) for index, array in have.items() if channel.rank in pieces[index].move.receivers]
     for owner, theirs in coming.items():
         found.extend(zip(theirs, _unpacked(arrived[owner], theirs), strict=True))
     return found
 
 
-def _begin(pool: ReadPool, root: paths.AnyPath, part: StoredPart, before: Sequence[ReadJob] = ()) -> _Begun:
-    """Start to read a range into an array of its own."""
-    region = region_of(root, part)
-    array: Array = np.empty(region.size, region.dtype)
-    return array, pool.begin(region, array, before)
-
-
-def _packed(array: Array) -> Bytes:
-    return array.reshape(-1).view(np.uint8)
-
-
 def _unpacked(payload: Bytes, pieces: Sequence[TransferPiece]) -> Iterator[Array]:
     start = 0
     for piece in pieces:
-        yield payload[start : start + piece.size].view(_dtype(piece)).reshape(piece.box.shape)
+        yield payload[start : start + piece.size].view(numpy_dtype(piece.move.part.dtype)).reshape(piece.box.shape)
         start += piece.size
 
 
-def _dtype(piece: TransferPiece) -> np.dtype[Any]:
-    return to_numpy(to_safetensors(piece.move.part.dtype))
+def _begin(
+    ahead: ThreadPoolExecutor, pool: ReadPool, root: paths.AnyPath, pieces: Sequence[TransferPiece], blocks: Blocks
+) -> Future[list[Array]]:
+    """Start to read the pieces of a round."""
+    return ahead.submit(read_parts, pool, root, [piece.stored for piece in pieces], blocks)
 
 
-def _result(failures: list[Exception], one: _Begun, piece: TransferPiece) -> tuple[Array, int]:
-    """Return a piece that was read, or zeros in its place: the receivers expect that many bytes."""
+def _result(failures: list[Exception], begun: Future[list[Array]], pieces: Sequence[TransferPiece]) -> list[Array]:
+    """Return the pieces that were read, or zeros in their place: the receivers expect that many bytes."""
     try:
-        return one[0], one[1].result()
+        return begun.result()
     except Exception as error:  # Raised when all ranks have left the rounds.
         failures.append(error)
-        return np.zeros(piece.box.shape, _dtype(piece)), 0
+        return [np.zeros(piece.box.shape, numpy_dtype(piece.move.part.dtype)) for piece in pieces]
 
 
 def _attempt(failures: list[Exception], work: Callable[[], None]) -> None:
@@ -463,19 +469,3 @@ def _attempt(failures: list[Exception], work: Callable[[], None]) -> None:
         work()
     except Exception as error:  # As above.
         failures.append(error)
-
-
-def _to_messages(parts: Iterable[StoredPart]) -> _RangeMessages:
-    by_file: _RangeMessages = {}
-    for position, one in enumerate(parts):
-        part = _RangeMessage(one.begin, one.shape, one.part.lo, one.part.hi, one.dtype)
-        by_file.setdefault(one.file, []).append((position, part))
-    return by_file
-
-
-def _from_messages(by_file: _RangeMessages) -> list[StoredPart]:
-    found: list[tuple[int, StoredPart]] = []
-    for file, parts in by_file.items():
-        for position, one in parts:
-            found.append((position, StoredPart(file, one.begin, one.shape, Box(one.lo, one.hi), one.dtype)))
-    return [part for _, part in sorted(found, key=itemgetter(0))]

@@ -1,0 +1,615 @@
+"""Execute read operations: read each byte of a file once, hash the blocks of this rank, and place what is wanted.
+
+A file is walked in windows: its checksum blocks where some of them are compared, otherwise :data:`WINDOW_BYTES`. A
+window contains the parts of all operations in it. Any thread can execute any window, in four steps:
+
+1. **Cut**: runs that are the same in memory are separated from those that are cast, transposed or very short.
+2. **Read**: the former go into their memory, and the latter into an image of the window, with a few system calls, or
+   with few requests to a store. Of a block that is hashed, all bytes are read; bytes that nobody wants go to the image.
+3. **Hash**: the block, while it is in the processor's cache.
+4. **Place**: parts of the image are copied to their memory.
+
+Threads take windows from one stream until it is empty; the calling thread is one of them. After the first error, or an
+interrupt, the other threads stop once their current task is done. Each thread opens its files itself, and compares the
+identity of a file when it opens and before it closes it.
+
+Memory: an image and as much scratch memory for each thread. Requests to a store are as long as a window, and join
+ranges if the gap between them costs less than a request.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain, groupby, islice
+from operator import attrgetter, itemgetter
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+import xxhash
+
+from paddleformers_fc.errors import FlexError, OptionError
+from paddleformers_fc.storage.checksum import FileChecksum
+from paddleformers_fc.storage.files import MOST_BUFFERS, OpenFile, memory_at, open_local, read_several
+from paddleformers_fc.storage.identities import (
+    NO_IDENTITIES,
+    Identities,
+    refuse_replaced,
+    refuse_replaced_meanwhile,
+)
+from paddleformers_fc.storage.operations import MAX_OVER_READ, SHORT_RUN, Array, Operation
+from paddleformers_fc.storage.paths import AnyPath, RemotePath
+from paddleformers_fc.storage.progress import advance
+from paddleformers_fc.storage.remote import RemoteFile, open_remote
+
+DEFAULT_STAGING_MEMORY_BYTES = 64 << 20
+"""Bound of the staging memory of all threads together."""
+IMAGE_BYTES = 1 << 20
+"""Bytes of a local file whose image is in memory at a time: more would leave the processor's cache."""
+WINDOW_BYTES = 8 << 20
+"""Bytes of a window: enough to make a system call or a request cheap, few enough to share a tensor among threads."""
+GAP_BYTES = 256 << 10
+"""Bytes that a store sends in the time of a request, a low estimate: a gap of this length is read along."""
+MAX_GAP_RATIO = 16.0
+"""Maximum ratio of requested to wanted bytes, for requests of more than ``FREE_BYTES``."""
+FREE_BYTES = 64 << 10
+"""A request of this length takes as long as one of a byte."""
+_HASHED_RUN = 64 << 10
+"""Shorter runs of a block that is hashed are copied from its image: that is cheaper than to scatter the read."""
+_SLACK = 4096
+"""An image begins as its first element is aligned, and ends with the last element that begins in it."""
+_TASK_WINDOWS = 64
+_MOST_REQUESTS = 64
+"""Number of requests that a thread sends at the same time."""
+_SMALLEST_IMAGE = 64
+_NO_SCRATCH = np.empty(0, np.uint8)
+_T = TypeVar("_T")
+
+Part = tuple[int, int, int]
+"""A range of a file that is read: its offset, its length, and its address in memory."""
+
+
+@dataclass(frozen=True)
+class ReadOptions:
+    """Options of reads.
+
+    Args:
+        threads: number of threads.
+        staging_memory_bytes: maximum staging memory of all threads, used by transposes, casts and host copies.
+        max_over_read: maximum ratio of bytes read to bytes needed, if short runs are read with the gaps between them.
+        once: whether a range for several ranks is read by one of them and sent to the others.
+    Raises:
+        OptionError: a bound is below 1.
+    """
+
+    threads: int = 4
+    staging_memory_bytes: int = DEFAULT_STAGING_MEMORY_BYTES
+    max_over_read: float = MAX_OVER_READ
+    once: bool = False
+
+    def __post_init__(self) -> None:
+        if self.threads < 1 or self.staging_memory_bytes < 1 or self.max_over_read < 1:
+            raise OptionError(
+                "Invalid options of reads.",
+                evidence=[
+                    f"threads: {self.threads}",
+                    f"staging_memory_bytes: {self.staging_memory_bytes}",
+                    f"max_over_read: {self.max_over_read}",
+                ],
+                next_step="Set each of them to 1 or more.",
+            )
+
+    @property
+    def image_bytes(self) -> int:
+        """Bytes of a local file whose image a thread has in memory."""
+        return max(_SMALLEST_IMAGE, min(IMAGE_BYTES, self.staging_memory_bytes // (2 * self.threads)))
+
+    @property
+    def host_copy_bytes(self) -> int:
+        """Staging memory for host copies: all but the images and the scratch memory of the threads."""
+        return max(0, self.staging_memory_bytes - 2 * self.threads * self.image_bytes)
+
+
+DEFAULT_OPTIONS = ReadOptions()
+
+
+@dataclass
+class OwnedBlocks:
+    """The blocks of one file that this rank compares. For many threads.
+
+    Args:
+        checksum: the recorded checksums.
+        numbers: of the blocks.
+
+    Attributes:
+        hashed: the blocks that were hashed.
+        differing: the blocks whose checksums differ.
+        error: why the file could not be read, if errors are collected.
+    """
+
+    checksum: FileChecksum
+    numbers: frozenset[int]
+    hashed: set[int] = field(default_factory=set)
+    differing: list[int] = field(default_factory=list)
+    error: FlexError | None = None
+
+    def length(self, number: int) -> int:
+        """Return the bytes of a block."""
+        return min(self.checksum.block_bytes, self.checksum.size - number * self.checksum.block_bytes)
+
+    def window(self, path: AnyPath, number: int, pieces: list[Operation]) -> Window:
+        """Return a block as a window."""
+        low = number * self.checksum.block_bytes
+        return Window(path, low, low + self.length(number), pieces, self)
+
+    def compare(self, low: int, digest: bytes) -> None:
+        """Record the checksum of a block by its first byte."""
+        number = low // self.checksum.block_bytes
+        if digest != self.checksum.block(number):
+            self.differing.append(number)
+        self.hashed.add(number)
+
+
+Blocks = Mapping[AnyPath, OwnedBlocks]
+"""The blocks that a rank compares, by file."""
+NO_BLOCKS: Blocks = MappingProxyType({})
+
+
+class Window(msgspec.Struct, gc=False, eq=False):
+    """A range of a file, and what is wanted of it.
+
+    Args:
+        path: the file.
+        low: offset of the first byte.
+        high: offset behind the last.
+        pieces: parts of operations whose elements begin in it.
+        blocks: gets the checksum of the bytes; None if they are not hashed.
+    """
+
+    path: AnyPath
+    low: int
+    high: int
+    pieces: list[Operation]
+    blocks: OwnedBlocks | None = None
+
+
+def windows_of(operations: Iterable[Operation], blocks: Blocks) -> Iterator[Window]:
+    """Yield the windows of operations that are grouped by file.
+
+    Args:
+        operations: the reads.
+        blocks: the blocks that are hashed while they are read.
+    """
+    for path, found in groupby(operations, key=attrgetter("path")):
+        ordered = sorted(found, key=attrgetter("begin"))
+        owned = blocks.get(path)
+        step = WINDOW_BYTES if owned is None else owned.checksum.block_bytes
+        index = high = 0
+        active: list[Operation] = []
+        while active or index < len(ordered):
+            low = high if active else max(high, ordered[index].begin // step * step)
+            high = low + step
+            while index < len(ordered) and ordered[index].begin < high:
+                active.append(ordered[index])
+                index += 1
+            pieces = [piece for one in active for piece in one.cut(low, high)]
+            if owned is not None and low // step in owned.numbers:
+                yield owned.window(path, low // step, pieces)
+            elif pieces:
+                yield Window(path, low, high, pieces)
+            active = [one for one in active if one.end > high]
+
+
+def unread_blocks(blocks: Blocks) -> Iterator[Window]:
+    """Yield the windows of blocks that were not hashed by now."""
+    for path, owned in blocks.items():
+        yield from (owned.window(path, number, []) for number in sorted(owned.numbers - owned.hashed))
+
+
+class _Worker:
+    """What one thread needs: its open files, image and scratch memory.
+
+    Args:
+        options: bounds.
+        identities: of the checked files.
+        seen: remote files of all threads.
+    """
+
+    def __init__(self, options: ReadOptions, identities: Identities, seen: dict[AnyPath, RemoteFile]) -> None:
+        self._options, self._identities, self._seen = options, identities, seen
+        self._files: dict[AnyPath, OpenFile] = {}
+        self._image = self._scratch = _NO_SCRATCH
+
+    def read(self, window: Window) -> int:
+        """Execute a window, and return the bytes read from storage."""
+        if window.blocks is None:
+            return self._fill(window.path, window.low, window.high, window.pieces, None)
+        hasher = xxhash.xxh3_64()
+        count = self._fill(window.path, window.low, window.high, window.pieces, hasher)
+        window.blocks.compare(window.low, hasher.digest())
+        return count
+
+    def close(self) -> None:
+        """Close the files.
+
+        Raises:
+            Corrupt: one has changed since it was checked.
+            StorageError: one cannot be closed. All are closed.
+        """
+        errors: list[FlexError] = []
+        while self._files:
+            try:
+                self._drop()
+            except FlexError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def _fill(self, path: AnyPath, low: int, high: int, pieces: list[Operation], hasher: Any) -> int:
+        runs: list[Part] = []
+        copied: list[Operation] = []
+        shortest = SHORT_RUN if hasher is None else _HASHED_RUN
+        for piece in pieces:
+            if not piece.sizes:
+                runs.append((piece.begin, piece.size, piece.address))
+            elif (run := piece.run) >= shortest:
+                offsets, addresses = piece.runs()
+                runs.extend(zip(offsets.tolist(), [run] * len(offsets), addresses.tolist(), strict=True))
+            else:
+                copied.append(piece)
+        runs.sort()
+        gaps = _gaps(runs, low, high)
+        if gaps is None or (hasher is not None and copied):
+            # Ranges that several operations want, or that a hash needs in order: all of them go through the image.
+            runs, copied, gaps = [], pieces, [(low, high - low)]
+        if hasher is None:
+            gaps = _joined(copied, self._options.max_over_read)
+        elif copied:
+            gaps = [(low, max(high, *(piece.end for piece in copied)) - low)]
+        room = self._room(path)
+        if gaps and high - low > room:
+            cuts = range(low, high, room)
+            some = (([part for one in pieces for part in one.cut(at, at + room)], at) for at in cuts)
+            return sum(
+                self._fill(path, at, min(at + room, high), parts, hasher) for parts, at in some if parts or hasher
+            )
+        if gaps:
+            base = self._base(path, copied[0].begin - low if copied else 0) - low
+            parts = sorted([*runs, *((begin, length, base + begin) for begin, length in gaps)])
+        else:
+            base, parts = 0, runs
+        self._read(path, parts)
+        if hasher is not None:
+            for begin, length, address in parts:
+                if begin < high:
+                    hasher.update(memory_at(address, min(length, high - begin)))
+        for piece in copied:
+            piece.place(base + piece.begin, self._scratch, self._scales(piece))
+        return sum(map(itemgetter(1), parts))
+
+    def _room(self, path: AnyPath) -> int:
+        return WINDOW_BYTES if isinstance(path, RemotePath) else self._options.image_bytes
+
+    def _base(self, path: AnyPath, first: int) -> int:
+        """Return the address of an image whose byte at an offset is aligned."""
+        size = self._room(path) + _SLACK
+        if self._image.size < size:
+            self._image, self._scratch = np.empty(size, np.uint8), np.empty(size, np.uint8)
+        address = int(self._image.ctypes.data)
+        return address + (-(address + first) % 64)
+
+    def _scales(self, piece: Operation) -> Array | None:
+        if piece.scales is None:
+            return None
+        begin, count = piece.scales.rows(piece)
+        scales = np.empty(count, np.float32)
+        self._read(piece.scales.file, [(begin, scales.nbytes, int(scales.ctypes.data))])
+        return scales
+
+    def _read(self, path: AnyPath, parts: Sequence[Part]) -> None:
+        if isinstance(path, RemotePath):
+            _fetch(self._remote(path), parts)
+            return
+        file, index = self._opened(path), 0
+        while index < len(parts):
+            begin = end = parts[index][0]
+            views: list[memoryview] = []
+            while index < len(parts) and parts[index][0] == end and len(views) < MOST_BUFFERS:
+                _, length, address = parts[index]
+                views.append(memory_at(address, length))
+                end, index = end + length, index + 1
+            read_several(file, begin, views)
+
+    def _remote(self, path: RemotePath) -> RemoteFile:
+        found = self._seen.get(path)
+        if found is None:
+            file = open_remote(path)
+            refuse_replaced(file, self._identities)
+            found = self._seen.setdefault(path, file)
+        return found
+
+    def _opened(self, path: Path) -> OpenFile:
+        file = self._files.get(path)
+        if file is None:
+            if len(self._files) == 2:
+                self._drop()
+            file = open_local(path)
+            try:
+                refuse_replaced(file, self._identities)
+            except BaseException:
+                file.close()
+                raise
+            self._files[path] = file
+        return file
+
+    def _drop(self) -> None:
+        """Close the file that was opened first."""
+        file = self._files.pop(next(iter(self._files)))
+        try:
+            # A file that was deleted, on a network file system: all reads of it were complete.
+            with suppress(OSError):
+                refuse_replaced(file, self._identities)
+        finally:
+            file.close()
+
+
+def _gaps(runs: Sequence[Part], low: int, high: int) -> list[tuple[int, int]] | None:
+    """Return the ranges between runs, by offset and length; None if runs overlap."""
+    gaps: list[tuple[int, int]] = []
+    at = low
+    for begin, length, _ in runs:
+        if begin < at:
+            return None
+        if begin > at:
+            gaps.append((at, begin - at))
+        at = begin + length
+    if at < high:
+        gaps.append((at, high - at))
+    return gaps
+
+
+def _joined(pieces: Iterable[Operation], max_over_read: float) -> list[tuple[int, int]]:
+    """Return the ranges of operations, by offset and length; those that overlap or are adjacent are one."""
+    found: list[tuple[int, int]] = []
+    for piece in pieces:
+        offsets, length = piece.spans(max_over_read)
+        found.extend(zip(offsets.tolist(), [length] * len(offsets), strict=True))
+    joined: list[tuple[int, int]] = []
+    for begin, length in sorted(found):
+        if joined and begin <= sum(joined[-1]):
+            joined[-1] = joined[-1][0], max(sum(joined[-1]), begin + length) - joined[-1][0]
+        else:
+            joined.append((begin, length))
+    return joined
+
+
+def _fetch(file: RemoteFile, parts: Sequence[Part]) -> None:
+    """Request parts in order, near ones together and all of them at the same time."""
+    requests: list[tuple[int, int]] = []
+    wanted = 0
+    for begin, length, _ in parts:
+        end = begin + length
+        if requests:
+            low, high = requests[-1]
+            is_cheap = end - low <= FREE_BYTES or end - low <= MAX_GAP_RATIO * (wanted + length)
+            if begin < high or (begin - high <= GAP_BYTES and is_cheap):
+                requests[-1], wanted = (low, max(high, end)), wanted + length
+                continue
+        requests.append((begin, end))
+        wanted = length
+    answers = [
+        answer
+        for at in range(0, len(requests), _MOST_REQUESTS)
+        for answer in file.fetch(requests[at : at + _MOST_REQUESTS])
+    ]
+    begins = [low for low, _ in requests]
+    for begin, length, address in parts:
+        number = bisect_right(begins, begin) - 1
+        first = begin - begins[number]
+        memory_at(address, length)[:] = memoryview(answers[number])[first : first + length]
+
+
+class StopLatch:
+    """Admits threads until it is shut; closing it waits for the threads inside.
+
+    Attributes:
+        shut: whether no more threads are admitted, and those inside should stop.
+    """
+
+    def __init__(self) -> None:
+        self.shut = False
+        self._inside = 0
+        self._change = threading.Condition()
+
+    @contextmanager
+    def entered(self) -> Iterator[bool]:
+        """Enter; yield whether the thread may work, which it may not once the latch is shut."""
+        with self._change:
+            may = not self.shut
+            self._inside += may
+        try:
+            yield may
+        finally:
+            with self._change:
+                self._inside -= may
+                self._change.notify_all()
+
+    def close(self) -> None:
+        """Shut the latch, and wait until no thread is inside."""
+        with self._change:
+            self.shut = True
+            self._change.wait_for(lambda: self._inside == 0)
+
+
+def run_workers(
+    pool: ThreadPoolExecutor, threads: int, stream: Iterator[_T], work: Callable[[Callable[[], _T | None]], int]
+) -> int:
+    """Let threads take items from one stream until it is empty. A single item is processed by the caller alone.
+
+    Args:
+        pool: runs the other threads.
+        threads: number of threads, the caller included.
+        stream: the items; advanced by one thread at a time.
+        work: run by each thread. It calls its argument for the next item, until that returns None.
+    Returns:
+        the sum of the results.
+
+    Raises:
+        Exception: of the first thread that failed. No other thread takes an item after that.
+    """
+    first = list(islice(stream, 2))
+    stream = chain(first, stream)
+    if threads == 1 or len(first) < 2:
+        return work(lambda: next(stream, None))
+    lock, latch = threading.Lock(), StopLatch()
+
+    def take() -> _T | None:
+        with lock:
+            return None if latch.shut else next(stream, None)
+
+    def other() -> int:
+        with latch.entered() as may:
+            try:
+                return work(take) if may else 0
+            except BaseException:
+                # An interrupt too must stop the other threads; it is raised again where results are collected.
+                latch.shut = True
+                raise
+
+    futures: list[Future[int]] = []
+    try:
+        for _ in range(threads - 1):
+            futures.append(pool.submit(other))
+        # This thread works too and does not wait for others to start. It bypasses the latch, so its end is detected
+        # here.
+        total = work(take)
+    finally:
+        # An interrupt, even one between the start of a thread and the append above, ends the work after the current
+        # items: nothing is written after this returns.
+        latch.close()
+    return total + sum(future.result() for future in futures if not future.cancel())
+
+
+class ReadPool:
+    """Threads with their open files and images; a context manager that joins them and closes everything.
+
+    Args:
+        options: threads and staging.
+        identities: the identities of the checked files; another file under a path is refused.
+    """
+
+    def __init__(self, options: ReadOptions = DEFAULT_OPTIONS, identities: Identities = NO_IDENTITIES) -> None:
+        self.options = options
+        self.identities = identities
+        self._pool = ThreadPoolExecutor(options.threads, "flex-read")
+        self._idle: list[_Worker] = []
+        self._remote: dict[AnyPath, RemoteFile] = {}
+
+    def run(self, operations: Iterable[Operation], blocks: Blocks = NO_BLOCKS, is_counted: bool = False) -> int:
+        """Execute operations in any order and return the bytes read from storage.
+
+        Args:
+            operations: grouped by file.
+            blocks: the blocks that are hashed while they are read.
+            is_counted: whether the bytes are part of the displayed progress.
+        Raises:
+            Corrupt, StorageError: of the first thread that failed. No other thread takes a task after that.
+        """
+        return self._run(windows_of(operations, blocks), is_counted, False)
+
+    def hash_rest(self, blocks: Blocks, is_counted: bool = False, keep_errors: bool = False) -> int:
+        """Hash the blocks that no operation has read, and return the bytes read from storage.
+
+        Args:
+            blocks: the blocks.
+            is_counted: whether the bytes are part of the displayed progress.
+            keep_errors: whether a file that cannot be read is recorded in its blocks, and the others are hashed.
+        Raises:
+            Corrupt, StorageError: a read failed, unless errors are kept.
+        """
+        return self._run(unread_blocks(blocks), is_counted, keep_errors)
+
+    def _run(self, windows: Iterator[Window], is_counted: bool, keep_errors: bool) -> int:
+        work = partial(self._work, is_counted, keep_errors)
+        return run_workers(self._pool, self.options.threads, _tasks(windows), work)
+
+    def _work(self, is_counted: bool, keep_errors: bool, take: Callable[[], list[Window] | None]) -> int:
+        total = 0
+        with self._worker() as worker:
+            while (task := take()) is not None:
+                for window in task:
+                    if window.blocks is not None and window.blocks.error is not None:
+                        continue
+                    try:
+                        count = worker.read(window)
+                    except FlexError as error:
+                        if not keep_errors or window.blocks is None:
+                            raise
+                        window.blocks.error = error
+                        continue
+                    if is_counted:
+                        advance(count)
+                    total += count
+        return total
+
+    @contextmanager
+    def _worker(self) -> Iterator[_Worker]:
+        """Yield a worker that no other thread uses."""
+        try:
+            worker = self._idle.pop()
+        except IndexError:
+            worker = _Worker(self.options, self.identities, self._remote)
+        try:
+            yield worker
+        finally:
+            self._idle.append(worker)
+
+    def close(self) -> None:
+        """Join the threads and close all files.
+
+        Raises:
+            Corrupt: a file is no longer the one that was checked.
+            StorageError: a file cannot be closed.
+        """
+        self._pool.shutdown()
+        errors: list[FlexError] = []
+        for worker in self._idle:
+            try:
+                worker.close()
+            except FlexError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def __enter__(self) -> ReadPool:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *raised: object) -> None:
+        # The first error is more specific than a file that cannot be closed after it.
+        with suppress(*[] if kind is None else [FlexError]):
+            self.close()
+        if kind is None:
+            refuse_replaced_meanwhile(self._remote, self.identities)
+
+
+def _tasks(windows: Iterable[Window]) -> Iterator[list[Window]]:
+    """Group windows into tasks of about :data:`WINDOW_BYTES`."""
+    task: list[Window] = []
+    size = 0
+    for window in windows:
+        length = window.high - window.low if window.blocks else sum(piece.needed for piece in window.pieces)
+        if task and (size + length > WINDOW_BYTES or len(task) == _TASK_WINDOWS):
+            yield task
+            task, size = [], 0
+        task.append(window)
+        size += length
+    if task:
+        yield task

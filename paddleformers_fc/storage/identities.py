@@ -1,0 +1,129 @@
+"""Identities of files, so that the file that is read is the file that was checked.
+
+A checkpoint is checked by path and later read by path. Between the two a file can be replaced: a step saved again, a
+directory renamed over another. The identity of a local file (device, inode, size, change time) is recorded before the
+check and compared on the descriptor that is read, when it is opened and before it is closed. A remote file has no
+descriptor: its size and entity tag, or change time, are compared when it is opened and again after the last read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+import xxhash
+
+from paddleformers_fc.errors import Corrupt
+from paddleformers_fc.storage.block_scales import ScaledFile
+from paddleformers_fc.storage.files import OpenFile, map_paths, stat_path
+from paddleformers_fc.storage.paths import AnyPath, RemotePath
+from paddleformers_fc.storage.remote import RemoteFile, RemoteStatus
+
+
+@dataclass(frozen=True, slots=True)
+class FileIdentity:
+    """One file of this machine as it was.
+
+    Args:
+        device: that it is on.
+        inode: its number there.
+        size: in bytes.
+        modified: time of the last change of its content, in nanoseconds.
+    """
+
+    device: int
+    inode: int
+    size: int
+    modified: int
+
+
+Identity = FileIdentity | RemoteStatus | ScaledFile
+"""The identity of a file, or of one that is produced from others."""
+Identities = Mapping[AnyPath, Identity]
+
+
+def identities_of(paths: Iterable[AnyPath]) -> dict[AnyPath, Identity]:
+    """Return the identities of files; a missing file has none, which a later check reports.
+
+    Raises:
+        StorageError: the operating system refused to look.
+    """
+    paths = list(paths)
+    found = zip(paths, map_paths(stat_path, paths, paths[0]), strict=True) if paths else ()
+    return {path: identity_of(status) for path, status in found if status is not None}
+
+
+def stored_identities(identities: Identities) -> dict[AnyPath, Identity]:
+    """Return the identities of files without those that are produced from others."""
+    return {path: one for path, one in identities.items() if not isinstance(one, ScaledFile)}
+
+
+def same_bytes_key(identities: Identities) -> str:
+    """Return a text that is equal for processes that read the same bytes; empty if these identities cannot show it.
+
+    Processes of one machine with access to the same local files read them through one page cache. Copies of a file on
+    the disks of several machines can differ, and so can their caches. An object of a store is the same for all of them.
+    """
+    if not identities:
+        return ""
+    found = sorted((str(path), repr(identity)) for path, identity in identities.items())
+    local = any(isinstance(identity, FileIdentity) for identity in identities.values())
+    machine = f"{socket.gethostname()} {boot_id()}" if local else ""
+    return xxhash.xxh3_128_hexdigest(f"{machine} {found}".encode(errors="surrogateescape"))
+
+
+def boot_id() -> str:
+    """Return the kernel's identifier of the current boot of this machine; empty if there is none."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return ""
+
+
+def refuse_replaced(file: OpenFile | RemoteFile, identities: Identities) -> None:
+    """Refuse an open file that is not the one that was checked; a file that was not checked passes.
+
+    Raises:
+        Corrupt: it was replaced or changed.
+    """
+    expected = identities.get(file.path)
+    found = file.status if isinstance(file, RemoteFile) else os.fstat(file.descriptor)
+    if expected is not None and identity_of(found) != expected:
+        raise replaced(file.path)
+
+
+def refuse_replaced_meanwhile(paths: Iterable[AnyPath], identities: Identities) -> None:
+    """Refuse remote files that are no longer those that were checked, once they have been read.
+
+    Raises:
+        Corrupt: one was replaced, changed or deleted.
+        StorageError: the store refused to look.
+    """
+    read = [path for path in paths if isinstance(path, RemotePath) and path in identities]
+    for path, status in zip(read, map_paths(stat_path, read, read[0]) if read else (), strict=True):
+        if status != identities[path]:
+            raise replaced(path)
+
+
+def replaced(path: AnyPath) -> Corrupt:
+    """Return the error for a file that is no longer the one that was checked."""
+    return Corrupt(
+        f"{path} was replaced or changed after it was checked.",
+        where=str(path),
+        next_step="Another job writes into this directory. Let it finish, then load again.",
+    )
+
+
+def identity_of(status: os.stat_result | RemoteStatus) -> Identity:
+    """Return the identity of a file by its status."""
+    if isinstance(status, RemoteStatus):
+        return status
+    return FileIdentity(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+NO_IDENTITIES: Identities = MappingProxyType({})
+"""For files without an earlier check."""

@@ -1,0 +1,393 @@
+"""Read operations: the one description of a read, for loads, exports, verification, diff and digests.
+
+An :class:`Operation` reads a box of a stored, row-major box into a box of memory, transposed and cast where both sides
+differ. Box and memory are reduced to the axes that matter: neighbours that are one run of bytes on both sides are one
+axis. An operation without axes is one run on both sides, such as a tensor of the same layout.
+
+An operation can be cut at any byte of the file (:meth:`Operation.cut`). :mod:`.executor` walks files in windows, cuts
+the operations of a window, reads its bytes once and places them. Three kinds of bytes result:
+
+- runs that are the same in memory are read into it, without a copy;
+- runs that are cast, transposed or very short are read into an image of the window, and copied from there;
+- gaps between short runs are read along, up to ``max_over_read`` times the needed bytes (data sieving).
+
+Memory: the operations. They contain addresses and no arrays: for a hundred thousand small tensors, creating arrays
+would cost more than reading.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from paddleformers_fc.errors import MismatchError
+from paddleformers_fc.storage.dtypes import copy_cast, to_numpy, to_safetensors
+from paddleformers_fc.storage.files import memory_at
+from paddleformers_fc.storage.paths import AnyPath
+
+MAX_OVER_READ = 2.0
+SHORT_RUN = 1024
+"""Shorter runs are read with the gaps between them, and are copied faster from an image than read one by one."""
+STRIPE = 128
+"""Rows of a transpose that are copied at a time: a cache line of each stays in the innermost cache."""
+_HOSTILE = 1024
+"""Rows at multiples of this distance evict one another from a cache."""
+_LINE = 64
+
+Sizes = tuple[int, ...]
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+class Memory(msgspec.Struct, frozen=True, eq=False, gc=False):
+    """The memory of one wanted shard, in one piece.
+
+    Args:
+        owner: the object that owns the memory; this reference keeps it alive.
+        address: of the first element.
+        size: number of elements.
+        dtype: of the elements.
+    """
+
+    owner: object
+    address: int
+    size: int
+    dtype: np.dtype[Any]
+
+    @classmethod
+    def of(cls, array: Array) -> Memory:
+        """Return the memory of a flat array."""
+        return cls(array, array.__array_interface__["data"][0], array.size, array.dtype)
+
+    def array(self) -> Array:
+        """Return all of it as a flat array, which is valid as long as the owner."""
+        if isinstance(self.owner, np.ndarray):
+            return self.owner
+        if self.size == 0:
+            return np.empty(0, self.dtype)
+        return np.ndarray(self.size, self.dtype, memory_at(self.address, self.size * self.dtype.itemsize))
+
+    def at(self, start: int, length: int) -> int:
+        """Return the address of a range of bytes.
+
+        Args:
+            start: offset of the first byte.
+            length: number of bytes.
+        Raises:
+            MismatchError: the range is not inside the memory.
+        """
+        if start < 0 or start + length > self.size * self.dtype.itemsize:
+            raise MismatchError(
+                "A read exceeds the memory of its tensor.",
+                evidence=[f"bytes {start} to {start + length} of {self.size} elements of {self.dtype}"],
+                next_step="Report this fault of the package.",
+            )
+        return self.address + start
+
+
+class Scales(msgspec.Struct, frozen=True):
+    """One scale per block of a matrix of 8-bit numbers; products are computed in float32 and cast once.
+
+    Args:
+        file: contains the scales, float32, one row of them per row of blocks.
+        begin: offset of the first scale.
+        block: rows and columns that share one scale; the last blocks may be smaller.
+        matrix: offset of the matrix in its file.
+        width: columns of the matrix.
+        dtype: of the products.
+    """
+
+    file: AnyPath
+    begin: int
+    block: tuple[int, int]
+    matrix: int
+    width: int
+    dtype: np.dtype[Any]
+
+    def rows(self, operation: Operation) -> tuple[int, int]:
+        """Return the offset and the number of the scales of an operation's rows of blocks."""
+        row, _ = divmod(operation.begin - self.matrix, self.width)
+        last = row + (operation.sizes[0] if len(operation.sizes) == 2 else 1) - 1
+        first, per_row = row // self.block[0], self._per_row
+        return self.begin + 4 * first * per_row, (last // self.block[0] - first + 1) * per_row
+
+    @property
+    def _per_row(self) -> int:
+        return -(-self.width // self.block[1])
+
+    def multiplied(self, operation: Operation, numbers: Array, scales: Array) -> Array:
+        """Return the products of an operation.
+
+        Args:
+            operation: reads the numbers.
+            numbers: of it.
+            scales: of :meth:`rows`.
+        """
+        row, column = divmod(operation.begin - self.matrix, self.width)
+        values = np.empty(numbers.shape, np.float32)
+        copy_cast(values, numbers, operation.path)
+        columns = (column + np.arange(numbers.shape[-1])) // self.block[1]
+        rows = (row + np.arange(values.size // max(1, numbers.shape[-1]))) // self.block[0] - row // self.block[0]
+        factors = scales.reshape(-1, self._per_row)[rows[:, None], columns[None, :]]
+        values *= factors.reshape(values.shape)
+        if self.dtype == values.dtype:
+            return values
+        products = np.empty(values.shape, self.dtype)
+        copy_cast(products, values, operation.path)
+        return products
+
+
+class Operation(msgspec.Struct, frozen=True, gc=False, eq=False):
+    """A box of a file that fills a box of memory.
+
+    Args:
+        path: the file.
+        begin: offset of the first byte.
+        size: bytes from the first to the last one.
+        address: of the first element in memory.
+        owner: of the memory; this reference keeps it alive.
+        sizes: lengths of the axes, in the order of the file; none for a run of bytes.
+        sources: byte strides in the file.
+        targets: byte strides in memory.
+        dtype: of the elements in the file.
+        to: of the elements in memory.
+        scales: of the numbers, if they have some.
+    """
+
+    path: AnyPath
+    begin: int
+    size: int
+    address: int
+    owner: object
+    sizes: Sizes = ()
+    sources: Sizes = ()
+    targets: Sizes = ()
+    dtype: np.dtype[Any] = np.dtype(np.uint8)
+    to: np.dtype[Any] = np.dtype(np.uint8)
+    scales: Scales | None = None
+
+    @property
+    def end(self) -> int:
+        """Offset behind the last byte."""
+        return self.begin + self.size
+
+    @property
+    def needed(self) -> int:
+        """Bytes of the elements in the file."""
+        return math.prod(self.sizes) * self.dtype.itemsize if self.sizes else self.size
+
+    @property
+    def run(self) -> int:
+        """The bytes of the runs that are the same in file and memory; 0 if elements are cast or transposed."""
+        if not self.sizes:
+            return self.size
+        is_run = self.dtype == self.to and self.scales is None and self.targets[-1] == self.to.itemsize
+        return self.sizes[-1] * self.dtype.itemsize if is_run else 0
+
+    def cut(self, low: int, high: int) -> list[Operation]:
+        """Return the part whose elements begin in a range of the file, as operations; an element may end behind it."""
+        begin, end = self.begin, self.end
+        if low <= begin and end <= high:
+            return [self]
+        if end <= low or high <= begin:
+            return []
+        if not self.sizes:
+            first, last = max(low, begin), min(high, end)
+            return [Operation(self.path, first, last - first, self.address + first - begin, self.owner)]
+        count, stride = self.sizes[0], self.sources[0]
+        row = self.size - (count - 1) * stride
+        # Rows whose elements all begin in the range; at most one on either side has only some there.
+        first = min(count, max(0, -(-(low - begin) // stride)))
+        last = min(count, max(0, (high - 1 - begin - row + self.dtype.itemsize) // stride + 1))
+        if len(self.sizes) == 1:
+            return [self._rows(first, last)] if first < last else []
+        found = []
+        if first > 0 and (first - 1 < last or first > last):
+            found += self._row(first - 1).cut(low, high)
+        if first < last:
+            found.append(self._rows(first, last))
+        if first <= last < count:
+            found += self._row(last).cut(low, high)
+        return found
+
+    def _rows(self, first: int, last: int) -> Operation:
+        count, sizes = last - first, (last - first, *self.sizes[1:])
+        size = self.size - (self.sizes[0] - count) * self.sources[0]
+        return self._part(first, size, sizes, self.sources, self.targets)
+
+    def _row(self, number: int) -> Operation:
+        size = self.size - (self.sizes[0] - 1) * self.sources[0]
+        return self._part(number, size, self.sizes[1:], self.sources[1:], self.targets[1:])
+
+    def _part(self, number: int, size: int, sizes: Sizes, sources: Sizes, targets: Sizes) -> Operation:
+        begin, address = self.begin + number * self.sources[0], self.address + number * self.targets[0]
+        return Operation(
+            self.path, begin, size, address, self.owner, sizes, sources, targets, self.dtype, self.to, self.scales
+        )
+
+    def runs(self) -> tuple[Array, Array]:
+        """Return the offsets in the file and the addresses of all runs of :attr:`run` bytes."""
+        if not self.sizes:
+            return np.array([self.begin]), np.array([self.address])
+        outer = self.sizes[:-1]
+        return self.begin + _positions(outer, self.sources[:-1]), self.address + _positions(outer, self.targets[:-1])
+
+    def spans(self, max_over_read: float) -> tuple[Array, int]:
+        """Return the offsets of the runs in the file and their length, with gaps that are read along."""
+        if not self.sizes:
+            return np.array([self.begin]), self.size
+        axes, length = _file_span(self.sizes, self.sources, self.dtype.itemsize, max_over_read)
+        outer = len(self.sizes) - axes
+        return self.begin + _positions(self.sizes[:outer], self.sources[:outer]), length
+
+    def place(self, image: int, scratch: Array, scales: Array | None) -> None:
+        """Copy the elements from an image of the file.
+
+        Args:
+            image: address of the first element.
+            scratch: memory for rows of a transpose.
+            scales: of the rows, for an operation that has some.
+        Raises:
+            MismatchError: a number is too large for its new type.
+        """
+        if not self.sizes:
+            memory_at(self.address, self.size)[:] = memory_at(image, self.size)
+            return
+        reach = sum((n - 1) * stride for n, stride in zip(self.sizes, self.targets, strict=True)) + self.to.itemsize
+        dtype, to = self.dtype, self.to
+        if dtype == to and scales is None:
+            dtype = to = np.dtype(f"u{dtype.itemsize}")  # As plain bits, which numpy copies fast.
+        source: Array = np.ndarray(self.sizes, dtype, memory_at(image, self.size), strides=self.sources)
+        target: Array = np.ndarray(self.sizes, to, memory_at(self.address, reach), strides=self.targets)
+        if self.scales is not None and scales is not None:
+            source = self.scales.multiplied(self, source, scales)
+        fast = min(range(source.ndim), key=self.targets.__getitem__)
+        if fast == source.ndim - 1:
+            copy_cast(target, source, self.path)
+            return
+        before = (slice(None),) * fast
+        for low in range(0, source.shape[fast], STRIPE):
+            stripe = (*before, slice(low, low + STRIPE))
+            copy_cast(target[stripe], _spread(source[stripe], fast, scratch), self.path)
+
+
+def _spread(rows: Array, fast: int, scratch: Array) -> Array:
+    """Return rows that do not evict one another from a cache: copied to an odd number of cache lines apart."""
+    length = rows.shape[-1] * rows.itemsize
+    pitch = (-(-length // _LINE) | 1) * _LINE
+    shape = rows.shape
+    if rows.strides[fast] % _HOSTILE or shape[fast] < 8 or math.prod(shape[:-1]) * pitch > scratch.size:
+        return rows
+    spread: Array = np.ndarray(shape, rows.dtype, scratch, strides=(*row_major(shape[:-1], pitch), rows.itemsize))
+    np.copyto(spread, rows)
+    return spread
+
+
+def strided(
+    path: AnyPath,
+    begin: int,
+    size: Sizes,
+    strides: tuple[Sizes, Sizes],
+    dtypes: tuple[np.dtype[Any], np.dtype[Any]],
+    address: int,
+    owner: object,
+    scales: Scales | None = None,
+) -> Operation | None:
+    """Return the operation of a box; None if it has no element.
+
+    Args:
+        path: the file.
+        begin: offset of the first element.
+        size: lengths of the box, in elements.
+        strides: byte strides in the file, and in memory.
+        dtypes: of the elements in the file, and in memory.
+        address: of the first element.
+        owner: of the memory.
+        scales: of the numbers of a matrix.
+    """
+    if 0 in size:
+        return None
+    axes = (size, *strides) if scales else strided_axes(size, *strides, (dtypes[0].itemsize, dtypes[1].itemsize))
+    reach = sum((n - 1) * stride for n, stride in zip(axes[0], axes[1], strict=True)) + dtypes[0].itemsize
+    if dtypes[0] == dtypes[1] and scales is None and len(axes[0]) == 1 and axes[2][0] == dtypes[1].itemsize:
+        return Operation(path, begin, reach, address, owner)
+    return Operation(path, begin, reach, address, owner, *axes, *dtypes, scales)
+
+
+@lru_cache(maxsize=4096)
+def strided_axes(size: Sizes, sources: Sizes, targets: Sizes, widths: tuple[int, int]) -> tuple[Sizes, Sizes, Sizes]:
+    """Remove axes of length one, and merge neighbours that are contiguous on both sides.
+
+    Args:
+        size: lengths of the box, in elements, none of them zero.
+        sources: byte strides in the file.
+        targets: byte strides in memory.
+        widths: bytes of an element in the file and in memory.
+    Returns:
+        lengths, and byte strides in the file and in memory, of the axes that are left.
+    """
+    axes: list[tuple[int, int, int]] = []
+    for length, source, target in zip(size, sources, targets, strict=True):
+        if length == 1:
+            continue
+        if axes and axes[-1][1:] == (length * source, length * target):
+            axes[-1] = (axes[-1][0] * length, source, target)
+        else:
+            axes.append((length, source, target))
+    # The last axis is always there for runs to be counted on, if only with one element.
+    if not axes or axes[-1][1] != widths[0]:
+        axes.append((1, *widths))
+    lengths, first, second = zip(*axes, strict=True)
+    return lengths, first, second
+
+
+def row_major(shape: Sizes, width: int) -> Sizes:
+    """Byte strides of a row-major box with elements of ``width`` bytes."""
+    strides: list[int] = []
+    step = width
+    for length in reversed(shape):
+        strides.append(step)
+        step *= length
+    return tuple(reversed(strides))
+
+
+def bytes_read(sizes: Sizes, sources: Sizes, width: int, max_over_read: float = MAX_OVER_READ) -> int:
+    """Return the bytes that reading a box takes from storage; a little less if it is cut.
+
+    Args:
+        sizes: lengths of its axes.
+        sources: byte strides in the file.
+        width: bytes of a stored element.
+        max_over_read: bound on bytes read over bytes needed.
+    """
+    axes, length = _file_span(sizes, sources, width, max_over_read)
+    return math.prod(sizes[: len(sizes) - axes]) * length
+
+
+def _file_span(sizes: Sizes, sources: Sizes, width: int, max_over_read: float) -> tuple[int, int]:
+    """Return the number of last axes that are read in one run of the file, and its length in bytes."""
+    axes, length = 0, width
+    for count, stride in zip(reversed(sizes), reversed(sources), strict=True):
+        if count > 1 and stride != length:
+            if length < SHORT_RUN and stride <= length * max_over_read:
+                return axes + 1, (count - 1) * stride + length
+            break
+        axes, length = axes + 1, length * count
+    return axes, length
+
+
+def _positions(sizes: Sizes, strides: Sizes) -> Array:
+    """Return the byte positions of all rows of a box, in order."""
+    places = np.zeros(1, np.int64)
+    for length, stride in zip(sizes, strides, strict=True):
+        places = (places[:, None] + np.arange(length, dtype=np.int64) * stride).ravel()
+    return places
+
+
+@lru_cache
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """Return the numpy dtype of a dtype name."""
+    return to_numpy(to_safetensors(name))

@@ -1,0 +1,328 @@
+"""Operations: any boxes of a file, into any strides and dtypes, hashed or not, are what numpy gives, read once."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+
+from paddleformers_fc.errors import Corrupt
+from paddleformers_fc.storage import executor
+from paddleformers_fc.storage.checksum import BlockHasher, FileChecksum
+from paddleformers_fc.storage.executor import OwnedBlocks, ReadOptions, ReadPool
+from paddleformers_fc.storage.operations import Operation, Scales, bytes_read, row_major, strided
+from tests.harness.sampling import thorough
+
+DTYPES = [
+    np.dtype(one)
+    for one in (
+        *(np.float32, np.float16, np.float64, np.int64, np.int8, np.uint8, np.bool_),
+        *(ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2),
+    )
+]
+FLOATS = [one for one in DTYPES if one.kind in "fV"]
+FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A row-major box in the file.
+
+    Args:
+        shape: its lengths.
+        dtype: of its elements.
+        gap: bytes before it.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    gap: int
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A box of a stored one, and what it goes into.
+
+    Args:
+        number: of the stored box.
+        lo: its first coordinate.
+        size: its lengths.
+        dtype: of the target.
+        order: the axes of the target.
+        margins: elements beside the box in the target.
+        skew: bytes before the target.
+    """
+
+    number: int
+    lo: tuple[int, ...]
+    size: tuple[int, ...]
+    dtype: np.dtype[Any]
+    order: tuple[int, ...]
+    margins: tuple[int, ...]
+    skew: int
+
+
+@dataclass(frozen=True)
+class Case:
+    """Boxes of one file, and how they are read."""
+
+    stored: tuple[Stored, ...]
+    wanted: tuple[Wanted, ...]
+    options: ReadOptions
+    block_bytes: int
+    owned: frozenset[int]
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    stored = tuple(
+        Stored(
+            tuple(draw(st.lists(st.integers(1, 9), min_size=0, max_size=4))),
+            draw(st.sampled_from(DTYPES)),
+            draw(st.sampled_from([0, 0, 3, 40])),
+        )
+        for _ in range(draw(st.integers(1, 3)))
+    )
+    wanted = tuple(draw(wanted_of(stored)) for _ in range(draw(st.integers(1, 4))))
+    threads, scratch = draw(st.sampled_from([1, 1, 3])), draw(st.sampled_from([64, 200, 1 << 20]))
+    over_read = draw(st.sampled_from([1.0, 1.5, 2.0, 100.0]))
+    options = ReadOptions(threads, 2 * threads * scratch, over_read)
+    return Case(
+        stored, wanted, options, draw(st.sampled_from([16, 100, 4096])), draw(st.frozensets(st.integers(0, 60)))
+    )
+
+
+@st.composite
+def wanted_of(draw: st.DrawFn, stored: tuple[Stored, ...]) -> Wanted:
+    number = draw(st.integers(0, len(stored) - 1))
+    one = stored[number]
+    bounds = [sorted((draw(st.integers(0, n)), draw(st.integers(0, n)))) for n in one.shape]
+    dtype = draw(st.sampled_from(FLOATS)) if one.dtype in FLOATS and draw(st.booleans()) else one.dtype
+    return Wanted(
+        number,
+        tuple(low for low, _ in bounds),
+        tuple(high - low for low, high in bounds),
+        dtype,
+        tuple(draw(st.permutations(range(len(one.shape))))),
+        tuple(draw(st.sampled_from([0, 0, 1, 3])) for _ in one.shape),
+        draw(st.sampled_from([0, 0, 1, 2, 4])),
+    )
+
+
+def numbers_of(one: Stored, is_cast_to_float16: bool) -> Array:
+    """Every bit pattern, NaNs and infinities among them, but finite ones that float16 cannot hold if it must."""
+    count = math.prod(one.shape) * one.dtype.itemsize
+    bits = np.random.default_rng(count).integers(0, 256, count, dtype=np.uint8)
+    if one.dtype == np.bool_:
+        bits &= 1
+    found = bits.view(one.dtype).reshape(one.shape)
+    if is_cast_to_float16 and one.dtype != np.float16:
+        found = np.where(np.isfinite(found) & (abs(found) > 65000), found.dtype.type(1), found)
+    return found
+
+
+def target_of(one: Wanted) -> Array:
+    """A part of a larger array, its axes in another order, at any address."""
+    around = [one.size[axis] + one.margins[axis] for axis in one.order]
+    memory = np.zeros(one.skew + math.prod(around) * one.dtype.itemsize, np.uint8)[one.skew :]
+    array = memory.view(one.dtype).reshape(around)[(..., *(slice(0, one.size[axis]) for axis in one.order))]
+    return array.transpose(np.argsort(one.order))
+
+
+def part_of(values: Array, one: Wanted) -> Array:
+    return values[(..., *(slice(low, low + length) for low, length in zip(one.lo, one.size, strict=True)))]
+
+
+def operation_of(path: Path, begin: int, values: Array, one: Wanted, out: Array) -> Operation | None:
+    strides = row_major(values.shape, values.itemsize)
+    begin += sum(low * stride for low, stride in zip(one.lo, strides, strict=True))
+    address = out.__array_interface__["data"][0]
+    return strided(path, begin, one.size, (strides, out.strides), (values.dtype, out.dtype), address, out)
+
+
+def written(path: Path, pieces: list[tuple[int, bytes]], block_bytes: int) -> FileChecksum:
+    data = b"".join(b"~" * gap + piece for gap, piece in pieces) + b"tail"
+    path.write_bytes(data)
+    hasher = BlockHasher(block_bytes)
+    hasher.update(data)
+    return hasher.file_checksum(path.name)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@thorough(300)
+@given(cases())
+def test_operations_fill_what_indexing_gives_and_hash_what_is_stored(
+    tmp_path_factory: pytest.TempPathFactory, case: Case
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "operations.bin"
+    halves = {one.number for one in case.wanted if one.dtype == np.float16}
+    values = [numbers_of(one, number in halves) for number, one in enumerate(case.stored)]
+    pieces = [(one.gap, array.tobytes()) for one, array in zip(case.stored, values, strict=True)]
+    checksum = written(path, pieces, case.block_bytes)
+    begins, at = [], 0
+    for gap, piece in pieces:
+        begins.append(at + gap)
+        at += gap + len(piece)
+    outs = [target_of(one) for one in case.wanted]
+    found = [
+        operation_of(path, begins[one.number], values[one.number], one, out)
+        for one, out in zip(case.wanted, outs, strict=True)
+    ]
+    operations = [one for one in found if one is not None]
+    blocks = {path: OwnedBlocks(checksum, frozenset(n for n in case.owned if n < checksum.count))}
+    with ReadPool(case.options) as pool:
+        count = pool.run(operations, blocks if case.owned else {})
+        rest = pool.hash_rest(blocks)
+    for one, out in zip(case.wanted, outs, strict=True):
+        wanted = part_of(values[one.number], one).astype(one.dtype)
+        assert out.shape == wanted.shape
+        assert out.tobytes() == wanted.tobytes()
+    assert not blocks[path].differing
+    assert blocks[path].hashed == blocks[path].numbers
+    if not case.owned:
+        assert rest == 0
+        needed = sum(one.needed for one in operations)
+        assert count <= case.options.max_over_read * needed + 8 * len(operations)
+        if len(operations) == 1:
+            ((one, array),) = [
+                (one, values[one.number]) for one, made in zip(case.wanted, found, strict=True) if made is not None
+            ]
+            strides = row_major(array.shape, array.itemsize)
+            assert needed <= count <= bytes_read(one.size, strides, array.itemsize, case.options.max_over_read)
+
+
+@thorough(100)
+@given(cases(), st.data())
+def test_a_flipped_bit_is_found_in_its_block(tmp_path_factory: pytest.TempPathFactory, case: Case, data: Any) -> None:
+    path = tmp_path_factory.getbasetemp() / "flipped.bin"
+    values = [numbers_of(one, False) for one in case.stored]
+    checksum = written(path, [(0, array.tobytes()) for array in values], case.block_bytes)
+    raw = bytearray(path.read_bytes())
+    place = data.draw(st.integers(0, len(raw) - 1))
+    raw[place] ^= 1 << data.draw(st.integers(0, 7))
+    path.write_bytes(raw)
+    outs = [np.zeros(array.shape, array.dtype) for array in values]
+    operations, begin = [], 0
+    for array, out in zip(values, outs, strict=True):
+        whole = Wanted(0, (0,) * array.ndim, array.shape, array.dtype, (), (), 0)
+        made = operation_of(path, begin, array, whole, out)
+        operations += [] if made is None else [made]
+        begin += array.nbytes
+    blocks = {path: OwnedBlocks(checksum, frozenset(range(checksum.count)))}
+    with ReadPool(case.options) as pool:
+        pool.run(operations, blocks)
+        pool.hash_rest(blocks)
+    assert blocks[path].differing == [place // case.block_bytes]
+
+
+@thorough(100)
+@given(st.data())
+def test_every_cut_has_each_element_once(data: Any) -> None:
+    case = data.draw(cases())
+    one = case.wanted[0]
+    stored = case.stored[one.number]
+    values, out = np.zeros(stored.shape, stored.dtype), target_of(one)
+    whole = operation_of(Path("file"), 7, values, one, out)
+    if whole is None:
+        return
+    step = data.draw(st.integers(1, 70))
+    bounds = range(7 - data.draw(st.integers(0, step)), whole.end, step)
+    found = [(at, place) for at in bounds for piece in whole.cut(at, at + step) for place in places(piece)]
+    assert [place for _, place in found] == places(whole)
+    assert all(at <= begin < at + step for at, (begin, _) in found)
+
+
+def places(piece: Operation) -> list[tuple[int, int]]:
+    """The offset and the address of every element, in the order of the file."""
+    found = (
+        [(piece.begin, piece.address)]
+        if piece.sizes
+        else [(piece.begin + n, piece.address + n) for n in range(piece.size)]
+    )
+    for length, source, target in zip(piece.sizes, piece.sources, piece.targets, strict=True):
+        found = [(begin + n * source, address + n * target) for begin, address in found for n in range(length)]
+    return found
+
+
+@pytest.mark.parametrize("rows", [1024, 1000])
+@pytest.mark.parametrize("is_hashed", [False, True])
+def test_a_transpose_with_rows_at_a_power_of_two_is_the_same_numbers(
+    tmp_path: Path, rows: int, is_hashed: bool
+) -> None:
+    path, values = tmp_path / "matrix", np.arange(rows * 2048, dtype=np.float32).reshape(rows, 2048)
+    checksum = written(path, [(5, values.tobytes())], 1 << 20)
+    out = np.zeros((2048, rows), np.float32)
+    whole = Wanted(0, (0, 0), values.shape, values.dtype, (), (), 0)
+    made = operation_of(path, 5, values, whole, out.T)
+    assert made is not None
+    blocks = {path: OwnedBlocks(checksum, frozenset(range(checksum.count)))} if is_hashed else {}
+    with ReadPool() as pool:
+        pool.run([made], blocks)
+    assert out.tobytes() == values.T.tobytes()
+
+
+@thorough(100)
+@given(st.data())
+def test_numbers_with_scales_are_multiplied_and_cast_once(tmp_path_factory: pytest.TempPathFactory, data: Any) -> None:
+    path = tmp_path_factory.getbasetemp() / "scaled.bin"
+    rows, width = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 40))
+    block = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 9))
+    random = np.random.default_rng(rows * width)
+    matrix = random.normal(size=(rows, width)).astype(FP8)
+    scales = random.normal(size=(-(-rows // block[0]), -(-width // block[1]))).astype(np.float32)
+    path.write_bytes(b"abc" + matrix.tobytes() + scales.tobytes())
+    dtype = data.draw(st.sampled_from([np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)]))
+    factors = scales.repeat(block[0], 0)[:rows].repeat(block[1], 1)[:, :width]
+    products = (matrix.astype(np.float32) * factors).astype(dtype)
+    low, high = sorted((data.draw(st.integers(0, rows)), data.draw(st.integers(0, rows))))
+    left, right = sorted((data.draw(st.integers(0, width)), data.draw(st.integers(0, width))))
+    size, to = (high - low, right - left), data.draw(st.sampled_from([np.dtype(np.float32), dtype]))
+    out = np.zeros(size[::-1], to).T if data.draw(st.booleans()) else np.zeros(size, to)
+    record = Scales(path, 3 + matrix.size, block, 3, width, dtype)
+    strides = (width, 1), out.strides
+    address = out.__array_interface__["data"][0]
+    made = strided(path, 3 + low * width + left, size, strides, (FP8, to), address, out, record)
+    with ReadPool(ReadOptions(1, data.draw(st.sampled_from([128, 1000, 1 << 20])))) as pool:
+        pool.run([] if made is None else [made])
+    assert out.tobytes() == products[low:high, left:right].astype(to).tobytes()
+
+
+def test_a_contiguous_box_reads_exactly_its_bytes(tmp_path: Path) -> None:
+    path, values = tmp_path / "rows", np.arange(64, dtype=np.float32).reshape(8, 8)
+    path.write_bytes(values.tobytes())
+    out = np.zeros((3, 8), np.float32)
+    made = operation_of(path, 0, values, Wanted(0, (2, 0), (3, 8), values.dtype, (), (), 0), out)
+    assert made is not None
+    with ReadPool() as pool:
+        assert pool.run([made]) == out.nbytes
+    assert (out == values[2:5]).all()
+
+
+def test_a_file_that_ends_too_early_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "short"
+    path.write_bytes(bytes(100))
+    out = np.zeros(200, np.uint8)
+    with pytest.raises(Corrupt, match="ends too early"), ReadPool() as pool:
+        pool.run([Operation(path, 0, 200, out.__array_interface__["data"][0], out)])
+
+
+def test_neighbours_are_read_by_one_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, calls = tmp_path / "many", []
+    path.write_bytes(bytes(range(250)))
+    monkeypatch.setattr(executor, "read_several", lambda file, offset, views: calls.append((offset, len(views))))
+    outs = [np.zeros(50, np.uint8) for _ in range(4)]
+    begins = [100, 0, 50, 200]
+    with ReadPool() as pool:
+        operations = (
+            Operation(path, begin, 50, out.__array_interface__["data"][0], out)
+            for begin, out in zip(begins, outs, strict=True)
+        )
+        assert pool.run(operations) == 200
+    assert calls == [(0, 3), (200, 1)] or calls == [(0, 4)]
