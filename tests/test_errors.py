@@ -98,14 +98,11 @@ INTERNAL = {
     "execute/save.py": 1,
     "execute/save_plan.py": 1,
     "formats/index.py": 1,
-    "storage/block_scales.py": 1,
     "storage/checksum.py": 1,
     "storage/files.py": 6,
     "storage/manifest.py": 2,
     "storage/paths.py": 1,
     "storage/pickles.py": 1,
-    "storage/ranges.py": 2,
-    "storage/regions.py": 1,
     "storage/safetensors.py": 1,
 }
 """Errors without a next step, by module: faults of this package, which no argument, option or file causes."""

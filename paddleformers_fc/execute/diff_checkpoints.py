@@ -31,7 +31,7 @@ import msgspec
 import numpy as np
 
 from paddleformers_fc.errors import OptionError
-from paddleformers_fc.execute.digest import digest_tensors, read_in_pieces, require_plan
+from paddleformers_fc.execute.digest import PIECE_BYTES, digest_tensors, read_in_pieces, require_plan
 from paddleformers_fc.execute.reading import Key
 from paddleformers_fc.formats import OpenedCheckpoint
 from paddleformers_fc.formats.catalog import Catalog, FileOffset, StoredForm, StoredTensor
@@ -378,7 +378,8 @@ def _unequal(first: _Prepared, left: LoadPlan, second: _Prepared, right: LoadPla
     """Return the tensors of equal shape and dtype whose bytes differ, by the canonical streams of both sides."""
     expect(2 * sum(shard_bytes(first.tensors[key]) for key in keys))
     sides = [
-        read_in_pieces(side.source, _layout(side, keys), plan=plan) for side, plan in ((first, left), (second, right))
+        read_in_pieces(side.source, _layout(side, keys), PIECE_BYTES, plan)
+        for side, plan in ((first, left), (second, right))
     ]
     found: set[Key] = set()
     for (role, tensor, one), (_, _, other) in zip(*sides, strict=True):

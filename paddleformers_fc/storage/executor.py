@@ -138,7 +138,7 @@ class OwnedBlocks:
     checksum: FileChecksum
     numbers: frozenset[int]
     hashed: set[int] = field(default_factory=set)
-    differing: list[int] = field(default_factory=list)
+    differing: set[int] = field(default_factory=set)
     error: FlexError | None = None
 
     def length(self, number: int) -> int:
@@ -154,7 +154,7 @@ class OwnedBlocks:
         """Record the checksum of a block by its first byte."""
         number = low // self.checksum.block_bytes
         if digest != self.checksum.block(number):
-            self.differing.append(number)
+            self.differing.add(number)
         self.hashed.add(number)
 
 
@@ -182,27 +182,29 @@ class Window(msgspec.Struct, gc=False, eq=False):
 
 
 def windows_of(operations: Iterable[Operation], blocks: Blocks) -> Iterator[Window]:
-    """Yield the windows of operations that are grouped by file.
+    """Yield the windows of operations.
 
     Args:
-        operations: the reads.
+        operations: the reads, grouped by file. In the order of the file they need the fewest windows.
         blocks: the blocks that are hashed while they are read.
     """
-    for path, found in groupby(operations, key=attrgetter("path")):
-        ordered = sorted(found, key=attrgetter("begin"))
+    for path, grouped in groupby(operations, key=attrgetter("path")):
+        found = iter(grouped)
         owned = blocks.get(path)
         step = WINDOW_BYTES if owned is None else owned.checksum.block_bytes
-        index = high = 0
+        following, high = next(found, None), 0
         active: list[Operation] = []
-        while active or index < len(ordered):
-            low = high if active else max(high, ordered[index].begin // step * step)
+        while active or following is not None:
+            low = high if active or following is None else following.begin // step * step
             high = low + step
-            while index < len(ordered) and ordered[index].begin < high:
-                active.append(ordered[index])
-                index += 1
+            # An operation that begins before the window waits until those before it have ended.
+            while following is not None and low <= following.begin < high:
+                active.append(following)
+                following = next(found, None)
             pieces = [piece for one in active for piece in one.cut(low, high)]
-            if owned is not None and low // step in owned.numbers:
-                yield owned.window(path, low // step, pieces)
+            number = low // step
+            if owned is not None and number in owned.numbers and number not in owned.hashed:
+                yield owned.window(path, number, pieces)
             elif pieces:
                 yield Window(path, low, high, pieces)
             active = [one for one in active if one.end > high]

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from paddleformers_fc.storage.identities import RangeReader
-from paddleformers_fc.storage.operations import ScatterList
+from paddleformers_fc.storage import executor
+from paddleformers_fc.storage.executor import Window
 from tests.cli.support import flip, run, save, seal
 from tests.execute.simulated import canonical
 
@@ -116,18 +116,14 @@ def test_compared_with_open_weights_optimizer_states_are_not_read(
     four: Path, weights: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counts: Counter[str] = Counter()
-    read_into, read_rows = RangeReader.read_into, RangeReader.read_rows
+    read = executor._Worker.read
 
-    def record(self: RangeReader, path: Path, offset: int, buffer: Any) -> None:
-        counts[path.parent.name] += memoryview(buffer).nbytes
-        read_into(self, path, offset, buffer)
+    def record(worker: Any, window: Window) -> int:
+        count = read(worker, window)
+        counts[window.path.parent.name] += count
+        return count
 
-    def record_rows(self: RangeReader, path: Path, rows: ScatterList) -> None:
-        counts[path.parent.name] += int(rows.lengths.sum())
-        read_rows(self, path, rows)
-
-    monkeypatch.setattr(RangeReader, "read_into", record)
-    monkeypatch.setattr(RangeReader, "read_rows", record_rows)
+    monkeypatch.setattr(executor._Worker, "read", record)
     assert run("diff", four, weights).code == 0
     size = sum(array.nbytes for array in canonical().values())
     largest = max(array.nbytes for array in canonical().values())

@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 import xxhash
 
-from paddleformers_fc.execute import compare_bytes, export_files
-from paddleformers_fc.execute.compare_bytes import ComparedSide, differing_tensors
+from paddleformers_fc.execute import diff_checkpoints, export_files
 from paddleformers_fc.execute.diff_checkpoints import compare_checkpoints
-from paddleformers_fc.execute.digest import digest_tensors, items_by_tensor, require_plan
+from paddleformers_fc.execute.digest import PIECE_BYTES, digest_tensors
 from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.families import family_for
 from paddleformers_fc.formats import open_checkpoint
@@ -24,10 +23,8 @@ from paddleformers_fc.layout.grid import parse_grid
 from paddleformers_fc.layout.roles import split_state_name
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.plan import canonical_layout, canonical_source
-from paddleformers_fc.plan.build import Planner
 from paddleformers_fc.plan.simulate import SimulatedModel, declared_model
 from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
-from paddleformers_fc.storage.executor import ReadPool
 from verification.digests import canonical_digests
 from verification.simulate_ranks import QWEN3_MOE, filled, save
 
@@ -95,35 +92,30 @@ def test_exported_files_are_those_of_earlier_versions_whatever_the_size_of_piece
     assert hashlib.md5(repr(sorted(files.items())).encode()).hexdigest() == EXPORTS[degree(grid)]
 
 
-def compared(one: Path, other: Path, piece_bytes: int) -> set[tuple[str, str]]:
+def compared(one: Path, other: Path, piece_bytes: int, monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, str]]:
     """Names of the weights that differ, compared in pieces of one size."""
-    sides, dtypes = [], {}
-    for path in (one, other):
-        source = canonical_source(open_checkpoint(path))
-        layout = {"model_state": canonical_layout(source)["model_state"]}
-        items = items_by_tensor(require_plan(Planner(source), source, layout))
-        dtypes = {key: layout[key[0]][key[1]].dtype for key in items}
-        sides.append(ComparedSide(source.catalog.root, items))
-    with ReadPool() as pool:
-        return differing_tensors(pool, *sides, dtypes, piece_bytes)
+    monkeypatch.setattr(diff_checkpoints, "PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(diff_checkpoints, "COMPARE_BYTES", piece_bytes)
+    found = compare_checkpoints(open_checkpoint(one, "off"), open_checkpoint(other, "off"), "model_state")
+    return {("model_state", one.name) for one in found.roles["model_state"].different}
 
 
-@pytest.mark.parametrize("piece_bytes", [1000, compare_bytes.COMPARE_BYTES])
+@pytest.mark.parametrize("piece_bytes", [1000, PIECE_BYTES])
 def test_equal_numbers_are_equal_in_pieces_of_any_size_under_every_layout(
-    piece_bytes: int, checkpoints: dict[str, Path], tmp_path: Path
+    piece_bytes: int, checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     export_checkpoint(checkpoints["tp=2"], tmp_path / "hf")
     pairs = [("dp=1", "dp=1"), ("dp=1", "sharding=2,split=true"), ("tp=2", "tp=2"), ("tp=2", "tp=2,pp=2")]
     for one, other in pairs:
-        assert compared(checkpoints[one], checkpoints[other], piece_bytes) == set()
-    assert compared(checkpoints["tp=2,pp=2"], tmp_path / "hf", piece_bytes) == set()
-    assert compared(tmp_path / "hf", checkpoints["tp=2,pp=2"], piece_bytes) == set()
+        assert compared(checkpoints[one], checkpoints[other], piece_bytes, monkeypatch) == set()
+    assert compared(checkpoints["tp=2,pp=2"], tmp_path / "hf", piece_bytes, monkeypatch) == set()
+    assert compared(tmp_path / "hf", checkpoints["tp=2,pp=2"], piece_bytes, monkeypatch) == set()
 
 
-@pytest.mark.parametrize("piece_bytes", [1000, compare_bytes.COMPARE_BYTES])
+@pytest.mark.parametrize("piece_bytes", [1000, PIECE_BYTES])
 @pytest.mark.parametrize("other", ["tp=2", "tp=2,pp=2", "hf"])
 def test_a_flipped_bit_at_any_place_is_found_in_the_tensor_whose_md5_it_changes(
-    piece_bytes: int, other: str, checkpoints: dict[str, Path], tmp_path: Path
+    piece_bytes: int, other: str, checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if other == "hf":
         export_checkpoint(checkpoints["tp=2"], tmp_path / "hf")
@@ -140,9 +132,5 @@ def test_a_flipped_bit_at_any_place_is_found_in_the_tensor_whose_md5_it_changes(
         after = canonical_digests(tmp_path / "flipped", "off", ["model_state"])
         changed = {(one.role, one.name) for one in after if one != before[one.name]}
         assert len(changed) == 1
-        assert compared(tmp_path / "flipped", second, piece_bytes) == changed
-        found = compare_checkpoints(
-            open_checkpoint(tmp_path / "flipped", "off"), open_checkpoint(second), "model_state"
-        )
-        assert {("model_state", one.name) for one in found.roles["model_state"].different} == changed
+        assert compared(tmp_path / "flipped", second, piece_bytes, monkeypatch) == changed
         content[place] ^= 4

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from paddleformers_fc.errors import Corrupt, StorageError
-from paddleformers_fc.execute import read_jobs
 from paddleformers_fc.execute.exchange import ReadContext, read_redistributed
 from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.execute.load import load_checkpoint, prepare_weights
@@ -21,15 +20,13 @@ from paddleformers_fc.mapping.boxes import Box, whole
 from paddleformers_fc.plan import LoadPlan, ReadItem, Report
 from paddleformers_fc.plan.block_owners import RecordedBlocks
 from paddleformers_fc.plan.items import StoredPart
-from paddleformers_fc.storage import prefetch
 from paddleformers_fc.storage.checksum import BlockHasher
 from paddleformers_fc.storage.executor import ReadOptions, ReadPool
 from paddleformers_fc.storage.identities import identities_of, same_bytes_key
-from paddleformers_fc.storage.operations import Region
+from paddleformers_fc.storage.operations import Operation
 from paddleformers_fc.storage.paths import AnyPath, parse_path
 from tests.execute.simulated import MODEL, Roles, canonical, job, live, same_values, succeed
 from tests.execute.test_save_and_load import save
-from tests.harness.limits import LIMIT
 from tests.storage.serving import Served, serving
 from verification.digests import canonical_digests
 
@@ -107,7 +104,7 @@ def test_a_file_that_is_replaced_while_threads_read_it_is_refused_at_the_end(ser
     path = parse_path(f"{served.url}/data")
     with contextlib.ExitStack() as stack:
         pool, out = stack.enter_context(ReadPool(identities=identities_of([path]))), np.zeros(10, np.uint8)
-        pool.begin(Region(path, 0, (100,), (0,), (10,), out.dtype), out).result(LIMIT)
+        pool.run([Operation(path, 0, 10, out.ctypes.data, out)])
         (tmp_path / "data").write_bytes(bytes(99) + b"x")
         with pytest.raises(Corrupt, match="was replaced or changed"):
             stack.close()
@@ -122,16 +119,13 @@ def test_a_store_that_fails_is_one_error_on_every_rank(served: Served) -> None:
 
 @pytest.mark.parametrize("columns", [[(0, 100), (0, 100)], [(0, 50), (50, 100)]], ids=["replicas", "columns"])
 def test_ranks_that_hash_every_second_block_request_every_byte_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, columns: list[tuple[int, int]]
+    tmp_path: Path, columns: list[tuple[int, int]]
 ) -> None:
     numbers = np.arange(2_000 * 100, dtype=np.float32).reshape(2_000, 100)
     (tmp_path / "data").write_bytes(numbers.tobytes())
     hasher = BlockHasher(4_000)
     hasher.update(numbers.tobytes())
     recorded = RecordedBlocks({"data": hasher.file_checksum("data")})
-    # A request has two blocks, and two requests are held, of a hundred.
-    monkeypatch.setattr(prefetch, "BUNDLE_BYTES", 8_000)
-    monkeypatch.setattr(read_jobs, "TILE_BYTES", 8_000)
     parts = [StoredPart("data", 0, numbers.shape, Box((0, low), (2_000, high)), "float32") for low, high in columns]
     with serving(tmp_path) as served:
         root = parse_path(served.url)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,10 +21,14 @@ from paddleformers_fc.errors import Corrupt, FormatError
 from paddleformers_fc.execute.digest import weights_md5
 from paddleformers_fc.execute.load import prepare_weights
 from paddleformers_fc.execute.output_directory import inspect_directory
+from paddleformers_fc.execute.reading import read_parts
+from paddleformers_fc.formats.fp8_weights import in_float32
 from paddleformers_fc.formats.huggingface import open_huggingface
+from paddleformers_fc.mapping.boxes import Box, whole
+from paddleformers_fc.plan.items import StoredPart
 from paddleformers_fc.storage.block_scales import ScaledFile
-from paddleformers_fc.storage.identities import RangeReader, identities_of, stored_identities
-from paddleformers_fc.storage.operations import ScatterList
+from paddleformers_fc.storage.executor import ReadPool
+from paddleformers_fc.storage.identities import identities_of, stored_identities
 from paddleformers_fc.storage.safetensors import read_header
 from tests.families.spaces import BY_NAME, model_of, settings, spaces
 
@@ -154,8 +157,9 @@ def test_scales_that_are_replaced_after_opening_are_refused(tmp_path: Path) -> N
     copy = scales.with_name("copy")
     copy.write_bytes(scales.read_bytes())
     copy.rename(scales)
-    with RangeReader(identities=opened.catalog.identities) as reader, pytest.raises(Corrupt, match=scales.name):
-        reader.read_into(tmp_path / file, begin, bytearray(2 * math.prod(tensor.shape)))
+    part = StoredPart(file, begin, tensor.shape, whole(tensor.shape), tensor.dtype)
+    with ReadPool(identities=opened.catalog.identities) as pool, pytest.raises(Corrupt, match=scales.name):
+        read_parts(pool, tmp_path, [part])
 
 
 def test_a_conversion_and_the_md5_have_the_products_and_no_declaration(tmp_path: Path) -> None:
@@ -193,38 +197,31 @@ def open_and_read(directory: Path) -> list[tuple[str, bytes]]:
     """Return the bytes of all tensors as the catalog lists them."""
     opened = open_huggingface(directory)
     found = []
-    with RangeReader(identities=opened.catalog.identities) as reader:
+    with ReadPool(identities=opened.catalog.identities) as pool:
         for name, tensor in opened.catalog.roles["model_state"].items():
             ((file, begin),) = tensor.offsets
-            buffer = bytearray(math.prod(tensor.shape) * (4 if tensor.dtype == "float32" else 2))
-            reader.read_into(directory / file, begin, buffer)
-            found.append((name, bytes(buffer)))
+            part = StoredPart(file, begin, tensor.shape, whole(tensor.shape), tensor.dtype)
+            (array,) = read_parts(pool, directory, [part])
+            found.append((name, array.tobytes()))
     return found
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "float32"])
-def test_every_range_has_the_bytes_of_the_whole(tmp_path: Path, kind: str) -> None:
+def test_every_box_has_the_bytes_of_the_whole(tmp_path: Path, kind: str) -> None:
     wanted = write(tmp_path)
     opened = open_huggingface(tmp_path)
+    catalog = in_float32(opened.catalog) if kind == "float32" else opened.catalog
     dtype = np.dtype(np.float32 if kind == "float32" else ml_dtypes.bfloat16)
-    path = tmp_path / f"model-00001-of-00002.safetensors.{kind}"
-    names = [name for name, one in opened.catalog.roles["model_state"].items() if "-00001-" in one.offsets[0][0]]
-    names = sorted(filter(is_quantized, names), key=lambda one: opened.catalog.roles["model_state"][one].offsets[0][1])
-    whole = np.concatenate([wanted[name].astype(dtype).reshape(-1) for name in names]).view(np.uint8)
-    random, width = np.random.default_rng(3), dtype.itemsize
-    with RangeReader(identities=opened.catalog.identities) as reader:
+    names = sorted(filter(is_quantized, catalog.roles["model_state"]))
+    random = np.random.default_rng(3)
+    with ReadPool(identities=catalog.identities) as pool:
         for _ in range(200):
-            low, high = sorted(random.integers(0, whole.size // width, 2).tolist())
-            buffer = np.empty((high - low) * width, np.uint8)
-            reader.read_into(path, low * width, buffer)
-            assert buffer.tobytes() == whole[low * width : high * width].tobytes()
-        tall = next(name for name in names if wanted[name].shape[0] >= 20)
-        columns, begin = wanted[tall].shape[1], width * sum(wanted[one].size for one in names[: names.index(tall)])
-        out = np.zeros((20, 5 * width), np.uint8)
-        offsets = begin + (np.arange(20, dtype=np.int64) * columns + 6) * width
-        addresses = np.array([line.ctypes.data for line in out], np.uint64)
-        reader.read_rows(path, ScatterList.alike(offsets, addresses, 5 * width))
-    assert out.tobytes() == wanted[tall][:20, 6:11].astype(dtype).tobytes()
+            tensor = catalog.roles["model_state"][names[random.integers(len(names))]]
+            ((file, begin),) = tensor.offsets
+            lows, highs = zip(*(sorted(random.integers(0, size + 1, 2).tolist()) for size in tensor.shape), strict=True)
+            (array,) = read_parts(pool, tmp_path, [StoredPart(file, begin, tensor.shape, Box(lows, highs), kind)])
+            part = wanted[tensor.name].astype(dtype)[tuple(map(slice, lows, highs))]
+            assert array.tobytes() == part.tobytes()
 
 
 @pytest.mark.parametrize(

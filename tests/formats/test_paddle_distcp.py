@@ -24,12 +24,12 @@ from paddleformers_fc.formats.catalog import Catalog
 from paddleformers_fc.formats.paddle_distcp import PADDLE_DISTCP, open_distcp
 from paddleformers_fc.layout.roles import MODEL_STATE, OPTIMIZER_STATE
 from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
-from paddleformers_fc.storage.identities import RangeReader
 from paddleformers_fc.trainer.resume import Choice, Search, newest_or_begin, open_named
 from tests.cli.support import run
 from tests.formats.conversions import assert_equal_after_conversions
 from tests.formats.jobs import arrays
 from tests.harness.tiny import TP2, MatrixLayout
+from tests.storage.support import RangeReader
 from verification.forkserver import ForkServer
 
 

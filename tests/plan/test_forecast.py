@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from paddleformers_fc.errors import MismatchError
-from paddleformers_fc.execute.read_jobs import item_view, region_of
+from paddleformers_fc.execute.reading import fill_arrays
 from paddleformers_fc.families import ModelDescription, family_for
 from paddleformers_fc.layout.grid import parse_grid
 from paddleformers_fc.mapping.boxes import Box, whole
@@ -23,8 +23,7 @@ from paddleformers_fc.plan import plan_reads, resume_source
 from paddleformers_fc.plan.forecast import THREADS, CastFacts, cost_of, forecast
 from paddleformers_fc.plan.items import ReadItem, StoredPart
 from paddleformers_fc.plan.simulate import SimulatedModel, declared_model
-from paddleformers_fc.storage.identities import RangeReader
-from paddleformers_fc.storage.operations import HOT_BYTES, Workspace, read_region
+from paddleformers_fc.storage.executor import IMAGE_BYTES, ReadPool
 from tests.harness.sampling import thorough
 from tests.mapping.strategies import with_items
 from tests.plan.stored import checkpoint_of, stored_tensor
@@ -121,13 +120,12 @@ def test_the_cost_of_an_item_is_what_reading_it_costs(data: Any) -> None:
     target = tuple(part.shape[axis] for axis in axes)
     stored = StoredPart("file", 0, shape, part, "float32")
     item = ReadItem("model_state", "w", stored, 0, target, whole(target), axes)
-    workspace = Workspace()
-    with _File(np.arange(np.prod(shape), dtype=np.float32)) as path, RangeReader() as reader:
+    with _File(np.arange(np.prod(shape), dtype=np.float32)) as path, ReadPool() as pool:
         buffer = np.zeros(int(np.prod(target)), np.float32)
-        read = read_region(reader, region_of(path.parent, stored), item_view(buffer, item), workspace)
+        read = fill_arrays(pool, path.parent, [item], {(item.role, item.name): buffer})
     cost, staged = cost_of(item, "float32")
     assert cost == read
-    assert staged <= HOT_BYTES
+    assert staged <= 2 * IMAGE_BYTES
     expected = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
     expected = expected[tuple(slice(*ends) for ends in zip(lo, hi, strict=True))].transpose(axes)
     assert np.array_equal(buffer.reshape(target), expected)

@@ -17,9 +17,11 @@ import pytest
 from paddleformers_fc.storage import files
 from paddleformers_fc.storage.checksum import FileRecord
 from paddleformers_fc.storage.commit import Staging, commit, staging_directory, sync_staging
+from paddleformers_fc.storage.executor import ReadPool
 from paddleformers_fc.storage.files import write_file
 from paddleformers_fc.storage.manifest import Manifest, read_manifest, verify_files, write_manifest
-from paddleformers_fc.storage.paths import UNFINISHED, hidden_name, parse_step, run_digest
+from paddleformers_fc.storage.operations import Operation
+from paddleformers_fc.storage.paths import UNFINISHED, AnyPath, hidden_name, parse_step, run_digest
 from paddleformers_fc.storage.safetensors import SequentialTensorWriter, layout_file, read_header
 from paddleformers_fc.storage.staging_lock import LOCK_NAME
 
@@ -155,3 +157,13 @@ def running_on(machine: Machine) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(files, "os", machine)
         yield
+
+
+class RangeReader(ReadPool):
+    """A pool that reads single ranges."""
+
+    def read_into(self, path: AnyPath, offset: int, buffer: Any) -> int:
+        """Fill a buffer with the bytes from an offset on."""
+        memory = np.frombuffer(buffer, np.uint8)
+        address = memory.__array_interface__["data"][0]
+        return self.run([Operation(path, offset, memory.size, address, memory)])

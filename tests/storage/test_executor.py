@@ -219,7 +219,7 @@ def test_a_flipped_bit_is_found_in_its_block(tmp_path_factory: pytest.TempPathFa
     with ReadPool(case.options) as pool:
         pool.run(operations, blocks)
         pool.hash_rest(blocks)
-    assert blocks[path].differing == [place // case.block_bytes]
+    assert blocks[path].differing == {place // case.block_bytes}
 
 
 @thorough(100)
@@ -318,11 +318,11 @@ def test_neighbours_are_read_by_one_call(tmp_path: Path, monkeypatch: pytest.Mon
     path.write_bytes(bytes(range(250)))
     monkeypatch.setattr(executor, "read_several", lambda file, offset, views: calls.append((offset, len(views))))
     outs = [np.zeros(50, np.uint8) for _ in range(4)]
-    begins = [100, 0, 50, 200]
+    begins = [0, 150, 100, 50]
     with ReadPool() as pool:
         operations = (
             Operation(path, begin, 50, out.__array_interface__["data"][0], out)
             for begin, out in zip(begins, outs, strict=True)
         )
         assert pool.run(operations) == 200
-    assert calls == [(0, 3), (200, 1)] or calls == [(0, 4)]
+    assert calls == [(0, 4)]

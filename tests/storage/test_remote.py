@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import sys
 import threading
 import uuid
@@ -18,16 +19,17 @@ import pytest
 from hypothesis import given, strategies as st
 
 from paddleformers_fc.errors import Corrupt, NotACheckpoint, OptionError, StorageError
-from paddleformers_fc.storage import files, remote
+from paddleformers_fc.storage import executor, files, remote
+from paddleformers_fc.storage.executor import ReadPool
 from paddleformers_fc.storage.files import exists, is_directory, is_file, list_directory, read_file, size_of
-from paddleformers_fc.storage.identities import RangeReader, identities_of
+from paddleformers_fc.storage.identities import identities_of
 from paddleformers_fc.storage.manifest import MANIFEST_NAME, read_manifest, verify_files
-from paddleformers_fc.storage.operations import Region, Workspace, ranges_of, read_region
+from paddleformers_fc.storage.operations import row_major, strided
 from paddleformers_fc.storage.paths import RemotePath, parse_path
 from paddleformers_fc.storage.safetensors import read_header
 from tests.harness.limits import LIMIT
 from tests.storage.serving import Served, serving
-from tests.storage.support import STATE, WEIGHTS, save
+from tests.storage.support import STATE, WEIGHTS, RangeReader, save
 
 
 @pytest.fixture
@@ -96,8 +98,8 @@ def test_a_long_range_comes_in_parts_at_a_time(served: Served, tmp_path: Path, m
     data = np.random.default_rng(0).bytes(10_000)
     (tmp_path / "data").write_bytes(data)
     buffer = bytearray(9_500)
-    with RangeReader() as reader:
-        reader.read_into(at(served, "data"), 100, buffer)
+    with files.open_regular(at(served, "data")) as file:
+        files.read_into(file, 100, buffer)
     assert bytes(buffer) == data[100:9600]
     assert sorted(length for _, _, length in served.ranges) == [500, *[1000] * 9]
 
@@ -297,19 +299,20 @@ def test_files_are_looked_at_several_at_a_time(memory: RemotePath) -> None:
 ROWS, COLUMNS = 8, 1 << 20
 
 
-def read(region: Region, out: np.ndarray[Any, Any]) -> None:
-    workspace = Workspace()
-    with RangeReader() as reader:
-        reader.expect(region.path, ranges_of(region))
-        read_region(reader, region, out, workspace)
+def read(path: RemotePath, whole: np.ndarray[Any, Any], first: int, out: np.ndarray[Any, Any]) -> None:
+    """Read columns of a matrix of bytes."""
+    strides = row_major(whole.shape, 1), out.strides
+    made = strided(path, first, out.shape, strides, (out.dtype, out.dtype), out.ctypes.data, out)
+    assert made is not None
+    with ReadPool() as pool:
+        pool.run([made])
 
 
 def test_a_slice_of_long_rows_reads_what_it_needs_and_no_more(served: Served, tmp_path: Path) -> None:
     whole = np.random.default_rng(0).integers(0, 255, (ROWS, COLUMNS), np.uint8)
     (tmp_path / "data").write_bytes(whole.tobytes())
-    region = Region(at(served, "data"), 0, whole.shape, (0, 0), (ROWS, COLUMNS // 2), np.dtype(np.uint8))
-    out = np.zeros(region.size, np.uint8)
-    read(region, out)
+    out = np.zeros((ROWS, COLUMNS // 2), np.uint8)
+    read(at(served, "data"), whole, 0, out)
     assert np.array_equal(out, whole[:, : COLUMNS // 2])
     assert served.bytes <= 1.05 * out.nbytes
     assert len(served.ranges) <= ROWS
@@ -318,27 +321,34 @@ def test_a_slice_of_long_rows_reads_what_it_needs_and_no_more(served: Served, tm
 def test_a_slice_of_short_rows_is_few_requests(served: Served, tmp_path: Path) -> None:
     whole = np.random.default_rng(0).integers(0, 255, (4096, 2048), np.uint8)
     (tmp_path / "data").write_bytes(whole.tobytes())
-    region = Region(at(served, "data"), 0, whole.shape, (0, 512), (4096, 512), np.dtype(np.uint8))
-    for out in (np.zeros(region.size, np.uint8), np.zeros(region.size[::-1], np.uint8).T):
+    for out in (np.zeros((4096, 512), np.uint8), np.zeros((512, 4096), np.uint8).T):
         served.forget()
-        read(region, out)
+        read(at(served, "data"), whole, 512, out)
         assert np.array_equal(out, whole[:, 512:1024])
         assert len(served.ranges) <= 2
         assert served.bytes <= whole.nbytes
 
 
 @given(st.data())
-def test_the_ranges_of_a_region_hold_all_of_its_bytes(data: st.DataObject) -> None:
-    shape = tuple(data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=4)))
-    lo = tuple(data.draw(st.integers(0, length - 1)) for length in shape)
-    size = tuple(data.draw(st.integers(0, length - low)) for length, low in zip(shape, lo, strict=True))
-    # As if the tensor were large: a gap costs much.
+def test_parts_are_requested_with_cheap_gaps_and_arrive_in_their_places(data: st.DataObject) -> None:
+    content = np.random.default_rng(0).integers(0, 255, 3000, np.uint8)
+    gap, ratio, free = (data.draw(st.integers(0, 60)) for _ in range(3))
+    begins = sorted(data.draw(st.lists(st.integers(0, 2900), min_size=1, max_size=80)))
+    outs = [np.zeros(data.draw(st.integers(1, 100)), np.uint8) for _ in begins]
+    parts = [(begin, out.size, out.ctypes.data) for begin, out in zip(begins, outs, strict=True)]
+    asked: list[tuple[int, int]] = []
+
+    class Store:
+        def fetch(self, ranges: Any) -> list[bytes]:
+            asked.extend(ranges)
+            assert len(ranges) <= 64
+            return [content[low:high].tobytes() for low, high in ranges]
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("paddleformers_fc.storage.prefetch.GAP_BYTES", data.draw(st.integers(0, 200)))
-        patch.setattr("paddleformers_fc.storage.prefetch.FREE_BYTES", 0)
-        found = list(ranges_of(Region(Path("x"), 5, shape, lo, size, np.dtype(np.float32))))
-    bytes_of = np.arange(int(np.prod(shape)) * 4).reshape(*shape, 4) + 5
-    box = bytes_of[tuple(slice(low, low + length) for low, length in zip(lo, size, strict=True))]
-    covered = {byte for one in found for byte in range(one.begin, one.end)}
-    assert set(box.ravel().tolist()) <= covered
-    assert sum(one.size for one in found) == box.size
+        patch.setattr(executor, "GAP_BYTES", gap)
+        patch.setattr(executor, "MAX_GAP_RATIO", ratio)
+        patch.setattr(executor, "FREE_BYTES", free)
+        executor._fetch(Store(), parts)  # type: ignore[arg-type]
+    for begin, out in zip(begins, outs, strict=True):
+        assert np.array_equal(out, content[begin : begin + out.size])
+    assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(asked)), "no byte is requested twice"

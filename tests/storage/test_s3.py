@@ -10,11 +10,10 @@ import pytest
 
 from paddleformers_fc.errors import Corrupt, NotACheckpoint, StorageError
 from paddleformers_fc.storage.files import exists, is_directory, is_file, list_directory, read_file, size_of
-from paddleformers_fc.storage.identities import RangeReader
 from paddleformers_fc.storage.manifest import MANIFEST_NAME, read_manifest, verify_files
 from paddleformers_fc.storage.paths import RemotePath
 from tests.storage.buckets import CREDENTIALS, Bucket
-from tests.storage.support import STATE, save
+from tests.storage.support import STATE, RangeReader, save
 
 
 def test_names_of_a_bucket_are_looked_at_and_listed_as_in_a_directory(bucket: Bucket) -> None:

@@ -160,13 +160,13 @@ def die(moment: str, victim: int, output_dir: str, layout: Mapping[str, Any], re
 def _die_when(moment: str) -> None:
     """Make this process kill itself at a moment, half way through."""
     from paddleformers_fc.distributed import channel
-    from paddleformers_fc.execute import redistribute, save
+    from paddleformers_fc.execute import exchange, save
 
     def kill(*_: Any, **__: Any) -> Any:
         os.kill(os.getpid(), signal.SIGKILL)
 
     if moment == "reading":
-        redistribute.execute_reads = kill
+        exchange.execute_reads = kill
     elif moment == "writing":
         save._write_tensors = kill
     else:
