@@ -66,7 +66,9 @@ _HASHED_RUN = 64 << 10
 """Shorter runs of a block that is hashed are copied from its image: that is cheaper than to scatter the read."""
 _SLACK = 4096
 """An image begins as its first element is aligned, and ends with the last element that begins in it."""
-_TASK_WINDOWS = 64
+_TASK_WINDOWS = 16
+_PIECE_BYTES = 16 << 10
+"""Bytes that are read in the time that a piece takes, whatever its size."""
 _MOST_REQUESTS = 64
 """Number of requests that a thread sends at the same time."""
 _SMALLEST_IMAGE = 64
@@ -607,7 +609,8 @@ def _tasks(windows: Iterable[Window]) -> Iterator[list[Window]]:
     task: list[Window] = []
     size = 0
     for window in windows:
-        length = window.high - window.low if window.blocks else sum(piece.needed for piece in window.pieces)
+        wanted = window.high - window.low if window.blocks else sum(piece.needed for piece in window.pieces)
+        length = max(wanted, len(window.pieces) * _PIECE_BYTES)
         if task and (size + length > WINDOW_BYTES or len(task) == _TASK_WINDOWS):
             yield task
             task, size = [], 0

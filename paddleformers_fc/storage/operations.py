@@ -34,6 +34,8 @@ SHORT_RUN = 1024
 """Shorter runs are read with the gaps between them, and are copied faster from an image than read one by one."""
 STRIPE = 128
 """Rows of a transpose that are copied at a time: a cache line of each stays in the innermost cache."""
+COLUMN_BYTES = 4096
+"""Bytes of these rows that are copied at a time: they fit into a cache of half a MiB."""
 _HOSTILE = 1024
 """Rows at multiples of this distance evict one another from a cache."""
 _LINE = 64
@@ -268,10 +270,12 @@ class Operation(msgspec.Struct, frozen=True, gc=False, eq=False):
         if fast == source.ndim - 1:
             copy_cast(target, source, self.path)
             return
-        before = (slice(None),) * fast
+        before, between = (slice(None),) * fast, (slice(None),) * (source.ndim - 2 - fast)
+        width = max(1, COLUMN_BYTES // source.itemsize)
         for low in range(0, source.shape[fast], STRIPE):
-            stripe = (*before, slice(low, low + STRIPE))
-            copy_cast(target[stripe], _spread(source[stripe], fast, scratch), self.path)
+            for left in range(0, source.shape[-1], width):
+                part = (*before, slice(low, low + STRIPE), *between, slice(left, left + width))
+                copy_cast(target[part], _spread(source[part], fast, scratch), self.path)
 
 
 def _spread(rows: Array, fast: int, scratch: Array) -> Array:

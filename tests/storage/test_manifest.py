@@ -16,7 +16,7 @@ import xxhash
 from hypothesis import given, strategies as st
 
 from paddleformers_fc.errors import Corrupt, FormatError, NotACheckpoint, OptionError, StorageError
-from paddleformers_fc.storage import block_checksums as blocks_module, manifest as manifest_module
+from paddleformers_fc.storage import block_checksums as blocks_module, executor, manifest as manifest_module
 from paddleformers_fc.storage.checksum import BlockHasher, FileChecksum, FileRecord, records_of
 from paddleformers_fc.storage.files import write_file
 from paddleformers_fc.storage.manifest import (
@@ -433,7 +433,7 @@ def test_blocks_and_spans_larger_than_a_read_are_checked_whole(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(blocks_module, "_READ_BYTES", 7)
-    monkeypatch.setattr(blocks_module, "_SPAN_BYTES", 3 * BLOCK)
+    monkeypatch.setattr(executor, "IMAGE_BYTES", BLOCK // 3)
     manifest, blocks = read_manifest(checkpoint), recorded(checkpoint)
     size = (checkpoint / WEIGHTS).stat().st_size
     for threads in (1, 5):
