@@ -70,13 +70,13 @@ def load(directory: Path, held: Held, verify: str = "full") -> Done:
 def start(directory: Path, held: Held) -> Done:
     """What ``load`` does from open weights, for the ranks of one pipeline stage, the others not being there."""
     from paddleformers_fc.execute.memory import slots_of
-    from paddleformers_fc.storage.executor import DEFAULT_OPTIONS
     from paddleformers_fc.execute.reading import execute_reads
     from paddleformers_fc.execute.save_plan import model_rules
     from paddleformers_fc.families import ModelDescription, OptionalNames, family_for
     from paddleformers_fc.formats.huggingface import open_huggingface
     from paddleformers_fc.layout.live import describe_roles
     from paddleformers_fc.plan import huggingface_source, plan_reads
+    from paddleformers_fc.storage.executor import DEFAULT_OPTIONS
 
     model = ModelDescription(held.config, is_fleet=False)
     catalog, shards = open_huggingface(directory).catalog, describe_roles(held.roles)
