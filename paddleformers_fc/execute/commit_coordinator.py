@@ -167,7 +167,7 @@ class _Documents(msgspec.Struct):
 
     Args:
         manifest: the manifest.
-        files: the coordinator's small files, compressed.
+        files: the coordinator's small files.
         leads: by file of the manifest, the leader of the disk with it.
     """
 
@@ -179,7 +179,8 @@ class _Documents(msgspec.Struct):
 class _Described(msgspec.Struct):
     """What every rank is told of the checkpoint, as in :class:`CommitResult`.
 
-    On several disks nothing is committed yet, and the leaders get the documents.
+    On several disks nothing is committed yet, and the leaders get the documents: as one compressed message, which other
+    ranks receive as well and do not read. It is bounded as every exchange.
     """
 
     files: int = 0
@@ -188,7 +189,7 @@ class _Described(msgspec.Struct):
     differences: list[str] = []
     ties: list[DivergedTie] = []
     suspects: list[int] = []
-    documents: _Documents | None = None
+    documents: bytes = b""
 
 
 def commit_parts(
@@ -222,23 +223,22 @@ def commit_parts(
         leads = {one.path: lead for lead, theirs in zip(staged.disks.leads, checksums, strict=True) for one in theirs}
         written = (MAPPING_NAME, INDEX_NAME)
         shared = {**files, **{name: read_file(staged.path / name) for name in written}} if several else {}
-        shared = {name: zlib.compress(data, 1) for name, data in shared.items()}
         documents = _Documents(manifest, shared, [leads.get(one.path, 0) for one in manifest.files])
         size = sum(checksum.size for checksum in manifest.files)
         described = _Described(len(manifest.files), size, [], manifest.differences, manifest.ties)
         if several:
-            described.documents = documents
+            described.documents = zlib.compress(msgspec.msgpack.encode(documents), 1)
         else:
             prepare(documents)
             described.set_aside = rename()
         return described
 
-    def prepare(documents: _Documents | None) -> None:
-        if staging is None or documents is None:
+    def prepare(documents: _Documents) -> None:
+        if staging is None:
             return
         if channel.rank != 0:
             for path, data in documents.files.items():
-                write_file(staged.path / path, zlib.decompress(data), root=staged.path)
+                write_file(staged.path / path, data, root=staged.path)
         write_manifest(staged.path, documents.manifest)
         led = zip(documents.manifest.files, documents.leads, strict=True)
         written = [one.path for one, lead in led if lead == channel.rank]
@@ -253,7 +253,8 @@ def commit_parts(
     if several and not described.suspects:
 
         def sync() -> tuple[None, None]:
-            prepare(described.documents)
+            if staging is not None:
+                prepare(msgspec.msgpack.decode(zlib.decompress(described.documents), type=_Documents))
             return None, None
 
         yield Part("syncing every disk", sync, type(None))
