@@ -29,7 +29,7 @@ def make_checkpoint(output_dir: Path, step: int) -> Path:
         WEIGHTS: b"{}",
     }
     written = [write_file(directory / name, raw, root=directory) for name, raw in contents.items()]
-    index = encode_index(shard_columns({WEIGHTS: []}), written)
+    index = encode_index(shard_columns([(WEIGHTS, [])]), written)
     files = records_of([*written, write_file(directory / INDEX_NAME, index, root=directory)])
     manifest = Manifest(
         written_by="test", step=step, consumed_samples=0, world_size=1, parallel={}, family="", files=files
