@@ -153,18 +153,7 @@ def forecast(
     Raises:
         MismatchError: stored and wanted do not fit, with the report of a load.
     """
-    costs = PlannedShards(source)
-    ranks = [_of_rank(rank, costs.of_rank(model, rank)) for rank in range(model.grid.world_size)]
-    merged = costs.planner.report.merge([report])
-    dropped = sorted(costs.untouched(), key=natural)
-    for name in unexpected(dropped):
-        merged.add("unexpected", name)
-    merged.refuse(str(source.catalog.root))
-    return Forecast(ranks, sorted(costs.fresh, key=natural), dropped, list(costs.cast.values()))
-
-
-def _of_rank(rank: int, cost: Cost) -> RankForecast:
-    return RankForecast(rank, cost.held, cost.read, cost.items, cost.held + THREADS * cost.staging)
+    return PlannedShards(source).forecast(model, report, unexpected)
 
 
 class PlannedShards:
@@ -240,11 +229,22 @@ class PlannedShards:
             self._patterns[key] = sum(_costs(filling, shard.dtype), Cost())
         return held + self._patterns[key]
 
-    def untouched(self) -> Iterator[str]:
-        """Stored names that no wanted tensor is made of."""
-        for role, tensors in self._roles.items():
-            touched = self.planner.touched.get(role, set())
-            yield from (name for name in tensors if name not in touched)
+    def forecast(
+        self, model: SimulatedModel, report: Report, unexpected: Callable[[Sequence[str]], Iterable[str]]
+    ) -> Forecast:
+        """As :func:`forecast`."""
+        ranks = []
+        for rank in range(model.grid.world_size):
+            cost = self.of_rank(model, rank)
+            peak = cost.held + THREADS * cost.staging
+            ranks.append(RankForecast(rank, cost.held, cost.read, cost.items, peak))
+        merged, touched = self.planner.report.merge([report]), self.planner.touched
+        dropped = [name for role, names in self._roles.items() for name in names if name not in touched.get(role, ())]
+        dropped.sort(key=natural)
+        for name in unexpected(dropped):
+            merged.add("unexpected", name)
+        merged.refuse(str(self._source.catalog.root))
+        return Forecast(ranks, sorted(self.fresh, key=natural), dropped, list(self.cast.values()))
 
 
 def _costs(filling: ShardFill, dtype: str) -> Iterator[Cost]:
@@ -329,13 +329,17 @@ def plan_for_grid(
         MappingError: the model has no family.
         FlexError: the stored tensors do not fit the target.
     """
-    grid = parse_plan_target(to, dtype)
-    found, used = forecast_load(checkpoint, grid, dtype, aoa_config)
+    target = plan_target(checkpoint, parse_plan_target(to, dtype), dtype, aoa_config)
+    return _grid_plan(target, PlannedShards(target.source))
+
+
+def _grid_plan(target: PlanTarget, shards: PlannedShards) -> GridPlan:
+    found = shards.forecast(target.model, target.report, target.unexpected)
     return GridPlan(
-        path=str(checkpoint.catalog.root),
-        to=str(grid),
-        dtype=used,
-        world_size=grid.world_size,
+        path=str(target.source.catalog.root),
+        to=str(target.model.grid),
+        dtype=target.dtype,
+        world_size=target.model.grid.world_size,
         bytes=sum(rank.bytes for rank in found.ranks),
         read=sum(rank.read for rank in found.ranks),
         amplification=round(found.amplification, 4),
@@ -553,9 +557,10 @@ def plan_flows(
     Raises:
         FlexError: as for a plan.
     """
-    plan = plan_for_grid(checkpoint, to, dtype, aoa_config)
     target = plan_target(checkpoint, parse_plan_target(to, dtype), dtype, aoa_config)
-    collector = _Collector(PlannedShards(target.source), target.model, {cast.name: cast.stored for cast in plan.cast})
+    shards = PlannedShards(target.source)
+    plan = _grid_plan(target, shards)
+    collector = _Collector(shards, target.model)
     reads = [collector.rank(rank) for rank in range(plan.world_size)]
     writers = sorted({writer for found in reads for writer in found}, key=lambda name: natural(name.replace(" ", ".")))
     index = {name: number for number, name in enumerate(writers)}
@@ -566,8 +571,8 @@ def plan_flows(
 class _Collector:
     """Adds up the reads of ranks; the sources of a shard are worked out once."""
 
-    def __init__(self, shards: PlannedShards, model: SimulatedModel, cast: Mapping[str, str]) -> None:
-        self._shards, self._model, self._cast = shards, model, cast
+    def __init__(self, shards: PlannedShards, model: SimulatedModel) -> None:
+        self._shards, self._model = shards, model
         self._known: dict[tuple[object, ...], Counter[str]] = {}
         self._rows: dict[str, _Row] = {}
 
@@ -611,7 +616,8 @@ class _Collector:
         """Yield every parameter that some rank holds."""
         for name in sorted(self._rows, key=natural):
             row = self._rows[name]
-            dtype = f"{self._cast[name]} -> {row.dtype}" if name in self._cast else row.dtype
+            cast = self._shards.cast.get(name)
+            dtype = row.dtype if cast is None else f"{cast.stored} -> {row.dtype}"
             yield ParameterFlow(
                 name, row.shape, dtype, row.bytes, row.ranks, len(row.shards), len(row.writers), list(row.states)
             )
