@@ -141,27 +141,6 @@ def staging_beside(
         yield maker.staged
 
 
-@dataclass(frozen=True)
-class CommitResult:
-    """A finished checkpoint.
-
-    Args:
-        files: number of its files.
-        size: of these files, in bytes.
-        set_aside: where files of other programs that had its name are now, on any disk.
-        differences: replicas that differ, one line per tensor.
-        ties: tied tensors whose copies differ.
-        suspects: if there are any, nothing has been committed: the groups of ranks whose replicas differ.
-    """
-
-    files: int
-    size: int
-    set_aside: tuple[Path, ...]
-    differences: tuple[str, ...]
-    ties: tuple[DivergedTie, ...]
-    suspects: tuple[int, ...]
-
-
 class _Documents(msgspec.Struct):
     """What every disk gets from the coordinator if there are several.
 
@@ -176,11 +155,18 @@ class _Documents(msgspec.Struct):
     leads: list[int]
 
 
-class _Described(msgspec.Struct):
-    """What every rank is told of the checkpoint, as in :class:`CommitResult`.
+class CommitResult(msgspec.Struct):
+    """A finished checkpoint, as every rank is told of it.
 
-    On several disks nothing is committed yet, and the leaders get the documents: as one compressed message, which other
-    ranks receive as well and do not read. It is bounded as every exchange.
+    Args:
+        files: number of its files.
+        size: of these files, in bytes.
+        set_aside: where files of other programs that had its name are now, on any disk.
+        differences: replicas that differ, one line per tensor.
+        ties: tied tensors whose copies differ.
+        suspects: if there are any, nothing has been committed: the groups of ranks whose replicas differ.
+        documents: for the leaders of several disks, on which nothing is committed yet: one compressed message, which
+            other ranks receive as well and do not read. It is bounded as every exchange.
     """
 
     files: int = 0
@@ -215,17 +201,17 @@ def commit_parts(
     """
     staging, several = staged.own, len(staged.disks.sorted_leaders) > 1
 
-    def record() -> _Described:
+    def record() -> CommitResult:
         unequal = suspects()
         if unequal:
-            return _Described(suspects=unequal)
+            return CommitResult(suspects=unequal)
         manifest = build_manifest([checksum for theirs in checksums for checksum in theirs])
         leads = {one.path: lead for lead, theirs in zip(staged.disks.leads, checksums, strict=True) for one in theirs}
         written = (MAPPING_NAME, INDEX_NAME)
         shared = {**files, **{name: read_file(staged.path / name) for name in written}} if several else {}
         documents = _Documents(manifest, shared, [leads.get(one.path, 0) for one in manifest.files])
         size = sum(checksum.size for checksum in manifest.files)
-        described = _Described(len(manifest.files), size, [], manifest.differences, manifest.ties)
+        described = CommitResult(len(manifest.files), size, [], manifest.differences, manifest.ties)
         if several:
             described.documents = zlib.compress(msgspec.msgpack.encode(documents), 1)
         else:
@@ -248,8 +234,7 @@ def commit_parts(
         kept = None if staging is None else commit(staging)
         return [] if kept is None else [os.fsencode(kept)]
 
-    described: _Described = yield Part("committing the checkpoint", record, _Described, source=0)
-    left = [described.set_aside]
+    described: CommitResult = yield Part("committing the checkpoint", record, CommitResult, source=0)
     if several and not described.suspects:
 
         def sync() -> tuple[None, None]:
@@ -259,13 +244,6 @@ def commit_parts(
 
         yield Part("syncing every disk", sync, type(None))
         # A rename is a matter of milliseconds.
-        left = all_gather_checked(channel, "committing on every disk", rename, list[bytes])
-    set_aside = [Path(os.fsdecode(path)) for theirs in left for path in theirs]
-    return CommitResult(
-        described.files,
-        described.size,
-        tuple(set_aside),
-        tuple(described.differences),
-        tuple(described.ties),
-        tuple(described.suspects),
-    )
+        everyone = all_gather_checked(channel, "committing on every disk", rename, list[bytes])
+        described.set_aside = [path for theirs in everyone for path in theirs]
+    return described

@@ -381,10 +381,11 @@ def save_parts(taken: Snapshot, channel: Channel) -> Parts[SaveReport]:
         written = yield from write(taken, channel)
         done = yield from commit(taken, written, channel)
     taken.timer.end("commit")
-    everyone = written.everyone
-    slowest = slowest_of("write", [one.seconds for one in everyone]) if everyone else None
-    phases = taken.timer.phases(slowest)
-    return SaveReport(done.files, done.size, done.set_aside, taken.staged.disks, done.differences, done.ties, phases)
+    seconds = [one.seconds for one in written.everyone]
+    phases = taken.timer.phases(slowest_of("write", seconds) if seconds else None)
+    set_aside = tuple(Path(os.fsdecode(path)) for path in done.set_aside)
+    differing = tuple(done.differences), tuple(done.ties)
+    return SaveReport(done.files, done.size, set_aside, taken.staged.disks, *differing, phases)
 
 
 def write(taken: Snapshot, channel: Channel) -> Parts[Written]:
