@@ -1,9 +1,10 @@
-"""Choose the checkpoint that a run resumes.
+"""Choose the checkpoint that a run resumes, and open it.
 
 Ranks may have output directories on different disks. All ranks choose the same step: the newest one of which every file
-is visible to some rank. An incomplete or damaged checkpoint is skipped with a warning if the newest one was requested,
-and is an error if it was named. A directory without read permission is always an error: the resume of an older
-checkpoint because of a failed mount would lose steps.
+is visible to some rank. It is opened when it is chosen, so that its metadata is read once. An incomplete or damaged
+checkpoint is skipped with a warning if the newest one was requested, and is an error if it was named. A directory
+without read permission is always an error: the resume of an older checkpoint because of a failed mount would lose
+steps.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from verification.scale.counting import MEMORY, OPENS, PROCESSOR, READ, STATS, Meter
+from verification.scale.counting import LISTINGS, MEMORY, OPENS, PROCESSOR, READ, STATS, Meter
 from verification.scale.operations import (
     ASYNCHRONOUS,
     FIRST_SAVE,
@@ -36,13 +36,17 @@ SHARED = {
     # The coordinator tells all ranks who writes replicas: a few bytes of every rank.
     (FIRST_SAVE, RECEIVED): 2.0,
     # The coordinator reads the manifest and the index, which list all files, and sends them to all ranks.
-    **{(operation, count): 3.9 for operation in (RESUME, OPENING) for count in (READ, SENT, RECEIVED, LARGEST)},
+    **{(operation, count): 2.3 for operation in (RESUME, OPENING) for count in (READ, SENT, RECEIVED, LARGEST)},
     # A rank opens the files that it reads: under a larger grid of the tiny model, more of them have its tensors.
     **{(PLANNING, count): 2.9 for count in (OPENS, STATS, READ)},
 }
 """The counts that grow with the files of a checkpoint, with those that a rank reads or with replicas, and how much."""
 SAVES = {FIRST_SAVE: 5, LATER_SAVE: 4}
 """The exchanges of a save."""
+RESUMES = {RESUME: 3, OPENING: 2, PLANNING: 1}
+"""The exchanges of a resume: the newest checkpoint is looked for and opened; a named one is opened alone."""
+FILES = 5
+"""Files of each rank: three with tensors, one with random states, and sometimes one of the few that a job has once."""
 
 
 @pytest.fixture(scope="module")
@@ -114,3 +118,15 @@ def test_ranks_that_do_not_run_send_what_they_send_when_they_run() -> None:
                 # Ranks that run read different blocks; the messages of the others are equal, and sent once.
                 assert timeless[name] <= expected.pop(name)
             assert {name: timeless[name] for name in expected} == expected, (operation, rank)
+
+
+def test_a_resume_receives_the_metadata_once_and_each_rank_looks_at_its_share_alone(counts: list[Counts]) -> None:
+    for world, found in zip(SIZES, counts, strict=True):
+        for operation, exchanges in RESUMES.items():
+            assert {meter[EXCHANGES] for meter in found[operation].values()} == {exchanges}
+        for rank, meter in found[RESUME].items():
+            # Besides the frames of the ranks, looking for the checkpoint carries its name.
+            assert meter[RECEIVED] < found[OPENING][rank][RECEIVED] + FRAME_BYTES * world + 100
+            if rank:
+                assert (meter.get(LISTINGS, 0), meter[OPENS]) == (0, 1)
+                assert meter[STATS] <= 8 + FILES

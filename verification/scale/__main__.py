@@ -48,6 +48,8 @@ are holes in sparse files. The store is Paddle's, with one client per node of ei
 * *Requests while waiting* depend on how long ranks wait for each other on the machine that ran this. Rows without a
   count are left out.
 * On one file system, as here, the coordinator rotates alone. Before, all ranks read the newest checkpoint for it.
+* An *automatic resume* looks for the newest checkpoint and opens it; *opening* is that of a checkpoint that a user
+  names, and carries the same metadata. Both are followed by *planning*, and reading adds an exchange.
 * *Peak memory* is the growth of resident memory during the operation, with the messages of all ranks, divided by the
   number of ranks that run.
 * Of the dense model at 10,240 ranks a first save, opening and planning are counted; the MoE stays at 4,096 ranks.
