@@ -291,7 +291,7 @@ def _expected(
 
     Left out are states that an optimizer has only sometimes.
     """
-    inner, place = innermost(optimizer), paddle.base.framework._current_expected_place()
+    inner, place = innermost(optimizer), paddle.empty([0]).place
     trained = {one.local_tensor.name for one in weights.values() if not one.local_tensor.stop_gradient}
     updated = [
         (_static(one.name), tuple(one.shape), str(one.dtype).rpartition(".")[2])
