@@ -9,5 +9,5 @@ both sides.
 Contenders: a raw copy (``os.write``, ``os.preadv``), safetensors, Paddle's own FlexCheckpoint in both of its formats,
 PyTorch Distributed Checkpoint where torch is installed, and this package.
 
-Run with ``make bench``; it takes an hour, 16 GiB of memory, and a machine that does nothing else.
+Run with ``make bench``; it takes some two hours, 16 GiB of memory, and a machine that does nothing else.
 """

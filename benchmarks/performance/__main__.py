@@ -19,7 +19,7 @@ from benchmarks.performance.running import Outcome, Servers, measure
 def main() -> None:
     """Run the cases that were asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5, help="rounds, each with a first and a later call")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds, each with a first and a later call")
     parser.add_argument("--only", default="", help="cases whose name holds one of these texts, with | between")
     parser.add_argument("--contenders", default="", help="only these, with commas between; all by default")
     parser.add_argument("--scratch", type=Path, default=Path("/dev/shm"), help="a file system in memory")
