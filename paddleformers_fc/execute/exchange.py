@@ -65,6 +65,7 @@ from paddleformers_fc.plan.transfer_plan import (
 )
 from paddleformers_fc.storage import paths
 from paddleformers_fc.storage.block_checksums import comparison_of
+from paddleformers_fc.storage.dtypes import copy_cast
 from paddleformers_fc.storage.executor import DEFAULT_OPTIONS, Blocks, OwnedBlocks, ReadOptions, ReadPool
 from paddleformers_fc.storage.files import byte_view
 from paddleformers_fc.storage.identities import NO_IDENTITIES, Identities, same_bytes_key
@@ -374,7 +375,7 @@ class _ShardFiller:
             box = piece.box.relative_to(item.stored.part.lo)
             target = item_view(self._buffer(key), item)
             target = target[tuple(slice(low, high) for low, high in zip(box.lo, box.hi, strict=True))]
-            np.copyto(target, array, casting="unsafe")
+            copy_cast(target, array, self._storage.root / piece.move.part.file)
             self._left[key] -= array.size
             if self._left[key] == 0:
                 self._slots[key].close()
