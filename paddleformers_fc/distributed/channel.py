@@ -485,7 +485,7 @@ def _agree(
         except Exception as error:  # As above; an error of the work takes precedence.
             failure, report.error = failure or error, report.error or _wire_form(error, report.doing)
     head = NO_HEAD if failure else xxhash.xxh3_64_digest(f"{report.doing}\0{marks.size}\0".encode() + report.digest)
-    payloads = channel.gather(doing, b"" if failure else payload, head, to, marks)
+    payloads = channel.gather(doing, b"" if failure else payload, head, to, NO_MARKS if failure else marks)
     if payloads is None or failure is not None:
         raise _disagreement(channel, report, consistency) from failure
     return payloads, cast("_T", kept)
@@ -501,7 +501,7 @@ def _disagreement(channel: Channel, report: _RankReport, consistency: Consistenc
     if consistency is not None and all(one.digest for one in everyone) and len({one.digest for one in everyone}) > 1:
         return consistency.mismatch_error(channel)
     descriptions = [one.doing for one in everyone]
-    if len(set(descriptions)) != 1:
+    if len(set(descriptions)) != 1 or not any(one.error for one in everyone):
         return PeerError(
             "The ranks are not doing the same thing.",
             where=f"a job of {channel.world_size} ranks",

@@ -184,6 +184,23 @@ def test_real_ranks_unite_the_marks_of_all_and_leave_them_if_one_fails() -> None
     assert marks.tolist() == [1, 1, 1, 0, channel.rank]
 
 
+def test_ranks_that_all_fail_with_marks_of_different_lengths_report_their_errors() -> None:
+    def work(channel: ThreadChannel) -> None:
+        def fail() -> tuple[int, None]:
+            raise FULL
+
+        gather_and_keep(channel, "planning", fail, int, marks=np.zeros(3 + channel.rank, np.uint8))
+
+    assert all("No space left on device" in str(outcome) for outcome in job(2, work))
+
+
+def test_ranks_that_differ_in_the_number_of_marks_alone_are_refused() -> None:
+    def work(channel: ThreadChannel) -> None:
+        gather_and_keep(channel, "planning", lambda: (1, None), int, marks=np.zeros(3 + channel.rank, np.uint8))
+
+    assert all("not doing the same thing" in str(outcome) for outcome in job(2, work))
+
+
 class SizedChannel(ThreadChannel):
     """A rank's channel that notes the lengths of its collectives."""
 
