@@ -310,7 +310,8 @@ def snapshot(
         consistency: the facts that must be equal on all ranks.
         timer: measures the save; by default it begins now.
     Raises:
-        FlexError: the same on every rank, except for an error of ``capture``.
+        FlexError: the same on every rank, except for an error of ``capture``. A rank that cannot plan its files has the
+            error in its plan.
     """
     timer = timer or PhaseTimer()
     with contextlib.ExitStack() as stack:
@@ -361,7 +362,8 @@ def plan_save(
         plan = plans[name]
     else:
         name, plan = _new_plan(part, roles, payloads, channel)
-    _PLANS.keep(channel.rank, _facts(part, channel), name, plan)
+    if plan.failure is None:
+        _PLANS.keep(channel.rank, _facts(part, channel), name, plan)
     return part, plan
 
 
@@ -400,6 +402,7 @@ def write(taken: Snapshot, channel: Channel) -> Parts[Written]:
 
     def write_own() -> tuple[_WriteMessage, ReplicaDigests]:
         taken.timer.end("capture")
+        taken.plan.refuse_failed()
         if channel.rank == 0:
             _refuse_unreadable(taken)
         hashed = hash_replicas(taken.tensors, taken.plan.replicas if taken.replicas != "off" else (), taken.job.step)

@@ -129,12 +129,20 @@ class SavePlan:
         model: the description that the coordinator writes beside them; None on other ranks.
         replicas: this rank's shards that other ranks hold as well.
         ties: its copies of tied tensors, which it hashes.
+        failure: why this rank could not plan its files. All ranks raise it at the end of their next work: another
+            exchange would cost more than what they do until then.
     """
 
     files: tuple[PlannedFile, ...]
     model: ModelRecord | None
     replicas: tuple[Replica, ...] = ()
     ties: tuple[CopyPart, ...] = ()
+    failure: Exception | None = None
+
+    def refuse_failed(self) -> None:
+        """Raise the error of planning, in work whose errors reach all ranks."""
+        if self.failure is not None:
+            raise self.failure
 
     def model_record(self) -> ModelRecord:
         """Return the record that the coordinator writes.
@@ -214,7 +222,7 @@ def plan_for_all(job: JobShards, model: ModelDescription) -> tuple[Planning, Mod
 
 
 def plan_of_rank(planning: Planning, roles: RankShards, rank: int, record: ModelRecord | None) -> SavePlan:
-    """Return the plan of one rank.
+    """Return the plan of one rank, or one with the error that makes it impossible.
 
     Args:
         planning: from :func:`plan_for_all`.
@@ -222,9 +230,13 @@ def plan_of_rank(planning: Planning, roles: RankShards, rank: int, record: Model
         rank: the rank.
         record: from :func:`plan_for_all`, on the coordinator.
     """
-    share, replicas = planning.assignment.share_of(rank, roles)
+    try:
+        share, replicas = planning.assignment.share_of(rank, roles)
+        files = tuple(planned_files(share, rank))
+    except Exception as error:  # The other ranks have a plan, and would wait.
+        return SavePlan((), record, failure=error)
     ties = tuple(side for side in planning.ties if side.rank == rank)
-    return SavePlan(tuple(planned_files(share, rank)), record, tuple(replicas), ties)
+    return SavePlan(files, record, tuple(replicas), ties)
 
 
 def model_rules(model: ModelDescription, shards: Mapping[str, Shard]) -> RuleSet:

@@ -233,8 +233,12 @@ class AsyncSaves:
         """
         channel = channel_of(trainer.args)
         part, plan = plan_ahead(trainer)
-        ranges = largest_ranges(plan, part.replicas)
-        run_on_all(channel, "allocating memory for saves", lambda: self._reserve(trainer, part, ranges))
+
+        def allocate() -> None:
+            plan.refuse_failed()
+            self._reserve(trainer, part, largest_ranges(plan, part.replicas))
+
+        run_on_all(channel, "allocating memory for saves", allocate)
 
     def _reserve(self, trainer: Any, part: LivePart, ranges: ElementRanges) -> None:
         """Have memory for a snapshot of these ranges.

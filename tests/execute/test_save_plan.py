@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from paddleformers_fc.distributed.channel import Payload
 from paddleformers_fc.distributed.consistency import ConsistencyCheck
-from paddleformers_fc.errors import MappingError, MismatchError, StorageError
+from paddleformers_fc.errors import FormatError, MappingError, MismatchError, StorageError
 from paddleformers_fc.execute import replica_assignment, save as saving, save_plan
 from paddleformers_fc.execute.async_snapshot import SnapshotBuffer
 from paddleformers_fc.execute.load import load_checkpoint
@@ -40,7 +40,7 @@ from paddleformers_fc.execute.save_plan import MAX_CACHED_PLANS, SavePlan, SaveP
 from paddleformers_fc.families import ModelDescription, ModelTensor
 from paddleformers_fc.families.stated import rules_by_name
 from paddleformers_fc.layout.live import describe_roles
-from paddleformers_fc.storage import files
+from paddleformers_fc.storage import files, safetensors
 from paddleformers_fc.storage.manifest import MANIFEST_NAME, read_manifest
 from paddleformers_fc.storage.safetensors import read_header
 from tests.execute.simulated import CONFIG, MODEL, Roles, ThreadChannel, canonical, job, live, same_values, succeed
@@ -126,6 +126,32 @@ def test_a_second_save_of_the_same_shards_exchanges_digests_alone_and_writes_the
     assert not save(tmp_path / "b", everything)
     assert contents(tmp_path / "a") == contents(tmp_path / "b")
     assert restored(tmp_path / "b")
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_files_that_one_rank_alone_cannot_write_are_refused_on_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int
+) -> None:
+    def stage(rank: int) -> Roles:
+        """One parameter on one rank, all others on the one whose headers are longer."""
+        return {
+            role: {name: one for name, one in names.items() if name.startswith("lm_head.weight") == (rank != failing)}
+            for role, names in everything(rank).items()
+        }
+
+    def work(channel: ThreadChannel) -> None:
+        small = {"config.json": config_bytes(CONFIG)} if channel.rank == 0 else {}
+        save_checkpoint(tmp_path / "checkpoint-3", stage(channel.rank), MODEL, small, JobRecord(3, 24, {}), channel)
+
+    limit = safetensors.MAX_HEADER_BYTES
+    monkeypatch.setattr(safetensors, "MAX_HEADER_BYTES", 5000)
+    for outcome in job(2, work):
+        assert isinstance(outcome, FormatError)
+        assert f"(on rank {failing})" in outcome.render()
+    assert not any(tmp_path.iterdir())
+    monkeypatch.setattr(safetensors, "MAX_HEADER_BYTES", limit)
+    succeed(2, work)
+    assert restored(tmp_path / "checkpoint-3")
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ import contextlib
 import itertools
 import threading
 import time
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, cached_property
 from itertools import chain
@@ -40,8 +39,9 @@ from paddleformers_fc.distributed.liveness import KEY_PREFIX, Liveness
 from paddleformers_fc.distributed.store_client import _ADD, StoreClient
 from paddleformers_fc.execute import collective_checksums, save
 from paddleformers_fc.execute.memory import HostPieces, HostTensors
-from paddleformers_fc.execute.save_plan import PlannedFile, Planning, SavePlan, SavePlanCache, planned_files
-from paddleformers_fc.layout.shard_messages import encode_rank_shards
+from paddleformers_fc.execute.replica_assignment import Writers
+from paddleformers_fc.execute.save_plan import PlannedFile, SavePlan, SavePlanCache, planned_files
+from paddleformers_fc.layout.shard_messages import decode_shards, encode_rank_shards
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.plan.simulate import SimulatedModel
 from paddleformers_fc.storage.block_checksums import BlockComparison, compare_blocks
@@ -87,7 +87,6 @@ class ScaleJob:
         self._given: dict[int, bytes] = {}
         self._doing, self._head = "", NO_HEAD
         self._frames = self._messages = b""
-        self._planning: list[bytes] = []
         self._barrier = threading.Barrier(len(running), self._complete)
         self._steps = threading.Barrier(len(running))
         self._own_seconds = 0.0
@@ -199,8 +198,6 @@ class ScaleJob:
     def _complete(self) -> None:
         started = time.monotonic()
         with charged(None):
-            if self._doing == "planning the save":
-                self._planning = msgspec.msgpack.decode(self._given[self.running[0]])
             like = self._given[self.running[-1]]
             message_of = self._encoder(self._doing, like) if self._absent and like else None
             everyone = [
@@ -243,12 +240,13 @@ class ScaleJob:
     @cached_property
     def _planned(self) -> dict[int, tuple[list[PlannedFile], list[int]]]:
         """The files of each rank that does not run, and the groups of its replicas."""
-        assignment = msgspec.msgpack.decode(zlib.decompress(self._planning[1]), type=Planning).assignment
-        planned: dict[int, tuple[list[PlannedFile], list[int]]] = {}
-        for rank in self._absent:
-            share, replicas = assignment.share_of(rank, self._layouts[rank])
-            planned[rank] = [*planned_files(share, rank)], sorted({one.group for one in replicas})
-        return planned
+        # As the coordinator assigns them, once for all members of a group.
+        writers = Writers(decode_shards([encode_rank_shards(layout) for layout in self._layouts]))
+        groups: dict[int, list[int]] = {}
+        for number, members in enumerate(writers.assignment.groups):
+            for rank in np.cumsum(members).tolist():
+                groups.setdefault(rank, []).append(number)
+        return {rank: ([*planned_files(writers.share_of(rank), rank)], groups.get(rank, [])) for rank in self._absent}
 
     def _write_holes(self, staging: Path, file: PlannedFile, _: object = None) -> FileChecksum:
         self._staging, path, header = staging, staging / file.path, file.layout.header
