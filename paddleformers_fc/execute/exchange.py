@@ -449,8 +449,13 @@ def _unpacked(payload: Bytes, pieces: Sequence[TransferPiece]) -> Iterator[Array
 def _begin(
     ahead: ThreadPoolExecutor, pool: ReadPool, root: paths.AnyPath, pieces: Sequence[TransferPiece], blocks: Blocks
 ) -> Future[list[Array]]:
-    """Start to read the pieces of a round."""
-    return ahead.submit(read_parts, pool, root, [piece.stored for piece in pieces], blocks)
+    """Start to read the pieces of a round. Without a thread for it the error is that of its result."""
+    try:
+        return ahead.submit(read_parts, pool, root, [piece.stored for piece in pieces], blocks)
+    except RuntimeError as error:
+        failed: Future[list[Array]] = Future()
+        failed.set_exception(error)
+        return failed
 
 
 def _result(failures: list[Exception], begun: Future[list[Array]], pieces: Sequence[TransferPiece]) -> list[Array]:

@@ -27,7 +27,7 @@ from typing import TypeAlias, TypeVar
 
 import xxhash
 
-from paddleformers_fc.distributed.channel import group_by_value
+from paddleformers_fc.distributed.channel import MOST_BYTES, group_by_value
 from paddleformers_fc.errors import MismatchError
 from paddleformers_fc.execute.memory import HostPieces
 from paddleformers_fc.execute.replica_assignment import Replica
@@ -39,6 +39,9 @@ from paddleformers_fc.text import count_text
 
 WHOLE_BYTES = 1024 * 1024
 """Replicas up to this size are always hashed as a whole."""
+
+_NAME_BYTES = 256
+"""Bytes of the name and the digest of a replica, a high estimate."""
 
 _K = TypeVar("_K", int, str)
 
@@ -90,13 +93,26 @@ def hashed_range(replica: Replica, step: int) -> tuple[int, int]:
     return low * replica.row, high * replica.row
 
 
-def differences(shards: Sequence[Mapping[str, bytes]]) -> list[str]:
-    """Return the differences between replicas, one line per tensor.
+def digests_by_name(own: ReplicaDigests, groups: Iterable[int], ranks: int) -> dict[str, bytes]:
+    """Return the digests of a rank's replicas by their common names, as many as fit if all ranks send some.
 
     Args:
-        shards: digests of replicas by their common names, by rank.
+        own: the digests of the rank.
+        groups: whose replicas differ.
+        ranks: how many ranks send digests.
     """
-    return list(fold(_lines(shards)))
+    held = [own.shards[group] for group in groups if group in own.shards]
+    most = max(1, MOST_BYTES // (_NAME_BYTES * ranks * max(1, len(held))))
+    return {name: digests[name] for digests in held for name in sorted(digests)[:most]}
+
+
+def differences(shards: Sequence[Mapping[str, bytes]]) -> list[str]:
+    """Return the differences between replicas, one line per tensor; one line if no tensor of them is named.
+
+    Args:
+        shards: from :func:`digests_by_name`, by rank.
+    """
+    return list(fold(_lines(shards))) or ["tensors of a part of the model that several ranks hold"]
 
 
 def refuse_different(lines: Sequence[str]) -> None:

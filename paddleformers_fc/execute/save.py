@@ -61,6 +61,7 @@ from paddleformers_fc.execute.replica_assignment import RankShards
 from paddleformers_fc.execute.replicas import (
     ReplicaDigests,
     differences,
+    digests_by_name,
     hash_replicas,
     refuse_different,
     unequal_keys,
@@ -440,8 +441,7 @@ def commit(taken: Snapshot, written: Written, channel: Channel) -> Parts[CommitR
     if done.suspects:
 
         def describe() -> tuple[dict[str, bytes], None]:
-            shards = written.hashed.shards
-            return {key: found for group in done.suspects for key, found in shards.get(group, {}).items()}, None
+            return digests_by_name(written.hashed, done.suspects, channel.world_size), None
 
         digests, _ = yield Part("comparing replicas", describe, dict[str, bytes], to=0)
         lines += differences(digests)

@@ -31,6 +31,7 @@ import msgspec
 import numpy as np
 from msgspec import structs
 
+from paddleformers_fc.errors import FormatError
 from paddleformers_fc.plan.items import StoredPart
 from paddleformers_fc.storage.checksum import FileChecksum
 from paddleformers_fc.storage.dtypes import dtype_size
@@ -148,6 +149,12 @@ class RecordedBlocks:
         # The runs of equal regions, which are many, differ by where their stored boxes begin.
         alike: dict[tuple[object, ...], list[tuple[int, int, bool]]] = {}
         for part in parts:
+            if part.file not in self.files:
+                raise FormatError(
+                    f"{part.file} has no recorded checksums, and other files of its directory have some.",
+                    where=part.file,
+                    next_step="Export the weights again, or set flex_verify: off to read them without checksums.",
+                )
             length = self.files[part.file].block_bytes
             kind = (part.dtype, part.shape, part.part, length)
             runs = alike.get(kind)

@@ -13,7 +13,8 @@ Threads take windows from one stream until it is empty; the calling thread is on
 interrupt, the other threads stop once their current task is done. Each thread opens its files itself, and compares the
 identity of a file when it opens and before it closes it.
 
-Memory: an image and as much scratch memory for each thread. Requests to a store are as long as a window, and join
+Memory: an image and as much scratch memory for each thread, of 1 MiB each for a local file and of 8 MiB for a store,
+whose answers have as much again. Requests to a store are as long as a window, and join
 ranges if the gap between them costs less than a request.
 """
 

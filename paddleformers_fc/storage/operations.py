@@ -18,6 +18,7 @@ would cost more than reading.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -36,6 +37,8 @@ STRIPE = 128
 """Rows of a transpose that are copied at a time: a cache line of each stays in the innermost cache."""
 COLUMN_BYTES = 4096
 """Bytes of these rows that are copied at a time: they fit into a cache of half a MiB."""
+_CAST_NUMBERS = 128 << 10
+"""Numbers of eight bits that are cast at a time: in memory they have about twenty bytes each."""
 _HOSTILE = 1024
 """Rows at multiples of this distance evict one another from a cache."""
 _LINE = 64
@@ -115,6 +118,11 @@ class Scales(msgspec.Struct, frozen=True):
         last = row + (operation.sizes[0] if len(operation.sizes) == 2 else 1) - 1
         first, per_row = row // self.block[0], self._per_row
         return self.begin + 4 * first * per_row, (last // self.block[0] - first + 1) * per_row
+
+    def of_part(self, operation: Operation, part: Operation, scales: Array) -> Array:
+        """Return the scales of a part of an operation, from those of the whole."""
+        first, begin = ((one.begin - self.matrix) // self.width // self.block[0] for one in (operation, part))
+        return scales[(begin - first) * self._per_row :][: self.rows(part)[1]]
 
     @property
     def _per_row(self) -> int:
@@ -258,6 +266,24 @@ class Operation(msgspec.Struct, frozen=True, gc=False, eq=False):
         if not self.sizes:
             memory_at(self.address, self.size)[:] = memory_at(image, self.size)
             return
+        if self.dtype.itemsize == 1 and self.dtype != self.to:
+            # Such a cast has copies of its numbers in other types.
+            for part in self._stripes():
+                own = None if self.scales is None or scales is None else self.scales.of_part(self, part, scales)
+                part._place(image + part.begin - self.begin, scratch, own)
+        else:
+            self._place(image, scratch, scales)
+
+    def _stripes(self) -> Iterator[Operation]:
+        """Yield parts of at most :data:`_CAST_NUMBERS` elements, or of one element of the first axis."""
+        rows = max(1, _CAST_NUMBERS // math.prod(self.sizes[1:]))
+        rest = self.size - (self.sizes[0] - 1) * self.sources[0]
+        for low in range(0, self.sizes[0], rows):
+            count = min(rows, self.sizes[0] - low)
+            sizes = count, *self.sizes[1:]
+            yield self._part(low, (count - 1) * self.sources[0] + rest, sizes, self.sources, self.targets)
+
+    def _place(self, image: int, scratch: Array, scales: Array | None) -> None:
         reach = sum((n - 1) * stride for n, stride in zip(self.sizes, self.targets, strict=True)) + self.to.itemsize
         dtype, to = self.dtype, self.to
         if dtype == to and scales is None:

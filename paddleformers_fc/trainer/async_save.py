@@ -154,10 +154,12 @@ class AsyncSaves:
         save = self._save
         if save is None:
             return
+        channel = channel_of(trainer.args)
         try:
             done = replace(save.part, work=save.done.result)
-            save.part = exchange_part(save.parts, done, channel_of(trainer.args))
-            save.done = self._thread.submit(save.part.work)
+            save.part = exchange_part(save.parts, done, channel)
+            works = save.part.source in (None, channel.rank)
+            save.done = self._thread.submit(save.part.work if works else lambda: None)
         except StopIteration as ended:
             save.report = partial(self._report_success, trainer, save, ended.value)
         except Exception as error:  # Raised at the end of a training step.

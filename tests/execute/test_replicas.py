@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from paddleformers_fc.errors import MismatchError
+from paddleformers_fc.execute import replicas
 from paddleformers_fc.execute.replica_assignment import Replica, Writers
 from paddleformers_fc.execute.replicas import hashed_range
 from paddleformers_fc.execute.save import JobRecord, SaveReport, config_bytes, save_checkpoint
@@ -92,6 +93,17 @@ def test_a_save_that_is_to_refuse_saves_nothing_and_raises_the_same_error_on_eve
     assert len({str(outcome) for outcome in outcomes}) == 1
     assert NORM_LINE in str(outcomes[0])
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("way", ["warn", "refuse"])
+def test_differences_that_do_not_fit_into_a_message_are_not_taken_for_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    monkeypatch.setattr(replicas, "MOST_BYTES", 1)
+    for outcome in save(tmp_path / "checkpoint-3", 4, 2, way, {1: [NORM]}):
+        assert "tensors of a part of the model" in str(outcome)
+        assert isinstance(outcome, MismatchError) == (way == "refuse")
+    assert (tmp_path / "checkpoint-3").exists() == (way == "warn")
 
 
 def test_a_save_that_does_not_look_is_as_it_always_was(tmp_path: Path) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import ml_dtypes
 import numpy as np
@@ -13,7 +15,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from paddleformers_fc.errors import Corrupt
-from paddleformers_fc.storage import executor
+from paddleformers_fc.storage import executor, operations
 from paddleformers_fc.storage.checksum import BlockHasher, FileChecksum
 from paddleformers_fc.storage.executor import OwnedBlocks, ReadOptions, ReadPool
 from paddleformers_fc.storage.operations import Operation, Scales, bytes_read, row_major, strided
@@ -29,6 +31,13 @@ DTYPES = [
 FLOATS = [one for one in DTYPES if one.kind in "fV"]
 FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
 Array = np.ndarray[Any, Any]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_stripes() -> Iterator[None]:
+    """Casts of numbers of eight bits are cut in small boxes too."""
+    with mock.patch.object(operations, "_CAST_NUMBERS", 5):
+        yield
 
 
 @dataclass(frozen=True)
