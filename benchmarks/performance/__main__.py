@@ -61,7 +61,7 @@ def _among(case: Case, contenders: str) -> Case:
 
 
 def _print_outcome(outcome: Outcome) -> None:
-    """One line per case while the run goes on: seconds of first and later calls."""
+    """Print the seconds of the first and the later calls of one case."""
     parts = []
     for name, timing in outcome.timings.items():
         seconds = [median(found) for call in (FIRST, LATER) if (found := seconds_of(outcome, name, call))]

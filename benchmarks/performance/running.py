@@ -87,7 +87,7 @@ class Servers:
 
     Args:
         logs: a directory for what ranks print.
-        torch: a directory with PyTorch, for a process of its own; empty for that of the environment, if it has one.
+        torch: directory where PyTorch is installed; empty to use the environment's own, if any.
     """
 
     def __init__(self, logs: Path, torch: str) -> None:

@@ -17,7 +17,7 @@ opens a connection to thousands of others, as a gather by point-to-point message
 memory is allocated if its messages have more than :data:`MOST_BYTES` together; longer ones are carried in rounds, so
 that a buffer on a device stays small. If any rank fails, a second exchange carries the errors.
 
-An exchange can also carry *marks*: a byte per thing, of which every rank sets some, and all get the union.
+An exchange can also carry *marks*, an array of flags: each rank sets its own, and all ranks receive the union.
 
 Format ranks for reports: a thousand of them in one line.
 """

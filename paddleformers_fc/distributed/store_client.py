@@ -169,7 +169,7 @@ class StoreClient:
             raise
 
     def _receive(self, size: int) -> bytearray:
-        """Return the next bytes, after the answers that nobody waited for."""
+        """Return the next bytes; skip replies to requests that were sent without waiting."""
         received, discarded = bytearray(), self._discarded
         try:
             while len(received) < discarded + size:

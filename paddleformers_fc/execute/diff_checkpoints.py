@@ -416,7 +416,7 @@ def differing_stored(left: Catalog, right: Catalog, names: Mapping[str, Collecti
 
     Args:
         left: the stored tensors of one checkpoint.
-        right: those of the other, in equal boxes.
+        right: the stored tensors of the other checkpoint, cut into the same boxes.
         names: the tensors to compare, by role.
     Raises:
         Corrupt, StorageError: a file cannot be read.

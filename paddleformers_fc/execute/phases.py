@@ -39,7 +39,7 @@ class Phases:
     slowest: Slowest | None = None
 
     def __str__(self) -> str:
-        """Format the seconds, and those of the slowest rank if it took more than half a second and twice as long."""
+        """Format the seconds, and add the slowest rank if it took more than twice as long plus half a second."""
         text = ", ".join(f"{phase} {seconds:.2f} s" for phase, seconds in self.seconds.items())
         one = self.slowest
         if one is not None and one.seconds > 0.5 + 2 * self.seconds.get(one.phase, 0.0):

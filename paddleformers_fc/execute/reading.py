@@ -157,7 +157,7 @@ def _placed(shape: Shape, part: Box, width: int) -> tuple[Sizes, int]:
 
 
 def _by_stored_axis(item: ReadItem, strides: Sizes) -> Sizes:
-    """Return the strides of the wanted axes in the order of the stored ones; one that none reads has length one."""
+    """Return the target strides in the order of the stored axes; 0 where the target lacks an axis, of length one."""
     by_axis = dict(zip(item.axes, strides, strict=True))
     return tuple(by_axis.get(axis, 0) for axis in range(len(item.stored.shape)))
 

@@ -5,7 +5,7 @@ window contains the parts of all operations in it. Any thread can execute any wi
 
 1. **Cut**: runs that are the same in memory are separated from those that are cast, transposed or very short.
 2. **Read**: the former go into their memory, and the latter into an image of the window, with a few system calls, or
-   with few requests to a store. Of a block that is hashed, all bytes are read; bytes that nobody wants go to the image.
+   with few requests to a store. A block that is hashed is read completely; bytes without a target go to the image.
 3. **Hash**: the block, while it is in the processor's cache.
 4. **Place**: parts of the image are copied to their memory.
 
@@ -581,7 +581,7 @@ class ReadPool:
         """Join the threads and close all files.
 
         Raises:
-            Corrupt: a file is no longer the one that was checked.
+            Corrupt: a file was replaced or changed after it was checked.
             StorageError: a file cannot be closed.
         """
         self._pool.shutdown()

@@ -43,7 +43,7 @@ class FileIdentity:
 
 
 Identity = FileIdentity | RemoteStatus | ScaledFile
-"""The identity of a file, or of one that is produced from others."""
+"""Identifies a file, or the files that a virtual file is computed from."""
 Identities = Mapping[AnyPath, Identity]
 
 
@@ -85,7 +85,7 @@ def boot_id() -> str:
 
 
 def refuse_replaced(file: OpenFile | RemoteFile, identities: Identities) -> None:
-    """Refuse an open file that is not the one that was checked; a file that was not checked passes.
+    """Check that an open file was not replaced or changed since it was checked; other files pass.
 
     Raises:
         Corrupt: it was replaced or changed.
@@ -110,7 +110,7 @@ def refuse_replaced_meanwhile(paths: Iterable[AnyPath], identities: Identities) 
 
 
 def replaced(path: AnyPath) -> Corrupt:
-    """Return the error for a file that is no longer the one that was checked."""
+    """Return the error for a file that was replaced or changed after it was checked."""
     return Corrupt(
         f"{path} was replaced or changed after it was checked.",
         where=str(path),
