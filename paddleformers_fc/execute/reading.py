@@ -24,7 +24,6 @@ import numpy as np
 from msgspec.structs import replace
 
 from paddleformers_fc.errors import Diverged, MismatchError
-from paddleformers_fc.layout import Shard
 from paddleformers_fc.mapping.boxes import Box, Shape, whole
 from paddleformers_fc.mapping.correspondences import NEW_AXIS
 from paddleformers_fc.plan.items import EqualCheck, LoadPlan, ReadItem, StoredPart
@@ -530,23 +529,6 @@ class ArraySlot:
 
     def finish_copy(self) -> None:
         """Do nothing: there is no copy."""
-
-
-def read_tensors(
-    pool: ReadPool, root: AnyPath, wanted: Iterable[tuple[Shard, Sequence[ReadItem]]]
-) -> Iterator[tuple[Shard, np.ndarray[Any, Any]]]:
-    """Yield wanted tensors one at a time, each as a flat array of its own; for digests.
-
-    Args:
-        pool: the threads; all of them read a large tensor.
-        root: the catalog's directory.
-        wanted: every tensor with its items, in order.
-    """
-    for shard, items in wanted:
-        array = np.empty(shard.size, numpy_dtype(shard.dtype))
-        if items:
-            fill_arrays(pool, root, items, {(items[0].role, items[0].name): array})
-        yield shard, array
 
 
 def fill_arrays(
