@@ -99,8 +99,9 @@ def test_ranks_that_see_the_same_agree_twice(tmp_path: Path, opening: Callable[.
 
 def test_a_document_that_is_damaged_on_one_disk_is_reported_by_all(tmp_path: Path) -> None:
     places = [tmp_path / name for name in ("usual", "odd")]
-    for place in places:
-        save(place / STEP, ARRAYS, 1, 2)
+    save(places[0] / STEP, ARRAYS, 1, 2)
+    # Two saves record the second in which they ended.
+    shutil.copytree(places[0], places[1])
     (places[1] / STEP / "mapping.json").write_bytes(b"{")
     error = refused(places)
     assert isinstance(error, Corrupt)
