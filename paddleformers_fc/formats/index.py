@@ -376,22 +376,36 @@ def _recorded(
 
 
 def _places(numbers: list[int], codes: Sequence[str], where: AnyPath) -> Iterator[Shard]:
-    """Yield the places as shards without names."""
+    """Yield the places as shards without names. Ranges of the same box, one per rank, share it."""
+    known: dict[tuple[int, ...], tuple[Shard, int]] = {}
     at = 0
     while at < len(numbers):
         code, axes, begin, end = (*numbers[at : at + 4], -1, -1, -1)[:4]
         at += 4
         if not (0 <= code < len(codes) and 0 <= axes <= MAX_AXES and at + 3 * axes <= len(numbers)):
             _reject(where, "a place has no dtype, too many axes or an incomplete box")
-        shape, offset, local = (tuple(numbers[low : low + axes]) for low in (at, at + axes, at + 2 * axes))
+        key = (code, *numbers[at : at + 3 * axes])
         at += 3 * axes
-        flat = None if (begin, end) == _WHOLE else (begin, end)
-        place = Shard("a place", from_safetensors(codes[code]), shape, shifted(local, offset), flat)
-        if min((*shape, *offset, *local), default=0) < 0:
-            _reject(where, "a box has a negative length")
-        for fault in place.faults():
-            _reject(where, fault)
+        box = known.get(key)
+        if box is None:
+            box = known[key] = _box_of(codes[code], key[1:], axes, where)
+        place, volume = box
+        if (begin, end) != _WHOLE:
+            if not 0 <= begin <= end <= volume:
+                _reject(where, f"{place.name}: range {begin}:{end} is outside its {volume} elements")
+            place = Shard(place.name, place.dtype, place.global_shape, place.box, (begin, end))
         yield place
+
+
+def _box_of(code: str, numbers: tuple[int, ...], axes: int, where: AnyPath) -> tuple[Shard, int]:
+    """Return a place without a range, and the number of its elements."""
+    shape, offset, local = numbers[:axes], numbers[axes : 2 * axes], numbers[2 * axes :]
+    place = Shard("a place", from_safetensors(code), shape, shifted(local, offset))
+    if min(numbers, default=0) < 0:
+        _reject(where, "a box has a negative length")
+    for fault in place.faults():
+        _reject(where, fault)
+    return place, place.size
 
 
 def _within(numbers: Array, count: int) -> bool:
