@@ -139,7 +139,8 @@ class Index:
         recorded: the checksums of all files that the manifest lists, by path.
         names: the names of tensors.
         places: for every place a shard without a name.
-        files: for every file with tensors its shards in the following arrays.
+        files: the numbers of the files with tensors, by path.
+        bounds: for every file, and behind the last one, the number of its first shard in the following arrays.
         columns: for every shard the numbers of its name and of its place, and the offset of its first byte in its file.
         paths: the files with tensors.
         shard_file: for every shard the number of its file.
@@ -148,17 +149,18 @@ class Index:
     recorded: dict[str, FileChecksum]
     names: list[str]
     places: list[Shard]
-    files: dict[str, slice]
+    files: dict[str, int]
+    bounds: Array
     columns: tuple[Array, Array, Array]
     paths: list[str]
     shard_file: Array
 
     def tensors(self, role: str) -> tuple[dict[str, StoredTensor], list[str]]:
         """Return the tensors of a role by name, and the contradictions between files as text."""
-        spans = [span for path, span in self.files.items() if path.startswith(f"{role}/")]
-        if not spans:
+        files = [number for path, number in self.files.items() if path.startswith(f"{role}/")]
+        if not files:
             return {}, []
-        rows = np.concatenate([np.arange(span.start, span.stop) for span in spans])
+        rows = np.concatenate([np.arange(self.bounds[one], self.bounds[one + 1]) for one in files])
         named = self.columns[0][rows]
         rows = rows[named.argsort(kind="stable")]
         named.sort()
@@ -205,7 +207,8 @@ class Index:
         return found
 
     def _rows(self, path: str) -> Iterator[tuple[int, int, int]]:
-        rows = (column[self.files[path]].tolist() for column in self.columns)
+        number = self.files[path]
+        rows = (column[self.bounds[number] : self.bounds[number + 1]].tolist() for column in self.columns)
         return zip(*rows, strict=True)
 
 
@@ -349,9 +352,10 @@ def decode_index(raw: bytes, records: Sequence[FileRecord], where: AnyPath) -> I
     first = ends - counts
     if (begins[first[counts > 0]] < 0).any():
         _reject(where, "a file is shorter than its shards")
-    spans = {one.path: slice(low, high) for one, low, high in zip(files, first.tolist(), ends.tolist(), strict=True)}
+    numbers = {one.path: number for number, one in enumerate(files)}
     shard_file = np.repeat(np.arange(len(files), dtype=np.int32), counts)
-    return Index(recorded, names, places, spans, (named, placed, begins), list(spans), shard_file)
+    bounds = np.append(first, len(placed))
+    return Index(recorded, names, places, numbers, bounds, (named, placed, begins), list(numbers), shard_file)
 
 
 def _recorded(

@@ -35,7 +35,7 @@ BLOCK_DIGEST_BYTES = 8
 """Length of a block checksum."""
 
 
-class FileRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class FileRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """A file as a manifest lists it.
 
     Attributes:
@@ -49,7 +49,7 @@ class FileRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     digest: str
 
 
-class FileChecksum(FileRecord, frozen=True, forbid_unknown_fields=True):
+class FileChecksum(FileRecord, frozen=True, forbid_unknown_fields=True, gc=False):
     """A finished file with the checksums of its blocks.
 
     Attributes:
