@@ -29,10 +29,10 @@ from paddleformers_fc.distributed.channel import Channel, Part, Parts, all_gathe
 from paddleformers_fc.distributed.disk_leaders import DiskLeaders, find_disk_leaders
 from paddleformers_fc.errors import StorageError
 from paddleformers_fc.formats.checkpoint import MAPPING_NAME
-from paddleformers_fc.storage.checksum import INDEX_NAME
+from paddleformers_fc.storage.checksum import INDEX_NAME, FileChecksum
 from paddleformers_fc.storage.commit import Staging, commit, recover, staging_directory, sync_staging
 from paddleformers_fc.storage.files import is_directory, read_file, real_path, write_file
-from paddleformers_fc.storage.manifest import DivergedTie, FileChecksum, Manifest, write_manifest
+from paddleformers_fc.storage.manifest import DivergedTie, Manifest, write_manifest
 
 
 @dataclass(frozen=True)

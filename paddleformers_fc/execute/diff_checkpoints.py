@@ -39,8 +39,7 @@ from paddleformers_fc.layout.roles import ROLES
 from paddleformers_fc.layout.shards import Shard, shard_bytes
 from paddleformers_fc.plan import LoadPlan, ReadSource, canonical_layout, canonical_names, canonical_source
 from paddleformers_fc.plan.build import Planner
-from paddleformers_fc.storage.block_scales import ScaledFile
-from paddleformers_fc.storage.dtypes import dtype_size, to_numpy, to_safetensors
+from paddleformers_fc.storage.dtypes import ScaledFile, dtype_size, to_numpy, to_safetensors
 from paddleformers_fc.storage.executor import ReadOptions, ReadPool, run_workers
 from paddleformers_fc.storage.identities import Identities
 from paddleformers_fc.storage.operations import Operation

@@ -32,8 +32,8 @@ from paddleformers_fc.formats.registry import (
 )
 from paddleformers_fc.formats.stock_run import refuse_unfinished
 from paddleformers_fc.mapping.folding import fold
+from paddleformers_fc.storage.commit import Leftover, leftovers, remove_leftover
 from paddleformers_fc.storage.files import exists, files_within, is_directory, stat_path
-from paddleformers_fc.storage.leftovers import Leftover, leftovers, remove_leftover
 from paddleformers_fc.storage.manifest import (
     MANIFEST_NAME,
     candidates_in,

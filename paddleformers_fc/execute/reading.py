@@ -28,7 +28,7 @@ from paddleformers_fc.mapping.boxes import Box, Shape, whole
 from paddleformers_fc.mapping.correspondences import NEW_AXIS
 from paddleformers_fc.plan.items import EqualCheck, LoadPlan, ReadItem, StoredPart
 from paddleformers_fc.plan.transfer_plan import boxes_within
-from paddleformers_fc.storage.block_scales import ScaledFile
+from paddleformers_fc.storage.dtypes import ScaledFile
 from paddleformers_fc.storage.executor import DEFAULT_OPTIONS, NO_BLOCKS, Blocks, ReadOptions, ReadPool
 from paddleformers_fc.storage.identities import NO_IDENTITIES, Identities
 from paddleformers_fc.storage.manifest import CHOOSE_COPY

@@ -86,9 +86,9 @@ from paddleformers_fc.layout import Shard
 from paddleformers_fc.layout.live import LiveRoles, Roles, describe_roles, facts_of
 from paddleformers_fc.layout.roles import MODEL_STATE, split_state_name
 from paddleformers_fc.layout.shard_messages import decode_shards, encode_rank_shards
-from paddleformers_fc.storage.checksum import INDEX_NAME, records_of
+from paddleformers_fc.storage.checksum import INDEX_NAME, FileChecksum, records_of
 from paddleformers_fc.storage.files import write_file
-from paddleformers_fc.storage.manifest import DivergedTie, FileChecksum, Manifest, RunRecord, SaveOrigin
+from paddleformers_fc.storage.manifest import DivergedTie, Manifest, RunRecord, SaveOrigin
 from paddleformers_fc.storage.progress import advance, expect
 from paddleformers_fc.storage.safetensors import SequentialTensorWriter
 

@@ -43,9 +43,8 @@ from paddleformers_fc.layout.roles import EMA_STATE, MODEL_STATE, ROLES
 from paddleformers_fc.layout.shards import Shard, ShardsByRole, shard_bytes
 from paddleformers_fc.mapping import RuleSet
 from paddleformers_fc.mapping.folding import fold
-from paddleformers_fc.storage.block_scales import ScaledFile
 from paddleformers_fc.storage.checksum import INDEX_NAME, FileChecksum
-from paddleformers_fc.storage.dtypes import dtype_size
+from paddleformers_fc.storage.dtypes import ScaledFile, dtype_size
 from paddleformers_fc.storage.export_checksums import CHECKSUMS_NAME, encode_checksums
 from paddleformers_fc.storage.json_io import parse_json, read_recorded
 from paddleformers_fc.storage.manifest import (

@@ -18,8 +18,7 @@ from paddleformers_fc.formats.catalog import Catalog, StoredForm, StoredTensor
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping.boxes import whole
 from paddleformers_fc.mapping.folding import fold
-from paddleformers_fc.storage.block_scales import ScaledFile, ScaledMatrix
-from paddleformers_fc.storage.dtypes import dtype_size, from_safetensors
+from paddleformers_fc.storage.dtypes import ScaledFile, ScaledMatrix, dtype_size, from_safetensors
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.storage.safetensors import Header, TensorEntry
 

@@ -14,7 +14,14 @@ name and never deleted.
 Two jobs may save the same step at once. What is moved aside must be what had the name when staging was created, and a
 rename never replaces files, so that the second commit fails.
 
-One process per save and disk calls these functions; the other ranks only write files into the directory.
+One process per save and disk calls these functions; the other ranks only write files into the directory. It holds the
+lock of its staging directory, and the system releases the lock when the process ends. Whoever gets the lock may delete
+the directory. The lock is ``flock``, which holds between the clients of NFS, CephFS and GPFS, and of Lustre unless it
+is mounted with ``localflock``.
+
+:func:`leftovers` lists the hidden directories of crashed and running saves. :func:`recover` handles those that no
+process needs. A user can delete others, such as the files of other programs (``kept-...``) and, on a file system
+without locks, staging directories of other runs.
 
 An export into a directory that exists, which may hold files of other programs and be mounted, keeps the directory. The
 export is staged inside of it, and its files are renamed one by one. The mark by which readers recognise an export is
@@ -25,7 +32,10 @@ throughout, so that readers of numbered files, which need no mark, do not mistak
 from __future__ import annotations
 
 import contextlib
+import enum
 import errno
+import fcntl
+import os
 import secrets
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -43,6 +53,7 @@ from paddleformers_fc.storage.files import (
     make_directories,
     make_directory,
     real_path,
+    refused,
     remove_file,
     remove_tree,
     rename,
@@ -51,17 +62,75 @@ from paddleformers_fc.storage.files import (
 from paddleformers_fc.storage.manifest import Manifest, read_manifest
 from paddleformers_fc.storage.paths import (
     ASIDE,
+    LOCK_NAME,
     REMOVED,
     UNFINISHED,
     backup_name,
     hidden_name,
     parse_hidden,
+    parse_kept,
     run_digest,
 )
-from paddleformers_fc.storage.staging_lock import LOCK_NAME, LockState, locked
 
 _ATTEMPTS = 3
 _NAME_TAKEN = frozenset({errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR})
+_NO_LOCKS = frozenset({errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK})
+
+
+class LockState(enum.Enum):
+    """The answer to a request for a lock."""
+
+    OURS = "ours"
+    BUSY = "busy"
+    ABSENT = "absent"
+    UNSUPPORTED = "unsupported"
+
+
+@contextlib.contextmanager
+def locked(staging: Path, *, probe: bool = False) -> Iterator[LockState]:
+    """Context manager that holds the lock of a staging directory if it is free.
+
+    Args:
+        staging: the directory.
+        probe: only look, which needs no right to write.
+
+    Yields:
+        OURS: no other process has the lock. BUSY: another one has it. ABSENT: there is no such directory, or of a probe
+        no lock in it. UNSUPPORTED: the file system has no locks.
+
+    Raises:
+        StorageError: the operating system refused to open the lock.
+    """
+    path = staging / LOCK_NAME
+    flags, kind = (os.O_RDONLY | os.O_NONBLOCK, fcntl.LOCK_SH) if probe else (os.O_RDWR | os.O_CREAT, fcntl.LOCK_EX)
+    descriptor = -1
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+    except OSError as error:
+        raise refused("lock", path, error) from error
+    if descriptor < 0:
+        yield LockState.ABSENT
+        return
+    try:
+        yield _lock(path, descriptor, kind)
+    finally:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # A forked process may have the descriptor too.
+        os.close(descriptor)
+
+
+def _lock(path: Path, descriptor: int, kind: int) -> LockState:
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except OSError as error:
+        if isinstance(error, BlockingIOError):
+            return LockState.BUSY
+        if error.errno in _NO_LOCKS:
+            return LockState.UNSUPPORTED
+        raise refused("lock", path, error) from error
+    # A process that had the lock before may have removed the directory.
+    return LockState.OURS if os.path.exists(path) else LockState.ABSENT
 
 
 @dataclass(frozen=True)
@@ -291,6 +360,84 @@ def _is_missing(error: StorageError) -> bool:
 def is_name_taken(error: StorageError) -> bool:
     """Return whether an operation failed because its new name exists."""
     return isinstance(error.__cause__, OSError) and error.__cause__.errno in _NAME_TAKEN
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """A directory beside the checkpoints.
+
+    Attributes:
+        path: the directory.
+        why: its description, one sentence for the reader.
+        removable: whether it may be deleted after a user confirms.
+        stays: whether the next save leaves it.
+    """
+
+    path: Path
+    why: str
+    removable: bool
+    stays: bool = True
+
+
+def leftovers(output_dir: Path) -> list[Leftover]:
+    """List the directories beside the checkpoints that saves use, have left, or moved files of other programs to.
+
+    Raises:
+        StorageError: the operating system refused to look into ``output_dir``.
+    """
+    found = [_judge(path) for path in list_directory(output_dir)]
+    return [one for one in found if one is not None]
+
+
+def remove_leftover(path: Path) -> bool:
+    """Check a directory of :func:`leftovers` again and delete it; return whether it was deleted.
+
+    Raises:
+        StorageError: the operating system refused.
+    """
+    found = _judge(path)
+    if found is None or not found.removable:
+        return False
+    with locked(path) as lock:
+        if lock is LockState.BUSY:
+            return False  # A save has begun to use it since.
+        renamed = doomed(path)
+    remove_tree(renamed)
+    return True
+
+
+def _judge(path: Path) -> Leftover | None:
+    try:
+        parsed, kept = parse_hidden(path), parse_kept(path)
+        if (parsed is None and kept is None) or not is_directory(path):
+            return None
+        return _judge_kept(path, kept) if parsed is None else _judge_hidden(path, *parsed)
+    except StorageError as error:
+        # It may belong to another user, or the disk is broken there. That must not stop a save.
+        return Leftover(path, f"It cannot be looked at: {error.what}", False)
+
+
+def _judge_kept(path: Path, target: Path | None) -> Leftover:
+    if target is None or finished(path):
+        return Leftover(path, "It is a checkpoint.", False)
+    return Leftover(path, f"It holds files of another program that were found as {target.name}.", True)
+
+
+def _judge_hidden(path: Path, target: Path, state: str, token: str) -> Leftover:
+    if state == REMOVED:
+        return Leftover(path, "Its deletion was interrupted.", True, stays=False)
+    with locked(hidden_name(target, UNFINISHED, token), probe=True) as lock:
+        if lock is LockState.BUSY:
+            return Leftover(path, "A running save uses it.", False)
+    if state == ASIDE and entry_identity(target) is None:
+        return Leftover(path, f"The next start or save gives it its name {target.name} back.", False, stays=False)
+    if state == ASIDE:
+        replaced = finished(target) is not None
+        why = "It was replaced by a newer save of the same step." if replaced else f"Something else is {target.name}."
+        return Leftover(path, why, replaced, stays=not replaced)
+    if lock is LockState.UNSUPPORTED:
+        return Leftover(path, "Its save was interrupted or runs; this file system has no locks.", True)
+    return Leftover(path, "Its save was interrupted.", True, stays=False)
 
 
 def staged_name(target: Path) -> Path:

@@ -8,11 +8,17 @@ Copies between arrays of different element types, exactly as numpy casts, and fa
 Numbers of 8 bits are cast by a table of their 256 values, which the replaced cast itself computes. That is seven times
 as fast as the cast of ``ml_dtypes`` for float8. Every other cast is numpy's own. float16 ends at 65504, below float32
 and bfloat16; a number that would become infinite is refused.
+
+Matrices of 8-bit numbers with one scale per block are read as matrices of another dtype. A catalog lists such a matrix
+as a tensor of a :class:`ScaledFile`, which has no bytes on disk: the row-major concatenation of products of one dtype.
+Its reads become operations on the files of numbers and scales (:class:`.operations.Scales`).
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Collection
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -150,3 +156,61 @@ def _table(source: np.dtype[Any], target: np.dtype[Any]) -> np.ndarray[Any, Any]
     """Return the bits of every 8-bit number after the cast."""
     every = np.arange(256, dtype=np.uint8).view(source)
     return every.astype(target).view(f"u{target.itemsize}")
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledMatrix:
+    """A stored matrix and its scales.
+
+    Args:
+        file: contains the numbers.
+        begin: byte offset of the first number.
+        dtype: of the numbers, 8 bits each.
+        shape: rows and columns.
+        scales_file: contains the scales, float32, one row of them per row of blocks.
+        scales_begin: byte offset of the first scale.
+        block: rows and columns that share one scale; the last blocks may be smaller.
+    """
+
+    file: AnyPath
+    begin: int
+    dtype: str
+    shape: tuple[int, int]
+    scales_file: AnyPath
+    scales_begin: int
+    block: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class ScaledFile:
+    """Products of one dtype, one matrix behind the other.
+
+    Args:
+        dtype: of the products.
+        matrices: in their order.
+    """
+
+    dtype: str
+    matrices: tuple[ScaledMatrix, ...]
+    _begins: list[int] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        total, begins = 0, []
+        for matrix in self.matrices:
+            begins.append(total)
+            total += matrix.shape[0] * matrix.shape[1] * dtype_size(self.dtype)
+        object.__setattr__(self, "_begins", [*begins, total])
+
+    @property
+    def size(self) -> int:
+        """Length in bytes."""
+        return self._begins[-1]
+
+    @property
+    def sources(self) -> frozenset[AnyPath]:
+        """The files that it is produced from."""
+        return frozenset(path for one in self.matrices for path in (one.file, one.scales_file))
+
+    def matrix_at(self, offset: int) -> ScaledMatrix:
+        """Return the matrix of a byte."""
+        return self.matrices[bisect_right(self._begins, offset) - 1]

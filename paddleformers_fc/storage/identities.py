@@ -19,7 +19,7 @@ from types import MappingProxyType
 import xxhash
 
 from paddleformers_fc.errors import Corrupt
-from paddleformers_fc.storage.block_scales import ScaledFile
+from paddleformers_fc.storage.dtypes import ScaledFile
 from paddleformers_fc.storage.files import OpenFile, map_paths, stat_path
 from paddleformers_fc.storage.paths import AnyPath, RemotePath
 from paddleformers_fc.storage.remote import RemoteFile, RemoteStatus

@@ -41,38 +41,8 @@ from paddleformers_fc.storage.files import (
     write_file,
 )
 from paddleformers_fc.storage.json_io import ignored_extensions, read_document, read_recorded
-from paddleformers_fc.storage.paths import ASIDE, AnyPath, parse_hidden, parse_step
+from paddleformers_fc.storage.paths import ASIDE, LOCK_NAME, AnyPath, parse_hidden, parse_step
 from paddleformers_fc.storage.remote import RemoteStatus
-from paddleformers_fc.storage.staging_lock import LOCK_NAME
-
-__all__ = [
-    "FORMAT",
-    "LEVELS",
-    "MANIFEST_NAME",
-    "RESTORE",
-    "VERSION",
-    "Branch",
-    "DivergedTie",
-    "FileChecksum",
-    "Manifest",
-    "RunRecord",
-    "SaveOrigin",
-    "candidates",
-    "candidates_in",
-    "encode_manifest",
-    "first_usable",
-    "generators_rank",
-    "manifest_seal",
-    "newest_checkpoint",
-    "read_listed",
-    "read_manifest",
-    "read_run",
-    "refuse_as_newest",
-    "refuse_diverged",
-    "refuse_level",
-    "verify_files",
-    "write_manifest",
-]
 
 MANIFEST_NAME = "flex_checkpoint.json"
 """The manifest's name inside a checkpoint."""

@@ -288,6 +288,8 @@ _P = TypeVar("_P", Path, RemotePath, AnyPath)
 UNFINISHED = "unfinished"
 ASIDE = "aside"
 REMOVED = "removed"
+LOCK_NAME = ".flex.lock"
+"""The name of the lock inside a staging directory."""
 
 _CHECKPOINT = re.compile(r"checkpoint-([0-9]+)")
 _KEPT = re.compile(r"kept-[0-9a-f]+\.(.+)", re.DOTALL)

@@ -45,8 +45,8 @@ from paddleformers_fc.layout.roles import (
 )
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.progress_display import bar_on_terminal
+from paddleformers_fc.storage.commit import leftovers
 from paddleformers_fc.storage.files import real_path
-from paddleformers_fc.storage.leftovers import leftovers
 from paddleformers_fc.storage.manifest import Manifest
 from paddleformers_fc.storage.paths import AnyPath, parse_named, parse_path
 from paddleformers_fc.text import count_text, natural, size_text

@@ -12,9 +12,9 @@ import msgspec
 import pytest
 
 from paddleformers_fc.execute import output_directory
-from paddleformers_fc.storage.commit import staging_directory
+from paddleformers_fc.storage.commit import locked, staging_directory
 from paddleformers_fc.storage.manifest import read_manifest, write_manifest
-from paddleformers_fc.storage.staging_lock import LOCK_NAME, locked
+from paddleformers_fc.storage.paths import LOCK_NAME
 from tests.cli.support import Outcome, run
 from tests.storage.support import save
 

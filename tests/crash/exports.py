@@ -24,9 +24,9 @@ from paddleformers_fc.execute.export import export_checkpoint, save_weights
 from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoint
 from paddleformers_fc.formats.huggingface import INDEX_NAME, SINGLE_NAME, open_huggingface
 from paddleformers_fc.layout.roles import MODEL_STATE
+from paddleformers_fc.storage.commit import leftovers
 from paddleformers_fc.storage.dtypes import to_numpy
 from paddleformers_fc.storage.export_checksums import CHECKSUMS_NAME
-from paddleformers_fc.storage.leftovers import leftovers
 from paddleformers_fc.storage.safetensors import read_header
 from tests.crash.groups import DONE
 from tests.crash.killing import Kill, every_kill, prepared, run_alone, run_killed

@@ -44,8 +44,8 @@ from paddleformers_fc.layout.grid import parse_grid
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.plan.simulate import SimulatedModel, declared_model
 from paddleformers_fc.storage.checksum import INDEX_NAME
+from paddleformers_fc.storage.commit import leftovers
 from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
-from paddleformers_fc.storage.leftovers import leftovers
 from paddleformers_fc.storage.manifest import newest_checkpoint, read_manifest, verify_files
 from paddleformers_fc.storage.paths import parse_hidden, parse_step
 from paddleformers_fc.storage.safetensors import read_header

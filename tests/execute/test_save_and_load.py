@@ -22,7 +22,7 @@ from paddleformers_fc.execute.load import load_checkpoint
 from paddleformers_fc.execute.opening import open_on_all_ranks
 from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoint
 from paddleformers_fc.families import ModelDescription
-from paddleformers_fc.storage.staging_lock import LOCK_NAME
+from paddleformers_fc.storage.paths import LOCK_NAME
 from tests.execute.simulated import CONFIG, HIDDEN, MODEL, Arrays, Roles, canonical, job, live, same_values, succeed
 from verification.digests import canonical_digests
 

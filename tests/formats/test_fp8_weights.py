@@ -26,7 +26,7 @@ from paddleformers_fc.formats.fp8_weights import in_float32
 from paddleformers_fc.formats.huggingface import open_huggingface
 from paddleformers_fc.mapping.boxes import Box, whole
 from paddleformers_fc.plan.items import StoredPart
-from paddleformers_fc.storage.block_scales import ScaledFile
+from paddleformers_fc.storage.dtypes import ScaledFile
 from paddleformers_fc.storage.executor import ReadPool
 from paddleformers_fc.storage.identities import identities_of, stored_identities
 from paddleformers_fc.storage.safetensors import read_header

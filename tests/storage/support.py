@@ -21,9 +21,8 @@ from paddleformers_fc.storage.executor import ReadPool
 from paddleformers_fc.storage.files import write_file
 from paddleformers_fc.storage.manifest import Manifest, read_manifest, verify_files, write_manifest
 from paddleformers_fc.storage.operations import Operation
-from paddleformers_fc.storage.paths import UNFINISHED, AnyPath, hidden_name, parse_step, run_digest
+from paddleformers_fc.storage.paths import LOCK_NAME, UNFINISHED, AnyPath, hidden_name, parse_step, run_digest
 from paddleformers_fc.storage.safetensors import SequentialTensorWriter, layout_file, read_header
-from paddleformers_fc.storage.staging_lock import LOCK_NAME
 
 WEIGHTS = "model_state/rank-00000.safetensors"
 STATE = "trainer/state.json"

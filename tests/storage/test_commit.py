@@ -17,8 +17,11 @@ import pytest
 
 from paddleformers_fc.errors import Corrupt, StorageError
 from paddleformers_fc.storage.commit import (
+    LockState,
     commit,
     commit_export,
+    leftovers,
+    locked,
     recover,
     remove_checkpoint,
     staged_name,
@@ -26,7 +29,6 @@ from paddleformers_fc.storage.commit import (
     sync_staging,
 )
 from paddleformers_fc.storage.files import write_file
-from paddleformers_fc.storage.leftovers import leftovers
 from paddleformers_fc.storage.manifest import (
     MANIFEST_NAME,
     DivergedTie,
@@ -34,8 +36,7 @@ from paddleformers_fc.storage.manifest import (
     read_manifest,
     write_manifest,
 )
-from paddleformers_fc.storage.paths import ASIDE, REMOVED, UNFINISHED, hidden_name, parse_hidden
-from paddleformers_fc.storage.staging_lock import LOCK_NAME, LockState, locked
+from paddleformers_fc.storage.paths import ASIDE, LOCK_NAME, REMOVED, UNFINISHED, hidden_name, parse_hidden
 from tests.crash.refusals import with_own_mounts
 from tests.storage.support import (
     STATE,
