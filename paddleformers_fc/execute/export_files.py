@@ -26,7 +26,6 @@ import numpy as np
 
 from paddleformers_fc.distributed.channel import Channel, all_gather_checked, gather_and_keep, run_on_all
 from paddleformers_fc.execute.exchange import ReadContext, read_redistributed
-from paddleformers_fc.execute.export_target import TensorFile
 from paddleformers_fc.execute.merging import Merge
 from paddleformers_fc.execute.reading import ArraySlot, Key, fill_arrays
 from paddleformers_fc.formats.checkpoint import ExportWriter, OutputFile
@@ -34,12 +33,12 @@ from paddleformers_fc.layout.shards import Shard, shard_bytes
 from paddleformers_fc.plan import LoadPlan, ReadItem, ReadSource, Report
 from paddleformers_fc.plan.build import Planner, row_major_pieces
 from paddleformers_fc.plan.items import flat_start
-from paddleformers_fc.storage.checksum import BlockHasher, FileChecksum
+from paddleformers_fc.storage.checksum import FileChecksum
 from paddleformers_fc.storage.dtypes import dtype_size, to_numpy, to_safetensors
 from paddleformers_fc.storage.executor import DEFAULT_OPTIONS, ReadPool, run_workers
 from paddleformers_fc.storage.paths import RemotePath
 from paddleformers_fc.storage.progress import advance, expect
-from paddleformers_fc.storage.safetensors import FileLayout
+from paddleformers_fc.storage.safetensors import FileLayout, TensorWriter
 
 _CACHE_BYTES = 4 * 1024 * 1024
 """Bytes of a batch from files of this machine: few enough to be in the processor's cache until they are written."""
@@ -210,7 +209,7 @@ class ExportJob:
         merge: the change of the tensors that are read; None without one.
     """
 
-    create: Callable[[str, FileLayout], TensorFile]
+    create: Callable[[str, FileLayout], TensorWriter]
     source: ReadSource
     writer: ExportWriter
     files: tuple[OutputFile, ...]
@@ -290,21 +289,6 @@ def _write_together(job: ExportJob, channel: Channel) -> list[list[FileChecksum]
         return all_gather_checked(channel, "collecting checksums", lambda: output.checksums, list[FileChecksum])
 
 
-@dataclass
-class _OpenFile:
-    """A file that is being written.
-
-    Args:
-        writer: writes its bytes.
-        hasher: hashes its bytes.
-        layout: its header, and the bytes after its tensors.
-    """
-
-    writer: TensorFile
-    hasher: BlockHasher
-    layout: FileLayout
-
-
 class _OutputWriter:
     """The files of one rank, written batch by batch by any thread.
 
@@ -320,13 +304,14 @@ class _OutputWriter:
     def __init__(self, job: ExportJob) -> None:
         self.checksums: list[FileChecksum] = []
         self._job = job
-        self._open: dict[str, _OpenFile] = {}
+        self._open: dict[str, TensorWriter] = {}
 
     def begun(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Yield the batches, and create each file before its first one: in one thread, so that a failure is one."""
         for batch in batches:
             if batch.file.path not in self._open:
-                self._open[batch.file.path] = self._created(batch.file)
+                layout = self._job.writer.header(Path(batch.file.path), batch.file.tensors)
+                self._open[batch.file.path] = self._job.create(batch.file.path, layout)
             yield batch
 
     def write(self, batch: Batch, memory: np.ndarray[Any, Any]) -> None:
@@ -336,15 +321,12 @@ class _OutputWriter:
             batch: the batch.
             memory: begins with its bytes.
         """
-        name, data = batch.file.path, memory[: batch.nbytes]
-        output = self._open[name]
-        output.hasher.update(data.data, len(output.layout.header) + batch.begin)
+        writer = self._open[batch.file.path]
+        is_last = writer.write(batch.begin, memory[: batch.nbytes])
         advance(batch.nbytes)
-        if output.writer.write(batch.begin, data):
-            output.writer.close()
-            output.hasher.update(output.layout.trailer)
-            self.checksums.append(output.hasher.file_checksum(name))
-            del self._open[name]
+        if is_last:
+            self.checksums.append(writer.close())
+            del self._open[batch.file.path]
 
     def write_all(self, batches: Sequence[Batch], memory: np.ndarray[Any, Any]) -> None:
         """Begin and write one batch, or none."""
@@ -357,14 +339,8 @@ class _OutputWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for output in self._open.values():
+        for writer in self._open.values():
             if kind is None:
-                output.writer.close()
+                writer.close()
             else:
-                output.writer.abandon()
-
-    def _created(self, file: OutputFile) -> _OpenFile:
-        hasher = BlockHasher()
-        layout = self._job.writer.header(Path(file.path), file.tensors)
-        hasher.update(layout.header)
-        return _OpenFile(self._job.create(file.path, layout), hasher, layout)
+                writer.abandon()

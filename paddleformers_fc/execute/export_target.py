@@ -21,7 +21,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from paddleformers_fc.distributed.channel import Channel
 from paddleformers_fc.errors import FlexError, OptionError
@@ -29,27 +29,14 @@ from paddleformers_fc.execute.commit_coordinator import StagingDirectory, stagin
 from paddleformers_fc.formats.checkpoint import ExportWriter, OutputFile
 from paddleformers_fc.storage.checksum import FileChecksum, checksum_of
 from paddleformers_fc.storage.commit import commit_export, staged_name
-from paddleformers_fc.storage.files import real_path, write_file
+from paddleformers_fc.storage.files import RandomAccessWriter, real_path, write_file
 from paddleformers_fc.storage.paths import AnyPath, RemotePath
 from paddleformers_fc.storage.remote import list_remote
-from paddleformers_fc.storage.remote_writes import RemoteTensorWriter, compare_uploaded, remove_remote, write_remote
-from paddleformers_fc.storage.safetensors import FileLayout, RandomAccessTensorWriter
+from paddleformers_fc.storage.remote_writes import RemoteFileWriter, compare_uploaded, remove_remote, write_remote
+from paddleformers_fc.storage.safetensors import FileLayout, TensorWriter
 
 Seal = Callable[[Sequence[FileChecksum]], Mapping[str, bytes]]
 """Returns the document that records the checksums of all other files."""
-
-
-class TensorFile(Protocol):
-    """A file of tensors that is being written."""
-
-    def write(self, begin: int, buffer: Any) -> bool:
-        """Write some bytes of the tensors; return whether all are written now."""
-
-    def close(self) -> object:
-        """Finish the complete file."""
-
-    def abandon(self) -> None:
-        """Stop writing; harmless after :meth:`close`."""
 
 
 class StagedExport(Protocol):
@@ -58,7 +45,7 @@ class StagedExport(Protocol):
     def share(self, files: tuple[OutputFile, ...]) -> tuple[OutputFile, ...]:
         """Return the files that this rank writes."""
 
-    def create(self, name: str, layout: FileLayout) -> TensorFile:
+    def create(self, name: str, layout: FileLayout) -> TensorWriter:
         """Begin a file of tensors; safe from several threads at once."""
 
     def finish(self, documents: Mapping[str, bytes], written: Sequence[FileChecksum], seal: Seal) -> None:
@@ -105,8 +92,9 @@ class _LocalExport(StagedExport):
         writers = self._staged.disks.sharing()[0]
         return files[writers.index(self._rank) :: len(writers)] if self._rank in writers else ()
 
-    def create(self, name: str, layout: FileLayout) -> TensorFile:
-        return RandomAccessTensorWriter(self._staged.path / name, layout, root=self._staged.path)
+    def create(self, name: str, layout: FileLayout) -> TensorWriter:
+        staging = self._staged.path
+        return TensorWriter(RandomAccessWriter(staging / name, root=staging), layout)
 
     def finish(self, documents: Mapping[str, bytes], written: Sequence[FileChecksum], seal: Seal) -> None:
         if self._rank != 0 or self._staged.own is None:
@@ -138,7 +126,7 @@ def _staged_remotely(target: RemotePath, channel: Channel, writer: ExportWriter)
 class _RemoteExport(StagedExport):
     def __init__(self, target: RemotePath, writer: ExportWriter) -> None:
         self._target, self._writer = target, writer
-        self._deferred: list[RemoteTensorWriter] = []
+        self._deferred: list[RemoteFileWriter] = []
         self._begun: list[str] = []
 
     def remove_older(self) -> None:
@@ -153,13 +141,14 @@ class _RemoteExport(StagedExport):
     def share(self, files: tuple[OutputFile, ...]) -> tuple[OutputFile, ...]:
         return files
 
-    def create(self, name: str, layout: FileLayout) -> TensorFile:
+    def create(self, name: str, layout: FileLayout) -> TensorWriter:
         is_mark = name in self._writer.marks
         self._begun.append(name)
-        file = RemoteTensorWriter(self._target / name, layout, deferred=is_mark)
+        size = len(layout.header) + sum(layout.sizes) + len(layout.trailer)
+        file = RemoteFileWriter(self._target, name, size, deferred=is_mark)
         if is_mark:
             self._deferred.append(file)
-        return file
+        return TensorWriter(file, layout)
 
     def finish(self, documents: Mapping[str, bytes], written: Sequence[FileChecksum], seal: Seal) -> None:
         marks = self._writer.marks
@@ -176,7 +165,7 @@ class _RemoteExport(StagedExport):
                 uploaded.append(self._write(name, data))
         compare_uploaded(self._target, uploaded)
         for file in self._deferred:
-            file.file.publish()
+            file.publish()
         compare_uploaded(self._target, [*marked, *(self._write(name, data) for name, data in last.items())])
 
     def _write(self, name: str, data: bytes) -> FileChecksum:

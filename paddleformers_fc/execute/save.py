@@ -53,7 +53,7 @@ from paddleformers_fc.distributed.channel import (
 )
 from paddleformers_fc.distributed.consistency import ConsistencyCheck, comparable_config, software_versions
 from paddleformers_fc.distributed.disk_leaders import DiskLeaders
-from paddleformers_fc.errors import MappingError, OptionError
+from paddleformers_fc.errors import FormatError, MappingError, OptionError
 from paddleformers_fc.execute.commit_coordinator import CommitResult, StagingDirectory, StagingMaker, commit_parts
 from paddleformers_fc.execute.memory import HostPieces, HostTensors, view_of
 from paddleformers_fc.execute.phases import Phases, PhaseTimer, slowest_of
@@ -87,10 +87,10 @@ from paddleformers_fc.layout.live import LiveRoles, Roles, describe_roles, facts
 from paddleformers_fc.layout.roles import MODEL_STATE, split_state_name
 from paddleformers_fc.layout.shard_messages import decode_shards, encode_rank_shards
 from paddleformers_fc.storage.checksum import INDEX_NAME, FileChecksum, records_of
-from paddleformers_fc.storage.files import write_file
+from paddleformers_fc.storage.files import RandomAccessWriter, write_file
 from paddleformers_fc.storage.manifest import DivergedTie, Manifest, RunRecord, SaveOrigin
 from paddleformers_fc.storage.progress import advance, expect
-from paddleformers_fc.storage.safetensors import SequentialTensorWriter
+from paddleformers_fc.storage.safetensors import TensorWriter
 
 _PLANS = SavePlanCache()
 _NAME_BYTES = 8
@@ -545,14 +545,26 @@ def _write_files(taken: Snapshot, staging: Path) -> list[FileChecksum]:
 
 
 def _write_tensors(staging: Path, file: PlannedFile, tensors: Mapping[str, HostPieces]) -> FileChecksum:
-    sizes = iter(file.layout.sizes)
-    with SequentialTensorWriter(staging / file.path, file.layout, root=staging) as writer:
-        for name, parts in _one_ahead(
-            (piece.name, tensors[piece.name](piece.start, piece.stop)) for piece in file.pieces
-        ):
-            writer.write_parts(name, parts)
-            advance(next(sizes))
+    writer = TensorWriter(RandomAccessWriter(staging / file.path, root=staging), file.layout)
+    begin = 0
+    try:
+        copied = _one_ahead(tensors[piece.name](piece.start, piece.stop) for piece in file.pieces)
+        for piece, parts, size in zip(file.pieces, copied, file.layout.sizes, strict=True):
+            given = 0
+            for part in parts:
+                writer.write(begin + given, part)
+                given += part.nbytes
+            if given != size:
+                raise FormatError(
+                    f"{staging / file.path} cannot be written: {piece.name!r} was given {given} bytes, not {size}.",
+                    where=piece.name,
+                    next_step="Do not change the shape or dtype of a tensor while it is saved.",
+                )
+            begin += size
+            advance(size)
         return writer.close()
+    finally:
+        writer.abandon()
 
 
 def _one_ahead(begun: Iterator[_T]) -> Iterator[_T]:

@@ -102,11 +102,11 @@ class Upload:
         if self._has(record):
             return 0
         hasher = BlockHasher()
-        writer = RemoteFileWriter(self.target / record.path, record.size)
+        writer = RemoteFileWriter(self.target, record.path, record.size)
         try:
-            for data in self._read(record):
+            for begin, data in self._read(record):
                 hasher.update(data)
-                writer.write(data)
+                writer.write(begin, data)
             checksum = hasher.file_checksum(record.path)
             if (checksum.size, checksum.digest) != (record.size, record.digest):
                 raise Corrupt(
@@ -121,13 +121,13 @@ class Upload:
         compare_uploaded(self.target, [checksum])
         return record.size
 
-    def _read(self, record: FileRecord) -> Iterator[bytes]:
+    def _read(self, record: FileRecord) -> Iterator[tuple[int, bytes]]:
         with open_local(self.source / record.path) as file:
             for begin in range(0, file.size, _READ_BYTES):
                 self.check()
                 data = bytearray(min(_READ_BYTES, file.size - begin))
                 read_into(file, begin, data)
-                yield bytes(data)
+                yield begin, bytes(data)
 
     def _has(self, record: FileRecord) -> bool:
         """Return whether the store has every byte of a file; its size is compared before it is read."""

@@ -83,7 +83,7 @@ class DistcpWriter(ExportWriter):
         sizes = tuple(map(shard_bytes, shards))
         arrays = [(one.name, _code(one.dtype), one.box.shape, size) for one, size in zip(shards, sizes, strict=True)]
         header, trailer = encode_array_dict(arrays)
-        return FileLayout(header, tuple(one.name for one in shards), sizes, trailer)
+        return FileLayout(header, sizes, trailer)
 
     def documents(self, checkpoint: OpenedCheckpoint, files: Sequence[OutputFile]) -> dict[str, bytes]:
         """Return the metadata of every role, and the state of the Trainer as far as the checkpoint has it."""

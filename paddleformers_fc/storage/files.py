@@ -23,12 +23,10 @@ import numpy as np
 
 from paddleformers_fc.errors import Corrupt, FormatError, OptionError, StorageError
 from paddleformers_fc.storage import remote
-from paddleformers_fc.storage.checksum import BlockHasher, FileChecksum
+from paddleformers_fc.storage.checksum import FileChecksum, checksum_of
 from paddleformers_fc.storage.paths import AnyPath, RemotePath
 from paddleformers_fc.storage.remote import RemoteFile, RemoteStatus
 
-# One write call: small enough that the bytes are still in the processor's cache when they are written after hashing.
-_WRITE_BYTES = 1024 * 1024
 # Linux takes 1024, and every system at least 16.
 MOST_BUFFERS = max(16, min(1024, os.sysconf("SC_IOV_MAX")))
 """Maximum number of buffers of :func:`read_several`."""
@@ -260,13 +258,17 @@ class RandomAccessWriter:
         path: the file; it must not exist. A missing directory between ``root`` and the file is created.
         root: the directory that the file must be in. Without it no directory is created.
 
+    Attributes:
+        path: the file.
+        name: its path relative to the root; without a root its bare name.
+
     Raises:
         StorageError: the file exists or cannot be created.
         FormatError: ``path`` is not inside ``root``.
     """
 
     def __init__(self, path: Path, *, root: Path | None = None) -> None:
-        self._path = path
+        self.path = path
         self.name = _relative(path, root)
         _make_parents(path, root)
         with _naming("create", path):
@@ -289,7 +291,7 @@ class RandomAccessWriter:
                 if count == 0:
                     raise OSError(errno.EIO, "no byte was accepted")
             except OSError as error:
-                raise refused("write", self._path, error, offset + done) from error
+                raise refused("write", self.path, error, offset + done) from error
             done += count
 
     def close(self) -> None:
@@ -301,7 +303,7 @@ class RandomAccessWriter:
         self._check_open()
         try:
             # A sync that failed is not tried again: the system may have dropped the bytes and would then succeed.
-            with _naming("sync", self._path):
+            with _naming("sync", self.path):
                 os.fsync(self._descriptor)
         finally:
             self.abandon()
@@ -310,72 +312,23 @@ class RandomAccessWriter:
         """Close the descriptor and leave the file as it is; harmless after ``close``."""
         if self._descriptor >= 0:
             descriptor, self._descriptor = self._descriptor, -1
-            with _naming("close", self._path):
+            with _naming("close", self.path):
                 os.close(descriptor)
 
     def _check_open(self) -> None:
         if self._descriptor < 0:
-            raise StorageError(f"{self._path} is closed and cannot be written on.", where=str(self._path))
+            raise StorageError(f"{self.path} is closed and cannot be written on.", where=str(self.path))
 
 
-class SequentialWriter:
-    """A new file, written from the front to the end, hashed on the way and synced when it is closed.
-
-    Memory is one block of hash state: bytes go from the caller's buffer to the operating system without a copy. After
-    an error the written bytes stay; a half-written file has no checksum.
-
-    Args:
-        path: the file; it must not exist. A missing directory between ``root`` and the file is created.
-        root: the directory that the checksum's path is relative to. Without it the checksum holds the bare file name.
-
-    Raises:
-        StorageError: the file exists or cannot be created.
-        FormatError: ``path`` is not inside ``root``.
-    """
-
-    def __init__(self, path: Path, *, root: Path | None = None) -> None:
-        self._hasher = BlockHasher()
-        self._offset = 0
-        self._checksum: FileChecksum | None = None
-        self._file = RandomAccessWriter(path, root=root)
-
-    def write(self, buffer: Any) -> None:
-        """Append all bytes of a C-contiguous ``buffer``.
-
-        Raises:
-            StorageError: the operating system refused, for example because the disk is full.
-        """
-        view = byte_view(buffer)
-        for start in range(0, view.nbytes, _WRITE_BYTES):
-            chunk = view[start : start + _WRITE_BYTES]
-            self._hasher.update(chunk)
-            self._file.write(self._offset, chunk)
-            self._offset += chunk.nbytes
-
-    def close(self) -> FileChecksum:
-        """Sync and close, and return the checksum. A second call returns the same checksum.
-
-        Raises:
-            StorageError: the bytes could not be brought to the device.
-        """
-        if self._checksum is None:
-            self._file.close()
-            self._checksum = self._hasher.file_checksum(self._file.name)
-        return self._checksum
-
-    def abandon(self) -> None:
-        """Close the descriptor and leave the file as it is; harmless after ``close``."""
-        self._file.abandon()
-
-
-def write_file(path: Path, data: bytes | memoryview, *, root: Path | None = None) -> FileChecksum:
-    """Write a small file and sync it; see :class:`SequentialWriter` for the arguments and errors."""
-    writer = SequentialWriter(path, root=root)
+def write_file(path: Path, data: bytes, *, root: Path | None = None) -> FileChecksum:
+    """Write a small file and sync it; see :class:`RandomAccessWriter` for the arguments and errors."""
+    file = RandomAccessWriter(path, root=root)
     try:
-        writer.write(data)
-        return writer.close()
+        file.write(0, data)
+        file.close()
     finally:
-        writer.abandon()
+        file.abandon()
+    return checksum_of(file.name, data)
 
 
 def read_file(path: AnyPath) -> bytes:

@@ -20,10 +20,8 @@ from typing import Any
 from paddleformers_fc.errors import Corrupt, StorageError
 from paddleformers_fc.storage.block_checksums import compare_blocks
 from paddleformers_fc.storage.checksum import FileChecksum, checksum_of, size_fault
-from paddleformers_fc.storage.files import byte_view
 from paddleformers_fc.storage.paths import RemotePath
 from paddleformers_fc.storage.remote import AT_ONCE, asking, map_remote, stat_remote
-from paddleformers_fc.storage.safetensors import FileLayout
 
 UPLOAD_BYTES = 32 * 1024 * 1024
 """Length of an uploaded part."""
@@ -33,10 +31,13 @@ _MOST_PARTS = 9000
 
 
 class RemoteFileWriter:
-    """A file of a store that is written from the front to the end.
+    """A file of a store, uploaded from the front to the end. Its pieces come nearly in order, from several threads.
+
+    A piece that comes early is copied and kept until the pieces before it have come.
 
     Args:
-        path: its URL; an older file is replaced when this one is completed.
+        directory: the URL that the name is relative to.
+        name: of the file; an older file is replaced when this one is completed.
         size: its length in bytes.
         deferred: whether :meth:`close` uploads it without completing it.
 
@@ -44,11 +45,14 @@ class RemoteFileWriter:
         StorageError: the store refused.
     """
 
-    def __init__(self, path: RemotePath, size: int, *, deferred: bool = False) -> None:
-        self.path = path
+    def __init__(self, directory: RemotePath, name: str, size: int, *, deferred: bool = False) -> None:
+        self.path, self.name = directory / name, name
         self._deferred, self._done = deferred, False
+        self._written = 0
+        self._early: dict[int, bytes | memoryview] = {}
+        self._lock = threading.Lock()
         part = max(UPLOAD_BYTES, -(-size // _MOST_PARTS))
-        with asking("write", path) as (system, inner):
+        with asking("write", self.path) as (system, inner):
             options = {"block_size": part, "autocommit": not deferred}
             try:
                 self._file: Any = system.open(inner, "wb", **options)
@@ -57,14 +61,17 @@ class RemoteFileWriter:
                 system.makedirs(system._parent(inner), exist_ok=True)
                 self._file = system.open(inner, "wb", **options)
 
-    def write(self, data: bytes | memoryview) -> None:
-        """Append bytes.
+    def write(self, offset: int, data: bytes | memoryview) -> None:
+        """Write bytes from ``offset`` on; each byte may be written once.
 
         Raises:
             StorageError: the store refused a part.
         """
-        with asking("write", self.path):
-            self._file.write(data)
+        with self._lock, asking("write", self.path):
+            self._early[offset] = bytes(data) if offset != self._written else data
+            while piece := self._early.pop(self._written, b""):
+                self._file.write(piece)
+                self._written += len(piece)
 
     def close(self) -> None:
         """Upload the rest, and complete the file unless it is deferred.
@@ -97,75 +104,15 @@ class RemoteFileWriter:
             self._done = True
 
 
-class RemoteTensorWriter:
-    """A file of tensors of a store. Its pieces come nearly in order, from several threads.
-
-    A piece that comes early is copied and kept until the pieces before it have come.
-
-    Args:
-        path: its URL.
-        layout: its tensors.
-        deferred: as for :class:`RemoteFileWriter`.
-
-    Raises:
-        StorageError: the store refused.
-    """
-
-    def __init__(self, path: RemotePath, layout: FileLayout, *, deferred: bool = False) -> None:
-        self._size, self._written = sum(layout.sizes), 0
-        self._early: dict[int, bytes] = {}
-        self._lock = threading.Lock()
-        self._trailer = layout.trailer
-        self.file = RemoteFileWriter(path, len(layout.header) + self._size + len(layout.trailer), deferred=deferred)
-        self.file.write(layout.header)
-
-    def write(self, begin: int, buffer: Any) -> bool:
-        """Write some bytes of the tensors; return whether all are written now.
-
-        Args:
-            begin: where they are among the bytes of all tensors; each byte may be written once.
-            buffer: C-contiguous.
-
-        Raises:
-            StorageError: the store refused.
-        """
-        view = byte_view(buffer)
-        with self._lock:
-            if begin != self._written:
-                self._early[begin] = bytes(view)
-                return False
-            self._append(view)
-            while (early := self._early.pop(self._written, None)) is not None:
-                self._append(memoryview(early))
-            return self._written == self._size
-
-    def _append(self, view: memoryview) -> None:
-        self.file.write(view)
-        self._written += view.nbytes
-
-    def close(self) -> None:
-        """Upload the rest, and complete the file unless it is deferred.
-
-        Raises:
-            StorageError: the store refused.
-        """
-        self.file.write(self._trailer)
-        self.file.close()
-
-    def abandon(self) -> None:
-        """Discard the upload of a file that was not completed."""
-        self.file.abandon()
-
-
 def write_remote(directory: RemotePath, name: str, data: bytes) -> FileChecksum:
     """Write a small file; return its checksum.
 
     Raises:
         StorageError: the store refused.
     """
-    writer = RemoteFileWriter(directory / name, len(data))
+    writer = RemoteFileWriter(directory, name, len(data))
     try:
-        writer.write(data)
+        writer.write(0, data)
         writer.close()
     except BaseException:
         writer.abandon()

@@ -10,10 +10,10 @@ Nearly every header is valid and formatted as common writers format it. Such a h
 decoded entries, encoded again, must give the same text, so that nothing was skipped. Every other header is parsed entry
 by entry, and is refused with the name of the entry or accepted.
 
-The writers take names, dtypes and shapes first, and then the bytes straight from the caller's memory. One takes them in
-the declared order, with checksums, the other in any order, from many threads. The tensors start at a whole page: a copy
-between a page of the file and memory of the same alignment is a tenth faster. The format allows no gaps between
-tensors, so a caller that declares wide dtypes first keeps all of them aligned.
+The writer takes names, dtypes and shapes first, and then the bytes straight from the caller's memory, in any order and
+from many threads. The tensors start at a whole page: a copy between a page of the file and memory of the same alignment
+is a tenth faster. The format allows no gaps between tensors, so a caller that declares wide dtypes first keeps all of
+them aligned.
 
 Memory: the header (at most 100 MB, as in the library, about ten times that while it is parsed). Time: linear in the
 header for reading, one pass over the bytes for writing.
@@ -26,7 +26,7 @@ import math
 import struct
 import threading
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -34,17 +34,17 @@ from typing import Any, NoReturn
 import msgspec
 
 from paddleformers_fc.errors import Corrupt, FormatError
-from paddleformers_fc.storage.checksum import FileChecksum
+from paddleformers_fc.storage.checksum import BlockHasher, FileChecksum
 from paddleformers_fc.storage.dtypes import CODES, item_size
 from paddleformers_fc.storage.files import (
     RandomAccessWriter,
-    SequentialWriter,
     byte_view,
     open_regular,
     read_into,
     read_range,
 )
 from paddleformers_fc.storage.paths import AnyPath
+from paddleformers_fc.storage.remote_writes import RemoteFileWriter
 from paddleformers_fc.text import count_text, numbers_text
 
 MAX_HEADER_BYTES = 100_000_000
@@ -60,6 +60,8 @@ _LENGTH_BYTES = 8
 # Read at once: most headers are shorter, and every read of a remote file costs a request.
 _FIRST_BYTES = 32 * 1024
 _ALIGNMENT = 4096
+# Few enough that they are still in the processor's cache when they are written after they were hashed.
+_WRITE_BYTES = 4 * 1024 * 1024
 _MAX_COUNT = 2**64 - 1
 _FIELDS = frozenset({"dtype", "shape", "data_offsets"})
 
@@ -169,13 +171,11 @@ class FileLayout:
 
     Attributes:
         header: its first bytes, length field and padding included.
-        names: the tensors in the order of their bytes.
-        sizes: of every tensor, in bytes.
+        sizes: of every tensor, in bytes, in the order of their bytes.
         trailer: the bytes after the tensors; empty in a safetensors file.
     """
 
     header: bytes
-    names: tuple[str, ...]
     sizes: tuple[int, ...]
     trailer: bytes = b""
 
@@ -192,123 +192,31 @@ def layout_file(path: Path, entries: Sequence[tuple[str, str, Sequence[int]]], m
         FormatError: a name twice, an unknown dtype, an impossible shape, a header over 100 MB.
     """
     header, sizes = _render(path, entries, metadata)
-    return FileLayout(header, tuple(name for name, _, _ in entries), tuple(sizes))
+    return FileLayout(header, tuple(sizes))
 
 
-class SequentialTensorWriter:
-    """Writes one safetensors file whose layout is known, tensor by tensor.
+class TensorWriter:
+    """Writes a file of tensors in pieces that come in any order and from several threads, and hashes them.
 
-    The file is created and its header written at once; it is complete and synced when :meth:`close` has returned. As a
-    context manager it is closed at the end of the block. If the block raises, the descriptor is closed and the
-    incomplete file is left as it is.
+    The header is written at once. The file is complete, and synced if it is local, when :meth:`close` has returned.
 
     Args:
-        path: the file; it must not exist. A missing directory between ``root`` and the file is created.
+        file: the new file, which this object closes.
         layout: its future content, from :func:`layout_file`.
-        root: the directory that the checksum's path is relative to. Without it the checksum holds the bare file name.
 
     Raises:
-        StorageError: the file exists or cannot be written.
+        StorageError: the header cannot be written.
     """
 
-    def __init__(self, path: Path, layout: FileLayout, *, root: Path | None = None) -> None:
-        self._path = path
-        self._names, self._sizes = layout.names, layout.sizes
-        self._next = 0
-        self._file = SequentialWriter(path, root=root)
-        try:
-            self._file.write(layout.header)
-        except BaseException:
-            self._file.abandon()
-            raise
-
-    def write(self, key: str, buffer: Any) -> None:
-        """Write all bytes of the next tensor.
-
-        Args:
-            key: its name; it must be the next one declared.
-            buffer: its bytes, little-endian and C-contiguous: memoryview, bytes or numpy array. The dtype of an array
-                is not compared: bfloat16 may come as uint16.
-
-        Raises:
-            FormatError: another tensor is due, or the byte count is not that of the declared dtype and shape.
-            StorageError: the operating system refused.
-        """
-        self.write_parts(key, (buffer,))
-
-    def write_parts(self, key: str, parts: Iterable[Any]) -> None:
-        """As :meth:`write`, for bytes in parts; each part is requested when the previous one is written."""
-        due = self._due(key)
-        written = 0
-        for part in parts:
-            view = byte_view(part)
-            written += view.nbytes
-            if written > due:
-                break
-            self._file.write(view)
-        if written != due:
-            _reject_write(self._path, f"{key!r} was given {written} bytes and needs {due}")
-        self._next += 1
-
-    def _due(self, key: str) -> int:
-        """Return the size of the next tensor, which must be ``key``."""
-        if self._next == len(self._names):
-            _reject_write(self._path, f"{key!r} was written after the last declared tensor")
-        if key != self._names[self._next]:
-            _reject_write(self._path, f"{key!r} was written where {self._names[self._next]!r} is due")
-        return self._sizes[self._next]
-
-    def close(self) -> FileChecksum:
-        """Sync and close the complete file; its checksum. A second call returns the same checksum.
-
-        Raises:
-            FormatError: not every declared tensor was written.
-            StorageError: the operating system refused to sync.
-        """
-        if self._next < len(self._names):
-            self._file.abandon()
-            missing = self._names[self._next :]
-            verb = "was" if len(missing) == 1 else "were"
-            counted = f"{count_text(len(missing), 'tensor')} of {len(self._names)}"
-            fault = f"{counted} {verb} not given, {missing[0]!r} first"
-            _reject_write(self._path, fault)
-        return self._file.close()
-
-    def __enter__(self) -> SequentialTensorWriter:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *raised: object) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self._file.abandon()
-
-
-class RandomAccessTensorWriter:
-    """Writes one file of tensors whose layout is known, in pieces that come in any order and from several threads.
-
-    The file is created and its header written at once; it is complete and synced when :meth:`close` has returned.
-    No checksum is taken here.
-
-    Args:
-        path: the file; it must not exist. A missing directory between ``root`` and the file is created.
-        layout: its future content, from :func:`layout_file`.
-        root: the directory that the file must be in. Without it no directory is created.
-
-    Raises:
-        StorageError: the file exists or cannot be written.
-    """
-
-    def __init__(self, path: Path, layout: FileLayout, *, root: Path | None = None) -> None:
-        self._path = path
-        self._begin, self._size = len(layout.header), sum(layout.sizes)
-        self._left, self._trailer = self._size, layout.trailer
+    def __init__(self, file: RandomAccessWriter | RemoteFileWriter, layout: FileLayout) -> None:
+        self._file, self._layout = file, layout
+        self._size = self._left = sum(layout.sizes)
+        self._hasher = BlockHasher()
         self._lock = threading.Lock()
-        self._file = RandomAccessWriter(path, root=root)
         try:
-            self._file.write(0, layout.header)
+            self._put(0, memoryview(layout.header))
         except BaseException:
-            self._file.abandon()
+            file.abandon()
             raise
 
     def write(self, begin: int, buffer: Any) -> bool:
@@ -316,40 +224,46 @@ class RandomAccessTensorWriter:
 
         Args:
             begin: where they are among the bytes of all tensors, in the order of the layout.
-            buffer: the bytes, as for :meth:`LaidOutWriter.write`.
+            buffer: the bytes, little-endian and C-contiguous: memoryview, bytes or numpy array. The dtype of an array
+                is not compared: bfloat16 may come as uint16.
         Returns:
             whether every byte is written now; true for the call that wrote the last of them.
 
         Raises:
             FormatError: there are not so many bytes.
-            StorageError: the operating system refused.
+            StorageError: the operating system or the store refused.
         """
         view = byte_view(buffer)
         if begin < 0 or begin + view.nbytes > self._size:
             given = f"the bytes from {begin} to {begin + view.nbytes} were given"
-            _reject_write(self._path, f"{given}, and its tensors have {self._size}")
-        self._file.write(self._begin + begin, view)
+            _reject_write(self._file.path, f"{given}, and its tensors have {self._size}")
+        self._put(len(self._layout.header) + begin, view)
         with self._lock:
             self._left -= view.nbytes
             return self._left == 0
 
-    def close(self) -> int:
-        """Sync and close the complete file; its length in bytes.
+    def _put(self, begin: int, view: memoryview) -> None:
+        for start in range(0, view.nbytes, _WRITE_BYTES):
+            chunk = view[start : start + _WRITE_BYTES]
+            self._hasher.update(chunk, begin + start)
+            self._file.write(begin + start, chunk)
+
+    def close(self) -> FileChecksum:
+        """Complete and close the file; its checksum.
 
         Raises:
             FormatError: there are bytes that were not written, or some were written twice.
-            StorageError: the operating system refused to sync, or the file is closed already.
+            StorageError: the operating system or the store refused, or the file is closed already.
         """
         if self._left:
             self._file.abandon()
-            _reject_write(self._path, f"{self._size - self._left} of {self._size} bytes were given")
-        if self._trailer:
-            self._file.write(self._begin + self._size, self._trailer)
+            _reject_write(self._file.path, f"{self._size - self._left} of {self._size} bytes were given")
+        self._put(len(self._layout.header) + self._size, memoryview(self._layout.trailer))
         self._file.close()
-        return self._begin + self._size + len(self._trailer)
+        return self._hasher.file_checksum(self._file.name)
 
     def abandon(self) -> None:
-        """Close the descriptor and leave the file as it is; harmless after ``close``."""
+        """Give up a file that is not complete; harmless after :meth:`close`."""
         self._file.abandon()
 
 

@@ -23,7 +23,8 @@ from paddleformers_fc.formats.huggingface import HUGGINGFACE, open_huggingface
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping.boxes import whole
 from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
-from paddleformers_fc.storage.safetensors import SequentialTensorWriter
+from paddleformers_fc.storage.files import RandomAccessWriter
+from paddleformers_fc.storage.safetensors import TensorWriter
 from tests.cli.support import flip, run, save
 from tests.cli.test_plan import SIZES
 from tests.execute.simulated import canonical
@@ -45,10 +46,9 @@ def write_weights(directory: Path, arrays: Mapping[str, np.ndarray[Any, Any]], c
     directory.mkdir(parents=True)
     shards = [Shard(name, str(one.dtype), one.shape, whole(one.shape)) for name, one in arrays.items()]
     layout = HUGGINGFACE.writer.header(directory / "model.safetensors", shards)
-    with SequentialTensorWriter(directory / "model.safetensors", layout, root=directory) as writer:
-        for name, array in arrays.items():
-            writer.write_parts(name, iter([array]))
-        writer.close()
+    writer = TensorWriter(RandomAccessWriter(directory / "model.safetensors"), layout)
+    writer.write(0, b"".join(array.tobytes() for array in arrays.values()))
+    writer.close()
     (directory / "config.json").write_text(json.dumps(config))
     return directory
 

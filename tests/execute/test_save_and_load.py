@@ -15,14 +15,24 @@ import pytest
 from safetensors.numpy import load_file
 
 from paddleformers_fc.distributed.channel import ALONE
-from paddleformers_fc.errors import Corrupt, FlexError, MappingError, MismatchError, NotACheckpoint, StorageError
+from paddleformers_fc.errors import (
+    Corrupt,
+    FlexError,
+    FormatError,
+    MappingError,
+    MismatchError,
+    NotACheckpoint,
+    StorageError,
+)
 from paddleformers_fc.execute import export_files
 from paddleformers_fc.execute.export import export_checkpoint, save_weights
 from paddleformers_fc.execute.load import load_checkpoint
 from paddleformers_fc.execute.opening import open_on_all_ranks
-from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoint
+from paddleformers_fc.execute.save import JobRecord, _write_tensors, config_bytes, save_checkpoint
+from paddleformers_fc.execute.save_plan import PlannedFile, PlannedWrite
 from paddleformers_fc.families import ModelDescription
 from paddleformers_fc.storage.paths import LOCK_NAME
+from paddleformers_fc.storage.safetensors import layout_file
 from tests.execute.simulated import CONFIG, HIDDEN, MODEL, Arrays, Roles, canonical, job, live, same_values, succeed
 from verification.digests import canonical_digests
 
@@ -480,3 +490,12 @@ def test_the_states_of_a_tied_parameter_are_saved_under_its_owner(tmp_path: Path
     assert owner in stored["model_state"]
     assert f"{owner}.moment1_0" in stored["optimizer_state"]
     assert not [name for names in stored.values() for name in names if name.startswith(alias)]
+
+
+def test_a_tensor_whose_size_changes_after_the_plan_is_not_saved(tmp_path: Path) -> None:
+    layout = layout_file(tmp_path / "x", [("a", "F32", (4,)), ("b", "F32", (4,))], {})
+    planned = PlannedFile("x", "model_state", layout, (PlannedWrite("a", 0, 4), PlannedWrite("b", 0, 4)))
+    arrays = {"a": np.zeros(3, np.float32), "b": np.zeros(5, np.float32)}
+    tensors = {name: lambda start, stop, array=array: iter([array]) for name, array in arrays.items()}
+    with pytest.raises(FormatError, match=r"'a' was given 12 bytes, not 16"):
+        _write_tensors(tmp_path, planned, tensors)

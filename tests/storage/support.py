@@ -5,24 +5,25 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import pytest
 
 from paddleformers_fc.storage import files
-from paddleformers_fc.storage.checksum import FileRecord
+from paddleformers_fc.storage.checksum import FileChecksum, FileRecord
 from paddleformers_fc.storage.commit import Staging, commit, staging_directory, sync_staging
 from paddleformers_fc.storage.executor import ReadPool
-from paddleformers_fc.storage.files import write_file
+from paddleformers_fc.storage.files import RandomAccessWriter, write_file
 from paddleformers_fc.storage.manifest import Manifest, read_manifest, verify_files, write_manifest
 from paddleformers_fc.storage.operations import Operation
 from paddleformers_fc.storage.paths import LOCK_NAME, UNFINISHED, AnyPath, hidden_name, parse_step, run_digest
-from paddleformers_fc.storage.safetensors import SequentialTensorWriter, layout_file, read_header
+from paddleformers_fc.storage.safetensors import TensorWriter, layout_file, read_header
 
 WEIGHTS = "model_state/rank-00000.safetensors"
 STATE = "trainer/state.json"
@@ -40,19 +41,29 @@ def header_bytes(document: Any, spelling: str = "with spaces") -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def writer_of(path: Path, entries: Any, metadata: Any, **options: Any) -> SequentialTensorWriter:
-    """A writer of tensors as they are declared."""
-    return SequentialTensorWriter(path, layout_file(path, entries, metadata), **options)
+def write_tensors(
+    path: Path, entries: Any, tensors: Mapping[str, Any], metadata: Any = MappingProxyType({}), root: Path | None = None
+) -> FileChecksum:
+    """Write a file of tensors as they are declared."""
+    layout = layout_file(path, entries, dict(metadata))
+    writer = TensorWriter(RandomAccessWriter(path, root=root), layout)
+    begin = 0
+    try:
+        for (name, *_), size in zip(entries, layout.sizes, strict=True):
+            writer.write(begin, tensors[name])
+            begin += size
+        return writer.close()
+    finally:
+        writer.abandon()
 
 
 def fill(directory: Path, value: int, step: int | None = None) -> Path:
     """Write a complete checkpoint into a directory; ``value`` is in every tensor."""
     entries = [("a", "F32", (8, 8)), ("b", "I64", (5,))]
-    with writer_of(directory / WEIGHTS, entries, {}, root=directory) as writer:
-        writer.write("a", np.full((8, 8), value, np.float32))
-        writer.write("b", np.full(5, value, np.int64))
+    tensors = {"a": np.full((8, 8), value, np.float32), "b": np.full(5, value, np.int64)}
+    weights = write_tensors(directory / WEIGHTS, entries, tensors, root=directory)
     state = write_file(directory / STATE, json.dumps({"value": value}).encode(), root=directory)
-    write_manifest(directory, manifest_of([writer.close(), state], **({} if step is None else {"step": step})))
+    write_manifest(directory, manifest_of([weights, state], **({} if step is None else {"step": step})))
     return directory
 
 

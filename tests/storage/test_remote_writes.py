@@ -11,12 +11,11 @@ from paddleformers_fc.storage.checksum import checksum_of
 from paddleformers_fc.storage.paths import RemotePath, parse_target
 from paddleformers_fc.storage.remote_writes import (
     RemoteFileWriter,
-    RemoteTensorWriter,
     compare_uploaded,
     remove_remote,
     write_remote,
 )
-from paddleformers_fc.storage.safetensors import FileLayout
+from paddleformers_fc.storage.safetensors import FileLayout, TensorWriter
 from tests.storage.buckets import CREDENTIALS, Bucket
 
 PART = 5 * 1024 * 1024
@@ -31,13 +30,14 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("small_parts")
 def test_a_file_in_several_parts_whose_pieces_come_out_of_order_is_stored_in_order(bucket: Bucket) -> None:
     data, header = np.random.default_rng(0).bytes(2 * PART + 77), b"the header"
-    writer = RemoteTensorWriter(bucket.path / "a/file", FileLayout(header, ("t",), (len(data),)))
+    file = RemoteFileWriter(bucket.path / "a", "file", len(header) + len(data))
+    writer = TensorWriter(file, FileLayout(header, (len(data),)))
     third = len(data) // 3
     assert not writer.write(2 * third, data[2 * third :])
     assert not writer.write(third, data[third : 2 * third])
     assert writer.write(0, data[:third])
     assert bucket.files("a") == {}
-    writer.close()
+    assert writer.close() == checksum_of("file", header + data)
     assert bucket.files("a") == {"file": header + data}
 
 
@@ -48,8 +48,8 @@ def test_a_deferred_file_is_visible_when_it_is_published_and_leaves_nothing_when
 ) -> None:
     data = np.random.default_rng(1).bytes(size)
     for publish in (False, True):
-        writer = RemoteFileWriter(bucket.path / "a/file", size, deferred=True)
-        writer.write(data)
+        writer = RemoteFileWriter(bucket.path, "a/file", size, deferred=True)
+        writer.write(0, data)
         writer.close()
         assert bucket.files("a") == {}
         writer.publish() if publish else writer.abandon()
@@ -61,8 +61,8 @@ def test_a_deferred_file_is_visible_when_it_is_published_and_leaves_nothing_when
 @pytest.mark.usefixtures("small_parts")
 def test_an_abandoned_file_leaves_nothing_and_keeps_the_older_one(bucket: Bucket) -> None:
     bucket.put("a/file", b"older")
-    writer = RemoteFileWriter(bucket.path / "a/file", 3 * PART)
-    writer.write(bytes(2 * PART))
+    writer = RemoteFileWriter(bucket.path, "a/file", 3 * PART)
+    writer.write(0, bytes(2 * PART))
     assert bucket.unfinished() == ["a/file"]
     writer.abandon()
     del writer
@@ -71,10 +71,10 @@ def test_an_abandoned_file_leaves_nothing_and_keeps_the_older_one(bucket: Bucket
 
 @pytest.mark.usefixtures("small_parts")
 def test_a_file_whose_last_part_is_refused_leaves_nothing_when_it_is_abandoned(bucket: Bucket) -> None:
-    writer = RemoteFileWriter(bucket.path / "a/file", 3 * PART)
-    writer.write(bytes(2 * PART))
+    writer = RemoteFileWriter(bucket.path, "a/file", 3 * PART)
+    writer.write(0, bytes(2 * PART))
     bucket.store.accepts = lambda method, path, query: method != "PUT"
-    writer.write(bytes(10))
+    writer.write(2 * PART, bytes(10))
     with pytest.raises(StorageError):
         writer.close()
     writer.abandon()

@@ -19,7 +19,7 @@ from paddleformers_fc.storage import safetensors as ours
 from paddleformers_fc.storage.dtypes import CODES, from_safetensors, to_numpy, to_safetensors
 from paddleformers_fc.storage.safetensors import MAX_HEADER_BYTES, TensorEntry, read_header
 from tests.harness.sampling import thorough
-from tests.storage.support import SPELLINGS, header_bytes, writer_of
+from tests.storage.support import SPELLINGS, header_bytes, write_tensors
 
 THOROUGH = thorough(300, derandomize=True)
 
@@ -167,9 +167,7 @@ def test_what_writers_write_is_not_taken_apart_piece_by_piece(tmp_path: Path, mo
     metadata = {"format": "np", "nested": json.dumps({"a": ["\t", {"},": None}]})}
     save_file(arrays, tmp_path / "library", metadata=metadata)
     entries = [(name, to_safetensors(array.dtype.name), array.shape) for name, array in arrays.items()]
-    with writer_of(tmp_path / "own", entries, metadata) as writer:
-        for name, array in arrays.items():
-            writer.write(name, array)
+    write_tensors(tmp_path / "own", entries, arrays, metadata)
     examined = {file: read_header(tmp_path / file) for file in ("library", "own")}
     monkeypatch.setattr(ours, "_slow_parse", None)
     for file, header in examined.items():
