@@ -6,9 +6,9 @@ returned, at least as strictly as by the safetensors library: an undetected faul
 The checks prove that every tensor is inside the file, no two overlap, no byte is unaccounted for, and no name occurs
 twice.
 
-Nearly every header is valid and formatted as common writers format it. Such a header is decoded in bulk by types: the
-decoded entries, encoded again, must give the same text, so that nothing was skipped. Every other header is parsed entry
-by entry, and is refused with the name of the entry or accepted.
+Nearly every header is formatted as common writers format it. Such a header is decoded in bulk by types: the decoded
+entries, encoded again, must give the same text, so that nothing was skipped. Every other header is decoded entry by
+entry, so that an error names the entry. What the entries say is checked in one place.
 
 The writer takes names, dtypes and shapes first, and then the bytes straight from the caller's memory, in any order and
 from many threads. The tensors start at a whole page: a copy between a page of the file and memory of the same alignment
@@ -283,12 +283,33 @@ def _reject_write(path: AnyPath, fault: str) -> NoReturn:
 
 
 def _parse(path: AnyPath, raw: bytearray, data_begin: int, file_size: int) -> Header:
-    header = _fast_parse(raw, data_begin, file_size)
-    return _slow_parse(path, raw, data_begin, file_size) if header is None else header
+    metadata, claims = _decode_usual(raw) or _decode_any(path, raw)
+    tensors: dict[str, TensorEntry] = {}
+    sizes: dict[tuple[str, tuple[int, ...]], int] = {}
+    due, previous = 0, "the header"
+    for name, claim in sorted(claims.items(), key=lambda item: item[1].data_offsets):
+        kind = (claim.dtype, claim.shape)
+        if kind not in sizes:
+            sizes[kind] = _size(path, name, *kind)
+        begin, end = claim.data_offsets
+        if begin != due or end != due + sizes[kind]:
+            _reject(path, f"tensor {name!r} {_misplaced(claim, sizes[kind], due, previous)}")
+        tensors[name] = TensorEntry(claim.dtype, claim.shape, data_begin + begin, data_begin + end)
+        due, previous = end, repr(name)
+    if data_begin + due != file_size:
+        fault = "truncated" if data_begin + due > file_size else "longer than its header says"
+        described = f"the header describes {data_begin + due} bytes, the file has {file_size}"
+        raise Corrupt(
+            f"{path} is {fault}.",
+            where=str(path),
+            evidence=[described, *_cut_tensors(tensors, file_size)],
+            next_step=_RESTORE,
+        )
+    return Header(tensors, metadata, file_size)
 
 
-def _fast_parse(raw: bytearray, data_begin: int, file_size: int) -> Header | None:
-    """Return the header if it is valid and in the usual form of writers; None if it needs a closer look."""
+def _decode_usual(raw: bytearray) -> tuple[dict[str, str], dict[str, _RawEntry]] | None:
+    """Return metadata and entries of a header that is formatted as writers format it; None of any other header."""
     try:
         metadata, claims = _head.decode(raw).metadata, _claims.decode(raw)
         # This key was decoded as if it were a tensor's.
@@ -297,53 +318,43 @@ def _fast_parse(raw: bytearray, data_begin: int, file_size: int) -> Header | Non
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
         return None
     # Equal texts: no key is there twice, none is missing or unknown, and no number is spelled in another way.
-    if not raw.startswith(spelled) or raw[len(spelled) :].strip(b" "):
-        return None
-    sizes: dict[tuple[str, tuple[int, ...]], int] = {}
-    tensors: dict[str, TensorEntry] = {}
-    due = 0
-    for name, claim in claims.items():
-        kind = (claim.dtype, claim.shape)
-        size = sizes.get(kind)
-        if size is None:
-            size = sizes[kind] = _countable(*kind)
-        begin, end = claim.data_offsets
-        if begin != due or end != due + size or size < 0:
-            return None
-        tensors[name] = TensorEntry(claim.dtype, claim.shape, data_begin + begin, data_begin + end)
-        due = end
-    return Header(tensors, metadata, file_size) if data_begin + due == file_size else None
+    is_equal = raw.startswith(spelled) and not raw[len(spelled) :].strip(b" ")
+    return (metadata, claims) if is_equal else None
 
 
-def _countable(dtype: str, shape: tuple[int, ...]) -> int:
-    """Return the bytes of a tensor; a negative number for an invalid shape."""
-    if dtype not in CODES or len(shape) > MAX_AXES or not all(0 <= extent <= _MAX_COUNT for extent in shape):
-        return -1
+def _decode_any(path: AnyPath, raw: bytearray) -> tuple[dict[str, str], dict[str, _RawEntry]]:
+    """Return metadata and entries of a header, decoded one by one, so that an error can name the fault."""
+    document = _decode(path, raw)
+    metadata = _metadata(path, document.pop(METADATA_KEY, {}))
+    return metadata, {name: _entry(path, name, claim) for name, claim in document.items()}
+
+
+def _size(path: AnyPath, name: str, dtype: str, shape: tuple[int, ...]) -> int:
+    """Return the bytes of a tensor."""
+    if dtype not in CODES:
+        _reject(path, f"tensor {name!r} has the dtype {dtype!r}; known are {', '.join(sorted(CODES))}")
+    if not all(map(_is_count, shape)):
+        _reject(path, f"tensor {name!r} has a shape that is not a list of integers from 0 to 2^64-1")
+    if len(shape) > MAX_AXES:
+        _reject(path, f"tensor {name!r} has {len(shape)} axes, and at most {MAX_AXES} are allowed")
     size = item_size(dtype)
     for extent in shape:
         size *= extent
         # Stopping here bounds the numbers; as in the library, a later extent of zero does not excuse it.
-        if size > _MAX_COUNT:
-            return -1
+        if not _is_count(size):
+            _reject(path, f"tensor {name!r} of shape {numbers_text(shape)} has more bytes than can be counted")
     return size
 
 
-def _slow_parse(path: AnyPath, raw: bytearray, data_begin: int, file_size: int) -> Header:
-    """Return the header, parsed piece by piece, so that an error can name the fault."""
-    document = _decode(path, raw)
-    metadata = _metadata(path, document.pop(METADATA_KEY, {}))
-    entries = {name: _entry(path, name, claim, data_begin) for name, claim in document.items()}
-    ordered = dict(sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)))
-    end = _check_cover(path, ordered, data_begin)
-    if end != file_size:
-        fault = "truncated" if end > file_size else "longer than its header says"
-        raise Corrupt(
-            f"{path} is {fault}.",
-            where=str(path),
-            evidence=[f"the header describes {end} bytes, the file has {file_size}", *_cut_tensors(ordered, file_size)],
-            next_step=_RESTORE,
-        )
-    return Header(ordered, metadata, file_size)
+def _misplaced(claim: _RawEntry, size: int, due: int, previous: str) -> str:
+    begin, end = claim.data_offsets
+    if not (_is_count(begin) and _is_count(end)):
+        return "has data_offsets that are not two integers from 0 to 2^64-1"
+    if end - begin != size:
+        shape = numbers_text(claim.shape)
+        return f"takes the bytes {begin} to {end}, but {claim.dtype} of shape {shape} has {size} bytes"
+    relation = "overlaps" if begin < due else "leaves a gap behind"
+    return f"{relation} {previous} (begins at byte {begin} of the tensors, {due} is due)"
 
 
 def _decode(path: AnyPath, raw: bytearray) -> dict[str, Any]:
@@ -358,15 +369,15 @@ def _decode(path: AnyPath, raw: bytearray) -> dict[str, Any]:
         _reject(path, f"its header holds {text}, which is not JSON")
 
     def whole(text: str) -> int:
-        # Every number in a header counts something. "-0" would pass as 0, which the library refuses.
-        return _reject(path, f"its header holds the number {text}") if text.startswith("-") else int(text)
+        # It would pass as 0, which the library refuses.
+        return _reject(path, "its header holds the number -0") if text == "-0" else int(text)
 
     if not raw.startswith(b"{"):
         _reject(path, "its header does not start with '{'")
     try:
         text = raw.decode("utf-8")
-        # Looking at every number takes time, and where no minus is there is no negative one.
-        number = whole if "-" in text else None
+        # Looking at every number takes time.
+        number = whole if "-0" in text else None
         document = json.loads(text, object_pairs_hook=object_of, parse_int=number, parse_constant=constant)
     except UnicodeDecodeError as error:
         _reject(path, f"its header is not UTF-8 ({error.reason} at byte {_LENGTH_BYTES + error.start})")
@@ -390,46 +401,18 @@ def _metadata(path: AnyPath, claim: Any) -> dict[str, str]:
     return claim
 
 
-def _entry(path: AnyPath, name: str, claim: Any, data_begin: int) -> TensorEntry:
+def _entry(path: AnyPath, name: str, claim: Any) -> _RawEntry:
     _check_text(path, name)
     if not isinstance(claim, dict) or claim.keys() != _FIELDS:
         _reject(path, f"tensor {name!r} does not have exactly the fields {', '.join(sorted(_FIELDS))}")
-    dtype, shape, offsets = claim["dtype"], claim["shape"], claim["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in CODES:
-        _reject(path, f"tensor {name!r} has the dtype {dtype!r}; known are {', '.join(sorted(CODES))}")
-    if not isinstance(shape, list) or not all(_is_count(extent) for extent in shape):
-        _reject(path, f"tensor {name!r} has a shape that is not a list of integers from 0 to 2^64-1")
-    if len(shape) > MAX_AXES:
-        _reject(path, f"tensor {name!r} has {len(shape)} axes, and at most {MAX_AXES} are allowed")
-    if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_count(offset) for offset in offsets):
-        _reject(path, f"tensor {name!r} has data_offsets that are not two integers from 0 to 2^64-1")
-    begin, end = offsets
-    size = _countable(dtype, tuple(shape))
-    if size < 0:
-        _reject(path, f"tensor {name!r} of shape {numbers_text(shape)} has more bytes than can be counted")
-    if end - begin != size:
-        _reject(
-            path,
-            f"tensor {name!r} takes the bytes {begin} to {end}, "
-            f"but {dtype} of shape {numbers_text(shape)} has {size} bytes",
-        )
-    return TensorEntry(dtype, tuple(shape), data_begin + begin, data_begin + end)
+    try:
+        return msgspec.convert(claim, _RawEntry)
+    except msgspec.ValidationError as error:
+        _reject(path, f"tensor {name!r} is not described as it should be: {error}")
 
 
-def _is_count(value: Any) -> bool:
-    # bool is an int to Python, but not to JSON.
-    return type(value) is int and 0 <= value <= _MAX_COUNT
-
-
-def _check_cover(path: AnyPath, ordered: dict[str, TensorEntry], data_begin: int) -> int:
-    position, previous = data_begin, ""
-    for name, entry in ordered.items():
-        if entry.begin != position:
-            relation = "overlaps" if entry.begin < position else "leaves a gap behind"
-            what = repr(previous) if previous else "the header"
-            _reject(path, f"tensor {name!r} {relation} {what} (begins at byte {entry.begin}, {position} is due)")
-        position, previous = entry.end, name
-    return position
+def _is_count(value: int) -> bool:
+    return 0 <= value <= _MAX_COUNT
 
 
 def _cut_tensors(ordered: dict[str, TensorEntry], file_size: int) -> list[str]:

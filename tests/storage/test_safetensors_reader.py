@@ -107,20 +107,20 @@ MALFORMED: dict[str, tuple[Any, bytes, str]] = {
     "unknown field": ({"t": tensor(extra=1)}, b"1234", "'t' does not have exactly the fields"),
     "unknown dtype": ({"t": tensor(dtype="F4")}, b"1234", "'t' has the dtype 'F4'"),
     "dtype in lower case": ({"t": tensor(dtype="f32")}, b"1234", "'t' has the dtype 'f32'"),
-    "dtype not text": ({"t": tensor(dtype=["F32"])}, b"1234", r"'t' has the dtype \['F32'\]"),
-    "shape no list": ({"t": tensor(shape=1)}, b"1234", "'t' has a shape"),
-    "negative extent": ({"t": tensor(shape=[-1])}, b"1234", "the number -1"),
+    "dtype not text": ({"t": tensor(dtype=["F32"])}, b"1234", "'t' is not .*`str`, got `array` - at `.*dtype"),
+    "shape no list": ({"t": tensor(shape=1)}, b"1234", "'t' is not .*`array`, got `int` - at `.*shape"),
+    "negative extent": ({"t": tensor(shape=[-1])}, b"1234", "'t' has a shape"),
     "minus zero": (b'{"t": {"dtype":"F32","shape":[-0],"data_offsets":[0,0]}}', b"", "the number -0"),
-    "fractional extent": ({"t": tensor(shape=[1.0])}, b"1234", "'t' has a shape"),
-    "extent is text": ({"t": tensor(shape=["1"])}, b"1234", "'t' has a shape"),
-    "extent is true": ({"t": tensor(shape=[True])}, b"1234", "'t' has a shape"),
+    "fractional extent": ({"t": tensor(shape=[1.0])}, b"1234", "'t' is not .*`int`, got `float`"),
+    "extent is text": ({"t": tensor(shape=["1"])}, b"1234", "'t' is not .*`int`, got `str`"),
+    "extent is true": ({"t": tensor(shape=[True])}, b"1234", "'t' is not .*`int`, got `bool`"),
     "extent beyond 64 bits": ({"t": tensor(shape=[2**64, 0], offsets=[0, 0])}, b"", "'t' has a shape"),
     "size beyond 64 bits": ({"t": tensor(shape=[2**62, 4])}, b"1234", "'t' .* more bytes than can be counted"),
     "zero hides overflow": ({"t": tensor(shape=[2**63, 4, 0], offsets=[0, 0])}, b"", "more bytes than can be counted"),
-    "one offset": ({"t": tensor(offsets=[0])}, b"1234", "'t' has data_offsets"),
-    "three offsets": ({"t": tensor(offsets=[0, 4, 8])}, b"1234", "'t' has data_offsets"),
-    "negative offset": ({"t": tensor(offsets=[-4, 0])}, b"1234", "the number -4"),
-    "fractional offset": ({"t": tensor(offsets=[0, 4.0])}, b"1234", "'t' has data_offsets"),
+    "one offset": ({"t": tensor(offsets=[0])}, b"1234", "'t' is not .*length 2, got 1"),
+    "three offsets": ({"t": tensor(offsets=[0, 4, 8])}, b"1234", "'t' is not .*length 2, got 3"),
+    "negative offset": ({"t": tensor(offsets=[-4, 0])}, b"1234", "'t' has data_offsets"),
+    "fractional offset": ({"t": tensor(offsets=[0, 4.0])}, b"1234", "'t' is not .*`int`, got `float`"),
     "offsets reversed": ({"t": tensor(offsets=[4, 0])}, b"1234", "'t' takes the bytes 4 to 0"),
     "size does not fit": ({"t": tensor(shape=[2])}, b"1234", "'t' takes the bytes 0 to 4, .* has 8 bytes"),
     "more bytes than its shape": (
@@ -169,7 +169,7 @@ def test_what_writers_write_is_not_taken_apart_piece_by_piece(tmp_path: Path, mo
     entries = [(name, to_safetensors(array.dtype.name), array.shape) for name, array in arrays.items()]
     write_tensors(tmp_path / "own", entries, arrays, metadata)
     examined = {file: read_header(tmp_path / file) for file in ("library", "own")}
-    monkeypatch.setattr(ours, "_slow_parse", None)
+    monkeypatch.setattr(ours, "_decode_any", None)
     for file, header in examined.items():
         assert read_header(tmp_path / file) == header
         assert header.metadata == metadata
