@@ -53,7 +53,7 @@ from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping.boxes import whole
 from paddleformers_fc.plan import ReadSource, canonical_layout, canonical_source
 from paddleformers_fc.plan.explain import Explanation, explain_tensor
-from paddleformers_fc.plan.forecast import GridPlan, PlanFlows, plan_flows, plan_for_grid
+from paddleformers_fc.plan.forecast import GridPlan, PlanFlows, plan_load
 from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
 from paddleformers_fc.storage.manifest import refuse_level
 from paddleformers_fc.storage.paths import RemotePath, parse_named, parse_target
@@ -262,7 +262,7 @@ class Checkpoint:
             4
         """
         _require_planning(layout, aoa_config)
-        return plan_for_grid(self._opened, layout, dtype, aoa_config)
+        return plan_load(self._opened, layout, dtype, aoa_config).plan()
 
     def explain(self, name: str) -> Explanation:
         """Explain a tensor: all stored boxes that it is read from or that read it, and the rules between them.
@@ -296,7 +296,7 @@ class Checkpoint:
             ['rank 0', 'rank 1']
         """
         _require_planning(layout, aoa_config)
-        return plan_flows(self._opened, layout, dtype, aoa_config)
+        return plan_load(self._opened, layout, dtype, aoa_config).flows()
 
     def export(
         self,

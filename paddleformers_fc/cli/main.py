@@ -325,16 +325,17 @@ def plan(
     """
     import paddleformers_fc
     from paddleformers_fc.cli import planning
-    from paddleformers_fc.plan.forecast import refuse_impossible_grid
 
     source = _named(directory)
     with progress.working(f"planning {source}"):
-        refuse_impossible_grid(source, to, dtype)
         stated = None if aoa_config is None else planning.read_aoa_config(aoa_config)
         checkpoint = paddleformers_fc.open(source)
-        found = checkpoint.plan(to, dtype, stated)
-        if html is not None:
-            planning.write_page(html, checkpoint.plan_flows(to, dtype, stated), ranks_per_node)
+        if html is None:
+            found = checkpoint.plan(to, dtype, stated)
+        else:
+            flows = checkpoint.plan_flows(to, dtype, stated)
+            planning.write_page(html, flows, ranks_per_node)
+            found = flows.plan
     _present(found, planning.show, as_json)
     if html is not None and not as_json:
         print(f"wrote {html}")

@@ -42,7 +42,7 @@ from paddleformers_fc.formats.flex import manifest_text
 from paddleformers_fc.formats.registry import require_format
 from paddleformers_fc.layout.grid import ParallelGrid
 from paddleformers_fc.plan import LoadPlan, ReadSource, canonical_layout, canonical_source, plan_reads
-from paddleformers_fc.plan.forecast import Forecast, forecast_load
+from paddleformers_fc.plan.forecast import GridPlan, plan_load
 from paddleformers_fc.plan.report import OPEN_WEIGHTS
 from paddleformers_fc.plan.simulate import declared_model
 from paddleformers_fc.storage.files import is_directory, list_directory
@@ -229,10 +229,10 @@ def _check_model(checkpoint: OpenedCheckpoint, checks: CheckList) -> None:
         # An unknown family, or a configuration without sizes: no fault of the weights is known.
         checks.impossible.append(f"names, shapes and sizes: {error.in_one_line()}")
         return
-    checks.check("model", lambda: forecast_load(checkpoint, ParallelGrid())[0], _model_text)
+    checks.check("model", lambda: plan_load(checkpoint, "dp=1").plan(), _model_text)
 
 
-def _model_text(found: Forecast) -> str:
+def _model_text(found: GridPlan) -> str:
     summary = f"names, shapes and sizes are those of {CONFIG_NAME}"
     optional = [f"{count_text(len(found.fresh), 'tensor')} absent"] if found.fresh else []
     optional += [f"{count_text(len(found.dropped), 'tensor')} not used"] if found.dropped else []

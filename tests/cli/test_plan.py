@@ -105,16 +105,6 @@ def test_an_empty_layout_is_refused(stored: Path, grid: str) -> None:
     assert "The grid to plan for is empty." in outcome.err
 
 
-def test_a_refused_grid_opens_no_file_but_the_manifest_and_the_configuration(stored: Path, tmp_path: Path) -> None:
-    broken = tmp_path / "checkpoint-3"
-    shutil.copytree(stored, broken)
-    for path in broken.rglob("*"):
-        if path.is_file() and path.name not in ("config.json", "flex_checkpoint.json"):
-            path.write_bytes(b"")
-    assert run("plan", broken, "--to", "tp=4").code == 2
-    assert run("plan", broken, "--to", "tp=2").code == 1
-
-
 def test_a_damaged_checkpoint_returns_1(stored: Path, tmp_path: Path) -> None:
     broken = tmp_path / "checkpoint-3"
     shutil.copytree(stored, broken)
@@ -124,6 +114,7 @@ def test_a_damaged_checkpoint_returns_1(stored: Path, tmp_path: Path) -> None:
 
 def test_without_a_configuration_there_is_no_plan(weights: Path) -> None:
     (weights / "config.json").unlink()
+    (weights / "flex_checksums.json").unlink()
     outcome = run("plan", weights, "--to", "tp=2")
     assert outcome.code == 2
     assert "Put the model's config.json beside its weights." in outcome.err

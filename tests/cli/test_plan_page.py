@@ -110,10 +110,10 @@ def test_a_rank_reads_from_the_files_that_its_own_plan_names(stored: Path) -> No
     """Counted again from the plan of one rank, as a load makes it."""
     from paddleformers_fc.formats import open_checkpoint
     from paddleformers_fc.plan.build import Planner
-    from paddleformers_fc.plan.forecast import cost_of, plan_target
+    from paddleformers_fc.plan.forecast import cost_of, plan_load
 
     flows = paddleformers_fc.open(stored).plan_flows(FEW)
-    target = plan_target(open_checkpoint(stored), parse_grid(FEW))
+    target = plan_load(open_checkpoint(stored), FEW)
     for rank in (0, 3, 7):
         layout = target.model.roles(rank)
         dtypes = {(role, name): shard.dtype for role, shards in layout.items() for name, shard in shards.items()}

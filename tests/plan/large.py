@@ -11,7 +11,7 @@ import time
 from paddleformers_fc.families import ModelDescription, family_for
 from paddleformers_fc.layout.grid import parse_grid
 from paddleformers_fc.plan import resume_source
-from paddleformers_fc.plan.forecast import forecast
+from paddleformers_fc.plan.forecast import PlannedLoad
 from paddleformers_fc.plan.simulate import SimulatedModel, declared_model
 from tests.plan.stored import checkpoint_of
 
@@ -45,7 +45,7 @@ def main(grid: str) -> None:
     started = time.process_time()
     model = laid_out(grid)
     source, report = resume_source(stored, model.rules)
-    found = forecast(source, model, report)
+    found = PlannedLoad(source, model, report).plan()
     facts = {
         "ranks": len(found.ranks),
         "parameters": sum(math.prod(tensor.shape) for tensor in model.tensors),

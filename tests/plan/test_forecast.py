@@ -20,7 +20,7 @@ from paddleformers_fc.families import ModelDescription, family_for
 from paddleformers_fc.layout.grid import parse_grid
 from paddleformers_fc.mapping.boxes import Box, whole
 from paddleformers_fc.plan import plan_reads, resume_source
-from paddleformers_fc.plan.forecast import THREADS, CastFacts, cost_of, forecast
+from paddleformers_fc.plan.forecast import THREADS, CastFacts, PlannedLoad, cost_of
 from paddleformers_fc.plan.items import ReadItem, StoredPart
 from paddleformers_fc.plan.simulate import SimulatedModel, declared_model
 from paddleformers_fc.storage.executor import IMAGE_BYTES, ReadPool
@@ -52,7 +52,7 @@ def laid_out(grid: str, dtype: str = "bfloat16", config: dict[str, Any] = MOE) -
 def test_a_forecast_counts_what_the_plan_of_every_rank_holds(stored: str, wanted: str) -> None:
     model = laid_out(wanted)
     source, report = resume_source(checkpoint_of(laid_out(stored)), model.rules)
-    found = forecast(source, model, report)
+    found = PlannedLoad(source, model, report).plan()
     for rank, one in enumerate(found.ranks):
         roles = model.roles(rank)
         items = plan_reads(source, roles).items
@@ -69,7 +69,7 @@ def test_a_forecast_counts_what_the_plan_of_every_rank_holds(stored: str, wanted
 def test_a_forecast_onto_the_same_grid_reads_what_is_held_and_copies_nothing() -> None:
     model = laid_out("tp=2,sharding=2,split=true")
     source, report = resume_source(checkpoint_of(model), model.rules)
-    found = forecast(source, model, report)
+    found = PlannedLoad(source, model, report).plan()
     assert found.amplification == 1.0
     assert all(rank.peak == rank.bytes == rank.read for rank in found.ranks)
 
@@ -82,7 +82,7 @@ def test_a_misfit_is_reported_as_by_a_load() -> None:
     stored["model.norm.weight"] = stored_tensor(norm.name, "float16", norm.shape, norm.fragments)
     source, report = resume_source(checkpoint, model.rules)
     with pytest.raises(MismatchError, match=r"model\.norm\.weight: stored float16, wanted bfloat16"):
-        forecast(source, model, report)
+        PlannedLoad(source, model, report).plan()
 
 
 def test_stored_tensors_that_no_rank_wants_are_dropped_by_permission_alone() -> None:
@@ -90,10 +90,9 @@ def test_stored_tensors_that_no_rank_wants_are_dropped_by_permission_alone() -> 
     model = laid_out("pp=2", config=config)
     source, report = resume_source(checkpoint_of(laid_out("dp=1", config=config)), model.rules)
     with pytest.raises(MismatchError, match=r"model\.mtp_"):
-        forecast(source, model, report)
-    found = forecast(
-        source, model, report, lambda untouched: [name for name in untouched if not name.startswith("model.mtp_")]
-    )
+        PlannedLoad(source, model, report).plan()
+    prediction = [name for name in source.mapping.sources if name.startswith("model.mtp_")]
+    found = PlannedLoad(source, model, report, prediction).plan()
     assert {name.split(".")[1] for name in found.dropped} == {
         *("mtp_block", "mtp_emb_norm", "mtp_hidden_norm", "mtp_linear_proj")
     }
@@ -104,7 +103,7 @@ def test_casts_are_reported() -> None:
     source, report = resume_source(checkpoint_of(laid_out("dp=1", "float32")), model.rules)
     links = (replace(link, cast=model.rules.targets[link.target].dtype) for link in source.mapping.correspondences)
     casting = replace(source, mapping=with_items(source.mapping, *links))
-    found = forecast(casting, model, report, lambda untouched: ())
+    found = PlannedLoad(casting, model, report, list(source.mapping.sources)).plan()
     assert CastFacts("model.norm.weight", "float32", "bfloat16") in found.cast
     assert not [cast for cast in found.cast if cast.name.endswith("gate.weight")]
 

@@ -20,7 +20,7 @@ from paddleformers_fc.layout.roles import (
 )
 from paddleformers_fc.plan import plan_reads, resume_source
 from paddleformers_fc.plan.build import ReadSource, regrouped
-from paddleformers_fc.plan.forecast import forecast, forecast_load
+from paddleformers_fc.plan.forecast import PlannedLoad, plan_load
 from paddleformers_fc.plan.simulate import SimulatedModel, declared_model
 from tests.plan.stored import checkpoint_of
 
@@ -43,7 +43,7 @@ def laid_out(grid: str, **config: object) -> SimulatedModel:
 def test_states_without_a_declaration_are_planned_under_another_layout() -> None:
     wanted = laid_out("tp=2,pp=2")
     source, report = resume_source(checkpoint_of(laid_out("sharding=2,split=true"), UNKNOWN), wanted.rules)
-    found = forecast(source, wanted, report)
+    found = PlannedLoad(source, wanted, report).plan()
     for rank in found.ranks:
         roles = wanted.roles(rank.rank, UNKNOWN)
         plan = plan_reads(source, roles)
@@ -66,14 +66,14 @@ def _shapes(shards: object) -> list[tuple[str, tuple[int, ...]]]:
 
 def test_numbers_of_shards_are_planned_under_every_layout_that_cuts_tensors_alike() -> None:
     checkpoint = checkpoint_of(laid_out("tp=2,sharding=2"), MINI)
-    found, _ = forecast_load(checkpoint, parse_grid("tp=2,pp=2"))
+    found = plan_load(checkpoint, "tp=2,pp=2").plan()
     assert not found.dropped
     assert not found.fresh
 
 
 def test_numbers_of_shards_are_refused_where_tensors_are_cut_in_another_way() -> None:
     with pytest.raises(MismatchError) as refused:
-        forecast_load(checkpoint_of(laid_out("tp=2"), MINI), parse_grid("tp=1"))
+        plan_load(checkpoint_of(laid_out("tp=2"), MINI), "tp=1").plan()
     text = refused.value.render()
     assert "moment2_of_shard_0: stored [1, 2], wanted [1, 1]" in text
     assert "Resume with the tensor parallel degree of the run that saved it" in text
@@ -100,4 +100,4 @@ def test_numbers_of_shards_are_refused_where_tensors_are_fused_in_another_way(fu
 
 def test_numbers_of_shards_are_refused_where_tensors_are_divided_into_ranges() -> None:
     with pytest.raises(OptionError, match="this grid divides tensors into ranges"):
-        forecast_load(checkpoint_of(laid_out("tp=2"), MINI), parse_grid("tp=2,sharding=2,split=true"))
+        plan_load(checkpoint_of(laid_out("tp=2"), MINI), "tp=2,sharding=2,split=true").plan()
