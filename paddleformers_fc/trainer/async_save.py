@@ -21,7 +21,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -113,12 +113,7 @@ class AsyncSaves:
         begun = outcome(lambda: self._begin_copy(trainer, part(), taken.plan))
         copied = self._thread.submit(lambda: tensors.update(begun().finish()))
         encode, state = capture_files(trainer), copied_state(trainer.state)
-
-        def help() -> None:
-            with suppress(Exception):  # The thread gets the same error, which is raised on all ranks.
-                begun().help()
-
-        update_barrier.add(copied, help)
+        update_barrier.add(copied)
         try:
             parts = self._parts(trainer, prepared, taken, channel)
             first = next(parts)

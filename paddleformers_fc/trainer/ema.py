@@ -232,10 +232,6 @@ def averaged_tensor(average: Any, part: TrainedPart, copied: HostPieces | None) 
     return AveragedTensor(slot_of(average.local_tensor).open().array(), values, part.first)
 
 
-def _nothing() -> None:
-    """Do no part of a read."""
-
-
 class UpdateBarrier(TrainerCallback):
     """The reads that have begun since the last update.
 
@@ -250,25 +246,22 @@ class UpdateBarrier(TrainerCallback):
     def __init__(self, passes_change_weights: Callable[[], bool]) -> None:
         self.waited = 0.0
         self._passes_change_weights = passes_change_weights
-        self._reads: list[tuple[Future[Any], Callable[[], None]]] = []
+        self._reads: list[Future[Any]] = []
 
-    def add(self, read: Future[Any], help: Callable[[], None] = _nothing) -> None:
+    def add(self, read: Future[Any]) -> None:
         """Have the next update wait for a read of live tensors.
 
         Args:
             read: ends when live tensors are not read any more; its error is the business of others.
-            help: does a part of the read on the training thread, instead of waiting.
         """
-        self._reads.append((read, help))
+        self._reads.append(read)
         if self._passes_change_weights():
             self.finish()
 
     def finish(self) -> None:
         """Wait until no read is under way."""
         started = time.monotonic()
-        for _, help in self._reads:
-            help()
-        wait([read for read, _ in self._reads])
+        wait(self._reads)
         self._reads.clear()
         self.waited += time.monotonic() - started
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,8 +35,6 @@ from paddleformers_fc.execute.ties import CopyPart
 from paddleformers_fc.mapping.boxes import Box, whole
 from paddleformers_fc.storage.manifest import MANIFEST_NAME
 from tests.execute.test_ties import TIED, model_of, tied_value
-from tests.harness.limits import LIMIT
-from tests.harness.waiting import pause, wait_until
 from verification import simulate_ranks
 
 ROLE = "model_state"
@@ -208,28 +204,7 @@ def test_what_is_not_in_a_snapshot_is_not_read() -> None:
             read(found, start, stop)
 
 
-def test_several_threads_copy_parts_of_one_tensor() -> None:
-    """Of 40 MiB, in pieces of 16 MiB that begin and end inside rows."""
-    tensor = paddle.arange(10 << 20, dtype="int32").reshape([-1, 4096])[:-1]
-    begin, end = 5, int(tensor.size) - 3
-    expected = host_view(tensor)
-    assert expected is not None
-    expected = expected.reshape(-1)[begin:end].copy()
-    roles, ranges = {ROLE: {"a": SimpleNamespace(local_tensor=tensor)}}, {(ROLE, "a"): ((begin, end),)}
-    buffer = SnapshotBuffer()
-    buffer.reserve(roles, ranges)
-    copying = buffer.begin(roles, ranges)
-    assert copying.on_host.pieces == 3
-    with ThreadPoolExecutor(2) as threads:
-        for one in [threads.submit(copying.help) for _ in range(2)]:
-            one.result()
-        copying.help()
-        found = copying.finish()[ROLE]["a"]
-    tensor.zero_()
-    assert read(found, begin, end) == expected.tobytes()
-
-
-def test_an_error_of_a_thread_that_helps_is_raised_where_the_copy_ends() -> None:
+def test_an_error_of_a_copy_is_raised_where_the_copy_ends() -> None:
     roles = {ROLE: {"a": SimpleNamespace(local_tensor=paddle.arange(20))}}
     ranges = {
         (ROLE, "a"): ((0, 10),),
@@ -238,49 +213,8 @@ def test_an_error_of_a_thread_that_helps_is_raised_where_the_copy_ends() -> None
     buffer.reserve(roles, ranges)
     copying = buffer.begin(roles, ranges)
     roles[ROLE]["a"].local_tensor._clear_data()
-    copying.help()
     with pytest.raises(RuntimeError, match="not initialized"):
         copying.finish()
-
-
-class HeldTensor:
-    """A tensor whose copies wait until they are let go on."""
-
-    def __init__(self, tensor: Any) -> None:
-        self.begun, self.let_go = Event(), Event()
-        self._tensor = tensor
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._tensor, name)
-
-    def data_ptr(self) -> int:
-        self.begun.set()
-        assert self.let_go.wait(LIMIT)
-        return int(self._tensor.data_ptr())
-
-
-def test_a_dropped_snapshot_writes_nothing_into_the_memory_of_the_next_one() -> None:
-    """Of two pieces, one of which a thread is copying."""
-    held = HeldTensor(paddle.ones([8 << 20]))
-    roles, ranges = {ROLE: {"a": SimpleNamespace(local_tensor=held)}}, {(ROLE, "a"): ((0, 8 << 20),)}
-    buffer = SnapshotBuffer()
-    buffer.reserve(roles, ranges)
-    copying = buffer.begin(roles, ranges)
-    assert copying.on_host.pieces == 2
-    with ThreadPoolExecutor(2) as threads:
-        helping = threads.submit(copying.help)
-        assert held.begun.wait(LIMIT)
-        dropping = threads.submit(copying.drop)
-        wait_until(lambda: not copying.on_host._pieces, "the second piece is left out")
-        pause()
-        returned = dropping.done()
-        held.let_go.set()
-        dropping.result()
-        helping.result()
-    assert not returned, "a piece is being copied"
-    next_one = buffer.begin({ROLE: {"a": SimpleNamespace(local_tensor=paddle.full([8 << 20], 7.0))}}, ranges)
-    found = next_one.finish()[ROLE]["a"]
-    assert read(found, 0, 8 << 20) == np.full(8 << 20, 7, np.float32).tobytes()
 
 
 # ---- Memory.

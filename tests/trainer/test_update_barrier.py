@@ -28,15 +28,6 @@ def test_the_next_update_waits_for_a_read_that_is_under_way() -> None:
     assert log == ["read", "updated"]
 
 
-def test_the_thread_of_the_update_does_a_part_of_a_read_before_it_waits() -> None:
-    helped = threading.Event()
-    reads = UpdateBarrier(lambda: False)
-    with ThreadPoolExecutor(1) as threads:
-        reads.add(threads.submit(helped.wait), helped.set)
-        reads.on_optimizer_begin(None, None, None)
-    assert helped.is_set()
-
-
 def test_a_read_is_waited_for_at_once_where_the_passes_change_weights() -> None:
     log: list[str] = []
     with ThreadPoolExecutor(1) as threads:
