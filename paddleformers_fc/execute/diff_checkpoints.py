@@ -1,29 +1,26 @@
 """Compare two checkpoints tensor by tensor, across parallel layouts and formats.
 
-The canonical streams of both sides (:func:`.digest.read_in_pieces`) are compared piece by piece. A tensor that differs
-is read again for its md5 and the figures of a deviation, in pieces too. Memory therefore does not depend on the size of
-tensors. Tensors that only one side has, or with another shape or dtype, are not compared. Roles that one format cannot
-contain are not compared: beside open weights, the optimizer states, most of a checkpoint's bytes, are not read.
+The canonical streams of both sides (:func:`.digest.read_in_pieces`) are compared piece by piece, with the figures of
+deviations. A tensor that differs is read again for its md5, in pieces too. Memory therefore does not depend on the size
+of tensors. Tensors that only one side has, or with another shape or dtype, are not compared. Roles that one format
+cannot contain are not compared: beside open weights, the optimizer states, most of a checkpoint's bytes, are not read.
 
 If both sides store equal boxes under equal rules, they are proved once and their stored bytes are compared first, in
 the order of files and without a plan. Only canonical tensors that read a differing one are compared then.
 
-The deviation of two tensors of equal shape and dtype: largest absolute and ULP difference, first differing index.
-
-Tensors are read in pieces, of both sides alike, and md5 and figures come from the same pass. ULP counts the
-representable numbers between two numbers: 1 for neighbours, so that it does not depend on their size. NaN deviates in
-bits alone: it has no distance.
+The deviation of two tensors of equal shape and dtype: largest absolute and ULP difference, first differing index. ULP
+counts the representable numbers between two numbers: 1 for neighbours, so that it does not depend on their size. NaN
+deviates in bits alone: it has no distance.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
 import time
 from collections import ChainMap
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -39,9 +36,8 @@ from paddleformers_fc.layout.roles import ROLES
 from paddleformers_fc.layout.shards import Shard, shard_bytes
 from paddleformers_fc.plan import LoadPlan, ReadSource, canonical_layout, canonical_names, canonical_source
 from paddleformers_fc.plan.build import Planner
-from paddleformers_fc.storage.dtypes import ScaledFile, dtype_size, to_numpy, to_safetensors
-from paddleformers_fc.storage.executor import ReadOptions, ReadPool, run_workers
-from paddleformers_fc.storage.identities import Identities
+from paddleformers_fc.storage.dtypes import ScaledFile, dtype_size
+from paddleformers_fc.storage.executor import ReadPool
 from paddleformers_fc.storage.operations import Operation
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.storage.progress import advance, expect
@@ -49,7 +45,6 @@ from paddleformers_fc.text import natural
 
 COMPARE_BYTES = 2 << 20
 """Bytes of a piece on each side: few enough to be in the processor's cache when they are compared."""
-_THREADS = 4
 
 _CHUNK = 1 << 18
 """Elements that are compared at a time, so that temporary arrays stay in the processor's cache."""
@@ -79,12 +74,15 @@ class DeviationSum:
 
     Args:
         shape: of the tensor.
+
+    Attributes:
+        elements: how many differ so far.
     """
 
     shape: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        self._seen = self._elements = self._ulp = 0
+        self.elements = self._seen = self._ulp = 0
         self._absolute = 0.0
         self._first: int | None = None
         self._is_float = False
@@ -97,13 +95,15 @@ class DeviationSum:
             other: the same elements of the other side, of the same dtype.
         """
         self._is_float = is_float(one.dtype)
-        for begin, left, right in _chunks(one, other):
+        begins = () if _is_equal(one, other) else range(0, one.size, _CHUNK)
+        for begin in begins:
+            left, right = one[begin : begin + _CHUNK], other[begin : begin + _CHUNK]
             different = np.flatnonzero(_bits(left) != _bits(right))
             if not different.size:
                 continue
             if self._first is None:
                 self._first = self._seen + begin + int(different[0])
-            self._elements += different.size
+            self.elements += different.size
             with np.errstate(invalid="ignore", over="ignore"):
                 self._measure(left[different], right[different])
         self._seen += one.size
@@ -125,17 +125,12 @@ class DeviationSum:
         absolute = self._absolute if math.isfinite(self._absolute) else None
         first = np.unravel_index(self._first or 0, self.shape) if self.shape else ()
         ulp = self._ulp if self._is_float else None
-        return Deviation(self._elements, absolute, ulp, tuple(int(index) for index in first))
+        return Deviation(self.elements, absolute, ulp, tuple(int(index) for index in first))
 
 
 def is_float(dtype: np.dtype[Any]) -> bool:
     """Return whether a type is floating point, those of ``ml_dtypes`` included."""
     return dtype.kind == "f" or (dtype.type.__module__ == ml_dtypes.__name__ and "float" in dtype.name)
-
-
-def _chunks(one: _Array, other: _Array) -> Iterator[tuple[int, _Array, _Array]]:
-    for begin in range(0, one.size, _CHUNK):
-        yield begin, one[begin : begin + _CHUNK], other[begin : begin + _CHUNK]
 
 
 def _bits(values: _Array) -> _Array:
@@ -254,7 +249,8 @@ def compare_checkpoints(a: OpenedCheckpoint, b: OpenedCheckpoint, role: str | No
     roles = _compared_roles(both, role)
     first = _prepared(a, roles)
     alike = _is_stored_alike(a, b)
-    second = first.over(b.catalog) if alike else _prepared(b, roles)
+    # Equal rules are proved once.
+    second = _Prepared(replace(first.source, catalog=b.catalog), first.tensors) if alike else _prepared(b, roles)
     present = [name for name in roles if any(key[0] == name for key in (*first.tensors, *second.tensors))]
     if not present:
         raise OptionError(
@@ -280,10 +276,6 @@ class _Prepared:
 
     source: ReadSource
     tensors: Mapping[Key, Shard]
-
-    def over(self, catalog: Catalog) -> _Prepared:
-        """Return the same side over a catalog of equal stored tensors."""
-        return replace(self, source=replace(self.source, catalog=catalog))
 
     def plan(self, keys: Iterable[Key]) -> LoadPlan:
         """Return the reads of some canonical tensors; see :func:`require_plan`."""
@@ -334,64 +326,42 @@ def _differences(first: _Prepared, second: _Prepared, alike: bool) -> _Found:
         alike: whether a plan of one fits the other.
     """
     common = [key for key in first.tensors if key in second.tensors]
-    same = {key: first.tensors[key].dtype for key in common if first.tensors[key] == second.tensors[key]}
-    wanted = [key for key in same if first.tensors[key].size]
+    same = {key for key in common if first.tensors[key] == second.tensors[key]}
+    wanted = [key for key in common if key in same and first.tensors[key].size]
     left = first.plan(first.tensors)
     if alike and not left.checks:
-        suspects = _suspects(first, second, left)
+        differing = differing_stored(first.source.catalog, second.source.catalog, left.touched)
+        suspects = {(role, one) for role, name in differing for one in canonical_names(first.source, role, name)}
         wanted = [key for key in wanted if key in suspects]
         right = second.plan(wanted)
     else:
         right = second.plan(second.tensors)
-    unequal = _unequal(first, left, second, right, wanted)
-    others = [key for key in common if key not in same]
-    ours, theirs = (_forms(side, others) for side in (first, second))
-    found: dict[Key, tuple[Form, Form, Deviation | None]] = {key: (ours[key], theirs[key], None) for key in others}
-    found.update(_deviations(first, second, [key for key in same if key in unequal]))
-    return found
+    deviations = _deviations(first, left, second, right, wanted)
+    keys = [key for key in common if key not in same or key in deviations]
+    ours, theirs = (_forms(side, keys) for side in (first, second))
+    return {key: (ours[key], theirs[key], deviations.get(key)) for key in keys}
 
 
 def _deviations(
-    first: _Prepared, second: _Prepared, keys: Sequence[Key]
-) -> Iterator[tuple[Key, tuple[Form, Form, Deviation]]]:
-    """Read tensors of equal shape and dtype on both sides at once, for digests and figures."""
-    expect(2 * sum(shard_bytes(first.tensors[key]) for key in keys))
-    sides = (read_in_pieces(side.source, _layout(side, keys)) for side in (first, second))
-    hashers, done = (hashlib.md5(), hashlib.md5()), 0
-    comparison: DeviationSum | None = None
-    for (role, tensor, one), (_, _, other) in zip(*sides, strict=True):
-        comparison = comparison or DeviationSum(tensor.global_shape)
-        for hasher, data in zip(hashers, (one, other), strict=True):
-            hasher.update(data.data)
-        dtype = to_numpy(to_safetensors(tensor.dtype))
-        comparison.add(one.view(dtype), other.view(dtype))
-        done += one.nbytes
-        advance(2 * one.nbytes)
-        if done == shard_bytes(tensor):
-            forms = [Form(tensor.dtype, tensor.global_shape, hasher.hexdigest()) for hasher in hashers]
-            yield (role, tensor.name), (forms[0], forms[1], comparison.result())
-            hashers, done, comparison = (hashlib.md5(), hashlib.md5()), 0, None
-
-
-def _unequal(first: _Prepared, left: LoadPlan, second: _Prepared, right: LoadPlan, keys: Sequence[Key]) -> set[Key]:
-    """Return the tensors of equal shape and dtype whose bytes differ, by the canonical streams of both sides."""
+    first: _Prepared, left: LoadPlan, second: _Prepared, right: LoadPlan, keys: Sequence[Key]
+) -> dict[Key, Deviation]:
+    """Return the figures of the tensors of equal shape and dtype whose bytes differ."""
     expect(2 * sum(shard_bytes(first.tensors[key]) for key in keys))
     sides = [
         read_in_pieces(side.source, _layout(side, keys), PIECE_BYTES, plan)
         for side, plan in ((first, left), (second, right))
     ]
-    found: set[Key] = set()
-    for (role, tensor, one), (_, _, other) in zip(*sides, strict=True):
-        if not _is_equal(one, other):
-            found.add((role, tensor.name))
-        advance(2 * one.nbytes)
+    found: dict[Key, Deviation] = {}
+    deviation: DeviationSum | None = None
+    for one, other in zip(*sides, strict=True):
+        deviation = deviation or DeviationSum(one.tensor.global_shape)
+        deviation.add(one.numbers, other.numbers)
+        advance(2 * one.numbers.nbytes)
+        if one.is_last:
+            if deviation.elements:
+                found[one.role, one.tensor.name] = deviation.result()
+            deviation = None
     return found
-
-
-def _suspects(first: _Prepared, second: _Prepared, plan: LoadPlan) -> set[Key]:
-    """Return the canonical tensors that read a stored tensor whose bytes differ."""
-    differing = differing_stored(first.source.catalog, second.source.catalog, plan.touched)
-    return {(role, one) for role, name in differing for one in canonical_names(first.source, role, name)}
 
 
 class _RangePair(NamedTuple):
@@ -421,98 +391,60 @@ def differing_stored(left: Catalog, right: Catalog, names: Mapping[str, Collecti
         Corrupt, StorageError: a file cannot be read.
     """
     keys = [(role, name) for role, found in names.items() for name in found]
-    sizes: dict[StoredForm, list[int]] = {}
     ranges: list[_RangePair] = []
     for number, (role, name) in enumerate(keys):
-        tensor = left.roles[role][name]
-        lengths = sizes.get(tensor.form)
-        if lengths is None:
-            width = dtype_size(tensor.form.held_dtype)
-            lengths = sizes[tensor.form] = [box.volume * width for box in tensor.form.boxes]
-        offsets = zip(tensor.offsets, right.roles[role][name].offsets, lengths, strict=True)
-        ranges += [_RangePair(*one, number) for one in offsets if one[2]]
-    ranges.sort()
+        tensor, other = left.roles[role][name], right.roles[role][name]
+        width = dtype_size(tensor.form.held_dtype)
+        for box, begin, start in zip(tensor.form.boxes, tensor.offsets, other.offsets, strict=True):
+            ranges.extend(_cut(_RangePair(begin, start, box.volume * width, number)))
     expect(2 * sum(one.size for one in ranges))
+    memory = np.empty((2, COMPARE_BYTES), np.uint8)
     both: list[Any] = [left.identities, right.identities]
-    work = _StoredComparison((left.root, right.root), ChainMap(*both))
-    with ThreadPoolExecutor(_THREADS, "flex-diff") as pool:
-        run_workers(pool, _THREADS, _batches(ranges), work.compare)
-    return {keys[number] for number in work.differing}
+    differing: set[int] = set()
+    with ReadPool(identities=ChainMap(*both)) as pool:
+        for batch in _batches(sorted(ranges)):
+            ends = list(accumulate((one.size for one in batch), initial=0))
+            reads = _reads(left.root, (one.left for one in batch), ends, memory[0])
+            pool.run([*reads, *_reads(right.root, (one.right for one in batch), ends, memory[1])])
+            if not _is_equal(*memory[:, : ends[-1]]):
+                parts = zip(batch, ends, ends[1:], strict=False)
+                differing |= {one.number for one, low, high in parts if not _is_equal(*memory[:, low:high])}
+            advance(2 * ends[-1])
+    return {keys[number] for number in differing}
+
+
+def _cut(pair: _RangePair) -> Iterator[_RangePair]:
+    """Yield the parts of a range that fit into memory."""
+    (file, begin), (other, start) = pair.left, pair.right
+    for low in range(0, pair.size, COMPARE_BYTES):
+        size = min(COMPARE_BYTES, pair.size - low)
+        yield _RangePair((file, begin + low), (other, start + low), size, pair.number)
 
 
 def _batches(ranges: Sequence[_RangePair]) -> Iterator[list[_RangePair]]:
-    """Yield ranges that are compared at a time."""
+    """Yield ranges that fit into memory together."""
     batch: list[_RangePair] = []
-    size = 0
-    for (file, begin), (other, start), length, number in ranges:
-        for low in range(0, length, COMPARE_BYTES):
-            part = min(COMPARE_BYTES, length - low)
-            if size + part > COMPARE_BYTES:
-                yield batch
-                batch, size = [], 0
-            batch.append(_RangePair((file, begin + low), (other, start + low), part, number))
-            size += part
+    room = COMPARE_BYTES
+    for one in ranges:
+        if one.size > room:
+            yield batch
+            batch, room = [], COMPARE_BYTES
+        batch.append(one)
+        room -= one.size
     if batch:
         yield batch
 
 
-class _StoredComparison:
-    """What threads that compare stored ranges have in common.
-
-    Args:
-        roots: the directories of both sides.
-        identities: of the files of both.
-
-    Attributes:
-        differing: the numbers of the tensors that were found to differ.
-    """
-
-    def __init__(self, roots: tuple[AnyPath, AnyPath], identities: Identities) -> None:
-        self.differing: set[int] = set()
-        self._roots, self._identities = roots, identities
-
-    def compare(self, take: Callable[[], list[_RangePair] | None]) -> int:
-        """Compare batches until there is none; the bytes that were read."""
-        sides, count = np.empty((2, COMPARE_BYTES), np.uint8), 0
-        with ReadPool(ReadOptions(threads=1), self._identities) as pool:
-            while (batch := take()) is not None:
-                size = sum(one.size for one in batch)
-                left, right = (one.left for one in batch), (one.right for one in batch)
-                for root, side, places in zip(self._roots, sides, (left, right), strict=True):
-                    lengths = (one.size for one in batch)
-                    count += pool.run(_joined_reads(root, zip(places, lengths, strict=True), side))
-                if not _is_equal(sides[0, :size], sides[1, :size]):
-                    self._find(batch, sides)
-                advance(2 * size)
-        return count
-
-    def _find(self, batch: list[_RangePair], sides: _Array) -> None:
-        begin = 0
-        for one in batch:
-            end = begin + one.size
-            if not _is_equal(sides[0, begin:end], sides[1, begin:end]):
-                self.differing.add(one.number)
-            begin = end
-
-
-def _joined_reads(root: AnyPath, places: Iterable[tuple[FileOffset, int]], memory: _Array) -> list[Operation]:
-    """Return the reads of ranges into successive memory; those that are adjacent in the file are one."""
-    address, paths = memory.__array_interface__["data"][0], dict[str, AnyPath]()
-    joined: list[tuple[str, int, int, int]] = []
-    for (file, begin), length in places:
-        if joined and joined[-1][0] == file and joined[-1][1] + joined[-1][2] == begin:
-            joined[-1] = (file, joined[-1][1], joined[-1][2] + length, joined[-1][3])
-        else:
-            joined.append((file, begin, length, address))
-        address += length
-    return [
-        Operation(paths.setdefault(file, root / file), begin, length, place, memory)
-        for file, begin, length, place in sorted(joined)
-    ]
+def _reads(root: AnyPath, places: Iterable[FileOffset], ends: Sequence[int], memory: _Array) -> Iterator[Operation]:
+    """Yield the reads of ranges into successive memory, in the order of the files."""
+    address: int = memory.__array_interface__["data"][0]
+    for (file, begin), low, high in sorted(zip(places, ends, ends[1:], strict=False)):
+        yield Operation(root / file, begin, high - low, address + low, memory)
 
 
 def _is_equal(one: _Array, other: _Array) -> bool:
-    """Return whether two flat arrays of bytes are equal, compared as words."""
+    """Return whether two flat arrays have equal bytes, which are compared as words."""
+    one, other = one.view(np.uint8), other.view(np.uint8)
     words = one.size - one.size % 8
     if (one[:words].view(np.uint64) != other[:words].view(np.uint64)).any():
         return False

@@ -50,7 +50,7 @@ from paddleformers_fc.plan import LoadPlan, ReadItem, ReadSource, canonical_layo
 from paddleformers_fc.plan.build import Planner, row_major_pieces
 from paddleformers_fc.plan.items import StoredPart
 from paddleformers_fc.plan.transfer_plan import boxes_within
-from paddleformers_fc.storage.dtypes import dtype_size, to_numpy, to_safetensors
+from paddleformers_fc.storage.dtypes import dtype_size
 from paddleformers_fc.storage.executor import ReadPool
 from paddleformers_fc.storage.files import byte_view
 from paddleformers_fc.storage.operations import numpy_dtype
@@ -106,13 +106,15 @@ def digest_tensors(source: ReadSource, layout: ShardsByRole, piece_bytes: int = 
     Raises:
         FlexError: as :func:`read_canonical`.
     """
-    hasher, done = hashlib.md5(), 0
-    for role, tensor, data in read_in_pieces(source, layout, piece_bytes):
-        hasher.update(data.data)
-        done += data.nbytes
-        if done == shard_bytes(tensor):
-            yield TensorDigest(role, tensor.name, tensor.dtype, tensor.global_shape, hasher.hexdigest())
-            hasher, done = hashlib.md5(), 0
+    hasher = hashlib.md5()
+    expect(sum(shard_bytes(one) for shards in layout.values() for one in shards.values()))
+    for piece in read_in_pieces(source, layout, piece_bytes):
+        hasher.update(piece.numbers.view(np.uint8).data)
+        advance(piece.numbers.nbytes)
+        if piece.is_last:
+            tensor = piece.tensor
+            yield TensorDigest(piece.role, tensor.name, tensor.dtype, tensor.global_shape, hasher.hexdigest())
+            hasher = hashlib.md5()
 
 
 def require_plan(planner: Planner, source: ReadSource, layout: ShardsByRole) -> LoadPlan:
@@ -137,19 +139,31 @@ def items_by_tensor(plan: LoadPlan) -> dict[tuple[str, str], list[ReadItem]]:
 
 
 @dataclass(frozen=True)
-class _Piece:
-    """A range of a tensor's elements, and how it is read."""
+class Piece:
+    """A range of a tensor's elements.
+
+    Args:
+        role: of the tensor.
+        tensor: the whole tensor.
+        part: the range.
+        numbers: its elements.
+    """
 
     role: str
     tensor: Shard
     part: Shard
-    items: list[ReadItem]
+    numbers: np.ndarray[Any, Any]
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the tensor ends with it."""
+        return self.part.flat is None or self.part.flat[1] == self.tensor.size
 
 
 def read_in_pieces(
     source: ReadSource, layout: ShardsByRole, piece_bytes: int = PIECE_BYTES, plan: LoadPlan | None = None
-) -> Iterator[tuple[str, Shard, np.ndarray[Any, Any]]]:
-    """Yield role, tensor and the bytes of its next piece, which are valid until the next one.
+) -> Iterator[Piece]:
+    """Yield tensors in pieces, whose numbers are valid until the next one.
 
     Args:
         source: from a checkpoint to the canonical space.
@@ -163,46 +177,42 @@ def read_in_pieces(
     items = items_by_tensor(plan or require_plan(planner, source, layout))
     memory = np.empty(max(piece_bytes, _LINE) + _LINE, np.uint8)
     with ReadPool(identities=catalog.identities) as pool:
-        for pieces in _batches(planner, layout, items, piece_bytes):
-            arrays: dict[tuple[str, str], np.ndarray[Any, Any]] = {}
+        for batch in _batches(layout, piece_bytes):
+            pieces: list[Piece] = []
+            wanted: list[ReadItem] = []
             at = 0
-            for piece in pieces:
-                part = memory[at : at + shard_bytes(piece.part)]
-                arrays[piece.role, piece.tensor.name] = part.view(to_numpy(to_safetensors(piece.part.dtype)))
-                at += _room(piece)
-            wanted = sorted((item for piece in pieces for item in piece.items), key=_file_order)
-            fill_arrays(pool, catalog.root, wanted, arrays)
-            for piece in pieces:
-                yield piece.role, piece.tensor, arrays[piece.role, piece.tensor.name].view(np.uint8)
+            for role, tensor, part in batch:
+                numbers = memory[at : at + shard_bytes(part)].view(numpy_dtype(part.dtype))
+                at += _room(part)
+                pieces.append(Piece(role, tensor, part, numbers))
+                is_whole = part.flat is None
+                wanted.extend(items.get((role, tensor.name), ()) if is_whole else planner.items(role, part))
+            arrays = {(one.role, one.tensor.name): one.numbers for one in pieces}
+            fill_arrays(pool, catalog.root, sorted(wanted, key=_file_order), arrays)
+            yield from pieces
 
 
 def _file_order(item: ReadItem) -> tuple[str, int]:
     return item.stored.file, item.stored.begin
 
 
-def _room(piece: _Piece) -> int:
+def _room(part: Shard) -> int:
     """Return the bytes of a piece in memory: its numbers begin at a cache line."""
-    return -(-shard_bytes(piece.part) // _LINE) * _LINE
+    return -(-shard_bytes(part) // _LINE) * _LINE
 
 
-def _batches(
-    planner: Planner, layout: ShardsByRole, items: Mapping[tuple[str, str], list[ReadItem]], most: int
-) -> Iterator[list[_Piece]]:
-    """Group successive pieces that are read together; at most one of each tensor."""
-    batch: list[_Piece] = []
+def _batches(layout: ShardsByRole, most: int) -> Iterator[list[tuple[str, Shard, Shard]]]:
+    """Group role, tensor and part of successive pieces that are read together; at most one of each tensor."""
+    batch: list[tuple[str, Shard, Shard]] = []
     size = 0
     for role, shards in layout.items():
         for name in sorted(shards, key=natural):
             for part in row_major_pieces(shards[name], most):
-                whole = part.flat is None
-                piece = _Piece(
-                    role, shards[name], part, items.get((role, name), []) if whole else planner.items(role, part)
-                )
-                if batch and (not whole or size + _room(piece) > most):
+                if batch and (part.flat is not None or size + _room(part) > most):
                     yield batch
                     batch, size = [], 0
-                batch.append(piece)
-                size += _room(piece)
+                batch.append((role, shards[name], part))
+                size += _room(part)
     if batch:
         yield batch
 
@@ -282,9 +292,7 @@ def compare_rounded(source: ReadSource) -> int:
         read_in_pieces(exact, {MODEL_STATE: wanted}, 2 * PIECE_BYTES),
         strict=True,
     )
-    unlike = {
-        shard.name: None for (_, shard, own), (_, _, master) in pairs if not _is_rounded(own, master, shard.dtype)
-    }
+    unlike = {one.tensor.name: None for one, master in pairs if not _is_rounded(one.numbers, master.numbers)}
     if unlike:
         raise Corrupt(
             f"{count_text(len(unlike), 'weight')} of {catalog.root} {'is' if len(unlike) == 1 else 'are'} not the "
@@ -297,11 +305,10 @@ def compare_rounded(source: ReadSource) -> int:
     return len(weights)
 
 
-def _is_rounded(weight: np.ndarray[Any, Any], master: np.ndarray[Any, Any], dtype: str) -> bool:
-    """Return whether the bytes of a weight are those of its master weight, rounded; NaN may have any bits."""
-    own = weight.view(to_numpy(to_safetensors(dtype)))
+def _is_rounded(own: np.ndarray[Any, Any], master: np.ndarray[Any, Any]) -> bool:
+    """Return whether a weight is its master weight, rounded; NaN may have any bits."""
     with np.errstate(over="ignore"):
-        rounded = master.view(np.float32).astype(own.dtype)
+        rounded = master.astype(own.dtype)
     other = np.flatnonzero(own.view(np.uint16) != rounded.view(np.uint16))
     return bool(np.isnan(own[other]).all() and np.isnan(rounded[other]).all())
 
