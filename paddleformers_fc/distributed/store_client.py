@@ -50,10 +50,15 @@ def job_store_address() -> tuple[str, int] | None:
     return (host, int(port)) if colon else None
 
 
+def hosts_of_ranks() -> tuple[str, ...]:
+    """Return the host of each rank, by rank, as the launcher has named them; none if it has not."""
+    endpoints = os.environ.get("PADDLE_TRAINER_ENDPOINTS", "")
+    return tuple(endpoint.rpartition(":")[0] for endpoint in endpoints.split(",")) if endpoints else ()
+
+
 def on_several_nodes() -> bool:
     """Return whether the launcher has started ranks on more than one node."""
-    endpoints = os.environ.get("PADDLE_TRAINER_ENDPOINTS", "").split(",")
-    return len({endpoint.rpartition(":")[0] for endpoint in endpoints}) > 1
+    return len(set(hosts_of_ranks())) > 1
 
 
 class StoreClient:

@@ -7,7 +7,7 @@
 ``load``, ``opening``                           preflight and read; files that only some ranks see
 ``reading``                                     reads of a plan as operations of the executor
 ``memory``, ``staging_pool``                    live tensors on the host and on an accelerator
-``exchange``                                    ranges that one rank reads for others
+``exchange``, ``replica_reads``                 ranges that one rank reads for others; replicas
 ``collective_checksums``                        ``flex_verify`` of a load
 ``export``, ``export_files``                    files of another format; memory and reads of an export
 ``digest``, ``diff_checkpoints``                canonical tensors of a checkpoint, their md5; comparison of two

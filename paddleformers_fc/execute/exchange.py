@@ -1,9 +1,9 @@
 """Read a range on one rank for other ranks, which lack the file or need not read it as well; the exchange of ranks.
 
-Ranks that exchange send lists of the ranges that they want. All ranks compute the same **rounds** from these
-(:mod:`paddleformers_fc.plan.transfer_plan`), and :func:`exchange_round` sends the pieces of one round, with one
-exchange per round. Ranges of files (split disks, ``flex_read: once``) are sent here, and parts of tensors in memory by
-:mod:`.part_exchange`.
+If files are on several disks, ranks send lists of the ranges that they want; replicas know each other's
+(:mod:`.replica_reads`). All compute the same **rounds** from these (:mod:`paddleformers_fc.plan.transfer_plan`), and
+:func:`exchange_round` sends the pieces of one round, with one exchange per round. Ranges of files are sent here, and
+parts of tensors in memory by :mod:`.part_exchange`.
 
 In a round every rank reads its pieces, packed and in the stored dtype, and sends them. A receiver copies a piece to the
 place in its plan, and transposes and casts there. The next round is read while this one is sent. A rank that fails
@@ -49,6 +49,7 @@ from paddleformers_fc.execute.reading import (
     refuse_unequal,
     verify_equal,
 )
+from paddleformers_fc.execute.replica_reads import Replicas
 from paddleformers_fc.formats.catalog import EVERYONE
 from paddleformers_fc.plan.block_owners import NO_BLOCKS, BlockReads, RecordedBlocks
 from paddleformers_fc.plan.items import EqualCheck, LoadPlan, ReadItem, StoredPart
@@ -86,6 +87,7 @@ class ReadContext:
         visible_to: for every file that is not visible to all ranks, the ranks with access to it.
         recorded: the checksums of blocks, which are compared while they are read.
         block_reads: by rank, the blocks that it reads if every rank reads for itself.
+        replicas: the ranks that read the same as this one; None if no ranks of the job share reads.
     """
 
     root: paths.AnyPath
@@ -93,6 +95,12 @@ class ReadContext:
     visible_to: VisibleTo = field(default_factory=lambda: EVERYONE)
     recorded: RecordedBlocks = NO_BLOCKS
     block_reads: Sequence[BlockReads] = ()
+    replicas: Replicas | None = None
+
+    @property
+    def is_exchanged(self) -> bool:
+        """Whether ranks of the job read for each other; equal on all ranks."""
+        return bool(self.visible_to) or self.replicas is not None
 
     def can_read(self, rank: int, file: str) -> bool:
         """Return whether a file is visible to a rank."""
@@ -178,7 +186,7 @@ def read_redistributed(
         storage: the files that it reads.
         slots: memory by role and full name.
         channel: all ranks; every rank must call.
-        options: threads, staging memory, and whether a range for several ranks is read once.
+        options: threads, staging memory, and how ranges for several ranks are read.
         limit: bound on the bytes that a rank sends, and receives, in a round.
         timer: gets the end of the phase ``read``.
     Raises:
@@ -186,20 +194,17 @@ def read_redistributed(
         FlexError: the same on every rank: reads failed; targets hold an undefined mixture.
     """
     timer = timer or PhaseTimer()
-    schedule, is_shared = EMPTY_SCHEDULE, bool(storage.visible_to) or options.once
-    if is_shared:
-        parts = [item.stored for item in _by_shard(plan)]
-        requests = [part for part in parts if options.once or not storage.can_read(channel.rank, part.file)]
-        schedule = agreed_schedule(requests, storage, channel, limit)
-        if storage.recorded.files:
-            storage = replace(storage, block_reads=_agreed_block_reads(parts, schedule, storage, channel))
+    schedule = EMPTY_SCHEDULE
+    if storage.is_exchanged:
+        schedule = _schedule(plan, storage, channel, options, limit)
+        storage = _comparing_own_reads(plan, schedule, storage, channel)
     failure: FlexError | None = None
 
     def fill() -> tuple[FillMessage, Traffic]:
         nonlocal failure
         blocks, done = storage.blocks(channel.rank), Traffic(0, 0)
         try:
-            if is_shared:
+            if storage.is_exchanged:
                 done = _run_rounds(plan, schedule, storage, slots, channel, options, blocks)
             else:
                 done = Traffic(execute_reads(plan, storage.root, slots, options, storage.identities, blocks), 0)
@@ -222,18 +227,30 @@ def read_redistributed(
     return replace(done, slowest=slowest_of("read", [one.seconds for one in messages]))
 
 
-def _agreed_block_reads(
-    parts: Sequence[StoredPart], schedule: TransferSchedule, storage: ReadContext, channel: Channel
-) -> list[BlockReads]:
-    """Return the blocks that each rank reads, for itself or for others."""
+def _schedule(
+    plan: LoadPlan, storage: ReadContext, channel: Channel, options: ReadOptions, limit: int
+) -> TransferSchedule:
+    """Return the rounds of a load. Every rank must call."""
+    if storage.replicas is not None:
+        return storage.replicas.schedule(channel.rank, limit)
+    is_once = options.replicas == "once"
+    parts = [item.stored for item in _by_shard(plan)]
+    requests = [part for part in parts if is_once or not storage.can_read(channel.rank, part.file)]
+    return agreed_schedule(requests, storage, channel, limit)
 
-    def own() -> BlockReads:
-        arriving = schedule.parts(channel.rank)
-        owned = {piece.move.part for pieces in schedule.rounds for piece in pieces if piece.move.owner == channel.rank}
-        reads = [*(part for part in parts if part not in arriving), *owned]
-        return storage.recorded.reads(reads, same_bytes_key(storage.identities))
 
-    return all_gather_checked(channel, "assigning blocks", own, BlockReads)
+def _comparing_own_reads(
+    plan: LoadPlan, schedule: TransferSchedule, storage: ReadContext, channel: Channel
+) -> ReadContext:
+    """Return the files of a rank that compares all blocks which it reads, for itself or for others."""
+    if not storage.recorded.files:
+        return storage
+    rank, arriving = channel.rank, schedule.parts(channel.rank)
+    owned = {piece.move.part for pieces in schedule.rounds for piece in pieces if piece.move.owner == rank}
+    reads = [*(item.stored for item in plan.items if item.stored not in arriving), *owned]
+    block_reads = [BlockReads()] * channel.world_size
+    block_reads[rank] = storage.recorded.reads(reads, same_bytes_key(storage.identities))
+    return replace(storage, block_reads=block_reads)
 
 
 def _run_rounds(
@@ -248,7 +265,8 @@ def _run_rounds(
     """Read what this rank does not share, and execute the rounds of a schedule.
 
     Every rank must call, inside an agreement helper: an error of this rank is raised after all ranks have left the
-    rounds.
+    rounds. A round ends with the word of every rank whether it has more, because groups of replicas have different
+    numbers of rounds.
     """
     filling = _ShardFiller(plan, schedule.parts(channel.rank), slots, storage, options, blocks)
     failures: list[Exception] = []
@@ -258,21 +276,29 @@ def _run_rounds(
         with ReadPool(options, storage.identities) as pool, ThreadPoolExecutor(1, "flex-round") as ahead:
             owned = [[one for one in pieces if one.move.owner == channel.rank] for pieces in schedule.rounds]
             begun = [_begin(ahead, pool, storage.root, pieces, blocks) for pieces in owned[:1]]
-            for number, pieces in enumerate(schedule.rounds):
+            is_going = bool(schedule.rounds) or storage.replicas is not None
+            number = 0
+            while is_going:
                 begun += [_begin(ahead, pool, storage.root, later, blocks) for later in owned[number + 1 : number + 2]]
-                arrays = _result(failures, begun.pop(0), owned[number])
-                arrived = exchange_round(channel, pieces, arrays)
+                arrays = _result(failures, begun.pop(0), owned[number]) if begun else []
+                arrived = exchange_round(channel, schedule.round(number), arrays)
                 for piece, array in arrived:
                     _attempt(failures, partial(filling.place, piece, array))
                 read += sum(array.nbytes for array in arrays)
                 received += sum(piece.size for piece, _ in arrived if piece.move.owner != channel.rank)
-                if any(channel.gather("redistributing", b"failed" if failures else b"") or ()):
-                    break
+                number += 1
+                is_going = _goes_on(channel, bool(failures), number < len(schedule.rounds))
     finally:
         filling.release()
     if failures:
         raise failures[0]
     return Traffic(read + filling.alone, received)
+
+
+def _goes_on(channel: Channel, has_failed: bool, has_more: bool) -> bool:
+    """Return whether any rank has another round and none has failed. Every rank must call."""
+    words = channel.gather("redistributing", b"failed" if has_failed else b"more" * has_more) or ()
+    return b"failed" not in words and b"more" in words
 
 
 def compare_redistributed(
@@ -284,12 +310,12 @@ def compare_redistributed(
         checks: the checks of this rank's plan.
         storage: the files that this rank reads.
         channel: all ranks; every rank must call.
-        options: whether a range for several ranks is read once.
+        options: threads.
     Raises:
         MismatchError: the same on every rank, naming every pair that differs.
     """
     digests: dict[StoredPart, bytes] = {}
-    if storage.visible_to or options.once:
+    if storage.is_exchanged:
         digests = _agreed_digests(
             [side for check in checks for side in (check.left, check.right)], storage, channel, options
         )

@@ -2,22 +2,30 @@
 
 The preflight opens the checkpoint, proves both mappings, composes them, plans this rank's reads and checks coverage and
 ties, before the model changes. The ranks exchange their reports once. If any rank reports a fault, every rank raises
-the same report. Otherwise every rank reads its ranges without communication, and a last exchange ensures that no rank
-continues to train if another could not read.
+the same report. Otherwise every rank reads its ranges, without communication unless ranks read for each other
+(:mod:`.exchange`), and a last exchange ensures that no rank continues to train if another could not read.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import msgspec
 import numpy as np
 import xxhash
 
 from paddleformers_fc.aoa import AoaTensor
-from paddleformers_fc.distributed.channel import Bytes, Channel, ConsistencyFacts, all_gather_checked, gather_and_keep
+from paddleformers_fc.distributed.channel import (
+    Bytes,
+    Channel,
+    ConsistencyFacts,
+    all_gather_checked,
+    gather_and_keep,
+    group_by_value,
+)
 from paddleformers_fc.distributed.consistency import ConsistencyCheck, comparable_config, software_versions
 from paddleformers_fc.errors import MismatchError, OptionError, PeerError
 from paddleformers_fc.execute.collective_checksums import verify_metadata_blocks, verify_parts
@@ -25,6 +33,7 @@ from paddleformers_fc.execute.exchange import ReadContext, compare_redistributed
 from paddleformers_fc.execute.memory import dtype_name, slots_of
 from paddleformers_fc.execute.phases import Phases, PhaseTimer
 from paddleformers_fc.execute.reading import Key, Slot
+from paddleformers_fc.execute.replica_reads import SharedReads, replicas_of, shared_parts, shared_reads
 from paddleformers_fc.execute.save_plan import cuts_of, model_rules
 from paddleformers_fc.families import ModelDescription, OptionalNames, family_for, is_known
 from paddleformers_fc.families.bind import family_heads, headed_names
@@ -50,7 +59,7 @@ from paddleformers_fc.mapping import Shape
 from paddleformers_fc.plan import LoadPlan, Report, huggingface_source, plan_reads, resume_source, statements_source
 from paddleformers_fc.plan.block_owners import NO_BLOCKS, BlockReads, RecordedBlocks
 from paddleformers_fc.plan.build import regrouped
-from paddleformers_fc.plan.items import EqualCheck, ReadItem
+from paddleformers_fc.plan.items import EqualCheck, ReadItem, StoredPart
 from paddleformers_fc.plan.report import OPEN_WEIGHTS
 from paddleformers_fc.storage.checksum import is_document
 from paddleformers_fc.storage.executor import DEFAULT_OPTIONS, ReadOptions
@@ -102,18 +111,74 @@ class PreparedLoad:
 
     Args:
         plan: the reads of this rank.
-        fill: changes tensors; every rank must call it.
-        identities: of the files that are read; another file of the same name is refused.
+        storage: the files that it reads.
+        target: the tensors that it fills, and how.
+        slots: their memory.
+        dropped: stored tensors that no rank wants, by declaration.
+        changes: where the configuration of the model differs from the stored one.
     """
 
     plan: LoadPlan
-    fill: Callable[[], LoadReport]
-    identities: Identities
+    storage: ReadContext
+    target: LoadTarget
+    slots: Mapping[Key, Slot]
+    dropped: tuple[str, ...] = ()
+    changes: tuple[Change, ...] = ()
 
     @property
     def targets(self) -> set[Key]:
         """Role and name of every tensor that this rank fills."""
         return {(item.role, item.name) for item in self.plan.items}
+
+    @property
+    def identities(self) -> Identities:
+        """The identities of the files that are read; another file of the same name is refused."""
+        return self.storage.identities
+
+    def fill(self) -> LoadReport:
+        """Fill the tensors; every rank must call.
+
+        Raises:
+            Corrupt: the same on every rank: blocks do not match their checksums. Tensors are undefined.
+            FlexError: the same on every rank: reads failed. Tensors are undefined.
+        """
+        target, timer = self.target, self.target.timer
+        traffic = read_redistributed(self.plan, self.storage, self.slots, target.channel, target.options, timer=timer)
+        filled = self.targets
+        fresh = tuple(name for role, names in target.roles.items() for name in names if (role, name) not in filled)
+        casts = tuple(cast_lines(self.plan, target.roles))
+        timer.end("finish")
+        return LoadReport(
+            self.storage.root,
+            traffic.read,
+            timer.elapsed,
+            fresh,
+            self.dropped,
+            traffic.received,
+            traffic.hashed,
+            self.changes,
+            casts,
+            timer.phases(traffic.slowest),
+        )
+
+
+@dataclass(frozen=True)
+class LoadTarget:
+    """What a load fills.
+
+    Args:
+        roles: role -> name -> live ``ShardedWeight``.
+        model: the description of the live model.
+        channel: all ranks of the job.
+        options: threads, staging, and who reads what several ranks need.
+        timer: measures the phases.
+    """
+
+    roles: Roles
+    model: ModelDescription
+    channel: Channel
+    options: ReadOptions
+    timer: PhaseTimer
 
 
 @dataclass(frozen=True)
@@ -123,13 +188,35 @@ class _Preflight:
     Args:
         plan: its reads.
         report: the mismatches.
-        unexpected: of the stored tensors that no rank reads, by role and name, those that a rank should have wanted;
-            the same on every rank.
+        may_be_left: parameters whose stored tensors no rank has to read.
+        optional: decides which tensors of open weights no rank has to read; None if ``may_be_left`` does.
     """
 
     plan: LoadPlan
     report: Report
-    unexpected: Callable[[Sequence[Stored]], Iterable[str]]
+    may_be_left: Collection[str] = ()
+    optional: OptionalNames | None = None
+
+    def unexpected(self, untouched: Sequence[Stored], catalog: Catalog) -> list[str]:
+        """Return those of the stored tensors that no rank reads which a rank should have wanted."""
+        if self.optional is not None:
+            return self.optional.missed([name for _, name in untouched], catalog.roles[MODEL_STATE])
+        return [name for role, name in untouched if parameter_of(role, name) not in self.may_be_left]
+
+
+@dataclass(frozen=True)
+class _AgreedPlan:
+    """This rank's plan after all ranks have exchanged theirs.
+
+    Args:
+        load: fits if the report is empty.
+        report: the mismatches of all ranks.
+        compares: whether any rank has stored tensors to compare first.
+    """
+
+    load: PreparedLoad
+    report: Report
+    compares: bool
 
 
 MOST_SHARING = 64
@@ -142,16 +229,18 @@ class _PreflightMessage(msgspec.Struct):
     Args:
         report: the mismatches.
         roles: that this rank loads.
-        once: whether a range for several ranks is read by one of them.
+        way: how it reads ranges that other ranks need as well.
         compares: whether it has stored tensors to compare first.
+        share: what it can read together with other ranks.
         blocks: the blocks that it reads if every rank reads for itself, and their checksums are compared; of more than
             :data:`MOST_SHARING` ranks, each compares all that it reads, and none is sent.
     """
 
     report: str
     roles: list[str]
-    once: bool
+    way: str
     compares: bool
+    share: SharedReads
     blocks: BlockReads = BlockReads()
 
 
@@ -202,7 +291,7 @@ def prepare_load(
         CheckpointError: the same on every rank: the checkpoint is damaged.
         FlexError: the same on every rank: the checkpoint does not fit the model.
     """
-    timer = timer or PhaseTimer()
+    target = LoadTarget(roles, model, channel, options, timer or PhaseTimer())
     recorded_run = checkpoint.has_run or checkpoint.format.canonical
     saved = manifest_seal(checkpoint.manifest) if recorded_run else _header_facts(checkpoint.catalog)
     facts: dict[str, object] = {"manifest": saved, "checks": checkpoint.unread}
@@ -210,45 +299,54 @@ def prepare_load(
     facts |= {ALLOW_CASTS: may_cast}
     consistency = _consistency_check(checkpoint.catalog.root, model, facts)
     tensors = whole_model(model, roles, channel, consistency) if aoa_config else {}
-
-    def preflight() -> _Preflight:
-        if roles.get(OPTIMIZER_STATE):
-            checkpoint.check_states()
-        if channel.rank == 0:
-            checkpoint.check_copies()
-        shards = describe_roles(roles)
-        if aoa_config:
-            source, report = statements_source(checkpoint, model, aoa_config, tensors, may_cast)
-        else:
-            source, report = resume_source(checkpoint, model_rules(model, shards[MODEL_STATE]))
-        # Statements may leave out the attention of all layers; tensors that they keep or move have the same heads
-        # as before.
-        if model.rules is None and (not aoa_config or headed_names(family_for(model.config), source.mapping.made)):
-            for line in _head_count_difference(checkpoint.known, model):
-                report.add("shape", line)
-        for line in regrouped(source):
-            report.add("shape", line)
-        may_be_left = source.mapping.dropped if aoa_config else checkpoint.rules.fresh
-        plan = plan_reads(replace(source, may_cast=may_cast), shards)
-
-        def unexpected(untouched: Sequence[Stored]) -> list[str]:
-            return [name for role, name in untouched if parameter_of(role, name) not in may_be_left]
-
-        return _Preflight(with_shared_numbers(plan, roles), plan.report.merge([report]), unexpected)
-
     files = {path: one for path, one in checkpoint.recorded.items() if not is_document(path)}
     recorded = RecordedBlocks(files) if checkpoint.unread else NO_BLOCKS
+    plan = partial(_plan_checkpoint, checkpoint, target, aoa_config, tensors, may_cast)
+    agreed = _agree(checkpoint.catalog, target, plan, recorded, consistency)
     changes = config_changes(checkpoint.known, model, complete=not checkpoint.known.partial)
+    root = str(checkpoint.catalog.root)
+    if not agreed.report.empty:
+        refuse_unfit(of_adapters(changes), may_change, root)
+        agreed.report.refuse(root, _family_difference(checkpoint.known, model))
+    refuse_changes(without_patterns(changes), may_change, root)
+    return replace(_ready(checkpoint.catalog, agreed), changes=tuple(changes))
 
-    def refuse(report: Report) -> None:
-        root = str(checkpoint.catalog.root)
-        if not report.empty:
-            refuse_unfit(of_adapters(changes), may_change, root)
-            report.refuse(root, _family_difference(checkpoint.known, model))
-        refuse_changes(without_patterns(changes), may_change, root)
 
-    prepared = _prepared(checkpoint.catalog, roles, channel, options, preflight, recorded, refuse, timer, consistency)
-    return replace(prepared, fill=lambda: replace(prepared.fill(), changes=tuple(changes)))
+def _plan_checkpoint(
+    checkpoint: OpenedCheckpoint,
+    target: LoadTarget,
+    aoa_config: Mapping[str, object] | None,
+    tensors: Mapping[str, AoaTensor],
+    may_cast: bool,
+) -> _Preflight:
+    """Plan this rank's reads of a checkpoint.
+
+    Args:
+        checkpoint: the opened checkpoint.
+        target: what is filled.
+        aoa_config: statements from stored names to the model's.
+        tensors: those of the whole model, if there are statements.
+        may_cast: whether the precision may differ.
+    """
+    model, shards = target.model, describe_roles(target.roles)
+    if target.roles.get(OPTIMIZER_STATE):
+        checkpoint.check_states()
+    if target.channel.rank == 0:
+        checkpoint.check_copies()
+    if aoa_config:
+        source, report = statements_source(checkpoint, model, aoa_config, tensors, may_cast)
+    else:
+        source, report = resume_source(checkpoint, model_rules(model, shards[MODEL_STATE]))
+    # Statements may leave out the attention of all layers; tensors that they keep or move have the same heads
+    # as before.
+    if model.rules is None and (not aoa_config or headed_names(family_for(model.config), source.mapping.made)):
+        for line in _head_count_difference(checkpoint.known, model):
+            report.add("shape", line)
+    for line in regrouped(source):
+        report.add("shape", line)
+    plan = plan_reads(replace(source, may_cast=may_cast), shards)
+    may_be_left = source.mapping.dropped if aoa_config else checkpoint.rules.fresh
+    return _Preflight(with_shared_numbers(plan, target.roles), plan.report.merge([report]), may_be_left)
 
 
 def _family_difference(stored: ModelDescription, wanted: ModelDescription) -> list[str]:
@@ -323,45 +421,38 @@ def prepare_weights(
     Raises:
         FlexError: the same on every rank, as in :func:`load_checkpoint`.
     """
-    timer = timer or PhaseTimer()
+    target = LoadTarget(roles, model, channel, options, timer or PhaseTimer())
     consistency = _consistency_check(directory, model, {"verify": verify})
     kind = model.adapters is not None
     opened, recorded = _opened_weights(directory, channel, verify, kind, options.threads, consistency)
-    timer.end("open")
-    catalog = opened.catalog
-
-    def preflight() -> _Preflight:
-        shards, beside = describe_roles(roles), ModelDescription(opened.config)
-        optional = OptionalNames(family_for(model.config), model) if model.rules is None else None
-        aliases = canonical_ties(model)
-        rules = model_rules(model, shards[MODEL_STATE])
-        if opened.format.canonical:
-            # Each part of a fused layer may have a copy of the inputs that the layer's adapter shares.
-            aliases |= shared_copies(rules)
-            refuse_unproved_orientation(opened, linear_weights(rules))
-            source, report = huggingface_source(in_float32(catalog), rules, optional, aliases)
-        else:
-            source, report = resume_source(opened, rules)
-        plan = plan_reads(source, shards)
-        for line in [*_types_apart(beside, model), *_head_count_difference(beside, model)]:
-            report.add("shape", line)
-
-        def unexpected(untouched: Sequence[Stored]) -> list[str]:
-            names = [name for _, name in untouched]
-            return names if optional is None else optional.missed(names, catalog.roles[MODEL_STATE])
-
-        return _Preflight(plan, plan.report.merge([report]), unexpected)
-
+    target.timer.end("open")
     checksums = {name: checksum.digest for name, checksum in opened.recorded.items()}
-    facts = {"open_weights": _header_facts(catalog), "checksums": checksums}
-
-    def refuse(report: Report) -> None:
-        if model.adapters is not None:
-            _refuse_other_adapters(opened, model.adapters)
-        report.refuse(str(directory), stored=OPEN_WEIGHTS)
-
+    facts = {"open_weights": _header_facts(opened.catalog), "checksums": checksums}
     seen = _consistency_check(directory, model, facts)
-    return _prepared(catalog, roles, channel, options, preflight, recorded, refuse, timer, seen)
+    agreed = _agree(opened.catalog, target, partial(_plan_weights, opened, target), recorded, seen)
+    if model.adapters is not None:
+        _refuse_other_adapters(opened, model.adapters)
+    agreed.report.refuse(str(directory), stored=OPEN_WEIGHTS)
+    return _ready(opened.catalog, agreed)
+
+
+def _plan_weights(opened: OpenedCheckpoint, target: LoadTarget) -> _Preflight:
+    """Plan this rank's reads of open weights."""
+    model, shards, beside = target.model, describe_roles(target.roles), ModelDescription(opened.config)
+    optional = OptionalNames(family_for(model.config), model) if model.rules is None else None
+    aliases = canonical_ties(model)
+    rules = model_rules(model, shards[MODEL_STATE])
+    if opened.format.canonical:
+        # Each part of a fused layer may have a copy of the inputs that the layer's adapter shares.
+        aliases |= shared_copies(rules)
+        refuse_unproved_orientation(opened, linear_weights(rules))
+        source, report = huggingface_source(in_float32(opened.catalog), rules, optional, aliases)
+    else:
+        source, report = resume_source(opened, rules)
+    plan = plan_reads(source, shards)
+    for line in [*_types_apart(beside, model), *_head_count_difference(beside, model)]:
+        report.add("shape", line)
+    return _Preflight(plan, plan.report.merge([report]), optional=optional)
 
 
 def _refuse_other_adapters(opened: OpenedCheckpoint, wanted: Adapters) -> None:
@@ -413,69 +504,67 @@ def _header_facts(catalog: Catalog) -> dict[str, str]:
     }
 
 
-def _prepared(
+def _agree(
     catalog: Catalog,
-    roles: Roles,
-    channel: Channel,
-    options: ReadOptions,
-    preflight: Callable[[], _Preflight],
+    target: LoadTarget,
+    plan: Callable[[], _Preflight],
     recorded: RecordedBlocks,
-    refuse: Callable[[Report], None],
-    timer: PhaseTimer,
     consistency: ConsistencyFacts,
-) -> PreparedLoad:
-    def prepare() -> tuple[_PreflightMessage, tuple[_Preflight, dict[Key, Slot], BlockReads]]:
-        own, slots = preflight(), slots_of(roles, options.host_copy_bytes)
+) -> _AgreedPlan:
+    """Plan on every rank, and exchange what all ranks need to know of it, once. Every rank must call.
+
+    Args:
+        catalog: the stored tensors.
+        target: what is filled.
+        plan: plans the reads of this rank.
+        recorded: the checksums that are compared while tensors are read.
+        consistency: facts that must be equal on all ranks.
+    Raises:
+        FlexError: the same on every rank: planning failed on some, or facts differ.
+    """
+    channel, options = target.channel, target.options
+
+    def planned() -> tuple[_PreflightMessage, tuple[_Preflight, dict[Key, Slot], BlockReads, Sequence[StoredPart]]]:
+        own, slots = plan(), slots_of(target.roles, options.host_copy_bytes)
         _compare_headers(catalog, own.plan, channel.rank)
         _mark(marks, catalog, own.plan)
         blocks = BlockReads()
-        if recorded.files and not options.once and not catalog.visible_to:
-            parts = (item.stored for item in own.plan.items)
-            blocks = recorded.reads(parts, same_bytes_key(catalog.identities))
-        message = _PreflightMessage(own.report.to_wire(), list(roles), options.once, bool(own.plan.checks))
+        if recorded.files and options.replicas != "once" and not catalog.visible_to:
+            blocks = recorded.reads((item.stored for item in own.plan.items), same_bytes_key(catalog.identities))
+        parts = () if catalog.visible_to else shared_parts(own.plan, target.roles)
+        share = shared_reads(parts, options) if parts else SharedReads()
+        message = _PreflightMessage(
+            own.report.to_wire(), list(target.roles), options.replicas, bool(own.plan.checks), share
+        )
         if channel.world_size <= MOST_SHARING:
             message.blocks = blocks
-        timer.end("plan")
-        return message, (own, slots, blocks)
+        target.timer.end("plan")
+        return message, (own, slots, blocks, parts)
 
     marks = np.zeros(catalog.count, np.uint8)
-    verdicts, (own, slots, blocks) = gather_and_keep(
-        channel, "planning", prepare, _PreflightMessage, consistency, marks=marks
+    everyone, (own, slots, blocks, parts) = gather_and_keep(
+        channel, "planning", planned, _PreflightMessage, consistency, marks=marks
     )
-    _refuse_different_ways(verdicts)
-    merged = Report().merge([Report.from_wire(verdict.report) for verdict in verdicts])
-    untouched = _untouched(catalog, marks, {role for verdict in verdicts for role in verdict.roles})
-    plan = own.plan
-    for name in own.unexpected(untouched):
+    _refuse_different_ways(everyone)
+    merged = Report().merge([Report.from_wire(one.report) for one in everyone])
+    untouched = _untouched(catalog, marks, {role for one in everyone for role in one.roles})
+    for name in own.unexpected(untouched, catalog):
         merged.add("unexpected", name)
-    refuse(merged)
-    dropped = tuple(name for _, name in untouched)
-    block_reads = [verdict.blocks for verdict in verdicts]
+    block_reads = [one.blocks for one in everyone]
     block_reads[channel.rank] = blocks
-    storage = ReadContext(catalog.root, catalog.identities, catalog.visible_to, recorded, block_reads)
-    if any(verdict.compares for verdict in verdicts):
-        _compare_copies(plan, catalog, storage, channel, options)
-    timer.end("agree")
+    replicas = replicas_of([one.share for one in everyone], channel.rank, options, parts)
+    storage = ReadContext(catalog.root, catalog.identities, catalog.visible_to, recorded, block_reads, replicas)
+    load = PreparedLoad(own.plan, storage, target, slots, tuple(name for _, name in untouched))
+    return _AgreedPlan(load, merged, any(one.compares for one in everyone))
 
-    def fill() -> LoadReport:
-        traffic = read_redistributed(plan, storage, slots, channel, options, timer=timer)
-        filled = {(item.role, item.name) for item in plan.items}
-        fresh = tuple(name for role, names in roles.items() for name in names if (role, name) not in filled)
-        casts = tuple(cast_lines(plan, roles))
-        timer.end("finish")
-        return LoadReport(
-            catalog.root,
-            traffic.read,
-            timer.elapsed,
-            fresh,
-            dropped,
-            traffic.received,
-            traffic.hashed,
-            casts=casts,
-            phases=timer.phases(traffic.slowest),
-        )
 
-    return PreparedLoad(plan, fill, catalog.identities)
+def _ready(catalog: Catalog, agreed: _AgreedPlan) -> PreparedLoad:
+    """Compare what is stored several times, and return the load. Every rank must call."""
+    load = agreed.load
+    if agreed.compares:
+        _compare_copies(load.plan, catalog, load.storage, load.target.channel, load.target.options)
+    load.target.timer.end("agree")
+    return load
 
 
 def _compare_headers(catalog: Catalog, plan: LoadPlan, rank: int) -> None:
@@ -549,13 +638,12 @@ def _compare_copies(
         raise
 
 
-def _refuse_different_ways(verdicts: list[_PreflightMessage]) -> None:
-    """Refuse ranks with different values of ``once``: those that share reads would wait for the others."""
-    once = [rank for rank, verdict in enumerate(verdicts) if verdict.once]
-    if once and len(once) < len(verdicts):
+def _refuse_different_ways(everyone: Sequence[_PreflightMessage]) -> None:
+    """Refuse ranks that read shared ranges in different ways: those that share reads would wait for the others."""
+    if len({one.way for one in everyone}) > 1:
         raise OptionError(
-            "Some ranks are to read what several want once, and others each for themselves.",
-            evidence=[f"once: rank {', '.join(map(str, once))}, of {len(verdicts)} ranks"],
+            "The ranks read what several of them need in different ways.",
+            evidence=[f"flex_read: {group_by_value([one.way for one in everyone])}"],
             next_step="Give every rank the same options.",
         )
 

@@ -1,11 +1,11 @@
 """Plan transfers of ranges that a rank cannot read, or that several ranks request: each is read once and sent.
 
-Ranks exchange their requested ranges if some files are visible to some ranks only, or to read slow storage once. Every
-rank derives the same **transfers**: a range, the rank that reads it, and the ranks that receive it. Overlapping ranges
-that are not equal are separate transfers.
+Ranks exchange their requested ranges if some files are visible to some ranks only. Replicas have equal plans, and
+exchange nothing to share their reads. All derive the same **transfers**: a range, the rank that reads it, and the ranks
+that receive it. Overlapping ranges that are not equal are separate transfers.
 
 Transfers are cut into pieces, and pieces are assigned to **rounds**, in which no rank sends or receives more than a
-bound. All ranks execute the same rounds, so no rank waits for one that does something else.
+bound. All ranks enter every round, so no rank waits for one that does something else.
 
 Time: linear in the requested ranges of all ranks, and in the pieces. Memory: the requested ranges of all ranks during
 planning, then the pieces that this rank reads or receives.
@@ -73,11 +73,15 @@ class TransferSchedule:
     """The part of one rank in the rounds of all ranks.
 
     Args:
-        rounds: for every round the pieces that this rank reads or receives, in an order that is equal on all ranks. All
-            ranks have the same number of rounds.
+        rounds: for every round the pieces that this rank reads or receives, in an order that is equal on all ranks
+            that send or receive any of them. Ranks that exchange nothing with each other may have another number.
     """
 
     rounds: tuple[tuple[TransferPiece, ...], ...] = ()
+
+    def round(self, number: int) -> tuple[TransferPiece, ...]:
+        """Return the pieces of a round; none behind the last one."""
+        return self.rounds[number] if number < len(self.rounds) else ()
 
     def parts(self, rank: int) -> set[StoredPart]:
         """Return the ranges that the rank of this schedule receives, from itself as well."""
@@ -120,11 +124,25 @@ def assign_transfers(requests: Sequence[Sequence[StoredPart]], visible_to: Visib
     return [Transfer(part, owners[part], tuple(wanted[part])) for part in shared]
 
 
+def assign_shares(parts: Iterable[StoredPart], ranks: Sequence[int]) -> list[Transfer]:
+    """Assign ranges that several ranks request to these ranks, so that each reads the same number of bytes.
+
+    Args:
+        parts: the ranges.
+        ranks: the ranks, in rising order.
+    Returns:
+        the transfers, in the order of the ranges.
+    """
+    receivers, distinct = tuple(ranks), tuple(dict.fromkeys(parts))
+    owners = _owners(dict.fromkeys(distinct, receivers), receivers[-1] + 1)
+    return [Transfer(part, owners[part], receivers) for part in distinct]
+
+
 def schedule_rounds(moves: Sequence[Transfer], rank: int, limit: int = ROUND_BYTES) -> TransferSchedule:
     """Return the part of one rank in the rounds of the transfers.
 
     Args:
-        moves: the transfers of :func:`assign_transfers`, equal on all ranks.
+        moves: the transfers of :func:`assign_transfers` or :func:`assign_shares`, equal on all ranks that take part.
         rank: the rank.
         limit: maximum bytes that a rank sends and receives in a round; at least one element per receiver is sent.
     """

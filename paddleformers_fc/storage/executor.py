@@ -88,7 +88,9 @@ class ReadOptions:
         threads: number of threads.
         staging_memory_bytes: maximum staging memory of all threads, used by transposes, casts and host copies.
         max_over_read: maximum ratio of bytes read to bytes needed, if short runs are read with the gaps between them.
-        once: whether a range for several ranks is read by one of them and sent to the others.
+        replicas: how ranks read the same ranges: ``each`` for itself, each a share that it sends to the others
+            (``once``), or ``auto``: a share where the ranks are on many hosts.
+        hosts: the host of each rank, by rank; empty if unknown.
     Raises:
         OptionError: a bound is below 1.
     """
@@ -96,7 +98,8 @@ class ReadOptions:
     threads: int = 4
     staging_memory_bytes: int = DEFAULT_STAGING_MEMORY_BYTES
     max_over_read: float = MAX_OVER_READ
-    once: bool = False
+    replicas: str = "each"
+    hosts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.threads < 1 or self.staging_memory_bytes < 1 or self.max_over_read < 1:

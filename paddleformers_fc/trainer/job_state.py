@@ -18,6 +18,7 @@ from paddleformers_fc.distributed.communicator import Communicator, job_communic
 from paddleformers_fc.distributed.consistency import ConsistencyCheck
 from paddleformers_fc.distributed.disk_leaders import DiskLeaders
 from paddleformers_fc.distributed.step_agreement import StepAgreement
+from paddleformers_fc.distributed.store_client import hosts_of_ranks
 from paddleformers_fc.errors import EnvironmentMismatch, OptionError
 from paddleformers_fc.families.changes import Change
 from paddleformers_fc.storage.executor import ReadOptions
@@ -181,7 +182,7 @@ def step_agreement_of(args: Any) -> StepAgreement:
 
 def read_options(args: Any) -> ReadOptions:
     """Return how a run reads tensors."""
-    return ReadOptions(threads=args.flex_threads, once=args.flex_read == "once")
+    return ReadOptions(threads=args.flex_threads, replicas=args.flex_read, hosts=hosts_of_ranks())
 
 
 def job_state_of(trainer: Any) -> JobState:

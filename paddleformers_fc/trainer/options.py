@@ -38,7 +38,7 @@ from paddleformers_fc.storage.paths import RemotePath, expand_user, mask_credent
 REPLICA_WAYS = ("off", "warn", "refuse")
 """Values of ``flex_check_replicas``."""
 
-READ_WAYS = ("each", "once")
+READ_WAYS = ("auto", "each", "once")
 """Values of ``flex_read``."""
 
 UNKNOWN_WAYS = ("refuse", "warn")
@@ -119,9 +119,9 @@ class FlexFields:
         "Threads per process that read and verify a checkpoint, 1 to 256. Default: 4.",
     )
     flex_read: str = _option(
-        "each",
-        "How ranges that several processes need are read: by each of them, or once by one of them, which sends them "
-        "to the others (for storage that is slower than the network). Default: each.",
+        "auto",
+        "How processes that need the same tensors read them: each for itself, or each a share once, which it sends to "
+        "the others; auto: a share if they are on at least 4 hosts. Default: auto.",
     )
     flex_check_replicas: str = _option(
         "warn",

@@ -176,7 +176,9 @@ def count(layout: Mapping[str, Any], model: Mapping[str, Any], output_dir: str, 
     taken.removal.close()
     plan = taken.plan
     before = copied() - channel.copied
-    load_checkpoint(open_on_all_ranks(target, channel), roles, described, channel, ReadOptions(once=once))
+    load_checkpoint(
+        open_on_all_ranks(target, channel), roles, described, channel, ReadOptions(replicas="once" if once else "each")
+    )
     loaded = copied() - channel.copied - before
 
     def width(role: str, name: str) -> int:

@@ -241,7 +241,7 @@ def load_once(source: Path) -> list[int]:
     channel = started()
     roles = live(canonical(), 1, channel.rank, empty=True)
     checkpoint = open_on_all_ranks(source, channel)
-    report = load_checkpoint(checkpoint, roles, MODEL, channel, ReadOptions(once=True))
+    report = load_checkpoint(checkpoint, roles, MODEL, channel, ReadOptions(replicas="once"))
     wrong = not same_values(roles, live(canonical(), 1, channel.rank))
     return [report.bytes_read, report.bytes_received, int(wrong)]
 

@@ -13,7 +13,7 @@ import pytest
 
 from paddleformers_fc.cpu_runtime import stores
 from paddleformers_fc.cpu_runtime.ranks import free_ports
-from paddleformers_fc.distributed.store_client import StoreClient, job_store_address
+from paddleformers_fc.distributed.store_client import StoreClient, hosts_of_ranks, job_store_address
 from paddleformers_fc.errors import PeerError
 
 NAMES = (
@@ -66,6 +66,17 @@ def test_a_rank_leaves_the_loopback_interface_only_in_a_job_of_several_nodes(
     variables.setenv("PADDLE_TRAINER_ENDPOINTS", endpoints)
     variables.setenv("PADDLE_CURRENT_ENDPOINT", own)
     assert stores.own_host() == host
+
+
+@pytest.mark.parametrize(
+    ("endpoints", "hosts"),
+    [("10.0.0.1:1,10.0.0.1:2,[::1]:1", ("10.0.0.1", "10.0.0.1", "[::1]")), ("", ())],
+)
+def test_the_hosts_of_all_ranks_are_those_of_the_launcher(
+    variables: pytest.MonkeyPatch, endpoints: str, hosts: tuple[str, ...]
+) -> None:
+    variables.setenv("PADDLE_TRAINER_ENDPOINTS", endpoints)
+    assert hosts_of_ranks() == hosts
 
 
 def test_the_client_counts_and_stores_beside_paddles_own() -> None:

@@ -53,7 +53,7 @@ def load(places: list[Path], tp: int, sharded: int = 1, verify: str = "size", on
     def work(channel: Any) -> LoadReport:
         checkpoint = open_on_all_ranks(places[channel.rank] / STEP, channel, verify)
         roles = live(ARRAYS, tp, channel.rank, empty=True, sharded=sharded)
-        report = load_checkpoint(checkpoint, roles, MODEL, channel, ReadOptions(once=once))
+        report = load_checkpoint(checkpoint, roles, MODEL, channel, ReadOptions(replicas="once" if once else "each"))
         assert same_values(live(ARRAYS, tp, channel.rank, sharded=sharded), roles)
         return report
 

@@ -19,6 +19,7 @@ import xxhash
 from paddleformers_fc.errors import Corrupt, FormatError
 from paddleformers_fc.execute.exchange import ReadContext, Traffic, read_redistributed
 from paddleformers_fc.execute.reading import ArraySlot
+from paddleformers_fc.execute.replica_reads import Replicas
 from paddleformers_fc.mapping.boxes import Box, whole
 from paddleformers_fc.plan.block_owners import RecordedBlocks
 from paddleformers_fc.plan.items import LoadPlan, ReadItem, StoredPart
@@ -46,6 +47,7 @@ def item(name: str, rows: tuple[int, int], columns: tuple[int, int] = (0, COLUMN
 
 
 Items = Sequence[ReadItem]
+REPLICAS = "all of it on three ranks"
 READS: dict[str, Sequence[Items]] = {
     "whole blocks": [[item("a", (0, ROWS))]],
     "a block that two tensors share": [[item("a", (0, 6)), item("b", (6, ROWS))]],
@@ -59,10 +61,14 @@ READS: dict[str, Sequence[Items]] = {
     "a transpose": [[item("a", (0, ROWS), axes=TURNED)]],
     "columns between whole tensors": [[item("a", (0, 6)), item("b", (6, 18), (0, 5)), item("c", (18, ROWS))]],
     "rows of two ranks that share a block": [[item("a", (0, 6))], [item("b", (6, ROWS))]],
-    "all of it on three ranks": [[item("a", (0, ROWS))]] * 3,
+    REPLICAS: [[item("a", (0, ROWS))]] * 3,
     "columns of two ranks": [[item("a", (0, ROWS), (0, 9))], [item("b", (0, ROWS), (9, COLUMNS))]],
     "columns of one rank and all of another": [[item("a", (0, ROWS), (0, 9))], [item("b", (0, ROWS))]],
 }
+
+
+WAYS = [*((kind, False) for kind in READS), (REPLICAS, True)]
+"""The reads, and whether the ranks read them together."""
 
 
 @pytest.fixture
@@ -78,20 +84,20 @@ def recorded_blocks() -> RecordedBlocks:
     return RecordedBlocks({FILE: hasher.file_checksum(FILE)}, "Use another one.")
 
 
-def read(
-    root: Path, reads: Sequence[Items], options: ReadOptions | None = None
-) -> Callable[[Any], tuple[Traffic, dict[str, Any]]]:
+def read(root: Path, reads: Sequence[Items], once: bool = False) -> Callable[[Any], tuple[Traffic, dict[str, Any]]]:
     """The work of a rank: fill its tensors, and compare its blocks in the same pass."""
     identities = identities_of([root / FILE])
     recorded, source = recorded_blocks(), same_bytes_key(identities)
     everyone = [recorded.reads((one.stored for one in items), source) for items in reads]
-    storage = ReadContext(root, identities, recorded=recorded, block_reads=everyone)
+    parts = tuple(one.stored for one in reads[0])
+    replicas = Replicas(tuple(range(len(reads))), parts) if once else None
+    storage = ReadContext(root, identities, recorded=recorded, block_reads=everyone, replicas=replicas)
 
     def work(channel: Any) -> tuple[Traffic, dict[str, Any]]:
         items = tuple(reads[channel.rank])
         slots = {(ROLE, one.name): ArraySlot(np.zeros(one.stored.part.volume, np.float32)) for one in items}
         plan = LoadPlan(items, (), {}, Report())
-        done = read_redistributed(plan, storage, slots, channel, options or ReadOptions(threads=2))
+        done = read_redistributed(plan, storage, slots, channel, ReadOptions(threads=2))
         return done, {name: slot.array for (_, name), slot in slots.items()}
 
     return work
@@ -130,13 +136,12 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     return contents
 
 
-@pytest.mark.parametrize("once", [False, True])
-@pytest.mark.parametrize("kind", READS)
+@pytest.mark.parametrize(("kind", "once"), WAYS)
 def test_every_read_fills_its_tensors_and_hashes_every_block_once_in_the_job(
     root: Path, hashed: list[bytes], kind: str, once: bool
 ) -> None:
     reads = READS[kind]
-    results = succeed(len(reads), read(root, reads, ReadOptions(threads=2, once=once)))
+    results = succeed(len(reads), read(root, reads, once))
     for items, (_, arrays) in zip(reads, results, strict=True):
         for one in items:
             part = NUMBERS[tuple(map(slice, one.stored.part.lo, one.stored.part.hi))]
@@ -154,8 +159,7 @@ def test_pieces_shorter_than_a_block_fill_the_same_bytes(
     test_every_read_fills_its_tensors_and_hashes_every_block_once_in_the_job(root, hashed, kind, False)
 
 
-@pytest.mark.parametrize("once", [False, True])
-@pytest.mark.parametrize("kind", READS)
+@pytest.mark.parametrize(("kind", "once"), WAYS)
 def test_a_flipped_bit_of_any_block_is_reported_on_every_rank_with_file_and_block(
     root: Path, kind: str, once: bool
 ) -> None:
@@ -164,7 +168,7 @@ def test_a_flipped_bit_of_any_block_is_reported_on_every_rank_with_file_and_bloc
         # The last byte of a block: in some kinds one that no rank wants.
         at = min((number + 1) * BLOCK, NUMBERS.nbytes) - 1
         flip(root, at)
-        errors = job(len(reads), read(root, reads, ReadOptions(threads=2, once=once)))
+        errors = job(len(reads), read(root, reads, once))
         flip(root, at)
         assert all(isinstance(error, Corrupt) for error in errors), errors
         assert len({str(error) for error in errors}) == 1

@@ -9,12 +9,12 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from paddleformers_fc.text import size_text
 from verification import exit_code
-from verification.scale import counting, operations, ranks
+from verification.scale import counting, operations, ranks, reading
 from verification.scale.operations import Key, Table
 
 BEFORE = Path(__file__).with_name("before.json")
@@ -84,6 +84,17 @@ def _page(before: Table, now: Table) -> Iterator[str]:
             yield ""
 
 
+def _reads(reads: Mapping[tuple[str, int, str], reading.Reads]) -> Iterator[str]:
+    """Yield the lines of what all ranks of a job read together."""
+    yield "## Bytes that a job reads in a resume\n"
+    yield "Nodes have eight ranks, and read a file once for each rank that needs it. *shared* is `flex_read: auto`.\n"
+    yield "| saved on | resumed on | `each` | shared | the rank that reads most |\n|---|---|---|---|---|"
+    for (name, saved, grid), found in reads.items():
+        sizes = " | ".join(size_text(size) for size in (found.each, found.shared, found.most))
+        yield f"| {name}, {saved} ranks | `{grid}` | {sizes} |"
+    yield ""
+
+
 def _cell(before: Table, now: Table, key: Key, count: str) -> str:
     if key not in now:
         return ""
@@ -129,7 +140,9 @@ def main() -> int:
             print(*next(iter(found))[:2], flush=True)
             if options.before:
                 _write(BEFORE, now)
-    PAGE.write_text("\n".join(_page(now if options.before else before, now)), encoding="utf-8")
+        reads = dict(zip(reading.JOBS, pool.imap(reading.count_reads, reading.JOBS), strict=True))
+    page = [*_page(now if options.before else before, now), *_reads(reads)]
+    PAGE.write_text("\n".join(page), encoding="utf-8")
     return 0
 
 

@@ -24,9 +24,10 @@ from paddleformers_fc.families import ModelDescription, family_for
 from paddleformers_fc.formats.checkpoint import OpenedCheckpoint
 from paddleformers_fc.layout.grid import parse_grid
 from paddleformers_fc.plan.simulate import declared_model
+from paddleformers_fc.storage.executor import ReadOptions
 from paddleformers_fc.trainer import resume, uploads
 from verification.scale.counting import PROCESSOR, Meter, counted_calls, current
-from verification.scale.ranks import AGREEMENTS, BLOCKED, LATENCY, RANKS_PER_NODE, ScaleJob, capture_zeros
+from verification.scale.ranks import AGREEMENTS, BLOCKED, LATENCY, RANKS_PER_NODE, ScaleJob, capture_zeros, hosts_of
 
 MODELS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("models.json").read_text(encoding="utf-8"))
 """Configurations, grids, and the ranks of the grid at sharding 1, by name."""
@@ -119,13 +120,16 @@ def _operations(job: ScaleJob, wanted: Sequence[str]) -> Counts:
     counts: Counts = {CONNECTING: job.connecting}
     opened: dict[int, OpenedCheckpoint] = {}
     newest = job.directory / f"checkpoint-{2 if LATER_SAVE in wanted else 1}"
+    automatic = ReadOptions(replicas="auto", hosts=hosts_of(job.world))
     work: dict[str, Callable[[int, Channel], Any]] = {
         FIRST_SAVE: partial(_save, job, 1),
         LATER_SAVE: partial(_save, job, 2),
         ROTATION: lambda rank, _: _rotate(job) if rank == 0 else None,
         RESUME: lambda _, channel: resume.newest_or_refuse(resume.Search(job.directory, channel, lambda _: None)),
         OPENING: lambda _, channel: open_on_all_ranks(newest, channel, "full"),
-        PLANNING: lambda rank, channel: prepare_load(opened[rank], job.weights(rank), job.model.model, channel),
+        PLANNING: lambda rank, channel: prepare_load(
+            opened[rank], job.weights(rank), job.model.model, channel, automatic
+        ),
         ASYNCHRONOUS: partial(_save_asynchronously, job, 3),
     }
     for operation in wanted:

@@ -41,8 +41,9 @@ from paddleformers_fc.execute import collective_checksums, save
 from paddleformers_fc.execute.memory import HostPieces, HostTensors
 from paddleformers_fc.execute.replica_assignment import Writers
 from paddleformers_fc.execute.save_plan import PlannedFile, SavePlan, SavePlanCache, planned_files
+from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.layout.shard_messages import decode_shards, encode_rank_shards
-from paddleformers_fc.layout.shards import Shard
+from paddleformers_fc.layout.shards import Shard, ShardsByRole
 from paddleformers_fc.plan.simulate import SimulatedModel
 from paddleformers_fc.storage.block_checksums import BlockComparison, compare_blocks
 from paddleformers_fc.storage.checksum import DEFAULT_BLOCK_BYTES, FileChecksum, digest_of_blocks
@@ -144,10 +145,7 @@ class ScaleJob:
 
     def weights(self, rank: int) -> Roles:
         """Return the live tensors of a rank, which have no memory."""
-        return {
-            role: {name: _weight(shard) for name, shard in shards.items()}
-            for role, shards in self._layouts[rank].items()
-        }
+        return live_weights(self._layouts[rank])
 
     def part(self, rank: int, step: int) -> save.LivePart:
         """Return what a rank brings into a save."""
@@ -221,7 +219,25 @@ class ScaleJob:
             return lambda rank: encode_rank_shards(self._layouts[rank])
         if doing == "writing":
             return self._written(like)
+        if doing == "planning":
+            return self._planning(like)
         return None
+
+    def _planning(self, like: dict[str, Any]) -> Callable[[int], object]:
+        """Return the messages of ranks of which those with equal weights read the same."""
+        known = {
+            self._weights_of(rank): msgspec.msgpack.decode(payload)["share"] for rank, payload in self._given.items()
+        }
+
+        def message_of(rank: int) -> object:
+            weights = self._weights_of(rank)
+            return {**like, "share": known.get(weights) or {**like["share"], "ranges": weights}}
+
+        return message_of
+
+    def _weights_of(self, rank: int) -> bytes:
+        """Return a digest of the weights of a rank."""
+        return xxhash.xxh3_128_digest(encode_rank_shards({MODEL_STATE: self._layouts[rank][MODEL_STATE]}))
 
     def _written(self, like: dict[str, Any]) -> Callable[[int], object]:
         """Write the files of the ranks that do not run, and return their messages."""
@@ -318,6 +334,16 @@ class _CountingChannel(CollectiveChannel):
     def all_to_all(self, outgoing: Mapping[int, Bytes], sizes: Mapping[int, int]) -> dict[int, Bytes]:
         """Not needed by ranks that share one file system, each of which reads for itself."""
         raise NotImplementedError
+
+
+def hosts_of(world: int) -> tuple[str, ...]:
+    """Return the host of each rank of a job."""
+    return tuple(f"node-{rank // RANKS_PER_NODE}" for rank in range(world))
+
+
+def live_weights(layout: ShardsByRole) -> Roles:
+    """Return the live tensors of a rank, which have no memory."""
+    return {role: {name: _weight(shard) for name, shard in shards.items()} for role, shards in layout.items()}
 
 
 def capture_zeros(part: save.LivePart, _: SavePlan) -> HostTensors:

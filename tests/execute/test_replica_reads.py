@@ -1,0 +1,124 @@
+"""Replicas that read a share each: which ranks they are, what they read, and how they end together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paddleformers_fc.execute.exchange import ReadContext, read_redistributed
+from paddleformers_fc.execute.load import LoadReport, load_checkpoint
+from paddleformers_fc.execute.memory import slots_of
+from paddleformers_fc.execute.opening import open_on_all_ranks
+from paddleformers_fc.execute.replica_reads import LEAST_HOSTS, Replicas, SharedReads, replicas_of
+from paddleformers_fc.execute.save_plan import model_rules
+from paddleformers_fc.layout.live import describe_roles
+from paddleformers_fc.plan import LoadPlan, plan_reads, resume_source
+from paddleformers_fc.storage.executor import ReadOptions
+from tests.execute.simulated import MODEL, Roles, canonical, live, same_values, succeed
+from tests.execute.test_save_and_load import save
+
+ARRAYS = canonical()
+HOSTS = ("one", "two", "three", "four")
+
+
+def automatic(*hosts: str) -> ReadOptions:
+    """The default of a run on these hosts."""
+    return ReadOptions(replicas="auto", hosts=hosts)
+
+
+def loaded(directory: Path, options: ReadOptions, tp: int = 1, sharded: int = 1, ranks: int = 4) -> list[LoadReport]:
+    """Load on four ranks; every bit is compared."""
+
+    def work(channel: Any) -> LoadReport:
+        roles = live(ARRAYS, tp, channel.rank, empty=True, sharded=sharded)
+        report = load_checkpoint(open_on_all_ranks(directory, channel), roles, MODEL, channel, options)
+        assert same_values(live(ARRAYS, tp, channel.rank, sharded=sharded), roles)
+        return report
+
+    return succeed(ranks, work)
+
+
+def read(reports: list[LoadReport]) -> int:
+    return sum(report.bytes_read for report in reports)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A checkpoint of one rank."""
+    save(tmp_path / "checkpoint-3", ARRAYS, 1, 1)
+    return tmp_path / "checkpoint-3"
+
+
+def test_replicas_on_many_hosts_share_their_reads_by_themselves(saved: Path) -> None:
+    each = loaded(saved, ReadOptions(replicas="each", hosts=HOSTS))
+    shared = loaded(saved, automatic(*HOSTS))
+    assert len(HOSTS) == LEAST_HOSTS
+    assert 4 * read(shared) == read(each)
+    assert sum(report.bytes_received for report in shared) == 3 * read(shared)
+
+
+@pytest.mark.parametrize(
+    "hosts",
+    [("one", "two", "three", "three"), ("one",) * 4, (), HOSTS[:3], (*HOSTS, "five")],
+    ids=["three", "one", "unknown", "too few", "too many"],
+)
+def test_replicas_on_few_or_unknown_hosts_read_for_themselves(saved: Path, hosts: tuple[str, ...]) -> None:
+    alone = read(loaded(saved, ReadOptions(), ranks=1))
+    reports = loaded(saved, automatic(*hosts))
+    assert [(report.bytes_read, report.bytes_received) for report in reports] == [(alone, 0)] * 4
+
+
+def test_hosts_that_ranks_name_differently_share_nothing_and_nobody_waits(saved: Path) -> None:
+    def work(channel: Any) -> int:
+        roles = live(ARRAYS, 1, channel.rank, empty=True)
+        options = automatic(*HOSTS) if channel.rank else automatic(*HOSTS[::-1])
+        return load_checkpoint(open_on_all_ranks(saved, channel), roles, MODEL, channel, options).bytes_received
+
+    assert succeed(4, work) == [0] * 4
+
+
+def test_weights_are_shared_and_states_that_are_cut_over_the_replicas_are_not(saved: Path) -> None:
+    options = ReadOptions(replicas="once")
+    whole, cut = loaded(saved, options), loaded(saved, options, sharded=4)
+    weights = sum(one.local_tensor.numpy().nbytes for one in live(ARRAYS, 1, 0)["model_state"].values())
+    # Three quarters of the weights come from other ranks, and everything else is read by one rank alone.
+    assert sum(report.bytes_received for report in cut) == 3 * weights
+    assert read(whole) <= read(cut) < 1.2 * read(whole)
+
+
+def test_two_groups_of_replicas_share_each_among_themselves(saved: Path) -> None:
+    each, shared = (loaded(saved, ReadOptions(replicas=way), tp=2) for way in ("each", "once"))
+    assert all(report.bytes_received for report in shared)
+    assert read(shared) < 0.7 * read(each)
+
+
+def plan_of(directory: Path, channel: Any, roles: Roles) -> LoadPlan:
+    """The plan of a rank that loads everything it holds."""
+    shards = describe_roles(roles)
+    source, _ = resume_source(open_on_all_ranks(directory, channel), model_rules(MODEL, shards["model_state"]))
+    return plan_reads(source, shards)
+
+
+def test_groups_with_other_numbers_of_rounds_leave_together(saved: Path) -> None:
+    def work(channel: Any) -> int:
+        roles = live(ARRAYS, 1, channel.rank, empty=True)
+        plan = plan_of(saved, channel, roles)
+        parts = tuple(item.stored for item in plan.items)
+        # Two ranks share everything in many rounds, two a single tensor in one, and one rank nothing.
+        replicas = [Replicas((0, 1), parts), Replicas((2, 3), parts[:1]), Replicas((4,), ())][channel.rank // 2]
+        before = channel.exchanges
+        read_redistributed(plan, ReadContext(saved, replicas=replicas), slots_of(roles), channel, limit=1000)
+        assert same_values(live(ARRAYS, 1, channel.rank), roles)
+        return int(channel.exchanges) - before
+
+    (exchanges,) = set(succeed(5, work))
+    assert exchanges > 20
+
+
+def test_a_rank_alone_enters_the_rounds_of_the_replicas_of_others() -> None:
+    shares = [SharedReads(b"a"), SharedReads(b"b"), SharedReads(b"a")]
+    found = [replicas_of(shares, rank, ReadOptions(replicas="once"), ()) for rank in range(3)]
+    assert [one.ranks for one in found if one] == [(0, 2), (1,), (0, 2)]
+    assert replicas_of(shares[:2], 0, ReadOptions(replicas="once"), ()) is None

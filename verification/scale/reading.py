@@ -1,0 +1,83 @@
+"""Count the bytes that all ranks of a job read together in a resume, if each reads for itself and if replicas share.
+
+The ranks are on nodes of eight. Each plan is derived by the package's own code from the rank's simulated layout; no
+tensor is read. Ranks with equal layouts have one plan.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from paddleformers_fc.distributed.channel import ALONE
+from paddleformers_fc.execute.opening import open_on_all_ranks
+from paddleformers_fc.execute.replica_reads import replicas_of, shared_parts, shared_reads
+from paddleformers_fc.families import ModelDescription, family_for
+from paddleformers_fc.formats.checkpoint import OpenedCheckpoint
+from paddleformers_fc.layout.grid import parse_grid
+from paddleformers_fc.plan import plan_reads, resume_source
+from paddleformers_fc.plan.items import StoredPart
+from paddleformers_fc.plan.simulate import declared_model
+from paddleformers_fc.plan.transfer_plan import size_of
+from paddleformers_fc.storage.executor import ReadOptions
+from verification.scale.operations import MODELS, saved_checkpoint
+from verification.scale.ranks import hosts_of, live_weights
+
+JOBS = (("70B dense", 64, "dp=64"), ("70B dense", 64, "tp=8,pp=8,sharding=8,split=true"))
+"""Model, ranks that save it, and the grid that resumes it."""
+
+
+class Reads(msgspec.Struct, frozen=True):
+    """The bytes of tensors that a job reads.
+
+    Args:
+        each: of all ranks, if each reads for itself.
+        shared: of all ranks under ``flex_read: auto``.
+        most: of the rank that reads most then, on average over its replicas.
+    """
+
+    each: int
+    shared: int
+    most: int
+
+
+def count_reads(job: tuple[str, int, str]) -> Reads:
+    """Save a checkpoint, and count what a job reads that resumes it, in one of :data:`JOBS`."""
+    name, ranks, grid = job
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as place:
+        checkpoint = open_on_all_ranks(saved_checkpoint(name, ranks, Path(place)), ALONE, "off")
+        return reads_of(checkpoint, ModelDescription(MODELS[name]["config"]), grid)
+
+
+def reads_of(checkpoint: OpenedCheckpoint, described: ModelDescription, grid: str) -> Reads:
+    """Return what the ranks of a grid read of a checkpoint."""
+    model = declared_model(family_for(described.config), described, parse_grid(grid), "bfloat16")
+    source, _ = resume_source(checkpoint, model.rules)
+    world = model.grid.world_size
+    options = ReadOptions(replicas="auto", hosts=hosts_of(world))
+    known: dict[bytes, tuple[int, tuple[StoredPart, ...]]] = {}
+    ranks: list[tuple[int, tuple[StoredPart, ...]]] = []
+    for rank in range(world):
+        layout = model.roles(rank)
+        key = msgspec.msgpack.encode(layout)
+        if key not in known:
+            plan = plan_reads(source, layout)
+            parts = shared_parts(plan, live_weights(layout))
+            known[key] = _size([item.stored for item in plan.items]), parts
+        ranks.append(known[key])
+    messages = [shared_reads(parts, options) for _, parts in ranks]
+    read = [float(size) for size, _ in ranks]
+    for rank, (size, parts) in enumerate(ranks):
+        replicas = replicas_of(messages, rank, options, parts)
+        if replicas is not None:
+            shared = _size(parts)
+            read[rank] = size - shared + shared / len(replicas.ranks)
+    return Reads(sum(size for size, _ in ranks), round(sum(read)), round(max(read)))
+
+
+def _size(parts: Sequence[StoredPart]) -> int:
+    return sum(size_of(part) for part in parts)
