@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import re
 import struct
+import threading
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, TypeVar, cast
@@ -164,6 +165,7 @@ class _RankReport(msgspec.Struct):
     digest: bytes = b""
 
 
+_BUILDING = threading.Lock()
 _rank_reports = msgspec.msgpack.Decoder(_RankReport)
 
 
@@ -360,10 +362,20 @@ def gather_and_keep(
     payloads, kept = _agree(channel, doing, encoded, consistency, to, marks)
     if to not in (None, channel.rank):
         return [], kept
-    decoder = msgspec.msgpack.Decoder(kind)
+    decoder = decoder_of(kind)
     distinct = [bytes(one) for one in payloads]
     decoded = {one: decoder.decode(one) for one in set(distinct)}
     return [decoded[one] for one in distinct], kept
+
+
+def decoder_of(kind: type[_M]) -> msgspec.msgpack.Decoder[_M]:
+    """Return a decoder of messages of a type.
+
+    msgspec 0.22 builds its description of a class when the class is first decoded. A thread that decodes the same class
+    meanwhile reads the unfinished description, and the process ends with a segmentation fault.
+    """
+    with _BUILDING:
+        return msgspec.msgpack.Decoder(kind)
 
 
 @dataclass(frozen=True)
@@ -459,7 +471,7 @@ def broadcast(
         return msgspec.msgpack.encode(work()) if channel.rank == source else b"", None
 
     payloads, _ = _agree(channel, doing, encoded, consistency)
-    return msgspec.msgpack.decode(payloads[source], type=kind)
+    return decoder_of(kind).decode(payloads[source])
 
 
 def _agree(

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import msgspec
 
-from paddleformers_fc.distributed.channel import Channel, Part, Parts, all_gather_checked, broadcast
+from paddleformers_fc.distributed.channel import Channel, Part, Parts, all_gather_checked, broadcast, decoder_of
 from paddleformers_fc.distributed.disk_leaders import DiskLeaders, find_disk_leaders
 from paddleformers_fc.errors import StorageError
 from paddleformers_fc.formats.checkpoint import MAPPING_NAME
@@ -239,7 +239,7 @@ def commit_parts(
 
         def sync() -> tuple[None, None]:
             if staging is not None:
-                prepare(msgspec.msgpack.decode(zlib.decompress(described.documents), type=_Documents))
+                prepare(decoder_of(_Documents).decode(zlib.decompress(described.documents)))
             return None, None
 
         yield Part("syncing every disk", sync, type(None))

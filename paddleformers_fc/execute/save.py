@@ -48,6 +48,7 @@ from paddleformers_fc.distributed.channel import (
     Parts,
     all_gather_checked,
     broadcast,
+    decoder_of,
     gather_and_keep,
     run_parts,
 )
@@ -518,7 +519,7 @@ def _new_plan(part: LivePart, roles: RankShards, payloads: Sequence[bytes], chan
         return secrets.token_bytes(_NAME_BYTES), zlib.compress(msgspec.msgpack.encode(planning))
 
     name, packed = broadcast(channel, "planning the save", plan, tuple[bytes, bytes])
-    planning = msgspec.msgpack.decode(zlib.decompress(packed), type=Planning)
+    planning = decoder_of(Planning).decode(zlib.decompress(packed))
     return name, plan_of_rank(planning, roles, channel.rank, records[0] if records else None)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -253,3 +255,39 @@ def test_real_ranks_read_replicas_once(ranks: ForkServer, tmp_path: Path) -> Non
     assert first[0] + second[0] == pytest.approx(total, rel=0.01)
     assert first[1] + second[1] == first[0] + second[0]
     assert first[2] == second[2] == 0
+
+
+DECODING = """
+import sys, threading, types
+import msgspec
+from paddleformers_fc.distributed.channel import decoder_of
+
+# Annotations are texts, as in the package: Python's own code resolves them, and threads take turns in it.
+SOURCE = "from __future__ import annotations\\nimport msgspec\\nMessage0 = int\\n" + "".join(
+    f"class Message{n + 1}(msgspec.Struct):\\n"
+    + "".join(f"    {name}: list[Message{n}] = []\\n" for name in "abcdef")
+    for n in range(12)
+)
+
+
+def decode(start, kind):
+    start.wait()
+    decoder_of(kind).decode(b"\\x81\\xa1a\\x91\\x80")
+
+
+sys.setswitchinterval(1e-6)
+for number in range(40):
+    module = sys.modules[f"messages{number}"] = types.ModuleType(f"messages{number}")
+    exec(SOURCE, module.__dict__)
+    start = threading.Barrier(4)
+    threads = [threading.Thread(target=decode, args=(start, module.Message12)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+"""
+
+
+def test_threads_that_decode_a_new_kind_of_message_at_once_do_not_end_the_process() -> None:
+    result = subprocess.run([sys.executable, "-c", DECODING], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr) == (0, "")
