@@ -17,15 +17,17 @@ Four rules of Paddle 3.3.1 on plain integers:
   of every buffer, and so a range of some parameters.
 - stage 3: every parameter above a size is padded and cut into equal slices.
 
-A partition is computed once for a group. The share of one rank costs a bisection per buffer and its parameters.
+A partition is computed once for all ranks of a group.
 """
 
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
+
+import msgspec
 
 from paddleformers_fc.errors import OptionError
 
@@ -39,7 +41,6 @@ _OF_ARGUMENTS = {
     "split_param": "split",
 }
 """Axes by the names that they have among the training arguments of PaddleFormers."""
-_TRUTHS = {"true": True, "1": True, "false": False, "0": False}
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +155,7 @@ def parse_grid(text: str) -> ParallelGrid:
         OptionError: an unknown or repeated field, an invalid value, or an impossible grid.
     """
     kinds = {field.name: field.default for field in fields(ParallelGrid)}
-    values: dict[str, int] = {}
+    values: dict[str, Any] = {}
     faults: list[str] = []
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, _, value = (piece.strip() for piece in part.partition("="))
@@ -167,27 +168,22 @@ def parse_grid(text: str) -> ParallelGrid:
             faults.append(f"{name}: unknown axis{hint}; known are {', '.join(kinds)}")
         elif name in values:
             faults.append(f"{name}: is given twice")
-        elif isinstance(kinds[name], bool):
-            if value.lower() in _TRUTHS:
-                values[name] = _TRUTHS[value.lower()]
-            else:
-                faults.append(f"{name}: {value!r} is neither true nor false")
-        elif value.isdecimal():
-            values[name] = int(value)
-        elif value.startswith("-") and value[1:].isdecimal():
-            faults.append(f"{name}: {value} is below {0 if name == 'slice_above' else 1}")
         else:
-            faults.append(f"{name}: {value!r} is no whole number")
+            try:
+                values[name] = msgspec.convert(value, type(kinds[name]), strict=False)
+            except msgspec.ValidationError:
+                wanted = "neither true nor false" if isinstance(kinds[name], bool) else "no whole number"
+                faults.append(f"{name}: {value!r} is {wanted}")
     if faults:
         raise OptionError(
             f"The grid {text!r} cannot be read.", evidence=faults, next_step="Write it as in tp=2,pp=2,sharding=2."
         )
-    return ParallelGrid(**values)  # type: ignore[arg-type]  # Booleans are kept apart above.
+    return ParallelGrid(**values)
 
 
 def _faults(grid: ParallelGrid) -> Iterator[str]:
     small = [
-        name for name in ("dp", "tp", "pp", "vpp", "ep", "sharding", "buffer", "alignment") if getattr(grid, name) < 1
+        field.name for field in fields(grid) if not isinstance(field.default, bool) and getattr(grid, field.name) < 1
     ]
     if small:
         yield f"{', '.join(small)}: must be at least 1"
@@ -219,6 +215,9 @@ def _faults(grid: ParallelGrid) -> Iterator[str]:
 
 Range = tuple[int, int]
 
+Share = list[tuple[int, Range | None]]
+"""The parameters whose states one rank has: index, and the range of its elements if it has not all of them."""
+
 
 def layer_bounds(is_layer: Sequence[bool], parts: int) -> list[int]:
     """Return the bounds of a pipeline with equal numbers of layers per part.
@@ -247,8 +246,8 @@ def uniform_bounds(items: int, parts: int) -> list[int]:
     return [*bounds, items]
 
 
-def whole_owners(sizes: Sequence[int], ranks: int, largest_first: bool) -> list[int]:
-    """Return the rank that has the states of each parameter, if parameters are assigned whole.
+def whole_shares(sizes: Sequence[int], ranks: int, largest_first: bool) -> list[Share]:
+    """Return the share of every rank, if parameters are assigned whole.
 
     Args:
         sizes: elements per parameter, in the model's order.
@@ -257,47 +256,18 @@ def whole_owners(sizes: Sequence[int], ranks: int, largest_first: bool) -> list[
     """
     order = sorted(range(len(sizes)), key=lambda index: -sizes[index]) if largest_first else range(len(sizes))
     load = [(0, rank) for rank in range(ranks)]
-    owners = [0] * len(sizes)
+    shares: list[Share] = [[] for _ in range(ranks)]
     for index in order:
         assigned, rank = load[0]
-        owners[index] = rank
+        shares[rank].append((index, None))
         heapq.heapreplace(load, (assigned + sizes[index], rank))
-    return owners
+    return [sorted(share) for share in shares]
 
 
-@dataclass(frozen=True)
-class FusedBuffer:
-    """A buffer of consecutive parameters, each padded.
-
-    Args:
-        members: index of every parameter.
-        starts: first element of each, and the length of the buffer.
-        sizes: elements of each, without padding.
-    """
-
-    members: tuple[int, ...]
-    starts: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-    def share(self, rank: int, ranks: int) -> list[tuple[int, Range]]:
-        """Return index and range, in its own elements, of every parameter in the share of one rank."""
-        length = self.starts[-1] // ranks
-        low, high = rank * length, (rank + 1) * length
-        found: list[tuple[int, Range]] = []
-        for place in range(bisect_right(self.starts, low) - 1, len(self.members)):
-            start = self.starts[place]
-            if start >= high:
-                break
-            begin, end = max(low - start, 0), min(high - start, self.sizes[place])
-            if begin < end:
-                found.append((self.members[place], (begin, end)))
-        return found
-
-
-def fused_buffers(
+def fused_shares(
     sizes: Sequence[int], widths: Sequence[int], ranks: int, limit: int, alignment: int = 256
-) -> list[FusedBuffer]:
-    """Return the fused buffers of a sharding group.
+) -> list[Share]:
+    """Return the share of every rank, if parameters are in fused buffers that are cut into equal ranges.
 
     Args:
         sizes: elements per parameter, in the model's order.
@@ -306,10 +276,21 @@ def fused_buffers(
         limit: bytes at which a buffer is closed.
         alignment: bytes to which every rank's part of a parameter is padded.
     """
-    return [_fused(group, sizes, widths, ranks, alignment) for group in _groups(sizes, widths, limit)]
+    shares: list[Share] = [[] for _ in range(ranks)]
+    for group in fused_groups(sizes, widths, limit):
+        unit = max(alignment // widths[group[0]], 1)
+        padded = [-(-sizes[index] // (unit * ranks)) * unit for index in group]
+        length, start = sum(padded), 0
+        for index, part in zip(group, padded, strict=True):
+            end = start + sizes[index]
+            for rank in range(start // length, -(-end // length)):
+                inside = max(rank * length, start) - start, min((rank + 1) * length, end) - start
+                shares[rank].append((index, inside))
+            start += part * ranks
+    return shares
 
 
-def _groups(sizes: Sequence[int], widths: Sequence[int], limit: int) -> list[list[int]]:
+def fused_groups(sizes: Sequence[int], widths: Sequence[int], limit: int) -> list[list[int]]:
     """Return the indices of each buffer. A buffer has one dtype and includes the parameter that reaches the limit."""
     groups: list[list[int]] = []
     # Paddle sorts by the dtype's name, and paddle.bfloat16 and paddle.float16 come before paddle.float32.
@@ -324,14 +305,6 @@ def _groups(sizes: Sequence[int], widths: Sequence[int], limit: int) -> list[lis
         if members:
             groups.append(members)
     return groups
-
-
-def _fused(group: list[int], sizes: Sequence[int], widths: Sequence[int], ranks: int, alignment: int) -> FusedBuffer:
-    unit = max(alignment // widths[group[0]], 1) * ranks
-    starts = [0]
-    for index in group:
-        starts.append(starts[-1] + -(-sizes[index] // unit) * unit)
-    return FusedBuffer(tuple(group), tuple(starts), tuple(sizes[index] for index in group))
 
 
 def slice_range(size: int, width: int, rank: int, ranks: int, alignment: int = 256) -> Range | None:

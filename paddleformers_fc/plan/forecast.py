@@ -35,6 +35,7 @@ from paddleformers_fc.layout.roles import (
     MASTER_WEIGHT,
     MODEL_STATE,
     OPTIMIZER_STATE,
+    StateDescriptor,
     split_state_name,
     stored_optimizer,
 )
@@ -42,7 +43,7 @@ from paddleformers_fc.layout.shards import Shard, shard_bytes
 from paddleformers_fc.plan.build import FillPattern, Planner, ReadSource, regrouped
 from paddleformers_fc.plan.items import ReadItem
 from paddleformers_fc.plan.report import Report
-from paddleformers_fc.plan.simulate import SimulatedModel, declared_model, states_of, stored_model
+from paddleformers_fc.plan.simulate import SimulatedModel, declared_model, stored_model
 from paddleformers_fc.plan.sources import huggingface_source, resume_source, stored_tensors
 from paddleformers_fc.plan.statements import statements_source
 from paddleformers_fc.storage.dtypes import dtype_size, model_dtype
@@ -218,7 +219,8 @@ class PlannedLoad:
         self._report, self._may_be_left, self._optional = report, may_be_left, optional
         self._roles = source.catalog.roles
         states = self._roles.get(OPTIMIZER_STATE, {})
-        self._optimizer = stored_optimizer({name: (one.dtype, one.shape) for name, one in states.items()})
+        optimizer = stored_optimizer({name: (one.dtype, one.shape) for name, one in states.items()})
+        self._states = replace(optimizer, states=(*optimizer.states, StateDescriptor(EMA_STATE, dtype="float32")))
         owners = source.stored_aliases
         self._averages = {owners.get(name, name) for name in self._roles.get(EMA_STATE, ())}
         self._planner = Planner(source)
@@ -307,12 +309,9 @@ class PlannedLoad:
         """Yield role and shard of the weights that one rank holds, and of the states that it keeps."""
         if MODEL_STATE in self._roles:
             yield from ((MODEL_STATE, shard) for shard in self.model.weights(rank).values())
-        for parameter in self.model.owned(rank).values() if len(self._roles) > 1 else ():
-            for role, state in states_of(parameter, self._optimizer):
-                if role in self._roles:
-                    yield role, state
-            if self._has_average(parameter.name):
-                yield EMA_STATE, msgspec.structs.replace(parameter, dtype="float32")
+        for role, state in self.model.states(rank, self._states):
+            if role in self._roles and (role != EMA_STATE or self._has_average(state.name)):
+                yield role, state
 
     def _has_average(self, parameter: str) -> bool:
         """Return whether there is an average of a wanted parameter; there is none of frozen ones."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import ast
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -29,13 +29,13 @@ from paddleformers_fc.families.enumerate import DeclaredTensor, built_order, enu
 from paddleformers_fc.layout.grid import (
     MEBIBYTE,
     Coordinates,
-    FusedBuffer,
     ParallelGrid,
-    fused_buffers,
+    Share,
+    fused_shares,
     layer_bounds,
     slice_range,
     uniform_bounds,
-    whole_owners,
+    whole_shares,
 )
 from paddleformers_fc.layout.roles import (
     MODEL_STATE,
@@ -90,7 +90,7 @@ class SimulatedModel:
         self._on_stage = [[tensor for tensor, at in placed if at == stage] for stage in range(grid.pp)]
         self._weights = lru_cache(maxsize=None)(self._make_weights)
         self._trained = lru_cache(maxsize=None)(self._make_trained)
-        self._sharing = lru_cache(maxsize=None)(self._make_sharing)
+        self._shares = lru_cache(maxsize=None)(self._make_shares)
         self.rules = self._bound()
 
     @property
@@ -121,25 +121,22 @@ class SimulatedModel:
             return _by_name((*dense, *experts))
         if self.grid.stage == 3:
             return _by_name(self._slices((*dense, *experts), place))
-        sharing = self._sharing(place.pp)
-        if not self.grid.split:
-            return _by_name(dense[index] for index in sharing.owned[place.sharding])
+        of_dense, of_experts = self._shares(place.pp)
+        shares = (dense, of_dense[place.sharding]), (experts, of_experts[place.moe_sharding])
         return _by_name(
-            msgspec.structs.replace(shards[index], flat=part)
-            for shards, buffers, rank_, ranks in (
-                (dense, sharing.dense, place.sharding, self.grid.sharding),
-                (experts, sharing.experts, place.moe_sharding, self.grid.moe_sharding),
-            )
-            for buffer in buffers
-            for index, part in buffer.share(rank_, ranks)
+            msgspec.structs.replace(shards[index], flat=part) for shards, share in shares for index, part in share
         )
+
+    def states(self, rank: int, optimizer: OptimizerDescriptor) -> Iterator[tuple[str, Shard]]:
+        """Yield role and shard of every state that one rank keeps."""
+        for parameter in self.owned(rank).values():
+            yield from states_of(parameter, optimizer)
 
     def roles(self, rank: int, optimizer: OptimizerDescriptor = OPTIMIZERS[0]) -> dict[str, Shards]:
         """Return every shard of one rank as a live model and optimizer describe them: role -> full name -> shard."""
         roles: dict[str, Shards] = {MODEL_STATE: self.weights(rank)}
-        for parameter in self.owned(rank).values():
-            for role, shard in states_of(parameter, optimizer):
-                roles.setdefault(role, {})[shard.name] = shard
+        for role, shard in self.states(rank, optimizer):
+            roles.setdefault(role, {})[shard.name] = shard
         return roles
 
     def _make_weights(self, pp: int, tp: int, ep: int) -> Shards:
@@ -163,21 +160,16 @@ class SimulatedModel:
             shards.append(msgspec.structs.replace(shard, name=names.get(shard.name, shard.name)))
         return tuple(dense), tuple(experts)
 
-    def _make_sharing(self, pp: int) -> _Sharing:
-        """Return how states of one stage are shared; sizes are equal on all tensor-parallel and expert ranks."""
-        grid, (dense, experts) = self.grid, self._trained(pp, 0, 0)
-        if grid.split:
-            return _Sharing((), self._buffers(dense, grid.sharding), self._buffers(experts, grid.moe_sharding))
-        owners = whole_owners([shard.size for shard in dense], grid.sharding, grid.stage == 1)
-        owned: list[list[int]] = [[] for _ in range(grid.sharding)]
-        for index, owner in enumerate(owners):
-            owned[owner].append(index)
-        return _Sharing(tuple(map(tuple, owned)), (), ())
+    def _make_shares(self, pp: int) -> tuple[list[Share], list[Share]]:
+        """Return the shares of one stage, of dense parameters and of experts: tensor-parallel ranks have equal ones."""
+        dense, experts = self._trained(pp, 0, 0)
+        return self._divided(dense, self.grid.sharding), self._divided(experts, self.grid.moe_sharding)
 
-    def _buffers(self, shards: Iterable[Shard], ranks: int) -> tuple[FusedBuffer, ...]:
-        shards = list(shards)
+    def _divided(self, shards: Sequence[Shard], ranks: int) -> list[Share]:
         sizes, widths = [shard.size for shard in shards], [dtype_size(shard.dtype) for shard in shards]
-        return tuple(fused_buffers(sizes, widths, ranks, self.grid.buffer * MEBIBYTE, self.grid.alignment))
+        if self.grid.split:
+            return fused_shares(sizes, widths, ranks, self.grid.buffer * MEBIBYTE, self.grid.alignment)
+        return whole_shares(sizes, ranks, self.grid.stage == 1)
 
     def _slices(self, shards: Iterable[Shard], place: Coordinates) -> Iterator[Shard]:
         for shard in shards:
@@ -210,15 +202,6 @@ class SimulatedModel:
         number, (of_text, of_others) = tensor.numbers.get("expert", 0), self._experts
         first, count = (0, of_text) if number < of_text else (of_text, of_others)
         return (number - first) // (count // self.grid.ep) if "expert" in tensor.numbers else 0
-
-
-@dataclass(frozen=True)
-class _Sharing:
-    """The distribution of the states of one pipeline stage: indices per rank, or fused buffers."""
-
-    owned: tuple[tuple[int, ...], ...]
-    dense: tuple[FusedBuffer, ...]
-    experts: tuple[FusedBuffer, ...]
 
 
 def declared_model(

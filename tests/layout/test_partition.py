@@ -14,11 +14,12 @@ from paddle.distributed.fleet.meta_optimizers.dygraph_optimizer.dygraph_sharding
 from paddle.distributed.fleet.meta_parallel.parallel_layers.pp_layers import LayerDesc, SegmentLayers
 
 from paddleformers_fc.layout.grid import (
-    fused_buffers,
+    fused_groups,
+    fused_shares,
     layer_bounds,
     slice_range,
     uniform_bounds,
-    whole_owners,
+    whole_shares,
 )
 
 
@@ -48,10 +49,10 @@ def test_whole_states_are_distributed_as_by_paddle(sizes: list[int], ranks: int)
     parameters = [SimpleNamespace(name=str(index), shape=[size]) for index, size in enumerate(sizes)]
     optimizer: Any = SimpleNamespace(_sharding_world_size=ranks, _parameter_list=parameters)
     theirs = DygraphShardingOptimizer._partition_parameters(optimizer)
-    owners = whole_owners(sizes, ranks, largest_first=True)
-    assert {rank: {int(one.name) for one in held} for rank, held in theirs.items()} == {
-        rank: {index for index, owner in enumerate(owners) if owner == rank} for rank in range(ranks)
-    }
+    ours = whole_shares(sizes, ranks, largest_first=True)
+    assert {rank: sorted((int(one.name), None) for one in held) for rank, held in theirs.items()} == dict(
+        enumerate(ours)
+    )
 
 
 @settings(max_examples=30)
@@ -62,8 +63,7 @@ def test_buffers_are_closed_where_paddle_closes_them(parameters: list[tuple[int,
     tensors = [paddle.zeros([size], "float32" if wide else "bfloat16") for size, wide in parameters]
     theirs = paddle.base.core.eager_assign_group_by_size(tensors, [False] * len(tensors), [limit, limit])
     widths = [4 if wide else 2 for _, wide in parameters]
-    ours = fused_buffers([size for size, _ in parameters], widths, 2, limit)
-    assert [list(buffer.members) for buffer in ours] == theirs
+    assert fused_groups([size for size, _ in parameters], widths, limit) == theirs
 
 
 @given(
@@ -75,13 +75,11 @@ def test_buffers_are_closed_where_paddle_closes_them(parameters: list[tuple[int,
 def test_ranges_of_a_buffer_are_all_of_every_parameter_once(
     sizes: list[int], ranks: int, limit: int, width: int
 ) -> None:
-    buffers = fused_buffers(sizes, [width] * len(sizes), ranks, limit)
     ranges: dict[int, list[tuple[int, int]]] = {}
-    for buffer in buffers:
-        assert buffer.starts[-1] % ranks == 0
-        for rank in range(ranks):
-            for index, part in buffer.share(rank, ranks):
-                ranges.setdefault(index, []).append(part)
+    for share in fused_shares(sizes, [width] * len(sizes), ranks, limit):
+        for index, part in share:
+            assert part is not None
+            ranges.setdefault(index, []).append(part)
     for index, size in enumerate(sizes):
         found = sorted(ranges[index])
         assert found[0][0] == 0
@@ -90,10 +88,7 @@ def test_ranges_of_a_buffer_are_all_of_every_parameter_once(
 
 
 def test_a_range_ends_where_the_padding_begins() -> None:
-    (buffer,) = fused_buffers([100, 28], [4, 4], 2, 1 << 20)
-    assert buffer.starts == (0, 128, 256)
-    assert buffer.share(0, 2) == [(0, (0, 100))]
-    assert buffer.share(1, 2) == [(1, (0, 28))]
+    assert fused_shares([100, 28], [4, 4], 2, 1 << 20) == [[(0, (0, 100))], [(1, (0, 28))]]
 
 
 @given(st.integers(1, 10000), st.sampled_from([2, 4]), st.integers(1, 7), st.sampled_from([256, 4096]))
