@@ -54,6 +54,30 @@ LiveRoles = dict[str, dict[str, LocalTensor]]
 """:data:`Roles` that are being collected."""
 
 
+_Dtypes = dict[int, tuple[object, str]]
+"""The names of dtypes by the identity of their objects, because hashing Paddle's takes longer than reading all fields.
+
+While an object is kept here, no other object has its identity.
+"""
+
+_Fields = tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, int] | None]
+"""Dtype, shape of the memory, local shape, global shape, offset and range of a live tensor."""
+
+
+def _fields_of(weight: LocalTensor, dtypes: _Dtypes) -> _Fields:
+    tensor, flat = weight.local_tensor, weight.flattened_range if weight.is_flattened else None
+    dtype = tensor.dtype
+    known = dtypes.get(id(dtype)) or dtypes.setdefault(id(dtype), (dtype, str(dtype).rsplit(".", maxsplit=1)[-1]))
+    return (
+        known[1],
+        tuple(tensor.shape),
+        tuple(weight.local_shape),
+        tuple(weight.global_shape),
+        tuple(weight.global_offset),
+        None if flat is None else (flat.start, flat.stop),
+    )
+
+
 def shard_of(weight: LocalTensor, name: str) -> Shard:
     """Return the shard of a live tensor.
 
@@ -61,18 +85,14 @@ def shard_of(weight: LocalTensor, name: str) -> Shard:
         weight: the live weight.
         name: its key in the state dict, which is the tensor's name.
     """
-    flat = None
-    if weight.is_flattened and weight.flattened_range is not None:
-        flat = (int(weight.flattened_range.start), int(weight.flattened_range.stop))
-    local = tuple(int(n) for n in weight.local_shape)
-    offset = tuple(int(n) for n in weight.global_offset)
-    return Shard(
-        name=name,
-        dtype=_dtype_name(weight.local_tensor.dtype),
-        global_shape=tuple(int(n) for n in weight.global_shape),
-        box=shifted(local, offset),
-        flat=flat,
-    )
+    return _shard(name, _fields_of(weight, {}))
+
+
+def _shard(name: str, fields: _Fields) -> Shard:
+    dtype, _, local, whole, offset, flat = fields
+    # Lengths may be integers of numpy.
+    local, whole, offset = (tuple(map(int, lengths)) for lengths in (local, whole, offset))
+    return Shard(name, dtype, whole, shifted(local, offset), None if flat is None else (int(flat[0]), int(flat[1])))
 
 
 def facts_of(roles: Roles) -> bytes:
@@ -84,31 +104,11 @@ def facts_of(roles: Roles) -> bytes:
     Args:
         roles: role -> name -> live weight.
     """
-    dtypes: dict[int, tuple[Any, str]] = {}  # By identity, as :data:`_Kinds`.
-    facts: list[object] = []
-    for role, names in roles.items():
-        for name, weight in names.items():
-            tensor, flat = weight.local_tensor, weight.flattened_range
-            dtype = tensor.dtype
-            known = dtypes.get(id(dtype)) or dtypes.setdefault(id(dtype), (dtype, _dtype_name(dtype)))
-            facts.append(
-                (
-                    role,
-                    name,
-                    known[1],
-                    weight.local_shape,
-                    weight.global_shape,
-                    weight.global_offset,
-                    (flat.start, flat.stop) if weight.is_flattened and flat is not None else None,
-                    tensor.shape,
-                )
-            )
-    # Lengths may be integers of numpy.
+    dtypes: _Dtypes = {}
+    facts = [
+        (role, name, _fields_of(weight, dtypes)) for role, names in roles.items() for name, weight in names.items()
+    ]
     return msgspec.msgpack.encode(facts, enc_hook=int)
-
-
-def _dtype_name(dtype: object) -> str:
-    return str(dtype).rsplit(".", maxsplit=1)[-1]
 
 
 def describe_roles(roles: Roles) -> dict[str, dict[str, Shard]]:
@@ -121,8 +121,9 @@ def describe_roles(roles: Roles) -> dict[str, dict[str, Shard]]:
             or a state whose shape is not its parameter's.
     """
     faults: list[str] = []
-    kinds: _Kinds = {}
-    described = {role: _shards_of(names, kinds, faults) for role, names in roles.items()}
+    kinds: dict[_Fields, Shard] = {}
+    dtypes: _Dtypes = {}
+    described = {role: _shards_of(names, kinds, dtypes, faults) for role, names in roles.items()}
     parameters = described.get(MODEL_STATE, {})
     for role, shards in described.items():
         if role == MODEL_STATE:
@@ -147,44 +148,24 @@ def describe_roles(roles: Roles) -> dict[str, dict[str, Shard]]:
     return described
 
 
-_Claimed = tuple[object, ...]
-"""All fields of a live tensor but its name."""
-
-
-_Kinds = dict[_Claimed, tuple[object, Shard]]
-"""A shard of tensors with equal fields, and their dtype object.
-
-Dtypes are compared by identity, because hashing Paddle's takes longer than reading all other fields. While the object
-is kept here, no other object has its identity.
-"""
-
-
-def _shards_of(names: Mapping[str, LocalTensor], kinds: _Kinds, faults: list[str]) -> dict[str, Shard]:
+def _shards_of(
+    names: Mapping[str, LocalTensor], kinds: dict[_Fields, Shard], dtypes: _Dtypes, faults: list[str]
+) -> dict[str, Shard]:
     """Return the shards of one role. Tensors with equal fields are validated once: layers repeat."""
     shards: dict[str, Shard] = {}
     for name, weight in names.items():
-        tensor, flat = weight.local_tensor, weight.flattened_range if weight.is_flattened else None
-        dtype = tensor.dtype
-        claimed = (
-            id(dtype),
-            tuple(tensor.shape),
-            tuple(weight.local_shape),
-            tuple(weight.global_offset),
-            tuple(weight.global_shape),
-            None if flat is None else (flat.start, flat.stop),
-        )
-        known = kinds.get(claimed)
-        if known is not None:
-            like = known[1]
+        fields = _fields_of(weight, dtypes)
+        like = kinds.get(fields)
+        if like is not None:
             shards[name] = Shard(name, like.dtype, like.global_shape, like.box, like.flat)
             continue
-        shard = shards[name] = shard_of(weight, name)
-        found = list(_faults(shard, tensor))
+        shard = shards[name] = _shard(name, fields)
+        found = list(_faults(shard, weight.local_tensor))
         if found:
             # Faults are reported for every tensor, so they are not kept.
             faults.extend(found)
         else:
-            kinds[claimed] = dtype, shard
+            kinds[fields] = shard
     return shards
 
 

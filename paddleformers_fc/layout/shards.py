@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import msgspec
+import numpy as np
 
 from paddleformers_fc.mapping.boxes import Box, Shape, whole
 from paddleformers_fc.storage.dtypes import dtype_size
@@ -64,12 +65,10 @@ class Shard(msgspec.Struct, frozen=True, gc=False):
     @property
     def fragments(self) -> tuple[Fragment, ...]:
         """The boxes of this shard in the order of its buffer."""
-        if self.flat is None:
-            return (Fragment(self.box, 0),) if self.box.volume else ()
-        shape = self.box.shape
-        return tuple(
-            Fragment(_moved(box, self.box.lo), start) for box, start in _range_boxes(shape, self.flat[0], self.flat[1])
-        )
+        volume = self.box.volume
+        if self.flat in (None, (0, volume)):
+            return (Fragment(self.box, 0),) if volume else ()
+        return tuple(_fragments(self.box, *self.flat))
 
     @property
     def cuts(self) -> Shape:
@@ -92,43 +91,19 @@ class Shard(msgspec.Struct, frozen=True, gc=False):
             yield f"{self.name}: range {self.flat[0]}:{self.flat[1]} is outside its {self.box.volume} elements"
 
 
-def _moved(box: Box, offset: Shape) -> Box:
-    if not any(offset):
-        return box
-    return Box(
-        tuple(a + o for a, o in zip(box.lo, offset, strict=True)),
-        tuple(a + o for a, o in zip(box.hi, offset, strict=True)),
-    )
-
-
-def _range_boxes(shape: Shape, begin: int, end: int) -> Iterator[tuple[Box, int]]:
-    """Yield the boxes of the row-major range ``begin:end`` of a tensor, each with its offset from ``begin``."""
-    if begin >= end:
-        return
-    if not shape:
-        yield Box((), ()), 0
-        return
-    row = math.prod(shape[1:])
-    first, last = begin // row, (end - 1) // row
-    if first == last:
-        yield from _within(first, shape, begin - first * row, end - first * row, 0)
-        return
-    at = 0
-    if begin % row:
-        yield from _within(first, shape, begin % row, row, at)
-        at = (first + 1) * row - begin
-        first += 1
-    full_end = end // row
-    if full_end > first:
-        yield Box((first,) + (0,) * (len(shape) - 1), (full_end, *shape[1:])), at
-        at += (full_end - first) * row
-    if end % row:
-        yield from _within(full_end, shape, 0, end % row, at)
-
-
-def _within(index: int, shape: Shape, begin: int, end: int, at: int) -> Iterator[tuple[Box, int]]:
-    for box, start in _range_boxes(shape[1:], begin, end):
-        yield Box((index, *box.lo), (index + 1, *box.hi)), at + start
+def _fragments(box: Box, begin: int, end: int) -> Iterator[Fragment]:
+    """Yield the boxes of the elements ``begin:end`` of a box in row-major order."""
+    shape = box.shape
+    rows = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    at = begin
+    while at < end:
+        # The outermost axis with a row that begins here and fits; the fragment ends at the last such row.
+        axis = next(axis for axis, row in enumerate(rows) if at % row == 0 and at + row <= end)
+        lo = tuple([low + at // row % length for low, row, length in zip(box.lo, rows, shape, strict=True)])
+        count = min((end - at) // rows[axis], box.hi[axis] - lo[axis])
+        hi = (*[one + 1 for one in lo[:axis]], lo[axis] + count, *box.hi[axis + 1 :])
+        yield Fragment(Box(lo, hi), at - begin)
+        at += count * rows[axis]
 
 
 def shard_bytes(shard: Shard) -> int:
@@ -167,14 +142,8 @@ def coordinate_of(rank: int, mesh: Shape, ranks: Sequence[int]) -> Shape | None:
     Returns:
         None if the mesh does not contain the rank.
     """
-    if rank not in ranks:
-        return None
-    index = list(ranks).index(rank)
-    found: list[int] = []
-    for length in reversed(mesh):
-        index, place = divmod(index, length)
-        found.append(place)
-    return tuple(reversed(found))
+    found = np.argwhere(np.reshape(ranks, mesh) == rank)
+    return tuple(found[0].tolist()) if len(found) else None
 
 
 def placed_box(shape: Shape, mesh: Shape, placements: Placements, coordinate: Shape) -> Box:
