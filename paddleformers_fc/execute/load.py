@@ -33,7 +33,7 @@ from paddleformers_fc.execute.exchange import ReadContext, compare_redistributed
 from paddleformers_fc.execute.memory import dtype_name, slots_of
 from paddleformers_fc.execute.phases import Phases, PhaseTimer
 from paddleformers_fc.execute.reading import Key, Slot
-from paddleformers_fc.execute.replica_reads import SharedReads, replicas_of, shared_parts, shared_reads
+from paddleformers_fc.execute.replica_reads import SharedReads, replicas_of, shared_reads
 from paddleformers_fc.execute.save_plan import cuts_of, model_rules
 from paddleformers_fc.families import ModelDescription, OptionalNames, family_for, is_known
 from paddleformers_fc.families.bind import family_heads, headed_names
@@ -336,7 +336,7 @@ def _plan_checkpoint(
     if aoa_config:
         source, report = statements_source(checkpoint, model, aoa_config, tensors, may_cast)
     else:
-        source, report = resume_source(checkpoint, model_rules(model, shards[MODEL_STATE]))
+        source, report = resume_source(checkpoint, model_rules(model, shards[MODEL_STATE]), model)
     # Statements may leave out the attention of all layers; tensors that they keep or move have the same heads
     # as before.
     if model.rules is None and (not aoa_config or headed_names(family_for(model.config), source.mapping.made)):
@@ -531,8 +531,9 @@ def _agree(
         blocks = BlockReads()
         if recorded.files and options.replicas != "once" and not catalog.visible_to:
             blocks = recorded.reads((item.stored for item in own.plan.items), same_bytes_key(catalog.identities))
-        parts = () if catalog.visible_to else shared_parts(own.plan, target.roles)
-        share = shared_reads(parts, options) if parts else SharedReads()
+        share, parts = SharedReads(), tuple[StoredPart, ...]()
+        if not catalog.visible_to:
+            share, parts = shared_reads(own.plan, target.roles, options)
         message = _PreflightMessage(
             own.report.to_wire(), list(target.roles), options.replicas, bool(own.plan.checks), share
         )

@@ -86,18 +86,22 @@ def _elements(role: str, names: Mapping[str, LocalTensor]) -> dict[str, int]:
     return found
 
 
-def shared_reads(parts: Sequence[StoredPart], options: ReadOptions) -> SharedReads:
-    """Return the message of a rank.
+def shared_reads(
+    plan: LoadPlan, roles: Mapping[str, Mapping[str, LocalTensor]], options: ReadOptions
+) -> tuple[SharedReads, tuple[StoredPart, ...]]:
+    """Return the message of a rank, and the ranges that it can share.
 
     Args:
-        parts: the result of :func:`shared_parts`.
+        plan: the reads of the rank.
+        roles: the tensors that it fills.
         options: whether ranks share reads.
     """
     is_automatic = options.replicas == "auto"
-    if options.replicas == "each" or (is_automatic and not options.hosts):
-        return SharedReads()
+    if options.replicas == "each" or (is_automatic and len(set(options.hosts)) < LEAST_HOSTS):
+        return SharedReads(), ()
+    parts = shared_parts(plan, roles)
     ranges, hosts = (xxhash.xxh3_128_digest(msgspec.msgpack.encode(one)) for one in (parts, options.hosts))
-    return SharedReads(ranges, hosts if is_automatic else b"")
+    return SharedReads(ranges if parts else b"", hosts if is_automatic else b""), parts
 
 
 def replicas_of(

@@ -41,19 +41,25 @@ from paddleformers_fc.plan.build import ReadSource
 from paddleformers_fc.plan.report import OPEN_WEIGHTS, Report
 
 
-def resume_source(checkpoint: OpenedCheckpoint, live: RuleSet) -> tuple[ReadSource, Report]:
+def resume_source(
+    checkpoint: OpenedCheckpoint, live: RuleSet, model: ModelDescription | None = None
+) -> tuple[ReadSource, Report]:
     """Return the source from a flex checkpoint to a live model under any layout.
 
     Args:
         checkpoint: the stored checkpoint.
         live: the rules of the live model, or of one rank's part of it.
+        model: the description that ``live`` was bound with. Tensors of a stored model that is described alike are not
+            bound again if the live ones are the same.
     Returns:
         the source, and a report of tensors whose shapes differ.
     Raises:
         MappingError: the rules of either side cannot be proved.
     """
-    stored, wanted = stored_mapping(checkpoint), live.mapping()
-    prove(wanted, "The model's mapping")
+    stored = wanted = stored_mapping(checkpoint, live if model == checkpoint.known else None)
+    if live != checkpoint.rules:
+        wanted = live.mapping()
+        prove(wanted, "The model's mapping")
     composed = _with_own_tensors(stored.reversed().then(wanted), checkpoint.rules, live)
     source = ReadSource(
         checkpoint.catalog,
@@ -82,12 +88,15 @@ def _with_own_tensors(composed: TensorMapping, stored: RuleSet, live: RuleSet) -
     return replace(composed, made={**composed.made, **own}, fresh=composed.fresh - own.keys())
 
 
-def stored_mapping(checkpoint: OpenedCheckpoint) -> TensorMapping:
+def stored_mapping(checkpoint: OpenedCheckpoint, bound: RuleSet | None = None) -> TensorMapping:
     """Return the mapping of a checkpoint, proved and compared with the declaration of its family.
 
     The proof alone would accept a query that is read as a key of the same shape. The rules of an unknown family are
     proved only.
 
+    Args:
+        checkpoint: the stored checkpoint.
+        bound: as for :func:`declared_mapping`.
     Raises:
         MappingError: the rules cannot be proved, or differ from the declaration.
     """
@@ -100,23 +109,30 @@ def stored_mapping(checkpoint: OpenedCheckpoint) -> TensorMapping:
             evidence=faults,
             next_step="Use another checkpoint; one of the two files was changed after it was written.",
         )
-    return declared_mapping(checkpoint.known, checkpoint.rules, root)
+    return declared_mapping(checkpoint.known, checkpoint.rules, root, bound)
 
 
-def declared_mapping(model: ModelDescription, rules: RuleSet, where: str) -> TensorMapping:
+def declared_mapping(
+    model: ModelDescription, rules: RuleSet, where: str, bound: RuleSet | None = None
+) -> TensorMapping:
     """Return the mapping of stored rules, proved and compared with the declaration of their family.
 
     Args:
         model: the stored description.
         rules: the stored rules.
         where: the checkpoint.
+        bound: rules that the family of this description declares for some tensors. If these are the stored ones, they
+            are not bound again.
     Raises:
         MappingError: the rules cannot be proved, or differ from the declaration.
     """
     mapping = rules.mapping()
     prove(mapping, "The checkpoint's mapping")
     if is_known(model.config):
-        declared = bind(family_for(model.config), model, stored_tensors(rules))
+        if bound is not None and (bound.targets, bound.cuts) == (rules.targets, rules.cuts):
+            declared = bound
+        else:
+            declared = bind(family_for(model.config), model, stored_tensors(rules))
         if declared.rules != rules.rules:
             require_agreement(
                 mapping,

@@ -45,6 +45,7 @@ from paddleformers_fc.api_arguments import (
 from paddleformers_fc.distributed.channel import gather_and_keep, run_on_all
 from paddleformers_fc.distributed.communicator import job_communicator
 from paddleformers_fc.distributed.consistency import ConsistencyCheck
+from paddleformers_fc.distributed.store_client import hosts_of_ranks
 from paddleformers_fc.errors import MismatchError, OptionError
 from paddleformers_fc.execute.load import LoadReport, prepare_load, prepare_weights
 from paddleformers_fc.execute.opening import open_on_all_ranks
@@ -463,7 +464,7 @@ def load(
 
     everyone, (source, described) = gather_and_keep(channel, "describing the model", look, RankTensors)
 
-    options = ReadOptions(threads=threads)
+    options = ReadOptions(threads=threads, replicas="auto", hosts=hosts_of_ranks())
     if opened.format.canonical and isinstance(source, StateDict):
         weights = run_on_all(channel, "describing the model", partial(_weights_alone, source, path))
         with base_fingerprint.until_filled(source.model, path):

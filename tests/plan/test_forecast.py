@@ -13,10 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
+from msgspec import structs
 
-from paddleformers_fc.errors import MismatchError
+from paddleformers_fc.errors import MappingError, MismatchError
 from paddleformers_fc.execute.reading import fill_arrays
 from paddleformers_fc.families import ModelDescription, family_for
+from paddleformers_fc.formats.checkpoint import StoredModel
 from paddleformers_fc.layout.grid import parse_grid
 from paddleformers_fc.mapping.boxes import Box, whole
 from paddleformers_fc.plan import plan_reads, resume_source
@@ -171,3 +173,26 @@ def test_thousands_of_ranks_of_a_large_model_are_planned_in_a_minute_of_one_core
     # Each rank has the weights of its stage and experts, and a share of the states; the states are held once.
     assert found["largest"] < largest
     assert 1 <= found["amplification"] < 1.2
+
+
+@pytest.mark.parametrize("grid", ["dp=1", "tp=2"])
+def test_stored_rules_that_differ_from_the_declaration_are_refused_also_if_the_same_model_is_live(grid: str) -> None:
+    model = laid_out(grid)
+    checkpoint = checkpoint_of(model)
+    # Both have one shape, so the swapped rules are proved.
+    one, other = (f"model.layers.1.{name}_layernorm.weight" for name in ("input", "post_attention"))
+    swapped = {(one,): (other,), (other,): (one,)}
+    moved = (structs.replace(rule, sources=swapped.get(rule.sources, rule.sources)) for rule in model.rules.rules)
+    rules = replace(model.rules, rules=tuple(moved))
+    altered = replace(checkpoint, describe=lambda: StoredModel(rules, model.model))
+    for described in (model.model, None):
+        with pytest.raises(MappingError, match="The mapping of simulated"):
+            resume_source(altered, model.rules, described)
+
+
+@pytest.mark.parametrize("stored", ["dp=1", "tp=2"])
+def test_a_source_of_the_same_model_is_that_of_one_that_is_bound_again(stored: str) -> None:
+    model, checkpoint = laid_out("dp=1"), checkpoint_of(laid_out(stored))
+    (one, first), (other, second) = (resume_source(checkpoint, model.rules, given) for given in (model.model, None))
+    assert one.mapping == other.mapping
+    assert first == second

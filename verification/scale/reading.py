@@ -14,7 +14,7 @@ import msgspec
 
 from paddleformers_fc.distributed.channel import ALONE
 from paddleformers_fc.execute.opening import open_on_all_ranks
-from paddleformers_fc.execute.replica_reads import replicas_of, shared_parts, shared_reads
+from paddleformers_fc.execute.replica_reads import SharedReads, replicas_of, shared_reads
 from paddleformers_fc.families import ModelDescription, family_for
 from paddleformers_fc.formats.checkpoint import OpenedCheckpoint
 from paddleformers_fc.layout.grid import parse_grid
@@ -59,24 +59,23 @@ def reads_of(checkpoint: OpenedCheckpoint, described: ModelDescription, grid: st
     source, _ = resume_source(checkpoint, model.rules)
     world = model.grid.world_size
     options = ReadOptions(replicas="auto", hosts=hosts_of(world))
-    known: dict[bytes, tuple[int, tuple[StoredPart, ...]]] = {}
-    ranks: list[tuple[int, tuple[StoredPart, ...]]] = []
+    known: dict[bytes, tuple[int, SharedReads, tuple[StoredPart, ...]]] = {}
+    ranks: list[tuple[int, SharedReads, tuple[StoredPart, ...]]] = []
     for rank in range(world):
         layout = model.roles(rank)
         key = msgspec.msgpack.encode(layout)
         if key not in known:
             plan = plan_reads(source, layout)
-            parts = shared_parts(plan, live_weights(layout))
-            known[key] = _size([item.stored for item in plan.items]), parts
+            known[key] = _size([item.stored for item in plan.items]), *shared_reads(plan, live_weights(layout), options)
         ranks.append(known[key])
-    messages = [shared_reads(parts, options) for _, parts in ranks]
-    read = [float(size) for size, _ in ranks]
-    for rank, (size, parts) in enumerate(ranks):
+    messages = [message for _, message, _ in ranks]
+    read = [float(size) for size, *_ in ranks]
+    for rank, (size, _, parts) in enumerate(ranks):
         replicas = replicas_of(messages, rank, options, parts)
         if replicas is not None:
             shared = _size(parts)
             read[rank] = size - shared + shared / len(replicas.ranks)
-    return Reads(sum(size for size, _ in ranks), round(sum(read)), round(max(read)))
+    return Reads(sum(size for size, *_ in ranks), round(sum(read)), round(max(read)))
 
 
 def _size(parts: Sequence[StoredPart]) -> int:
