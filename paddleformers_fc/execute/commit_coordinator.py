@@ -25,7 +25,7 @@ from pathlib import Path
 
 import msgspec
 
-from paddleformers_fc.distributed.channel import Channel, Part, Parts, all_gather_checked, broadcast, decoder_of
+from paddleformers_fc.distributed.channel import Channel, broadcast, decoder_of
 from paddleformers_fc.distributed.disk_leaders import DiskLeaders, find_disk_leaders
 from paddleformers_fc.errors import StorageError
 from paddleformers_fc.formats.checkpoint import MAPPING_NAME
@@ -178,72 +178,57 @@ class CommitResult(msgspec.Struct):
     documents: bytes = b""
 
 
-def commit_parts(
+def commit_or_pack(
     staged: StagingDirectory,
+    manifest: Manifest,
     checksums: Sequence[Sequence[FileChecksum]],
     files: Mapping[str, bytes],
-    build_manifest: Callable[[list[FileChecksum]], Manifest],
-    suspects: Callable[[], list[int]],
-    channel: Channel,
-) -> Parts[CommitResult]:
-    """Write the manifest, and rename the staging directories: in one part if there is one disk, in two otherwise.
+) -> CommitResult:
+    """Commit a checkpoint on one disk; for several, pack what their leaders need. On the coordinator.
 
     Args:
         staged: the staging directory.
-        checksums: the checksums of the files of every rank, by rank; read on the coordinator only.
-        files: this rank's small files; those of the coordinator go onto every disk.
-        build_manifest: writes the mapping and returns the manifest of these files; called on the coordinator.
-        suspects: returns groups of ranks whose replicas differ; if there are any, nothing is committed. Called on the
-            coordinator.
-        channel: all ranks; every rank must call.
+        manifest: of the checkpoint, whose mapping and index are written.
+        checksums: of the files of every rank, by rank.
+        files: the small files of the coordinator, which go onto every disk.
     Raises:
-        FlexError: the same on every rank.
+        FlexError: a file is missing, or cannot be synced or renamed.
     """
-    staging, several = staged.own, len(staged.disks.sorted_leaders) > 1
+    size = sum(one.size for one in manifest.files)
+    done = CommitResult(len(manifest.files), size, [], manifest.differences, manifest.ties)
+    leads = {one.path: lead for lead, theirs in zip(staged.disks.leads, checksums, strict=True) for one in theirs}
+    documents = _Documents(manifest, {}, [leads.get(one.path, 0) for one in manifest.files])
+    if staged.own is None or len(staged.disks.sorted_leaders) > 1:
+        documents.files = {**files, **{name: read_file(staged.path / name) for name in (MAPPING_NAME, INDEX_NAME)}}
+        done.documents = zlib.compress(msgspec.msgpack.encode(documents), 1)
+    else:
+        _sync(staged.own, documents, 0)
+        done.set_aside = rename_staged(staged)
+    return done
 
-    def record() -> CommitResult:
-        unequal = suspects()
-        if unequal:
-            return CommitResult(suspects=unequal)
-        manifest = build_manifest([checksum for theirs in checksums for checksum in theirs])
-        leads = {one.path: lead for lead, theirs in zip(staged.disks.leads, checksums, strict=True) for one in theirs}
-        written = (MAPPING_NAME, INDEX_NAME)
-        shared = {**files, **{name: read_file(staged.path / name) for name in written}} if several else {}
-        documents = _Documents(manifest, shared, [leads.get(one.path, 0) for one in manifest.files])
-        size = sum(checksum.size for checksum in manifest.files)
-        described = CommitResult(len(manifest.files), size, [], manifest.differences, manifest.ties)
-        if several:
-            described.documents = zlib.compress(msgspec.msgpack.encode(documents), 1)
-        else:
-            prepare(documents)
-            described.set_aside = rename()
-        return described
 
-    def prepare(documents: _Documents) -> None:
-        if staging is None:
-            return
-        if channel.rank != 0:
-            for path, data in documents.files.items():
-                write_file(staged.path / path, data, root=staged.path)
-        write_manifest(staged.path, documents.manifest)
-        led = zip(documents.manifest.files, documents.leads, strict=True)
-        written = [one.path for one, lead in led if lead == channel.rank]
-        sync_staging(staging, [*written, *documents.files])
+def sync_packed(staged: StagingDirectory, packed: bytes, rank: int) -> tuple[None, None]:
+    """Write what the coordinator has packed, and sync, if this rank is the leader of a disk. It has no message.
 
-    def rename() -> list[bytes]:
-        kept = None if staging is None else commit(staging)
-        return [] if kept is None else [os.fsencode(kept)]
+    Raises:
+        FlexError: as :func:`commit_or_pack`.
+    """
+    if staged.own is not None:
+        _sync(staged.own, decoder_of(_Documents).decode(zlib.decompress(packed)), rank)
+    return None, None
 
-    described: CommitResult = yield Part("committing the checkpoint", record, CommitResult, source=0)
-    if several and not described.suspects:
 
-        def sync() -> tuple[None, None]:
-            if staging is not None:
-                prepare(decoder_of(_Documents).decode(zlib.decompress(described.documents)))
-            return None, None
+def rename_staged(staged: StagingDirectory) -> list[bytes]:
+    """Give the synced directory of this rank its name, if it has one; return where the files of others are now."""
+    kept = None if staged.own is None else commit(staged.own)
+    return [] if kept is None else [os.fsencode(kept)]
 
-        yield Part("syncing every disk", sync, type(None))
-        # A rename is a matter of milliseconds.
-        everyone = all_gather_checked(channel, "committing on every disk", rename, list[bytes])
-        described.set_aside = [path for theirs in everyone for path in theirs]
-    return described
+
+def _sync(staging: Staging, documents: _Documents, rank: int) -> None:
+    """Write documents and the manifest, and sync; the leader of a disk calls."""
+    if rank != 0:
+        for path, data in documents.files.items():
+            write_file(staging.path / path, data, root=staging.path)
+    write_manifest(staging.path, documents.manifest)
+    led = zip(documents.manifest.files, documents.leads, strict=True)
+    sync_staging(staging, [*(one.path for one, lead in led if lead == rank), *documents.files])

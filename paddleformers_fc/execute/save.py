@@ -1,22 +1,23 @@
-"""Save a checkpoint in three steps: :func:`snapshot`, :func:`write` and :func:`commit`.
+"""Save a checkpoint in four steps: :func:`plan_save`, :func:`capture`, :func:`write` and :func:`commit`.
 
-1. ``snapshot`` plans and captures; only this step accesses live tensors. Every rank sends which of its plans it can
-   use, and the coordinator creates the staging directory beside the target (:mod:`.commit_coordinator`). Then the ranks
-   look for this directory. If all of them have a plan for their shards, it is used. Otherwise the same exchange carries
-   descriptions of the shards to the coordinator, which proves the mapping of the whole model and that every tensor is
-   whole, and tells all ranks who writes replicas (:mod:`.save_plan`, :mod:`.replica_assignment`). A capture returns
-   views of the live tensors, or copies in an :mod:`.async_snapshot`.
-2. ``write`` hashes replicas (:mod:`.replicas`) and copies of tied tensors (:mod:`.ties`), writes this rank's files with
+1. ``plan_save``: every rank sends which of its plans it can use, and the coordinator creates the staging directory
+   beside the target (:mod:`.commit_coordinator`). Then the ranks look for this directory. If all of them have a plan
+   for their shards, it is used. Otherwise the same exchange carries descriptions of the shards to the coordinator,
+   which proves the mapping of the whole model and that every tensor is whole, and tells all ranks who writes replicas
+   (:mod:`.save_plan`, :mod:`.replica_assignment`).
+2. ``capture`` returns views of the live tensors; an asynchronous save copies them instead (:mod:`.async_snapshot`). No
+   later step accesses a live tensor.
+3. ``write`` hashes replicas (:mod:`.replicas`) and copies of tied tensors (:mod:`.ties`), writes this rank's files with
    checksums taken while writing, and sends checksums and digests to the coordinator.
-3. ``commit`` compares the digests, writes ``mapping.json``, the index and the manifest on the coordinator and renames
+4. ``commit`` compares the digests, writes ``mapping.json``, the index and the manifest on the coordinator and renames
    the directory. If the ranks write onto several disks, each disk gets these files (:mod:`.commit_coordinator`).
 
 A first save of a job makes five exchanges and a later one four; further ones are made if there are several disks, or if
 replicas differ. A rank gets a few hundred bytes and one broadcast; only the coordinator gets messages of all ranks.
 
-``write`` and ``commit`` are generators of :class:`.Part`: what a rank does by itself, without communication. A save in
-a step runs every part at once (:func:`.run_parts`). An asynchronous save runs it on a thread, and the training threads
-exchange its result.
+:func:`save_parts` yields each :class:`.Part` of the last two: what a rank does by itself, without communication. A save
+in a step runs every part at once (:func:`.run_parts`). An asynchronous save runs it on a thread, and the training
+threads exchange its result.
 
 A failure on any rank raises the same error on every rank and removes the staging directory. A crash leaves it behind
 under a hidden name. Beyond the tensors, memory is the headers of this rank's files and, for a new plan on the
@@ -55,7 +56,14 @@ from paddleformers_fc.distributed.channel import (
 from paddleformers_fc.distributed.consistency import ConsistencyCheck, comparable_config, software_versions
 from paddleformers_fc.distributed.disk_leaders import DiskLeaders
 from paddleformers_fc.errors import FormatError, MappingError, OptionError
-from paddleformers_fc.execute.commit_coordinator import CommitResult, StagingDirectory, StagingMaker, commit_parts
+from paddleformers_fc.execute.commit_coordinator import (
+    CommitResult,
+    StagingDirectory,
+    StagingMaker,
+    commit_or_pack,
+    rename_staged,
+    sync_packed,
+)
 from paddleformers_fc.execute.memory import HostPieces, HostTensors, view_of
 from paddleformers_fc.execute.phases import Phases, PhaseTimer, slowest_of
 from paddleformers_fc.execute.replica_assignment import RankShards
@@ -139,7 +147,7 @@ class SaveReport:
     phases: Phases = field(default_factory=Phases)
 
 
-class _WriteMessage(msgspec.Struct):
+class WriteMessage(msgspec.Struct):
     """What one rank has written.
 
     Args:
@@ -183,47 +191,23 @@ class LivePart:
     facts: bytes
 
 
-Capture = Callable[[LivePart, SavePlan], HostTensors]
-"""Returns host memory of the tensors that a plan reads, as views or as copies. No later step of a save accesses a live
-tensor, and views are valid until the next step of training."""
-
-
 @dataclass(frozen=True)
-class Snapshot:
-    """This rank's part of a checkpoint, at one moment of training.
+class PlannedSave:
+    """A save that all ranks have planned.
 
     Args:
+        part: what this rank brings into it.
         plan: the files of this rank.
-        tensors: role -> name -> host memory of the tensors in these files.
-        files: small files by path relative to the checkpoint.
-        job: the job and its step.
-        replicas: as for :func:`save_checkpoint`.
-        timer: of the save, in the phase ``capture``, which ends when this rank begins to write.
         staged: the staging directory.
+        timer: of the save, in the phase ``capture``, which ends when this rank begins to write.
         removal: deletes the staging directory at its end, unless it was committed.
     """
 
+    part: LivePart
     plan: SavePlan
-    tensors: HostTensors
-    files: Mapping[str, bytes]
-    job: JobRecord
-    replicas: str
-    timer: PhaseTimer
     staged: StagingDirectory
+    timer: PhaseTimer
     removal: contextlib.ExitStack
-
-
-@dataclass(frozen=True)
-class Written:
-    """What all ranks have written.
-
-    Args:
-        everyone: checksums and digests of all ranks, on the coordinator; empty on other ranks.
-        hashed: the digests of this rank's replicas.
-    """
-
-    everyone: list[_WriteMessage]
-    hashed: ReplicaDigests
 
 
 def save_checkpoint(
@@ -253,14 +237,9 @@ def save_checkpoint(
         FlexError: the same on every rank; the target is unchanged.
     """
     facts = comparable_facts(model, job, replicas)
-    taken = snapshot(
-        lambda: live_part(roles, model, files, job, replicas),
-        views,
-        directory,
-        channel,
-        ConsistencyCheck(f"saving {directory.name}", facts),
-    )
-    return write_and_commit(taken, channel)
+    consistency = ConsistencyCheck(f"saving {directory.name}", facts)
+    planned = begin_save(lambda: live_part(roles, model, files, job, replicas), directory, channel, consistency)
+    return write_and_commit(planned, capture(planned.part), channel)
 
 
 def comparable_facts(model: ModelDescription, job: JobRecord, replicas: str) -> dict[str, object]:
@@ -286,42 +265,30 @@ def live_part(
     return LivePart(own, model, files, job, replicas, digest(described.encode(), stated.encode(), facts_of(own)))
 
 
-def views(part: LivePart, plan: SavePlan) -> HostTensors:
-    """Capture tensors without a copy, as :data:`Capture`; devices are read in pieces, through staging memory."""
-    return {
-        role: {name: view_of(weight.local_tensor) for name, weight in weights.items()}
-        for role, weights in part.tensors.items()
-    }
-
-
-def snapshot(
+def begin_save(
     prepare: Callable[[], LivePart],
-    capture: Capture,
     directory: Path,
     channel: Channel,
     consistency: ConsistencyCheck,
     timer: PhaseTimer | None = None,
-) -> Snapshot:
-    """Plan a save, create its staging directory, and capture its tensors.
+) -> PlannedSave:
+    """Plan a save, and create its staging directory.
 
     Args:
         prepare: returns this rank's part; its errors are raised on every rank.
-        capture: reads the live tensors.
         directory: ``checkpoint-N``.
         channel: all ranks; every rank must call.
         consistency: the facts that must be equal on all ranks.
         timer: measures the save; by default it begins now.
     Raises:
-        FlexError: the same on every rank, except for an error of ``capture``. A rank that cannot plan its files has the
-            error in its plan.
+        FlexError: the same on every rank. A rank that cannot plan its files has the error in its plan.
     """
     timer = timer or PhaseTimer()
     with contextlib.ExitStack() as stack:
         maker = stack.enter_context(contextlib.closing(StagingMaker(directory, channel)))
         part, plan = plan_save(prepare, channel, consistency, maker)
         timer.end("plan")
-        tensors = capture(part, plan)
-        return Snapshot(plan, tensors, part.files, part.job, part.replicas, timer, maker.staged, stack.pop_all())
+        return PlannedSave(part, plan, maker.staged, timer, stack.pop_all())
 
 
 def plan_save(
@@ -330,9 +297,12 @@ def plan_save(
     consistency: ConsistencyCheck,
     maker: StagingMaker | None = None,
 ) -> tuple[LivePart, SavePlan]:
-    """Return what this rank brings into a save, and the plan of its files; the arguments are those of :func:`snapshot`.
+    """Return what this rank brings into a save, and the plan of its files.
 
     Args:
+        prepare: as for :func:`begin_save`, as the next two.
+        channel: all ranks; every rank must call.
+        consistency: the facts that must be equal on all ranks.
         maker: creates the staging directory, in the same exchanges; None if nothing is going to be written.
     Raises:
         FlexError: the same on every rank.
@@ -369,85 +339,111 @@ def plan_save(
     return part, plan
 
 
-def write_and_commit(taken: Snapshot, channel: Channel) -> SaveReport:
-    """Write a snapshot as a finished checkpoint; the errors are those of :func:`save_checkpoint`.
+def capture(part: LivePart) -> HostTensors:
+    """Return views of live tensors, which are valid until the next step of training.
+
+    Devices are read in pieces, through staging memory.
+    """
+    return {
+        role: {name: view_of(weight.local_tensor) for name, weight in weights.items()}
+        for role, weights in part.tensors.items()
+    }
+
+
+def write_and_commit(planned: PlannedSave, tensors: HostTensors, channel: Channel) -> SaveReport:
+    """Write a finished checkpoint; the errors are those of :func:`save_checkpoint`.
 
     Args:
-        taken: this rank's part of the checkpoint.
+        planned: the save.
+        tensors: role -> name -> host memory of what the plan reads.
         channel: all ranks; every rank must call.
     """
-    return run_parts(save_parts(taken, channel), channel)
+    return run_parts(save_parts(planned, tensors, channel), channel)
 
 
-def save_parts(taken: Snapshot, channel: Channel) -> Parts[SaveReport]:
+def save_parts(planned: PlannedSave, tensors: HostTensors, channel: Channel) -> Parts[SaveReport]:
     """Do the work of :func:`write_and_commit` in parts."""
-    with taken.removal:
-        written = yield from write(taken, channel)
-        done = yield from commit(taken, written, channel)
-    taken.timer.end("commit")
-    seconds = [one.seconds for one in written.everyone]
-    phases = taken.timer.phases(slowest_of("write", seconds) if seconds else None)
+    timer = planned.timer
+    with planned.removal:
+        everyone, digests = yield Part("writing", partial(write, planned, tensors, channel.rank), WriteMessage, to=0)
+        timer.end("agree")
+        done = yield from commit(planned, everyone, digests, channel)
+    timer.end("commit")
+    phases = timer.phases(slowest_of("write", [one.seconds for one in everyone]) if everyone else None)
     set_aside = tuple(Path(os.fsdecode(path)) for path in done.set_aside)
     differing = tuple(done.differences), tuple(done.ties)
-    return SaveReport(done.files, done.size, set_aside, taken.staged.disks, *differing, phases)
+    return SaveReport(done.files, done.size, set_aside, planned.staged.disks, *differing, phases)
 
 
-def write(taken: Snapshot, channel: Channel) -> Parts[Written]:
+def write(planned: PlannedSave, tensors: HostTensors, rank: int) -> tuple[WriteMessage, ReplicaDigests]:
     """Write this rank's files into the staging directory, and hash replicas and copies of tied tensors.
 
     Args:
-        taken: this rank's part of the checkpoint.
-        channel: all ranks; every rank must call.
-    Raises:
-        FlexError: the same on every rank.
+        planned: the save.
+        tensors: as for :func:`write_and_commit`.
+        rank: this rank.
+    Returns:
+        what the coordinator gets, and the digests of single replicas, which it gets if they differ.
     """
-
-    def write_own() -> tuple[_WriteMessage, ReplicaDigests]:
-        taken.timer.end("capture")
-        taken.plan.refuse_failed()
-        if channel.rank == 0:
-            _refuse_unreadable(taken)
-        hashed = hash_replicas(taken.tensors, taken.plan.replicas if taken.replicas != "off" else (), taken.job.step)
-        ties = hash_ties(taken.tensors, taken.plan.ties)
-        checksums = _write_files(taken, taken.staged.path)
-        return _WriteMessage(checksums, hashed.groups, ties, taken.timer.end("write")), hashed
-
-    # Only the coordinator needs the checksums of all files.
-    everyone, hashed = yield Part("writing", write_own, _WriteMessage, to=0)
-    taken.timer.end("agree")
-    return Written(everyone, hashed)
+    part, plan, timer = planned.part, planned.plan, planned.timer
+    timer.end("capture")
+    plan.refuse_failed()
+    if rank == 0:
+        _refuse_unreadable(planned)
+    hashed = hash_replicas(tensors, plan.replicas if part.replicas != "off" else (), part.job.step)
+    ties = hash_ties(tensors, plan.ties)
+    checksums = _write_files(planned, tensors)
+    return WriteMessage(checksums, hashed.groups, ties, timer.end("write")), hashed
 
 
-def commit(taken: Snapshot, written: Written, channel: Channel) -> Parts[CommitResult]:
+def commit(
+    planned: PlannedSave, everyone: Sequence[WriteMessage], digests: ReplicaDigests, channel: Channel
+) -> Parts[CommitResult]:
     """Compare copies, write the mapping, the index and the manifest, and give the checkpoint its name.
 
     Args:
-        taken: this rank's part of the checkpoint.
-        written: what all ranks have written.
+        planned: the save.
+        everyone: what all ranks have written, on the coordinator.
+        digests: of this rank's replicas.
         channel: all ranks; every rank must call.
-    Raises:
-        FlexError: the same on every rank.
     """
-    everyone, lines = written.everyone, list[str]()
-
-    def build_manifest(checksums: list[FileChecksum]) -> Manifest:
-        ties = diverged(taken.plan.model_record().ties, [one.ties for one in everyone])
-        if taken.replicas == "refuse":
-            refuse_different([*lines, *(line for tie in ties for line in tie.differences)])
-        return _describe(taken, checksums, lines, ties, channel.world_size)
-
-    checksums = [one.checksums for one in everyone]
-    finish = partial(commit_parts, taken.staged, checksums, taken.files, build_manifest, channel=channel)
-    done = yield from finish(lambda: unequal_keys(one.replicas for one in everyone))
+    doing, work = "committing the checkpoint", partial(_compare_and_commit, planned, everyone)
+    done: CommitResult = yield Part(doing, work, CommitResult, source=0)
     if done.suspects:
-
-        def describe() -> tuple[dict[str, bytes], None]:
-            return digests_by_name(written.hashed, done.suspects, channel.world_size), None
-
-        digests, _ = yield Part("comparing replicas", describe, dict[str, bytes], to=0)
-        lines += differences(digests)
-        done = yield from finish(list)
+        find = partial(digests_by_name, digests, done.suspects, channel.world_size)
+        by_name, _ = yield Part("comparing replicas", lambda: (find(), None), dict[str, bytes], to=0)
+        done = yield Part(doing, partial(work, differences(by_name)), CommitResult, source=0)
+    if done.documents:
+        sync = partial(sync_packed, planned.staged, done.documents, channel.rank)
+        yield Part("syncing every disk", sync, type(None))
+        # A rename is a matter of milliseconds.
+        rename = partial(rename_staged, planned.staged)
+        aside = all_gather_checked(channel, "committing on every disk", rename, list[bytes])
+        done.set_aside = [path for theirs in aside for path in theirs]
     return done
+
+
+def _compare_and_commit(
+    planned: PlannedSave, everyone: Sequence[WriteMessage], unequal: list[str] | None = None
+) -> CommitResult:
+    """Compare copies, and commit or name the groups of ranks whose replicas differ; on the coordinator.
+
+    Args:
+        planned: the save.
+        everyone: what all ranks have written.
+        unequal: the differences of replicas, once they are named.
+    """
+    if unequal is None:
+        suspects = unequal_keys(one.replicas for one in everyone)
+        if suspects:
+            return CommitResult(suspects=suspects)
+        unequal = []
+    ties = diverged(planned.plan.model_record().ties, [one.ties for one in everyone])
+    if planned.part.replicas == "refuse":
+        refuse_different([*unequal, *(line for tie in ties for line in tie.differences)])
+    checksums = [one.checksums for one in everyone]
+    manifest = _describe(planned, checksums, unequal, ties)
+    return commit_or_pack(planned.staged, manifest, checksums, planned.part.files)
 
 
 def _without_aliases(roles: Roles, model: ModelDescription) -> LiveRoles:
@@ -523,12 +519,12 @@ def _new_plan(part: LivePart, roles: RankShards, payloads: Sequence[bytes], chan
     return name, plan_of_rank(planning, roles, channel.rank, records[0] if records else None)
 
 
-def _refuse_unreadable(taken: Snapshot) -> None:
+def _refuse_unreadable(planned: PlannedSave) -> None:
     """Refuse a configuration that is missing, or that readers of the checkpoint would refuse, on the coordinator."""
-    if CONFIG_NAME not in taken.files:
+    files = planned.part.files
+    if CONFIG_NAME not in files:
         raise OptionError(f"A checkpoint describes itself, and {CONFIG_NAME} is missing from its files.")
-    config = parse_config(taken.files[CONFIG_NAME], Path(CONFIG_NAME))
-    faults = contradictions(config, taken.plan.model_record().model)
+    faults = contradictions(parse_config(files[CONFIG_NAME], Path(CONFIG_NAME)), planned.plan.model_record().model)
     if faults:
         raise MappingError(
             f"{CONFIG_NAME} and {MAPPING_NAME} would describe different models. Nothing was saved.",
@@ -538,11 +534,12 @@ def _refuse_unreadable(taken: Snapshot) -> None:
         )
 
 
-def _write_files(taken: Snapshot, staging: Path) -> list[FileChecksum]:
-    expect(sum(sum(file.layout.sizes) for file in taken.plan.files))
-    checksums = [_write_tensors(staging, file, taken.tensors[file.role]) for file in taken.plan.files]
-    checksums.extend(write_file(staging / path, data, root=staging) for path, data in sorted(taken.files.items()))
-    return checksums
+def _write_files(planned: PlannedSave, tensors: HostTensors) -> list[FileChecksum]:
+    staging, files = planned.staged.path, planned.plan.files
+    expect(sum(sum(file.layout.sizes) for file in files))
+    checksums = [_write_tensors(staging, file, tensors[file.role]) for file in files]
+    small = sorted(planned.part.files.items())
+    return [*checksums, *(write_file(staging / path, data, root=staging) for path, data in small)]
 
 
 def _write_tensors(staging: Path, file: PlannedFile, tensors: Mapping[str, HostPieces]) -> FileChecksum:
@@ -578,21 +575,18 @@ def _one_ahead(begun: Iterator[_T]) -> Iterator[_T]:
 
 
 def _describe(
-    taken: Snapshot,
-    checksums: list[FileChecksum],
-    unequal: list[str],
-    ties: Sequence[DivergedTie],
-    world_size: int,
+    planned: PlannedSave, written: Sequence[list[FileChecksum]], unequal: list[str], ties: Sequence[DivergedTie]
 ) -> Manifest:
     """Write the mapping and the index, and return the manifest, on the coordinator."""
-    staging, model, job = taken.staged.path, taken.plan.model_record(), taken.job
-    checksums = [*checksums, write_file(staging / MAPPING_NAME, model.mapping, root=staging)]
+    staging, model, job = planned.staged.path, planned.plan.model_record(), planned.part.job
+    mapping = write_file(staging / MAPPING_NAME, model.mapping, root=staging)
+    checksums = [*(one for theirs in written for one in theirs), mapping]
     index = write_file(staging / INDEX_NAME, encode_index(model.shards, checksums), root=staging)
     return Manifest(
         written_by=f"paddleformers_fc {__version__}",
         step=job.step,
         consumed_samples=job.consumed_samples,
-        world_size=world_size,
+        world_size=len(written),
         parallel=dict(job.parallel),
         family=model.family,
         files=records_of([*checksums, index]),

@@ -32,8 +32,7 @@ from paddleformers_fc.errors import OptionError
 from paddleformers_fc.execute.async_snapshot import SnapshotBuffer, SnapshotCopy, snapshot_bytes
 from paddleformers_fc.execute.memory import HostPieces
 from paddleformers_fc.execute.replicas import ElementRanges, largest_ranges, ranges_of
-from paddleformers_fc.execute.save import LivePart, SaveReport, Snapshot, save_parts, snapshot
-from paddleformers_fc.execute.save_plan import SavePlan
+from paddleformers_fc.execute.save import LivePart, PlannedSave, SaveReport, begin_save, save_parts
 from paddleformers_fc.execute.staging_pool import TransferFigures, measured_transfers
 from paddleformers_fc.text import size_text
 from paddleformers_fc.trainer.documents import copied_state
@@ -109,13 +108,13 @@ class AsyncSaves:
         files: dict[str, bytes] = {}
         tensors: dict[str, Mapping[str, HostPieces]] = {}
         part = outcome(lambda: replace(prepared.part(), files=files))
-        taken = snapshot(part, lambda *_: tensors, prepared.directory, channel, prepared.consistency, prepared.timer)
-        begun = outcome(lambda: self._begin_copy(trainer, part(), taken.plan))
+        planned = begin_save(part, prepared.directory, channel, prepared.consistency, prepared.timer)
+        begun = outcome(lambda: self._begin_copy(trainer, planned))
         copied = self._thread.submit(lambda: tensors.update(begun().finish()))
         encode, state = capture_files(trainer), copied_state(trainer.state)
         update_barrier.add(copied)
         try:
-            parts = self._parts(trainer, prepared, taken, channel)
+            parts = self._parts(trainer, prepared, save_parts(planned, tensors, channel), channel)
             first = next(parts)
         except BaseException:
             wait([copied])  # The next save uses the buffer.
@@ -257,15 +256,18 @@ class AsyncSaves:
         if is_new and trainer.args.should_log:
             logger.info(f"Asynchronous saves keep {size_text(needed)} of host memory for a snapshot.")
 
-    def _begin_copy(self, trainer: Any, part: LivePart, plan: SavePlan) -> SnapshotCopy:
+    def _begin_copy(self, trainer: Any, planned: PlannedSave) -> SnapshotCopy:
         """Begin to copy what this rank writes. Memory is allocated here only if the first step was not foreseen."""
-        ranges = ranges_of(plan, part.job.step, part.replicas)
+        part = planned.part
+        ranges = ranges_of(planned.plan, part.job.step, part.replicas)
         self._reserve(trainer, part, ranges)
         return self._buffer.begin(part.tensors, ranges)
 
-    def _parts(self, trainer: Any, prepared: PreparedSave, taken: Snapshot, channel: Channel) -> Parts[SaveReport]:
+    def _parts(
+        self, trainer: Any, prepared: PreparedSave, saving: Parts[SaveReport], channel: Channel
+    ) -> Parts[SaveReport]:
         """Write, commit and delete old checkpoints."""
-        report = yield from save_parts(taken, channel)
+        report = yield from saving
         # The state of the run names the former best checkpoint for a step more, which may be deleted here.
         upload(trainer, prepared, report)
         args, uploads = trainer.args, job_state_of(trainer).uploads

@@ -35,11 +35,11 @@ from paddleformers_fc.execute.save import (
     JobRecord,
     LivePart,
     SaveReport,
+    begin_save,
+    capture,
     comparable_facts,
     live_part,
     plan_save,
-    snapshot,
-    views,
     write_and_commit,
 )
 from paddleformers_fc.execute.save_plan import SavePlan
@@ -435,7 +435,7 @@ def _update_best(trainer: Any, metrics: dict[str, float] | None, directory: Path
 
 
 class SyncSaves:
-    """Snapshot, write and commit in a row, on the training thread."""
+    """Plan, capture, write and commit in a row, on the training thread."""
 
     def save(self, trainer: Any, metrics: dict[str, float] | None) -> None:
         """Save the present step, as :class:`.job_state.Saver`."""
@@ -445,9 +445,9 @@ class SyncSaves:
         encode = capture_files(trainer)
         part = outcome(lambda: replace(prepared.part(), files=encode()))
         with measured_transfers() as transfers:
-            taken = snapshot(part, views, prepared.directory, channel, prepared.consistency, prepared.timer)
+            planned = begin_save(part, prepared.directory, channel, prepared.consistency, prepared.timer)
             with bar_on_terminal(f"saving {prepared.directory.name}", args.should_log):
-                report = write_and_commit(taken, channel)
+                report = write_and_commit(planned, capture(planned.part), channel)
         trainer.runtime_timer.stop()
         upload(trainer, prepared, report)
         report_save(trainer, prepared, report, transfers, prepared.timer.elapsed)

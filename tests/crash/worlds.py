@@ -25,20 +25,17 @@ from paddleformers_fc.distributed.consistency import ConsistencyCheck
 from paddleformers_fc.errors import FlexError
 from paddleformers_fc.execute.async_snapshot import SnapshotBuffer
 from paddleformers_fc.execute.load import load_checkpoint
-from paddleformers_fc.execute.memory import HostTensors
 from paddleformers_fc.execute.opening import open_on_all_ranks
 from paddleformers_fc.execute.replicas import ranges_of
 from paddleformers_fc.execute.save import (
     JobRecord,
-    LivePart,
+    begin_save,
     comparable_facts,
     config_bytes,
     live_part,
     save_checkpoint,
-    snapshot,
     write_and_commit,
 )
-from paddleformers_fc.execute.save_plan import SavePlan
 from paddleformers_fc.families import ModelDescription, family_for
 from paddleformers_fc.layout.grid import parse_grid
 from paddleformers_fc.layout.shards import Shard
@@ -104,26 +101,21 @@ def save_beside(output_dir: Path, grid: str, step: int, generation: int, channel
     record = JobRecord(step, generation, {})
     captured = threading.Event()
 
-    def capture(part: LivePart, plan: SavePlan) -> HostTensors:
-        try:
-            ranges = ranges_of(plan, step, part.replicas)
-            buffer = SnapshotBuffer()
-            buffer.reserve(part.tensors, ranges)
-            return buffer.begin(part.tensors, ranges).finish()
-        finally:
-            captured.set()
-
     def run() -> None:
         try:
             facts = comparable_facts(MODEL, record, "warn")
-            taken = snapshot(
+            planned = begin_save(
                 lambda: live_part(roles, MODEL, files, record, "warn"),
-                capture,
                 output_dir / f"checkpoint-{step}",
                 channel,
                 ConsistencyCheck("saving", facts),
             )
-            write_and_commit(taken, channel)
+            part, buffer = planned.part, SnapshotBuffer()
+            ranges = ranges_of(planned.plan, step, part.replicas)
+            buffer.reserve(part.tensors, ranges)
+            tensors = buffer.begin(part.tensors, ranges).finish()
+            captured.set()
+            write_and_commit(planned, tensors, channel)
         finally:
             captured.set()
 

@@ -148,7 +148,7 @@ def count(layout: Mapping[str, Any], model: Mapping[str, Any], output_dir: str, 
     from paddleformers_fc.execute.load import load_checkpoint
     from paddleformers_fc.execute.opening import open_on_all_ranks
     from paddleformers_fc.execute.replicas import hashed_range
-    from paddleformers_fc.execute.save import JobRecord, config_bytes, live_part, save_checkpoint, snapshot, views
+    from paddleformers_fc.execute.save import JobRecord, begin_save, config_bytes, live_part, save_checkpoint
     from paddleformers_fc.execute.staging_pool import in_host_memory, measured_transfers
     from paddleformers_fc.storage.executor import ReadOptions
     from paddleformers_fc.trainer.description import describe_model
@@ -172,7 +172,7 @@ def count(layout: Mapping[str, Any], model: Mapping[str, Any], output_dir: str, 
         save_checkpoint(target, roles, described, files, job, channel)
     saved = copied() - channel.copied - before
     part = live_part(roles, described, files, job, "warn")
-    taken = snapshot(lambda: part, views, target, channel, ConsistencyCheck("planning again", {}))
+    taken = begin_save(lambda: part, target, channel, ConsistencyCheck("planning again", {}))
     taken.removal.close()
     plan = taken.plan
     before = copied() - channel.copied

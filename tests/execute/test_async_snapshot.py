@@ -21,13 +21,13 @@ from paddleformers_fc.execute.replica_assignment import Replica
 from paddleformers_fc.execute.replicas import ElementRanges, largest_ranges, ranges_of
 from paddleformers_fc.execute.save import (
     JobRecord,
-    LivePart,
+    PlannedSave,
     SaveReport,
+    begin_save,
+    capture,
     comparable_facts,
     config_bytes,
     live_part,
-    snapshot,
-    views,
     write_and_commit,
 )
 from paddleformers_fc.execute.save_plan import PlannedFile, PlannedWrite, SavePlan
@@ -43,9 +43,10 @@ ROLE = "model_state"
 # ---- A whole save.
 
 
-def copied_and_overwritten(part: LivePart, plan: SavePlan) -> HostTensors:
+def copied_and_overwritten(planned: PlannedSave) -> HostTensors:
     """A snapshot in a buffer of tensors that are other numbers afterwards."""
-    ranges = ranges_of(plan, part.job.step, part.replicas)
+    part = planned.part
+    ranges = ranges_of(planned.plan, part.job.step, part.replicas)
     buffer = SnapshotBuffer()
     assert buffer.reserve(part.tensors, ranges)
     taken = buffer.begin(part.tensors, ranges).finish()
@@ -67,9 +68,10 @@ def saved(directory: Path, grid: str, beside: bool, odd: bool) -> tuple[list[Sav
         files = {"config.json": config_bytes(TIED.config)} if channel.rank == 0 else {}
 
         facts = comparable_facts(TIED, record, "warn")
-        check, capture = ConsistencyCheck("saving", facts), copied_and_overwritten if beside else views
-        taken = snapshot(lambda: live_part(roles, TIED, files, record, "warn"), capture, directory, channel, check)
-        return write_and_commit(taken, channel)
+        check = ConsistencyCheck("saving", facts)
+        planned = begin_save(lambda: live_part(roles, TIED, files, record, "warn"), directory, channel, check)
+        tensors = copied_and_overwritten(planned) if beside else capture(planned.part)
+        return write_and_commit(planned, tensors, channel)
 
     reports: dict[int, SaveReport] = {}
     simulate_ranks.run_threads(model.grid.world_size, lambda channel: reports.__setitem__(channel.rank, save(channel)))

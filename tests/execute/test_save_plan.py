@@ -23,17 +23,16 @@ from paddleformers_fc.errors import FormatError, MappingError, MismatchError, St
 from paddleformers_fc.execute import replica_assignment, save as saving, save_plan
 from paddleformers_fc.execute.async_snapshot import SnapshotBuffer
 from paddleformers_fc.execute.load import load_checkpoint
-from paddleformers_fc.execute.memory import HostTensors, host_pieces
+from paddleformers_fc.execute.memory import host_pieces
 from paddleformers_fc.execute.opening import open_on_all_ranks
 from paddleformers_fc.execute.replicas import ranges_of
 from paddleformers_fc.execute.save import (
     JobRecord,
-    LivePart,
+    begin_save,
     comparable_facts,
     config_bytes,
     live_part,
     save_checkpoint,
-    snapshot,
     write_and_commit,
 )
 from paddleformers_fc.execute.save_plan import MAX_CACHED_PLANS, SavePlan, SavePlanCache
@@ -222,19 +221,15 @@ def test_a_snapshot_of_copies_is_written_and_committed_after_training_has_contin
         roles, job = live(ARRAYS, 2, channel.rank), JobRecord(3, 24, {})
         buffer = SnapshotBuffer()
 
-        def capture(part: LivePart, plan: SavePlan) -> HostTensors:
-            ranges = ranges_of(plan, 3, replicas)
-            buffer.reserve(part.tensors, ranges)
-            return buffer.begin(part.tensors, ranges).finish()
-
         consistency = ConsistencyCheck("saving", comparable_facts(MODEL, job, replicas))
-        taken = snapshot(
-            lambda: live_part(roles, MODEL, small, job, replicas), capture, directory, channel, consistency
-        )
+        planned = begin_save(lambda: live_part(roles, MODEL, small, job, replicas), directory, channel, consistency)
+        ranges = ranges_of(planned.plan, 3, replicas)
+        buffer.reserve(planned.part.tensors, ranges)
+        tensors = buffer.begin(planned.part.tensors, ranges).finish()
         for weights in roles.values():
             for weight in weights.values():
                 weight.local_tensor.zero_()
-        write_and_commit(taken, channel)
+        write_and_commit(planned, tensors, channel)
         return buffer.capacity
 
     sizes = succeed(2, work)

@@ -224,10 +224,10 @@ def break_off(at: int, victims: list[int], kind: str, **settings: Any) -> dict[s
     raised, write = threading.Event(), save._write_files
     is_victim = int(os.environ.get("PADDLE_TRAINER_ID", "0")) in victims
 
-    def write_late(taken: Any, *args: Any) -> Any:
-        if is_victim and taken.job.step == at:
+    def write_late(planned: Any, *args: Any) -> Any:
+        if is_victim and planned.part.job.step == at:
             assert raised.wait(_LONG)
-        return write(taken, *args)
+        return write(planned, *args)
 
     class BreakOff(TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -383,10 +383,10 @@ def hold_the_first_save(held: int, until: int, **settings: Any) -> dict[str, Any
     write, wait, report = save._write_files, AsyncSaves._wait, async_save.report_save
     lines: list[str] = []
 
-    def write_held(taken: Any, *args: Any) -> Any:
-        if taken.job.step == held:
+    def write_held(planned: Any, *args: Any) -> Any:
+        if planned.part.job.step == held:
             assert waits.wait(_LONG)
-        return write(taken, *args)
+        return write(planned, *args)
 
     def report_and_note(trainer: Any, prepared: Any, *args: Any) -> None:
         committed.append(prepared.step)

@@ -93,9 +93,9 @@ def run_signalled_while_saving(**settings: Any) -> dict[str, Any]:
 
     sent, write, saves = threading.Event(), save._write_files, []
 
-    def write_late(taken: Any, *args: Any) -> Any:
+    def write_late(planned: Any, *args: Any) -> Any:
         assert sent.wait(LIMIT)
-        return write(taken, *args)
+        return write(planned, *args)
 
     class Sender(TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:

@@ -19,7 +19,7 @@ from paddleformers_fc.distributed.consistency import ConsistencyCheck
 from paddleformers_fc.distributed.step_agreement import StepAgreement
 from paddleformers_fc.execute.load import prepare_load
 from paddleformers_fc.execute.opening import open_on_all_ranks
-from paddleformers_fc.execute.save import Snapshot, comparable_facts, save_parts, snapshot, write_and_commit
+from paddleformers_fc.execute.save import PlannedSave, begin_save, comparable_facts, save_parts, write_and_commit
 from paddleformers_fc.families import ModelDescription, family_for
 from paddleformers_fc.formats.checkpoint import OpenedCheckpoint
 from paddleformers_fc.layout.grid import parse_grid
@@ -145,21 +145,22 @@ def _rotate(job: ScaleJob) -> None:
 
 
 def _save(job: ScaleJob, step: int, rank: int, channel: Channel) -> None:
-    write_and_commit(_snapshot(job, step, rank, channel), channel)
+    planned = _planned(job, step, rank, channel)
+    write_and_commit(planned, capture_zeros(planned.part), channel)
 
 
-def _snapshot(job: ScaleJob, step: int, rank: int, channel: Channel) -> Snapshot:
+def _planned(job: ScaleJob, step: int, rank: int, channel: Channel) -> PlannedSave:
     directory = job.directory / f"checkpoint-{step}"
     part = job.part(rank, step)
     check = ConsistencyCheck(f"saving {directory.name}", comparable_facts(part.model, part.job, part.replicas))
-    return snapshot(lambda: part, capture_zeros, directory, channel, check)
+    return begin_save(lambda: part, directory, channel, check)
 
 
 def _save_asynchronously(job: ScaleJob, step: int, rank: int, channel: Any) -> None:
     """Save as :mod:`paddleformers_fc.trainer.async_save` does, beside steps of training."""
     agreement = StepAgreement(channel, channel.liveness)
     with job.blocking():
-        parts = _parts(_snapshot(job, step, rank, channel), channel)
+        parts = _parts(_planned(job, step, rank, channel), channel)
         part = next(parts)
     with agreement.running(), ThreadPoolExecutor(1) as thread:
         done = thread.submit(_work, job, rank, part)
@@ -177,8 +178,8 @@ def _save_asynchronously(job: ScaleJob, step: int, rank: int, channel: Any) -> N
                 agreement.begin_next("training", part, done.done(), False)
 
 
-def _parts(taken: Snapshot, channel: Channel) -> Parts[None]:
-    yield from save_parts(taken, channel)
+def _parts(planned: PlannedSave, channel: Channel) -> Parts[None]:
+    yield from save_parts(planned, capture_zeros(planned.part), channel)
     yield Part("deleting old checkpoints", lambda: (None, None), type(None))
 
 

@@ -40,7 +40,7 @@ from paddleformers_fc.distributed.store_client import _ADD, StoreClient
 from paddleformers_fc.execute import collective_checksums, save
 from paddleformers_fc.execute.memory import HostPieces, HostTensors
 from paddleformers_fc.execute.replica_assignment import Writers
-from paddleformers_fc.execute.save_plan import PlannedFile, SavePlan, SavePlanCache, planned_files
+from paddleformers_fc.execute.save_plan import PlannedFile, SavePlanCache, planned_files
 from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.layout.shard_messages import decode_shards, encode_rank_shards
 from paddleformers_fc.layout.shards import Shard, ShardsByRole
@@ -346,7 +346,7 @@ def live_weights(layout: ShardsByRole) -> Roles:
     return {role: {name: _weight(shard) for name, shard in shards.items()} for role, shards in layout.items()}
 
 
-def capture_zeros(part: save.LivePart, _: SavePlan) -> HostTensors:
+def capture_zeros(part: save.LivePart) -> HostTensors:
     """Capture tensors that have no memory, as zeros."""
     return {
         role: {name: _zeros(one.local_tensor) for name, one in names.items()} for role, names in part.tensors.items()
