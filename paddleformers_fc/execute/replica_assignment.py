@@ -26,12 +26,9 @@ from msgspec import structs
 
 from paddleformers_fc.layout import Shard
 from paddleformers_fc.layout.shard_messages import JobShards, Numbers
-from paddleformers_fc.layout.shards import shard_bytes
+from paddleformers_fc.layout.shards import ShardsByRole, shard_bytes
 from paddleformers_fc.mapping.boxes import Box
 from paddleformers_fc.storage.dtypes import dtype_size
-
-RankShards = Mapping[str, Mapping[str, Shard]]
-"""Role -> name -> shard of one rank."""
 
 LEAST_PART_BYTES = 4 * 1024 * 1024
 """No rank writes less than this of a shard that is written by several."""
@@ -69,23 +66,21 @@ class Replica:
 
     Args:
         role: of the shard.
-        name: of the shard.
-        rows: number of stretches of equal length that it can be cut into.
-        row: elements of one.
-        nbytes: its size in bytes.
+        shard: the shard.
         holders: how many ranks hold it.
         group: the number of its group.
-        described: the shard in words, the same on all holders and of no other shard.
     """
 
     role: str
-    name: str
-    rows: int
-    row: int
-    nbytes: int
+    shard: Shard
     holders: int
     group: int
-    described: str
+
+    def __str__(self) -> str:
+        """Describe the shard, the same on all holders and as no other shard."""
+        box, flat = self.shard.box, self.shard.flat
+        ends = ",".join(f"{low}:{high}" for low, high in zip(box.lo, box.hi, strict=True))
+        return f"{self.role} {self.shard.name} [{ends}]" + ("" if flat is None else f" flat {flat[0]}:{flat[1]}")
 
 
 class Assignment(msgspec.Struct, frozen=True, array_like=True):
@@ -111,7 +106,7 @@ class Assignment(msgspec.Struct, frozen=True, array_like=True):
         """The bytes of a step of loads."""
         return max(1, self.even // _LOAD_STEPS)
 
-    def share_of(self, rank: int, roles: RankShards) -> tuple[list[ShardPart], list[Replica]]:
+    def share_of(self, rank: int, roles: ShardsByRole) -> tuple[list[ShardPart], list[Replica]]:
         """Return what one rank writes, and its shards that other ranks hold as well.
 
         Args:
@@ -133,32 +128,12 @@ class Assignment(msgspec.Struct, frozen=True, array_like=True):
         for group, some in shared.items():
             loads = [load * self.step for load in self.loads[group]]
             share += [part for one, part in _assign(some, members[group], loads, self.even) if one == rank]
-            replicas += [_replica(role, shard, len(members[group]), group) for role, shard in some]
+            replicas += [Replica(role, shard, len(members[group]), group) for role, shard in some]
         return share, replicas
 
 
 _Held = tuple[str, Shard]
 """A shard and its role."""
-
-
-def _replica(role: str, shard: Shard, holders: int, group: int) -> Replica:
-    (rows, row_bytes), width = _rows(shard), dtype_size(shard.dtype)
-    return Replica(
-        role=role,
-        name=shard.name,
-        rows=rows,
-        row=row_bytes // width,
-        nbytes=shard.size * width,
-        holders=holders,
-        group=group,
-        described=_shard_text(role, shard),
-    )
-
-
-def _shard_text(role: str, shard: Shard) -> str:
-    box = ",".join(f"{low}:{high}" for low, high in zip(shard.box.lo, shard.box.hi, strict=True))
-    flat = "" if shard.flat is None else f" flat {shard.flat[0]}:{shard.flat[1]}"
-    return f"{role} {shard.name} [{box}]{flat}"
 
 
 class Writers:
@@ -257,7 +232,7 @@ def _bytes_to_level(size: int, ranks: Sequence[int], load: Mapping[int, int]) ->
 
 
 def _split(role: str, shard: Shard, deficits: list[tuple[int, int]]) -> Iterator[tuple[int, ShardPart]]:
-    rows, row_bytes = _rows(shard)
+    rows, row_bytes = rows_of(shard)
     low = taken = 0
     for rank, wanted in deficits:
         taken += wanted
@@ -289,7 +264,7 @@ def pack_files(pieces: Iterable[ShardPart], max_bytes: int) -> list[list[ShardPa
 
 
 def _cut(piece: ShardPart, max_bytes: int) -> Iterator[ShardPart]:
-    rows, row_bytes = _rows(piece.shard)
+    rows, row_bytes = rows_of(piece.shard)
     if piece.nbytes <= max_bytes or rows == 1:
         yield piece
         return
@@ -299,7 +274,7 @@ def _cut(piece: ShardPart, max_bytes: int) -> Iterator[ShardPart]:
         yield _part(piece, low, min(low + step, rows))
 
 
-def _rows(shard: Shard) -> tuple[int, int]:
+def rows_of(shard: Shard) -> tuple[int, int]:
     """Return the rows that a shard can be cut between: how many, and the bytes of one."""
     if shard.flat is not None or shard.size < 2:
         return shard.size, dtype_size(shard.dtype)
@@ -314,7 +289,7 @@ def _row_axis(shard: Shard) -> int:
 
 def _part(piece: ShardPart, low: int, high: int) -> ShardPart:
     """Return the rows ``low:high`` of a piece."""
-    shard, (rows, row_bytes) = piece.shard, _rows(piece.shard)
+    shard, (rows, row_bytes) = piece.shard, rows_of(piece.shard)
     if (low, high) == (0, rows):
         return piece
     start = piece.start + low * (row_bytes // dtype_size(shard.dtype))

@@ -22,18 +22,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
 import xxhash
 
 from paddleformers_fc.distributed.channel import MOST_BYTES, group_by_value
 from paddleformers_fc.errors import MismatchError
-from paddleformers_fc.execute.memory import HostPieces
-from paddleformers_fc.execute.replica_assignment import Replica
+from paddleformers_fc.execute.memory import HostTensors
+from paddleformers_fc.execute.replica_assignment import Replica, rows_of
 from paddleformers_fc.execute.save_plan import SavePlan
 from paddleformers_fc.execute.ties import CopyPart
 from paddleformers_fc.mapping.folding import fold
+from paddleformers_fc.storage.dtypes import dtype_size
 from paddleformers_fc.storage.files import byte_view
 from paddleformers_fc.text import count_text
 
@@ -46,22 +46,20 @@ _NAME_BYTES = 256
 _K = TypeVar("_K", int, str)
 
 
-@dataclass(frozen=True)
-class ReplicaDigests:
-    """The digests of one rank.
+TensorKey: TypeAlias = tuple[str, str]
+"""Role and name of a live tensor."""
 
-    Args:
-        groups: one digest per group of holders, by the number of the group.
-        shards: the digest of every replica, by group and by the common name of the replica.
-    """
+ElementRange: TypeAlias = tuple[int, int]
+"""The index of the first element, in row-major order, and that behind the last."""
 
-    groups: dict[int, bytes]
-    shards: Mapping[int, dict[str, bytes]]
+ElementRanges: TypeAlias = Mapping[TensorKey, tuple[ElementRange, ...]]
+"""Disjoint ranges of live tensors, in ascending order."""
+
+ReplicaDigests: TypeAlias = Mapping[int, Mapping[str, bytes]]
+"""The digest of every replica of a rank, by group and by the text of the replica."""
 
 
-def hash_replicas(
-    tensors: Mapping[str, Mapping[str, HostPieces]], replicas: Iterable[Replica], step: int
-) -> ReplicaDigests:
+def hash_replicas(tensors: HostTensors, replicas: Iterable[Replica], step: int) -> ReplicaDigests:
     """Return the digests of this rank's replicas.
 
     Args:
@@ -69,28 +67,38 @@ def hash_replicas(
         replicas: the shards that other ranks hold as well.
         step: determines the part of a large replica that is hashed.
     """
-    shards: dict[int, dict[str, bytes]] = {}
+    found: dict[int, dict[str, bytes]] = {}
     for one in replicas:
         hasher = xxhash.xxh3_128()
-        for part in tensors[one.role][one.name](*hashed_range(one, step)):
+        for part in tensors[one.role][one.shard.name](*hashed_range(one, step)):
             hasher.update(byte_view(part))
-        shards.setdefault(one.group, {})[one.described] = hasher.digest()
-    groups = {
-        holders: xxhash.xxh3_128_digest(b"".join(found[key] for key in sorted(found)))
-        for holders, found in shards.items()
-    }
-    return ReplicaDigests(groups, shards)
+        found.setdefault(one.group, {})[str(one)] = hasher.digest()
+    return found
 
 
-def hashed_range(replica: Replica, step: int) -> tuple[int, int]:
-    """Return the range of elements of a replica that is hashed at a step; equal for all holders."""
-    if replica.nbytes <= WHOLE_BYTES:
-        return 0, replica.rows * replica.row
+def group_digests(digests: ReplicaDigests) -> dict[int, bytes]:
+    """Return one digest for each group."""
+    return {group: xxhash.xxh3_128_digest(b"".join(own[key] for key in sorted(own))) for group, own in digests.items()}
+
+
+def hashed_range(replica: Replica, step: int | None) -> ElementRange:
+    """Return the range of elements of a replica that is hashed at a step; equal for all holders.
+
+    Args:
+        replica: the replica.
+        step: the step; None for a range as long as the longest.
+    """
+    rows, row_bytes = rows_of(replica.shard)
+    row = row_bytes // dtype_size(replica.shard.dtype)
+    if rows * row_bytes <= WHOLE_BYTES:
+        return 0, rows * row
+    if step is None:
+        return 0, -(-rows // replica.holders) * row
     # Saves come at regular steps, so the remainder of the step itself might never change.
     turn = int.from_bytes(xxhash.xxh3_64_digest(str(step).encode()), "big") % replica.holders
-    low = replica.rows * turn // replica.holders
-    high = max(low + 1, replica.rows * (turn + 1) // replica.holders)
-    return low * replica.row, high * replica.row
+    low = rows * turn // replica.holders
+    high = max(low + 1, rows * (turn + 1) // replica.holders)
+    return low * row, high * row
 
 
 def digests_by_name(own: ReplicaDigests, groups: Iterable[int], ranks: int) -> dict[str, bytes]:
@@ -101,7 +109,7 @@ def digests_by_name(own: ReplicaDigests, groups: Iterable[int], ranks: int) -> d
         groups: whose replicas differ.
         ranks: how many ranks send digests.
     """
-    held = [own.shards[group] for group in groups if group in own.shards]
+    held = [own[group] for group in groups if group in own]
     most = max(1, MOST_BYTES // (_NAME_BYTES * ranks * max(1, len(held))))
     return {name: digests[name] for digests in held for name in sorted(digests)[:most]}
 
@@ -151,52 +159,24 @@ def _lines(shards: Sequence[Mapping[str, bytes]]) -> Iterator[str]:
         yield f"{key}: {group_by_value({rank: versions[shards[rank][key]] for rank in holders})}"
 
 
-TensorKey: TypeAlias = tuple[str, str]
-"""Role and name of a live tensor."""
-
-ElementRange: TypeAlias = tuple[int, int]
-"""The index of the first element, in row-major order, and that behind the last."""
-
-ElementRanges: TypeAlias = Mapping[TensorKey, tuple[ElementRange, ...]]
-"""Disjoint ranges of live tensors, in ascending order."""
-
-
-def ranges_of(plan: SavePlan, step: int, replicas: str) -> ElementRanges:
-    """Return what one rank reads in a save.
+def ranges_of(plan: SavePlan, step: int | None, replicas: str) -> ElementRanges:
+    """Return what one rank reads in a save, to write it or to hash it.
 
     Args:
         plan: the save plan of the rank.
-        step: determines the part of a large replica that is hashed.
+        step: determines the part of a large replica that is hashed. None for ranges with at least as many elements of
+            every tensor as at any step; they may overlap, as at some steps nothing does.
         replicas: as for :func:`.save_checkpoint`; ``off`` hashes none.
     """
-    found = _written_ranges(plan)
-    for one in plan.replicas if replicas != "off" else ():
-        found.setdefault((one.role, one.name), []).append(hashed_range(one, step))
-    return {key: tuple(_joined(some)) for key, some in found.items()}
-
-
-def largest_ranges(plan: SavePlan, replicas: str) -> ElementRanges:
-    """Return ranges with at least as many elements of every tensor as :func:`ranges_of` returns at any step.
-
-    The part of a replica that is hashed may overlap what the rank writes at some steps, so these ranges do, too.
-    """
-    found = _written_ranges(plan)
-    for one in plan.replicas if replicas != "off" else ():
-        whole = one.nbytes <= WHOLE_BYTES
-        rows = one.rows if whole else -(-one.rows // one.holders)
-        found.setdefault((one.role, one.name), []).append((0, rows * one.row))
-    return {key: tuple(some) for key, some in found.items()}
-
-
-def _written_ranges(plan: SavePlan) -> dict[TensorKey, list[ElementRange]]:
-    """Return what one rank reads to write it, or to hash tied copies."""
     found: dict[TensorKey, list[ElementRange]] = {}
     for file in plan.files:
         for piece in file.pieces:
             found.setdefault((file.role, piece.name), []).append((piece.start, piece.stop))
     for side in plan.ties:
         found.setdefault((side.role, side.name), []).append(_rows(side))
-    return found
+    for one in plan.replicas if replicas != "off" else ():
+        found.setdefault((one.role, one.shard.name), []).append(hashed_range(one, step))
+    return {key: tuple(some if step is None else _joined(some)) for key, some in found.items()}
 
 
 def _rows(side: CopyPart) -> ElementRange:

@@ -66,11 +66,11 @@ from paddleformers_fc.execute.commit_coordinator import (
 )
 from paddleformers_fc.execute.memory import HostPieces, HostTensors, view_of
 from paddleformers_fc.execute.phases import Phases, PhaseTimer, slowest_of
-from paddleformers_fc.execute.replica_assignment import RankShards
 from paddleformers_fc.execute.replicas import (
     ReplicaDigests,
     differences,
     digests_by_name,
+    group_digests,
     hash_replicas,
     refuse_different,
     unequal_keys,
@@ -95,6 +95,7 @@ from paddleformers_fc.layout import Shard
 from paddleformers_fc.layout.live import LiveRoles, Roles, describe_roles, facts_of
 from paddleformers_fc.layout.roles import MODEL_STATE, split_state_name
 from paddleformers_fc.layout.shard_messages import decode_shards, encode_rank_shards
+from paddleformers_fc.layout.shards import ShardsByRole
 from paddleformers_fc.storage.checksum import INDEX_NAME, FileChecksum, records_of
 from paddleformers_fc.storage.files import RandomAccessWriter, write_file
 from paddleformers_fc.storage.manifest import DivergedTie, Manifest, RunRecord, SaveOrigin
@@ -393,7 +394,7 @@ def write(planned: PlannedSave, tensors: HostTensors, rank: int) -> tuple[WriteM
     hashed = hash_replicas(tensors, plan.replicas if part.replicas != "off" else (), part.job.step)
     ties = hash_ties(tensors, plan.ties)
     checksums = _write_files(planned, tensors)
-    return WriteMessage(checksums, hashed.groups, ties, timer.end("write")), hashed
+    return WriteMessage(checksums, group_digests(hashed), ties, timer.end("write")), hashed
 
 
 def commit(
@@ -505,7 +506,9 @@ def _runs(part: LivePart) -> Sequence[str]:
     return ("",) if part.job.run is None else part.job.run.ids
 
 
-def _new_plan(part: LivePart, roles: RankShards, payloads: Sequence[bytes], channel: Channel) -> tuple[bytes, SavePlan]:
+def _new_plan(
+    part: LivePart, roles: ShardsByRole, payloads: Sequence[bytes], channel: Channel
+) -> tuple[bytes, SavePlan]:
     """Return the name of a new plan, and this rank's part of it."""
     records: list[ModelRecord] = []
 

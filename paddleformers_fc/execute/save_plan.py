@@ -27,7 +27,6 @@ import msgspec
 from paddleformers_fc.errors import MismatchError, OptionError, PeerError
 from paddleformers_fc.execute.replica_assignment import (
     Assignment,
-    RankShards,
     Replica,
     ShardPart,
     Writers,
@@ -43,6 +42,7 @@ from paddleformers_fc.formats.registry import SAVED
 from paddleformers_fc.layout import Shard
 from paddleformers_fc.layout.roles import MODEL_STATE, split_state_name
 from paddleformers_fc.layout.shard_messages import JobShards
+from paddleformers_fc.layout.shards import ShardsByRole
 from paddleformers_fc.mapping import RuleSet, Shape
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.plan.sources import declared_mapping
@@ -221,7 +221,7 @@ def plan_for_all(job: JobShards, model: ModelDescription) -> tuple[Planning, Mod
     return Planning(writers.assignment, ties.sides), record
 
 
-def plan_of_rank(planning: Planning, roles: RankShards, rank: int, record: ModelRecord | None) -> SavePlan:
+def plan_of_rank(planning: Planning, roles: ShardsByRole, rank: int, record: ModelRecord | None) -> SavePlan:
     """Return the plan of one rank, or one with the error that makes it impossible.
 
     Args:

@@ -24,7 +24,7 @@ import numpy as np
 import xxhash
 
 from paddleformers_fc.distributed.channel import format_ranks
-from paddleformers_fc.execute.memory import HostPieces
+from paddleformers_fc.execute.memory import HostPieces, HostTensors
 from paddleformers_fc.execute.replica_assignment import ShardPart
 from paddleformers_fc.layout.roles import MODEL_STATE, split_state_name
 from paddleformers_fc.layout.shard_messages import JobShards
@@ -121,7 +121,7 @@ def ties_of(job: JobShards, shares: Iterable[Sequence[ShardPart]], owners: Mappi
     return Ties(tuple(parts), tuple(unlike), _stages(job, owners))
 
 
-def hash_ties(tensors: Mapping[str, Mapping[str, HostPieces]], sides: Iterable[CopyPart]) -> list[bytes]:
+def hash_ties(tensors: HostTensors, sides: Iterable[CopyPart]) -> list[bytes]:
     """Return the digests of this rank's sides, 16 bytes each.
 
     Args:
@@ -139,18 +139,15 @@ def diverged(ties: Ties, digests: Sequence[Sequence[bytes]]) -> tuple[DivergedTi
         digests: the results of :func:`hash_ties`, by rank.
     """
     ranks = [iter(own) for own in digests]
-    total: dict[tuple[str, str], int] = {}
-    unequal: dict[tuple[str, str], int] = {}
+    compared: dict[tuple[str, str], list[bool]] = {}
     for part in ties.parts:
         one, other = (next(ranks[side.rank]) for side in part.sides)
-        key = (part.owner, part.line)
-        total[key] = total.get(key, 0) + 1
-        if one != other:
-            unequal[key] = unequal.get(key, 0) + 1
+        compared.setdefault((part.owner, part.line), []).append(one == other)
     lines: dict[str, list[str]] = {}
-    for (owner, line), count in unequal.items():
-        whole = total[owner, line]
-        lines.setdefault(owner, []).append(line if count == whole else f"{line}: {count} of {whole} parts differ")
+    for (owner, line), equal in compared.items():
+        if not all(equal):
+            some = f": {equal.count(False)} of {len(equal)} parts differ" if any(equal) else ""
+            lines.setdefault(owner, []).append(line + some)
     for owner, line in ties.unlike:
         lines.setdefault(owner, []).append(line)
     return tuple(DivergedTie(list(ties.stages[owner]), found) for owner, found in lines.items())

@@ -31,7 +31,7 @@ from paddleformers_fc.distributed.step_agreement import StepAgreement
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.execute.async_snapshot import SnapshotBuffer, SnapshotCopy, snapshot_bytes
 from paddleformers_fc.execute.memory import HostPieces
-from paddleformers_fc.execute.replicas import ElementRanges, largest_ranges, ranges_of
+from paddleformers_fc.execute.replicas import ElementRanges, ranges_of
 from paddleformers_fc.execute.save import LivePart, PlannedSave, SaveReport, begin_save, save_parts
 from paddleformers_fc.execute.staging_pool import TransferFigures, measured_transfers
 from paddleformers_fc.text import size_text
@@ -232,7 +232,7 @@ class AsyncSaves:
 
         def allocate() -> None:
             plan.refuse_failed()
-            self._reserve(trainer, part, largest_ranges(plan, part.replicas))
+            self._reserve(trainer, part, ranges_of(plan, None, part.replicas))
 
         run_on_all(channel, "allocating memory for saves", allocate)
 

@@ -194,7 +194,7 @@ def count(layout: Mapping[str, Any], model: Mapping[str, Any], output_dir: str, 
             (piece.stop - piece.start) * width(file.role, piece.name) for file in plan.files for piece in file.pieces
         ),
         "hashed": sum(
-            (stop - start) * width(one.role, one.name)
+            (stop - start) * width(one.role, one.shard.name)
             for one in plan.replicas
             for start, stop in [hashed_range(one, job.step)]
         ),

@@ -18,7 +18,7 @@ from paddleformers_fc.execute import replicas, save as saving, save_plan
 from paddleformers_fc.execute.async_snapshot import SnapshotBuffer, snapshot_bytes
 from paddleformers_fc.execute.memory import HostTensors, host_view
 from paddleformers_fc.execute.replica_assignment import Replica
-from paddleformers_fc.execute.replicas import ElementRanges, largest_ranges, ranges_of
+from paddleformers_fc.execute.replicas import ElementRanges, ranges_of
 from paddleformers_fc.execute.save import (
     JobRecord,
     PlannedSave,
@@ -32,6 +32,7 @@ from paddleformers_fc.execute.save import (
 )
 from paddleformers_fc.execute.save_plan import PlannedFile, PlannedWrite, SavePlan
 from paddleformers_fc.execute.ties import CopyPart
+from paddleformers_fc.layout import Shard
 from paddleformers_fc.mapping.boxes import Box, whole
 from paddleformers_fc.storage.manifest import MANIFEST_NAME
 from tests.execute.test_ties import TIED, model_of, tied_value
@@ -115,8 +116,10 @@ def test_stretches_are_joined_where_they_overlap_or_meet() -> None:
 
 
 def test_a_replica_that_another_rank_writes_is_read_where_it_is_hashed() -> None:
-    small = Replica(ROLE, "small", rows=4, row=2, nbytes=32, holders=2, group=0, described="small")
-    large = Replica(ROLE, "large", rows=1 << 20, row=1, nbytes=4 << 20, holders=2, group=0, described="large")
+    small, large = (
+        Replica(ROLE, Shard(name, "float32", shape, whole(shape)), holders=2, group=0)
+        for name, shape in (("small", (4, 2)), ("large", (1 << 20,)))
+    )
     plan = plan_of([PlannedWrite("a", 0, 4)], (small, large))
     found = [ranges_of(plan, step, "warn")[ROLE, "large"] for step in range(8)]
     assert set(found) == {((0, 1 << 19),), ((1 << 19, 1 << 20),)}
@@ -127,7 +130,7 @@ def test_a_replica_that_another_rank_writes_is_read_where_it_is_hashed() -> None
 def test_the_largest_ranges_are_enough_for_every_step_and_not_more_than_a_step_needs() -> None:
     """Of replicas whose hashed part is another one at each step, and overlaps what is written at some."""
     replicas_ = [
-        Replica(ROLE, name, rows=rows, row=3, nbytes=rows * 12, holders=holders, group=0, described=name)
+        Replica(ROLE, Shard(name, "float32", (rows, 3), whole((rows, 3))), holders, 0)
         for name, rows, holders in (("small", 5, 4), ("even", 1 << 18, 4), ("odd", (1 << 18) + 1, 3))
     ]
     written = [PlannedWrite("even", 0, 3 << 16), PlannedWrite("odd", 0, 100), PlannedWrite("alone", 4, 9)]
@@ -138,7 +141,7 @@ def test_the_largest_ranges_are_enough_for_every_step_and_not_more_than_a_step_n
     for option in ("warn", "off"):
         sizes = {snapshot_bytes(roles, ranges_of(plan, step, option)) for step in range(64)}
         assert len(sizes) == (1 if option == "off" else 4)
-        assert snapshot_bytes(roles, largest_ranges(plan, option)) == max(sizes)
+        assert snapshot_bytes(roles, ranges_of(plan, None, option)) == max(sizes)
 
 
 def test_a_tied_copy_is_read_by_whole_rows() -> None:
