@@ -58,6 +58,7 @@ from paddleformers_fc.layout.roles import EMA_STATE, MODEL_STATE, OPTIMIZER_STAT
 from paddleformers_fc.layout.shards import ShardsByRole, shard_bytes
 from paddleformers_fc.plan import canonical_layout, canonical_source, plan_reads
 from paddleformers_fc.plan.build import CAST, ReadSource
+from paddleformers_fc.plan.report import OPEN_WEIGHTS
 from paddleformers_fc.plan.sources import model_source, resume_source
 from paddleformers_fc.storage.block_checksums import digest_of
 from paddleformers_fc.storage.commit import staged_name
@@ -277,9 +278,12 @@ def _source(checkpoint: OpenedCheckpoint, writer: ExportWriter) -> ReadSource:
     rules = writer.rules(checkpoint)
     if rules is None:
         return canonical_source(checkpoint)
-    of_format = model_source if checkpoint.format.canonical else resume_source
-    source, report = of_format(checkpoint, rules)
-    report.refuse(str(checkpoint.catalog.root))
+    if checkpoint.format.canonical:
+        source, report = model_source(checkpoint, rules)
+        report.refuse(str(checkpoint.catalog.root), stored=OPEN_WEIGHTS)
+    else:
+        source, report = resume_source(checkpoint, rules)
+        report.refuse(str(checkpoint.catalog.root))
     return source
 
 

@@ -43,7 +43,7 @@ from paddleformers_fc.formats.registry import require_format
 from paddleformers_fc.layout.grid import ParallelGrid
 from paddleformers_fc.plan import LoadPlan, ReadSource, canonical_layout, canonical_source, plan_reads
 from paddleformers_fc.plan.forecast import GridPlan, plan_load
-from paddleformers_fc.plan.report import OPEN_WEIGHTS
+from paddleformers_fc.plan.report import CHECKPOINT, OPEN_WEIGHTS
 from paddleformers_fc.plan.simulate import declared_model
 from paddleformers_fc.storage.files import is_directory, list_directory
 from paddleformers_fc.storage.manifest import read_manifest, refuse_diverged
@@ -174,7 +174,7 @@ def _check_mapping(checkpoint: OpenedCheckpoint, level: str, checks: CheckList) 
 
 def _check_copies(checkpoint: OpenedCheckpoint, checks: CheckList) -> None:
     """Compare what a load compares of a checkpoint without a stored mapping: its ties follow from its family."""
-    stored = OPEN_WEIGHTS if checkpoint.format.canonical else ""
+    stored = OPEN_WEIGHTS if checkpoint.format.canonical else CHECKPOINT
     try:
         source = canonical_source(checkpoint)
         if checkpoint.format.canonical:
@@ -207,7 +207,7 @@ def _equal_text(counts: tuple[int, int]) -> str:
     return ", ".join(found) or "there are no tied tensors and no numbers that are stored several times"
 
 
-def _planned(source: ReadSource, stored: str = "") -> LoadPlan:
+def _planned(source: ReadSource, stored: str = CHECKPOINT) -> LoadPlan:
     """Return the plan that makes every canonical tensor of every role out of the stored tensors."""
     plan = plan_reads(source, canonical_layout(source))
     plan.report.refuse(str(source.catalog.root), stored=stored)

@@ -171,12 +171,12 @@ class Planner:
 
     def __init__(self, source: ReadSource) -> None:
         self._source = source
-        self._aliases: dict[str, list[str]] = {}
+        self._copies: dict[str, tuple[str, ...]] = {}
         for alias, owner in source.stored_aliases.items():
-            self._aliases.setdefault(owner, []).append(alias)
+            self._copies[owner] = (*self._copies.get(owner, (owner,)), alias)
+        self._copies |= source.preferred
         self._patterns: dict[tuple[object, ...], FillPattern] = {}
         self._made, self._sources, self._targets = source.mapping.made, source.mapping.sources, source.mapping.targets
-        self._numbers: dict[Shape, Template] = {}
         self._forget()
 
     def _forget(self) -> None:
@@ -229,7 +229,7 @@ class Planner:
         if state.shape is not StateShape.PARAMETER:
             if not self._agree(shard, tensors):
                 return None
-            template, tensors = self._number(shard.global_shape), tensors[:1]
+            template, tensors = identity(shard.global_shape), tensors[:1]
         else:
             target = self._targets.get(parameter)
             if target is not None and target.shape != shard.global_shape:
@@ -248,27 +248,15 @@ class Planner:
                 self._patterns[key] = pattern
         return ShardFill(pattern, tensors)
 
-    def _number(self, shape: Shape) -> Template:
-        """Return the template of a state that is one number per parameter, or per shard of it."""
-        if shape not in self._numbers:
-            self._numbers[shape] = identity(shape)
-        return self._numbers[shape]
-
     def _tensors(self, role: str, shard: Shard, names: tuple[str, ...], state: StateName) -> list[StoredTensor] | None:
         """Return the stored states of some parameters; None if one is missing or has another shape than mapped."""
-        stored, touched = self._source.catalog.roles.get(role, {}), self.touched[role]
         found: list[StoredTensor] = []
         for name in names:
             full = name + state.suffix
-            tensor = self._under_an_alias(role, name, state.suffix) if name in self._aliases else stored.get(full)
-            if self._source.may_cast:
-                tensor = self._in_the_best_precision(role, name, tensor, shard.dtype)
-            if self._source.averaged:
-                tensor = self._average(role, name, tensor)
+            tensor = self._to_read(role, name, state.suffix, shard.dtype)
             if tensor is None:
                 self.report.add("missing", full if full == shard.name else f"{shard.name}: needs {full}")
                 continue
-            touched.add(tensor.name)
             shape = tensor.form.shape
             if shape == self._sources[name].shape or state.shape is not StateShape.PARAMETER:
                 found.append(tensor)
@@ -276,65 +264,39 @@ class Planner:
                 self._report_shape(shard, f"stored {list(shape)}", self._sources[name].shape)
         return found if len(found) == len(names) else None
 
-    def _stored(self, role: str, parameter: str, suffix: str) -> StoredTensor | None:
-        if parameter in self._aliases:
-            return self._under_an_alias(role, parameter, suffix)
-        return self._source.catalog.roles.get(role, {}).get(parameter + suffix)
-
-    def _in_the_best_precision(
-        self, role: str, parameter: str, tensor: StoredTensor | None, wanted: str
-    ) -> StoredTensor | None:
-        """Return the stored tensor with most digits for a weight or a master weight of another precision.
+    def _to_read(self, role: str, parameter: str, suffix: str, wanted: str) -> StoredTensor | None:
+        """Return the stored tensor that a wanted one is read from; None if there is none.
 
         Args:
             role: role of the wanted tensor.
             parameter: the stored parameter.
-            tensor: the tensor that is stored under the wanted role.
+            suffix: of the wanted tensor.
             wanted: the wanted dtype.
         """
-        other = None
-        if role == MODEL_STATE and tensor is not None and tensor.dtype != wanted:
-            other = self._stored(MASTER_WEIGHT, parameter, MASTER.suffix)
-        elif role == MASTER_WEIGHT and tensor is None:
-            other = self._stored(MODEL_STATE, parameter, "")
-        if other is None:
-            return tensor
-        self.touched[MASTER_WEIGHT if role == MODEL_STATE else MODEL_STATE].add(other.name)
-        if tensor is not None:
-            # The master weight is read in its place.
-            self.touched[role].add(tensor.name)
-        return other
+        tensor, source = self._stored(role, parameter, suffix), self._source
+        if source.may_cast and role == MODEL_STATE and tensor is not None and tensor.dtype != wanted:
+            tensor = self._stored(MASTER_WEIGHT, parameter, MASTER.suffix) or tensor
+        if source.may_cast and role == MASTER_WEIGHT and tensor is None:
+            tensor = self._stored(MODEL_STATE, parameter, "")
+        if source.averaged and role in (MODEL_STATE, MASTER_WEIGHT):
+            tensor = self._stored(EMA_STATE, parameter, "") or tensor
+        return tensor
 
-    def _average(self, role: str, parameter: str, tensor: StoredTensor | None) -> StoredTensor | None:
-        """Return the moving average of a weight or master weight; the tensor itself if there is none.
+    def _stored(self, role: str, parameter: str, suffix: str) -> StoredTensor | None:
+        """Return a stored tensor, which counts as read.
 
-        Args:
-            role: role of the wanted tensor.
-            parameter: the stored parameter.
-            tensor: the tensor that is stored under the wanted role.
+        Of the copies of a tied one this is the preferred copy, or the owner's, which must equal all others.
         """
-        if role not in (MODEL_STATE, MASTER_WEIGHT):
-            return tensor
-        other = self._stored(EMA_STATE, parameter, "")
-        if other is None:
-            return tensor
-        self.touched[EMA_STATE].add(other.name)
-        if tensor is not None:
-            self.touched[role].add(tensor.name)
-        return other
+        stored = self._source.catalog.roles.get(role, {})
+        names = self._copies.get(parameter, (parameter,))
+        found = [stored[name + suffix] for name in names if name + suffix in stored]
+        self.touched[role].update(tensor.name for tensor in found)
+        for other in found[1:] if parameter not in self._source.preferred else ():
+            self._must_equal(found[0], other, tied=True)
+        return found[0] if found else None
 
     def _report_shape(self, shard: Shard, what: str, wanted: Shape) -> None:
         self.report.add("shape", f"{shard.name}: {what}, wanted {list(wanted)}")
-
-    def _under_an_alias(self, role: str, parameter: str, suffix: str) -> StoredTensor | None:
-        """Return the stored state of a tied parameter: the preferred copy, or the owner's, which must equal all."""
-        stored, preferred = self._source.catalog.roles.get(role, {}), self._source.preferred.get(parameter)
-        names = preferred or (parameter, *self._aliases[parameter])
-        found = [stored[name + suffix] for name in names if name + suffix in stored]
-        self.touched[role].update(tensor.name for tensor in found)
-        for other in found[1:] if preferred is None else ():
-            self._must_equal(found[0], other, tied=True)
-        return found[0] if found else None
 
     def _agree(self, shard: Shard, tensors: list[StoredTensor]) -> bool:
         """Return whether several stored numbers fit one wanted number, and add checks that they are equal."""

@@ -42,7 +42,7 @@ from paddleformers_fc.layout.roles import (
 from paddleformers_fc.layout.shards import Shard, shard_bytes
 from paddleformers_fc.plan.build import FillPattern, Planner, ReadSource, regrouped
 from paddleformers_fc.plan.items import ReadItem
-from paddleformers_fc.plan.report import Report
+from paddleformers_fc.plan.report import CHECKPOINT, OPEN_WEIGHTS, Report
 from paddleformers_fc.plan.simulate import SimulatedModel, declared_model, stored_model
 from paddleformers_fc.plan.sources import huggingface_source, resume_source, stored_tensors
 from paddleformers_fc.plan.statements import statements_source
@@ -350,7 +350,8 @@ class PlannedLoad:
         dropped.sort(key=natural)
         for name in self._unexpected(dropped):
             report.add("unexpected", name)
-        report.refuse(str(self.source.catalog.root))
+        stored = CHECKPOINT if self._optional is None else OPEN_WEIGHTS
+        report.refuse(str(self.source.catalog.root), stored=stored)
         return dropped
 
     def _unexpected(self, dropped: Sequence[str]) -> list[str]:

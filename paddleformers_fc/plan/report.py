@@ -1,33 +1,28 @@
 """Report the differences between stored and wanted tensors.
 
-A report is a set of lines per kind. The reports of all ranks merge by union, so that every rank raises the same text.
+A report is a set of lines per kind, and is sent as such. The reports of all ranks merge by union, so that every rank
+raises the same text.
 Indices are folded: ``layers.{0...31}``.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, get_args
 
 import msgspec
 
-from paddleformers_fc.errors import MismatchError, PeerError, cut
+from paddleformers_fc.errors import MismatchError, cut
 from paddleformers_fc.layout.roles import MASTER, SHARD_NUMBER_SUFFIXES, STATE_SUFFIXES
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.text import count_text, natural
 
-ReportKind = Literal["missing", "unexpected", "shape", "dtype", "coverage", "mapping", "unequal"]
-KINDS: tuple[ReportKind, ...] = get_args(ReportKind)
 HEADINGS = {
     "missing": "MISSING: wanted, and not stored",
     "unexpected": "UNEXPECTED: stored, and wanted by no rank",
     "shape": "SHAPE: stored and wanted differ",
     "dtype": "DTYPE: stored and wanted differ, and no cast is declared",
     "coverage": "COVERAGE: not every element is written exactly once",
-    "mapping": "MAPPING: names that cannot be mapped",
     "unequal": "UNEQUAL: values that must be equal are not",
 }
 
@@ -55,113 +50,90 @@ _DTYPE_STEP = (
 )
 
 
-@dataclass
-class Report:
-    """Lines by kind; empty if everything fits.
+class Report(msgspec.Struct, array_like=True):
+    """Lines by kind, each under its heading of :data:`HEADINGS`; empty if everything fits."""
 
-    Args:
-        lines: by kind.
-        stored: :data:`CHECKPOINT` or :data:`OPEN_WEIGHTS`; a message to other ranks does not contain it.
-    """
-
-    lines: dict[str, set[str]] = field(default_factory=lambda: {kind: set() for kind in KINDS})
-    stored: str = CHECKPOINT
+    missing: set[str] = set()
+    unexpected: set[str] = set()
+    shape: set[str] = set()
+    dtype: set[str] = set()
+    coverage: set[str] = set()
+    unequal: set[str] = set()
 
     def add(self, kind: str, line: str) -> None:
-        """Add one line; ``kind`` is one of :data:`KINDS`."""
-        self.lines[kind].add(cut(line))
+        """Add one line; ``kind`` is a key of :data:`HEADINGS`."""
+        self._lines(kind).add(cut(line))
+
+    def _lines(self, kind: str) -> set[str]:
+        lines: set[str] = getattr(self, kind)
+        return lines
 
     def merge(self, others: Iterable[Report]) -> Report:
         """Return the union of this report and others."""
-        everyone = (self, *others)
-        merged = Report(stored=OPEN_WEIGHTS if any(one.stored == OPEN_WEIGHTS for one in everyone) else CHECKPOINT)
-        for report in everyone:
-            for kind, lines in report.lines.items():
-                merged.lines[kind] |= lines
+        merged, everyone = Report(), (self, *others)
+        for kind in HEADINGS:
+            merged._lines(kind).update(*(report._lines(kind) for report in everyone))
         return merged
 
     @property
     def empty(self) -> bool:
         """Return whether everything fits."""
-        return not any(self.lines.values())
+        return not any(map(self._lines, HEADINGS))
 
     def evidence(self) -> list[str]:
         """Return the report as folded lines under headings."""
         text: list[str] = []
-        for kind in KINDS:
-            if self.lines[kind]:
-                text.append(f"{HEADINGS[kind]} ({len(self.lines[kind])})")
-                text.extend(f"  {line}" for line in fold(states_joined(sorted(self.lines[kind], key=natural))))
+        for kind, heading in HEADINGS.items():
+            if lines := self._lines(kind):
+                text.append(f"{heading} ({len(lines)})")
+                text.extend(f"  {line}" for line in fold(states_joined(sorted(lines, key=natural))))
         return text
 
-    def refuse(self, where: str, why: Sequence[str] = (), stored: str = "") -> None:
+    def refuse(self, where: str, why: Sequence[str] = (), stored: str = CHECKPOINT) -> None:
         """Raise the report as an error.
 
         Args:
             where: the checkpoint.
             why: explanations, which precede the lines.
-            stored: as the attribute, which serves where it is empty.
+            stored: :data:`CHECKPOINT` or :data:`OPEN_WEIGHTS`.
 
         Raises:
             MismatchError: unless the report is empty.
         """
-        if not self.empty:
-            stored, step = stored or self.stored, self._step()
-            if stored == OPEN_WEIGHTS:
-                experts = self._experts()
-                why, step = (*why, *experts), _EXPERTS_STEP if experts else _OPEN_WEIGHTS_STEP
-            count = sum(len(lines) for lines in self.lines.values())
-            raise MismatchError(
-                f"The {stored} and the model do not fit: {count_text(count, 'difference')}. No weight was changed.",
-                where=where,
-                evidence=[*why, *self.evidence()],
-                next_step=step,
-            )
+        if self.empty:
+            return
+        step = self._step()
+        if stored == OPEN_WEIGHTS:
+            experts = self._experts()
+            why, step = (*why, *experts), _EXPERTS_STEP if experts else _OPEN_WEIGHTS_STEP
+        count = sum(len(self._lines(kind)) for kind in HEADINGS)
+        raise MismatchError(
+            f"The {stored} and the model do not fit: {count_text(count, 'difference')}. No weight was changed.",
+            where=where,
+            evidence=[*why, *self.evidence()],
+            next_step=step,
+        )
 
     def _experts(self) -> list[str]:
         """Return what the experts of open weights are, if they are in a form that Transformers 5 saves."""
-        if any(map(_TRANSPOSED.search, self.lines["shape"])):
+        if any(map(_TRANSPOSED.search, self.shape)):
             return ["experts are stored [expert, out, in], as Transformers 5 saves them: exchange their last two axes"]
-        if any(map(_SINGLE.search, self.lines["unexpected"])) and any(map(_STACKED.search, self.lines["missing"])):
+        if any(map(_SINGLE.search, self.unexpected)) and any(map(_STACKED.search, self.missing)):
             return ["experts are stored one by one, as Transformers 5 saves them: stack those of a layer"]
         return []
 
     def _step(self) -> str:
         """Return the next step: with another precision, master weights are missing or left over as well."""
-        shapes = self.lines["shape"]
+        shapes = self.shape
         if shapes and all(any(suffix in line for suffix in SHARD_NUMBER_SUFFIXES) for line in shapes):
             return _CUTS_STEP
-        found = {kind for kind, lines in self.lines.items() if lines}
-        names = self.lines["missing"] | self.lines["unexpected"]
+        found = set(filter(self._lines, HEADINGS))
+        names = self.missing | self.unexpected
         masters_only = all(MASTER.suffix in line for line in names)
         if "dtype" in found and found <= {"dtype", "missing", "unexpected"} and masters_only:
             return _DTYPE_STEP
         states_only = found <= {"missing", "unexpected"} and all(_STATE.search(line) for line in names)
         return _STATES_STEP if states_only else _MODEL_STEP
-
-    def to_wire(self) -> str:
-        """Return the report as JSON."""
-        return json.dumps({kind: sorted(lines) for kind, lines in self.lines.items() if lines})
-
-    @staticmethod
-    def from_wire(text: str) -> Report:
-        """Return the report that :meth:`to_wire` wrote.
-
-        Raises:
-            PeerError: it wrote something else.
-        """
-        try:
-            found = msgspec.json.decode(text, type=dict[ReportKind, set[str]])
-        except (msgspec.MsgspecError, UnicodeEncodeError, RecursionError) as error:
-            raise PeerError(
-                "Another rank has sent a report that cannot be read.",
-                evidence=[str(error), text],
-                next_step="Run the same version of paddleformers_fc on every rank.",
-            ) from error
-        report = Report()
-        for kind, lines in found.items():
-            report.lines[kind] = lines
-        return report
 
 
 def states_joined(lines: Iterable[str]) -> list[str]:

@@ -38,7 +38,7 @@ from paddleformers_fc.mapping.boxes import Box, Shape, whole
 from paddleformers_fc.mapping.prove import require_agreement
 from paddleformers_fc.mapping.templates import identity
 from paddleformers_fc.plan.build import ReadSource
-from paddleformers_fc.plan.report import OPEN_WEIGHTS, Report
+from paddleformers_fc.plan.report import Report
 
 
 def resume_source(
@@ -180,7 +180,7 @@ def huggingface_source(
     bound = RuleSet(present.targets, rules, present.ties, present.fresh + fresh)
     wanted = bound.mapping(dtypes)
     prove(wanted, "The model's mapping")
-    report = Report(stored=OPEN_WEIGHTS)
+    report = Report()
     for name, tensor in catalog.roles.get(MODEL_STATE, {}).items():
         spec = wanted.sources.get(name)
         if spec is not None and spec.shape != tensor.shape:

@@ -79,7 +79,7 @@ def statements_source(
     canonical = live.mapping().made
     read = {source for name in left_to_names if name in canonical for source in canonical[name].names}
     kept = Report()
-    for line in report.lines["shape"]:
+    for line in report.shape:
         if line.partition(":")[0] in read:
             kept.add("shape", line)
     return replace(derived, mapping=merged), kept

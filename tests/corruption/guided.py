@@ -29,7 +29,7 @@ import msgspec
 PICKLES = "pickles"
 KINDS = (
     *("manifests", "safetensors headers", "shard descriptions", "mappings", "indices of open weights"),
-    *("configurations", "aoa_configs", "errors of other ranks", "reports of other ranks", PICKLES),
+    *("configurations", "aoa_configs", "errors of other ranks", PICKLES),
 )
 """What is fuzzed; all but pickles are of :data:`tests.corruption.hostile.KINDS`."""
 RUNS = 10_000

@@ -259,21 +259,6 @@ def _wire(directory: Path) -> Target:
     return Target((json.loads(error.to_wire()),), use)
 
 
-def _report(directory: Path) -> Target:
-    from paddleformers_fc.plan.report import Report
-
-    report = Report()
-    for kind in ("missing", "shape"):
-        for layer in range(3):
-            report.add(kind, f"model.layers.{layer}.mlp.gate_proj.weight")
-
-    def use(raw: bytes) -> None:
-        found = Report.from_wire(raw.decode("utf-8", "surrogateescape"))
-        Report().merge([found]).refuse("where")
-
-    return Target((json.loads(report.to_wire()),), use)
-
-
 def _codec(directory: Path) -> Target:
     from paddleformers_fc.storage import state_json
     from paddleformers_fc.trainer import position
@@ -403,7 +388,6 @@ KINDS: dict[str, Callable[[Path], Target]] = {
     "shard descriptions": _shards,
     "indices of open weights": _index,
     "errors of other ranks": _wire,
-    "reports of other ranks": _report,
     "data positions": _codec,
     "Trainer states": _trainer,
     "aoa_configs": _statements,
@@ -416,7 +400,7 @@ def _fuzz(kind: str, directory: Path, seed: int, count: int) -> Outcome:
     outcome = Outcome()
     for document in target.documents:
         judge(outcome, functools.partial(target.use, written(document).encode()))
-    if outcome.refused and kind not in ("errors of other ranks", "reports of other ranks", "data positions"):
+    if outcome.refused and kind not in ("errors of other ranks", "data positions"):
         outcome.strange.append("the valid document is refused")
     outcome = Outcome(strange=outcome.strange)
     bound_memory()
