@@ -9,16 +9,17 @@ the blocks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from paddleformers_fc.errors import FlexError, StorageError
-from paddleformers_fc.storage.checksum import BlockHasher, FileChecksum, FileRecord
+from paddleformers_fc.errors import Corrupt, FlexError, StorageError
+from paddleformers_fc.storage.checksum import BlockHasher, FileChecksum, FileRecord, is_document, size_fault
 from paddleformers_fc.storage.executor import Blocks, OwnedBlocks, ReadOptions, ReadPool
-from paddleformers_fc.storage.files import map_paths, open_regular, read_into
+from paddleformers_fc.storage.files import map_paths, open_regular, read_into, stat_path
 from paddleformers_fc.storage.identities import NO_IDENTITIES, Identities
 from paddleformers_fc.storage.paths import AnyPath, RemotePath
 from paddleformers_fc.storage.progress import expect
+from paddleformers_fc.text import count_text
 
 Numbers = Sequence[int]
 """Numbers of blocks of one file, rising."""
@@ -27,6 +28,8 @@ _READ_BYTES = 1024 * 1024
 # A block: every read is a request.
 _REMOTE_READ_BYTES = 4 * 1024 * 1024
 _SHOWN = 4
+COMPARED_AT_ONCE = 4
+"""Number of threads that read and hash files."""
 
 
 @dataclass
@@ -66,6 +69,50 @@ class BlockComparison:
             evidence=[*first.evidence, *(_unread_line(path, error.what) for path, error in others)],
             next_step=first.next_step,
         )
+
+    def refuse(self, fault: str, directory: AnyPath, next_step: str) -> None:
+        """Raise what was found, if anything was.
+
+        Args:
+            fault: the beginning of the error.
+            directory: the directory that was compared.
+            next_step: advice for damaged files.
+
+        Raises:
+            Corrupt: with every fault as evidence.
+            StorageError: a file cannot be read, and nothing else is wrong.
+        """
+        if self.faults:
+            counted = count_text(len(self.evidence), "fault")
+            raise Corrupt(
+                f"{fault}: {counted} found.", where=str(directory), evidence=self.evidence, next_step=next_step
+            )
+        if self.refusal:
+            raise self.refusal
+
+
+def compare_files(
+    directory: AnyPath, checksums: Collection[FileChecksum], level: str = "full", optional: Collection[str] = ()
+) -> BlockComparison:
+    """Compare the sizes of files, and the bytes of those whose size is right, and return the differences.
+
+    Args:
+        directory: the directory that the checksums' paths are relative to.
+        checksums: of the files.
+        level: under ``size`` only the bytes of documents are compared.
+        optional: paths of files that may be missing.
+    """
+    seen = map_paths(lambda one: stat_path(directory / one.path), checksums, directory)
+    sizes = {
+        one.path: size_fault(status, one.size)
+        for one, status in zip(checksums, seen, strict=True)
+        if status is not None or one.path not in optional
+    }
+    right = [one for one in checksums if sizes.get(one.path) == ""]
+    hashed = [(one, range(one.count)) for one in right if level == "full" or is_document(one.path)]
+    found = compare_blocks(directory, hashed, COMPARED_AT_ONCE)
+    found.faults[:0] = [f"{path} {fault}" for path, fault in sizes.items() if fault]
+    return found
 
 
 def compare_blocks(

@@ -14,19 +14,17 @@ import msgspec
 import xxhash
 
 from paddleformers_fc.errors import Corrupt, FormatError
-from paddleformers_fc.storage.block_checksums import BlockComparison, compare_blocks
+from paddleformers_fc.storage.block_checksums import compare_files
 from paddleformers_fc.storage.checksum import (
     BLOCK_DIGEST_BYTES,
     FileChecksum,
     FileRecord,
     digest_of_blocks,
-    is_document,
     is_hex,
     record_faults,
-    size_fault,
 )
-from paddleformers_fc.storage.files import exists, map_paths, stat_path
-from paddleformers_fc.storage.json_io import read_document, read_recorded
+from paddleformers_fc.storage.files import exists
+from paddleformers_fc.storage.json_io import decode_typed, read_document, read_recorded
 from paddleformers_fc.storage.paths import AnyPath
 
 CHECKSUMS_NAME = "flex_checksums.json"
@@ -38,6 +36,8 @@ _READABLE = (1, VERSION)
 """Version 1 has other digests, which a reader computes from the blocks."""
 MAX_CHECKSUMS_BYTES = 256 * 1024 * 1024
 """The longest file of checksums that is read: that of an export of 50 TB."""
+
+_DELETE = "Delete this file to use the weights without checksums, or use the version that wrote it."
 
 FileChecksums = Mapping[str, FileChecksum]
 """FileChecksums by path relative to the directory."""
@@ -98,10 +98,7 @@ def read_checksums(directory: AnyPath) -> FileChecksums | None:
     path = directory / CHECKSUMS_NAME
     if not exists(path):
         return None
-    try:
-        document = _decoder.decode(read_document(path, MAX_CHECKSUMS_BYTES))
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise _malformed(path, [str(error)]) from error
+    document = decode_typed(_decoder, read_document(path, MAX_CHECKSUMS_BYTES), str(path), _DELETE)
     if document.format != FORMAT or document.version not in _READABLE:
         raise _malformed(path, [f"format {document.format!r} version {document.version}"])
     if _seal(document.files) != document.seal:
@@ -117,9 +114,7 @@ def read_checksums(directory: AnyPath) -> FileChecksums | None:
     return {one.path: one.checksum for one in document.files}
 
 
-def verify_export(
-    directory: AnyPath, checksums: FileChecksums, level: str, *, needed: Collection[str], threads: int = 4
-) -> None:
+def verify_export(directory: AnyPath, checksums: FileChecksums, level: str, *, needed: Collection[str]) -> None:
     """Compare the files of an export with their checksums.
 
     A listed file that is neither there nor needed is no fault: a download may leave out what it does not use.
@@ -129,33 +124,15 @@ def verify_export(
         checksums: the result of :func:`read_checksums`.
         level: ``size`` compares sizes, and the checksums of documents; ``full`` compares all checksums.
         needed: the files that must be there, and must be listed.
-        threads: how many threads read and hash.
 
     Raises:
         Corrupt: with every fault as evidence.
         StorageError: a file cannot be read, and nothing else is wrong.
     """
-    unlisted = [
-        f"{name} is needed, and {CHECKSUMS_NAME} does not list it" for name in sorted(needed) if name not in checksums
-    ]
-    seen = dict(zip(checksums, map_paths(stat_path, (directory / name for name in checksums), directory), strict=True))
-    checked = [one for one in checksums.values() if one.path in needed or seen[one.path] is not None]
-    sizes = {one.path: fault for one in checked if (fault := size_fault(seen[one.path], one.size))}
-    hashed = [one for one in checked if one.path not in sizes and (level == "full" or is_document(one.path))]
-    found = (
-        compare_blocks(directory, [(one, range(one.count)) for one in hashed], threads) if hashed else BlockComparison()
-    )
-    faults = [*unlisted, *(f"{name} {fault}" for name, fault in sizes.items()), *found.faults]
-    if found.refusal and not faults:
-        raise found.refusal
-    if faults:
-        raise Corrupt(
-            f"{directory} does not match its {CHECKSUMS_NAME}: "
-            f"{len(faults)} {'fault' if len(faults) == 1 else 'faults'} found.",
-            where=str(directory),
-            evidence=[*faults, *found.evidence[len(found.faults) :]],
-            next_step=restore_or_delete(directory),
-        )
+    found = compare_files(directory, checksums.values(), level, checksums.keys() - set(needed))
+    unlisted = sorted(set(needed) - checksums.keys())
+    found.faults[:0] = [f"{name} is needed, and {CHECKSUMS_NAME} does not list it" for name in unlisted]
+    found.refuse(f"{directory} does not match its {CHECKSUMS_NAME}", directory, restore_or_delete(directory))
 
 
 def read_exported(directory: AnyPath, checksums: FileChecksums | None, name: str, most: int) -> bytes:
@@ -187,10 +164,7 @@ def restore_or_delete(directory: AnyPath) -> str:
 
 def _malformed(path: AnyPath, evidence: list[str]) -> FormatError:
     return FormatError(
-        f"{path} is not a valid file of checksums.",
-        where=str(path),
-        evidence=evidence,
-        next_step="Delete this file to use the weights without checksums, or use the version that wrote it.",
+        f"{path} is not a valid file of checksums.", where=str(path), evidence=evidence, next_step=_DELETE
     )
 
 

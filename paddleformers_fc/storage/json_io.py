@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Collection
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -35,6 +35,8 @@ MAX_DEPTH = 32
 
 MAX_DIGITS = 40
 """Maximum number of characters of an integer: two to the power of 128 has 39 digits."""
+
+_T = TypeVar("_T")
 
 
 def read_document(path: AnyPath, most: int = MAX_DOCUMENT_BYTES) -> bytes:
@@ -87,6 +89,24 @@ def read_recorded(directory: AnyPath, checksum: FileRecord, most: int, next_step
     return raw
 
 
+def decode_typed(decoder: msgspec.json.Decoder[_T], raw: bytes | msgspec.Raw, where: str, next_step: str) -> _T:
+    """Return the typed value of a JSON text.
+
+    Args:
+        decoder: of the type.
+        raw: the text.
+        where: path of the document, for the error.
+        next_step: advice for a text that is something else.
+
+    Raises:
+        FormatError: it is no JSON text, or has another type.
+    """
+    try:
+        return decoder.decode(raw)
+    except _UNREADABLE as error:
+        raise FormatError(f"{where} is not valid: {error}.", where=where, next_step=next_step) from error
+
+
 class _Extension(msgspec.Struct, frozen=True):
     """The part of an extension that every reader reads."""
 
@@ -109,10 +129,8 @@ def ignored_extensions(raw: bytes | msgspec.Raw, known: Collection[str], where: 
     Raises:
         FormatError: with every other unknown field. A reader that ignored one could misread the rest.
     """
-    try:
-        unknown = {name: value for name, value in _fields.decode(raw).items() if name not in known}
-    except _UNREADABLE as error:
-        raise FormatError(f"{where} cannot be read: {error}.", where=where, next_step=RESTORE_FILE) from error
+    fields = decode_typed(_fields, raw, where, RESTORE_FILE)
+    unknown = {name: value for name, value in fields.items() if name not in known}
     required = [name for name, value in unknown.items() if not _may_be_ignored(value)]
     if required:
         raise FormatError(

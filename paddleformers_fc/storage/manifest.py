@@ -20,12 +20,13 @@ import stat
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
+from typing import Any
 
 import msgspec
 import xxhash
 
 from paddleformers_fc.errors import CheckpointError, Corrupt, Diverged, FormatError, NotACheckpoint, OptionError
-from paddleformers_fc.storage.block_checksums import compare_blocks, compare_documents
+from paddleformers_fc.storage.block_checksums import COMPARED_AT_ONCE, compare_blocks, compare_documents
 from paddleformers_fc.storage.checksum import FileChecksum, FileRecord, is_document, record_faults, size_fault
 from paddleformers_fc.storage.files import (
     fsync_directory,
@@ -40,7 +41,7 @@ from paddleformers_fc.storage.files import (
     subdirectories,
     write_file,
 )
-from paddleformers_fc.storage.json_io import ignored_extensions, read_document, read_recorded
+from paddleformers_fc.storage.json_io import decode_typed, ignored_extensions, read_document, read_recorded
 from paddleformers_fc.storage.paths import ASIDE, LOCK_NAME, AnyPath, parse_hidden, parse_step
 from paddleformers_fc.storage.remote import RemoteStatus
 
@@ -78,8 +79,6 @@ CHOOSE_COPY = (
     "resume_from_checkpoint with flex_tied: first or last, or run paddleformers-fc export --tied first|last."
 )
 """The next step for diverged copies of tied tensors."""
-
-_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 class Branch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -208,16 +207,9 @@ class _Head(msgspec.Struct, frozen=True):
     written_by: str = "another program"
 
 
-class _Run(msgspec.Struct, frozen=True):
-    """The fields that identify a save."""
-
-    step: int
-    run: RunRecord = RunRecord("", [])
-
-
 _sealed = msgspec.json.Decoder(_Sealed)
 _heads = msgspec.json.Decoder(_Head)
-_runs = msgspec.json.Decoder(_Run)
+_documents = msgspec.json.Decoder(dict[str, Any])
 
 
 def read_manifest(directory: AnyPath) -> Manifest:
@@ -242,10 +234,12 @@ def read_manifest(directory: AnyPath) -> Manifest:
             next_step="Choose a finished checkpoint; the manifest is written last, so this one may be half-written.",
         ) from error
     _check_head(path, raw)
-    sealed = _decode(path, raw)
+    sealed = decode_typed(_sealed, raw, str(path), _ANOTHER)
     manifest = Manifest(**{field: getattr(sealed, field) for field in Manifest.__struct_fields__})
-    extended = ignored_extensions(raw, _Sealed.__struct_fields__, str(path))
-    seal = _seal_of_document(path, raw) if extended else manifest_seal(manifest)
+    ignored_extensions(raw, _Sealed.__struct_fields__, str(path))
+    # Extensions are sealed like the other fields.
+    document = decode_typed(_documents, raw, str(path), _ANOTHER)
+    seal = _digest({name: value for name, value in document.items() if name != "seal"})
     if sealed.seal != seal:
         raise Corrupt(
             f"{path} does not match its own checksum.",
@@ -260,23 +254,6 @@ def read_manifest(directory: AnyPath) -> Manifest:
         # The JSON is complete, but the file is not what was written.
         raise Corrupt(f"{path} is truncated: its last byte is missing.", where=str(path), next_step=_ANOTHER)
     return manifest
-
-
-def read_run(directory: AnyPath) -> tuple[int, RunRecord]:
-    """Return step and run of a checkpoint for a message, without a check of the other fields of its manifest.
-
-    Raises:
-        CheckpointError: there is no manifest of this format.
-        StorageError: the operating system refused to read it.
-    """
-    path = directory / MANIFEST_NAME
-    raw = read_document(path, MAX_MANIFEST_BYTES)
-    _check_head(path, raw)
-    try:
-        found = _runs.decode(raw)
-    except _UNREADABLE as error:
-        raise FormatError(f"{path} is not a valid manifest: {error}.", where=str(path), next_step=_ANOTHER) from error
-    return found.step, found.run
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
@@ -309,7 +286,7 @@ def encode_manifest(manifest: Manifest, path: Path = Path(MANIFEST_NAME)) -> byt
     except (TypeError, ValueError) as error:
         raise FormatError(f"{path} cannot be written: {error}.", where=str(path)) from error
     _check_head(path, raw)
-    faults = _faults(_decode(path, raw))
+    faults = _faults(decode_typed(_sealed, raw, str(path), _ANOTHER))
     if faults:
         raise FormatError(f"{path} would list invalid files.", where=str(path), evidence=faults)
     return msgspec.json.format(raw, indent=1) + _END
@@ -356,7 +333,7 @@ def verify_files(
     manifest: Manifest,
     level: str,
     *,
-    threads: int = 4,
+    threads: int = COMPARED_AT_ONCE,
     recorded: Mapping[str, FileChecksum] = _NO_CHECKSUMS,
     around: Surroundings | None = None,
 ) -> None:
@@ -382,22 +359,13 @@ def verify_files(
         return
     faulty = (around or Surroundings(directory)).faults(manifest.files)
     strangers = extra_files(directory, manifest)
-    faults = [*faulty.values(), *strangers]
     hashed = [one for one in manifest.files if one.path not in faulty and (level == "full" or is_document(one.path))]
     found = compare_documents(directory, [one for one in hashed if is_document(one.path) or one.path not in recorded])
     blocks = [recorded[one.path] for one in hashed if not is_document(one.path) and one.path in recorded]
-    if blocks:
-        found.add(compare_blocks(directory, [(one, range(one.count)) for one in blocks], threads))
-    if found.refusal and not (faults or found.faults):
-        raise found.refusal
-    faults += found.evidence
-    if faults:
-        raise Corrupt(
-            f"{directory} is damaged: {len(faults)} {'fault' if len(faults) == 1 else 'faults'} found.",
-            where=str(directory),
-            evidence=faults,
-            next_step=repair_advice(bool(strangers), len(faults) > len(strangers)),
-        )
+    found.add(compare_blocks(directory, [(one, range(one.count)) for one in blocks], threads))
+    found.faults[:0] = [*faulty.values(), *strangers]
+    advice = repair_advice(bool(strangers), len(found.evidence) > len(strangers))
+    found.refuse(f"{directory} is damaged", directory, advice)
 
 
 def refuse_outside(directory: AnyPath, record: FileRecord) -> None:
@@ -558,23 +526,15 @@ def generators_rank(path: str) -> int | None:
 
 def manifest_seal(manifest: Manifest) -> str:
     """Return the manifest's checksum of itself: equal for two checkpoints only if they are of one save."""
-    return xxhash.xxh3_128_hexdigest(msgspec.json.encode(manifest, order="sorted"))
+    return _digest(manifest)
 
 
-def _seal_of_document(path: AnyPath, raw: bytes) -> str:
-    """Return the seal of a document with extensions, which are sealed like the other fields."""
-    try:
-        document = {name: value for name, value in msgspec.json.decode(raw).items() if name != "seal"}
-        return xxhash.xxh3_128_hexdigest(msgspec.json.encode(document, order="sorted"))
-    except _UNREADABLE as error:
-        raise FormatError(f"{path} is not a valid manifest: {error}.", where=str(path), next_step=_ANOTHER) from error
+def _digest(document: Manifest | dict[str, Any]) -> str:
+    return xxhash.xxh3_128_hexdigest(msgspec.json.encode(document, order="sorted"))
 
 
 def _check_head(path: AnyPath, raw: bytes) -> None:
-    try:
-        head = _heads.decode(raw)
-    except _UNREADABLE as error:
-        raise FormatError(f"{path} is not a manifest: {error}.", where=str(path), next_step=_ANOTHER) from error
+    head = decode_typed(_heads, raw, str(path), _ANOTHER)
     if head.format != FORMAT or head.version != VERSION:
         raise FormatError(
             f"{path} has the format {head.format!r} version {head.version}, which cannot be read here.",
@@ -582,13 +542,6 @@ def _check_head(path: AnyPath, raw: bytes) -> None:
             evidence=[f"written by {head.written_by}", f"can be read: {FORMAT!r} version {VERSION}"],
             next_step="Read it with the version that wrote it, and export it from there.",
         )
-
-
-def _decode(path: AnyPath, raw: bytes) -> _Sealed:
-    try:
-        return _sealed.decode(raw)
-    except _UNREADABLE as error:
-        raise FormatError(f"{path} is not a valid manifest: {error}.", where=str(path), next_step=_ANOTHER) from error
 
 
 def _faults(manifest: Manifest) -> list[str]:

@@ -17,11 +17,11 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from paddleformers_fc.errors import Corrupt, StorageError
-from paddleformers_fc.storage.block_checksums import compare_blocks
-from paddleformers_fc.storage.checksum import FileChecksum, checksum_of, size_fault
+from paddleformers_fc.errors import StorageError
+from paddleformers_fc.storage.block_checksums import compare_files
+from paddleformers_fc.storage.checksum import FileChecksum, checksum_of
 from paddleformers_fc.storage.paths import RemotePath
-from paddleformers_fc.storage.remote import AT_ONCE, asking, map_remote, stat_remote
+from paddleformers_fc.storage.remote import asking
 
 UPLOAD_BYTES = 32 * 1024 * 1024
 """Length of an uploaded part."""
@@ -148,20 +148,6 @@ def compare_uploaded(directory: RemotePath, checksums: Sequence[FileChecksum]) -
         Corrupt: the store has other bytes than those that were uploaded.
         StorageError: it refused to read them.
     """
-    status = map_remote(lambda one: stat_remote(directory / one.path), checksums)
-    sizes = [
-        f"{one.path} {fault}"
-        for one, found in zip(checksums, status, strict=True)
-        if (fault := size_fault(found, one.size))
-    ]
-    found = compare_blocks(directory, [(one, range(one.count)) for one in checksums], AT_ONCE // 4)
-    if found.refusal and not sizes and not found.faults:
-        raise found.refusal
-    faults = sizes or found.faults
-    if faults:
-        raise Corrupt(
-            f"The store does not have the bytes that were uploaded to {directory}.",
-            where=str(directory),
-            evidence=faults,
-            next_step="Make sure that no other program writes there, then upload again.",
-        )
+    fault = f"The store does not have the bytes that were uploaded to {directory}"
+    advice = "Make sure that no other program writes there, then upload again."
+    compare_files(directory, checksums).refuse(fault, directory, advice)

@@ -40,7 +40,7 @@ def test_damaged_and_empty_ones_are_passed_over_with_the_reason(tmp_path: Path) 
     assert [path.name for path, _ in skipped] == ["checkpoint-5", "checkpoint-4", "checkpoint-3", "checkpoint-2"]
     for (_, why), expected in zip(
         skipped,
-        ["has no flex_checkpoint.json", "is not a manifest", "2 of 12 bytes", f"{WEIGHTS} is missing"],
+        ["has no flex_checkpoint.json", "flex_checkpoint.json is not valid", "2 of 12 bytes", f"{WEIGHTS} is missing"],
         strict=True,
     ):
         assert expected in why
