@@ -480,21 +480,16 @@ def _move_in(staging: Path, target: Path, marks: Sequence[str], is_old: Callable
     for name in marks:
         remove_file(target / name)
     fsync_directory(target)
-    first = [path for path in own if path.name == CHECKSUMS_NAME]
+    has_checksums = Path(CHECKSUMS_NAME) in own
     for path in list_directory(target):
         # A crash right after the rename of a new export has left its lock.
-        if path.name == LOCK_NAME or (is_old(path.name) and not (first and path.name == CHECKSUMS_NAME)):
+        if path.name == LOCK_NAME or (is_old(path.name) and not (has_checksums and path.name == CHECKSUMS_NAME)):
             remove_file(path)
     fsync_directory(target)
-    for path in first:
-        rename(staging / path, target / path)
-    fsync_directory(target)
-    last = [path for path in own if str(path) in marks]
-    for path in sorted(set(own).difference(first, last)):
-        make_directories((target / path).parent)
-        rename(staging / path, target / path)
-    for directory in {path.parent for path in own}:
-        fsync_directory(target / directory)
-    for path in last:
-        rename(staging / path, target / path)
-    fsync_directory(target)
+    for stage in range(3):
+        moved = [path for path in own if (0 if path.name == CHECKSUMS_NAME else 1 + (str(path) in marks)) == stage]
+        for path in moved:
+            make_directories((target / path).parent)
+            rename(staging / path, target / path)
+        for directory in {path.parent for path in moved}:
+            fsync_directory(target / directory)

@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, NoReturn, TypeVar, overload
+from typing import Any, TypeVar, overload
 
 import numpy as np
 
@@ -453,19 +453,9 @@ def remove_tree(path: Path) -> None:
     if is_link(path):
         remove_file(path)
         return
-    # Without recursion, because files of other programs may be nested more deeply than Python's stack allows.
-    waiting, emptied = [path], []
-    while waiting:
-        emptied.append(waiting.pop())
-        entries: list[os.DirEntry[str]] = []
-        with _naming("list", emptied[-1]), contextlib.suppress(FileNotFoundError), os.scandir(emptied[-1]) as found:
-            entries = sorted(found, key=lambda entry: entry.name)
-        for entry in entries:
-            if entry.is_dir(follow_symlinks=False):
-                waiting.append(Path(entry.path))
-            else:
-                remove_file(Path(entry.path))
-    for directory in reversed(emptied):
+    for directory, names in walk_directories(path):
+        for name in names:
+            remove_file(directory / name)
         with _naming("delete", directory), contextlib.suppress(FileNotFoundError):
             os.rmdir(directory)
 
@@ -631,23 +621,31 @@ def files_within(path: Path) -> list[Path]:
     Raises:
         StorageError: a directory cannot be listed.
     """
-    entries = [directory / name for directory, names in walk_directories(path) for name in sorted(names)]
+    entries = [directory / name for directory, names in walk_directories(path) for name in names]
     return [entry for entry in entries if entry.is_file() and not entry.is_symlink()]
 
 
 def walk_directories(path: Path) -> list[tuple[Path, list[str]]]:
     """Return a directory and every one below it, the deepest first, each with the names that are no directories.
 
-    Links are not followed.
+    Links are names, and are not followed. A directory that is gone is empty.
 
     Raises:
         StorageError: one of them cannot be listed.
     """
-
-    def fail(error: OSError) -> NoReturn:
-        raise refused("list", error.filename or path, error) from error
-
-    return [(Path(place), names) for place, _, names in os.walk(path, topdown=False, onerror=fail)]
+    # Without recursion, because files of other programs may be nested more deeply than Python's stack allows.
+    found: list[tuple[Path, list[str]]] = []
+    waiting = [path]
+    while waiting:
+        directory, names = waiting.pop(), list[str]()
+        with _naming("list", directory), contextlib.suppress(FileNotFoundError), os.scandir(directory) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    waiting.append(directory / entry.name)
+                else:
+                    names.append(entry.name)
+        found.append((directory, sorted(names)))
+    return found[::-1]
 
 
 def _relative(path: Path, root: Path | None) -> str:

@@ -149,7 +149,7 @@ def _may_be_ignored(value: msgspec.Raw) -> bool:
         return False
 
 
-def parse_json(raw: bytes) -> Any:
+def parse_json(raw: bytes | bytearray) -> Any:
     """Return the value of a JSON text in UTF-8.
 
     Raises:
@@ -171,10 +171,11 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _integer(text: str) -> int:
+def _integer(text: str) -> int | float:
     if len(text) > MAX_DIGITS:
         raise ValueError(f"it holds an integer of {len(text)} digits")
-    return int(text)
+    # A count is never negative zero; a reader of integers is told by the type.
+    return -0.0 if text == "-0" else int(text)
 
 
 def _refuse_depth(value: Any) -> None:

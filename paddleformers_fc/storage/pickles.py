@@ -25,6 +25,7 @@ that the reader of the file has.
 from __future__ import annotations
 
 import math
+import os
 import pickletools
 import struct
 from collections.abc import Iterable, Mapping, Sequence
@@ -35,7 +36,7 @@ from typing import Any
 import numpy as np
 
 from paddleformers_fc.errors import FormatError
-from paddleformers_fc.storage.files import OpenFile, open_local, read_range
+from paddleformers_fc.storage.files import OpenFile, open_local, read_range, refused
 
 MAX_PROGRAM_BYTES = 512 * 1024 * 1024
 """Maximum bytes of instructions of a pickle: the metadata of a checkpoint of 154 GB has 227 MiB."""
@@ -55,7 +56,6 @@ MAX_DEPTH = 100
 MAX_PARTS_PER_BYTE = 8
 """The most parts of a value per byte of instructions."""
 
-_WINDOW = MAX_TEXT_BYTES
 _LONGEST_NAME = 256
 _QUOTED = 100
 """Maximum number of characters of a text that an error quotes."""
@@ -149,6 +149,8 @@ def read_pickle(path: Path, *, any_class: bool = False) -> Any:
         machine = _Machine(file, any_class)
         try:
             return machine.run()
+        except OSError as error:
+            raise refused("read", path, error, machine.at) from error
         except ValueError as fault:
             raise FormatError(
                 f"{path} cannot be read: {fault}.",
@@ -180,7 +182,7 @@ class _Machine:
         self.at = 0
         self._file = file
         self._any_class = any_class
-        self._window, self._window_begin = b"", 0
+        self._reader = os.fdopen(file.descriptor, "rb", MAX_TEXT_BYTES, closefd=False)
         self._skipped = self._frame_end = 0
         self._stack: list[Any] = []
         self._marks = [0]
@@ -222,24 +224,20 @@ class _Machine:
 
     def read(self, count: int) -> bytes:
         """Read the next bytes, at most a text of them."""
-        begin = self.at - self._window_begin
-        if begin + count > len(self._window):
-            if count > MAX_TEXT_BYTES:
-                raise ValueError(f"it has a text of {count} bytes")
-            if self.at + count > self._file.size:
-                raise ValueError(f"it is truncated: {self.at + count} bytes are due and {self._file.size} are there")
-            begin, self._window_begin = 0, self.at
-            self._window = read_range(self._file, self.at, min(_WINDOW, self._file.size - self.at))
+        if count > MAX_TEXT_BYTES:
+            raise ValueError(f"it has a text of {count} bytes")
+        data = self._reader.read(count)
+        if len(data) < count:
+            raise ValueError(f"it is truncated: {self.at + count} bytes are due and {self._file.size} are there")
         self.at += count
-        return self._window[begin : begin + count]
+        return data
 
     def line(self) -> str:
         """Read the text up to the next line feed."""
-        line = self.read(1)
-        while line[-1:] != b"\n":
-            if len(line) > _LONGEST_NAME:
-                raise ValueError(f"it has a name of more than {_LONGEST_NAME} bytes")
-            line += self.read(1)
+        line = self._reader.readline(_LONGEST_NAME + 1)
+        if line[-1:] != b"\n":
+            raise ValueError(f"it has a name that does not end within {_LONGEST_NAME} bytes")
+        self.at += len(line)
         return str(line[:-1], "utf-8")
 
     def frame(self, length: int) -> None:
@@ -250,7 +248,9 @@ class _Machine:
 
     def data(self, length: int) -> PickledBytes:
         """Skip bytes and return their position."""
-        self.at += length
+        if self.at + length > self._file.size:
+            raise ValueError(f"it is truncated: {self.at + length} bytes are due and {self._file.size} are there")
+        self.at = self._reader.seek(self.at + length)
         self._skipped += length
         return PickledBytes(self.at - length, length)
 
@@ -499,7 +499,8 @@ def _encoded(value: Any) -> Iterable[bytes]:
     if type(value) is bool:
         return (b"\x88" if value else b"\x89",)
     if type(value) is int:
-        return _integer(value)
+        raw = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+        return (b"\x8a", bytes([len(raw)]), raw)
     if type(value) is float:
         return (b"G", struct.pack(">d", value))
     if type(value) is str:
@@ -521,13 +522,6 @@ def _encoded(value: Any) -> Iterable[bytes]:
 def _all(values: Iterable[Any]) -> Iterable[bytes]:
     for value in values:
         yield from _encoded(value)
-
-
-def _integer(value: int) -> Iterable[bytes]:
-    if -(1 << 31) <= value < 1 << 31:
-        return (b"J", struct.pack("<i", value))
-    raw = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
-    return (b"\x8a", bytes([len(raw)]), raw)
 
 
 def _array(value: np.ndarray[Any, Any]) -> Iterable[bytes]:

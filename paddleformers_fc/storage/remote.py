@@ -44,6 +44,9 @@ _EXTRAS = {"http": "http", "https": "http", "s3": "s3", "s3a": "s3"}
 _SECRET = re.compile(r"key|secret|token|password|passphrase|sas|account|credential", re.IGNORECASE)
 _QUERY = re.compile(r"(?<=\S)\?[^\s'\",)]+")
 _TOLD = 300
+_DOWNLOAD = "Download the directory, and name the copy."
+_CUT = "The connection was cut; try again."
+_NO_RANGES = f"This server does not answer range requests. {_DOWNLOAD}"
 _CHANGES = ("write", "delete")
 
 _T = TypeVar("_T")
@@ -127,7 +130,12 @@ class RemoteFile:
         for (begin, end), answer in zip(ranges, answers, strict=True):
             if len(answer) != end - begin:
                 self._refuse_changed()
-                raise self._length_error(begin, end - begin, len(answer))
+                raise StorageError(
+                    f"The store answered with another number of bytes of {self.path} than were requested.",
+                    where=f"{self.path}, byte {begin}",
+                    evidence=[f"wanted {end - begin} bytes from byte {begin}, got {len(answer)}"],
+                    next_step=_CUT if len(answer) < end - begin else _NO_RANGES,
+                )
         return list(answers)
 
     def _refuse_changed(self) -> None:
@@ -150,16 +158,6 @@ class RemoteFile:
             where=f"{self.path}, byte {begin + got}",
             evidence=[f"wanted {wanted} bytes from byte {begin}, got {got}"],
             next_step="The file was truncated. Restore it or use another checkpoint.",
-        )
-
-    def _length_error(self, begin: int, wanted: int, got: int) -> StorageError:
-        fault = "fewer" if got < wanted else "more"
-        advice = "The connection was cut; try again." if got < wanted else "This server does not answer range requests."
-        return StorageError(
-            f"The store answered with {fault} bytes of {self.path} than were requested.",
-            where=f"{self.path}, byte {begin}",
-            evidence=[f"wanted {wanted} bytes from byte {begin}, got {got}"],
-            next_step=advice if got < wanted else f"{advice} Download the directory, and name the copy.",
         )
 
 
@@ -197,11 +195,7 @@ def stat_remote(path: RemotePath) -> RemoteStatus | None:
     kind = str(facts.get("type", "file"))
     size = facts.get("size")
     if kind == "file" and size is None:
-        raise StorageError(
-            f"The store reports no size of {path}.",
-            where=str(path),
-            next_step="Download the directory, and name the copy.",
-        )
+        raise StorageError(f"The store reports no size of {path}.", where=str(path), next_step=_DOWNLOAD)
     return RemoteStatus(kind, int(size) if kind == "file" and size is not None else 0, _tag(facts))
 
 

@@ -21,11 +21,9 @@ header for reading, one pass over the bytes for writing.
 
 from __future__ import annotations
 
-import json
 import math
 import struct
 import threading
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +41,7 @@ from paddleformers_fc.storage.files import (
     read_into,
     read_range,
 )
+from paddleformers_fc.storage.json_io import parse_json
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.storage.remote_writes import RemoteFileWriter
 from paddleformers_fc.text import count_text, numbers_text
@@ -191,8 +190,24 @@ def layout_file(path: Path, entries: Sequence[tuple[str, str, Sequence[int]]], m
     Raises:
         FormatError: a name twice, an unknown dtype, an impossible shape, a header over 100 MB.
     """
-    header, sizes = _render(path, entries, metadata)
-    return FileLayout(header, tuple(sizes))
+    document: dict[str, Any] = {METADATA_KEY: _metadata(path, metadata)} if metadata else {}
+    sizes: list[int] = []
+    begin = 0
+    for name, dtype, shape in entries:
+        if name in document or name == METADATA_KEY:
+            _reject_write(path, f"the tensor name {name!r} is taken")
+        if any(extent < 0 for extent in shape):
+            _reject_write(path, f"{name!r} has the shape {numbers_text(shape)}")
+        extents = tuple(map(int, shape))
+        sizes.append(item_size(dtype) * math.prod(extents))
+        document[name] = _RawEntry(dtype, extents, (begin, begin + sizes[-1]))
+        begin += sizes[-1]
+    text = _text(path, document)
+    padding = -(_LENGTH_BYTES + len(text)) % _ALIGNMENT
+    length = len(text) + padding
+    if length > MAX_HEADER_BYTES:
+        _reject_write(path, f"its header would have {length} bytes, and at most {MAX_HEADER_BYTES} can be read back")
+    return FileLayout(struct.pack("<Q", length) + text + b" " * padding, tuple(sizes))
 
 
 class TensorWriter:
@@ -324,7 +339,13 @@ def _decode_usual(raw: bytearray) -> tuple[dict[str, str], dict[str, _RawEntry]]
 
 def _decode_any(path: AnyPath, raw: bytearray) -> tuple[dict[str, str], dict[str, _RawEntry]]:
     """Return metadata and entries of a header, decoded one by one, so that an error can name the fault."""
-    document = _decode(path, raw)
+    if not raw.startswith(b"{"):
+        _reject(path, "its header does not start with '{'")
+    try:
+        document = parse_json(raw)
+    except ValueError as error:
+        _reject(path, f"its header is not valid JSON: {error}")
+    _text(path, document)
     metadata = _metadata(path, document.pop(METADATA_KEY, {}))
     return metadata, {name: _entry(path, name, claim) for name, claim in document.items()}
 
@@ -357,52 +378,16 @@ def _misplaced(claim: _RawEntry, size: int, due: int, previous: str) -> str:
     return f"{relation} {previous} (begins at byte {begin} of the tensors, {due} is due)"
 
 
-def _decode(path: AnyPath, raw: bytearray) -> dict[str, Any]:
-    def object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
-            ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)
-            _reject(path, f"its header has the key {twice!r} twice")
-        return found
-
-    def constant(text: str) -> NoReturn:
-        _reject(path, f"its header holds {text}, which is not JSON")
-
-    def whole(text: str) -> int:
-        # It would pass as 0, which the library refuses.
-        return _reject(path, "its header holds the number -0") if text == "-0" else int(text)
-
-    if not raw.startswith(b"{"):
-        _reject(path, "its header does not start with '{'")
-    try:
-        text = raw.decode("utf-8")
-        # Looking at every number takes time.
-        number = whole if "-0" in text else None
-        document = json.loads(text, object_pairs_hook=object_of, parse_int=number, parse_constant=constant)
-    except UnicodeDecodeError as error:
-        _reject(path, f"its header is not UTF-8 ({error.reason} at byte {_LENGTH_BYTES + error.start})")
-    except RecursionError:
-        _reject(path, "its header is nested too deeply")
-    except ValueError as error:
-        _reject(path, f"its header is not JSON ({error})")
-    if not isinstance(document, dict):
-        _reject(path, "its header is not a JSON object")
-    return document
-
-
 def _metadata(path: AnyPath, claim: Any) -> dict[str, str]:
     if not isinstance(claim, dict):
         _reject(path, f"{METADATA_KEY} is not an object")
     for key, value in claim.items():
         if not isinstance(value, str):
             _reject(path, f"{METADATA_KEY}[{key!r}] is not a string")
-        _check_text(path, key)
-        _check_text(path, value)
     return claim
 
 
 def _entry(path: AnyPath, name: str, claim: Any) -> _RawEntry:
-    _check_text(path, name)
     if not isinstance(claim, dict) or claim.keys() != _FIELDS:
         _reject(path, f"tensor {name!r} does not have exactly the fields {', '.join(sorted(_FIELDS))}")
     try:
@@ -420,37 +405,9 @@ def _cut_tensors(ordered: dict[str, TensorEntry], file_size: int) -> list[str]:
     return [f"{count_text(len(cut), 'tensor')} cut off, {cut[0]!r} first"] if cut else []
 
 
-def _check_text(path: AnyPath, text: str) -> None:
+def _text(path: AnyPath, document: dict[str, Any]) -> bytes:
+    """Return a header as JSON, which contains Unicode text only."""
     try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        _reject(path, f"its header holds {text!r}, which is not Unicode text")
-
-
-def _render(
-    path: AnyPath, entries: Sequence[tuple[str, str, Sequence[int]]], metadata: dict[str, str]
-) -> tuple[bytes, list[int]]:
-    """Return the header's bytes, length field and padding included, and every tensor's size in bytes."""
-    document: dict[str, Any] = {METADATA_KEY: _metadata(path, metadata)} if metadata else {}
-    sizes: list[int] = []
-    position = 0
-    for name, dtype, shape in entries:
-        if name in document or name == METADATA_KEY:
-            _reject_write(path, f"the tensor name {name!r} is taken")
-        _check_text(path, name)
-        if any(extent < 0 for extent in shape):
-            _reject_write(path, f"{name!r} has the shape {numbers_text(shape)}")
-        size = item_size(dtype) * math.prod(int(extent) for extent in shape)
-        document[name] = {
-            "dtype": dtype,
-            "shape": [int(extent) for extent in shape],
-            "data_offsets": [position, position + size],
-        }
-        sizes.append(size)
-        position += size
-    text = json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
-    padding = -(_LENGTH_BYTES + len(text)) % _ALIGNMENT
-    length = len(text) + padding
-    if length > MAX_HEADER_BYTES:
-        _reject_write(path, f"its header would have {length} bytes, and at most {MAX_HEADER_BYTES} can be read back")
-    return struct.pack("<Q", length) + text + b" " * padding, sizes
+        return msgspec.json.encode(document)
+    except UnicodeEncodeError as error:
+        _reject(path, f"its header is not Unicode text: {error}")

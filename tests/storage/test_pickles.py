@@ -293,6 +293,13 @@ def test_instructions_beyond_the_bound_are_not_carried_out(tmp_path: Path, monke
         read_pickle(written(tmp_path / "x", b"\x80\x04](" + b"N" * 2000 + b"e."))
 
 
+@pytest.mark.parametrize("length", [5, 2**62, 2**64 - 1])
+def test_bytes_that_are_not_in_the_file_are_not_skipped(tmp_path: Path, length: int) -> None:
+    raw = b"\x80\x04\x8e" + length.to_bytes(8, "little") + b"1234"
+    with pytest.raises(FormatError, match=f"truncated: {11 + length} bytes are due and 15 are there"):
+        read_pickle(written(tmp_path / "x", raw))
+
+
 @pytest.mark.parametrize(
     "raw", [b"\x80\x04" + b"]" * 100_000 + b"a" * 99_999 + b".", b"\x80\x04]\x94h\x00a."], ids=["deep", "in itself"]
 )
