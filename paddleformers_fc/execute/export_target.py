@@ -151,22 +151,18 @@ class _RemoteExport(StagedExport):
         return TensorWriter(file, layout)
 
     def finish(self, documents: Mapping[str, bytes], written: Sequence[FileChecksum], seal: Seal) -> None:
-        marks = self._writer.marks
-        first = {name: data for name, data in documents.items() if name not in marks}
-        last = {name: data for name, data in documents.items() if name in marks}
-        uploaded = [one for one in written if one.path not in marks]
-        uploaded += [self._write(name, data) for name, data in first.items()]
-        marked = [one for one in written if one.path in marks]
-        expected = [checksum_of(name, data) for name, data in last.items()]
-        for name, data in seal([*uploaded, *marked, *expected]).items():
-            if name in marks:
-                last[name] = data
-            else:
-                uploaded.append(self._write(name, data))
-        compare_uploaded(self._target, uploaded)
+        recorded = [checksum_of(name, data) for name, data in documents.items()]
+        documents = {**documents, **seal([*written, *recorded])}
+        self._complete(documents, written, marks=False)
         for file in self._deferred:
             file.publish()
-        compare_uploaded(self._target, [*marked, *(self._write(name, data) for name, data in last.items())])
+        self._complete(documents, written, marks=True)
+
+    def _complete(self, documents: Mapping[str, bytes], written: Sequence[FileChecksum], *, marks: bool) -> None:
+        """Upload the documents that are marks, or all others, and compare these files."""
+        own = [one for one in written if (one.path in self._writer.marks) == marks]
+        chosen = [name for name in documents if (name in self._writer.marks) == marks]
+        compare_uploaded(self._target, [*own, *(self._write(name, documents[name]) for name in chosen)])
 
     def _write(self, name: str, data: bytes) -> FileChecksum:
         self._begun.append(name)

@@ -50,7 +50,6 @@ _TABLE: tuple[tuple[str, str, np.dtype[Any]], ...] = (
 _CODE_OF = {name: code for name, code, _ in _TABLE}
 _NAME_OF = {code: name for name, code, _ in _TABLE}
 _NUMPY_OF = {code: dtype for _, code, dtype in _TABLE}
-_SIZE_OF = {code: dtype.itemsize for _, code, dtype in _TABLE}
 
 CODES: frozenset[str] = frozenset(_NUMPY_OF)
 """Every dtype code that a safetensors header may use here."""
@@ -89,7 +88,7 @@ def item_size(code: str) -> int:
     Raises:
         FormatError: the code is unknown.
     """
-    return _look_up(_SIZE_OF, code)
+    return to_numpy(code).itemsize
 
 
 def dtype_size(name: str) -> int:

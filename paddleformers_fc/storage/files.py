@@ -232,13 +232,10 @@ def read_several(file: OpenFile, offset: int, views: Sequence[memoryview]) -> No
         count = os.preadv(file.descriptor, views, offset)
     except OSError as error:
         raise refused("read", file.path, error) from error
-    if count == sum(map(len, views)):
-        return
-    for view in views:
-        if count < view.nbytes:
-            read_into(file, offset + count, view[count:])
-        count = max(0, count - view.nbytes)
-        offset += view.nbytes
+    if count < sum(map(len, views)):
+        for view in views:
+            read_into(file, offset, view)
+            offset += view.nbytes
 
 
 def read_range(file: OpenFile | RemoteFile, offset: int, length: int) -> bytes:

@@ -306,17 +306,6 @@ def read_listed(directory: AnyPath, manifest: Manifest, name: str, most: int | N
         FormatError: it is longer than the bound, or not a regular file.
         StorageError: it cannot be read.
     """
-    record = require_record(directory, manifest, name)
-    refuse_outside(directory, record)
-    return read_recorded(directory, record, record.size if most is None else most, RESTORE)
-
-
-def require_record(directory: AnyPath, manifest: Manifest, name: str) -> FileRecord:
-    """Return the record of a file that a checkpoint must have.
-
-    Raises:
-        Corrupt: the manifest does not list it, so that its content is not checked.
-    """
     record = manifest.record_of(name)
     if record is None:
         raise Corrupt(
@@ -325,7 +314,10 @@ def require_record(directory: AnyPath, manifest: Manifest, name: str) -> FileRec
             evidence=[f"the manifest does not list {name}"],
             next_step="Use another checkpoint.",
         )
-    return record
+    path = directory / name
+    if Surroundings(directory).look_at(record)[1] == _OUTSIDE:
+        raise FormatError(f"{path} {_OUTSIDE}.", where=str(path), next_step=RESTORE)
+    return read_recorded(directory, record, record.size if most is None else most, RESTORE)
 
 
 def verify_files(
@@ -366,18 +358,6 @@ def verify_files(
     found.faults[:0] = [*faulty.values(), *strangers]
     advice = repair_advice(bool(strangers), len(found.evidence) > len(strangers))
     found.refuse(f"{directory} is damaged", directory, advice)
-
-
-def refuse_outside(directory: AnyPath, record: FileRecord) -> None:
-    """Refuse a file that a link leads out of the directory to.
-
-    Raises:
-        FormatError: it is outside.
-        StorageError: the operating system refused to look.
-    """
-    if Surroundings(directory).look_at(record)[1] == _OUTSIDE:
-        path = directory / record.path
-        raise FormatError(f"{path} {_OUTSIDE}.", where=str(path), next_step=RESTORE)
 
 
 def refuse_level(level: str) -> None:

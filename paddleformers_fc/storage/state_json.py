@@ -24,11 +24,10 @@ _ARRAY = "__array__"
 _TUPLE = "__tuple__"
 _MARKS = frozenset({_ARRAY, _TUPLE})
 _DTYPES = frozenset(np.dtype(kind).str for kind in np.typecodes["AllInteger"] + "efd?")
-_ANOTHER = "The file was changed after it was written; resume from another checkpoint."
 
 
 def encode(value: Any, what: str) -> bytes:
-    """Encode ``value`` as a JSON document that :func:`decode` turns back into an equal value.
+    """Encode ``value`` as a JSON document that :func:`decode_object` turns back into an equal value.
 
     Args:
         value: None, bool, int, float, str, and arrays, lists, tuples and string-keyed dicts of such.
@@ -40,8 +39,8 @@ def encode(value: Any, what: str) -> bytes:
     return json.dumps(_plain(value, what), indent=1, sort_keys=True).encode() + b"\n"
 
 
-def decode(raw: bytes, where: str) -> Any:
-    """Decode the result of :func:`encode`.
+def decode_object(raw: bytes, where: str) -> dict[str, Any]:
+    """Decode the result of :func:`encode` of a dict.
 
     Args:
         raw: the document.
@@ -51,30 +50,16 @@ def decode(raw: bytes, where: str) -> Any:
         FormatError: it is not such a document.
     """
     try:
-        return _rich(parse_json(raw))
+        value = _rich(parse_json(raw))
+        if not isinstance(value, dict):
+            raise ValueError(f"it is a {type(value).__name__}, and not an object")
     except (ValueError, TypeError, KeyError, OverflowError) as error:
         raise FormatError(
             "The Trainer's state cannot be read.",
             where=where,
             evidence=[f"{type(error).__name__}: {error}"],
-            next_step=_ANOTHER,
+            next_step="The file was changed after it was written; resume from another checkpoint.",
         ) from error
-
-
-def decode_object(raw: bytes, where: str) -> dict[str, Any]:
-    """As :func:`decode`, for a document whose value is a dict.
-
-    Raises:
-        FormatError: it is not such a document, or its value is no dict.
-    """
-    value = decode(raw, where)
-    if not isinstance(value, dict):
-        raise FormatError(
-            "The Trainer's state is not a JSON object.",
-            where=where,
-            evidence=[type(value).__name__],
-            next_step=_ANOTHER,
-        )
     return value
 
 

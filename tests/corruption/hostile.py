@@ -496,9 +496,9 @@ def _unlike_names() -> None:
 
 
 def _decoded(document: Any) -> None:
-    from paddleformers_fc.storage.state_json import decode
+    from paddleformers_fc.storage.state_json import decode_object
 
-    decode(written(document).encode(), "trainer/state.json")
+    decode_object(written({"value": document}).encode(), "trainer/state.json")
 
 
 DEEP = b"[" * 1_000_000 + b"]" * 1_000_000

@@ -151,7 +151,11 @@ def test_a_file_that_disappears_while_it_is_read_is_missing(served: Served, tmp_
 
 @pytest.mark.parametrize(
     ("answer", "message"),
-    [(lambda data: data[:-1], "fewer bytes"), (lambda data: data + b"x", "more bytes"), (lambda data: b"", "fewer")],
+    [
+        (lambda data: data[:-1], "(?s)got 49.*connection was cut"),
+        (lambda data: data + b"x", "(?s)got 51.*does not answer range requests"),
+        (lambda data: b"", "(?s)got 0.*connection was cut"),
+    ],
 )
 def test_an_answer_of_another_length_is_refused(served: Served, tmp_path: Path, answer: object, message: str) -> None:
     (tmp_path / "data").write_bytes(bytes(4096))
