@@ -33,13 +33,13 @@ from paddleformers_fc.errors import MismatchError
 from paddleformers_fc.execute.reading import Key, Slot
 from paddleformers_fc.execute.staging_pool import (
     DeviceCopy,
-    StagedPieces,
     StagingPool,
     begin_copy_to_device,
     begin_copy_to_host,
     bytes_of,
     in_host_memory,
     pool_of,
+    staged_pieces,
 )
 from paddleformers_fc.layout.live import Roles
 from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
@@ -123,7 +123,7 @@ def host_pieces(
         parts = _rows_in_order(tensor, start, stop, _PIECE_BYTES // dtype.itemsize)
         return (part.cpu().numpy().reshape(-1).view(dtype) for part in parts)
     pool = pool_of(tensor.place, staging_bytes)
-    return StagedPieces(_bytes_in_order(tensor, start, stop, dtype.itemsize, pool.piece_bytes), dtype, pool)
+    return staged_pieces(_bytes_in_order(tensor, start, stop, dtype.itemsize, pool.piece_bytes), dtype, pool)
 
 
 HostPieces = Callable[[int, int], Iterator[np.ndarray[Any, Any]]]

@@ -129,7 +129,7 @@ def _size(directory: Path) -> int:
     return sum(one.st_size for one in seen if isinstance(one, os.stat_result))
 
 
-class CheckpointFacts(msgspec.Struct, frozen=True):
+class CheckpointFacts(msgspec.Struct, frozen=True, kw_only=True):
     """A directory that is named like a checkpoint.
 
     Attributes:
@@ -146,14 +146,14 @@ class CheckpointFacts(msgspec.Struct, frozen=True):
     """
 
     name: str
-    step: int | None
-    run: str
-    fault: str
+    step: int | None = None
+    run: str = ""
+    fault: str = ""
     kind: str
-    world_size: int
-    parallel: dict[str, int]
+    world_size: int = 0
+    parallel: dict[str, int] = {}
     bytes: int
-    time: str
+    time: str = ""
 
 
 class OutputFacts(msgspec.Struct, frozen=True):
@@ -183,11 +183,13 @@ def list_output(directory: Path) -> OutputFacts:
 
 def directories_below(directory: Path) -> list[str]:
     """Return the directories up to two levels below, relative to this one, that contain checkpoints."""
+    return sorted({str(path.parent.relative_to(directory)) for path in checkpoints_below(directory)})
+
+
+def checkpoints_below(directory: Path) -> list[Path]:
+    """Return the directories that are named like checkpoints, in the directories one or two levels below."""
     named = (path for above in ("*", "*/*") for path in directory.glob(f"{above}/checkpoint-*"))
-    found = {
-        path.parent.relative_to(directory) for path in named if parse_step(path) is not None and is_directory(path)
-    }
-    return sorted(map(str, found))
+    return [path for path in named if parse_step(path) is not None and is_directory(path)]
 
 
 def output_facts(directory: Path) -> OutputFacts | None:
@@ -215,7 +217,7 @@ def _checkpoint(path: Path) -> CheckpointFacts:
         size = _size(path)
         if is_resumable(path):
             return _of_other_format(path, kind, size)
-        return CheckpointFacts(path.name, None, "", error.in_one_line(), kind, 0, {}, size, "")
+        return CheckpointFacts(name=path.name, fault=error.in_one_line(), kind=kind, bytes=size)
     fault = ""
     try:
         refuse_as_newest(path, manifest)
@@ -223,15 +225,15 @@ def _checkpoint(path: Path) -> CheckpointFacts:
     except (CheckpointError, Diverged) as error:
         fault = error.in_one_line()
     return CheckpointFacts(
-        path.name,
-        manifest.step,
-        manifest.saved_by.id,
-        fault,
-        kind,
-        manifest.world_size,
-        manifest.parallel,
-        sum(one.size for one in manifest.files),
-        manifest.saved_at.time,
+        name=path.name,
+        step=manifest.step,
+        run=manifest.saved_by.id,
+        fault=fault,
+        kind=kind,
+        world_size=manifest.world_size,
+        parallel=manifest.parallel,
+        bytes=sum(one.size for one in manifest.files),
+        time=manifest.saved_at.time,
     )
 
 
@@ -241,8 +243,10 @@ def _of_other_format(path: Path, kind: str, size: int) -> CheckpointFacts:
         run = saved_run(path)
         refuse_unfinished(path, run.world_size)
     except CheckpointError as error:
-        return CheckpointFacts(path.name, None, "", error.in_one_line(), kind, 0, {}, size, "")
-    return CheckpointFacts(path.name, run.step, "", "", kind, run.world_size, run.parallel, size, "")
+        return CheckpointFacts(name=path.name, fault=error.in_one_line(), kind=kind, bytes=size)
+    return CheckpointFacts(
+        name=path.name, step=run.step, kind=kind, world_size=run.world_size, parallel=run.parallel, bytes=size
+    )
 
 
 _CONFIG_KEYS = (

@@ -47,12 +47,18 @@ def current_stream(place: Any) -> Any:
     """Return the ``paddle.device.Stream`` of the computation at a place that has streams."""
     import paddle
 
-    return paddle.device.current_stream(_stream_place(*_device(place)))
+    return paddle.device.current_stream(_stream_place(place))
+
+
+_side_streams: dict[str, Any] = {}
 
 
 def side_stream(place: Any) -> Any:
     """Return the ``paddle.device.Stream`` for copies to a place that has streams; one per device."""
-    return _side_stream(*_device(place))
+    import paddle
+
+    known = _side_streams.get(str(place))
+    return known or _side_streams.setdefault(str(place), paddle.device.Stream(_stream_place(place)))
 
 
 def begin_copy(source: Any, target: Any, place: Any) -> Any:
@@ -79,25 +85,13 @@ def begin_copy(source: Any, target: Any, place: Any) -> Any:
             return stream.record_event()
 
 
-@lru_cache(maxsize=64)
-def _side_stream(kind: str, number: int) -> Any:
+def _stream_place(place: Any) -> Any:
+    """Return a place in the class that Paddle requires for streams; that of a tensor is of the base class."""
     import paddle
 
-    return paddle.device.Stream(_stream_place(kind, number))
-
-
-def _device(place: Any) -> tuple[str, int]:
-    """Return the kind and the number of a device."""
     if place.is_custom_place():
-        return place.custom_device_type(), place.custom_device_id()
-    return "gpu", place.gpu_device_id()
-
-
-def _stream_place(kind: str, number: int) -> Any:
-    """Return the place in the class that Paddle requires for streams; that of a tensor is of the base class."""
-    import paddle
-
-    return paddle.CUDAPlace(number) if kind == "gpu" else paddle.CustomPlace(kind, number)
+        return paddle.CustomPlace(place.custom_device_type(), place.custom_device_id())
+    return paddle.CUDAPlace(place.gpu_device_id())
 
 
 _MAX_PIECE_BYTES = 16 * 1024 * 1024
@@ -213,7 +207,7 @@ class DeviceCopy:
     def __init__(self, source: Any, target: Any, place: Any) -> None:
         self._ends: tuple[Any, Any] | None = (source, target)
         self._arrival = begin_copy(source, target, place)
-        _FIGURES.begin(int(target.shape[0]))
+        _count(1, size=int(target.shape[0]))
 
     def wait(self) -> None:
         """Wait until the copy is done; a second call returns at once."""
@@ -227,7 +221,7 @@ class DeviceCopy:
                 break
             time.sleep(_LOOK_SECONDS)
         self._ends = self._arrival = None
-        _FIGURES.end(time.monotonic() - started)
+        _count(-1, waited=time.monotonic() - started)
 
 
 def begin_copy_to_device(buffer: StagingBuffer, target: Any) -> DeviceCopy:
@@ -240,8 +234,8 @@ def begin_copy_to_host(source: Any, memory: np.ndarray[Any, Any]) -> DeviceCopy:
     return DeviceCopy(source, _host_tensor(memory), source.place)
 
 
-class StagedPieces:
-    """Successive pieces of device tensors in host memory; an iterator.
+def staged_pieces(parts: Iterator[Any], dtype: np.dtype[Any], pool: StagingPool) -> Iterator[np.ndarray[Any, Any]]:
+    """Return successive pieces of device tensors in host memory.
 
     The copy of the first piece begins at once, and that of every other before its predecessor is returned. A piece is
     valid until the next one is requested.
@@ -251,45 +245,30 @@ class StagedPieces:
         dtype: that of the pieces.
         pool: that of the device.
     """
+    pieces = _staged(parts, dtype, pool)
+    next(pieces, None)
+    return pieces
 
-    def __init__(self, parts: Iterator[Any], dtype: np.dtype[Any], pool: StagingPool) -> None:
-        self._dtype, self._pool = dtype, pool
-        self._size = max(pool.piece_bytes // dtype.itemsize, 1) * dtype.itemsize
-        self._sources = _cut(parts, self._size)
-        self._current: _Download | None = None
-        self._next: _Download | None = None
-        self._next = self._begin()
 
-    def __iter__(self) -> StagedPieces:
-        return self
-
-    def __next__(self) -> np.ndarray[Any, Any]:
-        self._give_back()
-        if self._next is None:
-            raise StopIteration
-        self._current, self._next = self._next, None
-        self._next = self._begin()
-        self._current.transfer.wait()
-        return self._current.buffer.bytes[: self._current.size].view(self._dtype)
-
-    def _begin(self) -> _Download | None:
-        source = next(self._sources, None)
-        if source is None:
-            return None
-        buffer, size = self._pool.take(self._size), int(source.shape[0])
-        return _Download(buffer, size, begin_copy_to_host(source, buffer.bytes[:size]))
-
-    def _give_back(self) -> None:
-        if self._current is not None:
-            self._current.transfer.wait()
-            self._pool.give(self._current.buffer)
-            self._current = None
-
-    def __del__(self) -> None:
-        """Wait for copies that were not requested, because their buffers are used again."""
-        self._give_back()
-        self._current, self._next = self._next, None
-        self._give_back()
+def _staged(parts: Iterator[Any], dtype: np.dtype[Any], pool: StagingPool) -> Iterator[np.ndarray[Any, Any]]:
+    """Yield something once the first copy has begun, and then the pieces."""
+    size = max(pool.piece_bytes // dtype.itemsize, 1) * dtype.itemsize
+    begun: list[_Download] = []
+    try:
+        for source in _cut(parts, size):
+            buffer = pool.take(size)
+            memory = buffer.bytes[: int(source.shape[0])]
+            begun.append(_Download(buffer, memory, begin_copy_to_host(source, memory)))
+            yield begun[0].arrived(dtype) if len(begun) == 2 else memory
+            if len(begun) == 2:
+                pool.give(begun.pop(0).buffer)
+        for last in begun:
+            yield last.arrived(dtype)
+    finally:
+        # Also if the pieces are not requested, because buffers are used again.
+        for one in begun:
+            one.transfer.wait()
+            pool.give(one.buffer)
 
 
 @dataclass(frozen=True)
@@ -298,13 +277,18 @@ class _Download:
 
     Args:
         buffer: the target.
-        size: bytes that are copied.
+        memory: the part of it that is filled.
         transfer: the copy.
     """
 
     buffer: StagingBuffer
-    size: int
+    memory: np.ndarray[Any, Any]
     transfer: DeviceCopy
+
+    def arrived(self, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+        """Wait for the copy, and return its elements."""
+        self.transfer.wait()
+        return self.memory.view(dtype)
 
 
 def _cut(parts: Iterator[Any], size: int) -> Iterator[Any]:
@@ -359,42 +343,37 @@ class TransferFigures:
     waited: float = 0.0
 
 
-class _Figures:
-    """Adds every copy to the figures of all operations that are being measured."""
-
-    def __init__(self) -> None:
-        self._now = 0
-        self._measured: list[TransferFigures] = []
-        self._lock = threading.Lock()
-
-    def begin(self, size: int) -> None:
-        with self._lock:
-            self._now += 1
-            for figures in self._measured:
-                figures.bytes += size
-                figures.in_flight = max(figures.in_flight, self._now)
-
-    def end(self, seconds: float) -> None:
-        with self._lock:
-            self._now -= 1
-            for figures in self._measured:
-                figures.waited += seconds
-
-    @contextmanager
-    def measured(self) -> Iterator[TransferFigures]:
-        figures = TransferFigures()
-        with self._lock:
-            self._measured.append(figures)
-        try:
-            yield figures
-        finally:
-            with self._lock:
-                self._measured = [one for one in self._measured if one is not figures]
+_measured: list[TransferFigures] = []
+"""The figures of all operations that are being measured, to which every copy is added."""
+_under_way = 0
+_measuring = threading.Lock()
 
 
-_FIGURES = _Figures()
+def _count(begun: int, size: int = 0, waited: float = 0.0) -> None:
+    """Add the begin or the end of a copy to the figures.
+
+    Args:
+        begun: 1 for a begin, -1 for an end.
+        size: bytes of a copy that begins.
+        waited: seconds that the host waited for one that ends.
+    """
+    global _under_way
+    with _measuring:
+        _under_way += begun
+        for figures in _measured:
+            figures.bytes += size
+            figures.waited += waited
+            figures.in_flight = max(figures.in_flight, _under_way)
 
 
-def measured_transfers() -> Any:
-    """Return a context manager that yields the :class:`TransferFigures` of the copies inside it, of all threads."""
-    return _FIGURES.measured()
+@contextmanager
+def measured_transfers() -> Iterator[TransferFigures]:
+    """Context manager that yields the figures of the copies inside it, of all threads."""
+    figures = TransferFigures()
+    with _measuring:
+        _measured.append(figures)
+    try:
+        yield figures
+    finally:
+        with _measuring:
+            _measured[:] = [one for one in _measured if one is not figures]

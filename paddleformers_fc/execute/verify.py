@@ -33,6 +33,7 @@ import msgspec
 
 from paddleformers_fc.errors import CheckpointError, FlexError, MappingError, NotACheckpoint, OptionError
 from paddleformers_fc.execute.digest import compare_rounded
+from paddleformers_fc.execute.output_directory import checkpoints_below
 from paddleformers_fc.execute.reading import verify_equal
 from paddleformers_fc.families import described_by_file, family_for
 from paddleformers_fc.families.stated import canonical_ties
@@ -99,7 +100,7 @@ def verify_checkpoint(directory: AnyPath, level: str) -> tuple[Verification, Fle
         NotACheckpoint: it is not a checkpoint.
     """
     started = time.monotonic()
-    below = checkpoints_below(directory)
+    below = _below(directory)
     try:
         format = require_format(directory)
     except NotACheckpoint as error:
@@ -145,11 +146,11 @@ def verify_checkpoint(directory: AnyPath, level: str) -> tuple[Verification, Fle
     return outcome, problem
 
 
-def checkpoints_below(directory: AnyPath) -> list[str]:
+def _below(directory: AnyPath) -> list[str]:
     """Return a line for every checkpoint in a directory, of a local one also two levels below; none is verified."""
     found: list[AnyPath] = list(list_directory(directory))
     if isinstance(directory, Path):
-        found += [path for above in ("*", "*/*") for path in directory.glob(f"{above}/checkpoint-*")]
+        found += checkpoints_below(directory)
     steps = sorted((step, str(path), path) for path in found if (step := parse_step(path)) is not None)
     return [f"{name}: {_state_text(path)}" for _, name, path in steps if is_directory(path)]
 
