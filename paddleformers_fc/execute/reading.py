@@ -316,7 +316,8 @@ def _with_range(box: Box, axis: int, low: int, high: int) -> Box:
     return Box((*box.lo[:axis], low, *box.lo[axis + 1 :]), (*box.hi[:axis], high, *box.hi[axis + 1 :]))
 
 
-_PORTION_BYTES = 32 << 20
+_PORTION_BYTES = 8 << 20
+"""Of each side of a check that are read and compared at a time; four times as much is in memory."""
 _LEAST_PIECE_BYTES = 1 << 20
 """Large shards of a device are not cut into smaller pieces than this."""
 
