@@ -18,8 +18,10 @@ from __future__ import annotations
 import math
 import time
 from collections import ChainMap
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -37,7 +39,7 @@ from paddleformers_fc.layout.shards import Shard, shard_bytes
 from paddleformers_fc.plan import LoadPlan, ReadSource, canonical_layout, canonical_names, canonical_source
 from paddleformers_fc.plan.build import Planner
 from paddleformers_fc.storage.dtypes import ScaledFile, dtype_size
-from paddleformers_fc.storage.executor import ReadPool
+from paddleformers_fc.storage.executor import ReadPool, run_workers
 from paddleformers_fc.storage.operations import Operation
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.storage.progress import advance, expect
@@ -45,6 +47,7 @@ from paddleformers_fc.text import natural
 
 COMPARE_BYTES = 2 << 20
 """Bytes of a piece on each side: few enough to be in the processor's cache when they are compared."""
+_THREADS = 4
 
 _CHUNK = 1 << 18
 """Elements that are compared at a time, so that temporary arrays stay in the processor's cache."""
@@ -398,19 +401,38 @@ def differing_stored(left: Catalog, right: Catalog, names: Mapping[str, Collecti
         for box, begin, start in zip(tensor.form.boxes, tensor.offsets, other.offsets, strict=True):
             ranges.extend(_cut(_RangePair(begin, start, box.volume * width, number)))
     expect(2 * sum(one.size for one in ranges))
-    memory = np.empty((2, COMPARE_BYTES), np.uint8)
     both: list[Any] = [left.identities, right.identities]
     differing: set[int] = set()
-    with ReadPool(identities=ChainMap(*both)) as pool:
-        for batch in _batches(sorted(ranges)):
-            ends = list(accumulate((one.size for one in batch), initial=0))
-            reads = _reads(left.root, (one.left for one in batch), ends, memory[0])
-            pool.run([*reads, *_reads(right.root, (one.right for one in batch), ends, memory[1])])
-            if not _is_equal(*memory[:, : ends[-1]]):
-                parts = zip(batch, ends, ends[1:], strict=False)
-                differing |= {one.number for one, low, high in parts if not _is_equal(*memory[:, low:high])}
-            advance(2 * ends[-1])
+    with ReadPool(identities=ChainMap(*both)) as pool, ThreadPoolExecutor(_THREADS, "flex-diff") as threads:
+        work = partial(_compare_batches, pool, (left.root, right.root), differing)
+        run_workers(threads, _THREADS, _batches(sorted(ranges)), work)
     return {keys[number] for number in differing}
+
+
+def _compare_batches(
+    pool: ReadPool,
+    roots: tuple[AnyPath, AnyPath],
+    differing: set[int],
+    take: Callable[[], list[_RangePair] | None],
+) -> int:
+    """Compare batches on one thread until there is none, and return the bytes read.
+
+    Args:
+        pool: reads them.
+        roots: the directories of both sides.
+        differing: gets the numbers of the tensors that differ.
+        take: returns the next batch.
+    """
+    memory, count = np.empty((2, COMPARE_BYTES), np.uint8), 0
+    while (batch := take()) is not None:
+        ends = list(accumulate((one.size for one in batch), initial=0))
+        reads = _reads(roots[0], (one.left for one in batch), ends, memory[0])
+        count += pool.run([*reads, *_reads(roots[1], (one.right for one in batch), ends, memory[1])])
+        if not _is_equal(*memory[:, : ends[-1]]):
+            parts = zip(batch, ends, ends[1:], strict=False)
+            differing.update(one.number for one, low, high in parts if not _is_equal(*memory[:, low:high]))
+        advance(2 * ends[-1])
+    return count
 
 
 def _cut(pair: _RangePair) -> Iterator[_RangePair]:
