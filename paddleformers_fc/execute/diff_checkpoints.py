@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -399,13 +399,14 @@ def differing_stored(left: Catalog, right: Catalog, names: Mapping[str, Collecti
         tensor, other = left.roles[role][name], right.roles[role][name]
         width = dtype_size(tensor.form.held_dtype)
         for box, begin, start in zip(tensor.form.boxes, tensor.offsets, other.offsets, strict=True):
-            ranges.extend(_cut(_RangePair(begin, start, box.volume * width, number)))
+            if box.volume:
+                ranges.append(_RangePair(begin, start, box.volume * width, number))
     expect(2 * sum(one.size for one in ranges))
     both: list[Any] = [left.identities, right.identities]
     differing: set[int] = set()
     with ReadPool(identities=ChainMap(*both)) as pool, ThreadPoolExecutor(_THREADS, "flex-diff") as threads:
         work = partial(_compare_batches, pool, (left.root, right.root), differing)
-        run_workers(threads, _THREADS, _batches(sorted(ranges)), work)
+        run_workers(threads, _THREADS, _batches(chain.from_iterable(map(_cut, sorted(ranges)))), work)
     return {keys[number] for number in differing}
 
 
@@ -443,7 +444,7 @@ def _cut(pair: _RangePair) -> Iterator[_RangePair]:
         yield _RangePair((file, begin + low), (other, start + low), size, pair.number)
 
 
-def _batches(ranges: Sequence[_RangePair]) -> Iterator[list[_RangePair]]:
+def _batches(ranges: Iterable[_RangePair]) -> Iterator[list[_RangePair]]:
     """Yield ranges that fit into memory together."""
     batch: list[_RangePair] = []
     room = COMPARE_BYTES

@@ -263,7 +263,7 @@ def weights_md5(directory: AnyPath) -> str:
             for fragment in tensors[name].fragments:  # One, or none where the tensor has no element.
                 for box in boxes_within(whole(fragment.box.shape), PIECE_BYTES // dtype_size(held)):
                     part = StoredPart(fragment.file, fragment.begin, fragment.box.shape, box, held)
-                    (array,) = read_parts(pool, directory, [part])
+                    (array,), _ = read_parts(pool, directory, [part])
                     digest.update(byte_view(array))
                     advance(array.nbytes)
     return digest.hexdigest()

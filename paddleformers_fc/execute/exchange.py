@@ -10,9 +10,9 @@ place in its plan, and transposes and casts there. The next round is read while 
 completes its round and reports the failure; then all ranks stop. If every file is visible to every rank and each reads
 for itself, no range is exchanged: a load is one local read.
 
-Memory beyond the targets: two rounds that are read and one that is received, each of ``ROUND_BYTES``; on an accelerator
-also host copies of incomplete shards. There are few of these, because pieces arrive in the order in which ranks request
-them.
+Memory beyond the targets: what is read for two rounds or turns, and one round that is sent and received, each of
+``ROUND_BYTES`` at most; on an accelerator also host copies of incomplete shards. There are few of these, because pieces
+arrive in the order in which ranks request them.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from paddleformers_fc.execute.reading import (
     refuse_unequal,
     verify_equal,
 )
-from paddleformers_fc.execute.replica_reads import Replicas
+from paddleformers_fc.execute.replica_reads import Replicas, by_shard
 from paddleformers_fc.formats.catalog import EVERYONE
 from paddleformers_fc.plan.block_owners import NO_BLOCKS, BlockReads, RecordedBlocks
 from paddleformers_fc.plan.items import EqualCheck, LoadPlan, ReadItem, StoredPart
@@ -232,9 +232,9 @@ def _schedule(
 ) -> TransferSchedule:
     """Return the rounds of a load. Every rank must call."""
     if storage.replicas is not None:
-        return storage.replicas.schedule(channel.rank, limit)
+        return storage.replicas.schedule(limit)
     is_once = options.replicas == "once"
-    parts = [item.stored for item in _by_shard(plan)]
+    parts = [item.stored for item in by_shard(plan)]
     requests = [part for part in parts if is_once or not storage.can_read(channel.rank, part.file)]
     return agreed_schedule(requests, storage, channel, limit)
 
@@ -246,7 +246,7 @@ def _comparing_own_reads(
     if not storage.recorded.files:
         return storage
     rank, arriving = channel.rank, schedule.parts(channel.rank)
-    owned = {piece.move.part for pieces in schedule.rounds for piece in pieces if piece.move.owner == rank}
+    owned = (piece.stored for pieces in schedule.read_by(rank) for piece in pieces)
     reads = [*(item.stored for item in plan.items if item.stored not in arriving), *owned]
     block_reads = [BlockReads()] * channel.world_size
     block_reads[rank] = storage.recorded.reads(reads, same_bytes_key(storage.identities))
@@ -274,17 +274,22 @@ def _run_rounds(
     try:
         _attempt(failures, filling.read_alone)
         with ReadPool(options, storage.identities) as pool, ThreadPoolExecutor(1, "flex-round") as ahead:
-            owned = [[one for one in pieces if one.move.owner == channel.rank] for pieces in schedule.rounds]
-            begun = [_begin(ahead, pool, storage.root, pieces, blocks) for pieces in owned[:1]]
+            turns, arrays = schedule.read_by(channel.rank), list[Array]()
+            begun = [_begin(ahead, pool, storage.root, pieces, blocks) for pieces in turns[:1]]
             is_going = bool(schedule.rounds) or storage.replicas is not None
             number = 0
             while is_going:
-                begun += [_begin(ahead, pool, storage.root, later, blocks) for later in owned[number + 1 : number + 2]]
-                arrays = _result(failures, begun.pop(0), owned[number]) if begun else []
-                arrived = exchange_round(channel, schedule.round(number), arrays)
+                turn, step = divmod(number, schedule.turn)
+                if begun and step == 0:
+                    begun += [_begin(ahead, pool, storage.root, later, blocks) for later in turns[turn + 1 : turn + 2]]
+                    arrays, count = _result(failures, begun.pop(0), turns[turn])
+                    read += count
+                pieces = schedule.round(number)
+                own = sum(piece.move.owner == channel.rank for piece in pieces)
+                arrived = exchange_round(channel, pieces, arrays[:own])
+                arrays = arrays[own:]
                 for piece, array in arrived:
                     _attempt(failures, partial(filling.place, piece, array))
-                read += sum(array.nbytes for array in arrays)
                 received += sum(piece.size for piece, _ in arrived if piece.move.owner != channel.rank)
                 number += 1
                 is_going = _goes_on(channel, bool(failures), number < len(schedule.rounds))
@@ -315,7 +320,7 @@ def compare_redistributed(
         MismatchError: the same on every rank, naming every pair that differs.
     """
     digests: dict[StoredPart, bytes] = {}
-    if storage.is_exchanged:
+    if storage.visible_to:
         digests = _agreed_digests(
             [side for check in checks for side in (check.left, check.right)], storage, channel, options
         )
@@ -349,7 +354,7 @@ def _digests(parts: Sequence[StoredPart], storage: ReadContext, options: ReadOpt
         for part in parts:
             hasher = xxhash.xxh3_128()
             for box in boxes_within(part.part, _DIGEST_ELEMENTS):
-                (array,) = read_parts(pool, storage.root, [structs.replace(part, part=box)])
+                (array,), _ = read_parts(pool, storage.root, [structs.replace(part, part=box)])
                 hasher.update(byte_view(array))
             found.append(hasher.digest())
     return found
@@ -426,14 +431,6 @@ class _ShardFiller:
         self.alone += execute_reads(part, storage.root, slots, options, storage.identities, self._blocks)
 
 
-def _by_shard(plan: LoadPlan) -> list[ReadItem]:
-    """Return the items ordered by shard, so that shards are completed one after the other."""
-    shards: dict[Key, list[ReadItem]] = {}
-    for item in plan.items:
-        shards.setdefault((item.role, item.name), []).append(item)
-    return [item for items in shards.values() for item in items]
-
-
 def exchange_round(
     channel: Channel, pieces: Sequence[TransferPiece], own: Sequence[Array]
 ) -> list[tuple[TransferPiece, Array]]:
@@ -474,23 +471,28 @@ def _unpacked(payload: Bytes, pieces: Sequence[TransferPiece]) -> Iterator[Array
 
 def _begin(
     ahead: ThreadPoolExecutor, pool: ReadPool, root: paths.AnyPath, pieces: Sequence[TransferPiece], blocks: Blocks
-) -> Future[list[Array]]:
+) -> Future[tuple[list[Array], int]]:
     """Start to read the pieces of a round. Without a thread for it the error is that of its result."""
     try:
         return ahead.submit(read_parts, pool, root, [piece.stored for piece in pieces], blocks)
     except RuntimeError as error:
-        failed: Future[list[Array]] = Future()
+        failed: Future[tuple[list[Array], int]] = Future()
         failed.set_exception(error)
         return failed
 
 
-def _result(failures: list[Exception], begun: Future[list[Array]], pieces: Sequence[TransferPiece]) -> list[Array]:
-    """Return the pieces that were read, or zeros in their place: the receivers expect that many bytes."""
+def _result(
+    failures: list[Exception], begun: Future[tuple[list[Array], int]], pieces: Sequence[TransferPiece]
+) -> tuple[list[Array], int]:
+    """Return the pieces that were read, or zeros in their place, and the bytes read from storage.
+
+    The receivers expect that many bytes.
+    """
     try:
         return begun.result()
     except Exception as error:  # Raised when all ranks have left the rounds.
         failures.append(error)
-        return [np.zeros(piece.box.shape, numpy_dtype(piece.move.part.dtype)) for piece in pieces]
+        return [np.zeros(piece.box.shape, numpy_dtype(piece.move.part.dtype)) for piece in pieces], 0
 
 
 def _attempt(failures: list[Exception], work: Callable[[], None]) -> None:

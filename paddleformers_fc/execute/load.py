@@ -236,7 +236,7 @@ class _PreflightMessage(msgspec.Struct):
             :data:`MOST_SHARING` ranks, each compares all that it reads, and none is sent.
     """
 
-    report: Report
+    report: dict[str, list[str]]
     roles: list[str]
     way: str
     compares: bool
@@ -529,12 +529,14 @@ def _agree(
         _compare_headers(catalog, own.plan, channel.rank)
         _mark(marks, catalog, own.plan)
         blocks = BlockReads()
-        if recorded.files and options.replicas != "once" and not catalog.visible_to:
+        if recorded.files and not catalog.visible_to:
             blocks = recorded.reads((item.stored for item in own.plan.items), same_bytes_key(catalog.identities))
         share, parts = SharedReads(), tuple[StoredPart, ...]()
         if not catalog.visible_to:
             share, parts = shared_reads(own.plan, target.roles, options)
-        message = _PreflightMessage(own.report, list(target.roles), options.replicas, bool(own.plan.checks), share)
+        message = _PreflightMessage(
+            own.report.to_wire(), list(target.roles), options.replicas, bool(own.plan.checks), share
+        )
         if channel.world_size <= MOST_SHARING:
             message.blocks = blocks
         target.timer.end("plan")
@@ -545,7 +547,7 @@ def _agree(
         channel, "planning", planned, _PreflightMessage, consistency, marks=marks
     )
     _refuse_different_ways(everyone)
-    merged = Report().merge(one.report for one in everyone)
+    merged = Report().merge(Report.from_wire(one.report) for one in everyone)
     untouched = _untouched(catalog, marks, {role for one in everyone for role in one.roles})
     for name in own.unexpected(untouched, catalog):
         merged.add("unexpected", name)

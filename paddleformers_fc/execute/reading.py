@@ -468,7 +468,7 @@ def verify_equal(
                 [replace(side, part=box) for box in boxes_within(side.part, most)] for side in (check.left, check.right)
             )
             for left, right in zip(*sides, strict=True):
-                one, other = read_parts(pool, root, (left, right))
+                (one, other), _ = read_parts(pool, root, (left, right))
                 if one.tobytes() != other.tobytes():
                     unequal.append(check)
                     break
@@ -477,14 +477,14 @@ def verify_equal(
 
 def read_parts(
     pool: ReadPool, root: AnyPath, parts: Sequence[StoredPart], blocks: Blocks = NO_BLOCKS
-) -> list[np.ndarray[Any, Any]]:
-    """Read ranges into arrays of their own, in their stored shape and dtype."""
+) -> tuple[list[np.ndarray[Any, Any]], int]:
+    """Read ranges into arrays of their own, in their stored shape and dtype; return also the bytes read."""
     arrays = [np.empty(part.part.volume, numpy_dtype(part.dtype)) for part in parts]
     targets = {("", str(number)): Memory.of(array) for number, array in enumerate(arrays)}
     items = [_as_item(part, str(number)) for number, part in enumerate(parts)]
     items.sort(key=lambda item: item.stored.file)
-    pool.run(operations_of(items, root, targets, pool.identities), blocks)
-    return [array.reshape(part.part.shape) for array, part in zip(arrays, parts, strict=True)]
+    count = pool.run(operations_of(items, root, targets, pool.identities), blocks)
+    return [array.reshape(part.part.shape) for array, part in zip(arrays, parts, strict=True)], count
 
 
 def _as_item(part: StoredPart, name: str) -> ReadItem:

@@ -6,7 +6,7 @@ the digest; otherwise every rank reads its own. From its plan and the numbers of
 of each of them, so no list of ranges is sent.
 
 The page cache of a host serves all its ranks. Under ``auto`` ranks therefore share only if their replicas are on
-several hosts, :data:`LEAST_HOSTS` at least.
+several hosts, :data:`LEAST_HOSTS` at least. More than :data:`MOST_REPLICAS` form several groups.
 
 A rank sends two digests of 16 bytes, equal to those of its replicas, in the exchange that planning makes in any case.
 """
@@ -22,12 +22,16 @@ import xxhash
 
 from paddleformers_fc.layout.live import LocalTensor, Roles
 from paddleformers_fc.layout.roles import MODEL_STATE, parameter_of
-from paddleformers_fc.plan.items import LoadPlan, StoredPart
-from paddleformers_fc.plan.transfer_plan import TransferSchedule, assign_shares, schedule_rounds
+from paddleformers_fc.plan.items import LoadPlan, ReadItem, StoredPart
+from paddleformers_fc.plan.transfer_plan import EMPTY_SCHEDULE, TransferSchedule, share_rounds
 from paddleformers_fc.storage.executor import ReadOptions
 
 LEAST_HOSTS = 4
 """Least hosts of replicas that share their reads under ``auto``."""
+
+
+MOST_REPLICAS = 64
+"""Most ranks that share their reads. With more of them, pieces become short and rounds many; they form groups."""
 
 
 class SharedReads(msgspec.Struct, frozen=True):
@@ -54,15 +58,13 @@ class Replicas:
     ranks: tuple[int, ...]
     parts: tuple[StoredPart, ...]
 
-    def schedule(self, rank: int, limit: int) -> TransferSchedule:
-        """Return a rank's part of the rounds in which replicas send each other what they have read.
+    def schedule(self, limit: int) -> TransferSchedule:
+        """Return the rounds in which replicas send each other what they have read; none for a rank alone.
 
         Args:
-            rank: the rank.
             limit: bound on the bytes that a rank sends, and receives, in a round.
         """
-        moves = assign_shares(self.parts, self.ranks) if len(self.ranks) > 1 else []
-        return schedule_rounds(moves, rank, limit)
+        return share_rounds(self.parts, self.ranks, limit) if len(self.ranks) > 1 else EMPTY_SCHEDULE
 
 
 def shared_parts(plan: LoadPlan, roles: Roles) -> tuple[StoredPart, ...]:
@@ -74,7 +76,15 @@ def shared_parts(plan: LoadPlan, roles: Roles) -> tuple[StoredPart, ...]:
     """
     elements = {role: _elements(role, names) for role, names in roles.items()}
     whole = {role for role, found in elements.items() if found == elements.get(MODEL_STATE)}
-    return tuple(dict.fromkeys(item.stored for item in plan.items if item.role in whole))
+    return tuple(dict.fromkeys(item.stored for item in by_shard(plan) if item.role in whole))
+
+
+def by_shard(plan: LoadPlan) -> list[ReadItem]:
+    """Return the items ordered by shard, so that shards are completed one after the other."""
+    shards: dict[tuple[str, str], list[ReadItem]] = {}
+    for item in plan.items:
+        shards.setdefault((item.role, item.name), []).append(item)
+    return [item for items in shards.values() for item in items]
 
 
 def _elements(role: str, names: Mapping[str, LocalTensor]) -> dict[str, int]:
@@ -127,7 +137,10 @@ def replicas_of(
     groups = {key: ranks for key, ranks in groups.items() if len(ranks) > 1}
     if not groups:
         return None
-    return Replicas(tuple(groups.get(everyone[rank].ranges, [rank])), tuple(parts))
+    own = groups.get(everyone[rank].ranges, [rank])
+    count = -(-len(own) // MOST_REPLICAS)
+    # Neighbours, which are on one host, are in different groups.
+    return Replicas(tuple(own[own.index(rank) % count :: count]), tuple(parts))
 
 
 def _hosts(ranks: Sequence[int], hosts: Sequence[str]) -> int:

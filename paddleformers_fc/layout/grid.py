@@ -23,6 +23,7 @@ A partition is computed once for all ranks of a group.
 from __future__ import annotations
 
 import heapq
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -32,6 +33,8 @@ import msgspec
 from paddleformers_fc.errors import OptionError
 
 MEBIBYTE = 1 << 20
+_VALUES = {bool: re.compile("true|false|[01]", re.IGNORECASE), int: re.compile("-?[0-9]{1,9}")}
+"""The values that a field can have, by its type."""
 _UNSUPPORTED = {"sep": "segment", "cp": "context"}
 _OF_ARGUMENTS = {
     "tensor_model_parallel_size": "tp",
@@ -169,11 +172,11 @@ def parse_grid(text: str) -> ParallelGrid:
         elif name in values:
             faults.append(f"{name}: is given twice")
         else:
-            try:
-                values[name] = msgspec.convert(value, type(kinds[name]), strict=False)
-            except msgspec.ValidationError:
-                wanted = "neither true nor false" if isinstance(kinds[name], bool) else "no whole number"
-                faults.append(f"{name}: {value!r} is {wanted}")
+            kind = type(kinds[name])
+            if not _VALUES[kind].fullmatch(value):
+                faults.append(f"{name}: {value!r} is {'neither true nor false' if kind is bool else 'no whole number'}")
+            else:
+                values[name] = msgspec.convert(value.lower(), kind, strict=False)
     if faults:
         raise OptionError(
             f"The grid {text!r} cannot be read.", evidence=faults, next_step="Write it as in tp=2,pp=2,sharding=2."
@@ -182,11 +185,10 @@ def parse_grid(text: str) -> ParallelGrid:
 
 
 def _faults(grid: ParallelGrid) -> Iterator[str]:
-    small = [
-        field.name for field in fields(grid) if not isinstance(field.default, bool) and getattr(grid, field.name) < 1
-    ]
+    counted = [field.name for field in fields(grid) if not isinstance(field.default, bool)]
+    small = [name for name in counted if getattr(grid, name) < (name != "slice_above")]
     if small:
-        yield f"{', '.join(small)}: must be at least 1"
+        yield f"{', '.join(small)}: must be at least {'0' if small == ['slice_above'] else '1'}"
         return
     if grid.stage not in (1, 2, 3):
         yield f"stage={grid.stage}: sharding has the stages 1, 2 and 3"

@@ -8,7 +8,7 @@ Indices are folded: ``layers.{0...31}``.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -74,6 +74,15 @@ class Report(msgspec.Struct, array_like=True):
         for kind in HEADINGS:
             merged._lines(kind).update(*(report._lines(kind) for report in everyone))
         return merged
+
+    def to_wire(self) -> dict[str, list[str]]:
+        """Return the lines in an order that does not depend on the process: equal messages are sent once."""
+        return {kind: sorted(lines) for kind in HEADINGS if (lines := self._lines(kind))}
+
+    @classmethod
+    def from_wire(cls, lines: Mapping[str, Iterable[str]]) -> Report:
+        """Return the report of :meth:`to_wire`."""
+        return cls(*(set(lines.get(kind, ())) for kind in cls.__struct_fields__))
 
     @property
     def empty(self) -> bool:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from msgspec import structs
 
@@ -28,6 +29,9 @@ VisibleTo = Mapping[str, Sequence[int]]
 
 ROUND_BYTES = 64 << 20
 """Maximum bytes that a rank sends, and receives, in one round."""
+
+TURN_BYTES = 32 << 20
+"""Maximum bytes that one of several replicas reads at a time, to send them in some rounds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +79,20 @@ class TransferSchedule:
     Args:
         rounds: for every round the pieces that this rank reads or receives, in an order that is equal on all ranks
             that send or receive any of them. Ranks that exchange nothing with each other may have another number.
+        turn: so many successive rounds have pieces that a rank reads together.
     """
 
     rounds: tuple[tuple[TransferPiece, ...], ...] = ()
+    turn: int = 1
 
     def round(self, number: int) -> tuple[TransferPiece, ...]:
         """Return the pieces of a round; none behind the last one."""
         return self.rounds[number] if number < len(self.rounds) else ()
+
+    def read_by(self, rank: int) -> list[list[TransferPiece]]:
+        """Return the pieces that a rank reads together, turn by turn."""
+        turns = [chain(*self.rounds[low : low + self.turn]) for low in range(0, len(self.rounds), self.turn)]
+        return [[piece for piece in pieces if piece.move.owner == rank] for pieces in turns]
 
     def parts(self, rank: int) -> set[StoredPart]:
         """Return the ranges that the rank of this schedule receives, from itself as well."""
@@ -124,25 +135,44 @@ def assign_transfers(requests: Sequence[Sequence[StoredPart]], visible_to: Visib
     return [Transfer(part, owners[part], tuple(wanted[part])) for part in shared]
 
 
-def assign_shares(parts: Iterable[StoredPart], ranks: Sequence[int]) -> list[Transfer]:
-    """Assign ranges that several ranks request to these ranks, so that each reads the same number of bytes.
+def share_rounds(parts: Sequence[StoredPart], ranks: Sequence[int], limit: int = ROUND_BYTES) -> TransferSchedule:
+    """Return the rounds in which ranks that want the same ranges read a share each, and send it to the others.
+
+    The ranks take turns along the ranges. Of a turn, each reads :data:`TURN_BYTES` at most, together, so that few
+    checksum blocks are read by two ranks; it sends them in several rounds, in all of which every rank sends as much.
 
     Args:
-        parts: the ranges.
+        parts: the ranges, distinct and in the order in which they are wanted.
         ranks: the ranks, in rising order.
-    Returns:
-        the transfers, in the order of the ranges.
+        limit: maximum bytes that a rank sends and receives in a round; at least one element per receiver is sent.
     """
-    receivers, distinct = tuple(ranks), tuple(dict.fromkeys(parts))
-    owners = _owners(dict.fromkeys(distinct, receivers), receivers[-1] + 1)
-    return [Transfer(part, owners[part], receivers) for part in distinct]
+    receivers = tuple(ranks)
+    share = max(1, min(TURN_BYTES, -(-sum(map(size_of, parts)) // len(receivers))))
+    most = max(1, min(limit // len(receivers), share))
+    turn = max(1, share // most)
+    rounds: list[list[TransferPiece]] = []
+    number = used = 0
+    for part in parts:
+        width = dtype_size(part.dtype)
+        moves = [Transfer(part, rank, receivers) for rank in receivers]
+        for box in boxes_within(part.part, max(1, most // width)):
+            size = box.volume * width
+            if used and used + size > most:
+                number, used = number + 1, 0
+            used += size
+            cycle, place = divmod(number, turn * len(receivers))
+            owner, step = divmod(place, turn)
+            while len(rounds) <= cycle * turn + step:
+                rounds.append([])
+            rounds[cycle * turn + step].append(TransferPiece(moves[owner], box))
+    return TransferSchedule(tuple(map(tuple, rounds)), turn)
 
 
 def schedule_rounds(moves: Sequence[Transfer], rank: int, limit: int = ROUND_BYTES) -> TransferSchedule:
     """Return the part of one rank in the rounds of the transfers.
 
     Args:
-        moves: the transfers of :func:`assign_transfers` or :func:`assign_shares`, equal on all ranks that take part.
+        moves: the transfers of :func:`assign_transfers`, equal on all ranks.
         rank: the rank.
         limit: maximum bytes that a rank sends and receives in a round; at least one element per receiver is sent.
     """

@@ -52,6 +52,9 @@ MAX_HEADER_BYTES = 100_000_000
 MAX_AXES = 32
 """The most axes of a tensor that is read: numpy's bound, above Paddle's."""
 
+MAX_EMPTY_SHAPES = 1024
+"""The most shapes without an element in a file. Their extents can be chosen so that look-ups take long."""
+
 METADATA_KEY = "__metadata__"
 """The one header key that is not a tensor."""
 
@@ -301,11 +304,14 @@ def _parse(path: AnyPath, raw: bytearray, data_begin: int, file_size: int) -> He
     metadata, claims = _decode_usual(raw) or _decode_any(path, raw)
     tensors: dict[str, TensorEntry] = {}
     sizes: dict[tuple[str, tuple[int, ...]], int] = {}
-    due, previous = 0, "the header"
+    due, previous, empty = 0, "the header", 0
     for name, claim in sorted(claims.items(), key=lambda item: item[1].data_offsets):
         kind = (claim.dtype, claim.shape)
         if kind not in sizes:
             sizes[kind] = _size(path, name, *kind)
+            empty += sizes[kind] == 0
+            if empty > MAX_EMPTY_SHAPES:
+                _reject(path, f"it has tensors of more than {MAX_EMPTY_SHAPES} shapes without an element")
         begin, end = claim.data_offsets
         if begin != due or end != due + sizes[kind]:
             _reject(path, f"tensor {name!r} {_misplaced(claim, sizes[kind], due, previous)}")
@@ -410,4 +416,4 @@ def _text(path: AnyPath, document: dict[str, Any]) -> bytes:
     try:
         return msgspec.json.encode(document)
     except UnicodeEncodeError as error:
-        _reject(path, f"its header is not Unicode text: {error}")
+        _reject(path, f"its header is not Unicode text: {error}, in {error.object[:100]!r}")

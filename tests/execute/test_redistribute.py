@@ -21,7 +21,7 @@ from paddleformers_fc.execute.replica_reads import Replicas
 from paddleformers_fc.execute.save_plan import model_rules
 from paddleformers_fc.formats import OpenedCheckpoint
 from paddleformers_fc.layout.live import describe_roles
-from paddleformers_fc.plan import LoadPlan, plan_reads, resume_source
+from paddleformers_fc.plan import LoadPlan, plan_reads, resume_source, transfer_plan
 from paddleformers_fc.storage.executor import ReadOptions
 from paddleformers_fc.storage.operations import Memory
 from tests.execute.simulated import MODEL, Roles, canonical, job, live, same_values, succeed
@@ -155,7 +155,10 @@ def test_a_read_that_fails_on_one_rank_fails_on_all_with_its_error(tmp_path: Pat
     assert "model_state/rank-00002.safetensors" in str(outcomes[0])
 
 
-def test_a_rank_that_fails_in_the_midst_stops_all_after_the_same_round(tmp_path: Path) -> None:
+def test_a_rank_that_fails_in_the_midst_stops_all_after_the_same_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer_plan, "TURN_BYTES", 2000)
     save(tmp_path / "checkpoint-3", ARRAYS, 1, 1)
     shutil.copytree(tmp_path / "checkpoint-3", tmp_path / "half/checkpoint-3")
     victim = tmp_path / "half/checkpoint-3/optimizer_state/rank-00000.safetensors"

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from paddleformers_fc.errors import Corrupt
 from paddleformers_fc.execute.exchange import ReadContext, read_redistributed
 from paddleformers_fc.execute.load import LoadReport, load_checkpoint
 from paddleformers_fc.execute.memory import slots_of
 from paddleformers_fc.execute.opening import open_on_all_ranks
-from paddleformers_fc.execute.replica_reads import LEAST_HOSTS, Replicas, SharedReads, replicas_of
+from paddleformers_fc.execute.replica_reads import LEAST_HOSTS, Replicas, SharedReads, replicas_of, shared_parts
 from paddleformers_fc.execute.save_plan import model_rules
 from paddleformers_fc.layout.live import describe_roles
+from paddleformers_fc.mapping.boxes import whole
 from paddleformers_fc.plan import LoadPlan, plan_reads, resume_source
+from paddleformers_fc.plan.items import StoredPart
+from paddleformers_fc.plan.transfer_plan import ROUND_BYTES, TURN_BYTES, share_rounds, size_of
 from paddleformers_fc.storage.executor import ReadOptions
-from tests.execute.simulated import MODEL, Roles, canonical, live, same_values, succeed
+from tests.execute.simulated import MODEL, Roles, canonical, job, live, same_values, succeed
 from tests.execute.test_save_and_load import save
 
 ARRAYS = canonical()
@@ -122,3 +127,84 @@ def test_a_rank_alone_enters_the_rounds_of_the_replicas_of_others() -> None:
     found = [replicas_of(shares, rank, ReadOptions(replicas="once"), ()) for rank in range(3)]
     assert [one.ranks for one in found if one] == [(0, 2), (1,), (0, 2)]
     assert replicas_of(shares[:2], 0, ReadOptions(replicas="once"), ()) is None
+
+
+@pytest.mark.parametrize(("ranks", "tp"), [(1, 1), (2, 2), (4, 2)])
+def test_damage_is_found_also_where_no_rank_has_a_replica(saved: Path, ranks: int, tp: int) -> None:
+    file = saved / "model_state/rank-00000.safetensors"
+    raw = bytearray(file.read_bytes())
+    raw[-5] ^= 1
+    file.write_bytes(raw)
+
+    def work(channel: Any) -> None:
+        roles = live(ARRAYS, tp, channel.rank, empty=True)
+        checkpoint = open_on_all_ranks(saved, channel, "full")
+        load_checkpoint(checkpoint, roles, MODEL, channel, ReadOptions(replicas="once"))
+
+    outcomes = job(ranks, work)
+    assert all(isinstance(outcome, Corrupt) for outcome in outcomes)
+    assert len({str(outcome) for outcome in outcomes}) == 1
+
+
+def wide(count: int, rows: int) -> list[StoredPart]:
+    """Matrices of 4 KiB per row."""
+    return [StoredPart("file", n * rows * 4096, (rows, 1024), whole((rows, 1024)), "float32") for n in range(count)]
+
+
+@pytest.mark.parametrize("ranks", [2, 5, 16, 64])
+@pytest.mark.parametrize(("count", "rows"), [(40, 4096), (3, 200_000), (5000, 3)])
+def test_rounds_of_replicas_are_as_many_as_their_bytes_need_whatever_the_number_of_ranks(
+    ranks: int, count: int, rows: int
+) -> None:
+    parts, limit = wide(count, rows), ROUND_BYTES
+    schedule = share_rounds(parts, range(ranks), limit)
+    covered: dict[StoredPart, int] = {}
+    read = [0] * ranks
+    for pieces in schedule.rounds:
+        sent = [0] * ranks
+        for piece in pieces:
+            covered[piece.move.part] = covered.get(piece.move.part, 0) + piece.size
+            sent[piece.move.owner] += piece.size
+        assert sum(sent) <= limit
+        assert max(sent) * (ranks - 1) <= limit
+        read = [one + more for one, more in zip(read, sent, strict=True)]
+    assert covered == {part: size_of(part) for part in parts}
+    total = sum(covered.values())
+    assert len(schedule.rounds) <= 1.5 * total / limit + 2 * schedule.turn
+    assert max(read) <= total / ranks + 2 * TURN_BYTES
+
+
+def test_a_replica_reads_successive_pieces_together_and_sends_them_in_several_rounds() -> None:
+    schedule = share_rounds(wide(8, 65536), range(16))
+    turns = schedule.read_by(3)
+    assert schedule.turn == 8
+    assert len(turns) * schedule.turn >= len(schedule.rounds)
+    for pieces in turns:
+        assert 0 < sum(piece.size for piece in pieces) <= TURN_BYTES
+        ends = [[piece.move.part.begin + row * 4096 for row in (piece.box.lo[0], piece.box.hi[0])] for piece in pieces]
+        assert all(one[1] == other[0] for one, other in pairwise(ends))
+
+
+def test_many_replicas_form_groups_whose_members_are_far_apart() -> None:
+    shares = [SharedReads(b"a")] * 200
+    found = [replicas_of(shares, rank, ReadOptions(replicas="once"), ()) for rank in range(200)]
+    groups = {one.ranks for one in found if one}
+    assert sorted(map(len, groups)) == [50] * 4
+    assert sorted(chain(*groups)) == list(range(200))
+    assert tuple(range(0, 200, 4)) in groups
+
+
+def test_ranges_are_shared_in_the_order_of_shards_so_that_few_are_incomplete(tmp_path: Path) -> None:
+    save(tmp_path / "checkpoint-3", ARRAYS, 2, 1)
+
+    def work(channel: Any) -> list[StoredPart]:
+        roles = live(ARRAYS, 1, channel.rank, empty=True)
+        plan = plan_of(tmp_path / "checkpoint-3", channel, roles)
+        parts = shared_parts(plan, roles)
+        shard = {item.stored: (item.role, item.name) for item in plan.items}
+        order = [shard[part] for part in parts]
+        assert sum(one != other for one, other in pairwise(order)) == len(set(order)) - 1
+        return list(parts)
+
+    (parts,) = succeed(1, work)
+    assert len({part.file for part in parts}) > 2

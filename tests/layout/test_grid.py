@@ -33,7 +33,9 @@ def test_what_is_not_named_is_as_by_default() -> None:
         ("tp=2,tp=2", "tp: is given twice"),
         ("tp=two", "tp: 'two' is no whole number"),
         ("tp=-1", "tp: must be at least 1"),
-        ("slice_above=-1", "slice_above: must be at least 1"),
+        ("slice_above=-1", "slice_above: must be at least 0"),
+        ("tp=2.0", "tp: '2.0' is no whole number"),
+        ("tp=1e1", "tp: '1e1' is no whole number"),
         ("tp", "tp: '' is no whole number"),
         ("split=maybe", "split: 'maybe' is neither true nor false"),
         ("tp=0", "tp: must be at least 1"),
@@ -83,3 +85,7 @@ def test_a_pipeline_is_between_the_two_parts_of_the_sharding_axis() -> None:
     assert [grid.coordinates(rank).sharding for rank in range(8)] == [0, 1, 0, 1, 2, 3, 2, 3]
     assert [grid.coordinates(rank).pp for rank in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
     assert [grid.coordinates(rank).ep for rank in range(8)] == [0, 1] * 4
+
+
+def test_stage_3_may_cut_every_parameter() -> None:
+    assert parse_grid("sharding=2,stage=3,slice_above=0").slice_above == 0

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -247,3 +250,21 @@ def test_a_tensor_without_a_canonical_form_is_taken_over_whole_or_refused(shape:
             assert len(plan.items) == 1
         else:
             assert report.shape == {f"table: stored [8], wanted {list(shape)}"}
+
+
+def test_a_report_is_the_same_message_in_every_process() -> None:
+    code = (
+        "import msgspec; from paddleformers_fc.plan.report import Report\n"
+        "report = Report()\n"
+        "for number in range(50): report.add('missing', f'layers.{number}')\n"
+        "print(msgspec.msgpack.encode(report.to_wire()).hex())"
+    )
+    made = [
+        subprocess.run(
+            [sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, check=True
+        ).stdout
+        for seed in "12"
+    ]
+    assert made[0] == made[1]
+    report = Report(missing={f"layers.{number}" for number in range(50)}, shape={"w"})
+    assert Report.from_wire(report.to_wire()) == report

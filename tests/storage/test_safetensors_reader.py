@@ -351,3 +351,18 @@ def test_a_header_with_one_thing_changed_is_refused_or_read_as_the_library_does(
 
 def test_the_bound_on_the_header_is_that_of_the_library() -> None:
     assert ours.MAX_HEADER_BYTES == 100_000_000
+
+
+def test_a_header_of_very_many_shapes_without_an_element_is_refused(tmp_path: Path) -> None:
+    entries = {f"t{n}": {"dtype": "F32", "shape": [0, n], "data_offsets": [0, 0]} for n in range(1024)}
+    path = tmp_path / "model.safetensors"
+
+    def write(document: dict[str, object]) -> None:
+        header = json.dumps(document).encode()
+        path.write_bytes(struct.pack("<Q", len(header)) + header)
+
+    write(entries)
+    assert len(read_header(path).tensors) == 1024
+    write({**entries, "another": {"dtype": "F32", "shape": [0, 2**61], "data_offsets": [0, 0]}})
+    with pytest.raises(FormatError, match="tensors of more than 1024 shapes without an element"):
+        read_header(path)
