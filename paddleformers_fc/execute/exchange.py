@@ -197,7 +197,10 @@ def read_redistributed(
     schedule = EMPTY_SCHEDULE
     if storage.is_exchanged:
         schedule = _schedule(plan, storage, channel, options, limit)
-        storage = _comparing_own_reads(plan, schedule, storage, channel)
+        if storage.recorded.files:
+            own = partial(_own_block_reads, plan, schedule, storage, channel)
+            # An error of one rank must not leave the others alone in the rounds.
+            storage = replace(storage, block_reads=run_on_all(channel, "assigning blocks", own))
     failure: FlexError | None = None
 
     def fill() -> tuple[FillMessage, Traffic]:
@@ -239,18 +242,16 @@ def _schedule(
     return agreed_schedule(requests, storage, channel, limit)
 
 
-def _comparing_own_reads(
+def _own_block_reads(
     plan: LoadPlan, schedule: TransferSchedule, storage: ReadContext, channel: Channel
-) -> ReadContext:
-    """Return the files of a rank that compares all blocks which it reads, for itself or for others."""
-    if not storage.recorded.files:
-        return storage
+) -> list[BlockReads]:
+    """Return, by rank, the blocks that this rank reads, for itself or for others: it compares all of them."""
     rank, arriving = channel.rank, schedule.parts(channel.rank)
     owned = (piece.stored for pieces in schedule.read_by(rank) for piece in pieces)
     reads = [*(item.stored for item in plan.items if item.stored not in arriving), *owned]
     block_reads = [BlockReads()] * channel.world_size
     block_reads[rank] = storage.recorded.reads(reads, same_bytes_key(storage.identities))
-    return replace(storage, block_reads=block_reads)
+    return block_reads
 
 
 def _run_rounds(

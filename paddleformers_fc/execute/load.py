@@ -198,7 +198,7 @@ class _Preflight:
     optional: OptionalNames | None = None
 
     def unexpected(self, untouched: Sequence[Stored], catalog: Catalog) -> list[str]:
-        """Return those of the stored tensors that no rank reads which a rank should have wanted."""
+        """Return the stored tensors that should have been read, of those that no rank reads."""
         if self.optional is not None:
             return self.optional.missed([name for _, name in untouched], catalog.roles[MODEL_STATE])
         return [name for role, name in untouched if parameter_of(role, name) not in self.may_be_left]
@@ -325,7 +325,7 @@ def _plan_checkpoint(
         checkpoint: the opened checkpoint.
         target: what is filled.
         aoa_config: statements from stored names to the model's.
-        tensors: those of the whole model, if there are statements.
+        tensors: all tensors of the model on all ranks; empty without statements.
         may_cast: whether the precision may differ.
     """
     model, shards = target.model, describe_roles(target.roles)

@@ -355,7 +355,7 @@ def _count(begun: int, size: int = 0, waited: float = 0.0) -> None:
     Args:
         begun: 1 for a begin, -1 for an end.
         size: bytes of a copy that begins.
-        waited: seconds that the host waited for one that ends.
+        waited: seconds that the host has waited for copies.
     """
     global _under_way
     with _measuring:

@@ -5,7 +5,7 @@ exchange nothing to share their reads. All derive the same **transfers**: a rang
 that receive it. Overlapping ranges that are not equal are separate transfers.
 
 Transfers are cut into pieces, and pieces are assigned to **rounds**, in which no rank sends or receives more than a
-bound. All ranks enter every round, so no rank waits for one that does something else.
+bound. All ranks enter every round, also those that neither send nor receive in it.
 
 Time: linear in the requested ranges of all ranks, and in the pieces. Memory: the requested ranges of all ranks during
 planning, then the pieces that this rank reads or receives.
@@ -138,8 +138,8 @@ def assign_transfers(requests: Sequence[Sequence[StoredPart]], visible_to: Visib
 def share_rounds(parts: Sequence[StoredPart], ranks: Sequence[int], limit: int = ROUND_BYTES) -> TransferSchedule:
     """Return the rounds in which ranks that want the same ranges read a share each, and send it to the others.
 
-    The ranks take turns along the ranges. Of a turn, each reads :data:`TURN_BYTES` at most, together, so that few
-    checksum blocks are read by two ranks; it sends them in several rounds, in all of which every rank sends as much.
+    The ranges are divided in turn among the ranks. In a turn each rank reads at most :data:`TURN_BYTES` at once, so
+    that few checksum blocks are read by two ranks, and sends equal parts of them in several rounds.
 
     Args:
         parts: the ranges, distinct and in the order in which they are wanted.

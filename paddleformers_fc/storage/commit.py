@@ -15,9 +15,9 @@ Two jobs may save the same step at once. What is moved aside must be what had th
 rename never replaces files, so that the second commit fails.
 
 One process per save and disk calls these functions; the other ranks only write files into the directory. It holds the
-lock of its staging directory, and the system releases the lock when the process ends. Whoever gets the lock may delete
-the directory. The lock is ``flock``, which holds between the clients of NFS, CephFS and GPFS, and of Lustre unless it
-is mounted with ``localflock``.
+lock of its staging directory, and the system releases the lock when the process ends. A process that gets the lock may
+delete the directory. The lock is ``flock``, which holds between the clients of NFS, CephFS and GPFS, and of Lustre
+unless it is mounted with ``localflock``.
 
 :func:`leftovers` lists the hidden directories of crashed and running saves. :func:`recover` handles those that no
 process needs. A user can delete others, such as the files of other programs (``kept-...``) and, on a file system

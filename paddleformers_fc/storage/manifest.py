@@ -207,8 +207,16 @@ class _Head(msgspec.Struct, frozen=True):
     written_by: str = "another program"
 
 
+class _Run(msgspec.Struct, frozen=True):
+    """The fields that identify a save."""
+
+    step: int
+    run: RunRecord = RunRecord("", [])
+
+
 _sealed = msgspec.json.Decoder(_Sealed)
 _heads = msgspec.json.Decoder(_Head)
+_runs = msgspec.json.Decoder(_Run)
 _documents = msgspec.json.Decoder(dict[str, Any])
 
 
@@ -236,10 +244,10 @@ def read_manifest(directory: AnyPath) -> Manifest:
     _check_head(path, raw)
     sealed = decode_typed(_sealed, raw, str(path), _ANOTHER)
     manifest = Manifest(**{field: getattr(sealed, field) for field in Manifest.__struct_fields__})
-    ignored_extensions(raw, _Sealed.__struct_fields__, str(path))
-    # Extensions are sealed like the other fields.
-    document = decode_typed(_documents, raw, str(path), _ANOTHER)
-    seal = _digest({name: value for name, value in document.items() if name != "seal"})
+    seal = manifest_seal(manifest)
+    if ignored_extensions(raw, _Sealed.__struct_fields__, str(path)):  # They are sealed like the other fields.
+        document = decode_typed(_documents, raw, str(path), _ANOTHER)
+        seal = _digest({name: value for name, value in document.items() if name != "seal"})
     if sealed.seal != seal:
         raise Corrupt(
             f"{path} does not match its own checksum.",
@@ -254,6 +262,20 @@ def read_manifest(directory: AnyPath) -> Manifest:
         # The JSON is complete, but the file is not what was written.
         raise Corrupt(f"{path} is truncated: its last byte is missing.", where=str(path), next_step=_ANOTHER)
     return manifest
+
+
+def read_saved_by(directory: AnyPath) -> tuple[int, RunRecord]:
+    """Return step and run of a checkpoint for a message, without a look at the other fields of its manifest.
+
+    Raises:
+        CheckpointError: there is no manifest of this format.
+        StorageError: the operating system refused to read it.
+    """
+    path = directory / MANIFEST_NAME
+    raw = read_document(path, MAX_MANIFEST_BYTES)
+    _check_head(path, raw)
+    found = decode_typed(_runs, raw, str(path), _ANOTHER)
+    return found.step, found.run
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:

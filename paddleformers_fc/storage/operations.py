@@ -120,7 +120,7 @@ class Scales(msgspec.Struct, frozen=True):
         return self.begin + 4 * first * per_row, (last // self.block[0] - first + 1) * per_row
 
     def of_part(self, operation: Operation, part: Operation, scales: Array) -> Array:
-        """Return the scales of a part of an operation, from those of the whole."""
+        """Return the scales that apply to a part of an operation."""
         first, begin = ((one.begin - self.matrix) // self.width // self.block[0] for one in (operation, part))
         return scales[(begin - first) * self._per_row :][: self.rows(part)[1]]
 

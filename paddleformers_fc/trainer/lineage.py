@@ -21,7 +21,7 @@ import msgspec
 
 from paddleformers_fc.distributed.channel import Channel, all_gather_checked
 from paddleformers_fc.errors import CheckpointError, StorageError
-from paddleformers_fc.storage.manifest import Branch, Manifest, RunRecord, candidates_in, read_manifest
+from paddleformers_fc.storage.manifest import Branch, Manifest, RunRecord, candidates_in, read_saved_by
 from paddleformers_fc.storage.paths import parse_step
 
 
@@ -92,9 +92,9 @@ def _read(output_dir: Path, names: Iterable[str]) -> list[Saved]:
     found: list[Saved] = []
     for path in (output_dir / name for name in names):
         with suppress(CheckpointError, StorageError):
-            manifest = read_manifest(path)
-            if manifest.step == parse_step(path):
-                found.append(Saved(manifest.step, manifest.saved_by))
+            step, run = read_saved_by(path)
+            if step == parse_step(path):
+                found.append(Saved(step, run))
     return found
 
 

@@ -14,14 +14,12 @@ from paddleformers_fc.execute.load import LoadReport, load_checkpoint
 from paddleformers_fc.execute.memory import slots_of
 from paddleformers_fc.execute.opening import open_on_all_ranks
 from paddleformers_fc.execute.replica_reads import LEAST_HOSTS, Replicas, SharedReads, replicas_of, shared_parts
-from paddleformers_fc.execute.save_plan import model_rules
-from paddleformers_fc.layout.live import describe_roles
 from paddleformers_fc.mapping.boxes import whole
-from paddleformers_fc.plan import LoadPlan, plan_reads, resume_source
 from paddleformers_fc.plan.items import StoredPart
 from paddleformers_fc.plan.transfer_plan import ROUND_BYTES, TURN_BYTES, share_rounds, size_of
 from paddleformers_fc.storage.executor import ReadOptions
-from tests.execute.simulated import MODEL, Roles, canonical, job, live, same_values, succeed
+from tests.execute.simulated import MODEL, canonical, job, live, same_values, succeed
+from tests.execute.test_redistribute import loaded, plan_of
 from tests.execute.test_save_and_load import save
 
 ARRAYS = canonical()
@@ -31,18 +29,6 @@ HOSTS = ("one", "two", "three", "four")
 def automatic(*hosts: str) -> ReadOptions:
     """The default of a run on these hosts."""
     return ReadOptions(replicas="auto", hosts=hosts)
-
-
-def loaded(directory: Path, options: ReadOptions, tp: int = 1, sharded: int = 1, ranks: int = 4) -> list[LoadReport]:
-    """Load on four ranks; every bit is compared."""
-
-    def work(channel: Any) -> LoadReport:
-        roles = live(ARRAYS, tp, channel.rank, empty=True, sharded=sharded)
-        report = load_checkpoint(open_on_all_ranks(directory, channel), roles, MODEL, channel, options)
-        assert same_values(live(ARRAYS, tp, channel.rank, sharded=sharded), roles)
-        return report
-
-    return succeed(ranks, work)
 
 
 def read(reports: list[LoadReport]) -> int:
@@ -57,8 +43,8 @@ def saved(tmp_path: Path) -> Path:
 
 
 def test_replicas_on_many_hosts_share_their_reads_by_themselves(saved: Path) -> None:
-    each = loaded(saved, ReadOptions(replicas="each", hosts=HOSTS))
-    shared = loaded(saved, automatic(*HOSTS))
+    each = loaded(saved, 4, 1, ReadOptions(replicas="each", hosts=HOSTS))
+    shared = loaded(saved, 4, 1, automatic(*HOSTS))
     assert len(HOSTS) == LEAST_HOSTS
     assert 4 * read(shared) == read(each)
     assert sum(report.bytes_received for report in shared) == 3 * read(shared)
@@ -70,8 +56,8 @@ def test_replicas_on_many_hosts_share_their_reads_by_themselves(saved: Path) -> 
     ids=["three", "one", "unknown", "too few", "too many"],
 )
 def test_replicas_on_few_or_unknown_hosts_read_for_themselves(saved: Path, hosts: tuple[str, ...]) -> None:
-    alone = read(loaded(saved, ReadOptions(), ranks=1))
-    reports = loaded(saved, automatic(*hosts))
+    alone = read(loaded(saved, 1, 1, ReadOptions()))
+    reports = loaded(saved, 4, 1, automatic(*hosts))
     assert [(report.bytes_read, report.bytes_received) for report in reports] == [(alone, 0)] * 4
 
 
@@ -86,7 +72,7 @@ def test_hosts_that_ranks_name_differently_share_nothing_and_nobody_waits(saved:
 
 def test_weights_are_shared_and_states_that_are_cut_over_the_replicas_are_not(saved: Path) -> None:
     options = ReadOptions(replicas="once")
-    whole, cut = loaded(saved, options), loaded(saved, options, sharded=4)
+    whole, cut = loaded(saved, 4, 1, options), loaded(saved, 4, 1, options, sharded=4)
     weights = sum(one.local_tensor.numpy().nbytes for one in live(ARRAYS, 1, 0)["model_state"].values())
     # Three quarters of the weights come from other ranks, and everything else is read by one rank alone.
     assert sum(report.bytes_received for report in cut) == 3 * weights
@@ -94,22 +80,15 @@ def test_weights_are_shared_and_states_that_are_cut_over_the_replicas_are_not(sa
 
 
 def test_two_groups_of_replicas_share_each_among_themselves(saved: Path) -> None:
-    each, shared = (loaded(saved, ReadOptions(replicas=way), tp=2) for way in ("each", "once"))
+    each, shared = (loaded(saved, 4, 2, ReadOptions(replicas=way)) for way in ("each", "once"))
     assert all(report.bytes_received for report in shared)
     assert read(shared) < 0.7 * read(each)
-
-
-def plan_of(directory: Path, channel: Any, roles: Roles) -> LoadPlan:
-    """The plan of a rank that loads everything it holds."""
-    shards = describe_roles(roles)
-    source, _ = resume_source(open_on_all_ranks(directory, channel), model_rules(MODEL, shards["model_state"]))
-    return plan_reads(source, shards)
 
 
 def test_groups_with_other_numbers_of_rounds_leave_together(saved: Path) -> None:
     def work(channel: Any) -> int:
         roles = live(ARRAYS, 1, channel.rank, empty=True)
-        plan = plan_of(saved, channel, roles)
+        plan = plan_of(open_on_all_ranks(saved, channel), roles)
         parts = tuple(item.stored for item in plan.items)
         # Two ranks share everything in many rounds, two a single tensor in one, and one rank nothing.
         replicas = [Replicas((0, 1), parts), Replicas((2, 3), parts[:1]), Replicas((4,), ())][channel.rank // 2]
@@ -199,7 +178,7 @@ def test_ranges_are_shared_in_the_order_of_shards_so_that_few_are_incomplete(tmp
 
     def work(channel: Any) -> list[StoredPart]:
         roles = live(ARRAYS, 1, channel.rank, empty=True)
-        plan = plan_of(tmp_path / "checkpoint-3", channel, roles)
+        plan = plan_of(open_on_all_ranks(tmp_path / "checkpoint-3", channel), roles)
         parts = shared_parts(plan, roles)
         shard = {item.stored: (item.role, item.name) for item in plan.items}
         order = [shard[part] for part in parts]
