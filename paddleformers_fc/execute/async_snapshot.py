@@ -4,9 +4,9 @@ New memory is 20 times as slow as memory that has been touched, because every pa
 allocated once, with its pages, and filled again by every snapshot. Its memory is page-locked if Paddle supports that
 for the device.
 
-The thread of the save copies host memory in :meth:`SnapshotCopy.finish`. Copies from a device are begun by
-:meth:`SnapshotBuffer.begin`, which runs on the training thread. Paddle's choice of a stream holds for the whole
-process, so another thread would move kernels of the training to the stream of the copies.
+The thread of the save copies host memory in :meth:`SnapshotCopy.finish`, with two threads. Copies from a device are
+begun by :meth:`SnapshotBuffer.begin`, which runs on the training thread. Paddle's choice of a stream holds for the
+whole process, so another thread would move kernels of the training to the stream of the copies.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from __future__ import annotations
 import mmap
 from bisect import bisect_right
 from collections.abc import Iterator
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,10 @@ from paddleformers_fc.execute.memory import HostPieces, HostTensors, begin_copie
 from paddleformers_fc.execute.replicas import ElementRanges
 from paddleformers_fc.execute.staging_pool import DeviceCopy, has_pinned_memory, in_host_memory, page_locked_bytes
 from paddleformers_fc.layout.live import Roles
+
+_PIECE_BYTES = 16 << 20
+_THREADS = 2
+"""Threads that copy host memory, a piece at a time: one does not reach the rate of the memory."""
 
 _ALIGNMENT = 64
 """Bytes that the copies of tensors are aligned to, so that any dtype can be viewed."""
@@ -92,6 +97,18 @@ class _Copied:
     end: int
     memory: np.ndarray[Any, Any]
 
+    def pieces(self) -> Iterator[_Copied]:
+        """Yield the parts that one thread copies at a time."""
+        width = dtype_of(self.tensor).itemsize
+        for start in range(self.begin, self.end, _PIECE_BYTES // width):
+            stop = min(start + _PIECE_BYTES // width, self.end)
+            part = self.memory[(start - self.begin) * width : (stop - self.begin) * width]
+            yield replace(self, begin=start, end=stop, memory=part)
+
+    def copy(self) -> None:
+        """Copy the range from host memory."""
+        copy_to_host(self.tensor, self.begin, self.end, self.memory)
+
 
 @dataclass(frozen=True)
 class SnapshotCopy:
@@ -108,11 +125,13 @@ class SnapshotCopy:
     def finish(self) -> HostTensors:
         """Copy what is in host memory, and wait for devices. Afterwards the live tensors may change."""
         found: dict[str, dict[str, list[_Copied]]] = {}
+        for one in self.ranges:
+            found.setdefault(one.role, {}).setdefault(one.name, []).append(one)
+        on_host = [piece for one in self.ranges if in_host_memory(one.tensor.place) for piece in one.pieces()]
         try:
-            for one in self.ranges:
-                if in_host_memory(one.tensor.place):
-                    copy_to_host(one.tensor, one.begin, one.end, one.memory)
-                found.setdefault(one.role, {}).setdefault(one.name, []).append(one)
+            with ThreadPoolExecutor(_THREADS, "flex-copy") as threads:
+                for _ in threads.map(_Copied.copy, on_host):
+                    pass  # Raises the error of a piece.
         finally:
             self.wait()
         return {role: {name: _pieces(some) for name, some in names.items()} for role, names in found.items()}
