@@ -223,7 +223,7 @@ MOST_SHARING = 64
 """Most ranks that share the comparison of blocks which several of them read: each sends some hundred bytes to all."""
 
 
-class _PreflightMessage(msgspec.Struct):
+class _PreflightMessage(msgspec.Struct, array_like=True):
     """One rank's preflight on its way to the others.
 
     Args:

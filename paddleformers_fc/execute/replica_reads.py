@@ -34,7 +34,7 @@ MOST_REPLICAS = 64
 """Most ranks that share their reads. With more of them, pieces become short and rounds many; they form groups."""
 
 
-class SharedReads(msgspec.Struct, frozen=True):
+class SharedReads(msgspec.Struct, frozen=True, array_like=True):
     """What a rank reads that others may read as well, on its way to them.
 
     Args:

@@ -100,7 +100,7 @@ _BITS_AT_ONCE = 1 << 22
 """Bits that are unpacked at a time, a byte each."""
 
 
-class BlockReads(msgspec.Struct, frozen=True):
+class BlockReads(msgspec.Struct, frozen=True, array_like=True):
     """The blocks that one rank reads, on their way to the other ranks.
 
     Args:

@@ -37,8 +37,8 @@ SHARED = {
     (FIRST_SAVE, RECEIVED): 2.0,
     # The coordinator reads the manifest and the index, which list all files, and sends them to all ranks.
     **{(operation, count): 2.3 for operation in (RESUME, OPENING) for count in (READ, SENT, RECEIVED, LARGEST)},
-    # Up to 64 ranks tell each other the blocks that they read; more do not.
-    (PLANNING, RECEIVED): 1.5,
+    # Up to 64 ranks tell each other the blocks that they read, a bit each; more do not.
+    **{(PLANNING, count): 1.4 for count in (SENT, RECEIVED)},
     # A rank opens the files that it reads: under a larger grid of the tiny model, more of them have its tensors.
     **{(PLANNING, count): 2.9 for count in (OPENS, STATS, READ)},
 }

@@ -20,6 +20,7 @@ from unittest import mock
 import msgspec
 import numpy as np
 import xxhash
+from msgspec import structs
 
 from paddleformers_fc.cpu_runtime.ranks import free_ports
 from paddleformers_fc.cpu_runtime.stores import LOOPBACK, open_store
@@ -38,6 +39,7 @@ from paddleformers_fc.distributed.communicator import Communicator
 from paddleformers_fc.distributed.liveness import KEY_PREFIX, Liveness
 from paddleformers_fc.distributed.store_client import _ADD, StoreClient
 from paddleformers_fc.execute import collective_checksums, save
+from paddleformers_fc.execute.load import _PreflightMessage
 from paddleformers_fc.execute.memory import HostPieces, HostTensors
 from paddleformers_fc.execute.replica_assignment import Writers
 from paddleformers_fc.execute.save_plan import PlannedFile, SavePlanCache, planned_files
@@ -220,18 +222,18 @@ class ScaleJob:
         if doing == "writing":
             return self._written(like)
         if doing == "planning":
-            return self._planning(like)
+            return self._planning(msgspec.convert(like, _PreflightMessage))
         return None
 
-    def _planning(self, like: dict[str, Any]) -> Callable[[int], object]:
+    def _planning(self, like: _PreflightMessage) -> Callable[[int], object]:
         """Return the messages of ranks of which those with equal weights read the same."""
-        known = {
-            self._weights_of(rank): msgspec.msgpack.decode(payload)["share"] for rank, payload in self._given.items()
-        }
+        decoder = msgspec.msgpack.Decoder(_PreflightMessage)
+        known = {self._weights_of(rank): decoder.decode(payload).share for rank, payload in self._given.items()}
 
         def message_of(rank: int) -> object:
             weights = self._weights_of(rank)
-            return {**like, "share": known.get(weights) or {**like["share"], "ranges": weights}}
+            share = known.get(weights) or structs.replace(like.share, ranges=weights)
+            return structs.replace(like, share=share)
 
         return message_of
 
