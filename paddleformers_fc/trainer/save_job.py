@@ -71,7 +71,8 @@ from paddleformers_fc.trainer.job_state import (
 from paddleformers_fc.trainer.library import LOAD_METHOD, TrainerCallback, logger
 from paddleformers_fc.trainer.library_models import PREFIX_CHECKPOINT_DIR
 from paddleformers_fc.trainer.lineage import degrees_text, parallel_degrees
-from paddleformers_fc.trainer.uploads import Uploads, delete_superfluous
+from paddleformers_fc.trainer.rotation import delete_superfluous
+from paddleformers_fc.trainer.uploads import Uploads
 
 
 def refuse_other_loop(trainer: Any) -> None:

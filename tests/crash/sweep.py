@@ -98,6 +98,8 @@ class Part:
 def sweep(kind: str, part: Part, directory: Path) -> Tally:
     """One worker's part."""
     worlds.warm()
+    if "paddle" in sys.modules:
+        raise RuntimeError("Paddle is imported: every fork would copy its memory")
     if kind == "power":
         return _power(part, directory)
     if kind == "refusals":

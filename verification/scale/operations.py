@@ -25,7 +25,7 @@ from paddleformers_fc.formats.checkpoint import OpenedCheckpoint
 from paddleformers_fc.layout.grid import parse_grid
 from paddleformers_fc.plan.simulate import declared_model
 from paddleformers_fc.storage.executor import ReadOptions
-from paddleformers_fc.trainer import resume, uploads
+from paddleformers_fc.trainer import resume, rotation
 from verification.scale.counting import PROCESSOR, Meter, counted_calls, current
 from verification.scale.ranks import AGREEMENTS, BLOCKED, LATENCY, RANKS_PER_NODE, ScaleJob, capture_zeros, hosts_of
 
@@ -141,7 +141,7 @@ def _operations(job: ScaleJob, wanted: Sequence[str]) -> Counts:
 
 def _rotate(job: ScaleJob) -> None:
     """Rotate as the coordinator does alone where all ranks see one file system."""
-    uploads.delete_superfluous(job.directory, 1, job.directory / "checkpoint-2", [], lambda _: None)
+    rotation.delete_superfluous(job.directory, 1, job.directory / "checkpoint-2", [], lambda _: None)
 
 
 def _save(job: ScaleJob, step: int, rank: int, channel: Channel) -> None:
