@@ -19,8 +19,8 @@ from paddleformers_fc.text import count_text
 from paddleformers_fc.trainer import (
     documents,
     live_roles,
+    rotation,
     save_job,
-    uploads,
 )
 from paddleformers_fc.trainer.description import describe_model
 from paddleformers_fc.trainer.job_state import (
@@ -58,7 +58,7 @@ def sorted_checkpoints(
     use_mtime: bool = False,
 ) -> list[str]:
     """``Trainer._sorted_checkpoints``: in the order of steps, which a copy of the files does not change."""
-    found = uploads.numbered(Path(output_dir or trainer.args.output_dir), checkpoint_prefix)
+    found = rotation.numbered(Path(output_dir or trainer.args.output_dir), checkpoint_prefix)
     return [str(path) for path in found]
 
 
