@@ -1,7 +1,7 @@
-"""Two nodes on one machine: each with an address, a hostname and a disk of its own.
+"""Some nodes on one machine: each with an address, a hostname and a disk of its own.
 
-With root and ``ip`` a node is a set of Linux namespaces (network, hostname, mounts, processes), joined to the other by
-a pair of virtual interfaces; its disk is mounted at a path that both nodes have. Without them the nodes share the
+With root and ``ip`` a node is a set of Linux namespaces (network, hostname, mounts, processes), joined to the others
+by a virtual bridge; its disk is mounted at a path that all nodes have. Without them the nodes share the
 network of this machine under different loopback addresses, and start in different directories. The same commands run
 in both.
 """
@@ -29,8 +29,7 @@ cd "$4"
 shift 4
 exec "$@"
 """
-_ADDRESSES = ("10.199.77.1", "10.199.77.2")
-_LOOPBACK = ("127.0.0.1", "127.0.0.2")
+_NETWORK = "10.199.77."
 _OF_JOBS = ("PADDLE_", "MASTER_", "FLAGS_", "NNODES", "RANK", "POD_IP", "CUDA_VISIBLE_DEVICES")
 
 
@@ -47,7 +46,7 @@ class Node:
     """A node.
 
     Args:
-        address: at which the other node reaches it.
+        address: at which other nodes reach it.
         disk: what is mounted in the node's working directory, as this process sees it.
         working: the directory in which commands start, as they see it.
         prefix: the command that enters the node; empty for a node without namespaces.
@@ -146,20 +145,22 @@ def run(
 
 
 @contextmanager
-def two_nodes(directory: Path) -> Iterator[list[Node]]:
-    """Two nodes whose disks are directories in ``directory``."""
-    disks = [directory / "disk-0", directory / "disk-1"]
+def joined_nodes(directory: Path, count: int = 2) -> Iterator[list[Node]]:
+    """Some nodes whose disks are directories in ``directory``."""
+    disks = [directory / f"disk-{index}" for index in range(count)]
     for disk in disks:
         disk.mkdir(parents=True)
     with ExitStack() as stack:
         try:
-            prefixes = stack.enter_context(_joined_namespaces(directory))
+            prefixes = stack.enter_context(_joined_namespaces(directory, count))
         except (OSError, subprocess.CalledProcessError):
-            yield [Node(*pair, pair[1], variables={"POD_IP": pair[0]}) for pair in zip(_LOOPBACK, disks, strict=True)]
+            loopback = [f"127.0.0.{1 + index}" for index in range(count)]
+            yield [Node(*pair, pair[1], variables={"POD_IP": pair[0]}) for pair in zip(loopback, disks, strict=True)]
             return
         working, hosts = directory / "working", directory / "hosts"
         working.mkdir()
-        lines = ["127.0.0.1 localhost", *(f"{address} node-{index}" for index, address in enumerate(_ADDRESSES))]
+        addresses = [f"{_NETWORK}{1 + index}" for index in range(count)]
+        lines = ["127.0.0.1 localhost", *(f"{address} node-{index}" for index, address in enumerate(addresses))]
         hosts.write_text("\n".join(lines) + "\n")
         yield [
             Node(
@@ -168,13 +169,13 @@ def two_nodes(directory: Path) -> Iterator[list[Node]]:
                 working,
                 (*prefix, "sh", "-c", _SETUP, "sh", f"node-{index}", str(hosts), str(disk), str(working)),
             )
-            for index, (address, disk, prefix) in enumerate(zip(_ADDRESSES, disks, prefixes, strict=True))
+            for index, (address, disk, prefix) in enumerate(zip(addresses, disks, prefixes, strict=True))
         ]
 
 
 @contextmanager
-def _joined_namespaces(directory: Path) -> Iterator[list[tuple[str, ...]]]:
-    """The commands that enter two network namespaces, which have an interface to each other and no other way out.
+def _joined_namespaces(directory: Path, count: int) -> Iterator[list[tuple[str, ...]]]:
+    """The commands that enter network namespaces, which are joined by a bridge in another and have no way out.
 
     Raises:
         OSError, CalledProcessError: a tool is missing, or this user may not.
@@ -182,15 +183,18 @@ def _joined_namespaces(directory: Path) -> Iterator[list[tuple[str, ...]]]:
     if any(shutil.which(tool) is None for tool in ("ip", "unshare", "nsenter", "mount", "hostname")):
         raise OSError("a tool is missing")
     run_id = secrets.token_hex(3)
-    names = [f"fc{run_id}-{index}" for index in range(2)]
+    hub, *names = [f"fc{run_id}-hub", *(f"fc{run_id}-{index}" for index in range(count))]
     with ExitStack() as stack:
-        for name in names:
+        for name in (hub, *names):
             _ip("netns", "add", name)
             stack.callback(_ip, "netns", "delete", name)
-        ends = [f"fc{run_id}{index}" for index in range(2)]
-        _ip("link", "add", ends[0], "netns", names[0], "type", "veth", "peer", "name", ends[1], "netns", names[1])
-        for name, end, address in zip(names, ends, _ADDRESSES, strict=True):
-            _ip("-n", name, "addr", "add", f"{address}/24", "dev", end)
+        _ip("-n", hub, "link", "add", "bridge", "type", "bridge")
+        _ip("-n", hub, "link", "set", "bridge", "up")
+        for index, name in enumerate(names):
+            end, port = f"fc{run_id}{index}", f"port{index}"
+            _ip("link", "add", end, "netns", name, "type", "veth", "peer", "name", port, "netns", hub)
+            _ip("-n", hub, "link", "set", port, "master", "bridge", "up")
+            _ip("-n", name, "addr", "add", f"{_NETWORK}{1 + index}/24", "dev", end)
             _ip("-n", name, "link", "set", "lo", "up")
             _ip("-n", name, "link", "set", end, "up")
         enter = ("unshare", "--mount", "--uts", "--pid", "--mount-proc", "--kill-child")

@@ -21,7 +21,7 @@ from paddleformers_fc.cpu_runtime.ranks import SAVED_ON_SIGNAL, free_ports
 from paddleformers_fc.storage.manifest import read_manifest
 from paddleformers_fc.trainer import register
 from tests.harness.waiting import wait_until
-from tests.nodes.network import BIN, Ended, Node, Running, run, two_nodes
+from tests.nodes.network import BIN, Ended, Node, Running, joined_nodes, run
 from verification.demo.assets import prepare as prepare_assets
 from verification.digests import canonical_digests
 from verification.forkserver import ForkServer
@@ -33,7 +33,7 @@ SCRIPT, RECIPE = (Path(__file__).parents[2] / "recipes" / name for name in ("scr
 @pytest.fixture
 def nodes(tmp_path: Path) -> Iterator[list[Node]]:
     """Two nodes, each with a disk of its own."""
-    with two_nodes(tmp_path / "nodes") as found:
+    with joined_nodes(tmp_path / "nodes") as found:
         yield found
 
 
