@@ -24,7 +24,7 @@ from paddleformers_fc.distributed.channel import (
 )
 from paddleformers_fc.errors import Corrupt
 from paddleformers_fc.formats import Catalog
-from paddleformers_fc.plan.block_owners import RecordedBlocks, blocks_read
+from paddleformers_fc.plan.block_owners import RecordedBlocks
 from paddleformers_fc.plan.items import StoredPart
 from paddleformers_fc.storage.block_checksums import BlockComparison, compare_blocks
 from paddleformers_fc.storage.checksum import FileChecksum, is_document
@@ -103,8 +103,8 @@ def verify_parts(
     """
 
     def share() -> BlockComparison:
-        wanted = blocks_read(parts, {path: one.block_bytes for path, one in recorded.files.items()})
-        chosen = [(recorded.files[path], sorted(numbers)) for path, numbers in wanted.items()]
+        alone = [recorded.reads(parts, "")]
+        chosen = [(recorded.files[path], numbers) for path, numbers in recorded.owned(alone, 0).items()]
         return compare_blocks(catalog.root, chosen, threads, catalog.identities)
 
     compare_on_all(catalog.root, channel, share, recorded.next_step)

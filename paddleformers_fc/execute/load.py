@@ -57,7 +57,7 @@ from paddleformers_fc.layout.live import Roles, describe_roles
 from paddleformers_fc.layout.roles import MODEL_STATE, NUMBER_SHAPE, OPTIMIZER_STATE, ROLES, parameter_of
 from paddleformers_fc.mapping import Shape
 from paddleformers_fc.plan import LoadPlan, Report, huggingface_source, plan_reads, resume_source, statements_source
-from paddleformers_fc.plan.block_owners import NO_BLOCKS, BlockReads, RecordedBlocks
+from paddleformers_fc.plan.block_owners import MOST_SHARING, NO_BLOCKS, BlockReads, RecordedBlocks
 from paddleformers_fc.plan.build import regrouped
 from paddleformers_fc.plan.items import EqualCheck, ReadItem, StoredPart
 from paddleformers_fc.plan.report import OPEN_WEIGHTS
@@ -217,10 +217,6 @@ class _AgreedPlan:
     load: PreparedLoad
     report: Report
     compares: bool
-
-
-MOST_SHARING = 64
-"""Most ranks that share the comparison of blocks which several of them read: each sends some hundred bytes to all."""
 
 
 class _PreflightMessage(msgspec.Struct, array_like=True):

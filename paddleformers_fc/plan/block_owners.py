@@ -24,8 +24,8 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from heapq import heapify, heapreplace
 from itertools import accumulate
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -36,24 +36,7 @@ from paddleformers_fc.plan.items import StoredPart
 from paddleformers_fc.storage.checksum import FileChecksum
 from paddleformers_fc.storage.dtypes import dtype_size
 from paddleformers_fc.storage.manifest import RESTORE
-
-
-def blocks_read(parts: Iterable[StoredPart], block_bytes: Mapping[str, int]) -> dict[str, set[int]]:
-    """Return the indices of all blocks that hold a byte of some regions.
-
-    Args:
-        parts: the regions.
-        block_bytes: length of a block by path.
-    Returns:
-        indices by path.
-    """
-    found: dict[str, set[int]] = {}
-    for part in parts:
-        length = block_bytes[part.file]
-        numbers = found.setdefault(part.file, set())
-        for first, last in byte_runs(part, length):
-            numbers.update(range(first // length, last // length + 1))
-    return found
+from paddleformers_fc.storage.operations import row_major
 
 
 def byte_runs(part: StoredPart, gap: int) -> Iterator[tuple[int, int]]:
@@ -67,11 +50,7 @@ def byte_runs(part: StoredPart, gap: int) -> Iterator[tuple[int, int]]:
     if 0 in size:
         return
     width = dtype_size(part.dtype)
-    strides: list[int] = []
-    step = width
-    for length in reversed(part.shape):
-        strides.insert(0, step)
-        step *= length
+    strides = row_major(part.shape, width)
     begin = part.begin + sum(low * stride for low, stride in zip(part.part.lo, strides, strict=True))
     yield from _runs(begin, list(zip(size, strides, strict=True)), width, gap)
 
@@ -89,15 +68,15 @@ def _runs(begin: int, axes: list[tuple[int, int]], width: int, gap: int) -> Iter
         yield from _runs(begin + number * stride, axes[1:], width, gap)
 
 
+MOST_SHARING = 64
+"""Most ranks that share the comparison of blocks which several of them read: each sends some hundred bytes to all."""
+
 Flags = np.ndarray[tuple[int], np.dtype[np.bool_]]
 """A flag for every block."""
 Bits = np.ndarray[tuple[int], np.dtype[np.uint8]]
 """A bit for every block."""
 _Runs = tuple[list[int], list[int], list[bool]]
 """The first and last byte of each run, and whether all bytes between them are read."""
-Counts = np.ndarray[tuple[int], np.dtype[np.int64]]
-_BITS_AT_ONCE = 1 << 22
-"""Bits that are unpacked at a time, a byte each."""
 
 
 class BlockReads(msgspec.Struct, frozen=True, array_like=True):
@@ -167,11 +146,11 @@ class RecordedBlocks:
                 bounds[0].append(begin + low)
                 bounds[1].append(begin + high)
                 bounds[2].append(dense)
-        read, covered = np.zeros(self.count, np.bool_), np.zeros(self.count, np.int64)
+        read, streamed = np.zeros((2, self.count), np.bool_)
         for file, bounds in found.items():
             blocks = slice(self.first[file], self.first[file] + self.files[file].count)
-            read[blocks], covered[blocks] = _touched(bounds, self.files[file])
-        return BlockReads(source, _packed(read), _packed(2 * covered >= self._lengths))
+            read[blocks], streamed[blocks] = _touched(bounds, self.files[file])
+        return BlockReads(source, _packed(read), _packed(streamed))
 
     def owned(self, everyone: Sequence[BlockReads], rank: int) -> dict[str, list[int]]:
         """Return the numbers of the blocks that one rank compares, by file.
@@ -193,17 +172,6 @@ class RecordedBlocks:
                 numbers[path] = found.tolist()
         return numbers
 
-    @cached_property
-    def _lengths(self) -> Counts:
-        """Bytes of every block."""
-        lengths = np.zeros(self.count, np.int64)
-        for path, first in self.first.items():
-            checksum = self.files[path]
-            lengths[first : first + checksum.count] = checksum.block_bytes
-            if checksum.count:
-                lengths[first + checksum.count - 1] = (checksum.size - 1) % checksum.block_bytes + 1
-        return lengths
-
     def _bits(self, packed: bytes) -> Bits:
         return np.frombuffer(zlib.decompress(packed) if packed else bytes(-(-self.count // 8)), np.uint8)
 
@@ -212,8 +180,8 @@ NO_BLOCKS = RecordedBlocks()
 """For a load that compares no checksums of tensors."""
 
 
-def _touched(runs: _Runs, checksum: FileChecksum) -> tuple[Flags, Counts]:
-    """Return which blocks of a file hold a byte of some runs, and how many bytes of each block dense runs hold."""
+def _touched(runs: _Runs, checksum: FileChecksum) -> tuple[Flags, Flags]:
+    """Return which blocks of a file hold a byte of some runs, and which are at least half in dense runs."""
     length, count = checksum.block_bytes, checksum.count
     low, high, dense = (np.array(one, np.int64) for one in runs)
     begin, end = low // length, high // length
@@ -226,7 +194,9 @@ def _touched(runs: _Runs, checksum: FileChecksum) -> tuple[Flags, Counts]:
     # The first and the last block of a run need not be whole.
     np.add.at(covered, begin, -dense * (low % length))
     np.add.at(covered, end, -dense * (length - 1 - high % length))
-    return read.cumsum()[:count] > 0, covered[:count]
+    lengths = np.full(count, length)
+    lengths[-1:] = (checksum.size - 1) % length + 1
+    return read.cumsum()[:count] > 0, 2 * covered[:count] >= lengths
 
 
 def _packed(flags: Flags) -> bytes:
@@ -237,53 +207,27 @@ def _packed(flags: Flags) -> bytes:
 def _balanced(able: np.ndarray[tuple[int, int], np.dtype[np.uint8]], count: int, member: int) -> Flags:
     """Assign every block to a member that can compare it, and return those of one member.
 
-    Blocks that the same members can compare are divided so that all members end with equal numbers. Each of n members
-    gets every n-th block, because ranks that read one file together are at about the same position.
+    Blocks that the same members can compare go in turn to the one with the fewest, so that all members end with equal
+    numbers, and ranks that read one file together compare blocks at about the same position.
 
     Args:
-        able: for each member a bit for every block, packed.
+        able: for each member a bit for every block, packed; at most :data:`MOST_SHARING` members.
         count: number of blocks.
         member: the member.
     """
-    mine = np.zeros(count, np.bool_)
-    loads = np.zeros(len(able), np.int64)
-    patterns, which = np.unique(_patterns(able, count), return_inverse=True)
-    members = [np.flatnonzero(np.unpackbits(np.frombuffer(one, np.uint8), count=len(able))) for one in patterns]
+    mine, members = np.zeros(count, np.bool_), np.zeros(count, np.uint64)
+    for index, bits in enumerate(able):
+        members |= np.unpackbits(bits, count=count).astype(np.uint64) << np.uint64(index)
+    loads = [0] * len(able)
     # Blocks that only one member can compare come first: they are part of its load in any case.
-    for number in sorted(range(len(members)), key=lambda index: (len(members[index]), index)):
-        chosen = members[number]
-        if not chosen.size:
-            continue
-        blocks = np.flatnonzero(which.reshape(-1) == number)
-        shares = _filled(loads[chosen], blocks.size)
-        loads[chosen] += shares
-        places = np.arange(blocks.size) - np.repeat(shares.cumsum() - shares, shares)
-        turns = (places + 0.5) / np.repeat(shares, shares)
-        owners = np.repeat(chosen, shares)[np.argsort(turns, kind="stable")]
-        mine[blocks[owners == member]] = True
+    for among in sorted(np.unique(members[members > 0]).tolist(), key=lambda among: (among.bit_count(), among)):
+        fewest = [(load, index) for index, load in enumerate(loads) if among >> index & 1]
+        heapify(fewest)
+        for block in np.flatnonzero(members == among).tolist():
+            load, index = fewest[0]
+            heapreplace(fewest, (load + 1, index))
+            if index == member:
+                mine[block] = True
+        for load, index in fewest:
+            loads[index] = load
     return mine
-
-
-def _patterns(able: np.ndarray[tuple[int, int], np.dtype[np.uint8]], count: int) -> np.ndarray[Any, Any]:
-    """Return for every block a bit for each member, packed."""
-    found = np.empty((count, -(-len(able) // 8)), np.uint8)
-    step = max(1, _BITS_AT_ONCE // len(able) // 8)
-    for low in range(0, able.shape[1], step):
-        bits = np.unpackbits(able[:, low : low + step], axis=1)
-        some = found[8 * low : 8 * (low + step)]
-        some[:] = np.packbits(bits, axis=0)[:, : len(some)].T
-    return found.view(f"V{found.shape[1]}").ravel()
-
-
-def _filled(loads: Counts, count: int) -> Counts:
-    """Divide so many blocks so that those with the least get most; the sums of all that get any differ by one."""
-    order = np.argsort(loads, kind="stable")
-    heights = loads[order]
-    # For each load, the number of blocks that raise all smaller loads to it.
-    rooms = heights * np.arange(1, len(heights) + 1) - heights.cumsum()
-    used = int(np.searchsorted(rooms, count, side="right"))
-    level, left = divmod(count + int(heights[:used].sum()), used)
-    shares = np.zeros(len(loads), np.int64)
-    shares[order[:used]] = level - heights[:used]
-    shares[order[:left]] += 1
-    return shares

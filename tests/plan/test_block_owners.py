@@ -103,8 +103,8 @@ def test_a_rank_that_reads_nothing_compares_nothing() -> None:
 
 
 def test_memory_of_the_assignment_is_less_than_two_bytes_per_block_and_rank() -> None:
-    blocks, ranks = recorded({"a": 20_000}), 500
-    everyone = [blocks.reads([run("a", 2_000 * rank, 2_000 * rank + 900_000)], "one") for rank in range(ranks)]
+    blocks, ranks = recorded({"a": 100_000}), 60
+    everyone = [blocks.reads([run("a", 100_000 * rank, 100_000 * rank + 4_000_000)], "one") for rank in range(ranks)]
     tracemalloc.start()
     try:
         own = blocks.owned(everyone, 7)
@@ -112,4 +112,4 @@ def test_memory_of_the_assignment_is_less_than_two_bytes_per_block_and_rank() ->
     finally:
         tracemalloc.stop()
     assert own["a"]
-    assert peak < 2 * 20_000 * ranks
+    assert peak < 2 * 100_000 * ranks
