@@ -232,7 +232,7 @@ class _PreflightMessage(msgspec.Struct, array_like=True):
             :data:`MOST_SHARING` ranks, each compares all that it reads, and none is sent.
     """
 
-    report: dict[str, list[str]]
+    report: list[tuple[str, str]]
     roles: list[str]
     way: str
     compares: bool
@@ -301,7 +301,7 @@ def prepare_load(
     agreed = _agree(checkpoint.catalog, target, plan, recorded, consistency)
     changes = config_changes(checkpoint.known, model, complete=not checkpoint.known.partial)
     root = str(checkpoint.catalog.root)
-    if not agreed.report.empty:
+    if agreed.report.lines:
         refuse_unfit(of_adapters(changes), may_change, root)
         agreed.report.refuse(root, _family_difference(checkpoint.known, model))
     refuse_changes(without_patterns(changes), may_change, root)
@@ -543,7 +543,7 @@ def _agree(
         channel, "planning", planned, _PreflightMessage, consistency, marks=marks
     )
     _refuse_different_ways(everyone)
-    merged = Report().merge(Report.from_wire(one.report) for one in everyone)
+    merged = Report({line for one in everyone for line in one.report})
     untouched = _untouched(catalog, marks, {role for one in everyone for role in one.roles})
     for name in own.unexpected(untouched, catalog):
         merged.add("unexpected", name)

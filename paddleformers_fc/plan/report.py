@@ -1,14 +1,13 @@
 """Report the differences between stored and wanted tensors.
 
-A report is a set of lines per kind, and is sent as such. The reports of all ranks merge by union, so that every rank
-raises the same text.
-Indices are folded: ``layers.{0...31}``.
+A report is a set of lines with their kinds. The reports of all ranks merge by union, so that every rank raises the same
+text. Indices are folded: ``layers.{0...31}``.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -50,50 +49,32 @@ _DTYPE_STEP = (
 )
 
 
-class Report(msgspec.Struct, array_like=True):
-    """Lines by kind, each under its heading of :data:`HEADINGS`; empty if everything fits."""
+class Report(msgspec.Struct):
+    """Lines, each with its kind, a key of :data:`HEADINGS`; empty if everything fits."""
 
-    missing: set[str] = set()
-    unexpected: set[str] = set()
-    shape: set[str] = set()
-    dtype: set[str] = set()
-    coverage: set[str] = set()
-    unequal: set[str] = set()
+    lines: set[tuple[str, str]] = set()
 
     def add(self, kind: str, line: str) -> None:
-        """Add one line; ``kind`` is a key of :data:`HEADINGS`."""
-        self._lines(kind).add(cut(line))
+        """Add one line."""
+        self.lines.add((kind, cut(line)))
 
-    def _lines(self, kind: str) -> set[str]:
-        lines: set[str] = getattr(self, kind)
-        return lines
+    def of(self, kind: str) -> set[str]:
+        """Return the lines of one kind."""
+        return {line for one, line in self.lines if one == kind}
 
     def merge(self, others: Iterable[Report]) -> Report:
         """Return the union of this report and others."""
-        merged, everyone = Report(), (self, *others)
-        for kind in HEADINGS:
-            merged._lines(kind).update(*(report._lines(kind) for report in everyone))
-        return merged
+        return Report(self.lines.union(*(report.lines for report in others)))
 
-    def to_wire(self) -> dict[str, list[str]]:
+    def to_wire(self) -> list[tuple[str, str]]:
         """Return the lines in an order that does not depend on the process: equal messages are sent once."""
-        return {kind: sorted(lines) for kind in HEADINGS if (lines := self._lines(kind))}
-
-    @classmethod
-    def from_wire(cls, lines: Mapping[str, Iterable[str]]) -> Report:
-        """Return the report of :meth:`to_wire`."""
-        return cls(*(set(lines.get(kind, ())) for kind in cls.__struct_fields__))
-
-    @property
-    def empty(self) -> bool:
-        """Return whether everything fits."""
-        return not any(map(self._lines, HEADINGS))
+        return sorted(self.lines)
 
     def evidence(self) -> list[str]:
         """Return the report as folded lines under headings."""
         text: list[str] = []
         for kind, heading in HEADINGS.items():
-            if lines := self._lines(kind):
+            if lines := self.of(kind):
                 text.append(f"{heading} ({len(lines)})")
                 text.extend(f"  {line}" for line in fold(states_joined(sorted(lines, key=natural))))
         return text
@@ -109,15 +90,15 @@ class Report(msgspec.Struct, array_like=True):
         Raises:
             MismatchError: unless the report is empty.
         """
-        if self.empty:
+        if not self.lines:
             return
         step = self._step()
         if stored == OPEN_WEIGHTS:
             experts = self._experts()
             why, step = (*why, *experts), _EXPERTS_STEP if experts else _OPEN_WEIGHTS_STEP
-        count = sum(len(self._lines(kind)) for kind in HEADINGS)
+        count = count_text(len(self.lines), "difference")
         raise MismatchError(
-            f"The {stored} and the model do not fit: {count_text(count, 'difference')}. No weight was changed.",
+            f"The {stored} and the model do not fit: {count}. No weight was changed.",
             where=where,
             evidence=[*why, *self.evidence()],
             next_step=step,
@@ -125,19 +106,19 @@ class Report(msgspec.Struct, array_like=True):
 
     def _experts(self) -> list[str]:
         """Return what the experts of open weights are, if they are in a form that Transformers 5 saves."""
-        if any(map(_TRANSPOSED.search, self.shape)):
+        if any(map(_TRANSPOSED.search, self.of("shape"))):
             return ["experts are stored [expert, out, in], as Transformers 5 saves them: exchange their last two axes"]
-        if any(map(_SINGLE.search, self.unexpected)) and any(map(_STACKED.search, self.missing)):
+        if any(map(_SINGLE.search, self.of("unexpected"))) and any(map(_STACKED.search, self.of("missing"))):
             return ["experts are stored one by one, as Transformers 5 saves them: stack those of a layer"]
         return []
 
     def _step(self) -> str:
         """Return the next step: with another precision, master weights are missing or left over as well."""
-        shapes = self.shape
+        shapes = self.of("shape")
         if shapes and all(any(suffix in line for suffix in SHARD_NUMBER_SUFFIXES) for line in shapes):
             return _CUTS_STEP
-        found = set(filter(self._lines, HEADINGS))
-        names = self.missing | self.unexpected
+        found = {kind for kind, _ in self.lines}
+        names = self.of("missing") | self.of("unexpected")
         masters_only = all(MASTER.suffix in line for line in names)
         if "dtype" in found and found <= {"dtype", "missing", "unexpected"} and masters_only:
             return _DTYPE_STEP

@@ -12,14 +12,14 @@ Time: two evaluations, and compositions by templates, once per plan. Memory: the
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from paddleformers_fc.aoa import AoaTensor, Program, evaluate, read_config, uncut
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.families import ModelDescription, ModelTensor, is_known
 from paddleformers_fc.families.stated import bind_model
 from paddleformers_fc.formats.checkpoint import OpenedCheckpoint
-from paddleformers_fc.mapping import RuleSet, TensorMapping, TensorSources, prove
+from paddleformers_fc.mapping import Rule, RuleSet, TensorMapping, TensorSources, prove
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.mapping.templates import identity
 from paddleformers_fc.plan.build import CAST, ReadSource
@@ -78,10 +78,7 @@ def statements_source(
     _refuse_mixed_parts(replace(merged, made=explicit), rules, live)
     canonical = live.mapping().made
     read = {source for name in left_to_names if name in canonical for source in canonical[name].names}
-    kept = Report()
-    for line in report.shape:
-        if line.partition(":")[0] in read:
-            kept.add("shape", line)
+    kept = Report({(kind, line) for kind, line in report.lines if line.partition(":")[0] in read})
     return replace(derived, mapping=merged), kept
 
 
@@ -93,8 +90,7 @@ def _bound(model: ModelDescription, tensors: Mapping[str, AoaTensor]) -> RuleSet
 
 def _alone(checkpoint: OpenedCheckpoint) -> RuleSet:
     """Return the rules of a checkpoint's model on one rank; the stored ones if its family is unknown."""
-    rules = checkpoint.rules
-    model = checkpoint.known
+    rules, model = checkpoint.rules, checkpoint.known
     if not is_known(model.config):
         return rules
     return _bound(model, {name: uncut(spec.shape, spec.dtype) for name, spec in rules.targets.items()})
@@ -126,35 +122,11 @@ def _evaluated(
 
 def _is_left(stated: TensorMapping, name: str, derived: TensorSources) -> bool:
     """Return whether no statement names a target or the sources that it is derived from."""
-    if name in stated.made or name in stated.fresh:
-        return _is_implicit(stated, name)
-    return stated.dropped.isdisjoint(derived.names)
-
-
-def _is_implicit(mapping: TensorMapping, name: str) -> bool:
-    """Return whether a target is its namesake unchanged, the default of the language for names without statements."""
-    made, spec = mapping.made.get(name), mapping.targets.get(name)
-    return (
-        made is not None
-        and spec is not None
-        and made.names == (name,)
-        and made.template.links == identity(spec.shape).links
-    )
-
-
-@dataclass(frozen=True)
-class _Interleaving:
-    """The interleaving of the parts of a fused tensor.
-
-    Args:
-        parts: length of every part, in elements.
-        axis: the axis of the parts.
-        blocks: number of groups, each with an equal share of every part.
-    """
-
-    parts: tuple[int, ...]
-    axis: int
-    blocks: int
+    made = stated.made.get(name)
+    if made is None:
+        return name not in stated.fresh and stated.dropped.isdisjoint(derived.names)
+    # The language maps names without statements to their namesakes, unchanged.
+    return made.names == (name,) and made.template.links == identity(stated.targets[name].shape).links
 
 
 def _interleavings(rules: RuleSet, alone: RuleSet) -> TensorMapping:
@@ -190,9 +162,9 @@ def _reinterleave(
             continue
         found[name] = intended.made[name]
         if not _takes_all_parts(on_one_rank, name, before, after):
-            groups = max((before[one].blocks for one in on_one_rank.made[name].names if one in before), default=1)
-            own = after[name].blocks if name in after else 1
-            faults.append(f"{name}: parts in {own} groups, its sources in {groups}")
+            sources = [before[source].target_blocks for source in on_one_rank.made[name].names if source in before]
+            own = after[name].target_blocks if name in after else 1
+            faults.append(f"{name}: parts in {own} groups, its sources in {max(sources, default=1)}")
     if faults:
         raise MappingError(
             "Statements of aoa_config cut or join fused tensors across the groups of their parts.",
@@ -243,14 +215,14 @@ def _is_itself(made: TensorSources, name: str) -> bool:
 
 
 def _takes_all_parts(
-    on_one_rank: TensorMapping, name: str, before: Mapping[str, _Interleaving], after: Mapping[str, _Interleaving]
+    on_one_rank: TensorMapping, name: str, before: Mapping[str, Rule], after: Mapping[str, Rule]
 ) -> bool:
     """Return whether all sources of a fused tensor have its parts, and none is cut along their axis."""
     made, now, target = on_one_rank.made[name], after.get(name), on_one_rank.targets[name].shape
     for link in made.template.links:
         source = made.names[link.source]
         then = before.get(source)
-        if now is None or then is None or now.parts != then.parts or link.axes[now.axis] != then.axis:
+        if now is None or then is None or now.lengths != then.lengths or link.axes[now.axis] != then.axis:
             return False
         length = on_one_rank.sources[source].shape[then.axis]
         if (link.source_box.lo[then.axis], link.source_box.hi[then.axis]) != (0, length):
@@ -260,10 +232,6 @@ def _takes_all_parts(
     return True
 
 
-def _fused(rules: RuleSet) -> dict[str, _Interleaving]:
-    """Return the fused tensors of a model. Layers that are stacked in one tensor are fused alike."""
-    return {
-        rule.targets[0]: _Interleaving(rule.lengths, rule.axis, rule.target_blocks)
-        for rule in rules.rules
-        if len(rule.targets) == 1 and len(rule.lengths) > 1
-    }
+def _fused(rules: RuleSet) -> dict[str, Rule]:
+    """Return the rules of the fused tensors of a model. Layers that are stacked in one tensor are fused alike."""
+    return {rule.targets[0]: rule for rule in rules.rules if len(rule.targets) == 1 and len(rule.lengths) > 1}
