@@ -16,8 +16,9 @@ from __future__ import annotations
 import ast
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 import msgspec
 
@@ -26,6 +27,7 @@ from paddleformers_fc.families import ModelDescription, ModelTensor, bind
 from paddleformers_fc.families.bind import family_sizes, tied_names
 from paddleformers_fc.families.declarations import DIVIDED, TEXT_EXPERTS, Family, Stage
 from paddleformers_fc.families.enumerate import DeclaredTensor, built_order, enumerate_tensors, recognised_tensors
+from paddleformers_fc.families.sizes import Sizes
 from paddleformers_fc.layout.grid import (
     MEBIBYTE,
     Coordinates,
@@ -45,7 +47,7 @@ from paddleformers_fc.layout.roles import (
     StateShape,
 )
 from paddleformers_fc.layout.shards import Shard
-from paddleformers_fc.mapping import RuleSet, TensorSpec
+from paddleformers_fc.mapping import TensorSpec
 from paddleformers_fc.mapping.boxes import Box, shifted, whole
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.dtypes import dtype_size, model_dtype
@@ -78,34 +80,27 @@ class SimulatedModel:
         self.model = replace(model, config={**family.defaults, **model.config})
         sizes = family_sizes(family, self.model)
         by_name = {tensor.name: tensor for tensor in tensors}
-        _refuse_unfit(family, self.model, grid, by_name.values())
+        stages = _fitting_stages(family, self.model, grid, by_name)
         ties = tied_names(family, self.model)
         self._ties = {alias: owner for alias, owner in ties.items() if alias in by_name}
         experts = sizes.length("experts") if sizes.defines("experts") else 0
         of_text = sizes.length(TEXT_EXPERTS) if TEXT_EXPERTS in family.sizes else experts
         self._experts = (of_text, experts - of_text)
-        pipeline = _pipeline(family, self.model, grid)
         self._untrained = frozenset(name for name, tensor in by_name.items() if not tensor.trained)
-        placed = [(by_name[name], pipeline.stage_of(by_name[name])) for name in built_order(by_name, family.built)]
-        self._on_stage = [[tensor for tensor, at in placed if at == stage] for stage in range(grid.pp)]
+        order = built_order(by_name, family.built)
+        self._on_stage = [[by_name[name] for name in order if stages[name] == stage] for stage in range(grid.pp)]
         self._weights = lru_cache(maxsize=None)(self._make_weights)
         self._trained = lru_cache(maxsize=None)(self._make_trained)
         self._shares = lru_cache(maxsize=None)(self._make_shares)
-        self.rules = self._bound()
+        shards = [self._shard(tensor, 0, 0) for tensor in self.tensors]
+        bound = [ModelTensor(one.name, one.global_shape, one.dtype, one.cuts) for one in shards]
+        cuts = {one.name: one.cuts for one in bound if any(cut > 1 for cut in one.cuts)}
+        self.rules = replace(bind(family, self.model, bound), cuts=cuts)
 
     @property
     def tensors(self) -> Iterator[DeclaredTensor]:
         """All tensors that some rank holds; a pipeline omits some tensors of a single rank."""
         return (tensor for tensors in self._on_stage for tensor in tensors)
-
-    def _bound(self) -> RuleSet:
-        bound = [
-            ModelTensor(shard.name, shard.global_shape, shard.dtype, shard.cuts)
-            for shard in (self._shard(tensor, 0, self._holder(tensor)) for tensor in self.tensors)
-            if shard is not None
-        ]
-        cuts = {tensor.name: tensor.cuts for tensor in bound if any(cut > 1 for cut in tensor.cuts)}
-        return replace(bind(self.family, self.model, bound), cuts=cuts)
 
     def weights(self, rank: int) -> Shards:
         """Return the weights of one rank by name. Under sharding stage 3 they are slices."""
@@ -130,7 +125,16 @@ class SimulatedModel:
     def states(self, rank: int, optimizer: OptimizerDescriptor) -> Iterator[tuple[str, Shard]]:
         """Yield role and shard of every state that one rank keeps."""
         for parameter in self.owned(rank).values():
-            yield from states_of(parameter, optimizer)
+            for state in optimizer.states:
+                name, dtype = parameter.name + state.suffix, state.dtype or parameter.dtype
+                if state.sometimes:
+                    continue
+                if state.shape is StateShape.NUMBER:
+                    yield state.role, Shard(name, dtype, NUMBER_SHAPE, whole(NUMBER_SHAPE))
+                elif state.shape is StateShape.SHARD_NUMBER:
+                    yield state.role, _shard_number(parameter, name, dtype)
+                elif not state.half_only or dtype_size(parameter.dtype) == 2:
+                    yield state.role, msgspec.structs.replace(parameter, name=name, dtype=dtype)
 
     def roles(self, rank: int, optimizer: OptimizerDescriptor = OPTIMIZERS[0]) -> dict[str, Shards]:
         """Return every shard of one rank as a live model and optimizer describe them: role -> full name -> shard."""
@@ -140,7 +144,7 @@ class SimulatedModel:
         return roles
 
     def _make_weights(self, pp: int, tp: int, ep: int) -> Shards:
-        return _by_name(shard for tensor in self._on_stage[pp] if (shard := self._shard(tensor, tp, ep)) is not None)
+        return _by_name(self._shard(one, tp, ep) for one in self._on_stage[pp] if self._holder(one) in (None, ep))
 
     def _make_trained(self, pp: int, tp: int, ep: int) -> tuple[tuple[Shard, ...], tuple[Shard, ...]]:
         """Return the shards of trained parameters in the optimizer's order: dense ones, and those of experts.
@@ -181,27 +185,25 @@ class SimulatedModel:
             if part is not None:
                 yield msgspec.structs.replace(shard, flat=part)
 
-    def _shard(self, tensor: DeclaredTensor, tp: int, ep: int) -> Shard | None:
-        """Return the shard of a rank of the tensor's stage; None for an expert of another rank."""
+    def _shard(self, tensor: DeclaredTensor, tp: int, ep: int) -> Shard:
+        """Return the shard of a rank that holds a part of a tensor."""
+        axis, index, degree = tensor.cut, tp, self.grid.tp
         if self.grid.ep > 1 and _is_expert(tensor):
-            if tensor.expert_axis is None and ep != self._holder(tensor):
-                return None
             # A group of experts spans the tensor-parallel ranks, which therefore do not cut experts.
-            cuts = {tensor.expert_axis: (ep, self.grid.ep)}
-        else:
-            cuts = {tensor.cut: (tp, self.grid.tp)}
+            axis, index, degree = tensor.expert_axis, ep, self.grid.ep
         lo, hi = [0] * len(tensor.shape), list(tensor.shape)
-        for axis, (index, degree) in cuts.items():
-            if axis is not None:
-                length = tensor.shape[axis] // degree
-                lo[axis], hi[axis] = index * length, (index + 1) * length
+        if axis is not None:
+            length = tensor.shape[axis] // degree
+            lo[axis], hi[axis] = index * length, (index + 1) * length
         return Shard(tensor.name, tensor.dtype, tensor.shape, Box(tuple(lo), tuple(hi)))
 
-    def _holder(self, tensor: DeclaredTensor) -> int:
-        """Return the expert rank that holds a single expert; every modality's are distributed over all of them."""
-        number, (of_text, of_others) = tensor.numbers.get("expert", 0), self._experts
+    def _holder(self, tensor: DeclaredTensor) -> int | None:
+        """Return the expert rank that holds a single expert, or None; every modality's are distributed over all."""
+        if self.grid.ep == 1 or tensor.expert_axis is not None or "expert" not in tensor.numbers:
+            return None
+        number, (of_text, of_others) = tensor.numbers["expert"], self._experts
         first, count = (0, of_text) if number < of_text else (of_text, of_others)
-        return (number - first) // (count // self.grid.ep) if "expert" in tensor.numbers else 0
+        return (number - first) // (count // self.grid.ep)
 
 
 def declared_model(
@@ -252,20 +254,6 @@ def stored_model(
     return SimulatedModel(family, model, grid, [*found, *blocks])
 
 
-def states_of(parameter: Shard, optimizer: OptimizerDescriptor) -> Iterator[tuple[str, Shard]]:
-    """Yield role and shard of every state that an optimizer keeps of a parameter's shard."""
-    for state in optimizer.states:
-        name, dtype = parameter.name + state.suffix, state.dtype or parameter.dtype
-        if state.sometimes:
-            continue
-        if state.shape is StateShape.NUMBER:
-            yield state.role, Shard(name, dtype, NUMBER_SHAPE, whole(NUMBER_SHAPE))
-        elif state.shape is StateShape.SHARD_NUMBER:
-            yield state.role, _shard_number(parameter, name, dtype)
-        elif not state.half_only or dtype_size(parameter.dtype) == 2:
-            yield state.role, msgspec.structs.replace(parameter, name=name, dtype=dtype)
-
-
 def _shard_number(parameter: Shard, name: str, dtype: str) -> Shard:
     if parameter.flat is not None:
         raise OptionError(
@@ -277,17 +265,16 @@ def _shard_number(parameter: Shard, name: str, dtype: str) -> Shard:
     return Shard(name, dtype, parameter.cuts, shifted((1,) * len(part), place))
 
 
-def _refuse_unfit(
-    family: Family, model: ModelDescription, grid: ParallelGrid, tensors: Iterable[DeclaredTensor]
-) -> None:
-    """Refuse a grid that does not divide a model.
+def _fitting_stages(
+    family: Family, model: ModelDescription, grid: ParallelGrid, tensors: Mapping[str, DeclaredTensor]
+) -> dict[str, int | None]:
+    """Return the pipeline stage that builds each tensor; None if no stage does.
 
     Raises:
-        OptionError: with all sizes and degrees that do not fit.
+        OptionError: the grid does not divide the model; with all sizes and degrees that do not fit.
     """
-    sizes = family_sizes(family, model)
-    faults: list[str] = []
-
+    sizes, faults = family_sizes(family, model), list[str]()
+    stages: dict[str, int | None] = dict.fromkeys(tensors, 0)
     divisors = [(size, key, "tp", grid.tp) for size, key in DIVIDED.items()]
     experts = [(size, "the number of experts", "ep", grid.ep) for size in ("experts", TEXT_EXPERTS)]
     for size, key, axis, count in (*divisors, *experts):
@@ -302,12 +289,13 @@ def _refuse_unfit(
         )
     elif grid.pp > 1:
         try:
-            _pipeline(family, model, grid)
+            pipeline = _Pipeline(family, sizes, model.config, grid)
+            stages = {name: pipeline.stage_of(tensor) for name, tensor in tensors.items()}
         except ValueError as error:
             faults.append(str(error))
     uncut = [
         f"{tensor.name}: {tensor.shape[tensor.cut]} on axis {tensor.cut} is not divisible by tp={grid.tp}"
-        for tensor in tensors
+        for tensor in tensors.values()
         if tensor.cut is not None and tensor.shape[tensor.cut] % grid.tp and not (grid.ep > 1 and _is_expert(tensor))
     ]
     faults.extend(fold(uncut))
@@ -318,54 +306,37 @@ def _refuse_unfit(
             evidence=faults,
             next_step="Choose degrees that divide the model.",
         )
+    return stages
 
 
-@dataclass(frozen=True)
 class _Pipeline:
-    """The items of a pipeline in order, distributed to stages.
+    """The items of a pipeline in order, distributed to several stages.
 
-    Args:
-        bounds: first item of every part, and one past the last.
-        stages: number of pipeline stages.
-        layers: number of layers.
-        first_layer: item of layer 0.
-        norm: item of the last norm; prediction layers follow it, the head is last.
+    Prediction layers follow the last norm, and the head is last.
+
+    Raises:
+        ValueError: the stages do not divide the layers.
     """
 
-    bounds: tuple[int, ...]
-    stages: int
-    layers: int
-    first_layer: int
-    norm: int
+    def __init__(self, family: Family, sizes: Sizes, config: Mapping[str, Any], grid: ParallelGrid) -> None:
+        self._layers, self._stages = sizes.length("layers"), grid.pp
+        head, tail = (int(config.get(f"num_empty_layers_add_in_{end}") or 0) for end in ("head", "tail"))
+        behind = sizes.length("mtp_layers") if any(one.name == "mtp" for one in family.numbers) else 0
+        self._first_layer, self._norm = 1 + head, 1 + head + self._layers + tail
+        is_layer = [False, *[True] * (self._norm - 1), False, *[False] * behind, False]
+        self._bounds = _bounds(str(config.get("pp_seg_method") or _SEGMENT_METHOD), is_layer, grid)
 
     def stage_of(self, tensor: DeclaredTensor) -> int | None:
         """Return the stage that builds a tensor; None if no stage does."""
-        if self.stages == 1:
-            return 0
         if tensor.stage is Stage.ABSENT:
             return None
         if "layer" in tensor.numbers:
-            item = self.first_layer + tensor.numbers["layer"]
+            item = self._first_layer + tensor.numbers["layer"]
         elif "mtp" in tensor.numbers:
-            item = self.norm + 1 + tensor.numbers["mtp"] - self.layers
+            item = self._norm + 1 + tensor.numbers["mtp"] - self._layers
         else:
-            item = {Stage.FIRST: 0, Stage.NORM: self.norm, Stage.LAST: self.bounds[-1] - 1}[tensor.stage]
-        return (bisect_right(self.bounds, item) - 1) % self.stages
-
-
-def _pipeline(family: Family, model: ModelDescription, grid: ParallelGrid) -> _Pipeline:
-    """Return the pipeline of a model.
-
-    Raises:
-        ValueError: the stages do not divide its layers.
-    """
-    sizes, config = family_sizes(family, model), model.config
-    layers = sizes.length("layers")
-    head, tail = (int(config.get(f"num_empty_layers_add_in_{end}") or 0) for end in ("head", "tail"))
-    behind = sizes.length("mtp_layers") if any(one.name == "mtp" for one in family.numbers) else 0
-    is_layer = [False, *[True] * (head + layers + tail), False, *[False] * behind, False]
-    bounds = _bounds(str(config.get("pp_seg_method") or _SEGMENT_METHOD), is_layer, grid)
-    return _Pipeline(tuple(bounds), grid.pp, layers, 1 + head, 1 + head + layers + tail)
+            item = {Stage.FIRST: 0, Stage.NORM: self._norm, Stage.LAST: self._bounds[-1] - 1}[tensor.stage]
+        return (bisect_right(self._bounds, item) - 1) % self._stages
 
 
 def _bounds(method: str, is_layer: list[bool], grid: ParallelGrid) -> list[int]:
