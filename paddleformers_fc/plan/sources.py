@@ -13,7 +13,7 @@ export, digest, diff              reverse(stored model -> canonical)
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
 from paddleformers_fc.errors import Corrupt
@@ -60,32 +60,34 @@ def resume_source(
     if live != checkpoint.rules:
         wanted = live.mapping()
         prove(wanted, "The model's mapping")
-    composed = _with_own_tensors(stored.reversed().then(wanted), checkpoint.rules, live)
+    # A resume copies the tensors that have no canonical form on either side.
+    kept = frozenset(checkpoint.rules.fresh)
+    own = [
+        (name, checkpoint.rules.targets[name].shape, live.targets[name].shape) for name in live.fresh if name in kept
+    ]
+    copied = {name: TensorSources(identity(shape), (name,)) for name, before, shape in own if before == shape}
+    composed = stored.reversed().then(wanted)
     source = ReadSource(
         checkpoint.catalog,
-        composed,
+        replace(composed, made={**composed.made, **copied}, fresh=composed.fresh - copied.keys()),
         checkpoint.rules.aliases,
         live.aliases,
         checkpoint.preferred,
         averaged=checkpoint.averaged,
     )
-    return source, _shape_report(stored, wanted, _own_names(checkpoint.rules, live))
+    before, after = stored.sources, wanted.sources
+    return source, _shape_report(
+        [*own, *((name, before[name].shape, after[name].shape) for name in after if name in before)]
+    )
 
 
-def _own_names(stored: RuleSet, live: RuleSet) -> list[str]:
-    """Return the tensors that have no canonical form on either side."""
-    kept = frozenset(stored.fresh)
-    return [name for name in live.fresh if name in kept]
-
-
-def _with_own_tensors(composed: TensorMapping, stored: RuleSet, live: RuleSet) -> TensorMapping:
-    """Add the tensors that have no canonical form on either side, which a resume copies."""
-    own = {
-        name: TensorSources(identity(live.targets[name].shape), (name,))
-        for name in _own_names(stored, live)
-        if stored.targets[name].shape == live.targets[name].shape
-    }
-    return replace(composed, made={**composed.made, **own}, fresh=composed.fresh - own.keys())
+def _shape_report(shapes: Iterable[tuple[str, Shape, Shape]]) -> Report:
+    """Return a report of tensors, with their stored and wanted shapes, that differ in shape."""
+    report = Report()
+    for name, stored, wanted in shapes:
+        if stored != wanted:
+            report.add("shape", f"{name}: stored {list(stored)}, wanted {list(wanted)}")
+    return report
 
 
 def stored_mapping(checkpoint: OpenedCheckpoint, bound: RuleSet | None = None) -> TensorMapping:
@@ -169,7 +171,8 @@ def huggingface_source(
     Raises:
         MappingError: the rules of the model cannot be proved.
     """
-    dtypes = {name: tensor.dtype for name, tensor in catalog.roles.get(MODEL_STATE, {}).items()}
+    weights = catalog.roles.get(MODEL_STATE, {})
+    dtypes = {name: tensor.dtype for name, tensor in weights.items()}
     for alias, owner in (aliases or {}).items():
         if alias in dtypes:
             dtypes.setdefault(owner, dtypes[alias])
@@ -180,11 +183,8 @@ def huggingface_source(
     bound = RuleSet(present.targets, rules, present.ties, present.fresh + fresh)
     wanted = bound.mapping(dtypes)
     prove(wanted, "The model's mapping")
-    report = Report()
-    for name, tensor in catalog.roles.get(MODEL_STATE, {}).items():
-        spec = wanted.sources.get(name)
-        if spec is not None and spec.shape != tensor.shape:
-            report.add("shape", f"{name}: stored {list(tensor.shape)}, wanted {list(spec.shape)}")
+    specs = wanted.sources
+    report = _shape_report((name, one.shape, specs[name].shape) for name, one in weights.items() if name in specs)
     return ReadSource(catalog, wanted, live.aliases if aliases is None else aliases, live.aliases), report
 
 
@@ -249,12 +249,3 @@ def canonical_names(source: ReadSource, role: str, name: str) -> list[str]:
     state = split_state_name(role, name)
     parameter = source.stored_aliases.get(state.parameter, state.parameter)
     return [target + state.suffix for target in source.mapping.readers.get(parameter, ())]
-
-
-def _shape_report(stored: TensorMapping, wanted: TensorMapping, own: Collection[str]) -> Report:
-    report = Report()
-    canonical = [(name, stored.sources[name], spec) for name, spec in wanted.sources.items() if name in stored.sources]
-    for name, stored_spec, spec in [*canonical, *((name, stored.targets[name], wanted.targets[name]) for name in own)]:
-        if stored_spec.shape != spec.shape:
-            report.add("shape", f"{name}: stored {list(stored_spec.shape)}, wanted {list(spec.shape)}")
-    return report
