@@ -37,7 +37,6 @@ from paddleformers_fc.formats.catalog import Catalog, FileOffset, StoredForm, St
 from paddleformers_fc.layout.roles import ROLES
 from paddleformers_fc.layout.shards import Shard, shard_bytes
 from paddleformers_fc.plan import LoadPlan, ReadSource, canonical_layout, canonical_names, canonical_source
-from paddleformers_fc.plan.build import Planner
 from paddleformers_fc.storage.dtypes import ScaledFile, dtype_size
 from paddleformers_fc.storage.executor import ReadPool, run_workers
 from paddleformers_fc.storage.operations import Operation
@@ -282,7 +281,7 @@ class _Prepared:
 
     def plan(self, keys: Iterable[Key]) -> LoadPlan:
         """Return the reads of some canonical tensors; see :func:`require_plan`."""
-        return require_plan(Planner(self.source), self.source, _layout(self, keys))
+        return require_plan(self.source, _layout(self, keys))
 
 
 def _prepared(checkpoint: OpenedCheckpoint, roles: Sequence[str]) -> _Prepared:

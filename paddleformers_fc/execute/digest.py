@@ -46,7 +46,7 @@ from paddleformers_fc.mapping import TensorSources
 from paddleformers_fc.mapping.boxes import Box, whole
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.mapping.templates import BoxLink, pulled
-from paddleformers_fc.plan import LoadPlan, ReadItem, ReadSource, canonical_layout, canonical_source
+from paddleformers_fc.plan import LoadPlan, ReadItem, ReadSource, canonical_layout, canonical_source, plan_reads
 from paddleformers_fc.plan.build import Planner, row_major_pieces
 from paddleformers_fc.plan.items import StoredPart
 from paddleformers_fc.plan.transfer_plan import boxes_within
@@ -117,14 +117,13 @@ def digest_tensors(source: ReadSource, layout: ShardsByRole, piece_bytes: int = 
             hasher = hashlib.md5()
 
 
-def require_plan(planner: Planner, source: ReadSource, layout: ShardsByRole) -> LoadPlan:
+def require_plan(source: ReadSource, layout: ShardsByRole) -> LoadPlan:
     """Plan canonical tensors, and compare what must be equal.
 
     Raises:
         FlexError: the tensors do not fit what is stored, or copies of a tied tensor differ.
     """
-    catalog = source.catalog
-    plan = planner.plan(layout)
+    catalog, plan = source.catalog, plan_reads(source, layout)
     plan.report.refuse(str(catalog.root))
     verify_equal(plan.checks, catalog.root, identities=catalog.identities)
     return plan
@@ -174,7 +173,7 @@ def read_in_pieces(
         FlexError: as :func:`read_canonical`.
     """
     catalog, planner = source.catalog, Planner(source)
-    items = items_by_tensor(plan or require_plan(planner, source, layout))
+    items = items_by_tensor(plan or require_plan(source, layout))
     memory = np.empty(max(piece_bytes, _LINE) + _LINE, np.uint8)
     with ReadPool(identities=catalog.identities) as pool:
         for batch in _batches(layout, piece_bytes):
@@ -227,7 +226,7 @@ def read_canonical(source: ReadSource, layout: ShardsByRole) -> Iterator[tuple[s
         FlexError: the shards do not fit what is stored, copies of a tied tensor differ, or a file cannot be read.
     """
     catalog = source.catalog
-    items = items_by_tensor(require_plan(Planner(source), source, layout))
+    items = items_by_tensor(require_plan(source, layout))
     with ReadPool(identities=catalog.identities) as pool:
         for role, shards in layout.items():
             for name in sorted(shards, key=natural):

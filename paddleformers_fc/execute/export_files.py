@@ -142,14 +142,12 @@ def plan_batches(source: ReadSource, files: Sequence[OutputFile], max_bytes: int
     """
     planner = Planner(source)
     for file in files:
-        plan = planner.plan({file.role: {shard.name: shard for shard in file.tensors}})
-        plan.report.refuse(str(source.catalog.root))
-        items: dict[str, list[ReadItem]] = {}
-        for item in plan.items:
-            items.setdefault(item.name, []).append(item)
+        items = [planner.items(file.role, tensor) for tensor in file.tensors]
+        planner.report.refuse(str(source.catalog.root))
         some: list[_TensorRange] = []
         begin = used = 0
-        pieces = (_pieces(planner, file.role, one, items.get(one.name, []), max_bytes) for one in file.tensors)
+        planned = zip(file.tensors, items, strict=True)
+        pieces = (_pieces(planner, file.role, tensor, own, max_bytes) for tensor, own in planned)
         for piece in (piece for of_tensor in pieces for piece in of_tensor):
             # A range without bytes stays with the range before it: a file is whole when its last byte is written.
             if some and piece.nbytes and used + piece.nbytes > max_bytes:

@@ -155,11 +155,23 @@ def plan_reads(source: ReadSource, wanted: ShardsByRole) -> LoadPlan:
     Returns:
         the plan; its report lists the mismatches.
     """
-    return Planner(source).plan(wanted)
+    planner, by_file = Planner(source), defaultdict[str, list[ReadItem]](list)
+    for role, shards in wanted.items():
+        for shard in shards.values():
+            for item in planner.items(role, shard):
+                by_file[item.stored.file].append(item)
+    for items in by_file.values():
+        items.sort(key=_in_file)
+    return LoadPlan(
+        tuple([item for file in sorted(by_file) for item in by_file[file]]),
+        tuple(planner.checks.values()),
+        {role: frozenset(names) for role, names in planner.touched.items()},
+        planner.report,
+    )
 
 
 class Planner:
-    """Plan the reads of many ranks from one source. Patterns are kept between ranks.
+    """Plan the reads of one shard after another from one source. Equal patterns are derived once.
 
     Args:
         source: the stored tensors and their mapping.
@@ -177,31 +189,9 @@ class Planner:
         self._copies |= source.preferred
         self._patterns: dict[tuple[object, ...], FillPattern] = {}
         self._made, self._sources, self._targets = source.mapping.made, source.mapping.sources, source.mapping.targets
-        self._forget()
-
-    def _forget(self) -> None:
         self.report = Report()
         self.checks: dict[tuple[str, str], EqualCheck] = {}
         self.touched: defaultdict[str, set[str]] = defaultdict(set)
-
-    def plan(self, wanted: ShardsByRole) -> LoadPlan:
-        """Plan the reads of one rank as :func:`plan_reads` does."""
-        self._forget()
-        by_file: defaultdict[str, list[ReadItem]] = defaultdict(list)
-        for role, shards in wanted.items():
-            for shard in shards.values():
-                filling = self.filling(role, shard)
-                if filling is not None:
-                    for item in filling.items(role, shard.name):
-                        by_file[item.stored.file].append(item)
-        for items in by_file.values():
-            items.sort(key=_in_file)
-        return LoadPlan(
-            tuple([item for file in sorted(by_file) for item in by_file[file]]),
-            tuple(self.checks.values()),
-            {role: frozenset(names) for role, names in self.touched.items()},
-            self.report,
-        )
 
     def items(self, role: str, shard: Shard) -> list[ReadItem]:
         """Return the read items of one shard; none where it keeps its values, or where something does not fit.

@@ -272,7 +272,7 @@ class PlannedLoad:
         for rank in range(plan.world_size):
             reads.append(Counter())
             for role, shard in self._wanted(rank):
-                key = _key(role, shard)
+                key = role, shard.name, shard.box.lo, shard.flat
                 if key not in sources:
                     sources[key] = self._sources(role, shard)
                 reads[rank].update(sources[key])
@@ -319,7 +319,7 @@ class PlannedLoad:
         return bool(self._averages) and made is not None and self._averages.issuperset(made.names)
 
     def _cost(self, role: str, shard: Shard) -> _Cost:
-        key = _key(role, shard)
+        key = role, shard.name, shard.box.lo, shard.flat
         if key not in self._shards:
             self._shards[key] = self._planned(role, shard)
         return self._shards[key]
@@ -358,11 +358,6 @@ class PlannedLoad:
         if self._optional is not None:
             return self._optional.missed(dropped, self._roles[MODEL_STATE])
         return [name for name in dropped if split_state_name(MASTER_WEIGHT, name).parameter not in self._may_be_left]
-
-
-def _key(role: str, shard: Shard) -> tuple[object, ...]:
-    """Return what distinguishes the shards of one model."""
-    return role, shard.name, shard.box.lo, shard.flat
 
 
 def cost_of(item: ReadItem, dtype: str) -> tuple[int, int]:
