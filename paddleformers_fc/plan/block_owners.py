@@ -75,8 +75,8 @@ Flags = np.ndarray[tuple[int], np.dtype[np.bool_]]
 """A flag for every block."""
 Bits = np.ndarray[tuple[int], np.dtype[np.uint8]]
 """A bit for every block."""
-_Runs = tuple[list[int], list[int], list[bool]]
-"""The first and last byte of each run, and whether all bytes between them are read."""
+_Run = tuple[int, int, bool]
+"""The first and last byte of a run, and whether all bytes between them are read."""
 
 
 class BlockReads(msgspec.Struct, frozen=True, array_like=True):
@@ -124,9 +124,9 @@ class RecordedBlocks:
             parts: its reads.
             source: see :class:`BlockReads`.
         """
-        found: dict[str, _Runs] = {}
+        found: dict[str, list[_Run]] = {}
         # The runs of equal regions, which are many, differ by where their stored boxes begin.
-        alike: dict[tuple[object, ...], list[tuple[int, int, bool]]] = {}
+        alike: dict[tuple[object, ...], list[_Run]] = {}
         for part in parts:
             if part.file not in self.files:
                 raise FormatError(
@@ -141,15 +141,12 @@ class RecordedBlocks:
                 size = part.part.volume * dtype_size(part.dtype)
                 own = byte_runs(structs.replace(part, begin=0), length)
                 runs = alike[kind] = [(low, high, high + 1 - low == size) for low, high in own]
-            begin, bounds = part.begin, found.setdefault(part.file, ([], [], []))
-            for low, high, dense in runs:
-                bounds[0].append(begin + low)
-                bounds[1].append(begin + high)
-                bounds[2].append(dense)
+            begin = part.begin
+            found.setdefault(part.file, []).extend([(begin + low, begin + high, dense) for low, high, dense in runs])
         read, streamed = np.zeros((2, self.count), np.bool_)
-        for file, bounds in found.items():
+        for file, of_file in found.items():
             blocks = slice(self.first[file], self.first[file] + self.files[file].count)
-            read[blocks], streamed[blocks] = _touched(bounds, self.files[file])
+            read[blocks], streamed[blocks] = _touched(of_file, self.files[file])
         return BlockReads(source, _packed(read), _packed(streamed))
 
     def owned(self, everyone: Sequence[BlockReads], rank: int) -> dict[str, list[int]]:
@@ -180,10 +177,10 @@ NO_BLOCKS = RecordedBlocks()
 """For a load that compares no checksums of tensors."""
 
 
-def _touched(runs: _Runs, checksum: FileChecksum) -> tuple[Flags, Flags]:
+def _touched(runs: list[_Run], checksum: FileChecksum) -> tuple[Flags, Flags]:
     """Return which blocks of a file hold a byte of some runs, and which are at least half in dense runs."""
     length, count = checksum.block_bytes, checksum.count
-    low, high, dense = (np.array(one, np.int64) for one in runs)
+    low, high, dense = np.array(runs, np.int64).reshape(-1, 3).T
     begin, end = low // length, high // length
     read, covered = np.zeros(count + 1, np.int64), np.zeros(count + 1, np.int64)
     np.add.at(read, begin, 1)

@@ -47,7 +47,7 @@ from paddleformers_fc.plan.simulate import SimulatedModel, declared_model, store
 from paddleformers_fc.plan.sources import huggingface_source, resume_source, stored_tensors
 from paddleformers_fc.plan.statements import statements_source
 from paddleformers_fc.storage.dtypes import dtype_size, model_dtype
-from paddleformers_fc.storage.executor import IMAGE_BYTES
+from paddleformers_fc.storage.executor import DEFAULT_OPTIONS, IMAGE_BYTES
 from paddleformers_fc.storage.operations import SHORT_RUN, bytes_read, row_major, strided_axes
 from paddleformers_fc.text import natural
 
@@ -56,9 +56,6 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 _MOST_RANKS = 1 << 16
 """Bound on the ranks of a plan, which lists every one of them."""
-
-THREADS = 4
-"""Default number of reading threads of a load."""
 
 _RANK_FILE = re.compile(r"[^/]+/rank-0*(\d+)(-\d+)?\.safetensors")
 
@@ -242,7 +239,7 @@ class PlannedLoad:
             if place not in replicas:
                 replicas[place] = _total(self._cost(role, shard) for role, shard in self._wanted(rank))
             cost = replicas[place]
-            ranks.append(RankForecast(rank, cost.held, cost.read, cost.items, cost.held + THREADS * cost.scratch))
+            ranks.append(RankForecast(rank, *cost[:3], cost.held + DEFAULT_OPTIONS.threads * cost.scratch))
         dropped = self._dropped()
         held, read = sum(rank.bytes for rank in ranks), sum(rank.read for rank in ranks)
         return GridPlan(

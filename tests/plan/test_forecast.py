@@ -21,11 +21,12 @@ from paddleformers_fc.families import ModelDescription, family_for
 from paddleformers_fc.formats.checkpoint import StoredModel
 from paddleformers_fc.layout.grid import parse_grid
 from paddleformers_fc.mapping.boxes import Box, whole
-from paddleformers_fc.plan import plan_reads, resume_source
-from paddleformers_fc.plan.forecast import THREADS, CastFacts, PlannedLoad, cost_of
+from paddleformers_fc.plan.build import plan_reads
+from paddleformers_fc.plan.forecast import CastFacts, PlannedLoad, cost_of
 from paddleformers_fc.plan.items import ReadItem, StoredPart
 from paddleformers_fc.plan.simulate import SimulatedModel, declared_model
-from paddleformers_fc.storage.executor import IMAGE_BYTES, ReadPool
+from paddleformers_fc.plan.sources import resume_source
+from paddleformers_fc.storage.executor import DEFAULT_OPTIONS, IMAGE_BYTES, ReadPool
 from tests.harness.sampling import thorough
 from tests.mapping.strategies import with_items
 from tests.plan.stored import checkpoint_of, stored_tensor
@@ -63,7 +64,7 @@ def test_a_forecast_counts_what_the_plan_of_every_rank_holds(stored: str, wanted
         held = sum(shard.size * widths[shard.dtype] for shards in roles.values() for shard in shards.values())
         assert (one.rank, one.bytes, one.items) == (rank, held, len(items))
         assert one.read == sum(read for read, _ in costs) >= held
-        assert one.peak == held + THREADS * max(staging for _, staging in costs)
+        assert one.peak == held + DEFAULT_OPTIONS.threads * max(staging for _, staging in costs)
     assert not found.dropped
     assert not found.fresh
 
