@@ -36,9 +36,10 @@ from paddleformers_fc.layout.grid import parse_grid
 from paddleformers_fc.layout.roles import MODEL_STATE, ROLES
 from paddleformers_fc.layout.shard_messages import decode_shards, encode_rank_shards
 from paddleformers_fc.layout.shards import Shard
-from paddleformers_fc.plan import LoadPlan, plan_reads, resume_source
+from paddleformers_fc.plan.build import plan_reads
+from paddleformers_fc.plan.items import LoadPlan
 from paddleformers_fc.plan.simulate import SimulatedModel, declared_model
-from paddleformers_fc.plan.sources import stored_mapping
+from paddleformers_fc.plan.sources import resume_source, stored_mapping
 from paddleformers_fc.storage.checksum import (
     BLOCK_DIGEST_BYTES,
     DEFAULT_BLOCK_BYTES,

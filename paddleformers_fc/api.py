@@ -51,9 +51,10 @@ from paddleformers_fc.formats.registry import (
 from paddleformers_fc.layout.roles import MODEL_STATE, ROLES
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping.boxes import whole
-from paddleformers_fc.plan import ReadSource, canonical_layout, canonical_source
+from paddleformers_fc.plan.build import ReadSource
 from paddleformers_fc.plan.explain import Explanation, explain_tensor
 from paddleformers_fc.plan.forecast import GridPlan, PlanFlows, plan_load
+from paddleformers_fc.plan.sources import canonical_layout, canonical_source
 from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
 from paddleformers_fc.storage.manifest import refuse_level
 from paddleformers_fc.storage.paths import RemotePath, parse_named, parse_target

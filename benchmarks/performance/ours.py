@@ -75,7 +75,8 @@ def start(directory: Path, held: Held) -> Done:
     from paddleformers_fc.families import ModelDescription, OptionalNames, family_for
     from paddleformers_fc.formats.huggingface import open_huggingface
     from paddleformers_fc.layout.live import describe_roles
-    from paddleformers_fc.plan import huggingface_source, plan_reads
+    from paddleformers_fc.plan.build import plan_reads
+    from paddleformers_fc.plan.sources import huggingface_source
     from paddleformers_fc.storage.executor import DEFAULT_OPTIONS
 
     model = ModelDescription(held.config, is_fleet=False)

@@ -36,7 +36,9 @@ from paddleformers_fc.formats import OpenedCheckpoint
 from paddleformers_fc.formats.catalog import Catalog, FileOffset, StoredForm, StoredTensor
 from paddleformers_fc.layout.roles import ROLES
 from paddleformers_fc.layout.shards import Shard, shard_bytes
-from paddleformers_fc.plan import LoadPlan, ReadSource, canonical_layout, canonical_names, canonical_source
+from paddleformers_fc.plan.build import ReadSource
+from paddleformers_fc.plan.items import LoadPlan
+from paddleformers_fc.plan.sources import canonical_layout, canonical_names, canonical_source
 from paddleformers_fc.storage.dtypes import ScaledFile, dtype_size
 from paddleformers_fc.storage.executor import ReadPool, run_workers
 from paddleformers_fc.storage.operations import Operation

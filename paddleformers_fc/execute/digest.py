@@ -46,9 +46,9 @@ from paddleformers_fc.mapping import TensorSources
 from paddleformers_fc.mapping.boxes import Box, whole
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.mapping.templates import BoxLink, pulled
-from paddleformers_fc.plan import LoadPlan, ReadItem, ReadSource, canonical_layout, canonical_source, plan_reads
-from paddleformers_fc.plan.build import Planner, row_major_pieces
-from paddleformers_fc.plan.items import StoredPart
+from paddleformers_fc.plan.build import Planner, ReadSource, plan_reads, row_major_pieces
+from paddleformers_fc.plan.items import LoadPlan, ReadItem, StoredPart
+from paddleformers_fc.plan.sources import canonical_layout, canonical_source
 from paddleformers_fc.plan.transfer_plan import boxes_within
 from paddleformers_fc.storage.dtypes import dtype_size
 from paddleformers_fc.storage.executor import ReadPool

@@ -56,10 +56,9 @@ from paddleformers_fc.formats.huggingface import DEFAULT_MAX_SHARD_BYTES
 from paddleformers_fc.formats.registry import EXPORTED, checkpoints_advice, default_writer
 from paddleformers_fc.layout.roles import EMA_STATE, MODEL_STATE, OPTIMIZER_STATE, parameter_of
 from paddleformers_fc.layout.shards import ShardsByRole, shard_bytes
-from paddleformers_fc.plan import canonical_layout, canonical_source, plan_reads
-from paddleformers_fc.plan.build import CAST, ReadSource
+from paddleformers_fc.plan.build import CAST, ReadSource, plan_reads
 from paddleformers_fc.plan.report import OPEN_WEIGHTS
-from paddleformers_fc.plan.sources import model_source, resume_source
+from paddleformers_fc.plan.sources import canonical_layout, canonical_source, model_source, resume_source
 from paddleformers_fc.storage.block_checksums import digest_of
 from paddleformers_fc.storage.commit import staged_name
 from paddleformers_fc.storage.dtypes import model_dtype

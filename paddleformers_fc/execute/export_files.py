@@ -30,9 +30,9 @@ from paddleformers_fc.execute.merging import Merge
 from paddleformers_fc.execute.reading import ArraySlot, Key, fill_arrays
 from paddleformers_fc.formats.checkpoint import ExportWriter, OutputFile
 from paddleformers_fc.layout.shards import Shard, shard_bytes
-from paddleformers_fc.plan import LoadPlan, ReadItem, ReadSource, Report
-from paddleformers_fc.plan.build import Planner, row_major_pieces
-from paddleformers_fc.plan.items import flat_start
+from paddleformers_fc.plan.build import Planner, ReadSource, row_major_pieces
+from paddleformers_fc.plan.items import LoadPlan, ReadItem, flat_start
+from paddleformers_fc.plan.report import Report
 from paddleformers_fc.storage.checksum import FileChecksum
 from paddleformers_fc.storage.dtypes import dtype_size, to_numpy, to_safetensors
 from paddleformers_fc.storage.executor import DEFAULT_OPTIONS, ReadPool, run_workers

@@ -56,11 +56,12 @@ from paddleformers_fc.formats.registry import open_weights
 from paddleformers_fc.layout.live import Roles, describe_roles
 from paddleformers_fc.layout.roles import MODEL_STATE, NUMBER_SHAPE, OPTIMIZER_STATE, ROLES, parameter_of
 from paddleformers_fc.mapping import Shape
-from paddleformers_fc.plan import LoadPlan, Report, huggingface_source, plan_reads, resume_source, statements_source
 from paddleformers_fc.plan.block_owners import MOST_SHARING, NO_BLOCKS, BlockReads, RecordedBlocks
-from paddleformers_fc.plan.build import regrouped
-from paddleformers_fc.plan.items import EqualCheck, ReadItem, StoredPart
-from paddleformers_fc.plan.report import OPEN_WEIGHTS
+from paddleformers_fc.plan.build import plan_reads, regrouped
+from paddleformers_fc.plan.items import EqualCheck, LoadPlan, ReadItem, StoredPart
+from paddleformers_fc.plan.report import OPEN_WEIGHTS, Report
+from paddleformers_fc.plan.sources import huggingface_source, resume_source
+from paddleformers_fc.plan.statements import statements_source
 from paddleformers_fc.storage.checksum import is_document
 from paddleformers_fc.storage.executor import DEFAULT_OPTIONS, ReadOptions
 from paddleformers_fc.storage.export_checksums import restore_or_delete

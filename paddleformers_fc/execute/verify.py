@@ -42,10 +42,12 @@ from paddleformers_fc.formats.checkpoint import CONFIG_NAME, Check, CheckList, c
 from paddleformers_fc.formats.flex import manifest_text
 from paddleformers_fc.formats.registry import require_format
 from paddleformers_fc.layout.grid import ParallelGrid
-from paddleformers_fc.plan import LoadPlan, ReadSource, canonical_layout, canonical_source, plan_reads
+from paddleformers_fc.plan.build import ReadSource, plan_reads
 from paddleformers_fc.plan.forecast import GridPlan, plan_load
+from paddleformers_fc.plan.items import LoadPlan
 from paddleformers_fc.plan.report import CHECKPOINT, OPEN_WEIGHTS
 from paddleformers_fc.plan.simulate import declared_model
+from paddleformers_fc.plan.sources import canonical_layout, canonical_source
 from paddleformers_fc.storage.files import is_directory, list_directory
 from paddleformers_fc.storage.manifest import read_manifest, refuse_diverged
 from paddleformers_fc.storage.paths import AnyPath, parse_step

@@ -20,7 +20,7 @@ from paddleformers_fc.formats import OpenedCheckpoint
 from paddleformers_fc.layout.live import LiveRoles, Roles, describe_roles
 from paddleformers_fc.layout.roles import MASTER, MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE
 from paddleformers_fc.mapping import RuleSet
-from paddleformers_fc.plan import statements_source
+from paddleformers_fc.plan.statements import statements_source
 from paddleformers_fc.trainer.live_roles import parameter_of_state
 
 Names = Collection[str]

@@ -22,8 +22,8 @@ from paddleformers_fc.formats import open_checkpoint
 from paddleformers_fc.layout.grid import parse_grid
 from paddleformers_fc.layout.roles import split_state_name
 from paddleformers_fc.layout.shards import Shard
-from paddleformers_fc.plan import canonical_layout, canonical_source
 from paddleformers_fc.plan.simulate import SimulatedModel, declared_model
+from paddleformers_fc.plan.sources import canonical_layout, canonical_source
 from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
 from verification.digests import canonical_digests
 from verification.simulate_ranks import QWEN3_MOE, filled, save

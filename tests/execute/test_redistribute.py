@@ -21,7 +21,10 @@ from paddleformers_fc.execute.replica_reads import Replicas
 from paddleformers_fc.execute.save_plan import model_rules
 from paddleformers_fc.formats import OpenedCheckpoint
 from paddleformers_fc.layout.live import describe_roles
-from paddleformers_fc.plan import LoadPlan, plan_reads, resume_source, transfer_plan
+from paddleformers_fc.plan import transfer_plan
+from paddleformers_fc.plan.build import plan_reads
+from paddleformers_fc.plan.items import LoadPlan
+from paddleformers_fc.plan.sources import resume_source
 from paddleformers_fc.storage.executor import ReadOptions
 from paddleformers_fc.storage.operations import Memory
 from tests.execute.simulated import MODEL, Roles, canonical, job, live, same_values, succeed

@@ -17,9 +17,9 @@ from paddleformers_fc.execute.load import load_checkpoint, prepare_weights
 from paddleformers_fc.execute.opening import open_on_all_ranks
 from paddleformers_fc.execute.reading import ArraySlot, execute_reads
 from paddleformers_fc.mapping.boxes import Box, whole
-from paddleformers_fc.plan import LoadPlan, ReadItem, Report
 from paddleformers_fc.plan.block_owners import RecordedBlocks
-from paddleformers_fc.plan.items import StoredPart
+from paddleformers_fc.plan.items import LoadPlan, ReadItem, StoredPart
+from paddleformers_fc.plan.report import Report
 from paddleformers_fc.storage.checksum import BlockHasher
 from paddleformers_fc.storage.executor import ReadOptions, ReadPool
 from paddleformers_fc.storage.identities import identities_of, same_bytes_key

@@ -10,9 +10,9 @@ import time
 
 from paddleformers_fc.families import ModelDescription, family_for
 from paddleformers_fc.layout.grid import parse_grid
-from paddleformers_fc.plan import resume_source
 from paddleformers_fc.plan.forecast import PlannedLoad
 from paddleformers_fc.plan.simulate import SimulatedModel, declared_model
+from paddleformers_fc.plan.sources import resume_source
 from tests.plan.stored import checkpoint_of
 
 CONFIG = {

@@ -21,9 +21,10 @@ from paddleformers_fc.formats.checkpoint import StoredModel
 from paddleformers_fc.layout import Shard
 from paddleformers_fc.mapping import Rule, RuleSet, TensorMapping, TensorSpec
 from paddleformers_fc.mapping.boxes import Box, shifted, whole
-from paddleformers_fc.plan import LoadPlan, ReadSource, plan_reads, resume_source
+from paddleformers_fc.plan.build import ReadSource, plan_reads
+from paddleformers_fc.plan.items import LoadPlan
 from paddleformers_fc.plan.report import Report
-from paddleformers_fc.plan.sources import huggingface_source, stored_mapping
+from paddleformers_fc.plan.sources import huggingface_source, resume_source, stored_mapping
 from paddleformers_fc.storage.executor import ReadOptions
 from paddleformers_fc.storage.manifest import Manifest
 from tests.harness.sampling import thorough

@@ -8,8 +8,8 @@ import numpy as np
 from hypothesis import example, given, strategies as st
 
 from paddleformers_fc.mapping.boxes import Box
-from paddleformers_fc.plan import StoredPart
 from paddleformers_fc.plan.block_owners import RecordedBlocks, byte_runs
+from paddleformers_fc.plan.items import StoredPart
 from paddleformers_fc.storage.checksum import FileChecksum
 from tests.harness.sampling import thorough
 

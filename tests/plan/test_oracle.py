@@ -14,7 +14,7 @@ from paddleformers_fc.layout.roles import MODEL_STATE, OPTIMIZER_STATE
 from paddleformers_fc.mapping import Correspondence, Rule, RuleSet, Shape, TensorSpec
 from paddleformers_fc.mapping.boxes import Box, whole
 from paddleformers_fc.mapping.rules import Slab
-from paddleformers_fc.plan import ReadSource, plan_reads
+from paddleformers_fc.plan.build import ReadSource, plan_reads
 from paddleformers_fc.plan.items import ReadItem
 from tests.harness.sampling import thorough
 

@@ -18,9 +18,10 @@ from paddleformers_fc.execute.replica_reads import SharedReads, replicas_of, sha
 from paddleformers_fc.families import ModelDescription, family_for
 from paddleformers_fc.formats.checkpoint import OpenedCheckpoint
 from paddleformers_fc.layout.grid import parse_grid
-from paddleformers_fc.plan import plan_reads, resume_source
+from paddleformers_fc.plan.build import plan_reads
 from paddleformers_fc.plan.items import StoredPart
 from paddleformers_fc.plan.simulate import declared_model
+from paddleformers_fc.plan.sources import resume_source
 from paddleformers_fc.plan.transfer_plan import size_of
 from paddleformers_fc.storage.executor import ReadOptions
 from verification.scale.operations import MODELS, saved_checkpoint
