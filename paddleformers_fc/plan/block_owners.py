@@ -9,8 +9,8 @@ inode, size and change time) through the page cache of the same machine, or the 
 machines hash their own reads: copies on local disks can differ, and so can page caches.
 
 Time: linear in the items of a plan, and in the blocks of a checkpoint for each rank that shares verdicts: the ranks of
-a machine, or all ranks that read from a store. Memory: less than a byte per block and such rank; a checkpoint of 1 TB
-has 250,000 blocks.
+a machine, or all ranks that read from a store. Memory: some numbers per block, and less than a byte per block and such
+rank; a checkpoint of 1 TB has 250,000 blocks.
 
 List the checksum blocks that hold the bytes of stored regions.
 
