@@ -19,6 +19,7 @@ digit of it is lost.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,8 +33,7 @@ from paddleformers_fc.distributed.consistency import ConsistencyCheck, software_
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.execute.commit_coordinator import staging_beside
 from paddleformers_fc.execute.exchange import ReadContext, compare_redistributed
-from paddleformers_fc.execute.export_files import ExportJob, batch_bytes, write_files
-from paddleformers_fc.execute.export_target import staged_export
+from paddleformers_fc.execute.export_files import ExportJob, batch_bytes, staged_export, write_files
 from paddleformers_fc.execute.merging import Merge, read_merge
 from paddleformers_fc.execute.opening import compare_unread, open_on_all_ranks, own_file
 from paddleformers_fc.execute.save import JobRecord, save_checkpoint
@@ -60,6 +60,7 @@ from paddleformers_fc.plan.build import CAST, ReadSource, plan_reads
 from paddleformers_fc.plan.report import OPEN_WEIGHTS
 from paddleformers_fc.plan.sources import canonical_layout, canonical_source, model_source, resume_source
 from paddleformers_fc.storage.block_checksums import digest_of
+from paddleformers_fc.storage.checksum import checksum_of
 from paddleformers_fc.storage.commit import staged_name
 from paddleformers_fc.storage.dtypes import model_dtype
 from paddleformers_fc.storage.files import exists, list_directory, real_path, refuse_file
@@ -255,16 +256,19 @@ def export_opened(
     if dtype:
         documents = recast_documents(documents, dtype)
     with staged_export(target, channel, writer) as staged:
-        job = ExportJob(staged.create, wanted, writer, staged.share(files), batch_bytes(wanted, max_shard_bytes), merge)
+        job = ExportJob(staged, wanted, staged.share(files), batch_bytes(wanted, max_shard_bytes), merge)
         written = write_files(job, channel)
-        seal = partial(writer.seal, checkpoint, files)
-        run_on_all(channel, "finishing the export", lambda: staged.finish(documents, written, seal))
+
+        def finish() -> None:
+            if channel.rank == 0:
+                recorded = [*written, *(checksum_of(name, data) for name, data in documents.items())]
+                staged.finish({**documents, **writer.seal(checkpoint, files, recorded)}, written)
+
+        run_on_all(channel, "finishing the export", finish)
     sizes = {one.path: one.size for one in sorted(written, key=lambda one: one.path)}
     tensors = [shard for file in files for shard in file.tensors]
-    names: dict[str, set[str]] = {}
-    for file in files:
-        names.setdefault(file.role, set()).update(one.name for one in file.tensors)
-    roles = {role: len(members) for role, members in names.items()}
+    names = dict.fromkeys((file.role, one.name) for file in files for one in file.tensors)
+    roles = dict(Counter(role for role, _ in names))
     return ExportReport(target, sizes, len(tensors), sum(map(shard_bytes, tensors)), roles)
 
 

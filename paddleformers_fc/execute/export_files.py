@@ -1,30 +1,44 @@
-"""Write the files of an export: batches are read, hashed, and written at their offsets.
+"""Write the files of an export into a directory of this machine or at a URL, in batches that fit into memory.
 
-Two batches are in progress at a time, each read and then written by one thread, and neither waits for the other.
-Headers are known in advance. If no rank has the whole checkpoint, the ranks take one batch each at a time and read for
-each other.
-
-Divide the files of an export into batches that fit into memory, and plan their reads.
+Batches are read, hashed, and written at their offsets. Two batches are in progress at a time, each read and then
+written by one thread, and neither waits for the other. Headers are known in advance. If no rank has the whole
+checkpoint, the ranks take one batch each at a time and read for each other.
 
 A tensor that is larger than a batch is read in pieces. A batch has at most 4 MiB from files of this machine, or 32 MiB
 from elsewhere or of transposed tensors.
+
+A local export is written into a staging directory and renamed (:mod:`~paddleformers_fc.storage.commit`).
+
+Object stores cannot rename, so files are uploaded under their final names in an order in which no directory with a mark
+is incomplete. A mark is a file by which readers recognise an export:
+
+1. the marks of an older export are deleted, then its other files;
+2. tensors are uploaded, then documents and checksums; files of tensors that are marks are uploaded without being
+   completed;
+3. every uploaded byte is read again and compared;
+4. the marks are completed and compared in the same way; a mark that differs is deleted.
+
+After an error or an interrupt the uploaded files are deleted, the marks first. A process that is killed leaves files
+without a mark.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from paddleformers_fc.distributed.channel import Channel, all_gather_checked, gather_and_keep, run_on_all
+from paddleformers_fc.errors import FlexError, OptionError
+from paddleformers_fc.execute.commit_coordinator import StagingDirectory, staging_beside
 from paddleformers_fc.execute.exchange import ReadContext, read_redistributed
 from paddleformers_fc.execute.merging import Merge
 from paddleformers_fc.execute.reading import ArraySlot, Key, fill_arrays
@@ -34,10 +48,14 @@ from paddleformers_fc.plan.build import Planner, ReadSource, row_major_pieces
 from paddleformers_fc.plan.items import LoadPlan, ReadItem, flat_start
 from paddleformers_fc.plan.report import Report
 from paddleformers_fc.storage.checksum import FileChecksum
+from paddleformers_fc.storage.commit import commit_export, staged_name
 from paddleformers_fc.storage.dtypes import dtype_size, to_numpy, to_safetensors
 from paddleformers_fc.storage.executor import DEFAULT_OPTIONS, ReadPool, run_workers
-from paddleformers_fc.storage.paths import RemotePath
+from paddleformers_fc.storage.files import RandomAccessWriter, real_path, write_file
+from paddleformers_fc.storage.paths import AnyPath, RemotePath
 from paddleformers_fc.storage.progress import advance, expect
+from paddleformers_fc.storage.remote import list_remote
+from paddleformers_fc.storage.remote_writes import RemoteFileWriter, compare_uploaded, remove_remote, write_remote
 from paddleformers_fc.storage.safetensors import FileLayout, TensorWriter
 
 _CACHE_BYTES = 4 * 1024 * 1024
@@ -190,6 +208,142 @@ def _joined(ranges: Iterable[_TensorRange]) -> Iterator[_TensorRange]:
         yield _TensorRange(group[0].tensor, group[0].begin, group[-1].end, items)
 
 
+@dataclass(frozen=True)
+class LocalExport:
+    """An export that is being written into a staging directory and has no mark yet.
+
+    Args:
+        staged: the staging directory.
+        target: the directory that it becomes.
+        rank: of this process.
+        writer: of the format.
+    """
+
+    staged: StagingDirectory
+    target: Path
+    rank: int
+    writer: ExportWriter
+
+    def share(self, files: tuple[OutputFile, ...]) -> tuple[OutputFile, ...]:
+        """Return the files that this rank writes: the ranks on the coordinator's disk share them."""
+        writers = self.staged.disks.sharing()[0]
+        return files[writers.index(self.rank) :: len(writers)] if self.rank in writers else ()
+
+    def create(self, name: str, layout: FileLayout) -> TensorWriter:
+        """Begin a file of tensors; safe from several threads at once."""
+        return TensorWriter(RandomAccessWriter(self.staged.path / name, root=self.staged.path), layout)
+
+    def finish(self, documents: Mapping[str, bytes], written: Sequence[FileChecksum]) -> None:
+        """Make the directory an export; the coordinator calls, after all files of tensors are closed.
+
+        Args:
+            documents: the files without tensors.
+            written: the checksums of the files with tensors, of all ranks.
+        Raises:
+            StorageError: the system refused.
+        """
+        if self.staged.own is not None:
+            for name, data in documents.items():
+                write_file(self.staged.path / name, data, root=self.staged.path)
+            commit_export(self.staged.own, real_path(self.target), self.writer.marks, self.writer.owns)
+
+
+@dataclass(frozen=True)
+class RemoteExport:
+    """An export of one process that is being uploaded and has no mark yet.
+
+    Args:
+        target: the URL.
+        writer: of the format.
+        deferred: uploaded marks that are not completed.
+        begun: the names of files that may be in the store.
+    """
+
+    target: RemotePath
+    writer: ExportWriter
+    deferred: list[RemoteFileWriter] = field(default_factory=list)
+    begun: list[str] = field(default_factory=list)
+
+    def remove_older(self) -> None:
+        """Delete the files of an older export, its marks first."""
+        names = [path.name for path in list_remote(self.target)]
+        for name in self._marks_first(name for name in names if name in self.writer.marks or self.writer.owns(name)):
+            remove_remote(self.target / name)
+
+    def share(self, files: tuple[OutputFile, ...]) -> tuple[OutputFile, ...]:
+        """Return all files."""
+        return files
+
+    def create(self, name: str, layout: FileLayout) -> TensorWriter:
+        """Begin a file of tensors; safe from several threads at once."""
+        is_mark = name in self.writer.marks
+        self.begun.append(name)
+        size = len(layout.header) + sum(layout.sizes) + len(layout.trailer)
+        file = RemoteFileWriter(self.target, name, size, deferred=is_mark)
+        if is_mark:
+            self.deferred.append(file)
+        return TensorWriter(file, layout)
+
+    def finish(self, documents: Mapping[str, bytes], written: Sequence[FileChecksum]) -> None:
+        """Make the directory an export, after all files of tensors are closed.
+
+        Raises:
+            Corrupt: the store does not have the bytes that were written.
+            StorageError: it refused.
+        """
+        for marks in (False, True):
+            for file in self.deferred if marks else ():
+                file.publish()
+            due = [one for one in written if (one.path in self.writer.marks) == marks]
+            for name in documents:
+                if (name in self.writer.marks) == marks:
+                    self.begun.append(name)
+                    due.append(write_remote(self.target, name, documents[name]))
+            compare_uploaded(self.target, due)
+
+    def withdraw(self) -> None:
+        """Delete what was uploaded, the marks first; the error that led here takes precedence over a refusal."""
+        for file in self.deferred:
+            file.abandon()
+        for name in self._marks_first(self.begun):
+            with contextlib.suppress(FlexError):
+                remove_remote(self.target / name)
+
+    def _marks_first(self, names: Iterable[str]) -> list[str]:
+        return sorted(names, key=lambda name: name not in self.writer.marks)
+
+
+@contextlib.contextmanager
+def staged_export(target: AnyPath, channel: Channel, writer: ExportWriter) -> Iterator[LocalExport | RemoteExport]:
+    """Context manager around the writing of an export; an error in it leaves nothing that looks like an export.
+
+    Args:
+        target: the directory.
+        channel: all ranks; every rank must enter.
+        writer: of the format.
+    Raises:
+        OptionError: several ranks write to a URL.
+        FlexError: the same on every rank.
+    """
+    if isinstance(target, Path):
+        with staging_beside(target, channel, place_of=staged_name) as staged:
+            yield LocalExport(staged, target, channel.rank, writer)
+        return
+    if channel.world_size > 1:
+        raise OptionError(
+            f"{channel.world_size} ranks cannot export to {target} together.",
+            where=str(target),
+            next_step="Save a checkpoint, then export it with paddleformers_fc export.",
+        )
+    export = RemoteExport(target, writer)
+    export.remove_older()
+    try:
+        yield export
+    except BaseException:
+        export.withdraw()
+        raise
+
+
 _READERS = 2
 """Number of batches that are read and written at a time."""
 
@@ -199,17 +353,15 @@ class ExportJob:
     """The part of an export that one rank writes.
 
     Args:
-        create: begins a file.
+        target: where the files are written.
         source: the checkpoint.
-        writer: the format of the files.
         files: the files of this rank.
         batch_bytes: bound on the bytes of a batch.
         merge: the change of the tensors that are read; None without one.
     """
 
-    create: Callable[[str, FileLayout], TensorWriter]
+    target: LocalExport | RemoteExport
     source: ReadSource
-    writer: ExportWriter
     files: tuple[OutputFile, ...]
     batch_bytes: int
     merge: Merge | None = None
@@ -308,8 +460,9 @@ class _OutputWriter:
         """Yield the batches, and create each file before its first one: in one thread, so that a failure is one."""
         for batch in batches:
             if batch.file.path not in self._open:
-                layout = self._job.writer.header(Path(batch.file.path), batch.file.tensors)
-                self._open[batch.file.path] = self._job.create(batch.file.path, layout)
+                target = self._job.target
+                layout = target.writer.header(Path(batch.file.path), batch.file.tensors)
+                self._open[batch.file.path] = target.create(batch.file.path, layout)
             yield batch
 
     def write(self, batch: Batch, memory: np.ndarray[Any, Any]) -> None:
@@ -334,11 +487,6 @@ class _OutputWriter:
     def __enter__(self) -> _OutputWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, error: object, *raised: object) -> None:
         for writer in self._open.values():
-            if kind is None:
-                writer.close()
-            else:
-                writer.abandon()
+            writer.close() if error is None else writer.abandon()

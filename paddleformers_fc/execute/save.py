@@ -98,7 +98,7 @@ from paddleformers_fc.layout.shard_messages import decode_shards, encode_rank_sh
 from paddleformers_fc.layout.shards import ShardsByRole
 from paddleformers_fc.storage.checksum import INDEX_NAME, FileChecksum, records_of
 from paddleformers_fc.storage.files import RandomAccessWriter, write_file
-from paddleformers_fc.storage.manifest import DivergedTie, Manifest, RunRecord, SaveOrigin
+from paddleformers_fc.storage.manifest import UNKNOWN_RUN, DivergedTie, Manifest, RunRecord, SaveOrigin
 from paddleformers_fc.storage.progress import advance, expect
 from paddleformers_fc.storage.safetensors import TensorWriter
 
@@ -593,8 +593,8 @@ def _describe(
         parallel=dict(job.parallel),
         family=model.family,
         files=records_of([*checksums, index]),
-        differing_replicas=unequal or msgspec.UNSET,
-        diverged_ties=list(ties) or msgspec.UNSET,
-        run=job.run or msgspec.UNSET,
-        origin=SaveOrigin(time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), socket.gethostname()),
+        differences=unequal,
+        ties=list(ties),
+        saved_by=job.run or UNKNOWN_RUN,
+        saved_at=SaveOrigin(time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), socket.gethostname()),
     )

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from paddleformers_fc.errors import CheckpointError, Corrupt, StorageError
@@ -67,7 +68,9 @@ class Upload:
             sent = sum(pool.map(self._send, mine))
         if not self.is_coordinator:
             return sent
-        self._wait_for([one for one in manifest.files if one not in here])
+        for one in manifest.files:  # Those of other disks must come, and equal what was saved.
+            if one not in here:
+                self._poll(partial(self._has, one), one.path)
         self.check()
         wrote = write_remote(self.target, MANIFEST_NAME, raw)
         try:
@@ -136,11 +139,6 @@ class Upload:
             return not size_fault(stat_remote(path), record.size) and digest_of(path) == record.digest
         except Corrupt:
             return False
-
-    def _wait_for(self, elsewhere: list[FileRecord]) -> None:
-        """Wait until the files of other disks are in the store, and equal what was saved."""
-        for one in elsewhere:
-            self._poll(lambda one=one: self._has(one), one.path)  # type: ignore[misc]
 
     def _poll(self, is_done: Callable[[], bool], what: str) -> None:
         end = time.monotonic() + self.patience

@@ -213,7 +213,7 @@ class FlexWriter(ExportWriter):
             written_by=f"paddleformers_fc {__version__}",
             family=record.family or family_name(built.description),
             files=records_of([*written, checksum_of(INDEX_NAME, index)]),
-            diverged_ties=msgspec.UNSET,
+            ties=[],
         )
         return {INDEX_NAME: index, MANIFEST_NAME: encode_manifest(manifest)}
 

@@ -21,9 +21,6 @@ from paddleformers_fc.storage.paths import AnyPath, RemotePath
 from paddleformers_fc.storage.progress import expect
 from paddleformers_fc.text import count_text
 
-Numbers = Sequence[int]
-"""Numbers of blocks of one file, rising."""
-
 _READ_BYTES = 1024 * 1024
 # A block: every read is a request.
 _REMOTE_READ_BYTES = 4 * 1024 * 1024
@@ -130,7 +127,7 @@ def compare_blocks(
         identities: the identities of the files opened before; another file under a path is a fault.
     """
     blocks = {directory / one.path: OwnedBlocks(one, frozenset(numbers)) for one, numbers in wanted}
-    expect(sum(map(_bytes_of, blocks.values())))
+    expect(sum(one.length(number) for one in blocks.values() for number in one.numbers))
     with ReadPool(ReadOptions(threads=max(1, threads)), identities) as pool:
         pool.hash_rest(blocks, is_counted=True, keep_errors=True)
     return comparison_of(blocks)
@@ -192,18 +189,11 @@ def digest_of(path: AnyPath) -> str:
     return hasher.file_checksum("").digest
 
 
-def _bytes_of(blocks: OwnedBlocks) -> int:
-    """Return the bytes of some blocks; only the last block of a file is shorter."""
-    checksum, last = blocks.checksum, blocks.checksum.count - 1
-    short = checksum.count * checksum.block_bytes - checksum.size if last in blocks.numbers else 0
-    return len(blocks.numbers) * checksum.block_bytes - short
-
-
 def _unread_line(path: str, what: str) -> str:
     return f"{path} cannot be read to the end: {what}"
 
 
-def differing_line(checksum: FileChecksum, blocks: Numbers) -> str:
+def differing_line(checksum: FileChecksum, blocks: Sequence[int]) -> str:
     """Return the line of a report for a file in which these blocks do not have the recorded checksum."""
     shown = [f"block {number} (from byte {number * checksum.block_bytes})" for number in blocks[:_SHOWN]]
     more = [f"{len(blocks) - _SHOWN} more"] if len(blocks) > _SHOWN else []

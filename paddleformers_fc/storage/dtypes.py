@@ -18,8 +18,9 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Collection
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import accumulate
 from typing import Any, TypeVar
 
 import ml_dtypes
@@ -191,14 +192,11 @@ class ScaledFile:
 
     dtype: str
     matrices: tuple[ScaledMatrix, ...]
-    _begins: list[int] = field(init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
-        total, begins = 0, []
-        for matrix in self.matrices:
-            begins.append(total)
-            total += matrix.shape[0] * matrix.shape[1] * dtype_size(self.dtype)
-        object.__setattr__(self, "_begins", [*begins, total])
+    @cached_property
+    def _begins(self) -> list[int]:
+        sizes = (rows * columns * dtype_size(self.dtype) for rows, columns in (one.shape for one in self.matrices))
+        return [0, *accumulate(sizes)]
 
     @property
     def size(self) -> int:

@@ -15,13 +15,14 @@ import os
 import stat
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar, overload
 
 import numpy as np
 
-from paddleformers_fc.errors import Corrupt, FormatError, OptionError, StorageError
+from paddleformers_fc.errors import FormatError, OptionError, StorageError
 from paddleformers_fc.storage import remote
 from paddleformers_fc.storage.checksum import FileChecksum, checksum_of
 from paddleformers_fc.storage.paths import AnyPath, RemotePath
@@ -109,18 +110,6 @@ def memory_at(address: int, length: int) -> memoryview:
     return _MEMORY[address - _FIRST_ADDRESS : address - _FIRST_ADDRESS + length]
 
 
-def writable_view(buffer: Any, path: AnyPath) -> memoryview:
-    """Return :func:`byte_view` of a buffer that bytes of ``path`` are read into.
-
-    Raises:
-        FormatError: the buffer is read-only or not in one piece.
-    """
-    view = byte_view(buffer)
-    if view.readonly:
-        raise FormatError(f"A read-only buffer cannot take bytes of {path}.", where=str(path))
-    return view
-
-
 @dataclass(frozen=True)
 class OpenFile:
     """A regular file open for reading; a context manager that closes it.
@@ -165,7 +154,7 @@ def open_local(path: Path) -> OpenFile:
     except OSError as error:
         if error.errno not in _NOTHING_THERE:
             raise refused("open", path, error) from error
-        raise Corrupt(f"{path} is missing.", where=str(path), next_step=remote.RESTORE_FILE) from error
+        raise remote.missing(path) from error
     try:
         with _naming("look at", path):
             status = os.fstat(descriptor)
@@ -197,7 +186,9 @@ def read_into(file: OpenFile | RemoteFile, offset: int, buffer: Any) -> None:
         FormatError: the buffer is read-only or not in one piece.
         StorageError: the operating system refused.
     """
-    view = writable_view(buffer, file.path)
+    view = byte_view(buffer)
+    if view.readonly:
+        raise FormatError(f"A read-only buffer cannot take bytes of {file.path}.", where=str(file.path))
     if isinstance(file, RemoteFile):
         file.read_into(offset, view)
         return
@@ -207,12 +198,7 @@ def read_into(file: OpenFile | RemoteFile, offset: int, buffer: Any) -> None:
         with _naming("read", file.path):
             count = os.preadv(file.descriptor, [view[done:]], offset + done)
         if count == 0:
-            raise Corrupt(
-                f"{file.path} ends too early.",
-                where=f"{file.path}, byte {offset + done}",
-                evidence=[f"wanted {view.nbytes} bytes from byte {offset}, got {done}"],
-                next_step="The file was truncated. Restore it or use another checkpoint.",
-            )
+            raise remote.too_short(file.path, offset, view.nbytes, done)
         done += count
 
 
@@ -474,20 +460,6 @@ def list_directory(path: AnyPath) -> Sequence[AnyPath]:
     return []
 
 
-def subdirectories(path: AnyPath) -> Sequence[AnyPath]:
-    """Return the directories in a directory, by name.
-
-    Raises:
-        StorageError: it cannot be listed, or is not a directory.
-    """
-    if isinstance(path, RemotePath):
-        return [one for one in remote.list_remote(path) if is_directory(one)]
-    with _naming("list", path), os.scandir(path) as entries:
-        found = [one for one in entries if one.is_dir(follow_symlinks=False) or one.is_symlink()]
-        # Only a link has to be looked at.
-        return sorted(path / one.name for one in found if not one.is_symlink() or is_directory(path / one.name))
-
-
 def is_directory(path: AnyPath) -> bool:
     """Return whether ``path`` is a directory or a link to one; False if there is no such name.
 
@@ -540,22 +512,16 @@ def refuse_file(target: AnyPath) -> None:
         )
 
 
-def stat_path(path: AnyPath) -> os.stat_result | RemoteStatus | None:
+def stat_path(path: AnyPath, *, follow_links: bool = True) -> os.stat_result | RemoteStatus | None:
     """Return the status of a name from the system or the store; None if it is missing, or a link to nothing.
 
+    Args:
+        path: the name.
+        follow_links: False for the status of a link itself; a store has no links.
     Raises:
         StorageError: it refused to look.
     """
-    return remote.stat_remote(path) if isinstance(path, RemotePath) else _stat(path, follow_links=True)
-
-
-def link_status(path: AnyPath) -> os.stat_result | RemoteStatus | None:
-    """Return the status of a name as :func:`stat_path`, that of a link itself if it is one; a store has no links.
-
-    Raises:
-        StorageError: it refused to look.
-    """
-    return remote.stat_remote(path) if isinstance(path, RemotePath) else _stat(path, follow_links=False)
+    return remote.stat_remote(path) if isinstance(path, RemotePath) else _stat(path, follow_links=follow_links)
 
 
 def is_link(path: Path) -> bool:
@@ -609,7 +575,10 @@ def map_paths(work: Callable[[_T], _R], items: Iterable[_T], at: AnyPath) -> Ite
         items: its arguments.
         at: the directory of the files, or one of them.
     """
-    return remote.map_remote(work, items) if isinstance(at, RemotePath) else map(work, items)
+    if not isinstance(at, RemotePath):
+        return map(work, items)
+    with ThreadPoolExecutor(remote.AT_ONCE, "flex-ask") as pool:
+        return list(pool.map(work, items))
 
 
 def files_within(path: Path) -> list[Path]:

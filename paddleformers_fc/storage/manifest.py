@@ -32,13 +32,11 @@ from paddleformers_fc.storage.files import (
     fsync_directory,
     is_directory,
     is_link,
-    link_status,
     list_directory,
     map_paths,
     remove_file,
     rename,
     stat_path,
-    subdirectories,
     write_file,
 )
 from paddleformers_fc.storage.json_io import decode_typed, ignored_extensions, read_document, read_recorded
@@ -110,6 +108,10 @@ class RunRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.id, *(one.run for one in self.branches)
 
 
+UNKNOWN_RUN = RunRecord("", [])
+"""The run of a checkpoint that does not record one."""
+
+
 class SaveOrigin(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Time and host of the commit of a checkpoint; informative.
 
@@ -120,6 +122,9 @@ class SaveOrigin(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     time: str
     host: str
+
+
+UNKNOWN_ORIGIN = SaveOrigin("", "")
 
 
 class DivergedTie(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -134,7 +139,7 @@ class DivergedTie(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     differences: list[str]
 
 
-class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """A finished checkpoint's description of itself.
 
     Attributes:
@@ -147,15 +152,17 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         parallel: degree per parallel axis, for the reader; loading does not need it.
         family: model family whose mapping was used.
         files: every file but the manifest itself.
-        differing_replicas: where ranks held different numbers of the same part of a tensor, one line each; not there
-            where they did not.
-        diverged_ties: tied tensors whose copies differ; absent where all are equal. Such a checkpoint is not whole.
-        run: the run that saved it; absent if no Trainer did.
-        origin: when and where it was committed; absent in conversions of formats that do not record it.
+        differences: where ranks held different numbers of the same part of a tensor, one line each.
+        ties: tied tensors whose copies differ. Such a checkpoint is not whole.
+        saved_by: the run that saved it, with an empty id if no Trainer did.
+        saved_at: when and where it was committed; both empty in conversions of formats that do not record it.
+
+    The last four are absent on disk where they are empty.
     """
 
-    format: str = FORMAT
-    version: int = VERSION
+    # Only plain defaults are left out of the file.
+    format: str = msgspec.field(default_factory=lambda: FORMAT)
+    version: int = msgspec.field(default_factory=lambda: VERSION)
     written_by: str
     step: int
     consumed_samples: int
@@ -163,30 +170,10 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     parallel: dict[str, int]
     family: str
     files: list[FileRecord]
-    differing_replicas: list[str] | msgspec.UnsetType = msgspec.UNSET
-    diverged_ties: list[DivergedTie] | msgspec.UnsetType = msgspec.UNSET
-    run: RunRecord | msgspec.UnsetType = msgspec.UNSET
-    origin: SaveOrigin | msgspec.UnsetType = msgspec.UNSET
-
-    @property
-    def differences(self) -> list[str]:
-        """The differences between replicas; empty if there are none."""
-        return [] if isinstance(self.differing_replicas, msgspec.UnsetType) else self.differing_replicas
-
-    @property
-    def saved_by(self) -> RunRecord:
-        """The run that saved it, with an empty id where that is not known."""
-        return RunRecord("", []) if isinstance(self.run, msgspec.UnsetType) else self.run
-
-    @property
-    def saved_at(self) -> SaveOrigin:
-        """Time and host of the commit; both empty if they are not recorded."""
-        return SaveOrigin("", "") if isinstance(self.origin, msgspec.UnsetType) else self.origin
-
-    @property
-    def ties(self) -> list[DivergedTie]:
-        """Tied tensors whose copies differ; empty where all are equal."""
-        return [] if isinstance(self.diverged_ties, msgspec.UnsetType) else self.diverged_ties
+    differences: list[str] = msgspec.field(name="differing_replicas", default_factory=list)
+    ties: list[DivergedTie] = msgspec.field(name="diverged_ties", default_factory=list)
+    saved_by: RunRecord = msgspec.field(name="run", default=UNKNOWN_RUN)
+    saved_at: SaveOrigin = msgspec.field(name="origin", default=UNKNOWN_ORIGIN)
 
     def record_of(self, name: str) -> FileRecord | None:
         """Return the record of a file by its path; None if the manifest does not list it."""
@@ -211,7 +198,7 @@ class _Run(msgspec.Struct, frozen=True):
     """The fields that identify a save."""
 
     step: int
-    run: RunRecord = RunRecord("", [])
+    run: RunRecord = UNKNOWN_RUN
 
 
 _sealed = msgspec.json.Decoder(_Sealed)
@@ -245,7 +232,7 @@ def read_manifest(directory: AnyPath) -> Manifest:
     sealed = decode_typed(_sealed, raw, str(path), _ANOTHER)
     manifest = Manifest(**{field: getattr(sealed, field) for field in Manifest.__struct_fields__})
     seal = manifest_seal(manifest)
-    if ignored_extensions(raw, _Sealed.__struct_fields__, str(path)):  # They are sealed like the other fields.
+    if ignored_extensions(raw, _Sealed.__struct_encode_fields__, str(path)):  # They are sealed like the other fields.
         document = decode_typed(_documents, raw, str(path), _ANOTHER)
         seal = _digest({name: value for name, value in document.items() if name != "seal"})
     if sealed.seal != seal:
@@ -554,7 +541,9 @@ def _faults(manifest: Manifest) -> list[str]:
             faults.append(f"{name} is {getattr(manifest, name)}")
     seen: set[str] = set()
     for checksum in manifest.files:
-        faults.extend(f"{checksum.path!r} {fault}" for fault in (*record_faults(checksum), *_reserved(checksum)))
+        faults.extend(f"{checksum.path!r} {fault}" for fault in record_faults(checksum))
+        if checksum.path in _RESERVED:
+            faults.append(f"{checksum.path!r} is a name that the format keeps for itself")
         if checksum.path in seen:
             faults.append(f"{checksum.path!r} is listed twice")
         seen.add(checksum.path)
@@ -573,11 +562,6 @@ def _rank_faults(manifest: Manifest) -> Iterator[str]:
             stored.add(rank)
     if len(stored) not in (0, manifest.world_size):
         yield f"random generators of {len(stored)} ranks are listed, and {ranks}"
-
-
-def _reserved(checksum: FileRecord) -> Iterator[str]:
-    if checksum.path in _RESERVED:
-        yield "is a name that the format keeps for itself"
 
 
 class Surroundings:
@@ -602,7 +586,7 @@ class Surroundings:
             StorageError: the operating system refused to look.
         """
         path, name = self._directory / record.path, PurePosixPath(record.path)
-        status = link_status(path)
+        status = stat_path(path, follow_links=False)
         is_linked = isinstance(status, os.stat_result) and stat.S_ISLNK(status.st_mode)
         if (is_linked and self._link_leaves(name)) or any(map(self._parent_leaves, name.parents[:-1])):
             return None, _OUTSIDE
@@ -637,7 +621,8 @@ def extra_files(directory: AnyPath, manifest: Manifest) -> list[str]:
     own.add((TRAINER_DIRECTORY, ".json"))
     names = [
         f"{folder.name}/{path.name}"
-        for folder in subdirectories(directory)
+        for folder in list_directory(directory)
+        if is_directory(folder)
         for path in list_directory(folder)
         if (folder.name, path.suffix) in own or _SHARD_FILE.fullmatch(path.name)
     ]

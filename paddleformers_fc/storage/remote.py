@@ -18,13 +18,12 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from paddleformers_fc.errors import Corrupt, FlexError, FormatError, OptionError, StorageError
-from paddleformers_fc.storage.paths import RemotePath, mask_credentials
+from paddleformers_fc.storage.paths import AnyPath, RemotePath, mask_credentials
 from paddleformers_fc.text import install_command
 
 PART_BYTES = 8 * 1024 * 1024
@@ -48,9 +47,6 @@ _DOWNLOAD = "Download the directory, and name the copy."
 _CUT = "The connection was cut; try again."
 _NO_RANGES = f"This server does not answer range requests. {_DOWNLOAD}"
 _CHANGES = ("write", "delete")
-
-_T = TypeVar("_T")
-_R = TypeVar("_R")
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +115,7 @@ class RemoteFile:
         """
         for begin, end in ranges:
             if end > self.size:
-                raise self._too_short(begin, end - begin, max(0, self.size - begin))
+                raise too_short(self.path, begin, end - begin, max(0, self.size - begin))
         begins, ends = [begin for begin, _ in ranges], [end for _, end in ranges]
         try:
             with asking("read", self.path, begins[0]) as (system, inner):
@@ -144,21 +140,13 @@ class RemoteFile:
         if now is None:
             raise missing(self.path)
         if now.size < self.size:
-            raise self._too_short(now.size, self.size - now.size, 0)
+            raise too_short(self.path, now.size, self.size - now.size, 0)
         if now != self.status:
             raise Corrupt(
                 f"{self.path} was replaced or changed while it was read.",
                 where=str(self.path),
                 next_step="Another job writes into this directory. Let it finish, then load again.",
             )
-
-    def _too_short(self, begin: int, wanted: int, got: int) -> Corrupt:
-        return Corrupt(
-            f"{self.path} ends too early.",
-            where=f"{self.path}, byte {begin + got}",
-            evidence=[f"wanted {wanted} bytes from byte {begin}, got {got}"],
-            next_step="The file was truncated. Restore it or use another checkpoint.",
-        )
 
 
 def open_remote(path: RemotePath) -> RemoteFile:
@@ -223,16 +211,19 @@ def list_remote(path: RemotePath) -> list[RemotePath]:
     return [path / name for name in sorted(names)]
 
 
-def map_remote(work: Callable[[_T], _R], items: Iterable[_T]) -> list[_R]:
-    """Return ``work`` of every item, in order; several run at a time, because every request costs a round trip to the
-    store."""
-    with ThreadPoolExecutor(AT_ONCE, "flex-ask") as pool:
-        return list(pool.map(work, items))
-
-
-def missing(path: RemotePath) -> Corrupt:
+def missing(path: AnyPath) -> Corrupt:
     """Return the error for a file that is not there."""
     return Corrupt(f"{path} is missing.", where=str(path), next_step=RESTORE_FILE)
+
+
+def too_short(path: AnyPath, begin: int, wanted: int, got: int) -> Corrupt:
+    """Return the error for a file that ends before the bytes that are read."""
+    return Corrupt(
+        f"{path} ends too early.",
+        where=f"{path}, byte {begin + got}",
+        evidence=[f"wanted {wanted} bytes from byte {begin}, got {got}"],
+        next_step="The file was truncated. Restore it or use another checkpoint.",
+    )
 
 
 def _refused(action: str, path: RemotePath, error: Exception, offset: int | None, secrets: list[str]) -> StorageError:

@@ -45,7 +45,7 @@ def test_replicas_that_differed_are_listed_and_verification_mentions_them(four: 
     lines = [f"model_state w{number} [0:8]: version 1 on rank 0; version 2 on rank 1" for number in range(30)]
     copy = tmp_path / "checkpoint-3"
     shutil.copytree(four, copy)
-    write_manifest(copy, msgspec.structs.replace(read_manifest(copy), differing_replicas=lines))
+    write_manifest(copy, msgspec.structs.replace(read_manifest(copy), differences=lines))
     assert run("inspect", copy, "--json").document["job"]["differing_replicas"] == lines
     text = run("inspect", copy).out
     assert "ranks held different numbers" in text

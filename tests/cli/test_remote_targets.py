@@ -9,7 +9,7 @@ import pytest
 
 import paddleformers_fc
 from paddleformers_fc.errors import Corrupt, OptionError, StorageError
-from paddleformers_fc.execute import export_target
+from paddleformers_fc.execute import export_files
 from paddleformers_fc.storage.export_checksums import CHECKSUMS_NAME
 from paddleformers_fc.storage.files import files_within
 from tests.cli.support import run
@@ -188,7 +188,7 @@ def test_an_interrupted_export_leaves_no_file_and_no_upload(
     def interrupted(directory: object, uploaded: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(export_target, "compare_uploaded", interrupted)
+    monkeypatch.setattr(export_files, "compare_uploaded", interrupted)
     with pytest.raises(KeyboardInterrupt):
         paddleformers_fc.open(four).export(f"{bucket.path}/hf", max_shard_bytes=size)
     assert (bucket.files("hf"), bucket.unfinished()) == ({}, [])

@@ -105,7 +105,7 @@ def test_t18_replicas_that_differ_are_reported(ranks: ForkServer, tmp_path: Path
     logs = started(ranks, APART, tmp_path / "ours", **twice, ours=True).logs
     assert [log.read_text().count("Replicas differ: ranks hold different values") for log in logs] == [1, 0]
     for step in (2, 1):
-        lines = read_manifest(tmp_path / f"ours/checkpoint-{step}").differing_replicas
+        lines = read_manifest(tmp_path / f"ours/checkpoint-{step}").differences
         assert isinstance(lines, list)
         (line,) = [line for line in lines if line.startswith(f"model_state {name} ")]
     refusing = {**given, "arguments": {**arguments, "flex_check_replicas": "refuse"}}

@@ -74,7 +74,7 @@ def test_one_bit_of_one_replica_is_reported_with_its_ranks_and_recorded_in_the_c
         assert isinstance(report, SaveReport)
         assert report.differences == (NORM_LINE + message,)
     manifest = read_manifest(tmp_path / "checkpoint-3")
-    assert manifest.differing_replicas == [NORM_LINE + message]
+    assert manifest.differences == [NORM_LINE + message]
     verify_files(tmp_path / "checkpoint-3", manifest, "full")
 
 

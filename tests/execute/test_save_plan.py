@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import paddle
 import pytest
-from msgspec import UNSET
 from msgspec.structs import replace
 
 from paddleformers_fc.distributed.channel import Payload
@@ -40,7 +39,7 @@ from paddleformers_fc.families import ModelDescription, ModelTensor
 from paddleformers_fc.families.stated import rules_by_name
 from paddleformers_fc.layout.live import describe_roles
 from paddleformers_fc.storage import files, safetensors
-from paddleformers_fc.storage.manifest import MANIFEST_NAME, read_manifest
+from paddleformers_fc.storage.manifest import MANIFEST_NAME, UNKNOWN_ORIGIN, read_manifest
 from paddleformers_fc.storage.safetensors import read_header
 from tests.execute.simulated import CONFIG, MODEL, Roles, ThreadChannel, canonical, job, live, same_values, succeed
 from verification.digests import canonical_digests
@@ -113,7 +112,7 @@ def contents(directory: Path) -> dict[str, object]:
         str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()
     }
     if MANIFEST_NAME in found:
-        found[MANIFEST_NAME] = replace(read_manifest(directory), origin=UNSET)
+        found[MANIFEST_NAME] = replace(read_manifest(directory), saved_at=UNKNOWN_ORIGIN)
     return found
 
 

@@ -81,7 +81,7 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
 def part_copies(checkpoint: Path) -> None:
     """Record that copies of a tied tensor differ."""
     ties = [DivergedTie(["a", "b"], ["model_state b on rank 1, a on rank 0"])]
-    manifest = msgspec.structs.replace(read_manifest(checkpoint), diverged_ties=ties)
+    manifest = msgspec.structs.replace(read_manifest(checkpoint), ties=ties)
     write_manifest(checkpoint, manifest)
 
 

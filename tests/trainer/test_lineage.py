@@ -19,7 +19,7 @@ B = RunRecord("B", [Branch("A", 3)])
 
 def manifest(step: int, run: RunRecord) -> Manifest:
     fields = {"consumed_samples": 0, "world_size": 1, "parallel": {}, "family": "", "files": []}
-    return Manifest(written_by="test", step=step, run=run, **fields)
+    return Manifest(written_by="test", step=step, saved_by=run, **fields)
 
 
 def saved(*steps: int, run: RunRecord = A) -> list[Saved]:
@@ -84,7 +84,7 @@ def test_the_checkpoints_of_all_disks_are_known_to_every_rank(tmp_path: Path) ->
     for disk, step in zip(disks, (3, 6), strict=True):
         disk.mkdir()
         path = make_checkpoint(disk, step)
-        write_manifest(path, replace(read_manifest(path), run=A))
+        write_manifest(path, replace(read_manifest(path), saved_by=A))
     found = succeed(2, lambda channel: saved_in(disks[channel.rank], channel))
     assert found == [saved(3, 6)] * 2
 

@@ -97,7 +97,7 @@ def test_where_none_is_whole_none_is_deleted(tmp_path: Path) -> None:
 def part_copies(checkpoint: Path) -> None:
     """Record that copies of a tied tensor differ."""
     ties = [DivergedTie(["embedding", "head"], ["model_state head on rank 1, embedding on rank 0"])]
-    write_manifest(checkpoint, replace(read_manifest(checkpoint), diverged_ties=ties))
+    write_manifest(checkpoint, replace(read_manifest(checkpoint), ties=ties))
 
 
 @pytest.mark.parametrize(

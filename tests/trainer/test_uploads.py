@@ -174,7 +174,7 @@ def test_a_checkpoint_with_diverged_ties_costs_no_whole_one_in_the_store(bucket:
         path = make_checkpoint(tmp_path, step)
         if step == 4:
             tie = DivergedTie(["a", "b"], ["model_state b on rank 1, a on rank 0"])
-            write_manifest(path, replace(read_manifest(path), diverged_ties=[tie]))
+            write_manifest(path, replace(read_manifest(path), ties=[tie]))
         one.follow(path)
     assert not one.is_busy(LIMIT)
     assert steps(bucket) == ["checkpoint-2", "checkpoint-4"]
