@@ -208,7 +208,7 @@ class Checkpoint:
         if not part.volume:
             return np.empty(part.shape, to_numpy(to_safetensors(tensor.dtype)))
         wanted = Shard(name, tensor.dtype, tensor.global_shape, part)
-        ((_, _, array),) = read_canonical(self._source, {roles[0]: {name: wanted}})
+        (array,) = read_canonical(self._source, {roles[0]: {name: wanted}}).values()
         return array.reshape(part.shape)
 
     def verify(self, level: str = "full") -> Verification:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from paddleformers_fc.execute.digest import TensorDigest, digests_of
+from paddleformers_fc.execute.digest import TensorDigest, digest_tensors
 from paddleformers_fc.formats.registry import open_checkpoint
 from paddleformers_fc.layout.roles import ROLES
+from paddleformers_fc.plan.sources import canonical_layout, canonical_source
 from paddleformers_fc.storage.paths import AnyPath
 
 
 def canonical_digests(
     directory: AnyPath, verify: str = "size", roles: Collection[str] = ROLES
 ) -> Iterator[TensorDigest]:
-    """Open a checkpoint of any format and yield the digests of its canonical tensors; see :func:`digests_of`.
+    """Open a checkpoint of any format and yield the digests of its canonical tensors, in natural order.
 
     Args:
         directory: a checkpoint of any format.
@@ -22,4 +23,5 @@ def canonical_digests(
     Raises:
         FlexError: the directory cannot be opened, proved or read.
     """
-    return digests_of(open_checkpoint(directory, verify), roles)
+    source = canonical_source(open_checkpoint(directory, verify))
+    return digest_tensors(source, {role: found for role, found in canonical_layout(source).items() if role in roles})

@@ -23,6 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, chain
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -31,11 +32,11 @@ import numpy as np
 
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.execute.digest import PIECE_BYTES, digest_tensors, read_in_pieces, require_plan
-from paddleformers_fc.execute.reading import Key
+from paddleformers_fc.execute.reading import Key, batches
 from paddleformers_fc.formats import OpenedCheckpoint
 from paddleformers_fc.formats.catalog import Catalog, FileOffset, StoredForm, StoredTensor
 from paddleformers_fc.layout.roles import ROLES
-from paddleformers_fc.layout.shards import Shard, shard_bytes
+from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.plan.build import ReadSource
 from paddleformers_fc.plan.items import LoadPlan
 from paddleformers_fc.plan.sources import canonical_layout, canonical_names, canonical_source
@@ -264,7 +265,8 @@ def compare_checkpoints(a: OpenedCheckpoint, b: OpenedCheckpoint, role: str | No
         )
     forms = _differences(first, second, alike)
     found = {name: _role_difference(name, first, second, forms) for name in present}
-    left_out = [] if role is not None else [name for name in _stored_roles(both) if name not in roles]
+    stored = [] if role is not None else [name for name in ROLES if any(name in side.catalog.roles for side in both)]
+    left_out = [name for name in stored if name not in roles]
     equal = all(one.same for one in found.values())
     return Difference(equal, _side(a), _side(b), found, left_out, round(time.monotonic() - started, 3))
 
@@ -350,7 +352,6 @@ def _deviations(
     first: _Prepared, left: LoadPlan, second: _Prepared, right: LoadPlan, keys: Sequence[Key]
 ) -> dict[Key, Deviation]:
     """Return the figures of the tensors of equal shape and dtype whose bytes differ."""
-    expect(2 * sum(shard_bytes(first.tensors[key]) for key in keys))
     sides = [
         read_in_pieces(side.source, _layout(side, keys), PIECE_BYTES, plan)
         for side, plan in ((first, left), (second, right))
@@ -360,7 +361,6 @@ def _deviations(
     for one, other in zip(*sides, strict=True):
         deviation = deviation or DeviationSum(one.tensor.global_shape)
         deviation.add(one.numbers, other.numbers)
-        advance(2 * one.numbers.nbytes)
         if one.is_last:
             if deviation.elements:
                 found[one.role, one.tensor.name] = deviation.result()
@@ -407,7 +407,8 @@ def differing_stored(left: Catalog, right: Catalog, names: Mapping[str, Collecti
     differing: set[int] = set()
     with ReadPool(identities=ChainMap(*both)) as pool, ThreadPoolExecutor(_THREADS, "flex-diff") as threads:
         work = partial(_compare_batches, pool, (left.root, right.root), differing)
-        run_workers(threads, _THREADS, _batches(chain.from_iterable(map(_cut, sorted(ranges)))), work)
+        parts = chain.from_iterable(map(_cut, sorted(ranges)))
+        run_workers(threads, _THREADS, batches(parts, attrgetter("size"), COMPARE_BYTES), work)
     return {keys[number] for number in differing}
 
 
@@ -445,20 +446,6 @@ def _cut(pair: _RangePair) -> Iterator[_RangePair]:
         yield _RangePair((file, begin + low), (other, start + low), size, pair.number)
 
 
-def _batches(ranges: Iterable[_RangePair]) -> Iterator[list[_RangePair]]:
-    """Yield ranges that fit into memory together."""
-    batch: list[_RangePair] = []
-    room = COMPARE_BYTES
-    for one in ranges:
-        if one.size > room:
-            yield batch
-            batch, room = [], COMPARE_BYTES
-        batch.append(one)
-        room -= one.size
-    if batch:
-        yield batch
-
-
 def _reads(root: AnyPath, places: Iterable[FileOffset], ends: Sequence[int], memory: _Array) -> Iterator[Operation]:
     """Yield the reads of ranges into successive memory, in the order of the files."""
     address: int = memory.__array_interface__["data"][0]
@@ -490,10 +477,6 @@ def _forms(side: _Prepared, keys: Sequence[Key]) -> dict[Key, Form]:
 def _side(checkpoint: OpenedCheckpoint) -> Side:
     model_type = str(checkpoint.config.get("model_type") or "")
     return Side(str(checkpoint.catalog.root), checkpoint.format.name, model_type)
-
-
-def _stored_roles(sides: Sequence[OpenedCheckpoint]) -> list[str]:
-    return [role for role in ROLES if any(role in side.catalog.roles for side in sides)]
 
 
 def _compared_roles(sides: Sequence[OpenedCheckpoint], role: str | None) -> tuple[str, ...]:

@@ -23,8 +23,10 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import msgspec
@@ -34,13 +36,12 @@ import xxhash
 from paddleformers_fc.distributed.channel import Channel, all_gather_checked
 from paddleformers_fc.errors import Corrupt
 from paddleformers_fc.execute.memory import host_pieces
-from paddleformers_fc.execute.reading import fill_arrays, read_parts, verify_equal
+from paddleformers_fc.execute.reading import Key, batches, fill_arrays, read_parts, verify_equal
 from paddleformers_fc.execute.save_plan import model_rules
 from paddleformers_fc.families import ModelDescription
-from paddleformers_fc.formats import OpenedCheckpoint
 from paddleformers_fc.formats.registry import open_checkpoint
 from paddleformers_fc.layout.live import LocalTensor, describe_roles
-from paddleformers_fc.layout.roles import MASTER, MASTER_WEIGHT, MODEL_STATE, ROLES
+from paddleformers_fc.layout.roles import MASTER, MASTER_WEIGHT, MODEL_STATE
 from paddleformers_fc.layout.shards import Fragment, Shard, ShardsByRole, shard_bytes
 from paddleformers_fc.mapping import TensorSources
 from paddleformers_fc.mapping.boxes import Box, whole
@@ -48,7 +49,7 @@ from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.mapping.templates import BoxLink, pulled
 from paddleformers_fc.plan.build import Planner, ReadSource, plan_reads, row_major_pieces
 from paddleformers_fc.plan.items import LoadPlan, ReadItem, StoredPart
-from paddleformers_fc.plan.sources import canonical_layout, canonical_source
+from paddleformers_fc.plan.sources import canonical_layout
 from paddleformers_fc.plan.transfer_plan import boxes_within
 from paddleformers_fc.storage.dtypes import dtype_size
 from paddleformers_fc.storage.executor import ReadPool
@@ -82,20 +83,6 @@ class TensorDigest:
     md5: str
 
 
-def digests_of(checkpoint: OpenedCheckpoint, roles: Collection[str] = ROLES) -> Iterator[TensorDigest]:
-    """Yield the digests of the canonical tensors of a checkpoint, in natural order.
-
-    Args:
-        checkpoint: an opened checkpoint of any format.
-        roles: the roles to read.
-    Raises:
-        FlexError: its mapping cannot be proved, or a file cannot be read.
-    """
-    source = canonical_source(checkpoint)
-    layout = {role: shards for role, shards in canonical_layout(source).items() if role in roles}
-    yield from digest_tensors(source, layout)
-
-
 def digest_tensors(source: ReadSource, layout: ShardsByRole, piece_bytes: int = PIECE_BYTES) -> Iterator[TensorDigest]:
     """Yield the digests of some canonical tensors, in natural order within each role.
 
@@ -107,10 +94,9 @@ def digest_tensors(source: ReadSource, layout: ShardsByRole, piece_bytes: int = 
         FlexError: as :func:`read_canonical`.
     """
     hasher = hashlib.md5()
-    expect(sum(shard_bytes(one) for shards in layout.values() for one in shards.values()))
-    for piece in read_in_pieces(source, layout, piece_bytes):
+    in_order = {role: {name: shards[name] for name in sorted(shards, key=natural)} for role, shards in layout.items()}
+    for piece in read_in_pieces(source, in_order, piece_bytes):
         hasher.update(piece.numbers.view(np.uint8).data)
-        advance(piece.numbers.nbytes)
         if piece.is_last:
             tensor = piece.tensor
             yield TensorDigest(piece.role, tensor.name, tensor.dtype, tensor.global_shape, hasher.hexdigest())
@@ -127,14 +113,6 @@ def require_plan(source: ReadSource, layout: ShardsByRole) -> LoadPlan:
     plan.report.refuse(str(catalog.root))
     verify_equal(plan.checks, catalog.root, identities=catalog.identities)
     return plan
-
-
-def items_by_tensor(plan: LoadPlan) -> dict[tuple[str, str], list[ReadItem]]:
-    """Return the read items of every tensor of a plan, by role and name."""
-    items: dict[tuple[str, str], list[ReadItem]] = {}
-    for item in plan.items:
-        items.setdefault((item.role, item.name), []).append(item)
-    return items
 
 
 @dataclass(frozen=True)
@@ -162,7 +140,7 @@ class Piece:
 def read_in_pieces(
     source: ReadSource, layout: ShardsByRole, piece_bytes: int = PIECE_BYTES, plan: LoadPlan | None = None
 ) -> Iterator[Piece]:
-    """Yield tensors in pieces, whose numbers are valid until the next one.
+    """Yield tensors in the order of a layout, in pieces whose numbers are valid until the next one.
 
     Args:
         source: from a checkpoint to the canonical space.
@@ -173,26 +151,36 @@ def read_in_pieces(
         FlexError: as :func:`read_canonical`.
     """
     catalog, planner = source.catalog, Planner(source)
-    items = items_by_tensor(plan or require_plan(source, layout))
+    items: dict[Key, list[ReadItem]] = {}
+    for item in (plan or require_plan(source, layout)).items:
+        items.setdefault((item.role, item.name), []).append(item)
+    expect(sum(shard_bytes(one) for shards in layout.values() for one in shards.values()))
+    parts = (
+        (_room(part) if part.flat is None else piece_bytes, role, tensor, part)
+        for role, shards in layout.items()
+        for tensor in shards.values()
+        for part in row_major_pieces(tensor, piece_bytes)
+    )
     memory = np.empty(max(piece_bytes, _LINE) + _LINE, np.uint8)
     with ReadPool(identities=catalog.identities) as pool:
-        for batch in _batches(layout, piece_bytes):
+        for batch in batches(parts, itemgetter(0), piece_bytes):
             pieces: list[Piece] = []
             wanted: list[ReadItem] = []
             at = 0
-            for role, tensor, part in batch:
+            for room, role, tensor, part in batch:
                 numbers = memory[at : at + shard_bytes(part)].view(numpy_dtype(part.dtype))
-                at += _room(part)
+                at += room
                 pieces.append(Piece(role, tensor, part, numbers))
                 is_whole = part.flat is None
                 wanted.extend(items.get((role, tensor.name), ()) if is_whole else planner.items(role, part))
             arrays = {(one.role, one.tensor.name): one.numbers for one in pieces}
             fill_arrays(pool, catalog.root, sorted(wanted, key=_file_order), arrays)
-            yield from pieces
+            for piece in pieces:
+                yield piece
+                advance(piece.numbers.nbytes)
 
 
-def _file_order(item: ReadItem) -> tuple[str, int]:
-    return item.stored.file, item.stored.begin
+_file_order = attrgetter("stored.file", "stored.begin")
 
 
 def _room(part: Shard) -> int:
@@ -200,24 +188,8 @@ def _room(part: Shard) -> int:
     return -(-shard_bytes(part) // _LINE) * _LINE
 
 
-def _batches(layout: ShardsByRole, most: int) -> Iterator[list[tuple[str, Shard, Shard]]]:
-    """Group role, tensor and part of successive pieces that are read together; at most one of each tensor."""
-    batch: list[tuple[str, Shard, Shard]] = []
-    size = 0
-    for role, shards in layout.items():
-        for name in sorted(shards, key=natural):
-            for part in row_major_pieces(shards[name], most):
-                if batch and (part.flat is not None or size + _room(part) > most):
-                    yield batch
-                    batch, size = [], 0
-                batch.append((role, shards[name], part))
-                size += _room(part)
-    if batch:
-        yield batch
-
-
-def read_canonical(source: ReadSource, layout: ShardsByRole) -> Iterator[tuple[str, Shard, np.ndarray[Any, Any]]]:
-    """Yield role, shard and flat array of some shards of canonical tensors, in natural order within each role.
+def read_canonical(source: ReadSource, layout: ShardsByRole) -> dict[Key, np.ndarray[Any, Any]]:
+    """Return some shards of canonical tensors as flat arrays, by role and name.
 
     Args:
         source: from a checkpoint to the canonical space.
@@ -225,14 +197,15 @@ def read_canonical(source: ReadSource, layout: ShardsByRole) -> Iterator[tuple[s
     Raises:
         FlexError: the shards do not fit what is stored, copies of a tied tensor differ, or a file cannot be read.
     """
-    catalog = source.catalog
-    items = items_by_tensor(require_plan(source, layout))
-    with ReadPool(identities=catalog.identities) as pool:
-        for role, shards in layout.items():
-            for name in sorted(shards, key=natural):
-                array = np.empty(shards[name].size, numpy_dtype(shards[name].dtype))
-                fill_arrays(pool, catalog.root, items.get((role, name), ()), {(role, name): array})
-                yield role, shards[name], array
+    plan = require_plan(source, layout)
+    arrays = {
+        (role, name): np.empty(shard.size, numpy_dtype(shard.dtype))
+        for role, shards in layout.items()
+        for name, shard in shards.items()
+    }
+    with ReadPool(identities=source.catalog.identities) as pool:
+        fill_arrays(pool, source.catalog.root, plan.items, arrays)
+    return arrays
 
 
 def weights_md5(directory: AnyPath) -> str:
@@ -340,28 +313,24 @@ def digest_live(weights: Mapping[str, LocalTensor], model: ModelDescription, cha
         return list(describe_roles({MODEL_STATE: weights})[MODEL_STATE].values())
 
     everyone = all_gather_checked(channel, "describing the weights", own_shards, list[Shard])
-    first: dict[Shard, int] = {}
-    for rank, shards in enumerate(everyone):
-        for shard in shards:
-            first.setdefault(shard, rank)
-    mine = [shard for shard in everyone[channel.rank] if first[shard] == channel.rank]
+    earlier = {shard for shards in everyone[: channel.rank] for shard in shards}
 
     def add_up() -> Sums:
         shards = {shard.name: shard for shard in everyone[channel.rank]}
         made = model_rules(model, shards).mapping().made
         sums: Sums = {}
-        for shard in mine:
-            if shard.name in made:  # Aliases, and tensors that canonical files lack, are not part of the base.
+        for shard in shards.values():
+            # Aliases, and tensors that canonical files lack, are not part of the base.
+            if shard not in earlier and shard.name in made:
                 _add_shard(sums, shard, weights[shard.name].local_tensor, made[shard.name])
         return sums
 
-    totals: Sums = {}
+    totals: Counter[str] = Counter()
     for sums in all_gather_checked(channel, "hashing the weights", add_up, Sums):
-        for name, value in sums.items():
-            totals[name] = (totals.get(name, 0) + value) % _MODULUS
+        totals.update(sums)
     hasher = xxhash.xxh3_128()
     for name in sorted(totals):
-        hasher.update(f"{name} {totals[name]}\n".encode())
+        hasher.update(f"{name} {totals[name] % _MODULUS}\n".encode())
     return hasher.hexdigest()
 
 

@@ -46,10 +46,6 @@ class Delta:
     inputs: Array
     outputs: Array
 
-    def rows(self, first: int, last: int) -> Array:
-        """Return the change of some rows of the weight."""
-        return np.asarray(self.outputs[first:last] @ self.inputs)
-
 
 @dataclass(frozen=True)
 class Merge:
@@ -77,7 +73,8 @@ class Merge:
         if delta is not None and values.size:
             width = delta.inputs.shape[1]
             first, last = begin // width, -(-(begin + values.size) // width)
-            change = delta.rows(first, last).reshape(-1)[begin - first * width :][: values.size]
+            rows: Array = delta.outputs[first:last] @ delta.inputs
+            change = rows.reshape(-1)[begin - first * width :][: values.size]
             values[:] = (values.astype(np.float32) + change).astype(values.dtype)
 
 
@@ -100,8 +97,9 @@ def read_merge(checkpoint: OpenedCheckpoint, base: OpenedCheckpoint) -> Merge:
             next_step="Leave out the base.",
         )
     source = canonical_source(checkpoint)
-    layout = {MODEL_STATE: canonical_layout(source)[MODEL_STATE]}
-    tensors = {one.name: array.reshape(one.global_shape) for _, one, array in read_canonical(source, layout)}
+    weights = canonical_layout(source)[MODEL_STATE]
+    arrays = read_canonical(source, {MODEL_STATE: weights})
+    tensors = {name: array.reshape(weights[name].global_shape) for (_, name), array in arrays.items()}
     shared = shared_copies(checkpoint.rules)
     # A base may store a tied tensor under both names.
     ties, stored = canonical_ties(checkpoint.known), base.catalog.roles[MODEL_STATE]
