@@ -12,21 +12,16 @@ A block that no rank reads is not checked: it cannot affect the load. The ``veri
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
-from paddleformers_fc.distributed.channel import (
-    Channel,
-    all_gather_checked,
-    format_ranks,
-    refuse_failed,
-)
+from paddleformers_fc.distributed.channel import Channel, all_gather_checked, format_ranks, refuse_failed
 from paddleformers_fc.errors import Corrupt
 from paddleformers_fc.formats import Catalog
 from paddleformers_fc.plan.block_owners import RecordedBlocks
 from paddleformers_fc.plan.items import StoredPart
-from paddleformers_fc.storage.block_checksums import BlockComparison, compare_blocks
+from paddleformers_fc.storage.block_checksums import compare_blocks
 from paddleformers_fc.storage.checksum import FileChecksum, is_document
 from paddleformers_fc.storage.files import open_regular, read_range
 from paddleformers_fc.storage.identities import Identities, refuse_replaced
@@ -78,12 +73,9 @@ def verify_metadata_blocks(
         StorageError: the same on every rank: files that may not be read, and nothing else is wrong.
     """
 
-    def share() -> BlockComparison:
-        mine = files[channel.rank :: channel.world_size]
-        wanted = [(one, _metadata_blocks(directory, one, identities)) for one in mine]
-        return compare_blocks(directory, wanted, threads, identities)
-
-    compare_on_all(directory, channel, share, next_step)
+    mine = files[channel.rank :: channel.world_size]
+    wanted = ((one, _metadata_blocks(directory, one, identities)) for one in mine)
+    compare_on_all(directory, wanted, identities, channel, threads, next_step)
 
 
 def verify_parts(
@@ -102,23 +94,31 @@ def verify_parts(
         StorageError: the same on every rank: files that may not be read, and nothing else is wrong.
     """
 
-    def share() -> BlockComparison:
-        alone = [recorded.reads(parts, "")]
-        chosen = [(recorded.files[path], numbers) for path, numbers in recorded.owned(alone, 0).items()]
-        return compare_blocks(catalog.root, chosen, threads, catalog.identities)
+    compare_on_all(catalog.root, _wanted(recorded, parts), catalog.identities, channel, threads, recorded.next_step)
 
-    compare_on_all(catalog.root, channel, share, recorded.next_step)
+
+def _wanted(recorded: RecordedBlocks, parts: Iterable[StoredPart]) -> Iterator[tuple[FileChecksum, Iterable[int]]]:
+    alone = [recorded.reads(parts, "")]
+    for path, numbers in recorded.owned(alone, 0).items():
+        yield recorded.files[path], numbers
 
 
 def compare_on_all(
-    directory: AnyPath, channel: Channel, share: Callable[[], BlockComparison], next_step: str = RESTORE
+    directory: AnyPath,
+    wanted: Iterable[tuple[FileChecksum, Iterable[int]]],
+    identities: Identities,
+    channel: Channel,
+    threads: int,
+    next_step: str = RESTORE,
 ) -> None:
     """Compare the share of every rank. Every rank must call.
 
     Args:
         directory: ``checkpoint-N``, or an export.
+        wanted: the share of this rank, as for :func:`.compare_blocks`. Its errors are those of the comparison.
+        identities: the identities of the files that were opened; another file is refused.
         channel: all ranks.
-        share: compares the share of this rank.
+        threads: how many threads of this rank hash.
         next_step: advice for files that are not what was written.
     Raises:
         Corrupt: the same on every rank, naming all files and blocks that are not what was written.
@@ -126,7 +126,7 @@ def compare_on_all(
     """
 
     def work() -> FaultMessage:
-        found = share()
+        found = compare_blocks(directory, wanted, threads, identities)
         return FaultMessage(bool(found.faults), found.evidence, found.refusal.to_wire() if found.refusal else "")
 
     messages = all_gather_checked(channel, f"comparing checksums of {directory.name}", work, FaultMessage)
@@ -147,13 +147,12 @@ def refuse_damaged(
     raise Corrupt(
         f"{directory} is damaged{effect}: {len(finders)} {'fault' if len(finders) == 1 else 'faults'} found.",
         where=str(directory),
-        evidence=[_fault_message(fault, ranks, channel) for fault, ranks in sorted(finders.items())],
+        evidence=[
+            fault if channel.world_size == 1 else f"{fault} (found by {format_ranks(ranks)})"
+            for fault, ranks in sorted(finders.items())
+        ],
         next_step=next_step,
     )
-
-
-def _fault_message(fault: str, ranks: list[int], channel: Channel) -> str:
-    return fault if channel.world_size == 1 else f"{fault} (found by {format_ranks(ranks)})"
 
 
 def _metadata_blocks(directory: AnyPath, checksum: FileChecksum, identities: Identities) -> range:

@@ -39,7 +39,7 @@ from paddleformers_fc.formats.flex import DOCUMENTS, build_checkpoint, open_flex
 from paddleformers_fc.formats.registry import open_checkpoint
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.plan.transfer_plan import VisibleTo
-from paddleformers_fc.storage.block_checksums import compare_blocks, compare_documents
+from paddleformers_fc.storage.block_checksums import compare_documents
 from paddleformers_fc.storage.checksum import INDEX_NAME, MISSING, is_document
 from paddleformers_fc.storage.files import stat_path
 from paddleformers_fc.storage.identities import Identities, identity_of
@@ -196,8 +196,8 @@ def compare_unread(checkpoint: OpenedCheckpoint, channel: Channel, threads: int 
         ranks = catalog.visible_to.get(checksum.path, range(channel.world_size))
         if ranks[index % len(ranks)] == channel.rank:
             share.append(checksum)
-    wanted = [(one, range(one.count)) for one in share]
-    compare_on_all(catalog.root, channel, lambda: compare_blocks(catalog.root, wanted, threads, catalog.identities))
+    wanted = ((one, range(one.count)) for one in share)
+    compare_on_all(catalog.root, wanted, catalog.identities, channel, threads)
 
 
 def own_file(checkpoint: OpenedCheckpoint, channel: Channel, name_of: Callable[[int], str]) -> bytes | None:

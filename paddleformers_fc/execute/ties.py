@@ -58,17 +58,17 @@ class CopyPart(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class TiedPart:
-    """A box that two copies of a tied tensor both hold.
+    """A box that two copies of a tied tensor both hold, or two copies that cannot be compared.
 
     Args:
         owner: the tied parameter.
         line: the two copies and their ranks, for a report.
-        sides: the box in either copy.
+        sides: the box in either copy; none of copies that differ in shape or dtype.
     """
 
     owner: str
     line: str
-    sides: tuple[CopyPart, CopyPart]
+    sides: tuple[CopyPart, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +77,10 @@ class Ties:
 
     Args:
         parts: the boxes to compare.
-        unlike: owner and report of copies that differ in shape or dtype.
         stages: the names of every tied parameter's copies by pipeline stage, first to last.
     """
 
     parts: tuple[TiedPart, ...]
-    unlike: tuple[tuple[str, str], ...]
     stages: Mapping[str, tuple[str, ...]]
 
     @property
@@ -104,21 +102,19 @@ def ties_of(job: JobShards, shares: Iterable[Sequence[ShardPart]], owners: Mappi
         owners: the owner of every alias.
     """
     if not owners:
-        return Ties((), (), {})
+        return Ties((), {})
     parts: list[TiedPart] = []
-    unlike: list[tuple[str, str]] = []
-    for (owner, role, suffix), copies in _states(shares, owners).items():
+    for (owner, role, _), copies in _states(shares, owners).items():
         first, *others = sorted(copies, key=lambda name: (name != owner, name))
         for other in others:
-            full = [(name, name + suffix, job.holders(role, name + suffix)) for name in (other, first)]
-            (alias, alias_full, alias_ranks), (base, base_full, base_ranks) = full
-            one, two = copies[base][0][1].shard, copies[alias][0][1].shard
+            one, two = (copies[name][0][1].shard for name in (other, first))
             if (one.global_shape, one.dtype) != (two.global_shape, two.dtype):
-                unlike.append((owner, f"{role} {alias_full}: {_form(two)}, {base_full}: {_form(one)}"))
+                parts.append(TiedPart(owner, f"{role} {one.name}: {_form(one)}, {two.name}: {_form(two)}", ()))
                 continue
-            line = f"{role} {alias_full} on {format_ranks(alias_ranks)}, {base_full} on {format_ranks(base_ranks)}"
-            parts.extend(TiedPart(owner, line, sides) for sides in _intersections(copies[alias], copies[base]))
-    return Ties(tuple(parts), tuple(unlike), _stages(job, owners))
+            places = [f"{shard.name} on {format_ranks(job.holders(role, shard.name))}" for shard in (one, two)]
+            line = f"{role} {', '.join(places)}"
+            parts.extend(TiedPart(owner, line, sides) for sides in _intersections(copies[other], copies[first]))
+    return Ties(tuple(parts), _stages(job, owners))
 
 
 def hash_ties(tensors: HostTensors, sides: Iterable[CopyPart]) -> list[bytes]:
@@ -141,15 +137,13 @@ def diverged(ties: Ties, digests: Sequence[Sequence[bytes]]) -> tuple[DivergedTi
     ranks = [iter(own) for own in digests]
     compared: dict[tuple[str, str], list[bool]] = {}
     for part in ties.parts:
-        one, other = (next(ranks[side.rank]) for side in part.sides)
-        compared.setdefault((part.owner, part.line), []).append(one == other)
+        hashed = {next(ranks[side.rank]) for side in part.sides}
+        compared.setdefault((part.owner, part.line), []).append(len(hashed) == 1)
     lines: dict[str, list[str]] = {}
     for (owner, line), equal in compared.items():
         if not all(equal):
             some = f": {equal.count(False)} of {len(equal)} parts differ" if any(equal) else ""
             lines.setdefault(owner, []).append(line + some)
-    for owner, line in ties.unlike:
-        lines.setdefault(owner, []).append(line)
     return tuple(DivergedTie(list(ties.stages[owner]), found) for owner, found in lines.items())
 
 
