@@ -38,7 +38,8 @@ def timed(work: Callable[[], object]) -> float:
 
 def bandwidth(rounds: int) -> tuple[dict[str, float], dict[str, float]]:
     """Return the median rate of a copy and of updates in GB/s, and the ratio of each update to the copies."""
-    from paddleformers_fc.execute.memory import AveragedTensor, update_averages
+    from paddleformers_fc.execute import memory
+    from paddleformers_fc.execute.memory import AveragedTensor
 
     size = ELEMENTS // TENSORS
     values = [np.full(size, 1.0, np.float32) for _ in range(TENSORS)]
@@ -53,10 +54,14 @@ def bandwidth(rounds: int) -> tuple[dict[str, float], dict[str, float]]:
         for old, new in zip(averages, values, strict=True):
             np.copyto(old, new)
 
+    def update(threads: int) -> None:
+        memory.THREADS = threads
+        memory.update_averages(tensors, 1 - DECAY)
+
     ways: dict[str, tuple[Callable[[], object], int]] = {
         "plain copy, 1 thread": (copy, 8),
-        "update, 1 thread": (lambda: update_averages(tensors, 1 - DECAY, 1), 12),
-        "update, 2 threads": (lambda: update_averages(tensors, 1 - DECAY, 2), 12),
+        "update, 1 thread": (lambda: update(1), 12),
+        "update, 2 threads": (lambda: update(2), 12),
     }
     rates: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(rounds + 1):

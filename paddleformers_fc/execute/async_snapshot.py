@@ -15,14 +15,14 @@ import mmap
 from bisect import bisect_right
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from paddleformers_fc.execute.memory import HostPieces, HostTensors, begin_copies, copy_to_host, dtype_of
 from paddleformers_fc.execute.replicas import ElementRanges
-from paddleformers_fc.execute.staging_pool import DeviceCopy, has_pinned_memory, in_host_memory, page_locked_bytes
+from paddleformers_fc.execute.staging_pool import DeviceCopy, has_pinned_memory, in_host_memory, new_buffer
 from paddleformers_fc.layout.live import Roles
 
 _PIECE_BYTES = 16 << 20
@@ -54,7 +54,7 @@ class SnapshotBuffer:
         self.capacity, self._memory, self._owner = 0, np.empty(0, np.uint8), None
         pinned = any(has_pinned_memory(tensors[role][name].local_tensor.place) for role, name in ranges)
         if pinned:
-            self._owner = page_locked_bytes(needed)
+            self._owner = new_buffer(needed, pinned)
             self._memory = self._owner.bytes
         else:
             self._memory = _touched_bytes(needed)
@@ -68,16 +68,16 @@ class SnapshotBuffer:
             tensors: role -> name -> live weight.
             ranges: the ranges to copy of them; their memory is reserved.
         """
-        copying = SnapshotCopy([], [])
+        copying = SnapshotCopy({}, [])
         used = 0
         try:
             for (role, name), some in ranges.items():
                 tensor = tensors[role][name].local_tensor
                 for begin, end in some:
                     size = (end - begin) * dtype_of(tensor).itemsize
-                    one = _Copied(role, name, tensor, begin, end, self._memory[used : used + size])
+                    one = _Copied(tensor, begin, end, self._memory[used : used + size])
                     used += _aligned(size)
-                    copying.ranges.append(one)
+                    copying.ranges.setdefault(role, {}).setdefault(name, []).append(one)
                     if not in_host_memory(tensor.place):
                         copying.transfers.extend(begin_copies(tensor, begin, end, one.memory))
         except BaseException:
@@ -90,24 +90,17 @@ class SnapshotBuffer:
 class _Copied:
     """A range of a live tensor, and the memory that it is copied to."""
 
-    role: str
-    name: str
     tensor: Any
     begin: int
     end: int
     memory: np.ndarray[Any, Any]
 
-    def pieces(self) -> Iterator[_Copied]:
-        """Yield the parts that one thread copies at a time."""
+    def copies(self) -> Iterator[tuple[Any, int, int, np.ndarray[Any, Any]]]:
+        """Yield the arguments of :func:`copy_to_host` for the parts that one thread copies at a time."""
         width = dtype_of(self.tensor).itemsize
         for start in range(self.begin, self.end, _PIECE_BYTES // width):
             stop = min(start + _PIECE_BYTES // width, self.end)
-            part = self.memory[(start - self.begin) * width : (stop - self.begin) * width]
-            yield replace(self, begin=start, end=stop, memory=part)
-
-    def copy(self) -> None:
-        """Copy the range from host memory."""
-        copy_to_host(self.tensor, self.begin, self.end, self.memory)
+            yield self.tensor, start, stop, self.memory[(start - self.begin) * width : (stop - self.begin) * width]
 
 
 @dataclass(frozen=True)
@@ -115,26 +108,24 @@ class SnapshotCopy:
     """A snapshot that is being copied.
 
     Args:
-        ranges: what is copied, and where to.
+        ranges: what is copied, and where to: role -> name -> ranges.
         transfers: copies from devices that have begun.
     """
 
-    ranges: list[_Copied]
+    ranges: dict[str, dict[str, list[_Copied]]]
     transfers: list[DeviceCopy]
 
     def finish(self) -> HostTensors:
         """Copy what is in host memory, and wait for devices. Afterwards the live tensors may change."""
-        found: dict[str, dict[str, list[_Copied]]] = {}
-        for one in self.ranges:
-            found.setdefault(one.role, {}).setdefault(one.name, []).append(one)
-        on_host = [piece for one in self.ranges if in_host_memory(one.tensor.place) for piece in one.pieces()]
+        ranges = [one for names in self.ranges.values() for some in names.values() for one in some]
+        on_host = [piece for one in ranges if in_host_memory(one.tensor.place) for piece in one.copies()]
         try:
             with ThreadPoolExecutor(_THREADS, "flex-copy") as threads:
-                for _ in threads.map(_Copied.copy, on_host):
+                for _ in threads.map(lambda piece: copy_to_host(*piece), on_host):
                     pass  # Raises the error of a piece.
         finally:
             self.wait()
-        return {role: {name: _pieces(some) for name, some in names.items()} for role, names in found.items()}
+        return {role: {name: _pieces(some) for name, some in names.items()} for role, names in self.ranges.items()}
 
     def wait(self) -> None:
         """Wait for the copies from devices that have begun."""

@@ -94,13 +94,6 @@ def _memory(tensor: Any) -> Memory:
     return Memory(tensor, tensor.data_ptr(), math.prod(tensor.shape), dtype_of(tensor))
 
 
-def _host_tensor(tensor: Any) -> Any:
-    """Return a contiguous tensor of the same shape and dtype in host memory."""
-    import paddle
-
-    return paddle.empty(tensor.shape, dtype=tensor.dtype, device=paddle.CPUPlace())
-
-
 def host_pieces(
     tensor: Any, start: int, stop: int, staging_bytes: int = DEFAULT_STAGING_MEMORY_BYTES
 ) -> Iterator[np.ndarray[Any, Any]]:
@@ -195,18 +188,13 @@ def _bytes_in_order(tensor: Any, start: int, stop: int, width: int, most: int) -
 
 def _rows_in_order(tensor: Any, start: int, stop: int, most: int) -> Iterator[Any]:
     """Yield contiguous copies of the rows of a tensor, at most ``most`` elements or one row at a time."""
-    rows = _without_leading_ones(tensor.detach())
+    rows = tensor.detach()
+    while len(rows.shape) > 1 and int(rows.shape[0]) == 1:
+        rows = rows.squeeze(0)  # A view.
     row = math.prod(int(n) for n in rows.shape[1:])
     step, last = max(1, most // max(row, 1)), stop // row if row else 0
     for low in range(start // row if row else 0, last, step):
         yield rows[low : min(low + step, last)].contiguous()
-
-
-def _without_leading_ones(tensor: Any) -> Any:
-    """Return the tensor without its leading axes of length one; nothing is copied."""
-    while len(tensor.shape) > 1 and int(tensor.shape[0]) == 1:
-        tensor = tensor.squeeze(0)
-    return tensor
 
 
 class TensorSlot(msgspec.Struct, eq=False, gc=False):
@@ -246,7 +234,9 @@ class TensorSlot(msgspec.Struct, eq=False, gc=False):
         if not self.host_bytes:
             return _memory(self.tensor)
         if self.pool is None:
-            self._staged = _host_tensor(self.tensor)
+            import paddle
+
+            self._staged = paddle.empty(self.tensor.shape, dtype=self.tensor.dtype, device=paddle.CPUPlace())
             return _memory(self._staged)
         self._staged = self.pool.take(self.host_bytes)
         dtype = dtype_of(self.tensor)
@@ -275,18 +265,14 @@ class TensorSlot(msgspec.Struct, eq=False, gc=False):
             self._transfer.wait()
             self._transfer = None
         if self._on_device is not None:
-            self._place_strides()
+            import paddle
+
+            with paddle.no_grad():  # From contiguous to strided memory of the device.
+                self.tensor.copy_(self._on_device, True)
+            self._on_device = None
         if self.pool is not None and self._staged is not None:
             self.pool.give(self._staged)
         self._staged = None
-
-    def _place_strides(self) -> None:
-        """Copy from contiguous to strided memory of the device."""
-        import paddle
-
-        with paddle.no_grad():
-            self.tensor.copy_(self._on_device, True)
-        self._on_device = None
 
 
 def slot_of(tensor: Any, staging_bytes: int = DEFAULT_STAGING_MEMORY_BYTES) -> TensorSlot:
@@ -357,44 +343,36 @@ class AveragedTensor:
     first: int = 0
 
 
-def update_averages(tensors: Iterable[AveragedTensor], weight: float, threads: int = THREADS) -> None:
+_Chunk = tuple[AveragedTensor, int, int]
+"""A part of a tensor: its average's first element, and the one behind its last."""
+
+
+def update_averages(tensors: Iterable[AveragedTensor], weight: float) -> None:
     """Update averages in place.
 
     Args:
         tensors: the tensors, which must not change during the call, and their averages.
         weight: of the tensors, above 0 and at most 1. With 1 an average becomes a copy of the values.
-        threads: number of threads.
     """
-    chunks = list(chain.from_iterable(map(_chunks, tensors)))
-    if threads == 1 or len(chunks) < 2:
-        _run(chunks, weight)
-        return
-    remaining = iter(chunks)  # Elements are taken under the interpreter's lock.
-    with ThreadPoolExecutor(threads, "flex-average") as pool:
-        for done in [pool.submit(_run, remaining, weight) for _ in range(threads)]:
+    # The threads share one iterator; elements are taken under the interpreter's lock.
+    chunks = iter(list(chain.from_iterable(map(_chunks, tensors))))
+    with ThreadPoolExecutor(THREADS, "flex-average") as pool:
+        for done in [pool.submit(_run, chunks, weight) for _ in range(THREADS)]:
             done.result()
-
-
-@dataclass(frozen=True)
-class _Chunk:
-    tensor: AveragedTensor
-    start: int
-    stop: int
 
 
 def _chunks(tensor: AveragedTensor) -> Iterator[_Chunk]:
     size = tensor.average.size
     # Half a tensor for each of two threads, if it is not larger.
     step = min(_CHUNK_ELEMENTS, max(BLOCK_ELEMENTS, -(-size // 2)))
-    return (_Chunk(tensor, start, min(start + step, size)) for start in range(0, size, step))
+    return ((tensor, start, min(start + step, size)) for start in range(0, size, step))
 
 
 def _run(chunks: Iterable[_Chunk], weight: float) -> None:
     scratch = np.empty(BLOCK_ELEMENTS, np.float32)
-    for chunk in chunks:
-        begin = chunk.start
-        for piece in chunk.tensor.values(chunk.tensor.first + chunk.start, chunk.tensor.first + chunk.stop):
-            _update(chunk.tensor.average[begin : begin + piece.size], piece, np.float32(weight), scratch)
+    for tensor, begin, stop in chunks:
+        for piece in tensor.values(tensor.first + begin, tensor.first + stop):
+            _update(tensor.average[begin : begin + piece.size], piece, np.float32(weight), scratch)
             begin += piece.size
 
 

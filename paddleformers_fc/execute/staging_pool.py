@@ -38,11 +38,6 @@ def has_pinned_memory(place: Any) -> bool:
     return bool(place.is_gpu_place())
 
 
-def has_streams(place: Any) -> bool:
-    """Return whether copies to this place can run on a stream beside the computation."""
-    return bool(place.is_gpu_place() or place.is_custom_place())
-
-
 def current_stream(place: Any) -> Any:
     """Return the ``paddle.device.Stream`` of the computation at a place that has streams."""
     import paddle
@@ -74,7 +69,7 @@ def begin_copy(source: Any, target: Any, place: Any) -> Any:
     import paddle
 
     with paddle.no_grad():
-        if not has_streams(place):
+        if not (place.is_gpu_place() or place.is_custom_place()):  # Others have no streams.
             target.copy_(source, True)
             return None
         stream = side_stream(place)
@@ -155,7 +150,7 @@ class StagingPool:
             self.allocated += size
             self.peak = max(self.peak, self.allocated)
             self.allocations += 1
-        return _new_buffer(size, self._pinned)
+        return new_buffer(size, self._pinned)
 
     def give(self, buffer: StagingBuffer) -> None:
         """Return a buffer to the pool. No copy may be under way from it or to it."""
@@ -182,17 +177,18 @@ def _pool(device: str, pinned: bool) -> StagingPool:
     return StagingPool(pinned)
 
 
-def _new_buffer(size: int, pinned: bool) -> StagingBuffer:
+def new_buffer(size: int, pinned: bool) -> StagingBuffer:
+    """Return new host memory that is in no pool.
+
+    Args:
+        size: in bytes.
+        pinned: whether it is page-locked.
+    """
     import paddle
 
     # Memory that is pinned afterwards, by Tensor.pin_memory(), would exist twice for a moment.
     owner = paddle.empty([size], dtype="uint8", device=paddle.CUDAPinnedPlace() if pinned else paddle.CPUPlace())
     return StagingBuffer(owner, np.ndarray(size, np.uint8, memory_at(owner.data_ptr(), size)))
-
-
-def page_locked_bytes(size: int) -> StagingBuffer:
-    """Return new page-locked host memory that is in no pool."""
-    return _new_buffer(size, pinned=True)
 
 
 class DeviceCopy:
@@ -253,42 +249,26 @@ def staged_pieces(parts: Iterator[Any], dtype: np.dtype[Any], pool: StagingPool)
 def _staged(parts: Iterator[Any], dtype: np.dtype[Any], pool: StagingPool) -> Iterator[np.ndarray[Any, Any]]:
     """Yield something once the first copy has begun, and then the pieces."""
     size = max(pool.piece_bytes // dtype.itemsize, 1) * dtype.itemsize
-    begun: list[_Download] = []
+    begun: list[tuple[StagingBuffer, DeviceCopy, np.ndarray[Any, Any]]] = []
     try:
         for source in _cut(parts, size):
             buffer = pool.take(size)
             memory = buffer.bytes[: int(source.shape[0])]
-            begun.append(_Download(buffer, memory, begin_copy_to_host(source, memory)))
-            yield begun[0].arrived(dtype) if len(begun) == 2 else memory
-            if len(begun) == 2:
-                pool.give(begun.pop(0).buffer)
-        for last in begun:
-            yield last.arrived(dtype)
+            begun.append((buffer, begin_copy_to_host(source, memory), memory.view(dtype)))
+            if len(begun) == 1:
+                yield memory
+                continue
+            begun[0][1].wait()
+            yield begun[0][2]
+            pool.give(begun.pop(0)[0])
+        for _, copy, numbers in begun:
+            copy.wait()
+            yield numbers
     finally:
         # Also if the pieces are not requested, because buffers are used again.
-        for one in begun:
-            one.transfer.wait()
-            pool.give(one.buffer)
-
-
-@dataclass(frozen=True)
-class _Download:
-    """A buffer that a copy fills.
-
-    Args:
-        buffer: the target.
-        memory: the part of it that is filled.
-        transfer: the copy.
-    """
-
-    buffer: StagingBuffer
-    memory: np.ndarray[Any, Any]
-    transfer: DeviceCopy
-
-    def arrived(self, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-        """Wait for the copy, and return its elements."""
-        self.transfer.wait()
-        return self.memory.view(dtype)
+        for buffer, copy, _ in begun:
+            copy.wait()
+            pool.give(buffer)
 
 
 def _cut(parts: Iterator[Any], size: int) -> Iterator[Any]:

@@ -63,7 +63,7 @@ def _note_page_locked() -> list[str]:
     from paddleformers_fc.execute import async_snapshot, staging_pool
     from paddleformers_fc.trainer.async_save import AsyncSaves
 
-    allocate, save = staging_pool._new_buffer, AsyncSaves.save
+    allocate, save = staging_pool.new_buffer, AsyncSaves.save
     where, noted = ["before training"], []
 
     def allocate_and_note(size: int, pinned: bool) -> Any:
@@ -77,7 +77,8 @@ def _note_page_locked() -> list[str]:
 
     if device() == FAKE:
         async_snapshot.has_pinned_memory = lambda place: not staging_pool.in_host_memory(place)
-    staging_pool._new_buffer, AsyncSaves.save = allocate_and_note, save_and_note
+    staging_pool.new_buffer = async_snapshot.new_buffer = allocate_and_note
+    AsyncSaves.save = save_and_note
     return noted
 
 

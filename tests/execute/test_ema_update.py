@@ -58,10 +58,11 @@ def test_the_bits_depend_on_no_bound_of_a_block_or_a_thread(
     before = [random.normal(size=size).astype(np.float32) for size in sizes]
     wanted = [old + (new[first:] - old) * np.float32(0.1) for old, new in zip(before, sources, strict=True)]
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory, "THREADS", threads)
         patch.setattr(memory, "BLOCK_ELEMENTS", block)
         patch.setattr(memory, "_CHUNK_ELEMENTS", 3 * block)
         averages = [AveragedTensor(old, in_pieces(new, piece), first) for old, new in zip(before, sources, strict=True)]
-        update_averages(averages, 0.1, threads)
+        update_averages(averages, 0.1)
     for found, expected in zip(before, wanted, strict=True):
         np.testing.assert_array_equal(found.view(np.uint32), expected.view(np.uint32))
 
