@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import msgspec
 import numpy as np
@@ -45,6 +45,8 @@ from paddleformers_fc.storage.operations import (
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.storage.progress import expect, is_measured
 from paddleformers_fc.text import count_text
+
+_T = TypeVar("_T")
 
 Key = tuple[str, str]
 """Role and full name of a wanted shard."""
@@ -403,16 +405,23 @@ def _groups(items: tuple[ReadItem, ...], slots: Mapping[Key, Slot], room: int) -
             size = sizes[key] = slots[key].host_bytes
         (staged.setdefault(key, []) if size else in_place).append(item)
     yield in_place, 0
-    group: list[ReadItem] = []
+    for keys in batches(staged, sizes.__getitem__, room):
+        yield [item for key in keys for item in staged[key]], sum(sizes[key] for key in keys)
+
+
+def batches(values: Iterable[_T], size_of: Callable[[_T], int], most: int) -> Iterator[list[_T]]:
+    """Group successive values whose sizes are at most ``most`` together; a larger one is alone."""
+    batch: list[_T] = []
     used = 0
-    for key, found in staged.items():
-        if group and used + sizes[key] > room:
-            yield group, used
-            group, used = [], 0
-        group.extend(found)
-        used += sizes[key]
-    if group:
-        yield group, used
+    for value in values:
+        size = size_of(value)
+        if batch and used + size > most:
+            yield batch
+            batch, used = [], 0
+        batch.append(value)
+        used += size
+    if batch:
+        yield batch
 
 
 class _Targets:
