@@ -157,8 +157,8 @@ def read_exported(directory: AnyPath, checksums: FileChecksums | None, name: str
 def restore_or_delete(directory: AnyPath) -> str:
     """Return the advice for a file that is not the exported one."""
     return (
-        f"Restore these files, or export again. If they were changed on purpose, delete {directory / CHECKSUMS_NAME}: "
-        "without it they are not compared."
+        "Restore these files, or export again. If they were written again on purpose, as by "
+        f"tokenizer.save_pretrained, delete {directory / CHECKSUMS_NAME}: without it they are not compared."
     )
 
 
