@@ -407,7 +407,7 @@ def refuse_as_newest(directory: AnyPath, manifest: Manifest) -> None:
     step = parse_step(directory if beside is None else beside[0])
     if step is not None and step != manifest.step:
         raise Corrupt(
-            f"{directory} contains step {manifest.step}: rename it back to checkpoint-{manifest.step}.",
+            f"{directory} contains step {manifest.step}: rename it to checkpoint-{manifest.step} if that is free.",
             where=str(directory),
             next_step="Or name it in resume_from_checkpoint.",
         )

@@ -139,7 +139,7 @@ def test_inspect_lists_checkpoints_and_leftovers(output_dir: Path) -> None:
     assert document["kind"] == "output_directory"
     faults = {one["name"]: one["fault"] for one in document["output"]["checkpoints"]}
     assert faults["checkpoint-4"] == ""
-    assert "contains step 3: rename it back" in faults["checkpoint-5"]
+    assert "contains step 3: rename it to checkpoint-3" in faults["checkpoint-5"]
     assert {one["name"] for one in document["output"]["leftovers"]} > LEFT
     text = run("inspect", output_dir)
     assert text.code == 0
