@@ -65,6 +65,8 @@ FREE_BYTES = 64 << 10
 """A request of this length takes as long as one of a byte."""
 _HASHED_RUN = 64 << 10
 """Shorter runs of a block that is hashed are copied from its image: that is cheaper than to scatter the read."""
+_DENSE_RUN = 8 << 10
+"""Shorter runs without gaps in the file are copied from its image, for the same reason."""
 _SLACK = 4096
 """An image begins as its first element is aligned, and ends with the last element that begins in it."""
 _TASK_WINDOWS = 16
@@ -264,11 +266,11 @@ class _Worker:
     def _fill(self, path: AnyPath, low: int, high: int, pieces: list[Operation], hasher: Any) -> int:
         runs: list[Part] = []
         copied: list[Operation] = []
-        shortest = SHORT_RUN if hasher is None else _HASHED_RUN
+        with_gaps, dense = (SHORT_RUN, _DENSE_RUN) if hasher is None else (_HASHED_RUN, _HASHED_RUN)
         for piece in pieces:
             if not piece.sizes:
                 runs.append((piece.begin, piece.size, piece.address))
-            elif (run := piece.run) >= shortest:
+            elif (run := piece.run) >= (dense if piece.needed == piece.size else with_gaps):
                 offsets, addresses = piece.runs()
                 runs.extend(zip(offsets.tolist(), [run] * len(offsets), addresses.tolist(), strict=True))
             else:
