@@ -224,11 +224,12 @@ def _assign(
 def _bytes_to_level(size: int, ranks: Sequence[int], load: Mapping[int, int]) -> list[tuple[int, int]]:
     """Return rank and bytes of every writer, so that all writers of a shard write the same number of bytes in total."""
     takers = sorted(ranks, key=lambda rank: (load[rank], rank))
+    together = size + sum(load[rank] for rank in takers)
     while True:
-        level = (size + sum(load[rank] for rank in takers)) // len(takers)
+        level = together // len(takers)
         if len(takers) == 1 or level - load[takers[-1]] >= LEAST_PART_BYTES:
             return [(rank, level - load[rank]) for rank in sorted(takers)]
-        takers.pop()
+        together -= load[takers.pop()]
 
 
 def _split(role: str, shard: Shard, deficits: list[tuple[int, int]]) -> Iterator[tuple[int, ShardPart]]:
@@ -255,17 +256,21 @@ def pack_files(pieces: Iterable[ShardPart], max_bytes: int) -> list[list[ShardPa
     room = 0
     for whole in sorted(pieces, key=lambda piece: (-dtype_size(piece.shard.dtype), piece.shard.name)):
         for piece in _cut(whole, max_bytes):
-            if not files or piece.nbytes > room or len(files[-1]) == MOST_TENSORS:
+            size = piece.nbytes
+            if not files or size > room or len(files[-1]) == MOST_TENSORS:
                 files.append([])
                 room = max_bytes
             files[-1].append(piece)
-            room -= piece.nbytes
+            room -= size
     return files
 
 
 def _cut(piece: ShardPart, max_bytes: int) -> Iterator[ShardPart]:
+    if piece.nbytes <= max_bytes:
+        yield piece
+        return
     rows, row_bytes = rows_of(piece.shard)
-    if piece.nbytes <= max_bytes or rows == 1:
+    if rows == 1:
         yield piece
         return
     # As many rows as fit: two parts of one tensor never fit into one file, where they would have the same name.

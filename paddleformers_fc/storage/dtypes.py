@@ -92,6 +92,7 @@ def item_size(code: str) -> int:
     return to_numpy(code).itemsize
 
 
+@lru_cache
 def dtype_size(name: str) -> int:
     """Return the bytes per element of a dtype: ``"bfloat16"`` -> 2.
 
