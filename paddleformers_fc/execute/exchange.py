@@ -201,11 +201,9 @@ def read_redistributed(
             own = partial(_own_block_reads, plan, schedule, storage, channel)
             # An error of one rank must not leave the others alone in the rounds.
             storage = replace(storage, block_reads=run_on_all(channel, "assigning blocks", own))
-    failure: FlexError | None = None
 
-    def fill() -> tuple[FillMessage, Traffic]:
-        nonlocal failure
-        blocks, done = storage.blocks(channel.rank), Traffic(0, 0)
+    def fill() -> tuple[FillMessage, tuple[Traffic, FlexError | None]]:
+        blocks, done, failure = storage.blocks(channel.rank), Traffic(0, 0), None
         try:
             if storage.is_exchanged:
                 done = _run_rounds(plan, schedule, storage, slots, channel, options, blocks)
@@ -221,9 +219,9 @@ def read_redistributed(
         refusal = failure.to_wire() if failure else ""
         # Ranks with equal messages send them once.
         message = FillMessage(bool(found.faults), found.evidence, refusal, rounded(timer.end("read")))
-        return message, replace(done, read=done.read + rest, hashed=found.bytes)
+        return message, (replace(done, read=done.read + rest, hashed=found.bytes), failure)
 
-    messages, done = gather_and_keep(channel, f"reading {storage.root.name}", fill, FillMessage)
+    messages, (done, failure) = gather_and_keep(channel, f"reading {storage.root.name}", fill, FillMessage)
     effect = ", and tensors that were being filled are undefined"
     refuse_damaged(storage.root, channel, messages, storage.recorded.next_step, effect)
     refuse_failed(channel, [one.refusal for one in messages], failure)

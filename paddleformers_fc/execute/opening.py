@@ -287,49 +287,55 @@ def _open(
     if metadata is None:
         source = min(rank for ranks in disks.ranks.values() for rank in ranks)
         metadata = broadcast(channel, f"opening {directory.name}", read, _Metadata, source=source)
-    manifest, sent = metadata.manifest, metadata.documents
-
-    def build(around: Surroundings) -> OpenedCheckpoint:
-        if as_newest:
-            refuse_as_newest(directory, manifest)
-        documents = {name: raw if name == INDEX_NAME else zlib.decompress(raw) for name, raw in sent.items()}
-        for name in DOCUMENTS:
-            if name not in sent:
-                documents[name] = read_document_bytes(directory, manifest, name)
-        return build_checkpoint(directory, manifest, documents, identity, around)
-
-    built, visible_to = _check_files(directory, channel, manifest, disks, verify, build)
+    built, visible_to = _check_files(directory, channel, metadata, identity, disks, verify, as_newest)
     built = replace(built, catalog=replace(built.catalog, visible_to=visible_to), unread=verify == "full")
     return built, disks.is_one
+
+
+def _built(
+    directory: AnyPath, metadata: _Metadata, identity: Identities, around: Surroundings, as_newest: bool
+) -> OpenedCheckpoint:
+    """Return the checkpoint of the metadata that all ranks have; a damaged document is refused by each of them."""
+    manifest, sent = metadata.manifest, metadata.documents
+    if as_newest:
+        refuse_as_newest(directory, manifest)
+    documents = {name: raw if name == INDEX_NAME else zlib.decompress(raw) for name, raw in sent.items()}
+    for name in DOCUMENTS:
+        if name not in sent:
+            documents[name] = read_document_bytes(directory, manifest, name)
+    return build_checkpoint(directory, manifest, documents, identity, around)
 
 
 def _check_files(
     directory: AnyPath,
     channel: Channel,
-    manifest: Manifest,
+    metadata: _Metadata,
+    identity: Identities,
     disks: _Disks,
     verify: str,
-    build: Callable[[Surroundings], OpenedCheckpoint],
+    as_newest: bool,
 ) -> tuple[OpenedCheckpoint, dict[str, tuple[int, ...]]]:
-    """Check the files of all disks, each by one of its ranks.
+    """Check the files of all disks, each by one of its ranks, and build the checkpoint meanwhile.
 
     Args:
         directory: ``checkpoint-N``.
         channel: all ranks; every rank must call.
-        manifest: the same on every rank.
+        metadata: the same on every rank.
+        identity: of the manifest on this rank.
         disks: the disks of all ranks.
         verify: ``off`` looks for the files of several disks alone.
-        build: work of this rank; its argument is going to look at files of this rank's share.
+        as_newest: whether to refuse what is resumed only by name.
     Returns:
-        the result of ``build``, and for every file that is not visible to all ranks, the ranks with access to it.
+        the checkpoint, and for every file that is not visible to all ranks, the ranks with access to it.
     """
+    manifest = metadata.manifest
     leads = disks.members[:1] == [channel.rank]
     share = manifest.files[disks.share] if verify != "off" or not disks.is_one else []
 
     def check() -> tuple[_Checked, list[OpenedCheckpoint]]:
         around, built, refusal = Surroundings(directory), list[OpenedCheckpoint](), ""
         try:
-            built.append(build(around))
+            built.append(_built(directory, metadata, identity, around, as_newest))
         except FlexError as error:  # Damaged files explain it.
             refusal = error.to_wire()
         if leads and channel.rank != 0 and (own := _summary(read_manifest(directory))) != saved:
