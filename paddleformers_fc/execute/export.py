@@ -33,7 +33,14 @@ from paddleformers_fc.distributed.consistency import ConsistencyCheck, software_
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.execute.commit_coordinator import staging_beside
 from paddleformers_fc.execute.exchange import ReadContext, compare_redistributed
-from paddleformers_fc.execute.export_files import ExportJob, batch_bytes, staged_export, write_files
+from paddleformers_fc.execute.export_files import (
+    ExportJob,
+    LocalExport,
+    RemoteExport,
+    batch_bytes,
+    staged_export,
+    write_files,
+)
 from paddleformers_fc.execute.merging import Merge, read_merge
 from paddleformers_fc.execute.opening import compare_unread, open_on_all_ranks, own_file
 from paddleformers_fc.execute.save import JobRecord, save_checkpoint
@@ -60,7 +67,7 @@ from paddleformers_fc.plan.build import CAST, ReadSource, plan_reads
 from paddleformers_fc.plan.report import OPEN_WEIGHTS
 from paddleformers_fc.plan.sources import canonical_layout, canonical_source, model_source, resume_source
 from paddleformers_fc.storage.block_checksums import digest_of
-from paddleformers_fc.storage.checksum import checksum_of
+from paddleformers_fc.storage.checksum import FileChecksum, checksum_of
 from paddleformers_fc.storage.commit import staged_name
 from paddleformers_fc.storage.dtypes import model_dtype
 from paddleformers_fc.storage.files import exists, list_directory, real_path, refuse_file
@@ -226,50 +233,88 @@ def export_opened(
             where="max_shard_bytes",
             next_step="Give the number of bytes of the largest file, such as 5_000_000_000.",
         )
-    source = checkpoint.catalog.root
-
-    def prepare() -> tuple[ReadSource, ShardsByRole, tuple[OutputFile, ...], ExportWriter, Merge | None]:
-        _refuse_checkpoint(target)
-        for one in (source, *([] if base is None else [base.catalog.root])):
-            if isinstance(target, RemotePath):  # Older files there are deleted before the source is read.
-                refuse_overlap(one, target)
-        if checkpoint.format.canonical and (writer is None or writer is EXPORTED.writer):
-            raise not_a_flex_checkpoint(checkpoint.format, source, checkpoints_advice(source))
-        merge = None if base is None else read_merge(checkpoint, base)
-        chosen = EXPORTED.writer if merge is not None else writer or default_writer(checkpoint)
-        wanted = _source(checkpoint, chosen) if base is None else canonical_source(base)
-        layout: ShardsByRole = canonical_layout(wanted)
-        if dtype:
-            wanted, layout = recast(checkpoint, wanted, layout, dtype)
-        files = chosen.files(checkpoint, layout, max_shard_bytes)
-        if any(one.role == OPTIMIZER_STATE for one in files):
-            checkpoint.check_states()
-        if channel.rank == 0:
-            checkpoint.check_copies()
-        return wanted, layout, files, chosen, merge
-
-    wanted, layout, files, writer, merge = run_on_all(channel, f"preparing an export to {target.name}", prepare)
+    prepare = partial(_plan_export, checkpoint, target, max_shard_bytes, channel, writer, base, dtype)
+    plan = run_on_all(channel, f"preparing an export to {target.name}", prepare)
     if checkpoint.unread:
         compare_unread(checkpoint, channel)
-    _refuse_untied(wanted, {role: layout[role] for role in dict.fromkeys(file.role for file in files)}, channel)
-    documents = {**_model_files(checkpoint, channel), **writer.documents(checkpoint, files)}
+    _refuse_untied(plan, channel)
+    documents = {**_model_files(checkpoint, channel), **plan.writer.documents(checkpoint, plan.files)}
     if dtype:
         documents = recast_documents(documents, dtype)
-    with staged_export(target, channel, writer) as staged:
-        job = ExportJob(staged, wanted, staged.share(files), batch_bytes(wanted, max_shard_bytes), merge)
-        written = write_files(job, channel)
-
-        def finish() -> None:
-            if channel.rank == 0:
-                recorded = [*written, *(checksum_of(name, data) for name, data in documents.items())]
-                staged.finish({**documents, **writer.seal(checkpoint, files, recorded)}, written)
-
+    with staged_export(target, channel, plan.writer) as staged:
+        batch = batch_bytes(plan.source, max_shard_bytes)
+        written = write_files(ExportJob(staged, plan.source, staged.share(plan.files), batch, plan.merge), channel)
+        finish = partial(_finish, staged, plan, checkpoint, documents, written, channel)
         run_on_all(channel, "finishing the export", finish)
     sizes = {one.path: one.size for one in sorted(written, key=lambda one: one.path)}
-    tensors = [shard for file in files for shard in file.tensors]
-    names = dict.fromkeys((file.role, one.name) for file in files for one in file.tensors)
+    tensors = [shard for file in plan.files for shard in file.tensors]
+    names = dict.fromkeys((file.role, one.name) for file in plan.files for one in file.tensors)
     roles = dict(Counter(role for role, _ in names))
     return ExportReport(target, sizes, len(tensors), sum(map(shard_bytes, tensors)), roles)
+
+
+@dataclass(frozen=True)
+class ExportPlan:
+    """What an export writes, before it writes anything.
+
+    Args:
+        source: from the checkpoint to the tensors of the format.
+        layout: these tensors, by role.
+        files: the files and their tensors.
+        writer: of the format.
+        merge: the adapters that are added to the weights, if any.
+    """
+
+    source: ReadSource
+    layout: ShardsByRole
+    files: tuple[OutputFile, ...]
+    writer: ExportWriter
+    merge: Merge | None
+
+
+def _plan_export(
+    checkpoint: OpenedCheckpoint,
+    target: AnyPath,
+    max_shard_bytes: int,
+    channel: Channel,
+    writer: ExportWriter | None,
+    base: OpenedCheckpoint | None,
+    dtype: str,
+) -> ExportPlan:
+    """Return what an export writes; see :func:`export_opened` for the arguments."""
+    directory = checkpoint.catalog.root
+    _refuse_checkpoint(target)
+    for one in (directory, *([] if base is None else [base.catalog.root])):
+        if isinstance(target, RemotePath):  # Older files there are deleted before the source is read.
+            refuse_overlap(one, target)
+    if checkpoint.format.canonical and (writer is None or writer is EXPORTED.writer):
+        raise not_a_flex_checkpoint(checkpoint.format, directory, checkpoints_advice(directory))
+    merge = None if base is None else read_merge(checkpoint, base)
+    chosen = EXPORTED.writer if merge is not None else writer or default_writer(checkpoint)
+    source = _source(checkpoint, chosen) if base is None else canonical_source(base)
+    layout: ShardsByRole = canonical_layout(source)
+    if dtype:
+        source, layout = recast(checkpoint, source, layout, dtype)
+    files = chosen.files(checkpoint, layout, max_shard_bytes)
+    if any(one.role == OPTIMIZER_STATE for one in files):
+        checkpoint.check_states()
+    if channel.rank == 0:
+        checkpoint.check_copies()
+    return ExportPlan(source, layout, files, chosen, merge)
+
+
+def _finish(
+    staged: LocalExport | RemoteExport,
+    plan: ExportPlan,
+    checkpoint: OpenedCheckpoint,
+    documents: Mapping[str, bytes],
+    written: Sequence[FileChecksum],
+    channel: Channel,
+) -> None:
+    """Write the documents and the recorded checksums of an export, on the coordinator."""
+    if channel.rank == 0:
+        recorded = [*written, *(checksum_of(name, data) for name, data in documents.items())]
+        staged.finish({**documents, **plan.writer.seal(checkpoint, plan.files, recorded)}, written)
 
 
 def _source(checkpoint: OpenedCheckpoint, writer: ExportWriter) -> ReadSource:
@@ -397,12 +442,13 @@ def refuse_overlap(source: AnyPath, target: AnyPath) -> None:
         )
 
 
-def _refuse_untied(source: ReadSource, written: ShardsByRole, channel: Channel) -> None:
+def _refuse_untied(plan: ExportPlan, channel: Channel) -> None:
     """Refuse tied weights and states whose stored copies differ: an export contains one of them."""
+    source = plan.source
     tied = {name for owner in source.stored_aliases.values() for name in source.mapping.readers.get(owner, ())}
     copies = {
-        role: {name: shard for name, shard in shards.items() if parameter_of(role, name) in tied}
-        for role, shards in written.items()
+        role: {name: shard for name, shard in plan.layout[role].items() if parameter_of(role, name) in tied}
+        for role in dict.fromkeys(file.role for file in plan.files)
     }
     checks = plan_reads(source, copies).checks
     if checks:
