@@ -512,6 +512,20 @@ def refuse_file(target: AnyPath) -> None:
         )
 
 
+def subdirectories(path: AnyPath) -> Sequence[AnyPath]:
+    """Return the directories in a directory, by name.
+
+    Raises:
+        StorageError: it cannot be listed, or is not a directory.
+    """
+    if isinstance(path, RemotePath):
+        return [one for one in remote.list_remote(path) if is_directory(one)]
+    with _naming("list", path), os.scandir(path) as entries:
+        found = [one for one in entries if one.is_dir(follow_symlinks=False) or one.is_symlink()]
+        # Only a link has to be looked at.
+        return sorted(path / one.name for one in found if not one.is_symlink() or is_directory(path / one.name))
+
+
 def stat_path(path: AnyPath, *, follow_links: bool = True) -> os.stat_result | RemoteStatus | None:
     """Return the status of a name from the system or the store; None if it is missing, or a link to nothing.
 

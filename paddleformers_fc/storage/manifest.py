@@ -37,6 +37,7 @@ from paddleformers_fc.storage.files import (
     remove_file,
     rename,
     stat_path,
+    subdirectories,
     write_file,
 )
 from paddleformers_fc.storage.json_io import decode_typed, ignored_extensions, read_document, read_recorded
@@ -621,8 +622,7 @@ def extra_files(directory: AnyPath, manifest: Manifest) -> list[str]:
     own.add((TRAINER_DIRECTORY, ".json"))
     names = [
         f"{folder.name}/{path.name}"
-        for folder in list_directory(directory)
-        if is_directory(folder)
+        for folder in subdirectories(directory)
         for path in list_directory(folder)
         if (folder.name, path.suffix) in own or _SHARD_FILE.fullmatch(path.name)
     ]
