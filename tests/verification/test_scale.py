@@ -132,3 +132,6 @@ def test_a_resume_receives_the_metadata_once_and_each_rank_looks_at_its_share_al
             if rank:
                 assert (meter.get(LISTINGS, 0), meter[OPENS]) == (0, 1)
                 assert meter[STATS] <= 8 + FILES
+            else:
+                assert meter[OPENS] <= 12
+                assert meter[STATS] <= 20
