@@ -115,7 +115,8 @@ def compare_on_all(
 
     Args:
         directory: ``checkpoint-N``, or an export.
-        wanted: the share of this rank, as for :func:`.compare_blocks`. Its errors are those of the comparison.
+        wanted: the share of this rank, as for :func:`.compare_blocks`. An error of one rank while it is listed is
+            raised on all ranks.
         identities: the identities of the files that were opened; another file is refused.
         channel: all ranks.
         threads: how many threads of this rank hash.

@@ -158,6 +158,8 @@ class RecordedBlocks:
         """
         source = everyone[rank].source
         group = [other for other, one in enumerate(everyone) if other == rank or (source and one.source == source)]
+        first = group.index(rank) // MOST_SHARING * MOST_SHARING
+        group = group[first : first + MOST_SHARING]  # More ranks share in groups, which compare the same blocks.
         read = np.array([self._bits(everyone[other].read) for other in group])
         streamed = read & [self._bits(everyone[other].streamed) for other in group]
         read &= ~np.bitwise_or.reduce(streamed)

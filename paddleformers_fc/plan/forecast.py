@@ -48,7 +48,7 @@ from paddleformers_fc.plan.sources import huggingface_source, resume_source, sto
 from paddleformers_fc.plan.statements import statements_source
 from paddleformers_fc.storage.dtypes import dtype_size, model_dtype
 from paddleformers_fc.storage.executor import DEFAULT_OPTIONS, IMAGE_BYTES
-from paddleformers_fc.storage.operations import SHORT_RUN, bytes_read, row_major, strided_axes
+from paddleformers_fc.storage.operations import DENSE_RUN, SHORT_RUN, bytes_read, row_major, strided_axes
 from paddleformers_fc.text import natural
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -239,7 +239,8 @@ class PlannedLoad:
             if place not in replicas:
                 replicas[place] = _total(self._cost(role, shard) for role, shard in self._wanted(rank))
             cost = replicas[place]
-            ranks.append(RankForecast(rank, *cost[:3], cost.held + DEFAULT_OPTIONS.threads * cost.scratch))
+            peak = cost.held + DEFAULT_OPTIONS.threads * cost.scratch
+            ranks.append(RankForecast(rank, cost.held, cost.read, cost.items, peak))
         dropped = self._dropped()
         held, read = sum(rank.bytes for rank in ranks), sum(rank.read for rank in ranks)
         return GridPlan(
@@ -269,7 +270,7 @@ class PlannedLoad:
         for rank in range(plan.world_size):
             reads.append(Counter())
             for role, shard in self._wanted(rank):
-                key = role, shard.name, shard.box.lo, shard.flat
+                key = _key(role, shard)
                 if key not in sources:
                     sources[key] = self._sources(role, shard)
                 reads[rank].update(sources[key])
@@ -316,7 +317,7 @@ class PlannedLoad:
         return bool(self._averages) and made is not None and self._averages.issuperset(made.names)
 
     def _cost(self, role: str, shard: Shard) -> _Cost:
-        key = role, shard.name, shard.box.lo, shard.flat
+        key = _key(role, shard)
         if key not in self._shards:
             self._shards[key] = self._planned(role, shard)
         return self._shards[key]
@@ -357,6 +358,11 @@ class PlannedLoad:
         return [name for name in dropped if split_state_name(MASTER_WEIGHT, name).parameter not in self._may_be_left]
 
 
+def _key(role: str, shard: Shard) -> tuple[object, ...]:
+    """Return what distinguishes the shards of one model."""
+    return role, shard.name, shard.box.lo, shard.flat
+
+
 def cost_of(item: ReadItem, dtype: str) -> tuple[int, int]:
     """Return the bytes read from storage for one item, and those of its scratch memory, with default options.
 
@@ -375,7 +381,8 @@ def cost_of(item: ReadItem, dtype: str) -> tuple[int, int]:
         return 0, 0
     lengths, sources, strides = strided_axes(size, row_major(stored.shape, widths[0]), by_axis, widths)
     is_run = stored.dtype == dtype and strides[-1] == widths[1]
-    is_direct = is_run and (len(lengths) == 1 or lengths[-1] * widths[1] >= SHORT_RUN)
+    is_dense = sources == row_major(lengths, widths[0])
+    is_direct = is_run and (len(lengths) == 1 or lengths[-1] * widths[1] >= (DENSE_RUN if is_dense else SHORT_RUN))
     # An image of the file, and as much scratch memory.
     return bytes_read(lengths, sources, widths[0]), 0 if is_direct else 2 * IMAGE_BYTES
 

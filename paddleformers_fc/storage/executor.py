@@ -3,7 +3,7 @@
 A file is walked in windows: its checksum blocks where some of them are compared, otherwise :data:`WINDOW_BYTES`. A
 window contains the parts of all operations in it. Any thread can execute any window, in four steps:
 
-1. **Cut**: runs that are the same in memory are separated from those that are cast, transposed or very short.
+1. **Cut**: runs that are the same in memory are separated from those that are cast, transposed or short.
 2. **Read**: the former go into their memory, and the latter into an image of the window, with a few system calls, or
    with few requests to a store. A block that is hashed is read completely; bytes without a target go to the image.
 3. **Hash**: the block, while it is in the processor's cache.
@@ -46,7 +46,7 @@ from paddleformers_fc.storage.identities import (
     refuse_replaced,
     refuse_replaced_meanwhile,
 )
-from paddleformers_fc.storage.operations import MAX_OVER_READ, SHORT_RUN, Array, Operation
+from paddleformers_fc.storage.operations import DENSE_RUN, MAX_OVER_READ, SHORT_RUN, Array, Operation
 from paddleformers_fc.storage.paths import AnyPath, RemotePath
 from paddleformers_fc.storage.progress import advance
 from paddleformers_fc.storage.remote import RemoteFile, open_remote
@@ -65,8 +65,6 @@ FREE_BYTES = 64 << 10
 """A request of this length takes as long as one of a byte."""
 _HASHED_RUN = 64 << 10
 """Shorter runs of a block that is hashed are copied from its image: that is cheaper than to scatter the read."""
-_DENSE_RUN = 8 << 10
-"""Shorter runs without gaps in the file are copied from its image, for the same reason."""
 _SLACK = 4096
 """An image begins as its first element is aligned, and ends with the last element that begins in it."""
 _TASK_WINDOWS = 16
@@ -266,7 +264,7 @@ class _Worker:
     def _fill(self, path: AnyPath, low: int, high: int, pieces: list[Operation], hasher: Any) -> int:
         runs: list[Part] = []
         copied: list[Operation] = []
-        with_gaps, dense = (SHORT_RUN, _DENSE_RUN) if hasher is None else (_HASHED_RUN, _HASHED_RUN)
+        with_gaps, dense = (SHORT_RUN, DENSE_RUN) if hasher is None else (_HASHED_RUN, _HASHED_RUN)
         for piece in pieces:
             if not piece.sizes:
                 runs.append((piece.begin, piece.size, piece.address))

@@ -460,6 +460,20 @@ def list_directory(path: AnyPath) -> Sequence[AnyPath]:
     return []
 
 
+def subdirectories(path: AnyPath) -> Sequence[AnyPath]:
+    """Return the directories in a directory, by name.
+
+    Raises:
+        StorageError: it cannot be listed, or is not a directory.
+    """
+    if isinstance(path, RemotePath):
+        return [one for one in remote.list_remote(path) if is_directory(one)]
+    with _naming("list", path), os.scandir(path) as entries:
+        found = [one for one in entries if one.is_dir(follow_symlinks=False) or one.is_symlink()]
+        # Only a link has to be looked at.
+        return sorted(path / one.name for one in found if not one.is_symlink() or is_directory(path / one.name))
+
+
 def is_directory(path: AnyPath) -> bool:
     """Return whether ``path`` is a directory or a link to one; False if there is no such name.
 
@@ -510,20 +524,6 @@ def refuse_file(target: AnyPath) -> None:
             where=str(target),
             next_step="Name a directory that does not exist yet; nothing was written.",
         )
-
-
-def subdirectories(path: AnyPath) -> Sequence[AnyPath]:
-    """Return the directories in a directory, by name.
-
-    Raises:
-        StorageError: it cannot be listed, or is not a directory.
-    """
-    if isinstance(path, RemotePath):
-        return [one for one in remote.list_remote(path) if is_directory(one)]
-    with _naming("list", path), os.scandir(path) as entries:
-        found = [one for one in entries if one.is_dir(follow_symlinks=False) or one.is_symlink()]
-        # Only a link has to be looked at.
-        return sorted(path / one.name for one in found if not one.is_symlink() or is_directory(path / one.name))
 
 
 def stat_path(path: AnyPath, *, follow_links: bool = True) -> os.stat_result | RemoteStatus | None:

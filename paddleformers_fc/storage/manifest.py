@@ -126,6 +126,7 @@ class SaveOrigin(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 UNKNOWN_ORIGIN = SaveOrigin("", "")
+"""The origin of a checkpoint that does not record one."""
 
 
 class DivergedTie(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -233,7 +234,8 @@ def read_manifest(directory: AnyPath) -> Manifest:
     sealed = decode_typed(_sealed, raw, str(path), _ANOTHER)
     manifest = Manifest(**{field: getattr(sealed, field) for field in Manifest.__struct_fields__})
     seal = manifest_seal(manifest)
-    if ignored_extensions(raw, _Sealed.__struct_encode_fields__, str(path)):  # They are sealed like the other fields.
+    # Other fields, and optional ones that are there and empty, are sealed as they are written.
+    if ignored_extensions(raw, _Sealed.__struct_encode_fields__, str(path)) or sealed.seal != seal:
         document = decode_typed(_documents, raw, str(path), _ANOTHER)
         seal = _digest({name: value for name, value in document.items() if name != "seal"})
     if sealed.seal != seal:

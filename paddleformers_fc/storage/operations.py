@@ -7,8 +7,8 @@ axis. An operation without axes is one run on both sides, such as a tensor of th
 An operation can be cut at any byte of the file (:meth:`Operation.cut`). :mod:`.executor` walks files in windows, cuts
 the operations of a window, reads its bytes once and places them. Three kinds of bytes result:
 
-- runs that are the same in memory are read into it, without a copy;
-- runs that are cast, transposed or very short are read into an image of the window, and copied from there;
+- long runs that are the same in memory are read into it, without a copy;
+- runs that are cast, transposed or short are read into an image of the window, and copied from there;
 - gaps between short runs are read along, up to ``max_over_read`` times the needed bytes (data sieving).
 
 Memory: the operations. They contain addresses and no arrays: for a hundred thousand small tensors, creating arrays
@@ -33,6 +33,8 @@ from paddleformers_fc.storage.paths import AnyPath
 MAX_OVER_READ = 2.0
 SHORT_RUN = 1024
 """Shorter runs are read with the gaps between them, and are copied faster from an image than read one by one."""
+DENSE_RUN = 8 << 10
+"""Shorter runs without gaps in the file, and with gaps in memory, are copied faster from an image as well."""
 STRIPE = 128
 """Rows of a transpose that are copied at a time: a cache line of each stays in the innermost cache."""
 COLUMN_BYTES = 4096

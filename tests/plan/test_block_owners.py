@@ -7,7 +7,7 @@ import tracemalloc
 from hypothesis import given, strategies as st
 
 from paddleformers_fc.mapping.boxes import Box
-from paddleformers_fc.plan.block_owners import BlockReads, RecordedBlocks
+from paddleformers_fc.plan.block_owners import MOST_SHARING, BlockReads, RecordedBlocks
 from paddleformers_fc.plan.items import StoredPart
 from paddleformers_fc.storage.checksum import FileChecksum
 from tests.harness.sampling import thorough
@@ -93,6 +93,15 @@ def test_ranks_that_may_read_other_bytes_compare_what_they_read_themselves() -> 
     assert not found[0] & found[1]
     assert found[2] == found[3] == every
     assert owners(blocks, reads[:1]) == [every]
+
+
+def test_more_ranks_than_share_compare_every_block_in_each_of_their_groups() -> None:
+    blocks, ranks = recorded({"a": 130}), MOST_SHARING + 36
+    everyone = [blocks.reads([run("a", 0, blocks.files["a"].size)], "one") for _ in range(ranks)]
+    found = owners(blocks, everyone)
+    for group in (found[:MOST_SHARING], found[MOST_SHARING:]):
+        assert set().union(*group) == {("a", number) for number in range(130)}
+        assert sum(map(len, group)) == 130
 
 
 def test_a_rank_that_reads_nothing_compares_nothing() -> None:

@@ -146,6 +146,17 @@ def test_a_field_that_a_newer_writer_declares_ignorable_is_ignored_and_sealed(ch
         read_manifest(checkpoint)
 
 
+def test_an_optional_field_that_another_writer_leaves_empty_is_sealed_as_it_is_written(checkpoint: Path) -> None:
+    known = read_manifest(checkpoint)
+    assert known.differences == []
+    newer(checkpoint, differing_replicas=[], diverged_ties=[])
+    assert read_manifest(checkpoint) == known
+    path = checkpoint / MANIFEST_NAME
+    path.write_text(path.read_text().replace('"differing_replicas": []', '"differing_replicas": ["w"]'))
+    with pytest.raises(Corrupt, match="does not match its own checksum"):
+        read_manifest(checkpoint)
+
+
 @pytest.mark.parametrize("value", [{"must_understand": True}, {}, {"must_understand": 0}, [], None, "text"])
 def test_a_field_that_a_newer_writer_does_not_declare_ignorable_is_refused(checkpoint: Path, value: object) -> None:
     newer(checkpoint, ema=value, note={"must_understand": False})
