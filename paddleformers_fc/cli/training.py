@@ -26,9 +26,11 @@ omitted, because the command prints them at the end. Colours are used on termina
 
 from __future__ import annotations
 
+import codecs
 import math
 import os
 import re
+import select
 import shlex
 import signal
 import subprocess
@@ -49,7 +51,7 @@ import msgspec
 from paddleformers_fc.cli import nodes, start_checks
 from paddleformers_fc.cli.settings import parse_overrides, read_settings
 from paddleformers_fc.cpu_runtime.launch import LaunchResult, launch
-from paddleformers_fc.cpu_runtime.ranks import FORWARDED_SECONDS, SAVED_ON_SIGNAL, rank_environments, tail
+from paddleformers_fc.cpu_runtime.ranks import FORWARDED_SECONDS, POLL_SECONDS, SAVED_ON_SIGNAL, rank_environments, tail
 from paddleformers_fc.errors import FlexError, OptionError, StorageError
 from paddleformers_fc.storage import files
 from paddleformers_fc.storage.commit import is_name_taken
@@ -133,6 +135,7 @@ class LogView:
 REGISTER_KEY = "custom_register_path"
 CPU = "cpu"
 _TAIL_LINES = 25
+_READ_BYTES = 1 << 16
 _OUTSIDE = {"SIGKILL": ": killed by a user, or by the system because memory ran out"}
 
 
@@ -389,18 +392,15 @@ def run(job: TrainingJob, echo: IO[str]) -> tuple[Ended, FlexError | None]:
     started = time.monotonic()
     result: LaunchResult | None = None
     signals = _Signals(job)
-    try:
-        with signals.handled():
-            if job.ranks is None:
-                code = _run_launcher(job, view)
-            else:
-                stream = cast(IO[str], view)  # A launcher needs write and flush only.
-                result = launch(
-                    job.argv, job.ranks, job.log_dir, math.inf, job.environment, stream, is_over=signals.is_over.is_set
-                )
-                code = result.returncode
-    except _Stopped:
-        code = 1
+    with signals.handled():
+        if job.ranks is None:
+            code = _run_launcher(job, view, signals)
+        else:
+            stream = cast(IO[str], view)  # A launcher needs write and flush only.
+            result = launch(
+                job.argv, job.ranks, job.log_dir, math.inf, job.environment, stream, is_over=signals.is_over.is_set
+            )
+            code = result.returncode
     view.close()
     stopped_by = signals.received[-1] if signals.received else None
     if stopped_by and code != SAVED_ON_SIGNAL:
@@ -427,21 +427,15 @@ def run(job: TrainingJob, echo: IO[str]) -> tuple[Ended, FlexError | None]:
     return ended, error
 
 
-class _Stopped(BaseException):
-    """A signal that ends the training, as an interrupt does."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-
 class _Signals:
-    """The signals that stop a training: forwarded to ranks that save on them, or raised as :class:`_Stopped`.
+    """The signals that stop a training: forwarded to ranks that save on them; otherwise they end the ranks.
 
-    PaddleFormers' command starts ``paddle.distributed.launch`` and forwards nothing.
+    PaddleFormers' command starts ``paddle.distributed.launch`` and forwards nothing. A handler raises nothing: an
+    exception inside of ``Popen.poll`` can leave its lock held, and no process would be waited for any more.
 
     Attributes:
         received: their names, in order.
-        is_over: set when the ranks have had their time after a forwarded signal.
+        is_over: set when the ranks have to end, or have had their time after a forwarded signal.
     """
 
     def __init__(self, job: TrainingJob) -> None:
@@ -471,8 +465,8 @@ class _Signals:
     def _handle(self, number: int, _: object) -> None:
         self.received.append(signal.Signals(number).name)
         if self.received[-1] != self._job.save_signal or not self._send(number):
-            raise _Stopped(number)
-        if self._timer.ident is None:
+            self._end()
+        elif self._timer.ident is None:
             self._timer.start()
 
     def _send(self, number: int) -> bool:
@@ -489,20 +483,30 @@ class _Signals:
             self._send(signal.SIGKILL)
 
 
-def _run_launcher(job: TrainingJob, view: LogView) -> int:
+def _run_launcher(job: TrainingJob, view: LogView, signals: _Signals) -> int:
     """Return the exit code."""
-    environment = {**os.environ, **job.environment}
-    with subprocess.Popen(job.command, env=environment, stdout=subprocess.PIPE, text=True, errors="replace") as process:
-        try:
-            for line in process.stdout or ():
-                view.write(line)
-            returncode = process.wait()
-        except _Stopped as stop:
-            if stop.number != signal.SIGINT:  # The terminal has sent an interrupt to the launcher as well.
-                process.terminate()
-            process.wait()
-            raise
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    with subprocess.Popen(job.command, env={**os.environ, **job.environment}, stdout=subprocess.PIPE) as process:
+        output = cast(IO[bytes], process.stdout).fileno()
+        while not signals.is_over.is_set():
+            if select.select([output], [], [], POLL_SECONDS)[0]:
+                if not (data := os.read(output, _READ_BYTES)):
+                    break
+                view.write(decoder.decode(data))
+        else:
+            _end_launcher(process, signals)
+        returncode = process.wait()
     return returncode if returncode >= 0 else 128 - returncode
+
+
+def _end_launcher(process: subprocess.Popen[bytes], signals: _Signals) -> None:
+    """End a launcher whose ranks have to end."""
+    if signals.received[-1] != "SIGINT":  # The terminal has sent an interrupt to the launcher as well.
+        process.terminate()
+    try:
+        process.wait(FORWARDED_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
 
 
 def _signalled(result: LaunchResult) -> tuple[Signalled, ...]:

@@ -138,6 +138,12 @@ def test_a_job_that_was_handed_over_returns_its_code(tmp_path: Path) -> None:
         assert (tmp_path / "log").read_text() == "here\n"
 
 
+def test_a_stopped_launcher_is_ended(tmp_path: Path) -> None:
+    code = "import os, signal; print('here', flush=True); os.kill(os.getppid(), signal.SIGTERM); signal.pause()"
+    ended, error = training.run(training.TrainingJob(("-c", code), None, {}, tmp_path, True), io.StringIO())
+    assert (ended.returncode, ended.stopped_by, error) == (143, "SIGTERM", None)
+
+
 KILLED = """
 import os, signal
 if os.environ["PADDLE_TRAINER_ID"] == "1":
@@ -194,6 +200,22 @@ def test_a_stopped_training_reports_the_step_at_which_it_resumes(
     assert lines[1:3] == [f"  log: {tmp_path / 'out/log' / f'rank-0000{rank}.log'}" for rank in (0, 1)]
     added = "with resume_from_checkpoint=true"
     assert lines[3:] == [f"  next: run the same command again {added}; it resumes at step 3"]
+
+
+def test_a_signal_while_a_rank_is_polled_ends_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(process: subprocess.Popen[bytes]) -> int | None:
+        """As a signal that arrives between an acquisition of the process' lock and the code that releases it."""
+        if sent.acquire(blocking=False):
+            process._waitpid_lock.acquire()  # type: ignore[attr-defined]
+            signal.raise_signal(signal.SIGTERM)
+            process._waitpid_lock.release()  # type: ignore[attr-defined]
+        return poll(process)
+
+    sent, poll = threading.Semaphore(1), subprocess.Popen.poll
+    monkeypatch.setattr(subprocess.Popen, "poll", interrupted)
+    job = job_of_two(tmp_path, "os.getpid()", "SIGCONT")
+    ended, _ = training.run(job, io.StringIO())
+    assert (ended.returncode, ended.stopped_by) == (143, "SIGTERM")
 
 
 HANDLING = """
