@@ -104,7 +104,7 @@ def bind(
             else f"no statement of family {family.name} declares this tensor"
         )
         if isinstance(made, str):
-            faults.append(f"{tensor.name}: {_axis_of_experts(kinds, tensor) or made}")
+            faults.append(f"{tensor.name}: {made}")
         else:
             statement, found = made
             rules.extend(found)
@@ -304,14 +304,6 @@ def _whole_length(statement: Statement, sizes: Sizes) -> int | None:
     return sizes.length(statement.shape[statement.cut])
 
 
-def _axis_of_experts(kinds: list[_Kind], tensor: ModelTensor) -> str:
-    """Return the fault of stacked experts with an axis of their own; empty for other tensors."""
-    stacked = [kind.statement for kind in kinds if kind.statement.stack is not None]
-    if not stacked or len(stacked) < len(kinds) or any(len(one.shape) >= len(tensor.shape) for one in stacked):
-        return ""
-    return f"shape {list(tensor.shape)} has an axis of experts, as newer versions of Paddle than 3.3 save them"
-
-
 def _made(
     kinds: list[_Kind], tensor: ModelTensor, numbers: list[str], sizes: Sizes
 ) -> tuple[Statement, list[Rule]] | str:
@@ -357,7 +349,9 @@ def _chosen(kinds: list[_Kind], tensor: ModelTensor, numbers: list[str], sizes: 
     def named(kind: _Kind) -> dict[str, int]:
         return {hole: int(number) - shift for hole, number, shift in zip(kind.holes, numbers, kind.shifts, strict=True)}
 
-    fitting = [kind for kind in kinds if has_shape(kind.statement, named(kind), tensor.shape, sizes)]
+    fitting = [
+        kind for kind in kinds if has_shape(kind.statement, named(kind), _flat(kind.statement, tensor.shape), sizes)
+    ]
     # A shape alone does not decide against the configuration: one of the two is not this model's.
     possible = [kind for kind in kinds if may_hold(kind.statement, named(kind), sizes)]
     is_open = not any(_has_known_shape(kind.statement, named(kind), sizes) for kind in kinds)
@@ -482,11 +476,14 @@ def _whole_width(statement: Statement, axis: int, sizes: Sizes) -> int | None:
 
 def _stack_rules(kind: _Kind, stack: Stack, tensor: ModelTensor, numbers: list[str], sizes: Sizes) -> list[Rule] | str:
     """Return a rule per expert, or a single one where the experts lie along the axis of their parts."""
+    flat = _flat(kind.statement, tensor.shape)
+    if flat != tensor.shape:
+        stack = replace(stack, new=True)
     count, length = sizes.length("experts"), tensor.shape[stack.axis] if stack.axis < len(tensor.shape) else 0
     share = 1 if stack.new else length // max(count, 1)
     declared = kind.statement.shape[stack.axis] if kind.statement.shape else "None"
     # A length that is divisible alone is no proof: twice as many experts of half the size are as long.
-    unlike = sizes.defines(declared) and sizes.length(declared) != length
+    unlike = sizes.defines(declared) and sizes.length(declared) != sum(flat[stack.axis : stack.axis + 1])
     if not share or share * count != length or count > MAX_EXPERTS or unlike:
         return f"shape {list(tensor.shape)} does not hold {count} experts on axis {stack.axis}"
     if not _has_experts(kind.statement):
@@ -516,6 +513,14 @@ def _stack_rules(kind: _Kind, stack: Stack, tensor: ModelTensor, numbers: list[s
         )
         for expert, names in enumerate(sources)
     ]
+
+
+def _flat(statement: Statement, shape: Shape) -> Shape:
+    """Return the shape of concatenated experts, which versions of Paddle after 3.3 save with an axis of experts."""
+    stack = statement.stack
+    if stack is None or stack.new or len(shape) != len(statement.shape) + 1:
+        return shape
+    return (*shape[: stack.axis], shape[stack.axis] * shape[stack.axis + 1], *shape[stack.axis + 2 :])
 
 
 def _has_experts(statement: Statement) -> bool:

@@ -15,7 +15,9 @@ from msgspec import structs
 
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.families import OptionalNames, bind, enumerate_tensors, family_for, register
+from paddleformers_fc.mapping import prove
 from tests.families.spaces import model_of
+from tests.mapping.numbers import moved, numbered
 
 CASES: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("transformers.json").read_text())
 CLASSES = (True, False)
@@ -156,19 +158,25 @@ def test_stacked_experts_that_are_fewer_than_the_configuration_gives_are_refused
     assert any("gate_up_proj: shape [128, 32] does not hold 8 experts" in line for line in caught.value.evidence)
 
 
-def test_experts_on_an_axis_of_their_own_are_those_of_a_newer_paddle() -> None:
-    config = settings("qwen3_moe", is_fleet=True, moe_expert_fusion=True)
+@pytest.mark.parametrize("backend", ["moe_expert_fusion", "using_sonic_moe"])
+@pytest.mark.parametrize("case", FUSED)
+def test_experts_that_a_newer_paddle_saves_on_an_axis_of_their_own_are_the_same_numbers(
+    case: str, backend: str
+) -> None:
+    config = settings(case, is_fleet=True, **{backend: True})
     family, experts = family_for(config), "grouped_gemm_experts"
-    tensors = [tensor.under() for tensor in enumerate_tensors(family, model_of(config))]
-    newer = [
-        structs.replace(one, shape=(4, one.shape[0] // 4, one.shape[1]), cuts=(1, 1, 1)) if experts in one.name else one
-        for one in tensors
-    ]
-    with pytest.raises(MappingError) as caught:
-        bind(family, model_of(config), newer)
-    assert all(
-        "has an axis of experts, as newer versions of Paddle than 3.3 save them" in one for one in caught.value.evidence
-    )
+    flat = [one.under() for one in enumerate_tensors(family, model_of(config)) if experts in one.name]
+    newer = [structs.replace(one, shape=(4, one.shape[0] // 4, one.shape[1]), cuts=(1, 1, 1)) for one in flat]
+    before, after = (bind(family, model_of(config), tensors).mapping() for tensors in (flat, newer))
+    prove(after)
+    assert before.sources == after.sources
+    arrays = numbered(before)
+    ours, theirs = moved(after, arrays), moved(before, arrays)
+    assert ours.keys() == theirs.keys()
+    for name, made in ours.items():
+        assert (made == theirs[name].reshape(made.shape)).all(), name
+    with pytest.raises(MappingError, match=r"weight1: .*shape \[2, "):
+        bind(family, model_of(config), [structs.replace(one, shape=(2, *one.shape[1:])) for one in newer])
 
 
 def test_a_declaration_is_compared_with_the_header_of_open_weights() -> None:
