@@ -15,6 +15,7 @@ from typing import Protocol
 
 import msgspec
 
+from paddleformers_fc.errors import FormatError
 from paddleformers_fc.layout.shards import Fragment, Shard
 from paddleformers_fc.mapping.boxes import Box, BoxFinder, CoverFault, Shape, cover_faults, whole
 from paddleformers_fc.storage import paths
@@ -220,6 +221,7 @@ class _Gatherer:
         self._cuts: dict[tuple[Box, tuple[int, int] | None], tuple[Fragment, ...]] = {}
         self._forms: dict[tuple[object, ...], StoredForm] = {}
         self._alone: dict[tuple[object, ...], StoredForm] = {}
+        self._hashes: set[int] = set()
 
     def alone(self, part: tuple[Shard, str, int, int]) -> StoredTensor:
         """Return the tensor of one shard. This is the usual case, so equal forms are looked up once."""
@@ -227,6 +229,7 @@ class _Gatherer:
         kind = (shard.dtype, shard.global_shape, shard.box, shard.flat)
         form = self._alone.get(kind)
         if form is None:
+            self._require_own_hash(kind, file)
             form = self._alone[kind] = self.tensor([part]).form
         # One box begins where its shard does; of several it is worked out where.
         return StoredTensor(shard.name, form, ((file, begin),)) if len(form.boxes) == 1 else self.tensor([part])
@@ -239,6 +242,7 @@ class _Gatherer:
             cut = (shard.box, shard.flat)
             fragments = self._cuts.get(cut)
             if fragments is None:
+                self._require_own_hash(cut, file)
                 fragments = self._cuts[cut] = shard.fragments
             for fragment in fragments:
                 boxes.append(fragment.box)
@@ -247,5 +251,17 @@ class _Gatherer:
         key = (shard.dtype, shard.global_shape, *boxes)
         form = self._forms.get(key)
         if form is None:
+            self._require_own_hash(key, parts[0][1])
             form = self._forms[key] = StoredForm(shard.dtype, shard.global_shape, tuple(boxes))
         return StoredTensor(shard.name, form, tuple(places))
+
+    def _require_own_hash(self, key: object, file: str) -> None:
+        """Refuse different shapes of one hash: a file has chosen them, because dicts of them take quadratic time."""
+        if hash(key) in self._hashes:
+            raise FormatError(
+                f"{file} has tensors of shapes that were chosen to be slow to read.",
+                where=file,
+                evidence=["two different shapes or positions have the same hash"],
+                next_step="Use another checkpoint, from a source that you trust.",
+            )
+        self._hashes.add(hash(key))

@@ -230,15 +230,15 @@ def _stored_shards(path: Path, place: Path) -> Iterator[tuple[str, str, Shard]]:
         if index.fields.get("replica_id"):
             continue
         key = index.fields.get("tensor_key")
-        shard = known.get((key, _shard_key(index))) if isinstance(key, str) else None
+        shard = known.get(_shard_key(key, index)) if isinstance(key, str) else None
         if not isinstance(key, str) or shard is None:
             raise malformed_file(path, f"{quoted(key)} is in {file}, and its shape and dtype are missing")
         yield key, file, shard
 
 
-def _known(path: Path, tensors: dict[Any, Any]) -> dict[Any, Shard]:
+def _known(path: Path, tensors: dict[Any, Any]) -> dict[str, Shard]:
     """Return every described shard by its location."""
-    found: dict[Any, Shard] = {}
+    found: dict[str, Shard] = {}
     for name, pieces in tensors.items():
         if not isinstance(name, str) or not isinstance(pieces, list):
             raise malformed_file(path, f"{quoted(name)} has no list of shards")
@@ -246,15 +246,14 @@ def _known(path: Path, tensors: dict[Any, Any]) -> dict[Any, Shard]:
             shard = _shard(name, piece) if isinstance(piece, Record) else None
             if shard is None or any(shard.faults()):
                 raise malformed_file(path, f"{name} has an invalid shard")
-            found[(name, _shard_key(piece))] = shard
+            found[_shard_key(name, piece)] = shard
     return found
 
 
-def _shard_key(record: Record) -> Any:
-    """Return the key that identifies a shard of a tensor. A tuple that contains anything but numbers equals none."""
-    fields = record.fields
-    shape, offset, flat = fields.get("local_shape"), fields.get("global_offset"), fields.get("flattened_range")
-    return (_lengths(shape), _lengths(offset), None if flat is None else _lengths(flat))
+def _shard_key(name: str, record: Record) -> str:
+    """Return the text that identifies a shard of a tensor. A file cannot choose its hash, as that of numbers."""
+    located = map(_lengths, map(record.fields.get, ("local_shape", "global_offset", "flattened_range")))
+    return f"{name} {[*located]}"
 
 
 def _lengths(value: Any) -> tuple[int, ...] | None:

@@ -13,9 +13,10 @@ bytes as text, in which they cannot be located; such a file is refused as well.
 
 Time and memory are linear in the file: at most :data:`MAX_PROGRAM_BYTES` of instructions are executed, the bytes of
 arrays are skipped, and memory is at most a hundred times the instructions, which are about 60 bytes per array. Keys
-whose hashes a file can choose are few (:data:`MAX_CHOSEN_HASHES`). No function here recurses. Those of readers may, and
-may visit a shared part each time that they meet it: values are at most :data:`MAX_DEPTH` deep, and have at most
-:data:`MAX_PARTS_PER_BYTE` parts per byte of instructions, where a shared part counts each time.
+are texts, records and small integers (:data:`MAX_INTEGER_KEY`), so that a file cannot choose keys of one hash, which
+take quadratic time. No function here recurses. Those of readers may, and may visit a shared part each time that they
+meet it: values are at most :data:`MAX_DEPTH` deep, and have at most :data:`MAX_PARTS_PER_BYTE` parts per byte of
+instructions, where a shared part counts each time.
 
 Pickles for other programs are written with a fixed set of instructions. A file of arrays is one run of bytes and a dict
 of arrays that refer to it, so that the bytes of arrays are written in any order by offset. Names of classes are those
@@ -47,8 +48,8 @@ MAX_TEXT_BYTES = 64 * 1024
 MAX_AXES = 32
 """The most axes of an array."""
 
-MAX_CHOSEN_HASHES = 4096
-"""The most numbers in keys of dicts: a file chooses their hashes, and a dict of equal hashes takes quadratic time."""
+MAX_INTEGER_KEY = 65_535
+"""The largest integer that is a key: these all have different hashes, which multiples of ``2**61 - 1`` do not."""
 
 MAX_DEPTH = 100
 """The most containers in each other."""
@@ -124,6 +125,7 @@ _CALLED = {
     "builtins": ("tuple", "slice"),
 }
 _CONTAINERS = frozenset((list, tuple, dict, Record))
+_KEYS = frozenset((str, Record, bool, type(None)))
 _CODES = frozenset(("f8", "f4", "f2", "i8", "i4", "i2", "i1", "u8", "u4", "u2", "u1", "b1"))
 
 
@@ -187,7 +189,7 @@ class _Machine:
         self._stack: list[Any] = []
         self._marks = [0]
         self._memo: list[Any] = []
-        self._chosen_hashes = self._unbuilt_arrays = 0
+        self._unbuilt_arrays = 0
 
     def run(self) -> Any:
         """Execute the pickle to its end, which must be that of the file, and return its value."""
@@ -274,14 +276,9 @@ class _Machine:
         if type(known) is not dict or len(items) % 2:
             raise ValueError("it has a key without a value, or fills something that is no dict")
         for key in items[::2]:
-            if type(key) is str or type(key) is Record:
-                continue
-            parts = key if type(key) is tuple else (key,)
-            self._chosen_hashes += len(parts)
-            if self._chosen_hashes > MAX_CHOSEN_HASHES:
-                raise ValueError(f"its keys have more than {MAX_CHOSEN_HASHES} numbers")
-            if not all(isinstance(part, (str, int, float, type(None))) for part in parts):
-                raise ValueError(f"it has a key that is a {type(key).__name__}")
+            if type(key) not in _KEYS and not (type(key) is int and 0 <= key <= MAX_INTEGER_KEY):
+                kind = type(key).__name__
+                raise ValueError(f"it has a key that is neither text nor a small integer, but of the type {kind}")
         known.update(zip(items[::2], items[1::2], strict=True))
         return known
 
@@ -318,10 +315,8 @@ class _Machine:
     def call(self, called: Any, arguments: Any) -> Any:
         """Return a description of what a call would make."""
         match called, arguments:
-            case _Global(name, True), ():
-                return Record(name)
-            case _Global(name, True), tuple() if self._any_class:
-                return Record(name, {"": arguments})
+            case _Global(name, True), tuple() if self._any_class or not arguments:
+                return Record(name, {"": arguments} if arguments else {})
             case _Global("_reconstruct", False), (_Global("ndarray", False), (0,), PickledBytes()):
                 self._unbuilt_arrays += 1
                 return PickledArray()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import pickle
 import shutil
@@ -20,10 +21,13 @@ from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.execute.output_directory import inspect_directory
 from paddleformers_fc.execute.verify import verify_checkpoint
 from paddleformers_fc.formats import format_of, open_checkpoint
-from paddleformers_fc.formats.catalog import Catalog
-from paddleformers_fc.formats.paddle_distcp import PADDLE_DISTCP, open_distcp
+from paddleformers_fc.formats.catalog import Catalog, gather_shards
+from paddleformers_fc.formats.paddle_distcp import PADDLE_DISTCP, _known, open_distcp
 from paddleformers_fc.layout.roles import MODEL_STATE, OPTIMIZER_STATE
+from paddleformers_fc.layout.shards import Shard
+from paddleformers_fc.mapping.boxes import Box
 from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
+from paddleformers_fc.storage.pickles import PickledObject, encode_array_dict, encode_pickle, read_pickle
 from paddleformers_fc.trainer.resume import Choice, Search, newest_or_begin, open_named
 from tests.cli.support import run
 from tests.formats.conversions import assert_equal_after_conversions
@@ -85,6 +89,57 @@ def test_the_last_of_several_saves_into_one_directory_is_read(
     (twice / "1_10.distcp").unlink()
     with pytest.raises(Corrupt, match=r"1_10\.distcp"):
         open_distcp(twice)
+
+
+PRIME = 2**61 - 1
+"""Multiples of it have the hash 0."""
+CLASSES = "paddle.distributed.flex_checkpoint.dcp.metadata"
+
+
+class Counted(int):
+    """A number that counts how often numbers are compared."""
+
+    compared = 0
+
+    def __eq__(self, other: object) -> bool:
+        Counted.compared += 1
+        return int(self) == other
+
+    def __hash__(self) -> int:
+        return int.__hash__(self)
+
+
+@pytest.mark.parametrize("where", ["in one tensor", "in a tensor each"])
+def test_boxes_of_one_hash_are_refused_before_they_are_compared_with_each_other(where: str) -> None:
+    places = [tuple(PRIME * digit for digit in digits) for digits in itertools.product(range(4), repeat=5)]
+    shards = [
+        Shard("a" if where == "in one tensor" else f"a{number}", "float32", (2**63 - 1,) * 5, box)
+        for number, place in enumerate(places)
+        for box in [Box(tuple(map(Counted, place)), tuple(Counted(one + 1) for one in place))]
+    ]
+    assert len({hash(shard.box) for shard in shards}) == 1
+    Counted.compared = 0
+    with pytest.raises(FormatError, match="chosen to be slow to read") as caught:
+        gather_shards((shard, "0_0.distcp", 0, 4) for shard in shards)
+    assert caught.value.next_step
+    assert Counted.compared < 10 * len(shards)
+
+
+def test_metadata_of_shards_of_one_hash_is_refused(tmp_path: Path) -> None:
+    flat = {"is_flattened": False, "flattened_range": None}
+    places = [{"local_shape": (1,), "global_offset": (PRIME * digit,), **flat} for digit in range(4)]
+    tensor = {"dtype": "float32", "global_shape": (2**63 - 1,)}
+    described = [PickledObject(CLASSES, "LocalTensorMetadata", {**place, **tensor}) for place in places]
+    index = {"tensor_key": "a", "replica_id": None}
+    stored = {PickledObject(CLASSES, "LocalTensorIndex", {**place, **index}): "0_0.distcp" for place in places}
+    state = {"state_dict_metadata": {"a": described}, "storage_metadata": stored, "flat_mapping": {"a": ("a",)}}
+    (tmp_path / "0.metadata").write_bytes(encode_pickle(PickledObject(CLASSES, "Metadata", state)))
+    before, after = encode_array_dict([("a", "f4", (1,), 4)])
+    (tmp_path / "0_0.distcp").write_bytes(before + bytes(4) + after)
+    tensors = read_pickle(tmp_path / "0.metadata").fields["state_dict_metadata"]
+    assert {type(key) for key in _known(tmp_path, tensors)} == {str}
+    with pytest.raises(FormatError, match="chosen to be slow to read"):
+        open_distcp(tmp_path)
 
 
 # ---- The Trainer's.
