@@ -9,7 +9,7 @@ the same report. Otherwise every rank reads its ranges, without communication un
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -36,7 +36,6 @@ from paddleformers_fc.execute.reading import Key, Slot
 from paddleformers_fc.execute.replica_reads import SharedReads, replicas_of, shared_reads
 from paddleformers_fc.execute.save_plan import cuts_of, model_rules
 from paddleformers_fc.families import ModelDescription, OptionalNames, family_for, is_known
-from paddleformers_fc.families.bind import family_heads, headed_names
 from paddleformers_fc.families.changes import (
     OPTION,
     Change,
@@ -47,6 +46,7 @@ from paddleformers_fc.families.changes import (
     without_patterns,
 )
 from paddleformers_fc.families.description import Adapters, shared_copies
+from paddleformers_fc.families.names import Names, family_heads
 from paddleformers_fc.families.stated import canonical_ties
 from paddleformers_fc.formats import Catalog, OpenedCheckpoint
 from paddleformers_fc.formats.fp8_weights import in_float32
@@ -336,7 +336,7 @@ def _plan_checkpoint(
         source, report = resume_source(checkpoint, model_rules(model, shards[MODEL_STATE]), model)
     # Statements may leave out the attention of all layers; tensors that they keep or move have the same heads
     # as before.
-    if model.rules is None and (not aoa_config or headed_names(family_for(model.config), source.mapping.made)):
+    if model.rules is None and (not aoa_config or _moves_heads(model, source.mapping.made)):
         for line in _head_count_difference(checkpoint.known, model):
             report.add("shape", line)
     for line in regrouped(source):
@@ -371,6 +371,11 @@ def _head_count_difference(stored: ModelDescription, wanted: ModelDescription) -
         for key, count in after.items()
         if before.get(key, count) != count
     ]
+
+
+def _moves_heads(model: ModelDescription, names: Iterable[str]) -> bool:
+    """Return whether elements of one of these tensors are assigned to heads of attention."""
+    return any(map(Names(family_for(model.config), model).of_heads, names))
 
 
 def _consistency_check(directory: AnyPath, model: ModelDescription, facts: Mapping[str, object]) -> ConsistencyCheck:

@@ -19,9 +19,9 @@ from typing import Any
 import xxhash
 
 from paddleformers_fc.errors import MismatchError
-from paddleformers_fc.families.bind import family_keys
 from paddleformers_fc.families.description import ALTERNATES, IS_NLP, ModelDescription
 from paddleformers_fc.families.exported import exported_config, is_of_source
+from paddleformers_fc.families.names import family_keys
 from paddleformers_fc.families.registry import family_for, is_known
 
 OPTION = "flex_allow_config_changes"

@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from paddleformers_fc.mapping.rules import flat
 
@@ -31,9 +31,6 @@ NUMBER = re.compile(r"(?<=\.)([0-9]{1,18})(?=\.|\Z)")
 
 _ALTERNATIVES = re.compile(r"\{([^{}]*,[^{}]*)\}")
 _ANY_NUMBER = re.compile(r"(?<=\{)\w+(?=\})|(?<=\.)[0-9]{1,18}(?=\.|\Z)")
-_TOKEN = re.compile(r"\{\w+\}|(?<=\.)[0-9]{1,18}(?=\.|\Z)")
-_HOLE = "{}"
-T = TypeVar("T")
 
 
 class ModelClass(Enum):
@@ -255,30 +252,6 @@ class Family:
     divided: tuple[str, ...] = tuple(DIVIDED)
 
 
-class TargetIndex(Generic[T]):
-    """Values by the declared name of a tensor. A name of a model is found by one dictionary lookup."""
-
-    def __init__(self, items: Iterable[tuple[Statement, T]]) -> None:
-        self._values: dict[str, list[T]] = {}
-        self._literal: dict[str, list[tuple[str, ...]]] = {}
-        for statement, value in items:
-            template, numbers = _TOKEN.sub(_HOLE, statement.target), statement.numbers
-            self._values.setdefault(template, []).append(value)
-            self._literal.setdefault(template, []).append(numbers)
-        literal = {name for name, found in self._literal.items() if any(map(str.isdigit, itertools.chain(*found)))}
-        self._literal = {template: self._literal[template] for template in literal}
-
-    def find(self, name: str) -> tuple[list[T], list[str]]:
-        """Return the values of all statements that declare a name, and the numbers of the name."""
-        pieces = NUMBER.split(name)
-        template, numbers = _HOLE.join(pieces[::2]), pieces[1::2]
-        values = self._values.get(template, [])
-        if template in self._literal:
-            declared = self._literal[template]
-            values = [value for value, one in zip(values, declared, strict=True) if _match(one, numbers)]
-        return values, numbers
-
-
 def same(
     name: str, source: str | None = None, shape: tuple[str, ...] = (), cut: int | None = None, dtype: str = ""
 ) -> Statements:
@@ -464,7 +437,3 @@ def expanded(statement: Statement) -> Statements:
             )
         )
     )
-
-
-def _match(declared: Sequence[str], numbers: Sequence[str]) -> bool:
-    return all(one == number for one, number in zip(declared, numbers, strict=True) if one.isdigit())

@@ -30,7 +30,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from paddleformers_fc.families.declarations import Family, Geometry, Statement, Statements, TargetIndex
+from paddleformers_fc.families.declarations import Family, Geometry, Statement, Statements
 from paddleformers_fc.mapping import RuleSet
 
 A, B = "lora_A", "lora_B"
@@ -117,12 +117,6 @@ def is_adapter(name: str) -> bool:
     """Return whether a tensor of a model or a canonical tensor is one of an adapter, by its name."""
     module = name.removesuffix(_WEIGHT)
     return module.endswith((f".{A}", f".{B}"))
-
-
-def changed_outside(family: Family, names: Iterable[str]) -> frozenset[str]:
-    """Return those tensors that no optimizer updates and that training changes, such as biases of a router."""
-    index = TargetIndex((one, one.trained) for one in family.statements)
-    return frozenset(name for name in names if (found := index.find(name)[0]) and not all(found))
 
 
 def shared_inputs(rules: RuleSet) -> dict[str, tuple[str, ...]]:

@@ -18,9 +18,10 @@ from math import prod
 from typing import Any
 
 from paddleformers_fc.errors import MappingError
-from paddleformers_fc.families.bind import DeclaredNames, ModelTensor, family_numbers, family_sizes, has_shape
+from paddleformers_fc.families.bind import ModelTensor
 from paddleformers_fc.families.declarations import BUILT, PLACEHOLDER, Family, Stage, Statement
 from paddleformers_fc.families.description import ModelDescription
+from paddleformers_fc.families.names import Kind, Names, family_numbers, family_sizes
 from paddleformers_fc.families.sizes import Sizes, names_of
 from paddleformers_fc.mapping import Shape, TensorSpec
 from paddleformers_fc.mapping.folding import fold
@@ -170,17 +171,17 @@ def recognised_tensors(
     Raises:
         MappingError: names that no statement declares, all of them.
     """
-    index = DeclaredNames(family, model)
+    index = Names(family, model)
     found: list[DeclaredTensor] = []
     strange: list[str] = []
     for name, spec in specs.items():
-        fitting = [(one, numbers) for one, numbers in index.find(name) if len(one.shape) == len(spec.shape)]
+        fitting = [one for one in index.declared(name) if len(one[0].statement.shape) == len(spec.shape)]
         if not fitting:
             strange.append(name)
             continue
         # Several statements of one name differ in shape or in condition.
-        statement, numbers = max(fitting, key=lambda one: _fit(one[0], one[1], spec.shape, index.sizes))
-        found.append(_declared(statement, name, spec.shape, spec.dtype, numbers))
+        kind, numbers = max(fitting, key=lambda one: _fit(one[0], one[1], spec.shape))
+        found.append(_declared(kind.statement, name, spec.shape, spec.dtype, numbers))
     if strange:
         raise MappingError(
             f"No statement of family {family.name} declares {count_text(len(strange), 'tensor')}.",
@@ -190,13 +191,10 @@ def recognised_tensors(
     return found
 
 
-def _fit(statement: Statement, numbers: Mapping[str, int], shape: Shape, sizes: Sizes) -> tuple[bool, bool]:
+def _fit(kind: Kind, numbers: Mapping[str, int], shape: Shape) -> tuple[bool, bool]:
     """Return whether a statement gives a tensor's shape, and whether its condition holds."""
-    alike = has_shape(statement, numbers, shape, sizes)
-    try:
-        return alike, sizes.within(statement.tower).holds(statement.where, numbers)
-    except MappingError:
-        return alike, False
+    where = kind.statement.where
+    return kind.shape(numbers) == shape, kind.sizes.defines(where or "1", numbers) and kind.sizes.holds(where, numbers)
 
 
 def built_order(names: Iterable[str], last_parts: Sequence[str] = ()) -> list[str]:

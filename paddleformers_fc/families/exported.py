@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from paddleformers_fc.families.bind import family_sizes
 from paddleformers_fc.families.declarations import Family
 from paddleformers_fc.families.description import ModelDescription
+from paddleformers_fc.families.names import family_sizes
 
 OVERWRITTEN = frozenset({"use_cache", "initializer_range", "router_aux_loss_coef"})
 """Keys that the Trainer, a pipeline and the command line overwrite in a live configuration. The use of the weights does

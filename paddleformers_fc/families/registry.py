@@ -31,10 +31,11 @@ from typing import Any
 
 from paddleformers_fc.errors import FlexError, MappingError
 from paddleformers_fc.families import models
-from paddleformers_fc.families.bind import bind, family_keys, family_numbers, family_sizes, tied_sources
+from paddleformers_fc.families.bind import bind
 from paddleformers_fc.families.declarations import FLEET, FORMERS, NUMBER, PLACEHOLDER, Family
 from paddleformers_fc.families.description import IS_FLEET, IS_NLP, ModelDescription
 from paddleformers_fc.families.enumerate import enumerate_tensors
+from paddleformers_fc.families.names import family_keys, family_numbers, family_sizes, tied_sources
 from paddleformers_fc.mapping import prove
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.text import count_text

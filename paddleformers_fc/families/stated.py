@@ -18,8 +18,9 @@ from typing import Any
 import msgspec
 
 from paddleformers_fc.errors import FormatError, MappingError, MismatchError
-from paddleformers_fc.families.bind import ModelTensor, bind, tied_names, tied_sources
+from paddleformers_fc.families.bind import ModelTensor, bind
 from paddleformers_fc.families.description import Adapters, ModelDescription
+from paddleformers_fc.families.names import tied_names, tied_sources
 from paddleformers_fc.families.registry import family_for, is_known
 from paddleformers_fc.mapping import Rule, RuleSet, Shape, TensorSpec, Tie
 from paddleformers_fc.mapping.folding import fold

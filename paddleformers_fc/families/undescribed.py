@@ -12,15 +12,10 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
 from paddleformers_fc.errors import MappingError
-from paddleformers_fc.families.bind import (
-    DeclaredNames,
-    ModelTensor,
-    bind,
-    family_keys,
-    may_hold,
-)
-from paddleformers_fc.families.declarations import Family, Statement
+from paddleformers_fc.families.bind import ModelTensor, bind
+from paddleformers_fc.families.declarations import Family
 from paddleformers_fc.families.description import IS_FLEET, ModelDescription
+from paddleformers_fc.families.names import Kind, Names, family_keys
 from paddleformers_fc.families.sizes import names_of
 from paddleformers_fc.mapping import RuleSet
 from paddleformers_fc.mapping.folding import fold
@@ -95,8 +90,8 @@ def _candidates(family: Family, model: ModelDescription, tensors: Sequence[Model
 
 def _first_layer(family: Family, model: ModelDescription, tensors: Sequence[ModelTensor]) -> int:
     """Return the number of the first layer of a whole model, which is the number of empty layers before it."""
-    index = DeclaredNames(family, model)
-    found = (numbers for tensor in tensors for _, numbers in index.find(tensor.name))
+    index = Names(family, model)
+    found = (numbers for tensor in tensors for _, numbers in index.declared(tensor.name))
     return min((numbers[_LAYER] for numbers in found if _LAYER in numbers), default=0)
 
 
@@ -105,22 +100,23 @@ def _refuse_contradictions(family: Family, model: ModelDescription, tensors: Seq
 
     Binding takes a tensor by its name whatever conditions are declared; here the description is in question.
     """
-    index = DeclaredNames(family, model)
+    index = Names(family, model)
     judged: dict[tuple[str, str, tuple[int, ...]], bool] = {}
 
-    def may_have(statement: Statement, numbers: Mapping[str, int]) -> bool:
-        needed = names_of(statement.where)
+    def may_have(kind: Kind, numbers: Mapping[str, int]) -> bool:
+        where = kind.statement.where
+        needed = names_of(where)
         if needed.isdisjoint(STRIPPED):
             return True
         named = {hole: number for hole, number in numbers.items() if hole in needed}
-        key = statement.tower, statement.where, tuple(named.values())
+        key = kind.statement.tower, where, tuple(named.values())
         if key not in judged:
-            judged[key] = may_hold(statement, named, index.sizes)
+            judged[key] = kind.may_hold(named)
         return judged[key]
 
     faults = []
     for tensor in tensors:
-        declared = index.find(tensor.name)
+        declared = list(index.declared(tensor.name))
         if declared and not any(may_have(*one) for one in declared):
             faults.append(f"{tensor.name}: a model of this class and configuration has no such tensor")
     if faults:

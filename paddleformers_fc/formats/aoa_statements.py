@@ -27,9 +27,10 @@ from paddleformers_fc.families import (
     family_for,
     own_families,
 )
-from paddleformers_fc.families.bind import ModelTensor, bind, family_sizes
-from paddleformers_fc.families.declarations import DIVIDED, Family, Geometry, TargetIndex
+from paddleformers_fc.families.bind import ModelTensor, bind
+from paddleformers_fc.families.declarations import DIVIDED, Family, Geometry
 from paddleformers_fc.families.description import ModelDescription
+from paddleformers_fc.families.names import Names, family_sizes
 from paddleformers_fc.families.registry import tiny_models
 from paddleformers_fc.formats.registry import require_config
 from paddleformers_fc.mapping import RuleSet
@@ -61,8 +62,11 @@ def aoa_text(
 def _hints(family: Family, model: ModelDescription, rules: RuleSet) -> Hints:
     sizes = family_sizes(family, model)
     known = sizes.defines("heads") and sizes.defines("kv_heads")
-    index = TargetIndex((one, _PER_RANK.get(one.geometry)) for one in family.statements if one.stack is None)
-    per_rank = {name: kind for name in rules.targets for kind in index.find(name)[0] if kind is not None}
+    index = Names(family, model)
+    statements = ((name, kind.statement) for name in rules.targets for kind in index.find(name)[0])
+    per_rank = {
+        name: _PER_RANK[one.geometry] for name, one in statements if one.stack is None and one.geometry in _PER_RANK
+    }
     return Hints(
         per_rank=per_rank,
         heads=(sizes.length("heads"), sizes.length("kv_heads")) if known else None,

@@ -24,7 +24,7 @@ import msgspec
 from paddleformers_fc.aoa import AoaTensor
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.families import OptionalNames, described_by_file, family_for
-from paddleformers_fc.families.bind import tied_sources
+from paddleformers_fc.families.names import tied_sources
 from paddleformers_fc.families.stated import no_family
 from paddleformers_fc.formats import OpenedCheckpoint
 from paddleformers_fc.formats.checkpoint import CONFIG_NAME, not_a_flex_checkpoint

@@ -24,9 +24,9 @@ import msgspec
 
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.families import ModelDescription, ModelTensor, bind
-from paddleformers_fc.families.bind import family_sizes, tied_names
 from paddleformers_fc.families.declarations import DIVIDED, TEXT_EXPERTS, Family, Stage
 from paddleformers_fc.families.enumerate import DeclaredTensor, built_order, enumerate_tensors, recognised_tensors
+from paddleformers_fc.families.names import family_sizes, tied_names
 from paddleformers_fc.families.sizes import Sizes
 from paddleformers_fc.layout.grid import (
     MEBIBYTE,

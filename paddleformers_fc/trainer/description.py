@@ -22,7 +22,8 @@ import numpy as np
 
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.families import ModelDescription, family_for, is_known
-from paddleformers_fc.families.description import ALTERNATES, IS_FLEET, Adapters, Base, changed_outside, is_adapter
+from paddleformers_fc.families.description import ALTERNATES, IS_FLEET, Adapters, Base, is_adapter
+from paddleformers_fc.families.names import Names
 from paddleformers_fc.families.undescribed import STRIPPED
 from paddleformers_fc.trainer import dist_tensors, sonic_moe
 from paddleformers_fc.trainer.library_objects import (
@@ -89,7 +90,9 @@ def saved_weights(model: Any, weights: Mapping[str, Any]) -> dict[str, Any]:
     if not has_adapters(model):
         return dict(weights)
     config = {"model_type": getattr(type(model.config), "model_type", "")}
-    changed = changed_outside(family_for(config), weights) if is_known(config) else frozenset[str]()
+    # Training changes some tensors without an optimizer, such as the biases of a router.
+    index = Names(family_for(config), ModelDescription(config)) if is_known(config) else None
+    changed = [name for name in weights if index is not None and not index.trained(name)]
     return {
         name: weight
         for name, weight in weights.items()

@@ -11,8 +11,9 @@ from typing import Any
 
 from paddleformers_fc.distributed.channel import run_on_all
 from paddleformers_fc.errors import OptionError
-from paddleformers_fc.families.bind import ModelTensor, family_keys
+from paddleformers_fc.families.bind import ModelTensor
 from paddleformers_fc.families.description import IS_NLP
+from paddleformers_fc.families.names import family_keys
 from paddleformers_fc.families.registry import family_for
 from paddleformers_fc.families.stated import bind_model
 from paddleformers_fc.layout.live import describe_roles

@@ -19,8 +19,8 @@ from paddle.distributed import ShardedWeight
 
 from paddleformers_fc.errors import EnvironmentMismatch, MismatchError, OptionError
 from paddleformers_fc.families import family_for, is_known
-from paddleformers_fc.families.bind import family_keys
 from paddleformers_fc.families.description import ALTERNATES, STACK_OF_FFN
+from paddleformers_fc.families.names import family_keys
 from paddleformers_fc.trainer.library_objects import has_adapters, unwrap_model
 
 _OPTION = "using_sonic_moe"

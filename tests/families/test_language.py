@@ -17,9 +17,9 @@ from paddleformers_fc.families import (
     language as lang,
     prove_family,
 )
-from paddleformers_fc.families.bind import family_keys, tied_names
 from paddleformers_fc.families.declarations import Geometry
 from paddleformers_fc.families.models.qwen2_moe import SPARSE
+from paddleformers_fc.families.names import family_keys, tied_names
 from paddleformers_fc.families.sizes import Sizes
 from paddleformers_fc.mapping import Rule
 from tests.aoa.spaces import normal

@@ -18,7 +18,6 @@ from paddleformers_fc.families import (
     register,
     registry,
 )
-from paddleformers_fc.families.bind import family_heads, family_keys, tied_names
 from paddleformers_fc.families.declarations import FLEET, FORMERS, Geometry, same
 from paddleformers_fc.families.language import (
     column,
@@ -32,6 +31,7 @@ from paddleformers_fc.families.language import (
     row,
     tower,
 )
+from paddleformers_fc.families.names import family_heads, family_keys, tied_names
 from paddleformers_fc.formats.aoa_statements import aoa_text
 from paddleformers_fc.layout.grid import parse_grid
 from paddleformers_fc.plan.simulate import SimulatedModel, declared_model

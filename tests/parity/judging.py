@@ -11,7 +11,7 @@ import numpy as np
 
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.families import Family, ModelDescription, ModelTensor, bind, enumerate_tensors, family_for
-from paddleformers_fc.families.declarations import Statement, TargetIndex
+from paddleformers_fc.families.names import Names
 from paddleformers_fc.mapping import TensorMapping, prove
 from tests.harness import tiny
 from tests.mapping.numbers import Arrays, moved
@@ -39,7 +39,7 @@ class Space:
         self.tensors = [one.under(tp) for one in enumerate_tensors(family, description)]
         self.mapping = bind(family, description, self.tensors).mapping()
         self.right = moved(self.mapping, canonical)
-        self.declared = declared(family.statements, self.tensors)
+        self.declared = declared(Names(family, description), self.tensors)
 
     def refusal(self, mutant: Mutant) -> str | Arrays:
         """Which of proof and headers refuses a mutant, or that nothing changes; else the model's tensors by it."""
@@ -57,10 +57,9 @@ class Space:
         return wrong if any(not np.array_equal(wrong[name], self.right[name]) for name in self.right) else UNCHANGED
 
 
-def declared(statements: Sequence[Statement], tensors: Sequence[ModelTensor]) -> set[str]:
+def declared(index: Names, tensors: Sequence[ModelTensor]) -> set[str]:
     """The targets of the statements that declare one of these tensors."""
-    index = TargetIndex((one, one.target) for one in statements)
-    return {target for tensor in tensors for target in index.find(tensor.name)[0]}
+    return {kind.statement.target for tensor in tensors for kind in index.find(tensor.name)[0]}
 
 
 def _headers(mapping: TensorMapping) -> dict[str, Any]:

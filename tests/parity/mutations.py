@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from paddleformers_fc.families import Family, ModelDescription, ModelTensor, bind
-from paddleformers_fc.families.bind import family_numbers
-from paddleformers_fc.families.declarations import PLACEHOLDER, Geometry, Stack, Statement, TargetIndex
+from paddleformers_fc.families.declarations import PLACEHOLDER, Geometry, Stack, Statement
+from paddleformers_fc.families.names import Names, family_numbers
 from paddleformers_fc.mapping import Rule, RuleSet
 
 
@@ -41,7 +41,7 @@ class Mutant:
         if not self.rotated:
             return found
         statement = next(one for one in self.family.statements if one.target in self.targets)
-        index = TargetIndex([(statement, statement)])
+        index = Names(replace(self.family, statements=(statement,)), model)
         wrong = [index.find(rule.targets[0])[0] != [] for rule in found.rules]
         names = {name for rule, one in zip(found.rules, wrong, strict=True) if one for name in rule.sources}
         others = _rotated(names, statement, self.rotated)

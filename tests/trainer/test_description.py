@@ -13,9 +13,9 @@ import pytest
 
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.families import Family, ModelDescription, ModelTensor, bind, enumerate_tensors, own_families
-from paddleformers_fc.families.bind import family_keys
 from paddleformers_fc.families.changes import contradictions
 from paddleformers_fc.families.description import IS_FLEET
+from paddleformers_fc.families.names import family_keys
 from paddleformers_fc.families.sizes import value_at
 from paddleformers_fc.mapping import RuleSet, prove
 from paddleformers_fc.trainer import documents

@@ -22,8 +22,8 @@ import msgspec
 
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.families import Family, ModelDescription, own_families
-from paddleformers_fc.families.bind import family_sizes
 from paddleformers_fc.families.declarations import Stage
+from paddleformers_fc.families.names import family_sizes
 from paddleformers_fc.families.registry import NLP, family_classes, tiny_models
 from paddleformers_fc.plan.simulate import SimulatedModel, declared_model
 from verification.matrix.layouts import parse_layout

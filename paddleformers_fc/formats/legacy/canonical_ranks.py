@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.families import DeclaredTensor, ModelDescription, bind, enumerate_tensors, family_for
-from paddleformers_fc.families.bind import DeclaredNames, tied_names, tied_sources
 from paddleformers_fc.families.enumerate import built_order
+from paddleformers_fc.families.names import Names, tied_names, tied_sources
 from paddleformers_fc.formats.checkpoint import StoredShard
 from paddleformers_fc.formats.legacy.rank_files import FileArray
 from paddleformers_fc.layout.shards import Shard
@@ -106,7 +106,7 @@ def canonical_models(model: ModelDescription, tp: int, stored: Sequence[str]) ->
             continue
         seen.append(set(tensors))
         differing = sorted(present ^ mapping.sources.keys())
-        name_of = DeclaredNames(family, one).name_of
+        name_of = Names(family, one).name_of
         fused = sorted(name for name in present - mapping.sources.keys() if name_of(name) in tensors)
         if fused:
             yield (

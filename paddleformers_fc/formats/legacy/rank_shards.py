@@ -33,10 +33,10 @@ from typing import Any
 
 from paddleformers_fc.errors import Corrupt, Diverged, FormatError, MappingError
 from paddleformers_fc.families import ModelTensor, OptionalNames, bind, enumerate_tensors, family_for
-from paddleformers_fc.families.bind import DeclaredNames, tied_names, tied_sources
 from paddleformers_fc.families.declarations import Family, Stage
 from paddleformers_fc.families.description import IS_NLP
 from paddleformers_fc.families.exported import exported_keys
+from paddleformers_fc.families.names import Names, tied_names, tied_sources
 from paddleformers_fc.families.registry import is_known
 from paddleformers_fc.families.undescribed import completed
 from paddleformers_fc.formats.catalog import Catalog, StoredForm, StoredTensor, gather_shards
@@ -213,7 +213,7 @@ def _assembled(directory: Path, files: RankFiles, config: Mapping[str, Any], las
     contents = {name: read_rank_file(directory, name) for name in files.names}
     _refuse_steps(directory, contents)
     if is_known(config):
-        declared = DeclaredNames(family_for(config), model_description(directory, config))
+        declared = Names(family_for(config), model_description(directory, config))
         named = [name for name in files.files[MODEL].values() if name.endswith(".pdparams")]
         contents |= {name: contents[name].renamed(declared.name_of) for name in named}
     meta = _read_meta(directory, files)
@@ -478,7 +478,7 @@ class Assembly:
     _cast: list[StoredShard] = field(default_factory=list)
     _turned: list[StoredShard] = field(default_factory=list)
     _seen: set[tuple[str, Box]] = field(default_factory=set)
-    _families: list[DeclaredNames] = field(default_factory=list)
+    _families: list[Names] = field(default_factory=list)
 
     def add(self, cell: StageFiles) -> None:
         """Add the tensors of one cell."""
@@ -582,10 +582,10 @@ class Assembly:
         self.cuts[name] = tuple(self.tp if index == axis else 1 for index in range(len(shape)))
         return Part(name, dtype, total, box, first)
 
-    def _declared(self) -> DeclaredNames:
+    def _declared(self) -> Names:
         if not self._families:
             model = model_description(self.directory, self.config)
-            self._families.append(DeclaredNames(family_for(model.config), model))
+            self._families.append(Names(family_for(model.config), model))
         return self._families[0]
 
     def _is_trained(self, name: str) -> bool:

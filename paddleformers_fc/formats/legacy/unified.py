@@ -33,8 +33,8 @@ from typing import Any
 
 from paddleformers_fc.errors import Corrupt, FormatError, MappingError
 from paddleformers_fc.families import enumerate_tensors, family_for
-from paddleformers_fc.families.bind import DeclaredNames, family_sizes
 from paddleformers_fc.families.description import IS_NLP
+from paddleformers_fc.families.names import Names, family_sizes
 from paddleformers_fc.families.registry import is_known
 from paddleformers_fc.formats.catalog import Catalog, StoredTensor, gather_shards
 from paddleformers_fc.formats.checkpoint import (
@@ -406,12 +406,12 @@ class _Assembly:
         return found
 
     @cached_property
-    def _declared(self) -> DeclaredNames | None:
+    def _declared(self) -> Names | None:
         """The tensors that the family declares; None if it is unknown."""
         if not is_known(self.config):
             return None
         model = model_description(self.directory, self.config)
-        return DeclaredNames(family_for(model.config), model)
+        return Names(family_for(model.config), model)
 
     def _state(self, role: str, name: str, arrays: Sequence[FileArray]) -> Iterator[StoredShard]:
         """Yield a state: whole in the first file, or as ranges of elements of which each file has one."""

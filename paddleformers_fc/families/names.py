@@ -1,0 +1,325 @@
+"""One index of a model's tensors by name: the statements, the canonical names and numbers of each.
+
+Binding, the enumeration of stored models, the readers of formats without shapes, statements of AOA and adapters look
+tensors up here. A lookup takes one dictionary access, whatever the number of layers and experts.
+
+The sizes, numbers, keys, ties and heads of a model, which follow from its family and its configuration.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from paddleformers_fc.errors import MappingError
+from paddleformers_fc.families.declarations import (
+    NUMBER,
+    NUMBERS,
+    PLACEHOLDER,
+    SIZES,
+    Family,
+    Numbers,
+    Statement,
+    Tower,
+)
+from paddleformers_fc.families.description import IS_FLEET, ModelDescription, with_adapters
+from paddleformers_fc.families.sizes import Sizes, names_of, value_at
+from paddleformers_fc.mapping import Shape
+
+_TOKEN = re.compile(r"\{\w+\}|(?<=\.)[0-9]{1,18}(?=\.|\Z)")
+_HOLE = "{}"
+_PREFIXES = {"visual.": "model.visual.", "model.": "model.language_model."}
+"""Prefixes in files of Qwen 2.5 VL, and in its models."""
+_HEADS = {"heads": "num_attention_heads", "kv_heads": "num_key_value_heads"}
+_USERS = {"heads": {"heads", "q"}, "kv_heads": {"kv_heads", "kv"}}
+_OF_HEADS = frozenset[str]().union(*_USERS.values())
+_NO_SHIFTS: dict[str, int] = {}
+_NO_CLASS = (
+    "is not known: `architectures` names no class, and this family has one of PaddleFleet and one of PaddleFormers "
+    "(whose name ends in Deprecated)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A statement under one configuration.
+
+    Args:
+        statement: the statement.
+        sizes: the sizes of its tower.
+        sources: its canonical names with positions for the numbers.
+        holes: the numbers of its name; ``shifts`` and ``spans`` are in this order.
+        shifts: the differences between numbers of the model and canonical ones.
+        spans: the canonical numbers; None where the configuration does not give them.
+        expert_shift: the shift of ``expert``.
+        whole: the length of the axis that tensor parallelism cuts, where the configuration gives it.
+        layouts: for :mod:`.bind`: the layout of every shape and cut that has occurred.
+    """
+
+    statement: Statement
+    sizes: Sizes
+    sources: tuple[str, ...]
+    holes: tuple[str, ...]
+    shifts: tuple[int, ...]
+    spans: tuple[range | None, ...]
+    expert_shift: int
+    whole: int | None
+    layouts: dict[tuple[Shape, Shape], Any] = field(default_factory=dict)
+
+    def numbers(self, texts: Sequence[str]) -> dict[str, int]:
+        """Return the canonical numbers of a name by placeholder."""
+        return {hole: int(text) - shift for hole, text, shift in zip(self.holes, texts, self.shifts, strict=True)}
+
+    def shape(self, numbers: Mapping[str, int]) -> Shape | None:
+        """Return the declared shape of the tensor of these numbers; None if the configuration does not give it."""
+        if not all(self.sizes.defines(size, numbers) for size in self.statement.shape):
+            return None
+        return tuple(self.sizes.length(size, numbers) for size in self.statement.shape)
+
+    def may_hold(self, numbers: Mapping[str, int]) -> bool:
+        """Return whether the statement's condition holds, or depends on keys that the configuration lacks."""
+        try:
+            return self.sizes.holds(self.statement.where, numbers)
+        except MappingError:
+            return True
+
+
+class Names:
+    """The statements of a model by the names of its tensors.
+
+    Args:
+        family: the model's family.
+        model: the model; its adapters have statements as well.
+        shifts: differences between the model's numbers and canonical ones by placeholder, instead of the family's.
+    Raises:
+        MappingError: a canonical name contains a number that the model's name lacks.
+    """
+
+    def __init__(self, family: Family, model: ModelDescription, shifts: Mapping[str, int] = _NO_SHIFTS) -> None:
+        self.sizes = sizes = family_sizes(family, model)
+        self._numbers = family_numbers(family)
+        known = {name: sizes.length(one.shift) for name, one in self._numbers.items() if sizes.defines(one.shift)}
+        self._shifts = {**known, **shifts}
+        self._spans = {name: _span(one, sizes) for name, one in self._numbers.items()}
+        self._kinds: dict[str, list[Kind]] = {}
+        self._literal: set[str] = set()
+        for statement in with_adapters(family, model.adapters).statements:
+            kind, template = self._kind(statement, family), _TOKEN.sub(_HOLE, statement.target)
+            self._kinds.setdefault(template, []).append(kind)
+            if any(map(str.isdigit, kind.holes)):
+                self._literal.add(template)
+        # Several statements may be bound alike, and differ in shape, cut or condition alone.
+        self._distinct = {template: _distinct(kinds) for template, kinds in self._kinds.items()}
+
+    def find(self, name: str, distinct: bool = False) -> tuple[list[Kind], list[str]]:
+        """Return the statements that declare a tensor, and the numbers of its name.
+
+        Args:
+            name: the tensor's name in the model.
+            distinct: leave out statements that are bound as an earlier one is.
+        """
+        pieces = NUMBER.split(name)
+        template, numbers = _HOLE.join(pieces[::2]), pieces[1::2]
+        kinds = (self._distinct if distinct else self._kinds).get(template, [])
+        if template in self._literal:
+            kinds = [kind for kind in kinds if _has_digits(kind.holes, numbers)]
+        return kinds, numbers
+
+    def declared(self, name: str) -> Iterator[tuple[Kind, dict[str, int]]]:
+        """Yield the statements that declare a tensor, and the canonical numbers of its name."""
+        kinds, texts = self.find(name)
+        return ((kind, kind.numbers(texts)) for kind in kinds)
+
+    def check_numbers(self) -> None:
+        """Require the difference between the model's and canonical numbers of every kind.
+
+        Raises:
+            MappingError: the configuration does not give one.
+        """
+        for one in self._numbers.values():
+            self.sizes.length(one.shift)
+
+    def name_of(self, stored: str) -> str:
+        """Return the model's name of a stored weight: PaddleFormers saves some models without prefixes."""
+        prefixed = [stored.replace(short, one, 1) for short, one in _PREFIXES.items() if stored.startswith(short)]
+        return next((name for name in (stored, *prefixed) if self.find(name)[0]), stored)
+
+    def trained(self, name: str) -> bool:
+        """Return whether an optimizer updates a tensor; true for a tensor that is not declared."""
+        return all(kind.statement.trained for kind in self.find(name)[0])
+
+    def of_heads(self, name: str) -> bool:
+        """Return whether the elements of a tensor are assigned to heads of attention."""
+        kinds, _ = self.find(name)
+        return any(_OF_HEADS & names_of(size) for kind in kinds for size in kind.statement.shape)
+
+    def whole(self, name: str, part: Shape, tp: int) -> tuple[Shape, int | None] | str:
+        """Return the shape of a whole tensor and the axis that is cut, None if every rank has it whole.
+
+        Formats that store what each rank held record neither. A part is placed only if its own shape proves a
+        statement. Conditions are not evaluated: the tensors are better evidence than a configuration.
+
+        Args:
+            name: the tensor's name in the model.
+            part: the shape that a rank holds.
+            tp: number of tensor-parallel ranks.
+        Returns:
+            shape and axis, or as text why no statement fits.
+        """
+        shapes = [(kind.statement.cut, kind.shape(numbers)) for kind, numbers in self.declared(name)]
+        known = [(axis, shape) for axis, shape in shapes if shape is not None]
+        if any(shape == part for _, shape in known):
+            return part, None
+        for axis, shape in known:
+            if axis is not None and _cut(shape, axis, tp) == part:
+                return shape, axis
+        if not known:
+            return "no statement of the family declares its shape"
+        stated = "; ".join(f"{list(shape)} cut on axis {axis}" for axis, shape in known)
+        return f"{list(part)} on each of {tp} ranks, declared {stated}"
+
+    def _kind(self, statement: Statement, family: Family) -> Kind:
+        holes, own = statement.numbers, self.sizes.within(statement.tower)
+        positions = {name: f"{{{index}}}" for index, name in enumerate(holes)}
+        if statement.stack is not None:
+            positions.setdefault("expert", f"{{{len(holes)}}}")
+        strange = {name for source in statement.sources for name in PLACEHOLDER.findall(source)} - set(positions)
+        if strange:
+            raise MappingError(
+                f"{statement.target}: its canonical names contain {', '.join(sorted(strange))}, its own name does not.",
+                where=f"family {family.name}",
+                next_step="Every number of a canonical name comes from the model's name.",
+            )
+        return Kind(
+            statement,
+            own,
+            tuple(source.format(**positions) for source in statement.sources),
+            holes,
+            tuple(self._shifts.get(name, 0) for name in holes),
+            tuple(self._spans.get(name) for name in holes),
+            self._shifts.get("expert", 0),
+            _whole_length(statement, own),
+        )
+
+
+def _distinct(kinds: Iterable[Kind]) -> list[Kind]:
+    """Return the first of the kinds that are bound alike."""
+    found: dict[object, Kind] = {}
+    for kind in kinds:
+        one = kind.statement
+        layout = (one.geometry, one.turned, one.stack, one.tower, one.parts, one.groups, one.siblings)
+        found.setdefault((PLACEHOLDER.sub(_HOLE, one.target), one.sources, layout), kind)
+    return list(found.values())
+
+
+def _has_digits(holes: Sequence[str], numbers: Sequence[str]) -> bool:
+    return all(hole == number for hole, number in zip(holes, numbers, strict=True) if hole.isdigit())
+
+
+def _span(numbers: Numbers, sizes: Sizes) -> range | None:
+    """Return the canonical numbers of a placeholder, as far as the configuration gives them."""
+    if not sizes.defines(numbers.start) or not sizes.defines(numbers.count):
+        return None
+    start = sizes.length(numbers.start)
+    return range(start, start + sizes.length(numbers.count))
+
+
+def _whole_length(statement: Statement, sizes: Sizes) -> int | None:
+    if statement.cut is None or not statement.shape or not sizes.defines(statement.shape[statement.cut]):
+        return None
+    return sizes.length(statement.shape[statement.cut])
+
+
+def _cut(shape: Shape, axis: int, parts: int) -> Shape | None:
+    """Return the shape of an equal part; None if the axis cannot be divided."""
+    if shape[axis] % parts:
+        return None
+    return (*shape[:axis], shape[axis] // parts, *shape[axis + 1 :])
+
+
+def family_sizes(family: Family, model: ModelDescription) -> Sizes:
+    """Return the sizes of one model of a family. Its class is taken from its description alone."""
+    unknown = {} if model.is_fleet is not None else {IS_FLEET: _NO_CLASS}
+    towers: dict[str, Sizes] = {}
+
+    def sizes(part: Family | Tower, config: Mapping[str, Any]) -> Sizes:
+        known, defaults = ({key: one[key] for key in one if key != IS_FLEET} for one in (config, part.defaults))
+        return Sizes({**SIZES, **part.sizes}, {**known, IS_FLEET: model.is_fleet}, defaults, unknown, towers)
+
+    for tower in family.towers:
+        nested = value_at(model.config, tower.key, model.config if tower.flat else None)
+        towers[tower.name] = sizes(tower, nested if isinstance(nested, Mapping) else {})
+    return sizes(family, model.config)
+
+
+def family_keys(family: Family) -> frozenset[str]:
+    """Return the configuration keys that a family's declaration reads, of nested configurations with dots.
+
+    :data:`IS_FLEET` is among them if the declaration depends on the class.
+    """
+    numbers = family_numbers(family)
+    holes = {hole for one in family.statements for hole in PLACEHOLDER.findall(one.target)}
+    open_names = {
+        (one.tower, name)
+        for one in family.statements
+        for text in (one.where, *one.shape, *one.lengths, one.groups, "experts" if one.stack is not None else "")
+        for name in names_of(text) - holes
+    }
+    counted = [numbers[hole] for hole in holes & numbers.keys()]
+    open_names |= {
+        ("", name) for one in counted for text in (one.count, one.start, one.shift) for name in names_of(text)
+    }
+    towers = {tower.name: tower for tower in family.towers}
+    declared = {"": {**SIZES, **family.sizes}} | {one.name: {**SIZES, **one.sizes} for one in family.towers}
+    open_names |= {("", name) for one in family.tied for name in names_of(one.where)}
+    keys, seen = {"tie_word_embeddings"}, set[tuple[str, str]]()
+    while open_names - seen:
+        part, name = (open_names - seen).pop()
+        seen.add((part, name))
+        head, _, rest = name.partition(".")
+        if head in towers:
+            open_names.add((head, rest))
+            continue
+        used = names_of(declared[part].get(name, ""))
+        open_names |= {(part, one) for one in used}
+        # Inside the size ``x`` the name ``x`` is a key of the configuration.
+        if not used or name in used:
+            keys.add(f"{towers[part].key}.{name}" if part and name != IS_FLEET else name)
+    return frozenset(keys)
+
+
+def family_heads(family: Family, model: ModelDescription) -> dict[str, int]:
+    """Return the numbers of heads of a model's attention by configuration key, as far as the configuration gives them.
+
+    Tensors do not contain them: two heads of 8 are as long as one of 16.
+    """
+    found: dict[str, int] = {}
+    for part, key in {"": "", **{tower.name: f"{tower.key}." for tower in family.towers}}.items():
+        sizes = family_sizes(family, model).within(part)
+        shapes = [size for one in family.statements if one.tower == part for size in one.shape]
+        needed = frozenset[str]().union(*map(names_of, shapes))
+        known = [name for name, users in _USERS.items() if needed & users and sizes.defines(name)]
+        found |= {key + _HEADS[name]: sizes.length(name) for name in known}
+    return found
+
+
+def family_numbers(family: Family) -> dict[str, Numbers]:
+    """Return the numbers of a family by placeholder."""
+    return {numbers.name: numbers for numbers in (*NUMBERS, *family.numbers)}
+
+
+def tied_names(family: Family, model: ModelDescription) -> dict[str, str]:
+    """Return the owner of every name that is an alias in models of this configuration."""
+    sizes = family_sizes(family, model)
+    if not sizes.holds("tie_word_embeddings"):
+        return {}
+    return {one.alias: one.owner for one in family.tied if sizes.holds(one.where)}
+
+
+def tied_sources(family: Family, model: ModelDescription) -> dict[str, str]:
+    """Return :func:`tied_names` with the names of open weights: those of an untied model of the family."""
+    sources = {one.target: one.sources[0] for one in family.statements if len(one.sources) == 1}
+    ties = tied_names(family, model)
+    return {sources.get(alias, alias): sources.get(owner, owner) for alias, owner in ties.items()}
