@@ -49,9 +49,9 @@ from paddleformers_fc.families.description import Adapters, shared_copies
 from paddleformers_fc.families.names import Names, family_heads
 from paddleformers_fc.families.stated import canonical_ties
 from paddleformers_fc.formats import Catalog, OpenedCheckpoint
-from paddleformers_fc.formats.fp8_weights import in_float32
 from paddleformers_fc.formats.huggingface import linear_weights, refuse_unproved_orientation
 from paddleformers_fc.formats.index import IndexedFiles
+from paddleformers_fc.formats.quantized import in_float32
 from paddleformers_fc.formats.registry import open_weights
 from paddleformers_fc.layout.live import Roles, describe_roles
 from paddleformers_fc.layout.roles import MODEL_STATE, NUMBER_SHAPE, OPTIMIZER_STATE, ROLES, parameter_of

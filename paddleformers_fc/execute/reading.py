@@ -35,11 +35,10 @@ from paddleformers_fc.storage.manifest import CHOOSE_COPY
 from paddleformers_fc.storage.operations import (
     Memory,
     Operation,
-    Scales,
     Sizes,
     numpy_dtype,
     row_major,
-    strided,
+    scaled,
     strided_axes,
 )
 from paddleformers_fc.storage.paths import AnyPath
@@ -113,7 +112,9 @@ def operations_of(
                 continue
         address = memory.at(item.start * memory.dtype.itemsize + form.target, form.reach)
         if isinstance(identity, ScaledFile):
-            yield from _products(identity, item, memory, address)
+            tensor, box = identity.tensor_at(stored.begin), (stored.part.lo, stored.part.hi)
+            strides = _by_stored_axis(item, row_major(item.shape, memory.dtype.itemsize))
+            yield from scaled(tensor, identity.dtype, box, strides, memory, address)
         elif form.axes is None:
             yield Operation(path, stored.begin + form.source, form.size, address, memory.owner)
         else:
@@ -161,28 +162,6 @@ def _by_stored_axis(item: ReadItem, strides: Sizes) -> Sizes:
     """Return the target strides in the order of the stored axes; 0 where the target lacks an axis, of length one."""
     by_axis = dict(zip(item.axes, strides, strict=True))
     return tuple(by_axis.get(axis, 0) for axis in range(len(item.stored.shape)))
-
-
-def _products(file: ScaledFile, item: ReadItem, memory: Memory, address: int) -> Iterator[Operation]:
-    """Yield the operation of numbers with scales."""
-    matrix, stored = file.matrix_at(item.stored.begin), item.stored
-    dtype = numpy_dtype(matrix.dtype)
-    sources, source = _placed(stored.shape, stored.part, dtype.itemsize)
-    wanted, _ = _placed(item.shape, item.part, memory.dtype.itemsize)
-    scales = Scales(
-        matrix.scales_file,
-        matrix.scales_begin,
-        matrix.block,
-        matrix.begin,
-        matrix.shape[1],
-        numpy_dtype(file.dtype),
-    )
-    strides = sources, _by_stored_axis(item, wanted)
-    dtypes = dtype, memory.dtype
-    begin = matrix.begin + source
-    found = strided(matrix.file, begin, stored.part.shape, strides, dtypes, address, memory.owner, scales)
-    if found is not None:
-        yield found
 
 
 @runtime_checkable

@@ -35,7 +35,7 @@ from paddleformers_fc.formats.checkpoint import (
     not_a_flex_checkpoint,
     parse_config,
 )
-from paddleformers_fc.formats.fp8_weights import (
+from paddleformers_fc.formats.quantized import (
     Files,
     ScaledFiles,
     plain_config,
@@ -159,7 +159,7 @@ def _opened(directory: AnyPath, verify: str, divide: _Divide) -> OpenedCheckpoin
     config = _read_config(directory, checksums)
     names = _with_unnamed(files, headers, directory)
     plain, scaled = divide(directory, config, names, headers)
-    tensors, contradictions = gather_shards(chain(_shards(plain, headers), scaled_shards(names, headers, scaled)))
+    tensors, contradictions = gather_shards(chain(_shards(plain, headers), scaled_shards(scaled)))
     if contradictions:
         raise Corrupt(
             "Files contradict each other.", where=str(directory), evidence=contradictions, next_step=FETCH_AGAIN

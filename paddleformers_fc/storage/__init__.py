@@ -4,7 +4,7 @@
 ``paths``             local and remote paths, names beside a checkpoint; the parsing of a user's text
 ``remote``            files of a store, through fsspec
 ``remote_writes``     files written to a store
-``dtypes``            element types under their three names; casts; 8-bit matrices with block scales
+``dtypes``            element types under their three names; casts; numbers of 8 and 4 bits with scales
 ``checksum``          ``FileChecksum``, and checksums computed block by block while bytes are written
 ``files``             the only module that writes, syncs, renames and deletes
 ``json_io``           bounded, strict reading of JSON

@@ -9,15 +9,17 @@ Numbers of 8 bits are cast by a table of their 256 values, which the replaced ca
 as fast as the cast of ``ml_dtypes`` for float8. Every other cast is numpy's own. float16 ends at 65504, below float32
 and bfloat16; a number that would become infinite is refused.
 
-Matrices of 8-bit numbers with one scale per block are read as matrices of another dtype. A catalog lists such a matrix
-as a tensor of a :class:`ScaledFile`, which has no bytes on disk: the row-major concatenation of products of one dtype.
-Its reads become operations on the files of numbers and scales (:class:`.operations.Scales`).
+Matrices of 8-bit or 4-bit numbers with one scale per block (:class:`Scheme`) are read as tensors of another dtype. A
+catalog lists such a :class:`ScaledTensor` in a :class:`ScaledFile`, which has no bytes on disk: the row-major
+concatenation of products of one dtype. Its reads become operations on the files of numbers and scales
+(:func:`.operations.scaled`).
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate
@@ -47,6 +49,7 @@ _TABLE: tuple[tuple[str, str, np.dtype[Any]], ...] = (
     ("bool", "BOOL", np.dtype(np.bool_)),
     ("float8_e4m3fn", "F8_E4M3", np.dtype(ml_dtypes.float8_e4m3fn)),
     ("float8_e5m2", "F8_E5M2", np.dtype(ml_dtypes.float8_e5m2)),
+    ("float8_e8m0fnu", "F8_E8M0", np.dtype(ml_dtypes.float8_e8m0fnu)),
 )
 _CODE_OF = {name: code for name, code, _ in _TABLE}
 _NAME_OF = {code: name for name, code, _ in _TABLE}
@@ -54,6 +57,8 @@ _NUMPY_OF = {code: dtype for _, code, dtype in _TABLE}
 
 CODES: frozenset[str] = frozenset(_NUMPY_OF)
 """Every dtype code that a safetensors header may use here."""
+FP4 = "float4_e2m1fn"
+"""The dtype of two numbers per byte, the first in the low bits. Headers call the bytes integers."""
 
 
 def to_safetensors(name: str) -> str:
@@ -159,56 +164,127 @@ def _table(source: np.dtype[Any], target: np.dtype[Any]) -> np.ndarray[Any, Any]
     return every.astype(target).view(f"u{target.itemsize}")
 
 
-@dataclass(frozen=True, slots=True)
-class ScaledMatrix:
-    """A stored matrix and its scales.
+def as_float32(data: np.ndarray[Any, Any], name: str) -> np.ndarray[Any, Any]:
+    """Return the numbers of an array of bytes as float32, along the last axis.
 
     Args:
-        file: contains the numbers.
-        begin: byte offset of the first number.
-        dtype: of the numbers, 8 bits each.
-        shape: rows and columns.
-        scales_file: contains the scales, float32, one row of them per row of blocks.
-        scales_begin: byte offset of the first scale.
+        data: the bytes.
+        name: dtype of the numbers: ``float32``, of eight bits, or :data:`FP4`, which is twice as many numbers as bytes.
+    """
+    if name == "float32":
+        return data.view(np.float32)
+    bits: np.ndarray[Any, Any] = _float32_table(name).take(data, mode="clip")
+    return bits.view(np.float32)
+
+
+@lru_cache
+def _float32_table(name: str) -> np.ndarray[Any, Any]:
+    """Return the number of every byte as the bits of a float32, or its two numbers as those of two."""
+    every = np.arange(256, dtype=np.uint8)
+    pairs = np.stack([every & 15, every >> 4], axis=1).ravel().view(ml_dtypes.float4_e2m1fn)
+    numbers = pairs if name == FP4 else every.view(to_numpy(to_safetensors(name)))
+    return numbers.astype(np.float32).view(np.uint64 if name == FP4 else np.uint32)
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """How the numbers of a matrix and their scales are stored.
+
+    Args:
+        numbers: dtype of the numbers, see :func:`as_float32`.
+        scales: dtype of the scales, which have one row per row of blocks.
         block: rows and columns that share one scale; the last blocks may be smaller.
     """
 
+    numbers: str
+    scales: str
+    block: tuple[int, int]
+
+    @property
+    def per_byte(self) -> int:
+        """Numbers in a byte."""
+        return 2 if self.numbers == FP4 else 1
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledTensor:
+    """A tensor that is stored as numbers and scales.
+
+    Args:
+        name: of the products.
+        stored: rows and columns of the numbers; of a stack of matrices, their count first.
+        scheme: of numbers and scales.
+        file: contains the numbers.
+        begin: byte offset of the first number.
+        scales_file: contains the scales.
+        scales_begin: byte offset of the first scale.
+        transposed: whether the products have columns before rows.
+    """
+
+    name: str
+    stored: tuple[int, ...]
+    scheme: Scheme
     file: AnyPath
     begin: int
-    dtype: str
-    shape: tuple[int, int]
     scales_file: AnyPath
     scales_begin: int
-    block: tuple[int, int]
+    transposed: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the products."""
+        *stack, rows, columns = self.stored
+        return (*stack, columns, rows) if self.transposed else self.stored
+
+    @property
+    def row_bytes(self) -> int:
+        """Length of a row of numbers."""
+        return self.stored[-1] // self.scheme.per_byte
+
+    @property
+    def scales_per_row(self) -> int:
+        """Scales of a row of blocks."""
+        return -(-self.stored[-1] // self.scheme.block[1])
+
+    def by_matrix(self, values: Sequence[int], single: int) -> tuple[int, int, int]:
+        """Return a value per axis of the products as those of the count of matrices, of rows and of columns.
+
+        Args:
+            values: one for each axis.
+            single: the first value, if this is no stack.
+        """
+        *stack, first, second = values
+        rows, columns = (second, first) if self.transposed else (first, second)
+        return stack[0] if stack else single, rows, columns
 
 
 @dataclass(frozen=True)
 class ScaledFile:
-    """Products of one dtype, one matrix behind the other.
+    """Products of one dtype, one tensor behind the other.
 
     Args:
         dtype: of the products.
-        matrices: in their order.
+        tensors: in their order.
     """
 
     dtype: str
-    matrices: tuple[ScaledMatrix, ...]
+    tensors: tuple[ScaledTensor, ...]
 
     @cached_property
-    def _begins(self) -> list[int]:
-        sizes = (rows * columns * dtype_size(self.dtype) for rows, columns in (one.shape for one in self.matrices))
-        return [0, *accumulate(sizes)]
+    def begins(self) -> list[int]:
+        """The byte offset of every tensor, and the length in bytes."""
+        return [0, *accumulate(math.prod(one.stored) * dtype_size(self.dtype) for one in self.tensors)]
 
     @property
     def size(self) -> int:
         """Length in bytes."""
-        return self._begins[-1]
+        return self.begins[-1]
 
     @property
     def sources(self) -> frozenset[AnyPath]:
         """The files that it is produced from."""
-        return frozenset(path for one in self.matrices for path in (one.file, one.scales_file))
+        return frozenset(path for one in self.tensors for path in (one.file, one.scales_file))
 
-    def matrix_at(self, offset: int) -> ScaledMatrix:
-        """Return the matrix of a byte."""
-        return self.matrices[bisect_right(self._begins, offset) - 1]
+    def tensor_at(self, offset: int) -> ScaledTensor:
+        """Return the tensor of a byte."""
+        return self.tensors[bisect_right(self.begins, offset) - 1]

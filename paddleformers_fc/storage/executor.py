@@ -317,9 +317,9 @@ class _Worker:
     def _scales(self, piece: Operation) -> Array | None:
         if piece.scales is None:
             return None
-        begin, count = piece.scales.rows(piece)
-        scales = np.empty(count, np.float32)
-        self._read(piece.scales.file, [(begin, scales.nbytes, int(scales.ctypes.data))])
+        begin, length = piece.scales.rows(piece)
+        scales = np.empty(length, np.uint8)
+        self._read(piece.scales.tensor.scales_file, [(begin, length, int(scales.ctypes.data))])
         return scales
 
     def _read(self, path: AnyPath, parts: Sequence[Part]) -> None:

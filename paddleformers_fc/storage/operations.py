@@ -26,7 +26,14 @@ import msgspec
 import numpy as np
 
 from paddleformers_fc.errors import MismatchError
-from paddleformers_fc.storage.dtypes import copy_cast, to_numpy, to_safetensors
+from paddleformers_fc.storage.dtypes import (
+    ScaledTensor,
+    as_float32,
+    copy_cast,
+    dtype_size,
+    to_numpy,
+    to_safetensors,
+)
 from paddleformers_fc.storage.files import memory_at
 from paddleformers_fc.storage.paths import AnyPath
 
@@ -96,60 +103,62 @@ class Memory(msgspec.Struct, frozen=True, eq=False, gc=False):
 
 
 class Scales(msgspec.Struct, frozen=True):
-    """One scale per block of a matrix of 8-bit numbers; products are computed in float32 and cast once.
+    """The scales of a matrix; products are computed in float32 and cast once.
 
     Args:
-        file: contains the scales, float32, one row of them per row of blocks.
+        tensor: that the matrix is one of.
         begin: offset of the first scale.
-        block: rows and columns that share one scale; the last blocks may be smaller.
-        matrix: offset of the matrix in its file.
-        width: columns of the matrix.
+        matrix: offset of the first number.
+        columns: the first wanted column, and the one behind the last: a byte can contain a number beside them.
         dtype: of the products.
     """
 
-    file: AnyPath
+    tensor: ScaledTensor
     begin: int
-    block: tuple[int, int]
     matrix: int
-    width: int
+    columns: tuple[int, int]
     dtype: np.dtype[Any]
 
     def rows(self, operation: Operation) -> tuple[int, int]:
-        """Return the offset and the number of the scales of an operation's rows of blocks."""
-        row, _ = divmod(operation.begin - self.matrix, self.width)
-        last = row + (operation.sizes[0] if len(operation.sizes) == 2 else 1) - 1
-        first, per_row = row // self.block[0], self._per_row
-        return self.begin + 4 * first * per_row, (last // self.block[0] - first + 1) * per_row
+        """Return the offset and the length of the scales of an operation's rows of blocks, in bytes."""
+        row, _ = self._position(operation)
+        last, high = row + (operation.sizes[0] if len(operation.sizes) == 2 else 1) - 1, self.tensor.scheme.block[0]
+        row_bytes = self.tensor.scales_per_row * dtype_size(self.tensor.scheme.scales)
+        return self.begin + row // high * row_bytes, (last // high - row // high + 1) * row_bytes
 
     def of_part(self, operation: Operation, part: Operation, scales: Array) -> Array:
         """Return the scales that apply to a part of an operation."""
-        first, begin = ((one.begin - self.matrix) // self.width // self.block[0] for one in (operation, part))
-        return scales[(begin - first) * self._per_row :][: self.rows(part)[1]]
+        begin, length = self.rows(part)
+        begin -= self.rows(operation)[0]
+        return scales[begin : begin + length]
 
-    @property
-    def _per_row(self) -> int:
-        return -(-self.width // self.block[1])
-
-    def multiplied(self, operation: Operation, numbers: Array, scales: Array) -> Array:
-        """Return the products of an operation.
+    def multiplied(self, operation: Operation, data: Array, scales: Array) -> tuple[Array, int]:
+        """Return the products of an operation, and the number of unwanted columns before them.
 
         Args:
             operation: reads the numbers.
-            numbers: of it.
-            scales: of :meth:`rows`.
+            data: the bytes of the numbers.
+            scales: the bytes of :meth:`rows`.
         """
-        row, column = divmod(operation.begin - self.matrix, self.width)
-        values = np.empty(numbers.shape, np.float32)
-        copy_cast(values, numbers, operation.path)
-        columns = (column + np.arange(numbers.shape[-1])) // self.block[1]
-        rows = (row + np.arange(values.size // max(1, numbers.shape[-1]))) // self.block[0] - row // self.block[0]
-        factors = scales.reshape(-1, self._per_row)[rows[:, None], columns[None, :]]
-        values *= factors.reshape(values.shape)
+        scheme, (row, first) = self.tensor.scheme, self._position(operation)
+        numbers = as_float32(data, scheme.numbers)
+        low, high = max(first, self.columns[0]), min(first + numbers.shape[-1], self.columns[1])
+        values = numbers[..., low - first : high - first]
+        columns = np.arange(low, high) // scheme.block[1]
+        rows = (row + np.arange(math.prod(values.shape[:-1]))) // scheme.block[0] - row // scheme.block[0]
+        factors = as_float32(scales, scheme.scales).reshape(-1, self.tensor.scales_per_row)[rows[:, None], columns]
+        with np.errstate(over="ignore", invalid="ignore"):
+            values = values * factors.reshape(values.shape)
         if self.dtype == values.dtype:
-            return values
+            return values, low - first
         products = np.empty(values.shape, self.dtype)
         copy_cast(products, values, operation.path)
-        return products
+        return products, low - first
+
+    def _position(self, operation: Operation) -> tuple[int, int]:
+        """Return the row and the column of an operation's first number."""
+        row, byte = divmod(operation.begin - self.matrix, self.tensor.row_bytes)
+        return row, byte * self.tensor.scheme.per_byte
 
 
 class Operation(msgspec.Struct, frozen=True, gc=False, eq=False):
@@ -164,7 +173,7 @@ class Operation(msgspec.Struct, frozen=True, gc=False, eq=False):
         sizes: lengths of the axes, in the order of the file; none for a run of bytes.
         sources: byte strides in the file.
         targets: byte strides in memory.
-        dtype: of the elements in the file.
+        dtype: of the elements in the file; bytes, if the numbers have scales.
         to: of the elements in memory.
         scales: of the numbers, if they have some.
     """
@@ -268,7 +277,7 @@ class Operation(msgspec.Struct, frozen=True, gc=False, eq=False):
         if not self.sizes:
             memory_at(self.address, self.size)[:] = memory_at(image, self.size)
             return
-        if self.dtype.itemsize == 1 and self.dtype != self.to:
+        if self.scales is not None or (self.dtype.itemsize == 1 and self.dtype != self.to):
             # Such a cast has copies of its numbers in other types.
             for part in self._stripes():
                 own = None if self.scales is None or scales is None else self.scales.of_part(self, part, scales)
@@ -286,15 +295,18 @@ class Operation(msgspec.Struct, frozen=True, gc=False, eq=False):
             yield self._part(low, (count - 1) * self.sources[0] + rest, sizes, self.sources, self.targets)
 
     def _place(self, image: int, scratch: Array, scales: Array | None) -> None:
-        reach = sum((n - 1) * stride for n, stride in zip(self.sizes, self.targets, strict=True)) + self.to.itemsize
         dtype, to = self.dtype, self.to
         if dtype == to and scales is None:
             dtype = to = np.dtype(f"u{dtype.itemsize}")  # As plain bits, which numpy copies fast.
         source: Array = np.ndarray(self.sizes, dtype, memory_at(image, self.size), strides=self.sources)
-        target: Array = np.ndarray(self.sizes, to, memory_at(self.address, reach), strides=self.targets)
+        targets, address = self.targets, self.address
         if self.scales is not None and scales is not None:
-            source = self.scales.multiplied(self, source, scales)
-        fast = min(range(source.ndim), key=self.targets.__getitem__)
+            source, skipped = self.scales.multiplied(self, source, scales)
+            targets = (*targets[:-1], targets[-1] // self.scales.tensor.scheme.per_byte)
+            address += skipped * targets[-1]
+        reach = sum((n - 1) * stride for n, stride in zip(source.shape, targets, strict=True)) + to.itemsize
+        target: Array = np.ndarray(source.shape, to, memory_at(address, reach), strides=targets)
+        fast = min(range(source.ndim), key=targets.__getitem__)
         if fast == source.ndim - 1:
             copy_cast(target, source, self.path)
             return
@@ -326,7 +338,6 @@ def strided(
     dtypes: tuple[np.dtype[Any], np.dtype[Any]],
     address: int,
     owner: object,
-    scales: Scales | None = None,
 ) -> Operation | None:
     """Return the operation of a box; None if it has no element.
 
@@ -338,15 +349,51 @@ def strided(
         dtypes: of the elements in the file, and in memory.
         address: of the first element.
         owner: of the memory.
-        scales: of the numbers of a matrix.
     """
     if 0 in size:
         return None
-    axes = (size, *strides) if scales else strided_axes(size, *strides, (dtypes[0].itemsize, dtypes[1].itemsize))
+    axes = strided_axes(size, *strides, (dtypes[0].itemsize, dtypes[1].itemsize))
     reach = sum((n - 1) * stride for n, stride in zip(axes[0], axes[1], strict=True)) + dtypes[0].itemsize
-    if dtypes[0] == dtypes[1] and scales is None and len(axes[0]) == 1 and axes[2][0] == dtypes[1].itemsize:
+    if dtypes[0] == dtypes[1] and len(axes[0]) == 1 and axes[2][0] == dtypes[1].itemsize:
         return Operation(path, begin, reach, address, owner)
-    return Operation(path, begin, reach, address, owner, *axes, *dtypes, scales)
+    return Operation(path, begin, reach, address, owner, *axes, *dtypes)
+
+
+def scaled(
+    tensor: ScaledTensor, dtype: str, box: tuple[Sizes, Sizes], strides: Sizes, memory: Memory, address: int
+) -> Iterator[Operation]:
+    """Yield the operations of a box of products, one for each matrix.
+
+    Args:
+        tensor: numbers and scales.
+        dtype: of the products.
+        box: its first indices, and those behind the last; not empty.
+        strides: byte strides in memory.
+        memory: that is filled.
+        address: of the first element.
+    """
+    pack, row_bytes = tensor.scheme.per_byte, tensor.row_bytes
+    (first, low, left), (last, high, right) = tensor.by_matrix(box[0], 0), tensor.by_matrix(box[1], 1)
+    apart, down, along = tensor.by_matrix(strides, 0)
+    start, stop, blocks = left // pack, -(-right // pack), -(-tensor.stored[-2] // tensor.scheme.block[0])
+    scale_bytes = blocks * tensor.scales_per_row * dtype_size(tensor.scheme.scales)
+    for number in range(first, last):
+        matrix = tensor.begin + number * tensor.stored[-2] * row_bytes
+        yield Operation(
+            tensor.file,
+            matrix + low * row_bytes + start,
+            (high - low - 1) * row_bytes + stop - start,
+            # Of the first number of the first byte, which may be before the box.
+            address + (number - first) * apart - left % pack * along,
+            memory.owner,
+            (high - low, stop - start),
+            (row_bytes, 1),
+            (down, along * pack),
+            to=memory.dtype,
+            scales=Scales(
+                tensor, tensor.scales_begin + number * scale_bytes, matrix, (left, right), numpy_dtype(dtype)
+            ),
+        )
 
 
 @lru_cache(maxsize=4096)

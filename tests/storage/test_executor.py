@@ -17,8 +17,9 @@ from hypothesis import given, strategies as st
 from paddleformers_fc.errors import Corrupt
 from paddleformers_fc.storage import executor, operations
 from paddleformers_fc.storage.checksum import BlockHasher, FileChecksum
+from paddleformers_fc.storage.dtypes import FP4, ScaledTensor, Scheme
 from paddleformers_fc.storage.executor import OwnedBlocks, ReadOptions, ReadPool
-from paddleformers_fc.storage.operations import Operation, Scales, bytes_read, row_major, strided
+from paddleformers_fc.storage.operations import Memory, Operation, bytes_read, row_major, scaled, strided
 from tests.harness.sampling import thorough
 
 DTYPES = [
@@ -281,26 +282,38 @@ def test_a_transpose_with_rows_at_a_power_of_two_is_the_same_numbers(
 @given(st.data())
 def test_numbers_with_scales_are_multiplied_and_cast_once(tmp_path_factory: pytest.TempPathFactory, data: Any) -> None:
     path = tmp_path_factory.getbasetemp() / "scaled.bin"
-    rows, width = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 40))
-    block = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 9))
+    numbers = data.draw(st.sampled_from(["float8_e4m3fn", FP4]))
+    count, rows, half = (data.draw(st.integers(1, most)) for most in (3, 40, 20))
+    width, block = 2 * half, (data.draw(st.integers(1, 9)), data.draw(st.integers(1, 9)))
     random = np.random.default_rng(rows * width)
-    matrix = random.normal(size=(rows, width)).astype(FP8)
-    scales = random.normal(size=(-(-rows // block[0]), -(-width // block[1]))).astype(np.float32)
+    scales = random.normal(size=(count, -(-rows // block[0]), -(-width // block[1]))).astype(np.float32)
+    if numbers == FP4:
+        matrix = random.integers(0, 256, (count, rows, half), np.uint8)
+        pairs = np.stack([matrix & 15, matrix >> 4], -1).reshape(count, rows, width)
+        values = pairs.view(ml_dtypes.float4_e2m1fn).astype(np.float32)
+    else:
+        matrix = random.normal(size=(count, rows, width)).astype(FP8)
+        values = matrix.astype(np.float32)
+    kind = data.draw(st.sampled_from(["float32", "float8_e8m0fnu"]))
+    scales = scales if kind == "float32" else abs(scales).astype(ml_dtypes.float8_e8m0fnu)
     path.write_bytes(b"abc" + matrix.tobytes() + scales.tobytes())
-    dtype = data.draw(st.sampled_from([np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)]))
-    factors = scales.repeat(block[0], 0)[:rows].repeat(block[1], 1)[:, :width]
-    products = (matrix.astype(np.float32) * factors).astype(dtype)
-    low, high = sorted((data.draw(st.integers(0, rows)), data.draw(st.integers(0, rows))))
-    left, right = sorted((data.draw(st.integers(0, width)), data.draw(st.integers(0, width))))
-    size, to = (high - low, right - left), data.draw(st.sampled_from([np.dtype(np.float32), dtype]))
-    out = np.zeros(size[::-1], to).T if data.draw(st.booleans()) else np.zeros(size, to)
-    record = Scales(path, 3 + matrix.size, block, 3, width, dtype)
-    strides = (width, 1), out.strides
-    address = out.__array_interface__["data"][0]
-    made = strided(path, 3 + low * width + left, size, strides, (FP8, to), address, out, record)
+    dtype = data.draw(st.sampled_from(["float32", "bfloat16"]))
+    factors = scales.astype(np.float32).repeat(block[0], 1)[:, :rows].repeat(block[1], 2)[..., :width]
+    products = (values * factors).astype(operations.numpy_dtype(dtype))
+    shape, scheme, transposed = (count, rows, width), Scheme(numbers, kind, block), data.draw(st.booleans())
+    tensor = ScaledTensor("", shape, scheme, path, 3, path, 3 + matrix.nbytes, transposed)
+    products = products.transpose(0, 2, 1) if transposed else products
+    bounds = [sorted(data.draw(st.permutations(range(length + 1)))[:2]) for length in products.shape]
+    box = tuple(low for low, _ in bounds), tuple(high for _, high in bounds)
+    wanted = products[tuple(slice(*one) for one in bounds)]
+    to = data.draw(st.sampled_from([np.dtype(np.float32), wanted.dtype]))
+    flat = np.zeros(wanted.size, to)
+    order = data.draw(st.permutations(range(3)))
+    out = flat.reshape([wanted.shape[axis] for axis in order]).transpose(np.argsort(order))
+    memory = Memory.of(flat)
     with ReadPool(ReadOptions(1, data.draw(st.sampled_from([128, 1000, 1 << 20])))) as pool:
-        pool.run([] if made is None else [made])
-    assert out.tobytes() == products[low:high, left:right].astype(to).tobytes()
+        pool.run(scaled(tensor, dtype, box, out.strides, memory, memory.address))
+    assert out.tobytes() == wanted.astype(to).tobytes()
 
 
 def test_a_contiguous_box_reads_exactly_its_bytes(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from paddleformers_fc.storage.export_checksums import CHECKSUMS_NAME
-from tests.formats.test_fp8_weights import DECLARED, expected, quantized
+from tests.formats.test_quantized import DECLARED, expected, quantized
 from tests.harness import tiny
 from tests.trainer.open_weights_jobs import serve_as_hub
 from tests.trainer.test_pretrained import weights_of

@@ -1,4 +1,4 @@
-"""DeepSeek V3.2: the layers of GLM 5 under DeepSeek's defaults. Open weights of eight bits are refused."""
+"""DeepSeek V3.2: the layers of GLM 5 under DeepSeek's defaults."""
 
 from paddleformers_fc.families import language as lang
 from paddleformers_fc.families.models.glm_moe_dsa import LAYER, TINY

@@ -1,0 +1,270 @@
+"""Open weights of 8 and 4 bits with scales, shown as weights of the declared dtype.
+
+``config.json`` declares how numbers and scales are stored, in ``quantization_config``:
+
+* ``quant_method: fp8`` with ``weight_block_size``, as DeepSeek V3, V3.2 and V4 are published: a matrix ``X.weight`` of
+  float8_e4m3fn has one scale per block in ``X.weight_scale_inv`` or ``X.scale``, of float32. With ``scale_fmt: ue8m0``
+  scales can be powers of two of 8 bits.
+* The same with ``expert_dtype: fp4``, as DeepSeek V4 is published: experts ``X.weight`` have two 4-bit numbers in a
+  byte, and one scale per 32 columns of a row.
+* ``quant_method: mxfp4``, as GPT-OSS is published: ``X_blocks`` contains the rows of all experts in groups of 32 4-bit
+  numbers, and ``X_scales`` a power of two per group. The products are the weight ``X`` with columns before rows.
+
+The catalog contains the products under their names, in a file of this module's making, and no scales. Transformers
+computes the same products; it refuses blocks at an edge that are smaller, which DeepSeek V3 has.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+from paddleformers_fc.errors import FormatError
+from paddleformers_fc.formats.catalog import Catalog, StoredForm, StoredTensor
+from paddleformers_fc.layout.shards import Shard
+from paddleformers_fc.mapping.boxes import whole
+from paddleformers_fc.mapping.folding import fold
+from paddleformers_fc.storage.dtypes import FP4, ScaledFile, ScaledTensor, Scheme, dtype_size, from_safetensors
+from paddleformers_fc.storage.paths import AnyPath
+from paddleformers_fc.storage.safetensors import Header, TensorEntry
+
+QUANTIZATION = "quantization_config"
+_METHOD, _BLOCK, _EXCLUDED, _EXPERTS = "quant_method", "weight_block_size", "modules_to_not_convert", "expert_dtype"
+_SUPPORTED = {
+    "fmt": ("e4m3",),
+    "activation_scheme": ("dynamic",),
+    "scale_fmt": ("float", "ue8m0"),
+    _EXPERTS: ("fp8", "fp4"),
+}
+"""The supported values of other keys of ``quant_method: fp8``."""
+_SCALES = ("_scale_inv", ".scale", "_scales")
+"""Endings of the names of scales under any declaration."""
+_COMPUTED, _FP8, _POWER = "float32", "float8_e4m3fn", "float8_e8m0fnu"
+_DECLARED = ("bfloat16", "float16", _COMPUTED)
+
+Files = dict[str, list[str]]
+"""The tensors of every file."""
+ScaledFiles = dict[str, tuple[str, ScaledFile]]
+"""For every name of a file with products, the file that contains the numbers, and the products."""
+_Entries = Mapping[str, tuple[str, TensorEntry]]
+"""The file and the header entry of every tensor."""
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """Numbers and scales that a declaration provides for.
+
+    Args:
+        stored: dtype of the numbers in headers.
+        endings: of the names of numbers, each with the ending that their scales have instead.
+        schemes: by the dtype of the scales in headers.
+        stack: ending of the numbers of a stack of matrices whose rows are in groups. Products lack it, and are
+            transposed.
+    """
+
+    stored: str
+    endings: tuple[tuple[str, str], ...]
+    schemes: Mapping[str, Scheme]
+    stack: str = ""
+
+
+_GROUPS = Scheme(FP4, _POWER, (1, 32))
+_EXPERTS_OF_FP4 = _Kind("int8", ((".weight", ".scale"),), {_POWER: _GROUPS})
+_MXFP4 = _Kind("uint8", (("_blocks", "_scales"),), {"uint8": _GROUPS}, "_blocks")
+
+
+def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration without the declaration of stored scales, for weights that have none."""
+    hidden = (QUANTIZATION, _EXPERTS) if _is_declared(config) else ()
+    return {key: value for key, value in config.items() if key not in hidden}
+
+
+def plain_document(read: Callable[[], bytes], config: Mapping[str, Any]) -> Callable[[], bytes]:
+    """Return ``config.json`` for the weights as they are read: the file, or the file without the declaration."""
+    plain = plain_config(config)
+    return read if plain == config else lambda: (json.dumps(plain, indent=2) + "\n").encode()
+
+
+def scaled_files(
+    directory: AnyPath, config: Mapping[str, Any], files: Files, headers: Mapping[str, Header]
+) -> tuple[Files, ScaledFiles]:
+    """Divide tensors into plain ones and products of scales.
+
+    Args:
+        directory: of the files.
+        config: ``config.json``.
+        files: the tensors of every file.
+        headers: of the files.
+    Returns:
+        the plain tensors of every file; for every name of a file with products, the file that contains the numbers,
+        and the products. There is one in the declared dtype and one in float32, in this order, for each file.
+    Raises:
+        FormatError: the declared method is not supported, or scales are missing or do not fit their numbers.
+    """
+    if not _is_declared(config):
+        return files, {}
+    kinds, dtype = _kinds(directory, config), _declared_dtype(directory, config)
+    entries = {tensor: (name, headers[name].tensors[tensor]) for name, names in files.items() for tensor in names}
+    products, hidden, faults = _products(directory, kinds, entries)
+    faults += _excluded((one for own in products.values() for one in own), config[QUANTIZATION].get(_EXCLUDED) or [])
+    if faults:
+        raise FormatError(
+            f"Numbers and scales of quantized weights in {directory} do not fit {QUANTIZATION}.",
+            where=str(directory),
+            evidence=fold(faults),
+            next_step="Fetch the files again, or use weights in bfloat16.",
+        )
+    found: ScaledFiles = {}
+    for name, own in products.items():
+        for kind in dict.fromkeys((dtype, _COMPUTED)):
+            found[f"{name}.{kind}"] = (name, ScaledFile(kind, tuple(own)))
+    return {name: [one for one in names if one not in hidden] for name, names in files.items()}, found
+
+
+def scaled_shards(scaled: ScaledFiles) -> Iterator[tuple[Shard, str, int, int]]:
+    """Yield the products in the declared dtype, as shards of their files."""
+    done: set[str] = set()
+    for path, (name, file) in scaled.items():
+        if name not in done:
+            done.add(name)
+            for one, begin in zip(file.tensors, file.begins, strict=False):
+                yield Shard(one.name, file.dtype, one.shape, whole(one.shape)), path, begin, dtype_size(file.dtype)
+
+
+def in_float32(catalog: Catalog) -> Catalog:
+    """Return a catalog with products of scales as computed, so that a load casts them once, to the model's dtype."""
+    forms: dict[StoredForm, StoredForm] = {}
+
+    def computed(tensor: StoredTensor) -> StoredTensor:
+        if len(tensor.offsets) != 1:
+            return tensor
+        ((path, begin),) = tensor.offsets
+        if not isinstance(catalog.identities.get(catalog.root / path), ScaledFile) or tensor.dtype == _COMPUTED:
+            return tensor
+        form = forms.setdefault(tensor.form, replace(tensor.form, dtype=_COMPUTED))
+        ratio = dtype_size(_COMPUTED) // dtype_size(tensor.dtype)
+        other = path.removesuffix(tensor.dtype) + _COMPUTED
+        return StoredTensor(tensor.name, form, ((other, begin * ratio),))
+
+    if not any(isinstance(one, ScaledFile) for one in catalog.identities.values()):
+        return catalog
+    roles = {
+        role: {name: computed(tensor) for name, tensor in tensors.items()} for role, tensors in catalog.roles.items()
+    }
+    return replace(catalog, roles=roles)
+
+
+def _is_declared(config: Mapping[str, Any]) -> bool:
+    declared = config.get(QUANTIZATION)
+    return isinstance(declared, Mapping) and declared.get(_METHOD) is not None
+
+
+def _kinds(directory: AnyPath, config: Mapping[str, Any]) -> tuple[_Kind, ...]:
+    """Return the numbers and scales of a supported declaration."""
+    declared = {_EXPERTS: config.get(_EXPERTS)} | config[QUANTIZATION]
+    kinds: tuple[_Kind, ...] = (_MXFP4,)
+    faults: list[str] = []
+    if declared[_METHOD] == "fp8":
+        scales = (_COMPUTED, _POWER) if declared.get("scale_fmt") == "ue8m0" else (_COMPUTED,)
+        block = declared.get(_BLOCK)
+        if isinstance(block, list) and len(block) == 2 and all(type(one) is int and 0 < one < 1 << 31 for one in block):
+            schemes = {one: Scheme(_FP8, one, (block[0], block[1])) for one in scales}
+            kinds = (_Kind(_FP8, (("", "_scale_inv"), (".weight", ".scale")), schemes),)
+        else:
+            faults.append(f"{_BLOCK}: {block!r} is not supported, only two positive integers")
+        faults += [
+            f"{key}: {declared[key]!r} is not supported, only {' and '.join(map(repr, values))}"
+            for key, values in _SUPPORTED.items()
+            if declared.get(key) is not None and declared[key] not in values
+        ]
+        if declared[_EXPERTS] == "fp4":
+            kinds = (*kinds, _EXPERTS_OF_FP4)
+    elif declared[_METHOD] != "mxfp4":
+        faults.append(f"{_METHOD}: {declared[_METHOD]!r} is not supported, only 'fp8' and 'mxfp4'")
+    excluded = declared.get(_EXCLUDED) or []
+    if not isinstance(excluded, list) or not all(isinstance(one, str) for one in excluded):
+        faults.append(f"{_EXCLUDED}: {excluded!r} is not a list of names")
+    if faults:
+        raise FormatError(
+            f"The quantization of {directory} is not supported.",
+            where=str(directory / "config.json"),
+            evidence=faults,
+            next_step="Use weights in bfloat16: Transformers writes them with dequantize=True and save_pretrained.",
+        )
+    return kinds
+
+
+def _declared_dtype(directory: AnyPath, config: Mapping[str, Any]) -> str:
+    dtype = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
+    if dtype not in _DECLARED:
+        raise FormatError(
+            f"The dtype {dtype!r} of {directory} is not one that quantized weights are read as.",
+            where=str(directory / "config.json"),
+            evidence=[f"torch_dtype: {dtype!r}; supported are {', '.join(_DECLARED)}"],
+            next_step="Set torch_dtype to bfloat16.",
+        )
+    return str(dtype)
+
+
+def _products(
+    directory: AnyPath, kinds: tuple[_Kind, ...], entries: _Entries
+) -> tuple[dict[str, list[ScaledTensor]], set[str], list[str]]:
+    """Return the products by file, the names of their numbers and scales, and what does not fit."""
+    products: dict[str, list[ScaledTensor]] = {}
+    hidden: set[str] = set()
+    faults: list[str] = []
+    for name, (file, entry) in entries.items():
+        for kind in kinds:
+            scales = [name.removesuffix(one) + other for one, other in kind.endings if name.endswith(one)]
+            if not scales or from_safetensors(entry.dtype) != kind.stored:
+                continue
+            found = [one for one in scales if one in entries]
+            hidden |= {name, *found[:1]}
+            product = _product(directory, kind, name, found[0], entries) if found else f"{scales[0]} is missing"
+            if isinstance(product, ScaledTensor):
+                products.setdefault(file, []).append(product)
+            else:
+                faults.append(f"{name}: {product}")
+    stored = " or ".join(kind.stored for kind in kinds)
+    without = sorted(name for name in entries if name.endswith(_SCALES) and name not in hidden)
+    return products, hidden, [*faults, *(f"{name}: there are no numbers of {stored} for it" for name in without)]
+
+
+def _product(directory: AnyPath, kind: _Kind, name: str, scales: str, entries: _Entries) -> ScaledTensor | str:
+    """Return the products of numbers and scales; what is wrong if they do not fit each other."""
+    (file, numbers), (scales_file, found) = entries[name], entries[scales]
+    dtype = from_safetensors(found.dtype)
+    scheme = kind.schemes.get(dtype)
+    if scheme is None:
+        return f"{scales} is stored in {dtype}, wanted {' or '.join(kind.schemes)}"
+    shape = _shape(numbers.shape, scheme, bool(kind.stack))
+    if shape is None:
+        return f"shape {list(numbers.shape)} is not that of {'groups of experts' if kind.stack else 'a matrix'}"
+    *stack, rows, columns = shape
+    wanted = (*stack, -(-rows // scheme.block[0]), -(-columns // scheme.block[1]))
+    if found.shape != wanted:
+        return f"{scales} is stored as {list(found.shape)}, wanted {list(wanted)}"
+    own, other, product = directory / file, directory / scales_file, name.removesuffix(kind.stack)
+    return ScaledTensor(product, shape, scheme, own, numbers.begin, other, found.begin, bool(kind.stack))
+
+
+def _shape(stored: tuple[int, ...], scheme: Scheme, is_stack: bool) -> tuple[int, ...] | None:
+    """Return the shape of numbers by that of their bytes; None if it is not one of these."""
+    if is_stack:
+        is_grouped = len(stored) == 4 and stored[3] * scheme.per_byte == scheme.block[1]
+        return (*stored[:2], stored[2] * scheme.block[1]) if is_grouped else None
+    return (stored[0], stored[1] * scheme.per_byte) if len(stored) == 2 else None
+
+
+def _excluded(products: Iterable[ScaledTensor], patterns: list[str]) -> Iterator[str]:
+    """Yield the products of modules that the declaration excludes from quantization."""
+    exact, others = frozenset(patterns), [one for one in patterns if "*" in one]
+    for product in products:
+        parts = product.name.split(".")
+        for module in (".".join(parts[:count]) for count in range(1, len(parts) + 1)):
+            if module in exact or any(fnmatchcase(module, one) for one in others):
+                yield f"{product.name}: quantized, although {_EXCLUDED} contains {module}"
+                break
