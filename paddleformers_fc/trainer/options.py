@@ -78,12 +78,13 @@ _SMALLEST_SIZE = 10**6
 _LONGEST_TIMEOUT = 7 * 24 * 3600
 _MOST_STEPS = 10**9
 _COUNTS = {
-    "flex_threads": MOST_THREADS,
-    "flex_timeout": _LONGEST_TIMEOUT,
-    "flex_ema_interval": _MOST_STEPS,
-    "zcc_ema_interval": _MOST_STEPS,
+    "flex_threads": range(1, MOST_THREADS + 1),
+    "flex_timeout": range(1, _LONGEST_TIMEOUT + 1),
+    "flex_keep_every": range(_MOST_STEPS + 1),
+    "flex_ema_interval": range(1, _MOST_STEPS + 1),
+    "zcc_ema_interval": range(1, _MOST_STEPS + 1),
 }
-"""Keys whose values are whole numbers from 1, and the largest of each."""
+"""Keys whose values are whole numbers, and the values of each."""
 
 
 def _option(default: Any, help: str) -> Any:
@@ -153,6 +154,10 @@ class FlexFields:
         "5GB",
         "Maximum bytes of tensors in one file of an export, such as 500MB, 5GB or 4GiB; at least 1MB. The header is "
         "extra, and a larger tensor has a file of its own. Default: 5GB.",
+    )
+    flex_keep_every: int = _option(
+        0,
+        "Checkpoints of steps that are multiples of this number stay beyond save_total_limit. Default: none.",
     )
     flex_upload: str = _option(
         "none",
@@ -446,12 +451,12 @@ def _range_faults(options: Any) -> list[str]:
     for name, known in {"flex_read": READ_WAYS, "flex_tied": TIED_WAYS, "flex_unknown_versions": UNKNOWN_WAYS}.items():
         if getattr(options, name) not in known:
             faults.append(f"{name}: {getattr(options, name)!r} is none of {', '.join(known)}")
-    for name, largest in _COUNTS.items():
+    for name, allowed in _COUNTS.items():
         value = getattr(options, name, None)
         if name not in FIELD_NAMES and (value is None or not options.flex_checkpoint):
             continue
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= largest:
-            faults.append(f"{name}: {value!r} is not a whole number from 1 to {largest}")
+        if isinstance(value, bool) or not isinstance(value, int) or value not in allowed:
+            faults.append(f"{name}: {value!r} is not a whole number from {allowed[0]} to {allowed[-1]}")
     for name in ("flex_ema_decay", "zcc_save_ema_coef"):
         value = getattr(options, name, None)
         if name not in FIELD_NAMES and (value is None or not options.flex_checkpoint):

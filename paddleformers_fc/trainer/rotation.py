@@ -1,4 +1,4 @@
-"""Delete old checkpoints beyond ``save_total_limit``.
+"""Delete old checkpoints beyond ``save_total_limit``, but for those of every N-th step under ``flex_keep_every: N``.
 
 The limit counts and deletes finished flex checkpoints only, never files of other programs or formats. The newest whole
 checkpoint and the best one are never deleted. A checkpoint with diverged copies of tied tensors is not whole: it does
@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from paddleformers_fc.distributed.channel import ALONE, Channel, gather_and_keep
 from paddleformers_fc.storage.commit import finished, remove_checkpoint
@@ -29,6 +30,29 @@ from paddleformers_fc.storage.paths import RemotePath, parse_step
 from paddleformers_fc.trainer import resume
 
 _P = TypeVar("_P", Path, RemotePath)
+
+
+@dataclass(frozen=True)
+class Retention:
+    """How many checkpoints of a run stay.
+
+    Args:
+        limit: the maximum number; None for all.
+        every: checkpoints of steps that are multiples stay beyond the limit; 0 for none.
+    """
+
+    limit: int | None
+    every: int = 0
+
+    def keeps(self, manifest: Manifest) -> bool:
+        """Return whether a checkpoint stays beyond the limit; one with diverged ties does not."""
+        return self.every > 0 and manifest.step % self.every == 0 and not manifest.ties
+
+
+def retention_of(args: Any) -> Retention:
+    """Return the retention of a run by its training arguments; PaddleFormers has no limit where it is 0 or less."""
+    limit = args.save_total_limit if args.save_total_limit and args.save_total_limit > 0 else None
+    return Retention(limit, args.flex_keep_every)
 
 
 def numbered(output_dir: Path, prefix: str) -> list[Path]:
@@ -52,7 +76,7 @@ def superfluous(checkpoints: Sequence[_P], limit: int, kept: frozenset[_P]) -> l
 
 def delete_superfluous(
     output_dir: Path,
-    limit: int | None,
+    retention: Retention,
     saved: Path | None,
     needed: Sequence[Path],
     log: Callable[[str], None],
@@ -63,7 +87,7 @@ def delete_superfluous(
 
     Args:
         output_dir: where the run saves.
-        limit: ``save_total_limit``; None deletes none.
+        retention: how many stay.
         saved: the checkpoint that this run has saved last.
         needed: further checkpoints that always stay: the best one.
         log: receives one line per deleted directory, and per damaged one.
@@ -73,6 +97,7 @@ def delete_superfluous(
     Raises:
         StorageError: the operating system refused a deletion.
     """
+    limit = retention.limit
     if limit is None:
         return
     recorded = saved.name if saved is not None else ""
@@ -95,24 +120,30 @@ def delete_superfluous(
             log(f"{path} is not whole, so {stays}: {why}")
     wanted = {path.resolve() for path in (newest, saved, *needed) if path is not None}
     kept = frozenset(path for path in manifests if path.resolve() in wanted)
-    for path in beyond(manifests, limit, kept, newest is not None):
+    for path in beyond(manifests, retention, kept, newest is not None):
         remove_checkpoint(path)
         log(f"Deleted {path}, which is beyond save_total_limit: {limit}.")
 
 
-def beyond(manifests: Mapping[_P, Manifest], limit: int, kept: frozenset[_P], has_whole: bool = True) -> list[_P]:
+def beyond(
+    manifests: Mapping[_P, Manifest], retention: Retention, kept: frozenset[_P], has_whole: bool = True
+) -> list[_P]:
     """Return the checkpoints to delete: those with diverged ties first.
 
     Args:
         manifests: of the finished checkpoints, oldest first.
-        limit: maximum number of checkpoints.
+        retention: how many stay.
         kept: checkpoints that always stay.
         has_whole: whether one of those that stay is whole.
     """
+    limit = retention.limit
+    if limit is None:
+        return []
     diverged = [path for path, manifest in manifests.items() if manifest.ties]
     whole = [path for path in manifests if path not in diverged]
     removable = [path for path in diverged if path not in kept][: max(0, len(manifests) - limit)]
-    return removable + (superfluous(whole, limit, kept.intersection(whole)) if has_whole else [])
+    old = superfluous(whole, limit, kept.intersection(whole)) if has_whole else []
+    return removable + [path for path in old if not retention.keeps(manifests[path])]
 
 
 def finished_checkpoints(output_dir: Path) -> dict[Path, Manifest]:

@@ -71,7 +71,7 @@ from paddleformers_fc.trainer.job_state import (
 from paddleformers_fc.trainer.library import LOAD_METHOD, TrainerCallback, logger
 from paddleformers_fc.trainer.library_models import PREFIX_CHECKPOINT_DIR
 from paddleformers_fc.trainer.lineage import degrees_text, parallel_degrees
-from paddleformers_fc.trainer.rotation import delete_superfluous
+from paddleformers_fc.trainer.rotation import delete_superfluous, retention_of
 from paddleformers_fc.trainer.uploads import Uploads
 
 
@@ -337,14 +337,13 @@ def rotate(
         uploads: those that are not uploaded yet stay.
     """
     leads = disks.sorted_leaders if disks is not None else (0,)
-    limit = args.save_total_limit if args.save_total_limit and args.save_total_limit > 0 else None
     if len(leads) == 1:
         channel = ALONE
     if channel is ALONE and dist.get_rank() != 0:
         return
     try:
         needed = [*([] if best is None else [Path(best)]), *([] if uploads is None else uploads.pending())]
-        delete_superfluous(Path(output_dir), limit, saved, needed, logger.info, channel, leads)
+        delete_superfluous(Path(output_dir), retention_of(args), saved, needed, logger.info, channel, leads)
     except StorageError as error:
         # The new checkpoint is saved, so the run continues.
         logger.warning(f"An old checkpoint could not be deleted; the next save tries again.\n{error.render()}")

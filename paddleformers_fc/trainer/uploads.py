@@ -31,7 +31,7 @@ from paddleformers_fc.storage.paths import RemotePath, parse_step
 from paddleformers_fc.storage.remote_writes import check_remote_writable
 from paddleformers_fc.text import rate_text, size_text
 from paddleformers_fc.trainer.library import logger
-from paddleformers_fc.trainer.rotation import beyond, finished_checkpoints, numbered
+from paddleformers_fc.trainer.rotation import Retention, beyond, finished_checkpoints, numbered, retention_of
 
 _WAIT_SECONDS = 10.0
 """Interval at which ranks that wait for an upload exchange its state."""
@@ -48,13 +48,13 @@ class CheckpointUploader:
 
     Args:
         url: the directory of the checkpoints.
-        limit: maximum number of checkpoints there; None deletes none.
+        retention: how many checkpoints stay there.
         patience: seconds to wait for the files of other disks.
         is_coordinator: whether this process sends small files and manifests.
     """
 
-    def __init__(self, url: RemotePath, limit: int | None, patience: float, is_coordinator: bool) -> None:
-        self._url, self._limit, self._patience = url, limit, patience
+    def __init__(self, url: RemotePath, retention: Retention, patience: float, is_coordinator: bool) -> None:
+        self._url, self._retention, self._patience = url, retention, patience
         self._is_coordinator = is_coordinator
         self._waiting: list[Path] = []
         self._failed: dict[Path, FlexError] = {}
@@ -174,8 +174,8 @@ class CheckpointUploader:
             seconds = time.monotonic() - started
             if sent:
                 logger.info(f"Uploaded {target}: {size_text(sent)} in {seconds:.2f} s, {rate_text(sent, seconds)}")
-            if self._is_coordinator and self._limit is not None:
-                self._rotate(self._limit, target)
+            if self._is_coordinator and self._retention.limit is not None:
+                self._rotate(target)
         except _Stopped:
             raise
         except Exception as error:
@@ -184,15 +184,15 @@ class CheckpointUploader:
             return failure
         return None
 
-    def _rotate(self, limit: int, uploaded: RemotePath) -> None:
+    def _rotate(self, uploaded: RemotePath) -> None:
         """Delete checkpoints in the store beyond the limit, never this one, the newest whole one or the best one."""
         manifests = uploaded_checkpoints(self._url)
         whole = [path for path, manifest in manifests.items() if not manifest.ties]
         best = None if self._best is None else Path(self._best).name
         kept = frozenset(path for path in manifests if path in (*whole[-1:], uploaded) or path.name == best)
-        for path in beyond(manifests, limit, kept):
+        for path in beyond(manifests, self._retention, kept):
             remove_uploaded(path, manifests[path])
-            logger.info(f"Deleted {path}, which is beyond save_total_limit: {limit}.")
+            logger.info(f"Deleted {path}, which is beyond save_total_limit: {self._retention.limit}.")
 
 
 def _is_whole(checkpoint: Path) -> bool:
@@ -226,10 +226,9 @@ class Uploads:
     """
 
     def __init__(self, url: RemotePath, args: Any, channel: Channel) -> None:
-        limit = args.save_total_limit if args.save_total_limit and args.save_total_limit > 0 else None
         self._url, self._channel, self._patience = url, channel, args.flex_timeout
         self._output_dir = Path(args.output_dir)
-        self._uploader = CheckpointUploader(url, limit, args.flex_timeout, channel.rank == 0)
+        self._uploader = CheckpointUploader(url, retention_of(args), args.flex_timeout, channel.rank == 0)
         self._leads = False
         self._in_loop = False
 

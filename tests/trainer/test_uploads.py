@@ -22,6 +22,7 @@ from paddleformers_fc.storage.manifest import MANIFEST_NAME, DivergedTie, read_m
 from paddleformers_fc.storage.paths import RemotePath
 from paddleformers_fc.trainer import save_job
 from paddleformers_fc.trainer.options import FlexFields, check_options, upload_url
+from paddleformers_fc.trainer.rotation import Retention
 from paddleformers_fc.trainer.uploads import CheckpointUploader, Uploads
 from tests.cli.support import run
 from tests.harness.limits import LIMIT
@@ -151,8 +152,8 @@ def test_the_files_of_two_disks_make_one_checkpoint(
     assert bucket.files("run/checkpoint-2") == whole
 
 
-def uploader(bucket: Bucket, limit: int | None = None) -> CheckpointUploader:
-    return CheckpointUploader(bucket.path / "run", limit, LIMIT, True)
+def uploader(bucket: Bucket, limit: int | None = None, every: int = 0) -> CheckpointUploader:
+    return CheckpointUploader(bucket.path / "run", Retention(limit, every), LIMIT, True)
 
 
 def test_old_checkpoints_in_the_store_are_deleted_and_files_of_others_stay(bucket: Bucket, tmp_path: Path) -> None:
@@ -166,6 +167,15 @@ def test_old_checkpoints_in_the_store_are_deleted_and_files_of_others_stay(bucke
     assert steps(bucket) == ["checkpoint-4", "checkpoint-8"]
     others = {name for name in bucket.files("run") if name.split("/")[0] not in ("checkpoint-4", "checkpoint-8")}
     assert others == {"checkpoint-2/notes.txt", "checkpoint-1/half.safetensors"}
+
+
+def test_every_nth_step_stays_in_the_store_beyond_the_limit(bucket: Bucket, tmp_path: Path) -> None:
+    one = uploader(bucket, 1, 3)
+    for step in range(1, 6):
+        one.follow(make_checkpoint(tmp_path, step))
+    assert not one.is_busy(LIMIT)
+    one.refuse_failed()
+    assert steps(bucket) == ["checkpoint-3", "checkpoint-5"]
 
 
 def test_a_checkpoint_with_diverged_ties_costs_no_whole_one_in_the_store(bucket: Bucket, tmp_path: Path) -> None:
@@ -196,7 +206,7 @@ def test_a_refused_upload_is_tried_again_and_its_last_error_is_raised(bucket: Bu
 
 
 def uploads(bucket: Bucket, output_dir: Path, limit: int = 0) -> Uploads:
-    args: Any = SimpleNamespace(save_total_limit=limit, output_dir=str(output_dir), flex_timeout=60)
+    args: Any = SimpleNamespace(save_total_limit=limit, flex_keep_every=0, output_dir=str(output_dir), flex_timeout=60)
     return Uploads(bucket.path / "run", args, ALONE)
 
 
@@ -230,7 +240,10 @@ def test_the_end_of_training_waits_and_raises(bucket: Bucket, tmp_path: Path) ->
 
 def test_a_local_checkpoint_is_deleted_after_its_upload_and_not_before(bucket: Bucket, tmp_path: Path) -> None:
     disks = DiskLeaders((0,), "")
-    one, args = uploads(bucket, tmp_path), SimpleNamespace(save_total_limit=1, flex_verify="size", flex_threads=1)
+    one, args = (
+        uploads(bucket, tmp_path),
+        SimpleNamespace(save_total_limit=1, flex_keep_every=0, flex_verify="size", flex_threads=1),
+    )
     bucket.store.accepts = lambda method, path, query: False
     for step in (2, 4):
         one.committed(make_checkpoint(tmp_path, step), None, disks)
@@ -246,7 +259,7 @@ def test_a_local_checkpoint_is_deleted_after_its_upload_and_not_before(bucket: B
 def test_a_bucket_that_is_missing_or_cannot_be_written_is_refused_before_training(
     bucket: Bucket, tmp_path: Path
 ) -> None:
-    args: Any = SimpleNamespace(save_total_limit=0, output_dir=str(tmp_path), flex_timeout=60)
+    args: Any = SimpleNamespace(save_total_limit=0, flex_keep_every=0, output_dir=str(tmp_path), flex_timeout=60)
     missing = RemotePath(f"{bucket.path}-missing/run")
     with pytest.raises(StorageError, match="refused to write"):
         Uploads(missing, args, ALONE).check()
@@ -266,7 +279,9 @@ def test_checkpoints_are_uploaded_to_a_file_system_of_this_machine(tmp_path: Pat
     url = upload_url(FlexFields(flex_upload=f"file://{quote(str(target))}"))
     assert url == upload_url(FlexFields(flex_upload=f"local://{quote(str(target))}"))
     assert url is not None
-    args: Any = SimpleNamespace(save_total_limit=1, output_dir=str(tmp_path / "out"), flex_timeout=60)
+    args: Any = SimpleNamespace(
+        save_total_limit=1, flex_keep_every=0, output_dir=str(tmp_path / "out"), flex_timeout=60
+    )
     one = Uploads(url, args, ALONE)
     one.check()
     (tmp_path / "out").mkdir()
