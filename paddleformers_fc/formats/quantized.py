@@ -27,7 +27,15 @@ from paddleformers_fc.formats.catalog import Catalog, StoredForm, StoredTensor
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping.boxes import whole
 from paddleformers_fc.mapping.folding import fold
-from paddleformers_fc.storage.dtypes import FP4, ScaledFile, ScaledTensor, Scheme, dtype_size, from_safetensors
+from paddleformers_fc.storage.dtypes import (
+    FP4,
+    ScaledFile,
+    ScaledTensor,
+    Scheme,
+    dtype_size,
+    from_safetensors,
+    to_safetensors,
+)
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.storage.safetensors import Header, TensorEntry
 
@@ -180,7 +188,8 @@ def _kinds(directory: AnyPath, config: Mapping[str, Any]) -> tuple[_Kind, ...]:
             for key, values in _SUPPORTED.items()
             if declared.get(key) is not None and declared[key] not in values
         ]
-        if declared[_EXPERTS] == "fp4":
+        # The first config.json of DeepSeek V4 lacks the key. The shape of the scales shows two numbers in a byte.
+        if declared[_EXPERTS] == "fp4" or (declared[_EXPERTS] is None and _POWER in scales):
             kinds = (*kinds, _EXPERTS_OF_FP4)
     elif declared[_METHOD] != "mxfp4":
         faults.append(f"{_METHOD}: {declared[_METHOD]!r} is not supported, only 'fp8' and 'mxfp4'")
@@ -213,29 +222,35 @@ def _products(
     directory: AnyPath, kinds: tuple[_Kind, ...], entries: _Entries
 ) -> tuple[dict[str, list[ScaledTensor]], set[str], list[str]]:
     """Return the products by file, the names of their numbers and scales, and what does not fit."""
+    by_dtype = {to_safetensors(kind.stored): kind for kind in kinds}
+    paths = {file: directory / file for file in {file for file, _ in entries.values()}}
     products: dict[str, list[ScaledTensor]] = {}
     hidden: set[str] = set()
     faults: list[str] = []
     for name, (file, entry) in entries.items():
-        for kind in kinds:
-            scales = [name.removesuffix(one) + other for one, other in kind.endings if name.endswith(one)]
-            if not scales or from_safetensors(entry.dtype) != kind.stored:
-                continue
-            found = [one for one in scales if one in entries]
-            hidden |= {name, *found[:1]}
-            product = _product(directory, kind, name, found[0], entries) if found else f"{scales[0]} is missing"
-            if isinstance(product, ScaledTensor):
-                products.setdefault(file, []).append(product)
-            else:
-                faults.append(f"{name}: {product}")
+        kind = by_dtype.get(entry.dtype)
+        scales = [name.removesuffix(one) + other for one, other in kind.endings if name.endswith(one)] if kind else []
+        if kind is None or not scales:
+            continue
+        found = next((one for one in scales if one in entries), None)
+        if found is None:
+            faults.append(f"{name}: {scales[0]} is missing")
+            continue
+        hidden |= {name, found}
+        product = _product(kind, name, paths[file], entry, found, paths[entries[found][0]], entries[found][1])
+        if isinstance(product, ScaledTensor):
+            products.setdefault(file, []).append(product)
+        else:
+            faults.append(f"{name}: {product}")
     stored = " or ".join(kind.stored for kind in kinds)
     without = sorted(name for name in entries if name.endswith(_SCALES) and name not in hidden)
     return products, hidden, [*faults, *(f"{name}: there are no numbers of {stored} for it" for name in without)]
 
 
-def _product(directory: AnyPath, kind: _Kind, name: str, scales: str, entries: _Entries) -> ScaledTensor | str:
+def _product(
+    kind: _Kind, name: str, file: AnyPath, numbers: TensorEntry, scales: str, scales_file: AnyPath, found: TensorEntry
+) -> ScaledTensor | str:
     """Return the products of numbers and scales; what is wrong if they do not fit each other."""
-    (file, numbers), (scales_file, found) = entries[name], entries[scales]
     dtype = from_safetensors(found.dtype)
     scheme = kind.schemes.get(dtype)
     if scheme is None:
@@ -247,8 +262,8 @@ def _product(directory: AnyPath, kind: _Kind, name: str, scales: str, entries: _
     wanted = (*stack, -(-rows // scheme.block[0]), -(-columns // scheme.block[1]))
     if found.shape != wanted:
         return f"{scales} is stored as {list(found.shape)}, wanted {list(wanted)}"
-    own, other, product = directory / file, directory / scales_file, name.removesuffix(kind.stack)
-    return ScaledTensor(product, shape, scheme, own, numbers.begin, other, found.begin, bool(kind.stack))
+    product, transposed = name.removesuffix(kind.stack), bool(kind.stack)
+    return ScaledTensor(product, shape, scheme, file, numbers.begin, scales_file, found.begin, transposed)
 
 
 def _shape(stored: tuple[int, ...], scheme: Scheme, is_stack: bool) -> tuple[int, ...] | None:
@@ -262,7 +277,7 @@ def _shape(stored: tuple[int, ...], scheme: Scheme, is_stack: bool) -> tuple[int
 def _excluded(products: Iterable[ScaledTensor], patterns: list[str]) -> Iterator[str]:
     """Yield the products of modules that the declaration excludes from quantization."""
     exact, others = frozenset(patterns), [one for one in patterns if "*" in one]
-    for product in products:
+    for product in products if patterns else ():
         parts = product.name.split(".")
         for module in (".".join(parts[:count]) for count in range(1, len(parts) + 1)):
             if module in exact or any(fnmatchcase(module, one) for one in others):

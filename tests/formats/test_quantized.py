@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ from paddleformers_fc.execute.digest import weights_md5
 from paddleformers_fc.execute.load import prepare_weights
 from paddleformers_fc.execute.output_directory import inspect_directory
 from paddleformers_fc.execute.reading import read_parts
-from paddleformers_fc.formats.huggingface import open_huggingface
+from paddleformers_fc.formats.huggingface import HUGGINGFACE, open_huggingface
 from paddleformers_fc.formats.quantized import in_float32
 from paddleformers_fc.mapping.boxes import Box, whole
 from paddleformers_fc.plan.items import StoredPart
@@ -42,6 +43,8 @@ ORACLE = np.load(Path(__file__).with_name("quantized.npz"))
 DECLARED = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(BLOCK)}
 
 
+HEADERS: dict[str, Any] = json.loads(Path(__file__).with_name("published_weights.json").read_text())
+"""The configuration, and the dtypes and shapes of tensors, of published weights by their name on the hub."""
 EXCLUDED = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
 
 
@@ -413,3 +416,47 @@ def test_missing_scales_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(FormatError) as refused:
         open_huggingface(tmp_path)
     assert refused.value.evidence == ("model.a.weight: model.a.weight_scale_inv is missing",)
+
+
+def expanded(name: str) -> list[str]:
+    """Return the names that a pattern such as ``layers.{2-42/2,0-0}.norm`` stands for."""
+    found = re.search(r"\{([^}]*)\}", name)
+    if found is None:
+        return [name]
+    ranges = [re.fullmatch(r"(\d+)-(\d+)(?:/(\d+))?", part) for part in found[1].split(",")]
+    numbers = [one for part in ranges if part for one in range(int(part[1]), int(part[2]) + 1, int(part[3] or 1))]
+    return [one for number in numbers for one in expanded(name.replace(found[0], str(number), 1))]
+
+
+def write_headers(directory: Path, config: dict[str, Any], tensors: dict[str, Any]) -> None:
+    """Write published weights of four layers; their numbers are holes."""
+    config, layers, kept = {**config}, config["num_hidden_layers"], 4
+    for key in ("compress_ratios", "layer_types"):
+        if key in config:
+            config[key] = [*config[key][:kept], *config[key][layers:]]
+    (directory / "config.json").write_text(json.dumps({**config, "num_hidden_layers": kept}))
+    header, end = {}, 0
+    for pattern, (dtype, shape) in tensors.items():
+        for name in expanded(pattern):
+            layer = int((re.search(r"\blayers\.(\d+)\.", name) or [0, 0])[1])
+            if layer < kept or layer >= layers:
+                size = math.prod(shape) * {"BF16": 2, "F32": 4, "I64": 8}.get(dtype, 1)
+                name = name.replace(f"layers.{layer}.", f"layers.{layer - layers + kept}.") if layer >= layers else name
+                header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + size]}
+                end += size
+    raw = json.dumps(header).encode()
+    with (directory / "model.safetensors").open("wb") as file:
+        file.write(len(raw).to_bytes(8, "little") + raw)
+        file.truncate(8 + len(raw) + end)
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_published_headers_are_those_that_the_family_declares(tmp_path: Path, name: str) -> None:
+    write_headers(tmp_path, **HEADERS[name])
+    opened = open_huggingface(tmp_path)
+    stored = opened.catalog.roles["model_state"]
+    rules = HUGGINGFACE.built_model(opened).rules
+    # Copies of the embeddings and of the output in DeepSeek's prediction layer, which the model has once.
+    shared = {one for one in stored if one.endswith(("layers.4.embed_tokens.weight", "shared_head.head.weight"))}
+    assert {source for rule in rules.rules for source in rule.sources} == stored.keys() - shared
+    assert {one.dtype for one in stored.values()} <= {"bfloat16", "float32", "int64"}

@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from paddleformers_fc.storage.export_checksums import CHECKSUMS_NAME
-from tests.formats.test_quantized import DECLARED, expected, quantized
+from tests.formats.test_quantized import DECLARED, expected, quantized, write
 from tests.harness import tiny
 from tests.trainer.open_weights_jobs import serve_as_hub
 from tests.trainer.test_pretrained import weights_of
@@ -74,6 +74,17 @@ def test_fp8_weights_with_block_scales_fill_tensor_parallel_ranks_and_are_export
     assert all(array.tobytes() == wanted[name].tobytes() for name, array in again.items())
     exported = json.loads((tmp_path / "again" / "config.json").read_text())
     assert (exported.get("quantization_config") or {}).get("quant_method") is None
+
+
+def test_mxfp4_weights_of_gpt_oss_fill_paddleformers_class_and_are_exported_plain(
+    ranks: ForkServer, tmp_path: Path
+) -> None:
+    wanted = write(tmp_path / "mxfp4", "gpt_oss")
+    job = {"layout": tiny.SINGLE.to_json(), "output_dir": str(tmp_path / "run"), "source": str(tmp_path / "mxfp4")}
+    assert ranks.run(f"{JOBS}:load_and_export", 1, {**job, "target": str(tmp_path / "again")}).values == ([],)
+    again = load_file(tmp_path / "again" / "model.safetensors")
+    assert again.keys() == wanted.keys()
+    assert all(np.array_equal(array, wanted[name]) for name, array in again.items())
 
 
 def test_what_a_later_pipeline_stage_does_not_find_in_the_files_is_reported_too(
