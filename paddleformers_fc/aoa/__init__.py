@@ -5,10 +5,10 @@ proved like any other. :func:`render` writes rules as text that Paddle's own eng
 described in ``docs/aoa.md``.
 """
 
-from paddleformers_fc.aoa.evaluate import assigned_names, evaluate, parse, parse_config
+from paddleformers_fc.aoa.evaluate import assigned_names, evaluate, parse
 from paddleformers_fc.aoa.rendering import Hints, render, with_ties
+from paddleformers_fc.aoa.rules import AoaTensor, Tensors, uncut
 from paddleformers_fc.aoa.syntax import Program, read_config
-from paddleformers_fc.aoa.values import AoaTensor, Tensors, uncut
 
 __all__ = [
     "AoaTensor",
@@ -18,7 +18,6 @@ __all__ = [
     "assigned_names",
     "evaluate",
     "parse",
-    "parse_config",
     "read_config",
     "render",
     "uncut",

@@ -1,184 +1,33 @@
 """Evaluate a program between two sides of tensors: the mapping of its statements.
 
-All statements are evaluated before a fault is raised, so that one report lists the faults of all of them. The mapping
-still has to be proved (:func:`paddleformers_fc.mapping.prove`). Faults that a proof would find in boxes (a shape or
-dtype that does not fit, a source that two statements read) are reported here with the statement. Time is linear in the
-text, the tensors and the expanded statements, whose number is bounded.
+Expanded statements are executed one after the other: each becomes a rule, which is applied to the values that it reads.
+A name refers to its last assignment, or to the left tensor of that name. A right tensor without an assignment is the
+left tensor of its name.
 
-The mapping of all assignments, and the faults that are visible only after the last statement.
-
-The boxes of every right tensor are collected. These faults are reported with their statement: a shape or dtype that
-does not fit, an assigned name that no tensor and no statement uses, and a source that is read twice.
+All statements are evaluated before a fault is raised, so that one report lists the faults of all of them. Faults do not
+spread: the target of a faulty statement is unknown, and statements that read it are skipped. The mapping still has to
+be proved (:func:`paddleformers_fc.mapping.prove`). Faults that a proof would find in boxes are reported here with the
+statement: a shape or dtype that does not fit, an assigned name that no tensor and no statement uses, and a source that
+is read twice. Time is linear in the text, the tensors, and the boxes of expanded statements, whose number is bounded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 
-from paddleformers_fc.aoa.expand import Budget, Expander, Step
+from paddleformers_fc.aoa.expand import Budget, Expander, Name, Step
 from paddleformers_fc.aoa.faults import Fault, Faults, Span
-from paddleformers_fc.aoa.interpreter import Assignments, Interpreter
-from paddleformers_fc.aoa.names import NameIndex
-from paddleformers_fc.aoa.syntax import Program, read_config, read_statements
-from paddleformers_fc.aoa.values import Tensors, Value, value_of
+from paddleformers_fc.aoa.names import NameIndex, name_skeletons, skeleton
+from paddleformers_fc.aoa.operations import Fused, Join, Move, OneSided
+from paddleformers_fc.aoa.rules import Composition, Tensors, Value, fusing, joining, permuting, value_of
+from paddleformers_fc.aoa.shards import Shards, groups_of, groups_read, shards_written
+from paddleformers_fc.aoa.syntax import NOTHING, QKV, Program, read_statements
 from paddleformers_fc.errors import MappingError
-from paddleformers_fc.mapping.correspondences import TensorMapping, TensorSources, TensorSpec, spelled
+from paddleformers_fc.mapping.boxes import Shape
+from paddleformers_fc.mapping.correspondences import TensorMapping, TensorSpec, spelled
 from paddleformers_fc.mapping.rules import Tie
-from paddleformers_fc.mapping.templates import Template
-
-
-@dataclass(frozen=True)
-class _Output:
-    """A right tensor, its value, and the step that assigned it; None for equal names."""
-
-    name: str
-    value: Value
-    step: Step | None
-
-    def report(self, fault: Fault, faults: Faults) -> None:
-        if self.step is not None:
-            self.step.report(fault, faults)
-        else:
-            faults.add_plain(f"equal names: {fault.cause}" + (f" Accepted: {fault.accepted}" if fault.accepted else ""))
-
-
-def mapping_of(
-    assignments: Assignments, left: Tensors, right: Tensors | None, aliases: Mapping[str, str], faults: Faults
-) -> TensorMapping:
-    """Return the mapping of all assignments.
-
-    Args:
-        assignments: the assignments.
-        left: the tensors on the left side.
-        right: the tensors on the right side, or None if they follow from the statements.
-        aliases: tied right names and their owners.
-        faults: receives the faults.
-    """
-    outputs = list(_derived(assignments, left) if right is None else _wanted(assignments, left, right))
-    if right is not None:
-        _refuse_unwanted(assignments, right, faults)
-        _refuse_unfit(outputs, left, right, faults)
-    _refuse_contradictions(assignments, left, right, faults)
-    kept = _without_aliases(outputs, aliases, faults)
-    _refuse_reread(kept, left, faults)
-    targets = (
-        {one.name: TensorSpec(one.value.shape, min(one.value.dtypes(left), default="float32")) for one in kept}
-        if right is None
-        else {name: tensor.spec for name, tensor in right.items() if name not in aliases}
-    )
-    return TensorMapping(
-        sources={name: tensor.spec for name, tensor in left.items()},
-        targets=targets,
-        made={one.name: _without_own_casts(one.value.sources, left) for one in kept if one.value.links},
-        fresh=frozenset(name for name in assignments.fresh if name in targets),
-        dropped=frozenset(name for name in assignments.dropped if name in left),
-    )
-
-
-def _wanted(assignments: Assignments, left: Tensors, right: Tensors) -> Iterator[_Output]:
-    """Yield right tensors by assignment, and by equal names."""
-    for name in right:
-        if name in assignments.values:
-            value = assignments.values[name]
-            if value is not None:
-                yield _Output(name, value, assignments.assigned[name])
-        elif name in left and name not in assignments.fresh and name not in assignments.dropped:
-            yield _Output(name, value_of(name, left[name].shape), None)
-
-
-def _derived(assignments: Assignments, left: Tensors) -> Iterator[_Output]:
-    """Yield left tensors and assigned names that no statement reads, if the right side is unknown."""
-    for name, tensor in left.items():
-        if name not in assignments.readers and name not in assignments.dropped and name not in assignments.unread:
-            yield _Output(name, value_of(name, tensor.shape), None)
-    for name, step in assignments.assigned.items():
-        value = assignments.values[name]
-        if name in assignments.unread and value is not None:
-            yield _Output(name, value, step)
-
-
-def _without_own_casts(made: TensorSources, left: Tensors) -> TensorSources:
-    """Return sources without casts to the dtype that a source has."""
-    casts = [None if one.cast == left[made.names[one.source]].dtype else one.cast for one in made.template.links]
-    if all(one.cast == cast for one, cast in zip(made.template.links, casts, strict=True)):
-        return made
-    links = (replace(one, cast=cast) for one, cast in zip(made.template.links, casts, strict=True))
-    return TensorSources(Template(tuple(links)), made.names)
-
-
-def _refuse_unwanted(assignments: Assignments, right: Tensors, faults: Faults) -> None:
-    index: NameIndex | None = None
-    for name in sorted(assignments.unread - right.keys()):
-        if assignments.values[name] is None:
-            continue
-        index = index or NameIndex(right)
-        step = assignments.assigned[name]
-        accepted = index.nearest(name) or "`a -> _` for a tensor that is not wanted"
-        cause = f"`{name}` is not a tensor of the right side, and no later statement reads it."
-        step.report(Fault(cause, accepted, step.statement.right[0].span), faults)
-
-
-def _refuse_unfit(outputs: list[_Output], left: Tensors, right: Tensors, faults: Faults) -> None:
-    for output in outputs:
-        wanted, shape = right[output.name], output.value.shape
-        dtypes = sorted(output.value.dtypes(left) - {wanted.dtype})
-        if shape != wanted.shape:
-            cause = f"`{output.name}` has shape {list(wanted.shape)}, its value has shape {list(shape)}."
-            output.report(Fault(cause), faults)
-        elif dtypes:
-            cause = f"`{output.name}` is {wanted.dtype}, its value is {dtypes[0]}."
-            accepted = f"a statement with src_dtype='{dtypes[0]}', dst_dtype='{wanted.dtype}'"
-            output.report(Fault(cause, accepted), faults)
-
-
-def _refuse_contradictions(assignments: Assignments, left: Tensors, right: Tensors | None, faults: Faults) -> None:
-    """Reject ``_`` next to an unknown name, or a name that another statement uses."""
-    for name, step in assignments.dropped.items():
-        if name not in left:
-            step.report(Fault(f"`{name}` is not a tensor of the left side."), faults)
-        for reader in assignments.readers.get(name, [])[:1]:
-            step.report(Fault(f"`{name}` is removed here and read by {reader.statement.line.title}."), faults)
-    for name, step in assignments.fresh.items():
-        if right is None or name not in right:
-            step.report(Fault(f"`{name}` is not a tensor of the right side."), faults)
-        if name in assignments.values:
-            other = assignments.assigned[name].statement.line.title
-            step.report(Fault(f"`{name}` keeps its initial values here and is assigned by {other}."), faults)
-
-
-def _without_aliases(outputs: list[_Output], aliases: Mapping[str, str], faults: Faults) -> list[_Output]:
-    """Return the outputs without tied names, each of which must be equal to its owner."""
-    by_name = {output.name: output for output in outputs}
-    for alias, owner in aliases.items():
-        if alias not in by_name or by_name[alias].step is None or owner not in by_name:
-            continue
-        if set(spelled("", by_name[alias].value.sources)) != set(spelled("", by_name[owner].value.sources)):
-            cause = f"`{alias}` is tied to `{owner}`, and its value differs from the owner's."
-            by_name[alias].report(Fault(cause, "the same value for both"), faults)
-    return [output for output in outputs if output.name not in aliases]
-
-
-def _refuse_reread(outputs: list[_Output], left: Tensors, faults: Faults) -> None:
-    """Refuse left tensors with more elements read than they have: one source of two targets."""
-    volumes: dict[str, int] = {}
-    readers: dict[str, dict[str, _Output]] = {}
-    for output in outputs:
-        for link in output.value.links:
-            name = output.value.sources.names[link.source]
-            volumes[name] = volumes.get(name, 0) + link.source_box.volume
-            readers.setdefault(name, {})[output.name] = output
-    for name, volume in volumes.items():
-        if volume <= prod(left[name].shape):
-            continue
-        found = list(readers[name].values())
-        by = [f"`{one.name}` ({one.step.statement.line.title if one.step else 'equal names'})" for one in found[:4]]
-        accepted = "one target per source; for tied weights the owner alone, and `_ -> alias`"
-        last = next((one for one in reversed(found) if one.step is not None), found[-1])
-        fault = Fault(f"`{name}` is read more than once: it becomes {', '.join(by)}.", accepted)
-        last.report(fault, faults)
-
 
 _SPARE = 200_000
 _PER_TENSOR = 64
@@ -217,13 +66,6 @@ def parse(statements: Sequence[str], left: Tensors, right: Tensors | None, ties:
     return evaluate(read_statements(statements), left, right, ties)
 
 
-def parse_config(
-    config: Mapping[str, object], stored: Tensors, wanted: Tensors | None, ties: Iterable[Tie] = ()
-) -> TensorMapping:
-    """Read and evaluate an ``aoa_config``. Arguments, result and errors as of :func:`evaluate`."""
-    return evaluate(read_config(config), stored, wanted, ties)
-
-
 def assigned_names(program: Program, stored: Tensors, wanted: Tensors) -> frozenset[str]:
     """Return the wanted tensors that a program assigns. The others keep the stored tensor of their name.
 
@@ -242,8 +84,9 @@ def assigned_names(program: Program, stored: Tensors, wanted: Tensors) -> frozen
 def _evaluated(program: Program, left: Tensors, right: Tensors | None, ties: Iterable[Tie]) -> TensorMapping:
     faults, index, budget = Faults(), NameIndex(left), _budget(left, right)
     steps = _steps(program, Expander(index, None if right is None else NameIndex(right), budget), faults)
-    assignments = Interpreter(steps, left, right or {}, index, budget).run(faults)
-    mapping = mapping_of(assignments, left, right, {tie.alias: tie.owner for tie in ties}, faults)
+    evaluation = _Evaluation(left, right, index, budget, faults)
+    evaluation.run(steps)
+    mapping = evaluation.mapping({tie.alias: tie.owner for tie in ties})
     faults.raise_any()
     return mapping
 
@@ -263,3 +106,255 @@ def _steps(program: Program, expander: Expander, faults: Faults) -> list[Step]:
         except Fault as fault:
             faults.add(statement.line, fault, statement.arrow)
     return steps
+
+
+@dataclass(frozen=True)
+class _Output:
+    """A right tensor, its value, and the step that assigned it; None for equal names."""
+
+    name: str
+    value: Value
+    step: Step | None
+
+    def report(self, fault: Fault, faults: Faults) -> None:
+        if self.step is not None:
+            self.step.report(fault, faults)
+        else:
+            faults.add_plain(f"equal names: {fault.cause}" + (f" Accepted: {fault.accepted}" if fault.accepted else ""))
+
+
+class _UnknownName(Fault):
+    """An unknown name that a statement reads."""
+
+    def __init__(self, name: str, near: str, span: Span) -> None:
+        self.name = name
+        super().__init__(f"`{name}` is not a tensor of the left side, and no earlier statement assigns it.", near, span)
+
+
+class _Evaluation:
+    """One evaluation of all steps.
+
+    Args:
+        left: the tensors on the left side.
+        right: the tensors on the right side; None where they follow from the statements.
+        index: the names of the left side.
+        budget: limit of all boxes.
+        faults: receives the faults.
+    """
+
+    def __init__(self, left: Tensors, right: Tensors | None, index: NameIndex, budget: Budget, faults: Faults) -> None:
+        self._left, self._right = left, right
+        self._index, self._budget, self._faults = index, budget, faults
+        self._rules = Composition()
+        # The value of every assigned name; None where a faulty statement would have assigned it.
+        self._values: dict[str, Value | None] = {}
+        self._assigned: dict[str, Step] = {}
+        self._unread: set[str] = set()
+        self._readers: dict[str, Step] = {}
+        self._dropped: dict[str, Step] = {}
+        self._fresh: dict[str, Step] = {}
+
+    def run(self, steps: Sequence[Step]) -> None:
+        """Execute every step.
+
+        An unknown name is ignored if a faulty statement mentions it, which may have been meant to assign it.
+        """
+        excused = {name for line in self._faults.lines for name in name_skeletons(line.text)}
+        for step, shards in zip(steps, shards_written(steps, self._right or {}), strict=True):
+            if isinstance(step.operation, OneSided):
+                if step.right[0] == NOTHING:
+                    self._dropped[step.left[0].text] = step
+                else:
+                    self._fresh[step.right[0]] = step
+                continue
+            results: Sequence[Value | None] = [None] * len(step.right)
+            try:
+                known = [self._read(left, position, step) for position, left in enumerate(step.left)]
+                values = [value for value in known if value is not None]
+                if len(values) == len(known):
+                    results = self._results(step, values, shards)
+            except Fault as fault:
+                if not (isinstance(fault, _UnknownName) and skeleton(fault.name) in excused):
+                    step.report(fault, self._faults)
+            for name, value in zip(step.right, results, strict=True):
+                self._assign(name, value, step)
+
+    def _read(self, left: Name, position: int, step: Step) -> Value | None:
+        name = left.text
+        if name in self._values:
+            self._unread.discard(name)
+            value = self._values[name]
+        elif name in self._left:
+            self._readers.setdefault(name, step)
+            value = value_of(name, self._left[name].shape)
+        else:
+            items = step.statement.left
+            span = items[position].span if len(items) == len(step.left) else step.statement.arrow
+            raise _UnknownName(name, self._index.nearest(name), span)
+        return value if value is None or not left.transposed else self._permuted(value, ())
+
+    def _assign(self, name: str, value: Value | None, step: Step) -> None:
+        if name in self._unread and self._values[name] is not None:
+            before = self._assigned[name].statement.line.title
+            step.report(Fault(f"`{name}` was assigned by {before} and no statement has read it since."), self._faults)
+        self._values[name], self._assigned[name] = value, step
+        self._unread.add(name)
+        try:
+            self._budget.spend(0 if value is None else len(value.links))
+        except Fault as fault:
+            step.report(fault, self._faults)
+            self._faults.raise_any()
+
+    def _results(self, step: Step, values: list[Value], shards: Shards) -> list[Value]:
+        operation, shapes, into = step.operation, [value.shape for value in values], len(step.right)
+        if isinstance(operation, Join):
+            self._budget.spend(into if into > 1 else 0)
+            return self._rules.applied(joining(shapes, into, operation), values)
+        if isinstance(operation, Fused):
+            groups = self._groups(operation, values, into, shards)
+            return self._rules.applied(fusing(shapes, into, operation, groups), values)
+        assert isinstance(operation, Move)
+        return [self._moved(operation, values[0], step.right[0])]
+
+    def _groups(self, fused: Fused, values: list[Value], into: int, shards: Shards) -> tuple[int, int]:
+        """Return the number of groups of a single tensor that is read, and of a single result."""
+        if fused.kind == QKV:
+            heads = fused.counts[1]
+            self._budget.spend(3 * min(heads, max((length for one in values for length in one.shape), default=0)))
+            return (heads, 1) if into > 1 else (1, heads)
+        read = 1 if len(values) > 1 else groups_read(values[0], fused.axis, self._left)
+        written = 1 if into > 1 else groups_of(shards, fused.axis)
+        self._budget.spend(3 * (read + written))
+        return read, written
+
+    def _moved(self, move: Move, value: Value, name: str) -> Value:
+        if move.permute is not None:
+            return self._permuted(value, move.permute)
+        if move.reshape:
+            # A name that is no right tensor has the shape in the text.
+            wanted = self._right[name].shape if self._right and name in self._right else move.reshape
+            self._budget.spend(min(prod(move.reshape[:1] + move.reshape[2:-1]), prod(value.shape)))
+            return self._rules.reshaped(value, move.reshape, wanted)
+        if move.read_as is not None:
+            stored = value.dtypes(self._left)
+            if stored != {move.read_as}:
+                raise Fault(
+                    f"src_dtype is {move.read_as}, the dtype of the source is {', '.join(sorted(stored))}.",
+                    f"src_dtype='{min(stored, default='')}'",
+                )
+        return value if move.cast is None else self._rules.converted(value, move.cast)
+
+    def _permuted(self, value: Value, axes: Shape) -> Value:
+        rule = permuting(value.shape, axes)
+        return value if rule is None else self._rules.applied(rule, [value])[0]
+
+    def mapping(self, aliases: Mapping[str, str]) -> TensorMapping:
+        """Return the mapping of all assignments, and report the faults that are visible only after the last statement.
+
+        Args:
+            aliases: tied right names and their owners.
+        """
+        outputs = list(self._derived() if self._right is None else self._wanted(self._right))
+        if self._right is not None:
+            self._check_wanted(outputs, self._right)
+        self._check_one_sided()
+        self._check_aliases({output.name: output for output in outputs}, aliases)
+        kept = [output for output in outputs if output.name not in aliases]
+        self._check_reread(kept)
+        targets = (
+            {
+                one.name: TensorSpec(one.value.shape, min(one.value.dtypes(self._left), default="float32"))
+                for one in kept
+            }
+            if self._right is None
+            else {name: tensor.spec for name, tensor in self._right.items() if name not in aliases}
+        )
+        return TensorMapping(
+            sources={name: tensor.spec for name, tensor in self._left.items()},
+            targets=targets,
+            made={one.name: self._rules.without_own_casts(one.value, self._left) for one in kept if one.value.links},
+            fresh=frozenset(name for name in self._fresh if name in targets),
+            dropped=frozenset(name for name in self._dropped if name in self._left),
+        )
+
+    def _wanted(self, right: Tensors) -> Iterator[_Output]:
+        """Yield right tensors by assignment, and by equal names."""
+        for name in right:
+            if name in self._values:
+                value = self._values[name]
+                if value is not None:
+                    yield _Output(name, value, self._assigned[name])
+            elif name in self._left and name not in self._fresh and name not in self._dropped:
+                yield _Output(name, value_of(name, self._left[name].shape), None)
+
+    def _derived(self) -> Iterator[_Output]:
+        """Yield left tensors and assigned names that no statement reads, if the right side is unknown."""
+        for name, tensor in self._left.items():
+            if name not in self._readers and name not in self._dropped and name not in self._unread:
+                yield _Output(name, value_of(name, tensor.shape), None)
+        for name, step in self._assigned.items():
+            value = self._values[name]
+            if name in self._unread and value is not None:
+                yield _Output(name, value, step)
+
+    def _check_wanted(self, outputs: Iterable[_Output], right: Tensors) -> None:
+        """Report assigned names that nothing uses, and right tensors of another shape or dtype than their value."""
+        unused = [name for name in sorted(self._unread - right.keys()) if self._values[name] is not None]
+        index = NameIndex(right if unused else ())
+        for name in unused:
+            step, accepted = self._assigned[name], index.nearest(name) or "`a -> _` for a tensor that is not wanted"
+            cause = f"`{name}` is not a tensor of the right side, and no later statement reads it."
+            step.report(Fault(cause, accepted, step.statement.right[0].span), self._faults)
+        for output in outputs:
+            wanted, shape = right[output.name], output.value.shape
+            dtypes = sorted(output.value.dtypes(self._left) - {wanted.dtype})
+            if shape != wanted.shape:
+                cause = f"`{output.name}` has shape {list(wanted.shape)}, its value has shape {list(shape)}."
+                output.report(Fault(cause), self._faults)
+            elif dtypes:
+                cause = f"`{output.name}` is {wanted.dtype}, its value is {dtypes[0]}."
+                accepted = f"a statement with src_dtype='{dtypes[0]}', dst_dtype='{wanted.dtype}'"
+                output.report(Fault(cause, accepted), self._faults)
+
+    def _check_one_sided(self) -> None:
+        """Report ``_`` next to an unknown name, or a name that another statement uses."""
+        for name, step in self._dropped.items():
+            if name not in self._left:
+                step.report(Fault(f"`{name}` is not a tensor of the left side."), self._faults)
+            if name in self._readers:
+                reader = self._readers[name].statement.line.title
+                step.report(Fault(f"`{name}` is removed here and read by {reader}."), self._faults)
+        for name, step in self._fresh.items():
+            if name not in (self._right or ()):
+                step.report(Fault(f"`{name}` is not a tensor of the right side."), self._faults)
+            if name in self._values:
+                other = self._assigned[name].statement.line.title
+                step.report(Fault(f"`{name}` keeps its initial values here and is assigned by {other}."), self._faults)
+
+    def _check_aliases(self, outputs: Mapping[str, _Output], aliases: Mapping[str, str]) -> None:
+        """Report assigned aliases that are not equal to their owner."""
+        for alias, owner in aliases.items():
+            if alias not in outputs or outputs[alias].step is None or owner not in outputs:
+                continue
+            own, owners = (set(spelled("", outputs[name].value.sources)) for name in (alias, owner))
+            if own != owners:
+                cause = f"`{alias}` is tied to `{owner}`, and its value differs from the owner's."
+                outputs[alias].report(Fault(cause, "the same value for both"), self._faults)
+
+    def _check_reread(self, outputs: Iterable[_Output]) -> None:
+        """Report left tensors with more elements read than they have: one source of two targets."""
+        volumes: dict[str, int] = {}
+        readers: dict[str, dict[str, _Output]] = {}
+        for output in outputs:
+            for link in output.value.links:
+                name = output.value.sources.names[link.source]
+                volumes[name] = volumes.get(name, 0) + link.source_box.volume
+                readers.setdefault(name, {})[output.name] = output
+        accepted = "one target per source; for tied weights the owner alone, and `_ -> alias`"
+        for name, volume in volumes.items():
+            if volume > prod(self._left[name].shape):
+                found = list(readers[name].values())
+                by = [f"`{one.name}` ({one.step.statement.line.title if one.step else 'equal names'})" for one in found]
+                last = next((one for one in reversed(found) if one.step is not None), found[-1])
+                cause = f"`{name}` is read more than once: it becomes {', '.join(by[:4])}."
+                last.report(Fault(cause, accepted), self._faults)

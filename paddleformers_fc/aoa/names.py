@@ -7,7 +7,6 @@ Building is linear in the names; a lookup is linear in the names of one skeleton
 from __future__ import annotations
 
 import difflib
-import heapq
 import re
 from collections.abc import Iterable
 
@@ -26,9 +25,7 @@ _PARTS = re.compile(r"(\$LAYER_ID_OFFSET|\$LAYER_ID|\$EXPERT_ID|\*)|([0-9]+)")
 _SUGGESTIONS = 5
 _LONGEST = 300
 _LONGEST_NUMBER = 18
-_CANDIDATES = 2000
-_COMPARED = 20
-_ALIKE = 0.6
+_CANDIDATES = 200
 
 
 def placeholders(pattern: str) -> list[str]:
@@ -50,26 +47,6 @@ def name_skeletons(text: str) -> set[str]:
 def _is_plain(number: str) -> bool:
     """Return whether a number has the form of a placeholder's number: no leading zero, and a bounded length."""
     return len(number) <= _LONGEST_NUMBER and (number == "0" or number[0] != "0")
-
-
-def _closest(wanted: str, candidates: Iterable[str]) -> str:
-    """Return the most similar candidate, or an empty text.
-
-    A comparison takes up to cubic time, so texts are compared only if counts of their letters are similar.
-    """
-    matcher = difflib.SequenceMatcher()
-    matcher.set_seq2(wanted)
-    alike: list[tuple[float, str]] = []
-    for candidate in candidates:
-        matcher.set_seq1(candidate)
-        if matcher.real_quick_ratio() >= _ALIKE and matcher.quick_ratio() >= _ALIKE:
-            alike.append((matcher.quick_ratio(), candidate))
-    compared: list[tuple[float, str]] = []
-    for _, candidate in heapq.nlargest(_COMPARED, alike):
-        matcher.set_seq1(candidate)
-        compared.append((matcher.ratio(), candidate))
-    ratio, best = max(compared, default=(0.0, ""))
-    return best if ratio >= _ALIKE else ""
 
 
 class NameIndex:
@@ -95,19 +72,14 @@ class NameIndex:
         Raises:
             Fault: a placeholder touches a digit, so that the end of its number is ambiguous.
         """
-        pieces: list[str] = []
-        fixed: list[str | None] = []
-        at = last = 0
-        for found in _PARTS.finditer(pattern):
-            if found.start() == last and fixed and (found.group(1) or fixed[-1] is None):
+        holes = list(_PARTS.finditer(pattern))
+        for one, other in zip(holes, holes[1:], strict=False):
+            if one.end() == other.start() and (one.group(1) or other.group(1)):
                 raise Fault(f"The end of a number in `{pattern}` is ambiguous.", "a letter or `.` in between")
-            pieces += [pattern[at : found.start()], _HOLE]
-            fixed.append(None if found.group(1) else found.group())
-            at = last = found.end()
-        filed = "".join(pieces) + pattern[at:]
+        fixed = [hole.group(2) for hole in holes]
         hits = [
             (name, tuple(number for number, wanted in zip(numbers, fixed, strict=True) if wanted is None))
-            for name, numbers in self._filed.get(filed, ())
+            for name, numbers in self._filed.get(skeleton(pattern), ())
             if all(wanted is None or number == wanted for number, wanted in zip(numbers, fixed, strict=True))
         ]
         plain = [hit for hit in hits if all(map(_is_plain, hit[1]))]
@@ -118,11 +90,9 @@ class NameIndex:
         if not self._suggestions or len(name) > _LONGEST:
             return ""
         self._suggestions -= 1
-        wanted = skeleton(name)
-        near = _closest(wanted, [key for key in self._filed if len(key) <= _LONGEST][:_CANDIDATES])
+        known = [key for key in self._filed if len(key) <= _LONGEST][:_CANDIDATES]
+        near = difflib.get_close_matches(skeleton(name), known, 1)
         if not near:
             return ""
-        found = self._filed[near]
-        if len(found) == 1:
-            return f"`{found[0][0]}`"
-        return f"`{found[0][0]}` or another of {len(found)} such names"
+        (found, _), *others = self._filed[near[0]]
+        return f"`{found}` or another of {len(others) + 1} such names" if others else f"`{found}`"

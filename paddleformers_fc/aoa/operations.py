@@ -8,33 +8,19 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from enum import Enum
 
 from paddleformers_fc.aoa.faults import Fault
-from paddleformers_fc.aoa.syntax import FLAGS, NOTHING, AoaStatement, Attribute
+from paddleformers_fc.aoa.syntax import FFN, FLAGS, NOTHING, QKV, QKV_PER_RANK, AoaStatement, Attribute
 from paddleformers_fc.mapping.boxes import Shape
 
 DTYPES = ("float16", "float32", "bfloat16")
-_PERMUTATION = re.compile(r"\[\s*(\d{1,3}\s*(?:,\s*\d{1,3}\s*)*)?\]", re.ASCII)
+_NUMBERS = re.compile(r"\[\s*(\d{1,9}\s*(?:,\s*\d{1,9}\s*)*)?\]", re.ASCII)
 _DEFAULT_FUSED_AXIS = 1
 
 
-class FusedOrder(Enum):
-    """A fused layout; the value is its attribute."""
-
-    FFN = "fused_ffn"
-    QKV = "fused_qkv"
-    QKV_PER_RANK = "fused_qkv_old"
-
-
 @dataclass(frozen=True, slots=True)
-class Drop:
-    """``a -> _``: no target reads the source."""
-
-
-@dataclass(frozen=True, slots=True)
-class Fresh:
-    """``_ -> b``: the target keeps its initial values."""
+class OneSided:
+    """``a -> _``: no target reads the source. ``_ -> b``: the target keeps its initial values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +29,14 @@ class Move:
 
     Args:
         permute: for every axis of the result the axis that it reads; empty for all axes reversed; None for no change.
+        reshape: the shape with an axis of blocks in front, [blocks, rows, ...], of which the other form is
+            [blocks * rows, ...]; empty for no change.
         read_as: the declared dtype of the source, or None.
         cast: the dtype that values are converted to, or None.
     """
 
     permute: Shape | None = None
+    reshape: Shape = ()
     read_as: str | None = None
     cast: str | None = None
 
@@ -66,22 +55,15 @@ class Fused:
     Args:
         kind: the layout.
         axis: the axis of the parts.
-        heads: the number of query heads; 1 for gate and up.
-        groups: the number of kv heads; 1 for gate and up.
+        counts: the numbers of query, key and value heads; 1 and 1 for gate and up.
     """
 
-    kind: FusedOrder
+    kind: str
     axis: int
-    heads: int = 1
-    groups: int = 1
-
-    @property
-    def counts(self) -> Shape:
-        """The proportions of the parts."""
-        return (1, 1) if self.kind is FusedOrder.FFN else (self.heads, self.groups, self.groups)
+    counts: Shape = (1, 1)
 
 
-Operation = Drop | Fresh | Move | Join | Fused
+Operation = OneSided | Move | Join | Fused
 
 
 def operation_of(statement: AoaStatement, left: int, right: int) -> Operation:
@@ -95,7 +77,7 @@ def operation_of(statement: AoaStatement, left: int, right: int) -> Operation:
         Fault: the attributes and the numbers of names fit no operation.
     """
     if any(item.pattern == NOTHING for item in (*statement.left, *statement.right)):
-        return _with_nothing(statement)
+        return _one_sided(statement)
     flags = [statement.attributes[flag] for flag in FLAGS if flag in statement.attributes]
     if len(flags) > 1:
         raise Fault("A statement has one fused layout.", "a second statement", flags[1].span)
@@ -111,7 +93,7 @@ def operation_of(statement: AoaStatement, left: int, right: int) -> Operation:
     return Join(int(statement.attributes["axis"].value))
 
 
-def _with_nothing(statement: AoaStatement) -> Operation:
+def _one_sided(statement: AoaStatement) -> OneSided:
     items = (*statement.left, *statement.right)
     example = "`_ -> new_tensor` or `old_tensor -> _`"
     if len(items) != 2 or all(item.pattern == NOTHING for item in items):
@@ -121,7 +103,7 @@ def _with_nothing(statement: AoaStatement) -> Operation:
     for item in items:
         if "$" in item.pattern or "*" in item.pattern or item.transposed or item.array:
             raise Fault("`_` goes with the whole name of one tensor.", "one statement per tensor", item.span)
-    return Fresh() if statement.left[0].pattern == NOTHING else Drop()
+    return OneSided()
 
 
 def _only(statement: AoaStatement, keys: tuple[str, ...], what: str) -> None:
@@ -135,24 +117,20 @@ def _only(statement: AoaStatement, keys: tuple[str, ...], what: str) -> None:
 
 
 _FORMS = {
-    FusedOrder.FFN: ("`gate, up -> fused`, `fused -> gate, up` or `fused -> fused`", ((2, 1), (1, 2), (1, 1))),
-    FusedOrder.QKV: ("`q, k, v -> fused` or `fused -> q, k, v`", ((3, 1), (1, 3))),
-    FusedOrder.QKV_PER_RANK: (
-        "`q, k, v -> fused`, `fused -> q, k, v` or `fused -> fused`",
-        ((3, 1), (1, 3), (1, 1)),
-    ),
+    FFN: ("`gate, up -> fused`, `fused -> gate, up` or `fused -> fused`", ((2, 1), (1, 2), (1, 1))),
+    QKV: ("`q, k, v -> fused` or `fused -> q, k, v`", ((3, 1), (1, 3))),
+    QKV_PER_RANK: ("`q, k, v -> fused`, `fused -> q, k, v` or `fused -> fused`", ((3, 1), (1, 3), (1, 1))),
 }
 
 
 def _fused(statement: AoaStatement, flag: Attribute, names: tuple[int, int]) -> Operation:
-    given, kind = statement.attributes, FusedOrder(flag.key)
-    axis = int(given["axis"].value) if "axis" in given else _DEFAULT_FUSED_AXIS
-    numbers = () if kind is FusedOrder.FFN else ("num_heads", "num_key_value_groups")
-    _only(statement, ("axis", flag.key, *numbers), flag.key)
+    given, kind = statement.attributes, flag.key
+    numbers = () if kind == FFN else ("num_heads", "num_key_value_groups")
+    _only(statement, ("axis", kind, *numbers), kind)
     for key in numbers:
         if key not in given or int(given[key].value) < 1:
-            example = f"{flag.key}, num_heads=32, num_key_value_groups=8"
-            raise Fault(f"{flag.key} requires {key}, at least 1.", example, flag.span)
+            example = f"{kind}, num_heads=32, num_key_value_groups=8"
+            raise Fault(f"{kind} requires {key}, at least 1.", example, flag.span)
     heads, groups = (int(given[key].value) for key in numbers) if numbers else (1, 1)
     if heads % groups:
         raise Fault(
@@ -162,38 +140,53 @@ def _fused(statement: AoaStatement, flag: Attribute, names: tuple[int, int]) -> 
         )
     accepted, forms = _FORMS[kind]
     if names not in forms:
-        raise Fault(f"{flag.key} does not go from {names[0]} to {names[1]} names.", accepted, flag.span)
-    return Fused(kind, axis, heads, groups)
+        raise Fault(f"{kind} does not go from {names[0]} to {names[1]} names.", accepted, flag.span)
+    axis = int(given["axis"].value) if "axis" in given else _DEFAULT_FUSED_AXIS
+    return Fused(kind, axis, (heads, groups, groups) if numbers else (1, 1))
 
 
 def _move(statement: AoaStatement) -> Move:
     given = statement.attributes
-    keys = tuple(given)
-    if keys == ("permute",):
-        return Move(permute=_permutation(given["permute"]))
-    if keys == ("dtype",):
-        return Move(cast=_dtype(given["dtype"]))
-    if keys == ("src_dtype", "dst_dtype"):
-        return Move(read_as=_dtype(given["src_dtype"]), cast=_dtype(given["dst_dtype"]))
-    if keys in ((), ("axis",)):
-        return Move()
+    match tuple(given):
+        case () | ("axis",):
+            return Move()
+        case ("permute",):
+            return Move(permute=_permutation(given["permute"]))
+        case ("reshape",):
+            return Move(reshape=_blocks(given["reshape"]))
+        case ("dtype",):
+            return Move(cast=_dtype(given["dtype"]))
+        case ("src_dtype", "dst_dtype"):
+            return Move(read_as=_dtype(given["src_dtype"]), cast=_dtype(given["dst_dtype"]))
     raise Fault(
-        f"Unsupported attributes of a statement from one name to one name: {', '.join(keys)}.",
-        "one of: permute; dtype; src_dtype and then dst_dtype",
-        given[keys[-1]].span,
+        f"Unsupported attributes of a statement from one name to one name: {', '.join(given)}.",
+        "one of: permute; reshape; dtype; src_dtype and then dst_dtype",
+        list(given.values())[-1].span,
     )
 
 
-def _permutation(attribute: Attribute) -> Shape:
-    found = _PERMUTATION.fullmatch(attribute.value.strip())
+def _numbers(attribute: Attribute, what: str, example: str) -> Shape:
+    found = _NUMBERS.fullmatch(attribute.value.strip())
     if found is None:
-        raise Fault("Invalid list of axes.", 'permute="[1, 0]", or permute="[]" for all reversed', attribute.span)
-    axes = tuple(int(part) for part in found.group(1).split(",")) if found.group(1) else ()
+        raise Fault(f"Invalid list of {what}.", example, attribute.span)
+    return tuple(int(part) for part in found.group(1).split(",")) if found.group(1) else ()
+
+
+def _permutation(attribute: Attribute) -> Shape:
+    axes = _numbers(attribute, "axes", 'permute="[1, 0]", or permute="[]" for all reversed')
     if sorted(axes) != list(range(len(axes))):
         raise Fault(
             f"{list(axes)} does not contain every axis once.", f"an order of {list(range(len(axes)))}", attribute.span
         )
     return axes
+
+
+def _blocks(attribute: Attribute) -> Shape:
+    example = 'reshape="[8, 16, 32]" for 8 blocks of 16 rows, which are [128, 32] in the other form'
+    shape = _numbers(attribute, "lengths", example)
+    if len(shape) < 3 or 0 in shape:
+        raise Fault(f"{list(shape)} is not a shape of blocks with at least three axes.", example, attribute.span)
+    return shape
 
 
 def _dtype(attribute: Attribute) -> str:

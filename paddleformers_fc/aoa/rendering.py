@@ -14,21 +14,21 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from graphlib import CycleError, TopologicalSorter
 from math import gcd, prod
+from typing import NamedTuple
 
 from msgspec import structs
 
 from paddleformers_fc.aoa.evaluate import parse
 from paddleformers_fc.aoa.names import EXPERT, LAYER, NameIndex
-from paddleformers_fc.aoa.operations import FusedOrder
-from paddleformers_fc.aoa.values import AoaTensor
+from paddleformers_fc.aoa.rules import AoaTensor
+from paddleformers_fc.aoa.syntax import FFN, QKV, QKV_PER_RANK
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.mapping.boxes import Shape
 from paddleformers_fc.mapping.correspondences import NEW_AXIS, TensorMapping, TensorSpec
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.mapping.prove import disagreements, faults_of
-from paddleformers_fc.mapping.rules import PartRun, PartsByTensor, Rule, RuleSet, interleave, parts_by_tensor
+from paddleformers_fc.mapping.rules import PartRun, PartsByTensor, Rule, RuleSet, Slab, interleave, parts_by_tensor
 
-FFN, QKV, PER_HEAD = FusedOrder.FFN.value, FusedOrder.QKV_PER_RANK.value, FusedOrder.QKV.value
 _SHOWN = 20
 _MOST_PARTS = 4096
 _SUFFIX = re.compile(r"[\^\[].*")
@@ -87,31 +87,27 @@ def render(rules: RuleSet, hints: Hints | None = None, *, reverse: bool = False)
     cuts: tuple[Cuts, Cuts] = (hints.left, rules.cuts)
     if reverse:
         mapping, cuts = mapping.reversed(), cuts[::-1]
-    _refuse(fault for rule in rules.rules for fault in _faults_of(rule))
+    _refuse(fault for rule in rules.rules for fault in _faults_of(rule, reverse))
     writer = _Writer(hints, cuts, (*mapping.sources, *mapping.targets))
-    components = [
-        _Component(one, tuple(text for rule in one for text in writer.texts(rule)))
-        for one in _components(rules.rules, reverse)
-    ]
+    components = [one for one in _components(rules, reverse, writer) if one.texts]
     statements = [f"{name} -> _" for name in sorted(mapping.dropped)]
     statements += [f"_ -> {name}" for name in sorted(mapping.fresh)]
-    statements += _in_order([one for one in components if one.texts], NameIndex(mapping.sources))
+    statements += _in_order(components, NameIndex(mapping.sources))
     _verify(statements, mapping, cuts)
     return statements
 
 
-def _faults_of(rule: Rule) -> Iterator[str]:
+def _faults_of(rule: Rule, reverse: bool) -> Iterator[str]:
     """Yield why the language does not express a rule."""
-    if NEW_AXIS in rule.axes:
-        yield f"{rule.targets[0]}: the language neither adds nor removes an axis"
+    if NEW_AXIS in rule.axes and (reverse or len(rule.axes) != 3 or rule.axes[0] != NEW_AXIS):
+        yield f"{rule.targets[0]}: the language adds an axis only in front of two, and removes none"
     if min(len(rule.sources), len(rule.targets)) > 1:
         yield f"{rule.targets[0]}: one rule has several names on both sides"
     if rule.cast is not None:
         yield f"{rule.targets[0]}: conversions of dtypes are not written"
 
 
-@dataclass(frozen=True, slots=True)
-class _Text:
+class _Text(NamedTuple):
     """One statement in writing: names that are read, names that are written, and attributes, which may be empty."""
 
     left: tuple[str, ...]
@@ -123,22 +119,45 @@ class _Text:
         return f"{text}, {self.attributes}" if self.attributes else text
 
 
-@dataclass(frozen=True, slots=True)
-class _Component:
-    """Rules that share tensors with no other rule, in order, and their statements."""
+class _Component(NamedTuple):
+    """The statements of rules that share tensors with no other rule, and the names that they read and write."""
 
-    rules: tuple[Rule, ...]
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
     texts: tuple[_Text, ...]
 
 
-def _components(rules: Iterable[Rule], reverse: bool) -> Iterator[tuple[Rule, ...]]:
-    """Yield the rules of each component in the direction of the statements, without slabs."""
+def _components(rules: RuleSet, reverse: bool, writer: _Writer) -> Iterator[_Component]:
+    """Yield the statements of rules in their direction."""
     stacks: dict[str, list[Rule]] = {}
-    for rule in rules:
+    for rule in rules.rules:
         stacks.setdefault(rule.targets[0], []).append(rule)
-    for found in stacks.values():
-        made = found if found[0].slab is None else _unstacked(found)
-        yield tuple(rule.reversed() for rule in made[::-1]) if reverse else tuple(made)
+    for name, found in stacks.items():
+        names = tuple(one for rule in found for one in rule.sources), found[0].targets
+        made, last = found, list[_Text]()
+        if made[0].axes[:1] == (NEW_AXIS,):
+            shape = rules.targets[name].shape
+            made = _in_rows(found, *shape)
+            last = [_Text(made[0].targets, (name,), f'reshape="{list(shape)}"')]
+        if made[0].slab is not None:
+            made = _unstacked(made)
+        if reverse:
+            made, names = [rule.reversed() for rule in made[::-1]], names[::-1]
+        yield _Component(*names, (*(text for rule in made for text in writer.texts(rule)), *last))
+
+
+def _in_rows(rules: Sequence[Rule], count: int, rows: int, _columns: int) -> list[Rule]:
+    """Return the rules of experts one below the other, in place of experts on an axis of their own."""
+    first, name = rules[0], (f"{rules[0].targets[0]}_rows",)
+    if first.axis < 2:
+        # The parts lie along the rows: those of one expert after those of another.
+        parts = first.parts * count if first.axis else (rows,) * count
+        return [Rule(tuple(one for rule in rules for one in rule.sources), name, parts, 0, first.axes[1:])]
+    slabs = [Slab(0, at * rows, (at + 1) * rows) for at in range(count)]
+    return [
+        structs.replace(rule, targets=name, axis=rule.axis - 1, axes=rule.axes[1:], slab=slab)
+        for rule, slab in zip(rules, slabs, strict=True)
+    ]
 
 
 def _unstacked(rules: Sequence[Rule]) -> list[Rule]:
@@ -205,14 +224,14 @@ class _Writer:
         if len(lengths) == 2 and lengths[0] == lengths[1] and kinds <= {FFN}:
             return _with_axis(FFN, rule.axis)
         # Separate query, key and value are written per kv head, which is independent of the number of ranks.
-        if len(lengths) != 3 or self._hints.heads is None or not (QKV in kinds or joined == divided):
+        if len(lengths) != 3 or self._hints.heads is None or not (QKV_PER_RANK in kinds or joined == divided):
             return ""
         heads, groups = self._hints.heads
         head = lengths[0] // heads
         shared = all(count % rounds == 0 for count in (heads, groups) for rounds in (read, written))
         if not shared or lengths != (heads * head, groups * head, groups * head):
             return ""
-        return _with_axis(f"{QKV}, num_heads={heads}, num_key_value_groups={groups}", rule.axis)
+        return _with_axis(f"{QKV_PER_RANK}, num_heads={heads}, num_key_value_groups={groups}", rule.axis)
 
     def _by_lengths(self, rule: Rule, runs: Sequence[PartRun]) -> str:
         """Return the attributes of a join, of an even split, or of query, key and value per kv head."""
@@ -229,7 +248,7 @@ class _Writer:
             heads = query // key * groups
         elif not joins:
             return ""
-        return _with_axis(f"{PER_HEAD}, num_heads={heads}, num_key_value_groups={groups}", rule.axis)
+        return _with_axis(f"{QKV}, num_heads={heads}, num_key_value_groups={groups}", rule.axis)
 
     def _parts(self, rule: Rule, runs: Sequence[PartRun], left: tuple[str, ...]) -> Iterator[_Text]:
         """Yield the general case: equal parts as long as possible, named as arrays, and joined again."""
@@ -281,16 +300,14 @@ def _with_axis(attributes: str, axis: int) -> str:
 
 def _in_order(components: Sequence[_Component], index: NameIndex) -> list[str]:
     """Return all statements, in an order in which no name is overwritten before it is read."""
-    reader = {name: place for place, one in enumerate(components) for rule in one.rules for name in rule.sources}
+    reader = {name: place for place, one in enumerate(components) for name in one.reads}
     sorter: TopologicalSorter[int] = TopologicalSorter()
     for place, one in enumerate(components):
-        written = [name for rule in one.rules for name in rule.targets]
-        sorter.add(place, *({reader[name] for name in written if name in reader} - {place}))
+        sorter.add(place, *({reader[name] for name in one.writes if name in reader} - {place}))
     try:
         sorter.prepare()
     except CycleError as error:
-        names = [components[place].rules[0].sources[0] for place in error.args[1]]
-        _refuse([f"names change places: {', '.join(names)}"])
+        _refuse([f"names change places: {', '.join(components[place].reads[0] for place in error.args[1])}"])
     statements: list[str] = []
     while sorter.is_active():
         ready = sorter.get_ready()
@@ -299,8 +316,8 @@ def _in_order(components: Sequence[_Component], index: NameIndex) -> list[str]:
     return statements
 
 
-def _compacted(components: Sequence[tuple[_Text, ...]], index: NameIndex) -> list[str]:
-    """Return as few statements as possible for all components.
+def _compacted(components: Sequence[tuple[_Text, ...]], index: NameIndex) -> Iterator[str]:
+    """Yield as few statements as possible for all components, in their order.
 
     Placeholders take their numbers from the tensors that match the first name, in all combinations. Statements are
     combined only if these tensors are exactly theirs.
@@ -308,30 +325,26 @@ def _compacted(components: Sequence[tuple[_Text, ...]], index: NameIndex) -> lis
     Args:
         components: the statements of every component.
         index: the names of the left side.
-    Returns:
-        statements, in the order of the components; those of one component keep their order.
     """
-    placed: dict[int, Sequence[_Text]] = {}
-    waiting = list(range(len(components)))
+    placed = dict[int, Sequence[_Text]]()
+    waiting = dict(enumerate(components))
     for positions in _CHOICES:
         groups: dict[tuple[_Text, ...], dict[_Numbers, int]] = {}
-        for place in waiting:
-            numbers, texts = _patterned(components[place], positions)
+        for place, own in waiting.items():
+            numbers, texts = _patterned(own, positions)
             if numbers:
                 groups.setdefault(texts, {})[numbers] = place
-        done: set[int] = set()
         for texts, members in groups.items():
             exact = [_is_exact(text, members.keys(), index) for text in texts]
             if exact[0]:
-                done.update(members.values())
+                spelled = [waiting.pop(place) for place in members.values()]
                 placed[min(members.values())] = [
                     statement
                     for at, text in enumerate(texts)
-                    for statement in ([text] if exact[at] else [components[place][at] for place in members.values()])
+                    for statement in ([text] if exact[at] else [own[at] for own in spelled])
                 ]
-        waiting = [place for place in waiting if place not in done]
-    placed |= {place: components[place] for place in waiting}
-    return [str(text) for place in sorted(placed) for text in placed[place]]
+    placed |= waiting
+    return (str(text) for place in sorted(placed) for text in placed[place])
 
 
 def _is_exact(text: _Text, numbers: Collection[_Numbers], index: NameIndex) -> bool:
@@ -358,7 +371,7 @@ def _patterned(texts: tuple[_Text, ...], positions: tuple[int, ...]) -> tuple[_N
             pieces[place] = hole
         return "".join(pieces)
 
-    found = [replace(text, left=tuple(map(holed, text.left)), right=tuple(map(holed, text.right))) for text in texts]
+    found = [text._replace(left=tuple(map(holed, text.left)), right=tuple(map(holed, text.right))) for text in texts]
     return () if any("" in (*text.left, *text.right) for text in found) else numbers, tuple(found)
 
 

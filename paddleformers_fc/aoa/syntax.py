@@ -7,6 +7,7 @@
     item      := '_' | name [ '^T' ] [ '[' number ':' number ']' ]
     attribute := 'axis' '=' number
                | 'permute' '=' string
+               | 'reshape' '=' string
                | 'dtype' '=' string
                | 'src_dtype' '=' string ',' 'dst_dtype' '=' string
                | 'fused_ffn' | 'fused_qkv' | 'fused_qkv_old'
@@ -32,6 +33,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import lru_cache
+from typing import NamedTuple
 
 from paddleformers_fc.aoa.faults import Fault, SourceLine, Span
 from paddleformers_fc.errors import MappingError
@@ -52,8 +54,7 @@ class TokenKind(Enum):
     END = "the end of the statement"
 
 
-@dataclass(frozen=True, slots=True)
-class Token:
+class Token(NamedTuple):
     """A token and its characters. The text of a string has no quotes."""
 
     kind: TokenKind
@@ -62,10 +63,11 @@ class Token:
 
 
 _TOKEN = re.compile(
-    r"(?P<ARROW>->)|(?P<EQUAL>=)|(?P<COLON>:)|(?P<OPEN>\[)|(?P<CLOSE>\])|(?P<COMMA>,)|(?P<NUMBER>[0-9]+)"
+    r"(?P<ARROW>->)|(?P<EQUAL>=)|(?P<COLON>:)|(?P<OPEN>\[)|(?P<CLOSE>\])|(?P<COMMA>,)"
+    r"|(?P<DIGITS>[0-9]+[A-Za-z_][A-Za-z0-9_.$*^]*)|(?P<NUMBER>[0-9]+)"
     r"|(?P<STRING>\"[^\"]*\"|'[^']*')|(?P<NAME>[A-Za-z_][A-Za-z0-9_.$*^]*)|(?P<SPACE>[ \t]+)"
 )
-_DIGITS = 9
+_MOST_DIGITS = 9
 
 _BREAK = ("A statement has more than one line.", "a separate entry for every statement")
 _REFUSED = {
@@ -97,44 +99,27 @@ def tokenize(text: str) -> list[Token]:
     while at < len(text):
         found = _TOKEN.match(text, at)
         if found is None:
-            span = Span(at, at + 1)
             cause, accepted = _REFUSED.get(text[at], (f"Invalid character {text[at]!r}.", ""))
-            raise Fault(cause, accepted, span)
-        begin, at = at, found.end()
-        if found.lastgroup != "SPACE":
-            tokens.append(_token(TokenKind[str(found.lastgroup)], found.group(), Span(begin, at)))
-    _refuse_leading_digits(tokens)
+            raise Fault(cause, accepted, Span(at, at + 1))
+        kind, content, span = str(found.lastgroup), found.group(), Span(at, found.end())
+        if kind == "DIGITS":
+            raise Fault("A name begins with a letter or `_`, not with a digit.", "", span)
+        if kind == "NUMBER" and len(content) > _MOST_DIGITS:
+            raise Fault(f"Number of {len(content)} digits; no tensor is as large.", "", span)
+        if kind != "SPACE":
+            tokens.append(Token(TokenKind[kind], content[1:-1] if kind == "STRING" else content, span))
+        at = span.end
     return [*tokens, Token(TokenKind.END, "", Span(at, at + 1))]
-
-
-def _token(kind: TokenKind, text: str, span: Span) -> Token:
-    if kind is TokenKind.STRING:
-        return Token(kind, text[1:-1], span)
-    if kind is TokenKind.NUMBER and len(text) > _DIGITS:
-        raise Fault(f"Number of {len(text)} digits; no tensor is as large.", "", span)
-    return Token(kind, text, span)
-
-
-def _refuse_leading_digits(tokens: list[Token]) -> None:
-    """Refuse ``0.weight``, which is a number directly followed by a name."""
-    for first, second in zip(tokens, tokens[1:], strict=False):
-        if first.kind is TokenKind.NUMBER and second.kind is TokenKind.NAME and first.span.end == second.span.begin:
-            raise Fault(
-                "A name begins with a letter or `_`, not with a digit.", "", Span(first.span.begin, second.span.end)
-            )
 
 
 NOTHING = "_"
 TRANSPOSED = "^T"
-FLAGS = ("fused_ffn", "fused_qkv", "fused_qkv_old")
+FFN, QKV, QKV_PER_RANK = FLAGS = ("fused_ffn", "fused_qkv", "fused_qkv_old")
+"""The fused layouts."""
+
 _VALUES = {
-    "axis": TokenKind.NUMBER,
-    "num_heads": TokenKind.NUMBER,
-    "num_key_value_groups": TokenKind.NUMBER,
-    "permute": TokenKind.STRING,
-    "dtype": TokenKind.STRING,
-    "src_dtype": TokenKind.STRING,
-    "dst_dtype": TokenKind.STRING,
+    **dict.fromkeys(("axis", "num_heads", "num_key_value_groups"), TokenKind.NUMBER),
+    **dict.fromkeys(("permute", "reshape", "dtype", "src_dtype", "dst_dtype"), TokenKind.STRING),
 }
 KEYWORDS = frozenset((*FLAGS, *_VALUES))
 
@@ -184,18 +169,6 @@ class AoaStatement:
     arrow: Span
 
 
-def parse_line(line: SourceLine) -> AoaStatement | None:
-    """Return the statement of one line, or None for a blank one.
-
-    Raises:
-        Fault: the line is not a statement.
-    """
-    tokens = tokenize(line.text)
-    if tokens[0].kind is TokenKind.END:
-        return None
-    return _Reader(tokens).statement(line)
-
-
 class _Reader:
     """A cursor over the tokens of one line."""
 
@@ -208,7 +181,7 @@ class _Reader:
         arrow = self._expect(TokenKind.ARROW, "a name, -> and a name").span
         right = self._side()
         attributes: dict[str, Attribute] = {}
-        while self._token.kind is TokenKind.COMMA:
+        while self._peek(0).kind is TokenKind.COMMA:
             self._at += 1
             attribute = self._attribute()
             if attribute.key in attributes:
@@ -218,46 +191,38 @@ class _Reader:
         for item in right:
             if item.transposed:
                 raise Fault("`^T` is not supported on the right side.", "`a^T -> b`", item.span)
-        return AoaStatement(line, tuple(left), tuple(right), attributes, arrow)
-
-    @property
-    def _token(self) -> Token:
-        return self._tokens[self._at]
+        return AoaStatement(line, left, right, attributes, arrow)
 
     def _peek(self, ahead: int) -> Token:
         return self._tokens[min(self._at + ahead, len(self._tokens) - 1)]
 
     def _expect(self, kind: TokenKind, accepted: str) -> Token:
-        token = self._token
+        token = self._peek(0)
         if token.kind is not kind:
             found = token.kind.value if token.kind is TokenKind.END else f"`{token.text}`"
             raise Fault(f"Expected {kind.value}, found {found}.", accepted, token.span)
-        if kind is not TokenKind.END:
-            self._at += 1
+        self._at += 1
         return token
 
-    def _side(self) -> list[Item]:
+    def _side(self) -> tuple[Item, ...]:
         items = [self._item()]
-        while self._token.kind is TokenKind.COMMA and not self._attribute_ahead():
+        while self._peek(0).kind is TokenKind.COMMA and not self._attribute_ahead():
             self._at += 1
             items.append(self._item())
-        return items
+        return tuple(items)
 
     def _attribute_ahead(self) -> bool:
-        following = self._peek(1)
-        return following.kind is TokenKind.NAME and (
-            following.text in KEYWORDS or self._peek(2).kind is TokenKind.EQUAL
-        )
+        word = self._peek(1)
+        return word.kind is TokenKind.NAME and (word.text in KEYWORDS or self._peek(2).kind is TokenKind.EQUAL)
 
     def _item(self) -> Item:
         token = self._expect(TokenKind.NAME, "")
         if token.text in KEYWORDS:
             raise Fault(f"The keyword `{token.text}` is not a valid name.", "", token.span)
-        transposed = token.text.endswith(TRANSPOSED)
-        name = token.text[: -len(TRANSPOSED)] if transposed else token.text
+        name, transposed = token.text.removesuffix(TRANSPOSED), token.text.endswith(TRANSPOSED)
         if "^" in name:
             raise Fault("`^` is valid only in `^T` at the end of a name.", "weight^T", token.span)
-        array = self._array(token) if self._token.kind is TokenKind.OPEN else None
+        array = self._array(token) if self._peek(0).kind is TokenKind.OPEN else None
         if name == NOTHING and (transposed or array):
             raise Fault("`_` is not a tensor and has no axes or parts.", "`_`", token.span)
         if transposed and array:
@@ -265,31 +230,24 @@ class _Reader:
         return Item(name, transposed, array, Span(token.span.begin, self._peek(-1).span.end))
 
     def _array(self, name: Token) -> tuple[int, int]:
-        self._at += 1
         form = "name[0:4], which is name_0, name_1, name_2, name_3"
-        begin = self._expect(TokenKind.NUMBER, form)
-        self._expect(TokenKind.COLON, form)
-        end = self._expect(TokenKind.NUMBER, form)
-        self._expect(TokenKind.CLOSE, form)
-        span = Span(name.span.begin, self._peek(-1).span.end)
+        kinds = TokenKind.OPEN, TokenKind.NUMBER, TokenKind.COLON, TokenKind.NUMBER, TokenKind.CLOSE
+        _, begin, _, end, close = (self._expect(kind, form) for kind in kinds)
         if int(begin.text) >= int(end.text):
-            raise Fault("Empty array of names.", form, span)
+            raise Fault("Empty array of names.", form, Span(name.span.begin, close.span.end))
         return int(begin.text), int(end.text)
 
     def _attribute(self) -> Attribute:
         token = self._expect(TokenKind.NAME, "an attribute")
-        if token.text in FLAGS:
-            return Attribute(token.text, "", token.span)
-        if token.text == "reshape":
-            raise Fault("`reshape` is an attribute of newer versions of Paddle than 3.3.", "", token.span)
-        if token.text not in _VALUES:
-            near = difflib.get_close_matches(token.text[:50], sorted(KEYWORDS), 1)
-            raise Fault(
-                f"Unknown attribute `{token.text}`.", near[0] if near else ", ".join(sorted(KEYWORDS)), token.span
-            )
-        self._expect(TokenKind.EQUAL, f"{token.text}=...")
-        value = self._expect(_VALUES[token.text], f"{token.text}= and {_VALUES[token.text].value}")
-        return Attribute(token.text, value.text, Span(token.span.begin, value.span.end))
+        key = token.text
+        if key in FLAGS:
+            return Attribute(key, "", token.span)
+        if key not in _VALUES:
+            near = difflib.get_close_matches(key[:50], sorted(KEYWORDS), 1)
+            raise Fault(f"Unknown attribute `{key}`.", near[0] if near else ", ".join(sorted(KEYWORDS)), token.span)
+        self._expect(TokenKind.EQUAL, f"{key}=...")
+        value = self._expect(_VALUES[key], f"{key}= and {_VALUES[key].value}")
+        return Attribute(key, value.text, Span(token.span.begin, value.span.end))
 
 
 _CONFIG = {"aoa_statements": list, "aoa_config_reverse": bool, "enable_traceback": bool}
@@ -345,11 +303,10 @@ def _parsed(texts: tuple[str, ...]) -> Program:
     for number, text in enumerate(texts, start=1):
         line = SourceLine(number, text.strip("\r\n"))
         try:
-            statement = parse_line(line)
+            tokens = tokenize(line.text)
+            found += [_Reader(tokens).statement(line)] if len(tokens) > 1 else []
         except Fault as fault:
             invalid.append((line, fault))
-        else:
-            found += [] if statement is None else [statement]
     return Program(tuple(found), tuple(invalid))
 
 

@@ -157,6 +157,8 @@ def _attributes(statement: AoaStatement) -> Iterator[str]:
         if key == "permute":
             axes = [int(axis) for axis in one.value.strip("[] ").split(",") if axis.strip()]
             yield f'permute="{[axes.index(axis) for axis in range(len(axes))]}"'
+        elif key == "reshape":
+            yield f'reshape="{one.value}"'
         elif key not in _CASTS:
             yield f"{key}={one.value}" if one.value else key
 

@@ -15,16 +15,27 @@ from tests.harness.sampling import thorough
 from tests.harness.work import calls
 
 LEFT = side({"a": (4, 6), "b": (4, 6), "m.0.w": (2, 4), "m.1.w": (2, 4), "m.0.e.0.x": (8,), "m.0.e.1.x": (8,), "s": ()})
-RIGHT = side({"a": (4, 6), "c": (6, 4), "m.0.v": (4, 2), "m.1.v": (4, 2), "m.0.y": (16,), "s": ()}, {"m.0.y": (2,)})
+RIGHT = side(
+    {"a": (4, 6), "c": (6, 4), "m.0.v": (4, 2), "m.1.v": (4, 2), "m.0.y": (16,), "s": (), "r": (2, 2, 6)},
+    {"m.0.y": (2,)},
+)
 
 NAMES = [*LEFT, *RIGHT, "t", "_", "m.$LAYER_ID.w", "m.$LAYER_ID.v", "m.$LAYER_ID.e.$EXPERT_ID.x", "m.0.e.*.x"]
 NAMES += ["m.$LAYER_ID_OFFSET.w", "$LAYER_ID", "m.$FOO", "t[0:2]", "m.*.w", "a^T", "t^T", "*", "m.0.w^T", "axis"]
 WORDS = [*NAMES, "->", "->", ",", ",", "=", ":", "[", "]", "0", "1", "2", "99999999", "'[1,0]'", "'[]'", "'bfloat16'"]
 WORDS += ["axis=0", "axis=1", "fused_ffn", "fused_qkv", "fused_qkv_old", "num_heads=2", "num_key_value_groups=1"]
-WORDS += ["permute='[1,0]'", 'permute="[]"', "dtype='float16'", "src_dtype='float32'", "dst_dtype='bfloat16'"]
+WORDS += [
+    "reshape='[2, 2, 6]'",
+    'reshape="[1,4,2,3]"',
+    "permute='[1,0]'",
+    'permute="[]"',
+    "dtype='float16'",
+    "src_dtype='float32'",
+    "dst_dtype='bfloat16'",
+]
 
 sides = st.lists(st.sampled_from(NAMES), min_size=1, max_size=3).map(", ".join)
-attributes = st.lists(st.sampled_from(WORDS[-14:]), max_size=3).map(
+attributes = st.lists(st.sampled_from(WORDS[-16:]), max_size=3).map(
     lambda words: "".join(f", {word}" for word in words)
 )
 likely = st.builds(lambda left, right, rest: f"{left} -> {right}{rest}", sides, sides, attributes)

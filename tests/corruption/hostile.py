@@ -276,7 +276,7 @@ def _codec(directory: Path) -> Target:
 
 
 def _statements(directory: Path) -> Target:
-    from paddleformers_fc.aoa import parse_config
+    from paddleformers_fc.aoa import evaluate, read_config
     from paddleformers_fc.mapping import prove
     from tests.aoa.spaces import side
 
@@ -301,7 +301,7 @@ def _statements(directory: Path) -> Target:
         except (ValueError, RecursionError):
             return
         if isinstance(value, dict):
-            prove(parse_config(value, left, right))
+            prove(evaluate(read_config(value), left, right))
 
     def change(document: Any, chance: random.Random) -> bytes:
         statements = document.get("aoa_statements") if isinstance(document, dict) else None

@@ -1,0 +1,270 @@
+"""The rules of statements, and the values of names: the boxes of left tensors of which rules make a tensor.
+
+A statement that joins, splits, fuses or permutes tensors becomes one rule, from the shapes of those that it reads. A
+layout that does not divide them is refused: numbers of heads come from the text, lengths from the tensors, and both are
+checked against each other before any allocation. The rules have empty names, so that a :class:`Composition` applies one
+rule to all tensors of a kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from math import prod
+
+from paddleformers_fc.aoa.faults import Fault
+from paddleformers_fc.aoa.operations import Fused, Join
+from paddleformers_fc.aoa.syntax import FFN, QKV, QKV_PER_RANK
+from paddleformers_fc.mapping.boxes import Shape
+from paddleformers_fc.mapping.correspondences import NEW_AXIS, Composer, TensorSources, TensorSpec
+from paddleformers_fc.mapping.rules import Rule, parts_by_tensor
+from paddleformers_fc.mapping.templates import BoxLink, Template, identity, inverted
+
+_NOTHING = TensorSources(Template(()), ())
+
+
+@dataclass(frozen=True, slots=True)
+class AoaTensor:
+    """A tensor of one side.
+
+    Args:
+        shape: its global shape, in elements.
+        dtype: its element type by its numpy name, such as ``bfloat16``.
+        cuts: number of tensor-parallel shards along each axis.
+    """
+
+    shape: Shape
+    dtype: str
+    cuts: Shape
+
+    @property
+    def spec(self) -> TensorSpec:
+        """Shape and dtype alone."""
+        return TensorSpec(self.shape, self.dtype)
+
+
+Tensors = Mapping[str, AoaTensor]
+"""The tensors of a side by name."""
+
+
+def uncut(shape: Shape, dtype: str) -> AoaTensor:
+    """Return a tensor that is not divided between ranks, as in a file of open weights."""
+    return AoaTensor(shape, dtype, (1,) * len(shape))
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A tensor that consists of boxes of left tensors.
+
+    Args:
+        shape: its shape, in elements.
+        sources: the boxes that fill it, each element once.
+    """
+
+    shape: Shape
+    sources: TensorSources
+
+    @property
+    def links(self) -> tuple[BoxLink, ...]:
+        """Every box."""
+        return self.sources.template.links
+
+    def dtypes(self, left: Tensors) -> set[str]:
+        """Return the dtypes of the boxes."""
+        return {link.cast or left[self.sources.names[link.source]].dtype for link in self.links}
+
+
+def value_of(name: str, shape: Shape) -> Value:
+    """Return the value of a left tensor."""
+    return Value(shape, TensorSources(identity(shape), (name,)))
+
+
+class Composition:
+    """Applies rules to values."""
+
+    def __init__(self) -> None:
+        self._composer = Composer()
+        self._of_rules: dict[tuple[object, ...], list[tuple[Template, tuple[int, ...]]]] = {}
+        self._templates: dict[tuple[object, ...], Template] = {}
+
+    def applied(self, rule: Rule, values: Sequence[Value]) -> list[Value]:
+        """Return the targets of a rule whose sources are values. The names of the rule are ignored.
+
+        Args:
+            rule: fits the shapes of the values.
+            values: one per source.
+        """
+        source = values[0].shape
+        shapes = [
+            tuple(
+                length if at == rule.axis else 1 if axis == NEW_AXIS else source[axis]
+                for at, axis in enumerate(rule.axes)
+            )
+            for length in map(sum, parts_by_tensor(len(rule.targets), rule.parts))
+        ]
+        key = (rule, *shapes)
+        if key not in self._of_rules:
+            self._of_rules[key] = rule.templates(shapes)
+        joint = [
+            self._composer.joint(template, [values[place].sources for place in kept])
+            for template, kept in self._of_rules[key]
+        ]
+        return [Value(shape, sources or _NOTHING) for shape, sources in zip(shapes, joint, strict=True)]
+
+    def converted(self, value: Value, cast: str) -> Value:
+        """Return the value converted to a dtype.
+
+        Raises:
+            Fault: the value was converted to another dtype before. A second conversion would hide the loss of the
+                first.
+        """
+        before = {link.cast for link in value.links} - {None, cast}
+        if before:
+            raise Fault(f"The value is already converted to {', '.join(sorted(map(str, before)))}.", "one conversion")
+        return replace(value, sources=self._recast(value.sources, [cast] * len(value.links)))
+
+    def without_own_casts(self, value: Value, left: Tensors) -> TensorSources:
+        """Return the sources of a value without casts to the dtype that a source has."""
+        dtypes = [left[value.sources.names[link.source]].dtype for link in value.links]
+        casts = [None if link.cast == dtype else link.cast for link, dtype in zip(value.links, dtypes, strict=True)]
+        return self._recast(value.sources, casts)
+
+    def _recast(self, sources: TensorSources, casts: Sequence[str | None]) -> TensorSources:
+        links = sources.template.links
+        if all(link.cast == cast for link, cast in zip(links, casts, strict=True)):
+            return sources
+        key = (sources.template, *casts)
+        if key not in self._templates:
+            self._templates[key] = Template(
+                tuple(replace(link, cast=cast) for link, cast in zip(links, casts, strict=True))
+            )
+        return TensorSources(self._templates[key], sources.names)
+
+    def reshaped(self, value: Value, blocks: Shape, shape: Shape) -> Value:
+        """Return the value in one of the two forms of blocks: with their axes, or as rows one after the other.
+
+        Args:
+            value: in either form.
+            blocks: the shape with the axes of blocks.
+            shape: the form of the result.
+        Raises:
+            Fault: the value or the result has another shape.
+        """
+        rows = (blocks[0] * blocks[1], prod(blocks[2:]))
+        if not {value.shape, shape} <= {blocks, rows}:
+            raise Fault(
+                f"reshape goes between {list(rows)} and {list(blocks)}, not from {list(value.shape)} to {list(shape)}."
+            )
+        if value.shape == shape:
+            return value
+        key = (blocks, shape == blocks)
+        if key not in self._templates:
+            unfolded = value_of("", rows)
+            for axis in (0, *range(2, len(blocks) - 1)):
+                unfolded = self._unfolded(unfolded, axis, blocks[axis])
+            template = unfolded.sources.template
+            self._templates[key] = template if shape == blocks else inverted([(template, 0)], None)
+        return Value(shape, self._composer.joint(self._templates[key], [value.sources]) or _NOTHING)
+
+    def _unfolded(self, value: Value, axis: int, count: int) -> Value:
+        """Return the value with one axis as two, of which the first has length ``count``."""
+        rank, parts = len(value.shape), ("",) * count
+        split = Rule(("",), parts, (value.shape[axis] // count,) * count, axis, tuple(range(rank)))
+        stack = Rule(parts, ("",), (1,) * count, axis, (*range(axis), NEW_AXIS, *range(axis, rank)))
+        return self.applied(stack, self.applied(split, [value]))[0]
+
+
+def permuting(shape: Shape, axes: Shape) -> Rule | None:
+    """Return the rule that reads the axes of a tensor in another order; None for a tensor without axes.
+
+    Args:
+        shape: of the tensor.
+        axes: for every axis of the result the axis that it reads; empty for all axes reversed.
+    Raises:
+        Fault: the tensor has another number of axes.
+    """
+    axes = axes or tuple(reversed(range(len(shape))))
+    if len(axes) != len(shape):
+        raise Fault(
+            f"permute={list(axes)} has {len(axes)} axes, the tensor has shape {list(shape)}.",
+            f"an order of {list(range(len(shape)))}",
+        )
+    return Rule(("",), ("",), (shape[axes[-1]],), len(axes) - 1, axes) if axes else None
+
+
+def joining(shapes: Sequence[Shape], into: int, join: Join) -> Rule:
+    """Return the rule that concatenates tensors, or splits one into equal lengths.
+
+    Raises:
+        Fault: the shapes differ on another axis, or the length is not divisible.
+    """
+    if into == 1:
+        return _along(shapes, tuple(_length(shape, join.axis) for shape in shapes), into, join.axis)
+    length = _length(shapes[0], join.axis)
+    if length % into:
+        raise Fault(
+            f"Length {length} on axis {join.axis} is not divisible into {into} equal lengths.",
+            "equal lengths; for unequal ones, split into more names and join them: `a -> a[0:7], axis=0` and then "
+            "`a[0:2] -> b, axis=0`",
+        )
+    return _along(shapes, (length // into,) * into, into, join.axis)
+
+
+def fusing(shapes: Sequence[Shape], into: int, layout: Fused, groups: tuple[int, int]) -> Rule:
+    """Return the rule between parts and tensors that contain them.
+
+    Args:
+        shapes: one per part, or that of a single tensor that contains all parts.
+        into: the number of results: one per part, or 1.
+        layout: the operation.
+        groups: the number of groups of a single tensor that is read, and of a single result.
+    Raises:
+        Fault: the lengths do not fit the layout.
+    """
+    axis, counts = layout.axis, layout.counts
+    parts = _parts(shapes, axis, counts)
+    if layout.kind == FFN and parts[0] != parts[1]:
+        raise Fault(f"Gate and up have different lengths {list(parts)} on axis {axis}.")
+    if layout.kind == QKV:
+        for part, count in zip(parts, counts, strict=True):
+            if part % count:
+                raise Fault(f"Length {part} on axis {axis} is not divisible into {count} heads.")
+    if layout.kind == QKV_PER_RANK:
+        head = parts[0] // counts[0]
+        if parts != tuple(count * head for count in counts):
+            listed = f"{counts[0]}, {counts[1]} and {counts[2]}"
+            raise Fault(f"Lengths {list(parts)} on axis {axis} are not {listed} heads of one size.")
+        for rounds in groups:
+            if any(count % rounds for count in counts):
+                raise Fault(f"{counts[0]} query and {counts[1]} kv heads are not divisible among {rounds} ranks.")
+    for part, rounds in product(parts, groups):
+        if part % rounds:
+            raise Fault(f"Length {part} on axis {axis} is not divisible among {rounds} ranks.")
+    return _along(shapes, parts, into, axis, groups)
+
+
+def _along(shapes: Sequence[Shape], parts: Shape, into: int, axis: int, groups: tuple[int, int] = (1, 1)) -> Rule:
+    """Return the rule of parts that lie along an axis, if the shapes agree on all others."""
+    if len({(*shape[:axis], *shape[axis + 1 :]) for shape in shapes}) > 1:
+        shown = " and ".join(str(list(shape)) for shape in shapes[:4])
+        raise Fault(f"Shapes {shown} differ on another axis than {axis}.")
+    return Rule(("",) * len(shapes), ("",) * into, parts, axis, tuple(range(len(shapes[0]))), *groups)
+
+
+def _parts(shapes: Sequence[Shape], axis: int, counts: Shape) -> Shape:
+    """Return the lengths of the parts: of every tensor, or shares of the one that contains all."""
+    if len(shapes) > 1:
+        return tuple(_length(shape, axis) for shape in shapes)
+    length, total = _length(shapes[0], axis), sum(counts)
+    if length % total:
+        raise Fault(f"Length {length} on axis {axis} is not divisible into {total} equal lengths.")
+    return tuple(length // total * count for count in counts)
+
+
+def _length(shape: Shape, axis: int) -> int:
+    if axis >= len(shape):
+        raise Fault(
+            f"Shape {list(shape)} has no axis {axis}.", f"axis={len(shape) - 1}" if shape else "a tensor with axes"
+        )
+    return shape[axis]
