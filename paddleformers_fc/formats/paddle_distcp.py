@@ -26,13 +26,7 @@ from paddleformers_fc.errors import Corrupt, NotACheckpoint
 from paddleformers_fc.families import ModelTensor, family_for
 from paddleformers_fc.families.undescribed import completed
 from paddleformers_fc.formats.catalog import Catalog, StoredTensor, gather_shards
-from paddleformers_fc.formats.checkpoint import (
-    CheckList,
-    Format,
-    OpenedCheckpoint,
-    StoredModel,
-    StoredShard,
-)
+from paddleformers_fc.formats.checkpoint import CheckList, Format, OpenedCheckpoint, StoredModel, StoredShard
 from paddleformers_fc.formats.huggingface import HUGGINGFACE
 from paddleformers_fc.formats.stock_checkpoint import (
     COPY_AGAIN_STEP,

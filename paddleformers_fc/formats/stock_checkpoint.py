@@ -135,7 +135,7 @@ def _copies(directory: Path, catalog: Catalog) -> Iterator[str]:
             other = first.setdefault(heads, at)
             if other == at or all(_is_constant(head, width) for head, (_, width) in zip(heads, tensors, strict=False)):
                 continue
-            if all(_is_equal(directory, parts[other], parts[at], width) for parts, width in tensors):
+            if all(is_equal(directory, parts[other], parts[at], width) for parts, width in tensors):
                 count = count_text(len(tensors), "tensor")
                 yield f"{file} contains the numbers of {files[other]}, in its parts of {count}"
 
@@ -166,7 +166,8 @@ def _is_constant(head: bytes, width: int) -> bool:
     return len({head[at : at + width] for at in range(0, len(head), width)}) < 2
 
 
-def _is_equal(directory: Path, one: StoredFragment, other: StoredFragment, width: int) -> bool:
+def is_equal(directory: Path, one: StoredFragment, other: StoredFragment, width: int) -> bool:
+    """Return whether two stored boxes of one shape, with elements of some bytes, have the same bytes."""
     block = _BLOCK_BYTES // width
     return all(
         _bytes(directory, one, width, at, block) == _bytes(directory, other, width, at, block)

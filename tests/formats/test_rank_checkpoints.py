@@ -597,7 +597,7 @@ def with_experts(directory: Path) -> None:
         (without("optimizer.tp01_shard01.pdopt"), Corrupt, "Files of some ranks are missing", "tp01_shard01"),
         (without("model_state.tp00_shard01.pdparams"), Corrupt, "Files of some ranks are missing", "tp00_shard01"),
         (without("config.json"), NotACheckpoint, "does not describe the model", "config.json is not in it"),
-        (without("model_meta.json"), Corrupt, "not contain all", "belongs to no parameter of this stage"),
+        (without("model_meta.json"), Corrupt, "not contain all", "belongs to no stored parameter"),
         (of_another_step, Corrupt, "files of different steps", "optimizer.tp01_shard01.pdopt: step 3"),
         (of_two_grids, FormatError, "files of two checkpoints", "optimizer.tp00.pdopt"),
         (with_open_weights, FormatError, "files of two checkpoints", "model.safetensors"),

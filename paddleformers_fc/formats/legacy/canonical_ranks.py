@@ -3,30 +3,42 @@
 Trainers with ``save_to_hf`` write them beside optimizer states that have the names and the orientation of the model.
 The family's rules lead from one to the other: every stored canonical part becomes boxes of tensors of the model, of
 which the file contains the axes in reverse order.
+
+No table names the variables of states, such as ``linear_5.w_0``. Paddle names a variable after the class of its layer
+and a number that counts the layers of that class in the order in which they are built. The parameters of a stage, in
+the order in which their family builds them, therefore consist of one sequence per class, and all layers of a kind
+(``q_proj`` of every decoder layer) are of one class. The variables are assigned only if a single assignment fits the
+sizes of all states.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.families import DeclaredTensor, ModelDescription, bind, enumerate_tensors, family_for
+from paddleformers_fc.families.declarations import NUMBER
 from paddleformers_fc.families.enumerate import built_order
 from paddleformers_fc.families.names import Names, tied_names, tied_sources
 from paddleformers_fc.formats.checkpoint import StoredShard
-from paddleformers_fc.formats.legacy.rank_files import FileArray
-from paddleformers_fc.layout.shards import Shard
+from paddleformers_fc.formats.legacy.rank_files import FileArray, RankContent, arrange
 from paddleformers_fc.mapping import Shape, TensorMapping, TensorSources
-from paddleformers_fc.mapping.boxes import Box, whole
+from paddleformers_fc.mapping.boxes import Box, shifted, whole
 from paddleformers_fc.mapping.templates import BoxLink, pushed
 from paddleformers_fc.storage.dtypes import dtype_size
 from paddleformers_fc.text import count_text
 
 _FUSED = "fuse_attention_"
 """The beginning of keys that many classes ignore: the fusion that they state is tried first, then no fusion."""
+_VARIABLE = re.compile(r"(?:slice@)?(([^@]+)_([0-9]{1,9})\.([wb]_[0-9]+))(?:_([A-Za-z]\w*))?")
+_NAMED = ("embed", "lm_head")
+"""Words that the class of a layer and the name of its parameter both contain, or neither."""
+_NUMBER_SHAPES = ((), (1,))
 
 
 @dataclass(frozen=True)
@@ -49,7 +61,7 @@ class CanonicalModel:
         """Return the local shapes of the tensors that some canonical ones make up, in the order of building."""
         present = frozenset(stored)
         return {
-            name: _local(one, self.tp)
+            name: tuple(length // cut for length, cut in zip(one.shape, one.under(self.tp).cuts, strict=True))
             for name, one in self.tensors.items()
             if self._is_on(name, present) and not (name in self.ties and self._is_on(self.ties[name], present))
         }
@@ -68,13 +80,14 @@ class CanonicalModel:
         tensor, made = self.tensors[name], self.mapping.made[name]
         for link in made.template.links:
             source = made.names[link.source]
-            local, total = stored[source].shape, self.mapping.sources[source].shape
-            part = _part_of(local, total, _source_axis(tensor, link), self.tp, tp)
+            array, total = stored[source], self.mapping.sources[source].shape
+            axis = None if tensor.cut is None else link.axes[tensor.cut]
+            part = _part_of(array.shape, total, axis, self.tp, tp)
             common = None if part is None else part.intersect(link.source_box)
             if part is None:
-                yield f"{source}: {list(local)} on each of {self.tp} ranks is not a part of {list(total)}"
+                yield f"{source}: {list(array.shape)} on each of {self.tp} ranks is not a part of {list(total)}"
             elif common is not None:
-                yield _placed(tensor, link, stored[source], part, common)
+                yield _placed(tensor, link, array, part, common)
 
 
 def canonical_models(model: ModelDescription, tp: int, stored: Sequence[str]) -> Iterator[CanonicalModel | str]:
@@ -121,23 +134,13 @@ def canonical_models(model: ModelDescription, tp: int, stored: Sequence[str]) ->
             yield CanonicalModel(tensors, {alias: owner for alias, owner in ties.items() if alias in kept}, mapping, tp)
 
 
-def _local(tensor: DeclaredTensor, tp: int) -> Shape:
-    cuts = tensor.under(tp).cuts
-    return tuple(length // cut for length, cut in zip(tensor.shape, cuts, strict=True))
-
-
-def _source_axis(tensor: DeclaredTensor, link: BoxLink) -> int | None:
-    return None if tensor.cut is None else link.axes[tensor.cut]
-
-
 def _part_of(local: Shape, total: Shape, axis: int | None, ranks: int, rank: int) -> Box | None:
     """Return the box of one rank's canonical part; None if its shape is neither whole nor cut on the stated axis."""
     if local == total:
         return whole(total)
     if axis is None or not 0 <= axis < len(total) or local != (*total[:axis], total[axis] // ranks, *total[axis + 1 :]):
         return None
-    lo = tuple(rank * local[axis] if index == axis else 0 for index in range(len(total)))
-    return Box(lo, tuple(low + length for low, length in zip(lo, local, strict=True)))
+    return shifted(local, tuple(rank * local[axis] if index == axis else 0 for index in range(len(total))))
 
 
 def _placed(
@@ -146,7 +149,93 @@ def _placed(
     shape, turned = common.shape, link.axes != tuple(range(len(link.axes)))
     if shape[1:] != part.shape[1:] or (turned and link.axes != tuple(reversed(range(len(shape))))):
         return f"{tensor.name}: {array.file} does not contain {common} in one piece"
-    width = dtype_size(array.dtype)
-    begin = array.begin + (common.lo[0] - part.lo[0]) * math.prod(shape[1:]) * width if shape else array.begin
-    shard = Shard(tensor.name, array.dtype, tensor.shape, pushed(link, common))
-    return turned, (shard, array.file, begin, width)
+    row = math.prod(shape[1:]) * dtype_size(array.dtype)
+    begin = array.begin + (common.lo[0] - part.lo[0]) * row if shape else array.begin
+    return turned, replace(array, begin=begin).shard(tensor.name, tensor.shape, pushed(link, common))
+
+
+@dataclass(frozen=True)
+class _Variable:
+    """A variable, and the pieces of each of its states that has its shape."""
+
+    name: str
+    states: Sequence[Sequence[FileArray]]
+
+    def fits(self, shape: Shape) -> bool:
+        """Return whether all states can be those of a parameter of this shape."""
+        return all(not isinstance(arrange(shape, pieces), str) for pieces in self.states)
+
+
+_Class = tuple[str, str]
+"""The class of a layer, and the role of a variable in it."""
+
+
+def assign_variables(contents: Sequence[RankContent], parameters: Mapping[str, Shape]) -> dict[str, str] | str:
+    """Return the name of the variable of every parameter.
+
+    Args:
+        contents: the optimizer's files of one stage and tensor-parallel rank.
+        parameters: local shapes by structured name, in the order in which the model builds them.
+    Returns:
+        the names, or as text why they do not follow.
+    """
+    classes = _classes(contents)
+    count = sum(map(len, classes.values()))
+    if count != len(parameters):
+        return f"the optimizer has states of {count} variables, and the model has {len(parameters)} parameters"
+    found = list(itertools.islice(_assignments(classes, parameters, {}), 2))
+    if len(found) > 1:
+        name = next(one for one in parameters if found[0][one] != found[1][one])
+        return f"{name} can be {found[0][name]} or {found[1][name]}"
+    if not found:
+        return f"no order of the classes {', '.join(sorted({name for name, _ in classes}))} fits the parameters' shapes"
+    return found[0]
+
+
+def _classes(contents: Sequence[RankContent]) -> dict[_Class, list[_Variable]]:
+    """Return the variables by their class, in the order of their numbers."""
+    pieces: dict[tuple[str, str, int, str], dict[str, list[FileArray]]] = {}
+    for content in contents:
+        for key, array in (*content.arrays.items(), *content.master.items()):
+            match = _VARIABLE.fullmatch(key)
+            if match is not None:
+                states = pieces.setdefault((match[2], match[4], int(match[3]), match[1]), {})
+                states.setdefault(match[5] or "", []).append(array)
+    classes: dict[_Class, list[_Variable]] = {}
+    for (kind, leaf, _, name), states in sorted(pieces.items()):
+        shaped = [one for one in states.values() if one[0].shape not in _NUMBER_SHAPES]
+        classes.setdefault((kind, leaf), []).append(_Variable(name, shaped))
+    return classes
+
+
+def _is_possible(variables: _Class, name: str) -> bool:
+    """Return whether names allow variables of a class to be those of a parameter."""
+    kind, leaf = variables
+    return all((word in kind) == (word in name) for word in _NAMED) and (leaf[0] == "w" or name.endswith("bias"))
+
+
+def _assignments(
+    classes: Mapping[_Class, Sequence[_Variable]], parameters: Mapping[str, Shape], chosen: Mapping[str, _Class]
+) -> Iterator[dict[str, str]]:
+    """Yield every assignment in which layers of a kind are of one class and each class is in order.
+
+    Args:
+        classes: the variables.
+        parameters: local shapes, in the order of building.
+        chosen: the class of the kinds of layers that come first.
+    """
+    used: Counter[_Class] = Counter()
+    assigned: dict[str, str] = {}
+    for name, shape in parameters.items():
+        kind = NUMBER.sub("#", name)
+        if kind not in chosen:
+            for one in classes:
+                if _is_possible(one, name):
+                    yield from _assignments(classes, parameters, {**chosen, kind: one})
+            return
+        variables, at = classes[chosen[kind]], used[chosen[kind]]
+        if at == len(variables) or not variables[at].fits(shape):
+            return
+        used[chosen[kind]] += 1
+        assigned[name] = variables[at].name
+    yield assigned

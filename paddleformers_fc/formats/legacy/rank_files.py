@@ -6,22 +6,9 @@ sharding group where ``model_meta.json`` describes the ranks. All files of a kin
 exists per combination of ranks. The files are pickles and are read as data (:mod:`paddleformers_fc.storage.pickles`):
 of an array only its place in the file is kept.
 
-A tensor of a sharding group from the pieces of its ranks: whole in one, or ranges that follow each other.
-
-Version 1 of sharding stage 1 and stage 2 store a state whole, on one rank. Version 2 and stage 3 store a range of
-elements on each of several; the last ones are padding.
-
-Find the parameter of a variable such as ``linear_5.w_0`` without a table of names.
-
-Paddle names a variable after the class of its layer and a number that counts the layers of that class in the order in
-which they are built. The parameters of a stage, in the order in which their family builds them, therefore consist of
-one sequence per class, and all layers of a kind (``q_proj`` of every decoder layer) are of one class. The variables are
-assigned only if a single assignment fits the sizes of all states.
-
-The orientation of a square weight, which its shape does not show: that of another tensor with the same numbers.
-
-Such a tensor is the master weight, which is cast to the dtype of the weight, or the other name of a tied one. The first
-rows of it are compared with the first rows and the first columns of the weight.
+A tensor of a sharding group is whole in the file of one rank, or ranges of its elements follow each other in the files
+of several (:func:`arrange`). Version 1 of sharding stage 1 and stage 2 store a state whole. Version 2 and stage 3 store
+ranges; the last elements are padding.
 """
 
 from __future__ import annotations
@@ -34,16 +21,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from paddleformers_fc.errors import Corrupt, FormatError, StorageError
-from paddleformers_fc.families.declarations import NUMBER
+from paddleformers_fc.formats.catalog import StoredForm, StoredFragment, StoredTensor, gather_shards
+from paddleformers_fc.formats.checkpoint import StoredShard
 from paddleformers_fc.formats.huggingface import OF_PADDLE, model_orientation
 from paddleformers_fc.formats.stock_checkpoint import COPY_AGAIN_STEP, malformed_file, refuse_links
-from paddleformers_fc.mapping.boxes import Shape
+from paddleformers_fc.layout.roles import MODEL_STATE, ROLES
+from paddleformers_fc.layout.shards import Shard
+from paddleformers_fc.mapping.boxes import Box, Shape, whole
 from paddleformers_fc.mapping.folding import fold
-from paddleformers_fc.storage.dtypes import dtype_size, from_safetensors, to_numpy, to_safetensors
-from paddleformers_fc.storage.files import list_directory, open_local, read_range
+from paddleformers_fc.storage.dtypes import dtype_size, from_safetensors
+from paddleformers_fc.storage.files import list_directory
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.storage.pickles import PickledArray, quoted, read_pickle
 from paddleformers_fc.storage.safetensors import Header, read_header
@@ -80,8 +68,8 @@ _DTYPES = {
     # Paddle writes the bits of bfloat16, which numpy lacks, as unsigned integers.
     "u2": "bfloat16",
 }
-
-_COMPARED_BYTES = 1 << 20
+_MAX_PADDING_BYTES = 4096
+"""Bound on the padding of a rank's part of a flattened state. Devices align to 256 bytes or more."""
 
 Place = tuple[int, int, int]
 """Tensor-parallel rank, pipeline stage, rank in the sharding group; of weights instead the expert-parallel rank.
@@ -101,6 +89,7 @@ class RankFiles:
         pp: number of pipeline stages.
         ep: number of expert-parallel ranks, as names of files of weights have it; 1 if they do not.
         sharding: number of ranks of the sharding group; the smallest possible one if there are files of weights alone.
+        described: what ``model_meta.json`` states about the parameters of each rank; empty if there is none.
     """
 
     files: Mapping[str, Mapping[Place, str]]
@@ -108,6 +97,7 @@ class RankFiles:
     pp: int
     ep: int = 1
     sharding: int = 1
+    described: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def names(self) -> list[str]:
@@ -134,6 +124,26 @@ class FileArray:
     begin: int
     shape: Shape
     dtype: str
+
+    @property
+    def fragment(self) -> StoredFragment:
+        """Its place, as that of a tensor of its shape."""
+        return StoredFragment(self.file, self.begin, whole(self.shape))
+
+    def shard(
+        self, name: str, shape: Shape, box: Box | None = None, flat: tuple[int, int] | None = None, dtype: str = ""
+    ) -> StoredShard:
+        """Return it as a shard of a tensor.
+
+        Args:
+            name: of the tensor.
+            shape: of the whole tensor.
+            box: the part of the tensor; None for all of it.
+            flat: the range of elements of the part that the array contains; None for all of them.
+            dtype: element type of the tensor; empty for that of the array.
+        """
+        part = Shard(name, dtype or self.dtype, shape, box or whole(shape), flat)
+        return part, self.file, self.begin, dtype_size(self.dtype)
 
 
 @dataclass(frozen=True)
@@ -174,28 +184,22 @@ def find_rank_files(directory: Path) -> RankFiles:
     """
     names = sorted(path.name for path in list_directory(directory))
     found: dict[str, dict[Place, str]] = {}
-    axes: dict[str, dict[tuple[str, ...], str]] = {}
-    endings: dict[str, str] = {}
-    for name in names:
-        parsed = _parsed(name)
-        if parsed is None:
-            continue
-        kind, ranks = parsed
-        strange = [axis for axis in ranks if axis not in (*AXES, *([EXPERTS] if name.endswith(".pdparams") else []))]
-        if strange:
+    forms: dict[str, dict[tuple[str, ...], str]] = {}
+    for name, (kind, ranks) in ((name, parsed) for name in names if (parsed := _parsed(name)) is not None):
+        known = (*AXES, EXPERTS) if name.endswith(".pdparams") else AXES
+        if strange := [axis for axis in ranks if axis not in known]:
             raise unsupported_experts(directory, f"{name}: axis {strange[0]}")
-        axes.setdefault(kind, {}).setdefault(tuple(ranks), name)
-        endings.setdefault(Path(name).suffix if kind == MODEL else kind, name)
-        found.setdefault(kind, {})[_place(ranks)] = name
+        forms.setdefault(kind, {}).setdefault((*ranks, Path(name).suffix), name)
+        place = ranks.get("tp", 0), ranks.get("pp", 0), ranks.get("shard", ranks.get(EXPERTS, 0))
+        found.setdefault(kind, {})[place] = name
     refuse_links(directory, (directory / name for kind in found.values() for name in kind.values()))
-    mixed = [list(one.values()) for one in axes.values()]
-    mixed.append([endings[one] for one in (".pdparams", ".safetensors") if one in endings])
-    refuse_mixed(directory, [one for one in mixed if len(one) > 1])
-    degrees = {kind: _degrees(next(iter(axes[kind])), places) for kind, places in found.items()}
+    refuse_mixed(directory, [list(one.values()) for one in forms.values() if len(one) > 1])
+    axes = {kind: next(iter(one))[:-1] for kind, one in forms.items()}
+    degrees = {kind: _degrees(axes[kind], places) for kind, places in found.items()}
     tp, pp = (max(one[axis] for one in degrees.values()) for axis in range(2))
-    ep = degrees[MODEL][2] if any(EXPERTS in one for one in axes.get(MODEL, ())) else 1
+    ep = degrees[MODEL][2] if EXPERTS in axes.get(MODEL, ()) else 1
     missing = [] if MODEL in found else ["no file of weights"]
-    missing += list(_missing(found, degrees, tp, pp, {kind: next(iter(one)) for kind, one in axes.items()}))
+    missing += _missing(found, degrees, tp, pp, axes)
     world = sum(_SIGNAL.fullmatch(name) is not None for name in names)
     sharding = max([-(-ep // tp), *(one[2] for kind, one in degrees.items() if ep == 1 or kind != MODEL)])
     ranks_of_grid = tp * pp * sharding
@@ -231,10 +235,6 @@ def unsupported_experts(directory: AnyPath, why: str) -> FormatError:
         ],
         next_step="Load it with the software that saved it, and save a flex checkpoint.",
     )
-
-
-def _place(ranks: Mapping[str, int]) -> Place:
-    return ranks.get("tp", 0), ranks.get("pp", 0), ranks.get("shard", ranks.get(EXPERTS, 0))
 
 
 def refuse_mixed(directory: AnyPath, mixed: Sequence[Sequence[str]]) -> None:
@@ -278,7 +278,7 @@ def _missing(
     tp: int,
     pp: int,
     axes: Mapping[str, tuple[str, ...]],
-) -> Iterable[str]:
+) -> Iterator[str]:
     for kind, places in found.items():
         if degrees[kind][:2] != (tp, pp):
             yield f"{kind}: files of tp={degrees[kind][0]} pp={degrees[kind][1]}, and others of tp={tp} pp={pp}"
@@ -309,12 +309,11 @@ def read_rank_file(directory: Path, name: str) -> RankContent:
     names, scheduler, master = (content.pop(key, {}) for key in (_TABLE, _SCHEDULER, _MASTER))
     if not all(isinstance(one, dict) for one in (names, scheduler, master)):
         raise malformed_file(path, f"{_TABLE}, {_SCHEDULER} or {_MASTER} is not a dictionary")
-    epoch = scheduler.get("last_epoch")
     return RankContent(
         {key: _array(path, key, value) for key, value in content.items()},
         {key: _array(path, key, value) for key, value in master.items()},
         {key: value for key, value in names.items() if isinstance(key, str) and isinstance(value, str)},
-        epoch if type(epoch) is int else None,
+        _epoch(scheduler),
     )
 
 
@@ -325,24 +324,16 @@ def arrays_of(name: str, header: Header) -> dict[str, FileArray]:
     }
 
 
-def is_equal(directory: Path, one: FileArray, other: FileArray) -> bool:
-    """Return whether two arrays of one shape and type have the same bytes."""
-    length = math.prod(one.shape) * dtype_size(one.dtype)
-    with open_local(directory / one.file) as left, open_local(directory / other.file) as right:
-        return all(
-            read_range(left, one.begin + at, size) == read_range(right, other.begin + at, size)
-            for at in range(0, length, _COMPARED_BYTES)
-            for size in (min(_COMPARED_BYTES, length - at),)
-        )
-
-
 def scheduler_epoch(directory: Path, name: str) -> int | None:
     """Return the count of steps in a scheduler's file; None if the file is missing or contains other data."""
     try:
-        content = read_pickle(directory / name)
+        return _epoch(read_pickle(directory / name))
     except (Corrupt, FormatError, StorageError):
         return None
-    epoch = content.get("last_epoch") if isinstance(content, dict) else None
+
+
+def _epoch(scheduler: Any) -> int | None:
+    epoch = scheduler.get("last_epoch") if isinstance(scheduler, dict) else None
     return epoch if type(epoch) is int else None
 
 
@@ -353,9 +344,6 @@ def _array(path: Path, key: Any, value: Any) -> FileArray:
         raise malformed_file(path, f"{quoted(key)} is not a tensor")
     return FileArray(path.name, array.begin, array.shape, _DTYPES[array.code])
 
-
-_MAX_PADDING_BYTES = 4096
-"""Bound on the padding of a rank's part of a flattened state. Devices align to 256 bytes or more."""
 
 Placed = list[tuple[FileArray, tuple[int, int] | None]]
 """Pieces with the range of elements that each contains; None for the whole tensor."""
@@ -389,130 +377,25 @@ def arrange(shape: Shape, pieces: Sequence[FileArray]) -> Placed | str:
     return placed
 
 
-_VARIABLE = re.compile(r"(?:slice@)?(([^@]+)_([0-9]{1,9})\.([wb]_[0-9]+))(?:_([A-Za-z]\w*))?")
-_NAMED = ("embed", "lm_head")
-"""Words that the class of a layer and the name of its parameter both contain, or neither."""
-_NUMBER_SHAPES = ((), (1,))
+StoredAs = tuple[str, str, bool]
+"""Role, element type in the files if it is another one, and whether the files have the axes in reverse order."""
 
 
-@dataclass(frozen=True)
-class _Variable:
-    """A variable, and the pieces of each of its states that has its shape."""
-
-    name: str
-    states: Sequence[Sequence[FileArray]]
-
-    def fits(self, shape: Shape) -> bool:
-        """Return whether all states can be those of a parameter of this shape."""
-        return all(not isinstance(arrange(shape, pieces), str) for pieces in self.states)
-
-
-def assign_variables(contents: Sequence[RankContent], parameters: Mapping[str, Shape]) -> dict[str, str] | str:
-    """Return the name of the variable of every parameter.
-
-    Args:
-        contents: the optimizer's files of one stage and tensor-parallel rank.
-        parameters: local shapes by structured name, in the order in which the model builds them.
-    Returns:
-        the names, or as text why they do not follow.
-    """
-    classes = _classes(contents)
-    count = sum(map(len, classes.values()))
-    if count != len(parameters):
-        return f"the optimizer has states of {count} variables, and the model has {len(parameters)} parameters"
-    found: list[dict[str, str]] = []
-    for assigned in _assignments(classes, list(parameters.items())):
-        found.append(assigned)
-        if len(found) > 1:
-            name = next(one for one in parameters if found[0][one] != found[1][one])
-            return f"{name} can be {found[0][name]} or {found[1][name]}"
-    if not found:
-        return f"no order of the classes {', '.join(sorted({name for name, _ in classes}))} fits the parameters' shapes"
-    return found[0]
-
-
-def _classes(contents: Sequence[RankContent]) -> dict[tuple[str, str], list[_Variable]]:
-    """Return the variables by the class of their layer and their role in it, in the order of their numbers."""
-    pieces: dict[tuple[str, str, int, str], dict[str, list[FileArray]]] = {}
-    for content in contents:
-        for key, array in (*content.arrays.items(), *content.master.items()):
-            match = _VARIABLE.fullmatch(key)
-            if match is not None:
-                states = pieces.setdefault((match[2], match[4], int(match[3]), match[1]), {})
-                states.setdefault(match[5] or "", []).append(array)
-    classes: dict[tuple[str, str], list[_Variable]] = {}
-    for (kind, leaf, _, name), states in sorted(pieces.items()):
-        shaped = [one for one in states.values() if one[0].shape not in _NUMBER_SHAPES]
-        classes.setdefault((kind, leaf), []).append(_Variable(name, shaped))
-    return classes
-
-
-def _is_possible(variables: tuple[str, str], name: str) -> bool:
-    """Return whether names allow variables of a class and a role to be those of a parameter."""
-    kind, leaf = variables
-    return all((word in kind) == (word in name) for word in _NAMED) and (leaf[0] == "w" or name.endswith("bias"))
-
-
-def _assignments(
-    classes: Mapping[tuple[str, str], Sequence[_Variable]], parameters: Sequence[tuple[str, Shape]]
-) -> Iterator[dict[str, str]]:
-    """Yield every assignment in which layers of a kind are of one class and each class is in order."""
-    # The state of the search: parameters done, the class of every kind, the number of variables used per class.
-    Kinds = dict[str, tuple[str, str]]
-    pending: list[tuple[int, Kinds, dict[tuple[str, str], int], dict[str, str]]] = [(0, {}, {}, {})]
-    while pending:
-        done, kinds, used, assigned = pending.pop()
-        while done < len(parameters):
-            name, shape = parameters[done]
-            kind = NUMBER.sub("#", name)
-            if kind not in kinds:
-                pending += [
-                    (done, {**kinds, kind: one}, dict(used), dict(assigned))
-                    for one in classes
-                    if _is_possible(one, name)
-                ]
-                break
-            at = used.get(kinds[kind], 0)
-            variables = classes[kinds[kind]]
-            if at == len(variables) or not variables[at].fits(shape):
-                break
-            used[kinds[kind]] = at + 1
-            assigned[name] = variables[at].name
-            done += 1
-        else:
-            yield assigned
-
-
-_COMPARED = 64
-"""The number of rows that are compared."""
-
-
-def is_transposed(directory: Path, weight: FileArray, known: Sequence[FileArray]) -> bool | None:
-    """Return whether a file contains a square weight transposed; None if that is not shown.
-
-    Args:
-        directory: of the files.
-        weight: the weight.
-        known: a tensor with the same numbers in the orientation of the model, whole or in ranges of elements.
-    """
-    length, dtype = weight.shape[0], to_numpy(to_safetensors(weight.dtype))
-    count = min(length, _COMPARED)
-    placed = arrange(weight.shape, known)
-    if isinstance(placed, str):
-        return None
-    parts = [
-        _elements(directory, piece, 0, min(last, count * length) - first)
-        for piece, (first, last) in ((piece, flat or (0, length * length)) for piece, flat in placed)
-        if first < count * length
-    ]
-    rows = np.concatenate(parts).astype(dtype).reshape(count, length)
-    straight = _elements(directory, weight, 0, count * length).reshape(count, length)
-    turned = np.stack([_elements(directory, weight, row * length, count) for row in range(length)], axis=1)
-    fits = [rows.tobytes() == one.tobytes() for one in (straight, turned)]
-    return fits[1] if fits[0] != fits[1] else None
-
-
-def _elements(directory: Path, array: FileArray, begin: int, count: int) -> np.ndarray[Any, Any]:
-    dtype = to_numpy(to_safetensors(array.dtype))
-    with open_local(directory / array.file) as file:
-        return np.frombuffer(read_range(file, array.begin + begin * dtype.itemsize, count * dtype.itemsize), dtype)
+def gather_roles(
+    shards: Mapping[StoredAs, Sequence[StoredShard]],
+) -> tuple[dict[str, dict[str, StoredTensor]], list[str]]:
+    """Return the tensors of a checkpoint by role, and as text why they are not those of one checkpoint."""
+    roles: dict[str, dict[str, StoredTensor]] = {}
+    faults: list[str] = []
+    for (role, file_dtype, turned), own in shards.items():
+        tensors, contradictions = gather_shards(own)
+        known = roles.setdefault(role, {})
+        twice = tensors.keys() & known.keys()
+        faults += [*contradictions, *(f"{name}: ranks have stored it in different forms" for name in sorted(twice))]
+        forms: dict[StoredForm, StoredForm] = {}
+        for name, one in tensors.items():
+            form = forms.setdefault(one.form, replace(one.form, file_dtype=file_dtype, turned=turned))
+            known[name] = StoredTensor(name, form, one.offsets)
+    if not roles.get(MODEL_STATE):
+        faults.append(f"{MODEL_STATE}: no tensor is stored")
+    return {role: roles[role] for role in ROLES if roles.get(role)}, faults

@@ -6,7 +6,7 @@ contains the local tensors of its rank. A shard needs three more facts.
 1. The parameter of a state. Weights have the structured name of their parameter (``model.norm.weight``). States have
    the name of its variable (``linear_5.w_0_moment1_0``), and every pipeline stage counts its variables from 0. The
    table of both names is in ``model_meta.json`` or in the files of weights. Otherwise it follows from the order in
-   which the model builds its parameters (:mod:`.rank_files`).
+   which the model builds its parameters (:mod:`.canonical_ranks`).
 2. The box of a local tensor in the whole one. The family of the model declares the axis that tensor parallelism cuts,
    and the shapes prove it. The ranks of a sharding group share the states of a parameter. A state is whole in one of
    their files, or several files have a range of its elements each (:mod:`.rank_files`).
@@ -26,8 +26,9 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -39,15 +40,9 @@ from paddleformers_fc.families.exported import exported_keys
 from paddleformers_fc.families.names import Names, tied_names, tied_sources
 from paddleformers_fc.families.registry import is_known
 from paddleformers_fc.families.undescribed import completed
-from paddleformers_fc.formats.catalog import Catalog, StoredForm, StoredTensor, gather_shards
-from paddleformers_fc.formats.checkpoint import (
-    CONFIG_NAME,
-    Format,
-    OpenedCheckpoint,
-    StoredModel,
-    StoredShard,
-)
-from paddleformers_fc.formats.legacy.canonical_ranks import CanonicalModel, canonical_models
+from paddleformers_fc.formats.catalog import Catalog, StoredTensor
+from paddleformers_fc.formats.checkpoint import CONFIG_NAME, Format, OpenedCheckpoint, StoredModel, StoredShard
+from paddleformers_fc.formats.legacy.canonical_ranks import CanonicalModel, assign_variables, canonical_models
 from paddleformers_fc.formats.legacy.rank_files import (
     EMA,
     MODEL,
@@ -55,16 +50,22 @@ from paddleformers_fc.formats.legacy.rank_files import (
     FileArray,
     RankContent,
     RankFiles,
+    StoredAs,
     arrange,
-    assign_variables,
     divides_experts,
     find_rank_files,
-    is_equal,
+    gather_roles,
     read_rank_file,
     scheduler_epoch,
     unsupported_experts,
 )
-from paddleformers_fc.formats.stock_checkpoint import COPY_AGAIN_STEP, model_description, open_stock, read_stock_config
+from paddleformers_fc.formats.stock_checkpoint import (
+    COPY_AGAIN_STEP,
+    is_equal,
+    model_description,
+    open_stock,
+    read_stock_config,
+)
 from paddleformers_fc.formats.stock_run import ARGUMENTS, different_steps, stated_sharding
 from paddleformers_fc.layout.roles import (
     EMA_STATE,
@@ -72,12 +73,10 @@ from paddleformers_fc.layout.roles import (
     MASTER_WEIGHT,
     MODEL_STATE,
     OPTIMIZER_STATE,
-    StateShape,
     split_state_name,
 )
-from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping import Shape
-from paddleformers_fc.mapping.boxes import Box, whole
+from paddleformers_fc.mapping.boxes import Box, shifted, whole
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.dtypes import dtype_size
 from paddleformers_fc.storage.files import is_file
@@ -98,6 +97,11 @@ _FROZEN = "save_sharding_stage1_model_include_freeze_params"
 _PADDLE_DTYPES = {10: "float32", 11: "float64", 15: "float16", 16: "bfloat16", 22: "bfloat16", 5: "float32"}
 """Numbers of Paddle's element types in ``model_meta.json``; the last two are those of earlier versions."""
 
+
+_FLOATS = ("float16", "float32", "float64")
+
+States = dict[tuple[str, str], list[FileArray]]
+"""The pieces of the states of a parameter by role and full name."""
 
 Copies = tuple[str, FileArray, FileArray]
 """The name of a tensor, and two copies of it."""
@@ -126,28 +130,26 @@ class Part:
 class StageFiles:
     """The files of one pipeline stage and one tensor-parallel rank: those of all ranks of its sharding group.
 
-    Each kind of files is in the order of the sharding group. Expert-parallel ranks that share a tensor-parallel rank
-    have a cell each (:func:`_expert_cells`).
+    Each kind of files is in the order of the sharding group. Experts of each expert-parallel rank have a cell of their
+    own (:func:`_expert_cells`).
 
     Args:
         tp: tensor-parallel rank.
         pp: pipeline stage.
-        models: the contents of files of weights.
-        optimizers: the contents of files of optimizer states.
-        averages: the contents of files of moving averages.
+        contents: the contents of files of each kind.
         names: name of the variable by structured name.
         shapes: local shape and dtype of parameters that the directory describes, by structured name.
+        others: those names of which another cell has the tensors in the same files.
         canonical: boxes of weights whose files have canonical names, by structured name: whether the file has the axes
             in reverse order, and the box.
     """
 
     tp: int
     pp: int
-    models: Sequence[RankContent]
-    optimizers: Sequence[RankContent]
-    averages: Sequence[RankContent]
+    contents: Mapping[str, Sequence[RankContent]]
     names: Mapping[str, str]
     shapes: Mapping[str, tuple[Shape, str]]
+    others: Mapping[str, str] = field(default_factory=dict)
     canonical: Mapping[str, Sequence[tuple[bool, StoredShard]]] = field(default_factory=dict)
 
 
@@ -179,7 +181,7 @@ def open_ranked(directory: AnyPath, format_: Format, given: Mapping[str, Any]) -
         return stored_model(catalog, config, cuts)
 
     return replace(
-        open_stock(format_, directory, catalog, assembly.faults, config, describe),
+        open_stock(format_, directory, catalog, list(dict.fromkeys(assembly.faults)), config, describe),
         check_copies=lambda: _compare(directory, copies),
         last_copies=last_copies,
     )
@@ -194,7 +196,8 @@ def _compare(directory: Path, copies: Sequence[Copies]) -> int:
     differing = [
         f"{name}: {one.file} and {other.file} differ"
         for name, one, other in copies
-        if (one.shape, one.dtype) == (other.shape, other.dtype) and not is_equal(directory, one, other)
+        if (one.shape, one.dtype) == (other.shape, other.dtype)
+        and not is_equal(directory, one.fragment, other.fragment, dtype_size(one.dtype))
     ]
     if differing:
         raise Diverged(
@@ -216,16 +219,16 @@ def _assembled(directory: Path, files: RankFiles, config: Mapping[str, Any], las
         declared = Names(family_for(config), model_description(directory, config))
         named = [name for name in files.files[MODEL].values() if name.endswith(".pdparams")]
         contents |= {name: contents[name].renamed(declared.name_of) for name in named}
-    meta = _read_meta(directory, files)
-    cells = _cells(directory, files, contents, meta)
+    files = _described(directory, files)
+    cells = _cells(directory, files, contents)
     if any(name.endswith(".safetensors") for name in files.names):
         cells = _canonical_cells(directory, config, files.tp, cells)
-    assembly = Assembly(directory, config, files.tp, any(one.optimizers for one in cells))
+    assembly = Assembly(directory, config, files.tp, any(one.contents[OPTIMIZER] for one in cells))
     for cell in reversed(cells) if last else cells:
         assembly.add(cell)
     if not {*assembly.weightless}.isdisjoint(assembly.stateless):
         assembly.faults.append(f"sharding_io stores weights that are not trained under {_FROZEN} alone")
-    if assembly.stateless and not (meta.described or files.sharding in (1, stated_sharding(directory))):
+    if assembly.stateless and not (files.described or files.sharding in (1, stated_sharding(directory))):
         assembly.faults += (f"{name}: no optimizer state is stored" for name in assembly.stateless)
         assembly.faults.append(
             f"{ARGUMENTS} does not state sharding_parallel_size {files.sharding}: files of other ranks may be missing"
@@ -242,24 +245,11 @@ def _refuse_steps(directory: Path, contents: Mapping[str, RankContent]) -> None:
         raise different_steps(directory, fold(f"{name}: step {epoch}" for name, epoch in sorted(epochs.items())))
 
 
-@dataclass(frozen=True)
-class _Meta:
-    """The content of ``model_meta.json``.
-
-    Args:
-        described: the parameters by tensor-parallel rank, stage and expert-parallel rank; empty if there is no file.
-        ep: number of expert-parallel ranks.
-    """
-
-    described: Mapping[str, Any]
-    ep: int
-
-
-def _read_meta(directory: Path, files: RankFiles) -> _Meta:
-    """Return what ``model_meta.json`` describes by tensor-parallel rank and stage; empty if there is none."""
+def _described(directory: Path, files: RankFiles) -> RankFiles:
+    """Return the files with what ``model_meta.json`` states about them, if there is one."""
     path = directory / META_NAME
     if not is_file(path):
-        return _Meta({}, files.ep)
+        return files
     try:
         meta = parse_json(read_document(path, MAX_DOCUMENT_BYTES))
         degrees, described = meta["parallel_config"], meta["sharding_metas"] or {}
@@ -268,48 +258,40 @@ def _read_meta(directory: Path, files: RankFiles) -> _Meta:
         of_experts = max(degrees.get("moe_sharding_degree", 1), 1)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise _malformed(path, str(error)) from error
-    shards = files.sharding
-    if stated != [files.tp, files.pp, shards]:
+    tp, shards = files.tp, files.sharding
+    if stated != [tp, files.pp, shards]:
         raise Corrupt(
             f"{META_NAME} and the files of {directory} are of different numbers of ranks.",
             where=str(path),
             evidence=[
                 f"{META_NAME}: tp={stated[0]} pp={stated[1]} sharding={stated[2]} ep={experts}",
-                f"files: tp={files.tp} pp={files.pp} sharding={shards}",
+                f"files: tp={tp} pp={files.pp} sharding={shards}",
             ],
             next_step=COPY_AGAIN_STEP,
         )
     if not isinstance(described, dict):
         raise _malformed(path, "sharding_metas is not an object")
-    if experts > 1 and not (divides_experts(files.tp, shards, experts) and of_experts * experts == files.tp * shards):
-        raise unsupported_experts(
-            directory, f"{META_NAME}: tp={files.tp} sharding={shards} ep={experts} moe_sharding={of_experts}"
-        )
-    return _Meta(described, experts)
+    if experts > 1 and not (divides_experts(tp, shards, experts) and of_experts * experts == tp * shards):
+        why = f"{META_NAME}: tp={tp} sharding={shards} ep={experts} moe_sharding={of_experts}"
+        raise unsupported_experts(directory, why)
+    return replace(files, ep=experts, described=described)
 
 
-def _cells(directory: Path, files: RankFiles, contents: Mapping[str, RankContent], meta: _Meta) -> list[StageFiles]:
-    places = itertools.product(range(files.pp), range(files.tp))
-    if meta.ep == 1:
-        return [_cell(files, contents, meta, tp, pp) for pp, tp in places]
-    ranks = range(meta.ep // files.tp)
-    found = [
-        cell
-        for pp, tp in places
-        for cell in _expert_cells(directory, [_cell(files, contents, meta, tp, pp, ep) for ep in ranks])
-    ]
-    _refuse_experts_of_several_ranks(directory, found)
-    return found
-
-
-def _refuse_experts_of_several_ranks(directory: Path, cells: Sequence[StageFiles]) -> None:
-    """Refuse experts that two ranks have, as where each rank counts its own from 0."""
+def _cells(directory: Path, files: RankFiles, contents: Mapping[str, RankContent]) -> list[StageFiles]:
+    found: list[StageFiles] = []
+    for pp, tp in itertools.product(range(files.pp), range(files.tp)):
+        if files.ep == 1:
+            found.append(_cell(files, contents, tp, pp))
+        else:
+            ranks = range(files.ep // files.tp)
+            found += _expert_cells(directory, [_cell(files, contents, tp, pp, ep) for ep in ranks])
     seen: set[str] = set()
-    for cell in cells:
-        experts = _experts(cell)
-        if twice := sorted(seen & experts):
+    for experts in map(_experts, found):
+        # As where each rank counts its own from 0.
+        if files.ep > 1 and (twice := sorted(seen & experts)):
             raise unsupported_experts(directory, f"{twice[0]} is on several ranks")
         seen |= experts
+    return found
 
 
 def _experts(cell: StageFiles) -> frozenset[str]:
@@ -317,74 +299,50 @@ def _experts(cell: StageFiles) -> frozenset[str]:
 
 
 def _expert_cells(directory: Path, cells: Sequence[StageFiles]) -> list[StageFiles]:
-    """Return the cells of expert-parallel ranks of one tensor-parallel rank, each with the experts of its rank.
+    """Return a cell with the tensors that all ranks of one tensor-parallel rank have, and one per expert-parallel rank.
 
-    The first cell has all other tensors as well. A variable of an expert has the same name on every rank, for another
-    expert. Other variables are the same parameter on all ranks, which share its states as a sharding group.
+    A variable of an expert has the same name on every rank, for another expert. Other variables are the same parameter
+    on all ranks, which share its states as a sharding group.
 
     Raises:
         FormatError: names do not show which experts a rank has.
     """
     experts = list(map(_experts, cells))
-    others = [{**cell.names} for cell in cells]
-    for own, names in zip(experts, others, strict=True):
-        for name in own:
-            names.pop(name, None)
-    stacked = [name for names in others for name in names if ".experts." in name]
+    rests = [{name: one for name, one in cell.names.items() if not _EXPERT.search(name)} for cell in cells]
+    stacked = [name for rest in rests for name in rest if ".experts." in name]
     known = frozenset().union(*experts)
-    unnamed = [name for one in cells[0].models for name in one.arrays if _EXPERT.search(name) and name not in known]
-    if stacked or unnamed or any(names != others[0] for names in others) or len(set(map(bool, experts))) > 1:
+    weights = [name for one in cells[0].contents[MODEL] for name in one.arrays]
+    unnamed = [name for name in weights if _EXPERT.search(name) and name not in known]
+    if stacked or unnamed or any(rest != rests[0] for rest in rests) or len(set(map(bool, experts))) > 1:
         named = f"{stacked[0]} is on several ranks" if stacked else "ranks have other parameters"
         raise unsupported_experts(directory, f"{unnamed[0]}: no file names its variable" if unnamed else named)
-    return [_of_rank(cell, rank, len(cells), own) for rank, (cell, own) in enumerate(zip(cells, experts, strict=True))]
+    every = {name: cell.names.get(name, "") for cell in cells for name in (*cell.names, *cell.shapes)}
+    found = [_with_names(cells[0], {*cells[0].names, *cells[0].shapes} - experts[0], every)]
+    for rank, (cell, own) in enumerate(zip(cells, experts, strict=True)):
+        contents = {kind: ones[rank :: len(cells)] for kind, ones in cell.contents.items()}
+        found.append(_with_names(replace(cell, contents=contents), own, every))
+    return found
 
 
-def _of_rank(cell: StageFiles, rank: int, ranks: int, experts: Collection[str]) -> StageFiles:
-    """Return a cell with the experts of one of several ranks; that of rank 0 also has what is not of an expert."""
-    variables = _by_variable(cell.names)
-
-    def is_own(name: str | None, place: int) -> bool:
-        return place % ranks == rank if name is None or name in experts or _EXPERT.search(name) else rank == 0
-
-    def of_state(key: str) -> str | None:
-        split = _split(key, variables)
-        if split is not None:
-            return split[0]
-        return key if key in cell.names else variables.get(key.removeprefix(_SLICE))
-
-    def kept(contents: Sequence[RankContent], name_of: Callable[[str], str | None]) -> list[RankContent]:
-        return [
-            replace(
-                one,
-                arrays={key: value for key, value in one.arrays.items() if is_own(name_of(key), place)},
-                master={key: value for key, value in one.master.items() if is_own(of_state(key), place)},
-            )
-            for place, one in enumerate(contents)
-        ]
-
+def _with_names(cell: StageFiles, own: Collection[str], every: Mapping[str, str]) -> StageFiles:
+    """Return a cell with the tensors of some names alone, of all that its files contain."""
     return replace(
         cell,
-        models=kept(cell.models, lambda name: name),
-        optimizers=kept(cell.optimizers, of_state),
-        averages=kept(cell.averages, of_state),
-        names={name: one for name, one in cell.names.items() if is_own(name, rank)},
-        shapes={name: one for name, one in cell.shapes.items() if is_own(name, rank)},
+        names={name: one for name, one in cell.names.items() if name in own},
+        shapes={name: one for name, one in cell.shapes.items() if name in own},
+        others={name: one for name, one in every.items() if name not in own},
     )
 
 
-def _cell(
-    files: RankFiles, contents: Mapping[str, RankContent], meta: _Meta, tp: int, pp: int, ep: int | None = None
-) -> StageFiles:
-    models, optimizers, averages = (
-        [contents[name] for name in files.of(kind, tp, pp)] for kind in (MODEL, OPTIMIZER, EMA)
-    )
-    named = models if ep is None else models[ep : ep + 1]
+def _cell(files: RankFiles, contents: Mapping[str, RankContent], tp: int, pp: int, ep: int | None = None) -> StageFiles:
+    own = {kind: [contents[name] for name in files.of(kind, tp, pp)] for kind in (MODEL, OPTIMIZER, EMA)}
+    named = own[MODEL] if ep is None else own[MODEL][ep : ep + 1]
     names = {name: variable for one in named for name, variable in one.names.items()}
     shapes: dict[str, tuple[Shape, str]] = {}
     key = f"tp{tp:02d}_pp{pp:02d}" + ("" if ep is None else f"_ep{ep * files.tp + tp:02d}")
-    if meta.described:
+    if files.described:
         try:
-            described = meta.described[key]
+            described = files.described[key]
             names |= {str(name): str(variable) for name, variable in described["structure_name_mapping"].items()}
             shapes = {
                 str(name): (tuple(map(int, one[0])), _PADDLE_DTYPES.get(one[1], ""))
@@ -392,7 +350,7 @@ def _cell(
             }
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             raise _malformed(Path(META_NAME), f"{key}: {error}") from error
-    return StageFiles(tp, pp, models, optimizers, averages, names, shapes)
+    return StageFiles(tp, pp, own, names, shapes)
 
 
 def _canonical_cells(
@@ -403,7 +361,7 @@ def _canonical_cells(
     Raises:
         MappingError: no model of the configuration has these tensors and states, or several have.
     """
-    stored = sorted({name for cell in cells for content in cell.models for name in content.arrays})
+    stored = sorted({name for cell in cells for content in cell.contents[MODEL] for name in content.arrays})
     found: list[list[StageFiles]] = []
     faults: list[str] = []
     for model in canonical_models(model_description(directory, config), tp, stored):
@@ -412,7 +370,7 @@ def _canonical_cells(
         faults += refused
         if not refused:
             found.append([one for one in named if isinstance(one, StageFiles)])
-    has_states = any(cell.optimizers for cell in cells)
+    has_states = any(cell.contents[OPTIMIZER] for cell in cells)
     if len(found) == 1 or (found and not has_states):
         return found[0]
     raise MappingError(
@@ -426,9 +384,10 @@ def _canonical_cells(
 
 def _canonical_cell(model: CanonicalModel, cell: StageFiles) -> StageFiles | str:
     """Return a cell in terms of a model, or as text why it does not fit."""
-    stored = {name: one for content in cell.models for name, one in content.arrays.items()}
+    stored = {name: one for content in cell.contents[MODEL] for name, one in content.arrays.items()}
     shapes = model.on_stage(stored)
-    names = assign_variables(cell.optimizers, shapes) if cell.optimizers else dict.fromkeys(shapes, "")
+    states = cell.contents[OPTIMIZER]
+    names = assign_variables(states, shapes) if states else dict.fromkeys(shapes, "")
     if isinstance(names, str):
         return f"tp{cell.tp:02d}_pp{cell.pp:02d}: {names}"
     canonical: dict[str, list[tuple[bool, StoredShard]]] = {}
@@ -438,7 +397,7 @@ def _canonical_cell(model: CanonicalModel, cell: StageFiles) -> StageFiles | str
                 return placed
             canonical.setdefault(name, []).append(placed)
     dtypes = {name: (shape, canonical[name][0][1][0].dtype) for name, shape in shapes.items()}
-    return replace(cell, models=[], names=names, shapes=dtypes, canonical=canonical)
+    return replace(cell, contents={**cell.contents, MODEL: []}, names=names, shapes=dtypes, canonical=canonical)
 
 
 def _malformed(path: Path, fault: str) -> FormatError:
@@ -474,52 +433,79 @@ class Assembly:
     stateless: list[str] = field(default_factory=list)
     weightless: list[str] = field(default_factory=list)
     _copied: dict[tuple[str, str], Sequence[FileArray]] = field(default_factory=dict)
-    _shards: dict[str, list[StoredShard]] = field(default_factory=dict)
-    _cast: list[StoredShard] = field(default_factory=list)
-    _turned: list[StoredShard] = field(default_factory=list)
+    _shards: dict[StoredAs, list[StoredShard]] = field(default_factory=dict)
     _seen: set[tuple[str, Box]] = field(default_factory=set)
-    _families: list[Names] = field(default_factory=list)
 
     def add(self, cell: StageFiles) -> None:
         """Add the tensors of one cell."""
-        weights = {name: one for content in reversed(cell.models) for name, one in content.arrays.items()}
-        parts = self._parts(cell, weights)
+        weights = {name: one for content in reversed(cell.contents[MODEL]) for name, one in content.arrays.items()}
+        weights = {name: one for name, one in weights.items() if name not in cell.others}
         variables = _by_variable(cell.names)
-        states = self._states(cell.optimizers, variables, "optimizer")
-        averages = self._averages(cell, variables)
-        grouped = _by_parameter(states)
-        for part in parts.values():
-            own = grouped.get(part.name, {})
-            stored = [weights[part.name]] if part.name in weights else []
-            # A tied parameter has the states of the name that sorts first.
-            owner = variables.get(cell.names.get(part.name, ""), part.name)
-            canonical = [one for _, one in cell.canonical.get(part.name, ())]
+        states, averages = self._states(cell, variables), self._averages(cell, variables)
+        for name in dict.fromkeys((*cell.names, *cell.shapes, *weights)):
+            part = self._part(cell, name, weights.get(name))
+            if part is None:
+                continue
+            own = states.get(name, {})
+            canonical = [one for _, one in cell.canonical.get(name, ())]
+            stored = [weights[name]] if name in weights else []
             held = stored or [FileArray(file, begin, one.box.shape, one.dtype) for one, file, begin, _ in canonical]
-            self._compare(part, {(MODEL_STATE, part.name): held, **own})
+            self._compare(part, {(MODEL_STATE, name): held, **own})
             if not part.first:
                 continue
-            master = grouped.get(owner, {}).get((MASTER_WEIGHT, owner + MASTER.suffix), [])
+            # A tied parameter has the states of the name that sorts first.
+            owner = variables.get(cell.names.get(name, ""), name)
+            master = states.get(owner, {}).get((MASTER_WEIGHT, owner + MASTER.suffix), [])
             self._add_weight(part, cell, stored, master)
-            for (role, name), pieces in own.items():
-                self._keep(role, self._state(part, role, name, pieces))
-            if part.name in averages:
-                self._keep(EMA_STATE, self._joined(part, part.name, "float32", averages[part.name]))
-            if self.has_states and not own and owner == part.name and self._is_trained(part.name):
-                self.stateless.append(part.name)
+            for (role, full), pieces in own.items():
+                self._add_state(part, role, full, pieces)
+            if name in averages:
+                self._join(part, (EMA_STATE, "", False), name, "float32", averages[name])
+            if self.has_states and not own and owner == name and self._is_trained(name):
+                self.stateless.append(name)
+
+    def roles(self) -> dict[str, dict[str, StoredTensor]]:
+        """Return the tensors by role."""
+        roles, faults = gather_roles(self._shards)
+        self.faults += faults
+        return roles
 
     def _add_weight(
         self, part: Part, cell: StageFiles, stored: Sequence[FileArray], master: Sequence[FileArray]
     ) -> None:
         if part.name in cell.canonical:
             for turned, shard in cell.canonical[part.name]:
-                (self._turned if turned else self._shards.setdefault(MODEL_STATE, [])).append(shard)
+                self.keep((MODEL_STATE, "", turned), shard)
         elif stored:
-            self._keep(MODEL_STATE, self._joined(part, part.name, part.dtype, stored))
+            self._join(part, (MODEL_STATE, "", False), part.name, part.dtype, stored)
         elif master and part.dtype:
-            self._cast += self._joined(part, part.name, part.dtype, master)
+            self._join(part, (MODEL_STATE, MASTER.dtype, False), part.name, part.dtype, master)
         else:
             self.faults.append(f"{part.name}: neither the weight nor its master weight is stored")
             self.weightless.append(part.name)
+
+    def _add_state(self, part: Part, role: str, name: str, pieces: Sequence[FileArray]) -> None:
+        first = pieces[0]
+        if split_state_name(role, name, first.shape).scalar:
+            if not any(part.box.lo):
+                self.keep((role, "", False), first.shard(name, first.shape))
+        elif first.dtype.endswith(_FLOATS):
+            self._join(part, (role, "", False), name, first.dtype, pieces)
+        else:
+            self.faults.append(f"{name}: {first.dtype} in {first.file}: quantised states cannot be read")
+
+    def keep(self, stored_as: StoredAs, shard: StoredShard) -> None:
+        """Add a shard."""
+        self._shards.setdefault(stored_as, []).append(shard)
+
+    def _join(self, part: Part, stored_as: StoredAs, name: str, dtype: str, pieces: Sequence[FileArray]) -> None:
+        """Add the part as the pieces of a sharding group."""
+        placed = arrange(part.box.shape, pieces)
+        if isinstance(placed, str):
+            self.faults.append(f"{name}: {placed}")
+            return
+        for piece, flat in placed:
+            self.keep(stored_as, piece.shard(name, part.shape, part.box, flat, dtype))
 
     def _compare(self, part: Part, own: Mapping[tuple[str, str], Sequence[FileArray]]) -> None:
         """Note the copies of tensors that another tensor-parallel rank has as well."""
@@ -528,136 +514,62 @@ class Assembly:
             if first is not pieces:
                 self.replicas += zip(itertools.repeat(name), first, pieces)
 
-    def roles(self) -> dict[str, dict[str, StoredTensor]]:
-        """Return the tensors by role."""
-        roles: dict[str, dict[str, StoredTensor]] = {}
-        for role, shards in self._shards.items():
-            roles[role], contradictions = gather_shards(shards)
-            self.faults += contradictions
-        turned, contradictions = gather_shards(self._turned)
-        if turned:
-            roles.setdefault(MODEL_STATE, {}).update(reinterpreted(turned, turned=True))
-        self.faults += contradictions
-        cast, contradictions = gather_shards(self._cast)
-        twice = cast.keys() & roles.get(MODEL_STATE, {}).keys()
-        self.faults += [f"{name}: some ranks have the weight, others the master weight alone" for name in twice]
-        self.faults += contradictions
-        if cast:
-            roles.setdefault(MODEL_STATE, {}).update(reinterpreted(cast, file_dtype="float32"))
-        if not roles.get(MODEL_STATE):
-            self.faults.append(f"{MODEL_STATE}: no tensor is stored")
-        order = (MODEL_STATE, MASTER_WEIGHT, OPTIMIZER_STATE, EMA_STATE)
-        return {role: roles[role] for role in order if roles.get(role)}
-
-    def _keep(self, role: str, shards: Iterator[StoredShard]) -> None:
-        self._shards.setdefault(role, []).extend(shards)
-
-    def _parts(self, cell: StageFiles, weights: Mapping[str, FileArray]) -> dict[str, Part]:
-        parts: dict[str, Part] = {}
-        for name in dict.fromkeys((*cell.names, *cell.shapes, *weights)):
-            weight, described = weights.get(name), cell.shapes.get(name)
-            if weight is None and described is None:
-                self.faults.append(f"{name}: no file states its shape")
-                continue
-            shape, dtype = (weight.shape, weight.dtype) if weight is not None else (described or ((), ""))
-            part = self._part(cell, name, shape, dtype)
-            if part is not None:
-                parts[name] = part
-        return parts
-
-    def _part(self, cell: StageFiles, name: str, shape: Shape, dtype: str) -> Part | None:
+    def _part(self, cell: StageFiles, name: str, weight: FileArray | None) -> Part | None:
+        """Return the part of a parameter that a cell has; None after noting why nothing shows it."""
+        if weight is None and name not in cell.shapes:
+            self.faults.append(f"{name}: no file states its shape")
+            return None
+        shape, dtype = cell.shapes[name] if weight is None else (weight.shape, weight.dtype)
         total, axis = shape, None
         if self.tp > 1:
-            found = self._declared().whole(name, shape, self.tp)
+            found = self._declared.whole(name, shape, self.tp)
             if isinstance(found, str):
                 self.faults.append(f"{name}: the axis that tensor parallelism cuts cannot be proved: {found}")
                 return None
             total, axis = found
-        lo = [0] * len(shape)
-        if axis is not None:
-            lo[axis] = cell.tp * shape[axis]
-        box = Box(tuple(lo), tuple(low + length for low, length in zip(lo, shape, strict=True)))
+        box = shifted(shape, tuple(cell.tp * length if at == axis else 0 for at, length in enumerate(shape)))
         first = (name, box) not in self._seen
         self._seen.add((name, box))
-        self.cuts[name] = tuple(self.tp if index == axis else 1 for index in range(len(shape)))
+        self.cuts[name] = tuple(self.tp if at == axis else 1 for at in range(len(shape)))
         return Part(name, dtype, total, box, first)
 
+    @cached_property
     def _declared(self) -> Names:
-        if not self._families:
-            model = model_description(self.directory, self.config)
-            self._families.append(Names(family_for(model.config), model))
-        return self._families[0]
+        model = model_description(self.directory, self.config)
+        return Names(family_for(model.config), model)
 
     def _is_trained(self, name: str) -> bool:
-        return not is_known(self.config) or self._declared().trained(name)
+        return not is_known(self.config) or self._declared.trained(name)
 
-    def _states(
-        self, contents: Sequence[RankContent], variables: Mapping[str, str], kind: str
-    ) -> dict[tuple[str, str], list[FileArray]]:
-        """Return the pieces of every state by role and full name, in the order of the sharding group."""
-        found: dict[tuple[str, str], list[FileArray]] = {}
-        for content in contents:
-            for key, array in content.arrays.items():
-                split = _split(key, variables)
-                if split is None:
-                    self.faults.append(f"{array.file}: {key} belongs to no parameter of this stage")
-                else:
-                    found.setdefault((OPTIMIZER_STATE, f"{split[0]}.{split[1]}"), []).append(array)
-            for key, array in content.master.items():
-                name = variables.get(key.removeprefix(_SLICE))
-                if name is None:
-                    self.faults.append(f"{array.file}: the master weight {key} belongs to no parameter of this stage")
-                else:
-                    found.setdefault((MASTER_WEIGHT, name + MASTER.suffix), []).append(array)
+    def _states(self, cell: StageFiles, variables: Mapping[str, str]) -> dict[str, States]:
+        """Return the pieces of every state by parameter, in the order of the sharding group."""
+        found: dict[str, States] = {}
+        known = {**_by_variable(cell.others), **variables}
+        for content in cell.contents[OPTIMIZER]:
+            for role, arrays in ((OPTIMIZER_STATE, content.arrays), (MASTER_WEIGHT, content.master)):
+                for key, array in arrays.items():
+                    name, state = _split(key, known)
+                    if name is None or bool(state) is not (role == OPTIMIZER_STATE):
+                        self.faults.append(f"{array.file}: {key} belongs to no stored parameter")
+                    elif name not in cell.others:
+                        full = f"{name}.{state}" if state else name + MASTER.suffix
+                        found.setdefault(name, {}).setdefault((role, full), []).append(array)
         return found
 
     def _averages(self, cell: StageFiles, variables: Mapping[str, str]) -> dict[str, list[FileArray]]:
         """Return the pieces of every moving average by structured name. Those of master weights take precedence."""
         found: dict[str, list[FileArray]] = {}
-        for content in cell.averages:
+        known = {**_by_variable(cell.others), **variables}
+        for content in cell.contents[EMA]:
             for key, array in content.master.items():
-                found.setdefault(variables.get(key.removeprefix(_SLICE), key), []).append(array)
-        for content in cell.averages:
+                found.setdefault(known.get(key.removeprefix(_SLICE), key), []).append(array)
+        for content in cell.contents[EMA]:
             for key, array in content.arrays.items():
-                if array.dtype == "float32":
-                    found.setdefault(variables.get(key, key), [array])
-        for name in found.keys() - cell.names.keys():
-            self.faults.append(f"{found[name][0].file}: the average {name} belongs to no parameter of this stage")
+                if array.dtype == MASTER.dtype:
+                    found.setdefault(known.get(key, key), [array])
+        for name in found.keys() - cell.names.keys() - cell.others.keys():
+            self.faults.append(f"{found[name][0].file}: the average {name} belongs to no stored parameter")
         return found
-
-    def _state(self, part: Part, role: str, name: str, pieces: Sequence[FileArray]) -> Iterator[StoredShard]:
-        first = pieces[0]
-        if role == OPTIMIZER_STATE and split_state_name(role, name, first.shape).shape is StateShape.NUMBER:
-            if not any(part.box.lo):
-                width = dtype_size(first.dtype)
-                yield Shard(name, first.dtype, first.shape, whole(first.shape)), first.file, first.begin, width
-            return
-        yield from self._joined(part, name, first.dtype, pieces)
-
-    def _joined(self, part: Part, name: str, dtype: str, pieces: Sequence[FileArray]) -> Iterator[StoredShard]:
-        """Yield the part as the pieces of a sharding group."""
-        placed = arrange(part.box.shape, pieces)
-        if isinstance(placed, str):
-            self.faults.append(f"{name}: {placed}")
-            return
-        for piece, flat in placed:
-            width = dtype_size(piece.dtype)
-            yield Shard(name, dtype, part.shape, part.box, flat), piece.file, piece.begin, width
-
-
-def reinterpreted(
-    tensors: Mapping[str, StoredTensor], file_dtype: str = "", turned: bool = False
-) -> dict[str, StoredTensor]:
-    """Return tensors whose files contain another element type, or boxes with their axes in reverse order."""
-    forms: dict[StoredForm, StoredForm] = {}
-    return {
-        name: StoredTensor(
-            name,
-            forms.setdefault(one.form, replace(one.form, file_dtype=file_dtype, turned=turned)),
-            one.offsets,
-        )
-        for name, one in tensors.items()
-    }
 
 
 def stored_model(catalog: Catalog, config: dict[str, Any], cuts: Mapping[str, Shape]) -> StoredModel:
@@ -712,22 +624,10 @@ def _by_variable(names: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
-def _by_parameter(
-    states: Mapping[tuple[str, str], list[FileArray]],
-) -> dict[str, dict[tuple[str, str], list[FileArray]]]:
-    found: dict[str, dict[tuple[str, str], list[FileArray]]] = {}
-    for (role, name), pieces in states.items():
-        found.setdefault(split_state_name(role, name).parameter, {})[role, name] = pieces
-    return found
-
-
-def _split(key: str, variables: Mapping[str, str]) -> tuple[str, str] | None:
-    """Return parameter and state of a key such as ``linear_5.w_0_fp32_master_0_moment1_0``; None if it has none."""
+def _split(key: str, variables: Mapping[str, str]) -> tuple[str | None, str]:
+    """Return parameter and state of a key such as ``linear_5.w_0_fp32_master_0_moment1_0``; of a variable no state."""
     key = key.removeprefix(_SLICE)
-    at = key.rfind("_")
-    while at > 0:
-        name = variables.get(key[:at])
-        if name is not None:
-            return name, key[at + 1 :].removeprefix(_OF_MASTER)
-        at = key.rfind("_", 0, at)
-    return None
+    for at in (len(key), *(at for at in range(len(key) - 1, 0, -1) if key[at] == "_")):
+        if key[:at] in variables:
+            return variables[key[:at]], key[at + 1 :].removeprefix(_OF_MASTER)
+    return None, ""

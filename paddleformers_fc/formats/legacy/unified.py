@@ -25,18 +25,20 @@ from __future__ import annotations
 import contextlib
 import itertools
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from paddleformers_fc.errors import Corrupt, FormatError, MappingError
 from paddleformers_fc.families import enumerate_tensors, family_for
 from paddleformers_fc.families.description import IS_NLP
 from paddleformers_fc.families.names import Names, family_sizes
 from paddleformers_fc.families.registry import is_known
-from paddleformers_fc.formats.catalog import Catalog, StoredTensor, gather_shards
+from paddleformers_fc.formats.catalog import Catalog
 from paddleformers_fc.formats.checkpoint import (
     CONFIG_NAME,
     CheckList,
@@ -48,15 +50,16 @@ from paddleformers_fc.formats.checkpoint import (
 from paddleformers_fc.formats.huggingface import HUGGINGFACE, indexed_files, refuse_unindexed
 from paddleformers_fc.formats.legacy.rank_files import (
     EMA,
+    MODEL,
     OPTIMIZER,
     FileArray,
+    RankContent,
     arrange,
     arrays_of,
     is_rank_file,
-    is_transposed,
     refuse_mixed,
 )
-from paddleformers_fc.formats.legacy.rank_shards import is_of_nlp, reinterpreted, stored_model
+from paddleformers_fc.formats.legacy.rank_shards import Assembly, StageFiles, is_of_nlp, stored_model
 from paddleformers_fc.formats.paddle_distcp import PADDLE_DISTCP
 from paddleformers_fc.formats.stock_checkpoint import (
     COPY_AGAIN_STEP,
@@ -68,20 +71,11 @@ from paddleformers_fc.formats.stock_checkpoint import (
     verify_stock,
 )
 from paddleformers_fc.formats.stock_run import removes_masters
-from paddleformers_fc.layout.roles import (
-    MASTER,
-    MASTER_WEIGHT,
-    MODEL_STATE,
-    OPTIMIZER_STATE,
-    StateShape,
-    split_state_name,
-)
-from paddleformers_fc.layout.shards import Shard
+from paddleformers_fc.layout.roles import MASTER, MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE
 from paddleformers_fc.mapping import Shape
-from paddleformers_fc.mapping.boxes import whole
 from paddleformers_fc.mapping.folding import fold
-from paddleformers_fc.storage.dtypes import dtype_size
-from paddleformers_fc.storage.files import is_directory, list_directory
+from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
+from paddleformers_fc.storage.files import is_directory, list_directory, open_local, read_range
 from paddleformers_fc.storage.identities import identities_of
 from paddleformers_fc.storage.paths import AnyPath, require_local
 from paddleformers_fc.storage.safetensors import Header, read_header
@@ -107,7 +101,8 @@ _PARTNERS = {"proj": "qkv"}
 _EXPERT = re.compile(r"(.*\.experts\.)([0-9]{1,6})(\..*)")
 _NUMBERED = re.compile(r"[._]?[0-9]+\Z")
 _HALF = ("bfloat16", "float16")
-_FLOATS = ("float16", "float32", "float64")
+_COMPARED = 64
+"""The number of rows that are compared."""
 
 Arrays = dict[str, list[FileArray]]
 """The arrays of a name, in the order of their files."""
@@ -142,15 +137,50 @@ def open_unified(directory: AnyPath, given: Mapping[str, Any]) -> OpenedCheckpoi
     refuse_links(directory, (directory / name for files in listed.values() for name in files))
     # Before the headers: the bytes that are read later must be those of these files.
     identities = identities_of(directory / name for files in listed.values() for name in files)
-    contents = {kind: _content(directory / _index_name(kind), files) for kind, files in listed.items()}
-    assembly = _Assembly(directory, config.used, contents)
+    contents = [_content(directory / _index_name(kind), files) for kind, files in listed.items()]
+    assembly = _assembled(directory, config.used, *contents)
     catalog = Catalog(directory, assembly.roles(), identities)
-    cuts = {name: (1,) * len(one.shape) for name, one in catalog.roles.get(MODEL_STATE, {}).items()}
 
     def describe(config: dict[str, Any]) -> StoredModel:
-        return stored_model(catalog, config, cuts)
+        return stored_model(catalog, config, assembly.cuts)
 
     return open_stock(UNIFIED, directory, catalog, assembly.faults, config, describe)
+
+
+def _assembled(
+    directory: Path, config: Mapping[str, Any], weights: _Content, states: _Content, masters: _Content
+) -> Assembly:
+    """Return the tensors as those of one rank, whose variables have the names of parameters."""
+    assembly = Assembly(directory, config, 1, has_states=False)
+    experts = _experts(directory, config)
+    own, named, exact = (_renumbered(one.arrays, experts, assembly.faults) for one in (weights, states, masters))
+    _refuse_masters_as_weights(directory, config, own, exact)
+    # Parameters of float32 are copied into the files of master weights, and have none.
+    exact = {name: one for name, one in exact.items() if name not in own or own[name][0].dtype != MASTER.dtype}
+    turned = _Orientation(directory, config, weights.turned, own, named, exact).of_weights()
+    shapes: dict[str, tuple[Shape, str]] = {}
+    canonical: dict[str, list[tuple[bool, StoredShard]]] = {}
+    for name, (array, *copies) in own.items():
+        if any((one.shape, one.dtype) != (array.shape, array.dtype) for one in copies):
+            assembly.faults.append(f"{name}: {array.file} and {copies[0].file} contain different parts of it")
+        shapes[name] = array.shape[::-1] if turned[name] else array.shape, array.dtype
+        canonical[name] = [(turned[name], array.shard(name, shapes[name][0]))]
+    variables = {name: name for name in own}
+    contents = [
+        RankContent(
+            {"_".join(name.rsplit("/", 1)): one[at] for name, one in named.items() if at < len(one)},
+            {name: one[at] for name, one in exact.items() if at < len(one)},
+        )
+        for at in range(max(map(len, (*named.values(), *exact.values())), default=0))
+    ]
+    assembly.add(StageFiles(0, 0, {MODEL: [], OPTIMIZER: contents, EMA: []}, variables, shapes, canonical=canonical))
+    if not masters.arrays and removes_masters(directory):
+        for name in own.keys() & {name.rpartition("/")[0] for name in named}:
+            array, (shape, dtype) = own[name][0], shapes[name]
+            if dtype in _HALF:
+                shard = array.shard(name + MASTER.suffix, shape, dtype=MASTER.dtype)
+                assembly.keep((MASTER_WEIGHT, dtype, turned[name]), shard)
+    return assembly
 
 
 def _refuse_others(directory: Path, names: Sequence[str]) -> None:
@@ -218,95 +248,45 @@ def _content(index: Path, files: Mapping[str, Sequence[str]]) -> _Content:
     return _Content(arrays, frozenset(turned))
 
 
-@dataclass
-class _Assembly:
-    """Makes tensors of the arrays of all files.
+def _refuse_masters_as_weights(directory: Path, config: Mapping[str, Any], weights: Arrays, masters: Arrays) -> None:
+    """Refuse files of weights with the master weights of a model of 16 bits in them."""
+    stated = config.get("dtype") or config.get("torch_dtype")
+    if stated in _HALF and {own[0].dtype for own in weights.values()} == {MASTER.dtype} and not masters:
+        raise FormatError(
+            f"The files of weights in {directory} contain master weights.",
+            where=str(directory),
+            evidence=[f"all are {MASTER.dtype}, {CONFIG_NAME} has {stated}, and there are no master weights"],
+            next_step="Resume it with PaddleFormers, and save it without skip_save_model_weight.",
+        )
+
+
+@dataclass(frozen=True)
+class _Orientation:
+    """Proves which weights the files contain transposed.
 
     Args:
         directory: the checkpoint.
         config: its configuration; empty if there is none.
-        contents: the contents of the files of each kind.
-    Attributes:
-        faults: why the files are not one whole checkpoint.
+        files: the files of open weights' orientation.
+        weights: all weights.
+        states: the states of optimizers.
+        masters: the master weights by the name of their parameter.
     """
 
     directory: Path
     config: Mapping[str, Any]
-    contents: Mapping[str, _Content]
-    faults: list[str] = field(default_factory=list)
-    _shapes: dict[str, Shape] = field(default_factory=dict)
+    files: frozenset[str]
+    weights: Arrays
+    states: Arrays
+    masters: Arrays
 
-    def roles(self) -> dict[str, dict[str, StoredTensor]]:
-        """Return the tensors by role."""
-        arrays = {kind: self._renumbered(content.arrays) for kind, content in self.contents.items()}
-        states = {
-            OPTIMIZER_STATE: self._named(arrays[_STATES]),
-            # Parameters of float32 are copied into the files of master weights, and have none.
-            MASTER_WEIGHT: {
-                name + MASTER.suffix: own
-                for name, own in arrays[_MASTERS].items()
-                if name not in arrays[_WEIGHTS] or arrays[_WEIGHTS][name][0].dtype != MASTER.dtype
-            },
-        }
-        self._refuse_masters_as_weights(arrays)
-        roles = self._weights(arrays[_WEIGHTS], states)
-        if not arrays[_MASTERS] and removes_masters(self.directory):
-            trained = {split_state_name(OPTIMIZER_STATE, name).parameter for name in states[OPTIMIZER_STATE]}
-            roles |= _masters_of({name: one for name, one in roles.get(MODEL_STATE, {}).items() if name in trained})
-        for role in (MASTER_WEIGHT, OPTIMIZER_STATE):
-            self._add(roles, role, (one for name, own in states[role].items() for one in self._state(role, name, own)))
-        if MODEL_STATE not in roles:
-            self.faults.append(f"{MODEL_STATE}: no tensor is stored")
-        return roles
+    def of_weights(self) -> dict[str, bool]:
+        """Return for every weight whether its file contains it transposed.
 
-    def _refuse_masters_as_weights(self, arrays: Mapping[str, Arrays]) -> None:
-        """Refuse files of weights with the master weights of a model of 16 bits in them."""
-        dtypes = {own[0].dtype for own in arrays[_WEIGHTS].values()}
-        stated = self.config.get("dtype") or self.config.get("torch_dtype")
-        if stated in _HALF and dtypes == {MASTER.dtype} and not arrays[_MASTERS]:
-            raise FormatError(
-                f"The files of weights in {self.directory} contain master weights.",
-                where=str(self.directory),
-                evidence=[f"all are {MASTER.dtype}, {CONFIG_NAME} has {stated}, and there are no master weights"],
-                next_step="Resume it with PaddleFormers, and save it without skip_save_model_weight.",
-            )
-
-    def _named(self, arrays: Arrays) -> Arrays:
-        """Return states under their full names."""
-        self.faults += [f"{own[0].file}: {name} is not a state" for name, own in arrays.items() if "/" not in name]
-        return {".".join(name.rsplit("/", 1)): own for name, own in arrays.items() if "/" in name}
-
-    def _add(self, roles: dict[str, dict[str, StoredTensor]], role: str, shards: Iterator[StoredShard]) -> None:
-        tensors, contradictions = gather_shards(shards)
-        self.faults += contradictions
-        if tensors:
-            roles[role] = tensors
-
-    def _weights(self, weights: Arrays, states: Mapping[str, Arrays]) -> dict[str, dict[str, StoredTensor]]:
-        known: dict[str, set[Shape]] = {}
-        for role, named in states.items():
-            for name, own in named.items():
-                known.setdefault(split_state_name(role, name).parameter, set()).update(one.shape for one in own)
-        straight: list[StoredShard] = []
-        turned: list[StoredShard] = []
-        decided = self._turned(weights, known, states.get(MASTER_WEIGHT, {}))
-        self._refuse_unproved(decided)
-        for name, (array, *copies) in weights.items():
-            if any((one.shape, one.dtype) != (array.shape, array.dtype) for one in copies):
-                self.faults.append(f"{name}: {array.file} and {copies[0].file} contain different parts of it")
-            is_turned = decided[name]
-            shape = self._shapes[name] = array.shape[::-1] if is_turned else array.shape
-            shard = Shard(name, array.dtype, shape, whole(shape)), array.file, array.begin, dtype_size(array.dtype)
-            (turned if is_turned else straight).append(shard)
-        roles: dict[str, dict[str, StoredTensor]] = {}
-        self._add(roles, MODEL_STATE, iter(straight))
-        reversed_ones, _ = gather_shards(turned)
-        if reversed_ones:
-            roles.setdefault(MODEL_STATE, {}).update(reinterpreted(reversed_ones, turned=True))
-        return roles
-
-    def _refuse_unproved(self, decided: Mapping[str, bool | str]) -> None:
-        """Refuse weights of which nothing shows whether they are transposed."""
+        Raises:
+            FormatError: nothing shows the orientation of some weights.
+        """
+        decided = self._turned()
         unproved = [f"{name}: {why}" for name, why in decided.items() if isinstance(why, str)]
         if unproved:
             raise FormatError(
@@ -317,48 +297,46 @@ class _Assembly:
                 if self.config
                 else NAME_CONFIG,
             )
+        return {name: one for name, one in decided.items() if isinstance(one, bool)}
 
-    def _turned(
-        self, weights: Arrays, known: Mapping[str, Collection[Shape]], masters: Arrays
-    ) -> dict[str, bool | str]:
+    def _turned(self) -> dict[str, bool | str]:
         """Return for every weight whether its file contains it transposed, or as text why that cannot be proved.
 
         The writer decides by the last part of the name, so layers that are not square decide for those that are.
-
-        Args:
-            weights: all weights.
-            known: shapes of the states by weight.
-            masters: master weights by their full name.
         """
+        known: dict[str, set[Shape]] = {}
+        for name, own in (*self.states.items(), *((f"{name}/", own) for name, own in self.masters.items())):
+            known.setdefault(name.rpartition("/")[0], set()).update(one.shape for one in own)
         found: dict[str, bool | str] = {}
         votes: dict[str, set[bool | str]] = {}
-        for name, (array, *_) in weights.items():
-            shape, back = array.shape, array.shape[::-1]
-            if len(shape) != 2 or array.file not in self.contents[_WEIGHTS].turned or not name.endswith(_OF_LAYER):
+        for name, (array, *_) in self.weights.items():
+            shape = array.shape
+            if len(shape) != 2 or array.file not in self.files or not name.endswith(_OF_LAYER):
                 found[name] = False
-            elif shape != back:
+            elif shape != shape[::-1]:
                 found[name] = self._is_turned(name, shape, known.get(name, ()))
                 votes.setdefault(_leaf(name), set()).add(found[name])
-        for name in weights.keys() - found.keys():
+        for name in self.weights.keys() - found.keys():
             leaf = _leaf(name)
             seen = votes.get(leaf) or votes.get(_PARTNERS.get(leaf, ""), set())
             sibling = f"{name.removesuffix(leaf + _OF_LAYER)}{_SIBLINGS.get(leaf, leaf)}{_OF_LAYER}"
-            if not seen and leaf in _LINEAR and sibling in weights:
+            if not seen and leaf in _LINEAR and sibling in self.weights:
                 found[name] = True
             elif len(seen) == 1:
                 found[name] = next(iter(seen))
             else:
-                found[name] = self._is_square_turned(name, weights, masters.get(name + MASTER.suffix, ()))
+                found[name] = self._is_square_turned(name)
         return found
 
-    def _is_square_turned(self, name: str, weights: Arrays, master: Sequence[FileArray]) -> bool | str:
+    def _is_square_turned(self, name: str) -> bool | str:
         """Return whether a square weight is transposed, from the numbers of its master weight or its embedding."""
         if _leaf(name) == _NEVER_TRANSPOSED:
             return False
-        tied = [own for other, own in weights.items() if _leaf(other) == _NEVER_TRANSPOSED]
+        master = self.masters.get(name, [])
+        tied = [own for other, own in self.weights.items() if _leaf(other) == _NEVER_TRANSPOSED]
         if not master and _leaf(name) == _HEAD and self.config.get(_TIED) is True and len(tied) == 1:
             master = tied[0][:1]
-        shown = is_transposed(self.directory, weights[name][0], master) if master else None
+        shown = _is_transposed(self.directory, self.weights[name][0], master) if master else None
         return "nothing shows the orientation of the square" if shown is None else shown
 
     def _is_turned(self, name: str, shape: Shape, known: Collection[Shape]) -> bool | str:
@@ -368,18 +346,13 @@ class _Assembly:
         the configuration is not sufficient, every declaration counts.
         """
         both = shape, shape[::-1]
-        for proved in (
-            known,
-            self._enumerated.get(name, ()),
-            [one for one in both if self._is_declared(name, one)],
-        ):
+        names = self._names
+        declared = [one for one in both if names is not None and not isinstance(names.whole(name, one, 1), str)]
+        for proved in (known, self._enumerated.get(name, ()), declared):
             fits = [one in proved for one in both]
             if fits[0] != fits[1]:
                 return fits[1]
         return "neither its states nor its family show its orientation"
-
-    def _is_declared(self, name: str, shape: Shape) -> bool:
-        return self._declared is not None and not isinstance(self._declared.whole(name, shape, 1), str)
 
     @cached_property
     def _enumerated(self) -> dict[str, set[Shape]]:
@@ -390,7 +363,7 @@ class _Assembly:
         found: dict[str, set[Shape]] = {}
         if not is_known(self.config):
             return found
-        stored = self.contents[_WEIGHTS].arrays.keys()
+        stored = self.weights.keys()
         family, model = family_for(self.config), model_description(self.directory, self.config)
         if is_of_nlp(family, stored):
             model = replace(model, config={**model.config, IS_NLP: True})
@@ -406,74 +379,78 @@ class _Assembly:
         return found
 
     @cached_property
-    def _declared(self) -> Names | None:
-        """The tensors that the family declares; None if it is unknown."""
+    def _names(self) -> Names | None:
+        """The names that the family declares; None if it is unknown."""
         if not is_known(self.config):
             return None
         model = model_description(self.directory, self.config)
         return Names(family_for(model.config), model)
 
-    def _state(self, role: str, name: str, arrays: Sequence[FileArray]) -> Iterator[StoredShard]:
-        """Yield a state: whole in the first file, or as ranges of elements of which each file has one."""
-        first = arrays[0]
-        split = split_state_name(role, name, first.shape)
-        shape = self._shapes.get(split.parameter)
-        if shape is None:
-            self.faults.append(f"{name}: {first.file} contains it, and its weight is not stored")
-        elif not first.dtype.endswith(_FLOATS):
-            self.faults.append(f"{name}: {first.dtype} in {first.file}: quantised states cannot be read")
-        elif split.shape is StateShape.NUMBER:
-            yield (
-                Shard(name, first.dtype, first.shape, whole(first.shape)),
-                first.file,
-                first.begin,
-                dtype_size(first.dtype),
+
+def _renumbered(arrays: Arrays, total: int, faults: list[str]) -> Arrays:
+    """Return arrays with the experts' numbers in the model, where ranks count theirs from 0.
+
+    Args:
+        arrays: of the files of one kind.
+        total: the number of experts in a layer; 0 if the configuration does not give it.
+        faults: gets a line for every array of experts of which ranks are missing.
+    """
+    local = {name: found for name in arrays if (found := _EXPERT.fullmatch(name))}
+    count = max((int(found[2]) for found in local.values()), default=0) + 1
+    if count == total or all(len(arrays[name]) == 1 for name in local):
+        return arrays
+    renumbered = {name: own for name, own in arrays.items() if name not in local}
+    for name, found in local.items():
+        if not total or len(arrays[name]) * count != total:
+            faults.append(
+                f"{name}: in {count_text(len(arrays[name]), 'file')} with {count_text(count, 'expert')} each, and the "
+                f"configuration has {total or 'no number of experts'}"
             )
-        else:
-            placed = arrange(shape, arrays)
-            self.faults += [f"{name}: {placed}"] if isinstance(placed, str) else []
-            for piece, flat in placed if not isinstance(placed, str) else ():
-                yield (
-                    Shard(name, first.dtype, shape, whole(shape), flat),
-                    piece.file,
-                    piece.begin,
-                    dtype_size(piece.dtype),
-                )
-
-    def _renumbered(self, arrays: Arrays) -> Arrays:
-        """Return arrays with the experts' numbers in the model, where ranks count theirs from 0."""
-        local = {name: found for name in arrays if (found := _EXPERT.fullmatch(name))}
-        count = max((int(found[2]) for found in local.values()), default=0) + 1
-        total = self._experts
-        if count == total or all(len(arrays[name]) == 1 for name in local):
-            return arrays
-        renumbered = {name: own for name, own in arrays.items() if name not in local}
-        for name, found in local.items():
-            if not total or len(arrays[name]) * count != total:
-                self.faults.append(
-                    f"{name}: in {count_text(len(arrays[name]), 'file')} with {count_text(count, 'expert')} each, and "
-                    f"the configuration has {total or 'no number of experts'}"
-                )
-            for rank, array in enumerate(arrays[name]):
-                renumbered[f"{found[1]}{rank * count + int(found[2])}{found[3]}"] = [array]
-        return renumbered
-
-    @property
-    def _experts(self) -> int:
-        """The number of experts in a layer; 0 if the configuration does not give it."""
-        if not is_known(self.config):
-            return 0
-        model = model_description(self.directory, self.config)
-        sizes = family_sizes(family_for(model.config), model)
-        return sizes.length("experts") if sizes.defines("experts") else 0
+        for rank, array in enumerate(arrays[name]):
+            renumbered[f"{found[1]}{rank * count + int(found[2])}{found[3]}"] = [array]
+    return renumbered
 
 
-def _masters_of(weights: Mapping[str, StoredTensor]) -> dict[str, dict[str, StoredTensor]]:
-    """Return the weights of 16 bits as their master weights, as PaddleFormers loads them."""
-    forms = {one.form: replace(one.form, dtype=MASTER.dtype, file_dtype=one.dtype) for one in weights.values()}
-    named = {name + MASTER.suffix: one for name, one in weights.items() if one.dtype in _HALF}
-    found = {name: StoredTensor(name, forms[one.form], one.offsets) for name, one in named.items()}
-    return {MASTER_WEIGHT: found} if found else {}
+def _experts(directory: Path, config: Mapping[str, Any]) -> int:
+    """Return the number of experts in a layer; 0 if the configuration does not give it."""
+    if not is_known(config):
+        return 0
+    sizes = family_sizes(family_for(config), model_description(directory, config))
+    return sizes.length("experts") if sizes.defines("experts") else 0
+
+
+def _is_transposed(directory: Path, weight: FileArray, known: Sequence[FileArray]) -> bool | None:
+    """Return whether a file contains a square weight transposed; None if that is not shown.
+
+    The first rows of a tensor with the same numbers are compared with the first rows and columns of the weight.
+
+    Args:
+        directory: of the files.
+        weight: the weight.
+        known: its master weight, which is cast to its dtype, or the other name of a tied one: in the orientation of the
+            model, whole or in ranges of elements.
+    """
+    length, dtype = weight.shape[0], to_numpy(to_safetensors(weight.dtype))
+    count = min(length, _COMPARED)
+    placed = arrange(weight.shape, known)
+    if isinstance(placed, str):
+        return None
+    parts = [
+        _elements(directory, piece, 0, min(last, count * length) - first)
+        for piece, (first, last) in ((piece, flat or (0, length * length)) for piece, flat in placed)
+        if first < count * length
+    ]
+    rows = np.concatenate(parts).astype(dtype).reshape(count, length)
+    straight = _elements(directory, weight, 0, count * length).reshape(count, length)
+    turned = np.stack([_elements(directory, weight, row * length, count) for row in range(length)], axis=1)
+    fits = [rows.tobytes() == one.tobytes() for one in (straight, turned)]
+    return fits[1] if fits[0] != fits[1] else None
+
+
+def _elements(directory: Path, array: FileArray, begin: int, count: int) -> np.ndarray[Any, Any]:
+    dtype = to_numpy(to_safetensors(array.dtype))
+    with open_local(directory / array.file) as file:
+        return np.frombuffer(read_range(file, array.begin + begin * dtype.itemsize, count * dtype.itemsize), dtype)
 
 
 def _leaf(name: str) -> str:
