@@ -184,92 +184,101 @@ class _Writer:
     """
 
     def __init__(self, hints: Hints, cuts: tuple[Cuts, Cuts], taken: Iterable[str]) -> None:
-        self._hints = hints
-        self._left, self._right = cuts
+        self._hints, self._cuts = hints, cuts
         self._stems = {_LAST.sub("", name) for name in taken if name[-1].isdecimal()}
+        self._known: dict[tuple[object, ...], str | None] = {}
 
     def texts(self, rule: Rule) -> list[_Text]:
         """Return the statements of a rule; none for equal names."""
-        sources, targets, axes = rule.sources, rule.targets, rule.axes
-        sides = parts_by_tensor(len(sources), rule.parts), parts_by_tensor(len(targets), rule.parts)
-        runs, by_rank = _runs(*sides, rule.source_blocks, rule.target_blocks), self._by_rank(rule)
-        moves = len(runs) == 1 and not by_rank
-        left, before = sources, list[_Text]()
-        if axes != tuple(range(len(axes))):
-            if axes == tuple(reversed(range(len(axes)))):
-                left = tuple(f"{name}^T" for name in sources)
-                # Paddle loses the number of shards of a tensor that such a statement reads transposed.
-                if by_rank and len(sources) == 1:
-                    left, before = sources, [_Text(left, sources)]
-            elif moves:
-                return [_Text(sources, targets, f'permute="{list(axes)}"')]
-            else:
-                before = [_Text((name,), (name,), f'permute="{list(axes)}"') for name in sources]
-        if moves:
-            return [_Text(left, targets)] if left != targets else []
-        attributes = by_rank or self._by_lengths(rule, runs)
-        return [*before, _Text(left, targets, attributes)] if attributes else [*before, *self._parts(rule, runs, left)]
+        sides = zip(self._cuts, (rule.sources, rule.targets), strict=True)
+        cuts = tuple(known.get(name) for known, names in sides for name in names)
+        kinds = {self._hints.per_rank.get(name, "") for name in (*rule.sources, *rule.targets)} - {""}
+        candidates = tuple(self._candidates(rule, kinds, bool(kinds) or any(one and prod(one) > 1 for one in cuts)))
+        key = (structs.replace(rule, sources=(), targets=()), len(rule.sources), cuts, candidates)
+        if key not in self._known:
+            self._known[key] = next((one for one in candidates if _means(one, rule, self._cuts)), None)
+        attributes = self._known[key]
+        return list(_parts(rule)) if attributes is None else _statement(rule, attributes)
 
-    def _by_rank(self, rule: Rule) -> str:
-        """Return the attributes of gate and up, or of query, key and value, in one group per shard."""
-        lengths, joined, divided = rule.lengths, len(rule.sources) > 1, len(rule.targets) > 1
-        if {len(rule.sources), len(rule.targets)} - {1, len(lengths)}:
-            return ""
-        read = 1 if joined else _shards(self._left.get(rule.sources[0]), rule.axes[rule.axis])
-        written = 1 if divided else _shards(self._right.get(rule.targets[0]), rule.axis)
-        known = self._hints.per_rank
-        kinds = {known[name] for name in (*rule.sources, *rule.targets) if name in known}
-        if (read, written) != (rule.source_blocks, rule.target_blocks) or (read == written == 1 and not kinds):
-            return ""
-        if len(lengths) == 2 and lengths[0] == lengths[1] and kinds <= {FFN}:
-            return _with_axis(FFN, rule.axis)
+    def _candidates(self, rule: Rule, kinds: set[str], per_rank: bool) -> Iterator[str]:
+        """Yield the attributes that a statement of the rule may have; those of all numbers of ranks come first."""
+        axis = "" if rule.axis == 1 else f", axis={rule.axis}"
         # Separate query, key and value are written per kv head, which is independent of the number of ranks.
-        if len(lengths) != 3 or self._hints.heads is None or not (QKV_PER_RANK in kinds or joined == divided):
-            return ""
-        heads, groups = self._hints.heads
-        head = lengths[0] // heads
-        shared = all(count % rounds == 0 for count in (heads, groups) for rounds in (read, written))
-        if not shared or lengths != (heads * head, groups * head, groups * head):
-            return ""
-        return _with_axis(f"{QKV_PER_RANK}, num_heads={heads}, num_key_value_groups={groups}", rule.axis)
-
-    def _by_lengths(self, rule: Rule, runs: Sequence[PartRun]) -> str:
-        """Return the attributes of a join, of an even split, or of query, key and value per kv head."""
-        joins = len(rule.targets) == 1
-        several = rule.sources if joins else rule.targets
-        if len(runs) == len(several) and (joins or len({run.length for run in runs}) == 1):
-            return f"axis={rule.axis}"
+        separate = len(rule.sources) != len(rule.targets) and QKV_PER_RANK not in kinds
+        if per_rank and len(rule.lengths) == 2 and kinds <= {FFN}:
+            yield f"{FFN}{axis}"
+        if per_rank and len(rule.lengths) == 3 and self._hints.heads and not separate:
+            heads, groups = self._hints.heads
+            yield f"{QKV_PER_RANK}, num_heads={heads}, num_key_value_groups={groups}{axis}"
+        yield from ("", f"axis={rule.axis}")
         # Paddle names the heads of a part by the name of the part and their number.
-        if len(several) != 3 or len(rule.lengths) != 3 or not self._stems.isdisjoint(several):
-            return ""
-        groups = heads = rule.target_blocks if joins else rule.source_blocks
-        query, key, value = rule.lengths
-        if key == value and query % key == 0:
-            heads = query // key * groups
-        elif not joins:
-            return ""
-        return _with_axis(f"{QKV}, num_heads={heads}, num_key_value_groups={groups}", rule.axis)
+        if len(rule.lengths) == 3 and self._stems.isdisjoint(max(rule.sources, rule.targets, key=len)):
+            query, key, value = rule.lengths
+            groups = max(rule.source_blocks, rule.target_blocks)
+            heads = query // key * groups if key == value and key and query % key == 0 else groups
+            yield f"{QKV}, num_heads={heads}, num_key_value_groups={groups}{axis}"
 
-    def _parts(self, rule: Rule, runs: Sequence[PartRun], left: tuple[str, ...]) -> Iterator[_Text]:
-        """Yield the general case: equal parts as long as possible, named as arrays, and joined again."""
-        axis, counts, units = f"axis={rule.axis}", list[int](), list[int]()
-        for at, name in enumerate(rule.sources):
-            own = [run for run in runs if run.source == at]
-            units.append(gcd(*(place for run in own for place in (run.in_source, run.length))))
-            counts.append(sum(run.length for run in own) // units[at])
-            if counts[at] > _MOST_PARTS:
-                _refuse([f"{name}: the language has equal splits only, and this one has {counts[at]} parts"])
-            if counts[at] > 1:
-                yield _Text((left[at],), (f"{name}[0:{counts[at]}]",), axis)
 
-        def stretch(run: PartRun) -> str:
-            begin, end = (place // units[run.source] for place in (run.in_source, run.in_source + run.length))
-            return f"{rule.sources[run.source]}[{begin}:{end}]" if counts[run.source] > 1 else left[run.source]
+def _means(attributes: str, rule: Rule, cuts: tuple[Cuts, Cuts]) -> bool:
+    """Return whether the statement of a rule with these attributes is evaluated to the rule."""
+    parts = parts_by_tensor(len(rule.targets), rule.parts)
+    specs = {
+        name: TensorSpec(tuple(sum(own) if at == rule.axis else 2 for at in range(len(rule.axes))), "float32")
+        for name, own in zip(rule.targets, parts, strict=True)
+    }
+    mapping = RuleSet(specs, (rule,)).mapping()
+    sides = map(_tensors, (mapping.sources, mapping.targets), cuts)
+    try:
+        return not any(disagreements(parse([str(one) for one in _statement(rule, attributes)], *sides), mapping))
+    except MappingError:
+        return False
 
-        for at, target in enumerate(rule.targets):
-            own = [run for run in runs if run.target == at]
-            several = sum(run.length // units[run.source] for run in own) > 1
-            yield _Text(tuple(map(stretch, own)), (target,), axis if several else "")
+
+def _statement(rule: Rule, attributes: str) -> list[_Text]:
+    """Return the statement of a rule, after those that order the axes of its sources; none for equal names."""
+    before, left = _ordered(rule)
+    # Paddle loses the number of shards of a tensor that a statement with a layout per shard reads transposed.
+    if left != rule.sources and len(left) == 1 and attributes.startswith((FFN, QKV_PER_RANK)):
+        before, left = [_Text(left, rule.sources)], rule.sources
+    if before and not attributes:
+        return [before[0]._replace(right=rule.targets)]
+    return [*before, _Text(left, rule.targets, attributes)] if attributes or left != rule.targets else []
+
+
+def _ordered(rule: Rule) -> tuple[list[_Text], tuple[str, ...]]:
+    """Return statements that order the axes of the sources, and the sources as they are read afterwards."""
+    axes = list(rule.axes)
+    if axes == sorted(axes):
+        return [], rule.sources
+    if axes == sorted(axes, reverse=True):
+        return [], tuple(f"{name}^T" for name in rule.sources)
+    return [_Text((name,), (name,), f'permute="{axes}"') for name in rule.sources], rule.sources
+
+
+def _parts(rule: Rule) -> Iterator[_Text]:
+    """Yield the general case: equal parts as long as possible, named as arrays, and joined again."""
+    before, left = _ordered(rule)
+    yield from before
+    sides = (parts_by_tensor(len(names), rule.parts) for names in (rule.sources, rule.targets))
+    runs = _runs(*sides, rule.source_blocks, rule.target_blocks)
+    axis, counts, units = f"axis={rule.axis}", list[int](), list[int]()
+    for at, name in enumerate(rule.sources):
+        own = [run for run in runs if run.source == at]
+        units.append(gcd(*(place for run in own for place in (run.in_source, run.length))))
+        counts.append(sum(run.length for run in own) // units[at])
+        if counts[at] > _MOST_PARTS:
+            _refuse([f"{name}: the language has equal splits only, and this one has {counts[at]} parts"])
+        if counts[at] > 1:
+            yield _Text((left[at],), (f"{name}[0:{counts[at]}]",), axis)
+
+    def stretch(run: PartRun) -> str:
+        begin, end = (place // units[run.source] for place in (run.in_source, run.in_source + run.length))
+        return f"{rule.sources[run.source]}[{begin}:{end}]" if counts[run.source] > 1 else left[run.source]
+
+    for at, target in enumerate(rule.targets):
+        own = [run for run in runs if run.target == at]
+        several = sum(run.length // units[run.source] for run in own) > 1
+        yield _Text(tuple(map(stretch, own)), (target,), axis if several else "")
 
 
 @lru_cache(maxsize=1024)
@@ -284,18 +293,6 @@ def _runs(sources: PartsByTensor, targets: PartsByTensor, source_blocks: int, ta
         else:
             merged.append(run)
     return merged
-
-
-def _shards(cuts: Shape | None, axis: int) -> int:
-    """Return the number of shards along an axis; 0 if another axis is cut, which no statement expresses."""
-    if cuts is None:
-        return 1
-    return 0 if prod(cuts) != cuts[axis] else cuts[axis]
-
-
-def _with_axis(attributes: str, axis: int) -> str:
-    """Return the attributes with the axis, unless it is the default 1."""
-    return attributes if axis == 1 else f"{attributes}, axis={axis}"
 
 
 def _in_order(components: Sequence[_Component], index: NameIndex) -> list[str]:
