@@ -14,7 +14,6 @@ is read twice. Time is linear in the text, the tensors, and the boxes of expande
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 
 from paddleformers_fc.aoa.expand import Budget, Expander, Name, Step
@@ -108,19 +107,8 @@ def _steps(program: Program, expander: Expander, faults: Faults) -> list[Step]:
     return steps
 
 
-@dataclass(frozen=True)
-class _Output:
-    """A right tensor, its value, and the step that assigned it; None for equal names."""
-
-    name: str
-    value: Value
-    step: Step | None
-
-    def report(self, fault: Fault, faults: Faults) -> None:
-        if self.step is not None:
-            self.step.report(fault, faults)
-        else:
-            faults.add_plain(f"equal names: {fault.cause}" + (f" Accepted: {fault.accepted}" if fault.accepted else ""))
+_Output = tuple[Value, Step | None]
+"""The value of a right tensor, and the step that assigned it; None for equal names."""
 
 
 class _UnknownName(Fault):
@@ -175,7 +163,7 @@ class _Evaluation:
                     results = self._results(step, values, shards)
             except Fault as fault:
                 if not (isinstance(fault, _UnknownName) and skeleton(fault.name) in excused):
-                    step.report(fault, self._faults)
+                    self._report(fault, step)
             for name, value in zip(step.right, results, strict=True):
                 self._assign(name, value, step)
 
@@ -196,13 +184,13 @@ class _Evaluation:
     def _assign(self, name: str, value: Value | None, step: Step) -> None:
         if name in self._unread and self._values[name] is not None:
             before = self._assigned[name].statement.line.title
-            step.report(Fault(f"`{name}` was assigned by {before} and no statement has read it since."), self._faults)
+            self._report(Fault(f"`{name}` was assigned by {before} and no statement has read it since."), step)
         self._values[name], self._assigned[name] = value, step
         self._unread.add(name)
         try:
             self._budget.spend(0 if value is None else len(value.links))
         except Fault as fault:
-            step.report(fault, self._faults)
+            self._report(fault, step)
             self._faults.raise_any()
 
     def _results(self, step: Step, values: list[Value], shards: Shards) -> list[Value]:
@@ -248,113 +236,118 @@ class _Evaluation:
         rule = permuting(value.shape, axes)
         return value if rule is None else self._rules.applied(rule, [value])[0]
 
+    def _report(self, fault: Fault, step: Step | None) -> None:
+        if step is None:
+            self._faults.add_plain(fault)
+        else:
+            self._faults.add(step.statement.line, fault, step.statement.arrow)
+
     def mapping(self, aliases: Mapping[str, str]) -> TensorMapping:
         """Return the mapping of all assignments, and report the faults that are visible only after the last statement.
 
         Args:
             aliases: tied right names and their owners.
         """
-        outputs = list(self._derived() if self._right is None else self._wanted(self._right))
+        left, outputs = self._left, dict(self._derived() if self._right is None else self._wanted(self._right))
         if self._right is not None:
             self._check_wanted(outputs, self._right)
         self._check_one_sided()
-        self._check_aliases({output.name: output for output in outputs}, aliases)
-        kept = [output for output in outputs if output.name not in aliases]
+        self._check_aliases(outputs, aliases)
+        kept = {name: output for name, output in outputs.items() if name not in aliases}
         self._check_reread(kept)
+        values = {name: value for name, (value, _) in kept.items()}
         targets = (
-            {
-                one.name: TensorSpec(one.value.shape, min(one.value.dtypes(self._left), default="float32"))
-                for one in kept
-            }
+            {name: TensorSpec(one.shape, min(one.dtypes(left), default="float32")) for name, one in values.items()}
             if self._right is None
             else {name: tensor.spec for name, tensor in self._right.items() if name not in aliases}
         )
         return TensorMapping(
-            sources={name: tensor.spec for name, tensor in self._left.items()},
+            sources={name: tensor.spec for name, tensor in left.items()},
             targets=targets,
-            made={one.name: self._rules.without_own_casts(one.value, self._left) for one in kept if one.value.links},
-            fresh=frozenset(name for name in self._fresh if name in targets),
-            dropped=frozenset(name for name in self._dropped if name in self._left),
+            made={name: self._rules.without_own_casts(one, left) for name, one in values.items() if one.links},
+            fresh=frozenset(self._fresh.keys() & targets),
+            dropped=frozenset(self._dropped.keys() & left),
         )
 
-    def _wanted(self, right: Tensors) -> Iterator[_Output]:
+    def _wanted(self, right: Tensors) -> Iterator[tuple[str, _Output]]:
         """Yield right tensors by assignment, and by equal names."""
         for name in right:
             if name in self._values:
                 value = self._values[name]
                 if value is not None:
-                    yield _Output(name, value, self._assigned[name])
+                    yield name, (value, self._assigned[name])
             elif name in self._left and name not in self._fresh and name not in self._dropped:
-                yield _Output(name, value_of(name, self._left[name].shape), None)
+                yield name, (value_of(name, self._left[name].shape), None)
 
-    def _derived(self) -> Iterator[_Output]:
+    def _derived(self) -> Iterator[tuple[str, _Output]]:
         """Yield left tensors and assigned names that no statement reads, if the right side is unknown."""
         for name, tensor in self._left.items():
             if name not in self._readers and name not in self._dropped and name not in self._unread:
-                yield _Output(name, value_of(name, tensor.shape), None)
+                yield name, (value_of(name, tensor.shape), None)
         for name, step in self._assigned.items():
             value = self._values[name]
             if name in self._unread and value is not None:
-                yield _Output(name, value, step)
+                yield name, (value, step)
 
-    def _check_wanted(self, outputs: Iterable[_Output], right: Tensors) -> None:
+    def _check_wanted(self, outputs: Mapping[str, _Output], right: Tensors) -> None:
         """Report assigned names that nothing uses, and right tensors of another shape or dtype than their value."""
         unused = [name for name in sorted(self._unread - right.keys()) if self._values[name] is not None]
         index = NameIndex(right if unused else ())
         for name in unused:
             step, accepted = self._assigned[name], index.nearest(name) or "`a -> _` for a tensor that is not wanted"
             cause = f"`{name}` is not a tensor of the right side, and no later statement reads it."
-            step.report(Fault(cause, accepted, step.statement.right[0].span), self._faults)
-        for output in outputs:
-            wanted, shape = right[output.name], output.value.shape
-            dtypes = sorted(output.value.dtypes(self._left) - {wanted.dtype})
-            if shape != wanted.shape:
-                cause = f"`{output.name}` has shape {list(wanted.shape)}, its value has shape {list(shape)}."
-                output.report(Fault(cause), self._faults)
+            self._report(Fault(cause, accepted, step.statement.right[0].span), step)
+        for name, (value, made_by) in outputs.items():
+            shape, dtype = right[name].shape, right[name].dtype
+            dtypes = sorted(value.dtypes(self._left) - {dtype})
+            if value.shape != shape:
+                cause = f"`{name}` has shape {list(shape)}, its value has shape {list(value.shape)}."
+                self._report(Fault(cause), made_by)
             elif dtypes:
-                cause = f"`{output.name}` is {wanted.dtype}, its value is {dtypes[0]}."
-                accepted = f"a statement with src_dtype='{dtypes[0]}', dst_dtype='{wanted.dtype}'"
-                output.report(Fault(cause, accepted), self._faults)
+                accepted = f"a statement with src_dtype='{dtypes[0]}', dst_dtype='{dtype}'"
+                self._report(Fault(f"`{name}` is {dtype}, its value is {dtypes[0]}.", accepted), made_by)
 
     def _check_one_sided(self) -> None:
         """Report ``_`` next to an unknown name, or a name that another statement uses."""
         for name, step in self._dropped.items():
             if name not in self._left:
-                step.report(Fault(f"`{name}` is not a tensor of the left side."), self._faults)
+                self._report(Fault(f"`{name}` is not a tensor of the left side."), step)
             if name in self._readers:
                 reader = self._readers[name].statement.line.title
-                step.report(Fault(f"`{name}` is removed here and read by {reader}."), self._faults)
+                self._report(Fault(f"`{name}` is removed here and read by {reader}."), step)
         for name, step in self._fresh.items():
             if name not in (self._right or ()):
-                step.report(Fault(f"`{name}` is not a tensor of the right side."), self._faults)
+                self._report(Fault(f"`{name}` is not a tensor of the right side."), step)
             if name in self._values:
                 other = self._assigned[name].statement.line.title
-                step.report(Fault(f"`{name}` keeps its initial values here and is assigned by {other}."), self._faults)
+                self._report(Fault(f"`{name}` keeps its initial values here and is assigned by {other}."), step)
 
     def _check_aliases(self, outputs: Mapping[str, _Output], aliases: Mapping[str, str]) -> None:
         """Report assigned aliases that are not equal to their owner."""
         for alias, owner in aliases.items():
-            if alias not in outputs or outputs[alias].step is None or owner not in outputs:
+            (value, step), owners = outputs.get(alias, (None, None)), outputs.get(owner)
+            if value is None or step is None or owners is None:
                 continue
-            own, owners = (set(spelled("", outputs[name].value.sources)) for name in (alias, owner))
-            if own != owners:
+            if set(spelled("", value.sources)) != set(spelled("", owners[0].sources)):
                 cause = f"`{alias}` is tied to `{owner}`, and its value differs from the owner's."
-                outputs[alias].report(Fault(cause, "the same value for both"), self._faults)
+                self._report(Fault(cause, "the same value for both"), step)
 
-    def _check_reread(self, outputs: Iterable[_Output]) -> None:
+    def _check_reread(self, outputs: Mapping[str, _Output]) -> None:
         """Report left tensors with more elements read than they have: one source of two targets."""
         volumes: dict[str, int] = {}
-        readers: dict[str, dict[str, _Output]] = {}
-        for output in outputs:
-            for link in output.value.links:
-                name = output.value.sources.names[link.source]
+        readers: dict[str, dict[str, Step | None]] = {}
+        for target, (value, step) in outputs.items():
+            for link in value.links:
+                name = value.sources.names[link.source]
                 volumes[name] = volumes.get(name, 0) + link.source_box.volume
-                readers.setdefault(name, {})[output.name] = output
+                readers.setdefault(name, {})[target] = step
         accepted = "one target per source; for tied weights the owner alone, and `_ -> alias`"
         for name, volume in volumes.items():
             if volume > prod(self._left[name].shape):
-                found = list(readers[name].values())
-                by = [f"`{one.name}` ({one.step.statement.line.title if one.step else 'equal names'})" for one in found]
-                last = next((one for one in reversed(found) if one.step is not None), found[-1])
+                found = readers[name]
+                by = [
+                    f"`{one}` ({step.statement.line.title if step else 'equal names'})" for one, step in found.items()
+                ]
                 cause = f"`{name}` is read more than once: it becomes {', '.join(by[:4])}."
-                last.report(Fault(cause, accepted), self._faults)
+                last = next((step for step in reversed(found.values()) if step is not None), None)
+                self._report(Fault(cause, accepted), last)

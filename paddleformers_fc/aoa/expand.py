@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
-from paddleformers_fc.aoa.faults import Fault, Faults
-from paddleformers_fc.aoa.names import EXPERT, LAYER, LAYER_OFFSET, STAR, NameIndex, placeholders
+from paddleformers_fc.aoa.faults import Fault
+from paddleformers_fc.aoa.names import EXPERT, LAYER, LAYER_OFFSET, STAR, NameIndex, placeholders, skeleton
 from paddleformers_fc.aoa.operations import Operation, operation_of
 from paddleformers_fc.aoa.syntax import NOTHING, AoaStatement, Item
 
@@ -58,10 +58,6 @@ class Step:
     left: tuple[Name, ...]
     right: tuple[str, ...]
 
-    def report(self, fault: Fault, faults: Faults) -> None:
-        """Add a fault of this step to the report."""
-        faults.add(self.statement.line, fault, self.statement.arrow)
-
 
 class Expander:
     """Expands statements between two sides.
@@ -83,20 +79,18 @@ class Expander:
         Raises:
             Fault: a pattern matches no tensor, or the statement has no operation.
         """
-        size = len(statement.left) + len(statement.right)
         operations: dict[tuple[int, int], Operation] = {}
         for numbers in self._numbers(statement):
-            self._budget.spend(size)
+            self._budget.spend(len(statement.left) + len(statement.right))
+            shifted = {key: _before(value) if key == LAYER_OFFSET else value for key, value in numbers.items()}
             left = [
                 Name(name, item.transposed)
                 for item in statement.left
                 for name in self._names(item, numbers, self._left)
             ]
-            shifted = {key: _before(value) if key == LAYER_OFFSET else value for key, value in numbers.items()}
             right = [name for item in statement.right for name in self._names(item, shifted, self._right)]
             if len(set(right)) != len(right):
-                twice, _ = Counter(right).most_common(1)[0]
-                raise Fault(f"The statement writes {twice} twice.", "each name once")
+                raise Fault(f"The statement writes {Counter(right).most_common(1)[0][0]} twice.", "each name once")
             counts = (len(left), len(right))
             if counts not in operations:
                 operations[counts] = operation_of(statement, *counts)
@@ -104,45 +98,25 @@ class Expander:
 
     def _numbers(self, statement: AoaStatement) -> list[dict[str, str]]:
         """Return the values of a statement's placeholders for every step."""
-        items = (*statement.left, *statement.right)
-        if not any("$" in item.pattern for item in items):
+        items = [item for item in (*statement.left, *statement.right) if item.pattern != NOTHING]
+        first = next((item for item in items if "$" in item.pattern), None)
+        if first is None:
             return [{}]
-        first = next(item for item in items if "$" in item.pattern)
         keys = [key for key in placeholders(first.pattern) if key != STAR]
-        self._refuse_unequal(items, keys)
-        found = [dict(zip(keys, numbers, strict=False)) for _, numbers in self._left.matches(_starless(first))]
-        if not found:
-            near = self._left.nearest(first.pattern)
-            raise Fault(
-                f"`{first.pattern}` matches no tensor of the left side, whose numbers the placeholders take.",
-                near,
-                first.span,
-            )
-        _refuse_holes(found, keys, first)
-        return found
-
-    def _refuse_unequal(self, items: tuple[Item, ...], keys: list[str]) -> None:
-        known = f"{LAYER}, {EXPERT} and {LAYER_OFFSET}"
         for item in items:
-            own = [key for key in placeholders(item.pattern) if key != STAR]
-            if "$" in _without(item.pattern, own) or not keys:
-                raise Fault(f"Unknown placeholder in `{item.pattern}`.", known, item.span)
-            if len(set(own)) != len(own):
-                raise Fault(
-                    f"Duplicate placeholder in `{item.pattern}`.", "each once; other numbers as digits", item.span
-                )
-            if item.pattern != NOTHING and set(own) != set(keys):
-                raise Fault(
-                    f"`{item.pattern}` and the first name have different placeholders.",
-                    f"every name with {' and '.join(keys)}, or whole names",
-                    item.span,
-                )
-            if LAYER_OFFSET in own and (len(own) > 1 or item.transposed):
-                raise Fault(
-                    f"{LAYER_OFFSET} is not supported with other placeholders or `^T`.",
-                    'permute="[]" in place of `^T`; digits in place of other placeholders',
-                    item.span,
-                )
+            _check_placeholders(item, keys)
+        if STAR in first.pattern:
+            raise Fault("The first name with a placeholder contains `*`.", "a first name without `*`", first.span)
+        found = [dict(zip(keys, numbers, strict=True)) for _, numbers in self._left.matches(first.pattern)]
+        if not found:
+            cause = f"`{first.pattern}` matches no tensor of the left side, whose numbers the placeholders take."
+            raise Fault(cause, self._left.nearest(first.pattern), first.span)
+        columns = [{numbers[key] for numbers in found} for key in keys]
+        if prod(map(len, columns)) != len(found):
+            counts = f"{' x '.join(str(len(column)) for column in columns)} combinations"
+            cause = f"{' and '.join(keys)} have {counts}, and only {len(found)} of these tensors exist."
+            raise Fault(cause, "one statement for every number of one of the two", first.span)
+        return found
 
     def _names(self, item: Item, numbers: dict[str, str], side: NameIndex | None) -> list[str]:
         name = item.pattern
@@ -171,28 +145,23 @@ class Expander:
         return found
 
 
-def _starless(item: Item) -> str:
-    if STAR in item.pattern:
-        raise Fault("The first name with a placeholder contains `*`.", "a first name without `*`", item.span)
-    return item.pattern
-
-
-def _without(pattern: str, keys: list[str]) -> str:
-    for key in sorted(keys, key=len, reverse=True):
-        pattern = pattern.replace(key, "")
-    return pattern
-
-
-def _refuse_holes(found: list[dict[str, str]], keys: list[str], first: Item) -> None:
-    """Refuse missing combinations: every number of one placeholder goes with every number of the other."""
-    columns = [{numbers[key] for numbers in found} for key in keys]
-    if prod(map(len, columns)) != len(found):
-        counts = " x ".join(str(len(column)) for column in columns)
-        raise Fault(
-            f"{' and '.join(keys)} have {counts} combinations, and only {len(found)} of these tensors exist.",
-            "one statement for every number of one of the two",
-            first.span,
-        )
+def _check_placeholders(item: Item, keys: list[str]) -> None:
+    """Refuse a name whose placeholders are not those of the first name with any."""
+    own = [key for key in placeholders(item.pattern) if key != STAR]
+    cause = accepted = ""
+    if "$" in skeleton(item.pattern) or not keys:
+        cause = f"Unknown placeholder in `{item.pattern}`."
+        accepted = f"{LAYER}, {EXPERT} and {LAYER_OFFSET}"
+    elif len(set(own)) != len(own):
+        cause, accepted = f"Duplicate placeholder in `{item.pattern}`.", "each once; other numbers as digits"
+    elif set(own) != set(keys):
+        cause = f"`{item.pattern}` and the first name have different placeholders."
+        accepted = f"every name with {' and '.join(keys)}, or whole names"
+    elif LAYER_OFFSET in own and (len(own) > 1 or item.transposed):
+        cause = f"{LAYER_OFFSET} is not supported with other placeholders or `^T`."
+        accepted = 'permute="[]" in place of `^T`; digits in place of other placeholders'
+    if cause:
+        raise Fault(cause, accepted, item.span)
 
 
 def _before(number: str) -> str:

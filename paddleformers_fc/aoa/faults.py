@@ -66,12 +66,11 @@ class Faults:
     """All faults of a list of statements, in the order in which they were found."""
 
     def __init__(self) -> None:
-        self._shown: dict[tuple[int, str], str] = {}
-        self._counts: dict[tuple[int, str], int] = {}
-        self._lines: set[SourceLine] = set()
+        self.lines: set[SourceLine] = set()
+        """The statements with faults."""
 
-    def __bool__(self) -> bool:
-        return bool(self._shown)
+        # The text of a fault, and an empty text for every repetition.
+        self._found: dict[tuple[int, str], list[str]] = {}
 
     def add(self, line: SourceLine, fault: Fault, span: Span) -> None:
         """Add a fault of a line.
@@ -81,22 +80,14 @@ class Faults:
             fault: its fault.
             span: the position of a fault without one.
         """
-        key = (line.number, _NUMBER.sub("0", fault.cause))
-        if key not in self._shown:
-            self._shown[key] = _shown(line, fault, fault.span or span)
-        self._counts[key] = self._counts.get(key, 0) + 1
-        self._lines.add(line)
+        found = self._found.setdefault((line.number, _NUMBER.sub("0", fault.cause)), [])
+        found.append("" if found else _shown(line, fault, fault.span or span))
+        self.lines.add(line)
 
-    @property
-    def lines(self) -> frozenset[SourceLine]:
-        """The statements with faults."""
-        return frozenset(self._lines)
-
-    def add_plain(self, cause: str) -> None:
-        """Add a fault that no single statement causes."""
-        key = (0, cause)
-        self._shown[key] = cause
-        self._counts[key] = 1
+    def add_plain(self, fault: Fault) -> None:
+        """Add a fault that no statement causes, but the lack of one: a tensor becomes the one of equal name."""
+        text = f"equal names: {fault.cause}" + (f" Accepted: {fault.accepted}" if fault.accepted else "")
+        self._found[0, text] = [text]
 
     def raise_any(self) -> None:
         """Raise all faults as one error, or return if there are none.
@@ -104,11 +95,11 @@ class Faults:
         Raises:
             MappingError: with one line of evidence per fault.
         """
-        if not self._shown:
+        if not self._found:
             return
         evidence = [
-            text + (f" ({self._counts[key]} times, for different numbers)" if self._counts[key] > 1 else "")
-            for key, text in sorted(self._shown.items(), key=lambda entry: entry[0][0])
+            text + (f" ({len(again) + 1} times, for different numbers)" if again else "")
+            for _, (text, *again) in sorted(self._found.items(), key=lambda entry: entry[0][0])
         ]
         raise MappingError(
             f"Invalid AOA statements: {count_text(len(evidence), 'fault')}.",

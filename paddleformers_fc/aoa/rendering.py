@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from graphlib import CycleError, TopologicalSorter
 from math import gcd, prod
 from typing import NamedTuple
@@ -24,10 +23,10 @@ from paddleformers_fc.aoa.rules import AoaTensor
 from paddleformers_fc.aoa.syntax import FFN, QKV, QKV_PER_RANK
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.mapping.boxes import Shape
-from paddleformers_fc.mapping.correspondences import NEW_AXIS, TensorMapping, TensorSpec
+from paddleformers_fc.mapping.correspondences import NEW_AXIS, TensorMapping, TensorSpec, coalesced
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.mapping.prove import disagreements, faults_of
-from paddleformers_fc.mapping.rules import PartRun, PartsByTensor, Rule, RuleSet, Slab, interleave, parts_by_tensor
+from paddleformers_fc.mapping.rules import Rule, RuleSet, Slab, parts_by_tensor
 
 _SHOWN = 20
 _MOST_PARTS = 4096
@@ -212,7 +211,7 @@ class _Writer:
             yield f"{QKV_PER_RANK}, num_heads={heads}, num_key_value_groups={groups}{axis}"
         yield from ("", f"axis={rule.axis}")
         # Paddle names the heads of a part by the name of the part and their number.
-        if len(rule.lengths) == 3 and self._stems.isdisjoint(max(rule.sources, rule.targets, key=len)):
+        if len(rule.lengths) == 3 and self._stems.isdisjoint(rule.sources if len(rule.targets) == 1 else rule.targets):
             query, key, value = rule.lengths
             groups = max(rule.source_blocks, rule.target_blocks)
             heads = query // key * groups if key == value and key and query % key == 0 else groups
@@ -221,17 +220,20 @@ class _Writer:
 
 def _means(attributes: str, rule: Rule, cuts: tuple[Cuts, Cuts]) -> bool:
     """Return whether the statement of a rule with these attributes is evaluated to the rule."""
-    parts = parts_by_tensor(len(rule.targets), rule.parts)
-    specs = {
-        name: TensorSpec(tuple(sum(own) if at == rule.axis else 2 for at in range(len(rule.axes))), "float32")
-        for name, own in zip(rule.targets, parts, strict=True)
-    }
-    mapping = RuleSet(specs, (rule,)).mapping()
-    sides = map(_tensors, (mapping.sources, mapping.targets), cuts)
+    mapping = _alone(rule)
+    left, right = _tensors(mapping.sources, cuts[0]), _tensors(mapping.targets, cuts[1])
     try:
-        return not any(disagreements(parse([str(one) for one in _statement(rule, attributes)], *sides), mapping))
+        return not any(disagreements(parse([str(one) for one in _statement(rule, attributes)], left, right), mapping))
     except MappingError:
         return False
+
+
+def _alone(rule: Rule) -> TensorMapping:
+    """Return the mapping of a rule between tensors of its lengths, with length 2 on all other axes."""
+    axes = range(len(rule.axes))
+    lengths = zip(rule.targets, parts_by_tensor(len(rule.targets), rule.parts), strict=True)
+    specs = {name: tuple(sum(own) if at == rule.axis else 2 for at in axes) for name, own in lengths}
+    return RuleSet({name: TensorSpec(shape, "float32") for name, shape in specs.items()}, (rule,)).mapping()
 
 
 def _statement(rule: Rule, attributes: str) -> list[_Text]:
@@ -259,40 +261,30 @@ def _parts(rule: Rule) -> Iterator[_Text]:
     """Yield the general case: equal parts as long as possible, named as arrays, and joined again."""
     before, left = _ordered(rule)
     yield from before
-    sides = (parts_by_tensor(len(names), rule.parts) for names in (rule.sources, rule.targets))
-    runs = _runs(*sides, rule.source_blocks, rule.target_blocks)
-    axis, counts, units = f"axis={rule.axis}", list[int](), list[int]()
-    for at, name in enumerate(rule.sources):
-        own = [run for run in runs if run.source == at]
-        units.append(gcd(*(place for run in own for place in (run.in_source, run.length))))
-        counts.append(sum(run.length for run in own) // units[at])
-        if counts[at] > _MOST_PARTS:
-            _refuse([f"{name}: the language has equal splits only, and this one has {counts[at]} parts"])
-        if counts[at] > 1:
-            yield _Text((left[at],), (f"{name}[0:{counts[at]}]",), axis)
-
-    def stretch(run: PartRun) -> str:
-        begin, end = (place // units[run.source] for place in (run.in_source, run.in_source + run.length))
-        return f"{rule.sources[run.source]}[{begin}:{end}]" if counts[run.source] > 1 else left[run.source]
-
-    for at, target in enumerate(rule.targets):
-        own = [run for run in runs if run.target == at]
-        several = sum(run.length // units[run.source] for run in own) > 1
-        yield _Text(tuple(map(stretch, own)), (target,), axis if several else "")
-
-
-@lru_cache(maxsize=1024)
-def _runs(sources: PartsByTensor, targets: PartsByTensor, source_blocks: int, target_blocks: int) -> list[PartRun]:
-    """Return the stretches of the parts, ordered by target and merged if adjacent on both sides."""
-    merged: list[PartRun] = []
-    runs = interleave(sources, targets, source_blocks, target_blocks)
-    for run in sorted(runs, key=lambda one: (one.target, one.in_target)):
-        last = merged[-1] if merged else run
-        if (last.source, last.target, last.in_source + last.length) == (run.source, run.target, run.in_source):
-            merged[-1] = replace(last, length=last.length + run.length)
-        else:
-            merged.append(run)
-    return merged
+    mapping, along = _alone(rule), rule.axes[rule.axis]
+    stretches = {
+        target: [
+            (item.source, item.source_box.lo[along], item.source_box.hi[along])
+            for item in sorted(coalesced(items), key=lambda item: item.target_box.lo)
+        ]
+        for target, items in mapping.by_target.items()
+    }
+    units, reads = dict[str, int](), dict(zip(rule.sources, left, strict=True))
+    for name, read in reads.items():
+        units[name] = gcd(
+            *(place for found in stretches.values() for one, *own in found if one == name for place in own)
+        )
+        count = mapping.sources[name].shape[along] // units[name]
+        if count > _MOST_PARTS:
+            _refuse([f"{name}: the language has equal splits only, and this one has {count} parts"])
+        if count > 1:
+            yield _Text((read,), (f"{name}[0:{count}]",), f"axis={rule.axis}")
+            reads[name] = ""
+    for target, found in stretches.items():
+        parts = [(name, lo // units[name], hi // units[name]) for name, lo, hi in found]
+        several = sum(hi - lo for _, lo, hi in parts) > 1
+        names = tuple(reads[name] or f"{name}[{lo}:{hi}]" for name, lo, hi in parts)
+        yield _Text(names, (target,), f"axis={rule.axis}" if several else "")
 
 
 def _in_order(components: Sequence[_Component], index: NameIndex) -> list[str]:
