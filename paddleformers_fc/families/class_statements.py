@@ -191,7 +191,8 @@ def _fit(mapping: TensorMapping, target: str) -> list[Rule]:
         rules = [_joined(mapping, target, slab, group) for slab, group in slabs.items()]
         if any(fault for rule in rules for fault in rule.faults([shape])):
             continue
-        if {*items} == {*coalesced([item for rule in rules for item in rule.correspondences([shape])])}:
+        made = RuleSet({target: mapping.targets[target]}, tuple(rules)).mapping().by_target[target]
+        if {*items} == {*coalesced(made)}:
             return rules
     return []
 

@@ -101,44 +101,31 @@ class TensorMapping:
     @cached_property
     def read(self) -> dict[str, TensorSources]:
         """The targets of every source that is read."""
-        # The parts of the targets' templates that read a source. Most sources have one reader.
-        only: dict[str, _Part] = {}
-        several: dict[str, list[_Part]] = {}
-        parts: dict[Template, list[_Part]] = {}
-        for made in self.made.values():
-            known = parts.setdefault(made.template, [])
-            while len(known) < len(made.names):
-                known.append((made.template, len(known)))
-            for part, source in zip(known, made.names, strict=False):
-                if source in only:
-                    several.setdefault(source, [only[source]]).append(part)
-                else:
-                    only[source] = part
+        targets: dict[str, list[str]] = {}
+        parts: dict[str, list[_Part]] = {}
+        known: dict[Template, list[_Part]] = {}
+        for target, made in self.made.items():
+            own = known.setdefault(made.template, [])
+            own += [(made.template, place) for place in range(len(own), len(made.names))]
+            for part, source in zip(own, made.names, strict=False):
+                targets.setdefault(source, []).append(target)
+                parts.setdefault(source, []).append(part)
         templates: dict[tuple[object, ...], Template] = {}
         read: dict[str, TensorSources] = {}
-        for source, targets in self.readers.items():
+        for source, names in targets.items():
             spec = self.sources.get(source)
             dtype = None if spec is None else spec.dtype
-            group = several.get(source) or [only[source]]
-            key = (dtype, *group)
+            key = (dtype, *parts[source])
             template = templates.get(key)
             if template is None:
-                template = templates[key] = inverted(group, dtype)
-            read[source] = TensorSources(template, targets)
+                template = templates[key] = inverted(parts[source], dtype)
+            read[source] = TensorSources(template, tuple(names))
         return read
 
     @cached_property
     def readers(self) -> dict[str, tuple[str, ...]]:
         """The names of the targets of every source that is read, in the order of the targets."""
-        only: dict[str, str] = {}
-        several: dict[str, list[str]] = {}
-        for target, made in self.made.items():
-            for source in made.names:
-                if source in only:
-                    several.setdefault(source, [only[source]]).append(target)
-                else:
-                    only[source] = target
-        return {source: tuple(several[source]) if source in several else (one,) for source, one in only.items()}
+        return {source: made.names for source, made in self.read.items()}
 
     def reversed(self) -> TensorMapping:
         """Return the mapping from the targets onto the sources: the same boxes with inverted casts."""

@@ -46,7 +46,7 @@ import msgspec
 
 from paddleformers_fc.errors import FormatError, MappingError
 from paddleformers_fc.mapping.boxes import MAX_AXES, MAX_LENGTH, Box, Shape, whole
-from paddleformers_fc.mapping.correspondences import NEW_AXIS, Correspondence, TensorMapping, TensorSources, TensorSpec
+from paddleformers_fc.mapping.correspondences import NEW_AXIS, TensorMapping, TensorSources, TensorSpec
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.mapping.templates import BoxLink, Template, pruned, stack_templates
 from paddleformers_fc.text import count_text, numbers_text
@@ -177,16 +177,6 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
         blocks = self.target_blocks, self.source_blocks
         return Rule(self.targets, self.sources, self.parts, self.axes[self.axis], axes, *blocks)
 
-    def correspondences(self, target_shapes: list[Shape]) -> Iterator[Correspondence]:
-        """Yield the box correspondences of this rule.
-
-        Args:
-            target_shapes: the global shape of every target.
-        """
-        for index, link in self._links(target_shapes):
-            source, target = self.sources[link.source], self.targets[index]
-            yield Correspondence(source, link.source_box, target, link.target_box, link.axes, link.cast)
-
     def templates(self, target_shapes: list[Shape]) -> list[tuple[Template, tuple[int, ...]]]:
         """Return the template of every target and the positions of its sources, equal for all rules of one form.
 
@@ -200,19 +190,23 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
 
     def _links(self, target_shapes: list[Shape]) -> Iterator[tuple[int, BoxLink]]:
         """Yield every stretch of every part with the position of its target."""
-        source_shapes = self.source_shapes(target_shapes[0])
-        source_axis = self.axes[self.axis]
-        sides = _by_tensor(self.sources, self.parts), _by_tensor(self.targets, self.parts)
-        for run in interleave(*sides, self.source_blocks, self.target_blocks):
-            target_box = _along(target_shapes[run.target], self.axis, run.in_target, run.length)
-            if self.slab is not None:
-                target_box = _narrowed(target_box, self.slab)
-            source_box = (
-                whole(source_shapes[run.source])
-                if source_axis == NEW_AXIS
-                else _along(source_shapes[run.source], source_axis, run.in_source, run.length)
-            )
-            yield run.target, BoxLink(run.source, source_box, target_box, self.axes, self.cast)
+        source_shapes, source_axis = self.source_shapes(target_shapes[0]), self.axes[self.axis]
+        places = (
+            _places(_by_tensor(names, self.parts), blocks)
+            for names, blocks in ((self.sources, self.source_blocks), (self.targets, self.target_blocks))
+        )
+        for one, other in zip(*places, strict=True):
+            cuts = sorted({*one.cuts, *other.cuts, one.size})
+            for low, high in zip(cuts, cuts[1:], strict=False):
+                target_box = _along(target_shapes[other.tensor], self.axis, other.offset(low), high - low)
+                if self.slab is not None:
+                    target_box = _narrowed(target_box, self.slab)
+                source_box = (
+                    whole(source_shapes[one.tensor])
+                    if source_axis == NEW_AXIS
+                    else _along(source_shapes[one.tensor], source_axis, one.offset(low), high - low)
+                )
+                yield other.tensor, BoxLink(one.tensor, source_box, target_box, self.axes, self.cast)
 
 
 class Tie(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -224,36 +218,6 @@ class Tie(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 PartsByTensor = tuple[tuple[int, ...], ...]
 """For every tensor of a side the lengths of the parts that it holds, in order."""
-
-
-@dataclass(frozen=True, slots=True)
-class PartRun:
-    """A stretch of one part: on each side the position of the tensor that holds it and the offset there."""
-
-    source: int
-    in_source: int
-    target: int
-    in_target: int
-    length: int
-
-
-def interleave(sources: PartsByTensor, targets: PartsByTensor, source_blocks: int, target_blocks: int) -> list[PartRun]:
-    """Return every stretch of every part that is contiguous on both sides.
-
-    Args:
-        sources: the parts of every source.
-        targets: the parts of every target: the same in the same order.
-        source_blocks: number of groups in a source that holds several parts, each of which it divides.
-        target_blocks: number of groups in a target that holds several parts, each of which it divides.
-    """
-    runs: list[PartRun] = []
-    for one, other in zip(_places(sources, source_blocks), _places(targets, target_blocks), strict=True):
-        cuts = sorted({*one.cuts, *other.cuts, one.size})
-        runs += [
-            PartRun(one.tensor, one.offset(low), other.tensor, other.offset(low), high - low)
-            for low, high in zip(cuts, cuts[1:], strict=False)
-        ]
-    return runs
 
 
 class _Place(NamedTuple):
@@ -321,53 +285,30 @@ def _narrowed(box: Box, slab: Slab) -> Box:
     return Box(box.lo[before] + (slab.start,) + box.lo[after], box.hi[before] + (slab.stop,) + box.hi[after])
 
 
-@dataclass(frozen=True)
-class _Form:
-    """The properties that all rules of one form share: validity, shapes of the sources, templates of the targets."""
+class _Form(NamedTuple):
+    """The properties that all rules of one form share: shapes of the sources, templates of the targets, their boxes."""
 
-    faults: bool
     source_shapes: list[Shape]
     templates: list[tuple[Template, tuple[int, ...]]]
-
-    @cached_property
-    def links(self) -> int:
-        """The number of boxes of the targets."""
-        return sum(len(template.links) for template, _ in self.templates)
+    links: int
 
 
-def _form_of(rule: Rule, shapes: list[Shape]) -> _Form:
+def _form_of(rule: Rule, shapes: list[Shape]) -> _Form | None:
+    """Return the form of a rule, or None if it does not fit its targets."""
     if any(rule.faults(shapes)):
-        return _Form(True, [], [])
-    return _Form(False, rule.source_shapes(shapes[0]), rule.templates(shapes))
+        return None
+    templates = rule.templates(shapes)
+    return _Form(rule.source_shapes(shapes[0]), templates, sum(len(template.links) for template, _ in templates))
 
 
-class _Maker:
-    """Collects the sources of targets, rule by rule; one rule per expert fills a stack of experts."""
-
-    def __init__(self) -> None:
-        self._made: dict[str, TensorSources] = {}
-        self._parts: dict[str, list[TensorSources]] = {}
-        self._stacks: dict[tuple[object, ...], Template] = {}
-
-    def add(self, rule: Rule, form: _Form) -> None:
-        """Add the targets of one rule."""
-        sources = rule.sources
-        for target, (template, kept) in zip(rule.targets, form.templates, strict=True):
-            names = sources if len(kept) == len(sources) else tuple([sources[place] for place in kept])
-            made = TensorSources(template, names)
-            first = self._made.setdefault(target, made)
-            if first is not made:
-                self._parts.setdefault(target, [first]).append(made)
-
-    def made(self) -> dict[str, TensorSources]:
-        """Return the sources of every target."""
-        return {**self._made, **{name: self._stacked(parts) for name, parts in self._parts.items()}}
-
-    def _stacked(self, parts: list[TensorSources]) -> TensorSources:
-        key = tuple([(part.template, len(part.names)) for part in parts])
-        if key not in self._stacks:
-            self._stacks[key] = stack_templates(key)
-        return TensorSources(self._stacks[key], tuple([name for part in parts for name in part.names]))
+def _stacked(parts: list[TensorSources], known: dict[object, Template]) -> TensorSources:
+    """Return the sources of a target that several rules fill, as one rule per expert fills a stack of experts."""
+    if len(parts) == 1:
+        return parts[0]
+    key = tuple([(part.template, len(part.names)) for part in parts])
+    if key not in known:
+        known[key] = stack_templates(key)
+    return TensorSources(known[key], tuple([name for part in parts for name in part.names]))
 
 
 @dataclass(frozen=True)
@@ -428,9 +369,10 @@ class RuleSet:
         """
         faults: list[str] = []
         sources: dict[str, TensorSpec] = {}
-        maker = _Maker()
+        parts: dict[str, list[TensorSources]] = {}
+        stacks: dict[object, Template] = {}
         # A model has many layers and experts of few forms; the properties of a form are computed once.
-        forms: dict[object, _Form] = {}
+        forms: dict[object, _Form | None] = {}
         stretches = 0
         for rule in self.rules:
             known = [self.targets[name] for name in rule.targets if name in self.targets]
@@ -439,21 +381,12 @@ class RuleSet:
                 faults.extend(f"{name}: the target of the rule is not a tensor of the model" for name in absent)
                 continue
             shapes = [spec.shape for spec in known]
-            key = (
-                len(rule.sources),
-                *shapes,
-                rule.parts,
-                rule.axis,
-                rule.axes,
-                rule.source_blocks,
-                rule.target_blocks,
-                rule.slab,
-                rule.cast,
-            )
-            form = forms.get(key)
+            blocks = rule.source_blocks, rule.target_blocks
+            key = (len(rule.sources), *shapes, rule.parts, rule.axis, rule.axes, *blocks, rule.slab, rule.cast)
+            if key not in forms:
+                forms[key] = _form_of(rule, shapes)
+            form = forms[key]
             if form is None:
-                form = forms[key] = _form_of(rule, shapes)
-            if form.faults:
                 faults.extend(f"{', '.join(rule.targets)}: {reason}" for reason in rule.faults(shapes))
                 continue
             dtype = known[0].dtype
@@ -463,16 +396,21 @@ class RuleSet:
             if stretches > MAX_STRETCHES:
                 faults.append(f"{', '.join(rule.targets)}: more than {MAX_STRETCHES} stretches up to this rule")
                 break
-            maker.add(rule, form)
+            for name, (template, kept) in zip(rule.targets, form.templates, strict=True):
+                names = rule.sources
+                if len(kept) != len(names):
+                    names = tuple([names[place] for place in kept])
+                parts.setdefault(name, []).append(TensorSources(template, names))
         if faults:
             raise MappingError(
                 f"Rules do not fit the tensors they are for: {count_text(len(faults), 'fault')}.",
                 evidence=faults,
                 next_step="Compare the model's configuration with the family's declaration.",
             )
-        owners = {tie.alias for tie in self.ties}
-        targets: Mapping[str, TensorSpec] = {name: spec for name, spec in self.targets.items() if name not in owners}
-        return TensorMapping(sources, dict(targets), maker.made(), frozenset(self.fresh), frozenset(self.dropped))
+        aliases = self.aliases
+        targets = {name: spec for name, spec in self.targets.items() if name not in aliases}
+        made = {name: _stacked(own, stacks) for name, own in parts.items()}
+        return TensorMapping(sources, targets, made, frozenset(self.fresh), frozenset(self.dropped))
 
 
 _last: dict[bytes, RuleSet] = {}

@@ -11,7 +11,7 @@ objects take more time and do not change a result.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import TypeVar
 
@@ -39,10 +39,6 @@ class BoxLink:
     axes: tuple[int, ...]
     cast: str | None = None
 
-    def boxed(self, source_box: Box, target_box: Box) -> BoxLink:
-        """Return the same link of other boxes."""
-        return BoxLink(self.source, source_box, target_box, self.axes, self.cast)
-
 
 @dataclass(frozen=True, slots=True)
 class Correspondence:
@@ -64,10 +60,6 @@ class Correspondence:
     target_box: Box
     axes: tuple[int, ...]
     cast: str | None = None
-
-    def boxed(self, source_box: Box, target_box: Box) -> Correspondence:
-        """Return the same correspondence of other boxes."""
-        return Correspondence(self.source, source_box, self.target, target_box, self.axes, self.cast)
 
 
 Boxed = TypeVar("Boxed", BoxLink, Correspondence)
@@ -221,7 +213,7 @@ def _continued(first: Boxed, second: Boxed) -> Boxed | None:
     differing = [axis for axis in range(len(one.lo)) if (one.lo[axis], one.hi[axis]) != (two.lo[axis], two.hi[axis])]
     if len(differing) != 1 or one.hi[differing[0]] != two.lo[differing[0]]:
         return None
-    joint = first.boxed(Box(first.source_box.lo, second.source_box.hi), Box(one.lo, two.hi))
+    joint = replace(first, source_box=Box(first.source_box.lo, second.source_box.hi), target_box=Box(one.lo, two.hi))
     consistent = pulled(joint, one) == first.source_box and pulled(joint, two) == second.source_box
     return joint if consistent else None
 
@@ -232,8 +224,7 @@ def pruned(template: Template) -> tuple[Template, tuple[int, ...]]:
     if kept == tuple(range(len(kept))):
         return template, kept
     place = {old: new for new, old in enumerate(kept)}
-    links = (BoxLink(place[one.source], one.source_box, one.target_box, one.axes, one.cast) for one in template.links)
-    return Template(tuple(links)), kept
+    return Template(tuple([replace(link, source=place[link.source]) for link in template.links])), kept
 
 
 def stack_templates(parts: Sequence[tuple[Template, int]]) -> Template:
@@ -245,8 +236,6 @@ def stack_templates(parts: Sequence[tuple[Template, int]]) -> Template:
     links: list[BoxLink] = []
     start = 0
     for template, count in parts:
-        links += [
-            BoxLink(start + one.source, one.source_box, one.target_box, one.axes, one.cast) for one in template.links
-        ]
+        links += [replace(link, source=start + link.source) for link in template.links]
         start += count
     return Template(tuple(links))

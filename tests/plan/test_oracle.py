@@ -124,7 +124,8 @@ def elements(model: RuleSet) -> dict[str, dict[Coordinates, tuple[str, Coordinat
     """The canonical element of every element of every tensor, rule by rule."""
     found: dict[str, dict[Coordinates, tuple[str, Coordinates]]] = {name: {} for name in model.targets}
     for rule in model.rules:
-        for item in rule.correspondences([model.targets[name].shape for name in rule.targets]):
+        alone = RuleSet({name: model.targets[name] for name in rule.targets}, (rule,))
+        for item in alone.mapping().correspondences:
             for at in coordinates(item.target_box):
                 assert at not in found[item.target]
                 found[item.target][at] = (item.source, pulled(item, at))
