@@ -16,7 +16,7 @@ from paddleformers_fc.errors import MappingError
 from paddleformers_fc.families.declarations import Family, Geometry, Stack, Statement
 from paddleformers_fc.families.description import ModelDescription
 from paddleformers_fc.families.names import Kind, Names, tied_names
-from paddleformers_fc.families.sizes import Sizes
+from paddleformers_fc.families.sizes import Sizes, conditions_text
 from paddleformers_fc.mapping import Rule, RuleSet, Shape, TensorSpec, Tie
 from paddleformers_fc.mapping.correspondences import NEW_AXIS
 from paddleformers_fc.mapping.folding import fold
@@ -151,13 +151,13 @@ def _chosen(kinds: list[Kind], tensor: ModelTensor, numbers: list[str]) -> Kind 
     shapes = [kind.shape(kind.numbers(numbers)) for kind in kinds]
     fitting = [kind for kind, shape in zip(kinds, shapes, strict=True) if shape == _flat(kind.statement, tensor.shape)]
     # A shape alone does not decide against the configuration: one of the two is not this model's.
-    possible = [kind for kind in kinds if kind.may_hold(kind.numbers(numbers))]
+    possible = [kind for kind in kinds if kind.holds(kind.numbers(numbers)) is not False]
     is_open = not any(shape is not None for shape in shapes)
     wanted = possible if is_open else [kind for kind in fitting if kind in possible]
     if len(wanted) == 1:
         return wanted[0]
     if fitting and not wanted:
-        conditions = " or ".join(f"`{kind.statement.where}`" for kind in fitting)
+        conditions = " or ".join(f"`{conditions_text(kind.statement.where)}`" for kind in fitting)
         return f"shape {list(tensor.shape)} is declared for {conditions}, which the configuration does not fulfil"
     return f"{len(kinds)} statements declare it, and shape {list(tensor.shape)} does not distinguish them"
 
@@ -237,7 +237,7 @@ def _qkv_layout(statement: Statement, length: int, cut: int, layout: _Layout, si
     parts: Parts = tuple(
         tuple(map(sizes.length, one)) if isinstance(one, tuple) else sizes.length(one) for one in statement.parts
     )
-    return replace(layout, parts=parts, blocks=blocks, source_blocks=sizes.length(statement.groups or "1"))
+    return replace(layout, parts=parts, blocks=blocks, source_blocks=sizes.length(statement.groups))
 
 
 def _whole_width(statement: Statement, axis: int, sizes: Sizes) -> int | None:
@@ -257,9 +257,9 @@ def _stack_rules(kind: Kind, stack: Stack, tensor: ModelTensor, numbers: list[st
         stack = replace(stack, new=True)
     count, length = sizes.length("experts"), tensor.shape[stack.axis] if stack.axis < len(tensor.shape) else 0
     share = 1 if stack.new else length // max(count, 1)
-    declared = kind.statement.shape[stack.axis] if kind.statement.shape else "None"
+    declared = kind.shape(dict(zip(kind.holes, map(int, numbers), strict=True)))
     # A length that is divisible alone is no proof: twice as many experts of half the size are as long.
-    unlike = sizes.defines(declared) and sizes.length(declared) != sum(flat[stack.axis : stack.axis + 1])
+    unlike = declared is not None and declared[stack.axis] != sum(flat[stack.axis : stack.axis + 1])
     if not share or share * count != length or count > MAX_EXPERTS or unlike:
         return f"shape {list(tensor.shape)} does not hold {count} experts on axis {stack.axis}"
     if not _has_experts(kind.statement):
@@ -307,8 +307,8 @@ def _has_experts(statement: Statement) -> bool:
 def _stored_stack_rules(statement: Statement, source: str, tensor: ModelTensor) -> list[Rule] | str:
     """Return the rule of a stack that canonical files stack as well, on the first axis."""
     rank = len(tensor.shape)
-    if rank != len(statement.shape):
-        return f"{len(statement.shape)} axes are declared, this tensor has {rank}"
+    if rank != statement.rank:
+        return f"{statement.rank} axes are declared, this tensor has {rank}"
     axes = tuple(range(rank))
     turned = statement.geometry is Geometry.LINEAR
     order = (*axes[:-2], axes[-1], axes[-2]) if turned else axes

@@ -109,7 +109,7 @@ def with_adapters(family: Family, adapters: Adapters | None) -> Family:
     """Return a family with the statements of adapters of one rank; the family itself if a model has none."""
     if adapters is None:
         return family
-    derived = [one for statement in family.statements for one in _of_layer(statement, str(adapters.r))]
+    derived = [one for statement in family.statements for one in _of_layer(statement, adapters.r)]
     return replace(family, statements=(*family.statements, *derived))
 
 
@@ -140,7 +140,7 @@ def layer_patterns(leaves: Iterable[str]) -> list[str]:
     return [rf".*\.{re.escape(leaf)}" for leaf in sorted(leaves)]
 
 
-def _of_layer(layer: Statement, rank: str) -> Statements:
+def _of_layer(layer: Statement, rank: int) -> Statements:
     """Return the statements of an adapter of one kind of layer; none if the layer is not a linear one."""
     fused = layer.geometry in _WITH_PARTS
     linear = (fused or layer.geometry is Geometry.LINEAR) and layer.target.endswith(_WEIGHT) and len(layer.shape) == 2

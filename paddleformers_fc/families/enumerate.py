@@ -21,8 +21,8 @@ from paddleformers_fc.errors import MappingError
 from paddleformers_fc.families.bind import ModelTensor
 from paddleformers_fc.families.declarations import BUILT, PLACEHOLDER, Family, Stage, Statement
 from paddleformers_fc.families.description import ModelDescription
-from paddleformers_fc.families.names import Kind, Names, family_numbers, family_sizes
-from paddleformers_fc.families.sizes import Sizes, names_of
+from paddleformers_fc.families.names import Kind, Names, family_numbers, family_sizes, shape_of, with_layer
+from paddleformers_fc.families.sizes import Sizes
 from paddleformers_fc.mapping import Shape, TensorSpec
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.text import count_text
@@ -123,16 +123,17 @@ class _Spans:
 
 def _of_statement(statement: Statement, sizes: Sizes, spans: _Spans, dtype: str) -> Iterator[DeclaredTensor]:
     holes: list[str] = PLACEHOLDER.findall(statement.target)
-    needed = names_of(statement.where).union(*(names_of(size) for size in statement.shape))
-    # Numbers in the condition and the shape come first, so that both are evaluated once for all experts.
+    needed = statement.names
+    # Numbers in the conditions and the shape come first, so that both are evaluated once for all experts.
     outer = [hole for hole in holes if hole in needed]
     inner = [hole for hole in holes if hole not in needed]
     if not outer and not sizes.holds(statement.where):
         return
     for fixed in _numberings(outer, spans):
-        if not sizes.holds(statement.where, fixed):
+        known = with_layer(statement, sizes, fixed) if "layer" in needed else fixed
+        if not sizes.holds(statement.where, known):
             continue
-        shape = tuple(sizes.length(size, fixed) for size in statement.shape)
+        shape = shape_of(statement, sizes, known)
         for rest in _numberings(inner, spans):
             numbers = {**fixed, **rest}
             name = statement.target.format(**{hole: number + spans.of(hole)[1] for hole, number in numbers.items()})
@@ -175,7 +176,7 @@ def recognised_tensors(
     found: list[DeclaredTensor] = []
     strange: list[str] = []
     for name, spec in specs.items():
-        fitting = [one for one in index.declared(name) if len(one[0].statement.shape) == len(spec.shape)]
+        fitting = [one for one in index.declared(name) if one[0].statement.rank == len(spec.shape)]
         if not fitting:
             strange.append(name)
             continue
@@ -193,8 +194,7 @@ def recognised_tensors(
 
 def _fit(kind: Kind, numbers: Mapping[str, int], shape: Shape) -> tuple[bool, bool]:
     """Return whether a statement gives a tensor's shape, and whether its condition holds."""
-    where = kind.statement.where
-    return kind.shape(numbers) == shape, kind.sizes.defines(where or "1", numbers) and kind.sizes.holds(where, numbers)
+    return kind.shape(numbers) == shape, kind.holds(numbers) is True
 
 
 def built_order(names: Iterable[str], last_parts: Sequence[str] = ()) -> list[str]:

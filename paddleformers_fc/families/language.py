@@ -1,17 +1,29 @@
-"""The language of family declarations: :func:`family` and the layers that many families have in common.
+"""The verbs of family declarations. A line has the name of a tensor in the model, and in files where it differs.
 
-Layer functions return a few statements under a given name, with shapes, tensor-parallel axes and conditions. Names are
-relative: :func:`family` places the statements of ``layer`` in every layer of the model, :func:`tower` those of a
-tower in its scope. In a *column* linear layer tensor parallelism cuts the outputs, in a *row* linear layer the inputs.
-``bias`` is the condition under which a layer has a bias, empty for never.
+A verb declares tensors or linear layers by their names in PaddleFormers' class. ``file`` is the canonical name and
+``fleet`` the name in PaddleFleet's class, where they are others. The verb implies the order of the elements and the
+axis that tensor parallelism cuts:
 
-PaddleFormers' and PaddleFleet's classes differ in names and layouts. The layer functions declare both; :func:`family`
-selects those of the classes that the family supports. Declarations do not depend on the class.
+========== ============================================================================================
+same       a tensor that is equal in both spaces, such as a norm
+transposed a tensor whose two axes are exchanged
+linear     a linear layer that is whole on every rank: [out, in] in files, [in, out] in Paddle
+column     a linear layer whose outputs are cut
+row        a linear layer whose inputs are cut; its bias is whole on every rank
+qkv        query, key and value in one layer: for every kv head its queries, its key and its value
+gate_up    gate and up in one layer, side by side for every tensor-parallel rank
+experts    routed experts, one by one or all of a layer in one tensor
+ends       embedding, last norm and head
+========== ============================================================================================
+
+``bias`` is the condition under which a layer has a bias; a bias that is declared for no configuration still has a name
+that binding accepts. :mod:`paddleformers_fc.families.sizes` describes sizes and conditions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -25,42 +37,25 @@ from paddleformers_fc.families.declarations import (
     Geometry,
     ModelClass,
     Numbers as Numbers,
-    Stage as Stage,
+    OptionalName,
+    Part,
+    Parts,
+    Stack,
+    Stage,
+    Statement,
     Statements,
     TiedName,
     Tower,
-    as_stored,
-    at as at,
-    choice as choice,
-    declared as declared,
-    fresh as fresh,
-    fused,
-    held_together as held_together,
-    linear as linear,
-    of_class as of_class,
-    only as only,
-    renamed as renamed,
-    renumbered as renumbered,
-    same as same,
-    stack_of_files as stack_of_files,
-    stacked,
-    uncut as uncut,
-    untrained,
-    within as within,
 )
-from paddleformers_fc.families.description import ALTERNATES, IS_NLP
+from paddleformers_fc.families.description import ALTERNATES, IS_FLEET, IS_NLP
+from paddleformers_fc.families.sizes import Condition, Conditions, OneOf as OneOf, Size as Size, names_of
 from paddleformers_fc.mapping.rules import flat
 
-PREDICTION = "model.layers.{mtp}"
-
-STEPPED = "layer not in (mlp_only_layers or ()) and (layer + 1) % decoder_sparse_step == 0"
-"""Layers with experts, where a configuration excludes some layers and takes every n-th of the others."""
-
-AFTER_DENSE = "layer >= first_k_dense_replace or layer >= layers"
-"""Layers with experts, where the first ones have none. Prediction layers, which follow the last layer, have experts."""
-
-PER_RANK = Geometry.FUSED_QKV_PER_RANK
-"""Query, key and value side by side for every tensor-parallel rank."""
+FIRST, NORM = Stage.FIRST, Stage.NORM
+Shape = tuple[Size, ...]
+Names = str | tuple[str, ...]
+Group = tuple["Part | Group", ...]
+"""What verbs give, also put together in tuples."""
 
 TINY = {
     "hidden_size": 32,
@@ -84,15 +79,6 @@ TINY_LATENT = {
 TINY_MOE = {"n_routed_experts": 4, "moe_intermediate_size": 16}
 """The tiny configuration of routed experts."""
 
-IS_LINEAR = "layer_types[layer] == 'linear_attention' if layer_types else (layer + 1) % full_attention_interval != 0"
-"""Layers with linear attention, by a list of all layers, or all but every n-th one."""
-
-DELTA_SIZES = {
-    "linear_keys": "linear_num_key_heads * linear_key_head_dim",
-    "linear_values": "linear_num_value_heads * linear_value_head_dim",
-}
-"""Sizes of a gated delta net."""
-
 TINY_DELTA = {
     "head_dim": 8,
     "full_attention_interval": 2,
@@ -103,10 +89,10 @@ TINY_DELTA = {
 }
 """The tiny configuration of layers with linear and with full attention."""
 
-VISION_SIZES = {
+VISION_SIZES: Mapping[str, Size] = {
     "layers": "depth",
     "heads": "num_heads",
-    "merged": "hidden * spatial_merge_size * spatial_merge_size",
+    "merged": lambda hidden, spatial_merge_size: hidden * spatial_merge_size * spatial_merge_size,
 }
 """Sizes of a vision tower; ``merged`` is the length of the patches that one token of the text replaces."""
 
@@ -124,71 +110,426 @@ TINY_VISION = {
 }
 """The tiny configuration of a vision tower."""
 
-MTP_LAYERS = "mtp_num_layers or num_nextn_predict_layers or 0"
-"""The number of prediction layers where a configuration has two keys for it."""
-
-_PREDICTION_KEY = {"num_nextn_predict_layers": "mtp_layers"}
+_PREDICTION_KEY: Mapping[str, Size] = {"num_nextn_predict_layers": "mtp_layers"}
 """A key of canonical configurations. PaddleFormers drops it as a setting of a run."""
 
-_CONDITIONS = {FLEET: "is_fleet", FORMERS: "not is_fleet"}
-_TEXT = "text"
-_TIE = "tie_word_embeddings"
-_TIE_OF_EITHER = f"{_TIE} if {_TIE} != None else {_TEXT}.{_TIE}"
-"""Some classes copy the key to the nested configuration of the text."""
+_NO_SIZES: Mapping[str, Size] = {}
+_NONE: Mapping[str, Any] = {}
+_TEXT, _TIE = "text", "tie_word_embeddings"
+_OF_CLASS: Mapping[ModelClass, Conditions] = {FLEET: ((IS_FLEET, True),), FORMERS: ((IS_FLEET, False),)}
 
 
-def ends(
-    embedding_cut: int | None = 0,
-    head_bias: str = "lm_head_bias",
-    scope: str = "model",
-    canonical: str | None = None,
+def stepped(layer: int, mlp_only_layers: Any, decoder_sparse_step: int) -> bool:
+    """Layers with experts, where a configuration excludes some layers and takes every n-th of the others."""
+    return layer not in (mlp_only_layers or ()) and (layer + 1) % decoder_sparse_step == 0
+
+
+def after_dense(layer: int, first_k_dense_replace: int, layers: int) -> bool:
+    """Layers with experts, where the first ones have none. Prediction layers, after the last layer, have experts."""
+    return layer >= first_k_dense_replace or layer >= layers
+
+
+def mtp_layers(mtp_num_layers: Any, num_nextn_predict_layers: Any) -> Any:
+    """The number of prediction layers where a configuration has two keys for it."""
+    return mtp_num_layers or num_nextn_predict_layers or 0
+
+
+def same(
+    *names: str,
+    file: str = "",
+    fleet: Names = (),
+    shape: Shape = ("hidden",),
+    cut: int | None = None,
+    dtype: str = "",
+    stage: Stage | None = None,
+    trained: bool = True,
 ) -> Statements:
-    """Declare embedding, last norm and head.
+    """Declare tensors that are equal in both spaces.
 
     Args:
-        embedding_cut: the axis of a PaddleFormers embedding that tensor parallelism cuts.
-        head_bias: the condition under which a PaddleFormers head has a bias.
-        scope: the prefix of embedding and norm in the model.
-        canonical: their prefix in files, if that differs.
+        names: the names in the model.
+        file: the canonical name of a single tensor, where it differs.
+        fleet: the names in PaddleFleet's class, where they differ.
+        shape: the size of every axis.
+        cut: the axis that tensor parallelism cuts.
+        dtype: the dtype, where it is not the model's.
+        stage: the place in a pipeline, outside of layers.
+        trained: whether an optimizer updates them.
     """
-    shape, head = ("vocab", "hidden"), "lm_head.weight"
-    return declared(
-        within(
-            scope,
-            at(Stage.NORM, norm("norm")),
-            at(Stage.FIRST, of_class(FORMERS, same("embed_tokens.weight", shape=shape, cut=embedding_cut))),
-            at(
-                Stage.FIRST, of_class(FLEET, same("embedding.embed_tokens.weight", "embed_tokens.weight", shape, cut=0))
-            ),
-            canonical=canonical,
-        ),
-        of_class(FORMERS, same(head, shape=shape, cut=0)),
-        of_class(FORMERS, only(head_bias, same("lm_head.bias", shape=("vocab",), cut=0))),
-        of_class(FLEET, same(f"{scope}.{head}", head, shape, cut=0)),
+    return tuple(
+        Statement(*(name, (source,)), shape=shape, cut=cut, dtype=dtype, model_class=one, stage=stage, trained=trained)
+        for name, source, one in _named(names, file, fleet)
     )
 
 
-_NONE: Mapping[str, Any] = {}
+def transposed(*names: str, file: str = "", fleet: Names = (), shape: Shape, dtype: str = "") -> Statements:
+    """Declare tensors that are [out, in] in files and [in, out] in Paddle. Arguments as of :func:`same`."""
+    return tuple(
+        replace(one, geometry=Geometry.LINEAR) for one in same(*names, file=file, fleet=fleet, shape=shape, dtype=dtype)
+    )
+
+
+def linear(
+    *names: str,
+    inputs: Size = "hidden",
+    outputs: Size = "hidden",
+    file: str = "",
+    fleet: Names = (),
+    bias: Condition = False,
+    dtype: str = "",
+) -> Statements:
+    """Declare linear layers that are whole on every rank.
+
+    Args:
+        names: the names in the model, without ``.weight``.
+        inputs: the number of inputs.
+        outputs: the number of outputs.
+        file: the canonical name of a single layer, where it differs.
+        fleet: the names in PaddleFleet's class, where they differ.
+        bias: the condition of the bias.
+        dtype: the dtype, where it is not the model's.
+    """
+    other = (fleet,) if isinstance(fleet, str) else fleet
+    of = {part: tuple(f"{name}.{part}" for name in names) for part in ("weight", "bias")}
+    fleets = {part: tuple(f"{name}.{part}" for name in other) for part in of}
+    files = {part: f"{file}.{part}" if file else "" for part in of}
+    return (
+        *transposed(*of["weight"], file=files["weight"], fleet=fleets["weight"], shape=(inputs, outputs), dtype=dtype),
+        *when(bias, same(*of["bias"], file=files["bias"], fleet=fleets["bias"], shape=(outputs,))),
+    )
+
+
+def column(*names: str, **given: Any) -> Statements:
+    """Declare linear layers whose outputs are cut. Arguments as of :func:`linear`."""
+    return tuple(replace(one, cut=len(one.shape) - 1) for one in linear(*names, **given))
+
+
+def row(*names: str, **given: Any) -> Statements:
+    """Declare linear layers whose inputs are cut. Arguments as of :func:`linear`."""
+    return tuple(replace(one, cut=0 if len(one.shape) == 2 else None) for one in linear(*names, **given))
+
+
+def qkv(
+    name: str,
+    *files: str,
+    bias: Condition = False,
+    parts: tuple[str | tuple[str, ...], ...] = (),
+    groups: Size = 1,
+    per_rank: bool = False,
+) -> Statements:
+    """Declare query, key and value in one layer, whose outputs are cut.
+
+    Args:
+        name: the layer of the model.
+        files: query, key and value in files; or one layer that holds all three one after the other.
+        bias: the condition of the bias.
+        parts: the lengths of query, key and value where they are not heads of one size, as of queries with a gate. A
+            layer of files that holds several parts has a tuple.
+        groups: the number of groups in which such a layer interleaves its parts.
+        per_rank: whether the three lie side by side for every tensor-parallel rank, instead of for every kv head.
+    """
+    geometry = Geometry.FUSED_QKV_PER_RANK if per_rank else Geometry.FUSED_QKV
+    found = _joined(name, files, flat(parts) or ("q", "kv", "kv"), geometry, bias)
+    return tuple(replace(one, parts=parts, groups=groups) for one in found)
+
+
+def gate_up(name: str, *files: str, size: Size = "ffn", bias: Condition = False) -> Statements:
+    """Declare gate and up in one layer, whose outputs are cut.
+
+    Args:
+        name: the layer of the model.
+        files: gate and up in files; or one layer that holds both one after the other.
+        size: the number of outputs of each.
+        bias: the condition of the bias.
+    """
+    return _joined(name, files, (size, size), Geometry.FUSED_FFN, bias)
+
+
+def _joined(
+    name: str, files: tuple[str, ...], outputs: Size, geometry: Geometry, bias: Condition = False
+) -> Statements:
+    """Declare a layer that consists of several layers of files, or of one that holds several parts."""
+    weights, biases = (tuple(f"{file}.{leaf}" for file in files) for leaf in ("weight", "bias"))
+    return (
+        Statement(f"{name}.weight", weights, geometry, shape=("hidden", outputs), cut=1),
+        *when(bias, (Statement(f"{name}.bias", biases, geometry, shape=(outputs,), cut=0),)),
+    )
+
+
+def held_together(*names: str, file: str, shape: Shape) -> Statements:
+    """Declare tensors of one scope that lie one after the other in one tensor of files."""
+    siblings = tuple(name.rpartition(".")[2] for name in names)
+    return tuple(Statement(name, (file,), shape=shape, siblings=siblings) for name in names)
+
+
+def router(name: str, file: str = "") -> Statements:
+    """Declare a router, in float32 whatever the model's dtype is: PaddleFleet's class keeps [experts, hidden]."""
+    weight, source = f"{name}.weight", f"{file or name}.weight"
+    return (
+        *of_class(FLEET, same(weight, file=source, shape=("experts", "hidden"), dtype="float32")),
+        *of_class(FORMERS, transposed(weight, file=source, shape=("hidden", "experts"), dtype="float32")),
+    )
+
+
+def balance(name: str, file: str = "", shape: Shape = ("experts",)) -> Statements:
+    """Declare a load-balancing bias, which is set by counting: an optimizer has no states of it."""
+    return same(name, file=file, shape=shape, dtype="float32", trained=False)
+
+
+def patches(
+    name: str, *, file: str = "", bias: Condition = False, frames: Shape = ("temporal_patch_size",)
+) -> Statements:
+    """Declare the convolution that embeds the patches of images. Convolutions are equal in both spaces.
+
+    Args:
+        name: the layer.
+        file: its canonical name, where it differs.
+        bias: the condition of the bias.
+        frames: the axis of the images in a patch; empty for a convolution of two axes.
+    """
+    shape = ("hidden", "in_channels", *frames, "patch_size", "patch_size")
+    files = {part: f"{file}.{part}" if file else "" for part in ("weight", "bias")}
+    return (
+        *same(f"{name}.weight", file=files["weight"], shape=shape),
+        *when(bias, same(f"{name}.bias", file=files["bias"])),
+    )
+
+
+def ends(
+    embedding: str,
+    norm: str,
+    head: str,
+    *,
+    files: tuple[str, str, str] | None = None,
+    cut: int | None = 0,
+    bias: Condition = "lm_head_bias",
+) -> Parts:
+    """Declare embedding, last norm and head, which may be tied.
+
+    PaddleFleet's class has the embedding in a layer ``embedding``, and the head in the scope of the norm.
+
+    Args:
+        embedding: the embedding.
+        norm: the last norm.
+        head: the head.
+        files: the canonical names, where they differ.
+        cut: the axis of a PaddleFormers embedding that tensor parallelism cuts.
+        bias: the condition of the bias of a PaddleFormers head.
+    """
+    scope, _, leaf = embedding.rpartition(".")
+    canonical = files or (embedding, norm, head)
+    sources = [f"{name}.weight" for name in canonical]
+    first, last = f"{embedding}.weight", f"{head}.weight"
+    shape: Shape = ("vocab", "hidden")
+    return (
+        *same(f"{norm}.weight", file=sources[1], stage=NORM),
+        *of_class(FORMERS, same(first, file=sources[0], shape=shape, cut=cut, stage=FIRST)),
+        *of_class(FLEET, same(f"{scope}.embedding.{leaf}.weight", file=sources[0], shape=shape, cut=0, stage=FIRST)),
+        *of_class(FORMERS, same(last, file=sources[2], shape=shape, cut=0)),
+        *of_class(
+            FORMERS,
+            when(bias, same(f"{head}.bias", file=f"{(files or ('', '', head))[2]}.bias", shape=("vocab",), cut=0)),
+        ),
+        *of_class(FLEET, same(f"{scope}.{last}", file=sources[2], shape=shape, cut=0)),
+        *tied(sources[2], sources[0]),
+    )
+
+
+def turned_head(bias: Condition = False) -> Statements:
+    """Declare a head that is transposed unless it is tied."""
+    head = "lm_head.weight"
+    return (
+        *when(_TIE, same(head, shape=("vocab", "hidden"), cut=0)),
+        *unless(_TIE, (replace(transposed(head, shape=("hidden", "vocab"))[0], cut=1),)),
+        *when(bias, same("lm_head.bias", shape=("vocab",), cut=0)),
+    )
+
+
+def tied(alias: str, owner: str) -> Parts:
+    """Declare that a tensor is the owner's if the configuration ties word embeddings; both by canonical names."""
+    return (TiedName(alias, owner),)
+
+
+def optional(*beginnings: str) -> Parts:
+    """Declare beginnings of canonical names that a file may lack, as in :class:`Family`."""
+    return tuple(map(OptionalName, beginnings))
+
+
+def alias(*groups: Group) -> Statements:
+    """Accept names that no configuration has, such as those of another class of the family, or of files alone."""
+    return when(False, *groups)
+
+
+def fresh(*names: str, shape: Shape = ("hidden",)) -> Statements:
+    """Declare tensors that canonical files never contain: they keep their initial values and are not exported."""
+    return tuple(Statement(name, (), shape=shape) for name in names)
+
+
+def experts(
+    scope: str,
+    *single: Group,
+    file: str | None = None,
+    formers: Group = (),
+    grouped: str = "mlp.grouped_gemm_experts.weight",
+    fallback: tuple[str, str] = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
+) -> Statements:
+    """Declare routed experts: one per tensor, or those of a layer in two tensors.
+
+    PaddleFleet has grouped experts, also kept [out, in]; PaddleFormers has grouped ones under ``fd_fallback``. Where
+    rows of gate and up alternate, one of each is declared as a row of twice the length: the same order in memory.
+
+    Args:
+        scope: the scope of a single expert, with ``{expert}``.
+        single: its layers, named relative to it: :func:`gate_up` and :func:`row`.
+        file: the scope in files, where it differs.
+        formers: the layers of a single expert of PaddleFormers, where they differ.
+        grouped: the beginning of the names of PaddleFleet's grouped experts, in front of 1 and 2.
+        fallback: the names of PaddleFormers' grouped experts.
+    """
+    one, others = layer(scope, *single, file=file), layer(scope, formers, file=file)
+    up, down = (each for each in one if each.target.endswith(".weight"))
+    first, second = (stacked(f"{grouped}{number}", _as_stored(each)) for number, each in ((1, up), (2, down)))
+    alternating = replace(first[0], geometry=Geometry.ALTERNATING_FFN, shape=("expert_ffn", ("hidden", "hidden")))
+    return (
+        *of_class(FORMERS, when("fd_fallback", stacked(fallback[0], up), stacked(fallback[1], down))),
+        *of_class(FORMERS, unless("fd_fallback", others or one)),
+        *of_class(
+            FLEET,
+            unless("moe_expert_fusion", unless("using_sonic_moe", uncut(one))),
+            when(
+                "moe_expert_fusion", unless("using_sonic_moe", stacked(f"{grouped}1", up), stacked(f"{grouped}2", down))
+            ),
+            when("using_sonic_moe", when(ALTERNATES, (alternating,)), unless(ALTERNATES, first), second),
+        ),
+    )
+
+
+def stacked(name: str, expert: Statement, axis: int = 0, new: bool = False) -> Statements:
+    """Place the experts of one layer in one tensor, which tensor parallelism does not cut.
+
+    Args:
+        name: the name of the stack in the model.
+        expert: a single expert.
+        axis: the axis of the stack along which the experts are placed.
+        new: whether the axis is new; otherwise the experts are concatenated along an axis of theirs.
+    """
+    return (replace(expert, target=name, stack=Stack(axis, new), cut=None),)
+
+
+def stack_of_files(name: str, *, file: str = "", shape: Shape, turned: bool = False) -> Statements:
+    """Declare a stack of experts on a new first axis, which canonical files stack as well.
+
+    Args:
+        name: the name of the stack in the model.
+        file: its canonical name, where that differs.
+        shape: the size of every axis of a single expert in the model.
+        turned: whether a single expert is transposed, as the weight of a linear layer.
+    """
+    geometry = Geometry.LINEAR if turned else Geometry.SAME
+    return (Statement(name, (file or name,), geometry, stack=Stack(0, True), shape=shape),)
+
+
+def layer(scope: str, *groups: Group, file: str | None = None) -> Statements:
+    """Prefix the names of statements with a scope, such as ``model.layers.{layer}``.
+
+    Args:
+        scope: the prefix in the model.
+        groups: statements with names relative to it.
+        file: the prefix of canonical names, if that differs; empty for none.
+    """
+    other = scope if file is None else file
+    prefix = f"{other}." if other else ""
+    return tuple(
+        replace(one, target=f"{scope}.{one.target}", sources=tuple(prefix + source for source in one.sources))
+        for one in _all(groups)
+    )
+
+
+def prediction(scope: str, *groups: Group, file: str | None = None) -> Parts:
+    """Declare multi-token prediction layers of PaddleFleet, around the parts of a transformer layer.
+
+    They follow the last layer, and files may lack them. Conditions get the number of the prediction layer as ``layer``.
+    """
+    own = layer(
+        scope,
+        renumbered("mtp", layer("transformer_layer", *groups, file="")),
+        column("eh_proj", inputs=("hidden", "hidden")),
+        same("enorm.weight", "hnorm.weight"),
+        same("norm.weight", file="shared_head.norm.weight"),
+        file=file,
+    )
+    return (
+        *of_class(FLEET, tuple(one for one in own if one.model_class is not FORMERS)),
+        *optional(f"{file or scope}."),
+    )
+
+
+def renumbered(number: Size, *groups: Group) -> Statements:
+    """Give conditions and shapes another number of the name as ``layer``, such as that of a prediction layer."""
+    return tuple(replace(one, layer=number) for one in _all(groups))
+
+
+def when(condition: Condition, *groups: Group) -> Statements:
+    """Restrict statements to models, or to layers, that fulfil a condition."""
+    return _only(((condition, True),), groups)
+
+
+def unless(condition: Condition, *groups: Group) -> Statements:
+    """Restrict statements to models, or to layers, that do not fulfil a condition."""
+    return _only(((condition, False),), groups)
+
+
+def of_class(model_class: ModelClass, *groups: Group) -> Statements:
+    """Restrict statements to one class of models."""
+    return tuple(replace(one, model_class=model_class) for one in _all(groups))
+
+
+def uncut(*groups: Group) -> Statements:
+    """Exclude layers from tensor parallelism, as routed experts are."""
+    return tuple(replace(one, cut=None) for one in _all(groups))
+
+
+def at(stage: Stage, *groups: Group) -> Statements:
+    """Place tensors outside of layers in a pipeline."""
+    return tuple(replace(one, stage=stage) for one in _all(groups))
+
+
+def tower(
+    name: str,
+    key: str,
+    *groups: Group,
+    number: str = "block",
+    sizes: Mapping[str, Size] = _NO_SIZES,
+    defaults: Mapping[str, Any] = _NONE,
+    stage: Stage = Stage.FIRST,
+) -> Tower:
+    """Declare a tower: a part of a model with layers, sizes and a nested configuration of its own.
+
+    Args:
+        name: its name, by which other sizes of the family refer to its sizes: ``vision.hidden``.
+        key: the path of its nested configuration.
+        groups: its tensors.
+        number: the placeholder of its layers.
+        sizes: sizes that differ from :data:`SIZES`; ``layers`` is the number of layers.
+        defaults: the values of the model's class for keys that the nested configuration lacks.
+        stage: its place in a pipeline. Tensors of ``{layer}`` are placed with their layers.
+    """
+    placed = tuple(replace(one, tower=name, stage=one.stage or stage) for one in _all(groups))
+    return Tower(name, key, placed, Numbers(number, f"{name}.layers"), sizes, defaults)
 
 
 def family(
     name: str,
-    *,
+    *groups: Group,
     classes: tuple[ModelClass, ...] = (FORMERS,),
-    scope: str = "model",
-    canonical: str | None = None,
     key: str = "",
-    layer: Iterable[Statements] = (),
-    prediction: Iterable[Statements] = (),
-    outside: Iterable[Statements] | None = None,
-    nlp: Iterable[Statements] = (),
+    nlp: Group = (),
     towers: tuple[Tower, ...] = (),
-    optional: tuple[str, ...] = (),
-    sizes: Mapping[str, str] = _NONE,
+    sizes: Mapping[str, Size] = _NO_SIZES,
     numbers: tuple[Numbers, ...] = (),
     defaults: Mapping[str, Any] = _NONE,
     tiny: Mapping[str, Any] = _NONE,
-    exported: Mapping[str, str] = _NONE,
+    exported: Mapping[str, Size] = _NO_SIZES,
     built: tuple[str, ...] = (),
     divided: tuple[str, ...] = tuple(DIVIDED),
 ) -> Family:
@@ -196,46 +537,34 @@ def family(
 
     Args:
         name: its name, which is the ``model_type`` of its configurations.
+        groups: its parts, as verbs give them.
         classes: the model classes that the family has.
-        scope: the prefix of its layers and ends in the model.
-        canonical: their prefix in files, if that differs; empty for none.
-        key: the path of their nested configuration, such as ``text_config``. The layers are then tower ``text``:
-            others refer to their sizes as ``text.hidden``. Files without a nested configuration have its keys outside.
-        layer: the parts of every layer, named relative to it.
-        prediction: the parts of the transformer layer in PaddleFleet's multi-token prediction layers, which follow the
-            last layer. In their conditions ``layer`` is the number of the prediction layer. Files may lack them.
-        outside: the parts outside of layers, with full names; by default embedding, last norm and head.
+        key: the path of their nested configuration, such as ``text_config``. The parts are then tower ``text``: others
+            refer to their sizes as ``text.hidden``. Files without a nested configuration have its keys outside.
         nlp: the parts of every layer of PaddleNLP's class, named relative to it; empty if the family has none. The
             scope of its layers and ends is the name of the family.
         towers: towers of :func:`tower`.
-        optional: prefixes of canonical names that a file may lack, as in :class:`Family`.
         sizes: sizes that differ from :data:`SIZES`.
-        numbers: placeholders beside ``layer`` and ``expert``.
+        numbers: placeholders beside ``layer`` and ``expert``, and ``mtp`` of PaddleFleet's prediction layers.
         defaults: the values of the model's class for keys that a ``config.json`` lacks.
         tiny: changes of :data:`TINY`, the configuration on which the family is proved. Where the class has a default
             head size, the tiny one is 8.
-        exported: keys of an exported ``config.json`` and the expressions of their values.
+        exported: keys of an exported ``config.json`` and their values.
         built: the parts of the model behind its last norm, as in :class:`Family`.
         divided: sizes that the class compares with the degree of tensor parallelism, as in :class:`Family`.
     """
-    outside = (ends(scope=scope, canonical=canonical),) if outside is None else outside
-    layers = within(scope, within("layers.{layer}", *layer), canonical=canonical)
-    statements = _for_classes(classes, declared(*outside, layers))
-    tied = tuple(_tied(one, scope) for one in (FORMERS, FLEET) if one in classes)
-    if nlp := tuple(nlp):
-        theirs = _paddlenlp(name, canonical or scope, nlp)
-        statements = declared(only(f"not {IS_NLP}", statements), only(IS_NLP, theirs))
-        owner = TiedName("lm_head.weight", f"{name}.embed_tokens.weight", where=IS_NLP)
-        tied = (*(replace(one, where=f"not {IS_NLP}") for one in tied), owner)
-    sizes = dict(sizes)
-    if prediction := tuple(prediction):
-        statements += _for_classes((FLEET,), _prediction(scope, canonical or scope, prediction))
-        numbers += _fleet_numbers(classes)
-        optional = (*optional, f"{canonical or scope}.layers.{{mtp}}.")
-        if FORMERS in classes:
-            # PaddleFormers' classes of such families build no prediction layer.
-            sizes["mtp_layers"] = f"({sizes.get('mtp_layers', SIZES['mtp_layers'])}) * is_fleet"
-    if any("mtp_layers" in one.count for one in numbers):
+    parts = tuple(_parts(groups))
+    own = tuple(one for one in parts if isinstance(one, Statement))
+    ties = _ties(classes, own, (one for one in parts if isinstance(one, TiedName)))
+    statements, sizes = _for_classes(classes, own), dict(sizes)
+    if theirs := _paddlenlp(name, nlp):
+        statements = (*unless(IS_NLP, statements), *when(IS_NLP, theirs))
+        owner = TiedName("lm_head.weight", f"{name}.embed_tokens.weight", ((IS_NLP, True),))
+        ties = (*(replace(one, where=((IS_NLP, False),)) for one in ties), owner)
+    holes = {hole for one in statements for hole in PLACEHOLDER.findall(one.target)}
+    if "mtp" in holes and all(one.name != "mtp" for one in numbers):
+        numbers = (*numbers, *_fleet_numbers(classes, sizes))
+    if any("mtp_layers" in name for one in numbers for name in names_of(one.count)):
         exported = {**_PREDICTION_KEY, **exported}
     small = {**TINY, **({"head_dim": 8} if "head_dim" in defaults else {})}
     tiny = {**tiny, key: {**small, **tiny.get(key, {})}} if key else {**small, **tiny}
@@ -243,13 +572,14 @@ def family(
         text = tuple(replace(one, tower=_TEXT) for one in statements)
         towers = (Tower(_TEXT, key, text, Numbers("layer", "text.layers"), sizes, defaults, flat=True), *towers)
         statements, defaults = (), {}
-        sizes = {size: f"text.{size}" for size in ("layers", "experts", "mtp_layers")} | {_TIE: _TIE_OF_EITHER}
+        sizes = {size: f"text.{size}" for size in ("layers", "experts", "mtp_layers")}
+        sizes |= {"text_tie": f"text.{_TIE}", _TIE: _tie_of_either}
     return Family(
         name,
         (name,),
-        declared(statements, *(_for_classes(classes, one.statements) for one in towers)),
-        tied=tied,
-        optional=optional,
+        (*statements, *(one for part in towers for one in _for_classes(classes, part.statements))),
+        tied=ties,
+        optional=tuple(one.beginning for one in parts if isinstance(one, OptionalName)),
         sizes=sizes,
         numbers=(*(one.numbers for one in towers), *numbers),
         defaults=defaults,
@@ -261,334 +591,83 @@ def family(
     )
 
 
-def _paddlenlp(scope: str, canonical: str, layer: Iterable[Statements]) -> Statements:
-    """Declare PaddleNLP's class: embedding, layers, last norm, and a head that is transposed unless it is tied."""
-    return declared(
-        within(
-            scope,
-            at(Stage.NORM, norm("norm")),
-            at(Stage.FIRST, same("embed_tokens.weight", shape=("vocab", "hidden"), cut=0)),
-            within("layers.{layer}", *layer),
-            canonical=canonical,
-        ),
-        turned_head(),
-    )
+def _tie_of_either(tie_word_embeddings: Any, text_tie: Any) -> Any:
+    """Some classes copy the key to the nested configuration of the text."""
+    return text_tie if tie_word_embeddings is None else tie_word_embeddings
 
 
-def turned_head(bias: str = "") -> Statements:
-    """Declare a head that is transposed unless it is tied."""
-    head, rows = "lm_head.weight", ("vocab", "hidden")
-    return declared(
-        choice("tie_word_embeddings", same(head, shape=rows, cut=0), linear(head, shape=rows[::-1], cut=1)),
-        _bias(bias, same("lm_head.bias", shape=("vocab",), cut=0)),
-    )
+def _parts(groups: Group) -> Iterator[Part]:
+    for one in groups:
+        yield from _parts(one) if isinstance(one, tuple) else (one,)
 
 
-def _tied(model_class: ModelClass, scope: str) -> TiedName:
-    if model_class is FORMERS:
-        return TiedName("lm_head.weight", f"{scope}.embed_tokens.weight")
-    return TiedName(f"{scope}.lm_head.weight", f"{scope}.embedding.embed_tokens.weight")
+def _all(groups: Group) -> Iterator[Statement]:
+    for one in _parts(groups):
+        if not isinstance(one, Statement):
+            raise TypeError(f"{one} belongs to the family itself, outside of scopes, conditions and towers")
+        yield one
 
 
-def tower(
-    name: str,
-    key: str,
-    scope: str,
-    *,
-    layers: str,
-    layer: Iterable[Statements],
-    outside: Iterable[Statements] = (),
-    canonical: str | None = None,
-    sizes: Mapping[str, str] = _NONE,
-    defaults: Mapping[str, Any] = _NONE,
-    stage: Stage = Stage.FIRST,
-) -> Tower:
-    """Declare a tower: a part of a model with layers, sizes and a nested configuration of its own.
+def _only(conditions: Conditions, groups: Group) -> Statements:
+    return tuple(replace(one, where=(*one.where, *conditions)) for one in _all(groups))
 
-    Args:
-        name: its name, by which other expressions of the family refer to its sizes: ``vision.hidden``.
-        key: the path of its nested configuration.
-        scope: the prefix of its tensors in the model.
-        layers: the scope of one layer within the tower, with its own placeholder: ``blocks.{block}``.
-        layer: the parts of every layer, named relative to it.
-        outside: the parts of the tower outside of layers, named relative to the tower.
-        canonical: the prefix of its canonical tensors, if that differs.
-        sizes: sizes that differ from :data:`SIZES`; ``layers`` is the number of layers.
-        defaults: the values of the model's class for keys that the nested configuration lacks.
-        stage: its place in a pipeline. Tensors of ``{layer}`` are placed with their layers.
-    """
-    statements = within(scope, *outside, within(layers, *layer), canonical=canonical)
-    (placeholder,) = PLACEHOLDER.findall(layers)
-    numbers = Numbers(placeholder, f"{name}.layers")
-    placed = tuple(replace(one, tower=name, stage=one.stage or stage) for one in statements)
-    return Tower(name, key, placed, numbers, sizes, defaults)
+
+def _named(names: Iterable[str], file: str, fleet: Names) -> Iterator[tuple[str, str, ModelClass | None]]:
+    """Yield name, canonical name and class of tensors that PaddleFleet's class may name differently."""
+    others = (fleet,) if isinstance(fleet, str) else fleet
+    for name, other in itertools.zip_longest(names, others):
+        yield name, file or name, FORMERS if other else None
+        if other:
+            yield other, file or name, FLEET
+
+
+def _as_stored(one: Statement) -> Statement:
+    """Keep a weight [out, in] as in canonical files: the parts are placed along the first axis."""
+    return replace(one, turned=False, shape=one.shape[::-1])
 
 
 def _for_classes(classes: tuple[ModelClass, ...], statements: Statements) -> Statements:
     """Select the statements of these classes; of several classes, add a condition on the class."""
-    known = [one for one in statements if one.model_class is None or one.model_class in classes]
     return tuple(
-        replace(only(_CONDITIONS[one.model_class], (one,))[0], model_class=None)
-        if one.model_class is not None and len(classes) > 1
-        else replace(one, model_class=None)
-        for one in known
+        replace(one, model_class=None, where=(*one.where, *(_OF_CLASS[one.model_class] if len(classes) > 1 else ())))
+        if one.model_class is not None
+        else one
+        for one in statements
+        if one.model_class is None or one.model_class in classes
     )
 
 
-def _fleet_numbers(classes: tuple[ModelClass, ...]) -> tuple[Numbers, ...]:
-    """Return the numbers of layers and prediction layers; only PaddleFleet's classes count empty layers as well."""
-    shift = "num_empty_layers_add_in_head or 0"
+def _ties(classes: tuple[ModelClass, ...], statements: Statements, names: Iterable[TiedName]) -> tuple[TiedName, ...]:
+    """Return ties of canonical names in the names of the classes."""
+    targets = {
+        (one.sources, kind): one.target
+        for one in reversed(statements)
+        for kind in (FORMERS, FLEET)
+        if one.model_class in (kind, None)
+    }
+    return tuple(
+        TiedName(targets[(one.alias,), kind], targets[(one.owner,), kind])
+        for one in names
+        for kind in (FORMERS, FLEET)
+        if kind in classes
+    )
+
+
+def _paddlenlp(scope: str, parts: Group) -> Statements:
+    """Declare PaddleNLP's class: embedding, layers, last norm, and a head that is transposed unless it is tied."""
+    ends = (
+        *same("norm.weight", stage=NORM),
+        *same("embed_tokens.weight", shape=("vocab", "hidden"), cut=0, stage=FIRST),
+    )
+    return (*layer(scope, ends, layer("layers.{layer}", parts), file="model"), *turned_head()) if parts else ()
+
+
+def _fleet_numbers(classes: tuple[ModelClass, ...], sizes: dict[str, Size]) -> tuple[Numbers, ...]:
+    """Return the numbers of layers and prediction layers; only PaddleFleet's classes have them, and empty layers."""
+    sizes["empty"] = lambda num_empty_layers_add_in_head: num_empty_layers_add_in_head or 0
     if FORMERS in classes:
-        shift = f"({shift}) * is_fleet"
+        sizes["fleet_mtp_layers"] = sizes.get("mtp_layers", SIZES["mtp_layers"])
+        sizes["mtp_layers"] = lambda fleet_mtp_layers, is_fleet: fleet_mtp_layers * is_fleet
+        sizes["shift"] = lambda empty, is_fleet: empty * is_fleet
+    shift = "shift" if FORMERS in classes else "empty"
     return (Numbers("layer", "layers", shift=shift), Numbers("mtp", "mtp_layers", start="layers", shift=shift))
-
-
-def _prediction(scope: str, canonical: str, parts: Iterable[Statements]) -> Statements:
-    """Declare a multi-token prediction layer of PaddleFleet around the parts of a transformer layer."""
-    return within(
-        f"{scope}.layers.{{mtp}}",
-        renumbered("mtp", within("transformer_layer", *parts, canonical="")),
-        column("eh_proj", "2 * hidden", "hidden"),
-        norm("{enorm,hnorm}"),
-        same("norm.weight", "shared_head.norm.weight", shape=("hidden",)),
-        canonical=f"{canonical}.layers.{{mtp}}",
-    )
-
-
-def norm(name: str, size: str = "hidden", bias: str = "") -> Statements:
-    """Declare a norm over ``size``; it is not cut."""
-    return declared(same(f"{name}.weight", shape=(size,)), _bias(bias, same(f"{name}.bias", shape=(size,))))
-
-
-def column(name: str, inputs: str, outputs: str, bias: str = "") -> Statements:
-    """Declare a linear layer whose outputs are cut."""
-    weight = linear(f"{name}.weight", shape=(inputs, outputs), cut=1)
-    return declared(weight, _bias(bias, same(f"{name}.bias", shape=(outputs,), cut=0)))
-
-
-def row(name: str, inputs: str, outputs: str, bias: str = "") -> Statements:
-    """Declare a linear layer whose inputs are cut; its bias is whole on every rank."""
-    weight = linear(f"{name}.weight", shape=(inputs, outputs), cut=0)
-    return declared(weight, _bias(bias, same(f"{name}.bias", shape=(outputs,))))
-
-
-def replicated(name: str, inputs: str, outputs: str, bias: str = "") -> Statements:
-    """Declare a linear layer that is whole on every rank."""
-    return uncut(column(name, inputs, outputs, bias))
-
-
-def _bias(condition: str, statements: Statements) -> Statements:
-    # A bias that is declared for no configuration still has a name that binding accepts.
-    return only(condition or "False", statements)
-
-
-def patches(name: str, bias: str = "", frames: str = "temporal_patch_size") -> Statements:
-    """Declare the convolution that embeds the patches of images. Convolutions are equal in both spaces.
-
-    Args:
-        name: its scope.
-        bias: the condition under which it has a bias.
-        frames: the number of images in a patch; empty for a convolution of two axes.
-    """
-    shape = ("hidden", "in_channels", *([frames] if frames else []), "patch_size", "patch_size")
-    return declared(same(f"{name}.weight", shape=shape), _bias(bias, same(f"{name}.bias", shape=("hidden",))))
-
-
-def attention(prefix: str, bias: str = "", output_bias: str = "", fused_where: str = "") -> Statements:
-    """Declare query, key, value and output, each a layer, or fused as :func:`fused_qkv` where ``fused_where`` holds."""
-    separate = declared(
-        column(f"{prefix}.q_proj", "hidden", "q", bias), column(f"{prefix}.{{k,v}}_proj", "hidden", "kv", bias)
-    )
-    inputs = choice(fused_where, fused_qkv(prefix, bias=bias), separate) if fused_where else separate
-    return declared(inputs, row(f"{prefix}.o_proj", "q", "hidden", output_bias))
-
-
-def fused_attention(prefix: str, bias: str = "", output_bias: str = "") -> Statements:
-    """Declare query, key and value in one layer, as [q..q k v] per kv head, and the output."""
-    return declared(fused_qkv(prefix, bias=bias), row(f"{prefix}.o_proj", "q", "hidden", output_bias))
-
-
-def fused_qkv(
-    prefix: str,
-    canonical: tuple[str, ...] = ("q_proj", "k_proj", "v_proj"),
-    bias: str = "",
-    geometry: Geometry = Geometry.FUSED_QKV,
-    name: str = "qkv_proj",
-    parts: tuple[str | tuple[str, ...], ...] = (),
-    groups: str = "",
-) -> Statements:
-    """Declare the fused layer ``name`` of the layers ``canonical`` in the same scope: one per part, or a fused one.
-
-    ``parts`` are the lengths of query, key and value where they are not heads of one size, as of queries with a gate;
-    a layer that holds several parts has a tuple. It interleaves them in ``groups`` groups.
-    """
-    fused_layers = _fused(prefix, name, canonical, geometry, " + ".join(flat(parts)) or "q + 2 * kv", bias)
-    return tuple(replace(one, parts=parts, groups=groups) for one in fused_layers)
-
-
-def _fused(prefix: str, name: str, canonical: tuple[str, ...], geometry: Geometry, width: str, bias: str) -> Statements:
-    weights, biases = ([f"{prefix}.{part}.{leaf}" for part in canonical] for leaf in ("weight", "bias"))
-    weight = fused(f"{prefix}.{name}.weight", weights, geometry, ("hidden", width), 1)
-    return declared(weight, _bias(bias, fused(f"{prefix}.{name}.bias", biases, geometry, (width,), 0)))
-
-
-def head_norms(prefix: str) -> Statements:
-    """Declare norms over the heads of query and key, which PaddleFleet's classes call ``layernorm``."""
-    canonical = f"{prefix}.{{q,k}}_norm.weight"
-    return declared(
-        of_class(FORMERS, same(canonical, shape=("head",))),
-        of_class(FLEET, same(f"{prefix}.{{q,k}}_layernorm.weight", canonical, shape=("head",))),
-    )
-
-
-def latent_attention(prefix: str, down_bias: str = "") -> Statements:
-    """Declare attention whose query, key and value pass through a narrow layer that is whole on every rank."""
-    query = "heads * (qk_nope_head_dim + qk_rope_head_dim)"
-    narrow = declared(
-        replicated(f"{prefix}.q_a_proj", "hidden", "q_lora_rank", down_bias),
-        column(f"{prefix}.q_b_proj", "q_lora_rank", query),
-        norm(f"{prefix}.q_a_layernorm", "q_lora_rank"),
-    )
-    return declared(
-        choice("q_lora_rank", narrow, column(f"{prefix}.q_proj", "hidden", query)),
-        replicated(f"{prefix}.kv_a_proj_with_mqa", "hidden", "kv_lora_rank + qk_rope_head_dim", down_bias),
-        norm(f"{prefix}.kv_a_layernorm", "kv_lora_rank"),
-        column(f"{prefix}.kv_b_proj", "kv_lora_rank", "heads * (qk_nope_head_dim + v_head_dim)"),
-        row(f"{prefix}.o_proj", "heads * v_head_dim", "hidden", down_bias),
-    )
-
-
-def indexer(prefix: str) -> Statements:
-    """Declare the indexer of a sparse latent attention in PaddleFleet's classes; it is whole on every rank."""
-    name = f"{prefix}.core_attention.indexer"
-    parts = declared(
-        replicated(f"{name}.wq_b", "q_lora_rank", "index_n_heads * index_head_dim"),
-        replicated(f"{name}.wk", "hidden", "index_head_dim"),
-        replicated(f"{name}.weights_proj", "hidden", "index_n_heads"),
-        norm(f"{name}.k_norm", "index_head_dim", bias="True"),
-    )
-    return renamed({".core_attention.": "."}, parts)
-
-
-def delta_net(prefix: str) -> Statements:
-    """Declare a gated delta net, whose projections lie per key head in both spaces; it is whole on every rank."""
-    return declared(
-        same(f"{prefix}.{{A_log,dt_bias}}", shape=("linear_num_value_heads",)),
-        same(f"{prefix}.conv1d.weight", shape=("2 * linear_keys + linear_values", "1", "linear_conv_kernel_dim")),
-        replicated(f"{prefix}.in_proj_qkvz", "hidden", "2 * linear_keys + 2 * linear_values"),
-        replicated(f"{prefix}.in_proj_ba", "hidden", "2 * linear_num_value_heads"),
-        norm(f"{prefix}.norm", "linear_value_head_dim"),
-        replicated(f"{prefix}.out_proj", "linear_values", "hidden"),
-    )
-
-
-def fleet_delta_net(prefix: str) -> Statements:
-    """Declare a gated delta net of PaddleFleet: query, key, value, gate, beta and alpha side by side for every rank."""
-    mixed, heads = ("linear_keys", "linear_keys", "linear_values"), "linear_num_value_heads"
-    conv = fused(
-        f"{prefix}.conv1d.weight", [f"{prefix}.conv1d.weight"], PER_RANK, ("", "1", "linear_conv_kernel_dim"), 0
-    )
-    canonical = tuple(f"in_proj_{part}" for part in ("qkv", "z", "b", "a"))
-    return declared(
-        same(f"{prefix}.{{A_log,dt_bias}}", shape=(heads,), cut=0, dtype="float32"),
-        tuple(replace(one, turned=False, parts=mixed, shape=(" + ".join(mixed), *one.shape[1:])) for one in conv),
-        fused_qkv(prefix, canonical, "", PER_RANK, "in_proj", (mixed, "linear_values", heads, heads)),
-        renamed({"out_norm": "norm"}, norm(f"{prefix}.out_norm", "linear_value_head_dim")),
-        row(f"{prefix}.out_proj", "linear_values", "hidden"),
-    )
-
-
-def ffn(
-    prefix: str, size: str = "ffn", bias: str = "", fused_where: str = "", name: str = "up_gate_proj"
-) -> Statements:
-    """Declare gate, up and down, each a layer, or gate and up fused as ``name`` where ``fused_where`` holds."""
-    separate = column(f"{prefix}.{{gate,up}}_proj", "hidden", size, bias)
-    inputs = choice(fused_where, gate_up(prefix, size, bias=bias, name=name), separate) if fused_where else separate
-    return declared(inputs, row(f"{prefix}.down_proj", size, "hidden", bias))
-
-
-def fused_ffn(prefix: str, size: str = "ffn", bias: str = "") -> Statements:
-    """Declare gate and up in one layer, as [gate | up] per tensor-parallel rank, and down."""
-    return declared(gate_up(prefix, size, bias=bias), row(f"{prefix}.down_proj", size, "hidden", bias))
-
-
-def gate_up(
-    prefix: str,
-    size: str = "ffn",
-    canonical: tuple[str, ...] = ("gate_proj", "up_proj"),
-    bias: str = "",
-    name: str = "up_gate_proj",
-) -> Statements:
-    """Declare the fused layer ``name`` of the layers ``canonical`` in the same scope: two, or one that is fused."""
-    return _fused(prefix, name, canonical, Geometry.FUSED_FFN, f"2 * {size}", bias)
-
-
-def routed_ffn(prefix: str, shared: str = "", correction: bool = False, turned: bool = True) -> Statements:
-    """Declare a router and routed experts.
-
-    Args:
-        prefix: the scope of router and experts.
-        shared: how many shared experts the configuration gives, as one wide feed-forward; empty for none.
-        correction: as of :func:`router`.
-        turned: as of :func:`router`.
-    """
-    return declared(
-        router(f"{prefix}.gate", turned, correction),
-        experts(prefix),
-        fused_ffn(f"{prefix}.shared_experts", f"expert_ffn * {shared}") if shared else (),
-    )
-
-
-def router(name: str, turned: bool = True, correction: bool = False) -> Statements:
-    """Declare a router, in float32 whatever the model's dtype is.
-
-    Args:
-        name: the scope of the router.
-        turned: whether PaddleFormers' class transposes the weight; PaddleFleet's keeps [experts, hidden].
-        correction: whether the router has a load-balancing bias.
-    """
-    kept = same(f"{name}.weight", shape=("experts", "hidden"), dtype="float32")
-    formers = linear(f"{name}.weight", shape=("hidden", "experts"), dtype="float32") if turned else kept
-    return declared(of_class(FLEET, kept), of_class(FORMERS, formers), balance(name) if correction else ())
-
-
-def balance(name: str, shape: tuple[str, ...] = ("experts",)) -> Statements:
-    """Declare a load-balancing bias, which is set by counting: an optimizer has no states of it."""
-    return untrained(same(f"{name}.e_score_correction_bias", shape=shape, dtype="float32"))
-
-
-def outside_pipelines(*groups: Statements) -> Statements:
-    """Declare tensors beside the layers that the class for pipelines does not build."""
-    return at(Stage.ABSENT, *groups)
-
-
-def experts(prefix: str, formers: Statements = ()) -> Statements:
-    """Declare routed experts: one per tensor, or those of a layer in two tensors.
-
-    PaddleFleet has grouped experts, also kept [out, in]; PaddleFormers has grouped ones under ``fd_fallback``. Where
-    rows of gate and up alternate, one of each is declared as a row of twice the length: the same order in memory.
-
-    Args:
-        prefix: the scope of ``experts`` in both spaces.
-        formers: a single expert of PaddleFormers; by default gate and up are fused, and tensor parallelism cuts it.
-    """
-    single = fused_ffn(f"{prefix}.experts.{{expert}}", "expert_ffn")
-    fallback = _grouped(f"{prefix}.experts.gate_up_proj", f"{prefix}.experts.down_proj", single)
-    names = f"{prefix}.grouped_gemm_experts.weight1", f"{prefix}.grouped_gemm_experts.weight2"
-    up, down = _grouped(*names, as_stored(single))
-    alternating = replace(up, geometry=Geometry.ALTERNATING_FFN, shape=("experts * (expert_ffn)", "2 * hidden"))
-    return declared(
-        of_class(FORMERS, choice("fd_fallback", fallback, formers or single)),
-        of_class(
-            FLEET,
-            only("not moe_expert_fusion and not using_sonic_moe", uncut(single)),
-            only("moe_expert_fusion and not using_sonic_moe", _grouped(*names, single)),
-            only("using_sonic_moe", choice(ALTERNATES, (alternating,), (up,)), (down,)),
-        ),
-    )
-
-
-def _grouped(first: str, second: str, single: Statements) -> Statements:
-    """Place all experts of a layer in two tensors, in order along the first axis: gate and up, and down."""
-    up, down = (one for one in uncut(single) if one.target.endswith(".weight"))
-    return declared(stacked(first, 0, False, (up,)), stacked(second, 0, False, (down,)))

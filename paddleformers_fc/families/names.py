@@ -74,16 +74,38 @@ class Kind:
 
     def shape(self, numbers: Mapping[str, int]) -> Shape | None:
         """Return the declared shape of the tensor of these numbers; None if the configuration does not give it."""
-        if not all(self.sizes.defines(size, numbers) for size in self.statement.shape):
+        known, stack = with_layer(self.statement, self.sizes, numbers), self.statement.stack
+        needed = (*self.statement.shape, "experts") if stack is not None else self.statement.shape
+        if not all(self.sizes.defines(size, known) for size in needed):
             return None
-        return tuple(self.sizes.length(size, numbers) for size in self.statement.shape)
+        return shape_of(self.statement, self.sizes, known)
 
-    def may_hold(self, numbers: Mapping[str, int]) -> bool:
-        """Return whether the statement's condition holds, or depends on keys that the configuration lacks."""
+    def holds(self, numbers: Mapping[str, int]) -> bool | None:
+        """Return whether the statement's conditions hold; None if they depend on keys that the configuration lacks."""
         try:
-            return self.sizes.holds(self.statement.where, numbers)
+            return self.sizes.holds(self.statement.where, with_layer(self.statement, self.sizes, numbers))
         except MappingError:
-            return True
+            return None
+
+
+def with_layer(statement: Statement, sizes: Sizes, numbers: Mapping[str, int]) -> Mapping[str, int]:
+    """Return numbers with the one that functions of the statement get as ``layer``."""
+    return {**numbers, "layer": sizes.length(statement.layer, numbers)} if statement.layer else numbers
+
+
+def shape_of(statement: Statement, sizes: Sizes, numbers: Mapping[str, int]) -> Shape:
+    """Return the shape of a tensor of these numbers; of a stack that of all experts of a layer.
+
+    Raises:
+        MappingError: the configuration lacks a key.
+    """
+    shape, stack = tuple(sizes.length(size, numbers) for size in statement.shape), statement.stack
+    if stack is None:
+        return shape
+    count = sizes.length("experts")
+    if stack.new:
+        return (*shape[: stack.axis], count, *shape[stack.axis :])
+    return (*shape[: stack.axis], count * shape[stack.axis], *shape[stack.axis + 1 :])
 
 
 class Names:
@@ -153,7 +175,7 @@ class Names:
     def of_heads(self, name: str) -> bool:
         """Return whether the elements of a tensor are assigned to heads of attention."""
         kinds, _ = self.find(name)
-        return any(_OF_HEADS & names_of(size) for kind in kinds for size in kind.statement.shape)
+        return any(_OF_HEADS & self.sizes.reads(size) for kind in kinds for size in kind.statement.shape)
 
     def whole(self, name: str, part: Shape, tp: int) -> tuple[Shape, int | None] | str:
         """Return the shape of a whole tensor and the axis that is cut, None if every rank has it whole.
@@ -261,19 +283,14 @@ def family_keys(family: Family) -> frozenset[str]:
     """
     numbers = family_numbers(family)
     holes = {hole for one in family.statements for hole in PLACEHOLDER.findall(one.target)}
-    open_names = {
-        (one.tower, name)
-        for one in family.statements
-        for text in (one.where, *one.shape, *one.lengths, one.groups, "experts" if one.stack is not None else "")
-        for name in names_of(text) - holes
-    }
+    open_names = {(one.tower, name) for one in family.statements for name in one.names - holes - {"layer"}}
     counted = [numbers[hole] for hole in holes & numbers.keys()]
     open_names |= {
-        ("", name) for one in counted for text in (one.count, one.start, one.shift) for name in names_of(text)
+        ("", name) for one in counted for size in (one.count, one.start, one.shift) for name in names_of(size)
     }
     towers = {tower.name: tower for tower in family.towers}
     declared = {"": {**SIZES, **family.sizes}} | {one.name: {**SIZES, **one.sizes} for one in family.towers}
-    open_names |= {("", name) for one in family.tied for name in names_of(one.where)}
+    open_names |= {("", name) for one in family.tied for where, _ in one.where for name in names_of(where)}
     keys, seen = {"tie_word_embeddings"}, set[tuple[str, str]]()
     while open_names - seen:
         part, name = (open_names - seen).pop()
@@ -282,7 +299,7 @@ def family_keys(family: Family) -> frozenset[str]:
         if head in towers:
             open_names.add((head, rest))
             continue
-        used = names_of(declared[part].get(name, ""))
+        used = names_of(declared[part].get(name, ()))
         open_names |= {(part, one) for one in used}
         # Inside the size ``x`` the name ``x`` is a key of the configuration.
         if not used or name in used:
@@ -299,7 +316,7 @@ def family_heads(family: Family, model: ModelDescription) -> dict[str, int]:
     for part, key in {"": "", **{tower.name: f"{tower.key}." for tower in family.towers}}.items():
         sizes = family_sizes(family, model).within(part)
         shapes = [size for one in family.statements if one.tower == part for size in one.shape]
-        needed = frozenset[str]().union(*map(names_of, shapes))
+        needed = frozenset[str]().union(*map(sizes.reads, shapes))
         known = [name for name, users in _USERS.items() if needed & users and sizes.defines(name)]
         found |= {key + _HEADS[name]: sizes.length(name) for name in known}
     return found
@@ -313,7 +330,7 @@ def family_numbers(family: Family) -> dict[str, Numbers]:
 def tied_names(family: Family, model: ModelDescription) -> dict[str, str]:
     """Return the owner of every name that is an alias in models of this configuration."""
     sizes = family_sizes(family, model)
-    if not sizes.holds("tie_word_embeddings"):
+    if not sizes.value("tie_word_embeddings"):
         return {}
     return {one.alias: one.owner for one in family.tied if sizes.holds(one.where)}
 

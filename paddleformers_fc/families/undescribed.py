@@ -15,8 +15,7 @@ from paddleformers_fc.errors import MappingError
 from paddleformers_fc.families.bind import ModelTensor, bind
 from paddleformers_fc.families.declarations import Family
 from paddleformers_fc.families.description import IS_FLEET, ModelDescription
-from paddleformers_fc.families.names import Kind, Names, family_keys
-from paddleformers_fc.families.sizes import names_of
+from paddleformers_fc.families.names import Names, family_keys
 from paddleformers_fc.mapping import RuleSet
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.text import count_text
@@ -101,23 +100,11 @@ def _refuse_contradictions(family: Family, model: ModelDescription, tensors: Seq
     Binding takes a tensor by its name whatever conditions are declared; here the description is in question.
     """
     index = Names(family, model)
-    judged: dict[tuple[str, str, tuple[int, ...]], bool] = {}
-
-    def may_have(kind: Kind, numbers: Mapping[str, int]) -> bool:
-        where = kind.statement.where
-        needed = names_of(where)
-        if needed.isdisjoint(STRIPPED):
-            return True
-        named = {hole: number for hole, number in numbers.items() if hole in needed}
-        key = kind.statement.tower, where, tuple(named.values())
-        if key not in judged:
-            judged[key] = kind.may_hold(named)
-        return judged[key]
-
     faults = []
     for tensor in tensors:
-        declared = list(index.declared(tensor.name))
-        if declared and not any(may_have(*one) for one in declared):
+        kinds, _ = index.find(tensor.name)
+        is_open = (kind.sizes.holds(tuple(one for one in kind.statement.where if one[0] in STRIPPED)) for kind in kinds)
+        if kinds and not any(is_open):
             faults.append(f"{tensor.name}: a model of this class and configuration has no such tensor")
     if faults:
         raise MappingError(

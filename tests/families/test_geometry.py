@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,17 +11,9 @@ import pytest
 
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.families import Family, ModelTensor, bind, enumerate_tensors
-from paddleformers_fc.families.declarations import (
-    Geometry,
-    Numbers,
-    Statements,
-    as_stored,
-    declared,
-    fused,
-    linear,
-    stacked,
-)
-from paddleformers_fc.families.sizes import Sizes
+from paddleformers_fc.families.declarations import Numbers, Statements
+from paddleformers_fc.families.language import gate_up, linear, stacked, transposed
+from paddleformers_fc.families.sizes import OneOf, Size, Sizes
 from paddleformers_fc.mapping import RuleSet, prove
 from tests.families.spaces import BY_NAME, model_of, settings, spaces, tensors
 from tests.harness.work import calls
@@ -28,13 +21,8 @@ from tests.mapping.numbers import Arrays, moved, numbered
 
 EXPERTS, HIDDEN, FFN = 3, 4, 6
 EXPERT = "model.layers.{layer}.experts.{expert}"
-GATE_UP = fused(
-    f"{EXPERT}.gu.weight",
-    [f"{EXPERT}.gate.weight", f"{EXPERT}.up.weight"],
-    Geometry.FUSED_FFN,
-    ("hidden", "2 * ffn"),
-)
-DOWN = linear(f"{EXPERT}.down.weight", shape=("ffn", "hidden"))
+GATE_UP = gate_up(f"{EXPERT}.gu", f"{EXPERT}.gate", f"{EXPERT}.up")[0]
+DOWN = linear(f"{EXPERT}.down", inputs="ffn")[0]
 CONFIG = {"hidden_size": HIDDEN, "intermediate_size": FFN, "num_experts": EXPERTS, "num_hidden_layers": 2}
 
 
@@ -75,7 +63,7 @@ def one_by_one(canonical: Arrays, layer: int = 0) -> tuple[list[Any], list[Any],
 def test_experts_are_stacked_as_declared(axis: int, new: bool, joined: Callable[[list[Any]], Any]) -> None:
     name = "model.layers.{layer}.stack"
     canonical, model = both_ways(
-        bound(declared(stacked(f"{name}1", axis, new, GATE_UP), stacked(f"{name}2", axis, new, DOWN)))
+        bound((*stacked(f"{name}1", GATE_UP, axis, new), *stacked(f"{name}2", DOWN, axis, new)))
     )
     gate, up, down = one_by_one(canonical)
     pairs = [np.concatenate(pair, axis=1) for pair in zip(gate, up, strict=True)]
@@ -85,8 +73,8 @@ def test_experts_are_stacked_as_declared(axis: int, new: bool, joined: Callable[
 
 def test_experts_kept_as_stored_lie_gate_over_up() -> None:
     name = "model.layers.{layer}.stack"
-    kept = declared(stacked(f"{name}1", 0, False, as_stored(GATE_UP)), stacked(f"{name}2", 0, False, as_stored(DOWN)))
-    canonical, model = both_ways(bound(kept))
+    first, second = (replace(one, turned=False, shape=one.shape[::-1]) for one in (GATE_UP, DOWN))
+    canonical, model = both_ways(bound((*stacked(f"{name}1", first), *stacked(f"{name}2", second))))
     gate, up, down = one_by_one(canonical)
     rows = [array.T for pair in zip(gate, up, strict=True) for array in pair]
     assert np.array_equal(model["model.layers.0.stack1"], np.concatenate(rows))
@@ -94,7 +82,7 @@ def test_experts_kept_as_stored_lie_gate_over_up() -> None:
 
 
 def test_expert_parallelism_cuts_a_stack_along_its_experts_and_does_not_change_the_mapping() -> None:
-    statements = stacked("model.layers.{layer}.stack", 0, False, GATE_UP)
+    statements = stacked("model.layers.{layer}.stack", GATE_UP)
     family = Family("probe", ("probe",), statements)
     config = {**CONFIG, "num_experts": 4}
     cut = [one.under(ep=4) for one in enumerate_tensors(family, model_of(config))]
@@ -103,7 +91,7 @@ def test_expert_parallelism_cuts_a_stack_along_its_experts_and_does_not_change_t
 
 
 def test_a_stack_that_does_not_hold_the_experts_is_refused_with_the_numbers() -> None:
-    family = Family("probe", ("probe",), stacked("model.layers.{layer}.stack", 0, True, GATE_UP))
+    family = Family("probe", ("probe",), stacked("model.layers.{layer}.stack", GATE_UP, new=True))
     with pytest.raises(MappingError, match=r"shape \[5, 4, 12\] does not hold 3 experts on axis 0"):
         bind(family, model_of(CONFIG), [ModelTensor("model.layers.0.stack", (5, 4, 12), "float32", (1, 1, 1))])
 
@@ -187,7 +175,7 @@ def test_statements_for_one_name_are_distinguished_by_the_class_and_the_configur
         (
             (32, 4),
             {"is_fleet": True},
-            r"shape \[32, 4\] is declared for `.* and \(not is_fleet\)`, which the configuration does not fulfil",
+            r"shape \[32, 4\] is declared for `stepped\(.* and not is_fleet`, which the configuration does not fulfil",
         ),
         (
             (32, 32),
@@ -273,57 +261,85 @@ def test_binding_visits_every_tensor_once() -> None:
 
 
 def test_a_size_is_the_configurations_own_inside_its_own_definition() -> None:
-    sizes = Sizes({"head": "head or hidden // 2", "wide": "head * 2"}, {"hidden": 8})
-    assert sizes.length("wide") == 8
-    assert Sizes({"head": "head or hidden // 2", "wide": "head * 2"}, {"hidden": 8, "head": 3}).length("wide") == 6
+    declared: dict[str, Size] = {"head": lambda head, hidden: head or hidden // 2, "wide": ("head", "head")}
+    assert Sizes(declared, {"hidden": 8}).length("wide") == 8
+    assert Sizes(declared, {"hidden": 8, "head": 3}).length("wide") == 6
+
+
+KINDS = {"a": 1, "text": "four", "kinds": ["x", "y"]}
+LONG = 1 << 60
 
 
 @pytest.mark.parametrize(
-    ("expression", "named"),
+    ("size", "named"),
     [
-        ("a + b", "`a + b` requires b, which the configuration does not contain"),
+        (lambda a, b: a + b, "`(a, b)` requires b, which the configuration does not contain"),
+        (("a", "b"), "`a + b` requires b, which the configuration does not contain"),
         ("b", "`b` is not in the configuration"),
-        ("a - 9", "is -8 and not a length"),
-        ("a // 0", "zero"),
-        ("a < 9", "is True and not a length"),
-        ("a; b", "is no expression"),
-        ("__import__('os')", "uses Call"),
-        ("a.b", "is not in the configuration"),
-        ("(a + 1).b", "uses Attribute"),
-        ("a ** 9", "uses Pow"),
-        ("3.5", "uses Constant"),
+        ("text.b", "is not in the configuration"),
+        (lambda a: a - 9, "is -8 and not a length"),
+        (lambda a: a // 0, "zero"),
+        (lambda a: a < 9, "is True and not a length"),
+        (lambda a: a / 2, "is 0.5 and not a length"),
+        (lambda kinds: kinds[2], "needs entry 2 of a list of 2"),
+        (lambda kinds: kinds[-1], "needs entry -1 of a list of 2"),
+        (lambda a: a[0], "not subscriptable"),
+        (lambda a: len(a), "has no len"),
+        (lambda b: b[0], "requires b, which the configuration does not contain"),
     ],
 )
-def test_an_expression_that_gives_no_length_is_refused_with_the_reason(expression: str, named: str) -> None:
+def test_a_size_that_gives_no_length_is_refused_with_the_reason(size: Size, named: str) -> None:
     with pytest.raises(MappingError) as caught:
-        Sizes({}, {"a": 1}).length(expression)
+        Sizes({}, KINDS).length(size)
     assert named in caught.value.what
+
+
+@pytest.mark.parametrize("key", ["text", "kinds"])
+@pytest.mark.parametrize("ours", [lambda one: one * LONG, lambda one: LONG * one], ids=["left", "right"])
+def test_a_text_or_a_list_of_a_configuration_is_not_multiplied(key: str, ours: Size) -> None:
+    sizes = Sizes({"one": key, "ours": ours}, KINDS)
+    with pytest.raises(MappingError, match="unsupported operand"):
+        sizes.length("ours")
 
 
 @pytest.mark.parametrize(
     ("condition", "layer", "holds"),
     [
-        ("", 0, True),
-        ("layer < first", 1, True),
-        ("layer < first", 2, False),
-        ("0 < layer < first", 0, False),
-        ("layer not in (listed or ())", 1, True),
-        ("layer in listed2", 1, True),
-        ("not absent and layer == 1", 1, True),
-        ("kind == 'full' if layer else False", 1, True),
+        (True, 0, True),
+        (False, 0, False),
+        ("kind", 0, True),
+        ("listed", 0, False),
+        ("absent", 0, False),
+        (lambda layer, first: layer < first, 1, True),
+        (lambda layer, first: layer < first, 2, False),
+        (lambda layer, listed: layer not in (listed or ()), 1, True),
+        (lambda layer, listed2: layer in listed2, 1, True),
+        (lambda layer, kinds: kinds[layer] == "y", 1, True),
+        (lambda layer, kinds: kinds[layer] == "y", 0, False),
+        (lambda kind: kind == "full", 0, True),
     ],
 )
-def test_conditions_are_pythons(condition: str, layer: int, holds: bool) -> None:
-    sizes = Sizes({}, {"first": 2, "listed": None, "listed2": [1], "kind": "full"})
-    assert sizes.holds(condition, {"layer": layer}) is holds
+def test_conditions_are_names_truth_values_or_functions(condition: Any, layer: int, holds: bool) -> None:
+    config = {"first": 2, "listed": None, "listed2": [1], "kind": "full", "kinds": ["x", "y"]}
+    sizes = Sizes({}, config)
+    assert sizes.holds(((condition, True),), {"layer": layer}) is holds
+    assert sizes.holds(((condition, False),), {"layer": layer}) is not holds
+
+
+def test_names_of_one_key_have_one_value() -> None:
+    both = OneOf(("wide", "width"))
+    assert Sizes({}, {"width": 3}, {"wide": 5}).length(both) == 3
+    assert Sizes({}, {}, {"wide": 5}).length(both) == 5
+    with pytest.raises(MappingError, match="wide and width are names of one key, and their values differ"):
+        Sizes({}, {"width": 3, "wide": 4}).length(both)
 
 
 def test_numbers_start_and_are_shifted_as_declared() -> None:
     family = Family(
         "probe",
         ("probe",),
-        declared(linear("model.layers.{mtp}.weight", shape=("hidden", "ffn"))),
-        numbers=(Numbers("mtp", "2", start="layers", shift="5"),),
+        transposed("model.layers.{mtp}.weight", shape=("hidden", "ffn")),
+        numbers=(Numbers("mtp", 2, start="layers", shift=5),),
     )
     found = list(enumerate_tensors(family, model_of(CONFIG)))
     assert [(one.name, dict(one.numbers)) for one in found] == [

@@ -17,85 +17,95 @@ from paddleformers_fc.families import (
     language as lang,
     prove_family,
 )
-from paddleformers_fc.families.declarations import Geometry
 from paddleformers_fc.families.models.qwen2_moe import SPARSE
 from paddleformers_fc.families.names import family_keys, tied_names
-from paddleformers_fc.families.sizes import Sizes
 from paddleformers_fc.mapping import Rule
 from tests.aoa.spaces import normal
 from tests.families import native
 
-LINEAR_ATTENTION = lang.declared(
-    lang.same("linear_attn.{A_log,dt_bias}", shape=("linear_num_value_heads",)),
-    lang.same("linear_attn.conv1d.weight", shape=("2 * keys + values", "1", "linear_conv_kernel_dim")),
-    lang.replicated("linear_attn.in_proj_qkvz", "hidden", "2 * keys + 2 * values"),
-    lang.replicated("linear_attn.in_proj_ba", "hidden", "2 * linear_num_value_heads"),
-    lang.norm("linear_attn.norm", "linear_value_head_dim"),
-    lang.replicated("linear_attn.out_proj", "values", "hidden"),
+
+def is_linear(layer: int, layer_types: Any) -> bool:
+    return bool(layer_types[layer] == "linear_attention")
+
+
+LINEAR_ATTENTION = (
+    lang.same("linear_attn.A_log", "linear_attn.dt_bias", shape=("linear_num_value_heads",)),
+    lang.same(
+        "linear_attn.conv1d.weight", shape=(("delta_keys", "delta_keys", "delta_values"), 1, "linear_conv_kernel_dim")
+    ),
+    lang.linear("linear_attn.in_proj_qkvz", outputs=("delta_keys", "delta_keys", "delta_values", "delta_values")),
+    lang.linear("linear_attn.in_proj_ba", outputs=("linear_num_value_heads", "linear_num_value_heads")),
+    lang.same("linear_attn.norm.weight", shape=("linear_value_head_dim",)),
+    lang.linear("linear_attn.out_proj", inputs="delta_values"),
 )
-GATED_ATTENTION = lang.declared(
-    lang.fused_qkv("self_attn", parts=("2 * q", "kv", "kv")),
-    lang.row("self_attn.o_proj", "q", "hidden"),
-    lang.norm("self_attn.{q,k}_norm", "head"),
+QKV = ("self_attn.qkv_proj", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+GATED_ATTENTION = (
+    lang.qkv(*QKV, parts=("gated_q", "kv", "kv")),
+    lang.row("self_attn.o_proj", inputs="q"),
+    lang.same("self_attn.q_norm.weight", "self_attn.k_norm.weight", shape=("head",)),
 )
+NORMS = lang.same("input_layernorm.weight", "post_attention_layernorm.weight")
+ATTENTION = (lang.when(is_linear, LINEAR_ATTENTION), lang.unless(is_linear, GATED_ATTENTION))
 NEXT = lang.family(
     "next",
-    layer=[
-        lang.norm("{input,post_attention}_layernorm"),
-        lang.choice("layer_types[layer] == 'linear_attention'", LINEAR_ATTENTION, GATED_ATTENTION),
-        SPARSE,
-    ],
-    sizes={
-        "keys": "linear_num_key_heads * linear_key_head_dim",
-        "values": "linear_num_value_heads * linear_value_head_dim",
-        "shared_ffn": "shared_expert_intermediate_size",
-    },
-    optional=("mtp.",),
+    lang.ends("model.embed_tokens", "model.norm", "lm_head"),
+    lang.layer("model.layers.{layer}", NORMS, ATTENTION, SPARSE),
+    lang.optional("mtp."),
+    sizes={"gated_q": ("q", "q"), "shared_ffn": "shared_expert_intermediate_size"},
     tiny={"head_dim": 8, "num_experts": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 24}
     | {"linear_num_key_heads": 2, "linear_key_head_dim": 4, "linear_num_value_heads": 4, "linear_value_head_dim": 8}
     | {"linear_conv_kernel_dim": 4, "layer_types": ["linear_attention", "full_attention"]},
 )
 
-MERGER = lang.declared(
-    lang.norm("norm", "wide", bias="True"),
-    lang.replicated("linear_fc1", "wide", "wide", bias="True"),
-    lang.replicated("linear_fc2", "wide", "out_hidden_size", bias="True"),
+MERGER = (
+    lang.same("norm.weight", "norm.bias", shape=("wide",)),
+    lang.linear("linear_fc1", inputs="wide", outputs="wide", bias=True),
+    lang.linear("linear_fc2", inputs="wide", outputs="out_hidden_size", bias=True),
 )
 VISION = lang.tower(
     "vision",
     "vision_config",
-    "model.visual",
-    layers="blocks.{block}",
-    layer=[
-        lang.norm("norm{1,2}", bias="True"),
-        lang.replicated("attn.qkv", "hidden", "3 * hidden", bias="True"),
-        lang.replicated("attn.proj", "hidden", "hidden", bias="True"),
-        lang.replicated("mlp.linear_fc1", "hidden", "ffn", bias="True"),
-        lang.replicated("mlp.linear_fc2", "ffn", "hidden", bias="True"),
-    ],
-    outside=[
-        lang.same("patch_embed.proj.weight", shape=("hidden", "3", "2", "patch_size", "patch_size")),
-        lang.same("patch_embed.proj.bias", shape=("hidden",)),
+    lang.layer(
+        "model.visual",
+        lang.same("patch_embed.proj.weight", shape=("hidden", 3, 2, "patch_size", "patch_size")),
+        lang.same("patch_embed.proj.bias"),
         lang.same("pos_embed.weight", shape=("num_position_embeddings", "hidden")),
-        lang.within("merger", MERGER),
-        lang.within("deepstack_merger_list.{merger}", MERGER),
-    ],
-    sizes={"layers": "depth", "heads": "num_heads", "wide": "4 * hidden"},
+        lang.layer("merger", MERGER),
+        lang.layer("deepstack_merger_list.{merger}", MERGER),
+        lang.layer(
+            "blocks.{block}",
+            lang.same("norm1.weight", "norm2.weight", "norm1.bias", "norm2.bias"),
+            lang.linear("attn.qkv", outputs=("hidden", "hidden", "hidden"), bias=True),
+            lang.linear("attn.proj", bias=True),
+            lang.linear("mlp.linear_fc1", outputs="ffn", bias=True),
+            lang.linear("mlp.linear_fc2", inputs="ffn", bias=True),
+        ),
+    ),
+    sizes={
+        "layers": "depth",
+        "heads": "num_heads",
+        "wide": ("hidden",) * 4,
+        "mergers": lambda deepstack_visual_indexes: len(deepstack_visual_indexes),
+    },
 )
 VISION_TINY = {"depth": 3, "hidden_size": 16, "num_heads": 4, "intermediate_size": 24, "patch_size": 2}
 VISION_TINY |= {"num_position_embeddings": 9, "out_hidden_size": 32}
+TEXT = (
+    NORMS,
+    lang.qkv(*QKV),
+    lang.row("self_attn.o_proj", inputs="q"),
+    lang.same("self_attn.q_norm.weight", "self_attn.k_norm.weight", shape=("head",)),
+    lang.gate_up("mlp.up_gate_proj", "mlp.gate_proj", "mlp.up_proj"),
+    lang.row("mlp.down_proj", inputs="ffn"),
+)
+TEXT_ENDS = lang.ends("model.language_model.embed_tokens", "model.language_model.norm", "lm_head")
 SEEING = lang.family(
     "seeing",
-    scope="model.language_model",
+    TEXT_ENDS,
+    lang.layer("model.language_model.layers.{layer}", TEXT),
     key="text_config",
-    layer=[
-        lang.norm("{input,post_attention}_layernorm"),
-        lang.fused_attention("self_attn"),
-        lang.norm("self_attn.{q,k}_norm", "head"),
-        lang.fused_ffn("mlp"),
-    ],
     towers=(VISION,),
-    numbers=(lang.Numbers("merger", "len(vision.deepstack_visual_indexes)"),),
+    numbers=(lang.Numbers("merger", "vision.mergers"),),
     tiny={"vision_config": {**VISION_TINY, "deepstack_visual_indexes": [0, 2]}},
 )
 
@@ -141,7 +151,7 @@ def test_text_and_vision_of_nested_configurations_are_what_the_native_statements
 def test_a_text_in_another_scope_ties_its_own_ends_in_both_classes() -> None:
     tied = {**SEEING.tiny, "model_type": "seeing", "tie_word_embeddings": True}
     assert tied_names(SEEING, ModelDescription(tied)) == {"lm_head.weight": "model.language_model.embed_tokens.weight"}
-    fleet = lang.family("fleet", classes=(lang.FLEET,), scope="model.language_model", layer=[lang.norm("norm")])
+    fleet = lang.family("fleet", TEXT_ENDS, classes=(lang.FLEET,))
     assert tied_names(fleet, ModelDescription({"tie_word_embeddings": True}, True)) == {
         "model.language_model.lm_head.weight": "model.language_model.embedding.embed_tokens.weight"
     }
@@ -149,9 +159,9 @@ def test_a_text_in_another_scope_ties_its_own_ends_in_both_classes() -> None:
 
 
 def test_a_layer_that_is_fused_in_files_is_interleaved_per_head_in_the_model() -> None:
-    heads = lang.family(
-        "heads", layer=[lang.fused_qkv("attn", ("qkv",), geometry=Geometry.FUSED_QKV)], tiny={"num_key_value_heads": 8}
-    )
+    fused = lang.layer("model.layers.{layer}", lang.qkv("attn.qkv_proj", "attn.qkv"))
+    ends = lang.ends("model.embed_tokens", "model.norm", "lm_head")
+    heads = lang.family("heads", ends, fused, tiny={"num_key_value_heads": 8})
     config = {**heads.tiny, "model_type": "heads"}
     statements = [
         "model.layers.$LAYER_ID.attn.qkv.weight -> q.$LAYER_ID.a, k.$LAYER_ID.a, v.$LAYER_ID.a, axis=0",
@@ -166,11 +176,17 @@ def test_a_layer_that_is_fused_in_files_is_interleaved_per_head_in_the_model() -
 
 
 def test_experts_of_two_sizes_follow_the_entries_of_a_list() -> None:
-    size = "moe_intermediate_size[0] if expert < moe_num_experts[0] else moe_intermediate_size[1]"
+    def size(expert: int, moe_intermediate_size: Any, moe_num_experts: Any) -> Any:
+        return moe_intermediate_size[0] if expert < moe_num_experts[0] else moe_intermediate_size[1]
+
+    expert = (
+        lang.gate_up("up_gate_proj", "gate_proj", "up_proj", size=size),
+        lang.row("down_proj", inputs=size),
+    )
     two = lang.family(
         "two",
-        layer=[lang.uncut(lang.fused_ffn("mlp.experts.{expert}", size))],
-        sizes={"experts": "moe_num_experts[0] + moe_num_experts[1]"},
+        lang.uncut(lang.layer("model.layers.{layer}.mlp.experts.{expert}", expert)),
+        sizes={"experts": lambda moe_num_experts: moe_num_experts[0] + moe_num_experts[1]},
         tiny={"moe_num_experts": [2, 1], "moe_intermediate_size": [8, 4]},
     )
     prove_family(two)
@@ -179,40 +195,17 @@ def test_experts_of_two_sizes_follow_the_entries_of_a_list() -> None:
     assert shapes["model.layers.1.mlp.experts.2.down_proj.weight"] == (4, 32)
 
 
-def test_entries_and_lengths_of_lists_are_evaluated() -> None:
-    sizes = Sizes({}, {"kinds": ["a", "b"], "nested": {"one": [3]}})
-    assert sizes.holds("kinds[layer] == 'b'", {"layer": 1})
-    assert not sizes.holds("kinds[layer] == 'b'", {"layer": 0})
-    assert sizes.length("len(kinds) + nested.one[0]") == 5
-
-
-@pytest.mark.parametrize(
-    ("expression", "reason"),
-    [
-        ("kinds[2]", "needs entry 2 of a list of 2"),
-        ("kinds[0 - 1]", "needs entry -1 of a list of 2"),
-        ("width[0]", "needs a list and not int"),
-        ("len(width)", "needs a list and not int"),
-        ("absent[0]", "requires absent, which the configuration does not contain"),
-        ("kinds['a']", "needs entry a of a list of 2"),
-    ],
-)
-def test_an_entry_that_a_list_does_not_have_is_refused(expression: str, reason: str) -> None:
-    sizes = Sizes({}, {"kinds": ["a", "b"], "width": 3})
-    with pytest.raises(MappingError, match=reason):
-        sizes.value(expression)
-
-
-@pytest.mark.parametrize("expression", ["max(kinds)", "len(kinds, 1)", "len(a=kinds)", "kinds[0:1]", "kinds.pop(0)"])
-def test_the_language_of_sizes_has_no_other_call_or_slice(expression: str) -> None:
-    with pytest.raises(MappingError, match="which the language of sizes does not have"):
-        Sizes({}, {"kinds": [1]}).value(expression)
+def test_a_part_of_the_family_itself_is_refused_in_a_scope() -> None:
+    with pytest.raises(TypeError, match="belongs to the family itself"):
+        lang.layer("model", lang.ends("embed_tokens", "norm", "lm_head"))
 
 
 def stack_rule(turned: bool) -> Rule:
     """The rule of a stack of three experts of shape [4, 6] that files stack as well."""
     probe = Family(
-        "probe", ("probe",), lang.stack_of_files("model.weight1", "experts.up", ("hidden", "ffn"), turned=turned)
+        "probe",
+        ("probe",),
+        lang.stack_of_files("model.weight1", file="experts.up", shape=("hidden", "ffn"), turned=turned),
     )
     tensor = ModelTensor("model.weight1", (3, 4, 6), "float32", (1, 1, 1))
     (rule,) = bind(probe, ModelDescription({"num_experts": 3}), [tensor]).rules
@@ -233,7 +226,8 @@ def test_a_stack_with_other_axes_than_are_declared_is_refused() -> None:
 
 
 def test_the_keys_of_a_text_are_read_outside_where_the_configuration_is_not_nested() -> None:
-    probe = lang.family("probe", key="text_config", layer=[lang.norm("norm")], tiny={})
+    layers = lang.layer("model.layers.{layer}", NORMS)
+    probe = lang.family("probe", TEXT_ENDS, layers, key="text_config", tiny={})
     flat = {"model_type": "probe", "hidden_size": 8, "num_hidden_layers": 1, "vocab_size": 16}
     nested = {"model_type": "probe", "text_config": flat}
     assert list(enumerate_tensors(probe, ModelDescription(flat))) == list(

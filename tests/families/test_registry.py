@@ -11,13 +11,14 @@ import pytest
 
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.families import Family, family_for, own_families, prove_family, register, registry
-from paddleformers_fc.families.declarations import Geometry, Statement, declared, fused, linear, only, same
+from paddleformers_fc.families.declarations import Geometry, Statement
+from paddleformers_fc.families.language import column, same, when
 from tests.families.spaces import BY_NAME
 
 TINY = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "vocab_size": 16}
-STATEMENTS = declared(
-    same("model.embed_tokens.weight", shape=("vocab", "hidden"), cut=0),
-    linear("model.layers.{layer}.up.weight", shape=("hidden", "ffn"), cut=1),
+STATEMENTS = (
+    *same("model.embed_tokens.weight", shape=("vocab", "hidden"), cut=0),
+    *column("model.layers.{layer}.up", outputs="ffn"),
 )
 OURS = Family("ours", ("ours",), STATEMENTS, tiny=TINY)
 
@@ -47,15 +48,16 @@ def install(site: Path, name: str, module: str, source: str, entry: str) -> None
 
 
 GOOD = """
-from paddleformers_fc.families.declarations import Family, declared, linear, same
+from paddleformers_fc.families import Family
+from paddleformers_fc.families.language import column, same
 
 loaded = []
 loaded.append(1)
 FAMILY = Family(
     "{name}", ("{name}",),
-    declared(
-        same("model.embed_tokens.weight", shape=("vocab", "hidden"), cut=0),
-        linear("model.layers.{{layer}}.up.weight", shape=("hidden", "ffn"), cut=1),
+    (
+        *same("model.embed_tokens.weight", shape=("vocab", "hidden"), cut=0),
+        *column("model.layers.{{layer}}.up", outputs="ffn"),
     ),
     tiny={{"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "vocab_size": 16}},
 )
@@ -68,9 +70,22 @@ def test_every_family_of_this_package_is_proved(family: Family) -> None:
 
 
 @pytest.mark.parametrize("family", own_families(), ids=lambda family: family.name)
-def test_every_family_is_a_file_of_at_most_seventy_lines(family: Family) -> None:
+def test_every_family_is_a_short_file(family: Family) -> None:
     path = Path(registry.__file__).parent / "models" / f"{family.name}.py"
-    assert len(path.read_text(encoding="utf-8").splitlines()) <= 70
+    # DeepSeek V4 has an attention, residual streams and prediction layers that no other family has.
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= (200 if family.name == "deepseek_v4" else 120)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "deepseek_v3"])
+def test_a_declaration_contains_the_names_of_files_and_of_the_model(name: str) -> None:
+    text = (Path(registry.__file__).parent / "models" / f"{name}.py").read_text(encoding="utf-8")
+    known = {"q_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "input_layernorm", "embed_tokens", "lm_head"}
+    assert {one for one in known if one not in text} == set()
+
+
+def test_a_family_without_tensors_cannot_be_registered() -> None:
+    with pytest.raises(MappingError, match="declares no tensor under its tiny configuration"):
+        register(replace(OURS, statements=when(False, STATEMENTS)))
 
 
 def test_a_registered_family_is_found_by_its_model_type() -> None:
@@ -81,57 +96,52 @@ def test_a_registered_family_is_found_by_its_model_type() -> None:
 FAULTY: list[tuple[str, tuple[Statement, ...], str]] = [
     (
         "two targets of one canonical tensor",
-        declared(
-            STATEMENTS, linear("model.layers.{layer}.again.weight", "model.layers.{layer}.up.weight", ("hidden", "ffn"))
-        ),
+        column("model.layers.{layer}.again", file="model.layers.{layer}.up", outputs="ffn"),
         "is read more than once",
     ),
     (
         "a name declared twice under one configuration",
-        declared(STATEMENTS, linear("model.layers.{layer}.up.weight", shape=("hidden", "ffn"), cut=1)),
+        column("model.layers.{layer}.up", outputs="ffn"),
         "model.layers.{0...1}.up.weight: 2 statements declare it",
     ),
     (
         "a stack of parts that do not fit",
-        declared(
-            STATEMENTS,
-            fused(
-                "model.odd.weight", ["model.a.weight", "model.b.weight"], Geometry.FUSED_FFN, ("hidden", "ffn + 1"), 1
+        (
+            Statement(
+                "model.odd.weight",
+                ("model.a.weight", "model.b.weight"),
+                Geometry.FUSED_FFN,
+                shape=("hidden", ("ffn", 1)),
+                cut=1,
             ),
         ),
         "does not hold gate and up",
     ),
     (
         "an axis that four ranks cannot share",
-        declared(STATEMENTS, same("model.pair.weight", shape=("2",), cut=0)),
+        same("model.pair.weight", shape=(2,), cut=0),
         "model.pair.weight: length 2 on axis 0 is not divisible by 4",
     ),
     (
         "a size that the configuration lacks",
-        declared(STATEMENTS, same("model.other.weight", shape=("kv_lora_rank + 1",))),
-        "`kv_lora_rank + 1` requires kv_lora_rank, which the configuration does not contain",
+        same("model.other.weight", shape=("kv_lora_rank",)),
+        "`kv_lora_rank` is not in the configuration",
+    ),
+    (
+        "a function of a size that the configuration lacks",
+        same("model.other.weight", shape=(lambda kv_lora_rank: kv_lora_rank + 1,)),
+        "`(kv_lora_rank)` requires kv_lora_rank, which the configuration does not contain",
     ),
     (
         "a placeholder without numbers",
-        declared(STATEMENTS, same("model.blocks.{block}.weight", shape=("hidden",))),
+        same("model.blocks.{block}.weight"),
         "Unknown placeholder {block}",
     ),
     (
         "a canonical number that the name does not have",
-        declared(STATEMENTS, same("model.norm.weight", "model.norms.{layer}.weight", shape=("hidden",))),
+        same("model.norm.weight", file="model.norms.{layer}.weight"),
         "model.norm.weight: its canonical names contain layer",
     ),
-    (
-        "an expression that is none",
-        declared(STATEMENTS, same("model.norm.weight", shape=("hidden *",))),
-        "`hidden *` is no expression",
-    ),
-    (
-        "an expression that calls a function",
-        declared(STATEMENTS, same("model.norm.weight", shape=("abs(hidden)",))),
-        "`abs(hidden)` uses Call",
-    ),
-    ("no tensor at all", only("False", STATEMENTS), "declares no tensor under its tiny configuration"),
 ]
 
 
@@ -140,7 +150,7 @@ def test_a_family_that_is_not_proved_cannot_be_registered(
     what: str, statements: tuple[Statement, ...], named: str
 ) -> None:
     with pytest.raises(MappingError) as caught:
-        register(replace(OURS, statements=statements))
+        register(replace(OURS, statements=(*STATEMENTS, *statements)))
     assert named in str(caught.value), what
     with pytest.raises(MappingError, match="No family declares model_type 'ours'"):
         family_for({"model_type": "ours"})
@@ -187,7 +197,7 @@ BROKEN: list[tuple[str, str, str, str]] = [
     ),
     (
         "a family that is not proved",
-        GOOD.format(name="theirs").replace('shape=("hidden", "ffn")', 'shape=("hidden", "fnn")'),
+        GOOD.format(name="theirs").replace('outputs="ffn"', 'outputs="fnn"'),
         "theirs = their_families:FAMILY",
         "`fnn` is not in the configuration",
     ),

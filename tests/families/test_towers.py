@@ -18,17 +18,20 @@ from paddleformers_fc.families import (
     register,
     registry,
 )
-from paddleformers_fc.families.declarations import FLEET, FORMERS, Geometry, same
 from paddleformers_fc.families.language import (
+    FLEET,
+    FORMERS,
+    OneOf,
     column,
     ends,
+    experts,
     family,
-    fused_attention,
-    fused_ffn,
-    fused_qkv,
-    norm,
-    routed_ffn,
+    gate_up,
+    layer,
+    qkv,
+    router,
     row,
+    same,
     tower,
 )
 from paddleformers_fc.families.names import family_heads, family_keys, tied_names
@@ -43,29 +46,43 @@ from tests.plan.stored import checkpoint_of
 VISION = tower(
     "vision",
     "vision_config",
-    "model.visual",
-    canonical="visual",
-    layers="blocks.{block}",
-    layer=[
-        norm("norm{1,2}", bias="True"),
-        fused_qkv("attn", ("qkv",), "True", Geometry.FUSED_QKV_PER_RANK, name="qkv"),
-        row("attn.proj", "hidden", "hidden", "True"),
-    ],
-    outside=[
-        same("patch_embed.proj.weight", shape=("hidden", "3 * patch_size * patch_size")),
-        column("merger.mlp.0", "hidden", "2 * hidden", "True"),
-        row("merger.mlp.2", "2 * hidden", "text.hidden", "True"),
-    ],
-    sizes={"hidden": "embed_dim | hidden_size", "layers": "depth", "heads": "num_heads"},
+    layer(
+        "model.visual",
+        same("patch_embed.proj.weight", shape=("hidden", "patch")),
+        column("merger.mlp.0", outputs=("hidden", "hidden"), bias=True),
+        row("merger.mlp.2", inputs=("hidden", "hidden"), outputs="text.hidden", bias=True),
+        layer(
+            "blocks.{block}",
+            same("norm1.weight", "norm2.weight", "norm1.bias", "norm2.bias"),
+            qkv("attn.qkv", "attn.qkv", bias=True, per_rank=True),
+            row("attn.proj", bias=True),
+        ),
+        file="visual",
+    ),
+    sizes={
+        "hidden": OneOf(("embed_dim", "hidden_size")),
+        "layers": "depth",
+        "heads": "num_heads",
+        "patch": lambda patch_size: 3 * patch_size * patch_size,
+    },
     defaults={"patch_size": 2},
 )
 TEXT = tower(
     "text",
     "text_config",
-    "model.language_model",
-    layers="layers.{layer}",
-    layer=[norm("input_layernorm"), fused_attention("self_attn"), fused_ffn("mlp")],
-    outside=[same("embed_tokens.weight", shape=("vocab", "hidden"), cut=0)],
+    layer(
+        "model.language_model",
+        same("embed_tokens.weight", shape=("vocab", "hidden"), cut=0),
+        layer(
+            "layers.{layer}",
+            same("input_layernorm.weight"),
+            qkv("self_attn.qkv_proj", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            row("self_attn.o_proj", inputs="q"),
+            gate_up("mlp.up_gate_proj", "mlp.gate_proj", "mlp.up_proj"),
+            row("mlp.down_proj", inputs="ffn"),
+        ),
+    ),
+    number="layer",
 )
 TINY: dict[str, Any] = {
     "vision_config": {"embed_dim": 16, "depth": 3, "num_heads": 4},
@@ -78,9 +95,9 @@ TINY: dict[str, Any] = {
         "vocab_size": 64,
     },
 }
-TOY = family(
-    "toy_vl", classes=(FORMERS,), outside=(), towers=(VISION, TEXT), sizes={"layers": "text.layers"}, tiny=TINY
-)
+NORM = layer("model.layers.{layer}", same("norm.weight"))
+ENDS = ends("model.embed_tokens", "model.norm", "lm_head")
+TOY = family("toy_vl", classes=(FORMERS,), towers=(VISION, TEXT), sizes={"layers": "text.layers"}, tiny=TINY)
 MODEL = ModelDescription({"model_type": "toy_vl", **TINY})
 
 
@@ -161,9 +178,10 @@ def test_keys_and_heads_of_nested_configurations_are_identified_by_their_paths()
 def test_a_size_is_read_from_a_nested_configuration_by_its_path() -> None:
     nested = family(
         "nested",
+        ENDS,
+        layer("model.layers.{layer}", same("norm.weight")),
         classes=(FORMERS,),
-        layer=[norm("norm")],
-        sizes={"hidden": "text_config.hidden_size | hidden_size", "layers": "text_config.num_hidden_layers"},
+        sizes={"hidden": OneOf(("text_config.hidden_size", "hidden_size")), "layers": "text_config.num_hidden_layers"},
         tiny={"text_config": {"hidden_size": 32, "num_hidden_layers": 1}},
     )
     assert prove_family(nested) == 4
@@ -171,11 +189,11 @@ def test_a_size_is_read_from_a_nested_configuration_by_its_path() -> None:
 
 
 def test_a_tower_has_the_statements_of_the_classes_that_the_family_has() -> None:
-    part = tower("text", "text_config", "model", layers="layers.{layer}", layer=[routed_ffn("mlp")])
+    expert = gate_up("up_gate_proj", "gate_proj", "up_proj", size="expert_ffn"), row("down_proj", inputs="expert_ffn")
+    routed = layer("model.layers.{layer}", router("mlp.gate"), experts("mlp.experts.{expert}", expert))
+    part = tower("text", "text_config", routed, number="layer")
     config = {"text_config": {"hidden_size": 8, "moe_intermediate_size": 4, "num_experts": 2, "num_hidden_layers": 1}}
-    both = family(
-        "both", classes=(FLEET, FORMERS), outside=(), towers=(part,), sizes={"experts": "text.experts"}, tiny=config
-    )
+    both = family("both", classes=(FLEET, FORMERS), towers=(part,), sizes={"experts": "text.experts"}, tiny=config)
     gate = {
         is_fleet: next(iter(enumerate_tensors(both, ModelDescription(config, is_fleet)))).shape
         for is_fleet in (True, False)
@@ -186,7 +204,7 @@ def test_a_tower_has_the_statements_of_the_classes_that_the_family_has() -> None
 
 
 def test_one_class_leaves_no_condition_on_the_class() -> None:
-    formers, fleet = (family("one", classes=(one,), layer=[norm("norm")], outside=[ends()]) for one in (FORMERS, FLEET))
+    formers, fleet = (family("one", ENDS, NORM, classes=(one,)) for one in (FORMERS, FLEET))
     assert "is_fleet" not in family_keys(formers) | family_keys(fleet)
     names = {statement.target for statement in fleet.statements}
     assert "model.lm_head.weight" in names
@@ -211,7 +229,7 @@ def test_a_nested_key_that_differs_between_config_json_and_the_stored_model_is_r
 def test_a_tie_is_read_where_a_class_hands_it_down_to_the_text_and_that_of_the_whole_model_precedes(
     outer: bool,
 ) -> None:
-    probe = family("tied", classes=(FORMERS,), key="text_config", layer=[norm("norm")], tiny={})
+    probe = family("tied", ENDS, NORM, classes=(FORMERS,), key="text_config", tiny={})
     text = {"hidden_size": 8, "num_hidden_layers": 1, "vocab_size": 16, "tie_word_embeddings": True}
     assert list(tied_names(probe, ModelDescription({"text_config": text}))) == ["lm_head.weight"]
     both = {"tie_word_embeddings": outer, "text_config": text}

@@ -9,7 +9,7 @@ import pytest
 
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.families import Family, ModelDescription, ModelTensor, enumerate_tensors
-from paddleformers_fc.families.declarations import declared, linear, only, same
+from paddleformers_fc.families.language import same, transposed, unless, when
 from paddleformers_fc.families.undescribed import STRIPPED, completed
 from tests.families.spaces import BY_NAME, settings, tensors
 
@@ -65,9 +65,9 @@ def test_tensors_that_leave_a_key_open_are_refused_with_the_values_that_would_se
     family = Family(
         "probe",
         ("probe",),
-        declared(
-            only("moe_expert_fusion", linear(weight, shape=("hidden", "hidden"))),
-            only("not moe_expert_fusion", same(weight, shape=("hidden", "hidden"))),
+        (
+            *when("moe_expert_fusion", transposed(weight, shape=("hidden", "hidden"))),
+            *unless("moe_expert_fusion", same(weight, shape=("hidden", "hidden"))),
         ),
     )
     (tensor,) = (one.under() for one in enumerate_tensors(family, ModelDescription({"hidden_size": 4})))

@@ -63,7 +63,7 @@ def mutants(family: Family) -> Iterator[Mutant]:
             changes = {index: replace(one, sources=other.sources), number: replace(other, sources=one.sources)}
             yield Mutant("exchanged names", (one.target, other.target), _with(family, changes))
     for numbers in family_numbers(family).values():
-        shifted = replace(numbers, shift=f"({numbers.shift}) + 1")
+        shifted = replace(numbers, shift=(numbers.shift, 1))
         kept = tuple(one for one in family.numbers if one.name != numbers.name)
         yield Mutant(f"numbers of {numbers.name}", (), replace(family, numbers=(*kept, shifted)))
 
@@ -83,8 +83,8 @@ def _changed(one: Statement) -> Iterator[tuple[str, Statement]]:
         yield "lengths of parts", replace(one, parts=one.parts[::-1])
     if one.siblings:
         yield "order of siblings", replace(one, siblings=one.siblings[::-1])
-    if one.groups:
-        yield "groups of a source", replace(one, groups="")
+    if one.groups != 1:
+        yield "groups of a source", replace(one, groups=1)
         yield "groups of a source", replace(one, groups="kv_heads")
     if one.stack is not None:
         yield "stack", replace(one, stack=replace(one.stack, axis=1 - min(one.stack.axis, 1)))

@@ -6,23 +6,60 @@ Without ``q_lora_rank`` the class still creates a norm for it, which no layer us
 
 from paddleformers_fc.families import language as lang
 
-SPARSE = "experts and layer >= first_k_dense_replace and layer % moe_layer_freq == 0"
-EXPERTS = lang.experts("mlp", formers=lang.uncut(lang.ffn("mlp.experts.{expert}", "expert_ffn")))
-SHARED = lang.ffn("mlp.shared_experts", "expert_ffn * n_shared_experts")
-JOINED = lang.replicated("eh_proj", "2 * hidden", "hidden", bias="True")
+
+def sparse(layer: int, experts: int, first_k_dense_replace: int, moe_layer_freq: int) -> bool:
+    """Layers with experts."""
+    return bool(experts) and layer >= first_k_dense_replace and layer % moe_layer_freq == 0
+
+
+EXPERT = (
+    lang.gate_up("up_gate_proj", "gate_proj", "up_proj", size="expert_ffn"),
+    lang.row("down_proj", inputs="expert_ffn"),
+)
+SEPARATE = (
+    lang.linear("gate_proj", "up_proj", outputs="expert_ffn"),
+    lang.linear("down_proj", inputs="expert_ffn"),
+)
+EXPERTS = (
+    lang.router("mlp.gate"),
+    lang.balance("mlp.gate.e_score_correction_bias"),
+    lang.experts("mlp.experts.{expert}", EXPERT, formers=SEPARATE),
+    lang.column("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj", outputs="shared_ffn"),
+    lang.row("mlp.shared_experts.down_proj", inputs="shared_ffn"),
+)
 FAMILY = lang.family(
     "deepseek_v3",
-    layer=[
-        lang.norm("{input,post_attention}_layernorm"),
-        lang.latent_attention("self_attn", down_bias="attention_bias"),
-        lang.fresh("self_attn.q_a_layernorm.weight", shape=("hidden",), where="not q_lora_rank"),
-        lang.choice(SPARSE, lang.declared(lang.router("mlp.gate", correction=True), EXPERTS, SHARED), lang.ffn("mlp")),
-    ],
-    outside=[lang.ends(), lang.within(lang.PREDICTION, lang.norm("{enorm,hnorm}"), JOINED)],
-    optional=(f"{lang.PREDICTION}.eh_proj.bias", f"{lang.PREDICTION}."),
-    numbers=(lang.Numbers("layer", "layers + mtp_layers"), lang.Numbers("mtp", "mtp_layers", start="layers")),
+    lang.ends("model.embed_tokens", "model.norm", "lm_head"),
+    lang.same("model.layers.{mtp}.enorm.weight", "model.layers.{mtp}.hnorm.weight"),
+    lang.linear("model.layers.{mtp}.eh_proj", inputs=("hidden", "hidden"), bias=True),
+    lang.layer(
+        "model.layers.{layer}",
+        lang.same("input_layernorm.weight", "post_attention_layernorm.weight"),
+        lang.when("q_lora_rank", lang.linear("self_attn.q_a_proj", outputs="q_lora_rank", bias="attention_bias")),
+        lang.when("q_lora_rank", lang.column("self_attn.q_b_proj", inputs="q_lora_rank", outputs="latent_query")),
+        lang.when("q_lora_rank", lang.same("self_attn.q_a_layernorm.weight", shape=("q_lora_rank",))),
+        lang.unless("q_lora_rank", lang.column("self_attn.q_proj", outputs="latent_query")),
+        lang.linear(
+            "self_attn.kv_a_proj_with_mqa", outputs=("kv_lora_rank", "qk_rope_head_dim"), bias="attention_bias"
+        ),
+        lang.same("self_attn.kv_a_layernorm.weight", shape=("kv_lora_rank",)),
+        lang.column("self_attn.kv_b_proj", inputs="kv_lora_rank", outputs="latent_kv"),
+        lang.row("self_attn.o_proj", inputs="latent_value", bias="attention_bias"),
+        lang.unless("q_lora_rank", lang.fresh("self_attn.q_a_layernorm.weight")),
+        lang.when(sparse, EXPERTS),
+        lang.unless(
+            sparse, lang.column("mlp.gate_proj", "mlp.up_proj", outputs="ffn"), lang.row("mlp.down_proj", inputs="ffn")
+        ),
+    ),
+    lang.optional("model.layers.{mtp}.eh_proj.bias", "model.layers.{mtp}."),
+    numbers=(lang.Numbers("layer", ("layers", "mtp_layers")), lang.Numbers("mtp", "mtp_layers", start="layers")),
     defaults={"moe_layer_freq": 1, "first_k_dense_replace": 0},
-    tiny=lang.TINY_LATENT
-    | {**lang.TINY_MOE, "n_shared_experts": 1, "first_k_dense_replace": 1, "num_nextn_predict_layers": 1},
+    tiny={
+        **lang.TINY_LATENT,
+        **lang.TINY_MOE,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "num_nextn_predict_layers": 1,
+    },
     divided=("vocab",),
 )

@@ -4,18 +4,33 @@ In Transformers ``use_bias`` sets biases in the attention and the feed-forward. 
 attention alone and ``mlp_bias`` those of the feed-forward, so that its exports contain both keys.
 """
 
-from paddleformers_fc.families.language import family, fused_attention, fused_ffn, norm
+from typing import Any
 
-EXPORTED_BIASES = {key: f"({key} or False) if use_bias else None" for key in ("mlp_bias", "lm_head_bias")}
-FFN_BIAS = "use_bias if mlp_bias == None else mlp_bias"
-DENSE = (
-    norm("{input,post_attention}_layernorm"),
-    fused_attention("self_attn", bias="use_bias", output_bias="use_bias"),
-    fused_ffn("mlp", bias=FFN_BIAS),
+from paddleformers_fc.families import language as lang
+
+
+def ffn_bias(mlp_bias: Any, use_bias: Any) -> Any:
+    """Whether the feed-forward has biases."""
+    return use_bias if mlp_bias is None else mlp_bias
+
+
+EXPORTED_BIASES = {
+    "mlp_bias": lambda mlp_bias, use_bias: (mlp_bias or False) if use_bias else None,
+    "lm_head_bias": lambda lm_head_bias, use_bias: (lm_head_bias or False) if use_bias else None,
+}
+ATTENTION = (
+    lang.same("input_layernorm.weight", "post_attention_layernorm.weight"),
+    lang.qkv("self_attn.qkv_proj", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", bias="use_bias"),
+    lang.row("self_attn.o_proj", inputs="q", bias="use_bias"),
 )
-FAMILY = family(
+FFN = (
+    lang.gate_up("mlp.up_gate_proj", "mlp.gate_proj", "mlp.up_proj", bias=ffn_bias),
+    lang.row("mlp.down_proj", inputs="ffn", bias=ffn_bias),
+)
+FAMILY = lang.family(
     "ernie4_5",
-    layer=DENSE,
+    lang.ends("model.embed_tokens", "model.norm", "lm_head"),
+    lang.layer("model.layers.{layer}", ATTENTION, FFN),
     defaults={"head_dim": 128, "tie_word_embeddings": True},
     tiny={"head_dim": 4, "use_bias": True, "mlp_bias": False},
     exported=EXPORTED_BIASES,

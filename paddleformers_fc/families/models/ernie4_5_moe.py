@@ -5,29 +5,57 @@ as the layer of that number would have. Biases are those of the dense family; ``
 the head as well, and none of a routed expert.
 """
 
-from paddleformers_fc.families import language as lang
-from paddleformers_fc.families.models.ernie4_5 import DENSE, EXPORTED_BIASES, FFN_BIAS
+from typing import Any
 
-SPARSE = "(layer + 1) % moe_layer_interval == 0 and moe_layer_start_index <= layer <= last_moe_layer"
-LAST = "layers - 1 if moe_layer_end_index == -1 else moe_layer_end_index"
-STATICS_NAMES = tuple(f"model.{block}.mlp.moe_statics." for block in ("layers.{layer}", "mtp_block.{index}"))
-STATICS = lang.balance("mlp.moe_statics", ("1", "experts"))
-EXPERT = lang.uncut(lang.fused_ffn("mlp.experts.{expert}", "expert_ffn", bias="mlp_bias"))
-SHARED = lang.fused_ffn("mlp.shared_experts", "expert_ffn * moe_num_shared_experts", bias=FFN_BIAS)
-OPTIONAL = (lang.only("moe_use_aux_free", STATICS), lang.only("moe_num_shared_experts > 0", SHARED))
-*ATTENTION, FFN = DENSE
-LAYER = (*ATTENTION, lang.choice(SPARSE, lang.declared(lang.router("mlp.gate"), EXPERT, *OPTIONAL), FFN))
-PREDICTIONS = lang.outside_pipelines(
-    lang.renumbered("index", lang.within("model.mtp_block.{index}", *LAYER)),
-    lang.norm("model.mtp_{emb,hidden}_norm.{index}"),
-    lang.replicated("model.mtp_linear_proj.{index}", "2 * hidden", "hidden", bias="use_bias"),
+from paddleformers_fc.families import language as lang
+from paddleformers_fc.families.declarations import Stage
+from paddleformers_fc.families.models.ernie4_5 import ATTENTION, EXPORTED_BIASES, FFN, ffn_bias
+
+
+def sparse(layer: int, moe_layer_interval: int, moe_layer_start_index: int, last_moe_layer: int) -> bool:
+    """Layers with experts."""
+    return (layer + 1) % moe_layer_interval == 0 and moe_layer_start_index <= layer <= last_moe_layer
+
+
+def head_bias(lm_head_bias: Any, use_bias: Any) -> Any:
+    """Whether the head has a bias."""
+    return use_bias if lm_head_bias is None else lm_head_bias
+
+
+EXPERT = (
+    lang.gate_up("up_gate_proj", "gate_proj", "up_proj", size="expert_ffn", bias="mlp_bias"),
+    lang.row("down_proj", inputs="expert_ffn", bias="mlp_bias"),
+)
+SHARED = (
+    lang.gate_up("up_gate_proj", "gate_proj", "up_proj", size="shared_ffn", bias=ffn_bias),
+    lang.row("down_proj", inputs="shared_ffn", bias=ffn_bias),
+)
+EXPERTS = (
+    lang.router("mlp.gate"),
+    lang.uncut(lang.layer("mlp.experts.{expert}", EXPERT)),
+    lang.when("moe_use_aux_free", lang.balance("mlp.moe_statics.e_score_correction_bias", shape=(1, "experts"))),
+    lang.when("moe_num_shared_experts", lang.layer("mlp.shared_experts", SHARED)),
+)
+LAYER = (ATTENTION, lang.when(sparse, EXPERTS), lang.unless(sparse, FFN))
+PREDICTIONS = (
+    lang.renumbered("index", lang.layer("model.mtp_block.{index}", LAYER)),
+    lang.same("model.mtp_emb_norm.{index}.weight", "model.mtp_hidden_norm.{index}.weight"),
+    lang.linear("model.mtp_linear_proj.{index}", inputs=("hidden", "hidden"), bias="use_bias"),
 )
 FAMILY = lang.family(
     "ernie4_5_moe",
-    layer=LAYER,
-    outside=(lang.ends(head_bias="use_bias if lm_head_bias == None else lm_head_bias"), PREDICTIONS),
-    optional=(*STATICS_NAMES, "model.mtp_{block,emb_norm,hidden_norm,linear_proj}.{index}."),
-    sizes={"experts": "moe_num_experts | num_experts", "last_moe_layer": LAST},
+    lang.ends("model.embed_tokens", "model.norm", "lm_head", bias=head_bias),
+    lang.at(Stage.ABSENT, PREDICTIONS),
+    lang.layer("model.layers.{layer}", LAYER),
+    lang.optional("model.layers.{layer}.mlp.moe_statics.", "model.mtp_block.{index}.mlp.moe_statics."),
+    lang.optional("model.mtp_{block,emb_norm,hidden_norm,linear_proj}.{index}."),
+    sizes={
+        "experts": lang.OneOf(("moe_num_experts", "num_experts")),
+        "shared_ffn": lambda expert_ffn, moe_num_shared_experts: expert_ffn * moe_num_shared_experts,
+        "last_moe_layer": lambda layers, moe_layer_end_index: (
+            layers - 1 if moe_layer_end_index == -1 else moe_layer_end_index
+        ),
+    },
     numbers=(lang.Numbers("index", "mtp_layers"),),
     defaults={"moe_layer_start_index": 1, "moe_layer_end_index": -1, "moe_layer_interval": 1, "moe_use_aux_free": True}
     | {"moe_num_shared_experts": 2, "num_nextn_predict_layers": 1, "tie_word_embeddings": True},

@@ -3,34 +3,95 @@
 No layer is fused. An untied head is transposed. Not declared: a vocabulary of images (``mm_vocab_size``).
 """
 
-from paddleformers_fc.families import language as lang, towers
+from typing import Any
 
-SPARSE = "(layer + 1) % moe_layer_interval == 0 and moe_layer_start_index[0] <= layer <= moe_layer_end_index[0]"
-OF_EXPERT = "(moe_intermediate_size[0] if expert < moe_num_experts[0] else moe_intermediate_size[1])"
-EXPERTS = lang.declared(
-    lang.uncut(lang.ffn("mlp.experts.{expert}", OF_EXPERT, "use_bias")),
-    lang.ffn("mlp.shared_experts", "moe_intermediate_size[0] * moe_num_shared_experts", "use_bias"),
-    lang.same("mlp.gate.weight", shape=("hidden", "moe_num_experts[0]"), dtype="float32"),
-    lang.same("mlp.gate.weight_1", shape=("hidden", "moe_num_experts[1]"), dtype="float32"),
-    lang.only("moe_use_aux_free", lang.balance("mlp.moe_statics", ("2", "moe_num_experts[0]"))),
+from paddleformers_fc.families import language as lang
+
+
+def sparse(layer: int, moe_layer_interval: int, moe_layer_start_index: Any, moe_layer_end_index: Any) -> bool:
+    """Layers with experts."""
+    return (layer + 1) % moe_layer_interval == 0 and moe_layer_start_index[0] <= layer <= moe_layer_end_index[0]
+
+
+def of_expert(expert: int, moe_intermediate_size: Any, moe_num_experts: Any) -> Any:
+    """The inner size of an expert: those of the first modality come first."""
+    return moe_intermediate_size[0] if expert < moe_num_experts[0] else moe_intermediate_size[1]
+
+
+EXPERTS = (
+    lang.uncut(
+        lang.column(
+            "mlp.experts.{expert}.gate_proj", "mlp.experts.{expert}.up_proj", outputs=of_expert, bias="use_bias"
+        )
+    ),
+    lang.uncut(lang.row("mlp.experts.{expert}.down_proj", inputs=of_expert, bias="use_bias")),
+    lang.column("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj", outputs="shared_ffn", bias="use_bias"),
+    lang.row("mlp.shared_experts.down_proj", inputs="shared_ffn", bias="use_bias"),
+    lang.same("mlp.gate.weight", shape=("hidden", "text_experts"), dtype="float32"),
+    lang.same("mlp.gate.weight_1", shape=("hidden", "image_experts"), dtype="float32"),
+    lang.when("moe_use_aux_free", lang.balance("mlp.moe_statics.e_score_correction_bias", shape=(2, "text_experts"))),
 )
-EMBEDDING = lang.same("model.embed_tokens.weight", shape=("vocab", "hidden"), cut=0)
+RESAMPLER = lang.layer(
+    "model.resampler_model",
+    lang.row("spatial_linear.0", inputs="spatial", outputs="spatial", bias=True),
+    lang.linear("temporal_linear.0", inputs="temporal", outputs="spatial", bias=True),
+    lang.linear("spatial_linear.2", "temporal_linear.2", inputs="spatial", outputs="spatial", bias=True),
+    lang.same("spatial_linear.3.weight", "temporal_linear.3.weight", shape=("spatial",)),
+    lang.same("spatial_linear.3.bias", "temporal_linear.3.bias", shape=("spatial",)),
+    lang.linear("mlp", inputs="spatial", bias=True),
+    lang.same("after_norm.weight"),
+)
+VISION = lang.tower(
+    "vision",
+    "vision_config",
+    lang.linear("vision_model.patch_embed.proj", inputs="patch"),
+    lang.same("vision_model.ln.weight", "vision_model.ln.bias"),
+    lang.layer(
+        "vision_model.blocks.{block}",
+        lang.same("norm1.weight", "norm2.weight", "norm1.bias", "norm2.bias"),
+        lang.linear("attn.qkv", outputs=("hidden", "hidden", "hidden"), bias=True),
+        lang.linear("attn.proj", bias=True),
+        lang.linear("mlp.fc1", outputs="ffn", bias=True),
+        lang.linear("mlp.fc2", inputs="ffn", bias=True),
+    ),
+    sizes={
+        **lang.VISION_SIZES,
+        "patch": lambda in_channels, patch_size: in_channels * patch_size * patch_size,
+        "ffn": lambda intermediate_size, hidden, mlp_ratio: intermediate_size or hidden * mlp_ratio,
+    },
+    defaults=lang.VISION_DEFAULTS,
+)
 FAMILY = lang.family(
     "ernie4_5_moe_vl",
-    layer=[
-        lang.norm("{input,post_attention}_layernorm"),
-        lang.attention("self_attn", "use_bias", "use_bias"),
-        lang.choice(SPARSE, EXPERTS, lang.ffn("mlp", bias="use_bias")),
-    ],
-    outside=[
-        lang.turned_head("use_bias"),
-        lang.at(lang.Stage.NORM, lang.norm("model.norm")),
-        lang.at(lang.Stage.FIRST, EMBEDDING, lang.within("model.resampler_model", towers.RESAMPLER)),
-    ],
-    towers=(towers.ERNIE,),
-    sizes={"experts": "text_experts + moe_num_experts[1]", "text_experts": "moe_num_experts[0]"}
-    | {"spatial": "vision.hidden * conv * conv"}
-    | {"conv": "spatial_conv_size or 2", "temporal": "spatial * (temporal_conv_size or 2)"},
+    lang.turned_head(bias="use_bias"),
+    lang.same("model.norm.weight", stage=lang.NORM),
+    lang.same("model.embed_tokens.weight", shape=("vocab", "hidden"), cut=0, stage=lang.FIRST),
+    lang.tied("lm_head.weight", "model.embed_tokens.weight"),
+    lang.at(lang.FIRST, RESAMPLER),
+    lang.layer(
+        "model.layers.{layer}",
+        lang.same("input_layernorm.weight", "post_attention_layernorm.weight"),
+        lang.column("self_attn.q_proj", outputs="q", bias="use_bias"),
+        lang.column("self_attn.k_proj", "self_attn.v_proj", outputs="kv", bias="use_bias"),
+        lang.row("self_attn.o_proj", inputs="q", bias="use_bias"),
+        lang.when(sparse, EXPERTS),
+        lang.unless(sparse, lang.column("mlp.gate_proj", "mlp.up_proj", outputs="ffn", bias="use_bias")),
+        lang.unless(sparse, lang.row("mlp.down_proj", inputs="ffn", bias="use_bias")),
+    ),
+    towers=(VISION,),
+    sizes={
+        "experts": ("text_experts", "image_experts"),
+        "text_experts": lambda moe_num_experts: moe_num_experts[0],
+        "image_experts": lambda moe_num_experts: moe_num_experts[1],
+        "shared_ffn": lambda moe_intermediate_size, moe_num_shared_experts: (
+            moe_intermediate_size[0] * moe_num_shared_experts
+        ),
+        "patch_hidden": "vision.hidden",
+        "spatial": lambda patch_hidden, spatial_conv_size: (
+            patch_hidden * (spatial_conv_size or 2) * (spatial_conv_size or 2)
+        ),
+        "temporal": lambda spatial, temporal_conv_size: spatial * (temporal_conv_size or 2),
+    },
     defaults={"moe_num_shared_experts": 2, "moe_layer_interval": 1, "moe_use_aux_free": True},
     tiny={"moe_num_experts": [4, 4], "moe_intermediate_size": [16, 8], "num_hidden_layers": 3, "head_dim": 8}
     | {"moe_layer_start_index": [1, 1], "moe_layer_end_index": [2, 2]}

@@ -2,19 +2,36 @@
 
 from paddleformers_fc.families import language as lang
 
-SPARSE = lang.routed_ffn("mlp", "n_shared_experts", correction=True, turned=False)
+EXPERTS = (
+    lang.same("mlp.gate.weight", shape=("experts", "hidden"), dtype="float32"),
+    lang.balance("mlp.gate.e_score_correction_bias"),
+    lang.experts(
+        "mlp.experts.{expert}",
+        lang.gate_up("up_gate_proj", "gate_proj", "up_proj", size="expert_ffn"),
+        lang.row("down_proj", inputs="expert_ffn"),
+    ),
+    lang.layer(
+        "mlp.shared_experts",
+        lang.gate_up("up_gate_proj", "gate_proj", "up_proj", size="shared_ffn"),
+        lang.row("down_proj", inputs="shared_ffn"),
+    ),
+)
 LAYER = (
-    lang.norm("{input,post_attention}_layernorm"),
-    lang.fused_attention("self_attn", bias="attention_bias"),
-    lang.only("use_qk_norm", lang.norm("self_attn.{q,k}_norm", "head")),
-    lang.choice(lang.AFTER_DENSE, SPARSE, lang.fused_ffn("mlp")),
+    lang.same("input_layernorm.weight", "post_attention_layernorm.weight"),
+    lang.qkv("self_attn.qkv_proj", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", bias="attention_bias"),
+    lang.row("self_attn.o_proj", inputs="q"),
+    lang.when("use_qk_norm", lang.same("self_attn.q_norm.weight", "self_attn.k_norm.weight", shape=("head",))),
+    lang.when(lang.after_dense, EXPERTS),
+    lang.unless(lang.after_dense, lang.gate_up("mlp.up_gate_proj", "mlp.gate_proj", "mlp.up_proj")),
+    lang.unless(lang.after_dense, lang.row("mlp.down_proj", inputs="ffn")),
 )
 FAMILY = lang.family(
     "glm4_moe",
+    lang.ends("model.embed_tokens", "model.norm", "lm_head"),
+    lang.layer("model.layers.{layer}", LAYER),
+    lang.prediction("model.layers.{mtp}", LAYER),
     classes=(lang.FLEET, lang.FORMERS),
-    layer=LAYER,
-    prediction=LAYER,
-    sizes={"mtp_layers": lang.MTP_LAYERS},
+    sizes={"mtp_layers": lang.mtp_layers},
     defaults={"first_k_dense_replace": 1, "n_shared_experts": 1},
     tiny={**lang.TINY_MOE, "head_dim": 8, "use_qk_norm": True, "num_nextn_predict_layers": 1}
     | {"num_empty_layers_add_in_head": 1},

@@ -1,28 +1,52 @@
 """GLM 4.5 V: the text of GLM 4 MoE and a vision tower, which is whole on every rank."""
 
-from paddleformers_fc.families import language as lang, towers
+from paddleformers_fc.families import language as lang
+from paddleformers_fc.families.models.glm4_moe import EXPERTS
 
-SPARSE = lang.routed_ffn("mlp", "n_shared_experts", correction=True, turned=False)
-POSITIONS = ("(image_size // patch_size) * (image_size // patch_size)", "hidden")
+VISION = lang.tower(
+    "vision",
+    "vision_config",
+    lang.layer(
+        "model.visual",
+        lang.patches("patch_embed.proj", bias=True),
+        lang.same("post_layernorm.weight"),
+        lang.same("downsample.weight", shape=("out_hidden_size", "hidden", "spatial_merge_size", "spatial_merge_size")),
+        lang.same("downsample.bias", shape=("out_hidden_size",)),
+        lang.linear("merger.proj", inputs="out_hidden_size", outputs="out_hidden_size"),
+        lang.same("merger.post_projection_norm.weight", "merger.post_projection_norm.bias", shape=("out_hidden_size",)),
+        lang.linear("merger.gate_proj", "merger.up_proj", inputs="out_hidden_size", outputs="ffn"),
+        lang.linear("merger.down_proj", inputs="ffn", outputs="out_hidden_size"),
+        lang.same("post_conv_layernorm.weight"),
+        lang.same("embeddings.position_embedding.weight", shape=("positions", "hidden")),
+    ),
+    lang.layer(
+        "model.visual.blocks.{block}",
+        lang.same("norm1.weight", "norm2.weight"),
+        lang.linear("attn.qkv", outputs=("hidden", "hidden", "hidden"), bias="attention_bias"),
+        lang.linear("attn.proj"),
+        lang.linear("mlp.gate_proj", "mlp.up_proj", outputs="out_hidden_size"),
+        lang.linear("mlp.down_proj", inputs="out_hidden_size"),
+    ),
+    sizes={
+        **lang.VISION_SIZES,
+        "positions": lambda image_size, patch_size: (image_size // patch_size) * (image_size // patch_size),
+    },
+    defaults={**lang.VISION_DEFAULTS, "patch_size": 14, "image_size": 336},
+)
+LAYER = (
+    lang.same("input_layernorm.weight", "post_attention_layernorm.weight"),
+    lang.qkv("self_attn.qkv_proj", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", bias="attention_bias"),
+    lang.row("self_attn.o_proj", inputs="q"),
+    lang.when(lang.after_dense, EXPERTS),
+    lang.unless(lang.after_dense, lang.gate_up("mlp.up_gate_proj", "mlp.gate_proj", "mlp.up_proj")),
+    lang.unless(lang.after_dense, lang.row("mlp.down_proj", inputs="ffn")),
+)
 FAMILY = lang.family(
     "glm4v_moe",
-    scope="model.language_model",
+    lang.ends("model.language_model.embed_tokens", "model.language_model.norm", "lm_head"),
+    lang.layer("model.language_model.layers.{layer}", LAYER),
     key="text_config",
-    layer=[
-        lang.norm("{input,post_attention}_layernorm"),
-        lang.fused_attention("self_attn", bias="attention_bias"),
-        lang.choice(lang.AFTER_DENSE, SPARSE, lang.fused_ffn("mlp")),
-    ],
-    towers=(
-        towers.glm(
-            "ffn",
-            layer=[lang.uncut(lang.ffn("mlp", "out_hidden_size"))],
-            outside=[
-                lang.norm("post_conv_layernorm"),
-                lang.same("embeddings.position_embedding.weight", shape=POSITIONS),
-            ],
-        ),
-    ),
+    towers=(VISION,),
     defaults={"attention_bias": True, "first_k_dense_replace": 1, "n_shared_experts": 1},
     tiny={
         "text_config": {**lang.TINY_MOE, "attention_bias": True},

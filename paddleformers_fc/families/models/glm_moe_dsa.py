@@ -1,21 +1,29 @@
-"""GLM 5: latent attention with a sparse indexer, dense first layers, fused experts, prediction layers."""
+"""GLM 5: the layers of Kimi K2 and a sparse indexer of the attention, which is whole on every rank."""
 
 from paddleformers_fc.families import language as lang
+from paddleformers_fc.families.models.kimi_k2 import ATTENTION, FFN
 
-SPARSE = lang.routed_ffn("mlp", "n_shared_experts", correction=True)
-LAYER = (
-    lang.norm("{input,post_attention}_layernorm"),
-    lang.latent_attention("self_attn", down_bias="attention_bias"),
-    lang.only("index_n_heads", lang.indexer("self_attn")),
-    lang.choice(lang.AFTER_DENSE, SPARSE, lang.fused_ffn("mlp")),
+INDEXER = lang.layer(
+    "self_attn.core_attention.indexer",
+    lang.linear("wq_b", inputs="q_lora_rank", outputs="index_size"),
+    lang.linear("wk", outputs="index_head_dim"),
+    lang.linear("weights_proj", outputs="index_n_heads"),
+    lang.same("k_norm.weight", "k_norm.bias", shape=("index_head_dim",)),
+    file="self_attn.indexer",
 )
+LAYER = (ATTENTION, lang.when("index_n_heads", INDEXER), FFN)
+SIZES = {
+    "index_size": lambda index_n_heads, index_head_dim: index_n_heads * index_head_dim,
+    "mtp_layers": lang.mtp_layers,
+}
 TINY = {**lang.TINY_LATENT, **lang.TINY_MOE, "index_n_heads": 4, "index_head_dim": 6, "first_k_dense_replace": 1}
 FAMILY = lang.family(
     "glm_moe_dsa",
+    lang.ends("model.embed_tokens", "model.norm", "lm_head"),
+    lang.layer("model.layers.{layer}", LAYER),
+    lang.prediction("model.layers.{mtp}", LAYER),
     classes=(lang.FLEET,),
-    layer=LAYER,
-    prediction=LAYER,
-    sizes={"mtp_layers": lang.MTP_LAYERS},
+    sizes=SIZES,
     defaults={"first_k_dense_replace": 3, "n_shared_experts": 1},
     tiny={**TINY, "moe_expert_fusion": True, "num_nextn_predict_layers": 1},
     divided=("vocab",),

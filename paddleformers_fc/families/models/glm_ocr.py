@@ -4,42 +4,59 @@ The head is transposed and never tied, though the class has ``tie_word_embedding
 files is not built.
 """
 
-from dataclasses import replace
+from paddleformers_fc.families import language as lang
 
-from paddleformers_fc.families import language as lang, towers
-
-NORM, SCOPE = "{input,post_attention,post_self_attn,post_mlp}_layernorm", "model.language_model"
-PREDICTION = f"{SCOPE}.layers.{{mtp}}"
-PREDICTED = lang.declared(lang.norm("{enorm,hnorm,shared_head.norm}"), lang.row("eh_proj", "2 * hidden", "hidden"))
-BODY = lang.within(SCOPE, lang.norm("norm"), lang.same("embed_tokens.weight", shape=("vocab", "hidden")))
-FAMILY = replace(
-    lang.family(
-        "glm_ocr",
-        scope=SCOPE,
-        key="text_config",
-        layer=[
-            lang.norm(NORM),
-            lang.uncut(lang.attention("self_attn")),
-            lang.replicated("mlp.gate_up_proj", "hidden", "2 * ffn"),
-            lang.replicated("mlp.down_proj", "ffn", "hidden"),
-        ],
-        outside=[
-            lang.replicated("lm_head", "hidden", "vocab"),
-            lang.at(lang.Stage.FIRST, BODY),
-            lang.only("False", lang.within(PREDICTION, PREDICTED)),
-        ],
-        towers=(
-            towers.glm(
-                "out_hidden_size * in_channels",
-                layer=[lang.uncut(lang.ffn("mlp", bias="attention_bias")), lang.norm("attn.{q,k}_norm", "head")],
-                output_bias="attention_bias",
-                defaults={"attention_bias": True},
-            ),
-        ),
-        optional=(f"{PREDICTION}.",),
-        exported={"tie_word_embeddings": "False"},
-        numbers=(lang.Numbers("mtp", "text.mtp_layers", start="text.layers"),),
-        tiny={"text_config": {"head_dim": 8}, "vision_config": {**lang.TINY_VISION, "attention_bias": True}},
+VISION = lang.tower(
+    "vision",
+    "vision_config",
+    lang.layer(
+        "model.visual",
+        lang.patches("patch_embed.proj", bias=True),
+        lang.same("post_layernorm.weight"),
+        lang.same("downsample.weight", shape=("out_hidden_size", "hidden", "spatial_merge_size", "spatial_merge_size")),
+        lang.same("downsample.bias", shape=("out_hidden_size",)),
+        lang.linear("merger.proj", inputs="out_hidden_size", outputs="out_hidden_size"),
+        lang.same("merger.post_projection_norm.weight", "merger.post_projection_norm.bias", shape=("out_hidden_size",)),
+        lang.linear("merger.gate_proj", "merger.up_proj", inputs="out_hidden_size", outputs="merger_ffn"),
+        lang.linear("merger.down_proj", inputs="merger_ffn", outputs="out_hidden_size"),
     ),
-    tied=(),
+    lang.layer(
+        "model.visual.blocks.{block}",
+        lang.same("norm1.weight", "norm2.weight"),
+        lang.linear("attn.qkv", outputs=("hidden", "hidden", "hidden"), bias="attention_bias"),
+        lang.linear("attn.proj", bias="attention_bias"),
+        lang.linear("mlp.gate_proj", "mlp.up_proj", outputs="ffn", bias="attention_bias"),
+        lang.linear("mlp.down_proj", inputs="ffn", bias="attention_bias"),
+        lang.same("attn.q_norm.weight", "attn.k_norm.weight", shape=("head",)),
+    ),
+    sizes={**lang.VISION_SIZES, "merger_ffn": lambda out_hidden_size, in_channels: out_hidden_size * in_channels},
+    defaults={**lang.VISION_DEFAULTS, "patch_size": 14, "image_size": 336, "attention_bias": True},
+)
+PREDICTION = lang.layer(
+    "model.language_model.layers.{mtp}",
+    lang.same("enorm.weight", "hnorm.weight", "shared_head.norm.weight"),
+    lang.row("eh_proj", inputs=("hidden", "hidden")),
+)
+FAMILY = lang.family(
+    "glm_ocr",
+    lang.linear("lm_head", outputs="vocab"),
+    lang.same("model.language_model.norm.weight", stage=lang.FIRST),
+    lang.same("model.language_model.embed_tokens.weight", shape=("vocab", "hidden"), stage=lang.FIRST),
+    lang.alias(PREDICTION),
+    lang.layer(
+        "model.language_model.layers.{layer}",
+        lang.same("input_layernorm.weight", "post_attention_layernorm.weight"),
+        lang.same("post_self_attn_layernorm.weight", "post_mlp_layernorm.weight"),
+        lang.linear("self_attn.q_proj", outputs="q"),
+        lang.linear("self_attn.k_proj", "self_attn.v_proj", outputs="kv"),
+        lang.linear("self_attn.o_proj", inputs="q"),
+        lang.linear("mlp.gate_up_proj", outputs=("ffn", "ffn")),
+        lang.linear("mlp.down_proj", inputs="ffn"),
+    ),
+    lang.optional("model.language_model.layers.{mtp}."),
+    key="text_config",
+    towers=(VISION,),
+    numbers=(lang.Numbers("mtp", "text.mtp_layers", start="text.layers"),),
+    exported={"tie_word_embeddings": False},
+    tiny={"text_config": {"head_dim": 8}, "vision_config": {**lang.TINY_VISION, "attention_bias": True}},
 )

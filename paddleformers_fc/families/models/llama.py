@@ -1,18 +1,34 @@
-"""Llama: attention and feed-forward as in canonical files, or fused where the configuration requests it."""
+"""Llama: attention and feed-forward as in files, or fused where the configuration requests it."""
 
-from paddleformers_fc.families.language import attention, family, ffn, gate_up, norm, only
+from paddleformers_fc.families import language as lang
 
-_NORMS = norm("{input,post_attention}_layernorm")
-_FFN = ffn("mlp", bias="mlp_bias", fused_where="fuse_attention_ffn", name="gate_up_fused_proj")
-
-FAMILY = family(
+LAYER = (
+    lang.same("input_layernorm.weight", "post_attention_layernorm.weight"),
+    lang.unless("fuse_attention_qkv", lang.column("self_attn.q_proj", outputs="q", bias="attention_bias")),
+    lang.unless(
+        "fuse_attention_qkv", lang.column("self_attn.k_proj", "self_attn.v_proj", outputs="kv", bias="attention_bias")
+    ),
+    lang.when(
+        "fuse_attention_qkv",
+        lang.qkv(
+            "self_attn.qkv_proj", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", bias="attention_bias"
+        ),
+    ),
+    lang.row("self_attn.o_proj", inputs="q", bias="attention_bias"),
+    lang.unless("fuse_attention_ffn", lang.column("mlp.gate_proj", "mlp.up_proj", outputs="ffn", bias="mlp_bias")),
+    lang.when(
+        "fuse_attention_ffn", lang.gate_up("mlp.gate_up_fused_proj", "mlp.gate_proj", "mlp.up_proj", bias="mlp_bias")
+    ),
+    lang.row("mlp.down_proj", inputs="ffn", bias="mlp_bias"),
+)
+# Other classes of this family have another name of the same layer.
+OTHER = lang.alias(lang.gate_up("mlp.up_gate_proj", "mlp.gate_proj", "mlp.up_proj"))
+FAMILY = lang.family(
     "llama",
-    layer=[
-        _NORMS,
-        attention("self_attn", "attention_bias", "attention_bias", fused_where="fuse_attention_qkv"),
-        _FFN,
-        only("False", gate_up("mlp")),  # The name of the same layer in other classes of this family.
-    ],
-    nlp=[_NORMS, attention("self_attn", fused_where="fuse_attention_qkv"), _FFN],
-    optional=("model.layers.{layer}.self_attn.rotary_emb.inv_freq",),
+    lang.ends("model.embed_tokens", "model.norm", "lm_head"),
+    lang.layer("model.layers.{layer}", LAYER, OTHER),
+    lang.optional("model.layers.{layer}.self_attn.rotary_emb.inv_freq"),
+    nlp=LAYER,
+    # The attention of PaddleNLP's class has no biases.
+    sizes={"attention_bias": lambda attention_bias, is_nlp: attention_bias and not is_nlp},
 )

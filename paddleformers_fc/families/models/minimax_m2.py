@@ -5,28 +5,58 @@ Names of tensors or the length of the fused layer identify them, and they are re
 beside the experts, ``intermediate_size`` is the size of an expert.
 """
 
+from typing import Any
+
 from paddleformers_fc.families import language as lang
 
-NAMES = {"mlp.gate.e_score": "block_sparse_moe.e_score", "mlp.": "block_sparse_moe."}
-NAMES |= {".gate_proj.": ".w1.", ".down_proj.": ".w2.", ".up_proj.": ".w3."}
-DENSE = "layer < first_k_dense_replace or layer >= layers and use_dense_mtp"
-SHARED = lang.only("n_shared_experts", lang.fused_ffn("mlp.shared_experts", "expert_ffn * n_shared_experts"))
-EXPORTED_SIZE = "intermediate_size if first_k_dense_replace or use_dense_mtp else expert_ffn"
+
+def dense(layer: int, first_k_dense_replace: int, layers: int, use_dense_mtp: Any) -> bool:
+    """Layers without experts."""
+    return layer < first_k_dense_replace or (layer >= layers and bool(use_dense_mtp))
+
+
+EXPERT = (
+    lang.gate_up("up_gate_proj", "w1", "w3", size="expert_ffn"),
+    lang.row("down_proj", file="w2", inputs="expert_ffn"),
+)
+SHARED = (
+    lang.gate_up("up_gate_proj", "w1", "w3", size="shared_ffn"),
+    lang.row("down_proj", file="w2", inputs="shared_ffn"),
+)
+EXPERTS = (
+    lang.router("mlp.gate", file="block_sparse_moe.gate"),
+    lang.balance("mlp.gate.e_score_correction_bias", file="block_sparse_moe.e_score_correction_bias"),
+    lang.experts("mlp.experts.{expert}", EXPERT, file="block_sparse_moe.experts.{expert}"),
+    lang.when("n_shared_experts", lang.layer("mlp.shared_experts", SHARED, file="block_sparse_moe.shared_experts")),
+)
 LAYER = (
-    lang.norm("{input,post_attention}_layernorm"),
-    lang.fused_attention("self_attn", bias="attention_bias"),
-    lang.only("use_qk_norm", lang.norm("self_attn.q_norm", "q if qk_norm_type == 'per_layer' else head")),
-    lang.only("use_qk_norm", lang.norm("self_attn.k_norm", "kv if qk_norm_type == 'per_layer' else head")),
-    lang.choice(DENSE, lang.fused_ffn("mlp"), lang.renamed(NAMES, lang.routed_ffn("mlp", correction=True), SHARED)),
+    lang.same("input_layernorm.weight", "post_attention_layernorm.weight"),
+    lang.qkv("self_attn.qkv_proj", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", bias="attention_bias"),
+    lang.row("self_attn.o_proj", inputs="q"),
+    lang.when("use_qk_norm", lang.same("self_attn.q_norm.weight", shape=("q_norm",))),
+    lang.when("use_qk_norm", lang.same("self_attn.k_norm.weight", shape=("k_norm",))),
+    lang.when(
+        dense, lang.gate_up("mlp.up_gate_proj", "mlp.gate_proj", "mlp.up_proj"), lang.row("mlp.down_proj", inputs="ffn")
+    ),
+    lang.unless(dense, EXPERTS),
 )
 FAMILY = lang.family(
     "minimax_m2",
+    lang.ends("model.embed_tokens", "model.norm", "lm_head"),
+    lang.layer("model.layers.{layer}", LAYER),
+    lang.prediction("model.layers.{mtp}", LAYER),
     classes=(lang.FLEET,),
-    layer=LAYER,
-    prediction=LAYER,
-    sizes={"expert_ffn": "moe_intermediate_size or intermediate_size", "mtp_layers": lang.MTP_LAYERS},
+    sizes={
+        "expert_ffn": lambda moe_intermediate_size, intermediate_size: moe_intermediate_size or intermediate_size,
+        "q_norm": lambda qk_norm_type, q, head: q if qk_norm_type == "per_layer" else head,
+        "k_norm": lambda qk_norm_type, kv, head: kv if qk_norm_type == "per_layer" else head,
+        "mtp_layers": lang.mtp_layers,
+        "exported_ffn": lambda first_k_dense_replace, use_dense_mtp, intermediate_size, expert_ffn: (
+            intermediate_size if first_k_dense_replace or use_dense_mtp else expert_ffn
+        ),
+    },
     defaults={"first_k_dense_replace": 0, "use_qk_norm": True, "qk_norm_type": "per_layer", "head_dim": 128},
     tiny={**lang.TINY_MOE, "num_nextn_predict_layers": 1},
-    exported={"num_local_experts": "experts", "intermediate_size": EXPORTED_SIZE},
+    exported={"num_local_experts": "experts", "intermediate_size": "exported_ffn"},
     divided=("vocab",),
 )

@@ -4,41 +4,54 @@ The head of published towers is not built. Files of Transformers lack the positi
 """
 
 from paddleformers_fc.families import language as lang
-from paddleformers_fc.families.models.ernie4_5 import FFN_BIAS
+from paddleformers_fc.families.models.ernie4_5 import ffn_bias
 
-NORMS = lang.norm("{input,post_attention}_layernorm")
 VISION = lang.tower(
     "vision",
     "vision_config",
-    "visual.vision_model",
-    layers="encoder.layers.{block}",
-    layer=[
-        lang.norm("layer_norm{1,2}", bias="True"),
-        lang.replicated("self_attn.{q,k,v,out}_proj", "hidden", "hidden", "True"),
-        lang.replicated("mlp.fc1", "hidden", "ffn", "True"),
-        lang.replicated("mlp.fc2", "ffn", "hidden", "True"),
-    ],
-    outside=[
-        lang.norm("post_layernorm", bias="True"),
-        lang.patches("embeddings.patch_embedding", "True", frames=""),
-        lang.same("embeddings.position_embedding.weight", shape=("side * side", "hidden")),
-        lang.same("embeddings.packing_position_embedding.weight", shape=("32768", "hidden")),
-    ],
-    sizes={"in_channels": "num_channels", "merged": "hidden * 4", "side": "image_size // patch_size"},
+    lang.layer(
+        "visual.vision_model",
+        lang.same("post_layernorm.weight", "post_layernorm.bias"),
+        lang.patches("embeddings.patch_embedding", bias=True, frames=()),
+        lang.same("embeddings.position_embedding.weight", shape=("positions", "hidden")),
+        lang.same("embeddings.packing_position_embedding.weight", shape=(32768, "hidden")),
+    ),
+    lang.layer(
+        "visual.vision_model.encoder.layers.{block}",
+        lang.same("layer_norm1.weight", "layer_norm2.weight", "layer_norm1.bias", "layer_norm2.bias"),
+        lang.linear("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.out_proj", bias=True),
+        lang.linear("mlp.fc1", outputs="ffn", bias=True),
+        lang.linear("mlp.fc2", inputs="ffn", bias=True),
+    ),
+    sizes={
+        "in_channels": "num_channels",
+        "merged": ("hidden", "hidden", "hidden", "hidden"),
+        "positions": lambda image_size, patch_size: (image_size // patch_size) * (image_size // patch_size),
+    },
     defaults={"num_channels": 3, "image_size": 224, "patch_size": 14},
 )
-PROJECTOR = lang.declared(
-    lang.norm("pre_norm", "vision.hidden", "True"),
-    lang.column("linear_1", "vision.merged", "vision.merged", "True"),
-    lang.column("linear_2", "vision.merged", "hidden", "True"),
+PROJECTOR = lang.layer(
+    "mlp_AR",
+    lang.same("pre_norm.weight", "pre_norm.bias", shape=("vision.hidden",)),
+    lang.column("linear_1", inputs="vision.merged", outputs="vision.merged", bias=True),
+    lang.column("linear_2", inputs="vision.merged", bias=True),
 )
 FAMILY = lang.family(
     "paddleocr_vl",
+    lang.ends("model.embed_tokens", "model.norm", "lm_head"),
+    lang.at(lang.FIRST, PROJECTOR),
+    lang.layer(
+        "model.layers.{layer}",
+        lang.same("input_layernorm.weight", "post_attention_layernorm.weight"),
+        lang.column("self_attn.q_proj", outputs="q", bias="use_bias"),
+        lang.column("self_attn.k_proj", "self_attn.v_proj", outputs="kv", bias="use_bias"),
+        lang.row("self_attn.o_proj", inputs="q", bias="use_bias"),
+        lang.column("mlp.gate_proj", "mlp.up_proj", outputs="ffn", bias=ffn_bias),
+        lang.row("mlp.down_proj", inputs="ffn", bias=ffn_bias),
+    ),
+    lang.optional("visual.vision_model.embeddings.packing_position_embedding.", "visual.vision_model.head."),
     key="text_config",
-    layer=[NORMS, lang.attention("self_attn", "use_bias", "use_bias"), lang.ffn("mlp", bias=FFN_BIAS)],
-    outside=[lang.ends(), lang.at(lang.Stage.FIRST, lang.within("mlp_AR", PROJECTOR))],
     towers=(VISION,),
-    optional=("visual.vision_model.embeddings.packing_position_embedding.", "visual.vision_model.head."),
     defaults={"head_dim": 128},
     tiny={"text_config": {"head_dim": 8}, "vision_config": {**lang.TINY, "image_size": 4, "patch_size": 2}},
 )

@@ -1,14 +1,16 @@
 """Phi-3 and Phi-4: fused in canonical files as for one rank; in the model [Q | K | V] and [gate | up] per rank."""
 
-from paddleformers_fc.families.language import PER_RANK, family, fused_qkv, gate_up, norm, row
+from paddleformers_fc.families import language as lang
 
-FAMILY = family(
+FAMILY = lang.family(
     "phi3",
-    layer=[
-        norm("{input,post_attention}_layernorm"),
-        fused_qkv("self_attn", canonical=("qkv_proj",), geometry=PER_RANK),
-        row("self_attn.o_proj", "q", "hidden"),
-        gate_up("mlp", canonical=("gate_up_proj",), name="gate_up_proj"),
-        row("mlp.down_proj", "ffn", "hidden"),
-    ],
+    lang.ends("model.embed_tokens", "model.norm", "lm_head"),
+    lang.layer(
+        "model.layers.{layer}",
+        lang.same("input_layernorm.weight", "post_attention_layernorm.weight"),
+        lang.qkv("self_attn.qkv_proj", "self_attn.qkv_proj", per_rank=True),
+        lang.row("self_attn.o_proj", inputs="q"),
+        lang.gate_up("mlp.gate_up_proj", "mlp.gate_up_proj"),
+        lang.row("mlp.down_proj", inputs="ffn"),
+    ),
 )

@@ -1,25 +1,31 @@
 """Qwen 2: fused qkv with a bias, fused [gate | up]; in PaddleNLP's class fused where the configuration requests it."""
 
-from paddleformers_fc.families.language import (
-    FLEET,
-    FORMERS,
-    attention,
-    family,
-    ffn,
-    fused_attention,
-    fused_ffn,
-    norm,
-)
+from paddleformers_fc.families import language as lang
 
-_NORMS = norm("{input,post_attention}_layernorm")
-
-FAMILY = family(
+NORMS = lang.same("input_layernorm.weight", "post_attention_layernorm.weight")
+QKV = lang.qkv("self_attn.qkv_proj", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", bias=True)
+OUTPUT = lang.row("self_attn.o_proj", inputs="q")
+DOWN = lang.row("mlp.down_proj", inputs="ffn")
+FAMILY = lang.family(
     "qwen2",
-    classes=(FLEET, FORMERS),
-    layer=[_NORMS, fused_attention("self_attn", bias="True"), fused_ffn("mlp")],
-    nlp=[
-        _NORMS,
-        attention("self_attn", bias="True", fused_where="fuse_attention_qkv"),
-        ffn("mlp", fused_where="fuse_attention_ffn", name="gate_up_fused_proj"),
-    ],
+    lang.ends("model.embed_tokens", "model.norm", "lm_head"),
+    lang.layer(
+        "model.layers.{layer}",
+        NORMS,
+        QKV,
+        OUTPUT,
+        lang.gate_up("mlp.up_gate_proj", "mlp.gate_proj", "mlp.up_proj"),
+        DOWN,
+    ),
+    classes=(lang.FLEET, lang.FORMERS),
+    nlp=(
+        NORMS,
+        lang.when("fuse_attention_qkv", QKV),
+        lang.unless("fuse_attention_qkv", lang.column("self_attn.q_proj", outputs="q", bias=True)),
+        lang.unless("fuse_attention_qkv", lang.column("self_attn.k_proj", "self_attn.v_proj", outputs="kv", bias=True)),
+        OUTPUT,
+        lang.when("fuse_attention_ffn", lang.gate_up("mlp.gate_up_fused_proj", "mlp.gate_proj", "mlp.up_proj")),
+        lang.unless("fuse_attention_ffn", lang.column("mlp.gate_proj", "mlp.up_proj", outputs="ffn")),
+        *DOWN,
+    ),
 )

@@ -2,23 +2,41 @@
 
 from paddleformers_fc.families import language as lang
 
-GATE, GATE_SHAPE = "mlp.shared_expert_gate.weight", ("hidden", "1")
-SHARED = lang.fused_ffn("mlp.shared_expert", "shared_ffn")
-FLEET_GATE = lang.linear("mlp.shared_experts.gate_weight", GATE, GATE_SHAPE)
-FLEET_SHARED = lang.renamed({"shared_experts": "shared_expert"}, lang.fused_ffn("mlp.shared_experts", "shared_ffn"))
-SPARSE = lang.declared(
-    lang.routed_ffn("mlp"),
-    lang.of_class(lang.FORMERS, SHARED, lang.linear(GATE, shape=GATE_SHAPE)),
-    lang.of_class(lang.FLEET, FLEET_SHARED, FLEET_GATE),
+EXPERT = (
+    lang.gate_up("up_gate_proj", "gate_proj", "up_proj", size="expert_ffn"),
+    lang.row("down_proj", inputs="expert_ffn"),
+)
+SHARED = (
+    lang.gate_up("up_gate_proj", "gate_proj", "up_proj", size="shared_ffn"),
+    lang.row("down_proj", inputs="shared_ffn"),
+)
+FLEET_SHARED = (
+    lang.layer("mlp.shared_experts", SHARED, file="mlp.shared_expert"),
+    lang.transposed("mlp.shared_experts.gate_weight", file="mlp.shared_expert_gate.weight", shape=("hidden", 1)),
+)
+FORMERS_SHARED = (
+    lang.layer("mlp.shared_expert", SHARED),
+    lang.transposed("mlp.shared_expert_gate.weight", shape=("hidden", 1)),
+)
+SPARSE = (
+    lang.router("mlp.gate"),
+    lang.experts("mlp.experts.{expert}", EXPERT),
+    lang.of_class(lang.FORMERS, FORMERS_SHARED),
+    lang.of_class(lang.FLEET, FLEET_SHARED),
 )
 FAMILY = lang.family(
     "qwen2_moe",
+    lang.ends("model.embed_tokens", "model.norm", "lm_head"),
+    lang.layer(
+        "model.layers.{layer}",
+        lang.same("input_layernorm.weight", "post_attention_layernorm.weight"),
+        lang.qkv("self_attn.qkv_proj", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", bias="qkv_bias"),
+        lang.row("self_attn.o_proj", inputs="q"),
+        lang.when(lang.stepped, SPARSE),
+        lang.unless(lang.stepped, lang.gate_up("mlp.up_gate_proj", "mlp.gate_proj", "mlp.up_proj")),
+        lang.unless(lang.stepped, lang.row("mlp.down_proj", inputs="ffn")),
+    ),
     classes=(lang.FLEET, lang.FORMERS),
-    layer=[
-        lang.norm("{input,post_attention}_layernorm"),
-        lang.fused_attention("self_attn", bias="qkv_bias"),
-        lang.choice(lang.STEPPED, SPARSE, lang.fused_ffn("mlp")),
-    ],
     sizes={"shared_ffn": "shared_expert_intermediate_size"},
     defaults={"qkv_bias": True, "decoder_sparse_step": 1},
     tiny={"num_experts": 4, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 24},

@@ -1,15 +1,20 @@
 """Qwen 3: as Qwen 2, with norms over heads."""
 
-from paddleformers_fc.families.language import FLEET, FORMERS, family, fused_attention, fused_ffn, head_norms, norm
+from paddleformers_fc.families import language as lang
 
-FAMILY = family(
+LAYER = (
+    lang.same("input_layernorm.weight", "post_attention_layernorm.weight"),
+    lang.qkv("self_attn.qkv_proj", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", bias="attention_bias"),
+    lang.row("self_attn.o_proj", inputs="q", bias="attention_bias"),
+    lang.same("self_attn.q_norm.weight", fleet="self_attn.q_layernorm.weight", shape=("head",)),
+    lang.same("self_attn.k_norm.weight", fleet="self_attn.k_layernorm.weight", shape=("head",)),
+    lang.gate_up("mlp.up_gate_proj", "mlp.gate_proj", "mlp.up_proj"),
+    lang.row("mlp.down_proj", inputs="ffn"),
+)
+FAMILY = lang.family(
     "qwen3",
-    classes=(FLEET, FORMERS),
-    layer=[
-        norm("{input,post_attention}_layernorm"),
-        fused_attention("self_attn", bias="attention_bias", output_bias="attention_bias"),
-        head_norms("self_attn"),
-        fused_ffn("mlp"),
-    ],
+    lang.ends("model.embed_tokens", "model.norm", "lm_head"),
+    lang.layer("model.layers.{layer}", LAYER),
+    classes=(lang.FLEET, lang.FORMERS),
     defaults={"head_dim": 128},
 )

@@ -1,45 +1,115 @@
 """Qwen 3.5: gated delta nets or gated attention by layer, a vision tower, prediction layers; PaddleFleet's class alone.
 
-In files every query head has its gate beside it; in the model the queries of a key precede their gates.
+In files every query head has its gate beside it; in the model the queries of a key precede their gates. The delta net
+of the model has query, key, value, gate, beta and alpha side by side for every rank.
 """
 
-from paddleformers_fc.families import language as lang, towers
-from paddleformers_fc.families.declarations import Family, Statements
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
-SCOPE, DEPTH = "model.language_model", "num_nextn_predict_layers or mtp_num_hidden_layers or 0"
-LINEAR = "layer_types and layer_types[layer] == 'linear_attention'"
-NAMES = {"eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden"}
-GATED = lang.fused_qkv("self_attn", bias="attention_bias", parts=(("q", "q"), "kv", "kv"), groups="heads")
-NORMS = lang.norm("{input,post_attention}_layernorm")
-ATTENTION = lang.declared(
-    lang.choice("attn_output_gate", GATED, lang.fused_qkv("self_attn", bias="attention_bias")),
-    lang.row("self_attn.o_proj", "q", "hidden", "attention_bias"),
-    lang.norm("self_attn.{q,k}_norm", "head"),
+from paddleformers_fc.families import language as lang
+from paddleformers_fc.families.declarations import Family, Geometry
+from paddleformers_fc.families.models.qwen3_vl import FLEET_BLOCK
+
+
+def is_linear(layer: int, layer_types: Any) -> bool:
+    """Layers with linear attention."""
+    return bool(layer_types) and layer_types[layer] == "linear_attention"
+
+
+SCOPE = "model.language_model"
+QUERY, KEY, VALUE = "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"
+NORMS = lang.same("input_layernorm.weight", "post_attention_layernorm.weight")
+ATTENTION = (
+    lang.when(
+        "attn_output_gate",
+        lang.qkv(
+            "self_attn.qkv_proj",
+            QUERY,
+            KEY,
+            VALUE,
+            bias="attention_bias",
+            parts=(("q", "q"), "kv", "kv"),
+            groups="heads",
+        ),
+    ),
+    lang.unless("attn_output_gate", lang.qkv("self_attn.qkv_proj", QUERY, KEY, VALUE, bias="attention_bias")),
+    lang.row("self_attn.o_proj", inputs="q", bias="attention_bias"),
+    lang.same("self_attn.q_norm.weight", "self_attn.k_norm.weight", shape=("head",)),
 )
-DELTA_NET = lang.renamed({"self_attn.": "linear_attn."}, lang.fleet_delta_net("self_attn"))
+MIXED = ("delta_keys", "delta_keys", "delta_values")
+PER_HEAD = "linear_num_value_heads"
+IN_PROJ = lang.qkv(
+    "self_attn.in_proj",
+    *("linear_attn.in_proj_qkv", "linear_attn.in_proj_z", "linear_attn.in_proj_b", "linear_attn.in_proj_a"),
+    parts=(MIXED, "delta_values", PER_HEAD, PER_HEAD),
+    per_rank=True,
+)
+CONV = tuple(
+    replace(one, geometry=Geometry.FUSED_QKV_PER_RANK, turned=False, parts=MIXED)
+    for one in lang.same(
+        "self_attn.conv1d.weight", file="linear_attn.conv1d.weight", shape=(MIXED, 1, "linear_conv_kernel_dim"), cut=0
+    )
+)
+DELTA_NET = (
+    lang.same("self_attn.A_log", file="linear_attn.A_log", shape=(PER_HEAD,), cut=0, dtype="float32"),
+    lang.same("self_attn.dt_bias", file="linear_attn.dt_bias", shape=(PER_HEAD,), cut=0, dtype="float32"),
+    CONV,
+    IN_PROJ,
+    lang.same("self_attn.out_norm.weight", file="linear_attn.norm.weight", shape=("linear_value_head_dim",)),
+    lang.row("self_attn.out_proj", file="linear_attn.out_proj", inputs="delta_values"),
+)
+VISION = lang.tower(
+    "vision",
+    "vision_config",
+    lang.layer(
+        "model.vision_model",
+        lang.patches("patch_embed", file="patch_embed.proj", bias=True),
+        lang.same("pos_embed.weight", shape=("num_position_embeddings", "hidden")),
+        lang.same("merger.norm.weight", "merger.norm.bias"),
+        lang.column("merger.mlp.up_gate_proj", file="merger.linear_fc1", inputs="merged", outputs="merged", bias=True),
+        lang.row(
+            "merger.mlp.down_proj", file="merger.linear_fc2", inputs="merged", outputs="out_hidden_size", bias=True
+        ),
+        file="model.visual",
+    ),
+    lang.layer("model.vision_model.layers.{block}", FLEET_BLOCK, file="model.visual.blocks.{block}"),
+    sizes=lang.VISION_SIZES,
+    defaults={**lang.VISION_DEFAULTS, "patch_size": 16, "num_position_embeddings": 2304},
+)
 KINDS = {"layer_types": ["linear_attention", "full_attention"]}
 TINY = {**lang.TINY_DELTA, **KINDS, "attn_output_gate": True, "mtp_num_hidden_layers": 1}
 
 
-def family(name: str, ffn: Statements, predicted: Statements, tiny: dict[str, int], **sizes: str) -> Family:
+def declared(name: str, ffn: lang.Group, predicted: lang.Group, tiny: Mapping[str, Any], **sizes: lang.Size) -> Family:
     """Declare the family with these feed-forward layers, also of prediction layers."""
-    joined = lang.declared(lang.column("eh_proj", "2 * hidden", "hidden"), lang.norm("{enorm,hnorm,norm}"))
-    layer = lang.within("transformer_layer", NORMS, ATTENTION, predicted, canonical="layers.{mtp}")
-    mtp = lang.within(f"{SCOPE}.layers.{{mtp}}", lang.renamed(NAMES, joined), layer, canonical="mtp")
     return lang.family(
         name,
+        lang.ends(f"{SCOPE}.embed_tokens", f"{SCOPE}.norm", "lm_head"),
+        lang.column(f"{SCOPE}.layers.{{mtp}}.eh_proj", file="mtp.fc", inputs=("hidden", "hidden")),
+        lang.same(f"{SCOPE}.layers.{{mtp}}.enorm.weight", file="mtp.pre_fc_norm_embedding.weight"),
+        lang.same(f"{SCOPE}.layers.{{mtp}}.hnorm.weight", file="mtp.pre_fc_norm_hidden.weight"),
+        lang.same(f"{SCOPE}.layers.{{mtp}}.norm.weight", file="mtp.norm.weight"),
+        lang.layer(f"{SCOPE}.layers.{{mtp}}.transformer_layer", NORMS, ATTENTION, predicted, file="mtp.layers.{mtp}"),
+        lang.layer(
+            f"{SCOPE}.layers.{{layer}}", NORMS, lang.when(is_linear, DELTA_NET), lang.unless(is_linear, ATTENTION), ffn
+        ),
+        lang.optional("mtp."),
         classes=(lang.FLEET,),
-        scope=SCOPE,
         key="text_config",
-        layer=[NORMS, lang.choice(LINEAR, DELTA_NET, ATTENTION), ffn],
-        outside=[lang.ends(scope=SCOPE), mtp],
-        towers=(towers.QWEN3_5,),
-        optional=("mtp.",),
-        sizes={**lang.DELTA_SIZES, "mtp_layers": DEPTH, **sizes},
+        towers=(VISION,),
+        sizes={
+            "mtp_layers": lambda num_nextn_predict_layers, mtp_num_hidden_layers: (
+                num_nextn_predict_layers or mtp_num_hidden_layers or 0
+            ),
+            **sizes,
+        },
         numbers=(lang.Numbers("mtp", "mtp_layers", shift="layers"),),
         defaults={"linear_conv_kernel_dim": 4},
         tiny={"text_config": {**TINY, **tiny}, "vision_config": lang.TINY_VISION},
     )
 
 
-FAMILY = family("qwen3_5", lang.fused_ffn("mlp"), lang.fused_ffn("mlp"), {})
+FFN = (lang.gate_up("mlp.up_gate_proj", "mlp.gate_proj", "mlp.up_proj"), lang.row("mlp.down_proj", inputs="ffn"))
+FAMILY = declared("qwen3_5", FFN, FFN, {})

@@ -6,21 +6,25 @@ A class with one tensor per expert is not declared: its own statements give tens
 from paddleformers_fc.families import language as lang
 from paddleformers_fc.families.models import qwen2_moe, qwen3_5
 
-GROUPED, FILES = "mlp.grouped_gemm_experts.weight", "mlp.experts."
-SHARED = lang.declared(
-    lang.same("mlp.gate.weight", shape=("experts", "hidden"), dtype="float32"),
-    qwen2_moe.FLEET_SHARED,
-    qwen2_moe.FLEET_GATE,
+SHARED = (lang.same("mlp.gate.weight", shape=("experts", "hidden"), dtype="float32"), *qwen2_moe.FLEET_SHARED)
+UP, DOWN = ("hidden", ("expert_ffn", "expert_ffn")), ("expert_ffn", "hidden")
+STACKS = (
+    lang.stack_of_files("mlp.grouped_gemm_experts.weight1", file="mlp.experts.gate_up_proj", shape=UP, turned=True),
+    lang.stack_of_files("mlp.grouped_gemm_experts.weight2", file="mlp.experts.down_proj", shape=DOWN, turned=True),
 )
-STACKS = lang.declared(
-    lang.stack_of_files(f"{GROUPED}1", f"{FILES}gate_up_proj", ("hidden", "2 * expert_ffn"), turned=True),
-    lang.stack_of_files(f"{GROUPED}2", f"{FILES}down_proj", ("expert_ffn", "hidden"), turned=True),
+SINGLE = lang.uncut(
+    lang.gate_up(
+        "mlp.experts.{expert}.up_gate_proj",
+        "mlp.experts.{expert}.gate_proj",
+        "mlp.experts.{expert}.up_proj",
+        size="expert_ffn",
+    ),
+    lang.row("mlp.experts.{expert}.down_proj", inputs="expert_ffn"),
 )
-SINGLE = lang.uncut(lang.fused_ffn("mlp.experts.{expert}", "expert_ffn"))
-FAMILY = qwen3_5.family(
+FAMILY = qwen3_5.declared(
     "qwen3_5_moe",
-    lang.declared(SHARED, STACKS),
-    lang.declared(SHARED, SINGLE),
+    (SHARED, STACKS),
+    (SHARED, SINGLE),
     {"num_experts": 4, "moe_intermediate_size": 12, "shared_expert_intermediate_size": 24},
     shared_ffn="shared_expert_intermediate_size",
 )

@@ -2,15 +2,29 @@
 
 from paddleformers_fc.families import language as lang
 
+LAYER = (
+    lang.same("input_layernorm.weight", "post_attention_layernorm.weight"),
+    lang.qkv("self_attn.qkv_proj", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", bias="attention_bias"),
+    lang.row("self_attn.o_proj", inputs="q", bias="attention_bias"),
+    lang.same("self_attn.q_norm.weight", fleet="self_attn.q_layernorm.weight", shape=("head",)),
+    lang.same("self_attn.k_norm.weight", fleet="self_attn.k_layernorm.weight", shape=("head",)),
+    lang.when(
+        lang.stepped,
+        lang.router("mlp.gate"),
+        lang.experts(
+            "mlp.experts.{expert}",
+            lang.gate_up("up_gate_proj", "gate_proj", "up_proj", size="expert_ffn"),
+            lang.row("down_proj", inputs="expert_ffn"),
+        ),
+    ),
+    lang.unless(lang.stepped, lang.gate_up("mlp.up_gate_proj", "mlp.gate_proj", "mlp.up_proj")),
+    lang.unless(lang.stepped, lang.row("mlp.down_proj", inputs="ffn")),
+)
 FAMILY = lang.family(
     "qwen3_moe",
+    lang.ends("model.embed_tokens", "model.norm", "lm_head"),
+    lang.layer("model.layers.{layer}", LAYER),
     classes=(lang.FLEET, lang.FORMERS),
-    layer=[
-        lang.norm("{input,post_attention}_layernorm"),
-        lang.fused_attention("self_attn", bias="attention_bias", output_bias="attention_bias"),
-        lang.head_norms("self_attn"),
-        lang.choice(lang.STEPPED, lang.routed_ffn("mlp"), lang.fused_ffn("mlp")),
-    ],
     defaults={"decoder_sparse_step": 1},
     tiny={"head_dim": 8, "num_experts": 4, "moe_intermediate_size": 16, "mlp_only_layers": [0]},
     exported={"num_experts": "experts", "num_local_experts": "experts"},

@@ -3,23 +3,56 @@
 Every query has its gate beside it. Prediction layers of files are not built.
 """
 
+from typing import Any
+
 from paddleformers_fc.families import language as lang
 from paddleformers_fc.families.models.qwen2_moe import SPARSE
 
-GATED = lang.declared(
-    lang.fused_qkv("self_attn", bias="attention_bias", parts=("2 * q", "kv", "kv")),
-    lang.row("self_attn.o_proj", "q", "hidden", "attention_bias"),
-    lang.norm("self_attn.{q,k}_norm", "head"),
+
+def is_linear(layer: int, layer_types: Any, full_attention_interval: int) -> bool:
+    """Layers with linear attention, by a list of all layers, or all but every n-th one."""
+    return layer_types[layer] == "linear_attention" if layer_types else (layer + 1) % full_attention_interval != 0
+
+
+DELTA_NET = (
+    lang.same("linear_attn.A_log", "linear_attn.dt_bias", shape=("linear_num_value_heads",)),
+    lang.same(
+        "linear_attn.conv1d.weight", shape=(("delta_keys", "delta_keys", "delta_values"), 1, "linear_conv_kernel_dim")
+    ),
+    lang.linear("linear_attn.in_proj_qkvz", outputs=("delta_keys", "delta_keys", "delta_values", "delta_values")),
+    lang.linear("linear_attn.in_proj_ba", outputs=("linear_num_value_heads", "linear_num_value_heads")),
+    lang.same("linear_attn.norm.weight", shape=("linear_value_head_dim",)),
+    lang.linear("linear_attn.out_proj", inputs="delta_values"),
+)
+GATED = (
+    lang.qkv(
+        "self_attn.qkv_proj",
+        "self_attn.q_proj",
+        "self_attn.k_proj",
+        "self_attn.v_proj",
+        bias="attention_bias",
+        parts=("gated_q", "kv", "kv"),
+    ),
+    lang.row("self_attn.o_proj", inputs="q", bias="attention_bias"),
+    lang.same("self_attn.q_norm.weight", "self_attn.k_norm.weight", shape=("head",)),
 )
 FAMILY = lang.family(
     "qwen3_next",
-    layer=[
-        lang.norm("{input,post_attention}_layernorm"),
-        lang.choice(lang.IS_LINEAR, lang.delta_net("linear_attn"), GATED),
-        lang.choice(lang.STEPPED, SPARSE, lang.ffn("mlp")),
-    ],
-    optional=("mtp.",),
-    sizes={**lang.DELTA_SIZES, "shared_ffn": "shared_expert_intermediate_size"},
+    lang.ends("model.embed_tokens", "model.norm", "lm_head"),
+    lang.layer(
+        "model.layers.{layer}",
+        lang.same("input_layernorm.weight", "post_attention_layernorm.weight"),
+        lang.when(is_linear, DELTA_NET),
+        lang.unless(is_linear, GATED),
+        lang.when(lang.stepped, SPARSE),
+        lang.unless(
+            lang.stepped,
+            lang.column("mlp.gate_proj", "mlp.up_proj", outputs="ffn"),
+            lang.row("mlp.down_proj", inputs="ffn"),
+        ),
+    ),
+    lang.optional("mtp."),
+    sizes={"gated_q": ("q", "q"), "shared_ffn": "shared_expert_intermediate_size"},
     defaults={"decoder_sparse_step": 1, "full_attention_interval": 4, "head_dim": 256, "linear_conv_kernel_dim": 4},
     tiny={**lang.TINY_DELTA, "num_experts": 4, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 24},
 )

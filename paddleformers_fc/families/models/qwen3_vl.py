@@ -1,21 +1,71 @@
-"""Qwen 3 VL: the text of Qwen 3 and a vision tower with several mergers."""
+"""Qwen 3 VL: the text of Qwen 3 and a vision tower with several mergers.
 
-from paddleformers_fc.families import language as lang, towers
+One merger is behind the tower, others are behind the layers of ``deepstack_visual_indexes``. In PaddleFleet's class
+query, key and value of the tower lie per head, and in files side by side.
+"""
 
-ATTENTION = lang.declared(
-    lang.norm("{input,post_attention}_layernorm"),
-    lang.fused_attention("self_attn", "attention_bias", "attention_bias"),
-    lang.norm("self_attn.{q,k}_norm", "head"),
+from paddleformers_fc.families import language as lang
+
+EMBEDDINGS = (
+    lang.patches("patch_embed.proj", bias=True),
+    lang.same("pos_embed.weight", shape=("num_position_embeddings", "hidden")),
 )
-TINY_VISION = {**lang.TINY_VISION, "deepstack_visual_indexes": [0]}
+MERGERS = (
+    lang.same("merger.norm.weight", "merger.norm.bias"),
+    lang.linear("merger.linear_fc1", inputs="merged", outputs="merged", bias=True),
+    lang.linear("merger.linear_fc2", inputs="merged", outputs="out_hidden_size", bias=True),
+    lang.same("deepstack_merger_list.{deep}.norm.weight", "deepstack_merger_list.{deep}.norm.bias", shape=("merged",)),
+    lang.linear("deepstack_merger_list.{deep}.linear_fc1", inputs="merged", outputs="merged", bias=True),
+    lang.linear("deepstack_merger_list.{deep}.linear_fc2", inputs="merged", outputs="out_hidden_size", bias=True),
+)
+BLOCK = (
+    lang.same("norm1.weight", "norm2.weight", "norm1.bias", "norm2.bias"),
+    lang.linear("attn.qkv", outputs=("hidden", "hidden", "hidden"), bias=True),
+    lang.linear("attn.proj", bias=True),
+    lang.linear("mlp.linear_fc1", outputs="ffn", bias=True),
+    lang.linear("mlp.linear_fc2", inputs="ffn", bias=True),
+)
+FLEET_BLOCK = (
+    lang.same("input_layernorm.weight", file="norm1.weight"),
+    lang.same("post_attention_layernorm.weight", file="norm2.weight"),
+    lang.same("input_layernorm.bias", file="norm1.bias"),
+    lang.same("post_attention_layernorm.bias", file="norm2.bias"),
+    lang.qkv("self_attn.qkv_proj", "attn.qkv", bias=True),
+    lang.row("self_attn.o_proj", file="attn.proj", bias=True),
+    lang.column("mlp.up_gate_proj", file="mlp.linear_fc1", outputs="ffn", bias=True),
+    lang.row("mlp.down_proj", file="mlp.linear_fc2", inputs="ffn", bias=True),
+)
+VISION = lang.tower(
+    "vision",
+    "vision_config",
+    lang.of_class(lang.FORMERS, lang.layer("model.visual", EMBEDDINGS, MERGERS)),
+    lang.of_class(lang.FLEET, lang.layer("model.vision_model", EMBEDDINGS, file="model.visual")),
+    lang.of_class(lang.FLEET, lang.layer("model.vision_model.decoder", MERGERS, file="model.visual")),
+    lang.of_class(
+        lang.FLEET,
+        lang.layer("model.vision_model.decoder.layers.{block}", FLEET_BLOCK, file="model.visual.blocks.{block}"),
+    ),
+    lang.of_class(lang.FORMERS, lang.layer("model.visual.blocks.{block}", BLOCK)),
+    sizes={**lang.VISION_SIZES, "mergers": lambda deepstack_visual_indexes: len(deepstack_visual_indexes)},
+    defaults={**lang.VISION_DEFAULTS, "patch_size": 16, "num_position_embeddings": 2304},
+)
+DEEP = lang.Numbers("deep", "vision.mergers")
+TINY = {**lang.TINY_VISION, "deepstack_visual_indexes": [0]}
+ATTENTION = (
+    lang.same("input_layernorm.weight", "post_attention_layernorm.weight"),
+    lang.qkv("self_attn.qkv_proj", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", bias="attention_bias"),
+    lang.row("self_attn.o_proj", inputs="q", bias="attention_bias"),
+    lang.same("self_attn.q_norm.weight", "self_attn.k_norm.weight", shape=("head",)),
+)
+FFN = (lang.gate_up("mlp.up_gate_proj", "mlp.gate_proj", "mlp.up_proj"), lang.row("mlp.down_proj", inputs="ffn"))
 FAMILY = lang.family(
     "qwen3_vl",
+    lang.ends("model.language_model.embed_tokens", "model.language_model.norm", "lm_head"),
+    lang.layer("model.language_model.layers.{layer}", ATTENTION, FFN),
     classes=(lang.FLEET, lang.FORMERS),
-    scope="model.language_model",
     key="text_config",
-    layer=[ATTENTION, lang.fused_ffn("mlp")],
-    towers=(towers.QWEN3_VL,),
-    numbers=(towers.DEEP,),
+    towers=(VISION,),
+    numbers=(DEEP,),
     defaults={"head_dim": 128},
-    tiny={"vision_config": TINY_VISION},
+    tiny={"vision_config": TINY},
 )
