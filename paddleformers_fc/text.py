@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Iterable, Sequence
 
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
@@ -43,3 +44,10 @@ def install_command(extra: str) -> str:
 def _is_number(piece: str) -> bool:
     # Some characters are digits and no number, and a number may be too long for one.
     return piece.isascii() and piece.isdigit() and len(piece) <= 18
+
+
+def likely_meant(given: str, known: Iterable[str]) -> str:
+    """Return a question that names a similar known word; empty if there is none."""
+    by_lower = {word.lower(): word for word in sorted(known)}
+    close = difflib.get_close_matches(given.lower(), by_lower, n=1)
+    return f"is {by_lower[close[0]]} meant?" if close else ""

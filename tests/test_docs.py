@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import shutil
@@ -147,6 +148,8 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assets = prepare(directory / "demo_out/assets")
     for name in ("out/checkpoint-500", "out/llama/checkpoint-3"):
         save(directory / name, canonical(), tp=2, config=SIZES)
+    # Trainings resume them, and a checkpoint is that of the model that a training names.
+    (assets.models["llama"] / "config.json").write_text(json.dumps({**SIZES, "fuse_rms_norm": False}))
     shutil.copytree(directory / "out/checkpoint-500", directory / "bucket/run/checkpoint-500")
     assert run("export", directory / "out/checkpoint-500", directory / "exported").code == 0
     (directory / ".venv").symlink_to(sys.prefix)

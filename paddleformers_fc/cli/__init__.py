@@ -10,6 +10,5 @@
 ``planning``, ``exporting``                ``plan``; ``export``, ``convert``
 ``training``                               ``train``: prepares, starts and supervises a job
 ``settings``, ``start_checks``, ``nodes``  reading of the YAML, checks before ranks start, jobs of several nodes
-``log_view``                               the filter of rank 0's log
 =========================================  =====================================================================
 """

@@ -9,7 +9,7 @@ from typing import Any
 
 from paddleformers_fc.cli.explaining import FamilyTable
 from paddleformers_fc.cli.exporting import Converted, Exported
-from paddleformers_fc.cli.training import Ended, LaunchPlan
+from paddleformers_fc.cli.training import Ended, TrainingJob
 from paddleformers_fc.execute.diff_checkpoints import Difference
 from paddleformers_fc.execute.output_directory import Cleaned, Inspection, OutputFacts
 from paddleformers_fc.execute.verify import Verification
@@ -32,7 +32,7 @@ DOCUMENTS: dict[str, type[Any]] = {
     "aoa": StatementList,
     "families": FamilyTable,
     "train": Ended,
-    "train --dry-run": LaunchPlan,
+    "train --dry-run": TrainingJob,
 }
 """The type of the document that a command prints if it succeeds; ``verify`` and ``train`` add the keys of an error."""
 

@@ -497,7 +497,7 @@ def train(
 
     job = training.prepare(config, nproc, overrides or [], claim_logs=not dry_run)
     if dry_run:
-        _present(training.plan(job), training.show_plan, as_json)
+        _present(job, training.show_job, as_json)
         return OK
     if not job.flex:
         idle = f", and without effect: {', '.join(job.idle)}" if job.idle else ""

@@ -6,6 +6,7 @@ PyYAML silently keeps the last of two equal keys, so that a run would differ fro
 
 from __future__ import annotations
 
+import io
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -113,10 +114,6 @@ def _load_yaml(text: str, name: str, kind: type[_Loader] = _Loader) -> Any:
     Raises:
         yaml.YAMLError: it cannot be read, or has a duplicate key.
     """
-    try:
-        loader = kind(text)
-    except yaml.reader.ReaderError as error:
-        error.name = name
-        raise
-    loader.name = name
-    return loader.get_single_data()
+    stream = io.StringIO(text)
+    stream.name = name
+    return yaml.load(stream, Loader=kind)

@@ -1,79 +1,81 @@
 """Checks of a training configuration before a rank starts, where an error takes seconds and one line.
 
-Only certain faults are refused. PaddleFormers resolves names that may be on a hub.
+Only certain faults are refused. PaddleFormers resolves names that may be on a hub, and a registration file of the user
+may add keys and stages, and replace the model.
 
-A check of settings yields a line per fault. One error lists the faults of all checks, with the advice of each.
+Keys and values are compared with the table of PaddleFormers' arguments (:mod:`.stock_keys`), whose defaults the later
+checks use for missing keys. A function of faults yields a line per fault; one error lists those of several.
 """
 
 from __future__ import annotations
 
-import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path, PurePath
+from types import SimpleNamespace
 from typing import Any
 
 from paddleformers_fc import upstream
-from paddleformers_fc.errors import EnvironmentMismatch, NotACheckpoint, OptionError
+from paddleformers_fc.errors import EnvironmentMismatch, MismatchError, NotACheckpoint, OptionError
 from paddleformers_fc.families import ModelDescription, family_for, is_known
+from paddleformers_fc.families.changes import ABSENT, OPTION, config_changes, refuse_changes, refuse_unfit
 from paddleformers_fc.families.declarations import DIVIDED
-from paddleformers_fc.formats.registry import is_resumable, read_config, saved_run
+from paddleformers_fc.formats.registry import is_resumable, open_weights, read_config, saved_run
 from paddleformers_fc.layout.grid import ParallelGrid
 from paddleformers_fc.plan.simulate import declared_model
-from paddleformers_fc.storage.files import exists, is_directory, list_directory
-from paddleformers_fc.storage.manifest import MANIFEST_NAME, read_manifest, verify_files
-from paddleformers_fc.storage.paths import expand_user, parse_path, parse_step
+from paddleformers_fc.storage.files import exists, is_directory, is_file, list_directory
+from paddleformers_fc.storage.manifest import MANIFEST_NAME, candidates_in, read_manifest, verify_files
+from paddleformers_fc.storage.paths import AnyPath, expand_user, parse_path
 from paddleformers_fc.storage.remote_writes import check_remote_writable
-from paddleformers_fc.text import count_text
-from paddleformers_fc.trainer.options import FIELD_NAMES, unknown_keys, upload_url
-from paddleformers_fc.trainer.resume import refuse_no_checkpoint
-from paddleformers_fc.trainer.stock_keys import TEXT_ADVICE, Words, stock_arguments, text_faults
-
-Settings = Mapping[str, Any]
-"""The keys of a configuration with its overrides."""
+from paddleformers_fc.text import count_text, likely_meant
+from paddleformers_fc.trainer.options import (
+    FIELD_NAMES,
+    FlexFields,
+    check_options,
+    check_settings,
+    spelled,
+    unknown_keys,
+    upload_url,
+)
+from paddleformers_fc.trainer.resume import (
+    newest_without_changes,
+    no_checkpoint,
+    refuse_no_checkpoint,
+    with_new_run_advice,
+)
+from paddleformers_fc.trainer.stock_keys import refuse_values, stock_table
 
 _TENSOR, _STAGES, _EXPERTS = (f"{kind}_model_parallel_size" for kind in ("tensor", "pipeline", "expert"))
 _VIRTUAL, _SHARDING = "virtual_pipeline_model_parallel_size", "sharding_parallel_size"
-_DEGREES = (_TENSOR, _STAGES, "sep_parallel_size", _SHARDING)
-_PASSES, _BATCH, _RANK = "gradient_accumulation_steps", "per_device_train_batch_size", "lora_rank"
-_COUNTS = (*_DEGREES, _VIRTUAL, _EXPERTS, "context_parallel_size", _PASSES, _BATCH, "max_steps")
-"""Whole numbers. PaddleFormers silently uses the default for any other text."""
+_PASSES, _BATCH, _SEGMENTS = "gradient_accumulation_steps", "per_device_train_batch_size", "pp_seg_method"
+_PATH, _DATA, _RESUME = "model_name_or_path", ("train_dataset", "eval_dataset"), "resume_from_checkpoint"
 
-_VALUES = {
-    "stage": Words(
-        ("SFT", "PT", "DPO", "VL-SFT", "VL-PT", "VL-DPO", "dsv3_pretrain", "ernie_pretrain", "auto-parallel")
-    ),
-    "fine_tuning": Words(("LoRA", "full"), any_case=True),
-    "compute_type": Words(("bf16", "fp16", "float32", "wint8", "wint4", "wint4/8", "nf4")),
-}
-"""The values of keys without an enumeration. PaddleFormers trains without adapters for any other ``fine_tuning``."""
-
-_DEFAULTS: dict[str, Any] = {
-    "stage": "SFT",
-    "sharding": "stage1",
-    "evaluation_strategy": "no",
-    "save_strategy": "steps",
-    "logging_strategy": "steps",
-    "save_steps": 500,
-    "logging_steps": 500,
-}
-"""PaddleFormers' values of missing keys."""
-
-_RESUMING_STAGES = ("SFT", "PT", "VL-SFT", "VL-PT")
-"""The stages that use ``resume_from_checkpoint``; preference training takes the newest of ``output_dir``."""
-
-_TEXT_STAGES = ("SFT", "PT", "DPO")
-_PREFERENCE_STAGES = ("DPO", "VL-DPO")
-
-_PATH = "model_name_or_path"
-_SEGMENTS = "pp_seg_method"
+_TEXT_STAGES, _PREFERENCE_STAGES = ("SFT", "PT", "DPO"), ("DPO", "VL-DPO")
+_TRAINER_STAGES = (*_TEXT_STAGES, "VL-SFT", "VL-PT", "VL-DPO")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-_LISTS_OF_PATHS = {"train_dataset_path": "train_dataset_prob", "eval_dataset_path": "eval_dataset_prob"}
-"""Lists of files, each with an optional ``#`` and number of samples, and of their probabilities."""
+_SIZES = frozenset(
+    {"vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers", "head_dim"}
+)
+"""Keys of a model's configuration that change shapes or names of tensors."""
 
-_CHANGE = "Change the listed keys."
+
+@dataclass(frozen=True)
+class CheckedSettings:
+    """Settings that have passed :func:`check`.
+
+    Args:
+        values: the settings, and PaddleFormers' default of every missing key.
+        options: the settings, and the defaults of this package.
+        is_stock: whether the settings mean what PaddleFormers says: its table is known, and no file of the user adds to
+            it.
+    """
+
+    values: Mapping[str, Any]
+    options: Any
+    is_stock: bool
 
 
 def require_paddleformers(doing: str) -> None:
@@ -91,124 +93,116 @@ def require_paddleformers(doing: str) -> None:
         )
 
 
-def refuse_settings(settings: Settings, is_extended: bool) -> None:
-    """Refuse keys and values that every rank would refuse after its imports, or read as others.
+def check(settings: Mapping[str, Any], is_extended: bool, nodes: int) -> CheckedSettings:
+    """Refuse settings that every rank would refuse after its imports, or read as others.
 
     Args:
         settings: the configuration with its overrides.
-        is_extended: whether a registration file of the user runs, which may add keys and stages.
+        is_extended: whether a registration file of the user runs.
+        nodes: number of nodes of the job; the files of a checkpoint may be on other nodes.
     Raises:
-        OptionError: all unknown keys, each with a similar known key; or all other faults.
-        StorageError: the operating system refused to look at a path.
+        OptionError: unknown keys, each with a similar known one; contradictions; wrong values; missing paths and
+            combinations that PaddleFormers refuses; in this order.
+        CheckpointError: the checkpoint to resume is missing or damaged; the model lacks weights.
+        MismatchError: the model is not that of the checkpoint.
+        MappingError: the configuration of the model lacks a size, or contradicts itself.
+        EnvironmentMismatch: the class of the model needs PaddleFleet.
+        StorageError: the operating system refused to look at a path; the store of ``flex_upload`` refused.
     """
-    _refuse_unknown_keys(settings, is_extended)
-    found = [
-        (_wrong_types(settings), TEXT_ADVICE),
-        (
-            _missing_paths(settings),
-            "Relative paths begin in the working directory; `make demo` in the repository creates demo_out.",
-        ),
-    ]
-    if not is_extended:
-        words = (
-            'Write one of the listed words; "no" needs quotes, without which YAML reads false. sharding: "" is none.'
-        )
-        found += [
-            (_unknown_words(settings), words),
-            (_schedule_faults(settings), _CHANGE),
-            (_pipeline_faults(settings), _CHANGE),
-        ]
-    _refuse(found)
+    check_settings(settings)
+    stock = stock_table()
+    _refuse_unknown_keys(settings, stock.keys if not is_extended else {})
+    refuse_values(settings, stock.keys, is_extended)
+    options = SimpleNamespace(**{**vars(FlexFields()), **settings})
+    check_options(options)
+    values = {_RESUME: None, **{key: one.default for key, one in stock.keys.items()}, **settings}
+    checked = CheckedSettings(values, options, bool(stock.keys) and not is_extended)
+    faults = [*_missing_paths(settings)]
+    if checked.is_stock:
+        faults += [*_schedule_faults(values), *_pipeline_faults(values)]
+    _refuse(faults, "Correct the listed keys. Relative paths begin in the working directory.")
+    url = upload_url(options) if options.flex_checkpoint else None
+    if url is not None:
+        check_remote_writable(url)
+    resumed = checkpoint_to_resume(values, nodes) if options.flex_checkpoint else None
+    if not options.flex_checkpoint:
+        _refuse_resume_by_paddleformers(values)
+    if checked.is_stock:
+        given = {key: value for key, value in settings.items() if value is not None}
+        _check_model(given, values, stock.without_fleet)
+        if resumed is not None:
+            _refuse_another_model(given, values, resumed)
+    return checked
 
 
-def refuse_layout(settings: Settings, ranks: int, is_extended: bool) -> None:
+def check_ranks(checked: CheckedSettings, ranks: int) -> None:
     """Refuse a layout that does not fit the number of ranks on a CPU, and a model that a CPU cannot train.
 
     Args:
-        settings: the configuration with its overrides.
+        checked: the settings.
         ranks: of all nodes.
-        is_extended: as for :func:`refuse_settings`; such a file may replace the model.
     Raises:
         OptionError: with all faults.
     """
-    found = [
-        (_indivisible(settings, ranks), "Start another number of ranks with --nproc, or change a degree."),
-        (_expert_faults(settings, ranks), _CHANGE),
-    ]
-    if not is_extended:
-        found.append((_fused_norm(settings), 'Add "fuse_rms_norm": false to this config.json.'))
-    _refuse(found)
+    if not stock_table().keys:
+        return
+    faults = [*_rank_faults(checked.values, ranks)]
+    if checked.is_stock:
+        faults += _fused_norm(checked.values)
+    _refuse(faults, "Change the listed keys, or start another number of ranks with --nproc.")
 
 
-def _refuse(found: Iterable[tuple[Iterable[str], str]]) -> None:
-    """Raise one error with the faults of several checks, and the advice of those that found some.
+def _refuse(faults: Sequence[str], next_step: str) -> None:
+    """Raise one error with the faults, if there are any.
 
     Raises:
-        OptionError: there are faults.
+        OptionError: there are.
     """
-    refused = [(lines, advice) for faults, advice in found if (lines := list(faults))]
-    if refused:
+    if faults:
         raise OptionError(
             "Training cannot start with these settings.",
             where=f"training arguments; working directory {Path.cwd()}",
-            evidence=[line for lines, _ in refused for line in lines],
-            next_step=" ".join(dict.fromkeys(advice for _, advice in refused)),
+            evidence=faults,
+            next_step=next_step,
         )
 
 
-def _refuse_unknown_keys(settings: Settings, is_extended: bool) -> None:
+def _refuse_unknown_keys(settings: Mapping[str, Any], stock: Mapping[str, Any]) -> None:
+    """Refuse unknown keys; without a table of PaddleFormers' keys those that look like keys of this package.
+
+    Raises:
+        OptionError: with all of them.
+    """
     # A dot or a bracket in an override reaches into the value of a key.
-    names = sorted({re.split(r"[.\[]", str(key))[0] for key in settings} - set(FIELD_NAMES))
-    stock = () if is_extended else stock_arguments().keys
+    names = {re.split(r"[.\[]", str(key))[0] for key in settings} - {*FIELD_NAMES, *stock}
     # PaddleFormers has keys of its own that begin with flex_ckpt.
-    unknown = [
-        name
-        for name in names
-        if name not in stock and (stock or (name.startswith("flex_") and not name.startswith("flex_ckpt")))
-    ]
+    unknown = [name for name in names if stock or (name.startswith("flex_") and not name.startswith("flex_ckpt"))]
     if unknown:
         raise unknown_keys(unknown, stock)
 
 
-def _wrong_types(settings: Settings) -> Iterator[str]:
-    texts = text_faults(settings)
-    yield from texts.values()
-    yield from (
-        f"{key}: {settings[key]!r} is not a whole number, which has no decimal point"
-        for key in _COUNTS
-        if key not in texts and not _is_count(settings.get(key))
-    )
-
-
-def _is_count(value: Any) -> bool:
-    if isinstance(value, str):
-        return re.fullmatch(r"\s*[-+]?[0-9]+\s*", value) is not None
-    return value is None or (isinstance(value, int) and not isinstance(value, bool))
-
-
-def _unknown_words(settings: Settings) -> Iterator[str]:
-    """Find words that PaddleFormers refuses in every rank, or reads as others."""
-    for key, words in {**_VALUES, **stock_arguments().words}.items():
-        if key in settings and not words.admits(settings[key]):
-            given = "null" if settings[key] is None else repr(settings[key])
-            yield f"{key}: {given} is none of {', '.join(words.known)}"
-
-
-def _missing_paths(settings: Settings) -> Iterator[str]:
+def _missing_paths(settings: Mapping[str, Any]) -> Iterator[str]:
     """Find missing local models and data, and a missing output directory."""
-    if not isinstance(settings.get("output_dir"), str):
+    output_dir, own = settings.get("output_dir"), settings.get("custom_register_path")
+    if output_dir is None:
         yield "output_dir is missing: the directory for checkpoints and logs"
+    elif not isinstance(output_dir, str):
+        yield f"output_dir: {spelled(output_dir)} is not text; a name that YAML reads as something else needs quotes"
+    if own is not None and not is_file(Path(str(own))):
+        yield f"custom_register_path: {own} does not exist; without this key the command registers the package"
     named = [(_PATH, str(settings.get(_PATH) or ""))]
-    for key, probabilities in _LISTS_OF_PATHS.items():
-        paths, chances = _listed(settings.get(key)), _listed(settings.get(probabilities))
+    for kind in _DATA:
+        paths, chances = _listed(settings.get(f"{kind}_path")), _listed(settings.get(f"{kind}_prob"))
         if len(paths) == len(chances):
             # PaddleFormers does not look at data that is never drawn.
             paths = [path for path, chance in zip(paths, chances, strict=True) if not _is_nothing(chance)]
-        named.extend((key, path.partition("#")[0]) for path in paths)
-    output_dir = PurePath(str(settings.get("output_dir") or ""))
-    for key, path in named:
-        if _is_local(path, output_dir) and not exists(Path(expand_user(path))):
-            yield f"{key}: {path} does not exist"
+        named.extend((f"{kind}_path", path.partition("#")[0]) for path in paths)
+    for key, text in named:
+        path = Path(expand_user(text))
+        if _is_local(text, PurePath(str(output_dir))) and not exists(path):
+            beside = [one.name for one in list_directory(path.parent)] if is_directory(path.parent) else []
+            meant = likely_meant(path.name, beside)
+            yield f"{key}: {text} does not exist{meant and f' in {path.parent}; {meant}'}"
 
 
 def _listed(value: Any) -> list[str]:
@@ -234,156 +228,127 @@ def _is_local(path: str, output_dir: PurePath) -> bool:
     )
 
 
-def _schedule_faults(settings: Settings) -> Iterator[str]:
+def _schedule_faults(values: Mapping[str, Any]) -> Iterator[str]:
     """Find numbers and strategies that every rank would refuse after its imports, or after it has built the model."""
-
-    def number(key: str, default: float) -> float:
-        value = settings.get(key)
-        return value if isinstance(value, int | float) and not isinstance(value, bool) else default
-
-    evaluates, saves, logs = (_text(settings, f"{kind}_strategy") for kind in ("evaluation", "save", "logging"))
-    save_steps, logging_steps = (number(key, _DEFAULTS[key]) for key in ("save_steps", "logging_steps"))
-    for key in (_PASSES, _BATCH, _RANK):
-        is_used = key != _RANK or _text(settings, "fine_tuning").lower() != "full"
-        if is_used and number(key, 1) < 1:
-            yield f"{key}: {settings[key]} is less than 1"
-    if not logging_steps and logs == "steps":
+    counted = (_PASSES, _BATCH) if values["fine_tuning"].lower() == "full" else (_PASSES, _BATCH, "lora_rank")
+    yield from (f"{key}: {values[key]} is less than 1" for key in counted if values[key] < 1)
+    if values["logging_strategy"] == "steps" and not values["logging_steps"]:
         yield "logging_steps: 0 with logging_strategy: steps"
-    if number("max_steps", -1) <= 0 >= number("num_train_epochs", 1):
-        yield f"max_steps: {settings.get('max_steps', -1)} and num_train_epochs: {settings['num_train_epochs']}"
-    if settings.get("do_eval") is True and evaluates == "no":
+    if values["max_steps"] <= 0 >= values["num_train_epochs"]:
+        yield f"max_steps: {values['max_steps']} and num_train_epochs: {values['num_train_epochs']}"
+    if not values["sharding"] and values[_SHARDING] > 1:
+        yield f'{_SHARDING}: {values[_SHARDING]} with sharding: "", so that these ranks would train apart'
+    evaluates, saves = values["evaluation_strategy"], values["save_strategy"]
+    if values["do_eval"] and evaluates == "no":
         yield "do_eval: true with evaluation_strategy: no, its default"
-    if settings.get("load_best_model_at_end") is not True:
+    if not values["load_best_model_at_end"]:
         return
-    every = number("eval_steps", 0) or logging_steps or 1
+    every = values["eval_steps"] or values["logging_steps"] or 1
     if evaluates != saves:
         strategies = f"evaluation_strategy: {evaluates} and save_strategy: {saves}"
         yield f"load_best_model_at_end: true with {strategies}, which must be equal"
-    elif saves == "steps" and save_steps % every:
-        yield f"load_best_model_at_end: true with save_steps: {save_steps}, which is no multiple of eval_steps: {every}"
+    elif saves == "steps" and values["save_steps"] % every:
+        steps = f"save_steps: {values['save_steps']}, which is no multiple of eval_steps: {every}"
+        yield f"load_best_model_at_end: true with {steps}"
 
 
-def _pipeline_faults(settings: Settings) -> Iterator[str]:
+def _pipeline_faults(values: Mapping[str, Any]) -> Iterator[str]:
     """Find faults of a pipeline that every rank would refuse after its imports, or after it has built the model.
 
     Paddle schedules virtual stages on more than two pipeline stages alone, and needs as many forward passes per step as
     there are pipeline stages, or at least twice as many. PaddleFleet's schedules are not checked.
     """
-    stage, stages, virtual = _text(settings, "stage"), _degree(settings, _STAGES), _degree(settings, _VIRTUAL)
-    if stages == 1 or stage not in (*_RESUMING_STAGES, *_PREFERENCE_STAGES):
+    stage, stages, virtual, passes = values["stage"], values[_STAGES], values[_VIRTUAL], values[_PASSES]
+    if stages <= 1 or stage not in _TRAINER_STAGES:
         return
     if stage in _PREFERENCE_STAGES:
-        if not settings.get("clear_every_step_cache"):
+        if not values["clear_every_step_cache"]:
             yield f"clear_every_step_cache: not true, which stage: {stage} needs in a pipeline"
-        if settings.get("sequence_parallel") and settings.get("partial_send_recv", True):
+        if values["sequence_parallel"] and values["partial_send_recv"]:
             yield f"partial_send_recv: not false, which stage: {stage} needs with sequence_parallel: true"
-    if virtual == 1 or upstream.is_installed("paddlefleet"):
+    if virtual <= 1 or upstream.is_installed("paddlefleet"):
         return
     needs = f"{_VIRTUAL}: {virtual} needs"
     if stages == 2:
         yield f"{needs} more than 2 pipeline stages"
-    passes = settings.get(_PASSES, 1)
-    least = stages if settings.get("best_unbalanced_scheduler") else 2 * stages
-    if isinstance(passes, int) and 0 < passes < least and passes != stages:
+    least = stages if values["best_unbalanced_scheduler"] else 2 * stages
+    if passes < least and passes != stages:
         yield f"{needs} {_PASSES}: {stages}, or {2 * stages} or more, instead of {passes}"
-    method = settings.get(_SEGMENTS)
-    if method is not None and not str(method).startswith("layer:"):
-        yield f"{needs} {_SEGMENTS}: layer:DecoderLayer|EmptyLayer instead of {method}"
+    if not str(values[_SEGMENTS]).startswith("layer:"):
+        yield f"{needs} {_SEGMENTS}: layer:DecoderLayer|EmptyLayer instead of {values[_SEGMENTS]}"
 
 
-def _indivisible(settings: Settings, ranks: int) -> Iterator[str]:
-    """Find degrees whose product does not divide the number of ranks."""
-    used = {key: degree for key in _DEGREES if (degree := _degree(settings, key)) > 1}
-    if not settings.get("sharding"):
-        used.pop(_SHARDING, None)
+def _rank_faults(values: Mapping[str, Any], ranks: int) -> Iterator[str]:
+    """Find degrees that do not divide the ranks, and that PaddleFormers would leave unused in every rank."""
+    sharding = values[_SHARDING] if values["sharding"] else 1
+    sizes = {key: max(values[key], 1) for key in (_TENSOR, _STAGES, "sep_parallel_size")}
+    used = {key: size for key, size in {**sizes, _SHARDING: sharding}.items() if size > 1}
     groups = prod(used.values())
     if ranks % groups:
         degrees = ", ".join(f"{key}: {degree}" for key, degree in used.items())
         yield f"{degrees}: {count_text(ranks, 'rank')} cannot be divided into groups of {groups}"
-
-
-def _expert_faults(settings: Settings, ranks: int) -> Iterator[str]:
-    """Find faults of a degree of expert parallelism that PaddleFormers would refuse, or leave unused, in every rank."""
-    experts = _degree(settings, _EXPERTS)
-    if experts == 1:
+    experts, stages, others = values[_EXPERTS], sizes[_STAGES], prod(sizes.values())
+    if experts <= 1:
         return
-    tensor, stages, segments, sharding = (_degree(settings, key) for key in _DEGREES)
-    if not settings.get("sharding", _DEFAULTS["sharding"]):
-        sharding = 1
-    elif settings.get(_SHARDING) in (None, -1):
-        sharding = max(ranks // (tensor * stages * segments), 1)
-    data, outer = ranks // (tensor * stages * segments * sharding), ranks // (stages * experts)
+    shards = sharding if sharding > 0 else max(ranks // others, 1)
+    data, outer = ranks // (others * shards), ranks // (stages * experts)
     what = f"{_EXPERTS}: {experts} on {count_text(ranks, 'rank')}"
-    if settings.get("use_expert_parallel") is not True:
+    if values["use_expert_parallel"] is not True:
         yield f"{what}: use_expert_parallel is not true"
     if ranks % (stages * experts):
         yield f"{what}: {ranks} ranks in {count_text(stages, 'pipeline stage')} are no multiple of it"
     elif data > 1:
         yield f"{what}: data parallel degree {data}: experts need sharding in its place, such as sharding: stage1"
-    elif sharding > 1 and outer > 1 and sharding % outer:
-        yield f"{what}: {_SHARDING} {sharding} is no multiple of {outer}, the ranks that hold one expert"
+    elif shards > 1 and outer > 1 and shards % outer:
+        yield f"{what}: {_SHARDING} {shards} is no multiple of {outer}, the ranks that hold one expert"
 
 
-def _fused_norm(settings: Settings) -> Iterator[str]:
+def _fused_norm(values: Mapping[str, Any]) -> Iterator[str]:
     """Find a fused norm on a CPU, for which Paddle has no kernel; it is PaddleFormers' default."""
-    config = _model_config(settings)
+    config = _model_config(values)
     if is_known(config) and config.get("fuse_rms_norm", True):
         written = "fuse_rms_norm: true" if "fuse_rms_norm" in config else "no fuse_rms_norm, which means true"
-        yield f"{settings[_PATH]}/config.json: {written}, and Paddle has no kernel for a fused norm on a CPU"
+        kernel = "and Paddle has no kernel for a fused norm on a CPU; add false to it"
+        yield f"{values[_PATH]}/config.json: {written}, {kernel}"
 
 
-def _degree(settings: Settings, key: str) -> int:
-    value = settings.get(key)
-    return max(value, 1) if isinstance(value, int) else 1
-
-
-def _text(settings: Settings, key: str) -> str:
-    return str(settings.get(key, _DEFAULTS.get(key)))
-
-
-def _model_config(settings: Settings) -> dict[str, Any]:
+def _model_config(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the configuration of a text model that is on this machine; else an empty one."""
-    model = settings.get(_PATH)
-    if not isinstance(model, str) or not model or _text(settings, "stage") not in _TEXT_STAGES:
-        return {}
-    return read_config(Path(expand_user(model)))
+    return _config_of(values) if values["stage"] in _TEXT_STAGES else {}
 
 
-def refuse_upload(options: Any) -> None:
-    """Write to the store of ``flex_upload``, as every job does before it trains.
-
-    Args:
-        options: the checked options of a configuration.
-    Raises:
-        OptionError: there is no backend for the URL.
-        StorageError: the store refused.
-    """
-    url = upload_url(options) if options.flex_checkpoint else None
-    if url is not None:
-        check_remote_writable(url)
+def _config_of(values: Mapping[str, Any]) -> dict[str, Any]:
+    model = values.get(_PATH)
+    return read_config(Path(expand_user(model))) if model else {}
 
 
-def refuse_resume(settings: Settings, several_nodes: bool = False) -> None:
-    """Refuse to resume a directory that is not a flex checkpoint, or that lacks files.
-
-    Args:
-        settings: the configuration with its overrides.
-        several_nodes: whether the job has other nodes.
+def checkpoint_to_resume(values: Mapping[str, Any], nodes: int) -> AnyPath | None:
+    """Return the checkpoint that the run resumes, as far as this node can tell.
 
     Raises:
-        OptionError: the directory does not exist.
-        NotACheckpoint: the directory is not a flex checkpoint.
+        OptionError: the named directory does not exist.
+        NotACheckpoint: it is not a checkpoint; or a resume is requested, and ``output_dir`` has no checkpoint.
         Corrupt: a file is missing or has another size; not checked if ``flex_verify`` is off.
     """
-    named = settings.get("resume_from_checkpoint")
-    if not (settings.get("flex_checkpoint") and isinstance(named, str) and named):
-        return
-    found = parse_path(expand_user(named))
+    named = values[_RESUME]
+    if isinstance(named, str) and named:
+        return _checked_checkpoint(parse_path(expand_user(named)), values, nodes)
+    is_automatic = named is None and values.get("do_train") and not values.get("overwrite_output_dir")
+    if nodes > 1 or not (named is True or is_automatic):
+        return None
+    output_dir = Path(expand_user(values["output_dir"]))
+    newest, skipped = newest_without_changes(output_dir)
+    if newest is None and named is True:
+        raise no_checkpoint(output_dir, [(path.name, why) for path, why in skipped])
+    return newest
+
+
+def _checked_checkpoint(found: AnyPath, values: Mapping[str, Any], nodes: int) -> AnyPath | None:
     if not isinstance(found, Path):
         refuse_no_checkpoint(found)
-        return
-    if several_nodes:
-        return  # Files may be on disks of other nodes; the ranks check together.
+        return found
+    if nodes > 1:
+        return None  # Files may be on disks of other nodes; the ranks check together.
     try:
         refuse_no_checkpoint(found)
     except NotACheckpoint as error:
@@ -393,75 +358,101 @@ def refuse_resume(settings: Settings, several_nodes: bool = False) -> None:
         raise OptionError(error.what, where=error.where, evidence=error.evidence, next_step=error.next_step) from None
     if is_resumable(found):
         saved_run(found)
-    elif settings.get("flex_verify", "size") not in ("off", False):
+    elif values.get("flex_verify", "size") not in ("off", False):
         verify_files(found, read_manifest(found), "size")
+    return found
 
 
-def refuse_resume_without_the_key(settings: Settings) -> None:
+def _refuse_resume_by_paddleformers(values: Mapping[str, Any]) -> None:
     """Refuse a resume by PaddleFormers itself of a flex checkpoint, which it cannot read.
 
     Raises:
         OptionError: ``flex_checkpoint`` is not true, and PaddleFormers would resume a flex checkpoint.
     """
-    found = None if settings.get("flex_checkpoint") else _resumed_by_stock(settings)
-    if found is not None and exists(found / MANIFEST_NAME):
+    named, found = values[_RESUME], list[AnyPath]()
+    if not values.get("do_train") or values.get("stage") not in _TRAINER_STAGES:
+        return
+    if isinstance(named, str) and named and values["stage"] not in _PREFERENCE_STAGES:
+        found = [parse_path(expand_user(named))]
+    elif named is True or (named is not False and not values.get("overwrite_output_dir")):
+        found.extend(candidates_in(Path(expand_user(values["output_dir"])))[:1])
+    if any(exists(path / MANIFEST_NAME) for path in found):
         raise OptionError(
-            f"{found} is a flex checkpoint, and without flex_checkpoint: true PaddleFormers would resume from it.",
+            f"{found[0]} is a flex checkpoint, and without flex_checkpoint: true PaddleFormers would resume from it.",
             where="flex_checkpoint",
-            evidence=["PaddleFormers resumes from resume_from_checkpoint, or from the newest checkpoint in output_dir"],
+            evidence=[f"PaddleFormers resumes from {_RESUME}, or from the newest checkpoint in output_dir"],
             next_step="Set flex_checkpoint: true; or to start a new run, set another output_dir and nothing to resume, "
             "or set overwrite_output_dir: true.",
         )
 
 
-def _resumed_by_stock(settings: Settings) -> Path | None:
-    """Return the directory that PaddleFormers would resume without this package; None if uncertain."""
-    named, stage = settings.get("resume_from_checkpoint"), _text(settings, "stage")
-    if settings.get("do_train") is not True or stage not in (*_RESUMING_STAGES, "DPO"):
-        return None
-    if stage in _RESUMING_STAGES and isinstance(named, str) and named:
-        path = parse_path(expand_user(named))
-        return path if isinstance(path, Path) else None
-    is_default = not settings.get("overwrite_output_dir") and (named is None or stage == "DPO")
-    output_dir = settings.get("output_dir")
-    # On that platform PaddleFormers considers marked checkpoints only.
-    is_newest = (is_default or named is True) and not os.environ.get("FLAG_LLM_PDC")
-    if not (is_newest and isinstance(output_dir, str) and output_dir):
-        return None
-    steps = {parse_step(path): path for path in list_directory(Path(expand_user(output_dir))) if is_directory(path)}
-    return max(((step, path) for step, path in steps.items() if step is not None), default=(None, None))[1]
+def _check_model(given: Mapping[str, Any], values: Mapping[str, Any], without_fleet: Sequence[str]) -> None:
+    """Refuse a model on this machine that every rank would refuse.
 
-
-def refuse_model(settings: Settings) -> None:
-    """Refuse a model that every rank would refuse: its configuration, or its tensor parallel degree.
-
-    The ``config.json`` must be on this machine. A degree is refused if it does not divide a size that the class of the
-    family checks. The error then lists all such sizes, as ``plan`` does. Virtual pipeline stages that do not divide the
-    layers are refused; other checks are left to PaddleFormers.
+    A degree of tensor parallelism is refused if it does not divide a size that the class of the family checks. The
+    error then lists all such sizes, as ``plan`` does. Virtual pipeline stages that do not divide the layers are
+    refused; other checks are left to PaddleFormers.
 
     Raises:
+        EnvironmentMismatch: the class of the model needs PaddleFleet, which is not installed.
+        CheckpointError: the directory has no weights to start from.
         FormatError: the configuration is not a JSON object.
-        MappingError: the configuration lacks model_type or a size, or contradicts itself.
+        MappingError: it lacks model_type or a size, or contradicts itself.
         OptionError: the degree does not divide the model; with the numbers.
     """
-    config = _model_config(settings) if settings.get("flex_checkpoint") else {}
-    if not config or ("model_type" in config and not is_known(config)):
-        return  # A name of a hub, or a model whose class may have statements of its own.
+    config = _model_config(values)
+    if config.get("model_type") in without_fleet:
+        raise EnvironmentMismatch(
+            f"PaddleFormers' class of {config['model_type']} needs PaddleFleet, which is not installed.",
+            where=sys.executable,
+            evidence=[f"{_PATH}: {values[_PATH]}"],
+            next_step="Install the packages paddlefleet and paddlefleet_ops that fit the installed Paddle.",
+        )
+    if not config or not values.get("flex_checkpoint"):
+        return  # A name of a hub, or a model that PaddleFormers reads.
+    directory = Path(expand_user(values[_PATH]))
+    is_filled = values["continue_training"] and not values["autotuner_benchmark"]
+    if is_filled and not any(path.suffix == ".safetensors" for path in list_directory(directory)):
+        open_weights(directory, "off", adapters=False)  # Its error names what is there instead.
+    if "model_type" in config and not is_known(config):
+        return  # Its class may have statements of its own.
     family = family_for(config)
-    # PaddleFormers takes keys of the model from the same file.
-    given = {key: value for key, value in settings.items() if value is not None}
-    # Other keys may decide the sizes that the tensor-parallel degree divides, or the layers of a stage.
-    experts = any(settings.get(key) not in (None, False, 1) for key in (_EXPERTS, "use_expert_parallel"))
-    sizes_are_known = not experts and settings.keys().isdisjoint(DIVIDED.values())
-    stages, virtual = _degree(settings, _STAGES), _degree(settings, _VIRTUAL)
-    by_default = settings.get(_SEGMENTS) is None and not upstream.is_installed("paddlefleet")
-    if stages == 1 or virtual == 1 or not by_default:
-        stages, virtual = 1, 1
+    # Keys of the model in the settings may decide the sizes that the tensor-parallel degree divides.
+    experts = values[_EXPERTS] > 1 or values["use_expert_parallel"]
+    sizes_are_known = not experts and given.keys().isdisjoint(DIVIDED.values())
+    by_default = stock_table().keys[_SEGMENTS].default == values[_SEGMENTS]
+    is_checked = min(values[_STAGES], values[_VIRTUAL]) > 1 and by_default and not upstream.is_installed("paddlefleet")
+    stages, virtual = (values[_STAGES], values[_VIRTUAL]) if is_checked else (1, 1)
     try:
-        grid = ParallelGrid(tp=_degree(settings, _TENSOR) if sizes_are_known else 1, pp=stages, vpp=virtual)
+        grid = ParallelGrid(tp=max(values[_TENSOR], 1) if sizes_are_known else 1, pp=stages, vpp=virtual)
         # Where PaddleFleet has a class of the family as well, PaddleFormers' commands build that one.
         declared_model(family, ModelDescription({**config, **given}, is_fleet=True), grid)
     except OptionError as error:
         checked = (*(f"{DIVIDED[size]}=" for size in family.divided), "num_hidden_layers=")
         if any(line.startswith(checked) or "layers, empty ones included" in line for line in error.evidence):
             raise
+
+
+def _refuse_another_model(given: Mapping[str, Any], values: Mapping[str, Any], checkpoint: AnyPath) -> None:
+    """Refuse a model on this machine that is not that of the checkpoint to resume.
+
+    Only values that both configurations contain are compared. PaddleFormers has defaults for some keys of a model,
+    which replace those of the file.
+
+    Raises:
+        MismatchError: keys differ with which tensors do not fit, or have another meaning.
+    """
+    config = _config_of(values)
+    if not config:
+        return
+    stored, live = read_config(checkpoint), {**config, **given}
+    replaced = {key for key, value in values.items() if value is not None and key not in given}
+    both = (stored.keys() & live.keys()) - replaced
+    old, new = (ModelDescription({key: config[key] for key in both}) for config in (stored, live))
+    changes = [one for one in config_changes(old, new, True) if {ABSENT, "null"}.isdisjoint((one.saved, one.now))]
+    unfit = [one for one in changes if any(key.rpartition(".")[2] in _SIZES for key in one.keys)]
+    try:
+        refuse_unfit([replace(one, because="tensors have other shapes or names") for one in unfit], (), str(checkpoint))
+        refuse_changes(changes, values.get(OPTION) or (), str(checkpoint))
+    except MismatchError as error:
+        raise error if isinstance(values[_RESUME], str) else with_new_run_advice(error) from None

@@ -2,48 +2,37 @@
 
 PaddleFormers' own command line runs unchanged. This command adds two overrides to the YAML. The registration file
 becomes ``custom_register_path``; if the YAML names one of its own, both run, the YAML's first. ``device=cpu`` is added
-if there is no accelerator and the YAML names no device. On a machine
+if there is no accelerator and the YAML names no device. Faults that are detectable earlier are refused before a process
+starts (:mod:`.start_checks`). On a machine
 
-* without an accelerator, the ranks are local processes over gloo, started and supervised by
-  :mod:`paddleformers_fc.cpu_runtime.launch`; each writes a log, and that of rank 0 is shown while it runs;
-* with one, or in a job of several nodes, ``paddleformers-cli`` is called. It starts ``paddle.distributed.launch`` on
-  the visible devices, and reads ``NNODES``, ``RANK``, ``MASTER_ADDR`` and ``MASTER_PORT`` (:mod:`.nodes`).
+* without an accelerator, the ranks are local processes over gloo;
+* with one, or in a job of several nodes, ``paddleformers-cli`` is the only process that this command starts. It starts
+  ``paddle.distributed.launch`` on the visible devices, and reads ``NNODES``, ``RANK``, ``MASTER_ADDR`` and
+  ``MASTER_PORT`` (:mod:`.nodes`).
 
-Faults that are detectable earlier are refused before a process starts (:mod:`.start_checks`). :mod:`.log_view` filters
-the output. Ranks record their progress and errors beside their logs (:mod:`paddleformers_fc.trainer.rank_records`); the
-command reads these records at the end. The supervisor lists ranks that a signal ended. The signal of
-``flex_save_on_signal`` is forwarded to the ranks, which save and end. Otherwise a training that is stopped (Ctrl-C,
-SIGTERM) ends its ranks. In these cases the command prints the step at which the next start resumes. Every start has its
-own log directory: ``log``, ``log-2``, ...
+:mod:`paddleformers_fc.cpu_runtime.launch` starts and supervises them in both cases. Each process writes a log, and that
+of the first is shown while it runs, filtered (:class:`LogView`). Every start has its own log directory: ``log``,
+``log-2``, ... Ranks record their progress and errors beside their logs (:mod:`paddleformers_fc.trainer.rank_records`).
+This command reads figures and errors in these records alone.
 
-Filter the log of a running training for a terminal.
-
-PaddleFormers writes a thousand lines before the first step. The log file alone has messages of level DEBUG, further
-lines of messages of level INFO (tables, configurations), messages of level INFO of Paddle's C++ code, and warnings of
-installed Python packages. Python tracebacks are reduced to the line of the exception. Errors of this package are
-omitted, because the command prints them at the end. Colours are used on terminals only. Memory is one line.
+The signal of ``flex_save_on_signal`` is forwarded to the ranks, which save and end. Otherwise a training that is
+stopped (Ctrl-C, SIGTERM) ends its ranks. In these cases the command prints the step at which the next start resumes.
 """
 
 from __future__ import annotations
 
-import codecs
 import math
 import os
 import re
-import select
 import shlex
 import signal
-import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from types import SimpleNamespace
 from typing import IO, TYPE_CHECKING, Any, cast
 
 import msgspec
@@ -51,7 +40,7 @@ import msgspec
 from paddleformers_fc.cli import nodes, start_checks
 from paddleformers_fc.cli.settings import parse_overrides, read_settings
 from paddleformers_fc.cpu_runtime.launch import LaunchResult, launch
-from paddleformers_fc.cpu_runtime.ranks import FORWARDED_SECONDS, POLL_SECONDS, SAVED_ON_SIGNAL, rank_environments, tail
+from paddleformers_fc.cpu_runtime.ranks import FORWARDED_SECONDS, SAVED_ON_SIGNAL, tail
 from paddleformers_fc.errors import FlexError, OptionError, StorageError
 from paddleformers_fc.storage import files
 from paddleformers_fc.storage.commit import is_name_taken
@@ -59,27 +48,38 @@ from paddleformers_fc.storage.manifest import newest_checkpoint, read_manifest
 from paddleformers_fc.storage.paths import expand_user, require_local
 from paddleformers_fc.text import count_text
 from paddleformers_fc.trainer import register
-from paddleformers_fc.trainer.options import FIELD_NAMES, FlexFields, check_options, check_stage, save_signal
+from paddleformers_fc.trainer.options import FIELD_NAMES, save_signal
 from paddleformers_fc.trainer.rank_records import RECORDS, RankRecord, read_error, read_records
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-DEBUG = re.compile(r"\[ *DEBUG\]")
-_RECORD = re.compile(r"\[[\d-]{10} [\d:,]+\] \[ *(\w+)\]")
+_MESSAGE = r"\[[\d-]{10} [\d:,]+\] \[ *"
 """The beginning of a message of PaddleFormers' logger."""
-_DETAILED = ("DEBUG", "INFO")
+_DEBUG, _INFO = (re.compile(rf"{_MESSAGE}{level}\]") for level in ("DEBUG", "INFO"))
+_HIDDEN = re.compile(
+    "|".join(
+        (
+            _DEBUG.pattern,
+            r"I\d{4} [\d:.]+ +\d+ ",  # Level INFO of Paddle's C++ code.
+            r"\S+/site-packages/\S+:\d+: \w+Warning: ",
+            r"Traceback \(most recent call last\):|During handling of |The above exception ",
+            re.escape(f"{FlexError.__module__}."),
+        )
+    )
+)
 _DETAIL = re.compile(r"[ \t|+},\n](?!.*\r)")
 """The beginning of a further line of a message; progress bars, which end in a carriage return, are none."""
-_GLOG_INFO = re.compile(r"I\d{4} [\d:.]+ +\d+ ")
-_LIBRARY_WARNING = re.compile(r"\S+/site-packages/\S+:\d+: \w+Warning: ")
-_TRACEBACK = "Traceback (most recent call last):"
-_OF_TRACEBACK = (" ", "During handling of ", "The above exception ", f"{FlexError.__module__}.")
 
 
 class LogView:
     """A stream that forwards the lines of a training's log that a person reads.
+
+    PaddleFormers writes a thousand lines before the first step. The log file alone has messages of level DEBUG, further
+    lines of messages of level INFO (tables, configurations), messages of level INFO of Paddle's C++ code, warnings of
+    installed Python packages, and tracebacks but for the line of the exception. Errors of this package are omitted,
+    because the command prints them at the end. Colours are used on terminals only. Memory is one line.
 
     Args:
         stream: the target.
@@ -89,22 +89,11 @@ class LogView:
         self._stream: IO[str] | None = stream  # None after its reader has closed it, as under | head.
         self._colours = stream.isatty()
         self._rest = ""
-        self._in_traceback = self._in_details = False
+        self._hides_details = False
 
     def write(self, text: str) -> int:
         """Take text of any length; whole lines are forwarded."""
         *lines, self._rest = re.split(r"(?<=[\n\r])", self._rest + text)
-        self._forward(lines)
-        return len(text)
-
-    def flush(self) -> None:
-        """Do nothing: whole lines are flushed."""
-
-    def close(self) -> None:
-        """Forward the last line, which may have no end. The stream stays open."""
-        self._forward([self._rest])
-
-    def _forward(self, lines: Iterable[str]) -> None:
         for line in lines:
             plain = COLOUR.sub("", line)
             if self._is_shown(plain) and self._stream is not None:
@@ -113,79 +102,51 @@ class LogView:
                     self._stream.flush()
                 except BrokenPipeError:
                     self._stream = None
+        return len(text)
+
+    def flush(self) -> None:
+        """Do nothing: whole lines are flushed."""
 
     def _is_shown(self, plain: str) -> bool:
-        if plain.startswith(_TRACEBACK):
-            self._in_traceback = True
-        elif self._in_traceback and plain.strip() and not plain.startswith(_OF_TRACEBACK):
-            self._in_traceback = False
-        is_detail = self._is_detail(plain)
-        return not self._in_traceback and not is_detail and not DEBUG.search(plain)
-
-    def _is_detail(self, plain: str) -> bool:
-        """Return whether only the log file has a line that follows the lines before it."""
-        is_warning = _LIBRARY_WARNING.match(plain) is not None
-        if is_warning or not _DETAIL.match(plain):
-            record = _RECORD.match(plain)
-            self._in_details = is_warning or (record is not None and record[1] in _DETAILED)
-            return is_warning or _GLOG_INFO.match(plain) is not None
-        return self._in_details
+        if _DETAIL.match(plain):
+            return not self._hides_details
+        is_hidden = _HIDDEN.match(plain) is not None
+        self._hides_details = is_hidden or _INFO.match(plain) is not None
+        return not is_hidden
 
 
 REGISTER_KEY = "custom_register_path"
 CPU = "cpu"
 _TAIL_LINES = 25
-_READ_BYTES = 1 << 16
 _OUTSIDE = {"SIGKILL": ": killed by a user, or by the system because memory ran out"}
 
 
-@dataclass(frozen=True)
-class TrainingJob:
-    """A training that is about to be started.
+class TrainingJob(msgspec.Struct, frozen=True):
+    """A training that is about to be started; the output of ``--dry-run``.
 
-    Args:
-        argv: arguments of Python: a module and its arguments.
-        ranks: number of local processes; None if ``paddle.distributed.launch`` decides.
-        environment: variables in addition to this process' environment.
+    Attributes:
+        command: of every rank, or of the launcher.
+        environment: variables in addition to the caller's.
+        ranks: number of local processes, with ports and places that are chosen when they start; None if
+            ``paddle.distributed.launch`` decides.
         log_dir: directory of the logs and records of all ranks.
         flex: whether the run saves flex checkpoints.
-        output_dir: directory of the checkpoints; None if it is not needed.
+        output_dir: directory of the checkpoints; None on several nodes, where this node's disk does not determine the
+            checkpoint that the job resumes.
         resume_overrides: overrides with which the same command resumes the newest checkpoint; mostly none.
         idle: keys of this package that are set and have no effect, because the run does not use it.
         save_signal: name of the signal on which the ranks save and end; None without one.
     """
 
-    argv: tuple[str, ...]
+    command: tuple[str, ...]
     ranks: int | None
-    environment: Mapping[str, str]
-    log_dir: Path
+    environment: dict[str, str]
+    log_dir: str
     flex: bool
-    output_dir: Path | None = None
+    output_dir: str | None = None
     resume_overrides: tuple[str, ...] = ()
     idle: tuple[str, ...] = ()
     save_signal: str | None = None
-
-    @property
-    def command(self) -> list[str]:
-        """The command of one rank, or of the launcher."""
-        return [sys.executable, *self.argv]
-
-
-class LaunchPlan(msgspec.Struct, frozen=True):
-    """The output of ``--dry-run``.
-
-    Attributes:
-        command: of every rank, or of the launcher.
-        environment: variables of all ranks in addition to the caller's.
-        ranks: the variables of each rank; ports are chosen at every start. None if ``paddle.distributed.launch``
-            decides.
-        log_dir: directory of the logs.
-    """
-
-    command: list[str]
-    environment: dict[str, str]
-    ranks: list[dict[str, str]] | None
-    log_dir: str
 
 
 class Signalled(msgspec.Struct, frozen=True):
@@ -201,8 +162,8 @@ class Ended(msgspec.Struct, frozen=True):
     Attributes:
         returncode: 0 if every rank succeeded, 85 if they saved and ended on a signal, else that of the first rank that
             failed.
-        command: as in :class:`LaunchPlan`.
-        logs: of every rank, or their directory if ``paddle.distributed.launch`` names them.
+        command: as in :class:`TrainingJob`.
+        logs: of every rank, or of the launcher.
         seconds: wall time.
         report: the end of the log of the first rank that failed, unless an error of this package ended it; else None.
         resumed: the step that was resumed; None in a run from the beginning.
@@ -227,11 +188,6 @@ class Ended(msgspec.Struct, frozen=True):
     signalled: tuple[Signalled, ...] = ()
     goes_on: str | None = None
 
-    @property
-    def steps(self) -> int:
-        """Number of optimizer steps."""
-        return (self.step or 0) - (self.resumed or 0) if self.step is not None else 0
-
 
 def prepare(config: Path, nproc: int | None, overrides: Sequence[str], claim_logs: bool = False) -> TrainingJob:
     """Check the settings of a training and return the job to start.
@@ -242,60 +198,39 @@ def prepare(config: Path, nproc: int | None, overrides: Sequence[str], claim_log
         overrides: ``key=value``, as on PaddleFormers' command line.
         claim_logs: whether to create the log directory, which no other start then uses.
     Raises:
-        OptionError: an invalid file or option, or options that contradict each other.
-        NotACheckpoint: ``resume_from_checkpoint`` is not a checkpoint.
-        EnvironmentMismatch: PaddleFormers is not installed.
+        FlexError: as :func:`.start_checks.check` and :func:`.nodes.this_node`; Paddle has no such device.
         StorageError: the output directory cannot be created or is not writable.
     """
     start_checks.require_paddleformers("Training")
     settings = {**read_settings(config), **parse_overrides(overrides)}
-    own = _own_registration(settings.get(REGISTER_KEY))
-    start_checks.refuse_settings(settings, is_extended=own is not None)
-    check_stage(settings)
-    options = SimpleNamespace(**{**vars(FlexFields()), **settings})
-    check_options(options)
-    start_checks.refuse_upload(options)
-    node = nodes.this_node(os.environ)
-    start_checks.refuse_resume(settings, node.count > 1)
-    start_checks.refuse_resume_without_the_key(settings)
-    if own is None:  # A registration file of the user may replace the model.
-        start_checks.refuse_model(settings)
-    device = _device(settings.get("device"))
-    if device == CPU:
-        start_checks.refuse_layout(settings, (nproc or 1) * node.count, is_extended=own is not None)
-    elif nproc is not None:
-        raise OptionError(
-            f"--nproc is for machines without an accelerator, and this run uses {device}.",
-            where="--nproc",
-            next_step="Leave it out; choose the devices with CUDA_VISIBLE_DEVICES or its like.",
-        )
+    named = Path(str(settings.get(REGISTER_KEY) or register.PATH)).resolve()
+    own, node = None if named == register.PATH else named, nodes.this_node(os.environ)
+    checked = start_checks.check(settings, is_extended=own is not None, nodes=node.count)
+    is_cpu = _is_cpu(settings.get("device"), nproc)
+    if is_cpu:
+        start_checks.check_ranks(checked, (nproc or 1) * node.count)
+    is_local, flex = is_cpu and node.count == 1, bool(settings.get("flex_checkpoint"))
     output_dir = require_local(expand_user(settings["output_dir"]), "A checkpoint")
-    log_dir = _log_dir(output_dir, node, claim_logs)
-    environment = {RECORDS: str(log_dir), **({} if own is None else {register.ALSO_RUN: str(own)})}
-    ranks = (nproc or 1) if device == CPU and node.count == 1 else None
-    if ranks is None:
-        environment |= {
-            **node.environment,
-            **(nodes.on_cpu(nproc or 1) if device == CPU else {}),
-            "PADDLEFORMERS_DIST_LOG": str(log_dir),
-            # PaddleFormers starts its ranks as plain `python`, which must be this one.
-            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
-        }
+    log_dir = str(_log_dir(output_dir, node, claim_logs))
+    environment = {RECORDS: log_dir} if own is None else {RECORDS: log_dir, register.ALSO_RUN: str(own)}
+    if not is_local:
+        # PaddleFormers starts its ranks as plain `python`, which must be this one.
+        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+        environment |= {**node.environment, "PADDLEFORMERS_DIST_LOG": log_dir, "PATH": path}
+        environment |= nodes.on_cpu(nproc or 1) if is_cpu else {}
+    module = "paddleformers.cli.launcher" if is_local else "paddleformers.cli.cli"
     passed = [text for text in overrides if not text.startswith(f"{REGISTER_KEY}=")]
-    added = [f"device={CPU}"] if "device" not in settings and device == CPU else []
-    module = "paddleformers.cli.cli" if ranks is None else "paddleformers.cli.launcher"
-    flex = bool(settings.get("flex_checkpoint"))
+    added = [f"device={CPU}"] if is_cpu and "device" not in settings else []
     return TrainingJob(
-        argv=("-m", module, "train", str(config), *passed, f"{REGISTER_KEY}={register.PATH}", *added),
-        ranks=ranks,
-        environment=environment,
-        log_dir=log_dir,
-        flex=flex,
-        # On several nodes this node's disk does not determine the checkpoint that the job resumes.
-        output_dir=output_dir if node.count == 1 else None,
-        resume_overrides=_resume_overrides(settings),
+        (sys.executable, "-m", module, "train", str(config), *passed, f"{REGISTER_KEY}={register.PATH}", *added),
+        (nproc or 1) if is_local else None,
+        environment,
+        log_dir,
+        flex,
+        str(output_dir) if node.count == 1 else None,
+        _resume_overrides(settings),
         idle=() if flex else tuple(name for name in FIELD_NAMES if name in settings and name != "flex_checkpoint"),
-        save_signal=save_signal(options),
+        save_signal=save_signal(checked.options),
     )
 
 
@@ -306,32 +241,19 @@ def local_device() -> str:
     return str(paddle.device.get_device())
 
 
-def _device(named: Any) -> str:
-    """Return the kind of device: ``cpu``, ``gpu``, ``xpu``, ...; by default that of Paddle."""
+def _is_cpu(named: Any, nproc: int | None) -> bool:
+    """Return whether the ranks run on the CPU: because the settings say so, or because Paddle finds nothing else."""
     if named == CPU:
-        return CPU
+        return True
     found = local_device().partition(":")[0]
     if named and found == CPU:
-        raise OptionError(
-            f"device={named}, and this machine has no accelerator for Paddle.",
-            where="device",
-            next_step="Add device=cpu to run on local processes.",
-        )
-    return str(named or found)
-
-
-def _own_registration(named: Any) -> Path | None:
-    """Return the registration file of the user, if any."""
-    path = None if named is None else Path(str(named)).resolve()
-    if path is None or path == register.PATH:
-        return None
-    if not files.is_file(path):
-        raise OptionError(
-            f"The file of {REGISTER_KEY} does not exist.",
-            where=str(path),
-            next_step=f"Correct {REGISTER_KEY}, or leave it out: this command registers the package.",
-        )
-    return path
+        what, next_step = "this machine has no accelerator for Paddle", "Add device=cpu to run on local processes."
+    elif found != CPU and nproc is not None:
+        what = "--nproc is for machines without an accelerator"
+        next_step = "Leave --nproc out; choose the devices with CUDA_VISIBLE_DEVICES or its like."
+    else:
+        return found == CPU
+    raise OptionError(f"This run uses device={named or found}, and {what}.", where="device", next_step=next_step)
 
 
 def _resume_overrides(settings: Mapping[str, Any]) -> tuple[str, ...]:
@@ -356,26 +278,22 @@ def _log_dir(output_dir: Path, node: nodes.ThisNode, claim: bool) -> Path:
             raise
         return Path(tempfile.mkdtemp(prefix="paddleformers-fc-log-"))
     name = "log" if node.count == 1 else f"log-node-{node.rank}"
-    names = (name if number == 1 else f"{name}-{number}" for number in count(1))
-    free = (path for path in map(output_dir.joinpath, names) if not path.exists())
-    if claim:
-        files.make_directories(output_dir)
-    while True:
-        path = next(free)
-        try:
-            if claim:
-                files.make_directory(path)
-        except StorageError as error:
-            if not is_name_taken(error):  # By another start.
-                raise
-        else:
-            return path
+    names = (output_dir / (name if number == 1 else f"{name}-{number}") for number in count(1))
+    if not claim:
+        return next(path for path in names if not path.exists())
+    files.make_directories(output_dir)
+    return next(path for path in names if _is_claimed(path))
 
 
-def plan(job: TrainingJob) -> LaunchPlan:
-    """Return the commands of a start without running them."""
-    ranks = None if job.ranks is None else rank_environments(job.ranks)
-    return LaunchPlan(job.command, dict(job.environment), ranks, str(job.log_dir))
+def _is_claimed(path: Path) -> bool:
+    """Create a log directory; return False if it is that of another start."""
+    try:
+        files.make_directory(path)
+    except StorageError as error:
+        if not is_name_taken(error):
+            raise
+        return False
+    return True
 
 
 def run(job: TrainingJob, echo: IO[str]) -> tuple[Ended, FlexError | None]:
@@ -387,35 +305,28 @@ def run(job: TrainingJob, echo: IO[str]) -> tuple[Ended, FlexError | None]:
     Returns:
         the end, and the error of this package that caused it, or None.
     """
-    view = LogView(echo)
-    files.make_directories(job.log_dir)
-    started = time.monotonic()
-    result: LaunchResult | None = None
-    signals = _Signals(job)
-    with signals.handled():
-        if job.ranks is None:
-            code = _run_launcher(job, view, signals)
-        else:
-            stream = cast(IO[str], view)  # A launcher needs write and flush only.
-            result = launch(
-                job.argv, job.ranks, job.log_dir, math.inf, job.environment, stream, is_over=signals.is_over.is_set
-            )
-            code = result.returncode
-    view.close()
-    stopped_by = signals.received[-1] if signals.received else None
+    view, stop = LogView(echo), _Stop(job)
+    shown = cast(IO[str], view)  # A launcher needs write and flush only.
+    arguments = (job.command[1:], job.ranks or 1, Path(job.log_dir), math.inf, job.environment, shown)
+    with stop.signals_noted():
+        result = launch(*arguments, is_over=stop.is_due, places=[{}] if job.ranks is None else None)
+    view.write("\n")  # The last line may have no end.
+    code, stopped_by = result.returncode, stop.received[-1] if stop.received else None
+    if stopped_by and job.ranks is None:
+        _send(job, signal.SIGKILL)  # The launcher is gone, and its ranks are processes of other groups.
     if stopped_by and code != SAVED_ON_SIGNAL:
         code = 128 + signal.Signals[stopped_by]
     is_stopped = stopped_by is not None or code == SAVED_ON_SIGNAL
-    signalled = () if result is None or is_stopped else _signalled(result)
-    error = read_error(job.log_dir) if code else None
-    records = read_records(job.log_dir)
+    signalled = () if is_stopped or job.ranks is None else _signalled(result)
+    error = read_error(Path(job.log_dir)) if code else None
+    records = read_records(Path(job.log_dir))
     progress = next((one for one in records if (one.step, one.resumed) != (None, None)), RankRecord())
     ended = Ended(
         returncode=code,
-        command=job.command,
-        logs=[str(log) for log in sorted(job.log_dir.glob("rank-*.log")) or [job.log_dir]],
-        seconds=round(time.monotonic() - started, 1),
-        report=None if result is None or error is not None or is_stopped else _report(result),
+        command=[*job.command],
+        logs=[str(log) for log in result.logs],
+        seconds=round(result.seconds, 1),
+        report=None if error is not None or is_stopped else _report(result),
         resumed=progress.resumed,
         step=progress.step,
         loss=None if progress.loss is None else float(progress.loss),
@@ -427,86 +338,55 @@ def run(job: TrainingJob, echo: IO[str]) -> tuple[Ended, FlexError | None]:
     return ended, error
 
 
-class _Signals:
-    """The signals that stop a training: forwarded to ranks that save on them; otherwise they end the ranks.
+class _Stop:
+    """The signals that stop a training: forwarded to ranks that save on them; otherwise the training is over.
 
-    PaddleFormers' command starts ``paddle.distributed.launch`` and forwards nothing. A handler raises nothing: an
-    exception inside of ``Popen.poll`` can leave its lock held, and no process would be waited for any more.
+    A handler only notes its signal. It may interrupt ``Popen.poll`` while that holds its lock, and an exception would
+    leave the lock held: no process would be waited for any more. The supervisor asks :meth:`is_due` between its polls.
 
     Attributes:
-        received: their names, in order.
-        is_over: set when the ranks have to end, or have had their time after a forwarded signal.
+        received: the names of the signals, in order.
     """
 
     def __init__(self, job: TrainingJob) -> None:
         self.received: list[str] = []
-        self.is_over = threading.Event()
         self._job = job
-        self._timer = threading.Timer(FORWARDED_SECONDS, self._end)
-        self._timer.daemon = True
+        self._handled = 0
+        self._deadline = math.inf
 
     @contextmanager
-    def handled(self) -> Iterator[None]:
-        """Context manager around the training. Python delivers signals to the main thread only."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
+    def signals_noted(self) -> Iterator[None]:
+        """Context manager around the training."""
         numbers = {signal.Signals[name] for name in ("SIGTERM", self._job.save_signal) if name is not None}
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # Jobs in a shell's background ignore it.
             numbers.add(signal.SIGINT)
-        former = {number: signal.signal(number, self._handle) for number in numbers}
+        former = {number: signal.signal(number, self._note) for number in numbers}
         try:
             yield
         finally:
-            self._timer.cancel()
             for number, handler in former.items():
                 signal.signal(number, handler)
 
-    def _handle(self, number: int, _: object) -> None:
+    def _note(self, number: int, _: object) -> None:
         self.received.append(signal.Signals(number).name)
-        if self.received[-1] != self._job.save_signal or not self._send(number):
-            self._end()
-        elif self._timer.ident is None:
-            self._timer.start()
 
-    def _send(self, number: int) -> bool:
-        """Send a signal to the ranks of this node that handle it; return whether there are any."""
-        pids = [record.process for record in read_records(self._job.log_dir) if record.process is not None]
-        for pid in pids:
-            with suppress(ProcessLookupError):
-                os.kill(pid, number)
-        return bool(pids)
-
-    def _end(self) -> None:
-        self.is_over.set()
-        if self._job.ranks is None:
-            self._send(signal.SIGKILL)
+    def is_due(self) -> bool:
+        """Forward new signals. Return whether the ranks have to end, or have had their time after a forwarded one."""
+        for name in self.received[self._handled :]:
+            self._handled += 1
+            is_forwarded = name == self._job.save_signal and _send(self._job, signal.Signals[name])
+            self._deadline = min(self._deadline, time.monotonic() + FORWARDED_SECONDS if is_forwarded else 0)
+        return time.monotonic() > self._deadline
 
 
-def _run_launcher(job: TrainingJob, view: LogView, signals: _Signals) -> int:
-    """Return the exit code."""
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    with subprocess.Popen(job.command, env={**os.environ, **job.environment}, stdout=subprocess.PIPE) as process:
-        output = cast(IO[bytes], process.stdout).fileno()
-        while not signals.is_over.is_set():
-            if select.select([output], [], [], POLL_SECONDS)[0]:
-                if not (data := os.read(output, _READ_BYTES)):
-                    break
-                view.write(decoder.decode(data))
-        else:
-            _end_launcher(process, signals)
-        returncode = process.wait()
-    return returncode if returncode >= 0 else 128 - returncode
-
-
-def _end_launcher(process: subprocess.Popen[bytes], signals: _Signals) -> None:
-    """End a launcher whose ranks have to end."""
-    if signals.received[-1] != "SIGINT":  # The terminal has sent an interrupt to the launcher as well.
-        process.terminate()
-    try:
-        process.wait(FORWARDED_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
+def _send(job: TrainingJob, number: signal.Signals) -> bool:
+    """Send a signal to the ranks of this node that handle it, SIGKILL to all; return whether there are any."""
+    records = [one for one in read_records(Path(job.log_dir)) if one.listens or number == signal.SIGKILL]
+    pids = [one.process for one in records if one.process is not None]
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+    return bool(pids)
 
 
 def _signalled(result: LaunchResult) -> tuple[Signalled, ...]:
@@ -514,14 +394,8 @@ def _signalled(result: LaunchResult) -> tuple[Signalled, ...]:
     failed = [(rank, code) for rank in result.alone if (code := result.returncodes[rank])]
     if not failed or failed[0][1] > 0:
         return ()
-    return tuple(Signalled(rank, _signal_name(-code)) for rank, code in failed if code < 0)
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # A real-time signal has no name.
-        return f"signal {number}"
+    names = {one.value: one.name for one in signal.Signals}
+    return tuple(Signalled(rank, names.get(-code, f"signal {-code}")) for rank, code in failed if code < 0)
 
 
 def _resume_advice(job: TrainingJob) -> str | None:
@@ -529,7 +403,7 @@ def _resume_advice(job: TrainingJob) -> str | None:
     if not job.flex or job.output_dir is None:
         return None
     try:
-        newest, _ = newest_checkpoint(job.output_dir)
+        newest, _ = newest_checkpoint(Path(job.output_dir))
         step = None if newest is None else read_manifest(newest).step
     except FlexError:
         return None
@@ -540,31 +414,21 @@ def _resume_advice(job: TrainingJob) -> str | None:
 
 
 def _report(result: LaunchResult) -> str | None:
-    """Return the end of the log of the first rank that failed, if any."""
+    """Return the end of the log of the first process that failed, if any."""
     for log, code in zip(result.logs, result.returncodes, strict=True):
         if code:
-            lines = [line for line in COLOUR.sub("", tail(log)).splitlines() if line.strip() and not DEBUG.search(line)]
+            lines = COLOUR.sub("", tail(log)).splitlines()
+            lines = [line for line in lines if line.strip() and not _DEBUG.search(line)]
             return "\n".join([f"--- the end of {log}", *lines[-_TAIL_LINES:]])
     return None
 
 
-def show_plan(planned: LaunchPlan, console: Console) -> None:
+def show_job(job: TrainingJob, console: Console) -> None:
     """Print the command and the environment in shell syntax."""
-    ranks = planned.ranks or []
-    shared = {key: value for key, value in (ranks[0] if ranks else {}).items() if all(r[key] == value for r in ranks)}
-    lines = [*_assignments({**shared, **planned.environment})]
-    for rank, placed in enumerate(ranks):
-        own = {key: value for key, value in placed.items() if key not in shared}
-        if own:
-            lines.append(f"# rank {rank}: {' '.join(_assignments(own))}")
-    if ranks:
-        lines.append(f"# {count_text(len(ranks), 'rank')} on this machine; ports are chosen at every start")
-    for line in (*lines, f"# logs in {planned.log_dir}", shlex.join(planned.command)):
+    where = "by paddle.distributed.launch" if job.ranks is None else f"{count_text(job.ranks, 'rank')} on this machine"
+    lines = [f"{key}={shlex.quote(value)}" for key, value in sorted(job.environment.items())]
+    for line in (*lines, f"# {where}, logs in {job.log_dir}", shlex.join(job.command)):
         console.print(line, soft_wrap=True)
-
-
-def _assignments(variables: Mapping[str, str]) -> Iterator[str]:
-    return (f"{key}={shlex.quote(value)}" for key, value in sorted(variables.items()))
 
 
 def show(ended: Ended, console: Console) -> None:
@@ -596,7 +460,7 @@ def _advice(ended: Ended) -> Iterator[str]:
         yield f"next: paddleformers-fc verify {shlex.quote(ended.checkpoint)}"
     if ended.goes_on:
         yield f"next: {ended.goes_on}"
-    if ended.returncode == 0 and not ended.steps and ended.resumed is not None:
+    if ended.returncode == 0 and ended.resumed is not None and ended.step in (None, ended.resumed):
         yield "next: raise max_steps to continue; another output_dir or overwrite_output_dir=true: a new run"
 
 
@@ -604,7 +468,8 @@ def _steps_text(ended: Ended) -> str:
     if ended.step is None and ended.resumed is None:
         return ""  # Without a record, as in an environment that this package does not support.
     resumed = "" if ended.resumed is None else f", resumed at {ended.resumed}"
-    if not ended.steps:
+    steps = 0 if ended.step is None else ended.step - (ended.resumed or 0)
+    if not steps:
         return f" 0 steps{resumed}"
     loss = "not logged" if ended.loss is None else ended.loss
-    return f" {count_text(ended.steps, 'step')}{resumed}, up to {ended.step}, last loss {loss}"
+    return f" {count_text(steps, 'step')}{resumed}, up to {ended.step}, last loss {loss}"

@@ -64,6 +64,7 @@ def launch(
     echo: IO[str] | None = None,
     grace: float = ranks.GRACE_SECONDS,
     is_over: Callable[[], bool] = lambda: False,
+    places: Sequence[Mapping[str, str]] | None = None,
 ) -> LaunchResult:
     """Run ``python argv`` on ``nproc`` local ranks and wait for them.
 
@@ -76,6 +77,7 @@ def launch(
         echo: a stream to which rank 0's output is copied while it runs.
         grace: seconds for the other ranks to end by themselves once one has failed.
         is_over: asked while the ranks run; True ends them as the timeout does.
+        places: the variables of each process in place of those of a local rank over gloo.
 
     Raises:
         OptionError: ``nproc`` below 1 or an empty ``argv``.
@@ -93,7 +95,7 @@ def launch(
         stack.callback(os.close, lifeline_write)
         processes = [
             _start(argv, log, lifeline_read, {**os.environ, **placed, **(env or {})})
-            for log, placed in zip(logs, ranks.rank_environments(nproc), strict=True)
+            for log, placed in zip(logs, places or ranks.rank_environments(nproc), strict=True)
         ]
         os.close(lifeline_read)
         copy = _Echo(stack.enter_context(logs[0].open("rb")), echo)

@@ -24,7 +24,7 @@ Importing this package imports neither Paddle nor PaddleFormers. :mod:`paddlefor
 ``library_objects``                             models of PaddleFormers, recognised without importing it
 ``callback``                                    best checkpoint, log lines and events
 ``rank_records``, ``progress_recorder``         figures and errors for the starter of the ranks
-``stock_keys``                                  keys, types and words of PaddleFormers' command line
+``stock_keys``                                  keys, types, words and defaults of its command line
 ``loop``                                        ``save`` and ``load`` without a Trainer
 ==============================================  ===============================================================
 """

@@ -19,13 +19,11 @@ from pathlib import Path
 import msgspec
 
 from paddleformers_fc import __version__, upstream
-from paddleformers_fc.distributed.channel import ALONE
 from paddleformers_fc.execute.output_directory import list_output
 from paddleformers_fc.formats.checkpoint import Check
 from paddleformers_fc.storage.files import files_within, refused, size_of
-from paddleformers_fc.storage.manifest import newest_checkpoint
 from paddleformers_fc.text import count_text, size_text
-from paddleformers_fc.trainer.resume import newest_of_other_formats
+from paddleformers_fc.trainer.resume import newest_without_changes
 from paddleformers_fc.upstream.hooks import TRAINERS
 
 PROBE_BYTES = 128 << 20
@@ -153,7 +151,7 @@ def diagnose(output_dir: Path | None, hooks: bool = True) -> Diagnosis:
     checks = list(_environment(packages, hooks))
     if output_dir is None:
         return Diagnosis(all(one.passed for one in checks), packages, faults, checks)
-    newest, skipped = _resumed(output_dir)
+    newest, skipped = newest_without_changes(output_dir)
     disk = _disk(output_dir, newest)
     checks += _directory(output_dir, disk, newest, [path.name for path, _ in skipped])
     return Diagnosis(
@@ -166,16 +164,6 @@ def diagnose(output_dir: Path | None, hooks: bool = True) -> Diagnosis:
         "" if newest is None else newest.name,
         [why if why.startswith(path.name) else f"{path.name}: {why}" for path, why in skipped],
     )
-
-
-def _resumed(output_dir: Path) -> tuple[Path | None, list[tuple[Path, str]]]:
-    """Return the checkpoint that an automatic resume takes, and those that it skips. The disk is not changed."""
-    newest, skipped = newest_checkpoint(output_dir)
-    if newest is not None or not skipped:
-        return newest, skipped
-    newest, reasons = newest_of_other_formats([path for path, _ in skipped], ALONE)
-    found = [(path, reasons.get(path.name, why)) for path, why in skipped if path != newest]
-    return newest, found if newest is None else [(path, why) for path, why in found if path.name in reasons]
 
 
 def _packages() -> list[PackageFacts]:

@@ -14,8 +14,8 @@ from typing import Any
 from paddleformers_fc.trainer.arguments import FlexTrainingArguments
 from paddleformers_fc.trainer.attach import Replacement, attach, detach, replace
 from paddleformers_fc.trainer.library import PdArgumentParser, TrainingArguments
-from paddleformers_fc.trainer.options import FIELD_NAMES, check_stage, unknown_keys
-from paddleformers_fc.trainer.stock_keys import refuse_text
+from paddleformers_fc.trainer.options import FIELD_NAMES, check_settings, unknown_keys
+from paddleformers_fc.trainer.stock_keys import describe, refuse_values
 from paddleformers_fc.upstream import LIBRARY
 from paddleformers_fc.upstream.hooks import PADDLEFORMERS
 
@@ -73,7 +73,9 @@ def _parsed_with_our_options(original: Callable[..., Any]) -> Callable[..., Any]
     def parse_dict(self: Any, args: Mapping[str, Any], *others: Any, **kwargs: Any) -> Any:
         from paddleformers_fc.trainer.documents import remember_data_arguments
 
-        _refuse_values(args)
+        check_settings(args)
+        if args.get("flex_checkpoint"):
+            refuse_values(args, describe(self), is_extended=True)
         self.dataclass_types = [with_flex_fields(kind) for kind in self.dataclass_types]
         _refuse_unknown(args, self.dataclass_types)
         parsed = original(self, args, *others, **kwargs)
@@ -81,17 +83,6 @@ def _parsed_with_our_options(original: Callable[..., Any]) -> Callable[..., Any]
         return parsed
 
     return parse_dict
-
-
-def _refuse_values(settings: Mapping[str, Any]) -> None:
-    """Refuse values that PaddleFormers reads as others, or refuses once its arguments have started a process group.
-
-    Raises:
-        OptionError: with the first kind of them.
-    """
-    check_stage(settings)
-    if settings.get("flex_checkpoint"):
-        refuse_text(settings)
 
 
 def _refuse_unknown(args: Any, kinds: list[Any]) -> None:

@@ -18,13 +18,13 @@ This module does not import Paddle.
 
 from __future__ import annotations
 
-import difflib
 import math
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from numbers import Real
+from types import SimpleNamespace
 from typing import Any
 
 from paddleformers_fc.aoa import read_config
@@ -34,6 +34,7 @@ from paddleformers_fc.formats.checkpoint import TIED_WAYS
 from paddleformers_fc.layout.roles import OPTIMIZERS
 from paddleformers_fc.storage.manifest import LEVELS
 from paddleformers_fc.storage.paths import RemotePath, expand_user, mask_credentials, parse_store, require_local
+from paddleformers_fc.text import likely_meant
 
 REPLICA_WAYS = ("off", "warn", "refuse")
 """Values of ``flex_check_replicas``."""
@@ -56,9 +57,6 @@ _MAY_BE_OFF = {
     "flex_save_on_signal": (OFF, *SAVE_SIGNALS),
 }
 """Keys with the value ``off``, which YAML reads as false without quotes."""
-
-_OWN_WAYS = ("ernie_pretrain",)
-"""Stages of PaddleFormers' command line that parse their arguments again, into a class without our options."""
 
 NO_UPLOAD = "none"
 """The value of ``flex_upload`` without uploads."""
@@ -205,7 +203,7 @@ class FlexFields:
             if getattr(self, name) is False:
                 setattr(self, name, OFF)
         if self.flex_checkpoint:
-            _take_over_averages(self)
+            _take_over(self)
             if getattr(self, "enable_auto_parallel", False):
                 # PaddleFormers would read a checkpoint that is resumed as open weights.
                 self.convert_from_hf = False
@@ -231,13 +229,18 @@ _DEFAULTS = {one.name: one.default for one in fields(FlexFields)}
 _AVERAGES = {"zcc_save_ema_coef": "flex_ema_decay", "zcc_ema_interval": "flex_ema_interval"}
 """PaddleFormers' keys of a moving average, and the keys of this package that mean the same."""
 
+_NAMES = {**_AVERAGES, "use_flex_async_save": "flex_async_save"}
+"""All pairs of such keys."""
 
-def _take_over_averages(options: Any) -> None:
-    """Move the values of PaddleFormers' keys to those of this package, so that its own average does not run.
+
+def _take_over(options: Any) -> None:
+    """Move the values of PaddleFormers' keys to those of this package, so that its own mechanisms do not run.
 
     With ``zcc_save_ema_coef`` its Trainer adds a callback that averages, and refuses intervals that do not divide
-    ``save_steps``.
+    ``save_steps``. With ``use_flex_async_save`` that of its development branch saves on a thread of its own.
     """
+    options.flex_async_save |= options.use_flex_async_save
+    options.use_flex_async_save = False
     for theirs, ours in _AVERAGES.items():
         default = _DEFAULTS[ours]
         if hasattr(options, theirs):
@@ -307,18 +310,11 @@ def _refuse_two_averages(options: Any) -> None:
     pairs = [
         (theirs, getattr(options, theirs, None), ours, getattr(options, ours)) for theirs, ours in _AVERAGES.items()
     ]
-    faults = [
-        f"{theirs}: {one} and {ours}: {other}"
+    _refuse_two_values(
+        (theirs, one, ours, other)
         for theirs, one, ours, other in pairs
         if one not in (None, _DEFAULTS[ours], other) and other != _DEFAULTS[ours]
-    ]
-    if faults:
-        raise OptionError(
-            "Two keys set the same property of the moving average to different values.",
-            where="training arguments",
-            evidence=faults,
-            next_step="Remove one of the two keys.",
-        )
+    )
 
 
 def _refuse_no_saves(options: Any) -> None:
@@ -338,23 +334,38 @@ def _refuse_no_saves(options: Any) -> None:
         )
 
 
-def check_stage(settings: Mapping[str, Any]) -> None:
-    """Refuse a stage of PaddleFormers' command line that goes past this package.
+def check_settings(settings: Mapping[str, Any]) -> None:
+    """Refuse keys with which ``flex_checkpoint: true`` would go past this package, and contradicting names of one key.
+
+    The keys are those of a file, of which PaddleFormers may know some in later versions only. In training arguments
+    nobody can tell a value from its default.
 
     Args:
         settings: the keys of a configuration.
 
     Raises:
-        OptionError: the stage creates training arguments, a model and a loader of its own, without our options.
+        OptionError: with every contradiction.
     """
-    if settings.get("flex_checkpoint") and settings.get("stage") in _OWN_WAYS:
+    if not settings.get("flex_checkpoint"):
+        return
+    refuse_conflicts(SimpleNamespace(**settings), (*_OF_STAGES, *DEVELOPMENT))
+    pairs = [(theirs, settings.get(theirs), ours, settings.get(ours)) for theirs, ours in _NAMES.items()]
+    _refuse_two_values(pair for pair in pairs if None not in pair and pair[1] != pair[3])
+
+
+def _refuse_two_values(pairs: Iterable[tuple[str, Any, str, Any]]) -> None:
+    """Refuse pairs of keys, each with its value, that set one property to different values.
+
+    Raises:
+        OptionError: with all pairs.
+    """
+    faults = [f"{theirs}: {spelled(one)} and {ours}: {spelled(other)}" for theirs, one, ours, other in pairs]
+    if faults:
         raise OptionError(
-            "flex_checkpoint: true contradicts another option.",
+            "Two keys set the same property to different values.",
             where="training arguments",
-            evidence=[
-                f"flex_checkpoint: true and stage: {settings['stage']}: that stage loads and saves in ways of its own"
-            ],
-            next_step="Use stage: PT with a model of PaddleFormers, or remove flex_checkpoint.",
+            evidence=faults,
+            next_step="Remove one of the two keys.",
         )
 
 
@@ -379,8 +390,8 @@ def unknown_keys(unknown: Iterable[str], stock: Iterable[str]) -> OptionError:
 def _suggestion(key: str, known: Sequence[str]) -> str:
     if key in REMOVED:
         return f"{key}: removed: the value is constant now"
-    close = difflib.get_close_matches(key.lower(), known, n=1)
-    return f"{key}: is {close[0]} meant?" if close else key
+    meant = likely_meant(key, known)
+    return f"{key}: {meant}" if meant else key
 
 
 def without_effect(options: Any) -> list[str]:
@@ -425,11 +436,6 @@ def shard_bytes(size: str | float) -> int:
             next_step="Set a size such as 500MB, 5GB or 4GiB, or a number of bytes.",
         )
     return int(count)
-
-
-def saves_asynchronously(options: Any) -> bool:
-    """Return whether checkpoints are saved beside training."""
-    return bool(options.flex_async_save or options.use_flex_async_save)
 
 
 def save_signal(options: Any) -> str | None:
@@ -541,11 +547,12 @@ class Conflict:
 
     def line(self, options: Any) -> str:
         """Return one line that names both keys."""
-        return f"flex_checkpoint: true and {self.key}: {_spelled(getattr(options, self.key))}: {self.because}"
+        return f"flex_checkpoint: true and {self.key}: {spelled(getattr(options, self.key))}: {self.because}"
 
 
-def _spelled(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) or value is None else str(value)
+def spelled(value: Any) -> str:
+    """Return a value as YAML has it."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _is_not(*values: Any) -> Callable[[Any], bool]:
@@ -591,15 +598,43 @@ def _is_dualpipe(found: Any) -> bool:
     return "use_dualpipev" in str(found)
 
 
+def _is_fsdp(found: Any) -> bool:
+    return "fsdp" in str(found).lower()
+
+
 _OTHER_FORMAT = "the second selects another checkpoint format"
 _NOT_YET = "not supported yet"
 _SAVES_ITSELF = "both would save the same state, each in its own way"
+
+DEVELOPMENT = (
+    Conflict("sharding", f"fully sharded parameters are {_NOT_YET}; stage3 shards them too", _is_fsdp),
+    Conflict("flex_ckpt_load_num_workers", "flex_threads threads of every process read a checkpoint", _is_several),
+    Conflict(
+        "sharding_machine_balanced_2d_partition",
+        f"parameters of Muon that are divided over machines in two dimensions are {_NOT_YET}",
+        _is_on,
+    ),
+    Conflict(
+        "use_reshard_bucketed_broadcast", "a checkpoint is resharded while it is read, without broadcasts", _is_on
+    ),
+)
+"""Refused keys of PaddleFormers' development branch."""
+
+_OF_STAGES = (
+    Conflict(
+        "stage",
+        "that stage loads and saves in ways of its own; use stage: PT with a model of PaddleFormers",
+        _is("ernie_pretrain"),
+    ),
+)
+"""Stages of PaddleFormers' command line that parse their arguments again, into a class without our options."""
 
 REFERENCE_UPDATES = Conflict(
     "ref_model_update_steps", "the reference model is the base, and its updates are not saved", _is_positive
 )
 
 CONFLICTS = (
+    *DEVELOPMENT,
     REFERENCE_UPDATES,
     Conflict("zcc_ema_loss_threshold", "updates of the moving average are not skipped by the loss", _given),
     Conflict("save_checkpoint_format", _OTHER_FORMAT, _is_not("flex_checkpoint")),

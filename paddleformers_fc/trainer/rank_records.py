@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -35,7 +34,8 @@ class RankRecord(msgspec.Struct, frozen=True, omit_defaults=True):
         step: the last step that was logged or saved; None before the first.
         loss: the last logged loss as text, because JSON has no NaN; None before the first.
         checkpoint: path of the last saved checkpoint; None before the first.
-        process: id of the process while it handles the signal of ``flex_save_on_signal``; else None.
+        process: id of the process.
+        listens: whether the rank handles the signal of ``flex_save_on_signal``.
         error: the error that ended the rank, as :meth:`.FlexError.to_wire` writes it; else None.
     """
 
@@ -44,6 +44,7 @@ class RankRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     loss: str | None = None
     checkpoint: str | None = None
     process: int | None = None
+    listens: bool = False
     error: str | None = None
 
 
@@ -61,8 +62,9 @@ def update_record(**changes: Any) -> None:
         partial.replace(path)
 
 
-def record_error_at_exit() -> None:
-    """Record the error of this package with which this rank ends."""
+def begin_record() -> None:
+    """Record this process, and later the error of this package with which it ends."""
+    update_record(process=os.getpid())
     previous = sys.excepthook
 
     def record(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -74,16 +76,6 @@ def record_error_at_exit() -> None:
         previous(kind, error, trace)
 
     sys.excepthook = record
-
-
-@contextlib.contextmanager
-def process_recorded() -> Iterator[None]:
-    """Context manager in which the starter of this rank can send it signals."""
-    update_record(process=os.getpid())
-    try:
-        yield
-    finally:
-        update_record(process=None)
 
 
 def read_records(directory: Path) -> list[RankRecord]:

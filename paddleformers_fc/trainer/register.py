@@ -33,10 +33,10 @@ def register() -> None:
     from paddleformers_fc import upstream
     from paddleformers_fc.cpu_runtime import activate, needed
     from paddleformers_fc.errors import EnvironmentMismatch
-    from paddleformers_fc.trainer.rank_records import record_error_at_exit
+    from paddleformers_fc.trainer.rank_records import begin_record
     from paddleformers_fc.upstream.hooks import COMMAND_LINE, PADDLEFORMERS, TRAINERS
 
-    record_error_at_exit()
+    begin_record()
     try:
         upstream.require((*TRAINERS[PADDLEFORMERS], *COMMAND_LINE, *needed()))
     except EnvironmentMismatch as error:

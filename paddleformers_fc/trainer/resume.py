@@ -17,7 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from paddleformers_fc.distributed.channel import Channel, all_gather_checked, broadcast, run_on_all
+from paddleformers_fc.distributed.channel import ALONE, Channel, all_gather_checked, broadcast, run_on_all
 from paddleformers_fc.errors import CheckpointError, Diverged, MismatchError, NotACheckpoint
 from paddleformers_fc.execute.opening import open_newest, open_on_all_ranks
 from paddleformers_fc.formats.checkpoint import MAPPING_NAME, OpenedCheckpoint, not_a_flex_checkpoint
@@ -25,7 +25,7 @@ from paddleformers_fc.formats.registry import format_of, is_resumable, saved_run
 from paddleformers_fc.formats.stock_run import refuse_unfinished
 from paddleformers_fc.storage.commit import recover
 from paddleformers_fc.storage.files import exists, is_directory, list_directory
-from paddleformers_fc.storage.manifest import MANIFEST_NAME, candidates, candidates_in, first_usable
+from paddleformers_fc.storage.manifest import MANIFEST_NAME, candidates, candidates_in, first_usable, newest_checkpoint
 from paddleformers_fc.storage.paths import UNFINISHED, AnyPath, parse_hidden, parse_step
 
 _DAMAGED = "is damaged"
@@ -244,14 +244,36 @@ def newest_or_refuse(search: Search, unusable: Mapping[str, str] | None = None) 
     unusable = unusable or {}
     found, skipped = _find(search, unusable)
     if found is None:
-        reasons = [*unusable.items(), *((path.name, why) for path, why in skipped)]
-        raise NotACheckpoint(
-            f"{search.output_dir} has no finished checkpoint to resume from.",
-            where=str(search.output_dir),
-            evidence=[f"{name}: {why}" for name, why in reasons],
-            next_step="Name a checkpoint in resume_from_checkpoint, or remove that key to start from the beginning.",
-        )
+        raise no_checkpoint(search.output_dir, [*unusable.items(), *((path.name, why) for path, why in skipped)])
     return found
+
+
+def no_checkpoint(output_dir: Path, reasons: Iterable[tuple[str, str]]) -> NotACheckpoint:
+    """Return the error about a run that must resume and has no checkpoint.
+
+    Args:
+        output_dir: where the run saves.
+        reasons: the names of the directories that are skipped, each with its reason.
+    """
+    return NotACheckpoint(
+        f"{output_dir} has no finished checkpoint to resume from.",
+        where=str(output_dir),
+        evidence=[f"{name}: {why}" for name, why in reasons],
+        next_step="Name a checkpoint in resume_from_checkpoint, or remove that key to start from the beginning.",
+    )
+
+
+def newest_without_changes(output_dir: Path) -> tuple[Path | None, list[tuple[Path, str]]]:
+    """Return the checkpoint that an automatic resume takes, and those that it skips, as far as this process sees.
+
+    The disk is not changed, so that an interrupted commit stays as it is.
+    """
+    newest, skipped = newest_checkpoint(output_dir)
+    if newest is not None or not skipped:
+        return newest, skipped
+    newest, reasons = newest_of_other_formats([path for path, _ in skipped], ALONE)
+    found = [(path, reasons.get(path.name, why)) for path, why in skipped if path != newest]
+    return newest, found if newest is None else [(path, why) for path, why in found if path.name in reasons]
 
 
 def with_new_run_advice(error: MismatchError) -> MismatchError:

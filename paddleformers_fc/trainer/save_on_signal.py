@@ -19,7 +19,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from multiprocessing import util
 from types import FrameType
 from typing import Any
@@ -28,7 +28,7 @@ from paddleformers_fc.cpu_runtime.ranks import SAVED_ON_SIGNAL
 from paddleformers_fc.trainer.job_state import job_state_of
 from paddleformers_fc.trainer.library import logger
 from paddleformers_fc.trainer.options import save_signal
-from paddleformers_fc.trainer.rank_records import process_recorded
+from paddleformers_fc.trainer.rank_records import update_record
 
 
 class WorkerShield:
@@ -83,10 +83,12 @@ def listening(trainer: Any) -> Iterator[SignalWatch | None]:
     else:
         reason = "training does not run in the main thread of the process"
         job_state.warn_once(trainer.args, f"{name} does not save: {reason}.")
+    update_record(listens=watch.listens)
     try:
-        with process_recorded() if watch.listens else nullcontext(), watch.directing(trainer):
+        with watch.directing(trainer):
             yield watch
     finally:
+        update_record(listens=False)
         job_state.signals = None
         watch.end()
 

@@ -58,7 +58,7 @@ from paddleformers_fc.trainer.job_state import (
 )
 from paddleformers_fc.trainer.library import logger
 from paddleformers_fc.trainer.library_models import LoRAModel, PretrainedModel, ShardingOption
-from paddleformers_fc.trainer.options import FlexFields, saves_asynchronously, upload_url, without_effect
+from paddleformers_fc.trainer.options import FlexFields, upload_url, without_effect
 from paddleformers_fc.trainer.save_job import BypassCheck, SyncSaves
 from paddleformers_fc.trainer.saving import save_pretrained
 from paddleformers_fc.trainer.uploads import Uploads
@@ -101,7 +101,7 @@ def init_trainer(trainer: Any, native: Native, *args: Any, **kwargs: Any) -> Non
     )
     base_fingerprint.identify_once(trainer.model, channel)
     agreement = step_agreement_of(arguments)
-    saves = AsyncSaves(agreement) if saves_asynchronously(arguments) else None
+    saves = AsyncSaves(agreement) if arguments.flex_async_save else None
     job_state = JobState(
         batches.PositionTracker(lambda: len(getattr(trainer, WAITING, ()))),
         UpdateBarrier(lambda: _passes_change_weights(trainer)),

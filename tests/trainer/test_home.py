@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from paddleformers_fc.cli.start_checks import refuse_resume
+from paddleformers_fc.cli.start_checks import checkpoint_to_resume
 from paddleformers_fc.distributed.channel import ALONE
 from paddleformers_fc.trainer import loading
 from paddleformers_fc.trainer.resume import Search
@@ -53,6 +53,6 @@ def test_a_run_in_the_home_directory_is_resumed_from_there(home: Path, asked: bo
 
 def test_what_the_command_lets_pass_is_what_the_ranks_resume(home: Path) -> None:
     named = {"flex_checkpoint": True, "resume_from_checkpoint": "~/run/checkpoint-3"}
-    refuse_resume(named)
+    assert checkpoint_to_resume(named, 1) == home / "run" / "checkpoint-3"
     args = SimpleNamespace(output_dir="out", flex_verify="size")
     assert chosen(args, named["resume_from_checkpoint"]) == home / "run" / "checkpoint-3"

@@ -42,6 +42,9 @@ CONTRADICTIONS: dict[str, Any] = {
     "optim": "muon",
     "replicate_saved_into_local": True,
     "pdc_download_ckpt": True,
+    "flex_ckpt_load_num_workers": 8,
+    "sharding_machine_balanced_2d_partition": True,
+    "use_reshard_bucketed_broadcast": True,
 }
 """For every option that is refused, a value that is."""
 
@@ -58,6 +61,9 @@ HARMLESS: dict[str, Any] = {
     "flash_device_save_steps": 0,
     "ref_model_update_steps": -1,
     "zcc_ema_loss_threshold": None,
+    "flex_ckpt_load_num_workers": 1,
+    "sharding_machine_balanced_2d_partition": False,
+    "use_reshard_bucketed_broadcast": False,
 }
 
 
@@ -230,8 +236,14 @@ def test_keys_of_paddleformers_mean_the_same_and_leave_its_own_average_off(
     assert dataclasses.asdict(TheirFields(**dataclasses.asdict(made))) == dataclasses.asdict(made)
 
 
+def test_an_asynchronous_save_by_paddleformers_name_is_one_of_this_package_alone() -> None:
+    made = FlexFields(flex_checkpoint=True, use_flex_async_save=True)
+    assert (made.flex_async_save, made.use_flex_async_save) == (True, False)
+
+
 def test_keys_of_paddleformers_stay_without_flex_checkpoint() -> None:
     assert TheirFields(zcc_save_ema_coef=0.99).zcc_save_ema_coef == 0.99
+    assert FlexFields(use_flex_async_save=True).use_flex_async_save
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import paddleformers_fc
-from paddleformers_fc.cli.start_checks import refuse_resume
+from paddleformers_fc.cli.start_checks import checkpoint_to_resume
 from paddleformers_fc.distributed.channel import ALONE
 from paddleformers_fc.execute.output_directory import output_facts
 from paddleformers_fc.trainer.resume import newest_of_other_formats
@@ -147,7 +147,7 @@ def test_files_of_ranks_without_a_configuration_are_read_under_that_of_the_live_
     listed = output_facts(tmp_path / "stock")
     assert listed is not None
     assert [(one.step, one.fault) for one in listed.checkpoints] == [(3, "")]
-    refuse_resume({"flex_checkpoint": True, "resume_from_checkpoint": str(checkpoint)})
+    assert checkpoint_to_resume({"resume_from_checkpoint": str(checkpoint)}, 1) == checkpoint
     assert newest_of_other_formats([checkpoint], ALONE) == (checkpoint, {})
     resume: str | bool = str(checkpoint) if named else True
     found = train(ranks, target, tmp_path / ("ours" if named else "stock"), True, resume).values[0]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paddleformers_fc.trainer.rank_records import RECORDS, process_recorded, read_records, update_record
+from paddleformers_fc.trainer.rank_records import RECORDS, read_records, update_record
 
 
 def test_a_record_that_a_full_disk_has_emptied_or_lost_is_written_again_as_a_whole(
@@ -16,13 +16,12 @@ def test_a_record_that_a_full_disk_has_emptied_or_lost_is_written_again_as_a_who
     directory = tmp_path / "records"
     directory.mkdir()
     monkeypatch.setenv(RECORDS, str(directory))
-    with process_recorded():
-        (pid,) = [record.process for record in read_records(directory)]
-        (path,) = directory.iterdir()
-        path.write_bytes(b"")
-        assert [record.process for record in read_records(directory)] == [None]
-        update_record(step=3)
-        assert [(record.process, record.step) for record in read_records(directory)] == [(pid, 3)]
-        shutil.rmtree(directory)
-        update_record(step=4)
-        assert [(record.process, record.step) for record in read_records(directory)] == [(pid, 4)]
+    update_record(process=7)
+    (path,) = directory.iterdir()
+    path.write_bytes(b"")
+    assert [record.process for record in read_records(directory)] == [None]
+    update_record(step=3)
+    assert [(record.process, record.step) for record in read_records(directory)] == [(7, 3)]
+    shutil.rmtree(directory)
+    update_record(step=4)
+    assert [(record.process, record.step) for record in read_records(directory)] == [(7, 4)]

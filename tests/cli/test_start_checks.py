@@ -1,0 +1,432 @@
+"""``train`` refuses what every rank would refuse, or read as something else, before a rank starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from paddleformers_fc.cli import main, start_checks, training
+from paddleformers_fc.cli.training import prepare
+from paddleformers_fc.errors import FlexError, StorageError
+from paddleformers_fc.trainer import stock_keys
+from paddleformers_fc.trainer.stock_keys import StockTable, stock_table
+from tests.cli.support import run, save
+from tests.execute.simulated import CONFIG, HIDDEN, INTERMEDIATE, VOCABULARY, canonical
+from verification.forkserver import ForkServer
+
+FULL = {"fine_tuning": "full", "stage": "PT", "device": "cpu"}
+TINY = {
+    "model_type": "llama",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 10,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": False,
+    "fuse_rms_norm": False,
+}
+SHAPES = {"vocab_size": VOCABULARY, "hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE, "num_hidden_layers": 2}
+MOE = {"model_type": "ernie4_5_moe", "moe_intermediate_size": 16, "moe_k": 1}
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The root of the repository, and a machine without an accelerator."""
+    monkeypatch.chdir(Path(__file__).parents[2])
+    monkeypatch.setattr(training, "local_device", lambda: "cpu")
+
+
+def config(directory: Path, **keys: Any) -> Path:
+    """A YAML with these keys and an output directory."""
+    path = directory / "job.yaml"
+    path.write_text(yaml.safe_dump({"output_dir": str(directory / "out"), "flex_checkpoint": True, **keys}))
+    return path
+
+
+def fault(directory: Path, overrides: str = "", nproc: int | None = None, **keys: Any) -> str:
+    """The error about these keys and overrides, which a semicolon separates; empty if they are accepted."""
+    texts = [text.replace("HERE", str(directory)) for text in overrides.split(";") if text]
+    try:
+        prepare(config(directory, **keys), nproc, texts)
+    except FlexError as error:
+        return error.render()
+    return ""
+
+
+def model_of(directory: Path, **changes: Any) -> str:
+    """A directory with the configuration of a tiny model, and an empty file of weights."""
+    directory.mkdir(exist_ok=True)
+    keys = {key: value for key, value in {**TINY, **changes}.items() if value is not None}
+    (directory / "config.json").write_text(json.dumps(keys))
+    (directory / "model.safetensors").touch()
+    return str(directory)
+
+
+REFUSED = [
+    ("save_checkpoint_format=unified_checkpoint", "save_checkpoint_format: unified_checkpoint"),
+    ("flex_verify=twice", "flex_verify: 'twice'"),
+    ("output_dir=", "output_dir is missing"),
+    ("output_dir=no", "output_dir: false is not text; a name that YAML reads as something else needs quotes"),
+    ("output_dir=3", "output_dir: 3 is not text"),
+    ("output_dir=''", "named by an empty text"),
+    ("output_dir='';flex_checkpoint=false", "named by an empty text"),
+    ("custom_register_path=nowhere.py", "custom_register_path: nowhere.py does not exist"),
+    ("max_steps;=3;save_steps=1", "- 'max_steps'\n  - '=3'\n"),
+    ("max_steps=[3", "The value of an override is not valid YAML."),
+    ("flex_verfy=full", "flex_verfy: is flex_verify meant?"),
+    ("flex_plan_cache=p", "flex_plan_cache: removed: the value is constant now"),
+    ("flexcheckpoint=true", "flexcheckpoint: is flex_checkpoint meant?"),
+    ("FLEX_verify=full;flex-verify=full", "- FLEX_verify: is flex_verify meant?\n  - flex-verify: is flex_verify"),
+    ("save_total_limt=2", "save_total_limt: is save_total_limit meant?"),
+    ("stage=ernie_pretrain", "flex_checkpoint: true and stage: ernie_pretrain: that stage loads and saves"),
+    ("sharding=fsdp", "flex_checkpoint: true and sharding: fsdp: fully sharded parameters are not supported yet"),
+    ("flex_ckpt_load_num_workers=8", "flex_checkpoint: true and flex_ckpt_load_num_workers: 8: flex_threads threads"),
+    ("sharding_machine_balanced_2d_partition=true", "sharding_machine_balanced_2d_partition: true: parameters of"),
+    ("use_reshard_bucketed_broadcast=true", "use_reshard_bucketed_broadcast: true: a checkpoint is resharded while"),
+    ("use_flex_async_save=true;flex_async_save=false", "use_flex_async_save: true and flex_async_save: false"),
+    ("zcc_save_ema_coef=0.9;flex_ema_decay=0.99", "zcc_save_ema_coef: 0.9 and flex_ema_decay: 0.99"),
+    ("model_name_or_path=./nowhere", "model_name_or_path: ./nowhere does not exist"),
+    ("model_name_or_path=./recipe", "model_name_or_path: ./recipe does not exist in .; is recipes meant?"),
+    ("model_name_or_path=tests/nothing", "- model_name_or_path: tests/nothing"),
+    ("model_name_or_path=nowhere/", "- model_name_or_path: nowhere/"),
+    ("model_name_or_path=runs/nothing;output_dir=./runs/first", "- model_name_or_path: runs/nothing"),
+    ("train_dataset_path=/dev/null,/nowhere/a.jsonl#7", "- train_dataset_path: /nowhere/a.jsonl does not exist"),
+    ("train_dataset_path=/dev/null,/nowhere/a;train_dataset_prob=1,none", "/nowhere/a does not exist"),
+    ("train_dataset_path=/dev/null,/nowhere/a;train_dataset_prob=0", "/nowhere/a does not exist"),
+    ("tensor_model_parallel_size=two", "- tensor_model_parallel_size: 'two' is not a whole number"),
+    ("max_steps=abc;sharding_parallel_size=1.5", "- max_steps: 'abc' is not a whole number\n  - sharding_p"),
+    ("max_steps=null", "- max_steps: null is not a whole number"),
+    ("learning_rate='1e-5'", "- learning_rate: '1e-5' is not a number"),
+    ("save_steps='3';do_eval='no'", "- save_steps: '3' is not a whole number\n  - do_eval: 'no' is not true or false"),
+    ("run_name=on", "- run_name: true is not text"),
+    ("stage=pt;compute_type=fp32", "VL-DPO, dsv3_pretrain, ernie_pretrain, auto-parallel; is PT meant?\n  - compute_"),
+    ("fine_tuning=fulll;flex_checkpoint=false", "- fine_tuning: 'fulll' is none of LoRA, full; is full meant?"),
+    ("save_strategy=no", "- save_strategy: false is none of no, steps, epoch"),
+    ("sharding=stage4", "- sharding: 'stage4' is none of stage1, stage2, stage3, offload"),
+    ("sharding=[stage1]", "- sharding: ['stage1'] is none of stage1"),
+    ("sharding=null", "- sharding: null is none of stage1, stage2, stage3, offload"),
+    ("sharding=stage1 stage5", "- sharding: 'stage1 stage5' is none of"),
+    ("lr_scheduler_type=cosin", "- lr_scheduler_type: 'cosin' is none of linear, cosine, constant"),
+    ("optim=adam", "- optim: 'adam' is none of adamw, adafactor, adamw_mini"),
+    ("sep_parallel_size=2", "flex_checkpoint: true and sep_parallel_size: 2: segment"),
+    ("context_parallel_size=2", "flex_checkpoint: true and context_parallel_size: 2: context"),
+    ("save_steps=0", "save_steps: 0 with save_strategy: steps"),
+    ("save_steps=-1;save_strategy=steps", "save_steps: -1 with save_strategy: steps"),
+    ("lora_rank=0;lora=true", "- lora_rank: 0 is less than 1"),
+    ("gradient_accumulation_steps=0;per_device_train_batch_size=0", "- per_device_train_batch_size: 0 is less than 1"),
+    ("logging_steps=0", "- logging_steps: 0 with logging_strategy: steps"),
+    ("do_eval=true", "- do_eval: true with evaluation_strategy: no"),
+    ("load_best_model_at_end=true", "- load_best_model_at_end: true with evaluation_strategy: no and save"),
+    (
+        "load_best_model_at_end=true;evaluation_strategy=steps;eval_steps=2;save_steps=3",
+        "- load_best_model_at_end: true with save_steps: 3, which is no multiple of eval_steps: 2",
+    ),
+    ("max_steps=-1;num_train_epochs=0", "- max_steps: -1 and num_train_epochs: 0"),
+    (
+        "sharding='';sharding_parallel_size=2",
+        '- sharding_parallel_size: 2 with sharding: "", so that these ranks would',
+    ),
+    ("resume_from_checkpoint=true", "out has no finished checkpoint to resume from."),
+]
+
+ACCEPTED = [
+    *("save_strategy='no';save_steps=0", "save_steps=0;save_last_step=true", "save_steps=0;flex_checkpoint=false"),
+    *("lora_rank=0;fine_tuning=full", "logging_steps=0;logging_strategy=epoch", "max_steps=0;num_train_epochs=1"),
+    "load_best_model_at_end=true;evaluation_strategy=steps;eval_steps=2;save_steps=4",
+    "load_best_model_at_end=true;evaluation_strategy=epoch;save_strategy=epoch;eval_steps=3",
+    *("sharding=stage1", "sharding=''", "sharding=true", "sharding=false", "sharding=[]"),
+    *("use_flex_async_save=true", "use_flex_async_save=true;flex_async_save=true", "resume_from_checkpoint=false"),
+    *("model_name_or_path=owner/name;output_dir=HERE/runs", "fine_tuning=LORA", "bf16='True'", "fp8=false"),
+    *(
+        "train_dataset_path=/dev/null, /nowhere/a;train_dataset_prob=1.0, 0",
+        "eval_dataset_path=/no;eval_dataset_prob=0",
+    ),
+    *("train_dataset_path=/dev/null#100, /dev/null", "report_to=null", "max_estimate_samples=1.0e5"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "text"), REFUSED)
+def test_settings_that_cannot_work_are_refused(tmp_path: Path, overrides: str, text: str) -> None:
+    assert text in fault(tmp_path, overrides)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("overrides", ACCEPTED)
+def test_settings_that_may_work_are_accepted(tmp_path: Path, overrides: str) -> None:
+    assert fault(tmp_path, overrides) == ""
+
+
+def test_all_faults_of_a_check_are_listed_with_one_advice(tmp_path: Path) -> None:
+    outcome = run("train", config(tmp_path, train_dataset_path="./no", logging_steps=0, do_eval=True), "--dry-run")
+    assert (outcome.code, outcome.err.count("\n  - "), outcome.err.count("next:")) == (2, 3, 1)
+
+
+def test_keys_and_values_are_checked_before_paddle_is_imported(tmp_path: Path) -> None:
+    code = """if True:
+        import sys
+        from pathlib import Path
+        from paddleformers_fc.cli.training import prepare
+        try:
+            prepare(Path(sys.argv[1]), 2, ["max_steps=a"])
+        except Exception as error:
+            print(type(error).__name__, "paddle" in sys.modules)
+    """
+    argv = [sys.executable, "-c", code, str(config(tmp_path))]
+    assert subprocess.run(argv, capture_output=True, text=True, check=True).stdout == "OptionError False\n"
+
+
+def test_the_table_has_every_key_of_paddleformers_with_its_words(ranks: ForkServer, tmp_path: Path) -> None:
+    known = stock_table().keys
+    (names,) = ranks.run("tests.trainer.entry_jobs:stock_names", 1).values
+    assert set(names) == set(known)
+    (found,) = ranks.run("tests.trainer.entry_jobs:stock_enumerations", 1, {"output_dir": str(tmp_path)}).values
+    assert {key: list(known[key].words) for key in found} == found
+
+
+def test_a_table_is_made_once_and_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+
+    def make(command: list[str], **_: Any) -> subprocess.CompletedProcess[bytes]:
+        made.append(command)
+        return subprocess.CompletedProcess(command, 0, stdout=b'{"keys":{"a":{"kind":"int"}}}')
+
+    monkeypatch.setattr(subprocess, "run", make)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    table = stock_table.__wrapped__
+    assert list(table().keys) == list(table().keys) == ["a"]
+    assert made == [[sys.executable, "-m", stock_keys.__name__]]
+    (cached,) = (tmp_path / "cache/paddleformers_fc").iterdir()
+    cached.write_bytes(b"{")
+    assert (list(table().keys), len(made)) == (["a"], 2)
+    monkeypatch.setattr(stock_keys, "_SOURCES", ("trainer/argparser.py",))
+    assert (list(table().keys), len(made)) == (["a"], 3)
+
+
+def test_without_a_table_only_keys_of_this_package_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start_checks, "stock_table", StockTable)
+    model = model_of(tmp_path / "model")
+    assert fault(tmp_path, "another=1;max_steps=a;tensor_model_parallel_size=3", 2, model_name_or_path=model) == ""
+    assert "flex_verfy" in fault(tmp_path, "flex_verfy=full")
+
+
+def test_a_registration_of_the_user_may_add_keys_and_words_and_replace_the_model(tmp_path: Path) -> None:
+    (tmp_path / "own.py").touch()
+    own = {**FULL, "stage": "mine", "custom_register_path": str(tmp_path / "own.py")}
+    model = model_of(tmp_path / "model", num_attention_heads=3)
+    assert (
+        fault(tmp_path, "new_key=1;another.one=2;tensor_model_parallel_size=2", 2, model_name_or_path=model, **own)
+        == ""
+    )
+    for override in ("flex_verfy=full", "max_steps=a"):
+        assert override.partition("=")[0] in fault(tmp_path, override, **own)
+
+
+@pytest.fixture
+def closed(tmp_path: Path) -> Iterator[Path]:
+    """A directory that this process may not look into, also where the tests run as root."""
+    directory, user = tmp_path / "closed", os.geteuid()
+    directory.mkdir(0)
+    if user == 0:
+        os.seteuid(65534)
+    yield directory
+    os.seteuid(user)
+    directory.chmod(0o700)
+
+
+@pytest.mark.parametrize("key", ["model_name_or_path", "train_dataset_path", "custom_register_path", "of a command"])
+def test_a_path_of_another_user_is_refused_with_the_next_step(closed: Path, key: str) -> None:
+    path = str(closed / "file")
+    look = main._named if key == "of a command" else lambda path: [*start_checks._missing_paths({key: path})]
+    with pytest.raises(StorageError) as caught:
+        look(path)
+    assert caught.value.what == f"The operating system refused to look at {path}: Permission denied."
+    assert caught.value.next_step == "Give this user the right to this path, or choose another."
+
+
+def test_a_path_that_is_too_long_to_exist_is_missing(tmp_path: Path) -> None:
+    assert "does not exist" in fault(tmp_path, model_name_or_path=str(tmp_path / ("long" * 100)))
+
+
+def test_a_checkpoint_to_resume_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights, other = Path(model_of(tmp_path / "weights")), tmp_path / "all/runs/one/checkpoint-3"
+    assert "holds open weights" in fault(tmp_path, f"resume_from_checkpoint={weights}")
+    assert f"{weights}x does not exist" in fault(tmp_path, f"resume_from_checkpoint={weights}x")
+    named = f"resume_from_checkpoint={save(other, canonical())}"
+    inside = f"  next: Name a checkpoint inside it, such as {other}."
+    assert inside in fault(tmp_path, f"resume_from_checkpoint={tmp_path / 'all'}")
+    assert fault(tmp_path, named) == ""
+    for change in (lambda path: path.write_bytes(path.read_bytes()[:-1]), Path.unlink):
+        change(other / "config.json")
+        assert "config.json" in fault(tmp_path, named)
+    assert fault(tmp_path, f"{named};flex_verify=off") == ""
+    for name, value in (("NNODES", "2"), ("RANK", "0"), ("MASTER_ADDR", "127.0.0.1")):
+        monkeypatch.setenv(name, value)
+    assert fault(tmp_path, named) == ""  # Other nodes may see the files.
+    assert fault(tmp_path, "resume_from_checkpoint=true") == ""
+
+
+def test_a_model_that_is_not_that_of_the_checkpoint_is_refused(tmp_path: Path) -> None:
+    stored = {**TINY, **CONFIG, **SHAPES, "rope_theta": 10000.0, "sliding_window": None}
+    checkpoint = save(tmp_path / "out/checkpoint-3", canonical(), config=stored)
+    named = f"resume_from_checkpoint={checkpoint};output_dir={tmp_path / 'other'}"
+    for changes, allowed, text in (
+        ({}, "", ""),
+        ({"rope_theta": None, "sliding_window": 8, "max_position_embeddings": 7}, "", ""),
+        ({"vocab_size": 64}, "vocab_size", "vocab_size  32     64"),
+        ({"num_hidden_layers": 4}, "", "its tensors do not fit this one."),
+        ({"rope_theta": 5000.0}, "", "flex_allow_config_changes: [rope_theta]"),
+        ({"rope_theta": 5000.0}, "rope_theta", ""),
+        ({"model_type": "phi3"}, "", "model_type  ernie4_5  phi3"),
+    ):
+        model = model_of(tmp_path / "model", **{**stored, **changes})
+        may = f"flex_allow_config_changes=[{allowed}]"
+        for overrides in (named, "do_train=true", "resume_from_checkpoint=true"):
+            found = fault(tmp_path, f"{overrides};{may}", model_name_or_path=model, **FULL)
+            assert text in found if text else found == "", (changes, overrides)
+            assert ("to start a new run" in found) == bool(text and overrides != named)
+        assert fault(tmp_path, f"{may};do_train=true;overwrite_output_dir=true", model_name_or_path=model, **FULL) == ""
+
+
+STOCK = {"flex_checkpoint": False, "do_train": True, "stage": "PT", "device": "cpu"}
+
+
+def test_a_flex_checkpoint_is_not_resumed_by_paddleformers_alone(tmp_path: Path) -> None:
+    checkpoint = save(tmp_path / "out/checkpoint-10", canonical())
+    (tmp_path / "out/checkpoint-9").mkdir()
+    named = f"resume_from_checkpoint={checkpoint};output_dir=HERE/other"
+    for overrides in ("", "resume_from_checkpoint=true", "stage=DPO", named):
+        error = fault(tmp_path, overrides, **STOCK)
+        assert error.startswith(f"{checkpoint} is a flex checkpoint, and without flex_checkpoint: true "), overrides
+        assert "  next: Set flex_checkpoint: true; or to start a new run, set another output_dir" in error
+    (tmp_path / "stock/checkpoint-11").mkdir(parents=True)
+    (tmp_path / "stock/checkpoint-3").symlink_to(checkpoint)
+    for overrides in (
+        *("flex_checkpoint=true", "overwrite_output_dir=true", "resume_from_checkpoint=false", "do_train=false"),
+        *("output_dir=HERE/other", "output_dir=HERE/stock", f"stage=DPO;{named}"),
+    ):
+        assert fault(tmp_path, overrides, **STOCK) == "", overrides
+
+
+def test_weights_are_needed_unless_the_run_starts_from_scratch(tmp_path: Path) -> None:
+    model = Path(model_of(tmp_path / "model"))
+    (model / "model.safetensors").rename(model / "pytorch_model.bin")
+    assert "pytorch_model.bin" in fault(tmp_path, model_name_or_path=str(model), **FULL)
+    (model / "pytorch_model.bin").unlink()
+    error = fault(tmp_path, model_name_or_path=str(model), **FULL)
+    assert error != ""
+    assert str(model) in error
+    assert fault(tmp_path, "continue_training=false", model_name_or_path=str(model), **FULL) == ""
+
+
+def test_a_class_that_needs_paddlefleet_is_refused_without_it(tmp_path: Path) -> None:
+    assert "qwen3" in stock_table().without_fleet  # Its package is not installed here.
+    error = fault(tmp_path, model_name_or_path=model_of(tmp_path / "model", model_type="qwen3"), **FULL)
+    assert "PaddleFormers' class of qwen3 needs PaddleFleet" in error
+
+
+def layout(stages: int, virtual: int = 1, passes: int = 1, **keys: Any) -> dict[str, Any]:
+    degrees = {"pipeline_model_parallel_size": stages, "virtual_pipeline_model_parallel_size": virtual}
+    return {**FULL, **degrees, "gradient_accumulation_steps": passes, **keys}
+
+
+PASSES = "virtual_pipeline_model_parallel_size: 2 needs gradient_accumulation_steps: 4, or 8 or more, instead of "
+EXPERTS = {**FULL, "expert_model_parallel_size": 2, "use_expert_parallel": True, "model_name_or_path": "owner/name"}
+DPO = {"stage": "DPO", "sequence_parallel": True}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "keys", "text"),
+    [
+        (1, {"tensor_model_parallel_size": 2}, "1 rank cannot be divided into groups of 2"),
+        (2, {**EXPERTS, "tensor_model_parallel_size": 4}, "2 ranks cannot be divided into groups of 4"),
+        (4, {"sharding_parallel_size": 3}, "sharding_parallel_size: 3: 4 ranks cannot be divided into groups of 3"),
+        (3, {"tensor_model_parallel_size": 3}, "The grid tp=3 does not fit this model.\n"),
+        (3, {"tensor_model_parallel_size": 3}, "vocab_size=64 is not divisible by tp=3"),
+        (4, layout(2, **DPO), "clear_every_step_cache: not true, which stage: DPO needs in a pipeline"),
+        (4, layout(2, stage="VL-DPO", clear_every_step_cache=False), "which stage: VL-DPO needs"),
+        (4, layout(2, **DPO), "- partial_send_recv: not false, which stage: DPO needs with sequence_parallel: true\n"),
+        (4, layout(2, 2, 4), "virtual_pipeline_model_parallel_size: 2 needs more than 2 pipeline stages"),
+        (4, layout(4, 2, 3), f"{PASSES}3"),
+        (4, layout(4, 2, 7), f"{PASSES}7"),
+        (4, layout(4, 2, 2, best_unbalanced_scheduler=True), f"{PASSES}2"),
+        (4, layout(4, 2, 8, pp_seg_method="uniform"), "needs pp_seg_method: layer:DecoderLayer|EmptyLayer instead of"),
+        (4, layout(4, 2, 8), "10 layers, empty ones included, are not divisible by pp x vpp = 4 x 2 = 8"),
+        (4, layout(4, 3, 8), "num_hidden_layers=10 is less than pp x vpp = 4 x 3 = 12 stages"),
+        (3, EXPERTS, "expert_model_parallel_size: 2 on 3 ranks: 3 ranks in 1 pipeline stage are no multiple of it"),
+        (1, EXPERTS, "expert_model_parallel_size: 2 on 1 rank: 1 ranks in 1 pipeline stage are no multiple of it"),
+        (2, {**EXPERTS, "use_expert_parallel": False}, "2 on 2 ranks: use_expert_parallel is not true"),
+        (2, {**EXPERTS, "sharding": ""}, "2 on 2 ranks: data parallel degree 2: experts need sharding in its place"),
+        (4, {**EXPERTS, "sharding_parallel_size": 2}, "2 on 4 ranks: data parallel degree 2"),
+    ],
+)
+def test_a_layout_that_every_rank_would_refuse_is_refused(
+    tmp_path: Path, ranks: int, keys: dict[str, Any], text: str
+) -> None:
+    model = {"model_name_or_path": model_of(tmp_path / "model")}
+    assert text in fault(tmp_path, nproc=ranks, **{**FULL, **model, **keys})
+
+
+@pytest.mark.parametrize(
+    ("ranks", "keys", "changes"),
+    [
+        (4, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": -1, "sharding_parallel_size": 2}, {}),
+        (6, {"pipeline_model_parallel_size": 6}, {}),
+        (6, {}, {"model_type": "unknown"}),
+        (6, {"flex_checkpoint": False}, {"model_type": "unknown"}),
+        (3, {"tensor_model_parallel_size": 3, "stage": "dsv3_pretrain"}, {}),
+        (3, {"tensor_model_parallel_size": 3, "flex_checkpoint": False}, {}),
+        (3, {"tensor_model_parallel_size": 3, "model_name_or_path": "owner/name"}, {}),
+        (3, {"tensor_model_parallel_size": 3, "num_attention_heads": 6}, {}),
+        (6, {**EXPERTS, "expert_model_parallel_size": 3}, {}),
+        (6, {**EXPERTS, "expert_model_parallel_size": 6}, {}),
+        (4, layout(2, stage="DPO", clear_every_step_cache=True), {}),
+        (4, layout(2, **DPO, clear_every_step_cache=True, partial_send_recv=False), {}),
+        (4, layout(1, 2, **DPO), {}),
+        (4, layout(4, 2, 4), {"num_hidden_layers": 8}),
+        (4, layout(4, 2, 9), {"num_hidden_layers": 8}),
+        (4, layout(4, 2, 7, best_unbalanced_scheduler=True), {"num_hidden_layers": 8}),
+        (4, layout(4, 2, 8, pp_seg_method="layer:DecoderLayer"), {}),
+        (4, layout(4, 1, 3), {}),
+        (4, {"fine_tuning": "LoRA"}, {}),
+        (4, {"hidden_size": 32}, {"hidden_size": None}),
+        (4, {}, {**MOE, "moe_num_experts": 4}),
+    ],
+)
+def test_a_layout_that_may_be_possible_is_accepted(
+    tmp_path: Path, ranks: int, keys: dict[str, Any], changes: dict[str, Any]
+) -> None:
+    model = {"model_name_or_path": model_of(tmp_path / "model", **changes)}
+    assert fault(tmp_path, nproc=ranks, **{**FULL, **model, **keys}) == ""
+
+
+@pytest.mark.parametrize("written", [True, None])
+def test_a_fused_norm_on_a_cpu_is_refused_with_its_key(tmp_path: Path, written: bool | None) -> None:
+    model = model_of(tmp_path / "model", fuse_rms_norm=written)
+    assert "fuse_rms_norm" in fault(tmp_path, model_name_or_path=model, **FULL)
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        (MOE, "it is read from"),
+        ({**MOE, "num_experts": 4, "moe_num_experts": 8}, "num_experts: 4"),
+        ({"hidden_size": None}, "it is read from hidden_size"),
+    ],
+    ids=str,
+)
+def test_a_configuration_that_every_rank_would_refuse_is_refused(
+    tmp_path: Path, changes: dict[str, Any], text: str, degree: int
+) -> None:
+    model = model_of(tmp_path / "model", **changes)
+    degrees = {"tensor_model_parallel_size": degree}
+    assert text in fault(tmp_path, nproc=2, model_name_or_path=model, **FULL, **degrees)
