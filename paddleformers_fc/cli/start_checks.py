@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from pathlib import Path, PurePath
 from types import SimpleNamespace
@@ -31,22 +31,11 @@ from paddleformers_fc.storage.manifest import MANIFEST_NAME, candidates_in, read
 from paddleformers_fc.storage.paths import AnyPath, expand_user, parse_path
 from paddleformers_fc.storage.remote_writes import check_remote_writable
 from paddleformers_fc.text import count_text, likely_meant
-from paddleformers_fc.trainer.options import (
-    FIELD_NAMES,
-    FlexFields,
-    check_options,
-    check_settings,
-    spelled,
-    unknown_keys,
-    upload_url,
-)
-from paddleformers_fc.trainer.resume import (
-    newest_without_changes,
-    no_checkpoint,
-    refuse_no_checkpoint,
-    with_new_run_advice,
-)
-from paddleformers_fc.trainer.stock_keys import refuse_values, stock_table
+from paddleformers_fc.trainer import options, resume
+from paddleformers_fc.trainer.stock_keys import StockTable, refuse_values, stock_table
+
+Values = Mapping[str, Any]
+"""The settings, and the default of every missing key of PaddleFormers and of this package."""
 
 _TENSOR, _STAGES, _EXPERTS = (f"{kind}_model_parallel_size" for kind in ("tensor", "pipeline", "expert"))
 _VIRTUAL, _SHARDING = "virtual_pipeline_model_parallel_size", "sharding_parallel_size"
@@ -60,22 +49,6 @@ _SIZES = frozenset(
     {"vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers", "head_dim"}
 )
 """Keys of a model's configuration that change shapes or names of tensors."""
-
-
-@dataclass(frozen=True)
-class CheckedSettings:
-    """Settings that have passed :func:`check`.
-
-    Args:
-        values: the settings, and PaddleFormers' default of every missing key.
-        options: the settings, and the defaults of this package.
-        is_stock: whether the settings mean what PaddleFormers says: its table is known, and no file of the user adds to
-            it.
-    """
-
-    values: Mapping[str, Any]
-    options: Any
-    is_stock: bool
 
 
 def require_paddleformers(doing: str) -> None:
@@ -93,13 +66,15 @@ def require_paddleformers(doing: str) -> None:
         )
 
 
-def check(settings: Mapping[str, Any], is_extended: bool, nodes: int) -> CheckedSettings:
+def check(settings: Mapping[str, Any], is_extended: bool, nodes: int) -> SimpleNamespace:
     """Refuse settings that every rank would refuse after its imports, or read as others.
 
     Args:
         settings: the configuration with its overrides.
         is_extended: whether a registration file of the user runs.
         nodes: number of nodes of the job; the files of a checkpoint may be on other nodes.
+    Returns:
+        the settings with the defaults of missing keys.
     Raises:
         OptionError: unknown keys, each with a similar known one; contradictions; wrong values; missing paths and
             combinations that PaddleFormers refuses; in this order.
@@ -109,47 +84,44 @@ def check(settings: Mapping[str, Any], is_extended: bool, nodes: int) -> Checked
         EnvironmentMismatch: the class of the model needs PaddleFleet.
         StorageError: the operating system refused to look at a path; the store of ``flex_upload`` refused.
     """
-    check_settings(settings)
     stock = stock_table()
-    _refuse_unknown_keys(settings, stock.keys if not is_extended else {})
+    options.check_settings(settings)
+    _refuse_unknown_keys(settings, {} if is_extended else stock.keys)
     refuse_values(settings, stock.keys, is_extended)
-    options = SimpleNamespace(**{**vars(FlexFields()), **settings})
-    check_options(options)
-    values = {_RESUME: None, **{key: one.default for key, one in stock.keys.items()}, **settings}
-    checked = CheckedSettings(values, options, bool(stock.keys) and not is_extended)
+    defaults = {key: one.default for key, one in stock.keys.items()}
+    checked = SimpleNamespace(**{_RESUME: None, **defaults, **vars(options.FlexFields()), **settings})
+    options.check_options(checked)
+    values, is_stock = vars(checked), bool(stock.keys) and not is_extended
     faults = [*_missing_paths(settings)]
-    if checked.is_stock:
+    if is_stock:
         faults += [*_schedule_faults(values), *_pipeline_faults(values)]
     _refuse(faults, "Correct the listed keys. Relative paths begin in the working directory.")
-    url = upload_url(options) if options.flex_checkpoint else None
-    if url is not None:
-        check_remote_writable(url)
-    resumed = checkpoint_to_resume(values, nodes) if options.flex_checkpoint else None
-    if not options.flex_checkpoint:
+    if not checked.flex_checkpoint:
         _refuse_resume_by_paddleformers(values)
-    if checked.is_stock:
+    elif (url := options.upload_url(checked)) is not None:
+        check_remote_writable(url)
+    found = checkpoint_to_resume(values, nodes) if checked.flex_checkpoint else None
+    if is_stock:
         given = {key: value for key, value in settings.items() if value is not None}
-        _check_model(given, values, stock.without_fleet)
-        if resumed is not None:
-            _refuse_another_model(given, values, resumed)
+        _check_model(given, values, stock)
+        if found is not None:
+            _refuse_another_model(given, values, found)
     return checked
 
 
-def check_ranks(checked: CheckedSettings, ranks: int) -> None:
+def check_ranks(values: Values, ranks: int, is_extended: bool) -> None:
     """Refuse a layout that does not fit the number of ranks on a CPU, and a model that a CPU cannot train.
 
     Args:
-        checked: the settings.
+        values: the result of :func:`check`.
         ranks: of all nodes.
+        is_extended: as for :func:`check`.
     Raises:
         OptionError: with all faults.
     """
-    if not stock_table().keys:
-        return
-    faults = [*_rank_faults(checked.values, ranks)]
-    if checked.is_stock:
-        faults += _fused_norm(checked.values)
-    _refuse(faults, "Change the listed keys, or start another number of ranks with --nproc.")
+    if stock_table().keys:
+        faults = [*_rank_faults(values, ranks), *(() if is_extended else _fused_norm(values))]
+        _refuse(faults, "Change the listed keys, or start another number of ranks with --nproc.")
 
 
 def _refuse(faults: Sequence[str], next_step: str) -> None:
@@ -174,11 +146,11 @@ def _refuse_unknown_keys(settings: Mapping[str, Any], stock: Mapping[str, Any]) 
         OptionError: with all of them.
     """
     # A dot or a bracket in an override reaches into the value of a key.
-    names = {re.split(r"[.\[]", str(key))[0] for key in settings} - {*FIELD_NAMES, *stock}
+    names = {re.split(r"[.\[]", str(key))[0] for key in settings} - {*options.FIELD_NAMES, *stock}
     # PaddleFormers has keys of its own that begin with flex_ckpt.
     unknown = [name for name in names if stock or (name.startswith("flex_") and not name.startswith("flex_ckpt"))]
     if unknown:
-        raise unknown_keys(unknown, stock)
+        raise options.unknown_keys(unknown, stock)
 
 
 def _missing_paths(settings: Mapping[str, Any]) -> Iterator[str]:
@@ -187,7 +159,8 @@ def _missing_paths(settings: Mapping[str, Any]) -> Iterator[str]:
     if output_dir is None:
         yield "output_dir is missing: the directory for checkpoints and logs"
     elif not isinstance(output_dir, str):
-        yield f"output_dir: {spelled(output_dir)} is not text; a name that YAML reads as something else needs quotes"
+        text = options.spelled(output_dir)
+        yield f"output_dir: {text} is not text; a name that YAML reads as something else needs quotes"
     if own is not None and not is_file(Path(str(own))):
         yield f"custom_register_path: {own} does not exist; without this key the command registers the package"
     named = [(_PATH, str(settings.get(_PATH) or ""))]
@@ -228,7 +201,7 @@ def _is_local(path: str, output_dir: PurePath) -> bool:
     )
 
 
-def _schedule_faults(values: Mapping[str, Any]) -> Iterator[str]:
+def _schedule_faults(values: Values) -> Iterator[str]:
     """Find numbers and strategies that every rank would refuse after its imports, or after it has built the model."""
     counted = (_PASSES, _BATCH) if values["fine_tuning"].lower() == "full" else (_PASSES, _BATCH, "lora_rank")
     yield from (f"{key}: {values[key]} is less than 1" for key in counted if values[key] < 1)
@@ -252,7 +225,7 @@ def _schedule_faults(values: Mapping[str, Any]) -> Iterator[str]:
         yield f"load_best_model_at_end: true with {steps}"
 
 
-def _pipeline_faults(values: Mapping[str, Any]) -> Iterator[str]:
+def _pipeline_faults(values: Values) -> Iterator[str]:
     """Find faults of a pipeline that every rank would refuse after its imports, or after it has built the model.
 
     Paddle schedules virtual stages on more than two pipeline stages alone, and needs as many forward passes per step as
@@ -278,7 +251,7 @@ def _pipeline_faults(values: Mapping[str, Any]) -> Iterator[str]:
         yield f"{needs} {_SEGMENTS}: layer:DecoderLayer|EmptyLayer instead of {values[_SEGMENTS]}"
 
 
-def _rank_faults(values: Mapping[str, Any], ranks: int) -> Iterator[str]:
+def _rank_faults(values: Values, ranks: int) -> Iterator[str]:
     """Find degrees that do not divide the ranks, and that PaddleFormers would leave unused in every rank."""
     sharding = values[_SHARDING] if values["sharding"] else 1
     sizes = {key: max(values[key], 1) for key in (_TENSOR, _STAGES, "sep_parallel_size")}
@@ -303,7 +276,7 @@ def _rank_faults(values: Mapping[str, Any], ranks: int) -> Iterator[str]:
         yield f"{what}: {_SHARDING} {shards} is no multiple of {outer}, the ranks that hold one expert"
 
 
-def _fused_norm(values: Mapping[str, Any]) -> Iterator[str]:
+def _fused_norm(values: Values) -> Iterator[str]:
     """Find a fused norm on a CPU, for which Paddle has no kernel; it is PaddleFormers' default."""
     config = _model_config(values)
     if is_known(config) and config.get("fuse_rms_norm", True):
@@ -312,17 +285,17 @@ def _fused_norm(values: Mapping[str, Any]) -> Iterator[str]:
         yield f"{values[_PATH]}/config.json: {written}, {kernel}"
 
 
-def _model_config(values: Mapping[str, Any]) -> dict[str, Any]:
+def _model_config(values: Values) -> dict[str, Any]:
     """Return the configuration of a text model that is on this machine; else an empty one."""
     return _config_of(values) if values["stage"] in _TEXT_STAGES else {}
 
 
-def _config_of(values: Mapping[str, Any]) -> dict[str, Any]:
+def _config_of(values: Values) -> dict[str, Any]:
     model = values.get(_PATH)
     return read_config(Path(expand_user(model))) if model else {}
 
 
-def checkpoint_to_resume(values: Mapping[str, Any], nodes: int) -> AnyPath | None:
+def checkpoint_to_resume(values: Values, nodes: int) -> AnyPath | None:
     """Return the checkpoint that the run resumes, as far as this node can tell.
 
     Raises:
@@ -337,20 +310,20 @@ def checkpoint_to_resume(values: Mapping[str, Any], nodes: int) -> AnyPath | Non
     if nodes > 1 or not (named is True or is_automatic):
         return None
     output_dir = Path(expand_user(values["output_dir"]))
-    newest, skipped = newest_without_changes(output_dir)
+    newest, skipped = resume.newest_without_changes(output_dir)
     if newest is None and named is True:
-        raise no_checkpoint(output_dir, [(path.name, why) for path, why in skipped])
+        raise resume.no_checkpoint(output_dir, [(path.name, why) for path, why in skipped])
     return newest
 
 
-def _checked_checkpoint(found: AnyPath, values: Mapping[str, Any], nodes: int) -> AnyPath | None:
+def _checked_checkpoint(found: AnyPath, values: Values, nodes: int) -> AnyPath | None:
     if not isinstance(found, Path):
-        refuse_no_checkpoint(found)
+        resume.refuse_no_checkpoint(found)
         return found
     if nodes > 1:
         return None  # Files may be on disks of other nodes; the ranks check together.
     try:
-        refuse_no_checkpoint(found)
+        resume.refuse_no_checkpoint(found)
     except NotACheckpoint as error:
         if exists(found):
             raise
@@ -363,7 +336,7 @@ def _checked_checkpoint(found: AnyPath, values: Mapping[str, Any], nodes: int) -
     return found
 
 
-def _refuse_resume_by_paddleformers(values: Mapping[str, Any]) -> None:
+def _refuse_resume_by_paddleformers(values: Values) -> None:
     """Refuse a resume by PaddleFormers itself of a flex checkpoint, which it cannot read.
 
     Raises:
@@ -386,7 +359,7 @@ def _refuse_resume_by_paddleformers(values: Mapping[str, Any]) -> None:
         )
 
 
-def _check_model(given: Mapping[str, Any], values: Mapping[str, Any], without_fleet: Sequence[str]) -> None:
+def _check_model(given: Mapping[str, Any], values: Values, stock: StockTable) -> None:
     """Refuse a model on this machine that every rank would refuse.
 
     A degree of tensor parallelism is refused if it does not divide a size that the class of the family checks. The
@@ -401,7 +374,7 @@ def _check_model(given: Mapping[str, Any], values: Mapping[str, Any], without_fl
         OptionError: the degree does not divide the model; with the numbers.
     """
     config = _model_config(values)
-    if config.get("model_type") in without_fleet:
+    if config.get("model_type") in stock.without_fleet:
         raise EnvironmentMismatch(
             f"PaddleFormers' class of {config['model_type']} needs PaddleFleet, which is not installed.",
             where=sys.executable,
@@ -420,7 +393,7 @@ def _check_model(given: Mapping[str, Any], values: Mapping[str, Any], without_fl
     # Keys of the model in the settings may decide the sizes that the tensor-parallel degree divides.
     experts = values[_EXPERTS] > 1 or values["use_expert_parallel"]
     sizes_are_known = not experts and given.keys().isdisjoint(DIVIDED.values())
-    by_default = stock_table().keys[_SEGMENTS].default == values[_SEGMENTS]
+    by_default = stock.keys[_SEGMENTS].default == values[_SEGMENTS]
     is_checked = min(values[_STAGES], values[_VIRTUAL]) > 1 and by_default and not upstream.is_installed("paddlefleet")
     stages, virtual = (values[_STAGES], values[_VIRTUAL]) if is_checked else (1, 1)
     try:
@@ -433,7 +406,7 @@ def _check_model(given: Mapping[str, Any], values: Mapping[str, Any], without_fl
             raise
 
 
-def _refuse_another_model(given: Mapping[str, Any], values: Mapping[str, Any], checkpoint: AnyPath) -> None:
+def _refuse_another_model(given: Mapping[str, Any], values: Values, checkpoint: AnyPath) -> None:
     """Refuse a model on this machine that is not that of the checkpoint to resume.
 
     Only values that both configurations contain are compared. PaddleFormers has defaults for some keys of a model,
@@ -455,4 +428,4 @@ def _refuse_another_model(given: Mapping[str, Any], values: Mapping[str, Any], c
         refuse_unfit([replace(one, because="tensors have other shapes or names") for one in unfit], (), str(checkpoint))
         refuse_changes(changes, values.get(OPTION) or (), str(checkpoint))
     except MismatchError as error:
-        raise error if isinstance(values[_RESUME], str) else with_new_run_advice(error) from None
+        raise error if isinstance(values[_RESUME], str) else resume.with_new_run_advice(error) from None

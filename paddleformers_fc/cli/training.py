@@ -208,7 +208,7 @@ def prepare(config: Path, nproc: int | None, overrides: Sequence[str], claim_log
     checked = start_checks.check(settings, is_extended=own is not None, nodes=node.count)
     is_cpu = _is_cpu(settings.get("device"), nproc)
     if is_cpu:
-        start_checks.check_ranks(checked, (nproc or 1) * node.count)
+        start_checks.check_ranks(vars(checked), (nproc or 1) * node.count, own is not None)
     is_local, flex = is_cpu and node.count == 1, bool(settings.get("flex_checkpoint"))
     output_dir = require_local(expand_user(settings["output_dir"]), "A checkpoint")
     log_dir = str(_log_dir(output_dir, node, claim_logs))
@@ -230,7 +230,7 @@ def prepare(config: Path, nproc: int | None, overrides: Sequence[str], claim_log
         str(output_dir) if node.count == 1 else None,
         _resume_overrides(settings),
         idle=() if flex else tuple(name for name in FIELD_NAMES if name in settings and name != "flex_checkpoint"),
-        save_signal=save_signal(checked.options),
+        save_signal=save_signal(checked),
     )
 
 
