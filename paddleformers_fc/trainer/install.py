@@ -73,9 +73,7 @@ def _parsed_with_our_options(original: Callable[..., Any]) -> Callable[..., Any]
     def parse_dict(self: Any, args: Mapping[str, Any], *others: Any, **kwargs: Any) -> Any:
         from paddleformers_fc.trainer.documents import remember_data_arguments
 
-        check_settings(args)
-        if args.get("flex_checkpoint"):
-            refuse_values(args, describe(self), is_extended=True)
+        _refuse_values(args, self)
         self.dataclass_types = [with_flex_fields(kind) for kind in self.dataclass_types]
         _refuse_unknown(args, self.dataclass_types)
         parsed = original(self, args, *others, **kwargs)
@@ -83,6 +81,17 @@ def _parsed_with_our_options(original: Callable[..., Any]) -> Callable[..., Any]
         return parsed
 
     return parse_dict
+
+
+def _refuse_values(settings: Mapping[str, Any], parser: Any) -> None:
+    """Refuse values that PaddleFormers reads as others, or refuses once its arguments have started a process group.
+
+    Raises:
+        OptionError: with the first kind of them.
+    """
+    check_settings(settings)
+    if settings.get("flex_checkpoint"):
+        refuse_values(settings, describe(parser), is_extended=True)
 
 
 def _refuse_unknown(args: Any, kinds: list[Any]) -> None:
