@@ -133,7 +133,7 @@ class Scales(msgspec.Struct, frozen=True):
         return scales[begin : begin + length]
 
     def multiplied(self, operation: Operation, data: Array, scales: Array) -> tuple[Array, int]:
-        """Return the products of an operation, and the number of unwanted columns before them.
+        """Return the products of an operation as memory has them, and the number of unwanted columns before them.
 
         Args:
             operation: reads the numbers.
@@ -141,19 +141,22 @@ class Scales(msgspec.Struct, frozen=True):
             scales: the bytes of :meth:`rows`.
         """
         scheme, (row, first) = self.tensor.scheme, self._position(operation)
+        high, wide = scheme.block
         numbers = as_float32(data, scheme.numbers)
-        low, high = max(first, self.columns[0]), min(first + numbers.shape[-1], self.columns[1])
-        values = numbers[..., low - first : high - first]
-        columns = np.arange(low, high) // scheme.block[1]
-        rows = (row + np.arange(math.prod(values.shape[:-1]))) // scheme.block[0] - row // scheme.block[0]
-        factors = as_float32(scales, scheme.scales).reshape(-1, self.tensor.scales_per_row)[rows[:, None], columns]
+        low, end = max(first, self.columns[0]), min(first + numbers.shape[-1], self.columns[1])
+        values = numbers[..., low - first : end - first]
+        per_block = as_float32(scales, scheme.scales).reshape(-1, self.tensor.scales_per_row)
+        factors = per_block[:, low // wide : -(-end // wide)].repeat(wide, axis=1)[:, low % wide :][:, : end - low]
+        if high > 1:
+            factors = factors[(row + np.arange(math.prod(values.shape[:-1]))) // high - row // high]
         with np.errstate(over="ignore", invalid="ignore"):
-            values = values * factors.reshape(values.shape)
-        if self.dtype == values.dtype:
-            return values, low - first
-        products = np.empty(values.shape, self.dtype)
-        copy_cast(products, values, operation.path)
-        return products, low - first
+            values *= factors.reshape(values.shape)
+        for dtype in (self.dtype, operation.to):
+            if dtype != values.dtype:
+                products = np.empty(values.shape, dtype)
+                copy_cast(products, values, operation.path)
+                values = products
+        return values, low - first
 
     def _position(self, operation: Operation) -> tuple[int, int]:
         """Return the row and the column of an operation's first number."""
@@ -286,8 +289,10 @@ class Operation(msgspec.Struct, frozen=True, gc=False, eq=False):
             self._place(image, scratch, scales)
 
     def _stripes(self) -> Iterator[Operation]:
-        """Yield parts of at most :data:`_CAST_NUMBERS` elements, or of one element of the first axis."""
-        rows = max(1, _CAST_NUMBERS // math.prod(self.sizes[1:]))
+        """Yield parts of at most :data:`_CAST_NUMBERS` numbers, or of one element of the first axis."""
+        # With scales, temporary arrays of twice the size would be returned to the operating system at every part.
+        most = _CAST_NUMBERS // (2 * self.scales.tensor.scheme.per_byte) if self.scales else _CAST_NUMBERS
+        rows = max(1, most // math.prod(self.sizes[1:]))
         rest = self.size - (self.sizes[0] - 1) * self.sources[0]
         for low in range(0, self.sizes[0], rows):
             count = min(rows, self.sizes[0] - low)
@@ -296,12 +301,14 @@ class Operation(msgspec.Struct, frozen=True, gc=False, eq=False):
 
     def _place(self, image: int, scratch: Array, scales: Array | None) -> None:
         dtype, to = self.dtype, self.to
-        if dtype == to and scales is None:
-            dtype = to = np.dtype(f"u{dtype.itemsize}")  # As plain bits, which numpy copies fast.
+        if dtype == to or self.scales is not None:
+            to = np.dtype(f"u{to.itemsize}")  # As plain bits, which numpy copies fast.
+            dtype = to if self.scales is None else dtype
         source: Array = np.ndarray(self.sizes, dtype, memory_at(image, self.size), strides=self.sources)
         targets, address = self.targets, self.address
         if self.scales is not None and scales is not None:
-            source, skipped = self.scales.multiplied(self, source, scales)
+            products, skipped = self.scales.multiplied(self, source, scales)
+            source = products.view(to)
             targets = (*targets[:-1], targets[-1] // self.scales.tensor.scheme.per_byte)
             address += skipped * targets[-1]
         reach = sum((n - 1) * stride for n, stride in zip(source.shape, targets, strict=True)) + to.itemsize
