@@ -211,6 +211,12 @@ def hostile(canary: Path) -> dict[str, bytes]:
         "a second value": start + b"NN.",
         "a global of a million letters": start + b"c" + b"a" * 10**6 + b"\nb\n" + end,
         "a duplicate of the stack": start + b"]2" + end,
+        "a pickle that unpickles another": start
+        + raw_global("pickle", "loads", pickle.dumps(Calls(os.system, touch), 3))
+        + end,
+        "an integer as a million digits of text": start + b"L" + b"9" * 10**6 + b"L\n" + end,
+        "a tuple as a key": pickle.dumps({(0, ((1,),)): None}, 4),
+        "multiples of 2^61-1 as keys": pickle.dumps({number * (2**61 - 1): None for number in range(10_000)}, 4),
     }
 
 
@@ -226,9 +232,10 @@ def test_a_hostile_pickle_is_refused_and_nothing_of_it_runs(tmp_path: Path, name
     assert str(tmp_path / "x") in str(caught.value)
 
 
-def test_the_canary_would_have_been_seen(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["os.system", "a pickle that unpickles another"])
+def test_the_canary_would_have_been_seen(tmp_path: Path, name: str) -> None:
     canary = tmp_path / "canary"
-    pickle.loads(hostile(canary)["os.system"])
+    pickle.loads(hostile(canary)[name])
     assert canary.exists()
 
 
