@@ -132,7 +132,8 @@ class Sizes:
         try:
             if isinstance(size, tuple):
                 return sum(self._value(one, numbers) for one in size)
-            return size(*(_argument(self._named(name, numbers)) for name in names_of(size)))
+            found = size(*(_argument(self._named(name, numbers)) for name in names_of(size)))
+            return found.value if isinstance(found, (_Text, _Entries)) else found
         except (TypeError, ArithmeticError, LookupError) as error:
             absent = sorted(name for name in names_of(size) if self._named(name, numbers) is None)
             reason = f"requires {', '.join(absent)}, which the configuration does not contain" if absent else str(error)
@@ -198,14 +199,17 @@ class Sizes:
         )
 
 
-@dataclass(frozen=True)
 class _Text:
     """A text of a configuration. Unlike a str it cannot be multiplied by a number to a text of any length."""
 
-    text: str
+    def __init__(self, value: str) -> None:
+        self.value = value
+
+    def __bool__(self) -> bool:
+        return bool(self.value)
 
     def __eq__(self, other: object) -> bool:
-        return self.text == other
+        return bool(self.value == other)
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -213,16 +217,16 @@ class _Text:
 class _Entries(Sequence[Any]):
     """A list of a configuration, counted from 0, which cannot be multiplied either."""
 
-    def __init__(self, values: Sequence[Any]) -> None:
-        self._values = values
+    def __init__(self, value: Sequence[Any]) -> None:
+        self.value = value
 
     def __len__(self) -> int:
-        return len(self._values)
+        return len(self.value)
 
     def __getitem__(self, index: Any) -> Any:
-        if not isinstance(index, int) or not 0 <= index < len(self._values):
-            raise IndexError(f"needs entry {index} of a list of {len(self._values)}")
-        return _argument(self._values[index])
+        if not isinstance(index, int) or not 0 <= index < len(self.value):
+            raise IndexError(f"needs entry {index} of a list of {len(self.value)}")
+        return _argument(self.value[index])
 
 
 def _argument(value: Any) -> Any:

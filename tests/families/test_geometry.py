@@ -302,6 +302,12 @@ def test_a_text_or_a_list_of_a_configuration_is_not_multiplied(key: str, ours: S
         sizes.length("ours")
 
 
+def test_a_function_returns_texts_and_lists_as_the_configuration_has_them() -> None:
+    sizes = Sizes({"kind": lambda text: text, "all": lambda kinds: kinds, "first": lambda kinds: kinds[0]}, KINDS)
+    assert [sizes.value(name) for name in ("kind", "all", "first")] == ["four", ["x", "y"], "x"]
+    assert Sizes({"kind": lambda text, a: text or a}, {"text": "", "a": 1}).value("kind") == 1
+
+
 @pytest.mark.parametrize(
     ("condition", "layer", "holds"),
     [
