@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -21,8 +21,7 @@ from paddleformers_fc.errors import MappingError
 from paddleformers_fc.families.bind import ModelTensor
 from paddleformers_fc.families.declarations import BUILT, PLACEHOLDER, Family, Stage, Statement
 from paddleformers_fc.families.description import ModelDescription
-from paddleformers_fc.families.names import Kind, Names, family_numbers, family_sizes, shape_of, with_layer
-from paddleformers_fc.families.sizes import Sizes
+from paddleformers_fc.families.names import Kind, Names, shape_of, with_layer
 from paddleformers_fc.mapping import Shape, TensorSpec
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.text import count_text
@@ -85,58 +84,32 @@ def enumerate_tensors(family: Family, model: ModelDescription, dtype: str = "flo
     Raises:
         MappingError: the configuration lacks a key that a size requires.
     """
-    sizes = family_sizes(family, model)
-    spans = _Spans(family, sizes)
-    for statement in family.statements:
-        yield from _of_statement(statement, sizes.within(statement.tower), spans, dtype)
+    index = Names(family, replace(model, adapters=None))
+    for kind in index.kinds:
+        yield from _of_kind(kind, index, dtype)
 
 
 MAX_TENSORS = 1 << 20
 """Maximum number of tensors of one kind, such as the gates of all experts of all layers."""
 
 
-class _Spans:
-    """The numbers of every placeholder of a family, evaluated on first use."""
-
-    def __init__(self, family: Family, sizes: Sizes) -> None:
-        self._family = family
-        self._sizes = sizes
-        self._numbers = family_numbers(family)
-        self._known: dict[str, tuple[range, int]] = {}
-
-    def of(self, name: str) -> tuple[range, int]:
-        """Return the canonical numbers, and the shift of the model's numbers."""
-        if name not in self._numbers:
-            raise MappingError(
-                f"Unknown placeholder {{{name}}}: its numbers are not declared.",
-                where=f"family {self._family.name}",
-                next_step=f"Declare Numbers({name!r}, ...) in the family.",
-            )
-        if name not in self._known:
-            one = self._numbers[name]
-            start = self._sizes.length(one.start)
-            # A range of more than 2^63 numbers has no length; numbers beyond the bound are refused in any case.
-            span = range(start, start + min(self._sizes.length(one.count), MAX_TENSORS + 1))
-            self._known[name] = span, self._sizes.length(one.shift)
-        return self._known[name]
-
-
-def _of_statement(statement: Statement, sizes: Sizes, spans: _Spans, dtype: str) -> Iterator[DeclaredTensor]:
+def _of_kind(kind: Kind, index: Names, dtype: str) -> Iterator[DeclaredTensor]:
+    statement, sizes, needed = kind.statement, kind.sizes, kind.statement.names
     holes: list[str] = PLACEHOLDER.findall(statement.target)
-    needed = statement.names
     # Numbers in the conditions and the shape come first, so that both are evaluated once for all experts.
     outer = [hole for hole in holes if hole in needed]
     inner = [hole for hole in holes if hole not in needed]
     if not outer and not sizes.holds(statement.where):
         return
-    for fixed in _numberings(outer, spans):
+    shifts = dict(zip(kind.holes, kind.shifts, strict=True))
+    for fixed in _numberings(outer, index):
         known = with_layer(statement, sizes, fixed) if "layer" in needed else fixed
         if not sizes.holds(statement.where, known):
             continue
         shape = shape_of(statement, sizes, known)
-        for rest in _numberings(inner, spans):
+        for rest in _numberings(inner, index):
             numbers = {**fixed, **rest}
-            name = statement.target.format(**{hole: number + spans.of(hole)[1] for hole, number in numbers.items()})
+            name = statement.target.format(**{hole: number + shifts[hole] for hole, number in numbers.items()})
             yield _declared(statement, name, shape, statement.dtype or dtype, numbers)
 
 
@@ -145,16 +118,18 @@ def _declared(statement: Statement, name: str, shape: Shape, dtype: str, numbers
     return DeclaredTensor(name, shape, dtype, statement.cut, axis, numbers, stage, statement.trained)
 
 
-def _numberings(holes: list[str], spans: _Spans) -> Iterator[dict[str, int]]:
-    count = prod(len(spans.of(hole)[0]) for hole in holes)
+def _numberings(holes: list[str], index: Names) -> Iterator[dict[str, int]]:
+    spans = [index.numbers(hole) for hole in holes]
+    # A range of more than 2^63 numbers has no length.
+    count = prod(span.stop - span.start for span in spans)
     if count > MAX_TENSORS:
         raise MappingError(
             f"{count} tensors of one kind exceed the maximum of {MAX_TENSORS}.",
             where="config.json",
-            evidence=[f"{hole}: {len(spans.of(hole)[0])}" for hole in holes],
+            evidence=[f"{hole}: {span.stop - span.start}" for hole, span in zip(holes, spans, strict=True)],
             next_step="Correct the numbers of layers and experts in the configuration.",
         )
-    for numbers in itertools.product(*(spans.of(hole)[0] for hole in holes)):
+    for numbers in itertools.product(*spans):
         yield dict(zip(holes, numbers, strict=True))
 
 

@@ -115,23 +115,24 @@ class Names:
         family: the model's family.
         model: the model; its adapters have statements as well.
         shifts: differences between the model's numbers and canonical ones by placeholder, instead of the family's.
+    Attributes:
+        kinds: the statements, in order.
     Raises:
         MappingError: a canonical name contains a number that the model's name lacks.
     """
 
     def __init__(self, family: Family, model: ModelDescription, shifts: Mapping[str, int] = _NO_SHIFTS) -> None:
         self.sizes = sizes = family_sizes(family, model)
-        self._numbers = family_numbers(family)
+        self._family, self._numbers = family, family_numbers(family)
         known = {name: sizes.length(one.shift) for name, one in self._numbers.items() if sizes.defines(one.shift)}
         self._shifts = {**known, **shifts}
         self._spans = {name: _span(one, sizes) for name, one in self._numbers.items()}
+        self.kinds = [self._kind(one) for one in with_adapters(family, model.adapters).statements]
         self._kinds: dict[str, list[Kind]] = {}
-        self._literal: set[str] = set()
-        for statement in with_adapters(family, model.adapters).statements:
-            kind, template = self._kind(statement, family), _TOKEN.sub(_HOLE, statement.target)
-            self._kinds.setdefault(template, []).append(kind)
-            if any(map(str.isdigit, kind.holes)):
-                self._literal.add(template)
+        for kind in self.kinds:
+            self._kinds.setdefault(_TOKEN.sub(_HOLE, kind.statement.target), []).append(kind)
+        literal = (kind.statement.target for kind in self.kinds if any(map(str.isdigit, kind.holes)))
+        self._literal = {_TOKEN.sub(_HOLE, target) for target in literal}
         # Several statements may be bound alike, and differ in shape, cut or condition alone.
         self._distinct = {template: _distinct(kinds) for template, kinds in self._kinds.items()}
 
@@ -153,6 +154,23 @@ class Names:
         """Yield the statements that declare a tensor, and the canonical numbers of its name."""
         kinds, texts = self.find(name)
         return ((kind, kind.numbers(texts)) for kind in kinds)
+
+    def numbers(self, hole: str) -> range:
+        """Return the canonical numbers of a placeholder.
+
+        Raises:
+            MappingError: the family does not declare them, or the configuration does not give them.
+        """
+        if hole not in self._numbers:
+            raise MappingError(
+                f"Unknown placeholder {{{hole}}}: its numbers are not declared.",
+                where=f"family {self._family.name}",
+                next_step=f"Declare Numbers({hole!r}, ...) in the family.",
+            )
+        one = self._numbers[hole]
+        self.sizes.length(one.shift)
+        start = self.sizes.length(one.start)
+        return range(start, start + self.sizes.length(one.count))
 
     def check_numbers(self) -> None:
         """Require the difference between the model's and canonical numbers of every kind.
@@ -202,7 +220,7 @@ class Names:
         stated = "; ".join(f"{list(shape)} cut on axis {axis}" for axis, shape in known)
         return f"{list(part)} on each of {tp} ranks, declared {stated}"
 
-    def _kind(self, statement: Statement, family: Family) -> Kind:
+    def _kind(self, statement: Statement) -> Kind:
         holes, own = statement.numbers, self.sizes.within(statement.tower)
         positions = {name: f"{{{index}}}" for index, name in enumerate(holes)}
         if statement.stack is not None:
@@ -211,7 +229,7 @@ class Names:
         if strange:
             raise MappingError(
                 f"{statement.target}: its canonical names contain {', '.join(sorted(strange))}, its own name does not.",
-                where=f"family {family.name}",
+                where=f"family {self._family.name}",
                 next_step="Every number of a canonical name comes from the model's name.",
             )
         return Kind(
