@@ -16,13 +16,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 
-from paddleformers_fc.aoa.expand import Budget, Expander, Name, Step
+from paddleformers_fc.aoa import rules
+from paddleformers_fc.aoa.expand import Budget, Expander, Name, NameIndex, Step, name_skeletons, skeleton
 from paddleformers_fc.aoa.faults import Fault, Faults, Span
-from paddleformers_fc.aoa.names import NameIndex, name_skeletons, skeleton
-from paddleformers_fc.aoa.operations import Fused, Join, Move, OneSided
-from paddleformers_fc.aoa.rules import Composition, Tensors, Value, fusing, joining, permuting, value_of
-from paddleformers_fc.aoa.shards import Shards, groups_of, groups_read, shards_written
-from paddleformers_fc.aoa.syntax import NOTHING, QKV, Program, read_statements
+from paddleformers_fc.aoa.rules import Composition, Shards, Tensors, Value, value_of
+from paddleformers_fc.aoa.syntax import NOTHING, QKV, Fused, Join, Move, OneSided, Program, read_statements
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.mapping.boxes import Shape
 from paddleformers_fc.mapping.correspondences import TensorMapping, TensorSpec, spelled
@@ -148,7 +146,7 @@ class _Evaluation:
         An unknown name is ignored if a faulty statement mentions it, which may have been meant to assign it.
         """
         excused = {name for line in self._faults.lines for name in name_skeletons(line.text)}
-        for step, shards in zip(steps, shards_written(steps, self._right or {}), strict=True):
+        for step, shards in zip(steps, rules.shards_written(steps, self._right or {}), strict=True):
             if isinstance(step.operation, OneSided):
                 if step.right[0] == NOTHING:
                     self._dropped[step.left[0].text] = step
@@ -197,10 +195,10 @@ class _Evaluation:
         operation, shapes, into = step.operation, [value.shape for value in values], len(step.right)
         if isinstance(operation, Join):
             self._budget.spend(into if into > 1 else 0)
-            return self._rules.applied(joining(shapes, into, operation), values)
+            return self._rules.applied(rules.joining(shapes, into, operation), values)
         if isinstance(operation, Fused):
             groups = self._groups(operation, values, into, shards)
-            return self._rules.applied(fusing(shapes, into, operation, groups), values)
+            return self._rules.applied(rules.fusing(shapes, into, operation, groups), values)
         assert isinstance(operation, Move)
         return [self._moved(operation, values[0], step.right[0])]
 
@@ -210,8 +208,8 @@ class _Evaluation:
             heads = fused.counts[1]
             self._budget.spend(3 * min(heads, max((length for one in values for length in one.shape), default=0)))
             return (heads, 1) if into > 1 else (1, heads)
-        read = 1 if len(values) > 1 else groups_read(values[0], fused.axis, self._left)
-        written = 1 if into > 1 else groups_of(shards, fused.axis)
+        read = 1 if len(values) > 1 else rules.groups_read(values[0], fused.axis, self._left)
+        written = 1 if into > 1 else rules.groups_of(shards, fused.axis)
         self._budget.spend(3 * (read + written))
         return read, written
 
@@ -226,14 +224,12 @@ class _Evaluation:
         if move.read_as is not None:
             stored = value.dtypes(self._left)
             if stored != {move.read_as}:
-                raise Fault(
-                    f"src_dtype is {move.read_as}, the dtype of the source is {', '.join(sorted(stored))}.",
-                    f"src_dtype='{min(stored, default='')}'",
-                )
+                cause = f"src_dtype is {move.read_as}, the dtype of the source is {', '.join(sorted(stored))}."
+                raise Fault(cause, f"src_dtype='{min(stored, default='')}'")
         return value if move.cast is None else self._rules.converted(value, move.cast)
 
     def _permuted(self, value: Value, axes: Shape) -> Value:
-        rule = permuting(value.shape, axes)
+        rule = rules.permuting(value.shape, axes)
         return value if rule is None else self._rules.applied(rule, [value])[0]
 
     def _report(self, fault: Fault, step: Step | None) -> None:

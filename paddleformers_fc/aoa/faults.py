@@ -8,7 +8,7 @@ placeholders fails once per layer; repetitions are counted and not listed. Memor
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.text import count_text
@@ -20,16 +20,14 @@ _LONGEST = 600
 _NUMBER = re.compile(r"\d+")
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """Characters ``begin <= i < end`` of a line."""
 
     begin: int
     end: int
 
 
-@dataclass(frozen=True, slots=True)
-class SourceLine:
+class SourceLine(NamedTuple):
     """The text of one statement.
 
     Args:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from msgspec import structs
 
 from paddleformers_fc.aoa.evaluate import parse
-from paddleformers_fc.aoa.names import EXPERT, LAYER, NameIndex
+from paddleformers_fc.aoa.expand import EXPERT, LAYER, NameIndex
 from paddleformers_fc.aoa.rules import AoaTensor
 from paddleformers_fc.aoa.syntax import FFN, QKV, QKV_PER_RANK
 from paddleformers_fc.errors import MappingError
@@ -26,7 +26,7 @@ from paddleformers_fc.mapping.boxes import Shape
 from paddleformers_fc.mapping.correspondences import NEW_AXIS, TensorMapping, TensorSpec, coalesced
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.mapping.prove import disagreements, faults_of
-from paddleformers_fc.mapping.rules import Rule, RuleSet, Slab, parts_by_tensor
+from paddleformers_fc.mapping.rules import Rule, RuleSet, parts_by_tensor
 
 _SHOWN = 20
 _MOST_PARTS = 4096
@@ -133,43 +133,40 @@ def _components(rules: RuleSet, reverse: bool, writer: _Writer) -> Iterator[_Com
         stacks.setdefault(rule.targets[0], []).append(rule)
     for name, found in stacks.items():
         names = tuple(one for rule in found for one in rule.sources), found[0].targets
-        made, last = found, list[_Text]()
-        if made[0].axes[:1] == (NEW_AXIS,):
-            shape = rules.targets[name].shape
-            made = _in_rows(found, *shape)
-            last = [_Text(made[0].targets, (name,), f'reshape="{list(shape)}"')]
-        if made[0].slab is not None:
-            made = _unstacked(made)
+        made, last, is_new = found, list[_Text](), found[0].axes[:1] == (NEW_AXIS,)
+        if is_new or found[0].slab is not None:
+            made = _unstacked(found, rules.targets[name].shape if is_new else ())
+        if is_new:
+            last = [_Text(made[-1].targets, (name,), f'reshape="{list(rules.targets[name].shape)}"')]
         if reverse:
             made, names = [rule.reversed() for rule in made[::-1]], names[::-1]
         yield _Component(*names, (*(text for rule in made for text in writer.texts(rule)), *last))
 
 
-def _in_rows(rules: Sequence[Rule], count: int, rows: int, _columns: int) -> list[Rule]:
-    """Return the rules of experts one below the other, in place of experts on an axis of their own."""
-    first, name = rules[0], (f"{rules[0].targets[0]}_rows",)
-    if first.axis < 2:
-        # The parts lie along the rows: those of one expert after those of another.
-        parts = first.parts * count if first.axis else (rows,) * count
-        return [Rule(tuple(one for rule in rules for one in rule.sources), name, parts, 0, first.axes[1:])]
-    slabs = [Slab(0, at * rows, (at + 1) * rows) for at in range(count)]
-    return [
-        structs.replace(rule, targets=name, axis=rule.axis - 1, axes=rule.axes[1:], slab=slab)
-        for rule, slab in zip(rules, slabs, strict=True)
-    ]
+def _unstacked(rules: Sequence[Rule], blocks: Shape) -> list[Rule]:
+    """Return one rule per part, which joins it across experts, and the rule that joins the results.
 
-
-def _unstacked(rules: Sequence[Rule]) -> list[Rule]:
-    """Return one rule per part, which joins it across experts, and the rule that joins the results."""
+    Args:
+        rules: of the experts.
+        blocks: the shape of a stack with an axis of experts, which are then joined one below the other; empty for
+            others.
+    """
     first, slabs = rules[0], [rule.slab for rule in rules if rule.slab is not None]
-    (stack,), lengths = first.targets, tuple(slab.stop - slab.start for slab in slabs)
+    (stack,), axis, axes = first.targets, first.axis, first.axes
+    along, lengths = slabs[0].axis if slabs else 0, tuple(slab.stop - slab.start for slab in slabs)
+    if blocks:
+        stack, axis, axes, lengths = f"{stack}_rows", axis - 1, axes[1:], (blocks[1],) * blocks[0]
+        if axis < 1:
+            # The parts lie along the rows: those of one expert after those of another.
+            parts = lengths if axis < 0 else first.parts * blocks[0]
+            return [Rule(tuple(one for rule in rules for one in rule.sources), (stack,), parts, 0, axes)]
     moves = len(first.sources) == 1 and first.source_blocks == first.target_blocks
-    names = first.targets if moves else tuple(f"{stack}_{part}" for part in range(len(first.sources)))
+    names = (stack,) if moves else tuple(f"{stack}_{part}" for part in range(len(first.sources)))
     made = [
-        Rule(tuple(rule.sources[part] for rule in rules), (name,), lengths, slabs[0].axis, first.axes)
+        Rule(tuple(rule.sources[part] for rule in rules), (name,), lengths, along, axes)
         for part, name in enumerate(names)
     ]
-    whole = structs.replace(first, sources=names, axes=tuple(range(len(first.axes))), slab=None)
+    whole = structs.replace(first, sources=names, targets=(stack,), axis=axis, axes=tuple(range(len(axes))), slab=None)
     return made if moves else [*made, whole]
 
 

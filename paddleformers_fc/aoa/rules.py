@@ -4,6 +4,10 @@ A statement that joins, splits, fuses or permutes tensors becomes one rule, from
 layout that does not divide them is refused: numbers of heads come from the text, lengths from the tensors, and both are
 checked against each other before any allocation. The rules have empty names, so that a :class:`Composition` applies one
 rule to all tensors of a kind.
+
+``fused_ffn`` and ``fused_qkv_old`` interleave their parts in one group per tensor-parallel shard. A value that is read
+has the shards of its left tensor. A name that is written has the shards of the right tensor that later statements build
+from it.
 """
 
 from __future__ import annotations
@@ -13,9 +17,9 @@ from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 
+from paddleformers_fc.aoa.expand import Name, Step
 from paddleformers_fc.aoa.faults import Fault
-from paddleformers_fc.aoa.operations import Fused, Join
-from paddleformers_fc.aoa.syntax import FFN, QKV, QKV_PER_RANK
+from paddleformers_fc.aoa.syntax import FFN, QKV, QKV_PER_RANK, Fused, Join, Move
 from paddleformers_fc.mapping.boxes import Shape
 from paddleformers_fc.mapping.correspondences import NEW_AXIS, Composer, TensorSources, TensorSpec
 from paddleformers_fc.mapping.rules import Rule, parts_by_tensor
@@ -186,10 +190,8 @@ def permuting(shape: Shape, axes: Shape) -> Rule | None:
     """
     axes = axes or tuple(reversed(range(len(shape))))
     if len(axes) != len(shape):
-        raise Fault(
-            f"permute={list(axes)} has {len(axes)} axes, the tensor has shape {list(shape)}.",
-            f"an order of {list(range(len(shape)))}",
-        )
+        cause = f"permute={list(axes)} has {len(axes)} axes, the tensor has shape {list(shape)}."
+        raise Fault(cause, f"an order of {list(range(len(shape)))}")
     return Rule(("",), ("",), (shape[axes[-1]],), len(axes) - 1, axes) if axes else None
 
 
@@ -203,11 +205,9 @@ def joining(shapes: Sequence[Shape], into: int, join: Join) -> Rule:
         return _along(shapes, tuple(_length(shape, join.axis) for shape in shapes), into, join.axis)
     length = _length(shapes[0], join.axis)
     if length % into:
-        raise Fault(
-            f"Length {length} on axis {join.axis} is not divisible into {into} equal lengths.",
-            "equal lengths; for unequal ones, split into more names and join them: `a -> a[0:7], axis=0` and then "
-            "`a[0:2] -> b, axis=0`",
-        )
+        cause = f"Length {length} on axis {join.axis} is not divisible into {into} equal lengths."
+        again = "`a -> a[0:7], axis=0` and then `a[0:2] -> b, axis=0`"
+        raise Fault(cause, f"equal lengths; for unequal ones, split into more names and join them: {again}")
     return _along(shapes, (length // into,) * into, into, join.axis)
 
 
@@ -264,7 +264,68 @@ def _parts(shapes: Sequence[Shape], axis: int, counts: Shape) -> Shape:
 
 def _length(shape: Shape, axis: int) -> int:
     if axis >= len(shape):
-        raise Fault(
-            f"Shape {list(shape)} has no axis {axis}.", f"axis={len(shape) - 1}" if shape else "a tensor with axes"
-        )
+        accepted = f"axis={len(shape) - 1}" if shape else "a tensor with axes"
+        raise Fault(f"Shape {list(shape)} has no axis {axis}.", accepted)
     return shape[axis]
+
+
+Shards = tuple[str, Shape] | str
+"""A tensor and its shards on each axis; or why they are ambiguous, or an empty text where no tensor is known."""
+
+
+def shards_written(steps: Sequence[Step], right: Tensors) -> list[Shards]:
+    """Return the shards of the right tensor that the first result of every step becomes."""
+    later: dict[str, Shards] = {}
+    found: list[Shards] = []
+    for step in reversed(steps):
+        name = step.right[0]
+        shards: Shards = (name, right[name].cuts) if name in right else later.get(name, "")
+        found.append(shards)
+        for left in step.left:
+            later[left.text] = _shards_before(step, left, shards)
+    return found[::-1]
+
+
+def _shards_before(step: Step, left: Name, shards: Shards) -> Shards:
+    """Return the shards of a name that a step reads, from those of its result."""
+    move = step.operation if isinstance(step.operation, Move) else Move()
+    if len(step.right) > 1 or move.reshape:
+        return f"{left.text} is {'reshaped' if move.reshape else 'split'} later"
+    if isinstance(shards, str):
+        return shards
+    name, cuts = shards
+    if move.permute and len(move.permute) == len(cuts):
+        cuts = tuple(cuts[move.permute.index(axis)] for axis in range(len(cuts)))
+    return name, cuts[::-1] if left.transposed != (move.permute == ()) else cuts
+
+
+def groups_of(shards: Shards, axis: int) -> int:
+    """Return the shards along an axis, where no other axis is cut.
+
+    Raises:
+        Fault: another axis is cut, or the shards are ambiguous.
+    """
+    if isinstance(shards, str):
+        if shards:
+            raise Fault(f"{shards}: the shards are ambiguous.", "a name that is not split")
+        return 1
+    name, cuts = shards
+    others = [other for other, count in enumerate(cuts) if count > 1 and other != axis]
+    if others:
+        cause = f"The parts of {name} are on axis {axis}, and tensor parallelism cuts {name} on axis {others[0]}."
+        raise Fault(cause, "statements that join and split by `axis=`, which do not depend on shards")
+    return cuts[axis] if 0 <= axis < len(cuts) else 1
+
+
+def groups_read(value: Value, axis: int, left: Tensors) -> int:
+    """Return the number of shards of the left tensor that a value comes from, along an axis of the value.
+
+    Raises:
+        Fault: the value comes from several tensors, or the tensor is cut on another axis.
+    """
+    origins = {(value.sources.names[link.source], link.axes) for link in value.links}
+    if len(origins) != 1:
+        names = ", ".join(sorted(set(value.sources.names))[:3])
+        raise Fault(f"The source consists of {names}: the shards are ambiguous.", "a name that comes from one tensor")
+    ((source, axes),) = origins
+    return groups_of((source, left[source].cuts), axes[axis]) if axis < len(axes) else 1

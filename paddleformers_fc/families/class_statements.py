@@ -14,8 +14,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from paddleformers_fc.aoa import Program, Tensors, evaluate, uncut
+from paddleformers_fc.aoa.expand import EXPERT, LAYER, NameIndex
 from paddleformers_fc.aoa.faults import Fault
-from paddleformers_fc.aoa.names import EXPERT, LAYER, NameIndex
 from paddleformers_fc.aoa.syntax import NOTHING, TRANSPOSED, AoaStatement, Item, read_statements
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.mapping import Correspondence, Rule, RuleSet, TensorMapping, Tie
