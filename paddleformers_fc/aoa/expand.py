@@ -33,7 +33,9 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.$*^]*")
 _PARTS = re.compile(r"(\$LAYER_ID_OFFSET|\$LAYER_ID|\$EXPERT_ID|\*)|([0-9]+)")
 _SUGGESTIONS = 5
 _LONGEST = 300
-_LONGEST_NUMBER = 18
+_PLAIN = re.compile(r"0|[1-9][0-9]{0,17}")
+"""The form of a placeholder's number: no leading zero, and a bounded length."""
+
 _CANDIDATES = 200
 
 
@@ -51,11 +53,6 @@ def name_skeletons(text: str) -> set[str]:
     """Return the skeletons of all possible names in a text, also as names of an array."""
     found = {skeleton(name.removesuffix("^T")) for name in _NAME.findall(text)}
     return found | {f"{name}_{_HOLE}" for name in found}
-
-
-def _is_plain(number: str) -> bool:
-    """Return whether a number has the form of a placeholder's number: no leading zero, and a bounded length."""
-    return len(number) <= _LONGEST_NUMBER and (number == "0" or number[0] != "0")
 
 
 class NameIndex:
@@ -91,7 +88,7 @@ class NameIndex:
             for name, numbers in self._filed.get(skeleton(pattern), ())
             if all(wanted is None or number == wanted for number, wanted in zip(numbers, fixed, strict=True))
         ]
-        plain = [hit for hit in hits if all(map(_is_plain, hit[1]))]
+        plain = [hit for hit in hits if all(map(_PLAIN.fullmatch, hit[1]))]
         return sorted(plain, key=lambda hit: [(len(number), number) for number in hit[1]])
 
     def nearest(self, name: str) -> str:

@@ -78,16 +78,6 @@ class TensorMapping:
     fresh: frozenset[str] = field(default_factory=frozenset)
     dropped: frozenset[str] = field(default_factory=frozenset)
 
-    def __eq__(self, other: object) -> bool:
-        """Return whether the two are the same spaces and the same correspondences in the same order."""
-        if not isinstance(other, TensorMapping):
-            return NotImplemented
-        return (
-            (self.sources, self.targets) == (other.sources, other.targets)
-            and (self.fresh, self.dropped) == (other.fresh, other.dropped)
-            and self.correspondences == other.correspondences
-        )
-
     @cached_property
     def correspondences(self) -> tuple[Correspondence, ...]:
         """Every correspondence, target by target."""

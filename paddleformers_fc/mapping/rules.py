@@ -99,14 +99,19 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     cast: str | None = None
     slab: Slab | None = None
 
+    @property
+    def _sides(self) -> list[tuple[tuple[str, ...], PartsByTensor, int]]:
+        """The names, the parts of every tensor, and the number of groups of the sources and of the targets."""
+        sides = (self.sources, self.source_blocks), (self.targets, self.target_blocks)
+        return [(names, parts_by_tensor(len(names), self.parts), blocks) for names, blocks in sides]
+
     def source_shapes(self, target: Shape) -> list[Shape]:
         """Return the shape of every source, from the shape of the first target."""
         if self.slab is not None:
             target = _narrowed(whole(target), self.slab).shape
         rank = sum(axis != NEW_AXIS for axis in self.axes)
-        lengths = map(sum, _by_tensor(self.sources, self.parts))
         shapes: list[Shape] = []
-        for length in lengths:
+        for length in map(sum, self._sides[0][1]):
             shape = [1] * rank
             for axis, source_axis in enumerate(self.axes):
                 if source_axis != NEW_AXIS:
@@ -120,18 +125,15 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
         if ill_formed:
             yield ill_formed
             return
-        for side, names, blocks in (
-            ("source", self.sources, self.source_blocks),
-            ("target", self.targets, self.target_blocks),
-        ):
+        for side, (names, parts, blocks) in zip(("source", "target"), self._sides, strict=True):
             if len(names) not in (1, len(self.parts)):
                 yield f"{len(names)} {side}s for {len(self.parts)} parts"
-            mixed = [lengths for lengths in _by_tensor(names, self.parts) if len(names) == 1 or len(lengths) > 1]
+            mixed = [lengths for lengths in parts if len(names) == 1 or len(lengths) > 1]
             if not mixed and blocks != 1:
                 yield f"{len(names)} {side}s cannot be interleaved in {blocks} groups"
             if blocks < 1 or any(part % blocks for lengths in mixed for part in lengths):
                 yield f"parts {numbers_text(self.parts)} cannot be interleaved in {blocks} equal groups"
-        lengths = map(sum, _by_tensor(self.targets, self.parts))
+        lengths = map(sum, self._sides[1][1])
         for name, shape, length in zip(self.targets, target_shapes, lengths, strict=False):
             if len(shape) != len(self.axes):
                 yield f"{name} has {len(shape)} axes, the rule is for {len(self.axes)}"
@@ -191,11 +193,7 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     def _links(self, target_shapes: list[Shape]) -> Iterator[tuple[int, BoxLink]]:
         """Yield every stretch of every part with the position of its target."""
         source_shapes, source_axis = self.source_shapes(target_shapes[0]), self.axes[self.axis]
-        places = (
-            _places(_by_tensor(names, self.parts), blocks)
-            for names, blocks in ((self.sources, self.source_blocks), (self.targets, self.target_blocks))
-        )
-        for one, other in zip(*places, strict=True):
+        for one, other in zip(*(_places(parts, blocks) for _, parts, blocks in self._sides), strict=True):
             cuts = sorted({*one.cuts, *other.cuts, one.size})
             for low, high in zip(cuts, cuts[1:], strict=False):
                 target_box = _along(target_shapes[other.tensor], self.axis, other.offset(low), high - low)
@@ -267,10 +265,6 @@ def parts_by_tensor(count: int, parts: tuple[T | tuple[T, ...], ...]) -> tuple[t
     if count != len(parts):
         return (flat(parts),)
     return tuple(entry if isinstance(entry, tuple) else (entry,) for entry in parts)
-
-
-def _by_tensor(names: tuple[str, ...], parts: Parts) -> PartsByTensor:
-    return parts_by_tensor(len(names), parts)
 
 
 def _along(shape: Shape, axis: int, start: int, length: int) -> Box:
