@@ -410,7 +410,7 @@ def _refuse_another_model(given: Mapping[str, Any], values: Values, checkpoint: 
     """Refuse a model on this machine that is not that of the checkpoint to resume.
 
     Only values that both configurations contain are compared. PaddleFormers has defaults for some keys of a model,
-    which replace those of the file.
+    which replace those of the file, and a save corrects the keys that the family names.
 
     Raises:
         MismatchError: keys differ with which tensors do not fit, or have another meaning.
@@ -420,7 +420,8 @@ def _refuse_another_model(given: Mapping[str, Any], values: Values, checkpoint: 
         return
     stored, live = read_config(checkpoint), {**config, **given}
     replaced = {key for key, value in values.items() if value is not None and key not in given}
-    both = (stored.keys() & live.keys()) - replaced
+    corrected = family_for(stored).exported.keys() if is_known(stored) else ()
+    both = (stored.keys() & live.keys()).difference(replaced, corrected)
     old, new = (ModelDescription({key: config[key] for key in both}) for config in (stored, live))
     changes = [one for one in config_changes(old, new, True) if {ABSENT, "null"}.isdisjoint((one.saved, one.now))]
     unfit = [one for one in changes if any(key.rpartition(".")[2] in _SIZES for key in one.keys)]

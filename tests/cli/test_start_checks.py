@@ -16,7 +16,11 @@ import yaml
 from paddleformers_fc.cli import main, start_checks, training
 from paddleformers_fc.cli.training import prepare
 from paddleformers_fc.errors import FlexError, StorageError
+from paddleformers_fc.families.declarations import Family
+from paddleformers_fc.families.exported import exported_config
+from paddleformers_fc.families.registry import own_families, tiny_models
 from paddleformers_fc.trainer import stock_keys
+from paddleformers_fc.trainer.options import FlexFields
 from paddleformers_fc.trainer.stock_keys import StockTable, stock_table
 from tests.cli.support import run, save
 from tests.execute.simulated import CONFIG, HIDDEN, INTERMEDIATE, VOCABULARY, canonical
@@ -294,6 +298,16 @@ def test_a_model_that_is_not_that_of_the_checkpoint_is_refused(tmp_path: Path) -
             assert text in found if text else found == "", (changes, overrides)
             assert ("to start a new run" in found) == bool(text and overrides != named)
         assert fault(tmp_path, f"{may};do_train=true;overwrite_output_dir=true", model_name_or_path=model, **FULL) == ""
+
+
+@pytest.mark.parametrize("family", own_families(), ids=lambda family: family.name)
+def test_the_model_of_a_checkpoint_of_any_family_is_recognised(tmp_path: Path, family: Family) -> None:
+    (model,) = tiny_models(family)[:1]
+    (checkpoint := tmp_path / "checkpoint").mkdir()
+    saved = exported_config(family, model.config, model, model.config)
+    (checkpoint / "config.json").write_text(json.dumps(saved))
+    values = {**vars(FlexFields()), "model_name_or_path": model_of(tmp_path / "model", **model.config)}
+    start_checks._refuse_another_model({}, {**values, "resume_from_checkpoint": str(checkpoint)}, checkpoint)
 
 
 STOCK = {"flex_checkpoint": False, "do_train": True, "stage": "PT", "device": "cpu"}
