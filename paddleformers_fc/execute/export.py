@@ -297,7 +297,7 @@ def _plan_export(
         source, layout = recast(checkpoint, source, layout, dtype)
     files = chosen.files(checkpoint, layout, max_shard_bytes)
     if any(one.role == OPTIMIZER_STATE for one in files):
-        checkpoint.check_states()
+        checkpoint.format.check_states(checkpoint)
     if channel.rank == 0:
         checkpoint.check_copies()
     return ExportPlan(source, layout, files, chosen, merge)

@@ -327,7 +327,7 @@ def _plan_checkpoint(
     """
     model, shards = target.model, describe_roles(target.roles)
     if target.roles.get(OPTIMIZER_STATE):
-        checkpoint.check_states()
+        checkpoint.format.check_states(checkpoint)
     if target.channel.rank == 0:
         checkpoint.check_copies()
     if aoa_config:

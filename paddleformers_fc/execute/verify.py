@@ -120,7 +120,8 @@ def verify_checkpoint(directory: AnyPath, level: str) -> tuple[Verification, Fle
         sizes = checkpoint.file_sizes
         checks.tensors, checks.files, checks.bytes = checkpoint.catalog.count, len(sizes), sum(sizes.values())
         if level != "off" and checkpoint.has_run and not checks.faults:
-            checks.attempt("run", lambda: compare_run(checkpoint), _run_text)
+            with checks.optional("run"):
+                checks.passed("run", _run_text(compare_run(checkpoint)))
         if "mapping" in format.checks:
             _check_mapping(checkpoint, level, checks)
         if format.canonical and "model" in format.checks:
@@ -169,10 +170,14 @@ def _run_text(count: int) -> str:
 
 
 def _check_mapping(checkpoint: OpenedCheckpoint, level: str, checks: CheckList) -> None:
-    source = checks.prepare("mapping", lambda: canonical_source(checkpoint))
-    plan = checks.check("mapping", lambda: _planned(source), _plan_text)
+    with checks.required("mapping"):
+        source = canonical_source(checkpoint)
+        plan = _planned(source)
+    checks.passed("mapping", _plan_text(plan))
     if level == "full" or checkpoint.manifest.ties:
-        checks.check(_EQUAL, lambda: _compare(checkpoint, source, plan, level), _equal_text)
+        with checks.required(_EQUAL):
+            compared = _compare(checkpoint, source, plan, level)
+        checks.passed(_EQUAL, _equal_text(*compared))
 
 
 def _check_copies(checkpoint: OpenedCheckpoint, checks: CheckList) -> None:
@@ -187,7 +192,9 @@ def _check_copies(checkpoint: OpenedCheckpoint, checks: CheckList) -> None:
     except (MappingError, NotACheckpoint) as error:
         checks.impossible.append(f"copies of tied tensors: {error.in_one_line()}")
         return
-    checks.check(_EQUAL, lambda: _compare(checkpoint, source, _planned(source, stored), "full"), _equal_text)
+    with checks.required(_EQUAL):
+        compared = _compare(checkpoint, source, _planned(source, stored), "full")
+    checks.passed(_EQUAL, _equal_text(*compared))
 
 
 def _compare(checkpoint: OpenedCheckpoint, source: ReadSource, plan: LoadPlan, level: str) -> tuple[int, int]:
@@ -203,8 +210,7 @@ def _compare(checkpoint: OpenedCheckpoint, source: ReadSource, plan: LoadPlan, l
     return len(plan.checks), rounded
 
 
-def _equal_text(counts: tuple[int, int]) -> str:
-    pairs, rounded = counts
+def _equal_text(pairs: int, rounded: int) -> str:
     found = [f"{count_text(pairs, 'pair')} compared"] if pairs else []
     found += [f"{count_text(rounded, 'weight')} compared with master weights"] if rounded else []
     return ", ".join(found) or "there are no tied tensors and no numbers that are stored several times"
@@ -232,7 +238,9 @@ def _check_model(checkpoint: OpenedCheckpoint, checks: CheckList) -> None:
         # An unknown family, or a configuration without sizes: no fault of the weights is known.
         checks.impossible.append(f"names, shapes and sizes: {error.in_one_line()}")
         return
-    checks.check("model", lambda: plan_load(checkpoint, "dp=1").plan(), _model_text)
+    with checks.required("model"):
+        planned = plan_load(checkpoint, "dp=1").plan()
+    checks.passed("model", _model_text(planned))
 
 
 def _model_text(found: GridPlan) -> str:

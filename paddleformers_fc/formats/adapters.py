@@ -41,7 +41,6 @@ from paddleformers_fc.formats.checkpoint import (
     CONFIG_NAME,
     CheckList,
     ExportWriter,
-    Format,
     OpenedCheckpoint,
     OutputFile,
     StoredModel,
@@ -49,8 +48,9 @@ from paddleformers_fc.formats.checkpoint import (
 from paddleformers_fc.formats.huggingface import (
     FETCH_AGAIN,
     HUGGINGFACE,
+    FilesFormat,
+    WeightFacts,
     indexed_files,
-    model_documents,
     refuse_unindexed,
     weight_index,
 )
@@ -111,9 +111,6 @@ _ROUNDED = (1 - 1e-6, 1 + 1e-6)
 """By what factors a stored scaling may differ from that of the other values."""
 
 
-_ADVICE = "Start from them: lora_path in the YAML, or load_open_weights(model, directory) of a model with adapters."
-
-
 def _layout(path: Path, shards: Sequence[Shard], framework: str) -> FileLayout:
     """Return the layout of a file of whole tensors."""
     entries = [(one.name, to_safetensors(one.dtype), one.global_shape) for one in shards]
@@ -127,17 +124,6 @@ def _document(values: Mapping[str, Any]) -> bytes:
 def _number(value: float) -> float:
     """Return the number as configurations write it: an integer if it is one."""
     return int(value) if value == int(value) else value
-
-
-def _verify(format: Format, directory: AnyPath, level: str, checks: CheckList) -> OpenedCheckpoint:
-    """Check the recorded checksums of an export, and the names of the tensors."""
-    if not exists(directory / CHECKSUMS_NAME):
-        checks.not_compared(f"there is no {CHECKSUMS_NAME}, which exports of this package have")
-    return checks.check(
-        "tensors",
-        lambda: format.open(directory, level),
-        lambda found: f"{count_text(found.catalog.count, 'tensor')} of adapters",
-    )
 
 
 def open_peft(directory: AnyPath, verify: str = "size") -> OpenedCheckpoint:
@@ -191,20 +177,8 @@ def open_peft(directory: AnyPath, verify: str = "size") -> OpenedCheckpoint:
             next_step="Save the adapters again with PEFT.",
         )
     recorded = {WEIGHTS_NAME: checksums[WEIGHTS_NAME]} if checksums is not None and WEIGHTS_NAME in checksums else {}
-    config = HUGGINGFACE.read_config(directory)
-
-    def describe(config: Mapping[str, Any]) -> StoredModel:
-        return StoredModel(RuleSet({}, ()), ModelDescription(config, adapters=adapters))
-
-    return OpenedCheckpoint(
-        PEFT,
-        catalog,
-        config,
-        lambda: describe(config),
-        recorded,
-        find_unrecorded=lambda: model_documents(directory, checksums),
-        describe_as=describe,
-    )
+    facts = WeightFacts(checksums, adapters=adapters)
+    return OpenedCheckpoint(PEFT, catalog, PEFT.read_config(directory), facts=facts, recorded=recorded)
 
 
 def _unpaired(names: Collection[str]) -> Iterator[str]:
@@ -488,17 +462,30 @@ def _targets(adapted: set[str], layers: Mapping[str, set[str]]) -> Iterator[str]
         yield from [leaf] if every == modules else sorted(modules)
 
 
-class PeftFormat(Format):
+class _AdapterFormat(FilesFormat):
+    """A format of adapters."""
+
+    loadable = False
+    advice = "Start from them: lora_path in the YAML, or load_open_weights(model, directory) of a model with adapters."
+    checks = ("tensors",)
+
+    def verify(self, directory: AnyPath, level: str, checks: CheckList) -> OpenedCheckpoint:
+        """Check the recorded checksums of an export, and the names of the tensors."""
+        if not exists(directory / CHECKSUMS_NAME):
+            checks.not_compared(f"there is no {CHECKSUMS_NAME}, which exports of this package have")
+        with checks.required("tensors"):
+            opened = self.open(directory, level)
+        checks.passed("tensors", f"{count_text(opened.catalog.count, 'tensor')} of adapters")
+        return opened
+
+
+class PeftFormat(_AdapterFormat):
     """Adapters of PEFT."""
 
     name = "peft"
     title = "adapters (Hugging Face PEFT)"
     predicate = "holds adapters"
-    roles = (MODEL_STATE,)
     canonical = True
-    loadable = False
-    advice = _ADVICE
-    checks = ("tensors",)
     writer = PeftWriter()
 
     def recognises(self, directory: AnyPath) -> bool:
@@ -509,13 +496,10 @@ class PeftFormat(Format):
         """As :func:`open_peft`."""
         return open_peft(directory, verify)
 
-    def read_config(self, directory: AnyPath) -> dict[str, Any]:
-        """Return the ``config.json`` of the base, which exports of this package contain."""
-        return HUGGINGFACE.read_config(directory)
-
-    def verify(self, directory: AnyPath, level: str, checks: CheckList) -> OpenedCheckpoint:
-        """Check the recorded checksums of an export, and the names of the tensors."""
-        return _verify(self, directory, level, checks)
+    def describe(self, checkpoint: OpenedCheckpoint) -> StoredModel:
+        """Return the model by its configuration and its adapters alone: stored names are canonical."""
+        model = ModelDescription(checkpoint.config, adapters=checkpoint.facts.adapters)
+        return StoredModel(RuleSet({}, ()), model)
 
     def built_model(self, checkpoint: OpenedCheckpoint) -> StoredModel:
         """Return the stored tensors as those of a model with adapters."""
@@ -552,24 +536,10 @@ def open_paddleformers_lora(directory: AnyPath, verify: str = "size") -> OpenedC
             "Files contradict each other.", where=str(directory), evidence=contradictions, next_step=FETCH_AGAIN
         )
     recorded = {name: checksums[name] for name in files if name in checksums} if checksums is not None else {}
-    config = HUGGINGFACE.read_config(directory)
     catalog = Catalog(directory, {MODEL_STATE: tensors}, identities)
-
-    def describe(config: dict[str, Any]) -> StoredModel:
-        specs = {name: TensorSpec(one.shape, one.dtype) for name, one in tensors.items()}
-        model = replace(model_description(directory, config), adapters=adapters, partial=False)
-        model, rules = _bound(model, specs, degree)
-        return StoredModel(rules, model)
-
-    return OpenedCheckpoint(
-        PADDLEFORMERS_LORA,
-        catalog,
-        config,
-        lambda: describe(config),
-        recorded,
-        find_unrecorded=lambda: model_documents(directory, checksums),
-        describe_as=describe,
-    )
+    facts = WeightFacts(checksums, adapters=adapters, degree=degree)
+    config = PADDLEFORMERS_LORA.read_config(directory)
+    return OpenedCheckpoint(PADDLEFORMERS_LORA, catalog, config, facts=facts, recorded=recorded)
 
 
 def _indexed(directory: AnyPath, checksums: FileChecksums | None) -> dict[str, list[str]]:
@@ -676,17 +646,13 @@ class PaddleFormersLoraWriter(ExportWriter):
         return numbered or path in (*self.marks, CHECKSUMS_NAME)
 
 
-class PaddleFormersLoraFormat(Format):
+class PaddleFormersLoraFormat(_AdapterFormat):
     """Adapters of PaddleFormers."""
 
     name = "paddleformers-lora"
     title = "adapters (PaddleFormers)"
     predicate = "holds adapters of PaddleFormers"
-    roles = (MODEL_STATE,)
     canonical = False
-    loadable = False
-    advice = _ADVICE
-    checks = ("tensors",)
     writer = PaddleFormersLoraWriter()
 
     def recognises(self, directory: AnyPath) -> bool:
@@ -697,13 +663,13 @@ class PaddleFormersLoraFormat(Format):
         """As :func:`open_paddleformers_lora`."""
         return open_paddleformers_lora(directory, verify)
 
-    def read_config(self, directory: AnyPath) -> dict[str, Any]:
-        """Return the ``config.json`` of the model."""
-        return HUGGINGFACE.read_config(directory)
-
-    def verify(self, directory: AnyPath, level: str, checks: CheckList) -> OpenedCheckpoint:
-        """Check the recorded checksums of an export, and that files contain what the index names."""
-        return _verify(self, directory, level, checks)
+    def describe(self, checkpoint: OpenedCheckpoint) -> StoredModel:
+        """Return the rules that place the stored tensors in the model of the configuration."""
+        catalog, facts = checkpoint.catalog, checkpoint.facts
+        specs = {name: TensorSpec(one.shape, one.dtype) for name, one in catalog.roles[MODEL_STATE].items()}
+        model = replace(model_description(catalog.root, checkpoint.config), adapters=facts.adapters, partial=False)
+        model, rules = _bound(model, specs, facts.degree)
+        return StoredModel(rules, model)
 
 
 PEFT = PeftFormat()

@@ -17,11 +17,12 @@ mapping.json when the mapping is used (``plan.sources``).
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import msgspec
 
@@ -60,8 +61,6 @@ from paddleformers_fc.storage.safetensors import FileLayout
 from paddleformers_fc.storage.state_json import decode_object
 from paddleformers_fc.text import natural
 
-_T = TypeVar("_T")
-
 DEPTH_TEXT = {"size": "all there and of their sizes", "full": "every byte as it was written"}
 """The result of a passed check of files, by level."""
 
@@ -97,29 +96,29 @@ class CheckList:
         """Note that no bytes of tensors can be compared."""
         self.impossible.append(f"{UNCOMPARED}: {why}")
 
-    def check(self, name: str, work: Callable[[], _T], detail: Callable[[_T], str]) -> _T:
-        """Make one check, record its result, and raise its fault again; a refused read is not a fault."""
-        found = self.prepare(name, work)
-        self.made.append(Check(name, True, detail(found)))
-        return found
+    def passed(self, name: str, detail: str) -> None:
+        """Record a check that found no fault."""
+        self.made.append(Check(name, True, detail))
 
-    def attempt(self, name: str, work: Callable[[], _T], detail: Callable[[_T], str]) -> _T | None:
-        """Make one check that the following ones do not require; return None for a fault, which is recorded."""
+    @contextmanager
+    def required(self, name: str) -> Iterator[None]:
+        """Context manager around a check: record its fault and raise it again; a refused read is not a fault."""
         try:
-            return self.check(name, work, detail)
-        except FlexError as error:
-            if error not in self.faults:
-                raise
-            return None
-
-    def prepare(self, name: str, work: Callable[[], _T]) -> _T:
-        """Do what a check needs first; only a fault is recorded."""
-        try:
-            return work()
+            yield
         except (CheckpointError, MappingError, MismatchError) as error:
             self.made.append(Check(name, False, error.what))
             self.faults.append(error)
             raise
+
+    @contextmanager
+    def optional(self, name: str) -> Iterator[None]:
+        """Context manager around a check that the following ones do not require: record its fault and continue."""
+        try:
+            with self.required(name):
+                yield
+        except FlexError as error:
+            if error not in self.faults:
+                raise
 
 
 def combined(faults: Sequence[FlexError]) -> FlexError | None:
@@ -148,9 +147,6 @@ _RESTORE_CONFIG = "Restore the file: save or download it again."
 REFUSE, LAST = "refuse", "last"
 TIED_WAYS = (REFUSE, "first", LAST)
 """Which copy to read if copies of a tensor differ: none, or the copy of the first or last stage or rank."""
-
-Documents = Mapping[str, Callable[[], bytes]]
-"""Small files by their path in a flex checkpoint: their bytes, on demand."""
 
 StoredShard = tuple[Shard, str, int, int]
 """A shard, its file, the byte offset of its first element, bytes per element."""
@@ -287,7 +283,9 @@ class Format(Protocol):
             verify: as for :meth:`open`.
             config: the configuration of the model that reads it.
         """
-        return with_config(self.open(directory, verify), config)
+        opened = self.open(directory, verify)
+        has_config = opened.config or opened.commit_record is not None
+        return opened if has_config else replace(opened, config=dict(config))
 
     def read_config(self, directory: AnyPath) -> dict[str, Any]:
         """Return the model's configuration without opening the checkpoint; empty if there is none."""
@@ -307,9 +305,61 @@ class Format(Protocol):
         """Yield the shards of some tensors as they were written, by default their boxes in the catalog."""
         return stored_boxes(checkpoint.catalog, role, names)
 
+    def describe(self, checkpoint: OpenedCheckpoint) -> StoredModel:
+        """Return the model whose tensors are stored.
+
+        Raises:
+            FlexError: the checkpoint contains none, or its family does not declare a stored tensor.
+        """
+        raise not_a_flex_checkpoint(self, checkpoint.catalog.root)
+
     def built_model(self, checkpoint: OpenedCheckpoint) -> StoredModel:
         """Return the model whose tensors a conversion writes: the stored one, or that of canonical tensors."""
         return StoredModel(checkpoint.rules, checkpoint.known)
+
+    def documents(self, checkpoint: OpenedCheckpoint) -> Collection[str]:
+        """Return the documents without a recorded checksum, by their path in a flex checkpoint."""
+        return ()
+
+    def read_document(self, checkpoint: OpenedCheckpoint, name: str) -> bytes:
+        """Return the bytes of one of :meth:`documents`.
+
+        Raises:
+            CheckpointError: it is damaged or malformed.
+        """
+        raise KeyError(name)
+
+    def has_run(self, checkpoint: OpenedCheckpoint) -> bool:
+        """Return whether a checkpoint without a manifest has the state of a run."""
+        return False
+
+    def read_run(self, checkpoint: OpenedCheckpoint) -> Manifest:
+        """Return the record of the run that saved a checkpoint without a manifest.
+
+        Raises:
+            NotACheckpoint: there is none, so that no run can resume from the checkpoint.
+            CheckpointError: the files of the Trainer are damaged or contradict each other.
+        """
+        raise not_a_flex_checkpoint(self, checkpoint.catalog.root)
+
+    def check_states(self, checkpoint: OpenedCheckpoint) -> None:
+        """Refuse numbers of optimizer states that no step makes, in formats without checksums.
+
+        It is called before optimizer states are loaded or converted; weights are usable without them.
+        """
+        return None
+
+    def compare_copies(self, checkpoint: OpenedCheckpoint) -> int:
+        """Compare the copies of tensors that several ranks stored, and return their number.
+
+        Raises:
+            Diverged: copies differ.
+        """
+        return 0
+
+    def last_copies(self, checkpoint: OpenedCheckpoint) -> Catalog:
+        """Return the catalog with the copies of the last rank that stored them."""
+        return checkpoint.catalog
 
 
 @dataclass(frozen=True)
@@ -320,71 +370,44 @@ class OpenedCheckpoint:
         format: its format.
         catalog: the stored tensors, in stored names.
         config: the model's configuration, as in ``config.json``; empty if there is none.
-        describe: returns the model whose tensors are stored; raises a ``FlexError`` if the checkpoint contains none.
+        model: the model whose tensors are stored, with its rules; None if the format has to find it.
+        facts: what opening found, for the methods of the format.
         recorded: the recorded checksums of its files by path; those of the opened weight files for an export.
         commit_record: the manifest, with the training progress; None for formats without one.
         unread: whether the reader still has to compare the checksums of the bytes that it reads.
         tied: the copy of a tied tensor to read, by pipeline stage: ``first`` or ``last``. Under ``refuse`` the copies
             must be equal.
         averaged: whether weights and master weights are read from their moving averages, where there are any.
-        find_unrecorded: finds the documents without a recorded checksum.
-        describe_as: returns the model under a configuration, for formats whose directories may lack one.
-        read_run: returns the record of the run that saved it, for formats that have one and no manifest.
-        native: files of open weights that PaddleFormers may have written in its own orientation, by their metadata.
-        check_states: refuses numbers of optimizer states that no step makes, for formats without checksums. It is
-            called before optimizer states are loaded or converted; weights are usable without them.
-        check_copies: compares the copies of tensors that several ranks stored, refuses different ones and returns their
-            number. One rank calls it before tensors are loaded or converted.
-        last_copies: returns the catalog with the copies of the last rank that stored them, for formats with copies.
     """
 
     format: Format
     catalog: Catalog
     config: dict[str, Any]
-    describe: Callable[[], StoredModel]
+    model: StoredModel | None = None
+    facts: Any = None
     recorded: Mapping[str, FileChecksum] = field(default_factory=dict)
     commit_record: Manifest | None = None
     unread: bool = False
     tied: str = REFUSE
     averaged: bool = False
-    find_unrecorded: Callable[[], Documents] = dict
-    describe_as: Callable[[dict[str, Any]], StoredModel] | None = None
-    read_run: Callable[[], Manifest] | None = None
-    native: tuple[str, ...] = ()
-    check_states: Callable[[], None] = lambda: None
-    check_copies: Callable[[], int] = lambda: 0
-    last_copies: Callable[[], Catalog] | None = None
 
     @cached_property
     def manifest(self) -> Manifest:
-        """The commit record, or its equivalent from the files of a Trainer, without files.
-
-        Raises:
-            NotACheckpoint: there is none, so that no run can resume from the checkpoint.
-            CheckpointError: the files of the Trainer are damaged or contradict each other.
-        """
-        if self.commit_record is not None:
-            return self.commit_record
-        if self.read_run is None:
-            raise not_a_flex_checkpoint(self.format, self.catalog.root)
-        return self.read_run()
+        """The commit record, or its equivalent from the files of a Trainer. Raises as :meth:`Format.read_run`."""
+        return self.format.read_run(self) if self.commit_record is None else self.commit_record
 
     @property
     def has_run(self) -> bool:
         """Return whether it contains the state of a run beside tensors, so that :attr:`manifest` exists."""
-        return self.commit_record is not None or self.read_run is not None
+        return self.commit_record is not None or self.format.has_run(self)
 
     @cached_property
     def _stored_model(self) -> StoredModel:
-        return self.describe()
+        return self.format.describe(self) if self.model is None else self.model
 
     @property
     def rules(self) -> RuleSet:
-        """The rules between canonical tensors and those of the model that saved it.
-
-        Raises:
-            FlexError: the checkpoint contains no model, or its family does not declare a stored tensor.
-        """
+        """The rules between canonical tensors and the stored ones. Raises as :meth:`Format.describe`."""
         return self._stored_model.rules
 
     @property
@@ -426,7 +449,9 @@ class OpenedCheckpoint:
             return read_listed(self.catalog.root, self.commit_record, name, most)
         recorded = self.recorded.get(name)
         if recorded is None and name in self.unrecorded:
-            return self.unrecorded[name]()
+            return self.format.read_document(self, name)
+        if recorded is None and name == CONFIG_NAME and self.config:
+            return config_bytes(self.config)
         if recorded is None:
             root = str(self.catalog.root)
             raise Corrupt(f"{root} has no recorded file {name}.", where=root, next_step="Use another checkpoint.")
@@ -443,14 +468,22 @@ class OpenedCheckpoint:
         )
 
     @cached_property
-    def unrecorded(self) -> Documents:
+    def unrecorded(self) -> frozenset[str]:
         """The documents without a recorded checksum."""
-        return self.find_unrecorded()
+        return frozenset(self.format.documents(self))
 
     @property
     def documents(self) -> frozenset[str]:
         """The paths of which :meth:`document` returns the bytes."""
-        return frozenset(self.recorded) | frozenset(self.unrecorded)
+        given = [CONFIG_NAME] if self.config else []
+        return self.unrecorded.union(self.recorded, given)
+
+    def check_copies(self) -> int:
+        """Compare the copies of tensors that several ranks stored, unless one is chosen; return their number.
+
+        One rank calls it before tensors are loaded or converted.
+        """
+        return self.format.compare_copies(self) if self.tied == REFUSE else 0
 
     @property
     def preferred(self) -> dict[str, tuple[str, ...]]:
@@ -476,25 +509,8 @@ def with_tied(checkpoint: OpenedCheckpoint, tied: str) -> OpenedCheckpoint:
         checkpoint: an opened checkpoint.
         tied: one of :data:`TIED_WAYS`.
     """
-    if tied == REFUSE:
-        return replace(checkpoint, tied=tied)
-    last = checkpoint.last_copies if tied == LAST else None
-    catalog = checkpoint.catalog if last is None else last()
-    return replace(checkpoint, tied=tied, catalog=catalog, check_copies=lambda: 0)
-
-
-def with_config(checkpoint: OpenedCheckpoint, config: Mapping[str, Any]) -> OpenedCheckpoint:
-    """Return a checkpoint without a configuration under one; others are returned as they are."""
-    describe = checkpoint.describe_as
-    if checkpoint.config or describe is None:
-        return checkpoint
-    given = dict(config)
-    return replace(
-        checkpoint,
-        config=given,
-        describe=lambda: describe(given),
-        find_unrecorded=lambda: {**checkpoint.unrecorded, CONFIG_NAME: lambda: config_bytes(given)},
-    )
+    catalog = checkpoint.format.last_copies(checkpoint) if tied == LAST else checkpoint.catalog
+    return replace(checkpoint, tied=tied, catalog=catalog)
 
 
 def config_bytes(config: Mapping[str, Any]) -> bytes:

@@ -145,7 +145,8 @@ def build_checkpoint(
             evidence=fold(found),
             next_step="Resume from another checkpoint; this one was damaged after it was finished.",
         )
-    return OpenedCheckpoint(FLEX, catalog, config, lambda: StoredModel(rules, model), index.recorded, manifest)
+    stored = StoredModel(rules, model)
+    return OpenedCheckpoint(FLEX, catalog, config, stored, recorded=index.recorded, commit_record=manifest)
 
 
 def _name_faults(catalog: Catalog, rules: RuleSet) -> Iterator[str]:
@@ -267,25 +268,20 @@ class FlexFormat(Format):
 
     def verify(self, directory: AnyPath, level: str, checks: CheckList) -> OpenedCheckpoint:
         """Check the manifest, the files that it lists, and that every tensor is stored whole and once."""
-        manifest = checks.check("manifest", lambda: read_manifest(directory), manifest_text)
+        with checks.required("manifest"):
+            manifest = read_manifest(directory)
+        checks.passed("manifest", manifest_text(manifest))
         checks.files, checks.bytes = len(manifest.files), sum(one.size for one in manifest.files)
         if level != "off":
-            checks.attempt(
-                "files",
-                lambda: _verify(directory, manifest, level, Surroundings(directory)),
-                lambda _: f"{count_text(checks.files, 'file')}, {size_text(checks.bytes)}: {DEPTH_TEXT[level]}",
-            )
-
-        def compare_headers() -> OpenedCheckpoint:
+            with checks.optional("files"):
+                _verify(directory, manifest, level, Surroundings(directory))
+                files = f"{count_text(checks.files, 'file')}, {size_text(checks.bytes)}"
+                checks.passed("files", f"{files}: {DEPTH_TEXT[level]}")
+        with checks.required("tensors"):
             opened = open_flex(directory, "off")
             indexed_files(opened).check(opened.files)
-            return opened
-
-        return checks.check(
-            "tensors",
-            compare_headers,
-            lambda found: f"{count_text(found.catalog.count, 'tensor')}, each stored whole and once",
-        )
+        checks.passed("tensors", f"{count_text(opened.catalog.count, 'tensor')}, each stored whole and once")
+        return opened
 
     def shards(self, checkpoint: OpenedCheckpoint, role: str, names: Collection[str]) -> Iterator[StoredShard]:
         """Yield the shards of some tensors, from the index."""

@@ -12,37 +12,29 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from paddleformers_fc.errors import Corrupt, FormatError, NotACheckpoint, OptionError
+from paddleformers_fc.families.description import Adapters
 from paddleformers_fc.formats.built_model import built_model
 from paddleformers_fc.formats.catalog import Catalog, gather_shards
 from paddleformers_fc.formats.checkpoint import (
     CONFIG_NAME,
     DEPTH_TEXT,
     CheckList,
-    Documents,
     ExportWriter,
     Format,
     OpenedCheckpoint,
     OutputFile,
     StoredModel,
     grouped_by_size,
-    not_a_flex_checkpoint,
     parse_config,
 )
-from paddleformers_fc.formats.quantized import (
-    Files,
-    ScaledFiles,
-    plain_config,
-    plain_document,
-    scaled_files,
-    scaled_shards,
-)
+from paddleformers_fc.formats.quantized import plain_config, scaled_files, scaled_shards
 from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.layout.shards import Shard, ShardsByRole, shard_bytes
 from paddleformers_fc.mapping import RuleSet
@@ -126,7 +118,7 @@ def open_huggingface(directory: AnyPath, verify: str = "size") -> OpenedCheckpoi
         FormatError: an index or header that does not follow its format, or a quantization that is not supported.
         OptionError: the level is unknown.
     """
-    return _opened(directory, verify, scaled_files)
+    return _opened(directory, verify)
 
 
 def open_as_stored(directory: AnyPath) -> OpenedCheckpoint:
@@ -135,14 +127,29 @@ def open_as_stored(directory: AnyPath) -> OpenedCheckpoint:
     Raises:
         CheckpointError: as :func:`open_huggingface`, except for a quantization.
     """
-    return _opened(directory, "size", lambda directory, config, files, headers: (files, {}))
+    return _opened(directory, "size", as_stored=True)
 
 
-_Divide = Callable[[AnyPath, Mapping[str, Any], Files, Mapping[str, Header]], tuple[Files, ScaledFiles]]
-"""As :func:`scaled_files`."""
+@dataclass(frozen=True)
+class WeightFacts:
+    """What opening files of weights found.
+
+    Args:
+        checksums: of the files; None if none are recorded.
+        native: files that PaddleFormers may have written in its own orientation, by their metadata.
+        rewritten: whether ``config.json`` declares a quantization, without which the weights are read.
+        adapters: the configuration of adapters in the files.
+        degree: the degree of tensor parallelism that saved adapters.
+    """
+
+    checksums: FileChecksums | None
+    native: tuple[str, ...] = ()
+    rewritten: bool = False
+    adapters: Adapters | None = None
+    degree: int = 1
 
 
-def _opened(directory: AnyPath, verify: str, divide: _Divide) -> OpenedCheckpoint:
+def _opened(directory: AnyPath, verify: str, as_stored: bool = False) -> OpenedCheckpoint:
     refuse_level(verify)
     checksums = read_checksums(directory)
     files = _files(directory, checksums)
@@ -158,7 +165,7 @@ def _opened(directory: AnyPath, verify: str, divide: _Divide) -> OpenedCheckpoin
     refuse_unindexed(directory / INDEX_NAME, files, headers)
     config = _read_config(directory, checksums)
     names = _with_unnamed(files, headers, directory)
-    plain, scaled = divide(directory, config, names, headers)
+    plain, scaled = (names, {}) if as_stored else scaled_files(directory, config, names, headers)
     tensors, contradictions = gather_shards(chain(_shards(plain, headers), scaled_shards(scaled)))
     if contradictions:
         raise Corrupt(
@@ -171,26 +178,9 @@ def _opened(directory: AnyPath, verify: str, divide: _Divide) -> OpenedCheckpoin
     recorded = {name: checksums[name] for name in files if name in checksums} if checksums is not None else {}
     produced = {directory / path: file for path, (_, file) in scaled.items()}
     catalog = Catalog(directory, {MODEL_STATE: tensors}, {**identities, **produced})
-
-    def documents() -> Documents:
-        found = dict(model_documents(directory, checksums))
-        if scaled and CONFIG_NAME in found:
-            found[CONFIG_NAME] = plain_document(found[CONFIG_NAME], config)
-        return found
-
-    def refuse() -> StoredModel:
-        raise not_a_flex_checkpoint(HUGGINGFACE, directory)
-
-    return OpenedCheckpoint(
-        HUGGINGFACE,
-        catalog,
-        plain_config(config) if scaled else config,
-        refuse,
-        recorded,
-        find_unrecorded=documents,
-        describe_as=lambda _: refuse(),
-        native=native,
-    )
+    used = plain_config(config) if scaled else config
+    facts = WeightFacts(checksums, native, used != config)
+    return OpenedCheckpoint(HUGGINGFACE, catalog, used, facts=facts, recorded=recorded)
 
 
 def _of_paddle(directory: AnyPath, headers: Mapping[str, Header]) -> tuple[str, ...]:
@@ -228,9 +218,10 @@ def refuse_unproved_orientation(checkpoint: OpenedCheckpoint, linear: Iterable[s
         FormatError: nothing shows the orientation.
     """
     stored = checkpoint.catalog.roles[MODEL_STATE]
-    shapes = [stored[name].shape for name in linear if name in stored] if checkpoint.native else []
+    native = checkpoint.facts.native
+    shapes = [stored[name].shape for name in linear if name in stored] if native else []
     if shapes and all(shape == shape[::-1] for shape in shapes):
-        raise model_orientation(checkpoint.catalog.root, checkpoint.native, "may have")
+        raise model_orientation(checkpoint.catalog.root, native, "may have")
 
 
 def linear_weights(rules: RuleSet) -> Iterator[str]:
@@ -241,19 +232,10 @@ def linear_weights(rules: RuleSet) -> Iterator[str]:
             yield from rule.sources
 
 
-def model_documents(directory: AnyPath, checksums: FileChecksums | None = None) -> Documents:
-    """Return the documents of a directory that describe its model and its tokenizer.
-
-    Args:
-        directory: of a checkpoint.
-        checksums: with which they are compared.
-    """
-    names = [PurePosixPath(path.name) for path in list_directory(directory) if is_file(path)]
-    return {
-        name.name: partial(read_exported, directory, checksums, name.name, MAX_DOCUMENT_BYTES)
-        for name in sorted(names)
-        if name.suffix in _DESCRIBING and not _OF_A_FORMAT.fullmatch(name.name)
-    }
+def model_documents(directory: AnyPath) -> list[str]:
+    """Return the names of the documents of a directory that describe its model and its tokenizer."""
+    names = sorted(path.name for path in list_directory(directory) if is_file(path))
+    return [name for name in names if PurePosixPath(name).suffix in _DESCRIBING and not _OF_A_FORMAT.fullmatch(name)]
 
 
 def read_description(directory: AnyPath, name: str) -> bytes | None:
@@ -538,13 +520,33 @@ def weight_index(files: Sequence[OutputFile]) -> dict[str, Any]:
     }
 
 
-class HuggingFaceFormat(Format):
+class FilesFormat(Format):
+    """A format of files without a manifest: documents are files beside those with tensors."""
+
+    roles: tuple[str, ...] = (MODEL_STATE,)
+
+    def read_config(self, directory: AnyPath) -> dict[str, Any]:
+        """Return ``config.json`` after comparing it with its checksum, if one is recorded."""
+        return _read_config(directory, read_checksums(directory)) if exists(directory / CONFIG_NAME) else {}
+
+    def documents(self, checkpoint: OpenedCheckpoint) -> Collection[str]:
+        """Return the documents that describe the model and its tokenizer."""
+        return model_documents(checkpoint.catalog.root)
+
+    def read_document(self, checkpoint: OpenedCheckpoint, name: str) -> bytes:
+        """Return a file after comparing it with its checksum; a configuration for the weights as they are read."""
+        facts = checkpoint.facts
+        if name == CONFIG_NAME and facts.rewritten:
+            return (json.dumps(checkpoint.config, indent=2) + "\n").encode()
+        return read_exported(checkpoint.catalog.root, facts.checksums, name, MAX_DOCUMENT_BYTES)
+
+
+class HuggingFaceFormat(FilesFormat):
     """Open weights: safetensors files in canonical names."""
 
     name = "huggingface"
     title = "open weights (Hugging Face)"
     predicate = "holds open weights"
-    roles = (MODEL_STATE,)
     canonical = True
     loadable = True
     advice = (
@@ -564,33 +566,25 @@ class HuggingFaceFormat(Format):
         """As :func:`open_huggingface`."""
         return open_huggingface(directory, verify)
 
-    def read_config(self, directory: AnyPath) -> dict[str, Any]:
-        """Return ``config.json`` after comparing it with its checksum, if one is recorded."""
-        if not exists(directory / CONFIG_NAME):
-            return {}
-        return _read_config(directory, read_checksums(directory))
-
     def verify(self, directory: AnyPath, level: str, checks: CheckList) -> OpenedCheckpoint:
         """Check the recorded checksums of an export, and that every tensor is in the file that the index names."""
-        checksums = checks.prepare("checksums", lambda: read_checksums(directory))
+        with checks.required("checksums"):
+            checksums = read_checksums(directory)
         if checksums is None:
             checks.not_compared(f"there is no {CHECKSUMS_NAME}, which exports of this package have")
         elif level != "off":
             needed = [name for name in checksums if level == "full" or name.endswith(".safetensors")]
-            checks.attempt(
-                "checksums",
-                lambda: verify_export(directory, checksums, level, needed=needed),
-                lambda _: f"{count_text(len(checksums), 'file')}: {DEPTH_TEXT[level]}",
-            )
+            with checks.optional("checksums"):
+                verify_export(directory, checksums, level, needed=needed)
+                checks.passed("checksums", f"{count_text(len(checksums), 'file')}: {DEPTH_TEXT[level]}")
         unlisted = [] if checksums is None else [name for name in model_documents(directory) if name not in checksums]
         if unlisted:
             checks.impossible.append(f"{', '.join(unlisted)}: not listed in {CHECKSUMS_NAME}")
         compared = checksums is not None and level != "off" and not checks.faults
-        return checks.check(
-            "tensors",
-            lambda: open_huggingface(directory, "size" if compared else "off"),
-            lambda found: f"{count_text(found.catalog.count, 'tensor')}, each in the file that the index names",
-        )
+        with checks.required("tensors"):
+            opened = open_huggingface(directory, "size" if compared else "off")
+        checks.passed("tensors", f"{count_text(opened.catalog.count, 'tensor')}, each in the file that the index names")
+        return opened
 
     def built_model(self, checkpoint: OpenedCheckpoint) -> StoredModel:
         """Return the model that PaddleFormers builds from them."""

@@ -26,18 +26,18 @@ from paddleformers_fc.errors import Corrupt, NotACheckpoint
 from paddleformers_fc.families import ModelTensor, family_for
 from paddleformers_fc.families.undescribed import completed
 from paddleformers_fc.formats.catalog import Catalog, StoredTensor, gather_shards
-from paddleformers_fc.formats.checkpoint import CheckList, Format, OpenedCheckpoint, StoredModel, StoredShard
-from paddleformers_fc.formats.huggingface import HUGGINGFACE
+from paddleformers_fc.formats.checkpoint import OpenedCheckpoint, StoredModel, StoredShard
 from paddleformers_fc.formats.stock_checkpoint import (
     COPY_AGAIN_STEP,
+    NO_CONFIG,
+    StockFormat,
     malformed_file,
     model_description,
     open_stock,
     read_stock_config,
     refuse_links,
-    verify_tensors,
 )
-from paddleformers_fc.layout.roles import EMA_STATE, MASTER, MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE, ROLES
+from paddleformers_fc.layout.roles import EMA_STATE, MASTER, MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping.boxes import MAX_AXES, MAX_LENGTH, shifted
 from paddleformers_fc.mapping.folding import fold
@@ -60,7 +60,7 @@ _OF_HEADER = {"F16": "f2", "BF16": "u2", "U16": "u2"}
 """These codes by those of a safetensors header."""
 
 
-def open_distcp(directory: AnyPath) -> OpenedCheckpoint:
+def open_distcp(directory: AnyPath, given: Mapping[str, Any] = NO_CONFIG) -> OpenedCheckpoint:
     """Open a checkpoint that Paddle wrote.
 
     The format records neither checksums nor a mapping. The mapping is derived on first use from the family of the
@@ -68,6 +68,7 @@ def open_distcp(directory: AnyPath) -> OpenedCheckpoint:
 
     Args:
         directory: of ``dist.save_state_dict``, or with a directory ``model_state`` and others of it.
+        given: the model's configuration if the directory has none; empty for none.
     Raises:
         NotACheckpoint: it is none.
         Corrupt: metadata or files that are missing, or tensors that are not stored whole; all of them.
@@ -101,30 +102,7 @@ def open_distcp(directory: AnyPath) -> OpenedCheckpoint:
     catalog = Catalog(directory, roles, identities_of(directory / path for path in sorted(paths)))
     if MODEL_STATE not in roles:
         faults.append(f"{MODEL_STATE}: no tensor is stored")
-
-    def describe(config: dict[str, Any]) -> StoredModel:
-        return _derived(catalog, config, cuts)
-
-    return open_stock(PADDLE_DISTCP, directory, catalog, faults, read_stock_config(directory, {}), describe)
-
-
-def _derived(catalog: Catalog, config: dict[str, Any], cuts: dict[str, tuple[int, ...]]) -> StoredModel:
-    """Return the mapping that a save of this package would have stored.
-
-    Args:
-        catalog: the stored tensors, in the names of the model that saved them.
-        config: the model's configuration.
-        cuts: into how many shards the axes of every weight are cut.
-    Raises:
-        NotACheckpoint: there is no configuration to name the family.
-        MappingError: the family is unknown, or does not declare what is stored.
-    """
-    model = model_description(catalog.root, config)
-    weights = catalog.roles[MODEL_STATE].values()
-    tensors = [ModelTensor(one.name, one.shape, one.dtype, cuts[one.name]) for one in weights]
-    description, rules = completed(family_for(config), model, tensors)
-    # Rules that are derived from the stored ones must have the cuts of the tensors.
-    return StoredModel(replace(rules, cuts=_above_one(cuts)), description)
+    return open_stock(PADDLE_DISTCP, directory, catalog, faults, read_stock_config(directory, given), cuts)
 
 
 def _above_one(cuts: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
@@ -299,34 +277,37 @@ def _array_bytes(path: Path) -> dict[str, _ArrayBytes]:
     return found
 
 
-class PaddleDistcpFormat(Format):
+class PaddleDistcpFormat(StockFormat):
     """Checkpoints of Paddle's own FlexCheckpoint."""
 
     name = "paddle"
     title = "checkpoint of Paddle's FlexCheckpoint"
     predicate = "was written by Paddle's own FlexCheckpoint"
-    roles = ROLES
-    canonical = False
-    loadable = True
     advice = "Name it in resume_from_checkpoint; or make a flex checkpoint of it with paddleformers-fc convert."
     checks = ("tensors", "equal values")
-    writer = None
 
     def recognises(self, directory: AnyPath) -> bool:
         """Return whether there are files of ``dist.save_state_dict``, in the directory or in those of its roles."""
         return isinstance(directory, Path) and bool(_role_directories(directory))
 
-    def open(self, directory: AnyPath, verify: str) -> OpenedCheckpoint:
-        """As :func:`open_distcp`; there is nothing that a level could compare."""
-        return open_distcp(directory)
+    def open_under(self, directory: AnyPath, verify: str, config: Mapping[str, Any]) -> OpenedCheckpoint:
+        """As :func:`open_distcp`."""
+        return open_distcp(directory, config)
 
-    def read_config(self, directory: AnyPath) -> dict[str, Any]:
-        """Return the ``config.json`` that a user has put into the directory."""
-        return HUGGINGFACE.read_config(directory)
+    def stored_model(self, checkpoint: OpenedCheckpoint) -> StoredModel:
+        """Return the mapping that a save of this package would have stored.
 
-    def verify(self, directory: AnyPath, level: str, checks: CheckList) -> OpenedCheckpoint:
-        """Check that every tensor is stored whole and once."""
-        return verify_tensors(checks, lambda: open_distcp(directory))
+        Raises:
+            NotACheckpoint: there is no configuration to name the family.
+            MappingError: the family is unknown, or does not declare what is stored.
+        """
+        catalog, cuts = checkpoint.catalog, checkpoint.facts.cuts
+        model = model_description(catalog.root, checkpoint.config)
+        weights = catalog.roles[MODEL_STATE].values()
+        tensors = [ModelTensor(one.name, one.shape, one.dtype, cuts[one.name]) for one in weights]
+        description, rules = completed(family_for(checkpoint.config), model, tensors)
+        # Rules that are derived from the stored ones must have the cuts of the tensors.
+        return StoredModel(replace(rules, cuts=_above_one(cuts)), description)
 
 
 PADDLE_DISTCP = PaddleDistcpFormat()

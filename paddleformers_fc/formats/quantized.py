@@ -16,8 +16,7 @@ computes the same products; it refuses blocks at an edge that are smaller, which
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -88,12 +87,6 @@ def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a configuration without the declaration of stored scales, for weights that have none."""
     hidden = (QUANTIZATION, _EXPERTS) if _is_declared(config) else ()
     return {key: value for key, value in config.items() if key not in hidden}
-
-
-def plain_document(read: Callable[[], bytes], config: Mapping[str, Any]) -> Callable[[], bytes]:
-    """Return ``config.json`` for the weights as they are read: the file, or the file without the declaration."""
-    plain = plain_config(config)
-    return read if plain == config else lambda: (json.dumps(plain, indent=2) + "\n").encode()
 
 
 def scaled_files(

@@ -227,7 +227,7 @@ def saved_run(directory: Path, config: Mapping[str, Any] | None = None) -> Manif
     """
     try:
         opened = open_checkpoint(directory, config=config)
-        opened.check_states()
+        opened.format.check_states(opened)
         return opened.manifest
     except NotACheckpoint:
         if config or not is_resumable(directory) or read_config(directory):

@@ -17,9 +17,10 @@ most of them: replicas that diverged in a run are no reason to refuse it. A copy
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -35,24 +36,29 @@ from paddleformers_fc.formats.checkpoint import (
     OpenedCheckpoint,
     StoredModel,
     parse_config,
-    with_config,
 )
-from paddleformers_fc.formats.huggingface import model_documents, read_description
+from paddleformers_fc.formats.huggingface import FilesFormat, model_documents, read_description
 from paddleformers_fc.formats.stock_run import (
+    Powers,
+    has_run,
     read_powers,
+    read_run,
+    read_run_document,
     refuse_invalid_powers,
     refuse_mixed_states,
+    refuse_states_of_other_steps,
     run_documents,
     run_files,
-    run_reader,
 )
-from paddleformers_fc.layout.roles import MASTER, MASTER_WEIGHT, MODEL_STATE
+from paddleformers_fc.layout.roles import MASTER, MASTER_WEIGHT, MODEL_STATE, ROLES
 from paddleformers_fc.mapping import prove
 from paddleformers_fc.mapping.boxes import Shape
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.checksum import FileChecksum, checksum_of
 from paddleformers_fc.storage.dtypes import item_size, to_numpy, to_safetensors
 from paddleformers_fc.storage.files import open_local, read_range
+from paddleformers_fc.storage.json_io import MAX_DOCUMENT_BYTES, read_document
+from paddleformers_fc.storage.manifest import TRAINER_DIRECTORY, Manifest
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.text import count_text
 
@@ -187,6 +193,9 @@ NAME_CONFIG = (
 )
 
 
+NO_CONFIG: Mapping[str, Any] = MappingProxyType({})
+
+
 @dataclass(frozen=True)
 class StockConfig:
     """The configuration of the model that a directory is of.
@@ -223,13 +232,101 @@ def read_stock_config(directory: Path, given: Mapping[str, Any]) -> StockConfig:
     return StockConfig(parse_config(raw, directory / CONFIG_NAME), given, recorded)
 
 
+@dataclass(frozen=True)
+class StockFacts:
+    """What opening a checkpoint of a stock Trainer found.
+
+    Args:
+        directory: of the checkpoint.
+        powers: of Adam's betas, in its optimizer states.
+        has_run: whether there is the state of a Trainer.
+        cuts: into how many shards the axes of every weight are cut.
+        copies: the tensors that several ranks stored, as the reader of the format compares them.
+    """
+
+    directory: Path
+    powers: Powers
+    has_run: bool
+    cuts: Mapping[str, Shape]
+    copies: Sequence[tuple[str, Any, Any]]
+
+
+class StockFormat(FilesFormat):
+    """A format of stock Trainers, without checksums and without a mapping."""
+
+    roles = ROLES
+    canonical = False
+    loadable = True
+    writer = None
+
+    def open(self, directory: AnyPath, verify: str) -> OpenedCheckpoint:
+        """Open a checkpoint; there is nothing that a level could compare."""
+        return self.open_under(directory, verify, {})
+
+    def verify(self, directory: AnyPath, level: str, checks: CheckList) -> OpenedCheckpoint:
+        """Check that every tensor is stored whole and once, the numbers of states, and that none is missing."""
+        checks.not_compared("this format has no checksums")
+        with checks.required("tensors"):
+            opened = self.open(directory, level)
+            self.check_states(opened)
+        checks.passed("tensors", f"{count_text(opened.catalog.count, 'tensor')}, each stored whole and once")
+        if "model" not in self.checks:
+            return opened
+        if is_known(opened.config):
+            with checks.optional("model"):
+                prove(opened.rules.mapping(), "The checkpoint's mapping")
+                checks.passed("model", "all tensors that the configuration describes")
+        else:
+            checks.impossible.append(f"missing layers: no {CONFIG_NAME} of a known family")
+        return opened
+
+    def stored_model(self, checkpoint: OpenedCheckpoint) -> StoredModel:
+        """Return the mapping that a save of this package would have stored."""
+        raise NotImplementedError
+
+    def describe(self, checkpoint: OpenedCheckpoint) -> StoredModel:
+        """Return the mapping that a save of this package would have stored, if it is supported."""
+        model = self.stored_model(checkpoint)
+        refuse_alternating(checkpoint.catalog.root, model)
+        return model
+
+    def documents(self, checkpoint: OpenedCheckpoint) -> Collection[str]:
+        """Return the documents that describe the model, and the state of the Trainer as far as there is one."""
+        directory = checkpoint.facts.directory
+        return [*model_documents(directory), *run_documents(directory, checkpoint.catalog.roles)]
+
+    def read_document(self, checkpoint: OpenedCheckpoint, name: str) -> bytes:
+        """Return a document of the directory, or one of the Trainer."""
+        directory = checkpoint.facts.directory
+        is_of_run = name.startswith(f"{TRAINER_DIRECTORY}/")
+        return read_run_document(directory, name) if is_of_run else read_document(directory / name, MAX_DOCUMENT_BYTES)
+
+    def has_run(self, checkpoint: OpenedCheckpoint) -> bool:
+        """Return whether there was the state of a Trainer when the checkpoint was opened."""
+        return bool(checkpoint.facts.has_run)
+
+    def read_run(self, checkpoint: OpenedCheckpoint) -> Manifest:
+        """Return the record of the Trainer's files, if the optimizer states are of its step."""
+        facts = checkpoint.facts
+        if not facts.has_run:
+            return super().read_run(checkpoint)
+        record = read_run(facts.directory)
+        refuse_states_of_other_steps(facts.directory, facts.powers, record)
+        return record
+
+    def check_states(self, checkpoint: OpenedCheckpoint) -> None:
+        """Refuse powers of Adam's betas that no step makes."""
+        refuse_invalid_powers(checkpoint.facts.directory, checkpoint.facts.powers)
+
+
 def open_stock(
     format_: Format,
     directory: Path,
     catalog: Catalog,
     faults: Sequence[str],
     config: StockConfig,
-    describe: Callable[[dict[str, Any]], StoredModel],
+    cuts: Mapping[str, Shape],
+    copies: Sequence[tuple[str, Any, Any]] = (),
 ) -> OpenedCheckpoint:
     """Return the opened checkpoint of a catalog.
 
@@ -239,7 +336,8 @@ def open_stock(
         catalog: the stored tensors.
         faults: why the files are not one whole checkpoint, beside those of the catalog.
         config: of the model.
-        describe: returns the stored model under a configuration.
+        cuts: into how many shards the axes of every weight are cut.
+        copies: the tensors that several ranks stored.
     Raises:
         Corrupt: there are faults, or files of several saves or steps; all of them.
         FormatError: files of the Trainer are links to something outside of the directory.
@@ -260,27 +358,10 @@ def open_stock(
             evidence=fold(foreign),
             next_step=COPY_AGAIN_STEP,
         )
-
     powers = read_powers(directory, catalog)
     refuse_mixed_states(directory, powers)
-
-    def read(values: dict[str, Any]) -> StoredModel:
-        model = describe(values)
-        refuse_alternating(directory, model)
-        return model
-
-    opened = OpenedCheckpoint(
-        format_,
-        catalog,
-        config.stored,
-        lambda: read(config.stored),
-        config.recorded,
-        find_unrecorded=lambda: {**model_documents(directory), **run_documents(directory, catalog.roles)},
-        describe_as=read,
-        read_run=run_reader(directory, powers),
-        check_states=lambda: refuse_invalid_powers(directory, powers),
-    )
-    return with_config(opened, config.given) if config.given else opened
+    facts = StockFacts(directory, powers, has_run(directory), cuts, copies)
+    return OpenedCheckpoint(format_, catalog, dict(config.used), facts=facts, recorded=config.recorded)
 
 
 def refuse_alternating(directory: AnyPath, model: StoredModel) -> None:
@@ -337,38 +418,3 @@ def model_description(directory: AnyPath, config: Mapping[str, Any]) -> ModelDes
             next_step=f"{NAME_CONFIG} Other commands need a copy of it in a copy of {directory.name}.",
         )
     return ModelDescription(config, partial=True)
-
-
-def verify_tensors(checks: CheckList, open_checkpoint: Callable[[], OpenedCheckpoint]) -> OpenedCheckpoint:
-    """Check that every tensor is stored whole and once, and that optimizer states are those of a step.
-
-    Args:
-        checks: where the results are recorded.
-        open_checkpoint: opens the checkpoint, which refuses tensors with gaps or with several copies.
-    """
-
-    def open_with_states() -> OpenedCheckpoint:
-        found = open_checkpoint()
-        found.check_states()
-        return found
-
-    checks.not_compared("this format has no checksums")
-    return checks.check(
-        "tensors",
-        open_with_states,
-        lambda found: f"{count_text(found.catalog.count, 'tensor')}, each stored whole and once",
-    )
-
-
-def verify_stock(checks: CheckList, open_checkpoint: Callable[[], OpenedCheckpoint]) -> OpenedCheckpoint:
-    """Check the tensors as :func:`verify_tensors`, and that none of the model is missing."""
-    opened = verify_tensors(checks, open_checkpoint)
-    if is_known(opened.config):
-        checks.attempt(
-            "model",
-            lambda: prove(opened.rules.mapping(), "The checkpoint's mapping"),
-            lambda _: "all tensors that the configuration describes",
-        )
-    else:
-        checks.impossible.append(f"missing layers: no {CONFIG_NAME} of a known family")
-    return opened

@@ -15,11 +15,10 @@ number of steps, and a run that resumes computes its samples as PaddleFormers do
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,6 @@ import numpy as np
 
 from paddleformers_fc.errors import Corrupt, FlexError, FormatError
 from paddleformers_fc.formats.catalog import Catalog
-from paddleformers_fc.formats.checkpoint import Documents
 from paddleformers_fc.layout.roles import EMA_STATE, OPTIMIZER_STATE
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage import state_json
@@ -43,13 +41,14 @@ from paddleformers_fc.text import count_text
 STATES = ("trainer_state.json", "trainer_state.bin")
 """Names of the Trainer's state, of which a checkpoint has one."""
 ARGUMENTS, SCHEDULER, SCALER = "training_args.bin", "scheduler.pdparams", "scaler.pdparams"
+_PICKLES = {"scheduler": SCHEDULER, "scaler": SCALER}
 SIGNAL = re.compile(r"saved_signal_([0-9]{1,9})")
 """Name of the file that a rank writes when its part of a checkpoint is written."""
 
 _LOSS_OF_STEP = "loss"
 """The key that a Trainer with a moving average adds to its state during a step; it is not a field of it."""
 _MAX_STATE_BYTES = 512 * 1024 * 1024
-_GENERATORS = re.compile(r"rng_state_([0-9]{1,9})\.pth")
+_GENERATORS = re.compile(r"rng_state_(0|[1-9][0-9]{0,8})\.pth")
 _BETAS = {".beta1_pow_acc_0": "adam_beta1", ".beta2_pow_acc_0": "adam_beta2"}
 """States that are powers of a beta, and the training argument that is this beta."""
 _TRAINED_TOGETHER = re.compile(r".*\.experts\.[0-9]+\.|[^0-9]*?\.(?=[0-9]+\.)")
@@ -98,20 +97,6 @@ class Power:
 
 
 Powers = Mapping[str, Power]
-
-
-def run_reader(directory: Path, powers: Powers) -> Callable[[], Manifest] | None:
-    """Return the reader of the record of a run, for an opened checkpoint; None if the directory has none."""
-    if not has_run(directory):
-        return None
-
-    @functools.cache
-    def read() -> Manifest:
-        record = read_run(directory)
-        refuse_states_of_other_steps(directory, powers, record)
-        return record
-
-    return read
 
 
 def read_run(directory: Path) -> Manifest:
@@ -229,8 +214,8 @@ def read_powers(directory: Path, catalog: Catalog) -> Powers:
     return found
 
 
-def run_documents(directory: Path, roles: Collection[str]) -> Documents:
-    """Return the state of a Trainer as documents of a flex checkpoint, as far as the directory has it.
+def run_documents(directory: Path, roles: Collection[str]) -> list[str]:
+    """Return the documents of a flex checkpoint that :func:`read_run_document` makes of a Trainer's files.
 
     Args:
         directory: of the checkpoint.
@@ -238,22 +223,31 @@ def run_documents(directory: Path, roles: Collection[str]) -> Documents:
     """
     names = {path.name for path in list_directory(directory)}
     if not names & {*STATES}:
-        return {}
-    found: dict[str, Callable[[], bytes]] = {
-        "state": lambda: state_json.encode(_state(directory), "trainer state"),
-        "data": lambda: state_json.encode(_position(directory), "data position"),
-    }
-    if EMA_STATE in roles:
-        found["ema"] = lambda: state_json.encode(_average(directory), "moving average")
-    for name, document in ((SCHEDULER, "scheduler"), (SCALER, "scaler")):
-        if name in names:
-            found[document] = functools.partial(_document, directory / name)
-    arguments = functools.cache(lambda: _arguments(directory))
-    for name in sorted(names):
-        if ranked := _GENERATORS.fullmatch(name):
-            rank = int(ranked[1])
-            found[f"rng-{rank:05d}"] = functools.partial(_generators, directory / name, rank, arguments)
-    return {f"{TRAINER_DIRECTORY}/{name}.json": read for name, read in found.items()}
+        return []
+    found = ["state", "data", *(["ema"] if EMA_STATE in roles else [])]
+    found += [document for document, name in _PICKLES.items() if name in names]
+    ranks = (int(ranked[1]) for name in sorted(names) if (ranked := _GENERATORS.fullmatch(name)))
+    found += [f"rng-{rank:05d}" for rank in ranks]
+    return [f"{TRAINER_DIRECTORY}/{name}.json" for name in found]
+
+
+def read_run_document(directory: Path, name: str) -> bytes:
+    """Return one of :func:`run_documents`.
+
+    Raises:
+        CheckpointError: a file of the Trainer is damaged, malformed or of another rank.
+    """
+    document = name.removeprefix(f"{TRAINER_DIRECTORY}/").removesuffix(".json")
+    if document == "state":
+        return state_json.encode(_state(directory), "trainer state")
+    if document == "data":
+        return state_json.encode(_position(directory), "data position")
+    if document == "ema":
+        return state_json.encode(_average(directory), "moving average")
+    if document in _PICKLES:
+        path = directory / _PICKLES[document]
+        return state_json.encode(_plain(read_pickle(path), path), path.name)
+    return _generators(directory, int(document.removeprefix("rng-")))
 
 
 def refuse_unfinished(directory: Path, world_size: int) -> None:
@@ -392,7 +386,8 @@ def _rank_of_seed(seed: Any, world_size: Any, arguments: Mapping[str, Any]) -> i
     return rank if 0 <= rank < world_size else None
 
 
-def _generators(path: Path, rank: int, find_arguments: Callable[[], Mapping[str, Any]]) -> bytes:
+def _generators(directory: Path, rank: int) -> bytes:
+    path = directory / f"rng_state_{rank}.pth"
     content = read_pickle(path, any_class=True)
     if not isinstance(content, dict):
         raise _malformed(path, "it contains no random states")
@@ -412,7 +407,7 @@ def _generators(path: Path, rank: int, find_arguments: Callable[[], Mapping[str,
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise _malformed(path, f"it contains no random states: {error!r}"[:200]) from error
     for seed in (one["seed"] for one in document["hybrid_parallel"].get("local_seed", ())):
-        owner = _rank_of_seed(seed, document["world_size"], find_arguments())
+        owner = _rank_of_seed(seed, document["world_size"], _arguments(directory))
         if owner not in (None, rank):
             raise Corrupt(
                 f"{path} contains the random generators of rank {owner}.",
@@ -427,10 +422,6 @@ def _generator(content: Any) -> dict[str, Any]:
     """Return a generator of Paddle, whose pickle is a device, a seed, an offset and the engine's state as text."""
     device, seed, offset, engine = content.fields[""]
     return {"device": device, "seed": seed, "offset": offset, "engine": bytes(engine).decode("latin-1")}
-
-
-def _document(path: Path) -> bytes:
-    return state_json.encode(_plain(read_pickle(path), path), path.name)
 
 
 def _plain(value: Any, path: Path) -> Any:

@@ -640,7 +640,7 @@ def _aligned(
             return checkpoint, model
         described = replace(model, config={**model.config, **stored.config})
         rules = replace(bind_model(described, stored_tensors(checkpoint.rules)), cuts=checkpoint.rules.cuts)
-        return replace(checkpoint, config={}, describe=lambda: StoredModel(rules, described)), model
+        return replace(checkpoint, config={}, model=StoredModel(rules, described)), model
     if not by_name:
         if "model_type" in stored.config and not is_known(model.config):
             return checkpoint, model  # Both have the rules of the class's statements.
@@ -651,7 +651,7 @@ def _aligned(
     refuse_recut(named, model.rules, assigned, str(checkpoint.catalog.root))
     before, now = ({**one.config, **other.config} for one, other in ((model, stored), (stored, model)))
     known = StoredModel(named, ModelDescription(without_family(before)))
-    return replace(checkpoint, describe=lambda: known), replace(model, config=without_family(now))
+    return replace(checkpoint, model=known), replace(model, config=without_family(now))
 
 
 def _aoa_tensors(rules: RuleSet) -> dict[str, AoaTensor]:

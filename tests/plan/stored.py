@@ -27,7 +27,7 @@ def stored_tensor(name: str, dtype: str, shape: Shape, fragments: Iterable[Store
 
 def opened(catalog: Catalog, manifest: Manifest, model: StoredModel, config: dict[str, Any]) -> OpenedCheckpoint:
     """A flex checkpoint that was never on a disk."""
-    return OpenedCheckpoint(FLEX, catalog, config, lambda: model, commit_record=manifest)
+    return OpenedCheckpoint(FLEX, catalog, config, model, commit_record=manifest)
 
 
 def checkpoint_of(model: SimulatedModel, optimizer: OptimizerDescriptor = OPTIMIZERS[0]) -> OpenedCheckpoint:

@@ -15,20 +15,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paddleformers_fc.formats.checkpoint import CheckList, Format, OpenedCheckpoint
-from paddleformers_fc.formats.huggingface import HUGGINGFACE, INDEX_NAME, SINGLE_NAME
+from paddleformers_fc.formats.catalog import Catalog
+from paddleformers_fc.formats.checkpoint import CheckList, OpenedCheckpoint, StoredModel
+from paddleformers_fc.formats.huggingface import INDEX_NAME, SINGLE_NAME
 from paddleformers_fc.formats.legacy.rank_files import EMA, MODEL, OPTIMIZER, is_rank_file, refuse_mixed
-from paddleformers_fc.formats.legacy.rank_shards import META_NAME, open_ranked
+from paddleformers_fc.formats.legacy.rank_shards import (
+    META_NAME,
+    compare_copies,
+    last_copies,
+    open_ranked,
+    stored_model,
+)
 from paddleformers_fc.formats.paddle_distcp import PADDLE_DISTCP
-from paddleformers_fc.formats.stock_checkpoint import verify_stock
-from paddleformers_fc.layout.roles import MODEL_STATE, ROLES
+from paddleformers_fc.formats.stock_checkpoint import StockFormat
+from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.storage.files import is_directory, list_directory
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.text import count_text
 
 
 @dataclass(frozen=True)
-class RankFormat(Format):
+class RankFormat(StockFormat):
     """One file per rank and kind.
 
     Args:
@@ -43,12 +50,8 @@ class RankFormat(Format):
     predicate: str
     has_meta: bool
 
-    roles = ROLES
-    canonical = False
-    loadable = True
     advice = "Convert it with paddleformers-fc convert, and name the result."
     checks = ("tensors", "model", "replicas", "equal values")
-    writer = None
 
     def recognises(self, directory: AnyPath) -> bool:
         """Return whether there are files of ranks: of an optimizer, or of weights without open weights beside them."""
@@ -61,30 +64,32 @@ class RankFormat(Format):
             return True
         return not names & {INDEX_NAME, SINGLE_NAME} and any(is_rank_file(name, MODEL) for name in names)
 
-    def open(self, directory: AnyPath, verify: str) -> OpenedCheckpoint:
-        """As :func:`open_ranked`; there is nothing that a level could compare."""
-        return self.open_under(directory, verify, {})
-
     def open_under(self, directory: AnyPath, verify: str, config: Mapping[str, Any]) -> OpenedCheckpoint:
-        """As :meth:`open`; parts of tensor-parallel ranks are not read without a configuration."""
+        """As :func:`open_ranked`; parts of tensor-parallel ranks are not read without a configuration."""
         if PADDLE_DISTCP.recognises(directory):
             refuse_mixed(directory, [(MODEL_STATE, "files of ranks")])
         return open_ranked(directory, self, config)
 
-    def read_config(self, directory: AnyPath) -> dict[str, Any]:
-        """Return ``config.json``."""
-        return HUGGINGFACE.read_config(directory)
-
     def verify(self, directory: AnyPath, level: str, checks: CheckList) -> OpenedCheckpoint:
         """Check that every tensor is stored whole and once, and that all ranks have the same numbers of it."""
-        opened = verify_stock(checks, lambda: self.open(directory, level))
+        opened = super().verify(directory, level, checks)
         if level == "full":
-            checks.attempt(
-                "replicas",
-                opened.check_copies,
-                lambda count: f"{count_text(count, 'array')} of other tensor-parallel ranks equal to those of tp00",
-            )
+            with checks.optional("replicas"):
+                count = count_text(self.compare_copies(opened), "array")
+                checks.passed("replicas", f"{count} of other tensor-parallel ranks equal to those of tp00")
         return opened
+
+    def stored_model(self, checkpoint: OpenedCheckpoint) -> StoredModel:
+        """As :func:`~paddleformers_fc.formats.legacy.rank_shards.stored_model`."""
+        return stored_model(checkpoint.catalog, checkpoint.config, checkpoint.facts.cuts)
+
+    def compare_copies(self, checkpoint: OpenedCheckpoint) -> int:
+        """Compare the arrays of other tensor-parallel ranks."""
+        return compare_copies(checkpoint.facts.directory, checkpoint.facts.copies)
+
+    def last_copies(self, checkpoint: OpenedCheckpoint) -> Catalog:
+        """Read the files again, and return the copies of the last tensor-parallel rank."""
+        return last_copies(checkpoint)
 
 
 LEGACY_HYBRID = RankFormat(

@@ -172,22 +172,18 @@ def open_ranked(directory: AnyPath, format_: Format, given: Mapping[str, Any]) -
     identities = identities_of(directory / name for name in files.names)
     assembly = _assembled(directory, files, config.used)
     catalog = Catalog(directory, assembly.roles(), identities)
-    cuts, copies = assembly.cuts, assembly.replicas
-
-    def last_copies() -> Catalog:
-        return Catalog(directory, _assembled(directory, files, config.used, last=True).roles(), identities)
-
-    def describe(config: dict[str, Any]) -> StoredModel:
-        return stored_model(catalog, config, cuts)
-
-    return replace(
-        open_stock(format_, directory, catalog, list(dict.fromkeys(assembly.faults)), config, describe),
-        check_copies=lambda: _compare(directory, copies),
-        last_copies=last_copies,
-    )
+    faults = list(dict.fromkeys(assembly.faults))
+    return open_stock(format_, directory, catalog, faults, config, assembly.cuts, assembly.replicas)
 
 
-def _compare(directory: Path, copies: Sequence[Copies]) -> int:
+def last_copies(checkpoint: OpenedCheckpoint) -> Catalog:
+    """Read the files of a checkpoint again, and return the copies of the last rank that stored them."""
+    directory = checkpoint.facts.directory
+    last = _assembled(directory, find_rank_files(directory), checkpoint.config, last=True)
+    return replace(checkpoint.catalog, roles=last.roles())
+
+
+def compare_copies(directory: Path, copies: Sequence[Copies]) -> int:
     """Compare the copies of tensors that several ranks have, of which one is read, and return their number.
 
     Raises:

@@ -39,15 +39,8 @@ from paddleformers_fc.families.description import IS_NLP
 from paddleformers_fc.families.names import Names, family_sizes
 from paddleformers_fc.families.registry import is_known
 from paddleformers_fc.formats.catalog import Catalog
-from paddleformers_fc.formats.checkpoint import (
-    CONFIG_NAME,
-    CheckList,
-    Format,
-    OpenedCheckpoint,
-    StoredModel,
-    StoredShard,
-)
-from paddleformers_fc.formats.huggingface import HUGGINGFACE, indexed_files, refuse_unindexed
+from paddleformers_fc.formats.checkpoint import CONFIG_NAME, OpenedCheckpoint, StoredModel, StoredShard
+from paddleformers_fc.formats.huggingface import indexed_files, refuse_unindexed
 from paddleformers_fc.formats.legacy.rank_files import (
     EMA,
     MODEL,
@@ -64,11 +57,11 @@ from paddleformers_fc.formats.paddle_distcp import PADDLE_DISTCP
 from paddleformers_fc.formats.stock_checkpoint import (
     COPY_AGAIN_STEP,
     NAME_CONFIG,
+    StockFormat,
     model_description,
     open_stock,
     read_stock_config,
     refuse_links,
-    verify_stock,
 )
 from paddleformers_fc.formats.stock_run import removes_masters
 from paddleformers_fc.layout.roles import MASTER, MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE
@@ -140,11 +133,7 @@ def open_unified(directory: AnyPath, given: Mapping[str, Any]) -> OpenedCheckpoi
     contents = [_content(directory / _index_name(kind), files) for kind, files in listed.items()]
     assembly = _assembled(directory, config.used, *contents)
     catalog = Catalog(directory, assembly.roles(), identities)
-
-    def describe(config: dict[str, Any]) -> StoredModel:
-        return stored_model(catalog, config, assembly.cuts)
-
-    return open_stock(UNIFIED, directory, catalog, assembly.faults, config, describe)
+    return open_stock(UNIFIED, directory, catalog, assembly.faults, config, assembly.cuts)
 
 
 def _assembled(
@@ -458,18 +447,15 @@ def _leaf(name: str) -> str:
     return _NUMBERED.sub("", name.removesuffix(_OF_LAYER)).rpartition(".")[2]
 
 
-class UnifiedFormat(Format):
+class UnifiedFormat(StockFormat):
     """Safetensors files of weights and of states, as PaddleFormers' ``unified_checkpoint`` writes them."""
 
     name = "unified"
     title = "unified checkpoint of PaddleFormers"
     predicate = "was written by PaddleFormers as a unified checkpoint"
     roles = (MODEL_STATE, MASTER_WEIGHT, OPTIMIZER_STATE)
-    canonical = False
-    loadable = True
     advice = "Name it in resume_from_checkpoint; or make a flex checkpoint of it with paddleformers-fc convert."
     checks = ("tensors", "model", "equal values")
-    writer = None
 
     def recognises(self, directory: AnyPath) -> bool:
         """Return whether there are safetensors files of optimizer states or master weights, or an index of them."""
@@ -477,21 +463,13 @@ class UnifiedFormat(Format):
             return False
         return any(_is_of_states(path.name) for path in list_directory(directory))
 
-    def open(self, directory: AnyPath, verify: str) -> OpenedCheckpoint:
-        """As :func:`open_unified`; there is nothing that a level could compare."""
-        return open_unified(directory, {})
-
     def open_under(self, directory: AnyPath, verify: str, config: Mapping[str, Any]) -> OpenedCheckpoint:
         """As :meth:`open`; the configuration shows orientations and numbers of experts."""
         return open_unified(directory, config)
 
-    def read_config(self, directory: AnyPath) -> dict[str, Any]:
-        """Return ``config.json``."""
-        return HUGGINGFACE.read_config(directory)
-
-    def verify(self, directory: AnyPath, level: str, checks: CheckList) -> OpenedCheckpoint:
-        """Check that every tensor is stored whole and once, and that none of the model is missing."""
-        return verify_stock(checks, lambda: open_unified(directory, {}))
+    def stored_model(self, checkpoint: OpenedCheckpoint) -> StoredModel:
+        """As :func:`~paddleformers_fc.formats.legacy.rank_shards.stored_model`."""
+        return stored_model(checkpoint.catalog, checkpoint.config, checkpoint.facts.cuts)
 
 
 def _is_of_states(name: str) -> bool:
