@@ -11,12 +11,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
-from typing import Protocol
+from typing import Any, cast
 
 import msgspec
+import numpy as np
 
 from paddleformers_fc.errors import FormatError
-from paddleformers_fc.layout.shards import Fragment, Shard
+from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping.boxes import Box, BoxFinder, CoverFault, Shape, cover_faults, whole
 from paddleformers_fc.storage import paths
 from paddleformers_fc.storage.identities import NO_IDENTITIES, Identities
@@ -27,16 +28,6 @@ EVERYONE: Mapping[str, Sequence[int]] = MappingProxyType({})
 
 FileOffset = tuple[str, int]
 """Path of a file relative to the catalog's root, and the byte offset of a box's first element in it."""
-
-
-class FileOffsets(Protocol):
-    """The places of the boxes of a tensor: a tuple, or what looks them up."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, box: int, /) -> FileOffset: ...
-
-    def __iter__(self) -> Iterator[FileOffset]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +106,7 @@ class StoredTensor(msgspec.Struct, frozen=True, eq=False, gc=False):
 
     name: str
     form: StoredForm
-    offsets: FileOffsets
+    offsets: tuple[FileOffset, ...] | StoredOffsets
 
     @property
     def dtype(self) -> str:
@@ -182,6 +173,150 @@ class Catalog:
                     yield from tensor.faults()
 
 
+Array = np.ndarray[Any, Any]
+
+
+class _Cut(msgspec.Struct, frozen=True):
+    """How the shards of a tensor cut it.
+
+    Args:
+        form: its dtype, shape and boxes.
+        fragments: for every box the number of its shard, and the offset in bytes from the first byte of the shard.
+        odd: the numbers of shards of another dtype or shape than the first, which have no boxes in the form.
+    """
+
+    form: StoredForm
+    fragments: list[tuple[int, int]]
+    odd: list[int]
+
+
+class StoredOffsets(msgspec.Struct, frozen=True, gc=False):
+    """Looks up where the boxes of a tensor are.
+
+    Args:
+        table: the shards.
+        rows: their numbers, by tensor.
+        begin: where the tensor begins in them.
+        fragments: of its cut.
+    """
+
+    table: ShardTable
+    rows: Array
+    begin: int
+    fragments: list[tuple[int, int]]
+
+    def __len__(self) -> int:
+        return len(self.fragments)
+
+    def __getitem__(self, box: int) -> FileOffset:
+        shard, start = self.fragments[box]
+        table, row = self.table, self.rows[self.begin + shard]
+        return table.paths[table.file[row]], int(table.offset[row]) + start
+
+    def __iter__(self) -> Iterator[FileOffset]:
+        return map(self.__getitem__, range(len(self)))
+
+
+@dataclass(frozen=True)
+class ShardTable:
+    """The shards of many files, in columns.
+
+    Layers repeat, so each distinct *place* (dtype, global shape, box, range) is stored once. Tensors that consist of
+    the same places share their form, which is determined once.
+
+    Args:
+        names: the names of tensors.
+        places: for every place a shard, whose name has no meaning.
+        widths: for every place the bytes of an element in the file.
+        paths: the files.
+        name: for every shard the number of its name.
+        place: that of its place.
+        file: that of its file.
+        offset: of its first byte in the file.
+    """
+
+    names: Sequence[str]
+    places: Sequence[Shard]
+    widths: Sequence[int]
+    paths: Sequence[str]
+    name: Array
+    place: Array
+    file: Array
+    offset: Array
+    _cuts: dict[bytes, _Cut] = field(default_factory=dict)
+    _forms: dict[tuple[object, ...], StoredForm] = field(default_factory=dict)
+
+    def tensors(self, rows: Array) -> tuple[dict[str, StoredTensor], list[str]]:
+        """Gather the tensors of some shards, in the order of their first ones.
+
+        Returns:
+            the tensors by name, and the contradictions between files as text.
+        """
+        rows = rows[self.name[rows].argsort(kind="stable")]
+        named = self.name[rows]
+        begins = np.flatnonzero(np.diff(named, prepend=-1))
+        ends = np.append(begins[1:], len(rows))
+        order = rows[begins].argsort()
+        places = self.place[rows].astype(np.int32).tobytes()
+        found: dict[str, StoredTensor] = {}
+        faults: list[str] = []
+        bounds = (column[order].tolist() for column in (named[begins], begins, ends))
+        for number, begin, end in zip(*bounds, strict=True):
+            name, cut = self.names[number], self._cut(places[4 * begin : 4 * end])
+            found[name] = StoredTensor(name, cut.form, StoredOffsets(self, rows, begin, cut.fragments))
+            if cut.odd:
+                faults += [self._contradiction(name, rows[begin], rows[begin + one]) for one in cut.odd]
+        return found, faults
+
+    def _contradiction(self, name: str, first: int, other: int) -> str:
+        """Return that two shards of a tensor differ in more than their place."""
+        known, one = (self.places[self.place[row]] for row in (first, other))
+        return (
+            f"{name}: {self.paths[self.file[other]]} has {one.dtype} {list(one.global_shape)}, "
+            f"another file {known.dtype} {list(known.global_shape)}"
+        )
+
+    def _cut(self, places: bytes) -> _Cut:
+        """Return the cut of a tensor by the numbers of its places."""
+        found = self._cuts.get(places)
+        if found is None:
+            found = self._cuts[places] = self._new_cut(np.frombuffer(places, np.int32).tolist())
+        return found
+
+    def _new_cut(self, places: list[int]) -> _Cut:
+        shards, boxes, fragments, odd = [self.places[one] for one in places], list[Box](), list[tuple[int, int]](), []
+        first = shards[0]
+        for number, (shard, place) in enumerate(zip(shards, places, strict=True)):
+            if (shard.dtype, shard.global_shape) != (first.dtype, first.global_shape):
+                odd.append(number)
+                continue
+            for one in shard.fragments:
+                boxes.append(one.box)
+                fragments.append((number, one.start * self.widths[place]))
+        key = (first.dtype, first.global_shape, *boxes)
+        form = self._forms.get(key)
+        if form is None:
+            tiles = not odd and _tile(shards)
+            form = self._forms[key] = StoredForm(first.dtype, first.global_shape, tuple(boxes), tiles=tiles)
+        return _Cut(form, fragments, odd)
+
+
+def _tile(shards: Sequence[Shard]) -> bool:
+    """Return whether ranges of boxes follow each other and these boxes tile their tensor, which is cheap to check."""
+    ranges: dict[Box, list[tuple[int, int]]] = {}
+    for one in shards:
+        ranges.setdefault(one.box, []).append(one.flat or (0, one.box.volume))
+    for box, own in ranges.items():
+        at = 0
+        for begin, end in sorted(one for one in own if one[0] < one[1]):
+            if begin != at:
+                return False
+            at = end
+        if at != box.volume:
+            return False
+    return not cover_faults(whole(shards[0].global_shape), list(ranges))
+
+
 def gather_shards(shards: Iterable[tuple[Shard, str, int, int]]) -> tuple[dict[str, StoredTensor], list[str]]:
     """Gather tensors from the shards of many files.
 
@@ -190,78 +325,14 @@ def gather_shards(shards: Iterable[tuple[Shard, str, int, int]]) -> tuple[dict[s
     Returns:
         the tensors by name, and the contradictions between files as text.
     """
-    # Most tensors are in one file. Objects that are made per tensor here are visited at every garbage collection.
-    only: dict[str, tuple[Shard, str, int, int]] = {}
-    several: dict[str, list[tuple[Shard, str, int, int]]] = {}
-    faults: list[str] = []
-    for part in shards:
-        shard, file, _, _ = part
-        first = only.setdefault(shard.name, part)
-        if first is part:
-            continue
-        known = first[0]
-        if (known.dtype, known.global_shape) == (shard.dtype, shard.global_shape):
-            several.setdefault(shard.name, [first]).append(part)
-        else:
-            faults.append(
-                f"{shard.name}: {file} has {shard.dtype} {list(shard.global_shape)}, "
-                f"another file {known.dtype} {list(known.global_shape)}"
-            )
-    gatherer = _Gatherer()
-    tensors = {
-        name: gatherer.tensor(several[name]) if name in several else gatherer.alone(part) for name, part in only.items()
-    }
-    return tensors, faults
-
-
-class _Gatherer:
-    """Makes tensors, and caches the common form of those with equal cuts."""
-
-    def __init__(self) -> None:
-        self._cuts: dict[tuple[Box, tuple[int, int] | None], tuple[Fragment, ...]] = {}
-        self._forms: dict[tuple[object, ...], StoredForm] = {}
-        self._alone: dict[tuple[object, ...], StoredForm] = {}
-        self._hashes: set[int] = set()
-
-    def alone(self, part: tuple[Shard, str, int, int]) -> StoredTensor:
-        """Return the tensor of one shard. This is the usual case, so equal forms are looked up once."""
-        shard, file, begin, _ = part
-        kind = (shard.dtype, shard.global_shape, shard.box, shard.flat)
-        form = self._alone.get(kind)
-        if form is None:
-            self._require_own_hash(kind, file)
-            form = self._alone[kind] = self.tensor([part]).form
-        # One box begins where its shard does; of several it is worked out where.
-        return StoredTensor(shard.name, form, ((file, begin),)) if len(form.boxes) == 1 else self.tensor([part])
-
-    def tensor(self, parts: Sequence[tuple[Shard, str, int, int]]) -> StoredTensor:
-        """Return the tensor of several shards."""
-        boxes: list[Box] = []
-        places: list[FileOffset] = []
-        for shard, file, begin, width in parts:
-            cut = (shard.box, shard.flat)
-            fragments = self._cuts.get(cut)
-            if fragments is None:
-                self._require_own_hash(cut, file)
-                fragments = self._cuts[cut] = shard.fragments
-            for fragment in fragments:
-                boxes.append(fragment.box)
-                places.append((file, begin + fragment.start * width))
-        shard = parts[0][0]
-        key = (shard.dtype, shard.global_shape, *boxes)
-        form = self._forms.get(key)
-        if form is None:
-            self._require_own_hash(key, parts[0][1])
-            form = self._forms[key] = StoredForm(shard.dtype, shard.global_shape, tuple(boxes))
-        return StoredTensor(shard.name, form, tuple(places))
-
-    def _require_own_hash(self, key: object, file: str) -> None:
-        """Refuse different shapes of one hash: a file has chosen them, because dicts of them take quadratic time."""
-        if hash(key) in self._hashes:
-            raise FormatError(
-                f"{file} has tensors of shapes that were chosen to be slow to read.",
-                where=file,
-                evidence=["two different shapes or positions have the same hash"],
-                next_step="Use another checkpoint, from a source that you trust.",
-            )
-        self._hashes.add(hash(key))
+    names: dict[str, int] = {}
+    paths: dict[str, int] = {}
+    places: dict[tuple[object, ...], tuple[int, Shard]] = {}
+    numbers: list[int] = []
+    for shard, file, begin, width in shards:
+        place = (shard.dtype, shard.global_shape, shard.box, shard.flat, width)
+        number, _ = places.setdefault(place, (len(places), shard))
+        numbers += (names.setdefault(shard.name, len(names)), number, paths.setdefault(file, len(paths)), begin)
+    columns = np.ascontiguousarray(np.array(numbers, np.int64).reshape(-1, 4).T)
+    placed, widths = [shard for _, shard in places.values()], [cast(int, place[-1]) for place in places]
+    return ShardTable([*names], placed, widths, [*paths], *columns).tensors(np.arange(columns.shape[1]))

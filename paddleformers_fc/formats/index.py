@@ -3,8 +3,7 @@
 The coordinator of a save writes it, so that a reader opens the files that it reads and no others. It is a safetensors
 file of integer arrays. Files have the order of the manifest, which seals the index by its digest; the shards of a file
 have the order of its bytes. Layers repeat, so each distinct *place* (dtype, global shape, box, range) is stored once,
-and a shard is the number of a name and the number of a place. Tensors that consist of the same places share their form,
-which is determined once.
+and a shard is the number of a name and the number of a place.
 
 :class:`IndexedFiles` compares the header of a file with the index before the first read of it.
 
@@ -16,18 +15,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
-import msgspec
 import numpy as np
 
 from paddleformers_fc.errors import Corrupt, FormatError
-from paddleformers_fc.formats.catalog import FileOffset, StoredForm, StoredTensor
+from paddleformers_fc.formats.catalog import Array, ShardTable, StoredTensor
 from paddleformers_fc.formats.checkpoint import StoredShard
 from paddleformers_fc.layout.shards import Shard, shard_bytes
-from paddleformers_fc.mapping.boxes import MAX_AXES, MAX_LENGTH, Box, cover_faults, shifted, whole
+from paddleformers_fc.mapping.boxes import MAX_AXES, MAX_LENGTH, shifted
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.checksum import (
     BLOCK_DIGEST_BYTES,
@@ -46,7 +43,6 @@ from paddleformers_fc.storage.manifest import RESTORE, Surroundings
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.storage.safetensors import TensorEntry, layout_file, parse_header, read_header
 
-Array = np.ndarray[Any, Any]
 Columns = Mapping[str, Array]
 """The arrays of an index, without those of blocks."""
 
@@ -137,173 +133,41 @@ class Index:
 
     Args:
         recorded: the checksums of all files that the manifest lists, by path.
-        names: the names of tensors.
-        places: for every place a shard without a name.
+        table: the shards.
         files: the numbers of the files with tensors, by path.
-        bounds: for every file, and behind the last one, the number of its first shard in the following arrays.
-        columns: for every shard the numbers of its name and of its place, and the offset of its first byte in its file.
-        paths: the files with tensors.
-        shard_file: for every shard the number of its file.
+        bounds: for every file, and behind the last one, the number of its first shard in the table.
     """
 
     recorded: dict[str, FileChecksum]
-    names: list[str]
-    places: list[Shard]
+    table: ShardTable
     files: dict[str, int]
     bounds: Array
-    columns: tuple[Array, Array, Array]
-    paths: list[str]
-    shard_file: Array
 
     def tensors(self, role: str) -> tuple[dict[str, StoredTensor], list[str]]:
         """Return the tensors of a role by name, and the contradictions between files as text."""
         files = [number for path, number in self.files.items() if path.startswith(f"{role}/")]
-        if not files:
-            return {}, []
-        rows = np.concatenate([np.arange(self.bounds[one], self.bounds[one + 1]) for one in files])
-        named = self.columns[0][rows]
-        rows = rows[named.argsort(kind="stable")]
-        named.sort()
-        begins = np.flatnonzero(np.diff(named, prepend=-1))
-        ends = np.append(begins[1:], len(rows))
-        order = rows[begins].argsort()
-        places = self.columns[1][rows].astype(np.int32).tobytes()
-        found: dict[str, StoredTensor] = {}
-        faults: list[str] = []
-        columns = (column[order].tolist() for column in (named[begins], begins, ends))
-        for number, begin, end in zip(*columns, strict=True):
-            name, cut = self.names[number], self._cutter.cut(places[4 * begin : 4 * end])
-            found[name] = StoredTensor(name, cut.form, _Offsets(self, rows, begin, cut.fragments))
-            if cut.odd:
-                faults += [self._contradiction(name, rows[begin], rows[begin + one]) for one in cut.odd]
-        return found, faults
-
-    @cached_property
-    def _cutter(self) -> _Cutter:
-        return _Cutter(self.places)
-
-    def _contradiction(self, name: str, first: int, other: int) -> str:
-        """Return that two shards of a tensor differ in more than their place."""
-        known, one = (self.places[self.columns[1][row]] for row in (first, other))
-        return (
-            f"{name}: {self.paths[self.shard_file[other]]} has {one.dtype} {list(one.global_shape)}, "
-            f"another file {known.dtype} {list(known.global_shape)}"
-        )
+        ranges = [np.arange(self.bounds[one], self.bounds[one + 1]) for one in files]
+        return self.table.tensors(np.concatenate(ranges)) if ranges else ({}, [])
 
     def shards(self, path: str) -> Iterator[StoredShard]:
         """Yield the shards of a file, in the order of its bytes."""
-        for name, place, begin in self._rows(path):
-            like = self.places[place]
-            shard = Shard(self.names[name], like.dtype, like.global_shape, like.box, like.flat)
+        for name, like, begin in self._rows(path):
+            shard = Shard(name, like.dtype, like.global_shape, like.box, like.flat)
             yield shard, path, begin, dtype_size(like.dtype)
 
     def entries(self, path: str) -> dict[str, TensorEntry]:
         """Return the tensors of a file as its header has them."""
         found: dict[str, TensorEntry] = {}
-        for name, place, begin in self._rows(path):
-            like = self.places[place]
+        for name, like, begin in self._rows(path):
             shape = like.box.shape if like.flat is None else (like.size,)
-            found[self.names[name]] = TensorEntry(to_safetensors(like.dtype), shape, begin, begin + shard_bytes(like))
+            found[name] = TensorEntry(to_safetensors(like.dtype), shape, begin, begin + shard_bytes(like))
         return found
 
-    def _rows(self, path: str) -> Iterator[tuple[int, int, int]]:
-        number = self.files[path]
-        rows = (column[self.bounds[number] : self.bounds[number + 1]].tolist() for column in self.columns)
-        return zip(*rows, strict=True)
-
-
-class _Cut(msgspec.Struct, frozen=True):
-    """How the shards of a tensor cut it.
-
-    Args:
-        form: its dtype, shape and boxes.
-        fragments: for every box the number of its shard, and the offset in bytes from the first byte of the shard.
-        odd: the numbers of shards of another dtype or shape than the first, which have no boxes in the form.
-    """
-
-    form: StoredForm
-    fragments: list[tuple[int, int]]
-    odd: list[int]
-
-
-class _Offsets(msgspec.Struct, frozen=True, gc=False):
-    """Looks up where the boxes of a tensor are.
-
-    Args:
-        index: the index.
-        rows: the shards of a role, by tensor.
-        begin: where the tensor begins in them.
-        fragments: of its cut.
-    """
-
-    index: Index
-    rows: Array
-    begin: int
-    fragments: list[tuple[int, int]]
-
-    def __len__(self) -> int:
-        return len(self.fragments)
-
-    def __getitem__(self, box: int) -> FileOffset:
-        shard, start = self.fragments[box]
-        row = self.rows[self.begin + shard]
-        return self.index.paths[self.index.shard_file[row]], int(self.index.columns[2][row]) + start
-
-    def __iter__(self) -> Iterator[FileOffset]:
-        return map(self.__getitem__, range(len(self)))
-
-
-class _Cutter:
-    """Makes one cut for all tensors that consist of the same places.
-
-    Args:
-        places: those of an index.
-    """
-
-    def __init__(self, places: Sequence[Shard]) -> None:
-        self._places = places
-        self._cuts: dict[bytes, _Cut] = {}
-        self._forms: dict[tuple[object, ...], StoredForm] = {}
-
-    def cut(self, places: bytes) -> _Cut:
-        """Return the cut of a tensor by the numbers of its places."""
-        found = self._cuts.get(places)
-        if found is None:
-            found = self._cuts[places] = self._new([self._places[one] for one in np.frombuffer(places, np.int32)])
-        return found
-
-    def _new(self, shards: list[Shard]) -> _Cut:
-        first, boxes, fragments, odd = shards[0], list[Box](), list[tuple[int, int]](), list[int]()
-        width = dtype_size(first.dtype)
-        for number, shard in enumerate(shards):
-            if (shard.dtype, shard.global_shape) != (first.dtype, first.global_shape):
-                odd.append(number)
-                continue
-            for one in shard.fragments:
-                boxes.append(one.box)
-                fragments.append((number, one.start * width))
-        key = (first.dtype, first.global_shape, *boxes)
-        form = self._forms.get(key)
-        if form is None:
-            tiles = not odd and _tile(shards)
-            form = self._forms[key] = StoredForm(first.dtype, first.global_shape, tuple(boxes), tiles=tiles)
-        return _Cut(form, fragments, odd)
-
-
-def _tile(shards: Sequence[Shard]) -> bool:
-    """Return whether ranges of boxes follow each other and these boxes tile their tensor, which is cheap to check."""
-    ranges: dict[Box, list[tuple[int, int]]] = {}
-    for one in shards:
-        ranges.setdefault(one.box, []).append(one.flat or (0, one.box.volume))
-    for box, own in ranges.items():
-        at = 0
-        for begin, end in sorted(one for one in own if one[0] < one[1]):
-            if begin != at:
-                return False
-            at = end
-        if at != box.volume:
-            return False
-    return not cover_faults(whole(shards[0].global_shape), list(ranges))
+    def _rows(self, path: str) -> Iterator[tuple[str, Shard, int]]:
+        """Yield name, place and offset of the shards of a file."""
+        table, own = self.table, slice(*self.bounds[self.files[path] :][:2])
+        rows = (column[own].tolist() for column in (table.name, table.place, table.offset))
+        return ((table.names[name], table.places[place], begin) for name, place, begin in zip(*rows, strict=True))
 
 
 def decode_index(raw: bytes, records: Sequence[FileRecord], where: AnyPath) -> Index:
@@ -353,9 +217,10 @@ def decode_index(raw: bytes, records: Sequence[FileRecord], where: AnyPath) -> I
     if (begins[first[counts > 0]] < 0).any():
         _reject(where, "a file is shorter than its shards")
     numbers = {one.path: number for number, one in enumerate(files)}
-    shard_file = np.repeat(np.arange(len(files), dtype=np.int32), counts)
-    bounds = np.append(first, len(placed))
-    return Index(recorded, names, places, numbers, bounds, (named, placed, begins), list(numbers), shard_file)
+    file = np.repeat(np.arange(len(files), dtype=np.int32), counts)
+    widths = [dtype_size(one.dtype) for one in places]
+    table = ShardTable(names, places, widths, list(numbers), named, placed, file, begins)
+    return Index(recorded, table, numbers, np.append(first, len(placed)))
 
 
 def _recorded(
