@@ -18,9 +18,9 @@ The order of the outputs of a fused feed-forward layer depends on the degree of 
 
 from __future__ import annotations
 
-import json
 import os.path
 import shlex
+import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -36,44 +36,34 @@ from paddleformers_fc.families.enumerate import enumerate_tensors, recognised_te
 from paddleformers_fc.families.stated import canonical_ties
 from paddleformers_fc.families.undescribed import completed
 from paddleformers_fc.formats.built_model import built_model
-from paddleformers_fc.formats.catalog import Catalog, gather_shards
 from paddleformers_fc.formats.checkpoint import (
     CONFIG_NAME,
     CheckList,
-    ExportWriter,
     OpenedCheckpoint,
     OutputFile,
     StoredModel,
+    config_bytes,
+    parse_config,
 )
 from paddleformers_fc.formats.huggingface import (
-    FETCH_AGAIN,
     HUGGINGFACE,
     FilesFormat,
+    HuggingFaceWriter,
     WeightFacts,
     indexed_files,
-    refuse_unindexed,
+    read_files,
     weight_index,
 )
 from paddleformers_fc.formats.stock_checkpoint import model_description
 from paddleformers_fc.layout.roles import MODEL_STATE
-from paddleformers_fc.layout.shards import Shard, ShardsByRole
+from paddleformers_fc.layout.shards import ShardsByRole
 from paddleformers_fc.mapping import Rule, RuleSet, TensorSpec, Tie
-from paddleformers_fc.mapping.boxes import whole
 from paddleformers_fc.mapping.folding import fold
-from paddleformers_fc.storage.dtypes import from_safetensors, item_size, to_safetensors
-from paddleformers_fc.storage.export_checksums import (
-    CHECKSUMS_NAME,
-    FileChecksums,
-    read_checksums,
-    read_exported,
-    verify_export,
-)
+from paddleformers_fc.storage.export_checksums import CHECKSUMS_NAME, FileChecksums, read_checksums, read_exported
 from paddleformers_fc.storage.files import exists
-from paddleformers_fc.storage.identities import identities_of
-from paddleformers_fc.storage.json_io import MAX_DOCUMENT_BYTES, parse_json
+from paddleformers_fc.storage.json_io import MAX_DOCUMENT_BYTES
 from paddleformers_fc.storage.paths import AnyPath
-from paddleformers_fc.storage.safetensors import FileLayout, layout_file, read_header
-from paddleformers_fc.text import count_text, natural
+from paddleformers_fc.text import count_text
 
 WEIGHTS_NAME = "adapter_model.safetensors"
 ADAPTER_CONFIG_NAME = "adapter_config.json"
@@ -104,21 +94,10 @@ _KEEPS_BASE = ("gaussian", "eva", "orthogonal")
 
 LORA_CONFIG_NAME = "lora_config.json"
 LORA_INDEX_NAME = "peft_model.safetensors.index.json"
-_FILE = "peft_model-00001-of-00001.safetensors"
 _UNSUPPORTED_LORA = ("loraga", "do_qat", "pissa", "use_mora", "lora_use_mixer", "enable_lora_list")
 """Keys of variants that change the base or the meaning of the stored tensors."""
 _ROUNDED = (1 - 1e-6, 1 + 1e-6)
 """By what factors a stored scaling may differ from that of the other values."""
-
-
-def _layout(path: Path, shards: Sequence[Shard], framework: str) -> FileLayout:
-    """Return the layout of a file of whole tensors."""
-    entries = [(one.name, to_safetensors(one.dtype), one.global_shape) for one in shards]
-    return layout_file(path, entries, {"format": framework})
-
-
-def _document(values: Mapping[str, Any]) -> bytes:
-    return (json.dumps(values, indent=2, sort_keys=True) + "\n").encode()
 
 
 def _number(value: float) -> float:
@@ -144,12 +123,10 @@ def open_peft(directory: AnyPath, verify: str = "size") -> OpenedCheckpoint:
             next_step="Save the adapters again with PEFT, in safetensors format.",
         )
     checksums = read_checksums(directory)
-    if checksums is not None and verify != "off":
-        verify_export(directory, checksums, verify, needed=[WEIGHTS_NAME, ADAPTER_CONFIG_NAME])
-    adapters = _adapters(parse_json_object(directory, ADAPTER_CONFIG_NAME), directory)
-    identities = identities_of([directory / WEIGHTS_NAME])
-    header = read_header(directory / WEIGHTS_NAME)
-    faults = [name for name in header.tensors if not name.startswith(_PREFIX) or _strange(name)]
+    read = read_files(directory / WEIGHTS_NAME, {WEIGHTS_NAME: []}, checksums, verify, [ADAPTER_CONFIG_NAME])
+    adapters = _adapters(_read_config(directory, ADAPTER_CONFIG_NAME, checksums), directory)
+    names = read.headers[WEIGHTS_NAME].tensors
+    faults = [name for name in names if not name.startswith(_PREFIX) or _strange(name)]
     if faults:
         raise FormatError(
             f"{count_text(len(faults), 'tensor')} of {WEIGHTS_NAME} are not of LoRA adapters.",
@@ -157,28 +134,20 @@ def open_peft(directory: AnyPath, verify: str = "size") -> OpenedCheckpoint:
             evidence=faults[:8],
             next_step="Name adapters of peft_type LORA, without magnitudes, embeddings or biases of their own.",
         )
-    shards = [
-        (
-            Shard(canonical_name(name), from_safetensors(entry.dtype), entry.shape, whole(entry.shape)),
-            WEIGHTS_NAME,
-            entry.begin,
-            item_size(entry.dtype),
-        )
-        for name, entry in header.tensors.items()
-    ]
-    tensors, contradictions = gather_shards(shards)
-    catalog = Catalog(directory, {MODEL_STATE: tensors}, identities)
-    faults = [*contradictions, *catalog.faults(), *_unpaired(tensors)]
-    if faults or not tensors:
+    shards = (
+        (msgspec.structs.replace(shard, name=canonical_name(shard.name)), file, begin, width)
+        for shard, file, begin, width in read.shards({WEIGHTS_NAME: names})
+    )
+    opened = read.opened(PEFT, shards, PEFT.read_config(directory), WeightFacts(checksums, adapters=adapters))
+    faults = [*opened.catalog.faults(), *_unpaired(opened.catalog.roles[MODEL_STATE])]
+    if faults or not names:
         raise Corrupt(
             f"{WEIGHTS_NAME} does not contain adapters that are whole.",
             where=str(directory / WEIGHTS_NAME),
             evidence=fold(faults) or ["it contains no tensor"],
             next_step="Save the adapters again with PEFT.",
         )
-    recorded = {WEIGHTS_NAME: checksums[WEIGHTS_NAME]} if checksums is not None and WEIGHTS_NAME in checksums else {}
-    facts = WeightFacts(checksums, adapters=adapters)
-    return OpenedCheckpoint(PEFT, catalog, PEFT.read_config(directory), facts=facts, recorded=recorded)
+    return opened
 
 
 def _unpaired(names: Collection[str]) -> Iterator[str]:
@@ -190,23 +159,10 @@ def _unpaired(names: Collection[str]) -> Iterator[str]:
             yield f"{name}: {other} is missing"
 
 
-def parse_json_object(directory: AnyPath, name: str) -> dict[str, Any]:
-    """Return a small JSON file beside adapters.
-
-    Raises:
-        FormatError: it is not a JSON object.
-        Corrupt, StorageError: it does not match its checksum, or cannot be read.
-    """
-    raw = read_exported(directory, read_checksums(directory), name, MAX_DOCUMENT_BYTES)
-    try:
-        values = parse_json(raw)
-    except ValueError as error:
-        raise FormatError(
-            f"{name} is not JSON.", where=str(directory / name), evidence=[str(error)], next_step=_CORRECT
-        ) from error
-    if not isinstance(values, dict):
-        raise FormatError(f"{name} is not a JSON object.", where=str(directory / name), next_step=_CORRECT)
-    return values
+def _read_config(directory: AnyPath, name: str, checksums: FileChecksums | None) -> dict[str, Any]:
+    """Return the configuration of adapters after comparing it with its checksum, if one is recorded."""
+    raw = read_exported(directory, checksums, name, MAX_DOCUMENT_BYTES)
+    return parse_config(raw, directory / name, _CORRECT)
 
 
 def _adapters(values: Mapping[str, Any], directory: AnyPath) -> Adapters:
@@ -279,10 +235,26 @@ def _peft_name(name: str, adapted: Collection[str]) -> str:
     return f"{_PREFIX}{module}{_BASE}{last}" if inside else f"{_PREFIX}{name}"
 
 
-class PeftWriter(ExportWriter):
+class _AdapterWriter(HuggingFaceWriter):
+    """A writer of adapters, which are small: one file of any size."""
+
+    file: str
+
+    def files(self, checkpoint: OpenedCheckpoint, layout: ShardsByRole, max_file_bytes: int) -> tuple[OutputFile, ...]:
+        """Return the one file."""
+        return super().files(checkpoint, layout, sys.maxsize)
+
+    def names(self, role: str, rank: int, count: int) -> list[str]:
+        """Return the name of the file."""
+        return [self.file]
+
+
+class PeftWriter(_AdapterWriter):
     """The files of adapters for PEFT: the tensors in one file, and their configuration."""
 
     marks = (ADAPTER_CONFIG_NAME, WEIGHTS_NAME)
+    numbered = ""
+    file = WEIGHTS_NAME
 
     def rules(self, checkpoint: OpenedCheckpoint) -> RuleSet:
         """Return the rules of PEFT's tensors: the canonical ones, those that layers share once for each layer.
@@ -292,7 +264,7 @@ class PeftWriter(ExportWriter):
         """
         require_adapters(checkpoint)
         shared, sources = shared_inputs(checkpoint.rules), checkpoint.rules.mapping().sources
-        adapted = _adapted(checkpoint.rules)
+        adapted = _adapted(name for rule in checkpoint.rules.rules for name in rule.sources)
         shared |= {name: (name, *copies) for name, copies in _tied_copies(checkpoint.known).items()}
         targets: dict[str, TensorSpec] = {}
         rules: list[Rule] = []
@@ -306,30 +278,17 @@ class PeftWriter(ExportWriter):
         return RuleSet(targets, tuple(rules), tuple(ties))
 
     def files(self, checkpoint: OpenedCheckpoint, layout: ShardsByRole, max_file_bytes: int) -> tuple[OutputFile, ...]:
-        """Return the one file that PEFT reads, of any size."""
+        """Return the one file, with the copies that PEFT stores."""
         weights = dict(layout.get(MODEL_STATE, {}))
-        copies = ((tie.alias, weights[tie.owner]) for tie in self.rules(checkpoint).ties)
-        weights |= {name: msgspec.structs.replace(owner, name=name) for name, owner in copies}
-        tensors = tuple(weights[name] for name in sorted(weights, key=natural))
-        return (OutputFile(WEIGHTS_NAME, MODEL_STATE, tensors),)
-
-    def names(self, role: str, rank: int, count: int) -> list[str]:
-        """Return the name of the file."""
-        return [WEIGHTS_NAME]
-
-    def header(self, path: Path, shards: Sequence[Shard]) -> FileLayout:
-        """Return the header of the file."""
-        return _layout(path, shards, "pt")
+        for tie in self.rules(checkpoint).ties:
+            weights[tie.alias] = msgspec.structs.replace(weights[tie.owner], name=tie.alias)
+        return super().files(checkpoint, {MODEL_STATE: weights}, max_file_bytes)
 
     def documents(self, checkpoint: OpenedCheckpoint, files: Sequence[OutputFile]) -> dict[str, bytes]:
         """Return the configuration of the adapters."""
         names = [canonical_name(one.name) for file in files for one in file.tensors]
         values = _configuration(require_adapters(checkpoint), names, _layers(checkpoint))
-        return {ADAPTER_CONFIG_NAME: _document(values)}
-
-    def owns(self, path: str) -> bool:
-        """Return whether a file is the weights, the configuration or the checksums of an older export."""
-        return path in (*self.marks, CHECKSUMS_NAME)
+        return {ADAPTER_CONFIG_NAME: config_bytes(values)}
 
 
 def require_adapters(checkpoint: OpenedCheckpoint) -> Adapters:
@@ -395,10 +354,19 @@ def _base_line(checkpoint: OpenedCheckpoint) -> str:
     return f"the base: {require_adapters(checkpoint).base.location or 'not named'}"
 
 
-def _adapted(rules: RuleSet) -> set[str]:
-    """Return the canonical layers that have adapters."""
+def _adapted(names: Iterable[str]) -> set[str]:
+    """Return the canonical layers that have adapters, by the names of all tensors."""
     ending = f".{B}{_WEIGHT}"
-    return {name.removesuffix(ending) for rule in rules.rules for name in rule.sources if name.endswith(ending)}
+    return {name.removesuffix(ending) for name in names if name.endswith(ending)}
+
+
+def _by_module(names: Iterable[str]) -> dict[str, set[str]]:
+    """Return the last parts of names by what is before them."""
+    found: dict[str, set[str]] = {}
+    for name in names:
+        module, _, last = name.rpartition(".")
+        found.setdefault(module, set()).add(last)
+    return found
 
 
 def _tied_copies(model: ModelDescription) -> dict[str, tuple[str, ...]]:
@@ -416,23 +384,12 @@ def _layers(checkpoint: OpenedCheckpoint) -> dict[str, set[str]]:
         names = {*bind(family, model, tensors).mapping().sources, *canonical_ties(model)}
     except MappingError:
         return {}
-    found: dict[str, set[str]] = {}
-    for name in names:
-        module, _, last = name.rpartition(".")
-        found.setdefault(module, set()).add(last)
-    return found
+    return _by_module(names)
 
 
-def _configuration(adapters: Adapters, names: Iterable[str], layers: Mapping[str, set[str]]) -> dict[str, Any]:
+def _configuration(adapters: Adapters, names: Collection[str], layers: Mapping[str, set[str]]) -> dict[str, Any]:
     """Return the content of ``adapter_config.json``."""
-    names = list(names)
-    ending = f".{B}{_WEIGHT}"
-    adapted = {name.removesuffix(ending) for name in names if name.endswith(ending)}
-    others: dict[str, set[str]] = {}
-    for name in names:
-        if not is_adapter(name):
-            module, _, last = name.rpartition(".")
-            others.setdefault(module, set()).add(last)
+    adapted, others = _adapted(names), _by_module(name for name in names if not is_adapter(name))
     # PEFT stores modules that are trained as a whole; it needs all of their tensors.
     saved = sorted(module for module in others.keys() - adapted if others[module] == layers.get(module))
     return {
@@ -517,39 +474,15 @@ def open_paddleformers_lora(directory: AnyPath, verify: str = "size") -> OpenedC
         FormatError, Corrupt: a file is missing, malformed or damaged.
     """
     checksums = read_checksums(directory)
-    files = _indexed(directory, checksums)
-    if checksums is not None and verify != "off":
-        verify_export(directory, checksums, verify, needed=[*files, LORA_INDEX_NAME, LORA_CONFIG_NAME])
-    adapters, degree = _adapters_of_lora(parse_json_object(directory, LORA_CONFIG_NAME), directory)
-    identities = identities_of(directory / name for name in files)
-    headers = {name: read_header(directory / name) for name in files}
-    refuse_unindexed(directory / LORA_INDEX_NAME, files, headers)
-    shards = [
-        (Shard(tensor, from_safetensors(entry.dtype), entry.shape, whole(entry.shape)), name, entry.begin, width)
-        for name, header in headers.items()
-        for tensor, entry in header.tensors.items()
-        for width in [item_size(entry.dtype)]
-    ]
-    tensors, contradictions = gather_shards(shards)
-    if contradictions:
-        raise Corrupt(
-            "Files contradict each other.", where=str(directory), evidence=contradictions, next_step=FETCH_AGAIN
-        )
-    recorded = {name: checksums[name] for name in files if name in checksums} if checksums is not None else {}
-    catalog = Catalog(directory, {MODEL_STATE: tensors}, identities)
-    facts = WeightFacts(checksums, adapters=adapters, degree=degree)
-    config = PADDLEFORMERS_LORA.read_config(directory)
-    return OpenedCheckpoint(PADDLEFORMERS_LORA, catalog, config, facts=facts, recorded=recorded)
-
-
-def _indexed(directory: AnyPath, checksums: FileChecksums | None) -> dict[str, list[str]]:
-    """Return the tensors of every file of the index."""
-    files = indexed_files(directory / LORA_INDEX_NAME, checksums)
+    index = directory / LORA_INDEX_NAME
+    files = indexed_files(index, checksums)
     if not files:
-        raise FormatError(
-            "The index lists no tensors.", where=str(directory / LORA_INDEX_NAME), next_step="Save the adapters again."
-        )
-    return files
+        raise FormatError("The index lists no tensors.", where=str(index), next_step="Save the adapters again.")
+    read = read_files(index, files, checksums, verify, [LORA_INDEX_NAME, LORA_CONFIG_NAME])
+    adapters, degree = _adapters_of_lora(_read_config(directory, LORA_CONFIG_NAME, checksums), directory)
+    shards = read.shards({name: header.tensors for name, header in read.headers.items()})
+    facts = WeightFacts(checksums, adapters=adapters, degree=degree)
+    return read.opened(PADDLEFORMERS_LORA, shards, PADDLEFORMERS_LORA.read_config(directory), facts)
 
 
 def _adapters_of_lora(values: Mapping[str, Any], directory: AnyPath) -> tuple[Adapters, int]:
@@ -594,10 +527,13 @@ def _bound(model: ModelDescription, specs: Mapping[str, TensorSpec], degree: int
     return completed(family, model, under)
 
 
-class PaddleFormersLoraWriter(ExportWriter):
+class PaddleFormersLoraWriter(_AdapterWriter):
     """The files of adapters for PaddleFormers: one file with its index, and the configuration."""
 
     marks = (LORA_INDEX_NAME, LORA_CONFIG_NAME)
+    numbered = r"peft_model-.*\.safetensors"
+    framework = "np"
+    file = "peft_model-00001-of-00001.safetensors"
 
     def rules(self, checkpoint: OpenedCheckpoint) -> RuleSet:
         """Return the rules of the model on one rank.
@@ -607,20 +543,6 @@ class PaddleFormersLoraWriter(ExportWriter):
         """
         require_adapters(checkpoint)
         return _bound(checkpoint.known, checkpoint.rules.targets, 1)[1]
-
-    def files(self, checkpoint: OpenedCheckpoint, layout: ShardsByRole, max_file_bytes: int) -> tuple[OutputFile, ...]:
-        """Return one file of any size: adapters are small."""
-        weights = layout.get(MODEL_STATE, {})
-        tensors = tuple(weights[name] for name in sorted(weights, key=natural))
-        return (OutputFile(_FILE, MODEL_STATE, tensors),)
-
-    def names(self, role: str, rank: int, count: int) -> list[str]:
-        """Return the name of the file."""
-        return [_FILE]
-
-    def header(self, path: Path, shards: Sequence[Shard]) -> FileLayout:
-        """Return the header of the file."""
-        return _layout(path, shards, "np")
 
     def documents(self, checkpoint: OpenedCheckpoint, files: Sequence[OutputFile]) -> dict[str, bytes]:
         """Return the index and the configuration."""
@@ -638,12 +560,7 @@ class PaddleFormersLoraWriter(ExportWriter):
             "tensor_model_parallel_size": 1,
             "base_model_name_or_path": adapters.base.location or None,
         }
-        return {LORA_INDEX_NAME: _document(weight_index(files)), LORA_CONFIG_NAME: _document(config)}
-
-    def owns(self, path: str) -> bool:
-        """Return whether a file belongs to an older export."""
-        numbered = path.startswith("peft_model-") and path.endswith(".safetensors")
-        return numbered or path in (*self.marks, CHECKSUMS_NAME)
+        return {LORA_INDEX_NAME: config_bytes(weight_index(files)), LORA_CONFIG_NAME: config_bytes(config)}
 
 
 class PaddleFormersLoraFormat(_AdapterFormat):

@@ -13,14 +13,7 @@ from dataclasses import replace
 import msgspec
 
 from paddleformers_fc.errors import MappingError, OptionError
-from paddleformers_fc.families import (
-    ModelTensor,
-    OptionalNames,
-    bind,
-    described_by_file,
-    enumerate_tensors,
-    family_for,
-)
+from paddleformers_fc.families import ModelTensor, OptionalNames, bind, described_by_file, enumerate_tensors, family_for
 from paddleformers_fc.families.description import Adapters, B, is_adapter, layer_patterns, shared_copies, with_adapters
 from paddleformers_fc.families.stated import canonical_ties
 from paddleformers_fc.families.undescribed import completed

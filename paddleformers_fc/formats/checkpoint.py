@@ -17,6 +17,7 @@ mapping.json when the mapping is used (``plan.sources``).
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -200,11 +201,13 @@ class ExportWriter(Writer, Protocol):
 
     Attributes:
         marks: the files of which one makes a directory a checkpoint of this format; they are written last.
-        alone: whether such a directory contains nothing else.
+        alone: whether such a directory contains nothing else, so that no file in it is replaced.
+        numbered: a pattern for the names of files that an export replaces besides the marks.
     """
 
     marks: tuple[str, ...]
     alone: bool = False
+    numbered: str = ""
 
     def rules(self, checkpoint: OpenedCheckpoint) -> RuleSet | None:
         """Return the rules of the tensors that this format contains; None for canonical tensors."""
@@ -235,6 +238,8 @@ class ExportWriter(Writer, Protocol):
 
     def owns(self, path: str) -> bool:
         """Return whether an export replaces a file of an older one."""
+        known = path in (*self.marks, CHECKSUMS_NAME) or re.fullmatch(self.numbered, path) is not None
+        return known and not self.alone
 
 
 class Format(Protocol):
@@ -574,20 +579,20 @@ def not_a_flex_checkpoint(format: Format, directory: AnyPath, next_step: str = "
     )
 
 
-def parse_config(raw: bytes, path: AnyPath) -> dict[str, Any]:
-    """Return a model's configuration from the bytes of its file.
+def parse_config(raw: bytes, path: AnyPath, next_step: str = _RESTORE_CONFIG) -> dict[str, Any]:
+    """Return a configuration, of a model or of adapters, from the bytes of its file.
 
     Raises:
         FormatError: it is not a JSON object.
     """
     try:
         config = parse_json(raw)
+        if not isinstance(config, dict):
+            raise ValueError(f"it is a {type(config).__name__}, and not an object")
     except ValueError as error:
         raise FormatError(
-            "The model's configuration is not JSON.", where=str(path), evidence=[str(error)], next_step=_RESTORE_CONFIG
+            f"{path.name} is not a configuration.", where=str(path), evidence=[str(error)], next_step=next_step
         ) from error
-    if not isinstance(config, dict):
-        raise FormatError("The model's configuration is not a JSON object.", where=str(path), next_step=_RESTORE_CONFIG)
     return config
 
 

@@ -105,10 +105,6 @@ class DistcpWriter(ExportWriter):
         """Return nothing: the format records no checksums."""
         return {}
 
-    def owns(self, path: str) -> bool:
-        """Return False: a checkpoint is not replaced file by file."""
-        return False
-
 
 def _cut(tensor: Shard, cuts: Sequence[int]) -> Iterator[Shard]:
     """Yield the shards of a tensor that is cut as its parameter; a number of a parameter is whole."""

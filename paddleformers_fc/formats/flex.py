@@ -31,13 +31,7 @@ from paddleformers_fc.formats.checkpoint import (
     grouped_by_size,
     parse_config,
 )
-from paddleformers_fc.formats.index import (
-    HEADER,
-    IndexedFiles,
-    decode_index,
-    encode_index,
-    shard_columns,
-)
+from paddleformers_fc.formats.index import HEADER, IndexedFiles, decode_index, encode_index, shard_columns
 from paddleformers_fc.layout.roles import MODEL_STATE, ROLES, parameter_of
 from paddleformers_fc.layout.shards import Shard, ShardsByRole
 from paddleformers_fc.mapping import RuleSet
@@ -217,10 +211,6 @@ class FlexWriter(ExportWriter):
             ties=[],
         )
         return {INDEX_NAME: index, MANIFEST_NAME: encode_manifest(manifest)}
-
-    def owns(self, path: str) -> bool:
-        """Return False: a checkpoint is not replaced file by file."""
-        return False
 
     def names(self, role: str, rank: int, count: int) -> list[str]:
         """Return the paths of the files of one rank and role."""

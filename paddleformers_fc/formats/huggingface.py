@@ -13,7 +13,7 @@ import json
 import re
 import shlex
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -31,6 +31,7 @@ from paddleformers_fc.formats.checkpoint import (
     OpenedCheckpoint,
     OutputFile,
     StoredModel,
+    StoredShard,
     grouped_by_size,
     parse_config,
 )
@@ -49,7 +50,7 @@ from paddleformers_fc.storage.export_checksums import (
     verify_export,
 )
 from paddleformers_fc.storage.files import exists, is_file, list_directory, map_paths
-from paddleformers_fc.storage.identities import identities_of
+from paddleformers_fc.storage.identities import Identities, identities_of
 from paddleformers_fc.storage.json_io import MAX_DOCUMENT_BYTES, parse_json
 from paddleformers_fc.storage.manifest import refuse_level
 from paddleformers_fc.storage.paths import AnyPath
@@ -149,38 +150,101 @@ class WeightFacts:
     degree: int = 1
 
 
+@dataclass(frozen=True)
+class WeightFiles:
+    """Files of weights beside each other.
+
+    Args:
+        directory: of the files.
+        checksums: of the files; None if none are recorded.
+        headers: by the name of the file.
+        identities: of the files, from before the headers were read.
+    """
+
+    directory: AnyPath
+    checksums: FileChecksums | None
+    headers: dict[str, Header]
+    identities: Identities
+
+    def shards(self, files: Mapping[str, Iterable[str]]) -> Iterator[StoredShard]:
+        """Yield whole tensors, by the names of files and of tensors in them."""
+        for name, tensors in files.items():
+            for tensor in tensors:
+                entry = self.headers[name].tensors[tensor]
+                shard = Shard(tensor, from_safetensors(entry.dtype), entry.shape, whole(entry.shape))
+                yield shard, name, entry.begin, item_size(entry.dtype)
+
+    def opened(
+        self, format: Format, shards: Iterable[StoredShard], config: dict[str, Any], facts: WeightFacts
+    ) -> OpenedCheckpoint:
+        """Return the opened checkpoint of some shards.
+
+        Raises:
+            Corrupt: shards contradict each other.
+        """
+        tensors, faults = gather_shards(shards)
+        if faults:
+            where = str(self.directory)
+            raise Corrupt("Files contradict each other.", where=where, evidence=faults, next_step=FETCH_AGAIN)
+        checksums = self.checksums or {}
+        recorded = {name: checksums[name] for name in self.headers if name in checksums}
+        catalog = Catalog(self.directory, {MODEL_STATE: tensors}, self.identities)
+        return OpenedCheckpoint(format, catalog, config, facts=facts, recorded=recorded)
+
+
+def read_files(
+    index: AnyPath,
+    files: Mapping[str, Sequence[str]],
+    checksums: FileChecksums | None,
+    verify: str,
+    documents: Sequence[str],
+) -> WeightFiles:
+    """Compare files of weights with their checksums, and read their headers.
+
+    Args:
+        index: of the files, which need not exist.
+        files: the tensors of every file of the index.
+        checksums: of the directory.
+        verify: ``off``, ``size`` or ``full``.
+        documents: the files beside them that are compared with their checksums.
+    Raises:
+        Corrupt: a file is not the recorded one, or lacks a tensor that the index lists in it.
+        FormatError: a header does not follow its format.
+    """
+    directory = index.parent
+    if checksums is not None and verify != "off":
+        verify_export(directory, checksums, verify, needed=[*files, *documents])
+    # Before the headers: the checksums must be those of the files that are read later.
+    identities = identities_of(directory / name for name in files)
+    headers = dict(zip(files, map_paths(read_header, (directory / name for name in files), directory), strict=True))
+    refuse_unindexed(index, files, headers)
+    return WeightFiles(directory, checksums, headers, identities)
+
+
 def _opened(directory: AnyPath, verify: str, as_stored: bool = False) -> OpenedCheckpoint:
     refuse_level(verify)
     checksums = read_checksums(directory)
     files = _files(directory, checksums)
-    if checksums is not None and verify != "off":
-        index = [INDEX_NAME] if exists(directory / INDEX_NAME) else []
-        # Without the configuration nothing shows how the rows of a tensor belong to heads.
-        described = [CONFIG_NAME] if CONFIG_NAME in checksums else []
-        verify_export(directory, checksums, verify, needed=[*files, *index, *described])
-    # Before the headers: the checksums must be those of the files that are read later.
-    identities = identities_of(directory / name for name in files)
-    headers = dict(zip(files, map_paths(read_header, (directory / name for name in files), directory), strict=True))
-    native = _of_paddle(directory, headers)
-    refuse_unindexed(directory / INDEX_NAME, files, headers)
+    # Without the configuration nothing shows how the rows of a tensor belong to heads.
+    documents = [INDEX_NAME] if exists(directory / INDEX_NAME) else []
+    documents += [CONFIG_NAME] if CONFIG_NAME in (checksums or {}) else []
+    read = read_files(directory / INDEX_NAME, files, checksums, verify, documents)
+    native = _of_paddle(directory, read.headers)
     config = _read_config(directory, checksums)
-    names = _with_unnamed(files, headers, directory)
-    plain, scaled = (names, {}) if as_stored else scaled_files(directory, config, names, headers)
-    tensors, contradictions = gather_shards(chain(_shards(plain, headers), scaled_shards(scaled)))
-    if contradictions:
-        raise Corrupt(
-            "Files contradict each other.", where=str(directory), evidence=contradictions, next_step=FETCH_AGAIN
-        )
-    if not tensors:
-        raise Corrupt(
-            "The directory holds no tensor.", where=str(directory), evidence=sorted(files), next_step=FETCH_AGAIN
-        )
-    recorded = {name: checksums[name] for name in files if name in checksums} if checksums is not None else {}
+    names = _with_unnamed(files, read.headers, directory)
+    plain, scaled = (names, {}) if as_stored else scaled_files(directory, config, names, read.headers)
     produced = {directory / path: file for path, (_, file) in scaled.items()}
-    catalog = Catalog(directory, {MODEL_STATE: tensors}, {**identities, **produced})
     used = plain_config(config) if scaled else config
-    facts = WeightFacts(checksums, native, used != config)
-    return OpenedCheckpoint(HUGGINGFACE, catalog, used, facts=facts, recorded=recorded)
+    opened = replace(read, identities={**read.identities, **produced}).opened(
+        HUGGINGFACE,
+        chain(read.shards(plain), scaled_shards(scaled)),
+        used,
+        WeightFacts(checksums, native, used != config),
+    )
+    if not opened.catalog.count:
+        where = str(directory)
+        raise Corrupt("The directory holds no tensor.", where=where, evidence=sorted(files), next_step=FETCH_AGAIN)
+    return opened
 
 
 def _of_paddle(directory: AnyPath, headers: Mapping[str, Header]) -> tuple[str, ...]:
@@ -447,14 +511,6 @@ def _with_unnamed(files: dict[str, list[str]], headers: dict[str, Header], direc
     return added
 
 
-def _shards(files: dict[str, list[str]], headers: dict[str, Header]) -> Iterator[tuple[Shard, str, int, int]]:
-    for name, tensors in files.items():
-        for tensor in tensors:
-            entry = headers[name].tensors[tensor]
-            shard = Shard(tensor, from_safetensors(entry.dtype), entry.shape, whole(entry.shape))
-            yield shard, name, entry.begin, item_size(entry.dtype)
-
-
 class HuggingFaceWriter(ExportWriter):
     """The files of open weights.
 
@@ -463,8 +519,11 @@ class HuggingFaceWriter(ExportWriter):
     """
 
     marks = (INDEX_NAME, SINGLE_NAME)
+    numbered = r"model-.*\.safetensors"
+    framework = "pt"
+    """The ``format`` in the metadata of files."""
 
-    def rules(self, checkpoint: OpenedCheckpoint) -> None:
+    def rules(self, checkpoint: OpenedCheckpoint) -> RuleSet | None:
         """Return None: open weights are canonical tensors.
 
         Raises:
@@ -481,6 +540,7 @@ class HuggingFaceWriter(ExportWriter):
                 next_step=f"Export the adapters: {command} --format peft. Or export the merged model: "
                 f"{command} --base {shlex.quote(base) if base else 'BASE'}",
             )
+        return None
 
     def files(self, checkpoint: OpenedCheckpoint, layout: ShardsByRole, max_file_bytes: int) -> tuple[OutputFile, ...]:
         """Divide the weights into files, in natural order."""
@@ -497,18 +557,13 @@ class HuggingFaceWriter(ExportWriter):
     def header(self, path: Path, shards: Sequence[Shard]) -> FileLayout:
         """Return the header of a file of whole tensors."""
         entries = [(one.name, to_safetensors(one.dtype), one.global_shape) for one in shards]
-        return layout_file(path, entries, {"format": "pt"})
+        return layout_file(path, entries, {"format": self.framework})
 
     def documents(self, checkpoint: OpenedCheckpoint, files: Sequence[OutputFile]) -> dict[str, bytes]:
         """Return the index, if there are several files."""
         if len(files) < 2:
             return {}
         return {INDEX_NAME: (json.dumps(weight_index(files), indent=2) + "\n").encode()}
-
-    def owns(self, path: str) -> bool:
-        """Return whether a file is a weight file, the index or the checksums of an older export."""
-        numbered = path.startswith("model-") and path.endswith(".safetensors")
-        return numbered or path in (*self.marks, CHECKSUMS_NAME)
 
 
 def weight_index(files: Sequence[OutputFile]) -> dict[str, Any]:
