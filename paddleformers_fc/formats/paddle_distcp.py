@@ -29,7 +29,6 @@ from paddleformers_fc.formats.catalog import Catalog, StoredTensor, gather_shard
 from paddleformers_fc.formats.checkpoint import OpenedCheckpoint, StoredModel, StoredShard
 from paddleformers_fc.formats.stock_checkpoint import (
     COPY_AGAIN_STEP,
-    NO_CONFIG,
     StockFormat,
     malformed_file,
     model_description,
@@ -60,7 +59,7 @@ _OF_HEADER = {"F16": "f2", "BF16": "u2", "U16": "u2"}
 """These codes by those of a safetensors header."""
 
 
-def open_distcp(directory: AnyPath, given: Mapping[str, Any] = NO_CONFIG) -> OpenedCheckpoint:
+def open_distcp(directory: AnyPath, given: Mapping[str, Any] | None = None) -> OpenedCheckpoint:
     """Open a checkpoint that Paddle wrote.
 
     The format records neither checksums nor a mapping. The mapping is derived on first use from the family of the
@@ -68,7 +67,7 @@ def open_distcp(directory: AnyPath, given: Mapping[str, Any] = NO_CONFIG) -> Ope
 
     Args:
         directory: of ``dist.save_state_dict``, or with a directory ``model_state`` and others of it.
-        given: the model's configuration if the directory has none; empty for none.
+        given: the model's configuration if the directory has none.
     Raises:
         NotACheckpoint: it is none.
         Corrupt: metadata or files that are missing, or tensors that are not stored whole; all of them.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar
 
 from paddleformers_fc.errors import NotACheckpoint, OptionError
 from paddleformers_fc.formats.adapters import ADAPTER_CONFIG_NAME, LORA_CONFIG_NAME, PADDLEFORMERS_LORA, PEFT
@@ -25,6 +25,8 @@ from paddleformers_fc.storage.files import exists, list_directory
 from paddleformers_fc.storage.manifest import MANIFEST_NAME, Manifest
 from paddleformers_fc.storage.paths import AnyPath, RemotePath, parse_step
 
+_T = TypeVar("_T")
+
 SAVED, EXPORTED = FLEX, HUGGINGFACE
 """The formats that a save and, by default, an export write."""
 
@@ -39,6 +41,9 @@ FORMATS: tuple[Format, ...] = (
     PEFT,
 )
 """Every format; the first that recognises a directory opens it."""
+
+EXPORTS = {one.name: one for one in (HUGGINGFACE, PADDLEFORMERS_LORA, PEFT)}
+"""The formats of exports, by the names in commands."""
 
 TARGETS: dict[str, tuple[Format, ExportWriter]] = {
     "flex": (FLEX, FLEX.writer),
@@ -76,14 +81,7 @@ def writer_of(name: str) -> ExportWriter:
     Raises:
         OptionError: there is no such format, or exports do not write it.
     """
-    writers = {one.name: one.writer for one in FORMATS if one is not SAVED and one.writer is not None}
-    if name not in writers:
-        raise OptionError(
-            f"Unknown format of an export: {name!r}.",
-            evidence=[f"known: {', '.join(writers)}"],
-            next_step="Give one of them.",
-        )
-    return cast(ExportWriter, writers[name])
+    return _chosen("an export", EXPORTS, name).writer
 
 
 def conversion_target(name: str) -> tuple[Format, ExportWriter]:
@@ -92,13 +90,17 @@ def conversion_target(name: str) -> tuple[Format, ExportWriter]:
     Raises:
         OptionError: there is no such format.
     """
-    if name not in TARGETS:
+    return _chosen("a conversion", TARGETS, name)
+
+
+def _chosen(what: str, known: Mapping[str, _T], name: str) -> _T:
+    if name not in known:
         raise OptionError(
-            f"Unknown format of a conversion: {name!r}.",
-            evidence=[f"known: {', '.join(TARGETS)}"],
+            f"Unknown format of {what}: {name!r}.",
+            evidence=[f"known: {', '.join(known)}"],
             next_step="Give one of them.",
         )
-    return TARGETS[name]
+    return known[name]
 
 
 def default_writer(checkpoint: OpenedCheckpoint) -> ExportWriter:

@@ -20,7 +20,6 @@ import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -193,43 +192,28 @@ NAME_CONFIG = (
 )
 
 
-NO_CONFIG: Mapping[str, Any] = MappingProxyType({})
-
-
 @dataclass(frozen=True)
 class StockConfig:
-    """The configuration of the model that a directory is of.
+    """The configuration of the model that a directory is of, and the checksum of ``config.json`` if it is there."""
 
-    Args:
-        stored: the content of ``config.json``; empty if there is none.
-        given: the configuration of the reader, which serves if there is none; empty for none.
-        recorded: the checksum of ``config.json``.
-    """
-
-    stored: dict[str, Any]
-    given: Mapping[str, Any]
+    used: dict[str, Any]
     recorded: Mapping[str, FileChecksum]
 
-    @property
-    def used(self) -> Mapping[str, Any]:
-        """The stored configuration, or else the given one."""
-        return self.stored or self.given
 
-
-def read_stock_config(directory: Path, given: Mapping[str, Any]) -> StockConfig:
+def read_stock_config(directory: Path, given: Mapping[str, Any] | None) -> StockConfig:
     """Read the ``config.json`` of a directory.
 
     Args:
         directory: of a checkpoint.
-        given: the configuration that serves if there is none; empty for none.
+        given: the configuration that serves if there is none.
     Raises:
         FormatError: it is not a JSON object.
     """
     raw = read_description(directory, CONFIG_NAME)
     if raw is None:
-        return StockConfig({}, given, {})
-    recorded = {CONFIG_NAME: checksum_of(CONFIG_NAME, raw)}
-    return StockConfig(parse_config(raw, directory / CONFIG_NAME), given, recorded)
+        return StockConfig(dict(given or {}), {})
+    stored = parse_config(raw, directory / CONFIG_NAME)
+    return StockConfig(stored or dict(given or {}), {CONFIG_NAME: checksum_of(CONFIG_NAME, raw)})
 
 
 @dataclass(frozen=True)
@@ -361,7 +345,7 @@ def open_stock(
     powers = read_powers(directory, catalog)
     refuse_mixed_states(directory, powers)
     facts = StockFacts(directory, powers, has_run(directory), cuts, copies)
-    return OpenedCheckpoint(format_, catalog, dict(config.used), facts=facts, recorded=config.recorded)
+    return OpenedCheckpoint(format_, catalog, config.used, facts=facts, recorded=config.recorded)
 
 
 def refuse_alternating(directory: AnyPath, model: StoredModel) -> None:
