@@ -19,7 +19,6 @@ from paddleformers_fc.families.stated import canonical_ties
 from paddleformers_fc.families.undescribed import completed
 from paddleformers_fc.formats.checkpoint import CONFIG_NAME, OpenedCheckpoint, StoredModel
 from paddleformers_fc.layout.roles import MODEL_STATE
-from paddleformers_fc.mapping import RuleSet
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.text import count_text
 
@@ -57,30 +56,32 @@ def built_model(checkpoint: OpenedCheckpoint, adapters: Adapters | None = None) 
         if alias in dtypes:
             dtypes.setdefault(owner, dtypes[alias])
     optional = OptionalNames(family, model)
-    _refuse_unread(checkpoint, rules, optional, stored - aliases.keys())
+    own, read = stored - aliases.keys(), {name for rule in rules.rules for name in rule.sources}
+    unread = optional.missed(sorted(own - read), own)
+    _refuse(checkpoint, unread, f"has {_count(unread)} that its model does not have", _COMPARE)
     made: dict[str, list[str]] = {}
     for rule in rules.rules:
         for name in rule.targets:
             made.setdefault(name, []).extend(rule.sources)
     owners = rules.aliases
-
+    kept: list[ModelTensor] = []
     mixed: list[str] = []
-
-    def sources_of(name: str) -> list[str]:
-        return made.get(owners.get(name, name), [])
-
-    def typed(one: ModelTensor) -> ModelTensor | None:
-        sources = sources_of(one.name)
-        kinds = [dtypes[name] for name in sources if name in dtypes]
-        if len(set(kinds)) > 1:
-            mixed.append(f"{one.name}: {', '.join(f'{name} {dtypes[name]}' for name in sources if name in dtypes)}")
-        if not kinds and (adapters is not None or (sources and all(name in optional for name in sources))):
-            return None
-        return msgspec.structs.replace(one, dtype=kinds[0]) if kinds else one
-
-    kept = [one for one in map(typed, tensors) if one is not None]
+    missing: dict[str, None] = {}
+    for one in tensors:
+        sources = made.get(owners.get(one.name, one.name), [])
+        kinds = {name: dtypes[name] for name in sources if name in dtypes}
+        absent = {name: None for name in sources if name not in dtypes and name not in optional}
+        if len(set(kinds.values())) > 1:
+            mixed.append(f"{one.name}: {', '.join(f'{name} {dtype}' for name, dtype in kinds.items())}")
+        if kinds:
+            kept.append(msgspec.structs.replace(one, dtype=next(iter(kinds.values()))))
+        elif adapters is None and (absent or not sources):
+            kept.append(one)
+        else:
+            continue
+        missing |= absent
     _refuse(checkpoint, mixed, f"has {_count(mixed)} of its model in several dtypes", _ONE_DTYPE)
-    _refuse_missing(checkpoint, [name for one in kept for name in sources_of(one.name)], dtypes, optional)
+    _refuse(checkpoint, missing, f"lacks {_count(missing)} of its model", _COMPARE)
     if adapters is not None:
         found = _with_patterns(adapters, [one.name for one in tensors], [one.name for one in kept])
         model = replace(model, adapters=found)
@@ -108,23 +109,6 @@ def _with_patterns(adapters: Adapters, names: Collection[str], kept: Collection[
         target_modules=(*layer_patterns(whole), *(re.escape(name.removesuffix(ending)) for name in others)),
         trainable_modules=tuple(re.escape(name) for name in sorted(kept) if not is_adapter(name)),
     )
-
-
-def _refuse_missing(
-    checkpoint: OpenedCheckpoint, wanted: Collection[str], stored: Collection[str], optional: OptionalNames
-) -> None:
-    """Refuse weights that lack tensors of the model."""
-    missing = [name for name in dict.fromkeys(wanted) if name not in stored and name not in optional]
-    _refuse(checkpoint, missing, f"lacks {_count(missing)} of its model", _COMPARE)
-
-
-def _refuse_unread(
-    checkpoint: OpenedCheckpoint, rules: RuleSet, optional: OptionalNames, stored: Collection[str]
-) -> None:
-    """Refuse weights with tensors of which the model has none."""
-    read = {name for rule in rules.rules for name in rule.sources}
-    left = optional.missed(sorted(name for name in stored if name not in read), stored)
-    _refuse(checkpoint, left, f"has {_count(left)} that its model does not have", _COMPARE)
 
 
 def _count(tensors: Collection[str]) -> str:
