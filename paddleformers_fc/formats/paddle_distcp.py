@@ -16,22 +16,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from paddleformers_fc.errors import Corrupt, NotACheckpoint
-from paddleformers_fc.families import ModelTensor, family_for
-from paddleformers_fc.families.undescribed import completed
 from paddleformers_fc.formats.catalog import Catalog, StoredTensor, gather_shards
-from paddleformers_fc.formats.checkpoint import OpenedCheckpoint, StoredModel, StoredShard
+from paddleformers_fc.formats.checkpoint import OpenedCheckpoint, StoredShard
 from paddleformers_fc.formats.stock_checkpoint import (
     COPY_AGAIN_STEP,
     StockFormat,
     malformed_file,
-    model_description,
     open_stock,
     read_stock_config,
     refuse_links,
@@ -102,11 +99,6 @@ def open_distcp(directory: AnyPath, given: Mapping[str, Any] | None = None) -> O
     if MODEL_STATE not in roles:
         faults.append(f"{MODEL_STATE}: no tensor is stored")
     return open_stock(PADDLE_DISTCP, directory, catalog, faults, read_stock_config(directory, given), cuts)
-
-
-def _above_one(cuts: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """Return the cuts of the tensors that are cut."""
-    return {name: own for name, own in cuts.items() if any(cut > 1 for cut in own)}
 
 
 def _role_directories(directory: Path) -> dict[str, Path]:
@@ -292,21 +284,6 @@ class PaddleDistcpFormat(StockFormat):
     def open_under(self, directory: AnyPath, verify: str, config: Mapping[str, Any]) -> OpenedCheckpoint:
         """As :func:`open_distcp`."""
         return open_distcp(directory, config)
-
-    def stored_model(self, checkpoint: OpenedCheckpoint) -> StoredModel:
-        """Return the mapping that a save of this package would have stored.
-
-        Raises:
-            NotACheckpoint: there is no configuration to name the family.
-            MappingError: the family is unknown, or does not declare what is stored.
-        """
-        catalog, cuts = checkpoint.catalog, checkpoint.facts.cuts
-        model = model_description(catalog.root, checkpoint.config)
-        weights = catalog.roles[MODEL_STATE].values()
-        tensors = [ModelTensor(one.name, one.shape, one.dtype, cuts[one.name]) for one in weights]
-        description, rules = completed(family_for(checkpoint.config), model, tensors)
-        # Rules that are derived from the stored ones must have the cuts of the tensors.
-        return StoredModel(replace(rules, cuts=_above_one(cuts)), description)
 
 
 PADDLE_DISTCP = PaddleDistcpFormat()

@@ -25,8 +25,9 @@ from typing import Any
 import numpy as np
 
 from paddleformers_fc.errors import Corrupt, FormatError, NotACheckpoint, OptionError
-from paddleformers_fc.families import is_known
+from paddleformers_fc.families import ModelTensor, family_for, is_known
 from paddleformers_fc.families.description import STACK_OF_FFN, ModelDescription
+from paddleformers_fc.families.undescribed import completed
 from paddleformers_fc.formats.catalog import Catalog, StoredForm, StoredFragment
 from paddleformers_fc.formats.checkpoint import (
     CONFIG_NAME,
@@ -265,8 +266,18 @@ class StockFormat(FilesFormat):
         return opened
 
     def stored_model(self, checkpoint: OpenedCheckpoint) -> StoredModel:
-        """Return the mapping that a save of this package would have stored."""
-        raise NotImplementedError
+        """Return the mapping that a save of this package would have stored.
+
+        Raises:
+            NotACheckpoint: there is no configuration to name the family.
+            MappingError: the family is unknown, or does not declare what is stored.
+        """
+        catalog, cuts = checkpoint.catalog, checkpoint.facts.cuts
+        weights = catalog.roles[MODEL_STATE].values()
+        tensors = [ModelTensor(one.name, one.shape, one.dtype, cuts[one.name]) for one in weights]
+        model = model_description(catalog.root, checkpoint.config)
+        model, rules = completed(family_for(model.config), model, tensors)
+        return StoredModel(rules, model)
 
     def describe(self, checkpoint: OpenedCheckpoint) -> StoredModel:
         """Return the mapping that a save of this package would have stored, if it is supported."""
