@@ -244,7 +244,7 @@ class ShardTable:
     file: Array
     offset: Array
     _cuts: dict[bytes, _Cut] = field(default_factory=dict)
-    _forms: dict[tuple[object, ...], StoredForm] = field(default_factory=dict)
+    _forms: dict[str, StoredForm] = field(default_factory=dict)
 
     def tensors(self, rows: Array) -> tuple[dict[str, StoredTensor], list[str]]:
         """Gather the tensors of some shards, in the order of their first ones.
@@ -293,7 +293,7 @@ class ShardTable:
             for one in shard.fragments:
                 boxes.append(one.box)
                 fragments.append((number, one.start * self.widths[place]))
-        key = (first.dtype, first.global_shape, *boxes)
+        key = f"{first.dtype} {first.global_shape} {boxes}"  # A file cannot choose the hash of text.
         form = self._forms.get(key)
         if form is None:
             tiles = not odd and _tile(shards)
@@ -317,6 +317,17 @@ def _tile(shards: Sequence[Shard]) -> bool:
     return not cover_faults(whole(shards[0].global_shape), list(ranges))
 
 
+def _require_own_hashes(known: dict[int, object], keys: Iterable[object], file: str) -> None:
+    """Refuse different keys of one hash: a file has chosen them, because dicts of them take quadratic time."""
+    if any(known.setdefault(hash(key), key) != key for key in keys):
+        raise FormatError(
+            f"{file} has tensors of shapes that were chosen to be slow to read.",
+            where=file,
+            evidence=["two different shapes or positions have the same hash"],
+            next_step="Use another checkpoint, from a source that you trust.",
+        )
+
+
 def gather_shards(shards: Iterable[tuple[Shard, str, int, int]]) -> tuple[dict[str, StoredTensor], list[str]]:
     """Gather tensors from the shards of many files.
 
@@ -328,10 +339,13 @@ def gather_shards(shards: Iterable[tuple[Shard, str, int, int]]) -> tuple[dict[s
     names: dict[str, int] = {}
     paths: dict[str, int] = {}
     places: dict[tuple[object, ...], tuple[int, Shard]] = {}
+    hashes: dict[int, object] = {}
     numbers: list[int] = []
     for shard, file, begin, width in shards:
         place = (shard.dtype, shard.global_shape, shard.box, shard.flat, width)
         number, _ = places.setdefault(place, (len(places), shard))
+        if number == len(places) - 1:
+            _require_own_hashes(hashes, (place, shard.box), file)
         numbers += (names.setdefault(shard.name, len(names)), number, paths.setdefault(file, len(paths)), begin)
     columns = np.ascontiguousarray(np.array(numbers, np.int64).reshape(-1, 4).T)
     placed, widths = [shard for _, shard in places.values()], [cast(int, place[-1]) for place in places]
