@@ -14,17 +14,27 @@ Time and memory are linear in the metadata, about a microsecond and ten bytes pe
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from paddleformers_fc.errors import Corrupt, NotACheckpoint
-from paddleformers_fc.formats.catalog import Catalog, StoredTensor, gather_shards
+from paddleformers_fc.formats.catalog import Catalog
 from paddleformers_fc.formats.checkpoint import OpenedCheckpoint, StoredShard
+from paddleformers_fc.formats.stock_arrays import (
+    PARAMETER_NAMES,
+    FileArray,
+    StoredAs,
+    arrays_of,
+    gather_roles,
+    read_arrays,
+)
 from paddleformers_fc.formats.stock_checkpoint import (
     COPY_AGAIN_STEP,
     StockFormat,
@@ -33,27 +43,20 @@ from paddleformers_fc.formats.stock_checkpoint import (
     read_stock_config,
     refuse_links,
 )
-from paddleformers_fc.layout.roles import EMA_STATE, MASTER, MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE
+from paddleformers_fc.layout.roles import EMA_STATE, MASTER, MODEL_STATE, ROLES
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping.boxes import MAX_AXES, MAX_LENGTH, shifted
 from paddleformers_fc.mapping.folding import fold
-from paddleformers_fc.storage.dtypes import dtype_size, item_size
+from paddleformers_fc.storage.dtypes import dtype_size
 from paddleformers_fc.storage.files import is_directory, is_file, list_directory
 from paddleformers_fc.storage.identities import identities_of
 from paddleformers_fc.storage.paths import AnyPath, require_local
-from paddleformers_fc.storage.pickles import PickledArray, Record, quoted, read_pickle
+from paddleformers_fc.storage.pickles import Record, quoted, read_pickle
 from paddleformers_fc.storage.safetensors import read_header
 from paddleformers_fc.text import count_text
 
-_ROLES = (MODEL_STATE, MASTER_WEIGHT, OPTIMIZER_STATE, EMA_STATE)
 _METADATA = re.compile(r"[0-9]{1,9}\.metadata")
 _DATA = re.compile(r"[0-9]{1,9}_[0-9]{1,9}\.(distcp|safetensors)")
-_NAMES = "StructuredToParameterName@@"
-"""The key that ``paddle.save`` adds to the tensors of a file."""
-_CODES = {"float16": "f2", "bfloat16": "u2"}
-"""Codes of the element types of 16 bits, which their width does not distinguish."""
-_OF_HEADER = {"F16": "f2", "BF16": "u2", "U16": "u2"}
-"""These codes by those of a safetensors header."""
 
 
 def open_distcp(directory: AnyPath, given: Mapping[str, Any] | None = None) -> OpenedCheckpoint:
@@ -79,25 +82,18 @@ def open_distcp(directory: AnyPath, given: Mapping[str, Any] | None = None) -> O
             next_step=f"Name a directory of dist.save_state_dict, or one with such a {MODEL_STATE} in it.",
         )
     refuse_links(directory, (one for place in found.values() for one in (place, *list_directory(place))))
-    roles: dict[str, dict[str, StoredTensor]] = {}
+    shards: dict[StoredAs, list[StoredShard]] = {}
     cuts: dict[str, tuple[int, ...]] = {}
-    faults: list[str] = []
-    paths: set[str] = set()
     for role, place in found.items():
-        shards = list(_shards_in(directory, place))
+        own = shards[role, "", False] = list(_shards_in(directory, place))
         if role == EMA_STATE:
-            shards = [_average(*stored) for stored in shards]
-        tensors, contradictions = gather_shards(shards)
-        faults.extend(contradictions)
-        paths.update(path for _, path, _, _ in shards)
-        if tensors:
-            roles[role] = tensors
+            own[:] = itertools.starmap(_average, own)
         if role == MODEL_STATE:
-            for shard, *_ in shards:
+            for shard, *_ in own:
                 cuts[shard.name] = tuple(map(max, shard.cuts, cuts.get(shard.name, shard.cuts)))
+    roles, faults = gather_roles(shards)
+    paths = {path for own in shards.values() for _, path, _, _ in own}
     catalog = Catalog(directory, roles, identities_of(directory / path for path in sorted(paths)))
-    if MODEL_STATE not in roles:
-        faults.append(f"{MODEL_STATE}: no tensor is stored")
     return open_stock(PADDLE_DISTCP, directory, catalog, faults, read_stock_config(directory, given), cuts)
 
 
@@ -105,7 +101,7 @@ def _role_directories(directory: Path) -> dict[str, Path]:
     """Return the directory of each role; an undivided directory contains the weights."""
     if _is_one(directory):
         return {MODEL_STATE: directory}
-    return {role: directory / role for role in _ROLES if _is_one(directory / role)}
+    return {role: directory / role for role in ROLES if _is_one(directory / role)}
 
 
 def _is_one(directory: Path) -> bool:
@@ -118,32 +114,25 @@ def _is_one(directory: Path) -> bool:
 def _shards_in(directory: Path, place: Path) -> Iterator[StoredShard]:
     """Yield every stored shard of one role, with the paths relative to ``directory``."""
     metadata = _metadata_of(place)
-    arrays: dict[str, dict[str, _ArrayBytes]] = {}
+    arrays: dict[str, dict[str, FileArray]] = {}
     missing: set[str] = set()
+    base = place.relative_to(directory)
     for key, file, shard in _stored_shards(metadata, place):
         if file not in arrays:
-            path = place / file
-            if not is_file(path):
+            if not is_file(place / file):
                 missing.add(file)
                 continue
-            arrays[file] = _array_bytes(path)
-        piece = arrays[file].get(key)
-        if (
-            piece is None
-            or piece.length != shard.size * piece.width
-            or piece.width != dtype_size(shard.dtype)
-            or piece.code != _CODES.get(shard.dtype, piece.code)
-        ):
+            arrays[file] = _arrays_in(place / file, (base / file).as_posix())
+        array = arrays[file].get(key)
+        if array is None or array.dtype != shard.dtype or math.prod(array.shape) != shard.size:
+            there = "it is not there" if array is None else f"{array.dtype} {list(array.shape)} is there"
             raise Corrupt(
                 f"{place / file} does not contain what the metadata lists.",
                 where=str(place / file),
-                evidence=[
-                    f"{key}: {shard.size} elements of {shard.dtype} are due, "
-                    + ("it is not there" if piece is None else f"{piece.length} bytes of {piece.code} are there")
-                ],
+                evidence=[f"{key}: {shard.size} elements of {shard.dtype} are due, {there}"],
                 next_step=COPY_AGAIN_STEP,
             )
-        yield shard, (place / file).relative_to(directory).as_posix(), piece.begin, piece.width
+        yield shard, array.file, array.begin, dtype_size(array.dtype)
     if missing:
         raise Corrupt(
             f"{count_text(len(missing), 'file')} of {place} cannot be found.",
@@ -238,34 +227,14 @@ def _shard(name: str, record: Record) -> Shard | None:
     return Shard(name, dtype, whole, shifted(shape, offset), None if flat is None else (flat[0], flat[1]))
 
 
-@dataclass(frozen=True, slots=True)
-class _ArrayBytes:
-    """The position of an array in a file: offset, length, bytes per element and numpy's code, u2 for bfloat16."""
-
-    begin: int
-    length: int
-    width: int
-    code: str
-
-
-def _array_bytes(path: Path) -> dict[str, _ArrayBytes]:
+def _arrays_in(path: Path, name: str) -> dict[str, FileArray]:
+    """Return the arrays of a file of a rank under a name of it; Paddle writes the bits of bfloat16 as integers."""
     if path.suffix == ".safetensors":
-        return {
-            key: _ArrayBytes(
-                entry.begin, entry.end - entry.begin, item_size(entry.dtype), _OF_HEADER.get(entry.dtype, entry.dtype)
-            )
-            for key, entry in read_header(path).tensors.items()
-        }
-    arrays = read_pickle(path)
-    if not isinstance(arrays, dict):
-        raise malformed_file(path, "it contains no tensors by name")
-    arrays.pop(_NAMES, None)
-    found: dict[str, _ArrayBytes] = {}
-    for key, one in arrays.items():
-        if not isinstance(key, str) or not isinstance(one, PickledArray):
-            raise malformed_file(path, f"{quoted(key)} is not a tensor")
-        found[key] = _ArrayBytes(one.begin, one.length, int(one.code[1:]), one.code)
-    return found
+        found = arrays_of(name, read_header(path))
+    else:
+        found, _ = read_arrays(path, PARAMETER_NAMES)
+    dtypes = {"uint16": "bfloat16"}
+    return {key: replace(one, file=name, dtype=dtypes.get(one.dtype, one.dtype)) for key, one in found.items()}
 
 
 class PaddleDistcpFormat(StockFormat):

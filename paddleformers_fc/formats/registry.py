@@ -16,7 +16,7 @@ from paddleformers_fc.formats.checkpoint import CONFIG_NAME, MAPPING_NAME, Expor
 from paddleformers_fc.formats.distcp_writer import DISTCP_WRITER
 from paddleformers_fc.formats.flex import FLEX, open_flex
 from paddleformers_fc.formats.huggingface import HUGGINGFACE, INDEX_NAME, SINGLE_NAME, open_as_stored, torch_files
-from paddleformers_fc.formats.legacy.per_rank_formats import LEGACY_HYBRID, SHARDING_IO
+from paddleformers_fc.formats.legacy.rank_shards import LEGACY_HYBRID, SHARDING_IO
 from paddleformers_fc.formats.legacy.unified import UNIFIED
 from paddleformers_fc.formats.paddle_distcp import PADDLE_DISTCP
 from paddleformers_fc.formats.stock_run import read_run

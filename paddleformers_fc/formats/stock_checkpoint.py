@@ -26,7 +26,7 @@ import numpy as np
 
 from paddleformers_fc.errors import Corrupt, FormatError, NotACheckpoint, OptionError
 from paddleformers_fc.families import ModelTensor, family_for, is_known
-from paddleformers_fc.families.description import STACK_OF_FFN, ModelDescription
+from paddleformers_fc.families.description import IS_NLP, STACK_OF_FFN, ModelDescription
 from paddleformers_fc.families.undescribed import completed
 from paddleformers_fc.formats.catalog import Catalog, StoredForm, StoredFragment
 from paddleformers_fc.formats.checkpoint import (
@@ -273,9 +273,9 @@ class StockFormat(FilesFormat):
             MappingError: the family is unknown, or does not declare what is stored.
         """
         catalog, cuts = checkpoint.catalog, checkpoint.facts.cuts
-        weights = catalog.roles[MODEL_STATE].values()
-        tensors = [ModelTensor(one.name, one.shape, one.dtype, cuts[one.name]) for one in weights]
-        model = model_description(catalog.root, checkpoint.config)
+        weights = catalog.roles[MODEL_STATE]
+        tensors = [ModelTensor(name, one.shape, one.dtype, cuts[name]) for name, one in weights.items()]
+        model = model_description(catalog.root, checkpoint.config, weights)
         model, rules = completed(family_for(model.config), model, tensors)
         return StoredModel(rules, model)
 
@@ -399,9 +399,13 @@ def malformed_file(path: Path, fault: str) -> FormatError:
     )
 
 
-def model_description(directory: AnyPath, config: Mapping[str, Any]) -> ModelDescription:
+def model_description(directory: AnyPath, config: Mapping[str, Any], names: Iterable[str] = ()) -> ModelDescription:
     """Return the model that a configuration describes.
 
+    Args:
+        directory: of the checkpoint, for errors.
+        config: the configuration.
+        names: of stored tensors: those of PaddleNLP's classes have the name of the family as their scope.
     Raises:
         NotACheckpoint: there is no configuration.
     """
@@ -412,4 +416,6 @@ def model_description(directory: AnyPath, config: Mapping[str, Any]) -> ModelDes
             evidence=[f"{CONFIG_NAME} is not in it"],
             next_step=f"{NAME_CONFIG} Other commands need a copy of it in a copy of {directory.name}.",
         )
+    if any(name.startswith(f"{family_for(config).name}.") for name in names):
+        config = {**config, IS_NLP: True}
     return ModelDescription(config, partial=True)

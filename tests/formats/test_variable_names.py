@@ -8,7 +8,8 @@ from collections.abc import Mapping
 import pytest
 
 from paddleformers_fc.formats.legacy.canonical_ranks import assign_variables
-from paddleformers_fc.formats.legacy.rank_files import FileArray, RankContent
+from paddleformers_fc.formats.legacy.rank_files import RankContent
+from paddleformers_fc.formats.stock_arrays import FileArray
 
 LAYER = {
     "model.layers.{}.self_attn.q_proj.weight": (8, 8),

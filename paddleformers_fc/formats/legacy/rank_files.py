@@ -22,19 +22,16 @@ from pathlib import Path
 from typing import Any
 
 from paddleformers_fc.errors import Corrupt, FormatError, StorageError
-from paddleformers_fc.formats.catalog import StoredForm, StoredFragment, StoredTensor, gather_shards
-from paddleformers_fc.formats.checkpoint import StoredShard
 from paddleformers_fc.formats.huggingface import OF_PADDLE, model_orientation
-from paddleformers_fc.formats.stock_checkpoint import COPY_AGAIN_STEP, malformed_file, refuse_links
-from paddleformers_fc.layout.roles import MODEL_STATE, ROLES
-from paddleformers_fc.layout.shards import Shard
-from paddleformers_fc.mapping.boxes import Box, Shape, whole
+from paddleformers_fc.formats.stock_arrays import PARAMETER_NAMES, FileArray, arrays_of, named_arrays, read_arrays
+from paddleformers_fc.formats.stock_checkpoint import COPY_AGAIN_STEP, refuse_links
+from paddleformers_fc.mapping.boxes import Shape
 from paddleformers_fc.mapping.folding import fold
-from paddleformers_fc.storage.dtypes import dtype_size, from_safetensors
+from paddleformers_fc.storage.dtypes import dtype_size
 from paddleformers_fc.storage.files import list_directory
 from paddleformers_fc.storage.paths import AnyPath
-from paddleformers_fc.storage.pickles import PickledArray, quoted, read_pickle
-from paddleformers_fc.storage.safetensors import Header, read_header
+from paddleformers_fc.storage.pickles import read_pickle
+from paddleformers_fc.storage.safetensors import read_header
 from paddleformers_fc.text import count_text
 
 MODEL, OPTIMIZER, EMA = "model", "optimizer", "ema"
@@ -53,21 +50,7 @@ _PART = r"[a-z]+(?:_[a-z]+)*[0-9]{1,6}"
 _NAME = re.compile(rf"([a-z_]+)(?:\.({_PART}(?:_{_PART})*))?\.(pdparams|pdopt|safetensors)")
 _RANK = re.compile(r"([a-z]+(?:_[a-z]+)*)([0-9]{1,6})(?:_|\Z)")
 _SIGNAL = re.compile(r"saved_signal_[0-9]{1,9}")
-_TABLE = "StructuredToParameterName@@"
 _SCHEDULER, _MASTER = "LR_Scheduler", "master_weights"
-_DTYPES = {
-    "f8": "float64",
-    "f4": "float32",
-    "f2": "float16",
-    "i8": "int64",
-    "i4": "int32",
-    "i2": "int16",
-    "i1": "int8",
-    "u1": "uint8",
-    "b1": "bool",
-    # Paddle writes the bits of bfloat16, which numpy lacks, as unsigned integers.
-    "u2": "bfloat16",
-}
 _MAX_PADDING_BYTES = 4096
 """Bound on the padding of a rank's part of a flattened state. Devices align to 256 bytes or more."""
 
@@ -107,43 +90,6 @@ class RankFiles:
     def of(self, kind: str, tp: int, pp: int) -> list[str]:
         """Return the files of a kind of one tensor-parallel rank and stage, in the order of the sharding group."""
         return [name for place, name in sorted(self.files.get(kind, {}).items()) if place[:2] == (tp, pp)]
-
-
-@dataclass(frozen=True, slots=True)
-class FileArray:
-    """An array that is contiguous in a file.
-
-    Args:
-        file: the name of the file.
-        begin: offset of its first byte.
-        shape: its shape.
-        dtype: element type by its numpy name.
-    """
-
-    file: str
-    begin: int
-    shape: Shape
-    dtype: str
-
-    @property
-    def fragment(self) -> StoredFragment:
-        """Its place, as that of a tensor of its shape."""
-        return StoredFragment(self.file, self.begin, whole(self.shape))
-
-    def shard(
-        self, name: str, shape: Shape, box: Box | None = None, flat: tuple[int, int] | None = None, dtype: str = ""
-    ) -> StoredShard:
-        """Return it as a shard of a tensor.
-
-        Args:
-            name: of the tensor.
-            shape: of the whole tensor.
-            box: the part of the tensor; None for all of it.
-            flat: the range of elements of the part that the array contains; None for all of them.
-            dtype: element type of the tensor; empty for that of the array.
-        """
-        part = Shard(name, dtype or self.dtype, shape, box or whole(shape), flat)
-        return part, self.file, self.begin, dtype_size(self.dtype)
 
 
 @dataclass(frozen=True)
@@ -303,25 +249,9 @@ def read_rank_file(directory: Path, name: str) -> RankContent:
         if header.metadata.get("format") in OF_PADDLE:
             raise model_orientation(directory, [name])
         return RankContent(arrays_of(name, header))
-    content = read_pickle(path)
-    if not isinstance(content, dict):
-        raise malformed_file(path, "it contains no tensors by name")
-    names, scheduler, master = (content.pop(key, {}) for key in (_TABLE, _SCHEDULER, _MASTER))
-    if not all(isinstance(one, dict) for one in (names, scheduler, master)):
-        raise malformed_file(path, f"{_TABLE}, {_SCHEDULER} or {_MASTER} is not a dictionary")
-    return RankContent(
-        {key: _array(path, key, value) for key, value in content.items()},
-        {key: _array(path, key, value) for key, value in master.items()},
-        {key: value for key, value in names.items() if isinstance(key, str) and isinstance(value, str)},
-        _epoch(scheduler),
-    )
-
-
-def arrays_of(name: str, header: Header) -> dict[str, FileArray]:
-    """Return the arrays of a safetensors file."""
-    return {
-        key: FileArray(name, one.begin, one.shape, from_safetensors(one.dtype)) for key, one in header.tensors.items()
-    }
+    arrays, (names, scheduler, master) = read_arrays(path, PARAMETER_NAMES, _SCHEDULER, _MASTER)
+    known = {key: value for key, value in names.items() if isinstance(key, str) and isinstance(value, str)}
+    return RankContent(arrays, named_arrays(path, master), known, _epoch(scheduler))
 
 
 def scheduler_epoch(directory: Path, name: str) -> int | None:
@@ -335,14 +265,6 @@ def scheduler_epoch(directory: Path, name: str) -> int | None:
 def _epoch(scheduler: Any) -> int | None:
     epoch = scheduler.get("last_epoch") if isinstance(scheduler, dict) else None
     return epoch if type(epoch) is int else None
-
-
-def _array(path: Path, key: Any, value: Any) -> FileArray:
-    # Tensors of a state are written as pairs of their name and their numbers.
-    array = value[1] if isinstance(value, tuple) and len(value) == 2 else value
-    if not isinstance(key, str) or not isinstance(array, PickledArray) or array.code not in _DTYPES:
-        raise malformed_file(path, f"{quoted(key)} is not a tensor")
-    return FileArray(path.name, array.begin, array.shape, _DTYPES[array.code])
 
 
 Placed = list[tuple[FileArray, tuple[int, int] | None]]
@@ -375,27 +297,3 @@ def arrange(shape: Shape, pieces: Sequence[FileArray]) -> Placed | str:
     if not volume <= at < volume + padding:
         return f"{at} elements are stored, and its parameter has {volume}"
     return placed
-
-
-StoredAs = tuple[str, str, bool]
-"""Role, element type in the files if it is another one, and whether the files have the axes in reverse order."""
-
-
-def gather_roles(
-    shards: Mapping[StoredAs, Sequence[StoredShard]],
-) -> tuple[dict[str, dict[str, StoredTensor]], list[str]]:
-    """Return the tensors of a checkpoint by role, and as text why they are not those of one checkpoint."""
-    roles: dict[str, dict[str, StoredTensor]] = {}
-    faults: list[str] = []
-    for (role, file_dtype, turned), own in shards.items():
-        tensors, contradictions = gather_shards(own)
-        known = roles.setdefault(role, {})
-        twice = tensors.keys() & known.keys()
-        faults += [*contradictions, *(f"{name}: ranks have stored it in different forms" for name in sorted(twice))]
-        forms: dict[StoredForm, StoredForm] = {}
-        for name, one in tensors.items():
-            form = forms.setdefault(one.form, replace(one.form, file_dtype=file_dtype, turned=turned))
-            known[name] = StoredTensor(name, form, one.offsets)
-    if not roles.get(MODEL_STATE):
-        faults.append(f"{MODEL_STATE}: no tensor is stored")
-    return {role: roles[role] for role in ROLES if roles.get(role)}, faults

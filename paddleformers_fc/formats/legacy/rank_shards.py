@@ -1,4 +1,10 @@
-"""Read checkpoints of one pickle per rank as shards of whole tensors.
+"""Read checkpoints of one pickle per rank as shards of whole tensors: the formats of older Trainers.
+
+PaddleNLP's and PaddleFormers' Trainers write files of weights per tensor-parallel rank and stage, and files of
+optimizer states per rank of the sharding group as well, under all sharding stages. Under ``sharding_io`` and in
+zero-cost saves (FlashCheckpoint), every rank of a sharding group stores its own part of the weights, and
+``model_meta.json`` describes the parameters of all ranks. Weights with master weights are not stored; they are read
+from these. Moving averages are in ``ema.*.pdopt``.
 
 Such a checkpoint has three kinds of files: weights, optimizer states with master weights, and moving averages. A file
 contains the local tensors of its rank. A shard needs three more facts.
@@ -26,42 +32,44 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from paddleformers_fc.errors import Corrupt, Diverged, FormatError, MappingError
-from paddleformers_fc.families import ModelTensor, OptionalNames, bind, enumerate_tensors, family_for
-from paddleformers_fc.families.declarations import Family, Stage
-from paddleformers_fc.families.description import IS_NLP
+from paddleformers_fc.errors import Corrupt, Diverged, MappingError
+from paddleformers_fc.families import OptionalNames, bind, enumerate_tensors, family_for
+from paddleformers_fc.families.declarations import Stage
 from paddleformers_fc.families.exported import exported_keys
 from paddleformers_fc.families.names import Names, tied_names, tied_sources
 from paddleformers_fc.families.registry import is_known
-from paddleformers_fc.families.undescribed import completed
 from paddleformers_fc.formats.catalog import Catalog, StoredTensor
-from paddleformers_fc.formats.checkpoint import CONFIG_NAME, Format, OpenedCheckpoint, StoredModel, StoredShard
+from paddleformers_fc.formats.checkpoint import CONFIG_NAME, CheckList, OpenedCheckpoint, StoredModel, StoredShard
+from paddleformers_fc.formats.huggingface import INDEX_NAME, SINGLE_NAME
 from paddleformers_fc.formats.legacy.canonical_ranks import CanonicalModel, assign_variables, canonical_models
 from paddleformers_fc.formats.legacy.rank_files import (
     EMA,
     MODEL,
     OPTIMIZER,
-    FileArray,
     RankContent,
     RankFiles,
-    StoredAs,
     arrange,
     divides_experts,
     find_rank_files,
-    gather_roles,
+    is_rank_file,
     read_rank_file,
+    refuse_mixed,
     scheduler_epoch,
     unsupported_experts,
 )
+from paddleformers_fc.formats.paddle_distcp import PADDLE_DISTCP
+from paddleformers_fc.formats.stock_arrays import FileArray, StoredAs, gather_roles
 from paddleformers_fc.formats.stock_checkpoint import (
     COPY_AGAIN_STEP,
+    StockFormat,
     is_equal,
+    malformed_file,
     model_description,
     open_stock,
     read_stock_config,
@@ -79,7 +87,7 @@ from paddleformers_fc.mapping import Shape
 from paddleformers_fc.mapping.boxes import Box, shifted, whole
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.dtypes import dtype_size
-from paddleformers_fc.storage.files import is_file
+from paddleformers_fc.storage.files import is_directory, is_file, list_directory
 from paddleformers_fc.storage.identities import identities_of
 from paddleformers_fc.storage.json_io import MAX_DOCUMENT_BYTES, parse_json, read_document
 from paddleformers_fc.storage.paths import AnyPath, require_local
@@ -102,9 +110,6 @@ _FLOATS = ("float16", "float32", "float64")
 
 States = dict[tuple[str, str], list[FileArray]]
 """The pieces of the states of a parameter by role and full name."""
-
-Copies = tuple[str, FileArray, FileArray]
-"""The name of a tensor, and two copies of it."""
 
 
 @dataclass(frozen=True)
@@ -153,60 +158,6 @@ class StageFiles:
     canonical: Mapping[str, Sequence[tuple[bool, StoredShard]]] = field(default_factory=dict)
 
 
-def open_ranked(directory: AnyPath, format_: Format, given: Mapping[str, Any]) -> OpenedCheckpoint:
-    """Open a checkpoint of one pickle per rank.
-
-    Args:
-        directory: the directory.
-        format_: the format that recognised it.
-        given: the model's configuration if the directory has none; empty for none.
-    Raises:
-        NotACheckpoint: a step needs a configuration, and neither exists.
-        Corrupt: files are missing or of different steps, or tensors are not stored whole; all of them.
-        FormatError: a pickle with more than data, files of two checkpoints, or a malformed document.
-        MappingError: the family of the model does not declare a tensor that is cut.
-    """
-    directory = require_local(directory, "A checkpoint of Paddle")
-    config = read_stock_config(directory, given)
-    files = find_rank_files(directory)
-    identities = identities_of(directory / name for name in files.names)
-    assembly = _assembled(directory, files, config.used)
-    catalog = Catalog(directory, assembly.roles(), identities)
-    faults = list(dict.fromkeys(assembly.faults))
-    return open_stock(format_, directory, catalog, faults, config, assembly.cuts, assembly.replicas)
-
-
-def last_copies(checkpoint: OpenedCheckpoint) -> Catalog:
-    """Read the files of a checkpoint again, and return the copies of the last rank that stored them."""
-    directory = checkpoint.facts.directory
-    last = _assembled(directory, find_rank_files(directory), checkpoint.config, last=True)
-    return replace(checkpoint.catalog, roles=last.roles())
-
-
-def compare_copies(directory: Path, copies: Sequence[Copies]) -> int:
-    """Compare the copies of tensors that several ranks have, of which one is read, and return their number.
-
-    Raises:
-        Diverged: copies differ; the files are of different steps, or the ranks had diverged.
-    """
-    differing = [
-        f"{name}: {one.file} and {other.file} differ"
-        for name, one, other in copies
-        if (one.shape, one.dtype) == (other.shape, other.dtype)
-        and not is_equal(directory, one.fragment, other.fragment, dtype_size(one.dtype))
-    ]
-    if differing:
-        raise Diverged(
-            f"Ranks stored different numbers of the same tensor: {count_text(len(differing), 'array')}.",
-            where=str(directory),
-            evidence=fold(differing),
-            next_step="The files are of different steps, or the ranks had diverged. Use another checkpoint, or choose "
-            "the copies of the first or last tensor-parallel rank: convert or export with --tied first|last, or name "
-            "this checkpoint in resume_from_checkpoint with flex_tied: first or last.",
-        )
-    return len(copies)
-
-
 def _assembled(directory: Path, files: RankFiles, config: Mapping[str, Any], last: bool = False) -> Assembly:
     """Read all files of a directory, and convert them to shards; of several copies the first one, or the last."""
     contents = {name: read_rank_file(directory, name) for name in files.names}
@@ -253,7 +204,7 @@ def _described(directory: Path, files: RankFiles) -> RankFiles:
         experts = max(degrees.get("ep_degree", 1), 1)
         of_experts = max(degrees.get("moe_sharding_degree", 1), 1)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _malformed(path, str(error)) from error
+        raise malformed_file(path, str(error)) from error
     tp, shards = files.tp, files.sharding
     if stated != [tp, files.pp, shards]:
         raise Corrupt(
@@ -266,7 +217,7 @@ def _described(directory: Path, files: RankFiles) -> RankFiles:
             next_step=COPY_AGAIN_STEP,
         )
     if not isinstance(described, dict):
-        raise _malformed(path, "sharding_metas is not an object")
+        raise malformed_file(path, "sharding_metas is not an object")
     if experts > 1 and not (divides_experts(tp, shards, experts) and of_experts * experts == tp * shards):
         why = f"{META_NAME}: tp={tp} sharding={shards} ep={experts} moe_sharding={of_experts}"
         raise unsupported_experts(directory, why)
@@ -345,7 +296,7 @@ def _cell(files: RankFiles, contents: Mapping[str, RankContent], tp: int, pp: in
                 for name, one in described["param_meta"].items()
             }
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-            raise _malformed(Path(META_NAME), f"{key}: {error}") from error
+            raise malformed_file(Path(META_NAME), f"{key}: {error}") from error
     return StageFiles(tp, pp, own, names, shapes)
 
 
@@ -396,12 +347,6 @@ def _canonical_cell(model: CanonicalModel, cell: StageFiles) -> StageFiles | str
     return replace(cell, contents={**cell.contents, MODEL: []}, names=names, shapes=dtypes, canonical=canonical)
 
 
-def _malformed(path: Path, fault: str) -> FormatError:
-    return FormatError(
-        f"{path} is not the description of a checkpoint: {fault}.", where=str(path), next_step=COPY_AGAIN_STEP
-    )
-
-
 @dataclass
 class Assembly:
     """Collects the shards of all cells, and the faults that show that the files are not one whole checkpoint.
@@ -414,7 +359,7 @@ class Assembly:
     Attributes:
         faults: one line each.
         cuts: number of parts of every parameter on each axis.
-        replicas: tensors that two tensor-parallel ranks have whole.
+        replicas: tensors that two tensor-parallel ranks have whole: the name and both copies.
         stateless: parameters without a state, as those that are not trained.
         weightless: parameters without a weight.
     """
@@ -425,7 +370,7 @@ class Assembly:
     has_states: bool
     faults: list[str] = field(default_factory=list)
     cuts: dict[str, Shape] = field(default_factory=dict)
-    replicas: list[Copies] = field(default_factory=list)
+    replicas: list[tuple[str, FileArray, FileArray]] = field(default_factory=list)
     stateless: list[str] = field(default_factory=list)
     weightless: list[str] = field(default_factory=list)
     _copied: dict[tuple[str, str], Sequence[FileArray]] = field(default_factory=dict)
@@ -568,50 +513,6 @@ class Assembly:
         return found
 
 
-def stored_model(catalog: Catalog, config: dict[str, Any], cuts: Mapping[str, Shape]) -> StoredModel:
-    """Return the mapping that a save of this package would have stored.
-
-    Raises:
-        NotACheckpoint: there is no configuration to name the family.
-        MappingError: the family is unknown, or does not declare what is stored.
-        Corrupt: layers of the model are missing.
-    """
-    model = model_description(catalog.root, config)
-    family = family_for(model.config)
-    weights = catalog.roles[MODEL_STATE].values()
-    if is_of_nlp(family, (one.name for one in weights)):
-        model = replace(model, config={**model.config, IS_NLP: True})
-    tensors = [ModelTensor(one.name, one.shape, one.dtype, cuts[one.name]) for one in weights]
-    model, rules = completed(family, model, tensors)
-    # Rules that are derived from the stored ones must have the cuts of the tensors.
-    rules = replace(rules, cuts={name: tuple(own) for name, own in cuts.items() if any(cut > 1 for cut in own)})
-    try:
-        # PaddleFormers built the model: an absent key has the meaning that it has in its classes.
-        built = replace(model, config={**exported_keys(family, model), **model.config})
-        declared = [one.under() for one in enumerate_tensors(family, built) if one.stage is not Stage.ABSENT]
-        wanted = bind(family, model, declared).mapping().sources
-        optional = OptionalNames(family, model)
-    except MappingError:
-        # A key that the enumeration needs is unknown: the proof of the mapping remains.
-        return StoredModel(rules, model)
-    stored, tied = rules.mapping().sources, {**tied_sources(family, model), **tied_names(family, model)}
-    missing = [name for name in wanted if name not in stored and name not in tied and optional.group(name) is None]
-    if missing:
-        raise Corrupt(
-            f"{catalog.root} lacks tensors of the model that {CONFIG_NAME} describes: "
-            f"{count_text(len(missing), 'tensor')}.",
-            where=str(catalog.root),
-            evidence=fold(missing),
-            next_step=COPY_AGAIN_STEP,
-        )
-    return StoredModel(rules, model)
-
-
-def is_of_nlp(family: Family, names: Iterable[str]) -> bool:
-    """Return whether names are those of PaddleNLP's classes, whose scope is the name of the family."""
-    return any(name.startswith(f"{family.name}.") for name in names)
-
-
 def _by_variable(names: Mapping[str, str]) -> dict[str, str]:
     """Return the structured name of every variable; of tied parameters the one that sorts first."""
     found: dict[str, str] = {}
@@ -627,3 +528,143 @@ def _split(key: str, variables: Mapping[str, str]) -> tuple[str | None, str]:
         if key[:at] in variables:
             return variables[key[:at]], key[at + 1 :].removeprefix(_OF_MASTER)
     return None, ""
+
+
+class LegacyFormat(StockFormat):
+    """A format whose checkpoints have all tensors of their model."""
+
+    def stored_model(self, checkpoint: OpenedCheckpoint) -> StoredModel:
+        """Return the mapping that a save of this package would have stored.
+
+        Raises:
+            NotACheckpoint: there is no configuration to name the family.
+            MappingError: the family is unknown, or does not declare what is stored.
+            Corrupt: layers of the model are missing.
+        """
+        found = super().stored_model(checkpoint)
+        model, stored, root = found.description, found.rules.mapping().sources, checkpoint.catalog.root
+        family = family_for(model.config)
+        try:
+            # PaddleFormers built the model: an absent key has the meaning that it has in its classes.
+            built = replace(model, config={**exported_keys(family, model), **model.config})
+            declared = [one.under() for one in enumerate_tensors(family, built) if one.stage is not Stage.ABSENT]
+            wanted = bind(family, model, declared).mapping().sources
+            optional = OptionalNames(family, model)
+        except MappingError:
+            # A key that the enumeration needs is unknown: the proof of the mapping remains.
+            return found
+        known = {*stored, *tied_sources(family, model), *tied_names(family, model)}
+        missing = [name for name in wanted if name not in known and optional.group(name) is None]
+        if missing:
+            count = count_text(len(missing), "tensor")
+            raise Corrupt(
+                f"{root} lacks tensors of the model that {CONFIG_NAME} describes: {count}.",
+                where=str(root),
+                evidence=fold(missing),
+                next_step=COPY_AGAIN_STEP,
+            )
+        return found
+
+
+@dataclass(frozen=True)
+class RankFormat(LegacyFormat):
+    """One file per rank and kind.
+
+    Args:
+        name: in JSON output.
+        title: in text, as the kind of a directory.
+        predicate: in errors, behind the path of a directory.
+        has_meta: whether ``model_meta.json`` describes the ranks.
+    """
+
+    name: str
+    title: str
+    predicate: str
+    has_meta: bool
+
+    advice = "Convert it with paddleformers-fc convert, and name the result."
+    checks = ("tensors", "model", "replicas", "equal values")
+
+    def recognises(self, directory: AnyPath) -> bool:
+        """Return whether there are files of ranks: of an optimizer, or of weights without open weights beside them."""
+        if not isinstance(directory, Path) or not is_directory(directory):
+            return False
+        names = {path.name for path in list_directory(directory)}
+        if (META_NAME in names) is not self.has_meta:
+            return False
+        if any(is_rank_file(name, OPTIMIZER, EMA) for name in names):
+            return True
+        return not names & {INDEX_NAME, SINGLE_NAME} and any(is_rank_file(name, MODEL) for name in names)
+
+    def open_under(self, directory: AnyPath, verify: str, config: Mapping[str, Any]) -> OpenedCheckpoint:
+        """Open a checkpoint; parts of tensor-parallel ranks are not read without a configuration.
+
+        Raises:
+            NotACheckpoint: a step needs a configuration, and there is none.
+            Corrupt: files are missing or of different steps, or tensors are not stored whole; all of them.
+            FormatError: a pickle with more than data, files of two checkpoints, or a malformed document.
+            MappingError: the family of the model does not declare a tensor that is cut.
+        """
+        if PADDLE_DISTCP.recognises(directory):
+            refuse_mixed(directory, [(MODEL_STATE, "files of ranks")])
+        directory = require_local(directory, "A checkpoint of Paddle")
+        stock = read_stock_config(directory, config)
+        files = find_rank_files(directory)
+        identities = identities_of(directory / name for name in files.names)
+        assembly = _assembled(directory, files, stock.used)
+        catalog = Catalog(directory, assembly.roles(), identities)
+        faults = list(dict.fromkeys(assembly.faults))
+        return open_stock(self, directory, catalog, faults, stock, assembly.cuts, assembly.replicas)
+
+    def verify(self, directory: AnyPath, level: str, checks: CheckList) -> OpenedCheckpoint:
+        """Check that every tensor is stored whole and once, and that all ranks have the same numbers of it."""
+        opened = super().verify(directory, level, checks)
+        if level == "full":
+            with checks.optional("replicas"):
+                count = count_text(self.compare_copies(opened), "array")
+                checks.passed("replicas", f"{count} of other tensor-parallel ranks equal to those of tp00")
+        return opened
+
+    def compare_copies(self, checkpoint: OpenedCheckpoint) -> int:
+        """Compare the copies of tensors that several tensor-parallel ranks have, and return their number.
+
+        Raises:
+            Diverged: copies differ; the files are of different steps, or the ranks had diverged.
+        """
+        directory, copies = checkpoint.facts.directory, checkpoint.facts.copies
+        differing = [
+            f"{name}: {one.file} and {other.file} differ"
+            for name, one, other in copies
+            if (one.shape, one.dtype) == (other.shape, other.dtype)
+            and not is_equal(directory, one.fragment, other.fragment, dtype_size(one.dtype))
+        ]
+        if differing:
+            raise Diverged(
+                f"Ranks stored different numbers of the same tensor: {count_text(len(differing), 'array')}.",
+                where=str(directory),
+                evidence=fold(differing),
+                next_step="The files are of different steps, or the ranks had diverged. Use another checkpoint, or "
+                "choose the copies of the first or last tensor-parallel rank: convert or export with --tied "
+                "first|last, or name this checkpoint in resume_from_checkpoint with flex_tied: first or last.",
+            )
+        return len(copies)
+
+    def last_copies(self, checkpoint: OpenedCheckpoint) -> Catalog:
+        """Read the files again, and return the copies of the last tensor-parallel rank."""
+        directory = checkpoint.facts.directory
+        last = _assembled(directory, find_rank_files(directory), checkpoint.config, last=True)
+        return replace(checkpoint.catalog, roles=last.roles())
+
+
+LEGACY_HYBRID = RankFormat(
+    "legacy_hybrid",
+    "checkpoint of hybrid parallelism (one .pdparams and .pdopt per rank)",
+    "was written rank by rank by an older Trainer",
+    has_meta=False,
+)
+SHARDING_IO = RankFormat(
+    "sharding_io",
+    "checkpoint of sharding_io or FlashCheckpoint (one file per rank and model_meta.json)",
+    "was written rank by rank by sharding_io or FlashCheckpoint",
+    has_meta=True,
+)

@@ -35,29 +35,26 @@ import numpy as np
 
 from paddleformers_fc.errors import Corrupt, FormatError, MappingError
 from paddleformers_fc.families import enumerate_tensors, family_for
-from paddleformers_fc.families.description import IS_NLP
 from paddleformers_fc.families.names import Names, family_sizes
 from paddleformers_fc.families.registry import is_known
 from paddleformers_fc.formats.catalog import Catalog
-from paddleformers_fc.formats.checkpoint import CONFIG_NAME, OpenedCheckpoint, StoredModel, StoredShard
+from paddleformers_fc.formats.checkpoint import CONFIG_NAME, OpenedCheckpoint, StoredShard
 from paddleformers_fc.formats.huggingface import indexed_files, refuse_unindexed
 from paddleformers_fc.formats.legacy.rank_files import (
     EMA,
     MODEL,
     OPTIMIZER,
-    FileArray,
     RankContent,
     arrange,
-    arrays_of,
     is_rank_file,
     refuse_mixed,
 )
-from paddleformers_fc.formats.legacy.rank_shards import Assembly, StageFiles, is_of_nlp, stored_model
+from paddleformers_fc.formats.legacy.rank_shards import Assembly, LegacyFormat, StageFiles
 from paddleformers_fc.formats.paddle_distcp import PADDLE_DISTCP
+from paddleformers_fc.formats.stock_arrays import FileArray, arrays_of
 from paddleformers_fc.formats.stock_checkpoint import (
     COPY_AGAIN_STEP,
     NAME_CONFIG,
-    StockFormat,
     model_description,
     open_stock,
     read_stock_config,
@@ -107,33 +104,6 @@ class _Content:
 
     arrays: Arrays = field(default_factory=dict)
     turned: frozenset[str] = frozenset()
-
-
-def open_unified(directory: AnyPath, given: Mapping[str, Any]) -> OpenedCheckpoint:
-    """Open a unified checkpoint.
-
-    Args:
-        directory: the directory.
-        given: the model's configuration if the directory has none; empty for none.
-    Raises:
-        Corrupt: files or tensors that an index lists are missing, files are of different steps, or tensors are not
-            stored whole; all of them.
-        FormatError: files of two checkpoints, of ``ignore_merge_optimizer`` or of quantised states.
-        MappingError: the family of the model does not declare a tensor.
-    """
-    directory = require_local(directory, "A unified checkpoint")
-    names = sorted(path.name for path in list_directory(directory))
-    _refuse_others(directory, names)
-    config = read_stock_config(directory, given)
-    refuse_links(directory, (directory / name for name in map(_index_name, _KINDS) if name in names))
-    listed = {kind: _files(directory, kind, names) for kind in _KINDS}
-    refuse_links(directory, (directory / name for files in listed.values() for name in files))
-    # Before the headers: the bytes that are read later must be those of these files.
-    identities = identities_of(directory / name for files in listed.values() for name in files)
-    contents = [_content(directory / _index_name(kind), files) for kind, files in listed.items()]
-    assembly = _assembled(directory, config.used, *contents)
-    catalog = Catalog(directory, assembly.roles(), identities)
-    return open_stock(UNIFIED, directory, catalog, assembly.faults, config, assembly.cuts)
 
 
 def _assembled(
@@ -353,9 +323,7 @@ class _Orientation:
         if not is_known(self.config):
             return found
         stored = self.weights.keys()
-        family, model = family_for(self.config), model_description(self.directory, self.config)
-        if is_of_nlp(family, stored):
-            model = replace(model, config={**model.config, IS_NLP: True})
+        family, model = family_for(self.config), model_description(self.directory, self.config, stored)
         classes: list[dict[str, Shape]] = []
         for is_fleet in (False, True):
             with contextlib.suppress(MappingError):  # The configuration lacks a size: every declaration remains.
@@ -447,7 +415,7 @@ def _leaf(name: str) -> str:
     return _NUMBERED.sub("", name.removesuffix(_OF_LAYER)).rpartition(".")[2]
 
 
-class UnifiedFormat(StockFormat):
+class UnifiedFormat(LegacyFormat):
     """Safetensors files of weights and of states, as PaddleFormers' ``unified_checkpoint`` writes them."""
 
     name = "unified"
@@ -464,12 +432,27 @@ class UnifiedFormat(StockFormat):
         return any(_is_of_states(path.name) for path in list_directory(directory))
 
     def open_under(self, directory: AnyPath, verify: str, config: Mapping[str, Any]) -> OpenedCheckpoint:
-        """As :meth:`open`; the configuration shows orientations and numbers of experts."""
-        return open_unified(directory, config)
+        """Open a checkpoint; the configuration shows orientations and numbers of experts.
 
-    def stored_model(self, checkpoint: OpenedCheckpoint) -> StoredModel:
-        """As :func:`~paddleformers_fc.formats.legacy.rank_shards.stored_model`."""
-        return stored_model(checkpoint.catalog, checkpoint.config, checkpoint.facts.cuts)
+        Raises:
+            Corrupt: files or tensors that an index lists are missing, files are of different steps, or tensors are not
+                stored whole; all of them.
+            FormatError: files of two checkpoints, of ``ignore_merge_optimizer`` or of quantised states.
+            MappingError: the family of the model does not declare a tensor.
+        """
+        directory = require_local(directory, "A unified checkpoint")
+        names = sorted(path.name for path in list_directory(directory))
+        _refuse_others(directory, names)
+        stock = read_stock_config(directory, config)
+        refuse_links(directory, (directory / name for name in map(_index_name, _KINDS) if name in names))
+        listed = {kind: _files(directory, kind, names) for kind in _KINDS}
+        refuse_links(directory, (directory / name for files in listed.values() for name in files))
+        # Before the headers: the bytes that are read later must be those of these files.
+        identities = identities_of(directory / name for files in listed.values() for name in files)
+        contents = [_content(directory / _index_name(kind), files) for kind, files in listed.items()]
+        assembly = _assembled(directory, stock.used, *contents)
+        catalog = Catalog(directory, assembly.roles(), identities)
+        return open_stock(self, directory, catalog, assembly.faults, stock, assembly.cuts)
 
 
 def _is_of_states(name: str) -> bool:
