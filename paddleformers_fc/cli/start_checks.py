@@ -373,7 +373,7 @@ def _check_model(given: Mapping[str, Any], values: Values, stock: StockTable) ->
         MappingError: it lacks model_type or a size, or contradicts itself.
         OptionError: the degree does not divide the model; with the numbers.
     """
-    config = _model_config(values)
+    config = _config_of(values) if values["stage"] in _TRAINER_STAGES else {}
     if config.get("model_type") in stock.without_fleet:
         raise EnvironmentMismatch(
             f"PaddleFormers' class of {config['model_type']} needs PaddleFleet, which is not installed.",
@@ -387,8 +387,8 @@ def _check_model(given: Mapping[str, Any], values: Values, stock: StockTable) ->
     is_filled = values["continue_training"] and not values["autotuner_benchmark"]
     if is_filled and not any(path.suffix == ".safetensors" for path in list_directory(directory)):
         open_weights(directory, "off", adapters=False)  # Its error names what is there instead.
-    if "model_type" in config and not is_known(config):
-        return  # Its class may have statements of its own.
+    if values["stage"] not in _TEXT_STAGES or ("model_type" in config and not is_known(config)):
+        return  # The class of another model may have statements of its own.
     family = family_for(config)
     # Keys of the model in the settings may decide the sizes that the tensor-parallel degree divides.
     experts = values[_EXPERTS] > 1 or values["use_expert_parallel"]

@@ -335,10 +335,9 @@ def test_weights_are_needed_unless_the_run_starts_from_scratch(tmp_path: Path) -
     (model / "model.safetensors").rename(model / "pytorch_model.bin")
     assert "pytorch_model.bin" in fault(tmp_path, model_name_or_path=str(model), **FULL)
     (model / "pytorch_model.bin").unlink()
-    error = fault(tmp_path, model_name_or_path=str(model), **FULL)
-    assert error != ""
-    assert str(model) in error
-    assert fault(tmp_path, "continue_training=false", model_name_or_path=str(model), **FULL) == ""
+    for stage in ("stage=PT", "stage=VL-SFT"):
+        assert str(model) in fault(tmp_path, stage, model_name_or_path=str(model), **FULL)
+        assert fault(tmp_path, f"{stage};continue_training=false", model_name_or_path=str(model), **FULL) == ""
 
 
 def test_a_class_that_needs_paddlefleet_is_refused_without_it(tmp_path: Path) -> None:
