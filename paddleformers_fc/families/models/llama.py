@@ -2,23 +2,17 @@
 
 from paddleformers_fc.families import language as lang
 
+QKV = lang.qkv("self_attn.qkv_proj", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", bias="attention_bias")
+QUERY = lang.column("self_attn.q_proj", outputs="q", bias="attention_bias")
+KEY_AND_VALUE = lang.column("self_attn.k_proj", "self_attn.v_proj", outputs="kv", bias="attention_bias")
+GATE_UP = lang.gate_up("mlp.gate_up_fused_proj", "mlp.gate_proj", "mlp.up_proj", bias="mlp_bias")
 LAYER = (
     lang.same("input_layernorm.weight", "post_attention_layernorm.weight"),
-    lang.unless("fuse_attention_qkv", lang.column("self_attn.q_proj", outputs="q", bias="attention_bias")),
-    lang.unless(
-        "fuse_attention_qkv", lang.column("self_attn.k_proj", "self_attn.v_proj", outputs="kv", bias="attention_bias")
-    ),
-    lang.when(
-        "fuse_attention_qkv",
-        lang.qkv(
-            "self_attn.qkv_proj", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", bias="attention_bias"
-        ),
-    ),
+    lang.unless("fuse_attention_qkv", QUERY, KEY_AND_VALUE),
+    lang.when("fuse_attention_qkv", QKV),
     lang.row("self_attn.o_proj", inputs="q", bias="attention_bias"),
     lang.unless("fuse_attention_ffn", lang.column("mlp.gate_proj", "mlp.up_proj", outputs="ffn", bias="mlp_bias")),
-    lang.when(
-        "fuse_attention_ffn", lang.gate_up("mlp.gate_up_fused_proj", "mlp.gate_proj", "mlp.up_proj", bias="mlp_bias")
-    ),
+    lang.when("fuse_attention_ffn", GATE_UP),
     lang.row("mlp.down_proj", inputs="ffn", bias="mlp_bias"),
 )
 # Other classes of this family have another name of the same layer.
