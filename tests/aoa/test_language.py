@@ -97,6 +97,12 @@ FORMS: dict[str, Form] = {
     "gate and up, through a name in between that is turned": form(
         ["g, u -> t, fused_ffn", "t^T -> gu"], {"g": (3, 8), "u": (3, 8)}, {"gu": (16, 3)}, right_cuts={"gu": (4, 1)}
     ),
+    "gate and up, through a name in between with all axes reversed": form(
+        ["g, u -> t, fused_ffn", "t -> gu, permute='[]'"],
+        {"g": (3, 8), "u": (3, 8)},
+        {"gu": (16, 3)},
+        right_cuts={"gu": (4, 1)},
+    ),
     "gate and up, read through names in between": form(
         ["gu^T -> t", "t -> g, u, fused_ffn, axis=0"],
         {"gu": (3, 16)},
