@@ -103,6 +103,12 @@ FORMS: dict[str, Form] = {
         {"gu": (16, 3)},
         right_cuts={"gu": (4, 1)},
     ),
+    "gate and up, through a name in between with three axes in another order": form(
+        ["g, u -> t, fused_ffn", "t -> gu, permute='[2, 0, 1]'"],
+        {"g": (3, 4, 5), "u": (3, 4, 5)},
+        {"gu": (5, 3, 8)},
+        right_cuts={"gu": (1, 1, 4)},
+    ),
     "gate and up, read through names in between": form(
         ["gu^T -> t", "t -> g, u, fused_ffn, axis=0"],
         {"gu": (3, 16)},
