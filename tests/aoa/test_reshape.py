@@ -5,17 +5,22 @@ The statements and shapes of the first tests are those of Paddle's own tests of 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import paddle
+import paddle.distributed
 import pytest
 from hypothesis import given, strategies as st
 from msgspec import structs
 
 from paddleformers_fc.aoa import Hints, evaluate, parse, read_config, render, with_ties
 from paddleformers_fc.errors import MappingError
+from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.families import bind, enumerate_tensors
 from paddleformers_fc.mapping import Rule, RuleSet, Shape, TensorSpec, prove
 from paddleformers_fc.mapping.prove import disagreements
@@ -190,3 +195,22 @@ def test_the_text_of_fused_experts_with_an_axis_of_their_own_is_that_of_their_ru
     mapping, text = with_ties(rules), render(rules, Hints())
     assert any("reshape" in line for line in text)
     assert not list(disagreements(parse(text, side_of(mapping.sources), side_of(mapping.targets)), mapping))
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "glm4_moe"])
+def test_experts_with_an_axis_of_their_own_are_exported_from_paddles_format(name: str, tmp_path: Path) -> None:
+    family, config = BY_NAME[name], settings(BY_NAME[name], is_fleet=True, moe_expert_fusion=True)
+    tensors = {one.name: one.under().shape for one in enumerate_tensors(family, model_of(config))}
+    chance = np.random.default_rng(0)
+    values = {key: chance.standard_normal(shape).astype("float32") for key, shape in tensors.items()}
+    stacks = {key: values[key].reshape(4, -1, shape[1]) for key, shape in tensors.items() if "grouped_gemm" in key}
+    written = []
+    for kind, stored in (("rows", values), ("blocks", {**values, **stacks})):
+        checkpoint = tmp_path / kind
+        (checkpoint / "model_state").mkdir(parents=True)
+        (checkpoint / "config.json").write_text(json.dumps(config))
+        state = {key: paddle.to_tensor(value) for key, value in stored.items()}
+        paddle.distributed.save_state_dict(state, str(checkpoint / "model_state"))
+        written.append(export_checkpoint(checkpoint, tmp_path / f"{kind}.exported", 10**9).digests())
+    assert stacks
+    assert written[0] == written[1]
