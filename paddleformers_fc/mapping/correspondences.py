@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import msgspec
 
@@ -91,25 +92,28 @@ class TensorMapping:
     @cached_property
     def read(self) -> dict[str, TensorSources]:
         """The targets of every source that is read."""
-        targets: dict[str, list[str]] = {}
-        parts: dict[str, list[_Part]] = {}
+        # The targets of a source and its parts of their templates, in turn.
+        groups: dict[str, list[Any]] = {}
         known: dict[Template, list[_Part]] = {}
         for target, made in self.made.items():
             own = known.setdefault(made.template, [])
             own += [(made.template, place) for place in range(len(own), len(made.names))]
             for part, source in zip(own, made.names, strict=False):
-                targets.setdefault(source, []).append(target)
-                parts.setdefault(source, []).append(part)
+                group = groups.get(source)
+                if group is None:
+                    groups[source] = [target, part]
+                else:
+                    group += (target, part)
         templates: dict[tuple[object, ...], Template] = {}
         read: dict[str, TensorSources] = {}
-        for source, names in targets.items():
+        for source, group in groups.items():
             spec = self.sources.get(source)
             dtype = None if spec is None else spec.dtype
-            key = (dtype, *parts[source])
+            key = (dtype, *group[1::2])
             template = templates.get(key)
             if template is None:
-                template = templates[key] = inverted(parts[source], dtype)
-            read[source] = TensorSources(template, tuple(names))
+                template = templates[key] = inverted(group[1::2], dtype)
+            read[source] = TensorSources(template, tuple(group[::2]))
         return read
 
     @cached_property

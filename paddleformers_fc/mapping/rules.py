@@ -297,8 +297,6 @@ def _form_of(rule: Rule, shapes: list[Shape]) -> _Form | None:
 
 def _stacked(parts: list[TensorSources], known: dict[object, Template]) -> TensorSources:
     """Return the sources of a target that several rules fill, as one rule per expert fills a stack of experts."""
-    if len(parts) == 1:
-        return parts[0]
     key = tuple([(part.template, len(part.names)) for part in parts])
     if key not in known:
         known[key] = stack_templates(key)
@@ -363,6 +361,7 @@ class RuleSet:
         """
         faults: list[str] = []
         sources: dict[str, TensorSpec] = {}
+        made: dict[str, TensorSources] = {}
         parts: dict[str, list[TensorSources]] = {}
         stacks: dict[object, Template] = {}
         # A model has many layers and experts of few forms; the properties of a form are computed once.
@@ -394,7 +393,10 @@ class RuleSet:
                 names = rule.sources
                 if len(kept) != len(names):
                     names = tuple([names[place] for place in kept])
-                parts.setdefault(name, []).append(TensorSources(template, names))
+                own = TensorSources(template, names)
+                first = made.setdefault(name, own)
+                if first is not own:
+                    parts.setdefault(name, [first]).append(own)
         if faults:
             raise MappingError(
                 f"Rules do not fit the tensors they are for: {count_text(len(faults), 'fault')}.",
@@ -403,7 +405,7 @@ class RuleSet:
             )
         aliases = self.aliases
         targets = {name: spec for name, spec in self.targets.items() if name not in aliases}
-        made = {name: _stacked(own, stacks) for name, own in parts.items()}
+        made |= {name: _stacked(several, stacks) for name, several in parts.items()}
         return TensorMapping(sources, targets, made, frozenset(self.fresh), frozenset(self.dropped))
 
 
