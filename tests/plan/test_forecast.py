@@ -192,7 +192,7 @@ def test_stored_rules_that_differ_from_the_declaration_are_refused_also_if_the_s
     swapped = {(one,): (other,), (other,): (one,)}
     moved = (structs.replace(rule, sources=swapped.get(rule.sources, rule.sources)) for rule in model.rules.rules)
     rules = replace(model.rules, rules=tuple(moved))
-    altered = replace(checkpoint, describe=lambda: StoredModel(rules, model.model))
+    altered = replace(checkpoint, model=StoredModel(rules, model.model))
     for described in (model.model, None):
         with pytest.raises(MappingError, match="The mapping of simulated"):
             resume_source(altered, model.rules, described)

@@ -654,10 +654,13 @@ def test_the_data_may_start_from_its_beginning(ranks: ForkServer, saved: Saved, 
 
 
 def test_every_option_that_is_compared_exists_in_paddleformers(ranks: ForkServer) -> None:
-    from paddleformers_fc.trainer.options import CONFLICTS, FIELD_NAMES, WITHOUT_EFFECT
+    from paddleformers_fc.trainer.options import CONFLICTS, DEVELOPMENT, FIELD_NAMES, WITHOUT_EFFECT
 
     ((of_scripts, of_command_line),) = ranks.run(f"{JOBS}:field_names", 1).values
     compared = {*FIELD_NAMES, *(one.key for one in (*CONFLICTS, *WITHOUT_EFFECT))}
+    later = {one.key for one in DEVELOPMENT} - {"sharding"}
+    assert later.isdisjoint(of_command_line)
+    compared -= later
     assert compared <= set(of_command_line)
     assert compared - set(of_scripts) == {"ref_model_update_steps"}  # An argument of preference training alone.
 
