@@ -229,7 +229,7 @@ class Expander:
 
 
 def _check_placeholders(item: Item, keys: list[str]) -> None:
-    """Refuse a name whose placeholders are not those of the first name with any."""
+    """Refuse a name with other placeholders than ``keys``, those of the first name that has some."""
     own = [key for key in placeholders(item.pattern) if key != STAR]
     cause = accepted = ""
     if "$" in skeleton(item.pattern) or not keys:

@@ -253,7 +253,7 @@ def _along(shapes: Sequence[Shape], parts: Shape, into: int, axis: int, groups: 
 
 
 def _parts(shapes: Sequence[Shape], axis: int, counts: Shape) -> Shape:
-    """Return the lengths of the parts: of every tensor, or shares of the one that contains all."""
+    """Return the length of each part along an axis. A single tensor contains all parts, in the ratio of ``counts``."""
     if len(shapes) > 1:
         return tuple(_length(shape, axis) for shape in shapes)
     length, total = _length(shapes[0], axis), sum(counts)

@@ -79,7 +79,7 @@ def check(settings: Mapping[str, Any], is_extended: bool, nodes: int) -> SimpleN
         OptionError: unknown keys, each with a similar known one; contradictions; wrong values; missing paths and
             combinations that PaddleFormers refuses; in this order.
         CheckpointError: the checkpoint to resume is missing or damaged; the model lacks weights.
-        MismatchError: the model is not that of the checkpoint.
+        MismatchError: the checkpoint to resume is of another model.
         MappingError: the configuration of the model lacks a size, or contradicts itself.
         EnvironmentMismatch: the class of the model needs PaddleFleet.
         StorageError: the operating system refused to look at a path; the store of ``flex_upload`` refused.
@@ -407,10 +407,10 @@ def _check_model(given: Mapping[str, Any], values: Values, stock: StockTable) ->
 
 
 def _refuse_another_model(given: Mapping[str, Any], values: Values, checkpoint: AnyPath) -> None:
-    """Refuse a model on this machine that is not that of the checkpoint to resume.
+    """Refuse a local model if the checkpoint to resume is of another one.
 
-    Only values that both configurations contain are compared. PaddleFormers has defaults for some keys of a model,
-    which replace those of the file, and a save corrects the keys that the family names.
+    Only keys in both configurations are compared. Two kinds of keys are left out: PaddleFormers replaces the values of
+    some by its own defaults, and a save corrects those that the family names.
 
     Raises:
         MismatchError: keys differ with which tensors do not fit, or have another meaning.

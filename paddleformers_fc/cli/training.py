@@ -382,11 +382,20 @@ class _Stop:
 def _send(job: TrainingJob, number: signal.Signals) -> bool:
     """Send a signal to the ranks of this node that handle it, SIGKILL to all; return whether there are any."""
     records = [one for one in read_records(Path(job.log_dir)) if one.listens or number == signal.SIGKILL]
-    pids = [one.process for one in records if one.process is not None]
+    pids = [one.process for one in records if one.process is not None and _is_rank(one.process, job)]
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, number)
     return bool(pids)
+
+
+def _is_rank(pid: int, job: TrainingJob) -> bool:
+    """Return whether a job has started a process: after the end of a rank another process may get its id."""
+    try:
+        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return not Path("/proc/self/environ").exists()  # A system on which this cannot be read.
+    return f"{RECORDS}={job.log_dir}".encode() in variables
 
 
 def _signalled(result: LaunchResult) -> tuple[Signalled, ...]:

@@ -248,7 +248,7 @@ def gate_up(name: str, *files: str, size: Size = "ffn", bias: Condition = False)
 def _joined(
     name: str, files: tuple[str, ...], outputs: Size, geometry: Geometry, bias: Condition = False
 ) -> Statements:
-    """Declare a layer that consists of several layers of files, or of one that holds several parts."""
+    """Declare a fused layer. Files have a layer for each part, or one fused layer."""
     weights, biases = (tuple(f"{file}.{leaf}" for file in files) for leaf in ("weight", "bias"))
     return (
         Statement(f"{name}.weight", weights, geometry, shape=("hidden", outputs), cut=1),

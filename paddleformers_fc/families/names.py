@@ -89,7 +89,7 @@ class Kind:
 
 
 def with_layer(statement: Statement, sizes: Sizes, numbers: Mapping[str, int]) -> Mapping[str, int]:
-    """Return numbers with the one that functions of the statement get as ``layer``."""
+    """Return the numbers of a name, and as ``layer`` the number that conditions of the statement are called with."""
     return {**numbers, "layer": sizes.length(statement.layer, numbers)} if statement.layer else numbers
 
 

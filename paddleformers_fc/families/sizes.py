@@ -27,7 +27,10 @@ from paddleformers_fc.errors import MappingError
 
 @dataclass(frozen=True)
 class OneOf:
-    """Names of one key. The value is that of the name in the configuration, or the default of the first."""
+    """A key with several names, which have equal values where a configuration has several of them.
+
+    Without any of them the value is the default of the first.
+    """
 
     names: tuple[str, ...]
 

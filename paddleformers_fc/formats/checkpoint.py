@@ -332,7 +332,7 @@ class Format(Protocol):
         Raises:
             CheckpointError: it is damaged or malformed.
         """
-        raise KeyError(name)
+        raise not_recorded(checkpoint.catalog.root, name)
 
     def has_run(self, checkpoint: OpenedCheckpoint) -> bool:
         """Return whether a checkpoint without a manifest has the state of a run."""
@@ -458,8 +458,7 @@ class OpenedCheckpoint:
         if recorded is None and name == CONFIG_NAME and self.config:
             return config_bytes(self.config)
         if recorded is None:
-            root = str(self.catalog.root)
-            raise Corrupt(f"{root} has no recorded file {name}.", where=root, next_step="Use another checkpoint.")
+            raise not_recorded(self.catalog.root, name)
         return read_recorded(self.catalog.root, recorded, recorded.size if most is None else most, RESTORE)
 
     @property
@@ -567,6 +566,11 @@ def require_average(checkpoint: OpenedCheckpoint) -> None:
             evidence=[f"its roles are {', '.join(checkpoint.catalog.roles)}"],
             next_step="Choose a checkpoint that a run with flex_ema_decay has saved, or read its weights.",
         )
+
+
+def not_recorded(root: AnyPath, name: str) -> Corrupt:
+    """Return the error for a document that a checkpoint does not have."""
+    return Corrupt(f"{root} has no recorded file {name}.", where=str(root), next_step="Use another checkpoint.")
 
 
 def not_a_flex_checkpoint(format: Format, directory: AnyPath, next_step: str = "") -> NotACheckpoint:

@@ -10,7 +10,7 @@ empty. The Trainer's state is written into the files that PaddleFormers reads.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -93,7 +93,7 @@ class DistcpWriter(ExportWriter):
         for path in sorted(checkpoint.documents):
             directory, _, name = path.rpartition("/")
             if directory == TRAINER_DIRECTORY:
-                found |= _of_trainer(name.removesuffix(".json"), lambda path=path: checkpoint.document(path))  # type: ignore[misc]
+                found |= _of_trainer(checkpoint, path, name.removesuffix(".json"))
         if checkpoint.has_run:
             compare_run(checkpoint)
             found |= {f"saved_signal_{rank}": b"1" for rank in range(checkpoint.manifest.world_size)}
@@ -134,15 +134,14 @@ def _metadata(files: Sequence[OutputFile]) -> bytes:
     return encode_pickle(PickledObject(_CLASSES, "Metadata", state))
 
 
-def _of_trainer(name: str, read: Callable[[], bytes]) -> dict[str, bytes]:
+def _of_trainer(checkpoint: OpenedCheckpoint, path: str, name: str) -> dict[str, bytes]:
     """Return the file of PaddleFormers for a document of a Trainer; none for documents that it has no file for."""
+    if name not in ("state", "scheduler", "scaler") and not name.startswith("rng-"):
+        return {}
+    state = state_json.decode_object(checkpoint.document(path), name)
     if name == "state":
-        return {"trainer_state.bin": encode_pickle(PickledObject(*_STATE, state_json.decode_object(read(), name)))}
-    if name in ("scheduler", "scaler"):
-        file = SCHEDULER if name == "scheduler" else SCALER
-        return {file: encode_pickle(state_json.decode_object(read(), name))}
+        return {"trainer_state.bin": encode_pickle(PickledObject(*_STATE, state))}
     if name.startswith("rng-"):
-        state = state_json.decode_object(read(), name)
         tracked = {key: list(map(_generator, states)) for key, states in state["hybrid_parallel"].items()}
         states: dict[str, Any] = {
             "python": state["python"],
@@ -154,7 +153,7 @@ def _of_trainer(name: str, read: Callable[[], bytes]) -> dict[str, bytes]:
         if tracked:
             states["hybrid_parallel_rng_state_tracker"] = tracked
         return {f"rng_state_{int(name.removeprefix('rng-'))}.pth": encode_pickle(states)}
-    return {}
+    return {SCHEDULER if name == "scheduler" else SCALER: encode_pickle(state)}
 
 
 def _generator(state: dict[str, Any]) -> PickledObject:

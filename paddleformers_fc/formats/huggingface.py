@@ -152,7 +152,7 @@ class WeightFacts:
 
 @dataclass(frozen=True)
 class WeightFiles:
-    """Files of weights beside each other.
+    """The files of weights in one directory.
 
     Args:
         directory: of the files.

@@ -27,7 +27,7 @@ from paddleformers_fc.cpu_runtime.launch import LaunchResult
 from paddleformers_fc.errors import MismatchError, OptionError
 from paddleformers_fc.output import console
 from paddleformers_fc.trainer import register
-from paddleformers_fc.trainer.rank_records import RECORDS, read_error, read_records
+from paddleformers_fc.trainer.rank_records import RECORDS, RankRecord, read_error, read_records
 from tests.cli.support import Outcome, run, save
 from tests.execute.simulated import canonical
 from tests.harness.waiting import wait_until
@@ -103,6 +103,17 @@ def test_a_stopped_launcher_is_ended_with_the_ranks_that_it_leaves(tmp_path: Pat
     (record,) = read_records(tmp_path / "out/log")
     assert record.process is not None
     wait_until(lambda: not is_running(int(str(record.process))), "the end of the rank")
+
+
+def test_a_process_that_has_the_id_of_a_rank_that_has_ended_gets_no_signal(tmp_path: Path) -> None:
+    job = script_job(tmp_path, "pass", None, save_signal="SIGTERM")
+    Path(job.log_dir).mkdir(parents=True)
+    with subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"]) as other:
+        record = RankRecord(process=other.pid, listens=True)
+        (Path(job.log_dir) / "rank-00000.json").write_bytes(msgspec.json.encode(record))
+        assert not any(training._send(job, number) for number in (signal.SIGTERM, signal.SIGKILL))
+        assert other.poll() is None
+        other.kill()
 
 
 def is_running(process: int) -> bool:

@@ -14,7 +14,7 @@ def sparse(layer: int, moe_layer_interval: int, moe_layer_start_index: Any, moe_
 
 
 def of_expert(expert: int, moe_intermediate_size: Any, moe_num_experts: Any) -> Any:
-    """The inner size of an expert: those of the first modality come first."""
+    """The inner size of an expert. Experts of text have the lower numbers, experts of images the higher ones."""
     return moe_intermediate_size[0] if expert < moe_num_experts[0] else moe_intermediate_size[1]
 
 
