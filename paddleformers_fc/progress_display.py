@@ -1,8 +1,8 @@
-"""Progress of a long operation: a bar on a terminal, two lines elsewhere; both on the error stream, after two seconds.
+"""Progress of a long operation on the error stream: after two seconds a bar on a terminal, lines elsewhere.
 
-A bar has bytes, rate and time left. Elsewhere a line at the start has the bytes, and one at the end bytes, seconds and
-rate. Operations on few bytes print no lines: on a busy machine they can take seconds too. Training
-logs lines of its own, so it shows a bar or nothing (:func:`bar_on_terminal`).
+A bar has bytes, rate and time left. Elsewhere there is a line with the bytes at the start, one with what is done every
+ten seconds, and one with bytes, seconds and rate at the end. Operations on few bytes print no lines: on a busy machine
+they can take seconds too. Training logs the beginning and the end itself (:func:`shown_in_training`).
 """
 
 from __future__ import annotations
@@ -27,19 +27,23 @@ PATIENCE = 2.0
 LEAST_BYTES = 64 << 20
 """Operations that expect fewer bytes print no lines where there is no terminal."""
 
+INTERVAL = 10.0
+"""Seconds between lines where there is no terminal."""
+
 _REFRESH = 0.2
 
 
 @contextmanager
-def shown(doing: str, console: Console | None) -> Iterator[Meter]:
+def shown(doing: str, console: Console | None, has_ends: bool = True) -> Iterator[Meter]:
     """Show the progress of a block.
 
     Args:
         doing: the text, such as ``exporting checkpoint-3``.
         console: of a terminal; None where there is none.
+        has_ends: whether lines begin and end the progress where there is no terminal.
     """
     meter, ended = Meter(), threading.Event()
-    show = _Lines(doing, meter) if console is None else _Bar(doing, meter, console)
+    show = _Lines(doing, meter, has_ends) if console is None else _Bar(doing, meter, console)
     ticker = threading.Thread(target=_tick, args=(show, ended), name="flex-progress", daemon=True)
     with measured(meter):
         ticker.start()
@@ -62,14 +66,15 @@ def working(doing: str) -> Iterator[None]:
         yield
 
 
-def bar_on_terminal(doing: str, is_shown: bool) -> AbstractContextManager[object]:
-    """Return a block that shows a bar if the error stream is a terminal, and nothing elsewhere.
+def shown_in_training(doing: str, is_shown: bool) -> AbstractContextManager[object]:
+    """Return a block that shows a bar on a terminal, and elsewhere a line every ten seconds.
 
     Args:
         doing: the text, such as ``saving checkpoint-3``.
         is_shown: whether this process shows it; of several ranks one does.
     """
-    return shown(doing, output.console(stderr=True)) if is_shown and sys.stderr.isatty() else nullcontext()
+    console = output.console(stderr=True) if sys.stderr.isatty() else None
+    return shown(doing, console, has_ends=False) if is_shown else nullcontext()
 
 
 def _tick(show: _Bar | _Lines, ended: threading.Event) -> None:
@@ -120,11 +125,12 @@ class _Bar:
 
 
 class _Lines:
-    """A line at the start and one at the end."""
+    """A line every ten seconds; with ends also one at the start and one at the end."""
 
-    def __init__(self, doing: str, meter: Meter) -> None:
-        self._doing, self._meter = doing, meter
-        self._started, self._is_begun = time.monotonic(), False
+    def __init__(self, doing: str, meter: Meter, has_ends: bool) -> None:
+        self._doing, self._meter, self._has_ends = doing, meter, has_ends
+        self._started, self._is_begun = time.monotonic(), not has_ends
+        self._due = self._started + INTERVAL
 
     def begin(self) -> None:
         """Print the first line, if enough bytes are expected."""
@@ -133,11 +139,17 @@ class _Lines:
             sys.stderr.write(f"{self._doing}: {size_text(self._meter.expected)}\n")
 
     def refresh(self) -> None:
-        """Print the first line once enough bytes are expected."""
+        """Print the first line once enough bytes are expected, and a line when it is due."""
         self.begin()
+        if self._is_begun and time.monotonic() >= self._due:
+            self._due += INTERVAL
+            self._print(f"{size_text(self._meter.done)} of {size_text(self._meter.expected)}")
 
     def close(self) -> None:
         """Print the last line."""
-        if self._is_begun:
-            seconds, count = time.monotonic() - self._started, self._meter.done
-            sys.stderr.write(f"{self._doing}: {size_text(count)} in {seconds:.2f} s, {rate_text(count, seconds)}\n")
+        if self._is_begun and self._has_ends:
+            self._print(size_text(self._meter.done))
+
+    def _print(self, count: str) -> None:
+        seconds = time.monotonic() - self._started
+        sys.stderr.write(f"{self._doing}: {count} in {seconds:.2f} s, {rate_text(self._meter.done, seconds)}\n")

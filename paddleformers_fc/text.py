@@ -17,8 +17,8 @@ def size_text(count: int) -> str:
 
 
 def rate_text(count: int, seconds: float) -> str:
-    """Format bytes per second: ``1.25 GiB/s``."""
-    return f"{count / max(seconds, 1e-9) / (1 << 30):.3g} GiB/s"
+    """Format bytes per second, as :func:`size_text` does: ``1.25 GB/s``."""
+    return f"{size_text(int(count / max(seconds, 1e-9)))}/s"
 
 
 def count_text(count: int, noun: str) -> str:

@@ -41,6 +41,7 @@ from paddleformers_fc.families.changes import (
     Change,
     config_changes,
     of_adapters,
+    refuse_adapters_of_one_side,
     refuse_changes,
     refuse_unfit,
     without_patterns,
@@ -303,6 +304,7 @@ def prepare_load(
     changes = config_changes(checkpoint.known, model, complete=not checkpoint.known.partial)
     root = str(checkpoint.catalog.root)
     if agreed.report.lines:
+        refuse_adapters_of_one_side(checkpoint.known, model, root)
         refuse_unfit(of_adapters(changes), may_change, root)
         agreed.report.refuse(root, _family_difference(checkpoint.known, model))
     refuse_changes(without_patterns(changes), may_change, root)

@@ -230,6 +230,37 @@ def without_patterns(changes: Iterable[Change]) -> list[Change]:
     return [change for change in changes if change.key not in _PATTERNS]
 
 
+def refuse_adapters_of_one_side(stored: ModelDescription, live: ModelDescription, where: str) -> None:
+    """Refuse a whole model where adapters are trained, and adapters where a whole model is.
+
+    Args:
+        stored: the model of the checkpoint.
+        live: the model of this run.
+        where: the checkpoint.
+
+    Raises:
+        MismatchError: with the ways to go on.
+    """
+    if (stored.adapters is None) == (live.adapters is None):
+        return
+    if stored.adapters is None:
+        what = "The checkpoint contains a whole model, and this run trains adapters (LoRA)."
+        next_step = (
+            f"To train adapters on these weights, export them with paddleformers-fc export {where} DIRECTORY, set "
+            "model_name_or_path to that directory and output_dir to a new one. To train the whole model on, leave out "
+            "LoRA."
+        )
+    else:
+        what = "The checkpoint contains adapters (LoRA), and this run trains a whole model."
+        base = stored.adapters.base.location or "BASE"
+        next_step = (
+            "To train the adapters on, use LoRA as in the run that saved them. To train the whole model from here, "
+            f"merge them with paddleformers-fc export {where} DIRECTORY --base {base}, set model_name_or_path to that "
+            "directory and output_dir to a new one."
+        )
+    raise MismatchError(f"{what} No weight was changed.", where=where, next_step=next_step)
+
+
 def refuse_changes(changes: Sequence[Change], allowed: Collection[str], where: str) -> None:
     """Refuse changes of the meaning of weights that the user has not allowed.
 

@@ -129,8 +129,14 @@ class FlexCheckpointCallback(TrainerCallback):
             logger.info(
                 f"{done} step {report.step}{_layouts_text(report.layouts)} {where} {report.directory}: "
                 f"{size_text(report.bytes)} in {report.seconds:.2f} s, {rate_text(report.bytes, report.seconds)}"
-                f"; {report.phases}{_transfers_text(report.transfers)}{_casts_text(report.casts)}"
+                f"{_blocked_text(report)}; {report.phases}{_transfers_text(report.transfers)}"
+                f"{_casts_text(report.casts)}"
             )
+
+
+def _blocked_text(report: CheckpointReport) -> str:
+    """Return the seconds for which a save beside training has blocked it; empty for others."""
+    return f", training blocked for {report.blocked:.2f} s" if 0 < report.blocked < report.seconds else ""
 
 
 def _layouts_text(layouts: tuple[str, str] | None) -> str:
@@ -156,7 +162,6 @@ def _transfers_text(transfers: TransferFigures) -> str:
 
 
 _REPORTERS = "trainer.integrations"
-_GIB = 1 << 30
 
 
 class ReportFigures(FlexCheckpointCallback):
@@ -197,8 +202,8 @@ class ReportFigures(FlexCheckpointCallback):
 
 
 def _figures(operation: str, report: CheckpointReport) -> dict[str, float]:
-    rate = report.bytes / max(report.seconds, 1e-9) / _GIB
-    figures = {"bytes": report.bytes, "seconds": report.seconds, "gib_per_second": rate}
+    rate = report.bytes / max(report.seconds, 1e-9) / 1e9
+    figures = {"bytes": report.bytes, "seconds": report.seconds, "gb_per_second": rate}
     figures |= {f"{phase}_seconds": seconds for phase, seconds in report.phases.seconds.items()}
     if report.phases.slowest is not None:
         figures[f"slowest_{report.phases.slowest.phase}_seconds"] = report.phases.slowest.seconds

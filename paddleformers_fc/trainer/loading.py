@@ -44,7 +44,7 @@ from paddleformers_fc.layout.roles import (
     OPTIMIZER_STATE,
 )
 from paddleformers_fc.mapping.folding import fold
-from paddleformers_fc.progress_display import bar_on_terminal
+from paddleformers_fc.progress_display import shown_in_training
 from paddleformers_fc.storage.commit import leftovers
 from paddleformers_fc.storage.files import real_path
 from paddleformers_fc.storage.manifest import Manifest
@@ -120,6 +120,7 @@ def train(
         job_state.uploads.check()
     job_state.resumed_from = job_state.progress = job_state.saved = job_state.record = None
     job_state.ran, job_state.warned = {"train"}, set()
+    trainer._skip_global_steps = 0
     if job_state.average is not None:
         job_state.average.reset()
     timer = PhaseTimer()
@@ -320,7 +321,7 @@ def _fill_usable(
             job_state.chosen = resume.Choice(directory, named=choice.named)
             _identify_run(job_state, args, ready.checkpoint.manifest, job_state.chosen, channel)
             begun = (begun or set()) | ready.load.targets
-            shown = bar_on_terminal(f"loading {directory.name}", args.should_log)
+            shown = shown_in_training(f"loading {directory.name}", args.should_log)
             with _verifying(), base_fingerprint.until_filled(trainer.model, directory), shown:
                 return ready, ready.load.fill()
         except _FailsVerificationError as failed:
@@ -515,6 +516,8 @@ def _restore_progress(trainer: Any, progress: documents.TrainingProgress) -> Non
     if trainer.do_grad_scaling and progress.scaler is not None:
         trainer.scaler.load_state_dict(progress.scaler)
     trainer.state = progress.state
+    # PaddleFormers divides the losses of the steps of this run by their number, without the steps that it skips.
+    trainer._skip_global_steps = progress.state.global_step
 
 
 def _restore_average(trainer: Any, job_state: JobState, ready: _PreparedLoad) -> None:
@@ -740,7 +743,7 @@ def _load_best(trainer: Any, directory: Path) -> None:
     may_change, may_cast = trainer.args.flex_allow_config_changes, trainer.args.flex_allow_casts
     model = describe_model(trainer.model)
     load = prepare_load(checkpoint, roles, model, channel, options, may_change=may_change, may_cast=may_cast)
-    shown = bar_on_terminal(f"loading {directory.name}", trainer.args.should_log)
+    shown = shown_in_training(f"loading {directory.name}", trainer.args.should_log)
     with base_fingerprint.until_filled(trainer.model, directory), shown:
         load.fill()
     if trainer.args.should_log:

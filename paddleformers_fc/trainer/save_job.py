@@ -45,7 +45,7 @@ from paddleformers_fc.execute.save import (
 from paddleformers_fc.execute.save_plan import SavePlan
 from paddleformers_fc.execute.staging_pool import TransferFigures, measured_transfers
 from paddleformers_fc.layout.live import LiveRoles
-from paddleformers_fc.progress_display import bar_on_terminal
+from paddleformers_fc.progress_display import shown_in_training
 from paddleformers_fc.storage import state_json
 from paddleformers_fc.trainer import (
     base_fingerprint,
@@ -268,7 +268,7 @@ def plan_ahead(trainer: Any) -> tuple[LivePart, SavePlan]:
 
 
 def report_save(
-    trainer: Any, prepared: PreparedSave, report: SaveReport, transfers: TransferFigures, blocked: float
+    trainer: Any, prepared: PreparedSave, report: SaveReport, transfers: TransferFigures, blocked: float | None = None
 ) -> None:
     """Report a committed checkpoint to the run and its reporters.
 
@@ -277,9 +277,9 @@ def report_save(
         prepared: the save.
         report: its result.
         transfers: the copies between host and devices during it.
-        blocked: seconds for which training was blocked.
+        blocked: seconds for which training was blocked; by default for all of the save.
     """
-    job_state, args = job_state_of(trainer), trainer.args
+    job_state, args, seconds = job_state_of(trainer), trainer.args, prepared.timer.elapsed
     ties = tuple(line for tie in report.diverged_ties for line in tie.differences)
     _note_disks(job_state, report.disks, args)
     job_state.saved = prepared.directory
@@ -297,12 +297,12 @@ def report_save(
     saved = CheckpointReport(
         prepared.step,
         prepared.directory,
-        prepared.timer.elapsed,
+        seconds,
         report.size,
         report.differences,
         diverged_ties=ties,
         transfers=transfers,
-        blocked=blocked,
+        blocked=seconds if blocked is None else blocked,
         phases=report.phases,
     )
     for reporter in reporters(trainer):
@@ -446,11 +446,11 @@ class SyncSaves:
         part = outcome(lambda: replace(prepared.part(), files=encode()))
         with measured_transfers() as transfers:
             planned = begin_save(part, prepared.directory, channel, prepared.consistency, prepared.timer)
-            with bar_on_terminal(f"saving {prepared.directory.name}", args.should_log):
+            with shown_in_training(f"saving {prepared.directory.name}", args.should_log):
                 report = write_and_commit(planned, capture(planned.part), channel)
         trainer.runtime_timer.stop()
         upload(trainer, prepared, report)
-        report_save(trainer, prepared, report, transfers, prepared.timer.elapsed)
+        report_save(trainer, prepared, report, transfers)
         trainer._rotate_checkpoints(output_dir=args.output_dir)
 
     def followed(self, trainer: Any) -> AbstractContextManager[None]:

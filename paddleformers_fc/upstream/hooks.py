@@ -194,6 +194,7 @@ _OF_LIBRARY = {
         preprocess_logits_for_metrics=None, processing_class=None, resume_from_custom_func=None): processing_class
     train: _load_flex_checkpoint load_checkpoint_format flex_checkpoint
     _load_flex_checkpoint(self, resume_from_checkpoint)
+    _inner_training_loop: _skip_global_steps
     save_model(self, output_dir=None, merge_tensor_parallel=False, last_fc_to_hf=False): _save
     _save(self, output_dir=None, state_dict=None, merge_tensor_parallel=False, last_fc_to_hf=False)
     _maybe_log_save_evaluate: save_pretrained copy_custom_file_list

@@ -70,7 +70,26 @@ def test_without_a_terminal_there_is_a_line_at_the_start_and_one_at_the_end(
         advance(1 << 30)
     first, last = capsys.readouterr().err.splitlines()
     assert first == "exporting x: 1.07 GB"
-    assert re.fullmatch(r"exporting x: 1\.07 GB in \d+\.\d\d s, [\d.e+]+ GiB/s", last)
+    assert re.fullmatch(r"exporting x: 1\.07 GB in \d+\.\d\d s, [\d.]+ [GTP]B/s", last)
+
+
+@pytest.mark.parametrize("has_ends", [True, False])
+def test_without_a_terminal_there_is_a_line_every_interval_also_in_training(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], has_ends: bool
+) -> None:
+    monkeypatch.setattr(progress, "PATIENCE", 0.0)
+    monkeypatch.setattr(progress, "INTERVAL", 0.0)
+    monkeypatch.setattr(progress, "_REFRESH", 0.01)
+    written, seen = threading.Event(), sys.stderr.write
+    monkeypatch.setattr(sys.stderr, "write", lambda text: (" of " in text and written.set(), seen(text))[1])
+    with progress.shown("saving x", None, has_ends):
+        expect(4 << 30)
+        advance(1 << 30)
+        assert written.wait(LIMIT)
+    lines = capsys.readouterr().err.splitlines()
+    middle = [line for line in lines if " of " in line]
+    assert re.fullmatch(r"saving x: 1\.07 GB of 4\.29 GB in \d+\.\d\d s, [\d.]+ [GTP]B/s", middle[-1])
+    assert len(lines) - len(middle) == (2 if has_ends else 0)
 
 
 def test_a_short_operation_and_one_on_few_bytes_print_nothing(

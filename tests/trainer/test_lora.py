@@ -129,9 +129,16 @@ def test_other_adapters_and_other_bases_are_refused_with_the_difference(
         "scaling": "lora.alpha  8.0    16.0",
         "targets": "lora.target_modules",
         "base": "lora.base.tensors",
-        "without adapters": "not set",
-        "adapters": "not set",
     }
+    without, adapters = found["without adapters"], found["adapters"]
+    assert without.startswith(
+        "MismatchError: The checkpoint contains adapters (LoRA), and this run trains a whole model."
+    )
+    assert f"paddleformers-fc export {llama.third} DIRECTORY --base " in without
+    assert adapters.startswith(
+        "MismatchError: The checkpoint contains a whole model, and this run trains adapters (LoRA)."
+    )
+    assert f"paddleformers-fc export {given['adapters']['resume']} DIRECTORY, set" in adapters
     for way, row in rows.items():
         assert found[way].startswith("MismatchError: The model's configuration gives the stored weights"), found[way]
         assert row in found[way]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +11,7 @@ import pytest
 
 from paddleformers_fc.execute.phases import Phases, Slowest
 from paddleformers_fc.trainer import callback
-from paddleformers_fc.trainer.callback import CheckpointReport, ReportFigures
+from paddleformers_fc.trainer.callback import CheckpointReport, FlexCheckpointCallback, ReportFigures
 from tests.harness.tiny import DP2
 from verification.forkserver import ForkServer
 
@@ -19,7 +19,7 @@ REPORT = CheckpointReport(
     7,
     Path("out/checkpoint-7"),
     2.0,
-    1 << 30,
+    10**9,
     blocked=0.5,
     phases=Phases({"plan": 0.25, "agree": 1.75}, Slowest("write", 37, 1.5)),
 )
@@ -55,9 +55,9 @@ def trainer(tmp_path: Path) -> Any:
 def test_a_save_is_a_point_of_every_curve_at_its_step(trainer: Any, tmp_path: Path) -> None:
     ReportFigures(trainer).on_checkpoint_saved(None, REPORT)
     assert scalars(tmp_path) == {
-        "train/checkpoint_save_bytes": [(7, 1 << 30)],
+        "train/checkpoint_save_bytes": [(7, 10**9)],
         "train/checkpoint_save_seconds": [(7, 2.0)],
-        "train/checkpoint_save_gib_per_second": [(7, 0.5)],
+        "train/checkpoint_save_gb_per_second": [(7, 0.5)],
         "train/checkpoint_save_blocked_seconds": [(7, 0.5)],
         "train/checkpoint_save_plan_seconds": [(7, 0.25)],
         "train/checkpoint_save_agree_seconds": [(7, 1.75)],
@@ -73,9 +73,9 @@ def test_a_load_is_reported_once_training_has_begun(trainer: Any, tmp_path: Path
     for _ in range(2):
         figures.on_step_end(None, None, None)
     assert scalars(tmp_path) == {
-        "train/checkpoint_load_bytes": [(7, 1 << 30)],
+        "train/checkpoint_load_bytes": [(7, 10**9)],
         "train/checkpoint_load_seconds": [(7, 2.0)],
-        "train/checkpoint_load_gib_per_second": [(7, 0.5)],
+        "train/checkpoint_load_gb_per_second": [(7, 0.5)],
         "train/checkpoint_load_plan_seconds": [(7, 0.25)],
         "train/checkpoint_load_agree_seconds": [(7, 1.75)],
         "train/checkpoint_load_slowest_write_seconds": [(7, 1.5)],
@@ -91,7 +91,7 @@ def test_the_line_of_a_load_has_the_layouts_that_are_recorded(
     lines: list[str] = []
     monkeypatch.setattr(callback, "logger", SimpleNamespace(info=lines.append))
     layouts = None if saved is None else (saved, "tp=2")
-    report = dataclasses.replace(REPORT, layouts=layouts)
+    report = replace(REPORT, layouts=layouts)
     callback.FlexCheckpointCallback().on_checkpoint_loaded(SimpleNamespace(should_log=True), report)
     (line,) = lines
     assert text in line
@@ -116,3 +116,16 @@ def test_saves_and_loads_show_their_bytes_on_a_terminal(ranks: ForkServer, tmp_p
     assert 0 < to_write == written < stored
     assert 0 < to_read <= read
     assert (second["bytes"], "checkpoint-2 \u2026" in second["text"]) == ([], False)
+
+
+def test_a_save_beside_training_says_for_how_long_it_blocked() -> None:
+    lines: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(callback.logger, "info", lines.append)
+        for report in (REPORT, replace(REPORT, blocked=REPORT.seconds)):
+            FlexCheckpointCallback().on_checkpoint_saved(SimpleNamespace(should_log=True), report)
+    beside, waited = lines
+    assert beside.startswith(
+        "Saved step 7 to out/checkpoint-7: 1 GB in 2.00 s, 500 MB/s, training blocked for 0.50 s; plan"
+    )
+    assert "blocked" not in waited

@@ -18,8 +18,8 @@ REQUIREMENTS = ("tensorboardX==2.6.5", "tensorboard==2.21.0", "wandb==0.31.0")
 SCRIPT = Path(__file__).with_name("reporter_script.py")
 READERS = Path(__file__).with_name("reporter_readers.py")
 FIGURES = {
-    "save": ("bytes", "seconds", "gib_per_second", "blocked_seconds", "write_seconds", "slowest_write_seconds"),
-    "load": ("bytes", "seconds", "gib_per_second", "read_seconds", "slowest_read_seconds"),
+    "save": ("bytes", "seconds", "gb_per_second", "blocked_seconds", "write_seconds", "slowest_write_seconds"),
+    "load": ("bytes", "seconds", "gb_per_second", "read_seconds", "slowest_read_seconds"),
 }
 
 

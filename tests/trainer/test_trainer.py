@@ -813,7 +813,7 @@ def test_exports_beside_the_steps_have_their_own_directories(ranks: ForkServer, 
 # ---- The callback, and waiting.
 
 
-TOTAL = r" in \d+\.\d\d s, [\d.e+-]+ GiB/s"
+TOTAL = r" in \d+\.\d\d s, [\d.e+-]+ [kMG]?B/s"
 
 
 def phases(*names: str) -> str:
@@ -829,6 +829,8 @@ def test_every_save_and_load_is_one_line_in_the_log(ranks: ForkServer, saved: Sa
     assert re.search(f"{TOTAL}; {phases('open', 'plan', 'agree', 'read', 'finish')}", loaded)
     assert re.search(f"{TOTAL}; {phases('plan', 'capture', 'write', 'agree', 'commit')}", written)
     assert any(f"Resuming from {saved.third}" in line for line in lines)
+    # The mean of the losses of this run, which has one step.
+    assert any(f"train_loss: {result.values[0]['losses'][-1]:.4f}"[:-1] in line for line in lines)
     assert any(f"Saving step 4 (tp=2) to {tmp_path / 'checkpoint-4'}" in line for line in lines)
     assert not any("Saved step" in line for line in result.logs[1].read_text().splitlines())
 
