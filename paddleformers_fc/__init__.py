@@ -26,6 +26,7 @@ _HOME = {
     "load_open_weights": "paddleformers_fc.trainer.pretrained",
     "register_optimizer": "paddleformers_fc.layout.roles",
     "save_ema": "paddleformers_fc.trainer.ema_weights",
+    "stream": "paddleformers_fc.trainer.streaming",
 }
 
 _PACKAGES = ("cpu_runtime", "trainer")
@@ -45,6 +46,7 @@ __all__ = [
     "register_optimizer",
     "save",
     "save_ema",
+    "stream",
 ]
 
 

@@ -271,7 +271,7 @@ def _run_rounds(
     failures: list[Exception] = []
     read = received = 0
     try:
-        _attempt(failures, filling.read_alone)
+        attempt(failures, filling.read_alone)
         with ReadPool(options, storage.identities) as pool, ThreadPoolExecutor(1, "flex-round") as ahead:
             turns, arrays = schedule.read_by(channel.rank), list[Array]()
             begun = [_begin(ahead, pool, storage.root, pieces, blocks) for pieces in turns[:1]]
@@ -288,7 +288,7 @@ def _run_rounds(
                 arrived = exchange_round(channel, pieces, arrays[:own])
                 arrays = arrays[own:]
                 for piece, array in arrived:
-                    _attempt(failures, partial(filling.place, piece, array))
+                    attempt(failures, partial(filling.place, piece, array))
                 received += sum(piece.size for piece, _ in arrived if piece.move.owner != channel.rank)
                 number += 1
                 is_going = _goes_on(channel, bool(failures), number < len(schedule.rounds))
@@ -494,7 +494,7 @@ def _result(
         return [np.zeros(piece.box.shape, numpy_dtype(piece.move.part.dtype)) for piece in pieces], 0
 
 
-def _attempt(failures: list[Exception], work: Callable[[], None]) -> None:
+def attempt(failures: list[Exception], work: Callable[[], None]) -> None:
     """Run work and collect its error; skip it after an error. A rank must not leave the rounds before the others."""
     if failures:
         return

@@ -291,7 +291,7 @@ def _plan_export(
         raise not_a_flex_checkpoint(checkpoint.format, directory, checkpoints_advice(directory))
     merge = None if base is None else read_merge(checkpoint, base)
     chosen = EXPORTED.writer if merge is not None else writer or default_writer(checkpoint)
-    source = _source(checkpoint, chosen) if base is None else canonical_source(base)
+    source = export_source(checkpoint, chosen) if base is None else canonical_source(base)
     layout: ShardsByRole = canonical_layout(source)
     if dtype:
         source, layout = recast(checkpoint, source, layout, dtype)
@@ -317,7 +317,7 @@ def _finish(
         staged.finish({**documents, **plan.writer.seal(checkpoint, plan.files, recorded)}, written)
 
 
-def _source(checkpoint: OpenedCheckpoint, writer: ExportWriter) -> ReadSource:
+def export_source(checkpoint: OpenedCheckpoint, writer: ExportWriter) -> ReadSource:
     """Return the source of the tensors that a format contains: canonical ones, or those of its rules.
 
     Raises:

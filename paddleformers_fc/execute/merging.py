@@ -7,7 +7,7 @@ base. Memory: the adapters, in float32, and such tensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,12 +100,11 @@ def read_merge(checkpoint: OpenedCheckpoint, base: OpenedCheckpoint) -> Merge:
     weights = canonical_layout(source)[MODEL_STATE]
     arrays = read_canonical(source, {MODEL_STATE: weights})
     tensors = {name: array.reshape(weights[name].global_shape) for (_, name), array in arrays.items()}
-    shared = shared_copies(checkpoint.rules)
     # A base may store a tied tensor under both names.
     ties, stored = canonical_ties(checkpoint.known), base.catalog.roles[MODEL_STATE]
     tensors |= {alias: tensors[owner] for alias, owner in ties.items() if owner in tensors and alias in stored}
     merge = Merge(
-        {f"{layer}.weight": delta for layer, delta in _deltas(tensors, shared, adapters)},
+        deltas_of(tensors, shared_copies(checkpoint.rules), adapters),
         {name: array.reshape(-1) for name, array in tensors.items() if not is_adapter(name)},
     )
     refuse_unproved_orientation(base, merge.deltas)
@@ -143,13 +142,22 @@ def refuse_other_base(adapters: Adapters, base: AnyPath, files: frozenset[str]) 
         )
 
 
-def _deltas(tensors: Mapping[str, Array], shared: Mapping[str, str], adapters: Adapters) -> Iterator[tuple[str, Delta]]:
+def deltas_of(tensors: Mapping[str, Array], shared: Mapping[str, str], adapters: Adapters) -> dict[str, Delta]:
+    """Return the changes of weights by canonical name.
+
+    Args:
+        tensors: the tensors of adapters, by canonical name.
+        shared: canonical name -> the name of the tensor that is stored for it, where several layers share one.
+        adapters: their scaling.
+    """
+    deltas: dict[str, Delta] = {}
     for name, outputs in tensors.items():
         layer = name.removesuffix(f".{B}.weight")
         if layer != name:
             own = f"{layer}.{A}.weight"
             inputs = tensors[shared.get(own, own)].astype(np.float32)
-            yield layer, Delta(inputs, outputs.astype(np.float32) * np.float32(adapters.scaling))
+            deltas[f"{layer}.weight"] = Delta(inputs, outputs.astype(np.float32) * np.float32(adapters.scaling))
+    return deltas
 
 
 def _refuse_tied(merge: Merge, ties: Mapping[str, str], base: AnyPath) -> None:

@@ -35,6 +35,7 @@ import socket
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -540,12 +541,16 @@ def _refuse_unreadable(planned: PlannedSave) -> None:
 def _write_files(planned: PlannedSave, tensors: HostTensors) -> list[FileChecksum]:
     staging, files = planned.staged.path, planned.plan.files
     expect(sum(sum(file.layout.sizes) for file in files))
-    checksums = [_write_tensors(staging, file, tensors[file.role]) for file in files]
+    # A file is synced while the next one is written.
+    with ThreadPoolExecutor(1, "flex-sync") as syncing:
+        complete = [syncing.submit(_write_tensors(staging, file, tensors[file.role]).close) for file in files]
+    checksums = [one.result() for one in complete]
     small = sorted(planned.part.files.items())
     return [*checksums, *(write_file(staging / path, data, root=staging) for path, data in small)]
 
 
-def _write_tensors(staging: Path, file: PlannedFile, tensors: Mapping[str, HostPieces]) -> FileChecksum:
+def _write_tensors(staging: Path, file: PlannedFile, tensors: Mapping[str, HostPieces]) -> TensorWriter:
+    """Write the tensors of a file, which remains to be closed."""
     writer = TensorWriter(RandomAccessWriter(staging / file.path, root=staging), file.layout)
     begin = 0
     try:
@@ -563,9 +568,10 @@ def _write_tensors(staging: Path, file: PlannedFile, tensors: Mapping[str, HostP
                 )
             begin += size
             advance(size)
-        return writer.close()
-    finally:
+    except BaseException:
         writer.abandon()
+        raise
+    return writer
 
 
 def _one_ahead(begun: Iterator[_T]) -> Iterator[_T]:

@@ -208,14 +208,14 @@ def plan_for_all(job: JobShards, model: ModelDescription) -> tuple[Planning, Mod
         MappingError: the model's mapping cannot be bound or proved.
         MismatchError: the shards of all ranks are not the whole model, once.
     """
-    mapping, stored = _proved_mapping(job, model)
+    mapping, stored = proved_mapping(job, model)
     writers = Writers(job)
     ranks = range(len(job.held))
     ties = ties_of(job, map(writers.share_of, ranks), model_ties(model))
     files = (
         (path, [piece.shard for piece in group])
         for rank in ranks
-        for path, _, group in _grouped(writers.share_of(rank), rank)
+        for path, _, group in grouped(writers.share_of(rank), rank)
     )
     record = ModelRecord(family_name(model), mapping, stored, shard_columns(files), ties)
     return Planning(writers.assignment, ties.sides), record
@@ -266,13 +266,13 @@ def planned_files(share: Iterable[ShardPart], rank: int) -> Iterator[PlannedFile
         share: what the rank writes.
         rank: the rank.
     """
-    for path, role, group in _grouped(share, rank):
+    for path, role, group in grouped(share, rank):
         layout = SAVED.writer.header(Path(path), [piece.shard for piece in group])
         planned = tuple(PlannedWrite(one.shard.name, one.start, one.start + one.shard.size) for one in group)
         yield PlannedFile(path, role, layout, planned)
 
 
-def _grouped(share: Iterable[ShardPart], rank: int) -> Iterator[tuple[str, str, Sequence[ShardPart]]]:
+def grouped(share: Iterable[ShardPart], rank: int) -> Iterator[tuple[str, str, Sequence[ShardPart]]]:
     """Yield path, role and content of the files of one rank."""
     by_role: dict[str, list[ShardPart]] = {}
     for piece in share:
@@ -283,7 +283,7 @@ def _grouped(share: Iterable[ShardPart], rank: int) -> Iterator[tuple[str, str, 
             yield path, role, group
 
 
-def _proved_mapping(job: JobShards, model: ModelDescription) -> tuple[bytes, ModelDescription]:
+def proved_mapping(job: JobShards, model: ModelDescription) -> tuple[bytes, ModelDescription]:
     """Prove, before the first write, that the checkpoint will be whole, and check its mapping as a reader does."""
     # One shard of every model tensor of the job; its cuts determine the tensor-parallel degree.
     parameters = {name: job[numbers[0]][1] for name, numbers in job.tensors(MODEL_STATE)}

@@ -11,9 +11,9 @@ entries, encoded again, must give the same text, so that nothing was skipped. Ev
 entry, so that an error names the entry. What the entries say is checked in one place.
 
 The writer takes names, dtypes and shapes first, and then the bytes straight from the caller's memory, in any order and
-from many threads. The tensors start at a whole page: a copy between a page of the file and memory of the same alignment
-is a tenth faster. The format allows no gaps between tensors, so a caller that declares wide dtypes first keeps all of
-them aligned.
+from many threads. It hashes long pieces in a thread of its own while they are written. The tensors start at a whole
+page: a copy between a page of the file and memory of the same alignment is a tenth faster. The format allows no gaps
+between tensors, so a caller that declares wide dtypes first keeps all of them aligned.
 
 Memory: the header (at most 100 MB, as in the library, about ten times that while it is parsed). Time: linear in the
 header for reading, one pass over the bytes for writing.
@@ -25,6 +25,7 @@ import math
 import struct
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -62,8 +63,10 @@ _LENGTH_BYTES = 8
 # Read at once: most headers are shorter, and every read of a remote file costs a request.
 _FIRST_BYTES = 32 * 1024
 _ALIGNMENT = 4096
-# Few enough that they are still in the processor's cache when they are written after they were hashed.
+# Few enough that one thread finds them in the processor's cache after another one has read them.
 _WRITE_BYTES = 4 * 1024 * 1024
+# Shorter pieces are hashed sooner than a thread has been woken.
+_LEAST_BESIDE_BYTES = 1024 * 1024
 _MAX_COUNT = 2**64 - 1
 _FIELDS = frozenset({"dtype", "shape", "data_offsets"})
 
@@ -231,10 +234,11 @@ class TensorWriter:
         self._size = self._left = sum(layout.sizes)
         self._hasher = BlockHasher()
         self._lock = threading.Lock()
+        self._beside = ThreadPoolExecutor(1, "flex-hash")
         try:
             self._put(0, memoryview(layout.header))
         except BaseException:
-            file.abandon()
+            self.abandon()
             raise
 
     def write(self, begin: int, buffer: Any) -> bool:
@@ -263,8 +267,15 @@ class TensorWriter:
     def _put(self, begin: int, view: memoryview) -> None:
         for start in range(0, view.nbytes, _WRITE_BYTES):
             chunk = view[start : start + _WRITE_BYTES]
-            self._hasher.update(chunk, begin + start)
-            self._file.write(begin + start, chunk)
+            if chunk.nbytes < _LEAST_BESIDE_BYTES:
+                self._hasher.update(chunk, begin + start)
+                self._file.write(begin + start, chunk)
+                continue
+            hashed = self._beside.submit(self._hasher.update, chunk, begin + start)
+            try:
+                self._file.write(begin + start, chunk)
+            finally:
+                hashed.result()  # The caller may change the memory afterwards.
 
     def close(self) -> FileChecksum:
         """Complete and close the file; its checksum.
@@ -274,14 +285,16 @@ class TensorWriter:
             StorageError: the operating system or the store refused, or the file is closed already.
         """
         if self._left:
-            self._file.abandon()
+            self.abandon()
             _reject_write(self._file.path, f"{self._size - self._left} of {self._size} bytes were given")
         self._put(len(self._layout.header) + self._size, memoryview(self._layout.trailer))
+        self._beside.shutdown()
         self._file.close()
         return self._hasher.file_checksum(self._file.name)
 
     def abandon(self) -> None:
         """Give up a file that is not complete; harmless after :meth:`close`."""
+        self._beside.shutdown()
         self._file.abandon()
 
 

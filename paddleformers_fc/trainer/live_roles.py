@@ -218,17 +218,17 @@ def _parameters(model: Any) -> dict[str, Any]:
 
     Those of a base under adapters are left out.
     """
-    return description.saved_weights(model, _sharded_weights(model))
+    return description.saved_weights(model, sharded_weights(model))
 
 
 def base_weights(model: Any) -> dict[str, Any]:
     """Return the weights of a model with adapters that its checkpoints leave out."""
-    weights = _sharded_weights(model)
+    weights = sharded_weights(model)
     saved = description.saved_weights(model, weights)
     return {name: weight for name, weight in weights.items() if name not in saved}
 
 
-def _sharded_weights(model: Any) -> dict[str, Any]:
+def sharded_weights(model: Any) -> dict[str, Any]:
     if dist_tensors.is_semi_auto(model):
         return {name: dist_tensors.Named(tensor) for name, tensor in model.state_dict().items()}
     found = {name: weight for name, weight in sharded_state_dict(model).items() if isinstance(weight, ShardedWeight)}

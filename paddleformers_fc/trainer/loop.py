@@ -372,7 +372,7 @@ def save(
     base_fingerprint.identify_once(model, channel)
 
     def prepare() -> tuple[RankTensors, _Prepared]:
-        source, described = _source(model, optimizer, family, config, mapping)
+        source, described = described_source(model, optimizer, family, config, mapping)
         base_fingerprint.refuse_undefined(source.model)
         roles = source.roles()
         if not isinstance(source, StateDict):  # Which may contain copies of tensors.
@@ -383,9 +383,9 @@ def save(
 
     everyone, prepared = gather_and_keep(channel, "preparing a checkpoint", prepare, RankTensors)
     description = prepared.description
-    if mapping is not None or _is_by_name(description):
+    if mapping is not None or is_by_name(description):
         # The family of the key may be declared, and its rules are not those that are stored.
-        description = replace(_with_rules(description, everyone), config=without_family(description.config))
+        description = replace(with_rules(description, everyone), config=without_family(description.config))
     return save_checkpoint(target, prepared.roles, description, prepared.files, prepared.job, channel)
 
 
@@ -459,7 +459,7 @@ def load(
     base_fingerprint.identify_once(model, channel)
 
     def look() -> tuple[RankTensors, tuple[LayoutSource, ModelDescription]]:
-        source, described = _source(model, optimizer, family, config, mapping, opened)
+        source, described = described_source(model, optimizer, family, config, mapping, opened)
         return _rank_tensors(described, source.weights()), (source, described)
 
     everyone, (source, described) = gather_and_keep(channel, "describing the model", look, RankTensors)
@@ -471,7 +471,7 @@ def load(
             return prepare_weights(path, weights, described, channel, options, verify, timer).fill()
 
     def align() -> tuple[OpenedCheckpoint, ModelDescription]:
-        return _aligned(opened, _with_rules(described, everyone), _is_by_name(described), aoa_config)
+        return _aligned(opened, with_rules(described, everyone), is_by_name(described), aoa_config)
 
     checkpoint, description = run_on_all(channel, "comparing the models", align)
     stated = stored_states.stated_sources(checkpoint, description, source.weights, channel, aoa_config, allow_casts)
@@ -543,7 +543,7 @@ class _Prepared:
     job: JobRecord
 
 
-def _source(
+def described_source(
     model: Any,
     optimizer: Any,
     family: str | Family | None,
@@ -559,7 +559,7 @@ def _source(
     described = replace(_description(source.model, family, config, mapping), is_global=source.is_global)
     if not isinstance(source, StateDict):
         return source, described
-    if stored is not None and _is_by_name(described):
+    if stored is not None and is_by_name(described):
         known = ModelDescription(stored.config) if stored.format.canonical else stored.known
         described = replace(known, is_global=source.is_global) if is_known(known.config) else described
     return replace(source, aliases=frozenset(model_ties(described))), described
@@ -614,16 +614,16 @@ def _config_text(model: Any, described: ModelDescription, config: object) -> byt
     return config_bytes({**written, "model_type": model_type})
 
 
-def _is_by_name(model: ModelDescription) -> bool:
+def is_by_name(model: ModelDescription) -> bool:
     return model.rules is not None and not model.rules.targets
 
 
 def _rank_tensors(model: ModelDescription, roles: Roles) -> RankTensors:
-    return rank_tensors(roles) if _is_by_name(model) else RankTensors()
+    return rank_tensors(roles) if is_by_name(model) else RankTensors()
 
 
-def _with_rules(model: ModelDescription, everyone: list[RankTensors]) -> ModelDescription:
-    return replace(model, rules=rules_of_all(everyone, model.is_global)) if _is_by_name(model) else model
+def with_rules(model: ModelDescription, everyone: list[RankTensors]) -> ModelDescription:
+    return replace(model, rules=rules_of_all(everyone, model.is_global)) if is_by_name(model) else model
 
 
 def _aligned(

@@ -1,0 +1,577 @@
+"""Stream live weights: whole canonical tensors, one after the other, on the ranks that want them.
+
+The ranks of a job are planned as a checkpoint in memory. A file of it is held by one rank, and each distinct shard is
+assigned to one of its holders, as in a save. So the source of a checkpoint, its mapping and its reads plan a stream as
+well, and the pieces arrive in the rounds of :mod:`.exchange`. Nothing is written, and no live tensor changes.
+
+A plan is kept for the next stream of the same shards. Before every batch of tensors the ranks exchange one word: that
+all of them go on, or the error of one of them, which all raise. A batch is passed on after the next word, so that no
+caller gets a tensor of which a rank could not send its part.
+
+Time: the bytes of the tensors once over the network per receiver; planning is linear in the distinct shards of the job.
+Memory: a batch and the pieces of a round, together at most ``max_bytes`` or one tensor and a round; on the ranks that
+receive nothing one round.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from paddleformers_fc.distributed.channel import (
+    Channel,
+    all_gather_checked,
+    broadcast,
+    decoder_of,
+    run_on_all,
+)
+from paddleformers_fc.errors import FlexError, MismatchError, OptionError, PeerError
+from paddleformers_fc.execute.exchange import attempt, exchange_round
+from paddleformers_fc.execute.export import export_source, recast
+from paddleformers_fc.execute.memory import begin_copies, copy_to_host, dtype_of, host_view, slot_of, view_of
+from paddleformers_fc.execute.merging import Merge
+from paddleformers_fc.execute.reading import batches, item_view
+from paddleformers_fc.execute.replica_assignment import Assignment, Writers
+from paddleformers_fc.execute.save import JobRecord, LivePart, live_part
+from paddleformers_fc.execute.save_plan import grouped, planned_files, proved_mapping
+from paddleformers_fc.execute.staging_pool import DeviceCopy, StagingBuffer, StagingPool, in_host_memory, pool_of
+from paddleformers_fc.execute.ties import CopyPart, Ties, diverged, hash_ties, ties_of
+from paddleformers_fc.families import ModelDescription
+from paddleformers_fc.families.description import shared_copies
+from paddleformers_fc.families.stated import decode_mapping, model_ties
+from paddleformers_fc.formats.catalog import Catalog, gather_shards
+from paddleformers_fc.formats.checkpoint import MAPPING_NAME, OpenedCheckpoint, StoredModel
+from paddleformers_fc.formats.flex import FLEX
+from paddleformers_fc.formats.huggingface import DEFAULT_MAX_SHARD_BYTES
+from paddleformers_fc.formats.registry import default_writer
+from paddleformers_fc.layout.live import LiveRoles, Roles, describe_roles
+from paddleformers_fc.layout.roles import MODEL_STATE
+from paddleformers_fc.layout.shard_messages import decode_shards, encode_rank_shards
+from paddleformers_fc.layout.shards import Shard, ShardsByRole, shard_bytes
+from paddleformers_fc.mapping.boxes import Box, Shape
+from paddleformers_fc.mapping.folding import fold
+from paddleformers_fc.plan.build import Planner, ReadSource
+from paddleformers_fc.plan.items import ReadItem, StoredPart
+from paddleformers_fc.plan.sources import canonical_layout, canonical_source
+from paddleformers_fc.plan.transfer_plan import ROUND_BYTES, Transfer, TransferPiece, schedule_rounds
+from paddleformers_fc.storage.dtypes import copy_cast, dtype_size
+from paddleformers_fc.storage.executor import DEFAULT_STAGING_MEMORY_BYTES
+from paddleformers_fc.storage.operations import numpy_dtype
+from paddleformers_fc.text import count_text, likely_meant
+
+Array = np.ndarray[Any, Any]
+Tensors = Iterator[tuple[str, Any]]
+"""Canonical names and tensors."""
+
+DEFAULT_BYTES = 512 << 20
+"""Bytes that are under way on a rank at most, by default."""
+
+MOST_KEPT = 4
+"""Maximum number of plans that a process keeps."""
+
+_MODEL = Path("the live model")
+_NAME_BYTES = 8
+
+
+@dataclass(frozen=True)
+class StreamRequest:
+    """What a stream yields, equal on all ranks.
+
+    Args:
+        receivers: the ranks that get the tensors, in rising order.
+        names: the canonical names of the tensors; None for all.
+        dtype: of the tensors that have the model's dtype; empty for the live one.
+        max_bytes: bound on the bytes that are under way on a rank; one tensor may exceed it.
+        is_exported: whether adapters have the names of an export, which are PEFT's; otherwise canonical names.
+    """
+
+    receivers: tuple[int, ...]
+    names: tuple[str, ...] | None = None
+    dtype: str = ""
+    max_bytes: int = DEFAULT_BYTES
+    is_exported: bool = True
+
+    @property
+    def round_bytes(self) -> int:
+        """Bound on the bytes that a rank sends, and receives, in a round."""
+        return max(1, min(ROUND_BYTES, self.max_bytes // 4))
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Tensors that are assembled together.
+
+    Args:
+        tensors: whole canonical tensors, in the order of the stream.
+        items: by range of a live shard, the parts of tensors that it fills.
+        rounds: the pieces that this rank sends or receives.
+    """
+
+    tensors: tuple[Shard, ...]
+    items: Mapping[StoredPart, Sequence[ReadItem]]
+    rounds: tuple[tuple[TransferPiece, ...], ...]
+
+
+@dataclass(frozen=True)
+class HeldRange:
+    """A range of a live shard that this rank sends.
+
+    Args:
+        name: of the shard.
+        start: index of the first element in the shard's memory.
+    """
+
+    name: str
+    start: int
+
+
+@dataclass(frozen=True)
+class StreamPlan:
+    """The part of one rank in a stream.
+
+    Args:
+        batches: all tensors.
+        held: the ranges that this rank sends, by file and offset.
+        sides: its copies of tied tensors, which are hashed before the first batch.
+        has_ties: whether any rank has such a copy.
+        ties: the tied tensors that are compared, on the first rank.
+        shared: canonical name of an adapter's tensor -> that of the tensor that is stored for it.
+    """
+
+    batches: tuple[Batch, ...]
+    held: Mapping[tuple[str, int], HeldRange]
+    sides: tuple[CopyPart, ...]
+    has_ties: bool
+    ties: Ties
+    shared: Mapping[str, str]
+
+
+class _LiveJob(msgspec.Struct, frozen=True, array_like=True):
+    """The live tensors of all ranks as a checkpoint, on its way to them.
+
+    Args:
+        name: of the plan.
+        assignment: the ranks that send shards with several holders.
+        files: path -> name -> shard, encoded.
+        owners: the rank that holds a file, by path.
+        mapping: the content of ``mapping.json``.
+        sides: the copies of tied tensors that ranks hash.
+    """
+
+    name: bytes
+    assignment: Assignment
+    files: bytes
+    owners: dict[str, int]
+    mapping: bytes
+    sides: list[CopyPart]
+
+
+class KeptPlans:
+    """The last plans of this process, by rank, name, and the facts that they were made of."""
+
+    def __init__(self) -> None:
+        self._plans: OrderedDict[tuple[int, bytes], tuple[bytes, StreamPlan]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def known(self, rank: int, facts: bytes) -> dict[bytes, StreamPlan]:
+        """Return the plans of a rank whose facts are these, by name."""
+        with self._lock:
+            kept = self._plans.items()
+            return {name: plan for (owner, name), (own, plan) in kept if (owner, own) == (rank, facts)}
+
+    def keep(self, rank: int, name: bytes, facts: bytes, plan: StreamPlan) -> None:
+        """Keep a plan that all ranks have."""
+        with self._lock:
+            self._plans[rank, name] = facts, plan
+            while len(self._plans) > MOST_KEPT:
+                self._plans.popitem(last=False)
+
+
+_KEPT = KeptPlans()
+
+
+def part_of(weights: Roles, model: ModelDescription) -> LivePart:
+    """Return what this rank brings into a stream.
+
+    Args:
+        weights: role -> name -> live ``ShardedWeight`` of this rank.
+        model: the description of the model.
+    """
+    return live_part(weights, model, {}, JobRecord(0, 0, {}), "off")
+
+
+def known_plans(part: LivePart, request: StreamRequest, rank: int) -> dict[bytes, StreamPlan]:
+    """Return the plans that this rank has kept for a stream, by name."""
+    return _KEPT.known(rank, _facts(part, request))
+
+
+def _facts(part: LivePart, request: StreamRequest) -> bytes:
+    return part.facts + repr(request).encode()
+
+
+def plan_stream(
+    part: LivePart,
+    request: StreamRequest,
+    plans: Mapping[bytes, StreamPlan],
+    named: Sequence[Sequence[bytes]],
+    channel: Channel,
+) -> StreamPlan:
+    """Return the plan of a stream, kept from an earlier one if all ranks have it. Every rank must call.
+
+    Args:
+        part: what this rank brings into it.
+        request: equal on all ranks.
+        plans: the result of :func:`known_plans`.
+        named: the names of the plans of every rank, by rank.
+        channel: all ranks.
+    Raises:
+        FlexError: the same on every rank: the weights cannot be mapped, or the request does not fit them.
+    """
+    usable = set.intersection(*(set(names) for names in named))
+    if usable:
+        return plans[min(usable)]
+    shards: dict[str, dict[str, Shard]] = {}
+
+    def describe() -> bytes:
+        shards.update(describe_roles(part.tensors))
+        return encode_rank_shards(shards)
+
+    payloads = all_gather_checked(channel, "describing shards", describe, bytes, to=0)
+    ties: list[Ties] = []
+    packed = broadcast(channel, "planning a stream", partial(_plan_for_all, payloads, part.model, ties), bytes)
+
+    def plan() -> tuple[bytes, StreamPlan]:
+        job = decoder_of(_LiveJob).decode(packed)
+        return job.name, _plan_of_rank(job, shards, part.model, request, channel.rank, ties)
+
+    name, made = run_on_all(channel, "planning a stream", plan)
+    _KEPT.keep(channel.rank, name, _facts(part, request), made)
+    return made
+
+
+def _plan_for_all(payloads: Sequence[bytes], model: ModelDescription, ties: list[Ties]) -> bytes:
+    """Return the live job for all ranks, and add the tied tensors that the first rank compares."""
+    job = decode_shards(payloads)
+    mapping, _ = proved_mapping(job, model)
+    writers = Writers(job)
+    ranks = range(len(job.held))
+    files: dict[str, dict[str, Shard]] = {}
+    owners: dict[str, int] = {}
+    for rank in ranks:
+        for path, _, pieces in grouped(writers.share_of(rank), rank):
+            files[path], owners[path] = {piece.shard.name: piece.shard for piece in pieces}, rank
+    ties.append(ties_of(job, map(writers.share_of, ranks), model_ties(model)))
+    live = _LiveJob(
+        secrets.token_bytes(_NAME_BYTES), writers.assignment, encode_rank_shards(files), owners, mapping, ties[0].sides
+    )
+    return msgspec.msgpack.encode(live)
+
+
+def _plan_of_rank(
+    job: _LiveJob,
+    shards: ShardsByRole,
+    model: ModelDescription,
+    request: StreamRequest,
+    rank: int,
+    ties: Sequence[Ties],
+) -> StreamPlan:
+    """Return the plan of one rank; see :func:`plan_stream`."""
+    files, offsets = decode_shards([job.files]), dict[tuple[str, str], int]()
+    stored: list[tuple[Shard, str, int, int]] = []
+    used = dict.fromkeys(job.owners, 0)
+    for number in files.held[0]:
+        path, shard = files[number]
+        offsets[path, shard.name] = used[path]
+        stored.append((shard, path, used[path], dtype_size(shard.dtype)))
+        used[path] += max(1, shard_bytes(shard))
+    tensors, faults = gather_shards(stored)
+    if faults:
+        raise MismatchError(
+            "Ranks describe tensors that contradict each other.",
+            where=str(_MODEL),
+            evidence=fold(faults),
+            next_step="The ranks describe shards that do not fit together; check the parallel configuration.",
+        )
+    described, rules = decode_mapping(job.mapping, MAPPING_NAME)
+    visible = {path: (owner,) for path, owner in job.owners.items()}
+    checkpoint = OpenedCheckpoint(
+        FLEX,
+        Catalog(_MODEL, {MODEL_STATE: tensors}, visible_to=visible),
+        dict(model.config),
+        StoredModel(rules, described or model),
+    )
+    share, _ = job.assignment.share_of(rank, shards)
+    held = {
+        (file.path, offsets[file.path, piece.name]): HeldRange(piece.name, piece.start)
+        for file in planned_files(share, rank)
+        for piece in file.pieces
+    }
+    made = tuple(_batches(checkpoint, job.owners, request, rank))
+    sides = tuple(side for side in job.sides if side.rank == rank)
+    own_ties = ties[0] if ties else Ties((), {})
+    return StreamPlan(made, held, sides, bool(job.sides), own_ties, shared_copies(rules))
+
+
+def _batches(
+    checkpoint: OpenedCheckpoint, owners: Mapping[str, int], request: StreamRequest, rank: int
+) -> Iterator[Batch]:
+    source, tensors = _wanted(checkpoint, request)
+    planner = Planner(source)
+    most = max(1, min(ROUND_BYTES, request.max_bytes // 2))
+    for some in batches(_selected(tensors, request.names), shard_bytes, most):
+        items: dict[StoredPart, list[ReadItem]] = {}
+        for shard in some:
+            for item in planner.items(MODEL_STATE, shard):
+                items.setdefault(item.stored, []).append(item)
+        planner.report.refuse(str(_MODEL))
+        moves = [Transfer(part, owners[part.file], request.receivers) for part in items]
+        yield Batch(tuple(some), items, schedule_rounds(moves, rank, request.round_bytes).rounds)
+
+
+def _wanted(checkpoint: OpenedCheckpoint, request: StreamRequest) -> tuple[ReadSource, list[Shard]]:
+    """Return the source of all tensors that a stream may contain, and these tensors in order."""
+    if not request.is_exported:
+        source = canonical_source(checkpoint)
+        return source, list(canonical_layout(source)[MODEL_STATE].values())
+    writer = default_writer(checkpoint)
+    source = export_source(checkpoint, writer)
+    layout: ShardsByRole = canonical_layout(source)
+    if request.dtype:
+        source, layout = recast(checkpoint, source, layout, request.dtype)
+    files = writer.files(checkpoint, layout, DEFAULT_MAX_SHARD_BYTES)
+    return source, [one for file in files for one in file.tensors]
+
+
+def _selected(tensors: Sequence[Shard], names: Sequence[str] | None) -> Sequence[Shard]:
+    """Return the tensors of these names, in the order of the model.
+
+    Raises:
+        OptionError: with the names that the model does not have.
+    """
+    if names is None:
+        return tensors
+    known = {one.name for one in tensors}
+    missing = [name for name in names if name not in known]
+    if missing:
+        raise OptionError(
+            f"The model has no such tensor: {count_text(len(missing), 'name')} of {len(names)}.",
+            where="names",
+            evidence=[f"{name}; {likely_meant(name, known)}".rstrip("; ") for name in missing[:8]],
+            next_step="Give canonical names, as an export has them.",
+        )
+    return [one for one in tensors if one.name in set(names)]
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A stream that has been planned.
+
+    Args:
+        plan: the part of this rank.
+        weights: role -> name -> live weight, which must not change while the stream is read.
+        receivers: as in :class:`StreamRequest`.
+        channel: all ranks of the job.
+        place: of the tensors; None for host memory.
+        merge: the adapters that are added to the weights; None without them.
+    """
+
+    plan: StreamPlan
+    weights: LiveRoles
+    receivers: tuple[int, ...]
+    channel: Channel
+    place: Any = None
+    merge: Merge | None = None
+
+    def tensors(self) -> Tensors:
+        """Yield canonical names and tensors; a rank that receives nothing only sends. Every rank must iterate.
+
+        Raises:
+            FlexError: the same on every rank. Tensors that were yielded before are whole.
+        """
+        failures: list[Exception] = []
+        ready: list[tuple[str, Any]] = []
+        self._compare_ties(failures)
+        for batch in self.plan.batches:
+            self._agree(failures)
+            try:
+                yield from ready
+            except BaseException:  # The others are about to receive this batch.
+                self._leave(batch)
+                raise
+            ready = self._assemble(batch, failures)
+        self._agree(failures)
+        yield from ready
+
+    def _compare_ties(self, failures: list[Exception]) -> None:
+        """Compare the copies of tied tensors, of a job that has several; a difference is an error of the first rank."""
+        if not self.plan.has_ties:
+            return
+        views = {
+            role: {name: view_of(weight.local_tensor) for name, weight in names.items()}
+            for role, names in self.weights.items()
+        }
+        hashing = partial(hash_ties, views, self.plan.sides)
+        digests = all_gather_checked(self.channel, "hashing tied tensors", hashing, list[bytes], to=0)
+        found = diverged(self.plan.ties, digests) if self.channel.rank == 0 else ()
+        if found:
+            failures.append(
+                MismatchError(
+                    "Copies of tied tensors differ between pipeline stages.",
+                    where=str(_MODEL),
+                    evidence=[line for tie in found for line in tie.differences],
+                    next_step="Resume from an older checkpoint and look for the cause.",
+                )
+            )
+
+    def _agree(self, failures: Sequence[Exception]) -> None:
+        """Exchange a word with the other ranks; raise the error of any of them."""
+
+        def word() -> None:
+            if failures:
+                raise failures[0]
+
+        run_on_all(self.channel, "streaming weights", word)
+
+    def _leave(self, batch: Batch) -> None:
+        """Take part in the next batch, and tell the other ranks that this one goes no further."""
+        rank = self.channel.rank
+        ended = PeerError(
+            f"Rank {rank} has ended the stream before its last tensor.",
+            where=f"rank {rank} of {self.channel.world_size}",
+            next_step="Read the stream to its end on every rank, or end it on all ranks behind the same tensor.",
+        )
+        self._assemble(batch, [ended])
+        with suppress(FlexError):
+            self._agree([ended])
+
+    def _assemble(self, batch: Batch, failures: list[Exception]) -> list[tuple[str, Any]]:
+        """Send and receive the pieces of a batch, and return its tensors.
+
+        An error is added to the failures, and this rank takes part in the rounds to their end.
+        """
+        receives, buffers = self.channel.rank in self.receivers, dict[str, Any]()
+        reader = LiveReader(self.weights[MODEL_STATE], self.plan.held)
+        if receives and not failures:
+            attempt(failures, lambda: buffers.update({one.name: _empty(one) for one in batch.tensors}))
+        for pieces in batch.rounds:
+            own = reader.read([one for one in pieces if one.move.owner == self.channel.rank], failures)
+            for piece, array in exchange_round(self.channel, pieces, own):
+                if receives and not failures:
+                    attempt(failures, partial(_place, batch.items[piece.move.part], piece, array, buffers))
+            reader.release()
+        found: list[tuple[str, Any]] = []
+        if receives and not failures:
+            attempt(failures, lambda: found.extend((name, self._finished(name, one)) for name, one in buffers.items()))
+        return found
+
+    def _finished(self, name: str, tensor: Any) -> Any:
+        """Return an assembled tensor with its adapters added, at its place."""
+        if self.merge is not None:
+            self.merge.apply(name, 0, slot_of(tensor).open().array())
+        return tensor if self.place is None else tensor._copy_to(self.place, True)
+
+
+def _empty(shard: Shard) -> Any:
+    """Return memory of the host for a whole tensor, as a ``paddle.Tensor``."""
+    import paddle
+
+    return paddle.empty(shard.global_shape, dtype=shard.dtype, device=paddle.CPUPlace())
+
+
+def _place(items: Sequence[ReadItem], piece: TransferPiece, array: Array, buffers: Mapping[str, Any]) -> None:
+    """Copy a received piece to every tensor that it is a part of."""
+    for item in items:
+        box = piece.box.relative_to(item.stored.part.lo)
+        view = item_view(slot_of(buffers[item.name]).open().array(), item)
+        copy_cast(view[tuple(slice(low, high) for low, high in zip(box.lo, box.hi, strict=True))], array, _MODEL)
+
+
+class LiveReader:
+    """Reads pieces of live shards, of a device through staging memory with one wait for all pieces of a round.
+
+    Args:
+        weights: name -> live weight.
+        held: the ranges that this rank sends, by file and offset.
+    """
+
+    def __init__(self, weights: Mapping[str, Any], held: Mapping[tuple[str, int], HeldRange]) -> None:
+        self._weights, self._held = weights, held
+        self._staged: list[tuple[StagingPool, StagingBuffer]] = []
+
+    def read(self, pieces: Sequence[TransferPiece], failures: list[Exception]) -> list[Array]:
+        """Return the elements of pieces, or zeros after an error, which is added to the failures."""
+        found: list[Array] = []
+        if not failures:
+            attempt(failures, lambda: found.extend(self._read(pieces)))
+        return found or [np.zeros(one.box.shape, numpy_dtype(one.move.part.dtype)) for one in pieces]
+
+    def release(self) -> None:
+        """Give staging memory back, once the pieces have been sent."""
+        for pool, buffer in self._staged:
+            pool.give(buffer)
+        self._staged.clear()
+
+    def _read(self, pieces: Sequence[TransferPiece]) -> list[Array]:
+        rows: list[Array] = []
+        copies: list[DeviceCopy] = []
+        for piece in pieces:
+            part = piece.move.part
+            held = self._held[part.file, part.begin]
+            tensor = self._weights[held.name].local_tensor
+            low, high = _rows(part.shape, piece.box)
+            rows.append(self._elements(tensor, held.start + low, held.start + high, copies))
+        for copy in copies:
+            copy.wait()
+        return [_inside(flat, one.move.part.shape, one.box) for flat, one in zip(rows, pieces, strict=True)]
+
+    def _elements(self, tensor: Any, start: int, stop: int, copies: list[DeviceCopy]) -> Array:
+        """Return a range of a tensor's elements; copies that have begun must be waited for first."""
+        view = host_view(tensor)
+        if view is not None:
+            return view[start:stop]
+        dtype = dtype_of(tensor)
+        size = (stop - start) * dtype.itemsize
+        if in_host_memory(tensor.place):
+            memory = np.empty(size, np.uint8)
+            copy_to_host(tensor, start, stop, memory)
+        else:
+            pool = pool_of(tensor.place, DEFAULT_STAGING_MEMORY_BYTES)
+            self._staged.append((pool, pool.take(size)))
+            memory = self._staged[-1][1].bytes
+            copies.extend(begin_copies(tensor, start, stop, memory))
+        return memory.view(dtype)
+
+
+def _axis(shape: Shape) -> int:
+    """Return the first axis that is longer than one, or the last axis."""
+    return next((axis for axis, length in enumerate(shape) if length > 1), max(len(shape) - 1, 0))
+
+
+def _rows(shape: Shape, box: Box) -> tuple[int, int]:
+    """Return the range of elements of the rows that a box of a row-major shape is in."""
+    if not shape:
+        return 0, 1
+    axis = _axis(shape)
+    row = math.prod(shape[axis + 1 :])
+    return box.lo[axis] * row, box.hi[axis] * row
+
+
+def _inside(flat: Array, shape: Shape, box: Box) -> Array:
+    """Return a box as a view of the rows that it is in."""
+    if not shape:
+        return flat.reshape(())
+    axis = _axis(shape)
+    rows = flat.reshape((*(1 for _ in range(axis)), -1, *shape[axis + 1 :]))
+    inside = (slice(low, high) for low, high in zip(box.lo[axis + 1 :], box.hi[axis + 1 :], strict=True))
+    return rows[(slice(None),) * (axis + 1) + tuple(inside)]

@@ -1,0 +1,262 @@
+"""``paddleformers_fc.stream``: the weights of a live model as an iterator, for inference engines and exports.
+
+It describes the model as ``save`` does, and :mod:`paddleformers_fc.execute.stream` sends the tensors. A model with
+adapters is streamed merged: first its adapters, which are small, then the tensors of its base, each with its change
+added where it is received.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+import paddle
+
+from paddleformers_fc.api_arguments import COUNT, FLAG, NAMES, Kind, one_of, require, require_or_none
+from paddleformers_fc.distributed.channel import Channel, gather_and_keep, group_by_value
+from paddleformers_fc.distributed.communicator import job_communicator
+from paddleformers_fc.errors import MismatchError, OptionError
+from paddleformers_fc.execute.export import refuse_dtype
+from paddleformers_fc.execute.memory import slot_of
+from paddleformers_fc.execute.merging import Merge, deltas_of
+from paddleformers_fc.execute.save import LivePart
+from paddleformers_fc.execute.stream import (
+    DEFAULT_BYTES,
+    Stream,
+    StreamPlan,
+    StreamRequest,
+    Tensors,
+    known_plans,
+    part_of,
+    plan_stream,
+)
+from paddleformers_fc.families import Family, ModelDescription
+from paddleformers_fc.families.description import is_adapter
+from paddleformers_fc.families.stated import without_family
+from paddleformers_fc.layout.live import Roles
+from paddleformers_fc.layout.roles import MODEL_STATE
+from paddleformers_fc.mapping import RuleSet
+from paddleformers_fc.trainer import adapter_checks, base_fingerprint, live_roles, optimizers, own_statements
+from paddleformers_fc.trainer.description import base_model, describe_model
+from paddleformers_fc.trainer.library_objects import has_adapters, unwrap_model
+from paddleformers_fc.trainer.loop import Config, RankTensors, described_source, is_by_name, rank_tensors, with_rules
+
+HOST, MODEL = "host", "model"
+_RECEIVERS = Kind(
+    '"all", "first" or a list of ranks',
+    lambda value: (
+        value in ("all", "first")
+        if isinstance(value, str)
+        else isinstance(value, Collection) and len(value) > 0 and all(type(one) is int and one >= 0 for one in value)
+    ),
+)
+
+
+def stream(
+    model: Any,
+    *,
+    names: Sequence[str] | None = None,
+    dtype: str | None = None,
+    to: str | Sequence[int] = "all",
+    max_bytes: int = DEFAULT_BYTES,
+    device: str = HOST,
+    adapters: bool = False,
+    family: str | Family | None = None,
+    config: Config | None = None,
+    mapping: RuleSet | None = None,
+) -> Tensors:
+    """Yield the whole tensors of a live model in the names, layout and order of an export. Every rank must iterate.
+
+    The tensors are copies, which the caller may keep. The model must not be trained until the stream has ended. A rank
+    that gets nothing iterates over nothing and sends its parts meanwhile.
+
+    Args:
+        model: a layer with ``sharded_state_dict``, or its parallel wrapper; or a state dict of semi-automatic
+            parallelism.
+        names: canonical names of the tensors; None for all.
+        dtype: ``float32`` or ``bfloat16`` for tensors of the model's dtype; None for the live one.
+        to: the ranks that get the tensors: ``all``, ``first``, or their numbers.
+        max_bytes: bound on the bytes that are under way on a rank; one tensor may exceed it.
+        device: ``host``, or ``model`` for the device of the model.
+        adapters: whether the adapters of a model are streamed alone, under PEFT's names; otherwise they are merged
+            into the weights.
+        family: as for :func:`.loop.save`.
+        config: as for :func:`.loop.save`.
+        mapping: as for :func:`.loop.save`.
+    Yields:
+        canonical name and ``paddle.Tensor``. ``torch.from_dlpack(tensor)`` shares its memory, and so does
+        ``tensor.numpy()`` of a dtype that numpy has.
+    Raises:
+        FlexError: the same on every rank, at the call or while tensors are read.
+
+    Example:
+        >>> for name, tensor in paddleformers_fc.stream(model, to="first"):
+        ...     engine.update(name, torch.from_dlpack(tensor))
+    """
+    channel = job_communicator()
+    if family is config is mapping is None:
+        own_statements.adopt(model, channel)
+    adapter_checks.refuse_unsupported(model, channel)
+    live_roles.wait_for_weights()
+
+    def prepare() -> _Prepared:
+        require_or_none(NAMES, names=names)
+        require(_RECEIVERS, to=to)
+        require(COUNT, max_bytes=max_bytes)
+        require(one_of((HOST, MODEL)), device=device)
+        require(FLAG, adapters=adapters)
+        refuse_dtype(dtype or "")
+        wanted = None if names is None else tuple(names)
+        request = StreamRequest(_receivers(to, channel.world_size), wanted, dtype or "", int(max_bytes))
+        source, described = described_source(model, None, family, config, mapping)
+        base_fingerprint.refuse_undefined(source.model)
+        _refuse_adapters(described, request, adapters)
+        if mapping is not None or is_by_name(described):
+            described = replace(described, config=without_family(described.config))
+        return _Prepared(described, source.weights(), request)
+
+    if has_adapters(unwrap_model(model)) and not adapters:
+        return _merged(unwrap_model(model), prepare, channel, device)
+    return _planned(prepare, channel).stream(device).tensors()
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """What this rank brings into a stream.
+
+    Args:
+        model: the description of the model.
+        weights: role -> name -> live weight.
+        request: what is streamed.
+    """
+
+    model: ModelDescription
+    weights: Roles
+    request: StreamRequest
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """A stream of one model.
+
+    Args:
+        plan: the part of this rank.
+        part: the live tensors, and the description of the model with its rules.
+        request: what is streamed.
+        channel: all ranks of the job.
+    """
+
+    plan: StreamPlan
+    part: LivePart
+    request: StreamRequest
+    channel: Channel
+
+    def stream(self, device: str = HOST, merge: Merge | None = None) -> Stream:
+        """Return the stream."""
+        place = None if device == HOST else _place(self.part.tensors)
+        return Stream(self.plan, self.part.tensors, self.request.receivers, self.channel, place, merge)
+
+
+class _Introduction(msgspec.Struct):
+    """What a rank brings into a stream, on its way to the others.
+
+    Args:
+        request: what it asks for, as text.
+        tensors: its tensors, if the model is mapped by name.
+        plans: the names of the plans that it has kept.
+    """
+
+    request: str
+    tensors: RankTensors
+    plans: list[bytes]
+
+
+def _planned(prepare: Callable[[], _Prepared], channel: Channel) -> _Planned:
+    """Plan a stream, with one exchange if all ranks have kept the plan of an earlier one. Every rank must call.
+
+    Args:
+        prepare: returns what this rank brings into it; its errors are raised on all ranks.
+        channel: all ranks of the job.
+    """
+
+    def introduce() -> tuple[_Introduction, tuple[_Prepared, LivePart, dict[bytes, StreamPlan]]]:
+        own = prepare()
+        part = part_of(own.weights, own.model)
+        plans = known_plans(part, own.request, channel.rank)
+        tensors = rank_tensors(own.weights) if is_by_name(own.model) else RankTensors()
+        return _Introduction(repr(own.request), tensors, list(plans)), (own, part, plans)
+
+    everyone, (own, part, plans) = gather_and_keep(channel, "beginning a stream", introduce, _Introduction)
+    requests = [one.request for one in everyone]
+    if len(set(requests)) > 1:
+        raise MismatchError(
+            "The ranks ask for different streams.",
+            where="stream",
+            evidence=[group_by_value(requests)],
+            next_step="Call stream with the same arguments on every rank.",
+        )
+    part = replace(part, model=with_rules(own.model, [one.tensors for one in everyone]))
+    plan = plan_stream(part, own.request, plans, [one.plans for one in everyone], channel)
+    return _Planned(plan, part, own.request, channel)
+
+
+def _merged(model: Any, prepare: Callable[[], _Prepared], channel: Channel, device: str) -> Tensors:
+    """Yield the tensors of a model with its adapters added. Every rank must call."""
+    base_fingerprint.identify_once(model, channel)
+
+    def prepare_adapters() -> _Prepared:
+        own = prepare()
+        return replace(own, request=replace(own.request, names=None, is_exported=False))
+
+    def prepare_base() -> _Prepared:
+        named = {name: one for name, one in live_roles.sharded_weights(model).items() if not is_adapter(name)}
+        return replace(prepare(), model=describe_model(base_model(model)), weights={MODEL_STATE: optimizers.cut(named)})
+
+    adapters = _planned(prepare_adapters, channel)
+    tensors = {name: _array(tensor) for name, tensor in adapters.stream().tensors()}
+    settings = adapters.part.model.adapters
+    merge = Merge(deltas_of(tensors, adapters.plan.shared, settings), {}) if tensors and settings is not None else None
+    yield from _planned(prepare_base, channel).stream(device, merge).tensors()
+
+
+def _array(tensor: Any) -> Any:
+    """Return a copy, which outlives the tensor."""
+    return slot_of(tensor).open().array().reshape(tuple(tensor.shape)).copy()
+
+
+def _receivers(to: str | Sequence[int], world_size: int) -> tuple[int, ...]:
+    if isinstance(to, str):
+        return tuple(range(world_size)) if to == "all" else (0,)
+    ranks = tuple(sorted(set(to)))
+    if ranks[-1] >= world_size:
+        raise OptionError(
+            f"The job has no rank {ranks[-1]}.",
+            where="to",
+            evidence=[f"its ranks are 0 to {world_size - 1}"],
+            next_step="Give ranks of the job.",
+        )
+    return ranks
+
+
+def _refuse_adapters(described: ModelDescription, request: StreamRequest, adapters: bool) -> None:
+    """Refuse a request that does not fit the adapters of a model.
+
+    Raises:
+        OptionError: the model has none, or another dtype is wanted of a merged model.
+    """
+    if adapters and described.adapters is None:
+        raise OptionError("The model has no adapters.", where="adapters", next_step="Leave out adapters=True.")
+    if request.dtype and described.adapters is not None:
+        raise OptionError(
+            "A model with adapters is streamed in its own dtype.",
+            where="dtype",
+            next_step="Leave out dtype=, and cast the tensors where they are received.",
+        )
+
+
+def _place(weights: Roles) -> Any:
+    """Return the place of a model; None in host memory."""
+    first = next((one.local_tensor for one in weights.get(MODEL_STATE, {}).values()), None)
+    return None if first is None or paddle.device.get_device() == "cpu" else first.place

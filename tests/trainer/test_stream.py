@@ -1,0 +1,97 @@
+"""Streams of live weights: the bytes of an export under every layout, errors of one rank, and exchanges."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.numpy import load_file
+
+import paddleformers_fc
+from paddleformers_fc.storage.safetensors import read_header
+from tests.harness.tiny import EP2, PP2, SD2S3, SD2V1, SINGLE, TP2, TP2PP2, MatrixLayout
+from tests.trainer.test_pretrained import weights_of
+from verification.forkserver import ForkServer
+
+JOBS = "tests.trainer.stream_jobs"
+ERNIE = {"model_type": "ernie4_5_moe"}
+TIED = {"model": {"tie_word_embeddings": True}}
+
+
+def exported(directory: Path) -> dict[str, str]:
+    """The digests of the tensors of an export, in the order of its files."""
+    found: dict[str, str] = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        tensors = load_file(path)
+        entries = read_header(path).tensors
+        for name in sorted(entries, key=lambda one: entries[one].begin):
+            found[name] = hashlib.md5(tensors[name].tobytes()).hexdigest()
+    return found
+
+
+def job(layout: MatrixLayout, place: Path, **settings: Any) -> dict[str, Any]:
+    arguments = {"max_steps": 2, **settings.pop("arguments", {})}
+    return {"layout": layout.to_json(), "output_dir": str(place), "arguments": arguments, **settings}
+
+
+@pytest.mark.parametrize(
+    ("layout", "settings"),
+    [(SINGLE, {}), (TP2, {}), (PP2, TIED), (TP2PP2, {}), (SD2V1, {}), (SD2S3, {}), (EP2, ERNIE)],
+    ids=lambda value: value.name if isinstance(value, MatrixLayout) else "",
+)
+def test_a_stream_has_the_tensors_of_an_export_in_its_order(
+    ranks: ForkServer, tmp_path: Path, layout: MatrixLayout, settings: dict[str, Any]
+) -> None:
+    streams = {"all": {}, "small": {"max_bytes": 1 << 14}, "first": {"to": "first"}, "last": {"to": [layout.nproc - 1]}}
+    given = job(layout, tmp_path, streams=streams, **settings)
+    results = ranks.run(f"{JOBS}:after_training", layout.nproc, given).values
+    expected = exported(tmp_path / "hf")
+    for rank, result in enumerate(results):
+        got = result["streams"]
+        assert got["all"] == got["small"] == expected
+        assert got["first"] == (expected if rank == 0 else {})
+        assert got["last"] == (expected if rank == layout.nproc - 1 else {})
+    assert list(results[0]["streams"]["all"]) == list(expected)
+
+
+def test_adapters_are_streamed_alone_or_merged_into_their_base(ranks: ForkServer, tmp_path: Path) -> None:
+    base = weights_of(ranks, tmp_path / "base", "llama", {})
+    streams = {"alone": {"adapters": True}, "merged": {}, "first": {"to": "first", "max_bytes": 4096}}
+    saving = {"arguments": {"save_steps": 2}, "base": str(base)}
+    given = job(TP2, tmp_path / "run", streams=streams, adapted=True, **saving)
+    first, second = (one["streams"] for one in ranks.run(f"{JOBS}:after_training", 2, given).values)
+    assert first["alone"] == second["alone"] == exported(tmp_path / "run/hf")
+    paddleformers_fc.open(tmp_path / "run/checkpoint-2").export(tmp_path / "merged", base=base)
+    merged = exported(tmp_path / "merged")
+    assert first["merged"] == second["merged"] == first["first"] == merged != exported(base)
+    assert second["first"] == {}
+
+
+def test_a_stream_between_steps_changes_no_loss_and_keeps_its_plan(ranks: ForkServer, tmp_path: Path) -> None:
+    streamed = ranks.run(f"{JOBS}:between_steps", 2, job(TP2, tmp_path / "streamed")).values
+    plain = ranks.run("tests.trainer.jobs:run", 2, job(TP2, tmp_path / "plain")).values
+    assert [one["losses"] for one in streamed] == [one["losses"] for one in plain]
+    one, two = streamed[0]["streams"]
+    assert one.keys() == two.keys()
+    assert one != two
+    # Of the second stream no exchange plans; every word is followed by the weights of a batch.
+    first, second = streamed[0]["exchanges"]
+    assert set(second) == {"beginning a stream", "streaming weights"}
+    assert {"describing shards", "planning a stream"} <= set(first)
+
+
+def test_an_error_on_one_rank_ends_the_stream_on_all(ranks: ForkServer, tmp_path: Path) -> None:
+    first, last = ranks.run(f"{JOBS}:broken", 2, job(TP2, tmp_path)).values
+    for case in ("arguments", "requests", "names", "ranks", "adapters", "reading"):
+        assert first[case] == last[case]
+    assert first["arguments"].startswith("OptionError: Invalid argument: device='gpu'")
+    assert first["requests"] == "MismatchError: The ranks ask for different streams."
+    assert first["names"].startswith("OptionError: The model has no such tensor")
+    assert first["ranks"] == "OptionError: The job has no rank 9."
+    assert first["adapters"] == "OptionError: The model has no adapters."
+    assert "no memory for pieces" in first["reading"]
+    assert first["early"] == "PeerError: Rank 1 has ended the stream before its last tensor."
+    assert last["early"] == "none, 3 tensors"
+    assert first["whole"] == last["whole"] != "none, 0 tensors"
