@@ -26,8 +26,6 @@ from paddleformers_fc.text import count_text
 MAX_EXPERTS = 1 << 16
 """Maximum number of experts in one tensor; each is a rule."""
 
-_NO_SHIFTS: dict[str, int] = {}
-
 
 class ModelTensor(msgspec.Struct, frozen=True, gc=False):
     """A tensor of a real model.
@@ -45,25 +43,18 @@ class ModelTensor(msgspec.Struct, frozen=True, gc=False):
     cuts: Shape
 
 
-def bind(
-    family: Family,
-    model: ModelDescription,
-    tensors: Iterable[ModelTensor],
-    shifts: Mapping[str, int] = _NO_SHIFTS,
-) -> RuleSet:
+def bind(family: Family, model: ModelDescription, tensors: Iterable[ModelTensor]) -> RuleSet:
     """Return the rules of one model.
 
     Args:
         family: the model's family.
         model: the description of the model.
         tensors: every tensor of the model, or of one rank's part of it.
-        shifts: differences between the model's numbers and canonical ones by placeholder, which replace those of the
-            family: ``{"expert": -4}`` where a rank counts its experts from 0 and its first one is number 4.
     Raises:
         MappingError: for names that no statement declares, numbers that the configuration does not have and shapes
             that no rule fits; all of them.
     """
-    known = Names(family, model, shifts)
+    known = Names(family, model)
     known.check_numbers()
     ties = tied_names(family, model)
     targets: dict[str, TensorSpec] = {}
@@ -164,7 +155,7 @@ def _chosen(kinds: list[Kind], tensor: ModelTensor, numbers: list[str]) -> Kind 
 
 def _rules(kind: Kind, tensor: ModelTensor, numbers: list[str]) -> list[Rule] | str:
     if kind.statement.stack is not None:
-        return _stack_rules(kind, kind.statement.stack, tensor, numbers)
+        return _stack_rules(kind, tensor, numbers)
     sources = tuple(source.format(*numbers) for source in kind.sources)
     if kind.statement.siblings:
         return _sibling_rules(kind.statement.siblings, sources, tensor)
@@ -250,31 +241,29 @@ def _whole_width(statement: Statement, axis: int, sizes: Sizes) -> int | None:
     return sizes.length(statement.shape[axis])
 
 
-def _stack_rules(kind: Kind, stack: Stack, tensor: ModelTensor, numbers: list[str]) -> list[Rule] | str:
+def _stack_rules(kind: Kind, tensor: ModelTensor, numbers: list[str]) -> list[Rule] | str:
     """Return a rule per expert, or a single one where the experts lie along the axis of their parts."""
     sizes, flat = kind.sizes, _flat(kind.statement, tensor.shape)
-    if flat != tensor.shape:
-        stack = replace(stack, new=True)
-    count, length = sizes.length("experts"), tensor.shape[stack.axis] if stack.axis < len(tensor.shape) else 0
-    share = 1 if stack.new else length // max(count, 1)
+    is_new = kind.statement.stack is Stack.NEW_AXIS or flat != tensor.shape
+    count, length = sizes.length("experts"), sum(tensor.shape[:1])
+    share = 1 if is_new else length // max(count, 1)
     declared = kind.shape(dict(zip(kind.holes, map(int, numbers), strict=True)))
     # A length that is divisible alone is no proof: twice as many experts of half the size are as long.
-    unlike = declared is not None and declared[stack.axis] != sum(flat[stack.axis : stack.axis + 1])
+    unlike = declared is not None and declared[0] != sum(flat[:1])
     if not share or share * count != length or count > MAX_EXPERTS or unlike:
-        return f"shape {list(tensor.shape)} does not hold {count} experts on axis {stack.axis}"
+        return f"shape {list(tensor.shape)} does not hold {count} experts on axis 0"
     if not _has_experts(kind.statement):
         (source,) = (source.format(*numbers) for source in kind.sources)
         return _stored_stack_rules(kind.statement, source, tensor)
-    one = _layout(kind.statement, _of_one(tensor.shape, stack, share), _of_one(tensor.cuts, stack, 1), sizes)
+    rows, cut = ((), ()) if is_new else ((share,), (1,))
+    one = _layout(kind.statement, (*rows, *tensor.shape[1:]), (*cut, *tensor.cuts[1:]), sizes)
     if isinstance(one, str):
         return one
-    axis, axes = one.axis, one.axes
-    if stack.new:
-        axis, axes = axis + (axis >= stack.axis), (*axes[: stack.axis], NEW_AXIS, *axes[stack.axis :])
+    axis, axes = (one.axis + 1, (NEW_AXIS, *one.axes)) if is_new else (one.axis, one.axes)
     sources = [
         tuple(source.format(*numbers, expert - kind.expert_shift) for source in kind.sources) for expert in range(count)
     ]
-    if axis == stack.axis:
+    if axis == 0:
         everything = tuple(source for names in sources for source in names)
         return [Rule(everything, (tensor.name,), one.parts * count, axis, axes)]
     return [
@@ -285,7 +274,7 @@ def _stack_rules(kind: Kind, stack: Stack, tensor: ModelTensor, numbers: list[st
             axis,
             axes,
             target_blocks=one.blocks,
-            slab=Slab(stack.axis, expert * share, (expert + 1) * share),
+            slab=Slab(0, expert * share, (expert + 1) * share),
         )
         for expert, names in enumerate(sources)
     ]
@@ -293,10 +282,9 @@ def _stack_rules(kind: Kind, stack: Stack, tensor: ModelTensor, numbers: list[st
 
 def _flat(statement: Statement, shape: Shape) -> Shape:
     """Return the shape of concatenated experts, which versions of Paddle after 3.3 save with an axis of experts."""
-    stack = statement.stack
-    if stack is None or stack.new or len(shape) != len(statement.shape) + 1:
+    if statement.stack is not Stack.ROWS or len(shape) != len(statement.shape) + 1:
         return shape
-    return (*shape[: stack.axis], shape[stack.axis] * shape[stack.axis + 1], *shape[stack.axis + 2 :])
+    return (shape[0] * shape[1], *shape[2:])
 
 
 def _has_experts(statement: Statement) -> bool:
@@ -313,12 +301,6 @@ def _stored_stack_rules(statement: Statement, source: str, tensor: ModelTensor) 
     turned = statement.geometry is Geometry.LINEAR
     order = (*axes[:-2], axes[-1], axes[-2]) if turned else axes
     return [Rule((source,), (tensor.name,), (tensor.shape[-1],), rank - 1, order)]
-
-
-def _of_one(lengths: Shape, stack: Stack, share: int) -> Shape:
-    """Return the lengths of one expert in a stack."""
-    middle = () if stack.new else (share,)
-    return (*lengths[: stack.axis], *middle, *lengths[stack.axis + 1 :])
 
 
 def _with_owners(tensors: list[ModelTensor], ties: Mapping[str, str]) -> list[ModelTensor]:

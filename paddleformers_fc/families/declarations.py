@@ -61,17 +61,11 @@ class Stage(Enum):
     ABSENT = "in no pipeline"
 
 
-@dataclass(frozen=True)
-class Stack:
-    """The layout of the experts of one layer in one tensor.
+class Stack(Enum):
+    """How the experts of one layer lie in one tensor, in order along its first axis."""
 
-    Args:
-        axis: the axis of the target along which the experts are placed in order.
-        new: whether the experts are stacked on a new axis; otherwise they are concatenated along an existing one.
-    """
-
-    axis: int
-    new: bool = False
+    ROWS = "one below the other"
+    NEW_AXIS = "on an axis of their own"
 
 
 @dataclass(frozen=True)
@@ -133,7 +127,7 @@ class Statement:
     @property
     def rank(self) -> int:
         """The number of axes."""
-        return len(self.shape) + (self.stack is not None and self.stack.new)
+        return len(self.shape) + (self.stack is Stack.NEW_AXIS)
 
     @property
     def names(self) -> frozenset[str]:

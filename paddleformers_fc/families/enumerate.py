@@ -114,7 +114,7 @@ def _of_kind(kind: Kind, index: Names, dtype: str) -> Iterator[DeclaredTensor]:
 
 
 def _declared(statement: Statement, name: str, shape: Shape, dtype: str, numbers: Mapping[str, int]) -> DeclaredTensor:
-    axis, stage = None if statement.stack is None else statement.stack.axis, statement.stage or Stage.LAST
+    axis, stage = None if statement.stack is None else 0, statement.stage or Stage.LAST
     return DeclaredTensor(name, shape, dtype, statement.cut, axis, numbers, stage, statement.trained)
 
 

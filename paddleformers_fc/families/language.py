@@ -370,8 +370,6 @@ def experts(
     *single: Group,
     file: str | None = None,
     formers: Group = (),
-    grouped: str = "mlp.grouped_gemm_experts.weight",
-    fallback: tuple[str, str] = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
 ) -> Statements:
     """Declare routed experts: one per tensor, or those of a layer in two tensors.
 
@@ -383,37 +381,33 @@ def experts(
         single: its layers, named relative to it: :func:`gate_up` and :func:`row`.
         file: the scope in files, where it differs.
         formers: the layers of a single expert of PaddleFormers, where they differ.
-        grouped: the beginning of the names of PaddleFleet's grouped experts, in front of 1 and 2.
-        fallback: the names of PaddleFormers' grouped experts.
     """
     one, others = layer(scope, *single, file=file), layer(scope, formers, file=file)
     up, down = (each for each in one if each.target.endswith(".weight"))
-    first, second = (stacked(f"{grouped}{number}", _as_stored(each)) for number, each in ((1, up), (2, down)))
+    fused = (*stacked("mlp.experts.gate_up_proj", up), *stacked("mlp.experts.down_proj", down))
+    grouped = tuple((f"mlp.grouped_gemm_experts.weight{number}", each) for number, each in ((1, up), (2, down)))
+    first, second = (stacked(name, _as_stored(each)) for name, each in grouped)
     alternating = replace(first[0], geometry=Geometry.ALTERNATING_FFN, shape=("expert_ffn", ("hidden", "hidden")))
     return (
-        *of_class(FORMERS, when("fd_fallback", stacked(fallback[0], up), stacked(fallback[1], down))),
-        *of_class(FORMERS, unless("fd_fallback", others or one)),
+        *of_class(FORMERS, when("fd_fallback", fused), unless("fd_fallback", others or one)),
         *of_class(
             FLEET,
             unless("moe_expert_fusion", unless("using_sonic_moe", uncut(one))),
-            when(
-                "moe_expert_fusion", unless("using_sonic_moe", stacked(f"{grouped}1", up), stacked(f"{grouped}2", down))
-            ),
+            when("moe_expert_fusion", unless("using_sonic_moe", *(stacked(name, each) for name, each in grouped))),
             when("using_sonic_moe", when(ALTERNATES, (alternating,)), unless(ALTERNATES, first), second),
         ),
     )
 
 
-def stacked(name: str, expert: Statement, axis: int = 0, new: bool = False) -> Statements:
+def stacked(name: str, expert: Statement, new: bool = False) -> Statements:
     """Place the experts of one layer in one tensor, which tensor parallelism does not cut.
 
     Args:
         name: the name of the stack in the model.
         expert: a single expert.
-        axis: the axis of the stack along which the experts are placed.
-        new: whether the axis is new; otherwise the experts are concatenated along an axis of theirs.
+        new: whether the experts are placed on a new axis; otherwise they are concatenated along their first axis.
     """
-    return (replace(expert, target=name, stack=Stack(axis, new), cut=None),)
+    return (replace(expert, target=name, stack=Stack.NEW_AXIS if new else Stack.ROWS, cut=None),)
 
 
 def stack_of_files(name: str, *, file: str = "", shape: Shape, turned: bool = False) -> Statements:
@@ -426,7 +420,7 @@ def stack_of_files(name: str, *, file: str = "", shape: Shape, turned: bool = Fa
         turned: whether a single expert is transposed, as the weight of a linear layer.
     """
     geometry = Geometry.LINEAR if turned else Geometry.SAME
-    return (Statement(name, (file or name,), geometry, stack=Stack(0, True), shape=shape),)
+    return (Statement(name, (file or name,), geometry, stack=Stack.NEW_AXIS, shape=shape),)
 
 
 def layer(scope: str, *groups: Group, file: str | None = None) -> Statements:
@@ -445,7 +439,7 @@ def layer(scope: str, *groups: Group, file: str | None = None) -> Statements:
     )
 
 
-def prediction(scope: str, *groups: Group, file: str | None = None) -> Parts:
+def prediction(scope: str, *groups: Group) -> Parts:
     """Declare multi-token prediction layers of PaddleFleet, around the parts of a transformer layer.
 
     They follow the last layer, and files may lack them. Conditions get the number of the prediction layer as ``layer``.
@@ -456,11 +450,10 @@ def prediction(scope: str, *groups: Group, file: str | None = None) -> Parts:
         column("eh_proj", inputs=("hidden", "hidden")),
         same("enorm.weight", "hnorm.weight"),
         same("norm.weight", file="shared_head.norm.weight"),
-        file=file,
     )
     return (
         *of_class(FLEET, tuple(one for one in own if one.model_class is not FORMERS)),
-        *optional(f"{file or scope}."),
+        *optional(f"{scope}."),
     )
 
 
@@ -501,9 +494,10 @@ def tower(
     number: str = "block",
     sizes: Mapping[str, Size] = _NO_SIZES,
     defaults: Mapping[str, Any] = _NONE,
-    stage: Stage = Stage.FIRST,
 ) -> Tower:
     """Declare a tower: a part of a model with layers, sizes and a nested configuration of its own.
+
+    In a pipeline its tensors are on the first stage, and those of ``{layer}`` with their layers.
 
     Args:
         name: its name, by which other sizes of the family refer to its sizes: ``vision.hidden``.
@@ -512,9 +506,8 @@ def tower(
         number: the placeholder of its layers.
         sizes: sizes that differ from :data:`SIZES`; ``layers`` is the number of layers.
         defaults: the values of the model's class for keys that the nested configuration lacks.
-        stage: its place in a pipeline. Tensors of ``{layer}`` are placed with their layers.
     """
-    placed = tuple(replace(one, tower=name, stage=one.stage or stage) for one in _all(groups))
+    placed = tuple(replace(one, tower=name, stage=one.stage or FIRST) for one in _all(groups))
     return Tower(name, key, placed, Numbers(number, f"{name}.layers"), sizes, defaults)
 
 

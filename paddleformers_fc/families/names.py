@@ -21,6 +21,7 @@ from paddleformers_fc.families.declarations import (
     SIZES,
     Family,
     Numbers,
+    Stack,
     Statement,
     Tower,
 )
@@ -35,7 +36,6 @@ _PREFIXES = {"visual.": "model.visual.", "model.": "model.language_model."}
 _HEADS = {"heads": "num_attention_heads", "kv_heads": "num_key_value_heads"}
 _USERS = {"heads": {"heads", "q"}, "kv_heads": {"kv_heads", "kv"}}
 _OF_HEADS = frozenset[str]().union(*_USERS.values())
-_NO_SHIFTS: dict[str, int] = {}
 _NO_CLASS = (
     "is not known: `architectures` names no class, and this family has one of PaddleFleet and one of PaddleFormers "
     "(whose name ends in Deprecated)"
@@ -74,11 +74,11 @@ class Kind:
 
     def shape(self, numbers: Mapping[str, int]) -> Shape | None:
         """Return the declared shape of the tensor of these numbers; None if the configuration does not give it."""
-        known, stack = with_layer(self.statement, self.sizes, numbers), self.statement.stack
-        needed = (*self.statement.shape, "experts") if stack is not None else self.statement.shape
+        known, statement = with_layer(self.statement, self.sizes, numbers), self.statement
+        needed = statement.shape if statement.stack is None else (*statement.shape, "experts")
         if not all(self.sizes.defines(size, known) for size in needed):
             return None
-        return shape_of(self.statement, self.sizes, known)
+        return shape_of(statement, self.sizes, known)
 
     def holds(self, numbers: Mapping[str, int]) -> bool | None:
         """Return whether the statement's conditions hold; None if they depend on keys that the configuration lacks."""
@@ -99,13 +99,11 @@ def shape_of(statement: Statement, sizes: Sizes, numbers: Mapping[str, int]) -> 
     Raises:
         MappingError: the configuration lacks a key.
     """
-    shape, stack = tuple(sizes.length(size, numbers) for size in statement.shape), statement.stack
-    if stack is None:
+    shape = tuple(sizes.length(size, numbers) for size in statement.shape)
+    if statement.stack is None:
         return shape
     count = sizes.length("experts")
-    if stack.new:
-        return (*shape[: stack.axis], count, *shape[stack.axis :])
-    return (*shape[: stack.axis], count * shape[stack.axis], *shape[stack.axis + 1 :])
+    return (count, *shape) if statement.stack is Stack.NEW_AXIS else (count * shape[0], *shape[1:])
 
 
 class Names:
@@ -114,18 +112,17 @@ class Names:
     Args:
         family: the model's family.
         model: the model; its adapters have statements as well.
-        shifts: differences between the model's numbers and canonical ones by placeholder, instead of the family's.
     Attributes:
         kinds: the statements, in order.
     Raises:
         MappingError: a canonical name contains a number that the model's name lacks.
     """
 
-    def __init__(self, family: Family, model: ModelDescription, shifts: Mapping[str, int] = _NO_SHIFTS) -> None:
+    def __init__(self, family: Family, model: ModelDescription) -> None:
         self.sizes = sizes = family_sizes(family, model)
         self._family, self._numbers = family, family_numbers(family)
-        known = {name: sizes.length(one.shift) for name, one in self._numbers.items() if sizes.defines(one.shift)}
-        self._shifts = {**known, **shifts}
+        shifts = {name: one.shift for name, one in self._numbers.items()}
+        self._shifts = {name: sizes.length(one) for name, one in shifts.items() if sizes.defines(one)}
         self._spans = {name: _span(one, sizes) for name, one in self._numbers.items()}
         self.kinds = [self._kind(one) for one in with_adapters(family, model.adapters).statements]
         self._kinds: dict[str, list[Kind]] = {}

@@ -53,18 +53,15 @@ def one_by_one(canonical: Arrays, layer: int = 0) -> tuple[list[Any], list[Any],
 
 
 @pytest.mark.parametrize(
-    ("axis", "new", "joined"),
+    ("new", "joined"),
     [
-        pytest.param(0, False, np.concatenate, id="one behind the other along the rows"),
-        pytest.param(0, True, np.stack, id="on an axis of their own"),
-        pytest.param(1, False, np.hstack, id="along the columns"),
+        pytest.param(False, np.concatenate, id="one behind the other along the rows"),
+        pytest.param(True, np.stack, id="on an axis of their own"),
     ],
 )
-def test_experts_are_stacked_as_declared(axis: int, new: bool, joined: Callable[[list[Any]], Any]) -> None:
+def test_experts_are_stacked_as_declared(new: bool, joined: Callable[[list[Any]], Any]) -> None:
     name = "model.layers.{layer}.stack"
-    canonical, model = both_ways(
-        bound((*stacked(f"{name}1", GATE_UP, axis, new), *stacked(f"{name}2", DOWN, axis, new)))
-    )
+    canonical, model = both_ways(bound((*stacked(f"{name}1", GATE_UP, new), *stacked(f"{name}2", DOWN, new))))
     gate, up, down = one_by_one(canonical)
     pairs = [np.concatenate(pair, axis=1) for pair in zip(gate, up, strict=True)]
     assert np.array_equal(model["model.layers.0.stack1"], joined(pairs))
@@ -148,14 +145,6 @@ def test_a_layer_among_the_empty_ones_is_refused() -> None:
         MappingError, match=r"layers\.2\.input_layernorm\.weight: its number 2 is smaller than the shift 3"
     ):
         bind(family, model_of(config), [ModelTensor("model.layers.2.input_layernorm.weight", (32,), "float32", (1,))])
-
-
-def test_experts_that_a_rank_counts_from_zero_are_placed() -> None:
-    family = BY_NAME["ernie4_5_moe"]
-    tensor = ModelTensor("model.layers.1.mlp.experts.1.down_proj.weight", (16, 32), "float32", (1, 1))
-    rules = bind(family, model_of(settings(family)), [tensor], shifts={"expert": -2})
-    assert rules.rules[0].sources == ("model.layers.1.mlp.experts.3.down_proj.weight",)
-    assert rules.rules[0].targets == ("model.layers.1.mlp.experts.1.down_proj.weight",)
 
 
 def test_statements_for_one_name_are_distinguished_by_the_class_and_the_configuration() -> None:

@@ -87,8 +87,7 @@ def _changed(one: Statement) -> Iterator[tuple[str, Statement]]:
         yield "groups of a source", replace(one, groups=1)
         yield "groups of a source", replace(one, groups="kv_heads")
     if one.stack is not None:
-        yield "stack", replace(one, stack=replace(one.stack, axis=1 - min(one.stack.axis, 1)))
-        yield "stack", replace(one, stack=Stack(one.stack.axis, not one.stack.new))
+        yield "stack", replace(one, stack=Stack.ROWS if one.stack is Stack.NEW_AXIS else Stack.NEW_AXIS)
 
 
 def _exchangeable(one: Statement, other: Statement) -> bool:
