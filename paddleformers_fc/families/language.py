@@ -12,6 +12,7 @@ column     a linear layer whose outputs are cut
 row        a linear layer whose inputs are cut; its bias is whole on every rank
 qkv        query, key and value in one layer: for every kv head its queries, its key and its value
 gate_up    gate and up in one layer, side by side for every tensor-parallel rank
+gated      gate and up in one layer, and the layer behind them
 experts    routed experts, one by one or all of a layer in one tensor
 ends       embedding, last norm and head
 ========== ============================================================================================
@@ -243,6 +244,23 @@ def gate_up(name: str, *files: str, size: Size = "ffn", bias: Condition = False)
         bias: the condition of the bias.
     """
     return _joined(name, files, (size, size), Geometry.FUSED_FFN, bias)
+
+
+def gated(
+    name: str, gate: str, up: str, down: str, size: Size = "ffn", *, file: str = "", bias: Condition = False
+) -> Statements:
+    """Declare a gated feed-forward: gate and up in one layer, and the layer behind them.
+
+    Args:
+        name: the layer of the model that holds gate and up.
+        gate: the gate in files.
+        up: the other half of the layer in files.
+        down: the layer behind them, in the model.
+        size: the number of its inputs.
+        file: its canonical name, where it differs.
+        bias: the condition of the biases.
+    """
+    return (*gate_up(name, gate, up, size=size, bias=bias), *row(down, file=file, inputs=size, bias=bias))
 
 
 def _joined(

@@ -12,10 +12,7 @@ def sparse(layer: int, experts: int, first_k_dense_replace: int, moe_layer_freq:
     return bool(experts) and layer >= first_k_dense_replace and layer % moe_layer_freq == 0
 
 
-EXPERT = (
-    lang.gate_up("up_gate_proj", "gate_proj", "up_proj", size="expert_ffn"),
-    lang.row("down_proj", inputs="expert_ffn"),
-)
+EXPERT = lang.gated("up_gate_proj", "gate_proj", "up_proj", "down_proj", "expert_ffn")
 SEPARATE = (
     lang.linear("gate_proj", "up_proj", outputs="expert_ffn"),
     lang.linear("down_proj", inputs="expert_ffn"),

@@ -86,14 +86,8 @@ def connection(name: str, file: str) -> lang.Group:
 BIAS = lang.balance("mlp.gate.e_score_correction_bias", file="ffn.gate.bias")
 TABLE_SHAPE = ("table", "num_experts_per_tok")
 TABLE = lang.same("mlp.gate.tid2eid", file="ffn.gate.tid2eid", shape=TABLE_SHAPE, dtype="int64", trained=False)
-EXPERT = (
-    lang.gate_up("up_gate_proj", "w1", "w3", size="expert_ffn"),
-    lang.row("down_proj", file="w2", inputs="expert_ffn"),
-)
-SHARED = (
-    lang.gate_up("up_gate_proj", "w1", "w3", size="shared_ffn"),
-    lang.row("down_proj", file="w2", inputs="shared_ffn"),
-)
+EXPERT = lang.gated("up_gate_proj", "w1", "w3", "down_proj", "expert_ffn", file="w2")
+SHARED = lang.gated("up_gate_proj", "w1", "w3", "down_proj", "shared_ffn", file="w2")
 EXPERTS = (
     lang.experts("mlp.experts.{expert}", EXPERT, file="ffn.experts.{expert}"),
     lang.when("n_shared_experts", lang.layer("mlp.shared_experts", SHARED, file="ffn.shared_experts")),

@@ -23,10 +23,7 @@ ATTENTION = (
     lang.qkv("self_attn.qkv_proj", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", bias="use_bias"),
     lang.row("self_attn.o_proj", inputs="q", bias="use_bias"),
 )
-FFN = (
-    lang.gate_up("mlp.up_gate_proj", "mlp.gate_proj", "mlp.up_proj", bias=ffn_bias),
-    lang.row("mlp.down_proj", inputs="ffn", bias=ffn_bias),
-)
+FFN = lang.gated("mlp.up_gate_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", bias=ffn_bias)
 FAMILY = lang.family(
     "ernie4_5",
     lang.ends("model.embed_tokens", "model.norm", "lm_head"),

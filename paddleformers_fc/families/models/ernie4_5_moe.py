@@ -22,14 +22,8 @@ def head_bias(lm_head_bias: Any, use_bias: Any) -> Any:
     return use_bias if lm_head_bias is None else lm_head_bias
 
 
-EXPERT = (
-    lang.gate_up("up_gate_proj", "gate_proj", "up_proj", size="expert_ffn", bias="mlp_bias"),
-    lang.row("down_proj", inputs="expert_ffn", bias="mlp_bias"),
-)
-SHARED = (
-    lang.gate_up("up_gate_proj", "gate_proj", "up_proj", size="shared_ffn", bias=ffn_bias),
-    lang.row("down_proj", inputs="shared_ffn", bias=ffn_bias),
-)
+EXPERT = lang.gated("up_gate_proj", "gate_proj", "up_proj", "down_proj", "expert_ffn", bias="mlp_bias")
+SHARED = lang.gated("up_gate_proj", "gate_proj", "up_proj", "down_proj", "shared_ffn", bias=ffn_bias)
 EXPERTS = (
     lang.router("mlp.gate"),
     lang.uncut(lang.layer("mlp.experts.{expert}", EXPERT)),

@@ -8,8 +8,7 @@ LAYER = (
     lang.qkv("self_attn.qkv_proj", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", bias="attention_bias"),
     lang.row("self_attn.o_proj", inputs="q", bias="attention_bias"),
     lang.same("self_attn.q_norm.weight", "self_attn.k_norm.weight", shape=("head",)),
-    lang.gate_up("mlp.up_gate_proj", "mlp.gate_proj", "mlp.up_proj", bias="mlp_bias"),
-    lang.row("mlp.down_proj", inputs="ffn", bias="mlp_bias"),
+    lang.gated("mlp.up_gate_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", bias="mlp_bias"),
 )
 FAMILY = lang.family(
     "gemma3_text",

@@ -5,16 +5,8 @@ from paddleformers_fc.families import language as lang
 EXPERTS = (
     lang.same("mlp.gate.weight", shape=("experts", "hidden"), dtype="float32"),
     lang.balance("mlp.gate.e_score_correction_bias"),
-    lang.experts(
-        "mlp.experts.{expert}",
-        lang.gate_up("up_gate_proj", "gate_proj", "up_proj", size="expert_ffn"),
-        lang.row("down_proj", inputs="expert_ffn"),
-    ),
-    lang.layer(
-        "mlp.shared_experts",
-        lang.gate_up("up_gate_proj", "gate_proj", "up_proj", size="shared_ffn"),
-        lang.row("down_proj", inputs="shared_ffn"),
-    ),
+    lang.experts("mlp.experts.{expert}", lang.gated("up_gate_proj", "gate_proj", "up_proj", "down_proj", "expert_ffn")),
+    lang.layer("mlp.shared_experts", lang.gated("up_gate_proj", "gate_proj", "up_proj", "down_proj", "shared_ffn")),
 )
 LAYER = (
     lang.same("input_layernorm.weight", "post_attention_layernorm.weight"),
@@ -22,8 +14,7 @@ LAYER = (
     lang.row("self_attn.o_proj", inputs="q"),
     lang.when("use_qk_norm", lang.same("self_attn.q_norm.weight", "self_attn.k_norm.weight", shape=("head",))),
     lang.when(lang.after_dense, EXPERTS),
-    lang.unless(lang.after_dense, lang.gate_up("mlp.up_gate_proj", "mlp.gate_proj", "mlp.up_proj")),
-    lang.unless(lang.after_dense, lang.row("mlp.down_proj", inputs="ffn")),
+    lang.unless(lang.after_dense, lang.gated("mlp.up_gate_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")),
 )
 FAMILY = lang.family(
     "glm4_moe",

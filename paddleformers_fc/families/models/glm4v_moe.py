@@ -38,8 +38,7 @@ LAYER = (
     lang.qkv("self_attn.qkv_proj", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", bias="attention_bias"),
     lang.row("self_attn.o_proj", inputs="q"),
     lang.when(lang.after_dense, EXPERTS),
-    lang.unless(lang.after_dense, lang.gate_up("mlp.up_gate_proj", "mlp.gate_proj", "mlp.up_proj")),
-    lang.unless(lang.after_dense, lang.row("mlp.down_proj", inputs="ffn")),
+    lang.unless(lang.after_dense, lang.gated("mlp.up_gate_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")),
 )
 FAMILY = lang.family(
     "glm4v_moe",

@@ -16,21 +16,12 @@ ATTENTION = (
 EXPERTS = (
     lang.router("mlp.gate"),
     lang.balance("mlp.gate.e_score_correction_bias"),
-    lang.experts(
-        "mlp.experts.{expert}",
-        lang.gate_up("up_gate_proj", "gate_proj", "up_proj", size="expert_ffn"),
-        lang.row("down_proj", inputs="expert_ffn"),
-    ),
-    lang.layer(
-        "mlp.shared_experts",
-        lang.gate_up("up_gate_proj", "gate_proj", "up_proj", size="shared_ffn"),
-        lang.row("down_proj", inputs="shared_ffn"),
-    ),
+    lang.experts("mlp.experts.{expert}", lang.gated("up_gate_proj", "gate_proj", "up_proj", "down_proj", "expert_ffn")),
+    lang.layer("mlp.shared_experts", lang.gated("up_gate_proj", "gate_proj", "up_proj", "down_proj", "shared_ffn")),
 )
 FFN = (
     lang.when(lang.after_dense, EXPERTS),
-    lang.unless(lang.after_dense, lang.gate_up("mlp.up_gate_proj", "mlp.gate_proj", "mlp.up_proj")),
-    lang.unless(lang.after_dense, lang.row("mlp.down_proj", inputs="ffn")),
+    lang.unless(lang.after_dense, lang.gated("mlp.up_gate_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")),
 )
 FAMILY = lang.family(
     "kimi_k2",

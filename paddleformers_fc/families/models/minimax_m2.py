@@ -15,14 +15,8 @@ def dense(layer: int, first_k_dense_replace: int, layers: int, use_dense_mtp: An
     return layer < first_k_dense_replace or (layer >= layers and bool(use_dense_mtp))
 
 
-EXPERT = (
-    lang.gate_up("up_gate_proj", "w1", "w3", size="expert_ffn"),
-    lang.row("down_proj", file="w2", inputs="expert_ffn"),
-)
-SHARED = (
-    lang.gate_up("up_gate_proj", "w1", "w3", size="shared_ffn"),
-    lang.row("down_proj", file="w2", inputs="shared_ffn"),
-)
+EXPERT = lang.gated("up_gate_proj", "w1", "w3", "down_proj", "expert_ffn", file="w2")
+SHARED = lang.gated("up_gate_proj", "w1", "w3", "down_proj", "shared_ffn", file="w2")
 EXPERTS = (
     lang.router("mlp.gate", file="block_sparse_moe.gate"),
     lang.balance("mlp.gate.e_score_correction_bias", file="block_sparse_moe.e_score_correction_bias"),
@@ -35,9 +29,7 @@ LAYER = (
     lang.row("self_attn.o_proj", inputs="q"),
     lang.when("use_qk_norm", lang.same("self_attn.q_norm.weight", shape=("q_norm",))),
     lang.when("use_qk_norm", lang.same("self_attn.k_norm.weight", shape=("k_norm",))),
-    lang.when(
-        dense, lang.gate_up("mlp.up_gate_proj", "mlp.gate_proj", "mlp.up_proj"), lang.row("mlp.down_proj", inputs="ffn")
-    ),
+    lang.when(dense, lang.gated("mlp.up_gate_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")),
     lang.unless(dense, EXPERTS),
 )
 FAMILY = lang.family(

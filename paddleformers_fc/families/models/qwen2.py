@@ -5,7 +5,6 @@ from paddleformers_fc.families import language as lang
 NORMS = lang.same("input_layernorm.weight", "post_attention_layernorm.weight")
 QKV = lang.qkv("self_attn.qkv_proj", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", bias=True)
 OUTPUT = lang.row("self_attn.o_proj", inputs="q")
-DOWN = lang.row("mlp.down_proj", inputs="ffn")
 FAMILY = lang.family(
     "qwen2",
     lang.ends("model.embed_tokens", "model.norm", "lm_head"),
@@ -14,8 +13,7 @@ FAMILY = lang.family(
         NORMS,
         QKV,
         OUTPUT,
-        lang.gate_up("mlp.up_gate_proj", "mlp.gate_proj", "mlp.up_proj"),
-        DOWN,
+        lang.gated("mlp.up_gate_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
     ),
     classes=(lang.FLEET, lang.FORMERS),
     nlp=(
@@ -26,6 +24,6 @@ FAMILY = lang.family(
         OUTPUT,
         lang.when("fuse_attention_ffn", lang.gate_up("mlp.gate_up_fused_proj", "mlp.gate_proj", "mlp.up_proj")),
         lang.unless("fuse_attention_ffn", lang.column("mlp.gate_proj", "mlp.up_proj", outputs="ffn")),
-        *DOWN,
+        lang.row("mlp.down_proj", inputs="ffn"),
     ),
 )

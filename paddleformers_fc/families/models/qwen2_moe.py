@@ -2,14 +2,8 @@
 
 from paddleformers_fc.families import language as lang
 
-EXPERT = (
-    lang.gate_up("up_gate_proj", "gate_proj", "up_proj", size="expert_ffn"),
-    lang.row("down_proj", inputs="expert_ffn"),
-)
-SHARED = (
-    lang.gate_up("up_gate_proj", "gate_proj", "up_proj", size="shared_ffn"),
-    lang.row("down_proj", inputs="shared_ffn"),
-)
+EXPERT = lang.gated("up_gate_proj", "gate_proj", "up_proj", "down_proj", "expert_ffn")
+SHARED = lang.gated("up_gate_proj", "gate_proj", "up_proj", "down_proj", "shared_ffn")
 FLEET_SHARED = (
     lang.layer("mlp.shared_experts", SHARED, file="mlp.shared_expert"),
     lang.transposed("mlp.shared_experts.gate_weight", file="mlp.shared_expert_gate.weight", shape=("hidden", 1)),
@@ -33,8 +27,7 @@ FAMILY = lang.family(
         lang.qkv("self_attn.qkv_proj", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", bias="qkv_bias"),
         lang.row("self_attn.o_proj", inputs="q"),
         lang.when(lang.stepped, SPARSE),
-        lang.unless(lang.stepped, lang.gate_up("mlp.up_gate_proj", "mlp.gate_proj", "mlp.up_proj")),
-        lang.unless(lang.stepped, lang.row("mlp.down_proj", inputs="ffn")),
+        lang.unless(lang.stepped, lang.gated("mlp.up_gate_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")),
     ),
     classes=(lang.FLEET, lang.FORMERS),
     sizes={"shared_ffn": "shared_expert_intermediate_size"},

@@ -8,8 +8,7 @@ LAYER = (
     lang.row("self_attn.o_proj", inputs="q", bias="attention_bias"),
     lang.same("self_attn.q_norm.weight", fleet="self_attn.q_layernorm.weight", shape=("head",)),
     lang.same("self_attn.k_norm.weight", fleet="self_attn.k_layernorm.weight", shape=("head",)),
-    lang.gate_up("mlp.up_gate_proj", "mlp.gate_proj", "mlp.up_proj"),
-    lang.row("mlp.down_proj", inputs="ffn"),
+    lang.gated("mlp.up_gate_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
 )
 FAMILY = lang.family(
     "qwen3",

@@ -111,5 +111,5 @@ def declared(name: str, ffn: lang.Group, predicted: lang.Group, tiny: Mapping[st
     )
 
 
-FFN = (lang.gate_up("mlp.up_gate_proj", "mlp.gate_proj", "mlp.up_proj"), lang.row("mlp.down_proj", inputs="ffn"))
+FFN = lang.gated("mlp.up_gate_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 FAMILY = declared("qwen3_5", FFN, FFN, {})

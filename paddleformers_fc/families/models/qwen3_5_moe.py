@@ -12,15 +12,8 @@ STACKS = (
     lang.stack_of_files("mlp.grouped_gemm_experts.weight1", file="mlp.experts.gate_up_proj", shape=UP, turned=True),
     lang.stack_of_files("mlp.grouped_gemm_experts.weight2", file="mlp.experts.down_proj", shape=DOWN, turned=True),
 )
-SINGLE = lang.uncut(
-    lang.gate_up(
-        "mlp.experts.{expert}.up_gate_proj",
-        "mlp.experts.{expert}.gate_proj",
-        "mlp.experts.{expert}.up_proj",
-        size="expert_ffn",
-    ),
-    lang.row("mlp.experts.{expert}.down_proj", inputs="expert_ffn"),
-)
+EXPERT = lang.gated("up_gate_proj", "gate_proj", "up_proj", "down_proj", "expert_ffn")
+SINGLE = lang.uncut(lang.layer("mlp.experts.{expert}", EXPERT))
 FAMILY = qwen3_5.declared(
     "qwen3_5_moe",
     (SHARED, STACKS),

@@ -12,13 +12,10 @@ LAYER = (
         lang.stepped,
         lang.router("mlp.gate"),
         lang.experts(
-            "mlp.experts.{expert}",
-            lang.gate_up("up_gate_proj", "gate_proj", "up_proj", size="expert_ffn"),
-            lang.row("down_proj", inputs="expert_ffn"),
+            "mlp.experts.{expert}", lang.gated("up_gate_proj", "gate_proj", "up_proj", "down_proj", "expert_ffn")
         ),
     ),
-    lang.unless(lang.stepped, lang.gate_up("mlp.up_gate_proj", "mlp.gate_proj", "mlp.up_proj")),
-    lang.unless(lang.stepped, lang.row("mlp.down_proj", inputs="ffn")),
+    lang.unless(lang.stepped, lang.gated("mlp.up_gate_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")),
 )
 FAMILY = lang.family(
     "qwen3_moe",

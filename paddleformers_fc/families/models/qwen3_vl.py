@@ -57,7 +57,7 @@ ATTENTION = (
     lang.row("self_attn.o_proj", inputs="q", bias="attention_bias"),
     lang.same("self_attn.q_norm.weight", "self_attn.k_norm.weight", shape=("head",)),
 )
-FFN = (lang.gate_up("mlp.up_gate_proj", "mlp.gate_proj", "mlp.up_proj"), lang.row("mlp.down_proj", inputs="ffn"))
+FFN = lang.gated("mlp.up_gate_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 FAMILY = lang.family(
     "qwen3_vl",
     lang.ends("model.language_model.embed_tokens", "model.language_model.norm", "lm_head"),
