@@ -39,6 +39,7 @@ from paddleformers_fc.formats.built_model import built_model
 from paddleformers_fc.formats.checkpoint import (
     CONFIG_NAME,
     CheckList,
+    Config,
     OpenedCheckpoint,
     OutputFile,
     StoredModel,
@@ -103,51 +104,6 @@ _ROUNDED = (1 - 1e-6, 1 + 1e-6)
 def _number(value: float) -> float:
     """Return the number as configurations write it: an integer if it is one."""
     return int(value) if value == int(value) else value
-
-
-def open_peft(directory: AnyPath, verify: str = "size") -> OpenedCheckpoint:
-    """Open adapters in PEFT's format, with their tensors in canonical names.
-
-    Args:
-        directory: with ``adapter_config.json`` and ``adapter_model.safetensors``.
-        verify: how files are compared with ``flex_checksums.json``, as for open weights.
-    Raises:
-        NotACheckpoint: a file is missing.
-        OptionError: a variant of LoRA that PaddleFormers does not have.
-        FormatError, Corrupt: a file is malformed or damaged.
-    """
-    if not exists(directory / WEIGHTS_NAME):
-        raise NotACheckpoint(
-            f"{directory} has {ADAPTER_CONFIG_NAME} and no {WEIGHTS_NAME}.",
-            where=str(directory),
-            next_step="Save the adapters again with PEFT, in safetensors format.",
-        )
-    checksums = read_checksums(directory)
-    read = read_files(directory / WEIGHTS_NAME, {WEIGHTS_NAME: []}, checksums, verify, [ADAPTER_CONFIG_NAME])
-    adapters = _adapters(_read_config(directory, ADAPTER_CONFIG_NAME, checksums), directory)
-    names = read.headers[WEIGHTS_NAME].tensors
-    faults = [name for name in names if not name.startswith(_PREFIX) or _strange(name)]
-    if faults:
-        raise FormatError(
-            f"{count_text(len(faults), 'tensor')} of {WEIGHTS_NAME} are not of LoRA adapters.",
-            where=str(directory / WEIGHTS_NAME),
-            evidence=faults[:8],
-            next_step="Name adapters of peft_type LORA, without magnitudes, embeddings or biases of their own.",
-        )
-    shards = (
-        (msgspec.structs.replace(shard, name=canonical_name(shard.name)), file, begin, width)
-        for shard, file, begin, width in read.shards({WEIGHTS_NAME: names})
-    )
-    opened = read.opened(PEFT, shards, PEFT.read_config(directory), WeightFacts(checksums, adapters=adapters))
-    faults = [*opened.catalog.faults(), *_unpaired(opened.catalog.roles[MODEL_STATE])]
-    if faults or not names:
-        raise Corrupt(
-            f"{WEIGHTS_NAME} does not contain adapters that are whole.",
-            where=str(directory / WEIGHTS_NAME),
-            evidence=fold(faults) or ["it contains no tensor"],
-            next_step="Save the adapters again with PEFT.",
-        )
-    return opened
 
 
 def _unpaired(names: Collection[str]) -> Iterator[str]:
@@ -449,9 +405,49 @@ class PeftFormat(_AdapterFormat):
         """Return whether there is a configuration of adapters, and no model beside it."""
         return exists(directory / ADAPTER_CONFIG_NAME)
 
-    def open(self, directory: AnyPath, verify: str) -> OpenedCheckpoint:
-        """As :func:`open_peft`."""
-        return open_peft(directory, verify)
+    def open(self, directory: AnyPath, verify: str = "size", config: Config = None) -> OpenedCheckpoint:
+        """Open adapters in PEFT's format, with their tensors in canonical names.
+
+        Args:
+            directory: with ``adapter_config.json`` and ``adapter_model.safetensors``.
+            verify: how files are compared with ``flex_checksums.json``, as for open weights.
+        Raises:
+            NotACheckpoint: a file is missing.
+            OptionError: a variant of LoRA that PaddleFormers does not have.
+            FormatError, Corrupt: a file is malformed or damaged.
+        """
+        if not exists(directory / WEIGHTS_NAME):
+            raise NotACheckpoint(
+                f"{directory} has {ADAPTER_CONFIG_NAME} and no {WEIGHTS_NAME}.",
+                where=str(directory),
+                next_step="Save the adapters again with PEFT, in safetensors format.",
+            )
+        checksums = read_checksums(directory)
+        read = read_files(directory / WEIGHTS_NAME, {WEIGHTS_NAME: []}, checksums, verify, [ADAPTER_CONFIG_NAME])
+        adapters = _adapters(_read_config(directory, ADAPTER_CONFIG_NAME, checksums), directory)
+        names = read.headers[WEIGHTS_NAME].tensors
+        faults = [name for name in names if not name.startswith(_PREFIX) or _strange(name)]
+        if faults:
+            raise FormatError(
+                f"{count_text(len(faults), 'tensor')} of {WEIGHTS_NAME} are not of LoRA adapters.",
+                where=str(directory / WEIGHTS_NAME),
+                evidence=faults[:8],
+                next_step="Name adapters of peft_type LORA, without magnitudes, embeddings or biases of their own.",
+            )
+        shards = (
+            (msgspec.structs.replace(shard, name=canonical_name(shard.name)), file, begin, width)
+            for shard, file, begin, width in read.shards({WEIGHTS_NAME: names})
+        )
+        opened = read.opened(self, shards, self.read_config(directory), WeightFacts(checksums, adapters=adapters))
+        faults = [*opened.catalog.faults(), *_unpaired(opened.catalog.roles[MODEL_STATE])]
+        if faults or not names:
+            raise Corrupt(
+                f"{WEIGHTS_NAME} does not contain adapters that are whole.",
+                where=str(directory / WEIGHTS_NAME),
+                evidence=fold(faults) or ["it contains no tensor"],
+                next_step="Save the adapters again with PEFT.",
+            )
+        return opened
 
     def describe(self, checkpoint: OpenedCheckpoint) -> StoredModel:
         """Return the model by its configuration and its adapters alone: stored names are canonical."""
@@ -461,28 +457,6 @@ class PeftFormat(_AdapterFormat):
     def built_model(self, checkpoint: OpenedCheckpoint) -> StoredModel:
         """Return the stored tensors as those of a model with adapters."""
         return built_model(checkpoint, require_adapters(checkpoint))
-
-
-def open_paddleformers_lora(directory: AnyPath, verify: str = "size") -> OpenedCheckpoint:
-    """Open adapters that PaddleFormers or an export wrote.
-
-    Args:
-        directory: with ``lora_config.json``, the index, and the ``config.json`` of the model.
-        verify: how files are compared with ``flex_checksums.json``, as for open weights.
-    Raises:
-        OptionError: adapters that cannot be read, such as those of LoRA-GA.
-        FormatError, Corrupt: a file is missing, malformed or damaged.
-    """
-    checksums = read_checksums(directory)
-    index = directory / LORA_INDEX_NAME
-    files = indexed_files(index, checksums)
-    if not files:
-        raise FormatError("The index lists no tensors.", where=str(index), next_step="Save the adapters again.")
-    read = read_files(index, files, checksums, verify, [LORA_INDEX_NAME, LORA_CONFIG_NAME])
-    adapters, degree = _adapters_of_lora(_read_config(directory, LORA_CONFIG_NAME, checksums), directory)
-    shards = read.shards({name: header.tensors for name, header in read.headers.items()})
-    facts = WeightFacts(checksums, adapters=adapters, degree=degree)
-    return read.opened(PADDLEFORMERS_LORA, shards, PADDLEFORMERS_LORA.read_config(directory), facts)
 
 
 def _adapters_of_lora(values: Mapping[str, Any], directory: AnyPath) -> tuple[Adapters, int]:
@@ -576,9 +550,26 @@ class PaddleFormersLoraFormat(_AdapterFormat):
         """Return whether there is an index of adapters and their configuration."""
         return exists(directory / LORA_INDEX_NAME) and exists(directory / LORA_CONFIG_NAME)
 
-    def open(self, directory: AnyPath, verify: str) -> OpenedCheckpoint:
-        """As :func:`open_paddleformers_lora`."""
-        return open_paddleformers_lora(directory, verify)
+    def open(self, directory: AnyPath, verify: str = "size", config: Config = None) -> OpenedCheckpoint:
+        """Open adapters that PaddleFormers or an export wrote.
+
+        Args:
+            directory: with ``lora_config.json``, the index, and the ``config.json`` of the model.
+            verify: how files are compared with ``flex_checksums.json``, as for open weights.
+        Raises:
+            OptionError: adapters that cannot be read, such as those of LoRA-GA.
+            FormatError, Corrupt: a file is missing, malformed or damaged.
+        """
+        checksums = read_checksums(directory)
+        index = directory / LORA_INDEX_NAME
+        files = indexed_files(index, checksums)
+        if not files:
+            raise FormatError("The index lists no tensors.", where=str(index), next_step="Save the adapters again.")
+        read = read_files(index, files, checksums, verify, [LORA_INDEX_NAME, LORA_CONFIG_NAME])
+        adapters, degree = _adapters_of_lora(_read_config(directory, LORA_CONFIG_NAME, checksums), directory)
+        shards = read.shards({name: header.tensors for name, header in read.headers.items()})
+        facts = WeightFacts(checksums, adapters=adapters, degree=degree)
+        return read.opened(self, shards, self.read_config(directory), facts)
 
     def describe(self, checkpoint: OpenedCheckpoint) -> StoredModel:
         """Return the rules that place the stored tensors in the model of the configuration."""

@@ -149,6 +149,9 @@ REFUSE, LAST = "refuse", "last"
 TIED_WAYS = (REFUSE, "first", LAST)
 """Which copy to read if copies of a tensor differ: none, or the copy of the first or last stage or rank."""
 
+Config = Mapping[str, Any] | None
+"""The content of a ``config.json``, if there is one."""
+
 StoredShard = tuple[Shard, str, int, int]
 """A shard, its file, the byte offset of its first element, bytes per element."""
 
@@ -181,8 +184,20 @@ class OutputFile:
     tensors: tuple[Shard, ...]
 
 
-class Writer(Protocol):
-    """The names and headers of the files of a format. Reading, hashing, writing and commit are in ``execute``."""
+class ExportWriter(Protocol):
+    """The names and headers of the files of a format: the target of an export.
+
+    Reading, hashing, writing and commit are in ``execute``.
+
+    Attributes:
+        marks: the files of which one makes a directory a checkpoint of this format; they are written last.
+        alone: whether such a directory contains nothing else, so that no file in it is replaced.
+        numbered: a pattern for the names of files that an export replaces besides the marks.
+    """
+
+    marks: tuple[str, ...]
+    alone: bool = False
+    numbered: str = ""
 
     def names(self, role: str, rank: int, count: int) -> list[str]:
         """Return the paths of the files that one rank writes of a role, relative to the directory."""
@@ -194,20 +209,6 @@ class Writer(Protocol):
             path: the file, for errors.
             shards: its tensors, in the order of the file.
         """
-
-
-class ExportWriter(Writer, Protocol):
-    """A writer of whole tensors: the target of an export.
-
-    Attributes:
-        marks: the files of which one makes a directory a checkpoint of this format; they are written last.
-        alone: whether such a directory contains nothing else, so that no file in it is replaced.
-        numbered: a pattern for the names of files that an export replaces besides the marks.
-    """
-
-    marks: tuple[str, ...]
-    alone: bool = False
-    numbered: str = ""
 
     def rules(self, checkpoint: OpenedCheckpoint) -> RuleSet | None:
         """Return the rules of the tensors that this format contains; None for canonical tensors."""
@@ -265,32 +266,21 @@ class Format(Protocol):
     loadable: bool
     advice: str
     checks: tuple[str, ...]
-    writer: Writer | None
+    writer: ExportWriter | None
 
     def recognises(self, directory: AnyPath) -> bool:
         """Return whether a directory or URL is of this format, by the names of its files alone."""
 
-    def open(self, directory: AnyPath, verify: str) -> OpenedCheckpoint:
+    def open(self, directory: AnyPath, verify: str = "size", config: Config = None) -> OpenedCheckpoint:
         """Open a checkpoint of this format.
 
         Args:
             directory: recognised before.
             verify: ``off``, ``size`` or ``full``, where checksums are recorded.
+            config: the configuration of the model that reads it, for a directory that has none.
         Raises:
             CheckpointError: it is damaged or malformed.
         """
-
-    def open_under(self, directory: AnyPath, verify: str, config: Mapping[str, Any]) -> OpenedCheckpoint:
-        """Open a checkpoint as :meth:`open`, under a configuration if its directory has none.
-
-        Args:
-            directory: recognised before.
-            verify: as for :meth:`open`.
-            config: the configuration of the model that reads it.
-        """
-        opened = self.open(directory, verify)
-        has_config = opened.config or opened.commit_record is not None
-        return opened if has_config else replace(opened, config=dict(config))
 
     def read_config(self, directory: AnyPath) -> dict[str, Any]:
         """Return the model's configuration without opening the checkpoint; empty if there is none."""
@@ -308,7 +298,11 @@ class Format(Protocol):
 
     def shards(self, checkpoint: OpenedCheckpoint, role: str, names: Collection[str]) -> Iterator[StoredShard]:
         """Yield the shards of some tensors as they were written, by default their boxes in the catalog."""
-        return stored_boxes(checkpoint.catalog, role, names)
+        for name in sorted(names):
+            tensor = checkpoint.catalog.roles[role][name]
+            width = dtype_size(tensor.form.held_dtype)
+            for part in tensor.fragments:
+                yield Shard(name, tensor.dtype, tensor.shape, part.box), part.file, part.begin, width
 
     def describe(self, checkpoint: OpenedCheckpoint) -> StoredModel:
         """Return the model whose tensors are stored.
@@ -617,15 +611,6 @@ def grouped_by_size(tensors: Mapping[str, Shard], max_bytes: int) -> list[tuple[
         groups[-1].append(tensors[name])
         room -= size
     return [tuple(group) for group in groups]
-
-
-def stored_boxes(catalog: Catalog, role: str, names: Collection[str]) -> Iterator[StoredShard]:
-    """Yield every stored box of some tensors as a shard: formats whose files record no other cut."""
-    for name in sorted(names):
-        tensor = catalog.roles[role][name]
-        width = dtype_size(tensor.form.held_dtype)
-        for part in tensor.fragments:
-            yield Shard(name, tensor.dtype, tensor.shape, part.box), part.file, part.begin, width
 
 
 STATE = f"{TRAINER_DIRECTORY}/state.json"

@@ -21,6 +21,7 @@ from paddleformers_fc.formats.checkpoint import (
     DEPTH_TEXT,
     MAPPING_NAME,
     CheckList,
+    Config,
     ExportWriter,
     Format,
     OpenedCheckpoint,
@@ -246,7 +247,7 @@ class FlexFormat(Format):
         """Return whether there is a manifest, which a save writes last."""
         return exists(directory / MANIFEST_NAME)
 
-    def open(self, directory: AnyPath, verify: str) -> OpenedCheckpoint:
+    def open(self, directory: AnyPath, verify: str = "size", config: Config = None) -> OpenedCheckpoint:
         """As :func:`open_flex`."""
         return open_flex(directory, verify)
 

@@ -26,6 +26,7 @@ from paddleformers_fc.formats.checkpoint import (
     CONFIG_NAME,
     DEPTH_TEXT,
     CheckList,
+    Config,
     ExportWriter,
     Format,
     OpenedCheckpoint,
@@ -104,14 +105,14 @@ MAX_INDEX_BYTES = 64 * 1024 * 1024
 """The longest index that is read: that of 400,000 tensors."""
 
 
-def open_huggingface(directory: AnyPath, verify: str = "size") -> OpenedCheckpoint:
+def open_huggingface(directory: AnyPath, verify: str = "size", as_stored: bool = False) -> OpenedCheckpoint:
     """Open a directory of open weights.
 
     Args:
         directory: safetensors files in canonical names, with their index.
         verify: how files are compared with ``flex_checksums.json``, which exports have: ``off`` compares the index
             alone, ``size`` sizes and the checksums of documents, ``full`` all checksums.
-
+        as_stored: show the numbers and scales of a quantization as they are stored, for a listing.
     Raises:
         NotACheckpoint: neither an index nor ``model.safetensors``.
         Corrupt: files or tensors that the index lists and the directory lacks, or files that are not those that were
@@ -119,16 +120,29 @@ def open_huggingface(directory: AnyPath, verify: str = "size") -> OpenedCheckpoi
         FormatError: an index or header that does not follow its format, or a quantization that is not supported.
         OptionError: the level is unknown.
     """
-    return _opened(directory, verify)
-
-
-def open_as_stored(directory: AnyPath) -> OpenedCheckpoint:
-    """Open a directory of open weights for a listing, with numbers and scales of any quantization as they are stored.
-
-    Raises:
-        CheckpointError: as :func:`open_huggingface`, except for a quantization.
-    """
-    return _opened(directory, "size", as_stored=True)
+    refuse_level(verify)
+    checksums = read_checksums(directory)
+    files = _files(directory, checksums)
+    # Without the configuration nothing shows how the rows of a tensor belong to heads.
+    documents = [INDEX_NAME] if exists(directory / INDEX_NAME) else []
+    documents += [CONFIG_NAME] if CONFIG_NAME in (checksums or {}) else []
+    read = read_files(directory / INDEX_NAME, files, checksums, verify, documents)
+    native = _of_paddle(directory, read.headers)
+    config = _read_config(directory, checksums)
+    names = _with_unnamed(files, read.headers, directory)
+    plain, scaled = (names, {}) if as_stored else scaled_files(directory, config, names, read.headers)
+    produced = {directory / path: file for path, (_, file) in scaled.items()}
+    used = plain_config(config) if scaled else config
+    opened = replace(read, identities={**read.identities, **produced}).opened(
+        HUGGINGFACE,
+        chain(read.shards(plain), scaled_shards(scaled)),
+        used,
+        WeightFacts(checksums, native, used != config),
+    )
+    if not opened.catalog.count:
+        where = str(directory)
+        raise Corrupt("The directory holds no tensor.", where=where, evidence=sorted(files), next_step=FETCH_AGAIN)
+    return opened
 
 
 @dataclass(frozen=True)
@@ -219,32 +233,6 @@ def read_files(
     headers = dict(zip(files, map_paths(read_header, (directory / name for name in files), directory), strict=True))
     refuse_unindexed(index, files, headers)
     return WeightFiles(directory, checksums, headers, identities)
-
-
-def _opened(directory: AnyPath, verify: str, as_stored: bool = False) -> OpenedCheckpoint:
-    refuse_level(verify)
-    checksums = read_checksums(directory)
-    files = _files(directory, checksums)
-    # Without the configuration nothing shows how the rows of a tensor belong to heads.
-    documents = [INDEX_NAME] if exists(directory / INDEX_NAME) else []
-    documents += [CONFIG_NAME] if CONFIG_NAME in (checksums or {}) else []
-    read = read_files(directory / INDEX_NAME, files, checksums, verify, documents)
-    native = _of_paddle(directory, read.headers)
-    config = _read_config(directory, checksums)
-    names = _with_unnamed(files, read.headers, directory)
-    plain, scaled = (names, {}) if as_stored else scaled_files(directory, config, names, read.headers)
-    produced = {directory / path: file for path, (_, file) in scaled.items()}
-    used = plain_config(config) if scaled else config
-    opened = replace(read, identities={**read.identities, **produced}).opened(
-        HUGGINGFACE,
-        chain(read.shards(plain), scaled_shards(scaled)),
-        used,
-        WeightFacts(checksums, native, used != config),
-    )
-    if not opened.catalog.count:
-        where = str(directory)
-        raise Corrupt("The directory holds no tensor.", where=where, evidence=sorted(files), next_step=FETCH_AGAIN)
-    return opened
 
 
 def _of_paddle(directory: AnyPath, headers: Mapping[str, Header]) -> tuple[str, ...]:
@@ -617,7 +605,7 @@ class HuggingFaceFormat(FilesFormat):
             return True
         return isinstance(directory, Path) and any(_NUMBERED.fullmatch(path.name) for path in list_directory(directory))
 
-    def open(self, directory: AnyPath, verify: str) -> OpenedCheckpoint:
+    def open(self, directory: AnyPath, verify: str = "size", config: Config = None) -> OpenedCheckpoint:
         """As :func:`open_huggingface`."""
         return open_huggingface(directory, verify)
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Collection
 
 import msgspec
 
@@ -135,18 +136,11 @@ def role_facts(checkpoint: OpenedCheckpoint) -> dict[str, RoleFacts]:
     return {role: _role_facts(stored.values()) for role, stored in checkpoint.catalog.roles.items()}
 
 
-def _role_facts(tensors: Iterable[StoredTensor]) -> RoleFacts:
-    dtypes: dict[str, int] = {}
-    elements = size = number = 0
-    files: set[str] = set()
-    for tensor in tensors:
-        number += 1
-        files.update(file for file, _ in tensor.offsets)
-        count = math.prod(tensor.shape)
-        elements += count
-        size += count * dtype_size(tensor.dtype)
-        dtypes[tensor.dtype] = dtypes.get(tensor.dtype, 0) + 1
-    return RoleFacts(number, elements, size, dtypes, len(files))
+def _role_facts(tensors: Collection[StoredTensor]) -> RoleFacts:
+    counts = [math.prod(one.shape) for one in tensors]
+    size = sum(count * dtype_size(one.dtype) for count, one in zip(counts, tensors, strict=True))
+    files = {file for one in tensors for file, _ in one.offsets}
+    return RoleFacts(len(counts), sum(counts), size, dict(Counter(one.dtype for one in tensors)), len(files))
 
 
 def list_tensors(checkpoint: OpenedCheckpoint, pattern: str) -> list[TensorFacts]:

@@ -7,18 +7,18 @@ written has a line in ``TARGETS`` too.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from paddleformers_fc.errors import NotACheckpoint, OptionError
 from paddleformers_fc.formats.adapters import ADAPTER_CONFIG_NAME, LORA_CONFIG_NAME, PADDLEFORMERS_LORA, PEFT
 from paddleformers_fc.formats.checkpoint import CONFIG_NAME, MAPPING_NAME, ExportWriter, Format, OpenedCheckpoint
-from paddleformers_fc.formats.distcp_writer import DISTCP_WRITER
 from paddleformers_fc.formats.flex import FLEX, open_flex
-from paddleformers_fc.formats.huggingface import HUGGINGFACE, INDEX_NAME, SINGLE_NAME, open_as_stored, torch_files
+from paddleformers_fc.formats.huggingface import HUGGINGFACE, INDEX_NAME, SINGLE_NAME, open_huggingface, torch_files
 from paddleformers_fc.formats.legacy.rank_shards import LEGACY_HYBRID, SHARDING_IO
 from paddleformers_fc.formats.legacy.unified import UNIFIED
-from paddleformers_fc.formats.paddle_distcp import PADDLE_DISTCP
+from paddleformers_fc.formats.paddle_distcp import DISTCP_WRITER, PADDLE_DISTCP
 from paddleformers_fc.formats.stock_run import read_run
 from paddleformers_fc.layout.roles import MODEL_STATE, ROLES
 from paddleformers_fc.storage.files import exists, list_directory
@@ -187,7 +187,10 @@ def open_checkpoint(
     format = require_format(directory)
     if roles is not None and format is FLEX:
         return open_flex(directory, verify, roles)
-    return format.open_under(directory, verify, config) if config else format.open(directory, verify)
+    opened = format.open(directory, verify, config)
+    if config and not opened.config and opened.commit_record is None:
+        return replace(opened, config=dict(config))
+    return opened
 
 
 def _refuse_roles(roles: Collection[str]) -> None:
@@ -213,7 +216,7 @@ def open_stored(directory: AnyPath) -> OpenedCheckpoint:
         CheckpointError: as :func:`open_checkpoint`.
     """
     format = require_format(directory)
-    return open_as_stored(directory) if format is HUGGINGFACE else format.open(directory, "size")
+    return open_huggingface(directory, as_stored=True) if format is HUGGINGFACE else format.open(directory, "size")
 
 
 def saved_run(directory: Path, config: Mapping[str, Any] | None = None) -> Manifest:

@@ -12,29 +12,36 @@ Names and shapes do not show a file of another run, or one under the name of ano
 
 A few tensors of every pair of files are compared, by a few numbers each. The comparison with master weights concerns
 most of them: replicas that diverged in a run are no reason to refuse it. A copy is compared byte by byte.
+
+Arrays in files of Paddle: only the place of each is kept, and tensors are gathered from the places. The files are
+safetensors, or pickles of ``paddle.save``, which are read as data (``storage.pickles``).
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from paddleformers_fc.errors import Corrupt, FormatError, NotACheckpoint, OptionError
-from paddleformers_fc.families import ModelTensor, family_for, is_known
+from paddleformers_fc.errors import Corrupt, FormatError, MappingError, NotACheckpoint, OptionError
+from paddleformers_fc.families import ModelTensor, OptionalNames, bind, enumerate_tensors, family_for, is_known
+from paddleformers_fc.families.declarations import Stage
 from paddleformers_fc.families.description import IS_NLP, STACK_OF_FFN, ModelDescription
+from paddleformers_fc.families.exported import exported_keys
+from paddleformers_fc.families.names import tied_names, tied_sources
 from paddleformers_fc.families.undescribed import completed
-from paddleformers_fc.formats.catalog import Catalog, StoredForm, StoredFragment
+from paddleformers_fc.formats.catalog import Catalog, StoredForm, StoredFragment, StoredTensor, gather_shards
 from paddleformers_fc.formats.checkpoint import (
     CONFIG_NAME,
     CheckList,
     Format,
     OpenedCheckpoint,
     StoredModel,
+    StoredShard,
     parse_config,
 )
 from paddleformers_fc.formats.huggingface import FilesFormat, model_documents, read_description
@@ -51,15 +58,18 @@ from paddleformers_fc.formats.stock_run import (
     run_files,
 )
 from paddleformers_fc.layout.roles import MASTER, MASTER_WEIGHT, MODEL_STATE, ROLES
-from paddleformers_fc.mapping import prove
-from paddleformers_fc.mapping.boxes import Shape
+from paddleformers_fc.layout.shards import Shard
+from paddleformers_fc.mapping import RuleSet, prove
+from paddleformers_fc.mapping.boxes import Box, Shape, whole
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.checksum import FileChecksum, checksum_of
-from paddleformers_fc.storage.dtypes import item_size, to_numpy, to_safetensors
+from paddleformers_fc.storage.dtypes import dtype_size, from_safetensors, item_size, to_numpy, to_safetensors
 from paddleformers_fc.storage.files import open_local, read_range
 from paddleformers_fc.storage.json_io import MAX_DOCUMENT_BYTES, read_document
 from paddleformers_fc.storage.manifest import TRAINER_DIRECTORY, Manifest
 from paddleformers_fc.storage.paths import AnyPath
+from paddleformers_fc.storage.pickles import PickledArray, quoted, read_pickle
+from paddleformers_fc.storage.safetensors import Header
 from paddleformers_fc.text import count_text
 
 _TENSORS, _NUMBERS = 4, 8
@@ -244,10 +254,6 @@ class StockFormat(FilesFormat):
     loadable = True
     writer = None
 
-    def open(self, directory: AnyPath, verify: str) -> OpenedCheckpoint:
-        """Open a checkpoint; there is nothing that a level could compare."""
-        return self.open_under(directory, verify, {})
-
     def verify(self, directory: AnyPath, level: str, checks: CheckList) -> OpenedCheckpoint:
         """Check that every tensor is stored whole and once, the numbers of states, and that none is missing."""
         checks.not_compared("this format has no checksums")
@@ -265,25 +271,23 @@ class StockFormat(FilesFormat):
             checks.impossible.append(f"missing layers: no {CONFIG_NAME} of a known family")
         return opened
 
-    def stored_model(self, checkpoint: OpenedCheckpoint) -> StoredModel:
-        """Return the mapping that a save of this package would have stored.
+    def describe(self, checkpoint: OpenedCheckpoint) -> StoredModel:
+        """Return the mapping that a save of this package would have stored, if it is supported.
 
         Raises:
             NotACheckpoint: there is no configuration to name the family.
             MappingError: the family is unknown, or does not declare what is stored.
+            Corrupt: layers of the model are missing, in formats of whole models.
         """
-        catalog, cuts = checkpoint.catalog, checkpoint.facts.cuts
-        weights = catalog.roles[MODEL_STATE]
+        root, cuts, weights = checkpoint.catalog.root, checkpoint.facts.cuts, checkpoint.catalog.roles[MODEL_STATE]
         tensors = [ModelTensor(name, one.shape, one.dtype, cuts[name]) for name, one in weights.items()]
-        model = model_description(catalog.root, checkpoint.config, weights)
+        model = model_description(root, checkpoint.config, weights)
         model, rules = completed(family_for(model.config), model, tensors)
-        return StoredModel(rules, model)
-
-    def describe(self, checkpoint: OpenedCheckpoint) -> StoredModel:
-        """Return the mapping that a save of this package would have stored, if it is supported."""
-        model = self.stored_model(checkpoint)
-        refuse_alternating(checkpoint.catalog.root, model)
-        return model
+        if "model" in self.checks:
+            _refuse_missing_layers(root, model, rules)
+        found = StoredModel(rules, model)
+        refuse_alternating(root, found)
+        return found
 
     def documents(self, checkpoint: OpenedCheckpoint) -> Collection[str]:
         """Return the documents that describe the model, and the state of the Trainer as far as there is one."""
@@ -312,6 +316,28 @@ class StockFormat(FilesFormat):
     def check_states(self, checkpoint: OpenedCheckpoint) -> None:
         """Refuse powers of Adam's betas that no step makes."""
         refuse_invalid_powers(checkpoint.facts.directory, checkpoint.facts.powers)
+
+
+def _refuse_missing_layers(root: AnyPath, model: ModelDescription, rules: RuleSet) -> None:
+    """Refuse a checkpoint without tensors that its configuration describes."""
+    family = family_for(model.config)
+    try:
+        # PaddleFormers built the model: an absent key has the meaning that it has in its classes.
+        built = replace(model, config={**exported_keys(family, model), **model.config})
+        declared = [one.under() for one in enumerate_tensors(family, built) if one.stage is not Stage.ABSENT]
+        wanted = bind(family, model, declared).mapping().sources
+        optional = OptionalNames(family, model)
+    except MappingError:
+        return  # A key that the enumeration needs is unknown: the proof of the mapping remains.
+    known = {*rules.mapping().sources, *tied_sources(family, model), *tied_names(family, model)}
+    missing = [name for name in wanted if name not in known and optional.group(name) is None]
+    if missing:
+        raise Corrupt(
+            f"{root} lacks tensors of the model that {CONFIG_NAME} describes: {count_text(len(missing), 'tensor')}.",
+            where=str(root),
+            evidence=fold(missing),
+            next_step=COPY_AGAIN_STEP,
+        )
 
 
 def open_stock(
@@ -419,3 +445,120 @@ def model_description(directory: AnyPath, config: Mapping[str, Any], names: Iter
     if any(name.startswith(f"{family_for(config).name}.") for name in names):
         config = {**config, IS_NLP: True}
     return ModelDescription(config, partial=True)
+
+
+PARAMETER_NAMES = "StructuredToParameterName@@"
+"""The key of the names of parameters, which ``paddle.save`` adds to the tensors of a file."""
+_DTYPES = {
+    "f8": "float64",
+    "f4": "float32",
+    "f2": "float16",
+    "i8": "int64",
+    "i4": "int32",
+    "i2": "int16",
+    "i1": "int8",
+    "u1": "uint8",
+    "b1": "bool",
+    # Paddle writes the bits of bfloat16, which numpy lacks, as unsigned integers.
+    "u2": "bfloat16",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class FileArray:
+    """An array that is contiguous in a file.
+
+    Args:
+        file: the name of the file.
+        begin: offset of its first byte.
+        shape: its shape.
+        dtype: element type by its numpy name.
+    """
+
+    file: str
+    begin: int
+    shape: Shape
+    dtype: str
+
+    @property
+    def fragment(self) -> StoredFragment:
+        """Its place, as that of a tensor of its shape."""
+        return StoredFragment(self.file, self.begin, whole(self.shape))
+
+    def shard(
+        self, name: str, shape: Shape, box: Box | None = None, flat: tuple[int, int] | None = None, dtype: str = ""
+    ) -> StoredShard:
+        """Return it as a shard of a tensor.
+
+        Args:
+            name: of the tensor.
+            shape: of the whole tensor.
+            box: the part of the tensor; None for all of it.
+            flat: the range of elements of the part that the array contains; None for all of them.
+            dtype: element type of the tensor; empty for that of the array.
+        """
+        part = Shard(name, dtype or self.dtype, shape, box or whole(shape), flat)
+        return part, self.file, self.begin, dtype_size(self.dtype)
+
+
+def arrays_of(name: str, header: Header) -> dict[str, FileArray]:
+    """Return the arrays of a safetensors file."""
+    return {
+        key: FileArray(name, one.begin, one.shape, from_safetensors(one.dtype)) for key, one in header.tensors.items()
+    }
+
+
+def read_arrays(path: Path, *others: str) -> tuple[dict[str, FileArray], list[dict[Any, Any]]]:
+    """Return the arrays of a pickle by name, and the content of some keys beside them: empty if they are not there.
+
+    Raises:
+        FormatError: it contains something else.
+    """
+    content = read_pickle(path)
+    if not isinstance(content, dict):
+        raise malformed_file(path, "it contains no tensors by name")
+    found = [content.pop(key, {}) for key in others]
+    if not all(isinstance(one, dict) for one in found):
+        raise malformed_file(path, f"{' or '.join(others)} is not a dictionary")
+    return named_arrays(path, content), found
+
+
+def named_arrays(path: Path, content: Mapping[Any, Any]) -> dict[str, FileArray]:
+    """Return the arrays of a dictionary in a pickle.
+
+    Raises:
+        FormatError: it contains something else.
+    """
+    return {key: _array(path, key, value) for key, value in content.items()}
+
+
+def _array(path: Path, key: Any, value: Any) -> FileArray:
+    # Tensors of a state are written as pairs of their name and their numbers.
+    array = value[1] if isinstance(value, tuple) and len(value) == 2 else value
+    if not isinstance(key, str) or not isinstance(array, PickledArray) or array.code not in _DTYPES:
+        raise malformed_file(path, f"{quoted(key)} is not a tensor")
+    return FileArray(path.name, array.begin, array.shape, _DTYPES[array.code])
+
+
+StoredAs = tuple[str, str, bool]
+"""Role, element type in the files if it is another one, and whether the files have the axes in reverse order."""
+
+
+def gather_roles(
+    shards: Mapping[StoredAs, Sequence[StoredShard]],
+) -> tuple[dict[str, dict[str, StoredTensor]], list[str]]:
+    """Return the tensors of a checkpoint by role, and as text why they are not those of one checkpoint."""
+    roles: dict[str, dict[str, StoredTensor]] = {}
+    faults: list[str] = []
+    for (role, file_dtype, turned), own in shards.items():
+        tensors, contradictions = gather_shards(own)
+        known = roles.setdefault(role, {})
+        twice = tensors.keys() & known.keys()
+        faults += [*contradictions, *(f"{name}: ranks have stored it in different forms" for name in sorted(twice))]
+        forms: dict[StoredForm, StoredForm] = {}
+        for name, one in tensors.items():
+            form = forms.setdefault(one.form, replace(one.form, file_dtype=file_dtype, turned=turned))
+            known[name] = StoredTensor(name, form, one.offsets)
+    if not roles.get(MODEL_STATE):
+        faults.append(f"{MODEL_STATE}: no tensor is stored")
+    return {role: roles[role] for role in ROLES if roles.get(role)}, faults

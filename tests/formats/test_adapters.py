@@ -15,7 +15,7 @@ import paddleformers_fc
 from paddleformers_fc.errors import Corrupt, FlexError, FormatError, MappingError, MismatchError, OptionError
 from paddleformers_fc.families import ModelDescription, bind, enumerate_tensors, family_for
 from paddleformers_fc.families.description import Adapters, is_adapter, shared_inputs, with_adapters
-from paddleformers_fc.formats.adapters import open_paddleformers_lora, open_peft
+from paddleformers_fc.formats.adapters import PADDLEFORMERS_LORA, PEFT
 from tests.cli.support import run
 from verification.matrix.tiny import keys
 
@@ -65,35 +65,35 @@ def paddleformers(directory: Path, **changes: Any) -> Path:
     ],
 )
 def test_initialisations_that_keep_the_base_are_read(tmp_path: Path, changes: dict[str, Any]) -> None:
-    assert open_peft(peft(tmp_path, **changes)).catalog.count == 2
+    assert PEFT.open(peft(tmp_path, **changes)).catalog.count == 2
 
 
 @pytest.mark.parametrize("initial", ["pissa", "pissa_niter_16", "olora", "loftq", "corda", "lora_ga", "tomorrow"])
 def test_initialisations_that_change_the_base_are_refused(tmp_path: Path, initial: str) -> None:
     with pytest.raises(OptionError) as refused:
-        open_peft(peft(tmp_path, init_lora_weights=initial))
+        PEFT.open(peft(tmp_path, init_lora_weights=initial))
     assert f"init_lora_weights: '{initial}'" in refused.value.render()
 
 
 def test_an_unknown_choice_of_biases_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OptionError) as refused:
-        open_peft(peft(tmp_path, bias="tomorrow"))
+        PEFT.open(peft(tmp_path, bias="tomorrow"))
     assert "bias: 'tomorrow': unknown" in refused.value.render()
-    assert open_peft(peft(tmp_path, bias=None)).known.adapters == open_peft(peft(tmp_path)).known.adapters
+    assert PEFT.open(peft(tmp_path, bias=None)).known.adapters == PEFT.open(peft(tmp_path)).known.adapters
 
 
 def test_an_unknown_key_with_a_value_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OptionError) as refused:
-        open_peft(peft(tmp_path, an_option_of_tomorrow=[1]))
+        PEFT.open(peft(tmp_path, an_option_of_tomorrow=[1]))
     assert "an_option_of_tomorrow: [1]: unknown" in refused.value.render()
 
 
 @pytest.mark.parametrize("alpha", [float("nan"), float("inf"), -float("inf")])
 def test_an_infinite_alpha_is_refused(tmp_path: Path, alpha: float) -> None:
     with pytest.raises(FormatError, match="Invalid configuration of adapters"):
-        open_peft(peft(tmp_path, lora_alpha=alpha))
+        PEFT.open(peft(tmp_path, lora_alpha=alpha))
     with pytest.raises(FormatError, match="Invalid configuration of adapters"):
-        open_paddleformers_lora(paddleformers(tmp_path, lora_alpha=alpha))
+        PADDLEFORMERS_LORA.open(paddleformers(tmp_path, lora_alpha=alpha))
 
 
 @pytest.mark.parametrize("name", ["..", "", "../peft_model.safetensors", "\ud800", 3])
@@ -103,26 +103,26 @@ def test_an_index_that_lists_a_file_outside_its_directory_is_refused_with_a_next
     index = paddleformers(tmp_path) / "peft_model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"model.layers.0.self_attn.q_proj.lora_A": name}}))
     with pytest.raises(FormatError, match="The index") as refused:
-        open_paddleformers_lora(tmp_path)
+        PADDLEFORMERS_LORA.open(tmp_path)
     assert refused.value.next_step
 
 
 @pytest.mark.parametrize("key", ["pissa", "use_mora", "lora_use_mixer", "enable_lora_list", "loraga", "do_qat"])
 def test_variants_of_paddleformers_are_refused_by_name(tmp_path: Path, key: str) -> None:
     with pytest.raises(OptionError) as refused:
-        open_paddleformers_lora(paddleformers(tmp_path, **{key: [True]}))
+        PADDLEFORMERS_LORA.open(paddleformers(tmp_path, **{key: [True]}))
     assert f"{key}: [True]" in refused.value.render()
 
 
 @pytest.mark.parametrize(("scaling", "rslora"), [(2.0, False), (4.0, True), (None, False)])
 def test_a_scaling_of_the_rank_and_alpha_is_read(tmp_path: Path, scaling: float | None, rslora: bool) -> None:
-    assert open_paddleformers_lora(paddleformers(tmp_path, scaling=scaling, rslora=rslora)).catalog.count == 1
+    assert PADDLEFORMERS_LORA.open(paddleformers(tmp_path, scaling=scaling, rslora=rslora)).catalog.count == 1
 
 
 @pytest.mark.parametrize("scaling", [4.0, 0, float("nan"), "2.0"])
 def test_a_scaling_that_contradicts_the_rank_and_alpha_is_refused(tmp_path: Path, scaling: object) -> None:
     with pytest.raises(FormatError) as refused:
-        open_paddleformers_lora(paddleformers(tmp_path, scaling=scaling))
+        PADDLEFORMERS_LORA.open(paddleformers(tmp_path, scaling=scaling))
     assert "r, lora_alpha and rslora give 2.0" in refused.value.render()
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from paddleformers_fc.formats.legacy.canonical_ranks import assign_variables
 from paddleformers_fc.formats.legacy.rank_files import RankContent
-from paddleformers_fc.formats.stock_arrays import FileArray
+from paddleformers_fc.formats.stock_checkpoint import FileArray
 
 LAYER = {
     "model.layers.{}.self_attn.q_proj.weight": (8, 8),

@@ -27,7 +27,7 @@ from paddleformers_fc.families.enumerate import built_order
 from paddleformers_fc.families.names import Names, tied_names, tied_sources
 from paddleformers_fc.formats.checkpoint import StoredShard
 from paddleformers_fc.formats.legacy.rank_files import RankContent, arrange
-from paddleformers_fc.formats.stock_arrays import FileArray
+from paddleformers_fc.formats.stock_checkpoint import FileArray
 from paddleformers_fc.mapping import Shape, TensorMapping, TensorSources
 from paddleformers_fc.mapping.boxes import Box, shifted, whole
 from paddleformers_fc.mapping.templates import BoxLink, pushed

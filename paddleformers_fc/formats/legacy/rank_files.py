@@ -23,8 +23,15 @@ from typing import Any
 
 from paddleformers_fc.errors import Corrupt, FormatError, StorageError
 from paddleformers_fc.formats.huggingface import OF_PADDLE, model_orientation
-from paddleformers_fc.formats.stock_arrays import PARAMETER_NAMES, FileArray, arrays_of, named_arrays, read_arrays
-from paddleformers_fc.formats.stock_checkpoint import COPY_AGAIN_STEP, refuse_links
+from paddleformers_fc.formats.stock_checkpoint import (
+    COPY_AGAIN_STEP,
+    PARAMETER_NAMES,
+    FileArray,
+    arrays_of,
+    named_arrays,
+    read_arrays,
+    refuse_links,
+)
 from paddleformers_fc.mapping.boxes import Shape
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.dtypes import dtype_size

@@ -39,13 +39,11 @@ from pathlib import Path
 from typing import Any
 
 from paddleformers_fc.errors import Corrupt, Diverged, MappingError
-from paddleformers_fc.families import OptionalNames, bind, enumerate_tensors, family_for
-from paddleformers_fc.families.declarations import Stage
-from paddleformers_fc.families.exported import exported_keys
-from paddleformers_fc.families.names import Names, tied_names, tied_sources
+from paddleformers_fc.families import family_for
+from paddleformers_fc.families.names import Names
 from paddleformers_fc.families.registry import is_known
 from paddleformers_fc.formats.catalog import Catalog, StoredTensor
-from paddleformers_fc.formats.checkpoint import CONFIG_NAME, CheckList, OpenedCheckpoint, StoredModel, StoredShard
+from paddleformers_fc.formats.checkpoint import CONFIG_NAME, CheckList, Config, OpenedCheckpoint, StoredShard
 from paddleformers_fc.formats.huggingface import INDEX_NAME, SINGLE_NAME
 from paddleformers_fc.formats.legacy.canonical_ranks import CanonicalModel, assign_variables, canonical_models
 from paddleformers_fc.formats.legacy.rank_files import (
@@ -64,10 +62,12 @@ from paddleformers_fc.formats.legacy.rank_files import (
     unsupported_experts,
 )
 from paddleformers_fc.formats.paddle_distcp import PADDLE_DISTCP
-from paddleformers_fc.formats.stock_arrays import FileArray, StoredAs, gather_roles
 from paddleformers_fc.formats.stock_checkpoint import (
     COPY_AGAIN_STEP,
+    FileArray,
     StockFormat,
+    StoredAs,
+    gather_roles,
     is_equal,
     malformed_file,
     model_description,
@@ -530,44 +530,8 @@ def _split(key: str, variables: Mapping[str, str]) -> tuple[str | None, str]:
     return None, ""
 
 
-class LegacyFormat(StockFormat):
-    """A format whose checkpoints have all tensors of their model."""
-
-    def stored_model(self, checkpoint: OpenedCheckpoint) -> StoredModel:
-        """Return the mapping that a save of this package would have stored.
-
-        Raises:
-            NotACheckpoint: there is no configuration to name the family.
-            MappingError: the family is unknown, or does not declare what is stored.
-            Corrupt: layers of the model are missing.
-        """
-        found = super().stored_model(checkpoint)
-        model, stored, root = found.description, found.rules.mapping().sources, checkpoint.catalog.root
-        family = family_for(model.config)
-        try:
-            # PaddleFormers built the model: an absent key has the meaning that it has in its classes.
-            built = replace(model, config={**exported_keys(family, model), **model.config})
-            declared = [one.under() for one in enumerate_tensors(family, built) if one.stage is not Stage.ABSENT]
-            wanted = bind(family, model, declared).mapping().sources
-            optional = OptionalNames(family, model)
-        except MappingError:
-            # A key that the enumeration needs is unknown: the proof of the mapping remains.
-            return found
-        known = {*stored, *tied_sources(family, model), *tied_names(family, model)}
-        missing = [name for name in wanted if name not in known and optional.group(name) is None]
-        if missing:
-            count = count_text(len(missing), "tensor")
-            raise Corrupt(
-                f"{root} lacks tensors of the model that {CONFIG_NAME} describes: {count}.",
-                where=str(root),
-                evidence=fold(missing),
-                next_step=COPY_AGAIN_STEP,
-            )
-        return found
-
-
 @dataclass(frozen=True)
-class RankFormat(LegacyFormat):
+class RankFormat(StockFormat):
     """One file per rank and kind.
 
     Args:
@@ -596,7 +560,7 @@ class RankFormat(LegacyFormat):
             return True
         return not names & {INDEX_NAME, SINGLE_NAME} and any(is_rank_file(name, MODEL) for name in names)
 
-    def open_under(self, directory: AnyPath, verify: str, config: Mapping[str, Any]) -> OpenedCheckpoint:
+    def open(self, directory: AnyPath, verify: str = "size", config: Config = None) -> OpenedCheckpoint:
         """Open a checkpoint; parts of tensor-parallel ranks are not read without a configuration.
 
         Raises:

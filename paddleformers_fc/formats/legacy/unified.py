@@ -38,8 +38,8 @@ from paddleformers_fc.families import enumerate_tensors, family_for
 from paddleformers_fc.families.names import Names, family_sizes
 from paddleformers_fc.families.registry import is_known
 from paddleformers_fc.formats.catalog import Catalog
-from paddleformers_fc.formats.checkpoint import CONFIG_NAME, OpenedCheckpoint, StoredShard
-from paddleformers_fc.formats.huggingface import indexed_files, refuse_unindexed
+from paddleformers_fc.formats.checkpoint import CONFIG_NAME, Config, OpenedCheckpoint, StoredShard
+from paddleformers_fc.formats.huggingface import indexed_files, read_files
 from paddleformers_fc.formats.legacy.rank_files import (
     EMA,
     MODEL,
@@ -49,12 +49,14 @@ from paddleformers_fc.formats.legacy.rank_files import (
     is_rank_file,
     refuse_mixed,
 )
-from paddleformers_fc.formats.legacy.rank_shards import Assembly, LegacyFormat, StageFiles
+from paddleformers_fc.formats.legacy.rank_shards import Assembly, StageFiles
 from paddleformers_fc.formats.paddle_distcp import PADDLE_DISTCP
-from paddleformers_fc.formats.stock_arrays import FileArray, arrays_of
 from paddleformers_fc.formats.stock_checkpoint import (
     COPY_AGAIN_STEP,
     NAME_CONFIG,
+    FileArray,
+    StockFormat,
+    arrays_of,
     model_description,
     open_stock,
     read_stock_config,
@@ -66,9 +68,8 @@ from paddleformers_fc.mapping import Shape
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
 from paddleformers_fc.storage.files import is_directory, list_directory, open_local, read_range
-from paddleformers_fc.storage.identities import identities_of
 from paddleformers_fc.storage.paths import AnyPath, require_local
-from paddleformers_fc.storage.safetensors import Header, read_header
+from paddleformers_fc.storage.safetensors import Header
 from paddleformers_fc.text import count_text
 
 _WEIGHTS, _STATES, _MASTERS = "model", "optimizer", "master_weights"
@@ -188,17 +189,8 @@ def _index_name(kind: str) -> str:
     return f"{kind}.safetensors.index.json"
 
 
-def _content(index: Path, files: Mapping[str, Sequence[str]]) -> _Content:
-    """Return the arrays of the files of one kind.
-
-    Args:
-        index: of the files, which need not exist.
-        files: the tensors that it lists in each.
-    Raises:
-        Corrupt: a file lacks a tensor that the index lists in it.
-    """
-    headers: dict[str, Header] = {name: read_header(index.parent / name) for name in files}
-    refuse_unindexed(index, files, headers)
+def _content(headers: Mapping[str, Header]) -> _Content:
+    """Return the arrays of the files of one kind."""
     arrays: Arrays = {}
     for name, header in headers.items():
         for tensor, array in arrays_of(name, header).items():
@@ -415,7 +407,7 @@ def _leaf(name: str) -> str:
     return _NUMBERED.sub("", name.removesuffix(_OF_LAYER)).rpartition(".")[2]
 
 
-class UnifiedFormat(LegacyFormat):
+class UnifiedFormat(StockFormat):
     """Safetensors files of weights and of states, as PaddleFormers' ``unified_checkpoint`` writes them."""
 
     name = "unified"
@@ -431,7 +423,7 @@ class UnifiedFormat(LegacyFormat):
             return False
         return any(_is_of_states(path.name) for path in list_directory(directory))
 
-    def open_under(self, directory: AnyPath, verify: str, config: Mapping[str, Any]) -> OpenedCheckpoint:
+    def open(self, directory: AnyPath, verify: str = "size", config: Config = None) -> OpenedCheckpoint:
         """Open a checkpoint; the configuration shows orientations and numbers of experts.
 
         Raises:
@@ -447,10 +439,9 @@ class UnifiedFormat(LegacyFormat):
         refuse_links(directory, (directory / name for name in map(_index_name, _KINDS) if name in names))
         listed = {kind: _files(directory, kind, names) for kind in _KINDS}
         refuse_links(directory, (directory / name for files in listed.values() for name in files))
-        # Before the headers: the bytes that are read later must be those of these files.
-        identities = identities_of(directory / name for files in listed.values() for name in files)
-        contents = [_content(directory / _index_name(kind), files) for kind, files in listed.items()]
-        assembly = _assembled(directory, stock.used, *contents)
+        read = [read_files(directory / _index_name(kind), files, None, "off", ()) for kind, files in listed.items()]
+        identities = {path: one for own in read for path, one in own.identities.items()}
+        assembly = _assembled(directory, stock.used, *(_content(one.headers) for one in read))
         catalog = Catalog(directory, assembly.roles(), identities)
         return open_stock(self, directory, catalog, assembly.faults, stock, assembly.cuts)
 
