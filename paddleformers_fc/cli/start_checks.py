@@ -21,7 +21,7 @@ from typing import Any
 from paddleformers_fc import upstream
 from paddleformers_fc.errors import EnvironmentMismatch, MismatchError, NotACheckpoint, OptionError
 from paddleformers_fc.families import ModelDescription, family_for, is_known
-from paddleformers_fc.families.changes import ABSENT, OPTION, config_changes, refuse_changes, refuse_unfit
+from paddleformers_fc.families.changes import ABSENT, OPTION, config_changes, refuse_changes
 from paddleformers_fc.families.declarations import DIVIDED
 from paddleformers_fc.formats.registry import is_resumable, open_weights, read_config, saved_run
 from paddleformers_fc.layout.grid import ParallelGrid
@@ -426,7 +426,8 @@ def _refuse_another_model(given: Mapping[str, Any], values: Values, checkpoint: 
     changes = [one for one in config_changes(old, new, True) if {ABSENT, "null"}.isdisjoint((one.saved, one.now))]
     unfit = [one for one in changes if any(key.rpartition(".")[2] in _SIZES for key in one.keys)]
     try:
-        refuse_unfit([replace(one, because="tensors have other shapes or names") for one in unfit], (), str(checkpoint))
+        unfit = [replace(one, because="tensors have other shapes or names") for one in unfit]
+        refuse_changes(unfit, (), str(checkpoint), fits=False)
         refuse_changes(changes, values.get(OPTION) or (), str(checkpoint))
     except MismatchError as error:
         raise error if isinstance(values[_RESUME], str) else resume.with_new_run_advice(error) from None

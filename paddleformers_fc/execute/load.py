@@ -43,7 +43,6 @@ from paddleformers_fc.families.changes import (
     of_adapters,
     refuse_adapters_of_one_side,
     refuse_changes,
-    refuse_unfit,
     without_patterns,
 )
 from paddleformers_fc.families.description import Adapters, shared_copies
@@ -305,7 +304,7 @@ def prepare_load(
     root = str(checkpoint.catalog.root)
     if agreed.report.lines:
         refuse_adapters_of_one_side(checkpoint.known, model, root)
-        refuse_unfit(of_adapters(changes), may_change, root)
+        refuse_changes(of_adapters(changes), may_change, root, fits=False)
         agreed.report.refuse(root, _family_difference(checkpoint.known, model))
     refuse_changes(without_patterns(changes), may_change, root)
     return replace(_ready(checkpoint.catalog, agreed), changes=tuple(changes))

@@ -29,7 +29,6 @@ OPTION = "flex_allow_config_changes"
 
 ABSENT = "not set"
 _LONGEST = 48
-_SAVED_ONE = "Resume with the configuration that the checkpoint was saved with"
 
 ADAPTERS = "lora"
 """The prefix of keys of adapters, which are no keys of a configuration."""
@@ -261,43 +260,30 @@ def refuse_adapters_of_one_side(stored: ModelDescription, live: ModelDescription
     raise MismatchError(f"{what} No weight was changed.", where=where, next_step=next_step)
 
 
-def refuse_changes(changes: Sequence[Change], allowed: Collection[str], where: str) -> None:
+def refuse_changes(changes: Iterable[Change], allowed: Collection[str], where: str, fits: bool = True) -> None:
     """Refuse changes of the meaning of weights that the user has not allowed.
 
     Args:
         changes: the result of :func:`config_changes`.
         allowed: the keys that the user allows to change.
         where: the checkpoint.
+        fits: whether the tensors fit; naming the keys does not help if some are missing or have another shape.
 
     Raises:
         MismatchError: with a table of every such change.
     """
-    refused = _refused(changes, allowed)
-    keys = ", ".join(sorted({*allowed, *(change.key for change in refused)}))
-    _refuse(refused, where, f"{_SAVED_ONE}, or name every changed key for the Trainer: {OPTION}: [{keys}]")
-
-
-def refuse_unfit(changes: Iterable[Change], allowed: Collection[str], where: str) -> None:
-    """Refuse changes with which tensors are missing or have another shape, so that naming the keys does not help.
-
-    Arguments and errors are those of :func:`refuse_changes`.
-    """
-    _refuse(_refused(changes, allowed), where, f"{_SAVED_ONE}; its tensors do not fit this one.")
-
-
-def _refused(changes: Iterable[Change], allowed: Collection[str]) -> list[Change]:
-    return [change for change in changes if change.because and not change.is_named_in(allowed)]
-
-
-def _refuse(refused: Sequence[Change], where: str, next_step: str) -> None:
+    refused = [change for change in changes if change.because and not change.is_named_in(allowed)]
     if not refused:
         return
     reasons = dict.fromkeys(change.because for change in refused)
+    keys = ", ".join(sorted({*allowed, *(change.key for change in refused)}))
+    named = f", or name every changed key for the Trainer: {OPTION}: [{keys}]"
     raise MismatchError(
         "The model's configuration gives the stored weights another meaning. No weight was changed.",
         where=where,
         evidence=[*table(refused), *(f"{_of(refused, reason)}: {reason}" for reason in reasons)],
-        next_step=next_step,
+        next_step="Resume with the configuration that the checkpoint was saved with"
+        + (named if fits else "; its tensors do not fit this one."),
     )
 
 

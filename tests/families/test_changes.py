@@ -13,7 +13,6 @@ from paddleformers_fc.families.changes import (
     Change,
     config_changes,
     refuse_changes,
-    refuse_unfit,
     table,
     value_text,
 )
@@ -126,9 +125,9 @@ def test_changes_of_equal_values_under_other_keys_stay_apart() -> None:
 
 def test_of_tensors_that_do_not_fit_no_key_is_offered() -> None:
     rank = Change("lora.r", "4", "8", frozenset({"lora.r"}), "adapters have another rank")
-    refuse_unfit([rank], ["lora"], "checkpoint-3")
+    refuse_changes([rank], ["lora"], "checkpoint-3", fits=False)
     with pytest.raises(MismatchError) as raised:
-        refuse_unfit([rank], [], "checkpoint-3")
+        refuse_changes([rank], [], "checkpoint-3", fits=False)
     assert "lora.r  4      8" in (text := raised.value.render())
     assert "do not fit" in text
     assert OPTION not in text
