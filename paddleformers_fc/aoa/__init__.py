@@ -5,21 +5,7 @@ proved like any other. :func:`render` writes rules as text that Paddle's own eng
 described in ``docs/aoa.md``.
 """
 
-from paddleformers_fc.aoa.evaluate import assigned_names, evaluate, parse
-from paddleformers_fc.aoa.rendering import Hints, render, with_ties
-from paddleformers_fc.aoa.rules import AoaTensor, Tensors, uncut
-from paddleformers_fc.aoa.syntax import Program, read_config
-
-__all__ = [
-    "AoaTensor",
-    "Hints",
-    "Program",
-    "Tensors",
-    "assigned_names",
-    "evaluate",
-    "parse",
-    "read_config",
-    "render",
-    "uncut",
-    "with_ties",
-]
+from paddleformers_fc.aoa.evaluate import assigned_names as assigned_names, evaluate as evaluate, parse as parse
+from paddleformers_fc.aoa.rendering import Hints as Hints, render as render, with_ties as with_ties
+from paddleformers_fc.aoa.rules import AoaTensor as AoaTensor, Tensors as Tensors, uncut as uncut
+from paddleformers_fc.aoa.syntax import Program as Program, read_config as read_config

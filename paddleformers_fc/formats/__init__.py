@@ -5,17 +5,10 @@ a format and of its writer; ``catalog`` what is stored, tensors as boxes in byte
 ``huggingface`` and ``paddle_distcp`` are the formats, and ``legacy`` those that PaddleFormers wrote before them.
 """
 
-from paddleformers_fc.formats.catalog import Catalog, StoredFragment, StoredTensor
-from paddleformers_fc.formats.checkpoint import Format, OpenedCheckpoint
-from paddleformers_fc.formats.registry import FORMATS, format_of, open_checkpoint
-
-__all__ = [
-    "FORMATS",
-    "Catalog",
-    "Format",
-    "OpenedCheckpoint",
-    "StoredFragment",
-    "StoredTensor",
-    "format_of",
-    "open_checkpoint",
-]
+from paddleformers_fc.formats.catalog import Catalog as Catalog
+from paddleformers_fc.formats.checkpoint import OpenedCheckpoint as OpenedCheckpoint
+from paddleformers_fc.formats.registry import (
+    FORMATS as FORMATS,
+    format_of as format_of,
+    open_checkpoint as open_checkpoint,
+)
