@@ -244,8 +244,7 @@ class Family:
     """One model family.
 
     Args:
-        name: the family's name.
-        model_types: values of ``model_type`` in ``config.json``.
+        name: the ``model_type`` of its configurations.
         statements: one per kind of tensor. Several statements of one name are distinguished by shape and condition.
         tied: aliases under ``tie_word_embeddings``.
         optional: prefixes of canonical names that a file may lack, with placeholders. A tensor that the file lacks
@@ -265,7 +264,6 @@ class Family:
     """
 
     name: str
-    model_types: tuple[str, ...]
     statements: Statements
     tied: tuple[TiedName, ...] = ()
     optional: tuple[str, ...] = ()

@@ -587,7 +587,6 @@ def family(
         sizes |= {"text_tie": f"text.{_TIE}", _TIE: _tie_of_either}
     return Family(
         name,
-        (name,),
         (*statements, *(one for part in towers for one in _for_classes(classes, part.statements))),
         tied=ties,
         optional=tuple(one.beginning for one in parts if isinstance(one, OptionalName)),

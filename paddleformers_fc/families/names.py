@@ -303,23 +303,12 @@ def family_keys(family: Family) -> frozenset[str]:
     open_names |= {
         ("", name) for one in counted for size in (one.count, one.start, one.shift) for name in names_of(size)
     }
-    towers = {tower.name: tower for tower in family.towers}
-    declared = {"": {**SIZES, **family.sizes}} | {one.name: {**SIZES, **one.sizes} for one in family.towers}
     open_names |= {("", name) for one in family.tied for where, _ in one.where for name in names_of(where)}
-    keys, seen = {"tie_word_embeddings"}, set[tuple[str, str]]()
-    while open_names - seen:
-        part, name = (open_names - seen).pop()
-        seen.add((part, name))
-        head, _, rest = name.partition(".")
-        if head in towers:
-            open_names.add((head, rest))
-            continue
-        used = names_of(declared[part].get(name, ()))
-        open_names |= {(part, one) for one in used}
-        # Inside the size ``x`` the name ``x`` is a key of the configuration.
-        if not used or name in used:
-            keys.add(f"{towers[part].key}.{name}" if part and name != IS_FLEET else name)
-    return frozenset(keys)
+    sizes = family_sizes(family, ModelDescription({}))
+    keys = {pair for part, name in open_names for pair in sizes.within(part).keys(name)}
+    prefixes = {sizes.within(tower.name): f"{tower.key}." for tower in family.towers}
+    named = (name if name == IS_FLEET else prefixes.get(own, "") + name for own, name in keys)
+    return frozenset({"tie_word_embeddings", *named})
 
 
 def family_heads(family: Family, model: ModelDescription) -> dict[str, int]:

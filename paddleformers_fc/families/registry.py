@@ -209,21 +209,16 @@ def register(
         MappingError: the family is not proved, other tensors than its are in the open weights, or another family
             declares its ``model_type``.
     """
-    taken = [
-        f"{model_type}: declared by family {_registered[model_type].name}"
-        for model_type in family.model_types
-        if _registered.get(model_type, family) is not family
-    ]
-    if taken or not family.model_types:
+    if _registered.get(family.name, family) is not family:
         raise MappingError(
             f"Family {family.name} cannot be registered.",
-            evidence=taken or ["it declares no model_type"],
+            evidence=[f"{family.name}: another family is registered for this model_type"],
             next_step="Choose another model_type; it belongs to one family.",
         )
     prove_family(family)
     if model is not None and header is not None:
         require_header(family, model, header)
-    _registered.update(dict.fromkeys(family.model_types, family))
+    _registered[family.name] = family
 
 
 def require_header(family: Family, model: ModelDescription, header: Mapping[str, Sequence[int]]) -> None:
@@ -257,7 +252,7 @@ def require_header(family: Family, model: ModelDescription, header: Mapping[str,
 
 def tiny_models(family: Family) -> list[ModelDescription]:
     """Describe the tiny model of a family in each of its classes: PaddleFleet, PaddleFormers, PaddleNLP."""
-    config = {"model_type": family.model_types[0], **family.defaults, **family.tiny}
+    config = {"model_type": family.name, **family.defaults, **family.tiny}
     keys = family_keys(family)
     kinds = (True, False) if IS_FLEET in keys else (None,)
     models = [ModelDescription(config, is_fleet) for is_fleet in kinds]
@@ -274,18 +269,15 @@ def family_classes(family: Family) -> list[str]:
     return [NLP if IS_NLP in model.config else kinds[model.is_fleet].value for model in tiny_models(family)]
 
 
-def prove_family(family: Family, model: ModelDescription | None = None) -> int:
-    """Prove a family under every degree of :data:`DEGREES`, forward and reversed.
+def prove_family(family: Family) -> int:
+    """Prove the tiny models of a family under every degree of :data:`DEGREES`, forward and reversed.
 
-    Args:
-        family: the family.
-        model: a model of it; by default the family's tiny one, of every class.
     Returns:
-        the number of tensors; by default of all classes together.
+        the number of tensors of all classes together.
     Raises:
         MappingError: with every fault of the first degree that has any.
     """
-    return sum(_prove(family, one) for one in (tiny_models(family) if model is None else [model]))
+    return sum(_prove(family, model) for model in tiny_models(family))
 
 
 def _prove(family: Family, model: ModelDescription) -> int:
@@ -320,8 +312,8 @@ def _load(entry: EntryPoint) -> None:
         family = entry.load()
         if not isinstance(family, Family):
             raise TypeError(f"{entry.value} is {type(family).__name__}, not a Family")
-        if entry.name not in family.model_types:
-            raise ValueError(f"family {family.name} declares model types {', '.join(family.model_types)}")
+        if entry.name != family.name:
+            raise ValueError(f"it declares model_type {family.name}")
         register(family)
     except FlexError as error:
         raise _not_loaded(entry, [error.what, *error.evidence]) from error

@@ -113,7 +113,7 @@ class Sizes:
 
     def is_given(self, size: Size) -> bool:
         """Return whether the configuration itself has a key that a size is read from."""
-        return any(value_at(self._config, key) is not None for key in self._keys(size))
+        return any(value_at(self._config, key) is not None for _, key in self.keys(size))
 
     def reads(self, size: Size) -> frozenset[str]:
         """Return the names that a size uses, and those that functions of the family read for them."""
@@ -142,16 +142,19 @@ class Sizes:
             reason = f"requires {', '.join(absent)}, which the configuration does not contain" if absent else str(error)
             raise self._refused(size, reason) from error
 
-    def _keys(self, size: Size, within: frozenset[str] = frozenset()) -> Iterator[str]:
-        """Yield the configuration keys that a size is read from; a size inside its own definition is a key."""
+    def keys(self, size: Size, within: frozenset[str] = frozenset()) -> Iterator[tuple[Sizes, str]]:
+        """Yield the configuration keys that a size is read from, each with the sizes of its part of the model.
+
+        A size inside its own definition is a key.
+        """
         for name in names_of(size):
             tower, _, rest = name.partition(".")
             if tower in self._towers:
-                yield from self._towers[tower]._keys(rest)
+                yield from self._towers[tower].keys(rest)
             elif name in self._declared and name not in within:
-                yield from self._keys(self._declared[name], within | {name})
+                yield from self.keys(self._declared[name], within | {name})
             else:
-                yield name
+                yield self, name
 
     def _of_one(self, names: tuple[str, ...], numbers: Mapping[str, int]) -> Any:
         """Return the value of names for one key.
@@ -193,7 +196,7 @@ class Sizes:
         return value
 
     def _refused(self, size: Size, reason: str) -> MappingError:
-        keys = sorted(self._keys(size))
+        keys = sorted(key for _, key in self.keys(size))
         return MappingError(
             f"`{text_of(size)}` {reason}.",
             where="config.json",

@@ -21,17 +21,12 @@ from typing import Any
 
 from paddleformers_fc.aoa import Hints, render
 from paddleformers_fc.errors import MappingError, OptionError
-from paddleformers_fc.families import (
-    described_by_file,
-    enumerate_tensors,
-    family_for,
-    own_families,
-)
+from paddleformers_fc.families import described_by_file, enumerate_tensors, family_for
 from paddleformers_fc.families.bind import ModelTensor, bind
 from paddleformers_fc.families.declarations import DIVIDED, Family, Geometry
 from paddleformers_fc.families.description import ModelDescription
 from paddleformers_fc.families.names import Names, family_sizes
-from paddleformers_fc.families.registry import tiny_models
+from paddleformers_fc.families.registry import OWN, own_family, tiny_models
 from paddleformers_fc.formats.registry import require_config
 from paddleformers_fc.mapping import RuleSet
 from paddleformers_fc.mapping.folding import fold
@@ -96,7 +91,7 @@ def aoa_statements(model: str, *, reverse: bool, toy: bool = False, tp: int | No
     """Return the statements of a family, or of the model in a directory.
 
     Args:
-        model: a ``model_type``, a family's name, or a directory with ``config.json``.
+        model: a ``model_type``, or a directory with ``config.json``.
         reverse: from the model to open weights.
         toy: assume the sizes of the family's tiny configuration; for a family alone.
         tp: the tensor-parallel degree of the model; None for statements of any degree.
@@ -116,7 +111,14 @@ def aoa_statements(model: str, *, reverse: bool, toy: bool = False, tp: int | No
         config = require_config(Path(model))
         family, built = family_for(config), described_by_file(config)
     else:
-        family = _named(model)
+        if model not in OWN:
+            raise OptionError(
+                f"Unknown family {model!r}, and no such directory.",
+                where="MODEL",
+                evidence=[f"families: {', '.join(OWN)}"],
+                next_step="Name a family, or a directory with a config.json.",
+            )
+        family = own_family(model)
         built, sizes = tiny_models(family)[0], {**family.defaults, **family.tiny}
         if not toy:
             raise OptionError(
@@ -167,15 +169,3 @@ def _statements(family: Family, model: ModelDescription, reverse: bool, tp: int 
 def sizes_text(sizes: Mapping[str, Any]) -> str:
     """Format sizes as ``key=value`` pairs."""
     return ", ".join(f"{key}={json.dumps(value)}" for key, value in sizes.items())
-
-
-def _named(name: str) -> Family:
-    for family in own_families():
-        if name in (family.name, *family.model_types):
-            return family
-    raise OptionError(
-        f"Unknown family {name!r}, and no such directory.",
-        where="MODEL",
-        evidence=[f"families: {', '.join(family.name for family in own_families())}"],
-        next_step="Name a family, or a directory with a config.json.",
-    )

@@ -581,7 +581,7 @@ def _description(
     described = replace(_resolved(model, given), adapters=description.describe_adapters(model))
     if isinstance(family, Family):
         register(family)
-        family = family.model_types[0]
+        family = family.name
     if family is not None:
         described = replace(described, config={**described.config, "model_type": family}, rules=None)
     if mapping is not None:

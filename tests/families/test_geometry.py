@@ -28,7 +28,7 @@ CONFIG = {"hidden_size": HIDDEN, "intermediate_size": FFN, "num_experts": EXPERT
 
 def bound(statements: Statements, tp: int = 1, ep: int = 1, **changes: Any) -> RuleSet:
     """The rules of a family of these statements."""
-    family = Family("probe", ("probe",), statements)
+    family = Family("probe", statements)
     config = {**CONFIG, **changes}
     return bind(family, model_of(config), [one.under(tp, ep) for one in enumerate_tensors(family, model_of(config))])
 
@@ -80,7 +80,7 @@ def test_experts_kept_as_stored_lie_gate_over_up() -> None:
 
 def test_expert_parallelism_cuts_a_stack_along_its_experts_and_does_not_change_the_mapping() -> None:
     statements = stacked("model.layers.{layer}.stack", GATE_UP)
-    family = Family("probe", ("probe",), statements)
+    family = Family("probe", statements)
     config = {**CONFIG, "num_experts": 4}
     cut = [one.under(ep=4) for one in enumerate_tensors(family, model_of(config))]
     assert {tensor.cuts for tensor in cut} == {(4, 1)}
@@ -88,7 +88,7 @@ def test_expert_parallelism_cuts_a_stack_along_its_experts_and_does_not_change_t
 
 
 def test_a_stack_that_does_not_hold_the_experts_is_refused_with_the_numbers() -> None:
-    family = Family("probe", ("probe",), stacked("model.layers.{layer}.stack", GATE_UP, new=True))
+    family = Family("probe", stacked("model.layers.{layer}.stack", GATE_UP, new=True))
     with pytest.raises(MappingError, match=r"shape \[5, 4, 12\] does not hold 3 experts on axis 0"):
         bind(family, model_of(CONFIG), [ModelTensor("model.layers.0.stack", (5, 4, 12), "float32", (1, 1, 1))])
 
@@ -332,7 +332,6 @@ def test_names_of_one_key_have_one_value() -> None:
 def test_numbers_start_and_are_shifted_as_declared() -> None:
     family = Family(
         "probe",
-        ("probe",),
         transposed("model.layers.{mtp}.weight", shape=("hidden", "ffn")),
         numbers=(Numbers("mtp", 2, start="layers", shift=5),),
     )

@@ -204,7 +204,6 @@ def stack_rule(turned: bool) -> Rule:
     """The rule of a stack of three experts of shape [4, 6] that files stack as well."""
     probe = Family(
         "probe",
-        ("probe",),
         lang.stack_of_files("model.weight1", file="experts.up", shape=("hidden", "ffn"), turned=turned),
     )
     tensor = ModelTensor("model.weight1", (3, 4, 6), "float32", (1, 1, 1))
@@ -219,7 +218,7 @@ def test_experts_that_files_stack_as_well_are_one_tensor_and_may_be_transposed()
 
 
 def test_a_stack_with_other_axes_than_are_declared_is_refused() -> None:
-    probe = Family("probe", ("probe",), lang.stack_of_files("model.weight1", shape=("hidden", "ffn")))
+    probe = Family("probe", lang.stack_of_files("model.weight1", shape=("hidden", "ffn")))
     with pytest.raises(MappingError) as caught:
         bind(probe, ModelDescription({"num_experts": 3}), [ModelTensor("model.weight1", (3, 4), "float32", (1, 1))])
     assert caught.value.evidence[0] == "model.weight1: 3 axes are declared, this tensor has 2"

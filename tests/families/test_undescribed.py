@@ -64,7 +64,6 @@ def test_tensors_that_leave_a_key_open_are_refused_with_the_values_that_would_se
     weight = "model.weight"
     family = Family(
         "probe",
-        ("probe",),
         (
             *when("moe_expert_fusion", transposed(weight, shape=("hidden", "hidden"))),
             *unless("moe_expert_fusion", same(weight, shape=("hidden", "hidden"))),
