@@ -8,9 +8,9 @@ is taken from the shards. Binding takes one dictionary lookup per tensor; a stac
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
 
 import msgspec
+from msgspec.structs import replace
 
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.families.declarations import Family, Geometry, Stack, Statement
@@ -89,17 +89,6 @@ def bind(family: Family, model: ModelDescription, tensors: Iterable[ModelTensor]
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    """The layout of the parts of one tensor: the arguments of its rule."""
-
-    parts: Parts
-    axis: int
-    axes: tuple[int, ...]
-    blocks: int = 1
-    source_blocks: int = 1
-
-
 def _made(kinds: list[Kind], tensor: ModelTensor, numbers: list[str]) -> tuple[Statement, list[Rule]] | str:
     """Return the statement that a tensor is bound by and its rules, or why there are none."""
     kind = kinds[0] if len(kinds) == 1 else _chosen(kinds, tensor, numbers)
@@ -165,7 +154,7 @@ def _rules(kind: Kind, tensor: ModelTensor, numbers: list[str]) -> list[Rule] | 
         made = kind.layouts[occurred] = _layout(kind.statement, tensor.shape, tensor.cuts, kind.sizes)
     if isinstance(made, str):
         return made
-    return [Rule(sources, (tensor.name,), made.parts, made.axis, made.axes, made.source_blocks, made.blocks)]
+    return [Rule(sources, (tensor.name,), made.parts, made.axis, made.axes, made.source_blocks, made.target_blocks)]
 
 
 def _sibling_rules(siblings: tuple[str, ...], sources: tuple[str, ...], tensor: ModelTensor) -> list[Rule]:
@@ -176,11 +165,16 @@ def _sibling_rules(siblings: tuple[str, ...], sources: tuple[str, ...], tensor: 
     return [Rule(sources, targets, tensor.shape[:1] * len(targets), 0, axes)] if own == siblings[0] else []
 
 
-def _layout(statement: Statement, shape: Shape, cuts: Shape, sizes: Sizes) -> _Layout | str:
-    """Return the layout of the parts in one tensor, or in one expert of a stack."""
+def _unnamed(parts: Parts, axis: int, axes: tuple[int, ...], blocks: int = 1) -> Rule:
+    """Return a rule without names: the layout of the parts of a tensor."""
+    return Rule((), (), parts, axis, axes, target_blocks=blocks)
+
+
+def _layout(statement: Statement, shape: Shape, cuts: Shape, sizes: Sizes) -> Rule | str:
+    """Return a rule without names for one tensor, or for one expert of a stack."""
     rank, geometry = len(shape), statement.geometry
     if geometry is Geometry.SAME:
-        return _Layout((shape[-1] if rank else 1,), max(rank - 1, 0), tuple(range(rank)))
+        return _unnamed((shape[-1] if rank else 1,), max(rank - 1, 0), tuple(range(rank)))
     if geometry is Geometry.LINEAR and rank != 2:
         return f"a linear weight has two axes, this tensor has {rank}"
     if rank not in (1, 2) and (statement.turned or not statement.parts):
@@ -189,19 +183,19 @@ def _layout(statement: Statement, shape: Shape, cuts: Shape, sizes: Sizes) -> _L
     axes = tuple(reversed(range(rank))) if turned else tuple(range(rank))
     axis = rank - 1 if turned else 0
     if geometry is Geometry.LINEAR:
-        return _Layout((shape[axis],), axis, axes)
+        return _unnamed((shape[axis],), axis, axes)
     if geometry is Geometry.ALTERNATING_FFN:
         if shape[-1] % 2:
             return f"length {shape[-1]} does not hold a row of gate and one of up"
-        return _Layout((shape[-1] // 2,) * 2, rank - 1, tuple(range(rank)))
+        return _unnamed((shape[-1] // 2,) * 2, rank - 1, tuple(range(rank)))
     if geometry is Geometry.FUSED_FFN:
         if shape[axis] % (2 * cuts[axis]):
             return f"length {shape[axis]} does not hold gate and up for {cuts[axis]} tensor-parallel ranks"
-        return _Layout((shape[axis] // 2,) * 2, axis, axes, cuts[axis])
-    return _qkv_layout(statement, shape[axis], cuts[axis], _Layout((), axis, axes), sizes)
+        return _unnamed((shape[axis] // 2,) * 2, axis, axes, cuts[axis])
+    return _qkv_layout(statement, shape[axis], cuts[axis], _unnamed((), axis, axes), sizes)
 
 
-def _qkv_layout(statement: Statement, length: int, cut: int, layout: _Layout, sizes: Sizes) -> _Layout | str:
+def _qkv_layout(statement: Statement, length: int, cut: int, layout: Rule, sizes: Sizes) -> Rule | str:
     if not sizes.defines("heads") or not sizes.defines("kv_heads"):
         return "num_attention_heads and num_key_value_heads are not in the configuration"
     heads, groups = sizes.length("heads"), sizes.length("kv_heads")
@@ -223,12 +217,12 @@ def _qkv_layout(statement: Statement, length: int, cut: int, layout: _Layout, si
     if not lengths and groups % blocks:
         return f"{groups} key and value heads are not divisible among {blocks} tensor-parallel ranks"
     if not lengths:
-        return replace(layout, parts=(heads * head, groups * head, groups * head), blocks=blocks)
+        return replace(layout, parts=(heads * head, groups * head, groups * head), target_blocks=blocks)
     # A single source holds all parts as they are declared; several hold one entry each.
     parts: Parts = tuple(
         tuple(map(sizes.length, one)) if isinstance(one, tuple) else sizes.length(one) for one in statement.parts
     )
-    return replace(layout, parts=parts, blocks=blocks, source_blocks=sizes.length(statement.groups))
+    return replace(layout, parts=parts, target_blocks=blocks, source_blocks=sizes.length(statement.groups))
 
 
 def _whole_width(statement: Statement, axis: int, sizes: Sizes) -> int | None:
@@ -266,18 +260,9 @@ def _stack_rules(kind: Kind, tensor: ModelTensor, numbers: list[str]) -> list[Ru
     if axis == 0:
         everything = tuple(source for names in sources for source in names)
         return [Rule(everything, (tensor.name,), one.parts * count, axis, axes)]
-    return [
-        Rule(
-            names,
-            (tensor.name,),
-            one.parts,
-            axis,
-            axes,
-            target_blocks=one.blocks,
-            slab=Slab(0, expert * share, (expert + 1) * share),
-        )
-        for expert, names in enumerate(sources)
-    ]
+    slabs = (Slab(0, expert * share, (expert + 1) * share) for expert in range(count))
+    whole = replace(one, targets=(tensor.name,), axis=axis, axes=axes)
+    return [replace(whole, sources=names, slab=slab) for names, slab in zip(sources, slabs, strict=True)]
 
 
 def _flat(statement: Statement, shape: Shape) -> Shape:
