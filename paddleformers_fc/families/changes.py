@@ -192,17 +192,14 @@ def contradictions(config: Mapping[str, Any], model: ModelDescription) -> list[s
     if all(model.config[key] == value for key, value in config.items() if key in model.config):
         return []
     family = family_for(model.config)
+    read = family_keys(family)
     expected = exported_config(family, model.config, model, {})
     return [
         f"{key}: {value_text(one)} in config.json, {value_text(other)} in mapping.json"
         for key, one, other in _unequal(config, expected)
-        if key in family_keys(family) or not (_is_left_out(key) or is_of_source(key, other) or _is_type_of_part(key))
+        # Libraries name the ``model_type`` of a nested configuration differently.
+        if key in read or not (_is_left_out(key) or is_of_source(key, other) or key.endswith(".model_type"))
     ]
-
-
-def _is_type_of_part(key: str) -> bool:
-    """Return whether a key is the ``model_type`` of a nested configuration, which libraries name differently."""
-    return key.endswith(".model_type")
 
 
 def _unequal(one: Mapping[str, Any], other: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:

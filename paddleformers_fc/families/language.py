@@ -23,7 +23,6 @@ that binding accepts. :mod:`paddleformers_fc.families.sizes` describes sizes and
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -54,7 +53,6 @@ from paddleformers_fc.mapping.rules import flat
 
 FIRST, NORM = Stage.FIRST, Stage.NORM
 Shape = tuple[Size, ...]
-Names = str | tuple[str, ...]
 Group = tuple["Part | Group", ...]
 """What verbs give, also put together in tuples."""
 
@@ -138,7 +136,7 @@ def mtp_layers(mtp_num_layers: Any, num_nextn_predict_layers: Any) -> Any:
 def same(
     *names: str,
     file: str = "",
-    fleet: Names = (),
+    fleet: str = "",
     shape: Shape = ("hidden",),
     cut: int | None = None,
     dtype: str = "",
@@ -150,20 +148,22 @@ def same(
     Args:
         names: the names in the model.
         file: the canonical name of a single tensor, where it differs.
-        fleet: the names in PaddleFleet's class, where they differ.
+        fleet: the name of a single tensor in PaddleFleet's class, where it differs.
         shape: the size of every axis.
         cut: the axis that tensor parallelism cuts.
         dtype: the dtype, where it is not the model's.
         stage: the place in a pipeline, outside of layers.
         trained: whether an optimizer updates them.
     """
+    kinds: list[tuple[str, str, ModelClass | None]] = [(name, name, FORMERS if fleet else None) for name in names]
+    kinds += [(fleet, names[0], FLEET)] if fleet else []
     return tuple(
-        Statement(*(name, (source,)), shape=shape, cut=cut, dtype=dtype, model_class=one, stage=stage, trained=trained)
-        for name, source, one in _named(names, file, fleet)
+        Statement(name, (file or own,), shape=shape, cut=cut, dtype=dtype, model_class=of, stage=stage, trained=trained)
+        for name, own, of in kinds
     )
 
 
-def transposed(*names: str, file: str = "", fleet: Names = (), shape: Shape, dtype: str = "") -> Statements:
+def transposed(*names: str, file: str = "", fleet: str = "", shape: Shape, dtype: str = "") -> Statements:
     """Declare tensors that are [out, in] in files and [in, out] in Paddle. Arguments as of :func:`same`."""
     return tuple(
         replace(one, geometry=Geometry.LINEAR) for one in same(*names, file=file, fleet=fleet, shape=shape, dtype=dtype)
@@ -175,7 +175,7 @@ def linear(
     inputs: Size = "hidden",
     outputs: Size = "hidden",
     file: str = "",
-    fleet: Names = (),
+    fleet: str = "",
     bias: Condition = False,
     dtype: str = "",
 ) -> Statements:
@@ -186,17 +186,14 @@ def linear(
         inputs: the number of inputs.
         outputs: the number of outputs.
         file: the canonical name of a single layer, where it differs.
-        fleet: the names in PaddleFleet's class, where they differ.
+        fleet: the name of a single layer in PaddleFleet's class, where it differs.
         bias: the condition of the bias.
         dtype: the dtype, where it is not the model's.
     """
-    other = (fleet,) if isinstance(fleet, str) else fleet
-    of = {part: tuple(f"{name}.{part}" for name in names) for part in ("weight", "bias")}
-    fleets = {part: tuple(f"{name}.{part}" for name in other) for part in of}
-    files = {part: f"{file}.{part}" if file else "" for part in of}
+    weights, biases = ([_part(name, leaf) for name in (file, fleet, *names)] for leaf in ("weight", "bias"))
     return (
-        *transposed(*of["weight"], file=files["weight"], fleet=fleets["weight"], shape=(inputs, outputs), dtype=dtype),
-        *when(bias, same(*of["bias"], file=files["bias"], fleet=fleets["bias"], shape=(outputs,))),
+        *transposed(*weights[2:], file=weights[0], fleet=weights[1], shape=(inputs, outputs), dtype=dtype),
+        *when(bias, same(*biases[2:], file=biases[0], fleet=biases[1], shape=(outputs,))),
     )
 
 
@@ -306,10 +303,9 @@ def patches(
         frames: the axis of the images in a patch; empty for a convolution of two axes.
     """
     shape = ("hidden", "in_channels", *frames, "patch_size", "patch_size")
-    files = {part: f"{file}.{part}" if file else "" for part in ("weight", "bias")}
     return (
-        *same(f"{name}.weight", file=files["weight"], shape=shape),
-        *when(bias, same(f"{name}.bias", file=files["bias"])),
+        *same(f"{name}.weight", file=_part(file, "weight"), shape=shape),
+        *when(bias, same(f"{name}.bias", file=_part(file, "bias"))),
     )
 
 
@@ -507,7 +503,6 @@ def at(stage: Stage, *groups: Group) -> Statements:
 
 def tower(
     name: str,
-    key: str,
     *groups: Group,
     number: str = "block",
     sizes: Mapping[str, Size] = _NO_SIZES,
@@ -515,18 +510,18 @@ def tower(
 ) -> Tower:
     """Declare a tower: a part of a model with layers, sizes and a nested configuration of its own.
 
-    In a pipeline its tensors are on the first stage, and those of ``{layer}`` with their layers.
+    The key of the configuration is the name of the tower and ``_config``. In a pipeline its tensors are on the first
+    stage, and those of ``{layer}`` with their layers.
 
     Args:
         name: its name, by which other sizes of the family refer to its sizes: ``vision.hidden``.
-        key: the path of its nested configuration.
         groups: its tensors.
         number: the placeholder of its layers.
         sizes: sizes that differ from :data:`SIZES`; ``layers`` is the number of layers.
         defaults: the values of the model's class for keys that the nested configuration lacks.
     """
     placed = tuple(replace(one, tower=name, stage=one.stage or FIRST) for one in _all(groups))
-    return Tower(name, key, placed, Numbers(number, f"{name}.layers"), sizes, defaults)
+    return Tower(name, f"{name}_config", placed, Numbers(number, f"{name}.layers"), sizes, defaults)
 
 
 def family(
@@ -622,13 +617,9 @@ def _only(conditions: Conditions, groups: Group) -> Statements:
     return tuple(replace(one, where=(*one.where, *conditions)) for one in _all(groups))
 
 
-def _named(names: Iterable[str], file: str, fleet: Names) -> Iterator[tuple[str, str, ModelClass | None]]:
-    """Yield name, canonical name and class of tensors that PaddleFleet's class may name differently."""
-    others = (fleet,) if isinstance(fleet, str) else fleet
-    for name, other in itertools.zip_longest(names, others):
-        yield name, file or name, FORMERS if other else None
-        if other:
-            yield other, file or name, FLEET
+def _part(layer: str, leaf: str) -> str:
+    """Return the name of a tensor of a layer; empty for no layer."""
+    return f"{layer}.{leaf}" if layer else ""
 
 
 def _as_stored(one: Statement) -> Statement:

@@ -29,8 +29,7 @@ from typing import Any
 import msgspec
 
 from paddleformers_fc.errors import Corrupt, FormatError, MappingError, NotACheckpoint, OptionError
-from paddleformers_fc.families import ModelTensor, family_for
-from paddleformers_fc.families.bind import bind
+from paddleformers_fc.families import ModelTensor, bind, family_for
 from paddleformers_fc.families.description import A, Adapters, B, Base, ModelDescription, is_adapter, shared_inputs
 from paddleformers_fc.families.enumerate import enumerate_tensors, recognised_tensors
 from paddleformers_fc.families.stated import canonical_ties

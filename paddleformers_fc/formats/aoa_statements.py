@@ -21,10 +21,8 @@ from typing import Any
 
 from paddleformers_fc.aoa import Hints, render
 from paddleformers_fc.errors import MappingError, OptionError
-from paddleformers_fc.families import described_by_file, enumerate_tensors, family_for
-from paddleformers_fc.families.bind import ModelTensor, bind
+from paddleformers_fc.families import (ModelDescription, ModelTensor, bind, described_by_file, enumerate_tensors, family_for)
 from paddleformers_fc.families.declarations import DIVIDED, Family, Geometry
-from paddleformers_fc.families.description import ModelDescription
 from paddleformers_fc.families.names import Names, family_sizes
 from paddleformers_fc.families.registry import OWN, own_family, tiny_models
 from paddleformers_fc.formats.registry import require_config

@@ -37,8 +37,7 @@ from paddleformers_fc.errors import (
     NotACheckpoint,
     OptionError,
 )
-from paddleformers_fc.families import is_known
-from paddleformers_fc.families.description import ModelDescription
+from paddleformers_fc.families import ModelDescription, is_known
 from paddleformers_fc.families.stated import family_name
 from paddleformers_fc.formats.catalog import Catalog
 from paddleformers_fc.layout.roles import EMA_STATE, MODEL_STATE, ROLES

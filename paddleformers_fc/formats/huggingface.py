@@ -231,7 +231,7 @@ def read_files(
     # Before the headers: the checksums must be those of the files that are read later.
     identities = identities_of(directory / name for name in files)
     headers = dict(zip(files, map_paths(read_header, (directory / name for name in files), directory), strict=True))
-    refuse_unindexed(index, files, headers)
+    _refuse_unindexed(index, files, headers)
     return WeightFiles(directory, checksums, headers, identities)
 
 
@@ -434,7 +434,7 @@ def indexed_files(index: AnyPath, checksums: FileChecksums | None) -> dict[str, 
     return files
 
 
-def refuse_unindexed(index: AnyPath, files: Mapping[str, Sequence[str]], headers: Mapping[str, Header]) -> None:
+def _refuse_unindexed(index: AnyPath, files: Mapping[str, Sequence[str]], headers: Mapping[str, Header]) -> None:
     """Refuse files that lack tensors which their index lists in them.
 
     Args:

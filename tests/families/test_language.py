@@ -64,7 +64,6 @@ MERGER = (
 )
 VISION = lang.tower(
     "vision",
-    "vision_config",
     lang.layer(
         "model.visual",
         lang.same("patch_embed.proj.weight", shape=("hidden", 3, 2, "patch_size", "patch_size")),

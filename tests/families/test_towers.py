@@ -45,7 +45,6 @@ from tests.plan.stored import checkpoint_of
 
 VISION = tower(
     "vision",
-    "vision_config",
     layer(
         "model.visual",
         same("patch_embed.proj.weight", shape=("hidden", "patch")),
@@ -69,7 +68,6 @@ VISION = tower(
 )
 TEXT = tower(
     "text",
-    "text_config",
     layer(
         "model.language_model",
         same("embed_tokens.weight", shape=("vocab", "hidden"), cut=0),
@@ -191,7 +189,7 @@ def test_a_size_is_read_from_a_nested_configuration_by_its_path() -> None:
 def test_a_tower_has_the_statements_of_the_classes_that_the_family_has() -> None:
     expert = gate_up("up_gate_proj", "gate_proj", "up_proj", size="expert_ffn"), row("down_proj", inputs="expert_ffn")
     routed = layer("model.layers.{layer}", router("mlp.gate"), experts("mlp.experts.{expert}", expert))
-    part = tower("text", "text_config", routed, number="layer")
+    part = tower("text", routed, number="layer")
     config = {"text_config": {"hidden_size": 8, "moe_intermediate_size": 4, "num_experts": 2, "num_hidden_layers": 1}}
     both = family("both", classes=(FLEET, FORMERS), towers=(part,), sizes={"experts": "text.experts"}, tiny=config)
     gate = {

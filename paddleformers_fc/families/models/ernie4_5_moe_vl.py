@@ -43,7 +43,6 @@ RESAMPLER = lang.layer(
 )
 VISION = lang.tower(
     "vision",
-    "vision_config",
     lang.linear("vision_model.patch_embed.proj", inputs="patch"),
     lang.same("vision_model.ln.weight", "vision_model.ln.bias"),
     lang.layer(

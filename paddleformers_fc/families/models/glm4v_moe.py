@@ -5,7 +5,6 @@ from paddleformers_fc.families.models.glm4_moe import EXPERTS
 
 VISION = lang.tower(
     "vision",
-    "vision_config",
     lang.layer(
         "model.visual",
         lang.patches("patch_embed.proj", bias=True),

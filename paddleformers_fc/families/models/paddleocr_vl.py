@@ -8,7 +8,6 @@ from paddleformers_fc.families.models.ernie4_5 import ffn_bias
 
 VISION = lang.tower(
     "vision",
-    "vision_config",
     lang.layer(
         "visual.vision_model",
         lang.same("post_layernorm.weight", "post_layernorm.bias"),

@@ -4,7 +4,6 @@ from paddleformers_fc.families import language as lang
 
 VISION = lang.tower(
     "vision",
-    "vision_config",
     lang.layer(
         "model.visual",
         lang.patches("patch_embed.proj"),

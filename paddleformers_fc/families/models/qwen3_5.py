@@ -62,7 +62,6 @@ DELTA_NET = (
 )
 VISION = lang.tower(
     "vision",
-    "vision_config",
     lang.layer(
         "model.vision_model",
         lang.patches("patch_embed", file="patch_embed.proj", bias=True),

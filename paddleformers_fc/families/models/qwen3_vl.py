@@ -37,7 +37,6 @@ FLEET_BLOCK = (
 )
 VISION = lang.tower(
     "vision",
-    "vision_config",
     lang.of_class(lang.FORMERS, lang.layer("model.visual", EMBEDDINGS, MERGERS)),
     lang.of_class(lang.FLEET, lang.layer("model.vision_model", EMBEDDINGS, file="model.visual")),
     lang.of_class(lang.FLEET, lang.layer("model.vision_model.decoder", MERGERS, file="model.visual")),

@@ -39,9 +39,8 @@ from pathlib import Path
 from typing import Any
 
 from paddleformers_fc.errors import Corrupt, Diverged, MappingError
-from paddleformers_fc.families import family_for
+from paddleformers_fc.families import family_for, is_known
 from paddleformers_fc.families.names import Names
-from paddleformers_fc.families.registry import is_known
 from paddleformers_fc.formats.catalog import Catalog, StoredTensor
 from paddleformers_fc.formats.checkpoint import CONFIG_NAME, CheckList, Config, OpenedCheckpoint, StoredShard
 from paddleformers_fc.formats.huggingface import INDEX_NAME, SINGLE_NAME
@@ -83,8 +82,7 @@ from paddleformers_fc.layout.roles import (
     OPTIMIZER_STATE,
     split_state_name,
 )
-from paddleformers_fc.mapping import Shape
-from paddleformers_fc.mapping.boxes import Box, shifted, whole
+from paddleformers_fc.mapping.boxes import Box, Shape, shifted, whole
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.dtypes import dtype_size
 from paddleformers_fc.storage.files import is_directory, is_file, list_directory

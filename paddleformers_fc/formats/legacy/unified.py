@@ -34,9 +34,8 @@ from typing import Any
 import numpy as np
 
 from paddleformers_fc.errors import Corrupt, FormatError, MappingError
-from paddleformers_fc.families import enumerate_tensors, family_for
+from paddleformers_fc.families import enumerate_tensors, family_for, is_known
 from paddleformers_fc.families.names import Names, family_sizes
-from paddleformers_fc.families.registry import is_known
 from paddleformers_fc.formats.catalog import Catalog
 from paddleformers_fc.formats.checkpoint import CONFIG_NAME, Config, OpenedCheckpoint, StoredShard
 from paddleformers_fc.formats.huggingface import indexed_files, read_files
