@@ -21,7 +21,14 @@ from typing import Any
 
 from paddleformers_fc.aoa import Hints, render
 from paddleformers_fc.errors import MappingError, OptionError
-from paddleformers_fc.families import (ModelDescription, ModelTensor, bind, described_by_file, enumerate_tensors, family_for)
+from paddleformers_fc.families import (
+    ModelDescription,
+    ModelTensor,
+    bind,
+    described_by_file,
+    enumerate_tensors,
+    family_for,
+)
 from paddleformers_fc.families.declarations import DIVIDED, Family, Geometry
 from paddleformers_fc.families.names import Names, family_sizes
 from paddleformers_fc.families.registry import OWN, own_family, tiny_models

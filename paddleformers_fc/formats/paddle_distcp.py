@@ -34,6 +34,7 @@ import numpy as np
 
 from paddleformers_fc.errors import Corrupt, NotACheckpoint
 from paddleformers_fc.families.stated import model_ties
+from paddleformers_fc.formats import stock_checkpoint as stock
 from paddleformers_fc.formats.catalog import Catalog
 from paddleformers_fc.formats.checkpoint import (
     Config,
@@ -43,21 +44,6 @@ from paddleformers_fc.formats.checkpoint import (
     StoredShard,
     compare_run,
     grouped_by_size,
-)
-from paddleformers_fc.formats.stock_checkpoint import (
-    COPY_AGAIN_STEP,
-    PARAMETER_NAMES,
-    FileArray,
-    StockFormat,
-    StoredAs,
-    arrays_of,
-    gather_roles,
-    malformed_file,
-    open_stock,
-    read_arrays,
-    read_stock_config,
-    refuse_alternating,
-    refuse_links,
 )
 from paddleformers_fc.formats.stock_run import SCALER, SCHEDULER
 from paddleformers_fc.layout.roles import (
@@ -123,8 +109,8 @@ def open_distcp(directory: AnyPath, given: Mapping[str, Any] | None = None) -> O
             where=str(directory),
             next_step=f"Name a directory of dist.save_state_dict, or one with such a {MODEL_STATE} in it.",
         )
-    refuse_links(directory, (one for place in found.values() for one in (place, *list_directory(place))))
-    shards: dict[StoredAs, list[StoredShard]] = {}
+    stock.refuse_links(directory, (one for place in found.values() for one in (place, *list_directory(place))))
+    shards: dict[stock.StoredAs, list[StoredShard]] = {}
     cuts: dict[str, tuple[int, ...]] = {}
     for role, place in found.items():
         own = shards[role, "", False] = list(_shards_in(directory, place))
@@ -133,10 +119,10 @@ def open_distcp(directory: AnyPath, given: Mapping[str, Any] | None = None) -> O
         if role == MODEL_STATE:
             for shard, *_ in own:
                 cuts[shard.name] = tuple(map(max, shard.cuts, cuts.get(shard.name, shard.cuts)))
-    roles, faults = gather_roles(shards)
+    roles, faults = stock.gather_roles(shards)
     paths = {path for own in shards.values() for _, path, _, _ in own}
     catalog = Catalog(directory, roles, identities_of(directory / path for path in sorted(paths)))
-    return open_stock(PADDLE_DISTCP, directory, catalog, faults, read_stock_config(directory, given), cuts)
+    return stock.open_stock(PADDLE_DISTCP, directory, catalog, faults, stock.read_stock_config(directory, given), cuts)
 
 
 def _role_directories(directory: Path) -> dict[str, Path]:
@@ -156,7 +142,7 @@ def _is_one(directory: Path) -> bool:
 def _shards_in(directory: Path, place: Path) -> Iterator[StoredShard]:
     """Yield every stored shard of one role, with the paths relative to ``directory``."""
     metadata = _metadata_of(place)
-    arrays: dict[str, dict[str, FileArray]] = {}
+    arrays: dict[str, dict[str, stock.FileArray]] = {}
     missing: set[str] = set()
     base = place.relative_to(directory)
     for key, file, shard in _stored_shards(metadata, place):
@@ -172,7 +158,7 @@ def _shards_in(directory: Path, place: Path) -> Iterator[StoredShard]:
                 f"{place / file} does not contain what the metadata lists.",
                 where=str(place / file),
                 evidence=[f"{key}: {shard.size} elements of {shard.dtype} are due, {there}"],
-                next_step=COPY_AGAIN_STEP,
+                next_step=stock.COPY_AGAIN_STEP,
             )
         yield shard, array.file, array.begin, dtype_size(array.dtype)
     if missing:
@@ -180,7 +166,7 @@ def _shards_in(directory: Path, place: Path) -> Iterator[StoredShard]:
             f"{count_text(len(missing), 'file')} of {place} cannot be found.",
             where=str(place),
             evidence=fold(sorted(missing)),
-            next_step=COPY_AGAIN_STEP,
+            next_step=stock.COPY_AGAIN_STEP,
         )
 
 
@@ -200,7 +186,7 @@ def _metadata_of(place: Path) -> Path:
         faults.append(f"{found[-1]} is empty")
     if faults:
         raise Corrupt(
-            f"{place} is not a finished checkpoint.", where=str(place), evidence=faults, next_step=COPY_AGAIN_STEP
+            f"{place} is not a finished checkpoint.", where=str(place), evidence=faults, next_step=stock.COPY_AGAIN_STEP
         )
     return place / found[-1]
 
@@ -209,24 +195,24 @@ def _stored_shards(path: Path, place: Path) -> Iterator[tuple[str, str, Shard]]:
     """Key, file and shard of every stored shard that the metadata lists; replicas are left out."""
     metadata = read_pickle(path)
     if not isinstance(metadata, Record) or metadata.name != "Metadata":
-        raise malformed_file(path, "it contains no metadata")
+        raise stock.malformed_file(path, "it contains no metadata")
     tensors = metadata.fields.get("state_dict_metadata")
     stored = metadata.fields.get("storage_metadata")
     if not isinstance(tensors, dict) or not isinstance(stored, dict):
-        raise malformed_file(path, "it lists no tensors")
+        raise stock.malformed_file(path, "it lists no tensors")
     known = _known(path, tensors)
     save = f"_{path.stem}."
     for index, file in stored.items():
         if not isinstance(index, Record) or not isinstance(file, str) or not _DATA.fullmatch(file):
-            raise malformed_file(path, f"it lists a tensor in {quoted(file)!r}")
+            raise stock.malformed_file(path, f"it lists a tensor in {quoted(file)!r}")
         if not file.startswith(save, file.index("_")):
-            raise malformed_file(path, f"it lists a tensor in {file}, a file of another save into this directory")
+            raise stock.malformed_file(path, f"it lists a tensor in {file}, a file of another save into this directory")
         if index.fields.get("replica_id"):
             continue
         key = index.fields.get("tensor_key")
         shard = known.get(_shard_key(key, index)) if isinstance(key, str) else None
         if not isinstance(key, str) or shard is None:
-            raise malformed_file(path, f"{quoted(key)} is in {file}, and its shape and dtype are missing")
+            raise stock.malformed_file(path, f"{quoted(key)} is in {file}, and its shape and dtype are missing")
         yield key, file, shard
 
 
@@ -235,11 +221,11 @@ def _known(path: Path, tensors: dict[Any, Any]) -> dict[str, Shard]:
     found: dict[str, Shard] = {}
     for name, pieces in tensors.items():
         if not isinstance(name, str) or not isinstance(pieces, list):
-            raise malformed_file(path, f"{quoted(name)} has no list of shards")
+            raise stock.malformed_file(path, f"{quoted(name)} has no list of shards")
         for piece in pieces:
             shard = _shard(name, piece) if isinstance(piece, Record) else None
             if shard is None or any(shard.faults()):
-                raise malformed_file(path, f"{name} has an invalid shard")
+                raise stock.malformed_file(path, f"{name} has an invalid shard")
             found[_shard_key(name, piece)] = shard
     return found
 
@@ -269,12 +255,12 @@ def _shard(name: str, record: Record) -> Shard | None:
     return Shard(name, dtype, whole, shifted(shape, offset), None if flat is None else (flat[0], flat[1]))
 
 
-def _arrays_in(path: Path, name: str) -> dict[str, FileArray]:
+def _arrays_in(path: Path, name: str) -> dict[str, stock.FileArray]:
     """Return the arrays of a file of a rank under a name of it; Paddle writes the bits of bfloat16 as integers."""
     if path.suffix == ".safetensors":
-        found = arrays_of(name, read_header(path))
+        found = stock.arrays_of(name, read_header(path))
     else:
-        found, _ = read_arrays(path, PARAMETER_NAMES)
+        found, _ = stock.read_arrays(path, stock.PARAMETER_NAMES)
     dtypes = {"uint16": "bfloat16"}
     return {key: replace(one, file=name, dtype=dtypes.get(one.dtype, one.dtype)) for key, one in found.items()}
 
@@ -288,7 +274,7 @@ class DistcpWriter(ExportWriter):
     def rules(self, checkpoint: OpenedCheckpoint) -> RuleSet:
         """Return the rules of the stored model, or of that built from open weights, with the ties of its family."""
         model = checkpoint.format.built_model(checkpoint)
-        refuse_alternating(checkpoint.catalog.root, model)
+        stock.refuse_alternating(checkpoint.catalog.root, model)
         ties = {**model_ties(model.description), **model.rules.aliases}
         owned = (Tie(owner, alias) for alias, owner in ties.items() if owner in model.rules.targets)
         return replace(model.rules, ties=tuple(owned))
@@ -408,7 +394,7 @@ def _code(dtype: str) -> str:
     return found
 
 
-class PaddleDistcpFormat(StockFormat):
+class PaddleDistcpFormat(stock.StockFormat):
     """Checkpoints of Paddle's own FlexCheckpoint."""
 
     name = "paddle"

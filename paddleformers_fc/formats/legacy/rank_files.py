@@ -22,16 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from paddleformers_fc.errors import Corrupt, FormatError, StorageError
+from paddleformers_fc.formats import stock_checkpoint as stock
 from paddleformers_fc.formats.huggingface import OF_PADDLE, model_orientation
-from paddleformers_fc.formats.stock_checkpoint import (
-    COPY_AGAIN_STEP,
-    PARAMETER_NAMES,
-    FileArray,
-    arrays_of,
-    named_arrays,
-    read_arrays,
-    refuse_links,
-)
 from paddleformers_fc.mapping.boxes import Shape
 from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.dtypes import dtype_size
@@ -110,8 +102,8 @@ class RankContent:
         epoch: the scheduler's count of steps; None if the file has none.
     """
 
-    arrays: Mapping[str, FileArray]
-    master: Mapping[str, FileArray] = field(default_factory=dict)
+    arrays: Mapping[str, stock.FileArray]
+    master: Mapping[str, stock.FileArray] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
     epoch: int | None = None
 
@@ -145,7 +137,7 @@ def find_rank_files(directory: Path) -> RankFiles:
         forms.setdefault(kind, {}).setdefault((*ranks, Path(name).suffix), name)
         place = ranks.get("tp", 0), ranks.get("pp", 0), ranks.get("shard", ranks.get(EXPERTS, 0))
         found.setdefault(kind, {})[place] = name
-    refuse_links(directory, (directory / name for kind in found.values() for name in kind.values()))
+    stock.refuse_links(directory, (directory / name for kind in found.values() for name in kind.values()))
     refuse_mixed(directory, [list(one.values()) for one in forms.values() if len(one) > 1])
     axes = {kind: next(iter(one))[:-1] for kind, one in forms.items()}
     degrees = {kind: _degrees(axes[kind], places) for kind, places in found.items()}
@@ -163,7 +155,7 @@ def find_rank_files(directory: Path) -> RankFiles:
             f"Files of some ranks are missing from {directory}.",
             where=str(directory),
             evidence=fold(missing),
-            next_step=COPY_AGAIN_STEP,
+            next_step=stock.COPY_AGAIN_STEP,
         )
     # The number of ranks shows that no other axis, such as sep, is inside of that of the experts.
     if ep > 1 and not (divides_experts(tp, sharding, ep) and ranks_of_grid == world):
@@ -255,10 +247,10 @@ def read_rank_file(directory: Path, name: str) -> RankContent:
         header = read_header(path)
         if header.metadata.get("format") in OF_PADDLE:
             raise model_orientation(directory, [name])
-        return RankContent(arrays_of(name, header))
-    arrays, (names, scheduler, master) = read_arrays(path, PARAMETER_NAMES, _SCHEDULER, _MASTER)
+        return RankContent(stock.arrays_of(name, header))
+    arrays, (names, scheduler, master) = stock.read_arrays(path, stock.PARAMETER_NAMES, _SCHEDULER, _MASTER)
     known = {key: value for key, value in names.items() if isinstance(key, str) and isinstance(value, str)}
-    return RankContent(arrays, named_arrays(path, master), known, _epoch(scheduler))
+    return RankContent(arrays, stock.named_arrays(path, master), known, _epoch(scheduler))
 
 
 def scheduler_epoch(directory: Path, name: str) -> int | None:
@@ -274,11 +266,11 @@ def _epoch(scheduler: Any) -> int | None:
     return epoch if type(epoch) is int else None
 
 
-Placed = list[tuple[FileArray, tuple[int, int] | None]]
+Placed = list[tuple[stock.FileArray, tuple[int, int] | None]]
 """Pieces with the range of elements that each contains; None for the whole tensor."""
 
 
-def arrange(shape: Shape, pieces: Sequence[FileArray]) -> Placed | str:
+def arrange(shape: Shape, pieces: Sequence[stock.FileArray]) -> Placed | str:
     """Arrange the pieces of a tensor, in the order of the sharding group.
 
     Args:

@@ -41,6 +41,7 @@ from typing import Any
 from paddleformers_fc.errors import Corrupt, Diverged, MappingError
 from paddleformers_fc.families import family_for, is_known
 from paddleformers_fc.families.names import Names
+from paddleformers_fc.formats import stock_checkpoint as stock
 from paddleformers_fc.formats.catalog import Catalog, StoredTensor
 from paddleformers_fc.formats.checkpoint import CONFIG_NAME, CheckList, Config, OpenedCheckpoint, StoredShard
 from paddleformers_fc.formats.huggingface import INDEX_NAME, SINGLE_NAME
@@ -61,18 +62,6 @@ from paddleformers_fc.formats.legacy.rank_files import (
     unsupported_experts,
 )
 from paddleformers_fc.formats.paddle_distcp import PADDLE_DISTCP
-from paddleformers_fc.formats.stock_checkpoint import (
-    COPY_AGAIN_STEP,
-    FileArray,
-    StockFormat,
-    StoredAs,
-    gather_roles,
-    is_equal,
-    malformed_file,
-    model_description,
-    open_stock,
-    read_stock_config,
-)
 from paddleformers_fc.formats.stock_run import ARGUMENTS, different_steps, stated_sharding
 from paddleformers_fc.layout.roles import (
     EMA_STATE,
@@ -106,7 +95,7 @@ _PADDLE_DTYPES = {10: "float32", 11: "float64", 15: "float16", 16: "bfloat16", 2
 
 _FLOATS = ("float16", "float32", "float64")
 
-States = dict[tuple[str, str], list[FileArray]]
+States = dict[tuple[str, str], list[stock.FileArray]]
 """The pieces of the states of a parameter by role and full name."""
 
 
@@ -161,7 +150,7 @@ def _assembled(directory: Path, files: RankFiles, config: Mapping[str, Any], las
     contents = {name: read_rank_file(directory, name) for name in files.names}
     _refuse_steps(directory, contents)
     if is_known(config):
-        declared = Names(family_for(config), model_description(directory, config))
+        declared = Names(family_for(config), stock.model_description(directory, config))
         named = [name for name in files.files[MODEL].values() if name.endswith(".pdparams")]
         contents |= {name: contents[name].renamed(declared.name_of) for name in named}
     files = _described(directory, files)
@@ -202,7 +191,7 @@ def _described(directory: Path, files: RankFiles) -> RankFiles:
         experts = max(degrees.get("ep_degree", 1), 1)
         of_experts = max(degrees.get("moe_sharding_degree", 1), 1)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise malformed_file(path, str(error)) from error
+        raise stock.malformed_file(path, str(error)) from error
     tp, shards = files.tp, files.sharding
     if stated != [tp, files.pp, shards]:
         raise Corrupt(
@@ -212,10 +201,10 @@ def _described(directory: Path, files: RankFiles) -> RankFiles:
                 f"{META_NAME}: tp={stated[0]} pp={stated[1]} sharding={stated[2]} ep={experts}",
                 f"files: tp={tp} pp={files.pp} sharding={shards}",
             ],
-            next_step=COPY_AGAIN_STEP,
+            next_step=stock.COPY_AGAIN_STEP,
         )
     if not isinstance(described, dict):
-        raise malformed_file(path, "sharding_metas is not an object")
+        raise stock.malformed_file(path, "sharding_metas is not an object")
     if experts > 1 and not (divides_experts(tp, shards, experts) and of_experts * experts == tp * shards):
         why = f"{META_NAME}: tp={tp} sharding={shards} ep={experts} moe_sharding={of_experts}"
         raise unsupported_experts(directory, why)
@@ -294,7 +283,7 @@ def _cell(files: RankFiles, contents: Mapping[str, RankContent], tp: int, pp: in
                 for name, one in described["param_meta"].items()
             }
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-            raise malformed_file(Path(META_NAME), f"{key}: {error}") from error
+            raise stock.malformed_file(Path(META_NAME), f"{key}: {error}") from error
     return StageFiles(tp, pp, own, names, shapes)
 
 
@@ -309,7 +298,7 @@ def _canonical_cells(
     stored = sorted({name for cell in cells for content in cell.contents[MODEL] for name in content.arrays})
     found: list[list[StageFiles]] = []
     faults: list[str] = []
-    for model in canonical_models(model_description(directory, config), tp, stored):
+    for model in canonical_models(stock.model_description(directory, config), tp, stored):
         named = [model if isinstance(model, str) else _canonical_cell(model, cell) for cell in cells]
         refused = [one for one in named if isinstance(one, str)]
         faults += refused
@@ -368,11 +357,11 @@ class Assembly:
     has_states: bool
     faults: list[str] = field(default_factory=list)
     cuts: dict[str, Shape] = field(default_factory=dict)
-    replicas: list[tuple[str, FileArray, FileArray]] = field(default_factory=list)
+    replicas: list[tuple[str, stock.FileArray, stock.FileArray]] = field(default_factory=list)
     stateless: list[str] = field(default_factory=list)
     weightless: list[str] = field(default_factory=list)
-    _copied: dict[tuple[str, str], Sequence[FileArray]] = field(default_factory=dict)
-    _shards: dict[StoredAs, list[StoredShard]] = field(default_factory=dict)
+    _copied: dict[tuple[str, str], Sequence[stock.FileArray]] = field(default_factory=dict)
+    _shards: dict[stock.StoredAs, list[StoredShard]] = field(default_factory=dict)
     _seen: set[tuple[str, Box]] = field(default_factory=set)
 
     def add(self, cell: StageFiles) -> None:
@@ -388,7 +377,9 @@ class Assembly:
             own = states.get(name, {})
             canonical = [one for _, one in cell.canonical.get(name, ())]
             stored = [weights[name]] if name in weights else []
-            held = stored or [FileArray(file, begin, one.box.shape, one.dtype) for one, file, begin, _ in canonical]
+            held = stored or [
+                stock.FileArray(file, begin, one.box.shape, one.dtype) for one, file, begin, _ in canonical
+            ]
             self._compare(part, {(MODEL_STATE, name): held, **own})
             if not part.first:
                 continue
@@ -405,12 +396,12 @@ class Assembly:
 
     def roles(self) -> dict[str, dict[str, StoredTensor]]:
         """Return the tensors by role."""
-        roles, faults = gather_roles(self._shards)
+        roles, faults = stock.gather_roles(self._shards)
         self.faults += faults
         return roles
 
     def _add_weight(
-        self, part: Part, cell: StageFiles, stored: Sequence[FileArray], master: Sequence[FileArray]
+        self, part: Part, cell: StageFiles, stored: Sequence[stock.FileArray], master: Sequence[stock.FileArray]
     ) -> None:
         if part.name in cell.canonical:
             for turned, shard in cell.canonical[part.name]:
@@ -423,7 +414,7 @@ class Assembly:
             self.faults.append(f"{part.name}: neither the weight nor its master weight is stored")
             self.weightless.append(part.name)
 
-    def _add_state(self, part: Part, role: str, name: str, pieces: Sequence[FileArray]) -> None:
+    def _add_state(self, part: Part, role: str, name: str, pieces: Sequence[stock.FileArray]) -> None:
         first = pieces[0]
         if split_state_name(role, name, first.shape).scalar:
             if not any(part.box.lo):
@@ -433,11 +424,13 @@ class Assembly:
         else:
             self.faults.append(f"{name}: {first.dtype} in {first.file}: quantised states cannot be read")
 
-    def keep(self, stored_as: StoredAs, shard: StoredShard) -> None:
+    def keep(self, stored_as: stock.StoredAs, shard: StoredShard) -> None:
         """Add a shard."""
         self._shards.setdefault(stored_as, []).append(shard)
 
-    def _join(self, part: Part, stored_as: StoredAs, name: str, dtype: str, pieces: Sequence[FileArray]) -> None:
+    def _join(
+        self, part: Part, stored_as: stock.StoredAs, name: str, dtype: str, pieces: Sequence[stock.FileArray]
+    ) -> None:
         """Add the part as the pieces of a sharding group."""
         placed = arrange(part.box.shape, pieces)
         if isinstance(placed, str):
@@ -446,14 +439,14 @@ class Assembly:
         for piece, flat in placed:
             self.keep(stored_as, piece.shard(name, part.shape, part.box, flat, dtype))
 
-    def _compare(self, part: Part, own: Mapping[tuple[str, str], Sequence[FileArray]]) -> None:
+    def _compare(self, part: Part, own: Mapping[tuple[str, str], Sequence[stock.FileArray]]) -> None:
         """Note the copies of tensors that another tensor-parallel rank has as well."""
         for (role, name), pieces in own.items() if self.tp > 1 and part.box == whole(part.shape) else ():
             first = self._copied.setdefault((role, name), pieces)
             if first is not pieces:
                 self.replicas += zip(itertools.repeat(name), first, pieces)
 
-    def _part(self, cell: StageFiles, name: str, weight: FileArray | None) -> Part | None:
+    def _part(self, cell: StageFiles, name: str, weight: stock.FileArray | None) -> Part | None:
         """Return the part of a parameter that a cell has; None after noting why nothing shows it."""
         if weight is None and name not in cell.shapes:
             self.faults.append(f"{name}: no file states its shape")
@@ -474,7 +467,7 @@ class Assembly:
 
     @cached_property
     def _declared(self) -> Names:
-        model = model_description(self.directory, self.config)
+        model = stock.model_description(self.directory, self.config)
         return Names(family_for(model.config), model)
 
     def _is_trained(self, name: str) -> bool:
@@ -495,9 +488,9 @@ class Assembly:
                         found.setdefault(name, {}).setdefault((role, full), []).append(array)
         return found
 
-    def _averages(self, cell: StageFiles, variables: Mapping[str, str]) -> dict[str, list[FileArray]]:
+    def _averages(self, cell: StageFiles, variables: Mapping[str, str]) -> dict[str, list[stock.FileArray]]:
         """Return the pieces of every moving average by structured name. Those of master weights take precedence."""
-        found: dict[str, list[FileArray]] = {}
+        found: dict[str, list[stock.FileArray]] = {}
         known = {**_by_variable(cell.others), **variables}
         for content in cell.contents[EMA]:
             for key, array in content.master.items():
@@ -529,7 +522,7 @@ def _split(key: str, variables: Mapping[str, str]) -> tuple[str | None, str]:
 
 
 @dataclass(frozen=True)
-class RankFormat(StockFormat):
+class RankFormat(stock.StockFormat):
     """One file per rank and kind.
 
     Args:
@@ -570,13 +563,13 @@ class RankFormat(StockFormat):
         if PADDLE_DISTCP.recognises(directory):
             refuse_mixed(directory, [(MODEL_STATE, "files of ranks")])
         directory = require_local(directory, "A checkpoint of Paddle")
-        stock = read_stock_config(directory, config)
+        found = stock.read_stock_config(directory, config)
         files = find_rank_files(directory)
         identities = identities_of(directory / name for name in files.names)
-        assembly = _assembled(directory, files, stock.used)
+        assembly = _assembled(directory, files, found.used)
         catalog = Catalog(directory, assembly.roles(), identities)
         faults = list(dict.fromkeys(assembly.faults))
-        return open_stock(self, directory, catalog, faults, stock, assembly.cuts, assembly.replicas)
+        return stock.open_stock(self, directory, catalog, faults, found, assembly.cuts, assembly.replicas)
 
     def verify(self, directory: AnyPath, level: str, checks: CheckList) -> OpenedCheckpoint:
         """Check that every tensor is stored whole and once, and that all ranks have the same numbers of it."""
@@ -598,7 +591,7 @@ class RankFormat(StockFormat):
             f"{name}: {one.file} and {other.file} differ"
             for name, one, other in copies
             if (one.shape, one.dtype) == (other.shape, other.dtype)
-            and not is_equal(directory, one.fragment, other.fragment, dtype_size(one.dtype))
+            and not stock.is_equal(directory, one.fragment, other.fragment, dtype_size(one.dtype))
         ]
         if differing:
             raise Diverged(

@@ -36,6 +36,7 @@ import numpy as np
 from paddleformers_fc.errors import Corrupt, FormatError, MappingError
 from paddleformers_fc.families import enumerate_tensors, family_for, is_known
 from paddleformers_fc.families.names import Names, family_sizes
+from paddleformers_fc.formats import stock_checkpoint as stock
 from paddleformers_fc.formats.catalog import Catalog
 from paddleformers_fc.formats.checkpoint import CONFIG_NAME, Config, OpenedCheckpoint, StoredShard
 from paddleformers_fc.formats.huggingface import indexed_files, read_files
@@ -50,17 +51,6 @@ from paddleformers_fc.formats.legacy.rank_files import (
 )
 from paddleformers_fc.formats.legacy.rank_shards import Assembly, StageFiles
 from paddleformers_fc.formats.paddle_distcp import PADDLE_DISTCP
-from paddleformers_fc.formats.stock_checkpoint import (
-    COPY_AGAIN_STEP,
-    NAME_CONFIG,
-    FileArray,
-    StockFormat,
-    arrays_of,
-    model_description,
-    open_stock,
-    read_stock_config,
-    refuse_links,
-)
 from paddleformers_fc.formats.stock_run import removes_masters
 from paddleformers_fc.layout.roles import MASTER, MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE
 from paddleformers_fc.mapping import Shape
@@ -94,7 +84,7 @@ _HALF = ("bfloat16", "float16")
 _COMPARED = 64
 """The number of rows that are compared."""
 
-Arrays = dict[str, list[FileArray]]
+Arrays = dict[str, list[stock.FileArray]]
 """The arrays of a name, in the order of their files."""
 
 
@@ -175,7 +165,7 @@ def _files(directory: Path, kind: str, names: Sequence[str]) -> dict[str, list[s
         files = {single: []}
     elif numbered:
         raise Corrupt(
-            f"{directory} has no {index}.", where=str(directory), evidence=numbered[:8], next_step=COPY_AGAIN_STEP
+            f"{directory} has no {index}.", where=str(directory), evidence=numbered[:8], next_step=stock.COPY_AGAIN_STEP
         )
     else:
         return {}
@@ -192,7 +182,7 @@ def _content(headers: Mapping[str, Header]) -> _Content:
     """Return the arrays of the files of one kind."""
     arrays: Arrays = {}
     for name, header in headers.items():
-        for tensor, array in arrays_of(name, header).items():
+        for tensor, array in stock.arrays_of(name, header).items():
             arrays.setdefault(tensor, []).append(array)
     turned = (name for name, header in headers.items() if header.metadata.get("format") == _OF_TORCH)
     return _Content(arrays, frozenset(turned))
@@ -245,7 +235,7 @@ class _Orientation:
                 evidence=fold(unproved),
                 next_step="Resume the checkpoint with PaddleFormers, and save it with save_to_hf: false."
                 if self.config
-                else NAME_CONFIG,
+                else stock.NAME_CONFIG,
             )
         return {name: one for name, one in decided.items() if isinstance(one, bool)}
 
@@ -314,7 +304,7 @@ class _Orientation:
         if not is_known(self.config):
             return found
         stored = self.weights.keys()
-        family, model = family_for(self.config), model_description(self.directory, self.config, stored)
+        family, model = family_for(self.config), stock.model_description(self.directory, self.config, stored)
         classes: list[dict[str, Shape]] = []
         for is_fleet in (False, True):
             with contextlib.suppress(MappingError):  # The configuration lacks a size: every declaration remains.
@@ -331,7 +321,7 @@ class _Orientation:
         """The names that the family declares; None if it is unknown."""
         if not is_known(self.config):
             return None
-        model = model_description(self.directory, self.config)
+        model = stock.model_description(self.directory, self.config)
         return Names(family_for(model.config), model)
 
 
@@ -363,11 +353,11 @@ def _experts(directory: Path, config: Mapping[str, Any]) -> int:
     """Return the number of experts in a layer; 0 if the configuration does not give it."""
     if not is_known(config):
         return 0
-    sizes = family_sizes(family_for(config), model_description(directory, config))
+    sizes = family_sizes(family_for(config), stock.model_description(directory, config))
     return sizes.length("experts") if sizes.defines("experts") else 0
 
 
-def _is_transposed(directory: Path, weight: FileArray, known: Sequence[FileArray]) -> bool | None:
+def _is_transposed(directory: Path, weight: stock.FileArray, known: Sequence[stock.FileArray]) -> bool | None:
     """Return whether a file contains a square weight transposed; None if that is not shown.
 
     The first rows of a tensor with the same numbers are compared with the first rows and columns of the weight.
@@ -395,7 +385,7 @@ def _is_transposed(directory: Path, weight: FileArray, known: Sequence[FileArray
     return fits[1] if fits[0] != fits[1] else None
 
 
-def _elements(directory: Path, array: FileArray, begin: int, count: int) -> np.ndarray[Any, Any]:
+def _elements(directory: Path, array: stock.FileArray, begin: int, count: int) -> np.ndarray[Any, Any]:
     dtype = to_numpy(to_safetensors(array.dtype))
     with open_local(directory / array.file) as file:
         return np.frombuffer(read_range(file, array.begin + begin * dtype.itemsize, count * dtype.itemsize), dtype)
@@ -406,7 +396,7 @@ def _leaf(name: str) -> str:
     return _NUMBERED.sub("", name.removesuffix(_OF_LAYER)).rpartition(".")[2]
 
 
-class UnifiedFormat(StockFormat):
+class UnifiedFormat(stock.StockFormat):
     """Safetensors files of weights and of states, as PaddleFormers' ``unified_checkpoint`` writes them."""
 
     name = "unified"
@@ -434,15 +424,15 @@ class UnifiedFormat(StockFormat):
         directory = require_local(directory, "A unified checkpoint")
         names = sorted(path.name for path in list_directory(directory))
         _refuse_others(directory, names)
-        stock = read_stock_config(directory, config)
-        refuse_links(directory, (directory / name for name in map(_index_name, _KINDS) if name in names))
+        found = stock.read_stock_config(directory, config)
+        stock.refuse_links(directory, (directory / name for name in map(_index_name, _KINDS) if name in names))
         listed = {kind: _files(directory, kind, names) for kind in _KINDS}
-        refuse_links(directory, (directory / name for files in listed.values() for name in files))
+        stock.refuse_links(directory, (directory / name for files in listed.values() for name in files))
         read = [read_files(directory / _index_name(kind), files, None, "off", ()) for kind, files in listed.items()]
         identities = {path: one for own in read for path, one in own.identities.items()}
-        assembly = _assembled(directory, stock.used, *(_content(one.headers) for one in read))
+        assembly = _assembled(directory, found.used, *(_content(one.headers) for one in read))
         catalog = Catalog(directory, assembly.roles(), identities)
-        return open_stock(self, directory, catalog, assembly.faults, stock, assembly.cuts)
+        return stock.open_stock(self, directory, catalog, assembly.faults, found, assembly.cuts)
 
 
 def _is_of_states(name: str) -> bool:
