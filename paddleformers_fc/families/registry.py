@@ -165,7 +165,11 @@ def family_for(config: Mapping[str, Any]) -> Family:
         MappingError: there is none, no family declares it, several do, or the one that does cannot be registered.
     """
     if config.get("model_type") is None:
-        raise _unnamed()
+        raise MappingError(
+            "The configuration of the model has no model_type, so its family is unknown.",
+            where="config.json",
+            next_step="Add the model_type of the model to it.",
+        )
     model_type = str(config["model_type"])
     if model_type not in _registered:
         declared = [entry for entry in entry_points(group=GROUP) if entry.name == model_type]
@@ -287,23 +291,20 @@ def _prove(family: Family, model: ModelDescription) -> int:
             f"Family {family.name} declares no tensor under its tiny configuration.",
             next_step="Give the family a tiny configuration that fulfils its conditions.",
         )
-    _refuse_twins([tensor.name for tensor in tensors], family)
-    for degree in DEGREES:
-        under = [tensor.under(tp=degree) for tensor in tensors]
-        mapping = bind(family, model, under).mapping()
-        prove(mapping, f"The mapping of family {family.name} under {degree} tensor-parallel ranks")
-        prove(mapping.reversed(), f"The reverse of family {family.name} under {degree} tensor-parallel ranks")
-    return len(tensors)
-
-
-def _refuse_twins(names: list[str], family: Family) -> None:
-    twins = [f"{name}: {count} statements declare it" for name, count in Counter(names).items() if count > 1]
+    counts = Counter(tensor.name for tensor in tensors)
+    twins = [f"{name}: {count} statements declare it" for name, count in counts.items() if count > 1]
     if twins:
         raise MappingError(
             f"Family {family.name} declares {count_text(len(twins), 'tensor')} twice under one configuration.",
             evidence=fold(twins),
             next_step="Give the statements conditions that exclude each other.",
         )
+    for degree in DEGREES:
+        under = [tensor.under(tp=degree) for tensor in tensors]
+        mapping = bind(family, model, under).mapping()
+        prove(mapping, f"The mapping of family {family.name} under {degree} tensor-parallel ranks")
+        prove(mapping.reversed(), f"The reverse of family {family.name} under {degree} tensor-parallel ranks")
+    return len(tensors)
 
 
 def _load(entry: EntryPoint) -> None:
@@ -333,14 +334,6 @@ def _not_loaded(entry: EntryPoint, evidence: list[str]) -> MappingError:
 def _origin(entry: EntryPoint) -> str:
     name, version = (entry.dist.name, entry.dist.version) if entry.dist is not None else ("unknown", "?")
     return f"distribution {name} {version}, entry point {entry.name} = {entry.value}"
-
-
-def _unnamed() -> MappingError:
-    return MappingError(
-        "The configuration of the model has no model_type, so its family is unknown.",
-        where="config.json",
-        next_step="Add the model_type of the model to it.",
-    )
 
 
 def _unknown(model_type: str) -> MappingError:

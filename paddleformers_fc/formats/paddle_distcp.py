@@ -24,7 +24,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from paddleformers_fc.errors import Corrupt, NotACheckpoint
+from paddleformers_fc.errors import Corrupt
 from paddleformers_fc.families.stated import model_ties
 from paddleformers_fc.formats import stock_checkpoint as stock
 from paddleformers_fc.formats.catalog import Catalog
@@ -85,44 +85,6 @@ _WRITTEN = (MODEL_STATE, MASTER_WEIGHT, OPTIMIZER_STATE)
 _CLASSES = "paddle.distributed.flex_checkpoint.dcp.metadata"
 _STATE = ("paddleformers.trainer.trainer_callback", "TrainerState")
 _GENERATOR = ("paddle.base.libpaddle", "GeneratorState")
-
-
-def open_distcp(directory: AnyPath, given: Mapping[str, Any] | None = None) -> OpenedCheckpoint:
-    """Open a checkpoint that Paddle wrote.
-
-    The format records neither checksums nor a mapping. The mapping is derived on first use from the family of the
-    model, by stored names, shapes and cuts. It requires a ``config.json`` in the directory.
-
-    Args:
-        directory: of ``dist.save_state_dict``, or with a directory ``model_state`` and others of it.
-        given: the model's configuration if the directory has none.
-    Raises:
-        NotACheckpoint: it is none.
-        Corrupt: metadata or files that are missing, or tensors that are not stored whole; all of them.
-        FormatError: a pickle that holds more than data, or metadata or a configuration that is malformed.
-    """
-    directory = require_local(directory, "A checkpoint of Paddle")
-    found = _role_directories(directory)
-    if not found:
-        raise NotACheckpoint(
-            f"{directory} holds no checkpoint of Paddle.",
-            where=str(directory),
-            next_step=f"Name a directory of dist.save_state_dict, or one with such a {MODEL_STATE} in it.",
-        )
-    stock.refuse_links(directory, (one for place in found.values() for one in (place, *list_directory(place))))
-    shards: dict[stock.StoredAs, list[StoredShard]] = {}
-    cuts: dict[str, tuple[int, ...]] = {}
-    for role, place in found.items():
-        own = shards[role, "", False] = list(_shards_in(directory, place))
-        if role == EMA_STATE:
-            own[:] = itertools.starmap(_average, own)
-        if role == MODEL_STATE:
-            for shard, *_ in own:
-                cuts[shard.name] = tuple(map(max, shard.cuts, cuts.get(shard.name, shard.cuts)))
-    roles, faults = stock.gather_roles(shards)
-    paths = {path for own in shards.values() for _, path, _, _ in own}
-    catalog = Catalog(directory, roles, identities_of(directory / path for path in sorted(paths)))
-    return stock.open_stock(PADDLE_DISTCP, directory, catalog, faults, stock.read_stock_config(directory, given), cuts)
 
 
 def _role_directories(directory: Path) -> dict[str, Path]:
@@ -408,8 +370,31 @@ class PaddleDistcpFormat(stock.StockFormat):
         return isinstance(directory, Path) and bool(_role_directories(directory))
 
     def open(self, directory: AnyPath, verify: str = "size", config: Config = None) -> OpenedCheckpoint:
-        """As :func:`open_distcp`."""
-        return open_distcp(directory, config)
+        """Open a checkpoint that Paddle wrote.
+
+        The format records neither checksums nor a mapping. The mapping is derived on first use from the family of the
+        model, by stored names, shapes and cuts. It requires a ``config.json`` in the directory.
+
+        Raises:
+            Corrupt: metadata or files that are missing, or tensors that are not stored whole; all of them.
+            FormatError: a pickle that holds more than data, or metadata or a configuration that is malformed.
+        """
+        directory = require_local(directory, "A checkpoint of Paddle")
+        found = _role_directories(directory)
+        stock.refuse_links(directory, (one for place in found.values() for one in (place, *list_directory(place))))
+        shards: dict[stock.StoredAs, list[StoredShard]] = {}
+        cuts: dict[str, tuple[int, ...]] = {}
+        for role, place in found.items():
+            own = shards[role, "", False] = list(_shards_in(directory, place))
+            if role == EMA_STATE:
+                own[:] = itertools.starmap(_average, own)
+            if role == MODEL_STATE:
+                for shard, *_ in own:
+                    cuts[shard.name] = tuple(map(max, shard.cuts, cuts.get(shard.name, shard.cuts)))
+        roles, faults = stock.gather_roles(shards)
+        paths = {path for own in shards.values() for _, path, _, _ in own}
+        catalog = Catalog(directory, roles, identities_of(directory / path for path in sorted(paths)))
+        return stock.open_stock(self, directory, catalog, faults, stock.read_stock_config(directory, config), cuts)
 
 
 PADDLE_DISTCP, DISTCP_WRITER = PaddleDistcpFormat(), DistcpWriter()

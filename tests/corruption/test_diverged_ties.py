@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from paddleformers_fc.formats.paddle_distcp import open_distcp
+from paddleformers_fc.formats.paddle_distcp import PADDLE_DISTCP
 from paddleformers_fc.layout.roles import MODEL_STATE, OPTIMIZER_STATE
 from paddleformers_fc.storage.manifest import read_manifest
 from tests.corruption.guarantees import Observed, fault
@@ -75,7 +75,7 @@ def test_g40_diverged_copies_of_a_tied_weight_cost_no_whole_checkpoint(ranks: Fo
 def test_g117_every_stored_name_of_a_tied_weight_counts(ranks: ForkServer, tmp_path: Path) -> Observed:
     stored = tmp_path / "stock" / "checkpoint-3"
     train(ranks, stored.parent, NEVER, False, layout=DP2)
-    roles = open_distcp(stored).catalog.roles
+    roles = PADDLE_DISTCP.open(stored).catalog.roles
     assert {EMBEDDING, HEAD} <= roles[MODEL_STATE].keys()
     assert f"{HEAD}.moment1_0" in roles[OPTIMIZER_STATE]
     assert f"{EMBEDDING}.moment1_0" not in roles[OPTIMIZER_STATE]

@@ -22,7 +22,7 @@ from paddleformers_fc.execute.output_directory import inspect_directory
 from paddleformers_fc.execute.verify import verify_checkpoint
 from paddleformers_fc.formats import format_of, open_checkpoint
 from paddleformers_fc.formats.catalog import Catalog, gather_shards
-from paddleformers_fc.formats.paddle_distcp import PADDLE_DISTCP, _known, open_distcp
+from paddleformers_fc.formats.paddle_distcp import PADDLE_DISTCP, _known
 from paddleformers_fc.layout.roles import MODEL_STATE, OPTIMIZER_STATE
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping.boxes import Box
@@ -62,7 +62,7 @@ def stock(request: pytest.FixtureRequest, bare_ranks: ForkServer, tmp_path_facto
 
 def test_every_tensor_of_paddles_own_checkpoint_is_read_by_ranges_bit_for_bit(stock: Path) -> None:
     assert format_of(stock) is PADDLE_DISTCP
-    opened = open_distcp(stock)
+    opened = PADDLE_DISTCP.open(stock)
     assert opened.catalog.roles.keys() == {MODEL_STATE}
     expected = arrays()
     expected["cut.bfloat16"] = expected["cut.bfloat16"].astype(ml_dtypes.bfloat16)
@@ -82,13 +82,13 @@ def test_the_last_of_several_saves_into_one_directory_is_read(
     for id in (2, 10):
         options = {"unique_id": id}
         bare_ranks.run("tests.formats.jobs:save", 2, {"directory": str(twice), "options": options, "added": id})
-    opened = open_distcp(twice)
+    opened = PADDLE_DISTCP.open(twice)
     assert opened.files == {"0_10.distcp", "1_10.distcp"}
     found = put_together(opened.catalog, MODEL_STATE, "cut.float32")
     assert np.array_equal(found, arrays()["cut.float32"] + 10)
     (twice / "1_10.distcp").unlink()
     with pytest.raises(Corrupt, match=r"1_10\.distcp"):
-        open_distcp(twice)
+        PADDLE_DISTCP.open(twice)
 
 
 PRIME = 2**61 - 1
@@ -139,7 +139,7 @@ def test_metadata_of_shards_of_one_hash_is_refused(tmp_path: Path) -> None:
     tensors = read_pickle(tmp_path / "0.metadata").fields["state_dict_metadata"]
     assert {type(key) for key in _known(tmp_path, tensors)} == {str}
     with pytest.raises(FormatError, match="chosen to be slow to read"):
-        open_distcp(tmp_path)
+        PADDLE_DISTCP.open(tmp_path)
 
 
 # ---- The Trainer's.
@@ -409,10 +409,10 @@ def test_a_damaged_stock_checkpoint_is_refused_and_the_fault_is_named(
     damage, kind, message = DAMAGES[name]
     copy = tmp_path / "checkpoint-3"
     shutil.copytree(pair[0], copy)
-    open_distcp(copy)
+    PADDLE_DISTCP.open(copy)
     damage(copy)
     with pytest.raises(kind, match=message):
-        open_distcp(copy)
+        PADDLE_DISTCP.open(copy)
 
 
 def test_a_tensor_that_is_not_whole_is_named(stock: Path, tmp_path: Path) -> None:
@@ -425,7 +425,7 @@ def test_a_tensor_that_is_not_whole_is_named(stock: Path, tmp_path: Path) -> Non
         del metadata.storage_metadata[index]
     (copy / "0.metadata").write_bytes(pickle.dumps(metadata, 4))
     with pytest.raises(Corrupt, match=r"cut\.float32: .* is not stored"):
-        open_distcp(copy)
+        PADDLE_DISTCP.open(copy)
 
 
 def test_the_configuration_is_plain_json_and_no_family_is_guessed(pair: tuple[Path, Path], tmp_path: Path) -> None:
