@@ -24,9 +24,9 @@ from paddleformers_fc.aoa.syntax import FFN, QKV, QKV_PER_RANK
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.mapping.boxes import Shape
 from paddleformers_fc.mapping.correspondences import NEW_AXIS, TensorMapping, TensorSpec, coalesced
-from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.mapping.prove import disagreements, faults_of
 from paddleformers_fc.mapping.rules import Rule, RuleSet, parts_by_tensor
+from paddleformers_fc.text import fold
 
 _SHOWN = 20
 _MOST_PARTS = 4096

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 
 from paddleformers_fc.execute.diff_checkpoints import Difference, Different
 from paddleformers_fc.formats import FORMATS
-from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.plan.report import states_joined
-from paddleformers_fc.text import count_text
+from paddleformers_fc.text import count_text, fold
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -26,8 +26,7 @@ from paddleformers_fc.formats import FORMATS
 from paddleformers_fc.formats.inspection import RoleFacts, ShardFacts, TensorFacts
 from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.mapping.boxes import shifted
-from paddleformers_fc.mapping.folding import fold
-from paddleformers_fc.text import count_text, size_text
+from paddleformers_fc.text import count_text, fold, size_text
 from paddleformers_fc.trainer.lineage import degrees_text
 
 if TYPE_CHECKING:

@@ -11,7 +11,6 @@ import msgspec
 
 from paddleformers_fc.cli.settings import read_settings
 from paddleformers_fc.errors import OptionError
-from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.plan.forecast import GridPlan, PlanFlows, RankForecast
 from paddleformers_fc.storage.files import (
     exists,
@@ -22,7 +21,7 @@ from paddleformers_fc.storage.files import (
     rename,
     write_file,
 )
-from paddleformers_fc.text import count_text, size_text
+from paddleformers_fc.text import count_text, fold, size_text
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -45,7 +45,6 @@ from paddleformers_fc.layout.roles import MASTER, MASTER_WEIGHT, MODEL_STATE
 from paddleformers_fc.layout.shards import Fragment, Shard, ShardsByRole, shard_bytes
 from paddleformers_fc.mapping import TensorSources
 from paddleformers_fc.mapping.boxes import Box, whole
-from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.mapping.templates import BoxLink, pulled
 from paddleformers_fc.plan.build import Planner, ReadSource, plan_reads, row_major_pieces
 from paddleformers_fc.plan.items import LoadPlan, ReadItem, StoredPart
@@ -57,7 +56,7 @@ from paddleformers_fc.storage.files import byte_view
 from paddleformers_fc.storage.operations import numpy_dtype
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.storage.progress import advance, expect
-from paddleformers_fc.text import count_text, natural
+from paddleformers_fc.text import count_text, fold, natural
 
 PIECE_BYTES = 32 << 20
 """Bytes of tensors that are in memory at a time: as many rows of a transposed tensor as make its columns' runs long."""

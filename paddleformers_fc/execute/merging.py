@@ -22,10 +22,10 @@ from paddleformers_fc.families.stated import canonical_ties
 from paddleformers_fc.formats import OpenedCheckpoint
 from paddleformers_fc.formats.huggingface import refuse_unproved_orientation
 from paddleformers_fc.layout.roles import MODEL_STATE
-from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.plan.sources import canonical_layout, canonical_source
 from paddleformers_fc.storage.block_checksums import digest_of
 from paddleformers_fc.storage.paths import AnyPath
+from paddleformers_fc.text import fold
 
 Array = np.ndarray[Any, Any]
 

@@ -37,7 +37,6 @@ from paddleformers_fc.execute.collective_checksums import FaultMessage, compare_
 from paddleformers_fc.formats.checkpoint import OpenedCheckpoint
 from paddleformers_fc.formats.flex import DOCUMENTS, build_checkpoint, open_flex, read_document_bytes
 from paddleformers_fc.formats.registry import open_checkpoint
-from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.plan.transfer_plan import VisibleTo
 from paddleformers_fc.storage.block_checksums import compare_documents
 from paddleformers_fc.storage.checksum import INDEX_NAME, MISSING, is_document
@@ -56,7 +55,7 @@ from paddleformers_fc.storage.manifest import (
 )
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.storage.remote import RemoteStatus
-from paddleformers_fc.text import count_text
+from paddleformers_fc.text import count_text, fold
 
 
 class _Metadata(msgspec.Struct):

@@ -31,7 +31,6 @@ from paddleformers_fc.formats.registry import (
     saved_run,
 )
 from paddleformers_fc.formats.stock_run import refuse_unfinished
-from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.commit import Leftover, leftovers, remove_leftover
 from paddleformers_fc.storage.files import exists, files_within, is_directory, stat_path
 from paddleformers_fc.storage.manifest import (
@@ -42,6 +41,7 @@ from paddleformers_fc.storage.manifest import (
     verify_files,
 )
 from paddleformers_fc.storage.paths import AnyPath, parse_step
+from paddleformers_fc.text import fold
 
 
 class LeftoverFacts(msgspec.Struct, frozen=True):

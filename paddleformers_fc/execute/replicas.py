@@ -32,10 +32,9 @@ from paddleformers_fc.execute.memory import HostTensors
 from paddleformers_fc.execute.replica_assignment import Replica, rows_of
 from paddleformers_fc.execute.save_plan import SavePlan
 from paddleformers_fc.execute.ties import CopyPart
-from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.dtypes import dtype_size
 from paddleformers_fc.storage.files import byte_view
-from paddleformers_fc.text import count_text
+from paddleformers_fc.text import count_text, fold
 
 WHOLE_BYTES = 1024 * 1024
 """Replicas up to this size are always hashed as a whole."""

@@ -44,11 +44,10 @@ from paddleformers_fc.layout.roles import MODEL_STATE, split_state_name
 from paddleformers_fc.layout.shard_messages import JobShards
 from paddleformers_fc.layout.shards import ShardsByRole
 from paddleformers_fc.mapping import RuleSet, Shape
-from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.plan.sources import declared_mapping
 from paddleformers_fc.storage.dtypes import dtype_size
 from paddleformers_fc.storage.safetensors import FileLayout
-from paddleformers_fc.text import count_text
+from paddleformers_fc.text import count_text, fold
 
 MAX_FILE_BYTES = 5 * 10**9
 """Bound on the tensors of one file of a checkpoint, in bytes; a larger tensor is cut between rows."""

@@ -60,7 +60,6 @@ from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.layout.shard_messages import decode_shards, encode_rank_shards
 from paddleformers_fc.layout.shards import Shard, ShardsByRole, shard_bytes
 from paddleformers_fc.mapping.boxes import Box, Shape
-from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.plan.build import Planner, ReadSource
 from paddleformers_fc.plan.items import ReadItem, StoredPart
 from paddleformers_fc.plan.sources import canonical_layout, canonical_source
@@ -68,7 +67,7 @@ from paddleformers_fc.plan.transfer_plan import ROUND_BYTES, Transfer, TransferP
 from paddleformers_fc.storage.dtypes import copy_cast, dtype_size
 from paddleformers_fc.storage.executor import DEFAULT_STAGING_MEMORY_BYTES
 from paddleformers_fc.storage.operations import numpy_dtype
-from paddleformers_fc.text import count_text, likely_meant
+from paddleformers_fc.text import count_text, fold, likely_meant
 
 Array = np.ndarray[Any, Any]
 Tensors = Iterator[tuple[str, Any]]

@@ -19,9 +19,8 @@ from paddleformers_fc.families.names import Kind, Names, tied_names
 from paddleformers_fc.families.sizes import Sizes, conditions_text
 from paddleformers_fc.mapping import Rule, RuleSet, Shape, TensorSpec, Tie
 from paddleformers_fc.mapping.correspondences import NEW_AXIS
-from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.mapping.rules import Parts, Slab
-from paddleformers_fc.text import count_text
+from paddleformers_fc.text import count_text, fold
 
 MAX_EXPERTS = 1 << 16
 """Maximum number of experts in one tensor; each is a rule."""

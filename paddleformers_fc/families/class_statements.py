@@ -19,9 +19,9 @@ from paddleformers_fc.aoa.faults import Fault
 from paddleformers_fc.aoa.syntax import NOTHING, TRANSPOSED, AoaStatement, Item, read_statements
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.mapping.correspondences import Correspondence, TensorMapping, coalesced
-from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.mapping.prove import disagreements, faults_of
 from paddleformers_fc.mapping.rules import Rule, RuleSet, Slab, Tie
+from paddleformers_fc.text import fold
 
 _NEUTRAL = "float32"
 _CASTS = frozenset({"dtype", "src_dtype", "dst_dtype"})

@@ -23,8 +23,7 @@ from paddleformers_fc.families.declarations import BUILT, PLACEHOLDER, Family, S
 from paddleformers_fc.families.description import ModelDescription
 from paddleformers_fc.families.names import Kind, Names, shape_of, with_layer
 from paddleformers_fc.mapping import Shape, TensorSpec
-from paddleformers_fc.mapping.folding import fold
-from paddleformers_fc.text import count_text
+from paddleformers_fc.text import count_text, fold
 
 
 @dataclass(frozen=True, slots=True)

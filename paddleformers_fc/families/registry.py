@@ -37,8 +37,7 @@ from paddleformers_fc.families.description import IS_FLEET, IS_NLP, ModelDescrip
 from paddleformers_fc.families.enumerate import enumerate_tensors
 from paddleformers_fc.families.names import family_keys, family_numbers, family_sizes, tied_sources
 from paddleformers_fc.mapping import prove
-from paddleformers_fc.mapping.folding import fold
-from paddleformers_fc.text import count_text
+from paddleformers_fc.text import count_text, fold
 
 Group = tuple[int, ...]
 

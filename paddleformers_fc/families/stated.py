@@ -23,11 +23,10 @@ from paddleformers_fc.families.description import Adapters, ModelDescription
 from paddleformers_fc.families.names import tied_names, tied_sources
 from paddleformers_fc.families.registry import family_for, is_known
 from paddleformers_fc.mapping import Rule, RuleSet, Shape, TensorSpec, Tie
-from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.mapping.rules import decode_rules, encode_rules
 from paddleformers_fc.storage.json_io import ignored_extensions
 from paddleformers_fc.storage.manifest import RESTORE
-from paddleformers_fc.text import count_text
+from paddleformers_fc.text import count_text, fold
 
 
 def bind_model(model: ModelDescription, tensors: Sequence[ModelTensor]) -> RuleSet:

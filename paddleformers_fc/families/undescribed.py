@@ -17,8 +17,7 @@ from paddleformers_fc.families.declarations import Family
 from paddleformers_fc.families.description import IS_FLEET, ModelDescription
 from paddleformers_fc.families.names import Names, family_keys
 from paddleformers_fc.mapping import RuleSet
-from paddleformers_fc.mapping.folding import fold
-from paddleformers_fc.text import count_text
+from paddleformers_fc.text import count_text, fold
 
 EMPTY_LAYERS = "num_empty_layers_add_in_head"
 _OPEN: Mapping[str, Sequence[object]] = {

@@ -58,12 +58,11 @@ from paddleformers_fc.formats.stock_checkpoint import model_description
 from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.layout.shards import ShardsByRole
 from paddleformers_fc.mapping import Rule, RuleSet, TensorSpec, Tie
-from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.export_checksums import CHECKSUMS_NAME, FileChecksums, read_checksums, read_exported
 from paddleformers_fc.storage.files import exists
 from paddleformers_fc.storage.json_io import MAX_DOCUMENT_BYTES
 from paddleformers_fc.storage.paths import AnyPath
-from paddleformers_fc.text import count_text
+from paddleformers_fc.text import count_text, fold
 
 WEIGHTS_NAME = "adapter_model.safetensors"
 ADAPTER_CONFIG_NAME = "adapter_config.json"

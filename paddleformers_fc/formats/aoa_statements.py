@@ -34,9 +34,9 @@ from paddleformers_fc.families.names import Names, family_sizes
 from paddleformers_fc.families.registry import OWN, own_family, tiny_models
 from paddleformers_fc.formats.registry import require_config
 from paddleformers_fc.mapping import RuleSet
-from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.files import is_directory
 from paddleformers_fc.storage.paths import refuse_empty
+from paddleformers_fc.text import fold
 
 _PER_RANK = {Geometry.FUSED_FFN: "fused_ffn", Geometry.FUSED_QKV_PER_RANK: "fused_qkv_old"}
 

@@ -19,8 +19,7 @@ from paddleformers_fc.families.stated import canonical_ties
 from paddleformers_fc.families.undescribed import completed
 from paddleformers_fc.formats.checkpoint import CONFIG_NAME, OpenedCheckpoint, StoredModel
 from paddleformers_fc.layout.roles import MODEL_STATE
-from paddleformers_fc.mapping.folding import fold
-from paddleformers_fc.text import count_text
+from paddleformers_fc.text import count_text, fold
 
 _COMPARE = "Compare config.json with the weights; nothing was written."
 _ONE_DTYPE = "Store these parts in one dtype, or set the option of config.json that fuses them to false."

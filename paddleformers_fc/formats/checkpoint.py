@@ -43,7 +43,6 @@ from paddleformers_fc.formats.catalog import Catalog
 from paddleformers_fc.layout.roles import EMA_STATE, MODEL_STATE, ROLES
 from paddleformers_fc.layout.shards import Shard, ShardsByRole, shard_bytes
 from paddleformers_fc.mapping import RuleSet
-from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.checksum import INDEX_NAME, FileChecksum
 from paddleformers_fc.storage.dtypes import ScaledFile, dtype_size
 from paddleformers_fc.storage.export_checksums import CHECKSUMS_NAME, encode_checksums
@@ -59,7 +58,7 @@ from paddleformers_fc.storage.manifest import (
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.storage.safetensors import FileLayout
 from paddleformers_fc.storage.state_json import decode_object
-from paddleformers_fc.text import natural
+from paddleformers_fc.text import fold, natural
 
 DEPTH_TEXT = {"size": "all there and of their sizes", "full": "every byte as it was written"}
 """The result of a passed check of files, by level."""

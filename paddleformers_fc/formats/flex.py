@@ -36,7 +36,6 @@ from paddleformers_fc.formats.index import HEADER, IndexedFiles, decode_index, e
 from paddleformers_fc.layout.roles import MODEL_STATE, ROLES, parameter_of
 from paddleformers_fc.layout.shards import Shard, ShardsByRole
 from paddleformers_fc.mapping import RuleSet
-from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.checksum import INDEX_NAME, FileChecksum, checksum_of, records_of
 from paddleformers_fc.storage.dtypes import to_safetensors
 from paddleformers_fc.storage.files import exists
@@ -54,7 +53,7 @@ from paddleformers_fc.storage.manifest import (
 )
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.storage.safetensors import FileLayout, layout_file
-from paddleformers_fc.text import count_text, size_text
+from paddleformers_fc.text import count_text, fold, size_text
 
 DOCUMENTS = (INDEX_NAME, MAPPING_NAME, CONFIG_NAME)
 """The files beside the manifest that opening reads."""

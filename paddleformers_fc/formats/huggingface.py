@@ -41,7 +41,6 @@ from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.layout.shards import Shard, ShardsByRole, shard_bytes
 from paddleformers_fc.mapping import RuleSet
 from paddleformers_fc.mapping.boxes import whole
-from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.dtypes import from_safetensors, item_size, to_safetensors
 from paddleformers_fc.storage.export_checksums import (
     CHECKSUMS_NAME,
@@ -56,7 +55,7 @@ from paddleformers_fc.storage.json_io import MAX_DOCUMENT_BYTES, parse_json
 from paddleformers_fc.storage.manifest import refuse_level
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.storage.safetensors import FileLayout, Header, layout_file, read_header
-from paddleformers_fc.text import count_text
+from paddleformers_fc.text import count_text, fold
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"

@@ -25,7 +25,6 @@ from paddleformers_fc.formats.catalog import Array, ShardTable, StoredTensor
 from paddleformers_fc.formats.checkpoint import StoredShard
 from paddleformers_fc.layout.shards import Shard, shard_bytes
 from paddleformers_fc.mapping.boxes import MAX_AXES, MAX_LENGTH, shifted
-from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.checksum import (
     BLOCK_DIGEST_BYTES,
     DEFAULT_BLOCK_BYTES,
@@ -42,6 +41,7 @@ from paddleformers_fc.storage.identities import Identities, Identity, identities
 from paddleformers_fc.storage.manifest import RESTORE, Surroundings
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.storage.safetensors import TensorEntry, layout_file, parse_header, read_header
+from paddleformers_fc.text import fold
 
 Columns = Mapping[str, Array]
 """The arrays of an index, without those of blocks."""

@@ -58,7 +58,6 @@ from paddleformers_fc.layout.roles import (
 from paddleformers_fc.layout.shards import Shard, ShardsByRole, shard_bytes
 from paddleformers_fc.mapping import RuleSet, Tie
 from paddleformers_fc.mapping.boxes import MAX_AXES, MAX_LENGTH, Box, shifted
-from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage import state_json
 from paddleformers_fc.storage.checksum import FileChecksum
 from paddleformers_fc.storage.dtypes import dtype_size, to_numpy, to_safetensors
@@ -75,7 +74,7 @@ from paddleformers_fc.storage.pickles import (
     read_pickle,
 )
 from paddleformers_fc.storage.safetensors import FileLayout, read_header
-from paddleformers_fc.text import count_text
+from paddleformers_fc.text import count_text, fold
 
 _METADATA = re.compile(r"[0-9]{1,9}\.metadata")
 _DATA = re.compile(r"[0-9]{1,9}_[0-9]{1,9}\.(distcp|safetensors)")

@@ -25,7 +25,6 @@ from paddleformers_fc.errors import FormatError
 from paddleformers_fc.formats.catalog import Catalog, StoredForm, StoredTensor
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping.boxes import whole
-from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.dtypes import (
     FP4,
     ScaledFile,
@@ -37,6 +36,7 @@ from paddleformers_fc.storage.dtypes import (
 )
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.storage.safetensors import Header, TensorEntry
+from paddleformers_fc.text import fold
 
 QUANTIZATION = "quantization_config"
 _METHOD, _BLOCK, _EXCLUDED, _EXPERTS = "quant_method", "weight_block_size", "modules_to_not_convert", "expert_dtype"

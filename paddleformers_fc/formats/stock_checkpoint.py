@@ -61,7 +61,6 @@ from paddleformers_fc.layout.roles import MASTER, MASTER_WEIGHT, MODEL_STATE, RO
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping import RuleSet, prove
 from paddleformers_fc.mapping.boxes import Box, Shape, whole
-from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.checksum import FileChecksum, checksum_of
 from paddleformers_fc.storage.dtypes import dtype_size, from_safetensors, item_size, to_numpy, to_safetensors
 from paddleformers_fc.storage.files import open_local, read_range
@@ -70,7 +69,7 @@ from paddleformers_fc.storage.manifest import TRAINER_DIRECTORY, Manifest
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.storage.pickles import PickledArray, quoted, read_pickle
 from paddleformers_fc.storage.safetensors import Header
-from paddleformers_fc.text import count_text
+from paddleformers_fc.text import count_text, fold
 
 _TENSORS, _NUMBERS = 4, 8
 """How many tensors of a pair of files are compared, and how many numbers of each."""

@@ -28,7 +28,6 @@ import numpy as np
 from paddleformers_fc.errors import Corrupt, FlexError, FormatError
 from paddleformers_fc.formats.catalog import Catalog
 from paddleformers_fc.layout.roles import EMA_STATE, OPTIMIZER_STATE
-from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage import state_json
 from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
 from paddleformers_fc.storage.files import exists, list_directory, open_local, read_range
@@ -36,7 +35,7 @@ from paddleformers_fc.storage.json_io import parse_json, read_document
 from paddleformers_fc.storage.manifest import TRAINER_DIRECTORY, Manifest
 from paddleformers_fc.storage.paths import parse_step
 from paddleformers_fc.storage.pickles import PickledArray, Record, read_pickle
-from paddleformers_fc.text import count_text
+from paddleformers_fc.text import count_text, fold
 
 STATES = ("trainer_state.json", "trainer_state.bin")
 """Names of the Trainer's state, of which a checkpoint has one."""

@@ -26,9 +26,8 @@ from operator import le
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.mapping.boxes import Box, Shape, cover_faults, whole
 from paddleformers_fc.mapping.correspondences import NEW_AXIS, TensorMapping, TensorSources, TensorSpec
-from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.mapping.templates import BoxLink, pulled
-from paddleformers_fc.text import count_text
+from paddleformers_fc.text import count_text, fold
 
 
 def prove(mapping: TensorMapping, title: str = "The mapping") -> None:

@@ -47,9 +47,8 @@ import msgspec
 from paddleformers_fc.errors import FormatError, MappingError
 from paddleformers_fc.mapping.boxes import MAX_AXES, MAX_LENGTH, Box, Shape, whole
 from paddleformers_fc.mapping.correspondences import NEW_AXIS, TensorMapping, TensorSources, TensorSpec
-from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.mapping.templates import BoxLink, Template, pruned, stack_templates
-from paddleformers_fc.text import count_text, numbers_text
+from paddleformers_fc.text import count_text, fold, numbers_text
 
 T = TypeVar("T")
 

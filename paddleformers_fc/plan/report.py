@@ -13,8 +13,7 @@ import msgspec
 
 from paddleformers_fc.errors import MismatchError, cut
 from paddleformers_fc.layout.roles import MASTER, SHARD_NUMBER_SUFFIXES, STATE_SUFFIXES
-from paddleformers_fc.mapping.folding import fold
-from paddleformers_fc.text import count_text, natural
+from paddleformers_fc.text import count_text, fold, natural
 
 HEADINGS = {
     "missing": "MISSING: wanted, and not stored",

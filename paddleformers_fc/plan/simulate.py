@@ -49,8 +49,8 @@ from paddleformers_fc.layout.roles import (
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping import TensorSpec
 from paddleformers_fc.mapping.boxes import Box, shifted, whole
-from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.dtypes import dtype_size, model_dtype
+from paddleformers_fc.text import fold
 
 Shards = dict[str, Shard]
 

@@ -20,11 +20,11 @@ from paddleformers_fc.families import ModelDescription, ModelTensor, is_known
 from paddleformers_fc.families.stated import bind_model
 from paddleformers_fc.formats.checkpoint import OpenedCheckpoint
 from paddleformers_fc.mapping import Rule, RuleSet, TensorMapping, TensorSources, prove
-from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.mapping.templates import identity
 from paddleformers_fc.plan.build import CAST, ReadSource
 from paddleformers_fc.plan.report import Report
 from paddleformers_fc.plan.sources import resume_source
+from paddleformers_fc.text import fold
 
 _DTYPES = frozenset({"dtype", "src_dtype", "dst_dtype"})
 """Attributes of statements that cast."""

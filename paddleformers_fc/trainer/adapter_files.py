@@ -30,9 +30,8 @@ from paddleformers_fc.formats.registry import open_weights
 from paddleformers_fc.layout.live import describe_roles
 from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.mapping import RuleSet
-from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.paths import AnyPath, RemotePath, parse_path
-from paddleformers_fc.text import count_text
+from paddleformers_fc.text import count_text, fold
 from paddleformers_fc.trainer import live_roles, options, pretrained
 from paddleformers_fc.trainer.description import describe_model
 from paddleformers_fc.trainer.job_state import channel_of

@@ -23,7 +23,7 @@ from paddle.distributed import ShardedWeight
 from paddleformers_fc.errors import MismatchError
 from paddleformers_fc.layout.roles import MASTER, MODEL_STATE, OPTIMIZER_STATE, STATES, StateDescriptor, StateShape
 from paddleformers_fc.layout.shards import AxisShard, Placements, coordinate_of, placed_box
-from paddleformers_fc.mapping.folding import fold
+from paddleformers_fc.text import fold
 
 _MASTERS, _SCHEDULER = "master_weights", "LR_Scheduler"
 """Entries of ``Optimizer.state_dict`` that are no accumulators. The scheduler has no tensors and is not read."""

@@ -43,13 +43,12 @@ from paddleformers_fc.layout.roles import (
     MODEL_STATE,
     OPTIMIZER_STATE,
 )
-from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.progress_display import shown_in_training
 from paddleformers_fc.storage.commit import leftovers
 from paddleformers_fc.storage.files import real_path
 from paddleformers_fc.storage.manifest import Manifest
 from paddleformers_fc.storage.paths import AnyPath, parse_named, parse_path
-from paddleformers_fc.text import count_text, natural, size_text
+from paddleformers_fc.text import count_text, fold, natural, size_text
 from paddleformers_fc.trainer import (
     base_fingerprint,
     batches,

@@ -25,7 +25,7 @@ from paddle.io import BatchSampler, DistributedBatchSampler, RandomSampler
 
 from paddleformers_fc.errors import MappingError, OptionError
 from paddleformers_fc.families.description import IS_NLP
-from paddleformers_fc.mapping.folding import fold
+from paddleformers_fc.text import fold
 
 _OTHER_MODELS = {
     "alibi": "positions are encoded by biases of attention",

@@ -29,10 +29,10 @@ from paddleformers_fc.distributed.channel import Channel, all_gather_checked, ru
 from paddleformers_fc.distributed.communicator import job_communicator
 from paddleformers_fc.errors import MismatchError, NotACheckpoint, OptionError
 from paddleformers_fc.execute.load import LoadReport, prepare_weights
-from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.executor import ReadOptions
 from paddleformers_fc.storage.manifest import refuse_level
 from paddleformers_fc.storage.paths import AnyPath, RemotePath, parse_path
+from paddleformers_fc.text import fold
 from paddleformers_fc.trainer import adapter_checks, base_fingerprint, documents, live_roles, own_statements
 from paddleformers_fc.trainer.description import describe_model
 from paddleformers_fc.trainer.job_state import channel_of, read_options

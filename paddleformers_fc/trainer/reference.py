@@ -25,9 +25,9 @@ from paddleformers_fc.families.stated import model_ties
 from paddleformers_fc.layout.live import describe_roles
 from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.mapping.boxes import Box
-from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.manifest import RESTORE
 from paddleformers_fc.storage.paths import AnyPath
+from paddleformers_fc.text import fold
 from paddleformers_fc.trainer import live_roles, own_statements, pretrained
 from paddleformers_fc.trainer.description import describe_model
 from paddleformers_fc.trainer.options import REFERENCE_UPDATES, refuse_conflicts

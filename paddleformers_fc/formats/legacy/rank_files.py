@@ -25,13 +25,12 @@ from paddleformers_fc.errors import Corrupt, FormatError, StorageError
 from paddleformers_fc.formats import stock_checkpoint as stock
 from paddleformers_fc.formats.huggingface import OF_PADDLE, model_orientation
 from paddleformers_fc.mapping.boxes import Shape
-from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.dtypes import dtype_size
 from paddleformers_fc.storage.files import list_directory
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.storage.pickles import read_pickle
 from paddleformers_fc.storage.safetensors import read_header
-from paddleformers_fc.text import count_text
+from paddleformers_fc.text import count_text, fold
 
 MODEL, OPTIMIZER, EMA = "model", "optimizer", "ema"
 """The kinds of files."""

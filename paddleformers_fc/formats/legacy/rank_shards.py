@@ -72,13 +72,12 @@ from paddleformers_fc.layout.roles import (
     split_state_name,
 )
 from paddleformers_fc.mapping.boxes import Box, Shape, shifted, whole
-from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.dtypes import dtype_size
 from paddleformers_fc.storage.files import is_directory, is_file, list_directory
 from paddleformers_fc.storage.identities import identities_of
 from paddleformers_fc.storage.json_io import MAX_DOCUMENT_BYTES, parse_json, read_document
 from paddleformers_fc.storage.paths import AnyPath, require_local
-from paddleformers_fc.text import count_text
+from paddleformers_fc.text import count_text, fold
 
 META_NAME = "model_meta.json"
 SCHEDULER_NAME = "scheduler.pdparams"

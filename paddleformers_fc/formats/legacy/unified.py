@@ -54,12 +54,11 @@ from paddleformers_fc.formats.paddle_distcp import PADDLE_DISTCP
 from paddleformers_fc.formats.stock_run import removes_masters
 from paddleformers_fc.layout.roles import MASTER, MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE
 from paddleformers_fc.mapping import Shape
-from paddleformers_fc.mapping.folding import fold
 from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
 from paddleformers_fc.storage.files import is_directory, list_directory, open_local, read_range
 from paddleformers_fc.storage.paths import AnyPath, require_local
 from paddleformers_fc.storage.safetensors import Header
-from paddleformers_fc.text import count_text
+from paddleformers_fc.text import count_text, fold
 
 _WEIGHTS, _STATES, _MASTERS = "model", "optimizer", "master_weights"
 _KINDS = (_WEIGHTS, _STATES, _MASTERS)

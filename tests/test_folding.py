@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paddleformers_fc.mapping.folding import fold
+from paddleformers_fc.text import fold
 
 
 def test_a_run_of_layers_becomes_one_line() -> None:
