@@ -1,7 +1,8 @@
 """Exchange typed messages between all ranks of a job, and raise the same error on all of them.
 
-A :class:`Channel` has two operations. ``gather`` gives the bytes of every rank to all ranks, or to some. In
-``all_to_all`` ranks give bytes to some others, in sizes that all ranks have agreed on. No message is a pickle.
+A :class:`Channel` has three operations. ``gather`` gives the bytes of every rank to all ranks, or to some. In
+``all_to_all`` ranks give bytes to some others, in sizes that all ranks have agreed on, and ``unite`` gives all ranks an
+array to which each has contributed. No message is a pickle.
 
 :func:`gather_and_keep` runs work on every rank, encodes its message, exchanges, and decodes the messages of all ranks.
 If the work fails on any rank, all ranks raise the same error, so no rank waits in a collective for a failed one.
@@ -139,6 +140,15 @@ class Channel(Protocol):
             bytes by sender.
         """
 
+    def unite(self, array: Bytes, source: int | None, to: int | None) -> Bytes:
+        """Return the maximum of an array over all ranks, element by element. Every rank must call.
+
+        Args:
+            array: that of this rank; all have the same length.
+            source: the only rank whose array is not zero; None if there may be several.
+            to: the only rank that needs the maximum; None if all do.
+        """
+
 
 class ConsistencyFacts(Protocol):
     """Facts that must be equal on every rank of an operation."""
@@ -185,6 +195,10 @@ class LocalChannel:
         """Return the bytes that this rank sends to itself."""
         return {rank: outgoing[rank] for rank in sizes}
 
+    def unite(self, array: Bytes, source: int | None, to: int | None) -> Bytes:
+        """Return the array."""
+        return array
+
 
 ALONE = LocalChannel()
 """The channel of one process. It has no state, so it is shared."""
@@ -202,13 +216,7 @@ class CollectiveChannel:
         self.rank, self.world_size = rank, world_size
 
     def unite(self, array: Bytes, source: int | None, to: int | None) -> Bytes:
-        """Return the maximum of an array over all ranks, element by element.
-
-        Args:
-            array: that of this rank; all have the same length.
-            source: the only rank whose array is not zero; None if there may be several.
-            to: the only rank that needs the maximum; None if all do.
-        """
+        """Return the maximum of an array over all ranks, as :meth:`Channel.unite`."""
         raise NotImplementedError
 
     def gather(

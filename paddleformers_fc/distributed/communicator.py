@@ -74,6 +74,15 @@ class Communicator:
         with self._guard("exchanging tensors"):
             return self._channel.all_to_all(outgoing, sizes)
 
+    def unite(self, array: Bytes, source: int | None, to: int | None) -> Bytes:
+        """Return the maximum of an array over all ranks.
+
+        Raises:
+            PeerError: see :meth:`.Liveness.guard`.
+        """
+        with self._guard("exchanging tensors"):
+            return self._channel.unite(array, source, to)
+
     @contextlib.contextmanager
     def _guard(self, doing: str) -> Iterator[None]:
         with self.liveness.guard(doing) if self.liveness else contextlib.nullcontext():

@@ -457,11 +457,12 @@ def exchange_round(
     arrived = channel.all_to_all(outgoing, sizes)
     found = [(pieces[index], array) for index, array in have.items() if channel.rank in pieces[index].move.receivers]
     for owner, theirs in coming.items():
-        found.extend(zip(theirs, _unpacked(arrived[owner], theirs), strict=True))
+        found.extend(zip(theirs, unpacked(arrived[owner], theirs), strict=True))
     return found
 
 
-def _unpacked(payload: Bytes, pieces: Sequence[TransferPiece]) -> Iterator[Array]:
+def unpacked(payload: Bytes, pieces: Sequence[TransferPiece]) -> Iterator[Array]:
+    """Yield the elements of pieces that lie one after the other in some bytes."""
     start = 0
     for piece in pieces:
         yield payload[start : start + piece.size].view(numpy_dtype(piece.move.part.dtype)).reshape(piece.box.shape)

@@ -2,13 +2,16 @@
 
 The ranks of a job are planned as a checkpoint in memory. A file of it is held by one rank, and each distinct shard is
 assigned to one of its holders, as in a save. So the source of a checkpoint, its mapping and its reads plan a stream as
-well, and the pieces arrive in the rounds of :mod:`.exchange`. Nothing is written, and no live tensor changes.
+well, and the pieces arrive in rounds. To a few ranks they are sent one by one (:mod:`.exchange`). To many they go by
+one maximum of all ranks, each of which adds its own pieces: the bytes that a rank sends then do not grow with their
+number. Nothing is written, and no live tensor changes.
 
 A plan is kept for the next stream of the same shards. Before every batch of tensors the ranks exchange one word: that
 all of them go on, or the error of one of them, which all raise. A batch is passed on after the next word, so that no
 caller gets a tensor of which a rank could not send its part.
 
-Time: the bytes of the tensors once over the network per receiver; planning is linear in the distinct shards of the job.
+Time: a rank sends its pieces once to each of few receivers, or twice the bytes of all tensors if there are many.
+Planning is linear in the distinct shards of the job, and in the pieces.
 Memory: a batch and the pieces of a round, together at most ``max_bytes`` or one tensor and a round; on the ranks that
 receive nothing one round.
 """
@@ -18,11 +21,13 @@ from __future__ import annotations
 import math
 import secrets
 import threading
+import zlib
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +42,7 @@ from paddleformers_fc.distributed.channel import (
     run_on_all,
 )
 from paddleformers_fc.errors import FlexError, MismatchError, OptionError, PeerError
-from paddleformers_fc.execute.exchange import attempt, exchange_round
+from paddleformers_fc.execute.exchange import attempt, exchange_round, unpacked
 from paddleformers_fc.execute.export import export_source, recast
 from paddleformers_fc.execute.memory import begin_copies, copy_to_host, dtype_of, host_view, slot_of, view_of
 from paddleformers_fc.execute.merging import Merge
@@ -63,7 +68,7 @@ from paddleformers_fc.mapping.boxes import Box, Shape
 from paddleformers_fc.plan.build import Planner, ReadSource
 from paddleformers_fc.plan.items import ReadItem, StoredPart
 from paddleformers_fc.plan.sources import canonical_layout, canonical_source
-from paddleformers_fc.plan.transfer_plan import ROUND_BYTES, Transfer, TransferPiece, schedule_rounds
+from paddleformers_fc.plan.transfer_plan import ROUND_BYTES, Transfer, TransferPiece, boxes_within, schedule_rounds
 from paddleformers_fc.storage.dtypes import copy_cast, dtype_size
 from paddleformers_fc.storage.executor import DEFAULT_STAGING_MEMORY_BYTES
 from paddleformers_fc.storage.operations import numpy_dtype
@@ -75,6 +80,9 @@ Tensors = Iterator[tuple[str, Any]]
 
 DEFAULT_BYTES = 512 << 20
 """Bytes that are under way on a rank at most, by default."""
+
+MOST_DIRECT = 8
+"""Most ranks that pieces are sent to one by one."""
 
 MOST_KEPT = 4
 """Maximum number of plans that a process keeps."""
@@ -102,6 +110,11 @@ class StreamRequest:
     is_exported: bool = True
 
     @property
+    def is_united(self) -> bool:
+        """Whether all ranks get the pieces of a round in one array."""
+        return len(self.receivers) > MOST_DIRECT
+
+    @property
     def round_bytes(self) -> int:
         """Bound on the bytes that a rank sends, and receives, in a round."""
         return max(1, min(ROUND_BYTES, self.max_bytes // 4))
@@ -114,7 +127,7 @@ class Batch:
     Args:
         tensors: whole canonical tensors, in the order of the stream.
         items: by range of a live shard, the parts of tensors that it fills.
-        rounds: the pieces that this rank sends or receives.
+        rounds: the pieces that this rank sends or receives; those of all ranks if they go into one array.
     """
 
     tensors: tuple[Shard, ...]
@@ -248,19 +261,24 @@ def plan_stream(
 
     payloads = all_gather_checked(channel, "describing shards", describe, bytes, to=0)
     ties: list[Ties] = []
-    packed = broadcast(channel, "planning a stream", partial(_plan_for_all, payloads, part.model, ties), bytes)
-
-    def plan() -> tuple[bytes, StreamPlan]:
-        job = decoder_of(_LiveJob).decode(packed)
-        return job.name, _plan_of_rank(job, shards, part.model, request, channel.rank, ties)
-
+    packed = broadcast(channel, "planning a stream", partial(describe_job, payloads, part.model, ties), bytes)
+    plan = partial(plan_of_rank, packed, shards, part.model, request, channel.rank, ties)
     name, made = run_on_all(channel, "planning a stream", plan)
     _KEPT.keep(channel.rank, name, _facts(part, request), made)
     return made
 
 
-def _plan_for_all(payloads: Sequence[bytes], model: ModelDescription, ties: list[Ties]) -> bytes:
-    """Return the live job for all ranks, and add the tied tensors that the first rank compares."""
+def describe_job(payloads: Sequence[bytes], model: ModelDescription, ties: list[Ties]) -> bytes:
+    """Return the live tensors of all ranks as a checkpoint, encoded, for all ranks.
+
+    Args:
+        payloads: the shards of every rank, encoded, by rank.
+        model: the description of the model.
+        ties: gets the tied tensors that the first rank compares.
+    Raises:
+        MappingError: the mapping of the model cannot be bound or proved.
+        MismatchError: the shards of all ranks are not the whole model, once.
+    """
     job = decode_shards(payloads)
     mapping, _ = proved_mapping(job, model)
     writers = Writers(job)
@@ -271,21 +289,32 @@ def _plan_for_all(payloads: Sequence[bytes], model: ModelDescription, ties: list
         for path, _, pieces in grouped(writers.share_of(rank), rank):
             files[path], owners[path] = {piece.shard.name: piece.shard for piece in pieces}, rank
     ties.append(ties_of(job, map(writers.share_of, ranks), model_ties(model)))
-    live = _LiveJob(
-        secrets.token_bytes(_NAME_BYTES), writers.assignment, encode_rank_shards(files), owners, mapping, ties[0].sides
-    )
-    return msgspec.msgpack.encode(live)
+    name = secrets.token_bytes(_NAME_BYTES)
+    live = _LiveJob(name, writers.assignment, encode_rank_shards(files), owners, mapping, ties[0].sides)
+    return zlib.compress(msgspec.msgpack.encode(live), 1)
 
 
-def _plan_of_rank(
-    job: _LiveJob,
+def plan_of_rank(
+    packed: bytes,
     shards: ShardsByRole,
     model: ModelDescription,
     request: StreamRequest,
     rank: int,
     ties: Sequence[Ties],
-) -> StreamPlan:
-    """Return the plan of one rank; see :func:`plan_stream`."""
+) -> tuple[bytes, StreamPlan]:
+    """Return the name of a plan, and the part of one rank.
+
+    Args:
+        packed: the result of :func:`describe_job`.
+        shards: of the rank, in the order in which it has described them.
+        model: the description of the model.
+        request: what is streamed.
+        rank: the rank.
+        ties: the tied tensors that it compares; none but on the first rank.
+    Raises:
+        FlexError: the request does not fit the model.
+    """
+    job = decoder_of(_LiveJob).decode(zlib.decompress(packed))
     files, offsets = decode_shards([job.files]), dict[tuple[str, str], int]()
     stored: list[tuple[Shard, str, int, int]] = []
     used = dict.fromkeys(job.owners, 0)
@@ -319,7 +348,7 @@ def _plan_of_rank(
     made = tuple(_batches(checkpoint, job.owners, request, rank))
     sides = tuple(side for side in job.sides if side.rank == rank)
     own_ties = ties[0] if ties else Ties((), {})
-    return StreamPlan(made, held, sides, bool(job.sides), own_ties, shared_copies(rules))
+    return job.name, StreamPlan(made, held, sides, bool(job.sides), own_ties, shared_copies(rules))
 
 
 def _batches(
@@ -335,7 +364,21 @@ def _batches(
                 items.setdefault(item.stored, []).append(item)
         planner.report.refuse(str(_MODEL))
         moves = [Transfer(part, owners[part.file], request.receivers) for part in items]
-        yield Batch(tuple(some), items, schedule_rounds(moves, rank, request.round_bytes).rounds)
+        if request.is_united:
+            rounds = tuple(_united_rounds(moves, request.round_bytes))
+        else:
+            rounds = schedule_rounds(moves, rank, request.round_bytes).rounds
+        yield Batch(tuple(some), items, rounds)
+
+
+def _united_rounds(moves: Sequence[Transfer], limit: int) -> Iterator[tuple[TransferPiece, ...]]:
+    """Yield the pieces of all ranks that go into one array each, of at most ``limit`` bytes or one element."""
+    pieces = (
+        TransferPiece(move, box)
+        for move in moves
+        for box in boxes_within(move.part.part, max(1, limit // dtype_size(move.part.dtype)))
+    )
+    return map(tuple, batches(pieces, attrgetter("size"), limit))
 
 
 def _wanted(checkpoint: OpenedCheckpoint, request: StreamRequest) -> tuple[ReadSource, list[Shard]]:
@@ -379,7 +422,7 @@ class Stream:
     Args:
         plan: the part of this rank.
         weights: role -> name -> live weight, which must not change while the stream is read.
-        receivers: as in :class:`StreamRequest`.
+        request: what is streamed.
         channel: all ranks of the job.
         place: of the tensors; None for host memory.
         merge: the adapters that are added to the weights; None without them.
@@ -387,7 +430,7 @@ class Stream:
 
     plan: StreamPlan
     weights: LiveRoles
-    receivers: tuple[int, ...]
+    request: StreamRequest
     channel: Channel
     place: Any = None
     merge: Merge | None = None
@@ -459,13 +502,14 @@ class Stream:
 
         An error is added to the failures, and this rank takes part in the rounds to their end.
         """
-        receives, buffers = self.channel.rank in self.receivers, dict[str, Any]()
+        receives, buffers = self.channel.rank in self.request.receivers, dict[str, Any]()
         reader = LiveReader(self.weights[MODEL_STATE], self.plan.held)
         if receives and not failures:
             attempt(failures, lambda: buffers.update({one.name: _empty(one) for one in batch.tensors}))
         for pieces in batch.rounds:
             own = reader.read([one for one in pieces if one.move.owner == self.channel.rank], failures)
-            for piece, array in exchange_round(self.channel, pieces, own):
+            exchange = _unite_round if self.request.is_united else exchange_round
+            for piece, array in exchange(self.channel, pieces, own):
                 if receives and not failures:
                     attempt(failures, partial(_place, batch.items[piece.move.part], piece, array, buffers))
             reader.release()
@@ -479,6 +523,21 @@ class Stream:
         if self.merge is not None:
             self.merge.apply(name, 0, slot_of(tensor).open().array())
         return tensor if self.place is None else tensor._copy_to(self.place, True)
+
+
+def _unite_round(
+    channel: Channel, pieces: Sequence[TransferPiece], own: Sequence[Array]
+) -> list[tuple[TransferPiece, Array]]:
+    """Return all pieces of a round, to which every rank adds its own. Every rank must call.
+
+    Arguments are those of :func:`.exchange_round`.
+    """
+    array, end, left = np.zeros(sum(piece.size for piece in pieces), np.uint8), 0, iter(own)
+    for piece in pieces:
+        end += piece.size
+        if piece.move.owner == channel.rank:
+            array[end - piece.size : end] = next(left).reshape(-1).view(np.uint8)
+    return list(zip(pieces, unpacked(channel.unite(array, None, None), pieces), strict=True))
 
 
 def _empty(shard: Shard) -> Any:

@@ -156,7 +156,7 @@ class _Planned:
     def stream(self, device: str = HOST, merge: Merge | None = None) -> Stream:
         """Return the stream."""
         place = None if device == HOST else _place(self.part.tensors)
-        return Stream(self.plan, self.part.tensors, self.request.receivers, self.channel, place, merge)
+        return Stream(self.plan, self.part.tensors, self.request, self.channel, place, merge)
 
 
 class _Introduction(msgspec.Struct):

@@ -23,15 +23,29 @@ def digests_of(stream: Any) -> Digests:
 
 
 def after_training(
-    output_dir: str, streams: Mapping[str, Mapping[str, Any]], adapted: bool = False, **settings: Any
+    output_dir: str,
+    streams: Mapping[str, Mapping[str, Any]],
+    adapted: bool = False,
+    united: bool = False,
+    **settings: Any,
 ) -> dict[str, Any]:
-    """Train, stream in several ways, and export; the losses and the digests of every stream by its name."""
+    """Train, stream in several ways, and export; the losses and the digests of every stream by its name.
+
+    Args:
+        output_dir: of the training and of the export.
+        streams: arguments of every stream by its name.
+        adapted: whether the model has adapters.
+        united: whether pieces go by one array to all ranks, as to many receivers.
+    """
     import paddleformers_fc
+    from paddleformers_fc.execute import stream
     from tests.trainer import jobs, lora_jobs
 
     build: Callable[..., Any] = lora_jobs.trainer_of if adapted else jobs.flex_trainer
     trainer = build(output_dir=output_dir, **settings)
     trainer.train()
+    if united:
+        stream.MOST_DIRECT = 0
     found = {way: digests_of(paddleformers_fc.stream(trainer.model, **given)) for way, given in streams.items()}
     trainer.save_model(f"{output_dir}/hf")
     return {"losses": trainer.losses, "streams": found}

@@ -38,7 +38,10 @@ def job(layout: MatrixLayout, place: Path, **settings: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("layout", "settings"),
-    [(SINGLE, {}), (TP2, {}), (PP2, TIED), (TP2PP2, {}), (SD2V1, {}), (SD2S3, {}), (EP2, ERNIE)],
+    [
+        *((SINGLE, {}), (TP2, {}), (PP2, TIED), (TP2PP2, {}), (SD2V1, {}), (SD2S3, {}), (EP2, ERNIE)),
+        *((layout, {"united": True}) for layout in (TP2, SD2S3, TP2PP2)),
+    ],
     ids=lambda value: value.name if isinstance(value, MatrixLayout) else "",
 )
 def test_a_stream_has_the_tensors_of_an_export_in_its_order(

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from paddleformers_fc.text import size_text
 from verification import exit_code
-from verification.scale import counting, operations, ranks, reading
+from verification.scale import counting, operations, ranks, reading, streaming
 from verification.scale.operations import Key, Table
 
 BEFORE = Path(__file__).with_name("before.json")
@@ -95,6 +95,24 @@ def _reads(reads: Mapping[tuple[str, int, str], reading.Reads]) -> Iterator[str]
     yield ""
 
 
+def _streams(streams: Mapping[tuple[str, int, str], streaming.Streams]) -> Iterator[str]:
+    """Yield the lines of what a stream of live weights costs."""
+    yield "## Streams of live weights\n"
+    yield "Descriptions and the plan are sent once for all streams of a model under a layout. *Words* are the exchanges of"
+    yield "a later stream without weights: one at its begin, one before every batch of tensors, and one at its end. *Sent*"
+    yield "is the most that the first, a middle or the last rank sends of its own tensors; if all ranks receive, each also"
+    yield "passes on what others send.\n"
+    yield "| model, ranks | to | description | plan | made in | a rank's part in | words | rounds | sent | received |"
+    yield "|---|---|---|---|---|---|---|---|---|---|"
+    for (name, world, to), one in streams.items():
+        sizes = [size_text(size) for size in (one.described, one.plan, one.sent, one.received)]
+        seconds = f"{one.coordinator:.1f} s | {one.planning:.1f} s"
+        counts = f"{one.words:,} | {one.rounds:,}"
+        row = f"{sizes[0]} | {sizes[1]} | {seconds} | {counts} | {sizes[2]} | {sizes[3]}"
+        yield f"| {name}, {world:,} | `{to}` | {row} |"
+    yield ""
+
+
 def _cell(before: Table, now: Table, key: Key, count: str) -> str:
     if key not in now:
         return ""
@@ -141,7 +159,8 @@ def main() -> int:
             if options.before:
                 _write(BEFORE, now)
         reads = dict(zip(reading.JOBS, pool.imap(reading.count_reads, reading.JOBS), strict=True))
-    page = [*_page(now if options.before else before, now), *_reads(reads)]
+        streams = dict(zip(streaming.JOBS, pool.imap(streaming.count_stream, streaming.JOBS), strict=True))
+    page = [*_page(now if options.before else before, now), *_reads(reads), *_streams(streams)]
     PAGE.write_text("\n".join(page), encoding="utf-8")
     return 0
 
