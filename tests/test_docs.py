@@ -32,6 +32,7 @@ ELSEWHERE = {
     "test_the_stock_command_line_trains_two_ranks_and_another_layout_resumes",
     "recipes/script.py": "tests/trainer/test_entry_points.py::"
     "test_the_script_of_the_recipes_trains_on_two_ranks_and_resumes_on_one",
+    "recipes/stream_weights.py": "tests/trainer/test_stream.py::test_another_process_computes_the_same_logits",
     "paddle.distributed.launch --master": "tests/nodes/test_two_nodes.py::by_launch",
     "pkill": "tests/trainer/test_save_on_signal.py::test_ranks_of_paddles_launcher_save_when_it_is_ended",
     **dict.fromkeys(

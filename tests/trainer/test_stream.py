@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +15,15 @@ from safetensors.numpy import load_file
 
 import paddleformers_fc
 from paddleformers_fc.storage.safetensors import read_header
+from tests.harness.limits import LIMIT
 from tests.harness.tiny import EP2, PP2, SD2S3, SD2V1, SINGLE, TP2, TP2PP2, MatrixLayout
 from tests.trainer.test_pretrained import weights_of
 from verification.forkserver import ForkServer
 
 JOBS = "tests.trainer.stream_jobs"
+RECIPE = Path(__file__).resolve().parents[2] / "recipes/stream_weights.py"
+ENGINE = os.environ.get("ENGINE_PYTHON", "")
+"""An interpreter with PyTorch and Transformers, which cannot be in the environment of PaddleFormers."""
 ERNIE = {"model_type": "ernie4_5_moe"}
 TIED = {"model": {"tie_word_embeddings": True}}
 
@@ -98,3 +106,12 @@ def test_an_error_on_one_rank_ends_the_stream_on_all(ranks: ForkServer, tmp_path
     assert first["early"] == "PeerError: Rank 1 has ended the stream before its last tensor."
     assert last["early"] == "none, 3 tensors"
     assert first["whole"] == last["whole"] != "none, 0 tensors"
+
+
+@pytest.mark.skipif(not ENGINE, reason="needs torch 2.13.0 and transformers 5.3.0 of the interpreter ENGINE_PYTHON")
+def test_another_process_computes_the_same_logits(tmp_path: Path) -> None:
+    command = [sys.executable, str(RECIPE), "--output", str(tmp_path), "--python", ENGINE]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=True)
+    apart = re.findall(r"^step (\d): logits differ by at most (\S+)$", done.stdout, re.MULTILINE)
+    assert [step for step, _ in apart] == ["1", "2", "3"]
+    assert all(float(number) < 2e-6 for _, number in apart)
