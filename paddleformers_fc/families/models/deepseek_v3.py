@@ -24,30 +24,28 @@ EXPERTS = (
     lang.column("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj", outputs="shared_ffn"),
     lang.row("mlp.shared_experts.down_proj", inputs="shared_ffn"),
 )
+LAYER = (
+    lang.same("input_layernorm.weight", "post_attention_layernorm.weight"),
+    lang.when("q_lora_rank", lang.linear("self_attn.q_a_proj", outputs="q_lora_rank", bias="attention_bias")),
+    lang.when("q_lora_rank", lang.column("self_attn.q_b_proj", inputs="q_lora_rank", outputs="latent_query")),
+    lang.when("q_lora_rank", lang.same("self_attn.q_a_layernorm.weight", shape=("q_lora_rank",))),
+    lang.unless("q_lora_rank", lang.column("self_attn.q_proj", outputs="latent_query")),
+    lang.linear("self_attn.kv_a_proj_with_mqa", outputs=("kv_lora_rank", "qk_rope_head_dim"), bias="attention_bias"),
+    lang.same("self_attn.kv_a_layernorm.weight", shape=("kv_lora_rank",)),
+    lang.column("self_attn.kv_b_proj", inputs="kv_lora_rank", outputs="latent_kv"),
+    lang.row("self_attn.o_proj", inputs="latent_value", bias="attention_bias"),
+    lang.unless("q_lora_rank", lang.fresh("self_attn.q_a_layernorm.weight")),
+    lang.when(sparse, EXPERTS),
+    lang.unless(
+        sparse, lang.column("mlp.gate_proj", "mlp.up_proj", outputs="ffn"), lang.row("mlp.down_proj", inputs="ffn")
+    ),
+)
 FAMILY = lang.family(
     "deepseek_v3",
     lang.ends("model.embed_tokens", "model.norm", "lm_head"),
     lang.same("model.layers.{mtp}.enorm.weight", "model.layers.{mtp}.hnorm.weight"),
     lang.linear("model.layers.{mtp}.eh_proj", inputs=("hidden", "hidden"), bias=True),
-    lang.layer(
-        "model.layers.{layer}",
-        lang.same("input_layernorm.weight", "post_attention_layernorm.weight"),
-        lang.when("q_lora_rank", lang.linear("self_attn.q_a_proj", outputs="q_lora_rank", bias="attention_bias")),
-        lang.when("q_lora_rank", lang.column("self_attn.q_b_proj", inputs="q_lora_rank", outputs="latent_query")),
-        lang.when("q_lora_rank", lang.same("self_attn.q_a_layernorm.weight", shape=("q_lora_rank",))),
-        lang.unless("q_lora_rank", lang.column("self_attn.q_proj", outputs="latent_query")),
-        lang.linear(
-            "self_attn.kv_a_proj_with_mqa", outputs=("kv_lora_rank", "qk_rope_head_dim"), bias="attention_bias"
-        ),
-        lang.same("self_attn.kv_a_layernorm.weight", shape=("kv_lora_rank",)),
-        lang.column("self_attn.kv_b_proj", inputs="kv_lora_rank", outputs="latent_kv"),
-        lang.row("self_attn.o_proj", inputs="latent_value", bias="attention_bias"),
-        lang.unless("q_lora_rank", lang.fresh("self_attn.q_a_layernorm.weight")),
-        lang.when(sparse, EXPERTS),
-        lang.unless(
-            sparse, lang.column("mlp.gate_proj", "mlp.up_proj", outputs="ffn"), lang.row("mlp.down_proj", inputs="ffn")
-        ),
-    ),
+    lang.layer("model.layers.{layer}", LAYER),
     lang.optional("model.layers.{mtp}.eh_proj.bias", "model.layers.{mtp}."),
     numbers=(lang.Numbers("layer", ("layers", "mtp_layers")), lang.Numbers("mtp", "mtp_layers", start="layers")),
     defaults={"moe_layer_freq": 1, "first_k_dense_replace": 0},

@@ -60,6 +60,15 @@ VISION = lang.tower(
     },
     defaults=lang.VISION_DEFAULTS,
 )
+LAYER = (
+    lang.same("input_layernorm.weight", "post_attention_layernorm.weight"),
+    lang.column("self_attn.q_proj", outputs="q", bias="use_bias"),
+    lang.column("self_attn.k_proj", "self_attn.v_proj", outputs="kv", bias="use_bias"),
+    lang.row("self_attn.o_proj", inputs="q", bias="use_bias"),
+    lang.when(sparse, EXPERTS),
+    lang.unless(sparse, lang.column("mlp.gate_proj", "mlp.up_proj", outputs="ffn", bias="use_bias")),
+    lang.unless(sparse, lang.row("mlp.down_proj", inputs="ffn", bias="use_bias")),
+)
 FAMILY = lang.family(
     "ernie4_5_moe_vl",
     lang.turned_head(bias="use_bias"),
@@ -67,16 +76,7 @@ FAMILY = lang.family(
     lang.same("model.embed_tokens.weight", shape=("vocab", "hidden"), cut=0, stage=lang.FIRST),
     lang.tied("lm_head.weight", "model.embed_tokens.weight"),
     lang.at(lang.FIRST, RESAMPLER),
-    lang.layer(
-        "model.layers.{layer}",
-        lang.same("input_layernorm.weight", "post_attention_layernorm.weight"),
-        lang.column("self_attn.q_proj", outputs="q", bias="use_bias"),
-        lang.column("self_attn.k_proj", "self_attn.v_proj", outputs="kv", bias="use_bias"),
-        lang.row("self_attn.o_proj", inputs="q", bias="use_bias"),
-        lang.when(sparse, EXPERTS),
-        lang.unless(sparse, lang.column("mlp.gate_proj", "mlp.up_proj", outputs="ffn", bias="use_bias")),
-        lang.unless(sparse, lang.row("mlp.down_proj", inputs="ffn", bias="use_bias")),
-    ),
+    lang.layer("model.layers.{layer}", LAYER),
     towers=(VISION,),
     sizes={
         "experts": ("text_experts", "image_experts"),

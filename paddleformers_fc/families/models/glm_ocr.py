@@ -36,22 +36,22 @@ PREDICTION = lang.layer(
     lang.same("enorm.weight", "hnorm.weight", "shared_head.norm.weight"),
     lang.row("eh_proj", inputs=("hidden", "hidden")),
 )
+LAYER = (
+    lang.same("input_layernorm.weight", "post_attention_layernorm.weight"),
+    lang.same("post_self_attn_layernorm.weight", "post_mlp_layernorm.weight"),
+    lang.linear("self_attn.q_proj", outputs="q"),
+    lang.linear("self_attn.k_proj", "self_attn.v_proj", outputs="kv"),
+    lang.linear("self_attn.o_proj", inputs="q"),
+    lang.linear("mlp.gate_up_proj", outputs=("ffn", "ffn")),
+    lang.linear("mlp.down_proj", inputs="ffn"),
+)
 FAMILY = lang.family(
     "glm_ocr",
     lang.linear("lm_head", outputs="vocab"),
     lang.same("model.language_model.norm.weight", stage=lang.FIRST),
     lang.same("model.language_model.embed_tokens.weight", shape=("vocab", "hidden"), stage=lang.FIRST),
     lang.alias(PREDICTION),
-    lang.layer(
-        "model.language_model.layers.{layer}",
-        lang.same("input_layernorm.weight", "post_attention_layernorm.weight"),
-        lang.same("post_self_attn_layernorm.weight", "post_mlp_layernorm.weight"),
-        lang.linear("self_attn.q_proj", outputs="q"),
-        lang.linear("self_attn.k_proj", "self_attn.v_proj", outputs="kv"),
-        lang.linear("self_attn.o_proj", inputs="q"),
-        lang.linear("mlp.gate_up_proj", outputs=("ffn", "ffn")),
-        lang.linear("mlp.down_proj", inputs="ffn"),
-    ),
+    lang.layer("model.language_model.layers.{layer}", LAYER),
     lang.optional("model.language_model.layers.{mtp}."),
     key="text_config",
     towers=(VISION,),

@@ -35,19 +35,19 @@ PROJECTOR = lang.layer(
     lang.column("linear_1", inputs="vision.merged", outputs="vision.merged", bias=True),
     lang.column("linear_2", inputs="vision.merged", bias=True),
 )
+LAYER = (
+    lang.same("input_layernorm.weight", "post_attention_layernorm.weight"),
+    lang.column("self_attn.q_proj", outputs="q", bias="use_bias"),
+    lang.column("self_attn.k_proj", "self_attn.v_proj", outputs="kv", bias="use_bias"),
+    lang.row("self_attn.o_proj", inputs="q", bias="use_bias"),
+    lang.column("mlp.gate_proj", "mlp.up_proj", outputs="ffn", bias=ffn_bias),
+    lang.row("mlp.down_proj", inputs="ffn", bias=ffn_bias),
+)
 FAMILY = lang.family(
     "paddleocr_vl",
     lang.ends("model.embed_tokens", "model.norm", "lm_head"),
     lang.at(lang.FIRST, PROJECTOR),
-    lang.layer(
-        "model.layers.{layer}",
-        lang.same("input_layernorm.weight", "post_attention_layernorm.weight"),
-        lang.column("self_attn.q_proj", outputs="q", bias="use_bias"),
-        lang.column("self_attn.k_proj", "self_attn.v_proj", outputs="kv", bias="use_bias"),
-        lang.row("self_attn.o_proj", inputs="q", bias="use_bias"),
-        lang.column("mlp.gate_proj", "mlp.up_proj", outputs="ffn", bias=ffn_bias),
-        lang.row("mlp.down_proj", inputs="ffn", bias=ffn_bias),
-    ),
+    lang.layer("model.layers.{layer}", LAYER),
     lang.optional("visual.vision_model.embeddings.packing_position_embedding.", "visual.vision_model.head."),
     key="text_config",
     towers=(VISION,),

@@ -5,16 +5,11 @@ from paddleformers_fc.families import language as lang
 NORMS = lang.same("input_layernorm.weight", "post_attention_layernorm.weight")
 QKV = lang.qkv("self_attn.qkv_proj", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", bias=True)
 OUTPUT = lang.row("self_attn.o_proj", inputs="q")
+LAYER = (NORMS, QKV, OUTPUT, lang.gated("mlp.up_gate_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"))
 FAMILY = lang.family(
     "qwen2",
     lang.ends("model.embed_tokens", "model.norm", "lm_head"),
-    lang.layer(
-        "model.layers.{layer}",
-        NORMS,
-        QKV,
-        OUTPUT,
-        lang.gated("mlp.up_gate_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
-    ),
+    lang.layer("model.layers.{layer}", LAYER),
     classes=(lang.FLEET, lang.FORMERS),
     nlp=(
         NORMS,

@@ -24,6 +24,12 @@ VISION = lang.tower(
     sizes=lang.VISION_SIZES,
     defaults={**lang.VISION_DEFAULTS, "patch_size": 14},
 )
+LAYER = (
+    lang.same("input_layernorm.weight", "post_attention_layernorm.weight"),
+    lang.qkv("self_attn.qkv_proj", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", bias=True),
+    lang.row("self_attn.o_proj", inputs="q"),
+    lang.gated("mlp.up_gate_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
+)
 FAMILY = lang.family(
     "qwen2_5_vl",
     lang.ends(
@@ -32,14 +38,7 @@ FAMILY = lang.family(
         "lm_head",
         files=("model.embed_tokens", "model.norm", "lm_head"),
     ),
-    lang.layer(
-        "model.language_model.layers.{layer}",
-        lang.same("input_layernorm.weight", "post_attention_layernorm.weight"),
-        lang.qkv("self_attn.qkv_proj", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", bias=True),
-        lang.row("self_attn.o_proj", inputs="q"),
-        lang.gated("mlp.up_gate_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
-        file="model.layers.{layer}",
-    ),
+    lang.layer("model.language_model.layers.{layer}", LAYER, file="model.layers.{layer}"),
     key="text_config",
     towers=(VISION,),
     tiny={"vision_config": lang.TINY_VISION},

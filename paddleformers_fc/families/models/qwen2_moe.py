@@ -18,17 +18,17 @@ SPARSE = (
     lang.of_class(lang.FORMERS, FORMERS_SHARED),
     lang.of_class(lang.FLEET, FLEET_SHARED),
 )
+LAYER = (
+    lang.same("input_layernorm.weight", "post_attention_layernorm.weight"),
+    lang.qkv("self_attn.qkv_proj", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", bias="qkv_bias"),
+    lang.row("self_attn.o_proj", inputs="q"),
+    lang.when(lang.stepped, SPARSE),
+    lang.unless(lang.stepped, lang.gated("mlp.up_gate_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")),
+)
 FAMILY = lang.family(
     "qwen2_moe",
     lang.ends("model.embed_tokens", "model.norm", "lm_head"),
-    lang.layer(
-        "model.layers.{layer}",
-        lang.same("input_layernorm.weight", "post_attention_layernorm.weight"),
-        lang.qkv("self_attn.qkv_proj", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", bias="qkv_bias"),
-        lang.row("self_attn.o_proj", inputs="q"),
-        lang.when(lang.stepped, SPARSE),
-        lang.unless(lang.stepped, lang.gated("mlp.up_gate_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")),
-    ),
+    lang.layer("model.layers.{layer}", LAYER),
     classes=(lang.FLEET, lang.FORMERS),
     sizes={"shared_ffn": "shared_expert_intermediate_size"},
     defaults={"qkv_bias": True, "decoder_sparse_step": 1},

@@ -19,22 +19,12 @@ def is_linear(layer: int, layer_types: Any) -> bool:
 
 
 SCOPE = "model.language_model"
-QUERY, KEY, VALUE = "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"
+QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 NORMS = lang.same("input_layernorm.weight", "post_attention_layernorm.weight")
+GATED = lang.qkv("self_attn.qkv_proj", *QKV, bias="attention_bias", parts=(("q", "q"), "kv", "kv"), groups="heads")
 ATTENTION = (
-    lang.when(
-        "attn_output_gate",
-        lang.qkv(
-            "self_attn.qkv_proj",
-            QUERY,
-            KEY,
-            VALUE,
-            bias="attention_bias",
-            parts=(("q", "q"), "kv", "kv"),
-            groups="heads",
-        ),
-    ),
-    lang.unless("attn_output_gate", lang.qkv("self_attn.qkv_proj", QUERY, KEY, VALUE, bias="attention_bias")),
+    lang.when("attn_output_gate", GATED),
+    lang.unless("attn_output_gate", lang.qkv("self_attn.qkv_proj", *QKV, bias="attention_bias")),
     lang.row("self_attn.o_proj", inputs="q", bias="attention_bias"),
     lang.same("self_attn.q_norm.weight", "self_attn.k_norm.weight", shape=("head",)),
 )

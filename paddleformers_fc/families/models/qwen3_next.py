@@ -24,33 +24,27 @@ DELTA_NET = (
     lang.same("linear_attn.norm.weight", shape=("linear_value_head_dim",)),
     lang.linear("linear_attn.out_proj", inputs="delta_values"),
 )
+QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 GATED = (
-    lang.qkv(
-        "self_attn.qkv_proj",
-        "self_attn.q_proj",
-        "self_attn.k_proj",
-        "self_attn.v_proj",
-        bias="attention_bias",
-        parts=("gated_q", "kv", "kv"),
-    ),
+    lang.qkv("self_attn.qkv_proj", *QKV, bias="attention_bias", parts=("gated_q", "kv", "kv")),
     lang.row("self_attn.o_proj", inputs="q", bias="attention_bias"),
     lang.same("self_attn.q_norm.weight", "self_attn.k_norm.weight", shape=("head",)),
+)
+LAYER = (
+    lang.same("input_layernorm.weight", "post_attention_layernorm.weight"),
+    lang.when(is_linear, DELTA_NET),
+    lang.unless(is_linear, GATED),
+    lang.when(lang.stepped, SPARSE),
+    lang.unless(
+        lang.stepped,
+        lang.column("mlp.gate_proj", "mlp.up_proj", outputs="ffn"),
+        lang.row("mlp.down_proj", inputs="ffn"),
+    ),
 )
 FAMILY = lang.family(
     "qwen3_next",
     lang.ends("model.embed_tokens", "model.norm", "lm_head"),
-    lang.layer(
-        "model.layers.{layer}",
-        lang.same("input_layernorm.weight", "post_attention_layernorm.weight"),
-        lang.when(is_linear, DELTA_NET),
-        lang.unless(is_linear, GATED),
-        lang.when(lang.stepped, SPARSE),
-        lang.unless(
-            lang.stepped,
-            lang.column("mlp.gate_proj", "mlp.up_proj", outputs="ffn"),
-            lang.row("mlp.down_proj", inputs="ffn"),
-        ),
-    ),
+    lang.layer("model.layers.{layer}", LAYER),
     lang.optional("mtp."),
     sizes={"gated_q": ("q", "q"), "shared_ffn": "shared_expert_intermediate_size"},
     defaults={"decoder_sparse_step": 1, "full_attention_interval": 4, "head_dim": 256, "linear_conv_kernel_dim": 4},

@@ -15,20 +15,20 @@ FLEET_STACKS = (
     lang.stack_of_files("mlp.grouped_gemm_experts.weight1", file="mlp.experts.gate_up_proj", shape=UP),
     lang.stack_of_files("mlp.grouped_gemm_experts.weight2", file="mlp.experts.down_proj", shape=DOWN),
 )
+LAYER = (
+    ATTENTION,
+    lang.when(
+        lang.stepped,
+        lang.router("mlp.gate"),
+        lang.of_class(lang.FORMERS, STACKS),
+        lang.of_class(lang.FLEET, FLEET_STACKS),
+    ),
+    lang.unless(lang.stepped, FFN),
+)
 FAMILY = lang.family(
     "qwen3_vl_moe",
     lang.ends("model.language_model.embed_tokens", "model.language_model.norm", "lm_head"),
-    lang.layer(
-        "model.language_model.layers.{layer}",
-        ATTENTION,
-        lang.when(
-            lang.stepped,
-            lang.router("mlp.gate"),
-            lang.of_class(lang.FORMERS, STACKS),
-            lang.of_class(lang.FLEET, FLEET_STACKS),
-        ),
-        lang.unless(lang.stepped, FFN),
-    ),
+    lang.layer("model.language_model.layers.{layer}", LAYER),
     classes=(lang.FLEET, lang.FORMERS),
     key="text_config",
     towers=(VISION,),
