@@ -41,18 +41,18 @@ RESAMPLER = lang.layer(
     lang.linear("mlp", inputs="spatial", bias=True),
     lang.same("after_norm.weight"),
 )
+BLOCK = (
+    lang.same("norm1.weight", "norm2.weight", "norm1.bias", "norm2.bias"),
+    lang.linear("attn.qkv", outputs=("hidden", "hidden", "hidden"), bias=True),
+    lang.linear("attn.proj", bias=True),
+    lang.linear("mlp.fc1", outputs="ffn", bias=True),
+    lang.linear("mlp.fc2", inputs="ffn", bias=True),
+)
 VISION = lang.tower(
     "vision",
     lang.linear("vision_model.patch_embed.proj", inputs="patch"),
     lang.same("vision_model.ln.weight", "vision_model.ln.bias"),
-    lang.layer(
-        "vision_model.blocks.{block}",
-        lang.same("norm1.weight", "norm2.weight", "norm1.bias", "norm2.bias"),
-        lang.linear("attn.qkv", outputs=("hidden", "hidden", "hidden"), bias=True),
-        lang.linear("attn.proj", bias=True),
-        lang.linear("mlp.fc1", outputs="ffn", bias=True),
-        lang.linear("mlp.fc2", inputs="ffn", bias=True),
-    ),
+    lang.layer("vision_model.blocks.{block}", BLOCK),
     sizes={
         **lang.VISION_SIZES,
         "patch": lambda in_channels, patch_size: in_channels * patch_size * patch_size,

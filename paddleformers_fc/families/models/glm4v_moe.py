@@ -3,29 +3,29 @@
 from paddleformers_fc.families import language as lang
 from paddleformers_fc.families.models.glm4_moe import EXPERTS
 
+OUTSIDE = (
+    lang.patches("patch_embed.proj", bias=True),
+    lang.same("post_layernorm.weight"),
+    lang.same("downsample.weight", shape=("out_hidden_size", "hidden", "spatial_merge_size", "spatial_merge_size")),
+    lang.same("downsample.bias", shape=("out_hidden_size",)),
+    lang.linear("merger.proj", inputs="out_hidden_size", outputs="out_hidden_size"),
+    lang.same("merger.post_projection_norm.weight", "merger.post_projection_norm.bias", shape=("out_hidden_size",)),
+    lang.linear("merger.gate_proj", "merger.up_proj", inputs="out_hidden_size", outputs="ffn"),
+    lang.linear("merger.down_proj", inputs="ffn", outputs="out_hidden_size"),
+    lang.same("post_conv_layernorm.weight"),
+    lang.same("embeddings.position_embedding.weight", shape=("positions", "hidden")),
+)
+BLOCK = (
+    lang.same("norm1.weight", "norm2.weight"),
+    lang.linear("attn.qkv", outputs=("hidden", "hidden", "hidden"), bias="attention_bias"),
+    lang.linear("attn.proj"),
+    lang.linear("mlp.gate_proj", "mlp.up_proj", outputs="out_hidden_size"),
+    lang.linear("mlp.down_proj", inputs="out_hidden_size"),
+)
 VISION = lang.tower(
     "vision",
-    lang.layer(
-        "model.visual",
-        lang.patches("patch_embed.proj", bias=True),
-        lang.same("post_layernorm.weight"),
-        lang.same("downsample.weight", shape=("out_hidden_size", "hidden", "spatial_merge_size", "spatial_merge_size")),
-        lang.same("downsample.bias", shape=("out_hidden_size",)),
-        lang.linear("merger.proj", inputs="out_hidden_size", outputs="out_hidden_size"),
-        lang.same("merger.post_projection_norm.weight", "merger.post_projection_norm.bias", shape=("out_hidden_size",)),
-        lang.linear("merger.gate_proj", "merger.up_proj", inputs="out_hidden_size", outputs="ffn"),
-        lang.linear("merger.down_proj", inputs="ffn", outputs="out_hidden_size"),
-        lang.same("post_conv_layernorm.weight"),
-        lang.same("embeddings.position_embedding.weight", shape=("positions", "hidden")),
-    ),
-    lang.layer(
-        "model.visual.blocks.{block}",
-        lang.same("norm1.weight", "norm2.weight"),
-        lang.linear("attn.qkv", outputs=("hidden", "hidden", "hidden"), bias="attention_bias"),
-        lang.linear("attn.proj"),
-        lang.linear("mlp.gate_proj", "mlp.up_proj", outputs="out_hidden_size"),
-        lang.linear("mlp.down_proj", inputs="out_hidden_size"),
-    ),
+    lang.layer("model.visual", OUTSIDE),
+    lang.layer("model.visual.blocks.{block}", BLOCK),
     sizes={
         **lang.VISION_SIZES,
         "positions": lambda image_size, patch_size: (image_size // patch_size) * (image_size // patch_size),

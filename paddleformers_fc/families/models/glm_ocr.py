@@ -6,28 +6,28 @@ files is not built.
 
 from paddleformers_fc.families import language as lang
 
+OUTSIDE = (
+    lang.patches("patch_embed.proj", bias=True),
+    lang.same("post_layernorm.weight"),
+    lang.same("downsample.weight", shape=("out_hidden_size", "hidden", "spatial_merge_size", "spatial_merge_size")),
+    lang.same("downsample.bias", shape=("out_hidden_size",)),
+    lang.linear("merger.proj", inputs="out_hidden_size", outputs="out_hidden_size"),
+    lang.same("merger.post_projection_norm.weight", "merger.post_projection_norm.bias", shape=("out_hidden_size",)),
+    lang.linear("merger.gate_proj", "merger.up_proj", inputs="out_hidden_size", outputs="merger_ffn"),
+    lang.linear("merger.down_proj", inputs="merger_ffn", outputs="out_hidden_size"),
+)
+BLOCK = (
+    lang.same("norm1.weight", "norm2.weight"),
+    lang.linear("attn.qkv", outputs=("hidden", "hidden", "hidden"), bias="attention_bias"),
+    lang.linear("attn.proj", bias="attention_bias"),
+    lang.linear("mlp.gate_proj", "mlp.up_proj", outputs="ffn", bias="attention_bias"),
+    lang.linear("mlp.down_proj", inputs="ffn", bias="attention_bias"),
+    lang.same("attn.q_norm.weight", "attn.k_norm.weight", shape=("head",)),
+)
 VISION = lang.tower(
     "vision",
-    lang.layer(
-        "model.visual",
-        lang.patches("patch_embed.proj", bias=True),
-        lang.same("post_layernorm.weight"),
-        lang.same("downsample.weight", shape=("out_hidden_size", "hidden", "spatial_merge_size", "spatial_merge_size")),
-        lang.same("downsample.bias", shape=("out_hidden_size",)),
-        lang.linear("merger.proj", inputs="out_hidden_size", outputs="out_hidden_size"),
-        lang.same("merger.post_projection_norm.weight", "merger.post_projection_norm.bias", shape=("out_hidden_size",)),
-        lang.linear("merger.gate_proj", "merger.up_proj", inputs="out_hidden_size", outputs="merger_ffn"),
-        lang.linear("merger.down_proj", inputs="merger_ffn", outputs="out_hidden_size"),
-    ),
-    lang.layer(
-        "model.visual.blocks.{block}",
-        lang.same("norm1.weight", "norm2.weight"),
-        lang.linear("attn.qkv", outputs=("hidden", "hidden", "hidden"), bias="attention_bias"),
-        lang.linear("attn.proj", bias="attention_bias"),
-        lang.linear("mlp.gate_proj", "mlp.up_proj", outputs="ffn", bias="attention_bias"),
-        lang.linear("mlp.down_proj", inputs="ffn", bias="attention_bias"),
-        lang.same("attn.q_norm.weight", "attn.k_norm.weight", shape=("head",)),
-    ),
+    lang.layer("model.visual", OUTSIDE),
+    lang.layer("model.visual.blocks.{block}", BLOCK),
     sizes={**lang.VISION_SIZES, "merger_ffn": lambda out_hidden_size, in_channels: out_hidden_size * in_channels},
     defaults={**lang.VISION_DEFAULTS, "patch_size": 14, "image_size": 336, "attention_bias": True},
 )

@@ -2,25 +2,23 @@
 
 from paddleformers_fc.families import language as lang
 
+OUTSIDE = (
+    lang.patches("patch_embed.proj"),
+    lang.same("merger.ln_q.weight"),
+    lang.linear("merger.mlp.0", inputs="merged", outputs="merged", bias=True),
+    lang.linear("merger.mlp.2", inputs="merged", outputs="out_hidden_size", bias=True),
+)
+BLOCK = (
+    lang.same("norm1.weight", "norm2.weight"),
+    lang.linear("attn.qkv", outputs=("hidden", "hidden", "hidden"), bias=True),
+    lang.linear("attn.proj", bias=True),
+    lang.linear("mlp.gate_proj", "mlp.up_proj", outputs="ffn", bias=True),
+    lang.linear("mlp.down_proj", inputs="ffn", bias=True),
+)
 VISION = lang.tower(
     "vision",
-    lang.layer(
-        "model.visual",
-        lang.patches("patch_embed.proj"),
-        lang.same("merger.ln_q.weight"),
-        lang.linear("merger.mlp.0", inputs="merged", outputs="merged", bias=True),
-        lang.linear("merger.mlp.2", inputs="merged", outputs="out_hidden_size", bias=True),
-        file="visual",
-    ),
-    lang.layer(
-        "model.visual.blocks.{block}",
-        lang.same("norm1.weight", "norm2.weight"),
-        lang.linear("attn.qkv", outputs=("hidden", "hidden", "hidden"), bias=True),
-        lang.linear("attn.proj", bias=True),
-        lang.linear("mlp.gate_proj", "mlp.up_proj", outputs="ffn", bias=True),
-        lang.linear("mlp.down_proj", inputs="ffn", bias=True),
-        file="visual.blocks.{block}",
-    ),
+    lang.layer("model.visual", OUTSIDE, file="visual"),
+    lang.layer("model.visual.blocks.{block}", BLOCK, file="visual.blocks.{block}"),
     sizes=lang.VISION_SIZES,
     defaults={**lang.VISION_DEFAULTS, "patch_size": 14},
 )

@@ -50,19 +50,16 @@ DELTA_NET = (
     lang.same("self_attn.out_norm.weight", file="linear_attn.norm.weight", shape=("linear_value_head_dim",)),
     lang.row("self_attn.out_proj", file="linear_attn.out_proj", inputs="delta_values"),
 )
+OUTSIDE = (
+    lang.patches("patch_embed", file="patch_embed.proj", bias=True),
+    lang.same("pos_embed.weight", shape=("num_position_embeddings", "hidden")),
+    lang.same("merger.norm.weight", "merger.norm.bias"),
+    lang.column("merger.mlp.up_gate_proj", file="merger.linear_fc1", inputs="merged", outputs="merged", bias=True),
+    lang.row("merger.mlp.down_proj", file="merger.linear_fc2", inputs="merged", outputs="out_hidden_size", bias=True),
+)
 VISION = lang.tower(
     "vision",
-    lang.layer(
-        "model.vision_model",
-        lang.patches("patch_embed", file="patch_embed.proj", bias=True),
-        lang.same("pos_embed.weight", shape=("num_position_embeddings", "hidden")),
-        lang.same("merger.norm.weight", "merger.norm.bias"),
-        lang.column("merger.mlp.up_gate_proj", file="merger.linear_fc1", inputs="merged", outputs="merged", bias=True),
-        lang.row(
-            "merger.mlp.down_proj", file="merger.linear_fc2", inputs="merged", outputs="out_hidden_size", bias=True
-        ),
-        file="model.visual",
-    ),
+    lang.layer("model.vision_model", OUTSIDE, file="model.visual"),
     lang.layer("model.vision_model.layers.{block}", FLEET_BLOCK, file="model.visual.blocks.{block}"),
     sizes=lang.VISION_SIZES,
     defaults={**lang.VISION_DEFAULTS, "patch_size": 16, "num_position_embeddings": 2304},
