@@ -15,10 +15,10 @@ from paddleformers_fc.upstream.hooks import PADDLEFORMERS, PADDLENLP, TRAINERS
 
 _HOME = {
     "FlexCheckpointCallback": "paddleformers_fc.trainer.callback",
-    "FlexTrainer": "paddleformers_fc.trainer.mixin",
-    "FlexTrainerMixin": "paddleformers_fc.trainer.mixin",
+    "FlexTrainer": "paddleformers_fc.trainer.entry",
+    "FlexTrainerMixin": "paddleformers_fc.trainer.entry",
     "FlexTrainingArguments": "paddleformers_fc.trainer.nlp_arguments",
-    "install": "paddleformers_fc.trainer.install",
+    "install": "paddleformers_fc.trainer.entry",
 }
 
 __all__ = list(_HOME)

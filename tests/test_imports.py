@@ -81,7 +81,7 @@ def test_the_import_contracts_hold() -> None:
         ("cpu_runtime/device.py", f"from {PACKAGE} import storage"),
         ("plan/__init__.py", f"import {PACKAGE}.cpu_runtime"),
         ("execute/load.py", "import verification.simulate_ranks"),
-        ("trainer/arguments.py", f"import {PACKAGE}.trainer.install"),
+        ("trainer/options.py", f"import {PACKAGE}.trainer.entry"),
     ],
 )
 def test_an_import_against_the_direction_breaks_a_contract(tmp_path: Path, module: str, line: str) -> None:

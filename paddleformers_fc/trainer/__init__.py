@@ -3,14 +3,14 @@
 Without ``flex_checkpoint: true`` everything here calls PaddleFormers. With it, saving, resuming, rotation and
 ``save_pretrained`` go through :mod:`paddleformers_fc.execute`; the training loop itself stays PaddleFormers' own.
 
-Three ways to use it, one implementation (:mod:`.trainer_init`): ``FlexTrainer`` (:mod:`.mixin`) in a script,
-:func:`.install.install` for the stock ``Trainer`` class, and ``register.py``, the ``custom_register_path`` of a YAML.
+The methods of the Trainer are replaced (:mod:`.entry`) for training arguments with ``flex_checkpoint: true``, for
+``FlexTrainer``, by ``install()``, and by ``register.py``, the ``custom_register_path`` of a YAML.
 
 Importing this package imports neither Paddle nor PaddleFormers. :mod:`paddleformers_fc` exports the names for scripts.
 
 ==============================================  ===============================================================
-``options``, ``arguments``, ``cli_arguments``   the options, and the argument classes that contain them
-``install``, ``mixin``, ``register``            the three ways in
+``options``, ``cli_arguments``                  the options, and the argument class of the command line with them
+``entry``, ``register``                         the table of replaced methods, and the ways in
 ``trainer_init``, ``job_state``, ``preflight``  construction, state of one job, checks before the first step
 ``saving``, ``save_job``, ``lineage``           saves, overridden methods, runs that share a directory
 ``async_save``, ``ema``                         saves and averages beside training

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
 from typing import Any
 
 import paddle
@@ -36,7 +35,7 @@ from paddleformers_fc.trainer import live_roles, options, pretrained
 from paddleformers_fc.trainer.description import describe_model
 from paddleformers_fc.trainer.job_state import channel_of
 from paddleformers_fc.trainer.library import logger
-from paddleformers_fc.trainer.library_models import LoRAConfig, LoRAModel, PretrainedModel
+from paddleformers_fc.trainer.library_models import LoRAConfig
 from paddleformers_fc.trainer.options import FlexFields
 
 _WEIGHT = ".weight"
@@ -146,16 +145,10 @@ def _layers(opened: OpenedCheckpoint, rules: RuleSet) -> tuple[dict[str, set[boo
     return leaves, names, faults
 
 
-@functools.cache
-def watch() -> None:
-    """Replace both methods. A second call does nothing."""
-    PretrainedModel.from_pretrained = classmethod(
-        _from_pretrained(PretrainedModel.__dict__["from_pretrained"].__func__)
-    )
-    LoRAModel.from_pretrained = classmethod(_from_adapters(LoRAModel.__dict__["from_pretrained"].__func__))
+def from_pretrained(owner: Any) -> Any:
+    """Return the replacement of ``PretrainedModel.from_pretrained``."""
+    original = vars(owner)["from_pretrained"].__func__
 
-
-def _from_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def from_pretrained(cls: Any, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
         given = options.options()
@@ -173,10 +166,13 @@ def _from_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:
             pretrained.note_unverified(model, f"{cls.__name__}.from_pretrained({str(pretrained_model_name_or_path)!r})")
         return model
 
-    return from_pretrained
+    return classmethod(from_pretrained)
 
 
-def _from_adapters(original: Callable[..., Any]) -> Callable[..., Any]:
+def from_adapters(owner: Any) -> Any:
+    """Return the replacement of ``LoRAModel.from_pretrained``."""
+    original = vars(owner)["from_pretrained"].__func__
+
     @functools.wraps(original)
     def from_pretrained(cls: Any, model: Any, lora_path: Any, **kwargs: Any) -> Any:
         given = options.options()
@@ -184,4 +180,4 @@ def _from_adapters(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(cls, model, lora_path, **kwargs)
         return read_adapters(cls, model, lora_path, given, kwargs)
 
-    return from_pretrained
+    return classmethod(from_pretrained)  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from paddleformers.cli.hparams import FinetuningArguments
 
-from paddleformers_fc.trainer.arguments import ActiveFields
+from paddleformers_fc.trainer.entry import ActiveFields
 
 
 @dataclass

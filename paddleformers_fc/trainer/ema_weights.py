@@ -26,7 +26,7 @@ from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.storage.dtypes import copy_cast
 from paddleformers_fc.trainer import live_roles, saving
 from paddleformers_fc.trainer.ema import MovingAverage
-from paddleformers_fc.trainer.job_state import Native, channel_of, job_state_of, settle_weights, when_active
+from paddleformers_fc.trainer.job_state import Native, channel_of, job_state_of, settle_weights
 from paddleformers_fc.trainer.library import logger
 
 _MEMORY = Path("host memory")
@@ -97,7 +97,6 @@ def save_ema(trainer: Any, directory: str, max_shard_size: str | int | None = No
     saving.export_live(trainer, directory, size, lambda: average.roles().get(EMA_STATE, {}))
 
 
-@when_active
 def evaluate(trainer: Any, native: Native, *args: Any, **kwargs: Any) -> Any:
     """``Trainer.evaluate``: with the averaged weights under ``flex_ema_evaluate``.
 

@@ -1,12 +1,7 @@
-"""The state of one Trainer in this package, and helpers of all replaced methods.
-
-A replaced method is a function of the Trainer, the native method, and the arguments of the method. Under
-:func:`when_active` it only calls the native method if ``flex_checkpoint`` is not true.
-"""
+"""The state of one Trainer in this package, and helpers of all replaced methods."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -28,7 +23,7 @@ from paddleformers_fc.trainer import batches, documents, live_roles, optimizers
 from paddleformers_fc.trainer.callback import BestCheckpoint, FlexCheckpointCallback
 from paddleformers_fc.trainer.ema import MovingAverage, UpdateBarrier
 from paddleformers_fc.trainer.library import logger
-from paddleformers_fc.trainer.options import FIELD_NAMES
+from paddleformers_fc.trainer.options import FIELD_NAMES, is_active
 from paddleformers_fc.trainer.resume import Choice
 from paddleformers_fc.trainer.uploads import Uploads
 
@@ -130,27 +125,10 @@ def warn(args: Any, text: str, lines: Iterable[str] = ()) -> None:
         logger.warning(text + "".join(f"\n  - {line}" for line in lines))
 
 
-def is_active(args: Any) -> bool:
-    """Return whether training arguments enable this package."""
-    return bool(getattr(args, "flex_checkpoint", False))
-
-
 def settle_weights(trainer: Any) -> None:
     """Leave weights where they are filled, and nothing that the next pass would use in their place. On every rank."""
     live_roles.wait_for_weights(trainer.args)
     live_roles.release_full_parameters(trainer.model)
-
-
-def when_active(override: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method that calls the override if the Trainer's arguments enable it, otherwise the native method."""
-
-    @functools.wraps(override)
-    def either(trainer: Any, native: Native, *args: Any, **kwargs: Any) -> Any:
-        if not is_active(trainer.args):
-            return native(*args, **kwargs)
-        return override(trainer, native, *args, **kwargs)
-
-    return either
 
 
 def refuse_optimizer(trainer: Any) -> None:

@@ -82,7 +82,6 @@ from paddleformers_fc.trainer.job_state import (
     reporters,
     settle_weights,
     warn,
-    when_active,
 )
 from paddleformers_fc.trainer.library import LOAD_METHOD, logger
 from paddleformers_fc.trainer.library_models import offload
@@ -100,7 +99,6 @@ def begin(step: int) -> None:
     os.environ[NAME] = str(step)
 
 
-@when_active
 def train(
     trainer: Any,
     native: Native,
@@ -184,7 +182,6 @@ def _begin_new_run(job_state: JobState, args: Any, channel: Channel) -> None:
     warn(args, lineage.begun(job_state.record, lineage.saved_in(output_dir, channel), output_dir))
 
 
-@when_active
 def load(trainer: Any, native: Native, resume_from_checkpoint: str) -> None:
     """``Trainer._load_flex_checkpoint``: fill model and optimizer, and restore the Trainer's state.
 
@@ -554,7 +551,6 @@ def _locate_best(trainer: Any, resumed: AnyPath, channel: Channel) -> None:
         )
 
 
-@when_active
 def inner_training_loop(
     trainer: Any,
     native: Native,
@@ -749,7 +745,6 @@ def _load_best(trainer: Any, directory: Path) -> None:
         logger.info(f"The model now has the weights of its best checkpoint, {directory}.")
 
 
-@when_active
 def load_rng_state(trainer: Any, native: Native, checkpoint: str | None) -> None:
     """``Trainer._load_rng_state``: restore this rank's random generators if the number of ranks is the same."""
     if checkpoint is None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paddleformers_fc.trainer.arguments import ActiveFields
+from paddleformers_fc.trainer.entry import ActiveFields
 from paddleformers_fc.trainer.library import TrainingArguments
 from paddleformers_fc.trainer.options import NLP_CONFLICTS, refuse_conflicts
 

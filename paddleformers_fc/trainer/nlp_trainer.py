@@ -20,9 +20,10 @@ from paddleformers_fc.layout.live import describe_roles
 from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.trainer import live_roles, loading, trainer_init
 from paddleformers_fc.trainer.description import describe_model
-from paddleformers_fc.trainer.job_state import Native, channel_of, is_active, when_active
+from paddleformers_fc.trainer.job_state import Native, channel_of
 from paddleformers_fc.trainer.library_models import LoRAModel, PretrainedModel
 from paddleformers_fc.trainer.nlp_models import resumable
+from paddleformers_fc.trainer.options import is_active
 
 
 def init_trainer(trainer: Any, native: Native, *args: Any, **kwargs: Any) -> None:
@@ -70,18 +71,15 @@ def _refuse(model: Any) -> None:
     bind_model(described, [ModelTensor(one.name, one.global_shape, one.dtype, one.cuts) for one in shards.values()])
 
 
-@when_active
 def get_train_sampler(trainer: Any, native: Native) -> Any:
     """``Trainer._get_train_sampler``: a sampler that can begin in the middle of an epoch."""
     return resumable(native(), trainer.train_dataset)
 
 
-@when_active
 def load_model(trainer: Any, native: Native, resume_from_checkpoint: Any = None) -> None:
     """``Trainer._load_from_checkpoint``: nothing, because :func:`load` fills the model with its optimizer."""
 
 
-@when_active
 def load(trainer: Any, native: Native, checkpoint: str | None) -> None:
     """``Trainer._load_optimizer_and_scheduler``: fill model and optimizer, and restore the Trainer's state.
 
@@ -92,7 +90,6 @@ def load(trainer: Any, native: Native, checkpoint: str | None) -> None:
         loading.load(trainer, native, checkpoint)
 
 
-@when_active
 def save_model(
     trainer: Any, native: Native, output_dir: str | None = None, merge_tensor_parallel: bool | None = False
 ) -> None:
@@ -104,11 +101,10 @@ def save_model(
     trainer._save(output_dir)
 
 
-OVERRIDES: Mapping[str, Callable[..., Any]] = {
-    "__init__": init_trainer,
+METHODS: Mapping[str, Callable[..., Any]] = {
     "_get_train_sampler": get_train_sampler,
     "_load_from_checkpoint": load_model,
     "_load_optimizer_and_scheduler": load,
     "save_model": save_model,
 }
-"""The replaced methods that differ, by name."""
+"""The replaced methods that differ, by name; :mod:`.entry` has those that do not."""

@@ -4,14 +4,14 @@ A YAML with ``flex_checkpoint: true`` also contains PaddleFormers' own options. 
 resuming would be ignored silently. The options are therefore compared once, when the arguments are constructed and
 before a process group exists. One error lists every contradiction with both keys.
 
-This module does not import Paddle. The fields are a plain dataclass that :mod:`.arguments` lays over PaddleFormers'
+This module does not import Paddle. The fields are a plain dataclass that :mod:`.entry` lays over PaddleFormers'
 argument classes.
 
 The choice of the reader of open weights in this process: this package or PaddleFormers.
 
 ``from_pretrained`` runs before a Trainer exists, so the process stores the last choice: training arguments with
 ``flex_checkpoint: true`` choose this package, arguments with ``false`` choose PaddleFormers. Until a script has created
-arguments, :func:`.install.install` has chosen this package. :mod:`.adapter_files` reads the choice.
+arguments, :func:`.entry.install` has chosen this package. :mod:`.adapter_files` reads the choice.
 
 This module does not import Paddle.
 """
@@ -436,6 +436,11 @@ def shard_bytes(size: str | float) -> int:
             next_step="Set a size such as 500MB, 5GB or 4GiB, or a number of bytes.",
         )
     return int(count)
+
+
+def is_active(options: Any) -> bool:
+    """Return whether training arguments enable this package."""
+    return bool(getattr(options, "flex_checkpoint", False))
 
 
 def save_signal(options: Any) -> str | None:

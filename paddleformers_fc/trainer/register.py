@@ -45,7 +45,7 @@ def register() -> None:
         _continue_without(error)
         return
     activate()
-    from paddleformers_fc.trainer.install import install
+    from paddleformers_fc.trainer.entry import install
 
     install()
 
@@ -74,7 +74,7 @@ def _continue_without(error: Exception) -> None:
         activate()
     logger.warning(f"flex_checkpoint: true is refused in this environment; this job does not set it.\n{error}")
     try:
-        from paddleformers_fc.trainer.install import install_options
+        from paddleformers_fc.trainer.entry import install_options
 
         install_options()
     except (ImportError, AttributeError) as missing:

@@ -28,14 +28,12 @@ from paddleformers_fc.trainer.job_state import (
     channel_of,
     consistency_check_of,
     job_state_of,
-    when_active,
 )
 from paddleformers_fc.trainer.library import logger
 from paddleformers_fc.trainer.library_models import PREFIX_CHECKPOINT_DIR, ShardingOption
 from paddleformers_fc.trainer.options import shard_bytes
 
 
-@when_active
 def save(trainer: Any, native: Native, model: Any, metrics: dict[str, float] | None = None) -> None:
     """``Trainer._save_checkpoint``: write ``checkpoint-N``, then delete the checkpoints beyond the limit.
 
@@ -49,7 +47,6 @@ def save(trainer: Any, native: Native, model: Any, metrics: dict[str, float] | N
         job_state.uploads.finish_outside_loop()
 
 
-@when_active
 def sorted_checkpoints(
     trainer: Any,
     native: Native,
@@ -62,7 +59,6 @@ def sorted_checkpoints(
     return [str(path) for path in found]
 
 
-@when_active
 def rotate_checkpoints(trainer: Any, native: Native, use_mtime: bool = False, output_dir: str | None = None) -> None:
     """``Trainer._rotate_checkpoints``: delete old checkpoints on the lowest rank of every disk."""
     args, job_state = trainer.args, job_state_of(trainer)
@@ -76,7 +72,6 @@ def rotate_checkpoints(trainer: Any, native: Native, use_mtime: bool = False, ou
     )
 
 
-@when_active
 def save_model_of_slices(
     trainer: Any,
     native: Native,
@@ -93,7 +88,6 @@ def save_model_of_slices(
     save(output_dir, merge_tensor_parallel=merge_tensor_parallel, last_fc_to_hf=last_fc_to_hf)
 
 
-@when_active
 def save_model(
     trainer: Any,
     native: Native,

@@ -1,12 +1,4 @@
-"""The replaced methods of PaddleFormers' Trainer, and the checks of its construction.
-
-One function per method that changes; :func:`.attach.overrides` lists them. Each takes the Trainer, the native method,
-and the method's arguments. :mod:`.mixin` calls them from a subclass, :mod:`.attach` from the patched class; there is no
-third implementation. Without ``flex_checkpoint`` each one only calls the native method with its arguments.
-
-Loading (:mod:`.loading`), saving, rotation and export (:mod:`.saving`) are replaced. The checks here run when a Trainer
-is constructed, so that an unsupported run is refused before hours of training.
-"""
+"""The construction of a Trainer: an unsupported run is refused before hours of training."""
 
 from __future__ import annotations
 
@@ -51,14 +43,13 @@ from paddleformers_fc.trainer.job_state import (
     JobState,
     Native,
     channel_of,
-    is_active,
     refuse_optimizer,
     reporters,
     step_agreement_of,
 )
 from paddleformers_fc.trainer.library import logger
 from paddleformers_fc.trainer.library_models import LoRAModel, PretrainedModel, ShardingOption
-from paddleformers_fc.trainer.options import FlexFields, upload_url, without_effect
+from paddleformers_fc.trainer.options import FlexFields, is_active, upload_url, without_effect
 from paddleformers_fc.trainer.save_job import BypassCheck, SyncSaves
 from paddleformers_fc.trainer.saving import save_pretrained
 from paddleformers_fc.trainer.uploads import Uploads

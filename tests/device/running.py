@@ -27,7 +27,7 @@ VARIABLE = "FLEX_TEST_DEVICE"
 FAKE = "fake_device"
 
 _PREPARE = "tests.device.running:prepare"
-_PRELOAD = (_PREPARE, *PRELOAD, "tests.harness.limits:be_patient", "paddleformers_fc.trainer.mixin", "gc:freeze")
+_PRELOAD = (_PREPARE, *PRELOAD, "tests.harness.limits:be_patient", "paddleformers_fc.trainer.entry", "gc:freeze")
 
 
 def device() -> str:

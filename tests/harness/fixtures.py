@@ -14,7 +14,7 @@ PATIENT = (*PRELOAD, "tests.harness.limits:be_patient")
 OURS = (
     "paddleformers_fc.trainer.trainer_init",
     "paddleformers_fc.trainer.adapter_files",
-    "paddleformers_fc.trainer.install",
+    "paddleformers_fc.trainer.entry",
     "paddleformers_fc.trainer.loop",
     "tests.trainer.open_weights_jobs",
     "tests.trainer.workflow_jobs",

@@ -26,7 +26,7 @@ PRELOAD = (
     "paddleformers_fc.cpu_runtime:activate",
     "paddlenlp.transformers.llama.modeling_pp",
     "paddlenlp.transformers.qwen2.modeling_pp",
-    "paddleformers_fc.trainer.mixin",
+    "paddleformers_fc.trainer.entry",
     "paddleformers_fc.trainer.nlp_arguments",
     "tests.harness.limits:be_patient",
 )

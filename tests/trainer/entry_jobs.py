@@ -14,28 +14,29 @@ from tests.trainer.jobs import run
 
 def _methods() -> dict[str, int]:
     from paddle.nn import Layer
+    from paddleformers.peft import LoRAModel
     from paddleformers.trainer import PdArgumentParser, Trainer, TrainingArguments
     from paddleformers.transformers import PretrainedModel
 
-    owners = (Trainer, PdArgumentParser, TrainingArguments, PretrainedModel, Layer)
+    owners = (Trainer, PdArgumentParser, TrainingArguments, PretrainedModel, LoRAModel, Layer)
     return {f"{owner.__name__}.{name}": id(value) for owner in owners for name, value in vars(owner).items()}
 
 
 def replaced_methods() -> dict[str, list[str]]:
-    """Which methods of PaddleFormers are others after importing, installing and uninstalling."""
+    """Which methods of PaddleFormers are others after importing, installing and detaching."""
     before = _methods()
 
     def changed() -> list[str]:
         return sorted(name for name, value in _methods().items() if before.get(name) != value)
 
-    from paddleformers_fc.trainer import install
+    from paddleformers_fc.trainer import entry
 
     found = {"imported": changed()}
-    install.install()
-    install.install()
+    entry.install()
+    entry.install()
     found["installed"] = changed()
-    install.uninstall()
-    found["uninstalled"] = changed()
+    entry.detach()
+    found["detached"] = changed()
     return found
 
 
@@ -101,10 +102,10 @@ def stock_trainer_with_our_callback(output_dir: str) -> str:
 
     from paddleformers_fc import FlexCheckpointCallback, FlexTrainingArguments
     from paddleformers_fc.errors import EnvironmentMismatch
-    from paddleformers_fc.trainer.install import uninstall
+    from paddleformers_fc.trainer.entry import detach
 
     args = tiny.training_arguments(tiny.SINGLE, output_dir, cls=FlexTrainingArguments, flex_checkpoint=True)
-    uninstall()
+    detach()
     model = tiny.build("llama", tiny.SINGLE, args)
     try:
         tiny.trainer(model, args, cls=Trainer, callbacks=[FlexCheckpointCallback()])
@@ -217,7 +218,7 @@ def refused_key(**keys: Any) -> dict[str, Any]:
     from paddleformers.trainer import PdArgumentParser
 
     from paddleformers_fc.errors import OptionError
-    from paddleformers_fc.trainer.install import install
+    from paddleformers_fc.trainer.entry import install
 
     install()
     try:

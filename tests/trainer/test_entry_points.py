@@ -27,13 +27,11 @@ ENTRY = "tests.trainer.entry_jobs"
 ROOT = Path(__file__).resolve().parents[2]
 IMPORTS = re.compile(r"^from paddleformers_fc import (.+)$", re.MULTILINE)
 
-WATCHED = ["PretrainedModel.from_pretrained"]
-"""Loaders of weights. They do what they did, and leave a mark."""
-
 REPLACED = [
+    "LoRAModel.from_pretrained",
     "PdArgumentParser.__init__",
     "PdArgumentParser.parse_dict",
-    *WATCHED,
+    "PretrainedModel.from_pretrained",
     "Trainer.__init__",
     "Trainer._inner_training_loop",
     "Trainer._load_flex_checkpoint",
@@ -78,11 +76,9 @@ def test_the_script_of_the_recipes_trains_on_two_ranks_and_resumes_on_one(ranks:
     assert losses(trained)[0] > losses(resumed)[0]
 
 
-def test_importing_the_installer_changes_nothing_and_uninstalling_leaves_watched_loaders_alone(
-    bare_ranks: ForkServer,
-) -> None:
+def test_importing_the_entry_changes_nothing_and_detaching_restores_all(bare_ranks: ForkServer) -> None:
     (found,) = bare_ranks.run(f"{ENTRY}:replaced_methods", 1).values
-    assert found == {"imported": [], "installed": REPLACED, "uninstalled": WATCHED}
+    assert found == {"imported": [], "installed": REPLACED, "detached": []}
 
 
 def test_without_flex_checkpoint_every_way_in_is_paddleformers_own(ranks: ForkServer, tmp_path: Path) -> None:

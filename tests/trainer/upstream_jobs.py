@@ -164,7 +164,7 @@ def _unnoticed(table: str) -> dict[str, Any]:
 
 
 def _install() -> None:
-    from paddleformers_fc.trainer.install import install
+    from paddleformers_fc.trainer.entry import install
 
     install()
 
@@ -172,7 +172,7 @@ def _install() -> None:
 def _subclass() -> None:
     from paddleformers.trainer import Trainer
 
-    from paddleformers_fc.trainer.mixin import FlexTrainerMixin
+    from paddleformers_fc.trainer.entry import FlexTrainerMixin
 
     type("Mine", (FlexTrainerMixin, Trainer), {})
 
@@ -190,9 +190,9 @@ def _register() -> None:
 
 
 def _replaced() -> list[str]:
-    from paddleformers_fc.trainer import attach
+    from paddleformers_fc.trainer import entry
 
-    return sorted(name for _, name in attach._originals)
+    return sorted(name for _, name in entry._originals)
 
 
 def two_differences(output_dir: str) -> list[str]:

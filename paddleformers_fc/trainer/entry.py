@@ -1,0 +1,267 @@
+"""How this package gets into a process: the one table of replaced methods, and the classes for scripts.
+
+:func:`replaced` lists every method of PaddleFormers that changes. :func:`attach` replaces all of them or none, and
+:func:`detach` restores them. A Trainer whose arguments lack ``flex_checkpoint: true`` runs the originals. The four ways
+in differ only in when they attach:
+
+- ``FlexTrainingArguments(flex_checkpoint=True)``, before a process group exists;
+- ``FlexTrainer``, which is PaddleFormers' Trainer, when it is imported;
+- ``FlexTrainerMixin``, when a Trainer class is derived from it;
+- :func:`install`, which also lets PaddleFormers' argument parser fill the classes with our options.
+
+The table of :mod:`paddleformers_fc.upstream` is checked before the first replacement. Modules that import more of
+PaddleFormers than this one are therefore imported after the check.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from paddleformers_fc import upstream
+from paddleformers_fc.errors import EnvironmentMismatch
+from paddleformers_fc.trainer import options
+from paddleformers_fc.trainer.library import (
+    HOOKS,
+    LOAD_METHOD,
+    NAME,
+    PdArgumentParser,
+    Trainer,
+    TrainingArguments,
+    logger,
+)
+from paddleformers_fc.trainer.options import FIELD_NAMES, FlexFields, check_settings, unknown_keys
+from paddleformers_fc.trainer.stock_keys import describe, refuse_values
+from paddleformers_fc.upstream import LIBRARY
+from paddleformers_fc.upstream.hooks import PADDLEFORMERS, PADDLENLP
+
+Method = Callable[..., Any]
+Place = tuple[type[Any], str]
+"""A class of the library, and the name of one of its methods."""
+
+_originals: dict[Place, Any] = {}
+"""What the replaced attributes of the classes were."""
+
+
+def replaced() -> Iterator[tuple[Place, Any]]:
+    """Yield the place of every method of the library that this package replaces, and its replacement.
+
+    A replacement of a method of the Trainer gets the Trainer, the bound method that it replaces, and the arguments. It
+    runs only if the Trainer's arguments enable this package, except for the constructor.
+    """
+    from paddleformers_fc.trainer import adapter_files, ema_weights, loading, saving, trainer_init
+    from paddleformers_fc.trainer.library_models import LoRAModel, PretrainedModel
+
+    methods: dict[str, Method] = {
+        "train": loading.train,
+        LOAD_METHOD: loading.load,
+        "_inner_training_loop": loading.inner_training_loop,
+        "_load_rng_state": loading.load_rng_state,
+        "_save_checkpoint": saving.save,
+        "_sorted_checkpoints": saving.sorted_checkpoints,
+        "_rotate_checkpoints": saving.rotate_checkpoints,
+        "save_model": saving.save_model_of_slices,
+        "_save": saving.save_model,
+        "evaluate": ema_weights.evaluate,
+    }
+    construct: Method = trainer_init.init_trainer
+    if LIBRARY == PADDLENLP:
+        from paddleformers_fc.trainer import nlp_trainer
+
+        construct = nlp_trainer.init_trainer
+        methods |= nlp_trainer.METHODS
+    yield (Trainer, "__init__"), _method(Trainer.__init__, construct)
+    for name, replacement in methods.items():
+        yield (Trainer, name), _method(getattr(Trainer, name), replacement, only_when_active=True)
+    yield (PretrainedModel, "from_pretrained"), adapter_files.from_pretrained(PretrainedModel)
+    yield (LoRAModel, "from_pretrained"), adapter_files.from_adapters(LoRAModel)
+
+
+def _replaced_in_parser() -> Iterator[tuple[Place, Any]]:
+    """Yield the methods of PaddleFormers' argument parser; PaddleNLP's takes the classes of a script as they are."""
+    if LIBRARY == PADDLEFORMERS:
+        yield (PdArgumentParser, "__init__"), _method(PdArgumentParser.__init__, _construct_parser)
+        yield (PdArgumentParser, "parse_dict"), _method(PdArgumentParser.parse_dict, _parse)
+
+
+def _method(original: Method, replacement: Method, only_when_active: bool = False) -> Method:
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if only_when_active and not options.is_active(self.args):
+            return original(self, *args, **kwargs)
+        return replacement(self, functools.partial(original, self), *args, **kwargs)
+
+    return method
+
+
+def attach() -> None:
+    """Replace the methods of the Trainer and of its models, all of them or none. A second call has no effect.
+
+    Raises:
+        EnvironmentMismatch: the installed PaddleFormers differs from the tested version; no method was replaced.
+    """
+    if (Trainer, "train") not in _originals:
+        upstream.require(HOOKS)
+        _replace(replaced)
+
+
+def detach() -> None:
+    """Restore all originals."""
+    options.read_natively_by_default()
+    while _originals:
+        (owner, name), original = _originals.popitem()
+        setattr(owner, name, original)
+
+
+def _replace(rows: Callable[[], Iterator[tuple[Place, Any]]]) -> None:
+    try:
+        for (owner, name), replacement in rows():
+            _originals[owner, name] = vars(owner)[name]
+            setattr(owner, name, replacement)
+    except BaseException:
+        detach()
+        raise
+
+
+def install() -> None:
+    """Add ``flex_checkpoint`` to the stock ``Trainer`` and argument parser. A second call has no effect.
+
+    Open weights are read through this package until training arguments decide otherwise (:mod:`.options`).
+
+    Raises:
+        EnvironmentMismatch: the installed PaddleFormers differs from the tested version; no method was replaced.
+    """
+    attach()
+    install_options()
+    options.read_by_default()
+
+
+def install_options() -> None:
+    """Add the options to PaddleFormers' argument parser alone. A second call has no effect."""
+    if (PdArgumentParser, "parse_dict") not in _originals:
+        _replace(_replaced_in_parser)
+
+
+@dataclass
+class ActiveFields(FlexFields):
+    """The options with their effect on this process: they attach this package and choose the reader of open weights.
+
+    Raises:
+        OptionError: an option is out of range, or contradicts ``flex_checkpoint: true``.
+        EnvironmentMismatch: ``flex_checkpoint`` is true, and Paddle or PaddleFormers differs from the tested versions.
+    """
+
+    def __post_init__(self) -> None:
+        if self.flex_checkpoint:
+            upstream.require(HOOKS)
+            for line in upstream.require_versions(self.flex_unknown_versions):
+                logger.warning(f"flex_unknown_versions: warn: {line}. This package is not tested with it.")
+            attach()
+        super().__post_init__()
+        options.follow(self)
+
+
+@dataclass
+class FlexTrainingArguments(ActiveFields, TrainingArguments):
+    """``TrainingArguments`` with the options of :class:`~paddleformers_fc.trainer.options.FlexFields`."""
+
+
+def __getattr__(name: str) -> Any:
+    """``FlexTrainer`` is the library's Trainer, to which this package is attached when the name is first used."""
+    if name != "FlexTrainer":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    attach()
+    return Trainer
+
+
+class FlexTrainerMixin:
+    """Put it before a Trainer class of your own: ``class MyTrainer(FlexTrainerMixin, SomeTrainer)``.
+
+    Methods that the class overrides must call ``super()``. ``train(resume_from_checkpoint=True)`` takes the newest
+    finished checkpoint. ``save_model`` writes the model in Hugging Face format, and every rank must call it.
+    ``evaluate`` uses the averaged weights under ``flex_ema_evaluate``.
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Refuse classes whose save and load path is unknown, and attach this package.
+
+        Raises:
+            EnvironmentMismatch: the class is no Trainer of the library, the mixin comes after it, or the library
+                differs from the tested version.
+        """
+        super().__init_subclass__(**kwargs)
+        attach()
+        bases = cls.__mro__
+        if Trainer in bases and bases.index(FlexTrainerMixin) < bases.index(Trainer):
+            return
+        if Trainer in bases:
+            what = f"{cls.__name__} names FlexTrainerMixin after the Trainer of {NAME}, whose methods then come first."
+        elif LIBRARY == PADDLEFORMERS and any(one.__module__.partition(".")[0] == PADDLENLP for one in bases):
+            what = "FlexTrainerMixin is for PaddleFormers' Trainer; that of PaddleNLP has paddleformers_fc.nlp."
+        else:
+            what = f"{cls.__name__} is not a Trainer of {NAME}; FlexTrainerMixin does nothing without one."
+        raise EnvironmentMismatch(
+            what,
+            where=f"{cls.__module__}.{cls.__qualname__}",
+            evidence=[f"its bases are {', '.join(f'{base.__module__}.{base.__qualname__}' for base in cls.__bases__)}"],
+            next_step="Write class MyTrainer(FlexTrainerMixin, SomeTrainer), where SomeTrainer is "
+            f"{LIBRARY}.trainer.Trainer or a subclass of it.",
+        )
+
+
+# ---- PaddleFormers' argument parser.
+
+
+def with_flex_fields(kind: type[Any]) -> type[Any]:
+    """Return the class with our options that takes the place of an argument class of PaddleFormers.
+
+    Args:
+        kind: any dataclass that PaddleFormers' parser fills.
+
+    Returns:
+        ``FlexTrainingArguments`` for ``TrainingArguments``, ``FlexFinetuningArguments`` for the command line's own
+        ``FinetuningArguments``, and every other class unchanged.
+    """
+    if kind is TrainingArguments:
+        return FlexTrainingArguments
+    if kind.__module__ == "paddleformers.cli.hparams.finetuning_args" and kind.__name__ == "FinetuningArguments":
+        # It is derived from a class of this module, and imports the whole command line.
+        found: type[Any] = import_module("paddleformers_fc.trainer.cli_arguments").FlexFinetuningArguments
+        return found
+    return kind
+
+
+def _construct_parser(parser: Any, native: Method, dataclass_types: Any, **kwargs: Any) -> None:
+    kinds = [dataclass_types] if isinstance(dataclass_types, type) else dataclass_types
+    native([with_flex_fields(kind) for kind in kinds], **kwargs)
+
+
+def _parse(parser: Any, native: Method, args: Mapping[str, Any], *others: Any, **kwargs: Any) -> Any:
+    # The command line makes its parser before it runs the file named by custom_register_path, and parses after it.
+    from paddleformers_fc.trainer.documents import remember_data_arguments
+
+    check_settings(args)
+    if args.get("flex_checkpoint"):
+        refuse_values(args, describe(parser), is_extended=True)
+    parser.dataclass_types = [with_flex_fields(kind) for kind in parser.dataclass_types]
+    _refuse_unknown(args, parser.dataclass_types)
+    parsed = native(args, *others, **kwargs)
+    remember_data_arguments(parsed)
+    return parsed
+
+
+def _refuse_unknown(args: Any, kinds: list[Any]) -> None:
+    """Refuse unknown keys beside ours. PaddleFormers refuses them later: its arguments start a process group first.
+
+    Raises:
+        OptionError: with all of them.
+    """
+    names = {str(key) for key in args}
+    known = {one.name for kind in kinds for one in dataclasses.fields(kind) if one.init}
+    ours = any(name.startswith("flex_") and not name.startswith("flex_ckpt") for name in names)
+    if ours and names - known:
+        raise unknown_keys(names - known, known.difference(FIELD_NAMES))
