@@ -55,8 +55,8 @@ def copies(nbytes: int) -> Callable[[], float]:
 def ours(output_dir: str, rounds: int) -> Figures:
     """Save in the step, at once and beside, in turn, at every second step of one training."""
     from paddleformers_fc import FlexCheckpointCallback, FlexTrainer, FlexTrainingArguments, cpu_runtime
-    from paddleformers_fc.trainer.job_state import job_state_of
-    from paddleformers_fc.trainer.save_job import SyncSaves
+    from paddleformers_fc.trainer.save import SyncSaves
+    from paddleformers_fc.trainer.session import session_of
     from verification.matrix import tiny
     from verification.matrix.layouts import MatrixLayout
 
@@ -97,7 +97,7 @@ def ours(output_dir: str, rounds: int) -> Figures:
                 way = ways[(state.global_step - 2) // 2 % len(ways)]
                 if (state.global_step - 2) // 2 >= len(ways):
                     found[f"step after {way}"].append(time.perf_counter() - self.begun)
-                beside.finish(trainer)
+                beside.finish(run)
 
         def on_checkpoint_saved(self, args: Any, report: Any) -> None:
             number = report.step // 2 - 1
@@ -107,7 +107,7 @@ def ours(output_dir: str, rounds: int) -> Figures:
     model = tiny.build("llama", layout, args, **SIZES)
     copy = copies(3 * sum(parameter.numel().item() * 4 for parameter in model.parameters()))
     trainer = tiny.trainer(model, args, cls=FlexTrainer, callbacks=[Turns()])
-    run = job_state_of(trainer)
+    run = session_of(trainer)
     beside: Any = run.saver
     trainer.train()
     return found
@@ -132,27 +132,28 @@ def agreeing(output_dir: str, rounds: int) -> Figures:
     from paddleformers_fc import FlexTrainer, FlexTrainingArguments
     from paddleformers_fc.distributed import step_agreement
     from paddleformers_fc.distributed.store_client import StoreClient, job_store_address
-    from paddleformers_fc.trainer.async_save import StepEnds
+    from paddleformers_fc.trainer import events
     from verification.matrix import tiny
     from verification.matrix.layouts import MatrixLayout
 
     step_agreement.IDLE_SECONDS = 1e-6  # Signals are the subject of an agreement at every step end.
-    end, found = StepEnds.on_step_end, Figures({"step end": [], "requests": []})
+    end, found = events.agree, Figures({"step end": [], "requests": []})
     clients: list[StoreClient] = []
 
-    def timed(self: Any, args: Any, state: Any, control: Any, **named: Any) -> None:
+    def timed(session: Any, kind: str) -> None:
+        step = session.trainer.state.global_step
         if not clients and (address := job_store_address()) is not None:  # Served since the Trainer was constructed.
             clients.append(StoreClient(address, 60, 60))
         started = time.perf_counter()
-        if state.global_step % 2:
-            end(self, args, state, control, **named)
+        if step % 2:
+            end(session, kind)
         else:
             clients[0].add("requests", 0)
             clients[0].post({"requests": 0})
-        if state.global_step > 80:
-            found["requests" if state.global_step % 2 == 0 else "step end"].append(time.perf_counter() - started)
+        if step > 80:
+            found["requests" if step % 2 == 0 else "step end"].append(time.perf_counter() - started)
 
-    StepEnds.on_step_end = timed  # type: ignore[method-assign]
+    events.agree = timed
     layout = MatrixLayout("dp2", nproc=2)
     given = {"flex_checkpoint": True, "flex_async_save": True, "max_steps": 80 * (rounds + 1), "save_steps": 10**6}
     args = tiny.training_arguments(layout, output_dir, cls=FlexTrainingArguments, **given)

@@ -100,9 +100,9 @@ def slowdown(rounds: int) -> tuple[float, float]:
         for step in range(first, first + INTERVAL):
             for _ in range(products):
                 paddle.matmul(one, other)
-            update_barrier.on_optimizer_begin(None, None, None)
+            update_barrier.finish()
             if updates:
-                average.on_step_end(SimpleNamespace(should_log=False), SimpleNamespace(global_step=step), None)
+                average.on_step_end(SimpleNamespace(global_step=step))
 
     steps(1, updates=True)  # Memory is allocated, and the average begins.
     plain, increases = [], []

@@ -13,7 +13,7 @@ from tests.harness.limits import LIMIT
 
 EXPENSIVE = ("datasets", "fsspec", "jinja2", "paddleformers", "pandas", "transformers", "typer", "yaml")
 """Each takes longer than a tenth of the imports of an ordinary load, and PaddleFormers longer than Paddle."""
-TRAINER = ("datasets", "fsspec", "pandas", "paddleformers.trainer.trainer", "paddleformers_fc.trainer.job_state")
+TRAINER = ("datasets", "fsspec", "pandas", "paddleformers.trainer.trainer", "paddleformers_fc.trainer.session")
 
 PADDLE_ALONE = """
 import sys

@@ -11,8 +11,8 @@ Importing this package imports neither Paddle nor PaddleFormers. :mod:`paddlefor
 ==============================================  ===============================================================
 ``options``, ``cli_arguments``                  the options, and the argument class of the command line with them
 ``entry``, ``register``                         the table of replaced methods, and the ways in
-``trainer_init``, ``job_state``, ``preflight``  construction, state of one job, checks before the first step
-``saving``, ``save_job``, ``lineage``           saves, overridden methods, runs that share a directory
+``startup``, ``session``, ``events``            construction and checks, parts of one Trainer, events of its loop
+``save``, ``lineage``                           saves, exports, runs that share a directory
 ``async_save``, ``ema``                         saves and averages beside training
 ``uploads``                                     ``save_total_limit``, and copies in a store
 ``resume``, ``loading``                         the checkpoint to resume, and the resume itself

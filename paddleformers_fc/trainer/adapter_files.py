@@ -33,10 +33,10 @@ from paddleformers_fc.storage.paths import AnyPath, RemotePath, parse_path
 from paddleformers_fc.text import count_text, fold
 from paddleformers_fc.trainer import live_roles, options, pretrained
 from paddleformers_fc.trainer.description import describe_model
-from paddleformers_fc.trainer.job_state import channel_of
 from paddleformers_fc.trainer.library import logger
 from paddleformers_fc.trainer.library_models import LoRAConfig
 from paddleformers_fc.trainer.options import FlexFields
+from paddleformers_fc.trainer.session import channel_of
 
 _WEIGHT = ".weight"
 

@@ -27,7 +27,6 @@ from functools import partial
 from typing import Any
 
 from paddleformers_fc.distributed.channel import Channel, Part, Parts, exchange_part, run_on_all
-from paddleformers_fc.distributed.step_agreement import StepAgreement
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.execute.async_snapshot import SnapshotBuffer, SnapshotCopy, snapshot_bytes
 from paddleformers_fc.execute.memory import HostPieces
@@ -36,9 +35,8 @@ from paddleformers_fc.execute.save import LivePart, PlannedSave, SaveReport, beg
 from paddleformers_fc.execute.staging_pool import TransferFigures, measured_transfers
 from paddleformers_fc.text import size_text
 from paddleformers_fc.trainer.documents import copied_state
-from paddleformers_fc.trainer.job_state import channel_of, job_state_of
-from paddleformers_fc.trainer.library import TrainerCallback, logger
-from paddleformers_fc.trainer.save_job import (
+from paddleformers_fc.trainer.library import logger
+from paddleformers_fc.trainer.save import (
     PreparedSave,
     capture_files,
     outcome,
@@ -48,6 +46,7 @@ from paddleformers_fc.trainer.save_job import (
     rotate,
     upload,
 )
+from paddleformers_fc.trainer.session import Session
 
 
 @dataclass(eq=False)
@@ -82,26 +81,21 @@ class _Save:
 
 
 class AsyncSaves:
-    """The saves of one Trainer, one at a time; every method is called on the training thread.
+    """The saves of one Trainer, one at a time, as :class:`.session.Saver`; called on the training thread."""
 
-    Args:
-        agreement: of the ranks at step ends.
-    """
-
-    def __init__(self, agreement: StepAgreement) -> None:
-        self._agreement = agreement
+    def __init__(self) -> None:
         self._buffer = SnapshotBuffer()
         self._thread = ThreadPoolExecutor(1, "flex-save")
         self._save: _Save | None = None
         self._in_loop = False
 
-    def save(self, trainer: Any, metrics: dict[str, float] | None) -> None:
-        """Begin to save the present step, as :class:`.job_state.Saver`."""
+    def save(self, session: Session, metrics: dict[str, float] | None) -> None:
+        """Begin to save the present step."""
         started = time.monotonic()
+        trainer, channel = session.trainer, session.channel
         trainer.runtime_timer.start("checkpoint saving time")
-        update_barrier, channel = job_state_of(trainer).update_barrier, channel_of(trainer.args)
-        self._wait(trainer, f"before step {trainer.state.global_step} can be saved")
-        prepared = prepare(trainer, metrics)
+        self._wait(session, f"before step {trainer.state.global_step} can be saved")
+        prepared = prepare(session, metrics)
         measuring = ExitStack()
         transfers = measuring.enter_context(measured_transfers())
         # The thread fills both before it writes.
@@ -109,12 +103,12 @@ class AsyncSaves:
         tensors: dict[str, Mapping[str, HostPieces]] = {}
         part = outcome(lambda: replace(prepared.part(), files=files))
         planned = begin_save(part, prepared.directory, channel, prepared.consistency, prepared.timer)
-        begun = outcome(lambda: self._begin_copy(trainer, planned))
+        begun = outcome(lambda: self._begin_copy(session, planned))
         copied = self._thread.submit(lambda: tensors.update(begun().finish()))
-        encode, state = capture_files(trainer), copied_state(trainer.state)
-        update_barrier.add(copied)
+        encode, state = capture_files(session), copied_state(trainer.state)
+        session.barrier.add(copied)
         try:
-            parts = self._parts(trainer, prepared, save_parts(planned, tensors, channel), channel)
+            parts = self._parts(session, prepared, save_parts(planned, tensors, channel), channel)
             first = next(parts)
         except BaseException:
             wait([copied])  # The next save uses the buffer.
@@ -127,11 +121,11 @@ class AsyncSaves:
 
         blocked = time.monotonic() - started
         done = self._thread.submit(write)
-        waited = update_barrier.waited
+        waited = session.barrier.waited
         self._save = _Save(prepared, state, transfers, measuring, waited, blocked, parts, first, done)
         trainer.runtime_timer.stop()
         if not self._in_loop:
-            self.finish(trainer)
+            self.finish(session)
 
     @property
     def under_way(self) -> Part | None:
@@ -143,19 +137,19 @@ class AsyncSaves:
         """Whether this rank has done its part."""
         return self._save is not None and self._save.done.done()
 
-    def advance(self, trainer: Any) -> None:
+    def advance(self, session: Session) -> None:
         """Exchange what the ranks have done, and begin the next part. All ranks call at the end of the same step."""
         save = self._save
         if save is None:
             return
-        channel = channel_of(trainer.args)
+        channel = session.channel
         try:
             done = replace(save.part, work=save.done.result)
             save.part = exchange_part(save.parts, done, channel)
             works = save.part.source in (None, channel.rank)
             save.done = self._thread.submit(save.part.work if works else lambda: None)
         except StopIteration as ended:
-            save.report = partial(self._report_success, trainer, save, ended.value)
+            save.report = partial(self._report_success, session, save, ended.value)
         except Exception as error:  # Raised at the end of a training step.
             save.report = partial(_raise, error)
 
@@ -172,46 +166,34 @@ class AsyncSaves:
             save.report()
 
     @contextmanager
-    def followed(self, trainer: Any) -> Iterator[None]:
+    def draining(self, session: Session) -> Iterator[None]:
         """Context manager around the training loop; at its end every save is committed."""
-        handler = trainer.callback_handler
-        call = handler.call_event
-
-        def call_event(event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-            if event == "on_train_end":
-                self.finish(trainer)
-            if event == "on_save" and self._holds_event(state.global_step):
-                return control
-            return call(event, args, state, control, **kwargs)
-
-        handler.call_event = call_event
         self._in_loop = True
         try:
-            self._allocate(trainer)
+            self._allocate(session)
             yield
-            self.finish(trainer)
+            self.finish(session)
         except BaseException:
-            self._finish_after_error(trainer)
+            self._finish_after_error(session)
             raise
         finally:
             self._in_loop = False
-            handler.call_event = call
 
-    def finish(self, trainer: Any) -> None:
+    def finish(self, session: Session) -> None:
         """Wait until the save under way is committed.
 
         Raises:
             FlexError: that of the save, the same on every rank.
         """
-        self._wait(trainer, "before training can end")
+        self._wait(session, "before training can end")
 
-    def _finish_after_error(self, trainer: Any) -> None:
+    def _finish_after_error(self, session: Session) -> None:
         """Wait for the save under way after an error of training, which takes precedence."""
         if self._save is None:
             return
         try:
-            if self._agreement.all_end():
-                self.finish(trainer)
+            if session.agreement.all_end():
+                self.finish(session)
                 return
             # The others may be in an operation of a step, which does not end without this rank.
             name = self._save.prepared.directory.name
@@ -221,22 +203,21 @@ class AsyncSaves:
             logger.warning(f"A save failed after an error of training: {error}")
         self._save = None
 
-    def _allocate(self, trainer: Any) -> None:
+    def _allocate(self, session: Session) -> None:
         """Plan the saves of a loop, and allocate their memory before the first step. Every rank must call.
 
         Raises:
             FlexError: the same on every rank.
         """
-        channel = channel_of(trainer.args)
-        part, plan = plan_ahead(trainer)
+        part, plan = plan_ahead(session)
 
         def allocate() -> None:
             plan.refuse_failed()
-            self._reserve(trainer, part, ranges_of(plan, None, part.replicas))
+            self._reserve(session, part, ranges_of(plan, None, part.replicas))
 
-        run_on_all(channel, "allocating memory for saves", allocate)
+        run_on_all(session.channel, "allocating memory for saves", allocate)
 
-    def _reserve(self, trainer: Any, part: LivePart, ranges: ElementRanges) -> None:
+    def _reserve(self, session: Session, part: LivePart, ranges: ElementRanges) -> None:
         """Have memory for a snapshot of these ranges.
 
         Raises:
@@ -253,27 +234,26 @@ class AsyncSaves:
                 next_step="Give the job more memory or locked memory (ulimit -l), train with more ranks, or remove "
                 "flex_async_save.",
             ) from error
-        if is_new and trainer.args.should_log:
+        if is_new and session.args.should_log:
             logger.info(f"Asynchronous saves keep {size_text(needed)} of host memory for a snapshot.")
 
-    def _begin_copy(self, trainer: Any, planned: PlannedSave) -> SnapshotCopy:
+    def _begin_copy(self, session: Session, planned: PlannedSave) -> SnapshotCopy:
         """Begin to copy what this rank writes. Memory is allocated here only if the first step was not foreseen."""
         part = planned.part
         ranges = ranges_of(planned.plan, part.job.step, part.replicas)
-        self._reserve(trainer, part, ranges)
+        self._reserve(session, part, ranges)
         return self._buffer.begin(part.tensors, ranges)
 
     def _parts(
-        self, trainer: Any, prepared: PreparedSave, saving: Parts[SaveReport], channel: Channel
+        self, session: Session, prepared: PreparedSave, saving: Parts[SaveReport], channel: Channel
     ) -> Parts[SaveReport]:
         """Write, commit and delete old checkpoints."""
         report = yield from saving
         # The state of the run names the former best checkpoint for a step more, which may be deleted here.
-        upload(trainer, prepared, report)
-        args, uploads = trainer.args, job_state_of(trainer).uploads
+        upload(session, prepared, report)
 
         def delete() -> tuple[None, None]:
-            rotate(args, prepared.directory, prepared.best, report.disks, channel, args.output_dir, uploads)
+            rotate(session, prepared.directory, prepared.best, report.disks, channel)
             return None, None
 
         if len(report.disks.sorted_leaders) == 1:
@@ -282,34 +262,34 @@ class AsyncSaves:
             delete()  # The leaders exchange.
         return report
 
-    def _holds_event(self, step: int) -> bool:
+    def defers_event(self, step: int) -> bool:
         """Return whether ``on_save`` of a step is called later, when its save is committed."""
         if self._save is None or self._save.prepared.step != step:
             return False
         self._save.is_event_deferred = True
         return True
 
-    def _wait(self, trainer: Any, why: str) -> None:
+    def _wait(self, session: Session, why: str) -> None:
         """Wait for the save under way and report it; every rank does so at the same step."""
         save, started = self._save, time.monotonic()
         if save is None:
             return
         was_done = save.report is not None
-        job_state_of(trainer).update_barrier.finish()
+        session.barrier.finish()
         while save.report is None:
-            self.advance(trainer)
-        if trainer.args.should_log and not was_done:
+            self.advance(session)
+        if session.args.should_log and not was_done:
             seconds = time.monotonic() - started
             logger.info(f"Waited {seconds:.2f} s for the save of step {save.prepared.step}, {why}.")
         self.report()
 
-    def _report_success(self, trainer: Any, save: _Save, report: SaveReport) -> None:
+    def _report_success(self, session: Session, save: _Save, report: SaveReport) -> None:
         """Report a committed save."""
-        job_state = job_state_of(trainer)
-        with job_state.best.shown_in(trainer):
+        trainer = session.trainer
+        with session.best.visible_in(trainer):
             trainer.state.best_model_checkpoint = save.prepared.best
-        blocked = save.blocked + job_state.update_barrier.waited - save.waited
-        report_save(trainer, save.prepared, report, save.transfers, blocked)
+        blocked = save.blocked + session.barrier.waited - save.waited
+        report_save(session, save.prepared, report, save.transfers, blocked)
         if save.is_event_deferred:
             # The handler's on_save would drop a save that is due at this step.
             handler = trainer.callback_handler
@@ -318,44 +298,3 @@ class AsyncSaves:
 
 def _raise(error: Exception) -> None:
     raise error
-
-
-class StepEnds(TrainerCallback):
-    """The ends of steps and of the batches of evaluations, at which the ranks agree.
-
-    Args:
-        trainer: the Trainer whose callback it is.
-        agreement: of its ranks.
-        saves: its asynchronous saves; None without them.
-    """
-
-    def __init__(self, trainer: Any, agreement: StepAgreement, saves: AsyncSaves | None) -> None:
-        self._trainer, self._agreement, self._saves = trainer, agreement, saves
-
-    def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Commit a save that all ranks have written."""
-        if self._agreement.is_running:
-            self._agree("evaluation")
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Commit a save that all ranks have written, report it, and find out whether a rank has got a signal.
-
-        Raises:
-            FlexError: that of a save, the same on every rank.
-        """
-        self._agree("training")
-        if self._saves is not None:
-            self._saves.report()
-
-    def _agree(self, kind: str) -> None:
-        saves, signals = self._saves, job_state_of(self._trainer).signals
-        agreed = self._agreement.read()
-        if agreed is not None and agreed.is_signalled:
-            signals.become_due()
-        subject = saves and saves.under_way
-        if saves and subject is not None and agreed is not None and agreed.subject is subject:
-            saves.advance(self._trainer)
-            subject = saves.under_way
-        if subject is not None or signals is not None:
-            is_done = saves is not None and saves.is_done
-            self._agreement.begin_next(kind, subject, is_done, bool(signals and signals.received))

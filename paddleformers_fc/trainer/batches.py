@@ -19,7 +19,6 @@ import numpy as np
 import paddle
 from paddle.io import BatchSampler
 
-from paddleformers_fc.trainer.library import TrainerCallback
 from paddleformers_fc.trainer.library_models import (
     DistributedBatchSampler,
     MappingBatchSampler,
@@ -270,8 +269,8 @@ class _Batches:
         return iter(self._batches)
 
 
-class PositionTracker(TrainerCallback):
-    """Follow the training loop and its position.
+class PositionTracker:
+    """Follow the training loop and its position; :mod:`.events` calls it.
 
     The tracker also corrects two numbers of the Trainer's state that the loop derives from steps: consumed samples, and
     the epoch of a run that was resumed in the middle of an epoch.
@@ -316,18 +315,18 @@ class PositionTracker(TrainerCallback):
         self.position = self._epoch_begin = Position(self._epoch_begin.epoch + 1, 0, self.position.consumed)
 
     def catch_up(self, args: Any, state: Any) -> None:
-        """Count the steps before a save of a callback that runs before the tracker, or after skipped steps."""
+        """Count the steps before a save of a callback, or after skipped steps."""
         if state.global_step > self._counted:
             self._count(args, state, self._waiting())
         state.consumed_samples = self.position.consumed
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any) -> None:
         """Set the number of epochs of the whole run; the loop counts the remaining ones only."""
         state.num_train_epochs = self._epochs
         state.consumed_samples = self.position.consumed
         self._set_epoch(args, state)
 
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_epoch_begin(self, state: Any) -> None:
         """Set the position at the begin of an epoch: its first sample, except for the resumed one."""
         if self._epochs_begun > 0:
             self.order = self._own_order
@@ -336,11 +335,11 @@ class PositionTracker(TrainerCallback):
         self._step_at_epoch_begin = self._counted = state.global_step
         self.position = self._epoch_begin
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_step_end(self, args: Any, state: Any) -> None:
         """Count the samples of a step."""
         self._count(args, state, self._waiting())
 
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_epoch_end(self, args: Any, state: Any, control: Any) -> None:
         """Count the samples of skipped steps (``skip_data_intervals``), for which there is no event."""
         # A run that resumes here reads the batches after the last step again.
         self._count(args, state, self.position.waiting)

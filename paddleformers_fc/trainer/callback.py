@@ -22,8 +22,6 @@ Record the progress of a training for the process that started the ranks.
 
 Each rank that writes log lines changes its record at every logged loss, save and load, with or without flex
 checkpoints.
-
-Two callbacks that correct parameters before a step: :class:`AlternateOnce` and :class:`DropPrefetched`.
 """
 
 from __future__ import annotations
@@ -44,9 +42,7 @@ from paddleformers_fc.storage.files import exists
 from paddleformers_fc.storage.manifest import MANIFEST_NAME
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.text import rate_text, size_text
-from paddleformers_fc.trainer import sonic_moe
 from paddleformers_fc.trainer.library import TrainerCallback, logger
-from paddleformers_fc.trainer.optimizers import drop_prefetched
 from paddleformers_fc.trainer.rank_records import RECORDS, update_record
 
 ATTENDED = "_flex_attended"
@@ -164,7 +160,7 @@ def _transfers_text(transfers: TransferFigures) -> str:
 _REPORTERS = "trainer.integrations"
 
 
-class ReportFigures(FlexCheckpointCallback):
+class ReportFigures:
     """Sends bytes, seconds by phase and rate of every save and load to the reporters of a Trainer.
 
     Args:
@@ -175,18 +171,15 @@ class ReportFigures(FlexCheckpointCallback):
         self._trainer = trainer
         self._loaded: CheckpointReport | None = None
 
-    def on_init_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Do nothing: the callback that logs checks the Trainer."""
-
-    def on_checkpoint_saved(self, args: Any, report: CheckpointReport) -> None:
+    def saved(self, report: CheckpointReport) -> None:
         """Send the figures of a save. One beside training is reported some steps later."""
         self._send(report.step, {**_figures("save", report), "checkpoint_save_blocked_seconds": report.blocked})
 
-    def on_checkpoint_loaded(self, args: Any, report: CheckpointReport) -> None:
+    def loaded(self, report: CheckpointReport) -> None:
         """Keep the figures of a load: reporters open their logs when training begins."""
         self._loaded = report
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def send_loaded(self) -> None:
         """Send the figures of the load, once."""
         report, self._loaded = self._loaded, None
         if report is not None:
@@ -244,26 +237,17 @@ class BestCheckpoint:
         self._name: str | None = None
 
     @contextlib.contextmanager
-    def kept_from(self, trainer: Any) -> Iterator[None]:
-        """Return a block in which PaddleFormers' loop runs; the name is visible to callbacks."""
-        handler = trainer.callback_handler
-        original = handler.call_event
-
-        def call_event(*args: Any, **kwargs: Any) -> Any:
-            with self.shown_in(trainer):
-                return original(*args, **kwargs)
-
-        handler.call_event = call_event
+    def hidden_from_loop(self, trainer: Any) -> Iterator[None]:
+        """Context manager around PaddleFormers' loop."""
         self._hide(trainer)
         try:
             yield
         finally:
             self._show(trainer)
-            handler.call_event = original
 
     @contextlib.contextmanager
-    def shown_in(self, trainer: Any) -> Iterator[None]:
-        """Return a block to which the name is visible, and which may set another one."""
+    def visible_in(self, trainer: Any) -> Iterator[None]:
+        """Context manager in which the name is visible, and may be set."""
         if not self._hiding:
             yield
             return
@@ -302,33 +286,3 @@ class ProgressRecorder(FlexCheckpointCallback):
     def on_checkpoint_loaded(self, args: Any, report: CheckpointReport) -> None:
         """Record the step that is resumed."""
         update_record(resumed=report.step)
-
-
-class AlternateOnce(TrainerCallback):
-    """Makes rows of gate and up alternate when the first training of a model begins (:mod:`.sonic_moe`).
-
-    Args:
-        trainer: the Trainer whose callback it is.
-    """
-
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Do what PaddleFormers' callback would do, and keep it from doing so."""
-        sonic_moe.alternate_before_training(self._trainer)
-
-
-class DropPrefetched(TrainerCallback):
-    """Drop gathered parameters before an update, after which Paddle would use them in place of the updated ones.
-
-    Args:
-        model: the model as it was built.
-    """
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-
-    def on_optimizer_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Drop them; their weights are about to change."""
-        drop_prefetched(self._model.parameters())

@@ -52,7 +52,7 @@ from paddleformers_fc.storage.manifest import RESTORE
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.text import count_text
 from paddleformers_fc.trainer import live_roles
-from paddleformers_fc.trainer.library import TrainerCallback, logger
+from paddleformers_fc.trainer.library import logger
 from paddleformers_fc.trainer.optimizer_states import ExpectedTensor
 from paddleformers_fc.trainer.optimizers import descriptor_of, innermost
 
@@ -232,7 +232,7 @@ def averaged_tensor(average: Any, part: TrainedPart, copied: HostPieces | None) 
     return AveragedTensor(slot_of(average.local_tensor).open().array(), values, part.first)
 
 
-class UpdateBarrier(TrainerCallback):
+class UpdateBarrier:
     """The reads that have begun since the last update.
 
     Args:
@@ -264,10 +264,6 @@ class UpdateBarrier(TrainerCallback):
         wait(self._reads)
         self._reads.clear()
         self.waited += time.monotonic() - started
-
-    def on_optimizer_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Wait before weights and states change."""
-        self.finish()
 
 
 _COUNT = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
@@ -311,7 +307,7 @@ def settings_of(args: Any) -> EmaSettings | None:
     return EmaSettings(float(args.flex_ema_decay), args.flex_ema_interval)
 
 
-class MovingAverage(TrainerCallback):
+class MovingAverage:
     """The average of one Trainer's weights on this rank.
 
     Args:
@@ -410,11 +406,7 @@ class MovingAverage(TrainerCallback):
                 next_step="Train and save outside of the block; save_ema exports the averaged weights.",
             )
 
-    def on_optimizer_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Refuse to train averaged weights."""
-        self.refuse_in_model()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_step_end(self, state: Any) -> None:
         """Begin an update if one is due. A save of the same step comes later."""
         if self.settings.is_due(state.global_step):
             self._begin(state.global_step)

@@ -24,10 +24,10 @@ from paddleformers_fc.layout.live import describe_roles
 from paddleformers_fc.layout.roles import EMA_STATE, MODEL_STATE
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.storage.dtypes import copy_cast
-from paddleformers_fc.trainer import live_roles, saving
+from paddleformers_fc.trainer import live_roles, save
 from paddleformers_fc.trainer.ema import MovingAverage
-from paddleformers_fc.trainer.job_state import Native, channel_of, job_state_of, settle_weights
 from paddleformers_fc.trainer.library import logger
+from paddleformers_fc.trainer.session import Native, session_of
 
 _MEMORY = Path("host memory")
 _TRAINER = Kind("a Trainer", lambda value: hasattr(value, "args") and hasattr(value, "model"))
@@ -50,20 +50,19 @@ def averaged_weights(trainer: Any) -> Iterator[None]:
         FlexError: the same on every rank: an update of the average has failed.
     """
     require(_TRAINER, trainer=trainer)
-    job_state, channel = job_state_of(trainer), channel_of(trainer.args)
-    average = require_average(trainer)
-    job_state.update_barrier.finish()
+    session, average = session_of(trainer), require_average(trainer)
+    session.barrier.finish()
 
     def prepare() -> tuple[dict[str, LocalPart], dict[str, Any], dict[str, Shard]]:
         average.wait_for_update()
         weights = _weights(trainer)
         return _local_parts(average), weights, describe_roles({MODEL_STATE: weights})[MODEL_STATE]
 
-    averages, weights, shards = run_on_all(channel, "looking at the averaged weights", prepare)
+    averages, weights, shards = run_on_all(session.channel, "looking at the averaged weights", prepare)
     former: dict[str, np.ndarray[Any, Any]] = {}
     average.in_model = True
     try:
-        for name, values in gather_parts(averages, shards, channel):
+        for name, values in gather_parts(averages, shards, session.channel):
             tensor = weights[name].local_tensor
             former[name] = _copy(tensor)
             _fill(tensor, values)
@@ -94,7 +93,7 @@ def save_ema(trainer: Any, directory: str, max_shard_size: str | int | None = No
     require(DIRECTORY, directory=directory)
     average = require_average(trainer)
     size = trainer.args.flex_max_shard_size if max_shard_size is None else max_shard_size
-    saving.export_live(trainer, directory, size, lambda: average.roles().get(EMA_STATE, {}))
+    save.export_live(trainer, directory, size, lambda: average.roles().get(EMA_STATE, {}))
 
 
 def evaluate(trainer: Any, native: Native, *args: Any, **kwargs: Any) -> Any:
@@ -103,13 +102,13 @@ def evaluate(trainer: Any, native: Native, *args: Any, **kwargs: Any) -> Any:
     Raises:
         FlexError: see :func:`averaged_weights`.
     """
-    job_state = job_state_of(trainer)
-    average = job_state.average
+    session = session_of(trainer)
+    average = session.average
     if not trainer.args.flex_ema_evaluate or (average is not None and average.in_model):
         return native(*args, **kwargs)
     if average is None or not average.has_begun:
         why = "flex_ema_decay is 0" if average is None else "the moving average has no update yet"
-        job_state.warn_once(trainer.args, f"flex_ema_evaluate: {why}, so the weights themselves are evaluated.")
+        session.warn_once(f"flex_ema_evaluate: {why}, so the weights themselves are evaluated.")
         return native(*args, **kwargs)
     with averaged_weights(trainer):
         if trainer.args.should_log:
@@ -124,7 +123,7 @@ def require_average(trainer: Any) -> MovingAverage:
     Raises:
         OptionError: it keeps none, or has not updated it.
     """
-    average = job_state_of(trainer).average
+    average = session_of(trainer).average
     if average is None or not average.has_begun:
         raise OptionError(
             "The Trainer has no moving average of its weights.",
@@ -145,7 +144,7 @@ def _local_parts(average: MovingAverage) -> dict[str, LocalPart]:
 
 def _weights(trainer: Any) -> dict[str, Any]:
     """Return the weights of this rank where they are now."""
-    settle_weights(trainer)
+    session_of(trainer).settle_weights()
     return live_roles.model_roles(trainer.model)[MODEL_STATE]
 
 

@@ -53,22 +53,21 @@ def replaced() -> Iterator[tuple[Place, Any]]:
     A replacement of a method of the Trainer gets the Trainer, the bound method that it replaces, and the arguments. It
     runs only if the Trainer's arguments enable this package, except for the constructor.
     """
-    from paddleformers_fc.trainer import adapter_files, ema_weights, loading, saving, trainer_init
+    from paddleformers_fc.trainer import adapter_files, ema_weights, loading, save, startup
     from paddleformers_fc.trainer.library_models import LoRAModel, PretrainedModel
 
     methods: dict[str, Method] = {
         "train": loading.train,
         LOAD_METHOD: loading.load,
         "_inner_training_loop": loading.inner_training_loop,
-        "_load_rng_state": loading.load_rng_state,
-        "_save_checkpoint": saving.save,
-        "_sorted_checkpoints": saving.sorted_checkpoints,
-        "_rotate_checkpoints": saving.rotate_checkpoints,
-        "save_model": saving.save_model_of_slices,
-        "_save": saving.save_model,
+        "_save_checkpoint": save.save,
+        "_sorted_checkpoints": save.sorted_checkpoints,
+        "_rotate_checkpoints": save.rotate_checkpoints,
+        "save_model": save.save_model_of_slices,
+        "_save": save.save_model,
         "evaluate": ema_weights.evaluate,
     }
-    construct: Method = trainer_init.init_trainer
+    construct: Method = startup.init_trainer
     if LIBRARY == PADDLENLP:
         from paddleformers_fc.trainer import nlp_trainer
 
@@ -240,27 +239,27 @@ def _construct_parser(parser: Any, native: Method, dataclass_types: Any, **kwarg
     native([with_flex_fields(kind) for kind in kinds], **kwargs)
 
 
-def _parse(parser: Any, native: Method, args: Mapping[str, Any], *others: Any, **kwargs: Any) -> Any:
+def _parse(parser: Any, native: Method, settings: Mapping[str, Any], *others: Any, **kwargs: Any) -> Any:
     # The command line makes its parser before it runs the file named by custom_register_path, and parses after it.
     from paddleformers_fc.trainer.documents import remember_data_arguments
 
-    check_settings(args)
-    if args.get("flex_checkpoint"):
-        refuse_values(args, describe(parser), is_extended=True)
+    check_settings(settings)
+    if settings.get("flex_checkpoint"):
+        refuse_values(settings, describe(parser), is_extended=True)
     parser.dataclass_types = [with_flex_fields(kind) for kind in parser.dataclass_types]
-    _refuse_unknown(args, parser.dataclass_types)
-    parsed = native(args, *others, **kwargs)
+    _refuse_unknown(settings, parser.dataclass_types)
+    parsed = native(settings, *others, **kwargs)
     remember_data_arguments(parsed)
     return parsed
 
 
-def _refuse_unknown(args: Any, kinds: list[Any]) -> None:
+def _refuse_unknown(settings: Any, kinds: list[Any]) -> None:
     """Refuse unknown keys beside ours. PaddleFormers refuses them later: its arguments start a process group first.
 
     Raises:
         OptionError: with all of them.
     """
-    names = {str(key) for key in args}
+    names = {str(key) for key in settings}
     known = {one.name for kind in kinds for one in dataclasses.fields(kind) if one.init}
     ours = any(name.startswith("flex_") and not name.startswith("flex_ckpt") for name in names)
     if ours and names - known:

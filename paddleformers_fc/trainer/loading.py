@@ -59,33 +59,21 @@ from paddleformers_fc.trainer import (
     optimizer_states,
     optimizers,
     position,
-    preflight,
     reference,
     resume,
     rng,
-    save_job,
+    save,
     save_on_signal,
     sonic_moe,
+    startup,
     stored_states,
 )
 from paddleformers_fc.trainer.callback import CheckpointReport, locate_best
 from paddleformers_fc.trainer.description import describe_model
-from paddleformers_fc.trainer.job_state import (
-    WAITING,
-    JobState,
-    Native,
-    channel_of,
-    consistency_check_of,
-    job_state_of,
-    read_options,
-    refuse_optimizer,
-    reporters,
-    settle_weights,
-    warn,
-)
 from paddleformers_fc.trainer.library import LOAD_METHOD, logger
 from paddleformers_fc.trainer.library_models import offload
 from paddleformers_fc.trainer.lineage import degrees_text, parallel_degrees
+from paddleformers_fc.trainer.session import WAITING, Loaded, Native, Run, Session, read_options, session_of
 
 NAME = "TRAINER_GLOBAL_STEP"
 
@@ -109,48 +97,48 @@ def train(
 
     Raises:
         NotACheckpoint: there is none, or the named directory is not one.
-        FlexError: as :func:`.preflight.check`, before the first step.
+        FlexError: as :func:`.startup.check`, before the first step.
     """
-    job_state = job_state_of(trainer)
-    preflight.check(trainer, channel_of(trainer.args), job_state.has_trained)
-    if job_state.uploads is not None:
-        job_state.uploads.check()
-    job_state.resumed_from = job_state.progress = job_state.saved = job_state.record = None
-    job_state.ran, job_state.warned = {"train"}, set()
+    session = session_of(trainer)
+    startup.check(session)
+    if session.uploads is not None:
+        session.uploads.check()
+    session.run = Run({"train"})
     trainer._skip_global_steps = 0
-    if job_state.average is not None:
-        job_state.average.reset()
+    if session.average is not None:
+        session.average.reset()
     timer = PhaseTimer()
-    job_state.chosen = _choose(trainer.args, resume_from_checkpoint, _search(trainer))
-    job_state.choosing = timer.end("open")
-    _warn_of_leftovers(trainer.args)
-    if job_state.chosen is None:
-        _begin_new_run(job_state, trainer.args, channel_of(trainer.args))
-    return native(None if job_state.chosen is None else str(job_state.chosen.path), ignore_keys_for_eval)
+    chosen = _choose(session.args, resume_from_checkpoint, _search(session))
+    seconds = timer.end("open")
+    _warn_of_leftovers(session)
+    if chosen is None:
+        _begin_new_run(session)
+        return native(None, ignore_keys_for_eval)
+    session.run.chosen = replace(chosen, seconds=seconds)
+    return native(str(chosen.path), ignore_keys_for_eval)
 
 
-def _warn_of_leftovers(args: Any) -> None:
+def _warn_of_leftovers(session: Session) -> None:
     """List, on one rank per node, what other saves have left or use and the next save does not delete."""
-    if not args.should_log:
+    output_dir = session.args.output_dir
+    if not session.args.should_log:
         return
     try:
-        found = [facts_of(one) for one in leftovers(Path(args.output_dir)) if one.stays]
+        found = [facts_of(one) for one in leftovers(Path(output_dir)) if one.stays]
     except StorageError:
         return  # The first save raises it.
     if found:
-        warn(
-            args,
-            f"{args.output_dir} has leftovers of other saves. paddleformers-fc clean {args.output_dir} removes those "
-            "that you confirm.",
-            (f"{args.output_dir}/{one.name}, {size_text(one.bytes)}: {one.why}" for one in found),
+        session.warn(
+            f"{output_dir} has leftovers of other saves. paddleformers-fc clean {output_dir} removes those that you "
+            "confirm.",
+            (f"{output_dir}/{one.name}, {size_text(one.bytes)}: {one.why}" for one in found),
         )
 
 
-def _search(trainer: Any) -> resume.Search:
+def _search(session: Session) -> resume.Search:
     """Return where the newest checkpoint of a run is looked for."""
-    args = trainer.args
-    warn_once = partial(job_state_of(trainer).warn_once, args)
-    return resume.Search(Path(args.output_dir), channel_of(args), warn_once, describe_model(trainer.model).config)
+    config = describe_model(session.trainer.model).config
+    return resume.Search(Path(session.args.output_dir), session.channel, session.warn_once, config)
 
 
 def _choose(args: Any, requested: str | bool | None, search: resume.Search) -> resume.Choice | None:
@@ -175,11 +163,11 @@ def _choose(args: Any, requested: str | bool | None, search: resume.Search) -> r
     return resume.open_named(parse_named(requested), args.flex_verify, search)
 
 
-def _begin_new_run(job_state: JobState, args: Any, channel: Channel) -> None:
+def _begin_new_run(session: Session) -> None:
     """Identify a run from the beginning, and warn of checkpoints of other runs in its output directory."""
-    output_dir = Path(args.output_dir)
-    job_state.record = lineage.new_run()
-    warn(args, lineage.begun(job_state.record, lineage.saved_in(output_dir, channel), output_dir))
+    output_dir = Path(session.args.output_dir)
+    session.run.record = lineage.new_run()
+    session.warn(lineage.begun(session.run.record, lineage.saved_in(output_dir, session.channel), output_dir))
 
 
 def load(trainer: Any, native: Native, resume_from_checkpoint: str) -> None:
@@ -189,25 +177,23 @@ def load(trainer: Any, native: Native, resume_from_checkpoint: str) -> None:
         FlexError: the same on every rank. If it was found while tensors were filled, the model is marked as undefined;
             see :mod:`.base_fingerprint`.
     """
-    args, channel = trainer.args, channel_of(trainer.args)
-    job_state = job_state_of(trainer)
-    timer = PhaseTimer({"open": job_state.choosing})
-    choice = _choice_of(job_state, resume_from_checkpoint)
+    session = session_of(trainer)
+    args, choice = session.args, _choice_of(session, resume_from_checkpoint)
+    timer = PhaseTimer({"open": choice.seconds})
     if args.should_log:
         logger.info(f"Resuming from {choice.path}")
     with measured_transfers() as transfers, sonic_moe.filled_from_run(trainer):
-        ready, report = _fill_usable(trainer, choice, channel, timer)
+        ready, report = _fill_usable(session, choice, timer)
     checkpoint, progress = ready.checkpoint, ready.progress
     directory = checkpoint.catalog.root
     documents.take_over(trainer.model, checkpoint.config, ready.generation)
-    _drop_unfinished_step(trainer, job_state)
-    job_state.resumed_from, job_state.progress = directory, progress
-    job_state.manifest, job_state.changes = checkpoint.manifest, report.changes
-    job_state.ran.add(LOAD_METHOD)
+    _drop_unfinished_step(session)
+    session.run.loaded = Loaded(directory, checkpoint.manifest, report.changes, progress)
+    session.run.ran.add(LOAD_METHOD)
     if progress is not None:
         _restore_progress(trainer, progress)
-        _locate_best(trainer, directory, channel)
-    _restore_average(trainer, job_state, ready)
+        _locate_best(session, directory)
+    _restore_average(session, ready)
     timer.end("finish")
     loaded = CheckpointReport(
         step=checkpoint.manifest.step,
@@ -219,13 +205,12 @@ def load(trainer: Any, native: Native, resume_from_checkpoint: str) -> None:
         casts=report.casts,
         phases=timer.phases(report.phases.slowest),
     )
-    for reporter in reporters(trainer):
-        reporter.on_checkpoint_loaded(args, loaded)
+    session.report_loaded(loaded)
     _report_foreign(args, checkpoint, progress is not None)
     if progress is None:
-        warn(args, position.changes_text(checkpoint.manifest.step, job_state.changes))
+        session.warn(position.changes_text(checkpoint.manifest.step, report.changes))
     elif optimizers.has_states(trainer.optimizer):
-        _warn_of_unfrozen(trainer, ready, channel)
+        _warn_of_unfrozen(session, ready)
 
 
 def _report_foreign(args: Any, checkpoint: OpenedCheckpoint, continued: bool) -> None:
@@ -236,20 +221,19 @@ def _report_foreign(args: Any, checkpoint: OpenedCheckpoint, continued: bool) ->
     logger.info(f"{checkpoint.catalog.root} {checkpoint.format.predicate}. It does not contain: {'; '.join(absent)}.")
 
 
-def _warn_of_unfrozen(trainer: Any, ready: _PreparedLoad, channel: Channel) -> None:
+def _warn_of_unfrozen(session: Session, ready: _PreparedLoad) -> None:
     """Report trained parameters without states: frozen in the saved run, without a gradient, or new."""
     checkpoint = ready.checkpoint
     stored = ready.names.of(checkpoint.catalog.roles.get(OPTIMIZER_STATE, {}))
 
     def look() -> list[str]:
-        return list(live_roles.trained_without_states(trainer.model, stored))
+        return list(live_roles.trained_without_states(session.trainer.model, stored))
 
-    everyone = all_gather_checked(channel, "looking for parameters without states", look, list[str])
+    everyone = all_gather_checked(session.channel, "looking for parameters without states", look, list[str])
     names = sorted({name for names in everyone for name in names}, key=natural)
-    has_averages = job_state_of(trainer).average is not None and checkpoint.catalog.roles.get(EMA_STATE)
+    has_averages = session.average is not None and checkpoint.catalog.roles.get(EMA_STATE)
     if names:
-        warn(
-            trainer.args,
+        session.warn(
             f"{count_text(len(names), 'parameter')} of this run {'is' if len(names) == 1 else 'are'} trained and "
             f"without optimizer states in {checkpoint.catalog.root}: frozen in the run that saved it, without a "
             "gradient, or new. Their states start at zero"
@@ -292,9 +276,7 @@ def _verifying() -> Iterator[None]:
         raise _FailsVerificationError from error
 
 
-def _fill_usable(
-    trainer: Any, choice: resume.Choice, channel: Channel, timer: PhaseTimer
-) -> tuple[_PreparedLoad, LoadReport]:
+def _fill_usable(session: Session, choice: resume.Choice, timer: PhaseTimer) -> tuple[_PreparedLoad, LoadReport]:
     """Fill model and optimizer from the checkpoint that was named, or from the newest one that passes verification.
 
     Damage of tensors is found while they are filled. The next checkpoint then fills them again.
@@ -302,23 +284,23 @@ def _fill_usable(
     Raises:
         FlexError: the same on every rank: the named one fails, the newest one does not fit, or there is none.
     """
-    job_state, args, search = job_state_of(trainer), trainer.args, _search(trainer)
+    model, search = session.trainer.model, _search(session)
     unusable: dict[str, str] = {}
     begun: set[Key] | None = None
     while True:
         try:
             try:
-                ready = _prepare(trainer, choice, channel, timer)
+                ready = _prepare(session, choice, timer)
             except MismatchError as unfit:
                 raise unfit if choice.named else resume.with_new_run_advice(unfit) from None
             if begun is not None:
-                _refuse_partial(ready, begun, channel)
+                _refuse_partial(ready, begun, session.channel)
             directory = ready.checkpoint.catalog.root
-            job_state.chosen = resume.Choice(directory, named=choice.named)
-            _identify_run(job_state, args, ready.checkpoint.manifest, job_state.chosen, channel)
+            session.run.chosen = resume.Choice(directory, named=choice.named)
+            _identify_run(session, ready.checkpoint.manifest, session.run.chosen)
             begun = (begun or set()) | ready.load.targets
-            shown = shown_in_training(f"loading {directory.name}", args.should_log)
-            with _verifying(), base_fingerprint.until_filled(trainer.model, directory), shown:
+            shown = shown_in_training(f"loading {directory.name}", session.args.should_log)
+            with _verifying(), base_fingerprint.until_filled(model, directory), shown:
                 return ready, ready.load.fill()
         except _FailsVerificationError as failed:
             error = failed.__cause__
@@ -351,16 +333,16 @@ def _refuse_partial(ready: _PreparedLoad, begun: set[Key], channel: Channel) -> 
     run_on_all(channel, "comparing what two checkpoints fill", compare)
 
 
-def _prepare(trainer: Any, choice: resume.Choice, channel: Channel, timer: PhaseTimer) -> _PreparedLoad:
-    args, directory = trainer.args, choice.path
+def _prepare(session: Session, choice: resume.Choice, timer: PhaseTimer) -> _PreparedLoad:
+    trainer, args, channel, directory = session.trainer, session.args, session.channel, choice.path
     model, options = describe_model(trainer.model), read_options(args)
     with _verifying():
-        consistency = consistency_check_of(args, f"resuming from {directory.name}")
+        consistency = session.consistency(f"resuming from {directory.name}")
         # Some stock Trainers do not save the configuration.
         opened = choice.opened or open_on_all_ranks(
             directory, channel, args.flex_verify, consistency, lambda: model.config
         )
-        choose_copies = partial(_with_copies, trainer, choice.named, opened)
+        choose_copies = partial(_with_copies, session, choice.named, opened)
         if opened.commit_record is None:
             checkpoint = run_on_all(channel, f"reading the run of {directory.name}", choose_copies)
         else:
@@ -373,8 +355,8 @@ def _prepare(trainer: Any, choice: resume.Choice, channel: Channel, timer: Phase
         # Options may have changed since the checkpoint was chosen.
         progress = documents.read_progress(checkpoint, trainer.optimizer, channel, consistency) if continued else None
     if progress is not None:
-        _refuse_unlike(trainer, progress, directory)
-        _compare_reference(trainer, progress, directory, channel)
+        _refuse_unlike(session, progress, directory)
+        _compare_reference(session, progress, directory)
     handed = own_file(checkpoint, channel, lambda rank: documents.GENERATION)
     weights = partial(live_roles.model_roles, trainer.model)
     with _verifying():
@@ -384,7 +366,7 @@ def _prepare(trainer: Any, choice: resume.Choice, channel: Channel, timer: Phase
 
     def prepare() -> tuple[stored_states.LiveNames, LiveRoles, bytes | None]:
         names = stored_states.live_names(checkpoint, model, weights(), stated)
-        filled = _roles_to_fill(trainer, checkpoint, continued, names)
+        filled = _roles_to_fill(session, checkpoint, continued, names)
         return names, filled, own_document(checkpoint, documents.GENERATION, handed)
 
     with _verifying():
@@ -406,25 +388,25 @@ def _from_average(args: Any, checkpoint: OpenedCheckpoint) -> bool:
     return wanted
 
 
-def _identify_run(job_state: JobState, args: Any, manifest: Manifest, choice: resume.Choice, channel: Channel) -> None:
+def _identify_run(session: Session, manifest: Manifest, choice: resume.Choice) -> None:
     """Identify the run that resumes a checkpoint, and warn of other runs in its output directory."""
-    if args.ignore_load_lr_and_optim:
-        _begin_new_run(job_state, args, channel)
+    if session.args.ignore_load_lr_and_optim:
+        _begin_new_run(session)
         return
-    output_dir = Path(args.output_dir)
+    output_dir = Path(session.args.output_dir)
     here = isinstance(choice.path, Path) and real_path(choice.path.parent) == real_path(output_dir)
-    job_state.record, text = lineage.resumed(manifest, lineage.saved_in(output_dir, channel), here, choice.named)
-    warn(args, text)
+    saved = lineage.saved_in(output_dir, session.channel)
+    session.run.record, text = lineage.resumed(manifest, saved, here, choice.named)
+    session.warn(text)
 
 
-def _with_copies(trainer: Any, named: bool, checkpoint: OpenedCheckpoint) -> OpenedCheckpoint:
+def _with_copies(session: Session, named: bool, checkpoint: OpenedCheckpoint) -> OpenedCheckpoint:
     """Return a checkpoint with the copies that are read. A user may choose them in a checkpoint that he names."""
-    args, manifest = trainer.args, checkpoint.manifest
+    args, manifest = session.args, checkpoint.manifest
     if not named or args.flex_tied == REFUSE:
         return with_tied(checkpoint, REFUSE)
     if manifest.ties:
-        warn(
-            args,
+        session.warn(
             f"Copies of tied tensors in {checkpoint.catalog.root} differ. Under flex_tied: {args.flex_tied} those of "
             f"the {args.flex_tied} pipeline stage are read.",
             (line for tie in manifest.ties for line in tie.differences),
@@ -432,21 +414,21 @@ def _with_copies(trainer: Any, named: bool, checkpoint: OpenedCheckpoint) -> Ope
     return with_tied(checkpoint, args.flex_tied)
 
 
-def _choice_of(job_state: JobState, path: str) -> resume.Choice:
+def _choice_of(session: Session, path: str) -> resume.Choice:
     """Return the checkpoint that a native method names."""
-    chosen = job_state.chosen
+    chosen = session.run.chosen
     if chosen is not None and path == str(chosen.path):
         return chosen
     return resume.Choice(parse_path(path), named=chosen is not None and chosen.named)
 
 
 def _roles_to_fill(
-    trainer: Any, checkpoint: OpenedCheckpoint, continued: bool, names: stored_states.LiveNames
+    session: Session, checkpoint: OpenedCheckpoint, continued: bool, names: stored_states.LiveNames
 ) -> LiveRoles:
     """Return the live weights and states that the checkpoint fills."""
-    stored, model, optimizer = checkpoint.catalog.roles, trainer.model, trainer.optimizer
-    may_cast = trainer.args.flex_allow_casts
-    settle_weights(trainer)
+    stored, trainer, may_cast = checkpoint.catalog.roles, session.trainer, session.args.flex_allow_casts
+    model, optimizer = trainer.model, trainer.optimizer
+    session.settle_weights()
     if not (continued or stored.get(MASTER_WEIGHT) or may_cast):
         return live_roles.model_roles(model)
     optimizers.refuse_unsupported(optimizer)
@@ -462,7 +444,7 @@ def _roles_to_fill(
     live = creation.filled(live_roles.run_roles(model, optimizer), before)
     # A stored role of which this rank holds nothing is named too: a load ignores roles that no rank names.
     found = {role: live.get(role, {}) for role in wanted if role in live or stored.get(role)}
-    average = job_state_of(trainer).average
+    average = session.average
     if continued and average is not None and stored.get(EMA_STATE):
         # Names of parameters are found by those of their master weights.
         masters = names.of({name + MASTER.suffix for name in stored[EMA_STATE]})
@@ -470,16 +452,16 @@ def _roles_to_fill(
     return found
 
 
-def _refuse_unlike(trainer: Any, progress: documents.TrainingProgress, directory: AnyPath) -> None:
+def _refuse_unlike(session: Session, progress: documents.TrainingProgress, directory: AnyPath) -> None:
     """Before anything changes, compare what :func:`_restore_progress` will set with the objects that receive it."""
+    trainer = session.trainer
     position.from_document(progress.data, str(directory / documents.DATA))
     documents.refuse_unlike(progress.scheduler, trainer.lr_scheduler.state_dict(), directory / documents.SCHEDULER)
     own = documents.own_scheduler(trainer)
     if own is not None and progress.own_scheduler is not None:
         documents.refuse_unlike(progress.own_scheduler, own.state_dict(), directory / documents.OWN_SCHEDULER)
     elif own is not None:
-        warn(
-            trainer.args,
+        session.warn(
             f"{directory} does not contain a learning-rate scheduler of the optimizer, and this run's optimizer has "
             "one that is not the Trainer's: it starts from its beginning.",
         )
@@ -487,16 +469,14 @@ def _refuse_unlike(trainer: Any, progress: documents.TrainingProgress, directory
         documents.refuse_unlike(progress.scaler, trainer.scaler.state_dict(), directory / documents.SCALER)
 
 
-def _compare_reference(
-    trainer: Any, progress: documents.TrainingProgress, directory: AnyPath, channel: Channel
-) -> None:
+def _compare_reference(session: Session, progress: documents.TrainingProgress, directory: AnyPath) -> None:
     """Compare the reference model with that of the saved run."""
-    model, job_state = reference.model_of(trainer), job_state_of(trainer)
+    model = reference.model_of(session.trainer)
     if model is None or progress.reference is None:
         return
     saved = reference.from_document(progress.reference, directory / documents.REFERENCE)
-    job_state.reference = job_state.reference or reference.contents_of(model, channel)
-    reference.refuse_other(saved, job_state.reference, directory, trainer.args.flex_allow_casts)
+    session.reference = session.reference or reference.contents_of(model, session.channel)
+    reference.refuse_other(saved, session.reference, directory, session.args.flex_allow_casts)
 
 
 def _restore_progress(trainer: Any, progress: documents.TrainingProgress) -> None:
@@ -516,36 +496,36 @@ def _restore_progress(trainer: Any, progress: documents.TrainingProgress) -> Non
     trainer._skip_global_steps = progress.state.global_step
 
 
-def _restore_average(trainer: Any, job_state: JobState, ready: _PreparedLoad) -> None:
+def _restore_average(session: Session, ready: _PreparedLoad) -> None:
     """Continue the moving average of the checkpoint, or report that there is none on one of the two sides."""
     directory, stored = ready.checkpoint.catalog.root, ready.checkpoint.catalog.roles.get(EMA_STATE, {})
     values = None if ready.progress is None else ready.progress.average
     if ready.progress is None:
-        warn(trainer.args, ema.new_run_text(directory) if stored and job_state.average is not None else "")
-    elif job_state.average is None:
-        warn(trainer.args, ema.switched_off_text(directory, len(stored)) if stored else "")
+        session.warn(ema.new_run_text(directory) if stored and session.average is not None else "")
+    elif session.average is None:
+        session.warn(ema.switched_off_text(directory, len(stored)) if stored else "")
     elif values is None or not stored:
-        warn(trainer.args, ema.absent_text(directory))
+        session.warn(ema.absent_text(directory))
     else:
-        job_state.average.restore(ready.averages, ema.from_document(values, directory / documents.AVERAGE))
+        session.average.restore(ready.averages, ema.from_document(values, directory / documents.AVERAGE))
 
 
-def _drop_unfinished_step(trainer: Any, job_state: JobState) -> None:
+def _drop_unfinished_step(session: Session) -> None:
     """Drop gradients and batches that an interrupted training has left in this Trainer."""
-    if job_state.has_trained:
-        live_roles.drop_gradients(trainer.model, trainer.optimizer)
-    setattr(trainer, WAITING, [])
+    if session.has_trained:
+        live_roles.drop_gradients(session.trainer.model, session.trainer.optimizer)
+    setattr(session.trainer, WAITING, [])
 
 
-def _locate_best(trainer: Any, resumed: AnyPath, channel: Channel) -> None:
+def _locate_best(session: Session, resumed: AnyPath) -> None:
     """Set the present path of the best checkpoint. If it is gone, warn now instead of failing when training ends."""
-    named = trainer.state.best_model_checkpoint
+    state = session.trainer.state
+    named = state.best_model_checkpoint
     if named is None:
         return
-    found = trainer.state.best_model_checkpoint = locate_best(named, resumed, channel)
+    found = state.best_model_checkpoint = locate_best(named, resumed, session.channel)
     if found is None:
-        warn(
-            trainer.args,
+        session.warn(
             f"Missing best checkpoint: neither {named} nor a directory of its name beside {resumed} is finished. The "
             "next one that is evaluated and saved replaces it.",
         )
@@ -571,90 +551,85 @@ def inner_training_loop(
         OptionError: the order or the batches of the data do not fit, or the states of the optimizer are not supported.
         SystemExit: the run was saved after a signal.
     """
-    job_state = job_state_of(trainer)
+    session = session_of(trainer)
     # The optimizer and its sharding wrappers are known only now.
-    run_on_all(channel_of(args), "looking at the model and the optimizer", lambda: _refuse_to_train(trainer))
-    saved = _saved_data(job_state)
-    order, passes = _data(args, train_dataloader, len_dataloader, saved)
+    run_on_all(session.channel, "looking at the model and the optimizer", lambda: _refuse_to_train(session))
+    saved, is_continued = _saved_data(session.run), session.run.progress is not None
+    order, passes = _data(session, train_dataloader, len_dataloader, saved)
     if isinstance(saved, position.StepPosition):
         saved = saved.under(position.pace_of(args, passes), order, passes, args.dataloader_drop_last)
     start, epochs, loader = position.Start(position.Position(), 0), num_train_epochs, train_dataloader
     on_made_up = None
-    if job_state.progress is not None:
-        start = _start(trainer, saved, order, passes)
+    if is_continued:
+        start = _start(session, saved, order, passes)
         done = trainer.state.global_step >= max_steps
         epochs = position.epochs_left(start, num_train_epochs, args.max_steps > 0, done)
         loader = batches.ResumedBatches(
             train_dataloader,
             start,
             order.indexed,
-            on_first_batch=lambda: trainer._load_rng_state(str(job_state.resumed_from)),
-            on_epoch_over=job_state.tracker.begin_next_epoch,
+            on_first_batch=lambda: _restore_generators(session),
+            on_epoch_over=session.position.begin_next_epoch,
             keep_waiting=getattr(trainer, WAITING).append,
         )
         on_made_up = loader.expect_first
-    job_state.tracker.begin(order, passes, start, job_state.progress is not None, num_train_epochs, on_made_up)
-    job_state.has_trained = True
-    job_state.ran.add("_inner_training_loop")
+    session.position.begin(order, passes, start, is_continued, num_train_epochs, on_made_up)
+    session.has_trained = True
+    session.run.ran.add("_inner_training_loop")
     begin(trainer.state.global_step)
-    with _uploaded(trainer):
-        with (
-            job_state.agreement.running(),
-            save_on_signal.listening(trainer) as watch,
-            job_state.best.kept_from(trainer),
-            job_state.saver.followed(trainer),
-        ):
-            result = native(
-                args,
-                model,
-                loader,
-                len_dataloader,
-                max_steps,
-                epochs,
-                num_update_steps_per_epoch,
-                num_train_samples,
-                None,
-                ignore_keys_for_eval,
-            )
-        if watch is not None:
-            watch.leave_if_saved(trainer.state.global_step)
+    with (
+        _uploaded(session),
+        save_on_signal.listening(session),
+        session.agreement.running(),
+        session.best.hidden_from_loop(trainer),
+        session.saver.draining(session),
+    ):
+        result = native(
+            args,
+            model,
+            loader,
+            len_dataloader,
+            max_steps,
+            epochs,
+            num_update_steps_per_epoch,
+            num_train_samples,
+            None,
+            ignore_keys_for_eval,
+        )
     if args.load_best_model_at_end and trainer.state.best_model_checkpoint is not None:
-        _load_best(trainer, Path(trainer.state.best_model_checkpoint))
+        _load_best(session, Path(trainer.state.best_model_checkpoint))
     return result
 
 
 @contextlib.contextmanager
-def _uploaded(trainer: Any) -> Iterator[None]:
-    """Return a block in which a training loop runs; at its end its checkpoints are uploaded, and old ones deleted."""
-    job_state, args = job_state_of(trainer), trainer.args
-    if job_state.uploads is None:
+def _uploaded(session: Session) -> Iterator[None]:
+    """Context manager around a training loop; at its end its checkpoints are uploaded, and old ones deleted."""
+    if session.uploads is None:
         yield
         return
-    with job_state.uploads.followed():
+    with session.uploads.followed():
         yield
-    if job_state.saved is not None:
-        best = trainer.state.best_model_checkpoint
-        save_job.rotate(
-            args, job_state.saved, best, job_state.disks, channel_of(args), args.output_dir, job_state.uploads
-        )
+    if session.run.saved is not None:
+        best = session.trainer.state.best_model_checkpoint
+        save.rotate(session, session.run.saved, best, session.disks, session.channel)
 
 
-def _refuse_to_train(trainer: Any) -> None:
-    base_fingerprint.refuse_undefined(trainer.model)
-    refuse_optimizer(trainer)
-    if job_state_of(trainer).average is not None:
-        ema.refuse_stateless(trainer.model, trainer.optimizer)
+def _refuse_to_train(session: Session) -> None:
+    base_fingerprint.refuse_undefined(session.trainer.model)
+    session.refuse_optimizer()
+    if session.average is not None:
+        ema.refuse_stateless(session.trainer.model, session.trainer.optimizer)
 
 
-def _saved_data(job_state: JobState) -> position.SavedData | position.StepPosition | None:
+def _saved_data(run: Run) -> position.SavedData | position.StepPosition | None:
     """Return the position of the checkpoint that is resumed."""
-    if job_state.progress is None or job_state.resumed_from is None:
+    if run.loaded is None or run.loaded.progress is None:
         return None
-    return position.from_document(job_state.progress.data, f"{job_state.resumed_from}/{documents.DATA}")
+    return position.from_document(run.loaded.progress.data, f"{run.loaded.directory}/{documents.DATA}")
 
 
 def _data(
-    args: Any, loader: Any, passes: int | None, saved: position.SavedData | position.StepPosition | None
+    session: Session, loader: Any, passes: int | None, saved: position.SavedData | position.StepPosition | None
 ) -> tuple[position.SampleOrder, int | None]:
     """Return the order of the data, and the passes of an epoch if they are known.
 
@@ -666,11 +641,11 @@ def _data(
             order, corpus=position.digest(getattr(loader, "dataset", None), position.covered(saved[0], saved[2]))
         )
     own = order, batches.passes_of_epoch(loader, passes)
-    if not args.distributed_dataloader:
+    if not session.args.distributed_dataloader:
         return own
     reads = not batches.receives_batches(loader)
     everyone = all_gather_checked(
-        channel_of(args),
+        session.channel,
         "looking at the data",
         lambda: [own] if reads else [],
         list[tuple[position.SampleOrder, int | None]],
@@ -679,13 +654,13 @@ def _data(
 
 
 def _start(
-    trainer: Any, saved: position.SavedData | None, order: position.SampleOrder, passes: int | None
+    session: Session, saved: position.SavedData | None, order: position.SampleOrder, passes: int | None
 ) -> position.Start:
-    args = trainer.args
+    args = session.args
     if saved is None:
         return position.Start(position.Position(), 0)
     pace = position.pace_of(args, passes)
-    _report_changes(trainer, saved, pace, order)
+    _report_changes(session, saved, pace, order)
     if args.ignore_data_skip:
         return position.Start(position.Position(saved[0].epoch, 0, saved[0].consumed), 0)
     pipeline = args.pipeline_model_parallel_size > 1
@@ -693,7 +668,7 @@ def _start(
 
 
 def _report_changes(
-    trainer: Any,
+    session: Session,
     saved: tuple[position.Position, position.Pace, position.SampleOrder],
     pace: position.Pace,
     order: position.SampleOrder,
@@ -703,62 +678,59 @@ def _report_changes(
     Raises:
         OptionError: the run continues in the middle of an epoch whose samples are others now.
     """
-    args, job_state = trainer.args, job_state_of(trainer)
+    trainer, args, loaded = session.trainer, session.args, session.run.loaded
     done, old_pace, old_order = saved
     skips = done.samples > 0 and not args.ignore_data_skip
     streams = not order.indexed and skips
 
     def compare() -> str:
-        directory, manifest = job_state.resumed_from, job_state.manifest
-        if directory is None or manifest is None or not args.should_log:
+        if loaded is None or not args.should_log:
             return ""
-        arguments = documents.read_arguments(directory, manifest), documents.own_arguments(args, trainer.optimizer)
+        arguments = (
+            documents.read_arguments(loaded.directory, loaded.manifest),
+            documents.own_arguments(args, trainer.optimizer),
+        )
         if skips:
-            position.refuse_other_samples(*arguments, str(directory))
+            position.refuse_other_samples(*arguments, str(loaded.directory))
         found = [
-            *job_state.changes,
+            *loaded.changes,
             *position.argument_changes(*arguments, streams),
             *position.batch_changes(old_pace, pace),
             *position.length_changes((old_order, old_pace), (order, pace)),
-            *position.file_changes(manifest, documents.tokenizer_files(trainer)),
+            *position.file_changes(loaded.manifest, documents.tokenizer_files(trainer)),
         ]
         return position.changes_text(trainer.state.global_step, found, streams)
 
-    warn(args, run_on_all(channel_of(args), "comparing the run with the one that was saved", compare))
+    session.warn(run_on_all(session.channel, "comparing the run with the one that was saved", compare))
 
 
-def _load_best(trainer: Any, directory: Path) -> None:
+def _load_best(session: Session, directory: Path) -> None:
     """Load the weights of the best checkpoint after training."""
-    channel = channel_of(trainer.args)
-    checkpoint = open_on_all_ranks(directory, channel, trainer.args.flex_verify)
-    checkpoint = with_tied(checkpoint, trainer.args.flex_tied)
-    settle_weights(trainer)
-    roles = run_on_all(channel, "preparing the best model", lambda: live_roles.model_roles(trainer.model))
-    options = read_options(trainer.args)
-    may_change, may_cast = trainer.args.flex_allow_config_changes, trainer.args.flex_allow_casts
-    model = describe_model(trainer.model)
-    load = prepare_load(checkpoint, roles, model, channel, options, may_change=may_change, may_cast=may_cast)
-    shown = shown_in_training(f"loading {directory.name}", trainer.args.should_log)
-    with base_fingerprint.until_filled(trainer.model, directory), shown:
+    model, args, channel = session.trainer.model, session.args, session.channel
+    checkpoint = with_tied(open_on_all_ranks(directory, channel, args.flex_verify), args.flex_tied)
+    session.settle_weights()
+    roles = run_on_all(channel, "preparing the best model", lambda: live_roles.model_roles(model))
+    may_change, may_cast = args.flex_allow_config_changes, args.flex_allow_casts
+    described, options = describe_model(model), read_options(args)
+    load = prepare_load(checkpoint, roles, described, channel, options, may_change=may_change, may_cast=may_cast)
+    shown = shown_in_training(f"loading {directory.name}", args.should_log)
+    with base_fingerprint.until_filled(model, directory), shown:
         load.fill()
-    if trainer.args.should_log:
+    if args.should_log:
         logger.info(f"The model now has the weights of its best checkpoint, {directory}.")
 
 
-def load_rng_state(trainer: Any, native: Native, checkpoint: str | None) -> None:
-    """``Trainer._load_rng_state``: restore this rank's random generators if the number of ranks is the same."""
-    if checkpoint is None:
+def _restore_generators(session: Session) -> None:
+    """Restore this rank's random generators if the number of ranks is the same."""
+    args, loaded = session.args, session.run.loaded
+    if loaded is None or loaded.progress is None:
         return
-    args = trainer.args
-    job_state = job_state_of(trainer)
-    path = _choice_of(job_state, checkpoint).path / documents.rng_name(dist.get_rank())
-    generators = None if job_state.progress is None else job_state.progress.generators
+    path, generators = loaded.directory / documents.rng_name(dist.get_rank()), loaded.progress.generators
     restored = generators is not None and rng.restore(
         generators, str(path), args.world_size, args.use_hybrid_parallel, args.tensor_model_parallel_size > 1
     )
     if not restored:
-        job_state.warn_once(
-            args,
-            f"Random generators are not restored: {checkpoint} has none for {count_text(args.world_size, 'rank')}. "
-            "Dropout and other randomness differ from the run that was saved.",
+        session.warn_once(
+            f"Random generators are not restored: {loaded.directory} has none for "
+            f"{count_text(args.world_size, 'rank')}. Dropout and other randomness differ from the run that was saved.",
         )

@@ -18,16 +18,16 @@ from paddleformers_fc.families.registry import family_for
 from paddleformers_fc.families.stated import bind_model
 from paddleformers_fc.layout.live import describe_roles
 from paddleformers_fc.layout.roles import MODEL_STATE
-from paddleformers_fc.trainer import live_roles, loading, trainer_init
+from paddleformers_fc.trainer import live_roles, loading, startup
 from paddleformers_fc.trainer.description import describe_model
-from paddleformers_fc.trainer.job_state import Native, channel_of
 from paddleformers_fc.trainer.library_models import LoRAModel, PretrainedModel
 from paddleformers_fc.trainer.nlp_models import resumable
 from paddleformers_fc.trainer.options import is_active
+from paddleformers_fc.trainer.session import Native, channel_of
 
 
 def init_trainer(trainer: Any, native: Native, *args: Any, **kwargs: Any) -> None:
-    """``Trainer.__init__``: as :func:`.trainer_init.init_trainer`, and every tensor of the model must be declared.
+    """``Trainer.__init__``: as :func:`.startup.init_trainer`, and every tensor of the model must be declared.
 
     Raises:
         OptionError: the model is not supported by PaddleNLP and this package.
@@ -37,7 +37,7 @@ def init_trainer(trainer: Any, native: Native, *args: Any, **kwargs: Any) -> Non
     given = (*args, *kwargs.values())
     if any(map(is_active, given)):
         _refuse_adapters(given)
-    trainer_init.init_trainer(trainer, native, *args, **kwargs)
+    startup.init_trainer(trainer, native, *args, **kwargs)
     if is_active(trainer.args) and trainer.model is not None:
         run_on_all(channel_of(trainer.args), "looking at the tensors of the model", lambda: _refuse(trainer.model))
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from numbers import Real
 from types import SimpleNamespace
@@ -536,19 +536,40 @@ def _unit_missing(text: Any) -> str:
 class Conflict:
     """An option of PaddleFormers that cannot go together with ``flex_checkpoint: true``.
 
+    One of the last four says which values clash; without them every value does that counts as true.
+
     Args:
         key: its name.
         because: why not, as the end of a sentence that begins with both keys.
-        clashes: whether a value of it clashes.
+        values: these.
+        unless: all but these.
+        words: those whose text contains one of these.
+        above: larger numbers.
     """
 
     key: str
     because: str
-    clashes: Callable[[Any], bool]
+    values: tuple[Any, ...] = ()
+    unless: tuple[Any, ...] = ()
+    words: tuple[str, ...] = ()
+    above: float | None = None
 
     def holds(self, options: Any) -> bool:
         """Return whether the option has a conflicting value; False if the argument class does not have the option."""
-        return hasattr(options, self.key) and self.clashes(getattr(options, self.key))
+        if not hasattr(options, self.key):
+            return False
+        found = getattr(options, self.key)
+        value, text = getattr(found, "value", found), str(found).lower()
+        if self.values or self.unless:
+            return value in self.values if self.values else value not in self.unless
+        if self.words:
+            return any(word in text for word in self.words)
+        if self.above is None:
+            return bool(value)
+        try:
+            return float(value) > self.above
+        except (TypeError, ValueError):
+            return False  # PaddleFormers refuses what is no number.
 
     def line(self, options: Any) -> str:
         """Return one line that names both keys."""
@@ -560,67 +581,20 @@ def spelled(value: Any) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _is_not(*values: Any) -> Callable[[Any], bool]:
-    return lambda found: getattr(found, "value", found) not in values
-
-
-def _is(value: Any) -> Callable[[Any], bool]:
-    return lambda found: getattr(found, "value", found) == value
-
-
-def _given(found: Any) -> bool:
-    return found is not None
-
-
-def _is_on(found: Any) -> bool:
-    return bool(found)
-
-
-def _is_several(found: Any) -> bool:
-    try:
-        return float(found) > 1
-    except (TypeError, ValueError):
-        return False  # PaddleFormers refuses what is no number.
-
-
-def _is_positive(found: Any) -> bool:
-    return bool(found and found > 0)
-
-
-def _is_offloaded(found: Any) -> bool:
-    return "offload" in str(found)
-
-
-def _is_a_later_stage(found: Any) -> bool:
-    return "stage2" in str(found) or "stage3" in str(found)
-
-
-def _fuses_states(found: Any) -> bool:
-    return "enable_fuse_optimizer_states" in str(found)
-
-
-def _is_dualpipe(found: Any) -> bool:
-    return "use_dualpipev" in str(found)
-
-
-def _is_fsdp(found: Any) -> bool:
-    return "fsdp" in str(found).lower()
-
-
 _OTHER_FORMAT = "the second selects another checkpoint format"
 _NOT_YET = "not supported yet"
 _SAVES_ITSELF = "both would save the same state, each in its own way"
 
 DEVELOPMENT = (
-    Conflict("sharding", f"fully sharded parameters are {_NOT_YET}; stage3 shards them too", _is_fsdp),
-    Conflict("flex_ckpt_load_num_workers", "flex_threads threads of every process read a checkpoint", _is_several),
+    Conflict("sharding", f"fully sharded parameters are {_NOT_YET}; stage3 shards them too", words=("fsdp",)),
+    Conflict("flex_ckpt_load_num_workers", "flex_threads threads of every process read a checkpoint", above=1),
     Conflict(
         "sharding_machine_balanced_2d_partition",
         f"parameters of Muon that are divided over machines in two dimensions are {_NOT_YET}",
-        _is_on,
     ),
     Conflict(
-        "use_reshard_bucketed_broadcast", "a checkpoint is resharded while it is read, without broadcasts", _is_on
+        "use_reshard_bucketed_broadcast",
+        "a checkpoint is resharded while it is read, without broadcasts",
     ),
 )
 """Refused keys of PaddleFormers' development branch."""
@@ -629,70 +603,71 @@ _OF_STAGES = (
     Conflict(
         "stage",
         "that stage loads and saves in ways of its own; use stage: PT with a model of PaddleFormers",
-        _is("ernie_pretrain"),
+        values=("ernie_pretrain",),
     ),
 )
 """Stages of PaddleFormers' command line that parse their arguments again, into a class without our options."""
 
 REFERENCE_UPDATES = Conflict(
-    "ref_model_update_steps", "the reference model is the base, and its updates are not saved", _is_positive
+    "ref_model_update_steps", "the reference model is the base, and its updates are not saved", above=0
 )
 
 CONFLICTS = (
     *DEVELOPMENT,
     REFERENCE_UPDATES,
-    Conflict("zcc_ema_loss_threshold", "updates of the moving average are not skipped by the loss", _given),
-    Conflict("save_checkpoint_format", _OTHER_FORMAT, _is_not("flex_checkpoint")),
-    Conflict("load_checkpoint_format", _OTHER_FORMAT, _is_not("flex_checkpoint")),
-    Conflict("unified_checkpoint", _OTHER_FORMAT, _is_on),
-    Conflict("save_sharded_model", _OTHER_FORMAT, _is_on),
-    Conflict("load_sharded_model", _OTHER_FORMAT, _is_on),
-    Conflict("ckpt_quant_stage", "checkpoints are stored exactly, never quantized", _is_not("O0")),
-    Conflict("enable_zero_cost_checkpoint", _SAVES_ITSELF, _is_on),
-    Conflict("flash_device_save_steps", _SAVES_ITSELF, _is_on),
-    Conflict("use_async_save", f"{_SAVES_ITSELF}; flex_async_save saves beside training", _is_on),
-    Conflict("auto_parallel_resume_form_hybrid_parallel", "a checkpoint of any layout is resumed without it", _is_on),
+    Conflict("zcc_ema_loss_threshold", "updates of the moving average are not skipped by the loss", unless=(None,)),
+    Conflict("save_checkpoint_format", _OTHER_FORMAT, unless=("flex_checkpoint",)),
+    Conflict("load_checkpoint_format", _OTHER_FORMAT, unless=("flex_checkpoint",)),
+    Conflict("unified_checkpoint", _OTHER_FORMAT),
+    Conflict("save_sharded_model", _OTHER_FORMAT),
+    Conflict("load_sharded_model", _OTHER_FORMAT),
+    Conflict("ckpt_quant_stage", "checkpoints are stored exactly, never quantized", unless=("O0",)),
+    Conflict("enable_zero_cost_checkpoint", _SAVES_ITSELF),
+    Conflict("flash_device_save_steps", _SAVES_ITSELF),
+    Conflict("use_async_save", f"{_SAVES_ITSELF}; flex_async_save saves beside training"),
+    Conflict("auto_parallel_resume_form_hybrid_parallel", "a checkpoint of any layout is resumed without it"),
     Conflict(
         "load_from_hf",
         "a checkpoint to resume from is no HuggingFace directory; to start from open weights, name it in"
         " model_name_or_path",
-        _is_on,
     ),
     Conflict(
         "sep_parallel_size",
         "segment parallelism is not supported: no model of PaddleFormers 1.2.0 attends from one segment to another",
-        _is_several,
+        above=1,
     ),
     Conflict(
         "context_parallel_size",
         "context parallelism is not supported: PaddleFormers 1.2.0 does not train it with Paddle 3.3.1",
-        _is_several,
+        above=1,
     ),
     Conflict(
         "sharding",
         "PaddleFormers 1.2.0 itself warns that offload is not supported; tensorwise_offload_optimizer offloads the"
         " optimizer",
-        _is_offloaded,
+        words=("offload",),
     ),
-    *(Conflict("optim", one.unavailable, _is(one.option)) for one in OPTIMIZERS if one.unavailable),
-    Conflict("optim", "checkpoints have no states of it", _is_not(*[one.option for one in OPTIMIZERS])),
-    Conflict("replicate_saved_into_local", f"copies of checkpoints on disks of single nodes are {_NOT_YET}", _is_on),
-    Conflict("pdc_download_ckpt", f"fetching a checkpoint before resuming is {_NOT_YET}", _is_on),
+    *(Conflict("optim", one.unavailable, values=(one.option,)) for one in OPTIMIZERS if one.unavailable),
+    Conflict("optim", "checkpoints have no states of it", unless=tuple(one.option for one in OPTIMIZERS)),
+    Conflict("replicate_saved_into_local", f"copies of checkpoints on disks of single nodes are {_NOT_YET}"),
+    Conflict("pdc_download_ckpt", f"fetching a checkpoint before resuming is {_NOT_YET}"),
 )
 """Refused combinations of options."""
 
 NLP_CONFLICTS = (
-    Conflict("sep_parallel_degree", f"segment parallelism is {_NOT_YET}", _is_several),
-    Conflict("context_parallel_degree", f"context parallelism is {_NOT_YET}", _is_several),
-    Conflict("expert_parallel_degree", f"experts of PaddleNLP are {_NOT_YET}", _is_several),
-    Conflict("use_expert_parallel", f"experts of PaddleNLP are {_NOT_YET}", _is_on),
-    Conflict("sharding", f"stages 2 and 3 of PaddleNLP are {_NOT_YET}", _is_a_later_stage),
-    Conflict("sharding_parallel_config", f"fused optimizer states are {_NOT_YET}", _fuses_states),
-    Conflict("pipeline_parallel_config", f"the DualPipeV schedule is {_NOT_YET}", _is_dualpipe),
-    Conflict("offload_optim", f"offloaded optimizer states are {_NOT_YET}", _is_on),
-    Conflict("force_reshard_pp", _OTHER_FORMAT, _is_on),
-    Conflict("to_static", f"static graphs are {_NOT_YET}", _is_on),
-    Conflict("enable_auto_parallel", f"PaddleNLP's semi-automatic mode is {_NOT_YET}", _is_on),
+    Conflict("sep_parallel_degree", f"segment parallelism is {_NOT_YET}", above=1),
+    Conflict("context_parallel_degree", f"context parallelism is {_NOT_YET}", above=1),
+    Conflict("expert_parallel_degree", f"experts of PaddleNLP are {_NOT_YET}", above=1),
+    Conflict("use_expert_parallel", f"experts of PaddleNLP are {_NOT_YET}"),
+    Conflict("sharding", f"stages 2 and 3 of PaddleNLP are {_NOT_YET}", words=("stage2", "stage3")),
+    Conflict(
+        "sharding_parallel_config", f"fused optimizer states are {_NOT_YET}", words=("enable_fuse_optimizer_states",)
+    ),
+    Conflict("pipeline_parallel_config", f"the DualPipeV schedule is {_NOT_YET}", words=("use_dualpipev",)),
+    Conflict("offload_optim", f"offloaded optimizer states are {_NOT_YET}"),
+    Conflict("force_reshard_pp", _OTHER_FORMAT),
+    Conflict("to_static", f"static graphs are {_NOT_YET}"),
+    Conflict("enable_auto_parallel", f"PaddleNLP's semi-automatic mode is {_NOT_YET}"),
 )
 """Refused options of PaddleNLP, beside :data:`CONFLICTS`."""
 
@@ -702,27 +677,27 @@ SEMI_AUTO_CONFLICTS = (
     Conflict(
         "tensor_model_parallel_size",
         "with enable_auto_parallel: true Paddle 3.3.1 divides fused parameters by data parallelism alone",
-        _is_several,
+        above=1,
     ),
-    Conflict("sharding", "with enable_auto_parallel: true fused parameters are sharded already", _is_not("", [], None)),
-    Conflict("bf16", _IN_SEMI_AUTO, _is_on),
-    Conflict("fp16", _IN_SEMI_AUTO, _is_on),
-    *(Conflict(key, _IN_SEMI_AUTO, _is_on) for key in ("flex_async_save", "use_flex_async_save")),
-    *(Conflict(key, _IN_SEMI_AUTO, _is_on) for key in ("flex_ema_decay", "zcc_save_ema_coef")),
+    Conflict("sharding", "with enable_auto_parallel: true fused parameters are sharded already", unless=("", [], None)),
+    Conflict("bf16", _IN_SEMI_AUTO),
+    Conflict("fp16", _IN_SEMI_AUTO),
+    *(Conflict(key, _IN_SEMI_AUTO) for key in ("flex_async_save", "use_flex_async_save")),
+    *(Conflict(key, _IN_SEMI_AUTO) for key in ("flex_ema_decay", "zcc_save_ema_coef")),
 )
 """Refused options in PaddleFormers' semi-automatic mode, beside :data:`CONFLICTS`."""
 
 _OURS = "every process reads what it needs by itself"
 
 WITHOUT_EFFECT = (
-    Conflict("save_on_each_node", "the second has no effect, disks of single nodes are found out", _is_on),
-    Conflict("flex_ckpt_comm_method", f"the second has no effect, {_OURS}", _given),
-    Conflict("load_via_cpu", f"the second has no effect, {_OURS}", _is_not(True)),
-    Conflict("ordered_save_group_size", "the second has no effect, processes write different files", _is_on),
-    Conflict("save_to_hf", "the second has no effect, an export is always in HuggingFace format", _is_not(True)),
-    Conflict("optim_shard_num", "the second has no effect, flex_max_shard_size bounds files", _is_not(1)),
-    Conflict("save_hf_memory_growth_threshold", "the second has no effect, exports stream", _is_not(8)),
-    Conflict("online_merge_ema", "the second has no effect, an export reads the checkpoint", _is_not(True)),
+    Conflict("save_on_each_node", "the second has no effect, disks of single nodes are found out"),
+    Conflict("flex_ckpt_comm_method", f"the second has no effect, {_OURS}", unless=(None,)),
+    Conflict("load_via_cpu", f"the second has no effect, {_OURS}", unless=(True,)),
+    Conflict("ordered_save_group_size", "the second has no effect, processes write different files"),
+    Conflict("save_to_hf", "the second has no effect, an export is always in HuggingFace format", unless=(True,)),
+    Conflict("optim_shard_num", "the second has no effect, flex_max_shard_size bounds files", unless=(1,)),
+    Conflict("save_hf_memory_growth_threshold", "the second has no effect, exports stream", unless=(8,)),
+    Conflict("online_merge_ema", "the second has no effect, an export reads the checkpoint", unless=(True,)),
 )
 """Logged once."""
 

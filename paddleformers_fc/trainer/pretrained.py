@@ -35,11 +35,11 @@ from paddleformers_fc.storage.paths import AnyPath, RemotePath, parse_path
 from paddleformers_fc.text import fold
 from paddleformers_fc.trainer import adapter_checks, base_fingerprint, documents, live_roles, own_statements
 from paddleformers_fc.trainer.description import describe_model
-from paddleformers_fc.trainer.job_state import channel_of, read_options
 from paddleformers_fc.trainer.library import logger
 from paddleformers_fc.trainer.library_models import LoRAModel, PretrainedConfig, get_common_folder
 from paddleformers_fc.trainer.library_objects import unwrap_model
 from paddleformers_fc.trainer.options import FlexFields
+from paddleformers_fc.trainer.session import channel_of, read_options
 
 _SOURCE = "_flex_weight_source"
 _VERIFIED = ""

@@ -42,11 +42,13 @@ class Choice:
         opened: with the metadata that the choice has read, which the load takes; None for the newest one of another
             format.
         named: whether a user named it; otherwise it is the newest one.
+        seconds: that it took to choose it.
     """
 
     path: AnyPath
     opened: OpenedCheckpoint | None = None
     named: bool = False
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)

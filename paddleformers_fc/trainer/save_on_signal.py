@@ -25,10 +25,10 @@ from types import FrameType
 from typing import Any
 
 from paddleformers_fc.cpu_runtime.ranks import SAVED_ON_SIGNAL
-from paddleformers_fc.trainer.job_state import job_state_of
 from paddleformers_fc.trainer.library import logger
 from paddleformers_fc.trainer.options import save_signal
 from paddleformers_fc.trainer.rank_records import update_record
+from paddleformers_fc.trainer.session import Session
 
 
 class WorkerShield:
@@ -68,29 +68,32 @@ def _take(number: signal.Signals, inherited: int | Callable[..., object] | None)
 
 
 @contextmanager
-def listening(trainer: Any) -> Iterator[SignalWatch | None]:
-    """Return a block in which the signal is handled; None if ``flex_save_on_signal`` is off.
+def listening(session: Session) -> Iterator[None]:
+    """Context manager around the training loop, in which the signal is handled unless ``flex_save_on_signal`` is off.
 
-    A process whose loop does not run in the main thread gets no signal; it saves when other ranks get one.
+    A process whose loop does not run in the main thread gets no signal; it saves when other ranks get one. When the
+    loop has returned, and its saves are committed, the process ends if the loop was stopped.
+
+    Raises:
+        SystemExit: with :data:`.SAVED_ON_SIGNAL`.
     """
-    name, job_state = save_signal(trainer.args), job_state_of(trainer)
+    name = save_signal(session.args)
     if name is None:
-        yield None
+        yield
         return
-    watch = job_state.signals = SignalWatch(signal.Signals[name])
+    watch = session.signals = SignalWatch(signal.Signals[name])
     if threading.current_thread() is threading.main_thread():
         watch.listen()
     else:
-        reason = "training does not run in the main thread of the process"
-        job_state.warn_once(trainer.args, f"{name} does not save: {reason}.")
+        session.warn_once(f"{name} does not save: training does not run in the main thread of the process.")
     update_record(listens=watch.listens)
     try:
-        with watch.directing(trainer):
-            yield watch
+        yield
     finally:
         update_record(listens=False)
-        job_state.signals = None
+        session.signals = None
         watch.end()
+    watch.leave_if_saved(session.trainer.state.global_step)
 
 
 class SignalWatch:
@@ -119,23 +122,21 @@ class SignalWatch:
         self._former = signal.signal(self._number, self._receive)
         self.listens = True
 
-    @contextmanager
-    def directing(self, trainer: Any) -> Iterator[None]:
-        """Return a block in which the loop of a Trainer saves and stops at the agreed step."""
-        handler = trainer.callback_handler
-        call = handler.call_event
+    def direct(self, event: str, control: Any) -> None:
+        """Direct a loop that has to stop: one save at the end of the step, and nothing else before it ends.
 
-        def call_event(event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-            control = call(event, args, state, control, **kwargs)
-            if self._is_due:
-                _direct(event, control)
-            return control
-
-        handler.call_event = call_event
-        try:
-            yield
-        finally:
-            handler.call_event = call
+        Args:
+            event: of the loop, after all callbacks.
+            control: of the Trainer.
+        """
+        if not self._is_due or event not in ("on_step_end", "on_epoch_end"):
+            return
+        control.should_save = event == "on_step_end"
+        if event == "on_step_end":
+            control.should_training_stop = True
+        control.should_evaluate = False
+        if hasattr(control, "should_save_hf"):
+            control.should_save_hf = False
 
     def end(self) -> None:
         """Restore the former handler when the loop has ended."""
@@ -169,17 +170,3 @@ class SignalWatch:
             os.kill(os.getpid(), number)
             return
         self.received += 1
-
-
-def _direct(event: str, control: Any) -> None:
-    """Direct the loop: one save at the end of the step, and nothing else before it ends."""
-    if event == "on_step_end":
-        control.should_save = True
-        control.should_training_stop = True
-    elif event == "on_epoch_end":
-        control.should_save = False
-    else:
-        return
-    control.should_evaluate = False
-    if hasattr(control, "should_save_hf"):
-        control.should_save_hf = False

@@ -85,24 +85,25 @@ def _note_page_locked() -> list[str]:
 def _count_step_ends() -> list[list[int]]:
     """Have ranks agree at every step end, and return a list of what that costs where they exchange nothing."""
     from paddleformers_fc.distributed import step_agreement
-    from paddleformers_fc.trainer.async_save import AsyncSaves, StepEnds
+    from paddleformers_fc.trainer import events
+    from paddleformers_fc.trainer.async_save import AsyncSaves
 
     step_agreement.PENDING_SECONDS = 1e-6
-    end, advance = StepEnds.on_step_end, AsyncSaves.advance
+    end, advance = events.agree, AsyncSaves.advance
     ended: list[list[int]] = []
     exchanged: list[int] = []
 
-    def advance_and_note(self: Any, trainer: Any) -> None:
-        exchanged.append(trainer.state.global_step)
-        advance(self, trainer)
+    def advance_and_note(self: Any, session: Any) -> None:
+        exchanged.append(session.trainer.state.global_step)
+        advance(self, session)
 
-    def end_and_count(self: Any, args: Any, state: Any, control: Any, **named: Any) -> None:
+    def end_and_count(session: Any, kind: str) -> None:
         waits, copies = synchronisations(), copied()
-        end(self, args, state, control, **named)
-        if state.global_step not in exchanged:
+        end(session, kind)
+        if session.trainer.state.global_step not in exchanged:
             ended.append([synchronisations() - waits, (copied() - copies).to_host])
 
-    AsyncSaves.advance, StepEnds.on_step_end = advance_and_note, end_and_count
+    AsyncSaves.advance, events.agree = advance_and_note, end_and_count
     return ended
 
 
@@ -224,7 +225,7 @@ def train_offloaded(output_dir: str, on: str, bf16: bool, resume: str | None = N
 
     from paddleformers_fc import FlexTrainer, FlexTrainingArguments
     from paddleformers_fc.execute import load
-    from paddleformers_fc.trainer import live_roles, save_job
+    from paddleformers_fc.trainer import live_roles, save
 
     settings = {"cls": FlexTrainingArguments, "flex_checkpoint": True, "max_steps": 6, "save_steps": 3, "device": on}
     paddle.set_device(on)
@@ -251,7 +252,7 @@ def train_offloaded(output_dir: str, on: str, bf16: bool, resume: str | None = N
 
     trainer = tiny.trainer(tiny.build("llama", layout, args), args, cls=FlexTrainer, callbacks=[Watch()])
     load.read_redistributed = counted("load", load.read_redistributed)
-    save_job.write_and_commit = counted("save", save_job.write_and_commit)
+    save.write_and_commit = counted("save", save.write_and_commit)
     live_roles.create_states = counted("create", live_roles.create_states)
     trainer.train(resume_from_checkpoint=resume)
     weights = [one.local_tensor for one in trainer.model.sharded_state_dict().values()]
@@ -276,7 +277,7 @@ def train_with_average(
     import paddle
 
     from paddleformers_fc import FlexTrainer, FlexTrainingArguments, averaged_weights
-    from paddleformers_fc.trainer.job_state import job_state_of
+    from paddleformers_fc.trainer.session import session_of
     from tests.trainer.ema_jobs import bits
 
     settings = {"cls": FlexTrainingArguments, "flex_checkpoint": True, "max_steps": 6, "save_steps": 3, "device": on}
@@ -288,6 +289,6 @@ def train_with_average(
     with averaged_weights(trainer):
         digests.append(bits(trainer))
         trainer.evaluate(tiny.Samples())
-    average = job_state_of(trainer).average
+    average = session_of(trainer).average
     places = sorted({str(one.local_tensor.place) for one in average.tensors.values()})
     return {"losses": trainer.losses, "places": places, "digests": [*digests, bits(trainer)]}

@@ -12,7 +12,7 @@ from verification.forkserver import PRELOAD, ForkServer
 PATIENT = (*PRELOAD, "tests.harness.limits:be_patient")
 
 OURS = (
-    "paddleformers_fc.trainer.trainer_init",
+    "paddleformers_fc.trainer.startup",
     "paddleformers_fc.trainer.adapter_files",
     "paddleformers_fc.trainer.entry",
     "paddleformers_fc.trainer.loop",

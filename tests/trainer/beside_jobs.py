@@ -30,10 +30,11 @@ def with_late_copies(job: str, **settings: Any) -> Any:
     from paddleformers_fc.execute.async_snapshot import SnapshotCopy
     from paddleformers_fc.trainer import async_save
     from paddleformers_fc.trainer.ema import MovingAverage, UpdateBarrier
+    from paddleformers_fc.trainer.events import LoopEvents
 
     wanted, average_wanted, updated = threading.Event(), threading.Event(), threading.Event()
     prepare, finish, copy = async_save.prepare, UpdateBarrier.finish, SnapshotCopy.finish
-    settled = MovingAverage.wait_for_update
+    settled, call = MovingAverage.wait_for_update, LoopEvents.call_event
 
     def prepare_again(*args: Any) -> Any:
         for one in (wanted, average_wanted, updated):
@@ -55,9 +56,14 @@ def with_late_copies(job: str, **settings: Any) -> Any:
         updated.wait(_A_WHILE)
         return copy(self)
 
+    def called(self: Any, event: str, *args: Any, **kwargs: Any) -> Any:
+        if event == "on_optimizer_end":
+            updated.set()
+        return call(self, event, *args, **kwargs)
+
     async_save.prepare = prepare_again
     UpdateBarrier.finish = finish_wanted
-    UpdateBarrier.on_optimizer_end = lambda *args, **kwargs: updated.set()
+    LoopEvents.call_event = called
     SnapshotCopy.finish = copy_late
     MovingAverage.wait_for_update = settled_wanted
     module, _, name = job.partition(":")
@@ -73,7 +79,7 @@ def with_events(hold: bool = False, **settings: Any) -> dict[str, Any]:
     from paddleformers.trainer import TrainerCallback
 
     from paddleformers_fc import FlexCheckpointCallback
-    from paddleformers_fc.trainer.job_state import job_state_of
+    from paddleformers_fc.trainer.session import session_of
 
     seen: list[Any] = []
 
@@ -94,9 +100,9 @@ def with_events(hold: bool = False, **settings: Any) -> dict[str, Any]:
 
     class Hold(TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            saves = job_state_of(trainer).saver
+            saves = session_of(trainer).saver
             while hold and saves.under_way:
-                saves.advance(trainer)
+                saves.advance(session_of(trainer))
 
     trainer = flex_trainer(**settings, callbacks=[Listener(), Hold()], eval_dataset=tiny.Samples())
     trainer.train()
@@ -112,13 +118,13 @@ def commit_in_evaluation(**settings: Any) -> list[Any]:
         the step whose evaluation sees the first checkpoint, then the step of every save, and that of its report.
     """
     from paddleformers_fc import FlexCheckpointCallback
-    from paddleformers_fc.trainer.job_state import job_state_of
+    from paddleformers_fc.trainer.session import session_of
 
     seen: list[Any] = []
 
     class Listener(FlexCheckpointCallback):
         def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            saves = job_state_of(trainer).saver
+            saves = session_of(trainer).saver
             if saves.under_way:
                 saves._save.done.exception()
             if not seen and any(Path(args.output_dir).glob("checkpoint-*")):
@@ -376,7 +382,6 @@ def hold_the_first_save(held: int, until: int, **settings: Any) -> dict[str, Any
     from paddleformers_fc.execute import save
     from paddleformers_fc.trainer import async_save
     from paddleformers_fc.trainer.async_save import AsyncSaves
-    from paddleformers_fc.trainer.job_state import job_state_of
     from paddleformers_fc.trainer.library import logger
 
     waits, committed, captured = threading.Event(), [], []
@@ -388,15 +393,15 @@ def hold_the_first_save(held: int, until: int, **settings: Any) -> dict[str, Any
             assert waits.wait(_LONG)
         return write(planned, *args)
 
-    def report_and_note(trainer: Any, prepared: Any, *args: Any) -> None:
+    def report_and_note(session: Any, prepared: Any, *args: Any) -> None:
         committed.append(prepared.step)
-        report(trainer, prepared, *args)
+        report(session, prepared, *args)
 
-    def wait_and_note(self: Any, trainer: Any, why: str) -> None:
-        if trainer.state.global_step == until and self._save is not None and self._save.prepared.step == held:
-            captured.append(not job_state_of(trainer).update_barrier._reads)
+    def wait_and_note(self: Any, session: Any, why: str) -> None:
+        if session.trainer.state.global_step == until and self._save is not None and self._save.prepared.step == held:
+            captured.append(not session.barrier._reads)
             waits.set()
-        wait(self, trainer, why)
+        wait(self, session, why)
 
     class Lines(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
@@ -417,9 +422,9 @@ def change_shards(odd: int, at: int, **settings: Any) -> Any:
         odd: the rank.
         at: the step.
     """
-    from paddleformers_fc.trainer import save_job
+    from paddleformers_fc.trainer import save
 
-    roles = save_job._roles
+    roles = save._roles
     trainer = flex_trainer(**settings)
 
     def without_one(*args: Any) -> Any:
@@ -430,7 +435,7 @@ def change_shards(odd: int, at: int, **settings: Any) -> Any:
             found = {**found, "optimizer_state": states}
         return found
 
-    save_job._roles = without_one
+    save._roles = without_one
     trainer.train()
     return outcome(trainer)
 

@@ -18,7 +18,7 @@ def digest_of(trainer: Any) -> str:
     from paddleformers_fc.execute.digest import digest_live
     from paddleformers_fc.trainer import live_roles
     from paddleformers_fc.trainer.description import describe_model
-    from paddleformers_fc.trainer.job_state import channel_of
+    from paddleformers_fc.trainer.session import channel_of
 
     weights = live_roles.model_roles(trainer.model)["model_state"]
     return digest_live(weights, describe_model(trainer.model), channel_of(trainer.args))

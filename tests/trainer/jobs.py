@@ -486,7 +486,7 @@ def random_states() -> dict[str, Any]:
 def left_alone(output_dir: str) -> str:
     """Rank 0 wants to exchange something and rank 1 does not; returns the error of rank 0."""
     from paddleformers_fc.errors import PeerError
-    from paddleformers_fc.trainer.job_state import channel_of
+    from paddleformers_fc.trainer.session import channel_of
     from tests.trainer.lost_jobs import keep_time
 
     trainer = flex_trainer(tiny.DP2.to_json(), output_dir, {"flex_timeout": 100})

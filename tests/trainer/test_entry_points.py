@@ -35,7 +35,6 @@ REPLACED = [
     "Trainer.__init__",
     "Trainer._inner_training_loop",
     "Trainer._load_flex_checkpoint",
-    "Trainer._load_rng_state",
     "Trainer._rotate_checkpoints",
     "Trainer._save",
     "Trainer._save_checkpoint",

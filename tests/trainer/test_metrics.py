@@ -53,7 +53,7 @@ def trainer(tmp_path: Path) -> Any:
 
 
 def test_a_save_is_a_point_of_every_curve_at_its_step(trainer: Any, tmp_path: Path) -> None:
-    ReportFigures(trainer).on_checkpoint_saved(None, REPORT)
+    ReportFigures(trainer).saved(REPORT)
     assert scalars(tmp_path) == {
         "train/checkpoint_save_bytes": [(7, 10**9)],
         "train/checkpoint_save_seconds": [(7, 2.0)],
@@ -68,10 +68,10 @@ def test_a_save_is_a_point_of_every_curve_at_its_step(trainer: Any, tmp_path: Pa
 
 def test_a_load_is_reported_once_training_has_begun(trainer: Any, tmp_path: Path) -> None:
     figures = ReportFigures(trainer)
-    figures.on_checkpoint_loaded(None, REPORT)
+    figures.loaded(REPORT)
     assert scalars(tmp_path) == {}
     for _ in range(2):
-        figures.on_step_end(None, None, None)
+        figures.send_loaded()
     assert scalars(tmp_path) == {
         "train/checkpoint_load_bytes": [(7, 10**9)],
         "train/checkpoint_load_seconds": [(7, 2.0)],
@@ -102,7 +102,7 @@ def test_other_callbacks_get_no_figures(trainer: Any, tmp_path: Path) -> None:
         raise AssertionError("called")
 
     trainer.callback_handler.callbacks[0].on_log = fail
-    ReportFigures(trainer).on_checkpoint_saved(None, REPORT)
+    ReportFigures(trainer).saved(REPORT)
     assert scalars(tmp_path)
 
 

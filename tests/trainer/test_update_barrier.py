@@ -21,7 +21,7 @@ def test_the_next_update_waits_for_a_read_that_is_under_way() -> None:
     with ThreadPoolExecutor(2) as threads:
         reads.add(threads.submit(read))
         begun.wait()
-        update = threads.submit(lambda: (reads.on_optimizer_begin(None, None, None), log.append("updated")))
+        update = threads.submit(lambda: (reads.finish(), log.append("updated")))
         assert log == []
         may_end.set()
         update.result()

@@ -20,7 +20,7 @@ from paddleformers_fc.execute.upload import Upload
 from paddleformers_fc.storage.files import files_within
 from paddleformers_fc.storage.manifest import MANIFEST_NAME, DivergedTie, read_manifest, write_manifest
 from paddleformers_fc.storage.paths import RemotePath
-from paddleformers_fc.trainer import save_job
+from paddleformers_fc.trainer import save
 from paddleformers_fc.trainer.options import FlexFields, check_options, upload_url
 from paddleformers_fc.trainer.rotation import Retention
 from paddleformers_fc.trainer.uploads import CheckpointUploader, Uploads
@@ -240,18 +240,17 @@ def test_the_end_of_training_waits_and_raises(bucket: Bucket, tmp_path: Path) ->
 
 def test_a_local_checkpoint_is_deleted_after_its_upload_and_not_before(bucket: Bucket, tmp_path: Path) -> None:
     disks = DiskLeaders((0,), "")
-    one, args = (
-        uploads(bucket, tmp_path),
-        SimpleNamespace(save_total_limit=1, flex_keep_every=0, flex_verify="size", flex_threads=1),
-    )
+    one = uploads(bucket, tmp_path)
+    args = SimpleNamespace(output_dir=str(tmp_path), save_total_limit=1, flex_keep_every=0)
+    session: Any = SimpleNamespace(args=args, uploads=one)
     bucket.store.accepts = lambda method, path, query: False
     for step in (2, 4):
         one.committed(make_checkpoint(tmp_path, step), None, disks)
-    save_job.rotate(args, tmp_path / "checkpoint-4", None, disks, ALONE, str(tmp_path), one)
+    save.rotate(session, tmp_path / "checkpoint-4", None, disks, ALONE)
     assert left(tmp_path) == ["checkpoint-2", "checkpoint-4"]
     bucket.store.accepts = lambda method, path, query: True
     one.finish()
-    save_job.rotate(args, tmp_path / "checkpoint-4", None, disks, ALONE, str(tmp_path), one)
+    save.rotate(session, tmp_path / "checkpoint-4", None, disks, ALONE)
     assert left(tmp_path) == ["checkpoint-4"]
     assert steps(bucket) == ["checkpoint-2", "checkpoint-4"]
 

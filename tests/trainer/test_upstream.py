@@ -119,7 +119,8 @@ def test_every_training_argument_that_is_read_is_in_the_table() -> None:
         node.attr
         for _, tree in _sources("trainer")
         for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("args", "trainer.args", "arguments")
+        if isinstance(node, ast.Attribute)
+        and ast.unparse(node.value) in ("args", "trainer.args", "session.args", "arguments")
     }
     compared = {one.key for one in (*CONFLICTS, *NLP_CONFLICTS, *WITHOUT_EFFECT) if one not in DEVELOPMENT}
     assert (read | compared) - set(FIELD_NAMES) - known == set()

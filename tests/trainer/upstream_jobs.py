@@ -215,17 +215,19 @@ def two_differences(output_dir: str) -> list[str]:
 
 def install_breaks_off() -> dict[str, Any]:
     """Install where the last of the replacements fails; the error, and which methods are others afterwards."""
-    from paddleformers_fc.trainer import install
+    from paddleformers_fc.trainer import entry
     from tests.trainer.entry_jobs import _methods
 
-    def fail(original: Any) -> Any:
+    rows = entry._replaced_in_parser
+
+    def broken_off() -> Any:
+        yield from rows()
         raise KeyError("broken off")
 
     before = _methods()
-    owner, name, _ = install._PARSER[-1]
-    install._PARSER = (*install._PARSER[:-1], (owner, name, fail))
+    entry._replaced_in_parser = broken_off
     try:
-        install.install()
+        entry.install()
     except KeyError as error:
         return {"error": str(error), "changed": [name for name, value in _methods().items() if before[name] != value]}
     return {}

@@ -1,0 +1,264 @@
+"""What this package keeps of one Trainer, split by subject, and helpers of all replaced methods."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from paddleformers_fc.distributed.channel import Channel
+from paddleformers_fc.distributed.communicator import Communicator, job_communicator
+from paddleformers_fc.distributed.consistency import ConsistencyCheck
+from paddleformers_fc.distributed.disk_leaders import DiskLeaders
+from paddleformers_fc.distributed.step_agreement import StepAgreement
+from paddleformers_fc.distributed.store_client import hosts_of_ranks
+from paddleformers_fc.errors import EnvironmentMismatch, OptionError
+from paddleformers_fc.families.changes import Change
+from paddleformers_fc.storage.executor import ReadOptions
+from paddleformers_fc.storage.manifest import Manifest, RunRecord
+from paddleformers_fc.storage.paths import AnyPath
+from paddleformers_fc.trainer import live_roles, optimizers
+from paddleformers_fc.trainer.batches import PositionTracker
+from paddleformers_fc.trainer.callback import BestCheckpoint, CheckpointReport, FlexCheckpointCallback, ReportFigures
+from paddleformers_fc.trainer.documents import TokenizerFiles, TrainingProgress
+from paddleformers_fc.trainer.ema import MovingAverage, UpdateBarrier
+from paddleformers_fc.trainer.library import logger
+from paddleformers_fc.trainer.options import FIELD_NAMES, is_active
+from paddleformers_fc.trainer.resume import Choice
+from paddleformers_fc.trainer.uploads import Uploads
+
+Native = Callable[..., Any]
+"""A method of PaddleFormers' own."""
+
+SESSION = "_flex_session"
+"""Our attribute of a Trainer, for its :class:`Session`."""
+WAITING = "_pp_data_buffer"
+"""PaddleFormers' attribute for the batches that a pipeline has taken and not trained."""
+
+_SHARED_OPTIONS = ("aoa_config", "ignore_load_lr_and_optim", "ignore_save_lr_and_optim", "ignore_data_skip")
+"""PaddleFormers' options that decide what is saved and loaded; they must be equal on all ranks."""
+
+
+class Saver(Protocol):
+    """Saves checkpoints of a Trainer, in its steps or beside them. Every rank must call every method.
+
+    Attributes:
+        under_way: the part of a save that all ranks do; None if there is none.
+        is_done: whether this rank has done it.
+    """
+
+    @property
+    def under_way(self) -> object:
+        """Return what the ranks do."""
+
+    @property
+    def is_done(self) -> bool:
+        """Return whether this rank has done it."""
+
+    def save(self, session: Session, metrics: dict[str, float] | None) -> None:
+        """Save the present step.
+
+        Args:
+            session: of the Trainer; its state names the best checkpoint.
+            metrics: those of an evaluation at this step.
+
+        Raises:
+            FlexError: the same on every rank; the previous checkpoints are untouched.
+        """
+
+    def advance(self, session: Session) -> None:
+        """Exchange what the ranks have done, and begin the next part of a save."""
+
+    def report(self) -> None:
+        """Report a save that has ended at this step."""
+
+    def finish(self, session: Session) -> None:
+        """Wait until the save under way is committed."""
+
+    def draining(self, session: Session) -> AbstractContextManager[None]:
+        """Context manager around the training loop; at its end every save is committed."""
+
+    def defers_event(self, step: int) -> bool:
+        """Return whether ``on_save`` of a step is called later, when its save is committed."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """The checkpoint that a run was resumed from.
+
+    Args:
+        directory: the checkpoint.
+        manifest: its manifest.
+        changes: differences of the model's configuration from that in the checkpoint.
+        progress: the Trainer's state in it; None if it is not continued.
+    """
+
+    directory: AnyPath
+    manifest: Manifest
+    changes: tuple[Change, ...]
+    progress: TrainingProgress | None
+
+
+@dataclass
+class Run:
+    """The run of one call of ``train``.
+
+    Args:
+        ran: names of the replaced methods that have run since; see :mod:`.events`.
+        chosen: the checkpoint to resume; None in a run from the beginning. The native methods pass its path on as text,
+            which lacks the password of a URL.
+        loaded: what was loaded from it; None before, and in a run from the beginning.
+        record: identifies the run in its checkpoints; None before training.
+        saved: the last checkpoint that was saved.
+        warned: warnings that are logged once.
+    """
+
+    ran: set[str] = field(default_factory=set)
+    chosen: Choice | None = None
+    loaded: Loaded | None = None
+    record: RunRecord | None = None
+    saved: Path | None = None
+    warned: set[str] = field(default_factory=set)
+
+    @property
+    def progress(self) -> TrainingProgress | None:
+        """The Trainer's state that is continued; None if there is none."""
+        return None if self.loaded is None else self.loaded.progress
+
+
+@dataclass
+class Session:
+    """The parts of this package that belong to one Trainer.
+
+    Args:
+        trainer: the Trainer.
+        figures: sends figures of saves and loads to reporters.
+        position: follows the position in the data.
+        barrier: the reads of live tensors that the next update waits for.
+        agreement: of the ranks at step ends.
+        saver: saves checkpoints.
+        average: the moving average of the weights; None without one.
+        uploads: uploads checkpoints; None without ``flex_upload``.
+        run: of the last call of ``train``.
+        best: hides the name of the best checkpoint from PaddleFormers' loop.
+        signals: follows the signal of ``flex_save_on_signal``, a :class:`.save_on_signal.SignalWatch`; None outside of
+            a loop, and without the option.
+        has_trained: whether the loop has run before; it may have left an unfinished step.
+        disks: the processes that share the disk of their saves; known after the first save.
+        reference: contents of the reference model of preference training; None before they are needed.
+        tokenizer_files: the files of the tokenizer, kept between saves.
+    """
+
+    trainer: Any
+    figures: ReportFigures
+    position: PositionTracker
+    barrier: UpdateBarrier
+    agreement: StepAgreement
+    saver: Saver
+    average: MovingAverage | None = None
+    uploads: Uploads | None = None
+    run: Run = field(default_factory=Run)
+    best: BestCheckpoint = field(default_factory=BestCheckpoint)
+    signals: Any = None
+    has_trained: bool = False
+    disks: DiskLeaders | None = None
+    reference: Mapping[str, str] | None = None
+    tokenizer_files: TokenizerFiles = field(default_factory=TokenizerFiles)
+
+    @property
+    def args(self) -> Any:
+        """The training arguments."""
+        return self.trainer.args
+
+    @property
+    def channel(self) -> Channel:
+        """All ranks of the job."""
+        return channel_of(self.args)
+
+    def warn(self, text: str, lines: Iterable[str] = ()) -> None:
+        """Log a warning and the lines that it lists on every node; nothing if the text is empty."""
+        if text and self.args.should_log:
+            logger.warning(text + "".join(f"\n  - {line}" for line in lines))
+
+    def warn_once(self, text: str, lines: Iterable[str] = (), subject: str = "") -> None:
+        """Log a warning once per run, or once per subject."""
+        if (subject or text) not in self.run.warned:
+            self.warn(text, lines)
+        self.run.warned.add(subject or text)
+
+    def consistency(self, doing: str) -> ConsistencyCheck:
+        """Return the options that must be equal on all ranks, for the consistency check of an operation."""
+        names = (*FIELD_NAMES, *_SHARED_OPTIONS)
+        return ConsistencyCheck(doing, {name: getattr(self.args, name) for name in names if hasattr(self.args, name)})
+
+    def report_saved(self, report: CheckpointReport) -> None:
+        """Report a save to the callbacks that receive reports."""
+        for one in reporters(self.trainer):
+            one.on_checkpoint_saved(self.args, report)
+        self.figures.saved(report)
+
+    def report_loaded(self, report: CheckpointReport) -> None:
+        """Report a load to the callbacks that receive reports."""
+        for one in reporters(self.trainer):
+            one.on_checkpoint_loaded(self.args, report)
+        self.figures.loaded(report)
+
+    def settle_weights(self) -> None:
+        """Leave weights where they are filled, and nothing that the next pass would use in their place."""
+        live_roles.wait_for_weights(self.args)
+        live_roles.release_full_parameters(self.trainer.model)
+
+    def refuse_optimizer(self) -> None:
+        """Refuse an optimizer whose states cannot be saved, unless they are not to be saved.
+
+        Raises:
+            OptionError: see :func:`.optimizers.refuse_unsupported`.
+        """
+        if not self.args.ignore_save_lr_and_optim:
+            optimizers.refuse_unsupported(self.trainer.optimizer)
+
+
+def reporters(trainer: Any) -> list[FlexCheckpointCallback]:
+    """Return the callbacks that receive reports of saves and loads."""
+    return [one for one in trainer.callback_handler.callbacks if isinstance(one, FlexCheckpointCallback)]
+
+
+def channel_of(args: Any) -> Channel:
+    """Return the channel of the job with the timeout of a run."""
+    return job_communicator(args.flex_timeout)
+
+
+def step_agreement_of(channel: Channel) -> StepAgreement:
+    """Return what the loops of a Trainer agree with at step ends."""
+    return StepAgreement(channel, channel.liveness if isinstance(channel, Communicator) else None)
+
+
+def read_options(args: Any) -> ReadOptions:
+    """Return how a run reads tensors."""
+    return ReadOptions(threads=args.flex_threads, replicas=args.flex_read, hosts=hosts_of_ranks())
+
+
+def session_of(trainer: Any) -> Session:
+    """Return the session that :func:`.startup.init_trainer` has begun.
+
+    Raises:
+        OptionError: the Trainer does not use this package.
+        EnvironmentMismatch: it was constructed without the option, or its class goes around the constructor.
+    """
+    session: Session | None = getattr(trainer, SESSION, None)
+    if session is None and not is_active(trainer.args):
+        raise OptionError(
+            "This Trainer does not use paddleformers_fc: flex_checkpoint is not true.",
+            where=f"{type(trainer).__module__}.{type(trainer).__qualname__}",
+            next_step="Construct it with flex_checkpoint: true in its arguments, as paddleformers_fc.FlexTrainer or "
+            "after paddleformers_fc.install().",
+        )
+    if session is None:
+        raise EnvironmentMismatch(
+            "flex_checkpoint is true, and this Trainer was constructed without it.",
+            where=f"{type(trainer).__module__}.{type(trainer).__qualname__}",
+            next_step="Set flex_checkpoint before the Trainer is constructed, and call super().__init__ in __init__.",
+        )
+    return session

@@ -1,0 +1,251 @@
+"""The construction of a Trainer, and the checks before its first step.
+
+An unsupported run is refused before hours of training.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from paddleformers_fc.distributed.channel import run_on_all
+from paddleformers_fc.distributed.consistency import ConsistencyCheck, comparable_config, software_versions
+from paddleformers_fc.distributed.store_client import on_several_nodes
+from paddleformers_fc.errors import OptionError
+from paddleformers_fc.execute.save import check_ties
+from paddleformers_fc.execute.save_plan import model_rules
+from paddleformers_fc.families import family_for
+from paddleformers_fc.layout.live import describe_roles
+from paddleformers_fc.layout.roles import MODEL_STATE
+from paddleformers_fc.storage.files import check_writable
+from paddleformers_fc.trainer import (
+    adapter_checks,
+    base_fingerprint,
+    batches,
+    description,
+    documents,
+    ema,
+    live_roles,
+    own_statements,
+    pretrained,
+    reference,
+    sonic_moe,
+)
+from paddleformers_fc.trainer.async_save import AsyncSaves
+from paddleformers_fc.trainer.callback import (
+    ATTENDED,
+    FlexCheckpointCallback,
+    ProgressRecorder,
+    ReportFigures,
+    record_progress,
+)
+from paddleformers_fc.trainer.description import describe_model
+from paddleformers_fc.trainer.ema import UpdateBarrier
+from paddleformers_fc.trainer.events import LoopEvents
+from paddleformers_fc.trainer.library import logger
+from paddleformers_fc.trainer.library_models import LoRAModel, PretrainedModel
+from paddleformers_fc.trainer.options import FlexFields, is_active, upload_url, without_effect
+from paddleformers_fc.trainer.save import SyncSaves, save_pretrained
+from paddleformers_fc.trainer.session import (
+    SESSION,
+    WAITING,
+    Native,
+    Session,
+    channel_of,
+    reporters,
+    step_agreement_of,
+)
+from paddleformers_fc.trainer.uploads import Uploads
+
+_RELEASES_WEIGHTS = "FP8QuantWeightCallback"
+"""PaddleFormers' callback that keeps quantized weights alone during the passes; PaddleNLP has none."""
+
+
+def init_trainer(trainer: Any, native: Native, *args: Any, **kwargs: Any) -> None:
+    """``Trainer.__init__``: afterwards the model exports through us and the loop is followed.
+
+    Raises:
+        OptionError: the model or the optimizer is one whose checkpoints are not supported, or another loader has set
+            the model's weights.
+        MappingError: no family declares the model, and the statements of its class do not map it.
+    """
+    given = (*args, *kwargs.values())
+    for active in filter(is_active, given):
+        setattr(active, ATTENDED, True)
+        _check_disks(active)
+        for model in (one for one in map(description.base_model, given) if isinstance(one, PretrainedModel)):
+            documents.keep_use_cache(model)
+    native(*args, **kwargs)
+    arguments = trainer.args
+    record_progress(trainer)
+    if not is_active(arguments) or trainer.model is None:
+        return
+    _refuse_other_arguments(arguments)
+    channel = channel_of(arguments)
+    own_statements.adopt(trainer.model, channel)
+    run_on_all(channel, "checking the model", lambda: _refuse_undeclared(trainer))
+    adapter_checks.refuse_unsupported(trainer.model, channel)
+    adapter_checks.refuse_untrained(trainer.model, channel)
+    run_on_all(channel, "describing the adapters", lambda: _refuse_unmapped(trainer.model))
+    session = Session(
+        trainer,
+        ReportFigures(trainer),
+        batches.PositionTracker(lambda: len(getattr(trainer, WAITING, ()))),
+        UpdateBarrier(lambda: _passes_change_weights(trainer)),
+        step_agreement_of(channel),
+        AsyncSaves() if arguments.flex_async_save else SyncSaves(),
+    )
+    session.refuse_optimizer()
+    run_on_all(
+        channel,
+        "checking where the model's weights come from",
+        lambda: pretrained.require_verified(trainer.model),
+    )
+    base_fingerprint.identify_once(trainer.model, channel)
+    settings, url = ema.settings_of(arguments), upload_url(arguments)
+    if settings is not None:
+        session.average = ema.MovingAverage(settings, ema.KnownParts(trainer), session.barrier)
+    if url is not None:
+        session.uploads = Uploads(url, arguments, channel)
+    setattr(trainer, SESSION, session)
+    LoopEvents(session)
+    if all(isinstance(one, ProgressRecorder) for one in reporters(trainer)):
+        trainer.add_callback(FlexCheckpointCallback())
+    trainer.model.save_pretrained = functools.partial(save_pretrained, trainer, trainer.model.save_pretrained)
+    if arguments.should_log:
+        for line in without_effect(arguments):
+            logger.warning(line)
+
+
+def _refuse_other_arguments(arguments: Any) -> None:
+    """Refuse arguments with a ``flex_checkpoint`` of their own, which was not compared with the others."""
+    if not isinstance(arguments, FlexFields):
+        raise OptionError(
+            "flex_checkpoint: true is set in training arguments that lack the other options of paddleformers_fc.",
+            where=f"{type(arguments).__module__}.{type(arguments).__qualname__}",
+            next_step="Use FlexTrainingArguments, or a subclass of it.",
+        )
+
+
+def _refuse_undeclared(trainer: Any) -> None:
+    model = trainer.model
+    if getattr(model, "config", None) is None:
+        raise OptionError(
+            "flex_checkpoint: true needs a model of PaddleFormers, whose configuration describes its tensors.",
+            where=type(model).__name__,
+            next_step="Train a PretrainedModel, or remove flex_checkpoint.",
+        )
+    described = describe_model(model)
+    if described.rules is None:
+        family_for(described.config)  # Refuses a model that could not be saved after hours of training.
+    sonic_moe.refuse_unsupported(trainer, dict(described.config))
+    check_ties(live_roles.model_roles(model)[MODEL_STATE], described)
+
+
+def _refuse_unmapped(model: Any) -> None:
+    """Refuse adapters of layers that the family does not declare."""
+    if isinstance(model, LoRAModel):
+        model_rules(describe_model(model), describe_roles(live_roles.model_roles(model))[MODEL_STATE])
+
+
+def _passes_change_weights(trainer: Any) -> bool:
+    """Return whether the passes receive parameters, or release weights."""
+    kinds = {kind.__name__ for one in trainer.callback_handler.callbacks for kind in type(one).__mro__}
+    return live_roles.receives_in_passes(trainer.args) or _RELEASES_WEIGHTS in kinds
+
+
+# ---- Before the first step.
+
+_OF_A_NODE = frozenset(
+    {
+        "dataloader_num_workers",
+        "device",
+        "disable_tqdm",
+        "local_rank",
+        "log_on_each_node",
+        "logging_dir",
+        "metrics_output_path",
+        "output_dir",
+        "output_signal_dir",
+        "prefetch_factor",
+        "report_to",
+        "resume_from_checkpoint",
+        "run_name",
+        "wandb_api_key",
+        "wandb_http_proxy",
+    }
+)
+"""Options that may differ between nodes: paths, logging, and options of one process alone."""
+
+_PACKAGES = ("paddleformers", "paddlenlp", "paddleformers_fc")
+
+
+def check(session: Session) -> None:
+    """Compare versions, options and model configuration across ranks, and test every output disk.
+
+    A node with another package version, another YAML or a read-only disk would be found by the first save, after hours,
+    or not at all. With this check every rank raises one error within a second of the start of training. Cost: one
+    exchange, and one directory made and deleted per rank.
+
+    Args:
+        session: of a Trainer that is about to train; every rank must call.
+    Raises:
+        PeerError: the same on every rank: a table of the differences, with values and ranks.
+        StorageError: the same on every rank: the output directories that cannot be written, with their ranks.
+        MismatchError: see :func:`.reference.refuse_unlike`.
+    """
+    trainer, args = session.trainer, session.args
+    facts = {
+        "versions": software_versions(),
+        "config": comparable_config(describe_model(trainer.model)),
+        **dict(_options(args)),
+    }
+
+    def work() -> None:
+        check_writable(Path(args.output_dir))
+        # PaddleFormers' preference training sets it after Trainer.__init__.
+        reference.refuse_updates(trainer)
+        if not session.has_trained:  # Afterwards the model differs from a reference model.
+            reference.refuse_unlike(reference.model_of(trainer), trainer.model)
+
+    run_on_all(session.channel, "checking the training", work, ConsistencyCheck("starting the training", facts))
+
+
+def _check_disks(args: Any) -> None:
+    """Test every output disk of a job on several nodes; every rank must call, before its Trainer is made.
+
+    PaddleFormers makes the output directory on rank 0 alone, where a failure would leave all other ranks waiting.
+
+    Raises:
+        StorageError: the same on every rank: the output directories that cannot be written, with their ranks.
+    """
+    if on_several_nodes():
+        run_on_all(channel_of(args), "testing the output directory", lambda: check_writable(Path(args.output_dir)))
+
+
+def _options(args: Any) -> Iterator[tuple[str, object]]:
+    """Return the options of PaddleFormers and of this package that must be equal on all ranks; not those of a user's
+    class."""
+    for kind in type(args).__mro__:
+        if kind.__module__.partition(".")[0] in _PACKAGES:
+            for name in vars(kind).get("__dataclass_fields__", {}):
+                if name not in _OF_A_NODE:
+                    yield name, _plain(getattr(args, name))
+    yield (
+        "resume_from_checkpoint",
+        "a path" if isinstance(args.resume_from_checkpoint, str) else (args.resume_from_checkpoint),
+    )
+
+
+def _plain(value: object) -> object:
+    """Return a value that is the same text in every process; the type of one that is not."""
+    if isinstance(value, Enum):
+        return _plain(value.value)
+    if isinstance(value, dict):
+        return {str(key): _plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    return value if value is None or isinstance(value, str | int | float | bool) else type(value).__name__
