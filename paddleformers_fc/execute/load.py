@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import TypeAlias
 
 import msgspec
 import numpy as np
@@ -113,7 +114,8 @@ class PreparedLoad:
     Args:
         plan: the reads of this rank.
         storage: the files that it reads.
-        target: the tensors that it fills, and how.
+        target: how it fills the tensors.
+        roles: role -> name -> live ``ShardedWeight`` of these tensors.
         slots: their memory.
         dropped: stored tensors that no rank wants, by declaration.
         changes: where the configuration of the model differs from the stored one.
@@ -122,6 +124,7 @@ class PreparedLoad:
     plan: LoadPlan
     storage: ReadContext
     target: LoadTarget
+    roles: Roles
     slots: Mapping[Key, Slot]
     dropped: tuple[str, ...] = ()
     changes: tuple[Change, ...] = ()
@@ -146,8 +149,8 @@ class PreparedLoad:
         target, timer = self.target, self.target.timer
         traffic = read_redistributed(self.plan, self.storage, self.slots, target.channel, target.options, timer=timer)
         filled = self.targets
-        fresh = tuple(name for role, names in target.roles.items() for name in names if (role, name) not in filled)
-        casts = tuple(cast_lines(self.plan, target.roles))
+        fresh = tuple(name for role, names in self.roles.items() for name in names if (role, name) not in filled)
+        casts = tuple(cast_lines(self.plan, self.roles))
         timer.end("finish")
         return LoadReport(
             self.storage.root,
@@ -168,18 +171,37 @@ class LoadTarget:
     """What a load fills.
 
     Args:
-        roles: role -> name -> live ``ShardedWeight``.
+        roles: returns role -> name -> live ``ShardedWeight``.
         model: the description of the live model.
         channel: all ranks of the job.
         options: threads, staging, and who reads what several ranks need.
         timer: measures the phases.
     """
 
-    roles: Roles
+    roles: Callable[[], Roles]
     model: ModelDescription
     channel: Channel
     options: ReadOptions
     timer: PhaseTimer
+
+
+@dataclass(frozen=True)
+class LoadTerms:
+    """How a model may differ from the checkpoint that fills it.
+
+    Args:
+        aoa_config: statements from stored names to the model's, for tensors that have other names or shapes now.
+        tensors: with statements, all tensors of the model on all ranks; None if they are not known yet.
+        may_change: keys of the configuration that may differ although they change what the weights mean.
+        may_cast: whether the precision may differ from that of the run that saved the checkpoint.
+        facts: further facts that must be equal on all ranks.
+    """
+
+    aoa_config: Mapping[str, object] | None = None
+    tensors: Mapping[str, AoaTensor] | None = None
+    may_change: Collection[str] = ()
+    may_cast: bool = False
+    facts: Mapping[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -255,18 +277,17 @@ def load_checkpoint(
     Arguments and errors are those of :func:`prepare_load`. An error of a read, and damage that is found while tensors
     are filled, leave tensors undefined, and the job must not train them.
     """
-    return prepare_load(checkpoint, roles, model, channel, options, aoa_config, may_change).fill()
+    terms = LoadTerms(aoa_config, may_change=may_change)
+    return prepare_load(checkpoint, lambda: roles, model, channel, options, terms).fill()
 
 
 def prepare_load(
     checkpoint: OpenedCheckpoint,
-    roles: Roles,
+    roles: Callable[[], Roles],
     model: ModelDescription,
     channel: Channel,
     options: ReadOptions = DEFAULT_OPTIONS,
-    aoa_config: Mapping[str, object] | None = None,
-    may_change: Collection[str] = (),
-    may_cast: bool = False,
+    terms: LoadTerms = LoadTerms(),
     timer: PhaseTimer | None = None,
 ) -> PreparedLoad:
     """Do everything of a load that changes no weight: plan, and compare the copies of tied tensors.
@@ -276,63 +297,62 @@ def prepare_load(
 
     Args:
         checkpoint: the result of :func:`open_on_all_ranks`.
-        roles: role -> name -> live ``ShardedWeight``; a stored role that is not wanted here is left alone.
+        roles: returns role -> name -> live ``ShardedWeight``; a stored role that is not wanted here is left alone. An
+            error of this call on one rank is raised on all.
         model: the description of the live model.
         channel: all ranks of the job; every rank must call.
         options: threads and staging.
-        aoa_config: statements from stored names to the model's, for tensors that have other names or shapes now.
-        may_change: keys of the configuration that may differ although they change what the weights mean.
-        may_cast: whether the precision may differ from that of the run that saved the checkpoint.
+        terms: how the model may differ.
         timer: has measured the phases before; their seconds count. By default the load begins now.
     Raises:
         CheckpointError: the same on every rank: the checkpoint is damaged.
         FlexError: the same on every rank: the checkpoint does not fit the model.
     """
-    target = LoadTarget(roles, model, channel, options, timer or PhaseTimer())
     recorded_run = checkpoint.has_run or checkpoint.format.canonical
     saved = manifest_seal(checkpoint.manifest) if recorded_run else _header_facts(checkpoint.catalog)
     facts: dict[str, object] = {"manifest": saved, "checks": checkpoint.unread}
-    facts |= {"aoa_config": aoa_config or {}, "flex_tied": checkpoint.tied, OPTION: sorted(may_change)}
-    facts |= {ALLOW_CASTS: may_cast}
+    facts |= {"aoa_config": terms.aoa_config or {}, "flex_tied": checkpoint.tied, OPTION: sorted(terms.may_change)}
+    facts |= {ALLOW_CASTS: terms.may_cast, **terms.facts}
     consistency = _consistency_check(checkpoint.catalog.root, model, facts)
-    tensors = whole_model(model, roles, channel, consistency) if aoa_config else {}
+    if terms.aoa_config and terms.tensors is None:
+        terms = replace(terms, tensors=whole_model(model, roles(), channel, consistency))
     files = {path: one for path, one in checkpoint.recorded.items() if not is_document(path)}
     recorded = RecordedBlocks(files) if checkpoint.unread else NO_BLOCKS
-    plan = partial(_plan_checkpoint, checkpoint, target, aoa_config, tensors, may_cast)
+    target = LoadTarget(roles, model, channel, options, timer or PhaseTimer())
+    plan = partial(_plan_checkpoint, checkpoint, target, terms)
     agreed = _agree(checkpoint.catalog, target, plan, recorded, consistency)
     changes = config_changes(checkpoint.known, model, complete=not checkpoint.known.partial)
     root = str(checkpoint.catalog.root)
     if agreed.report.lines:
         refuse_adapters_of_one_side(checkpoint.known, model, root)
-        refuse_changes(of_adapters(changes), may_change, root, fits=False)
+        refuse_changes(of_adapters(changes), terms.may_change, root, fits=False)
         agreed.report.refuse(root, _family_difference(checkpoint.known, model))
-    refuse_changes(without_patterns(changes), may_change, root)
+    refuse_changes(without_patterns(changes), terms.may_change, root)
     return replace(_ready(checkpoint.catalog, agreed), changes=tuple(changes))
 
 
 def _plan_checkpoint(
     checkpoint: OpenedCheckpoint,
     target: LoadTarget,
-    aoa_config: Mapping[str, object] | None,
-    tensors: Mapping[str, AoaTensor],
-    may_cast: bool,
+    terms: LoadTerms,
+    roles: Roles,
 ) -> _Preflight:
     """Plan this rank's reads of a checkpoint.
 
     Args:
         checkpoint: the opened checkpoint.
         target: what is filled.
-        aoa_config: statements from stored names to the model's.
-        tensors: all tensors of the model on all ranks; empty without statements.
-        may_cast: whether the precision may differ.
+        terms: how the model may differ.
+        roles: the live tensors of this rank.
     """
-    model, shards = target.model, describe_roles(target.roles)
-    if target.roles.get(OPTIMIZER_STATE):
+    model, shards = target.model, describe_roles(roles)
+    if roles.get(OPTIMIZER_STATE):
         checkpoint.format.check_states(checkpoint)
     if target.channel.rank == 0:
         checkpoint.check_copies()
+    aoa_config = terms.aoa_config
     if aoa_config:
-        source, report = statements_source(checkpoint, model, aoa_config, tensors, may_cast)
+        source, report = statements_source(checkpoint, model, aoa_config, terms.tensors or {}, terms.may_cast)
     else:
         source, report = resume_source(checkpoint, model_rules(model, shards[MODEL_STATE]), model)
     # Statements may leave out the attention of all layers; tensors that they keep or move have the same heads
@@ -342,9 +362,9 @@ def _plan_checkpoint(
             report.add("shape", line)
     for line in regrouped(source):
         report.add("shape", line)
-    plan = plan_reads(replace(source, may_cast=may_cast), shards)
+    plan = plan_reads(replace(source, may_cast=terms.may_cast), shards)
     may_be_left = source.mapping.dropped if aoa_config else checkpoint.rules.fresh
-    return _Preflight(with_shared_numbers(plan, target.roles), plan.report.merge([report]), may_be_left)
+    return _Preflight(with_shared_numbers(plan, roles), plan.report.merge([report]), may_be_left)
 
 
 def _family_difference(stored: ModelDescription, wanted: ModelDescription) -> list[str]:
@@ -424,7 +444,7 @@ def prepare_weights(
     Raises:
         FlexError: the same on every rank, as in :func:`load_checkpoint`.
     """
-    target = LoadTarget(roles, model, channel, options, timer or PhaseTimer())
+    target = LoadTarget(lambda: roles, model, channel, options, timer or PhaseTimer())
     consistency = _consistency_check(directory, model, {"verify": verify})
     kind = model.adapters is not None
     opened, recorded = _opened_weights(directory, channel, verify, kind, options.threads, consistency)
@@ -439,9 +459,9 @@ def prepare_weights(
     return _ready(opened.catalog, agreed)
 
 
-def _plan_weights(opened: OpenedCheckpoint, target: LoadTarget) -> _Preflight:
+def _plan_weights(opened: OpenedCheckpoint, target: LoadTarget, roles: Roles) -> _Preflight:
     """Plan this rank's reads of open weights."""
-    model, shards, beside = target.model, describe_roles(target.roles), ModelDescription(opened.config)
+    model, shards, beside = target.model, describe_roles(roles), ModelDescription(opened.config)
     optional = OptionalNames(family_for(model.config), model) if model.rules is None else None
     aliases = canonical_ties(model)
     rules = model_rules(model, shards[MODEL_STATE])
@@ -507,10 +527,13 @@ def _header_facts(catalog: Catalog) -> dict[str, str]:
     }
 
 
+_Planned: TypeAlias = tuple[_Preflight, Roles, dict[Key, Slot], BlockReads, Sequence[StoredPart]]
+
+
 def _agree(
     catalog: Catalog,
     target: LoadTarget,
-    plan: Callable[[], _Preflight],
+    plan: Callable[[Roles], _Preflight],
     recorded: RecordedBlocks,
     consistency: ConsistencyFacts,
 ) -> _AgreedPlan:
@@ -519,7 +542,7 @@ def _agree(
     Args:
         catalog: the stored tensors.
         target: what is filled.
-        plan: plans the reads of this rank.
+        plan: plans the reads of this rank, whose live tensors it gets.
         recorded: the checksums that are compared while tensors are read.
         consistency: facts that must be equal on all ranks.
     Raises:
@@ -527,8 +550,9 @@ def _agree(
     """
     channel, options = target.channel, target.options
 
-    def planned() -> tuple[_PreflightMessage, tuple[_Preflight, dict[Key, Slot], BlockReads, Sequence[StoredPart]]]:
-        own, slots = plan(), slots_of(target.roles, options.host_copy_bytes)
+    def planned() -> tuple[_PreflightMessage, _Planned]:
+        roles = target.roles()
+        own, slots = plan(roles), slots_of(roles, options.host_copy_bytes)
         _compare_headers(catalog, own.plan, channel.rank)
         _mark(marks, catalog, own.plan)
         blocks = BlockReads()
@@ -536,17 +560,15 @@ def _agree(
             blocks = recorded.reads((item.stored for item in own.plan.items), same_bytes_key(catalog.identities))
         share, parts = SharedReads(), tuple[StoredPart, ...]()
         if not catalog.visible_to:
-            share, parts = shared_reads(own.plan, target.roles, options)
-        message = _PreflightMessage(
-            own.report.to_wire(), list(target.roles), options.replicas, bool(own.plan.checks), share
-        )
+            share, parts = shared_reads(own.plan, roles, options)
+        message = _PreflightMessage(own.report.to_wire(), list(roles), options.replicas, bool(own.plan.checks), share)
         if channel.world_size <= MOST_SHARING:
             message.blocks = blocks
         target.timer.end("plan")
-        return message, (own, slots, blocks, parts)
+        return message, (own, roles, slots, blocks, parts)
 
     marks = np.zeros(catalog.count, np.uint8)
-    everyone, (own, slots, blocks, parts) = gather_and_keep(
+    everyone, (own, roles, slots, blocks, parts) = gather_and_keep(
         channel, "planning", planned, _PreflightMessage, consistency, marks=marks
     )
     _refuse_different_ways(everyone)
@@ -558,7 +580,7 @@ def _agree(
     block_reads[channel.rank] = blocks
     replicas = replicas_of([one.share for one in everyone], channel.rank, options, parts)
     storage = ReadContext(catalog.root, catalog.identities, catalog.visible_to, recorded, block_reads, replicas)
-    load = PreparedLoad(own.plan, storage, target, slots, tuple(name for _, name in untouched))
+    load = PreparedLoad(own.plan, storage, target, roles, slots, tuple(name for _, name in untouched))
     return _AgreedPlan(load, merged, any(one.compares for one in everyone))
 
 

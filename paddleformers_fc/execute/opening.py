@@ -1,9 +1,10 @@
 """Open a checkpoint on all ranks, which may have access to different files of it.
 
 The coordinator reads the manifest, the index and the documents that opening needs, and the first exchange carries them
-to all ranks. Every rank reports the identity of its manifest; ranks with equal ones share a *disk*. In the second
-exchange the ranks of each disk divide its files among themselves: they compare sizes and the checksums of documents. A
-file with tensors is opened by the ranks that read it (:class:`~paddleformers_fc.formats.index.IndexedFiles`).
+to all ranks. In the second one every rank reports the identity of its manifest; ranks with equal ones share a *disk*.
+It also carries the checks of files, which the ranks divide among themselves: they compare sizes and the checksums of
+documents. Only if there are several disks, the ranks of each divide its files again, in a third exchange. A file with
+tensors is opened by the ranks that read it (:class:`~paddleformers_fc.formats.index.IndexedFiles`).
 
 If output directories are on disks of single hosts, each disk has the files of its own ranks. An error lists the files
 that are visible to no rank, and the ranks without any file.
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -26,6 +27,7 @@ from paddleformers_fc.distributed.channel import (
     Bytes,
     Channel,
     ConsistencyFacts,
+    all_gather_checked,
     broadcast,
     format_ranks,
     gather_and_keep,
@@ -57,9 +59,12 @@ from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.storage.remote import RemoteStatus
 from paddleformers_fc.text import count_text, fold
 
+MAX_HELD_BYTES = 512 * 1024 * 1024
+"""Bound on a document that one rank reads for all. A Trainer's state has half a kilobyte for every line of its log."""
 
-class _Metadata(msgspec.Struct):
-    """What a job reads once.
+
+class Metadata(msgspec.Struct):
+    """What a job reads of a checkpoint once.
 
     Args:
         manifest: the manifest.
@@ -71,22 +76,8 @@ class _Metadata(msgspec.Struct):
     documents: dict[str, bytes]
 
 
-class _Report(msgspec.Struct, array_like=True):
-    """The first message of a rank.
-
-    Args:
-        disk: equal on ranks with access to the same files; empty without a manifest.
-        fault: the error of a rank without a manifest when it opened the directory alone, in wire form.
-        metadata: on the coordinator, if it has a manifest.
-    """
-
-    disk: bytes = b""
-    fault: str = ""
-    metadata: _Metadata | None = None
-
-
 class _Checked(FaultMessage, frozen=True, array_like=True):
-    """The second message of a rank, about its share of the files of its disk.
+    """What a rank has found in its share of the files of its disk.
 
     Args:
         saved: a summary of the save on this disk, if the coordinator has another save.
@@ -97,6 +88,26 @@ class _Checked(FaultMessage, frozen=True, array_like=True):
     saved: str = ""
     missing: bytes = b""
     strangers: int = 0
+
+
+class _Sent(msgspec.Struct):
+    """The coordinator's metadata, if it has a manifest."""
+
+    metadata: Metadata | None = None
+
+
+class _Report(msgspec.Struct, array_like=True):
+    """A rank's message about its disk.
+
+    Args:
+        disk: equal on ranks with access to the same files; empty without a manifest.
+        fault: the error of a rank without a manifest when it opened the directory alone, in wire form.
+        checked: its share of the files if all ranks share a disk.
+    """
+
+    disk: bytes = b""
+    fault: str = ""
+    checked: _Checked | None = None
 
 
 class _Disks:
@@ -141,6 +152,7 @@ def open_on_all_ranks(
     verify: str = "size",
     consistency: ConsistencyFacts | None = None,
     config: Callable[[], Mapping[str, Any]] | None = None,
+    documents: Collection[str] = (),
 ) -> OpenedCheckpoint:
     """Open a finished checkpoint on every rank, or raise the same error on every rank.
 
@@ -154,6 +166,7 @@ def open_on_all_ranks(
         consistency: facts that must be equal on all ranks.
         config: returns the configuration of the live model, for a directory of another format that has none. An error
             of this call on one rank is raised on all.
+        documents: documents to read with the metadata, as far as the coordinator can; see :func:`hold_documents`.
     """
     refuse_level(verify)
 
@@ -161,15 +174,42 @@ def open_on_all_ranks(
         # Another format, or no checkpoint at all, which is refused here.
         return open_checkpoint(directory, verify, config=None if config is None else config())
 
-    return _open(directory, channel, verify, open_alone, consistency)[0]
+    metadata = _broadcast_metadata(directory, channel, documents, consistency)
+    return _open(directory, channel, verify, open_alone, metadata)[0]
 
 
-def open_newest(directory: AnyPath, channel: Channel) -> tuple[OpenedCheckpoint, bool]:
+def read_metadata(directory: AnyPath, documents: Collection[str] = ()) -> Metadata | None:
+    """Read the metadata of a checkpoint on one rank, without damaged documents; None if it has no manifest.
+
+    Args:
+        directory: ``checkpoint-N``.
+        documents: documents to read with it, if the manifest lists them.
+    Raises:
+        CheckpointError: the manifest is damaged.
+    """
+    return None if stat_path(directory / MANIFEST_NAME) is None else _read_metadata(directory, documents)
+
+
+def _read_metadata(directory: AnyPath, documents: Collection[str] = ()) -> Metadata:
+    manifest = read_manifest(directory)
+    found: dict[str, bytes] = {}
+    for name in (*DOCUMENTS, *(one for one in documents if manifest.record_of(one) is not None)):
+        with suppress(CheckpointError):
+            raw = read_document_bytes(directory, manifest, name)
+            found[name] = raw if name == INDEX_NAME else zlib.compress(raw, 1)
+    return Metadata(manifest, found)
+
+
+def open_newest(
+    directory: AnyPath, channel: Channel, documents: Collection[str] = (), metadata: Metadata | None = None
+) -> tuple[OpenedCheckpoint, bool]:
     """Open a checkpoint that a run resumes because it is the newest one; sizes are compared at every level.
 
     Args:
         directory: ``checkpoint-N``.
         channel: all ranks of the job; every rank must call.
+        documents: as for :func:`open_on_all_ranks`.
+        metadata: the coordinator's :func:`read_metadata` on every rank, if it has been exchanged.
     Returns:
         the checkpoint, and whether all ranks have access to the same disk.
     Raises:
@@ -177,7 +217,41 @@ def open_newest(directory: AnyPath, channel: Channel) -> tuple[OpenedCheckpoint,
             name contradicts its step.
         Diverged: the same on every rank: it was saved with diverged copies of tied tensors.
     """
-    return _open(directory, channel, "size", lambda: open_flex(directory), as_newest=True)
+    metadata = metadata or _broadcast_metadata(directory, channel, documents)
+    return _open(directory, channel, "size", lambda: open_flex(directory), metadata, as_newest=True)
+
+
+def _broadcast_metadata(
+    directory: AnyPath, channel: Channel, documents: Collection[str], consistency: ConsistencyFacts | None = None
+) -> Metadata | None:
+    doing = f"reading the metadata of {directory.name}"
+    return broadcast(channel, doing, lambda: _Sent(read_metadata(directory, documents)), _Sent, consistency).metadata
+
+
+def hold_documents(checkpoint: OpenedCheckpoint, channel: Channel, names: Collection[str]) -> OpenedCheckpoint:
+    """Return a checkpoint that holds some documents, as far as it has them, each read by one rank for all.
+
+    Opening has read the documents of a flex checkpoint whose coordinator has access to them; then there is no exchange.
+
+    Args:
+        checkpoint: an opened checkpoint.
+        channel: all ranks of the job; every rank must call.
+        names: paths of documents.
+    Raises:
+        CheckpointError: the same on every rank: a document is damaged.
+    """
+    missing = [name for name in names if name in checkpoint.documents and name not in checkpoint.held]
+    if checkpoint.commit_record is not None and not missing:
+        return checkpoint
+
+    def read() -> dict[str, bytes]:
+        mine = [name for name in missing if checkpoint.catalog.reader(name) == channel.rank]
+        return {name: checkpoint.document(name, MAX_HELD_BYTES) for name in mine}
+
+    doing = f"reading documents of {checkpoint.catalog.root.name}"
+    everyone = all_gather_checked(channel, doing, read, dict[str, bytes])
+    found = {name: raw for documents in everyone for name, raw in documents.items()}
+    return replace(checkpoint, held={**checkpoint.held, **found})
 
 
 def compare_unread(checkpoint: OpenedCheckpoint, channel: Channel, threads: int = 4) -> None:
@@ -239,60 +313,65 @@ def _open(
     channel: Channel,
     verify: str,
     alone: Callable[[], OpenedCheckpoint],
-    consistency: ConsistencyFacts | None = None,
+    metadata: Metadata | None,
     as_newest: bool = False,
 ) -> tuple[OpenedCheckpoint, bool]:
-    """Open a checkpoint whose metadata one rank reads for all.
+    """Open a checkpoint whose metadata one rank has read for all.
 
     Args:
         directory: ``checkpoint-N``.
         channel: all ranks; every rank must call.
         verify: the level.
         alone: opens the directory on this rank without a manifest; its errors count if no rank has a manifest.
-        consistency: facts that must be equal on all ranks.
+        metadata: that of the coordinator; None if it has no manifest.
         as_newest: whether to refuse what is resumed only by name.
     Returns:
         the checkpoint, and whether all ranks have access to the same disk.
     """
-    opened: list[OpenedCheckpoint] = []
+    opened, path = list[OpenedCheckpoint](), directory / MANIFEST_NAME
+    identity: dict[AnyPath, Any] = {}
+    one_disk = _Disks([_Report(b"one")] * channel.world_size, channel)
 
-    def read() -> _Metadata:
-        manifest = read_manifest(directory)
-        documents: dict[str, bytes] = {}
-        for name in DOCUMENTS:
-            with suppress(CheckpointError):
-                raw = read_document_bytes(directory, manifest, name)
-                documents[name] = raw if name == INDEX_NAME else zlib.compress(raw, 1)
-        return _Metadata(manifest, documents)
-
-    def look() -> tuple[_Report, Identities]:
-        path = directory / MANIFEST_NAME
+    def look() -> tuple[_Report, list[OpenedCheckpoint]]:
         status = stat_path(path)
         if status is not None:
-            metadata = read() if channel.rank == 0 else None
-            return _Report(_disk_of(status), metadata=metadata), {path: identity_of(status)}
+            identity[path] = identity_of(status)
+            if metadata is None:
+                return _Report(_disk_of(status)), []
+            checked, built = _check(directory, channel, metadata, identity, one_disk, verify, as_newest)
+            return _Report(_disk_of(status), checked=checked), built
         try:
             opened.append(alone())
         except FlexError as error:
-            return _Report(fault=error.to_wire()), {}
-        return _Report(), {}
+            return _Report(fault=error.to_wire()), []
+        return _Report(), []
 
-    reports, identity = gather_and_keep(channel, f"opening {directory.name}", look, _Report, consistency)
+    reports, built = gather_and_keep(channel, f"opening {directory.name}", look, _Report)
     disks = _Disks(reports, channel)
     if not disks.ranks:
         refuse_failed(channel, [one.fault for one in reports])
         return opened[0], False
-    metadata = reports[0].metadata
-    if metadata is None:
+    found = metadata
+    if found is None:
         source = min(rank for ranks in disks.ranks.values() for rank in ranks)
-        metadata = broadcast(channel, f"opening {directory.name}", read, _Metadata, source=source)
-    built, visible_to = _check_files(directory, channel, metadata, identity, disks, verify, as_newest)
-    built = replace(built, catalog=replace(built.catalog, visible_to=visible_to), unread=verify == "full")
-    return built, disks.is_one
+        doing = f"reading the metadata of {directory.name}"
+        found = broadcast(channel, doing, lambda: _read_metadata(directory), Metadata, source=source)
+    known = found
+    checked = [one.checked for one in reports if one.checked is not None]
+    if not disks.is_one or not checked:
+        checked, built = gather_and_keep(
+            channel,
+            f"checking the files of {directory.name}",
+            lambda: _check(directory, channel, known, identity, disks, verify, as_newest),
+            _Checked,
+        )
+    visible_to = _refuse_faults(directory, channel, known.manifest, checked, disks)
+    checkpoint = replace(built[0], catalog=replace(built[0].catalog, visible_to=visible_to), unread=verify == "full")
+    return checkpoint, disks.is_one
 
 
 def _built(
-    directory: AnyPath, metadata: _Metadata, identity: Identities, around: Surroundings, as_newest: bool
+    directory: AnyPath, metadata: Metadata, identity: Identities, around: Surroundings, as_newest: bool
 ) -> OpenedCheckpoint:
     """Return the checkpoint of the metadata that all ranks have; a damaged document is refused by each of them."""
     manifest, sent = metadata.manifest, metadata.documents
@@ -302,67 +381,67 @@ def _built(
     for name in DOCUMENTS:
         if name not in sent:
             documents[name] = read_document_bytes(directory, manifest, name)
-    return build_checkpoint(directory, manifest, documents, identity, around)
+    built = build_checkpoint(directory, manifest, documents, identity, around)
+    return replace(built, held={name: raw for name, raw in documents.items() if name not in DOCUMENTS})
 
 
-def _check_files(
+def _check(
     directory: AnyPath,
     channel: Channel,
-    metadata: _Metadata,
+    metadata: Metadata,
     identity: Identities,
     disks: _Disks,
     verify: str,
     as_newest: bool,
-) -> tuple[OpenedCheckpoint, dict[str, tuple[int, ...]]]:
-    """Check the files of all disks, each by one of its ranks, and build the checkpoint meanwhile.
+) -> tuple[_Checked, list[OpenedCheckpoint]]:
+    """Check this rank's share of the files of its disk, and build the checkpoint.
 
     Args:
         directory: ``checkpoint-N``.
-        channel: all ranks; every rank must call.
+        channel: all ranks.
         metadata: the same on every rank.
         identity: of the manifest on this rank.
         disks: the disks of all ranks.
         verify: ``off`` looks for the files of several disks alone.
         as_newest: whether to refuse what is resumed only by name.
-    Returns:
-        the checkpoint, and for every file that is not visible to all ranks, the ranks with access to it.
     """
     manifest = metadata.manifest
-    leads = disks.members[:1] == [channel.rank]
+    saved, leads = _summary(manifest), disks.members[:1] == [channel.rank]
     share = manifest.files[disks.share] if verify != "off" or not disks.is_one else []
+    around, built, refusal = Surroundings(directory), list[OpenedCheckpoint](), ""
+    try:
+        built.append(_built(directory, metadata, identity, around, as_newest))
+    except FlexError as error:  # Damaged files explain it.
+        refusal = error.to_wire()
+    if leads and channel.rank != 0 and (own := _summary(read_manifest(directory))) != saved:
+        return _Checked(saved=own), built
+    faults = around.faults(share)
+    # Where all ranks have one disk, a missing file is a fault.
+    lost = {path for path, fault in faults.items() if fault == f"{path} {MISSING}" and not disks.is_one}
+    bits = np.packbits([one.path in lost for one in share]).tobytes() if lost else b""
+    if verify == "off":
+        return _Checked(refusal=refusal, missing=bits), built
+    whole = [one for one in share if is_document(one.path) and one.path not in faults]
+    found = compare_documents(directory, whole)
+    found.faults += [faults[one.path] for one in share if one.path in faults.keys() - lost]
+    strangers = extra_files(directory, manifest) if leads else []
+    refusal = found.refusal.to_wire() if found.refusal else refusal
+    evidence = [*found.evidence, *strangers]
+    return _Checked(bool(found.faults or strangers), evidence, refusal, "", bits, len(strangers)), built
 
-    def check() -> tuple[_Checked, list[OpenedCheckpoint]]:
-        around, built, refusal = Surroundings(directory), list[OpenedCheckpoint](), ""
-        try:
-            built.append(_built(directory, metadata, identity, around, as_newest))
-        except FlexError as error:  # Damaged files explain it.
-            refusal = error.to_wire()
-        if leads and channel.rank != 0 and (own := _summary(read_manifest(directory))) != saved:
-            return _Checked(saved=own), built
-        faults = around.faults(share)
-        # Where all ranks have one disk, a missing file is a fault.
-        lost = {path for path, fault in faults.items() if fault == f"{path} {MISSING}" and not disks.is_one}
-        bits = np.packbits([one.path in lost for one in share]).tobytes() if lost else b""
-        if verify == "off":
-            return _Checked(refusal=refusal, missing=bits), built
-        whole = [one for one in share if is_document(one.path) and one.path not in faults]
-        found = compare_documents(directory, whole)
-        found.faults += [faults[one.path] for one in share if one.path in faults.keys() - lost]
-        strangers = extra_files(directory, manifest) if leads else []
-        refusal = found.refusal.to_wire() if found.refusal else refusal
-        evidence = [*found.evidence, *strangers]
-        return _Checked(bool(found.faults or strangers), evidence, refusal, "", bits, len(strangers)), built
 
-    saved = _summary(manifest)
-    checked, built = gather_and_keep(channel, f"checking the files of {directory.name}", check, _Checked)
-    _refuse_different(directory, saved, checked, disks)
+def _refuse_faults(
+    directory: AnyPath, channel: Channel, manifest: Manifest, checked: Sequence[_Checked], disks: _Disks
+) -> dict[str, tuple[int, ...]]:
+    """Refuse what the ranks have found; return the ranks with access to every file that not all ranks see."""
+    _refuse_different(directory, _summary(manifest), checked, disks)
     strangers = sum(one.strangers for one in checked)
     advice = repair_advice(strangers > 0, sum(len(one.evidence) for one in checked) > strangers)
     refuse_damaged(directory, channel, checked, advice)
     visible_to = disks.visible_to(checked, manifest)
     _refuse_invisible(directory, visible_to, disks.blind)
     refuse_failed(channel, [one.refusal for one in checked])
-    return built[0], visible_to
+    return visible_to
 
 
 def _disk_of(status: os.stat_result | RemoteStatus) -> bytes:

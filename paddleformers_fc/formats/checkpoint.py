@@ -375,6 +375,7 @@ class OpenedCheckpoint:
         tied: the copy of a tied tensor to read, by pipeline stage: ``first`` or ``last``. Under ``refuse`` the copies
             must be equal.
         averaged: whether weights and master weights are read from their moving averages, where there are any.
+        held: documents that one rank has read for all, by path.
     """
 
     format: Format
@@ -387,6 +388,7 @@ class OpenedCheckpoint:
     unread: bool = False
     tied: str = REFUSE
     averaged: bool = False
+    held: Mapping[str, bytes] = field(default_factory=dict)
 
     @cached_property
     def manifest(self) -> Manifest:
@@ -442,6 +444,8 @@ class OpenedCheckpoint:
             Corrupt: the file is missing or altered, or no checksum of it is recorded.
             FormatError: it is longer than the bound.
         """
+        if name in self.held:
+            return self.held[name]
         if self.commit_record is not None:
             return read_listed(self.catalog.root, self.commit_record, name, most)
         recorded = self.recorded.get(name)

@@ -20,7 +20,7 @@ Importing this package imports neither Paddle nor PaddleFormers. :mod:`paddlefor
 ``documents``                                   small files: scheduler, tokenizer, Trainer state, configuration
 ``position``, ``batches``, ``rng``              position in the data, differences between runs, random states
 ``description``, ``base_fingerprint``           the live configuration; the base of adapters, failed loads
-``pretrained``, ``adapter_files``               open weights; the replaced ``from_pretrained``
+``pretrained``                                  open weights, adapters; the replaced ``from_pretrained``
 ``library_objects``                             models of PaddleFormers, recognised without importing it
 ``callback``                                    best checkpoint, log lines and events
 ``rank_records``, ``progress_recorder``         figures and errors for the starter of the ranks

@@ -31,6 +31,7 @@ import dataclasses
 import json
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -40,9 +41,9 @@ import msgspec
 import numpy as np
 from paddle.optimizer.lr import LRScheduler
 
-from paddleformers_fc.distributed.channel import Channel, ConsistencyFacts, gather_and_keep
+from paddleformers_fc.distributed.channel import Channel
 from paddleformers_fc.errors import FlexError, FormatError, MismatchError
-from paddleformers_fc.execute.opening import own_document, own_file
+from paddleformers_fc.execute.opening import hold_documents, own_document
 from paddleformers_fc.families import family_for, is_known
 from paddleformers_fc.families.exported import OVERWRITTEN, exported_config, with_older_keys, with_read_keys
 from paddleformers_fc.formats.checkpoint import (
@@ -59,7 +60,6 @@ from paddleformers_fc.layout.roles import OPTIMIZER_STATE, qualified_name
 from paddleformers_fc.storage import state_json
 from paddleformers_fc.storage.files import files_within, read_file
 from paddleformers_fc.storage.json_io import parse_json
-from paddleformers_fc.storage.manifest import Manifest, read_listed
 from paddleformers_fc.storage.paths import AnyPath, mask_credentials
 from paddleformers_fc.trainer import description
 from paddleformers_fc.trainer.description import base_model, config_of, describe_config, describe_model
@@ -248,7 +248,6 @@ _LAYOUT_KEYS = frozenset(
         *("_save_to_hf", "tensor_model_parallel_size"),
     }
 )
-_MAX_BYTES = 512 * 1024 * 1024  # A state holds its history: half a kilobyte for every line of the log.
 _MOST_STEPS = 1 << 53
 _DATA_ARGUMENTS = "_flex_data_arguments"
 _DATASET = "train_dataset_path"
@@ -481,21 +480,28 @@ def own_arguments(args: Any, optimizer: Any) -> dict[str, Any]:
     return state_json.decode_object(arguments_document(args, optimizer), "training arguments")
 
 
-def read_arguments(directory: AnyPath, manifest: Manifest) -> dict[str, Any]:
-    """Return the training arguments of a checkpoint; none if they are not visible or cannot be read.
+_OF_PROGRESS = (STATE, SCHEDULER, OWN_SCHEDULER, DATA, SCALER, REFERENCE, AVERAGE)
+
+FOR_A_RESUME = (*_OF_PROGRESS, GENERATION, ARGUMENTS)
+"""The documents that a resume reads, beside the random generators of each process."""
+
+
+def hold_for_resume(checkpoint: OpenedCheckpoint, channel: Channel, is_continued: bool) -> OpenedCheckpoint:
+    """Return a checkpoint that holds the documents of a resume, see :func:`.opening.hold_documents`.
 
     Args:
-        directory: the checkpoint.
-        manifest: its manifest.
+        checkpoint: an opened checkpoint.
+        channel: all ranks of the job; every rank must call.
+        is_continued: whether the run is continued, and not only its weights.
     """
-    try:
-        raw = read_listed(directory, manifest, ARGUMENTS, _MAX_BYTES)
-        return state_json.decode_object(raw, str(directory / ARGUMENTS))
-    except FlexError:
-        return {}
+    return hold_documents(checkpoint, channel, (GENERATION, *(_OF_PROGRESS if is_continued else ())))
 
 
-_OF_PROGRESS = (STATE, SCHEDULER, OWN_SCHEDULER, DATA, SCALER, REFERENCE, AVERAGE)
+def read_arguments(checkpoint: OpenedCheckpoint) -> dict[str, Any]:
+    """Return the training arguments of a checkpoint; none if they are not held or cannot be read."""
+    with suppress(FlexError):
+        return state_json.decode_object(checkpoint.held[ARGUMENTS], ARGUMENTS) if ARGUMENTS in checkpoint.held else {}
+    return {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -510,7 +516,7 @@ class TrainingProgress:
         reference: the document of the reference model, see :mod:`.reference`; None if the saved run had none.
         average: the document of the moving average, see :mod:`.ema`; None if the checkpoint has none.
         own_scheduler: state of the optimizer's own scheduler; None if the checkpoint has none.
-        generators: the document of this process's random generators; None if the checkpoint has none of this process.
+        arguments: the training arguments; empty if they are unknown.
     """
 
     state: TrainerState
@@ -520,61 +526,40 @@ class TrainingProgress:
     reference: dict[str, Any] | None = None
     average: dict[str, Any] | None = None
     own_scheduler: dict[str, Any] | None = None
-    generators: bytes | None = None
+    arguments: dict[str, Any] = field(default_factory=dict)
 
 
-def read_progress(
-    checkpoint: OpenedCheckpoint, optimizer: Any, channel: Channel, consistency: ConsistencyFacts | None = None
-) -> TrainingProgress:
-    """Read the Trainer's state on one rank and send it to all; every rank reads its own random generators.
+def read_progress(checkpoint: OpenedCheckpoint, optimizer: Any) -> TrainingProgress:
+    """Read the Trainer's state; the same on every rank.
 
     Args:
-        checkpoint: an opened checkpoint.
+        checkpoint: the result of :func:`hold_for_resume`.
         optimizer: of the run that continues.
-        channel: all ranks of the job; every rank must call.
-        consistency: facts that must be equal on all ranks.
 
     Raises:
         MismatchError: it was saved without optimizer and scheduler, or its optimizer states are missing.
-        Corrupt: on every rank, if a document of any rank is altered or contradicts the manifest.
+        Corrupt: a document contradicts the manifest.
         FormatError: a document is damaged.
     """
-    directory = checkpoint.catalog.root
-    name_of_own, handed = rng_name(channel.rank), own_file(checkpoint, channel, rng_name)
-
-    def work() -> tuple[dict[str, bytes], bytes | None]:
-        listed = checkpoint.documents
-        missing = sorted({STATE, SCHEDULER, DATA} - listed)
-        # A run of this package records its optimizer, which may have no states.
-        if not checkpoint.catalog.roles.get(OPTIMIZER_STATE) and ARGUMENTS not in listed and has_states(optimizer):
-            missing.append(OPTIMIZER_STATE)
-        advice = "Set ignore_load_lr_and_optim: true to start a new run from its weights"
-        if not {STATE, SCHEDULER, DATA} & listed:
-            # That of a script, such as of a model of semi-automatic parallelism.
-            advice += (
-                ", with new optimizer states. Its own are read by paddleformers_fc.load, in a loop without Trainer"
-            )
-        if missing:
-            raise MismatchError(
-                f"{directory} does not contain the whole state of its run.",
-                where=str(directory),
-                evidence=[f"missing: {name}" for name in missing],
-                next_step=f"{advice}. Or use a checkpoint that a Trainer saved with its optimizer.",
-            )
-        mine = [name for name in _OF_PROGRESS if checkpoint.catalog.reader(name) == channel.rank]
-        raws = {name: checkpoint.document(name, _MAX_BYTES) for name in mine if name in listed}
-        for name, raw in raws.items():
-            state_json.decode_object(raw, str(directory / name))
-        generators = own_document(checkpoint, name_of_own, handed)
-        if generators is not None:
-            refuse_contradictions(checkpoint, {name_of_own: state_json.decode_object(generators, name_of_own)})
-        return raws, generators
-
-    everyone, generators = gather_and_keep(
-        channel, "reading the Trainer's own state", work, dict[str, bytes], consistency
-    )
+    directory, held = checkpoint.catalog.root, checkpoint.held
+    missing = sorted({STATE, SCHEDULER, DATA} - held.keys())
+    # A run of this package records its optimizer, which may have no states.
+    recorded = ARGUMENTS in checkpoint.documents
+    if not checkpoint.catalog.roles.get(OPTIMIZER_STATE) and not recorded and has_states(optimizer):
+        missing.append(OPTIMIZER_STATE)
+    advice = "Set ignore_load_lr_and_optim: true to start a new run from its weights"
+    if not {STATE, SCHEDULER, DATA} & held.keys():
+        # That of a script, such as of a model of semi-automatic parallelism.
+        advice += ", with new optimizer states. Its own are read by paddleformers_fc.load, in a loop without Trainer"
+    if missing:
+        raise MismatchError(
+            f"{directory} does not contain the whole state of its run.",
+            where=str(directory),
+            evidence=[f"missing: {name}" for name in missing],
+            next_step=f"{advice}. Or use a checkpoint that a Trainer saved with its optimizer.",
+        )
     documents = {
-        name: state_json.decode_object(raw, str(directory / name)) for raws in everyone for name, raw in raws.items()
+        name: state_json.decode_object(held[name], str(directory / name)) for name in _OF_PROGRESS if name in held
     }
     refuse_contradictions(checkpoint, documents)
     return TrainingProgress(
@@ -585,8 +570,27 @@ def read_progress(
         reference=documents.get(REFERENCE),
         average=documents.get(AVERAGE),
         own_scheduler=documents.get(OWN_SCHEDULER),
-        generators=generators,
+        arguments=read_arguments(checkpoint),
     )
+
+
+def read_generators(checkpoint: OpenedCheckpoint, rank: int, handed: bytes | None) -> bytes | None:
+    """Read the random generators of this process; None if the checkpoint has none of it.
+
+    Args:
+        checkpoint: an opened checkpoint.
+        rank: of this process.
+        handed: the result of :func:`.opening.own_file`.
+
+    Raises:
+        Corrupt: the document is altered or contradicts the manifest.
+        FormatError: it is damaged.
+    """
+    name = rng_name(rank)
+    raw = own_document(checkpoint, name, handed)
+    if raw is not None:
+        refuse_contradictions(checkpoint, {name: state_json.decode_object(raw, name)})
+    return raw
 
 
 _COUNT = Annotated[int, msgspec.Meta(ge=0)]

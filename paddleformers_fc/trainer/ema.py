@@ -53,8 +53,7 @@ from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.text import count_text
 from paddleformers_fc.trainer import live_roles
 from paddleformers_fc.trainer.library import logger
-from paddleformers_fc.trainer.optimizer_states import ExpectedTensor
-from paddleformers_fc.trainer.optimizers import descriptor_of, innermost
+from paddleformers_fc.trainer.optimizers import ExpectedTensor, descriptor_of, innermost
 
 
 @dataclass(frozen=True)

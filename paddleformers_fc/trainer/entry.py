@@ -53,7 +53,7 @@ def replaced() -> Iterator[tuple[Place, Any]]:
     A replacement of a method of the Trainer gets the Trainer, the bound method that it replaces, and the arguments. It
     runs only if the Trainer's arguments enable this package, except for the constructor.
     """
-    from paddleformers_fc.trainer import adapter_files, ema_weights, loading, save, startup
+    from paddleformers_fc.trainer import ema_weights, loading, pretrained, save, startup
     from paddleformers_fc.trainer.library_models import LoRAModel, PretrainedModel
 
     methods: dict[str, Method] = {
@@ -76,8 +76,8 @@ def replaced() -> Iterator[tuple[Place, Any]]:
     yield (Trainer, "__init__"), _method(Trainer.__init__, construct)
     for name, replacement in methods.items():
         yield (Trainer, name), _method(getattr(Trainer, name), replacement, only_when_active=True)
-    yield (PretrainedModel, "from_pretrained"), adapter_files.from_pretrained(PretrainedModel)
-    yield (LoRAModel, "from_pretrained"), adapter_files.from_adapters(LoRAModel)
+    yield (PretrainedModel, "from_pretrained"), pretrained.replaced_from_pretrained(PretrainedModel)
+    yield (LoRAModel, "from_pretrained"), pretrained.replaced_from_adapters(LoRAModel)
 
 
 def _replaced_in_parser() -> Iterator[tuple[Place, Any]]:

@@ -7,7 +7,7 @@ It also stops a run whose loop bypasses this package. Two changes can bypass the
 subclass that overrides one without ``super()``, or a PaddleFormers that calls another method. The run would then save
 in PaddleFormers' own format, or continue without the weights of the checkpoint that it resumes. Each replaced method
 therefore records its call (``ran`` and ``saved`` of :class:`.session.Run`). The records are checked at the start of
-training, in every save and after it.
+training, in every save and after it. All ranks have the same records, so that they need no exchange.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from paddleformers_fc.distributed.channel import run_on_all
 from paddleformers_fc.errors import EnvironmentMismatch
 from paddleformers_fc.trainer import sonic_moe
 from paddleformers_fc.trainer.library import LOAD_METHOD
@@ -52,7 +51,7 @@ class LoopEvents:
     def _before(self, event: str, args: Any, state: Any, control: Any) -> None:
         session = self._session
         if event == "on_train_begin":
-            run_on_all(session.channel, "starting to train", lambda: refuse_other_loop(session))
+            refuse_other_loop(session)
             if getattr(args, "using_sonic_moe", False):
                 sonic_moe.alternate_before_training(session.trainer)
             session.position.on_train_begin(args, state)
@@ -98,11 +97,7 @@ class LoopEvents:
             return  # After an asynchronous save the event has the state of its step, also on a rank that ends alone.
         directory = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
         skipped = [] if session.run.saved == directory else ["_save_checkpoint"]
-        run_on_all(
-            session.channel,
-            f"looking at {directory.name}",
-            lambda: _refuse(session.trainer, str(directory), skipped),
-        )
+        _refuse(session.trainer, str(directory), skipped)
 
 
 def agree(session: Session, kind: str) -> None:

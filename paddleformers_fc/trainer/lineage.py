@@ -72,7 +72,7 @@ def saved_in(output_dir: Path, channel: Channel) -> list[Saved]:
         names = []
         with suppress(StorageError):  # Only a warning depends on it; a save or a resume raises it.
             names = [path.name for path in candidates_in(output_dir) if parse_step(path) is not None]
-        return _Seen(names, _read(output_dir, names) if channel.rank == 0 else [])
+        return _Seen(names, read_saved(output_dir, names) if channel.rank == 0 else [])
 
     everyone = all_gather_checked(channel, "looking for other runs", look, _Seen)
     readers: dict[str, int] = {}
@@ -82,20 +82,20 @@ def saved_in(output_dir: Path, channel: Channel) -> list[Saved]:
     found = everyone[0].saved
     if any(readers.values()):
         own = [name for name, rank in readers.items() if rank == channel.rank != 0]
-        others = all_gather_checked(channel, "looking at other disks", lambda: _read(output_dir, own), list[Saved])
+        others = all_gather_checked(channel, "looking at other disks", lambda: read_saved(output_dir, own), list[Saved])
         found = [*found, *(one for saved in others for one in saved)]
     return sorted(found, key=lambda one: (one.step, one.run.id))
 
 
-def _read(output_dir: Path, names: Iterable[str]) -> list[Saved]:
-    """Return the finished ones of some checkpoints."""
+def read_saved(output_dir: Path, names: Iterable[str]) -> list[Saved]:
+    """Return the finished ones of some checkpoints, by rising step."""
     found: list[Saved] = []
     for path in (output_dir / name for name in names):
         with suppress(CheckpointError, StorageError):
             step, run = read_saved_by(path)
             if step == parse_step(path):
                 found.append(Saved(step, run))
-    return found
+    return sorted(found, key=lambda one: (one.step, one.run.id))
 
 
 def resumed(manifest: Manifest, saved: Sequence[Saved], here: bool, named: bool) -> tuple[RunRecord, str]:

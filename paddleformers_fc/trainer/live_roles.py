@@ -29,7 +29,7 @@ from paddleformers_fc.errors import MismatchError, OptionError
 from paddleformers_fc.families.stated import model_ties
 from paddleformers_fc.layout.live import LiveRoles
 from paddleformers_fc.layout.roles import MASTER, MODEL_STATE, OPTIMIZER_STATE, StateDescriptor, StateShape
-from paddleformers_fc.trainer import description, dist_tensors, optimizer_states, optimizers, sonic_moe
+from paddleformers_fc.trainer import description, dist_tensors, optimizers, sonic_moe
 from paddleformers_fc.trainer.description import describe_model
 from paddleformers_fc.trainer.library_objects import sharded_state_dict
 from paddleformers_fc.trainer.optimizers import innermost
@@ -241,7 +241,7 @@ def run_roles(model: Any, optimizer: Any, may_expect: bool = False) -> LiveRoles
     Args:
         model: the model as it was built, not its parallel wrapper.
         optimizer: the optimizer, with any wrappers of the Trainer.
-        may_expect: as for :func:`.optimizer_states.sharded_states`.
+        may_expect: as for :func:`.optimizers.sharded_states`.
 
     Raises:
         MismatchError: the optimizer has a state of no parameter of the model.
@@ -272,7 +272,7 @@ def _semi_auto_roles(model: Any, optimizer: Any) -> LiveRoles:
         return _buffered_roles(context, weights, optimizer, aliases)
     states: dict[str, Any] = {}
     if optimizer is not None:
-        optimizer_states.refuse_unsaved_states(innermost(optimizer))
+        optimizers.refuse_unsaved_states(innermost(optimizer))
         # The state dict of the wrapper would create states by a step, which changes weights.
         states = innermost(optimizer).state_dict()
     return dist_tensors.roles_of({"model": weights, "optimizer": states}, aliases)
@@ -280,7 +280,7 @@ def _semi_auto_roles(model: Any, optimizer: Any) -> LiveRoles:
 
 def _buffered_roles(context: Any, weights: dict[str, Any], optimizer: Any, aliases: Collection[str]) -> LiveRoles:
     states: dict[str, dict[StateDescriptor, Any]] = {}
-    for kind, buffer, tensor in () if optimizer is None else optimizer_states.tensors(optimizer):
+    for kind, buffer, tensor in () if optimizer is None else optimizers.tensors(optimizer):
         states.setdefault(buffer, {})[kind] = tensor
     names = {weights[name].name: name for name in sorted(weights, reverse=True) if name not in aliases}
     buffered = static_names(context)
@@ -291,7 +291,7 @@ def _buffered_roles(context: Any, weights: dict[str, Any], optimizer: Any, alias
 
 
 def _states(optimizer: Any, weights: dict[str, Any], may_expect: bool) -> dict[str, Any]:
-    found = optimizer_states.sharded_states(optimizer, weights, may_expect)
+    found = optimizers.sharded_states(optimizer, weights, may_expect)
     if isinstance(optimizer, GroupShardedOptimizerStage2):
         own = _own_parameters(optimizer, weights)
         return {name: state for name, state in found.items() if parameter_of_state(name) in own}
@@ -326,7 +326,7 @@ def create_states(
         create_buffer_states(context, optimizer, stored)
         return
     weights = _owners(model, _parameters(model))
-    optimizer_states.create(optimizer, weights, set(map(parameter_of_state, stored)), place_master)
+    optimizers.create(optimizer, weights, set(map(parameter_of_state, stored)), place_master)
 
 
 def trained_without_states(model: Any, stored: Collection[str]) -> list[str]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -27,8 +27,8 @@ from paddle.optimizer.lr import LambdaDecay
 
 from paddleformers_fc.distributed.channel import Channel, all_gather_checked, run_on_all
 from paddleformers_fc.errors import CheckpointError, Diverged, FlexError, MismatchError, StorageError
-from paddleformers_fc.execute.load import LoadReport, PreparedLoad, prepare_load
-from paddleformers_fc.execute.opening import open_on_all_ranks, own_document, own_file
+from paddleformers_fc.execute.load import LoadReport, LoadTerms, PreparedLoad, prepare_load, whole_model
+from paddleformers_fc.execute.opening import open_on_all_ranks, own_file
 from paddleformers_fc.execute.output_directory import facts_of
 from paddleformers_fc.execute.phases import PhaseTimer
 from paddleformers_fc.execute.reading import Key
@@ -56,17 +56,16 @@ from paddleformers_fc.trainer import (
     ema,
     lineage,
     live_roles,
-    optimizer_states,
     optimizers,
     position,
     reference,
+    restore,
     resume,
     rng,
     save,
     save_on_signal,
     sonic_moe,
     startup,
-    stored_states,
 )
 from paddleformers_fc.trainer.callback import CheckpointReport, locate_best
 from paddleformers_fc.trainer.description import describe_model
@@ -100,10 +99,11 @@ def train(
         FlexError: as :func:`.startup.check`, before the first step.
     """
     session = session_of(trainer)
-    startup.check(session)
+    model = describe_model(trainer.model)
+    startup.check(session, model)
     if session.uploads is not None:
         session.uploads.check()
-    session.run = Run({"train"})
+    session.run = Run(model, {"train"})
     trainer._skip_global_steps = 0
     if session.average is not None:
         session.average.reset()
@@ -137,8 +137,13 @@ def _warn_of_leftovers(session: Session) -> None:
 
 def _search(session: Session) -> resume.Search:
     """Return where the newest checkpoint of a run is looked for."""
-    config = describe_model(session.trainer.model).config
-    return resume.Search(Path(session.args.output_dir), session.channel, session.warn_once, config)
+    return resume.Search(
+        Path(session.args.output_dir),
+        session.channel,
+        session.warn_once,
+        session.run.model.config,
+        documents.FOR_A_RESUME,
+    )
 
 
 def _choose(args: Any, requested: str | bool | None, search: resume.Search) -> resume.Choice | None:
@@ -178,6 +183,8 @@ def load(trainer: Any, native: Native, resume_from_checkpoint: str) -> None:
             see :mod:`.base_fingerprint`.
     """
     session = session_of(trainer)
+    if not session.run.ran:  # Called by a script, not by train.
+        session.run = Run(describe_model(trainer.model))
     args, choice = session.args, _choice_of(session, resume_from_checkpoint)
     timer = PhaseTimer({"open": choice.seconds})
     if args.should_log:
@@ -186,9 +193,12 @@ def load(trainer: Any, native: Native, resume_from_checkpoint: str) -> None:
         ready, report = _fill_usable(session, choice, timer)
     checkpoint, progress = ready.checkpoint, ready.progress
     directory = checkpoint.catalog.root
-    documents.take_over(trainer.model, checkpoint.config, ready.generation)
+    documents.take_over(trainer.model, checkpoint.config, checkpoint.held.get(documents.GENERATION))
     _drop_unfinished_step(session)
-    session.run.loaded = Loaded(directory, checkpoint.manifest, report.changes, progress)
+    stored = ready.names.of(checkpoint.catalog.roles.get(OPTIMIZER_STATE, {}))
+    session.run.loaded = Loaded(
+        directory, checkpoint.manifest, report.changes, progress, ready.generators, frozenset(stored)
+    )
     session.run.ran.add(LOAD_METHOD)
     if progress is not None:
         _restore_progress(trainer, progress)
@@ -209,8 +219,6 @@ def load(trainer: Any, native: Native, resume_from_checkpoint: str) -> None:
     _report_foreign(args, checkpoint, progress is not None)
     if progress is None:
         session.warn(position.changes_text(checkpoint.manifest.step, report.changes))
-    elif optimizers.has_states(trainer.optimizer):
-        _warn_of_unfrozen(session, ready)
 
 
 def _report_foreign(args: Any, checkpoint: OpenedCheckpoint, continued: bool) -> None:
@@ -221,46 +229,23 @@ def _report_foreign(args: Any, checkpoint: OpenedCheckpoint, continued: bool) ->
     logger.info(f"{checkpoint.catalog.root} {checkpoint.format.predicate}. It does not contain: {'; '.join(absent)}.")
 
 
-def _warn_of_unfrozen(session: Session, ready: _PreparedLoad) -> None:
-    """Report trained parameters without states: frozen in the saved run, without a gradient, or new."""
-    checkpoint = ready.checkpoint
-    stored = ready.names.of(checkpoint.catalog.roles.get(OPTIMIZER_STATE, {}))
-
-    def look() -> list[str]:
-        return list(live_roles.trained_without_states(session.trainer.model, stored))
-
-    everyone = all_gather_checked(session.channel, "looking for parameters without states", look, list[str])
-    names = sorted({name for names in everyone for name in names}, key=natural)
-    has_averages = session.average is not None and checkpoint.catalog.roles.get(EMA_STATE)
-    if names:
-        session.warn(
-            f"{count_text(len(names), 'parameter')} of this run {'is' if len(names) == 1 else 'are'} trained and "
-            f"without optimizer states in {checkpoint.catalog.root}: frozen in the run that saved it, without a "
-            "gradient, or new. Their states start at zero"
-            + (", and their moving averages as copies of the weights." if has_averages else "."),
-            fold(names),
-        )
-
-
 @dataclass(frozen=True)
 class _PreparedLoad:
     """A checkpoint that fits the model, before anything changes.
 
     Args:
-        checkpoint: opened.
+        checkpoint: opened, with the documents of a resume.
         progress: the Trainer's state in it; None if it is not continued.
-        generation: its ``generation_config.json``; None where it has none.
-        load: fills the weights and states.
+        generators: the document of this process's random generators; None if it has none.
+        load: fills the weights, the states and the moving averages.
         names: names of the states in the live model.
-        averages: memory for this rank's moving averages, which the load fills.
     """
 
     checkpoint: OpenedCheckpoint
     progress: documents.TrainingProgress | None
-    generation: bytes | None
+    generators: bytes | None
     load: PreparedLoad
-    names: stored_states.LiveNames
-    averages: dict[str, Any]
+    names: restore.LiveNames
 
 
 class _FailsVerificationError(Exception):
@@ -296,7 +281,7 @@ def _fill_usable(session: Session, choice: resume.Choice, timer: PhaseTimer) -> 
             if begun is not None:
                 _refuse_partial(ready, begun, session.channel)
             directory = ready.checkpoint.catalog.root
-            session.run.chosen = resume.Choice(directory, named=choice.named)
+            session.run.chosen = replace(choice, path=directory, opened=None)
             _identify_run(session, ready.checkpoint.manifest, session.run.chosen)
             begun = (begun or set()) | ready.load.targets
             shown = shown_in_training(f"loading {directory.name}", session.args.should_log)
@@ -334,46 +319,112 @@ def _refuse_partial(ready: _PreparedLoad, begun: set[Key], channel: Channel) -> 
 
 
 def _prepare(session: Session, choice: resume.Choice, timer: PhaseTimer) -> _PreparedLoad:
-    trainer, args, channel, directory = session.trainer, session.args, session.channel, choice.path
-    model, options = describe_model(trainer.model), read_options(args)
+    args, channel, directory = session.args, session.channel, choice.path
+    model, options, continued = session.run.model, read_options(args), not args.ignore_load_lr_and_optim
+    consistency = session.consistency(f"resuming from {directory.name}")
     with _verifying():
-        consistency = session.consistency(f"resuming from {directory.name}")
         # Some stock Trainers do not save the configuration.
         opened = choice.opened or open_on_all_ranks(
-            directory, channel, args.flex_verify, consistency, lambda: model.config
+            directory, channel, args.flex_verify, consistency, lambda: model.config, documents.FOR_A_RESUME
         )
         choose_copies = partial(_with_copies, session, choice.named, opened)
         if opened.commit_record is None:
             checkpoint = run_on_all(channel, f"reading the run of {directory.name}", choose_copies)
         else:
             checkpoint = choose_copies()
+        checkpoint = documents.hold_for_resume(checkpoint, channel, continued)
     timer.end("open")
     unread = args.flex_verify == "full" and opened.commit_record is not None
     checkpoint = replace(checkpoint, averaged=_from_average(args, checkpoint), unread=unread)
-    continued = not args.ignore_load_lr_and_optim
     with _verifying():
-        # Options may have changed since the checkpoint was chosen.
-        progress = documents.read_progress(checkpoint, trainer.optimizer, channel, consistency) if continued else None
+        progress = documents.read_progress(checkpoint, session.trainer.optimizer) if continued else None
     if progress is not None:
         _refuse_unlike(session, progress, directory)
         _compare_reference(session, progress, directory)
-    handed = own_file(checkpoint, channel, lambda rank: documents.GENERATION)
-    weights = partial(live_roles.model_roles, trainer.model)
+    handed = own_file(checkpoint, channel, documents.rng_name) if continued else None
+    terms = LoadTerms(
+        args.aoa_config,
+        may_change=args.flex_allow_config_changes,
+        may_cast=args.flex_allow_casts,
+        facts=consistency.facts,
+    )
+    if args.aoa_config:
+        weights = run_on_all(channel, "describing the model", partial(live_roles.model_roles, session.trainer.model))
+        terms = replace(terms, tensors=whole_model(model, weights, channel))
+    live = _LiveTensors(session, checkpoint, continued, terms, handed)
     with _verifying():
-        stated = stored_states.stated_sources(
-            checkpoint, model, weights, channel, args.aoa_config, args.flex_allow_casts
-        )
+        load = prepare_load(checkpoint, live.to_fill, model, channel, options, terms, timer)
+    return _PreparedLoad(checkpoint, progress, live.generators, load, live.names)
 
-    def prepare() -> tuple[stored_states.LiveNames, LiveRoles, bytes | None]:
-        names = stored_states.live_names(checkpoint, model, weights(), stated)
-        filled = _roles_to_fill(session, checkpoint, continued, names)
-        return names, filled, own_document(checkpoint, documents.GENERATION, handed)
 
-    with _verifying():
-        names, roles, generation = run_on_all(channel, "preparing the optimizer", prepare)
-        may_change, may_cast = args.flex_allow_config_changes, args.flex_allow_casts
-        load = prepare_load(checkpoint, roles, model, channel, options, args.aoa_config, may_change, may_cast, timer)
-    return _PreparedLoad(checkpoint, progress, generation, load, names, roles.get(EMA_STATE, {}))
+class _LiveTensors:
+    """The live tensors of this rank, which the exchange of plans describes.
+
+    Args:
+        session: of the Trainer.
+        checkpoint: opened.
+        continued: whether the run is continued, and not only its weights.
+        terms: how the model may differ.
+        handed: the random generators of this process, if another rank has read them.
+
+    Attributes:
+        names: names of the states in the live model.
+        generators: the document of this process's random generators; None if the checkpoint has none.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        checkpoint: OpenedCheckpoint,
+        continued: bool,
+        terms: LoadTerms,
+        handed: bytes | None,
+    ) -> None:
+        self._session, self._checkpoint, self._continued = session, checkpoint, continued
+        self._terms, self._handed = terms, handed
+        self.names = restore.LiveNames()
+        self.generators: bytes | None = None
+
+    def to_fill(self) -> LiveRoles:
+        """Return the weights and states that the checkpoint fills, and read what this process alone has in it."""
+        session, checkpoint, continued = self._session, self._checkpoint, self._continued
+        stored, model, may_cast = checkpoint.catalog.roles, session.trainer.model, self._terms.may_cast
+        session.settle_weights()
+        if continued:
+            self.generators = documents.read_generators(checkpoint, dist.get_rank(), self._handed)
+        weights = live_roles.model_roles(model)
+        described = session.run.model
+        stated = restore.stated_sources(checkpoint, described, self._terms)
+        self.names = restore.live_names(checkpoint, described, weights, stated)
+        if not (continued or stored.get(MASTER_WEIGHT) or may_cast):
+            return weights
+        optimizers.refuse_unsupported(session.trainer.optimizer)
+        optimizers.build_buffers(session.trainer.model_wrapped, session.trainer.optimizer)
+        live = restore.with_states(self, self.names, checkpoint, may_cast, continued)
+        # A new run from the weights of a checkpoint starts with all digits of its master weights.
+        wanted = (MODEL_STATE, MASTER_WEIGHT, OPTIMIZER_STATE) if continued else (MODEL_STATE, MASTER_WEIGHT)
+        # A stored role of which this rank holds nothing is named too: a load ignores roles that no rank names.
+        found = {role: live.get(role, {}) for role in wanted if role in live or stored.get(role)}
+        if continued and session.average is not None and stored.get(EMA_STATE):
+            # Names of parameters are found by those of their master weights.
+            masters = self.names.of({name + MASTER.suffix for name in stored[EMA_STATE]})
+            found[EMA_STATE] = session.average.allocate({name.removesuffix(MASTER.suffix) for name in masters})
+        return found
+
+    def roles(self) -> LiveRoles:
+        """Return the tensors of every role, as :class:`.restore.LiveStates`."""
+        return live_roles.run_roles(self._session.trainer.model, self._session.trainer.optimizer)
+
+    def trained_in_half(self) -> frozenset[str]:
+        """Return the names of trained parameters for which the optimizer keeps master weights."""
+        return live_roles.trained_in_half(self._session.trainer.model, self._session.trainer.optimizer)
+
+    def prepare(self, stored: Collection[str]) -> None:
+        """Create the states of this rank's parameters."""
+        trainer = self._session.trainer
+        # Accumulators are offloaded when they are created, master weights after the first step.
+        place_master = offload if trainer.args.tensorwise_offload_optimizer else None
+        live_roles.create_states(trainer.model, trainer.optimizer, stored, place_master)
 
 
 def _from_average(args: Any, checkpoint: OpenedCheckpoint) -> bool:
@@ -395,7 +446,7 @@ def _identify_run(session: Session, manifest: Manifest, choice: resume.Choice) -
         return
     output_dir = Path(session.args.output_dir)
     here = isinstance(choice.path, Path) and real_path(choice.path.parent) == real_path(output_dir)
-    saved = lineage.saved_in(output_dir, session.channel)
+    saved = choice.saved if choice.saved is not None else lineage.saved_in(output_dir, session.channel)
     session.run.record, text = lineage.resumed(manifest, saved, here, choice.named)
     session.warn(text)
 
@@ -420,36 +471,6 @@ def _choice_of(session: Session, path: str) -> resume.Choice:
     if chosen is not None and path == str(chosen.path):
         return chosen
     return resume.Choice(parse_path(path), named=chosen is not None and chosen.named)
-
-
-def _roles_to_fill(
-    session: Session, checkpoint: OpenedCheckpoint, continued: bool, names: stored_states.LiveNames
-) -> LiveRoles:
-    """Return the live weights and states that the checkpoint fills."""
-    stored, trainer, may_cast = checkpoint.catalog.roles, session.trainer, session.args.flex_allow_casts
-    model, optimizer = trainer.model, trainer.optimizer
-    session.settle_weights()
-    if not (continued or stored.get(MASTER_WEIGHT) or may_cast):
-        return live_roles.model_roles(model)
-    optimizers.refuse_unsupported(optimizer)
-    # A new run from the weights of a checkpoint starts with all digits of its master weights.
-    wanted = (MODEL_STATE, MASTER_WEIGHT, OPTIMIZER_STATE) if continued else (MODEL_STATE, MASTER_WEIGHT)
-    optimizer_states.build_buffers(trainer.model_wrapped, optimizer)
-    half = live_roles.trained_in_half(model, optimizer) if may_cast else frozenset[str]()
-    creation = stored_states.creation(names, checkpoint, half, continued)
-    before = live_roles.run_roles(model, optimizer) if creation.masters else {}
-    # Accumulators are offloaded when they are created, master weights after the first step.
-    place_master = offload if trainer.args.tensorwise_offload_optimizer else None
-    live_roles.create_states(model, optimizer, creation.names, place_master)
-    live = creation.filled(live_roles.run_roles(model, optimizer), before)
-    # A stored role of which this rank holds nothing is named too: a load ignores roles that no rank names.
-    found = {role: live.get(role, {}) for role in wanted if role in live or stored.get(role)}
-    average = session.average
-    if continued and average is not None and stored.get(EMA_STATE):
-        # Names of parameters are found by those of their master weights.
-        masters = names.of({name + MASTER.suffix for name in stored[EMA_STATE]})
-        found[EMA_STATE] = average.allocate({name.removesuffix(MASTER.suffix) for name in masters})
-    return found
 
 
 def _refuse_unlike(session: Session, progress: documents.TrainingProgress, directory: AnyPath) -> None:
@@ -507,7 +528,9 @@ def _restore_average(session: Session, ready: _PreparedLoad) -> None:
     elif values is None or not stored:
         session.warn(ema.absent_text(directory))
     else:
-        session.average.restore(ready.averages, ema.from_document(values, directory / documents.AVERAGE))
+        session.average.restore(
+            ready.load.roles.get(EMA_STATE, {}), ema.from_document(values, directory / documents.AVERAGE)
+        )
 
 
 def _drop_unfinished_step(session: Session) -> None:
@@ -553,7 +576,8 @@ def inner_training_loop(
     """
     session = session_of(trainer)
     # The optimizer and its sharding wrappers are known only now.
-    run_on_all(session.channel, "looking at the model and the optimizer", lambda: _refuse_to_train(session))
+    doing = "looking at the model and the optimizer"
+    _warn_of_unfrozen(session, all_gather_checked(session.channel, doing, lambda: _check_training(session), list[str]))
     saved, is_continued = _saved_data(session.run), session.run.progress is not None
     order, passes = _data(session, train_dataloader, len_dataloader, saved)
     if isinstance(saved, position.StepPosition):
@@ -614,11 +638,31 @@ def _uploaded(session: Session) -> Iterator[None]:
         save.rotate(session, session.run.saved, best, session.disks, session.channel)
 
 
-def _refuse_to_train(session: Session) -> None:
-    base_fingerprint.refuse_undefined(session.trainer.model)
+def _check_training(session: Session) -> list[str]:
+    """Check the model and the optimizer; return this rank's trained parameters without states in the checkpoint."""
+    model, optimizer, loaded = session.trainer.model, session.trainer.optimizer, session.run.loaded
+    base_fingerprint.refuse_undefined(model)
     session.refuse_optimizer()
     if session.average is not None:
-        ema.refuse_stateless(session.trainer.model, session.trainer.optimizer)
+        ema.refuse_stateless(model, optimizer)
+    if loaded is None or loaded.progress is None or not optimizers.has_states(optimizer):
+        return []
+    return list(live_roles.trained_without_states(model, loaded.stored_states))
+
+
+def _warn_of_unfrozen(session: Session, everyone: list[list[str]]) -> None:
+    """Report trained parameters without states: frozen in the saved run, without a gradient, or new."""
+    names, loaded = sorted({name for names in everyone for name in names}, key=natural), session.run.loaded
+    if loaded is None or not names:
+        return
+    has_averages = session.average is not None and loaded.progress is not None and loaded.progress.average is not None
+    session.warn(
+        f"{count_text(len(names), 'parameter')} of this run {'is' if len(names) == 1 else 'are'} trained and "
+        f"without optimizer states in {loaded.directory}: frozen in the run that saved it, without a "
+        "gradient, or new. Their states start at zero"
+        + (", and their moving averages as copies of the weights." if has_averages else "."),
+        fold(names),
+    )
 
 
 def _saved_data(run: Run) -> position.SavedData | position.StepPosition | None:
@@ -684,12 +728,9 @@ def _report_changes(
     streams = not order.indexed and skips
 
     def compare() -> str:
-        if loaded is None or not args.should_log:
+        if loaded is None or loaded.progress is None or not args.should_log:
             return ""
-        arguments = (
-            documents.read_arguments(loaded.directory, loaded.manifest),
-            documents.own_arguments(args, trainer.optimizer),
-        )
+        arguments = loaded.progress.arguments, documents.own_arguments(args, trainer.optimizer)
         if skips:
             position.refuse_other_samples(*arguments, str(loaded.directory))
         found = [
@@ -709,10 +750,9 @@ def _load_best(session: Session, directory: Path) -> None:
     model, args, channel = session.trainer.model, session.args, session.channel
     checkpoint = with_tied(open_on_all_ranks(directory, channel, args.flex_verify), args.flex_tied)
     session.settle_weights()
-    roles = run_on_all(channel, "preparing the best model", lambda: live_roles.model_roles(model))
-    may_change, may_cast = args.flex_allow_config_changes, args.flex_allow_casts
-    described, options = describe_model(model), read_options(args)
-    load = prepare_load(checkpoint, roles, described, channel, options, may_change=may_change, may_cast=may_cast)
+    roles = partial(live_roles.model_roles, model)
+    terms = LoadTerms(may_change=args.flex_allow_config_changes, may_cast=args.flex_allow_casts)
+    load = prepare_load(checkpoint, roles, describe_model(model), channel, read_options(args), terms)
     shown = shown_in_training(f"loading {directory.name}", args.should_log)
     with base_fingerprint.until_filled(model, directory), shown:
         load.fill()
@@ -725,7 +765,7 @@ def _restore_generators(session: Session) -> None:
     args, loaded = session.args, session.run.loaded
     if loaded is None or loaded.progress is None:
         return
-    path, generators = loaded.directory / documents.rng_name(dist.get_rank()), loaded.progress.generators
+    path, generators = loaded.directory / documents.rng_name(dist.get_rank()), loaded.generators
     restored = generators is not None and rng.restore(
         generators, str(path), args.world_size, args.use_hybrid_parallel, args.tensor_model_parallel_size > 1
     )

@@ -47,7 +47,7 @@ from paddleformers_fc.distributed.communicator import job_communicator
 from paddleformers_fc.distributed.consistency import ConsistencyCheck
 from paddleformers_fc.distributed.store_client import hosts_of_ranks
 from paddleformers_fc.errors import MismatchError, OptionError
-from paddleformers_fc.execute.load import LoadReport, prepare_load, prepare_weights
+from paddleformers_fc.execute.load import LoadReport, LoadTerms, prepare_load, prepare_weights, whole_model
 from paddleformers_fc.execute.opening import open_on_all_ranks
 from paddleformers_fc.execute.phases import PhaseTimer
 from paddleformers_fc.execute.save import JobRecord, SaveReport, check_ties, config_bytes, save_checkpoint
@@ -73,7 +73,7 @@ from paddleformers_fc.trainer import (
     live_roles,
     optimizers,
     own_statements,
-    stored_states,
+    restore,
 )
 from paddleformers_fc.trainer.description import OWN_RULES, describe_model
 from paddleformers_fc.trainer.library_objects import is_config, unwrap_model
@@ -105,7 +105,7 @@ def fleet_degrees(world_size: int) -> dict[str, int]:
 _WRAPPERS = (DataParallel, MetaParallelBase, GroupShardedStage2, GroupShardedStage3)
 
 
-class LayoutSource(Protocol):
+class LayoutSource(restore.LiveStates, Protocol):
     """The live tensors of one rank.
 
     Attributes:
@@ -128,19 +128,6 @@ class LayoutSource(Protocol):
 
     def weights(self) -> Roles:
         """Return the tensors of ``model_state``."""
-
-    def roles(self) -> Roles:
-        """Return the tensors of every role."""
-
-    def trained_in_half(self) -> frozenset[str]:
-        """Return the names of trained parameters for which the optimizer keeps master weights."""
-
-    def prepare(self, stored: Collection[str]) -> None:
-        """Make room for a load.
-
-        Args:
-            stored: names of the stored optimizer states; those of this rank's parameters are created.
-        """
 
 
 @dataclass(frozen=True)
@@ -474,15 +461,15 @@ def load(
         return _aligned(opened, with_rules(described, everyone), is_by_name(described), aoa_config)
 
     checkpoint, description = run_on_all(channel, "comparing the models", align)
-    stated = stored_states.stated_sources(checkpoint, description, source.weights, channel, aoa_config, allow_casts)
+    terms = LoadTerms(aoa_config, may_cast=allow_casts)
+    if aoa_config:
+        weights = run_on_all(channel, "describing the model", source.weights)
+        terms = replace(terms, tensors=whole_model(description, weights, channel))
 
     def prepare() -> tuple[bool, Roles]:
-        names = stored_states.live_names(checkpoint, description, source.weights(), stated)
-        half = source.trained_in_half() if allow_casts else frozenset[str]()
-        creation = stored_states.creation(names, checkpoint, half)
-        before = source.roles() if creation.masters else {}
-        source.prepare(creation.names)
-        live = creation.filled(source.roles(), before)
+        stated = restore.stated_sources(checkpoint, description, terms)
+        names = restore.live_names(checkpoint, description, source.weights(), stated)
+        live = restore.with_states(source, names, checkpoint, allow_casts)
         # A stored role that this rank does not have is reported as missing.
         wanted = checkpoint.catalog.roles if source.has_states else ()
         unfilled = optimizer is not None and optimizers.has_states(optimizer) and not any(map(live.get, _STATES))
@@ -491,7 +478,7 @@ def load(
     unfilled, roles = gather_and_keep(channel, "preparing the optimizer", prepare, bool)
     if all(unfilled) and not any(map(checkpoint.catalog.roles.get, _STATES)):
         raise _without_states(path, optimizer)
-    load = prepare_load(checkpoint, roles, description, channel, options, aoa_config, may_cast=allow_casts, timer=timer)
+    load = prepare_load(checkpoint, lambda: roles, description, channel, options, terms, timer)
     with base_fingerprint.until_filled(source.model, path):
         return load.fill()
 

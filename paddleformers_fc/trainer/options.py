@@ -11,7 +11,7 @@ The choice of the reader of open weights in this process: this package or Paddle
 
 ``from_pretrained`` runs before a Trainer exists, so the process stores the last choice: training arguments with
 ``flex_checkpoint: true`` choose this package, arguments with ``false`` choose PaddleFormers. Until a script has created
-arguments, :func:`.entry.install` has chosen this package. :mod:`.adapter_files` reads the choice.
+arguments, :func:`.entry.install` has chosen this package. :mod:`.pretrained` reads the choice.
 
 This module does not import Paddle.
 """
@@ -718,7 +718,7 @@ class _Decision:
 _decision = _Decision()
 
 
-def options() -> FlexFields | None:
+def reader_options() -> FlexFields | None:
     """Return how this package reads open weights; None while PaddleFormers reads them."""
     return _decision.options
 

@@ -9,7 +9,7 @@ steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -17,9 +17,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from paddleformers_fc.distributed.channel import ALONE, Channel, all_gather_checked, broadcast, run_on_all
 from paddleformers_fc.errors import CheckpointError, Diverged, MismatchError, NotACheckpoint
-from paddleformers_fc.execute.opening import open_newest, open_on_all_ranks
+from paddleformers_fc.execute.opening import Metadata, open_newest, open_on_all_ranks, read_metadata
 from paddleformers_fc.formats.checkpoint import MAPPING_NAME, OpenedCheckpoint, not_a_flex_checkpoint
 from paddleformers_fc.formats.registry import format_of, is_resumable, saved_run
 from paddleformers_fc.formats.stock_run import refuse_unfinished
@@ -27,6 +29,8 @@ from paddleformers_fc.storage.commit import recover
 from paddleformers_fc.storage.files import exists, is_directory, list_directory
 from paddleformers_fc.storage.manifest import MANIFEST_NAME, candidates, candidates_in, first_usable, newest_checkpoint
 from paddleformers_fc.storage.paths import UNFINISHED, AnyPath, parse_hidden, parse_step
+from paddleformers_fc.trainer import lineage
+from paddleformers_fc.trainer.lineage import Saved
 
 _DAMAGED = "is damaged"
 _NOT_RESUMABLE = "not a checkpoint of another format"
@@ -43,12 +47,14 @@ class Choice:
             format.
         named: whether a user named it; otherwise it is the newest one.
         seconds: that it took to choose it.
+        saved: the finished checkpoints of the output directory, if the choice has read them.
     """
 
     path: AnyPath
     opened: OpenedCheckpoint | None = None
     named: bool = False
     seconds: float = 0.0
+    saved: Sequence[Saved] | None = None
 
 
 @dataclass(frozen=True)
@@ -60,12 +66,14 @@ class Search:
         channel: all ranks of the job.
         warn: receives a line for every directory that is skipped.
         config: the configuration of the live model, for checkpoints of other formats that have none.
+        documents: documents to read with the metadata.
     """
 
     output_dir: Path
     channel: Channel
     warn: Callable[[str], None]
     config: Mapping[str, Any] | None = None
+    documents: Collection[str] = ()
 
 
 def find_newest(
@@ -91,30 +99,58 @@ def find_newest(
     return first_usable((output_dir / name for name in _names(output_dir, channel)), check)
 
 
+class _Listed(msgspec.Struct):
+    """What the coordinator finds in its output directory.
+
+    Args:
+        saved: the finished checkpoints.
+        first: the name of the newest one that may be resumed; empty without one.
+        metadata: its metadata; None if they cannot be read.
+    """
+
+    saved: list[Saved]
+    first: str = ""
+    metadata: Metadata | None = None
+
+
 def _open_usable(
-    output_dir: Path, channel: Channel, without: Collection[str]
-) -> tuple[OpenedCheckpoint | None, list[tuple[Path, str]]]:
+    search: Search, without: Collection[str]
+) -> tuple[OpenedCheckpoint | None, list[tuple[Path, str]], list[Saved] | None]:
     """Open the newest usable checkpoint, and return it with what is skipped, as :func:`find_newest`.
 
-    The coordinator's newest one is opened first. If all ranks see its manifest, they share a disk, and no other rank
-    lists the directory.
+    The third result is what the coordinator's disk holds, if all ranks share it; otherwise None.
+
+    The coordinator sends what it reads of its newest one. If all ranks see its manifest, they share a disk, and no
+    other rank lists the directory.
     """
+    output_dir, channel = search.output_dir, search.channel
+
+    def look() -> _Listed:
+        names = _listed(output_dir)
+        listed = _Listed(saved=lineage.read_saved(output_dir, names))
+        first = next((name for name in names if name not in without), "")
+        if first and parse_hidden(Path(first)) is None:
+            with suppress(CheckpointError):  # Which the reasons below repeat.
+                listed.metadata = read_metadata(output_dir / first, search.documents)
+                listed.first = first
+        return listed
+
     opened: dict[str, OpenedCheckpoint] = {}
-    listed = broadcast(channel, "looking for checkpoints", partial(_listed, output_dir), list[str])
-    first = next((name for name in listed if name not in without), "")
-    if first and parse_hidden(Path(first)) is None:
-        with suppress(CheckpointError, Diverged):  # Which the reasons below repeat.
-            opened[first], is_shared = open_newest(output_dir / first, channel)
+    listed = broadcast(channel, "looking for checkpoints", look, _Listed)
+    first = listed.first
+    if listed.metadata is not None:
+        with suppress(CheckpointError, Diverged):  # As above.
+            opened[first], is_shared = open_newest(output_dir / first, channel, search.documents, listed.metadata)
             if is_shared:
-                return opened[first], []
+                return opened[first], [], listed.saved
 
     def open_next(path: Path) -> None:
         if path.name not in opened:
-            opened[path.name], _ = open_newest(path, channel)
+            opened[path.name], _ = open_newest(path, channel, search.documents)
 
     names = (name for name in _names(output_dir, channel) if name not in without)
     found, skipped = first_usable((output_dir / name for name in names), open_next)
-    return None if found is None else opened[found.name], skipped
+    return None if found is None else opened[found.name], skipped, None
 
 
 def _listed(output_dir: Path) -> list[str]:
@@ -167,8 +203,8 @@ def _reason(name: str, kind: str, why: str) -> str:
 
 
 def _find(search: Search, without: Collection[str] = ()) -> tuple[Choice | None, list[tuple[Path, str]]]:
-    opened, skipped = _open_usable(search.output_dir, search.channel, without)
-    found = None if opened is None else Choice(opened.catalog.root, opened)
+    opened, skipped, saved = _open_usable(search, without)
+    found = None if opened is None else Choice(opened.catalog.root, opened, saved=saved)
     if found is None:
         other, reasons = newest_of_other_formats([path for path, _ in skipped], search.channel, search.config)
         skipped = [(path, reasons.get(path.name, why)) for path, why in skipped if path != other]
@@ -310,11 +346,11 @@ def open_named(directory: AnyPath, verify: str, search: Search) -> Choice:
         return exists(manifest)
 
     try:
-        opened = open_on_all_ranks(directory, channel, verify, config=config)
+        opened = open_on_all_ranks(directory, channel, verify, config=config, documents=search.documents)
     except CheckpointError:
         if not any(all_gather_checked(channel, f"looking for {directory.name}", look_aside, bool)):
             raise
-        opened = open_on_all_ranks(directory, channel, verify, config=config)
+        opened = open_on_all_ranks(directory, channel, verify, config=config, documents=search.documents)
     return Choice(directory, opened, named=True)
 
 

@@ -48,7 +48,7 @@ from paddleformers_fc.trainer import (
     ema,
     lineage,
     live_roles,
-    optimizer_states,
+    optimizers,
     position,
     reference,
     rng,
@@ -173,7 +173,7 @@ def plan_ahead(session: Session) -> tuple[LivePart, SavePlan]:
     trainer, args = session.trainer, session.args
 
     def expected() -> LivePart:
-        optimizer_states.build_buffers(trainer.model_wrapped, trainer.optimizer)
+        optimizers.build_buffers(trainer.model_wrapped, trainer.optimizer)
         roles = live_roles.run_roles(trainer.model, trainer.optimizer, may_expect=True)
         average = {} if session.average is None else session.average.roles() or ema.expected_roles(roles)
         if args.ignore_save_lr_and_optim:
@@ -185,7 +185,11 @@ def plan_ahead(session: Session) -> tuple[LivePart, SavePlan]:
 
 
 def report_save(
-    session: Session, prepared: PreparedSave, report: SaveReport, transfers: TransferFigures, blocked: float | None = None
+    session: Session,
+    prepared: PreparedSave,
+    report: SaveReport,
+    transfers: TransferFigures,
+    blocked: float | None = None,
 ) -> None:
     """Report a committed checkpoint to the run and its reporters.
 

@@ -15,6 +15,7 @@ from paddleformers_fc.distributed.disk_leaders import DiskLeaders
 from paddleformers_fc.distributed.step_agreement import StepAgreement
 from paddleformers_fc.distributed.store_client import hosts_of_ranks
 from paddleformers_fc.errors import EnvironmentMismatch, OptionError
+from paddleformers_fc.families import ModelDescription
 from paddleformers_fc.families.changes import Change
 from paddleformers_fc.storage.executor import ReadOptions
 from paddleformers_fc.storage.manifest import Manifest, RunRecord
@@ -93,12 +94,16 @@ class Loaded:
         manifest: its manifest.
         changes: differences of the model's configuration from that in the checkpoint.
         progress: the Trainer's state in it; None if it is not continued.
+        generators: the document of this process's random generators; None if it has none.
+        stored_states: names in the live model of the stored optimizer states.
     """
 
     directory: AnyPath
     manifest: Manifest
     changes: tuple[Change, ...]
     progress: TrainingProgress | None
+    generators: bytes | None = None
+    stored_states: frozenset[str] = frozenset()
 
 
 @dataclass
@@ -106,6 +111,7 @@ class Run:
     """The run of one call of ``train``.
 
     Args:
+        model: the description of the live model when it began; empty before training.
         ran: names of the replaced methods that have run since; see :mod:`.events`.
         chosen: the checkpoint to resume; None in a run from the beginning. The native methods pass its path on as text,
             which lacks the password of a URL.
@@ -115,6 +121,7 @@ class Run:
         warned: warnings that are logged once.
     """
 
+    model: ModelDescription = field(default_factory=lambda: ModelDescription({}))
     ran: set[str] = field(default_factory=set)
     chosen: Choice | None = None
     loaded: Loaded | None = None

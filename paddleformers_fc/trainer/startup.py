@@ -17,7 +17,7 @@ from paddleformers_fc.distributed.store_client import on_several_nodes
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.execute.save import check_ties
 from paddleformers_fc.execute.save_plan import model_rules
-from paddleformers_fc.families import family_for
+from paddleformers_fc.families import ModelDescription, family_for
 from paddleformers_fc.layout.live import describe_roles
 from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.storage.files import check_writable
@@ -183,7 +183,7 @@ _OF_A_NODE = frozenset(
 _PACKAGES = ("paddleformers", "paddlenlp", "paddleformers_fc")
 
 
-def check(session: Session) -> None:
+def check(session: Session, model: ModelDescription) -> None:
     """Compare versions, options and model configuration across ranks, and test every output disk.
 
     A node with another package version, another YAML or a read-only disk would be found by the first save, after hours,
@@ -192,6 +192,7 @@ def check(session: Session) -> None:
 
     Args:
         session: of a Trainer that is about to train; every rank must call.
+        model: the description of its model.
     Raises:
         PeerError: the same on every rank: a table of the differences, with values and ranks.
         StorageError: the same on every rank: the output directories that cannot be written, with their ranks.
@@ -200,7 +201,7 @@ def check(session: Session) -> None:
     trainer, args = session.trainer, session.args
     facts = {
         "versions": software_versions(),
-        "config": comparable_config(describe_model(trainer.model)),
+        "config": comparable_config(model),
         **dict(_options(args)),
     }
 

@@ -13,7 +13,7 @@ PATIENT = (*PRELOAD, "tests.harness.limits:be_patient")
 
 OURS = (
     "paddleformers_fc.trainer.startup",
-    "paddleformers_fc.trainer.adapter_files",
+    "paddleformers_fc.trainer.pretrained",
     "paddleformers_fc.trainer.entry",
     "paddleformers_fc.trainer.loop",
     "tests.trainer.open_weights_jobs",

@@ -28,9 +28,9 @@ def describe(model_type: str, layout: Mapping[str, Any], model: Mapping[str, Any
     trainer.train()
     weights = built.sharded_state_dict()
     if tiny.layout_from(layout).stage == 3:
-        from paddleformers_fc.trainer import optimizer_states, optimizers
+        from paddleformers_fc.trainer import optimizers
 
-        states = optimizer_states.sharded_states(trainer.optimizer, weights)
+        states = optimizers.sharded_states(trainer.optimizer, weights)
         roles: dict[str, dict[str, Any]] = {"model_state": optimizers.cut(weights)}
     else:
         states = trainer.optimizer.sharded_state_dict(weights)

@@ -222,17 +222,17 @@ def test_leftovers_that_the_next_save_does_not_delete_are_listed_in_the_log(
     assert dead.name not in text
 
 
-LOAD = ["reading the Trainer's own state", "preparing the optimizer", "planning"]
+READING = "reading the metadata of checkpoint-3"
 
 
-@pytest.mark.parametrize(("named", "choice"), [(False, ["looking for checkpoints"]), (True, [])])
-def test_a_resume_reads_metadata_once_and_exchanges_as_few_messages_as_it_did(
-    ranks: ForkServer, saved: Path, tmp_path: Path, named: bool, choice: list[str]
+@pytest.mark.parametrize(("named", "found"), [(False, "looking for checkpoints"), (True, READING)])
+def test_a_resume_reads_metadata_once_and_exchanges_four_messages_more_only_for_a_named_one(
+    ranks: ForkServer, saved: Path, tmp_path: Path, named: bool, found: str
 ) -> None:
     output_dir = tmp_path / "run"
     shutil.copytree(saved, output_dir)
     given = settings(DP2, output_dir, output_dir / "checkpoint-3" if named else True, max_steps=4, save_steps=100)
-    opening = ["opening checkpoint-3", "checking the files of checkpoint-3"]
-    for found in ranks.run(f"{JOBS}:list_exchanges", 2, given).values:
-        assert found[:-2] == ["checking the training", *choice, *opening, *LOAD]
-        assert found[-1] == "reading checkpoint-3"
+    lineage = ["looking for other runs"] if named else []
+    expected = [found, "opening checkpoint-3", "planning", *lineage, "reading checkpoint-3"]
+    for exchanges in ranks.run(f"{JOBS}:list_exchanges", 2, given).values:
+        assert exchanges == ["checking the training", *expected]

@@ -128,7 +128,7 @@ def _operations(job: ScaleJob, wanted: Sequence[str]) -> Counts:
         RESUME: lambda _, channel: resume.newest_or_refuse(resume.Search(job.directory, channel, lambda _: None)),
         OPENING: lambda _, channel: open_on_all_ranks(newest, channel, "full"),
         PLANNING: lambda rank, channel: prepare_load(
-            opened[rank], job.weights(rank), job.model.model, channel, automatic
+            opened[rank], partial(job.weights, rank), job.model.model, channel, automatic
         ),
         ASYNCHRONOUS: partial(_save_asynchronously, job, 3),
     }

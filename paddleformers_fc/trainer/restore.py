@@ -8,11 +8,11 @@ its names, and are created under whichever name the live model gives them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from paddleformers_fc.distributed.channel import Channel, run_on_all
-from paddleformers_fc.execute.load import whole_model
+from paddleformers_fc.execute.load import LoadTerms
 from paddleformers_fc.execute.save_plan import model_rules
 from paddleformers_fc.families import ModelDescription
 from paddleformers_fc.families.stated import model_ties
@@ -65,35 +65,20 @@ class LiveNames:
         }
 
 
-def stated_sources(
-    checkpoint: OpenedCheckpoint,
-    model: ModelDescription,
-    weights: Callable[[], Roles],
-    channel: Channel,
-    aoa_config: Mapping[str, object] | None,
-    may_cast: bool,
-) -> dict[str, Names] | None:
-    """Return the stored parameters of every live parameter under statements; None without. Every rank must call.
+def stated_sources(checkpoint: OpenedCheckpoint, model: ModelDescription, terms: LoadTerms) -> dict[str, Names] | None:
+    """Return the stored parameters of every live parameter under statements; None without.
 
     Args:
         checkpoint: an opened checkpoint.
         model: the live model.
-        weights: returns its tensors on this rank, in the role ``model_state``.
-        channel: all ranks of the job.
-        aoa_config: statements from stored names to the model's.
-        may_cast: whether the precision may differ.
+        terms: its statements, and all its tensors on all ranks.
     Raises:
-        FlexError: the same on every rank: the model cannot be mapped, or a statement is invalid.
+        FlexError: the model cannot be mapped, or a statement is invalid.
     """
-    if not aoa_config:
+    if not terms.aoa_config:
         return None
-    tensors = whole_model(model, run_on_all(channel, "describing the model", weights), channel)
-
-    def evaluate() -> dict[str, Names]:
-        source, _ = statements_source(checkpoint, model, aoa_config, tensors, may_cast)
-        return {name: made.names for name, made in source.mapping.made.items()}
-
-    return run_on_all(channel, "reading aoa_config", evaluate)
+    source, _ = statements_source(checkpoint, model, terms.aoa_config, terms.tensors or {}, terms.may_cast)
+    return {name: made.names for name, made in source.mapping.made.items()}
 
 
 def live_names(
@@ -198,3 +183,39 @@ def creation(
         frozenset(names.of(stored)),
         frozenset(name for name in names.of(weights) if parameter_of_state(name) in half),
     )
+
+
+class LiveStates(Protocol):
+    """The live tensors of one rank, whose optimizer states a load creates."""
+
+    def roles(self) -> Roles:
+        """Return the tensors of every role."""
+
+    def trained_in_half(self) -> frozenset[str]:
+        """Return the names of trained parameters for which the optimizer keeps master weights."""
+
+    def prepare(self, stored: Names) -> None:
+        """Make room for a load.
+
+        Args:
+            stored: names of the stored optimizer states; those of this rank's parameters are created.
+        """
+
+
+def with_states(
+    live: LiveStates, names: LiveNames, checkpoint: OpenedCheckpoint, may_cast: bool, continued: bool = True
+) -> LiveRoles:
+    """Create the optimizer states that a checkpoint fills, and return all live tensors that it may fill.
+
+    Args:
+        live: the tensors of this rank.
+        names: see :func:`live_names`.
+        checkpoint: an opened checkpoint.
+        may_cast: whether the precision may differ.
+        continued: as for :func:`creation`.
+    """
+    half = live.trained_in_half() if may_cast else frozenset[str]()
+    created = creation(names, checkpoint, half, continued)
+    before = live.roles() if created.masters else {}
+    live.prepare(created.names)
+    return created.filled(live.roles(), before)
