@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, cached_property
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 from unittest import mock
 
@@ -131,7 +132,7 @@ class ScaleJob:
 
         threads = [threading.Thread(target=of_rank, args=(rank,)) for rank in self.running]
         with (
-            mock.patch.object(save, "_write_tensors", self._write_holes),
+            mock.patch.object(save, "_write_tensors", self._begin_holes),
             mock.patch.object(step_agreement, "_loops", itertools.repeat(0)),
             mock.patch.object(collective_checksums, "compare_blocks", _compare_leading_blocks),
             peak_memory(list(meters.values())),
@@ -266,7 +267,12 @@ class ScaleJob:
                 groups.setdefault(rank, []).append(number)
         return {rank: ([*planned_files(writers.share_of(rank), rank)], groups.get(rank, [])) for rank in self._absent}
 
-    def _write_holes(self, staging: Path, file: PlannedFile, _: object = None) -> FileChecksum:
+    def _begin_holes(self, staging: Path, file: PlannedFile, _: object) -> SimpleNamespace:
+        """Return what closes a file of holes, in place of a writer of tensors."""
+        checksum = self._write_holes(staging, file)
+        return SimpleNamespace(close=lambda: checksum)
+
+    def _write_holes(self, staging: Path, file: PlannedFile) -> FileChecksum:
         self._staging, path, header = staging, staging / file.path, file.layout.header
         size = len(header) + sum(file.layout.sizes)
         with charged(None):
