@@ -129,7 +129,7 @@ def _escaped(text: str) -> str:
 
 def _matcher(token: re.Match[str]) -> str:
     inside = token.group(1)
-    return f"(?:{inside.replace(',', '|')})" if "," in inside else r"(\d+)"
+    return f"(?:{inside.replace(',', '|')})" if "," in inside else r"([0-9]{1,18})"
 
 
 GROUP = "paddleformers_fc.families"

@@ -32,6 +32,7 @@ from paddleformers_fc.errors import Corrupt, FormatError, MappingError, NotAChec
 from paddleformers_fc.families import ModelTensor, bind, family_for
 from paddleformers_fc.families.description import A, Adapters, B, Base, ModelDescription, is_adapter, shared_inputs
 from paddleformers_fc.families.enumerate import enumerate_tensors, recognised_tensors
+from paddleformers_fc.families.names import Names
 from paddleformers_fc.families.stated import canonical_ties
 from paddleformers_fc.families.undescribed import completed
 from paddleformers_fc.formats.built_model import built_model
@@ -107,10 +108,21 @@ def _number(value: float) -> float:
 def _unpaired(names: Collection[str]) -> Iterator[str]:
     """Yield the tensors of adapters whose other tensor is missing."""
     for name in names:
-        layer, _, end = name.removesuffix(_WEIGHT).rpartition(".")
-        other = f"{layer}.{B if end == A else A}{_WEIGHT}"
+        module = name.removesuffix(_WEIGHT)
+        layer, _, end = module.rpartition(".")
+        other = f"{layer}.{B if end == A else A}{name.removeprefix(module)}"
         if is_adapter(name) and other not in names:
             yield f"{name}: {other} is missing"
+
+
+def _of_other_shapes(model: ModelDescription, specs: Mapping[str, TensorSpec]) -> Iterator[str]:
+    """Yield the tensors of adapters whose shape is not that of their rank and layer."""
+    names = Names(family_for(model.config), model)
+    for name, spec in specs.items():
+        shapes = [kind.shape(numbers) for kind, numbers in names.declared(name)] if is_adapter(name) else []
+        wanted = " or ".join(str([*one]) for one in shapes if one is not None)
+        if wanted and spec.shape not in shapes:
+            yield f"{name}: stored {list(spec.shape)}, wanted {wanted}"
 
 
 def _read_config(directory: AnyPath, name: str, checksums: FileChecksums | None) -> dict[str, Any]:
@@ -128,7 +140,7 @@ def _adapters(values: Mapping[str, Any], directory: AnyPath) -> Adapters:
     bias, biases = str(values.get("bias") or "none"), {text: ours for ours, text in _BIASES.items()}
     found += [] if bias in biases else [f"bias: {bias!r}: unknown"[:200]]
     initial = values.get("init_lora_weights")
-    if isinstance(initial, str) and initial.lower() not in _KEEPS_BASE:
+    if initial not in (None, True, False) and str(initial).lower() not in _KEEPS_BASE:
         found.append(f"init_lora_weights: {initial!r}: changes the base, and the files contain no base"[:200])
     if found:
         raise OptionError(
@@ -575,6 +587,14 @@ class PaddleFormersLoraFormat(_AdapterFormat):
         specs = {name: TensorSpec(one.shape, one.dtype) for name, one in catalog.roles[MODEL_STATE].items()}
         model = replace(model_description(catalog.root, checkpoint.config), adapters=facts.adapters, partial=False)
         model, rules = _bound(model, specs, facts.degree)
+        faults = [*_unpaired(specs), *_of_other_shapes(model, specs)]
+        if faults:
+            raise Corrupt(
+                f"{catalog.root} does not contain adapters that are whole, of {LORA_CONFIG_NAME} and {CONFIG_NAME}.",
+                where=str(catalog.root),
+                evidence=fold(faults),
+                next_step="Save the adapters again.",
+            )
         return StoredModel(rules, model)
 
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from paddleformers_fc.errors import FormatError
 from paddleformers_fc.layout.shards import Shard
-from paddleformers_fc.mapping.boxes import Box, BoxFinder, CoverFault, Shape, cover_faults, whole
+from paddleformers_fc.mapping.boxes import Box, BoxFinder, CoverFault, Shape, cover_faults, have_own_hashes, whole
 from paddleformers_fc.storage import paths
 from paddleformers_fc.storage.identities import NO_IDENTITIES, Identities
 
@@ -317,17 +317,6 @@ def _tile(shards: Sequence[Shard]) -> bool:
     return not cover_faults(whole(shards[0].global_shape), list(ranges))
 
 
-def _require_own_hashes(known: dict[int, object], keys: Iterable[object], file: str) -> None:
-    """Refuse different keys of one hash: a file has chosen them, because dicts of them take quadratic time."""
-    if any(known.setdefault(hash(key), key) != key for key in keys):
-        raise FormatError(
-            f"{file} has tensors of shapes that were chosen to be slow to read.",
-            where=file,
-            evidence=["two different shapes or positions have the same hash"],
-            next_step="Use another checkpoint, from a source that you trust.",
-        )
-
-
 def gather_shards(shards: Iterable[tuple[Shard, str, int, int]]) -> tuple[dict[str, StoredTensor], list[str]]:
     """Gather tensors from the shards of many files.
 
@@ -344,8 +333,13 @@ def gather_shards(shards: Iterable[tuple[Shard, str, int, int]]) -> tuple[dict[s
     for shard, file, begin, width in shards:
         place = (shard.dtype, shard.global_shape, shard.box, shard.flat, width)
         number, _ = places.setdefault(place, (len(places), shard))
-        if number == len(places) - 1:
-            _require_own_hashes(hashes, (place, shard.box), file)
+        if number == len(places) - 1 and not have_own_hashes(hashes, (place, shard.box)):
+            raise FormatError(
+                f"{file} has tensors of shapes that were chosen to be slow to read.",
+                where=file,
+                evidence=["two different shapes or positions have the same hash"],
+                next_step="Use another checkpoint, from a source that you trust.",
+            )
         numbers += (names.setdefault(shard.name, len(names)), number, paths.setdefault(file, len(paths)), begin)
     columns = np.ascontiguousarray(np.array(numbers, np.int64).reshape(-1, 4).T)
     placed, widths = [shard for _, shard in places.values()], [cast(int, place[-1]) for place in places]

@@ -370,14 +370,14 @@ def _refuse_incomplete(directory: AnyPath, numbered: Sequence[str]) -> None:
         Corrupt: files are missing; all of them.
         FormatError: they have numbers of two models, or no such numbers.
     """
-    totals = {name.rpartition("-of-")[2] for name in numbered}
-    due = [f"model-{place:05d}-of-{total}" for total in totals for place in range(1, int(total[:5]) + 1)]
-    missing, strange = sorted({*due} - {*numbered}), sorted({*numbered} - {*due})
-    if len(totals) > 1 or strange:
+    total, *others = sorted({name.rpartition("-of-")[2] for name in numbered})
+    due = {f"model-{place:05d}-of-{total}" for place in range(1, int(total[:5]) + 1)}
+    missing, strange = sorted(due - {*numbered}), sorted({*numbered} - due)
+    if strange:
         raise FormatError(
             f"{directory} has files of weights that do not count as one model.",
             where=str(directory),
-            evidence=strange or [f"model-...-of-{total}" for total in sorted(totals)],
+            evidence=[f"model-...-of-{one}" for one in (total, *others)] if others else strange,
             next_step=FETCH_AGAIN,
         )
     if missing:

@@ -24,7 +24,7 @@ from paddleformers_fc.errors import Corrupt, FormatError
 from paddleformers_fc.formats.catalog import Array, ShardTable, StoredTensor
 from paddleformers_fc.formats.checkpoint import StoredShard
 from paddleformers_fc.layout.shards import Shard, shard_bytes
-from paddleformers_fc.mapping.boxes import MAX_AXES, MAX_LENGTH, shifted
+from paddleformers_fc.mapping.boxes import MAX_AXES, MAX_LENGTH, have_own_hashes, shifted
 from paddleformers_fc.storage.checksum import (
     BLOCK_DIGEST_BYTES,
     DEFAULT_BLOCK_BYTES,
@@ -247,6 +247,7 @@ def _recorded(
 def _places(numbers: list[int], codes: Sequence[str], where: AnyPath) -> Iterator[Shard]:
     """Yield the places as shards without names. Ranges of the same box, one per rank, share it."""
     known: dict[tuple[int, ...], tuple[Shard, int]] = {}
+    hashes: dict[int, object] = {}
     at = 0
     while at < len(numbers):
         code, axes, begin, end = (*numbers[at : at + 4], -1, -1, -1)[:4]
@@ -258,6 +259,8 @@ def _places(numbers: list[int], codes: Sequence[str], where: AnyPath) -> Iterato
         box = known.get(key)
         if box is None:
             box = known[key] = _box_of(codes[code], key[1:], axes, where)
+            if not have_own_hashes(hashes, (key, box[0].box)):
+                _reject(where, "its boxes were chosen to be slow to read")
         place, volume = box
         if (begin, end) != _WHOLE:
             if not 0 <= begin <= end <= volume:

@@ -112,13 +112,16 @@ def _shards_in(directory: Path, place: Path) -> Iterator[StoredShard]:
                 missing.add(file)
                 continue
             arrays[file] = _arrays_in(place / file, (base / file).as_posix())
-        array = arrays[file].get(key)
-        if array is None or array.dtype != shard.dtype or math.prod(array.shape) != shard.size:
-            there = "it is not there" if array is None else f"{array.dtype} {list(array.shape)} is there"
+        # A file has one array of a name: the metadata cannot list two shards in it.
+        array = arrays[file].pop(key, None)
+        if array is None or not _is_of(array, shard):
+            there = (
+                "it is not there or listed twice" if array is None else f"{array.dtype} {list(array.shape)} is there"
+            )
             raise Corrupt(
                 f"{place / file} does not contain what the metadata lists.",
                 where=str(place / file),
-                evidence=[f"{key}: {shard.size} elements of {shard.dtype} are due, {there}"],
+                evidence=[f"{key}: {shard.dtype} {list(shard.box.shape)} is due, {there}"],
                 next_step=stock.COPY_AGAIN_STEP,
             )
         yield shard, array.file, array.begin, dtype_size(array.dtype)
@@ -129,6 +132,13 @@ def _shards_in(directory: Path, place: Path) -> Iterator[StoredShard]:
             evidence=fold(sorted(missing)),
             next_step=stock.COPY_AGAIN_STEP,
         )
+
+
+def _is_of(array: FileArray, shard: Shard) -> bool:
+    """Return whether an array has the elements of a shard in their order: exchanged axes would change it."""
+    shapes = {(shard.size,)} if shard.flat is not None else {(shard.size,), shard.box.shape}
+    is_number = math.prod(array.shape) == shard.size == 1
+    return array.dtype == shard.dtype and (is_number or array.shape in shapes)
 
 
 def _average(shard: Shard, file: str, begin: int, width: int) -> StoredShard:

@@ -16,9 +16,10 @@ computes the same products; it refuses blocks at an edge that are smaller, which
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
+from fnmatch import translate
 from typing import Any
 
 from paddleformers_fc.errors import FormatError
@@ -51,6 +52,8 @@ _SCALES = ("_scale_inv", ".scale", "_scales")
 """Endings of the names of scales under any declaration."""
 _COMPUTED, _FP8, _POWER = "float32", "float8_e4m3fn", "float8_e8m0fnu"
 _DECLARED = ("bfloat16", "float16", _COMPUTED)
+_MOST_PATTERNS = 64
+"""The most names with ``*`` among those of modules that are not quantized: each is compared with all modules."""
 
 Files = dict[str, list[str]]
 """The tensors of every file."""
@@ -189,6 +192,8 @@ def _kinds(directory: AnyPath, config: Mapping[str, Any]) -> tuple[_Kind, ...]:
     excluded = declared.get(_EXCLUDED) or []
     if not isinstance(excluded, list) or not all(isinstance(one, str) for one in excluded):
         faults.append(f"{_EXCLUDED}: {excluded!r} is not a list of names")
+    elif sum("*" in one for one in excluded) > _MOST_PATTERNS:
+        faults.append(f"{_EXCLUDED}: more than {_MOST_PATTERNS} names with *")
     if faults:
         raise FormatError(
             f"The quantization of {directory} is not supported.",
@@ -269,10 +274,11 @@ def _shape(stored: tuple[int, ...], scheme: Scheme, is_stack: bool) -> tuple[int
 
 def _excluded(products: Iterable[ScaledTensor], patterns: list[str]) -> Iterator[str]:
     """Yield the products of modules that the declaration excludes from quantization."""
-    exact, others = frozenset(patterns), [one for one in patterns if "*" in one]
+    exact = frozenset(patterns)
+    others = re.compile("|".join(translate(one) for one in patterns if "*" in one) or "(?!)")
     for product in products if patterns else ():
         parts = product.name.split(".")
         for module in (".".join(parts[:count]) for count in range(1, len(parts) + 1)):
-            if module in exact or any(fnmatchcase(module, one) for one in others):
+            if module in exact or others.match(module):
                 yield f"{product.name}: quantized, although {_EXCLUDED} contains {module}"
                 break

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter, sub
 
@@ -88,6 +88,18 @@ def whole(shape: Shape) -> Box:
 def shifted(shape: Shape, offset: Shape) -> Box:
     """Return the box of a shard with this local shape at this global offset."""
     return Box(tuple(offset), tuple(o + s for o, s in zip(offset, shape, strict=True)))
+
+
+def have_own_hashes(known: dict[int, object], keys: Iterable[object]) -> bool:
+    """Return whether no key has the hash of a different one.
+
+    A file can choose numbers so that shapes and boxes have one hash. A dict of such keys takes quadratic time.
+
+    Args:
+        known: the keys so far by their hash; the keys are added.
+        keys: more keys.
+    """
+    return all(known.setdefault(hash(key), key) == key for key in keys)
 
 
 class BoxFinder:

@@ -45,7 +45,7 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from paddleformers_fc.errors import FormatError, MappingError
-from paddleformers_fc.mapping.boxes import MAX_AXES, MAX_LENGTH, Box, Shape, whole
+from paddleformers_fc.mapping.boxes import MAX_AXES, MAX_LENGTH, Box, Shape, have_own_hashes, whole
 from paddleformers_fc.mapping.correspondences import NEW_AXIS, TensorMapping, TensorSources, TensorSpec
 from paddleformers_fc.mapping.templates import BoxLink, Template, pruned, stack_templates
 from paddleformers_fc.text import count_text, fold, numbers_text
@@ -365,6 +365,7 @@ class RuleSet:
         stacks: dict[object, Template] = {}
         # A model has many layers and experts of few forms; the properties of a form are computed once.
         forms: dict[object, _Form | None] = {}
+        hashes: dict[int, object] = {}
         stretches = 0
         for rule in self.rules:
             known = [self.targets[name] for name in rule.targets if name in self.targets]
@@ -376,6 +377,11 @@ class RuleSet:
             blocks = rule.source_blocks, rule.target_blocks
             key = (len(rule.sources), *shapes, rule.parts, rule.axis, rule.axes, *blocks, rule.slab, rule.cast)
             if key not in forms:
+                if not have_own_hashes(hashes, (key,)):
+                    faults.append(
+                        f"{', '.join(rule.targets)}: the rule has numbers that were chosen to be slow to read"
+                    )
+                    break
                 forms[key] = _form_of(rule, shapes)
             form = forms[key]
             if form is None:
@@ -458,11 +464,15 @@ def _decoded(data: bytes, where: str) -> RuleSet:
 
 def _faults(rules: RuleSet) -> Iterator[str]:
     possible: set[Shape] = set()
+    hashes: dict[int, object] = {}
     for name, spec in rules.targets.items():
         if spec.shape in possible:
             continue
         if len(spec.shape) > MAX_AXES or not all(0 <= length <= MAX_LENGTH for length in spec.shape):
             yield f"{name}: invalid shape"
+        elif not have_own_hashes(hashes, (spec.shape,)):
+            yield f"{name}: its shape was chosen to be slow to read"
+            return
         else:
             possible.add(spec.shape)
     for name, cuts in rules.cuts.items():

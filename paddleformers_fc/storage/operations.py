@@ -141,7 +141,8 @@ class Scales(msgspec.Struct, frozen=True):
             scales: the bytes of :meth:`rows`.
         """
         scheme, (row, first) = self.tensor.scheme, self._position(operation)
-        high, wide = scheme.block
+        # A block can be wider than the matrix.
+        high, wide = scheme.block[0], min(scheme.block[1], self.tensor.stored[-1])
         numbers = as_float32(data, scheme.numbers)
         low, end = max(first, self.columns[0]), min(first + numbers.shape[-1], self.columns[1])
         values = numbers[..., low - first : end - first]

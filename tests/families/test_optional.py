@@ -160,6 +160,14 @@ def test_layers_of_the_model_itself_are_never_optional() -> None:
     assert optional.group("model.layers.12.enorm.weight") != optional.group("model.layers.13.enorm.weight")
 
 
+@pytest.mark.parametrize("number", ["9" * 5000, "\u0666\u0661"])
+def test_numbers_that_no_layer_can_have_are_not_optional(number: str) -> None:
+    family = BY_NAME["deepseek_v3"]
+    optional = OptionalNames(family, model_of(settings(family)))
+    assert "model.layers.61.x.weight" in optional
+    assert f"model.layers.{number}.x.weight" not in optional
+
+
 @pytest.mark.parametrize("name", sorted(name for name, family in BY_NAME.items() if family.tied))
 def test_a_tied_head_that_a_file_repeats_is_taken_where_it_is_equal_and_refused_where_it_is_not(
     tmp_path: Path, name: str

@@ -68,11 +68,13 @@ def test_initialisations_that_keep_the_base_are_read(tmp_path: Path, changes: di
     assert PEFT.open(peft(tmp_path, **changes)).catalog.count == 2
 
 
-@pytest.mark.parametrize("initial", ["pissa", "pissa_niter_16", "olora", "loftq", "corda", "lora_ga", "tomorrow"])
-def test_initialisations_that_change_the_base_are_refused(tmp_path: Path, initial: str) -> None:
+@pytest.mark.parametrize(
+    "initial", ["pissa", "pissa_niter_16", "olora", "loftq", "corda", "lora_ga", "tomorrow", ["pissa"]]
+)
+def test_initialisations_that_change_the_base_are_refused(tmp_path: Path, initial: object) -> None:
     with pytest.raises(OptionError) as refused:
         PEFT.open(peft(tmp_path, init_lora_weights=initial))
-    assert f"init_lora_weights: '{initial}'" in refused.value.render()
+    assert f"init_lora_weights: {initial!r}" in refused.value.render()
 
 
 def test_an_unknown_choice_of_biases_is_refused(tmp_path: Path) -> None:
@@ -277,6 +279,34 @@ def test_adapters_that_are_not_those_of_their_base_are_refused(
         paddleformers_fc.open(source).convert(tmp_path / "flex", config=base)
     assert evidence in refused.value.render()
     assert not (tmp_path / "flex").exists()
+
+
+@pytest.mark.parametrize(
+    ("shapes", "changes", "evidence"),
+    [
+        ({"A": (64, 4)}, {}, "q_proj.lora_A: model.layers.0.self_attn.q_proj.lora_B is missing"),
+        ({"B": (4, 64)}, {}, "q_proj.lora_B: model.layers.0.self_attn.q_proj.lora_A is missing"),
+        ({"A": (4, 64), "B": (4, 64)}, {}, "q_proj.lora_A: stored [4, 64], wanted [64, 4]"),
+        ({"A": (64, 4), "B": (4, 64)}, {"r": 8, "lora_alpha": 16}, "q_proj.lora_A: stored [64, 4], wanted [64, 8]"),
+    ],
+)
+def test_adapters_of_paddleformers_that_are_not_whole_or_of_another_rank_are_refused(
+    shapes: dict[str, tuple[int, ...]], changes: dict[str, int], evidence: str, tmp_path: Path
+) -> None:
+    source = tmp_path / "adapters"
+    source.mkdir()
+    paddleformers(source, **changes)
+    arrays = {
+        f"model.layers.0.self_attn.q_proj.lora_{end}": np.ones(shape, np.float32) for end, shape in shapes.items()
+    }
+    (weights,) = source.glob("*.safetensors")
+    save_file(arrays, weights)
+    index = {"weight_map": dict.fromkeys(arrays, weights.name)}
+    (source / "peft_model.safetensors.index.json").write_text(json.dumps(index))
+    (source / "config.json").write_text(json.dumps({**LLAMA, "architectures": ["AForCausalLMDeprecated"]}))
+    with pytest.raises(Corrupt, match="adapters that are whole") as refused:
+        _ = paddleformers_fc.open(source).convert(tmp_path / "flex")
+    assert any(evidence in line for line in refused.value.evidence), refused.value.evidence
 
 
 @pytest.mark.parametrize("location", [None, "meta-llama/Llama-2-7b-hf", "x" * 5000, "\0", "."])

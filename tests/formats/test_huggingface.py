@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -110,6 +111,20 @@ def test_numbers_of_two_models_are_refused(tmp_path: Path, names: tuple[str, str
         save_file(weights("t"), tmp_path / f"model-{name}.safetensors")
     with pytest.raises(FormatError, match="do not count as one model"):
         open_huggingface(tmp_path)
+
+
+def test_numbers_of_many_models_are_refused_in_the_memory_of_one(tmp_path: Path) -> None:
+    for count in range(20):
+        (tmp_path / f"model-00001-of-{99_900 + count}.safetensors").touch()
+    tracemalloc.start()
+    try:
+        with pytest.raises(FormatError, match="do not count as one model") as caught:
+            open_huggingface(tmp_path)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(caught.value.evidence) == 20
+    assert peak < 64_000_000
 
 
 def test_a_tensor_that_its_file_does_not_hold_is_named(tmp_path: Path) -> None:

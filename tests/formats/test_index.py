@@ -139,6 +139,16 @@ def test_an_index_that_cannot_be_is_refused(column: str, at: int, value: int, me
         decoded(raw)
 
 
+def test_boxes_of_one_hash_are_refused() -> None:
+    prime = 2**61 - 1
+    shapes = [(0, prime), (prime, 0), (0, 0)]
+    assert len(set(map(hash, shapes))) == 1
+    shards = [Shard(f"a{number}", "float32", shape, whole(shape)) for number, shape in enumerate(shapes)]
+    raw = encode_index(shard_columns([(path, shards if own else []) for path, own in SHARDS.items()]), checksums())
+    with pytest.raises(FormatError, match="chosen to be slow to read"):
+        decoded(raw)
+
+
 def test_files_that_are_shorter_than_their_shards_are_refused() -> None:
     few = [checksum_of(one.path, bytes(8)) if one.path in SHARDS else one for one in checksums()]
     raw = encode_index(shard_columns(SHARDS.items()), few)

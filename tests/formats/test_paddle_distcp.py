@@ -131,11 +131,15 @@ def test_metadata_of_shards_of_one_hash_is_refused(tmp_path: Path) -> None:
     tensor = {"dtype": "float32", "global_shape": (2**63 - 1,)}
     described = [PickledObject(CLASSES, "LocalTensorMetadata", {**place, **tensor}) for place in places]
     index = {"tensor_key": "a", "replica_id": None}
-    stored = {PickledObject(CLASSES, "LocalTensorIndex", {**place, **index}): "0_0.distcp" for place in places}
+    stored = {
+        PickledObject(CLASSES, "LocalTensorIndex", {**place, **index}): f"{rank}_0.distcp"
+        for rank, place in enumerate(places)
+    }
     state = {"state_dict_metadata": {"a": described}, "storage_metadata": stored, "flat_mapping": {"a": ("a",)}}
     (tmp_path / "0.metadata").write_bytes(encode_pickle(PickledObject(CLASSES, "Metadata", state)))
     before, after = encode_array_dict([("a", "f4", (1,), 4)])
-    (tmp_path / "0_0.distcp").write_bytes(before + bytes(4) + after)
+    for file in stored.values():
+        (tmp_path / file).write_bytes(before + bytes(4) + after)
     tensors = read_pickle(tmp_path / "0.metadata").fields["state_dict_metadata"]
     assert {type(key) for key in _known(tmp_path, tensors)} == {str}
     with pytest.raises(FormatError, match="chosen to be slow to read"):
@@ -364,6 +368,20 @@ def _shortened(copy: Path) -> None:
     (copy / WEIGHTS).write_bytes(pickle.dumps({**arrays, name: arrays[name][:-1]}, 4))
 
 
+def _transposed(copy: Path) -> None:
+    arrays = pickle.loads((copy / WEIGHTS).read_bytes())
+    shapes = {name: array.shape for name, array in arrays.items() if isinstance(array, np.ndarray)}
+    name = next(name for name, shape in shapes.items() if len(shape) == 2 and shape != shape[::-1])
+    (copy / WEIGHTS).write_bytes(pickle.dumps({**arrays, name: np.ascontiguousarray(arrays[name].T)}, 4))
+
+
+def _listed_twice(fields: dict[str, Any]) -> None:
+    files = fields["storage_metadata"]
+    seen: dict[tuple[str, tuple[int, ...]], str] = {}
+    for index, file in files.items():
+        files[index] = seen.setdefault((index.tensor_key, index.local_shape), file)
+
+
 def _of_another_type(copy: Path) -> None:
     """Numbers of 16 bits of another type, which have the same width."""
     metadata = pickle.loads((copy / METADATA).read_bytes())
@@ -391,6 +409,8 @@ DAMAGES: dict[str, tuple[Damage, type[FlexError], str]] = {
     "a file that is missing": (lambda copy: (copy / WEIGHTS).unlink(), Corrupt, "1_0.distcp"),
     "files of two roles": (_swapped, Corrupt, "does not contain what the metadata lists"),
     "an array without its last row": (_shortened, Corrupt, "does not contain what the metadata lists"),
+    "an array with its axes exchanged": (_transposed, Corrupt, "does not contain what the metadata lists"),
+    "two shards in one array": (forged(_listed_twice), Corrupt, "it is not there or listed twice"),
     "numbers of another type": (_of_another_type, Corrupt, "does not contain what the metadata lists"),
     "a link that leads out": (_linked, FormatError, "links to somewhere else"),
     "a file outside": (forged(lambda fields: _renamed(fields, "../../0_0.distcp")), FormatError, r"\.\./\.\./0_0"),

@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import re
+import tracemalloc
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -340,6 +341,7 @@ def test_every_box_has_the_bytes_of_the_whole(tmp_path: Path, published: str, ki
             {"modules_to_not_convert": ["model.layers.0.self_attn"]},
             "model.layers.0.self_attn.o_proj.weight: quantized, although modules_to_not_convert contains",
         ),
+        ("deepseek_v3", {"modules_to_not_convert": ["a*"] * 65}, "modules_to_not_convert: more than 64 names with"),
         ("deepseek_v3", {"quant_method": "mxfp4"}, "_scale_inv: there are no numbers of uint8"),
         ("deepseek_v4", {"expert_dtype": "nvfp4"}, "expert_dtype: 'nvfp4'"),
         ("deepseek_v4", {"expert_dtype": "fp8"}, r"w1.scale: there are no numbers of float8_e4m3fn for it"),
@@ -407,6 +409,20 @@ def test_a_changed_scale_is_a_difference_of_its_weights(tmp_path: Path) -> None:
     opened = [paddleformers_fc.open(tmp_path / name) for name in ("one", "other")]
     different = opened[0].diff(opened[1]).roles["model_state"].different
     assert [one.name for one in different] == [scale.removesuffix("_scale_inv")]
+
+
+def test_blocks_that_are_wider_than_their_matrix_take_the_memory_of_the_matrix(tmp_path: Path) -> None:
+    numbers, scales = np.ones((4, 4), FP8), np.full((4, 1), 3, np.float32)
+    save_file({"a.weight": numbers, "a.weight_scale_inv": scales}, tmp_path / "model.safetensors")
+    declared = {**DECLARED, "weight_block_size": [1, 1 << 24]}
+    (tmp_path / "config.json").write_text(json.dumps({"torch_dtype": "float32", "quantization_config": declared}))
+    tracemalloc.start()
+    try:
+        assert open_and_read(tmp_path) == [("a.weight", np.full((4, 4), 3, np.float32).tobytes())]
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 1 << 24
 
 
 def test_missing_scales_are_refused_by_name(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from paddleformers_fc.execute.verify import verify_checkpoint
 from paddleformers_fc.families import ModelDescription, enumerate_tensors, family_for
 from paddleformers_fc.families.description import IS_NLP
 from paddleformers_fc.formats import format_of, open_checkpoint
-from paddleformers_fc.formats.legacy.rank_files import read_rank_file
+from paddleformers_fc.formats.legacy.rank_files import find_rank_files, read_rank_file
 from paddleformers_fc.layout.roles import EMA_STATE, MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE
 from tests.cli.support import run
 from tests.formats.conversions import assert_equal_after_conversions
@@ -626,3 +626,24 @@ def test_what_is_not_one_whole_checkpoint_is_refused_with_evidence_and_advice(
         _ = open_checkpoint(directory).rules
     assert any(evidence in line for line in caught.value.evidence), caught.value.evidence
     assert caught.value.next_step
+
+
+@pytest.mark.parametrize("other", ["model_state.tp0.pdparams", "model_state.tp01_tp00.pdparams"])
+def test_two_files_of_one_rank_are_refused_by_name(other: str, tmp_path: Path) -> None:
+    names = ["model_state.tp00.pdparams", "model_state.tp01.pdparams"]
+    for name in names:
+        (tmp_path / name).touch()
+    find_rank_files(tmp_path)
+    (tmp_path / other).touch()
+    with pytest.raises(FormatError, match="files of two checkpoints") as caught:
+        find_rank_files(tmp_path)
+    assert set(caught.value.evidence[0].split(", ")) == {names[0], other}
+
+
+@pytest.mark.parametrize("name", ["model_state.tp999999_pp999999.pdparams", "model_state.moe_sharding999999.pdparams"])
+def test_names_of_a_million_ranks_are_refused_by_the_number_of_files(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).touch()
+    with pytest.raises(Corrupt, match="Files of some ranks are missing") as caught:
+        find_rank_files(tmp_path)
+    (line,) = caught.value.evidence
+    assert line.startswith("model: 1 file, and the names are of 10")

@@ -82,3 +82,14 @@ def test_two_possible_assignments_are_refused() -> None:
     found = assign_variables([optimizer({**twin, "layer_norm_0.w_0": (8,)})], parameters)
     assert isinstance(found, str)
     assert "model.norm.weight can be" in found
+
+
+def test_states_that_fit_every_order_of_many_classes_are_refused_after_some_orders() -> None:
+    letters = "abcdefghijklmnop"
+    parameters = {**{f"model.{one}.weight": (4,) for one in letters}, "lm_head.weight": (4,)}
+    numbers = {
+        f"{one}_0.w_0_beta1_pow_acc_0": FileArray("optimizer.pdopt", 0, (1,), "float32") for one in letters + "q"
+    }
+    found = assign_variables([RankContent(numbers)], parameters)
+    assert isinstance(found, str)
+    assert "more than 4096 orders" in found

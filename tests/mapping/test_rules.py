@@ -272,3 +272,17 @@ def test_a_rule_that_does_not_fit_is_named_with_the_numbers() -> None:
         rules.mapping()
     assert "cannot be interleaved in 3 equal groups" in str(caught.value)
     assert "length 10" in str(caught.value)
+
+
+PRIME = 2**61 - 1
+"""Multiples of it have one hash as integers."""
+
+
+def test_shapes_and_parts_of_one_hash_are_refused() -> None:
+    shapes = rule_set(Rule(("a",), ("b",), (PRIME,), 1, (0, 1)), b=(0, PRIME), c=(PRIME, 0), d=(0, 0))
+    assert len({hash(spec.shape) for spec in shapes.targets.values()}) == 1
+    with pytest.raises(FormatError, match="chosen to be slow to read"):
+        decode_rules(encode_rules(shapes), "here")
+    parts = rule_set(*(Rule(("a",), ("b",), (PRIME * digit,), 0, (0,)) for digit in range(3)), b=(0,))
+    with pytest.raises(MappingError, match="chosen to be slow to read"):
+        parts.mapping()

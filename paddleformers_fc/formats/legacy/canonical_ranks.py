@@ -40,6 +40,8 @@ _VARIABLE = re.compile(r"(?:slice@)?(([^@]+)_([0-9]{1,9})\.([wb]_[0-9]+))(?:_([A
 _NAMED = ("embed", "lm_head")
 """Words that the class of a layer and the name of its parameter both contain, or neither."""
 _NUMBER_SHAPES = ((), (1,))
+_MOST_ORDERS = 4096
+"""The most orders of classes that are tried: states whose sizes exclude none have exponentially many."""
 
 
 @dataclass(frozen=True)
@@ -184,10 +186,14 @@ def assign_variables(contents: Sequence[RankContent], parameters: Mapping[str, S
     count = sum(map(len, classes.values()))
     if count != len(parameters):
         return f"the optimizer has states of {count} variables, and the model has {len(parameters)} parameters"
-    found = list(itertools.islice(_assignments(classes, parameters, {}), 2))
-    if len(found) > 1:
-        name = next(one for one in parameters if found[0][one] != found[1][one])
-        return f"{name} can be {found[0][name]} or {found[1][name]}"
+    found: list[dict[str, str]] = []
+    for tried, order in enumerate(_assignments(classes, parameters, {})):
+        found += [] if order is None else [order]
+        if tried == _MOST_ORDERS:
+            return f"more than {_MOST_ORDERS} orders of the classes would have to be tried"
+        if len(found) > 1:
+            name = next(one for one in parameters if found[0][one] != found[1][one])
+            return f"{name} can be {found[0][name]} or {found[1][name]}"
     if not found:
         return f"no order of the classes {', '.join(sorted({name for name, _ in classes}))} fits the parameters' shapes"
     return found[0]
@@ -217,14 +223,15 @@ def _is_possible(variables: _Class, name: str) -> bool:
 
 def _assignments(
     classes: Mapping[_Class, Sequence[_Variable]], parameters: Mapping[str, Shape], chosen: Mapping[str, _Class]
-) -> Iterator[dict[str, str]]:
-    """Yield every assignment in which layers of a kind are of one class and each class is in order.
+) -> Iterator[dict[str, str] | None]:
+    """Yield every assignment in which layers of a kind are of one class and each class is in order; None for every try.
 
     Args:
         classes: the variables.
         parameters: local shapes, in the order of building.
         chosen: the class of the kinds of layers that come first.
     """
+    yield None
     used: Counter[_Class] = Counter()
     assigned: dict[str, str] = {}
     for name, shape in parameters.items():

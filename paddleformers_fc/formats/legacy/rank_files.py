@@ -49,6 +49,8 @@ _NAME = re.compile(rf"([a-z_]+)(?:\.({_PART}(?:_{_PART})*))?\.(pdparams|pdopt|sa
 _RANK = re.compile(r"([a-z]+(?:_[a-z]+)*)([0-9]{1,6})(?:_|\Z)")
 _SIGNAL = re.compile(r"saved_signal_[0-9]{1,9}")
 _SCHEDULER, _MASTER = "LR_Scheduler", "master_weights"
+_MOST_RANKS = 1 << 17
+"""The most files of a kind: names could claim any number of ranks."""
 _MAX_PADDING_BYTES = 4096
 """Bound on the padding of a rank's part of a flattened state. Devices align to 256 bytes or more."""
 
@@ -129,15 +131,17 @@ def find_rank_files(directory: Path) -> RankFiles:
     names = sorted(path.name for path in list_directory(directory))
     found: dict[str, dict[Place, str]] = {}
     forms: dict[str, dict[tuple[str, ...], str]] = {}
+    twice: list[list[str]] = []
     for name, (kind, ranks) in ((name, parsed) for name in names if (parsed := _parsed(name)) is not None):
         known = (*AXES, EXPERTS) if name.endswith(".pdparams") else AXES
         if strange := [axis for axis in ranks if axis not in known]:
             raise unsupported_experts(directory, f"{name}: axis {strange[0]}")
         forms.setdefault(kind, {}).setdefault((*ranks, Path(name).suffix), name)
         place = ranks.get("tp", 0), ranks.get("pp", 0), ranks.get("shard", ranks.get(EXPERTS, 0))
-        found.setdefault(kind, {})[place] = name
+        if (first := found.setdefault(kind, {}).setdefault(place, name)) != name:
+            twice.append([first, name])
     stock.refuse_links(directory, (directory / name for kind in found.values() for name in kind.values()))
-    refuse_mixed(directory, [list(one.values()) for one in forms.values() if len(one) > 1])
+    refuse_mixed(directory, [list(one.values()) for one in forms.values() if len(one) > 1] + twice)
     axes = {kind: next(iter(one))[:-1] for kind, one in forms.items()}
     degrees = {kind: _degrees(axes[kind], places) for kind, places in found.items()}
     tp, pp = (max(one[axis] for one in degrees.values()) for axis in range(2))
@@ -226,6 +230,9 @@ def _missing(
     for kind, places in found.items():
         if degrees[kind][:2] != (tp, pp):
             yield f"{kind}: files of tp={degrees[kind][0]} pp={degrees[kind][1]}, and others of tp={tp} pp={pp}"
+            continue
+        if math.prod(degrees[kind]) > _MOST_RANKS:
+            yield f"{kind}: {count_text(len(places), 'file')}, and the names are of {math.prod(degrees[kind])} ranks"
             continue
         for place in itertools.product(*map(range, degrees[kind])):
             is_due = EXPERTS not in axes[kind] or place[2] % tp == place[0]
