@@ -322,7 +322,8 @@ def stated_sharding(directory: Path) -> int | None:
 
 def removes_masters(directory: Path) -> bool:
     """Return whether the training arguments state that a unified checkpoint has no master weights."""
-    return "remove_master_weight" in (_arguments(directory).get("unified_checkpoint_config") or ())
+    stated = _arguments(directory).get("unified_checkpoint_config")
+    return isinstance(stated, (list, tuple, str)) and "remove_master_weight" in stated
 
 
 def _position(directory: Path) -> dict[str, Any]:

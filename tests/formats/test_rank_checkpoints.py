@@ -628,6 +628,19 @@ def test_what_is_not_one_whole_checkpoint_is_refused_with_evidence_and_advice(
     assert caught.value.next_step
 
 
+@pytest.mark.parametrize(("degree", "length"), [(2.0, 2), ("2", 2), (1, float("inf")), (1, 2.0)])
+def test_numbers_of_a_description_that_are_not_integers_are_refused(
+    degree: object, length: object, tmp_path: Path
+) -> None:
+    (tmp_path / "model_state.pdparams").write_bytes(pickle.dumps({"a": np.zeros(2, np.float32)}, protocol=4))
+    degrees = {**dict.fromkeys(("mp_degree", "pp_degree", "sharding_degree"), 1), "ep_degree": degree}
+    parameters = {"structure_name_mapping": {"a": "a.w_0"}, "param_meta": {"a": [[length], 10]}}
+    meta = {"parallel_config": degrees, "sharding_metas": {"tp00_pp00": parameters}}
+    (tmp_path / "model_meta.json").write_text(json.dumps(meta))
+    with pytest.raises(FormatError, match=r"model_meta\.json is not a file of a checkpoint"):
+        open_checkpoint(tmp_path)
+
+
 @pytest.mark.parametrize("other", ["model_state.tp0.pdparams", "model_state.tp01_tp00.pdparams"])
 def test_two_files_of_one_rank_are_refused_by_name(other: str, tmp_path: Path) -> None:
     names = ["model_state.tp00.pdparams", "model_state.tp01.pdparams"]

@@ -20,7 +20,9 @@ from paddleformers_fc.execute.verify import verify_checkpoint
 from paddleformers_fc.families import ModelDescription, enumerate_tensors, family_for
 from paddleformers_fc.formats import format_of, open_checkpoint
 from paddleformers_fc.formats.legacy.unified import UNIFIED
+from paddleformers_fc.formats.stock_run import ARGUMENTS, removes_masters
 from paddleformers_fc.layout.roles import MASTER, MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE
+from paddleformers_fc.storage.pickles import PickledObject, encode_pickle
 from tests.formats.conversions import assert_equal_after_conversions
 from tests.formats.test_rank_checkpoints import contents, saved
 from verification.forkserver import ForkServer
@@ -559,3 +561,14 @@ def test_a_prediction_block_of_which_one_ranks_part_remains_is_refused(tmp_path:
     assert name in line
     assert "the ranks hold pieces that are not described as pieces" in line
     assert caught.value.next_step
+
+
+@pytest.mark.parametrize(
+    ("stated", "expected"), [(["remove_master_weight"], True), ("remove_master_weight", True), ([], False), (5, False)]
+)
+def test_training_arguments_of_any_type_state_whether_master_weights_are_removed(
+    stated: object, expected: bool, tmp_path: Path
+) -> None:
+    content = PickledObject("a_module", "TrainingArguments", {"unified_checkpoint_config": stated})
+    (tmp_path / ARGUMENTS).write_bytes(encode_pickle(content))
+    assert removes_masters(tmp_path) is expected

@@ -35,6 +35,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -187,8 +188,7 @@ def _described(directory: Path, files: RankFiles) -> RankFiles:
         meta = parse_json(read_document(path, MAX_DOCUMENT_BYTES))
         degrees, described = meta["parallel_config"], meta["sharding_metas"] or {}
         stated = [degrees[key] for key in ("mp_degree", "pp_degree", "sharding_degree")]
-        experts = max(degrees.get("ep_degree", 1), 1)
-        of_experts = max(degrees.get("moe_sharding_degree", 1), 1)
+        experts, of_experts = (max(index(degrees.get(key, 1)), 1) for key in ("ep_degree", "moe_sharding_degree"))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise stock.malformed_file(path, str(error)) from error
     tp, shards = files.tp, files.sharding
@@ -278,7 +278,7 @@ def _cell(files: RankFiles, contents: Mapping[str, RankContent], tp: int, pp: in
             described = files.described[key]
             names |= {str(name): str(variable) for name, variable in described["structure_name_mapping"].items()}
             shapes = {
-                str(name): (tuple(map(int, one[0])), _PADDLE_DTYPES.get(one[1], ""))
+                str(name): (tuple(map(index, one[0])), _PADDLE_DTYPES.get(one[1], ""))
                 for name, one in described["param_meta"].items()
             }
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
