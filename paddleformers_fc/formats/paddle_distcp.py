@@ -134,7 +134,7 @@ def _shards_in(directory: Path, place: Path) -> Iterator[StoredShard]:
         )
 
 
-def _is_of(array: FileArray, shard: Shard) -> bool:
+def _is_of(array: stock.FileArray, shard: Shard) -> bool:
     """Return whether an array has the elements of a shard in their order: exchanged axes would change it."""
     shapes = {(shard.size,)} if shard.flat is not None else {(shard.size,), shard.box.shape}
     is_number = math.prod(array.shape) == shard.size == 1
