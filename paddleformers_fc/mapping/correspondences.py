@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import msgspec
 
@@ -92,28 +91,19 @@ class TensorMapping:
     @cached_property
     def read(self) -> dict[str, TensorSources]:
         """The targets of every source that is read."""
-        # The targets of a source and its parts of their templates, in turn.
-        groups: dict[str, list[Any]] = {}
-        known: dict[Template, list[_Part]] = {}
+        groups: dict[str, list[tuple[str, _Part]]] = {}
         for target, made in self.made.items():
-            own = known.setdefault(made.template, [])
-            own += [(made.template, place) for place in range(len(own), len(made.names))]
-            for part, source in zip(own, made.names, strict=False):
-                group = groups.get(source)
-                if group is None:
-                    groups[source] = [target, part]
-                else:
-                    group += (target, part)
+            for place, source in enumerate(made.names):
+                groups.setdefault(source, []).append((target, (made.template, place)))
         templates: dict[tuple[object, ...], Template] = {}
         read: dict[str, TensorSources] = {}
         for source, group in groups.items():
+            targets, parts = zip(*group, strict=True)
             spec = self.sources.get(source)
-            dtype = None if spec is None else spec.dtype
-            key = (dtype, *group[1::2])
-            template = templates.get(key)
-            if template is None:
-                template = templates[key] = inverted(group[1::2], dtype)
-            read[source] = TensorSources(template, tuple(group[::2]))
+            key = (None if spec is None else spec.dtype, parts)
+            if key not in templates:
+                templates[key] = inverted(parts, key[0])
+            read[source] = TensorSources(templates[key], targets)
         return read
 
     @cached_property

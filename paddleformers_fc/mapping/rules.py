@@ -360,7 +360,6 @@ class RuleSet:
         """
         faults: list[str] = []
         sources: dict[str, TensorSpec] = {}
-        made: dict[str, TensorSources] = {}
         parts: dict[str, list[TensorSources]] = {}
         stacks: dict[object, Template] = {}
         # A model has many layers and experts of few forms; the properties of a form are computed once.
@@ -395,13 +394,8 @@ class RuleSet:
                 faults.append(f"{', '.join(rule.targets)}: more than {MAX_STRETCHES} stretches up to this rule")
                 break
             for name, (template, kept) in zip(rule.targets, form.templates, strict=True):
-                names = rule.sources
-                if len(kept) != len(names):
-                    names = tuple([names[place] for place in kept])
-                own = TensorSources(template, names)
-                first = made.setdefault(name, own)
-                if first is not own:
-                    parts.setdefault(name, [first]).append(own)
+                names = rule.sources if len(kept) == len(rule.sources) else tuple([rule.sources[at] for at in kept])
+                parts.setdefault(name, []).append(TensorSources(template, names))
         if faults:
             raise MappingError(
                 f"Rules do not fit the tensors they are for: {count_text(len(faults), 'fault')}.",
@@ -410,7 +404,7 @@ class RuleSet:
             )
         aliases = self.aliases
         targets = {name: spec for name, spec in self.targets.items() if name not in aliases}
-        made |= {name: _stacked(several, stacks) for name, several in parts.items()}
+        made = {name: own[0] if len(own) == 1 else _stacked(own, stacks) for name, own in parts.items()}
         return TensorMapping(sources, targets, made, frozenset(self.fresh), frozenset(self.dropped))
 
 
