@@ -245,7 +245,7 @@ def _stack_rules(kind: Kind, tensor: ModelTensor, numbers: list[str]) -> list[Ru
     unlike = declared is not None and declared[0] != sum(flat[:1])
     if not share or share * count != length or count > MAX_EXPERTS or unlike:
         return f"shape {list(tensor.shape)} does not hold {count} experts on axis 0"
-    if not _has_experts(kind.statement):
+    if not any("{expert}" in source for source in kind.statement.sources):
         (source,) = (source.format(*numbers) for source in kind.sources)
         return _stored_stack_rules(kind.statement, source, tensor)
     rows, cut = ((), ()) if is_new else ((share,), (1,))
@@ -269,11 +269,6 @@ def _flat(statement: Statement, shape: Shape) -> Shape:
     if statement.stack is not Stack.ROWS or len(shape) != len(statement.shape) + 1:
         return shape
     return (shape[0] * shape[1], *shape[2:])
-
-
-def _has_experts(statement: Statement) -> bool:
-    """Return whether the canonical names are those of single experts."""
-    return any("{expert}" in source for source in statement.sources)
 
 
 def _stored_stack_rules(statement: Statement, source: str, tensor: ModelTensor) -> list[Rule] | str:

@@ -155,7 +155,8 @@ def recognised_tensors(
             strange.append(name)
             continue
         # Several statements of one name differ in shape or in condition.
-        kind, numbers = max(fitting, key=lambda one: _fit(one[0], one[1], spec.shape))
+        fits = [(kind.shape(numbers) == spec.shape, kind.holds(numbers) is True) for kind, numbers in fitting]
+        kind, numbers = fitting[fits.index(max(fits))]
         found.append(_declared(kind.statement, name, spec.shape, spec.dtype, numbers))
     if strange:
         raise MappingError(
@@ -164,11 +165,6 @@ def recognised_tensors(
             next_step="Declare the tensors in the family.",
         )
     return found
-
-
-def _fit(kind: Kind, numbers: Mapping[str, int], shape: Shape) -> tuple[bool, bool]:
-    """Return whether a statement gives a tensor's shape, and whether its condition holds."""
-    return kind.shape(numbers) == shape, kind.holds(numbers) is True
 
 
 def built_order(names: Iterable[str], last_parts: Sequence[str] = ()) -> list[str]:

@@ -88,18 +88,16 @@ class OptionalNames:
             stored: all names of the file.
         """
         left, names = set(untouched), list(stored)
-        layers = {_layer(name) for name in names if name not in left}
-        marked = {group for name in names if (group := self.group(name)) and self._is_mark(group, name)}
+        layers = {name.rpartition(".")[0] for name in names if name not in left}
+        grouped = {name: group for name in names if (group := self.group(name)) is not None}
+        marked = {one for name, one in grouped.items() if NUMBER.sub(_HOLE, name) in self._marks.get(one[0], ())}
         return [
             name
             for name in untouched
             if (group := self.group(name)) is None
-            or _layer(name) in layers
+            or name.rpartition(".")[0] in layers
             or (group[0] in self._marks and group not in marked)
         ]
-
-    def _is_mark(self, group: Group, name: str) -> bool:
-        return NUMBER.sub(_HOLE, name) in self._marks.get(group[0], ())
 
     def __contains__(self, name: object) -> bool:
         return isinstance(name, str) and self.group(name) is not None
@@ -117,10 +115,6 @@ def _marks(family: Family, beginning: str) -> frozenset[str]:
         if matches(PLACEHOLDER.sub("0", source)):
             (own if source.startswith(beginning) else others).add(PLACEHOLDER.sub(_HOLE, source))
     return frozenset(own - others) if others else frozenset()
-
-
-def _layer(name: str) -> str:
-    return name.rpartition(".")[0]
 
 
 def _escaped(text: str) -> str:

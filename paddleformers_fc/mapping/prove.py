@@ -121,8 +121,6 @@ def _axes_faults(name: str, source_name: str, link: BoxLink) -> Iterator[str]:
 
 
 def _tiling_faults(name: str, spec: TensorSpec, boxes: list[Box], verb: str) -> Iterator[str]:
-    if len(boxes) == 1 and boxes[0].hi == spec.shape and not any(boxes[0].lo):
-        return
     # A box with another number of axes was reported already.
     fitting = [box for box in boxes if len(box.lo) == len(spec.shape)]
     for fault in cover_faults(whole(spec.shape), fitting):
