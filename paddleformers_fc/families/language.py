@@ -88,14 +88,14 @@ TINY_DELTA = {
 }
 """The tiny configuration of layers with linear and with full attention."""
 
-VISION_SIZES: Mapping[str, Size] = {
+_VISION_SIZES: Mapping[str, Size] = {
     "layers": "depth",
     "heads": "num_heads",
     "merged": lambda hidden, spatial_merge_size: hidden * spatial_merge_size * spatial_merge_size,
 }
-"""Sizes of a vision tower; ``merged`` is the length of the patches that one token of the text replaces."""
+"""Sizes of vision towers; ``merged`` is the length of the patches that one token of the text replaces."""
 
-VISION_DEFAULTS = {"in_channels": 3, "temporal_patch_size": 2, "spatial_merge_size": 2}
+_VISION_DEFAULTS = {"in_channels": 3, "temporal_patch_size": 2, "spatial_merge_size": 2}
 """The values of most classes for keys that the configuration of a vision tower lacks."""
 
 TINY_VISION = {
@@ -522,6 +522,11 @@ def tower(
     """
     placed = tuple(replace(one, tower=name, stage=one.stage or FIRST) for one in _all(groups))
     return Tower(name, f"{name}_config", placed, Numbers(number, f"{name}.layers"), sizes, defaults)
+
+
+def vision(*groups: Group, sizes: Mapping[str, Size] = _NO_SIZES, defaults: Mapping[str, Any] = _NONE) -> Tower:
+    """Declare a vision tower, with the keys that most classes have. Arguments as of :func:`tower`."""
+    return tower("vision", *groups, sizes={**_VISION_SIZES, **sizes}, defaults={**_VISION_DEFAULTS, **defaults})
 
 
 def family(

@@ -48,17 +48,14 @@ BLOCK = (
     lang.linear("mlp.fc1", outputs="ffn", bias=True),
     lang.linear("mlp.fc2", inputs="ffn", bias=True),
 )
-VISION = lang.tower(
-    "vision",
+VISION = lang.vision(
     lang.linear("vision_model.patch_embed.proj", inputs="patch"),
     lang.same("vision_model.ln.weight", "vision_model.ln.bias"),
     lang.layer("vision_model.blocks.{block}", BLOCK),
     sizes={
-        **lang.VISION_SIZES,
         "patch": lambda in_channels, patch_size: in_channels * patch_size * patch_size,
         "ffn": lambda intermediate_size, hidden, mlp_ratio: intermediate_size or hidden * mlp_ratio,
     },
-    defaults=lang.VISION_DEFAULTS,
 )
 LAYER = (
     lang.same("input_layernorm.weight", "post_attention_layernorm.weight"),

@@ -22,15 +22,11 @@ BLOCK = (
     lang.linear("mlp.gate_proj", "mlp.up_proj", outputs="out_hidden_size"),
     lang.linear("mlp.down_proj", inputs="out_hidden_size"),
 )
-VISION = lang.tower(
-    "vision",
+VISION = lang.vision(
     lang.layer("model.visual", OUTSIDE),
     lang.layer("model.visual.blocks.{block}", BLOCK),
-    sizes={
-        **lang.VISION_SIZES,
-        "positions": lambda image_size, patch_size: (image_size // patch_size) * (image_size // patch_size),
-    },
-    defaults={**lang.VISION_DEFAULTS, "patch_size": 14, "image_size": 336},
+    sizes={"positions": lambda image_size, patch_size: (image_size // patch_size) * (image_size // patch_size)},
+    defaults={"patch_size": 14, "image_size": 336},
 )
 LAYER = (
     lang.same("input_layernorm.weight", "post_attention_layernorm.weight"),

@@ -24,12 +24,11 @@ BLOCK = (
     lang.linear("mlp.down_proj", inputs="ffn", bias="attention_bias"),
     lang.same("attn.q_norm.weight", "attn.k_norm.weight", shape=("head",)),
 )
-VISION = lang.tower(
-    "vision",
+VISION = lang.vision(
     lang.layer("model.visual", OUTSIDE),
     lang.layer("model.visual.blocks.{block}", BLOCK),
-    sizes={**lang.VISION_SIZES, "merger_ffn": lambda out_hidden_size, in_channels: out_hidden_size * in_channels},
-    defaults={**lang.VISION_DEFAULTS, "patch_size": 14, "image_size": 336, "attention_bias": True},
+    sizes={"merger_ffn": lambda out_hidden_size, in_channels: out_hidden_size * in_channels},
+    defaults={"patch_size": 14, "image_size": 336, "attention_bias": True},
 )
 PREDICTION = lang.layer(
     "model.language_model.layers.{mtp}",

@@ -15,12 +15,10 @@ BLOCK = (
     lang.linear("mlp.gate_proj", "mlp.up_proj", outputs="ffn", bias=True),
     lang.linear("mlp.down_proj", inputs="ffn", bias=True),
 )
-VISION = lang.tower(
-    "vision",
+VISION = lang.vision(
     lang.layer("model.visual", OUTSIDE, file="visual"),
     lang.layer("model.visual.blocks.{block}", BLOCK, file="visual.blocks.{block}"),
-    sizes=lang.VISION_SIZES,
-    defaults={**lang.VISION_DEFAULTS, "patch_size": 14},
+    defaults={"patch_size": 14},
 )
 LAYER = (
     lang.same("input_layernorm.weight", "post_attention_layernorm.weight"),

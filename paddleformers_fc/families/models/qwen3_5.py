@@ -57,12 +57,10 @@ OUTSIDE = (
     lang.column("merger.mlp.up_gate_proj", file="merger.linear_fc1", inputs="merged", outputs="merged", bias=True),
     lang.row("merger.mlp.down_proj", file="merger.linear_fc2", inputs="merged", outputs="out_hidden_size", bias=True),
 )
-VISION = lang.tower(
-    "vision",
+VISION = lang.vision(
     lang.layer("model.vision_model", OUTSIDE, file="model.visual"),
     lang.layer("model.vision_model.layers.{block}", FLEET_BLOCK, file="model.visual.blocks.{block}"),
-    sizes=lang.VISION_SIZES,
-    defaults={**lang.VISION_DEFAULTS, "patch_size": 16, "num_position_embeddings": 2304},
+    defaults={"patch_size": 16, "num_position_embeddings": 2304},
 )
 KINDS = {"layer_types": ["linear_attention", "full_attention"]}
 TINY = {**lang.TINY_DELTA, **KINDS, "attn_output_gate": True, "mtp_num_hidden_layers": 1}

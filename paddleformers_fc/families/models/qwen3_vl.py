@@ -35,8 +35,7 @@ FLEET_BLOCK = (
     lang.column("mlp.up_gate_proj", file="mlp.linear_fc1", outputs="ffn", bias=True),
     lang.row("mlp.down_proj", file="mlp.linear_fc2", inputs="ffn", bias=True),
 )
-VISION = lang.tower(
-    "vision",
+VISION = lang.vision(
     lang.of_class(lang.FORMERS, lang.layer("model.visual", EMBEDDINGS, MERGERS)),
     lang.of_class(lang.FLEET, lang.layer("model.vision_model", EMBEDDINGS, file="model.visual")),
     lang.of_class(lang.FLEET, lang.layer("model.vision_model.decoder", MERGERS, file="model.visual")),
@@ -45,8 +44,8 @@ VISION = lang.tower(
         lang.layer("model.vision_model.decoder.layers.{block}", FLEET_BLOCK, file="model.visual.blocks.{block}"),
     ),
     lang.of_class(lang.FORMERS, lang.layer("model.visual.blocks.{block}", BLOCK)),
-    sizes={**lang.VISION_SIZES, "mergers": lambda deepstack_visual_indexes: len(deepstack_visual_indexes)},
-    defaults={**lang.VISION_DEFAULTS, "patch_size": 16, "num_position_embeddings": 2304},
+    sizes={"mergers": lambda deepstack_visual_indexes: len(deepstack_visual_indexes)},
+    defaults={"patch_size": 16, "num_position_embeddings": 2304},
 )
 DEEP = lang.Numbers("deep", "vision.mergers")
 TINY = {**lang.TINY_VISION, "deepstack_visual_indexes": [0]}
