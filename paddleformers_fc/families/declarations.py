@@ -275,3 +275,8 @@ class Family:
     towers: tuple[Tower, ...] = ()
     built: tuple[str, ...] = ()
     divided: tuple[str, ...] = tuple(DIVIDED)
+
+    @property
+    def numbered(self) -> dict[str, Numbers]:
+        """The numbers of every placeholder."""
+        return {one.name: one for one in (*NUMBERS, *self.numbers)}

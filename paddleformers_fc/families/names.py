@@ -14,17 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paddleformers_fc.errors import MappingError
-from paddleformers_fc.families.declarations import (
-    NUMBER,
-    NUMBERS,
-    PLACEHOLDER,
-    SIZES,
-    Family,
-    Numbers,
-    Stack,
-    Statement,
-    Tower,
-)
+from paddleformers_fc.families.declarations import NUMBER, PLACEHOLDER, SIZES, Family, Numbers, Statement, Tower
 from paddleformers_fc.families.description import IS_FLEET, ModelDescription, with_adapters
 from paddleformers_fc.families.sizes import Sizes, names_of, value_at
 from paddleformers_fc.mapping import Shape
@@ -103,7 +93,7 @@ def shape_of(statement: Statement, sizes: Sizes, numbers: Mapping[str, int]) -> 
     if statement.stack is None:
         return shape
     count = sizes.length("experts")
-    return (count, *shape) if statement.stack is Stack.NEW_AXIS else (count * shape[0], *shape[1:])
+    return (count, *shape) if statement.rank > len(shape) else (count * shape[0], *shape[1:])
 
 
 class Names:
@@ -120,7 +110,7 @@ class Names:
 
     def __init__(self, family: Family, model: ModelDescription) -> None:
         self.sizes = sizes = family_sizes(family, model)
-        self._family, self._numbers = family, family_numbers(family)
+        self._family, self._numbers = family, family.numbered
         shifts = {name: one.shift for name, one in self._numbers.items()}
         self._shifts = {name: sizes.length(one) for name, one in shifts.items() if sizes.defines(one)}
         self._spans = {name: _span(one, sizes) for name, one in self._numbers.items()}
@@ -296,7 +286,7 @@ def family_keys(family: Family) -> frozenset[str]:
 
     :data:`IS_FLEET` is among them if the declaration depends on the class.
     """
-    numbers = family_numbers(family)
+    numbers = family.numbered
     holes = {hole for one in family.statements for hole in PLACEHOLDER.findall(one.target)}
     open_names = {(one.tower, name) for one in family.statements for name in one.names - holes - {"layer"}}
     counted = [numbers[hole] for hole in holes & numbers.keys()]
@@ -324,11 +314,6 @@ def family_heads(family: Family, model: ModelDescription) -> dict[str, int]:
         known = [name for name, users in _USERS.items() if needed & users and sizes.defines(name)]
         found |= {key + _HEADS[name]: sizes.length(name) for name in known}
     return found
-
-
-def family_numbers(family: Family) -> dict[str, Numbers]:
-    """Return the numbers of a family by placeholder."""
-    return {numbers.name: numbers for numbers in (*NUMBERS, *family.numbers)}
 
 
 def tied_names(family: Family, model: ModelDescription) -> dict[str, str]:

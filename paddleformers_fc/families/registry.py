@@ -35,7 +35,7 @@ from paddleformers_fc.families.bind import bind
 from paddleformers_fc.families.declarations import FLEET, FORMERS, NUMBER, PLACEHOLDER, Family
 from paddleformers_fc.families.description import IS_FLEET, IS_NLP, ModelDescription
 from paddleformers_fc.families.enumerate import enumerate_tensors
-from paddleformers_fc.families.names import family_keys, family_numbers, family_sizes, tied_sources
+from paddleformers_fc.families.names import family_keys, family_sizes, tied_sources
 from paddleformers_fc.mapping import prove
 from paddleformers_fc.text import count_text, fold
 
@@ -55,7 +55,7 @@ class OptionalNames:
     """
 
     def __init__(self, family: Family, model: ModelDescription) -> None:
-        numbers, sizes = family_numbers(family), family_sizes(family, model)
+        numbers, sizes = family.numbered, family_sizes(family, model)
         self._beginnings: list[tuple[re.Pattern[str], tuple[int, ...]]] = []
         self._apart: list[tuple[bool, ...]] = []
         self._marks = {index: marks for index, text in enumerate(family.optional) if (marks := _marks(family, text))}

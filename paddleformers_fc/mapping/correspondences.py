@@ -19,15 +19,7 @@ from functools import cached_property
 import msgspec
 
 from paddleformers_fc.mapping.boxes import Shape
-from paddleformers_fc.mapping.templates import (
-    NEW_AXIS,
-    Correspondence,
-    Template,
-    coalesced,
-    composed,
-    inverted,
-    pruned,
-)
+from paddleformers_fc.mapping.templates import NEW_AXIS, Correspondence, Template, coalesced, composed, inverted, pruned
 
 __all__ = ["NEW_AXIS", "Correspondence", "TensorMapping", "TensorSources", "TensorSpec", "coalesced"]
 

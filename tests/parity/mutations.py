@@ -15,7 +15,7 @@ import msgspec
 
 from paddleformers_fc.families import Family, ModelDescription, ModelTensor, bind
 from paddleformers_fc.families.declarations import PLACEHOLDER, Geometry, Stack, Statement
-from paddleformers_fc.families.names import Names, family_numbers
+from paddleformers_fc.families.names import Names
 from paddleformers_fc.mapping import Rule, RuleSet
 
 
@@ -62,7 +62,7 @@ def mutants(family: Family) -> Iterator[Mutant]:
         if _exchangeable(one, other):
             changes = {index: replace(one, sources=other.sources), number: replace(other, sources=one.sources)}
             yield Mutant("exchanged names", (one.target, other.target), _with(family, changes))
-    for numbers in family_numbers(family).values():
+    for numbers in family.numbered.values():
         shifted = replace(numbers, shift=(numbers.shift, 1))
         kept = tuple(one for one in family.numbers if one.name != numbers.name)
         yield Mutant(f"numbers of {numbers.name}", (), replace(family, numbers=(*kept, shifted)))
