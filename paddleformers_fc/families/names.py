@@ -23,8 +23,9 @@ _TOKEN = re.compile(r"\{\w+\}|(?<=\.)[0-9]{1,18}(?=\.|\Z)")
 _HOLE = "{}"
 _PREFIXES = {"visual.": "model.visual.", "model.": "model.language_model."}
 """Prefixes in files of Qwen 2.5 VL, and in its models."""
-_HEADS = {"heads": "num_attention_heads", "kv_heads": "num_key_value_heads"}
-_USERS = {"heads": {"heads", "q"}, "kv_heads": {"kv_heads", "kv"}}
+_DELTA = "linear_num_key_heads"
+_HEADS = {"heads": "num_attention_heads", "kv_heads": "num_key_value_heads", _DELTA: _DELTA}
+_USERS = {"heads": {"heads", "q"}, "kv_heads": {"kv_heads", "kv"}, _DELTA: {_DELTA}}
 _OF_HEADS = frozenset[str]().union(*_USERS.values())
 _NO_CLASS = (
     "is not known: `architectures` names no class, and this family has one of PaddleFleet and one of PaddleFormers "

@@ -58,6 +58,7 @@ def refused(saved: dict[str, Any], now: dict[str, Any], *allowed: str) -> str:
         ("layer_types", ["full_attention"], ["sliding_attention"]),
         ("final_logit_softcapping", None, 30.0),
         ("num_attention_heads", 4, 8),
+        ("linear_num_key_heads", 2, 4),
         ("tie_word_embeddings", False, True),
         ("embedding_multiplier", 1.0, 2.0),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from paddleformers_fc.distributed.channel import LocalChannel
 from paddleformers_fc.errors import MismatchError
 from paddleformers_fc.execute.load import LoadReport, prepare_weights
 from paddleformers_fc.families import OptionalNames
-from tests.families.spaces import BY_NAME, model_of, settings, spaces
+from tests.families.spaces import BY_NAME, model_of, nested_settings, settings, spaces
 from tests.mapping.numbers import Arrays
 
 INITIAL = -1.0
@@ -187,3 +188,15 @@ def test_scales_of_weights_of_eight_bits_are_refused_by_name(tmp_path: Path) -> 
     scale = "model.layers.1.mlp.experts.0.down_proj.weight_scale_inv"
     with pytest.raises(MismatchError, match=scale):
         load(tmp_path, "deepseek_v32", canonical("deepseek_v32") | {scale: np.ones((1, 1))})
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5", "qwen3_5_moe"])
+def test_another_number_of_key_heads_of_a_delta_net_is_refused_although_no_shape_shows_it(
+    tmp_path: Path, name: str
+) -> None:
+    stored = nested_settings(BY_NAME[name], linear_num_key_heads=2, linear_key_head_dim=4)
+    (tmp_path / "config.json").write_text(json.dumps(stored))
+    with pytest.raises(MismatchError, match="linear_num_key_heads: stored 2, wanted 4"):
+        load(tmp_path, name, canonical(name))
+    (tmp_path / "config.json").write_text(json.dumps(nested_settings(BY_NAME[name])))
+    load(tmp_path, name, canonical(name))
