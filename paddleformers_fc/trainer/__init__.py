@@ -15,7 +15,7 @@ Importing this package imports neither Paddle nor PaddleFormers. :mod:`paddlefor
 ``save``, ``lineage``                           saves, exports, runs that share a directory
 ``async_save``, ``ema``                         saves and averages beside training
 ``uploads``                                     ``save_total_limit``, and copies in a store
-``resume``, ``loading``                         the checkpoint to resume, and the resume itself
+``resume``, ``loading``, ``restore``            the checkpoint to resume, the resume, the states that it creates
 ``live_roles``, ``optimizers``                  tensors by role; supported optimizers, sharding stage 3
 ``documents``                                   small files: scheduler, tokenizer, Trainer state, configuration
 ``position``, ``batches``, ``rng``              position in the data, differences between runs, random states
@@ -23,7 +23,7 @@ Importing this package imports neither Paddle nor PaddleFormers. :mod:`paddlefor
 ``pretrained``                                  open weights, adapters; the replaced ``from_pretrained``
 ``library_objects``                             models of PaddleFormers, recognised without importing it
 ``callback``                                    best checkpoint, log lines and events
-``rank_records``, ``progress_recorder``         figures and errors for the starter of the ranks
+``rank_records``                                figures and errors for the starter of the ranks
 ``stock_keys``                                  keys, types, words and defaults of its command line
 ``loop``                                        ``save`` and ``load`` without a Trainer
 ==============================================  ===============================================================

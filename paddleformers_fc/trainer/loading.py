@@ -25,7 +25,7 @@ from typing import Any
 import paddle.distributed as dist
 from paddle.optimizer.lr import LambdaDecay
 
-from paddleformers_fc.distributed.channel import Channel, all_gather_checked, run_on_all
+from paddleformers_fc.distributed.channel import Channel, all_gather_checked, gather_and_keep, run_on_all
 from paddleformers_fc.errors import CheckpointError, Diverged, FlexError, MismatchError, StorageError
 from paddleformers_fc.execute.load import LoadReport, LoadTerms, PreparedLoad, prepare_load, whole_model
 from paddleformers_fc.execute.opening import open_on_all_ranks, own_file
@@ -575,13 +575,18 @@ def inner_training_loop(
         SystemExit: the run was saved after a signal.
     """
     session = session_of(trainer)
-    # The optimizer and its sharding wrappers are known only now.
-    doing = "looking at the model and the optimizer"
-    _warn_of_unfrozen(session, all_gather_checked(session.channel, doing, lambda: _check_training(session), list[str]))
     saved, is_continued = _saved_data(session.run), session.run.progress is not None
     order, passes = _data(session, train_dataloader, len_dataloader, saved)
     if isinstance(saved, position.StepPosition):
         saved = saved.under(position.pace_of(args, passes), order, passes, args.dataloader_drop_last)
+
+    def check() -> tuple[list[str], str]:
+        return _check_training(session), "" if saved is None else _changes(session, saved, order, passes)
+
+    # The optimizer and its sharding wrappers are known only now.
+    unfrozen, changes = gather_and_keep(session.channel, "looking at the model and the optimizer", check, list[str])
+    _warn_of_unfrozen(session, unfrozen)
+    session.warn(changes)
     start, epochs, loader = position.Start(position.Position(), 0), num_train_epochs, train_dataloader
     on_made_up = None
     if is_continued:
@@ -704,45 +709,35 @@ def _start(
     if saved is None:
         return position.Start(position.Position(), 0)
     pace = position.pace_of(args, passes)
-    _report_changes(session, saved, pace, order)
     if args.ignore_data_skip:
         return position.Start(position.Position(saved[0].epoch, 0, saved[0].consumed), 0)
     pipeline = args.pipeline_model_parallel_size > 1
     return position.start_after(saved, pace, order, passes, pipeline, args.dataloader_drop_last)
 
 
-def _report_changes(
-    session: Session,
-    saved: tuple[position.Position, position.Pace, position.SampleOrder],
-    pace: position.Pace,
-    order: position.SampleOrder,
-) -> None:
-    """Report in one table the differences of this model and run from those that were saved.
+def _changes(session: Session, saved: position.SavedData, order: position.SampleOrder, passes: int | None) -> str:
+    """Return the table of differences of this model and run from those that were saved, on ranks that log.
 
     Raises:
         OptionError: the run continues in the middle of an epoch whose samples are others now.
     """
-    trainer, args, loaded = session.trainer, session.args, session.run.loaded
+    args, loaded = session.args, session.run.loaded
+    if loaded is None or loaded.progress is None or not args.should_log:
+        return ""
     done, old_pace, old_order = saved
-    skips = done.samples > 0 and not args.ignore_data_skip
+    pace, skips = position.pace_of(args, passes), done.samples > 0 and not args.ignore_data_skip
     streams = not order.indexed and skips
-
-    def compare() -> str:
-        if loaded is None or loaded.progress is None or not args.should_log:
-            return ""
-        arguments = loaded.progress.arguments, documents.own_arguments(args, trainer.optimizer)
-        if skips:
-            position.refuse_other_samples(*arguments, str(loaded.directory))
-        found = [
-            *loaded.changes,
-            *position.argument_changes(*arguments, streams),
-            *position.batch_changes(old_pace, pace),
-            *position.length_changes((old_order, old_pace), (order, pace)),
-            *position.file_changes(loaded.manifest, documents.tokenizer_files(trainer)),
-        ]
-        return position.changes_text(trainer.state.global_step, found, streams)
-
-    session.warn(run_on_all(session.channel, "comparing the run with the one that was saved", compare))
+    arguments = loaded.progress.arguments, documents.own_arguments(args, session.trainer.optimizer)
+    if skips:
+        position.refuse_other_samples(*arguments, str(loaded.directory))
+    found = [
+        *loaded.changes,
+        *position.argument_changes(*arguments, streams),
+        *position.batch_changes(old_pace, pace),
+        *position.length_changes((old_order, old_pace), (order, pace)),
+        *position.file_changes(loaded.manifest, documents.tokenizer_files(session.trainer)),
+    ]
+    return position.changes_text(session.trainer.state.global_step, found, streams)
 
 
 def _load_best(session: Session, directory: Path) -> None:
