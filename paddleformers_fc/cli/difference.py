@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from paddleformers_fc.execute.diff_checkpoints import Difference, Different
-from paddleformers_fc.formats import FORMATS
+from paddleformers_fc.formats.registry import FORMATS
 from paddleformers_fc.plan.report import states_joined
 from paddleformers_fc.text import count_text, fold
 

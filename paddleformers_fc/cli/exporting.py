@@ -13,8 +13,7 @@ import msgspec
 
 import paddleformers_fc
 from paddleformers_fc.execute.digest import weights_md5
-from paddleformers_fc.formats import FORMATS
-from paddleformers_fc.formats.registry import conversion_target
+from paddleformers_fc.formats.registry import FORMATS, conversion_target
 from paddleformers_fc.layout.roles import MASTER_WEIGHT, MODEL_STATE
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.text import count_text, size_text

@@ -22,8 +22,8 @@ from paddleformers_fc.execute.output_directory import (
     OutputFacts,
     directories_below,
 )
-from paddleformers_fc.formats import FORMATS
 from paddleformers_fc.formats.inspection import RoleFacts, ShardFacts, TensorFacts
+from paddleformers_fc.formats.registry import FORMATS
 from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.mapping.boxes import shifted
 from paddleformers_fc.text import count_text, fold, size_text
