@@ -58,8 +58,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if home.startswith(f"{__name__}.trainer"):
         from paddleformers_fc import upstream
-        from paddleformers_fc.upstream.hooks import LOOP, PADDLEFORMERS, TRAINERS
+        from paddleformers_fc.upstream.hooks import LOOP, TRAINERS
 
         # Before the modules that import the names of the table, so that one error lists all that are missing.
-        upstream.require(LOOP if home == _LOOP else TRAINERS[PADDLEFORMERS])
+        upstream.require(LOOP if home == _LOOP else TRAINERS[upstream.FORMERS])
     return getattr(importlib.import_module(home), name)

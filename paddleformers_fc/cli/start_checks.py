@@ -60,7 +60,7 @@ def require_paddleformers(doing: str) -> None:
     Raises:
         EnvironmentMismatch: it is not installed.
     """
-    if not upstream.is_installed("paddleformers"):
+    if not upstream.is_installed(upstream.FORMERS):
         raise EnvironmentMismatch(
             f"{doing} needs PaddleFormers, which is not installed.", where=sys.executable, next_step=upstream.INSTALL
         )

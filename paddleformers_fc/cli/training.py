@@ -50,6 +50,7 @@ from paddleformers_fc.text import count_text
 from paddleformers_fc.trainer import register
 from paddleformers_fc.trainer.options import FIELD_NAMES, save_signal
 from paddleformers_fc.trainer.rank_records import RECORDS, RankRecord, read_error, read_records
+from paddleformers_fc.upstream import FORMERS
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -218,7 +219,7 @@ def prepare(config: Path, nproc: int | None, overrides: Sequence[str], claim_log
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
         environment |= {**node.environment, "PADDLEFORMERS_DIST_LOG": log_dir, "PATH": path}
         environment |= nodes.on_cpu(nproc or 1) if is_cpu else {}
-    module = "paddleformers.cli.launcher" if is_local else "paddleformers.cli.cli"
+    module = f"{FORMERS}.cli.launcher" if is_local else f"{FORMERS}.cli.cli"
     passed = [text for text in overrides if not text.startswith(f"{REGISTER_KEY}=")]
     added = [f"device={CPU}"] if is_cpu and "device" not in settings else []
     return TrainingJob(

@@ -17,17 +17,20 @@ Time: experts / top-k times the fused block. Memory: one expert's activations of
 from __future__ import annotations
 
 import functools
+from importlib import import_module
 from typing import Any
 
 import paddle
 import paddle.nn.functional as F
-import paddleformers.nn.moe.moe_alltoall_layer as moe_alltoall_layer
-import paddleformers.nn.pp_model as pp_model
-import paddleformers.utils.moe_hybrid_parallel_optimizer as moe_optimizer
 from paddle.distributed import fleet
-from paddleformers.transformers.ernie4_5_moe import modeling
 
+from ..upstream import LIBRARY
 from .mpu import Collective
+
+moe_alltoall_layer: Any = import_module(f"{LIBRARY}.nn.moe.moe_alltoall_layer")
+pp_model: Any = import_module(f"{LIBRARY}.nn.pp_model")
+moe_optimizer: Any = import_module(f"{LIBRARY}.utils.moe_hybrid_parallel_optimizer")
+modeling: Any = import_module(f"{LIBRARY}.transformers.ernie4_5_moe.modeling")
 
 
 def _copied(tensor: Any, group: Any) -> Any:

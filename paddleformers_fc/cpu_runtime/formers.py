@@ -1,9 +1,9 @@
-"""Assumptions of PaddleFormers' Trainer that do not hold for a run on a CPU.
+"""Assumptions of a library's Trainer that do not hold for a run on a CPU.
 
-With gradient clipping, the Trainer records the global gradient norm through ``optimizer._inner_opt``, which exists only
-if the optimizer was wrapped for mixed precision. It accepts sharding stage 1 version 2 (``split_param``, its default)
-only together with ``amp_master_grad``, which needs bfloat16 or float16, although the optimizer works in float32. The
-patches omit the first step and run what the second guards.
+With gradient clipping, PaddleFormers' Trainer records the global gradient norm through ``optimizer._inner_opt``, which
+exists only if the optimizer was wrapped for mixed precision. The training arguments accept sharding stage 1 version 2
+(``split_param``) only together with ``amp_master_grad``, which needs bfloat16 or float16, although the optimizer works
+in float32. The patches omit the first step and run what the second guards.
 
 An evaluation of adapters needs a class that is imported with PaddleFleet only. The patch defines one without
 instances.
@@ -14,16 +14,20 @@ The Trainer's log has no ``global_norm`` in float32 runs; clipping itself is una
 from __future__ import annotations
 
 import functools
+from importlib import import_module
 from typing import Any
 
 from paddle.distributed import fleet
-from paddleformers.trainer import Trainer, TrainingArguments, trainer as trainer_module
-from paddleformers.trainer.trainer_utils import ShardingOption
+
+from ..upstream import LIBRARY
+
+_trainer: Any = import_module(f"{LIBRARY}.trainer.trainer")
+_SPLIT = "split_param"
 
 
 def clipping_in_float32() -> None:
     """Let ``Trainer._wrap_distributed_optimizer`` accept a plain optimizer, which has none inside it."""
-    original = Trainer._wrap_distributed_optimizer
+    original = _trainer.Trainer._wrap_distributed_optimizer
 
     @functools.wraps(original)
     def _wrap_distributed_optimizer(self: Any, optimizer: Any) -> Any:
@@ -36,28 +40,34 @@ def clipping_in_float32() -> None:
         finally:
             self.args.max_grad_norm = max_grad_norm
 
-    Trainer._wrap_distributed_optimizer = _wrap_distributed_optimizer
+    _trainer.Trainer._wrap_distributed_optimizer = _wrap_distributed_optimizer
 
 
 def split_parameters_in_float32() -> None:
     """Let ``TrainingArguments`` accept ``split_param`` without mixed precision.
 
-    They are checked with ``split_param`` off; it is switched on in the strategy that the checks have produced
-    and that the optimizer reads later.
+    They are checked with ``split_param`` off; it is switched on in the strategy that the checks have produced and that
+    the optimizer reads later. PaddleNLP has it as a word of ``sharding_parallel_config``.
     """
-    original = TrainingArguments.__post_init__
+    arguments = _trainer.TrainingArguments
+    original = arguments.__post_init__
+    key = _SPLIT if hasattr(arguments, _SPLIT) else "sharding_parallel_config"
+    size = "sharding_parallel_size" if key == _SPLIT else "sharding_parallel_degree"
 
     @functools.wraps(original)
     def __post_init__(self: Any) -> None:
-        splits = self.split_param and not (self.bf16 or self.fp16)
-        if splits:
-            self.split_param = False
+        given = getattr(self, key)
+        splits = given is True or _SPLIT in str(given)
+        if not splits or self.bf16 or self.fp16:
+            original(self)
+            return
+        setattr(self, key, False if given is True else given.replace(_SPLIT, "").strip())
         original(self)
-        if splits and self.sharding_parallel_size > 1 and ShardingOption.SHARD_OP in self.sharding:
-            self.split_param = True
+        if getattr(self, size) > 1 and _trainer.ShardingOption.SHARD_OP in self.sharding:
+            setattr(self, key, given)
             fleet.fleet._user_defined_strategy.hybrid_configs["sharding_configs"].split_param = True
 
-    TrainingArguments.__post_init__ = __post_init__
+    arguments.__post_init__ = __post_init__
 
 
 def evaluation_of_adapters() -> None:
@@ -66,5 +76,5 @@ def evaluation_of_adapters() -> None:
     class AbsentModel:
         pass
 
-    if not hasattr(trainer_module, "GPTModel"):
-        trainer_module.GPTModel = AbsentModel
+    if not hasattr(_trainer, "GPTModel"):
+        _trainer.GPTModel = AbsentModel

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..upstream import LIBRARY, is_installed
-from ..upstream.hooks import PADDLEFORMERS, PADDLENLP
+from ..upstream.hooks import PADDLENLP
 from . import collectives, device, groups, half, mpu, openmp, p2p, pipeline, sharding, stores
 
 
@@ -22,7 +22,7 @@ class Patch:
     Args:
         name: by which :func:`paddleformers_fc.cpu_runtime.activate` reports it.
         fault: in one sentence.
-        package: whose it is: ``paddle``, ``paddleformers`` or ``paddlenlp``.
+        package: whose it is: ``paddle`` or the library.
         apply: patches it; called once per process.
     """
 
@@ -50,16 +50,21 @@ _PADDLE = (
 )
 
 
-def _paddleformers() -> tuple[Patch, ...]:
-    """Return the patches to PaddleFormers; none when it is not installed."""
-    if not is_installed(PADDLEFORMERS):
+def _of_library() -> tuple[Patch, ...]:
+    """Return the patches to the library; none when there is none."""
+    if not is_installed(LIBRARY):
         return ()
-    from . import ernie_moe, formers
+    from . import formers
 
-    package = "paddleformers"
+    package = LIBRARY
+    split = Patch("split-fp32", "split_param is refused in float32.", package, formers.split_parameters_in_float32)
+    if package == PADDLENLP:
+        return (split,)
+    from . import ernie_moe
+
     return (
         Patch("clip-fp32", "Clipping in float32 fails on a missing _inner_opt.", package, formers.clipping_in_float32),
-        Patch("split-fp32", "split_param is refused in float32.", package, formers.split_parameters_in_float32),
+        split,
         Patch("lora-evaluation", "Adapters need PaddleFleet's name.", package, formers.evaluation_of_adapters),
         Patch("ernie-experts", "The MoE block needs fused kernels.", package, ernie_moe.dense_experts),
         Patch("ernie-mtp", "Multi-token prediction misplaces arguments.", package, ernie_moe.prediction_positions),
@@ -75,16 +80,7 @@ def _paddleformers() -> tuple[Patch, ...]:
     )
 
 
-def _paddlenlp() -> tuple[Patch, ...]:
-    """Return the patches to PaddleNLP; none where PaddleFormers is installed, whose Trainer is then the one in use."""
-    if LIBRARY != PADDLENLP:
-        return ()
-    from . import nlp
-
-    return (Patch("split-fp32", "split_param is refused in float32.", "paddlenlp", nlp.split_parameters_in_float32),)
-
-
-PATCHES: tuple[Patch, ...] = _PADDLE + _paddleformers() + _paddlenlp()
+PATCHES: tuple[Patch, ...] = _PADDLE + _of_library()
 
 
 def apply_all() -> tuple[str, ...]:

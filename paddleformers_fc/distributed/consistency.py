@@ -8,12 +8,11 @@ the facts are exchanged, and every rank raises the same table of differences.
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import msgspec
 import xxhash
@@ -22,6 +21,7 @@ from paddleformers_fc import __version__
 from paddleformers_fc.distributed.channel import Channel, all_gather_checked, escape_text, group_by_value
 from paddleformers_fc.errors import PeerError
 from paddleformers_fc.families.description import IS_FLEET, ModelDescription
+from paddleformers_fc.upstream import LIBRARY
 
 NOT_SET = "not set"
 _LONGEST = 200
@@ -68,19 +68,10 @@ class ConsistencyCheck:
 def software_versions() -> dict[str, str]:
     """Return the versions of imported packages that a checkpoint depends on."""
     found = {"paddleformers_fc": __version__}
-    paddle = sys.modules.get("paddle")
-    if paddle is not None:
-        found["paddle"] = str(paddle.__version__)
-    for name in ("paddleformers", "paddlenlp"):
+    for name in ("paddle", LIBRARY):
         if name in sys.modules:
-            found[name] = _installed(name)
+            found[name] = str(sys.modules[name].__version__)
     return found
-
-
-@lru_cache
-def _installed(name: str) -> str:
-    """Return the version in a distribution's metadata, a file that is parsed once."""
-    return importlib.metadata.version(name)
 
 
 def comparable_config(model: ModelDescription) -> dict[str, object]:

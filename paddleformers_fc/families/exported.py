@@ -23,7 +23,7 @@ _DTYPE, _CLASS, _TYPE = "torch_dtype", "architectures", "model_type"
 _OF_THE_FILE = frozenset(
     {
         *("_name_or_path", "dtype", _DTYPE, "quantization_config", _CLASS),
-        *("paddleformers_version", "paddlenlp_version", "transformers_version"),
+        *("paddleformers_version", "paddlefleet_version", "paddlenlp_version", "transformers_version"),
     }
 )
 """Keys that describe the file and not the model: the source's values do not hold for an export."""

@@ -82,7 +82,6 @@ _DATA = re.compile(r"[0-9]{1,9}_[0-9]{1,9}\.(distcp|safetensors)")
 METADATA_NAME = "0.metadata"
 _WRITTEN = (MODEL_STATE, MASTER_WEIGHT, OPTIMIZER_STATE)
 _CLASSES = "paddle.distributed.flex_checkpoint.dcp.metadata"
-_STATE = ("paddleformers.trainer.trainer_callback", "TrainerState")
 _GENERATOR = ("paddle.base.libpaddle", "GeneratorState")
 
 
@@ -336,7 +335,10 @@ def _of_trainer(checkpoint: OpenedCheckpoint, path: str, name: str) -> dict[str,
         return {}
     state = state_json.decode_object(checkpoint.document(path), name)
     if name == "state":
-        return {"trainer_state.bin": encode_pickle(PickledObject(*_STATE, state))}
+        from paddleformers_fc.upstream import FORMERS  # It looks for the installed libraries.
+
+        described = PickledObject(f"{FORMERS}.trainer.trainer_callback", "TrainerState", state)
+        return {"trainer_state.bin": encode_pickle(described)}
     if name.startswith("rng-"):
         tracked = {key: list(map(_generator, states)) for key, states in state["hybrid_parallel"].items()}
         states: dict[str, Any] = {

@@ -235,8 +235,9 @@ def register_optimizer(optimizer: type, like_parameter: Iterable[str] = (), numb
 
 
 def qualified_name(kind: type) -> str:
-    """Return module and name of a class."""
-    return f"{kind.__module__}.{kind.__qualname__}"
+    """Return module and name of a class; one of PaddleFleet that was PaddleFormers' keeps its first name."""
+    package, dot, module = kind.__module__.partition(".")
+    return f"{'paddleformers' if package == 'paddlefleet' else package}{dot}{module}.{kind.__qualname__}"
 
 
 def declared_optimizer(kind: type) -> OptimizerDescriptor | None:

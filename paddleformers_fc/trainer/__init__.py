@@ -21,7 +21,7 @@ Importing this package imports neither Paddle nor PaddleFormers. :mod:`paddlefor
 ``position``, ``batches``, ``rng``              position in the data, differences between runs, random states
 ``description``, ``base_fingerprint``           the live configuration; the base of adapters, failed loads
 ``pretrained``                                  open weights, adapters; the replaced ``from_pretrained``
-``library_objects``                             models of PaddleFormers, recognised without importing it
+``library``                                     the library with the Trainer, and its names
 ``callback``                                    best checkpoint, log lines and events
 ``rank_records``                                figures and errors for the starter of the ranks
 ``stock_keys``                                  keys, types, words and defaults of its command line

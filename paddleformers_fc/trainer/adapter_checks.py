@@ -14,7 +14,7 @@ from paddleformers_fc.distributed.channel import Channel, all_gather_checked, ru
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.families.description import A
 from paddleformers_fc.trainer import live_roles
-from paddleformers_fc.trainer.library_objects import has_adapters, unwrap_model
+from paddleformers_fc.trainer.library import has_adapters, unwrap_model
 
 _MARKS_OF_EXPERTS = ("expert", "no_sync", "color")
 

@@ -41,7 +41,7 @@ from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.text import count_text
 from paddleformers_fc.trainer import description, dist_tensors, live_roles, optimizers
 from paddleformers_fc.trainer.description import describe_model
-from paddleformers_fc.trainer.library_objects import has_adapters, unwrap_model
+from paddleformers_fc.trainer.library import has_adapters, unwrap_model
 
 _SOURCE = "_flex_source"
 _READ_BYTES = 8 * 1024 * 1024
@@ -113,7 +113,7 @@ def identify_once(model: Any, channel: Channel) -> None:
         )
     description.set_base(model, base)
     if channel.rank == 0:
-        from paddleformers_fc.trainer.library_models import logger
+        from paddleformers_fc.trainer.library import logger
 
         of = f"{count_text(len(base.files), 'file')} of {base.location}" if base.files else "its weights, without files"
         logger.info(f"The base of the adapters is identified by {of}.")
@@ -129,7 +129,7 @@ def _files(model: Any, channel: Channel) -> tuple[dict[str, str], str]:
     )
     found = _file_digests(source, channel) if all(unchanged) else {}
     if not found and channel.rank == 0:
-        from paddleformers_fc.trainer.library_models import logger
+        from paddleformers_fc.trainer.library import logger
 
         what = "its files were replaced" if all(unchanged) else "its tensors have changed"
         logger.warning(f"The base of the adapters was read from {source.directory}, and {what} since.")

@@ -19,7 +19,7 @@ import numpy as np
 import paddle
 from paddle.io import BatchSampler
 
-from paddleformers_fc.trainer.library_models import (
+from paddleformers_fc.trainer.library import (
     DistributedBatchSampler,
     MappingBatchSampler,
     MappingDistributedBatchSampler,

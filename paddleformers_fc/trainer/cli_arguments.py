@@ -6,11 +6,13 @@ It is a module of its own because importing it imports the whole command line.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
-
-from paddleformers.cli.hparams import FinetuningArguments
+from importlib import import_module
+from typing import Any, ClassVar
 
 from paddleformers_fc.trainer.entry import ActiveFields
+from paddleformers_fc.upstream import LIBRARY
+
+FinetuningArguments: Any = import_module(f"{LIBRARY}.cli.hparams").FinetuningArguments
 
 
 @dataclass

@@ -26,13 +26,7 @@ from paddleformers_fc.families.description import ALTERNATES, IS_FLEET, Adapters
 from paddleformers_fc.families.names import Names
 from paddleformers_fc.families.undescribed import STRIPPED
 from paddleformers_fc.trainer import dist_tensors, sonic_moe
-from paddleformers_fc.trainer.library_objects import (
-    described_values,
-    has_adapters,
-    is_config,
-    is_quantization,
-    unwrap_model,
-)
+from paddleformers_fc.trainer.library import IS_PADDLENLP, has_adapters, is_a, unwrap_model
 
 _BASE = "_flex_base"
 
@@ -121,7 +115,7 @@ _WRITTEN_BY_MODELS = frozenset(
 @functools.cache
 def keys_of_a_layout() -> frozenset[str]:
     """Return the keys of a configuration that belong to a parallel layout, and those that differ between ranks."""
-    from paddleformers_fc.trainer.library_models import LlmMetaConfig
+    from paddleformers_fc.trainer.library import LlmMetaConfig
 
     attributes = (*LlmMetaConfig.hybrid_parallel_attributes, *LlmMetaConfig.recompute_attributes)
     return frozenset(name for name, *_ in attributes) - _EMPTY_LAYERS | _WRITTEN_BY_MODELS
@@ -142,6 +136,8 @@ def describe_model(model: Any) -> ModelDescription:
     built_with = {key: getattr(model.config, key, None) for key in STRIPPED - {IS_FLEET}}
     as_built = {key: value for key, value in built_with.items() if isinstance(value, int)}
     config = {**describe_config(config_of(model)), **as_built}
+    if config.get("using_sonic_moe") and sonic_moe.is_switched():
+        config |= sonic_moe.BETWEEN_STEPS
     if sonic_moe.alternates(model):
         config[ALTERNATES] = True
     return ModelDescription(
@@ -161,7 +157,11 @@ def config_of(model: Any) -> Any:
 
 def describe_config(config: Any) -> dict[str, Any]:
     """Return the values of a configuration that describe a model."""
-    return {**_resolved(config), **described_values(config)}
+    if not IS_PADDLENLP:
+        return _resolved(config)
+    from paddleformers_fc.trainer.nlp_models import described_values
+
+    return _resolved(config) | described_values(config)
 
 
 def _resolved(config: Any) -> dict[str, Any]:
@@ -185,9 +185,9 @@ def _plain(value: Any) -> Any:
         return value if math.isfinite(value) else str(value)
     if isinstance(value, np.generic):
         return _plain(value.item())
-    if is_config(value):
+    if is_a("PretrainedConfig", value):
         return _resolved(value)
-    if is_quantization(value):
+    if is_a("QuantizationConfig", value):
         return _plain(value.to_dict())
     if isinstance(value, Mapping):
         found = {str(key): _plain(one) for key, one in value.items()}

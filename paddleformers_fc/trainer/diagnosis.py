@@ -34,6 +34,7 @@ _PACKAGES = ("numpy", "ml_dtypes", "msgspec", "fsspec", "xxhash")
 _DISTRIBUTIONS = {
     "paddle": ("paddlepaddle", "paddlepaddle-gpu"),
     "paddleformers": ("paddleformers",),
+    "paddlefleet": ("paddlefleet",),
     "paddlenlp": ("paddlenlp",),
 }
 KNOWN_FAULTS = {
@@ -170,7 +171,9 @@ def _packages() -> list[PackageFacts]:
     """Return versions from the metadata of distributions: nothing is imported."""
     own = [PackageFacts("python", platform.python_version(), ""), PackageFacts("paddleformers_fc", __version__, "")]
     named = [PackageFacts(name, _version((name,)), "") for name in _PACKAGES]
-    return [*own, *named, *(PackageFacts(n, _version(_DISTRIBUTIONS[n]), v) for n, v in upstream.VERSIONS.items())]
+    known = dict(upstream.VERSIONS)
+    known.setdefault(upstream.LIBRARY, "none")
+    return [*own, *named, *(PackageFacts(n, _version(_DISTRIBUTIONS[n]), v) for n, v in known.items())]
 
 
 def _version(distributions: tuple[str, ...]) -> str:

@@ -63,22 +63,23 @@ from paddleformers_fc.storage.json_io import parse_json
 from paddleformers_fc.storage.paths import AnyPath, mask_credentials
 from paddleformers_fc.trainer import description
 from paddleformers_fc.trainer.description import base_model, config_of, describe_config, describe_model
-from paddleformers_fc.trainer.library_models import (
+from paddleformers_fc.trainer.library import (
     GenerationConfig,
     LlmMetaConfig,
     PretrainedConfig,
     TrainerState,
-    clean_model_class_name,
     get_parameter_dtype,
+    unwrap_model,
 )
-from paddleformers_fc.trainer.library_objects import unwrap_model
 from paddleformers_fc.trainer.optimizers import has_states, innermost
 from paddleformers_fc.trainer.options import FlexFields
 
 GENERATION = "generation_config.json"
 
 _INHERITED = "_flex_inherited"
-_OF_A_RUN = frozenset({"_from_model_config", "paddleformers_version", "paddlenlp_version", "use_cache"})
+_OF_A_RUN = frozenset(
+    {"_from_model_config", "paddleformers_version", "paddlefleet_version", "paddlenlp_version", "use_cache"}
+)
 
 
 @dataclass(frozen=True)
@@ -241,11 +242,12 @@ REFERENCE = "trainer/reference.json"
 ARGUMENTS = "trainer/arguments.json"
 
 # Keys that PaddleFormers' pipeline and expert-parallel models add to their configuration when they are built, and keys
-# set below that PaddleNLP does not use.
+# set below that a library does not use.
+_AS_EXPORTED = ("_save_to_hf", "_save_safetensors")
 _LAYOUT_KEYS = frozenset(
     {
         *("moe_group_origin", "moe_rank", "moe_world_size", "disable_ffn_model_parallel"),
-        *("_save_to_hf", "tensor_model_parallel_size"),
+        *(*_AS_EXPORTED, "tensor_model_parallel_size"),
     }
 )
 _MOST_STEPS = 1 << 53
@@ -279,12 +281,13 @@ def _capture_config(model: Any) -> Callable[[], dict[str, Any]]:
     model = description.base_model(model)
     config = copy.deepcopy(config_of(model))
     if not config.architectures:
-        config.architectures = [clean_model_class_name(type(model).__name__)]
+        config.architectures = [type(model).__name__.removesuffix("Pipe")]
     dtype = get_parameter_dtype(model)
     if dtype is not None:
         config.dtype = str(dtype).rpartition(".")[2]
     config.tensor_model_parallel_size = 1
-    config._save_to_hf = True
+    for key in _AS_EXPORTED:
+        setattr(config, key, True)
     described, inherited = describe_model(model), of(model)
 
     def values() -> dict[str, Any]:

@@ -37,7 +37,7 @@ from paddleformers_fc.trainer.library import (
 from paddleformers_fc.trainer.options import FIELD_NAMES, FlexFields, check_settings, unknown_keys
 from paddleformers_fc.trainer.stock_keys import describe, refuse_values
 from paddleformers_fc.upstream import LIBRARY
-from paddleformers_fc.upstream.hooks import PADDLEFORMERS, PADDLENLP
+from paddleformers_fc.upstream.hooks import PADDLENLP
 
 Method = Callable[..., Any]
 Place = tuple[type[Any], str]
@@ -54,7 +54,7 @@ def replaced() -> Iterator[tuple[Place, Any]]:
     runs only if the Trainer's arguments enable this package, except for the constructor.
     """
     from paddleformers_fc.trainer import ema_weights, loading, pretrained, save, startup
-    from paddleformers_fc.trainer.library_models import LoRAModel, PretrainedModel
+    from paddleformers_fc.trainer.library import LoRAModel, PretrainedModel
 
     methods: dict[str, Method] = {
         "train": loading.train,
@@ -82,7 +82,7 @@ def replaced() -> Iterator[tuple[Place, Any]]:
 
 def _replaced_in_parser() -> Iterator[tuple[Place, Any]]:
     """Yield the methods of PaddleFormers' argument parser; PaddleNLP's takes the classes of a script as they are."""
-    if LIBRARY == PADDLEFORMERS:
+    if LIBRARY != PADDLENLP:
         yield (PdArgumentParser, "__init__"), _method(PdArgumentParser.__init__, _construct_parser)
         yield (PdArgumentParser, "parse_dict"), _method(PdArgumentParser.parse_dict, _parse)
 
@@ -199,8 +199,8 @@ class FlexTrainerMixin:
             return
         if Trainer in bases:
             what = f"{cls.__name__} names FlexTrainerMixin after the Trainer of {NAME}, whose methods then come first."
-        elif LIBRARY == PADDLEFORMERS and any(one.__module__.partition(".")[0] == PADDLENLP for one in bases):
-            what = "FlexTrainerMixin is for PaddleFormers' Trainer; that of PaddleNLP has paddleformers_fc.nlp."
+        elif LIBRARY != PADDLENLP and any(one.__module__.partition(".")[0] == PADDLENLP for one in bases):
+            what = f"FlexTrainerMixin is for the Trainer of {NAME}; that of PaddleNLP has paddleformers_fc.nlp."
         else:
             what = f"{cls.__name__} is not a Trainer of {NAME}; FlexTrainerMixin does nothing without one."
         raise EnvironmentMismatch(
@@ -227,7 +227,7 @@ def with_flex_fields(kind: type[Any]) -> type[Any]:
     """
     if kind is TrainingArguments:
         return FlexTrainingArguments
-    if kind.__module__ == "paddleformers.cli.hparams.finetuning_args" and kind.__name__ == "FinetuningArguments":
+    if kind.__module__ == f"{LIBRARY}.cli.hparams.finetuning_args" and kind.__name__ == "FinetuningArguments":
         # It is derived from a class of this module, and imports the whole command line.
         found: type[Any] = import_module("paddleformers_fc.trainer.cli_arguments").FlexFinetuningArguments
         return found

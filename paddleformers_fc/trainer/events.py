@@ -18,8 +18,7 @@ from typing import Any
 
 from paddleformers_fc.errors import EnvironmentMismatch
 from paddleformers_fc.trainer import sonic_moe
-from paddleformers_fc.trainer.library import LOAD_METHOD
-from paddleformers_fc.trainer.library_models import PREFIX_CHECKPOINT_DIR, ShardingOption
+from paddleformers_fc.trainer.library import LOAD_METHOD, PREFIX_CHECKPOINT_DIR, ShardingOption
 from paddleformers_fc.trainer.optimizers import drop_prefetched
 from paddleformers_fc.trainer.session import Session
 

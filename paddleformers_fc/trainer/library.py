@@ -1,36 +1,112 @@
-"""The library whose Trainer this process uses: PaddleFormers, or PaddleNLP in an environment that has it alone.
+"""The library whose Trainer this process uses (``upstream.LIBRARY``), and what this package uses of it.
 
-The two need different versions of the same packages, so an environment has one of them. This module and
-:mod:`.library_models` are the only ones of the Trainer's package that import either of them for the others. This module
-has the names that are needed before the table of :mod:`paddleformers_fc.upstream` has been checked. It also has the
-table of the library (``HOOKS``) and the method of its Trainer that is replaced to load a checkpoint (``LOAD_METHOD``).
+Only this module imports the library for the others, and only when one of its names is asked for: ``save`` and ``load``
+also serve models of Paddle alone, and importing PaddleFormers takes longer than importing Paddle. Names of models are
+given once the table of :mod:`paddleformers_fc.upstream` has been checked. ``HOOKS`` is that table, and ``LOAD_METHOD``
+the method of the Trainer that is replaced to load a checkpoint.
 """
 
 from __future__ import annotations
 
+import functools
+import sys
+from importlib import import_module
+from typing import Any
+
+from paddle.distributed import ShardedWeight
+
+from paddleformers_fc import upstream
 from paddleformers_fc.upstream import LIBRARY
-from paddleformers_fc.upstream.hooks import PADDLENLP, TRAINERS
+from paddleformers_fc.upstream.hooks import LIBRARIES, MODELS, PADDLENLP, TRAINERS
 
-if LIBRARY == PADDLENLP:
-    from paddlenlp.trainer import PdArgumentParser, Trainer, TrainerCallback, TrainingArguments
-    from paddlenlp.utils.log import logger
+NAME, HOOKS = LIBRARIES[LIBRARY].name, TRAINERS[LIBRARY]
+IS_PADDLENLP = LIBRARY == PADDLENLP
+LOAD_METHOD = "_load_optimizer_and_scheduler" if IS_PADDLENLP else "_load_flex_checkpoint"
 
-    NAME, LOAD_METHOD = "PaddleNLP", "_load_optimizer_and_scheduler"
-else:
-    from paddleformers.trainer import PdArgumentParser, Trainer, TrainerCallback, TrainingArguments
-    from paddleformers.utils.log import logger
+_BEFORE_THE_CHECK = {
+    "trainer": ("PdArgumentParser", "Trainer", "TrainerCallback", "TrainerState", "TrainingArguments"),
+    "trainer.trainer": ("PREFIX_CHECKPOINT_DIR", "ShardingOption"),
+    "utils.log": ("logger",),
+}
+_MODELS = {
+    "generation": ("GenerationConfig",),
+    "peft": ("LoRAConfig", "LoRAModel"),
+    "quantization.quantization_config": ("QuantizationConfig",),
+    "trainer.utils.offload_optimizer": ("offload",),
+    "transformers": ("PretrainedConfig", "PretrainedModel"),
+    "transformers.configuration_utils": ("LlmMetaConfig",),
+    "transformers.model_utils": ("get_parameter_dtype",),
+    "utils.batch_sampler": ("DistributedBatchSampler", "MappingBatchSampler", "MappingDistributedBatchSampler"),
+}
+_HOME = {name: module for table in (_BEFORE_THE_CHECK, _MODELS) for module, names in table.items() for name in names}
 
-    NAME, LOAD_METHOD = "PaddleFormers", "_load_flex_checkpoint"
 
-HOOKS = TRAINERS[LIBRARY]
+def __getattr__(name: str) -> Any:
+    """Import a name of the library, or the replacement of one that PaddleNLP lacks."""
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if home in _MODELS:
+        _check_models()
+    if IS_PADDLENLP and name.startswith("Mapping"):
+        from paddleformers_fc.trainer import nlp_models
 
-__all__ = [
-    "HOOKS",
-    "LOAD_METHOD",
-    "NAME",
-    "PdArgumentParser",
-    "Trainer",
-    "TrainerCallback",
-    "TrainingArguments",
-    "logger",
-]
+        return getattr(nlp_models, name)
+    return getattr(import_module(f"{LIBRARY}.{home}"), name)
+
+
+@functools.cache
+def _check_models() -> None:
+    upstream.require(MODELS[LIBRARY])
+
+
+def unwrap_model(model: Any) -> Any:
+    """Return a model without the parallel wrappers of Paddle."""
+    while (inner := getattr(model, "_layers", None)) is not None or (
+        inner := getattr(model, "_layer", None)
+    ) is not None:
+        model = inner
+    return model
+
+
+def has_adapters(model: Any) -> bool:
+    """Return whether a model, without parallel wrappers, is a ``LoRAModel``."""
+    return is_a("LoRAModel", model)
+
+
+def is_a(name: str, value: Any) -> bool:
+    """Return whether a value is an instance of a class of the library. It is none where nothing has imported it."""
+    return LIBRARY in sys.modules and isinstance(value, __getattr__(name))
+
+
+def sharded_state_dict(model: Any) -> dict[str, Any]:
+    """Return the shards of a model by name, as the model describes them.
+
+    A head that is the parameter of a whole embedding is described as whole. PaddleFormers' head describes its parameter
+    as a part under tensor parallelism, also after ``tie_weights`` has replaced it.
+
+    Raises:
+        MappingError: a parameter of a model of PaddleNLP is cut without a stated axis.
+    """
+    if IS_PADDLENLP:
+        from paddleformers_fc.trainer import nlp_models
+
+        return nlp_models.sharded_state_dict(model)
+    found: dict[str, Any] = model.sharded_state_dict()
+    weights = {name: weight for name, weight in found.items() if isinstance(weight, ShardedWeight)}
+    whole = {weight.local_tensor.name for weight in weights.values() if not _is_part(weight)}
+    replicated = {
+        name: _whole(name, weight.local_tensor)
+        for name, weight in weights.items()
+        if _is_part(weight) and weight.local_tensor.name in whole and not weight.local_tensor.is_distributed
+    }
+    return found | replicated
+
+
+def _is_part(weight: ShardedWeight) -> bool:
+    return tuple(weight.local_shape) != tuple(weight.global_shape)
+
+
+def _whole(name: str, tensor: Any) -> Any:
+    shape = tuple(tensor.shape)
+    return ShardedWeight(name, tensor, shape, shape, (0,) * len(shape))

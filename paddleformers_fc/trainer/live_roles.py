@@ -31,7 +31,7 @@ from paddleformers_fc.layout.live import LiveRoles
 from paddleformers_fc.layout.roles import MASTER, MODEL_STATE, OPTIMIZER_STATE, StateDescriptor, StateShape
 from paddleformers_fc.trainer import description, dist_tensors, optimizers, sonic_moe
 from paddleformers_fc.trainer.description import describe_model
-from paddleformers_fc.trainer.library_objects import sharded_state_dict
+from paddleformers_fc.trainer.library import sharded_state_dict
 from paddleformers_fc.trainer.optimizers import innermost
 
 

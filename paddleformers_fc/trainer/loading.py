@@ -54,6 +54,7 @@ from paddleformers_fc.trainer import (
     batches,
     documents,
     ema,
+    library,
     lineage,
     live_roles,
     optimizers,
@@ -70,7 +71,6 @@ from paddleformers_fc.trainer import (
 from paddleformers_fc.trainer.callback import CheckpointReport, locate_best
 from paddleformers_fc.trainer.description import describe_model
 from paddleformers_fc.trainer.library import LOAD_METHOD, logger
-from paddleformers_fc.trainer.library_models import offload
 from paddleformers_fc.trainer.lineage import degrees_text, parallel_degrees
 from paddleformers_fc.trainer.session import WAITING, Loaded, Native, Run, Session, read_options, session_of
 
@@ -190,6 +190,7 @@ def load(trainer: Any, native: Native, resume_from_checkpoint: str) -> None:
     if args.should_log:
         logger.info(f"Resuming from {choice.path}")
     with measured_transfers() as transfers, sonic_moe.filled_from_run(trainer):
+        session.run.model = describe_model(trainer.model)
         ready, report = _fill_usable(session, choice, timer)
     checkpoint, progress = ready.checkpoint, ready.progress
     directory = checkpoint.catalog.root
@@ -423,7 +424,7 @@ class _LiveTensors:
         """Create the states of this rank's parameters."""
         trainer = self._session.trainer
         # Accumulators are offloaded when they are created, master weights after the first step.
-        place_master = offload if trainer.args.tensorwise_offload_optimizer else None
+        place_master = library.offload if trainer.args.tensorwise_offload_optimizer else None
         live_roles.create_states(trainer.model, trainer.optimizer, stored, place_master)
 
 

@@ -76,7 +76,7 @@ from paddleformers_fc.trainer import (
     restore,
 )
 from paddleformers_fc.trainer.description import OWN_RULES, describe_model
-from paddleformers_fc.trainer.library_objects import is_config, unwrap_model
+from paddleformers_fc.trainer.library import is_a, unwrap_model
 
 
 def fleet_degrees(world_size: int) -> dict[str, int]:
@@ -300,7 +300,7 @@ _OPTIMIZER = Kind(
 _FAMILY = instance_of((str, Family), "a family or its model_type")
 _CONFIG = Kind(
     "the content of config.json, or a configuration of PaddleFormers",
-    lambda value: isinstance(value, Mapping) or is_config(value),
+    lambda value: isinstance(value, Mapping) or is_a("PretrainedConfig", value),
 )
 _RULES = instance_of(RuleSet, "a RuleSet of paddleformers_fc.mapping")
 
@@ -581,7 +581,7 @@ def _description(
 
 def _resolved(model: Any, config: Any) -> ModelDescription:
     is_fleet, own = bool(getattr(model, IS_FLEET, False)), config is getattr(model, "config", None)
-    if is_config(config):
+    if is_a("PretrainedConfig", config):
         return describe_model(model if own else SimpleNamespace(config=config, is_fleet=is_fleet))
     rules = getattr(unwrap_model(model), OWN_RULES, None) if own else None
     return ModelDescription(dict(config) if isinstance(config, Mapping) else {}, is_fleet, rules)
@@ -589,7 +589,7 @@ def _resolved(model: Any, config: Any) -> ModelDescription:
 
 def _config_text(model: Any, described: ModelDescription, config: object) -> bytes:
     """Return the bytes of ``config.json``: as PaddleFormers writes it, or of the given configuration."""
-    if config is not None or not is_config(getattr(model, "config", None)):
+    if config is not None or not is_a("PretrainedConfig", getattr(model, "config", None)):
         return config_bytes(described.config)
     # It imports the classes of PaddleFormers, whose model this is.
     from paddleformers_fc.trainer import documents

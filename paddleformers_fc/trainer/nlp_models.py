@@ -7,14 +7,13 @@ A parameter that is cut without a stated axis is refused.
 Samplers of PaddleNLP's Trainer that can begin in the middle of an epoch.
 
 On several processes PaddleNLP uses the order of Paddle's ``DistributedBatchSampler``. It is shuffled by the number of
-the epoch and always begins with its first sample. :class:`EpochSampler` has the same batches. On one process PaddleNLP
-draws an order from a global generator, which a resumed run cannot repeat: it gets the order of several processes as
-well.
+the epoch and always begins with its first sample. :class:`MappingDistributedBatchSampler` has the same batches. On one
+process PaddleNLP draws an order from a global generator, which a resumed run cannot repeat: it gets the order of
+several processes as well.
 """
 
 from __future__ import annotations
 
-import os.path
 from collections.abc import Iterator
 from typing import Any
 
@@ -109,30 +108,11 @@ def described_values(config: Any) -> dict[str, Any]:
     return {IS_NLP: True, "rope_parameters": rotary, "hidden_act": getattr(config, "hidden_act", "silu")}
 
 
-def offload(tensor: Any) -> None:
-    """Replace a function of PaddleFormers; PaddleNLP's ``offload_optim`` is refused."""
-
-
-def clean_model_class_name(class_name: str) -> str:
-    """Return the name of a class without the suffix of the class for pipelines."""
-    return class_name.removesuffix("Pipe")
-
-
-def get_common_folder(file_list: list[str]) -> str:
-    """Return the directory of several files."""
-    return os.path.commonpath([os.path.dirname(file) for file in file_list])
-
-
-class NoSampler:
+class MappingBatchSampler:
     """In the place of a class of PaddleFormers that PaddleNLP does not have; nothing is an instance of it."""
 
-    sampler: Any
 
-    def set_epoch(self, epoch: int, consumed_samples: int = 0) -> None:
-        """Set the epoch."""
-
-
-class EpochSampler(DistributedBatchSampler):
+class MappingDistributedBatchSampler(DistributedBatchSampler):
     """The batches of Paddle's ``DistributedBatchSampler``, without the samples that were consumed in this epoch."""
 
     base_seed = 0
@@ -165,7 +145,8 @@ def resumable(sampler: Any, dataset: Any) -> Any:
         sampler: the result of ``Trainer._get_train_sampler``.
         dataset: the training data.
     Returns:
-        an :class:`EpochSampler` in the place of Paddle's own shuffling samplers; every other sampler itself.
+        a :class:`MappingDistributedBatchSampler` in the place of Paddle's own shuffling samplers; every other sampler
+        itself.
     """
     if type(sampler) is DistributedBatchSampler:
         ranks, rank, shuffle = sampler.nranks, sampler.local_rank, sampler.shuffle
@@ -173,4 +154,4 @@ def resumable(sampler: Any, dataset: Any) -> Any:
         ranks, rank, shuffle = 1, 0, True
     else:
         return sampler
-    return EpochSampler(dataset, sampler.batch_size, ranks, rank, shuffle, sampler.drop_last)
+    return MappingDistributedBatchSampler(dataset, sampler.batch_size, ranks, rank, shuffle, sampler.drop_last)

@@ -94,13 +94,15 @@ class FlexFields:
     """The options that this package adds to PaddleFormers' training arguments."""
 
     def __new__(cls, *_: Any, **given: Any) -> FlexFields:
-        """Refuse removed options, of which a dataclass would only say that they are unexpected.
+        """Refuse removed options and keys of later versions, which a dataclass would only call unexpected.
 
         Raises:
             OptionError: with all of them.
         """
         if not REMOVED.isdisjoint(given):
             raise unknown_keys(REMOVED & given.keys(), ())
+        if given.get("flex_checkpoint"):
+            refuse_conflicts(SimpleNamespace(**given), DEVELOPMENT)
         return super().__new__(cls)
 
     flex_checkpoint: bool = _option(
@@ -400,7 +402,9 @@ def without_effect(options: Any) -> list[str]:
     Args:
         options: as for :func:`check_options`, already checked.
     """
-    return [conflict.line(options) for conflict in WITHOUT_EFFECT if conflict.holds(options)]
+    # PaddleFleet has both keys: its save_to_hf requests exports, which this package writes.
+    meant = "save_to_hf" if hasattr(options, "save_safetensors") else ""
+    return [one.line(options) for one in WITHOUT_EFFECT if one.key != meant and one.holds(options)]
 
 
 def parse_size(text: str) -> int:
@@ -694,7 +698,10 @@ WITHOUT_EFFECT = (
     Conflict("flex_ckpt_comm_method", f"the second has no effect, {_OURS}", unless=(None,)),
     Conflict("load_via_cpu", f"the second has no effect, {_OURS}", unless=(True,)),
     Conflict("ordered_save_group_size", "the second has no effect, processes write different files"),
-    Conflict("save_to_hf", "the second has no effect, an export is always in HuggingFace format", unless=(True,)),
+    *(
+        Conflict(key, "the second has no effect, an export is always in HuggingFace format", unless=(True,))
+        for key in ("save_to_hf", "save_safetensors")
+    ),
     Conflict("optim_shard_num", "the second has no effect, flex_max_shard_size bounds files", unless=(1,)),
     Conflict("save_hf_memory_growth_threshold", "the second has no effect, exports stream", unless=(8,)),
     Conflict("online_merge_ema", "the second has no effect, an export reads the checkpoint", unless=(True,)),

@@ -22,7 +22,7 @@ from paddleformers_fc.mapping import RuleSet
 from paddleformers_fc.text import count_text
 from paddleformers_fc.trainer import live_roles
 from paddleformers_fc.trainer.description import OWN_RULES, describe_model
-from paddleformers_fc.trainer.library_objects import has_adapters, unwrap_model
+from paddleformers_fc.trainer.library import has_adapters, unwrap_model
 
 _FORWARD = "_gen_aoa_config", "gen_aoa_statements"
 _INVERSE = "_gen_inv_aoa_config", "gen_inv_aoa_statements"
@@ -71,7 +71,7 @@ def adopt(model: Any, channel: Channel) -> None:
     rules = run_on_all(channel, "evaluating the AOA statements of the model", evaluate)
     setattr(model, OWN_RULES, rules)
     if channel.rank == 0:
-        from paddleformers_fc.trainer.library_models import logger
+        from paddleformers_fc.trainer.library import logger
 
         ways = "in both directions" if _writer(model, _INVERSE) else "and their inversion"
         logger.info(

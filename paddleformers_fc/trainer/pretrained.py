@@ -52,9 +52,7 @@ from paddleformers_fc.storage.paths import AnyPath, RemotePath, parse_path
 from paddleformers_fc.text import count_text, fold
 from paddleformers_fc.trainer import adapter_checks, base_fingerprint, documents, live_roles, own_statements
 from paddleformers_fc.trainer.description import describe_model
-from paddleformers_fc.trainer.library import logger
-from paddleformers_fc.trainer.library_models import LoRAConfig, LoRAModel, PretrainedConfig, get_common_folder
-from paddleformers_fc.trainer.library_objects import unwrap_model
+from paddleformers_fc.trainer.library import LoRAConfig, LoRAModel, PretrainedConfig, logger, unwrap_model
 from paddleformers_fc.trainer.options import FlexFields, reader_options
 from paddleformers_fc.trainer.session import channel_of, read_options
 
@@ -117,6 +115,7 @@ _IGNORED = (
     "load_state_as_np",
     "low_cpu_mem_usage",
     "force_download",
+    "flex_ckpt_comm_method",
 )
 """Arguments of ``from_pretrained`` for PaddleFormers' own loader."""
 
@@ -334,7 +333,7 @@ def _directory(cls: Any, named: str, config: Any, source: dict[str, Any]) -> Any
         file, files, _, sharded = cls._resolve_model_file_path(
             named, **{**source, "subfolder": subfolder}, config=config, use_safetensors=True
         )
-        return Path(get_common_folder(files if sharded else [file]))
+        return Path(os.path.commonpath([os.path.dirname(one) for one in (files if sharded else [file])]))
     except Exception as error:  # The clients of four hubs.
         raise NotACheckpoint(
             f"{named} is neither a directory nor a model of a hub with safetensors files.",

@@ -12,6 +12,7 @@ import contextlib
 import os
 import runpy
 import sys
+from importlib import import_module
 from pathlib import Path
 
 PATH = Path(__file__).resolve()
@@ -34,11 +35,11 @@ def register() -> None:
     from paddleformers_fc.cpu_runtime import activate, needed
     from paddleformers_fc.errors import EnvironmentMismatch
     from paddleformers_fc.trainer.rank_records import begin_record
-    from paddleformers_fc.upstream.hooks import COMMAND_LINE, PADDLEFORMERS, TRAINERS
+    from paddleformers_fc.upstream.hooks import COMMAND_LINES, TRAINERS
 
     begin_record()
     try:
-        upstream.require((*TRAINERS[PADDLEFORMERS], *COMMAND_LINE, *needed()))
+        upstream.require((*TRAINERS[upstream.FORMERS], *COMMAND_LINES[upstream.FORMERS], *needed()))
     except EnvironmentMismatch as error:
         if _may_use_flex():
             raise
@@ -52,12 +53,12 @@ def register() -> None:
 
 def _may_use_flex() -> bool:
     """Return whether ``flex_checkpoint`` may be true in this job; False only if its YAML shows otherwise."""
+    from paddleformers_fc import upstream
+
     if sys.argv[1:2] != ["train"]:
         return True
     try:
-        from paddleformers.cli.hparams.parser import read_args
-
-        settings = read_args()
+        settings = import_module(f"{upstream.FORMERS}.cli.hparams.parser").read_args()
     except Exception:  # The command line reports faults of its own arguments.
         return True
     return not isinstance(settings, dict) or settings.get("flex_checkpoint") not in (None, False)
@@ -65,13 +66,13 @@ def _may_use_flex() -> bool:
 
 def _continue_without(error: Exception) -> None:
     """Leave PaddleFormers unchanged, except for the CPU runtime and a parser that accepts our keys."""
-    from paddleformers.utils.log import logger
-
+    from paddleformers_fc import upstream
     from paddleformers_fc.cpu_runtime import activate
     from paddleformers_fc.errors import EnvironmentMismatch
 
     with contextlib.suppress(EnvironmentMismatch):  # ``error`` lists the same faults.
         activate()
+    logger = import_module(f"{upstream.FORMERS}.utils.log").logger
     logger.warning(f"flex_checkpoint: true is refused in this environment; this job does not set it.\n{error}")
     try:
         from paddleformers_fc.trainer.entry import install_options

@@ -56,8 +56,7 @@ from paddleformers_fc.trainer import (
 from paddleformers_fc.trainer.callback import CheckpointReport
 from paddleformers_fc.trainer.description import describe_model
 from paddleformers_fc.trainer.events import refuse_other_loop
-from paddleformers_fc.trainer.library import logger
-from paddleformers_fc.trainer.library_models import PREFIX_CHECKPOINT_DIR, ShardingOption
+from paddleformers_fc.trainer.library import PREFIX_CHECKPOINT_DIR, ShardingOption, logger
 from paddleformers_fc.trainer.lineage import degrees_text, parallel_degrees
 from paddleformers_fc.trainer.options import shard_bytes
 from paddleformers_fc.trainer.rotation import delete_superfluous, numbered, retention_of

@@ -111,7 +111,7 @@ class Run:
     """The run of one call of ``train``.
 
     Args:
-        model: the description of the live model when it began; empty before training.
+        model: the description of the live model when it began or was filled; empty before training.
         ran: names of the replaced methods that have run since; see :mod:`.events`.
         chosen: the checkpoint to resume; None in a run from the beginning. The native methods pass its path on as text,
             which lacks the password of a URL.

@@ -1,9 +1,13 @@
 """Stacks of experts under ``using_sonic_moe``, in which rows of gate and up alternate once training has begun.
 
-PaddleFormers loads gate above up and makes their rows alternate when training begins, unless the output directory
+PaddleFormers 1.2.0 loads gate above up and makes their rows alternate when training begins, unless the output directory
 contains a checkpoint. It does so twice in a run that resumes from another directory, and never in a new run beside
 older checkpoints. The callback :class:`.callback.AlternateOnce` does it in its place, unless the weights are those of a
 checkpoint.
+
+PaddleFleet's Trainer has another callback, :data:`SWITCH`: rows alternate from the beginning of a step to its update.
+Between steps, and so in checkpoints, the stacks are those of a model without the option. Nothing is done here then, and
+asynchronous saves end before the passes (:mod:`.startup`).
 
 A row of gate and the following row of up are described as one row of twice the length. The memory is the same, and gate
 and up of an expert are one box each.
@@ -21,11 +25,21 @@ from paddleformers_fc.errors import EnvironmentMismatch, MismatchError, OptionEr
 from paddleformers_fc.families import family_for, is_known
 from paddleformers_fc.families.description import ALTERNATES, STACK_OF_FFN
 from paddleformers_fc.families.names import family_keys
-from paddleformers_fc.trainer.library_objects import has_adapters, unwrap_model
+from paddleformers_fc.trainer import library
+from paddleformers_fc.trainer.library import has_adapters, unwrap_model
+from paddleformers_fc.upstream import uses
 
 _OPTION = "using_sonic_moe"
 _NATIVE = "InterleaveGateUpCallback"
+SWITCH = "SonicMoELayoutSwitchCallback"
 _MARK = "_flex_experts_alternate"
+BETWEEN_STEPS = {_OPTION: False, "moe_expert_fusion": True}
+"""The description of a model with the option whose stacks are switched in every step."""
+
+
+def is_switched() -> bool:
+    """Return whether the library's Trainer changes the order of rows in every step, and not once."""
+    return uses(library.Trainer.train, SWITCH)
 
 
 def alternates(model: Any) -> bool:
@@ -65,7 +79,7 @@ def filled_from_run(trainer: Any) -> Iterator[None]:
     """Return a block that fills the model from a checkpoint of a run, in which rows alternate."""
     model = unwrap_model(trainer.model)
     before = alternates(model)
-    if getattr(trainer.args, _OPTION, False):
+    if getattr(trainer.args, _OPTION, False) and not is_switched():
         setattr(model, _MARK, True)
     try:
         yield
@@ -83,7 +97,11 @@ def refuse_unsupported(trainer: Any, config: dict[str, Any]) -> None:
     Raises:
         OptionError: the model has adapters, was built without the option, or its family declares no such stacks.
     """
-    if not getattr(trainer.args, _OPTION, False) or not any(map(_is_stack, trainer.model.state_dict())):
+    if (
+        not getattr(trainer.args, _OPTION, False)
+        or is_switched()
+        or not any(map(_is_stack, trainer.model.state_dict()))
+    ):
         return
     if has_adapters(trainer.model):
         why = "adapters are not supported beside it"
@@ -108,14 +126,14 @@ def alternate_before_training(trainer: Any) -> None:
         EnvironmentMismatch: this PaddleFormers has no such callback.
     """
     found = [one for one in trainer.callback_handler.callbacks if type(one).__name__ == _NATIVE]
-    if not found:
+    if not found and not is_switched():
         raise EnvironmentMismatch(
             f"{_OPTION} is true, and the Trainer has no {_NATIVE}: the order of rows in experts is unknown.",
             where="on_train_begin",
             next_step=f"Remove {_OPTION}, or use PaddleFormers 1.2.0.",
         )
     model = unwrap_model(trainer.model)
-    if not alternates(model):
+    if found and not alternates(model):
         for name, tensor in model.state_dict().items():
             if _is_stack(name):
                 found[-1].interleave_gate_up_proj(tensor)

@@ -45,8 +45,7 @@ from paddleformers_fc.trainer.callback import (
 from paddleformers_fc.trainer.description import describe_model
 from paddleformers_fc.trainer.ema import UpdateBarrier
 from paddleformers_fc.trainer.events import LoopEvents
-from paddleformers_fc.trainer.library import logger
-from paddleformers_fc.trainer.library_models import LoRAModel, PretrainedModel
+from paddleformers_fc.trainer.library import LoRAModel, PretrainedModel, logger
 from paddleformers_fc.trainer.options import FlexFields, is_active, upload_url, without_effect
 from paddleformers_fc.trainer.save import SyncSaves, save_pretrained
 from paddleformers_fc.trainer.session import (
@@ -59,9 +58,10 @@ from paddleformers_fc.trainer.session import (
     step_agreement_of,
 )
 from paddleformers_fc.trainer.uploads import Uploads
+from paddleformers_fc.upstream.hooks import LIBRARIES
 
-_RELEASES_WEIGHTS = "FP8QuantWeightCallback"
-"""PaddleFormers' callback that keeps quantized weights alone during the passes; PaddleNLP has none."""
+_CHANGE_WEIGHTS = {"FP8QuantWeightCallback", sonic_moe.SWITCH}
+"""Callbacks of a library that keep quantized weights alone, or move values, during the passes."""
 
 
 def init_trainer(trainer: Any, native: Native, *args: Any, **kwargs: Any) -> None:
@@ -154,7 +154,7 @@ def _refuse_unmapped(model: Any) -> None:
 def _passes_change_weights(trainer: Any) -> bool:
     """Return whether the passes receive parameters, or release weights."""
     kinds = {kind.__name__ for one in trainer.callback_handler.callbacks for kind in type(one).__mro__}
-    return live_roles.receives_in_passes(trainer.args) or _RELEASES_WEIGHTS in kinds
+    return live_roles.receives_in_passes(trainer.args) or not kinds.isdisjoint(_CHANGE_WEIGHTS)
 
 
 # ---- Before the first step.
@@ -180,7 +180,7 @@ _OF_A_NODE = frozenset(
 )
 """Options that may differ between nodes: paths, logging, and options of one process alone."""
 
-_PACKAGES = ("paddleformers", "paddlenlp", "paddleformers_fc")
+_PACKAGES = (*LIBRARIES, "paddleformers_fc")
 
 
 def check(session: Session, model: ModelDescription) -> None:

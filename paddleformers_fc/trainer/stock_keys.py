@@ -28,6 +28,8 @@ import xxhash
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.text import likely_meant
 from paddleformers_fc.trainer.options import FIELD_NAMES, spelled
+from paddleformers_fc.upstream import FORMERS
+from paddleformers_fc.upstream.hooks import PADDLEFLEET
 
 _SOURCES = (
     "cli/hparams/*.py",
@@ -157,7 +159,7 @@ def stock_table() -> StockTable:
 
 def _name() -> str:
     """Return the name of the table in the cache; empty if PaddleFormers is not installed."""
-    spec, fleet = map(find_spec, ("paddleformers", "paddlefleet"))
+    spec, fleet = map(find_spec, (FORMERS, PADDLEFLEET))
     if spec is None or spec.origin is None:
         return ""
     root = Path(spec.origin).parent
@@ -172,8 +174,7 @@ def describe(parser: Any) -> dict[str, StockKey]:
     Args:
         parser: a ``PdArgumentParser``.
     """
-    from paddleformers.trainer import trainer_utils
-
+    trainer_utils = import_module(f"{FORMERS}.trainer.trainer_utils")
     kinds = {key: getattr(trainer_utils, name, ()) for key, name in _ENUMERATIONS.items()}
     words = {**_WORDS, **{key: tuple(one.value for one in kind) for key, kind in kinds.items()}}
     keys: dict[str, StockKey] = {}
@@ -193,16 +194,15 @@ def describe(parser: Any) -> dict[str, StockKey]:
 
 def _made_table() -> StockTable:
     """Import PaddleFormers' parser, and the classes of the models that are declared here."""
-    from paddleformers.cli.hparams import parser
-
     from paddleformers_fc.families.registry import OWN
 
+    parser = import_module(f"{FORMERS}.cli.hparams.parser")
     missing = []
     for model_type in OWN:
         try:
-            import_module(f"paddleformers.transformers.{model_type}.modeling")
+            import_module(f"{FORMERS}.transformers.{model_type}.modeling")
         except Exception as error:  # A module may raise anything when it is imported.
-            if "paddlefleet" in f"{error} {error.__cause__}":
+            if PADDLEFLEET in f"{error} {error.__cause__}":
                 missing.append(model_type)
     return StockTable(describe(parser.PdArgumentParser(parser._TRAIN_ARGS)), tuple(missing))
 

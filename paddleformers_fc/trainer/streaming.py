@@ -40,7 +40,7 @@ from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.mapping import RuleSet
 from paddleformers_fc.trainer import adapter_checks, base_fingerprint, live_roles, optimizers, own_statements
 from paddleformers_fc.trainer.description import base_model, describe_model
-from paddleformers_fc.trainer.library_objects import has_adapters, unwrap_model
+from paddleformers_fc.trainer.library import has_adapters, unwrap_model
 from paddleformers_fc.trainer.loop import Config, RankTensors, described_source, is_by_name, rank_tensors, with_rules
 
 HOST, MODEL = "host", "model"

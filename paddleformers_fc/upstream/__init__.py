@@ -21,12 +21,13 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from importlib import import_module, metadata
 from importlib.util import find_spec
+from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
 
 from paddleformers_fc.errors import EnvironmentMismatch
 from paddleformers_fc.text import install_command
-from paddleformers_fc.upstream.hooks import CPU_RUNTIME, PADDLEFORMERS, PADDLENLP, Hook
+from paddleformers_fc.upstream.hooks import CPU_RUNTIMES, LIBRARIES, PADDLEFORMERS, PADDLENLP, Hook
 
 
 def is_installed(name: str) -> bool:
@@ -34,10 +35,19 @@ def is_installed(name: str) -> bool:
     return find_spec(name) is not None
 
 
-LIBRARY = PADDLENLP if is_installed(PADDLENLP) and not is_installed(PADDLEFORMERS) else PADDLEFORMERS
-"""The library whose Trainer this process uses. An environment has one of them: they need different dependencies."""
+def _has_trainer(name: str) -> bool:
+    """Return whether a package is installed with a Trainer; older versions of PaddleFleet are layers alone."""
+    spec = find_spec(name)
+    return spec is not None and any(Path(root, "trainer").is_dir() for root in spec.submodule_search_locations or ())
 
-VERSIONS = {"paddle": "3.3.1", PADDLEFORMERS: "1.2.0", PADDLENLP: "3.0.0b4"}
+
+LIBRARY = next(filter(_has_trainer, LIBRARIES), PADDLEFORMERS)
+"""The library whose Trainer this process uses. PaddleFormers and PaddleNLP need different dependencies."""
+
+FORMERS = PADDLEFORMERS if LIBRARY == PADDLENLP else LIBRARY
+"""PaddleFormers, or PaddleFleet where that has the Trainer: the libraries with a command line."""
+
+VERSIONS = {"paddle": "3.3.1", **{name: one.version for name, one in LIBRARIES.items() if one.version}}
 """The known versions, by the module that has them as ``__version__``. Builds for accelerators have the same."""
 
 INSTALL = (
@@ -93,25 +103,23 @@ def cpu_runtime_hooks() -> tuple[Hook, ...]:
     """Return the hooks of the CPU runtime that apply here: none on an accelerator, and none of an absent package."""
     if import_module("paddle").device.get_device() != "cpu":
         return ()
-    return tuple(hook for hook in CPU_RUNTIME if is_installed(hook.package))
+    return tuple(hook for hook in CPU_RUNTIMES[LIBRARY] if is_installed(hook.package))
 
 
 def unknown_versions() -> list[str]:
-    """Return a line for each of Paddle and the libraries that is installed in another version than the known one."""
+    """Return a line for each of Paddle and the library whose module or distribution has another than the known version.
+
+    No version of a library is known that was compared with its public source alone.
+    """
     lines = []
-    for name, known in VERSIONS.items():
-        found = {without_build(version) for version in _installed_versions(name)} - {known}
-        if found:
-            lines.append(f"{name} {', '.join(sorted(found))} is installed; the known version is {name} {known}")
-    return lines
-
-
-def _installed_versions(name: str) -> Iterator[str]:
-    """Yield the version of the imported module, and that of the distribution of its name, if there are any."""
-    if is_installed(name):
-        yield str(getattr(import_module(name), "__version__", "without a version"))
+    for name in filter(is_installed, ("paddle", LIBRARY)):
+        versions, known = {str(getattr(import_module(name), "__version__", "without a version"))}, VERSIONS.get(name)
         with suppress(metadata.PackageNotFoundError):
-            yield metadata.version(name)
+            versions.add(metadata.version(name))
+        if found := sorted(set(map(without_build, versions)) - {known}):
+            tested = f"the known version is {name} {known}" if known else f"no version of {name} is tested"
+            lines.append(f"{name} {', '.join(found)} is installed; {tested}")
+    return lines
 
 
 def without_build(version: str) -> str:
@@ -129,9 +137,10 @@ def _mismatch(evidence: list[str], alternative: str = "") -> EnvironmentMismatch
             evidence=evidence,
             next_step=install,
         )
-    known = f"paddle {VERSIONS['paddle']} and {LIBRARY} {VERSIONS[LIBRARY]}"
+    library = LIBRARY if LIBRARY in VERSIONS else PADDLEFORMERS
+    known = f"paddle {VERSIONS['paddle']} and {library} {VERSIONS[library]}"
     return EnvironmentMismatch(
-        "The installed Paddle or PaddleFormers differs from what this package is written for.",
+        "The installed Paddle or library differs from what this package is written for.",
         where=where,
         evidence=evidence,
         next_step=f"Install {known}, or a version of paddleformers_fc for the installed ones{alternative}.",
@@ -154,10 +163,14 @@ def _differences(hook: Hook) -> Iterator[str]:
         yield f"{hook.place} has the parameters {signature}; the known ones are {hook.signature}"
     function = _function(found)
     for name in hook.names:
-        if function is None and not _has(found, name):
-            yield f"{hook.place} has no {name}"
-        elif function is not None and name not in _used(function.__code__):
-            yield f"{hook.place} does not use {name}"
+        if not any(_has(found, one) if function is None else uses(function, one) for one in name.split("|")):
+            yield f"{hook.place} {'has no' if function is None else 'does not use'} {name}"
+
+
+def uses(function: Any, name: str) -> bool:
+    """Return whether the code of a Python function of upstream, below wrappers, has a name or text."""
+    written = _function(function)
+    return written is not None and name in _used(written.__code__)
 
 
 def _function(found: Any) -> FunctionType | None:

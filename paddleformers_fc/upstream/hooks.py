@@ -8,7 +8,12 @@ The parameters, without annotations, are compared if the line has them; a defaul
 names are attributes and fields that a class or a module must have, or names and texts that the code of a function must
 use. A line that ends with a colon or a dot begins the indented lines below it, and deeper lines continue a line.
 
-``{library}`` is the package of the Trainer. One table holds for all libraries, and each library adds one of its own.
+Names that are joined by ``|`` are alternatives, of which one must be there: versions of a library name it differently.
+
+The tables are one template, which is filled for each library: ``{library}`` is the package of its Trainer, ``{key}``
+its key for weights in Hugging Face format, and ``{own_key}`` the attribute of a configuration for the same.
+PaddleFleet's Trainer is PaddleFormers' after it has moved. No public index has it, so its rows were compared with its
+public source (docs/compatibility.md), and a run on it needs ``flex_unknown_versions: warn``.
 """
 
 from __future__ import annotations
@@ -16,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-PADDLEFORMERS, PADDLENLP = "paddleformers", "paddlenlp"
+PADDLEFORMERS, PADDLEFLEET, PADDLENLP = "paddleformers", "paddlefleet", "paddlenlp"
 
 
 class Hook(NamedTuple):
@@ -84,6 +89,7 @@ _TRAINER = """
     TrainingArguments: unified_checkpoint save_sharded_model load_sharded_model ckpt_quant_stage use_async_save
         enable_auto_parallel auto_parallel_resume_form_hybrid_parallel pdc_download_ckpt
     TrainingArguments.__post_init__: use_hybrid_parallel
+{library}.trainer.trainer: PREFIX_CHECKPOINT_DIR ShardingOption
 {library}.trainer.trainer_utils:ShardingOption: FULL_SHARD SHARD_OP
 {library}.trainer.plugins.timer:RuntimeTimer.start(self, name)
 {library}.trainer.plugins.timer:RuntimeTimer.stop(self)
@@ -155,7 +161,7 @@ paddle.distributed.fleet.meta_parallel.sharding.group_sharded_stage3:
     _release_param: full_param fw_storage status use_count
 # Tensors, the description of their shards, and random generators.
 paddle: get_rng_state set_rng_state
-paddle:Tensor: _slice _clear_data _is_initialized clear_gradient data_ptr is_contiguous copy_
+paddle:Tensor: _slice _clear_data _is_initialized clear_gradient data_ptr is_contiguous copy_ _copy_to
 paddle:DataParallel.__init__: _layers
 paddle.base.framework: EagerParamBase
 paddle.base.framework:default_main_program()
@@ -186,13 +192,11 @@ paddle.distributed.fleet.base.topology:
     EPHybridCommunicateGroup: get_context_parallel_world_size get_expert_parallel_world_size
 """
 
-_OF_LIBRARY = {
-    PADDLEFORMERS: """
+_FORMERS = """
 {library}.trainer.trainer:Trainer.
-    __init__(self, model=None, criterion=None, args=None, data_collator=None, train_dataset=None, eval_dataset=None,
-        tokenizer=None, compute_metrics=None, callbacks=None, optimizers=(None, None),
-        preprocess_logits_for_metrics=None, processing_class=None, resume_from_custom_func=None): processing_class
+    __init__: processing_class
     train: _load_flex_checkpoint load_checkpoint_format flex_checkpoint
+        InterleaveGateUpCallback|SonicMoELayoutSwitchCallback
     _load_flex_checkpoint(self, resume_from_checkpoint)
     _inner_training_loop: _skip_global_steps
     save_model(self, output_dir=None, merge_tensor_parallel=False, last_fc_to_hf=False): _save
@@ -201,11 +205,7 @@ _OF_LIBRARY = {
     copy_custom_files(self, output_dir)
 {library}.trainer.argparser:PdArgumentParser.__init__(self, dataclass_types, **kwargs): dataclass_types
 {library}.trainer.argparser:PdArgumentParser.parse_dict(self, args, return_unknown_ars=False): dataclass_types
-{library}.trainer.trainer_callback:
-    CallbackHandler.__init__: callbacks
-    InterleaveGateUpCallback.__init__: resume_from_checkpoint
-    InterleaveGateUpCallback.interleave_gate_up_proj(self, w)
-    InterleaveGateUpCallback.on_train_begin: resume_from_checkpoint
+{library}.trainer.trainer_callback:CallbackHandler.__init__: callbacks
 {library}.trainer.training_args:
     # Read by the replaced methods.
     TrainingArguments: aoa_config save_rng_states save_tokenizer dataloader_num_workers sharding_parallel_size
@@ -220,9 +220,8 @@ _OF_LIBRARY = {
     # Their values are moved to the keys of this package, or read. A renamed option would have no effect.
     TrainingArguments: zcc_save_ema_coef zcc_ema_interval zcc_ema_loss_threshold sharded_model_from_ema load_from_hf
         tensorwise_offload_optimizer using_sonic_moe replicate_saved_into_local save_on_each_node flex_ckpt_comm_method
-        load_via_cpu ordered_save_group_size save_to_hf optim_shard_num save_hf_memory_growth_threshold
+        load_via_cpu ordered_save_group_size {key} optim_shard_num save_hf_memory_growth_threshold
 {library}.trainer.utils.offload_optimizer:offload(tensor): to_device
-{library}.utils.env: PREFIX_CHECKPOINT_DIR
 {library}.utils.optimizer: AdamWCustom AdamWMini
 # The data.
 {library}.utils.batch_sampler:
@@ -249,19 +248,29 @@ _OF_LIBRARY = {
     PretrainedModel.from_pretrained: config state_dict cache_dir ignore_mismatched_sizes dtype download_hub subfolder
         load_via_cpu load_checkpoint_format variant use_safetensors low_cpu_mem_usage convert_from_hf load_state_as_np
         key_mapping force_download from_hf_hub from_aistudio convert_from_torch is_weight_quantize
-        _resolve_model_file_path get_common_folder
+        _resolve_model_file_path
     PretrainedModel._resolve_model_file_path(pretrained_model_name_or_path, download_hub=None, cache_dir=None,
         subfolder='', config=None, convert_from_hf=True, use_safetensors=None, variant=None)
-    get_common_folder(file_list)
-    clean_model_class_name(class_name, suffixes_to_strip='Pipe')
-{library}.transformers.configuration_utils:PretrainedConfig.__init__: architectures dtype _save_to_hf
-{library}.transformers.configuration_utils:PretrainedConfig.to_dict: _save_to_hf
-""",
-    PADDLENLP: """
+{library}.transformers.configuration_utils:PretrainedConfig.__init__: architectures dtype {own_key}
+{library}.transformers.configuration_utils:PretrainedConfig.to_dict: {own_key}
+"""
+
+_ALTERNATING = """
+{library}.trainer.trainer_callback:InterleaveGateUpCallback.
+    __init__: resume_from_checkpoint
+    interleave_gate_up_proj(self, w)
+    on_train_begin: resume_from_checkpoint
+"""
+
+_SWITCHING = """
+{library}.trainer.trainer_callback:SonicMoELayoutSwitchCallback.
+    on_step_begin: convert_weights_to_sonic_layout
+    on_optimizer_begin: convert_weights_to_grouped_layout
+"""
+
+_NLP = """
 {library}.trainer.trainer:Trainer.
-    __init__(self, model=None, criterion=None, args=None, data_collator=None, train_dataset=None, eval_dataset=None,
-        tokenizer=None, compute_metrics=None, callbacks=None, optimizers=(None, None),
-        preprocess_logits_for_metrics=None): train_dataset
+    __init__: train_dataset
     train: _load_from_checkpoint _wrap_model _load_optimizer_and_scheduler create_optimizer_and_scheduler
         get_train_dataloader
     _load_from_checkpoint(self, resume_from_checkpoint=None)
@@ -275,7 +284,6 @@ _OF_LIBRARY = {
     # Compared with flex_checkpoint. A renamed option would no longer be refused.
     TrainingArguments: sep_parallel_degree context_parallel_degree expert_parallel_degree use_expert_parallel
         sharding_parallel_config pipeline_parallel_config offload_optim force_reshard_pp to_static
-{library}.trainer.trainer_utils: PREFIX_CHECKPOINT_DIR
 {library}.peft: LoRAModel
 {library}.transformers.model_utils:PipelinePretrainedModel._set_pipeline_name_mapping: _pp_to_single_mapping
 {library}.transformers.llama.modeling:LlamaLMHead.__init__: is_distributed split_axis
@@ -283,22 +291,21 @@ _OF_LIBRARY = {
 paddle.distributed.flex_checkpoint.dcp.sharded_weight:
     make_tp_sharded_weight_for_checkpoint(key, tensor, tensor_parallel_axis=0)
 paddle.io: RandomSampler
-""",
-}
+"""
 
 _COMMAND_LINE = """
-paddleformers.cli.hparams.finetuning_args:FinetuningArguments: ref_model_update_steps
-paddleformers.cli.hparams.data_args:
+{library}.cli.hparams.finetuning_args:FinetuningArguments: ref_model_update_steps
+{library}.cli.hparams.data_args:
     DataArguments: dataset_type input_dir split train_dataset_type train_dataset_path train_dataset_prob mix_strategy
         random_shuffle num_samples_each_epoch max_seq_len packing padding_free
-paddleformers.cli.hparams.model_args:ModelArguments: model_name_or_path stage
-paddleformers.cli.train.sft.workflow:run_sft: from_pretrained model_name_or_path
-paddleformers.cli.train.dpo.workflow:run_dpo: from_pretrained model_name_or_path
-paddleformers.cli.train.dpo.dpo_trainer:DPOTrainer.
+{library}.cli.hparams.model_args:ModelArguments: model_name_or_path stage
+{library}.cli.train.sft.workflow:run_sft: from_pretrained model_name_or_path
+{library}.cli.train.dpo.workflow:run_dpo: from_pretrained model_name_or_path
+{library}.cli.train.dpo.dpo_trainer:DPOTrainer.
     __init__: ref_model
     compute_loss: dpo_config ref_model_update_steps ref_model
-paddleformers.data.causal_dataset:GPTDataset.__getitem__: shuffle_idx sample_idx doc_idx
-paddleformers.data.blendable_dataset:BlendableDataset.__getitem__: datasets dataset_index dataset_sample_index
+{library}.data.causal_dataset:GPTDataset.__getitem__: shuffle_idx sample_idx doc_idx
+{library}.data.blendable_dataset:BlendableDataset.__getitem__: datasets dataset_index dataset_sample_index
 """
 
 _CPU_RUNTIME = """
@@ -354,10 +361,12 @@ paddle.distributed.fleet.meta_parallel.sharding.group_sharded_storage:ParamStora
     add_rank_params(self, trainable_params, param2align, convert_gpu=True)
 paddle.distributed.fleet.utils.tensor_fusion_helper: alignment
 paddle.distributed.fleet.utils.tensor_fusion_helper:get_current_device_type: __current_device_type__ alignment
-# The libraries with a Trainer.
-paddleformers.trainer.trainer:Trainer._wrap_distributed_optimizer(self, optimizer): _inner_opt max_grad_norm
-paddleformers.trainer.training_args:TrainingArguments.__post_init__(self): split_param sharding_parallel_size
-paddleformers.transformers.ernie4_5_moe.modeling:
+"""
+
+_CPU_RUNTIME_FORMERS = """
+{library}.trainer.trainer:Trainer._wrap_distributed_optimizer(self, optimizer): _inner_opt max_grad_norm
+{library}.trainer.training_args:TrainingArguments.__post_init__(self): split_param sharding_parallel_size
+{library}.transformers.ernie4_5_moe.modeling:
     Ernie4_5_MoeSparseMoeBlock.forward(self, input, token_type_ids=None, use_dense_expert=False)
     Ernie4_5_MoeDecoderLayer.forward(self, hidden_states, attention_mask=None, attn_mask_startend_row_indices=None,
         position_ids=None, position_embeddings=None, output_attentions=False, past_key_values=None, use_cache=False,
@@ -365,21 +374,53 @@ paddleformers.transformers.ernie4_5_moe.modeling:
     Ernie4_5_MoeForCausalLM.forward(self, input_ids, position_ids=None, attention_mask=None,
         attn_mask_startend_row_indices=None, inputs_embeds=None, labels=None, loss_mask=None, use_cache=False,
         past_key_values=None, output_attentions=None, output_hidden_states=None, return_dict=True, **kwargs)
-paddleformers.nn.moe.moe_alltoall_layer:MOEAlltoAllLayer.
+{library}.nn.moe.moe_alltoall_layer:MOEAlltoAllLayer.
     __init__(self, gate, experts, layer_idx, shared_experts=None, group=None, recompute=False, k=2,
         all_to_all_dropout=0, group_experts=False, moe_statics=None, moe_num_experts=None): gate experts shared_experts
         k moe_statics
-paddleformers.nn.pp_model:_parse_moe_group(moe_group)
-paddleformers.utils.moe_hybrid_parallel_optimizer: MuonShardingOptimizer
-paddlenlp.trainer.training_args:TrainingArguments.
+{library}.nn.pp_model:_parse_moe_group(moe_group)
+{library}.utils.moe_hybrid_parallel_optimizer: MuonShardingOptimizer
+"""
+
+_CPU_RUNTIME_NLP = """
+{library}.trainer.training_args:TrainingArguments.
     __post_init__(self): sharding_parallel_config split_param amp_master_grad
 """
 
 
-def _hooks(table: str, library: str = "") -> Iterator[Hook]:
+class Library(NamedTuple):
+    """A library with a Trainer.
+
+    Args:
+        name: in messages.
+        version: the one that this package is tested with; empty if none is.
+        keys: the names that versions have for the key of weights in Hugging Face format.
+        trainer: the rows of the Trainer and its models, beside the common ones.
+        cpu_runtime: the rows of the CPU runtime, beside Paddle's.
+    """
+
+    name: str
+    version: str
+    keys: tuple[str, ...]
+    trainer: str
+    cpu_runtime: str
+
+
+_KEY, _NEW_KEY = "save_to_hf", "save_safetensors"
+LIBRARIES = {
+    PADDLEFORMERS: Library("PaddleFormers", "1.2.0", (_KEY, _NEW_KEY), _FORMERS + _ALTERNATING, _CPU_RUNTIME_FORMERS),
+    PADDLEFLEET: Library("PaddleFleet", "", (_NEW_KEY,), _FORMERS + _SWITCHING, _CPU_RUNTIME_FORMERS),
+    PADDLENLP: Library("PaddleNLP", "3.0.0b4", (), _NLP, _CPU_RUNTIME_NLP),
+}
+"""The libraries by package. Of those that are installed, the first is used."""
+
+
+def _hooks(table: str, library: str) -> Iterator[Hook]:
     """Yield the hooks of a table for one library."""
+    keys = LIBRARIES[library].keys
     above = ""
-    for line in table.format(library=library).replace("\n        ", " ").splitlines():
+    filled = table.format(library=library, key="|".join(keys), own_key="|".join(f"_{key}" for key in keys))
+    for line in filled.replace("\n        ", " ").splitlines():
         row = line.strip()
         if not row or row.startswith("#"):
             continue
@@ -391,7 +432,7 @@ def _hooks(table: str, library: str = "") -> Iterator[Hook]:
         yield Hook((above if line[0] == " " else "") + place, parenthesis + parameters, tuple(names.split()))
 
 
-TRAINERS = {name: tuple(_hooks(_TRAINER + _CALLBACKS + own, name)) for name, own in _OF_LIBRARY.items()}
+TRAINERS = {name: tuple(_hooks(_TRAINER + _CALLBACKS + one.trainer, name)) for name, one in LIBRARIES.items()}
 """The dependencies of a Trainer with ``flex_checkpoint: true``, by library."""
 
 LOOP = tuple(hook for hook in TRAINERS[PADDLEFORMERS] if hook.package == "paddle")
@@ -404,8 +445,8 @@ MODELS = {
 }
 """The additional dependencies of models of a library."""
 
-COMMAND_LINE = tuple(_hooks(_COMMAND_LINE))
-"""The additional dependencies of PaddleFormers' command line."""
+COMMAND_LINES = {name: tuple(_hooks(_COMMAND_LINE, name)) for name in (PADDLEFORMERS, PADDLEFLEET)}
+"""The additional dependencies of a library's command line."""
 
-CPU_RUNTIME = tuple(_hooks(_CPU_RUNTIME))
-"""The dependencies of the CPU runtime's patches to Paddle and the libraries; unused on an accelerator."""
+CPU_RUNTIMES = {name: tuple(_hooks(_CPU_RUNTIME + one.cpu_runtime, name)) for name, one in LIBRARIES.items()}
+"""The dependencies of the CPU runtime's patches to Paddle and the library; unused on an accelerator."""

@@ -24,6 +24,7 @@ from paddleformers_fc.trainer.options import FlexFields
 from paddleformers_fc.trainer.stock_keys import StockTable, stock_table
 from tests.cli.support import run, save
 from tests.execute.simulated import CONFIG, HIDDEN, INTERMEDIATE, VOCABULARY, canonical
+from tests.trainer.test_options import DEVELOPMENT_KEYS
 from verification.forkserver import ForkServer
 
 FULL = {"fine_tuning": "full", "stage": "PT", "device": "cpu"}
@@ -162,6 +163,13 @@ ACCEPTED = [
 def test_settings_that_cannot_work_are_refused(tmp_path: Path, overrides: str, text: str) -> None:
     assert text in fault(tmp_path, overrides)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("key", "value"), DEVELOPMENT_KEYS.items())
+def test_a_key_of_the_development_branch_is_refused_in_a_yaml_too(tmp_path: Path, key: str, value: Any) -> None:
+    outcome = run("train", config(tmp_path, **{key: value}), "--dry-run")
+    assert outcome.code == 2
+    assert f"flex_checkpoint: true and {key}: " in outcome.err
 
 
 @pytest.mark.parametrize("overrides", ACCEPTED)

@@ -22,7 +22,16 @@ from paddleformers_fc.trainer.options import (
     without_effect,
 )
 
+DEVELOPMENT_KEYS: dict[str, Any] = {
+    "sharding": "fsdp",
+    "flex_ckpt_load_num_workers": 8,
+    "sharding_machine_balanced_2d_partition": True,
+    "use_reshard_bucketed_broadcast": True,
+}
+"""Keys and values of PaddleFormers' development branch that would pass by this package."""
+
 CONTRADICTIONS: dict[str, Any] = {
+    **DEVELOPMENT_KEYS,
     "ref_model_update_steps": 4,
     "zcc_ema_loss_threshold": 2.5,
     "save_checkpoint_format": "unified_checkpoint",
@@ -42,9 +51,6 @@ CONTRADICTIONS: dict[str, Any] = {
     "optim": "muon",
     "replicate_saved_into_local": True,
     "pdc_download_ckpt": True,
-    "flex_ckpt_load_num_workers": 8,
-    "sharding_machine_balanced_2d_partition": True,
-    "use_reshard_bucketed_broadcast": True,
 }
 """For every option that is refused, a value that is."""
 

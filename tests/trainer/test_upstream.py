@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import shutil
@@ -17,15 +18,24 @@ import pytest
 from paddleformers_fc import nlp, upstream
 from paddleformers_fc.errors import EnvironmentMismatch
 from paddleformers_fc.trainer.options import CONFLICTS, DEVELOPMENT, FIELD_NAMES, NLP_CONFLICTS, WITHOUT_EFFECT
-from paddleformers_fc.upstream.hooks import COMMAND_LINE, CPU_RUNTIME, PADDLEFORMERS, PADDLENLP, TRAINERS, Hook
+from paddleformers_fc.upstream.hooks import (
+    COMMAND_LINES,
+    CPU_RUNTIMES,
+    LIBRARIES,
+    PADDLEFLEET,
+    PADDLEFORMERS,
+    TRAINERS,
+    Hook,
+)
 from tests.harness.tiny import DP2, SINGLE
 from tests.trainer.test_entry_points import ROOT, losses, write_yaml
+from tests.trainer.test_options import DEVELOPMENT_KEYS
 from tests.trainer.test_trainer import JOBS as TRAINER_JOBS, settings
 from verification.forkserver import ForkServer
 
 JOBS = "tests.trainer.upstream_jobs"
 PACKAGE = ROOT / "paddleformers_fc"
-ALL = (*TRAINERS[PADDLEFORMERS], *TRAINERS[PADDLENLP], *COMMAND_LINE, *CPU_RUNTIME)
+ALL = [hook for table in (TRAINERS, COMMAND_LINES, CPU_RUNTIMES) for hooks in table.values() for hook in hooks]
 
 
 # ---- The table.
@@ -33,7 +43,8 @@ ALL = (*TRAINERS[PADDLEFORMERS], *TRAINERS[PADDLENLP], *COMMAND_LINE, *CPU_RUNTI
 
 def test_every_hook_that_is_renamed_or_changed_is_reported(bare_ranks: ForkServer) -> None:
     (tables,) = bare_ranks.run(f"{JOBS}:unnoticed", 1).values
-    rows = {"TRAINER": TRAINERS[PADDLEFORMERS], "COMMAND_LINE": COMMAND_LINE, "CPU_RUNTIME": CPU_RUNTIME}
+    rows = {"TRAINER": TRAINERS[PADDLEFORMERS], "COMMAND_LINE": COMMAND_LINES[PADDLEFORMERS]}
+    rows |= {"CPU_RUNTIME": CPU_RUNTIMES[PADDLEFORMERS]}
     assert tables.keys() == rows.keys()
     for table, found in tables.items():
         assert found["missed"] == []
@@ -64,7 +75,11 @@ def _sources(*packages: str) -> Iterator[tuple[Path, ast.Module]]:
 
 
 def _words(hook: Hook) -> set[str]:
-    return {*re.split("[:.]", hook.place), *hook.names}
+    return {*re.split("[:.]", hook.place), *_names(hook)}
+
+
+def _names(hook: Hook) -> set[str]:
+    return {one for names in hook.names for one in names.split("|")}
 
 
 def test_every_name_that_is_imported_from_upstream_is_in_the_table() -> None:
@@ -73,13 +88,20 @@ def test_every_name_that_is_imported_from_upstream_is_in_the_table() -> None:
         f"{path.relative_to(PACKAGE)}: {node.module}.{one.name}"
         for path, tree in _sources("trainer", "execute", "distributed", "layout", "cpu_runtime")
         for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in upstream.VERSIONS
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("paddle", *LIBRARIES)
         for one in node.names
         if one.name not in known
     }
-    # What upstream documents; and what the registration file and the table of keys can do without.
-    dispensable = {"read_args", "parser"}
-    assert {one.rpartition(".")[2] for one in unknown} == {"LRScheduler", "LambdaDecay", "PyLayer", *dispensable}
+    assert {one.rpartition(".")[2] for one in unknown} == {"LRScheduler", "LambdaDecay", "PyLayer"}  # Documented.
+    assert "LoRAModel" in _names_of_the_library()
+    assert _names_of_the_library() <= known
+
+
+def _names_of_the_library() -> set[str]:
+    """The names that the package imports from the library whose Trainer it finds."""
+    tree = ast.parse((PACKAGE / "trainer" / "library.py").read_text(encoding="utf-8"))
+    tables = [node.value for node in tree.body if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict)]
+    return {name for table in tables for names in ast.literal_eval(table).values() for name in names}
 
 
 def test_every_private_name_that_is_read_from_upstream_is_in_the_table() -> None:
@@ -114,7 +136,7 @@ def _private_names(tree: ast.Module) -> Iterator[tuple[ast.expr, str]]:
 
 
 def test_every_training_argument_that_is_read_is_in_the_table() -> None:
-    known = set().union(*(hook.names for hook in ALL if "TrainingArguments" in hook.place or "hparams" in hook.place))
+    known = set().union(*(_names(hook) for hook in ALL if "TrainingArguments" in hook.place or "hparams" in hook.place))
     read = {
         node.attr
         for _, tree in _sources("trainer")
@@ -129,7 +151,26 @@ def test_every_training_argument_that_is_read_is_in_the_table() -> None:
 def test_every_replaced_method_has_its_signature_in_the_table(bare_ranks: ForkServer) -> None:
     (replaced,) = bare_ranks.run("tests.trainer.entry_jobs:replaced_methods", 1).values
     signed = {".".join(hook.place.split(":")[1].split(".")[-2:]) for hook in TRAINERS[PADDLEFORMERS] if hook.signature}
-    assert set(replaced["installed"]) <= signed
+    # The constructor's replacement passes all arguments on.
+    assert set(replaced["installed"]) - signed == {"Trainer.__init__"}
+
+
+def test_every_row_of_paddlefleet_was_compared_with_its_public_source() -> None:
+    # Each place with its parameters and the names in it, as the file of that commit has them; or the file that uses it.
+    source = json.loads((Path(__file__).parent / "paddlefleet.json").read_text(encoding="utf-8"))
+    rows = {row for table in (TRAINERS, COMMAND_LINES, CPU_RUNTIMES) for row in table[PADDLEFLEET]}
+    compared = set()
+    for row in (one for one in rows if one.package == PADDLEFLEET):
+        place = row.place.removeprefix(f"{PADDLEFLEET}.")
+        compared.add(place)
+        if place in source["used_in"]:
+            assert source["used_in"][place] in source["commits"]
+            continue
+        assert place.partition(":")[0].replace(".", "/") + ".py" in source["commits"], place
+        parameters, *names = source["defined"][place]
+        assert row.signature in ("", parameters), place
+        assert all(set(one.split("|")) & set(names) for one in row.names), place
+    assert compared == source["defined"].keys() | source["used_in"].keys()
 
 
 # ---- Versions.
@@ -171,6 +212,17 @@ def test_a_build_of_the_known_version_for_a_device_is_the_known_version(
 ) -> None:
     given = {"versions": {"paddle": version}, "output_dir": str(tmp_path), "arguments": {"flex_checkpoint": True}}
     assert [found["error"] for found in ranks.run(f"{JOBS}:made_under", 2, given).values] == [None, None]
+
+
+@pytest.mark.parametrize(("key", "value"), DEVELOPMENT_KEYS.items())
+def test_a_key_of_the_development_branch_is_refused_in_python_before_it_is_known(
+    ranks: ForkServer, tmp_path: Path, key: str, value: object
+) -> None:
+    arguments = {"flex_checkpoint": True, "use_flex_async_save": True, key: value}
+    given = {"versions": {}, "output_dir": str(tmp_path), "arguments": arguments}
+    for found in ranks.run(f"{JOBS}:made_under", 2, given).values:
+        assert (found["error"], found["initialized"]) == ("OptionError", False)
+        assert f"flex_checkpoint: true and {key}: " in found["text"]
 
 
 # ---- Loops that go around.

@@ -12,13 +12,13 @@ from typing import Any
 
 from paddleformers_fc import upstream
 from paddleformers_fc.errors import EnvironmentMismatch, FlexError
-from paddleformers_fc.upstream.hooks import COMMAND_LINE, CPU_RUNTIME, PADDLEFORMERS, TRAINERS, Hook
+from paddleformers_fc.upstream.hooks import COMMAND_LINES, CPU_RUNTIMES, PADDLEFORMERS, TRAINERS, Hook
 from tests.harness import tiny
 
 TABLES = {
     "TRAINER": TRAINERS[PADDLEFORMERS],
-    "COMMAND_LINE": COMMAND_LINE,
-    "CPU_RUNTIME": tuple(hook for hook in CPU_RUNTIME if upstream.is_installed(hook.package)),
+    "COMMAND_LINE": COMMAND_LINES[PADDLEFORMERS],
+    "CPU_RUNTIME": CPU_RUNTIMES[PADDLEFORMERS],
 }
 
 
@@ -117,11 +117,17 @@ def _changes(hook: Hook) -> Iterator[Change]:
         if hook.signature:
             yield f"{hook.place} has the parameters (self, *, renamed=0)", lambda: _with_another_signature(owner, name)
     function = upstream._function(found)
-    for one in hook.names:
+    for names in hook.names:
+        # Of alternatives, the installed version has one.
+        (one,) = (each for each in names.split("|") if _is_there(found, function, each))
         if function is None:
-            yield f"{hook.place} has no {one}", lambda one=one: _without_member(found, one)  # type: ignore[misc]
+            yield f"{hook.place} has no {names}", lambda one=one: _without_member(found, one)  # type: ignore[misc]
         else:
-            yield f"{hook.place} does not use {one}", lambda one=one: _with_another_name_in(function, one)  # type: ignore[misc]
+            yield f"{hook.place} does not use {names}", lambda one=one: _with_another_name_in(function, one)  # type: ignore[misc]
+
+
+def _is_there(found: Any, function: FunctionType | None, name: str) -> bool:
+    return upstream._has(found, name) if function is None else upstream.uses(function, name)
 
 
 def _caught(work: Callable[[], Any]) -> str:

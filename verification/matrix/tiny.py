@@ -18,6 +18,7 @@ from contextlib import nullcontext
 from importlib import import_module
 from typing import Any
 
+from paddleformers_fc.upstream import LIBRARY
 from verification.matrix import fleet_stub
 from verification.matrix.layouts import MatrixLayout, layout_from
 
@@ -111,8 +112,6 @@ def training_arguments(
         overrides: any field of ``TrainingArguments``; takes precedence over the values here. ``cls`` is the class to
             make.
     """
-    from paddleformers.trainer import TrainingArguments
-
     layout = layout_from(layout)
     if micro_batch is None:
         micro_batch = 2 if layout.pp > 1 else GLOBAL_BATCH // layout.data_parallel
@@ -155,7 +154,7 @@ def training_arguments(
         from paddleformers_fc.cpu_runtime import sharding
 
         sharding.slice_above(SEGMENT)
-    return settings.pop("cls", TrainingArguments)(**settings)
+    return settings.pop("cls", import_module(f"{LIBRARY}.trainer").TrainingArguments)(**settings)
 
 
 def keys(model_type: str, **overrides: Any) -> dict[str, Any]:
@@ -182,7 +181,7 @@ def keys(model_type: str, **overrides: Any) -> dict[str, Any]:
 
 def config(model_type: str, **overrides: Any) -> Any:
     """Return the configuration of a tiny model as PaddleFormers has it; the arguments are those of :func:`keys`."""
-    package = import_module(f"paddleformers.transformers.{model_type}.configuration")
+    package = import_module(f"{LIBRARY}.transformers.{model_type}.configuration")
     return getattr(package, f"{STEMS[model_type]}Config")(**keys(model_type, **overrides))
 
 
@@ -194,7 +193,7 @@ def model_class(model_type: str, pipeline: bool) -> Any:
         pipeline: whether it is that of a pipeline.
     """
     with fleet_stub.installed() if model_type in OWN else nullcontext():
-        package = import_module(f"paddleformers.transformers.{model_type}.modeling")
+        package = import_module(f"{LIBRARY}.transformers.{model_type}.modeling")
     task = "ConditionalGeneration" if model_type == VISION else "CausalLM"
     name = f"{STEMS[model_type]}For{task}{'Pipe' if pipeline else ''}{'Deprecated' if model_type in OWN else ''}"
     return getattr(package, name)
@@ -320,9 +319,11 @@ def adapted(model: Any, **settings: Any) -> Any:
         settings: of PaddleFormers' ``LoRAConfig``.
     """
     import paddle
-    from paddleformers.peft import LoRAConfig, LoRAModel
 
-    made = LoRAModel(model, LoRAConfig(**{"target_modules": list(LINEAR), "r": 4, "lora_alpha": 8, **settings}))
+    peft = import_module(f"{LIBRARY}.peft")
+    made = peft.LoRAModel(
+        model, peft.LoRAConfig(**{"target_modules": list(LINEAR), "r": 4, "lora_alpha": 8, **settings})
+    )
     for name, shard in made.sharded_state_dict().items():
         if name.endswith((".lora_A", ".lora_B")):
             is_split = list(shard.local_shape) != list(shard.global_shape)
@@ -407,11 +408,10 @@ def trainer(model: Any, args: Any, **overrides: Any) -> Any:
     Args:
         overrides: any argument of the Trainer; ``cls`` is the class to make.
     """
-    from paddleformers.trainer import Trainer, TrainerCallback
-
+    library: Any = import_module(f"{LIBRARY}.trainer")
     losses: list[float] = []
 
-    class RememberLosses(TrainerCallback):
+    class RememberLosses(library.TrainerCallback):
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
             if logs and "loss" in logs:
                 losses.append(float(logs["loss"]))
@@ -423,7 +423,7 @@ def trainer(model: Any, args: Any, **overrides: Any) -> Any:
     }
     settings |= overrides
     settings["callbacks"] = [*settings["callbacks"], RememberLosses()]
-    made = settings.pop("cls", Trainer)(model=model, args=args, **settings)
+    made = settings.pop("cls", library.Trainer)(model=model, args=args, **settings)
     made.losses = losses
     return made
 
