@@ -312,7 +312,8 @@ def family_heads(family: Family, model: ModelDescription) -> dict[str, int]:
         sizes = family_sizes(family, model).within(part)
         shapes = [size for one in family.statements if one.tower == part for size in one.shape]
         needed = frozenset[str]().union(*map(sizes.reads, shapes))
-        known = [name for name, users in _USERS.items() if needed & users and sizes.defines(name)]
+        # Towers have projections as wide as their hidden size, so that no shape has to name their heads.
+        known = [name for name, users in _USERS.items() if (part or needed & users) and sizes.defines(name)]
         found |= {key + _HEADS[name]: sizes.length(name) for name in known}
     return found
 

@@ -200,3 +200,14 @@ def test_another_number_of_key_heads_of_a_delta_net_is_refused_although_no_shape
         load(tmp_path, name, canonical(name))
     (tmp_path / "config.json").write_text(json.dumps(nested_settings(BY_NAME[name])))
     load(tmp_path, name, canonical(name))
+
+
+@pytest.mark.parametrize("name", ["ernie4_5_moe_vl", "glm4v_moe", "glm_ocr", "qwen2_5_vl", "qwen3_vl"])
+def test_another_number_of_heads_of_a_vision_tower_is_refused(tmp_path: Path, name: str) -> None:
+    tiny = settings(BY_NAME[name])
+    vision = tiny["vision_config"]
+    (tmp_path / "config.json").write_text(json.dumps({**tiny, "vision_config": {**vision, "num_heads": 2}}))
+    with pytest.raises(MismatchError, match="vision_config.num_attention_heads: stored 2, wanted 4"):
+        load(tmp_path, name, canonical(name))
+    (tmp_path / "config.json").write_text(json.dumps(tiny))
+    load(tmp_path, name, canonical(name))
