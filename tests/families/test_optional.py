@@ -207,7 +207,7 @@ def test_another_number_of_heads_of_a_vision_tower_is_refused(tmp_path: Path, na
     tiny = settings(BY_NAME[name])
     vision = tiny["vision_config"]
     (tmp_path / "config.json").write_text(json.dumps({**tiny, "vision_config": {**vision, "num_heads": 2}}))
-    with pytest.raises(MismatchError, match="vision_config.num_attention_heads: stored 2, wanted 4"):
+    with pytest.raises(MismatchError, match=r"vision_config\.num_attention_heads: stored 2, wanted 4"):
         load(tmp_path, name, canonical(name))
     (tmp_path / "config.json").write_text(json.dumps(tiny))
     load(tmp_path, name, canonical(name))
