@@ -11,7 +11,7 @@ from paddleformers_fc.cli.explaining import FamilyTable
 from paddleformers_fc.cli.exporting import Converted, Exported
 from paddleformers_fc.cli.training import Ended, TrainingJob
 from paddleformers_fc.execute.diff_checkpoints import Difference
-from paddleformers_fc.execute.output_directory import Cleaned, Inspection, OutputFacts
+from paddleformers_fc.execute.output_directory import Cleaned, Inspection, ListedFacts
 from paddleformers_fc.execute.verify import Verification
 from paddleformers_fc.formats.aoa_statements import StatementList
 from paddleformers_fc.plan.explain import Explanation
@@ -20,7 +20,7 @@ from paddleformers_fc.trainer.diagnosis import Diagnosis
 
 DOCUMENTS: dict[str, type[Any]] = {
     "inspect": Inspection,
-    "list": OutputFacts,
+    "list": ListedFacts,
     "explain": Explanation,
     "doctor": Diagnosis,
     "verify": Verification,

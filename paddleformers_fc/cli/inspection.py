@@ -19,6 +19,7 @@ from paddleformers_fc.execute.output_directory import (
     Cleaned,
     Inspection,
     LeftoverFacts,
+    ListedFacts,
     OutputFacts,
     directories_below,
 )
@@ -50,6 +51,14 @@ def show_leftovers(found: list[LeftoverFacts], console: Console) -> None:
     """Print every leftover with its size and its reason."""
     for one in found:
         console.print(f"  {one.name}  {size_text(one.bytes)}: {one.why}")
+
+
+def show_listed(found: ListedFacts, console: Console) -> None:
+    """Print an output directory, and the local tier of its run on this machine."""
+    show_output(found, console)
+    if found.local is not None:
+        console.print("\nlocal tier on this machine:")
+        show_output(found.local, console)
 
 
 def show_output(found: OutputFacts, console: Console) -> None:

@@ -156,12 +156,15 @@ def inspect(
 def list_checkpoints(directory: OutputDirectory, as_json: Json = False) -> int:
     """List the checkpoints of an output directory: steps, layouts, sizes, whether each is whole; and leftovers.
 
-    A checkpoint is whole if its files have the recorded sizes and its documents the recorded checksums.
+    A checkpoint is whole if its files have the recorded sizes and its documents the recorded checksums. Those of the
+    run's local tier on this machine are listed too.
     """
     from paddleformers_fc.cli import inspection
     from paddleformers_fc.execute.output_directory import list_output
+    from paddleformers_fc.trainer.tiers import local_tier_of
 
-    _present(list_output(_local(directory, "Listing")), inspection.show_output, as_json)
+    output_dir = _local(directory, "Listing")
+    _present(list_output(output_dir, local_tier_of(output_dir)), inspection.show_listed, as_json)
     return OK
 
 

@@ -26,12 +26,12 @@ from paddleformers_fc.families.declarations import DIVIDED
 from paddleformers_fc.formats.registry import is_resumable, open_weights, read_config, saved_run
 from paddleformers_fc.layout.grid import ParallelGrid
 from paddleformers_fc.plan.simulate import declared_model
-from paddleformers_fc.storage.files import exists, is_directory, is_file, list_directory
+from paddleformers_fc.storage.files import check_writable, exists, is_directory, is_file, list_directory
 from paddleformers_fc.storage.manifest import MANIFEST_NAME, candidates_in, read_manifest, verify_files
 from paddleformers_fc.storage.paths import AnyPath, expand_user, parse_path
 from paddleformers_fc.storage.remote_writes import check_remote_writable
 from paddleformers_fc.text import count_text, likely_meant
-from paddleformers_fc.trainer import options, resume
+from paddleformers_fc.trainer import options, resume, tiers
 from paddleformers_fc.trainer.stock_keys import StockTable, refuse_values, stock_table
 
 Values = Mapping[str, Any]
@@ -82,7 +82,8 @@ def check(settings: Mapping[str, Any], is_extended: bool, nodes: int) -> SimpleN
         MismatchError: the checkpoint to resume is of another model.
         MappingError: the configuration of the model lacks a size, or contradicts itself.
         EnvironmentMismatch: the class of the model needs PaddleFleet.
-        StorageError: the operating system refused to look at a path; the store of ``flex_upload`` refused.
+        StorageError: the operating system refused to look at a path or to write to ``flex_local_dir``; the store of
+            ``flex_upload`` refused.
     """
     stock = stock_table()
     options.check_settings(settings)
@@ -100,6 +101,7 @@ def check(settings: Mapping[str, Any], is_extended: bool, nodes: int) -> SimpleN
         _refuse_resume_by_paddleformers(values)
     elif (url := options.upload_url(checked)) is not None:
         check_remote_writable(url)
+    _check_local_tier(checked, nodes)
     found = checkpoint_to_resume(values, nodes) if checked.flex_checkpoint else None
     if is_stock:
         given = {key: value for key, value in settings.items() if value is not None}
@@ -151,6 +153,21 @@ def _refuse_unknown_keys(settings: Mapping[str, Any], stock: Mapping[str, Any]) 
     unknown = [name for name in names if stock or (name.startswith("flex_") and not name.startswith("flex_ckpt"))]
     if unknown:
         raise options.unknown_keys(unknown, stock)
+
+
+def _check_local_tier(checked: SimpleNamespace, nodes: int) -> None:
+    """Refuse a local tier that cannot be written, or is that of another run, as far as this node can tell.
+
+    Raises:
+        StorageError: the operating system refused.
+        OptionError: see :func:`.tiers.refuse_foreign`.
+    """
+    local = options.local_dir(checked)
+    if local is not None:
+        check_writable(local)
+    if local is not None and nodes == 1:
+        record = tiers.read_record(Path(expand_user(checked.output_dir)))
+        tiers.refuse_foreign(local, "" if record is None else record.id)
 
 
 def _missing_paths(settings: Mapping[str, Any]) -> Iterator[str]:
@@ -309,10 +326,10 @@ def checkpoint_to_resume(values: Values, nodes: int) -> AnyPath | None:
     is_automatic = named is None and values.get("do_train") and not values.get("overwrite_output_dir")
     if nodes > 1 or not (named is True or is_automatic):
         return None
-    output_dir = Path(expand_user(values["output_dir"]))
-    newest, skipped = resume.newest_without_changes(output_dir)
+    output_dir, local = Path(expand_user(values["output_dir"])), options.local_dir(SimpleNamespace(**values))
+    newest, skipped = resume.newest_without_changes(output_dir, local)
     if newest is None and named is True:
-        raise resume.no_checkpoint(output_dir, [(path.name, why) for path, why in skipped])
+        raise resume.no_checkpoint(output_dir, skipped)
     return newest
 
 

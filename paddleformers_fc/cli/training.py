@@ -50,6 +50,7 @@ from paddleformers_fc.text import count_text
 from paddleformers_fc.trainer import register
 from paddleformers_fc.trainer.options import FIELD_NAMES, save_signal
 from paddleformers_fc.trainer.rank_records import RECORDS, RankRecord, read_error, read_records
+from paddleformers_fc.trainer.tiers import local_tier_of
 from paddleformers_fc.upstream import FORMERS
 
 if TYPE_CHECKING:
@@ -413,7 +414,8 @@ def _resume_advice(job: TrainingJob) -> str | None:
     if not job.flex or job.output_dir is None:
         return None
     try:
-        newest, _ = newest_checkpoint(Path(job.output_dir))
+        output_dir = Path(job.output_dir)
+        newest, _ = newest_checkpoint(output_dir, *filter(None, [local_tier_of(output_dir)]))
         step = None if newest is None else read_manifest(newest).step
     except FlexError:
         return None

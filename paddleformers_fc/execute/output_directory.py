@@ -170,15 +170,32 @@ class OutputFacts(msgspec.Struct, frozen=True):
     leftovers: list[LeftoverFacts]
 
 
-def list_output(directory: Path) -> OutputFacts:
+class ListedFacts(OutputFacts, frozen=True):
+    """The content of an output directory, and of the local tier of its run.
+
+    Attributes:
+        path: the directory as it was named.
+        checkpoints: by descending step.
+        leftovers: of interrupted saves.
+        local: the local tier on this machine; None if there is none.
+    """
+
+    local: OutputFacts | None = None
+
+
+def list_output(directory: Path, local: Path | None = None) -> ListedFacts:
     """Return the checkpoints and leftovers of an output directory.
 
+    Args:
+        directory: the output directory.
+        local: the local tier of its run on this machine; None without one.
     Raises:
         OptionError: the directory is a checkpoint itself.
         StorageError: the operating system refused to list it.
     """
     refuse_checkpoint(directory)
-    return _content(directory)
+    found = _content(directory)
+    return ListedFacts(found.path, found.checkpoints, found.leftovers, None if local is None else _content(local))
 
 
 def directories_below(directory: Path) -> list[str]:

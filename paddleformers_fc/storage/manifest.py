@@ -436,7 +436,7 @@ def refuse_diverged(directory: AnyPath, manifest: Manifest) -> None:
         )
 
 
-def newest_checkpoint(output_dir: Path) -> tuple[Path | None, list[tuple[Path, str]]]:
+def newest_checkpoint(*directories: Path) -> tuple[Path | None, list[tuple[Path, str]]]:
     """Return the newest checkpoint that can be resumed, by the files visible to this process, without changing any.
 
     A checkpoint is usable if its manifest can be read, its files have the recorded sizes and its documents the recorded
@@ -444,7 +444,7 @@ def newest_checkpoint(output_dir: Path) -> tuple[Path | None, list[tuple[Path, s
     name (see ``commit``). Then that directory is returned.
 
     Args:
-        output_dir: the directory of the checkpoints; it need not exist.
+        directories: with checkpoints of one run; they need not exist.
 
     Returns:
         as :func:`first_usable`.
@@ -458,7 +458,7 @@ def newest_checkpoint(output_dir: Path) -> tuple[Path | None, list[tuple[Path, s
         refuse_as_newest(candidate, manifest)
         verify_files(candidate, manifest, "size")
 
-    return first_usable(candidates_in(output_dir), check)
+    return first_usable(candidates(path for one in directories for path in candidates_in(one)), check)
 
 
 def first_usable(ordered: Iterable[Path], check: Callable[[Path], None]) -> tuple[Path | None, list[tuple[Path, str]]]:
@@ -508,6 +508,28 @@ def candidates(directories: Iterable[Path]) -> list[Path]:
         if step is not None:
             ranked.append((-step, int(aside), path.name, path))
     return [path for *_, path in sorted(ranked)]
+
+
+def names_in(places: Mapping[str, Path]) -> list[str]:
+    """Return the names of the candidates in several directories, in the order of :func:`candidates`.
+
+    Ranks exchange these names, because the directories may have other paths on other ranks; :func:`located` finds the
+    path of a name.
+
+    Args:
+        places: the directories by a name, which precedes those of their entries; it may be empty.
+
+    Raises:
+        StorageError: the operating system refused to look.
+    """
+    found = (Path(place, path.name) for place, one in places.items() for path in candidates_in(one))
+    return [str(path) for path in candidates(found)]
+
+
+def located(name: str, places: Mapping[str, Path]) -> Path:
+    """Return the path of a name of :func:`names_in` on this rank."""
+    place = Path(name)
+    return places[place.parent.name] / place.name
 
 
 def generators_rank(path: str) -> int | None:

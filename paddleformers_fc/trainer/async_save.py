@@ -38,6 +38,7 @@ from paddleformers_fc.trainer.documents import copied_state
 from paddleformers_fc.trainer.library import logger
 from paddleformers_fc.trainer.save import (
     PreparedSave,
+    SyncSaves,
     capture_files,
     outcome,
     plan_ahead,
@@ -47,6 +48,7 @@ from paddleformers_fc.trainer.save import (
     upload,
 )
 from paddleformers_fc.trainer.session import Session
+from paddleformers_fc.trainer.tiers import Tier
 
 
 @dataclass(eq=False)
@@ -89,13 +91,19 @@ class AsyncSaves:
         self._save: _Save | None = None
         self._in_loop = False
 
-    def save(self, session: Session, metrics: dict[str, float] | None) -> None:
-        """Begin to save the present step."""
+    def save(self, session: Session, metrics: dict[str, float] | None, tier: Tier) -> None:
+        """Begin to save the present step.
+
+        While ``output_dir`` is written, the local tier is saved in the step: it does not wait for a slower disk.
+        """
+        if tier.is_local and self._save is not None and not self._save.prepared.tier.is_local:
+            SyncSaves().save(session, metrics, tier)
+            return
         started = time.monotonic()
         trainer, channel = session.trainer, session.channel
         trainer.runtime_timer.start("checkpoint saving time")
         self._wait(session, f"before step {trainer.state.global_step} can be saved")
-        prepared = prepare(session, metrics)
+        prepared = prepare(session, metrics, tier)
         measuring = ExitStack()
         transfers = measuring.enter_context(measured_transfers())
         # The thread fills both before it writes.
@@ -253,7 +261,7 @@ class AsyncSaves:
         upload(session, prepared, report)
 
         def delete() -> tuple[None, None]:
-            rotate(session, prepared.directory, prepared.best, report.disks, channel)
+            rotate(session, prepared.tier, prepared.directory, prepared.best, report.disks, channel)
             return None, None
 
         if len(report.disks.sorted_leaders) == 1:

@@ -24,6 +24,7 @@ from paddleformers_fc.formats.checkpoint import Check
 from paddleformers_fc.storage.files import files_within, refused, size_of
 from paddleformers_fc.text import count_text, size_text
 from paddleformers_fc.trainer.resume import newest_without_changes
+from paddleformers_fc.trainer.tiers import local_tier_of
 from paddleformers_fc.upstream.hooks import TRAINERS
 
 PROBE_BYTES = 128 << 20
@@ -118,7 +119,8 @@ class Diagnosis(msgspec.Struct, frozen=True):
         checks: in the order in which they were made.
         path: the output directory; empty if none was named.
         disk: its disk; None without a directory.
-        resume: the checkpoint that ``resume_from_checkpoint: true`` resumes; empty if it starts from the beginning.
+        resume: the checkpoint that ``resume_from_checkpoint: true`` resumes, of the local tier with its path; empty if
+            it starts from the beginning.
         skipped: newer checkpoints that it skips, with the reasons.
     """
 
@@ -152,9 +154,11 @@ def diagnose(output_dir: Path | None, hooks: bool = True) -> Diagnosis:
     checks = list(_environment(packages, hooks))
     if output_dir is None:
         return Diagnosis(all(one.passed for one in checks), packages, faults, checks)
-    newest, skipped = newest_without_changes(output_dir)
+    local = local_tier_of(output_dir)
+    newest, skipped = newest_without_changes(output_dir, local)
     disk = _disk(output_dir, newest)
-    checks += _directory(output_dir, disk, newest, [path.name for path, _ in skipped])
+    checks += _directory(output_dir, disk, newest, [_name(path, output_dir) for path, _ in skipped])
+    checks += [] if local is None else [_local_tier(local, disk.next_save)]
     return Diagnosis(
         all(one.passed for one in checks),
         packages,
@@ -162,8 +166,8 @@ def diagnose(output_dir: Path | None, hooks: bool = True) -> Diagnosis:
         checks,
         str(output_dir),
         disk,
-        "" if newest is None else newest.name,
-        [why if why.startswith(path.name) else f"{path.name}: {why}" for path, why in skipped],
+        "" if newest is None else _name(newest, output_dir),
+        [why if why.startswith(path.name) else f"{_name(path, output_dir)}: {why}" for path, why in skipped],
     )
 
 
@@ -212,13 +216,27 @@ def _directory(output_dir: Path, disk: DiskFacts, newest: Path | None, skipped: 
     needed = f"the next save needs {size_text(disk.next_save)}" if disk.next_save else "no checkpoint to compare with"
     yield Check("space", disk.free > disk.next_save, f"{size_text(disk.free)} free; {needed}")
     if newest is not None:
-        text = f"{newest.name} is resumed" + (f"; skipped: {', '.join(skipped)}" if skipped else "")
+        text = f"{_name(newest, output_dir)} is resumed" + (f"; skipped: {', '.join(skipped)}" if skipped else "")
     else:
         text = "the run starts from the beginning" if not skipped else "no checkpoint can be resumed, see below"
     yield Check("resume", newest is not None or not skipped, text)
     left = list_output(output_dir).leftovers
     size = size_text(sum(one.bytes for one in left))
     yield Check("leftovers", True, f"{count_text(len(left), 'leftover')}, {size}" if left else "none")
+
+
+def _name(checkpoint: Path, output_dir: Path) -> str:
+    """Return the name of a checkpoint; the path of one that is in the local tier."""
+    return checkpoint.name if checkpoint.parent == output_dir else str(checkpoint)
+
+
+def _local_tier(local: Path, next_save: int) -> Check:
+    """Compare the space of the local tier with what the next save needs there."""
+    try:
+        free = shutil.disk_usage(local).free
+    except OSError as error:
+        raise refused("measure the disk of", local, error) from error
+    return Check("local tier", free > next_save, f"{local}: {size_text(free)} free on this machine")
 
 
 def _disk(output_dir: Path, newest: Path | None) -> DiskFacts:

@@ -60,6 +60,7 @@ def replaced() -> Iterator[tuple[Place, Any]]:
         "train": loading.train,
         LOAD_METHOD: loading.load,
         "_inner_training_loop": loading.inner_training_loop,
+        "_maybe_log_save_evaluate": save.log_save_evaluate,
         "_save_checkpoint": save.save,
         "_sorted_checkpoints": save.sorted_checkpoints,
         "_rotate_checkpoints": save.rotate_checkpoints,

@@ -6,7 +6,7 @@ constructed. Every event of PaddleFormers passes it.
 It also stops a run whose loop bypasses this package. Two changes can bypass the replaced methods of a Trainer: a
 subclass that overrides one without ``super()``, or a PaddleFormers that calls another method. The run would then save
 in PaddleFormers' own format, or continue without the weights of the checkpoint that it resumes. Each replaced method
-therefore records its call (``ran`` and ``saved`` of :class:`.session.Run`). The records are checked at the start of
+therefore records its call (``ran`` and ``output`` of :class:`.session.Run`). The records are checked at the start of
 training, in every save and after it. All ranks have the same records, so that they need no exchange.
 """
 
@@ -63,6 +63,7 @@ class LoopEvents:
             if ShardingOption.FULL_SHARD in args.sharding:
                 drop_prefetched(session.trainer.model.parameters())  # Their weights are about to change.
         elif event == "on_step_end":
+            self._check_local(state)
             session.position.on_step_end(args, state)
             # A callback of the user that saves when a step ends saves the average after that step.
             if session.average is not None:
@@ -85,6 +86,16 @@ class LoopEvents:
         if session.signals is not None:
             session.signals.direct(event, control)
 
+    def _check_local(self, state: Any) -> None:
+        """Stop at the second step if the end of the first one did not reach the save of the local tier.
+
+        Raises:
+            EnvironmentMismatch: the same on every rank.
+        """
+        run, name = self._session.run, "_maybe_log_save_evaluate"
+        if run.local is not None and state.global_step == run.begun + 2 and name not in run.ran:
+            _refuse(self._session.trainer, "the end of a step", [name])
+
     def _check_saved(self, args: Any, state: Any) -> None:
         """Stop after the first save that was not ours.
 
@@ -95,7 +106,7 @@ class LoopEvents:
         if state is not session.trainer.state:
             return  # After an asynchronous save the event has the state of its step, also on a rank that ends alone.
         directory = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-        skipped = [] if session.run.saved == directory else ["_save_checkpoint"]
+        skipped = [] if session.run.output.saved == directory else ["_save_checkpoint"]
         _refuse(session.trainer, str(directory), skipped)
 
 

@@ -21,7 +21,7 @@ import msgspec
 
 from paddleformers_fc.distributed.channel import Channel, all_gather_checked
 from paddleformers_fc.errors import CheckpointError, StorageError
-from paddleformers_fc.storage.manifest import Branch, Manifest, RunRecord, candidates_in, read_saved_by
+from paddleformers_fc.storage.manifest import Branch, Manifest, RunRecord, located, names_in, read_saved_by
 from paddleformers_fc.storage.paths import parse_step
 
 
@@ -58,21 +58,21 @@ def new_run(branches: Sequence[Branch] = ()) -> RunRecord:
     return RunRecord(f"{datetime.now(timezone.utc):%Y%m%d-%H%M%S}-{secrets.token_hex(3)}", list(branches))
 
 
-def saved_in(output_dir: Path, channel: Channel) -> list[Saved]:
-    """Return the finished checkpoints in the output directories of all ranks, by rising step.
+def saved_in(places: Mapping[str, Path], channel: Channel) -> list[Saved]:
+    """Return the finished checkpoints in the directories of all ranks, by rising step.
 
     The coordinator reads manifests, and the first rank of another disk those that the coordinator does not see.
 
     Args:
-        output_dir: where the run saves.
+        places: where the run saves, as for :func:`.manifest.names_in`.
         channel: all ranks of the job; every rank must call.
     """
 
     def look() -> _Seen:
         names = []
         with suppress(StorageError):  # Only a warning depends on it; a save or a resume raises it.
-            names = [path.name for path in candidates_in(output_dir) if parse_step(path) is not None]
-        return _Seen(names, read_saved(output_dir, names) if channel.rank == 0 else [])
+            names = [name for name in names_in(places) if parse_step(Path(name)) is not None]
+        return _Seen(names, read_saved(places, names) if channel.rank == 0 else [])
 
     everyone = all_gather_checked(channel, "looking for other runs", look, _Seen)
     readers: dict[str, int] = {}
@@ -82,15 +82,15 @@ def saved_in(output_dir: Path, channel: Channel) -> list[Saved]:
     found = everyone[0].saved
     if any(readers.values()):
         own = [name for name, rank in readers.items() if rank == channel.rank != 0]
-        others = all_gather_checked(channel, "looking at other disks", lambda: read_saved(output_dir, own), list[Saved])
+        others = all_gather_checked(channel, "looking at other disks", lambda: read_saved(places, own), list[Saved])
         found = [*found, *(one for saved in others for one in saved)]
     return sorted(found, key=lambda one: (one.step, one.run.id))
 
 
-def read_saved(output_dir: Path, names: Iterable[str]) -> list[Saved]:
-    """Return the finished ones of some checkpoints, by rising step."""
+def read_saved(places: Mapping[str, Path], names: Iterable[str]) -> list[Saved]:
+    """Return the finished ones of some checkpoints of :func:`.manifest.names_in`, by rising step."""
     found: list[Saved] = []
-    for path in (output_dir / name for name in names):
+    for path in (located(name, places) for name in names):
         with suppress(CheckpointError, StorageError):
             step, run = read_saved_by(path)
             if step == parse_step(path):

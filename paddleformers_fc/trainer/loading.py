@@ -72,7 +72,9 @@ from paddleformers_fc.trainer.callback import CheckpointReport, locate_best
 from paddleformers_fc.trainer.description import describe_model
 from paddleformers_fc.trainer.library import LOAD_METHOD, logger
 from paddleformers_fc.trainer.lineage import degrees_text, parallel_degrees
+from paddleformers_fc.trainer.options import local_dir
 from paddleformers_fc.trainer.session import WAITING, Loaded, Native, Run, Session, read_options, session_of
+from paddleformers_fc.trainer.tiers import Tier
 
 NAME = "TRAINER_GLOBAL_STEP"
 
@@ -100,10 +102,10 @@ def train(
     """
     session = session_of(trainer)
     model = describe_model(trainer.model)
-    startup.check(session, model)
+    tier = startup.check(session, model)
     if session.uploads is not None:
         session.uploads.check()
-    session.run = Run(model, {"train"})
+    session.run = Run(model, {"train"}, local=Tier(is_local=True, id=tier) if tier else None)
     trainer._skip_global_steps = 0
     if session.average is not None:
         session.average.reset()
@@ -120,19 +122,23 @@ def train(
 
 def _warn_of_leftovers(session: Session) -> None:
     """List, on one rank per node, what other saves have left or use and the next save does not delete."""
-    output_dir = session.args.output_dir
+    places = _places(session)
     if not session.args.should_log:
         return
     try:
-        found = [facts_of(one) for one in leftovers(Path(output_dir)) if one.stays]
+        found = [(path, facts_of(one)) for path in places.values() for one in leftovers(path) if one.stays]
     except StorageError:
         return  # The first save raises it.
-    if found:
+    for place in dict.fromkeys(path for path, _ in found):
         session.warn(
-            f"{output_dir} has leftovers of other saves. paddleformers-fc clean {output_dir} removes those that you "
-            "confirm.",
-            (f"{output_dir}/{one.name}, {size_text(one.bytes)}: {one.why}" for one in found),
+            f"{place} has leftovers of other saves. paddleformers-fc clean {place} removes those that you confirm.",
+            (f"{place}/{one.name}, {size_text(one.bytes)}: {one.why}" for path, one in found if path == place),
         )
+
+
+def _places(session: Session) -> dict[str, Path]:
+    """Return the directories that a run saves into, as for :func:`.manifest.names_in`."""
+    return resume.places_of(Path(session.args.output_dir), local_dir(session.args))
 
 
 def _search(session: Session) -> resume.Search:
@@ -143,6 +149,7 @@ def _search(session: Session) -> resume.Search:
         session.warn_once,
         session.run.model.config,
         documents.FOR_A_RESUME,
+        local_dir(session.args),
     )
 
 
@@ -172,7 +179,7 @@ def _begin_new_run(session: Session) -> None:
     """Identify a run from the beginning, and warn of checkpoints of other runs in its output directory."""
     output_dir = Path(session.args.output_dir)
     session.run.record = lineage.new_run()
-    session.warn(lineage.begun(session.run.record, lineage.saved_in(output_dir, session.channel), output_dir))
+    session.warn(lineage.begun(session.run.record, lineage.saved_in(_places(session), session.channel), output_dir))
 
 
 def load(trainer: Any, native: Native, resume_from_checkpoint: str) -> None:
@@ -271,7 +278,7 @@ def _fill_usable(session: Session, choice: resume.Choice, timer: PhaseTimer) -> 
         FlexError: the same on every rank: the named one fails, the newest one does not fit, or there is none.
     """
     model, search = session.trainer.model, _search(session)
-    unusable: dict[str, str] = {}
+    unusable: dict[Path, str] = {}
     begun: set[Key] | None = None
     while True:
         try:
@@ -290,10 +297,10 @@ def _fill_usable(session: Session, choice: resume.Choice, timer: PhaseTimer) -> 
                 return ready, ready.load.fill()
         except _FailsVerificationError as failed:
             error = failed.__cause__
-            if choice.named or not isinstance(error, FlexError):
+            if choice.named or not isinstance(error, FlexError) or not isinstance(choice.path, Path):
                 raise (error or failed) from None
             timer.end("read")
-            unusable[choice.path.name] = why = error.in_one_line()
+            unusable[choice.path] = why = error.in_one_line()
         search.warn(f"{choice.path} fails verification and is skipped: {why}")
         choice = resume.newest_or_refuse(search, unusable)
 
@@ -445,9 +452,9 @@ def _identify_run(session: Session, manifest: Manifest, choice: resume.Choice) -
     if session.args.ignore_load_lr_and_optim:
         _begin_new_run(session)
         return
-    output_dir = Path(session.args.output_dir)
-    here = isinstance(choice.path, Path) and real_path(choice.path.parent) == real_path(output_dir)
-    saved = choice.saved if choice.saved is not None else lineage.saved_in(output_dir, session.channel)
+    places, path = _places(session), choice.path
+    here = isinstance(path, Path) and real_path(path.parent) in map(real_path, places.values())
+    saved = choice.saved if choice.saved is not None else lineage.saved_in(places, session.channel)
     session.run.record, text = lineage.resumed(manifest, saved, here, choice.named)
     session.warn(text)
 
@@ -547,6 +554,9 @@ def _locate_best(session: Session, resumed: AnyPath) -> None:
     named = state.best_model_checkpoint
     if named is None:
         return
+    local = local_dir(session.args)
+    if local is not None and isinstance(resumed, Path) and real_path(resumed.parent) == real_path(local):
+        resumed = Path(session.args.output_dir) / resumed.name  # The best one is beside the checkpoints there.
     found = state.best_model_checkpoint = locate_best(named, resumed, session.channel)
     if found is None:
         session.warn(
@@ -606,6 +616,7 @@ def inner_training_loop(
     session.position.begin(order, passes, start, is_continued, num_train_epochs, on_made_up)
     session.has_trained = True
     session.run.ran.add("_inner_training_loop")
+    session.run.begun = trainer.state.global_step
     begin(trainer.state.global_step)
     with (
         _uploaded(session),
@@ -639,9 +650,10 @@ def _uploaded(session: Session) -> Iterator[None]:
         return
     with session.uploads.followed():
         yield
-    if session.run.saved is not None:
+    output = session.run.output
+    if output.saved is not None:
         best = session.trainer.state.best_model_checkpoint
-        save.rotate(session, session.run.saved, best, session.disks, session.channel)
+        save.rotate(session, output, output.saved, best, output.disks, session.channel)
 
 
 def _check_training(session: Session) -> list[str]:

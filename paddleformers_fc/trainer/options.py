@@ -24,6 +24,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from numbers import Real
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -58,8 +59,8 @@ _MAY_BE_OFF = {
 }
 """Keys with the value ``off``, which YAML reads as false without quotes."""
 
-NO_UPLOAD = "none"
-"""The value of ``flex_upload`` without uploads."""
+NO_PLACE = "none"
+"""The value of ``flex_upload`` without uploads, and of ``flex_local_dir`` without a local tier."""
 
 _SWITCHES = (
     "flex_checkpoint",
@@ -79,6 +80,7 @@ _COUNTS = {
     "flex_threads": range(1, MOST_THREADS + 1),
     "flex_timeout": range(1, _LONGEST_TIMEOUT + 1),
     "flex_keep_every": range(_MOST_STEPS + 1),
+    "flex_local_steps": range(_MOST_STEPS + 1),
     "flex_ema_interval": range(1, _MOST_STEPS + 1),
     "zcc_ema_interval": range(1, _MOST_STEPS + 1),
 }
@@ -158,6 +160,16 @@ class FlexFields:
     flex_keep_every: int = _option(
         0,
         "Checkpoints of steps that are multiples of this number stay beyond save_total_limit. Default: none.",
+    )
+    flex_local_dir: str = _option(
+        "none",
+        "Directory on a disk or in memory of each node, such as /dev/shm/run, for frequent checkpoints between those "
+        "in output_dir; the newest two stay. Default: none.",
+    )
+    flex_local_steps: int = _option(
+        0,
+        "Steps between two saves in flex_local_dir: it is saved after every step that is a multiple and that "
+        "output_dir does not save. Default: none.",
     )
     flex_upload: str = _option(
         "none",
@@ -275,6 +287,7 @@ def check_options(options: Any) -> None:
     if isinstance(output_dir, str | os.PathLike):
         require_local(output_dir, "A checkpoint")
         _refuse_upload_to_itself(options, expand_user(output_dir))
+        _refuse_nested_tiers(options, expand_user(output_dir))
     if getattr(options, "aoa_config", None) is not None:
         read_config(options.aoa_config)
     semi_auto = SEMI_AUTO_CONFLICTS if getattr(options, "enable_auto_parallel", False) else ()
@@ -483,6 +496,7 @@ def _range_faults(options: Any) -> list[str]:
     if not isinstance(keys, list) or not all(isinstance(key, str) and key for key in keys):
         faults.append(f"flex_allow_config_changes: {keys!r} is not a list of keys such as [rope_theta]")
     faults.extend(_upload_faults(options.flex_upload))
+    faults.extend(_local_faults(options))
     return faults
 
 
@@ -502,15 +516,56 @@ def _refuse_upload_to_itself(options: Any, output_dir: str) -> None:
         )
 
 
+def _refuse_nested_tiers(options: Any, output_dir: str) -> None:
+    """Refuse a local tier that is ``output_dir``, inside it or around it: each deletes old checkpoints by itself.
+
+    Raises:
+        OptionError: with both directories.
+    """
+    local = local_dir(options)
+    if local is None:
+        return
+    own, other = Path(os.path.realpath(local)), Path(os.path.realpath(output_dir))
+    if own == other or own in other.parents or other in own.parents:
+        raise OptionError(
+            "flex_local_dir and output_dir are one directory, or one is inside the other.",
+            where="training arguments",
+            evidence=[f"flex_local_dir: {local}", f"output_dir: {output_dir}"],
+            next_step="Name a directory of its own in flex_local_dir, on a disk or in memory of each node.",
+        )
+
+
+def local_dir(options: Any) -> Path | None:
+    """Return the directory of the local tier; None without one.
+
+    Raises:
+        OptionError: it is a URL.
+    """
+    if options.flex_local_dir == NO_PLACE or not options.flex_checkpoint:
+        return None
+    return require_local(expand_user(options.flex_local_dir), "A local checkpoint")
+
+
 def upload_url(options: Any) -> RemotePath | None:
     """Return the URL to which checkpoints are uploaded; None if they are not."""
-    if options.flex_upload == NO_UPLOAD:
+    if options.flex_upload == NO_PLACE:
         return None
     return parse_store(options.flex_upload, "An upload")
 
 
+def _local_faults(options: Any) -> list[str]:
+    directory, steps = options.flex_local_dir, options.flex_local_steps
+    if not isinstance(directory, str) or not directory:
+        return [f"flex_local_dir: {directory!r} is not a directory such as /dev/shm/run"]
+    if directory != NO_PLACE and steps == 0:
+        return [f"flex_local_dir: {directory} needs flex_local_steps of at least 1, the steps between two saves there"]
+    if directory == NO_PLACE and steps in _COUNTS["flex_local_steps"][1:]:
+        return [f"flex_local_steps: {steps!r} needs flex_local_dir, the directory of these saves"]
+    return []
+
+
 def _upload_faults(value: Any) -> list[str]:
-    if value == NO_UPLOAD:
+    if value == NO_PLACE:
         return []
     if not isinstance(value, str) or not value:
         return [f"flex_upload: {value!r} is not a URL such as s3://bucket/run"]
@@ -627,7 +682,7 @@ CONFLICTS = (
     Conflict("load_sharded_model", _OTHER_FORMAT),
     Conflict("ckpt_quant_stage", "checkpoints are stored exactly, never quantized", unless=("O0",)),
     Conflict("enable_zero_cost_checkpoint", _SAVES_ITSELF),
-    Conflict("flash_device_save_steps", _SAVES_ITSELF),
+    Conflict("flash_device_save_steps", f"{_SAVES_ITSELF}; flex_local_dir saves in the memory of nodes"),
     Conflict("use_async_save", f"{_SAVES_ITSELF}; flex_async_save saves beside training"),
     Conflict("auto_parallel_resume_form_hybrid_parallel", "a checkpoint of any layout is resumed without it"),
     Conflict(
@@ -653,7 +708,7 @@ CONFLICTS = (
     ),
     *(Conflict("optim", one.unavailable, values=(one.option,)) for one in OPTIMIZERS if one.unavailable),
     Conflict("optim", "checkpoints have no states of it", unless=tuple(one.option for one in OPTIMIZERS)),
-    Conflict("replicate_saved_into_local", f"copies of checkpoints on disks of single nodes are {_NOT_YET}"),
+    Conflict("replicate_saved_into_local", "checkpoints on disks of single nodes are those of flex_local_dir"),
     Conflict("pdc_download_ckpt", f"fetching a checkpoint before resuming is {_NOT_YET}"),
 )
 """Refused combinations of options."""

@@ -5,6 +5,9 @@ is visible to some rank. It is opened when it is chosen, so that its metadata is
 checkpoint is skipped with a warning if the newest one was requested, and is an error if it was named. A directory
 without read permission is always an error: the resume of an older checkpoint because of a failed mount would lose
 steps.
+
+A run with a local tier (:mod:`.tiers`) takes the newest one of both directories. A local checkpoint of which the disk
+of a node is missing is skipped as any incomplete one. Ranks exchange names with the directory in front of them.
 """
 
 from __future__ import annotations
@@ -27,7 +30,15 @@ from paddleformers_fc.formats.registry import format_of, is_resumable, saved_run
 from paddleformers_fc.formats.stock_run import refuse_unfinished
 from paddleformers_fc.storage.commit import recover
 from paddleformers_fc.storage.files import exists, is_directory, list_directory
-from paddleformers_fc.storage.manifest import MANIFEST_NAME, candidates, candidates_in, first_usable, newest_checkpoint
+from paddleformers_fc.storage.manifest import (
+    MANIFEST_NAME,
+    candidates,
+    candidates_in,
+    first_usable,
+    located,
+    names_in,
+    newest_checkpoint,
+)
 from paddleformers_fc.storage.paths import UNFINISHED, AnyPath, parse_hidden, parse_step
 from paddleformers_fc.trainer import lineage
 from paddleformers_fc.trainer.lineage import Saved
@@ -35,6 +46,8 @@ from paddleformers_fc.trainer.lineage import Saved
 _DAMAGED = "is damaged"
 _NOT_RESUMABLE = "not a checkpoint of another format"
 _MOST_NAMED = 3
+_LOCAL = "local"
+"""The name of the local tier among the directories of a run."""
 
 
 @dataclass(frozen=True)
@@ -64,9 +77,10 @@ class Search:
     Args:
         output_dir: where the run saves.
         channel: all ranks of the job.
-        warn: receives a line for every directory that is skipped.
+        warn: receives a line for the directories that are skipped for one reason.
         config: the configuration of the live model, for checkpoints of other formats that have none.
         documents: documents to read with the metadata.
+        local_dir: the local tier; None without one.
     """
 
     output_dir: Path
@@ -74,6 +88,12 @@ class Search:
     warn: Callable[[str], None]
     config: Mapping[str, Any] | None = None
     documents: Collection[str] = ()
+    local_dir: Path | None = None
+
+
+def places_of(output_dir: Path, local_dir: Path | None) -> dict[str, Path]:
+    """Return the directories of a run by the names that ranks exchange, as for :func:`.manifest.names_in`."""
+    return {"": output_dir} if local_dir is None else {"": output_dir, _LOCAL: local_dir}
 
 
 def find_newest(
@@ -96,11 +116,11 @@ def find_newest(
         if path.name not in known:
             open_newest(path, channel)
 
-    return first_usable((output_dir / name for name in _names(output_dir, channel)), check)
+    return first_usable(_paths({"": output_dir}, channel), check)
 
 
 class _Listed(msgspec.Struct):
-    """What the coordinator finds in its output directory.
+    """What the coordinator finds in its directories.
 
     Args:
         saved: the finished checkpoints.
@@ -114,63 +134,62 @@ class _Listed(msgspec.Struct):
 
 
 def _open_usable(
-    search: Search, without: Collection[str]
+    search: Search, without: Collection[Path]
 ) -> tuple[OpenedCheckpoint | None, list[tuple[Path, str]], list[Saved] | None]:
     """Open the newest usable checkpoint, and return it with what is skipped, as :func:`find_newest`.
 
     The third result is what the coordinator's disk holds, if all ranks share it; otherwise None.
 
     The coordinator sends what it reads of its newest one. If all ranks see its manifest, they share a disk, and no
-    other rank lists the directory.
+    other rank lists the directory. With a local tier all ranks list both: another node may have newer checkpoints.
     """
-    output_dir, channel = search.output_dir, search.channel
+    channel, places = search.channel, places_of(search.output_dir, search.local_dir)
 
     def look() -> _Listed:
-        names = _listed(output_dir)
-        listed = _Listed(saved=lineage.read_saved(output_dir, names))
-        first = next((name for name in names if name not in without), "")
+        names = names_in(places)
+        listed = _Listed(saved=lineage.read_saved(places, names))
+        first = next((name for name in names if located(name, places) not in without), "")
         if first and parse_hidden(Path(first)) is None:
             with suppress(CheckpointError):  # Which the reasons below repeat.
-                listed.metadata = read_metadata(output_dir / first, search.documents)
+                listed.metadata = read_metadata(located(first, places), search.documents)
                 listed.first = first
         return listed
 
-    opened: dict[str, OpenedCheckpoint] = {}
+    opened: dict[Path, OpenedCheckpoint] = {}
     listed = broadcast(channel, "looking for checkpoints", look, _Listed)
-    first = listed.first
     if listed.metadata is not None:
+        first = located(listed.first, places)
         with suppress(CheckpointError, Diverged):  # As above.
-            opened[first], is_shared = open_newest(output_dir / first, channel, search.documents, listed.metadata)
-            if is_shared:
+            opened[first], is_shared = open_newest(first, channel, search.documents, listed.metadata)
+            if is_shared and search.local_dir is None:
                 return opened[first], [], listed.saved
 
     def open_next(path: Path) -> None:
-        if path.name not in opened:
-            opened[path.name], _ = open_newest(path, channel, search.documents)
+        if path not in opened:
+            opened[path], _ = open_newest(path, channel, search.documents)
 
-    names = (name for name in _names(output_dir, channel) if name not in without)
-    found, skipped = first_usable((output_dir / name for name in names), open_next)
-    return None if found is None else opened[found.name], skipped, None
-
-
-def _listed(output_dir: Path) -> list[str]:
-    """Return the names of the candidates that are visible to this rank, newest first."""
-    return [path.name for path in candidates_in(output_dir)]
+    found, skipped = first_usable((path for path in _paths(places, channel) if path not in without), open_next)
+    return None if found is None else opened[found], skipped, None
 
 
-def _names(output_dir: Path, channel: Channel) -> list[str]:
-    """Return the names of all candidates that are visible to any rank, newest first."""
-    first_ranks = _visible_to(output_dir, channel)
+def _paths(places: Mapping[str, Path], channel: Channel) -> list[Path]:
+    """Return the paths on this rank of all candidates that are visible to any rank, newest first."""
+    first_ranks = _visible_to(places, channel)
     replaced = {rank for name, rank in first_ranks.items() if parse_hidden(Path(name)) is not None}
     if replaced:
-        run_on_all(channel, "recovering checkpoints", lambda: recover(output_dir) if channel.rank in replaced else None)
-        first_ranks = _visible_to(output_dir, channel)
-    return [path.name for path in candidates(output_dir / name for name in first_ranks)]
+
+        def put_back() -> None:
+            for directory in places.values():
+                recover(directory)
+
+        run_on_all(channel, "recovering checkpoints", put_back if channel.rank in replaced else tuple)
+        first_ranks = _visible_to(places, channel)
+    return [located(str(name), places) for name in candidates(map(Path, first_ranks))]
 
 
-def _visible_to(output_dir: Path, channel: Channel) -> dict[str, int]:
+def _visible_to(places: Mapping[str, Path], channel: Channel) -> dict[str, int]:
     """Return the first rank that each candidate is visible to."""
-    everyone = all_gather_checked(channel, "looking for checkpoints", partial(_listed, output_dir), list[str])
+    everyone = all_gather_checked(channel, "looking for checkpoints", partial(names_in, places), list[str])
     return {name: rank for rank, names in reversed([*enumerate(everyone)]) for name in names}
 
 
@@ -188,32 +207,40 @@ def newest_or_begin(search: Search) -> Choice | None:
             f"{search.output_dir} has checkpoints, and none can be resumed. A run from the beginning would overwrite "
             "them.",
             where=str(search.output_dir),
-            evidence=[_reason(path.name, kinds.get(path.name, ""), why) for path, why in skipped],
+            evidence=[_reason(path, kinds, search, why) for path, why in skipped],
             next_step="Restore what is missing, or name a checkpoint in resume_from_checkpoint. To start from the "
             "beginning, name another output_dir, or set overwrite_output_dir: true.",
         )
     return found
 
 
-def _reason(name: str, kind: str, why: str) -> str:
+def _reason(path: Path, kinds: Mapping[str, str], search: Search, why: str) -> str:
     """Return one line about a directory that is skipped; a checkpoint of another format needs no fault beside it."""
+    if path.parent == search.local_dir:
+        return f"{path}: {why}"
+    name, kind = path.name, kinds.get(path.name, "")
     if kind and _DAMAGED not in kind:
         return f"{name} {kind}"
     return f"{name} {kind}: {why.removeprefix(f'{name} {_DAMAGED}: ')}"
 
 
-def _find(search: Search, without: Collection[str] = ()) -> tuple[Choice | None, list[tuple[Path, str]]]:
+def _find(search: Search, without: Collection[Path] = ()) -> tuple[Choice | None, list[tuple[Path, str]]]:
     opened, skipped, saved = _open_usable(search, without)
     found = None if opened is None else Choice(opened.catalog.root, opened, saved=saved)
     if found is None:
-        other, reasons = newest_of_other_formats([path for path, _ in skipped], search.channel, search.config)
+        stock = [path for path, _ in skipped if path.parent == search.output_dir]
+        other, reasons = newest_of_other_formats(stock, search.channel, search.config)
         skipped = [(path, reasons.get(path.name, why)) for path, why in skipped if path != other]
         if other is not None:
             found = Choice(other)
             search.warn(f"{search.output_dir} has no flex checkpoint. {other}, which {_kind_of(other)}, is resumed.")
-            skipped = [(path, why) for path, why in skipped if path.name in reasons]
+            skipped = [(path, why) for path, why in skipped if path.name in reasons or path not in stock]
+    same: dict[tuple[Path, str], list[str]] = {}
     for path, why in skipped:
-        search.warn(f"{path} cannot be resumed and is skipped: {why}")
+        same.setdefault((path.parent, why), []).append(path.name)
+    for (parent, why), names in same.items():
+        be = "is" if len(names) == 1 else "are"
+        search.warn(f"{parent / ', '.join(names)} cannot be resumed and {be} skipped: {why}")
     return found, skipped
 
 
@@ -270,46 +297,48 @@ def _kind_of(directory: Path) -> str:
     return f"has no {MANIFEST_NAME}" if found is None else found.predicate
 
 
-def newest_or_refuse(search: Search, unusable: Mapping[str, str] | None = None) -> Choice:
+def newest_or_refuse(search: Search, unusable: Mapping[Path, str] | None = None) -> Choice:
     """Open the checkpoint of a run that must resume. Every rank must call.
 
     Args:
         search: where to look.
-        unusable: names of directories that have failed verification before, with the reasons.
+        unusable: directories that have failed verification before, with the reasons.
     Raises:
         NotACheckpoint: the same on every rank: there is none, with the reason for every directory that is skipped.
     """
     unusable = unusable or {}
     found, skipped = _find(search, unusable)
     if found is None:
-        raise no_checkpoint(search.output_dir, [*unusable.items(), *((path.name, why) for path, why in skipped)])
+        raise no_checkpoint(search.output_dir, [*unusable.items(), *skipped])
     return found
 
 
-def no_checkpoint(output_dir: Path, reasons: Iterable[tuple[str, str]]) -> NotACheckpoint:
+def no_checkpoint(output_dir: Path, reasons: Iterable[tuple[Path, str]]) -> NotACheckpoint:
     """Return the error about a run that must resume and has no checkpoint.
 
     Args:
         output_dir: where the run saves.
-        reasons: the names of the directories that are skipped, each with its reason.
+        reasons: the directories that are skipped, each with its reason.
     """
     return NotACheckpoint(
         f"{output_dir} has no finished checkpoint to resume from.",
         where=str(output_dir),
-        evidence=[f"{name}: {why}" for name, why in reasons],
+        evidence=[f"{path.name if path.parent == output_dir else path}: {why}" for path, why in reasons],
         next_step="Name a checkpoint in resume_from_checkpoint, or remove that key to start from the beginning.",
     )
 
 
-def newest_without_changes(output_dir: Path) -> tuple[Path | None, list[tuple[Path, str]]]:
+def newest_without_changes(
+    output_dir: Path, local_dir: Path | None = None
+) -> tuple[Path | None, list[tuple[Path, str]]]:
     """Return the checkpoint that an automatic resume takes, and those that it skips, as far as this process sees.
 
     The disk is not changed, so that an interrupted commit stays as it is.
     """
-    newest, skipped = newest_checkpoint(output_dir)
+    newest, skipped = newest_checkpoint(*places_of(output_dir, local_dir).values())
     if newest is not None or not skipped:
         return newest, skipped
-    newest, reasons = newest_of_other_formats([path for path, _ in skipped], ALONE)
+    newest, reasons = newest_of_other_formats([path for path, _ in skipped if path.parent == output_dir], ALONE)
     found = [(path, reasons.get(path.name, why)) for path, why in skipped if path != newest]
     return newest, found if newest is None else [(path, why) for path, why in found if path.name in reasons]
 

@@ -39,14 +39,20 @@ class Retention:
     Args:
         limit: the maximum number; None for all.
         every: checkpoints of steps that are multiples stay beyond the limit; 0 for none.
+        name: of the limit, in the log.
     """
 
     limit: int | None
     every: int = 0
+    name: str = "save_total_limit"
 
     def keeps(self, manifest: Manifest) -> bool:
         """Return whether a checkpoint stays beyond the limit; one with diverged ties does not."""
         return self.every > 0 and manifest.step % self.every == 0 and not manifest.ties
+
+
+LOCAL_RETENTION = Retention(2, name="the limit of flex_local_dir")
+"""The retention of a local tier."""
 
 
 def retention_of(args: Any) -> Retention:
@@ -122,7 +128,7 @@ def delete_superfluous(
     kept = frozenset(path for path in manifests if path.resolve() in wanted)
     for path in beyond(manifests, retention, kept, newest is not None):
         remove_checkpoint(path)
-        log(f"Deleted {path}, which is beyond save_total_limit: {limit}.")
+        log(f"Deleted {path}, which is beyond {retention.name}: {limit}.")
 
 
 def beyond(

@@ -59,8 +59,9 @@ from paddleformers_fc.trainer.events import refuse_other_loop
 from paddleformers_fc.trainer.library import PREFIX_CHECKPOINT_DIR, ShardingOption, logger
 from paddleformers_fc.trainer.lineage import degrees_text, parallel_degrees
 from paddleformers_fc.trainer.options import shard_bytes
-from paddleformers_fc.trainer.rotation import delete_superfluous, numbered, retention_of
+from paddleformers_fc.trainer.rotation import LOCAL_RETENTION, delete_superfluous, numbered, retention_of
 from paddleformers_fc.trainer.session import Native, Session, session_of
+from paddleformers_fc.trainer.tiers import Tier, keep
 
 _T = TypeVar("_T")
 Encode: TypeAlias = Callable[[], Mapping[str, bytes]]
@@ -72,6 +73,7 @@ class PreparedSave:
     """A save at one step.
 
     Args:
+        tier: where it is saved.
         directory: ``checkpoint-N``.
         step: optimizer steps done.
         part: returns this rank's part without its files, or raises the error of its preparation.
@@ -80,6 +82,7 @@ class PreparedSave:
         timer: measures the save.
     """
 
+    tier: Tier
     directory: Path
     step: int
     part: Callable[[], LivePart]
@@ -88,12 +91,13 @@ class PreparedSave:
     timer: PhaseTimer
 
 
-def prepare(session: Session, metrics: dict[str, float] | None) -> PreparedSave:
+def prepare(session: Session, metrics: dict[str, float] | None, tier: Tier) -> PreparedSave:
     """Return a save of the present step. It reads live tensors later; :func:`capture_files` reads everything else.
 
     Args:
         session: of the Trainer; its state names the best checkpoint, which this one may replace.
         metrics: those of an evaluation at this step.
+        tier: where to save.
 
     Raises:
         FlexError: the same on every rank, at the first save of a run: its reference model cannot be compared.
@@ -102,7 +106,8 @@ def prepare(session: Session, metrics: dict[str, float] | None) -> PreparedSave:
     trainer, args = session.trainer, session.args
     live_roles.wait_for_weights(args)
     _look_at_reference(session)
-    directory = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
+    tier.begun = trainer.state.global_step
+    directory = tier.directory(args) / f"{PREFIX_CHECKPOINT_DIR}-{tier.begun}"
     session.run.record = session.run.record or lineage.new_run()
     degrees = parallel_degrees(args)
     if args.should_log:
@@ -117,13 +122,15 @@ def prepare(session: Session, metrics: dict[str, float] | None) -> PreparedSave:
         base_fingerprint.refuse_undefined(trainer.model)
         if session.run.ran:
             refuse_other_loop(session)
+        if tier.is_local:
+            keep(tier.directory(args), Path(args.output_dir), tier.id)
         _update_best(trainer, metrics, directory)
         return live_part(_roles(session), model, {}, job, replicas)
 
     part = outcome(described)
     consistency = replace(options, facts={**options.facts, **facts})
     best = trainer.state.best_model_checkpoint
-    return PreparedSave(directory, job.step, part, consistency, best, timer)
+    return PreparedSave(tier, directory, job.step, part, consistency, best, timer)
 
 
 def capture_files(session: Session) -> Encode:
@@ -201,8 +208,8 @@ def report_save(
     """
     seconds = prepared.timer.elapsed
     ties = tuple(line for tie in report.diverged_ties for line in tie.differences)
-    _note_disks(session, report.disks)
-    session.run.saved = prepared.directory
+    _note_disks(session, prepared.tier, report.disks)
+    prepared.tier.saved = prepared.directory
     for path in report.set_aside:
         logger.warning(f"{path} was moved from {prepared.directory} and is kept; delete it if it is not needed.")
     _warn_of_differences(session, prepared.directory, report.differences)
@@ -229,12 +236,13 @@ def report_save(
 
 def upload(session: Session, prepared: PreparedSave, report: SaveReport) -> None:
     """Upload a committed checkpoint beside training, before old ones are deleted; called on every rank."""
-    if session.uploads is not None:
+    if session.uploads is not None and not prepared.tier.is_local:
         session.uploads.committed(prepared.directory, prepared.best, report.disks)
 
 
 def rotate(
     session: Session,
+    tier: Tier,
     saved: Path | None,
     best: str | None,
     disks: DiskLeaders | None,
@@ -245,11 +253,12 @@ def rotate(
 
     Args:
         session: of the Trainer. Checkpoints that are not uploaded yet stay.
+        tier: where the checkpoints are.
         saved: the last checkpoint.
         best: the best checkpoint.
         disks: the processes that share a disk; None before the first save.
         channel: all ranks, used if several of them delete.
-        output_dir: where the checkpoints are; by default where the run saves.
+        output_dir: where they are instead of the tier's directory.
     """
     args, uploads = session.args, session.uploads
     leads = disks.sorted_leaders if disks is not None else (0,)
@@ -259,8 +268,9 @@ def rotate(
         return
     try:
         needed = [*([] if best is None else [Path(best)]), *([] if uploads is None else uploads.pending())]
-        directory = Path(output_dir or args.output_dir)
-        delete_superfluous(directory, retention_of(args), saved, needed, logger.info, channel, leads)
+        directory = Path(output_dir or tier.directory(args))
+        retention = LOCAL_RETENTION if tier.is_local else retention_of(args)
+        delete_superfluous(directory, retention, saved, needed, logger.info, channel, leads)
     except StorageError as error:
         # The new checkpoint is saved, so the run continues.
         logger.warning(f"An old checkpoint could not be deleted; the next save tries again.\n{error.render()}")
@@ -285,16 +295,16 @@ def _warn_of_differences(session: Session, directory: Path, differences: tuple[s
         )
 
 
-def _note_disks(session: Session, disks: DiskLeaders) -> None:
+def _note_disks(session: Session, tier: Tier, disks: DiskLeaders) -> None:
     """Keep the disk leaders for the rotation; warn once that a checkpoint is on several disks."""
-    known = session.disks is not None and session.disks.leads == disks.leads
+    known = tier.disks is not None and tier.disks.leads == disks.leads
     if len(disks.sorted_leaders) > 1 and not known:
         shared = "; ".join(format_ranks(ranks) for ranks in disks.sharing().values())
         session.warn(
-            f"{session.args.output_dir} is on {len(disks.sorted_leaders)} disks, which are visible to: {shared}. "
+            f"{tier.directory(session.args)} is on {len(disks.sorted_leaders)} disks, which are visible to: {shared}. "
             "Each disk gets a part of every checkpoint; a resume needs all parts, each visible to any rank.",
         )
-    session.disks = disks
+    tier.disks = disks
 
 
 def _capture_files(session: Session) -> Encode:
@@ -353,11 +363,11 @@ class SyncSaves:
 
     under_way, is_done = None, False
 
-    def save(self, session: Session, metrics: dict[str, float] | None) -> None:
+    def save(self, session: Session, metrics: dict[str, float] | None, tier: Tier) -> None:
         """Save the present step."""
         trainer, args, channel = session.trainer, session.args, session.channel
         trainer.runtime_timer.start("checkpoint saving time")
-        prepared = prepare(session, metrics)
+        prepared = prepare(session, metrics, tier)
         encode = capture_files(session)
         part = outcome(lambda: replace(prepared.part(), files=encode()))
         with measured_transfers() as transfers:
@@ -367,7 +377,10 @@ class SyncSaves:
         trainer.runtime_timer.stop()
         upload(session, prepared, report)
         report_save(session, prepared, report, transfers)
-        trainer._rotate_checkpoints(output_dir=args.output_dir)
+        if tier.is_local:
+            rotate(session, tier, tier.saved, None, tier.disks, channel)
+        else:
+            trainer._rotate_checkpoints(output_dir=args.output_dir)
 
     def advance(self, session: Session) -> None:
         """Do nothing: no save is under way after a step."""
@@ -398,9 +411,25 @@ def save(trainer: Any, native: Native, model: Any, metrics: dict[str, float] | N
     """
     session = session_of(trainer)
     with session.best.visible_in(trainer):
-        session.saver.save(session, metrics)
+        session.saver.save(session, metrics, session.run.output)
     if session.uploads is not None:
         session.uploads.finish_outside_loop()
+
+
+def log_save_evaluate(trainer: Any, native: Native, *args: Any, **kwargs: Any) -> None:
+    """``Trainer._maybe_log_save_evaluate``: afterwards save the local tier, if it is due and this step is not saved.
+
+    Raises:
+        FlexError: the same on every rank; the previous checkpoints are untouched.
+    """
+    native(*args, **kwargs)
+    session, step = session_of(trainer), trainer.state.global_step
+    run, local = session.run, session.run.local
+    run.ran.add("_maybe_log_save_evaluate")
+    if local is None or step % session.args.flex_local_steps or step in (run.begun, run.output.begun, local.begun):
+        return
+    with session.best.visible_in(trainer):
+        session.saver.save(session, None, local)
 
 
 def sorted_checkpoints(
@@ -419,11 +448,12 @@ def rotate_checkpoints(trainer: Any, native: Native, use_mtime: bool = False, ou
     """``Trainer._rotate_checkpoints``: delete old checkpoints on the lowest rank of every disk."""
     session = session_of(trainer)
     # A save of another class may call on the first rank only, so only the save of this package agrees between ranks.
-    saved = session.run.saved
-    saved_here = saved is not None and saved.name.endswith(f"-{trainer.state.global_step}")
+    output = session.run.output
+    saved_here = output.saved is not None and output.saved.name.endswith(f"-{trainer.state.global_step}")
     with session.best.visible_in(trainer):
         best = trainer.state.best_model_checkpoint
-    rotate(session, saved, best, session.disks, session.channel if saved_here else ALONE, output_dir)
+    channel = session.channel if saved_here else ALONE
+    rotate(session, output, output.saved, best, output.disks, channel, output_dir)
 
 
 def save_model_of_slices(

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
 from paddleformers_fc.distributed.channel import Channel
 from paddleformers_fc.distributed.communicator import Communicator, job_communicator
 from paddleformers_fc.distributed.consistency import ConsistencyCheck
-from paddleformers_fc.distributed.disk_leaders import DiskLeaders
 from paddleformers_fc.distributed.step_agreement import StepAgreement
 from paddleformers_fc.distributed.store_client import hosts_of_ranks
 from paddleformers_fc.errors import EnvironmentMismatch, OptionError
@@ -28,6 +26,7 @@ from paddleformers_fc.trainer.ema import MovingAverage, UpdateBarrier
 from paddleformers_fc.trainer.library import logger
 from paddleformers_fc.trainer.options import FIELD_NAMES, is_active
 from paddleformers_fc.trainer.resume import Choice
+from paddleformers_fc.trainer.tiers import Tier
 from paddleformers_fc.trainer.uploads import Uploads
 
 Native = Callable[..., Any]
@@ -58,12 +57,13 @@ class Saver(Protocol):
     def is_done(self) -> bool:
         """Return whether this rank has done it."""
 
-    def save(self, session: Session, metrics: dict[str, float] | None) -> None:
+    def save(self, session: Session, metrics: dict[str, float] | None, tier: Tier) -> None:
         """Save the present step.
 
         Args:
             session: of the Trainer; its state names the best checkpoint.
             metrics: those of an evaluation at this step.
+            tier: where to save.
 
         Raises:
             FlexError: the same on every rank; the previous checkpoints are untouched.
@@ -117,7 +117,9 @@ class Run:
             which lacks the password of a URL.
         loaded: what was loaded from it; None before, and in a run from the beginning.
         record: identifies the run in its checkpoints; None before training.
-        saved: the last checkpoint that was saved.
+        output: what was saved in ``output_dir``.
+        local: what was saved under ``flex_local_dir``; None without it.
+        begun: the step at which the loop began.
         warned: warnings that are logged once.
     """
 
@@ -126,7 +128,9 @@ class Run:
     chosen: Choice | None = None
     loaded: Loaded | None = None
     record: RunRecord | None = None
-    saved: Path | None = None
+    output: Tier = field(default_factory=Tier)
+    local: Tier | None = None
+    begun: int = 0
     warned: set[str] = field(default_factory=set)
 
     @property
@@ -153,7 +157,6 @@ class Session:
         signals: follows the signal of ``flex_save_on_signal``, a :class:`.save_on_signal.SignalWatch`; None outside of
             a loop, and without the option.
         has_trained: whether the loop has run before; it may have left an unfinished step.
-        disks: the processes that share the disk of their saves; known after the first save.
         reference: contents of the reference model of preference training; None before they are needed.
         tokenizer_files: the files of the tokenizer, kept between saves.
     """
@@ -170,7 +173,6 @@ class Session:
     best: BestCheckpoint = field(default_factory=BestCheckpoint)
     signals: Any = None
     has_trained: bool = False
-    disks: DiskLeaders | None = None
     reference: Mapping[str, str] | None = None
     tokenizer_files: TokenizerFiles = field(default_factory=TokenizerFiles)
 
@@ -197,7 +199,7 @@ class Session:
 
     def consistency(self, doing: str) -> ConsistencyCheck:
         """Return the options that must be equal on all ranks, for the consistency check of an operation."""
-        names = (*FIELD_NAMES, *_SHARED_OPTIONS)
+        names = {*FIELD_NAMES, *_SHARED_OPTIONS} - {"flex_local_dir"}  # Nodes may have disks under other paths.
         return ConsistencyCheck(doing, {name: getattr(self.args, name) for name in names if hasattr(self.args, name)})
 
     def report_saved(self, report: CheckpointReport) -> None:

@@ -11,7 +11,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from paddleformers_fc.distributed.channel import run_on_all
+from paddleformers_fc.distributed.channel import all_gather_checked, run_on_all
 from paddleformers_fc.distributed.consistency import ConsistencyCheck, comparable_config, software_versions
 from paddleformers_fc.distributed.store_client import on_several_nodes
 from paddleformers_fc.errors import OptionError
@@ -33,6 +33,7 @@ from paddleformers_fc.trainer import (
     pretrained,
     reference,
     sonic_moe,
+    tiers,
 )
 from paddleformers_fc.trainer.async_save import AsyncSaves
 from paddleformers_fc.trainer.callback import (
@@ -46,7 +47,7 @@ from paddleformers_fc.trainer.description import describe_model
 from paddleformers_fc.trainer.ema import UpdateBarrier
 from paddleformers_fc.trainer.events import LoopEvents
 from paddleformers_fc.trainer.library import LoRAModel, PretrainedModel, logger
-from paddleformers_fc.trainer.options import FlexFields, is_active, upload_url, without_effect
+from paddleformers_fc.trainer.options import FlexFields, is_active, local_dir, upload_url, without_effect
 from paddleformers_fc.trainer.save import SyncSaves, save_pretrained
 from paddleformers_fc.trainer.session import (
     SESSION,
@@ -163,6 +164,7 @@ _OF_A_NODE = frozenset(
     {
         "dataloader_num_workers",
         "device",
+        "flex_local_dir",
         "disable_tqdm",
         "local_rank",
         "log_on_each_node",
@@ -183,36 +185,44 @@ _OF_A_NODE = frozenset(
 _PACKAGES = (*LIBRARIES, "paddleformers_fc")
 
 
-def check(session: Session, model: ModelDescription) -> None:
-    """Compare versions, options and model configuration across ranks, and test every output disk.
+def check(session: Session, model: ModelDescription) -> str:
+    """Compare versions, options and model configuration across ranks, test every disk, and claim the local tier.
 
     A node with another package version, another YAML or a read-only disk would be found by the first save, after hours,
     or not at all. With this check every rank raises one error within a second of the start of training. Cost: one
-    exchange, and one directory made and deleted per rank.
+    exchange, and one directory made and deleted per rank and tier; two more exchanges with a local tier.
 
     Args:
         session: of a Trainer that is about to train; every rank must call.
         model: the description of its model.
+    Returns:
+        the id of the local tier; empty without one.
     Raises:
         PeerError: the same on every rank: a table of the differences, with values and ranks.
         StorageError: the same on every rank: the output directories that cannot be written, with their ranks.
         MismatchError: see :func:`.reference.refuse_unlike`.
+        OptionError: see :func:`.tiers.claim`.
     """
-    trainer, args = session.trainer, session.args
+    trainer, args, local = session.trainer, session.args, local_dir(session.args)
     facts = {
         "versions": software_versions(),
         "config": comparable_config(model),
         **dict(_options(args)),
     }
 
-    def work() -> None:
-        check_writable(Path(args.output_dir))
+    def work() -> str:
+        for directory in (Path(args.output_dir), local):
+            if directory is not None:
+                check_writable(directory)
         # PaddleFormers' preference training sets it after Trainer.__init__.
         reference.refuse_updates(trainer)
         if not session.has_trained:  # Afterwards the model differs from a reference model.
             reference.refuse_unlike(reference.model_of(trainer), trainer.model)
+        return tiers.known_id(args, session.channel.rank)
 
-    run_on_all(session.channel, "checking the training", work, ConsistencyCheck("starting the training", facts))
+    consistency = ConsistencyCheck("starting the training", facts)
+    ids = all_gather_checked(session.channel, "checking the training", work, str, consistency)
+    return "" if local is None else tiers.claim(args, session.channel, ids)
 
 
 def _check_disks(args: Any) -> None:

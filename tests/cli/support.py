@@ -9,11 +9,14 @@ from collections.abc import Mapping
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from paddleformers_fc.cli.main import main
+from paddleformers_fc.distributed.channel import ALONE
 from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoint
 from paddleformers_fc.families import ModelDescription
+from paddleformers_fc.trainer import tiers
 from tests.execute.simulated import CONFIG, Arrays, live, succeed
 from tests.harness.sealing import reseal
 
@@ -34,6 +37,12 @@ class Outcome:
         document = json.loads(self.out)
         assert isinstance(document, dict)
         return document
+
+
+def claim_local_tier(output_dir: Path, local: Path) -> None:
+    """Make a directory the local tier of an output directory, as a training does."""
+    args = SimpleNamespace(output_dir=str(output_dir), flex_local_dir=str(local), flex_checkpoint=True)
+    tiers.claim(args, ALONE, [tiers.known_id(args, 0)])
 
 
 def run(*arguments: object) -> Outcome:

@@ -7,10 +7,13 @@ import shutil
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from paddleformers_fc import upstream
+from paddleformers_fc.storage.manifest import read_manifest, write_manifest
 from paddleformers_fc.trainer import diagnosis
-from tests.cli.support import run
+from paddleformers_fc.trainer.tiers import RECORD_NAME
+from tests.cli.support import claim_local_tier, run
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -36,6 +39,33 @@ def test_the_checkpoint_of_a_resume_and_the_space_of_a_save_are_reported(output_
     assert found["disk"]["next_save"] == sum(path.stat().st_size for path in one.rglob("*") if path.is_file())
     assert min(found["disk"]["write"], found["disk"]["read"], found["disk"]["free"]) > 0
     assert [check["name"] for check in found["checks"]] == ["versions", "disk", "space", "resume", "leftovers"]
+
+
+@pytest.fixture
+def local_tier(output_dir: Path, one: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The local tier of the output directory, with a newer whole checkpoint."""
+    local = tmp_path_factory.mktemp("local")
+    claim_local_tier(output_dir, local)
+    shutil.copytree(one, local / "checkpoint-8")
+    write_manifest(local / "checkpoint-8", replace(read_manifest(one), step=8))
+    return local
+
+
+def test_the_local_tier_on_this_machine_is_examined_and_listed(output_dir: Path, local_tier: Path) -> None:
+    newest = str(local_tier / "checkpoint-8")
+    found = run("doctor", output_dir, "--no-hooks", "--json").document
+    assert (found["passed"], found["resume"]) == (True, newest)
+    assert found["checks"][-1]["name"] == "local tier"
+    assert f"{newest} is resumed" in run("doctor", output_dir, "--no-hooks").out.replace("\n", "")
+    listed = run("list", output_dir, "--json").document
+    assert [one["name"] for one in listed["checkpoints"]] == ["checkpoint-9", "checkpoint-3"]
+    assert [one["name"] for one in listed["local"]["checkpoints"]] == ["checkpoint-8"]
+    assert "local tier on this machine:" in run("list", output_dir).out
+    assert run("list", local_tier, "--json").document["local"] is None
+    # The tier of another run, or of another machine.
+    (local_tier / RECORD_NAME).unlink()
+    assert run("list", output_dir, "--json").document["local"] is None
+    assert run("doctor", output_dir, "--no-hooks", "--json").document["resume"] == "checkpoint-3"
 
 
 def test_no_file_is_left(output_dir: Path) -> None:

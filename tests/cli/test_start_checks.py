@@ -22,7 +22,7 @@ from paddleformers_fc.families.registry import own_families, tiny_models
 from paddleformers_fc.trainer import stock_keys
 from paddleformers_fc.trainer.options import FlexFields
 from paddleformers_fc.trainer.stock_keys import StockTable, stock_table
-from tests.cli.support import run, save
+from tests.cli.support import claim_local_tier, run, save
 from tests.execute.simulated import CONFIG, HIDDEN, INTERMEDIATE, VOCABULARY, canonical
 from tests.trainer.test_options import DEVELOPMENT_KEYS
 from verification.forkserver import ForkServer
@@ -74,6 +74,18 @@ def model_of(directory: Path, **changes: Any) -> str:
     (directory / "config.json").write_text(json.dumps(keys))
     (directory / "model.safetensors").touch()
     return str(directory)
+
+
+def test_a_local_tier_that_cannot_be_written_or_is_that_of_another_run_is_refused(tmp_path: Path) -> None:
+    keys = {"flex_local_dir": "/proc/run", "flex_local_steps": 5}
+    assert "/proc" in fault(tmp_path, **keys)
+    local = tmp_path / "local"
+    keys["flex_local_dir"] = str(local)
+    assert "another run" not in fault(tmp_path, **keys)
+    claim_local_tier(tmp_path / "other", local)
+    found = fault(tmp_path, **keys)
+    assert "flex_local_dir is the local tier of another run" in found
+    assert f"output_dir: {tmp_path / 'other'}" in found
 
 
 REFUSED = [

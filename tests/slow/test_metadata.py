@@ -133,7 +133,7 @@ def count_opening(checkpoint: Path, counts: Path) -> None:
     os.environ.update({"FLEX_SLOW_ROOT": str(checkpoint.parent), "FLEX_SLOW_COUNT": str(counts / str(channel.rank))})
     try:
         open_on_all_ranks(checkpoint, channel, "full")
-        saved_in(checkpoint.parent, channel)
+        saved_in({"": checkpoint.parent}, channel)
     finally:
         del os.environ["FLEX_SLOW_COUNT"]
 

@@ -85,3 +85,20 @@ def draw_after_resume(places: list[str], resume: str | None = None, **settings: 
     trainer.train(resume_from_checkpoint=resume)
     drawn: list[float] = paddle.rand([2]).tolist()
     return drawn
+
+
+def run_and_lose_a_disk(places: list[str], **settings: Any) -> dict[str, Any]:
+    """Train; the second rank's local tier is removed after the fourth step."""
+    import shutil
+
+    from paddleformers.trainer import TrainerCallback
+
+    class Lose(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 4 and os.environ["PADDLE_TRAINER_ID"] == "1":
+                shutil.rmtree("local")
+
+    go_to(places)
+    trainer = jobs.flex_trainer(**settings, callbacks=[Lose()])
+    trainer.train()
+    return jobs.outcome(trainer)

@@ -85,7 +85,7 @@ def test_the_checkpoints_of_all_disks_are_known_to_every_rank(tmp_path: Path) ->
         disk.mkdir()
         path = make_checkpoint(disk, step)
         write_manifest(path, replace(read_manifest(path), saved_by=A))
-    found = succeed(2, lambda channel: saved_in(disks[channel.rank], channel))
+    found = succeed(2, lambda channel: saved_in({"": disks[channel.rank]}, channel))
     assert found == [saved(3, 6)] * 2
 
 
@@ -93,5 +93,5 @@ def test_what_is_no_checkpoint_of_its_step_belongs_to_no_run(tmp_path: Path) -> 
     (tmp_path / "checkpoint-9").mkdir()
     make_checkpoint(tmp_path, 3).rename(tmp_path / "checkpoint-8")
     make_checkpoint(tmp_path, 4)
-    assert saved_in(tmp_path, LocalChannel()) == saved(4, run=UNKNOWN)
-    assert saved_in(tmp_path / "absent", LocalChannel()) == []
+    assert saved_in({"": tmp_path}, LocalChannel()) == saved(4, run=UNKNOWN)
+    assert saved_in({"": tmp_path / "absent"}, LocalChannel()) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -84,6 +85,35 @@ def test_every_help_line_ends_with_the_default(one: dataclasses.Field[Any]) -> N
     assert one.metadata["help"].endswith(f" Default: {spelled}.")
 
 
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        ({"flex_local_dir": "/dev/shm/run"}, "flex_local_dir: /dev/shm/run needs flex_local_steps of at least 1"),
+        ({"flex_local_steps": 5}, "flex_local_steps: 5 needs flex_local_dir"),
+        ({"flex_local_dir": "run", "flex_local_steps": 5}, "flex_local_dir: run"),
+        ({"flex_local_dir": "run/x/../local", "flex_local_steps": 5}, "output_dir: run"),
+        ({"flex_local_dir": ".", "flex_local_steps": 5}, "flex_local_dir: ."),
+        ({"flex_local_dir": "~", "flex_local_steps": 5}, "output_dir: run"),
+    ],
+    ids=["no steps", "no directory", "the same", "inside", "around", "around, at home"],
+)
+def test_a_local_tier_that_is_half_given_or_not_apart_is_refused(
+    given: dict[str, Any], line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(OptionError) as caught:
+        check_options(options(flex_checkpoint=True, output_dir="run", **given))
+    assert any(one.startswith(line) for one in caught.value.evidence)
+
+
+def test_a_local_tier_is_beside_output_dir_and_no_url(tmp_path: Path) -> None:
+    given = {"flex_checkpoint": True, "output_dir": str(tmp_path / "run"), "flex_local_steps": 5}
+    check_options(options(**given, flex_local_dir=str(tmp_path / "run-local")))
+    with pytest.raises(OptionError, match="A local checkpoint cannot be written to s3://bucket/run"):
+        check_options(options(**given, flex_local_dir="s3://bucket/run"))
+
+
 def test_the_defaults_are_in_range() -> None:
     check_options(options(flex_checkpoint=True))
 
@@ -99,6 +129,9 @@ def test_the_defaults_are_in_range() -> None:
         ("flex_threads", 0),
         ("flex_keep_every", -1),
         ("flex_keep_every", True),
+        ("flex_local_steps", -1),
+        ("flex_local_dir", ""),
+        ("flex_local_dir", None),
         ("flex_threads", 257),
         ("flex_threads", True),
         ("flex_threads", 2.5),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -104,13 +105,13 @@ def test_only_the_coordinator_lists_the_directory_if_all_ranks_see_its_newest_ch
     make_checkpoint(tmp_path, 2)
     make_checkpoint(tmp_path, 4)
     listings: list[Path] = []
-    listed = resume._listed
+    listed = resume.names_in
 
-    def counted(output_dir: Path) -> list[str]:
-        listings.append(output_dir)
-        return listed(output_dir)
+    def counted(places: Mapping[str, Path]) -> list[str]:
+        listings.extend(places.values())
+        return listed(places)
 
-    monkeypatch.setattr(resume, "_listed", counted)
+    monkeypatch.setattr(resume, "names_in", counted)
     choices, warnings, exchanges = opened([tmp_path] * 3)
     assert [choice.path for choice in choices] == [tmp_path / "checkpoint-4"] * 3
     assert (warnings, len(listings), exchanges) == ([], 1, 3)

@@ -1,0 +1,212 @@
+"""The two tiers of a run: ``output_dir``, and under ``flex_local_dir`` a fast directory of each node.
+
+The local tier is a second output directory: the same names, commits, checks and rotation, of which the newest two
+checkpoints stay. A step that ``output_dir`` saves is not saved there. An automatic resume takes the newest checkpoint
+of both (:mod:`.resume`).
+
+A local tier belongs to one ``output_dir``. Both directories contain a record with the same id, so that they may be
+moved or copied together. A run that finds another id, or checkpoints without an id, does not start: it would resume or
+delete checkpoints of another run. Every local save looks at the record again and restores a missing one: a node may
+have lost its directory since.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from paddleformers_fc.distributed.channel import Channel, run_on_all
+from paddleformers_fc.distributed.disk_leaders import DiskLeaders
+from paddleformers_fc.errors import Corrupt, OptionError
+from paddleformers_fc.storage.files import make_directories, real_path, remove_file, rename, write_file
+from paddleformers_fc.storage.json_io import decode_typed, read_document
+from paddleformers_fc.storage.manifest import candidates_in
+from paddleformers_fc.trainer.options import local_dir
+
+RECORD_NAME = "flex_local_tier.json"
+"""The name of the record in ``output_dir`` and in the local tier."""
+
+_NEW = "new "
+_OTHER_COPY = "Copy the file of this name from the other directory: output_dir and flex_local_dir have the same one."
+
+
+class TierRecord(msgspec.Struct, frozen=True):
+    """The record that an output directory and its local tier have in common.
+
+    Attributes:
+        id: the same in both.
+        output_dir: the output directory when the record was written, for a reader.
+        local_dir: the local tier on this node.
+    """
+
+    id: str
+    output_dir: str
+    local_dir: str
+
+
+_records = msgspec.json.Decoder(TierRecord)
+
+
+@dataclass
+class Tier:
+    """A directory that a run saves into, and what it has saved there since ``train`` was called.
+
+    Args:
+        is_local: whether it is the local tier.
+        begun: the step of the last save that has begun.
+        saved: the last checkpoint that was committed.
+        disks: the processes that share a disk of the tier; known after the first save.
+        id: of the local tier and its output directory; empty before training, and without a local tier.
+    """
+
+    is_local: bool = False
+    begun: int = 0
+    saved: Path | None = None
+    disks: DiskLeaders | None = None
+    id: str = ""
+
+    def directory(self, args: Any) -> Path:
+        """Return the directory by the training arguments."""
+        local = local_dir(args) if self.is_local else None
+        return Path(args.output_dir) if local is None else local
+
+
+def read_record(directory: Path) -> TierRecord | None:
+    """Return the record of a directory; None if it has none.
+
+    Raises:
+        FormatError: the file is something else.
+        StorageError: it cannot be read.
+    """
+    path = directory / RECORD_NAME
+    with suppress(Corrupt):
+        return decode_typed(_records, read_document(path), str(path), _OTHER_COPY)
+    return None
+
+
+def local_tier_of(output_dir: Path) -> Path | None:
+    """Return the local tier of an output directory on this machine by their records; None if there is none.
+
+    Raises:
+        StorageError: the operating system refused to look.
+    """
+    record = read_record(output_dir)
+    if record is None or record.local_dir == str(real_path(output_dir)):
+        return None
+    tier = read_record(Path(record.local_dir))
+    return Path(record.local_dir) if tier is not None and tier.id == record.id else None
+
+
+def known_id(args: Any, rank: int) -> str:
+    """Return the id in the output directory of this rank; on the first rank a new one if there is none.
+
+    It is empty on other ranks without one, and in a run without a local tier.
+    """
+    if local_dir(args) is None:
+        return ""
+    record = read_record(Path(args.output_dir))
+    if record is not None:
+        return record.id
+    return "" if rank else f"{_NEW}{secrets.token_hex(8)}"
+
+
+def claim(args: Any, channel: Channel, ids: Sequence[str]) -> str:
+    """Record in both directories of every rank that they belong together, and return their id.
+
+    Every rank must call. The first rank is first, so that the others find its records on a disk that they share.
+
+    Args:
+        args: the training arguments.
+        channel: all ranks.
+        ids: :func:`known_id` of every rank.
+
+    Raises:
+        OptionError: the same on every rank: the local tier is that of another run.
+        StorageError: the same on every rank: a record cannot be read or written.
+    """
+    own = next((one for one in ids if one and not one.startswith(_NEW)), ids[0].removeprefix(_NEW))
+    for is_turn in (channel.rank == 0, channel.rank != 0):
+        run_on_all(channel, "looking at flex_local_dir", partial(_claim, args, own, channel.rank) if is_turn else tuple)
+    return own
+
+
+def _claim(args: Any, own: str, rank: int) -> None:
+    output_dir, local = Path(args.output_dir), local_dir(args)
+    if local is None:
+        return
+    refuse_foreign(local, own)
+    known, record = read_record(output_dir), _record(local, output_dir, own)
+    # First here: after a kill in between, a local tier with an id would be that of another run.
+    if known is None or known.id != own or (rank == 0 and known != record):
+        _write(output_dir, record)
+    keep(local, output_dir, own)
+
+
+def keep(local: Path, output_dir: Path, own: str) -> None:
+    """Write the record of a local tier if it is missing.
+
+    Raises:
+        OptionError: another run has taken the directory.
+        StorageError: the record cannot be read or written.
+    """
+    if read_record(local) is None:
+        _write(local, _record(local, output_dir, own))
+    else:
+        refuse_foreign(local, own)
+
+
+def refuse_foreign(local: Path, own: str) -> None:
+    """Refuse a local tier of another run.
+
+    Args:
+        local: the directory; it need not exist.
+        own: the id of this run; empty if its output directory has none.
+
+    Raises:
+        OptionError: it has another id, or checkpoints and no id.
+        StorageError: the operating system refused to look.
+    """
+    record = read_record(local)
+    if record is not None and record.id == own:
+        return
+    found = [path.name for path in candidates_in(local)]
+    if record is None and found:
+        raise OptionError(
+            "flex_local_dir has checkpoints that no local tier has saved.",
+            where=str(local),
+            evidence=[f"missing: {RECORD_NAME}", f"checkpoints: {', '.join(found)}"],
+            next_step="Name another directory in flex_local_dir, or move these checkpoints away.",
+        )
+    if record is not None:
+        raise OptionError(
+            "flex_local_dir is the local tier of another run.",
+            where=str(local),
+            evidence=[
+                f"it belongs to output_dir: {record.output_dir} with the id {record.id}",
+                f"this output_dir has {f'the id {own}' if own else 'no id'}",
+                f"checkpoints: {', '.join(found) or 'none'}",
+            ],
+            next_step="Name another directory in flex_local_dir, or remove this one if that run is over. To resume one "
+            "of its checkpoints, move it from every node into output_dir first.",
+        )
+
+
+def _record(local: Path, output_dir: Path, own: str) -> TierRecord:
+    return TierRecord(own, str(real_path(output_dir)), str(real_path(local)))
+
+
+def _write(directory: Path, record: TierRecord) -> None:
+    make_directories(directory)
+    partial = directory / f".{RECORD_NAME}.{secrets.token_hex(6)}"
+    try:
+        write_file(partial, msgspec.json.format(msgspec.json.encode(record), indent=1))
+        rename(partial, directory / RECORD_NAME)
+    finally:
+        remove_file(partial)

@@ -1,0 +1,383 @@
+"""Two tiers: which checkpoint of both is resumed, what is lost with a disk, and whose a local tier is."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from paddleformers_fc.distributed.channel import LocalChannel, all_gather_checked
+from paddleformers_fc.errors import NotACheckpoint, OptionError
+from paddleformers_fc.storage.manifest import read_manifest, verify_files
+from paddleformers_fc.trainer import tiers
+from paddleformers_fc.trainer.resume import Choice, Search, newest_or_begin, newest_or_refuse
+from paddleformers_fc.trainer.rotation import LOCAL_RETENTION, delete_superfluous
+from tests.execute.simulated import ThreadChannel, job, succeed
+from tests.harness.tiny import DP2, SD2V2, SINGLE, MatrixLayout
+from tests.trainer.jobs import TO_BEST
+from tests.trainer.test_async_save import contents
+from tests.trainer.test_rotation import left, make_checkpoint
+from tests.trainer.test_trainer import JOBS, settings
+from verification.digests import canonical_digests
+from verification.forkserver import ForkServer, JobResult
+
+DISKS = "tests.trainer.disk_jobs"
+TIERS = "tests.trainer.tier_jobs"
+SIX = {"max_steps": 6, "save_steps": 3, "flex_local_steps": 1}
+
+
+# ---- The choice.
+
+
+def choose(outputs: Sequence[Path], locals: Sequence[Path], job_of: Any = newest_or_refuse) -> tuple[list[Any], Any]:
+    """What every rank chooses, its warnings, and the number of exchanges."""
+
+    def work(channel: ThreadChannel) -> tuple[Choice | None, list[str], int]:
+        warnings: list[str] = []
+        search = Search(outputs[channel.rank], channel, warnings.append, local_dir=locals[channel.rank])
+        return job_of(search), warnings, channel.exchanges
+
+    choices, warnings, exchanges = zip(*succeed(len(outputs), work), strict=True)
+    assert len(set(exchanges)) == 1
+    return [choice and choice.path for choice in choices], (warnings, exchanges[0])
+
+
+def places(tmp_path: Path, *names: str) -> list[Path]:
+    for name in names:
+        (tmp_path / name).mkdir(exist_ok=True)
+    return [tmp_path / name for name in names]
+
+
+@pytest.mark.parametrize(
+    ("output", "local", "newest"), [([3], [4, 5], "local/5"), ([6], [4, 5], "output/6"), ([6], [], "output/6")]
+)
+def test_the_newest_of_both_tiers_is_resumed(tmp_path: Path, output: list[int], local: list[int], newest: str) -> None:
+    directories = places(tmp_path, "output", "local")
+    for directory, steps in zip(directories, (output, local), strict=True):
+        for step in steps:
+            make_checkpoint(directory, step)
+    found, (warnings, exchanges) = choose(directories[:1] * 3, directories[1:] * 3)
+    name, _, step = newest.partition("/")
+    assert found == [tmp_path / name / f"checkpoint-{step}"] * 3
+    assert (list(warnings), exchanges) == ([[]] * 3, 3)
+
+
+def test_local_tiers_of_several_nodes_are_taken_together_in_at_most_four_exchanges(tmp_path: Path) -> None:
+    (output,), nodes = places(tmp_path, "output"), places(tmp_path, "a", "b")
+    make_checkpoint(output, 3)
+    for node in nodes:
+        make_checkpoint(node, 5)
+    found, (_, exchanges) = choose([output] * 2, nodes)
+    assert found == [node / "checkpoint-5" for node in nodes]
+    assert exchanges == 4
+
+
+def test_a_local_tier_that_only_the_second_node_has_is_seen(tmp_path: Path) -> None:
+    """A third node came first, and those that saved are complete without it."""
+    (output,), nodes = places(tmp_path, "output"), places(tmp_path, "fresh", "saved")
+    make_checkpoint(output, 3)
+    make_checkpoint(nodes[1], 5)
+    assert choose([output] * 2, nodes)[0] == [node / "checkpoint-5" for node in nodes]
+
+
+def test_a_lost_disk_is_said_once_in_the_same_words_on_all_ranks(tmp_path: Path) -> None:
+    (output,), nodes = places(tmp_path, "output"), places(tmp_path, "a", "b")
+    make_checkpoint(output, 3)
+    for step in (4, 5):
+        weights = make_checkpoint(nodes[0], step) / "model_state" / "rank-00000.safetensors"
+        weights.unlink()  # It is that of the other node.
+    found, (warnings, _) = choose([output] * 2, [nodes[0], nodes[0].parent / "b"])
+    assert found == [output / "checkpoint-3"] * 2
+    said = [[line.replace(str(node), "") for line in lines] for node, lines in zip(nodes, warnings, strict=True)]
+    assert said[0] == said[1]
+    (line,) = said[0]
+    assert line.startswith("/checkpoint-5, checkpoint-4 cannot be resumed and are skipped: ")
+    assert "visible to no rank" in line
+
+
+def test_a_damaged_local_tier_does_not_keep_a_run_from_the_beginning(tmp_path: Path) -> None:
+    output, local = places(tmp_path, "output", "local")
+    (make_checkpoint(local, 5) / "config.json").unlink()
+    assert choose([output], [local], newest_or_begin)[0] == [None]
+    with pytest.raises(NotACheckpoint) as caught:
+        newest_or_refuse(Search(output, LocalChannel(), lambda _: None, local_dir=local))
+    assert f"{local}/checkpoint-5: " in caught.value.evidence[0]
+
+
+def test_two_checkpoints_stay_in_a_local_tier(tmp_path: Path) -> None:
+    lines: list[str] = []
+    for step in (2, 4, 5, 7):
+        saved = make_checkpoint(tmp_path, step)
+        delete_superfluous(tmp_path, LOCAL_RETENTION, saved, (), lines.append)
+    assert left(tmp_path) == ["checkpoint-5", "checkpoint-7"]
+    assert "checkpoint-2, which is beyond the limit of flex_local_dir: 2" in lines[0]
+
+
+# ---- Whose a local tier is.
+
+
+def claimed(arguments: Sequence[Any]) -> list[Exception | str]:
+    """What every rank gets when it claims its local tier: the id, or an error."""
+
+    def work(channel: ThreadChannel) -> str:
+        args = arguments[channel.rank]
+        ids = all_gather_checked(channel, "looking", lambda: tiers.known_id(args, channel.rank), str)
+        return tiers.claim(args, channel, ids)
+
+    return job(len(arguments), work)
+
+
+def arguments(output: Path, local: Path) -> Any:
+    return SimpleNamespace(output_dir=str(output), flex_local_dir=str(local), flex_checkpoint=True)
+
+
+def test_all_disks_of_a_run_get_one_id_which_stays(tmp_path: Path) -> None:
+    outputs, locals = places(tmp_path, "out-a", "out-b"), places(tmp_path, "local-a", "local-b")
+    both = [arguments(*pair) for pair in zip(outputs, locals, strict=True)]
+    first = claimed(both)
+    assert len(set(first)) == 1
+    assert claimed(both) == first
+    assert {tiers.read_record(place).id for place in (*outputs, *locals)} == set(first)  # type: ignore[union-attr]
+    # Nodes in another order, one with empty disks.
+    fresh = arguments(*places(tmp_path, "out-c", "local-c"))
+    assert claimed([fresh, both[1]]) == first
+    # Moved together.
+    moved = [path.rename(path.with_name(f"moved-{path.name}")) for path in (outputs[0], locals[0])]
+    assert claimed([arguments(*moved)]) == first[:1]
+    assert not list(tmp_path.rglob(".*"))
+
+
+def test_a_local_tier_of_another_run_is_refused_on_all_ranks_and_stays_as_it_is(tmp_path: Path) -> None:
+    mine, other, local, free = places(tmp_path, "mine", "other", "local", "free")
+    (own,) = claimed([arguments(mine, local)])
+    make_checkpoint(local, 5)
+    before = contents(local)
+    for error in claimed([arguments(other, free), arguments(other, local)]):
+        assert isinstance(error, OptionError)
+        assert f"output_dir: {mine} with the id {own}" in error.render()
+        assert "checkpoints: checkpoint-5" in error.render()
+    assert contents(local) == before
+    assert claimed([arguments(mine, local)]) == [own]
+
+
+def test_checkpoints_without_a_record_are_refused(tmp_path: Path) -> None:
+    output, local = places(tmp_path, "output", "local")
+    make_checkpoint(local, 5)
+    (error,) = claimed([arguments(output, local)])
+    assert isinstance(error, OptionError)
+    assert "checkpoints: checkpoint-5" in error.render()
+
+
+def test_a_record_that_is_lost_while_a_run_saves_comes_back_and_another_one_ends_the_run(tmp_path: Path) -> None:
+    output, local, other = places(tmp_path, "output", "local", "other")
+    (own,) = claimed([arguments(output, local)])
+    assert isinstance(own, str)
+    shutil.rmtree(local)
+    tiers.keep(local, output, own)
+    assert tiers.local_tier_of(output) == local
+    shutil.rmtree(local)
+    claimed([arguments(other, local)])
+    with pytest.raises(OptionError, match="another run"):
+        tiers.keep(local, output, own)
+
+
+# ---- Trainings.
+
+
+def local(tmp_path: Path) -> Path:
+    return tmp_path / "local"
+
+
+def train(
+    ranks: ForkServer,
+    tmp_path: Path,
+    layout: MatrixLayout = DP2,
+    resume: bool | None = None,
+    job_name: str = f"{JOBS}:run",
+    **given: Any,
+) -> JobResult:
+    """Train with both tiers below a directory."""
+    tier = {"flex_local_dir": str(local(tmp_path))} if given.get("flex_local_steps", 1) else {}
+    given = {**SIX, **tier, **given}
+    return ranks.run(job_name, layout.nproc, settings(layout, tmp_path / "out", resume, **given))
+
+
+@pytest.fixture(scope="module")
+def whole(ranks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of six steps."""
+    result = train(ranks, tmp_path_factory.mktemp("whole"), flex_local_steps=0)
+    return list(result.values[0]["losses"])
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["in steps", "beside steps"])
+@pytest.mark.parametrize("averaged", [{}, {"flex_ema_decay": 0.5}], ids=["", "average"])
+def test_a_run_saves_in_both_tiers_and_resumes_from_the_local_one(
+    ranks: ForkServer, tmp_path: Path, whole: list[float], beside: bool, averaged: dict[str, Any]
+) -> None:
+    given = {"flex_async_save": beside, **averaged}
+    result = train(ranks, tmp_path, **given)
+    assert result.values[0]["losses"] == whole
+    names = [path.name for path in sorted((tmp_path / "out").glob("*checkpoint*"))]
+    assert names == ["checkpoint-3", "checkpoint-6"]
+    assert left(local(tmp_path)) == ["checkpoint-4", "checkpoint-5", tiers.RECORD_NAME]
+    roles = {digest.role for digest in canonical_digests(local(tmp_path) / "checkpoint-5")}
+    assert ("ema_state" in roles) == bool(averaged)
+    saved_by = read_manifest(local(tmp_path) / "checkpoint-5").saved_by
+    assert saved_by == read_manifest(tmp_path / "out" / "checkpoint-6").saved_by
+    shutil.rmtree(tmp_path / "out" / "checkpoint-6")
+    resumed = train(ranks, tmp_path, resume=True, **given)
+    assert resumed.values[0]["losses"] == whole[5:]
+    assert (
+        f"Resumed step 5 (saved as dp=2, now dp=2) from {local(tmp_path)}/checkpoint-5" in resumed.logs[0].read_text()
+    )
+    again = read_manifest(tmp_path / "out" / "checkpoint-6")
+    assert again.saved_by == saved_by  # The run continues.
+
+
+def test_a_local_checkpoint_has_what_one_in_output_dir_has(ranks: ForkServer, tmp_path: Path) -> None:
+    for name, steps in (("local", {"save_steps": 4}), ("output", {"save_steps": 3, "flex_local_steps": 2})):
+        train(ranks, tmp_path / name, max_steps=4, logging_steps=1, **steps)
+    pair = local(tmp_path / "local") / "checkpoint-3", tmp_path / "output" / "out" / "checkpoint-3"
+    one, other = map(contents, pair)
+    assert one == other
+    assert one
+
+
+def test_steps_that_output_dir_saves_are_not_saved_twice_and_on_save_is_theirs(
+    ranks: ForkServer, tmp_path: Path
+) -> None:
+    found = train(ranks, tmp_path, SINGLE, job_name=f"{TIERS}:run_and_note", max_steps=4, flex_local_steps=2).values[0]
+    assert found["events"] == [3]
+    assert found["saved"] == ["local/checkpoint-2", "out/checkpoint-3", "local/checkpoint-4"]
+
+
+def test_the_best_checkpoint_is_one_of_output_dir_also_after_a_resume_from_the_local_tier(
+    ranks: ForkServer, tmp_path: Path
+) -> None:
+    given = {**TO_BEST, "max_steps": 5, "save_steps": 2}
+    before, after = tmp_path / "before", tmp_path / "after"
+    found = train(ranks, before, SINGLE, job_name=f"{TIERS}:run_evaluated", **given).values[0]
+    assert found["best"] == str(before / "out" / "checkpoint-2")
+    assert left(local(before))[:2] == ["checkpoint-3", "checkpoint-5"]
+    before.rename(after)
+    given |= {"max_steps": 6, "save_steps": 100}
+    resumed = train(ranks, after, SINGLE, True, f"{TIERS}:run_evaluated", **given).values[0]
+    assert len(resumed["losses"]) == 1
+    assert resumed["best"] == str(after / "out" / "checkpoint-2")
+
+
+KILLS = {
+    "a local save begins": ([0], "mkdir", "local/.checkpoint-5.unfinished-", False, 4),
+    "one rank writes locally": ([1], "write", "local/.checkpoint-5", False, 4),
+    "the local name is next": ([0], "rename", "local/checkpoint-5", False, 4),
+    "the local name is next beside steps": ([0], "rename", "local/checkpoint-5", True, 4),
+    "an old local one is deleted": ([0], "unlink", "local/.checkpoint-2.removed-", False, 5),
+    "between a local save and the next in output_dir": ([0], "mkdir", "out/.checkpoint-6.unfinished-", False, 5),
+    "output_dir is written": ([0, 1], "write", "out/.checkpoint-6", False, 5),
+}
+
+
+@pytest.mark.parametrize(("victims", "kind", "part", "beside", "newest"), KILLS.values(), ids=KILLS.keys())
+@pytest.mark.parametrize("layout", [SD2V2], ids=lambda layout: layout.name)
+def test_killed_ranks_lose_no_complete_checkpoint_of_either_tier(
+    patient_ranks: ForkServer,
+    tmp_path: Path,
+    whole: list[float],
+    layout: MatrixLayout,
+    victims: list[int],
+    kind: str,
+    part: str,
+    beside: bool,
+    newest: int,
+) -> None:
+    given = {**SIX, "flex_local_dir": str(local(tmp_path)), "flex_async_save": beside}
+    (tmp_path / "out").mkdir()
+    killed = {"victims": victims, "kind": kind, "part": part, **settings(layout, tmp_path / "out", None, **given)}
+    result = patient_ranks.attempt("tests.crash.jobs:run_and_die", layout.nproc, killed)
+    assert [result.returncodes[rank] for rank in victims] == [-9] * len(victims)
+    for path in (*local(tmp_path).glob("checkpoint-*"), *(tmp_path / "out").glob("checkpoint-*")):
+        verify_files(path, read_manifest(path), "full")
+    for again in (layout, SINGLE):
+        there = shutil.copytree(tmp_path, tmp_path.parent / f"{tmp_path.name}-{again.name}")
+        resumed = train(patient_ranks, there, again, True)
+        assert resumed.values[0]["losses"] == pytest.approx(whole[newest:], abs=1e-5)
+        assert sorted(path.name for path in local(there).glob("checkpoint-*"))[-1] == "checkpoint-5"
+
+
+def on_disks(
+    ranks: ForkServer,
+    directory: Path,
+    numbers: tuple[int, ...],
+    job_name: str,
+    resume: bool | None = None,
+    **given: Any,
+) -> JobResult:
+    """A run whose ranks share ``output_dir``, and have local disks of these numbers."""
+    own = [directory / f"disk-{number}" for number in numbers]
+    for place in own:
+        place.mkdir(parents=True, exist_ok=True)
+    arguments = {**SIX, "flex_local_dir": "local", **given}
+    job_settings = {**settings(DP2, directory / "out", resume, **arguments), "places": list(map(str, own))}
+    return ranks.attempt(f"{DISKS}:{job_name}", len(own), job_settings)
+
+
+def test_a_run_with_local_disks_resumes_wherever_they_come_back_and_without_a_lost_one(
+    ranks: ForkServer, tmp_path: Path, whole: list[float]
+) -> None:
+    saved = tmp_path / "saved"
+    result = on_disks(ranks, saved, (0, 1), "run")
+    assert result.ok, result.logs[0].read_text()
+    for number in (0, 1):
+        assert left(saved / f"disk-{number}" / "local")[:2] == ["checkpoint-4", "checkpoint-5"]
+    shutil.rmtree(saved / "out" / "checkpoint-6")
+    for numbers, begun in (((0, 1), 5), ((1, 0), 5), ((0, 2), 3), ((2, 1), 3)):
+        there = shutil.copytree(saved, tmp_path / f"{numbers}")
+        resumed = on_disks(ranks, there, numbers, "run", True)
+        assert resumed.ok, resumed.logs[0].read_text()
+        assert resumed.values[0]["losses"] == whole[begun:]
+        lines = [line for line in resumed.logs[0].read_text().splitlines() if "cannot be resumed" in line]
+        assert len(lines) == (begun == 3)
+    # A disk that is lost while the run saves.
+    lost = on_disks(ranks, tmp_path / "lost", (0, 1), "run_and_lose_a_disk", max_steps=7)
+    assert lost.ok, lost.logs[0].read_text()
+    again = on_disks(ranks, tmp_path / "lost", (0, 1), "run", True, max_steps=8)
+    assert len(again.values[0]["losses"]) == 1
+
+
+def test_another_run_in_the_same_local_tier_does_not_start(ranks: ForkServer, tmp_path: Path) -> None:
+    train(ranks, tmp_path, SINGLE)
+    before = contents(local(tmp_path))
+    given = {**SIX, "flex_local_dir": str(local(tmp_path))}
+    for resume in (None, True):
+        refused = ranks.attempt(f"{JOBS}:run", 1, settings(SINGLE, tmp_path / "other", resume, **given))
+        assert not refused.ok
+        assert "flex_local_dir is the local tier of another run" in refused.logs[0].read_text()
+    assert contents(local(tmp_path)) == before
+
+
+def test_a_save_on_a_signal_is_one_of_output_dir(ranks: ForkServer, tmp_path: Path) -> None:
+    given = {**settings(SINGLE, tmp_path / "out", **{**SIX, "max_steps": 50, "save_steps": 100}), "signalled": [0]}
+    given["arguments"]["flex_local_dir"] = str(local(tmp_path))
+    found = ranks.run("tests.trainer.signal_jobs:run_signalled", 1, given).values[0]
+    assert found["code"] == 85
+    step = found["step"]
+    assert [path.name for path in (tmp_path / "out").glob("checkpoint-*")] == [f"checkpoint-{step}"]
+    assert left(local(tmp_path))[:-1] == [f"checkpoint-{step - 2}", f"checkpoint-{step - 1}"]
+
+
+def test_a_trainer_that_goes_around_the_local_tier_is_stopped(ranks: ForkServer, tmp_path: Path) -> None:
+    result = train(ranks, tmp_path, SINGLE, job_name=f"{TIERS}:run_around")
+    assert "_maybe_log_save_evaluate of paddleformers_fc did not run" in result.values[0]["error"]
+    assert result.values[0]["step"] == 2
+
+
+def test_a_local_directory_that_cannot_be_written_is_found_before_the_first_step(
+    ranks: ForkServer, tmp_path: Path
+) -> None:
+    found = train(ranks, tmp_path, SINGLE, job_name=f"{JOBS}:refused_training", flex_local_dir="/proc/local").values[0]
+    assert "/proc/local" in found["error"]
+    assert found["step"] == 0
