@@ -114,7 +114,7 @@ def test_only_the_coordinator_lists_the_directory_if_all_ranks_see_its_newest_ch
     monkeypatch.setattr(resume, "names_in", counted)
     choices, warnings, exchanges = opened([tmp_path] * 3)
     assert [choice.path for choice in choices] == [tmp_path / "checkpoint-4"] * 3
-    assert (warnings, len(listings), exchanges) == ([], 1, 3)
+    assert (warnings, len(listings), exchanges) == ([], 1, 2)
 
 
 def test_a_checkpoint_that_only_another_disk_has_is_newer(tmp_path: Path) -> None:
@@ -130,8 +130,9 @@ def test_a_checkpoint_that_only_another_disk_has_is_newer(tmp_path: Path) -> Non
     choices, warnings, exchanges = opened(outputs)
     assert [choice.path for choice in choices] == [output / "checkpoint-5" for output in outputs]
     assert len(warnings) == 1
-    # Two listings, two exchanges for each checkpoint, and one because the coordinator has no manifest of step 7.
-    assert exchanges == 2 + 2 + 2 + 1
+    # Two listings, the first with the metadata of step 5, and two exchanges for each checkpoint. Two more ask for the
+    # metadata of step 7: the coordinator has none.
+    assert exchanges == 2 + 2 + 2 + 2
 
 
 def test_every_rank_takes_the_same_step_from_where_it_sees_it(tmp_path: Path) -> None:
