@@ -252,7 +252,6 @@ def test_a_resume_that_goes_around_this_package_stops_every_rank_before_a_step(
     for found in ranks.run(f"{JOBS}:goes_around", 2, given).values:
         assert (found["error"], found["step"]) == ("EnvironmentMismatch", 0)
         assert "_load_flex_checkpoint of paddleformers_fc did not run" in found["text"]
-        assert "on every rank" in found["text"]
 
 
 def test_a_trainer_that_was_made_without_the_option_does_not_save(ranks: ForkServer, tmp_path: Path) -> None:
