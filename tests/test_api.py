@@ -59,6 +59,9 @@ save(directory: 'str | PathLike[str] | Mapping[str, Any]', model: 'Any', optimiz
 consumed_samples: 'int' = 0, parallel: 'Mapping[str, int] | None' = None, family: 'str | Family | None' = None, \
 config: 'Config | None' = None, mapping: 'RuleSet | None' = None) -> 'SaveReport'
 save_ema(trainer: 'Any', directory: 'str', max_shard_size: 'str | int | None' = None) -> 'None'
+stream(model: 'Any', *, names: 'Sequence[str] | None' = None, dtype: 'str | None' = None, \
+to: 'str | Sequence[int]' = 'all', max_bytes: 'int' = 536870912, device: 'str' = 'host', adapters: 'bool' = False, \
+family: 'str | Family | None' = None, config: 'Config | None' = None, mapping: 'RuleSet | None' = None) -> 'Tensors'
 """
 
 
