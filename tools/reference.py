@@ -143,10 +143,13 @@ def _text(node: ast.expr, constants: dict[str, ast.expr]) -> str:
     return "*...*"
 
 
+_BY_MODULE = "__getattr__"
+
+
 def _definition(mark: str, name: str, node: ast.ClassDef | ast.FunctionDef) -> Iterator[str]:
     """Yield heading, signature and docstring of a function, or of a class and its public methods."""
     yield f"{mark} {name}"
-    if isinstance(node, ast.FunctionDef):
+    if isinstance(node, ast.FunctionDef) and node.name != _BY_MODULE:
         yield f"```python\n{_signature(node)}\n```"
     yield _markdown(ast.get_docstring(node) or "")
     for method in node.body if isinstance(node, ast.ClassDef) else ():
@@ -160,11 +163,10 @@ def _signature(node: ast.FunctionDef) -> str:
 
 
 def _found(home: str, name: str) -> ast.ClassDef | ast.FunctionDef:
+    """Return the definition of a name of a module, or the function that makes it when it is first used."""
     path = ROOT / (home.replace(".", "/") + ".py")
-    (node,) = [
-        node for node in _tree(path).body if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name
-    ]
-    return node
+    known = {node.name: node for node in _tree(path).body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+    return known[name if name in known else _BY_MODULE]
 
 
 def _tree(path: Path) -> ast.Module:
