@@ -21,7 +21,6 @@ from paddleformers_fc import __version__
 from paddleformers_fc.distributed.channel import Channel, all_gather_checked, escape_text, group_by_value
 from paddleformers_fc.errors import PeerError
 from paddleformers_fc.families.description import IS_FLEET, ModelDescription
-from paddleformers_fc.upstream import LIBRARY
 
 NOT_SET = "not set"
 _LONGEST = 200
@@ -68,9 +67,11 @@ class ConsistencyCheck:
 def software_versions() -> dict[str, str]:
     """Return the versions of imported packages that a checkpoint depends on."""
     found = {"paddleformers_fc": __version__}
-    for name in ("paddle", LIBRARY):
-        if name in sys.modules:
-            found[name] = str(sys.modules[name].__version__)
+    if "paddle" in sys.modules:
+        from paddleformers_fc.upstream import LIBRARY  # It looks for the installed libraries.
+
+        imported = [name for name in ("paddle", LIBRARY) if name in sys.modules]
+        found |= {name: str(sys.modules[name].__version__) for name in imported}
     return found
 
 

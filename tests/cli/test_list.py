@@ -52,7 +52,8 @@ def test_the_text_shows_which_are_whole_and_counts_leftovers(output_dir: Path) -
 
 def test_an_empty_directory_has_no_checkpoints(tmp_path: Path) -> None:
     outcome = run("list", tmp_path, "--json")
-    assert (outcome.code, outcome.document) == (0, {"path": str(tmp_path), "checkpoints": [], "leftovers": []})
+    expected = {"path": str(tmp_path), "checkpoints": [], "leftovers": [], "local": None}
+    assert (outcome.code, outcome.document) == (0, expected)
     assert "0 checkpoints" in run("list", tmp_path).out
 
 

@@ -12,7 +12,6 @@ import pytest
 from tokenizers import Tokenizer, models, normalizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from paddleformers_fc.distributed.channel import ALONE
 from paddleformers_fc.errors import FormatError, MismatchError
 from paddleformers_fc.formats import open_checkpoint
 from paddleformers_fc.trainer.documents import TokenizerFiles, read_progress, refuse_unlike, tokenizer_files
@@ -24,7 +23,7 @@ CURRENT: dict[str, Any] = {"last_epoch": 3, "last_lr": 0.1, "use_dynamic_loss_sc
 
 def test_a_resume_of_what_a_script_saved_names_both_ways_to_use_it(tmp_path: Path) -> None:
     with pytest.raises(MismatchError) as raised:
-        read_progress(open_checkpoint(save(tmp_path / "checkpoint-3", canonical())), None, ALONE)
+        read_progress(open_checkpoint(save(tmp_path / "checkpoint-3", canonical())), None)
     assert "missing: trainer/state.json" in raised.value.evidence
     assert "ignore_load_lr_and_optim: true" in raised.value.next_step
     assert "paddleformers_fc.load" in raised.value.next_step

@@ -35,6 +35,7 @@ REPLACED = [
     "Trainer.__init__",
     "Trainer._inner_training_loop",
     "Trainer._load_flex_checkpoint",
+    "Trainer._maybe_log_save_evaluate",
     "Trainer._rotate_checkpoints",
     "Trainer._save",
     "Trainer._save_checkpoint",

@@ -10,7 +10,7 @@ import pytest
 
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.storage.paths import parse_path
-from paddleformers_fc.trainer import documents, saving
+from paddleformers_fc.trainer import documents, save
 from paddleformers_fc.trainer.options import FlexFields, check_options
 from tests.harness.tiny import SD2V2, TP2
 from tests.storage.serving import serving
@@ -71,6 +71,6 @@ def test_a_password_is_not_written_into_a_checkpoint() -> None:
 def test_a_model_is_not_exported_to_a_url() -> None:
     trainer = SimpleNamespace(args=SimpleNamespace(flex_checkpoint=True, flex_max_shard_size="5GB", output_dir="out"))
     with pytest.raises(OptionError, match="An export cannot be written to s3://bucket/model"):
-        saving.save_pretrained(trainer, pytest.fail, "s3://bucket/model")
+        save.save_pretrained(trainer, pytest.fail, "s3://bucket/model")
     with pytest.raises(OptionError, match="An export cannot be written to memory://model"):
-        saving.save_model(trainer, pytest.fail, "memory://model")
+        save.save_model(trainer, pytest.fail, "memory://model")

@@ -23,6 +23,7 @@ from paddleformers_fc.storage.paths import RemotePath
 from paddleformers_fc.trainer import save
 from paddleformers_fc.trainer.options import FlexFields, check_options, upload_url
 from paddleformers_fc.trainer.rotation import Retention
+from paddleformers_fc.trainer.tiers import Tier
 from paddleformers_fc.trainer.uploads import CheckpointUploader, Uploads
 from tests.cli.support import run
 from tests.harness.limits import LIMIT
@@ -246,11 +247,11 @@ def test_a_local_checkpoint_is_deleted_after_its_upload_and_not_before(bucket: B
     bucket.store.accepts = lambda method, path, query: False
     for step in (2, 4):
         one.committed(make_checkpoint(tmp_path, step), None, disks)
-    save.rotate(session, tmp_path / "checkpoint-4", None, disks, ALONE)
+    save.rotate(session, Tier(), tmp_path / "checkpoint-4", None, disks, ALONE)
     assert left(tmp_path) == ["checkpoint-2", "checkpoint-4"]
     bucket.store.accepts = lambda method, path, query: True
     one.finish()
-    save.rotate(session, tmp_path / "checkpoint-4", None, disks, ALONE)
+    save.rotate(session, Tier(), tmp_path / "checkpoint-4", None, disks, ALONE)
     assert left(tmp_path) == ["checkpoint-4"]
     assert steps(bucket) == ["checkpoint-2", "checkpoint-4"]
 
