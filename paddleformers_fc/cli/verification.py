@@ -9,10 +9,11 @@ import msgspec
 
 from paddleformers_fc.execute.verify import Verification
 from paddleformers_fc.formats.checkpoint import UNCOMPARED, Check
-from paddleformers_fc.trainer.diagnosis import Diagnosis
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from paddleformers_fc.trainer.diagnosis import Diagnosis  # It looks for the installed libraries.
 
 
 def show(outcome: Verification, console: Console) -> None:

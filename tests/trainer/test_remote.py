@@ -12,6 +12,7 @@ from paddleformers_fc.errors import OptionError
 from paddleformers_fc.storage.paths import parse_path
 from paddleformers_fc.trainer import documents, save
 from paddleformers_fc.trainer.options import FlexFields, check_options
+from paddleformers_fc.trainer.session import SESSION
 from tests.harness.tiny import SD2V2, TP2
 from tests.storage.serving import serving
 from tests.trainer.test_pretrained import start, weights_of
@@ -69,7 +70,8 @@ def test_a_password_is_not_written_into_a_checkpoint() -> None:
 
 
 def test_a_model_is_not_exported_to_a_url() -> None:
-    trainer = SimpleNamespace(args=SimpleNamespace(flex_checkpoint=True, flex_max_shard_size="5GB", output_dir="out"))
+    args = SimpleNamespace(flex_checkpoint=True, flex_max_shard_size="5GB", output_dir="out")
+    trainer = SimpleNamespace(args=args, **{SESSION: "not read"})
     with pytest.raises(OptionError, match="An export cannot be written to s3://bucket/model"):
         save.save_pretrained(trainer, pytest.fail, "s3://bucket/model")
     with pytest.raises(OptionError, match="An export cannot be written to memory://model"):
