@@ -229,7 +229,7 @@ class Expander:
 
 
 def _check_placeholders(item: Item, keys: list[str]) -> None:
-    """Refuse a name with other placeholders than ``keys``, those of the first name that has some."""
+    """Refuse a name whose placeholders differ from ``keys``, which the first name with placeholders has."""
     own = [key for key in placeholders(item.pattern) if key != STAR]
     cause = accepted = ""
     if "$" in skeleton(item.pattern) or not keys:

@@ -156,8 +156,8 @@ def inspect(
 def list_checkpoints(directory: OutputDirectory, as_json: Json = False) -> int:
     """List the checkpoints of an output directory: steps, layouts, sizes, whether each is whole; and leftovers.
 
-    A checkpoint is whole if its files have the recorded sizes and its documents the recorded checksums. Those of the
-    run's local tier on this machine are listed too.
+    A checkpoint is whole if its files have the recorded sizes and its documents the recorded checksums. The list
+    includes the checkpoints of the run's local tier on this machine.
     """
     from paddleformers_fc.cli import inspection
     from paddleformers_fc.execute.output_directory import list_output

@@ -323,7 +323,7 @@ def _open(
         channel: all ranks; every rank must call.
         verify: the level.
         alone: opens the directory on this rank without a manifest; its errors count if no rank has a manifest.
-        metadata: that of the coordinator; None if it has no manifest.
+        metadata: what the coordinator has read; None if it has no manifest.
         as_newest: whether to refuse what is resumed only by name.
     Returns:
         the checkpoint, and whether all ranks have access to the same disk.

@@ -78,10 +78,10 @@ from paddleformers_fc.execute.replicas import (
 )
 from paddleformers_fc.execute.save_plan import (
     ModelRecord,
+    PlanCache,
     PlannedFile,
     Planning,
     SavePlan,
-    SavePlanCache,
     digest,
     plan_for_all,
     plan_of_rank,
@@ -103,7 +103,7 @@ from paddleformers_fc.storage.manifest import UNKNOWN_RUN, DivergedTie, Manifest
 from paddleformers_fc.storage.progress import advance, expect
 from paddleformers_fc.storage.safetensors import TensorWriter
 
-_PLANS = SavePlanCache()
+_PLANS = PlanCache[SavePlan]()
 _NAME_BYTES = 8
 """Bytes of the random name of a plan."""
 _T = TypeVar("_T")

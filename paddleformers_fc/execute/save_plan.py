@@ -21,6 +21,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import msgspec
 
@@ -53,7 +54,9 @@ MAX_FILE_BYTES = 5 * 10**9
 """Bound on the tensors of one file of a checkpoint, in bytes; a larger tensor is cut between rows."""
 
 MAX_CACHED_PLANS = 8
-"""Maximum number of cached plans per process: of checkpoints, exports, and every rank where ranks are threads."""
+"""Maximum number of plans in a cache: of checkpoints, exports, and every rank where ranks are threads."""
+
+_Plan = TypeVar("_Plan")
 
 
 @dataclass(frozen=True)
@@ -154,14 +157,14 @@ class SavePlan:
         return self.model
 
 
-class SavePlanCache:
+class PlanCache(Generic[_Plan]):
     """The last plans of this process, by rank and name."""
 
     def __init__(self) -> None:
-        self._plans: OrderedDict[tuple[int, bytes], tuple[bytes, SavePlan]] = OrderedDict()
+        self._plans: OrderedDict[tuple[int, bytes], tuple[bytes, _Plan]] = OrderedDict()
         self._lock = threading.Lock()
 
-    def known(self, rank: int, facts: bytes) -> dict[bytes, SavePlan]:
+    def known(self, rank: int, facts: bytes) -> dict[bytes, _Plan]:
         """Return the plans of one rank by name.
 
         Args:
@@ -172,7 +175,7 @@ class SavePlanCache:
             plans = [(name, plan) for (owner, name), plan in self._plans.items() if (owner, plan[0]) == (rank, facts)]
         return {name: plan for name, (_, plan) in plans}
 
-    def keep(self, rank: int, facts: bytes, name: bytes, plan: SavePlan) -> None:
+    def keep(self, rank: int, facts: bytes, name: bytes, plan: _Plan) -> None:
         """Remember a plan that every rank has agreed to; the one that was not used for longest is forgotten.
 
         Args:

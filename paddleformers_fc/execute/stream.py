@@ -12,17 +12,15 @@ caller gets a tensor of which a rank could not send its part.
 
 Time: a rank sends its pieces once to each of few receivers, or twice the bytes of all tensors if there are many.
 Planning is linear in the distinct shards of the job, and in the pieces.
-Memory: a batch and the pieces of a round, together at most ``max_bytes`` or one tensor and a round; on the ranks that
-receive nothing one round.
+Memory: a batch, and the pieces of a round as they are read, packed and received: together at most ``max_bytes``, or one
+tensor and a round; on the ranks that receive nothing one round. On a device also the batch there.
 """
 
 from __future__ import annotations
 
 import math
 import secrets
-import threading
 import zlib
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -49,7 +47,7 @@ from paddleformers_fc.execute.merging import Merge
 from paddleformers_fc.execute.reading import batches, item_view
 from paddleformers_fc.execute.replica_assignment import Assignment, Writers
 from paddleformers_fc.execute.save import JobRecord, LivePart, live_part
-from paddleformers_fc.execute.save_plan import grouped, planned_files, proved_mapping
+from paddleformers_fc.execute.save_plan import PlanCache, grouped, planned_files, proved_mapping
 from paddleformers_fc.execute.staging_pool import DeviceCopy, StagingBuffer, StagingPool, in_host_memory, pool_of
 from paddleformers_fc.execute.ties import CopyPart, Ties, diverged, hash_ties, ties_of
 from paddleformers_fc.families import ModelDescription
@@ -84,9 +82,6 @@ DEFAULT_BYTES = 512 << 20
 MOST_DIRECT = 8
 """Most ranks that pieces are sent to one by one."""
 
-MOST_KEPT = 4
-"""Maximum number of plans that a process keeps."""
-
 _MODEL = Path("the live model")
 _NAME_BYTES = 8
 
@@ -116,8 +111,13 @@ class StreamRequest:
 
     @property
     def round_bytes(self) -> int:
-        """Bound on the bytes that a rank sends, and receives, in a round."""
-        return max(1, min(ROUND_BYTES, self.max_bytes // 4))
+        """Bound on the bytes that a rank sends, and receives, in a round: it reads, packs and receives them."""
+        return max(1, min(ROUND_BYTES, self.max_bytes // 8))
+
+    @property
+    def batch_bytes(self) -> int:
+        """Bound on the bytes of the tensors that are assembled together; a larger tensor is alone."""
+        return max(1, min(ROUND_BYTES, self.max_bytes // 2))
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ class StreamPlan:
         sides: its copies of tied tensors, which are hashed before the first batch.
         has_ties: whether any rank has such a copy.
         ties: the tied tensors that are compared, on the first rank.
-        shared: canonical name of an adapter's tensor -> that of the tensor that is stored for it.
+        shared: canonical name of an adapter's tensor -> canonical name of the tensor that several layers share.
     """
 
     batches: tuple[Batch, ...]
@@ -189,28 +189,7 @@ class _LiveJob(msgspec.Struct, frozen=True, array_like=True):
     sides: list[CopyPart]
 
 
-class KeptPlans:
-    """The last plans of this process, by rank, name, and the facts that they were made of."""
-
-    def __init__(self) -> None:
-        self._plans: OrderedDict[tuple[int, bytes], tuple[bytes, StreamPlan]] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def known(self, rank: int, facts: bytes) -> dict[bytes, StreamPlan]:
-        """Return the plans of a rank whose facts are these, by name."""
-        with self._lock:
-            kept = self._plans.items()
-            return {name: plan for (owner, name), (own, plan) in kept if (owner, own) == (rank, facts)}
-
-    def keep(self, rank: int, name: bytes, facts: bytes, plan: StreamPlan) -> None:
-        """Keep a plan that all ranks have."""
-        with self._lock:
-            self._plans[rank, name] = facts, plan
-            while len(self._plans) > MOST_KEPT:
-                self._plans.popitem(last=False)
-
-
-_KEPT = KeptPlans()
+_KEPT = PlanCache[StreamPlan]()
 
 
 def part_of(weights: Roles, model: ModelDescription) -> LivePart:
@@ -264,7 +243,7 @@ def plan_stream(
     packed = broadcast(channel, "planning a stream", partial(describe_job, payloads, part.model, ties), bytes)
     plan = partial(plan_of_rank, packed, shards, part.model, request, channel.rank, ties)
     name, made = run_on_all(channel, "planning a stream", plan)
-    _KEPT.keep(channel.rank, name, _facts(part, request), made)
+    _KEPT.keep(channel.rank, _facts(part, request), name, made)
     return made
 
 
@@ -356,8 +335,7 @@ def _batches(
 ) -> Iterator[Batch]:
     source, tensors = _wanted(checkpoint, request)
     planner = Planner(source)
-    most = max(1, min(ROUND_BYTES, request.max_bytes // 2))
-    for some in batches(_selected(tensors, request.names), shard_bytes, most):
+    for some in batches(_selected(tensors, request.names), shard_bytes, request.batch_bytes):
         items: dict[StoredPart, list[ReadItem]] = {}
         for shard in some:
             for item in planner.items(MODEL_STATE, shard):
@@ -451,6 +429,7 @@ class Stream:
             except BaseException:  # The others are about to receive this batch.
                 self._leave(batch)
                 raise
+            ready = []  # Its memory is used again.
             ready = self._assemble(batch, failures)
         self._agree(failures)
         yield from ready

@@ -12,11 +12,11 @@ whole. A changed byte is not found.
 Time and memory are linear in the metadata, about a microsecond and ten bytes per byte of it.
 
 A conversion writes the files that PaddleFormers' Trainer and ``dist.load_state_dict`` read.
-The tensors are those of the saved model, cut as on its ranks: the order inside a fused layer depends on the
-tensor-parallel degree, which only the cuts record. Tied tensors and their states are stored under all their names: in a
-pipeline stock reads all of them, elsewhere it reads states under the name that sorts first. Every role has a directory
-with ``0.metadata`` and files ``0_0.distcp``, ``1_0.distcp``, ...; Paddle requires the three roles even where one is
-empty. The Trainer's state is written into the files that PaddleFormers reads.
+It contains the tensors of the saved model, and cuts them as that model's ranks did: the order inside a fused layer
+depends on the tensor-parallel degree, which only the cuts record. Tied tensors and their states are stored under all
+their names: in a pipeline stock reads all of them, elsewhere it reads states under the name that sorts first. Every
+role has a directory with ``0.metadata`` and files ``0_0.distcp``, ``1_0.distcp``, ...; Paddle requires the three roles
+even where one is empty. The Trainer's state is written into the files that PaddleFormers reads.
 """
 
 from __future__ import annotations

@@ -494,7 +494,7 @@ class FileArray:
             shape: of the whole tensor.
             box: the part of the tensor; None for all of it.
             flat: the range of elements of the part that the array contains; None for all of them.
-            dtype: element type of the tensor; empty for that of the array.
+            dtype: element type of the tensor; empty if the array has the same.
         """
         part = Shard(name, dtype or self.dtype, shape, box or whole(shape), flat)
         return part, self.file, self.begin, dtype_size(self.dtype)

@@ -131,7 +131,7 @@ class FlexCheckpointCallback(TrainerCallback):
 
 
 def _blocked_text(report: CheckpointReport) -> str:
-    """Return the seconds for which a save beside training has blocked it; empty for others."""
+    """Return how long an asynchronous save blocked training; empty for other reports."""
     return f", training blocked for {report.blocked:.2f} s" if 0 < report.blocked < report.seconds else ""
 
 

@@ -91,7 +91,7 @@ def test_a_save_from_a_snapshot_reads_no_live_tensor_and_writes_and_finds_the_sa
 ) -> None:
     monkeypatch.setattr(replicas, "WHOLE_BYTES", 512)  # Of larger replicas one part is hashed.
     monkeypatch.setattr(save_plan, "MAX_FILE_BYTES", 20_000)
-    monkeypatch.setattr(saving, "_PLANS", save_plan.SavePlanCache())
+    monkeypatch.setattr(saving, "_PLANS", save_plan.PlanCache())
     (plain, expected), (reports, found) = (
         saved(tmp_path / str(beside) / "checkpoint-3", grid, beside, odd) for beside in (False, True)
     )

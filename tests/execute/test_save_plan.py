@@ -34,7 +34,7 @@ from paddleformers_fc.execute.save import (
     save_checkpoint,
     write_and_commit,
 )
-from paddleformers_fc.execute.save_plan import MAX_CACHED_PLANS, SavePlan, SavePlanCache
+from paddleformers_fc.execute.save_plan import MAX_CACHED_PLANS, PlanCache, SavePlan
 from paddleformers_fc.families import ModelDescription, ModelTensor
 from paddleformers_fc.families.stated import rules_by_name
 from paddleformers_fc.layout.live import describe_roles
@@ -192,14 +192,14 @@ def test_a_rank_that_has_forgotten_a_plan_makes_all_ranks_work_it_out_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(tmp_path / "a", everything)
-    known = SavePlanCache.known
-    monkeypatch.setattr(SavePlanCache, "known", lambda self, rank, facts: known(self, rank, facts) if rank == 0 else {})
+    known = PlanCache.known
+    monkeypatch.setattr(PlanCache, "known", lambda self, rank, facts: known(self, rank, facts) if rank == 0 else {})
     assert save(tmp_path / "b", everything)
     assert contents(tmp_path / "a") == contents(tmp_path / "b")
 
 
 def test_only_the_last_plans_are_kept_and_every_rank_has_its_own() -> None:
-    keeper, plan = SavePlanCache(), SavePlan((), None)
+    keeper, plan = PlanCache(), SavePlan((), None)
     for number in range(MAX_CACHED_PLANS):
         keeper.keep(0, b"a", bytes([number]), plan)
     keeper.keep(0, b"a", b"\0", plan)
@@ -298,7 +298,7 @@ def test_files_are_bounded_and_tensors_that_do_not_fit_are_cut(
 ) -> None:
     with monkeypatch.context() as small:
         small.setattr(save_plan, "MAX_FILE_BYTES", 700)
-        small.setattr(saving, "_PLANS", SavePlanCache())
+        small.setattr(saving, "_PLANS", PlanCache())
         save(tmp_path / "a", everything, ranks=ranks)
     found = list((tmp_path / "a").glob("*/*.safetensors"))
     stored = [read_header(path).tensors.values() for path in found]

@@ -134,3 +134,30 @@ def broken(output_dir: str, **settings: Any) -> dict[str, str]:
     attempt("early", end_early)
     attempt("whole", lambda: len(digests_of(paddleformers_fc.stream(trainer.model, **small))))
     return found
+
+
+def most_bytes(output_dir: str, max_bytes: int, **settings: Any) -> dict[str, int]:
+    """The largest tensor of a stream, its bytes together, and the most bytes of tensors that existed at one time."""
+    import math
+    import weakref
+
+    import paddleformers_fc
+    from paddleformers_fc.execute import stream
+    from tests.trainer import jobs
+
+    trainer = jobs.flex_trainer(output_dir=output_dir, **settings)
+    made: list[tuple[Any, int]] = []
+    found = {"largest": 0, "total": 0, "most": 0}
+    empty = stream._empty
+
+    def counting(shard: Any) -> Any:
+        tensor, size = empty(shard), 4 * math.prod(shard.global_shape)
+        made.append((weakref.ref(tensor), size))
+        alive = sum(one for reference, one in made if reference() is not None)
+        found.update(largest=max(found["largest"], size), total=found["total"] + size, most=max(found["most"], alive))
+        return tensor
+
+    stream._empty = counting
+    for _ in paddleformers_fc.stream(trainer.model, max_bytes=max_bytes):
+        pass
+    return found

@@ -115,3 +115,11 @@ def test_another_process_computes_the_same_logits(tmp_path: Path) -> None:
     apart = re.findall(r"^step (\d): logits differ by at most (\S+)$", done.stdout, re.MULTILINE)
     assert [step for step, _ in apart] == ["1", "2", "3"]
     assert all(float(number) < 2e-6 for _, number in apart)
+
+
+def test_a_stream_holds_few_of_its_tensors_at_a_time(ranks: ForkServer, tmp_path: Path) -> None:
+    bound = 1 << 18
+    for found in ranks.run(f"{JOBS}:most_bytes", 2, {**job(TP2, tmp_path), "max_bytes": bound}).values:
+        assert found["total"] > 2 * bound
+        # Half of the bound, or the largest tensor; the caller has the last one of the batch before.
+        assert found["most"] <= max(bound // 2, found["largest"]) + found["largest"]

@@ -43,7 +43,7 @@ from paddleformers_fc.execute import collective_checksums, save
 from paddleformers_fc.execute.load import _PreflightMessage
 from paddleformers_fc.execute.memory import HostPieces, HostTensors
 from paddleformers_fc.execute.replica_assignment import Writers
-from paddleformers_fc.execute.save_plan import PlannedFile, SavePlanCache, planned_files
+from paddleformers_fc.execute.save_plan import PlanCache, PlannedFile, planned_files
 from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.layout.shard_messages import decode_shards, encode_rank_shards
 from paddleformers_fc.layout.shards import Shard, ShardsByRole
@@ -104,7 +104,7 @@ class ScaleJob:
         nodes = {rank // RANKS_PER_NODE for rank in self._absent}
         self._nodes = {node: StoreClient(self._address, _PATIENCE, _PATIENCE) for node in nodes}
         self._closed = False
-        save._PLANS = SavePlanCache()  # The processes of a job begin without plans.
+        save._PLANS = PlanCache()  # The processes of a job begin without plans.
         self._arriving = threading.Thread(target=self._arrive, daemon=True)
         self._arriving.start()
 
