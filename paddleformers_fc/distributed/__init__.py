@@ -7,6 +7,5 @@
 ``liveness``        meetings before every exchange, with a timeout
 ``consistency``     versions, options and configuration compared between ranks
 ``step_agreement``  training threads agree at step ends
-``disk_leaders``    the ranks that share a disk
 ==================  ==================================================================================
 """

@@ -36,7 +36,7 @@ import xxhash
 from paddleformers_fc.distributed.channel import Channel, all_gather_checked
 from paddleformers_fc.errors import Corrupt
 from paddleformers_fc.execute.memory import host_pieces
-from paddleformers_fc.execute.reading import Key, batches, fill_arrays, read_parts, verify_equal
+from paddleformers_fc.execute.reading import Key, batches, fill_arrays, read_in_order, verify_equal
 from paddleformers_fc.execute.save_plan import model_rules
 from paddleformers_fc.families import ModelDescription
 from paddleformers_fc.formats.registry import open_checkpoint
@@ -49,7 +49,6 @@ from paddleformers_fc.mapping.templates import BoxLink, pulled
 from paddleformers_fc.plan.build import Planner, ReadSource, plan_reads, row_major_pieces
 from paddleformers_fc.plan.items import LoadPlan, ReadItem, StoredPart
 from paddleformers_fc.plan.sources import canonical_layout
-from paddleformers_fc.plan.transfer_plan import boxes_within
 from paddleformers_fc.storage.dtypes import dtype_size
 from paddleformers_fc.storage.executor import ReadPool
 from paddleformers_fc.storage.files import byte_view
@@ -230,11 +229,10 @@ def weights_md5(directory: AnyPath) -> str:
     with ReadPool(identities=catalog.identities) as pool:
         for name in sorted(tensors):
             digest.update(name.encode())
-            held = tensors[name].form.held_dtype
             for fragment in tensors[name].fragments:  # One, or none where the tensor has no element.
-                for box in boxes_within(whole(fragment.box.shape), PIECE_BYTES // dtype_size(held)):
-                    part = StoredPart(fragment.file, fragment.begin, fragment.box.shape, box, held)
-                    (array,), _ = read_parts(pool, directory, [part])
+                shape = fragment.box.shape
+                part = StoredPart(fragment.file, fragment.begin, shape, whole(shape), tensors[name].form.held_dtype)
+                for array in read_in_order(pool, directory, part, PIECE_BYTES):
                     digest.update(byte_view(array))
                     advance(array.nbytes)
     return digest.hexdigest()

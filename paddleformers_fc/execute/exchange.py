@@ -1,9 +1,8 @@
 """Read a range on one rank for other ranks, which lack the file or need not read it as well; the exchange of ranks.
 
-If files are on several disks, ranks send lists of the ranges that they want; replicas know each other's
-(:mod:`.replica_reads`). All compute the same **rounds** from these (:mod:`paddleformers_fc.plan.transfer_plan`), and
-:func:`exchange_round` sends the pieces of one round, with one exchange per round. Ranges of files are sent here, and
-parts of tensors in memory by :mod:`.part_exchange`.
+If files are on several disks, ranks send lists of the ranges that they want; replicas know each other's. All compute
+the same **rounds** from these (:mod:`paddleformers_fc.plan.transfer_plan`), and :func:`exchange_round` sends the pieces
+of one round, with one exchange per round.
 
 In a round every rank reads its pieces, packed and in the stored dtype, and sends them. A receiver copies a piece to the
 place in its plan, and transposes and casts there. The next round is read while this one is sent. A rank that fails
@@ -13,10 +12,24 @@ for itself, no range is exchanged: a load is one local read.
 Memory beyond the targets: what is read for two rounds or turns, and one round that is sent and received, each of
 ``ROUND_BYTES`` at most; on an accelerator also host copies of incomplete shards. There are few of these, because pieces
 arrive in the order in which ranks request them.
+
+**Replicas.** Ranks of data parallelism hold the same weights. Each computes a digest of the ranges that it reads for
+them, and ranks with equal digests are replicas. Where states of the optimizer are not cut over the replicas, their
+ranges are part of the digest; otherwise every rank reads its own. From its plan and the numbers of its replicas a rank
+derives the share of each of them, so no list of ranges is sent. The page cache of a host serves all its ranks. Under
+``auto`` ranks therefore share only if their replicas are on several hosts, :data:`LEAST_HOSTS` at least. More than
+:data:`MOST_REPLICAS` form several groups. A rank sends two digests of 16 bytes, equal to those of its replicas, in the
+exchange that planning makes in any case.
+
+**Parts in memory.** :func:`gather_parts` sends parts of tensors from the ranks that hold them to the ranks that need
+them. Both sides cut a tensor into the same boxes, and a rank holds or needs a range of a box. Sharding may therefore
+differ, and tensor, pipeline and expert parallelism may not. A rank uses its own elements, and receives all others from
+the lowest rank that holds them.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -36,45 +49,167 @@ from paddleformers_fc.distributed.channel import (
     refuse_failed,
     run_on_all,
 )
-from paddleformers_fc.errors import FlexError, StorageError
+from paddleformers_fc.errors import FlexError, MismatchError, StorageError
 from paddleformers_fc.execute.collective_checksums import FillMessage, refuse_damaged
 from paddleformers_fc.execute.phases import PhaseTimer, Slowest, rounded, slowest_of
 from paddleformers_fc.execute.reading import (
     ArraySlot,
     Key,
     Slot,
+    digests_of,
     execute_reads,
     item_view,
     read_parts,
     refuse_unequal,
     verify_equal,
 )
-from paddleformers_fc.execute.replica_reads import Replicas, by_shard
 from paddleformers_fc.formats.catalog import EVERYONE
+from paddleformers_fc.layout.live import LocalTensor, Roles
+from paddleformers_fc.layout.roles import MODEL_STATE, parameter_of
+from paddleformers_fc.layout.shards import Shard
+from paddleformers_fc.mapping.boxes import Box
 from paddleformers_fc.plan.block_owners import NO_BLOCKS, BlockReads, RecordedBlocks
 from paddleformers_fc.plan.items import EqualCheck, LoadPlan, ReadItem, StoredPart
 from paddleformers_fc.plan.transfer_plan import (
     EMPTY_SCHEDULE,
     ROUND_BYTES,
+    Transfer,
     TransferPiece,
     TransferSchedule,
     VisibleTo,
     assign_transfers,
-    boxes_within,
     readers,
     schedule_rounds,
+    share_rounds,
 )
 from paddleformers_fc.storage import paths
 from paddleformers_fc.storage.block_checksums import comparison_of
 from paddleformers_fc.storage.dtypes import copy_cast
 from paddleformers_fc.storage.executor import DEFAULT_OPTIONS, Blocks, OwnedBlocks, ReadOptions, ReadPool
-from paddleformers_fc.storage.files import byte_view
 from paddleformers_fc.storage.identities import NO_IDENTITIES, Identities, same_bytes_key
 from paddleformers_fc.storage.operations import numpy_dtype
 
 Array = np.ndarray[Any, Any]
+Floats = np.ndarray[Any, np.dtype[np.float32]]
+_Place = tuple[str, Box]
+"""The name of a tensor, and a box of it."""
 
-_DIGEST_ELEMENTS = 4 << 20
+LEAST_HOSTS = 4
+"""Least hosts of replicas that share their reads under ``auto``."""
+
+MOST_REPLICAS = 64
+"""Most ranks that share their reads. With more of them, pieces become short and rounds many; they form groups."""
+
+
+class SharedReads(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank reads that others may read as well, on its way to them.
+
+    Args:
+        ranges: the digest of the ranges; empty if the rank reads for itself.
+        hosts: the digest of the hosts of all ranks, under ``auto``.
+    """
+
+    ranges: bytes = b""
+    hosts: bytes = b""
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """The ranks that read the same ranges as this one, in a job in which ranks share reads.
+
+    Args:
+        ranks: in rising order, this rank included; it may be the only one.
+        parts: the ranges, equal on all of them.
+    """
+
+    ranks: tuple[int, ...]
+    parts: tuple[StoredPart, ...]
+
+    def schedule(self, limit: int) -> TransferSchedule:
+        """Return the rounds in which replicas send each other what they have read; none for a rank alone.
+
+        Args:
+            limit: bound on the bytes that a rank sends, and receives, in a round.
+        """
+        return share_rounds(self.parts, self.ranks, limit) if len(self.ranks) > 1 else EMPTY_SCHEDULE
+
+
+def shared_parts(plan: LoadPlan, roles: Roles) -> tuple[StoredPart, ...]:
+    """Return the ranges that replicas of a rank read as well: those of weights, and of states that are not cut.
+
+    Args:
+        plan: the reads of the rank.
+        roles: the tensors that it fills.
+    """
+    elements = {role: _largest(role, names) for role, names in roles.items()}
+    whole = {role for role, found in elements.items() if found == elements.get(MODEL_STATE)}
+    return tuple(dict.fromkeys(item.stored for item in by_shard(plan) if item.role in whole))
+
+
+def by_shard(plan: LoadPlan) -> list[ReadItem]:
+    """Return the items ordered by shard, so that shards are completed one after the other."""
+    shards: dict[tuple[str, str], list[ReadItem]] = {}
+    for item in plan.items:
+        shards.setdefault((item.role, item.name), []).append(item)
+    return [item for items in shards.values() for item in items]
+
+
+def _largest(role: str, names: Mapping[str, LocalTensor]) -> dict[str, int]:
+    """Return for each parameter the elements of its largest tensor of a role."""
+    found: dict[str, int] = {}
+    for name, weight in names.items():
+        parameter = parameter_of(role, name)
+        found[parameter] = max(found.get(parameter, 0), math.prod(weight.local_tensor.shape))
+    return found
+
+
+def shared_reads(
+    plan: LoadPlan, roles: Mapping[str, Mapping[str, LocalTensor]], options: ReadOptions
+) -> tuple[SharedReads, tuple[StoredPart, ...]]:
+    """Return the message of a rank, and the ranges that it can share.
+
+    Args:
+        plan: the reads of the rank.
+        roles: the tensors that it fills.
+        options: whether ranks share reads.
+    """
+    is_automatic = options.replicas == "auto"
+    if options.replicas == "each" or (is_automatic and len(set(options.hosts)) < LEAST_HOSTS):
+        return SharedReads(), ()
+    parts = shared_parts(plan, roles)
+    ranges, hosts = (xxhash.xxh3_128_digest(msgspec.msgpack.encode(one)) for one in (parts, options.hosts))
+    return SharedReads(ranges if parts else b"", hosts if is_automatic else b""), parts
+
+
+def replicas_of(
+    everyone: Sequence[SharedReads], rank: int, options: ReadOptions, parts: Sequence[StoredPart]
+) -> Replicas | None:
+    """Return the replicas of a rank; None if no ranks of the job share reads.
+
+    Args:
+        everyone: the message of every rank, by rank.
+        rank: the rank.
+        options: its options, equal on all ranks.
+        parts: the ranges that it can share.
+    """
+    groups: dict[bytes, list[int]] = {}
+    for other, one in enumerate(everyone):
+        if one.ranges:
+            groups.setdefault(one.ranges, []).append(other)
+    if options.replicas == "auto":
+        # Ranks that do not see the same hosts would not agree who shares.
+        hosts = options.hosts if len({one.hosts for one in everyone}) == 1 else ()
+        known = len(hosts) == len(everyone)
+        groups = {
+            key: ranks for key, ranks in groups.items() if known and len({hosts[rank] for rank in ranks}) >= LEAST_HOSTS
+        }
+    groups = {key: ranks for key, ranks in groups.items() if len(ranks) > 1}
+    if not groups:
+        return None
+    own = groups.get(everyone[rank].ranges, [rank])
+    count = -(-len(own) // MOST_REPLICAS)
+    # Neighbours, which are on one host, are in different groups.
+    return Replicas(tuple(own[own.index(rank) % count :: count]), tuple(parts))
 
 
 @dataclass(frozen=True)
@@ -318,18 +453,10 @@ def compare_redistributed(
     Raises:
         MismatchError: the same on every rank, naming every pair that differs.
     """
-    digests: dict[StoredPart, bytes] = {}
+    compare = partial(verify_equal, tuple(checks), storage.root, options, storage.identities)
     if storage.visible_to:
-        digests = _agreed_digests(
-            [side for check in checks for side in (check.left, check.right)], storage, channel, options
-        )
-
-    def compare() -> None:
-        if digests:
-            refuse_unequal([check for check in checks if digests[check.left] != digests[check.right]], storage.root)
-        else:
-            verify_equal(tuple(checks), storage.root, options, storage.identities)
-
+        sides = [side for check in checks for side in (check.left, check.right)]
+        compare = partial(refuse_unequal, checks, _agreed_digests(sides, storage, channel, options), storage.root)
     run_on_all(channel, "comparing tied tensors", compare)
 
 
@@ -342,21 +469,13 @@ def _agreed_digests(
         (part for ranges in requests for part in ranges.received()), storage.visible_to, channel.world_size
     )
     mine = [part for part, owner in owners.items() if owner == channel.rank]
-    answers = all_gather_checked(channel, "reading tied tensors", lambda: _digests(mine, storage, options), list[bytes])
+
+    def hash_mine() -> list[bytes]:
+        return list(digests_of(mine, storage.root, options, storage.identities).values())
+
+    answers = all_gather_checked(channel, "reading tied tensors", hash_mine, list[bytes])
     left = [iter(answer) for answer in answers]
     return {part: next(left[owner]) for part, owner in owners.items()}
-
-
-def _digests(parts: Sequence[StoredPart], storage: ReadContext, options: ReadOptions) -> list[bytes]:
-    found: list[bytes] = []
-    with ReadPool(options, storage.identities) as pool:
-        for part in parts:
-            hasher = xxhash.xxh3_128()
-            for box in boxes_within(part.part, _DIGEST_ELEMENTS):
-                (array,), _ = read_parts(pool, storage.root, [structs.replace(part, part=box)])
-                hasher.update(byte_view(array))
-            found.append(hasher.digest())
-    return found
 
 
 class _ShardFiller:
@@ -503,3 +622,134 @@ def attempt(failures: list[Exception], work: Callable[[], None]) -> None:
         work()
     except Exception as error:  # As above.
         failures.append(error)
+
+
+@dataclass(frozen=True)
+class LocalPart:
+    """A part that this rank holds.
+
+    Args:
+        shard: its box, and the range of it.
+        values: its elements, float32 and one-dimensional.
+    """
+
+    shard: Shard
+    values: Floats
+
+
+class _Parts(msgspec.Struct):
+    """The parts that one rank holds and needs."""
+
+    held: list[Shard]
+    wanted: list[Shard]
+
+
+class _Segment(msgspec.Struct, frozen=True):
+    """Successive elements of a box that one rank has."""
+
+    sender: int
+    start: int
+    stop: int
+
+
+def gather_parts(
+    held: Mapping[str, LocalPart], wanted: Mapping[str, Shard], channel: Channel
+) -> Iterator[tuple[str, Floats]]:
+    """Yield the names and elements of the wanted parts that some ranks hold; every rank must iterate to the end.
+
+    Args:
+        held: this rank's parts by name.
+        wanted: the parts that this rank needs, by name. Names that no rank holds are left out.
+        channel: all ranks of the job.
+    Raises:
+        MismatchError: the same on every rank: ranks hold only some elements of a wanted part.
+    """
+
+    def own_parts() -> _Parts:
+        return _Parts([one.shard for one in held.values()], list(wanted.values()))
+
+    everyone = all_gather_checked(channel, "describing parts of tensors", own_parts, _Parts)
+    holders: _Holders = {}
+    for rank, parts in enumerate(everyone):
+        for shard in parts.held:
+            holders.setdefault(_place(shard), []).append(_Segment(rank, *_range(shard)))
+    moves = _transfers(everyone, holders)
+    for name, shard in wanted.items():
+        if not shard.size and _place(shard) in holders:
+            yield name, np.empty(0, np.float32)
+    found: dict[str, Floats] = {}
+    left: dict[str, int] = {}
+    for pieces in schedule_rounds(moves, channel.rank).rounds:
+        own = [_elements(held[one.move.part.file], one.box) for one in pieces if one.move.owner == channel.rank]
+        for piece, values in exchange_round(channel, pieces, own):
+            name, low, high = piece.move.part.file, piece.box.lo[0], piece.box.hi[0]
+            shard = wanted[name]
+            if name not in found:
+                found[name], left[name] = np.empty(shard.size, np.float32), shard.size
+            first = _range(shard)[0]
+            found[name][low - first : high - first] = values
+            left[name] -= high - low
+            if not left[name]:
+                yield name, found.pop(name)
+
+
+def _transfers(everyone: Sequence[_Parts], holders: _Holders) -> list[Transfer]:
+    """Return the ranges that one rank has and others want, tensor by tensor; equal on all ranks.
+
+    Raises:
+        MismatchError: ranks hold only some elements of a wanted part.
+    """
+    receivers: dict[tuple[str, Box, _Segment], list[int]] = {}
+    faults: set[str] = set()
+    for rank, parts in enumerate(everyone):
+        for shard in parts.wanted:
+            found = _segments(shard, holders.get(_place(shard), ()), rank)
+            for one in found:
+                receivers.setdefault((*_place(shard), one), []).append(rank)
+            if _place(shard) in holders and sum(one.stop - one.start for one in found) != shard.size:
+                low, high = _range(shard)
+                faults.add(f"{shard.name}: {low}:{high} of {shard.box}")
+    if faults:
+        raise MismatchError(
+            "The ranks together do not hold all elements of a tensor.",
+            evidence=sorted(faults),
+            next_step="Let every rank of the job call, with the parts that its optimizer updates.",
+        )
+    ordered = sorted(receivers.items(), key=lambda entry: (entry[0][0], entry[0][1].lo, entry[0][2].start))
+    return [
+        Transfer(
+            StoredPart(name, 0, (box.volume,), Box((one.start,), (one.stop,)), "float32"), one.sender, tuple(ranks)
+        )
+        for (name, box, one), ranks in ordered
+    ]
+
+
+def _place(shard: Shard) -> _Place:
+    return shard.name, shard.box
+
+
+def _range(shard: Shard) -> tuple[int, int]:
+    return (0, shard.box.volume) if shard.flat is None else shard.flat
+
+
+_Holders = dict[_Place, list[_Segment]]
+"""The ranges of every box, with the ranks that hold them, in the order of ranks."""
+
+
+def _segments(shard: Shard, holders: Sequence[_Segment], receiver: int) -> list[_Segment]:
+    """Return the segments that make up a part; they end where no rank holds the next element."""
+    at, stop = _range(shard)
+    ordered = sorted(holders, key=lambda one: (one.sender != receiver, one.sender))
+    found: list[_Segment] = []
+    while at < stop:
+        holder = next((one for one in ordered if one.start <= at < one.stop), None)
+        if holder is None:
+            break
+        found.append(_Segment(holder.sender, at, min(holder.stop, stop)))
+        at = found[-1].stop
+    return found
+
+
+def _elements(part: LocalPart, box: Box) -> Floats:
+    first = _range(part.shard)[0]
+    return part.values[box.lo[0] - first : box.hi[0] - first]

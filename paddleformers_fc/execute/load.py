@@ -30,11 +30,17 @@ from paddleformers_fc.distributed.channel import (
 from paddleformers_fc.distributed.consistency import ConsistencyCheck, comparable_config, software_versions
 from paddleformers_fc.errors import MismatchError, OptionError, PeerError
 from paddleformers_fc.execute.collective_checksums import verify_metadata_blocks, verify_parts
-from paddleformers_fc.execute.exchange import ReadContext, compare_redistributed, read_redistributed
+from paddleformers_fc.execute.exchange import (
+    ReadContext,
+    SharedReads,
+    compare_redistributed,
+    read_redistributed,
+    replicas_of,
+    shared_reads,
+)
 from paddleformers_fc.execute.memory import dtype_name, slots_of
 from paddleformers_fc.execute.phases import Phases, PhaseTimer
 from paddleformers_fc.execute.reading import Key, Slot
-from paddleformers_fc.execute.replica_reads import SharedReads, replicas_of, shared_reads
 from paddleformers_fc.execute.save_plan import cuts_of, model_rules
 from paddleformers_fc.families import ModelDescription, OptionalNames, family_for, is_known
 from paddleformers_fc.families.changes import (

@@ -17,19 +17,23 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import msgspec
 import numpy as np
+import xxhash
 from msgspec.structs import replace
 
 from paddleformers_fc.errors import Diverged, MismatchError
+from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping.boxes import Box, Shape, whole
-from paddleformers_fc.mapping.correspondences import NEW_AXIS
+from paddleformers_fc.mapping.templates import NEW_AXIS, BoxLink, pulled
 from paddleformers_fc.plan.items import EqualCheck, LoadPlan, ReadItem, StoredPart
 from paddleformers_fc.plan.transfer_plan import boxes_within
 from paddleformers_fc.storage.dtypes import ScaledFile
 from paddleformers_fc.storage.executor import DEFAULT_OPTIONS, NO_BLOCKS, Blocks, ReadOptions, ReadPool
+from paddleformers_fc.storage.files import byte_view
 from paddleformers_fc.storage.identities import NO_IDENTITIES, Identities
 from paddleformers_fc.storage.manifest import CHOOSE_COPY
 from paddleformers_fc.storage.operations import (
@@ -211,19 +215,9 @@ def cut_large_shards(
             for low, high in zip(points, points[1:], strict=False):
                 name = f"{key[1]}[{low}:{high}]"
                 kept[key[0], name] = slot.part(low, high)
-                parts = (_within(item, low, high) for item in own)
-                pieces[key].extend(replace(part, name=name) for part in parts if part is not None)
-    cut = tuple(one for item in items for one in _once(pieces, item))
-    return cut, kept
-
-
-def _once(pieces: dict[Key, list[ReadItem]], item: ReadItem) -> Sequence[ReadItem]:
-    """Return the pieces of a shard at its first item, and nothing at the others; the item itself if it is not cut."""
-    key = (item.role, item.name)
-    if key not in pieces:
-        return (item,)
-    found, pieces[key] = pieces[key], []
-    return found
+                pieces[key].extend(replace(part, name=name) for item in own for part in _within(item, low, high))
+    others = (item for item in items if (item.role, item.name) not in pieces)
+    return (*others, *chain.from_iterable(pieces.values())), kept
 
 
 def _row_axis(shape: Shape) -> int:
@@ -260,45 +254,32 @@ def _between_rows(fragments: list[_Fragment], low: int, point: int) -> int:
     return down if down > low else down + row
 
 
-def _within(item: ReadItem, low: int, high: int) -> ReadItem | None:
-    """Return what an item fills of a piece, in the piece's coordinates; None if that is nothing.
+def _within(item: ReadItem, low: int, high: int) -> Iterator[ReadItem]:
+    """Yield what an item fills of a piece, in the piece's coordinates.
 
     Args:
         item: fills a part of the shard.
-        low: index of the first element of the piece, between rows of the item's fragment.
+        low: index of the first element of the piece.
         high: index behind its last.
     """
-    volume = math.prod(item.shape)
-    if item.start + volume <= low or high <= item.start:
-        return None
-    if low <= item.start and item.start + volume <= high:
-        return replace(item, start=item.start - low)
-    axis = _row_axis(item.shape)
-    row = math.prod(item.shape[axis + 1 :])
-    first, last = max(low - item.start, 0) // row, min(high - item.start, volume) // row
-    begin, end = max(item.part.lo[axis], first), min(item.part.hi[axis], last)
+    begin, end = max(low - item.start, 0), min(high - item.start, math.prod(item.shape))
     if begin >= end:
-        return None
-    stored, source = item.stored, item.axes[axis]
-    if source != NEW_AXIS:
-        offset = stored.part.lo[source] - item.part.lo[axis]
-        stored = replace(stored, part=_with_range(stored.part, source, begin + offset, end + offset))
-    return replace(
-        item,
-        stored=stored,
-        start=item.start + first * row - low,
-        shape=(*item.shape[:axis], last - first, *item.shape[axis + 1 :]),
-        part=_with_range(item.part, axis, begin - first, end - first),
-    )
+        return
+    link, stored = BoxLink(0, item.stored.part, item.part, item.axes), item.stored
+    for fragment in Shard("", "", item.shape, whole(item.shape), (begin, end)).fragments:
+        part = item.part.intersect(fragment.box)
+        if part is not None:
+            yield replace(
+                item,
+                stored=replace(stored, part=pulled(link, part)),
+                start=item.start - low + begin + fragment.start,
+                shape=fragment.box.shape,
+                part=part.relative_to(fragment.box.lo),
+            )
 
 
-def _with_range(box: Box, axis: int, low: int, high: int) -> Box:
-    """Return a box with another range along an axis."""
-    return Box((*box.lo[:axis], low, *box.lo[axis + 1 :]), (*box.hi[:axis], high, *box.hi[axis + 1 :]))
-
-
-_PORTION_BYTES = 8 << 20
-"""Of each side of a check that are read and compared at a time; four times as much is in memory."""
+_HASHED_BYTES = 16 << 20
+"""Bytes of a range that are read and hashed at a time."""
 _LEAST_PIECE_BYTES = 1 << 20
 """Large shards of a device are not cut into smaller pieces than this."""
 
@@ -438,7 +419,7 @@ def verify_equal(
     options: ReadOptions = DEFAULT_OPTIONS,
     identities: Identities = NO_IDENTITIES,
 ) -> None:
-    """Read both sides of every check in pieces, and compare their bits.
+    """Read both sides of every check, and compare their digests.
 
     Args:
         checks: pairs of ranges that must be equal.
@@ -448,19 +429,29 @@ def verify_equal(
     Raises:
         MismatchError: naming every pair that differs.
     """
-    unequal: list[EqualCheck] = []
+    sides = (side for check in checks for side in (check.left, check.right))
+    refuse_unequal(checks, digests_of(sides, root, options, identities), root)
+
+
+def digests_of(
+    parts: Iterable[StoredPart], root: AnyPath, options: ReadOptions, identities: Identities
+) -> dict[StoredPart, bytes]:
+    """Return the digest of every distinct range; the arguments are those of :func:`verify_equal`."""
+    found: dict[StoredPart, bytes] = {}
     with ReadPool(options, identities) as pool:
-        for check in checks:
-            most = max(1, _PORTION_BYTES // numpy_dtype(check.left.dtype).itemsize)
-            sides = (
-                [replace(side, part=box) for box in boxes_within(side.part, most)] for side in (check.left, check.right)
-            )
-            for left, right in zip(*sides, strict=True):
-                (one, other), _ = read_parts(pool, root, (left, right))
-                if one.tobytes() != other.tobytes():
-                    unequal.append(check)
-                    break
-    refuse_unequal(unequal, root)
+        for part in dict.fromkeys(parts):
+            hasher = xxhash.xxh3_128()
+            for array in read_in_order(pool, root, part, _HASHED_BYTES):
+                hasher.update(byte_view(array))
+            found[part] = hasher.digest()
+    return found
+
+
+def read_in_order(pool: ReadPool, root: AnyPath, part: StoredPart, most_bytes: int) -> Iterator[np.ndarray[Any, Any]]:
+    """Yield a range in arrays of at most ``most_bytes`` bytes, or of one element, in row-major order."""
+    for box in boxes_within(part.part, max(1, most_bytes // numpy_dtype(part.dtype).itemsize)):
+        (array,), _ = read_parts(pool, root, [replace(part, part=box)])
+        yield array
 
 
 def read_parts(
@@ -480,13 +471,14 @@ def _as_item(part: StoredPart, name: str) -> ReadItem:
     return ReadItem("", name, part, 0, shape, whole(shape), tuple(range(len(shape))))
 
 
-def refuse_unequal(unequal: Sequence[EqualCheck], root: AnyPath) -> None:
-    """Refuse checks that failed; no error if there is none.
+def refuse_unequal(checks: Iterable[EqualCheck], digests: Mapping[StoredPart, bytes], root: AnyPath) -> None:
+    """Refuse checks whose sides have different digests.
 
     Raises:
         Diverged: lists every pair that differs; copies of a tied tensor are among them.
         MismatchError: the same, for numbers that are stored several times.
     """
+    unequal = [check for check in checks if digests[check.left] != digests[check.right]]
     if unequal:
         kind = Diverged if any(check.tied for check in unequal) else MismatchError
         raise kind(

@@ -1,10 +1,10 @@
-"""Compare replicas: parts of a tensor that several ranks hold.
+"""Compare copies when they are saved: replicas, which are parts of a tensor that several ranks hold, and tied tensors.
 
-A save writes one of several replicas, or rows of each. Replicas should be equal bit for bit, because gradients were
-reduced or parameters were broadcast. Different replicas are a fault of training that a checkpoint would hide: after a
-resume all ranks have one of the versions. Before a save every rank therefore hashes its replicas: small ones as a
-whole, and one n-th of a large one that n ranks hold, another part at each step. Diverged ranks differ nearly everywhere
-and are found at once. A single bit is found when its part is hashed.
+**Replicas.** A save writes one of several replicas, or rows of each. Replicas should be equal bit for bit, because
+gradients were reduced or parameters were broadcast. Different replicas are a fault of training that a checkpoint would
+hide: after a resume all ranks have one of the versions. Before a save every rank therefore hashes its replicas: small
+ones as a whole, and one n-th of a large one that n ranks hold, another part at each step. Diverged ranks differ nearly
+everywhere and are found at once. A single bit is found when its part is hashed.
 
 The shards of a group, which the same ranks hold, share one digest, which the coordinator gets with the checksums of the
 files. It gets digests of single shards only if these differ.
@@ -12,32 +12,48 @@ files. It gets digests of single shards only if these differ.
 Time: one xxh3 pass over about as many bytes as the rank writes, and on an accelerator their copy to the host. Memory:
 16 bytes per group of this rank; on the coordinator, of all ranks.
 
-List the ranges of live tensors that a save reads: to write them, or to hash replicas and tied copies.
+**Tied tensors.** A tied tensor has one copy per pipeline stage that uses it, under different names and with optimizer
+states of its own. Training keeps the copies equal, and a load refuses copies that differ. Every save therefore compares
+them, under every value of ``flex_check_replicas``. A checkpoint with diverged copies is saved with a record of it in
+the manifest, and is never resumed or kept in place of a whole one.
 
-A snapshot copies exactly these, so its memory is this rank's share of the checkpoint and not its state. Overlapping
-ranges are joined. Time and memory are linear in the tensors of this rank, apart from a sort per tensor.
+The written pieces are compared. Stages may shard the copies differently (flattened ranges of fused buffers,
+tensor-parallel cuts). The plan therefore intersects the written pieces of one copy with those of the other. Each rank
+hashes its sides of the intersections, and the digests travel with the checksums to the coordinator, which compares.
+
+Time: one xxh3 pass over the tied tensors that the rank writes, and on an accelerator their copy to the host. Memory:
+one block of 16 MiB, and 16 bytes per intersection of this rank; on the coordinator, of all ranks.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
+import msgspec
+import numpy as np
 import xxhash
 
-from paddleformers_fc.distributed.channel import MOST_BYTES, group_by_value
+from paddleformers_fc.distributed.channel import MOST_BYTES, format_ranks, group_by_value
 from paddleformers_fc.errors import MismatchError
-from paddleformers_fc.execute.memory import HostTensors
-from paddleformers_fc.execute.replica_assignment import Replica, rows_of
-from paddleformers_fc.execute.save_plan import SavePlan
-from paddleformers_fc.execute.ties import CopyPart
+from paddleformers_fc.execute.memory import HostPieces, HostTensors
+from paddleformers_fc.execute.replica_assignment import Replica, ShardPart, rows_of
+from paddleformers_fc.layout.roles import MODEL_STATE, split_state_name
+from paddleformers_fc.layout.shard_messages import JobShards
+from paddleformers_fc.layout.shards import Fragment, Shard
+from paddleformers_fc.mapping.boxes import Box, BoxFinder, Shape
 from paddleformers_fc.storage.dtypes import dtype_size
 from paddleformers_fc.storage.files import byte_view
+from paddleformers_fc.storage.manifest import DivergedTie
 from paddleformers_fc.text import count_text, fold
 
 WHOLE_BYTES = 1024 * 1024
 """Replicas up to this size are always hashed as a whole."""
+
+_BLOCK_BYTES = 16 * 1024 * 1024
+"""Bytes of a tied tensor that are hashed at a time."""
 
 _NAME_BYTES = 256
 """Bytes of the name and the digest of a replica, a high estimate."""
@@ -158,39 +174,185 @@ def _lines(shards: Sequence[Mapping[str, bytes]]) -> Iterator[str]:
         yield f"{key}: {group_by_value({rank: versions[shards[rank][key]] for rank in holders})}"
 
 
-def ranges_of(plan: SavePlan, step: int | None, replicas: str) -> ElementRanges:
-    """Return what one rank reads in a save, to write it or to hash it.
+class CopyPart(msgspec.Struct, frozen=True, array_like=True):
+    """A box of one copy that one rank writes.
 
     Args:
-        plan: the save plan of the rank.
-        step: determines the part of a large replica that is hashed. None for ranges with at least as many elements of
-            every tensor as at any step; they may overlap, as at some steps nothing does.
-        replicas: as for :func:`.save_checkpoint`; ``off`` hashes none.
+        rank: the rank.
+        role: role of the shard.
+        name: full name of the shard.
+        start: index, in elements, of the fragment in the rank's shard.
+        shape: shape of the fragment.
+        part: the box, in coordinates of the fragment.
     """
-    found: dict[TensorKey, list[ElementRange]] = {}
-    for file in plan.files:
-        for piece in file.pieces:
-            found.setdefault((file.role, piece.name), []).append((piece.start, piece.stop))
-    for side in plan.ties:
-        found.setdefault((side.role, side.name), []).append(_rows(side))
-    for one in plan.replicas if replicas != "off" else ():
-        found.setdefault((one.role, one.shard.name), []).append(hashed_range(one, step))
-    return {key: tuple(some if step is None else _joined(some)) for key, some in found.items()}
+
+    rank: int
+    role: str
+    name: str
+    start: int
+    shape: Shape
+    part: Box
 
 
-def _rows(side: CopyPart) -> ElementRange:
-    """Return the rows that contain a box."""
-    if not side.shape:
-        return side.start, side.start + 1
-    row = math.prod(side.shape[1:])
-    return side.start + side.part.lo[0] * row, side.start + side.part.hi[0] * row
+@dataclass(frozen=True, slots=True)
+class TiedPart:
+    """A box that two copies of a tied tensor both hold, or two copies that cannot be compared.
+
+    Args:
+        owner: the tied parameter.
+        line: the two copies and their ranks, for a report.
+        sides: the box in either copy; none of copies that differ in shape or dtype.
+    """
+
+    owner: str
+    line: str
+    sides: tuple[CopyPart, ...]
 
 
-def _joined(some: list[ElementRange]) -> Iterator[ElementRange]:
-    begin, end = min(some)
-    for start, stop in sorted(some):
-        if start > end:
-            yield begin, end
-            begin, end = start, stop
-        end = max(end, stop)
-    yield begin, end
+@dataclass(frozen=True, slots=True)
+class Ties:
+    """The parts of tied tensors that a save compares, on the coordinator.
+
+    Args:
+        parts: the boxes to compare.
+        stages: the names of every tied parameter's copies by pipeline stage, first to last.
+    """
+
+    parts: tuple[TiedPart, ...]
+    stages: Mapping[str, tuple[str, ...]]
+
+    @property
+    def sides(self) -> list[CopyPart]:
+        """The boxes of all ranks, in the order in which each rank hashes its own."""
+        return [side for part in self.parts for side in part.sides]
+
+
+_Copies = dict[str, list[tuple[int, ShardPart]]]
+"""Rank and piece of everything that is written, by the parameter's name."""
+
+
+def ties_of(job: JobShards, shares: Iterable[Sequence[ShardPart]], owners: Mapping[str, str]) -> Ties:
+    """Return the parts of tied tensors that a save compares.
+
+    Args:
+        job: the shards of all ranks.
+        shares: the pieces that every rank writes, by rank.
+        owners: the owner of every alias.
+    """
+    if not owners:
+        return Ties((), {})
+    parts: list[TiedPart] = []
+    for (owner, role, _), copies in _states(shares, owners).items():
+        first, *others = sorted(copies, key=lambda name: (name != owner, name))
+        for other in others:
+            one, two = (copies[name][0][1].shard for name in (other, first))
+            if (one.global_shape, one.dtype) != (two.global_shape, two.dtype):
+                parts.append(TiedPart(owner, f"{role} {one.name}: {_form(one)}, {two.name}: {_form(two)}", ()))
+                continue
+            places = [f"{shard.name} on {format_ranks(job.holders(role, shard.name))}" for shard in (one, two)]
+            line = f"{role} {', '.join(places)}"
+            parts.extend(TiedPart(owner, line, sides) for sides in _intersections(copies[other], copies[first]))
+    return Ties(tuple(parts), _stages(job, owners))
+
+
+def hash_ties(tensors: HostTensors, sides: Iterable[CopyPart]) -> list[bytes]:
+    """Return the digests of this rank's sides, 16 bytes each.
+
+    Args:
+        tensors: role -> name -> host memory of this rank.
+        sides: the boxes, in the order of :attr:`Ties.sides`.
+    """
+    return [_digest(tensors[side.role][side.name], side) for side in sides]
+
+
+def diverged(ties: Ties, digests: Sequence[Sequence[bytes]]) -> tuple[DivergedTie, ...]:
+    """Return the tied tensors whose copies differ.
+
+    Args:
+        ties: the compared parts.
+        digests: the results of :func:`hash_ties`, by rank.
+    """
+    ranks = [iter(own) for own in digests]
+    compared: dict[tuple[str, str], list[bool]] = {}
+    for part in ties.parts:
+        hashed = {next(ranks[side.rank]) for side in part.sides}
+        compared.setdefault((part.owner, part.line), []).append(len(hashed) == 1)
+    lines: dict[str, list[str]] = {}
+    for (owner, line), equal in compared.items():
+        if not all(equal):
+            some = f": {equal.count(False)} of {len(equal)} parts differ" if any(equal) else ""
+            lines.setdefault(owner, []).append(line + some)
+    return tuple(DivergedTie(list(ties.stages[owner]), found) for owner, found in lines.items())
+
+
+def _states(shares: Iterable[Sequence[ShardPart]], owners: Mapping[str, str]) -> dict[tuple[str, str, str], _Copies]:
+    """Return the written pieces of every tied weight and state that has several copies, by owner, role and suffix."""
+    names = {*owners, *owners.values()}
+    beginnings = tuple(names)
+    found: dict[tuple[str, str, str], _Copies] = {}
+    for rank, share in enumerate(shares):
+        for piece in share:
+            if not piece.shard.name.startswith(beginnings):
+                continue
+            state = split_state_name(piece.role, piece.shard.name)
+            if state.parameter in names:
+                key = (owners.get(state.parameter, state.parameter), piece.role, state.suffix)
+                found.setdefault(key, {}).setdefault(state.parameter, []).append((rank, piece))
+    return {key: copies for key, copies in found.items() if len(copies) > 1}
+
+
+def _stages(job: JobShards, owners: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
+    """Return the copies of every tied parameter by pipeline stage.
+
+    Among ranks that differ in their stage alone, a later stage has the higher rank. So the stages of two copies are in
+    the order of the lowest ranks that hold them.
+    """
+    copies: dict[str, list[str]] = {}
+    for alias, owner in owners.items():
+        copies.setdefault(owner, [owner]).append(alias)
+    return {
+        owner: tuple(sorted(present, key=lambda name: present[name][0]))
+        for owner, names in copies.items()
+        if (present := {name: ranks for name in names if (ranks := job.holders(MODEL_STATE, name))})
+    }
+
+
+def _form(shard: Shard) -> str:
+    return f"{shard.dtype} {list(shard.global_shape)}"
+
+
+def _intersections(
+    one: Sequence[tuple[int, ShardPart]], other: Sequence[tuple[int, ShardPart]]
+) -> Iterator[tuple[CopyPart, CopyPart]]:
+    """Yield every box that a piece of one copy and a piece of the other have in common, in both."""
+    fragments = [(rank, piece, fragment) for rank, piece in other for fragment in piece.shard.fragments]
+    finder = BoxFinder([fragment.box for _, _, fragment in fragments])
+    for rank, piece in one:
+        for fragment in piece.shard.fragments:
+            for index in finder.near(fragment.box):
+                common = fragment.box.intersect(fragments[index][2].box)
+                if common is not None:
+                    yield _part(rank, piece, fragment, common), _part(*fragments[index], common)
+
+
+def _part(rank: int, piece: ShardPart, fragment: Fragment, common: Box) -> CopyPart:
+    box = fragment.box
+    start = piece.start + fragment.start
+    return CopyPart(rank, piece.role, piece.shard.name, start, box.shape, common.relative_to(box.lo))
+
+
+def _digest(tensor: HostPieces, side: CopyPart) -> bytes:
+    """Return the digest of a box's elements in row-major order."""
+    hasher = xxhash.xxh3_128()
+    shape = side.shape or (1,)
+    part = side.part if side.shape else Box((0,), (1,))
+    row = math.prod(shape[1:])
+    inside = (slice(None), *(slice(low, high) for low, high in zip(part.lo[1:], part.hi[1:], strict=True)))
+    step = max(1, _BLOCK_BYTES // max(row * 8, 1))
+    for low in range(part.lo[0], part.hi[0], step):
+        high = min(low + step, part.hi[0])
+        blocks = list(tensor(side.start + low * row, side.start + high * row))
+        block = blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
+        rows = block.reshape((high - low, *shape[1:]))[inside]
+        hasher.update(byte_view(np.ascontiguousarray(rows)))
+    return hasher.digest()

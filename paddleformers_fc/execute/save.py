@@ -7,8 +7,8 @@
    (:mod:`.save_plan`, :mod:`.replica_assignment`).
 2. ``capture`` returns views of the live tensors; an asynchronous save copies them instead (:mod:`.async_snapshot`). No
    later step accesses a live tensor.
-3. ``write`` hashes replicas (:mod:`.replicas`) and copies of tied tensors (:mod:`.ties`), writes this rank's files with
-   checksums taken while writing, and sends checksums and digests to the coordinator.
+3. ``write`` hashes replicas and copies of tied tensors (:mod:`.replicas`), writes this rank's files with checksums
+   taken while writing, and sends checksums and digests to the coordinator.
 4. ``commit`` compares the digests, writes ``mapping.json``, the index and the manifest on the coordinator and renames
    the directory. If the ranks write onto several disks, each disk gets these files (:mod:`.commit_coordinator`).
 
@@ -55,10 +55,10 @@ from paddleformers_fc.distributed.channel import (
     run_parts,
 )
 from paddleformers_fc.distributed.consistency import ConsistencyCheck, comparable_config, software_versions
-from paddleformers_fc.distributed.disk_leaders import DiskLeaders
 from paddleformers_fc.errors import FormatError, MappingError, OptionError
 from paddleformers_fc.execute.commit_coordinator import (
     CommitResult,
+    DiskLeaders,
     StagingDirectory,
     StagingMaker,
     commit_or_pack,
@@ -71,8 +71,10 @@ from paddleformers_fc.execute.replicas import (
     ReplicaDigests,
     differences,
     digests_by_name,
+    diverged,
     group_digests,
     hash_replicas,
+    hash_ties,
     refuse_different,
     unequal_keys,
 )
@@ -86,7 +88,6 @@ from paddleformers_fc.execute.save_plan import (
     plan_for_all,
     plan_of_rank,
 )
-from paddleformers_fc.execute.ties import diverged, hash_ties
 from paddleformers_fc.families import ModelDescription
 from paddleformers_fc.families.changes import contradictions
 from paddleformers_fc.families.stated import model_ties

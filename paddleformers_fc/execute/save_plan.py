@@ -16,6 +16,7 @@ the arrays of the index.
 from __future__ import annotations
 
 import hashlib
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -33,7 +34,15 @@ from paddleformers_fc.execute.replica_assignment import (
     Writers,
     pack_files,
 )
-from paddleformers_fc.execute.ties import CopyPart, Ties, ties_of
+from paddleformers_fc.execute.replicas import (
+    CopyPart,
+    ElementRange,
+    ElementRanges,
+    TensorKey,
+    Ties,
+    hashed_range,
+    ties_of,
+)
 from paddleformers_fc.families import ModelDescription, ModelTensor
 from paddleformers_fc.families.stated import bind_model, decode_mapping, encode_mapping, family_name, model_ties
 from paddleformers_fc.formats.catalog import gather_shards
@@ -320,3 +329,44 @@ def _refuse_partial(job: JobShards, parameters: Mapping[str, Shard]) -> None:
             evidence=fold(faults),
             next_step="The ranks describe shards that do not fit together; check the parallel configuration.",
         )
+
+
+def ranges_of(plan: SavePlan, step: int | None, replicas: str) -> ElementRanges:
+    """Return the ranges of live tensors that one rank reads in a save, to write them or to hash them.
+
+    A snapshot copies exactly these, so its memory is this rank's share of the checkpoint and not its state. Overlapping
+    ranges are joined. Time and memory are linear in the tensors of this rank, apart from a sort per tensor.
+
+    Args:
+        plan: the save plan of the rank.
+        step: determines the part of a large replica that is hashed. None for ranges with at least as many elements of
+            every tensor as at any step; they may overlap, as at some steps nothing does.
+        replicas: as for :func:`.save_checkpoint`; ``off`` hashes none.
+    """
+    found: dict[TensorKey, list[ElementRange]] = {}
+    for file in plan.files:
+        for piece in file.pieces:
+            found.setdefault((file.role, piece.name), []).append((piece.start, piece.stop))
+    for side in plan.ties:
+        found.setdefault((side.role, side.name), []).append(_rows(side))
+    for one in plan.replicas if replicas != "off" else ():
+        found.setdefault((one.role, one.shard.name), []).append(hashed_range(one, step))
+    return {key: tuple(some if step is None else _joined(some)) for key, some in found.items()}
+
+
+def _rows(side: CopyPart) -> ElementRange:
+    """Return the rows that contain a box."""
+    if not side.shape:
+        return side.start, side.start + 1
+    row = math.prod(side.shape[1:])
+    return side.start + side.part.lo[0] * row, side.start + side.part.hi[0] * row
+
+
+def _joined(some: list[ElementRange]) -> Iterator[ElementRange]:
+    begin, end = min(some)
+    for start, stop in sorted(some):
+        if start > end:
+            yield begin, end
+            begin, end = start, stop
+        end = max(end, stop)
+    yield begin, end

@@ -46,10 +46,10 @@ from paddleformers_fc.execute.memory import begin_copies, copy_to_host, dtype_of
 from paddleformers_fc.execute.merging import Merge
 from paddleformers_fc.execute.reading import batches, item_view
 from paddleformers_fc.execute.replica_assignment import Assignment, Writers
+from paddleformers_fc.execute.replicas import CopyPart, Ties, diverged, hash_ties, ties_of
 from paddleformers_fc.execute.save import JobRecord, LivePart, live_part
 from paddleformers_fc.execute.save_plan import PlanCache, grouped, planned_files, proved_mapping
 from paddleformers_fc.execute.staging_pool import DeviceCopy, StagingBuffer, StagingPool, in_host_memory, pool_of
-from paddleformers_fc.execute.ties import CopyPart, Ties, diverged, hash_ties, ties_of
 from paddleformers_fc.families import ModelDescription
 from paddleformers_fc.families.description import shared_copies
 from paddleformers_fc.families.stated import decode_mapping, model_ties

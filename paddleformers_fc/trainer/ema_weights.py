@@ -1,6 +1,6 @@
 """Use the averaged weights of a run: in the model for a while, for its evaluations, and in an export.
 
-The averages travel in memory to the ranks that hold the weights (:mod:`~paddleformers_fc.execute.part_exchange`), and
+The averages travel in memory to the ranks that hold the weights (:mod:`~paddleformers_fc.execute.exchange`), and
 are rounded to the dtype of the weight. The weights are kept in host memory and restored bit by bit. They are looked up
 again at the end, because a forward pass moves the slices of sharding stage 3. Master weights and optimizer states stay
 as they are.
@@ -18,8 +18,8 @@ import numpy as np
 from paddleformers_fc.api_arguments import DIRECTORY, Kind, require
 from paddleformers_fc.distributed.channel import run_on_all
 from paddleformers_fc.errors import OptionError
+from paddleformers_fc.execute.exchange import LocalPart, gather_parts
 from paddleformers_fc.execute.memory import host_pieces, slot_of
-from paddleformers_fc.execute.part_exchange import LocalPart, gather_parts
 from paddleformers_fc.layout.live import describe_roles
 from paddleformers_fc.layout.roles import EMA_STATE, MODEL_STATE
 from paddleformers_fc.layout.shards import Shard

@@ -23,8 +23,8 @@ from typing import Any
 import msgspec
 
 from paddleformers_fc.distributed.channel import Channel, run_on_all
-from paddleformers_fc.distributed.disk_leaders import DiskLeaders
 from paddleformers_fc.errors import Corrupt, OptionError
+from paddleformers_fc.execute.commit_coordinator import DiskLeaders
 from paddleformers_fc.storage.files import make_directories, real_path, remove_file, rename, write_file
 from paddleformers_fc.storage.json_io import decode_typed, read_document
 from paddleformers_fc.storage.manifest import candidates_in

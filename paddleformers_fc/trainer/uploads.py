@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from paddleformers_fc.distributed.channel import Channel, all_gather_checked, run_on_all
-from paddleformers_fc.distributed.disk_leaders import DiskLeaders
 from paddleformers_fc.errors import CheckpointError, FlexError, StorageError
+from paddleformers_fc.execute.commit_coordinator import DiskLeaders
 from paddleformers_fc.execute.upload import Upload, remove_uploaded, uploaded_checkpoints
 from paddleformers_fc.storage.commit import finished
 from paddleformers_fc.storage.files import exists

@@ -18,7 +18,7 @@ from paddleformers_fc.execute import replicas, save as saving, save_plan
 from paddleformers_fc.execute.async_snapshot import SnapshotBuffer, snapshot_bytes
 from paddleformers_fc.execute.memory import HostTensors, host_view
 from paddleformers_fc.execute.replica_assignment import Replica
-from paddleformers_fc.execute.replicas import ElementRanges, ranges_of
+from paddleformers_fc.execute.replicas import CopyPart, ElementRanges
 from paddleformers_fc.execute.save import (
     JobRecord,
     PlannedSave,
@@ -30,8 +30,7 @@ from paddleformers_fc.execute.save import (
     live_part,
     write_and_commit,
 )
-from paddleformers_fc.execute.save_plan import PlannedFile, PlannedWrite, SavePlan
-from paddleformers_fc.execute.ties import CopyPart
+from paddleformers_fc.execute.save_plan import PlannedFile, PlannedWrite, SavePlan, ranges_of
 from paddleformers_fc.layout import Shard
 from paddleformers_fc.mapping.boxes import Box, whole
 from paddleformers_fc.storage.manifest import MANIFEST_NAME

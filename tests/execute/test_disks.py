@@ -13,9 +13,9 @@ from hypothesis import given, settings, strategies as st
 from safetensors.numpy import load_file
 
 from paddleformers_fc.distributed.channel import broadcast
-from paddleformers_fc.distributed.disk_leaders import DiskLeaders, find_disk_leaders
 from paddleformers_fc.errors import MismatchError, StorageError
 from paddleformers_fc.execute import export, export_files
+from paddleformers_fc.execute.commit_coordinator import DiskLeaders, find_disk_leaders
 from paddleformers_fc.execute.load import load_checkpoint
 from paddleformers_fc.execute.opening import open_on_all_ranks
 from paddleformers_fc.execute.save import JobRecord, SaveReport, config_bytes, save_checkpoint

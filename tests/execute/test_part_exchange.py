@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from paddleformers_fc.errors import MismatchError
-from paddleformers_fc.execute import part_exchange
-from paddleformers_fc.execute.part_exchange import LocalPart, gather_parts
+from paddleformers_fc.execute import exchange
+from paddleformers_fc.execute.exchange import LocalPart, gather_parts
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping.boxes import whole
 from paddleformers_fc.plan.transfer_plan import schedule_rounds
@@ -40,7 +40,7 @@ def cuts(name: str, ranks: int) -> list[tuple[int, int]]:
 def test_every_rank_gets_what_it_wants_of_parts_that_are_cut_otherwise(
     ranks: int, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(part_exchange, "schedule_rounds", lambda moves, rank: schedule_rounds(moves, rank, limit))
+    monkeypatch.setattr(exchange, "schedule_rounds", lambda moves, rank: schedule_rounds(moves, rank, limit))
 
     def work(channel: Any) -> None:
         held = {}

@@ -12,12 +12,11 @@ import numpy as np
 import pytest
 
 from paddleformers_fc.errors import Corrupt, FlexError, OptionError
-from paddleformers_fc.execute.exchange import ReadContext, read_redistributed
+from paddleformers_fc.execute.exchange import ReadContext, Replicas, read_redistributed
 from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.execute.load import LoadReport, load_checkpoint, prepare_weights
 from paddleformers_fc.execute.memory import slots_of
 from paddleformers_fc.execute.opening import open_on_all_ranks
-from paddleformers_fc.execute.replica_reads import Replicas
 from paddleformers_fc.execute.save_plan import model_rules
 from paddleformers_fc.formats import OpenedCheckpoint
 from paddleformers_fc.layout.live import describe_roles

@@ -9,11 +9,18 @@ from typing import Any
 import pytest
 
 from paddleformers_fc.errors import Corrupt
-from paddleformers_fc.execute.exchange import ReadContext, read_redistributed
+from paddleformers_fc.execute.exchange import (
+    LEAST_HOSTS,
+    ReadContext,
+    Replicas,
+    SharedReads,
+    read_redistributed,
+    replicas_of,
+    shared_parts,
+)
 from paddleformers_fc.execute.load import LoadReport, load_checkpoint
 from paddleformers_fc.execute.memory import slots_of
 from paddleformers_fc.execute.opening import open_on_all_ranks
-from paddleformers_fc.execute.replica_reads import LEAST_HOSTS, Replicas, SharedReads, replicas_of, shared_parts
 from paddleformers_fc.mapping.boxes import whole
 from paddleformers_fc.plan.items import StoredPart
 from paddleformers_fc.plan.transfer_plan import ROUND_BYTES, TURN_BYTES, share_rounds, size_of

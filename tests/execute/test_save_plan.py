@@ -24,7 +24,6 @@ from paddleformers_fc.execute.async_snapshot import SnapshotBuffer
 from paddleformers_fc.execute.load import load_checkpoint
 from paddleformers_fc.execute.memory import host_pieces
 from paddleformers_fc.execute.opening import open_on_all_ranks
-from paddleformers_fc.execute.replicas import ranges_of
 from paddleformers_fc.execute.save import (
     JobRecord,
     begin_save,
@@ -34,7 +33,7 @@ from paddleformers_fc.execute.save import (
     save_checkpoint,
     write_and_commit,
 )
-from paddleformers_fc.execute.save_plan import MAX_CACHED_PLANS, PlanCache, SavePlan
+from paddleformers_fc.execute.save_plan import MAX_CACHED_PLANS, PlanCache, SavePlan, ranges_of
 from paddleformers_fc.families import ModelDescription, ModelTensor
 from paddleformers_fc.families.stated import rules_by_name
 from paddleformers_fc.layout.live import describe_roles

@@ -18,8 +18,8 @@ from paddleformers_fc.execute.load import load_checkpoint
 from paddleformers_fc.execute.memory import HostPieces, view_of
 from paddleformers_fc.execute.opening import open_on_all_ranks
 from paddleformers_fc.execute.replica_assignment import Writers
+from paddleformers_fc.execute.replicas import Ties, diverged, hash_ties, ties_of
 from paddleformers_fc.execute.save import JobRecord, SaveReport, config_bytes, save_checkpoint
-from paddleformers_fc.execute.ties import Ties, diverged, hash_ties, ties_of
 from paddleformers_fc.families import family_for
 from paddleformers_fc.formats.flex import open_flex
 from paddleformers_fc.layout import Shard

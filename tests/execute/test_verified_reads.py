@@ -17,9 +17,8 @@ import pytest
 import xxhash
 
 from paddleformers_fc.errors import Corrupt, FormatError
-from paddleformers_fc.execute.exchange import ReadContext, Traffic, read_redistributed
+from paddleformers_fc.execute.exchange import ReadContext, Replicas, Traffic, read_redistributed
 from paddleformers_fc.execute.reading import ArraySlot
-from paddleformers_fc.execute.replica_reads import Replicas
 from paddleformers_fc.mapping.boxes import Box, whole
 from paddleformers_fc.plan.block_owners import RecordedBlocks
 from paddleformers_fc.plan.items import LoadPlan, ReadItem, StoredPart

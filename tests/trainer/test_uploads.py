@@ -13,9 +13,9 @@ import pytest
 from msgspec.structs import replace
 
 from paddleformers_fc.distributed.channel import ALONE
-from paddleformers_fc.distributed.disk_leaders import DiskLeaders
 from paddleformers_fc.errors import Corrupt, OptionError, StorageError
 from paddleformers_fc.execute import upload
+from paddleformers_fc.execute.commit_coordinator import DiskLeaders
 from paddleformers_fc.execute.upload import Upload
 from paddleformers_fc.storage.files import files_within
 from paddleformers_fc.storage.manifest import MANIFEST_NAME, DivergedTie, read_manifest, write_manifest

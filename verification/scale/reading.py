@@ -13,8 +13,8 @@ from pathlib import Path
 import msgspec
 
 from paddleformers_fc.distributed.channel import ALONE
+from paddleformers_fc.execute.exchange import SharedReads, replicas_of, shared_reads
 from paddleformers_fc.execute.opening import open_on_all_ranks
-from paddleformers_fc.execute.replica_reads import SharedReads, replicas_of, shared_reads
 from paddleformers_fc.families import ModelDescription, family_for
 from paddleformers_fc.formats.checkpoint import OpenedCheckpoint
 from paddleformers_fc.layout.grid import parse_grid

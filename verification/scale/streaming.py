@@ -10,8 +10,8 @@ import time
 
 import msgspec
 
+from paddleformers_fc.execute.replicas import Ties
 from paddleformers_fc.execute.stream import StreamPlan, StreamRequest, describe_job, plan_of_rank
-from paddleformers_fc.execute.ties import Ties
 from paddleformers_fc.families import ModelDescription, family_for
 from paddleformers_fc.layout.grid import parse_grid
 from paddleformers_fc.layout.roles import MODEL_STATE
