@@ -25,7 +25,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-gpu test-nlp stats matrix verification-long lint docs guarantees optimizers semi-auto json-page families plan-pictures mutants soak bench bench-async bench-mapping bench-planning scale format install clean
+.PHONY: help demo test test-all test-gpu test-nlp stats matrix verification-long lint docs guarantees optimizers semi-auto families plan-pictures mutants soak bench bench-async bench-mapping bench-planning scale format install clean
 
 help:
 	@echo "make demo     train, resume under other layouts, export; a table and a picture in $(OUTPUT)/"
@@ -40,10 +40,9 @@ help:
 	@echo "make docs     the documents as a site in site/, which needs no network"
 	@echo "make guarantees  write docs/results/guarantees.md from what the tests of known faults see"
 	@echo "make optimizers  write the table of docs/optimizers.md from what the tests of optimizers see"
-	@echo "make json-page  write docs/json.md from the types of the documents"
 	@echo "make families  write docs/families.md from what the tests of families compare"
 	@echo "make plan-pictures  the pictures of docs/plan.md, with Chromium"
-	@echo "make semi-auto  write the losses of docs/migrate.md: hybrid runs, and semi-automatic ones that resume them"
+	@echo "make semi-auto  write docs/results/semi-auto.md: hybrid runs, and semi-automatic ones that resume them"
 	@echo "make mutants  300 random faults in the sources, one at a time: the share that the tests notice"
 	@echo "make soak     10,000 random mutations, 39,000 hostile documents, every instant at which a save can meet an accident"
 	@echo "make bench    saving, loading and exporting, first and later calls beside other systems: docs/results/performance.md"
@@ -110,9 +109,6 @@ guarantees: $(STAMP)
 
 optimizers: $(STAMP)
 	@FLEX_WRITE_OPTIMIZERS=1 $(BIN)/python -m pytest -q tests/trainer/test_optimizers.py -k table
-
-json-page: $(STAMP)
-	@FLEX_WRITE_JSON=1 $(BIN)/python -m pytest -q tests/cli/test_json.py -k page
 
 families: $(STAMP)
 	@FLEX_WRITE_FAMILIES=1 $(BIN)/python -m pytest -q tests/parity/test_families.py -k page

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import shutil
@@ -109,14 +110,41 @@ def test_every_link_to_a_heading_leads_to_one(page: Path) -> None:
         assert anchor in _anchors(other), f"{target}#{anchor}"
 
 
-def test_the_chinese_readme_has_the_sections_and_the_code_of_the_english_one() -> None:
-    english, chinese = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "README.zh-CN.md"))
+CHINESE = {
+    "README.zh-CN.md": "README.md",
+    "docs/zh/quick-start.md": "docs/quick-start.md",
+    "docs/zh/resume-under-another-layout.md": "docs/how-to/resume-under-another-layout.md",
+    "docs/zh/concepts.md": "docs/concepts.md",
+    "docs/zh/troubleshooting.md": "docs/troubleshooting.md",
+}
+"""The English page of every Chinese one."""
+KEY = re.compile(r"`[^`\n]+`")
+
+
+@pytest.mark.parametrize("page", CHINESE)
+def test_a_chinese_page_has_the_sections_links_code_and_table_rows_of_the_english_one(page: str) -> None:
+    chinese, english = ((ROOT / name).read_text(encoding="utf-8") for name in (page, CHINESE[page]))
     assert CODE.findall(chinese) == CODE.findall(english)
     prose = [CODE.sub("", text) for text in (english, chinese)]
     levels = [[heading.split(" ")[0] for heading in HEADING.findall(text)] for text in prose]
     assert levels[1] == levels[0]
-    links = [set(re.findall(r"\]\(([^)#]+)\)", text)) for text in prose]
-    assert links[1] - {"README.md"} == links[0] - {"README.zh-CN.md"}
+    rows = [[line.count("|") for line in text.splitlines() if line.startswith("|")] for text in prose]
+    assert rows[1] == rows[0]
+    assert set(KEY.findall(prose[1])) == set(KEY.findall(prose[0]))
+    links = [_targets(name, text) for name, text in zip((CHINESE[page], page), prose, strict=True)]
+    assert links[1] == links[0]
+
+
+def test_every_chinese_page_of_the_site_has_an_english_one() -> None:
+    pages = {str(page.relative_to(ROOT)) for page in (ROOT / "docs/zh").glob("*.md")}
+    assert pages == CHINESE.keys() - {"README.zh-CN.md"}
+
+
+def _targets(page: str, text: str) -> set[str]:
+    """Return the files that a page links to; a Chinese page counts as the English one."""
+    found = re.findall(r"\]\((?!https?:)([^)#]+)(?:#[^)]*)?\)", text)
+    named = {os.path.normpath(os.path.join(os.path.dirname(page), link)) for link in found}
+    return {CHINESE.get(name, name) for name in named} - {"README.md"}
 
 
 def test_every_command_in_the_documents_has_its_options() -> None:

@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT))
 
 from mkdocs.structure.files import File, Files  # noqa: E402
 
-from tools import reference  # noqa: E402
+from tools import json_page, reference  # noqa: E402
 
 DOCUMENTS = "docs/"
 MOVED = {
@@ -33,6 +33,7 @@ WRITTEN: dict[str, tuple[str, Callable[[], str]]] = {
     "reference/commands.md": ("paddleformers_fc/cli/main.py", reference.commands),
     "reference/api.md": ("paddleformers_fc/api.py", reference.api),
     "reference/errors.md": ("paddleformers_fc/errors.py", reference.errors),
+    "reference/json.md": ("paddleformers_fc/cli/documents.py", json_page.page),
 }
 """Pages from the code: the source to which a link in the repository leads, and what writes the page."""
 PAGES = MOVED | {source: page for page, (source, _) in WRITTEN.items()}

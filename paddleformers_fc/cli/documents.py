@@ -1,4 +1,4 @@
-"""The JSON document of every command, as types; ``docs/json.md`` is written from them.
+"""The JSON document of every command, as types; the site has a page of their keys, from the docstrings.
 
 Keys are not renamed or removed within a major version. New keys may be added, so a reader ignores unknown ones.
 """

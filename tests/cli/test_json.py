@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 
@@ -13,20 +12,11 @@ import typer
 from paddleformers_fc.cli.documents import DOCUMENTS, FREE
 from paddleformers_fc.cli.main import app
 from paddleformers_fc.errors import FlexError
-from tests.cli import json_page
 from tests.cli.support import run, save
 from tests.cli.test_plan import SIZES
 from tests.execute.simulated import canonical
 
-WRITE = "FLEX_WRITE_JSON"
 ERROR = {"error", "what", "where", "evidence", "next_step"}
-
-
-def test_the_page_is_that_of_the_types() -> None:
-    text = json_page.page()
-    if os.environ.get(WRITE):
-        json_page.PAGE.write_text(text)
-    assert json_page.PAGE.read_text() == text, f"run make json-page ({WRITE}=1)"
 
 
 def test_every_command_has_a_documented_document() -> None:

@@ -108,7 +108,7 @@ def test_the_reads_of_every_rank_are_those_of_its_plan(pages: dict[str, Path]) -
 
 def test_a_rank_reads_from_the_files_that_its_own_plan_names(stored: Path) -> None:
     """Counted again from the plan of one rank, as a load makes it."""
-    from paddleformers_fc.formats import open_checkpoint
+    from paddleformers_fc.formats.registry import open_checkpoint
     from paddleformers_fc.plan.build import plan_reads
     from paddleformers_fc.plan.forecast import cost_of, plan_load
 

@@ -22,7 +22,7 @@ from verification.forkserver import ForkServer
 from verification.matrix.layouts import parse_layout
 
 JOBS = "tests.trainer.semi_auto_jobs"
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "migrate.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "results" / "semi-auto.md"
 WRITE = "FLEX_WRITE_SEMI_AUTO"
 BEGIN, END = "<!-- semi-auto: losses -->\n", "<!-- end -->\n"
 

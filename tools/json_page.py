@@ -1,4 +1,4 @@
-"""``docs/json.md``, written from the types of the documents and their docstrings."""
+"""Write the page of the site with the keys of every JSON document, from their types and docstrings."""
 
 from __future__ import annotations
 
@@ -8,38 +8,22 @@ import re
 import types
 import typing
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from paddleformers_fc.cli.documents import DOCUMENTS, FREE
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "json.md"
-HEAD = """# JSON output
+HEAD = """# JSON of commands
 
-Written by `make json-page` from the types that the commands print; a test compares it, and the documents themselves.
-
-With `--json` a command prints exactly one document on standard output. Keys are stable: they are not renamed or
-removed within a major version. New keys may be added; ignore unknown ones. A box is `[[first, ...], [end, ...]]`, with
-exclusive ends. Progress and warnings go to the error stream.
-
-A command that fails prints an error instead, and [its exit code](commands.md) is not 0. `verify` and `train` print the
-keys of an error beside their own.
-
-| key of an error | type | meaning |
-|---|---|---|
-| `error` | string | class, such as `Corrupt`; see [errors](architecture.md#hostile-input-and-errors) |
-| `what` | string | the problem |
-| `where` | string | file, directory, rank, option or tensor |
-| `evidence` | array of string | the facts, one per line |
-| `next_step` | string | what to do |
+Every document of `--json`, from the code. [Commands](../docs/commands.md#json) has the rules and the keys of errors. A
+box is `[[first, ...], [end, ...]]`, with exclusive ends.
 """
 NAMES = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null"}
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the whole page."""
     sections = [HEAD]
     for command, kind in DOCUMENTS.items():
         sections.append(f"## `{command}`\n\n{_first(kind)}\n\n{_table(kind)}")
