@@ -7,7 +7,6 @@ It needs neither Paddle nor an accelerator. ``save`` and ``load`` are in :mod:`p
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,6 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+from msgspec import structs
 
 from paddleformers_fc.aoa import read_config
 from paddleformers_fc.api_arguments import (
@@ -35,7 +35,7 @@ from paddleformers_fc.execute.digest import read_canonical
 from paddleformers_fc.execute.export import ExportReport, export_opened, refuse_dtype, refuse_overlap, refuse_target
 from paddleformers_fc.execute.merging import refuse_other_base
 from paddleformers_fc.execute.verify import Verification, verify_checkpoint
-from paddleformers_fc.formats import OpenedCheckpoint, open_checkpoint
+from paddleformers_fc.formats import OpenedCheckpoint
 from paddleformers_fc.formats.adapters import config_of_base, refuse_rewriting, require_adapters
 from paddleformers_fc.formats.checkpoint import TIED_WAYS, with_role, with_tied
 from paddleformers_fc.formats.huggingface import DEFAULT_MAX_SHARD_BYTES, open_huggingface
@@ -45,6 +45,7 @@ from paddleformers_fc.formats.registry import (
     SAVED,
     conversion_target,
     default_writer,
+    open_checkpoint,
     require_config,
     writer_of,
 )
@@ -355,7 +356,7 @@ class Checkpoint:
                 next_step="Leave out --dtype (dtype=), or merge the adapters first and convert the merged model.",
             )
         refuse_target(target, self._opened.model_files, replace, writer)
-        chosen = dataclasses.replace(with_tied(opened, tied), unread=verify == "full")
+        chosen = structs.replace(with_tied(opened, tied), unread=verify == "full")
         return export_opened(chosen, target, max_shard_bytes, writer=writer, base=merged, dtype=dtype)
 
     def convert(
@@ -405,7 +406,7 @@ class Checkpoint:
         refuse_target(target, opened.model_files, replace, writer)
         unread = verify == "full" and opened.commit_record is not None
         return export_opened(
-            dataclasses.replace(with_tied(opened, tied), unread=unread), target, max_shard_bytes, writer=writer
+            structs.replace(with_tied(opened, tied), unread=unread), target, max_shard_bytes, writer=writer
         )
 
 

@@ -9,18 +9,18 @@ from __future__ import annotations
 import math
 import reprlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from numbers import Integral
 from os import PathLike
 from typing import SupportsIndex
+
+import msgspec
 
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.mapping.boxes import Box
 from paddleformers_fc.storage.paths import RemotePath
 
 
-@dataclass(frozen=True)
-class Kind:
+class Kind(msgspec.Struct, frozen=True):
     """The valid values of an argument.
 
     Args:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
 from math import gcd, prod
 from typing import NamedTuple
@@ -65,7 +65,7 @@ def with_ties(rules: RuleSet) -> TensorMapping:
     mapping, aliases = rules.mapping(), sorted(rules.aliases)
     targets = {**mapping.targets, **{name: rules.targets[name] for name in aliases}}
     sources = {**dict.fromkeys(rules.dropped, TensorSpec((1,), "float32")), **mapping.sources}
-    return replace(mapping, sources=sources, targets=targets, fresh=mapping.fresh.union(aliases))
+    return structs.replace(mapping, sources=sources, targets=targets, fresh=mapping.fresh.union(aliases))
 
 
 def render(rules: RuleSet, hints: Hints | None = None, *, reverse: bool = False) -> list[str]:

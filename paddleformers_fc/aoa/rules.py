@@ -17,6 +17,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 
+from msgspec import structs
+
 from paddleformers_fc.aoa.expand import Name, Step
 from paddleformers_fc.aoa.faults import Fault
 from paddleformers_fc.aoa.syntax import FFN, QKV, QKV_PER_RANK, Fused, Join, Move
@@ -141,7 +143,7 @@ class Composition:
         key = (sources.template, *casts)
         if key not in self._templates:
             self._templates[key] = Template(
-                tuple(replace(link, cast=cast) for link, cast in zip(links, casts, strict=True))
+                tuple(structs.replace(link, cast=cast) for link, cast in zip(links, casts, strict=True))
             )
         return TensorSources(self._templates[key], sources.names)
 

@@ -12,11 +12,12 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from math import prod
 from pathlib import Path, PurePath
 from types import SimpleNamespace
 from typing import Any
+
+from msgspec import structs
 
 from paddleformers_fc import upstream
 from paddleformers_fc.errors import EnvironmentMismatch, MismatchError, NotACheckpoint, OptionError
@@ -443,7 +444,7 @@ def _refuse_another_model(given: Mapping[str, Any], values: Values, checkpoint: 
     changes = [one for one in config_changes(old, new, True) if {ABSENT, "null"}.isdisjoint((one.saved, one.now))]
     unfit = [one for one in changes if any(key.rpartition(".")[2] in _SIZES for key in one.keys)]
     try:
-        unfit = [replace(one, because="tensors have other shapes or names") for one in unfit]
+        unfit = [structs.replace(one, because="tensors have other shapes or names") for one in unfit]
         refuse_changes(unfit, (), str(checkpoint), fits=False)
         refuse_changes(changes, values.get(OPTION) or (), str(checkpoint))
     except MismatchError as error:

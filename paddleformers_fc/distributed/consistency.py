@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import cached_property
 
 import msgspec
@@ -29,8 +28,7 @@ _OF_ONE_RANK = frozenset({"dtype", "torch_dtype"})
 _RANK_KEY_SUFFIX = "parallel_rank"
 
 
-@dataclass(frozen=True)
-class ConsistencyCheck:
+class ConsistencyCheck(msgspec.Struct, frozen=True, dict=True):
     """Facts that must be equal on all ranks of an operation.
 
     Args:

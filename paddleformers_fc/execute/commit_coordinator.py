@@ -27,7 +27,6 @@ import os
 import socket
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -43,8 +42,7 @@ from paddleformers_fc.storage.files import is_directory, read_file, real_path, w
 from paddleformers_fc.storage.manifest import DivergedTie, Manifest, write_manifest
 
 
-@dataclass(frozen=True)
-class DiskLeaders:
+class DiskLeaders(msgspec.Struct, frozen=True):
     """The disks of a job.
 
     Args:
@@ -134,8 +132,7 @@ def _probe(is_visible: Callable[[str], bool], tokens: Mapping[int, str], rank: i
     return _ProbeMessage(lead, socket.gethostname())
 
 
-@dataclass(frozen=True)
-class StagingDirectory:
+class StagingDirectory(msgspec.Struct, frozen=True):
     """The staging directory of a save.
 
     Args:

@@ -20,7 +20,7 @@ import time
 from collections import ChainMap
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, chain
 from operator import attrgetter
@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import msgspec
 import numpy as np
+from msgspec import structs
 
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.execute.digest import PIECE_BYTES, digest_tensors, read_in_pieces, require_plan
@@ -255,7 +256,9 @@ def compare_checkpoints(a: OpenedCheckpoint, b: OpenedCheckpoint, role: str | No
     first = _prepared(a, roles)
     alike = _is_stored_alike(a, b)
     # Equal rules are proved once.
-    second = _Prepared(replace(first.source, catalog=b.catalog), first.tensors) if alike else _prepared(b, roles)
+    second = (
+        _Prepared(structs.replace(first.source, catalog=b.catalog), first.tensors) if alike else _prepared(b, roles)
+    )
     present = [name for name in roles if any(key[0] == name for key in (*first.tensors, *second.tensors))]
     if not present:
         raise OptionError(

@@ -25,13 +25,14 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import attrgetter, itemgetter
 from typing import Any
 
 import msgspec
 import numpy as np
 import xxhash
+from msgspec import structs
 
 from paddleformers_fc.distributed.channel import Channel, all_gather_checked
 from paddleformers_fc.errors import Corrupt
@@ -254,7 +255,7 @@ def compare_rounded(source: ReadSource) -> int:
         if name + MASTER.suffix in masters and dtype_size(shard.dtype) == 2
     }
     stored = {name.removesuffix(MASTER.suffix): one for name, one in catalog.roles.get(MASTER_WEIGHT, {}).items()}
-    exact = replace(source, catalog=replace(catalog, roles={MODEL_STATE: stored}))
+    exact = structs.replace(source, catalog=structs.replace(catalog, roles={MODEL_STATE: stored}))
     wanted = {name: msgspec.structs.replace(shard, dtype=MASTER.dtype) for name, shard in weights.items()}
     pairs = zip(
         read_in_pieces(source, {MODEL_STATE: weights}, PIECE_BYTES),

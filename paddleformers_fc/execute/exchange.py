@@ -32,7 +32,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -113,8 +112,7 @@ class SharedReads(msgspec.Struct, frozen=True, array_like=True):
     hosts: bytes = b""
 
 
-@dataclass(frozen=True)
-class Replicas:
+class Replicas(msgspec.Struct, frozen=True):
     """The ranks that read the same ranges as this one, in a job in which ranks share reads.
 
     Args:
@@ -212,8 +210,7 @@ def replicas_of(
     return Replicas(tuple(own[own.index(rank) % count :: count]), tuple(parts))
 
 
-@dataclass(frozen=True)
-class ReadContext:
+class ReadContext(msgspec.Struct, frozen=True):
     """The files that this rank reads.
 
     Args:
@@ -226,8 +223,8 @@ class ReadContext:
     """
 
     root: paths.AnyPath
-    identities: Identities = field(default_factory=lambda: NO_IDENTITIES)
-    visible_to: VisibleTo = field(default_factory=lambda: EVERYONE)
+    identities: Identities = msgspec.field(default_factory=lambda: NO_IDENTITIES)
+    visible_to: VisibleTo = msgspec.field(default_factory=lambda: EVERYONE)
     recorded: RecordedBlocks = NO_BLOCKS
     block_reads: Sequence[BlockReads] = ()
     replicas: Replicas | None = None
@@ -250,8 +247,7 @@ class ReadContext:
         }
 
 
-@dataclass(frozen=True)
-class Traffic:
+class Traffic(msgspec.Struct, frozen=True):
     """Bytes read and received.
 
     Args:
@@ -335,7 +331,7 @@ def read_redistributed(
         if storage.recorded.files:
             own = partial(_own_block_reads, plan, schedule, storage, channel)
             # An error of one rank must not leave the others alone in the rounds.
-            storage = replace(storage, block_reads=run_on_all(channel, "assigning blocks", own))
+            storage = structs.replace(storage, block_reads=run_on_all(channel, "assigning blocks", own))
 
     def fill() -> tuple[FillMessage, tuple[Traffic, FlexError | None]]:
         blocks, done, failure = storage.blocks(channel.rank), Traffic(0, 0), None
@@ -354,13 +350,13 @@ def read_redistributed(
         refusal = failure.to_wire() if failure else ""
         # Ranks with equal messages send them once.
         message = FillMessage(bool(found.faults), found.evidence, refusal, rounded(timer.end("read")))
-        return message, (replace(done, read=done.read + rest, hashed=found.bytes), failure)
+        return message, (structs.replace(done, read=done.read + rest, hashed=found.bytes), failure)
 
     messages, (done, failure) = gather_and_keep(channel, f"reading {storage.root.name}", fill, FillMessage)
     effect = ", and tensors that were being filled are undefined"
     refuse_damaged(storage.root, channel, messages, storage.recorded.next_step, effect)
     refuse_failed(channel, [one.refusal for one in messages], failure)
-    return replace(done, slowest=slowest_of("read", [one.seconds for one in messages]))
+    return structs.replace(done, slowest=slowest_of("read", [one.seconds for one in messages]))
 
 
 def _schedule(
@@ -544,7 +540,7 @@ class _ShardFiller:
         return self._buffers[key]
 
     def _read(self, items: Iterable[ReadItem], slots: Mapping[Key, Slot]) -> None:
-        part = replace(self._plan, items=tuple(items))
+        part = structs.replace(self._plan, items=tuple(items))
         storage, options = self._storage, self._options
         self.alone += execute_reads(part, storage.root, slots, options, storage.identities, self._blocks)
 
@@ -624,8 +620,7 @@ def attempt(failures: list[Exception], work: Callable[[], None]) -> None:
         failures.append(error)
 
 
-@dataclass(frozen=True)
-class LocalPart:
+class LocalPart(msgspec.Struct, frozen=True):
     """A part that this rank holds.
 
     Args:

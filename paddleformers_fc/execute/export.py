@@ -21,12 +21,13 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec import structs
 
 from paddleformers_fc.distributed.channel import ALONE, Channel, run_on_all
 from paddleformers_fc.distributed.consistency import ConsistencyCheck, software_versions
@@ -114,7 +115,7 @@ def recast(
         name: msgspec.structs.replace(shard, dtype=dtype) if shard.dtype == stored and name not in kept else shard
         for name, shard in weights.items()
     }
-    return replace(source, may_cast=True), {**layout, MODEL_STATE: changed}
+    return structs.replace(source, may_cast=True), {**layout, MODEL_STATE: changed}
 
 
 def recast_documents(documents: Mapping[str, bytes], dtype: str) -> dict[str, bytes]:

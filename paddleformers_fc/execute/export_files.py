@@ -27,7 +27,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -35,6 +35,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from msgspec import structs
 
 from paddleformers_fc.distributed.channel import Channel, all_gather_checked, gather_and_keep, run_on_all
 from paddleformers_fc.errors import FlexError, OptionError
@@ -398,7 +399,7 @@ def _write_own(job: ExportJob) -> list[FileChecksum]:
     """Write this rank's files; each thread reads a batch and writes it while the other reads or writes."""
     # As many threads read as in a load, if tensors are large. Threads that read from a store only wait.
     root = job.source.catalog.root
-    near = replace(DEFAULT_OPTIONS, threads=DEFAULT_OPTIONS.threads // _READERS)
+    near = structs.replace(DEFAULT_OPTIONS, threads=DEFAULT_OPTIONS.threads // _READERS)
     options = DEFAULT_OPTIONS if isinstance(root, RemotePath) else near
     memories = [batch_memory(job.files, job.batch_bytes) for _ in range(_READERS)]
 

@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 import numpy as np
 import xxhash
+from msgspec import structs
 
-from paddleformers_fc.aoa import AoaTensor
 from paddleformers_fc.distributed.channel import (
     Bytes,
     Channel,
@@ -56,10 +55,7 @@ from paddleformers_fc.families.description import Adapters, shared_copies
 from paddleformers_fc.families.names import Names, family_heads
 from paddleformers_fc.families.stated import canonical_ties
 from paddleformers_fc.formats import Catalog, OpenedCheckpoint
-from paddleformers_fc.formats.huggingface import linear_weights, refuse_unproved_orientation
 from paddleformers_fc.formats.index import IndexedFiles
-from paddleformers_fc.formats.quantized import in_float32
-from paddleformers_fc.formats.registry import open_weights
 from paddleformers_fc.layout.live import Roles, describe_roles
 from paddleformers_fc.layout.roles import MODEL_STATE, NUMBER_SHAPE, OPTIMIZER_STATE, ROLES, parameter_of
 from paddleformers_fc.mapping import Shape
@@ -68,7 +64,6 @@ from paddleformers_fc.plan.build import plan_reads, regrouped
 from paddleformers_fc.plan.items import EqualCheck, LoadPlan, ReadItem, StoredPart
 from paddleformers_fc.plan.report import OPEN_WEIGHTS, Report
 from paddleformers_fc.plan.sources import huggingface_source, resume_source
-from paddleformers_fc.plan.statements import statements_source
 from paddleformers_fc.storage.checksum import is_document
 from paddleformers_fc.storage.executor import DEFAULT_OPTIONS, ReadOptions
 from paddleformers_fc.storage.export_checksums import restore_or_delete
@@ -77,6 +72,9 @@ from paddleformers_fc.storage.manifest import manifest_seal
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.text import count_text
 
+if TYPE_CHECKING:
+    from paddleformers_fc.aoa import AoaTensor
+
 ALLOW_CASTS = "flex_allow_casts"
 """The option that lets the precision differ."""
 
@@ -84,8 +82,7 @@ Stored = tuple[str, str]
 """Role and name of a stored tensor."""
 
 
-@dataclass(frozen=True)
-class LoadReport:
+class LoadReport(msgspec.Struct, frozen=True):
     """The result of a load.
 
     Args:
@@ -110,11 +107,10 @@ class LoadReport:
     bytes_hashed: int = 0
     changes: tuple[Change, ...] = ()
     casts: tuple[str, ...] = ()
-    phases: Phases = field(default_factory=Phases)
+    phases: Phases = msgspec.field(default_factory=Phases)
 
 
-@dataclass(frozen=True)
-class PreparedLoad:
+class PreparedLoad(msgspec.Struct, frozen=True):
     """A load that fits, before it changes anything.
 
     Args:
@@ -172,8 +168,7 @@ class PreparedLoad:
         )
 
 
-@dataclass(frozen=True)
-class LoadTarget:
+class LoadTarget(msgspec.Struct, frozen=True):
     """What a load fills.
 
     Args:
@@ -191,8 +186,7 @@ class LoadTarget:
     timer: PhaseTimer
 
 
-@dataclass(frozen=True)
-class LoadTerms:
+class LoadTerms(msgspec.Struct, frozen=True):
     """How a model may differ from the checkpoint that fills it.
 
     Args:
@@ -207,11 +201,14 @@ class LoadTerms:
     tensors: Mapping[str, AoaTensor] | None = None
     may_change: Collection[str] = ()
     may_cast: bool = False
-    facts: Mapping[str, object] = field(default_factory=dict)
+    facts: Mapping[str, object] = msgspec.field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class _Preflight:
+SAME_TERMS = LoadTerms()
+"""For a load of a model that does not differ."""
+
+
+class _Preflight(msgspec.Struct, frozen=True):
     """The result of one rank's preflight.
 
     Args:
@@ -233,8 +230,7 @@ class _Preflight:
         return [name for role, name in untouched if parameter_of(role, name) not in self.may_be_left]
 
 
-@dataclass(frozen=True)
-class _AgreedPlan:
+class _AgreedPlan(msgspec.Struct, frozen=True):
     """This rank's plan after all ranks have exchanged theirs.
 
     Args:
@@ -293,7 +289,7 @@ def prepare_load(
     model: ModelDescription,
     channel: Channel,
     options: ReadOptions = DEFAULT_OPTIONS,
-    terms: LoadTerms = LoadTerms(),
+    terms: LoadTerms = SAME_TERMS,
     timer: PhaseTimer | None = None,
 ) -> PreparedLoad:
     """Do everything of a load that changes no weight: plan, and compare the copies of tied tensors.
@@ -321,7 +317,7 @@ def prepare_load(
     facts |= {ALLOW_CASTS: terms.may_cast, **terms.facts}
     consistency = _consistency_check(checkpoint.catalog.root, model, facts)
     if terms.aoa_config and terms.tensors is None:
-        terms = replace(terms, tensors=whole_model(model, roles(), channel, consistency))
+        terms = structs.replace(terms, tensors=whole_model(model, roles(), channel, consistency))
     files = {path: one for path, one in checkpoint.recorded.items() if not is_document(path)}
     recorded = RecordedBlocks(files) if checkpoint.unread else NO_BLOCKS
     target = LoadTarget(roles, model, channel, options, timer or PhaseTimer())
@@ -334,7 +330,7 @@ def prepare_load(
         refuse_changes(of_adapters(changes), terms.may_change, root, fits=False)
         agreed.report.refuse(root, _family_difference(checkpoint.known, model))
     refuse_changes(without_patterns(changes), terms.may_change, root)
-    return replace(_ready(checkpoint.catalog, agreed), changes=tuple(changes))
+    return structs.replace(_ready(checkpoint.catalog, agreed), changes=tuple(changes))
 
 
 def _plan_checkpoint(
@@ -358,6 +354,8 @@ def _plan_checkpoint(
         checkpoint.check_copies()
     aoa_config = terms.aoa_config
     if aoa_config:
+        from paddleformers_fc.plan.statements import statements_source
+
         source, report = statements_source(checkpoint, model, aoa_config, terms.tensors or {}, terms.may_cast)
     else:
         source, report = resume_source(checkpoint, model_rules(model, shards[MODEL_STATE]), model)
@@ -368,7 +366,7 @@ def _plan_checkpoint(
             report.add("shape", line)
     for line in regrouped(source):
         report.add("shape", line)
-    plan = plan_reads(replace(source, may_cast=terms.may_cast), shards)
+    plan = plan_reads(structs.replace(source, may_cast=terms.may_cast), shards)
     may_be_left = source.mapping.dropped if aoa_config else checkpoint.rules.fresh
     return _Preflight(with_shared_numbers(plan, roles), plan.report.merge([report]), may_be_left)
 
@@ -416,6 +414,7 @@ def whole_model(
     model: ModelDescription, roles: Roles, channel: Channel, consistency: ConsistencyFacts | None = None
 ) -> dict[str, AoaTensor]:
     """Return every tensor of the model on all ranks: statements describe the model, and a rank holds a part of it."""
+    from paddleformers_fc.aoa import AoaTensor
 
     def own_tensors() -> dict[str, AoaTensor]:
         shards = describe_roles({MODEL_STATE: roles[MODEL_STATE]})[MODEL_STATE]
@@ -467,6 +466,9 @@ def prepare_weights(
 
 def _plan_weights(opened: OpenedCheckpoint, target: LoadTarget, roles: Roles) -> _Preflight:
     """Plan this rank's reads of open weights."""
+    from paddleformers_fc.formats.huggingface import linear_weights, refuse_unproved_orientation
+    from paddleformers_fc.formats.quantized import in_float32
+
     model, shards, beside = target.model, describe_roles(roles), ModelDescription(opened.config)
     optional = OptionalNames(family_for(model.config), model) if model.rules is None else None
     aliases = canonical_ties(model)
@@ -506,6 +508,7 @@ def _opened_weights(
     directory: AnyPath, channel: Channel, verify: str, adapters: bool, threads: int, consistency: ConsistencyFacts
 ) -> tuple[OpenedCheckpoint, RecordedBlocks]:
     """Return the opened weights, and the recorded checksums that the ranks compare while they read."""
+    from paddleformers_fc.formats.registry import open_weights
 
     def work() -> tuple[bool, OpenedCheckpoint]:
         opened = open_weights(directory, "size" if verify == "full" else verify, adapters)
@@ -630,7 +633,7 @@ def with_shared_numbers(plan: LoadPlan, roles: Roles) -> LoadPlan:
         for first, *others in shared.values()
         for other in others
     )
-    return replace(plan, checks=(*plan.checks, *checks))
+    return structs.replace(plan, checks=(*plan.checks, *checks))
 
 
 def cast_lines(plan: LoadPlan, roles: Roles) -> Iterator[str]:

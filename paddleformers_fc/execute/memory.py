@@ -21,7 +21,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any, TypeAlias
@@ -328,8 +327,7 @@ _CHUNK_ELEMENTS = 1 << 24
 Array = np.ndarray[Any, np.dtype[np.float32]]
 
 
-@dataclass(frozen=True)
-class AveragedTensor:
+class AveragedTensor(msgspec.Struct, frozen=True):
     """One tensor and its average.
 
     Args:

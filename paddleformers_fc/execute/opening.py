@@ -16,12 +16,12 @@ import os
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 import msgspec
 import numpy as np
 import xxhash
+from msgspec import structs
 
 from paddleformers_fc.distributed.channel import (
     Bytes,
@@ -38,7 +38,6 @@ from paddleformers_fc.errors import CheckpointError, Corrupt, FlexError
 from paddleformers_fc.execute.collective_checksums import FaultMessage, compare_on_all, refuse_damaged
 from paddleformers_fc.formats.checkpoint import OpenedCheckpoint
 from paddleformers_fc.formats.flex import DOCUMENTS, build_checkpoint, open_flex, read_document_bytes
-from paddleformers_fc.formats.registry import open_checkpoint
 from paddleformers_fc.plan.transfer_plan import VisibleTo
 from paddleformers_fc.storage.block_checksums import compare_documents
 from paddleformers_fc.storage.checksum import INDEX_NAME, MISSING, is_document
@@ -172,6 +171,8 @@ def open_on_all_ranks(
 
     def open_alone() -> OpenedCheckpoint:
         # Another format, or no checkpoint at all, which is refused here.
+        from paddleformers_fc.formats.registry import open_checkpoint
+
         return open_checkpoint(directory, verify, config=None if config is None else config())
 
     metadata = _broadcast_metadata(directory, channel, documents, consistency)
@@ -251,7 +252,7 @@ def hold_documents(checkpoint: OpenedCheckpoint, channel: Channel, names: Collec
     doing = f"reading documents of {checkpoint.catalog.root.name}"
     everyone = all_gather_checked(channel, doing, read, dict[str, bytes])
     found = {name: raw for documents in everyone for name, raw in documents.items()}
-    return replace(checkpoint, held={**checkpoint.held, **found})
+    return structs.replace(checkpoint, held={**checkpoint.held, **found})
 
 
 def compare_unread(checkpoint: OpenedCheckpoint, channel: Channel, threads: int = 4) -> None:
@@ -366,7 +367,9 @@ def _open(
             _Checked,
         )
     visible_to = _refuse_faults(directory, channel, known.manifest, checked, disks)
-    checkpoint = replace(built[0], catalog=replace(built[0].catalog, visible_to=visible_to), unread=verify == "full")
+    checkpoint = structs.replace(
+        built[0], catalog=structs.replace(built[0].catalog, visible_to=visible_to), unread=verify == "full"
+    )
     return checkpoint, disks.is_one
 
 
@@ -382,7 +385,7 @@ def _built(
         if name not in sent:
             documents[name] = read_document_bytes(directory, manifest, name)
     built = build_checkpoint(directory, manifest, documents, identity, around)
-    return replace(built, held={name: raw for name, raw in documents.items() if name not in DOCUMENTS})
+    return structs.replace(built, held={name: raw for name, raw in documents.items() if name not in DOCUMENTS})
 
 
 def _check(

@@ -20,9 +20,10 @@ from typing import Any
 import msgspec
 
 from paddleformers_fc.errors import CheckpointError, Diverged, FlexError, NotACheckpoint, OptionError, StorageError
-from paddleformers_fc.formats import OpenedCheckpoint, format_of
+from paddleformers_fc.formats import OpenedCheckpoint
 from paddleformers_fc.formats.inspection import JobFacts, RoleFacts, TensorFacts, job_facts, list_tensors, role_facts
 from paddleformers_fc.formats.registry import (
+    format_of,
     is_resumable,
     open_checkpoint,
     open_stored,

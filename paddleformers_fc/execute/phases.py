@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+
+import msgspec
 
 
-@dataclass(frozen=True)
-class Slowest:
+class Slowest(msgspec.Struct, frozen=True):
     """The rank that took longest for a phase.
 
     Args:
@@ -26,8 +26,7 @@ class Slowest:
     seconds: float
 
 
-@dataclass(frozen=True)
-class Phases:
+class Phases(msgspec.Struct, frozen=True):
     """The phases of a save or a load.
 
     Args:
@@ -35,7 +34,7 @@ class Phases:
         slowest: the rank that wrote or read longest; of a save it is known on the coordinator alone.
     """
 
-    seconds: Mapping[str, float] = field(default_factory=dict)
+    seconds: Mapping[str, float] = msgspec.field(default_factory=dict)
     slowest: Slowest | None = None
 
     def __str__(self) -> str:

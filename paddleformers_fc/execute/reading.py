@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -490,8 +489,7 @@ def refuse_unequal(checks: Iterable[EqualCheck], digests: Mapping[StoredPart, by
         )
 
 
-@dataclass
-class ArraySlot:
+class ArraySlot(msgspec.Struct):
     """A slot that is a numpy array of its own.
 
     Args:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 
 import msgspec
@@ -40,8 +39,7 @@ _LOAD_STEPS = 1024
 """Steps of the even share in which loads are sent: most ranks have equal ones then."""
 
 
-@dataclass(frozen=True, slots=True)
-class ShardPart:
+class ShardPart(msgspec.Struct, frozen=True):
     """The part of a shard that one rank writes.
 
     Args:
@@ -60,8 +58,7 @@ class ShardPart:
         return shard_bytes(self.shard)
 
 
-@dataclass(frozen=True, slots=True)
-class Replica:
+class Replica(msgspec.Struct, frozen=True):
     """A shard of one rank that others hold as well.
 
     Args:

@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
 import msgspec
@@ -194,8 +193,7 @@ class CopyPart(msgspec.Struct, frozen=True, array_like=True):
     part: Box
 
 
-@dataclass(frozen=True, slots=True)
-class TiedPart:
+class TiedPart(msgspec.Struct, frozen=True):
     """A box that two copies of a tied tensor both hold, or two copies that cannot be compared.
 
     Args:
@@ -209,8 +207,7 @@ class TiedPart:
     sides: tuple[CopyPart, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Ties:
+class Ties(msgspec.Struct, frozen=True):
     """The parts of tied tensors that a save compares, on the coordinator.
 
     Args:

@@ -36,7 +36,6 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -110,8 +109,7 @@ _NAME_BYTES = 8
 _T = TypeVar("_T")
 
 
-@dataclass(frozen=True)
-class JobRecord:
+class JobRecord(msgspec.Struct, frozen=True):
     """The record of the job that wrote a checkpoint.
 
     Args:
@@ -127,8 +125,7 @@ class JobRecord:
     run: RunRecord | None = None
 
 
-@dataclass(frozen=True)
-class SaveReport:
+class SaveReport(msgspec.Struct, frozen=True):
     """The result of a save.
 
     Args:
@@ -147,7 +144,7 @@ class SaveReport:
     disks: DiskLeaders
     differences: tuple[str, ...] = ()
     diverged_ties: tuple[DivergedTie, ...] = ()
-    phases: Phases = field(default_factory=Phases)
+    phases: Phases = msgspec.field(default_factory=Phases)
 
 
 class WriteMessage(msgspec.Struct):
@@ -173,8 +170,7 @@ class _Introduction(msgspec.Struct, array_like=True):
     staging: bytes
 
 
-@dataclass(frozen=True)
-class LivePart:
+class LivePart(msgspec.Struct, frozen=True):
     """The part of one rank in a save, described on the thread that trains.
 
     Args:
@@ -194,8 +190,7 @@ class LivePart:
     facts: bytes
 
 
-@dataclass(frozen=True)
-class PlannedSave:
+class PlannedSave(msgspec.Struct, frozen=True):
     """A save that all ranks have planned.
 
     Args:

@@ -20,11 +20,11 @@ import math
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Generic, TypeVar
 
 import msgspec
+from msgspec import structs
 
 from paddleformers_fc.errors import MismatchError, OptionError, PeerError
 from paddleformers_fc.execute.replica_assignment import (
@@ -47,8 +47,8 @@ from paddleformers_fc.families import ModelDescription, ModelTensor
 from paddleformers_fc.families.stated import bind_model, decode_mapping, encode_mapping, family_name, model_ties
 from paddleformers_fc.formats.catalog import gather_shards
 from paddleformers_fc.formats.checkpoint import MAPPING_NAME
+from paddleformers_fc.formats.flex import FLEX
 from paddleformers_fc.formats.index import Columns, shard_columns
-from paddleformers_fc.formats.registry import SAVED
 from paddleformers_fc.layout import Shard
 from paddleformers_fc.layout.roles import MODEL_STATE, split_state_name
 from paddleformers_fc.layout.shard_messages import JobShards
@@ -68,8 +68,7 @@ MAX_CACHED_PLANS = 8
 _Plan = TypeVar("_Plan")
 
 
-@dataclass(frozen=True)
-class PlannedWrite:
+class PlannedWrite(msgspec.Struct, frozen=True):
     """A range of a live shard that goes into a file.
 
     Args:
@@ -83,8 +82,7 @@ class PlannedWrite:
     stop: int
 
 
-@dataclass(frozen=True)
-class PlannedFile:
+class PlannedFile(msgspec.Struct, frozen=True):
     """One file of this rank.
 
     Args:
@@ -100,8 +98,7 @@ class PlannedFile:
     pieces: tuple[PlannedWrite, ...]
 
 
-@dataclass(frozen=True)
-class ModelRecord:
+class ModelRecord(msgspec.Struct, frozen=True):
     """The record of the whole model in a checkpoint.
 
     Args:
@@ -131,8 +128,7 @@ class Planning(msgspec.Struct, frozen=True, array_like=True):
     ties: list[CopyPart]
 
 
-@dataclass(frozen=True)
-class SavePlan:
+class SavePlan(msgspec.Struct, frozen=True):
     """The part of a save that one rank writes.
 
     Args:
@@ -262,7 +258,7 @@ def model_rules(model: ModelDescription, shards: Mapping[str, Shard]) -> RuleSet
     ]
     cuts = {tensor.name: tensor.cuts for tensor in tensors if any(cut > 1 for cut in tensor.cuts)}
     rules = bind_model(model, tensors)
-    return replace(rules, cuts={**cuts, **rules.cuts})
+    return structs.replace(rules, cuts={**cuts, **rules.cuts})
 
 
 def cuts_of(model: ModelDescription, shard: Shard) -> Shape:
@@ -278,7 +274,7 @@ def planned_files(share: Iterable[ShardPart], rank: int) -> Iterator[PlannedFile
         rank: the rank.
     """
     for path, role, group in grouped(share, rank):
-        layout = SAVED.writer.header(Path(path), [piece.shard for piece in group])
+        layout = FLEX.writer.header(Path(path), [piece.shard for piece in group])
         planned = tuple(PlannedWrite(one.shard.name, one.start, one.start + one.shard.size) for one in group)
         yield PlannedFile(path, role, layout, planned)
 
@@ -290,7 +286,7 @@ def grouped(share: Iterable[ShardPart], rank: int) -> Iterator[tuple[str, str, S
         by_role.setdefault(piece.role, []).append(piece)
     for role, pieces in sorted(by_role.items()):
         groups = pack_files(pieces, MAX_FILE_BYTES)
-        for path, group in zip(SAVED.writer.names(role, rank, len(groups)), groups, strict=True):
+        for path, group in zip(FLEX.writer.names(role, rank, len(groups)), groups, strict=True):
             yield path, role, group
 
 

@@ -18,10 +18,10 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from paddleformers_fc.errors import EnvironmentMismatch
@@ -97,8 +97,7 @@ _PIECES_IN_USE = 3
 next tensor."""
 
 
-@dataclass(frozen=True, eq=False)
-class StagingBuffer:
+class StagingBuffer(msgspec.Struct, frozen=True, eq=False):
     """Host memory for one copy at a time.
 
     Args:
@@ -308,8 +307,7 @@ def bytes_of(tensor: Any) -> Any:
     return view
 
 
-@dataclass
-class TransferFigures:
+class TransferFigures(msgspec.Struct):
     """Figures of the copies between host and devices during an operation.
 
     Attributes:

@@ -26,10 +26,10 @@ Time: at level ``full`` one pass over the files, by a few threads; memory: one b
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
+from msgspec import structs
 
 from paddleformers_fc.errors import CheckpointError, FlexError, MappingError, NotACheckpoint, OptionError
 from paddleformers_fc.execute.digest import compare_rounded
@@ -188,7 +188,7 @@ def _check_copies(checkpoint: OpenedCheckpoint, checks: CheckList) -> None:
         if checkpoint.format.canonical:
             family_for(checkpoint.config)
             # Both names of a tied tensor are canonical.
-            source = replace(source, stored_aliases=canonical_ties(described_by_file(checkpoint.config)))
+            source = structs.replace(source, stored_aliases=canonical_ties(described_by_file(checkpoint.config)))
     except (MappingError, NotACheckpoint) as error:
         checks.impossible.append(f"copies of tied tensors: {error.in_one_line()}")
         return

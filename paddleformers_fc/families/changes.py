@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+import msgspec
 import xxhash
 
 from paddleformers_fc.errors import MismatchError
@@ -122,8 +122,7 @@ _ROTARY = ("rope_parameters", "rope_scaling")
 """Nested values that repeat each other's keys and those of the configuration."""
 
 
-@dataclass(frozen=True)
-class Change:
+class Change(msgspec.Struct, frozen=True):
     """A value that differs.
 
     Args:

@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
+
+import msgspec
 
 from paddleformers_fc.families.sizes import Conditions, OneOf, Size, names_of
 from paddleformers_fc.mapping.rules import flat
@@ -68,8 +69,7 @@ class Stack(Enum):
     NEW_AXIS = "on an axis of their own"
 
 
-@dataclass(frozen=True)
-class Statement:
+class Statement(msgspec.Struct, frozen=True):
     """One kind of model tensor and the canonical tensors that it consists of.
 
     Args:
@@ -141,8 +141,7 @@ class Statement:
 Statements = tuple[Statement, ...]
 
 
-@dataclass(frozen=True)
-class Numbers:
+class Numbers(msgspec.Struct, frozen=True):
     """The range of numbers of a placeholder.
 
     Args:
@@ -158,8 +157,7 @@ class Numbers:
     shift: Size = 0
 
 
-@dataclass(frozen=True)
-class TiedName:
+class TiedName(msgspec.Struct, frozen=True):
     """An alias of the owner's tensor if the model's configuration ties its word embeddings and fulfils conditions."""
 
     alias: str
@@ -167,15 +165,13 @@ class TiedName:
     where: Conditions = ()
 
 
-@dataclass(frozen=True)
-class OptionalName:
+class OptionalName(msgspec.Struct, frozen=True):
     """The beginning of canonical names that a file may lack."""
 
     beginning: str
 
 
-@dataclass(frozen=True)
-class Tower:
+class Tower(msgspec.Struct, frozen=True):
     """A part of a model with sizes of its own, such as a vision tower.
 
     Args:
@@ -192,8 +188,8 @@ class Tower:
     key: str
     statements: Statements
     numbers: Numbers
-    sizes: Mapping[str, Size] = field(default_factory=dict)
-    defaults: Mapping[str, Any] = field(default_factory=dict)
+    sizes: Mapping[str, Size] = msgspec.field(default_factory=dict)
+    defaults: Mapping[str, Any] = msgspec.field(default_factory=dict)
     flat: bool = False
 
 
@@ -239,8 +235,7 @@ NUMBERS: tuple[Numbers, ...] = (Numbers("layer", "layers"), Numbers("expert", "e
 """Numbers that most families share; those of a family precede them."""
 
 
-@dataclass(frozen=True)
-class Family:
+class Family(msgspec.Struct, frozen=True):
     """One model family.
 
     Args:
@@ -267,11 +262,11 @@ class Family:
     statements: Statements
     tied: tuple[TiedName, ...] = ()
     optional: tuple[str, ...] = ()
-    sizes: Mapping[str, Size] = field(default_factory=dict)
+    sizes: Mapping[str, Size] = msgspec.field(default_factory=dict)
     numbers: tuple[Numbers, ...] = ()
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    tiny: Mapping[str, Any] = field(default_factory=dict)
-    exported: Mapping[str, Size] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = msgspec.field(default_factory=dict)
+    tiny: Mapping[str, Any] = msgspec.field(default_factory=dict)
+    exported: Mapping[str, Size] = msgspec.field(default_factory=dict)
     towers: tuple[Tower, ...] = ()
     built: tuple[str, ...] = ()
     divided: tuple[str, ...] = tuple(DIVIDED)

@@ -25,10 +25,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import msgspec
+from msgspec import structs
 
 from paddleformers_fc.families.declarations import Family, Geometry, Statement, Statements
 from paddleformers_fc.mapping import RuleSet
@@ -110,7 +110,7 @@ def with_adapters(family: Family, adapters: Adapters | None) -> Family:
     if adapters is None:
         return family
     derived = [one for statement in family.statements for one in _of_layer(statement, adapters.r)]
-    return replace(family, statements=(*family.statements, *derived))
+    return structs.replace(family, statements=(*family.statements, *derived))
 
 
 def is_adapter(name: str) -> bool:
@@ -152,7 +152,7 @@ def _of_layer(layer: Statement, rank: int) -> Statements:
     shared = parts[0] if len(parts) == 1 else f"{parts[0].rpartition('.')[0]}.{module.rpartition('.')[2]}"
     inputs, outputs = layer.shape
     return (
-        replace(
+        structs.replace(
             layer,
             target=f"{module}.{A}",
             sources=(f"{shared}.{A}{_WEIGHT}",),
@@ -161,7 +161,7 @@ def _of_layer(layer: Statement, rank: int) -> Statements:
             cut=0 if layer.cut == 0 else None,
             parts=(),
         ),
-        replace(
+        structs.replace(
             layer,
             target=f"{module}.{B}",
             sources=tuple(f"{part}.{B}{_WEIGHT}" for part in parts),
@@ -188,8 +188,7 @@ _PLAIN_SUFFIX = "Deprecated"
 """The end of the name of PaddleFormers' class in families that have a class of PaddleFleet as well."""
 
 
-@dataclass(frozen=True)
-class ModelDescription:
+class ModelDescription(msgspec.Struct, frozen=True):
     """The input of binding beside the tensors of a model.
 
     Args:

@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
+
+import msgspec
+from msgspec import structs
 
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.families.bind import ModelTensor
@@ -26,8 +28,7 @@ from paddleformers_fc.mapping import Shape, TensorSpec
 from paddleformers_fc.text import count_text, fold
 
 
-@dataclass(frozen=True, slots=True)
-class DeclaredTensor:
+class DeclaredTensor(msgspec.Struct, frozen=True):
     """A tensor of a model that was not built.
 
     Args:
@@ -83,7 +84,7 @@ def enumerate_tensors(family: Family, model: ModelDescription, dtype: str = "flo
     Raises:
         MappingError: the configuration lacks a key that a size requires.
     """
-    index = Names(family, replace(model, adapters=None))
+    index = Names(family, structs.replace(model, adapters=None))
     for kind in index.kinds:
         yield from _of_kind(kind, index, dtype)
 

@@ -24,8 +24,9 @@ that binding accepts. :mod:`paddleformers_fc.families.sizes` describes sizes and
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any
+
+from msgspec import structs
 
 from paddleformers_fc.families.declarations import (
     DIVIDED,
@@ -166,7 +167,8 @@ def same(
 def transposed(*names: str, file: str = "", fleet: str = "", shape: Shape, dtype: str = "") -> Statements:
     """Declare tensors that are [out, in] in files and [in, out] in Paddle. Arguments as of :func:`same`."""
     return tuple(
-        replace(one, geometry=Geometry.LINEAR) for one in same(*names, file=file, fleet=fleet, shape=shape, dtype=dtype)
+        structs.replace(one, geometry=Geometry.LINEAR)
+        for one in same(*names, file=file, fleet=fleet, shape=shape, dtype=dtype)
     )
 
 
@@ -199,12 +201,12 @@ def linear(
 
 def column(*names: str, **given: Any) -> Statements:
     """Declare linear layers whose outputs are cut. Arguments as of :func:`linear`."""
-    return tuple(replace(one, cut=len(one.shape) - 1) for one in linear(*names, **given))
+    return tuple(structs.replace(one, cut=len(one.shape) - 1) for one in linear(*names, **given))
 
 
 def row(*names: str, **given: Any) -> Statements:
     """Declare linear layers whose inputs are cut. Arguments as of :func:`linear`."""
-    return tuple(replace(one, cut=0 if len(one.shape) == 2 else None) for one in linear(*names, **given))
+    return tuple(structs.replace(one, cut=0 if len(one.shape) == 2 else None) for one in linear(*names, **given))
 
 
 def qkv(
@@ -228,7 +230,7 @@ def qkv(
     """
     geometry = Geometry.FUSED_QKV_PER_RANK if per_rank else Geometry.FUSED_QKV
     found = _joined(name, files, flat(parts) or ("q", "kv", "kv"), geometry, bias)
-    return tuple(replace(one, parts=parts, groups=groups) for one in found)
+    return tuple(structs.replace(one, parts=parts, groups=groups) for one in found)
 
 
 def gate_up(name: str, *files: str, size: Size = "ffn", bias: Condition = False) -> Statements:
@@ -354,7 +356,7 @@ def turned_head(bias: Condition = False) -> Statements:
     head = "lm_head.weight"
     return (
         *when(_TIE, same(head, shape=("vocab", "hidden"), cut=0)),
-        *unless(_TIE, (replace(transposed(head, shape=("hidden", "vocab"))[0], cut=1),)),
+        *unless(_TIE, (structs.replace(transposed(head, shape=("hidden", "vocab"))[0], cut=1),)),
         *when(bias, same("lm_head.bias", shape=("vocab",), cut=0)),
     )
 
@@ -401,7 +403,9 @@ def experts(
     fused = (*stacked("mlp.experts.gate_up_proj", up), *stacked("mlp.experts.down_proj", down))
     grouped = tuple((f"mlp.grouped_gemm_experts.weight{number}", each) for number, each in ((1, up), (2, down)))
     first, second = (stacked(name, _as_stored(each)) for name, each in grouped)
-    alternating = replace(first[0], geometry=Geometry.ALTERNATING_FFN, shape=("expert_ffn", ("hidden", "hidden")))
+    alternating = structs.replace(
+        first[0], geometry=Geometry.ALTERNATING_FFN, shape=("expert_ffn", ("hidden", "hidden"))
+    )
     return (
         *of_class(FORMERS, when("fd_fallback", fused), unless("fd_fallback", others or one)),
         *of_class(
@@ -421,7 +425,7 @@ def stacked(name: str, expert: Statement, new: bool = False) -> Statements:
         expert: a single expert.
         new: whether the experts are placed on a new axis; otherwise they are concatenated along their first axis.
     """
-    return (replace(expert, target=name, stack=Stack.NEW_AXIS if new else Stack.ROWS, cut=None),)
+    return (structs.replace(expert, target=name, stack=Stack.NEW_AXIS if new else Stack.ROWS, cut=None),)
 
 
 def stack_of_files(name: str, *, file: str = "", shape: Shape, turned: bool = False) -> Statements:
@@ -448,7 +452,7 @@ def layer(scope: str, *groups: Group, file: str | None = None) -> Statements:
     other = scope if file is None else file
     prefix = f"{other}." if other else ""
     return tuple(
-        replace(one, target=f"{scope}.{one.target}", sources=tuple(prefix + source for source in one.sources))
+        structs.replace(one, target=f"{scope}.{one.target}", sources=tuple(prefix + source for source in one.sources))
         for one in _all(groups)
     )
 
@@ -473,7 +477,7 @@ def prediction(scope: str, *groups: Group) -> Parts:
 
 def renumbered(number: Size, *groups: Group) -> Statements:
     """Give conditions and shapes another number of the name as ``layer``, such as that of a prediction layer."""
-    return tuple(replace(one, layer=number) for one in _all(groups))
+    return tuple(structs.replace(one, layer=number) for one in _all(groups))
 
 
 def when(condition: Condition, *groups: Group) -> Statements:
@@ -488,17 +492,17 @@ def unless(condition: Condition, *groups: Group) -> Statements:
 
 def of_class(model_class: ModelClass, *groups: Group) -> Statements:
     """Restrict statements to one class of models."""
-    return tuple(replace(one, model_class=model_class) for one in _all(groups))
+    return tuple(structs.replace(one, model_class=model_class) for one in _all(groups))
 
 
 def uncut(*groups: Group) -> Statements:
     """Exclude layers from tensor parallelism, as routed experts are."""
-    return tuple(replace(one, cut=None) for one in _all(groups))
+    return tuple(structs.replace(one, cut=None) for one in _all(groups))
 
 
 def at(stage: Stage, *groups: Group) -> Statements:
     """Place tensors outside of layers in a pipeline."""
-    return tuple(replace(one, stage=stage) for one in _all(groups))
+    return tuple(structs.replace(one, stage=stage) for one in _all(groups))
 
 
 def tower(
@@ -520,7 +524,7 @@ def tower(
         sizes: sizes that differ from :data:`SIZES`; ``layers`` is the number of layers.
         defaults: the values of the model's class for keys that the nested configuration lacks.
     """
-    placed = tuple(replace(one, tower=name, stage=one.stage or FIRST) for one in _all(groups))
+    placed = tuple(structs.replace(one, tower=name, stage=one.stage or FIRST) for one in _all(groups))
     return Tower(name, f"{name}_config", placed, Numbers(number, f"{name}.layers"), sizes, defaults)
 
 
@@ -571,7 +575,7 @@ def family(
     if theirs := _paddlenlp(name, nlp):
         statements = (*unless(IS_NLP, statements), *when(IS_NLP, theirs))
         owner = TiedName("lm_head.weight", f"{name}.embed_tokens.weight", ((IS_NLP, True),))
-        ties = (*(replace(one, where=((IS_NLP, False),)) for one in ties), owner)
+        ties = (*(structs.replace(one, where=((IS_NLP, False),)) for one in ties), owner)
     holes = {hole for one in statements for hole in PLACEHOLDER.findall(one.target)}
     if "mtp" in holes and all(one.name != "mtp" for one in numbers):
         numbers = (*numbers, *_fleet_numbers(classes, sizes))
@@ -580,7 +584,7 @@ def family(
     small = {**TINY, **({"head_dim": 8} if "head_dim" in defaults else {})}
     tiny = {**tiny, key: {**small, **tiny.get(key, {})}} if key else {**small, **tiny}
     if key:
-        text = tuple(replace(one, tower=_TEXT) for one in statements)
+        text = tuple(structs.replace(one, tower=_TEXT) for one in statements)
         towers = (Tower(_TEXT, key, text, Numbers("layer", "text.layers"), sizes, defaults, flat=True), *towers)
         statements, defaults = (), {}
         sizes = {size: f"text.{size}" for size in ("layers", "experts", "mtp_layers")}
@@ -619,7 +623,7 @@ def _all(groups: Group) -> Iterator[Statement]:
 
 
 def _only(conditions: Conditions, groups: Group) -> Statements:
-    return tuple(replace(one, where=(*one.where, *conditions)) for one in _all(groups))
+    return tuple(structs.replace(one, where=(*one.where, *conditions)) for one in _all(groups))
 
 
 def _part(layer: str, leaf: str) -> str:
@@ -629,13 +633,15 @@ def _part(layer: str, leaf: str) -> str:
 
 def _as_stored(one: Statement) -> Statement:
     """Keep a weight [out, in] as in canonical files: the parts are placed along the first axis."""
-    return replace(one, turned=False, shape=one.shape[::-1])
+    return structs.replace(one, turned=False, shape=one.shape[::-1])
 
 
 def _for_classes(classes: tuple[ModelClass, ...], statements: Statements) -> Statements:
     """Select the statements of these classes; of several classes, add a condition on the class."""
     return tuple(
-        replace(one, model_class=None, where=(*one.where, *(_OF_CLASS[one.model_class] if len(classes) > 1 else ())))
+        structs.replace(
+            one, model_class=None, where=(*one.where, *(_OF_CLASS[one.model_class] if len(classes) > 1 else ()))
+        )
         if one.model_class is not None
         else one
         for one in statements

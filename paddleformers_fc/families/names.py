@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.families.declarations import NUMBER, PLACEHOLDER, SIZES, Family, Numbers, Statement, Tower
@@ -33,8 +34,7 @@ _NO_CLASS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Kind:
+class Kind(msgspec.Struct, frozen=True):
     """A statement under one configuration.
 
     Args:
@@ -57,7 +57,7 @@ class Kind:
     spans: tuple[range | None, ...]
     expert_shift: int
     whole: int | None
-    layouts: dict[tuple[Shape, Shape], Any] = field(default_factory=dict)
+    layouts: dict[tuple[Shape, Shape], Any] = msgspec.field(default_factory=dict)
 
     def numbers(self, texts: Sequence[str]) -> dict[str, int]:
         """Return the canonical numbers of a name by placeholder."""

@@ -18,15 +18,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
+
+import msgspec
 
 from paddleformers_fc.errors import MappingError
 
 
-@dataclass(frozen=True)
-class OneOf:
+class OneOf(msgspec.Struct, frozen=True):
     """A key with several names, which have equal values where a configuration has several of them.
 
     Without any of them the value is the default of the first.

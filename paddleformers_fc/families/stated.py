@@ -10,12 +10,11 @@ name only if both are cut into the same number of shards on every axis.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import msgspec
+from msgspec import structs
 
 from paddleformers_fc.errors import FormatError, MappingError, MismatchError
 from paddleformers_fc.families.bind import ModelTensor, bind
@@ -134,7 +133,7 @@ def _restricted(rules: RuleSet, tensors: Sequence[ModelTensor]) -> RuleSet:
             evidence=fold(faults),
             next_step="State a rule for every tensor of the model, with its global shape.",
         )
-    return replace(
+    return structs.replace(
         rules,
         targets=targets,
         rules=tuple(rule for rule in rules.rules if not targets.keys().isdisjoint(rule.targets)),
@@ -193,7 +192,7 @@ class _Model(msgspec.Struct, frozen=True, omit_defaults=True):
 
 _documents = msgspec.json.Decoder(_Document)
 _models = msgspec.json.Decoder(_Model)
-_RULE_FIELDS = tuple(field.name for field in dataclasses.fields(RuleSet))
+_RULE_FIELDS = RuleSet.__struct_fields__
 
 
 def encode_mapping(model: ModelDescription, rules: RuleSet) -> bytes:

@@ -7,9 +7,10 @@ layers from the smallest number of a layer. An ambiguous description is an error
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+
+from msgspec import structs
 
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.families.bind import ModelTensor, bind
@@ -56,7 +57,7 @@ def completed(
         try:
             _refuse_contradictions(family, candidate, tensors)
             refused = unbound
-            found.append((candidate, dataclasses.replace(bind(family, candidate, tensors), cuts=cuts)))
+            found.append((candidate, structs.replace(bind(family, candidate, tensors), cuts=cuts)))
         except MappingError as error:
             refused.append(error)
     if not found:
@@ -83,7 +84,7 @@ def _candidates(family: Family, model: ModelDescription, tensors: Sequence[Model
         chosen = dict(zip(choices, values, strict=True))
         is_fleet = chosen.pop(IS_FLEET, model.is_fleet)
         known_class = None if is_fleet is None else bool(is_fleet)
-        yield dataclasses.replace(model, config={**config, **chosen}, is_fleet=known_class)
+        yield structs.replace(model, config={**config, **chosen}, is_fleet=known_class)
 
 
 def _first_layer(family: Family, model: ModelDescription, tensors: Sequence[ModelTensor]) -> int:

@@ -7,4 +7,3 @@ a format and of its writer; ``catalog`` what is stored, tensors as boxes in byte
 
 from paddleformers_fc.formats.catalog import Catalog as Catalog
 from paddleformers_fc.formats.checkpoint import OpenedCheckpoint as OpenedCheckpoint
-from paddleformers_fc.formats.registry import format_of as format_of, open_checkpoint as open_checkpoint

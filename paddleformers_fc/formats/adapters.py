@@ -22,11 +22,11 @@ import os.path
 import shlex
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec import structs
 
 from paddleformers_fc.errors import Corrupt, FormatError, MappingError, NotACheckpoint, OptionError
 from paddleformers_fc.families import ModelTensor, bind, family_for
@@ -585,7 +585,9 @@ class PaddleFormersLoraFormat(_AdapterFormat):
         """Return the rules that place the stored tensors in the model of the configuration."""
         catalog, facts = checkpoint.catalog, checkpoint.facts
         specs = {name: TensorSpec(one.shape, one.dtype) for name, one in catalog.roles[MODEL_STATE].items()}
-        model = replace(model_description(catalog.root, checkpoint.config), adapters=facts.adapters, partial=False)
+        model = structs.replace(
+            model_description(catalog.root, checkpoint.config), adapters=facts.adapters, partial=False
+        )
         model, rules = _bound(model, specs, facts.degree)
         faults = [*_unpaired(specs), *_of_other_shapes(model, specs)]
         if faults:

@@ -15,9 +15,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from msgspec import structs
 
 from paddleformers_fc.aoa import Hints, render
 from paddleformers_fc.errors import MappingError, OptionError
@@ -55,7 +57,7 @@ def aoa_text(
         MappingError: for tensors that the family does not declare, and where the language cannot express their mapping.
     """
     known = list(tensors)
-    rules = replace(bind(family, model, known), cuts={tensor.name: tensor.cuts for tensor in known})
+    rules = structs.replace(bind(family, model, known), cuts={tensor.name: tensor.cuts for tensor in known})
     return render(rules, _hints(family, model, rules), reverse=reverse)
 
 

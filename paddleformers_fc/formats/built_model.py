@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
-from dataclasses import replace
 
 import msgspec
+from msgspec import structs
 
 from paddleformers_fc.errors import MappingError, OptionError
 from paddleformers_fc.families import ModelTensor, OptionalNames, bind, described_by_file, enumerate_tensors, family_for
@@ -45,7 +45,7 @@ def built_model(checkpoint: OpenedCheckpoint, adapters: Adapters | None = None) 
             next_step="Name a directory with the model's config.json, or put it there.",
         )
     family = family_for(checkpoint.config)
-    described = replace(described_by_file(checkpoint.config), partial=True, adapters=adapters)
+    described = structs.replace(described_by_file(checkpoint.config), partial=True, adapters=adapters)
     tensors = [one.under(tp=1) for one in enumerate_tensors(with_adapters(family, adapters), described)]
     model, rules = completed(family, described, tensors)
     dtypes = {name: one.dtype for name, one in checkpoint.catalog.roles[MODEL_STATE].items()}
@@ -83,7 +83,7 @@ def built_model(checkpoint: OpenedCheckpoint, adapters: Adapters | None = None) 
     _refuse(checkpoint, missing, f"lacks {_count(missing)} of its model", _COMPARE)
     if adapters is not None:
         found = _with_patterns(adapters, [one.name for one in tensors], [one.name for one in kept])
-        model = replace(model, adapters=found)
+        model = structs.replace(model, adapters=found)
     return StoredModel(bind(family, model, kept), model)
 
 

@@ -8,7 +8,6 @@ memory are linear in the stored shards, a few hundred bytes each.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, cast
@@ -30,8 +29,7 @@ FileOffset = tuple[str, int]
 """Path of a file relative to the catalog's root, and the byte offset of a box's first element in it."""
 
 
-@dataclass(frozen=True, slots=True)
-class StoredFragment:
+class StoredFragment(msgspec.Struct, frozen=True):
     """A box that is contiguous and row-major in a file.
 
     Args:
@@ -45,8 +43,7 @@ class StoredFragment:
     box: Box
 
 
-@dataclass(frozen=True, eq=False)
-class StoredForm:
+class StoredForm(msgspec.Struct, frozen=True, eq=False, dict=True):
     """The properties that tensors with equal cuts share. Two are equal only if they are the same object.
 
     Args:
@@ -135,8 +132,7 @@ class StoredTensor(msgspec.Struct, frozen=True, eq=False, gc=False):
                 yield f"{self.name}: {fault.where} is not stored"
 
 
-@dataclass(frozen=True)
-class Catalog:
+class Catalog(msgspec.Struct, frozen=True, dict=True):
     """Everything that is stored under one directory.
 
     Args:
@@ -148,8 +144,8 @@ class Catalog:
 
     root: paths.AnyPath
     roles: dict[str, dict[str, StoredTensor]]
-    identities: Identities = field(default_factory=lambda: NO_IDENTITIES)
-    visible_to: Mapping[str, Sequence[int]] = field(default_factory=lambda: EVERYONE)
+    identities: Identities = msgspec.field(default_factory=lambda: NO_IDENTITIES)
+    visible_to: Mapping[str, Sequence[int]] = msgspec.field(default_factory=lambda: EVERYONE)
 
     @cached_property
     def sorted_names(self) -> dict[str, list[str]]:
@@ -217,8 +213,7 @@ class StoredOffsets(msgspec.Struct, frozen=True, gc=False):
         return map(self.__getitem__, range(len(self)))
 
 
-@dataclass(frozen=True)
-class ShardTable:
+class ShardTable(msgspec.Struct, frozen=True):
     """The shards of many files, in columns.
 
     Layers repeat, so each distinct *place* (dtype, global shape, box, range) is stored once. Tensors that consist of
@@ -243,8 +238,8 @@ class ShardTable:
     place: Array
     file: Array
     offset: Array
-    _cuts: dict[bytes, _Cut] = field(default_factory=dict)
-    _forms: dict[str, StoredForm] = field(default_factory=dict)
+    _cuts: dict[bytes, _Cut] = msgspec.field(default_factory=dict)
+    _forms: dict[str, StoredForm] = msgspec.field(default_factory=dict)
 
     def tensors(self, rows: Array) -> tuple[dict[str, StoredTensor], list[str]]:
         """Gather the tensors of some shards, in the order of their first ones.

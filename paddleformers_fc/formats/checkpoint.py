@@ -20,12 +20,12 @@ import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
+from msgspec import structs
 
 from paddleformers_fc.errors import (
     CheckpointError,
@@ -154,8 +154,7 @@ StoredShard = tuple[Shard, str, int, int]
 """A shard, its file, the byte offset of its first element, bytes per element."""
 
 
-@dataclass(frozen=True)
-class StoredModel:
+class StoredModel(msgspec.Struct, frozen=True):
     """The stored description of the model that saved a checkpoint.
 
     Args:
@@ -167,8 +166,7 @@ class StoredModel:
     description: ModelDescription
 
 
-@dataclass(frozen=True)
-class OutputFile:
+class OutputFile(msgspec.Struct, frozen=True):
     """A file of tensors that is going to be written.
 
     Args:
@@ -359,8 +357,7 @@ class Format(Protocol):
         return checkpoint.catalog
 
 
-@dataclass(frozen=True)
-class OpenedCheckpoint:
+class OpenedCheckpoint(msgspec.Struct, frozen=True, dict=True):
     """An opened checkpoint.
 
     Args:
@@ -383,12 +380,12 @@ class OpenedCheckpoint:
     config: dict[str, Any]
     model: StoredModel | None = None
     facts: Any = None
-    recorded: Mapping[str, FileChecksum] = field(default_factory=dict)
+    recorded: Mapping[str, FileChecksum] = msgspec.field(default_factory=dict)
     commit_record: Manifest | None = None
     unread: bool = False
     tied: str = REFUSE
     averaged: bool = False
-    held: Mapping[str, bytes] = field(default_factory=dict)
+    held: Mapping[str, bytes] = msgspec.field(default_factory=dict)
 
     @cached_property
     def manifest(self) -> Manifest:
@@ -510,7 +507,7 @@ def with_tied(checkpoint: OpenedCheckpoint, tied: str) -> OpenedCheckpoint:
         tied: one of :data:`TIED_WAYS`.
     """
     catalog = checkpoint.format.last_copies(checkpoint) if tied == LAST else checkpoint.catalog
-    return replace(checkpoint, tied=tied, catalog=catalog)
+    return structs.replace(checkpoint, tied=tied, catalog=catalog)
 
 
 def config_bytes(config: Mapping[str, Any]) -> bytes:
@@ -546,7 +543,7 @@ def with_role(checkpoint: OpenedCheckpoint, role: str) -> OpenedCheckpoint:
         )
     if role == EMA_STATE:
         require_average(checkpoint)
-    return replace(checkpoint, averaged=role == EMA_STATE)
+    return structs.replace(checkpoint, averaged=role == EMA_STATE)
 
 
 def require_average(checkpoint: OpenedCheckpoint) -> None:

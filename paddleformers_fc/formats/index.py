@@ -14,10 +14,10 @@ the names, and one object per place and per file.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+import msgspec
 import numpy as np
 
 from paddleformers_fc.errors import Corrupt, FormatError
@@ -127,8 +127,7 @@ def encode_index(columns: Columns, checksums: Sequence[FileChecksum]) -> bytes:
     return layout.header + b"".join(array.tobytes() for array in arrays.values())
 
 
-@dataclass(frozen=True)
-class Index:
+class Index(msgspec.Struct, frozen=True):
     """A decoded index.
 
     Args:

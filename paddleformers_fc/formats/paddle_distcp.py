@@ -31,6 +31,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from msgspec import structs
 
 from paddleformers_fc.errors import Corrupt
 from paddleformers_fc.families.stated import model_ties
@@ -247,7 +248,7 @@ class DistcpWriter(ExportWriter):
         stock.refuse_alternating(checkpoint.catalog.root, model)
         ties = {**model_ties(model.description), **model.rules.aliases}
         owned = (Tie(owner, alias) for alias, owner in ties.items() if owner in model.rules.targets)
-        return replace(model.rules, ties=tuple(owned))
+        return structs.replace(model.rules, ties=tuple(owned))
 
     def files(self, checkpoint: OpenedCheckpoint, layout: ShardsByRole, max_file_bytes: int) -> tuple[OutputFile, ...]:
         """Divide the tensors of the three roles into files."""

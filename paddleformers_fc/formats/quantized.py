@@ -18,9 +18,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import translate
 from typing import Any
+
+from msgspec import structs
 
 from paddleformers_fc.errors import FormatError
 from paddleformers_fc.formats.catalog import Catalog, StoredForm, StoredTensor
@@ -148,7 +150,7 @@ def in_float32(catalog: Catalog) -> Catalog:
         ((path, begin),) = tensor.offsets
         if not isinstance(catalog.identities.get(catalog.root / path), ScaledFile) or tensor.dtype == _COMPUTED:
             return tensor
-        form = forms.setdefault(tensor.form, replace(tensor.form, dtype=_COMPUTED))
+        form = forms.setdefault(tensor.form, structs.replace(tensor.form, dtype=_COMPUTED))
         ratio = dtype_size(_COMPUTED) // dtype_size(tensor.dtype)
         other = path.removesuffix(tensor.dtype) + _COMPUTED
         return StoredTensor(tensor.name, form, ((other, begin * ratio),))
@@ -158,7 +160,7 @@ def in_float32(catalog: Catalog) -> Catalog:
     roles = {
         role: {name: computed(tensor) for name, tensor in tensors.items()} for role, tensors in catalog.roles.items()
     }
-    return replace(catalog, roles=roles)
+    return structs.replace(catalog, roles=roles)
 
 
 def _is_declared(config: Mapping[str, Any]) -> bool:

@@ -7,9 +7,10 @@ written has a line in ``TARGETS`` too.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
+
+from msgspec import structs
 
 from paddleformers_fc.errors import NotACheckpoint, OptionError
 from paddleformers_fc.formats.adapters import ADAPTER_CONFIG_NAME, LORA_CONFIG_NAME, PADDLEFORMERS_LORA, PEFT
@@ -189,7 +190,7 @@ def open_checkpoint(
         return open_flex(directory, verify, roles)
     opened = format.open(directory, verify, config)
     if config and not opened.config and opened.commit_record is None:
-        return replace(opened, config=dict(config))
+        return structs.replace(opened, config=dict(config))
     return opened
 
 

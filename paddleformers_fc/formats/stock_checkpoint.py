@@ -21,11 +21,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec import structs
 
 from paddleformers_fc.errors import Corrupt, FormatError, MappingError, NotACheckpoint, OptionError
 from paddleformers_fc.families import ModelTensor, OptionalNames, bind, enumerate_tensors, family_for, is_known
@@ -322,7 +323,7 @@ def _refuse_missing_layers(root: AnyPath, model: ModelDescription, rules: RuleSe
     family = family_for(model.config)
     try:
         # PaddleFormers built the model: an absent key has the meaning that it has in its classes.
-        built = replace(model, config={**exported_keys(family, model), **model.config})
+        built = structs.replace(model, config={**exported_keys(family, model), **model.config})
         declared = [one.under() for one in enumerate_tensors(family, built) if one.stage is not Stage.ABSENT]
         wanted = bind(family, model, declared).mapping().sources
         optional = OptionalNames(family, model)
@@ -556,7 +557,7 @@ def gather_roles(
         faults += [*contradictions, *(f"{name}: ranks have stored it in different forms" for name in sorted(twice))]
         forms: dict[StoredForm, StoredForm] = {}
         for name, one in tensors.items():
-            form = forms.setdefault(one.form, replace(one.form, file_dtype=file_dtype, turned=turned))
+            form = forms.setdefault(one.form, structs.replace(one.form, file_dtype=file_dtype, turned=turned))
             known[name] = StoredTensor(name, form, one.offsets)
     if not roles.get(MODEL_STATE):
         faults.append(f"{MODEL_STATE}: no tensor is stored")

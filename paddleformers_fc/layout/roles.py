@@ -13,9 +13,9 @@ from __future__ import annotations
 import enum
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
 
 import msgspec
+from msgspec import structs
 
 from paddleformers_fc.api_arguments import NAMES, instance_of, require
 from paddleformers_fc.errors import OptionError
@@ -38,8 +38,7 @@ class StateShape(enum.Enum):
     """A tensor with one element per box that the parameter is cut into, cut as the parameter."""
 
 
-@dataclass(frozen=True)
-class StateDescriptor:
+class StateDescriptor(msgspec.Struct, frozen=True):
     """A kind of tensor that exists per parameter.
 
     Args:
@@ -66,8 +65,7 @@ class StateDescriptor:
         return self.accumulator or self.suffix.removeprefix(".").removesuffix("_0")
 
 
-@dataclass(frozen=True)
-class OptimizerDescriptor:
+class OptimizerDescriptor(msgspec.Struct, frozen=True):
     """An optimizer whose states a checkpoint can contain.
 
     Args:
@@ -112,7 +110,7 @@ OPTIMIZERS = (
     # As Paddle's development branch defines it: matrices have moment1 alone, other parameters the states of AdamW.
     OptimizerDescriptor(
         "paddle.optimizer.muon.Muon",
-        (_MOMENT1, *(replace(state, sometimes=True) for state in (_MOMENT2, *_POWERS)), MASTER),
+        (_MOMENT1, *(structs.replace(state, sometimes=True) for state in (_MOMENT2, *_POWERS)), MASTER),
         option="muon",
         unavailable="Paddle 3.3.1 has no Muon",
     ),
@@ -122,7 +120,7 @@ OPTIMIZERS = (
 STATES = (
     StateDescriptor(MODEL_STATE),
     MASTER,
-    *dict.fromkeys(replace(state, sometimes=False) for optimizer in OPTIMIZERS for state in optimizer.states),
+    *dict.fromkeys(structs.replace(state, sometimes=False) for optimizer in OPTIMIZERS for state in optimizer.states),
     # Checkpoints of other writers contain it.
     StateDescriptor(OPTIMIZER_STATE, ".velocity_0", dtype="float32"),
     StateDescriptor(EMA_STATE),

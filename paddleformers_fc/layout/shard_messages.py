@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -60,8 +59,7 @@ def encode_rank_shards(shards_by_role: Mapping[str, Mapping[str, Shard]]) -> byt
     return zlib.compress(msgspec.msgpack.encode(_RankShards(places, roles)), 1)
 
 
-@dataclass(frozen=True)
-class JobShards:
+class JobShards(msgspec.Struct, frozen=True):
     """The distinct shards of a job, numbered by role and name, and who holds them.
 
     Args:

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TypeAlias
 
 import msgspec
@@ -115,8 +114,7 @@ ShardsByRole: TypeAlias = Mapping[str, Mapping[str, Shard]]
 """Role -> name -> shard."""
 
 
-@dataclass(frozen=True)
-class AxisShard:
+class AxisShard(msgspec.Struct, frozen=True):
     """The ranks along an axis of a mesh have parts of an axis of a tensor.
 
     Args:

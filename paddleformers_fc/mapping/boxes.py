@@ -11,7 +11,6 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from operator import attrgetter, sub
 
 import msgspec
@@ -125,8 +124,7 @@ class BoxFinder:
         return found
 
 
-@dataclass(frozen=True, slots=True)
-class _Branch:
+class _Branch(msgspec.Struct, frozen=True):
     """Disjoint stretches of one axis in order, and the boxes of each."""
 
     axis: int
@@ -160,8 +158,7 @@ def _search(branch: _Branch, box: Box, found: list[int]) -> None:
             _search(child, box, found)
 
 
-@dataclass(frozen=True, slots=True)
-class CoverFault:
+class CoverFault(msgspec.Struct, frozen=True):
     """A gap between boxes (``writers`` is empty) or an overlap (two indices)."""
 
     where: Box

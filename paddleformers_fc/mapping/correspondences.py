@@ -13,7 +13,6 @@ boxes up to the bisection that finds overlaps.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 
 import msgspec
@@ -52,8 +51,7 @@ _Part = tuple[Template, int]
 """A template, and the position of a source in it."""
 
 
-@dataclass(frozen=True, eq=False)
-class TensorMapping:
+class TensorMapping(msgspec.Struct, frozen=True, eq=False, dict=True):
     """Box correspondences from a source space onto a target space.
 
     Args:
@@ -67,8 +65,8 @@ class TensorMapping:
     sources: dict[str, TensorSpec]
     targets: dict[str, TensorSpec]
     made: dict[str, TensorSources]
-    fresh: frozenset[str] = field(default_factory=frozenset)
-    dropped: frozenset[str] = field(default_factory=frozenset)
+    fresh: frozenset[str] = msgspec.field(default_factory=frozenset)
+    dropped: frozenset[str] = msgspec.field(default_factory=frozenset)
 
     @cached_property
     def correspondences(self) -> tuple[Correspondence, ...]:

@@ -38,11 +38,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple, TypeVar
 
 import msgspec
+from msgspec import structs
 
 from paddleformers_fc.errors import FormatError, MappingError
 from paddleformers_fc.mapping.boxes import MAX_AXES, MAX_LENGTH, Box, Shape, have_own_hashes, whole
@@ -302,8 +302,7 @@ def _stacked(parts: list[TensorSources], known: dict[object, Template]) -> Tenso
     return TensorSources(known[key], tuple([name for part in parts for name in part.names]))
 
 
-@dataclass(frozen=True)
-class RuleSet:
+class RuleSet(msgspec.Struct, frozen=True, dict=True):
     """The rules between the canonical space (sources) and one model's space (targets).
 
     Args:
@@ -321,7 +320,7 @@ class RuleSet:
     ties: tuple[Tie, ...] = ()
     fresh: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()
-    cuts: dict[str, Shape] = field(default_factory=dict)
+    cuts: dict[str, Shape] = msgspec.field(default_factory=dict)
 
     @property
     def aliases(self) -> dict[str, str]:
@@ -347,7 +346,7 @@ class RuleSet:
                 return rule
             return msgspec.structs.replace(rule, cast=wanted)
 
-        return replace(self, rules=tuple(declared(rule) for rule in self.rules))
+        return structs.replace(self, rules=tuple(declared(rule) for rule in self.rules))
 
     def mapping(self, stored: Mapping[str, str] | None = None) -> TensorMapping:
         """Return the mapping from the canonical space onto the model's tensors, without aliases of ties.

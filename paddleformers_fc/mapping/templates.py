@@ -11,17 +11,18 @@ objects take more time and do not change a result.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import TypeVar
+
+import msgspec
+from msgspec import structs
 
 from paddleformers_fc.mapping.boxes import Box, BoxFinder, Shape, whole
 
 NEW_AXIS = -1
 
 
-@dataclass(frozen=True, slots=True)
-class BoxLink:
+class BoxLink(msgspec.Struct, frozen=True):
     """One box of a source that is one box of a target.
 
     Args:
@@ -40,8 +41,7 @@ class BoxLink:
     cast: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Correspondence:
+class Correspondence(msgspec.Struct, frozen=True):
     """One box of a source tensor that is one box of a target tensor.
 
     Args:
@@ -65,8 +65,7 @@ class Correspondence:
 Boxed = TypeVar("Boxed", BoxLink, Correspondence)
 
 
-@dataclass(frozen=True, eq=False)
-class Template:
+class Template(msgspec.Struct, frozen=True, eq=False, dict=True):
     """The relation of one tensor and its sources.
 
     Args:
@@ -213,7 +212,9 @@ def _continued(first: Boxed, second: Boxed) -> Boxed | None:
     differing = [axis for axis in range(len(one.lo)) if (one.lo[axis], one.hi[axis]) != (two.lo[axis], two.hi[axis])]
     if len(differing) != 1 or one.hi[differing[0]] != two.lo[differing[0]]:
         return None
-    joint = replace(first, source_box=Box(first.source_box.lo, second.source_box.hi), target_box=Box(one.lo, two.hi))
+    joint = structs.replace(
+        first, source_box=Box(first.source_box.lo, second.source_box.hi), target_box=Box(one.lo, two.hi)
+    )
     consistent = pulled(joint, one) == first.source_box and pulled(joint, two) == second.source_box
     return joint if consistent else None
 
@@ -224,7 +225,7 @@ def pruned(template: Template) -> tuple[Template, tuple[int, ...]]:
     if kept == tuple(range(len(kept))):
         return template, kept
     place = {old: new for new, old in enumerate(kept)}
-    return Template(tuple([replace(link, source=place[link.source]) for link in template.links])), kept
+    return Template(tuple([structs.replace(link, source=place[link.source]) for link in template.links])), kept
 
 
 def stack_templates(parts: Sequence[tuple[Template, int]]) -> Template:
@@ -236,6 +237,6 @@ def stack_templates(parts: Sequence[tuple[Template, int]]) -> Template:
     links: list[BoxLink] = []
     start = 0
     for template, count in parts:
-        links += [replace(link, source=start + link.source) for link in template.links]
+        links += [structs.replace(link, source=start + link.source) for link in template.links]
         start += count
     return Template(tuple(links))

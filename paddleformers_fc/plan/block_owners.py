@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 from heapq import heapify, heapreplace
 from itertools import accumulate
@@ -93,8 +92,7 @@ class BlockReads(msgspec.Struct, frozen=True, array_like=True):
     streamed: bytes = b""
 
 
-@dataclass(frozen=True)
-class RecordedBlocks:
+class RecordedBlocks(msgspec.Struct, frozen=True, dict=True):
     """The blocks of tensor files whose checksums a load compares while it reads; no files if it compares none.
 
     Args:
@@ -102,7 +100,7 @@ class RecordedBlocks:
         next_step: advice for files that do not match.
     """
 
-    files: Mapping[str, FileChecksum] = field(default_factory=dict)
+    files: Mapping[str, FileChecksum] = msgspec.field(default_factory=dict)
     next_step: str = RESTORE
 
     @cached_property

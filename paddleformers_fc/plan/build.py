@@ -30,7 +30,6 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from operator import attrgetter
 
 import msgspec
@@ -60,8 +59,7 @@ CAST = frozenset({"float32", "bfloat16"})
 _in_file = attrgetter("stored.begin")
 
 
-@dataclass(frozen=True)
-class ReadSource:
+class ReadSource(msgspec.Struct, frozen=True):
     """Stored tensors and their mapping to wanted ones.
 
     Args:
@@ -78,9 +76,9 @@ class ReadSource:
 
     catalog: Catalog
     mapping: TensorMapping
-    stored_aliases: Mapping[str, str] = field(default_factory=dict)
-    wanted_aliases: Mapping[str, str] = field(default_factory=dict)
-    preferred: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    stored_aliases: Mapping[str, str] = msgspec.field(default_factory=dict)
+    wanted_aliases: Mapping[str, str] = msgspec.field(default_factory=dict)
+    preferred: Mapping[str, tuple[str, ...]] = msgspec.field(default_factory=dict)
     may_cast: bool = False
     averaged: bool = False
 
@@ -113,8 +111,7 @@ class PatternPiece(msgspec.Struct, frozen=True, gc=False):
     axes: tuple[int, ...]
 
 
-@dataclass(frozen=True, eq=False)
-class FillPattern:
+class FillPattern(msgspec.Struct, frozen=True, eq=False):
     """The pattern that fills all shards of one kind.
 
     Args:

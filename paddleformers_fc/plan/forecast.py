@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import msgspec
+from msgspec import structs
 
 from paddleformers_fc.aoa import AoaTensor
 from paddleformers_fc.errors import OptionError
@@ -217,7 +218,9 @@ class PlannedLoad:
         self._roles = source.catalog.roles
         states = self._roles.get(OPTIMIZER_STATE, {})
         optimizer = stored_optimizer({name: (one.dtype, one.shape) for name, one in states.items()})
-        self._states = replace(optimizer, states=(*optimizer.states, StateDescriptor(EMA_STATE, dtype="float32")))
+        self._states = structs.replace(
+            optimizer, states=(*optimizer.states, StateDescriptor(EMA_STATE, dtype="float32"))
+        )
         owners = source.stored_aliases
         self._averages = {owners.get(name, name) for name in self._roles.get(EMA_STATE, ())}
         self._planner = Planner(source)

@@ -5,8 +5,6 @@ A large model has a hundred thousand items per rank, so items are structs and sh
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import msgspec
 
 from paddleformers_fc.mapping.boxes import Box, Shape
@@ -62,8 +60,7 @@ class EqualCheck(msgspec.Struct, frozen=True, array_like=True):
     tied: bool = False
 
 
-@dataclass(frozen=True)
-class LoadPlan:
+class LoadPlan(msgspec.Struct, frozen=True):
     """The plan of one rank.
 
     Args:

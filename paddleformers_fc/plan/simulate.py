@@ -16,11 +16,11 @@ from __future__ import annotations
 import ast
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 import msgspec
+from msgspec import structs
 
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.families import ModelDescription, ModelTensor, bind
@@ -77,7 +77,7 @@ class SimulatedModel:
         self, family: Family, model: ModelDescription, grid: ParallelGrid, tensors: Iterable[DeclaredTensor]
     ) -> None:
         self.family, self.grid = family, grid
-        self.model = replace(model, config={**family.defaults, **model.config})
+        self.model = structs.replace(model, config={**family.defaults, **model.config})
         sizes = family_sizes(family, self.model)
         by_name = {tensor.name: tensor for tensor in tensors}
         stages = _fitting_stages(family, self.model, grid, by_name)
@@ -95,7 +95,7 @@ class SimulatedModel:
         shards = [self._shard(tensor, 0, 0) for tensor in self.tensors]
         bound = [ModelTensor(one.name, one.global_shape, one.dtype, one.cuts) for one in shards]
         cuts = {one.name: one.cuts for one in bound if any(cut > 1 for cut in one.cuts)}
-        self.rules = replace(bind(family, self.model, bound), cuts=cuts)
+        self.rules = structs.replace(bind(family, self.model, bound), cuts=cuts)
 
     @property
     def tensors(self) -> Iterator[DeclaredTensor]:
@@ -250,7 +250,7 @@ def stored_model(
     declared = list(enumerate_tensors(family, model, dtype or saved)) if model.adapters is None else []
     blocks = [tensor for tensor in declared if tensor.stage is Stage.ABSENT and tensor.name not in specs]
     if dtype not in (None, saved):
-        found = [replace(tensor, dtype=dtype) if tensor.dtype == saved else tensor for tensor in found]
+        found = [structs.replace(tensor, dtype=dtype) if tensor.dtype == saved else tensor for tensor in found]
     return SimulatedModel(family, model, grid, [*found, *blocks])
 
 

@@ -14,7 +14,8 @@ export, digest, diff              reverse(stored model -> canonical)
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import replace
+
+from msgspec import structs
 
 from paddleformers_fc.errors import Corrupt
 from paddleformers_fc.families import (
@@ -69,7 +70,7 @@ def resume_source(
     composed = stored.reversed().then(wanted)
     source = ReadSource(
         checkpoint.catalog,
-        replace(composed, made={**composed.made, **copied}, fresh=composed.fresh - copied.keys()),
+        structs.replace(composed, made={**composed.made, **copied}, fresh=composed.fresh - copied.keys()),
         checkpoint.rules.aliases,
         live.aliases,
         checkpoint.preferred,

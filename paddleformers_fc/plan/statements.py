@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
+from msgspec import structs
+
 from paddleformers_fc.aoa import AoaTensor, Program, evaluate, read_config, uncut
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.families import ModelDescription, ModelTensor, is_known
@@ -73,13 +75,13 @@ def statements_source(
         on_one_rank = _evaluated(program, _uncut(stored), _uncut(tensors), live, derived.wanted_aliases)
         before, after = _interleavings(rules, _alone(checkpoint)), _interleavings(live, _bound(model, _uncut(tensors)))
         explicit = _reinterleave(explicit, before.reversed().then(on_one_rank).then(after), on_one_rank, (rules, live))
-    merged = replace(stated, made={**explicit, **left_to_names})
+    merged = structs.replace(stated, made={**explicit, **left_to_names})
     prove(merged, "The mapping of aoa_config")
-    _refuse_mixed_parts(replace(merged, made=explicit), rules, live)
+    _refuse_mixed_parts(structs.replace(merged, made=explicit), rules, live)
     canonical = live.mapping().made
     read = {source for name in left_to_names if name in canonical for source in canonical[name].names}
     kept = Report({(kind, line) for kind, line in report.lines if line.partition(":")[0] in read})
-    return replace(derived, mapping=merged), kept
+    return structs.replace(derived, mapping=merged), kept
 
 
 def _bound(model: ModelDescription, tensors: Mapping[str, AoaTensor]) -> RuleSet:
@@ -157,7 +159,9 @@ def _reinterleave(
     before, after = map(_fused, sides)
     back = TensorMapping(on_one_rank.sources, on_one_rank.targets, dict(explicit)).reversed()
     found, faults = dict(explicit), []
-    for name, made in back.then(replace(intended, made={name: intended.made[name] for name in explicit})).made.items():
+    for name, made in back.then(
+        structs.replace(intended, made={name: intended.made[name] for name in explicit})
+    ).made.items():
         if _is_itself(made, name):
             continue
         found[name] = intended.made[name]

@@ -14,9 +14,9 @@ planning, then the pieces that this rank reads or receives.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 
+import msgspec
 from msgspec import structs
 
 from paddleformers_fc.errors import StorageError
@@ -34,8 +34,7 @@ TURN_BYTES = 32 << 20
 """Maximum bytes that one of several replicas reads at a time, to send them in some rounds."""
 
 
-@dataclass(frozen=True, slots=True)
-class Transfer:
+class Transfer(msgspec.Struct, frozen=True):
     """A range that one rank reads for others.
 
     Args:
@@ -49,8 +48,7 @@ class Transfer:
     receivers: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class TransferPiece:
+class TransferPiece(msgspec.Struct, frozen=True):
     """A box of a transfer's range that is sent as one message.
 
     Args:
@@ -72,8 +70,7 @@ class TransferPiece:
         return size_of(self.stored)
 
 
-@dataclass(frozen=True)
-class TransferSchedule:
+class TransferSchedule(msgspec.Struct, frozen=True):
     """The part of one rank in the rounds of all ranks.
 
     Args:
@@ -238,14 +235,11 @@ def _possible_readers(file: str, wanting: Sequence[int], visible_to: VisibleTo) 
     return [rank for rank in wanting if rank in seeing] or seeing
 
 
-@dataclass
-class _Load:
+class _Load(msgspec.Struct):
     """The load of rounds in one direction: the last round of every rank, and its bytes in it."""
 
     limit: int
-
-    def __post_init__(self) -> None:
-        self._last: dict[int, tuple[int, int]] = {}
+    _last: dict[int, tuple[int, int]] = {}
 
     def earliest(self, rank: int, size: int) -> int:
         """Return the first round with free capacity, not before the rank's last one."""

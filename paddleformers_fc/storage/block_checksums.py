@@ -10,7 +10,8 @@ the blocks.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+
+import msgspec
 
 from paddleformers_fc.errors import Corrupt, FlexError, StorageError
 from paddleformers_fc.storage.checksum import BlockHasher, FileChecksum, FileRecord, is_document, size_fault
@@ -29,8 +30,7 @@ COMPARED_AT_ONCE = 4
 """Number of threads that read and hash files."""
 
 
-@dataclass
-class BlockComparison:
+class BlockComparison(msgspec.Struct):
     """The result of a comparison.
 
     Args:
@@ -40,8 +40,8 @@ class BlockComparison:
     """
 
     bytes: int = 0
-    faults: list[str] = field(default_factory=list)
-    refusals: dict[str, StorageError] = field(default_factory=dict)
+    faults: list[str] = msgspec.field(default_factory=list)
+    refusals: dict[str, StorageError] = msgspec.field(default_factory=dict)
 
     def add(self, other: BlockComparison) -> None:
         """Add another comparison."""

@@ -38,8 +38,9 @@ import fcntl
 import os
 import secrets
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from paddleformers_fc.errors import CheckpointError, Corrupt, StorageError
 from paddleformers_fc.storage.export_checksums import CHECKSUMS_NAME
@@ -133,8 +134,7 @@ def _lock(path: Path, descriptor: int, kind: int) -> LockState:
     return LockState.OURS if os.path.exists(path) else LockState.ABSENT
 
 
-@dataclass(frozen=True)
-class Staging:
+class Staging(msgspec.Struct, frozen=True):
     """A staging directory of this process.
 
     Attributes:
@@ -362,8 +362,7 @@ def is_name_taken(error: StorageError) -> bool:
     return isinstance(error.__cause__, OSError) and error.__cause__.errno in _NAME_TAKEN
 
 
-@dataclass(frozen=True)
-class Leftover:
+class Leftover(msgspec.Struct, frozen=True):
     """A directory beside the checkpoints.
 
     Attributes:

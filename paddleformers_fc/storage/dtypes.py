@@ -20,12 +20,12 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import Any, TypeVar
 
 import ml_dtypes
+import msgspec
 import numpy as np
 
 from paddleformers_fc.errors import FormatError, MismatchError
@@ -186,8 +186,7 @@ def _float32_table(name: str) -> np.ndarray[Any, Any]:
     return numbers.astype(np.float32).view(np.uint64 if name == FP4 else np.uint32)
 
 
-@dataclass(frozen=True, slots=True)
-class Scheme:
+class Scheme(msgspec.Struct, frozen=True):
     """How the numbers of a matrix and their scales are stored.
 
     Args:
@@ -206,8 +205,7 @@ class Scheme:
         return 2 if self.numbers == FP4 else 1
 
 
-@dataclass(frozen=True, slots=True)
-class ScaledTensor:
+class ScaledTensor(msgspec.Struct, frozen=True):
     """A tensor that is stored as numbers and scales.
 
     Args:
@@ -258,8 +256,7 @@ class ScaledTensor:
         return stack[0] if stack else single, rows, columns
 
 
-@dataclass(frozen=True)
-class ScaledFile:
+class ScaledFile(msgspec.Struct, frozen=True, dict=True):
     """Products of one dtype, one tensor behind the other.
 
     Args:

@@ -25,7 +25,6 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, groupby, islice
 from operator import attrgetter, itemgetter
@@ -80,8 +79,7 @@ Part = tuple[int, int, int]
 """A range of a file that is read: its offset, its length, and its address in memory."""
 
 
-@dataclass(frozen=True)
-class ReadOptions:
+class ReadOptions(msgspec.Struct, frozen=True):
     """Options of reads.
 
     Args:
@@ -127,8 +125,7 @@ class ReadOptions:
 DEFAULT_OPTIONS = ReadOptions()
 
 
-@dataclass
-class OwnedBlocks:
+class OwnedBlocks(msgspec.Struct):
     """The blocks of one file that this rank compares. For many threads.
 
     Args:
@@ -143,8 +140,8 @@ class OwnedBlocks:
 
     checksum: FileChecksum
     numbers: frozenset[int]
-    hashed: set[int] = field(default_factory=set)
-    differing: set[int] = field(default_factory=set)
+    hashed: set[int] = msgspec.field(default_factory=set)
+    differing: set[int] = msgspec.field(default_factory=set)
     error: FlexError | None = None
 
     def length(self, number: int) -> int:

@@ -16,10 +16,10 @@ import stat
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar, overload
 
+import msgspec
 import numpy as np
 
 from paddleformers_fc.errors import FormatError, OptionError, StorageError
@@ -110,8 +110,7 @@ def memory_at(address: int, length: int) -> memoryview:
     return _MEMORY[address - _FIRST_ADDRESS : address - _FIRST_ADDRESS + length]
 
 
-@dataclass(frozen=True)
-class OpenFile:
+class OpenFile(msgspec.Struct, frozen=True):
     """A regular file open for reading; a context manager that closes it.
 
     Attributes:

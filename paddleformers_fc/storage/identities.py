@@ -12,10 +12,10 @@ import contextlib
 import os
 import socket
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
+import msgspec
 import xxhash
 
 from paddleformers_fc.errors import Corrupt
@@ -25,8 +25,7 @@ from paddleformers_fc.storage.paths import AnyPath, RemotePath
 from paddleformers_fc.storage.remote import RemoteFile, RemoteStatus
 
 
-@dataclass(frozen=True, slots=True)
-class FileIdentity:
+class FileIdentity(msgspec.Struct, frozen=True):
     """One file of this machine as it was.
 
     Args:

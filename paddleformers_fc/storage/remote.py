@@ -19,8 +19,9 @@ import contextlib
 import os
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from paddleformers_fc.errors import Corrupt, FlexError, FormatError, OptionError, StorageError
 from paddleformers_fc.storage.paths import AnyPath, RemotePath, mask_credentials
@@ -49,8 +50,7 @@ _NO_RANGES = f"This server does not answer range requests. {_DOWNLOAD}"
 _CHANGES = ("write", "delete")
 
 
-@dataclass(frozen=True, slots=True)
-class RemoteStatus:
+class RemoteStatus(msgspec.Struct, frozen=True):
     """The status of a name in a store.
 
     Args:
@@ -64,8 +64,7 @@ class RemoteStatus:
     tag: str
 
 
-@dataclass(frozen=True)
-class RemoteFile:
+class RemoteFile(msgspec.Struct, frozen=True):
     """A file of a store that was found; nothing is held open.
 
     Args:

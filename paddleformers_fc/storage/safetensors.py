@@ -26,7 +26,6 @@ import struct
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -105,8 +104,7 @@ class TensorEntry(msgspec.Struct, frozen=True, gc=False):
     end: int
 
 
-@dataclass(frozen=True)
-class Header:
+class Header(msgspec.Struct, frozen=True):
     """The header of a safetensors file.
 
     Attributes:
@@ -170,8 +168,7 @@ def _header_end(path: AnyPath, first: bytes, size: int) -> int:
     return end
 
 
-@dataclass(frozen=True)
-class FileLayout:
+class FileLayout(msgspec.Struct, frozen=True):
     """A file that is to be written, up to its numbers.
 
     Attributes:

@@ -22,9 +22,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
+
+from msgspec import structs
 
 from paddleformers_fc.distributed.channel import Channel, Part, Parts, exchange_part, run_on_all
 from paddleformers_fc.errors import OptionError
@@ -110,7 +112,7 @@ class AsyncSaves:
         # The thread fills both before it writes.
         files: dict[str, bytes] = {}
         tensors: dict[str, Mapping[str, HostPieces]] = {}
-        part = outcome(lambda: replace(prepared.part(), files=files))
+        part = outcome(lambda: structs.replace(prepared.part(), files=files))
         planned = begin_save(part, prepared.directory, channel, prepared.consistency, prepared.timer)
         begun = outcome(lambda: self._begin_copy(session, planned))
         copied = self._thread.submit(lambda: tensors.update(begun().finish()))
@@ -153,7 +155,7 @@ class AsyncSaves:
             return
         channel = session.channel
         try:
-            done = replace(save.part, work=save.done.result)
+            done = structs.replace(save.part, work=save.done.result)
             save.part = exchange_part(save.parts, done, channel)
             works = save.part.source in (None, channel.rank)
             save.done = self._thread.submit(save.part.work if works else lambda: None)

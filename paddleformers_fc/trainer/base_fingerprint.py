@@ -21,7 +21,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -30,10 +29,8 @@ import xxhash
 
 from paddleformers_fc.distributed.channel import Channel, all_gather_checked, run_on_all
 from paddleformers_fc.errors import MismatchError
-from paddleformers_fc.execute.digest import digest_live
 from paddleformers_fc.execute.memory import host_pieces
 from paddleformers_fc.families.description import Base
-from paddleformers_fc.formats.huggingface import open_huggingface
 from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.storage.block_checksums import digest_of
 from paddleformers_fc.storage.identities import Identities, identities_of, stored_identities
@@ -47,8 +44,7 @@ _SOURCE = "_flex_source"
 _READ_BYTES = 8 * 1024 * 1024
 
 
-@dataclass(frozen=True)
-class _Source:
+class _Source(msgspec.Struct, frozen=True):
     """The files of a model, and its contents when it was read.
 
     Args:
@@ -104,6 +100,8 @@ def identify_once(model: Any, channel: Channel) -> None:
     if files:
         base = Base(location, files)
     else:
+        from paddleformers_fc.execute.digest import digest_live
+
         base = Base(
             tensors=digest_live(
                 optimizers.cut(live_roles.base_weights(model)),
@@ -144,6 +142,8 @@ def _is_unchanged(model: Any, source: _Source) -> bool:
 
 def _file_digests(source: _Source, channel: Channel) -> dict[str, str]:
     """Return the digests of all files by name; none if a file is not the one that was read."""
+    from paddleformers_fc.formats.huggingface import open_huggingface
+
     directory = source.directory
     opened = run_on_all(channel, "looking at the base of the adapters", lambda: open_huggingface(directory))
     mine = sorted(opened.files)[channel.rank :: channel.world_size]

@@ -13,9 +13,9 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import paddle
 import paddle.distributed as dist
 from paddle.distributed import ShardedWeight
@@ -116,8 +116,7 @@ def is_semi_auto(model: Any) -> bool:
     return isinstance(model, paddle.nn.Layer) and any(parameter.is_dist() for parameter in model.parameters())
 
 
-@dataclass(frozen=True)
-class Named:
+class Named(msgspec.Struct, frozen=True):
     """A parameter in place of its shard, where names alone are read; its rank may have no element of it."""
 
     local_tensor: Any

@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import paddle
 import paddle.distributed as dist
 from paddle.distributed import ShardedWeight
@@ -35,8 +35,7 @@ from paddleformers_fc.trainer.library import sharded_state_dict
 from paddleformers_fc.trainer.optimizers import innermost
 
 
-@dataclass(frozen=True)
-class BufferRange:
+class BufferRange(msgspec.Struct, frozen=True):
     """This rank's range of a parameter in a buffer.
 
     Args:

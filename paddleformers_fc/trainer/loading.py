@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import paddle.distributed as dist
+from msgspec import structs
 from paddle.optimizer.lr import LambdaDecay
 
 from paddleformers_fc.distributed.channel import Channel, all_gather_checked, gather_and_keep, run_on_all
@@ -343,7 +344,7 @@ def _prepare(session: Session, choice: resume.Choice, timer: PhaseTimer) -> _Pre
         checkpoint = documents.hold_for_resume(checkpoint, channel, continued)
     timer.end("open")
     unread = args.flex_verify == "full" and opened.commit_record is not None
-    checkpoint = replace(checkpoint, averaged=_from_average(args, checkpoint), unread=unread)
+    checkpoint = structs.replace(checkpoint, averaged=_from_average(args, checkpoint), unread=unread)
     with _verifying():
         progress = documents.read_progress(checkpoint, session.trainer.optimizer) if continued else None
     if progress is not None:
@@ -358,7 +359,7 @@ def _prepare(session: Session, choice: resume.Choice, timer: PhaseTimer) -> _Pre
     )
     if args.aoa_config:
         weights = run_on_all(channel, "describing the model", partial(live_roles.model_roles, session.trainer.model))
-        terms = replace(terms, tensors=whole_model(model, weights, channel))
+        terms = structs.replace(terms, tensors=whole_model(model, weights, channel))
     live = _LiveTensors(session, checkpoint, continued, terms, handed)
     with _verifying():
         load = prepare_load(checkpoint, live.to_fill, model, channel, options, terms, timer)

@@ -15,7 +15,6 @@ of tensors with a mesh and placements.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -23,6 +22,7 @@ from types import SimpleNamespace
 from typing import Any, Protocol, TypeAlias
 
 import msgspec
+from msgspec import structs
 from paddle import DataParallel
 from paddle.distributed import fleet
 from paddle.distributed.fleet.base.topology import EPHybridCommunicateGroup, HybridCommunicateGroup
@@ -30,7 +30,6 @@ from paddle.distributed.fleet.meta_parallel.meta_parallel_base import MetaParall
 from paddle.distributed.fleet.meta_parallel.sharding.group_sharded_stage2 import GroupShardedStage2
 from paddle.distributed.fleet.meta_parallel.sharding.group_sharded_stage3 import GroupShardedStage3
 
-from paddleformers_fc.aoa import AoaTensor, assigned_names, read_config
 from paddleformers_fc.api_arguments import (
     COUNT_OR_ZERO,
     DEGREES,
@@ -130,8 +129,7 @@ class LayoutSource(restore.LiveStates, Protocol):
         """Return the tensors of ``model_state``."""
 
 
-@dataclass(frozen=True)
-class ShardedStateDicts:
+class ShardedStateDicts(msgspec.Struct, frozen=True):
     """A model, and its optimizer, that describe their own shards.
 
     Args:
@@ -175,8 +173,7 @@ class ShardedStateDicts:
             live_roles.create_states(self.model, self.optimizer, stored)
 
 
-@dataclass(frozen=True)
-class StateDict:
+class StateDict(msgspec.Struct, frozen=True):
     """A state dict of tensors with a mesh and placements.
 
     Args:
@@ -372,7 +369,7 @@ def save(
     description = prepared.description
     if mapping is not None or is_by_name(description):
         # The family of the key may be declared, and its rules are not those that are stored.
-        description = replace(with_rules(description, everyone), config=without_family(description.config))
+        description = structs.replace(with_rules(description, everyone), config=without_family(description.config))
     return save_checkpoint(target, prepared.roles, description, prepared.files, prepared.job, channel)
 
 
@@ -426,6 +423,8 @@ def load(
         require(FLAG, allow_casts=allow_casts)
         refuse_level(verify)
         if aoa_config is not None:
+            from paddleformers_fc.aoa import read_config
+
             read_config(aoa_config)
         return parse_named(named)
 
@@ -464,7 +463,7 @@ def load(
     terms = LoadTerms(aoa_config, may_cast=allow_casts)
     if aoa_config:
         weights = run_on_all(channel, "describing the model", source.weights)
-        terms = replace(terms, tensors=whole_model(description, weights, channel))
+        terms = structs.replace(terms, tensors=whole_model(description, weights, channel))
 
     def prepare() -> tuple[bool, Roles]:
         stated = restore.stated_sources(checkpoint, description, terms)
@@ -520,8 +519,7 @@ def _without_states(directory: AnyPath, optimizer: Any) -> MismatchError:
     )
 
 
-@dataclass(frozen=True)
-class _Prepared:
+class _Prepared(msgspec.Struct, frozen=True):
     """The input of a save on this rank."""
 
     description: ModelDescription
@@ -543,13 +541,13 @@ def described_source(
     A state dict has no configuration. Without arguments it is of the family of the checkpoint that it is read from.
     """
     source = live_source(model, optimizer)
-    described = replace(_description(source.model, family, config, mapping), is_global=source.is_global)
+    described = structs.replace(_description(source.model, family, config, mapping), is_global=source.is_global)
     if not isinstance(source, StateDict):
         return source, described
     if stored is not None and is_by_name(described):
         known = ModelDescription(stored.config) if stored.format.canonical else stored.known
-        described = replace(known, is_global=source.is_global) if is_known(known.config) else described
-    return replace(source, aliases=frozenset(model_ties(described))), described
+        described = structs.replace(known, is_global=source.is_global) if is_known(known.config) else described
+    return structs.replace(source, aliases=frozenset(model_ties(described))), described
 
 
 def _description(
@@ -565,16 +563,16 @@ def _description(
     if mapping is not None and family is not None:
         raise OptionError("family and mapping both state the rules of a model.", next_step="Give one of them.")
     given = getattr(model, "config", None) if config is None else config
-    described = replace(_resolved(model, given), adapters=description.describe_adapters(model))
+    described = structs.replace(_resolved(model, given), adapters=description.describe_adapters(model))
     if isinstance(family, Family):
         register(family)
         family = family.name
     if family is not None:
-        described = replace(described, config={**described.config, "model_type": family}, rules=None)
+        described = structs.replace(described, config={**described.config, "model_type": family}, rules=None)
     if mapping is not None:
-        return replace(described, rules=replace(mapping, cuts={}))
+        return structs.replace(described, rules=structs.replace(mapping, cuts={}))
     if family is None and config is None and not is_known(described.config):
-        return described if described.rules is not None else replace(described, rules=rules_by_name(()))
+        return described if described.rules is not None else structs.replace(described, rules=rules_by_name(()))
     family_for(described.config)
     return described
 
@@ -610,7 +608,7 @@ def _rank_tensors(model: ModelDescription, roles: Roles) -> RankTensors:
 
 
 def with_rules(model: ModelDescription, everyone: list[RankTensors]) -> ModelDescription:
-    return replace(model, rules=rules_of_all(everyone, model.is_global)) if is_by_name(model) else model
+    return structs.replace(model, rules=rules_of_all(everyone, model.is_global)) if is_by_name(model) else model
 
 
 def _aligned(
@@ -625,21 +623,27 @@ def _aligned(
     if model.rules is None:
         if "model_type" in stored.config:
             return checkpoint, model
-        described = replace(model, config={**model.config, **stored.config})
-        rules = replace(bind_model(described, stored_tensors(checkpoint.rules)), cuts=checkpoint.rules.cuts)
-        return replace(checkpoint, config={}, model=StoredModel(rules, described)), model
+        described = structs.replace(model, config={**model.config, **stored.config})
+        rules = structs.replace(bind_model(described, stored_tensors(checkpoint.rules)), cuts=checkpoint.rules.cuts)
+        return structs.replace(checkpoint, config={}, model=StoredModel(rules, described)), model
     if not by_name:
         if "model_type" in stored.config and not is_known(model.config):
             return checkpoint, model  # Both have the rules of the class's statements.
-        return checkpoint, replace(model, config={**without_family(model.config), **stored.config})
+        return checkpoint, structs.replace(model, config={**without_family(model.config), **stored.config})
     named = rules_by_name(stored_tensors(checkpoint.rules), checkpoint.rules.ties)
-    sides = _aoa_tensors(named), _aoa_tensors(model.rules)
-    assigned = assigned_names(read_config(aoa_config), *sides) if aoa_config else ()
+    assigned = _assigned_names(aoa_config, named, model.rules) if aoa_config else ()
     refuse_recut(named, model.rules, assigned, str(checkpoint.catalog.root))
     before, now = ({**one.config, **other.config} for one, other in ((model, stored), (stored, model)))
     known = StoredModel(named, ModelDescription(without_family(before)))
-    return replace(checkpoint, model=known), replace(model, config=without_family(now))
+    return structs.replace(checkpoint, model=known), structs.replace(model, config=without_family(now))
 
 
-def _aoa_tensors(rules: RuleSet) -> dict[str, AoaTensor]:
-    return {one.name: AoaTensor(one.shape, one.dtype, one.cuts) for one in stored_tensors(rules)}
+def _assigned_names(aoa_config: Mapping[str, object], stored: RuleSet, model: RuleSet) -> Collection[str]:
+    """Return the tensors of a model that statements assign."""
+    from paddleformers_fc.aoa import AoaTensor, assigned_names, read_config
+
+    sides = (
+        {one.name: AoaTensor(one.shape, one.dtype, one.cuts) for one in stored_tensors(rules)}
+        for rules in (stored, model)
+    )
+    return assigned_names(read_config(aoa_config), *sides)

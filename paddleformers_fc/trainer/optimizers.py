@@ -29,10 +29,11 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
 import paddle
+from msgspec import structs
 from paddle.base.framework import EagerParamBase
 from paddle.distributed import ShardedWeight, fleet
 from paddle.distributed.fleet.meta_optimizers.dygraph_optimizer.dygraph_sharding_optimizer import (
@@ -308,8 +309,7 @@ _CONTAINERS_OF_PADDLE = frozenset(
 _MOST_NAMED = 8
 
 
-@dataclass(frozen=True)
-class ExpectedTensor:
+class ExpectedTensor(msgspec.Struct, frozen=True):
     """A state that the first step will create.
 
     Args:
@@ -327,7 +327,7 @@ class ExpectedTensor:
         return False
 
     def _slice(self, start: int, stop: int) -> ExpectedTensor:
-        return replace(self, shape=(stop - start,))
+        return structs.replace(self, shape=(stop - start,))
 
     def detach(self) -> ExpectedTensor:
         """Return this tensor."""
@@ -458,8 +458,7 @@ def _slices_of_buffers(optimizer: Any) -> Iterator[Any]:
                 yield part
 
 
-@dataclass(frozen=True)
-class _FusedParameter:
+class _FusedParameter(msgspec.Struct, frozen=True):
     """A parameter in a buffer that the optimizer updates as one parameter (``stage1_tensor_fusion``).
 
     Args:

@@ -8,21 +8,22 @@ all ranks. A checkpoint stores the resulting rules, so it can be read without th
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paddle.nn import Layer
 
-from paddleformers_fc.aoa import Program, read_config
 from paddleformers_fc.distributed.channel import Channel, run_on_all
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.execute.load import whole_model
 from paddleformers_fc.families import family_for, is_known
-from paddleformers_fc.families.class_statements import rules_of_statements
 from paddleformers_fc.mapping import RuleSet
 from paddleformers_fc.text import count_text
 from paddleformers_fc.trainer import live_roles
 from paddleformers_fc.trainer.description import OWN_RULES, describe_model
 from paddleformers_fc.trainer.library import has_adapters, unwrap_model
+
+if TYPE_CHECKING:
+    from paddleformers_fc.aoa import Program
 
 _FORWARD = "_gen_aoa_config", "gen_aoa_statements"
 _INVERSE = "_gen_inv_aoa_config", "gen_inv_aoa_statements"
@@ -57,6 +58,9 @@ def adopt(model: Any, channel: Channel) -> None:
     tensors = whole_model(described, live_roles.model_roles(model), channel)
 
     def evaluate() -> RuleSet:
+        from paddleformers_fc.aoa import Program
+        from paddleformers_fc.families.class_statements import rules_of_statements
+
         try:
             forward, inverse = _program(model, _FORWARD) or Program(()), _program(model, _INVERSE)
             return rules_of_statements(tensors, forward, inverse, bool(described.config.get("tie_word_embeddings")))
@@ -92,6 +96,8 @@ def _writer(model: Any, names: tuple[str, str]) -> Callable[[Any], object] | Non
 
 
 def _program(model: Any, names: tuple[str, str]) -> Program | None:
+    from paddleformers_fc.aoa import read_config
+
     writer = _writer(model, names)
     try:
         return None if writer is None else read_config(writer(model.config))

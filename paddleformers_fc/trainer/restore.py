@@ -9,8 +9,9 @@ its names, and are created under whichever name the live model gives them.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
 from typing import Protocol
+
+import msgspec
 
 from paddleformers_fc.execute.load import LoadTerms
 from paddleformers_fc.execute.save_plan import model_rules
@@ -20,14 +21,12 @@ from paddleformers_fc.formats import OpenedCheckpoint
 from paddleformers_fc.layout.live import LiveRoles, Roles, describe_roles
 from paddleformers_fc.layout.roles import MASTER, MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE
 from paddleformers_fc.mapping import RuleSet
-from paddleformers_fc.plan.statements import statements_source
 from paddleformers_fc.trainer.live_roles import parameter_of_state
 
 Names = Collection[str]
 
 
-@dataclass(frozen=True)
-class LiveNames:
+class LiveNames(msgspec.Struct, frozen=True):
     """The names of stored states in a live model.
 
     Args:
@@ -37,8 +36,8 @@ class LiveNames:
     """
 
     sources: Mapping[str, Names] | None = None
-    owners: Mapping[str, str] = field(default_factory=dict)
-    ties: Mapping[str, str] = field(default_factory=dict)
+    owners: Mapping[str, str] = msgspec.field(default_factory=dict)
+    ties: Mapping[str, str] = msgspec.field(default_factory=dict)
 
     def of(self, stored: Names) -> set[str]:
         """Return names of states in the live model.
@@ -77,6 +76,8 @@ def stated_sources(checkpoint: OpenedCheckpoint, model: ModelDescription, terms:
     """
     if not terms.aoa_config:
         return None
+    from paddleformers_fc.plan.statements import statements_source
+
     source, _ = statements_source(checkpoint, model, terms.aoa_config, terms.tensors or {}, terms.may_cast)
     return {name: made.names for name, made in source.mapping.made.items()}
 
@@ -125,8 +126,7 @@ def _targets(rules: RuleSet) -> dict[str, set[str]]:
     return found
 
 
-@dataclass(frozen=True)
-class Creation:
+class Creation(msgspec.Struct, frozen=True):
     """The states that a load creates.
 
     Args:

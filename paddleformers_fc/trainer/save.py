@@ -15,6 +15,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import paddle.distributed as dist
+from msgspec import structs
 
 from paddleformers_fc.distributed.channel import ALONE, Channel, format_ranks, run_on_all
 from paddleformers_fc.distributed.consistency import ConsistencyCheck
@@ -128,7 +129,7 @@ def prepare(session: Session, metrics: dict[str, float] | None, tier: Tier) -> P
         return live_part(_roles(session), model, {}, job, replicas)
 
     part = outcome(described)
-    consistency = replace(options, facts={**options.facts, **facts})
+    consistency = structs.replace(options, facts={**options.facts, **facts})
     best = trainer.state.best_model_checkpoint
     return PreparedSave(tier, directory, job.step, part, consistency, best, timer)
 
@@ -369,7 +370,7 @@ class SyncSaves:
         trainer.runtime_timer.start("checkpoint saving time")
         prepared = prepare(session, metrics, tier)
         encode = capture_files(session)
-        part = outcome(lambda: replace(prepared.part(), files=encode()))
+        part = outcome(lambda: structs.replace(prepared.part(), files=encode()))
         with measured_transfers() as transfers:
             planned = begin_save(part, prepared.directory, channel, prepared.consistency, prepared.timer)
             with shown_in_training(f"saving {prepared.directory.name}", args.should_log):

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 import paddle
+from msgspec import structs
 
 from paddleformers_fc.api_arguments import COUNT, FLAG, NAMES, Kind, one_of, require, require_or_none
 from paddleformers_fc.distributed.channel import Channel, gather_and_keep, group_by_value
@@ -114,7 +115,7 @@ def stream(
         base_fingerprint.refuse_undefined(source.model)
         _refuse_adapters(described, request, adapters)
         if mapping is not None or is_by_name(described):
-            described = replace(described, config=without_family(described.config))
+            described = structs.replace(described, config=without_family(described.config))
         return _Prepared(described, source.weights(), request)
 
     if has_adapters(unwrap_model(model)) and not adapters:
@@ -197,7 +198,7 @@ def _planned(prepare: Callable[[], _Prepared], channel: Channel) -> _Planned:
             evidence=[group_by_value(requests)],
             next_step="Call stream with the same arguments on every rank.",
         )
-    part = replace(part, model=with_rules(own.model, [one.tensors for one in everyone]))
+    part = structs.replace(part, model=with_rules(own.model, [one.tensors for one in everyone]))
     plan = plan_stream(part, own.request, plans, [one.plans for one in everyone], channel)
     return _Planned(plan, part, own.request, channel)
 

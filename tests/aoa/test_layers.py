@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, strategies as st
+from msgspec import structs
 
 from paddleformers_fc.aoa import AoaTensor, Tensors, parse, render, uncut, with_ties
 from paddleformers_fc.families import Family, bind, enumerate_tensors, own_families
@@ -98,7 +98,7 @@ def test_the_text_of_layers_of_any_kinds_means_all_of_them(
     menu: list[list[str]], chosen: list[int], dropped: list[int], fresh: list[int], cuts: dict[str, tuple[int, int]]
 ) -> None:
     rules = rules_of([menu[one % len(menu)] for one in chosen], dropped, fresh)
-    check(replace(rules, cuts={name: cut for name, cut in cuts.items() if name in rules.targets}))
+    check(structs.replace(rules, cuts={name: cut for name, cut in cuts.items() if name in rules.targets}))
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
@@ -117,6 +117,6 @@ def test_the_text_of_a_family_with_more_layers_is_that_of_all_its_layers(family:
     changes = {"num_hidden_layers": layers, "num_empty_layers_add_in_head": 0, **listed}
     described = model_of(nested_settings(family, **changes))
     tensors = [one.under(tp=2) for one in enumerate_tensors(family, described)]
-    rules = replace(bind(family, described, tensors), cuts={one.name: one.cuts for one in tensors})
+    rules = structs.replace(bind(family, described, tensors), cuts={one.name: one.cuts for one in tensors})
     assert len(render(rules)) < len(rules.rules)
     check(rules)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, reject, strategies as st
@@ -89,7 +88,7 @@ def test_equal_names_without_a_change_are_not_written() -> None:
 
 def test_uninitialised_and_dropped_tensors_are_written_in_both_directions() -> None:
     one = layers(1)
-    rules = replace(one, targets={**one.targets, "new": spec(1)}, dropped=("old",), fresh=("new",))
+    rules = structs.replace(one, targets={**one.targets, "new": spec(1)}, dropped=("old",), fresh=("new",))
     assert render(rules)[:2] == ["old -> _", "_ -> new"]
     assert render(rules, reverse=True)[:2] == ["new -> _", "_ -> old"]
 
@@ -134,7 +133,7 @@ def test_query_key_and_value_are_written_per_kv_head() -> None:
     rule = Rule(("q", "k", "v"), ("qkv",), (16, 8, 8), 1, (1, 0), target_blocks=2)
     rules = RuleSet({"qkv": spec(3, 32)}, (rule,))
     text = ["q^T, k^T, v^T -> qkv, fused_qkv, num_heads=4, num_key_value_groups=2"]
-    assert rendered(replace(rules, cuts={"qkv": (1, 2)})) == text
+    assert rendered(structs.replace(rules, cuts={"qkv": (1, 2)})) == text
     assert rendered(rules, reverse=True) == ["qkv^T -> q, k, v, fused_qkv, num_heads=4, num_key_value_groups=2, axis=0"]
 
 
@@ -227,7 +226,7 @@ def test_text_that_would_be_read_as_another_mapping_is_never_returned(
 ) -> None:
     monkeypatch.setattr(rendering, "_in_order", lambda components, index: wrong)
     with pytest.raises(MappingError, match=r"is evaluated to another mapping|does not express this mapping"):
-        render(replace(layers(2), targets={name: spec(3, 3) for name in layers(2).targets}))
+        render(structs.replace(layers(2), targets={name: spec(3, 3) for name in layers(2).targets}))
 
 
 @st.composite

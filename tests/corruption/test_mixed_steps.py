@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from paddleformers_fc.errors import Corrupt
-from paddleformers_fc.formats import open_checkpoint
+from paddleformers_fc.formats.registry import open_checkpoint
 from tests.cli.support import run as command
 from tests.corruption import test_ranks_apart as apart
 from tests.corruption.guarantees import Observed, fault, refused

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from paddleformers_fc.distributed import channel as channels
 from paddleformers_fc.distributed.channel import (
     ALONE,
     MOST_BYTES,
@@ -236,6 +237,21 @@ def test_messages_that_do_not_fit_into_memory_are_refused_with_their_sizes() -> 
         all_gather_checked(channel, "describing shards", lambda: bytes(MOST_BYTES * channel.rank), bytes)
     assert caught.value.evidence == ("rank 1 has the longest, of 50,331,653 bytes; all have 50,331,655",)
     assert channel.gather("a test", b"") == [b"", b""]
+
+
+def test_one_message_for_all_may_be_longer_than_those_of_all_ranks_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channels, "MOST_BYTES", 100)
+    monkeypatch.setattr(channels, "MOST_OF_ONE", 1000)
+
+    def work(channel: ThreadChannel) -> tuple[int, bool]:
+        arrived = broadcast(channel, "reading the metadata", lambda: bytes(900), bytes)
+        with pytest.raises(PeerError, match="reading a log have more than 1,000 bytes"):
+            broadcast(channel, "reading a log", lambda: bytes(1000), bytes)
+        with pytest.raises(PeerError, match="describing shards have more than 100 bytes"):
+            all_gather_checked(channel, "describing shards", lambda: bytes([channel.rank] * 60), bytes)
+        return len(arrived), any(arrived)
+
+    assert succeed(2, work) == [(900, False)] * 2
 
 
 def load_once(source: Path) -> list[int]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
+from msgspec import structs
 from safetensors.numpy import load_file, save_file
 
 from paddleformers_fc.errors import MismatchError
@@ -17,15 +17,16 @@ from paddleformers_fc.execute.export import export_opened
 from paddleformers_fc.families import ModelDescription, family_for
 from paddleformers_fc.families.description import IS_NLP, Adapters, is_adapter, with_adapters
 from paddleformers_fc.families.registry import tiny_models
-from paddleformers_fc.formats import OpenedCheckpoint, open_checkpoint
+from paddleformers_fc.formats import OpenedCheckpoint
 from paddleformers_fc.formats.huggingface import open_huggingface
+from paddleformers_fc.formats.registry import open_checkpoint
 from paddleformers_fc.layout.grid import parse_grid
 from paddleformers_fc.plan.simulate import SimulatedModel, declared_model
 from verification.simulate_ranks import filled, save, value_of
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 LLAMA = tiny_models(family_for({"model_type": "llama"}))[0]
-TIED = replace(LLAMA, config={**LLAMA.config, "tie_word_embeddings": True})
+TIED = structs.replace(LLAMA, config={**LLAMA.config, "tie_word_embeddings": True})
 
 
 def simulated(model: ModelDescription) -> SimulatedModel:
@@ -35,7 +36,7 @@ def simulated(model: ModelDescription) -> SimulatedModel:
 
 def saved(directory: Path, model: ModelDescription, trained: tuple[str, ...]) -> OpenedCheckpoint:
     """A checkpoint of adapters of all layers, and of some tensors of the base."""
-    adapted = simulated(replace(model, adapters=Adapters(r=4, alpha=8.0)))
+    adapted = simulated(structs.replace(model, adapters=Adapters(r=4, alpha=8.0)))
     roles = filled(adapted.roles(0), value_of)
     held = {name: weight for name, weight in roles["model_state"].items() if is_adapter(name) or name.endswith(trained)}
     assert len(held) > 8
@@ -91,7 +92,7 @@ def test_a_merge_replaces_both_names_of_a_tied_tensor_that_the_base_stores(
 @pytest.mark.parametrize("tied", [True, False])
 def test_adapters_of_a_head_are_not_merged_into_a_base_that_ties_it(tmp_path: Path, tied: bool) -> None:
     # PaddleNLP's class has a linear layer as head, which PaddleFormers' classes do not have.
-    model = replace(LLAMA, config={**LLAMA.config, IS_NLP: True})
+    model = structs.replace(LLAMA, config={**LLAMA.config, IS_NLP: True})
     checkpoint, base = saved(tmp_path / "c", model, ()), base_of(tmp_path)
     (tmp_path / "base").mkdir()
     save_file({**base, HEAD: base[EMBEDDING]}, tmp_path / "base/model.safetensors")

@@ -18,7 +18,7 @@ from paddleformers_fc.execute.diff_checkpoints import compare_checkpoints
 from paddleformers_fc.execute.digest import PIECE_BYTES, digest_tensors
 from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.families import family_for
-from paddleformers_fc.formats import open_checkpoint
+from paddleformers_fc.formats.registry import open_checkpoint
 from paddleformers_fc.layout.grid import parse_grid
 from paddleformers_fc.layout.roles import split_state_name
 from paddleformers_fc.layout.shards import Shard

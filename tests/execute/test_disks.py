@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
+from msgspec import structs
 from safetensors.numpy import load_file
 
 from paddleformers_fc.distributed.channel import broadcast
@@ -198,7 +198,9 @@ def test_saving_a_step_again_replaces_it_on_every_disk(tmp_path: Path) -> None:
 
 
 EMBEDDING, LM_HEAD = "model.embedding.embed_tokens.weight", "model.lm_head.weight"
-TIED = replace(simulate_ranks.QWEN3_MOE, config={**simulate_ranks.QWEN3_MOE.config, "tie_word_embeddings": True})
+TIED = structs.replace(
+    simulate_ranks.QWEN3_MOE, config={**simulate_ranks.QWEN3_MOE.config, "tie_word_embeddings": True}
+)
 
 
 def tied_value(role: str, shard: Shard) -> Any:

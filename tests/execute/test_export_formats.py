@@ -12,9 +12,10 @@ from safetensors.numpy import load_file
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.execute.export import export_opened, refuse_target
 from paddleformers_fc.families import family_for
-from paddleformers_fc.formats import OpenedCheckpoint, open_checkpoint
+from paddleformers_fc.formats import OpenedCheckpoint
 from paddleformers_fc.formats.checkpoint import ExportWriter, OutputFile
 from paddleformers_fc.formats.huggingface import HuggingFaceWriter
+from paddleformers_fc.formats.registry import open_checkpoint
 from paddleformers_fc.layout.grid import parse_grid
 from paddleformers_fc.layout.shards import Shard, ShardsByRole
 from paddleformers_fc.mapping import RuleSet

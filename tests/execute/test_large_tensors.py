@@ -15,7 +15,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from paddleformers_fc.execute.diff_checkpoints import compare_checkpoints
-from paddleformers_fc.formats import open_checkpoint
+from paddleformers_fc.formats.registry import open_checkpoint
 
 MEBI = 2**20
 SHAPE = (4096, 32768)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ from tests.execute.simulated import job, succeed
 from verification import simulate_ranks
 
 EMBEDDING, LM_HEAD = "model.embedding.embed_tokens.weight", "model.lm_head.weight"
-TIED = replace(
+TIED = structs.replace(
     simulate_ranks.QWEN3_MOE,
     config={
         **simulate_ranks.QWEN3_MOE.config,
@@ -216,7 +215,7 @@ def test_a_chosen_copy_is_read_with_all_of_its_states(tmp_path: Path, grid: str,
     held = [simulate_ranks.filled(model.roles(rank), nothing) for rank in range(2)]
 
     def work(channel: Any) -> None:
-        checkpoint = replace(open_on_all_ranks(tmp_path / "checkpoint-3", channel), tied=tied)
+        checkpoint = structs.replace(open_on_all_ranks(tmp_path / "checkpoint-3", channel), tied=tied)
         load_checkpoint(checkpoint, held[channel.rank], TIED, channel)
 
     succeed(2, work)
@@ -394,5 +393,5 @@ def test_a_checkpoint_of_an_earlier_version_is_read_by_the_declared_order(tmp_pa
     model = model_of("dp=1")
     for tied, copy in (("first", EMBEDDING), ("last", LM_HEAD)):
         roles = simulate_ranks.filled(model.roles(0), nothing)
-        load_checkpoint(replace(open_flex(checkpoint), tied=tied), roles, TIED, LocalChannel())
+        load_checkpoint(structs.replace(open_flex(checkpoint), tied=tied), roles, TIED, LocalChannel())
         assert differing(roles, simulate_ranks.filled(model.roles(0), of_copy(copy))) == []

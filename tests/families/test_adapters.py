@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+from msgspec import structs
 
 from paddleformers_fc.errors import FormatError
 from paddleformers_fc.families import Family, ModelDescription, ModelTensor, bind, enumerate_tensors, own_families
@@ -45,7 +45,7 @@ def canonical(family: Family, model: ModelDescription, tensors: list[ModelTensor
 def test_adapters_of_every_family_are_proved_under_every_degree(
     family: Family, model: ModelDescription, tp: int
 ) -> None:
-    adapted = replace(model, adapters=ADAPTERS)
+    adapted = structs.replace(model, adapters=ADAPTERS)
     tensors = [one for one in tensors_of(family, model, tp) if is_adapter(one.name)]
     assert len(tensors) > 8
     mapping = bind(family, adapted, tensors).mapping()
@@ -59,7 +59,7 @@ def test_the_product_of_adapters_is_that_of_their_canonical_parts(
     family: Family, model: ModelDescription, tp: int
 ) -> None:
     """``lora_A @ lora_B`` as a weight of the model, taken apart, is ``lora_B @ lora_A`` of each canonical layer."""
-    adapted, tensors = replace(model, adapters=ADAPTERS), tensors_of(family, model, tp)
+    adapted, tensors = structs.replace(model, adapters=ADAPTERS), tensors_of(family, model, tp)
     random = np.random.RandomState(5)
     held = {one.name: random.standard_normal(one.shape) for one in tensors if is_adapter(one.name)}
     modules = [name.removesuffix(f".{A}") for name in held if name.endswith(A)]
@@ -95,7 +95,7 @@ def test_a_fused_layer_has_one_input_side_and_an_output_side_per_part() -> None:
 
 def canonical_names(family: Family, model: ModelDescription, prefix: str) -> dict[str, tuple[str, ...]]:
     tensors = [one for one in tensors_of(family, model, 1) if one.name.startswith(prefix) and is_adapter(one.name)]
-    rules = bind(family, replace(model, adapters=ADAPTERS), tensors).rules
+    rules = bind(family, structs.replace(model, adapters=ADAPTERS), tensors).rules
     return {rule.targets[0]: rule.sources for rule in rules}
 
 
@@ -110,7 +110,7 @@ def test_a_mapping_contains_the_adapters_and_only_then_the_key() -> None:
     family = next(one for one in own_families() if one.name == "llama")
     model, base = tiny_models(family)[0], Base("/models/base", {"model.safetensors": "0" * 32})
     adapters = msgspec.structs.replace(ADAPTERS, target_modules=(".*q_proj",), base=base)
-    plain, adapted = (replace(model, adapters=one) for one in (None, adapters))
+    plain, adapted = (structs.replace(model, adapters=one) for one in (None, adapters))
     tensors = [one for one in tensors_of(family, model, 2) if is_adapter(one.name)]
     rules = bind(family, adapted, tensors)
     assert decode_mapping(encode_mapping(adapted, rules), "here") == (adapted, rules)
@@ -133,14 +133,16 @@ def test_a_mapping_contains_the_adapters_and_only_then_the_key() -> None:
 )
 def test_other_adapters_are_a_change_that_is_refused(changed: dict[str, Any], key: str) -> None:
     model = ModelDescription({"model_type": "llama"}, adapters=msgspec.structs.replace(ADAPTERS, base=Base("/b")))
-    other = replace(model, adapters=msgspec.structs.replace(model.adapters, **changed))
+    other = structs.replace(model, adapters=msgspec.structs.replace(model.adapters, **changed))
     (found,) = of_adapters(config_changes(model, other, complete=True))
     assert (found.key, bool(found.because)) == (key, True)
-    assert any(one.because for one in of_adapters(config_changes(replace(model, adapters=None), model, complete=False)))
+    assert any(
+        one.because for one in of_adapters(config_changes(structs.replace(model, adapters=None), model, complete=False))
+    )
 
 
 def test_a_moved_base_and_another_dropout_are_reported_only() -> None:
     model = ModelDescription({}, adapters=msgspec.structs.replace(ADAPTERS, base=Base("/here", {"a": "1"})))
     moved = msgspec.structs.replace(ADAPTERS, base=Base("/there", {"a": "1"}), dropout=0.1)
-    found = of_adapters(config_changes(model, replace(model, adapters=moved), complete=True))
+    found = of_adapters(config_changes(model, structs.replace(model, adapters=moved), complete=True))
     assert [(one.key, one.because) for one in found] == [("lora.dropout", ""), ("lora.location", "")]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from msgspec import structs
 
@@ -19,9 +17,11 @@ LLAMA = family_for({"model_type": "llama"})
 def tiny(family: Family, tp: int, **changes: object) -> tuple[ModelDescription, RuleSet]:
     """A family's tiny configuration and its rules under a tensor-parallel degree, with the cuts."""
     described = tiny_models(family)[0]
-    described = replace(described, config={**described.config, **changes})
+    described = structs.replace(described, config={**described.config, **changes})
     tensors = [tensor.under(tp=tp) for tensor in enumerate_tensors(family, described)]
-    return described, replace(bind(family, described, tensors), cuts={tensor.name: tensor.cuts for tensor in tensors})
+    return described, structs.replace(
+        bind(family, described, tensors), cuts={tensor.name: tensor.cuts for tensor in tensors}
+    )
 
 
 def test_a_model_of_many_layers_has_as_many_statements_as_one_of_few() -> None:

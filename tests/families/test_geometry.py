@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.families import Family, ModelTensor, bind, enumerate_tensors
@@ -70,7 +70,7 @@ def test_experts_are_stacked_as_declared(new: bool, joined: Callable[[list[Any]]
 
 def test_experts_kept_as_stored_lie_gate_over_up() -> None:
     name = "model.layers.{layer}.stack"
-    first, second = (replace(one, turned=False, shape=one.shape[::-1]) for one in (GATE_UP, DOWN))
+    first, second = (structs.replace(one, turned=False, shape=one.shape[::-1]) for one in (GATE_UP, DOWN))
     canonical, model = both_ways(bound((*stacked(f"{name}1", first), *stacked(f"{name}2", second))))
     gate, up, down = one_by_one(canonical)
     rows = [array.T for pair in zip(gate, up, strict=True) for array in pair]

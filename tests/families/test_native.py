@@ -6,11 +6,11 @@ slices; ours follow from one declaration. Real numbers go through both.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from paddleformers_fc.families.declarations import Geometry
 from paddleformers_fc.families.description import ALTERNATES, STACK_OF_FFN
@@ -142,8 +142,8 @@ def test_glm_5_and_deepseek_v32_export_their_experts_where_stock_does_not_transp
 )
 def test_factors_of_deepseek_v4_in_another_order_are_noticed(ranks: ForkServer, siblings: tuple[str, ...]) -> None:
     theirs, family = Theirs(ranks, "deepseek_v4", {}, 1), BY_NAME["deepseek_v4"]
-    wrong = tuple(replace(one, siblings=siblings) if one.siblings else one for one in family.statements)
-    _, canonical, model = spaces(replace(family, statements=wrong), settings(family))
+    wrong = tuple(structs.replace(one, siblings=siblings) if one.siblings else one for one in family.statements)
+    _, canonical, model = spaces(structs.replace(family, statements=wrong), settings(family))
     assert differing(canonical, theirs.canonical) == []
     changed = {one.rpartition(".")[2] for one in differing(model, theirs.loaded)}
     assert changed == {

@@ -6,10 +6,10 @@ A mutant that a proof and the shapes do not refuse moves numbers to places where
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.families import Family, bind
@@ -80,20 +80,20 @@ def mutants(family: Family) -> Iterator[tuple[str, Family]]:
     for index, one in enumerate(family.statements):
         changed = []
         if len(one.sources) > 1:
-            changed += [replace(one, sources=one.sources[::-1])]
-            changed += [replace(one, sources=(one.sources[0], *one.sources[:0:-1]))]
+            changed += [structs.replace(one, sources=one.sources[::-1])]
+            changed += [structs.replace(one, sources=(one.sources[0], *one.sources[:0:-1]))]
         if one.groups:
-            changed += [replace(one, groups="")]
+            changed += [structs.replace(one, groups="")]
         if one.geometry in (Geometry.LINEAR, Geometry.SAME):
             other = Geometry.SAME if one.geometry is Geometry.LINEAR else Geometry.LINEAR
-            changed += [replace(one, geometry=other)]
+            changed += [structs.replace(one, geometry=other)]
         if one.geometry is Geometry.FUSED_QKV:
-            changed += [replace(one, geometry=Geometry.FUSED_QKV_PER_RANK)]
+            changed += [structs.replace(one, geometry=Geometry.FUSED_QKV_PER_RANK)]
         if one.geometry is Geometry.FUSED_FFN and len(one.sources) == 1:
-            changed += [replace(one, geometry=Geometry.LINEAR)]
+            changed += [structs.replace(one, geometry=Geometry.LINEAR)]
         for mutant in changed:
             statements = (*family.statements[:index], mutant, *family.statements[index + 1 :])
-            yield one.target, replace(family, statements=statements)
+            yield one.target, structs.replace(family, statements=statements)
 
 
 def model_by(family: Family, config: dict[str, Any], canonical: Arrays, tp: int) -> Arrays | None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.families import Family, family_for, own_families, prove_family, register, registry
@@ -85,7 +85,7 @@ def test_a_declaration_contains_the_names_of_files_and_of_the_model(name: str) -
 
 def test_a_family_without_tensors_cannot_be_registered() -> None:
     with pytest.raises(MappingError, match="declares no tensor under its tiny configuration"):
-        register(replace(OURS, statements=when(False, STATEMENTS)))
+        register(structs.replace(OURS, statements=when(False, STATEMENTS)))
 
 
 def test_a_registered_family_is_found_by_its_model_type() -> None:
@@ -150,7 +150,7 @@ def test_a_family_that_is_not_proved_cannot_be_registered(
     what: str, statements: tuple[Statement, ...], named: str
 ) -> None:
     with pytest.raises(MappingError) as caught:
-        register(replace(OURS, statements=(*STATEMENTS, *statements)))
+        register(structs.replace(OURS, statements=(*STATEMENTS, *statements)))
     assert named in str(caught.value), what
     with pytest.raises(MappingError, match="No family declares model_type 'ours'"):
         family_for({"model_type": "ours"})
@@ -159,7 +159,7 @@ def test_a_family_that_is_not_proved_cannot_be_registered(
 def test_a_model_type_belongs_to_one_family() -> None:
     register(OURS)
     with pytest.raises(MappingError, match="ours: another family is registered for this model_type"):
-        register(replace(OURS, optional=("another.",)))
+        register(structs.replace(OURS, optional=("another.",)))
     assert family_for({"model_type": "ours"}) is OURS
 
 

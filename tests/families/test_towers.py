@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from paddleformers_fc.errors import Corrupt, MappingError
 from paddleformers_fc.families import (
@@ -219,7 +219,7 @@ def test_a_nested_key_that_differs_between_config_json_and_the_stored_model_is_r
     resume_source(checkpoint, model.rules)
     other = {**checkpoint.config, "vision_config": {**TINY["vision_config"], "num_heads": 2}}
     with pytest.raises(Corrupt) as caught:
-        resume_source(replace(checkpoint, config=other), model.rules)
+        resume_source(structs.replace(checkpoint, config=other), model.rules)
     assert caught.value.evidence == ("vision_config.num_heads: 2 in config.json, 4 in mapping.json",)
 
 

@@ -20,9 +20,9 @@ from paddleformers_fc.execute.diff_checkpoints import compare_checkpoints
 from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.execute.output_directory import inspect_directory
 from paddleformers_fc.execute.verify import verify_checkpoint
-from paddleformers_fc.formats import format_of, open_checkpoint
 from paddleformers_fc.formats.catalog import Catalog, gather_shards
 from paddleformers_fc.formats.paddle_distcp import PADDLE_DISTCP, _known
+from paddleformers_fc.formats.registry import format_of, open_checkpoint
 from paddleformers_fc.layout.roles import MODEL_STATE, OPTIMIZER_STATE
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping.boxes import Box

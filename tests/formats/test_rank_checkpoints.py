@@ -23,8 +23,8 @@ from paddleformers_fc.execute.output_directory import inspect_directory
 from paddleformers_fc.execute.verify import verify_checkpoint
 from paddleformers_fc.families import ModelDescription, enumerate_tensors, family_for
 from paddleformers_fc.families.description import IS_NLP
-from paddleformers_fc.formats import format_of, open_checkpoint
 from paddleformers_fc.formats.legacy.rank_files import find_rank_files, read_rank_file
+from paddleformers_fc.formats.registry import format_of, open_checkpoint
 from paddleformers_fc.layout.roles import EMA_STATE, MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE
 from tests.cli.support import run
 from tests.formats.conversions import assert_equal_after_conversions

@@ -11,7 +11,7 @@ import pytest
 
 import paddleformers_fc
 from paddleformers_fc.errors import Corrupt
-from paddleformers_fc.formats import open_checkpoint
+from paddleformers_fc.formats.registry import open_checkpoint
 from tests.formats.test_rank_checkpoints import SHARDED, STOCK, WAYS, contents, saved
 from verification.forkserver import ForkServer
 

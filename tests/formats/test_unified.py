@@ -18,8 +18,8 @@ from paddleformers_fc.errors import Corrupt, Diverged, FlexError, FormatError, M
 from paddleformers_fc.execute.diff_checkpoints import compare_checkpoints
 from paddleformers_fc.execute.verify import verify_checkpoint
 from paddleformers_fc.families import ModelDescription, enumerate_tensors, family_for
-from paddleformers_fc.formats import format_of, open_checkpoint
 from paddleformers_fc.formats.legacy.unified import UNIFIED
+from paddleformers_fc.formats.registry import format_of, open_checkpoint
 from paddleformers_fc.formats.stock_run import ARGUMENTS, removes_masters
 from paddleformers_fc.layout.roles import MASTER, MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE
 from paddleformers_fc.storage.pickles import PickledObject, encode_pickle

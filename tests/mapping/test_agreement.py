@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from msgspec import structs
 
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.mapping import Rule, RuleSet, TensorMapping, TensorSpec, prove
@@ -51,11 +51,11 @@ def mutants(mapping: TensorMapping) -> Iterator[tuple[str, TensorMapping]]:
         others = [*items[:index], *items[index + 1 :]]
 
         def changed(**changes: object) -> TensorMapping:
-            made = dataclasses.replace(item, **changes)  # type: ignore[arg-type]  # noqa: B023
+            made = structs.replace(item, **changes)  # type: ignore[arg-type]  # noqa: B023
             return with_items(mapping, *others, made)  # noqa: B023
 
         yield "gap", with_items(mapping, *others)
-        extra = dataclasses.replace(item, source_box=shifted(item.source_box, 0, 1))
+        extra = structs.replace(item, source_box=shifted(item.source_box, 0, 1))
         yield "overlap", with_items(mapping, *items, extra)
         for axis in range(len(item.source_box.lo)):
             for by in (-1, 1):
@@ -71,8 +71,8 @@ def mutants(mapping: TensorMapping) -> Iterator[tuple[str, TensorMapping]]:
                 yield "wrong source", changed(source=name)
         for number, other in enumerate(others):
             swapped = list(others)
-            swapped[number] = dataclasses.replace(other, source=item.source, source_box=item.source_box)
-            made = dataclasses.replace(item, source=other.source, source_box=other.source_box)
+            swapped[number] = structs.replace(other, source=item.source, source_box=item.source_box)
+            made = structs.replace(item, source=other.source, source_box=other.source_box)
             yield "swap", with_items(mapping, *swapped, made)
 
 
@@ -131,6 +131,6 @@ def test_the_same_mapping_in_other_pieces_agrees() -> None:
     whole = RuleSet({"w": TensorSpec((4, 6), "float32")}, (Rule(("w",), ("w",), (6,), 1, (0, 1)),)).mapping()
     (item,) = whole.correspondences
     rows = [Box((at, 0), (at + 1, 6)) for at in range(4)]
-    cut = with_items(whole, *(dataclasses.replace(item, source_box=row, target_box=row) for row in rows))
+    cut = with_items(whole, *(structs.replace(item, source_box=row, target_box=row) for row in rows))
     assert not list(disagreements(cut, whole))
     assert not list(disagreements(whole, cut))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
+from msgspec import structs
 
 from paddleformers_fc.errors import FormatError, MappingError
 from paddleformers_fc.mapping import Rule, RuleSet, TensorMapping, TensorSpec, Tie, prove
@@ -254,7 +254,7 @@ def test_rules_survive_json() -> None:
 
 def test_equal_texts_are_read_once_and_no_other_is_taken_for_them() -> None:
     rules = RuleSet({"b": TensorSpec((2,), "float32")}, (Rule(("a",), ("b",), (2,), 0, (0,)),))
-    other = replace(rules, fresh=("b",))
+    other = structs.replace(rules, fresh=("b",))
     first = decode_rules(encode_rules(rules), "here")
     assert decode_rules(encode_rules(rules), "there") is first
     found = decode_rules(encode_rules(other), "here")

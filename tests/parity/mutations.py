@@ -9,9 +9,10 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import msgspec
+from msgspec import structs
 
 from paddleformers_fc.families import Family, ModelDescription, ModelTensor, bind
 from paddleformers_fc.families.declarations import PLACEHOLDER, Geometry, Stack, Statement
@@ -41,11 +42,11 @@ class Mutant:
         if not self.rotated:
             return found
         statement = next(one for one in self.family.statements if one.target in self.targets)
-        index = Names(replace(self.family, statements=(statement,)), model)
+        index = Names(structs.replace(self.family, statements=(statement,)), model)
         wrong = [index.find(rule.targets[0])[0] != [] for rule in found.rules]
         names = {name for rule, one in zip(found.rules, wrong, strict=True) if one for name in rule.sources}
         others = _rotated(names, statement, self.rotated)
-        return replace(
+        return structs.replace(
             found,
             rules=tuple(_renamed(rule, others) if one else rule for rule, one in zip(found.rules, wrong, strict=True)),
         )
@@ -60,34 +61,37 @@ def mutants(family: Family) -> Iterator[Mutant]:
             yield Mutant(f"shifted {hole}", (one.target,), family, hole)
     for (index, one), (number, other) in itertools.combinations(enumerate(family.statements), 2):
         if _exchangeable(one, other):
-            changes = {index: replace(one, sources=other.sources), number: replace(other, sources=one.sources)}
+            changes = {
+                index: structs.replace(one, sources=other.sources),
+                number: structs.replace(other, sources=one.sources),
+            }
             yield Mutant("exchanged names", (one.target, other.target), _with(family, changes))
     for numbers in family.numbered.values():
-        shifted = replace(numbers, shift=(numbers.shift, 1))
+        shifted = structs.replace(numbers, shift=(numbers.shift, 1))
         kept = tuple(one for one in family.numbers if one.name != numbers.name)
-        yield Mutant(f"numbers of {numbers.name}", (), replace(family, numbers=(*kept, shifted)))
+        yield Mutant(f"numbers of {numbers.name}", (), structs.replace(family, numbers=(*kept, shifted)))
 
 
 def _changed(one: Statement) -> Iterator[tuple[str, Statement]]:
     for first, second in itertools.combinations(range(len(one.sources)), 2):
         order = list(one.sources)
         order[first], order[second] = order[second], order[first]
-        yield "order of parts", replace(one, sources=tuple(order))
+        yield "order of parts", structs.replace(one, sources=tuple(order))
     if one.sources:
-        yield "uninitialised", replace(one, sources=())
-        yield "transpose", replace(one, turned=not one.turned)
+        yield "uninitialised", structs.replace(one, sources=())
+        yield "transpose", structs.replace(one, turned=not one.turned)
         for geometry in Geometry:
             if geometry is not one.geometry:
-                yield "layout", replace(one, geometry=geometry)
+                yield "layout", structs.replace(one, geometry=geometry)
     if one.parts:
-        yield "lengths of parts", replace(one, parts=one.parts[::-1])
+        yield "lengths of parts", structs.replace(one, parts=one.parts[::-1])
     if one.siblings:
-        yield "order of siblings", replace(one, siblings=one.siblings[::-1])
+        yield "order of siblings", structs.replace(one, siblings=one.siblings[::-1])
     if one.groups != 1:
-        yield "groups of a source", replace(one, groups=1)
-        yield "groups of a source", replace(one, groups="kv_heads")
+        yield "groups of a source", structs.replace(one, groups=1)
+        yield "groups of a source", structs.replace(one, groups="kv_heads")
     if one.stack is not None:
-        yield "stack", replace(one, stack=Stack.ROWS if one.stack is Stack.NEW_AXIS else Stack.NEW_AXIS)
+        yield "stack", structs.replace(one, stack=Stack.ROWS if one.stack is Stack.NEW_AXIS else Stack.NEW_AXIS)
 
 
 def _exchangeable(one: Statement, other: Statement) -> bool:
@@ -98,7 +102,9 @@ def _exchangeable(one: Statement, other: Statement) -> bool:
 
 
 def _with(family: Family, changes: dict[int, Statement]) -> Family:
-    return replace(family, statements=tuple(changes.get(index, one) for index, one in enumerate(family.statements)))
+    return structs.replace(
+        family, statements=tuple(changes.get(index, one) for index, one in enumerate(family.statements))
+    )
 
 
 def _rotated(names: set[str], statement: Statement, hole: str) -> dict[str, str]:

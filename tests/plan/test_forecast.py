@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import tracemalloc
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -105,8 +104,10 @@ def test_stored_tensors_that_no_rank_wants_are_dropped_by_permission_alone() -> 
 def test_casts_are_reported() -> None:
     model = laid_out("tp=2", "bfloat16")
     source, report = resume_source(checkpoint_of(laid_out("dp=1", "float32")), model.rules)
-    links = (replace(link, cast=model.rules.targets[link.target].dtype) for link in source.mapping.correspondences)
-    casting = replace(source, mapping=with_items(source.mapping, *links))
+    links = (
+        structs.replace(link, cast=model.rules.targets[link.target].dtype) for link in source.mapping.correspondences
+    )
+    casting = structs.replace(source, mapping=with_items(source.mapping, *links))
     found = PlannedLoad(casting, model, report, list(source.mapping.sources)).plan()
     assert CastFacts("model.norm.weight", "float32", "bfloat16") in found.cast
     assert not [cast for cast in found.cast if cast.name.endswith("gate.weight")]
@@ -191,8 +192,8 @@ def test_stored_rules_that_differ_from_the_declaration_are_refused_also_if_the_s
     one, other = (f"model.layers.1.{name}_layernorm.weight" for name in ("input", "post_attention"))
     swapped = {(one,): (other,), (other,): (one,)}
     moved = (structs.replace(rule, sources=swapped.get(rule.sources, rule.sources)) for rule in model.rules.rules)
-    rules = replace(model.rules, rules=tuple(moved))
-    altered = replace(checkpoint, model=StoredModel(rules, model.model))
+    rules = structs.replace(model.rules, rules=tuple(moved))
+    altered = structs.replace(checkpoint, model=StoredModel(rules, model.model))
     for described in (model.model, None):
         with pytest.raises(MappingError, match="The mapping of simulated"):
             resume_source(altered, model.rules, described)

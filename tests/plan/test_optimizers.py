@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from msgspec import structs
 
 from paddleformers_fc.errors import MismatchError, OptionError
 from paddleformers_fc.families import ModelDescription, family_for
@@ -82,8 +81,10 @@ def test_numbers_of_shards_are_refused_where_tensors_are_cut_in_another_way() ->
 def under_aliases(source: ReadSource) -> ReadSource:
     """The same states under another name of each parameter."""
     states = {f"another.{name}": one for name, one in source.catalog.roles[OPTIMIZER_STATE].items()}
-    catalog = replace(source.catalog, roles={**source.catalog.roles, OPTIMIZER_STATE: states})
-    return replace(source, catalog=catalog, stored_aliases={f"another.{name}": name for name in source.mapping.sources})
+    catalog = structs.replace(source.catalog, roles={**source.catalog.roles, OPTIMIZER_STATE: states})
+    return structs.replace(
+        source, catalog=catalog, stored_aliases={f"another.{name}": name for name in source.mapping.sources}
+    )
 
 
 @pytest.mark.parametrize("fused", [True, False])

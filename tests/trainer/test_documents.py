@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models, normalizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from paddleformers_fc.errors import FormatError, MismatchError
-from paddleformers_fc.formats import open_checkpoint
+from paddleformers_fc.formats.registry import open_checkpoint
 from paddleformers_fc.trainer.documents import TokenizerFiles, read_progress, refuse_unlike, tokenizer_files
 from tests.cli.support import save
 from tests.execute.simulated import canonical

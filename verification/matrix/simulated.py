@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 import msgspec
+from msgspec import structs
 
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.families import Family, ModelDescription, own_families
@@ -133,7 +134,7 @@ def _whole_in_pipelines(family: Family, model: ModelDescription) -> ModelDescrip
     config |= {one.key: {**config[one.key], **untied} for one in family.towers if one.flat and one.key in config}
     if any(one.stage is Stage.ABSENT for one in family.statements):
         config["num_nextn_predict_layers"] = 0
-    return replace(model, config=config)
+    return structs.replace(model, config=config)
 
 
 def run_simulated(recipe: SimulatedRecipe, stem: str, only: str | None, documents: Path) -> int:

@@ -9,10 +9,11 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from msgspec import structs
 
 from paddleformers_fc.distributed.channel import Channel, Part, Parts, exchange_part
 from paddleformers_fc.distributed.consistency import ConsistencyCheck
@@ -173,7 +174,7 @@ def _save_asynchronously(job: ScaleJob, step: int, rank: int, channel: Any) -> N
                 if agreed is not None and agreed.subject is part:
                     current().add(AGREEMENTS, 1)
                     try:
-                        part = exchange_part(parts, replace(part, work=done.result), channel)
+                        part = exchange_part(parts, structs.replace(part, work=done.result), channel)
                     except StopIteration:
                         break
                     done = thread.submit(_work, job, rank, part)

@@ -5,8 +5,9 @@ of the model has query, key, value, gate, beta and alpha side by side for every 
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
+
+from msgspec import structs
 
 from paddleformers_fc.families import language as lang
 from paddleformers_fc.families.declarations import Family, Geometry
@@ -37,7 +38,7 @@ IN_PROJ = lang.qkv(
     per_rank=True,
 )
 CONV = tuple(
-    replace(one, geometry=Geometry.FUSED_QKV_PER_RANK, turned=False, parts=MIXED)
+    structs.replace(one, geometry=Geometry.FUSED_QKV_PER_RANK, turned=False, parts=MIXED)
     for one in lang.same(
         "self_attn.conv1d.weight", file="linear_attn.conv1d.weight", shape=(MIXED, 1, "linear_conv_kernel_dim"), cut=0
     )

@@ -20,6 +20,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from msgspec import structs
+
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.families import DeclaredTensor, ModelDescription, bind, enumerate_tensors, family_for
 from paddleformers_fc.families.declarations import NUMBER
@@ -103,7 +105,7 @@ def canonical_models(model: ModelDescription, tp: int, stored: Sequence[str]) ->
     plain = {key: value for key, value in model.config.items() if not key.startswith(_FUSED)}
     seen: list[set[str]] = []
     for config, is_fleet in itertools.product((model.config, plain), (None, False, True)):
-        one = replace(model, config=config, is_fleet=is_fleet)
+        one = structs.replace(model, config=config, is_fleet=is_fleet)
         try:
             ties = tied_names(family, one)
             declared = {tensor.name: tensor for tensor in enumerate_tensors(family, one)}
@@ -114,7 +116,7 @@ def canonical_models(model: ModelDescription, tp: int, stored: Sequence[str]) ->
         for (alias, owner), (name, source) in zip(ties.items(), tied_sources(family, one).items(), strict=True):
             if name in present and name not in mapping.sources:
                 # Every stage of a pipeline has a copy of its own.
-                kept[alias] = replace(kept[owner], name=alias)
+                kept[alias] = structs.replace(kept[owner], name=alias)
                 mapping.made[alias] = TensorSources(mapping.made[owner].template, (name,))
                 mapping.sources[name] = mapping.sources[source]
         tensors = {name: kept[name] for name in built_order(kept, family.built)}

@@ -39,6 +39,8 @@ from operator import index
 from pathlib import Path
 from typing import Any
 
+from msgspec import structs
+
 from paddleformers_fc.errors import Corrupt, Diverged, MappingError
 from paddleformers_fc.families import family_for, is_known
 from paddleformers_fc.families.names import Names
@@ -607,7 +609,7 @@ class RankFormat(stock.StockFormat):
         """Read the files again, and return the copies of the last tensor-parallel rank."""
         directory = checkpoint.facts.directory
         last = _assembled(directory, find_rank_files(directory), checkpoint.config, last=True)
-        return replace(checkpoint.catalog, roles=last.roles())
+        return structs.replace(checkpoint.catalog, roles=last.roles())
 
 
 LEGACY_HYBRID = RankFormat(

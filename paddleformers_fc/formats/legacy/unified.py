@@ -26,12 +26,13 @@ import contextlib
 import itertools
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec import structs
 
 from paddleformers_fc.errors import Corrupt, FormatError, MappingError
 from paddleformers_fc.families import enumerate_tensors, family_for, is_known
@@ -307,7 +308,7 @@ class _Orientation:
         classes: list[dict[str, Shape]] = []
         for is_fleet in (False, True):
             with contextlib.suppress(MappingError):  # The configuration lacks a size: every declaration remains.
-                declared = enumerate_tensors(family, replace(model, is_fleet=is_fleet))
+                declared = enumerate_tensors(family, structs.replace(model, is_fleet=is_fleet))
                 classes.append({one.name: one.shape for one in declared})
         unknown = [len(stored - one.keys()) for one in classes]
         for one in itertools.compress(classes, (count == min(unknown) for count in unknown)):
