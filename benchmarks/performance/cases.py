@@ -9,6 +9,8 @@ LEVELS = ("ours", "ours size", "ours off")
 """This package under each value of ``flex_verify``; ``ours`` is the default, ``full``. They read the same files."""
 LOADERS = ("raw", *LEVELS, "safetensors", "stock", "stock safetensors", "dcp")
 RESHARDERS = ("raw", *LEVELS, "stock", "stock safetensors", "dcp")
+STREAMERS = ("stock", "ours", "ours exported")
+"""Paddle's ``Layer.full``, ``stream``, and a save with an export of the checkpoint."""
 CHECKS = ("verify", "diff")
 """Verbs that read a checkpoint and fill no tensor."""
 STORED = ("raw", *LEVELS)
@@ -23,12 +25,12 @@ class Case:
 
     Args:
         name: what a reader sees.
-        verb: ``save``, ``load`` (from a checkpoint), ``start`` (from open weights), ``export``, ``verify`` or ``diff``
-            (of a checkpoint and its copy).
+        verb: ``save``, ``load`` (from a checkpoint), ``start`` (from open weights), ``export``, ``stream`` (of weights
+            in memory to every rank), ``verify`` or ``diff`` (of a checkpoint and its copy).
         model: a name of :data:`.models.MODELS`.
         ranks: how many take part.
         layout: theirs.
-        contenders: who takes part, ``raw`` first.
+        contenders: who takes part, the baseline first.
         source: layout and number of ranks that saved what is loaded; empty for the same.
         source_ranks: see ``source``; 0 for the same.
         is_stored: whether files are on the simulated storage.
@@ -98,14 +100,15 @@ CASES: tuple[Case, ...] = (
     Case("open weights to tp 2, transposed", "start", "large", 2, "tp=2", ("raw", "ours", "safetensors", "stock")),
     Case("two layers of 7B to tp 2, transposed", "start", "7b", 2, "pp=16,tp=2", ("raw", "ours", "safetensors")),
     Case("export", "export", "large", 1, "", ("safetensors", "ours"), "tp=4", 4),
+    Case("stream, tp 2 pp 2", "stream", "large", 4, "pp=2,tp=2", STREAMERS),
     *(
         Case(f"{verb}, {size}", verb, model, 1, "", ("raw", "ours"))
         for verb in CHECKS
         for size, model in (("65 tensors", "large"), ("20,000 tensors", "small"), ("100,000 tensors", "many"))
     ),
 )
-"""Every case, in the order of the report. Of ``export`` the baseline is ``safetensors.save_file``, of ``verify`` and
-``diff`` a read of as many bytes through a buffer of 4 MiB."""
+"""Every case, in the order of the report. Of ``export`` the baseline is ``safetensors.save_file``, of ``stream``
+``Layer.full``, of ``verify`` and ``diff`` a read of as many bytes through a buffer of 4 MiB."""
 
 
 @dataclass(frozen=True)
@@ -137,6 +140,7 @@ def targets() -> tuple[Target, ...]:
         Target("load, sharding v2, 2 to 4", "raw", 0.6),
         Target("load, stage 3 slices, 2 to 4", "raw", 0.6),
         Target("export", "safetensors", 0.8),
+        Target("stream, tp 2 pp 2", "stock", 1.0),
         Target("save, 20,000 tensors", "save, 1 rank", 0.4),
         Target("load, same layout, 20,000 tensors", "load, same layout, 1 rank", 0.4),
     ]

@@ -13,6 +13,7 @@ from paddle.nn import Layer
 import paddleformers_fc
 from benchmarks.performance.held import Done, Held
 from benchmarks.performance.pieces import copy_of
+from benchmarks.performance.streamed import taken
 
 MODEL_STATE = "model_state"
 EXPORTED_FILE_BYTES = 5 * 10**9
@@ -20,7 +21,7 @@ EXPORTED_FILE_BYTES = 5 * 10**9
 
 def prepare(verb: str) -> None:
     """Import what a script imports before its first call."""
-    getattr(paddleformers_fc, {"save": "save", "load": "load", "start": "load"}.get(verb, "open"))
+    getattr(paddleformers_fc, {"save": "save", "load": "load", "start": "load", "stream": "stream"}.get(verb, "open"))
 
 
 class _Model(Layer):
@@ -92,6 +93,18 @@ def export(source: Path, target: Path, held: Held) -> Done:
     """``Checkpoint.export``."""
     checkpoint = paddleformers_fc.open(source / "checkpoint-1")
     checkpoint.export(target / "exported", max_shard_bytes=EXPORTED_FILE_BYTES)
+    return Done()
+
+
+def stream(directory: Path, held: Held, exported: bool = False, is_checked: bool = False) -> Done:
+    """``paddleformers_fc.stream`` to every rank; or ``save`` and ``Checkpoint.export`` on the first rank."""
+    if not exported:
+        model = _Model(held.roles[MODEL_STATE])
+        return taken(paddleformers_fc.stream(model, config=held.config), is_checked)
+    if not is_checked:
+        save(directory, held)
+        if held.rank == 0:
+            export(directory, directory, held)
     return Done()
 
 

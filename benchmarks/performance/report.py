@@ -6,7 +6,7 @@ import os
 import platform
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -21,8 +21,11 @@ from benchmarks.performance.cases import (
 )
 from benchmarks.performance.models import MODELS
 from benchmarks.performance.running import Outcome, Timing
+from benchmarks.performance.streamed import FIRST_TENSOR
 
 OURS = LEVELS[0]
+OWN = ("raw", "ours exported", *LEVELS)
+"""Contenders that are no other system."""
 GIB = 1 << 30
 MIB = 1 << 20
 FIRST, LATER = "first", "later"
@@ -33,6 +36,7 @@ TITLES = {
     "ours": "this package",
     "ours size": "this package, `size`",
     "ours off": "this package, `off`",
+    "ours exported": "this package, save and export",
     "safetensors": "safetensors",
     "stock": "Paddle, .distcp",
     "stock safetensors": "Paddle, safetensors",
@@ -85,6 +89,7 @@ def tables(outcomes: Mapping[str, Outcome], exports: Mapping[str, int], rounds: 
         _targets(outcomes),
         _cases(outcomes),
         _phases(outcomes),
+        _streams(outcomes),
         _memory(outcomes, exports),
     )
     return "\n".join(line for part in parts for line in part) + "\n"
@@ -125,7 +130,7 @@ def _losses(outcomes: Mapping[str, Outcome]) -> Iterator[str]:
     yield "| case | faster | first call | later call |"
     yield "|---|---|---|---|"
     for name, outcome in outcomes.items():
-        for peer in (one for one in outcome.timings if one not in ("raw", *LEVELS)):
+        for peer in (one for one in outcome.timings if one not in OWN):
             found = [ratio(outcome, OURS, peer, call) for call in (FIRST, LATER)]
             if any(one is not None and one < 1 for one in found):
                 yield f"| {name} | {TITLES[peer]} | {' | '.join(_loss(one) for one in found)} |"
@@ -206,12 +211,37 @@ def _phases(outcomes: Mapping[str, Outcome]) -> Iterator[str]:
     yield ""
 
 
+def _streams(outcomes: Mapping[str, Outcome]) -> Iterator[str]:
+    """Yield when the tensors of streams come."""
+    yield "## Streams"
+    yield ""
+    yield "Milliseconds of the last rank: until the first tensor, and of the whole call."
+    yield ""
+    yield "| case | contender | first call: first tensor | all | later call: first tensor | all |"
+    yield "|---|---|---|---|---|---|"
+    for name, outcome in outcomes.items():
+        for one, timing in outcome.timings.items() if outcome.case.verb == "stream" else ():
+            calls = ((timing.phases, timing.first), (timing.later_phases, timing.later))
+            cells = [cell for phases, seconds in calls for cell in (_first_tensor(phases), _milliseconds(seconds))]
+            yield f"| {name} | {TITLES[one]} | {' | '.join(cells)} |"
+    yield ""
+
+
+def _first_tensor(phases: Sequence[Mapping[str, float]]) -> str:
+    return _milliseconds([one[FIRST_TENSOR] for one in phases if FIRST_TENSOR in one])
+
+
+def _milliseconds(seconds: Sequence[float]) -> str:
+    return f"{1000 * statistics.median(seconds):.0f}" if seconds else ""
+
+
 def _cases(outcomes: Mapping[str, Outcome]) -> Iterator[str]:
     contenders = [one for one in TITLES if any(one in outcome.case.contenders for outcome in outcomes.values())]
     yield "## Every case"
     yield ""
     yield (
-        "Median rate in GiB/s, and in parentheses its ratio to that of a raw copy (export: to that of safetensors). "
+        "Median rate in GiB/s, and in parentheses its ratio to that of a raw copy (export: to that of safetensors; "
+        "stream: to that of Paddle's `Layer.full`). "
         f"A round of this package differs from its median by {_spread(outcomes):.0%} at most."
     )
     for call in (FIRST, LATER):
@@ -222,7 +252,7 @@ def _cases(outcomes: Mapping[str, Outcome]) -> Iterator[str]:
     yield ""
     yield "Memory of the others above the tensors of a rank in a later call, in MiB:"
     yield ""
-    yield from _grid([one for one in contenders if one not in ("raw", *LEVELS)], outcomes, _memory_cell)
+    yield from _grid([one for one in contenders if one not in OWN], outcomes, _memory_cell)
     models = Counter(outcome.case.model for outcome in outcomes.values())
     most = max(models, key=lambda model: models[model])
     others = [f"{name}: {MODELS[one.case.model].title}" for name, one in outcomes.items() if one.case.model != most]

@@ -34,6 +34,7 @@ class Timing:
         first: seconds of the first call of a fresh process in every round, its imports included.
         later: seconds of the second call.
         phases: for every round the seconds of the first call by phase, of the rank that took longest for it.
+        later_phases: the same of the second call.
         read: bytes that its ranks say they read, of all ranks; -1 if they are not counted.
         peak: the most that any rank's memory rose in a later call, in bytes.
         failure: why there is no figure; empty where there is one.
@@ -42,6 +43,7 @@ class Timing:
     first: list[float] = field(default_factory=list)
     later: list[float] = field(default_factory=list)
     phases: list[dict[str, float]] = field(default_factory=list)
+    later_phases: list[dict[str, float]] = field(default_factory=list)
     read: int = -1
     peak: int = 0
     failure: str = ""
@@ -51,8 +53,8 @@ class Timing:
         first, later = ([rank["calls"][number] for rank in ranks] for number in (0, 1))
         self.first.append(_seconds(first))
         self.later.append(_seconds(later))
-        names = dict.fromkeys(name for call in first for name in call["phases"])
-        self.phases.append({name: max(call["phases"].get(name, 0.0) for call in first) for name in names})
+        self.phases.append(_longest(first))
+        self.later_phases.append(_longest(later))
         self.read = max(sum(call["read"] for call in later), -1)
         self.peak = max(self.peak, *(call["peak"] for call in later))
 
@@ -60,6 +62,12 @@ class Timing:
         """Return the median of a phase; None if it is not known."""
         found = [one[name] for one in self.phases if name in one]
         return median(found) if found else None
+
+
+def _longest(calls: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """The seconds by phase of the rank that took longest for it."""
+    names = dict.fromkeys(name for call in calls for name in call["phases"])
+    return {name: max(call["phases"].get(name, 0.0) for call in calls) for name in names}
 
 
 def _seconds(calls: Sequence[dict[str, Any]]) -> float:
@@ -184,7 +192,7 @@ class _Run:
         """Write what a contender reads: what it saved itself under the other layout, or shared open weights."""
         case, place = self._case, self._place(name)
         self.timings[name] = Timing()
-        if place.exists() or case.verb == "save" or (case.verb, name) == ("export", "safetensors"):
+        if place.exists() or case.verb in ("save", "stream") or (case.verb, name) == ("export", "safetensors"):
             return
         place.mkdir()
         if case.verb == "start" and name != "raw":
@@ -213,11 +221,12 @@ class _Run:
         case, timing, place = self._case, self.timings[name], self._place(name)
         if timing.failure:
             return
+        is_stream = case.verb == "stream"
         fills = case.verb not in ("save", "export", *CHECKS)
-        expected = "canonical" if case.verb == "start" and name != "raw" else "values"
+        expected = "canonical" if case.verb == "start" and name != "raw" else "streamed" if is_stream else "values"
         with TemporaryDirectory(dir=self._root) as scratch:
             places = [[str(place)], [str(place)]]
-            if case.verb in ("save", "export"):
+            if case.verb in ("save", "export", "stream"):
                 targets = [Path(scratch) / str(number) for number in (0, 1)]
                 for target in targets:
                     target.mkdir()

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from paddle.distributed import load_state_dict, save_state_dict
+import paddle
+from paddle.distributed import all_gather_object, load_state_dict, save_state_dict
+from paddle.distributed.flex_checkpoint.dcp.full_param import full_param
 
 from benchmarks.performance.held import Done, Held
 from benchmarks.performance.pieces import is_transposed
+from benchmarks.performance.streamed import taken
 
 
 def save(directory: Path, held: Held, **options: Any) -> Done:
@@ -30,9 +33,22 @@ def load(directory: Path, held: Held, **options: Any) -> Done:
 
 def start(directory: Path, held: Held) -> Done:
     """``load_state_dict`` of open weights, with a statement for every transpose."""
-    names = (piece.name for piece in held.pieces)
-    statements = [f"{name}^T -> {name}" if is_transposed(name) else f"{name} -> {name}" for name in names]
-    return load(directory, held, safetensors=True, aoa_config={"aoa_statements": statements})
+    return load(directory, held, safetensors=True, aoa_config=_statements(piece.name for piece in held.pieces))
+
+
+def stream(directory: Path, held: Held, is_checked: bool = False) -> Done:
+    """What ``Layer.full`` calls, with a statement for every transpose; its copies to a device are left out."""
+    paddle.Tensor.cuda = lambda tensor: tensor
+    everyone: list[list[str]] = []
+    all_gather_object(everyone, [piece.name for piece in held.pieces])
+    with _quiet():
+        names = sorted({name for theirs in everyone for name in theirs})
+        return taken(full_param(_flat(held), _statements(names)), is_checked)
+
+
+def _statements(names: Iterable[str]) -> dict[str, list[str]]:
+    transposed = [f"{name}^T -> {name}" if is_transposed(name) else f"{name} -> {name}" for name in names]
+    return {"aoa_statements": transposed}
 
 
 def _flat(held: Held) -> dict[str, Any]:

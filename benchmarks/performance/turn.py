@@ -21,7 +21,7 @@ from benchmarks.performance.slow_storage import Storage, limited
 
 FILLING = ("load", "start")
 """Verbs that fill tensors, which are zero before."""
-CONTENDERS: dict[str, tuple[str, dict[str, str]]] = {
+CONTENDERS: dict[str, tuple[str, dict[str, Any]]] = {
     "raw": ("raw", {}),
     "safetensors": ("with_safetensors", {}),
     "stock": ("stock", {}),
@@ -29,6 +29,7 @@ CONTENDERS: dict[str, tuple[str, dict[str, str]]] = {
     "ours": ("ours", {}),
     "ours size": ("ours", {"verify": "size"}),
     "ours off": ("ours", {"verify": "off"}),
+    "ours exported": ("ours", {"exported": True}),
     "dcp": ("dcp", {}),
 }
 """Module and options by the names of the cases."""
@@ -46,11 +47,12 @@ def turn(
 
     Args:
         contender: a name of :data:`CONTENDERS`.
-        verb: ``save``, ``load``, ``start``, ``export``, ``verify`` or ``diff``.
+        verb: ``save``, ``load``, ``start``, ``export``, ``stream``, ``verify`` or ``diff``.
         held: the directory with the configuration of the model and the pieces of every rank.
         places: the directories of every call.
         storage: the fields of a :class:`.Storage`; None for files in memory.
-        check: what each tensor must contain after a call: ``values``, ``canonical`` values, or unchecked if empty.
+        check: what each tensor must contain after a call: ``values``, ``canonical`` values, or unchecked if empty;
+            ``streamed`` for another call that checks the tensors of a stream.
     Returns:
         ``calls``, with begin and end on the machine's clock, seconds by phase, bytes read and rise of memory of each.
     """
@@ -62,7 +64,7 @@ def turn(
     tensors, memory = framework.hold(pieces, zeros if verb in FILLING else part_of, ranks)
     own = Held(config, rank, ranks, pieces, tensors, memory)
     gc.collect()
-    expected = None if not check else from_canonical if check == "canonical" else part_of
+    expected = {"values": part_of, "canonical": from_canonical}.get(check)
     calls = []
     for number, directories in enumerate(places):
         if number and verb in FILLING:
@@ -73,10 +75,12 @@ def turn(
             calls.append(_call(contender, verb, own, [Path(one) for one in directories]))
         if expected is not None:
             _check(own, expected)
+    if check == "streamed":
+        _call(contender, verb, own, [Path(one) for one in places[-1]], is_checked=True)
     return {"calls": calls}
 
 
-def _call(contender: str, verb: str, own: Held, directories: list[Path]) -> dict[str, Any]:
+def _call(contender: str, verb: str, own: Held, directories: list[Path], **more: Any) -> dict[str, Any]:
     """Import a contender and call its function of a verb."""
     name, options = CONTENDERS[contender]
     begun = time.monotonic()
@@ -85,7 +89,7 @@ def _call(contender: str, verb: str, own: Held, directories: list[Path]) -> dict
         module.prepare(verb)
     imported = time.monotonic()
     work = getattr(module, verb)
-    done, peak = with_peak(lambda: work(*directories, own, **options))
+    done, peak = with_peak(lambda: work(*directories, own, **options, **more))
     phases = {"import": imported - begun, **done.phases}
     return {"begun": begun, "ended": time.monotonic(), "phases": phases, "read": done.read, "peak": peak}
 

@@ -20,9 +20,15 @@ from typing import Any
 
 import numpy as np
 
-from paddleformers_fc.execute.memory import HostPieces, HostTensors, begin_copies, copy_to_host, dtype_of
+from paddleformers_fc.execute.memory import HostPieces, HostTensors, copy_ends, copy_to_host, dtype_of
 from paddleformers_fc.execute.replicas import ElementRanges
-from paddleformers_fc.execute.staging_pool import DeviceCopy, has_pinned_memory, in_host_memory, new_buffer
+from paddleformers_fc.execute.staging_pool import (
+    DeviceCopy,
+    begin_copies_to_host,
+    has_pinned_memory,
+    in_host_memory,
+    new_buffer,
+)
 from paddleformers_fc.layout.live import Roles
 
 _PIECE_BYTES = 16 << 20
@@ -79,7 +85,8 @@ class SnapshotBuffer:
                     used += _aligned(size)
                     copying.ranges.setdefault(role, {}).setdefault(name, []).append(one)
                     if not in_host_memory(tensor.place):
-                        copying.transfers.extend(begin_copies(tensor, begin, end, one.memory))
+                        ends = copy_ends(tensor, begin, end, one.memory)
+                        copying.transfers.extend(begin_copies_to_host([pair]) for pair in ends)
         except BaseException:
             copying.wait()  # The memory is used again.
             raise

@@ -1,13 +1,10 @@
-"""Export: write a flex checkpoint, or a live model, as files of another format.
+"""Export: write a flex checkpoint as files of another format, in one process.
 
-The format's writer decides about tensors, files, headers and the index; by default it is that of Hugging Face. Every
-rank on the coordinator's disk writes some of the files (:mod:`.export_files`), in batches (:mod:`.export_files`) that
-read only the ranges of their tensors. Memory is two batches plus scratch memory, independent of the size of the model
-or of a tensor. The same checkpoint content gives the same bytes under every layout. Checksums are computed while the
-files are written (:mod:`paddleformers_fc.storage.export_checksums`).
-
-A live model is first saved as a checkpoint of its weights in a staging directory beside the target, and exported from
-there: one more pass over the storage instead of gathering tensors over the network.
+The format's writer decides about tensors, files, headers and the index; by default it is that of Hugging Face. The
+files are written in batches (:mod:`.export_files`) that read only the ranges of their tensors. Memory is two batches
+plus scratch memory, independent of the size of the model or of a tensor. The same checkpoint content gives the same
+bytes under every layout. Checksums are computed while the files are written
+(:mod:`paddleformers_fc.storage.export_checksums`). A live model is exported by its ranks (:mod:`.live_export`).
 
 Select the tensors that an export in another dtype casts, and their sources.
 
@@ -22,18 +19,15 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from msgspec import structs
 
-from paddleformers_fc.distributed.channel import ALONE, Channel, run_on_all
-from paddleformers_fc.distributed.consistency import ConsistencyCheck, software_versions
+from paddleformers_fc.distributed.channel import ALONE
 from paddleformers_fc.errors import OptionError
-from paddleformers_fc.execute.commit_coordinator import staging_beside
-from paddleformers_fc.execute.exchange import ReadContext, compare_redistributed
+from paddleformers_fc.execute.collective_checksums import compare_on_all
 from paddleformers_fc.execute.export_files import (
     ExportJob,
     LocalExport,
@@ -43,9 +37,9 @@ from paddleformers_fc.execute.export_files import (
     write_files,
 )
 from paddleformers_fc.execute.merging import Merge, read_merge
-from paddleformers_fc.execute.opening import compare_unread, open_on_all_ranks, own_file
-from paddleformers_fc.execute.save import JobRecord, save_checkpoint
-from paddleformers_fc.families import ModelDescription, family_for, is_known
+from paddleformers_fc.execute.opening import open_on_all_ranks
+from paddleformers_fc.execute.reading import verify_equal
+from paddleformers_fc.families import family_for, is_known
 from paddleformers_fc.families.enumerate import enumerate_tensors
 from paddleformers_fc.families.exported import exported_config
 from paddleformers_fc.formats.checkpoint import (
@@ -62,15 +56,15 @@ from paddleformers_fc.formats.checkpoint import (
 )
 from paddleformers_fc.formats.huggingface import DEFAULT_MAX_SHARD_BYTES
 from paddleformers_fc.formats.registry import EXPORTED, checkpoints_advice, default_writer
-from paddleformers_fc.layout.roles import EMA_STATE, MODEL_STATE, OPTIMIZER_STATE, parameter_of
+from paddleformers_fc.layout.roles import MODEL_STATE, OPTIMIZER_STATE, parameter_of
 from paddleformers_fc.layout.shards import ShardsByRole, shard_bytes
 from paddleformers_fc.plan.build import CAST, ReadSource, plan_reads
 from paddleformers_fc.plan.report import OPEN_WEIGHTS
 from paddleformers_fc.plan.sources import canonical_layout, canonical_source, model_source, resume_source
 from paddleformers_fc.storage.block_checksums import digest_of
 from paddleformers_fc.storage.checksum import FileChecksum, checksum_of
-from paddleformers_fc.storage.commit import staged_name
 from paddleformers_fc.storage.dtypes import model_dtype
+from paddleformers_fc.storage.executor import DEFAULT_OPTIONS
 from paddleformers_fc.storage.files import exists, list_directory, real_path, refuse_file
 from paddleformers_fc.storage.manifest import MANIFEST_NAME
 from paddleformers_fc.storage.paths import AnyPath, RemotePath
@@ -180,7 +174,6 @@ def export_checkpoint(
     source: AnyPath,
     target: Path,
     max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES,
-    channel: Channel = ALONE,
     verify: str = "size",
     tied: str = REFUSE,
     role: str = MODEL_STATE,
@@ -191,26 +184,21 @@ def export_checkpoint(
         source: a finished flex checkpoint, or one of Paddle with a ``config.json`` in it.
         target: the directory to write. Where it holds other files they are kept; older weights are replaced.
         max_shard_bytes: bound on the tensors of one file, in bytes; a larger tensor has a file of its own.
-        channel: the ranks that share the work; every rank must call.
         verify: how the source is checked: ``off``, ``size`` or ``full``.
         tied: the copy of a tied tensor to export, by pipeline stage: ``first`` or ``last``; under ``refuse`` the copies
             must be equal.
         role: ``model_state``, or ``ema_state`` for the moving average.
     Raises:
-        FlexError: the same on every rank; older weights in the target are untouched.
+        FlexError: older weights in the target are untouched.
     """
-    facts = {"versions": software_versions(), "max_shard_bytes": max_shard_bytes, "flex_tied": tied, "role": role}
-    consistency = ConsistencyCheck(f"exporting to {target.name}", facts)
-    opened = open_on_all_ranks(source, channel, verify, consistency=consistency)
-    checkpoint = run_on_all(channel, "choosing copies", lambda: with_tied(opened, tied))
-    return export_opened(with_role(checkpoint, role), target, max_shard_bytes, channel)
+    checkpoint = with_tied(open_on_all_ranks(source, ALONE, verify), tied)
+    return export_opened(with_role(checkpoint, role), target, max_shard_bytes)
 
 
 def export_opened(
     checkpoint: OpenedCheckpoint,
     target: AnyPath,
     max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES,
-    channel: Channel = ALONE,
     writer: ExportWriter | None = None,
     base: OpenedCheckpoint | None = None,
     dtype: str = "",
@@ -218,15 +206,14 @@ def export_opened(
     """Write the tensors of an opened checkpoint as a directory of another format.
 
     Args:
-        checkpoint: opened by every rank; where it is ``unread``, every byte of its files is compared first.
-        target: as in :func:`export_checkpoint`, or a URL if there is one rank.
+        checkpoint: the checkpoint; where it is ``unread``, every byte of its files is compared first.
+        target: as in :func:`export_checkpoint`, or a URL.
         max_shard_bytes: as in :func:`export_checkpoint`.
-        channel: the ranks that share the work; every rank must call.
         writer: of the format; by default open weights, and PEFT's for adapters.
         base: the open weights into which the adapters of the checkpoint are merged, if any.
         dtype: of the exported weights; empty for the stored one. Open weights without ``base`` alone.
     Raises:
-        FlexError: the same on every rank; older weights in the target are untouched, and those at a URL may be deleted.
+        FlexError: older weights in the target are untouched, and those at a URL may be deleted.
     """
     if max_shard_bytes < 1:
         raise OptionError(
@@ -234,22 +221,26 @@ def export_opened(
             where="max_shard_bytes",
             next_step="Give the number of bytes of the largest file, such as 5_000_000_000.",
         )
-    prepare = partial(_plan_export, checkpoint, target, max_shard_bytes, channel, writer, base, dtype)
-    plan = run_on_all(channel, f"preparing an export to {target.name}", prepare)
+    plan = _plan_export(checkpoint, target, max_shard_bytes, writer, base, dtype)
     if checkpoint.unread:
-        compare_unread(checkpoint, channel)
-    _refuse_untied(plan, channel)
-    documents = {**_model_files(checkpoint, channel), **plan.writer.documents(checkpoint, plan.files)}
+        blocks = ((one, range(one.count)) for one in checkpoint.recorded.values())
+        compare_on_all(checkpoint.catalog.root, blocks, checkpoint.catalog.identities, ALONE, DEFAULT_OPTIONS.threads)
+    _refuse_untied(plan)
+    documents = {**_model_files(checkpoint), **plan.writer.documents(checkpoint, plan.files)}
     if dtype:
         documents = recast_documents(documents, dtype)
-    with staged_export(target, channel, plan.writer) as staged:
+    with staged_export(target, plan.writer) as staged:
         batch = batch_bytes(plan.source, max_shard_bytes)
-        written = write_files(ExportJob(staged, plan.source, staged.share(plan.files), batch, plan.merge), channel)
-        finish = partial(_finish, staged, plan, checkpoint, documents, written, channel)
-        run_on_all(channel, "finishing the export", finish)
+        written = write_files(ExportJob(staged, plan.source, plan.files, batch, plan.merge))
+        finish_export(staged, checkpoint, plan.files, documents, written)
+    return report_of(target, plan.files, written)
+
+
+def report_of(target: AnyPath, files: Sequence[OutputFile], written: Sequence[FileChecksum]) -> ExportReport:
+    """Return the report of an export from its files and their checksums."""
     sizes = {one.path: one.size for one in sorted(written, key=lambda one: one.path)}
-    tensors = [shard for file in plan.files for shard in file.tensors]
-    names = dict.fromkeys((file.role, one.name) for file in plan.files for one in file.tensors)
+    tensors = [shard for file in files for shard in file.tensors]
+    names = dict.fromkeys((file.role, one.name) for file in files for one in file.tensors)
     roles = dict(Counter(role for role, _ in names))
     return ExportReport(target, sizes, len(tensors), sum(map(shard_bytes, tensors)), roles)
 
@@ -277,14 +268,13 @@ def _plan_export(
     checkpoint: OpenedCheckpoint,
     target: AnyPath,
     max_shard_bytes: int,
-    channel: Channel,
     writer: ExportWriter | None,
     base: OpenedCheckpoint | None,
     dtype: str,
 ) -> ExportPlan:
     """Return what an export writes; see :func:`export_opened` for the arguments."""
     directory = checkpoint.catalog.root
-    _refuse_checkpoint(target)
+    refuse_checkpoint(target)
     for one in (directory, *([] if base is None else [base.catalog.root])):
         if isinstance(target, RemotePath):  # Older files there are deleted before the source is read.
             refuse_overlap(one, target)
@@ -299,23 +289,28 @@ def _plan_export(
     files = chosen.files(checkpoint, layout, max_shard_bytes)
     if any(one.role == OPTIMIZER_STATE for one in files):
         checkpoint.format.check_states(checkpoint)
-    if channel.rank == 0:
-        checkpoint.check_copies()
+    checkpoint.check_copies()
     return ExportPlan(source, layout, files, chosen, merge)
 
 
-def _finish(
-    staged: LocalExport | RemoteExport,
-    plan: ExportPlan,
+def finish_export(
+    export: LocalExport | RemoteExport,
     checkpoint: OpenedCheckpoint,
+    files: Sequence[OutputFile],
     documents: Mapping[str, bytes],
     written: Sequence[FileChecksum],
-    channel: Channel,
 ) -> None:
-    """Write the documents and the recorded checksums of an export, on the coordinator."""
-    if channel.rank == 0:
-        recorded = [*written, *(checksum_of(name, data) for name, data in documents.items())]
-        staged.finish({**documents, **plan.writer.seal(checkpoint, plan.files, recorded)}, written)
+    """Write the documents and the recorded checksums of an export, and give it its name.
+
+    Args:
+        export: the export, whose files of tensors are closed.
+        checkpoint: its source.
+        files: the files of tensors.
+        documents: the files without tensors.
+        written: the checksums of the files of tensors.
+    """
+    recorded = [*written, *(checksum_of(name, data) for name, data in documents.items())]
+    export.finish({**documents, **export.writer.seal(checkpoint, files, recorded)}, written)
 
 
 def export_source(checkpoint: OpenedCheckpoint, writer: ExportWriter) -> ReadSource:
@@ -336,39 +331,12 @@ def export_source(checkpoint: OpenedCheckpoint, writer: ExportWriter) -> ReadSou
     return source
 
 
-def save_weights(
-    weights: Mapping[str, Any],
-    model: ModelDescription,
-    files: Mapping[str, bytes],
-    target: Path,
-    max_shard_bytes: int,
-    channel: Channel,
-    tied: str = REFUSE,
-    averages: Mapping[str, Any] | None = None,
-) -> ExportReport:
-    """Write a live model's weights as a Hugging Face directory.
+def refuse_checkpoint(target: AnyPath) -> None:
+    """Refuse to export into a finished checkpoint.
 
-    Args:
-        weights: name -> live ``ShardedWeight`` of this rank.
-        model: the description of the model.
-        files: small files for the directory, ``config.json`` among them, on rank 0.
-        target: as in :func:`export_checkpoint`.
-        max_shard_bytes: as in :func:`export_checkpoint`.
-        channel: all ranks of the job; every rank must call.
-        tied: as in :func:`export_checkpoint`.
-        averages: this rank's moving averages by the name of the weight, which are written in place of the weights.
     Raises:
-        FlexError: the same on every rank; older weights in the target are untouched.
+        OptionError: the target is one.
     """
-    roles = {MODEL_STATE: weights} if averages is None else {MODEL_STATE: weights, EMA_STATE: averages}
-    role = MODEL_STATE if averages is None else EMA_STATE
-    with staging_beside(target, channel, place_of=staged_name) as staged:
-        passage = staged.path / "weights"
-        save_checkpoint(passage, roles, model, files, JobRecord(0, 0, {}), channel)
-        return export_checkpoint(passage, target, max_shard_bytes, channel, tied=tied, role=role)
-
-
-def _refuse_checkpoint(target: AnyPath) -> None:
     if exists(target / MANIFEST_NAME):
         raise OptionError(
             "The target of the export is a finished checkpoint, which is never written into.",
@@ -443,7 +411,7 @@ def refuse_overlap(source: AnyPath, target: AnyPath) -> None:
         )
 
 
-def _refuse_untied(plan: ExportPlan, channel: Channel) -> None:
+def _refuse_untied(plan: ExportPlan) -> None:
     """Refuse tied weights and states whose stored copies differ: an export contains one of them."""
     source = plan.source
     tied = {name for owner in source.stored_aliases.values() for name in source.mapping.readers.get(owner, ())}
@@ -451,28 +419,15 @@ def _refuse_untied(plan: ExportPlan, channel: Channel) -> None:
         role: {name: shard for name, shard in plan.layout[role].items() if parameter_of(role, name) in tied}
         for role in dict.fromkeys(file.role for file in plan.files)
     }
-    checks = plan_reads(source, copies).checks
-    if checks:
-        storage = ReadContext(source.catalog.root, source.catalog.identities, source.catalog.visible_to)
-        compare_redistributed(checks if channel.rank == 0 else (), storage, channel)
+    catalog = source.catalog
+    verify_equal(plan_reads(source, copies).checks, catalog.root, identities=catalog.identities)
 
 
-def _model_files(checkpoint: OpenedCheckpoint, channel: Channel) -> dict[str, bytes]:
-    """Return the documents of the model on the coordinator; other ranks send those that it lacks."""
-    names = checkpoint.model_files
-    handed = {name: own_file(checkpoint, channel, partial(_for_coordinator, name)) for name in names}
-
-    def read() -> dict[str, bytes]:
-        mine = handed if channel.rank == 0 else {}
-        found = {name: checkpoint.document(name) if data is None else data for name, data in mine.items()}
-        is_stock = checkpoint.commit_record is None and not checkpoint.format.canonical
-        if CONFIG_NAME in found and is_stock and checkpoint.known.partial:  # PaddleFormers wrote it for itself.
-            config = exported_config(family_for(checkpoint.config), checkpoint.config, checkpoint.known, {})
-            found[CONFIG_NAME] = config_bytes(config)
-        return found
-
-    return run_on_all(channel, "reading what describes the model", read)
-
-
-def _for_coordinator(name: str, rank: int) -> str:
-    return name if rank == 0 else ""
+def _model_files(checkpoint: OpenedCheckpoint) -> dict[str, bytes]:
+    """Return the documents of the model."""
+    found = {name: checkpoint.document(name) for name in checkpoint.model_files}
+    is_stock = checkpoint.commit_record is None and not checkpoint.format.canonical
+    if CONFIG_NAME in found and is_stock and checkpoint.known.partial:  # PaddleFormers wrote it for itself.
+        config = exported_config(family_for(checkpoint.config), checkpoint.config, checkpoint.known, {})
+        found[CONFIG_NAME] = config_bytes(config)
+    return found

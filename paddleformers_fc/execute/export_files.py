@@ -1,11 +1,10 @@
 """Write the files of an export into a directory of this machine or at a URL, in batches that fit into memory.
 
 Batches are read, hashed, and written at their offsets. Two batches are in progress at a time, each read and then
-written by one thread, and neither waits for the other. Headers are known in advance. If no rank has the whole
-checkpoint, the ranks take one batch each at a time and read for each other.
+written by one thread, and neither waits for the other. Headers are known in advance.
 
 A tensor that is larger than a batch is read in pieces. A batch has at most 4 MiB from files of this machine, or 32 MiB
-from elsewhere or of transposed tensors.
+a store or of transposed tensors.
 
 A local export is written into a staging directory and renamed (:mod:`~paddleformers_fc.storage.commit`).
 
@@ -28,7 +27,6 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -37,17 +35,15 @@ import msgspec
 import numpy as np
 from msgspec import structs
 
-from paddleformers_fc.distributed.channel import Channel, all_gather_checked, gather_and_keep, run_on_all
-from paddleformers_fc.errors import FlexError, OptionError
+from paddleformers_fc.distributed.channel import ALONE
+from paddleformers_fc.errors import FlexError
 from paddleformers_fc.execute.commit_coordinator import StagingDirectory, staging_beside
-from paddleformers_fc.execute.exchange import ReadContext, read_redistributed
 from paddleformers_fc.execute.merging import Merge
-from paddleformers_fc.execute.reading import ArraySlot, Key, fill_arrays
+from paddleformers_fc.execute.reading import Key, fill_arrays
 from paddleformers_fc.formats.checkpoint import ExportWriter, OutputFile
 from paddleformers_fc.layout.shards import Shard, shard_bytes
 from paddleformers_fc.plan.build import Planner, ReadSource, row_major_pieces
-from paddleformers_fc.plan.items import LoadPlan, ReadItem, flat_start
-from paddleformers_fc.plan.report import Report
+from paddleformers_fc.plan.items import ReadItem, flat_start
 from paddleformers_fc.storage.checksum import FileChecksum
 from paddleformers_fc.storage.commit import commit_export, staged_name
 from paddleformers_fc.storage.dtypes import dtype_size, to_numpy, to_safetensors
@@ -62,7 +58,7 @@ from paddleformers_fc.storage.safetensors import FileLayout, TensorWriter
 _CACHE_BYTES = 4 * 1024 * 1024
 """Bytes of a batch from files of this machine: few enough to be in the processor's cache until they are written."""
 _BATCH_BYTES = 32 * 1024 * 1024
-"""Bytes of a batch from elsewhere: each takes requests to a store, or an exchange of all ranks."""
+"""Bytes of a batch from a store: each takes requests to it."""
 _TRANSPOSED_BYTES = 32 * 1024 * 1024
 """Bytes of a piece of a tensor that is not stored in runs: rows enough that runs of its columns are long."""
 _BATCHES_PER_FILE = 4
@@ -131,7 +127,7 @@ class Batch:
 
 def batch_bytes(source: ReadSource, max_file_bytes: int) -> int:
     """Return the bound on the bytes of a batch; a piece of a transposed tensor may exceed it."""
-    is_far = bool(source.catalog.visible_to) or isinstance(source.catalog.root, RemotePath)
+    is_far = isinstance(source.catalog.root, RemotePath)
     return min(_BATCH_BYTES if is_far else _CACHE_BYTES, max_file_bytes // _BATCHES_PER_FILE)
 
 
@@ -216,19 +212,12 @@ class LocalExport:
     Args:
         staged: the staging directory.
         target: the directory that it becomes.
-        rank: of this process.
         writer: of the format.
     """
 
     staged: StagingDirectory
     target: Path
-    rank: int
     writer: ExportWriter
-
-    def share(self, files: tuple[OutputFile, ...]) -> tuple[OutputFile, ...]:
-        """Return the files that this rank writes: the ranks on the coordinator's disk share them."""
-        writers = self.staged.disks.sharing()[0]
-        return files[writers.index(self.rank) :: len(writers)] if self.rank in writers else ()
 
     def create(self, name: str, layout: FileLayout) -> TensorWriter:
         """Begin a file of tensors; safe from several threads at once."""
@@ -271,10 +260,6 @@ class RemoteExport:
         for name in self._marks_first(name for name in names if name in self.writer.marks or self.writer.owns(name)):
             remove_remote(self.target / name)
 
-    def share(self, files: tuple[OutputFile, ...]) -> tuple[OutputFile, ...]:
-        """Return all files."""
-        return files
-
     def create(self, name: str, layout: FileLayout) -> TensorWriter:
         """Begin a file of tensors; safe from several threads at once."""
         is_mark = name in self.writer.marks
@@ -315,27 +300,17 @@ class RemoteExport:
 
 
 @contextlib.contextmanager
-def staged_export(target: AnyPath, channel: Channel, writer: ExportWriter) -> Iterator[LocalExport | RemoteExport]:
+def staged_export(target: AnyPath, writer: ExportWriter) -> Iterator[LocalExport | RemoteExport]:
     """Context manager around the writing of an export; an error in it leaves nothing that looks like an export.
 
     Args:
         target: the directory.
-        channel: all ranks; every rank must enter.
         writer: of the format.
-    Raises:
-        OptionError: several ranks write to a URL.
-        FlexError: the same on every rank.
     """
     if isinstance(target, Path):
-        with staging_beside(target, channel, place_of=staged_name) as staged:
-            yield LocalExport(staged, target, channel.rank, writer)
+        with staging_beside(target, ALONE, place_of=staged_name) as staged:
+            yield LocalExport(staged, target, writer)
         return
-    if channel.world_size > 1:
-        raise OptionError(
-            f"{channel.world_size} ranks cannot export to {target} together.",
-            where=str(target),
-            next_step="Save a checkpoint, then export it with paddleformers_fc export.",
-        )
     export = RemoteExport(target, writer)
     export.remove_older()
     try:
@@ -351,12 +326,12 @@ _READERS = 2
 
 @dataclass(frozen=True)
 class ExportJob:
-    """The part of an export that one rank writes.
+    """What an export writes.
 
     Args:
         target: where the files are written.
         source: the checkpoint.
-        files: the files of this rank.
+        files: the files.
         batch_bytes: bound on the bytes of a batch.
         merge: the change of the tensors that are read; None without one.
     """
@@ -374,29 +349,9 @@ class ExportJob:
                 self.merge.apply(one.tensor.name, one.begin, values)
 
 
-def write_files(job: ExportJob, channel: Channel) -> list[FileChecksum]:
-    """Write the files of all ranks.
-
-    Args:
-        job: the files of this rank.
-        channel: all ranks; every rank must call, also one that writes no file.
-    Returns:
-        the checksums of the files of all ranks.
-    Raises:
-        FlexError: the same on every rank.
-    """
-    together = bool(job.source.catalog.visible_to)
+def write_files(job: ExportJob) -> list[FileChecksum]:
+    """Write files, and return their checksums; each thread reads a batch and writes it while the other does."""
     expect(sum(shard_bytes(shard) for file in job.files for shard in file.tensors))
-    written = (
-        _write_together(job, channel)
-        if together
-        else all_gather_checked(channel, "exporting", lambda: _write_own(job), list[FileChecksum])
-    )
-    return [checksum for theirs in written for checksum in theirs]
-
-
-def _write_own(job: ExportJob) -> list[FileChecksum]:
-    """Write this rank's files; each thread reads a batch and writes it while the other reads or writes."""
     # As many threads read as in a load, if tensors are large. Threads that read from a store only wait.
     root = job.source.catalog.root
     near = structs.replace(DEFAULT_OPTIONS, threads=DEFAULT_OPTIONS.threads // _READERS)
@@ -417,31 +372,8 @@ def _write_own(job: ExportJob) -> list[FileChecksum]:
     return output.checksums
 
 
-def _write_together(job: ExportJob, channel: Channel) -> list[list[FileChecksum]]:
-    """Write the files of all ranks in steps; a rank without a batch reads for others."""
-
-    def plan() -> tuple[int, list[Batch]]:
-        batches = list(plan_batches(job.source, job.files, job.batch_bytes))
-        return len(batches), batches
-
-    counts, batches = gather_and_keep(channel, "planning an export", plan, int)
-    catalog = job.source.catalog
-    storage = ReadContext(catalog.root, catalog.identities, catalog.visible_to)
-    memory = batch_memory(job.files, job.batch_bytes)
-    with _OutputWriter(job) as output:
-        for step in range(max(counts)):
-            own = batches[step : step + 1]
-            reads = LoadPlan(tuple(item for batch in own for item in batch.items), (), {}, Report())
-            slots = {key: ArraySlot(array) for batch in own for key, array in batch.carved(memory).items()}
-            read_redistributed(reads, storage, slots, channel)
-            for batch in own:
-                job.merged(batch, memory)
-            run_on_all(channel, "exporting", partial(output.write_all, own, memory))
-        return all_gather_checked(channel, "collecting checksums", lambda: output.checksums, list[FileChecksum])
-
-
 class _OutputWriter:
-    """The files of one rank, written batch by batch by any thread.
+    """The files of an export, written batch by batch by any thread.
 
     A context manager: at its end every file is whole; after an error, open files are closed as they are.
 
@@ -479,11 +411,6 @@ class _OutputWriter:
         if is_last:
             self.checksums.append(writer.close())
             del self._open[batch.file.path]
-
-    def write_all(self, batches: Sequence[Batch], memory: np.ndarray[Any, Any]) -> None:
-        """Begin and write one batch, or none."""
-        for batch in self.begun(batches):
-            self.write(batch, memory)
 
     def __enter__(self) -> _OutputWriter:
         return self

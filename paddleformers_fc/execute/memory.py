@@ -34,7 +34,6 @@ from paddleformers_fc.execute.staging_pool import (
     DeviceCopy,
     StagingPool,
     begin_copy_to_device,
-    begin_copy_to_host,
     bytes_of,
     in_host_memory,
     pool_of,
@@ -150,8 +149,8 @@ def copy_to_host(tensor: Any, start: int, stop: int, memory: np.ndarray[Any, Any
         filled += part.size
 
 
-def begin_copies(tensor: Any, start: int, stop: int, memory: np.ndarray[Any, Any]) -> Iterator[DeviceCopy]:
-    """Begin to copy a range of the elements of a device tensor to host memory.
+def copy_ends(tensor: Any, start: int, stop: int, memory: np.ndarray[Any, Any]) -> Iterator[tuple[Any, Any]]:
+    """Yield the parts of a range of the elements of a device tensor, each with the host memory to copy it to.
 
     Args:
         tensor: a ``paddle.Tensor``.
@@ -162,7 +161,7 @@ def begin_copies(tensor: Any, start: int, stop: int, memory: np.ndarray[Any, Any
     filled = 0
     for part in _bytes_in_order(tensor, start, stop, dtype_of(tensor).itemsize, _PIECE_BYTES):
         size = int(part.shape[0])
-        yield begin_copy_to_host(part, memory[filled : filled + size])
+        yield part, memory[filled : filled + size]
         filled += size
 
 

@@ -35,7 +35,7 @@ from paddleformers_fc.distributed.channel import (
     run_on_all,
 )
 from paddleformers_fc.errors import CheckpointError, Corrupt, FlexError
-from paddleformers_fc.execute.collective_checksums import FaultMessage, compare_on_all, refuse_damaged
+from paddleformers_fc.execute.collective_checksums import FaultMessage, refuse_damaged
 from paddleformers_fc.formats.checkpoint import OpenedCheckpoint
 from paddleformers_fc.formats.flex import DOCUMENTS, build_checkpoint, open_flex, read_document_bytes
 from paddleformers_fc.plan.transfer_plan import VisibleTo
@@ -253,25 +253,6 @@ def hold_documents(checkpoint: OpenedCheckpoint, channel: Channel, names: Collec
     everyone = all_gather_checked(channel, doing, read, dict[str, bytes])
     found = {name: raw for documents in everyone for name, raw in documents.items()}
     return structs.replace(checkpoint, held={**checkpoint.held, **found})
-
-
-def compare_unread(checkpoint: OpenedCheckpoint, channel: Channel, threads: int = 4) -> None:
-    """Compare every byte of the files of an ``unread`` checkpoint; the ranks share them.
-
-    Args:
-        checkpoint: opened by every rank.
-        channel: all ranks of the job; every rank must call.
-        threads: how many threads of this rank compare checksums.
-    Raises:
-        Corrupt, StorageError: the same on every rank.
-    """
-    catalog, share = checkpoint.catalog, []
-    for index, checksum in enumerate(checkpoint.recorded.values()):
-        ranks = catalog.visible_to.get(checksum.path, range(channel.world_size))
-        if ranks[index % len(ranks)] == channel.rank:
-            share.append(checksum)
-    wanted = ((one, range(one.count)) for one in share)
-    compare_on_all(catalog.root, wanted, catalog.identities, channel, threads)
 
 
 def own_file(checkpoint: OpenedCheckpoint, channel: Channel, name_of: Callable[[int], str]) -> bytes | None:

@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -56,27 +56,32 @@ def side_stream(place: Any) -> Any:
     return known or _side_streams.setdefault(str(place), paddle.device.Stream(_stream_place(place)))
 
 
-def begin_copy(source: Any, target: Any, place: Any) -> Any:
+Ends: TypeAlias = Sequence[tuple[Any, Any]]
+"""Sources of copies, each with its target."""
+
+
+def begin_copies(ends: Ends, place: Any) -> Any:
     """Copy between contiguous host memory and a device, after the computation that is under way there.
 
     Args:
-        source: a ``paddle.Tensor``.
-        target: a ``paddle.Tensor`` of the same shape and dtype.
+        ends: pairs of ``paddle.Tensor`` of the same shape and dtype.
         place: place of the device.
     Returns:
-        the event at the end of the copy, until which both tensors must live; None if the copy is done.
+        the event at the end of all copies, until which the tensors must live; None if the copies are done.
     """
     import paddle
 
     with paddle.no_grad():
         if not (place.is_gpu_place() or place.is_custom_place()):  # Others have no streams.
-            target.copy_(source, True)
+            for source, target in ends:
+                target.copy_(source, True)
             return None
         stream = side_stream(place)
         # The computation may still be writing to either end.
         stream.wait_stream(current_stream(place))
         with paddle.device.stream_guard(stream):
-            target.copy_(source, False)
+            for source, target in ends:
+                target.copy_(source, False)
             return stream.record_event()
 
 
@@ -191,21 +196,20 @@ def new_buffer(size: int, pinned: bool) -> StagingBuffer:
 
 
 class DeviceCopy:
-    """A copy between a buffer and a device, which has begun; the buffer and the device memory live until it is done.
+    """Copies between buffers and a device, which have begun; buffers and device memory live until they are done.
 
     Args:
-        source: tensor of bytes.
-        target: tensor of bytes, as many.
+        ends: tensors of bytes, and tensors of as many bytes.
         place: place of the device.
     """
 
-    def __init__(self, source: Any, target: Any, place: Any) -> None:
-        self._ends: tuple[Any, Any] | None = (source, target)
-        self._arrival = begin_copy(source, target, place)
-        _count(1, size=int(target.shape[0]))
+    def __init__(self, ends: Ends, place: Any) -> None:
+        self._ends: Ends | None = ends
+        self._arrival = begin_copies(ends, place)
+        _count(1, size=sum(int(target.shape[0]) for _, target in ends))
 
     def wait(self) -> None:
-        """Wait until the copy is done; a second call returns at once."""
+        """Wait until the copies are done; a second call returns at once."""
         if self._ends is None:
             return
         started = time.monotonic()
@@ -221,12 +225,12 @@ class DeviceCopy:
 
 def begin_copy_to_device(buffer: StagingBuffer, target: Any) -> DeviceCopy:
     """Begin to copy a full buffer to as many bytes of a device, a flat tensor."""
-    return DeviceCopy(_host_tensor(buffer.bytes), target, target.place)
+    return DeviceCopy([(_host_tensor(buffer.bytes), target)], target.place)
 
 
-def begin_copy_to_host(source: Any, memory: np.ndarray[Any, Any]) -> DeviceCopy:
-    """Begin to copy bytes of a device, a flat tensor, to as many bytes of host memory."""
-    return DeviceCopy(source, _host_tensor(memory), source.place)
+def begin_copies_to_host(ends: Ends) -> DeviceCopy:
+    """Begin to copy bytes of a device, flat tensors, to arrays of as many bytes of host memory."""
+    return DeviceCopy([(source, _host_tensor(memory)) for source, memory in ends], ends[0][0].place)
 
 
 def staged_pieces(parts: Iterator[Any], dtype: np.dtype[Any], pool: StagingPool) -> Iterator[np.ndarray[Any, Any]]:
@@ -253,7 +257,7 @@ def _staged(parts: Iterator[Any], dtype: np.dtype[Any], pool: StagingPool) -> It
         for source in _cut(parts, size):
             buffer = pool.take(size)
             memory = buffer.bytes[: int(source.shape[0])]
-            begun.append((buffer, begin_copy_to_host(source, memory), memory.view(dtype)))
+            begun.append((buffer, begin_copies_to_host([(source, memory)]), memory.view(dtype)))
             if len(begun) == 1:
                 yield memory
                 continue

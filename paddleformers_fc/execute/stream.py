@@ -4,11 +4,14 @@ The ranks of a job are planned as a checkpoint in memory. A file of it is held b
 assigned to one of its holders, as in a save. So the source of a checkpoint, its mapping and its reads plan a stream as
 well, and the pieces arrive in rounds. To a few ranks they are sent one by one (:mod:`.exchange`). To many they go by
 one maximum of all ranks, each of which adds its own pieces: the bytes that a rank sends then do not grow with their
-number. Nothing is written, and no live tensor changes.
+number. No live tensor changes.
 
-A plan is kept for the next stream of the same shards. Before every batch of tensors the ranks exchange one word: that
-all of them go on, or the error of one of them, which all raise. A batch is passed on after the next word, so that no
-caller gets a tensor of which a rank could not send its part.
+The receivers get all tensors, or the files of an export are divided among them (:mod:`.live_export`): then each batch
+has tensors for every receiver, and the ranks write at the same time.
+
+A plan is kept for the next stream of the same shards. Before every batch of tensors, and at the end, the ranks exchange
+one word: that all of them go on, or the error of one of them, which all raise. A batch is passed on after the next
+word, so that no caller gets a tensor of which a rank could not send its part.
 
 Time: a rank sends its pieces once to each of few receivers, or twice the bytes of all tensors if there are many.
 Planning is linear in the distinct shards of the job, and in the pieces.
@@ -21,13 +24,14 @@ from __future__ import annotations
 import math
 import secrets
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import zip_longest
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
@@ -39,22 +43,37 @@ from paddleformers_fc.distributed.channel import (
     decoder_of,
     run_on_all,
 )
-from paddleformers_fc.errors import FlexError, MismatchError, OptionError, PeerError
+from paddleformers_fc.errors import Diverged, FlexError, MismatchError, OptionError, PeerError
 from paddleformers_fc.execute.exchange import attempt, exchange_round, unpacked
 from paddleformers_fc.execute.export import export_source, recast
-from paddleformers_fc.execute.memory import begin_copies, copy_to_host, dtype_of, host_view, slot_of, view_of
+from paddleformers_fc.execute.memory import copy_ends, copy_to_host, dtype_of, host_view, slot_of, view_of
 from paddleformers_fc.execute.merging import Merge
 from paddleformers_fc.execute.reading import batches, item_view
 from paddleformers_fc.execute.replica_assignment import Assignment, Writers
 from paddleformers_fc.execute.replicas import CopyPart, Ties, diverged, hash_ties, ties_of
 from paddleformers_fc.execute.save import JobRecord, LivePart, live_part
 from paddleformers_fc.execute.save_plan import PlanCache, grouped, planned_files, proved_mapping
-from paddleformers_fc.execute.staging_pool import DeviceCopy, StagingBuffer, StagingPool, in_host_memory, pool_of
+from paddleformers_fc.execute.staging_pool import (
+    StagingBuffer,
+    StagingPool,
+    begin_copies_to_host,
+    current_stream,
+    in_host_memory,
+    pool_of,
+)
 from paddleformers_fc.families import ModelDescription
 from paddleformers_fc.families.description import shared_copies
 from paddleformers_fc.families.stated import decode_mapping, model_ties
 from paddleformers_fc.formats.catalog import Catalog, gather_shards
-from paddleformers_fc.formats.checkpoint import MAPPING_NAME, OpenedCheckpoint, StoredModel
+from paddleformers_fc.formats.checkpoint import (
+    MAPPING_NAME,
+    REFUSE,
+    OpenedCheckpoint,
+    OutputFile,
+    StoredModel,
+    with_role,
+    with_tied,
+)
 from paddleformers_fc.formats.flex import FLEX
 from paddleformers_fc.formats.huggingface import DEFAULT_MAX_SHARD_BYTES
 from paddleformers_fc.formats.registry import default_writer
@@ -73,8 +92,11 @@ from paddleformers_fc.storage.operations import numpy_dtype
 from paddleformers_fc.text import count_text, fold, likely_meant
 
 Array = np.ndarray[Any, Any]
-Tensors = Iterator[tuple[str, Any]]
+Tensors: TypeAlias = Generator[tuple[str, Any], None, None]
 """Canonical names and tensors."""
+Buffer: TypeAlias = tuple[Any, Array]
+"""A tensor that is assembled, and its elements as a flat array over the same memory."""
+_T = TypeVar("_T")
 
 DEFAULT_BYTES = 512 << 20
 """Bytes that are under way on a rank at most, by default."""
@@ -96,6 +118,10 @@ class StreamRequest:
         dtype: of the tensors that have the model's dtype; empty for the live one.
         max_bytes: bound on the bytes that are under way on a rank; one tensor may exceed it.
         is_exported: whether adapters have the names of an export, which are PEFT's; otherwise canonical names.
+        max_file_bytes: bound on the tensors of one file of an export.
+        is_divided: whether each receiver gets the tensors of some of these files; otherwise it gets all tensors.
+        tied: the copy of a tied tensor, by pipeline stage; under ``refuse`` the copies must be equal.
+        role: ``model_state``, or ``ema_state`` for the moving averages.
     """
 
     receivers: tuple[int, ...]
@@ -103,11 +129,15 @@ class StreamRequest:
     dtype: str = ""
     max_bytes: int = DEFAULT_BYTES
     is_exported: bool = True
+    max_file_bytes: int = DEFAULT_MAX_SHARD_BYTES
+    is_divided: bool = False
+    tied: str = REFUSE
+    role: str = MODEL_STATE
 
     @property
     def is_united(self) -> bool:
         """Whether all ranks get the pieces of a round in one array."""
-        return len(self.receivers) > MOST_DIRECT
+        return len(self.receivers) > MOST_DIRECT and not self.is_divided
 
     @property
     def round_bytes(self) -> int:
@@ -125,13 +155,13 @@ class Batch:
     """Tensors that are assembled together.
 
     Args:
-        tensors: whole canonical tensors, in the order of the stream.
-        items: by range of a live shard, the parts of tensors that it fills.
+        tensors: the whole canonical tensors that this rank gets, in the order of the stream.
+        items: by range of a live shard that this rank gets, the parts of these tensors that it fills.
         rounds: the pieces that this rank sends or receives; those of all ranks if they go into one array.
     """
 
     tensors: tuple[Shard, ...]
-    items: Mapping[StoredPart, Sequence[ReadItem]]
+    items: Mapping[Transfer, Sequence[ReadItem]]
     rounds: tuple[tuple[TransferPiece, ...], ...]
 
 
@@ -140,10 +170,12 @@ class HeldRange:
     """A range of a live shard that this rank sends.
 
     Args:
+        role: of the shard.
         name: of the shard.
         start: index of the first element in the shard's memory.
     """
 
+    role: str
     name: str
     start: int
 
@@ -159,6 +191,8 @@ class StreamPlan:
         has_ties: whether any rank has such a copy.
         ties: the tied tensors that are compared, on the first rank.
         shared: canonical name of an adapter's tensor -> canonical name of the tensor that several layers share.
+        files: the files of an export that is divided among the receivers.
+        checkpoint: the live tensors as a checkpoint, for the documents of such an export; on the first rank.
     """
 
     batches: tuple[Batch, ...]
@@ -167,6 +201,8 @@ class StreamPlan:
     has_ties: bool
     ties: Ties
     shared: Mapping[str, str]
+    files: tuple[OutputFile, ...] = ()
+    checkpoint: OpenedCheckpoint | None = None
 
 
 class _LiveJob(msgspec.Struct, frozen=True, array_like=True):
@@ -176,7 +212,7 @@ class _LiveJob(msgspec.Struct, frozen=True, array_like=True):
         name: of the plan.
         assignment: the ranks that send shards with several holders.
         files: path -> name -> shard, encoded.
-        owners: the rank that holds a file, by path.
+        owners: the rank that holds a file, by path, which begins with the role of its tensors.
         mapping: the content of ``mapping.json``.
         sides: the copies of tied tensors that ranks hash.
     """
@@ -295,14 +331,15 @@ def plan_of_rank(
     """
     job = decoder_of(_LiveJob).decode(zlib.decompress(packed))
     files, offsets = decode_shards([job.files]), dict[tuple[str, str], int]()
-    stored: list[tuple[Shard, str, int, int]] = []
+    stored: dict[str, list[tuple[Shard, str, int, int]]] = {}
     used = dict.fromkeys(job.owners, 0)
     for number in files.held[0]:
         path, shard = files[number]
         offsets[path, shard.name] = used[path]
-        stored.append((shard, path, used[path], dtype_size(shard.dtype)))
+        stored.setdefault(path.split("/")[0], []).append((shard, path, used[path], dtype_size(shard.dtype)))
         used[path] += max(1, shard_bytes(shard))
-    tensors, faults = gather_shards(stored)
+    gathered = {role: gather_shards(theirs) for role, theirs in stored.items()}
+    faults = [fault for _, found in gathered.values() for fault in found]
     if faults:
         raise MismatchError(
             "Ranks describe tensors that contradict each other.",
@@ -312,41 +349,62 @@ def plan_of_rank(
         )
     described, rules = decode_mapping(job.mapping, MAPPING_NAME)
     visible = {path: (owner,) for path, owner in job.owners.items()}
-    checkpoint = OpenedCheckpoint(
+    live = OpenedCheckpoint(
         FLEX,
-        Catalog(_MODEL, {MODEL_STATE: tensors}, visible_to=visible),
+        Catalog(_MODEL, {role: tensors for role, (tensors, _) in gathered.items()}, visible_to=visible),
         dict(model.config),
         StoredModel(rules, described or model),
     )
+    checkpoint = with_tied(with_role(live, request.role), request.tied)
     share, _ = job.assignment.share_of(rank, shards)
     held = {
-        (file.path, offsets[file.path, piece.name]): HeldRange(piece.name, piece.start)
+        (file.path, offsets[file.path, piece.name]): HeldRange(file.role, piece.name, piece.start)
         for file in planned_files(share, rank)
         for piece in file.pieces
     }
-    made = tuple(_batches(checkpoint, job.owners, request, rank))
+    source, output = _wanted(checkpoint, request)
+    made = tuple(_batches(source, output, job.owners, request, rank))
     sides = tuple(side for side in job.sides if side.rank == rank)
     own_ties = ties[0] if ties else Ties((), {})
-    return job.name, StreamPlan(made, held, sides, bool(job.sides), own_ties, shared_copies(rules))
+    plan = StreamPlan(made, held, sides, bool(job.sides), own_ties, shared_copies(rules))
+    if request.is_divided:
+        plan = replace(plan, files=output, checkpoint=checkpoint if rank == 0 else None)
+    return job.name, plan
 
 
 def _batches(
-    checkpoint: OpenedCheckpoint, owners: Mapping[str, int], request: StreamRequest, rank: int
+    source: ReadSource, files: Sequence[OutputFile], owners: Mapping[str, int], request: StreamRequest, rank: int
 ) -> Iterator[Batch]:
-    source, tensors = _wanted(checkpoint, request)
     planner = Planner(source)
-    for some in batches(_selected(tensors, request.names), shard_bytes, request.batch_bytes):
-        items: dict[StoredPart, list[ReadItem]] = {}
-        for shard in some:
-            for item in planner.items(MODEL_STATE, shard):
-                items.setdefault(item.stored, []).append(item)
+    groups = [(receiver,) for receiver in request.receivers] if request.is_divided else [request.receivers]
+    shares = [_share(files[number :: len(groups)], request) for number in range(len(groups))]
+    for step in zip_longest(*shares, fillvalue=()):
+        moves: list[Transfer] = []
+        own: list[Shard] = []
+        items: dict[Transfer, list[ReadItem]] = {}
+        for receivers, tensors in zip(groups, step, strict=True):
+            parts: dict[StoredPart, list[ReadItem]] = {}
+            for item in (item for shard in tensors for item in planner.items(MODEL_STATE, shard)):
+                parts.setdefault(item.stored, []).append(item)
+            transfers = {Transfer(part, owners[part.file], receivers): theirs for part, theirs in parts.items()}
+            moves.extend(transfers)
+            if rank in receivers:
+                own.extend(tensors)
+                items.update(transfers)
         planner.report.refuse(str(_MODEL))
-        moves = [Transfer(part, owners[part.file], request.receivers) for part in items]
         if request.is_united:
             rounds = tuple(_united_rounds(moves, request.round_bytes))
         else:
             rounds = schedule_rounds(moves, rank, request.round_bytes).rounds
-        yield Batch(tuple(some), items, rounds)
+        yield Batch(tuple(own), items, rounds)
+
+
+def _share(files: Sequence[OutputFile], request: StreamRequest) -> Iterator[Sequence[Shard]]:
+    """Yield the tensors of some files in batches. The first tensor is alone, so that it comes as soon as it can."""
+    tensors = _selected([one for file in files for one in file.tensors], request.names)
+    if tensors:
+        yield tensors[:1]
+    yield from batches(tensors[1:], shard_bytes, request.batch_bytes)
 
 
 def _united_rounds(moves: Sequence[Transfer], limit: int) -> Iterator[tuple[TransferPiece, ...]]:
@@ -359,18 +417,17 @@ def _united_rounds(moves: Sequence[Transfer], limit: int) -> Iterator[tuple[Tran
     return map(tuple, batches(pieces, attrgetter("size"), limit))
 
 
-def _wanted(checkpoint: OpenedCheckpoint, request: StreamRequest) -> tuple[ReadSource, list[Shard]]:
-    """Return the source of all tensors that a stream may contain, and these tensors in order."""
+def _wanted(checkpoint: OpenedCheckpoint, request: StreamRequest) -> tuple[ReadSource, tuple[OutputFile, ...]]:
+    """Return the source of all tensors that a stream may contain, and the files of an export that has them."""
     if not request.is_exported:
         source = canonical_source(checkpoint)
-        return source, list(canonical_layout(source)[MODEL_STATE].values())
+        return source, (OutputFile("", MODEL_STATE, tuple(canonical_layout(source)[MODEL_STATE].values())),)
     writer = default_writer(checkpoint)
     source = export_source(checkpoint, writer)
     layout: ShardsByRole = canonical_layout(source)
     if request.dtype:
         source, layout = recast(checkpoint, source, layout, request.dtype)
-    files = writer.files(checkpoint, layout, DEFAULT_MAX_SHARD_BYTES)
-    return source, [one for file in files for one in file.tensors]
+    return source, writer.files(checkpoint, layout, request.max_file_bytes)
 
 
 def _selected(tensors: Sequence[Shard], names: Sequence[str] | None) -> Sequence[Shard]:
@@ -404,6 +461,7 @@ class Stream:
         channel: all ranks of the job.
         place: of the tensors; None for host memory.
         merge: the adapters that are added to the weights; None without them.
+        as_arrays: whether numpy arrays are yielded, not tensors of Paddle.
     """
 
     plan: StreamPlan
@@ -412,6 +470,7 @@ class Stream:
     channel: Channel
     place: Any = None
     merge: Merge | None = None
+    as_arrays: bool = False
 
     def tensors(self) -> Tensors:
         """Yield canonical names and tensors; a rank that receives nothing only sends. Every rank must iterate.
@@ -422,21 +481,24 @@ class Stream:
         failures: list[Exception] = []
         ready: list[tuple[str, Any]] = []
         self._compare_ties(failures)
-        for batch in self.plan.batches:
+        for batch in (*self.plan.batches, None):
             self._agree(failures)
             try:
                 yield from ready
-            except BaseException:  # The others are about to receive this batch.
-                self._leave(batch)
+            except GeneratorExit:  # The others are about to receive this batch.
+                with suppress(FlexError):
+                    self._leave(batch, self._ended_early())
                 raise
+            except Exception as error:
+                self._leave(batch, error)
             ready = []  # Its memory is used again.
-            ready = self._assemble(batch, failures)
+            if batch is not None:
+                ready = self._assemble(batch, failures)
         self._agree(failures)
-        yield from ready
 
     def _compare_ties(self, failures: list[Exception]) -> None:
         """Compare the copies of tied tensors, of a job that has several; a difference is an error of the first rank."""
-        if not self.plan.has_ties:
+        if not self.plan.has_ties or self.request.tied != REFUSE:
             return
         views = {
             role: {name: view_of(weight.local_tensor) for name, weight in names.items()}
@@ -447,7 +509,7 @@ class Stream:
         found = diverged(self.plan.ties, digests) if self.channel.rank == 0 else ()
         if found:
             failures.append(
-                MismatchError(
+                Diverged(
                     "Copies of tied tensors differ between pipeline stages.",
                     where=str(_MODEL),
                     evidence=[line for tie in found for line in tie.differences],
@@ -464,44 +526,97 @@ class Stream:
 
         run_on_all(self.channel, "streaming weights", word)
 
-    def _leave(self, batch: Batch) -> None:
-        """Take part in the next batch, and tell the other ranks that this one goes no further."""
+    def _ended_early(self) -> PeerError:
+        """Return the error about a rank whose caller has left the stream."""
         rank = self.channel.rank
-        ended = PeerError(
-            f"Rank {rank} has ended the stream before its last tensor.",
+        return PeerError(
+            f"Rank {rank} has ended the stream before its end.",
             where=f"rank {rank} of {self.channel.world_size}",
-            next_step="Read the stream to its end on every rank, or end it on all ranks behind the same tensor.",
+            next_step="Read the stream to its end on every rank.",
         )
-        self._assemble(batch, [ended])
-        with suppress(FlexError):
-            self._agree([ended])
+
+    def _leave(self, batch: Batch | None, error: Exception) -> None:
+        """Take part in the next batch, and raise an error of this rank on all of them."""
+        if batch is not None:
+            self._assemble(batch, [error])
+        self._agree([error])
 
     def _assemble(self, batch: Batch, failures: list[Exception]) -> list[tuple[str, Any]]:
         """Send and receive the pieces of a batch, and return its tensors.
 
         An error is added to the failures, and this rank takes part in the rounds to their end.
         """
-        receives, buffers = self.channel.rank in self.request.receivers, dict[str, Any]()
-        reader = LiveReader(self.weights[MODEL_STATE], self.plan.held)
-        if receives and not failures:
-            attempt(failures, lambda: buffers.update({one.name: _empty(one) for one in batch.tensors}))
+        buffers: dict[str, Buffer] = {}
+        reader = LiveReader(self.weights, self.plan.held)
+        attempt(failures, lambda: buffers.update({one.name: self._empty(one) for one in batch.tensors}))
         for pieces in batch.rounds:
             own = reader.read([one for one in pieces if one.move.owner == self.channel.rank], failures)
             exchange = _unite_round if self.request.is_united else exchange_round
             for piece, array in exchange(self.channel, pieces, own):
-                if receives and not failures:
-                    attempt(failures, partial(_place, batch.items[piece.move.part], piece, array, buffers))
+                attempt(failures, partial(_place, batch.items.get(piece.move, ()), piece, array, buffers))
             reader.release()
         found: list[tuple[str, Any]] = []
-        if receives and not failures:
-            attempt(failures, lambda: found.extend((name, self._finished(name, one)) for name, one in buffers.items()))
+        attempt(failures, lambda: found.extend(self._finished(buffers)))
         return found
 
-    def _finished(self, name: str, tensor: Any) -> Any:
-        """Return an assembled tensor with its adapters added, at its place."""
+    def _empty(self, shard: Shard) -> Buffer:
+        """Return memory of the host for a whole tensor."""
+        if self.as_arrays:
+            array = np.empty(shard.global_shape, numpy_dtype(shard.dtype))
+            return array, array.reshape(-1)
+        tensor = empty_tensor(shard)
+        return tensor, slot_of(tensor).open().array()
+
+    def _finished(self, buffers: Mapping[str, Buffer]) -> list[tuple[str, Any]]:
+        """Return assembled tensors with their adapters added, at their place."""
         if self.merge is not None:
-            self.merge.apply(name, 0, slot_of(tensor).open().array())
-        return tensor if self.place is None else tensor._copy_to(self.place, True)
+            for name, (_, elements) in buffers.items():
+                self.merge.apply(name, 0, elements)
+        if self.place is None:
+            return [(name, tensor) for name, (tensor, _) in buffers.items()]
+        found = [(name, tensor._copy_to(self.place, False)) for name, (tensor, _) in buffers.items()]
+        current_stream(self.place).synchronize()  # Once for all of them.
+        return found
+
+
+def consume(
+    tensors: Tensors, channel: Channel, doing: str, work: Callable[[Tensors], _T], kind: type[_T]
+) -> Sequence[_T]:
+    """Do work with the tensors of a stream on every rank, and return the results of all ranks. Every rank must call.
+
+    Args:
+        tensors: the stream.
+        channel: all ranks of the job.
+        doing: description of the work.
+        work: gets the stream, and need not read it to its end.
+        kind: type of its result; anything that msgspec encodes.
+    Raises:
+        FlexError: the same on every rank: the stream or the work has failed on one of them.
+    """
+    ended: list[bool] = []
+    followed = _followed(tensors, ended)
+    failures: list[Exception] = []
+    results: list[_T] = []
+    attempt(failures, lambda: results.append(work(followed)))
+    if failures:
+        next(followed, None)  # The work may have failed before it began to read.
+        if not ended:
+            followed.throw(failures[0])  # Raised on all ranks, which are in the stream.
+    for _ in followed:
+        pass
+    return all_gather_checked(channel, doing, partial(_result, results, failures), kind)
+
+
+def _followed(tensors: Tensors, ended: list[bool]) -> Tensors:
+    """Yield the tensors of a stream, and note that all ranks have come to its end."""
+    yield from tensors
+    ended.append(True)
+
+
+def _result(results: Sequence[_T], failures: Sequence[Exception]) -> _T:
+    if failures:
+        raise failures[0]
+    return results[0]
 
 
 def _unite_round(
@@ -519,18 +634,18 @@ def _unite_round(
     return list(zip(pieces, unpacked(channel.unite(array, None, None), pieces), strict=True))
 
 
-def _empty(shard: Shard) -> Any:
+def empty_tensor(shard: Shard) -> Any:
     """Return memory of the host for a whole tensor, as a ``paddle.Tensor``."""
     import paddle
 
     return paddle.empty(shard.global_shape, dtype=shard.dtype, device=paddle.CPUPlace())
 
 
-def _place(items: Sequence[ReadItem], piece: TransferPiece, array: Array, buffers: Mapping[str, Any]) -> None:
+def _place(items: Sequence[ReadItem], piece: TransferPiece, array: Array, buffers: Mapping[str, Buffer]) -> None:
     """Copy a received piece to every tensor that it is a part of."""
     for item in items:
         box = piece.box.relative_to(item.stored.part.lo)
-        view = item_view(slot_of(buffers[item.name]).open().array(), item)
+        view = item_view(buffers[item.name][1], item)
         copy_cast(view[tuple(slice(low, high) for low, high in zip(box.lo, box.hi, strict=True))], array, _MODEL)
 
 
@@ -538,11 +653,11 @@ class LiveReader:
     """Reads pieces of live shards, of a device through staging memory with one wait for all pieces of a round.
 
     Args:
-        weights: name -> live weight.
+        weights: role -> name -> live weight.
         held: the ranges that this rank sends, by file and offset.
     """
 
-    def __init__(self, weights: Mapping[str, Any], held: Mapping[tuple[str, int], HeldRange]) -> None:
+    def __init__(self, weights: LiveRoles, held: Mapping[tuple[str, int], HeldRange]) -> None:
         self._weights, self._held = weights, held
         self._staged: list[tuple[StagingPool, StagingBuffer]] = []
 
@@ -561,19 +676,19 @@ class LiveReader:
 
     def _read(self, pieces: Sequence[TransferPiece]) -> list[Array]:
         rows: list[Array] = []
-        copies: list[DeviceCopy] = []
+        ends: list[tuple[Any, Array]] = []
         for piece in pieces:
             part = piece.move.part
             held = self._held[part.file, part.begin]
-            tensor = self._weights[held.name].local_tensor
+            tensor = self._weights[held.role][held.name].local_tensor
             low, high = _rows(part.shape, piece.box)
-            rows.append(self._elements(tensor, held.start + low, held.start + high, copies))
-        for copy in copies:
-            copy.wait()
+            rows.append(self._elements(tensor, held.start + low, held.start + high, ends))
+        if ends:
+            begin_copies_to_host(ends).wait()
         return [_inside(flat, one.move.part.shape, one.box) for flat, one in zip(rows, pieces, strict=True)]
 
-    def _elements(self, tensor: Any, start: int, stop: int, copies: list[DeviceCopy]) -> Array:
-        """Return a range of a tensor's elements; copies that have begun must be waited for first."""
+    def _elements(self, tensor: Any, start: int, stop: int, ends: list[tuple[Any, Array]]) -> Array:
+        """Return a range of a tensor's elements, to which those of a device have to be copied first."""
         view = host_view(tensor)
         if view is not None:
             return view[start:stop]
@@ -586,7 +701,7 @@ class LiveReader:
             pool = pool_of(tensor.place, DEFAULT_STAGING_MEMORY_BYTES)
             self._staged.append((pool, pool.take(size)))
             memory = self._staged[-1][1].bytes
-            copies.extend(begin_copies(tensor, start, stop, memory))
+            ends.extend(copy_ends(tensor, start, stop, memory))
         return memory.view(dtype)
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from paddleformers_fc.errors import EnvironmentMismatch
-from paddleformers_fc.trainer import sonic_moe
+from paddleformers_fc.trainer import sonic_moe, streaming
 from paddleformers_fc.trainer.library import LOAD_METHOD, PREFIX_CHECKPOINT_DIR, ShardingOption
 from paddleformers_fc.trainer.optimizers import drop_prefetched
 from paddleformers_fc.trainer.session import Session
@@ -81,6 +81,7 @@ class LoopEvents:
             agree(session, "training")
             session.saver.report()
             session.figures.send_loaded()
+            streaming.push(session.trainer, session.receive, session.channel)
         elif event == "on_epoch_end":
             session.position.on_epoch_end(args, state, control)
         if session.signals is not None:

@@ -72,6 +72,7 @@ _SWITCHES = (
 """Keys whose values are true or false."""
 
 _SIZE = re.compile(r"\s*([0-9]{1,18}(?:\.[0-9]+)?)\s*([KMGT]?)(I?)B\s*", re.IGNORECASE)
+_DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 _SMALLEST_SIZE = 10**6
 _LONGEST_TIMEOUT = 7 * 24 * 3600
@@ -184,6 +185,13 @@ class FlexFields:
     use_flex_async_save: bool = _option(
         False,
         "The same as flex_async_save, by its name in PaddleFormers' development branch. Default: false.",
+    )
+    flex_stream: dict[str, Any] = field(
+        default_factory=dict,
+        metadata={
+            "help": 'Pass the weights to a function every some steps, such as {"steps": 10, "to": "my_engine.push"}. '
+            "The first rank calls it with the step and an iterator over names and whole tensors. Default: none."
+        },
     )
     flex_save_on_signal: str = _option(
         SAVE_SIGNALS[0],
@@ -495,6 +503,7 @@ def _range_faults(options: Any) -> list[str]:
     keys = options.flex_allow_config_changes
     if not isinstance(keys, list) or not all(isinstance(key, str) and key for key in keys):
         faults.append(f"flex_allow_config_changes: {keys!r} is not a list of keys such as [rope_theta]")
+    faults.extend(_stream_faults(options.flex_stream))
     faults.extend(_upload_faults(options.flex_upload))
     faults.extend(_local_faults(options))
     return faults
@@ -562,6 +571,18 @@ def _local_faults(options: Any) -> list[str]:
     if directory == NO_PLACE and steps in _COUNTS["flex_local_steps"][1:]:
         return [f"flex_local_steps: {steps!r} needs flex_local_dir, the directory of these saves"]
     return []
+
+
+def _stream_faults(value: Any) -> list[str]:
+    if value == {}:
+        return []
+    steps, to = (value.get("steps"), value.get("to")) if isinstance(value, dict) and len(value) == 2 else (0, "")
+    if type(steps) is int and 1 <= steps <= _MOST_STEPS and isinstance(to, str) and _DOTTED.fullmatch(to):
+        return []
+    return [
+        f"flex_stream: {value!r} is not a mapping such as {{steps: 10, to: my_engine.push}}, with steps from 1 and the "
+        "dotted name of a function"
+    ]
 
 
 def _upload_faults(value: Any) -> list[str]:
@@ -742,7 +763,7 @@ SEMI_AUTO_CONFLICTS = (
     Conflict("bf16", _IN_SEMI_AUTO),
     Conflict("fp16", _IN_SEMI_AUTO),
     *(Conflict(key, _IN_SEMI_AUTO) for key in ("flex_async_save", "use_flex_async_save")),
-    *(Conflict(key, _IN_SEMI_AUTO) for key in ("flex_ema_decay", "zcc_save_ema_coef")),
+    *(Conflict(key, _IN_SEMI_AUTO) for key in ("flex_ema_decay", "zcc_save_ema_coef", "flex_stream")),
 )
 """Refused options in PaddleFormers' semi-automatic mode, beside :data:`CONFLICTS`."""
 

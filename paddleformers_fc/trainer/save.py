@@ -21,7 +21,7 @@ from paddleformers_fc.distributed.channel import ALONE, Channel, format_ranks, r
 from paddleformers_fc.distributed.consistency import ConsistencyCheck
 from paddleformers_fc.errors import OptionError, StorageError
 from paddleformers_fc.execute.commit_coordinator import DiskLeaders
-from paddleformers_fc.execute.export import save_weights
+from paddleformers_fc.execute.live_export import save_weights
 from paddleformers_fc.execute.phases import PhaseTimer
 from paddleformers_fc.execute.save import (
     JobRecord,

@@ -152,6 +152,7 @@ class Session:
         saver: saves checkpoints.
         average: the moving average of the weights; None without one.
         uploads: uploads checkpoints; None without ``flex_upload``.
+        receive: gets the weights, on the first rank; None without ``flex_stream``.
         run: of the last call of ``train``.
         best: hides the name of the best checkpoint from PaddleFormers' loop.
         signals: follows the signal of ``flex_save_on_signal``, a :class:`.save_on_signal.SignalWatch`; None outside of
@@ -169,6 +170,7 @@ class Session:
     saver: Saver
     average: MovingAverage | None = None
     uploads: Uploads | None = None
+    receive: Callable[[int, Any], object] | None = None
     run: Run = field(default_factory=Run)
     best: BestCheckpoint = field(default_factory=BestCheckpoint)
     signals: Any = None

@@ -33,6 +33,7 @@ from paddleformers_fc.trainer import (
     pretrained,
     reference,
     sonic_moe,
+    streaming,
     tiers,
 )
 from paddleformers_fc.trainer.async_save import AsyncSaves
@@ -111,6 +112,7 @@ def init_trainer(trainer: Any, native: Native, *args: Any, **kwargs: Any) -> Non
         session.average = ema.MovingAverage(settings, ema.KnownParts(trainer), session.barrier)
     if url is not None:
         session.uploads = Uploads(url, arguments, channel)
+    session.receive = streaming.receiver_of(arguments, channel)
     setattr(trainer, SESSION, session)
     LoopEvents(session)
     if all(isinstance(one, ProgressRecorder) for one in reporters(trainer)):

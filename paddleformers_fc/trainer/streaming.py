@@ -2,13 +2,15 @@
 
 It describes the model as ``save`` does, and :mod:`paddleformers_fc.execute.stream` sends the tensors. A model with
 adapters is streamed merged: first its adapters, which are small, then the tensors of its base, each with its change
-added where it is received.
+added where it is received. :func:`push` passes a stream to the function of ``flex_stream``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from importlib import import_module
 from typing import Any
 
 import msgspec
@@ -16,11 +18,10 @@ import paddle
 from msgspec import structs
 
 from paddleformers_fc.api_arguments import COUNT, FLAG, NAMES, Kind, one_of, require, require_or_none
-from paddleformers_fc.distributed.channel import Channel, gather_and_keep, group_by_value
+from paddleformers_fc.distributed.channel import Channel, gather_and_keep, group_by_value, run_on_all
 from paddleformers_fc.distributed.communicator import job_communicator
 from paddleformers_fc.errors import MismatchError, OptionError
 from paddleformers_fc.execute.export import refuse_dtype
-from paddleformers_fc.execute.memory import slot_of
 from paddleformers_fc.execute.merging import Merge, deltas_of
 from paddleformers_fc.execute.save import LivePart
 from paddleformers_fc.execute.stream import (
@@ -29,6 +30,7 @@ from paddleformers_fc.execute.stream import (
     StreamPlan,
     StreamRequest,
     Tensors,
+    consume,
     known_plans,
     part_of,
     plan_stream,
@@ -154,10 +156,10 @@ class _Planned:
     request: StreamRequest
     channel: Channel
 
-    def stream(self, device: str = HOST, merge: Merge | None = None) -> Stream:
+    def stream(self, device: str = HOST, merge: Merge | None = None, as_arrays: bool = False) -> Stream:
         """Return the stream."""
         place = None if device == HOST else _place(self.part.tensors)
-        return Stream(self.plan, self.part.tensors, self.request, self.channel, place, merge)
+        return Stream(self.plan, self.part.tensors, self.request, self.channel, place, merge, as_arrays)
 
 
 class _Introduction(msgspec.Struct):
@@ -216,15 +218,71 @@ def _merged(model: Any, prepare: Callable[[], _Prepared], channel: Channel, devi
         return replace(prepare(), model=describe_model(base_model(model)), weights={MODEL_STATE: optimizers.cut(named)})
 
     adapters = _planned(prepare_adapters, channel)
-    tensors = {name: _array(tensor) for name, tensor in adapters.stream().tensors()}
+    tensors = dict(adapters.stream(as_arrays=True).tensors())
     settings = adapters.part.model.adapters
     merge = Merge(deltas_of(tensors, adapters.plan.shared, settings), {}) if tensors and settings is not None else None
     yield from _planned(prepare_base, channel).stream(device, merge).tensors()
 
 
-def _array(tensor: Any) -> Any:
-    """Return a copy, which outlives the tensor."""
-    return slot_of(tensor).open().array().reshape(tuple(tensor.shape)).copy()
+Receive = Callable[[int, Tensors], object]
+"""Gets a step, and the weights after it."""
+
+
+def receiver_of(args: Any, channel: Channel) -> Receive | None:
+    """Return the function of ``flex_stream`` on the first rank; None without it. Every rank must call.
+
+    Args:
+        args: training arguments.
+        channel: all ranks of the job.
+    Raises:
+        OptionError: the same on every rank: it cannot be imported or called.
+    """
+    if not args.flex_stream:
+        return None
+    find = partial(_imported, args.flex_stream["to"], channel.rank)
+    return run_on_all(channel, "looking for the function of flex_stream", find)
+
+
+def _imported(named: str, rank: int) -> Receive | None:
+    """Return a function, or an instance of a class, by its dotted name; None on other ranks than the first."""
+    if rank != 0:
+        return None
+    module, _, name = named.rpartition(".")
+    try:
+        found = getattr(import_module(module), name)
+        receive: Receive = found() if isinstance(found, type) else found
+        if not callable(receive):
+            raise TypeError(f"it is a {type(receive).__name__}")
+    except Exception as error:  # Of any code.
+        raise OptionError(
+            f"flex_stream cannot pass weights to {named}.",
+            where="flex_stream",
+            evidence=[f"{type(error).__name__}: {error}"],
+            next_step="Name a function, or a class whose instances can be called, of a module on PYTHONPATH.",
+        ) from error
+    return receive
+
+
+def push(trainer: Any, receive: Receive | None, channel: Channel) -> None:
+    """Pass the weights to the function of ``flex_stream``, if the step that ends is due. Every rank must call.
+
+    Args:
+        trainer: the Trainer.
+        receive: the function, on the first rank.
+        channel: all ranks of the job.
+    Raises:
+        FlexError: the same on every rank: the stream has failed, or the function.
+    """
+    step, steps = trainer.state.global_step, trainer.args.flex_stream.get("steps")
+    if steps and step % steps == 0:
+        live_roles.wait_for_weights(trainer.args)
+        work = partial(_receive, receive, step)
+        consume(stream(trainer.model, to="first"), channel, "pushing weights", work, type(None))
+
+
+def _receive(receive: Receive | None, step: int, tensors: Tensors) -> None:
+    if receive is not None:
+        receive(step, tensors)
 
 
 def _receivers(to: str | Sequence[int], world_size: int) -> tuple[int, ...]:

@@ -20,7 +20,8 @@ import numpy as np
 
 from paddleformers_fc.distributed.channel import ALONE, Channel
 from paddleformers_fc.errors import FlexError, NotACheckpoint
-from paddleformers_fc.execute.export import export_checkpoint, save_weights
+from paddleformers_fc.execute.export import export_checkpoint
+from paddleformers_fc.execute.live_export import save_weights
 from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoint
 from paddleformers_fc.formats.huggingface import INDEX_NAME, SINGLE_NAME, open_huggingface
 from paddleformers_fc.layout.roles import MODEL_STATE
@@ -91,21 +92,22 @@ class Scenario:
             files = _described(NEW) if channel.rank == 0 else {}
             save_weights(weights, MODEL, files, target_of(there), self.bound, channel)
         else:
-            export_checkpoint(there / f"checkpoint-{NEW}", target_of(there), self.bound, channel)
+            export_checkpoint(there / f"checkpoint-{NEW}", target_of(there), self.bound)
 
 
 def scenarios() -> Iterator[Scenario]:
     """Every way in which an export meets what is there."""
     yield Scenario("an export to a new directory", 1, None, MANY)
-    yield Scenario("an export to a new directory, 2 ranks", 2, None, SINGLE)
+    yield Scenario("an export of a live model to one file, 2 ranks", 2, None, SINGLE, live=True)
     yield Scenario("an export of a live model, 2 ranks", 2, None, MANY, live=True)
-    yield Scenario("an export in place of an older one, 2 ranks", 2, MANY, MANY)
+    yield Scenario("an export of a live model in place of an older one, 2 ranks", 2, MANY, MANY, live=True)
     yield Scenario("an export of a live model in place of an older one", 1, SINGLE, MANY, live=True)
     for older, bound in ((SINGLE, SINGLE), (SINGLE, MANY), (MANY, SINGLE), (MANY, MANY)):
         form = f"{'one file' if older == SINGLE else 'many'} by {'one' if bound == SINGLE else 'many'}"
         yield Scenario(f"an export in place of an older one, {form}", 1, older, bound)
     yield Scenario("an export into a run's directory", 1, None, SINGLE, inside=True)
-    yield Scenario("an export into a run's directory with an older one", 2, SINGLE, SINGLE, inside=True)
+    yield Scenario("an export into a run's directory with an older one", 1, SINGLE, SINGLE, inside=True)
+    yield Scenario("an export of a live model into a run's directory", 2, SINGLE, SINGLE, live=True, inside=True)
 
 
 def operations(scenario: Scenario, directory: Path) -> list[Kill[Scenario]]:
@@ -136,7 +138,7 @@ def carry_out(kill: Kill[Scenario], directory: Path) -> None:
     if any(end.code == DONE for end in ends) and seen != NEW:
         raise Lost(f"a rank reported the export as done, and {seen} is there")
     try:
-        export_checkpoint(there / f"checkpoint-{NEXT}", target_of(there), scenario.bound, ALONE)
+        export_checkpoint(there / f"checkpoint-{NEXT}", target_of(there), scenario.bound)
     except FlexError as error:
         raise Lost(f"the next export is refused: {error.render()}") from error
     if found(scenario, there) != NEXT:

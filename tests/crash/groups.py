@@ -17,11 +17,12 @@ import socket
 import struct
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from paddleformers_fc.distributed.channel import ALONE, Bytes, Channel, CollectiveChannel
@@ -55,6 +56,16 @@ class SocketChannel(CollectiveChannel):
         """
         everyone = self._all_gather(array.tobytes())
         return np.maximum.reduce([np.frombuffer(one, np.uint8) for one in everyone])
+
+    def all_to_all(self, outgoing: Mapping[int, Bytes], sizes: Mapping[int, int]) -> dict[int, Bytes]:
+        """What some ranks have for this one.
+
+        Raises:
+            PeerError: a rank has ended.
+        """
+        payload = msgspec.msgpack.encode({rank: array.tobytes() for rank, array in outgoing.items()})
+        everyone = [msgspec.msgpack.decode(one, type=dict[int, bytes]) for one in self._all_gather(payload)]
+        return {rank: np.frombuffer(everyone[rank][self.rank], np.uint8) for rank in sizes}
 
     def _all_gather(self, payload: bytes) -> list[bytes]:
         try:

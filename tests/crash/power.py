@@ -118,7 +118,8 @@ def exported(scenario: exports.Scenario) -> Story:
     target = exports.target_of
 
     def again(there: Path, channel: Channel) -> None:
-        export_checkpoint(there / f"checkpoint-{exports.NEXT}", target(there), scenario.bound, channel)
+        if channel.rank == 0:
+            export_checkpoint(there / f"checkpoint-{exports.NEXT}", target(there), scenario.bound)
 
     def check(there: Path, returned: State, running: State) -> None:
         # The first export may create the directory, and the second one replaces its files.

@@ -157,8 +157,7 @@ def _refusals(part: Part, directory: Path) -> Tally:
 def _power(part: Part, directory: Path) -> Tally:
     tally = Tally()
     stories = [power.saves(one) for one in kills.SOME_GRIDS]
-    # What is exported from live memory is exported from a checkpoint within the staging directory.
-    stories += [power.exported(one) for one in exports.scenarios() if not one.live]
+    stories += [power.exported(one) for one in exports.scenarios()]
     for story in part.of(stories):
         recording = power.record(story, directory)
         found = list(power.remains(recording))  # They share the bytes of their files.

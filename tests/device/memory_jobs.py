@@ -6,7 +6,14 @@ from itertools import permutations
 from pathlib import Path
 from typing import Any
 
-from tests.device.counting import allocated_bytes, break_device, copied, event_waits, limit_memory
+from tests.device.counting import (
+    allocated_bytes,
+    break_device,
+    copied,
+    event_waits,
+    limit_memory,
+    synchronisations,
+)
 from tests.device.running import FAKE, device
 from tests.harness import tiny
 
@@ -117,7 +124,7 @@ def copy_on_a_broken_device() -> str:
     paddle.set_device(device())
     source = paddle.to_tensor(np.arange(16, dtype="uint8"))
     staging_pool._QUIET_SECONDS = 0.05
-    copy = staging_pool.begin_copy_to_host(source, np.zeros(16, "uint8"))
+    copy = staging_pool.begin_copies_to_host([(source, np.zeros(16, "uint8"))])
     break_device(True)
     try:
         copy.wait()
@@ -296,3 +303,58 @@ def save_and_load_on_a_full_device(root: str, spare: int) -> dict[str, Any]:
     paddleformers_fc.load(Path(root) / "saved", model)
     changed = [name for name, one in model.named_parameters() if one.cpu().numpy().tobytes() != before[name].tobytes()]
     return {"bytes": sum(one.nbytes for one in before.values()), "refused": refused, "changed": changed}
+
+
+def stream_from_device(root: str, where: str) -> dict[str, Any]:
+    """Stream the weights of a model on the device, by a plan that was kept.
+
+    Args:
+        root: an empty directory.
+        where: ``host``, or ``model`` for tensors on the device.
+    Returns:
+        the number of tensors and of batches, the copies to the host of every round, how often the host has waited for
+        the device, and the tensors that are not those of an export or not where they should be.
+    """
+    import paddle
+    from safetensors.numpy import load_file
+
+    import paddleformers_fc
+    from paddleformers_fc.execute import stream
+    from paddleformers_fc.execute.staging_pool import in_host_memory
+
+    paddle.set_device(device())
+    directory = Path(root)
+    args = tiny.training_arguments(tiny.SINGLE.to_json(), str(directory / "unused"), device=device())
+    model = tiny.build("llama", tiny.SINGLE.to_json(), args)
+    paddleformers_fc.save(directory / "saved", model)
+    paddleformers_fc.open(directory / "saved").export(directory / "exported")
+    expected = load_file(directory / "exported/model.safetensors")
+    begin, assemble = stream.begin_copies_to_host, stream.Stream._assemble
+    rounds: list[int] = []
+    batches: list[int] = []
+
+    def begin_and_count(ends: Any) -> Any:
+        rounds.append(len(ends))
+        return begin(ends)
+
+    def assemble_and_count(self: Any, batch: Any, failures: Any) -> Any:
+        batches.append(len(batch.rounds))
+        return assemble(self, batch, failures)
+
+    dict(paddleformers_fc.stream(model, device=where))
+    stream.begin_copies_to_host, stream.Stream._assemble = begin_and_count, assemble_and_count
+    waits, events = synchronisations(), event_waits()
+    found = dict(paddleformers_fc.stream(model, device=where))
+    return {
+        "tensors": len(found),
+        "batches": batches,
+        "rounds": rounds,
+        "synchronisations": synchronisations() - waits,
+        "event waits": event_waits() - events,
+        "wrong": [
+            name
+            for name, tensor in found.items()
+            if in_host_memory(tensor.place) != (where == "host")
+            or tensor.cpu().numpy().tobytes() != expected[name].tobytes()
+        ],
+    }

@@ -80,6 +80,22 @@ def test_weights_that_are_still_being_received_are_waited_for(device_ranks: Rank
     assert found == [[], []]
 
 
+@pytest.mark.parametrize("where", ["host", "model"])
+def test_a_stream_waits_for_the_device_once_per_round_and_not_once_per_tensor(
+    device_ranks: Ranks, tmp_path: Path, where: str
+) -> None:
+    job = {"root": str(tmp_path), "where": where}
+    (found,) = device_ranks.run("tests.device.memory_jobs:stream_from_device", 1, job).values
+    assert found["wrong"] == []
+    assert sum(found["rounds"]) == found["tensors"] > 10, "a copy for every tensor"
+    assert found["batches"] == [1, 1]
+    assert len(found["rounds"]) == 2, "which are waited for together in every round"
+    if device() == FAKE:
+        # One before the stream; tensors on the device are waited for once per batch.
+        assert found["synchronisations"] == (3 if where == "host" else 5)
+        assert found["event waits"] == 0
+
+
 @pytest.mark.skipif(device() != FAKE, reason="a real accelerator has no limit that a test can set")
 def test_a_save_and_a_load_need_no_memory_of_a_device_for_tensors(device_ranks: Ranks, tmp_path: Path) -> None:
     job = {"root": str(tmp_path), "spare": MIB}

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 
 from paddleformers_fc.distributed.channel import broadcast
 from paddleformers_fc.errors import MismatchError, StorageError
-from paddleformers_fc.execute import export, export_files
+from paddleformers_fc.execute import export, live_export, stream
 from paddleformers_fc.execute.commit_coordinator import DiskLeaders, find_disk_leaders
 from paddleformers_fc.execute.load import load_checkpoint
 from paddleformers_fc.execute.opening import open_on_all_ranks
@@ -23,7 +23,6 @@ from paddleformers_fc.families import family_for
 from paddleformers_fc.layout import Shard
 from paddleformers_fc.layout.grid import parse_grid
 from paddleformers_fc.plan.simulate import declared_model
-from paddleformers_fc.storage.export_checksums import CHECKSUMS_NAME
 from paddleformers_fc.storage.manifest import read_manifest
 from paddleformers_fc.storage.safetensors import read_header
 from tests.execute.simulated import CONFIG, MODEL, canonical, job, live, succeed
@@ -142,13 +141,13 @@ def test_every_disk_gets_the_files_of_its_ranks_and_all_that_is_small(
 def test_an_export_lies_whole_on_the_first_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leads: tuple[int, ...], max_shard_bytes: int
 ) -> None:
-    monkeypatch.setattr(export_files, "_BATCH_BYTES", 3000)
+    monkeypatch.setattr(stream, "ROUND_BYTES", 3000)  # In more and smaller batches.
     places = [tmp_path / f"disk-{lead}" for lead in leads]
 
     def work(channel: Any) -> None:
         files = {"config.json": config_bytes(CONFIG)} if channel.rank == 0 else {}
         weights = live(ARRAYS, 2, channel.rank)["model_state"]
-        export.save_weights(weights, MODEL, files, places[channel.rank] / "hf", max_shard_bytes, channel)
+        live_export.save_weights(weights, MODEL, files, places[channel.rank] / "hf", max_shard_bytes, channel)
 
     succeed(len(places), work)
     assert [path.name for place in set(places) for path in place.iterdir()] == ["hf"]
@@ -157,20 +156,6 @@ def test_an_export_lies_whole_on_the_first_disk(
     }
     assert loaded.keys() == ARRAYS.keys()
     assert all(np.array_equal(loaded[key], ARRAYS[key]) for key in ARRAYS)
-
-
-def test_an_export_takes_what_describes_the_model_from_a_rank_that_sees_it(tmp_path: Path) -> None:
-    places = [tmp_path / "disk-0", tmp_path / "disk-1"]
-    save(places, 2)
-    seen = [tmp_path / "new", *places]
-    succeed(
-        3, lambda channel: export.export_checkpoint(seen[channel.rank] / STEP, tmp_path / "hf", 10**9, channel, "full")
-    )
-    described = {"config.json", "tokenizer", CHECKSUMS_NAME}
-    assert {path.name for path in (tmp_path / "hf").iterdir()} == {*described, "model.safetensors"}
-    assert all(
-        np.array_equal(array, ARRAYS[key]) for key, array in load_file(tmp_path / "hf/model.safetensors").items()
-    )
 
 
 def test_a_disk_that_fails_leaves_no_disk_with_a_checkpoint(tmp_path: Path) -> None:
@@ -265,22 +250,14 @@ def part(places: list[Path], at: int = 0) -> None:
     victim.write_bytes(data)
 
 
-@pytest.mark.parametrize("disks", [1, 2])
-def test_an_export_of_tied_weights_takes_what_is_equal_and_refuses_what_differs(tmp_path: Path, disks: int) -> None:
-    places = [tmp_path / f"disk-{rank % disks}" for rank in range(2)]
-    tied(places, "pp=2")
-    targets = [place / "export" for place in places]
-
-    def work(channel: Any) -> Any:
-        return export.export_checkpoint(places[channel.rank] / STEP, targets[channel.rank], channel=channel)
-
-    assert all(outcome.tensors for outcome in succeed(2, work))
-    before = (targets[0] / "model.safetensors").read_bytes()
-    part(list(dict.fromkeys(places)))
-    for error in job(2, work):
-        assert isinstance(error, MismatchError)
-        assert f"{LM_HEAD} = {EMBEDDING}: model_state/rank-00000" in str(error)
-    assert (targets[0] / "model.safetensors").read_bytes() == before
+def test_an_export_of_tied_weights_takes_what_is_equal_and_refuses_what_differs(tmp_path: Path) -> None:
+    tied([tmp_path, tmp_path], "pp=2")
+    assert export.export_checkpoint(tmp_path / STEP, tmp_path / "export").tensors
+    before = (tmp_path / "export/model.safetensors").read_bytes()
+    part([tmp_path])
+    with pytest.raises(MismatchError, match=f"{LM_HEAD} = {EMBEDDING}: model_state/rank-00000"):
+        export.export_checkpoint(tmp_path / STEP, tmp_path / "export")
+    assert (tmp_path / "export/model.safetensors").read_bytes() == before
 
 
 @pytest.mark.parametrize("at", [0, -1])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from paddleformers_fc.errors import Corrupt, FlexError, StorageError
+from paddleformers_fc.errors import Corrupt, FlexError
 from paddleformers_fc.execute.load import LoadReport, load_checkpoint
-from paddleformers_fc.execute.opening import compare_unread, open_newest, open_on_all_ranks
+from paddleformers_fc.execute.opening import open_newest, open_on_all_ranks
 from paddleformers_fc.storage.executor import ReadOptions
-from paddleformers_fc.storage.manifest import read_manifest
 from tests.execute.simulated import MODEL, canonical, job, live, same_values, succeed
 from tests.execute.test_save_and_load import save
 
@@ -160,45 +157,3 @@ def test_a_damaged_file_is_found_by_the_rank_that_sees_it(tmp_path: Path, level:
     assert isinstance(error, Corrupt)
     assert "model_state/rank-00001.safetensors" in str(error)
     assert "rank 1" in str(error)
-
-
-def test_an_export_from_two_disks_compares_every_file_to_its_last_byte(tmp_path: Path) -> None:
-    places = disks(tmp_path, (2, 1))
-    save(tmp_path / "shared" / STEP, ARRAYS, 2, 1)
-    manifest = read_manifest(places[0] / STEP)
-
-    def check(channel: Any) -> None:
-        compare_unread(open_on_all_ranks(places[channel.rank] / STEP, channel, "full"), channel)
-
-    succeed(2, check)
-    for name in [checksum.path for checksum in manifest.files]:
-        damaged = [path for path in {place / STEP / name for place in places} if path.exists()]
-        for path in damaged:
-            raw = path.read_bytes()
-            path.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
-        errors = job(2, check)
-        assert all(isinstance(error, Corrupt) and name in str(error) for error in errors), name
-        for path in damaged:
-            path.write_bytes(raw)
-
-
-def test_an_export_from_two_disks_of_a_file_that_may_not_be_read_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    places = disks(tmp_path, (2, 1))
-    save(tmp_path / "shared" / STEP, ARRAYS, 2, 1)
-    original = os.preadv
-
-    def refuse(descriptor: int, buffers: Any, offset: int) -> int:
-        if os.readlink(f"/proc/self/fd/{descriptor}").endswith("model_state/rank-00001.safetensors"):
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return original(descriptor, buffers, offset)
-
-    monkeypatch.setattr(os, "preadv", refuse)
-
-    def check(channel: Any) -> None:
-        compare_unread(open_on_all_ranks(places[channel.rank] / STEP, channel, "full"), channel)
-
-    errors = job(2, check)
-    assert all(isinstance(error, StorageError) for error in errors), errors
-    assert "model_state/rank-00001.safetensors" in str(errors[0])

@@ -24,8 +24,9 @@ from paddleformers_fc.errors import (
     NotACheckpoint,
     StorageError,
 )
-from paddleformers_fc.execute import export_files
-from paddleformers_fc.execute.export import export_checkpoint, save_weights
+from paddleformers_fc.execute import export, export_files
+from paddleformers_fc.execute.export import export_checkpoint
+from paddleformers_fc.execute.live_export import save_weights
 from paddleformers_fc.execute.load import load_checkpoint
 from paddleformers_fc.execute.opening import open_on_all_ranks
 from paddleformers_fc.execute.save import JobRecord, _write_tensors, config_bytes, save_checkpoint
@@ -104,12 +105,12 @@ def test_an_export_is_the_same_file_whichever_rank_held_which_part(tmp_path: Pat
 
 def test_an_export_in_several_files_has_an_index_that_is_right(tmp_path: Path) -> None:
     save(tmp_path / "checkpoint-3", ARRAYS, 2, 1)
-    outcome = succeed(3, lambda channel: export_checkpoint(tmp_path / "checkpoint-3", tmp_path / "hf", 4000, channel))
+    report = export_checkpoint(tmp_path / "checkpoint-3", tmp_path / "hf", 4000)
     index = json.loads((tmp_path / "hf/model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == sum(array.nbytes for array in ARRAYS.values())
     for name, file in index["weight_map"].items():
         assert np.array_equal(load_file(tmp_path / "hf" / file)[name], ARRAYS[name])
-    assert len(outcome[0].files) == len(set(index["weight_map"].values())) > 3
+    assert len(report.files) == len(set(index["weight_map"].values())) > 3
 
 
 def test_an_export_takes_along_what_describes_the_model_and_nothing_of_the_trainer(tmp_path: Path) -> None:
@@ -145,16 +146,12 @@ def test_an_export_that_fails_in_the_midst_leaves_nothing_and_no_thread(
             raise OSError(errno.EIO, "refused")
         return original(*args)
 
-    def work(channel: Any) -> None:
-        opened = channel.gather
-        # The checkpoint is open and its headers are read when the ranks agree on it.
-        channel.gather = lambda *given: (monkeypatch.setattr(os, call, refuse), opened(*given))[1]
-        export_checkpoint(tmp_path / "checkpoint-3", tmp_path / "hf", 4000, channel)
-
-    (error,) = job(1, work)
+    write = export.write_files
+    # The checkpoint is open and its headers are read when the first file is written.
+    monkeypatch.setattr(export, "write_files", lambda given: (monkeypatch.setattr(os, call, refuse), write(given))[1])
+    with pytest.raises(StorageError, match=r"errno 5 \(EIO\)"):
+        export_checkpoint(tmp_path / "checkpoint-3", tmp_path / "hf", 4000)
     monkeypatch.setattr(os, call, original)
-    assert isinstance(error, StorageError)
-    assert "errno 5 (EIO)" in str(error)
     assert len(calls) > 6
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-3"]
     assert threading.active_count() == threads

@@ -31,7 +31,7 @@ TRAINING = ("gpt_oss",)
 
 
 def compare(names: Sequence[str], layout: Mapping[str, Any], output_dir: str) -> dict[str, dict[str, Any]]:
-    """For every fixture the largest difference of ``logits`` and what an ``export`` changes, or the ``error``.
+    """For every fixture the difference of ``logits`` and what an ``export`` or a stream changes, or the ``error``.
 
     Args:
         names: of fixtures.
@@ -98,6 +98,7 @@ def _compared(fixture: Fixture, args: Any, directory: Path) -> dict[str, Any]:
     except Exception as error:  # Refusals of ours and faults of upstream, which the tests name.
         return {"error": f"{type(error).__name__}: {error}"}
     changed = _changed(model, fixture, directory / "exported" / fixture.name)
+    changed += [f"streamed {name}" for name in _streamed(model, fixture)]
     try:
         difference = np.abs(logits(model, fixture) - _expected(fixture, args)).max()
     except Exception as error:
@@ -175,7 +176,7 @@ def _changed(model: Any, fixture: Fixture, target: Path) -> list[str]:
     from safetensors.numpy import load_file
 
     from paddleformers_fc.distributed.channel import job_channel
-    from paddleformers_fc.execute.export import save_weights
+    from paddleformers_fc.execute.live_export import save_weights
     from paddleformers_fc.trainer import documents, live_roles
     from paddleformers_fc.trainer.description import describe_model
 
@@ -183,6 +184,15 @@ def _changed(model: Any, fixture: Fixture, target: Path) -> list[str]:
     files = {"config.json": documents.config_text(model).encode()} if channel.rank == 0 else {}
     save_weights(live_roles.model_roles(model)["model_state"], describe_model(model), files, target, 10**9, channel)
     found, given = (_digests(tensors) for tensors in (load_file(target / "model.safetensors"), fixture.tensors))
+    return sorted(name for name in found.keys() | given.keys() if found.get(name) != given.get(name))
+
+
+def _streamed(model: Any, fixture: Fixture) -> list[str]:
+    """The names of tensors whose bytes a stream changes, adds or leaves out."""
+    import paddleformers_fc
+
+    found = _digests({name: tensor.numpy() for name, tensor in paddleformers_fc.stream(model)})
+    given = _digests(fixture.tensors)
     return sorted(name for name in found.keys() | given.keys() if found.get(name) != given.get(name))
 
 

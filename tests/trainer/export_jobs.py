@@ -38,7 +38,7 @@ def start_from_open_weights(
 
     from paddleformers_fc import load_open_weights
     from paddleformers_fc.distributed.channel import job_channel
-    from paddleformers_fc.execute.export import save_weights
+    from paddleformers_fc.execute.live_export import save_weights
     from paddleformers_fc.trainer import documents, live_roles
     from paddleformers_fc.trainer.description import describe_model
 
@@ -60,7 +60,7 @@ def export_initial(
 ) -> None:
     """Export a tiny model with the weights it begins with."""
     from paddleformers_fc.distributed.channel import job_channel
-    from paddleformers_fc.execute.export import save_weights
+    from paddleformers_fc.execute.live_export import save_weights
     from paddleformers_fc.trainer import documents, live_roles
     from paddleformers_fc.trainer.description import describe_model
 

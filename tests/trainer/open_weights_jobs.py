@@ -50,7 +50,7 @@ def load_and_export(
     from paddleformers.utils.log import logger
 
     from paddleformers_fc.distributed.channel import job_channel
-    from paddleformers_fc.execute.export import save_weights
+    from paddleformers_fc.execute.live_export import save_weights
     from paddleformers_fc.trainer import documents, live_roles
     from paddleformers_fc.trainer.description import describe_model
 

@@ -47,7 +47,7 @@ def after_training(
     if united:
         stream.MOST_DIRECT = 0
     found = {way: digests_of(paddleformers_fc.stream(trainer.model, **given)) for way, given in streams.items()}
-    trainer.save_model(f"{output_dir}/hf")
+    trainer.model.save_pretrained(f"{output_dir}/hf", max_shard_size=60_000)
     return {"losses": trainer.losses, "streams": found}
 
 
@@ -100,10 +100,10 @@ def broken(output_dir: str, **settings: Any) -> dict[str, str]:
         except FlexError as error:
             found[case] = f"{type(error).__name__}: {error.what}"
 
-    def end_early() -> int:
+    def end_early(at: int = 3, **given: Any) -> int:
         got = 0
-        for got, _ in enumerate(paddleformers_fc.stream(trainer.model, **small), 1):
-            if is_last and got == 3:
+        for got, _ in enumerate(paddleformers_fc.stream(trainer.model, **small, **given), 1):
+            if is_last and got == at:
                 break
         return got
 
@@ -132,8 +132,51 @@ def broken(output_dir: str, **settings: Any) -> dict[str, str]:
     attempt("adapters", lambda: digests_of(paddleformers_fc.stream(trainer.model, adapters=True)))
     attempt("reading", fail_to_read)
     attempt("early", end_early)
+    attempt("last", lambda: end_early(at=1, names=["model.norm.weight"]))
     attempt("whole", lambda: len(digests_of(paddleformers_fc.stream(trainer.model, **small))))
     return found
+
+
+RECEIVED: list[tuple[int, Digests]] = []
+
+
+class Pushed:
+    """Keeps the digests of what it gets."""
+
+    def __call__(self, step: int, tensors: Any) -> None:
+        RECEIVED.append((step, digests_of(tensors)))
+
+
+def fail_before(step: int, tensors: Any) -> None:
+    raise ConnectionError("the engine is gone before")
+
+
+def fail_within(step: int, tensors: Any) -> None:
+    for number, _ in enumerate(tensors):
+        if number == 2:
+            raise ConnectionError("the engine is gone within")
+
+
+def fail_after(step: int, tensors: Any) -> None:
+    digests_of(tensors)
+    raise ConnectionError("the engine is gone after")
+
+
+def take_one(step: int, tensors: Any) -> None:
+    next(tensors)
+
+
+def pushing(output_dir: str, **settings: Any) -> dict[str, Any]:
+    """Train with ``flex_stream``; the losses, what the function got, and the error that ended the training."""
+    from tests.trainer import jobs
+
+    RECEIVED.clear()
+    try:
+        trainer = jobs.flex_trainer(output_dir=output_dir, **settings)
+        trainer.train()
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    return {"losses": trainer.losses, "pushed": RECEIVED}
 
 
 def most_bytes(output_dir: str, max_bytes: int, **settings: Any) -> dict[str, int]:
@@ -148,7 +191,7 @@ def most_bytes(output_dir: str, max_bytes: int, **settings: Any) -> dict[str, in
     trainer = jobs.flex_trainer(output_dir=output_dir, **settings)
     made: list[tuple[Any, int]] = []
     found = {"largest": 0, "total": 0, "most": 0}
-    empty = stream._empty
+    empty = stream.empty_tensor
 
     def counting(shard: Any) -> Any:
         tensor, size = empty(shard), 4 * math.prod(shard.global_shape)
@@ -157,7 +200,7 @@ def most_bytes(output_dir: str, max_bytes: int, **settings: Any) -> dict[str, in
         found.update(largest=max(found["largest"], size), total=found["total"] + size, most=max(found["most"], alive))
         return tensor
 
-    stream._empty = counting
+    stream.empty_tensor = counting
     for _ in paddleformers_fc.stream(trainer.model, max_bytes=max_bytes):
         pass
     return found

@@ -99,7 +99,7 @@ def _streams(streams: Mapping[tuple[str, int, str], streaming.Streams]) -> Itera
     """Yield the lines of what a stream of live weights costs."""
     yield "## Streams of live weights\n"
     yield "Descriptions and the plan are sent once for all streams of a model under a layout. *Words* are the exchanges"
-    yield "of a later stream without weights: one at its begin, one before every batch, and one at its end. *Sent*"
+    yield "of a later stream without weights: one at its begin, one before every batch, and two at its end. *Sent*"
     yield "is the most that the first, a middle or the last rank sends of its own tensors; if all ranks receive, each"
     yield "also passes on what others send.\n"
     yield "| model, ranks | to | description | plan | made in | a rank's part in | words | rounds | sent | received |"

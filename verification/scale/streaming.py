@@ -74,7 +74,7 @@ def count_stream(job: tuple[str, int, str]) -> Streams:
         len(packed),
         coordinator,
         longest,
-        2 + len(batches),
+        3 + len(batches),
         sum(len(batch.rounds) for batch in batches),
         max(sum(one.size for one in own if one.move.owner == rank) for rank, own in pieces.items()),
         sum(one.size for one in pieces[0]),
