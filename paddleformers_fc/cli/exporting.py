@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -52,59 +51,25 @@ class Exported(msgspec.Struct, frozen=True):
     seconds: float
 
 
-@dataclass(frozen=True)
-class ExportOptions:
-    """The options of an export.
-
-    Args:
-        max_shard_bytes: bound on the tensors of one file, in bytes.
-        verify: how the source is checked first: ``off``, ``size`` or ``full``.
-        replace: whether a model that is in the target may be replaced.
-        tied: the copy of a tied tensor to export: ``refuse``, ``first`` or ``last``.
-        format: the name of the format; empty for the default of the checkpoint.
-        base: open weights into which adapters are merged; empty for none.
-        accept_base: whether ``base`` may be other files than those of the training.
-        role: ``model_state``, or ``ema_state`` for the moving average of the weights.
-        dtype: of the exported weights; empty for the stored one.
-    """
-
-    max_shard_bytes: int
-    verify: str
-    replace: bool
-    tied: str
-    format: str = ""
-    base: str = ""
-    accept_base: bool = False
-    role: str = MODEL_STATE
-    dtype: str = ""
-
-
-def export(source: AnyPath, target: AnyPath, choices: ExportOptions) -> Exported:
+def export(source: AnyPath, target: AnyPath, verify: str, role: str, dtype: str, **options: Any) -> Exported:
     """Export a checkpoint.
 
     Args:
         source: a finished flex checkpoint, or one of Paddle with a ``config.json`` in it.
         target: the directory or URL to write; other files in it are kept.
-        choices: the options.
+        verify: as for :meth:`.api.Checkpoint.export`.
+        role: likewise.
+        dtype: likewise.
+        options: its other options.
     Raises:
         OptionError: the target is a checkpoint, or holds a model that may not be replaced.
         FlexError: the source cannot be opened, proved or read, or the target not be written.
     """
     started = time.monotonic()
-    level = "size" if choices.verify == "full" else choices.verify
-    checkpoint = paddleformers_fc.open(source, level, _roles(choices) if level == "off" else None)
-    report = checkpoint.export(
-        target,
-        max_shard_bytes=choices.max_shard_bytes,
-        verify=choices.verify,
-        replace=choices.replace,
-        tied=choices.tied,
-        format=choices.format,
-        base=choices.base or None,
-        accept_base=choices.accept_base,
-        role=choices.role,
-        dtype=choices.dtype,
-    )
+    # Optimizer states may be gone where nothing is verified.
+    roles = {MODEL_STATE, role} | ({MASTER_WEIGHT} if dtype else set()) if verify == "off" else None
+    checkpoint = paddleformers_fc.open(source, _level(verify), roles)
+    report = checkpoint.export(target, verify=verify, role=role, dtype=dtype, **options)
     return Exported(
         source=str(source),
         path=str(target),
@@ -116,9 +81,9 @@ def export(source: AnyPath, target: AnyPath, choices: ExportOptions) -> Exported
     )
 
 
-def _roles(choices: ExportOptions) -> set[str]:
-    """Return the roles that an export reads. Optimizer states may be gone where nothing is verified."""
-    return {MODEL_STATE, choices.role} | ({MASTER_WEIGHT} if choices.dtype else set())
+def _level(verify: str) -> str:
+    """Return how a checkpoint is verified before it is opened: its bytes are compared while they are read."""
+    return "size" if verify == "full" else verify
 
 
 def show(found: Exported, console: Console) -> None:
@@ -170,50 +135,25 @@ class Converted(msgspec.Struct, frozen=True):
     seconds: float
 
 
-@dataclass(frozen=True)
-class ConvertOptions:
-    """The options of a conversion.
-
-    Args:
-        format: ``flex``, ``hf`` or ``distcp``.
-        config: a directory with the model's ``config.json``; if empty, the source must contain it.
-        max_shard_bytes: bound on the tensors of one file, in bytes.
-        verify: how recorded checksums are compared first: ``off``, ``size`` or ``full``.
-        replace: whether older weights in the target may be replaced.
-        tied: the copy of a tied tensor to read: ``refuse``, ``first`` or ``last``.
-    """
-
-    format: str
-    config: str
-    max_shard_bytes: int
-    verify: str
-    replace: bool
-    tied: str
-
-
-def convert(source: AnyPath, target: AnyPath, choices: ConvertOptions) -> Converted:
+def convert(
+    source: AnyPath, target: AnyPath, format: str, config: str | None, verify: str, **options: Any
+) -> Converted:
     """Convert a checkpoint.
 
     Args:
         source: a checkpoint of any format.
         target: the directory or URL to write.
-        choices: the options.
+        format: as for :meth:`.api.Checkpoint.convert`.
+        config: likewise.
+        verify: likewise.
+        options: its other options.
     Raises:
         FlexError: the source cannot be opened, proved or read, or the target not be written.
     """
     started = time.monotonic()
-    level, config = "size" if choices.verify == "full" else choices.verify, choices.config or None
-    checkpoint = paddleformers_fc.open(source, level, config=config)
-    report = checkpoint.convert(
-        target,
-        format=choices.format,
-        config=config,
-        max_shard_bytes=choices.max_shard_bytes,
-        verify=choices.verify,
-        replace=choices.replace,
-        tied=choices.tied,
-    )
-    written, _ = conversion_target(choices.format)
+    checkpoint = paddleformers_fc.open(source, _level(verify), config=config)
+    report = checkpoint.convert(target, format=format, config=config, verify=verify, **options)
+    written, _ = conversion_target(format)
     # Paddle's checkpoints at URLs are written and not read.
     job = paddleformers_fc.open(target).metadata.job if written.recognises(target) else None
     return Converted(

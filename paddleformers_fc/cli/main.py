@@ -391,11 +391,19 @@ def export(
 
     source, target = _named(checkpoint), _target(directory, "An export")
     with progress.working(f"exporting {source}"):
-        size = parse_size(max_shard_size)
-        choices = exporting.ExportOptions(
-            size, verify.value, replace, tied.value, as_format, base, accept_base, role, dtype
+        found = exporting.export(
+            source,
+            target,
+            verify.value,
+            role,
+            dtype,
+            max_shard_bytes=parse_size(max_shard_size),
+            replace=replace,
+            tied=tied.value,
+            format=as_format,
+            base=base or None,
+            accept_base=accept_base,
         )
-        found = exporting.export(source, target, choices)
     _present(found, exporting.show, as_json)
     output.warn_unverified(source, verify.value)
     return OK
@@ -439,9 +447,10 @@ def convert(
 
     named, target = _named(source), _target(directory, "A conversion")
     with progress.working(f"converting {named}"):
-        size = parse_size(max_shard_size)
-        choices = exporting.ConvertOptions(to.value, config, size, verify.value, replace, tied.value)
-        found = exporting.convert(named, target, choices)
+        size, level = parse_size(max_shard_size), verify.value
+        found = exporting.convert(
+            named, target, to.value, config or None, level, max_shard_bytes=size, replace=replace, tied=tied.value
+        )
     _present(found, exporting.show_converted, as_json)
     output.warn_unverified(named, verify.value)
     return OK

@@ -98,14 +98,19 @@ def launch(
             for log, placed in zip(logs, places or ranks.rank_environments(nproc), strict=True)
         ]
         os.close(lifeline_read)
-        copy = _Echo(stack.enter_context(logs[0].open("rb")), echo)
+        log = stack.enter_context(logs[0].open("rb"))
+
+        def forward() -> None:
+            if echo is not None and (text := log.read()):
+                echo.write(text.decode(errors="replace"))
+                echo.flush()
 
         def each_poll() -> bool:
-            copy.forward()
+            forward()
             return is_over()
 
         outcome = ranks.supervise(processes, timeout, grace, each_poll)
-        copy.forward()
+        forward()
     return LaunchResult(outcome.returncode, outcome.returncodes, logs, outcome.seconds, outcome.alone)
 
 
@@ -121,16 +126,3 @@ def _start(argv: Sequence[str], log: Path, lifeline: int, environment: Mapping[s
             pass_fds=[lifeline],
             start_new_session=True,
         )
-
-
-class _Echo:
-    """Copies what is new in a log to a stream."""
-
-    def __init__(self, log: IO[bytes], stream: IO[str] | None) -> None:
-        self._log = log
-        self._stream = stream
-
-    def forward(self) -> None:
-        if self._stream is not None and (text := self._log.read()):
-            self._stream.write(text.decode(errors="replace"))
-            self._stream.flush()

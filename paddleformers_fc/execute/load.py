@@ -58,6 +58,7 @@ from paddleformers_fc.formats import Catalog, OpenedCheckpoint
 from paddleformers_fc.formats.index import IndexedFiles
 from paddleformers_fc.layout.live import Roles, describe_roles
 from paddleformers_fc.layout.roles import MODEL_STATE, NUMBER_SHAPE, OPTIMIZER_STATE, ROLES, parameter_of
+from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping import Shape
 from paddleformers_fc.plan.block_owners import MOST_SHARING, NO_BLOCKS, BlockReads, RecordedBlocks
 from paddleformers_fc.plan.build import plan_reads, regrouped
@@ -119,6 +120,7 @@ class PreparedLoad(msgspec.Struct, frozen=True):
         target: how it fills the tensors.
         roles: role -> name -> live ``ShardedWeight`` of these tensors.
         slots: their memory.
+        wanted: the roles that any rank loads.
         dropped: stored tensors that no rank wants, by declaration.
         changes: where the configuration of the model differs from the stored one.
     """
@@ -128,6 +130,7 @@ class PreparedLoad(msgspec.Struct, frozen=True):
     target: LoadTarget
     roles: Roles
     slots: Mapping[Key, Slot]
+    wanted: frozenset[str]
     dropped: tuple[str, ...] = ()
     changes: tuple[Change, ...] = ()
 
@@ -317,7 +320,7 @@ def prepare_load(
     facts |= {ALLOW_CASTS: terms.may_cast, **terms.facts}
     consistency = _consistency_check(checkpoint.catalog.root, model, facts)
     if terms.aoa_config and terms.tensors is None:
-        terms = structs.replace(terms, tensors=whole_model(model, roles(), channel, consistency))
+        terms = structs.replace(terms, tensors=whole_model(model, roles, channel, consistency))
     files = {path: one for path, one in checkpoint.recorded.items() if not is_document(path)}
     recorded = RecordedBlocks(files) if checkpoint.unread else NO_BLOCKS
     target = LoadTarget(roles, model, channel, options, timer or PhaseTimer())
@@ -410,15 +413,21 @@ def _consistency_check(directory: AnyPath, model: ModelDescription, facts: Mappi
     )
 
 
+def aoa_tensors(model: ModelDescription, shards: Iterable[Shard]) -> dict[str, AoaTensor]:
+    """Return the tensors of some shards as statements know them."""
+    from paddleformers_fc.aoa import AoaTensor
+
+    return {one.name: AoaTensor(one.global_shape, one.dtype, cuts_of(model, one)) for one in shards}
+
+
 def whole_model(
-    model: ModelDescription, roles: Roles, channel: Channel, consistency: ConsistencyFacts | None = None
+    model: ModelDescription, roles: Callable[[], Roles], channel: Channel, consistency: ConsistencyFacts | None = None
 ) -> dict[str, AoaTensor]:
     """Return every tensor of the model on all ranks: statements describe the model, and a rank holds a part of it."""
     from paddleformers_fc.aoa import AoaTensor
 
     def own_tensors() -> dict[str, AoaTensor]:
-        shards = describe_roles({MODEL_STATE: roles[MODEL_STATE]})[MODEL_STATE]
-        return {name: AoaTensor(one.global_shape, one.dtype, cuts_of(model, one)) for name, one in shards.items()}
+        return aoa_tensors(model, describe_roles({MODEL_STATE: roles()[MODEL_STATE]})[MODEL_STATE].values())
 
     everyone = all_gather_checked(channel, "describing the model", own_tensors, dict[str, AoaTensor], consistency)
     return {name: tensor for tensors in everyone for name, tensor in tensors.items()}
@@ -582,14 +591,15 @@ def _agree(
     )
     _refuse_different_ways(everyone)
     merged = Report({line for one in everyone for line in one.report})
-    untouched = _untouched(catalog, marks, {role for one in everyone for role in one.roles})
+    wanted = frozenset(role for one in everyone for role in one.roles)
+    untouched = _untouched(catalog, marks, wanted)
     for name in own.unexpected(untouched, catalog):
         merged.add("unexpected", name)
     block_reads = [one.blocks for one in everyone]
     block_reads[channel.rank] = blocks
     replicas = replicas_of([one.share for one in everyone], channel.rank, options, parts)
     storage = ReadContext(catalog.root, catalog.identities, catalog.visible_to, recorded, block_reads, replicas)
-    load = PreparedLoad(own.plan, storage, target, roles, slots, tuple(name for _, name in untouched))
+    load = PreparedLoad(own.plan, storage, target, roles, slots, wanted, tuple(name for _, name in untouched))
     return _AgreedPlan(load, merged, any(one.compares for one in everyone))
 
 

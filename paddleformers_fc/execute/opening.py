@@ -89,10 +89,24 @@ class _Checked(FaultMessage, frozen=True, array_like=True):
     strangers: int = 0
 
 
-class _Sent(msgspec.Struct):
-    """The coordinator's metadata, if it has a manifest."""
+class Sent(msgspec.Struct):
+    """What the coordinator sends of a checkpoint: its metadata, if it has a manifest."""
 
     metadata: Metadata | None = None
+
+
+class Opening(msgspec.Struct, frozen=True):
+    """A checkpoint that all ranks have opened.
+
+    Args:
+        checkpoint: the checkpoint.
+        is_shared: whether all ranks have access to the same disk.
+        names: what each rank has listed in the exchange.
+    """
+
+    checkpoint: OpenedCheckpoint
+    is_shared: bool
+    names: Sequence[list[str]]
 
 
 class _Report(msgspec.Struct, array_like=True):
@@ -102,11 +116,13 @@ class _Report(msgspec.Struct, array_like=True):
         disk: equal on ranks with access to the same files; empty without a manifest.
         fault: the error of a rank without a manifest when it opened the directory alone, in wire form.
         checked: its share of the files if all ranks share a disk.
+        names: what it lists for the caller.
     """
 
     disk: bytes = b""
     fault: str = ""
     checked: _Checked | None = None
+    names: list[str] = []
 
 
 class _Disks:
@@ -168,19 +184,12 @@ def open_on_all_ranks(
         documents: documents to read with the metadata, as far as the coordinator can; see :func:`hold_documents`.
     """
     refuse_level(verify)
-
-    def open_alone() -> OpenedCheckpoint:
-        # Another format, or no checkpoint at all, which is refused here.
-        from paddleformers_fc.formats.registry import open_checkpoint
-
-        return open_checkpoint(directory, verify, config=None if config is None else config())
-
-    metadata = _broadcast_metadata(directory, channel, documents, consistency)
-    return _open(directory, channel, verify, open_alone, metadata)[0]
+    sent = _broadcast_metadata(directory, channel, documents, consistency)
+    return open_sent(directory, channel, sent, verify, config).checkpoint
 
 
-def read_metadata(directory: AnyPath, documents: Collection[str] = ()) -> Metadata | None:
-    """Read the metadata of a checkpoint on one rank, without damaged documents; None if it has no manifest.
+def read_metadata(directory: AnyPath, documents: Collection[str] = ()) -> Sent:
+    """Read the metadata of a checkpoint on one rank, without damaged documents; none if it has no manifest.
 
     Args:
         directory: ``checkpoint-N``.
@@ -188,7 +197,8 @@ def read_metadata(directory: AnyPath, documents: Collection[str] = ()) -> Metada
     Raises:
         CheckpointError: the manifest is damaged.
     """
-    return None if stat_path(directory / MANIFEST_NAME) is None else _read_metadata(directory, documents)
+    is_there = stat_path(directory / MANIFEST_NAME) is not None
+    return Sent(_read_metadata(directory, documents) if is_there else None)
 
 
 def _read_metadata(directory: AnyPath, documents: Collection[str] = ()) -> Metadata:
@@ -201,32 +211,17 @@ def _read_metadata(directory: AnyPath, documents: Collection[str] = ()) -> Metad
     return Metadata(manifest, found)
 
 
-def open_newest(
-    directory: AnyPath, channel: Channel, documents: Collection[str] = (), metadata: Metadata | None = None
-) -> tuple[OpenedCheckpoint, bool]:
-    """Open a checkpoint that a run resumes because it is the newest one; sizes are compared at every level.
-
-    Args:
-        directory: ``checkpoint-N``.
-        channel: all ranks of the job; every rank must call.
-        documents: as for :func:`open_on_all_ranks`.
-        metadata: the coordinator's :func:`read_metadata` on every rank, if it has been exchanged.
-    Returns:
-        the checkpoint, and whether all ranks have access to the same disk.
-    Raises:
-        CheckpointError: the same on every rank: the checkpoint is incomplete, disks have different saves of it, or its
-            name contradicts its step.
-        Diverged: the same on every rank: it was saved with diverged copies of tied tensors.
-    """
-    metadata = metadata or _broadcast_metadata(directory, channel, documents)
-    return _open(directory, channel, "size", lambda: open_flex(directory), metadata, as_newest=True)
+def open_newest(directory: AnyPath, channel: Channel, documents: Collection[str] = ()) -> OpenedCheckpoint:
+    """Open a checkpoint that a run resumes because it is the newest one, as :func:`open_sent` does."""
+    sent = _broadcast_metadata(directory, channel, documents)
+    return open_sent(directory, channel, sent, as_newest=True).checkpoint
 
 
 def _broadcast_metadata(
     directory: AnyPath, channel: Channel, documents: Collection[str], consistency: ConsistencyFacts | None = None
-) -> Metadata | None:
+) -> Sent:
     doing = f"reading the metadata of {directory.name}"
-    return broadcast(channel, doing, lambda: _Sent(read_metadata(directory, documents)), _Sent, consistency).metadata
+    return broadcast(channel, doing, lambda: read_metadata(directory, documents), Sent, consistency)
 
 
 def hold_documents(checkpoint: OpenedCheckpoint, channel: Channel, names: Collection[str]) -> OpenedCheckpoint:
@@ -290,49 +285,59 @@ def own_document(checkpoint: OpenedCheckpoint, name: str, received: bytes | None
     return received if received is not None or name not in checkpoint.documents else checkpoint.document(name)
 
 
-def _open(
+def open_sent(
     directory: AnyPath,
     channel: Channel,
-    verify: str,
-    alone: Callable[[], OpenedCheckpoint],
-    metadata: Metadata | None,
+    sent: Sent,
+    verify: str = "size",
+    config: Callable[[], Mapping[str, Any]] | None = None,
+    consistency: ConsistencyFacts | None = None,
+    names: Callable[[], list[str]] = list,
     as_newest: bool = False,
-) -> tuple[OpenedCheckpoint, bool]:
+) -> Opening:
     """Open a checkpoint whose metadata one rank has read for all.
 
     Args:
         directory: ``checkpoint-N``.
         channel: all ranks; every rank must call.
+        sent: the coordinator's :func:`read_metadata`, on every rank.
         verify: the level.
-        alone: opens the directory on this rank without a manifest; its errors count if no rank has a manifest.
-        metadata: what the coordinator has read; None if it has no manifest.
-        as_newest: whether to refuse what is resumed only by name.
-    Returns:
-        the checkpoint, and whether all ranks have access to the same disk.
+        config: as for :func:`open_on_all_ranks`.
+        consistency: facts that must be equal on all ranks, if no exchange has compared them.
+        names: lists what the ranks exchange for the caller. An error of it on one rank is raised on all.
+        as_newest: whether to refuse what is resumed only by name, and other formats.
+    Raises:
+        CheckpointError: the same on every rank: the checkpoint is incomplete, disks have different saves of it, or, as
+            the newest one, its name contradicts its step.
+        Diverged: the same on every rank: the newest one was saved with diverged copies of tied tensors.
     """
-    opened, path = list[OpenedCheckpoint](), directory / MANIFEST_NAME
+    opened, path, metadata = list[OpenedCheckpoint](), directory / MANIFEST_NAME, sent.metadata
     identity: dict[AnyPath, Any] = {}
     one_disk = _Disks([_Report(b"one")] * channel.world_size, channel)
 
     def look() -> tuple[_Report, list[OpenedCheckpoint]]:
-        status = stat_path(path)
+        listed, status = names(), stat_path(path)
         if status is not None:
             identity[path] = identity_of(status)
             if metadata is None:
-                return _Report(_disk_of(status)), []
+                return _Report(_disk_of(status), names=listed), []
             checked, built = _check(directory, channel, metadata, identity, one_disk, verify, as_newest)
-            return _Report(_disk_of(status), checked=checked), built
+            return _Report(_disk_of(status), checked=checked, names=listed), built
         try:
-            opened.append(alone())
-        except FlexError as error:
-            return _Report(fault=error.to_wire()), []
-        return _Report(), []
+            # Another format, or no checkpoint at all, which is refused here if no rank has a manifest.
+            from paddleformers_fc.formats.registry import open_checkpoint
 
-    reports, built = gather_and_keep(channel, f"opening {directory.name}", look, _Report)
-    disks = _Disks(reports, channel)
+            given = None if config is None or as_newest else config()
+            opened.append(open_flex(directory) if as_newest else open_checkpoint(directory, verify, config=given))
+        except FlexError as error:
+            return _Report(fault=error.to_wire(), names=listed), []
+        return _Report(names=listed), []
+
+    reports, built = gather_and_keep(channel, f"opening {directory.name}", look, _Report, consistency)
+    disks, everyone = _Disks(reports, channel), [one.names for one in reports]
     if not disks.ranks:
         refuse_failed(channel, [one.fault for one in reports])
-        return opened[0], False
+        return Opening(opened[0], False, everyone)
     found = metadata
     if found is None:
         source = min(rank for ranks in disks.ranks.values() for rank in ranks)
@@ -348,10 +353,9 @@ def _open(
             _Checked,
         )
     visible_to = _refuse_faults(directory, channel, known.manifest, checked, disks)
-    checkpoint = structs.replace(
-        built[0], catalog=structs.replace(built[0].catalog, visible_to=visible_to), unread=verify == "full"
-    )
-    return checkpoint, disks.is_one
+    catalog = structs.replace(built[0].catalog, visible_to=visible_to)
+    checkpoint = structs.replace(built[0], catalog=catalog, unread=verify == "full")
+    return Opening(checkpoint, disks.is_one, everyone)
 
 
 def _built(

@@ -174,7 +174,7 @@ def refuse_stateless(model: Any, optimizer: Any) -> None:
     kinds = [one for one in descriptor_of(optimizer).states if one.role == OPTIMIZER_STATE]
     trains = any(not parameter.stop_gradient for parameter in model.parameters())
     stateless = not any(one.shape is StateShape.PARAMETER for one in kinds)
-    if trains and stateless and not live_roles.trained_in_half(model, optimizer):
+    if trains and stateless and not live_roles.LiveModel(model, optimizer).trained_in_half():
         raise OptionError(
             f"flex_ema_decay does not support the optimizer {type(innermost(optimizer)).__name__}.",
             where="training arguments",

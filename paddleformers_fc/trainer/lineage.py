@@ -14,6 +14,7 @@ import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,16 +38,16 @@ class Saved(msgspec.Struct, frozen=True):
     run: RunRecord
 
 
-class _Seen(msgspec.Struct):
+class Seen(msgspec.Struct):
     """The checkpoints that a rank has found.
 
     Args:
-        names: of all that are visible to it.
-        saved: those that it has read.
+        names: of all that are visible to it, as those of :func:`.manifest.names_in`.
+        saved: those that the coordinator has read.
     """
 
     names: list[str]
-    saved: list[Saved]
+    saved: list[Saved] = []
 
 
 def new_run(branches: Sequence[Branch] = ()) -> RunRecord:
@@ -61,24 +62,46 @@ def new_run(branches: Sequence[Branch] = ()) -> RunRecord:
 def saved_in(places: Mapping[str, Path], channel: Channel) -> list[Saved]:
     """Return the finished checkpoints in the directories of all ranks, by rising step.
 
-    The coordinator reads manifests, and the first rank of another disk those that the coordinator does not see.
-
     Args:
         places: where the run saves, as for :func:`.manifest.names_in`.
         channel: all ranks of the job; every rank must call.
     """
+    everyone = all_gather_checked(channel, "looking for other runs", partial(look_for_runs, places, channel), Seen)
+    return saved_on_all(everyone, places, channel)
 
-    def look() -> _Seen:
-        names = []
-        with suppress(StorageError):  # Only a warning depends on it; a save or a resume raises it.
-            names = [name for name in names_in(places) if parse_step(Path(name)) is not None]
-        return _Seen(names, read_saved(places, names) if channel.rank == 0 else [])
 
-    everyone = all_gather_checked(channel, "looking for other runs", look, _Seen)
+def look_for_runs(places: Mapping[str, Path], channel: Channel) -> Seen:
+    """Return the checkpoints that this rank finds, to warn of other runs; none where it cannot look."""
+    with suppress(StorageError):  # Only a warning depends on it; a save or a resume raises it.
+        return look(places, channel)
+    return Seen([])
+
+
+def look(places: Mapping[str, Path], channel: Channel) -> Seen:
+    """Return the checkpoints that this rank finds; the coordinator reads who has saved them.
+
+    Raises:
+        StorageError: the operating system refused to look.
+    """
+    names = names_in(places)
+    return Seen(names, read_saved(places, names) if channel.rank == 0 else [])
+
+
+def saved_on_all(everyone: Sequence[Seen], places: Mapping[str, Path], channel: Channel) -> list[Saved]:
+    """Return the finished checkpoints in the directories of all ranks, as :func:`saved_in`.
+
+    The first rank of another disk reads the manifests that the coordinator does not see, in an exchange of their own.
+
+    Args:
+        everyone: what each rank has found.
+        places: as for :func:`saved_in`.
+        channel: all ranks of the job; every rank must call.
+    """
     readers: dict[str, int] = {}
     for rank, seen in enumerate(everyone):
         for name in seen.names:
-            readers.setdefault(name, rank)
+            if parse_step(Path(name)) is not None:
+                readers.setdefault(name, rank)
     found = everyone[0].saved
     if any(readers.values()):
         own = [name for name, rank in readers.items() if rank == channel.rank != 0]

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -26,6 +27,7 @@ from paddle.distributed.auto_parallel.fully_shard_fusion import get_fsdp_context
 from paddle.distributed.fleet.meta_parallel.sharding.group_sharded_optimizer_stage2 import GroupShardedOptimizerStage2
 
 from paddleformers_fc.errors import MismatchError, OptionError
+from paddleformers_fc.families import ModelDescription
 from paddleformers_fc.families.stated import model_ties
 from paddleformers_fc.layout.live import LiveRoles
 from paddleformers_fc.layout.roles import MASTER, MODEL_STATE, OPTIMIZER_STATE, StateDescriptor, StateShape
@@ -184,9 +186,7 @@ def model_roles(model: Any) -> LiveRoles:
     Args:
         model: the model as it was built, not its parallel wrapper.
     """
-    if dist_tensors.is_semi_auto(model):
-        return _semi_auto_roles(model, None)
-    return {MODEL_STATE: optimizers.cut(_parameters(model))}
+    return LiveModel(model).weights()
 
 
 def release_full_parameters(model: Any) -> None:
@@ -205,19 +205,11 @@ def drop_gradients(model: Any, optimizer: Any) -> None:
         model: the model as it was built, not its parallel wrapper.
         optimizer: the optimizer, with any wrappers of the Trainer.
     """
-    weights = _parameters(model)
+    weights = description.saved_weights(model, sharded_weights(model))
     if optimizers.any_sliced(weights):
         optimizers.drop_gradients(weights)  # Stage 3's own way fails where a parameter has none.
     else:
         optimizer.clear_grad()
-
-
-def _parameters(model: Any) -> dict[str, Any]:
-    """Return the model's tensors by name, described as whole even if stage 3 has released them.
-
-    Those of a base under adapters are left out.
-    """
-    return description.saved_weights(model, sharded_weights(model))
 
 
 def base_weights(model: Any) -> dict[str, Any]:
@@ -235,37 +227,126 @@ def sharded_weights(model: Any) -> dict[str, Any]:
 
 
 def run_roles(model: Any, optimizer: Any, may_expect: bool = False) -> LiveRoles:
-    """Return the weights of a model and the states of its optimizer by role.
+    """Return the weights of a model and the states of its optimizer, as :meth:`LiveModel.roles`."""
+    return LiveModel(model, optimizer).roles(may_expect)
+
+
+class LiveModel:
+    """A model, and its optimizer, that describe their own shards; the parameters are described once.
 
     Args:
-        model: the model as it was built, not its parallel wrapper.
-        optimizer: the optimizer, with any wrappers of the Trainer.
-        may_expect: as for :func:`.optimizers.sharded_states`.
-
-    Raises:
-        MismatchError: the optimizer has a state of no parameter of the model.
+        model: any layer with ``sharded_state_dict`` as it was built, not its parallel wrapper.
+        optimizer: the optimizer over its parameters, with all wrappers; None for the weights alone.
+        described: the description of the model; by default it is made when tied names are needed.
+        place_master: moves a master weight in place to where the run keeps it between steps.
     """
-    if dist_tensors.is_semi_auto(model):
-        return _semi_auto_roles(model, optimizer)
-    weights = _parameters(model)
-    roles: LiveRoles = {MODEL_STATE: optimizers.cut(weights)}
-    try:
-        states = _states(optimizer, _owners(model, weights), may_expect)
-    except KeyError as error:
-        raise MismatchError(
-            "The optimizer has a state of no parameter of the model.",
-            where=type(optimizer).__name__,
-            evidence=[f"{type(error).__name__}: {error}"],
-            next_step="Use an optimizer over parameters of this model only.",
-        ) from error
-    roles[MASTER.role] = {name: state for name, state in states.items() if name.endswith(MASTER.suffix)}
-    roles[OPTIMIZER_STATE] = {name: state for name, state in states.items() if not name.endswith(MASTER.suffix)}
-    return {role: weights for role, weights in roles.items() if weights or role == MODEL_STATE}
+
+    def __init__(
+        self,
+        model: Any,
+        optimizer: Any = None,
+        described: ModelDescription | None = None,
+        place_master: Callable[[Any], object] | None = None,
+    ) -> None:
+        self.model, self.optimizer = model, optimizer
+        self._described, self._place_master = described, place_master
+
+    @property
+    def has_states(self) -> bool:
+        """Return whether there is an optimizer."""
+        return self.optimizer is not None
+
+    @cached_property
+    def is_global(self) -> bool:
+        """Return whether the parameters are those of semi-automatic parallelism."""
+        return dist_tensors.is_semi_auto(self.model)
+
+    @cached_property
+    def _parameters(self) -> dict[str, Any]:
+        """The model's tensors by name, described as whole even if stage 3 has released them.
+
+        Those of a base under adapters are left out.
+        """
+        return description.saved_weights(self.model, sharded_weights(self.model))
+
+    @cached_property
+    def owners(self) -> dict[str, Any]:
+        """The parameters without aliases of tied ones, so that states are named after the owner.
+
+        Paddle would name them after the name that sorts first.
+        """
+        aliases = {
+            alias
+            for alias, owner in tied(self.model, self._described).items()
+            if alias in self._parameters
+            and owner in self._parameters
+            and self._parameters[alias].local_tensor.name == self._parameters[owner].local_tensor.name
+        }
+        return {name: weight for name, weight in self._parameters.items() if name not in aliases}
+
+    def weights(self) -> LiveRoles:
+        """Return the tensors of ``model_state``."""
+        if self.is_global:
+            return _semi_auto_roles(self.model, None, tied(self.model, self._described))
+        return {MODEL_STATE: optimizers.cut(self._parameters)}
+
+    def roles(self, may_expect: bool = False) -> LiveRoles:
+        """Return the weights of the model and the states of its optimizer by role.
+
+        Args:
+            may_expect: as for :func:`.optimizers.sharded_states`.
+
+        Raises:
+            MismatchError: the optimizer has a state of no parameter of the model.
+        """
+        if self.is_global:
+            return _semi_auto_roles(self.model, self.optimizer, tied(self.model, self._described))
+        roles = self.weights()
+        if self.optimizer is None:
+            return roles
+        try:
+            states = _states(self.optimizer, self.owners, may_expect)
+        except KeyError as error:
+            raise MismatchError(
+                "The optimizer has a state of no parameter of the model.",
+                where=type(self.optimizer).__name__,
+                evidence=[f"{type(error).__name__}: {error}"],
+                next_step="Use an optimizer over parameters of this model only.",
+            ) from error
+        roles[MASTER.role] = {name: state for name, state in states.items() if name.endswith(MASTER.suffix)}
+        roles[OPTIMIZER_STATE] = {name: state for name, state in states.items() if not name.endswith(MASTER.suffix)}
+        return {role: weights for role, weights in roles.items() if weights or role == MODEL_STATE}
+
+    def trained_in_half(self) -> frozenset[str]:
+        """Return the names of trained parameters of this rank for which the optimizer keeps master weights."""
+        if self.optimizer is None or not getattr(innermost(self.optimizer), "_multi_precision", False):
+            return frozenset()
+        return frozenset(
+            name
+            for name, weight in self._parameters.items()
+            if not weight.local_tensor.stop_gradient and weight.local_tensor.dtype in _HALF
+        )
+
+    def prepare(self, stored: Collection[str]) -> None:
+        """Release gathered parameters, and create the states of parameters of this rank that have stored states.
+
+        Other parameters, which were frozen or never had a gradient, get none.
+
+        Args:
+            stored: names of stored states in the model, such as ``model.norm.weight.moment1_0``.
+        """
+        release_full_parameters(self.model)
+        if self.optimizer is None:
+            return
+        context = context_of(self.model)
+        if context is not None:
+            create_buffer_states(context, self.optimizer, stored)
+            return
+        optimizers.create(self.optimizer, self.owners, set(map(parameter_of_state, stored)), self._place_master)
 
 
-def _semi_auto_roles(model: Any, optimizer: Any) -> LiveRoles:
+def _semi_auto_roles(model: Any, optimizer: Any, aliases: Collection[str]) -> LiveRoles:
     """Return the tensors of semi-automatic parallelism; without an optimizer the weights alone."""
-    aliases = tied(model)
     weights, context = model.state_dict(), context_of(model)
     if context is not None:
         return _buffered_roles(context, weights, optimizer, aliases)
@@ -307,69 +388,21 @@ def _own_parameters(optimizer: GroupShardedOptimizerStage2, weights: dict[str, A
     return {name for name, weight in weights.items() if weight.local_tensor.name in own}
 
 
-def create_states(
-    model: Any, optimizer: Any, stored: Collection[str], place_master: Callable[[Any], object] | None = None
-) -> None:
-    """Create optimizer states of those parameters of this rank that have stored states.
-
-    Other parameters, which were frozen or never had a gradient, get none.
-
-    Args:
-        model: the model as it was built.
-        optimizer: the optimizer with the Trainer's wrappers.
-        stored: names of stored states in the model, such as ``model.norm.weight.moment1_0``.
-        place_master: moves a master weight in place to where the run keeps it between steps.
-    """
-    context = context_of(model)
-    if context is not None:
-        create_buffer_states(context, optimizer, stored)
-        return
-    weights = _owners(model, _parameters(model))
-    optimizers.create(optimizer, weights, set(map(parameter_of_state, stored)), place_master)
-
-
 def trained_without_states(model: Any, stored: Collection[str]) -> list[str]:
     """Return the names of trained parameters of this rank that have no stored state.
 
     Args:
         model: the model as it was built.
-        stored: as for :func:`create_states`.
+        stored: as for :meth:`LiveModel.prepare`.
     """
     parameters = set(map(parameter_of_state, stored))
-    weights = _owners(model, _parameters(model))
-    trained = [name for name, weight in weights.items() if not weight.local_tensor.stop_gradient]
+    trained = [name for name, weight in LiveModel(model).owners.items() if not weight.local_tensor.stop_gradient]
     return [name for name in trained if name not in parameters]
 
 
-def _owners(model: Any, weights: dict[str, Any]) -> dict[str, Any]:
-    """Return the weights without aliases of tied ones, so that states are named after the owner.
-
-    Paddle would name them after the name that sorts first.
-    """
-    aliases = {
-        alias
-        for alias, owner in tied(model).items()
-        if alias in weights
-        and owner in weights
-        and weights[alias].local_tensor.name == weights[owner].local_tensor.name
-    }
-    return {name: weight for name, weight in weights.items() if name not in aliases}
-
-
-def trained_in_half(model: Any, optimizer: Any) -> frozenset[str]:
-    """Return the names of trained parameters of this rank for which the optimizer keeps master weights."""
-    if not getattr(innermost(optimizer), "_multi_precision", False):
-        return frozenset()
-    return frozenset(
-        name
-        for name, weight in _parameters(model).items()
-        if not weight.local_tensor.stop_gradient and weight.local_tensor.dtype in _HALF
-    )
-
-
-def tied(model: Any) -> dict[str, str]:
+def tied(model: Any, described: ModelDescription | None = None) -> dict[str, str]:
     """Return the owner of every alias of a model that is mapped if it ties its word embeddings."""
-    return model_ties(describe_model(model)) if hasattr(model, "config") else {}
+    return model_ties(described or describe_model(model)) if hasattr(model, "config") else {}
 
 
 def parameter_of_state(state: str) -> str:

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -75,7 +75,7 @@ from paddleformers_fc.trainer.library import LOAD_METHOD, logger
 from paddleformers_fc.trainer.lineage import degrees_text, parallel_degrees
 from paddleformers_fc.trainer.options import local_dir
 from paddleformers_fc.trainer.session import WAITING, Loaded, Native, Run, Session, read_options, session_of
-from paddleformers_fc.trainer.tiers import Tier
+from paddleformers_fc.trainer.tiers import Tier, unused_tier
 
 NAME = "TRAINER_GLOBAL_STEP"
 
@@ -114,6 +114,8 @@ def train(
     chosen = _choose(session.args, resume_from_checkpoint, _search(session))
     seconds = timer.end("open")
     _warn_of_leftovers(session)
+    if session.args.should_log:
+        session.warn(unused_tier(session.args))
     if chosen is None:
         _begin_new_run(session)
         return native(None, ignore_keys_for_eval)
@@ -176,11 +178,12 @@ def _choose(args: Any, requested: str | bool | None, search: resume.Search) -> r
     return resume.open_named(parse_named(requested), args.flex_verify, search)
 
 
-def _begin_new_run(session: Session) -> None:
+def _begin_new_run(session: Session, saved: Sequence[lineage.Saved] | None = None) -> None:
     """Identify a run from the beginning, and warn of checkpoints of other runs in its output directory."""
     output_dir = Path(session.args.output_dir)
     session.run.record = lineage.new_run()
-    session.warn(lineage.begun(session.run.record, lineage.saved_in(_places(session), session.channel), output_dir))
+    saved = lineage.saved_in(_places(session), session.channel) if saved is None else saved
+    session.warn(lineage.begun(session.run.record, saved, output_dir))
 
 
 def load(trainer: Any, native: Native, resume_from_checkpoint: str) -> None:
@@ -358,7 +361,7 @@ def _prepare(session: Session, choice: resume.Choice, timer: PhaseTimer) -> _Pre
         facts=consistency.facts,
     )
     if args.aoa_config:
-        weights = run_on_all(channel, "describing the model", partial(live_roles.model_roles, session.trainer.model))
+        weights = partial(live_roles.model_roles, session.trainer.model)
         terms = structs.replace(terms, tensors=whole_model(model, weights, channel))
     live = _LiveTensors(session, checkpoint, continued, terms, handed)
     with _verifying():
@@ -366,6 +369,7 @@ def _prepare(session: Session, choice: resume.Choice, timer: PhaseTimer) -> _Pre
     return _PreparedLoad(checkpoint, progress, live.generators, load, live.names)
 
 
+@dataclass
 class _LiveTensors:
     """The live tensors of this rank, which the exchange of plans describes.
 
@@ -375,65 +379,40 @@ class _LiveTensors:
         continued: whether the run is continued, and not only its weights.
         terms: how the model may differ.
         handed: the random generators of this process, if another rank has read them.
-
-    Attributes:
-        names: names of the states in the live model.
+        names: names of the states in the live model, once it is described.
         generators: the document of this process's random generators; None if the checkpoint has none.
     """
 
-    def __init__(
-        self,
-        session: Session,
-        checkpoint: OpenedCheckpoint,
-        continued: bool,
-        terms: LoadTerms,
-        handed: bytes | None,
-    ) -> None:
-        self._session, self._checkpoint, self._continued = session, checkpoint, continued
-        self._terms, self._handed = terms, handed
-        self.names = restore.LiveNames()
-        self.generators: bytes | None = None
+    session: Session
+    checkpoint: OpenedCheckpoint
+    continued: bool
+    terms: LoadTerms
+    handed: bytes | None
+    names: restore.LiveNames = field(default_factory=restore.LiveNames)
+    generators: bytes | None = None
 
     def to_fill(self) -> LiveRoles:
         """Return the weights and states that the checkpoint fills, and read what this process alone has in it."""
-        session, checkpoint, continued = self._session, self._checkpoint, self._continued
-        stored, model, may_cast = checkpoint.catalog.roles, session.trainer.model, self._terms.may_cast
+        session, trainer, checkpoint = self.session, self.session.trainer, self.checkpoint
+        stored, wanted, optimizer = checkpoint.catalog.roles, [MODEL_STATE], None
         session.settle_weights()
-        if continued:
-            self.generators = documents.read_generators(checkpoint, dist.get_rank(), self._handed)
-        weights = live_roles.model_roles(model)
-        described = session.run.model
-        stated = restore.stated_sources(checkpoint, described, self._terms)
-        self.names = restore.live_names(checkpoint, described, weights, stated)
-        if not (continued or stored.get(MASTER_WEIGHT) or may_cast):
-            return weights
-        optimizers.refuse_unsupported(session.trainer.optimizer)
-        optimizers.build_buffers(session.trainer.model_wrapped, session.trainer.optimizer)
-        live = restore.with_states(self, self.names, checkpoint, may_cast, continued)
-        # A new run from the weights of a checkpoint starts with all digits of its master weights.
-        wanted = (MODEL_STATE, MASTER_WEIGHT, OPTIMIZER_STATE) if continued else (MODEL_STATE, MASTER_WEIGHT)
-        # A stored role of which this rank holds nothing is named too: a load ignores roles that no rank names.
-        found = {role: live.get(role, {}) for role in wanted if role in live or stored.get(role)}
-        if continued and session.average is not None and stored.get(EMA_STATE):
+        if self.continued:
+            self.generators = documents.read_generators(checkpoint, dist.get_rank(), self.handed)
+        if self.continued or stored.get(MASTER_WEIGHT) or self.terms.may_cast:
+            optimizer = trainer.optimizer
+            optimizers.refuse_unsupported(optimizer)
+            optimizers.build_buffers(trainer.model_wrapped, optimizer)
+            # A new run from the weights of a checkpoint starts with all digits of its master weights.
+            wanted += [MASTER_WEIGHT, OPTIMIZER_STATE] if self.continued else [MASTER_WEIGHT]
+        # Accumulators are offloaded when they are created, master weights after the first step.
+        place_master = library.offload if trainer.args.tensorwise_offload_optimizer else None
+        live = live_roles.LiveModel(trainer.model, optimizer, session.run.model, place_master)
+        found, self.names = restore.to_fill(live, checkpoint, session.run.model, self.terms, wanted)
+        if self.continued and session.average is not None and stored.get(EMA_STATE):
             # Names of parameters are found by those of their master weights.
             masters = self.names.of({name + MASTER.suffix for name in stored[EMA_STATE]})
             found[EMA_STATE] = session.average.allocate({name.removesuffix(MASTER.suffix) for name in masters})
         return found
-
-    def roles(self) -> LiveRoles:
-        """Return the tensors of every role, as :class:`.restore.LiveStates`."""
-        return live_roles.run_roles(self._session.trainer.model, self._session.trainer.optimizer)
-
-    def trained_in_half(self) -> frozenset[str]:
-        """Return the names of trained parameters for which the optimizer keeps master weights."""
-        return live_roles.trained_in_half(self._session.trainer.model, self._session.trainer.optimizer)
-
-    def prepare(self, stored: Collection[str]) -> None:
-        """Create the states of this rank's parameters."""
-        trainer = self._session.trainer
-        # Accumulators are offloaded when they are created, master weights after the first step.
-        place_master = library.offload if trainer.args.tensorwise_offload_optimizer else None
-        live_roles.create_states(trainer.model, trainer.optimizer, stored, place_master)
 
 
 def _from_average(args: Any, checkpoint: OpenedCheckpoint) -> bool:
@@ -451,7 +430,7 @@ def _from_average(args: Any, checkpoint: OpenedCheckpoint) -> bool:
 def _identify_run(session: Session, manifest: Manifest, choice: resume.Choice) -> None:
     """Identify the run that resumes a checkpoint, and warn of other runs in its output directory."""
     if session.args.ignore_load_lr_and_optim:
-        _begin_new_run(session)
+        _begin_new_run(session, choice.saved)
         return
     places, path = _places(session), choice.path
     here = isinstance(path, Path) and real_path(path.parent) in map(real_path, places.values())

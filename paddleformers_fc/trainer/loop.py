@@ -14,12 +14,12 @@ of tensors with a mesh and placements.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from os import PathLike
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 from msgspec import structs
@@ -41,13 +41,13 @@ from paddleformers_fc.api_arguments import (
     require,
     require_or_none,
 )
-from paddleformers_fc.distributed.channel import gather_and_keep, run_on_all
+from paddleformers_fc.distributed.channel import all_gather_checked, gather_and_keep, run_on_all
 from paddleformers_fc.distributed.communicator import job_communicator
-from paddleformers_fc.distributed.consistency import ConsistencyCheck
+from paddleformers_fc.distributed.consistency import ConsistencyCheck, comparable_config
 from paddleformers_fc.distributed.store_client import hosts_of_ranks
 from paddleformers_fc.errors import MismatchError, OptionError
-from paddleformers_fc.execute.load import LoadReport, LoadTerms, prepare_load, prepare_weights, whole_model
-from paddleformers_fc.execute.opening import open_on_all_ranks
+from paddleformers_fc.execute.load import LoadReport, LoadTerms, aoa_tensors, prepare_load, prepare_weights
+from paddleformers_fc.execute.opening import Sent, open_sent, read_metadata
 from paddleformers_fc.execute.phases import PhaseTimer
 from paddleformers_fc.execute.save import JobRecord, SaveReport, check_ties, config_bytes, save_checkpoint
 from paddleformers_fc.families import Family, ModelDescription, ModelTensor, family_for, is_known, register
@@ -55,7 +55,7 @@ from paddleformers_fc.families.description import IS_FLEET
 from paddleformers_fc.families.stated import bind_model, model_ties, refuse_recut, rules_by_name, without_family
 from paddleformers_fc.formats.checkpoint import CONFIG_NAME, OpenedCheckpoint, StoredModel
 from paddleformers_fc.layout.live import Roles, describe_roles
-from paddleformers_fc.layout.roles import MASTER, MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE
+from paddleformers_fc.layout.roles import MASTER, MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE, ROLES
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping import RuleSet, Tie
 from paddleformers_fc.mapping.boxes import Box
@@ -76,6 +76,7 @@ from paddleformers_fc.trainer import (
 )
 from paddleformers_fc.trainer.description import OWN_RULES, describe_model
 from paddleformers_fc.trainer.library import is_a, unwrap_model
+from paddleformers_fc.trainer.restore import LayoutSource
 
 
 def fleet_degrees(world_size: int) -> dict[str, int]:
@@ -102,75 +103,6 @@ def fleet_degrees(world_size: int) -> dict[str, int]:
 
 
 _WRAPPERS = (DataParallel, MetaParallelBase, GroupShardedStage2, GroupShardedStage3)
-
-
-class LayoutSource(restore.LiveStates, Protocol):
-    """The live tensors of one rank.
-
-    Attributes:
-        model: the layer or the state dict that has them.
-        has_states: whether the states of an optimizer are among them.
-        is_global: whether they have the layout of one device, however ranks divide them.
-    """
-
-    @property
-    def model(self) -> Any:
-        """The layer or state dict."""
-
-    @property
-    def has_states(self) -> bool:
-        """Return whether states of an optimizer are wanted."""
-
-    @property
-    def is_global(self) -> bool:
-        """Return whether fused tensors have the layout of one device."""
-
-    def weights(self) -> Roles:
-        """Return the tensors of ``model_state``."""
-
-
-class ShardedStateDicts(msgspec.Struct, frozen=True):
-    """A model, and its optimizer, that describe their own shards.
-
-    Args:
-        model: any layer with ``sharded_state_dict``, without its parallel wrapper.
-        optimizer: the optimizer over its parameters, with all wrappers; None for the weights alone.
-    """
-
-    model: Any
-    optimizer: Any = None
-
-    @property
-    def has_states(self) -> bool:
-        """Return whether there is an optimizer."""
-        return self.optimizer is not None
-
-    @property
-    def is_global(self) -> bool:
-        """Return whether the parameters are those of semi-automatic parallelism."""
-        return dist_tensors.is_semi_auto(self.model)
-
-    def weights(self) -> Roles:
-        """Return the tensors of ``model_state``."""
-        return live_roles.model_roles(self.model)
-
-    def roles(self) -> Roles:
-        """Return the tensors of every role."""
-        if self.optimizer is None:
-            return live_roles.model_roles(self.model)
-        optimizers.refuse_unsupported(self.optimizer)
-        return live_roles.run_roles(self.model, self.optimizer)
-
-    def trained_in_half(self) -> frozenset[str]:
-        """Return the names of trained parameters for which the optimizer keeps master weights."""
-        return frozenset() if self.optimizer is None else live_roles.trained_in_half(self.model, self.optimizer)
-
-    def prepare(self, stored: Collection[str]) -> None:
-        """Release gathered parameters, and create the optimizer's states."""
-        live_roles.release_full_parameters(self.model)
-        if self.optimizer is not None:
-            optimizers.refuse_unsupported(self.optimizer)
-            live_roles.create_states(self.model, self.optimizer, stored)
 
 
 class StateDict(msgspec.Struct, frozen=True):
@@ -217,7 +149,8 @@ def live_source(model: Any, optimizer: Any) -> LayoutSource:
         model: a layer or its wrapper, or a state dict.
         optimizer: the optimizer of a layer; None for the weights alone.
     Raises:
-        OptionError: the model does not describe its shards, or there is an optimizer beside a state dict.
+        OptionError: the model does not describe its shards, there is an optimizer beside a state dict, or it is not
+            supported.
     """
     if isinstance(model, Mapping):
         if optimizer is not None:
@@ -235,7 +168,9 @@ def live_source(model: Any, optimizer: Any) -> LayoutSource:
             where="model",
             next_step="Pass a paddle.nn.Layer, or an object whose sharded_state_dict() returns ShardedWeight by name.",
         )
-    return ShardedStateDicts(model, optimizer)
+    if optimizer is not None:
+        optimizers.refuse_unsupported(optimizer)
+    return live_roles.LiveModel(model, optimizer)
 
 
 class RankTensors(msgspec.Struct):
@@ -258,6 +193,18 @@ def rank_tensors(roles: Roles) -> RankTensors:
         names.setdefault(weights[name].local_tensor.name, []).append(name)
     ties = [Tie(owner, alias) for owner, *aliases in names.values() for alias in aliases]
     return RankTensors(describe_roles({MODEL_STATE: weights})[MODEL_STATE], ties)
+
+
+class _Introduction(msgspec.Struct):
+    """What a rank brings into a load.
+
+    Attributes:
+        tensors: its weights, if other ranks need them.
+        sent: what the coordinator reads of the checkpoint.
+    """
+
+    tensors: RankTensors
+    sent: Sent
 
 
 def rules_of_all(everyone: Collection[RankTensors], is_global: bool) -> RuleSet:
@@ -415,8 +362,11 @@ def load(
     """
     channel, timer = job_communicator(), PhaseTimer()
     named, model = _in_order(directory, model)
+    live_roles.wait_for_weights()
+    if family is config is mapping is None:
+        own_statements.adopt(model, channel)
 
-    def check() -> AnyPath:
+    def look() -> tuple[_Introduction, tuple[AnyPath, LayoutSource, ModelDescription]]:
         require(DIRECTORY, directory=named)
         require(THREADS, threads=threads)
         require_or_none(_OPTIMIZER, optimizer=optimizer)
@@ -426,58 +376,49 @@ def load(
             from paddleformers_fc.aoa import read_config
 
             read_config(aoa_config)
-        return parse_named(named)
+        path = parse_named(named)
+        source, described = described_source(model, optimizer, family, config, mapping)
+        # A state dict may be of the family of the checkpoint, and is described after it.
+        is_described = not isinstance(source, StateDict) and (bool(aoa_config) or is_by_name(described))
+        tensors = rank_tensors(source.weights()) if is_described else RankTensors()
+        return _Introduction(tensors, read_metadata(path) if channel.rank == 0 else Sent()), (path, source, described)
 
-    path = run_on_all(channel, "checking the arguments of a load", check)
-    live_roles.wait_for_weights()
-    if family is config is mapping is None:
-        own_statements.adopt(model, channel)
+    everyone, (path, source, described) = gather_and_keep(channel, "beginning a load", look, _Introduction)
+    sent, tensors = everyone[0].sent, [one.tensors for one in everyone]
     facts = {"verify": verify, "allow_casts": allow_casts, "aoa_config": aoa_config or {}}
+    consistency = ConsistencyCheck(f"loading {path.name}", {**facts, "config": comparable_config(described)})
 
     def given() -> Mapping[str, Any]:
-        described = _description(live_source(model, optimizer).model, family, config, mapping)
         return described.config if is_known(described.config) else {}
 
-    consistency = ConsistencyCheck(f"loading {path.name}", facts)
-    opened = open_on_all_ranks(path, channel, verify, consistency, given)
+    opened = open_sent(path, channel, sent, verify, given, consistency).checkpoint
     timer.end("open")
     adapter_checks.refuse_unsupported(model, channel)
     base_fingerprint.identify_once(model, channel)
-
-    def look() -> tuple[RankTensors, tuple[LayoutSource, ModelDescription]]:
-        source, described = described_source(model, optimizer, family, config, mapping, opened)
-        return _rank_tensors(described, source.weights()), (source, described)
-
-    everyone, (source, described) = gather_and_keep(channel, "describing the model", look, RankTensors)
-
+    if isinstance(source, StateDict):
+        source, described = _of_stored_family(source, described, opened)
+        if aoa_config or is_by_name(described):
+            weights_of = source.weights
+            tensors = all_gather_checked(
+                channel, "describing the model", lambda: rank_tensors(weights_of()), RankTensors
+            )
     options = ReadOptions(threads=threads, replicas="auto", hosts=hosts_of_ranks())
     if opened.format.canonical and isinstance(source, StateDict):
         weights = run_on_all(channel, "describing the model", partial(_weights_alone, source, path))
         with base_fingerprint.until_filled(source.model, path):
             return prepare_weights(path, weights, described, channel, options, verify, timer).fill()
+    # The same on all ranks, whose descriptions were compared.
+    checkpoint, described = _aligned(opened, with_rules(described, tensors), is_by_name(described), aoa_config)
+    shards = (shard for one in tensors for shard in one.shards.values())
+    terms = LoadTerms(aoa_config, aoa_tensors(described, shards) if aoa_config else None, may_cast=allow_casts)
+    wanted = ROLES if source.has_states else (MODEL_STATE,)
 
-    def align() -> tuple[OpenedCheckpoint, ModelDescription]:
-        return _aligned(opened, with_rules(described, everyone), is_by_name(described), aoa_config)
+    def roles() -> Roles:
+        return restore.to_fill(source, checkpoint, described, terms, wanted)[0]
 
-    checkpoint, description = run_on_all(channel, "comparing the models", align)
-    terms = LoadTerms(aoa_config, may_cast=allow_casts)
-    if aoa_config:
-        weights = run_on_all(channel, "describing the model", source.weights)
-        terms = structs.replace(terms, tensors=whole_model(description, weights, channel))
-
-    def prepare() -> tuple[bool, Roles]:
-        stated = restore.stated_sources(checkpoint, description, terms)
-        names = restore.live_names(checkpoint, description, source.weights(), stated)
-        live = restore.with_states(source, names, checkpoint, allow_casts)
-        # A stored role that this rank does not have is reported as missing.
-        wanted = checkpoint.catalog.roles if source.has_states else ()
-        unfilled = optimizer is not None and optimizers.has_states(optimizer) and not any(map(live.get, _STATES))
-        return unfilled, {role: live.get(role, {}) for role in {**live, **dict.fromkeys(wanted)}}
-
-    unfilled, roles = gather_and_keep(channel, "preparing the optimizer", prepare, bool)
-    if all(unfilled) and not any(map(checkpoint.catalog.roles.get, _STATES)):
+    load = prepare_load(checkpoint, roles, described, channel, options, terms, timer)
+    if optimizer is not None and optimizers.has_states(optimizer) and not load.wanted & {*_STATES}:
         raise _without_states(path, optimizer)
-    load = prepare_load(checkpoint, lambda: roles, description, channel, options, terms, timer)
     with base_fingerprint.until_filled(source.model, path):
         return load.fill()
 
@@ -534,19 +475,23 @@ def described_source(
     family: str | Family | None,
     config: Config | None,
     mapping: RuleSet | None,
-    stored: OpenedCheckpoint | None = None,
 ) -> tuple[LayoutSource, ModelDescription]:
-    """Return the live tensors and their description.
-
-    A state dict has no configuration. Without arguments it is of the family of the checkpoint that it is read from.
-    """
+    """Return the live tensors and their description."""
     source = live_source(model, optimizer)
     described = structs.replace(_description(source.model, family, config, mapping), is_global=source.is_global)
-    if not isinstance(source, StateDict):
+    if isinstance(source, StateDict):
+        source = structs.replace(source, aliases=frozenset(model_ties(described)))
+    return source, described
+
+
+def _of_stored_family(
+    source: StateDict, described: ModelDescription, stored: OpenedCheckpoint
+) -> tuple[StateDict, ModelDescription]:
+    """Return a state dict that is read from a checkpoint, whose family it has if no argument states another one."""
+    known = ModelDescription(stored.config) if stored.format.canonical else stored.known
+    if not is_by_name(described) or not is_known(known.config):
         return source, described
-    if stored is not None and is_by_name(described):
-        known = ModelDescription(stored.config) if stored.format.canonical else stored.known
-        described = structs.replace(known, is_global=source.is_global) if is_known(known.config) else described
+    described = structs.replace(known, is_global=source.is_global)
     return structs.replace(source, aliases=frozenset(model_ties(described))), described
 
 
@@ -607,7 +552,7 @@ def _rank_tensors(model: ModelDescription, roles: Roles) -> RankTensors:
     return rank_tensors(roles) if is_by_name(model) else RankTensors()
 
 
-def with_rules(model: ModelDescription, everyone: list[RankTensors]) -> ModelDescription:
+def with_rules(model: ModelDescription, everyone: Sequence[RankTensors]) -> ModelDescription:
     return structs.replace(model, rules=rules_of_all(everyone, model.is_global)) if is_by_name(model) else model
 
 

@@ -8,6 +8,7 @@ all ranks. A checkpoint stores the resulting rules, so it can be read without th
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from paddle.nn import Layer
@@ -55,7 +56,7 @@ def adopt(model: Any, channel: Channel) -> None:
     if described.rules is not None or is_known(described.config):
         return
     named = f"No family declares model_type {described.model_type!r}"
-    tensors = whole_model(described, live_roles.model_roles(model), channel)
+    tensors = whole_model(described, partial(live_roles.model_roles, model), channel)
 
     def evaluate() -> RuleSet:
         from paddleformers_fc.aoa import Program

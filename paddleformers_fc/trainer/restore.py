@@ -9,7 +9,7 @@ its names, and are created under whichever name the live model gives them.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -64,41 +64,19 @@ class LiveNames(msgspec.Struct, frozen=True):
         }
 
 
-def stated_sources(checkpoint: OpenedCheckpoint, model: ModelDescription, terms: LoadTerms) -> dict[str, Names] | None:
-    """Return the stored parameters of every live parameter under statements; None without.
+def _live_names(checkpoint: OpenedCheckpoint, model: ModelDescription, weights: Roles, terms: LoadTerms) -> LiveNames:
+    """Return the names of a checkpoint's states in a live model.
 
-    Args:
-        checkpoint: an opened checkpoint.
-        model: the live model.
-        terms: its statements, and all its tensors on all ranks.
     Raises:
         FlexError: the model cannot be mapped, or a statement is invalid.
     """
-    if not terms.aoa_config:
-        return None
-    from paddleformers_fc.plan.statements import statements_source
+    if terms.aoa_config:
+        from paddleformers_fc.plan.statements import statements_source
 
-    source, _ = statements_source(checkpoint, model, terms.aoa_config, terms.tensors or {}, terms.may_cast)
-    return {name: made.names for name, made in source.mapping.made.items()}
-
-
-def live_names(
-    checkpoint: OpenedCheckpoint,
-    model: ModelDescription,
-    weights: Roles,
-    stated: Mapping[str, Names] | None,
-) -> LiveNames:
-    """Return the names of a checkpoint's states in a live model.
-
-    Args:
-        checkpoint: an opened checkpoint.
-        model: the live model.
-        weights: its tensors on this rank, in the role ``model_state``.
-        stated: see :func:`stated_sources`.
-    Raises:
-        FlexError: the model cannot be mapped.
-    """
-    sources = _derived_sources(checkpoint, model, weights) if stated is None else stated
+        source, _ = statements_source(checkpoint, model, terms.aoa_config, terms.tensors or {}, terms.may_cast)
+        sources: Mapping[str, Names] | None = {name: made.names for name, made in source.mapping.made.items()}
+    else:
+        sources = _derived_sources(checkpoint, model, weights)
     return LiveNames(sources, checkpoint.rules.aliases, model_ties(model))
 
 
@@ -160,33 +138,29 @@ class Creation(msgspec.Struct, frozen=True):
         return {**found, OPTIMIZER_STATE: kept}
 
 
-def creation(
-    names: LiveNames,
-    checkpoint: OpenedCheckpoint,
-    half: Names = (),
-    continued: bool = True,
-) -> Creation:
-    """Return the states that a load creates.
+class LayoutSource(Protocol):
+    """The live tensors of one rank, whose optimizer states a load creates.
 
-    Args:
-        names: see :func:`live_names`.
-        checkpoint: an opened checkpoint.
-        half: trained parameters of this rank with master weights, whose precision may differ from the stored one: their
-            master weights are read from weights if they are not stored.
-        continued: whether states other than master weights are loaded.
+    Attributes:
+        model: the layer or the state dict that has them.
+        has_states: whether the states of an optimizer are among them.
+        is_global: whether they have the layout of one device, however ranks divide them.
     """
-    roles = checkpoint.catalog.roles
-    masters = roles.get(MASTER_WEIGHT, {})
-    stored = {*masters, *(roles.get(OPTIMIZER_STATE, {}) if continued else {})}
-    weights = {name + MASTER.suffix for name in roles[MODEL_STATE]} if half else set()
-    return Creation(
-        frozenset(names.of(stored)),
-        frozenset(name for name in names.of(weights) if parameter_of_state(name) in half),
-    )
 
+    @property
+    def model(self) -> Any:
+        """The layer or state dict."""
 
-class LiveStates(Protocol):
-    """The live tensors of one rank, whose optimizer states a load creates."""
+    @property
+    def has_states(self) -> bool:
+        """Return whether states of an optimizer are wanted."""
+
+    @property
+    def is_global(self) -> bool:
+        """Return whether fused tensors have the layout of one device."""
+
+    def weights(self) -> Roles:
+        """Return the tensors of ``model_state``."""
 
     def roles(self) -> Roles:
         """Return the tensors of every role."""
@@ -202,20 +176,40 @@ class LiveStates(Protocol):
         """
 
 
-def with_states(
-    live: LiveStates, names: LiveNames, checkpoint: OpenedCheckpoint, may_cast: bool, continued: bool = True
-) -> LiveRoles:
-    """Create the optimizer states that a checkpoint fills, and return all live tensors that it may fill.
+def to_fill(
+    live: LayoutSource,
+    checkpoint: OpenedCheckpoint,
+    model: ModelDescription,
+    terms: LoadTerms,
+    wanted: Names,
+) -> tuple[LiveRoles, LiveNames]:
+    """Create the optimizer states that a checkpoint fills.
+
+    Master weights of trained parameters, whose precision may differ from the stored one, are read from weights if they
+    are not stored.
 
     Args:
         live: the tensors of this rank.
-        names: see :func:`live_names`.
         checkpoint: an opened checkpoint.
-        may_cast: whether the precision may differ.
-        continued: as for :func:`creation`.
+        model: the description of the model.
+        terms: how it may differ, and with statements all its tensors on all ranks.
+        wanted: the roles that are filled. Without ``optimizer_state`` no states but master weights are loaded.
+    Returns:
+        all live tensors that it may fill, and the names of its states in the model.
+    Raises:
+        FlexError: the model cannot be mapped, a statement is invalid, or the states cannot be created.
     """
-    half = live.trained_in_half() if may_cast else frozenset[str]()
-    created = creation(names, checkpoint, half, continued)
+    names = _live_names(checkpoint, model, live.weights(), terms)
+    stored = checkpoint.catalog.roles
+    masters, states = stored.get(MASTER_WEIGHT, {}), stored.get(OPTIMIZER_STATE, {})
+    half = live.trained_in_half() if terms.may_cast else frozenset[str]()
+    weights = {name + MASTER.suffix for name in stored[MODEL_STATE]} if half else set()
+    created = Creation(
+        frozenset(names.of({*masters, *(states if OPTIMIZER_STATE in wanted else {})})),
+        frozenset(name for name in names.of(weights) if parameter_of_state(name) in half),
+    )
     before = live.roles() if created.masters else {}
     live.prepare(created.names)
-    return created.filled(live.roles(), before)
+    found = created.filled(live.roles(), before)
+    # A stored role of which this rank holds nothing is named too: a load ignores roles that no rank names.
+    return {role: found.get(role, {}) for role in wanted if role in found or stored.get(role)}, names

@@ -8,6 +8,9 @@ steps.
 
 A run with a local tier (:mod:`.tiers`) takes the newest one of both directories. A local checkpoint of which the disk
 of a node is missing is skipped as any incomplete one. Ranks exchange names with the directory in front of them.
+
+Two exchanges choose and open: in the first the coordinator sends the metadata of its newest checkpoint, or of the named
+one, with the runs of all that it sees. The second opens it, and carries the names that other disks may have.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ import msgspec
 
 from paddleformers_fc.distributed.channel import ALONE, Channel, all_gather_checked, broadcast, run_on_all
 from paddleformers_fc.errors import CheckpointError, Diverged, MismatchError, NotACheckpoint
-from paddleformers_fc.execute.opening import Metadata, open_newest, open_on_all_ranks, read_metadata
+from paddleformers_fc.execute.opening import Sent, open_newest, open_on_all_ranks, open_sent, read_metadata
 from paddleformers_fc.formats.checkpoint import MAPPING_NAME, OpenedCheckpoint, not_a_flex_checkpoint
 from paddleformers_fc.formats.registry import format_of, is_resumable, saved_run
 from paddleformers_fc.formats.stock_run import refuse_unfinished
@@ -41,8 +44,9 @@ from paddleformers_fc.storage.manifest import (
 )
 from paddleformers_fc.storage.paths import UNFINISHED, AnyPath, parse_hidden, parse_step
 from paddleformers_fc.trainer import lineage
-from paddleformers_fc.trainer.lineage import Saved
+from paddleformers_fc.trainer.lineage import Saved, Seen
 
+_LOOKING = "looking for checkpoints"
 _DAMAGED = "is damaged"
 _NOT_RESUMABLE = "not a checkpoint of another format"
 _MOST_NAMED = 3
@@ -90,6 +94,11 @@ class Search:
     documents: Collection[str] = ()
     local_dir: Path | None = None
 
+    @property
+    def places(self) -> dict[str, Path]:
+        """The directories of the run."""
+        return places_of(self.output_dir, self.local_dir)
+
 
 def places_of(output_dir: Path, local_dir: Path | None) -> dict[str, Path]:
     """Return the directories of a run by the names that ranks exchange, as for :func:`.manifest.names_in`."""
@@ -116,66 +125,86 @@ def find_newest(
         if path.name not in known:
             open_newest(path, channel)
 
-    return first_usable(_paths({"": output_dir}, channel), check)
+    places = {"": output_dir}
+    return first_usable(_paths(_names_on_all(places, channel), places, channel), check)
 
 
 class _Listed(msgspec.Struct):
     """What the coordinator finds in its directories.
 
     Args:
-        saved: the finished checkpoints.
+        seen: the checkpoints.
         first: the name of the newest one that may be resumed; empty without one.
-        metadata: its metadata; None if they cannot be read.
+        sent: what it reads of that one, or of the named one; None if its metadata cannot be read.
     """
 
-    saved: list[Saved]
+    seen: Seen
     first: str = ""
-    metadata: Metadata | None = None
+    sent: Sent | None = None
 
 
 def _open_usable(
     search: Search, without: Collection[Path]
-) -> tuple[OpenedCheckpoint | None, list[tuple[Path, str]], list[Saved] | None]:
+) -> tuple[OpenedCheckpoint | None, list[tuple[Path, str]], list[Saved]]:
     """Open the newest usable checkpoint, and return it with what is skipped, as :func:`find_newest`.
 
-    The third result is what the coordinator's disk holds, if all ranks share it; otherwise None.
+    The third result are the finished checkpoints of all ranks.
 
-    The coordinator sends what it reads of its newest one. If all ranks see its manifest, they share a disk, and no
-    other rank lists the directory. With a local tier all ranks list both: another node may have newer checkpoints.
+    If all ranks see the manifest of the coordinator's newest one, they share a disk, and no other rank lists the
+    directory. With a local tier all ranks list both, in the exchange that opens it: another node may have newer ones.
     """
-    channel, places = search.channel, places_of(search.output_dir, search.local_dir)
+    channel, places = search.channel, search.places
 
     def look() -> _Listed:
-        names = names_in(places)
-        listed = _Listed(saved=lineage.read_saved(places, names))
-        first = next((name for name in names if located(name, places) not in without), "")
+        listed = _Listed(lineage.look(places, channel))
+        first = next((name for name in listed.seen.names if located(name, places) not in without), "")
         if first and parse_hidden(Path(first)) is None:
             with suppress(CheckpointError):  # Which the reasons below repeat.
-                listed.metadata = read_metadata(located(first, places), search.documents)
+                listed.sent = read_metadata(located(first, places), search.documents)
                 listed.first = first
         return listed
 
-    opened: dict[Path, OpenedCheckpoint] = {}
-    listed = broadcast(channel, "looking for checkpoints", look, _Listed)
-    if listed.metadata is not None:
+    listed, opened = broadcast(channel, _LOOKING, look, _Listed), dict[Path, OpenedCheckpoint]()
+    refused: dict[Path, CheckpointError | Diverged] = {}
+    everyone: Sequence[list[str]] = ()
+    if listed.sent is not None and listed.sent.metadata is not None:
         first = located(listed.first, places)
-        with suppress(CheckpointError, Diverged):  # As above.
-            opened[first], is_shared = open_newest(first, channel, search.documents, listed.metadata)
-            if is_shared and search.local_dir is None:
-                return opened[first], [], listed.saved
+        names = list if search.local_dir is None else partial(names_in, places)
+        try:
+            opening = open_sent(first, channel, listed.sent, names=names, as_newest=True)
+        except (CheckpointError, Diverged) as error:
+            refused[first] = error
+        else:
+            opened[first] = opening.checkpoint
+            if search.local_dir is not None:
+                everyone = opening.names
+            elif opening.is_shared:
+                return opened[first], [], listed.seen.saved
 
     def open_next(path: Path) -> None:
+        if path in refused:
+            raise refused[path]
         if path not in opened:
-            opened[path], _ = open_newest(path, channel, search.documents)
+            opened[path] = open_newest(path, channel, search.documents)
 
-    found, skipped = first_usable((path for path in _paths(places, channel) if path not in without), open_next)
-    return None if found is None else opened[found], skipped, None
+    everyone = everyone or _names_on_all(places, channel)
+    paths = (path for path in _paths(everyone, places, channel) if path not in without)
+    found, skipped = first_usable(paths, open_next)
+    if found is None:
+        return None, skipped, []
+    return opened[found], skipped, _saved_on_all(listed, everyone, search)
 
 
-def _paths(places: Mapping[str, Path], channel: Channel) -> list[Path]:
+def _saved_on_all(listed: _Listed, everyone: Sequence[list[str]], search: Search) -> list[Saved]:
+    """Return the finished checkpoints of all ranks, of which the coordinator has read its own."""
+    return lineage.saved_on_all([listed.seen, *map(Seen, everyone[1:])], search.places, search.channel)
+
+
+def _paths(everyone: Sequence[list[str]], places: Mapping[str, Path], channel: Channel) -> list[Path]:
     """Return the paths on this rank of all candidates that are visible to any rank, newest first."""
-    first_ranks = _visible_to(places, channel)
+    first_ranks = {name: rank for rank, names in reversed([*enumerate(everyone)]) for name in names}
     replaced = {rank for name, rank in first_ranks.items() if parse_hidden(Path(name)) is not None}
+    found = {name for names in everyone for name in names}
     if replaced:
 
         def put_back() -> None:
@@ -183,14 +212,13 @@ def _paths(places: Mapping[str, Path], channel: Channel) -> list[Path]:
                 recover(directory)
 
         run_on_all(channel, "recovering checkpoints", put_back if channel.rank in replaced else tuple)
-        first_ranks = _visible_to(places, channel)
-    return [located(str(name), places) for name in candidates(map(Path, first_ranks))]
+        found = {name for names in _names_on_all(places, channel) for name in names}
+    return [located(str(name), places) for name in candidates(map(Path, found))]
 
 
-def _visible_to(places: Mapping[str, Path], channel: Channel) -> dict[str, int]:
-    """Return the first rank that each candidate is visible to."""
-    everyone = all_gather_checked(channel, "looking for checkpoints", partial(names_in, places), list[str])
-    return {name: rank for rank, names in reversed([*enumerate(everyone)]) for name in names}
+def _names_on_all(places: Mapping[str, Path], channel: Channel) -> list[list[str]]:
+    """Return the names of the candidates that each rank sees."""
+    return all_gather_checked(channel, _LOOKING, partial(names_in, places), list[str])
 
 
 def newest_or_begin(search: Search) -> Choice | None:
@@ -285,7 +313,7 @@ def _kinds(search: Search) -> dict[str, str]:
         seen = [path for path in candidates_in(search.output_dir) if is_directory(path) and list_directory(path)]
         return {path.name: _kind_of(path) for path in seen}
 
-    everyone = all_gather_checked(search.channel, "looking for checkpoints", look, dict[str, str])
+    everyone = all_gather_checked(search.channel, _LOOKING, look, dict[str, str])
     return {name: kind for kinds in everyone for name, kind in kinds.items()}
 
 
@@ -360,7 +388,13 @@ def open_named(directory: AnyPath, verify: str, search: Search) -> Choice:
     Raises:
         NotACheckpoint: it is visible to no rank; the error describes the directory.
     """
-    channel = search.channel
+    channel, places = search.channel, search.places
+
+    def look() -> _Listed:
+        return _Listed(lineage.look_for_runs(places, channel), sent=read_metadata(directory, search.documents))
+
+    def names() -> list[str]:
+        return lineage.look_for_runs(places, channel).names if channel.rank else []
 
     def config() -> Mapping[str, Any]:
         refuse_no_checkpoint(directory)
@@ -375,12 +409,14 @@ def open_named(directory: AnyPath, verify: str, search: Search) -> Choice:
         return exists(manifest)
 
     try:
-        opened = open_on_all_ranks(directory, channel, verify, config=config, documents=search.documents)
+        listed = broadcast(channel, f"reading the metadata of {directory.name}", look, _Listed)
+        opening = open_sent(directory, channel, listed.sent or Sent(), verify, config, names=names)
     except CheckpointError:
         if not any(all_gather_checked(channel, f"looking for {directory.name}", look_aside, bool)):
             raise
         opened = open_on_all_ranks(directory, channel, verify, config=config, documents=search.documents)
-    return Choice(directory, opened, named=True)
+        return Choice(directory, opened, named=True)
+    return Choice(directory, opening.checkpoint, named=True, saved=_saved_on_all(listed, opening.names, search))
 
 
 def refuse_no_checkpoint(directory: AnyPath) -> None:

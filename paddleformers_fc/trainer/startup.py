@@ -192,7 +192,7 @@ def check(session: Session, model: ModelDescription) -> str:
 
     A node with another package version, another YAML or a read-only disk would be found by the first save, after hours,
     or not at all. With this check every rank raises one error within a second of the start of training. Cost: one
-    exchange, and one directory made and deleted per rank and tier; two more exchanges with a local tier.
+    exchange, and one directory made and deleted per rank and tier; two more exchanges to claim a local tier.
 
     Args:
         session: of a Trainer that is about to train; every rank must call.
@@ -212,7 +212,7 @@ def check(session: Session, model: ModelDescription) -> str:
         **dict(_options(args)),
     }
 
-    def work() -> str:
+    def work() -> tiers.Known:
         for directory in (Path(args.output_dir), local):
             if directory is not None:
                 check_writable(directory)
@@ -220,11 +220,11 @@ def check(session: Session, model: ModelDescription) -> str:
         reference.refuse_updates(trainer)
         if not session.has_trained:  # Afterwards the model differs from a reference model.
             reference.refuse_unlike(reference.model_of(trainer), trainer.model)
-        return tiers.known_id(args, session.channel.rank)
+        return tiers.known_tier(args, session.channel.rank)
 
     consistency = ConsistencyCheck("starting the training", facts)
-    ids = all_gather_checked(session.channel, "checking the training", work, str, consistency)
-    return "" if local is None else tiers.claim(args, session.channel, ids)
+    known = all_gather_checked(session.channel, "checking the training", work, tiers.Known, consistency)
+    return "" if local is None else tiers.claim(args, session.channel, known)
 
 
 def _check_disks(args: Any) -> None:

@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 
 from paddleformers_fc.distributed.channel import Channel, run_on_all
-from paddleformers_fc.errors import Corrupt, OptionError
+from paddleformers_fc.errors import CheckpointError, Corrupt, OptionError, StorageError
 from paddleformers_fc.execute.commit_coordinator import DiskLeaders
 from paddleformers_fc.storage.files import make_directories, real_path, remove_file, rename, write_file
 from paddleformers_fc.storage.json_io import decode_typed, read_document
@@ -52,6 +52,19 @@ class TierRecord(msgspec.Struct, frozen=True):
 
 
 _records = msgspec.json.Decoder(TierRecord)
+
+
+class Known(msgspec.Struct, frozen=True):
+    """What a rank knows of its local tier before a training.
+
+    Attributes:
+        id: the id in its output directory; a new one on the first rank if there is none, and none in a run without a
+            local tier.
+        is_claimed: whether both directories have the record of this run.
+    """
+
+    id: str = ""
+    is_claimed: bool = False
 
 
 @dataclass
@@ -104,34 +117,50 @@ def local_tier_of(output_dir: Path) -> Path | None:
     return Path(record.local_dir) if tier is not None and tier.id == record.id else None
 
 
-def known_id(args: Any, rank: int) -> str:
-    """Return the id in the output directory of this rank; on the first rank a new one if there is none.
+def known_tier(args: Any, rank: int) -> Known:
+    """Return what this rank knows of its local tier."""
+    local, output_dir = local_dir(args), Path(args.output_dir)
+    if local is None:
+        return Known()
+    record, other = read_record(output_dir), read_record(local)
+    if record is None:
+        return Known() if rank else Known(f"{_NEW}{secrets.token_hex(8)}")
+    has_paths = rank != 0 or record == _record(local, output_dir, record.id)
+    return Known(record.id, has_paths and other is not None and other.id == record.id)
 
-    It is empty on other ranks without one, and in a run without a local tier.
-    """
-    if local_dir(args) is None:
-        return ""
-    record = read_record(Path(args.output_dir))
-    if record is not None:
-        return record.id
-    return "" if rank else f"{_NEW}{secrets.token_hex(8)}"
+
+def unused_tier(args: Any) -> str:
+    """Return a warning for a run without ``flex_local_dir`` whose output directory has a local tier, or nothing."""
+    output_dir = Path(args.output_dir)
+    with suppress(CheckpointError, StorageError):
+        record = None if local_dir(args) is not None else read_record(output_dir)
+        if record is not None and record.local_dir != str(real_path(output_dir)):
+            return (
+                f"{output_dir} has a local tier, {record.local_dir}, and flex_local_dir is not set: checkpoints there "
+                f"are not resumed. Set flex_local_dir, or remove {output_dir / RECORD_NAME}."
+            )
+    return ""
 
 
-def claim(args: Any, channel: Channel, ids: Sequence[str]) -> str:
+def claim(args: Any, channel: Channel, known: Sequence[Known]) -> str:
     """Record in both directories of every rank that they belong together, and return their id.
 
-    Every rank must call. The first rank is first, so that the others find its records on a disk that they share.
+    Every rank must call. The first rank is first, so that the others find its records on a disk that they share. If all
+    ranks have found the same record, there is no exchange.
 
     Args:
         args: the training arguments.
         channel: all ranks.
-        ids: :func:`known_id` of every rank.
+        known: :func:`known_tier` of every rank.
 
     Raises:
         OptionError: the same on every rank: the local tier is that of another run.
         StorageError: the same on every rank: a record cannot be read or written.
     """
+    ids = [one.id for one in known]
     own = next((one for one in ids if one and not one.startswith(_NEW)), ids[0].removeprefix(_NEW))
+    if all(one.is_claimed and one.id == own for one in known):
+        return own
     for is_turn in (channel.rank == 0, channel.rank != 0):
         run_on_all(channel, "looking at flex_local_dir", partial(_claim, args, own, channel.rank) if is_turn else tuple)
     return own

@@ -42,7 +42,7 @@ class Outcome:
 def claim_local_tier(output_dir: Path, local: Path) -> None:
     """Make a directory the local tier of an output directory, as a training does."""
     args = SimpleNamespace(output_dir=str(output_dir), flex_local_dir=str(local), flex_checkpoint=True)
-    tiers.claim(args, ALONE, [tiers.known_id(args, 0)])
+    tiers.claim(args, ALONE, [tiers.known_tier(args, 0)])
 
 
 def run(*arguments: object) -> Outcome:

@@ -253,7 +253,7 @@ def train_offloaded(output_dir: str, on: str, bf16: bool, resume: str | None = N
     trainer = tiny.trainer(tiny.build("llama", layout, args), args, cls=FlexTrainer, callbacks=[Watch()])
     load.read_redistributed = counted("load", load.read_redistributed)
     save.write_and_commit = counted("save", save.write_and_commit)
-    live_roles.create_states = counted("create", live_roles.create_states)
+    live_roles.LiveModel.prepare = counted("create", live_roles.LiveModel.prepare)  # type: ignore[method-assign]
     trainer.train(resume_from_checkpoint=resume)
     weights = [one.local_tensor for one in trainer.model.sharded_state_dict().values()]
     found["weights"] = sum(math.prod(tensor.shape) * tensor.element_size() for tensor in weights)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from tests.harness import tiny
@@ -29,6 +30,25 @@ def run(
     args = tiny.training_arguments(layout, output_dir)
     built = tiny.build(model_type, layout, args, **(model or {}))
     return _hop(built, lambda tokens: built(input_ids=tokens, labels=tokens)[0], target, source, {}, {})
+
+
+def list_exchanges(
+    layout: Mapping[str, Any], output_dir: str, target: str, source: str, kind: str | None = None
+) -> list[str]:
+    """What the ranks exchange in the load of :func:`run`, or of :func:`run_plain` with a kind."""
+    from paddleformers_fc.distributed.communicator import Communicator
+
+    doing: list[str] = []
+    gather = Communicator.gather
+
+    def noting(self: Any, what: str, *args: Any, **kwargs: Any) -> Any:
+        doing.append(what)
+        return gather(self, what, *args, **kwargs)
+
+    Communicator.gather = noting  # type: ignore[method-assign]
+    job = run if kind is None else partial(run_plain, kind)
+    assert not job(layout, output_dir, target, source)
+    return doing[: doing.index("checking the arguments of a save")]
 
 
 def run_bare(

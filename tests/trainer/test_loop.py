@@ -55,6 +55,13 @@ def test_a_hand_written_loop_resumes_bitwise_on_one_and_two_ranks(ranks: ForkSer
         assert job.parallel == dict.fromkeys(AXES, 1) | {"tp": tp}
 
 
+@pytest.mark.parametrize(("job", "kind"), [("run", {}), ("run_plain", {"kind": "mlp"})])
+def test_a_load_makes_four_exchanges(ranks: ForkServer, tmp_path: Path, job: str, kind: dict[str, str]) -> None:
+    saved = hop(ranks, job, SINGLE, tmp_path / "saved", **kind)
+    for exchanges in outcomes(ranks, "list_exchanges", DP2, tmp_path / "again", saved, **kind):
+        assert exchanges == ["beginning a load", "opening checkpoint-3", "planning", "reading checkpoint-3"]
+
+
 def test_a_checkpoint_by_name_loads_with_a_family_under_another_tensor_parallel_degree(
     ranks: ForkServer, tmp_path: Path
 ) -> None:

@@ -222,17 +222,39 @@ def test_leftovers_that_the_next_save_does_not_delete_are_listed_in_the_log(
     assert dead.name not in text
 
 
-READING = "reading the metadata of checkpoint-3"
+EXCHANGES = ["opening checkpoint-3", "planning", "reading checkpoint-3"]
 
 
-@pytest.mark.parametrize(("named", "found"), [(False, "looking for checkpoints"), (True, READING)])
-def test_a_resume_reads_metadata_once_and_exchanges_four_messages_more_only_for_a_named_one(
-    ranks: ForkServer, saved: Path, tmp_path: Path, named: bool, found: str
+@pytest.mark.parametrize(
+    ("named", "found"), [(False, "looking for checkpoints"), (True, "reading the metadata of checkpoint-3")]
+)
+@pytest.mark.parametrize("new", [False, True], ids=["continued", "new run"])
+def test_a_resume_reads_metadata_once_and_makes_four_exchanges(
+    ranks: ForkServer, saved: Path, tmp_path: Path, named: bool, found: str, new: bool
 ) -> None:
     output_dir = tmp_path / "run"
     shutil.copytree(saved, output_dir)
-    given = settings(DP2, output_dir, output_dir / "checkpoint-3" if named else True, max_steps=4, save_steps=100)
-    lineage = ["looking for other runs"] if named else []
-    expected = [found, "opening checkpoint-3", "planning", *lineage, "reading checkpoint-3"]
+    resume = output_dir / "checkpoint-3" if named else True
+    given = settings(DP2, output_dir, resume, max_steps=4, save_steps=100, ignore_load_lr_and_optim=new)
     for exchanges in ranks.run(f"{JOBS}:list_exchanges", 2, given).values:
-        assert exchanges == ["checking the training", *expected]
+        assert exchanges == ["checking the training", found, *EXCHANGES]
+
+
+def test_a_resume_with_a_local_tier_makes_four_exchanges(ranks: ForkServer, tmp_path: Path) -> None:
+    tier = {"flex_local_dir": str(tmp_path / "local"), "flex_local_steps": 1, "max_steps": 3}
+    assert train(ranks, tmp_path / "run", DP2, save_steps=2, **tier).ok
+    given = settings(DP2, tmp_path / "run", True, **{**tier, "max_steps": 4, "save_steps": 100})
+    for exchanges in ranks.run(f"{JOBS}:list_exchanges", 2, given).values:
+        assert exchanges == ["checking the training", "looking for checkpoints", *EXCHANGES]
+
+
+def test_a_local_tier_that_is_no_longer_named_is_reported(ranks: ForkServer, tmp_path: Path) -> None:
+    tier = {"flex_local_dir": str(tmp_path / "local"), "flex_local_steps": 1}
+    first = train(ranks, tmp_path / "run", **tier)
+    without = train(ranks, tmp_path / "run", resume=True, max_steps=4)
+    assert [result.ok for result in (first, without)] == [True, True]
+    said = [
+        f"has a local tier, {tmp_path / 'local'}, and flex_local_dir is not set" in one.logs[0].read_text()
+        for one in (first, without)
+    ]
+    assert said == [False, True]

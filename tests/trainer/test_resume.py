@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from paddleformers_fc.distributed.channel import LocalChannel
 from paddleformers_fc.errors import NotACheckpoint
 from paddleformers_fc.storage.manifest import read_manifest, write_manifest
-from paddleformers_fc.trainer import resume
+from paddleformers_fc.trainer import lineage, resume
 from paddleformers_fc.trainer.resume import Choice, Search, find_newest, newest_or_begin, newest_or_refuse, open_named
 from tests.execute.simulated import ThreadChannel, job, succeed
 from tests.trainer.test_rotation import WEIGHTS, make_checkpoint
@@ -112,6 +112,7 @@ def test_only_the_coordinator_lists_the_directory_if_all_ranks_see_its_newest_ch
         return listed(places)
 
     monkeypatch.setattr(resume, "names_in", counted)
+    monkeypatch.setattr(lineage, "names_in", counted)
     choices, warnings, exchanges = opened([tmp_path] * 3)
     assert [choice.path for choice in choices] == [tmp_path / "checkpoint-4"] * 3
     assert (warnings, len(listings), exchanges) == ([], 1, 2)
@@ -131,8 +132,8 @@ def test_a_checkpoint_that_only_another_disk_has_is_newer(tmp_path: Path) -> Non
     assert [choice.path for choice in choices] == [output / "checkpoint-5" for output in outputs]
     assert len(warnings) == 1
     # Two listings, the first with the metadata of step 5, and two exchanges for each checkpoint. Two more ask for the
-    # metadata of step 7: the coordinator has none.
-    assert exchanges == 2 + 2 + 2 + 2
+    # metadata of step 7: the coordinator has none. The other disk reads who saved it.
+    assert exchanges == 2 + 2 + 2 + 2 + 1
 
 
 def test_every_rank_takes_the_same_step_from_where_it_sees_it(tmp_path: Path) -> None:
