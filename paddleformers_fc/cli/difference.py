@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from paddleformers_fc.cli import tables
 from paddleformers_fc.execute.diff_checkpoints import Difference, Different
 from paddleformers_fc.formats.registry import FORMATS
 from paddleformers_fc.plan.report import states_joined
@@ -60,8 +61,6 @@ def _unequal_text(found: Difference, equal: int) -> str:
 
 def _show_largest(found: Difference, console: Console) -> None:
     """Print the figures of the tensors that are farthest apart, over all roles."""
-    from rich import box
-    from rich.table import Table
     from rich.text import Text
 
     rows = [(role, one, one.deviation) for role, roles in found.roles.items() for one in roles.different]
@@ -69,10 +68,8 @@ def _show_largest(found: Difference, console: Console) -> None:
     measured.sort(key=lambda row: math.inf if row[2].absolute is None else row[2].absolute, reverse=True)
     if not measured:
         return
-    table = Table(box=box.SIMPLE_HEAD)
-    table.add_column(f"largest differences ({min(_MOST_FIGURES, len(measured))} of {len(measured)})", style="cyan")
-    for heading in ("absolute", "ULP", "elements", "first at"):
-        table.add_column(heading, justify="right")
+    first = f"largest differences ({min(_MOST_FIGURES, len(measured))} of {len(measured)})"
+    table = tables.table(first, ("absolute", "ULP", "elements", "first at"))
     for role, one, figures in measured[:_MOST_FIGURES]:
         absolute = "not finite" if figures.absolute is None else f"{figures.absolute:.3g}"
         ulp = "" if figures.ulp is None else f"{figures.ulp:,}"
@@ -92,13 +89,7 @@ def _reasons(different: list[Different]) -> list[str]:
 
 
 def _counts(found: Difference) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("role", style="cyan")
-    for heading in ("equal", "different", "only in A", "only in B"):
-        table.add_column(heading, justify="right")
+    table = tables.table("role", ("equal", "different", "only in A", "only in B"))
     for role, one in found.roles.items():
         counts = (one.equal, len(one.different), len(one.only_in_a), len(one.only_in_b))
         table.add_row(role, *(f"{count:,}" for count in counts), style=None if one.same else "red")

@@ -14,6 +14,7 @@ from operator import itemgetter
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
+from paddleformers_fc.cli import tables
 from paddleformers_fc.execute.output_directory import (
     OUTPUT_DIRECTORY,
     Cleaned,
@@ -32,6 +33,7 @@ from paddleformers_fc.trainer.lineage import degrees_text
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 
 def show_cleaned(found: Cleaned, console: Console) -> None:
@@ -63,15 +65,11 @@ def show_listed(found: ListedFacts, console: Console) -> None:
 
 def show_output(found: OutputFacts, console: Console) -> None:
     """Print a row per checkpoint, why incomplete ones are incomplete, and the leftovers."""
-    from rich import box
-    from rich.table import Table
     from rich.text import Text
 
     console.print(Text(found.path, "bold"))
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=True)
-    table.add_column("checkpoint", style="cyan")
-    for heading in ("step", "ranks", "layout", "size", "saved (UTC)", "whole"):
-        table.add_column(heading, justify="right" if heading in ("step", "ranks", "size") else "left")
+    headings = ("step", "ranks", "layout", "size", "saved (UTC)", "whole")
+    table = tables.table("checkpoint", headings, left=("layout", "saved (UTC)", "whole"))
     for one in found.checkpoints:
         state = Text("FAILED", "bold red") if one.fault else Text("OK", "green")
         step, ranks = "" if one.step is None else f"{one.step:,}", str(one.world_size or "")
@@ -158,16 +156,10 @@ _MOST_DIFFERENCES = 20
 
 def show(found: Inspection, console: Console, files: str = "on disk") -> None:
     """Print the facts; ``files`` labels the number of files and their bytes."""
-    from rich.table import Table
     from rich.text import Text
 
     console.print(Text(found.path, "bold"))
-    facts = Table.grid(padding=(0, 2))
-    facts.add_column(style="dim")
-    facts.add_column()
-    for label, value in _headline(found, files):
-        facts.add_row(f"  {label}", value)
-    console.print(facts)
+    console.print(tables.facts(_headline(found, files)))
     console.print()
     if found.roles:
         console.print(_role_table(found.roles))
@@ -240,16 +232,8 @@ def _model_text(model: dict[str, Any]) -> str:
     return ", ".join([*filter(None, names), *numbers])
 
 
-def _role_table(roles: dict[str, RoleFacts]) -> Any:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=True)
-    table.add_column("role", style="cyan")
-    for heading in ("tensors", "elements", "bytes"):
-        table.add_column(heading, justify="right")
-    table.add_column("dtypes")
-    table.add_column("files", justify="right")
+def _role_table(roles: dict[str, RoleFacts]) -> Table:
+    table = tables.table("role", ("tensors", "elements", "bytes", "dtypes", "files"), left=("dtypes",))
     for role, facts in roles.items():
         dtypes = ", ".join(
             dtype if len(facts.dtypes) == 1 else f"{dtype} ({count})" for dtype, count in sorted(facts.dtypes.items())

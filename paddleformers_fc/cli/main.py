@@ -119,6 +119,10 @@ Directory = Annotated[
         autocompletion=_directories,
     ),
 ]
+Checkpoint = Annotated[
+    str,
+    typer.Argument(metavar="CKPT", help="A checkpoint or open weights: a path or a URL.", autocompletion=_directories),
+]
 OutputDirectory = Annotated[
     str,
     typer.Argument(metavar="OUTPUT_DIR", help="The directory of the checkpoints.", autocompletion=_directories),
@@ -170,12 +174,7 @@ def list_checkpoints(directory: OutputDirectory, as_json: Json = False) -> int:
 
 @app.command()
 def explain(
-    checkpoint: Annotated[
-        str,
-        typer.Argument(
-            metavar="CKPT", help="A checkpoint or open weights: a path or a URL.", autocompletion=_directories
-        ),
-    ],
+    checkpoint: Checkpoint,
     name: Annotated[
         str, typer.Argument(metavar="NAME", help="A canonical or stored name; states end in a suffix, as .moment1_0.")
     ],
@@ -297,7 +296,7 @@ def aoa(
 
 @app.command()
 def plan(
-    directory: Annotated[str, typer.Argument(metavar="CKPT", help="A checkpoint or open weights: a path or a URL.")],
+    directory: Checkpoint,
     to: Annotated[
         str,
         typer.Option(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from paddleformers_fc.cli import tables
 from paddleformers_fc.cli.settings import read_settings
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.plan.forecast import GridPlan, PlanFlows, RankForecast
@@ -93,27 +94,19 @@ def _begin_of(file: Path, count: int) -> bytes:
 
 def show(found: GridPlan, console: Console) -> None:
     """Print the plan."""
-    from rich import box
-    from rich.table import Table
     from rich.text import Text
 
     console.print(Text(f"{found.path} -> {found.to}", "bold"))
-    facts = Table.grid(padding=(0, 2))
-    facts.add_column(style="dim")
-    facts.add_column()
-    facts.add_row("  ranks", f"{found.world_size:,}, {found.dtype}")
-    facts.add_row("  held", f"{size_text(found.bytes)} by all ranks together")
-    facts.add_row("  read", f"{size_text(found.read)}, {found.amplification:.3g} times what is held")
-    facts.add_row("  boxes", f"{found.items:,}, each a part of a stored tensor that one rank reads")
-    facts.add_row(
-        "  peak", f"{size_text(found.peak)} on the rank that needs most: what it holds, and scratch memory to read it"
-    )
-    console.print(facts)
+    facts = {
+        "ranks": f"{found.world_size:,}, {found.dtype}",
+        "held": f"{size_text(found.bytes)} by all ranks together",
+        "read": f"{size_text(found.read)}, {found.amplification:.3g} times what is held",
+        "boxes": f"{found.items:,}, each a part of a stored tensor that one rank reads",
+        "peak": f"{size_text(found.peak)} on the rank that needs most: what it holds, and scratch memory to read it",
+    }
+    console.print(tables.facts(facts.items()))
     console.print()
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=True)
-    table.add_column("ranks", style="cyan")
-    for heading in ("held", "read", "boxes", "peak"):
-        table.add_column(heading, justify="right")
+    table = tables.table("ranks", ("held", "read", "boxes", "peak"))
     rows = _alike(found.ranks)
     for numbers, rank in rows[:_SHOWN]:
         table.add_row(numbers, size_text(rank.bytes), size_text(rank.read), f"{rank.items:,}", size_text(rank.peak))

@@ -320,17 +320,14 @@ def capture_model_files(trainer: Any, tokenizer: Mapping[str, bytes]) -> Callabl
     """
     model = unwrap_model(trainer.model)
     config, generation = _capture_config(model), generation_file(model)
-    custom = [_with_own_arguments(trainer).copy_custom_files] if _custom_files(trainer.args) else []
+    has_custom = getattr(trainer.args, "copy_custom_file_list", None)
+    custom = [_with_own_arguments(trainer).copy_custom_files] if has_custom else []
     return lambda: {
         **tokenizer,
         **_written_by(custom),
         **generation,
         CONFIG_NAME: _config_text(config()).encode(),
     }
-
-
-def _custom_files(args: Any) -> str | None:
-    return getattr(args, "copy_custom_file_list", None)
 
 
 def _with_own_arguments(trainer: Any) -> Any:

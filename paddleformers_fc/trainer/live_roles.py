@@ -388,15 +388,15 @@ def _own_parameters(optimizer: GroupShardedOptimizerStage2, weights: dict[str, A
     return {name for name, weight in weights.items() if weight.local_tensor.name in own}
 
 
-def trained_without_states(model: Any, stored: Collection[str]) -> list[str]:
+def trained_without_states(live: LiveModel, stored: Collection[str]) -> list[str]:
     """Return the names of trained parameters of this rank that have no stored state.
 
     Args:
-        model: the model as it was built.
+        live: the model.
         stored: as for :meth:`LiveModel.prepare`.
     """
     parameters = set(map(parameter_of_state, stored))
-    trained = [name for name, weight in LiveModel(model).owners.items() if not weight.local_tensor.stop_gradient]
+    trained = [name for name, weight in live.owners.items() if not weight.local_tensor.stop_gradient]
     return [name for name in trained if name not in parameters]
 
 

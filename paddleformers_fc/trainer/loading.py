@@ -645,7 +645,8 @@ def _check_training(session: Session) -> list[str]:
         ema.refuse_stateless(model, optimizer)
     if loaded is None or loaded.progress is None or not optimizers.has_states(optimizer):
         return []
-    return list(live_roles.trained_without_states(model, loaded.stored_states))
+    live = live_roles.LiveModel(model, described=session.run.model)
+    return live_roles.trained_without_states(live, loaded.stored_states)
 
 
 def _warn_of_unfrozen(session: Session, everyone: list[list[str]]) -> None:

@@ -215,21 +215,15 @@ def from_document(document: dict[str, Any], where: str) -> SavedData | StepPosit
         ) from error
     order = read.order
     numbers = [*asdict(read.position).values(), *asdict(read.pace).values(), *order.ends, order.samples]
-    if min(numbers) < 0:
-        raise FormatError(
-            "Invalid position in the data: negative number.", where=where, evidence=[str(read)], next_step=RESTORE
-        )
-    if list(order.ends) != sorted(set(order.ends)):
-        raise FormatError(
-            "Invalid order of the data: parts overlap.", where=where, evidence=[str(read)], next_step=RESTORE
-        )
-    if read.position.waiting * read.pace.per_pass > read.position.samples:
-        raise FormatError(
-            "Invalid position in the data: more samples wait than were read.",
-            where=where,
-            evidence=[str(read)],
-            next_step=RESTORE,
-        )
+    faults = {
+        "Invalid position in the data: negative number.": min(numbers) < 0,
+        "Invalid order of the data: parts overlap.": list(order.ends) != sorted(set(order.ends)),
+        "Invalid position in the data: more samples wait than were read.": read.position.waiting * read.pace.per_pass
+        > read.position.samples,
+    }
+    for fault, is_found in faults.items():
+        if is_found:
+            raise FormatError(fault, where=where, evidence=[str(read)], next_step=RESTORE)
     return read.position, read.pace, read.order
 
 

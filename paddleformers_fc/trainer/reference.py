@@ -171,7 +171,7 @@ def contents_of(model: Any, channel: Channel) -> dict[str, str]:
     def work() -> list[_Part]:
         weights = live_roles.model_roles(model)[MODEL_STATE]
         shards = describe_roles({MODEL_STATE: weights})[MODEL_STATE]
-        left_out = _aliases(model)
+        left_out = model_ties(describe_model(model))  # Only some layouts have copies of tied tensors.
         return [
             _Part(name, shard.box, shard.dtype, shard.size, _total(weights[name].local_tensor, shard.size))
             for name, shard in shards.items()
@@ -185,11 +185,6 @@ def contents_of(model: Any, channel: Channel) -> dict[str, str]:
         _, elements, total = whole.get(part.name, ("", 0, 0))
         whole[part.name] = (part.dtype, elements + part.elements, (total + part.total) % 2**64)
     return {name: f"{dtype} {elements} {total:016x}" for name, (dtype, elements, total) in sorted(whole.items())}
-
-
-def _aliases(model: Any) -> set[str]:
-    """Return the names of tied copies, which only some layouts have."""
-    return set(model_ties(describe_model(model)))
 
 
 def _total(tensor: Any, elements: int) -> int:
