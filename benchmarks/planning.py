@@ -30,7 +30,7 @@ from paddleformers_fc.execute.save_plan import model_rules
 from paddleformers_fc.families import ModelDescription, family_for
 from paddleformers_fc.families.stated import decode_mapping, encode_mapping
 from paddleformers_fc.formats.checkpoint import MAPPING_NAME, OpenedCheckpoint
-from paddleformers_fc.formats.flex import FLEX, open_flex
+from paddleformers_fc.formats.flex import FLEX_WRITER, open_flex
 from paddleformers_fc.formats.index import decode_index, encode_index, shard_columns
 from paddleformers_fc.layout.grid import parse_grid
 from paddleformers_fc.layout.roles import MODEL_STATE, ROLES
@@ -152,7 +152,7 @@ def write_checkpoint(directory: Path, model: SimulatedModel, roles: tuple[str, .
 
 def _write_holes(directory: Path, name: str, shards: list[Shard]) -> FileChecksum:
     path = directory / name
-    layout = FLEX.writer.header(path, shards)
+    layout = FLEX_WRITER.header(path, shards)
     path.parent.mkdir(parents=True, exist_ok=True)
     size = len(layout.header) + sum(layout.sizes)
     with path.open("wb") as file:

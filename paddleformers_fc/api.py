@@ -38,11 +38,10 @@ from paddleformers_fc.execute.verify import Verification, verify_checkpoint
 from paddleformers_fc.formats import OpenedCheckpoint
 from paddleformers_fc.formats.adapters import config_of_base, refuse_rewriting, require_adapters
 from paddleformers_fc.formats.checkpoint import TIED_WAYS, with_role, with_tied
-from paddleformers_fc.formats.huggingface import DEFAULT_MAX_SHARD_BYTES, open_huggingface
+from paddleformers_fc.formats.flex import FLEX_WRITER
+from paddleformers_fc.formats.huggingface import DEFAULT_MAX_SHARD_BYTES, HUGGINGFACE_WRITER, open_huggingface
 from paddleformers_fc.formats.inspection import JobFacts, RoleFacts, job_facts, role_facts
 from paddleformers_fc.formats.registry import (
-    EXPORTED,
-    SAVED,
     conversion_target,
     default_writer,
     open_checkpoint,
@@ -349,7 +348,7 @@ class Checkpoint:
         if merged is not None:
             writer = writer_of("huggingface")
         refuse_dtype(dtype)
-        if dtype and (merged is not None or writer is not EXPORTED.writer):
+        if dtype and (merged is not None or writer is not HUGGINGFACE_WRITER):
             raise OptionError(
                 "Adapters are exported in their own dtype.",
                 where="--dtype",
@@ -396,7 +395,7 @@ class Checkpoint:
         require_or_none(DIRECTORY, config=config)
         target, (_, writer) = parse_target(directory, "A conversion"), conversion_target(format)
         opened = self._opened
-        if writer is not SAVED.writer:
+        if writer is not FLEX_WRITER:
             refuse_rewriting(opened)
         root = opened.catalog.root
         given = config_of_base(opened) if config is None else require_config(parse_named(config))

@@ -54,8 +54,9 @@ from paddleformers_fc.formats.checkpoint import (
     with_role,
     with_tied,
 )
-from paddleformers_fc.formats.huggingface import DEFAULT_MAX_SHARD_BYTES
-from paddleformers_fc.formats.registry import EXPORTED, checkpoints_advice, default_writer
+from paddleformers_fc.formats.huggingface import DEFAULT_MAX_SHARD_BYTES, HUGGINGFACE_WRITER
+from paddleformers_fc.formats.registry import checkpoints_advice, default_writer
+from paddleformers_fc.formats.stock_checkpoint import check_copies
 from paddleformers_fc.layout.roles import MODEL_STATE, OPTIMIZER_STATE, parameter_of
 from paddleformers_fc.layout.shards import ShardsByRole, shard_bytes
 from paddleformers_fc.plan.build import CAST, ReadSource, plan_reads
@@ -278,18 +279,18 @@ def _plan_export(
     for one in (directory, *([] if base is None else [base.catalog.root])):
         if isinstance(target, RemotePath):  # Older files there are deleted before the source is read.
             refuse_overlap(one, target)
-    if checkpoint.format.canonical and (writer is None or writer is EXPORTED.writer):
+    if checkpoint.format.canonical and (writer is None or writer is HUGGINGFACE_WRITER):
         raise not_a_flex_checkpoint(checkpoint.format, directory, checkpoints_advice(directory))
     merge = None if base is None else read_merge(checkpoint, base)
-    chosen = EXPORTED.writer if merge is not None else writer or default_writer(checkpoint)
+    chosen = HUGGINGFACE_WRITER if merge is not None else writer or default_writer(checkpoint)
     source = export_source(checkpoint, chosen) if base is None else canonical_source(base)
     layout: ShardsByRole = canonical_layout(source)
     if dtype:
         source, layout = recast(checkpoint, source, layout, dtype)
     files = chosen.files(checkpoint, layout, max_shard_bytes)
     if any(one.role == OPTIMIZER_STATE for one in files):
-        checkpoint.format.check_states(checkpoint)
-    checkpoint.check_copies()
+        checkpoint.check_states()
+    check_copies(checkpoint)
     return ExportPlan(source, layout, files, chosen, merge)
 
 
@@ -346,7 +347,7 @@ def refuse_checkpoint(target: AnyPath) -> None:
 
 
 def refuse_target(
-    target: AnyPath, documents: Sequence[str], replace: bool, writer: ExportWriter = EXPORTED.writer
+    target: AnyPath, documents: Sequence[str], replace: bool, writer: ExportWriter = HUGGINGFACE_WRITER
 ) -> None:
     """Refuse a target that is a file, is inside a checkpoint, or has a model that may not be replaced.
 

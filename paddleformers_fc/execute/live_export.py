@@ -29,9 +29,9 @@ from paddleformers_fc.execute.stream import (
     plan_stream,
 )
 from paddleformers_fc.families import ModelDescription
-from paddleformers_fc.formats.adapters import PEFT
+from paddleformers_fc.formats.adapters import PEFT_WRITER
 from paddleformers_fc.formats.checkpoint import REFUSE, OutputFile
-from paddleformers_fc.formats.registry import EXPORTED
+from paddleformers_fc.formats.huggingface import HUGGINGFACE_WRITER
 from paddleformers_fc.layout.roles import EMA_STATE, MODEL_STATE
 from paddleformers_fc.layout.shards import shard_bytes
 from paddleformers_fc.storage.checksum import FileChecksum
@@ -65,7 +65,7 @@ def save_weights(
     """
     roles = {MODEL_STATE: weights} if averages is None else {MODEL_STATE: weights, EMA_STATE: averages}
     role = MODEL_STATE if averages is None else EMA_STATE
-    writer = EXPORTED.writer if model.adapters is None else PEFT.writer
+    writer = HUGGINGFACE_WRITER if model.adapters is None else PEFT_WRITER
     with staging_beside(target, channel, place_of=staged_name) as staging:
         writers = tuple(staging.disks.sharing()[0])
         request = StreamRequest(writers, max_file_bytes=max_shard_bytes, is_divided=True, tied=tied, role=role)

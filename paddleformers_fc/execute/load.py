@@ -352,9 +352,11 @@ def _plan_checkpoint(
     """
     model, shards = target.model, describe_roles(roles)
     if roles.get(OPTIMIZER_STATE):
-        checkpoint.format.check_states(checkpoint)
-    if target.channel.rank == 0:
-        checkpoint.check_copies()
+        checkpoint.check_states()
+    if target.channel.rank == 0 and checkpoint.facts.copies:
+        from paddleformers_fc.formats.stock_checkpoint import check_copies
+
+        check_copies(checkpoint)
     aoa_config = terms.aoa_config
     if aoa_config:
         from paddleformers_fc.plan.statements import statements_source

@@ -47,7 +47,7 @@ from paddleformers_fc.families import ModelDescription, ModelTensor
 from paddleformers_fc.families.stated import bind_model, decode_mapping, encode_mapping, family_name, model_ties
 from paddleformers_fc.formats.catalog import gather_shards
 from paddleformers_fc.formats.checkpoint import MAPPING_NAME
-from paddleformers_fc.formats.flex import FLEX
+from paddleformers_fc.formats.flex import FLEX_WRITER, file_names
 from paddleformers_fc.formats.index import Columns, shard_columns
 from paddleformers_fc.layout import Shard
 from paddleformers_fc.layout.roles import MODEL_STATE, split_state_name
@@ -274,7 +274,7 @@ def planned_files(share: Iterable[ShardPart], rank: int) -> Iterator[PlannedFile
         rank: the rank.
     """
     for path, role, group in grouped(share, rank):
-        layout = FLEX.writer.header(Path(path), [piece.shard for piece in group])
+        layout = FLEX_WRITER.header(Path(path), [piece.shard for piece in group])
         planned = tuple(PlannedWrite(one.shard.name, one.start, one.start + one.shard.size) for one in group)
         yield PlannedFile(path, role, layout, planned)
 
@@ -286,7 +286,7 @@ def grouped(share: Iterable[ShardPart], rank: int) -> Iterator[tuple[str, str, S
         by_role.setdefault(piece.role, []).append(piece)
     for role, pieces in sorted(by_role.items()):
         groups = pack_files(pieces, MAX_FILE_BYTES)
-        for path, group in zip(FLEX.writer.names(role, rank, len(groups)), groups, strict=True):
+        for path, group in zip(file_names(role, rank, len(groups)), groups, strict=True):
             yield path, role, group
 
 

@@ -22,6 +22,7 @@ import os.path
 import shlex
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,24 +41,21 @@ from paddleformers_fc.formats.checkpoint import (
     CONFIG_NAME,
     CheckList,
     Config,
+    ExportWriter,
+    FileFacts,
+    Format,
     OpenedCheckpoint,
     OutputFile,
     StoredModel,
     config_bytes,
+    grouped_by_size,
     parse_config,
+    tensor_header,
 )
-from paddleformers_fc.formats.huggingface import (
-    HUGGINGFACE,
-    FilesFormat,
-    HuggingFaceWriter,
-    WeightFacts,
-    indexed_files,
-    read_files,
-    weight_index,
-)
+from paddleformers_fc.formats.huggingface import OF_PADDLE, indexed_files, read_config, read_files, weight_index
 from paddleformers_fc.formats.stock_checkpoint import model_description
 from paddleformers_fc.layout.roles import MODEL_STATE
-from paddleformers_fc.layout.shards import ShardsByRole
+from paddleformers_fc.layout.shards import Shard, ShardsByRole
 from paddleformers_fc.mapping import Rule, RuleSet, TensorSpec, Tie
 from paddleformers_fc.storage.export_checksums import CHECKSUMS_NAME, FileChecksums, read_checksums, read_exported
 from paddleformers_fc.storage.files import exists
@@ -201,60 +199,55 @@ def _peft_name(name: str, adapted: Collection[str]) -> str:
     return f"{_PREFIX}{module}{_BASE}{last}" if inside else f"{_PREFIX}{name}"
 
 
-class _AdapterWriter(HuggingFaceWriter):
-    """A writer of adapters, which are small: one file of any size."""
-
-    file: str
-
-    def files(self, checkpoint: OpenedCheckpoint, layout: ShardsByRole, max_file_bytes: int) -> tuple[OutputFile, ...]:
-        """Return the one file."""
-        return super().files(checkpoint, layout, sys.maxsize)
-
-    def names(self, role: str, rank: int, count: int) -> list[str]:
-        """Return the name of the file."""
-        return [self.file]
+def _one_file(name: str, weights: Mapping[str, Shard]) -> tuple[OutputFile, ...]:
+    """Return the file of adapters, which are small: it may have any size."""
+    return tuple(OutputFile(name, MODEL_STATE, group) for group in grouped_by_size(weights, sys.maxsize))
 
 
-class PeftWriter(_AdapterWriter):
-    """The files of adapters for PEFT: the tensors in one file, and their configuration."""
+def _peft_rules(checkpoint: OpenedCheckpoint) -> RuleSet:
+    """Return the rules of PEFT's tensors: the canonical ones, those that layers share once for each layer.
 
-    marks = (ADAPTER_CONFIG_NAME, WEIGHTS_NAME)
-    numbered = ""
-    file = WEIGHTS_NAME
+    Raises:
+        OptionError: the checkpoint contains no adapters.
+    """
+    require_adapters(checkpoint)
+    shared, sources = shared_inputs(checkpoint.rules), checkpoint.rules.mapping().sources
+    adapted = _adapted(name for rule in checkpoint.rules.rules for name in rule.sources)
+    shared |= {name: (name, *copies) for name, copies in _tied_copies(checkpoint.known).items()}
+    targets: dict[str, TensorSpec] = {}
+    rules: list[Rule] = []
+    ties: list[Tie] = []
+    for name, spec in sources.items():
+        owner, *copies = (_peft_name(copy, adapted) for copy in shared.get(name, (name,)))
+        targets |= dict.fromkeys((owner, *copies), spec)
+        rank = len(spec.shape)
+        rules.append(Rule((name,), (owner,), (spec.shape[-1],), rank - 1, tuple(range(rank))))
+        ties.extend(Tie(owner, copy) for copy in copies)
+    return RuleSet(targets, tuple(rules), tuple(ties))
 
-    def rules(self, checkpoint: OpenedCheckpoint) -> RuleSet:
-        """Return the rules of PEFT's tensors: the canonical ones, those that layers share once for each layer.
 
-        Raises:
-            OptionError: the checkpoint contains no adapters.
-        """
-        require_adapters(checkpoint)
-        shared, sources = shared_inputs(checkpoint.rules), checkpoint.rules.mapping().sources
-        adapted = _adapted(name for rule in checkpoint.rules.rules for name in rule.sources)
-        shared |= {name: (name, *copies) for name, copies in _tied_copies(checkpoint.known).items()}
-        targets: dict[str, TensorSpec] = {}
-        rules: list[Rule] = []
-        ties: list[Tie] = []
-        for name, spec in sources.items():
-            owner, *copies = (_peft_name(copy, adapted) for copy in shared.get(name, (name,)))
-            targets |= dict.fromkeys((owner, *copies), spec)
-            rank = len(spec.shape)
-            rules.append(Rule((name,), (owner,), (spec.shape[-1],), rank - 1, tuple(range(rank))))
-            ties.extend(Tie(owner, copy) for copy in copies)
-        return RuleSet(targets, tuple(rules), tuple(ties))
+def _peft_files(checkpoint: OpenedCheckpoint, layout: ShardsByRole, max_file_bytes: int) -> tuple[OutputFile, ...]:
+    """Return the one file, with the copies that PEFT stores."""
+    weights = dict(layout.get(MODEL_STATE, {}))
+    for tie in _peft_rules(checkpoint).ties:
+        weights[tie.alias] = msgspec.structs.replace(weights[tie.owner], name=tie.alias)
+    return _one_file(WEIGHTS_NAME, weights)
 
-    def files(self, checkpoint: OpenedCheckpoint, layout: ShardsByRole, max_file_bytes: int) -> tuple[OutputFile, ...]:
-        """Return the one file, with the copies that PEFT stores."""
-        weights = dict(layout.get(MODEL_STATE, {}))
-        for tie in self.rules(checkpoint).ties:
-            weights[tie.alias] = msgspec.structs.replace(weights[tie.owner], name=tie.alias)
-        return super().files(checkpoint, {MODEL_STATE: weights}, max_file_bytes)
 
-    def documents(self, checkpoint: OpenedCheckpoint, files: Sequence[OutputFile]) -> dict[str, bytes]:
-        """Return the configuration of the adapters."""
-        names = [canonical_name(one.name) for file in files for one in file.tensors]
-        values = _configuration(require_adapters(checkpoint), names, _layers(checkpoint))
-        return {ADAPTER_CONFIG_NAME: config_bytes(values)}
+def _peft_documents(checkpoint: OpenedCheckpoint, files: Sequence[OutputFile]) -> dict[str, bytes]:
+    """Return the configuration of the adapters."""
+    names = [canonical_name(one.name) for file in files for one in file.tensors]
+    values = _configuration(require_adapters(checkpoint), names, _layers(checkpoint))
+    return {ADAPTER_CONFIG_NAME: config_bytes(values)}
+
+
+PEFT_WRITER = ExportWriter(
+    marks=(ADAPTER_CONFIG_NAME, WEIGHTS_NAME),
+    rules=_peft_rules,
+    files=_peft_files,
+    header=partial(tensor_header, {"format": "pt"}),
+    documents=_peft_documents,
+)
 
 
 def require_adapters(checkpoint: OpenedCheckpoint) -> Adapters:
@@ -300,7 +293,7 @@ def config_of_base(checkpoint: OpenedCheckpoint) -> dict[str, Any]:
     if checkpoint.config or checkpoint.format is not PEFT:
         return checkpoint.config
     location, root = require_adapters(checkpoint).base.location, str(checkpoint.catalog.root)
-    found = HUGGINGFACE.read_config(Path(location)) if location and os.path.isdir(location) else {}
+    found = read_config(Path(location)) if location and os.path.isdir(location) else {}
     if not found:
         raise OptionError(
             f"{root} contains adapters in PEFT's format without the {CONFIG_NAME} of their base.",
@@ -385,88 +378,95 @@ def _targets(adapted: set[str], layers: Mapping[str, set[str]]) -> Iterator[str]
         yield from [leaf] if every == modules else sorted(modules)
 
 
-class _AdapterFormat(FilesFormat):
-    """A format of adapters."""
-
-    loadable = False
-    advice = "Start from them: lora_path in the YAML, or load_open_weights(model, directory) of a model with adapters."
-    checks = ("tensors",)
-
-    def verify(self, directory: AnyPath, level: str, checks: CheckList) -> OpenedCheckpoint:
-        """Check the recorded checksums of an export, and the names of the tensors."""
-        if not exists(directory / CHECKSUMS_NAME):
-            checks.not_compared(f"there is no {CHECKSUMS_NAME}, which exports of this package have")
-        with checks.required("tensors"):
-            opened = self.open(directory, level)
-        checks.passed("tensors", f"{count_text(opened.catalog.count, 'tensor')} of adapters")
-        return opened
+def _verify(format: Format, directory: AnyPath, level: str, checks: CheckList) -> OpenedCheckpoint:
+    """Check the recorded checksums of an export, and the names of the tensors."""
+    if not exists(directory / CHECKSUMS_NAME):
+        checks.not_compared(f"there is no {CHECKSUMS_NAME}, which exports of this package have")
+    with checks.required("tensors"):
+        opened = format.open(directory, level)
+    checks.passed("tensors", f"{count_text(opened.catalog.count, 'tensor')} of adapters")
+    return opened
 
 
-class PeftFormat(_AdapterFormat):
-    """Adapters of PEFT."""
+def _is_peft(directory: AnyPath) -> bool:
+    """Return whether there is a configuration of adapters, and no model beside it."""
+    return exists(directory / ADAPTER_CONFIG_NAME)
 
-    name = "peft"
-    title = "adapters (Hugging Face PEFT)"
-    predicate = "holds adapters"
-    canonical = True
-    writer = PeftWriter()
 
-    def recognises(self, directory: AnyPath) -> bool:
-        """Return whether there is a configuration of adapters, and no model beside it."""
-        return exists(directory / ADAPTER_CONFIG_NAME)
+def _open_peft(format: Format, directory: AnyPath, verify: str, config: Config) -> OpenedCheckpoint:
+    """Open adapters in PEFT's format, with their tensors in canonical names.
 
-    def open(self, directory: AnyPath, verify: str = "size", config: Config = None) -> OpenedCheckpoint:
-        """Open adapters in PEFT's format, with their tensors in canonical names.
-
-        Args:
-            directory: with ``adapter_config.json`` and ``adapter_model.safetensors``.
-            verify: how files are compared with ``flex_checksums.json``, as for open weights.
-        Raises:
-            NotACheckpoint: a file is missing.
-            OptionError: a variant of LoRA that PaddleFormers does not have.
-            FormatError, Corrupt: a file is malformed or damaged.
-        """
-        if not exists(directory / WEIGHTS_NAME):
-            raise NotACheckpoint(
-                f"{directory} has {ADAPTER_CONFIG_NAME} and no {WEIGHTS_NAME}.",
-                where=str(directory),
-                next_step="Save the adapters again with PEFT, in safetensors format.",
-            )
-        checksums = read_checksums(directory)
-        read = read_files(directory / WEIGHTS_NAME, {WEIGHTS_NAME: []}, checksums, verify, [ADAPTER_CONFIG_NAME])
-        adapters = _adapters(_read_config(directory, ADAPTER_CONFIG_NAME, checksums), directory)
-        names = read.headers[WEIGHTS_NAME].tensors
-        faults = [name for name in names if not name.startswith(_PREFIX) or _strange(name)]
-        if faults:
-            raise FormatError(
-                f"{count_text(len(faults), 'tensor')} of {WEIGHTS_NAME} are not of LoRA adapters.",
-                where=str(directory / WEIGHTS_NAME),
-                evidence=faults[:8],
-                next_step="Name adapters of peft_type LORA, without magnitudes, embeddings or biases of their own.",
-            )
-        shards = (
-            (msgspec.structs.replace(shard, name=canonical_name(shard.name)), file, begin, width)
-            for shard, file, begin, width in read.shards({WEIGHTS_NAME: names})
+    Args:
+        format: :data:`PEFT`.
+        directory: with ``adapter_config.json`` and ``adapter_model.safetensors``.
+        verify: how files are compared with ``flex_checksums.json``, as for open weights.
+        config: not used.
+    Raises:
+        NotACheckpoint: a file is missing.
+        OptionError: a variant of LoRA that PaddleFormers does not have.
+        FormatError, Corrupt: a file is malformed or damaged.
+    """
+    if not exists(directory / WEIGHTS_NAME):
+        raise NotACheckpoint(
+            f"{directory} has {ADAPTER_CONFIG_NAME} and no {WEIGHTS_NAME}.",
+            where=str(directory),
+            next_step="Save the adapters again with PEFT, in safetensors format.",
         )
-        opened = read.opened(self, shards, self.read_config(directory), WeightFacts(checksums, adapters=adapters))
-        faults = [*opened.catalog.faults(), *_unpaired(opened.catalog.roles[MODEL_STATE])]
-        if faults or not names:
-            raise Corrupt(
-                f"{WEIGHTS_NAME} does not contain adapters that are whole.",
-                where=str(directory / WEIGHTS_NAME),
-                evidence=fold(faults) or ["it contains no tensor"],
-                next_step="Save the adapters again with PEFT.",
-            )
-        return opened
+    checksums = read_checksums(directory)
+    read = read_files(directory / WEIGHTS_NAME, {WEIGHTS_NAME: []}, checksums, verify, [ADAPTER_CONFIG_NAME])
+    adapters = _adapters(_read_config(directory, ADAPTER_CONFIG_NAME, checksums), directory)
+    names = read.headers[WEIGHTS_NAME].tensors
+    faults = [name for name in names if not name.startswith(_PREFIX) or _strange(name)]
+    if faults:
+        raise FormatError(
+            f"{count_text(len(faults), 'tensor')} of {WEIGHTS_NAME} are not of LoRA adapters.",
+            where=str(directory / WEIGHTS_NAME),
+            evidence=faults[:8],
+            next_step="Name adapters of peft_type LORA, without magnitudes, embeddings or biases of their own.",
+        )
+    shards = (
+        (msgspec.structs.replace(shard, name=canonical_name(shard.name)), file, begin, width)
+        for shard, file, begin, width in read.shards({WEIGHTS_NAME: names})
+    )
+    opened = read.opened(format, shards, read_config(directory), FileFacts(checksums, adapters=adapters))
+    faults = [*opened.catalog.faults(), *_unpaired(opened.catalog.roles[MODEL_STATE])]
+    if faults or not names:
+        raise Corrupt(
+            f"{WEIGHTS_NAME} does not contain adapters that are whole.",
+            where=str(directory / WEIGHTS_NAME),
+            evidence=fold(faults) or ["it contains no tensor"],
+            next_step="Save the adapters again with PEFT.",
+        )
+    return opened
 
-    def describe(self, checkpoint: OpenedCheckpoint) -> StoredModel:
-        """Return the model by its configuration and its adapters alone: stored names are canonical."""
-        model = ModelDescription(checkpoint.config, adapters=checkpoint.facts.adapters)
-        return StoredModel(RuleSet({}, ()), model)
 
-    def built_model(self, checkpoint: OpenedCheckpoint) -> StoredModel:
-        """Return the stored tensors as those of a model with adapters."""
-        return built_model(checkpoint, require_adapters(checkpoint))
+def _describe_peft(checkpoint: OpenedCheckpoint) -> StoredModel:
+    """Return the model by its configuration and its adapters alone: stored names are canonical."""
+    model = ModelDescription(checkpoint.config, adapters=checkpoint.facts.adapters)
+    return StoredModel(RuleSet({}, ()), model)
+
+
+def _build_peft(checkpoint: OpenedCheckpoint) -> StoredModel:
+    """Return the stored tensors as those of a model with adapters."""
+    return built_model(checkpoint, require_adapters(checkpoint))
+
+
+_ADVICE = "Start from them: lora_path in the YAML, or load_open_weights(model, directory) of a model with adapters."
+
+PEFT = Format(
+    name="peft",
+    title="adapters (Hugging Face PEFT)",
+    predicate="holds adapters",
+    advice=_ADVICE,
+    checks=("tensors",),
+    recognises=_is_peft,
+    opener=_open_peft,
+    verifier=_verify,
+    describe=_describe_peft,
+    build=_build_peft,
+    canonical=True,
+    loadable=False,
+)
 
 
 def _adapters_of_lora(values: Mapping[str, Any], directory: AnyPath) -> tuple[Adapters, int]:
@@ -511,94 +511,104 @@ def _bound(model: ModelDescription, specs: Mapping[str, TensorSpec], degree: int
     return completed(family, model, under)
 
 
-class PaddleFormersLoraWriter(_AdapterWriter):
-    """The files of adapters for PaddleFormers: one file with its index, and the configuration."""
+def _lora_rules(checkpoint: OpenedCheckpoint) -> RuleSet:
+    """Return the rules of the model on one rank.
 
-    marks = (LORA_INDEX_NAME, LORA_CONFIG_NAME)
-    numbered = r"peft_model-.*\.safetensors"
-    framework = "np"
-    file = "peft_model-00001-of-00001.safetensors"
-
-    def rules(self, checkpoint: OpenedCheckpoint) -> RuleSet:
-        """Return the rules of the model on one rank.
-
-        Raises:
-            OptionError: the checkpoint contains no adapters.
-        """
-        require_adapters(checkpoint)
-        return _bound(checkpoint.known, checkpoint.rules.targets, 1)[1]
-
-    def documents(self, checkpoint: OpenedCheckpoint, files: Sequence[OutputFile]) -> dict[str, bytes]:
-        """Return the index and the configuration."""
-        adapters = require_adapters(checkpoint)
-        config = {
-            "r": adapters.r,
-            "lora_alpha": _number(adapters.alpha),
-            "scaling": adapters.scaling,
-            "rslora": adapters.rslora,
-            "target_modules": list(adapters.target_modules),
-            "trainable_modules": list(adapters.trainable_modules) or None,
-            "trainable_bias": adapters.trainable_bias,
-            "lora_dropout": adapters.dropout,
-            "lora_plus_scale": adapters.plus_scale,
-            "tensor_model_parallel_size": 1,
-            "base_model_name_or_path": adapters.base.location or None,
-        }
-        return {LORA_INDEX_NAME: config_bytes(weight_index(files)), LORA_CONFIG_NAME: config_bytes(config)}
+    Raises:
+        OptionError: the checkpoint contains no adapters.
+    """
+    require_adapters(checkpoint)
+    return _bound(checkpoint.known, checkpoint.rules.targets, 1)[1]
 
 
-class PaddleFormersLoraFormat(_AdapterFormat):
-    """Adapters of PaddleFormers."""
+def _lora_files(checkpoint: OpenedCheckpoint, layout: ShardsByRole, max_file_bytes: int) -> tuple[OutputFile, ...]:
+    return _one_file("peft_model-00001-of-00001.safetensors", layout.get(MODEL_STATE, {}))
 
-    name = "paddleformers-lora"
-    title = "adapters (PaddleFormers)"
-    predicate = "holds adapters of PaddleFormers"
-    canonical = False
-    writer = PaddleFormersLoraWriter()
 
-    def recognises(self, directory: AnyPath) -> bool:
-        """Return whether there is an index of adapters and their configuration."""
-        return exists(directory / LORA_INDEX_NAME) and exists(directory / LORA_CONFIG_NAME)
+def _lora_documents(checkpoint: OpenedCheckpoint, files: Sequence[OutputFile]) -> dict[str, bytes]:
+    """Return the index and the configuration."""
+    adapters = require_adapters(checkpoint)
+    config = {
+        "r": adapters.r,
+        "lora_alpha": _number(adapters.alpha),
+        "scaling": adapters.scaling,
+        "rslora": adapters.rslora,
+        "target_modules": list(adapters.target_modules),
+        "trainable_modules": list(adapters.trainable_modules) or None,
+        "trainable_bias": adapters.trainable_bias,
+        "lora_dropout": adapters.dropout,
+        "lora_plus_scale": adapters.plus_scale,
+        "tensor_model_parallel_size": 1,
+        "base_model_name_or_path": adapters.base.location or None,
+    }
+    return {LORA_INDEX_NAME: config_bytes(weight_index(files)), LORA_CONFIG_NAME: config_bytes(config)}
 
-    def open(self, directory: AnyPath, verify: str = "size", config: Config = None) -> OpenedCheckpoint:
-        """Open adapters that PaddleFormers or an export wrote.
 
-        Args:
-            directory: with ``lora_config.json``, the index, and the ``config.json`` of the model.
-            verify: how files are compared with ``flex_checksums.json``, as for open weights.
-        Raises:
-            OptionError: adapters that cannot be read, such as those of LoRA-GA.
-            FormatError, Corrupt: a file is missing, malformed or damaged.
-        """
-        checksums = read_checksums(directory)
-        index = directory / LORA_INDEX_NAME
-        files = indexed_files(index, checksums)
-        if not files:
-            raise FormatError("The index lists no tensors.", where=str(index), next_step="Save the adapters again.")
-        read = read_files(index, files, checksums, verify, [LORA_INDEX_NAME, LORA_CONFIG_NAME])
-        adapters, degree = _adapters_of_lora(_read_config(directory, LORA_CONFIG_NAME, checksums), directory)
-        shards = read.shards({name: header.tensors for name, header in read.headers.items()})
-        facts = WeightFacts(checksums, adapters=adapters, degree=degree)
-        return read.opened(self, shards, self.read_config(directory), facts)
+PADDLEFORMERS_LORA_WRITER = ExportWriter(
+    marks=(LORA_INDEX_NAME, LORA_CONFIG_NAME),
+    rules=_lora_rules,
+    files=_lora_files,
+    header=partial(tensor_header, {"format": OF_PADDLE[0]}),
+    documents=_lora_documents,
+    numbered=r"peft_model-.*\.safetensors",
+)
 
-    def describe(self, checkpoint: OpenedCheckpoint) -> StoredModel:
-        """Return the rules that place the stored tensors in the model of the configuration."""
-        catalog, facts = checkpoint.catalog, checkpoint.facts
-        specs = {name: TensorSpec(one.shape, one.dtype) for name, one in catalog.roles[MODEL_STATE].items()}
-        model = structs.replace(
-            model_description(catalog.root, checkpoint.config), adapters=facts.adapters, partial=False
+
+def _is_lora(directory: AnyPath) -> bool:
+    """Return whether there is an index of adapters and their configuration."""
+    return exists(directory / LORA_INDEX_NAME) and exists(directory / LORA_CONFIG_NAME)
+
+
+def _open_lora(format: Format, directory: AnyPath, verify: str, config: Config) -> OpenedCheckpoint:
+    """Open adapters that PaddleFormers or an export wrote.
+
+    Args:
+        format: :data:`PADDLEFORMERS_LORA`.
+        directory: with ``lora_config.json``, the index, and the ``config.json`` of the model.
+        verify: how files are compared with ``flex_checksums.json``, as for open weights.
+        config: not used.
+    Raises:
+        OptionError: adapters that cannot be read, such as those of LoRA-GA.
+        FormatError, Corrupt: a file is missing, malformed or damaged.
+    """
+    checksums = read_checksums(directory)
+    index = directory / LORA_INDEX_NAME
+    files = indexed_files(index, checksums)
+    if not files:
+        raise FormatError("The index lists no tensors.", where=str(index), next_step="Save the adapters again.")
+    read = read_files(index, files, checksums, verify, [LORA_INDEX_NAME, LORA_CONFIG_NAME])
+    adapters, degree = _adapters_of_lora(_read_config(directory, LORA_CONFIG_NAME, checksums), directory)
+    shards = read.shards({name: header.tensors for name, header in read.headers.items()})
+    return read.opened(format, shards, read_config(directory), FileFacts(checksums, adapters=adapters, degree=degree))
+
+
+def _describe_lora(checkpoint: OpenedCheckpoint) -> StoredModel:
+    """Return the rules that place the stored tensors in the model of the configuration."""
+    catalog, facts = checkpoint.catalog, checkpoint.facts
+    specs = {name: TensorSpec(one.shape, one.dtype) for name, one in catalog.roles[MODEL_STATE].items()}
+    model = model_description(catalog.root, checkpoint.config)
+    model = structs.replace(model, adapters=facts.adapters, partial=False)
+    model, rules = _bound(model, specs, facts.degree)
+    faults = [*_unpaired(specs), *_of_other_shapes(model, specs)]
+    if faults:
+        raise Corrupt(
+            f"{catalog.root} does not contain adapters that are whole, of {LORA_CONFIG_NAME} and {CONFIG_NAME}.",
+            where=str(catalog.root),
+            evidence=fold(faults),
+            next_step="Save the adapters again.",
         )
-        model, rules = _bound(model, specs, facts.degree)
-        faults = [*_unpaired(specs), *_of_other_shapes(model, specs)]
-        if faults:
-            raise Corrupt(
-                f"{catalog.root} does not contain adapters that are whole, of {LORA_CONFIG_NAME} and {CONFIG_NAME}.",
-                where=str(catalog.root),
-                evidence=fold(faults),
-                next_step="Save the adapters again.",
-            )
-        return StoredModel(rules, model)
+    return StoredModel(rules, model)
 
 
-PEFT = PeftFormat()
-PADDLEFORMERS_LORA = PaddleFormersLoraFormat()
+PADDLEFORMERS_LORA = Format(
+    name="paddleformers-lora",
+    title="adapters (PaddleFormers)",
+    predicate="holds adapters of PaddleFormers",
+    advice=_ADVICE,
+    checks=("tensors",),
+    recognises=_is_lora,
+    opener=_open_lora,
+    verifier=_verify,
+    describe=_describe_lora,
+    loadable=False,
+)

@@ -1,8 +1,8 @@
-"""An opened checkpoint of any format, and the protocols of a format and of its writer.
+"""An opened checkpoint of any format, and the records of a format and of its writer.
 
-All differences of formats are data of an :class:`OpenedCheckpoint` or members of its :class:`Format`. Load, export,
-digest, diff, verify, inspect and plan therefore have no branch per format. A format is one module with a class that
-follows the protocol, and one line in :mod:`paddleformers_fc.formats.registry`.
+All differences of formats are data: fields of an :class:`OpenedCheckpoint`, and the functions of a :class:`Format`.
+Load, export, digest, diff, verify, inspect and plan therefore have no branch per format. A format is one module with a
+record, and one line in :mod:`paddleformers_fc.formats.registry`.
 
 The checks of one verification, with their results.
 
@@ -18,11 +18,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from pathlib import Path
-from typing import Any, Protocol
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from msgspec import structs
@@ -38,15 +38,18 @@ from paddleformers_fc.errors import (
     OptionError,
 )
 from paddleformers_fc.families import ModelDescription, is_known
+from paddleformers_fc.families.description import Adapters
 from paddleformers_fc.families.stated import family_name
-from paddleformers_fc.formats.catalog import Catalog
+from paddleformers_fc.formats.catalog import Catalog, StoredFragment
 from paddleformers_fc.layout.roles import EMA_STATE, MODEL_STATE, ROLES
 from paddleformers_fc.layout.shards import Shard, ShardsByRole, shard_bytes
 from paddleformers_fc.mapping import RuleSet
+from paddleformers_fc.mapping.boxes import Shape
 from paddleformers_fc.storage.checksum import INDEX_NAME, FileChecksum
-from paddleformers_fc.storage.dtypes import ScaledFile, dtype_size
-from paddleformers_fc.storage.export_checksums import CHECKSUMS_NAME, encode_checksums
-from paddleformers_fc.storage.json_io import parse_json, read_recorded
+from paddleformers_fc.storage.dtypes import ScaledFile, to_safetensors
+from paddleformers_fc.storage.export_checksums import CHECKSUMS_NAME, FileChecksums, encode_checksums, read_exported
+from paddleformers_fc.storage.files import is_file, list_directory
+from paddleformers_fc.storage.json_io import MAX_DOCUMENT_BYTES, parse_json, read_recorded
 from paddleformers_fc.storage.manifest import (
     MANIFEST_NAME,
     RESTORE,
@@ -56,9 +59,12 @@ from paddleformers_fc.storage.manifest import (
     read_listed,
 )
 from paddleformers_fc.storage.paths import AnyPath
-from paddleformers_fc.storage.safetensors import FileLayout
+from paddleformers_fc.storage.safetensors import FileLayout, layout_file
 from paddleformers_fc.storage.state_json import decode_object
-from paddleformers_fc.text import fold, natural
+from paddleformers_fc.text import count_text, fold, natural
+
+if TYPE_CHECKING:
+    from paddleformers_fc.formats.stock_run import Powers
 
 DEPTH_TEXT = {"size": "all there and of their sizes", "full": "every byte as it was written"}
 """The result of a passed check of files, by level."""
@@ -142,6 +148,13 @@ RUN_ARGUMENTS = "training_args.json"
 """The training arguments beside an export. They depend on the layout of the run, so they have no checksum."""
 MAPPING_NAME = "mapping.json"
 _RESTORE_CONFIG = "Restore the file: save or download it again."
+_DESCRIBING = frozenset({".json", ".txt", ".model", ".jinja", ".tiktoken", ".bpe", ".spm", ".vocab"})
+"""The endings of files that describe a model or its tokenizer."""
+_OF_A_FORMAT = re.compile(
+    r".*\.index\.json|training_args\.json|trainer_state\.json|model_meta\.json|flex_checksums\.json|all_results\.json"
+    r"|train_results\.json|eval_results\.json|optimizer\..*|scheduler\..*|adapter_config\.json|lora_config\.json"
+)
+"""Names of documents of a run, of a format or of adapters, among files with these endings."""
 
 REFUSE, LAST = "refuse", "last"
 TIED_WAYS = (REFUSE, "first", LAST)
@@ -180,58 +193,56 @@ class OutputFile(msgspec.Struct, frozen=True):
     tensors: tuple[Shard, ...]
 
 
-class ExportWriter(Protocol):
+def export_checksums(
+    checkpoint: OpenedCheckpoint, files: Sequence[OutputFile], written: Sequence[FileChecksum]
+) -> dict[str, bytes]:
+    """Return the document that records the checksums of all other files, as :attr:`ExportWriter.seal`."""
+    return {CHECKSUMS_NAME: encode_checksums([one for one in written if one.path != RUN_ARGUMENTS])}
+
+
+def tensor_header(metadata: dict[str, str], path: Path, shards: Sequence[Shard]) -> FileLayout:
+    """Return the header of a safetensors file.
+
+    Args:
+        metadata: of the file.
+        path: the file, for errors.
+        shards: its tensors, in the order of the file.
+    """
+    entries = [
+        (one.name, to_safetensors(one.dtype), one.box.shape if one.flat is None else (one.size,)) for one in shards
+    ]
+    return layout_file(path, entries, metadata)
+
+
+class ExportWriter(msgspec.Struct, frozen=True):
     """The names and headers of the files of a format: the target of an export.
 
     Reading, hashing, writing and commit are in ``execute``.
 
-    Attributes:
+    Args:
         marks: the files of which one makes a directory a checkpoint of this format; they are written last.
+        rules: returns the rules of the tensors that this format contains; None for canonical tensors.
+        files: divides the tensors that this format contains into files, for a checkpoint, all of its tensors, each
+            whole, and a bound on the tensors of one file in bytes; a larger tensor has a file of its own. Tensors of
+            other formats' roles are omitted.
+        header: returns the header of a file, for its path and its tensors in the order of the file.
+        documents: returns the files beside those with tensors, such as an index, by path relative to the directory.
+        seal: returns the documents that record the checksums of all other files, by name, in the order of writing, for
+            the files with tensors and all checksums.
         alone: whether such a directory contains nothing else, so that no file in it is replaced.
         numbered: a pattern for the names of files that an export replaces besides the marks.
     """
 
     marks: tuple[str, ...]
+    rules: Callable[[OpenedCheckpoint], RuleSet | None]
+    files: Callable[[OpenedCheckpoint, ShardsByRole, int], tuple[OutputFile, ...]]
+    header: Callable[[Path, Sequence[Shard]], FileLayout]
+    documents: Callable[[OpenedCheckpoint, Sequence[OutputFile]], dict[str, bytes]]
+    seal: Callable[[OpenedCheckpoint, Sequence[OutputFile], Sequence[FileChecksum]], dict[str, bytes]] = (
+        export_checksums
+    )
     alone: bool = False
     numbered: str = ""
-
-    def names(self, role: str, rank: int, count: int) -> list[str]:
-        """Return the paths of the files that one rank writes of a role, relative to the directory."""
-
-    def header(self, path: Path, shards: Sequence[Shard]) -> FileLayout:
-        """Return the header of a file.
-
-        Args:
-            path: the file, for errors.
-            shards: its tensors, in the order of the file.
-        """
-
-    def rules(self, checkpoint: OpenedCheckpoint) -> RuleSet | None:
-        """Return the rules of the tensors that this format contains; None for canonical tensors."""
-
-    def files(self, checkpoint: OpenedCheckpoint, layout: ShardsByRole, max_file_bytes: int) -> tuple[OutputFile, ...]:
-        """Divide the tensors that this format contains into files.
-
-        Args:
-            checkpoint: the checkpoint to export.
-            layout: every tensor of the checkpoint, whole; tensors of other formats' roles are omitted.
-            max_file_bytes: bound on the tensors of one file, in bytes; a larger tensor has a file of its own.
-        """
-
-    def documents(self, checkpoint: OpenedCheckpoint, files: Sequence[OutputFile]) -> dict[str, bytes]:
-        """Return the files beside those with tensors, such as an index, by path relative to the directory."""
-
-    def seal(
-        self, checkpoint: OpenedCheckpoint, files: Sequence[OutputFile], written: Sequence[FileChecksum]
-    ) -> dict[str, bytes]:
-        """Return the documents that record the checksums of all other files, by name, in the order of writing.
-
-        Args:
-            checkpoint: the checkpoint to export.
-            files: the files with tensors.
-            written: the checksums of the files.
-        """
-        return {CHECKSUMS_NAME: encode_checksums([one for one in written if one.path != RUN_ARGUMENTS])}
 
     def owns(self, path: str) -> bool:
         """Return whether an export replaces a file of an older one."""
@@ -239,33 +250,40 @@ class ExportWriter(Protocol):
         return known and not self.alone
 
 
-class Format(Protocol):
+class Format(msgspec.Struct, frozen=True):
     """A format of checkpoints.
 
-    Attributes:
+    Args:
         name: in JSON output.
         title: in text, as the kind of a directory.
         predicate: in errors, behind the path of a directory.
+        advice: how to use such a checkpoint where a flex checkpoint is required.
+        checks: the names of the checks that ``verify`` makes, in order.
+        recognises: returns whether a directory or URL is of this format, by the names of its files alone.
+        opener: the function of :meth:`open`.
+        verifier: the function of :meth:`verify`.
+        describe: returns the model whose tensors are stored, if opening does not find it.
+        build: returns the model whose tensors a conversion writes, if it is not the stored one.
+        last_copies: returns the catalog with the copies of the last rank that stored them, if several can.
         roles: the roles that a checkpoint of this format can contain.
         canonical: whether stored names are canonical names, so that there is no mapping.
         loadable: whether a live model can be filled from it.
-        advice: how to use such a checkpoint where a flex checkpoint is required.
-        checks: the names of the checks that ``verify`` makes, in order.
-        writer: how its files are written; None if this package only reads the format.
     """
 
     name: str
     title: str
     predicate: str
-    roles: tuple[str, ...]
-    canonical: bool
-    loadable: bool
     advice: str
     checks: tuple[str, ...]
-    writer: ExportWriter | None
-
-    def recognises(self, directory: AnyPath) -> bool:
-        """Return whether a directory or URL is of this format, by the names of its files alone."""
+    recognises: Callable[[AnyPath], bool]
+    opener: Callable[[Format, AnyPath, str, Config], OpenedCheckpoint]
+    verifier: Callable[[Format, AnyPath, str, CheckList], OpenedCheckpoint]
+    describe: Callable[[OpenedCheckpoint], StoredModel] | None = None
+    build: Callable[[OpenedCheckpoint], StoredModel] | None = None
+    last_copies: Callable[[OpenedCheckpoint], Catalog] | None = None
+    roles: tuple[str, ...] = (MODEL_STATE,)
+    canonical: bool = False
+    loadable: bool = True
 
     def open(self, directory: AnyPath, verify: str = "size", config: Config = None) -> OpenedCheckpoint:
         """Open a checkpoint of this format.
@@ -277,9 +295,7 @@ class Format(Protocol):
         Raises:
             CheckpointError: it is damaged or malformed.
         """
-
-    def read_config(self, directory: AnyPath) -> dict[str, Any]:
-        """Return the model's configuration without opening the checkpoint; empty if there is none."""
+        return self.opener(self, directory, verify, config)
 
     def verify(self, directory: AnyPath, level: str, checks: CheckList) -> OpenedCheckpoint:
         """Check files and tensors by everything that the format records, and return the opened checkpoint.
@@ -291,70 +307,37 @@ class Format(Protocol):
         Raises:
             FlexError: a check that fails and that the following ones require; ``checks`` has all faults.
         """
+        return self.verifier(self, directory, level, checks)
 
-    def shards(self, checkpoint: OpenedCheckpoint, role: str, names: Collection[str]) -> Iterator[StoredShard]:
-        """Yield the shards of some tensors as they were written, by default their boxes in the catalog."""
-        for name in sorted(names):
-            tensor = checkpoint.catalog.roles[role][name]
-            width = dtype_size(tensor.form.held_dtype)
-            for part in tensor.fragments:
-                yield Shard(name, tensor.dtype, tensor.shape, part.box), part.file, part.begin, width
 
-    def describe(self, checkpoint: OpenedCheckpoint) -> StoredModel:
-        """Return the model whose tensors are stored.
+class FileFacts(msgspec.Struct, frozen=True):
+    """What opening files without a manifest found beside their tensors.
 
-        Raises:
-            FlexError: the checkpoint contains none, or its family does not declare a stored tensor.
-        """
-        raise not_a_flex_checkpoint(self, checkpoint.catalog.root)
+    Args:
+        checksums: of the files; None if none are recorded.
+        native: files that PaddleFormers may have written in its own orientation, by their metadata.
+        rewritten: whether ``config.json`` declares a quantization, without which the weights are read.
+        adapters: the configuration of adapters in the files.
+        degree: the degree of tensor parallelism that saved adapters.
+        run: the directory, if it contains the state of a Trainer.
+        powers: those of Adam's betas, in optimizer states.
+        cuts: into how many shards the axes of every weight are cut.
+        copies: tensors that several ranks stored: the name, both boxes, and the bytes per element.
+    """
 
-    def built_model(self, checkpoint: OpenedCheckpoint) -> StoredModel:
-        """Return the model whose tensors a conversion writes: the stored one, or that of canonical tensors."""
-        return StoredModel(checkpoint.rules, checkpoint.known)
+    checksums: FileChecksums | None = None
+    native: tuple[str, ...] = ()
+    rewritten: bool = False
+    adapters: Adapters | None = None
+    degree: int = 1
+    run: Path | None = None
+    powers: Powers = msgspec.field(default_factory=dict)
+    cuts: Mapping[str, Shape] = msgspec.field(default_factory=dict)
+    copies: Sequence[tuple[str, StoredFragment, StoredFragment, int]] = ()
 
-    def documents(self, checkpoint: OpenedCheckpoint) -> Collection[str]:
-        """Return the documents without a recorded checksum, by their path in a flex checkpoint."""
-        return ()
 
-    def read_document(self, checkpoint: OpenedCheckpoint, name: str) -> bytes:
-        """Return the bytes of one of :meth:`documents`.
-
-        Raises:
-            CheckpointError: it is damaged or malformed.
-        """
-        raise not_recorded(checkpoint.catalog.root, name)
-
-    def has_run(self, checkpoint: OpenedCheckpoint) -> bool:
-        """Return whether a checkpoint without a manifest has the state of a run."""
-        return False
-
-    def read_run(self, checkpoint: OpenedCheckpoint) -> Manifest:
-        """Return the record of the run that saved a checkpoint without a manifest.
-
-        Raises:
-            NotACheckpoint: there is none, so that no run can resume from the checkpoint.
-            CheckpointError: the files of the Trainer are damaged or contradict each other.
-        """
-        raise not_a_flex_checkpoint(self, checkpoint.catalog.root)
-
-    def check_states(self, checkpoint: OpenedCheckpoint) -> None:
-        """Refuse numbers of optimizer states that no step makes, in formats without checksums.
-
-        It is called before optimizer states are loaded or converted; weights are usable without them.
-        """
-        return None
-
-    def compare_copies(self, checkpoint: OpenedCheckpoint) -> int:
-        """Compare the copies of tensors that several ranks stored, and return their number.
-
-        Raises:
-            Diverged: copies differ.
-        """
-        return 0
-
-    def last_copies(self, checkpoint: OpenedCheckpoint) -> Catalog:
-        """Return the catalog with the copies of the last rank that stored them."""
-        return checkpoint.catalog
+NO_FILES = FileFacts()
+"""The facts of a checkpoint with a manifest, or of live tensors."""
 
 
 class OpenedCheckpoint(msgspec.Struct, frozen=True, dict=True):
@@ -365,7 +348,7 @@ class OpenedCheckpoint(msgspec.Struct, frozen=True, dict=True):
         catalog: the stored tensors, in stored names.
         config: the model's configuration, as in ``config.json``; empty if there is none.
         model: the model whose tensors are stored, with its rules; None if the format has to find it.
-        facts: what opening found, for the methods of the format.
+        facts: what opening files without a manifest found.
         recorded: the recorded checksums of its files by path; those of the opened weight files for an export.
         commit_record: the manifest, with the training progress; None for formats without one.
         unread: whether the reader still has to compare the checksums of the bytes that it reads.
@@ -379,7 +362,7 @@ class OpenedCheckpoint(msgspec.Struct, frozen=True, dict=True):
     catalog: Catalog
     config: dict[str, Any]
     model: StoredModel | None = None
-    facts: Any = None
+    facts: FileFacts = NO_FILES
     recorded: Mapping[str, FileChecksum] = msgspec.field(default_factory=dict)
     commit_record: Manifest | None = None
     unread: bool = False
@@ -389,21 +372,45 @@ class OpenedCheckpoint(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def manifest(self) -> Manifest:
-        """The commit record, or its equivalent from the files of a Trainer. Raises as :meth:`Format.read_run`."""
-        return self.format.read_run(self) if self.commit_record is None else self.commit_record
+        """The commit record, or its equivalent from the files of a Trainer.
+
+        Raises:
+            NotACheckpoint: there is none, so that no run can resume from the checkpoint.
+            CheckpointError: the files of the Trainer are damaged or contradict each other.
+        """
+        if self.commit_record is not None:
+            return self.commit_record
+        if self.facts.run is None:
+            raise not_a_flex_checkpoint(self.format, self.catalog.root)
+        from paddleformers_fc.formats.stock_run import read_run
+
+        return read_run(self.facts.run, self.facts.powers)
 
     @property
     def has_run(self) -> bool:
         """Return whether it contains the state of a run beside tensors, so that :attr:`manifest` exists."""
-        return self.commit_record is not None or self.format.has_run(self)
+        return self.commit_record is not None or self.facts.run is not None
 
     @cached_property
     def _stored_model(self) -> StoredModel:
-        return self.format.describe(self) if self.model is None else self.model
+        if self.model is not None:
+            return self.model
+        if self.format.describe is None:
+            raise not_a_flex_checkpoint(self.format, self.catalog.root)
+        return self.format.describe(self)
+
+    @cached_property
+    def built(self) -> StoredModel:
+        """The model whose tensors a conversion writes: the stored one, or that of canonical tensors."""
+        return self._stored_model if self.format.build is None else self.format.build(self)
 
     @property
     def rules(self) -> RuleSet:
-        """The rules between canonical tensors and the stored ones. Raises as :meth:`Format.describe`."""
+        """The rules between canonical tensors and the stored ones.
+
+        Raises:
+            FlexError: the checkpoint contains none, or its family does not declare a stored tensor.
+        """
         return self._stored_model.rules
 
     @property
@@ -447,7 +454,7 @@ class OpenedCheckpoint(msgspec.Struct, frozen=True, dict=True):
             return read_listed(self.catalog.root, self.commit_record, name, most)
         recorded = self.recorded.get(name)
         if recorded is None and name in self.unrecorded:
-            return self.format.read_document(self, name)
+            return self._read_unrecorded(name)
         if recorded is None and name == CONFIG_NAME and self.config:
             return config_bytes(self.config)
         if recorded is None:
@@ -466,8 +473,25 @@ class OpenedCheckpoint(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def unrecorded(self) -> frozenset[str]:
-        """The documents without a recorded checksum."""
-        return frozenset(self.format.documents(self))
+        """The documents without a recorded checksum, by their path in a flex checkpoint."""
+        if self.facts is NO_FILES:
+            return frozenset()
+        found = model_documents(self.catalog.root)
+        if self.facts.run is not None:
+            from paddleformers_fc.formats.stock_run import run_documents
+
+            found += run_documents(self.facts.run, self.catalog.roles)
+        return frozenset(found)
+
+    def _read_unrecorded(self, name: str) -> bytes:
+        """Return one of :attr:`unrecorded`; a configuration for the weights as they are read."""
+        if self.facts.run is not None and name.startswith(f"{TRAINER_DIRECTORY}/"):
+            from paddleformers_fc.formats.stock_run import read_run_document
+
+            return read_run_document(self.facts.run, name)
+        if name == CONFIG_NAME and self.facts.rewritten:
+            return (json.dumps(self.config, indent=2) + "\n").encode()
+        return read_exported(self.catalog.root, self.facts.checksums, name, MAX_DOCUMENT_BYTES)
 
     @property
     def documents(self) -> frozenset[str]:
@@ -475,12 +499,15 @@ class OpenedCheckpoint(msgspec.Struct, frozen=True, dict=True):
         given = [CONFIG_NAME] if self.config else []
         return self.unrecorded.union(self.recorded, given)
 
-    def check_copies(self) -> int:
-        """Compare the copies of tensors that several ranks stored, unless one is chosen; return their number.
+    def check_states(self) -> None:
+        """Refuse powers of Adam's betas that no step makes, in formats without checksums.
 
-        One rank calls it before tensors are loaded or converted.
+        It is called before optimizer states are loaded or converted; weights are usable without them.
         """
-        return self.format.compare_copies(self) if self.tied == REFUSE else 0
+        if self.facts.powers:
+            from paddleformers_fc.formats.stock_run import refuse_invalid_powers
+
+            refuse_invalid_powers(self.catalog.root, self.facts.powers)
 
     @property
     def preferred(self) -> dict[str, tuple[str, ...]]:
@@ -506,8 +533,15 @@ def with_tied(checkpoint: OpenedCheckpoint, tied: str) -> OpenedCheckpoint:
         checkpoint: an opened checkpoint.
         tied: one of :data:`TIED_WAYS`.
     """
-    catalog = checkpoint.format.last_copies(checkpoint) if tied == LAST else checkpoint.catalog
+    last_copies = checkpoint.format.last_copies if tied == LAST else None
+    catalog = checkpoint.catalog if last_copies is None else last_copies(checkpoint)
     return structs.replace(checkpoint, tied=tied, catalog=catalog)
+
+
+def model_documents(directory: AnyPath) -> list[str]:
+    """Return the names of the documents of a directory that describe its model and its tokenizer."""
+    names = sorted(path.name for path in list_directory(directory) if is_file(path))
+    return [name for name in names if PurePosixPath(name).suffix in _DESCRIBING and not _OF_A_FORMAT.fullmatch(name)]
 
 
 def config_bytes(config: Mapping[str, Any]) -> bytes:
@@ -574,6 +608,21 @@ def not_a_flex_checkpoint(format: Format, directory: AnyPath, next_step: str = "
         evidence=[f"{MANIFEST_NAME} is not there"],
         next_step=next_step or format.advice,
     )
+
+
+def refuse_faults(directory: AnyPath, faults: Sequence[str], next_step: str) -> None:
+    """Refuse a checkpoint of which tensors are not stored whole and once.
+
+    Raises:
+        Corrupt: there are faults; all of them.
+    """
+    if faults:
+        raise Corrupt(
+            f"The checkpoint does not contain all of its model, whole and once: {count_text(len(faults), 'fault')}.",
+            where=str(directory),
+            evidence=fold(faults),
+            next_step=next_step,
+        )
 
 
 def parse_config(raw: bytes, path: AnyPath, next_step: str = _RESTORE_CONFIG) -> dict[str, Any]:

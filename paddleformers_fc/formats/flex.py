@@ -7,13 +7,12 @@ read it. A directory without a manifest is not a checkpoint and is refused befor
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from pathlib import Path
+from functools import partial
 from typing import Any, cast
 
 import msgspec
 
 from paddleformers_fc import __version__
-from paddleformers_fc.errors import Corrupt
 from paddleformers_fc.families.stated import decode_mapping, encode_mapping, family_name
 from paddleformers_fc.formats.catalog import Catalog
 from paddleformers_fc.formats.checkpoint import (
@@ -27,17 +26,17 @@ from paddleformers_fc.formats.checkpoint import (
     OpenedCheckpoint,
     OutputFile,
     StoredModel,
-    StoredShard,
     compare_run,
     grouped_by_size,
     parse_config,
+    refuse_faults,
+    tensor_header,
 )
 from paddleformers_fc.formats.index import HEADER, IndexedFiles, decode_index, encode_index, shard_columns
 from paddleformers_fc.layout.roles import MODEL_STATE, ROLES, parameter_of
-from paddleformers_fc.layout.shards import Shard, ShardsByRole
+from paddleformers_fc.layout.shards import ShardsByRole
 from paddleformers_fc.mapping import RuleSet
 from paddleformers_fc.storage.checksum import INDEX_NAME, FileChecksum, checksum_of, records_of
-from paddleformers_fc.storage.dtypes import to_safetensors
 from paddleformers_fc.storage.files import exists
 from paddleformers_fc.storage.identities import Identities, identities_of
 from paddleformers_fc.storage.json_io import MAX_DOCUMENT_BYTES
@@ -52,8 +51,7 @@ from paddleformers_fc.storage.manifest import (
     verify_files,
 )
 from paddleformers_fc.storage.paths import AnyPath
-from paddleformers_fc.storage.safetensors import FileLayout, layout_file
-from paddleformers_fc.text import count_text, fold, size_text
+from paddleformers_fc.text import count_text, size_text
 
 DOCUMENTS = (INDEX_NAME, MAPPING_NAME, CONFIG_NAME)
 """The files beside the manifest that opening reads."""
@@ -132,13 +130,7 @@ def build_checkpoint(
             tensors[role] = gathered
     catalog = Catalog(directory, tensors, IndexedFiles(directory, index, identity, around))
     found += [*catalog.faults(), *_name_faults(catalog, rules)]
-    if found:
-        raise Corrupt(
-            f"The checkpoint does not hold all of its model, whole and once: {count_text(len(found), 'fault')}.",
-            where=str(directory),
-            evidence=fold(found),
-            next_step="Resume from another checkpoint; this one was damaged after it was finished.",
-        )
+    refuse_faults(directory, found, "Resume from another checkpoint; this one was damaged after it was finished.")
     stored = StoredModel(rules, model)
     return OpenedCheckpoint(FLEX, catalog, config, stored, recorded=index.recorded, commit_record=manifest)
 
@@ -162,127 +154,118 @@ def _name_faults(catalog: Catalog, rules: RuleSet) -> Iterator[str]:
                 yield f"{name}: stored as {role} and not in the rules"
 
 
-class FlexWriter(ExportWriter):
-    """The files of a flex checkpoint. The commit of a save writes mapping and manifest; a conversion seals with them.
+def _model_rules(checkpoint: OpenedCheckpoint) -> RuleSet:
+    """Return the rules of the stored model, or of the model that is built from open weights."""
+    return checkpoint.built.rules
 
-    A conversion stores the tensors of the model that was saved, whole, with its mapping: no number and no name changes.
-    """
 
-    marks = (MANIFEST_NAME,)
-    alone = True
+def _all_files(checkpoint: OpenedCheckpoint, layout: ShardsByRole, max_file_bytes: int) -> tuple[OutputFile, ...]:
+    """Divide the tensors of every role into files, in natural order."""
+    return tuple(
+        OutputFile(path, role, group)
+        for role, tensors in layout.items()
+        for groups in [grouped_by_size(tensors, max_file_bytes)]
+        for path, group in zip(file_names(role, 0, len(groups)), groups, strict=True)
+    )
 
-    def rules(self, checkpoint: OpenedCheckpoint) -> RuleSet:
-        """Return the rules of the stored model, or of the model that is built from open weights."""
-        return checkpoint.format.built_model(checkpoint).rules
 
-    def files(self, checkpoint: OpenedCheckpoint, layout: ShardsByRole, max_file_bytes: int) -> tuple[OutputFile, ...]:
-        """Divide the tensors of every role into files, in natural order."""
-        return tuple(
-            OutputFile(path, role, group)
-            for role, tensors in layout.items()
-            for groups in [grouped_by_size(tensors, max_file_bytes)]
-            for path, group in zip(self.names(role, 0, len(groups)), groups, strict=True)
-        )
+def _documents(checkpoint: OpenedCheckpoint, files: Sequence[OutputFile]) -> dict[str, bytes]:
+    """Return the mapping, and the state of the Trainer as far as the checkpoint has it."""
+    model = checkpoint.built
+    if MAPPING_NAME in checkpoint.recorded:
+        mapping = checkpoint.document(MAPPING_NAME, _MOST_BYTES[MAPPING_NAME])
+    else:
+        mapping = encode_mapping(model.description, model.rules)
+    if checkpoint.has_run:
+        compare_run(checkpoint)
+    of_trainer = [path for path in checkpoint.documents if path.split("/")[0] == TRAINER_DIRECTORY]
+    return {MAPPING_NAME: mapping, **{path: checkpoint.document(path) for path in sorted(of_trainer)}}
 
-    def documents(self, checkpoint: OpenedCheckpoint, files: Sequence[OutputFile]) -> dict[str, bytes]:
-        """Return the mapping, and the state of the Trainer as far as the checkpoint has it."""
-        model = checkpoint.format.built_model(checkpoint)
-        if MAPPING_NAME in checkpoint.recorded:
-            mapping = checkpoint.document(MAPPING_NAME, _MOST_BYTES[MAPPING_NAME])
-        else:
-            mapping = encode_mapping(model.description, model.rules)
-        if checkpoint.has_run:
-            compare_run(checkpoint)
-        of_trainer = [path for path in checkpoint.documents if path.split("/")[0] == TRAINER_DIRECTORY]
-        return {MAPPING_NAME: mapping, **{path: checkpoint.document(path) for path in sorted(of_trainer)}}
 
-    def seal(
-        self, checkpoint: OpenedCheckpoint, files: Sequence[OutputFile], written: Sequence[FileChecksum]
-    ) -> dict[str, bytes]:
-        """Return index and manifest: that of the source without its files, or that of step 0 if it has no run."""
-        record = checkpoint.manifest if checkpoint.has_run else _NO_RUN
-        built = checkpoint.format.built_model(checkpoint)
-        index = encode_index(shard_columns((one.path, one.tensors) for one in files), written)
-        manifest = msgspec.structs.replace(
-            record,
-            written_by=f"paddleformers_fc {__version__}",
-            family=record.family or family_name(built.description),
-            files=records_of([*written, checksum_of(INDEX_NAME, index)]),
-            ties=[],
-        )
-        return {INDEX_NAME: index, MANIFEST_NAME: encode_manifest(manifest)}
+def _seal(
+    checkpoint: OpenedCheckpoint, files: Sequence[OutputFile], written: Sequence[FileChecksum]
+) -> dict[str, bytes]:
+    """Return index and manifest: that of the source without its files, or that of step 0 if it has no run."""
+    record = checkpoint.manifest if checkpoint.has_run else _NO_RUN
+    index = encode_index(shard_columns((one.path, one.tensors) for one in files), written)
+    manifest = msgspec.structs.replace(
+        record,
+        written_by=f"paddleformers_fc {__version__}",
+        family=record.family or family_name(checkpoint.built.description),
+        files=records_of([*written, checksum_of(INDEX_NAME, index)]),
+        ties=[],
+    )
+    return {INDEX_NAME: index, MANIFEST_NAME: encode_manifest(manifest)}
 
-    def names(self, role: str, rank: int, count: int) -> list[str]:
-        """Return the paths of the files of one rank and role."""
-        numbers = [f"-{number:05d}" for number in range(1, count + 1)] if count > 1 else [""] * count
-        return [f"{role}/rank-{rank:05d}{number}.safetensors" for number in numbers]
 
-    def header(self, path: Path, shards: Sequence[Shard]) -> FileLayout:
-        """Return the header of a file."""
-        entries = [
-            (one.name, to_safetensors(one.dtype), one.box.shape if one.flat is None else (one.size,)) for one in shards
-        ]
-        return layout_file(path, entries, HEADER)
+def file_names(role: str, rank: int, count: int) -> list[str]:
+    """Return the paths of the files of one rank and role."""
+    numbers = [f"-{number:05d}" for number in range(1, count + 1)] if count > 1 else [""] * count
+    return [f"{role}/rank-{rank:05d}{number}.safetensors" for number in numbers]
 
+
+FLEX_WRITER = ExportWriter(
+    marks=(MANIFEST_NAME,),
+    rules=_model_rules,
+    files=_all_files,
+    header=partial(tensor_header, HEADER),
+    documents=_documents,
+    seal=_seal,
+    alone=True,
+)
+"""The files of a flex checkpoint. The commit of a save writes mapping and manifest; a conversion seals with them.
+
+A conversion stores the tensors of the model that was saved, whole, with its mapping: no number and no name changes.
+"""
 
 _NO_RUN = Manifest(written_by="", step=0, consumed_samples=0, world_size=1, parallel={}, family="", files=[])
 """The record of a checkpoint of weights alone."""
 
 
-class FlexFormat(Format):
-    """Flex checkpoints, the format that this package saves."""
-
-    name = "flex_checkpoint"
-    title = "flex checkpoint"
-    predicate = "is a flex checkpoint"
-    roles = ROLES
-    canonical = False
-    loadable = True
-    advice = "Name it in resume_from_checkpoint."
-    checks = ("manifest", "files", "tensors", "run", "mapping", "equal values")
-    writer = FlexWriter()
-
-    def recognises(self, directory: AnyPath) -> bool:
-        """Return whether there is a manifest, which a save writes last."""
-        return exists(directory / MANIFEST_NAME)
-
-    def open(self, directory: AnyPath, verify: str = "size", config: Config = None) -> OpenedCheckpoint:
-        """As :func:`open_flex`."""
-        return open_flex(directory, verify)
-
-    def read_config(self, directory: AnyPath) -> dict[str, Any]:
-        """Return the configuration after comparing it with the checksum in the manifest."""
-        return parse_config(
-            read_document_bytes(directory, read_manifest(directory), CONFIG_NAME), directory / CONFIG_NAME
-        )
-
-    def verify(self, directory: AnyPath, level: str, checks: CheckList) -> OpenedCheckpoint:
-        """Check the manifest, the files that it lists, and that every tensor is stored whole and once."""
-        with checks.required("manifest"):
-            manifest = read_manifest(directory)
-        checks.passed("manifest", manifest_text(manifest))
-        checks.files, checks.bytes = len(manifest.files), sum(one.size for one in manifest.files)
-        if level != "off":
-            with checks.optional("files"):
-                _verify(directory, manifest, level, Surroundings(directory))
-                files = f"{count_text(checks.files, 'file')}, {size_text(checks.bytes)}"
-                checks.passed("files", f"{files}: {DEPTH_TEXT[level]}")
-        with checks.required("tensors"):
-            opened = open_flex(directory, "off")
-            indexed_files(opened).check(opened.files)
-        checks.passed("tensors", f"{count_text(opened.catalog.count, 'tensor')}, each stored whole and once")
-        return opened
-
-    def shards(self, checkpoint: OpenedCheckpoint, role: str, names: Collection[str]) -> Iterator[StoredShard]:
-        """Yield the shards of some tensors, from the index."""
-        catalog = checkpoint.catalog
-        files = {file for name in names for file, _ in catalog.roles[role][name].offsets}
-        index = indexed_files(checkpoint).index
-        for file in sorted(files):
-            yield from (stored for stored in index.shards(file) if stored[0].name in names)
+def _is_flex(directory: AnyPath) -> bool:
+    """Return whether there is a manifest, which a save writes last."""
+    return exists(directory / MANIFEST_NAME)
 
 
-FLEX = FlexFormat()
+def _open(format: Format, directory: AnyPath, verify: str, config: Config) -> OpenedCheckpoint:
+    return open_flex(directory, verify)
+
+
+def read_config(directory: AnyPath) -> dict[str, Any]:
+    """Return the configuration after comparing it with the checksum in the manifest."""
+    return parse_config(read_document_bytes(directory, read_manifest(directory), CONFIG_NAME), directory / CONFIG_NAME)
+
+
+def _verify_format(format: Format, directory: AnyPath, level: str, checks: CheckList) -> OpenedCheckpoint:
+    """Check the manifest, the files that it lists, and that every tensor is stored whole and once."""
+    with checks.required("manifest"):
+        manifest = read_manifest(directory)
+    checks.passed("manifest", manifest_text(manifest))
+    checks.files, checks.bytes = len(manifest.files), sum(one.size for one in manifest.files)
+    if level != "off":
+        with checks.optional("files"):
+            _verify(directory, manifest, level, Surroundings(directory))
+            files = f"{count_text(checks.files, 'file')}, {size_text(checks.bytes)}"
+            checks.passed("files", f"{files}: {DEPTH_TEXT[level]}")
+    with checks.required("tensors"):
+        opened = open_flex(directory, "off")
+        indexed_files(opened).check(opened.files)
+    checks.passed("tensors", f"{count_text(opened.catalog.count, 'tensor')}, each stored whole and once")
+    return opened
+
+
+FLEX = Format(
+    name="flex_checkpoint",
+    title="flex checkpoint",
+    predicate="is a flex checkpoint",
+    advice="Name it in resume_from_checkpoint.",
+    checks=("manifest", "files", "tensors", "run", "mapping", "equal values"),
+    recognises=_is_flex,
+    opener=_open,
+    verifier=_verify_format,
+    roles=ROLES,
+)
+"""Flex checkpoints, the format that this package saves."""
 
 
 def indexed_files(checkpoint: OpenedCheckpoint) -> IndexedFiles:

@@ -12,14 +12,14 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from paddleformers_fc.errors import Corrupt, FormatError, NotACheckpoint, OptionError
-from paddleformers_fc.families.description import Adapters
 from paddleformers_fc.formats.built_model import built_model
 from paddleformers_fc.formats.catalog import Catalog, gather_shards
 from paddleformers_fc.formats.checkpoint import (
@@ -28,20 +28,23 @@ from paddleformers_fc.formats.checkpoint import (
     CheckList,
     Config,
     ExportWriter,
+    FileFacts,
     Format,
     OpenedCheckpoint,
     OutputFile,
     StoredModel,
     StoredShard,
     grouped_by_size,
+    model_documents,
     parse_config,
+    tensor_header,
 )
 from paddleformers_fc.formats.quantized import plain_config, scaled_files, scaled_shards
 from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.layout.shards import Shard, ShardsByRole, shard_bytes
 from paddleformers_fc.mapping import RuleSet
 from paddleformers_fc.mapping.boxes import whole
-from paddleformers_fc.storage.dtypes import from_safetensors, item_size, to_safetensors
+from paddleformers_fc.storage.dtypes import from_safetensors, item_size
 from paddleformers_fc.storage.export_checksums import (
     CHECKSUMS_NAME,
     FileChecksums,
@@ -54,7 +57,7 @@ from paddleformers_fc.storage.identities import Identities, identities_of
 from paddleformers_fc.storage.json_io import MAX_DOCUMENT_BYTES, parse_json
 from paddleformers_fc.storage.manifest import refuse_level
 from paddleformers_fc.storage.paths import AnyPath
-from paddleformers_fc.storage.safetensors import FileLayout, Header, layout_file, read_header
+from paddleformers_fc.storage.safetensors import Header, read_header
 from paddleformers_fc.text import count_text, fold
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -88,13 +91,6 @@ _OTHER_FORMATS = (
 )
 """Other content of a directory, by a pattern for names of entries, with the conversion to open weights."""
 _NUMBERED = re.compile(r"model-([0-9]{5})-of-([0-9]{5})\.safetensors")
-_DESCRIBING = frozenset({".json", ".txt", ".model", ".jinja", ".tiktoken", ".bpe", ".spm", ".vocab"})
-"""The endings of files that describe a model or its tokenizer."""
-_OF_A_FORMAT = re.compile(
-    r".*\.index\.json|training_args\.json|trainer_state\.json|model_meta\.json|flex_checksums\.json|all_results\.json"
-    r"|train_results\.json|eval_results\.json|optimizer\..*|scheduler\..*|adapter_config\.json|lora_config\.json"
-)
-"""Names of documents of a run, of a format or of adapters, among files with these endings."""
 OF_PADDLE = ("np", "pd")
 """The ``format`` that PaddleFormers writes into the metadata of files in its own orientation."""
 _OF_TRAINER = ("trainer_state.json", "training_args.bin")
@@ -136,31 +132,12 @@ def open_huggingface(directory: AnyPath, verify: str = "size", as_stored: bool =
         HUGGINGFACE,
         chain(read.shards(plain), scaled_shards(scaled)),
         used,
-        WeightFacts(checksums, native, used != config),
+        FileFacts(checksums, native, used != config),
     )
     if not opened.catalog.count:
         where = str(directory)
         raise Corrupt("The directory holds no tensor.", where=where, evidence=sorted(files), next_step=FETCH_AGAIN)
     return opened
-
-
-@dataclass(frozen=True)
-class WeightFacts:
-    """What opening files of weights found.
-
-    Args:
-        checksums: of the files; None if none are recorded.
-        native: files that PaddleFormers may have written in its own orientation, by their metadata.
-        rewritten: whether ``config.json`` declares a quantization, without which the weights are read.
-        adapters: the configuration of adapters in the files.
-        degree: the degree of tensor parallelism that saved adapters.
-    """
-
-    checksums: FileChecksums | None
-    native: tuple[str, ...] = ()
-    rewritten: bool = False
-    adapters: Adapters | None = None
-    degree: int = 1
 
 
 @dataclass(frozen=True)
@@ -188,7 +165,7 @@ class WeightFiles:
                 yield shard, name, entry.begin, item_size(entry.dtype)
 
     def opened(
-        self, format: Format, shards: Iterable[StoredShard], config: dict[str, Any], facts: WeightFacts
+        self, format: Format, shards: Iterable[StoredShard], config: dict[str, Any], facts: FileFacts
     ) -> OpenedCheckpoint:
         """Return the opened checkpoint of some shards.
 
@@ -283,12 +260,6 @@ def linear_weights(rules: RuleSet) -> Iterator[str]:
             yield from rule.sources
 
 
-def model_documents(directory: AnyPath) -> list[str]:
-    """Return the names of the documents of a directory that describe its model and its tokenizer."""
-    names = sorted(path.name for path in list_directory(directory) if is_file(path))
-    return [name for name in names if PurePosixPath(name).suffix in _DESCRIBING and not _OF_A_FORMAT.fullmatch(name)]
-
-
 def read_description(directory: AnyPath, name: str) -> bytes | None:
     """Return a small file of a directory of open weights, such as ``config.json``; None where there is none.
 
@@ -304,6 +275,16 @@ def _read_document(directory: AnyPath, name: str, checksums: FileChecksums | Non
     if not exists(directory / name):
         return None
     return read_exported(directory, checksums, name, MAX_DOCUMENT_BYTES)
+
+
+def read_config(directory: AnyPath) -> dict[str, Any]:
+    """Return ``config.json`` after comparing it with its checksum, if one is recorded; empty if there is none.
+
+    Raises:
+        Corrupt: it does not match its checksum.
+        FormatError: it is not a JSON object.
+    """
+    return _read_config(directory, read_checksums(directory)) if exists(directory / CONFIG_NAME) else {}
 
 
 def _read_config(directory: AnyPath, checksums: FileChecksums | None) -> dict[str, Any]:
@@ -498,59 +479,37 @@ def _with_unnamed(files: dict[str, list[str]], headers: dict[str, Header], direc
     return added
 
 
-class HuggingFaceWriter(ExportWriter):
-    """The files of open weights.
+def _no_rules(checkpoint: OpenedCheckpoint) -> None:
+    """Return None: open weights are canonical tensors.
 
-    Tensors are distributed in natural order, so that the same content gives the same bytes under every layout. Several
-    files are listed in an index.
+    Raises:
+        OptionError: the checkpoint contains adapters, and not the model that they are for.
     """
+    adapters = checkpoint.known.adapters
+    if adapters is not None:
+        root, base = str(checkpoint.catalog.root), adapters.base.location
+        command = f"paddleformers-fc export {shlex.quote(root)} OUT"
+        raise OptionError(
+            "The checkpoint contains adapters without their base, which is not a model.",
+            where=root,
+            evidence=[f"the base: {base or 'not read from files'}"],
+            next_step=f"Export the adapters: {command} --format peft. Or export the merged model: "
+            f"{command} --base {shlex.quote(base) if base else 'BASE'}",
+        )
 
-    marks = (INDEX_NAME, SINGLE_NAME)
-    numbered = r"model-.*\.safetensors"
-    framework = "pt"
-    """The ``format`` in the metadata of files."""
 
-    def rules(self, checkpoint: OpenedCheckpoint) -> RuleSet | None:
-        """Return None: open weights are canonical tensors.
+def _weight_files(checkpoint: OpenedCheckpoint, layout: ShardsByRole, max_file_bytes: int) -> tuple[OutputFile, ...]:
+    """Divide the weights into files, in natural order, so that the same content gives the same bytes everywhere."""
+    groups = grouped_by_size(layout.get(MODEL_STATE, {}), max_file_bytes)
+    count = len(groups)
+    names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+    paths = [SINGLE_NAME] if count == 1 else names
+    return tuple(OutputFile(path, MODEL_STATE, group) for path, group in zip(paths, groups, strict=True))
 
-        Raises:
-            OptionError: the checkpoint contains adapters, and not the model that they are for.
-        """
-        adapters = checkpoint.known.adapters
-        if adapters is not None:
-            root, base = str(checkpoint.catalog.root), adapters.base.location
-            command = f"paddleformers-fc export {shlex.quote(root)} OUT"
-            raise OptionError(
-                "The checkpoint contains adapters without their base, which is not a model.",
-                where=root,
-                evidence=[f"the base: {base or 'not read from files'}"],
-                next_step=f"Export the adapters: {command} --format peft. Or export the merged model: "
-                f"{command} --base {shlex.quote(base) if base else 'BASE'}",
-            )
-        return None
 
-    def files(self, checkpoint: OpenedCheckpoint, layout: ShardsByRole, max_file_bytes: int) -> tuple[OutputFile, ...]:
-        """Divide the weights into files, in natural order."""
-        groups = grouped_by_size(layout.get(MODEL_STATE, {}), max_file_bytes)
-        paths = self.names(MODEL_STATE, 0, len(groups))
-        return tuple(OutputFile(path, MODEL_STATE, group) for path, group in zip(paths, groups, strict=True))
-
-    def names(self, role: str, rank: int, count: int) -> list[str]:
-        """Return the names of the files, whichever ranks write them."""
-        if count == 1:
-            return [SINGLE_NAME]
-        return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
-
-    def header(self, path: Path, shards: Sequence[Shard]) -> FileLayout:
-        """Return the header of a file of whole tensors."""
-        entries = [(one.name, to_safetensors(one.dtype), one.global_shape) for one in shards]
-        return layout_file(path, entries, {"format": self.framework})
-
-    def documents(self, checkpoint: OpenedCheckpoint, files: Sequence[OutputFile]) -> dict[str, bytes]:
-        """Return the index, if there are several files."""
-        if len(files) < 2:
-            return {}
-        return {INDEX_NAME: (json.dumps(weight_index(files), indent=2) + "\n").encode()}
+def _index(checkpoint: OpenedCheckpoint, files: Sequence[OutputFile]) -> dict[str, bytes]:
+    """Return the index, if there are several files."""
+    return {INDEX_NAME: (json.dumps(weight_index(files), indent=2) + "\n").encode()} if len(files) > 1 else {}
 
 
 def weight_index(files: Sequence[OutputFile]) -> dict[str, Any]:
@@ -562,77 +521,65 @@ def weight_index(files: Sequence[OutputFile]) -> dict[str, Any]:
     }
 
 
-class FilesFormat(Format):
-    """A format of files without a manifest: documents are files beside those with tensors."""
-
-    roles: tuple[str, ...] = (MODEL_STATE,)
-
-    def read_config(self, directory: AnyPath) -> dict[str, Any]:
-        """Return ``config.json`` after comparing it with its checksum, if one is recorded."""
-        return _read_config(directory, read_checksums(directory)) if exists(directory / CONFIG_NAME) else {}
-
-    def documents(self, checkpoint: OpenedCheckpoint) -> Collection[str]:
-        """Return the documents that describe the model and its tokenizer."""
-        return model_documents(checkpoint.catalog.root)
-
-    def read_document(self, checkpoint: OpenedCheckpoint, name: str) -> bytes:
-        """Return a file after comparing it with its checksum; a configuration for the weights as they are read."""
-        facts = checkpoint.facts
-        if name == CONFIG_NAME and facts.rewritten:
-            return (json.dumps(checkpoint.config, indent=2) + "\n").encode()
-        return read_exported(checkpoint.catalog.root, facts.checksums, name, MAX_DOCUMENT_BYTES)
+def _is_open_weights(directory: AnyPath) -> bool:
+    """Return whether there is an index, the single file without one, or a numbered file."""
+    if exists(directory / INDEX_NAME) or exists(directory / SINGLE_NAME):
+        return True
+    return isinstance(directory, Path) and any(_NUMBERED.fullmatch(path.name) for path in list_directory(directory))
 
 
-class HuggingFaceFormat(FilesFormat):
-    """Open weights: safetensors files in canonical names."""
-
-    name = "huggingface"
-    title = "open weights (Hugging Face)"
-    predicate = "holds open weights"
-    canonical = True
-    loadable = True
-    advice = (
-        "Name a finished checkpoint-N directory. To start from open weights, name them in model_name_or_path without "
-        "resume_from_checkpoint."
-    )
-    checks = ("checksums", "tensors", "model", "equal values")
-    writer = HuggingFaceWriter()
-
-    def recognises(self, directory: AnyPath) -> bool:
-        """Return whether there is an index, the single file without one, or a numbered file."""
-        if exists(directory / INDEX_NAME) or exists(directory / SINGLE_NAME):
-            return True
-        return isinstance(directory, Path) and any(_NUMBERED.fullmatch(path.name) for path in list_directory(directory))
-
-    def open(self, directory: AnyPath, verify: str = "size", config: Config = None) -> OpenedCheckpoint:
-        """As :func:`open_huggingface`."""
-        return open_huggingface(directory, verify)
-
-    def verify(self, directory: AnyPath, level: str, checks: CheckList) -> OpenedCheckpoint:
-        """Check the recorded checksums of an export, and that every tensor is in the file that the index names."""
-        with checks.required("checksums"):
-            checksums = read_checksums(directory)
-        if checksums is None:
-            checks.not_compared(f"there is no {CHECKSUMS_NAME}, which exports of this package have")
-        elif level != "off":
-            needed = [name for name in checksums if level == "full" or name.endswith(".safetensors")]
-            with checks.optional("checksums"):
-                verify_export(directory, checksums, level, needed=needed)
-                checks.passed("checksums", f"{count_text(len(checksums), 'file')}: {DEPTH_TEXT[level]}")
-        unlisted = [] if checksums is None else [name for name in model_documents(directory) if name not in checksums]
-        if unlisted:
-            checks.impossible.append(f"{', '.join(unlisted)}: not listed in {CHECKSUMS_NAME}")
-        compared = checksums is not None and level != "off" and not checks.faults
-        with checks.required("tensors"):
-            opened = open_huggingface(directory, "size" if compared else "off")
-        checks.passed("tensors", f"{count_text(opened.catalog.count, 'tensor')}, each in the file that the index names")
-        return opened
-
-    def built_model(self, checkpoint: OpenedCheckpoint) -> StoredModel:
-        """Return the model that PaddleFormers builds from them."""
-        found = built_model(checkpoint)
-        refuse_unproved_orientation(checkpoint, linear_weights(found.rules))
-        return found
+def _open(format: Format, directory: AnyPath, verify: str, config: Config) -> OpenedCheckpoint:
+    return open_huggingface(directory, verify)
 
 
-HUGGINGFACE = HuggingFaceFormat()
+def _verify(format: Format, directory: AnyPath, level: str, checks: CheckList) -> OpenedCheckpoint:
+    """Check the recorded checksums of an export, and that every tensor is in the file that the index names."""
+    with checks.required("checksums"):
+        checksums = read_checksums(directory)
+    if checksums is None:
+        checks.not_compared(f"there is no {CHECKSUMS_NAME}, which exports of this package have")
+    elif level != "off":
+        needed = [name for name in checksums if level == "full" or name.endswith(".safetensors")]
+        with checks.optional("checksums"):
+            verify_export(directory, checksums, level, needed=needed)
+            checks.passed("checksums", f"{count_text(len(checksums), 'file')}: {DEPTH_TEXT[level]}")
+    unlisted = [] if checksums is None else [name for name in model_documents(directory) if name not in checksums]
+    if unlisted:
+        checks.impossible.append(f"{', '.join(unlisted)}: not listed in {CHECKSUMS_NAME}")
+    compared = checksums is not None and level != "off" and not checks.faults
+    with checks.required("tensors"):
+        opened = open_huggingface(directory, "size" if compared else "off")
+    checks.passed("tensors", f"{count_text(opened.catalog.count, 'tensor')}, each in the file that the index names")
+    return opened
+
+
+def _build(checkpoint: OpenedCheckpoint) -> StoredModel:
+    """Return the model that PaddleFormers builds from open weights."""
+    found = built_model(checkpoint)
+    refuse_unproved_orientation(checkpoint, linear_weights(found.rules))
+    return found
+
+
+HUGGINGFACE = Format(
+    name="huggingface",
+    title="open weights (Hugging Face)",
+    predicate="holds open weights",
+    advice="Name a finished checkpoint-N directory. To start from open weights, name them in model_name_or_path "
+    "without resume_from_checkpoint.",
+    checks=("checksums", "tensors", "model", "equal values"),
+    recognises=_is_open_weights,
+    opener=_open,
+    verifier=_verify,
+    build=_build,
+    canonical=True,
+)
+"""Open weights: safetensors files in canonical names."""
+
+HUGGINGFACE_WRITER = ExportWriter(
+    marks=(INDEX_NAME, SINGLE_NAME),
+    rules=_no_rules,
+    files=_weight_files,
+    header=partial(tensor_header, {"format": "pt"}),
+    documents=_index,
+    numbered=r"model-.*\.safetensors",
+)

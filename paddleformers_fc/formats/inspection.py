@@ -9,12 +9,13 @@ from __future__ import annotations
 import fnmatch
 import math
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
 import msgspec
 
 from paddleformers_fc.formats.catalog import StoredTensor
-from paddleformers_fc.formats.checkpoint import OpenedCheckpoint
+from paddleformers_fc.formats.checkpoint import OpenedCheckpoint, StoredShard
+from paddleformers_fc.formats.index import IndexedFiles
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.storage.dtypes import dtype_size
 from paddleformers_fc.storage.manifest import Branch, Manifest
@@ -156,7 +157,7 @@ def list_tensors(checkpoint: OpenedCheckpoint, pattern: str) -> list[TensorFacts
     for role, tensors in checkpoint.catalog.roles.items():
         names = {name for name in tensors if fnmatch.fnmatchcase(name, pattern)}
         shards: dict[str, list[ShardFacts]] = {}
-        for shard, file, begin, width in checkpoint.format.shards(checkpoint, role, names):
+        for shard, file, begin, width in _stored_shards(checkpoint, role, names):
             shards.setdefault(shard.name, []).append(_shard_facts(shard, file, begin, width))
         for name in sorted(names, key=natural):
             tensor = tensors[name]
@@ -164,6 +165,20 @@ def list_tensors(checkpoint: OpenedCheckpoint, pattern: str) -> list[TensorFacts
             ordered = sorted(shards.get(name, ()), key=lambda shard: (shard.offset, shard.flat or (0, 0)))
             listed.append(TensorFacts(role, name, tensor.dtype, tensor.shape, size, tuple(ordered)))
     return listed
+
+
+def _stored_shards(checkpoint: OpenedCheckpoint, role: str, names: Collection[str]) -> Iterator[StoredShard]:
+    """Yield the shards of some tensors as they were written: from the index, else their boxes in the catalog."""
+    tensors, identities = checkpoint.catalog.roles[role], checkpoint.catalog.identities
+    if isinstance(identities, IndexedFiles):
+        for file in sorted({file for name in names for file, _ in tensors[name].offsets}):
+            yield from (stored for stored in identities.index.shards(file) if stored[0].name in names)
+        return
+    for name in sorted(names):
+        tensor = tensors[name]
+        width = dtype_size(tensor.form.held_dtype)
+        for part in tensor.fragments:
+            yield Shard(name, tensor.dtype, tensor.shape, part.box), part.file, part.begin, width
 
 
 def _shard_facts(shard: Shard, file: str, begin: int, width: int) -> ShardFacts:

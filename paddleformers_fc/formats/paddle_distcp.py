@@ -36,17 +36,17 @@ from msgspec import structs
 from paddleformers_fc.errors import Corrupt
 from paddleformers_fc.families.stated import model_ties
 from paddleformers_fc.formats import stock_checkpoint as stock
-from paddleformers_fc.formats.catalog import Catalog
 from paddleformers_fc.formats.checkpoint import (
     Config,
     ExportWriter,
+    Format,
     OpenedCheckpoint,
     OutputFile,
     StoredShard,
     compare_run,
     grouped_by_size,
 )
-from paddleformers_fc.formats.stock_run import SCALER, SCHEDULER
+from paddleformers_fc.formats.stock_run import COPY_AGAIN_STEP, SCALER, SCHEDULER, malformed_file
 from paddleformers_fc.layout.roles import (
     EMA_STATE,
     MASTER,
@@ -122,7 +122,7 @@ def _shards_in(directory: Path, place: Path) -> Iterator[StoredShard]:
                 f"{place / file} does not contain what the metadata lists.",
                 where=str(place / file),
                 evidence=[f"{key}: {shard.dtype} {list(shard.box.shape)} is due, {there}"],
-                next_step=stock.COPY_AGAIN_STEP,
+                next_step=COPY_AGAIN_STEP,
             )
         yield shard, array.file, array.begin, dtype_size(array.dtype)
     if missing:
@@ -130,7 +130,7 @@ def _shards_in(directory: Path, place: Path) -> Iterator[StoredShard]:
             f"{count_text(len(missing), 'file')} of {place} cannot be found.",
             where=str(place),
             evidence=fold(sorted(missing)),
-            next_step=stock.COPY_AGAIN_STEP,
+            next_step=COPY_AGAIN_STEP,
         )
 
 
@@ -157,7 +157,7 @@ def _metadata_of(place: Path) -> Path:
         faults.append(f"{found[-1]} is empty")
     if faults:
         raise Corrupt(
-            f"{place} is not a finished checkpoint.", where=str(place), evidence=faults, next_step=stock.COPY_AGAIN_STEP
+            f"{place} is not a finished checkpoint.", where=str(place), evidence=faults, next_step=COPY_AGAIN_STEP
         )
     return place / found[-1]
 
@@ -166,24 +166,24 @@ def _stored_shards(path: Path, place: Path) -> Iterator[tuple[str, str, Shard]]:
     """Key, file and shard of every stored shard that the metadata lists; replicas are left out."""
     metadata = read_pickle(path)
     if not isinstance(metadata, Record) or metadata.name != "Metadata":
-        raise stock.malformed_file(path, "it contains no metadata")
+        raise malformed_file(path, "it contains no metadata")
     tensors = metadata.fields.get("state_dict_metadata")
     stored = metadata.fields.get("storage_metadata")
     if not isinstance(tensors, dict) or not isinstance(stored, dict):
-        raise stock.malformed_file(path, "it lists no tensors")
+        raise malformed_file(path, "it lists no tensors")
     known = _known(path, tensors)
     save = f"_{path.stem}."
     for index, file in stored.items():
         if not isinstance(index, Record) or not isinstance(file, str) or not _DATA.fullmatch(file):
-            raise stock.malformed_file(path, f"it lists a tensor in {quoted(file)!r}")
+            raise malformed_file(path, f"it lists a tensor in {quoted(file)!r}")
         if not file.startswith(save, file.index("_")):
-            raise stock.malformed_file(path, f"it lists a tensor in {file}, a file of another save into this directory")
+            raise malformed_file(path, f"it lists a tensor in {file}, a file of another save into this directory")
         if index.fields.get("replica_id"):
             continue
         key = index.fields.get("tensor_key")
         shard = known.get(_shard_key(key, index)) if isinstance(key, str) else None
         if not isinstance(key, str) or shard is None:
-            raise stock.malformed_file(path, f"{quoted(key)} is in {file}, and its shape and dtype are missing")
+            raise malformed_file(path, f"{quoted(key)} is in {file}, and its shape and dtype are missing")
         yield key, file, shard
 
 
@@ -192,11 +192,11 @@ def _known(path: Path, tensors: dict[Any, Any]) -> dict[str, Shard]:
     found: dict[str, Shard] = {}
     for name, pieces in tensors.items():
         if not isinstance(name, str) or not isinstance(pieces, list):
-            raise stock.malformed_file(path, f"{quoted(name)} has no list of shards")
+            raise malformed_file(path, f"{quoted(name)} has no list of shards")
         for piece in pieces:
             shard = _shard(name, piece) if isinstance(piece, Record) else None
             if shard is None or any(shard.faults()):
-                raise stock.malformed_file(path, f"{name} has an invalid shard")
+                raise malformed_file(path, f"{name} has an invalid shard")
             found[_shard_key(name, piece)] = shard
     return found
 
@@ -236,70 +236,65 @@ def _arrays_in(path: Path, name: str) -> dict[str, stock.FileArray]:
     return {key: replace(one, file=name, dtype=dtypes.get(one.dtype, one.dtype)) for key, one in found.items()}
 
 
-class DistcpWriter(ExportWriter):
-    """Metadata and files of arrays, one directory per role, and the files of a Trainer."""
+def _rules(checkpoint: OpenedCheckpoint) -> RuleSet:
+    """Return the rules of the stored model, or of that built from open weights, with the ties of its family."""
+    model = checkpoint.built
+    stock.refuse_alternating(checkpoint.catalog.root, model)
+    ties = {**model_ties(model.description), **model.rules.aliases}
+    owned = (Tie(owner, alias) for alias, owner in ties.items() if owner in model.rules.targets)
+    return structs.replace(model.rules, ties=tuple(owned))
 
-    marks = tuple(f"{role}/{METADATA_NAME}" for role in _WRITTEN)
-    alone = True
 
-    def rules(self, checkpoint: OpenedCheckpoint) -> RuleSet:
-        """Return the rules of the stored model, or of that built from open weights, with the ties of its family."""
-        model = checkpoint.format.built_model(checkpoint)
-        stock.refuse_alternating(checkpoint.catalog.root, model)
-        ties = {**model_ties(model.description), **model.rules.aliases}
-        owned = (Tie(owner, alias) for alias, owner in ties.items() if owner in model.rules.targets)
-        return structs.replace(model.rules, ties=tuple(owned))
+def _files(checkpoint: OpenedCheckpoint, layout: ShardsByRole, max_file_bytes: int) -> tuple[OutputFile, ...]:
+    """Divide the tensors of the three roles into files. Their names begin with a rank, and any rank reads any file."""
+    rules = _rules(checkpoint)
+    copies: dict[str, list[str]] = {}
+    for tie in rules.ties:
+        copies.setdefault(tie.owner, [tie.owner]).append(tie.alias)
+    found: list[OutputFile] = []
+    for role in _WRITTEN:
+        parts: dict[int, dict[str, Shard]] = {}
+        for name, tensor in layout.get(role, {}).items():
+            parameter = parameter_of(role, name)
+            names = [copy + name.removeprefix(parameter) for copy in copies.get(parameter, (parameter,))]
+            for number, shard in enumerate(_cut(tensor, rules.cuts.get(parameter, ()))):
+                named = {copy: msgspec.structs.replace(shard, name=copy) for copy in names}
+                parts.setdefault(number, {}).update(named)
+        groups = [group for _, part in sorted(parts.items()) for group in grouped_by_size(part, max_file_bytes)]
+        for number, group in enumerate(groups):
+            ordered = tuple(sorted(group, key=lambda one: -dtype_size(one.dtype)))
+            found.append(OutputFile(f"{role}/{number}_0.distcp", role, ordered))
+    return tuple(found)
 
-    def files(self, checkpoint: OpenedCheckpoint, layout: ShardsByRole, max_file_bytes: int) -> tuple[OutputFile, ...]:
-        """Divide the tensors of the three roles into files."""
-        rules = self.rules(checkpoint)
-        copies: dict[str, list[str]] = {}
-        for tie in rules.ties:
-            copies.setdefault(tie.owner, [tie.owner]).append(tie.alias)
-        found: list[OutputFile] = []
-        for role in _WRITTEN:
-            parts: dict[int, dict[str, Shard]] = {}
-            for name, tensor in layout.get(role, {}).items():
-                parameter = parameter_of(role, name)
-                names = [copy + name.removeprefix(parameter) for copy in copies.get(parameter, (parameter,))]
-                for number, shard in enumerate(_cut(tensor, rules.cuts.get(parameter, ()))):
-                    named = {copy: msgspec.structs.replace(shard, name=copy) for copy in names}
-                    parts.setdefault(number, {}).update(named)
-            groups = [group for _, part in sorted(parts.items()) for group in grouped_by_size(part, max_file_bytes)]
-            for path, group in zip(self.names(role, 0, len(groups)), groups, strict=True):
-                found.append(OutputFile(path, role, tuple(sorted(group, key=lambda one: -dtype_size(one.dtype)))))
-        return tuple(found)
 
-    def names(self, role: str, rank: int, count: int) -> list[str]:
-        """Return the paths of the files of a role; Paddle's names begin with a rank, and any rank reads any file."""
-        return [f"{role}/{number}_0.distcp" for number in range(count)]
+def _header(path: Path, shards: Sequence[Shard]) -> FileLayout:
+    """Return the pickle of a dict of arrays around their bytes."""
+    sizes = tuple(map(shard_bytes, shards))
+    arrays = [(one.name, _code(one.dtype), one.box.shape, size) for one, size in zip(shards, sizes, strict=True)]
+    header, trailer = encode_array_dict(arrays)
+    return FileLayout(header, sizes, trailer)
 
-    def header(self, path: Path, shards: Sequence[Shard]) -> FileLayout:
-        """Return the pickle of a dict of arrays around their bytes."""
-        sizes = tuple(map(shard_bytes, shards))
-        arrays = [(one.name, _code(one.dtype), one.box.shape, size) for one, size in zip(shards, sizes, strict=True)]
-        header, trailer = encode_array_dict(arrays)
-        return FileLayout(header, sizes, trailer)
 
-    def documents(self, checkpoint: OpenedCheckpoint, files: Sequence[OutputFile]) -> dict[str, bytes]:
-        """Return the metadata of every role, and the state of the Trainer as far as the checkpoint has it."""
-        found = {f"{role}/{METADATA_NAME}": _metadata([one for one in files if one.role == role]) for role in _WRITTEN}
-        empty = set(_WRITTEN) - {one.role for one in files}
-        found |= {f"{role}/0_0.distcp": encode_pickle({}) for role in sorted(empty)}
-        for path in sorted(checkpoint.documents):
-            directory, _, name = path.rpartition("/")
-            if directory == TRAINER_DIRECTORY:
-                found |= _of_trainer(checkpoint, path, name.removesuffix(".json"))
-        if checkpoint.has_run:
-            compare_run(checkpoint)
-            found |= {f"saved_signal_{rank}": b"1" for rank in range(checkpoint.manifest.world_size)}
-        return found
+def _documents(checkpoint: OpenedCheckpoint, files: Sequence[OutputFile]) -> dict[str, bytes]:
+    """Return the metadata of every role, and the state of the Trainer as far as the checkpoint has it."""
+    found = {f"{role}/{METADATA_NAME}": _metadata([one for one in files if one.role == role]) for role in _WRITTEN}
+    empty = set(_WRITTEN) - {one.role for one in files}
+    found |= {f"{role}/0_0.distcp": encode_pickle({}) for role in sorted(empty)}
+    for path in sorted(checkpoint.documents):
+        directory, _, name = path.rpartition("/")
+        if directory == TRAINER_DIRECTORY:
+            found |= _of_trainer(checkpoint, path, name.removesuffix(".json"))
+    if checkpoint.has_run:
+        compare_run(checkpoint)
+        found |= {f"saved_signal_{rank}": b"1" for rank in range(checkpoint.manifest.world_size)}
+    return found
 
-    def seal(
-        self, checkpoint: OpenedCheckpoint, files: Sequence[OutputFile], written: Sequence[FileChecksum]
-    ) -> dict[str, bytes]:
-        """Return nothing: the format records no checksums."""
-        return {}
+
+def _seal(
+    checkpoint: OpenedCheckpoint, files: Sequence[OutputFile], written: Sequence[FileChecksum]
+) -> dict[str, bytes]:
+    """Return nothing: the format records no checksums."""
+    return {}
 
 
 def _cut(tensor: Shard, cuts: Sequence[int]) -> Iterator[Shard]:
@@ -368,45 +363,60 @@ def _code(dtype: str) -> str:
     return found
 
 
-class PaddleDistcpFormat(stock.StockFormat):
-    """Checkpoints of Paddle's own FlexCheckpoint."""
-
-    name = "paddle"
-    title = "checkpoint of Paddle's FlexCheckpoint"
-    predicate = "was written by Paddle's own FlexCheckpoint"
-    advice = "Name it in resume_from_checkpoint; or make a flex checkpoint of it with paddleformers-fc convert."
-    checks = ("tensors", "equal values")
-
-    def recognises(self, directory: AnyPath) -> bool:
-        """Return whether there are files of ``dist.save_state_dict``, in the directory or in those of its roles."""
-        return isinstance(directory, Path) and bool(_role_directories(directory))
-
-    def open(self, directory: AnyPath, verify: str = "size", config: Config = None) -> OpenedCheckpoint:
-        """Open a checkpoint that Paddle wrote.
-
-        The format records neither checksums nor a mapping. The mapping is derived on first use from the family of the
-        model, by stored names, shapes and cuts. It requires a ``config.json`` in the directory.
-
-        Raises:
-            Corrupt: metadata or files that are missing, or tensors that are not stored whole; all of them.
-            FormatError: a pickle that holds more than data, or metadata or a configuration that is malformed.
-        """
-        directory = require_local(directory, "A checkpoint of Paddle")
-        found = _role_directories(directory)
-        stock.refuse_links(directory, (one for place in found.values() for one in (place, *list_directory(place))))
-        shards: dict[stock.StoredAs, list[StoredShard]] = {}
-        cuts: dict[str, tuple[int, ...]] = {}
-        for role, place in found.items():
-            own = shards[role, "", False] = list(_shards_in(directory, place))
-            if role == EMA_STATE:
-                own[:] = itertools.starmap(_average, own)
-            if role == MODEL_STATE:
-                for shard, *_ in own:
-                    cuts[shard.name] = tuple(map(max, shard.cuts, cuts.get(shard.name, shard.cuts)))
-        roles, faults = stock.gather_roles(shards)
-        paths = {path for own in shards.values() for _, path, _, _ in own}
-        catalog = Catalog(directory, roles, identities_of(directory / path for path in sorted(paths)))
-        return stock.open_stock(self, directory, catalog, faults, stock.read_stock_config(directory, config), cuts)
+def _is_distcp(directory: AnyPath) -> bool:
+    """Return whether there are files of ``dist.save_state_dict``, in the directory or in those of its roles."""
+    return isinstance(directory, Path) and bool(_role_directories(directory))
 
 
-PADDLE_DISTCP, DISTCP_WRITER = PaddleDistcpFormat(), DistcpWriter()
+def _open(format: Format, directory: AnyPath, verify: str, config: Config) -> OpenedCheckpoint:
+    """Open a checkpoint that Paddle wrote.
+
+    The format records neither checksums nor a mapping. The mapping is derived on first use from the family of the
+    model, by stored names, shapes and cuts. It requires a ``config.json`` in the directory.
+
+    Raises:
+        Corrupt: metadata or files that are missing, or tensors that are not stored whole; all of them.
+        FormatError: a pickle that holds more than data, or metadata or a configuration that is malformed.
+    """
+    directory = require_local(directory, "A checkpoint of Paddle")
+    found = _role_directories(directory)
+    stock.refuse_links(directory, (one for place in found.values() for one in (place, *list_directory(place))))
+    shards: dict[stock.StoredAs, list[StoredShard]] = {}
+    cuts: dict[str, tuple[int, ...]] = {}
+    for role, place in found.items():
+        own = shards[role, "", False] = list(_shards_in(directory, place))
+        if role == EMA_STATE:
+            own[:] = itertools.starmap(_average, own)
+        if role == MODEL_STATE:
+            for shard, *_ in own:
+                cuts[shard.name] = tuple(map(max, shard.cuts, cuts.get(shard.name, shard.cuts)))
+    paths = {path for own in shards.values() for _, path, _, _ in own}
+    identities = identities_of(directory / path for path in sorted(paths))
+    stated = stock.read_stock_config(directory, config)
+    return stock.open_stock(format, directory, shards, identities, (), stated, cuts)
+
+
+PADDLE_DISTCP = Format(
+    name="paddle",
+    title="checkpoint of Paddle's FlexCheckpoint",
+    predicate="was written by Paddle's own FlexCheckpoint",
+    advice="Name it in resume_from_checkpoint; or make a flex checkpoint of it with paddleformers-fc convert.",
+    checks=("tensors", "equal values"),
+    recognises=_is_distcp,
+    opener=_open,
+    verifier=stock.verify_stock,
+    describe=stock.describe_stock,
+    roles=ROLES,
+)
+"""Checkpoints of Paddle's own FlexCheckpoint."""
+
+DISTCP_WRITER = ExportWriter(
+    marks=tuple(f"{role}/{METADATA_NAME}" for role in _WRITTEN),
+    rules=_rules,
+    files=_files,
+    header=_header,
+    documents=_documents,
+    seal=_seal,
+    alone=True,
+)
+"""Metadata and files of arrays, one directory per role, and the files of a Trainer."""

@@ -13,10 +13,11 @@ from typing import Any, TypeVar
 from msgspec import structs
 
 from paddleformers_fc.errors import NotACheckpoint, OptionError
-from paddleformers_fc.formats.adapters import ADAPTER_CONFIG_NAME, LORA_CONFIG_NAME, PADDLEFORMERS_LORA, PEFT
+from paddleformers_fc.formats import adapters as adapter_files, flex, huggingface
+from paddleformers_fc.formats.adapters import PADDLEFORMERS_LORA, PEFT
 from paddleformers_fc.formats.checkpoint import CONFIG_NAME, MAPPING_NAME, ExportWriter, Format, OpenedCheckpoint
-from paddleformers_fc.formats.flex import FLEX, open_flex
-from paddleformers_fc.formats.huggingface import HUGGINGFACE, INDEX_NAME, SINGLE_NAME, open_huggingface, torch_files
+from paddleformers_fc.formats.flex import FLEX
+from paddleformers_fc.formats.huggingface import HUGGINGFACE
 from paddleformers_fc.formats.legacy.rank_shards import LEGACY_HYBRID, SHARDING_IO
 from paddleformers_fc.formats.legacy.unified import UNIFIED
 from paddleformers_fc.formats.paddle_distcp import DISTCP_WRITER, PADDLE_DISTCP
@@ -27,9 +28,6 @@ from paddleformers_fc.storage.manifest import MANIFEST_NAME, Manifest
 from paddleformers_fc.storage.paths import AnyPath, RemotePath, parse_step
 
 _T = TypeVar("_T")
-
-SAVED, EXPORTED = FLEX, HUGGINGFACE
-"""The formats that a save and, by default, an export write."""
 
 FORMATS: tuple[Format, ...] = (
     FLEX,
@@ -43,12 +41,16 @@ FORMATS: tuple[Format, ...] = (
 )
 """Every format; the first that recognises a directory opens it."""
 
-EXPORTS = {one.name: one for one in (HUGGINGFACE, PADDLEFORMERS_LORA, PEFT)}
-"""The formats of exports, by the names in commands."""
+EXPORTS = {
+    HUGGINGFACE.name: huggingface.HUGGINGFACE_WRITER,
+    PADDLEFORMERS_LORA.name: adapter_files.PADDLEFORMERS_LORA_WRITER,
+    PEFT.name: adapter_files.PEFT_WRITER,
+}
+"""The writers of exports, by the names in commands."""
 
 TARGETS: dict[str, tuple[Format, ExportWriter]] = {
-    "flex": (FLEX, FLEX.writer),
-    "hf": (HUGGINGFACE, HUGGINGFACE.writer),
+    "flex": (FLEX, flex.FLEX_WRITER),
+    "hf": (HUGGINGFACE, huggingface.HUGGINGFACE_WRITER),
     "distcp": (PADDLE_DISTCP, DISTCP_WRITER),
 }
 """The formats of conversions and their writers, by the names in commands."""
@@ -73,7 +75,7 @@ def is_resumable(directory: AnyPath) -> bool:
         StorageError: the directory cannot be listed.
     """
     found = format_of(directory)
-    return found is not None and found is not SAVED and found.loadable and not found.canonical
+    return found is not None and found is not FLEX and found.loadable and not found.canonical
 
 
 def writer_of(name: str) -> ExportWriter:
@@ -82,7 +84,7 @@ def writer_of(name: str) -> ExportWriter:
     Raises:
         OptionError: there is no such format, or exports do not write it.
     """
-    return _chosen("an export", EXPORTS, name).writer
+    return _chosen("an export", EXPORTS, name)
 
 
 def conversion_target(name: str) -> tuple[Format, ExportWriter]:
@@ -111,8 +113,8 @@ def default_writer(checkpoint: OpenedCheckpoint) -> ExportWriter:
         FlexError: the checkpoint does not describe its model.
     """
     if checkpoint.format is FLEX and checkpoint.known.adapters is not None:
-        return PEFT.writer
-    return EXPORTED.writer
+        return adapter_files.PEFT_WRITER
+    return huggingface.HUGGINGFACE_WRITER
 
 
 def open_weights(directory: AnyPath, verify: str, adapters: bool) -> OpenedCheckpoint:
@@ -134,7 +136,7 @@ def open_weights(directory: AnyPath, verify: str, adapters: bool) -> OpenedCheck
     raise NotACheckpoint(
         f"{directory} holds no adapters.",
         where=str(directory),
-        evidence=[f"neither {ADAPTER_CONFIG_NAME} nor {LORA_CONFIG_NAME} is there"],
+        evidence=[f"neither {adapter_files.ADAPTER_CONFIG_NAME} nor {adapter_files.LORA_CONFIG_NAME} is there"],
         next_step="Name a directory of adapters; read the base into the model before it gets adapters.",
     )
 
@@ -151,14 +153,14 @@ def require_format(directory: AnyPath) -> Format:
     if isinstance(directory, Path) and not exists(directory):
         raise NotACheckpoint(f"{directory} does not exist.", where=str(directory), next_step=_NAME_A_CHECKPOINT)
     unfinished = exists(directory / MAPPING_NAME)
-    others, step = ([], "") if unfinished else torch_files(directory)
+    others, step = ([], "") if unfinished else huggingface.torch_files(directory)
     known = [] if unfinished else [f"known formats: {'; '.join(one.title for one in FORMATS)}"]
     raise NotACheckpoint(
         f"{directory} is an unfinished checkpoint."
         if unfinished
         else f"{directory} is not a checkpoint of a known format.",
         where=str(directory),
-        evidence=[f"no {MANIFEST_NAME}, {INDEX_NAME} or {SINGLE_NAME} is in it", *others, *known],
+        evidence=[f"no {MANIFEST_NAME}, {' or '.join(huggingface.HUGGINGFACE_WRITER.marks)} is in it", *others, *known],
         next_step=checkpoints_advice(directory)
         or step
         or (_COPY if isinstance(directory, RemotePath) else _NAME_A_CHECKPOINT),
@@ -187,7 +189,7 @@ def open_checkpoint(
         _refuse_roles(roles)
     format = require_format(directory)
     if roles is not None and format is FLEX:
-        return open_flex(directory, verify, roles)
+        return flex.open_flex(directory, verify, roles)
     opened = format.open(directory, verify, config)
     if config and not opened.config and opened.commit_record is None:
         return structs.replace(opened, config=dict(config))
@@ -217,7 +219,8 @@ def open_stored(directory: AnyPath) -> OpenedCheckpoint:
         CheckpointError: as :func:`open_checkpoint`.
     """
     format = require_format(directory)
-    return open_huggingface(directory, as_stored=True) if format is HUGGINGFACE else format.open(directory, "size")
+    is_quantizable = format is HUGGINGFACE
+    return huggingface.open_huggingface(directory, as_stored=True) if is_quantizable else format.open(directory)
 
 
 def saved_run(directory: Path, config: Mapping[str, Any] | None = None) -> Manifest:
@@ -233,7 +236,7 @@ def saved_run(directory: Path, config: Mapping[str, Any] | None = None) -> Manif
     """
     try:
         opened = open_checkpoint(directory, config=config)
-        opened.format.check_states(opened)
+        opened.check_states()
         return opened.manifest
     except NotACheckpoint:
         if config or not is_resumable(directory) or read_config(directory):
@@ -248,7 +251,7 @@ def read_config(directory: AnyPath) -> dict[str, Any]:
         Corrupt: the file does not match its recorded checksum.
         FormatError: it is not a JSON object.
     """
-    return (format_of(directory) or HUGGINGFACE).read_config(directory)
+    return flex.read_config(directory) if FLEX.recognises(directory) else huggingface.read_config(directory)
 
 
 def require_config(directory: AnyPath) -> dict[str, Any]:

@@ -20,44 +20,37 @@ safetensors, or pickles of ``paddle.save``, which are read as data (``storage.pi
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from msgspec import structs
 
-from paddleformers_fc.errors import Corrupt, FormatError, MappingError, NotACheckpoint, OptionError
+from paddleformers_fc.errors import Corrupt, Diverged, FormatError, MappingError, NotACheckpoint, OptionError
 from paddleformers_fc.families import ModelTensor, OptionalNames, bind, enumerate_tensors, family_for, is_known
 from paddleformers_fc.families.declarations import Stage
 from paddleformers_fc.families.description import IS_NLP, STACK_OF_FFN, ModelDescription
 from paddleformers_fc.families.exported import exported_keys
 from paddleformers_fc.families.names import tied_names, tied_sources
 from paddleformers_fc.families.undescribed import completed
+from paddleformers_fc.formats import stock_run
 from paddleformers_fc.formats.catalog import Catalog, StoredForm, StoredFragment, StoredTensor, gather_shards
 from paddleformers_fc.formats.checkpoint import (
     CONFIG_NAME,
+    REFUSE,
     CheckList,
+    FileFacts,
     Format,
     OpenedCheckpoint,
     StoredModel,
     StoredShard,
     parse_config,
+    refuse_faults,
 )
-from paddleformers_fc.formats.huggingface import FilesFormat, model_documents, read_description
-from paddleformers_fc.formats.stock_run import (
-    Powers,
-    has_run,
-    read_powers,
-    read_run,
-    read_run_document,
-    refuse_invalid_powers,
-    refuse_mixed_states,
-    refuse_states_of_other_steps,
-    run_documents,
-    run_files,
-)
+from paddleformers_fc.formats.huggingface import read_description
+from paddleformers_fc.formats.stock_run import COPY_AGAIN_STEP, malformed_file
 from paddleformers_fc.layout.roles import MASTER, MASTER_WEIGHT, MODEL_STATE, ROLES
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping import RuleSet, prove
@@ -65,8 +58,7 @@ from paddleformers_fc.mapping.boxes import Box, Shape, whole
 from paddleformers_fc.storage.checksum import FileChecksum, checksum_of
 from paddleformers_fc.storage.dtypes import dtype_size, from_safetensors, item_size, to_numpy, to_safetensors
 from paddleformers_fc.storage.files import open_local, read_range
-from paddleformers_fc.storage.json_io import MAX_DOCUMENT_BYTES, read_document
-from paddleformers_fc.storage.manifest import TRAINER_DIRECTORY, Manifest
+from paddleformers_fc.storage.identities import Identities
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.storage.pickles import PickledArray, quoted, read_pickle
 from paddleformers_fc.storage.safetensors import Header
@@ -82,17 +74,6 @@ _LEAST = 1e-6
 _BLOCK_BYTES = 1 << 20
 
 _Numbers = np.ndarray[Any, np.dtype[np.float64]]
-
-
-def foreign_files(directory: Path, catalog: Catalog) -> Iterator[str]:
-    """Yield a line for every file that is of another save than a file beside it, or a copy of that file.
-
-    Args:
-        directory: of the files.
-        catalog: their stored tensors.
-    """
-    yield from _unlike_masters(directory, catalog)
-    yield from _copies(directory, catalog)
 
 
 def _unlike_masters(directory: Path, catalog: Catalog) -> Iterator[str]:
@@ -151,7 +132,7 @@ def _copies(directory: Path, catalog: Catalog) -> Iterator[str]:
             other = first.setdefault(heads, at)
             if other == at or all(_is_constant(head, width) for head, (_, width) in zip(heads, tensors, strict=False)):
                 continue
-            if all(is_equal(directory, parts[other], parts[at], width) for parts, width in tensors):
+            if all(_is_equal(directory, parts[other], parts[at], width) for parts, width in tensors):
                 count = count_text(len(tensors), "tensor")
                 yield f"{file} contains the numbers of {files[other]}, in its parts of {count}"
 
@@ -182,7 +163,7 @@ def _is_constant(head: bytes, width: int) -> bool:
     return len({head[at : at + width] for at in range(0, len(head), width)}) < 2
 
 
-def is_equal(directory: Path, one: StoredFragment, other: StoredFragment, width: int) -> bool:
+def _is_equal(directory: Path, one: StoredFragment, other: StoredFragment, width: int) -> bool:
     """Return whether two stored boxes of one shape, with elements of some bytes, have the same bytes."""
     block = _BLOCK_BYTES // width
     return all(
@@ -197,22 +178,17 @@ def _bytes(directory: Path, part: StoredFragment, width: int, at: int, count: in
         return read_range(file, part.begin + at * width, min(count, part.box.volume - at) * width)
 
 
-COPY_AGAIN_STEP = "Use another checkpoint, or copy the files again: all of one save."
 NAME_CONFIG = (
     f"Name a directory with the model's {CONFIG_NAME}: convert --config DIR, or config= of open and load in Python."
 )
 
 
-@dataclass(frozen=True)
-class StockConfig:
-    """The configuration of the model that a directory is of, and the checksum of ``config.json`` if it is there."""
-
-    used: dict[str, Any]
-    recorded: Mapping[str, FileChecksum]
+StockConfig = tuple[dict[str, Any], Mapping[str, FileChecksum]]
+"""The configuration of a model, and the checksum of its file."""
 
 
 def read_stock_config(directory: Path, given: Mapping[str, Any] | None) -> StockConfig:
-    """Read the ``config.json`` of a directory.
+    """Return the configuration of the model in a directory, and the checksum of ``config.json`` if it is there.
 
     Args:
         directory: of a checkpoint.
@@ -222,100 +198,78 @@ def read_stock_config(directory: Path, given: Mapping[str, Any] | None) -> Stock
     """
     raw = read_description(directory, CONFIG_NAME)
     if raw is None:
-        return StockConfig(dict(given or {}), {})
+        return dict(given or {}), {}
     stored = parse_config(raw, directory / CONFIG_NAME)
-    return StockConfig(stored or dict(given or {}), {CONFIG_NAME: checksum_of(CONFIG_NAME, raw)})
+    return stored or dict(given or {}), {CONFIG_NAME: checksum_of(CONFIG_NAME, raw)}
 
 
-@dataclass(frozen=True)
-class StockFacts:
-    """What opening a checkpoint of a stock Trainer found.
+def verify_stock(format: Format, directory: AnyPath, level: str, checks: CheckList) -> OpenedCheckpoint:
+    """Check that every tensor is stored whole and once, the numbers of states, and that none is missing.
 
-    Args:
-        directory: of the checkpoint.
-        powers: of Adam's betas, in its optimizer states.
-        has_run: whether there is the state of a Trainer.
-        cuts: into how many shards the axes of every weight are cut.
-        copies: the tensors that several ranks stored, as the reader of the format compares them.
+    These formats have no checksums.
     """
+    checks.not_compared("this format has no checksums")
+    with checks.required("tensors"):
+        opened = format.open(directory, level)
+        opened.check_states()
+    checks.passed("tensors", f"{count_text(opened.catalog.count, 'tensor')}, each stored whole and once")
+    if "model" in format.checks and is_known(opened.config):
+        with checks.optional("model"):
+            prove(opened.rules.mapping(), "The checkpoint's mapping")
+            checks.passed("model", "all tensors that the configuration describes")
+    elif "model" in format.checks:
+        checks.impossible.append(f"missing layers: no {CONFIG_NAME} of a known family")
+    if level == "full" and "replicas" in format.checks:
+        with checks.optional("replicas"):
+            count = count_text(check_copies(opened), "array")
+            checks.passed("replicas", f"{count} of other tensor-parallel ranks equal to those of tp00")
+    return opened
 
-    directory: Path
-    powers: Powers
-    has_run: bool
-    cuts: Mapping[str, Shape]
-    copies: Sequence[tuple[str, Any, Any]]
+
+def check_copies(checkpoint: OpenedCheckpoint) -> int:
+    """Compare the tensors that several tensor-parallel ranks stored, unless one is chosen; return their number.
+
+    One rank calls it before tensors are loaded or converted.
+
+    Raises:
+        Diverged: copies differ; the files are of different steps, or the ranks had diverged.
+    """
+    copies = checkpoint.facts.copies if checkpoint.tied == REFUSE else ()
+    directory = cast(Path, checkpoint.catalog.root)
+    differing = [
+        f"{name}: {one.file} and {other.file} differ"
+        for name, one, other, width in copies
+        if not _is_equal(directory, one, other, width)
+    ]
+    if differing:
+        raise Diverged(
+            f"Ranks stored different numbers of the same tensor: {count_text(len(differing), 'array')}.",
+            where=str(directory),
+            evidence=fold(differing),
+            next_step="The files are of different steps, or the ranks had diverged. Use another checkpoint, or "
+            "choose the copies of the first or last tensor-parallel rank: convert or export with --tied "
+            "first|last, or name this checkpoint in resume_from_checkpoint with flex_tied: first or last.",
+        )
+    return len(copies)
 
 
-class StockFormat(FilesFormat):
-    """A format of stock Trainers, without checksums and without a mapping."""
+def describe_stock(checkpoint: OpenedCheckpoint) -> StoredModel:
+    """Return the mapping that a save of this package would have stored, if it is supported.
 
-    roles = ROLES
-    canonical = False
-    loadable = True
-    writer = None
-
-    def verify(self, directory: AnyPath, level: str, checks: CheckList) -> OpenedCheckpoint:
-        """Check that every tensor is stored whole and once, the numbers of states, and that none is missing."""
-        checks.not_compared("this format has no checksums")
-        with checks.required("tensors"):
-            opened = self.open(directory, level)
-            self.check_states(opened)
-        checks.passed("tensors", f"{count_text(opened.catalog.count, 'tensor')}, each stored whole and once")
-        if "model" not in self.checks:
-            return opened
-        if is_known(opened.config):
-            with checks.optional("model"):
-                prove(opened.rules.mapping(), "The checkpoint's mapping")
-                checks.passed("model", "all tensors that the configuration describes")
-        else:
-            checks.impossible.append(f"missing layers: no {CONFIG_NAME} of a known family")
-        return opened
-
-    def describe(self, checkpoint: OpenedCheckpoint) -> StoredModel:
-        """Return the mapping that a save of this package would have stored, if it is supported.
-
-        Raises:
-            NotACheckpoint: there is no configuration to name the family.
-            MappingError: the family is unknown, or does not declare what is stored.
-            Corrupt: layers of the model are missing, in formats of whole models.
-        """
-        root, cuts, weights = checkpoint.catalog.root, checkpoint.facts.cuts, checkpoint.catalog.roles[MODEL_STATE]
-        tensors = [ModelTensor(name, one.shape, one.dtype, cuts[name]) for name, one in weights.items()]
-        model = model_description(root, checkpoint.config, weights)
-        model, rules = completed(family_for(model.config), model, tensors)
-        if "model" in self.checks:
-            _refuse_missing_layers(root, model, rules)
-        found = StoredModel(rules, model)
-        refuse_alternating(root, found)
-        return found
-
-    def documents(self, checkpoint: OpenedCheckpoint) -> Collection[str]:
-        """Return the documents that describe the model, and the state of the Trainer as far as there is one."""
-        directory = checkpoint.facts.directory
-        return [*model_documents(directory), *run_documents(directory, checkpoint.catalog.roles)]
-
-    def read_document(self, checkpoint: OpenedCheckpoint, name: str) -> bytes:
-        """Return a document of the directory, or one of the Trainer."""
-        directory = checkpoint.facts.directory
-        is_of_run = name.startswith(f"{TRAINER_DIRECTORY}/")
-        return read_run_document(directory, name) if is_of_run else read_document(directory / name, MAX_DOCUMENT_BYTES)
-
-    def has_run(self, checkpoint: OpenedCheckpoint) -> bool:
-        """Return whether there was the state of a Trainer when the checkpoint was opened."""
-        return bool(checkpoint.facts.has_run)
-
-    def read_run(self, checkpoint: OpenedCheckpoint) -> Manifest:
-        """Return the record of the Trainer's files, if the optimizer states are of its step."""
-        facts = checkpoint.facts
-        if not facts.has_run:
-            return super().read_run(checkpoint)
-        record = read_run(facts.directory)
-        refuse_states_of_other_steps(facts.directory, facts.powers, record)
-        return record
-
-    def check_states(self, checkpoint: OpenedCheckpoint) -> None:
-        """Refuse powers of Adam's betas that no step makes."""
-        refuse_invalid_powers(checkpoint.facts.directory, checkpoint.facts.powers)
+    Raises:
+        NotACheckpoint: there is no configuration to name the family.
+        MappingError: the family is unknown, or does not declare what is stored.
+        Corrupt: layers of the model are missing, in formats of whole models.
+    """
+    root, cuts, weights = checkpoint.catalog.root, checkpoint.facts.cuts, checkpoint.catalog.roles[MODEL_STATE]
+    tensors = [ModelTensor(name, one.shape, one.dtype, cuts[name]) for name, one in weights.items()]
+    model = model_description(root, checkpoint.config, weights)
+    model, rules = completed(family_for(model.config), model, tensors)
+    if "model" in checkpoint.format.checks:
+        _refuse_missing_layers(root, model, rules)
+    found = StoredModel(rules, model)
+    refuse_alternating(root, found)
+    return found
 
 
 def _refuse_missing_layers(root: AnyPath, model: ModelDescription, rules: RuleSet) -> None:
@@ -341,48 +295,46 @@ def _refuse_missing_layers(root: AnyPath, model: ModelDescription, rules: RuleSe
 
 
 def open_stock(
-    format_: Format,
+    format: Format,
     directory: Path,
-    catalog: Catalog,
-    faults: Sequence[str],
+    shards: Mapping[StoredAs, Sequence[StoredShard]],
+    identities: Identities,
+    faults: Iterable[str],
     config: StockConfig,
     cuts: Mapping[str, Shape],
-    copies: Sequence[tuple[str, Any, Any]] = (),
+    copies: Sequence[tuple[str, StoredFragment, StoredFragment, int]] = (),
 ) -> OpenedCheckpoint:
-    """Return the opened checkpoint of a catalog.
+    """Return the opened checkpoint of some shards.
 
     Args:
-        format_: the format that recognised it.
+        format: the format that recognised it.
         directory: of the checkpoint.
-        catalog: the stored tensors.
-        faults: why the files are not one whole checkpoint, beside those of the catalog.
-        config: of the model.
+        shards: the stored tensors.
+        identities: of their files.
+        faults: why the files are not one whole checkpoint, beside those of the shards.
+        config: the result of :func:`read_stock_config`.
         cuts: into how many shards the axes of every weight are cut.
-        copies: the tensors that several ranks stored.
+        copies: the tensors that several ranks stored, as in :class:`FileFacts`.
     Raises:
         Corrupt: there are faults, or files of several saves or steps; all of them.
         FormatError: files of the Trainer are links to something outside of the directory.
     """
-    refuse_links(directory, run_files(directory))
-    faults = [*faults, *catalog.faults()]
-    if faults:
-        raise Corrupt(
-            f"The checkpoint does not contain all of its model, whole and once: {count_text(len(faults), 'fault')}.",
-            where=str(directory),
-            evidence=fold(faults),
-            next_step=COPY_AGAIN_STEP,
-        )
-    if foreign := list(foreign_files(directory, catalog)):
+    refuse_links(directory, stock_run.run_files(directory))
+    roles, contradictions = gather_roles(shards)
+    catalog = Catalog(directory, roles, identities)
+    refuse_faults(directory, [*faults, *contradictions, *catalog.faults()], COPY_AGAIN_STEP)
+    if foreign := [*_unlike_masters(directory, catalog), *_copies(directory, catalog)]:
         raise Corrupt(
             f"{directory} contains files of several saves, or under the names of other ranks.",
             where=str(directory),
             evidence=fold(foreign),
             next_step=COPY_AGAIN_STEP,
         )
-    powers = read_powers(directory, catalog)
-    refuse_mixed_states(directory, powers)
-    facts = StockFacts(directory, powers, has_run(directory), cuts, copies)
-    return OpenedCheckpoint(format_, catalog, config.used, facts=facts, recorded=config.recorded)
+    powers = stock_run.read_powers(directory, catalog)
+    stock_run.refuse_mixed_states(directory, powers)
+    run = directory if stock_run.has_run(directory) else None
+    facts = FileFacts(run=run, powers=powers, cuts=cuts, copies=copies)
+    return OpenedCheckpoint(format, catalog, config[0], facts=facts, recorded=config[1])
 
 
 def refuse_alternating(directory: AnyPath, model: StoredModel) -> None:
@@ -391,8 +343,8 @@ def refuse_alternating(directory: AnyPath, model: StoredModel) -> None:
     Raises:
         OptionError: the model has such experts.
     """
-    config = {} if model.description is None else model.description.config
-    if config.get("using_sonic_moe") and any(name.endswith(STACK_OF_FFN) for name in model.rules.targets):
+    is_stacked = any(name.endswith(STACK_OF_FFN) for name in model.rules.targets)
+    if is_stacked and model.description.config.get("using_sonic_moe"):
         raise OptionError(
             "Experts of using_sonic_moe are supported in checkpoints of this package and in exports.",
             where=str(directory),
@@ -416,13 +368,6 @@ def refuse_links(directory: Path, entries: Iterable[Path]) -> None:
             evidence=outside,
             next_step="Copy what the links lead to into the directory.",
         )
-
-
-def malformed_file(path: Path, fault: str) -> FormatError:
-    """Return the error for a file with other content than that of a checkpoint."""
-    return FormatError(
-        f"{path} is not a file of a checkpoint of Paddle: {fault}.", where=str(path), next_step=COPY_AGAIN_STEP
-    )
 
 
 def model_description(directory: AnyPath, config: Mapping[str, Any], names: Iterable[str] = ()) -> ModelDescription:

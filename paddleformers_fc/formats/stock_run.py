@@ -33,7 +33,7 @@ from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
 from paddleformers_fc.storage.files import exists, list_directory, open_local, read_range
 from paddleformers_fc.storage.json_io import parse_json, read_document
 from paddleformers_fc.storage.manifest import TRAINER_DIRECTORY, Manifest
-from paddleformers_fc.storage.paths import parse_step
+from paddleformers_fc.storage.paths import AnyPath, parse_step
 from paddleformers_fc.storage.pickles import PickledArray, Record, read_pickle
 from paddleformers_fc.text import count_text, fold
 
@@ -54,6 +54,7 @@ _TRAINED_TOGETHER = re.compile(r".*\.experts\.[0-9]+\.|[^0-9]*?\.(?=[0-9]+\.)")
 """The beginning of the names of parameters that have gradients in the same steps."""
 _LEAST_POWER = 1e-30
 """Powers below it have lost digits."""
+COPY_AGAIN_STEP = "Use another checkpoint, or copy the files again: all of one save."
 _ALTERED_STEP = "Use another checkpoint; this one contains files of different saves, or was altered."
 _DEGREES = {
     "dp": "data_parallel_size",
@@ -96,13 +97,15 @@ class Power:
 
 
 Powers = Mapping[str, Power]
+NO_POWERS: Powers = {}
 
 
-def read_run(directory: Path) -> Manifest:
+def read_run(directory: Path, powers: Powers = NO_POWERS) -> Manifest:
     """Return what the files of a Trainer contain of a manifest.
 
     Args:
         directory: of the checkpoint.
+        powers: those of Adam's betas in its optimizer states.
     Returns:
         a record without files.
     Raises:
@@ -116,6 +119,7 @@ def read_run(directory: Path) -> Manifest:
     ranks = {int(found[1]) for path in list_directory(directory) if (found := _GENERATORS.fullmatch(path.name))}
     world = math.prod(degrees[axis] for axis in _OF_WORLD) if arguments else max(ranks, default=0) + 1
     _refuse_missing_generators(directory, ranks, world)
+    _refuse_states_of_other_steps(directory, powers, arguments, step)
     return Manifest(
         written_by="PaddleFormers",
         step=step,
@@ -127,19 +131,14 @@ def read_run(directory: Path) -> Manifest:
     )
 
 
-def refuse_states_of_other_steps(directory: Path, powers: Powers, record: Manifest) -> None:
+def _refuse_states_of_other_steps(directory: Path, powers: Powers, arguments: Mapping[str, Any], step: int) -> None:
     """Refuse optimizer states that made another number of steps than the Trainer, as the powers of Adam's betas show.
 
-    Args:
-        directory: of the checkpoint.
-        powers: those of its states.
-        record: of the run.
     Raises:
         Corrupt: they made another number of steps than the rounding of the powers explains.
     """
     if exists(directory / SCALER):
         return  # A loss scaler skips steps of the optimizer.
-    arguments = _arguments(directory)
     for ending, key in _BETAS.items():
         beta = arguments.get(key)
         # A parameter without a gradient makes no step.
@@ -147,8 +146,8 @@ def refuse_states_of_other_steps(directory: Path, powers: Powers, record: Manife
         if isinstance(beta, float) and 0 < beta < 1 and least > _LEAST_POWER:
             decay = -math.log(np.float32(beta))
             done = round(-math.log(least) / decay) - 1
-            if abs(done - record.step) > record.step * 2.0**-23 / decay:
-                lines = f"state of the Trainer: step {record.step}", f"optimizer states: step {done}"
+            if abs(done - step) > step * 2.0**-23 / decay:
+                lines = f"state of the Trainer: step {step}", f"optimizer states: step {done}"
                 raise different_steps(directory, [*lines, f"by {key} {beta:g} of {ARGUMENTS}"])
             return
 
@@ -179,7 +178,7 @@ def refuse_mixed_states(directory: Path, powers: Powers) -> None:
         raise different_steps(directory, fold(lines))
 
 
-def refuse_invalid_powers(directory: Path, powers: Powers) -> None:
+def refuse_invalid_powers(directory: AnyPath, powers: Powers) -> None:
     """Refuse optimizer states that no step makes.
 
     Raises:
@@ -294,12 +293,12 @@ def _state(directory: Path) -> dict[str, Any]:
             try:
                 value = parse_json(read_document(path, _MAX_STATE_BYTES))
             except ValueError as error:
-                raise _malformed(path, str(error)) from error
+                raise malformed_file(path, str(error)) from error
         else:
             content = read_pickle(path, any_class=True)
             value = _plain(content.fields, path) if isinstance(content, Record) else None
         if not isinstance(value, dict):
-            raise _malformed(path, "it contains no state of a Trainer")
+            raise malformed_file(path, "it contains no state of a Trainer")
         return {key: one for key, one in value.items() if key != _LOSS_OF_STEP}
     raise Corrupt(f"{directory} has no state of a Trainer.", where=str(directory), next_step=_ALTERED_STEP)
 
@@ -390,7 +389,7 @@ def _generators(directory: Path, rank: int) -> bytes:
     path = directory / f"rng_state_{rank}.pth"
     content = read_pickle(path, any_class=True)
     if not isinstance(content, dict):
-        raise _malformed(path, "it contains no random states")
+        raise malformed_file(path, "it contains no random states")
     try:
         tracked = content.get("hybrid_parallel_rng_state_tracker") or {}
         document = {
@@ -405,7 +404,7 @@ def _generators(directory: Path, rank: int) -> bytes:
             },
         }
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise _malformed(path, f"it contains no random states: {error!r}"[:200]) from error
+        raise malformed_file(path, f"it contains no random states: {error!r}"[:200]) from error
     for seed in (one["seed"] for one in document["hybrid_parallel"].get("local_seed", ())):
         owner = _rank_of_seed(seed, document["world_size"], _arguments(directory))
         if owner not in (None, rank):
@@ -444,7 +443,7 @@ def _plain(value: Any, path: Path) -> Any:
 def _count(state: Mapping[str, Any], key: str, directory: Path) -> int:
     value = state.get(key)
     if type(value) is not int or value < 0:
-        raise _malformed(directory, f"{key} of its Trainer is {str(value)[:50]}")
+        raise malformed_file(directory, f"{key} of its Trainer is {str(value)[:50]}")
     return value
 
 
@@ -459,12 +458,16 @@ def _refuse_other_steps(directory: Path, step: int) -> None:
     if (named := parse_step(directory)) is not None:
         steps[f"name {directory.name}"] = named
     if exists(directory / SCHEDULER) and not exists(directory / SCALER):
-        content = read_pickle(directory / SCHEDULER)
-        epoch = content.get("last_epoch") if isinstance(content, dict) else None
-        if type(epoch) is int:
-            steps[SCHEDULER] = epoch
+        epoch = epoch_of(read_pickle(directory / SCHEDULER))
+        steps |= {} if epoch is None else {SCHEDULER: epoch}
     if len(set(steps.values())) > 1:
         raise different_steps(directory, [f"{name}: step {found}" for name, found in steps.items()])
+
+
+def epoch_of(scheduler: Any) -> int | None:
+    """Return the count of steps in the content of a scheduler's file; None if it has none."""
+    epoch = scheduler.get("last_epoch") if isinstance(scheduler, dict) else None
+    return epoch if type(epoch) is int else None
 
 
 def different_steps(directory: Path, evidence: Sequence[str]) -> Corrupt:
@@ -477,5 +480,8 @@ def different_steps(directory: Path, evidence: Sequence[str]) -> Corrupt:
     )
 
 
-def _malformed(path: Path, fault: str) -> FormatError:
-    return FormatError(f"{path} is not a file of a Trainer: {fault}.", where=str(path), next_step=_ALTERED_STEP)
+def malformed_file(path: Path, fault: str) -> FormatError:
+    """Return the error for a file with other content than that of a checkpoint."""
+    return FormatError(
+        f"{path} is not a file of a checkpoint of Paddle: {fault}.", where=str(path), next_step=COPY_AGAIN_STEP
+    )

@@ -29,7 +29,7 @@ from paddleformers_fc.families.names import tied_sources
 from paddleformers_fc.families.stated import no_family
 from paddleformers_fc.formats import OpenedCheckpoint
 from paddleformers_fc.formats.checkpoint import CONFIG_NAME, not_a_flex_checkpoint
-from paddleformers_fc.formats.registry import SAVED
+from paddleformers_fc.formats.flex import FLEX
 from paddleformers_fc.layout.grid import ParallelGrid, parse_grid
 from paddleformers_fc.layout.roles import (
     EMA_STATE,
@@ -412,9 +412,9 @@ def plan_load(
     grid, root, format = _parse_target(to, dtype), checkpoint.catalog.root, checkpoint.format
     if not format.loadable:
         raise not_a_flex_checkpoint(format, root)
-    if format is SAVED and "model_type" not in checkpoint.known.config:
+    if format is FLEX and "model_type" not in checkpoint.known.config:
         raise no_family(str(root))
-    if format is not SAVED and not checkpoint.config:
+    if format is not FLEX and not checkpoint.config:
         raise OptionError(
             "The target's layout follows from the model's configuration, and there is none.",
             where=str(root / CONFIG_NAME),

@@ -19,7 +19,7 @@ from paddleformers_fc.errors import MappingError, OptionError
 from paddleformers_fc.families import Family, ModelDescription, bind, enumerate_tensors, own_families
 from paddleformers_fc.families.registry import tiny_models
 from paddleformers_fc.formats.flex import open_flex
-from paddleformers_fc.formats.huggingface import HUGGINGFACE, open_huggingface
+from paddleformers_fc.formats.huggingface import HUGGINGFACE_WRITER, open_huggingface
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping.boxes import whole
 from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
@@ -45,7 +45,7 @@ def write_weights(directory: Path, arrays: Mapping[str, np.ndarray[Any, Any]], c
     """A directory of open weights in one file."""
     directory.mkdir(parents=True)
     shards = [Shard(name, str(one.dtype), one.shape, whole(one.shape)) for name, one in arrays.items()]
-    layout = HUGGINGFACE.writer.header(directory / "model.safetensors", shards)
+    layout = HUGGINGFACE_WRITER.header(directory / "model.safetensors", shards)
     writer = TensorWriter(RandomAccessWriter(directory / "model.safetensors"), layout)
     writer.write(0, b"".join(array.tobytes() for array in arrays.values()))
     writer.close()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
+import msgspec
 import pytest
 from safetensors.numpy import load_file
 
@@ -13,62 +15,56 @@ from paddleformers_fc.errors import OptionError
 from paddleformers_fc.execute.export import export_opened, refuse_target
 from paddleformers_fc.families import family_for
 from paddleformers_fc.formats import OpenedCheckpoint
-from paddleformers_fc.formats.checkpoint import ExportWriter, OutputFile
-from paddleformers_fc.formats.huggingface import HuggingFaceWriter
+from paddleformers_fc.formats.checkpoint import ExportWriter, OutputFile, tensor_header
+from paddleformers_fc.formats.huggingface import HUGGINGFACE_WRITER
 from paddleformers_fc.formats.registry import open_checkpoint
 from paddleformers_fc.layout.grid import parse_grid
 from paddleformers_fc.layout.shards import Shard, ShardsByRole
-from paddleformers_fc.mapping import RuleSet
 from paddleformers_fc.mapping.boxes import whole
 from paddleformers_fc.plan.simulate import declared_model
-from paddleformers_fc.storage.dtypes import to_safetensors
-from paddleformers_fc.storage.safetensors import FileLayout, layout_file
+from paddleformers_fc.storage.safetensors import FileLayout
 from verification.simulate_ranks import QWEN3_MOE, filled, save, value_of
 
 
-class WholeState(ExportWriter):
-    """Every role in the names of the model that was saved, with a list of the tensors in each directory."""
-
-    marks = ("roles.json",)
-
-    def rules(self, checkpoint: OpenedCheckpoint) -> RuleSet:
-        return checkpoint.rules
-
-    def files(self, checkpoint: OpenedCheckpoint, layout: ShardsByRole, max_file_bytes: int) -> tuple[OutputFile, ...]:
-        return tuple(
-            OutputFile(self.names(role, 0, 1)[0], role, tuple(layout[role][name] for name in sorted(layout[role])))
-            for role in sorted(layout)
-        )
-
-    def names(self, role: str, rank: int, count: int) -> list[str]:
-        return [f"{role}/{rank}_{number}.safetensors" for number in range(count)]
-
-    def header(self, path: Path, shards: Sequence[Shard]) -> FileLayout:
-        return layout_file(path, [(one.name, to_safetensors(one.dtype), one.global_shape) for one in shards], {})
-
-    def documents(self, checkpoint: OpenedCheckpoint, files: Sequence[OutputFile]) -> dict[str, bytes]:
-        return {"roles.json": json.dumps({file.role: len(file.tensors) for file in files}).encode()}
-
-    def owns(self, path: str) -> bool:
-        return path == "roles.json"
+def roles_files(checkpoint: OpenedCheckpoint, layout: ShardsByRole, max_file_bytes: int) -> tuple[OutputFile, ...]:
+    return tuple(
+        OutputFile(f"{role}/0_0.safetensors", role, tuple(layout[role][name] for name in sorted(layout[role])))
+        for role in sorted(layout)
+    )
 
 
-class AttentionOnly(HuggingFaceWriter):
-    """A part of the canonical tensors in one file, under other names, as adapters are."""
+def roles_documents(checkpoint: OpenedCheckpoint, files: Sequence[OutputFile]) -> dict[str, bytes]:
+    return {"roles.json": json.dumps({file.role: len(file.tensors) for file in files}).encode()}
 
-    marks = ("adapter_model.safetensors",)
 
-    def files(self, checkpoint: OpenedCheckpoint, layout: ShardsByRole, max_file_bytes: int) -> tuple[OutputFile, ...]:
-        weights = layout["model_state"]
-        chosen = tuple(weights[name] for name in sorted(weights) if ".self_attn." in name)
-        return (OutputFile("adapter_model.safetensors", "model_state", chosen),)
+WHOLE_STATE = ExportWriter(
+    marks=("roles.json",),
+    rules=lambda checkpoint: checkpoint.rules,
+    files=roles_files,
+    header=partial(tensor_header, {}),
+    documents=roles_documents,
+)
+"""Every role in the names of the model that was saved, with a list of the tensors in each directory."""
 
-    def header(self, path: Path, shards: Sequence[Shard]) -> FileLayout:
-        entries = [(f"base_model.{one.name}", to_safetensors(one.dtype), one.global_shape) for one in shards]
-        return layout_file(path, entries, {})
 
-    def documents(self, checkpoint: OpenedCheckpoint, files: Sequence[OutputFile]) -> dict[str, bytes]:
-        return {"adapter_config.json": b"{}"}
+def attention_file(checkpoint: OpenedCheckpoint, layout: ShardsByRole, max_file_bytes: int) -> tuple[OutputFile, ...]:
+    weights = layout["model_state"]
+    chosen = tuple(weights[name] for name in sorted(weights) if ".self_attn." in name)
+    return (OutputFile("adapter_model.safetensors", "model_state", chosen),)
+
+
+def renamed_header(path: Path, shards: Sequence[Shard]) -> FileLayout:
+    return tensor_header({}, path, [msgspec.structs.replace(one, name=f"base_model.{one.name}") for one in shards])
+
+
+ATTENTION_ONLY = msgspec.structs.replace(
+    HUGGINGFACE_WRITER,
+    marks=("adapter_model.safetensors",),
+    files=attention_file,
+    header=renamed_header,
+    documents=lambda checkpoint, files: {"adapter_config.json": b"{}"},
+)
+"""A part of the canonical tensors in one file, under other names, as adapters are."""
 
 
 def saved(directory: Path, layout: str) -> OpenedCheckpoint:
@@ -80,7 +76,7 @@ def saved(directory: Path, layout: str) -> OpenedCheckpoint:
 @pytest.mark.parametrize("layout", ["tp=2,pp=2", "sharding=2,split=true"])
 def test_a_format_of_all_roles_in_the_names_of_the_model_gets_every_saved_number(layout: str, tmp_path: Path) -> None:
     checkpoint = saved(tmp_path / "c", layout)
-    report = export_opened(checkpoint, tmp_path / "out", writer=WholeState())
+    report = export_opened(checkpoint, tmp_path / "out", writer=WHOLE_STATE)
     stored = checkpoint.catalog.roles
     assert json.loads((tmp_path / "out/roles.json").read_text()) == {role: len(stored[role]) for role in stored}
     assert report.tensors == checkpoint.catalog.count
@@ -95,7 +91,7 @@ def test_a_format_of_all_roles_in_the_names_of_the_model_gets_every_saved_number
 def test_a_format_of_some_tensors_under_other_names_gets_these_and_its_documents(tmp_path: Path) -> None:
     checkpoint = saved(tmp_path / "c", "tp=2")
     export_opened(checkpoint, tmp_path / "hf")
-    report = export_opened(checkpoint, tmp_path / "adapter", writer=AttentionOnly())
+    report = export_opened(checkpoint, tmp_path / "adapter", writer=ATTENTION_ONLY)
     weights = load_file(tmp_path / "hf/model.safetensors")
     found = load_file(tmp_path / "adapter/adapter_model.safetensors")
     assert found.keys() == {f"base_model.{name}" for name in weights if ".self_attn." in name}
@@ -103,4 +99,4 @@ def test_a_format_of_some_tensors_under_other_names_gets_these_and_its_documents
     assert report.tensors == len(found) < len(weights)
     assert (tmp_path / "adapter/adapter_config.json").read_bytes() == b"{}"
     with pytest.raises(OptionError, match="adapter_model"):
-        refuse_target(tmp_path / "adapter", [], False, AttentionOnly())
+        refuse_target(tmp_path / "adapter", [], False, ATTENTION_ONLY)

@@ -25,7 +25,7 @@ from paddleformers_fc.execute.digest import weights_md5
 from paddleformers_fc.execute.load import prepare_weights
 from paddleformers_fc.execute.output_directory import inspect_directory
 from paddleformers_fc.execute.reading import read_parts
-from paddleformers_fc.formats.huggingface import HUGGINGFACE, open_huggingface
+from paddleformers_fc.formats.huggingface import open_huggingface
 from paddleformers_fc.formats.quantized import in_float32
 from paddleformers_fc.mapping.boxes import Box, whole
 from paddleformers_fc.plan.items import StoredPart
@@ -471,7 +471,7 @@ def test_published_headers_are_those_that_the_family_declares(tmp_path: Path, na
     write_headers(tmp_path, **HEADERS[name])
     opened = open_huggingface(tmp_path)
     stored = opened.catalog.roles["model_state"]
-    rules = HUGGINGFACE.built_model(opened).rules
+    rules = opened.built.rules
     # Copies of the embeddings and of the output in DeepSeek's prediction layer, which the model has once.
     shared = {one for one in stored if one.endswith(("layers.4.embed_tokens.weight", "shared_head.head.weight"))}
     assert {source for rule in rules.rules for source in rule.sources} == stored.keys() - shared

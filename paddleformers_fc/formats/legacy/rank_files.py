@@ -24,6 +24,7 @@ from typing import Any
 from paddleformers_fc.errors import Corrupt, FormatError, StorageError
 from paddleformers_fc.formats import stock_checkpoint as stock
 from paddleformers_fc.formats.huggingface import OF_PADDLE, model_orientation
+from paddleformers_fc.formats.stock_run import COPY_AGAIN_STEP, SCHEDULER, SIGNAL, epoch_of
 from paddleformers_fc.mapping.boxes import Shape
 from paddleformers_fc.storage.dtypes import dtype_size
 from paddleformers_fc.storage.files import list_directory
@@ -47,7 +48,6 @@ _KINDS = {
 _PART = r"[a-z]+(?:_[a-z]+)*[0-9]{1,6}"
 _NAME = re.compile(rf"([a-z_]+)(?:\.({_PART}(?:_{_PART})*))?\.(pdparams|pdopt|safetensors)")
 _RANK = re.compile(r"([a-z]+(?:_[a-z]+)*)([0-9]{1,6})(?:_|\Z)")
-_SIGNAL = re.compile(r"saved_signal_[0-9]{1,9}")
 _SCHEDULER, _MASTER = "LR_Scheduler", "master_weights"
 _MOST_RANKS = 1 << 17
 """The most files of a kind: names could claim any number of ranks."""
@@ -148,7 +148,7 @@ def find_rank_files(directory: Path) -> RankFiles:
     ep = degrees[MODEL][2] if EXPERTS in axes.get(MODEL, ()) else 1
     missing = [] if MODEL in found else ["no file of weights"]
     missing += _missing(found, degrees, tp, pp, axes)
-    world = sum(_SIGNAL.fullmatch(name) is not None for name in names)
+    world = sum(SIGNAL.fullmatch(name) is not None for name in names)
     sharding = max([-(-ep // tp), *(one[2] for kind, one in degrees.items() if ep == 1 or kind != MODEL)])
     ranks_of_grid = tp * pp * sharding
     if not missing and world and world % ranks_of_grid:
@@ -158,7 +158,7 @@ def find_rank_files(directory: Path) -> RankFiles:
             f"Files of some ranks are missing from {directory}.",
             where=str(directory),
             evidence=fold(missing),
-            next_step=stock.COPY_AGAIN_STEP,
+            next_step=COPY_AGAIN_STEP,
         )
     # The number of ranks shows that no other axis, such as sep, is inside of that of the experts.
     if ep > 1 and not (divides_experts(tp, sharding, ep) and ranks_of_grid == world):
@@ -256,20 +256,15 @@ def read_rank_file(directory: Path, name: str) -> RankContent:
         return RankContent(stock.arrays_of(name, header))
     arrays, (names, scheduler, master) = stock.read_arrays(path, stock.PARAMETER_NAMES, _SCHEDULER, _MASTER)
     known = {key: value for key, value in names.items() if isinstance(key, str) and isinstance(value, str)}
-    return RankContent(arrays, stock.named_arrays(path, master), known, _epoch(scheduler))
+    return RankContent(arrays, stock.named_arrays(path, master), known, epoch_of(scheduler))
 
 
-def scheduler_epoch(directory: Path, name: str) -> int | None:
+def scheduler_epoch(directory: Path) -> int | None:
     """Return the count of steps in a scheduler's file; None if the file is missing or contains other data."""
     try:
-        return _epoch(read_pickle(directory / name))
+        return epoch_of(read_pickle(directory / SCHEDULER))
     except (Corrupt, FormatError, StorageError):
         return None
-
-
-def _epoch(scheduler: Any) -> int | None:
-    epoch = scheduler.get("last_epoch") if isinstance(scheduler, dict) else None
-    return epoch if type(epoch) is int else None
 
 
 Placed = list[tuple[stock.FileArray, tuple[int, int] | None]]

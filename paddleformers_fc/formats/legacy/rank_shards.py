@@ -41,12 +41,12 @@ from typing import Any
 
 from msgspec import structs
 
-from paddleformers_fc.errors import Corrupt, Diverged, MappingError
+from paddleformers_fc.errors import Corrupt, MappingError
 from paddleformers_fc.families import family_for, is_known
 from paddleformers_fc.families.names import Names
-from paddleformers_fc.formats import stock_checkpoint as stock
-from paddleformers_fc.formats.catalog import Catalog, StoredTensor
-from paddleformers_fc.formats.checkpoint import CONFIG_NAME, CheckList, Config, OpenedCheckpoint, StoredShard
+from paddleformers_fc.formats import stock_checkpoint as stock, stock_run
+from paddleformers_fc.formats.catalog import Catalog, StoredFragment
+from paddleformers_fc.formats.checkpoint import CONFIG_NAME, Config, Format, OpenedCheckpoint, StoredShard
 from paddleformers_fc.formats.huggingface import INDEX_NAME, SINGLE_NAME
 from paddleformers_fc.formats.legacy.canonical_ranks import CanonicalModel, assign_variables, canonical_models
 from paddleformers_fc.formats.legacy.rank_files import (
@@ -65,13 +65,14 @@ from paddleformers_fc.formats.legacy.rank_files import (
     unsupported_experts,
 )
 from paddleformers_fc.formats.paddle_distcp import PADDLE_DISTCP
-from paddleformers_fc.formats.stock_run import ARGUMENTS, different_steps, stated_sharding
+from paddleformers_fc.formats.stock_run import ARGUMENTS, COPY_AGAIN_STEP, SCHEDULER, different_steps, malformed_file
 from paddleformers_fc.layout.roles import (
     EMA_STATE,
     MASTER,
     MASTER_WEIGHT,
     MODEL_STATE,
     OPTIMIZER_STATE,
+    ROLES,
     split_state_name,
 )
 from paddleformers_fc.mapping.boxes import Box, Shape, shifted, whole
@@ -80,10 +81,9 @@ from paddleformers_fc.storage.files import is_directory, is_file, list_directory
 from paddleformers_fc.storage.identities import identities_of
 from paddleformers_fc.storage.json_io import MAX_DOCUMENT_BYTES, parse_json, read_document
 from paddleformers_fc.storage.paths import AnyPath, require_local
-from paddleformers_fc.text import count_text, fold
+from paddleformers_fc.text import fold
 
 META_NAME = "model_meta.json"
-SCHEDULER_NAME = "scheduler.pdparams"
 
 _EXPERT = re.compile(r"\.experts\.[0-9]{1,6}\.")
 _SLICE = "slice@"
@@ -164,7 +164,7 @@ def _assembled(directory: Path, files: RankFiles, config: Mapping[str, Any], las
         assembly.add(cell)
     if not {*assembly.weightless}.isdisjoint(assembly.stateless):
         assembly.faults.append(f"sharding_io stores weights that are not trained under {_FROZEN} alone")
-    if assembly.stateless and not (files.described or files.sharding in (1, stated_sharding(directory))):
+    if assembly.stateless and not (files.described or files.sharding in (1, stock_run.stated_sharding(directory))):
         assembly.faults += (f"{name}: no optimizer state is stored" for name in assembly.stateless)
         assembly.faults.append(
             f"{ARGUMENTS} does not state sharding_parallel_size {files.sharding}: files of other ranks may be missing"
@@ -175,8 +175,8 @@ def _assembled(directory: Path, files: RankFiles, config: Mapping[str, Any], las
 def _refuse_steps(directory: Path, contents: Mapping[str, RankContent]) -> None:
     """Refuse optimizer files and a scheduler whose counts of steps differ."""
     epochs = {name: one.epoch for name, one in contents.items() if one.epoch is not None}
-    if (epoch := scheduler_epoch(directory, SCHEDULER_NAME)) is not None and epochs:
-        epochs[SCHEDULER_NAME] = epoch
+    if (epoch := scheduler_epoch(directory)) is not None and epochs:
+        epochs[SCHEDULER] = epoch
     if len(set(epochs.values())) > 1:
         raise different_steps(directory, fold(f"{name}: step {epoch}" for name, epoch in sorted(epochs.items())))
 
@@ -192,7 +192,7 @@ def _described(directory: Path, files: RankFiles) -> RankFiles:
         stated = [degrees[key] for key in ("mp_degree", "pp_degree", "sharding_degree")]
         experts, of_experts = (max(index(degrees.get(key, 1)), 1) for key in ("ep_degree", "moe_sharding_degree"))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise stock.malformed_file(path, str(error)) from error
+        raise malformed_file(path, str(error)) from error
     tp, shards = files.tp, files.sharding
     if stated != [tp, files.pp, shards]:
         raise Corrupt(
@@ -202,10 +202,10 @@ def _described(directory: Path, files: RankFiles) -> RankFiles:
                 f"{META_NAME}: tp={stated[0]} pp={stated[1]} sharding={stated[2]} ep={experts}",
                 f"files: tp={tp} pp={files.pp} sharding={shards}",
             ],
-            next_step=stock.COPY_AGAIN_STEP,
+            next_step=COPY_AGAIN_STEP,
         )
     if not isinstance(described, dict):
-        raise stock.malformed_file(path, "sharding_metas is not an object")
+        raise malformed_file(path, "sharding_metas is not an object")
     if experts > 1 and not (divides_experts(tp, shards, experts) and of_experts * experts == tp * shards):
         why = f"{META_NAME}: tp={tp} sharding={shards} ep={experts} moe_sharding={of_experts}"
         raise unsupported_experts(directory, why)
@@ -284,7 +284,7 @@ def _cell(files: RankFiles, contents: Mapping[str, RankContent], tp: int, pp: in
                 for name, one in described["param_meta"].items()
             }
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-            raise stock.malformed_file(Path(META_NAME), f"{key}: {error}") from error
+            raise malformed_file(Path(META_NAME), f"{key}: {error}") from error
     return StageFiles(tp, pp, own, names, shapes)
 
 
@@ -347,9 +347,10 @@ class Assembly:
     Attributes:
         faults: one line each.
         cuts: number of parts of every parameter on each axis.
-        replicas: tensors that two tensor-parallel ranks have whole: the name and both copies.
+        copies: tensors that two tensor-parallel ranks have whole: the name, both copies, and the bytes per element.
         stateless: parameters without a state, as those that are not trained.
         weightless: parameters without a weight.
+        shards: the shards.
     """
 
     directory: Path
@@ -358,11 +359,11 @@ class Assembly:
     has_states: bool
     faults: list[str] = field(default_factory=list)
     cuts: dict[str, Shape] = field(default_factory=dict)
-    replicas: list[tuple[str, stock.FileArray, stock.FileArray]] = field(default_factory=list)
+    copies: list[tuple[str, StoredFragment, StoredFragment, int]] = field(default_factory=list)
     stateless: list[str] = field(default_factory=list)
     weightless: list[str] = field(default_factory=list)
+    shards: dict[stock.StoredAs, list[StoredShard]] = field(default_factory=dict)
     _copied: dict[tuple[str, str], Sequence[stock.FileArray]] = field(default_factory=dict)
-    _shards: dict[stock.StoredAs, list[StoredShard]] = field(default_factory=dict)
     _seen: set[tuple[str, Box]] = field(default_factory=set)
 
     def add(self, cell: StageFiles) -> None:
@@ -395,12 +396,6 @@ class Assembly:
             if self.has_states and not own and owner == name and self._is_trained(name):
                 self.stateless.append(name)
 
-    def roles(self) -> dict[str, dict[str, StoredTensor]]:
-        """Return the tensors by role."""
-        roles, faults = stock.gather_roles(self._shards)
-        self.faults += faults
-        return roles
-
     def _add_weight(
         self, part: Part, cell: StageFiles, stored: Sequence[stock.FileArray], master: Sequence[stock.FileArray]
     ) -> None:
@@ -427,7 +422,7 @@ class Assembly:
 
     def keep(self, stored_as: stock.StoredAs, shard: StoredShard) -> None:
         """Add a shard."""
-        self._shards.setdefault(stored_as, []).append(shard)
+        self.shards.setdefault(stored_as, []).append(shard)
 
     def _join(
         self, part: Part, stored_as: stock.StoredAs, name: str, dtype: str, pieces: Sequence[stock.FileArray]
@@ -444,8 +439,9 @@ class Assembly:
         """Note the copies of tensors that another tensor-parallel rank has as well."""
         for (role, name), pieces in own.items() if self.tp > 1 and part.box == whole(part.shape) else ():
             first = self._copied.setdefault((role, name), pieces)
-            if first is not pieces:
-                self.replicas += zip(itertools.repeat(name), first, pieces)
+            for one, other in zip(first, pieces, strict=False) if first is not pieces else ():
+                if (one.shape, one.dtype) == (other.shape, other.dtype):
+                    self.copies.append((name, one.fragment, other.fragment, dtype_size(one.dtype)))
 
     def _part(self, cell: StageFiles, name: str, weight: stock.FileArray | None) -> Part | None:
         """Return the part of a parameter that a cell has; None after noting why nothing shows it."""
@@ -522,105 +518,73 @@ def _split(key: str, variables: Mapping[str, str]) -> tuple[str | None, str]:
     return None, ""
 
 
-@dataclass(frozen=True)
-class RankFormat(stock.StockFormat):
-    """One file per rank and kind.
+def _is_hybrid(directory: AnyPath) -> bool:
+    return _has_rank_files(directory, has_meta=False)
 
-    Args:
-        name: in JSON output.
-        title: in text, as the kind of a directory.
-        predicate: in errors, behind the path of a directory.
-        has_meta: whether ``model_meta.json`` describes the ranks.
+
+def _is_sharding_io(directory: AnyPath) -> bool:
+    return _has_rank_files(directory, has_meta=True)
+
+
+def _has_rank_files(directory: AnyPath, has_meta: bool) -> bool:
+    """Return whether there are files of ranks: of an optimizer, or of weights without open weights beside them."""
+    if not isinstance(directory, Path) or not is_directory(directory):
+        return False
+    names = {path.name for path in list_directory(directory)}
+    if (META_NAME in names) is not has_meta:
+        return False
+    if any(is_rank_file(name, OPTIMIZER, EMA) for name in names):
+        return True
+    return not names & {INDEX_NAME, SINGLE_NAME} and any(is_rank_file(name, MODEL) for name in names)
+
+
+def _open(format: Format, directory: AnyPath, verify: str, config: Config) -> OpenedCheckpoint:
+    """Open a checkpoint; parts of tensor-parallel ranks are not read without a configuration.
+
+    Raises:
+        NotACheckpoint: a step needs a configuration, and there is none.
+        Corrupt: files are missing or of different steps, or tensors are not stored whole; all of them.
+        FormatError: a pickle with more than data, files of two checkpoints, or a malformed document.
+        MappingError: the family of the model does not declare a tensor that is cut.
     """
-
-    name: str
-    title: str
-    predicate: str
-    has_meta: bool
-
-    advice = "Convert it with paddleformers-fc convert, and name the result."
-    checks = ("tensors", "model", "replicas", "equal values")
-
-    def recognises(self, directory: AnyPath) -> bool:
-        """Return whether there are files of ranks: of an optimizer, or of weights without open weights beside them."""
-        if not isinstance(directory, Path) or not is_directory(directory):
-            return False
-        names = {path.name for path in list_directory(directory)}
-        if (META_NAME in names) is not self.has_meta:
-            return False
-        if any(is_rank_file(name, OPTIMIZER, EMA) for name in names):
-            return True
-        return not names & {INDEX_NAME, SINGLE_NAME} and any(is_rank_file(name, MODEL) for name in names)
-
-    def open(self, directory: AnyPath, verify: str = "size", config: Config = None) -> OpenedCheckpoint:
-        """Open a checkpoint; parts of tensor-parallel ranks are not read without a configuration.
-
-        Raises:
-            NotACheckpoint: a step needs a configuration, and there is none.
-            Corrupt: files are missing or of different steps, or tensors are not stored whole; all of them.
-            FormatError: a pickle with more than data, files of two checkpoints, or a malformed document.
-            MappingError: the family of the model does not declare a tensor that is cut.
-        """
-        if PADDLE_DISTCP.recognises(directory):
-            refuse_mixed(directory, [(MODEL_STATE, "files of ranks")])
-        directory = require_local(directory, "A checkpoint of Paddle")
-        found = stock.read_stock_config(directory, config)
-        files = find_rank_files(directory)
-        identities = identities_of(directory / name for name in files.names)
-        assembly = _assembled(directory, files, found.used)
-        catalog = Catalog(directory, assembly.roles(), identities)
-        faults = list(dict.fromkeys(assembly.faults))
-        return stock.open_stock(self, directory, catalog, faults, found, assembly.cuts, assembly.replicas)
-
-    def verify(self, directory: AnyPath, level: str, checks: CheckList) -> OpenedCheckpoint:
-        """Check that every tensor is stored whole and once, and that all ranks have the same numbers of it."""
-        opened = super().verify(directory, level, checks)
-        if level == "full":
-            with checks.optional("replicas"):
-                count = count_text(self.compare_copies(opened), "array")
-                checks.passed("replicas", f"{count} of other tensor-parallel ranks equal to those of tp00")
-        return opened
-
-    def compare_copies(self, checkpoint: OpenedCheckpoint) -> int:
-        """Compare the copies of tensors that several tensor-parallel ranks have, and return their number.
-
-        Raises:
-            Diverged: copies differ; the files are of different steps, or the ranks had diverged.
-        """
-        directory, copies = checkpoint.facts.directory, checkpoint.facts.copies
-        differing = [
-            f"{name}: {one.file} and {other.file} differ"
-            for name, one, other in copies
-            if (one.shape, one.dtype) == (other.shape, other.dtype)
-            and not stock.is_equal(directory, one.fragment, other.fragment, dtype_size(one.dtype))
-        ]
-        if differing:
-            raise Diverged(
-                f"Ranks stored different numbers of the same tensor: {count_text(len(differing), 'array')}.",
-                where=str(directory),
-                evidence=fold(differing),
-                next_step="The files are of different steps, or the ranks had diverged. Use another checkpoint, or "
-                "choose the copies of the first or last tensor-parallel rank: convert or export with --tied "
-                "first|last, or name this checkpoint in resume_from_checkpoint with flex_tied: first or last.",
-            )
-        return len(copies)
-
-    def last_copies(self, checkpoint: OpenedCheckpoint) -> Catalog:
-        """Read the files again, and return the copies of the last tensor-parallel rank."""
-        directory = checkpoint.facts.directory
-        last = _assembled(directory, find_rank_files(directory), checkpoint.config, last=True)
-        return structs.replace(checkpoint.catalog, roles=last.roles())
+    if PADDLE_DISTCP.recognises(directory):
+        refuse_mixed(directory, [(MODEL_STATE, "files of ranks")])
+    directory = require_local(directory, "A checkpoint of Paddle")
+    stated = stock.read_stock_config(directory, config)
+    files = find_rank_files(directory)
+    identities = identities_of(directory / name for name in files.names)
+    made = _assembled(directory, files, stated[0])
+    faults = dict.fromkeys(made.faults)
+    return stock.open_stock(format, directory, made.shards, identities, faults, stated, made.cuts, made.copies)
 
 
-LEGACY_HYBRID = RankFormat(
-    "legacy_hybrid",
-    "checkpoint of hybrid parallelism (one .pdparams and .pdopt per rank)",
-    "was written rank by rank by an older Trainer",
-    has_meta=False,
+def _last_copies(checkpoint: OpenedCheckpoint) -> Catalog:
+    """Read the files again, and return the copies of the last tensor-parallel rank."""
+    directory = require_local(checkpoint.catalog.root, "A checkpoint of Paddle")
+    made = _assembled(directory, find_rank_files(directory), checkpoint.config, last=True)
+    return structs.replace(checkpoint.catalog, roles=stock.gather_roles(made.shards)[0])
+
+
+LEGACY_HYBRID = Format(
+    name="legacy_hybrid",
+    title="checkpoint of hybrid parallelism (one .pdparams and .pdopt per rank)",
+    predicate="was written rank by rank by an older Trainer",
+    advice="Convert it with paddleformers-fc convert, and name the result.",
+    checks=("tensors", "model", "replicas", "equal values"),
+    recognises=_is_hybrid,
+    opener=_open,
+    verifier=stock.verify_stock,
+    describe=stock.describe_stock,
+    last_copies=_last_copies,
+    roles=ROLES,
 )
-SHARDING_IO = RankFormat(
-    "sharding_io",
-    "checkpoint of sharding_io or FlashCheckpoint (one file per rank and model_meta.json)",
-    "was written rank by rank by sharding_io or FlashCheckpoint",
-    has_meta=True,
+"""One file per rank and kind."""
+
+SHARDING_IO = structs.replace(
+    LEGACY_HYBRID,
+    name="sharding_io",
+    title="checkpoint of sharding_io or FlashCheckpoint (one file per rank and model_meta.json)",
+    predicate="was written rank by rank by sharding_io or FlashCheckpoint",
+    recognises=_is_sharding_io,
 )
+"""The same, and ``model_meta.json`` describes the ranks."""

@@ -38,8 +38,7 @@ from paddleformers_fc.errors import Corrupt, FormatError, MappingError
 from paddleformers_fc.families import enumerate_tensors, family_for, is_known
 from paddleformers_fc.families.names import Names, family_sizes
 from paddleformers_fc.formats import stock_checkpoint as stock
-from paddleformers_fc.formats.catalog import Catalog
-from paddleformers_fc.formats.checkpoint import CONFIG_NAME, Config, OpenedCheckpoint, StoredShard
+from paddleformers_fc.formats.checkpoint import CONFIG_NAME, Config, Format, OpenedCheckpoint, StoredShard
 from paddleformers_fc.formats.huggingface import indexed_files, read_files
 from paddleformers_fc.formats.legacy.rank_files import (
     EMA,
@@ -52,7 +51,7 @@ from paddleformers_fc.formats.legacy.rank_files import (
 )
 from paddleformers_fc.formats.legacy.rank_shards import Assembly, StageFiles
 from paddleformers_fc.formats.paddle_distcp import PADDLE_DISTCP
-from paddleformers_fc.formats.stock_run import removes_masters
+from paddleformers_fc.formats.stock_run import COPY_AGAIN_STEP, removes_masters
 from paddleformers_fc.layout.roles import MASTER, MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE
 from paddleformers_fc.mapping import Shape
 from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
@@ -165,7 +164,7 @@ def _files(directory: Path, kind: str, names: Sequence[str]) -> dict[str, list[s
         files = {single: []}
     elif numbered:
         raise Corrupt(
-            f"{directory} has no {index}.", where=str(directory), evidence=numbered[:8], next_step=stock.COPY_AGAIN_STEP
+            f"{directory} has no {index}.", where=str(directory), evidence=numbered[:8], next_step=COPY_AGAIN_STEP
         )
     else:
         return {}
@@ -396,43 +395,11 @@ def _leaf(name: str) -> str:
     return _NUMBERED.sub("", name.removesuffix(_OF_LAYER)).rpartition(".")[2]
 
 
-class UnifiedFormat(stock.StockFormat):
-    """Safetensors files of weights and of states, as PaddleFormers' ``unified_checkpoint`` writes them."""
-
-    name = "unified"
-    title = "unified checkpoint of PaddleFormers"
-    predicate = "was written by PaddleFormers as a unified checkpoint"
-    roles = (MODEL_STATE, MASTER_WEIGHT, OPTIMIZER_STATE)
-    advice = "Name it in resume_from_checkpoint; or make a flex checkpoint of it with paddleformers-fc convert."
-    checks = ("tensors", "model", "equal values")
-
-    def recognises(self, directory: AnyPath) -> bool:
-        """Return whether there are safetensors files of optimizer states or master weights, or an index of them."""
-        if not isinstance(directory, Path) or not is_directory(directory):
-            return False
-        return any(_is_of_states(path.name) for path in list_directory(directory))
-
-    def open(self, directory: AnyPath, verify: str = "size", config: Config = None) -> OpenedCheckpoint:
-        """Open a checkpoint; the configuration shows orientations and numbers of experts.
-
-        Raises:
-            Corrupt: files or tensors that an index lists are missing, files are of different steps, or tensors are not
-                stored whole; all of them.
-            FormatError: files of two checkpoints, of ``ignore_merge_optimizer`` or of quantised states.
-            MappingError: the family of the model does not declare a tensor.
-        """
-        directory = require_local(directory, "A unified checkpoint")
-        names = sorted(path.name for path in list_directory(directory))
-        _refuse_others(directory, names)
-        found = stock.read_stock_config(directory, config)
-        stock.refuse_links(directory, (directory / name for name in map(_index_name, _KINDS) if name in names))
-        listed = {kind: _files(directory, kind, names) for kind in _KINDS}
-        stock.refuse_links(directory, (directory / name for files in listed.values() for name in files))
-        read = [read_files(directory / _index_name(kind), files, None, "off", ()) for kind, files in listed.items()]
-        identities = {path: one for own in read for path, one in own.identities.items()}
-        assembly = _assembled(directory, found.used, *(_content(one.headers) for one in read))
-        catalog = Catalog(directory, assembly.roles(), identities)
-        return stock.open_stock(self, directory, catalog, assembly.faults, found, assembly.cuts)
+def _is_unified(directory: AnyPath) -> bool:
+    """Return whether there are safetensors files of optimizer states or master weights, or an index of them."""
+    if not isinstance(directory, Path) or not is_directory(directory):
+        return False
+    return any(_is_of_states(path.name) for path in list_directory(directory))
 
 
 def _is_of_states(name: str) -> bool:
@@ -440,4 +407,38 @@ def _is_of_states(name: str) -> bool:
     return bool(_UNMERGED.fullmatch(name)) or (found is not None and found[1] != _WEIGHTS)
 
 
-UNIFIED = UnifiedFormat()
+def _open(format: Format, directory: AnyPath, verify: str, config: Config) -> OpenedCheckpoint:
+    """Open a checkpoint; the configuration shows orientations and numbers of experts.
+
+    Raises:
+        Corrupt: files or tensors that an index lists are missing, files are of different steps, or tensors are not
+            stored whole; all of them.
+        FormatError: files of two checkpoints, of ``ignore_merge_optimizer`` or of quantised states.
+        MappingError: the family of the model does not declare a tensor.
+    """
+    directory = require_local(directory, "A unified checkpoint")
+    names = sorted(path.name for path in list_directory(directory))
+    _refuse_others(directory, names)
+    stated = stock.read_stock_config(directory, config)
+    stock.refuse_links(directory, (directory / name for name in map(_index_name, _KINDS) if name in names))
+    listed = {kind: _files(directory, kind, names) for kind in _KINDS}
+    stock.refuse_links(directory, (directory / name for files in listed.values() for name in files))
+    read = [read_files(directory / _index_name(kind), files, None, "off", ()) for kind, files in listed.items()]
+    identities = {path: one for own in read for path, one in own.identities.items()}
+    made = _assembled(directory, stated[0], *(_content(one.headers) for one in read))
+    return stock.open_stock(format, directory, made.shards, identities, made.faults, stated, made.cuts)
+
+
+UNIFIED = Format(
+    name="unified",
+    title="unified checkpoint of PaddleFormers",
+    predicate="was written by PaddleFormers as a unified checkpoint",
+    advice="Name it in resume_from_checkpoint; or make a flex checkpoint of it with paddleformers-fc convert.",
+    checks=("tensors", "model", "equal values"),
+    recognises=_is_unified,
+    opener=_open,
+    verifier=stock.verify_stock,
+    describe=stock.describe_stock,
+    roles=(MODEL_STATE, MASTER_WEIGHT, OPTIMIZER_STATE),
+)
+"""Safetensors files of weights and of states, as PaddleFormers' ``unified_checkpoint`` writes them."""
