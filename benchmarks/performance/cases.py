@@ -100,7 +100,7 @@ CASES: tuple[Case, ...] = (
     Case("open weights to tp 2, transposed", "start", "large", 2, "tp=2", ("raw", "ours", "safetensors", "stock")),
     Case("two layers of 7B to tp 2, transposed", "start", "7b", 2, "pp=16,tp=2", ("raw", "ours", "safetensors")),
     Case("export", "export", "large", 1, "", ("safetensors", "ours"), "tp=4", 4),
-    Case("stream, tp 2 pp 2", "stream", "large", 4, "pp=2,tp=2", STREAMERS),
+    Case("stream, tp 2 pp 2", "stream", "quarter", 4, "pp=2,tp=2", STREAMERS),
     *(
         Case(f"{verb}, {size}", verb, model, 1, "", ("raw", "ours"))
         for verb in CHECKS
