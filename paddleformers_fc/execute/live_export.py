@@ -82,7 +82,7 @@ def save_weights(
         plan = plan_stream(part, request, plans, named, channel)
         export = LocalExport(staging, target, writer)
         own = plan.files[writers.index(channel.rank) :: len(writers)] if channel.rank in writers else ()
-        stream = Stream(plan, part.tensors, request, channel, as_arrays=True)
+        stream = Stream(plan, part, request, channel, as_arrays=True)
         write = partial(_write_files, export, own)
         everyone = consume(stream.tensors(), channel, "exporting", write, list[FileChecksum])
         written = [checksum for theirs in everyone for checksum in theirs]

@@ -456,7 +456,7 @@ class Stream:
 
     Args:
         plan: the part of this rank.
-        weights: role -> name -> live weight, which must not change while the stream is read.
+        part: what this rank brings into it; its weights must not change while the stream is read.
         request: what is streamed.
         channel: all ranks of the job.
         place: of the tensors; None for host memory.
@@ -465,7 +465,7 @@ class Stream:
     """
 
     plan: StreamPlan
-    weights: LiveRoles
+    part: LivePart
     request: StreamRequest
     channel: Channel
     place: Any = None
@@ -486,8 +486,14 @@ class Stream:
             try:
                 yield from ready
             except GeneratorExit:  # The others are about to receive this batch.
+                rank = self.channel.rank
+                ended = PeerError(
+                    f"Rank {rank} has ended the stream before its end.",
+                    where=f"rank {rank} of {self.channel.world_size}",
+                    next_step="Read the stream to its end on every rank.",
+                )
                 with suppress(FlexError):
-                    self._leave(batch, self._ended_early())
+                    self._leave(batch, ended)
                 raise
             except Exception as error:
                 self._leave(batch, error)
@@ -502,7 +508,7 @@ class Stream:
             return
         views = {
             role: {name: view_of(weight.local_tensor) for name, weight in names.items()}
-            for role, names in self.weights.items()
+            for role, names in self.part.tensors.items()
         }
         hashing = partial(hash_ties, views, self.plan.sides)
         digests = all_gather_checked(self.channel, "hashing tied tensors", hashing, list[bytes], to=0)
@@ -526,15 +532,6 @@ class Stream:
 
         run_on_all(self.channel, "streaming weights", word)
 
-    def _ended_early(self) -> PeerError:
-        """Return the error about a rank whose caller has left the stream."""
-        rank = self.channel.rank
-        return PeerError(
-            f"Rank {rank} has ended the stream before its end.",
-            where=f"rank {rank} of {self.channel.world_size}",
-            next_step="Read the stream to its end on every rank.",
-        )
-
     def _leave(self, batch: Batch | None, error: Exception) -> None:
         """Take part in the next batch, and raise an error of this rank on all of them."""
         if batch is not None:
@@ -547,7 +544,7 @@ class Stream:
         An error is added to the failures, and this rank takes part in the rounds to their end.
         """
         buffers: dict[str, Buffer] = {}
-        reader = LiveReader(self.weights, self.plan.held)
+        reader = LiveReader(self.part.tensors, self.plan.held)
         attempt(failures, lambda: buffers.update({one.name: self._empty(one) for one in batch.tensors}))
         for pieces in batch.rounds:
             own = reader.read([one for one in pieces if one.move.owner == self.channel.rank], failures)

@@ -122,7 +122,8 @@ def stream(
 
     if has_adapters(unwrap_model(model)) and not adapters:
         return _merged(unwrap_model(model), prepare, channel, device)
-    return _planned(prepare, channel).stream(device).tensors()
+    planned = _planned(prepare, channel)
+    return replace(planned, place=_place(planned.part.tensors, device)).tensors()
 
 
 @dataclass(frozen=True)
@@ -140,28 +141,6 @@ class _Prepared:
     request: StreamRequest
 
 
-@dataclass(frozen=True)
-class _Planned:
-    """A stream of one model.
-
-    Args:
-        plan: the part of this rank.
-        part: the live tensors, and the description of the model with its rules.
-        request: what is streamed.
-        channel: all ranks of the job.
-    """
-
-    plan: StreamPlan
-    part: LivePart
-    request: StreamRequest
-    channel: Channel
-
-    def stream(self, device: str = HOST, merge: Merge | None = None, as_arrays: bool = False) -> Stream:
-        """Return the stream."""
-        place = None if device == HOST else _place(self.part.tensors)
-        return Stream(self.plan, self.part.tensors, self.request, self.channel, place, merge, as_arrays)
-
-
 class _Introduction(msgspec.Struct):
     """What a rank brings into a stream, on its way to the others.
 
@@ -176,7 +155,7 @@ class _Introduction(msgspec.Struct):
     plans: list[bytes]
 
 
-def _planned(prepare: Callable[[], _Prepared], channel: Channel) -> _Planned:
+def _planned(prepare: Callable[[], _Prepared], channel: Channel) -> Stream:
     """Plan a stream, with one exchange if all ranks have kept the plan of an earlier one. Every rank must call.
 
     Args:
@@ -202,7 +181,7 @@ def _planned(prepare: Callable[[], _Prepared], channel: Channel) -> _Planned:
         )
     part = structs.replace(part, model=with_rules(own.model, [one.tensors for one in everyone]))
     plan = plan_stream(part, own.request, plans, [one.plans for one in everyone], channel)
-    return _Planned(plan, part, own.request, channel)
+    return Stream(plan, part, own.request, channel)
 
 
 def _merged(model: Any, prepare: Callable[[], _Prepared], channel: Channel, device: str) -> Tensors:
@@ -218,10 +197,11 @@ def _merged(model: Any, prepare: Callable[[], _Prepared], channel: Channel, devi
         return replace(prepare(), model=describe_model(base_model(model)), weights={MODEL_STATE: optimizers.cut(named)})
 
     adapters = _planned(prepare_adapters, channel)
-    tensors = dict(adapters.stream(as_arrays=True).tensors())
+    tensors = dict(replace(adapters, as_arrays=True).tensors())
     settings = adapters.part.model.adapters
     merge = Merge(deltas_of(tensors, adapters.plan.shared, settings), {}) if tensors and settings is not None else None
-    yield from _planned(prepare_base, channel).stream(device, merge).tensors()
+    base = _planned(prepare_base, channel)
+    yield from replace(base, place=_place(base.part.tensors, device), merge=merge).tensors()
 
 
 Receive = Callable[[int, Tensors], object]
@@ -315,7 +295,9 @@ def _refuse_adapters(described: ModelDescription, request: StreamRequest, adapte
         )
 
 
-def _place(weights: Roles) -> Any:
-    """Return the place of a model; None in host memory."""
+def _place(weights: Roles, device: str) -> Any:
+    """Return the place of the tensors of a stream; None in host memory."""
     first = next((one.local_tensor for one in weights.get(MODEL_STATE, {}).values()), None)
-    return None if first is None or paddle.device.get_device() == "cpu" else first.place
+    if device == HOST or first is None or paddle.device.get_device() == "cpu":
+        return None
+    return first.place
