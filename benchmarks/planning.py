@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from paddleformers_fc.api import Checkpoint
-from paddleformers_fc.execute.replica_assignment import Writers
+from paddleformers_fc.execute.replicas import Writers
 from paddleformers_fc.execute.save import config_bytes
 from paddleformers_fc.execute.save_plan import model_rules
 from paddleformers_fc.families import ModelDescription, family_for

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping
 
 from paddleformers_fc.distributed import store_client
 from paddleformers_fc.distributed.channel import NO_HEAD, NO_MARKS, Bytes, Channel, Payload, job_channel
-from paddleformers_fc.distributed.liveness import KVStore, Liveness
+from paddleformers_fc.distributed.liveness import Liveness
 from paddleformers_fc.errors import FlexError, PeerError
 
 EXIT_CODE = 75
@@ -48,7 +48,7 @@ class Communicator:
         liveness: the barriers over that connection; None without one.
     """
 
-    def __init__(self, channel: Channel, patience: float, store: KVStore | None) -> None:
+    def __init__(self, channel: Channel, patience: float, store: store_client.StoreClient | None) -> None:
         self.rank, self.world_size = channel.rank, channel.world_size
         self._channel = channel
         self._patience = patience

@@ -24,9 +24,9 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Protocol
 
 from paddleformers_fc.distributed.channel import format_ranks
+from paddleformers_fc.distributed.store_client import StoreClient
 from paddleformers_fc.errors import FlexError, PeerError, from_wire
 
 MAX_FINAL_WAIT_SECONDS = 5.0
@@ -50,29 +50,6 @@ _FIRST_POLL_SECONDS = 0.0005
 _LONGEST_POLL_SECONDS = 1.0
 
 
-class KVStore(Protocol):
-    """Counters and texts that all ranks of a job share, such as Paddle's TCP store."""
-
-    @property
-    def name(self) -> str:
-        """The store's name in errors, with its address."""
-
-    def add(self, key: str, amount: int) -> int:
-        """Add to a counter, which begins at 0, and return its new value."""
-
-    def post(self, amounts: Mapping[str, int]) -> None:
-        """Add to counters without waiting."""
-
-    def set(self, key: str, value: str) -> None:
-        """Store a text."""
-
-    def get(self, key: str) -> bytes:
-        """Return a stored text."""
-
-    def wait(self, key: str, seconds: float) -> bool:
-        """Wait until a key is stored, and return whether it was in time."""
-
-
 class Liveness:
     """The barriers of one rank with the others.
 
@@ -84,7 +61,9 @@ class Liveness:
         prefix: prefix of all keys in the store; equal on all ranks, and different for each channel of a job.
     """
 
-    def __init__(self, store: KVStore, rank: int, world_size: int, patience: float, prefix: str = KEY_PREFIX) -> None:
+    def __init__(
+        self, store: StoreClient, rank: int, world_size: int, patience: float, prefix: str = KEY_PREFIX
+    ) -> None:
         self._store = store
         self._prefix = prefix
         self._lock = threading.Lock()

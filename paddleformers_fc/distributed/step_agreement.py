@@ -23,7 +23,8 @@ import itertools
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+
+import msgspec
 
 from paddleformers_fc.distributed.channel import Channel
 from paddleformers_fc.distributed.liveness import Liveness
@@ -50,8 +51,7 @@ _loops = itertools.count()
 """Every training loop of a job has counters of its own; all ranks run the same loops."""
 
 
-@dataclass(frozen=True)
-class Agreed:
+class Agreed(msgspec.Struct, frozen=True):
     """What all ranks know at the end of the same step.
 
     Args:

@@ -15,9 +15,9 @@ import mmap
 from bisect import bisect_right
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from paddleformers_fc.execute.memory import HostPieces, HostTensors, copy_ends, copy_to_host, dtype_of
@@ -93,8 +93,7 @@ class SnapshotBuffer:
         return copying
 
 
-@dataclass(frozen=True)
-class _Copied:
+class _Copied(msgspec.Struct, frozen=True):
     """A range of a live tensor, and the memory that it is copied to."""
 
     tensor: Any
@@ -110,8 +109,7 @@ class _Copied:
             yield self.tensor, start, stop, self.memory[(start - self.begin) * width : (stop - self.begin) * width]
 
 
-@dataclass(frozen=True)
-class SnapshotCopy:
+class SnapshotCopy(msgspec.Struct, frozen=True):
     """A snapshot that is being copied.
 
     Args:

@@ -20,7 +20,6 @@ import time
 from collections import ChainMap
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, chain
 from operator import attrgetter
@@ -74,7 +73,6 @@ class Deviation(msgspec.Struct, frozen=True):
     first: tuple[int, ...]
 
 
-@dataclass
 class DeviationSum:
     """Adds up the deviation of a tensor from its pieces in order.
 
@@ -85,9 +83,8 @@ class DeviationSum:
         elements: how many differ so far.
     """
 
-    shape: tuple[int, ...]
-
-    def __post_init__(self) -> None:
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.shape = shape
         self.elements = self._seen = self._ulp = 0
         self._absolute = 0.0
         self._first: int | None = None
@@ -274,8 +271,7 @@ def compare_checkpoints(a: OpenedCheckpoint, b: OpenedCheckpoint, role: str | No
     return Difference(equal, _side(a), _side(b), found, left_out, round(time.monotonic() - started, 3))
 
 
-@dataclass(frozen=True)
-class _Prepared:
+class _Prepared(msgspec.Struct, frozen=True):
     """One side, proved.
 
     Args:

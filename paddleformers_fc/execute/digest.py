@@ -25,7 +25,6 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from operator import attrgetter, itemgetter
 from typing import Any
 
@@ -63,8 +62,7 @@ PIECE_BYTES = 32 << 20
 _LINE = 64
 
 
-@dataclass(frozen=True)
-class TensorDigest:
+class TensorDigest(msgspec.Struct, frozen=True):
     """One canonical tensor.
 
     Args:
@@ -114,8 +112,7 @@ def require_plan(source: ReadSource, layout: ShardsByRole) -> LoadPlan:
     return plan
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(msgspec.Struct, frozen=True):
     """A range of a tensor's elements.
 
     Args:

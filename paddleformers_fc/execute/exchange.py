@@ -30,9 +30,11 @@ the lowest rank that holds them.
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -44,12 +46,13 @@ from paddleformers_fc.distributed.channel import (
     Bytes,
     Channel,
     all_gather_checked,
+    decoder_of,
     gather_and_keep,
     refuse_failed,
     run_on_all,
 )
 from paddleformers_fc.errors import FlexError, MismatchError, StorageError
-from paddleformers_fc.execute.collective_checksums import FillMessage, refuse_damaged
+from paddleformers_fc.execute.opening import FillMessage, refuse_damaged
 from paddleformers_fc.execute.phases import PhaseTimer, Slowest, rounded, slowest_of
 from paddleformers_fc.execute.reading import (
     ArraySlot,
@@ -223,8 +226,8 @@ class ReadContext(msgspec.Struct, frozen=True):
     """
 
     root: paths.AnyPath
-    identities: Identities = msgspec.field(default_factory=lambda: NO_IDENTITIES)
-    visible_to: VisibleTo = msgspec.field(default_factory=lambda: EVERYONE)
+    identities: Identities = NO_IDENTITIES
+    visible_to: VisibleTo = EVERYONE
     recorded: RecordedBlocks = NO_BLOCKS
     block_reads: Sequence[BlockReads] = ()
     replicas: Replicas | None = None
@@ -263,22 +266,11 @@ class Traffic(msgspec.Struct, frozen=True):
     slowest: Slowest | None = None
 
 
-class _Ranges(msgspec.Struct, frozen=True):
-    """Ranges on their way to other ranks: each has the number of its file, because a path is sent once."""
-
-    files: list[str]
-    parts: list[StoredPart]
-
-    @classmethod
-    def of(cls, parts: Sequence[StoredPart]) -> _Ranges:
-        """Return the message of some ranges."""
-        numbers: dict[str, str] = {}
-        sent = [structs.replace(part, file=numbers.setdefault(part.file, str(len(numbers)))) for part in parts]
-        return cls(list(numbers), sent)
-
-    def received(self) -> list[StoredPart]:
-        """Return the ranges."""
-        return [structs.replace(part, file=self.files[int(part.file)]) for part in self.parts]
+def _gather_ranges(channel: Channel, doing: str, parts: Sequence[StoredPart]) -> list[list[StoredPart]]:
+    """Return the ranges of all ranks, by rank. They are compressed on their way, because names of files repeat."""
+    packed = all_gather_checked(channel, doing, lambda: zlib.compress(msgspec.msgpack.encode(parts), 1), bytes)
+    decoder = decoder_of(list[StoredPart])
+    return [decoder.decode(zlib.decompress(one)) for one in packed]
 
 
 def agreed_schedule(
@@ -294,8 +286,7 @@ def agreed_schedule(
     Raises:
         StorageError: a range is in a file that is visible to no rank.
     """
-    everyone = all_gather_checked(channel, "assigning reads", lambda: _Ranges.of(requests), _Ranges)
-    moves = assign_transfers([ranges.received() for ranges in everyone], storage.visible_to)
+    moves = assign_transfers(_gather_ranges(channel, "assigning reads", requests), storage.visible_to)
     return schedule_rounds(moves, channel.rank, limit)
 
 
@@ -460,10 +451,8 @@ def _agreed_digests(
     wanted: Sequence[StoredPart], storage: ReadContext, channel: Channel, options: ReadOptions
 ) -> dict[StoredPart, bytes]:
     """Return the digests of all ranges that any rank requests; each is read by one rank."""
-    requests = all_gather_checked(channel, "asking for tied tensors", lambda: _Ranges.of(wanted), _Ranges)
-    owners = readers(
-        (part for ranges in requests for part in ranges.received()), storage.visible_to, channel.world_size
-    )
+    requests = chain(*_gather_ranges(channel, "asking for tied tensors", wanted))
+    owners = readers(requests, storage.visible_to, channel.world_size)
     mine = [part for part, owner in owners.items() if owner == channel.rank]
 
     def hash_mine() -> list[bytes]:

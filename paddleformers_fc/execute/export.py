@@ -27,7 +27,6 @@ from msgspec import structs
 
 from paddleformers_fc.distributed.channel import ALONE
 from paddleformers_fc.errors import OptionError
-from paddleformers_fc.execute.collective_checksums import compare_on_all
 from paddleformers_fc.execute.export_files import (
     ExportJob,
     LocalExport,
@@ -37,7 +36,7 @@ from paddleformers_fc.execute.export_files import (
     write_files,
 )
 from paddleformers_fc.execute.merging import Merge, read_merge
-from paddleformers_fc.execute.opening import open_on_all_ranks
+from paddleformers_fc.execute.opening import compare_on_all, open_on_all_ranks
 from paddleformers_fc.execute.reading import verify_equal
 from paddleformers_fc.families import family_for, is_known
 from paddleformers_fc.families.enumerate import enumerate_tensors
@@ -65,7 +64,6 @@ from paddleformers_fc.plan.sources import canonical_layout, canonical_source, mo
 from paddleformers_fc.storage.block_checksums import digest_of
 from paddleformers_fc.storage.checksum import FileChecksum, checksum_of
 from paddleformers_fc.storage.dtypes import model_dtype
-from paddleformers_fc.storage.executor import DEFAULT_OPTIONS
 from paddleformers_fc.storage.files import exists, list_directory, real_path, refuse_file
 from paddleformers_fc.storage.manifest import MANIFEST_NAME
 from paddleformers_fc.storage.paths import AnyPath, RemotePath
@@ -225,7 +223,7 @@ def export_opened(
     plan = _plan_export(checkpoint, target, max_shard_bytes, writer, base, dtype)
     if checkpoint.unread:
         blocks = ((one, range(one.count)) for one in checkpoint.recorded.values())
-        compare_on_all(checkpoint.catalog.root, blocks, checkpoint.catalog.identities, ALONE, DEFAULT_OPTIONS.threads)
+        compare_on_all(checkpoint.catalog.root, blocks, checkpoint.catalog.identities, ALONE)
     _refuse_untied(plan)
     documents = {**_model_files(checkpoint), **plan.writer.documents(checkpoint, plan.files)}
     if dtype:

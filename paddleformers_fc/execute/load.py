@@ -28,7 +28,6 @@ from paddleformers_fc.distributed.channel import (
 )
 from paddleformers_fc.distributed.consistency import ConsistencyCheck, comparable_config, software_versions
 from paddleformers_fc.errors import MismatchError, OptionError, PeerError
-from paddleformers_fc.execute.collective_checksums import verify_metadata_blocks, verify_parts
 from paddleformers_fc.execute.exchange import (
     ReadContext,
     SharedReads,
@@ -37,7 +36,8 @@ from paddleformers_fc.execute.exchange import (
     replicas_of,
     shared_reads,
 )
-from paddleformers_fc.execute.memory import dtype_name, slots_of
+from paddleformers_fc.execute.memory import slots_of
+from paddleformers_fc.execute.opening import verify_metadata_blocks, verify_parts
 from paddleformers_fc.execute.phases import Phases, PhaseTimer
 from paddleformers_fc.execute.reading import Key, Slot
 from paddleformers_fc.execute.save_plan import cuts_of, model_rules
@@ -56,7 +56,7 @@ from paddleformers_fc.families.names import Names, family_heads
 from paddleformers_fc.families.stated import canonical_ties
 from paddleformers_fc.formats import Catalog, OpenedCheckpoint
 from paddleformers_fc.formats.index import IndexedFiles
-from paddleformers_fc.layout.live import Roles, describe_roles
+from paddleformers_fc.layout.live import Roles, describe_roles, dtype_name
 from paddleformers_fc.layout.roles import MODEL_STATE, NUMBER_SHAPE, OPTIMIZER_STATE, ROLES, parameter_of
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping import Shape
@@ -121,6 +121,7 @@ class PreparedLoad(msgspec.Struct, frozen=True):
         roles: role -> name -> live ``ShardedWeight`` of these tensors.
         slots: their memory.
         wanted: the roles that any rank loads.
+        compares: whether any rank has stored tensors to compare first.
         dropped: stored tensors that no rank wants, by declaration.
         changes: where the configuration of the model differs from the stored one.
     """
@@ -131,6 +132,7 @@ class PreparedLoad(msgspec.Struct, frozen=True):
     roles: Roles
     slots: Mapping[Key, Slot]
     wanted: frozenset[str]
+    compares: bool
     dropped: tuple[str, ...] = ()
     changes: tuple[Change, ...] = ()
 
@@ -233,20 +235,6 @@ class _Preflight(msgspec.Struct, frozen=True):
         return [name for role, name in untouched if parameter_of(role, name) not in self.may_be_left]
 
 
-class _AgreedPlan(msgspec.Struct, frozen=True):
-    """This rank's plan after all ranks have exchanged theirs.
-
-    Args:
-        load: fits if the report is empty.
-        report: the mismatches of all ranks.
-        compares: whether any rank has stored tensors to compare first.
-    """
-
-    load: PreparedLoad
-    report: Report
-    compares: bool
-
-
 class _PreflightMessage(msgspec.Struct, array_like=True):
     """One rank's preflight on its way to the others.
 
@@ -325,15 +313,16 @@ def prepare_load(
     recorded = RecordedBlocks(files) if checkpoint.unread else NO_BLOCKS
     target = LoadTarget(roles, model, channel, options, timer or PhaseTimer())
     plan = partial(_plan_checkpoint, checkpoint, target, terms)
-    agreed = _agree(checkpoint.catalog, target, plan, recorded, consistency)
+    load, report = _agree(checkpoint.catalog, target, plan, recorded, consistency)
     changes = config_changes(checkpoint.known, model, complete=not checkpoint.known.partial)
     root = str(checkpoint.catalog.root)
-    if agreed.report.lines:
+    if report.lines:
         refuse_adapters_of_one_side(checkpoint.known, model, root)
         refuse_changes(of_adapters(changes), terms.may_change, root, fits=False)
-        agreed.report.refuse(root, _family_difference(checkpoint.known, model))
+        report.refuse(root, _family_difference(checkpoint.known, model))
     refuse_changes(without_patterns(changes), terms.may_change, root)
-    return structs.replace(_ready(checkpoint.catalog, agreed), changes=tuple(changes))
+    _compare_copies(load, checkpoint.catalog)
+    return structs.replace(load, changes=tuple(changes))
 
 
 def _plan_checkpoint(
@@ -462,17 +451,17 @@ def prepare_weights(
     """
     target = LoadTarget(lambda: roles, model, channel, options, timer or PhaseTimer())
     consistency = _consistency_check(directory, model, {"verify": verify})
-    kind = model.adapters is not None
-    opened, recorded = _opened_weights(directory, channel, verify, kind, options.threads, consistency)
+    opened, recorded = _opened_weights(directory, channel, verify, model.adapters is not None, consistency)
     target.timer.end("open")
     checksums = {name: checksum.digest for name, checksum in opened.recorded.items()}
     facts = {"open_weights": _header_facts(opened.catalog), "checksums": checksums}
     seen = _consistency_check(directory, model, facts)
-    agreed = _agree(opened.catalog, target, partial(_plan_weights, opened, target), recorded, seen)
+    load, report = _agree(opened.catalog, target, partial(_plan_weights, opened, target), recorded, seen)
     if model.adapters is not None:
         _refuse_other_adapters(opened, model.adapters)
-    agreed.report.refuse(str(directory), stored=OPEN_WEIGHTS)
-    return _ready(opened.catalog, agreed)
+    report.refuse(str(directory), stored=OPEN_WEIGHTS)
+    _compare_copies(load, opened.catalog)
+    return load
 
 
 def _plan_weights(opened: OpenedCheckpoint, target: LoadTarget, roles: Roles) -> _Preflight:
@@ -516,7 +505,7 @@ def _refuse_other_adapters(opened: OpenedCheckpoint, wanted: Adapters) -> None:
 
 
 def _opened_weights(
-    directory: AnyPath, channel: Channel, verify: str, adapters: bool, threads: int, consistency: ConsistencyFacts
+    directory: AnyPath, channel: Channel, verify: str, adapters: bool, consistency: ConsistencyFacts
 ) -> tuple[OpenedCheckpoint, RecordedBlocks]:
     """Return the opened weights, and the recorded checksums that the ranks compare while they read."""
     from paddleformers_fc.formats.registry import open_weights
@@ -530,7 +519,7 @@ def _opened_weights(
     if not any(recorded) or verify != "full":
         return weights, NO_BLOCKS
     files, advice = list(weights.recorded.values()), restore_or_delete(directory)
-    verify_metadata_blocks(directory, files, weights.catalog.identities, channel, threads, advice)
+    verify_metadata_blocks(directory, files, weights.catalog.identities, channel, advice)
     return weights, RecordedBlocks(weights.recorded, advice)
 
 
@@ -556,7 +545,7 @@ def _agree(
     plan: Callable[[Roles], _Preflight],
     recorded: RecordedBlocks,
     consistency: ConsistencyFacts,
-) -> _AgreedPlan:
+) -> tuple[PreparedLoad, Report]:
     """Plan on every rank, and exchange what all ranks need to know of it, once. Every rank must call.
 
     Args:
@@ -565,6 +554,8 @@ def _agree(
         plan: plans the reads of this rank, whose live tensors it gets.
         recorded: the checksums that are compared while tensors are read.
         consistency: facts that must be equal on all ranks.
+    Returns:
+        the load, which fits if the report is empty, and the mismatches of all ranks.
     Raises:
         FlexError: the same on every rank: planning failed on some, or facts differ.
     """
@@ -601,17 +592,8 @@ def _agree(
     block_reads[channel.rank] = blocks
     replicas = replicas_of([one.share for one in everyone], channel.rank, options, parts)
     storage = ReadContext(catalog.root, catalog.identities, catalog.visible_to, recorded, block_reads, replicas)
-    load = PreparedLoad(own.plan, storage, target, roles, slots, wanted, tuple(name for _, name in untouched))
-    return _AgreedPlan(load, merged, any(one.compares for one in everyone))
-
-
-def _ready(catalog: Catalog, agreed: _AgreedPlan) -> PreparedLoad:
-    """Compare what is stored several times, and return the load. Every rank must call."""
-    load = agreed.load
-    if agreed.compares:
-        _compare_copies(load.plan, catalog, load.storage, load.target.channel, load.target.options)
-    load.target.timer.end("agree")
-    return load
+    compares, dropped = any(one.compares for one in everyone), tuple(name for _, name in untouched)
+    return PreparedLoad(own.plan, storage, target, roles, slots, wanted, compares, dropped), merged
 
 
 def _compare_headers(catalog: Catalog, plan: LoadPlan, rank: int) -> None:
@@ -666,23 +648,24 @@ def cast_lines(plan: LoadPlan, roles: Roles) -> Iterator[str]:
         yield f"{role}{origin} {stored_dtype} to {wanted}: {count_text(len(names), 'tensor')}"
 
 
-def _compare_copies(
-    plan: LoadPlan, catalog: Catalog, storage: ReadContext, channel: Channel, options: ReadOptions
-) -> None:
+def _compare_copies(load: PreparedLoad, catalog: Catalog) -> None:
     """Compare what is stored several times; if it differs, damage may explain it. Every rank must call.
 
     Raises:
         Corrupt: the same on every rank: the copies are damaged.
         MismatchError: the same on every rank: they were saved with different values.
     """
+    checks, storage, target = load.plan.checks, load.storage, load.target
     try:
-        compare_redistributed(plan.checks, storage, channel, options)
+        if load.compares:
+            compare_redistributed(checks, storage, target.channel, target.options)
     except (MismatchError, PeerError):
         if storage.recorded.files:
-            sides = (side for check in plan.checks for side in (check.left, check.right))
-            seen = [side for side in sides if storage.can_read(channel.rank, side.file)]
-            verify_parts(catalog, storage.recorded, seen, channel, options.threads)
+            sides = (side for check in checks for side in (check.left, check.right))
+            seen = [side for side in sides if storage.can_read(target.channel.rank, side.file)]
+            verify_parts(catalog, storage.recorded, seen, target.channel)
         raise
+    target.timer.end("agree")
 
 
 def _refuse_different_ways(everyone: Sequence[_PreflightMessage]) -> None:

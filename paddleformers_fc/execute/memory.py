@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import chain
-from typing import Any, TypeAlias
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -39,39 +39,17 @@ from paddleformers_fc.execute.staging_pool import (
     pool_of,
     staged_pieces,
 )
-from paddleformers_fc.layout.live import Roles
-from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
+from paddleformers_fc.layout.live import Roles, dtype_name
 from paddleformers_fc.storage.executor import DEFAULT_STAGING_MEMORY_BYTES
-from paddleformers_fc.storage.operations import Memory
+from paddleformers_fc.storage.operations import Memory, numpy_dtype
 
 _PIECE_BYTES = 16 * 1024 * 1024
 """Size of the pieces in which tensors of host memory that are not contiguous are copied."""
 
 
-_Dtypes: TypeAlias = tuple[Any, str, np.dtype[Any]]
-"""A dtype of Paddle, its numpy name, and the numpy dtype of its elements."""
-
-_dtypes: dict[int, _Dtypes] = {}
-"""By the identity of Paddle's dtype, because hashing a Paddle dtype is slow. The values keep the Paddle dtypes alive,
-so that identities stay valid."""
-
-
-def dtype_name(tensor: Any) -> str:
-    """Return the numpy name of a tensor's dtype."""
-    return _dtypes_of(tensor.dtype)[1]
-
-
 def dtype_of(tensor: Any) -> np.dtype[Any]:
     """Return the numpy dtype of a tensor's elements."""
-    return _dtypes_of(tensor.dtype)[2]
-
-
-def _dtypes_of(dtype: Any) -> _Dtypes:
-    known = _dtypes.get(id(dtype))
-    if known is None:
-        name = str(dtype).rsplit(".", maxsplit=1)[-1]
-        known = _dtypes[id(dtype)] = dtype, name, to_numpy(to_safetensors(name))
-    return known
+    return numpy_dtype(dtype_name(tensor))
 
 
 def host_view(tensor: Any) -> np.ndarray[Any, Any] | None:

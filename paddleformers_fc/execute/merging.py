@@ -8,10 +8,10 @@ base. Memory: the adapters, in float32, and such tensors.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from paddleformers_fc.errors import MismatchError, OptionError
@@ -34,8 +34,7 @@ _FLOATS = ("float64", "float32", "float16", "bfloat16")
 """Dtypes of a base whose elements are its values, without scales."""
 
 
-@dataclass(frozen=True)
-class Delta:
+class Delta(msgspec.Struct, frozen=True):
     """The change of one weight.
 
     Args:
@@ -47,8 +46,7 @@ class Delta:
     outputs: Array
 
 
-@dataclass(frozen=True)
-class Merge:
+class Merge(msgspec.Struct, frozen=True):
     """The changes to the tensors of a base.
 
     Args:

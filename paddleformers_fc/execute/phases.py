@@ -34,7 +34,7 @@ class Phases(msgspec.Struct, frozen=True):
         slowest: the rank that wrote or read longest; of a save it is known on the coordinator alone.
     """
 
-    seconds: Mapping[str, float] = msgspec.field(default_factory=dict)
+    seconds: Mapping[str, float] = {}
     slowest: Slowest | None = None
 
     def __str__(self) -> str:

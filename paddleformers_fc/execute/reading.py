@@ -17,6 +17,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
+from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import msgspec
@@ -42,7 +43,7 @@ from paddleformers_fc.storage.operations import (
     numpy_dtype,
     row_major,
     scaled,
-    strided_axes,
+    strided,
 )
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.storage.progress import expect, is_measured
@@ -64,26 +65,6 @@ class Targets(Protocol):
         """Return the memory of one."""
 
 
-class _Form(msgspec.Struct, frozen=True, gc=False):
-    """What items of equal boxes have in common.
-
-    Args:
-        source: offset of the region in the stored box, in bytes.
-        target: offset of the box in its fragment, in bytes.
-        reach: bytes from the first to the last element in memory.
-        size: bytes from the first to the last element in the file.
-        axes: lengths, and byte strides in the file and in memory; none for a run of bytes.
-        dtype: of the elements in the file.
-    """
-
-    source: int
-    target: int
-    reach: int
-    size: int
-    axes: tuple[Sizes, Sizes, Sizes] | None
-    dtype: np.dtype[Any]
-
-
 def operations_of(
     items: Iterable[ReadItem], root: AnyPath, targets: Targets, identities: Identities = NO_IDENTITIES
 ) -> Iterator[Operation]:
@@ -96,7 +77,7 @@ def operations_of(
         identities: of the files, some of which may be produced from others.
     """
     paths: dict[str, tuple[AnyPath, object]] = {}
-    forms: dict[tuple[object, ...], _Form | None] = {}
+    forms: dict[tuple[object, ...], tuple[Operation, int] | None] = {}
     for item in items:
         stored = item.stored
         found = paths.get(stored.file)
@@ -113,16 +94,17 @@ def operations_of(
             form = forms[kind] = _form(item, memory.dtype)
             if form is None:
                 continue
-        address = memory.at(item.start * memory.dtype.itemsize + form.target, form.reach)
+        like, reach = form
+        address = memory.at(item.start * memory.dtype.itemsize + like.address, reach)
         if isinstance(identity, ScaledFile):
             tensor, box = identity.tensor_at(stored.begin), (stored.part.lo, stored.part.hi)
             strides = _by_stored_axis(item, row_major(item.shape, memory.dtype.itemsize))
             yield from scaled(tensor, identity.dtype, box, strides, memory, address)
-        elif form.axes is None:
-            yield Operation(path, stored.begin + form.source, form.size, address, memory.owner)
+        elif not like.sizes:
+            yield Operation(path, stored.begin + like.begin, like.size, address, memory.owner)
         else:
-            begin, dtypes = stored.begin + form.source, (form.dtype, memory.dtype)
-            yield Operation(path, begin, form.size, address, memory.owner, *form.axes, *dtypes)
+            axes = like.sizes, like.sources, like.targets, like.dtype, like.to
+            yield Operation(path, stored.begin + like.begin, like.size, address, memory.owner, *axes)
 
 
 def item_view(buffer: np.ndarray[Any, Any], item: ReadItem) -> np.ndarray[Any, Any]:
@@ -139,20 +121,19 @@ def item_view(buffer: np.ndarray[Any, Any], item: ReadItem) -> np.ndarray[Any, A
     return ordered
 
 
-def _form(item: ReadItem, to: np.dtype[Any]) -> _Form | None:
-    """Return the form of an item; None if it has no element."""
-    stored, size = item.stored, item.stored.part.shape
-    if 0 in size:
-        return None
-    dtype = numpy_dtype(stored.dtype)
+def _form(item: ReadItem, to: np.dtype[Any]) -> tuple[Operation, int] | None:
+    """Return what items of equal boxes have in common; None if they have no element.
+
+    Returns:
+        the operation of a stored box at the start of a file and of a fragment at the start of memory, and the bytes
+        from the first to the last element in memory.
+    """
+    stored, dtype = item.stored, numpy_dtype(item.stored.dtype)
     sources, source = _placed(stored.shape, stored.part, dtype.itemsize)
     wanted, target = _placed(item.shape, item.part, to.itemsize)
-    axes = strided_axes(size, sources, _by_stored_axis(item, wanted), (dtype.itemsize, to.itemsize))
-    lengths, first, second = axes
-    span = sum((n - 1) * stride for n, stride in zip(lengths, first, strict=True)) + dtype.itemsize
-    reach = sum((n - 1) * stride for n, stride in zip(lengths, second, strict=True)) + to.itemsize
-    is_run = dtype == to and len(lengths) == 1 and second[0] == to.itemsize
-    return _Form(source, target, reach, span, None if is_run else axes, dtype)
+    strides = sources, _by_stored_axis(item, wanted)
+    like = strided(Path(), source, stored.part.shape, strides, (dtype, to), target, None)
+    return None if like is None else (like, like.reach)
 
 
 def _placed(shape: Shape, part: Box, width: int) -> tuple[Sizes, int]:

@@ -4,7 +4,7 @@
    beside the target (:mod:`.commit_coordinator`). Then the ranks look for this directory. If all of them have a plan
    for their shards, it is used. Otherwise the same exchange carries descriptions of the shards to the coordinator,
    which proves the mapping of the whole model and that every tensor is whole, and tells all ranks who writes replicas
-   (:mod:`.save_plan`, :mod:`.replica_assignment`).
+   (:mod:`.save_plan`, :mod:`.replicas`).
 2. ``capture`` returns views of the live tensors; an asynchronous save copies them instead (:mod:`.async_snapshot`). No
    later step accesses a live tensor.
 3. ``write`` hashes replicas and copies of tied tensors (:mod:`.replicas`), writes this rank's files with checksums
@@ -92,11 +92,10 @@ from paddleformers_fc.families.changes import contradictions
 from paddleformers_fc.families.stated import model_ties
 from paddleformers_fc.formats.checkpoint import CONFIG_NAME, MAPPING_NAME, config_bytes as config_bytes, parse_config
 from paddleformers_fc.formats.index import encode_index
-from paddleformers_fc.layout import Shard
 from paddleformers_fc.layout.live import LiveRoles, Roles, describe_roles, facts_of
 from paddleformers_fc.layout.roles import MODEL_STATE, split_state_name
 from paddleformers_fc.layout.shard_messages import decode_shards, encode_rank_shards
-from paddleformers_fc.layout.shards import ShardsByRole
+from paddleformers_fc.layout.shards import Shard, ShardsByRole
 from paddleformers_fc.storage.checksum import INDEX_NAME, FileChecksum, records_of
 from paddleformers_fc.storage.files import RandomAccessWriter, write_file
 from paddleformers_fc.storage.manifest import UNKNOWN_RUN, DivergedTie, Manifest, RunRecord, SaveOrigin

@@ -27,20 +27,18 @@ import msgspec
 from msgspec import structs
 
 from paddleformers_fc.errors import MismatchError, OptionError, PeerError
-from paddleformers_fc.execute.replica_assignment import (
-    Assignment,
-    Replica,
-    ShardPart,
-    Writers,
-    pack_files,
-)
 from paddleformers_fc.execute.replicas import (
+    Assignment,
     CopyPart,
     ElementRange,
     ElementRanges,
+    Replica,
+    ShardPart,
     TensorKey,
     Ties,
+    Writers,
     hashed_range,
+    pack_files,
     ties_of,
 )
 from paddleformers_fc.families import ModelDescription, ModelTensor
@@ -49,10 +47,9 @@ from paddleformers_fc.formats.catalog import gather_shards
 from paddleformers_fc.formats.checkpoint import MAPPING_NAME
 from paddleformers_fc.formats.flex import FLEX_WRITER, file_names
 from paddleformers_fc.formats.index import Columns, shard_columns
-from paddleformers_fc.layout import Shard
 from paddleformers_fc.layout.roles import MODEL_STATE, split_state_name
 from paddleformers_fc.layout.shard_messages import JobShards
-from paddleformers_fc.layout.shards import ShardsByRole
+from paddleformers_fc.layout.shards import Shard, ShardsByRole
 from paddleformers_fc.mapping import RuleSet, Shape
 from paddleformers_fc.plan.sources import declared_mapping
 from paddleformers_fc.storage.dtypes import dtype_size

@@ -49,8 +49,7 @@ from paddleformers_fc.execute.export import export_source, recast
 from paddleformers_fc.execute.memory import copy_ends, copy_to_host, dtype_of, host_view, slot_of, view_of
 from paddleformers_fc.execute.merging import Merge
 from paddleformers_fc.execute.reading import batches, item_view
-from paddleformers_fc.execute.replica_assignment import Assignment, Writers
-from paddleformers_fc.execute.replicas import CopyPart, Ties, diverged, hash_ties, ties_of
+from paddleformers_fc.execute.replicas import Assignment, CopyPart, Ties, Writers, diverged, hash_ties, ties_of
 from paddleformers_fc.execute.save import JobRecord, LivePart, live_part
 from paddleformers_fc.execute.save_plan import PlanCache, grouped, planned_files, proved_mapping
 from paddleformers_fc.execute.staging_pool import (

@@ -14,9 +14,10 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+
+import msgspec
 
 from paddleformers_fc.errors import CheckpointError, Corrupt, StorageError
 from paddleformers_fc.storage.block_checksums import digest_of
@@ -33,8 +34,7 @@ _READ_BYTES = 4 * 1024 * 1024
 _POLL_SECONDS = 1.0
 
 
-@dataclass(frozen=True)
-class Upload:
+class Upload(msgspec.Struct, frozen=True):
     """The upload of one checkpoint from one disk.
 
     Args:

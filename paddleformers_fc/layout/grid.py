@@ -46,8 +46,7 @@ _OF_ARGUMENTS = {
 """Axes by the names that they have among the training arguments of PaddleFormers."""
 
 
-@dataclass(frozen=True, slots=True)
-class Coordinates:
+class Coordinates(msgspec.Struct, frozen=True):
     """The coordinates of a rank, counted from 0 on every axis.
 
     Args:

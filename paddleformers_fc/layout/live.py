@@ -54,38 +54,39 @@ LiveRoles = dict[str, dict[str, LocalTensor]]
 """:data:`Roles` that are being collected."""
 
 
-_Dtypes = dict[int, tuple[object, str]]
+_dtypes: dict[int, tuple[object, str]] = {}
 """The names of dtypes by the identity of their objects, because hashing Paddle's takes longer than reading all fields.
 
 While an object is kept here, no other object has its identity.
 """
+_MOST_DTYPES = 256
+"""Paddle has few; other tensors may have a new object at every access."""
 
 _Fields = tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, int] | None]
 """Dtype, shape of the memory, local shape, global shape, offset and range of a live tensor."""
 
 
-def _fields_of(weight: LocalTensor, dtypes: _Dtypes) -> _Fields:
-    tensor, flat = weight.local_tensor, weight.flattened_range if weight.is_flattened else None
+def dtype_name(tensor: Any) -> str:
+    """Return the numpy name of a tensor's dtype."""
     dtype = tensor.dtype
-    known = dtypes.get(id(dtype)) or dtypes.setdefault(id(dtype), (dtype, str(dtype).rsplit(".", maxsplit=1)[-1]))
+    known = _dtypes.get(id(dtype))
+    if known is None:
+        if len(_dtypes) == _MOST_DTYPES:
+            _dtypes.clear()
+        known = _dtypes[id(dtype)] = dtype, str(dtype).rsplit(".", maxsplit=1)[-1]
+    return known[1]
+
+
+def _fields_of(weight: LocalTensor) -> _Fields:
+    tensor, flat = weight.local_tensor, weight.flattened_range if weight.is_flattened else None
     return (
-        known[1],
+        dtype_name(tensor),
         tuple(tensor.shape),
         tuple(weight.local_shape),
         tuple(weight.global_shape),
         tuple(weight.global_offset),
         None if flat is None else (flat.start, flat.stop),
     )
-
-
-def shard_of(weight: LocalTensor, name: str) -> Shard:
-    """Return the shard of a live tensor.
-
-    Args:
-        weight: the live weight.
-        name: its key in the state dict, which is the tensor's name.
-    """
-    return _shard(name, _fields_of(weight, {}))
 
 
 def _shard(name: str, fields: _Fields) -> Shard:
@@ -104,10 +105,7 @@ def facts_of(roles: Roles) -> bytes:
     Args:
         roles: role -> name -> live weight.
     """
-    dtypes: _Dtypes = {}
-    facts = [
-        (role, name, _fields_of(weight, dtypes)) for role, names in roles.items() for name, weight in names.items()
-    ]
+    facts = [(role, name, _fields_of(weight)) for role, names in roles.items() for name, weight in names.items()]
     return msgspec.msgpack.encode(facts, enc_hook=int)
 
 
@@ -122,8 +120,7 @@ def describe_roles(roles: Roles) -> dict[str, dict[str, Shard]]:
     """
     faults: list[str] = []
     kinds: dict[_Fields, Shard] = {}
-    dtypes: _Dtypes = {}
-    described = {role: _shards_of(names, kinds, dtypes, faults) for role, names in roles.items()}
+    described = {role: _shards_of(names, kinds, faults) for role, names in roles.items()}
     parameters = described.get(MODEL_STATE, {})
     for role, shards in described.items():
         if role == MODEL_STATE:
@@ -148,13 +145,11 @@ def describe_roles(roles: Roles) -> dict[str, dict[str, Shard]]:
     return described
 
 
-def _shards_of(
-    names: Mapping[str, LocalTensor], kinds: dict[_Fields, Shard], dtypes: _Dtypes, faults: list[str]
-) -> dict[str, Shard]:
+def _shards_of(names: Mapping[str, LocalTensor], kinds: dict[_Fields, Shard], faults: list[str]) -> dict[str, Shard]:
     """Return the shards of one role. Tensors with equal fields are validated once: layers repeat."""
     shards: dict[str, Shard] = {}
     for name, weight in names.items():
-        fields = _fields_of(weight, dtypes)
+        fields = _fields_of(weight)
         like = kinds.get(fields)
         if like is not None:
             shards[name] = Shard(name, like.dtype, like.global_shape, like.box, like.flat)

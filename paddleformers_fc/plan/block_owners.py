@@ -100,7 +100,7 @@ class RecordedBlocks(msgspec.Struct, frozen=True, dict=True):
         next_step: advice for files that do not match.
     """
 
-    files: Mapping[str, FileChecksum] = msgspec.field(default_factory=dict)
+    files: Mapping[str, FileChecksum] = {}
     next_step: str = RESTORE
 
     @cached_property

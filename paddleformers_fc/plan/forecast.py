@@ -16,7 +16,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import msgspec
@@ -181,17 +180,16 @@ def _total(costs: Iterator[_Cost]) -> _Cost:
     return _Cost(sum(held), sum(read), sum(items), max(scratch))
 
 
-@dataclass
-class _Row:
+class _Row(msgspec.Struct):
     """A parameter while it is collected."""
 
     shape: tuple[int, ...] = ()
     dtype: str = ""
     bytes: int = 0
-    ranks: set[int] = field(default_factory=set)
-    shards: set[object] = field(default_factory=set)
-    writers: set[str] = field(default_factory=set)
-    states: dict[str, None] = field(default_factory=dict)
+    ranks: set[int] = set()
+    shards: set[object] = set()
+    writers: set[str] = set()
+    states: dict[str, None] = {}
 
 
 class PlannedLoad:
@@ -238,7 +236,7 @@ class PlannedLoad:
         grid, replicas = self.model.grid, dict[object, _Cost]()
         ranks: list[RankForecast] = []
         for rank in range(grid.world_size):
-            place = replace(grid.coordinates(rank), dp=0)
+            place = structs.replace(grid.coordinates(rank), dp=0)
             if place not in replicas:
                 replicas[place] = _total(self._cost(role, shard) for role, shard in self._wanted(rank))
             cost = replicas[place]

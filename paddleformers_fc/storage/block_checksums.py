@@ -40,8 +40,8 @@ class BlockComparison(msgspec.Struct):
     """
 
     bytes: int = 0
-    faults: list[str] = msgspec.field(default_factory=list)
-    refusals: dict[str, StorageError] = msgspec.field(default_factory=dict)
+    faults: list[str] = []
+    refusals: dict[str, StorageError] = {}
 
     def add(self, other: BlockComparison) -> None:
         """Add another comparison."""
@@ -107,7 +107,7 @@ def compare_files(
     }
     right = [one for one in checksums if sizes.get(one.path) == ""]
     hashed = [(one, range(one.count)) for one in right if level == "full" or is_document(one.path)]
-    found = compare_blocks(directory, hashed, COMPARED_AT_ONCE)
+    found = compare_blocks(directory, hashed)
     found.faults[:0] = [f"{path} {fault}" for path, fault in sizes.items() if fault]
     return found
 
@@ -115,16 +115,16 @@ def compare_files(
 def compare_blocks(
     directory: AnyPath,
     wanted: Iterable[tuple[FileChecksum, Iterable[int]]],
-    threads: int,
     identities: Identities = NO_IDENTITIES,
+    threads: int = COMPARED_AT_ONCE,
 ) -> BlockComparison:
     """Compare blocks with their checksums and return the differences.
 
     Args:
         directory: the directory that the checksums' paths are relative to.
         wanted: checksums, and the numbers of the blocks of each.
-        threads: how many threads read and hash.
         identities: the identities of the files opened before; another file under a path is a fault.
+        threads: how many threads read and hash.
     """
     blocks = {directory / one.path: OwnedBlocks(one, frozenset(numbers)) for one, numbers in wanted}
     expect(sum(one.length(number) for one in blocks.values() for number in one.numbers))

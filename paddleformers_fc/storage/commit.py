@@ -43,23 +43,8 @@ from pathlib import Path
 import msgspec
 
 from paddleformers_fc.errors import CheckpointError, Corrupt, StorageError
+from paddleformers_fc.storage import files
 from paddleformers_fc.storage.export_checksums import CHECKSUMS_NAME
-from paddleformers_fc.storage.files import (
-    entry_identity,
-    files_within,
-    fsync_directory,
-    fsync_file,
-    is_directory,
-    list_directory,
-    make_directories,
-    make_directory,
-    real_path,
-    refused,
-    remove_file,
-    remove_tree,
-    rename,
-    walk_directories,
-)
 from paddleformers_fc.storage.manifest import Manifest, read_manifest
 from paddleformers_fc.storage.paths import (
     ASIDE,
@@ -109,7 +94,7 @@ def locked(staging: Path, *, probe: bool = False) -> Iterator[LockState]:
         with contextlib.suppress(FileNotFoundError):
             descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     except OSError as error:
-        raise refused("lock", path, error) from error
+        raise files.refused("lock", path, error) from error
     if descriptor < 0:
         yield LockState.ABSENT
         return
@@ -129,7 +114,7 @@ def _lock(path: Path, descriptor: int, kind: int) -> LockState:
             return LockState.BUSY
         if error.errno in _NO_LOCKS:
             return LockState.UNSUPPORTED
-        raise refused("lock", path, error) from error
+        raise files.refused("lock", path, error) from error
     # A process that had the lock before may have removed the directory.
     return LockState.OURS if os.path.exists(path) else LockState.ABSENT
 
@@ -162,19 +147,19 @@ def staging_directory(target: Path, run: str = "") -> Iterator[Staging]:
     Raises:
         StorageError: the operating system refused.
     """
-    make_directories(target.parent)
-    replaces = entry_identity(target)
+    files.make_directories(target.parent)
+    replaces = files.entry_identity(target)
     with contextlib.ExitStack() as stack:
         for _ in range(_ATTEMPTS):
             path = hidden_name(target, UNFINISHED, run and run_digest(run) + secrets.token_hex(6))
-            make_directory(path)
+            files.make_directory(path)
             stack.callback(_try_remove, path)
             if stack.enter_context(locked(path)) in (LockState.OURS, LockState.UNSUPPORTED):
                 break
             stack.close()  # A process that cleans up was faster.
         else:
             raise _taken(target, path)
-        fsync_directory(target.parent)
+        files.fsync_directory(target.parent)
         yield Staging(path, target, replaces)
 
 
@@ -199,9 +184,9 @@ def sync_staging(staging: Staging, listed: Collection[str]) -> None:
     """
     _refuse_other(staging.target, staging)
     there: set[str] = set()
-    for directory, names in walk_directories(staging.path):
+    for directory, names in files.walk_directories(staging.path):
         there.update((directory / name).relative_to(staging.path).as_posix() for name in names)
-        fsync_directory(directory)
+        files.fsync_directory(directory)
     missing = sorted(set(listed) - there)
     if missing:
         raise Corrupt(
@@ -230,30 +215,30 @@ def commit(staging: Staging) -> Path | None:
     except StorageError as error:
         # If this fails as well, recover() does it; the first error takes precedence.
         with contextlib.suppress(StorageError):
-            rename(aside, target)
+            files.rename(aside, target)
         if is_name_taken(error) or _is_missing(error):
             raise _taken(target, staging.path) from error
         raise
-    fsync_directory(target.parent)
+    files.fsync_directory(target.parent)
     with contextlib.suppress(StorageError):
-        remove_file(target / LOCK_NAME)  # Readers ignore one that stays.
+        files.remove_file(target / LOCK_NAME)  # Readers ignore one that stays.
     return _retire(aside, target)
 
 
 def _take_name(staging: Staging, aside: Path) -> None:
     try:
-        rename(staging.path, staging.target)
+        files.rename(staging.path, staging.target)
     except StorageError as error:
         if not is_name_taken(error):
             raise
-        rename(staging.target, aside)
+        files.rename(staging.target, aside)
         _refuse_other(aside, staging)
-        rename(staging.path, staging.target)
+        files.rename(staging.path, staging.target)
 
 
 def _refuse_other(path: Path, staging: Staging) -> None:
     """Refuse a directory that is not what had the target's name when staging was created."""
-    if entry_identity(path) not in (None, staging.replaces):
+    if files.entry_identity(path) not in (None, staging.replaces):
         raise _taken(staging.target, staging.path)
 
 
@@ -267,13 +252,13 @@ def _taken(target: Path, staging: Path) -> StorageError:
 
 def _retire(aside: Path, target: Path) -> Path | None:
     """Delete a checkpoint that was replaced; rename anything else, and return its new path."""
-    if entry_identity(aside) is None:
+    if files.entry_identity(aside) is None:
         return None
     with contextlib.suppress(StorageError):  # The new checkpoint is committed; recover() tries again.
         old, new = finished(aside), finished(target)
         if old is None or (new is not None and new.ties and not old.ties):
             place = backup_name(target)
-            rename(aside, place)
+            files.rename(aside, place)
             return place
         if new is not None:
             remove_checkpoint(aside)
@@ -294,7 +279,7 @@ def remove_checkpoint(directory: Path) -> None:
     Raises:
         StorageError: the operating system refused.
     """
-    remove_tree(doomed(directory))
+    files.remove_tree(doomed(directory))
 
 
 def doomed(directory: Path) -> Path:
@@ -305,8 +290,8 @@ def doomed(directory: Path) -> Path:
     """
     parsed = parse_hidden(directory)
     renamed = hidden_name(parsed[0] if parsed else directory, REMOVED)
-    rename(directory, renamed)
-    fsync_directory(renamed.parent)
+    files.rename(directory, renamed)
+    files.fsync_directory(renamed.parent)
     return renamed
 
 
@@ -323,7 +308,7 @@ def recover(output_dir: Path, runs: Collection[str] = ()) -> None:
         StorageError: the operating system refused to list the directory.
     """
     digests = {run_digest(run) for run in runs}
-    for path in list_directory(output_dir):
+    for path in files.list_directory(output_dir):
         with contextlib.suppress(StorageError):
             _recover(path, digests)
 
@@ -340,17 +325,17 @@ def _recover(path: Path, runs: Collection[str]) -> None:
                 # Deleted below: NFS keeps a file that is deleted while it is open, as the lock is here.
                 path, state = doomed(path), REMOVED
     if state == REMOVED:
-        remove_tree(path)
+        files.remove_tree(path)
 
 
 def _put_back(aside: Path, target: Path) -> None:
     try:
-        rename(aside, target)
+        files.rename(aside, target)
     except StorageError as error:
         if not is_name_taken(error):
             raise
         _retire(aside, target)
-    fsync_directory(target.parent)
+    files.fsync_directory(target.parent)
 
 
 def _is_missing(error: StorageError) -> bool:
@@ -384,7 +369,7 @@ def leftovers(output_dir: Path) -> list[Leftover]:
     Raises:
         StorageError: the operating system refused to look into ``output_dir``.
     """
-    found = [_judge(path) for path in list_directory(output_dir)]
+    found = [_judge(path) for path in files.list_directory(output_dir)]
     return [one for one in found if one is not None]
 
 
@@ -401,14 +386,14 @@ def remove_leftover(path: Path) -> bool:
         if lock is LockState.BUSY:
             return False  # A save has begun to use it since.
         renamed = doomed(path)
-    remove_tree(renamed)
+    files.remove_tree(renamed)
     return True
 
 
 def _judge(path: Path) -> Leftover | None:
     try:
         parsed, kept = parse_hidden(path), parse_kept(path)
-        if (parsed is None and kept is None) or not is_directory(path):
+        if (parsed is None and kept is None) or not files.is_directory(path):
             return None
         return _judge_kept(path, kept) if parsed is None else _judge_hidden(path, *parsed)
     except StorageError as error:
@@ -428,7 +413,7 @@ def _judge_hidden(path: Path, target: Path, state: str, token: str) -> Leftover:
     with locked(hidden_name(target, UNFINISHED, token), probe=True) as lock:
         if lock is LockState.BUSY:
             return Leftover(path, "A running save uses it.", False)
-    if state == ASIDE and entry_identity(target) is None:
+    if state == ASIDE and files.entry_identity(target) is None:
         return Leftover(path, f"The next start or save gives it its name {target.name} back.", False, stays=False)
     if state == ASIDE:
         replaced = finished(target) is not None
@@ -447,8 +432,8 @@ def staged_name(target: Path) -> Path:
     Raises:
         StorageError: the operating system refused to look.
     """
-    real = real_path(target)
-    return real / (real.name or "export") if is_directory(real) else real
+    real = files.real_path(target)
+    return real / (real.name or "export") if files.is_directory(real) else real
 
 
 def commit_export(staging: Staging, target: Path, marks: Sequence[str], is_old: Callable[[str], bool]) -> None:
@@ -464,8 +449,8 @@ def commit_export(staging: Staging, target: Path, marks: Sequence[str], is_old: 
         StorageError: something has taken the name since, or the operating system refused.
     """
     # Other libraries write parts of an export, such as a tokenizer, and do not sync them.
-    for file in files_within(staging.path):
-        fsync_file(file)
+    for file in files.files_within(staging.path):
+        files.fsync_file(file)
     sync_staging(staging, ())
     if staging.path.parent == target:
         _move_in(staging.path, target, marks, is_old)
@@ -475,20 +460,20 @@ def commit_export(staging: Staging, target: Path, marks: Sequence[str], is_old: 
 
 def _move_in(staging: Path, target: Path, marks: Sequence[str], is_old: Callable[[str], bool]) -> None:
     """Move the files of an export, one by one, into a directory that may hold others."""
-    own = [path.relative_to(staging) for path in files_within(staging) if path.name != LOCK_NAME]
+    own = [path.relative_to(staging) for path in files.files_within(staging) if path.name != LOCK_NAME]
     for name in marks:
-        remove_file(target / name)
-    fsync_directory(target)
+        files.remove_file(target / name)
+    files.fsync_directory(target)
     has_checksums = Path(CHECKSUMS_NAME) in own
-    for path in list_directory(target):
+    for path in files.list_directory(target):
         # A crash right after the rename of a new export has left its lock.
         if path.name == LOCK_NAME or (is_old(path.name) and not (has_checksums and path.name == CHECKSUMS_NAME)):
-            remove_file(path)
-    fsync_directory(target)
+            files.remove_file(path)
+    files.fsync_directory(target)
     for stage in range(3):
         moved = [path for path in own if (0 if path.name == CHECKSUMS_NAME else 1 + (str(path) in marks)) == stage]
         for path in moved:
-            make_directories((target / path).parent)
-            rename(staging / path, target / path)
+            files.make_directories((target / path).parent)
+            files.rename(staging / path, target / path)
         for directory in {path.parent for path in moved}:
-            fsync_directory(target / directory)
+            files.fsync_directory(target / directory)

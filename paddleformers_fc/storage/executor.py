@@ -24,7 +24,7 @@ import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from itertools import chain, groupby, islice
 from operator import attrgetter, itemgetter
@@ -45,7 +45,7 @@ from paddleformers_fc.storage.identities import (
     refuse_replaced,
     refuse_replaced_meanwhile,
 )
-from paddleformers_fc.storage.operations import DENSE_RUN, MAX_OVER_READ, SHORT_RUN, Array, Operation
+from paddleformers_fc.storage.operations import DENSE_RUN, SHORT_RUN, Array, Operation
 from paddleformers_fc.storage.paths import AnyPath, RemotePath
 from paddleformers_fc.storage.progress import advance
 from paddleformers_fc.storage.remote import RemoteFile, open_remote
@@ -85,7 +85,6 @@ class ReadOptions(msgspec.Struct, frozen=True):
     Args:
         threads: number of threads.
         staging_memory_bytes: maximum staging memory of all threads, used by transposes, casts and host copies.
-        max_over_read: maximum ratio of bytes read to bytes needed, if short runs are read with the gaps between them.
         replicas: how ranks read the same ranges: ``each`` for itself, each a share that it sends to the others
             (``once``), or ``auto``: a share where the ranks are on many hosts.
         hosts: the host of each rank, by rank; empty if unknown.
@@ -95,18 +94,16 @@ class ReadOptions(msgspec.Struct, frozen=True):
 
     threads: int = 4
     staging_memory_bytes: int = DEFAULT_STAGING_MEMORY_BYTES
-    max_over_read: float = MAX_OVER_READ
     replicas: str = "each"
     hosts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.threads < 1 or self.staging_memory_bytes < 1 or self.max_over_read < 1:
+        if self.threads < 1 or self.staging_memory_bytes < 1:
             raise OptionError(
                 "Invalid options of reads.",
                 evidence=[
                     f"threads: {self.threads}",
                     f"staging_memory_bytes: {self.staging_memory_bytes}",
-                    f"max_over_read: {self.max_over_read}",
                 ],
                 next_step="Set each of them to 1 or more.",
             )
@@ -140,8 +137,8 @@ class OwnedBlocks(msgspec.Struct):
 
     checksum: FileChecksum
     numbers: frozenset[int]
-    hashed: set[int] = msgspec.field(default_factory=set)
-    differing: set[int] = msgspec.field(default_factory=set)
+    hashed: set[int] = set()
+    differing: set[int] = set()
     error: FlexError | None = None
 
     def length(self, number: int) -> int:
@@ -249,14 +246,9 @@ class _Worker:
             Corrupt: one has changed since it was checked.
             StorageError: one cannot be closed. All are closed.
         """
-        errors: list[FlexError] = []
-        while self._files:
-            try:
-                self._drop()
-            except FlexError as error:
-                errors.append(error)
-        if errors:
-            raise errors[0]
+        with ExitStack() as stack:
+            for _ in self._files:
+                stack.callback(self._drop)
 
     def _fill(self, path: AnyPath, low: int, high: int, pieces: list[Operation], hasher: Any) -> int:
         runs: list[Part] = []
@@ -276,7 +268,7 @@ class _Worker:
             # Ranges that several operations want, or that a hash needs in order: all of them go through the image.
             runs, copied, gaps = [], pieces, [(low, high - low)]
         if hasher is None:
-            gaps = _joined(copied, self._options.max_over_read)
+            gaps = _joined(copied)
         elif copied:
             gaps = [(low, max(high, *(piece.end for piece in copied)) - low)]
         room = self._room(path)
@@ -381,11 +373,11 @@ def _gaps(runs: Sequence[Part], low: int, high: int) -> list[tuple[int, int]] | 
     return gaps
 
 
-def _joined(pieces: Iterable[Operation], max_over_read: float) -> list[tuple[int, int]]:
+def _joined(pieces: Iterable[Operation]) -> list[tuple[int, int]]:
     """Return the ranges of operations, by offset and length; those that overlap or are adjacent are one."""
     found: list[tuple[int, int]] = []
     for piece in pieces:
-        offsets, length = piece.spans(max_over_read)
+        offsets, length = piece.spans()
         found.extend(zip(offsets.tolist(), [length] * len(offsets), strict=True))
     joined: list[tuple[int, int]] = []
     for begin, length in sorted(found):
@@ -585,14 +577,9 @@ class ReadPool:
             StorageError: a file cannot be closed.
         """
         self._pool.shutdown()
-        errors: list[FlexError] = []
-        for worker in self._idle:
-            try:
-                worker.close()
-            except FlexError as error:
-                errors.append(error)
-        if errors:
-            raise errors[0]
+        with ExitStack() as stack:
+            for worker in self._idle:
+                stack.callback(worker.close)
 
     def __enter__(self) -> ReadPool:
         return self

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 import msgspec
 import xxhash
 
-from paddleformers_fc.errors import Corrupt, FormatError
+from paddleformers_fc.errors import FormatError
 from paddleformers_fc.storage.block_checksums import compare_files
 from paddleformers_fc.storage.checksum import (
     BLOCK_DIGEST_BYTES,
@@ -24,7 +24,7 @@ from paddleformers_fc.storage.checksum import (
     record_faults,
 )
 from paddleformers_fc.storage.files import exists
-from paddleformers_fc.storage.json_io import decode_typed, read_document, read_recorded
+from paddleformers_fc.storage.json_io import decode_typed, read_document, read_recorded, require_seal
 from paddleformers_fc.storage.paths import AnyPath
 
 CHECKSUMS_NAME = "flex_checksums.json"
@@ -101,13 +101,7 @@ def read_checksums(directory: AnyPath) -> FileChecksums | None:
     document = decode_typed(_decoder, read_document(path, MAX_CHECKSUMS_BYTES), str(path), _DELETE)
     if document.format != FORMAT or document.version not in _READABLE:
         raise _malformed(path, [f"format {document.format!r} version {document.version}"])
-    if _seal(document.files) != document.seal:
-        raise Corrupt(
-            f"{path} does not match its own checksum.",
-            where=str(path),
-            evidence=[f"recorded {document.seal}, computed {_seal(document.files)}"],
-            next_step=restore_or_delete(directory),
-        )
+    require_seal(path, document.seal, _seal(document.files), restore_or_delete(directory))
     faults = [f"{one.path!r} {fault}" for one in document.files for fault in one.faults()]
     if faults:
         raise _malformed(path, faults)

@@ -107,6 +107,21 @@ def decode_typed(decoder: msgspec.json.Decoder[_T], raw: bytes | msgspec.Raw, wh
         raise FormatError(f"{where} is not valid: {error}.", where=where, next_step=next_step) from error
 
 
+def require_seal(path: AnyPath, recorded: str, computed: str, next_step: str) -> None:
+    """Compare the checksum that a document has of itself.
+
+    Raises:
+        Corrupt: it is another one.
+    """
+    if recorded != computed:
+        raise Corrupt(
+            f"{path} does not match its own checksum.",
+            where=str(path),
+            evidence=[f"recorded {recorded}, computed {computed}"],
+            next_step=next_step,
+        )
+
+
 class _Extension(msgspec.Struct, frozen=True):
     """The part of an extension that every reader reads."""
 

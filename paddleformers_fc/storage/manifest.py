@@ -26,21 +26,16 @@ import msgspec
 import xxhash
 
 from paddleformers_fc.errors import CheckpointError, Corrupt, Diverged, FormatError, NotACheckpoint, OptionError
+from paddleformers_fc.storage import files
 from paddleformers_fc.storage.block_checksums import COMPARED_AT_ONCE, compare_blocks, compare_documents
 from paddleformers_fc.storage.checksum import FileChecksum, FileRecord, is_document, record_faults, size_fault
-from paddleformers_fc.storage.files import (
-    fsync_directory,
-    is_directory,
-    is_link,
-    list_directory,
-    map_paths,
-    remove_file,
-    rename,
-    stat_path,
-    subdirectories,
-    write_file,
+from paddleformers_fc.storage.json_io import (
+    decode_typed,
+    ignored_extensions,
+    read_document,
+    read_recorded,
+    require_seal,
 )
-from paddleformers_fc.storage.json_io import decode_typed, ignored_extensions, read_document, read_recorded
 from paddleformers_fc.storage.paths import ASIDE, LOCK_NAME, AnyPath, parse_hidden, parse_step
 from paddleformers_fc.storage.remote import RemoteStatus
 
@@ -238,13 +233,7 @@ def read_manifest(directory: AnyPath) -> Manifest:
     if ignored_extensions(raw, _Sealed.__struct_encode_fields__, str(path)) or sealed.seal != seal:
         document = decode_typed(_documents, raw, str(path), _ANOTHER)
         seal = _digest({name: value for name, value in document.items() if name != "seal"})
-    if sealed.seal != seal:
-        raise Corrupt(
-            f"{path} does not match its own checksum.",
-            where=str(path),
-            evidence=[f"recorded {sealed.seal}, computed {seal}"],
-            next_step=_ANOTHER,
-        )
+    require_seal(path, sealed.seal, seal, _ANOTHER)
     faults = _faults(manifest)
     if faults:
         raise FormatError(f"{path} lists invalid files.", where=str(path), evidence=faults, next_step=_ANOTHER)
@@ -277,10 +266,10 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
     """
     raw = encode_manifest(manifest, directory / MANIFEST_NAME)
     partial = directory / _PARTIAL_NAME
-    remove_file(partial)
-    write_file(partial, raw)
-    rename(partial, directory / MANIFEST_NAME)
-    fsync_directory(directory)
+    files.remove_file(partial)
+    files.write_file(partial, raw)
+    files.rename(partial, directory / MANIFEST_NAME)
+    files.fsync_directory(directory)
 
 
 def encode_manifest(manifest: Manifest, path: Path = Path(MANIFEST_NAME)) -> bytes:
@@ -366,7 +355,7 @@ def verify_files(
     hashed = [one for one in manifest.files if one.path not in faulty and (level == "full" or is_document(one.path))]
     found = compare_documents(directory, [one for one in hashed if is_document(one.path) or one.path not in recorded])
     blocks = [recorded[one.path] for one in hashed if not is_document(one.path) and one.path in recorded]
-    found.add(compare_blocks(directory, [(one, range(one.count)) for one in blocks], threads))
+    found.add(compare_blocks(directory, [(one, range(one.count)) for one in blocks], threads=threads))
     found.faults[:0] = [*faulty.values(), *strangers]
     advice = repair_advice(bool(strangers), len(found.evidence) > len(strangers))
     found.refuse(f"{directory} is damaged", directory, advice)
@@ -495,7 +484,9 @@ def candidates_in(output_dir: Path) -> list[Path]:
     Raises:
         StorageError: the operating system refused to look.
     """
-    return [path for path in candidates(list_directory(output_dir)) if is_directory(path) or is_link(path)]
+    return [
+        path for path in candidates(files.list_directory(output_dir)) if files.is_directory(path) or files.is_link(path)
+    ]
 
 
 def candidates(directories: Iterable[Path]) -> list[Path]:
@@ -611,24 +602,24 @@ class Surroundings:
             StorageError: the operating system refused to look.
         """
         path, name = self._directory / record.path, PurePosixPath(record.path)
-        status = stat_path(path, follow_links=False)
+        status = files.stat_path(path, follow_links=False)
         is_linked = isinstance(status, os.stat_result) and stat.S_ISLNK(status.st_mode)
         if (is_linked and self._link_leaves(name)) or any(map(self._parent_leaves, name.parents[:-1])):
             return None, _OUTSIDE
-        status = stat_path(path) if is_linked else status
+        status = files.stat_path(path) if is_linked else status
         if status is not None:
             self.seen[record.path] = status
         return status, size_fault(status, record.size)
 
     def faults(self, records: Collection[FileRecord]) -> dict[str, str]:
         """Return the faults of files that can be detected without reading them, by path; errors as :meth:`look_at`."""
-        found = map_paths(lambda one: self.look_at(one)[1], records, self._directory)
+        found = files.map_paths(lambda one: self.look_at(one)[1], records, self._directory)
         return {one.path: f"{one.path} {fault}" for one, fault in zip(records, found, strict=True) if fault}
 
     def _parent_leaves(self, name: PurePosixPath) -> bool:
         if name not in self._leaves:
             path = self._directory / str(name)
-            self._leaves[name] = isinstance(path, Path) and is_link(path) and self._link_leaves(name)
+            self._leaves[name] = isinstance(path, Path) and files.is_link(path) and self._link_leaves(name)
         return self._leaves[name]
 
     def _link_leaves(self, name: PurePosixPath) -> bool:
@@ -646,8 +637,8 @@ def extra_files(directory: AnyPath, manifest: Manifest) -> list[str]:
     own.add((TRAINER_DIRECTORY, ".json"))
     names = [
         f"{folder.name}/{path.name}"
-        for folder in subdirectories(directory)
-        for path in list_directory(folder)
+        for folder in files.subdirectories(directory)
+        for path in files.list_directory(folder)
         if (folder.name, path.suffix) in own or _SHARD_FILE.fullmatch(path.name)
     ]
     return [

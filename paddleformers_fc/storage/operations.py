@@ -9,7 +9,7 @@ the operations of a window, reads its bytes once and places them. Three kinds of
 
 - long runs that are the same in memory are read into it, without a copy;
 - runs that are cast, transposed or short are read into an image of the window, and copied from there;
-- gaps between short runs are read along, up to ``max_over_read`` times the needed bytes (data sieving).
+- gaps between short runs are read along, up to :data:`MAX_OVER_READ` times the needed bytes (data sieving).
 
 Memory: the operations. They contain addresses and no arrays: for a hundred thousand small tensors, creating arrays
 would cost more than reading.
@@ -38,6 +38,7 @@ from paddleformers_fc.storage.files import memory_at
 from paddleformers_fc.storage.paths import AnyPath
 
 MAX_OVER_READ = 2.0
+"""Maximum ratio of bytes read to bytes needed, if short runs are read with the gaps between them."""
 SHORT_RUN = 1024
 """Shorter runs are read with the gaps between them, and are copied faster from an image than read one by one."""
 DENSE_RUN = 8 << 10
@@ -200,6 +201,14 @@ class Operation(msgspec.Struct, frozen=True, gc=False, eq=False):
         return self.begin + self.size
 
     @property
+    def reach(self) -> int:
+        """Bytes from the first to the last element in memory."""
+        if not self.sizes:
+            return self.size
+        steps = zip(self.sizes, self.targets, strict=True)
+        return sum((n - 1) * stride for n, stride in steps) + self.to.itemsize
+
+    @property
     def needed(self) -> int:
         """Bytes of the elements in the file."""
         return math.prod(self.sizes) * self.dtype.itemsize if self.sizes else self.size
@@ -260,11 +269,11 @@ class Operation(msgspec.Struct, frozen=True, gc=False, eq=False):
         outer = self.sizes[:-1]
         return self.begin + _positions(outer, self.sources[:-1]), self.address + _positions(outer, self.targets[:-1])
 
-    def spans(self, max_over_read: float) -> tuple[Array, int]:
+    def spans(self) -> tuple[Array, int]:
         """Return the offsets of the runs in the file and their length, with gaps that are read along."""
         if not self.sizes:
             return np.array([self.begin]), self.size
-        axes, length = _file_span(self.sizes, self.sources, self.dtype.itemsize, max_over_read)
+        axes, length = _file_span(self.sizes, self.sources, self.dtype.itemsize)
         outer = len(self.sizes) - axes
         return self.begin + _positions(self.sizes[:outer], self.sources[:outer]), length
 
@@ -441,25 +450,24 @@ def row_major(shape: Sizes, width: int) -> Sizes:
     return tuple(reversed(strides))
 
 
-def bytes_read(sizes: Sizes, sources: Sizes, width: int, max_over_read: float = MAX_OVER_READ) -> int:
+def bytes_read(sizes: Sizes, sources: Sizes, width: int) -> int:
     """Return the bytes that reading a box takes from storage; a little less if it is cut.
 
     Args:
         sizes: lengths of its axes.
         sources: byte strides in the file.
         width: bytes of a stored element.
-        max_over_read: bound on bytes read over bytes needed.
     """
-    axes, length = _file_span(sizes, sources, width, max_over_read)
+    axes, length = _file_span(sizes, sources, width)
     return math.prod(sizes[: len(sizes) - axes]) * length
 
 
-def _file_span(sizes: Sizes, sources: Sizes, width: int, max_over_read: float) -> tuple[int, int]:
+def _file_span(sizes: Sizes, sources: Sizes, width: int) -> tuple[int, int]:
     """Return the number of last axes that are read in one run of the file, and its length in bytes."""
     axes, length = 0, width
     for count, stride in zip(reversed(sizes), reversed(sources), strict=True):
         if count > 1 and stride != length:
-            if length < SHORT_RUN and stride <= length * max_over_read:
+            if length < SHORT_RUN and stride <= length * MAX_OVER_READ:
                 return axes + 1, (count - 1) * stride + length
             break
         axes, length = axes + 1, length * count

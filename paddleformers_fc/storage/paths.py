@@ -27,11 +27,11 @@ from __future__ import annotations
 import os
 import re
 import secrets
-from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import TypeAlias, TypeVar
 from urllib.parse import unquote
 
+import msgspec
 import xxhash
 
 from paddleformers_fc.errors import FormatError, OptionError
@@ -45,8 +45,7 @@ _IN_PROCESS = "memory"
 _CREDENTIALS = re.compile(r"(?<=://)(?:[^/@:\s]*:(?!\d+/)\S*@|[^/\s]*@)")
 
 
-@dataclass(frozen=True, order=True)
-class RemotePath:
+class RemotePath(msgspec.Struct, frozen=True, order=True):
     """A file or directory of a store, by its URL.
 
     As text it is the URL without user and password; :attr:`url` is the whole.
@@ -55,7 +54,7 @@ class RemotePath:
         url: with its protocol and without a slash at the end, such as ``s3://bucket/run/checkpoint-3``.
     """
 
-    url: str = field(repr=False)
+    url: str
 
     def __truediv__(self, part: str | PurePosixPath) -> RemotePath:
         """Return a path below this directory.

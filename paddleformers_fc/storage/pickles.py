@@ -30,10 +30,10 @@ import os
 import pickletools
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from paddleformers_fc.errors import FormatError
@@ -62,8 +62,7 @@ _QUOTED = 100
 """Maximum number of characters of a text that an error quotes."""
 
 
-@dataclass(frozen=True, slots=True)
-class PickledBytes:
+class PickledBytes(msgspec.Struct, frozen=True):
     """A run of bytes in the file, which are not read.
 
     Args:
@@ -75,8 +74,7 @@ class PickledBytes:
     length: int
 
 
-@dataclass(slots=True)
-class PickledArray:
+class PickledArray(msgspec.Struct):
     """An array that is contiguous in the file, row-major and little-endian.
 
     Args:
@@ -92,8 +90,7 @@ class PickledArray:
     length: int = 0
 
 
-@dataclass(eq=False, slots=True)
-class Record:
+class Record(msgspec.Struct, eq=False):
     """An instance of a class of Paddle: its name and its content. It has no behaviour.
 
     Args:
@@ -102,11 +99,10 @@ class Record:
     """
 
     name: str
-    fields: dict[Any, Any] = field(default_factory=dict)
+    fields: dict[Any, Any] = {}
 
 
-@dataclass(frozen=True, slots=True)
-class _Global:
+class _Global(msgspec.Struct, frozen=True):
     """A global name: of a class whose instances are records, or one that :meth:`_Machine.call` knows."""
 
     name: str
@@ -442,8 +438,7 @@ _RUN = 0
 """The number under which the run of bytes of a file is remembered."""
 
 
-@dataclass(frozen=True, eq=False)
-class PickledObject:
+class PickledObject(msgspec.Struct, frozen=True, eq=False):
     """An object whose class makes an instance without arguments and takes its state.
 
     Args:

@@ -37,8 +37,9 @@ from paddle.distributed import ShardedWeight
 
 from paddleformers_fc.errors import FormatError, MismatchError, OptionError
 from paddleformers_fc.execute.async_snapshot import SnapshotBuffer, SnapshotCopy
-from paddleformers_fc.execute.memory import AveragedTensor, HostPieces, dtype_name, slot_of, update_averages, view_of
+from paddleformers_fc.execute.memory import AveragedTensor, HostPieces, slot_of, update_averages, view_of
 from paddleformers_fc.execute.staging_pool import in_host_memory
+from paddleformers_fc.layout.live import dtype_name
 from paddleformers_fc.layout.roles import (
     EMA_STATE,
     MASTER,

@@ -21,7 +21,6 @@ from paddleformers_fc.distributed.channel import ALONE, Channel, format_ranks, r
 from paddleformers_fc.distributed.consistency import ConsistencyCheck
 from paddleformers_fc.errors import OptionError, StorageError
 from paddleformers_fc.execute.commit_coordinator import DiskLeaders
-from paddleformers_fc.execute.live_export import save_weights
 from paddleformers_fc.execute.phases import PhaseTimer
 from paddleformers_fc.execute.save import (
     JobRecord,
@@ -535,6 +534,8 @@ def export_live(
     Raises:
         FlexError: the same on every rank; an older export in the directory is untouched.
     """
+    from paddleformers_fc.execute.live_export import save_weights  # Saves and loads need none of it.
+
     session, directory = session_of(trainer), require_local(output_dir, "An export")
     channel, max_shard_bytes = session.channel, shard_bytes(max_shard_size)
     consistency = session.consistency(f"exporting to {directory.name}")

@@ -17,8 +17,7 @@ from paddleformers_fc.distributed.consistency import ConsistencyCheck
 from paddleformers_fc.execute import replicas, save as saving, save_plan
 from paddleformers_fc.execute.async_snapshot import SnapshotBuffer, snapshot_bytes
 from paddleformers_fc.execute.memory import HostTensors, host_view
-from paddleformers_fc.execute.replica_assignment import Replica
-from paddleformers_fc.execute.replicas import CopyPart, ElementRanges
+from paddleformers_fc.execute.replicas import CopyPart, ElementRanges, Replica
 from paddleformers_fc.execute.save import (
     JobRecord,
     PlannedSave,
@@ -31,7 +30,7 @@ from paddleformers_fc.execute.save import (
     write_and_commit,
 )
 from paddleformers_fc.execute.save_plan import PlannedFile, PlannedWrite, SavePlan, ranges_of
-from paddleformers_fc.layout import Shard
+from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping.boxes import Box, whole
 from paddleformers_fc.storage.manifest import MANIFEST_NAME
 from tests.execute.test_ties import TIED, model_of, tied_value

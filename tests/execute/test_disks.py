@@ -20,8 +20,8 @@ from paddleformers_fc.execute.load import load_checkpoint
 from paddleformers_fc.execute.opening import open_on_all_ranks
 from paddleformers_fc.execute.save import JobRecord, SaveReport, config_bytes, save_checkpoint
 from paddleformers_fc.families import family_for
-from paddleformers_fc.layout import Shard
 from paddleformers_fc.layout.grid import parse_grid
+from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.plan.simulate import declared_model
 from paddleformers_fc.storage.manifest import read_manifest
 from paddleformers_fc.storage.safetensors import read_header

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from paddleformers_fc.execute import replica_assignment
-from paddleformers_fc.execute.replica_assignment import Assignment, ShardPart, Writers, pack_files
-from paddleformers_fc.layout import Shard
+from paddleformers_fc.execute import replicas
+from paddleformers_fc.execute.replicas import Assignment, ShardPart, Writers, pack_files
 from paddleformers_fc.layout.shard_messages import JobShards, decode_shards, encode_rank_shards
+from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping.boxes import shifted, whole
 from tests.harness.sampling import thorough
 
@@ -165,7 +165,7 @@ def test_every_element_is_written_once_by_a_rank_that_holds_it(
     everyone: list[RankShards], least: int, most: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(replica_assignment, "LEAST_PART_BYTES", least)
+        patched.setattr(replicas, "LEAST_PART_BYTES", least)
         given = assign_writers(everyone)
     written: dict[str, list[np.ndarray]] = {}
     for rank, pieces in enumerate(given):
@@ -201,7 +201,7 @@ def test_a_tensor_is_cut_between_rows_where_a_file_ends() -> None:
 def test_wide_dtypes_come_first_and_files_hold_no_more_tensors_than_a_header_should(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(replica_assignment, "MOST_TENSORS", 2)
+    monkeypatch.setattr(replicas, "MOST_TENSORS", 2)
     dtypes = {"a": "bfloat16", "b": "float32", "c": "bfloat16", "d": "float32", "e": "bfloat16"}
     pieces = [ShardPart("r", tensor(name, 1, dtype=dtype), 0) for name, dtype in dtypes.items()]
     files = pack_files(pieces, 10**9)

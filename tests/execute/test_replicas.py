@@ -10,11 +10,10 @@ import pytest
 
 from paddleformers_fc.errors import MismatchError
 from paddleformers_fc.execute import replicas
-from paddleformers_fc.execute.replica_assignment import Replica, Writers
-from paddleformers_fc.execute.replicas import hashed_range
+from paddleformers_fc.execute.replicas import Replica, Writers, hashed_range
 from paddleformers_fc.execute.save import JobRecord, SaveReport, config_bytes, save_checkpoint
-from paddleformers_fc.layout import Shard
 from paddleformers_fc.layout.shard_messages import decode_shards, encode_rank_shards
+from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping.boxes import whole
 from paddleformers_fc.storage.manifest import read_manifest, verify_files
 from tests.corruption import ours

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from paddleformers_fc.distributed.channel import Payload
 from paddleformers_fc.distributed.consistency import ConsistencyCheck
 from paddleformers_fc.errors import FormatError, MappingError, MismatchError, StorageError
-from paddleformers_fc.execute import replica_assignment, save as saving, save_plan
+from paddleformers_fc.execute import replicas as copies, save as saving, save_plan
 from paddleformers_fc.execute.async_snapshot import SnapshotBuffer
 from paddleformers_fc.execute.load import load_checkpoint
 from paddleformers_fc.execute.memory import host_pieces
@@ -310,7 +310,7 @@ def test_files_are_bounded_and_tensors_that_do_not_fit_are_cut(
 
 
 def test_a_tensor_that_is_written_by_several_ranks_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replica_assignment, "LEAST_PART_BYTES", 16)
+    monkeypatch.setattr(copies, "LEAST_PART_BYTES", 16)
     big = {**ARRAYS, "model.embed_tokens.weight": np.arange(3200 * 16, dtype=np.float32).reshape(3200, 16)}
     save(tmp_path / "a", lambda rank: {"model_state": live(big, 1, rank)["model_state"]}, ranks=4)
     sizes = [path.stat().st_size for path in (tmp_path / "a/model_state").iterdir()]

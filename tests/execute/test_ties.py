@@ -16,14 +16,13 @@ from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.execute.load import load_checkpoint
 from paddleformers_fc.execute.memory import HostPieces, view_of
 from paddleformers_fc.execute.opening import open_on_all_ranks
-from paddleformers_fc.execute.replica_assignment import Writers
-from paddleformers_fc.execute.replicas import Ties, diverged, hash_ties, ties_of
+from paddleformers_fc.execute.replicas import Ties, Writers, diverged, hash_ties, ties_of
 from paddleformers_fc.execute.save import JobRecord, SaveReport, config_bytes, save_checkpoint
 from paddleformers_fc.families import family_for
 from paddleformers_fc.formats.flex import open_flex
-from paddleformers_fc.layout import Shard
 from paddleformers_fc.layout.grid import parse_grid
 from paddleformers_fc.layout.shard_messages import decode_shards, encode_rank_shards
+from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping.boxes import Box, whole
 from paddleformers_fc.plan.simulate import SimulatedModel, declared_model
 from paddleformers_fc.storage.manifest import newest_checkpoint, read_manifest, write_manifest

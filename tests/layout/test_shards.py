@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, strategies as st
 
 from paddleformers_fc.errors import MismatchError
-from paddleformers_fc.layout import Shard, split_state_name
-from paddleformers_fc.layout.live import describe_roles, facts_of, shard_of
+from paddleformers_fc.layout.live import describe_roles, facts_of
+from paddleformers_fc.layout.roles import split_state_name
+from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping.boxes import Box, shifted, whole
 from tests.harness.sampling import thorough
 
@@ -103,7 +104,7 @@ def test_each_of_several_weights_is_described_as_itself() -> None:
     usual = weight((2, 4), global_shape=(4, 4))
     weights = {"usual": usual, **{name: SimpleNamespace(**{**vars(usual), **one}) for name, one in UNLIKE.items()}}
     assert describe_roles({"model_state": weights})["model_state"] == {
-        name: shard_of(one, name) for name, one in weights.items()
+        name: describe_roles({"model_state": {name: one}})["model_state"][name] for name, one in weights.items()
     }
 
 

@@ -18,7 +18,7 @@ from paddleformers_fc.families import ModelDescription
 from paddleformers_fc.formats import OpenedCheckpoint
 from paddleformers_fc.formats.catalog import Catalog, StoredFragment, StoredTensor, gather_shards
 from paddleformers_fc.formats.checkpoint import StoredModel
-from paddleformers_fc.layout import Shard
+from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping import Rule, RuleSet, TensorMapping, TensorSpec
 from paddleformers_fc.mapping.boxes import Box, shifted, whole
 from paddleformers_fc.plan.build import ReadSource, plan_reads

@@ -9,8 +9,8 @@ from pathlib import Path
 from hypothesis import HealthCheck, given, strategies as st
 
 from paddleformers_fc.formats.catalog import Catalog, gather_shards
-from paddleformers_fc.layout import Shard
 from paddleformers_fc.layout.roles import MODEL_STATE, OPTIMIZER_STATE
+from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping import Correspondence, Rule, RuleSet, Shape, TensorSpec
 from paddleformers_fc.mapping.boxes import Box, whole
 from paddleformers_fc.mapping.rules import Slab

@@ -39,10 +39,10 @@ from paddleformers_fc.distributed.channel import (
 from paddleformers_fc.distributed.communicator import Communicator
 from paddleformers_fc.distributed.liveness import KEY_PREFIX, Liveness
 from paddleformers_fc.distributed.store_client import _ADD, StoreClient
-from paddleformers_fc.execute import collective_checksums, save
+from paddleformers_fc.execute import opening, save
 from paddleformers_fc.execute.load import _PreflightMessage
 from paddleformers_fc.execute.memory import HostPieces, HostTensors
-from paddleformers_fc.execute.replica_assignment import Writers
+from paddleformers_fc.execute.replicas import Writers
 from paddleformers_fc.execute.save_plan import PlanCache, PlannedFile, planned_files
 from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.layout.shard_messages import decode_shards, encode_rank_shards
@@ -134,7 +134,7 @@ class ScaleJob:
         with (
             mock.patch.object(save, "_write_tensors", self._begin_holes),
             mock.patch.object(step_agreement, "_loops", itertools.repeat(0)),
-            mock.patch.object(collective_checksums, "compare_blocks", _compare_leading_blocks),
+            mock.patch.object(opening, "compare_blocks", _compare_leading_blocks),
             peak_memory(list(meters.values())),
         ):
             for thread in threads:
