@@ -15,8 +15,8 @@ message, and a digest of what the ranks are doing. Ranks with equal messages sen
 all ranks have. Messages follow without padding: in a broadcast if one rank has to send, in a maximum towards one rank
 if only that rank needs them, otherwise in a maximum on all ranks. Rings and trees of the backend carry them, so no rank
 opens a connection to thousands of others, as a gather by point-to-point messages would. An exchange is rejected before
-memory is allocated if the messages of several ranks have more than :data:`MOST_BYTES` together, or the message of one
-more than :data:`MOST_OF_ONE`; long ones are carried in rounds, so that a buffer on a device stays small. If any rank
+memory is allocated if the longest message has more than :data:`MOST_OF_ONE` bytes, or all others more than
+:data:`MOST_BYTES` together; long ones are carried in rounds, so that a buffer on a device stays small. If any rank
 fails, a second exchange carries the errors.
 
 An exchange can also carry *marks*, an array of flags: each rank sets its own, and all ranks receive the union.
@@ -89,10 +89,10 @@ _M = TypeVar("_M")
 _T = TypeVar("_T")
 
 MOST_BYTES = 48 << 20
-"""Most bytes of the messages of several ranks in one exchange: they grow with the number of ranks."""
+"""Most bytes of all messages in one exchange but the longest: they grow with the number of ranks."""
 
 MOST_OF_ONE = 1 << 30
-"""Most bytes of an exchange in which one rank has a message, as the index of a checkpoint or a long log."""
+"""Most bytes of one message, such as the metadata of a checkpoint that one rank has read."""
 
 _ROUND_BYTES = 4 << 20
 _FRAME = struct.Struct("<I8s")
@@ -276,12 +276,13 @@ class CollectiveChannel:
 def _check_sizes(doing: str, ends: Bytes) -> None:
     """Refuse messages that do not fit into memory, before it is allocated."""
     sizes = np.diff(ends)
-    most = MOST_BYTES if np.count_nonzero(sizes) > 1 else MOST_OF_ONE
-    if ends[-1] > most:
+    longest = sizes.max()
+    if longest > MOST_OF_ONE or ends[-1] - longest > MOST_BYTES:
         raise PeerError(
-            f"The messages of {sizes.size} ranks for {doing} have more than {most:,} bytes together.",
+            f"The messages of {sizes.size} ranks for {doing} have more than {MOST_BYTES:,} bytes beside the longest, "
+            f"or that has more than {MOST_OF_ONE:,}.",
             where=f"a job of {sizes.size} ranks",
-            evidence=[f"rank {sizes.argmax()} has the longest, of {sizes.max():,} bytes; all have {ends[-1]:,}"],
+            evidence=[f"rank {sizes.argmax()} has the longest, of {longest:,} bytes; all have {ends[-1]:,}"],
             next_step="Report this with the size of the model and the layout of the job.",
         )
 
