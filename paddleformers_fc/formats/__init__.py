@@ -1,6 +1,6 @@
 """Formats of checkpoints: how each is recognised, opened, verified and written. No framework is imported here.
 
-``registry`` has the tuple of formats and ``open_checkpoint``; ``checkpoint`` the opened checkpoint and the protocols of
+``registry`` has the tuple of formats and ``open_checkpoint``; ``checkpoint`` the opened checkpoint and the records of
 a format and of its writer; ``catalog`` what is stored, tensors as boxes in byte ranges of files; ``flex``,
 ``huggingface`` and ``paddle_distcp`` are the formats, and ``legacy`` those that PaddleFormers wrote before them.
 """
