@@ -13,6 +13,7 @@ from tests.harness.tiny import SD2V1, SINGLE, TP2, MatrixLayout
 from verification.digests import canonical_digests
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "arguments"),
     [

@@ -104,9 +104,8 @@ def test_a_diff_of_one_tensor_of_256_mib_takes_at_most_128_mib(tmp_path: Path) -
     assert found["different"] == [[one.hexdigest() for one in hashes]]
 
 
-@pytest.mark.parametrize(
-    ("vocabulary", "intermediate"), [pytest.param(400 * 1024, 256, marks=pytest.mark.slow), (256, 200 * 1024)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("vocabulary", "intermediate"), [(400 * 1024, 256), (256, 200 * 1024)])
 def test_verify_and_an_export_of_tensors_of_200_mib_and_more_take_at_most_128_mib(
     vocabulary: int, intermediate: int, tmp_path: Path
 ) -> None:

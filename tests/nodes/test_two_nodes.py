@@ -1,6 +1,6 @@
 """Jobs of two nodes, started by the commands that users type: they train, save, resume, and fail on both alike.
 
-A job starts eight interpreters that import Paddle, so that one is in ``make test``.
+A job starts eight interpreters that import Paddle, so that they are in ``make test-all``.
 """
 
 from __future__ import annotations
@@ -103,6 +103,7 @@ def each_disk_has_its_part(
         assert f"Saved step {step}" in one.output
 
 
+@pytest.mark.slow
 def test_two_nodes_resume_a_checkpoint_that_one_of_them_has_and_each_disk_gets_its_part_of_the_next(
     ranks: ForkServer, nodes: list[Node], config: Path
 ) -> None:

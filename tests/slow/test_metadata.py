@@ -75,6 +75,7 @@ def losses(ranks: ForkServer, output_dir: Path, steps: int) -> list[float]:
     return list(ranks.run("tests.trainer.jobs:run", DP2.nproc, job).values[0]["losses"])
 
 
+@pytest.mark.slow
 def test_a_run_on_slow_and_stale_metadata_rotates_and_resumes(
     ranks: ForkServer, slow_ranks: ForkServer, tmp_path: Path
 ) -> None:
@@ -87,6 +88,7 @@ def test_a_run_on_slow_and_stale_metadata_rotates_and_resumes(
     assert names(output_dir) == ["checkpoint-5", "checkpoint-6"]
 
 
+@pytest.mark.slow
 def test_files_that_cannot_be_synced_leave_the_older_checkpoints(
     ranks: ForkServer, slow_ranks: ForkServer, tmp_path: Path
 ) -> None:
@@ -98,6 +100,7 @@ def test_files_that_cannot_be_synced_leave_the_older_checkpoints(
     run_on_ranks(slow_ranks, DP2.nproc, train, **given, steps=4, expected=expected[2:])
 
 
+@pytest.mark.slow
 def test_a_crash_in_a_commit_on_slow_metadata_is_resumed(
     ranks: ForkServer, slow_ranks: ForkServer, tmp_path: Path
 ) -> None:
