@@ -6,18 +6,16 @@ device; then each directory gets its final name. A crash between two of these re
 or hold of an earlier save; :mod:`.opening` refuses it. If replicas differ, nothing is committed before the coordinator
 has got the digests that name them.
 
-Create a staging directory for all ranks of a job, and remove it if any rank fails.
+**Staging.** The coordinator creates a directory beside the target, which is removed if any rank fails. Its name reaches
+all ranks with another message or alone. Ranks without access to it have output directories on other disks; the leader
+of each of these disks creates a staging directory there. Before that, a leader deletes what crashed saves have left, so
+that a disk full of it does not stop the next save.
 
-The coordinator creates it beside the target, and its name reaches all ranks with another message or alone. Ranks
-without access to it have output directories on other disks; the leader of each of these disks creates a staging
-directory there. Before that, a leader deletes what crashed saves have left, so that a disk full of it does not stop the
-next save.
-
-The ranks that write onto the same disk are found by writing: equal paths may lead to different disks. All ranks know
-the name of a token that rank 0 has created, here the staging directory, and look for it. Ranks with access to it share
-its disk, and the creator is the **leader** of that disk. On every host, the lowest of the other ranks creates the next
-token, until every rank has a leader. One shared disk takes one exchange, which can carry a message for rank 0; disks of
-single hosts take four.
+**Disks.** The ranks that write onto the same disk are found by writing: equal paths may lead to different disks. All
+ranks know the name of a token that rank 0 has created, here the staging directory, and look for it. Ranks with access
+to it share its disk, and the creator is the **leader** of that disk. On every host, the lowest of the other ranks
+creates the next token, until every rank has a leader. One shared disk takes one exchange, which can carry a message for
+rank 0; disks of single hosts take four.
 """
 
 from __future__ import annotations

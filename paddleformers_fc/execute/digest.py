@@ -4,19 +4,16 @@ Tensors are read in pieces, in the order of their elements, and hashed piece by 
 memory, independent of the size of a tensor. Tests use digests to show that a resume is bitwise; ``diff`` reports those
 of tensors that differ.
 
-One md5 for a directory of open weights: equal for equal weights, however they are divided into files.
-
+**Open weights** have one md5 per directory, which is equal for equal weights, however they are divided into files.
 Time: one pass over the files, which the page cache mostly serves after an export. Memory: one block.
 
-Compare 16-bit weights with their master weights: every update rounds the master weight to the weight.
+**Weights of 16 bits** are compared with their master weights: every update rounds the master weight to the weight. A
+load does not compare them: it would read master weights that other ranks need, and the next update rounds them again.
 
-A load does not compare them: it would read master weights that other ranks need, and the next update rounds them again.
-
-Compute one digest of live weights, equal for equal canonical tensors under any layout.
-
-Every element is hashed with its position in its canonical tensor, and the hashes of a tensor are added modulo 2^64. A
-sum does not depend on the order of its parts, so each rank adds up its own, and only the first rank those of replicas.
-The ranks exchange one number per tensor. Memory: one piece of a tensor. Time: about 20 s per 10^9 elements of a rank.
+**Live weights** have one digest, which is equal for equal canonical tensors under any layout. Every element is hashed
+with its position in its canonical tensor, and the hashes of a tensor are added modulo 2^64. A sum does not depend on
+the order of its parts, so each rank adds up its own, and only the first rank those of replicas. The ranks exchange one
+number per tensor. Memory: one piece of a tensor. Time: about 20 s per 10^9 elements of a rank.
 """
 
 from __future__ import annotations

@@ -6,11 +6,9 @@ plus scratch memory, independent of the size of the model or of a tensor. The sa
 bytes under every layout. Checksums are computed while the files are written
 (:mod:`paddleformers_fc.storage.export_checksums`). A live model is exported by its ranks (:mod:`.live_export`).
 
-Select the tensors that an export in another dtype casts, and their sources.
-
-The tensors of the model's own dtype change; others, such as a float32 router beside bfloat16 weights, stay, and so do
-tensors that the family declares as float32. To float32 a weight is read from its master weight if one is stored, so no
-digit of it is lost.
+**Another dtype.** The tensors of the model's own dtype change; others, such as a float32 router beside bfloat16
+weights, stay, and so do tensors that the family declares as float32. To float32 a weight is read from its master weight
+if one is stored, so no digit of it is lost.
 """
 
 from __future__ import annotations

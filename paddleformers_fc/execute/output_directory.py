@@ -1,11 +1,9 @@
-"""An output directory: its checkpoints, the leftovers of interrupted saves beside them, and the removal of leftovers.
+"""An output directory: its checkpoints, the leftovers of interrupted saves beside them, and the facts of a checkpoint.
 
 A save deletes the staging directories whose locks are free. A user confirms the removal of others, and of files of
 other programs. Checkpoints are never removed, nor are those that only lost their name, nor what a running save uses.
 
-The facts of a directory, from its manifest and headers alone: of a checkpoint, or of an output directory.
-
-No tensor byte is read; the cost is one small read per file.
+Facts come from manifests and headers alone: no tensor byte is read, and the cost is one small read per file.
 """
 
 from __future__ import annotations

@@ -22,8 +22,10 @@ from __future__ import annotations
 
 import itertools
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from pkgutil import iter_modules
@@ -165,7 +167,7 @@ def family_for(config: Mapping[str, Any]) -> Family:
         )
     model_type = str(config["model_type"])
     if model_type not in _registered:
-        declared = [entry for entry in entry_points(group=GROUP) if entry.name == model_type]
+        declared = [entry for entry in _entries(tuple(sys.path)) if entry.name == model_type]
         origins = [_origin(entry) for entry in declared]
         if model_type in OWN:
             origins.insert(0, "this package")
@@ -185,12 +187,18 @@ def family_for(config: Mapping[str, Any]) -> Family:
     return _registered[model_type]
 
 
+@lru_cache(maxsize=1)
+def _entries(path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
+    """Return the families of other distributions, read once for a path of imports: from a file of each distribution."""
+    return tuple(entry_points(group=GROUP))
+
+
 def is_known(config: Mapping[str, Any]) -> bool:
     """Return whether a family declares this configuration's ``model_type``, without loading or proving it."""
     model_type = str(config.get("model_type"))
     if model_type in _registered or model_type in OWN:
         return True
-    return any(entry.name == model_type for entry in entry_points(group=GROUP))
+    return any(entry.name == model_type for entry in _entries(tuple(sys.path)))
 
 
 def register(
@@ -330,7 +338,7 @@ def _origin(entry: EntryPoint) -> str:
 
 
 def _unknown(model_type: str) -> MappingError:
-    known = {*OWN, *_registered, *(entry.name for entry in entry_points(group=GROUP))}
+    known = {*OWN, *_registered, *(entry.name for entry in _entries(tuple(sys.path)))}
     return MappingError(
         f"No family declares model_type {model_type!r}.",
         where="config.json",

@@ -12,8 +12,6 @@ Time: linear in the items of a plan, and in the blocks of a checkpoint for each 
 a machine, or all ranks that read from a store. Memory: some numbers per block, and less than a byte per block and such
 rank; a checkpoint of 1 TB has 250,000 blocks.
 
-List the checksum blocks that hold the bytes of stored regions.
-
 A region of a stored box consists of runs of bytes with a constant stride per axis. Runs with gaps shorter than a block
 are joined, so the number of steps is that of the blocks and not that of the rows.
 """

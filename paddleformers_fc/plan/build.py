@@ -11,18 +11,15 @@ share one :class:`FillPattern`, which is derived and checked once.
 Time: a look-up per shard and its items; per pattern the boxes that intersect its fragments, found by bisection. Memory:
 the items.
 
-States that are one number per shard: where a resume cannot restore them.
+**States of one number per shard.** Such a number belongs to the elements of one box. It is exact only if the same
+elements are one box again: the parameter has the same shape and cuts, and every element the same position. Plans
+compare the cuts, because the numbers form a tensor with one element per box. :func:`regrouped` compares the positions,
+which other cuts, fused layers or statements change. Digests and exports of single tensors need no comparison: there the
+number of a fused tensor is that of its parts.
 
-Such a number belongs to the elements of one box. It is exact only if the same elements are one box again: the parameter
-has the same shape and cuts, and every element the same position. Plans compare the cuts, because the numbers form a
-tensor with one element per box. This module compares the positions, which other cuts, fused layers or statements
-change. Digests and exports of single tensors need no comparison: there the number of a fused tensor is that of its
-parts.
-
-Parts of whole tensors that fit into bounded memory.
-
-A piece is a range of the tensor's elements in row-major order, so its bytes are successive bytes of the tensor. Pieces
-can therefore be hashed, or written into a file, one after the other. A piece is planned as any flattened shard.
+**Pieces** of whole tensors fit into bounded memory. A piece is a range of the tensor's elements in row-major order, so
+its bytes are successive bytes of the tensor. Pieces can therefore be hashed, or written into a file, one after the
+other. A piece is planned as any flattened shard.
 """
 
 from __future__ import annotations

@@ -3,13 +3,11 @@
 The model is any layer with ``sharded_state_dict``. Its tensors are mapped by the family of its configuration or of an
 argument, by rules of the caller, or else by name. Every rank of the job must call, and all ranks raise the same error.
 
-The parallel degrees of a job without a Trainer: those with which Paddle's fleet was initialised.
+The parallel degrees of such a job are those with which Paddle's fleet was initialised.
 
-Sources of live tensors with their layouts, for ``save`` and ``load``.
-
-A source returns live tensors by role and name; the fields of :class:`.layout.live.LocalTensor` are all that a save or a
-load reads of them. There are two sources: the ``sharded_state_dict`` of a model and of its optimizer, and a state dict
-of tensors with a mesh and placements.
+A *source* returns live tensors by role and name; the fields of :class:`.layout.live.LocalTensor` are all that a save or
+a load reads of them. There are two sources: the ``sharded_state_dict`` of a model and of its optimizer, and a state
+dict of tensors with a mesh and placements.
 """
 
 from __future__ import annotations

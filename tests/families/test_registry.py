@@ -64,6 +64,16 @@ FAMILY = Family(
 """
 
 
+def test_the_files_of_other_distributions_are_read_once(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(site, "ours", "ours_models", GOOD.format(name="theirs"), "theirs = ours_models:FAMILY")
+    assert registry.is_known({"model_type": "theirs"})
+    monkeypatch.setattr(registry, "entry_points", lambda group: pytest.fail("read again"))
+    assert registry.is_known({"model_type": "theirs"})
+    assert not registry.is_known({})
+    with pytest.raises(MappingError, match="theirs"):
+        family_for({"model_type": "nobodys"})
+
+
 @pytest.mark.parametrize("family", own_families(), ids=lambda family: family.name)
 def test_every_family_of_this_package_is_proved(family: Family) -> None:
     assert prove_family(family) > 10
