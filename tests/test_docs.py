@@ -116,6 +116,7 @@ CHINESE = {
     "docs/zh/resume-under-another-layout.md": "docs/how-to/resume-under-another-layout.md",
     "docs/zh/concepts.md": "docs/concepts.md",
     "docs/zh/troubleshooting.md": "docs/troubleshooting.md",
+    "docs/zh/options.md": "docs/options.md",
 }
 """The English page of every Chinese one."""
 KEY = re.compile(r"`[^`\n]+`")
