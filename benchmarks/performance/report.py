@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.performance.cases import (
+    CASES,
     LEVELS,
     MOST_AMPLIFICATION,
     MOST_MEMORY,
@@ -85,6 +86,7 @@ def tables(outcomes: Mapping[str, Outcome], exports: Mapping[str, int], rounds: 
     """The whole report as Markdown."""
     parts = (
         _head(rounds),
+        _not_measured(outcomes),
         _losses(outcomes),
         _targets(outcomes),
         _cases(outcomes),
@@ -119,6 +121,14 @@ def _head(rounds: int) -> Iterator[str]:
     yield ""
     yield "![rates of every contender](performance.png)"
     yield ""
+
+
+def _not_measured(outcomes: Mapping[str, Outcome]) -> Iterator[str]:
+    """Yield which cases a run has left out, or has not reached."""
+    left = [case.name for case in CASES if case.name not in outcomes]
+    if left:
+        yield f"Not measured in this run: {'; '.join(left)}."
+        yield ""
 
 
 def _losses(outcomes: Mapping[str, Outcome]) -> Iterator[str]:
