@@ -14,6 +14,7 @@ from typing import Any
 
 from paddleformers_fc.distributed.channel import Channel, gather_and_keep, run_on_all
 from paddleformers_fc.distributed.consistency import ConsistencyCheck, comparable_config, software_versions
+from paddleformers_fc.errors import FormatError
 from paddleformers_fc.execute.commit_coordinator import staging_beside
 from paddleformers_fc.execute.export import ExportReport, finish_export, refuse_checkpoint, report_of
 from paddleformers_fc.execute.export_files import LocalExport
@@ -97,7 +98,13 @@ def _write_files(export: LocalExport, files: Sequence[OutputFile], tensors: Tens
     for file in files:
         writer, begin = export.create(file.path, export.writer.header(Path(file.path), file.tensors)), 0
         try:
-            for _, (_, array) in zip(file.tensors, tensors, strict=False):
+            for shard, (name, array) in zip(file.tensors, tensors, strict=False):
+                if name != shard.name:
+                    raise FormatError(
+                        f"{file.path} cannot be written: {name} came in place of {shard.name}.",
+                        where=file.path,
+                        next_step="Report this with the model and the layout; nothing was exported.",
+                    )
                 writer.write(begin, array)
                 begin += array.nbytes
                 advance(array.nbytes)

@@ -311,7 +311,7 @@ def open_stock(
         directory: of the checkpoint.
         shards: the stored tensors.
         identities: of their files.
-        faults: why the files are not one whole checkpoint, beside those of the shards.
+        faults: what is wrong with the files; faults of the shards are found here.
         config: the result of :func:`read_stock_config`.
         cuts: into how many shards the axes of every weight are cut.
         copies: the tensors that several ranks stored, as in :class:`FileFacts`.

@@ -221,7 +221,7 @@ def commit(staging: Staging) -> Path | None:
         raise
     files.fsync_directory(target.parent)
     with contextlib.suppress(StorageError):
-        files.remove_file(target / LOCK_NAME)  # Readers ignore one that stays.
+        files.remove_file(target / LOCK_NAME)  # If it stays, readers ignore it.
     return _retire(aside, target)
 
 
