@@ -247,7 +247,7 @@ def dcp(output_dir: str, rounds: int) -> Figures:
 
 CONTENDERS = {"ours": ours, "step ends": step_ends, "unified": unified, "dcp": dcp}
 TITLES = {
-    ("ours", "in the step"): "flex, in the step",
+    ("ours", "in the step"): "flex, blocking",
     ("ours", "at once"): "flex_async_save, copied at once",
     ("ours", "beside"): "flex_async_save, passes of {passes:.1f} copies follow",
     ("unified", "in the step"): "PaddleFormers' unified checkpoint, `async_save`",
@@ -299,9 +299,9 @@ def table(results: dict[str, Figures | str]) -> str:
     own = results.get("ours")
     if isinstance(own, dict):
         after = {way: statistics.median(own[f"step after {way}"]) for way in ("in the step", "beside")}
-        lines += ["", f"One copy takes {statistics.median(own['copy']):.3f} s. The step after a save beside it takes "]
+        lines += ["", f"One copy takes {statistics.median(own['copy']):.3f} s. The step after an asynchronous save takes "]
         lines[-1] += (
-            f"{after['beside']:.2f} s, after a save in the step {after['in the step']:.2f} s: the write goes on."
+            f"{after['beside']:.2f} s, after a blocking save {after['in the step']:.2f} s: the write goes on."
         )
     ends = results.get("step ends")
     if isinstance(ends, dict):

@@ -1,4 +1,4 @@
-"""Copies of live tensors in a kept block of host memory, for a save beside training.
+"""Copies of live tensors in a kept block of host memory, for an asynchronous save.
 
 New memory is 20 times as slow as memory that has been touched, because every page is faulted in. A buffer is therefore
 allocated once, with its pages, and filled again by every snapshot. Its memory is page-locked if Paddle supports that

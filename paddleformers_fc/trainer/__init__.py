@@ -13,7 +13,7 @@ Importing this package imports neither Paddle nor PaddleFormers. :mod:`paddlefor
 ``entry``, ``register``                         the table of replaced methods, and the ways in
 ``startup``, ``session``, ``events``            construction and checks, parts of one Trainer, events of its loop
 ``save``, ``lineage``                           saves, exports, runs that share a directory
-``async_save``, ``ema``                         saves and averages beside training
+``async_save``, ``ema``                         asynchronous saves and moving averages
 ``uploads``                                     ``save_total_limit``, and copies in a store
 ``resume``, ``loading``, ``restore``            the checkpoint to resume, the resume, the states that it creates
 ``live_roles``, ``optimizers``                  tensors by role; supported optimizers, sharding stage 3

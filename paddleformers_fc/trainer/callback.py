@@ -172,7 +172,7 @@ class ReportFigures:
         self._loaded: CheckpointReport | None = None
 
     def saved(self, report: CheckpointReport) -> None:
-        """Send the figures of a save. One beside training is reported some steps later."""
+        """Send the figures of a save. An asynchronous one is reported some steps later."""
         self._send(report.step, {**_figures("save", report), "checkpoint_save_blocked_seconds": report.blocked})
 
     def loaded(self, report: CheckpointReport) -> None:

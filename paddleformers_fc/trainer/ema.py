@@ -1,8 +1,8 @@
-"""The exponential moving average of a run's weights, kept in host memory beside training.
+"""The exponential moving average of a run's weights, kept in host memory.
 
 After a step a thread gets the update, and reads the weights while the next passes run. The next update of the optimizer
-waits until they are read (:class:`UpdateBarrier`). Weights on a device are copied into a kept buffer first, as in a
-save beside training. The averages are a role of the checkpoint, ``ema_state``, in float32 under the names of the
+waits until they are read (:class:`UpdateBarrier`). Weights on a device are copied into a kept buffer first, as in an
+asynchronous save. The averages are a role of the checkpoint, ``ema_state``, in float32 under the names of the
 parameters, with the geometry of the optimizer's states. ``trainer/ema.json`` contains what the next update depends on.
 
 An error in the thread is raised by the next save, on all ranks, because ranks exchange nothing in an update.

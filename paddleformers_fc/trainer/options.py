@@ -115,103 +115,100 @@ class FlexFields:
     )
     flex_verify: str = _option(
         "full",
-        "What is checked of a checkpoint that is read: off, size (presence and size of every file, and the checksums "
-        "of documents) or full (also the checksums of all tensors, while they are read). Default: full.",
+        "How thoroughly to check what is read: off, size (presence and size of every file, and the checksums of "
+        "metadata files) or full (also the checksums of all tensors, while they are read). Default: full.",
     )
     flex_threads: int = _option(
         4,
-        "Threads per process that read and verify a checkpoint, 1 to 256. Default: 4.",
+        "Threads per process for reading and verifying, 1 to 256. Default: 4.",
     )
     flex_read: str = _option(
         "auto",
-        "How processes that need the same tensors read them: each for itself, or each a share once, which it sends to "
-        "the others; auto: a share if they are on at least 4 hosts. Default: auto.",
+        "How replicas read what they share: each (everything), once (each reads a share and sends it to the others), "
+        "or auto (once if they are on at least 4 hosts). Default: auto.",
     )
     flex_check_replicas: str = _option(
         "warn",
-        "What a save does when replicas differ: off (no comparison), warn (a record in the log and in the checkpoint) "
-        "or refuse. Default: warn.",
+        "What to do if replicas differ at save time: off (do not compare), warn (in the log and in the checkpoint) or "
+        "refuse. Default: warn.",
     )
     flex_tied: str = _option(
         "refuse",
-        "Which copy of a tensor is read from the checkpoint that resume_from_checkpoint names, and exported, if those "
-        "of pipeline stages or tensor-parallel ranks differ: refuse (none), first or last. Default: refuse.",
+        "Which copy to read or export if the stored copies of a tied tensor differ, or those of tensor-parallel ranks: "
+        "refuse (none), first or last. For the checkpoint that resume_from_checkpoint names. Default: refuse.",
     )
     flex_allow_config_changes: list[str] = field(
         default_factory=list,
         metadata={
-            "help": "Keys of the model's configuration that may differ from those of the checkpoint although they "
-            "change the meaning of its weights, such as [rope_theta]. Default: none."
+            "help": "Configuration keys that may change on resume although they change the meaning of weights, such as "
+            "[rope_theta]. Default: none."
         },
     )
     flex_allow_casts: bool = _option(
         False,
-        "Resume in another precision than the run that saved the checkpoint, float32 or bfloat16: weights are read "
-        "from master weights where they exist, and master weights are filled from float32 weights. Default: false.",
+        "Allow a different precision on resume, float32 or bfloat16: weights are read from stored master weights, and "
+        "missing master weights are filled from float32 weights. Default: false.",
     )
     flex_timeout: int = _option(
         1800,
-        "Timeout in seconds for ranks that wait for each other, 1 to 604800. Default: 1800.",
+        "How many seconds ranks wait for each other, 1 to 604800. Default: 1800.",
     )
     flex_max_shard_size: str = _option(
         "5GB",
-        "Maximum bytes of tensors in one file of an export, such as 500MB, 5GB or 4GiB; at least 1MB. The header is "
-        "extra, and a larger tensor has a file of its own. Default: 5GB.",
+        "Largest file of an export, in bytes of tensors, such as 500MB, 5GB or 4GiB; at least 1MB. A larger tensor gets "
+        "a file of its own. Default: 5GB.",
     )
     flex_keep_every: int = _option(
         0,
-        "Checkpoints of steps that are multiples of this number stay beyond save_total_limit. Default: none.",
+        "Keep every checkpoint whose step is a multiple of this number, beyond save_total_limit. Default: none.",
     )
     flex_local_dir: str = _option(
         "none",
-        "Directory on a disk or in memory of each node, such as /dev/shm/run, for frequent checkpoints between those "
-        "in output_dir; the newest two stay. Default: none.",
+        "Directory on every node's disk or in its memory, such as /dev/shm/run, for frequent checkpoints; the newest "
+        "two are kept. Default: none.",
     )
     flex_local_steps: int = _option(
         0,
-        "Steps between two saves in flex_local_dir: it is saved after every step that is a multiple and that "
-        "output_dir does not save. Default: none.",
+        "Save to flex_local_dir every N steps, except at steps that save to output_dir. Default: none.",
     )
     flex_upload: str = _option(
         "none",
-        "URL of an object store, such as s3://bucket/run, to which every checkpoint is uploaded beside training once "
-        "it is saved in output_dir. Default: none.",
+        "URL of an object store, such as s3://bucket/run, to which every checkpoint is uploaded in the background. "
+        "Default: none.",
     )
     flex_async_save: bool = _option(
         False,
-        "Save beside training: only the next update waits for a copy of the tensors that this process writes, "
-        "and a thread writes and commits. Default: false.",
+        "Save asynchronously: training waits only for a copy of this process's shards; a thread writes them. Default: "
+        "false.",
     )
     use_flex_async_save: bool = _option(
         False,
-        "The same as flex_async_save, by its name in PaddleFormers' development branch. Default: false.",
+        "Another name of flex_async_save, used by PaddleFormers' development branch. Default: false.",
     )
     flex_stream: dict[str, Any] = field(
         default_factory=dict,
         metadata={
-            "help": 'Pass the weights to a function every some steps, such as {"steps": 10, "to": "my_engine.push"}. '
+            "help": 'Pass the weights to a function every N steps, such as {"steps": 10, "to": "my_engine.push"}. '
             "The first rank calls it with the step and an iterator over names and whole tensors. Default: none."
         },
     )
     flex_save_on_signal: str = _option(
         SAVE_SIGNALS[0],
-        "The signal on which all processes save at the same step and end with code 85: SIGTERM, SIGINT, SIGUSR2, "
-        "SIGHUP, or off. Default: SIGTERM.",
+        "On this signal, save on all processes at the same step and end with code 85: SIGTERM, SIGINT, SIGUSR2, SIGHUP, "
+        "or off. Default: SIGTERM.",
     )
     flex_ema_decay: float = _option(
         0.0,
-        "Keep an exponential moving average of the trained weights in host memory, with this weight of the former "
-        "average in an update, between 0 and 1; 0 for no average. Default: none.",
+        "Decay of an exponential moving average of the trained weights in host memory, at least 0 and less than 1; 0 "
+        "for no average. Default: none.",
     )
     flex_ema_interval: int = _option(
         1,
-        "Optimizer steps between two updates of the average: it is updated after every step that is a multiple. "
-        "Default: 1.",
+        "Update the average every N optimizer steps. Default: 1.",
     )
     flex_ema_evaluate: bool = _option(
         False,
-        "Evaluate with the averaged weights: they are in the model during an evaluation of the Trainer. Default: "
-        "false.",
+        "Evaluate with the averaged weights. Default: false.",
     )
     flex_unknown_versions: str = _option(
         "refuse",
@@ -704,7 +701,7 @@ CONFLICTS = (
     Conflict("ckpt_quant_stage", "checkpoints are stored exactly, never quantized", unless=("O0",)),
     Conflict("enable_zero_cost_checkpoint", _SAVES_ITSELF),
     Conflict("flash_device_save_steps", f"{_SAVES_ITSELF}; flex_local_dir saves in the memory of nodes"),
-    Conflict("use_async_save", f"{_SAVES_ITSELF}; flex_async_save saves beside training"),
+    Conflict("use_async_save", f"{_SAVES_ITSELF}; use flex_async_save"),
     Conflict("auto_parallel_resume_form_hybrid_parallel", "a checkpoint of any layout is resumed without it"),
     Conflict(
         "load_from_hf",

@@ -235,7 +235,7 @@ def report_save(
 
 
 def upload(session: Session, prepared: PreparedSave, report: SaveReport) -> None:
-    """Upload a committed checkpoint beside training, before old ones are deleted; called on every rank."""
+    """Upload a committed checkpoint in the background, before old ones are deleted; called on every rank."""
     if session.uploads is not None and not prepared.tier.is_local:
         session.uploads.committed(prepared.directory, prepared.best, report.disks)
 

@@ -1,4 +1,4 @@
-"""Upload committed checkpoints beside training, under ``flex_upload``.
+"""Upload committed checkpoints in the background, under ``flex_upload``.
 
 The leader of every disk has one thread. It uploads the checkpoints that are committed, one after the other, and on the
 coordinator deletes those in the store beyond ``save_total_limit``. A checkpoint is not deleted locally before it is
