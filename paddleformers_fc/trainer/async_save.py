@@ -97,7 +97,7 @@ class AsyncSaves:
     def save(self, session: Session, metrics: dict[str, float] | None, tier: Tier) -> None:
         """Begin to save the present step.
 
-        While ``output_dir`` is written, a local save blocks training for its own time: it does not wait for a slower disk.
+        While ``output_dir`` is written, a local save blocks training for its own time, and not for the slower disk.
         """
         if tier.is_local and self._save is not None and not self._save.prepared.tier.is_local:
             SyncSaves().save(session, metrics, tier)

@@ -155,8 +155,8 @@ class FlexFields:
     )
     flex_max_shard_size: str = _option(
         "5GB",
-        "Largest file of an export, in bytes of tensors, such as 500MB, 5GB or 4GiB; at least 1MB. A larger tensor gets "
-        "a file of its own. Default: 5GB.",
+        "Largest file of an export, in bytes of tensors, such as 500MB, 5GB or 4GiB; at least 1MB. A larger tensor "
+        "gets a file of its own. Default: 5GB.",
     )
     flex_keep_every: int = _option(
         0,
@@ -194,8 +194,8 @@ class FlexFields:
     )
     flex_save_on_signal: str = _option(
         SAVE_SIGNALS[0],
-        "On this signal, save on all processes at the same step and end with code 85: SIGTERM, SIGINT, SIGUSR2, SIGHUP, "
-        "or off. Default: SIGTERM.",
+        "On this signal, save on all processes at the same step and end with code 85: SIGTERM, SIGINT, SIGUSR2, "
+        "SIGHUP, or off. Default: SIGTERM.",
     )
     flex_ema_decay: float = _option(
         0.0,
