@@ -13,7 +13,7 @@ import io
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from paddleformers_fc.errors import FlexError
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 _UNWRAPPED = 1000
 
@@ -103,3 +104,33 @@ def warn_unverified(source: object, level: str) -> None:
             f"The bytes of {source} were not compared with their checksums (--verify {level}): damage would be copied, "
             "and the copy has checksums of its own.\n"
         )
+
+
+def table_of(first: str, headings: Iterable[str], left: Collection[str] = ()) -> Table:
+    """Return a table without rows.
+
+    Args:
+        first: the heading of the first column.
+        headings: of the others, whose cells are numbers.
+        left: headings of cells that are text.
+    """
+    from rich import box
+    from rich.table import Table
+
+    found = Table(box=box.SIMPLE_HEAD)
+    found.add_column(first, style="cyan")
+    for heading in headings:
+        found.add_column(heading, justify="left" if heading in left else "right")
+    return found
+
+
+def facts_table(rows: Iterable[tuple[str, str]]) -> Table:
+    """Return a table of facts, each with its label."""
+    from rich.table import Table
+
+    found = Table.grid(padding=(0, 2))
+    found.add_column(style="dim")
+    found.add_column()
+    for label, value in rows:
+        found.add_row(f"  {label}", value)
+    return found

@@ -368,9 +368,9 @@ def _lead_own_group(pid: int) -> None:
 def _begin_openmp() -> None:
     """Begin OpenMP if the CPU runtime is active, before there are threads: forked processes inherit none of
     OpenMP's."""
-    openmp = sys.modules.get("paddleformers_fc.cpu_runtime.openmp")
-    if openmp is not None:
-        openmp.begin()
+    device = sys.modules.get("paddleformers_fc.cpu_runtime.device")
+    if device is not None:
+        device.begin_openmp()
 
 
 def _forget_parallel_environment() -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from paddleformers_fc.cli import tables
 from paddleformers_fc.execute.diff_checkpoints import Difference, Different
 from paddleformers_fc.formats.registry import FORMATS
+from paddleformers_fc.output import table_of
 from paddleformers_fc.plan.report import states_joined
 from paddleformers_fc.text import count_text, fold
 
@@ -69,7 +69,7 @@ def _show_largest(found: Difference, console: Console) -> None:
     if not measured:
         return
     first = f"largest differences ({min(_MOST_FIGURES, len(measured))} of {len(measured)})"
-    table = tables.table(first, ("absolute", "ULP", "elements", "first at"))
+    table = table_of(first, ("absolute", "ULP", "elements", "first at"))
     for role, one, figures in measured[:_MOST_FIGURES]:
         absolute = "not finite" if figures.absolute is None else f"{figures.absolute:.3g}"
         ulp = "" if figures.ulp is None else f"{figures.ulp:,}"
@@ -89,7 +89,7 @@ def _reasons(different: list[Different]) -> list[str]:
 
 
 def _counts(found: Difference) -> Table:
-    table = tables.table("role", ("equal", "different", "only in A", "only in B"))
+    table = table_of("role", ("equal", "different", "only in A", "only in B"))
     for role, one in found.roles.items():
         counts = (one.equal, len(one.different), len(one.only_in_a), len(one.only_in_b))
         table.add_row(role, *(f"{count:,}" for count in counts), style=None if one.same else "red")

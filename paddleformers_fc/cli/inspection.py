@@ -14,7 +14,6 @@ from operator import itemgetter
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from paddleformers_fc.cli import tables
 from paddleformers_fc.execute.output_directory import (
     OUTPUT_DIRECTORY,
     Cleaned,
@@ -28,6 +27,7 @@ from paddleformers_fc.formats.inspection import RoleFacts, ShardFacts, TensorFac
 from paddleformers_fc.formats.registry import FORMATS
 from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.mapping.boxes import shifted
+from paddleformers_fc.output import facts_table, table_of
 from paddleformers_fc.text import count_text, fold, size_text
 from paddleformers_fc.trainer.lineage import degrees_text
 
@@ -69,7 +69,7 @@ def show_output(found: OutputFacts, console: Console) -> None:
 
     console.print(Text(found.path, "bold"))
     headings = ("step", "ranks", "layout", "size", "saved (UTC)", "whole")
-    table = tables.table("checkpoint", headings, left=("layout", "saved (UTC)", "whole"))
+    table = table_of("checkpoint", headings, left=("layout", "saved (UTC)", "whole"))
     for one in found.checkpoints:
         state = Text("FAILED", "bold red") if one.fault else Text("OK", "green")
         step, ranks = "" if one.step is None else f"{one.step:,}", str(one.world_size or "")
@@ -159,7 +159,7 @@ def show(found: Inspection, console: Console, files: str = "on disk") -> None:
     from rich.text import Text
 
     console.print(Text(found.path, "bold"))
-    console.print(tables.facts(_headline(found, files)))
+    console.print(facts_table(_headline(found, files)))
     console.print()
     if found.roles:
         console.print(_role_table(found.roles))
@@ -233,7 +233,7 @@ def _model_text(model: dict[str, Any]) -> str:
 
 
 def _role_table(roles: dict[str, RoleFacts]) -> Table:
-    table = tables.table("role", ("tensors", "elements", "bytes", "dtypes", "files"), left=("dtypes",))
+    table = table_of("role", ("tensors", "elements", "bytes", "dtypes", "files"), left=("dtypes",))
     for role, facts in roles.items():
         dtypes = ", ".join(
             dtype if len(facts.dtypes) == 1 else f"{dtype} ({count})" for dtype, count in sorted(facts.dtypes.items())

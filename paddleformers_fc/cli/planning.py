@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from paddleformers_fc.cli import tables
 from paddleformers_fc.cli.settings import read_settings
 from paddleformers_fc.errors import OptionError
+from paddleformers_fc.output import facts_table, table_of
 from paddleformers_fc.plan.forecast import GridPlan, PlanFlows, RankForecast
 from paddleformers_fc.storage.files import (
     exists,
@@ -104,9 +104,9 @@ def show(found: GridPlan, console: Console) -> None:
         "boxes": f"{found.items:,}, each a part of a stored tensor that one rank reads",
         "peak": f"{size_text(found.peak)} on the rank that needs most: what it holds, and scratch memory to read it",
     }
-    console.print(tables.facts(facts.items()))
+    console.print(facts_table(facts.items()))
     console.print()
-    table = tables.table("ranks", ("held", "read", "boxes", "peak"))
+    table = table_of("ranks", ("held", "read", "boxes", "peak"))
     rows = _alike(found.ranks)
     for numbers, rank in rows[:_SHOWN]:
         table.add_row(numbers, size_text(rank.bytes), size_text(rank.read), f"{rank.items:,}", size_text(rank.peak))

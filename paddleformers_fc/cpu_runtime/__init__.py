@@ -8,10 +8,9 @@ collectives, real checkpoints, slowly. On an accelerator this package has no eff
 ``patches``                      the table of patches, one row per fault of the CPU build
 ``collectives``, ``p2p``         operations that gloo lacks; point-to-point messages over sockets
 ``groups``, ``stores``           one store per process group; an interruptible store client
-``mpu``, ``pipeline``            tensor parallel operators; data of pipelines
+``mpu``                          tensor parallel operators and input data
 ``sharding``, ``half``           sharding stages; bfloat16 training
-``device``, ``formers``          device queries; assumptions of PaddleFormers' Trainer
-``openmp``                       OpenMP's variable in the environment
+``device``, ``formers``          device queries and OpenMP; assumptions of PaddleFormers' Trainer
 ``ernie_moe``                    ERNIE 4.5 MoE without fused kernels
 ``launch``, ``ranks``            start and supervise ranks of this machine
 ``rankmain``                     the main program of a rank

@@ -1,12 +1,16 @@
-"""The tensor parallel operators without a CPU kernel.
+"""The tensor parallel operators without a CPU kernel, and the input data of a tensor parallel group.
 
 Paddle's tensor parallel layers call ``c_identity``, ``c_concat``, ``c_split`` and ``c_softmax_with_cross_entropy``.
 Each is replaced by a PyLayer where the kernel is looked up (``paddle._C_ops``), so that the layers above it and
 Paddle's own autograd code around them stay unchanged. ``c_split`` is replaced one level higher, because the backward of
 ``c_split_eager`` gathers along axis 0 what its forward split along the last axis.
 
-Time: that of the collectives. The cross entropy adds three all_reduces of ``[tokens, 1]`` float32. It keeps the
-softmax, ``[tokens, vocab / ranks]`` float32, for its backward, as the fused kernel does.
+``broadcast_input_data`` sends the first member's batch to every member. It fails on a CPU only because it requests the
+name of an accelerator.
+
+Time: that of the collectives, and one small broadcast per tensor of a batch. The cross entropy adds three all_reduces of
+``[tokens, 1]`` float32. It keeps the softmax, ``[tokens, vocab / ranks]`` float32, for its backward, as the fused
+kernel does.
 """
 
 from __future__ import annotations
@@ -20,6 +24,9 @@ from paddle.autograd import PyLayer
 from paddle.base import core
 from paddle.distributed import collective
 from paddle.distributed.fleet.layers.mpu import mp_ops
+from paddle.distributed.fleet.utils import hybrid_parallel_util
+
+from ._replace import replace_everywhere
 
 Operation = Callable[[Any, Any], Any]
 
@@ -125,6 +132,30 @@ def c_softmax_with_cross_entropy(
     """
     softmax, loss = _SoftmaxCrossEntropy.apply(logits, label, _group(ring_id), ignore_index)
     return softmax, loss
+
+
+def broadcast_input_data(hcg: Any, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
+    """Send the first tensor parallel member's inputs to every member.
+
+    Args:
+        hcg: the hybrid communicate group of the job.
+        inputs: positional inputs of the model, tensors or nested containers of them.
+        kwargs: the same, by name.
+
+    Returns:
+        The same ``inputs`` and ``kwargs``; their tensors hold the first member's data now.
+    """
+    place = paddle.CPUPlace()
+    for container in (inputs, kwargs):
+        if container:
+            # Fills the tensors in place; its result is not used.
+            hybrid_parallel_util._broadcast_nested_data(hcg, "cpu", place, container)
+    return inputs, kwargs
+
+
+def input_data() -> None:
+    """Replace ``broadcast_input_data`` wherever it was imported."""
+    replace_everywhere(hybrid_parallel_util.broadcast_input_data, broadcast_input_data)
 
 
 def apply() -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ..upstream import LIBRARY, is_installed
 from ..upstream.hooks import PADDLENLP
-from . import collectives, device, groups, half, mpu, openmp, p2p, pipeline, sharding, stores
+from . import collectives, device, groups, half, mpu, p2p, sharding, stores
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Patch:
 
 
 _PADDLE = (
-    Patch("openmp", "OpenMP changes the environment while other threads read it.", "paddle", openmp.begin),
+    Patch("openmp", "OpenMP changes the environment while other threads read it.", "paddle", device.begin_openmp),
     Patch("stores", "Ranks sleep 3 s at the start and 40 ms at every question.", "paddle", stores.apply),
     Patch("groups", "Process groups read each other's addresses and hang.", "paddle", groups.apply),
     Patch("collectives", "Gloo lacks collectives, and its float16 sum is inf.", "paddle", collectives.apply),
@@ -44,7 +44,7 @@ _PADDLE = (
     Patch("synchronize", "paddle.device.synchronize raises.", "paddle", device.synchronize),
     Patch("device-id", "ParallelEnv has no device id.", "paddle", device.device_id),
     Patch("fused-buffers", "Tensor fusion refuses main memory.", "paddle", device.fused_buffers),
-    Patch("inputs", "broadcast_input_data refuses main memory.", "paddle", pipeline.apply),
+    Patch("inputs", "broadcast_input_data refuses main memory.", "paddle", mpu.input_data),
     Patch("sharding-v2", "clear_grad detaches gradients from their buffer.", "paddle", sharding.clear_in_place),
     Patch("sharding-2-3", "Sharding stages 2 and 3 refuse main memory.", "paddle", sharding.stages_two_and_three),
 )
