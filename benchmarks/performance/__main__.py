@@ -6,9 +6,11 @@ import argparse
 import shutil
 import sys
 import tempfile
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
+
+import msgspec
 
 from benchmarks.performance.cases import CASES, Case
 from benchmarks.performance.exporting import export_peaks
@@ -25,8 +27,9 @@ def main() -> None:
     parser.add_argument("--scratch", type=Path, default=Path("/dev/shm"), help="a file system in memory")
     parser.add_argument("--torch", default="", help="a directory with PyTorch, if it is not in this environment")
     parser.add_argument("--write", type=Path, help="also write the report, and beside it its picture")
+    parser.add_argument("--outcomes", type=Path, help="keep the figures in this file, and begin with those that it has")
     options = parser.parse_args()
-    outcomes: dict[str, Outcome] = {}
+    outcomes = _kept_outcomes(options.outcomes)
     root = Path(tempfile.mkdtemp(prefix="flex-bench-", dir=options.scratch))
     try:
         with Servers(root / "logs", options.torch) as servers:
@@ -34,19 +37,31 @@ def main() -> None:
                 outcomes[case.name] = measure(_among(case, options.contenders), options.rounds, root, servers)
                 _print_outcome(outcomes[case.name])
                 _write(options, outcomes, {})  # What is measured stays, however the run ends.
+                if options.outcomes:
+                    options.outcomes.write_bytes(
+                        msgspec.json.encode({name: asdict(one) for name, one in outcomes.items()})
+                    )
         exports = dict(export_peaks(root)) if _is_wanted("export", options.only) else {}
     finally:
         shutil.rmtree(root)
     print(_write(options, outcomes, exports))
 
 
-def _write(options: argparse.Namespace, outcomes: dict[str, Outcome], exports: dict[str, int]) -> str:
+def _write(options: argparse.Namespace, found: dict[str, Outcome], exports: dict[str, int]) -> str:
     """Write the report, if that was asked for; its text."""
+    outcomes = {case.name: found[case.name] for case in CASES if case.name in found}
     text = tables(outcomes, exports, options.rounds)
     if options.write:
         options.write.write_text(text + kept(options.write), encoding="utf-8")
         draw(outcomes, options.write.with_suffix(".png"))
     return text
+
+
+def _kept_outcomes(file: Path | None) -> dict[str, Outcome]:
+    """Return the outcomes of earlier runs, in the order of the cases."""
+    if file is None or not file.exists():
+        return {}
+    return msgspec.json.decode(file.read_bytes(), type=dict[str, Outcome])
 
 
 def _is_wanted(name: str, only: str) -> bool:
