@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from paddle.distributed.flex_checkpoint.aoa.aoa_engine import AOAEngine, ShardMappingEntry
@@ -29,21 +30,39 @@ def shards(name: str, tensor: AoaTensor) -> list[ShardedWeightDesc]:
     ]
 
 
+def described(side: Tensors, suffix: str = "") -> dict[str, list[ShardedWeightDesc]]:
+    """Every shard of every tensor of a side."""
+    return {name + suffix: shards(name + suffix, tensor) for name, tensor in side.items()}
+
+
 def plan(
     statements: Sequence[str], left: Tensors, right: Tensors, *, reverse: bool = False, suffix: str = ""
 ) -> list[ShardMappingEntry]:
     """What Paddle would move into every shard of ``right``; with a suffix, for optimizer states of that name."""
-
-    def described(side: Tensors) -> dict[str, list[ShardedWeightDesc]]:
-        return {name + suffix: shards(name + suffix, tensor) for name, tensor in side.items()}
-
-    wanted = described(right)
+    wanted = described(right, suffix)
     engine = AOAEngine(
         {"aoa_statements": list(statements), "aoa_config_reverse": reverse, "enable_traceback": False},
-        described(left),
+        described(left, suffix),
         wanted,
     )
     return [entry for pieces in wanted.values() for piece in pieces for entry in engine.find_shard_sources(piece)]
+
+
+def made(statements: Sequence[str], arrays: Arrays, left: Tensors, right: Tensors | None = None) -> Arrays:
+    """The whole tensors that Paddle makes of ``left``; without ``right``, all that no statement reads again."""
+    engine = AOAEngine(
+        {"aoa_statements": list(statements), "enable_traceback": False},
+        described(left),
+        None if right is None else described(right),
+    )
+    found: Arrays = {}
+    for name, tensor in engine.output_vars.items():
+        if tensor is None:
+            continue
+        found[name] = np.full(tensor.shape, -1.0)
+        for source, source_slices, target_slices, steps in tensor.slices:
+            found[name][target_slices] = transposed(arrays[source][source_slices], steps)
+    return found
 
 
 def correspondences(entries: Sequence[ShardMappingEntry]) -> set[Correspondence]:
@@ -76,9 +95,14 @@ def moved(entries: Sequence[ShardMappingEntry], arrays: Arrays, right: Tensors) 
     for entry in entries:
         source, target = entry.source_slice, entry.target_slice
         part = arrays[source.key][slices(shifted(source.local_shape, source.global_offset))]
-        for step in entry.postprocess_list or []:
-            if step.startswith("["):
-                part = part.transpose([int(axis) for axis in step.strip("[]").split(",")])
         box: Box = shifted(target.local_shape, target.global_offset)
-        out[target.key][slices(box)] = part
+        out[target.key][slices(box)] = transposed(part, entry.postprocess_list)
     return out
+
+
+def transposed(part: np.ndarray[Any, Any], steps: Sequence[str] | None) -> np.ndarray[Any, Any]:
+    """A slice after Paddle's steps, of which those in brackets are permutations of axes and others casts."""
+    for step in steps or []:
+        if step.startswith("["):
+            part = part.transpose([int(axis) for axis in step.strip("[]").split(",")])
+    return part

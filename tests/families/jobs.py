@@ -1,4 +1,4 @@
-"""Jobs that run inside rank processes: what real models of PaddleFormers hold, and what its own statements do."""
+"""Jobs that run inside rank processes: configurations and real models of PaddleFormers' own classes."""
 
 from __future__ import annotations
 
@@ -6,144 +6,6 @@ import importlib
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
-
-CLASSES = {
-    "llama": ("Llama", "LlamaForCausalLM"),
-    "ernie4_5": ("Ernie4_5", "Ernie4_5ForCausalLM"),
-    "ernie4_5_moe": ("Ernie4_5_Moe", "Ernie4_5_MoeForCausalLM"),
-    "phi3": ("Phi3", "Phi3ForCausalLM"),
-    "gpt_oss": ("GptOss", "GptOssForCausalLM"),
-    "gemma3_text": ("Gemma3Text", "Gemma3ForCausalLM"),
-}
-
-
-PLAIN = {
-    "qwen2": "Qwen2",
-    "qwen3": "Qwen3",
-    "qwen2_moe": "Qwen2Moe",
-    "qwen3_moe": "Qwen3Moe",
-    "glm4_moe": "Glm4Moe",
-    "deepseek_v3": "DeepseekV3",
-    "qwen2_5_vl": "Qwen2_5_VL",
-    "qwen3_vl": "Qwen3VL",
-    "qwen3_vl_moe": "Qwen3VLMoe",
-    "qwen3_next": "Qwen3Next",
-    "glm4v_moe": "Glm4vMoe",
-    "glm_ocr": "GlmOcr",
-    "paddleocr_vl": "PaddleOCRVL",
-    "ernie4_5_moe_vl": "Ernie4_5_VLMoe",
-}
-
-
-def describe_model(models: list[Mapping[str, Any]], tp: int = 1, dtype: str = "float32") -> list[dict[str, Any]]:
-    """Every tensor of real models on this rank: per model, name -> [global shape, local shape, dtype].
-
-    Args:
-        models: their configurations, with ``model_type``.
-        tp: degree of tensor parallelism.
-        dtype: the models' dtype.
-    """
-    import paddle
-    from paddle.distributed import fleet
-
-    if tp > 1:
-        strategy = fleet.DistributedStrategy()
-        strategy.hybrid_configs = {"dp_degree": 1, "mp_degree": tp, "pp_degree": 1, "sharding_degree": 1}
-        fleet.init(is_collective=True, strategy=strategy)
-    paddle.set_default_dtype(dtype)
-    return [
-        {
-            name: [list(shard.global_shape), list(shard.local_shape), str(shard.local_tensor.dtype).split(".")[-1]]
-            for name, shard in _model(model, tp).sharded_state_dict().items()
-        }
-        for model in models
-    ]
-
-
-def _model(config: Mapping[str, Any], tp: int) -> Any:
-    settings = {
-        "fuse_rms_norm": False,
-        "sequence_parallel": False,
-        "tensor_model_parallel_size": tp,
-        "use_flash_attention": False,
-        **config,
-    }
-    model_type = settings.pop("model_type")
-    if model_type == "ernie4_5_moe":
-        settings["moe_group"] = "dummy"
-    stem, kind = CLASSES[model_type]
-    package = f"paddleformers.transformers.{model_type}"
-    made = getattr(importlib.import_module(f"{package}.configuration"), f"{stem}Config")(**settings)
-    return getattr(importlib.import_module(f"{package}.modeling"), kind)(made)
-
-
-def stock_runs(runs: list[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """:func:`stock_outputs` of several runs."""
-    return [stock_outputs(**run) for run in runs]
-
-
-def stock_outputs(
-    statements: list[str],
-    sources: Mapping[str, Mapping[str, Any]],
-    targets: Mapping[str, Mapping[str, Any]] | None = None,
-) -> dict[str, Any]:
-    """What stock FlexCheckpoint makes of statements, as slices; ``error`` in place of ``outputs`` where it refuses.
-
-    Args:
-        statements: AOA text.
-        sources: the source space: name -> ``shape``, ``cuts`` and ``dtype``.
-        targets: the target space, where it is not what the statements make.
-    """
-    from paddle.distributed.flex_checkpoint.aoa.aoa_engine import AOAEngine
-
-    if any("fused_in_proj" in statement for statement in statements):
-        from tests.harness import fleet_stub
-
-        fleet_stub.install()
-        importlib.import_module("paddleformers.transformers.qwen3_5.modeling")  # It registers the attribute.
-    try:
-        engine = AOAEngine(
-            {"aoa_statements": statements}, _shards(sources), None if targets is None else _shards(targets)
-        )
-    except Exception as error:
-        return {"error": f"{type(error).__name__}: {str(error)[:200]}"}
-    return {
-        "outputs": {
-            name: {
-                "shape": list(tensor.shape),
-                "slices": [
-                    [source, _bounds(source_slice), _bounds(target_slice), list(steps or [])]
-                    for source, source_slice, target_slice, steps in tensor.slices
-                ],
-            }
-            for name, tensor in engine.output_vars.items()
-            if tensor is not None
-        }
-    }
-
-
-def _shards(tensors: Mapping[str, Mapping[str, Any]]) -> dict[str, list[Any]]:
-    import itertools
-
-    from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeightDesc
-
-    shards: dict[str, list[Any]] = {}
-    for name, tensor in tensors.items():
-        shape = tuple(tensor["shape"])
-        local = tuple(length // cut for length, cut in zip(shape, tensor["cuts"], strict=True))
-        places = itertools.product(*(range(cut) for cut in tensor["cuts"]))
-        shards[name] = [
-            ShardedWeightDesc(
-                name, local, shape, tuple(n * size for n, size in zip(place, local, strict=True)), tensor["dtype"]
-            )
-            for place in places
-        ]
-    return shards
-
-
-def _bounds(slices: tuple[slice, ...]) -> list[list[int]]:
-    return [[int(one.start), int(one.stop)] for one in slices]
-
 
 CONFIGS = {
     "llama": "LlamaConfig",
@@ -172,6 +34,12 @@ CONFIGS = {
     "qwen3_5": "Qwen3_5Config",
     "qwen3_5_moe": "Qwen3_5MoEConfig",
 }
+
+
+def stem_of(model_type: str) -> str:
+    """What the names of PaddleFormers' classes of a family begin with."""
+    others = {"ernie4_5_moe_vl": "Ernie4_5_VLMoe", "gemma3_text": "Gemma3"}
+    return others.get(model_type, CONFIGS[model_type].removesuffix("Config"))
 
 
 def exported_configs(
@@ -259,19 +127,16 @@ def plain_model(model_type: str, values: Mapping[str, Any]) -> Any:
     from tests.harness import fleet_stub, tiny
 
     fleet_stub.install()
-    stem, kind = (PLAIN[model_type], "") if model_type in PLAIN else CLASSES[model_type]
-    package = f"paddleformers.transformers.{model_type}"
+    stem, package = stem_of(model_type), f"paddleformers.transformers.{model_type}"
     module = importlib.import_module(f"{package}.modeling")
-    config = getattr(importlib.import_module(f"{package}.configuration"), CONFIGS.get(model_type, f"{stem}Config"))(
-        **values
-    )
+    config = getattr(importlib.import_module(f"{package}.configuration"), CONFIGS[model_type])(**values)
     for part in (config, *(getattr(config, name, None) for name in ("text_config", "vision_config"))):
         if part is not None:
             part.fuse_rms_norm, part.use_flash_attention = False, False
             part.max_sequence_length = part.seq_length = tiny.SEQUENCE
             part._attn_implementation = "eager" if hasattr(config, "vision_config") else "sdpa"
     names = [f"{stem}For{task}{old}" for old in ("Deprecated", "") for task in ("CausalLM", "ConditionalGeneration")]
-    made = next(getattr(module, name) for name in (kind, *names) if hasattr(module, name))
+    made = next(getattr(module, name) for name in names if hasattr(module, name))
     return made.from_config(config, dtype="float32")
 
 

@@ -59,6 +59,9 @@ FILES = {("qwen3_vl", True): "modeling_fleet.py", ("ernie4_5_moe_vl", False): "m
 FILES[("qwen3_5_moe", False)] = "../qwen3_5/modeling.py"  # Its class is that of the dense model.
 """Files of statements that are not in ``modeling.py``, by model type and whether they are of PaddleFleet's class."""
 
+MACRO = "_register_fused_in_proj_macro"
+"""The function by which Qwen 3.5 teaches Paddle's engine a fused layout."""
+
 # What these functions use of their module. No model here has windows.
 SCOPE = {"math": math, "is_layer_window_attention": lambda *_: False}
 
@@ -84,6 +87,7 @@ def statements(
         attributes: further attributes of the class.
     """
     functions = _functions(model_type, fleet)
+    functions.get(MACRO, lambda: None)()
     function = functions["_gen_inv_aoa_config" if inverse else "_gen_aoa_config"]
     kind = SimpleNamespace(base_model_class=None, base_model_prefix="model", is_fleet=fleet, **attributes)
     kind._checkpoint_conversion_mapping = CONVERSIONS.get(model_type, {})
@@ -112,7 +116,7 @@ def _functions(model_type: str, fleet: bool) -> dict[str, Any]:
     module = sys.modules.setdefault(shared.name, importlib.util.module_from_spec(shared))
     shared.loader.exec_module(module)
     scope: dict[str, Any] = {**SCOPE, "MoEAOAConfigGenerator": module.MoEAOAConfigGenerator}
-    wanted = ("_gen_aoa_config", "_gen_inv_aoa_config", "get_layer_attn_split_info")
+    wanted = ("_gen_aoa_config", "_gen_inv_aoa_config", "get_layer_attn_split_info", MACRO)
     last = (model_type, fleet) == ("qwen3_vl_moe", False)  # Its file has PaddleFleet's class first.
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         # The first of each name is that of the base class.

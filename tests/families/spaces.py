@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,7 +13,6 @@ from paddleformers_fc.mapping import RuleSet
 from tests.mapping.numbers import Arrays, moved, numbered
 
 BY_NAME = {family.name: family for family in own_families()}
-Description = dict[str, dict[str, Any]]
 
 
 def settings(family: Family, **changes: Any) -> dict[str, Any]:
@@ -52,37 +50,6 @@ def spaces(family: Family, config: Mapping[str, Any], tp: int = 1) -> tuple[Rule
     for tie in rules.ties:
         model[tie.alias] = model[tie.owner]
     return rules, canonical, model
-
-
-def described(space: Mapping[str, Any], cuts: Mapping[str, tuple[int, ...]] | None = None) -> Description:
-    """A space as JSON for a job of stock FlexCheckpoint."""
-    return {
-        name: {
-            "shape": list(spec.shape),
-            "cuts": list((cuts or {}).get(name, (1,) * len(spec.shape))),
-            "dtype": spec.dtype,
-        }
-        for name, spec in space.items()
-    }
-
-
-def gathered(outputs: Mapping[str, Any], sources: Arrays) -> Arrays:
-    """The numbers that stock FlexCheckpoint's slices take from the sources; what it leaves out is -1."""
-    made: Arrays = {}
-    for name, output in outputs.items():
-        array = np.full(output["shape"], -1.0)
-        for source, source_bounds, target_bounds, steps in output["slices"]:
-            part = sources[source][_index(source_bounds)]
-            for step in steps:
-                if step.startswith("["):
-                    part = part.transpose(ast.literal_eval(step))
-            array[_index(target_bounds)] = part
-        made[name] = array
-    return made
-
-
-def _index(bounds: list[list[int]]) -> tuple[slice, ...]:
-    return tuple(slice(low, high) for low, high in bounds)
 
 
 def differing(wanted: Arrays, found: Arrays) -> list[str]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import pytest
 
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.families import ModelTensor, bind, enumerate_tensors
-from paddleformers_fc.mapping import prove
+from paddleformers_fc.mapping import RuleSet, prove
+from tests.families.jobs import CONFIGS, stem_of
 from tests.families.spaces import BY_NAME, model_of, settings
-from verification.forkserver import ForkServer
+from tests.harness.on_ranks import on_ranks
 
 LAYERS = {"layer_types": ["sliding_attention", "full_attention"]}
 EXPERTS = {**LAYERS, "num_experts": 4}
@@ -30,63 +32,76 @@ MODELS: dict[str, list[dict[str, Any]]] = {
         {"moe_layer_start_index": 0, "moe_layer_interval": 2, "moe_layer_end_index": 2, "lm_head_bias": True},
     ],
 }
-# Under tensor parallelism these models describe a tensor wrongly; each has a test below.
+# Under tensor parallelism these models describe a tensor wrongly; the test shows what happens to it.
 MISDESCRIBED = {"gpt_oss": "sinks", "gemma3_text": "lm_head.weight"}
 
 
-def real(ranks: ForkServer, name: str, tp: int, dtype: str) -> list[list[ModelTensor]]:
-    """The tensors of a family's real models, as their first rank describes them."""
-    configs = [settings(BY_NAME[name], **changes) for changes in MODELS[name]]
-    result = ranks.run("tests.families.jobs:describe_model", tp, {"models": configs, "tp": tp, "dtype": dtype})
-    assert result.ok, result.logs[0].read_text()
-    return [
-        [
-            ModelTensor(key, tuple(whole), kind, tuple(n // m for n, m in zip(whole, local, strict=True)))
-            for key, (whole, local, kind) in model.items()
-        ]
-        for model in result.values[0]
-    ]
+def real(name: str, changes: dict[str, Any], tp: int = 1) -> dict[str, ModelTensor]:
+    """The tensors of a real model, as this rank describes them."""
+    more = {"fuse_rms_norm": False, "sequence_parallel": False, "use_flash_attention": False}
+    values = {**more, "tensor_model_parallel_size": tp, **settings(BY_NAME[name], **changes)}
+    del values["model_type"]
+    if name == "ernie4_5_moe":
+        values["moe_group"] = "dummy"
+    package = f"paddleformers.transformers.{name}"
+    config = getattr(importlib.import_module(f"{package}.configuration"), CONFIGS[name])(**values)
+    kind = getattr(importlib.import_module(f"{package}.modeling"), f"{stem_of(name)}ForCausalLM")
+    found = {}
+    for key, shard in kind(config).sharded_state_dict().items():
+        shape = tuple(shard.global_shape)
+        cuts = tuple(n // m for n, m in zip(shape, shard.local_shape, strict=True))
+        found[key] = ModelTensor(key, shape, str(shard.local_tensor.dtype).split(".")[-1], cuts)
+    return found
 
 
-@pytest.mark.parametrize(("tp", "dtype"), [(1, "float32"), (1, "bfloat16"), (2, "float32")])
-@pytest.mark.parametrize("name", MODELS)
-def test_a_family_lists_the_tensors_of_a_real_model(ranks: ForkServer, name: str, tp: int, dtype: str) -> None:
-    family = BY_NAME[name]
-    for changes, model in zip(MODELS[name], real(ranks, name, tp, dtype), strict=True):
-        config = settings(family, **changes)
-        declared = {one.name: one.under(tp) for one in enumerate_tensors(family, model_of(config), dtype)}
-        held = {one.name: one for one in model}
-        for key in [key for key in held if tp > 1 and key.endswith(MISDESCRIBED.get(name, "\0"))]:
-            del held[key], declared[key]
-        assert declared == held
-        rules = bind(family, model_of(config), held.values())
-        prove(rules.mapping())
-        prove(rules.mapping().reversed())
+def bound(name: str, changes: dict[str, Any], held: dict[str, ModelTensor]) -> RuleSet:
+    """The proved rules of the tensors of a model."""
+    rules = bind(BY_NAME[name], model_of(settings(BY_NAME[name], **changes)), held.values())
+    prove(rules.mapping())
+    prove(rules.mapping().reversed())
+    return rules
 
 
-def test_gpt_oss_under_tensor_parallelism_is_refused_because_each_rank_calls_its_sinks_whole(
-    ranks: ForkServer,
-) -> None:
-    # Saved like that, the sinks of one rank would stand for those of all.
-    family = BY_NAME["gpt_oss"]
-    model = real(ranks, "gpt_oss", 2, "float32")[0]
-    sinks = next(one for one in model if one.name.endswith("sinks"))
+def declared(name: str, changes: dict[str, Any], tp: int, dtype: str) -> dict[str, ModelTensor]:
+    model = model_of(settings(BY_NAME[name], **changes))
+    return {one.name: one.under(tp) for one in enumerate_tensors(BY_NAME[name], model, dtype)}
+
+
+@on_ranks(1)
+def test_a_family_lists_the_tensors_of_a_real_model() -> None:
+    import paddle
+
+    for dtype in ("float32", "bfloat16"):
+        paddle.set_default_dtype(dtype)
+        for name, changes in ((name, one) for name, changed in MODELS.items() for one in changed):
+            held = real(name, changes)
+            assert declared(name, changes, 1, dtype) == held, (name, changes)
+            bound(name, changes, held)
+
+
+@on_ranks(2)
+def test_a_family_lists_the_tensors_of_a_real_model_under_tensor_parallelism() -> None:
+    from paddle.distributed import fleet
+
+    strategy = fleet.DistributedStrategy()
+    strategy.hybrid_configs = {"dp_degree": 1, "mp_degree": 2, "pp_degree": 1, "sharding_degree": 1}
+    fleet.init(is_collective=True, strategy=strategy)
+    for name, changes in ((name, one) for name, changed in MODELS.items() for one in changed):
+        held, expected = real(name, changes, 2), declared(name, changes, 2, "float32")
+        for key in [key for key in held if key.endswith(MISDESCRIBED.get(name, "\0"))]:
+            del held[key], expected[key]
+        assert expected == held, (name, changes)
+        bound(name, changes, held)
+    # Saved like that, the sinks of one rank of GPT-OSS would stand for those of all.
+    gpt_oss = real("gpt_oss", EXPERTS, 2)
+    sinks = next(one for name, one in gpt_oss.items() if name.endswith("sinks"))
     assert (sinks.shape, sinks.cuts) == ((4,), (1,))
     with pytest.raises(MappingError) as caught:
-        bind(family, model_of(settings(family, **EXPERTS)), model)
+        bound("gpt_oss", EXPERTS, gpt_oss)
     (line,) = caught.value.evidence
     assert line.startswith("model.layers.{0...1}.self_attn.sinks: is described as whole with shape [4], the")
     assert "gives length 8 on axis 0" in line
-
-
-def test_a_tied_gemma3_under_tensor_parallelism_calls_its_whole_head_a_shard_and_is_bound_all_the_same(
-    ranks: ForkServer,
-) -> None:
-    # The embedding is whole on every rank; the head that shares its memory says it is one of two halves.
-    family = BY_NAME["gemma3_text"]
-    model = real(ranks, "gemma3_text", 2, "float32")[0]
-    head = next(one for one in model if one.name == "lm_head.weight")
-    assert (head.shape, head.cuts) == ((128, 32), (2, 1))
-    rules = bind(family, model_of(settings(family, **LAYERS)), model)
-    prove(rules.mapping())
-    assert rules.mapping().sources["model.embed_tokens.weight"].shape == (64, 32)
+    # The embedding of Gemma 3 is whole on every rank; the head that shares its memory says it is one of two halves.
+    gemma = real("gemma3_text", LAYERS, 2)
+    assert (gemma["lm_head.weight"].shape, gemma["lm_head.weight"].cuts) == ((128, 32), (2, 1))
+    assert bound("gemma3_text", LAYERS, gemma).mapping().sources["model.embed_tokens.weight"].shape == (64, 32)

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from paddleformers_fc.families import own_families
-from tests.families.spaces import BY_NAME, differing, model_of, settings
-from tests.families.test_native import AGREE, Theirs
+from tests.families.spaces import BY_NAME, differing, model_of
+from tests.families.test_native import AGREE, LOADED, Theirs, config_of
 from tests.mapping.numbers import Arrays
 from tests.parity.evidence import NOT_COMPARED
 from tests.parity.judging import MISSED, NOTICED, NUMBERS, UNCHANGED, Space
@@ -26,25 +26,12 @@ from verification.forkserver import ForkServer
 STATEMENTS = "statements"
 
 CONFIGS: dict[str, list[dict[str, Any]]] = {
-    family.name: [changes for name, changes in AGREE if name == family.name] for family in own_families()
+    family.name: [changes for name, changes in (*AGREE, *LOADED) if name == family.name] for family in own_families()
 }
 # Tests of stock's statements name faults of their export; their load is right.
 CONFIGS["kimi_k2"] += [{}, {"moe_expert_fusion": False}]
 CONFIGS["deepseek_v3"] += [{}]
 CONFIGS["ernie4_5_moe_vl"] += [{}]
-# The text of a vision-language model; stock cuts the channels of a delta net into heads of one size.
-TEXT_OF_TINY = {name: settings(BY_NAME[name])["text_config"] for name in ("qwen3_5", "qwen3_5_moe")}
-EQUAL_HEADS = {"linear_key_head_dim": 4, "linear_value_head_dim": 4, "attention_bias": False}
-EQUAL_HEADS |= {"layer_types": ["linear_attention", "full_attention"]}
-# Stock's statements of a dense model have no prediction layers.
-TEXT_CHANGES = {
-    "qwen3_5": [{"mtp_num_hidden_layers": 0}, {"mtp_num_hidden_layers": 0, "attn_output_gate": False}],
-    "qwen3_5_moe": [{}, {"attn_output_gate": False}],
-}
-for _name, _changes in TEXT_CHANGES.items():
-    CONFIGS[_name] += [
-        {"moe_expert_fusion": True, "text_config": {**TEXT_OF_TINY[_name], **EQUAL_HEADS, **one}} for one in _changes
-    ]
 JUDGED = [name for name in CONFIGS if CONFIGS[name] or any(one.split("-")[0] == name for one in NAMES)]
 
 QUICK = "phi3"
@@ -57,10 +44,9 @@ CORRECTED = {"model.layers.2.eh_proj.weight"}
 class StockSubject:
     """A model that PaddleFormers' statements fill."""
 
-    def __init__(self, ranks: ForkServer, name: str, changes: dict[str, Any], tp: int) -> None:
-        theirs = Theirs(ranks, name, changes, tp)
-        family = BY_NAME[name]
-        self.space = Space(family, model_of(settings(family, **changes)), tp, theirs.canonical)
+    def __init__(self, name: str, changes: dict[str, Any], tp: int) -> None:
+        theirs = Theirs(name, changes, tp)
+        self.space = Space(BY_NAME[name], model_of(config_of(name, changes)), tp, theirs.canonical)
         turned = {name: theirs.canonical[name].T for name in CORRECTED & theirs.canonical.keys()}
         self.loaded: Arrays = {**theirs.loaded, **turned}
         assert differing(self.space.right, self.loaded) == []
@@ -80,12 +66,12 @@ def by_logits(ranks: ForkServer, name: str, directory: Path, tolerance: float = 
     return found
 
 
-def by_statements(ranks: ForkServer, name: str, wrong: list[Mutant]) -> list[str]:
+def by_statements(name: str, wrong: list[Mutant]) -> list[str]:
     """Who notices mutants of a family on models that stock's statements fill."""
     verdicts = [UNCHANGED] * len(wrong)
     for changes in CONFIGS[name]:
         for tp in (1, 2):
-            subject = StockSubject(ranks, name, changes, tp)
+            subject = StockSubject(name, changes, tp)
             for index, mutant in enumerate(wrong):
                 if verdicts[index] in (UNCHANGED, MISSED):
                     verdicts[index] = joined(verdicts[index], subject.verdict(mutant))
@@ -106,7 +92,7 @@ def test_every_wrong_declaration_that_changes_a_number_is_noticed(
     wrong = list(mutants(BY_NAME[name]))
     verdicts = [UNCHANGED] * len(wrong) if name in NOT_COMPARED else by_logits(ranks, name, tmp_path)
     left = [index for index, verdict in enumerate(verdicts) if verdict not in NOTICED]
-    for index, verdict in zip(left, by_statements(ranks, name, [wrong[index] for index in left]), strict=True):
+    for index, verdict in zip(left, by_statements(name, [wrong[index] for index in left]), strict=True):
         verdicts[index] = verdict if verdict != UNCHANGED else verdicts[index]
     counts = Counter(verdicts)
     with capsys.disabled():
