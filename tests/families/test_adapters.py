@@ -11,16 +11,17 @@ import pytest
 from msgspec import structs
 
 from paddleformers_fc.errors import FormatError
-from paddleformers_fc.families import Family, ModelDescription, ModelTensor, bind, enumerate_tensors, own_families
+from paddleformers_fc.families import Family, ModelDescription, ModelTensor, bind, enumerate_tensors
 from paddleformers_fc.families.changes import config_changes, of_adapters
 from paddleformers_fc.families.description import A, Adapters, B, Base, is_adapter, with_adapters
 from paddleformers_fc.families.names import Names
 from paddleformers_fc.families.registry import tiny_models
 from paddleformers_fc.families.stated import decode_mapping, encode_mapping
-from paddleformers_fc.mapping import prove
+from paddleformers_fc.mapping import RuleSet, prove
+from tests.families.spaces import BY_NAME
 
 ADAPTERS = Adapters(r=4, alpha=8.0)
-MODELS = [(family, model) for family in own_families() for model in tiny_models(family)]
+MODELS = [(family, model) for family in BY_NAME.values() for model in tiny_models(family)]
 Arrays = dict[str, np.ndarray[Any, Any]]
 
 
@@ -41,36 +42,31 @@ def canonical(family: Family, model: ModelDescription, tensors: list[ModelTensor
 
 
 @pytest.mark.parametrize(("family", "model"), MODELS, ids=lambda one: getattr(one, "name", ""))
-@pytest.mark.parametrize("tp", [1, 2, 4])
-def test_adapters_of_every_family_are_proved_under_every_degree(
-    family: Family, model: ModelDescription, tp: int
-) -> None:
-    adapted = structs.replace(model, adapters=ADAPTERS)
-    tensors = [one for one in tensors_of(family, model, tp) if is_adapter(one.name)]
-    assert len(tensors) > 8
-    mapping = bind(family, adapted, tensors).mapping()
-    prove(mapping, "Adapters")
-    prove(mapping.reversed(), "The reverse")
-
-
-@pytest.mark.parametrize(("family", "model"), MODELS, ids=lambda one: getattr(one, "name", ""))
-@pytest.mark.parametrize("tp", [1, 2])
-def test_the_product_of_adapters_is_that_of_their_canonical_parts(
-    family: Family, model: ModelDescription, tp: int
+def test_adapters_of_every_family_are_proved_and_their_product_is_that_of_their_canonical_parts(
+    family: Family, model: ModelDescription
 ) -> None:
     """``lora_A @ lora_B`` as a weight of the model, taken apart, is ``lora_B @ lora_A`` of each canonical layer."""
-    adapted, tensors = structs.replace(model, adapters=ADAPTERS), tensors_of(family, model, tp)
-    random = np.random.RandomState(5)
-    held = {one.name: random.standard_normal(one.shape) for one in tensors if is_adapter(one.name)}
-    modules = [name.removesuffix(f".{A}") for name in held if name.endswith(A)]
-    products = {f"{module}.weight": held[f"{module}.{A}"] @ held[f"{module}.{B}"] for module in modules}
-    layers = [one for one in tensors if one.name in products]
-    weights = canonical(family, model, layers, products)
-    parts = canonical(family, adapted, [one for one in tensors if one.name in held], held)
-    rules = bind(family, adapted, [one for one in tensors if one.name in held]).rules
-    a_of = {target: rule.sources[0] for rule in rules for target in rule.targets}
-    checked = set()
-    for rule in rules:
+    adapted = structs.replace(model, adapters=ADAPTERS)
+    for tp in (1, 2, 4):
+        tensors = tensors_of(family, model, tp)
+        random = np.random.RandomState(5)
+        held = {one.name: random.standard_normal(one.shape) for one in tensors if is_adapter(one.name)}
+        assert len(held) > 8
+        rules = bind(family, adapted, [one for one in tensors if one.name in held])
+        prove(rules.mapping(), "Adapters")
+        prove(rules.mapping().reversed(), "The reverse")
+        modules = [name.removesuffix(f".{A}") for name in held if name.endswith(A)]
+        products = {f"{module}.weight": held[f"{module}.{A}"] @ held[f"{module}.{B}"] for module in modules}
+        weights = canonical(family, model, [one for one in tensors if one.name in products], products)
+        parts = canonical(family, adapted, [one for one in tensors if one.name in held], held)
+        assert compared(rules, parts, weights) == weights.keys()
+
+
+def compared(rules: RuleSet, parts: Arrays, weights: Arrays) -> set[str]:
+    """The names of the weights that are the products of the adapters of their layers."""
+    a_of = {target: rule.sources[0] for rule in rules.rules for target in rule.targets}
+    found = set()
+    for rule in rules.rules:
         (target,) = rule.targets
         if target.endswith(f".{B}"):
             a = parts[a_of[target.removesuffix(B) + A]]
@@ -78,36 +74,30 @@ def test_the_product_of_adapters_is_that_of_their_canonical_parts(
                 layer = source.removesuffix(f".{B}.weight")
                 weight = layer if layer in weights else f"{layer}.weight"  # Some files name a layer for its weight.
                 np.testing.assert_allclose(parts[source] @ a, weights[weight], atol=1e-12)
-                checked.add(weight)
-    assert checked == weights.keys()
+                found.add(weight)
+    return found
 
 
 def test_a_fused_layer_has_one_input_side_and_an_output_side_per_part() -> None:
-    family = next(one for one in own_families() if one.name == "ernie4_5")
+    family, scope = BY_NAME["ernie4_5"], "model.layers.0.self_attn."
     model = tiny_models(family)[0]
-    names = canonical_names(family, model, "model.layers.0.self_attn.qkv_proj.")
-    scope = "model.layers.0.self_attn."
-    assert names == {
+    tensors = [one for one in tensors_of(family, model, 1) if one.name.startswith(f"{scope}qkv_proj.lora_")]
+    rules = bind(family, structs.replace(model, adapters=ADAPTERS), tensors).rules
+    assert {rule.targets[0]: rule.sources for rule in rules} == {
         f"{scope}qkv_proj.lora_A": (f"{scope}qkv_proj.lora_A.weight",),
         f"{scope}qkv_proj.lora_B": tuple(f"{scope}{part}_proj.lora_B.weight" for part in "qkv"),
     }
 
 
-def canonical_names(family: Family, model: ModelDescription, prefix: str) -> dict[str, tuple[str, ...]]:
-    tensors = [one for one in tensors_of(family, model, 1) if one.name.startswith(prefix) and is_adapter(one.name)]
-    rules = bind(family, structs.replace(model, adapters=ADAPTERS), tensors).rules
-    return {rule.targets[0]: rule.sources for rule in rules}
-
-
 def test_tensors_that_training_changes_without_an_optimizer_are_known() -> None:
-    family = next(one for one in own_families() if one.name == "ernie4_5_moe")
+    family = BY_NAME["ernie4_5_moe"]
     names = ["model.layers.1.mlp.moe_statics.e_score_correction_bias", "model.layers.1.mlp.gate.weight"]
     index = Names(family, tiny_models(family)[0])
     assert list(map(index.trained, names)) == [False, True]
 
 
 def test_a_mapping_contains_the_adapters_and_only_then_the_key() -> None:
-    family = next(one for one in own_families() if one.name == "llama")
+    family = BY_NAME["llama"]
     model, base = tiny_models(family)[0], Base("/models/base", {"model.safetensors": "0" * 32})
     adapters = msgspec.structs.replace(ADAPTERS, target_modules=(".*q_proj",), base=base)
     plain, adapted = (structs.replace(model, adapters=one) for one in (None, adapters))

@@ -55,11 +55,8 @@ def held(arrays: Arrays, names: set[str]) -> bool:
     return {name for name, array in arrays.items() if (array == INITIAL).all()} == names
 
 
-@pytest.mark.parametrize("moe_layer_start_index", [0, 1], ids=["with experts", "dense"])
-def test_prediction_blocks_that_a_file_lacks_keep_their_initial_values(
-    tmp_path: Path, moe_layer_start_index: int
-) -> None:
-    config = {"moe_layer_start_index": moe_layer_start_index, "tie_word_embeddings": False}
+def test_prediction_blocks_that_a_file_lacks_keep_their_initial_values(tmp_path: Path) -> None:
+    config = {"moe_layer_start_index": 0, "tie_word_embeddings": False}
     stored = canonical("ernie4_5_moe", num_nextn_predict_layers=0, **config)
     report, found = load(tmp_path, "ernie4_5_moe", stored, num_nextn_predict_layers=2, **config)
     prediction = {name for name in found if name.startswith("model.mtp_")}
@@ -131,25 +128,17 @@ def test_what_belongs_to_a_layer_that_is_read_is_not_dropped_from_a_prediction_l
     with pytest.raises(MismatchError, match=name):
         load(tmp_path, "deepseek_v3", stored)
     report, found = load(tmp_path, "deepseek_v3", stored, num_nextn_predict_layers=0)
-    assert name in report.dropped
+    assert set(report.dropped) == {one for one in stored if one.startswith("model.layers.2.")}
     assert held(found, set())
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe", "kimi_k2", "minimax_m2"])
-@pytest.mark.parametrize("predicts", [0, 1])
+@pytest.mark.parametrize(("name", "predicts"), [("deepseek_v3", 0), ("kimi_k2", 1), ("glm4_moe", 1)])
 def test_a_file_that_is_deeper_than_its_model_is_refused_and_its_layers_are_no_prediction_layers(
     tmp_path: Path, name: str, predicts: int
 ) -> None:
     stored = canonical(name, num_hidden_layers=4, num_nextn_predict_layers=predicts)
     with pytest.raises(MismatchError, match=r"model.layers.\{2...3\}.input_layernorm.weight"):
         load(tmp_path, name, stored, num_hidden_layers=2, num_nextn_predict_layers=0)
-
-
-def test_a_model_of_glm_without_its_prediction_layer_drops_all_of_it(tmp_path: Path) -> None:
-    stored = canonical("glm4_moe")
-    report, found = load(tmp_path, "glm4_moe", stored, num_nextn_predict_layers=0)
-    assert set(report.dropped) == {name for name in stored if name.startswith("model.layers.2.")}
-    assert held(found, set())
 
 
 def test_layers_of_the_model_itself_are_never_optional() -> None:
@@ -159,14 +148,8 @@ def test_layers_of_the_model_itself_are_never_optional() -> None:
     assert "model.layers.12.mlp.gate.weight" in optional
     assert optional.group("model.layers.12.enorm.weight") == optional.group("model.layers.12.hnorm.weight")
     assert optional.group("model.layers.12.enorm.weight") != optional.group("model.layers.13.enorm.weight")
-
-
-@pytest.mark.parametrize("number", ["9" * 5000, "\u0666\u0661"])
-def test_numbers_that_no_layer_can_have_are_not_optional(number: str) -> None:
-    family = BY_NAME["deepseek_v3"]
-    optional = OptionalNames(family, model_of(settings(family)))
-    assert "model.layers.61.x.weight" in optional
-    assert f"model.layers.{number}.x.weight" not in optional
+    for number in ("9" * 5000, "\u0666\u0661"):
+        assert f"model.layers.{number}.enorm.weight" not in optional
 
 
 @pytest.mark.parametrize("name", sorted(name for name, family in BY_NAME.items() if family.tied))
@@ -190,7 +173,7 @@ def test_scales_of_weights_of_eight_bits_are_refused_by_name(tmp_path: Path) -> 
         load(tmp_path, "deepseek_v32", canonical("deepseek_v32") | {scale: np.ones((1, 1))})
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5", "qwen3_5_moe"])
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5"])
 def test_another_number_of_key_heads_of_a_delta_net_is_refused_although_no_shape_shows_it(
     tmp_path: Path, name: str
 ) -> None:
@@ -202,7 +185,7 @@ def test_another_number_of_key_heads_of_a_delta_net_is_refused_although_no_shape
     load(tmp_path, name, canonical(name))
 
 
-@pytest.mark.parametrize("name", ["ernie4_5_moe_vl", "glm4v_moe", "glm_ocr", "qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("name", ["ernie4_5_moe_vl", "qwen2_5_vl"])
 def test_another_number_of_heads_of_a_vision_tower_is_refused(tmp_path: Path, name: str) -> None:
     tiny = settings(BY_NAME[name])
     vision = tiny["vision_config"]
