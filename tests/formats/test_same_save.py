@@ -12,8 +12,8 @@ import pytest
 import paddleformers_fc
 from paddleformers_fc.errors import Corrupt
 from paddleformers_fc.formats.registry import open_checkpoint
-from tests.formats.test_rank_checkpoints import SHARDED, STOCK, WAYS, contents, saved
-from verification.forkserver import ForkServer
+from tests.formats.runs import Runs, contents
+from tests.formats.test_rank_checkpoints import ERNIE, SHARDED, STOCK, WAYS
 
 RUNS: Mapping[str, tuple[str, Mapping[str, Any], bool, Mapping[str, str]]] = {
     "half": ("tp2", STOCK, True, {}),
@@ -22,23 +22,9 @@ RUNS: Mapping[str, tuple[str, Mapping[str, Any], bool, Mapping[str, str]]] = {
     "single": ("tp2", STOCK, False, {}),
     "slices": ("sd2s3", STOCK, False, {}),
     "sharded": ("tp2+sd2v2", SHARDED, True, {}),
-    "experts": ("sd2(ep2)", STOCK, True, {"model_type": "ernie4_5_moe"}),
+    "experts": ("sd2(ep2)", STOCK, True, ERNIE),
 }
 """Layout, arguments, whether weights are bfloat16, and the model."""
-
-
-@pytest.fixture(scope="module")
-def of_run(ranks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The checkpoint of each run, which is saved once."""
-    found: dict[str, Path] = {}
-
-    def get(name: str) -> Path:
-        if name not in found:
-            layout, arguments, half, model = RUNS[name]
-            found[name] = saved(ranks, tmp_path_factory.mktemp("run"), layout, arguments, half, model)
-        return found[name]
-
-    return get
 
 
 def swap(directory: Path, one: str, other: str) -> None:
@@ -88,10 +74,10 @@ def test_files_of_ranks_under_other_names_are_refused(
     change: Callable[[Path, str, str], None],
     names: tuple[str, str],
     evidence: str,
-    of_run: Callable[[str], Path],
+    runs: Runs,
     tmp_path: Path,
 ) -> None:
-    copy = shutil.copytree(of_run(run), tmp_path / "checkpoint-2")
+    copy = shutil.copytree(runs(*RUNS[run]), tmp_path / "checkpoint-2")
     assert open_checkpoint(copy).catalog.count
     change(copy, *names)
     with pytest.raises(Corrupt, match="files of several saves, or under the names of other ranks") as caught:
@@ -100,12 +86,10 @@ def test_files_of_ranks_under_other_names_are_refused(
     assert caught.value.next_step
 
 
-def test_weights_beside_the_optimizer_states_of_another_run_are_refused(
-    of_run: Callable[[str], Path], tmp_path: Path
-) -> None:
-    copy = shutil.copytree(of_run("half"), tmp_path / "checkpoint-2")
+def test_weights_beside_the_optimizer_states_of_another_run_are_refused(runs: Runs, tmp_path: Path) -> None:
+    copy = shutil.copytree(runs(*RUNS["half"]), tmp_path / "checkpoint-2")
     for name in MODELS:
-        shutil.copy(of_run("half of another run") / name, copy)
+        shutil.copy(runs(*RUNS["half of another run"]) / name, copy)
     before = {path.name: path.read_bytes() for path in copy.iterdir()}
     with pytest.raises(Corrupt, match="files of several saves") as caught:
         open_checkpoint(copy)
@@ -122,9 +106,9 @@ def test_weights_beside_the_optimizer_states_of_another_run_are_refused(
     ids=["missing", "exchanged"],
 )
 def test_random_generators_of_another_rank_or_of_some_ranks_alone_are_refused(
-    of_run: Callable[[str], Path], tmp_path: Path, change: Callable[[Path], object], evidence: str
+    runs: Runs, tmp_path: Path, change: Callable[[Path], object], evidence: str
 ) -> None:
-    directory = Path(shutil.copytree(of_run("half"), tmp_path / "checkpoint-2"))
+    directory = Path(shutil.copytree(runs(*RUNS["half"]), tmp_path / "checkpoint-2"))
     paddleformers_fc.open(directory).verify()
     change(directory)
     opened = paddleformers_fc.open(directory)

@@ -1,0 +1,66 @@
+"""Checkpoints of short runs of the stock Trainer and of ours: each is saved once, for all tests that read it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from verification.forkserver import ForkServer
+from verification.matrix.layouts import parse_layout
+
+
+class Runs:
+    """The checkpoints of runs of two steps. A test that changes one changes a copy."""
+
+    def __init__(self, ranks: ForkServer, root: Path) -> None:
+        self._ranks, self._root = ranks, root
+        self._saved: dict[str, Path] = {}
+
+    def __call__(
+        self,
+        layout: str,
+        options: Mapping[str, Any] | None,
+        bf16: bool = False,
+        model: Mapping[str, Any] | None = None,
+        frozen: Sequence[str] = (),
+    ) -> Path:
+        """The checkpoint of a run of the stock Trainer with some options, or of ours for None."""
+        key = json.dumps([layout, options, bf16, model or {}, frozen], sort_keys=True)
+        if key not in self._saved:
+            used = replace(parse_layout(layout), bf16=bf16)
+            output_dir = self._root / str(len(self._saved))
+            given = {
+                "layout": used.to_json(),
+                "output_dir": str(output_dir),
+                "arguments": {"max_steps": 2, "save_steps": 2, **(options or {})},
+                "ours": options is None,
+                "model": {name: value for name, value in (model or {}).items() if name != "model_type"},
+                "model_type": (model or {}).get("model_type", "llama"),
+                "frozen": frozen,
+            }
+            assert self._ranks.run("tests.formats.jobs:train", used.nproc, given).values[0]["step"] == 2
+            self._saved[key] = output_dir / "checkpoint-2"
+        return self._saved[key]
+
+
+@pytest.fixture(scope="session")
+def runs(ranks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """The runs of this session."""
+    return Runs(ranks, tmp_path_factory.mktemp("runs"))
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    """Every file of a directory."""
+    return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
+
+
+def edit_json(path: Path, **changes: Any) -> None:
+    """Change fields of a file of a copy, which may be a link to the file of the original."""
+    content = json.loads(path.read_text()) | changes
+    path.unlink()
+    path.write_text(json.dumps(content))
