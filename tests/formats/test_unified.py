@@ -24,7 +24,7 @@ from paddleformers_fc.formats.stock_run import ARGUMENTS, removes_masters
 from paddleformers_fc.layout.roles import MASTER, MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE
 from paddleformers_fc.storage.pickles import PickledObject, encode_pickle
 from tests.formats.conversions import assert_equal_after_conversions
-from tests.formats.test_rank_checkpoints import contents, saved
+from tests.formats.runs import Runs, contents, edit_json
 from verification.forkserver import ForkServer
 from verification.matrix.layouts import parse_layout
 from verification.matrix.tiny import keys
@@ -161,7 +161,7 @@ def test_a_check_that_fails_or_that_cannot_be_made_is_listed_once(tmp_path: Path
     config = keys("llama")
     written(tmp_path, config, of_tensor_parallel_ranks)
     path = tmp_path / "config.json"
-    path.write_text(json.dumps({**config, "num_hidden_layers": config["num_hidden_layers"] + 1}))
+    edit_json(path, num_hidden_layers=config["num_hidden_layers"] + 1)
     incomplete, _ = verify_checkpoint(tmp_path, "size")
     assert [(one.name, one.passed) for one in incomplete.checks] == [("tensors", True), ("model", False)]
     path.unlink()
@@ -208,10 +208,7 @@ def test_states_in_ranges_of_elements_are_joined_in_the_order_of_the_files(tmp_p
     assert np.array_equal(paddleformers_fc.open(tmp_path).read(f"{name}.moment1_0"), -tensors[name])
 
 
-@pytest.mark.parametrize(
-    ("power", "number"),
-    [("beta1_pow_acc_0", np.nan), ("beta2_pow_acc_0", np.inf), ("beta1_pow_acc_0", -0.5), ("beta2_pow_acc_0", 1.001)],
-)
+@pytest.mark.parametrize(("power", "number"), [("beta1_pow_acc_0", np.nan), ("beta2_pow_acc_0", 1.001)])
 def test_a_number_that_is_no_power_of_a_beta_is_refused_by_name_with_the_states_and_not_with_the_weights(
     power: str, number: float, tmp_path: Path
 ) -> None:
@@ -251,7 +248,7 @@ def test_verification_of_a_conversion_to_paddles_format_finds_such_a_number(tmp_
     assert list(problem.evidence) == ["lm_head.weight.beta1_pow_acc_0: nan"]
 
 
-@pytest.mark.parametrize("number", [0.0, 1e-45, 1.0])
+@pytest.mark.parametrize("number", [0.0, 1.0])
 def test_powers_of_betas_may_underflow(number: float, tmp_path: Path) -> None:
     written(tmp_path, keys("llama"), of_tensor_parallel_ranks)
     for file in (FIRST, SECOND):
@@ -265,9 +262,7 @@ def test_powers_of_betas_may_underflow(number: float, tmp_path: Path) -> None:
     assert paddleformers_fc.open(tmp_path).read("lm_head.weight.beta1_pow_acc_0") == np.float32(number)
 
 
-@pytest.mark.parametrize(
-    ("model_type", "without"), [(ERNIE, ".experts.1."), (ERNIE, "model.mtp_"), ("llama", "lm_head.")]
-)
+@pytest.mark.parametrize(("model_type", "without"), [(ERNIE, ".experts.1."), ("llama", "lm_head.")])
 def test_parameters_may_have_made_fewer_steps_than_others(model_type: str, without: str, tmp_path: Path) -> None:
     """As those of an expert without a token in a step, or of a block that is not trained."""
     written(tmp_path, keys(model_type, num_nextn_predict_layers=1), of_tensor_parallel_ranks)
@@ -291,9 +286,10 @@ def test_a_square_layer_is_oriented_as_layers_of_its_name_or_refused(tmp_path: P
     assert "save_to_hf: false" in caught.value.next_step
 
 
-@pytest.mark.parametrize("leaf", ["lm_head", "gate_up_fused_proj"])
-@pytest.mark.parametrize("transposes", [False, True])
-@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize(
+    ("leaf", "transposes", "split"),
+    [("lm_head", False, False), ("lm_head", True, True), ("gate_up_fused_proj", True, False)],
+)
 def test_a_square_weight_has_the_orientation_of_its_master_weight(
     leaf: str, transposes: bool, split: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -365,14 +361,9 @@ def test_copies_of_a_tied_embedding_that_differ_are_found_by_verification(tmp_pa
 @pytest.mark.parametrize(
     ("layout", "bf16", "options", "model"),
     [
-        ("dp1", False, {}, {}),
         ("dp2", False, {}, {}),
-        ("sd2v1", True, {}, {}),
-        ("sd2v2", True, {}, {}),
-        ("sd2v2", False, {}, {}),
-        ("pp2", True, {}, {}),
-        ("pp2", False, {}, {"tie_word_embeddings": True}),
-        ("dp2", True, {}, {"tie_word_embeddings": True}),
+        pytest.param("sd2v2", True, {}, {}, marks=pytest.mark.chosen),
+        pytest.param("pp2", False, {}, {"tie_word_embeddings": True}, marks=pytest.mark.chosen),
         ("dp2", True, {"save_to_hf": False}, {}),
         ("sd2v1", True, {}, {"model_type": ERNIE}),
         ("sd2(ep2)", False, {}, {"model_type": ERNIE}),
@@ -382,49 +373,54 @@ def test_copies_of_a_tied_embedding_that_differ_are_found_by_verification(tmp_pa
     ],
 )
 def test_every_layout_holds_in_every_role_what_a_flex_save_of_the_same_run_holds(
-    layout: str, bf16: bool, options: Mapping[str, Any], model: Mapping[str, Any], ranks: ForkServer, tmp_path: Path
+    layout: str, bf16: bool, options: Mapping[str, Any], model: Mapping[str, Any], runs: Runs
 ) -> None:
-    stock = saved(ranks, tmp_path / "stock", layout, {**UNIFIED_FORMAT, **options}, bf16, model)
+    stock = runs(layout, {**UNIFIED_FORMAT, **options}, bf16, model)
     before = contents(stock)
     theirs = open_checkpoint(stock)
-    ours = open_checkpoint(saved(ranks, tmp_path / "ours", layout, None, bf16, model))
-    found = compare_checkpoints(theirs, ours)
+    found = compare_checkpoints(theirs, open_checkpoint(runs(layout, None, bf16, model)))
     assert found.equal, found
     assert theirs.format is UNIFIED
     assert list(found.roles) == [MODEL_STATE, *([MASTER_WEIGHT] if bf16 else []), OPTIMIZER_STATE]
     assert contents(stock) == before
 
 
-@pytest.mark.parametrize(
-    ("layout", "bf16", "model"),
-    [("sd2v2", True, {}), ("pp2", False, {"tie_word_embeddings": True}), ("sd2(ep2)", True, {"model_type": ERNIE})],
-)
+@pytest.mark.parametrize(("layout", "model"), [("sd2v2", {}), ("sd2(ep2)", {"model_type": ERNIE})])
 def test_conversions_there_and_back_keep_the_bytes_of_every_tensor(
-    layout: str, bf16: bool, model: Mapping[str, Any], ranks: ForkServer, tmp_path: Path
+    layout: str, model: Mapping[str, Any], runs: Runs, tmp_path: Path
 ) -> None:
-    source = saved(ranks, tmp_path / "stock", layout, UNIFIED_FORMAT, bf16, model)
+    source = runs(layout, UNIFIED_FORMAT, True, model)
     before = contents(source)
     assert_equal_after_conversions(source, tmp_path)
     assert contents(source) == before
 
 
-def test_master_weights_that_are_not_stored_are_those_of_the_weights(ranks: ForkServer, tmp_path: Path) -> None:
-    """PaddleFormers 1.2.0 cannot resume such a checkpoint: its index states that there are master weights."""
-    options = {**UNIFIED_FORMAT, "unified_checkpoint_config": "remove_master_weight"}
-    stock = open_checkpoint(saved(ranks, tmp_path / "stock", "sd2v1", options, True))
-    ours = saved(ranks, tmp_path / "ours", "sd2v1", None, True)
-    found = compare_checkpoints(stock, open_checkpoint(ours))
+REMOVED = {**UNIFIED_FORMAT, "unified_checkpoint_config": "remove_master_weight"}
+
+
+def test_master_weights_that_are_not_stored_are_those_of_the_weights(runs: Runs) -> None:
+    stock = runs("sd2v1", REMOVED, True)
+    found = compare_checkpoints(open_checkpoint(stock), open_checkpoint(runs("sd2v1", None, True)))
     assert found.roles[MODEL_STATE].equal
     assert found.roles[OPTIMIZER_STATE].equal
-    read = paddleformers_fc.open(tmp_path / "stock/checkpoint-2")
+    read = paddleformers_fc.open(stock)
     for name in ("model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight"):
         weight, master = (read.read(f"{name}{suffix}", role=role) for suffix, role in WEIGHTS_AND_MASTERS)
         assert np.array_equal(master, weight.astype(np.float32))
+
+
+@pytest.mark.slow
+def test_a_run_without_master_weights_is_resumed_as_one_that_stores_them(
+    ranks: ForkServer, runs: Runs, tmp_path: Path
+) -> None:
+    """PaddleFormers 1.2.0 cannot resume such a checkpoint: its index states that there are master weights."""
     given = {"layout": replace(parse_layout("tp2"), bf16=True).to_json(), "output_dir": str(tmp_path / "resumed")}
-    given |= {"arguments": {"max_steps": 3}, "ours": True, "resume": str(tmp_path / "stock/checkpoint-2")}
-    (loss,) = ranks.run("tests.formats.jobs:train", 2, given).values[0]["losses"]
-    (expected,) = ranks.run("tests.formats.jobs:train", 2, {**given, "resume": str(ours)}).values[0]["losses"]
-    assert loss == expected
+    given |= {"arguments": {"max_steps": 3}, "ours": True}
+    losses = [
+        ranks.run("tests.formats.jobs:train", 2, {**given, "resume": str(runs("sd2v1", options, True))}).values[0]
+        for options in (REMOVED, None)
+    ]
+    assert losses[0]["losses"] == losses[1]["losses"] != []
 
 
 def test_a_run_is_resumed_under_another_layout_with_the_losses_of_the_run_that_wrote_it(
@@ -481,8 +477,7 @@ def with_pickles(directory: Path) -> None:
 
 
 def without_layers(directory: Path) -> None:
-    path = directory / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_hidden_layers": 6}))
+    edit_json(directory / "config.json", num_hidden_layers=6)
 
 
 def with_a_link_outside(directory: Path) -> None:
