@@ -42,21 +42,6 @@ def compare(names: Sequence[str], layout: Mapping[str, Any], output_dir: str) ->
     return {name: _compared(fixtures.read(name), args, Path(output_dir)) for name in names}
 
 
-def parts_of_ernie(output_dir: str) -> dict[str, str]:
-    """The errors of the parts of ERNIE 4.5 VL that are not compared: experts, and images in bfloat16."""
-    import paddle
-
-    model = load(fixtures.read("ernie4_5_moe_vl"), arguments(tiny.SINGLE.to_json(), output_dir), Path(output_dir))
-    hidden = paddle.ones([1, 4, model.config.hidden_size])
-    images = paddle.ones([16, 3 * model.config.vision_config.patch_size**2], dtype="bfloat16")
-    grid = paddle.to_tensor([[1, 4, 4]])
-    calls = {
-        "experts": lambda: model.model.layers[1].mlp_text()(hidden, None),
-        "images": lambda: model.vision_forward(images, None, None, grid),
-    }
-    return {name: _error(call) for name, call in calls.items()}
-
-
 def fill_built(name: str, output_dir: str) -> str:
     """The error of filling a model of a fixture that PaddleFormers has built by its own reading of config.json."""
     from paddleformers_fc import load_open_weights

@@ -24,6 +24,8 @@ TOLERANCE = 2e-6
 NAMES = fixtures.names()
 FIRST = [name for name in NAMES if "-" not in name]
 """The first fixture of every family."""
+QUICK = ["llama", "ernie4_5_moe", "gpt_oss", "qwen2_5_vl", "qwen3_next"]
+"""Fixtures that ``make test`` compares under tensor parallelism."""
 
 # What PaddleFormers gets wrong, so that there are no logits to compare.
 EVERY_LAYER = "model.layers.0.mlp.gate.weight: shape [32, 4] is declared for `stepped("
@@ -72,21 +74,20 @@ def test_every_family_has_three_fixtures_or_a_reason() -> None:
     assert all((fixtures.DIRECTORY / f"{name}.npz").stat().st_size < 300_000 for name in NAMES)
 
 
-def test_logits_and_exports_are_those_of_transformers(ranks: ForkServer, tmp_path: Path) -> None:
-    require_equal(compared(ranks, NAMES, tiny.SINGLE, tmp_path), REFUSED)
-
-
-def test_logits_and_exports_under_tensor_parallelism_are_those_of_transformers(
-    ranks: ForkServer, tmp_path: Path
+@pytest.mark.parametrize(
+    ("layout", "names"),
+    [
+        pytest.param(tiny.SINGLE, FIRST, marks=pytest.mark.chosen),
+        pytest.param(tiny.TP2, QUICK, marks=pytest.mark.chosen),
+        pytest.param(tiny.SINGLE, [name for name in NAMES if name not in FIRST], marks=pytest.mark.slow),
+        pytest.param(tiny.TP2, [name for name in NAMES if name not in QUICK], marks=pytest.mark.slow),
+    ],
+    ids=["of every family", "under tensor parallelism", "of further models", "of further models in parallel"],
+)
+def test_logits_and_exports_are_those_of_transformers(
+    ranks: ForkServer, tmp_path: Path, layout: MatrixLayout, names: list[str]
 ) -> None:
-    require_equal(compared(ranks, FIRST, tiny.TP2, tmp_path), REFUSED_APART)
-
-
-@pytest.mark.slow
-def test_logits_and_exports_of_further_models_under_tensor_parallelism_are_those_of_transformers(
-    ranks: ForkServer, tmp_path: Path
-) -> None:
-    require_equal(compared(ranks, [name for name in NAMES if name not in FIRST], tiny.TP2, tmp_path), REFUSED_APART)
+    require_equal(compared(ranks, names, layout, tmp_path), REFUSED if layout.tp == 1 else REFUSED_APART)
 
 
 def test_a_model_that_paddleformers_built_with_other_positions_than_its_weights_have_is_refused(
@@ -99,13 +100,3 @@ def test_a_model_that_paddleformers_built_with_other_positions_than_its_weights_
     stored, _, live = evidence.partition(" in config.json, ")
     assert "'mrope_section': [1, 1, 2]" in stored
     assert "1000000.0} in the model" in live
-
-
-def test_experts_and_the_tower_of_ernie_4_5_vl_need_kernels_of_an_accelerator(
-    ranks: ForkServer, tmp_path: Path
-) -> None:
-    kwargs = {"output_dir": str(tmp_path)}
-    found: dict[str, str] = ranks.run("tests.parity.jobs:parts_of_ernie", 1, kwargs).values[0]
-    assert "The kernel `expand_modality_expert_id` is not registered" in found["experts"]
-    # Its flashmask_attention asks for a flag of cuDNN before it looks for its kernel.
-    assert "FLAGS_cudnn_deterministic" in found["images"]
