@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 
 from paddleformers_fc.aoa import AoaTensor, evaluate, parse, read_config
 from paddleformers_fc.errors import MappingError
-from paddleformers_fc.mapping import Tie, prove
+from paddleformers_fc.mapping import Shape, Tie, prove
+from tests.aoa import stock
 from tests.aoa.spaces import side
+
+Shapes = dict[str, Shape]
+logging.getLogger("paddle.distributed.flex_checkpoint.aoa.aoa_engine").setLevel(logging.ERROR)
 
 LEFT = {
     "a": (4, 6),
@@ -31,23 +37,18 @@ def refusal(*statements: str, left: object = None, right: object = None) -> Mapp
 ALONE = {
     "a -> c, axi=0": "Unknown attribute `axi`. Accepted: axis",
     "a - c": "Invalid character `-` in a name or number",
-    "a -> c, axis=-1": "Invalid character `-` in a name or number",
     "a -> c # renamed": "The language has no comments",
     "a -> c\na -> c": "A statement has more than one line",
     "a -> c, permute='[1,0]": "The quote is not closed",
     "a => c": "`>` is valid only in `->`",
     "a": "Expected `->`, found the end of the statement",
-    "-> c": "Expected a name, found `->`",
     "a -> c c": "Expected the end of the statement, found `c`",
     "a -> c,": "Expected a name, found the end of the statement",
-    "0.a -> c": "A name begins with a letter or `_`",
     "0a -> c": "A name begins with a letter or `_`, not with a digit",
-    "a = c": "Expected `->`, found `=`",
     "$LAYER_ID.a -> c": "A name begins with a letter or `_`; a placeholder is inside a name",
     "a/b -> c": "Invalid character '/'",
     "a -> c^T": "`^T` is not supported on the right side",
     "a^T^T -> c": "`^` is valid only in `^T` at the end of a name",
-    "a^Tb -> c": "`^` is valid only in `^T` at the end of a name",
     "a -> axis": "The keyword `axis` is not a valid name",
     "a -> c, axis=0, axis=1": "Duplicate attribute axis",
     "a -> c, axis=99999999999": "Number of 11 digits; no tensor is as large",
@@ -76,11 +77,9 @@ ALONE = {
     "a -> c, fused_qkv, num_heads=2, num_key_value_groups=1": "fused_qkv does not go from 1 to 1 names",
     "a, b, b -> c, fused_qkv, num_heads=2": "fused_qkv requires num_key_value_groups, at least 1",
     "a, b, b -> c, fused_qkv, num_heads=3, num_key_value_groups=2": "num_heads=3 is not divisible by",
-    "a, b -> c, fused_ffn, dtype='float16'": "dtype is not supported in a statement of fused_ffn",
     "a -> c, fused_ffn, axis=2": "Shape [4, 6] has no axis 2. Accepted: axis=1",
     "a, e.0.w -> d, axis=0": "Shapes [4, 6] and [2] differ on another axis than 0",
     "a -> p, q, r, axis=0": "Length 4 on axis 0 is not divisible into 3 equal lengths",
-    "a, e.0.w -> c, fused_ffn, axis=0": "Gate and up have different lengths [4, 2] on axis 0",
     "a, b, b -> c, fused_qkv, num_heads=5, num_key_value_groups=1": "Length 6 on axis 1 is not divisible into 5 heads",
     "a, b, b -> c, fused_qkv_old, num_heads=6, num_key_value_groups=3": "are not 6, 3 and 3 heads of one size",
     "a -> c, c, axis=0": "The statement writes c twice",
@@ -89,18 +88,15 @@ ALONE = {
     "a -> cc": "`cc` is not a tensor of the right side, and no later statement reads it. Accepted: `c`",
     "zz -> _": "`zz` is not a tensor of the left side",
     "_ -> zz": "`zz` is not a tensor of the right side",
-    "x.$LAYER_ID.v -> y.$LAYER_ID.w": "`x.$LAYER_ID.v` matches no tensor of the left side",
     "x.$LAYER.w -> y.$LAYER.w": "Unknown placeholder in `x.$LAYER.w`",
     "x.$LAYER_ID.w -> y.1.w": "`y.1.w` and the first name have different placeholders",
     "x.$LAYER_ID.$LAYER_ID -> y.$LAYER_ID.w": "Duplicate placeholder in `x.$LAYER_ID.$LAYER_ID`",
     "x.1$LAYER_ID.w -> y.$LAYER_ID.w": "The end of a number in `x.1$LAYER_ID.w` is ambiguous",
     "r.$LAYER_ID.$EXPERT_ID -> y.$LAYER_ID.$EXPERT_ID": "have 2 x 2 combinations, and only 2 of these tensors exist",
-    "x.$LAYER_ID_OFFSET.w^T -> y.$LAYER_ID_OFFSET.w": "is not supported with other placeholders or `^T`",
     "e.$LAYER_ID_OFFSET.w -> y.$LAYER_ID_OFFSET.w": "$LAYER_ID_OFFSET maps N to N - 1, and a tensor has N = 0",
     "x.*.*.w -> c, axis=0": "More than one `*` in a name",
     "x.*.v -> c, axis=0": "`x.*.v` matches no tensor of its side",
     "x.*.w^T -> c, axis=0": "`^T` is not supported for a name with `*`",
-    "x.$LAYER_ID.*.w -> y.$LAYER_ID.w": "The first name with a placeholder contains `*`",
     "a -> d": "`d` has shape [8, 6], its value has shape [4, 6]",
     "a -> p[0:900000000], axis=0": "The statements expand to more than 200768 names and boxes",
     "a, b, b -> c, fused_qkv, num_heads=900000000, num_key_value_groups=900000000": "into 900000000 heads",
@@ -120,8 +116,6 @@ def test_a_number_that_placeholders_do_not_write_is_not_matched_by_them() -> Non
 
 
 TOGETHER = [
-    (["a -> c", "b -> c"], "`c` was assigned by statement 1 and no statement has read it since"),
-    (["a -> c", "a -> _"], "`a` is removed here and read by statement 1"),
     (["a -> c", "_ -> c"], "`c` keeps its initial values here and is assigned by statement 1"),
     (["a -> t, dtype='float16'", "t -> c, dtype='bfloat16'"], "The value is already converted to float16"),
     (["a, b -> t, axis=0", "t -> d, fused_ffn, axis=0"], "The source consists of a, b: the shards are ambiguous"),
@@ -132,6 +126,44 @@ TOGETHER = [
 @pytest.mark.parametrize(("statements", "cause"), TOGETHER, ids=[" ; ".join(case[0]) for case in TOGETHER])
 def test_statements_that_contradict_each_other_are_named(statements: list[str], cause: str) -> None:
     assert cause in str(refusal(*statements))
+
+
+HEADS_OF_SIX = "q, k, v -> c, fused_qkv_old, num_heads=6, num_key_value_groups=6, axis=0"
+DOWN = "h.$LAYER_ID_OFFSET.w^T -> m.$LAYER_ID_OFFSET.w"
+SILENT: list[tuple[list[str], Shapes, Shapes, Shapes, str]] = [
+    (["h.$LAYER_ID.q -> m.$LAYER_ID.w"], {"m.0.w": (2,)}, {"m.0.w": (2,)}, {}, "matches no tensor of the left side"),
+    (
+        ["m.$LAYER_ID.*.w -> m.$LAYER_ID.w, axis=0"],
+        {"m.0.w": (2,), "m.0.0.w": (1,)},
+        {"m.0.w": (2,)},
+        {},
+        "The first name with a placeholder contains",
+    ),
+    ([DOWN], {"h.1.w": (2, 2), "m.0.w": (2, 2)}, {"m.0.w": (2, 2)}, {}, "is not supported with other placeholders"),
+    (["a -> c", "b -> c"], {"a": (2,), "b": (2,)}, {"c": (2,)}, {}, "no statement has read it since"),
+    (["g, u -> c, fused_ffn, axis=0"], {"g": (2,), "u": (6,)}, {"c": (8,)}, {"c": (2,)}, "have different lengths"),
+    (["g, u -> c, fused_ffn"], {"g": (2, 4), "u": (2, 4)}, {"c": (2, 8)}, {"c": (2, 1)}, "cuts c on axis 0"),
+    ([HEADS_OF_SIX], {"q": (6,), "k": (6,), "v": (6,)}, {"c": (18,)}, {"c": (4,)}, "not divisible among 4 ranks"),
+    (
+        ["g, u -> c, fused_ffn, axis=0, dtype='float16'"],
+        {"g": (4,), "u": (4,)},
+        {"c": (8,)},
+        {},
+        "dtype is not supported in a statement of fused_ffn",
+    ),
+    (["a -> b", "c -> x"], {"a": (2,), "c": (2,)}, {"b": (2,)}, {}, "no later statement"),
+    (["a -> b", "a -> _"], {"a": (2,)}, {"b": (2,)}, {}, "is removed here and read by statement 1"),
+]
+"""Statements, the tensors of both sides, cuts of the right one, and why they are refused."""
+
+
+@pytest.mark.parametrize("case", SILENT, ids=[" ; ".join(case[0]) for case in SILENT])
+def test_what_paddle_passes_over_in_silence_is_refused(case: tuple[list[str], Shapes, Shapes, Shapes, str]) -> None:
+    statements, left_shapes, right_shapes, cuts, cause = case
+    left, right = side(left_shapes), side(right_shapes, cuts)
+    stock.plan(statements, left, right)
+    with pytest.raises(MappingError, match=cause):
+        parse(statements, left, right)
 
 
 def test_the_report_shows_the_statement_its_number_and_the_place() -> None:

@@ -50,27 +50,6 @@ def layers(count: int, rank: int = 2) -> RuleSet:
     return RuleSet({f"m.{i}.w": spec(2, 3) for i in range(count)}, rules)
 
 
-def test_layers_become_one_statement() -> None:
-    assert rendered(layers(3)) == ["h.$LAYER_ID.w^T -> m.$LAYER_ID.w"]
-    assert rendered(layers(3), reverse=True) == ["m.$LAYER_ID.w^T -> h.$LAYER_ID.w"]
-
-
-def test_layers_of_two_kinds_under_one_name_are_spelled_out() -> None:
-    odd = Rule(("h.3.w",), ("n.3.w",), (3,), 1, (1, 0))
-    both = RuleSet({**layers(3).targets, "n.3.w": spec(2, 3)}, (*layers(3).rules, odd))
-    assert len(rendered(both)) == 4
-
-
-def test_experts_of_layers_of_two_kinds_are_compact_layer_by_layer() -> None:
-    names = [f"{{}}.{layer}.experts.{expert}.w" for layer in range(2) for expert in range(3)]
-    single = tuple(Rule((name.format("h"),), (name.format("mn"[name[3] == "1"]),), (3,), 1, (1, 0)) for name in names)
-    rules = RuleSet({rule.targets[0]: spec(2, 3) for rule in single}, single)
-    assert rendered(rules) == [
-        "h.0.experts.$EXPERT_ID.w^T -> m.0.experts.$EXPERT_ID.w",
-        "h.1.experts.$EXPERT_ID.w^T -> n.1.experts.$EXPERT_ID.w",
-    ]
-
-
 def test_layers_with_unequal_numbers_of_experts_are_compact_layer_by_layer() -> None:
     names = [f"{{}}.{layer}.experts.{expert}.w" for layer in range(2) for expert in range(2 + layer)]
     single = tuple(Rule((name.format("h"),), (name.format("m"),), (3,), 1, (1, 0)) for name in names)
@@ -84,13 +63,6 @@ def test_layers_with_unequal_numbers_of_experts_are_compact_layer_by_layer() -> 
 def test_equal_names_without_a_change_are_not_written() -> None:
     rule = Rule(("a",), ("a",), (3,), 1, (0, 1))
     assert rendered(RuleSet({"a": spec(2, 3)}, (rule,))) == []
-
-
-def test_uninitialised_and_dropped_tensors_are_written_in_both_directions() -> None:
-    one = layers(1)
-    rules = structs.replace(one, targets={**one.targets, "new": spec(1)}, dropped=("old",), fresh=("new",))
-    assert render(rules)[:2] == ["old -> _", "_ -> new"]
-    assert render(rules, reverse=True)[:2] == ["new -> _", "_ -> old"]
 
 
 def test_an_uneven_concat_is_one_statement_and_its_reverse_goes_by_equal_parts() -> None:
@@ -129,14 +101,6 @@ def test_a_join_that_does_not_follow_the_shards_is_not_written_per_rank() -> Non
     assert rendered(rows, Hints(per_rank={"kv": "fused_ffn"})) == ["k^T, v^T -> kv, axis=1"]
 
 
-def test_query_key_and_value_are_written_per_kv_head() -> None:
-    rule = Rule(("q", "k", "v"), ("qkv",), (16, 8, 8), 1, (1, 0), target_blocks=2)
-    rules = RuleSet({"qkv": spec(3, 32)}, (rule,))
-    text = ["q^T, k^T, v^T -> qkv, fused_qkv, num_heads=4, num_key_value_groups=2"]
-    assert rendered(structs.replace(rules, cuts={"qkv": (1, 2)})) == text
-    assert rendered(rules, reverse=True) == ["qkv^T -> q, k, v, fused_qkv, num_heads=4, num_key_value_groups=2, axis=0"]
-
-
 def test_names_that_a_statement_would_make_up_are_left_to_the_tensors_that_bear_them() -> None:
     rule = Rule(("q", "k", "v"), ("qkv",), (16, 8, 8), 1, (1, 0), target_blocks=2)
     other = Rule(("q1",), ("other",), (3,), 0, (0,))
@@ -148,17 +112,6 @@ def test_a_rule_of_several_names_on_both_sides_is_refused() -> None:
     rule = Rule(("a", "b"), ("c", "d"), (2, 2), 0, (0, 1))
     with pytest.raises(MappingError, match="c: one rule has several names on both sides"):
         render(RuleSet({"c": spec(2, 3), "d": spec(2, 3)}, (rule,)))
-
-
-def test_another_number_of_ranks_is_one_statement_per_fused_tensor() -> None:
-    ffn = Rule(("gu",), ("gu",), (8, 8), 1, (0, 1), source_blocks=4, target_blocks=2)
-    qkv = Rule(("qkv",), ("qkv",), (16, 8, 8), 1, (0, 1), source_blocks=4, target_blocks=2)
-    before, after = ({"gu": (1, degree), "qkv": (1, degree)} for degree in (4, 2))
-    rules = RuleSet({"gu": spec(3, 16), "qkv": spec(3, 32)}, (ffn, qkv), cuts=after)
-    assert rendered(rules, Hints(heads=(8, 4), left=before)) == [
-        "gu -> gu, fused_ffn",
-        "qkv -> qkv, fused_qkv_old, num_heads=8, num_key_value_groups=4",
-    ]
 
 
 def stacked(*lengths: int) -> RuleSet:
@@ -206,12 +159,6 @@ def test_all_that_cannot_be_expressed_is_in_one_report_with_indices_folded() -> 
         "m.{0...2}.x: the language adds an axis only in front of two, and removes none",
         "b: conversions of dtypes are not written",
     )
-
-
-def test_layers_that_move_up_by_one_are_written_from_the_last() -> None:
-    rules = tuple(Rule((f"m.{i}.w",), (f"m.{i + 1}.w",), (3,), 1, (1, 0)) for i in range(3))
-    text = rendered(RuleSet({f"m.{i}.w": spec(2, 3) for i in range(1, 4)}, rules))
-    assert text == [f"m.{i}.w^T -> m.{i + 1}.w" for i in (2, 1, 0)]
 
 
 def test_names_that_change_places_are_refused() -> None:
