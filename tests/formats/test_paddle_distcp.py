@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import pickle
 import shutil
@@ -20,18 +19,17 @@ from paddleformers_fc.execute.diff_checkpoints import compare_checkpoints
 from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.execute.output_directory import inspect_directory
 from paddleformers_fc.execute.verify import verify_checkpoint
-from paddleformers_fc.formats.catalog import Catalog, gather_shards
+from paddleformers_fc.formats.catalog import Catalog
 from paddleformers_fc.formats.paddle_distcp import PADDLE_DISTCP, _known
 from paddleformers_fc.formats.registry import format_of, open_checkpoint
 from paddleformers_fc.layout.roles import MODEL_STATE, OPTIMIZER_STATE
-from paddleformers_fc.layout.shards import Shard
-from paddleformers_fc.mapping.boxes import Box
 from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
 from paddleformers_fc.storage.pickles import PickledObject, encode_array_dict, encode_pickle, read_pickle
 from paddleformers_fc.trainer.resume import Choice, Search, newest_or_begin, open_named
 from tests.cli.support import run
 from tests.formats.conversions import assert_equal_after_conversions
 from tests.formats.jobs import arrays
+from tests.formats.runs import edit_json
 from tests.harness.tiny import TP2, MatrixLayout
 from tests.storage.support import RangeReader
 from verification.forkserver import ForkServer
@@ -91,43 +89,12 @@ def test_the_last_of_several_saves_into_one_directory_is_read(
         PADDLE_DISTCP.open(twice)
 
 
-PRIME = 2**61 - 1
-"""Multiples of it have the hash 0."""
 CLASSES = "paddle.distributed.flex_checkpoint.dcp.metadata"
-
-
-class Counted(int):
-    """A number that counts how often numbers are compared."""
-
-    compared = 0
-
-    def __eq__(self, other: object) -> bool:
-        Counted.compared += 1
-        return int(self) == other
-
-    def __hash__(self) -> int:
-        return int.__hash__(self)
-
-
-@pytest.mark.parametrize("where", ["in one tensor", "in a tensor each"])
-def test_boxes_of_one_hash_are_refused_before_they_are_compared_with_each_other(where: str) -> None:
-    places = [tuple(PRIME * digit for digit in digits) for digits in itertools.product(range(4), repeat=5)]
-    shards = [
-        Shard("a" if where == "in one tensor" else f"a{number}", "float32", (2**63 - 1,) * 5, box)
-        for number, place in enumerate(places)
-        for box in [Box(tuple(map(Counted, place)), tuple(Counted(one + 1) for one in place))]
-    ]
-    assert len({hash(shard.box) for shard in shards}) == 1
-    Counted.compared = 0
-    with pytest.raises(FormatError, match="chosen to be slow to read") as caught:
-        gather_shards((shard, "0_0.distcp", 0, 4) for shard in shards)
-    assert caught.value.next_step
-    assert Counted.compared < 10 * len(shards)
 
 
 def test_metadata_of_shards_of_one_hash_is_refused(tmp_path: Path) -> None:
     flat = {"is_flattened": False, "flattened_range": None}
-    places = [{"local_shape": (1,), "global_offset": (PRIME * digit,), **flat} for digit in range(4)]
+    places = [{"local_shape": (1,), "global_offset": ((2**61 - 1) * digit,), **flat} for digit in range(4)]
     tensor = {"dtype": "float32", "global_shape": (2**63 - 1,)}
     described = [PickledObject(CLASSES, "LocalTensorMetadata", {**place, **tensor}) for place in places]
     index = {"tensor_key": "a", "replica_id": None}
@@ -167,31 +134,28 @@ def pair(ranks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
     return theirs, ours
 
 
-def test_the_stock_trainers_checkpoint_holds_what_ours_holds_in_every_role(pair: tuple[Path, Path]) -> None:
+def test_the_stock_trainers_checkpoint_is_read_verified_and_exported_like_ours(
+    pair: tuple[Path, Path], tmp_path: Path
+) -> None:
     theirs, ours = pair
     found = compare_checkpoints(open_checkpoint(theirs), open_checkpoint(ours))
     assert found.equal, found
     assert set(found.roles) == {"model_state", "optimizer_state"}
     assert (found.a.kind, found.b.kind) == ("paddle", "flex_checkpoint")
-
-
-def test_the_stock_trainers_checkpoint_is_exported_like_ours(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    written = [export_checkpoint(source, tmp_path / source.parent.name, 10**9) for source in pair]
-    assert written[0].digests() == written[1].digests()
-    assert (tmp_path / pair[0].parent.name / "config.json").exists()
+    written = [run("export", source, tmp_path / source.parent.name, "--json") for source in pair]
+    assert written[0].code == written[1].code == 0
+    assert written[0].document["md5"] == written[1].document["md5"]
+    assert (tmp_path / theirs.parent.name / "config.json").exists()
+    assert run("plan", theirs, "--to", "tp=2").code == 0
+    seen = inspect_directory(theirs, "*q_proj*")
+    assert (seen.kind, seen.roles[MODEL_STATE].files) == ("paddle", 2)
+    assert any(len(tensor.pieces) == 2 for tensor in seen.tensors or ())
+    outcome, problem = verify_checkpoint(theirs, "full")
+    assert outcome.passed, problem
 
 
 def test_conversions_there_and_back_keep_the_bytes_of_every_tensor(pair: tuple[Path, Path], tmp_path: Path) -> None:
     assert_equal_after_conversions(pair[0], tmp_path)
-
-
-def test_the_verb_exports_the_stock_trainers_checkpoint_and_plans_a_resume_of_it(
-    pair: tuple[Path, Path], tmp_path: Path
-) -> None:
-    theirs, ours = (run("export", source, tmp_path / source.parent.name, "--json") for source in pair)
-    assert theirs.code == ours.code == 0
-    assert theirs.document["md5"] == ours.document["md5"]
-    assert run("plan", pair[0], "--to", "tp=2").code == 0
 
 
 def test_the_newest_complete_checkpoint_of_the_stock_trainer_is_resumed(
@@ -291,20 +255,14 @@ def test_the_stock_trainers_files_are_the_documents_of_a_flex_checkpoint(pair: t
     assert record.parallel == ours.manifest.parallel
 
 
-def test_a_stock_checkpoint_is_inspected_and_verified(pair: tuple[Path, Path]) -> None:
-    theirs, _ = pair
-    seen = inspect_directory(theirs, "*q_proj*")
-    assert seen.kind == "paddle"
-    assert seen.roles[MODEL_STATE].files == 2
-    assert seen.tensors is not None
-    assert any(len(tensor.pieces) == 2 for tensor in seen.tensors)
-    outcome, problem = verify_checkpoint(theirs, "full")
-    assert outcome.passed, problem
-
-
-def test_without_a_configuration_it_is_inspected_and_not_exported(pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_without_a_known_configuration_it_is_inspected_and_not_exported(
+    pair: tuple[Path, Path], tmp_path: Path
+) -> None:
     copy = tmp_path / "checkpoint-3"
     shutil.copytree(pair[0], copy)
+    edit_json(copy / "config.json", model_type="unheard_of")
+    with pytest.raises(FlexError, match="unheard_of"):
+        export_checkpoint(copy, tmp_path / "out")
     (copy / "config.json").unlink()
     assert inspect_directory(copy).roles[MODEL_STATE].tensors
     with pytest.raises(NotACheckpoint, match="does not describe the model that it is of"):
@@ -414,7 +372,6 @@ DAMAGES: dict[str, tuple[Damage, type[FlexError], str]] = {
     "numbers of another type": (_of_another_type, Corrupt, "does not contain what the metadata lists"),
     "a link that leads out": (_linked, FormatError, "links to somewhere else"),
     "a file outside": (forged(lambda fields: _renamed(fields, "../../0_0.distcp")), FormatError, r"\.\./\.\./0_0"),
-    "a file by its whole path": (forged(lambda fields: _renamed(fields, "/etc/passwd")), FormatError, "passwd"),
     "a file of no kind": (forged(lambda fields: _renamed(fields, "0_0.distcp\n")), FormatError, "lists a tensor in"),
     "a file whose name is a memo bomb": (forged(_named_by_a_bomb), FormatError, "a shared one counts each time"),
     "one list for all": (forged(_shared_lists), FormatError, "its shape and dtype are missing"),
@@ -446,12 +403,3 @@ def test_a_tensor_that_is_not_whole_is_named(stock: Path, tmp_path: Path) -> Non
     (copy / "0.metadata").write_bytes(pickle.dumps(metadata, 4))
     with pytest.raises(Corrupt, match=r"cut\.float32: .* is not stored"):
         PADDLE_DISTCP.open(copy)
-
-
-def test_the_configuration_is_plain_json_and_no_family_is_guessed(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    copy = tmp_path / "checkpoint-3"
-    shutil.copytree(pair[0], copy)
-    config = json.loads((copy / "config.json").read_bytes())
-    (copy / "config.json").write_text(json.dumps({**config, "model_type": "unheard_of"}))
-    with pytest.raises(FlexError, match="unheard_of"):
-        export_checkpoint(copy, tmp_path / "out")

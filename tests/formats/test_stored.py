@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 
+from paddleformers_fc.errors import FormatError
 from paddleformers_fc.formats.catalog import StoredFragment, gather_shards
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping.boxes import Box, whole
@@ -45,3 +48,29 @@ def test_files_that_contradict_each_other_are_named_though_their_boxes_tile_a_te
     other = Shard("w", dtype, shape, Box((4, 0), (8, 4)))
     _, faults = gather_shards((shard, f"file {place}", 100, 4) for place, shard in enumerate((one, other)))
     assert faults == [f"w: file 1 has {dtype} {list(shape)}, another file float32 [8, 4]"]
+
+
+class Counted(int):
+    """A number that counts how often numbers are compared."""
+
+    compared = 0
+
+    def __eq__(self, other: object) -> bool:
+        Counted.compared += 1
+        return int(self) == other
+
+    def __hash__(self) -> int:
+        return int.__hash__(self)
+
+
+@pytest.mark.parametrize("names", [1, 1024], ids=["in one tensor", "in a tensor each"])
+def test_boxes_of_one_hash_are_refused_before_they_are_compared_with_each_other(names: int) -> None:
+    places = [tuple((2**61 - 1) * digit for digit in digits) for digits in product(range(4), repeat=5)]
+    boxes = [Box(tuple(map(Counted, place)), tuple(Counted(one + 1) for one in place)) for place in places]
+    shards = [Shard(f"a{number % names}", "float32", (2**63 - 1,) * 5, box) for number, box in enumerate(boxes)]
+    assert len({hash(shard.box) for shard in shards}) == 1
+    Counted.compared = 0
+    with pytest.raises(FormatError, match="chosen to be slow to read") as caught:
+        gather_shards((shard, "0_0.distcp", 0, 4) for shard in shards)
+    assert caught.value.next_step
+    assert Counted.compared < 10 * len(shards)
