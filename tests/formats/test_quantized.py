@@ -205,17 +205,16 @@ def write_both(directory: Path, published: str) -> tuple[Path, Path]:
     return directory / "quantized", directory / "plain"
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("published", PUBLISHED)
-def test_a_load_equals_the_load_of_the_products_in_float32(tmp_path: Path, published: str, dtype: str) -> None:
-    family = PUBLISHED[published].family
-    found, wanted = (load(one, dtype, family=family) for one in write_both(tmp_path, published))
-    assert found.keys() == wanted.keys()
-    assert all(found[name].tobytes() == wanted[name].tobytes() for name in wanted)
+def test_a_load_equals_the_load_of_the_products_in_float32(tmp_path: Path, published: str) -> None:
+    family, directories = PUBLISHED[published].family, write_both(tmp_path, published)
+    for dtype in ("float32", "bfloat16"):
+        found, wanted = (load(one, dtype, family=family) for one in directories)
+        assert found.keys() == wanted.keys()
+        assert all(found[name].tobytes() == wanted[name].tobytes() for name in wanted)
 
 
-@pytest.mark.parametrize("axis", [0, 1, 2])
-@pytest.mark.parametrize("published", ["deepseek_v3", "deepseek_v4", "gpt_oss"])
+@pytest.mark.parametrize(("published", "axis"), [("deepseek_v3", 0), ("deepseek_v4", 1), ("gpt_oss", 2)])
 def test_each_of_two_ranks_loads_its_half_of_the_products(tmp_path: Path, published: str, axis: int) -> None:
     family, directories = PUBLISHED[published].family, write_both(tmp_path, published)
     for half in (0, 1):
@@ -330,7 +329,6 @@ def test_every_box_has_the_bytes_of_the_whole(tmp_path: Path, published: str, ki
     ("published", "changed", "named"),
     [
         ("deepseek_v3", {"quant_method": "gptq"}, "quant_method: 'gptq'"),
-        ("deepseek_v3", {"fmt": "e5m2"}, "fmt: 'e5m2'"),
         ("deepseek_v3", {"activation_scheme": "static"}, "activation_scheme: 'static'"),
         ("deepseek_v3", {"weight_block_size": None}, "weight_block_size: None"),
         ("deepseek_v3", {"scale_fmt": "e4m3"}, "scale_fmt: 'e4m3'"),
@@ -366,7 +364,6 @@ def test_other_declarations_and_scales_of_a_wrong_shape_are_refused_by_name(
         ({"a_scales": (2, 8, 3)}, "a_scales: there are no numbers of uint8 for it"),
         ({"a_blocks": (2, 8, 3, 16), "a_scales": (2, 8, 4)}, r"a_blocks: a_scales is stored as \[2, 8, 4\]"),
         ({"a_blocks": (2, 8, 6, 8), "a_scales": (2, 8, 6)}, r"a_blocks: shape \[2, 8, 6, 8\] is not"),
-        ({"a_blocks": (8, 3, 16), "a_scales": (8, 3)}, r"a_blocks: shape \[8, 3, 16\] is not"),
     ],
 )
 def test_blocks_that_do_not_fit_their_scales_are_refused(
@@ -388,14 +385,14 @@ def test_blocks_that_do_not_fit_their_scales_are_refused(
         ("gpt_oss", "*.0.mlp.experts.down_proj_[bs][lc]*", {"down_proj_blocks": "uint8", "down_proj_scales": "uint8"}),
     ],
 )
-@pytest.mark.parametrize("method", [None, "gptq"])
 def test_inspect_lists_numbers_and_scales_of_any_quantization_as_stored(
-    tmp_path: Path, published: str, pattern: str, wanted: dict[str, str], method: str | None
+    tmp_path: Path, published: str, pattern: str, wanted: dict[str, str]
 ) -> None:
-    write(tmp_path, published, **({"quant_method": method} if method else {}))
-    found = inspect_directory(tmp_path, pattern)
-    assert dict(sorted((one.name.rsplit(".", 1)[1], one.dtype) for one in found.tensors or ())) == wanted
-    assert found.roles["model_state"].files == found.files == 2
+    for changed in ({}, {"quant_method": "gptq"}):
+        write(tmp_path, published, **changed)
+        found = inspect_directory(tmp_path, pattern)
+        assert dict(sorted((one.name.rsplit(".", 1)[1], one.dtype) for one in found.tensors or ())) == wanted
+        assert found.roles["model_state"].files == found.files == 2
 
 
 def test_a_changed_scale_is_a_difference_of_its_weights(tmp_path: Path) -> None:
