@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from paddleformers_fc.aoa import Hints, parse, render, with_ties
+from paddleformers_fc.aoa import parse, with_ties
 from paddleformers_fc.errors import MappingError, OptionError
 from paddleformers_fc.families import Family, ModelDescription, ModelTensor, bind, enumerate_tensors, prove_family
 from paddleformers_fc.families.description import IS_NLP
 from paddleformers_fc.families.registry import tiny_models
 from paddleformers_fc.formats.aoa_statements import aoa_statements, aoa_text
-from paddleformers_fc.mapping import Rule, RuleSet, Shape, TensorMapping, prove
+from paddleformers_fc.mapping import Shape, TensorMapping, prove
 from tests.aoa import stock
 from tests.aoa.spaces import normal, side_of
 from tests.families.spaces import BY_NAME
@@ -68,38 +68,16 @@ def test_a_family_is_proved_and_paddle_reads_its_text_as_the_family_means_it(nam
         agree(one.text(reverse=True), one.mapping.reversed(), *one.sides(reverse=True))
 
 
-@pytest.mark.parametrize(("source", "target"), [(4, 1), (1, 2), (2, 4)])
 @pytest.mark.parametrize("name", BY_NAME)
-def test_paddle_reads_the_text_from_one_degree_to_another_as_the_composition(
-    name: str, source: int, target: int
-) -> None:
-    before, after = Model(name, source), Model(name, target)
-    mapping = before.mapping.reversed().then(after.mapping)
-    statements = render(rules_between(before, after, mapping), hints_between(before, after))
-    agree(statements, mapping, side_of(mapping.sources, before.cuts), side_of(mapping.targets, after.cuts))
-
-
-def rules_between(before: Model, after: Model, mapping: TensorMapping) -> RuleSet:
-    """The rules of the composition: fused tensors interleave their parts in other groups, and all others are equal."""
-    rules: dict[str, Rule] = {}
-    for one, other in zip(before.rules.rules, after.rules.rules, strict=True):
-        groups = (one.target_blocks, other.target_blocks)
-        if groups[0] != groups[1]:
-            (name,) = other.targets
-            rules[name] = Rule((name,), (name,), other.parts, other.axis, tuple(range(len(other.axes))), *groups)
-            continue
-        for name in other.targets:
-            shape = mapping.targets[name].shape
-            rules[name] = Rule((name,), (name,), shape[:1], 0, tuple(range(len(shape))))
-    fresh, dropped = tuple(mapping.fresh), tuple(mapping.dropped)
-    return RuleSet(mapping.targets, tuple(rules.values()), fresh=fresh, dropped=dropped, cuts=after.cuts)
-
-
-def hints_between(before: Model, after: Model) -> Hints:
-    """Shards of the first model, and the heads that distinguish query and key."""
-    heads, groups = after.described.config.get("num_attention_heads"), after.described.config.get("num_key_value_heads")
-    known = isinstance(heads, int) and isinstance(groups, int)
-    return Hints(heads=(heads, groups) if known else None, left=before.cuts)  # type: ignore[arg-type]
+def test_the_mapping_from_one_degree_to_another_is_that_through_open_weights(name: str) -> None:
+    models = {degree: Model(name, degree).mapping for degree in DEGREES}
+    arrays = numbered(models[1])
+    held = {degree: moved(mapping, arrays) for degree, mapping in models.items()}
+    for source, target in ((4, 1), (1, 2), (2, 4)):
+        composed = models[source].reversed().then(models[target])
+        prove(composed)
+        found = moved(composed, held[source])
+        assert all((found[name] == wanted).all() for name, wanted in held[target].items())
 
 
 PER_RANK = ("qwen3_5", "qwen3_5_moe")

@@ -1,4 +1,4 @@
-"""Checkpoints of one pickle per rank: every strategy of the stock Trainer equals a flex save of the same run."""
+"""Checkpoints of files of ranks: every strategy of the stock Trainer equals a flex save of the same run."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from paddleformers_fc.execute.verify import verify_checkpoint
 from paddleformers_fc.families import ModelDescription, enumerate_tensors, family_for
 from paddleformers_fc.families.description import IS_NLP
 from paddleformers_fc.formats.legacy.rank_files import find_rank_files, read_rank_file
+from paddleformers_fc.formats.legacy.unified import UNIFIED
 from paddleformers_fc.formats.registry import format_of, open_checkpoint
 from paddleformers_fc.layout.roles import EMA_STATE, MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE
 from tests.cli.support import run
@@ -37,12 +38,17 @@ ERNIE = {"model_type": "ernie4_5_moe"}
 TIED = {"tie_word_embeddings": True}
 STOCK = {"save_checkpoint_format": "", "load_checkpoint_format": "", "save_to_hf": False}
 SHARDED = {**STOCK, "save_sharded_model": True}
+UNIFIED_FORMAT = {"save_checkpoint_format": "unified_checkpoint", "load_checkpoint_format": "unified_checkpoint"}
 WAYS: Mapping[str, Mapping[str, Any]] = {
     "stock": STOCK,
     "sharded": SHARDED,
     # Weights in the names and orientation of open weights, beside states of which nothing names the parameters.
     "canonical": {**STOCK, "save_to_hf": True},
+    # Safetensors of all ranks, with an index of each kind.
+    "unified": UNIFIED_FORMAT,
+    "unified, own orientation": {**UNIFIED_FORMAT, "save_to_hf": False},
 }
+FORMATS = {"sharded": "sharding_io", "stock": "legacy_hybrid", "canonical": "legacy_hybrid"}
 
 
 # Chosen: cuts of tensors, each role and each way. The fixture ``pair`` cuts along two axes.
@@ -59,7 +65,7 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
         ("sd2v2", "float32", "stock", {}),
         ("tp2", "bfloat16", "stock", {}),
         pytest.param("sd2s3", "bfloat16", "stock", {}, marks=pytest.mark.chosen),
-        pytest.param("pp2", "float32", "stock", TIED, marks=pytest.mark.chosen),
+        ("pp2", "float32", "stock", TIED),
         ("tp2+pp2+sd2v1", "bfloat16", "sharded", {}),
         ("tp2", "float32", "stock", ERNIE),
         pytest.param("sd2(ep2)", "bfloat16", "sharded", ERNIE, marks=pytest.mark.chosen),
@@ -73,6 +79,15 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
         ("dp2", "float32", "canonical", {"attention_bias": True}),
         ("tp2", "float32", "canonical", {"fuse_attention_qkv": True, "fuse_attention_ffn": True}),
         pytest.param("tp2", "bfloat16", "canonical", {}, marks=pytest.mark.chosen),
+        ("dp2", "float32", "unified", {}),
+        pytest.param("sd2v2", "bfloat16", "unified", {}, marks=pytest.mark.chosen),
+        ("pp2", "float32", "unified", TIED),
+        ("dp2", "bfloat16", "unified, own orientation", {}),
+        ("sd2v1", "bfloat16", "unified", ERNIE),
+        ("sd2(ep2)", "float32", "unified", ERNIE),
+        ("dp2", "float32", "unified", {**ERNIE, "use_bias": True}),
+        ("dp2", "float32", "unified", {"model_type": "qwen2_5_vl"}),
+        ("sd2(ep2)", "float32", "unified", {"model_type": "qwen3_moe"}),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value),
 )
@@ -85,7 +100,7 @@ def test_every_strategy_holds_in_every_role_what_a_flex_save_of_the_same_run_hol
     theirs = open_checkpoint(stock)
     found = compare_checkpoints(theirs, open_checkpoint(runs(layout, None, bf16, model)))
     assert found.equal, found
-    assert theirs.format.name == ("sharding_io" if way == "sharded" else "legacy_hybrid")
+    assert theirs.format.name == FORMATS.get(way, UNIFIED.name)
     assert theirs.format.loadable
     assert list(found.roles) == [MODEL_STATE, *([MASTER_WEIGHT] if bf16 else []), OPTIMIZER_STATE]
     assert contents(stock) == before
@@ -263,10 +278,12 @@ def test_a_checkpoint_of_ranks_is_inspected_verified_planned_and_compared(pair: 
 @pytest.mark.parametrize(
     ("layout", "way", "bf16", "model"),
     [
-        ("tp2+sd2v2", "sharded", True, {}),
+        pytest.param("tp2+sd2v2", "sharded", True, {}, marks=pytest.mark.chosen),
         ("sd2s3", "stock", False, {}),
         ("pp2", "canonical", False, {}),
         ("sd2+tp2(ep2)", "stock", True, ERNIE),
+        pytest.param("sd2v2", "unified", True, {}, marks=pytest.mark.chosen),
+        ("sd2(ep2)", "unified", True, ERNIE),
     ],
 )
 def test_conversions_there_and_back_keep_the_bytes_of_every_tensor(
@@ -350,6 +367,7 @@ def test_different_copies_are_refused_unless_one_is_chosen(ranks: ForkServer, ru
         pytest.param("tp2", "canonical", "sd2v2", {}, marks=pytest.mark.chosen),
         ("sd2s3", "stock", "tp2", {}),
         ("tp2", "stock", "sd2v2", TIED),
+        pytest.param("pp2", "unified", "tp2", {}, marks=pytest.mark.chosen),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value),
 )

@@ -23,16 +23,14 @@ from paddleformers_fc.formats.registry import format_of, open_checkpoint
 from paddleformers_fc.formats.stock_run import ARGUMENTS, removes_masters
 from paddleformers_fc.layout.roles import MASTER, MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE
 from paddleformers_fc.storage.pickles import PickledObject, encode_pickle
-from tests.formats.conversions import assert_equal_after_conversions
-from tests.formats.runs import Runs, contents, edit_json
+from tests.formats.runs import Runs, edit_json
+from tests.formats.test_rank_checkpoints import WAYS
 from verification.forkserver import ForkServer
 from verification.matrix.layouts import parse_layout
 from verification.matrix.tiny import keys
 
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """What ``transpose_weight_keys`` of both tiny models contains, of the layers that they have."""
-
-UNIFIED_FORMAT = {"save_checkpoint_format": "unified_checkpoint", "load_checkpoint_format": "unified_checkpoint"}
 
 ERNIE = "ernie4_5_moe"
 
@@ -355,47 +353,9 @@ def test_copies_of_a_tied_embedding_that_differ_are_found_by_verification(tmp_pa
     assert outcome.checks[-1].detail == "5 pairs compared, 38 weights compared with master weights"
 
 
-# ---- The Trainer's.
+# ---- The Trainer's. Other runs are in the tests of files of ranks.
 
-
-@pytest.mark.parametrize(
-    ("layout", "bf16", "options", "model"),
-    [
-        ("dp2", False, {}, {}),
-        pytest.param("sd2v2", True, {}, {}, marks=pytest.mark.chosen),
-        pytest.param("pp2", False, {}, {"tie_word_embeddings": True}, marks=pytest.mark.chosen),
-        ("dp2", True, {"save_to_hf": False}, {}),
-        ("sd2v1", True, {}, {"model_type": ERNIE}),
-        ("sd2(ep2)", False, {}, {"model_type": ERNIE}),
-        ("dp2", False, {}, {"model_type": ERNIE, "use_bias": True}),
-        ("dp2", False, {}, {"model_type": "qwen2_5_vl"}),
-        ("sd2(ep2)", False, {}, {"model_type": "qwen3_moe"}),
-    ],
-)
-def test_every_layout_holds_in_every_role_what_a_flex_save_of_the_same_run_holds(
-    layout: str, bf16: bool, options: Mapping[str, Any], model: Mapping[str, Any], runs: Runs
-) -> None:
-    stock = runs(layout, {**UNIFIED_FORMAT, **options}, bf16, model)
-    before = contents(stock)
-    theirs = open_checkpoint(stock)
-    found = compare_checkpoints(theirs, open_checkpoint(runs(layout, None, bf16, model)))
-    assert found.equal, found
-    assert theirs.format is UNIFIED
-    assert list(found.roles) == [MODEL_STATE, *([MASTER_WEIGHT] if bf16 else []), OPTIMIZER_STATE]
-    assert contents(stock) == before
-
-
-@pytest.mark.parametrize(("layout", "model"), [("sd2v2", {}), ("sd2(ep2)", {"model_type": ERNIE})])
-def test_conversions_there_and_back_keep_the_bytes_of_every_tensor(
-    layout: str, model: Mapping[str, Any], runs: Runs, tmp_path: Path
-) -> None:
-    source = runs(layout, UNIFIED_FORMAT, True, model)
-    before = contents(source)
-    assert_equal_after_conversions(source, tmp_path)
-    assert contents(source) == before
-
-
-REMOVED = {**UNIFIED_FORMAT, "unified_checkpoint_config": "remove_master_weight"}
+REMOVED = {**WAYS["unified"], "unified_checkpoint_config": "remove_master_weight"}
 
 
 def test_master_weights_that_are_not_stored_are_those_of_the_weights(runs: Runs) -> None:
@@ -421,23 +381,6 @@ def test_a_run_without_master_weights_is_resumed_as_one_that_stores_them(
         for options in (REMOVED, None)
     ]
     assert losses[0]["losses"] == losses[1]["losses"] != []
-
-
-def test_a_run_is_resumed_under_another_layout_with_the_losses_of_the_run_that_wrote_it(
-    ranks: ForkServer, tmp_path: Path
-) -> None:
-    def trained(name: str, layout: str, arguments: Mapping[str, Any], **given: Any) -> list[float]:
-        used = parse_layout(layout)
-        arguments = {"max_steps": 5, "save_steps": 2, **arguments}
-        given |= {"layout": used.to_json(), "output_dir": str(tmp_path / name), "arguments": arguments}
-        losses: list[float] = ranks.run("tests.formats.jobs:train", used.nproc, given).values[0]["losses"]
-        return losses
-
-    uninterrupted = trained("stock", "pp2", UNIFIED_FORMAT)
-    stock = tmp_path / "stock" / "checkpoint-2"
-    resumed = trained("resumed", "tp2", {}, ours=True, resume=str(stock))
-    assert resumed == pytest.approx(uninterrupted[2:], abs=1e-5)
-    assert len(resumed) == 3
 
 
 # ---- What is refused.
