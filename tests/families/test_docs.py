@@ -1,4 +1,4 @@
-"""The document on adding a family: its examples run, and print the documented output."""
+"""Pages whose examples run, and print the documented output."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ import pytest
 from paddleformers_fc.families import registry
 from tests.harness.documents import run_examples
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "add-a-family.md"
+DOCS = Path(__file__).parents[2] / "docs"
 
 
-def test_the_examples_print_the_output_in_the_document(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("page", "outputs"), [("add-a-family.md", 5), ("cookbook.md", 8)])
+def test_the_examples_print_the_output_in_the_document(
+    page: str, outputs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(registry, "_registered", {})
-    assert run_examples(DOCUMENT) == 5
+    assert run_examples(DOCS / page) == outputs
 
 
 def test_an_example_that_prints_something_else_is_found_by_its_line(tmp_path: Path) -> None:

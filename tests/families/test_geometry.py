@@ -63,15 +63,6 @@ def test_a_fused_attention_that_holds_more_than_its_heads_is_refused_though_its_
         bind(family, model_of(config), [fused_layer])
 
 
-def test_a_layer_among_the_empty_ones_is_refused() -> None:
-    family = BY_NAME["glm4_moe"]
-    config = settings(family, num_empty_layers_add_in_head=3)
-    with pytest.raises(
-        MappingError, match=r"layers\.2\.input_layernorm\.weight: its number 2 is smaller than the shift 3"
-    ):
-        bind(family, model_of(config), [ModelTensor("model.layers.2.input_layernorm.weight", (32,), "float32", (1,))])
-
-
 def test_statements_for_one_name_are_distinguished_by_the_class_and_the_configuration() -> None:
     family = BY_NAME["qwen3_moe"]
 
@@ -85,17 +76,10 @@ def test_statements_for_one_name_are_distinguished_by_the_class_and_the_configur
     assert axes((32, 32), is_fleet=True, num_experts=32) == (0, 1)
     assert axes((32, 32), is_fleet=False, num_experts=32) == (1, 0)
     assert axes((32, 4), is_fleet=None) == (1, 0)
+    fulfil = r"shape \[32, 4\] is declared for `stepped\(.* and not is_fleet`, which the configuration does not fulfil"
     for shape, changes, message in (
-        (
-            (32, 4),
-            {"is_fleet": True},
-            r"shape \[32, 4\] is declared for `stepped\(.* and not is_fleet`, which the configuration does not fulfil",
-        ),
-        (
-            (32, 32),
-            {"is_fleet": None, "num_experts": 32},
-            "2 statements declare it, and shape .32, 32. does not distinguish them",
-        ),
+        ((32, 4), {"is_fleet": True}, fulfil),
+        ((32, 32), {"is_fleet": None, "num_experts": 32}, "2 statements declare it, and shape .32, 32. does not"),
         ((8, 8), {"is_fleet": True}, r"2 statements declare it, and shape \[8, 8\] does not distinguish them"),
     ):
         with pytest.raises(MappingError, match=message):
@@ -103,17 +87,18 @@ def test_statements_for_one_name_are_distinguished_by_the_class_and_the_configur
 
 
 @pytest.mark.parametrize(
-    ("name", "changes"),
+    ("name", "empty", "message"),
     [
-        ("model.layers.2.input_layernorm.weight", {}),
-        ("model.layers.5.enorm.weight", {"num_empty_layers_add_in_head": 2}),
+        ("model.layers.2.input_layernorm.weight", 3, r"its number 2 is smaller than the shift 3"),
+        ("model.layers.2.input_layernorm.weight", 0, r"is the canonical [0-9], and the configuration has"),
+        ("model.layers.5.enorm.weight", 2, r"is the canonical [0-9], and the configuration has"),
     ],
 )
-def test_a_number_that_the_configuration_does_not_have_is_refused(name: str, changes: dict[str, int]) -> None:
+def test_a_number_that_the_configuration_does_not_have_is_refused(name: str, empty: int, message: str) -> None:
     # Two layers and one prediction layer: with another count of empty layers, every number would mean another layer.
     family = BY_NAME["glm4_moe"]
-    config = settings(family, **{"num_empty_layers_add_in_head": 0, **changes})
-    with pytest.raises(MappingError, match=r"is the canonical [0-9], and the configuration has"):
+    config = settings(family, num_empty_layers_add_in_head=empty)
+    with pytest.raises(MappingError, match=message):
         bind(family, model_of(config), [ModelTensor(name, (32,), "float32", (1,))])
 
 

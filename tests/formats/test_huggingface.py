@@ -26,27 +26,15 @@ def indexed(directory: Path, **files: list[str]) -> None:
     (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
-def test_a_single_file_is_read_whole(tmp_path: Path) -> None:
-    save_file(weights("a", "b"), tmp_path / "model.safetensors")
-    assert set(open_huggingface(tmp_path).catalog.roles["model_state"]) == {"a", "b"}
-
-
-def test_the_index_decides_which_files_count(tmp_path: Path) -> None:
-    indexed(tmp_path, one=["a"], two=["b"])
-    save_file(weights("a", "b", fill=9), tmp_path / "original.safetensors")
-    save_file(weights("a", fill=9), tmp_path / "model.safetensors")
-    tensors = open_huggingface(tmp_path).catalog.roles["model_state"]
-    assert {name: tensor.fragments[0].file for name, tensor in tensors.items()} == {
-        "a": "one.safetensors",
-        "b": "two.safetensors",
-    }
-
-
-def test_what_a_listed_file_holds_and_the_index_does_not_name_is_stored_all_the_same(tmp_path: Path) -> None:
+def test_the_index_decides_which_files_count_and_all_that_they_hold_is_stored(tmp_path: Path) -> None:
     indexed(tmp_path, one=["a"], two=["b"])
     save_file(weights("a", "a_scale"), tmp_path / "one.safetensors")
     save_file(weights("b", "a", fill=9), tmp_path / "two.safetensors")
+    save_file(weights("a", "b", fill=9), tmp_path / "original.safetensors")
+    save_file(weights("a", fill=9), tmp_path / "model.safetensors")
+    before = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
     tensors = open_huggingface(tmp_path).catalog.roles["model_state"]
+    assert {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before
     assert {name: [part.file for part in tensor.fragments] for name, tensor in tensors.items()} == {
         "a": ["one.safetensors"],
         "a_scale": ["one.safetensors"],
@@ -153,10 +141,3 @@ def test_weights_in_pickles_of_pytorch_are_refused_by_name(tmp_path: Path) -> No
         verify_checkpoint(tmp_path, "full")
     assert "pytorch_model-00001-of-00002.bin and 1 more: a pickle of PyTorch" in caught.value.evidence
     assert caught.value.next_step.startswith("Convert the weights with Transformers")
-
-
-def test_nothing_is_written_into_the_directory(tmp_path: Path) -> None:
-    indexed(tmp_path, one=["a"], two=["b"])
-    before = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
-    open_huggingface(tmp_path)
-    assert {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before
