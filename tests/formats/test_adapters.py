@@ -96,7 +96,7 @@ def test_an_infinite_alpha_is_refused(tmp_path: Path, alpha: float) -> None:
         PADDLEFORMERS_LORA.open(paddleformers(tmp_path, lora_alpha=alpha))
 
 
-@pytest.mark.parametrize("name", ["..", "", "../peft_model.safetensors", "\ud800", 3])
+@pytest.mark.parametrize("name", ["..", "../peft_model.safetensors", "\ud800", 3])
 def test_an_index_that_lists_a_file_outside_its_directory_is_refused_with_a_next_step(
     tmp_path: Path, name: str | int
 ) -> None:
@@ -281,7 +281,6 @@ def test_adapters_that_are_not_those_of_their_base_are_refused(
     ("shapes", "changes", "evidence"),
     [
         ({"A": (64, 4)}, {}, "q_proj.lora_A: model.layers.0.self_attn.q_proj.lora_B is missing"),
-        ({"B": (4, 64)}, {}, "q_proj.lora_B: model.layers.0.self_attn.q_proj.lora_A is missing"),
         ({"A": (4, 64), "B": (4, 64)}, {}, "q_proj.lora_A: stored [4, 64], wanted [64, 4]"),
         ({"A": (64, 4), "B": (4, 64)}, {"r": 8, "lora_alpha": 16}, "q_proj.lora_A: stored [64, 4], wanted [64, 8]"),
     ],
