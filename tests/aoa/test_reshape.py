@@ -5,26 +5,19 @@ The statements and shapes of the first tests are those of Paddle's own tests of 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import paddle
-import paddle.distributed
 import pytest
 from hypothesis import given, strategies as st
 
 from paddleformers_fc.aoa import evaluate, parse, read_config, render, with_ties
 from paddleformers_fc.errors import MappingError
-from paddleformers_fc.execute.export import export_checkpoint
-from paddleformers_fc.families import enumerate_tensors
 from paddleformers_fc.mapping import Rule, RuleSet, Shape, TensorSpec, prove
 from paddleformers_fc.mapping.rules import Slab
 from tests.aoa.spaces import side
-from tests.families.spaces import BY_NAME, model_of, settings
 from tests.harness.sampling import thorough
 from tests.mapping.numbers import moved, numbered
 
@@ -136,13 +129,6 @@ def expert_rules(axes: Shape, *shape: int, axis: int) -> RuleSet:
 
 
 STACKS = {
-    "whole experts": (
-        RuleSet(
-            {"stack": TensorSpec((3, 4, 5), "float32")},
-            (Rule(("e.0", "e.1", "e.2"), ("stack",), (1, 1, 1), 0, (-1, 1, 0)),),
-        ),
-        ["e.0^T, e.1^T, e.2^T -> stack_rows, axis=0", 'stack_rows -> stack, reshape="[3, 4, 5]"'],
-    ),
     "gate beside up": (
         expert_rules((-1, 1, 0), 5, 8, axis=2),
         [
@@ -172,21 +158,3 @@ def test_experts_are_written_one_below_the_other_and_reshaped(case: str) -> None
     assert (found["stack"] == moved(mapping, numbered(mapping))["stack"]).all()
     with pytest.raises(MappingError, match="stack: the language adds an axis only in front of two, and removes none"):
         render(rules, reverse=True)
-
-
-def test_experts_with_an_axis_of_their_own_are_exported_from_paddles_format(tmp_path: Path) -> None:
-    family, config = BY_NAME["glm4_moe"], settings(BY_NAME["glm4_moe"], is_fleet=True, moe_expert_fusion=True)
-    tensors = {one.name: one.under().shape for one in enumerate_tensors(family, model_of(config))}
-    chance = np.random.default_rng(0)
-    values = {key: chance.standard_normal(shape).astype("float32") for key, shape in tensors.items()}
-    stacks = {key: values[key].reshape(4, -1, shape[1]) for key, shape in tensors.items() if "grouped_gemm" in key}
-    written = []
-    for kind, stored in (("rows", values), ("blocks", {**values, **stacks})):
-        checkpoint = tmp_path / kind
-        (checkpoint / "model_state").mkdir(parents=True)
-        (checkpoint / "config.json").write_text(json.dumps(config))
-        state = {key: paddle.to_tensor(value) for key, value in stored.items()}
-        paddle.distributed.save_state_dict(state, str(checkpoint / "model_state"))
-        written.append(export_checkpoint(checkpoint, tmp_path / f"{kind}.exported", 10**9).digests())
-    assert stacks
-    assert written[0] == written[1]
