@@ -31,40 +31,30 @@ TIED = {"tie_word_embeddings": True}
 ALL_SPARSE = {"mlp_only_layers": []}
 
 AGREE: list[tuple[str, dict[str, Any]]] = [
-    ("llama", {}),
     ("llama", {"attention_bias": True}),
     ("llama", {"tie_word_embeddings": True}),
     ("ernie4_5", {}),
-    ("ernie4_5", {"tie_word_embeddings": False}),
-    ("ernie4_5_moe", NO_MTP),
     ("ernie4_5_moe", {**NO_MTP, "moe_use_aux_free": False}),
     ("ernie4_5_moe", {"num_nextn_predict_layers": 1}),
     ("gpt_oss", {}),
-    ("qwen2", FLEET),
     ("qwen2", PLAIN),
     ("qwen2", {**FLEET, "tie_word_embeddings": True}),
     ("qwen3", FLEET),
     ("qwen3", PLAIN),
     ("qwen2_moe", FLEET),
-    ("qwen2_moe", PLAIN),
     ("qwen2_moe", {**PLAIN, "fd_fallback": True}),
-    ("qwen3_moe", {**FLEET, **ALL_SPARSE}),
     ("qwen3_moe", {**PLAIN, **ALL_SPARSE}),
     ("qwen3_moe", {**FLEET, **ALL_SPARSE, "moe_expert_fusion": True}),
     ("qwen3_moe", {**FLEET, **ALL_SPARSE, "using_sonic_moe": True}),
-    ("qwen3_moe", {**PLAIN, **ALL_SPARSE, "fd_fallback": True}),
     ("glm4_moe", FLEET),
     ("glm4_moe", {**FLEET, "moe_expert_fusion": True, "tie_word_embeddings": True}),
     # Their statements count empty layers in both classes, and only that of PaddleFleet has any.
     ("glm4_moe", {**PLAIN, **NO_MTP, "num_empty_layers_add_in_head": 0}),
-    ("glm4_moe", {**PLAIN, **NO_MTP, "num_empty_layers_add_in_head": 0, "fd_fallback": True}),
-    ("deepseek_v3", NO_MTP),
     ("deepseek_v3", {**NO_MTP, "attention_bias": True}),
     ("deepseek_v4", {}),
     ("deepseek_v4", {"moe_expert_fusion": True, "num_empty_layers_add_in_head": 2, "n_shared_experts": 0}),
     ("deepseek_v4", {"tie_word_embeddings": True, **NO_MTP}),
     ("deepseek_v4", {"moe_n_hash_layers": 3, "csa_compress_ratios": [8, 0, 4, 0]}),
-    ("minimax_m2", {"v_head_dim": 8}),
     ("minimax_m2", {"v_head_dim": 8, "moe_expert_fusion": True, "n_shared_experts": 1}),
     ("minimax_m2", {"v_head_dim": 8, "use_dense_mtp": True, "num_empty_layers_add_in_head": 2}),
 ]
@@ -75,7 +65,6 @@ EQUAL_HEADS = {"linear_key_head_dim": 4, "linear_value_head_dim": 4, "layer_type
 NO_PREDICTION = {**EQUAL_HEADS, "mtp_num_hidden_layers": 0}
 TEXT_MOE = {"num_experts": 4, "moe_intermediate_size": 12, "head_dim": 8, "mlp_only_layers": []}
 LOADED: list[tuple[str, dict[str, Any]]] = [
-    ("qwen2_5_vl", {}),
     ("qwen2_5_vl", TIED),
     ("qwen3_vl", FLEET),
     ("qwen3_vl", PLAIN),
