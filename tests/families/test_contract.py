@@ -87,11 +87,11 @@ PER_RANK = ("qwen3_5", "qwen3_5_moe")
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("name", BY_NAME)
 def test_printed_text_holds_on_any_number_of_ranks_or_needs_their_number(name: str, reverse: bool) -> None:
-    texts = {degree: Model(name, degree).text(reverse) for degree in DEGREES}
-    for degree in DEGREES:
+    texts = {degree: Model(name, degree).text(reverse) for degree in (1, 2)}
+    for degree in texts:
         assert aoa_statements(name, reverse=reverse, toy=True, tp=degree).aoa_statements == texts[degree]
     if name not in PER_RANK:
-        assert texts[1] == texts[2] == texts[4] == aoa_statements(name, reverse=reverse, toy=True).aoa_statements
+        assert texts[1] == texts[2] == aoa_statements(name, reverse=reverse, toy=True).aoa_statements
         return
     with pytest.raises(OptionError, match="depend on the degree of tensor parallelism") as caught:
         aoa_statements(name, reverse=reverse, toy=True)

@@ -152,7 +152,7 @@ def test_layers_of_the_model_itself_are_never_optional() -> None:
         assert f"model.layers.{number}.enorm.weight" not in optional
 
 
-@pytest.mark.parametrize("name", sorted(name for name, family in BY_NAME.items() if family.tied))
+@pytest.mark.parametrize("name", ["llama", "deepseek_v4", "ernie4_5_moe", "glm4_moe", "kimi_k2", "qwen2_5_vl"])
 def test_a_tied_head_that_a_file_repeats_is_taken_where_it_is_equal_and_refused_where_it_is_not(
     tmp_path: Path, name: str
 ) -> None:
