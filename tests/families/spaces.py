@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -50,6 +51,26 @@ def spaces(family: Family, config: Mapping[str, Any], tp: int = 1) -> tuple[Rule
     for tie in rules.ties:
         model[tie.alias] = model[tie.owner]
     return rules, canonical, model
+
+
+def live_weights(
+    rules: RuleSet, value: float = 0, dtype: str = "float32", integers: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """The whole weights of a live model, each of one value; names with these ends are integers."""
+    import paddle
+
+    return {
+        key: SimpleNamespace(
+            key=key,
+            local_tensor=paddle.full(spec.shape, value, "int64" if key.endswith(integers) else dtype),
+            local_shape=spec.shape,
+            global_shape=spec.shape,
+            global_offset=(0,) * len(spec.shape),
+            is_flattened=False,
+            flattened_range=None,
+        )
+        for key, spec in rules.targets.items()
+    }
 
 
 def differing(wanted: Arrays, found: Arrays) -> list[str]:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import paddle
 import pytest
 from safetensors.numpy import save_file
 
@@ -16,7 +14,7 @@ from paddleformers_fc.distributed.channel import LocalChannel
 from paddleformers_fc.errors import MismatchError
 from paddleformers_fc.execute.load import LoadReport, prepare_weights
 from paddleformers_fc.families import OptionalNames
-from tests.families.spaces import BY_NAME, model_of, nested_settings, settings, spaces
+from tests.families.spaces import BY_NAME, live_weights, model_of, nested_settings, settings, spaces
 from tests.mapping.numbers import Arrays
 
 INITIAL = -1.0
@@ -28,18 +26,7 @@ def load(tmp_path: Path, name: str, stored: Arrays, **changes: Any) -> tuple[Loa
     config = settings(family, **changes)
     rules, _, _ = spaces(family, config)
     save_file({key: value.astype(np.float32) for key, value in stored.items()}, tmp_path / "model.safetensors")
-    weights = {
-        key: SimpleNamespace(
-            key=key,
-            local_tensor=paddle.full(spec.shape, INITIAL),
-            local_shape=spec.shape,
-            global_shape=spec.shape,
-            global_offset=(0,) * len(spec.shape),
-            is_flattened=False,
-            flattened_range=None,
-        )
-        for key, spec in rules.targets.items()
-    }
+    weights = live_weights(rules, INITIAL)
     report = prepare_weights(tmp_path, {"model_state": weights}, model_of(config), LocalChannel()).fill()
     return report, {key: weight.local_tensor.numpy() for key, weight in weights.items()}
 

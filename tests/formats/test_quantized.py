@@ -9,12 +9,10 @@ import re
 import tracemalloc
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
 import numpy as np
-import paddle
 import pytest
 from safetensors.numpy import load_file, save_file
 
@@ -33,7 +31,7 @@ from paddleformers_fc.storage.dtypes import ScaledFile
 from paddleformers_fc.storage.executor import ReadPool
 from paddleformers_fc.storage.identities import identities_of, stored_identities
 from paddleformers_fc.storage.safetensors import read_header
-from tests.families.spaces import BY_NAME, model_of, settings, spaces
+from tests.families.spaces import BY_NAME, live_weights, model_of, settings, spaces
 
 BLOCK = (16, 8)
 FP8 = ml_dtypes.float8_e4m3fn
@@ -165,33 +163,13 @@ def write(directory: Path, published: str = "deepseek_v3", **declared: Any) -> d
     return wanted
 
 
-def load(
-    directory: Path, dtype: str, part: tuple[int, int] | None = None, family: str = "deepseek_v3"
-) -> dict[str, np.ndarray[Any, Any]]:
-    """Load into a live model of a dtype, or into one half of its matrices along an axis, and return its tensors."""
+def load(directory: Path, dtype: str, family: str) -> dict[str, np.ndarray[Any, Any]]:
+    """Load into a live model of a dtype, and return its tensors."""
     config = settings(BY_NAME[family])
     rules, _, _ = spaces(BY_NAME[family], config)
-    weights = {
-        key: live(key, spec.shape, "int64" if key.endswith("tid2eid") else dtype, part)
-        for key, spec in rules.targets.items()
-    }
+    weights = live_weights(rules, dtype=dtype, integers=("tid2eid",))
     prepare_weights(directory, {"model_state": weights}, model_of(config), LocalChannel()).fill()
     return {key: one.local_tensor.astype("float32").numpy() for key, one in weights.items()}
-
-
-def live(key: str, shape: tuple[int, ...], dtype: str, part: tuple[int, int] | None) -> SimpleNamespace:
-    axis, half = part or (0, 0)
-    divided = part is not None and len(shape) > max(axis, 1) and shape[axis] % 2 == 0
-    local = tuple(length // 2 if divided and number == axis else length for number, length in enumerate(shape))
-    return SimpleNamespace(
-        key=key,
-        local_tensor=paddle.zeros(local, dtype),
-        local_shape=local,
-        global_shape=shape,
-        global_offset=tuple(half * one if one != length else 0 for one, length in zip(local, shape, strict=True)),
-        is_flattened=False,
-        flattened_range=None,
-    )
 
 
 def write_both(directory: Path, published: str) -> tuple[Path, Path]:
@@ -211,14 +189,6 @@ def test_a_load_equals_the_load_of_the_products_in_float32(tmp_path: Path, publi
     for dtype in ("float32", "bfloat16"):
         found, wanted = (load(one, dtype, family=family) for one in directories)
         assert found.keys() == wanted.keys()
-        assert all(found[name].tobytes() == wanted[name].tobytes() for name in wanted)
-
-
-@pytest.mark.parametrize(("published", "axis"), [("deepseek_v3", 0), ("deepseek_v4", 1), ("gpt_oss", 2)])
-def test_each_of_two_ranks_loads_its_half_of_the_products(tmp_path: Path, published: str, axis: int) -> None:
-    family, directories = PUBLISHED[published].family, write_both(tmp_path, published)
-    for half in (0, 1):
-        found, wanted = (load(one, "bfloat16", (axis, half), family) for one in directories)
         assert all(found[name].tobytes() == wanted[name].tobytes() for name in wanted)
 
 
