@@ -148,6 +148,7 @@ def test_biases_that_paddleformers_does_not_build_are_stated_in_an_export(runs: 
     assert outcome.passed, problem
 
 
+@pytest.mark.slow
 def test_experts_of_tensor_parallel_ranks_are_those_of_a_flex_save_of_the_same_run(runs: Runs) -> None:
     """Norms and gates, which both ranks have whole, diverge in this run, and the saves contain different copies."""
     stock, ours = (open_checkpoint(runs("tp2(ep2)", options, model=ERNIE)) for options in (STOCK, None))
