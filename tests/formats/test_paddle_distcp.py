@@ -52,10 +52,10 @@ def put_together(catalog: Catalog, role: str, name: str) -> np.ndarray[Any, Any]
 
 
 @pytest.fixture(scope="module", params=[{}, {"safetensors": True}, {"save_replicas": True}], ids=str)
-def stock(request: pytest.FixtureRequest, bare_ranks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def stock(request: pytest.FixtureRequest, ranks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of two ranks."""
     directory = tmp_path_factory.mktemp("stock")
-    bare_ranks.run("tests.formats.jobs:save", 2, {"directory": str(directory), "options": request.param})
+    ranks.run("tests.formats.jobs:save", 2, {"directory": str(directory), "options": request.param})
     return directory
 
 
@@ -72,15 +72,13 @@ def test_every_tensor_of_paddles_own_checkpoint_is_read_by_ranges_bit_for_bit(st
     assert len(opened.files) == 2
 
 
-def test_the_last_of_several_saves_into_one_directory_is_read(
-    bare_ranks: ForkServer, tmp_path: Path, stock: Path
-) -> None:
+def test_the_last_of_several_saves_into_one_directory_is_read(ranks: ForkServer, tmp_path: Path, stock: Path) -> None:
     """As Paddle does; an older save stays what it was, and a newer one that is not finished is refused."""
     twice = tmp_path / "twice"
     shutil.copytree(stock, twice)
     for id in (2, 10):
         options = {"unique_id": id}
-        bare_ranks.run("tests.formats.jobs:save", 2, {"directory": str(twice), "options": options, "added": id})
+        ranks.run("tests.formats.jobs:save", 2, {"directory": str(twice), "options": options, "added": id})
     opened = PADDLE_DISTCP.open(twice)
     assert opened.files == {"0_10.distcp", "1_10.distcp"}
     found = put_together(opened.catalog, MODEL_STATE, "cut.float32")
