@@ -108,9 +108,8 @@ def test_an_export_has_the_configuration_of_its_source_but_for_declared_changes(
 def test_transformers_reads_an_export_as_it_reads_the_source(version: str) -> None:
     read = {name: one[version] for name, one in READERS.items() if one.get(version, "unread") != "unread"}
     assert len(read) > 80
-    assert {
-        name: lines for name, one in read.items() if (lines := undeclared(config_readers.sources()[name], one))
-    } == {}
+    sources = config_readers.sources()
+    assert {name: lines for name, one in read.items() if (lines := undeclared(sources[name], one))} == {}
 
 
 def test_transformers_4_reads_an_export_of_weights_of_transformers_5_as_the_published_ones() -> None:

@@ -139,7 +139,7 @@ WRONG: list[tuple[str, dict[str, Any], tuple[int, ...], str, str]] = [
     # The inverse statements of the feed-forward name layer 0 and no other.
     ("gemma3_text", {}, DEGREES, "", r"layers\.1\.mlp\.(gate|up)_proj"),
     # The embedding is copied onto the head, and the head dropped at export, without a look at tie_word_embeddings.
-    ("gemma3_text", {"tie_word_embeddings": False}, (1,), r"^lm_head", r"^lm_head"),
+    ("gemma3_text", {"tie_word_embeddings": False}, (1,), r"^lm_head", r"^lm_head|layers\.1\.mlp"),
     # A transpose in front of fused_ffn: the engine forgets that the source is sharded.
     ("phi3", {}, (1,), "", ""),
     ("phi3", {}, (2, 4), "", r"mlp\.gate_up_proj"),

@@ -7,13 +7,14 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from msgspec import structs
 
 from paddleformers_fc.errors import MappingError
 from paddleformers_fc.mapping import Rule, RuleSet, TensorMapping, TensorSpec, prove
 from paddleformers_fc.mapping.boxes import Box
 from paddleformers_fc.mapping.prove import disagreements, require_agreement
+from tests.harness.sampling import thorough
 from tests.mapping.numbers import moved, numbered
 from tests.mapping.strategies import rule_sets, with_items
 
@@ -83,7 +84,7 @@ def shifted(box: Box, axis: int, by: int) -> Box:
     return Box(tuple(lo), tuple(hi))
 
 
-@settings(max_examples=30)
+@thorough(45)
 @given(rule_sets())
 def refuse_every_mutant(rules: RuleSet) -> None:
     declared = rules.mapping()
