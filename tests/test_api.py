@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +13,7 @@ import numpy as np
 import pytest
 
 import paddleformers_fc
-from paddleformers_fc.errors import Corrupt, FlexError, NotACheckpoint, OptionError
+from paddleformers_fc.errors import FlexError, NotACheckpoint, OptionError
 from paddleformers_fc.formats.registry import FORMATS
 from tests.cli.support import save
 from tests.execute.simulated import CONFIG, canonical
@@ -93,17 +91,6 @@ def test_every_public_member_of_the_api_has_an_example() -> None:
         assert ">>> " in (one.__doc__ or ""), one
 
 
-def test_importing_the_package_imports_neither_numpy_nor_paddle_and_opening_imports_no_paddle(tmp_path: Path) -> None:
-    save(tmp_path / "checkpoint-3", canonical())
-    code = (
-        "import sys, paddleformers_fc\n"
-        "assert not {'numpy', 'paddle', 'msgspec'} & sys.modules.keys()\n"
-        "paddleformers_fc.open(sys.argv[1]).tensors()\n"
-        "assert not {'paddle', 'paddleformers', 'torch', 'rich', 'typer'} & sys.modules.keys()\n"
-    )
-    subprocess.run([sys.executable, "-c", code, str(tmp_path / "checkpoint-3")], check=True)
-
-
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same weights saved by one rank, and by four (tensor parallel 2, optimizer sharded over 2)."""
@@ -111,21 +98,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save(root / "one", canonical())
     save(root / "four", canonical(), tp=2, sharded=2)
     return root
-
-
-def test_the_example_of_the_readme_runs(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    shutil.copytree(saved / "four", tmp_path / "out/checkpoint-3")
-    checkpoint = paddleformers_fc.open("out/checkpoint-3")  # or "s3://bucket/run/checkpoint-3"
-    assert checkpoint.metadata.job is not None
-    assert checkpoint.metadata.job.step == 3
-    first = checkpoint.tensors()[0]
-    rows = checkpoint.read(first.name, (slice(0, 2), *(slice(None) for _ in first.shape[1:])))
-    assert rows.shape == (2, *first.shape[1:])
-    assert checkpoint.verify(level="full").passed
-    assert checkpoint.export("hf").tensors == len(canonical())
-    assert checkpoint.diff(paddleformers_fc.open("hf")).equal
-    assert paddleformers_fc.open("hf").metadata.format == "huggingface"
 
 
 def test_tensors_are_read_bitwise_under_every_layout_and_format(saved: Path, tmp_path: Path) -> None:
@@ -145,10 +117,14 @@ def test_a_box_is_the_same_numbers_as_the_slice_of_the_whole_tensor(saved: Path)
         box = tuple(slice(length // 3, max(length - 1, length // 3)) for length in one.shape)
         whole = checkpoint.read(one.name, role=one.role)
         np.testing.assert_array_equal(checkpoint.read(one.name, box, one.role), whole[box])
-    with pytest.raises(OptionError, match="slices"):
-        checkpoint.read("model.norm.weight", (slice(0, 1), slice(0, 1)))
+    whole = checkpoint.read(EMBEDDING)
+    for one in (slice(-3, None), slice(None, -2), slice(5, 10**9), slice(3, 1), slice(np.int64(1), 2, 1)):
+        np.testing.assert_array_equal(checkpoint.read(EMBEDDING, (one, slice(None))), whole[one])
     with pytest.raises(OptionError, match="Unknown tensor 'nothing'"):
         checkpoint.read("nothing")
+    with pytest.raises(OptionError, match=r"contains 0, which is not a slice") as raised:
+        checkpoint.read("model.norm.weight", (0,))  # type: ignore[arg-type]
+    assert "slice(0, 1)" in raised.value.next_step
 
 
 def _lines_of_a_later_read(directory: Path) -> int:
@@ -179,20 +155,6 @@ def test_a_later_read_does_the_same_work_for_any_number_of_tensors(tmp_path: Pat
     )
     assert len(paddleformers_fc.open(many).tensors()) > 6 * len(paddleformers_fc.open(few).tensors())
     assert _lines_of_a_later_read(many) == _lines_of_a_later_read(few) > 0
-
-
-def test_bounds_of_a_box_mean_the_same_as_in_numpy(saved: Path) -> None:
-    checkpoint = paddleformers_fc.open(saved / "four")
-    whole = checkpoint.read(EMBEDDING)
-    bounds = (slice(-3, None), slice(None, -2), slice(5, 10**9), slice(3, 1), slice(np.int64(1), 2, 1))
-    for one in bounds:
-        np.testing.assert_array_equal(checkpoint.read(EMBEDDING, (one, slice(None))), whole[one])
-
-
-def test_an_index_in_a_box_is_refused_with_the_slice_to_give(saved: Path) -> None:
-    with pytest.raises(OptionError, match=r"contains 0, which is not a slice") as raised:
-        paddleformers_fc.open(saved / "four").read("model.norm.weight", (0,))  # type: ignore[arg-type]
-    assert "slice(0, 1)" in raised.value.next_step
 
 
 @pytest.mark.parametrize("roles", [["weights"], ["optimizer_state"], "model_state"])
@@ -280,9 +242,6 @@ def test_a_directory_without_a_checkpoint_is_refused_with_every_known_format(tmp
     with pytest.raises(NotACheckpoint, match="is not a checkpoint of a known format") as raised:
         paddleformers_fc.open(tmp_path)
     assert all(one.title in raised.value.evidence[-1] for one in FORMATS)
-
-
-def test_a_path_that_does_not_exist_is_named_as_such(tmp_path: Path) -> None:
     with pytest.raises(NotACheckpoint, match="missing does not exist"):
         paddleformers_fc.open(tmp_path / "missing")
 
@@ -307,23 +266,3 @@ def test_an_export_or_a_conversion_onto_a_file_says_that_it_is_one(saved: Path, 
 def test_a_plan_of_too_many_ranks_is_refused_at_once(saved: Path) -> None:
     with pytest.raises(OptionError, match="has 100000000 ranks"):
         paddleformers_fc.open(saved / "four").plan("dp=100000000")
-
-
-def test_a_damaged_checkpoint_is_refused_with_its_fault(saved: Path, tmp_path: Path) -> None:
-    damaged = Path(shutil.copytree(saved / "one", tmp_path / "checkpoint-3"))
-    path = next((damaged / "model_state").iterdir())
-    raw = bytearray(path.read_bytes())
-    raw[-1] ^= 1
-    path.write_bytes(raw)
-    with pytest.raises(Corrupt, match=r"damaged|checksum"):
-        paddleformers_fc.open(damaged).verify()
-    with pytest.raises(Corrupt):
-        paddleformers_fc.open(damaged).export(tmp_path / "hf")
-    assert not (tmp_path / "hf").exists()
-    with pytest.raises(NotACheckpoint):
-        paddleformers_fc.open(tmp_path)
-
-
-def test_a_layout_that_the_model_cannot_have_is_refused(saved: Path) -> None:
-    with pytest.raises(FlexError):
-        paddleformers_fc.open(saved / "one").plan("tp=3")

@@ -168,8 +168,7 @@ def test_every_command_in_the_documents_has_its_options() -> None:
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with what the commands of the documents name."""
-    from tests.cli.support import run, save
-    from tests.cli.test_plan import SIZES
+    from tests.cli.support import SIZES, run, save
     from tests.execute.simulated import canonical
     from verification.demo.assets import prepare
 
@@ -228,15 +227,6 @@ def test_code_blocks_without_a_language_are_not_commands() -> None:
     for page in PAGES:
         blocks = CODE.findall(page.read_text(encoding="utf-8"))
         assert not [body for _, language, body in blocks if language in ("", "sh", "text") and begin.search(body)], page
-
-
-def test_messages_that_troubleshooting_quotes_are_those_of_the_code() -> None:
-    from tools import reference
-
-    catalogue = re.sub(r"[*\\]", "", reference.errors())
-    quoted = re.findall(r"\"([^\"]+)\"", _page("troubleshooting"))
-    assert quoted
-    assert not [part for text in quoted for part in text.split(" ... ") if part not in catalogue]
 
 
 def _shell(command: str, directory: Path) -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.support import save
+from tests.execute.simulated import canonical
 from tests.harness.limits import LIMIT
 
 EXPENSIVE = ("datasets", "fsspec", "jinja2", "paddleformers", "pandas", "transformers", "typer", "yaml")
@@ -42,6 +44,7 @@ print(*sorted(sys.modules))
 READ = """
 import sys
 import paddleformers_fc
+assert not {'numpy', 'paddle', 'msgspec'} & sys.modules.keys()
 paddleformers_fc.open(sys.argv[1] + "/checkpoint-1").read("model.norm.weight")
 print(*sorted(sys.modules))
 """
@@ -69,20 +72,16 @@ def test_a_load_into_layers_of_paddle_imports_neither_paddleformers_nor_a_family
     assert _families(modules) == []
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, set[str]]:
-    directory = tmp_path_factory.mktemp("saved")
-    return directory, _imported(MODEL_OF_PADDLEFORMERS, directory)
-
-
-def test_a_load_into_a_model_of_paddleformers_imports_no_trainer_and_one_family(saved: tuple[Path, set[str]]) -> None:
-    _, modules = saved
+@pytest.mark.slow
+def test_a_load_into_a_model_of_paddleformers_imports_no_trainer_and_one_family(tmp_path: Path) -> None:
+    modules = _imported(MODEL_OF_PADDLEFORMERS, tmp_path)
     assert "paddleformers_fc.execute.load" in modules
     assert _unwanted(modules, TRAINER) == []
     assert _families(modules) == ["llama"]
 
 
-def test_a_read_imports_neither_paddle_nor_a_store_and_one_family(saved: tuple[Path, set[str]]) -> None:
-    modules = _imported(READ, saved[0])
-    assert _unwanted(modules, (*EXPENSIVE, "paddle", "rich")) == []
-    assert _families(modules) == ["llama"]
+def test_a_read_imports_neither_paddle_nor_a_store_and_one_family(tmp_path: Path) -> None:
+    save(tmp_path / "checkpoint-1", canonical())
+    modules = _imported(READ, tmp_path)
+    assert _unwanted(modules, (*EXPENSIVE, "paddle", "torch", "rich")) == []
+    assert _families(modules) == ["ernie4_5"]

@@ -31,6 +31,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.slow
 def test_every_page_of_the_repository_is_on_the_site(site: Path) -> None:
     pages = {page.relative_to(ROOT / "docs").with_suffix(".html") for page in (ROOT / "docs").rglob("*.md")}
     pages = {page.with_name("index.html") if page.stem == "README" else page for page in pages}
@@ -41,6 +42,7 @@ def test_every_page_of_the_repository_is_on_the_site(site: Path) -> None:
     assert pages <= {page.relative_to(site) for page in site.rglob("*.html")}
 
 
+@pytest.mark.slow
 def test_no_page_loads_anything_from_the_network(site: Path) -> None:
     texts = [page.read_text(encoding="utf-8") for page in site.rglob("*.html")]
     loaded = {found[0] for text in texts for found in LOADED.finditer(text)}
@@ -48,11 +50,18 @@ def test_no_page_loads_anything_from_the_network(site: Path) -> None:
     assert not [one for one in loaded if re.search(r"[\"=]?(https?:)?//", one)]
 
 
+@pytest.mark.slow
 def test_tables_and_lists_of_pages_are_tables_and_lists_on_the_site(site: Path) -> None:
     assert not [page for page in site.rglob("*.html") if re.search(r"<p>(\||\* )", page.read_text(encoding="utf-8"))]
 
 
-def test_the_reference_has_every_key_command_name_and_error_of_the_code() -> None:
+@pytest.fixture(scope="module")
+def catalogue() -> str:
+    """The page of errors, for which the sources of all modules are read."""
+    return reference.errors()
+
+
+def test_the_reference_has_every_key_command_name_and_error_of_the_code(catalogue: str) -> None:
     import typer
 
     import paddleformers_fc
@@ -60,26 +69,30 @@ def test_the_reference_has_every_key_command_name_and_error_of_the_code() -> Non
     from paddleformers_fc.cli.main import app
     from paddleformers_fc.trainer.options import FIELD_NAMES
 
-    assert not [key for key in FIELD_NAMES if f"| `{key}` |" not in reference.options()]
+    options, pages = reference.options(), reference.commands()
+    assert not [key for key in FIELD_NAMES if f"| `{key}` |" not in options]
     commands = typer.main.get_group(app).commands
-    assert re.findall(r"^## (.*)$", reference.commands(), re.MULTILINE) == sorted(commands)
-    assert not [
-        text for command in commands.values() for one in command.params for text in one.opts
-        if text.startswith("--") and f"`{text}`" not in reference.commands()
-    ]  # fmt: skip
-    assert not [name for name in paddleformers_fc.__all__ if f"### {name}\n" not in reference.api()]
-    assert re.findall(r"^## (.*)$", reference.errors(), re.MULTILINE) == list(errors.BY_NAME)
+    assert re.findall(r"^## (.*)$", pages, re.MULTILINE) == sorted(commands)
+    named = {text for command in commands.values() for one in command.params for text in one.opts}
+    assert not [text for text in named if text.startswith("--") and f"`{text}`" not in pages]
+    api = reference.api()
+    assert not [name for name in paddleformers_fc.__all__ if f"### {name}\n" not in api]
+    assert re.findall(r"^## (.*)$", catalogue, re.MULTILINE) == list(errors.BY_NAME)
 
 
-def test_every_class_of_errors_states_why_it_occurs_and_what_to_do() -> None:
-    sections = re.split(r"^## ", reference.errors(), flags=re.MULTILINE)[1:]
+def test_the_catalogue_of_errors_has_the_messages_of_the_code_with_reason_and_next_step(catalogue: str) -> None:
+    sections = re.split(r"^## ", catalogue, flags=re.MULTILINE)[1:]
     assert not [
         section.split()[0]
         for section in sections
         if not section.startswith("FlexError") and not ("**Why:**" in section and "**What to do:**" in section)
     ]
-
-
-def test_the_catalogue_of_errors_has_the_messages_of_the_code_with_their_next_step() -> None:
-    rows = re.findall(r"^\| (.*) \| (.*) \|$", reference.errors(), re.MULTILINE)
+    rows = re.findall(r"^\| (.*) \| (.*) \|$", catalogue, re.MULTILINE)
     assert ("*path* ends too early.", "The file was truncated. Restore it or use another checkpoint.") in rows
+
+
+def test_messages_that_troubleshooting_quotes_are_those_of_the_code(catalogue: str) -> None:
+    messages = re.sub(r"[*\\]", "", catalogue)
+    quoted = re.findall(r"\"([^\"]+)\"", (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8"))
+    assert quoted
+    assert not [part for text in quoted for part in text.split(" ... ") if part not in messages]

@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 from paddleformers_fc.errors import FlexError
+
+_MEMORY = Path("/dev/shm")
+
+
+@contextmanager
+def temporary_directory() -> Iterator[Path]:
+    """Context manager around a temporary directory, in memory where the system has files there."""
+    with tempfile.TemporaryDirectory(prefix="verification-", dir=_MEMORY if _MEMORY.is_dir() else None) as path:
+        yield Path(path)
 
 
 def exit_code(work: Callable[[], int]) -> int:

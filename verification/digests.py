@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from paddleformers_fc.execute.digest import TensorDigest, digest_tensors
 from paddleformers_fc.formats.registry import open_checkpoint
@@ -25,3 +25,9 @@ def canonical_digests(
     """
     source = canonical_source(open_checkpoint(directory, verify))
     return digest_tensors(source, {role: found for role, found in canonical_layout(source).items() if role in roles})
+
+
+def unequal_tensors(expected: Iterable[TensorDigest], found: Iterable[TensorDigest]) -> list[tuple[str, str]]:
+    """Return role and name of the tensors that are not bitwise the same on both sides, or on one side only."""
+    known, actual = ({(each.role, each.name): each for each in side} for side in (expected, found))
+    return [key for key in sorted(known.keys() | actual.keys()) if known.get(key) != actual.get(key)]

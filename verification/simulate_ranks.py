@@ -35,7 +35,7 @@ from paddleformers_fc.layout.roles import EMA_STATE, split_state_name
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.plan.simulate import SimulatedModel
 from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
-from verification.digests import canonical_digests
+from verification.digests import canonical_digests, unequal_tensors
 
 Array = np.ndarray[Any, Any]
 Roles = dict[str, dict[str, "SimulatedWeight"]]
@@ -121,7 +121,7 @@ def _round_trip(
     row: SimulatedModel,
     column: SimulatedModel,
     directory: Path,
-    expected: dict[tuple[str, str], TensorDigest],
+    expected: list[TensorDigest],
     exported: dict[str, str],
 ) -> Iterator[str]:
     there, back = directory / "there", directory / "back"
@@ -130,9 +130,8 @@ def _round_trip(
     save(back, returned, row)
     for path, place in ((there, "there"), (back, "back")):
         found, files = _facts(path, directory)
-        for key in sorted(expected.keys() | found.keys()):
-            if expected.get(key) != found.get(key):
-                yield f"{place}: {' '.join(key)} has another md5"
+        for role, name in unequal_tensors(expected, found):
+            yield f"{place}: {role} {name} has another md5"
         if files != exported:
             yield f"{place}: the export has other files or other bytes"
         shutil.rmtree(path)
@@ -143,12 +142,12 @@ def _round_trip(
                     yield f"rank {rank}: {role} {name} came back with other bits"
 
 
-def _facts(checkpoint: Path, directory: Path) -> tuple[dict[tuple[str, str], TensorDigest], dict[str, str]]:
+def _facts(checkpoint: Path, directory: Path) -> tuple[list[TensorDigest], dict[str, str]]:
     """Return the digest of every canonical tensor, and the checksum of every exported file."""
     target = directory / "exported"
     files = export_checkpoint(checkpoint, target).digests()
     shutil.rmtree(target)
-    return {(digest.role, digest.name): digest for digest in canonical_digests(checkpoint)}, files
+    return list(canonical_digests(checkpoint)), files
 
 
 def save(directory: Path, roles: list[Roles], model: SimulatedModel) -> None:

@@ -17,10 +17,18 @@ from paddleformers_fc.distributed.channel import ALONE
 from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoint
 from paddleformers_fc.families import ModelDescription
 from paddleformers_fc.trainer import tiers
-from tests.execute.simulated import CONFIG, Arrays, live, succeed
+from tests.execute.simulated import CONFIG, HIDDEN, INTERMEDIATE, VOCABULARY, Arrays, live, succeed
 from tests.harness.sealing import reseal
 
 STEP = 3
+SIZES = {
+    **CONFIG,
+    "hidden_size": HIDDEN,
+    "intermediate_size": INTERMEDIATE,
+    "vocab_size": VOCABULARY,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+}
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,10 @@ def output_dir(one: Path, tmp_path: Path) -> Path:
 
 
 def test_the_checkpoint_of_a_resume_and_the_space_of_a_save_are_reported(output_dir: Path, one: Path) -> None:
+    before = sorted(output_dir.rglob("*"))
     outcome = run("doctor", output_dir, "--no-hooks", "--json")
     found = outcome.document
+    assert sorted(output_dir.rglob("*")) == before
     assert (outcome.code, found["passed"], found["resume"]) == (0, True, "checkpoint-3")
     assert [line.split(":")[0].split()[0] for line in found["skipped"]] == ["checkpoint-9"]
     assert found["disk"]["next_save"] == sum(path.stat().st_size for path in one.rglob("*") if path.is_file())
@@ -66,12 +68,6 @@ def test_the_local_tier_on_this_machine_is_examined_and_listed(output_dir: Path,
     (local_tier / RECORD_NAME).unlink()
     assert run("list", output_dir, "--json").document["local"] is None
     assert run("doctor", output_dir, "--no-hooks", "--json").document["resume"] == "checkpoint-3"
-
-
-def test_no_file_is_left(output_dir: Path) -> None:
-    before = sorted(output_dir.rglob("*"))
-    run("doctor", output_dir, "--no-hooks")
-    assert sorted(output_dir.rglob("*")) == before
 
 
 def test_checkpoints_that_cannot_be_resumed_are_a_fault(tmp_path: Path) -> None:

@@ -27,29 +27,21 @@ def md5_of_arrays() -> str:
     return digest.hexdigest()
 
 
-@pytest.mark.parametrize(("layout", "size"), [((1, 1), "1GB"), ((2, 2), "1GB"), ((1, 3), "8kB")])
+@pytest.mark.parametrize(("layout", "size"), [((2, 2), "1GB"), ((1, 3), "8kB")])
 def test_the_md5_is_the_same_for_every_layout_and_file_size(tmp_path: Path, layout: tuple[int, int], size: str) -> None:
     checkpoint = save(tmp_path / "checkpoint-3", ARRAYS, *layout)
-    outcome = run("export", checkpoint, tmp_path / "export", "--max-shard-size", size, "--json")
-    assert outcome.code == 0
-    assert outcome.document["md5"] == md5_of_arrays()
-
-
-def test_the_listed_files_are_those_that_were_written(four: Path, tmp_path: Path) -> None:
     target = tmp_path / "export"
-    document = run("export", four, target, "--max-shard-size", "8kB", "--json").document
+    outcome = run("export", checkpoint, target, "--max-shard-size", size, "--json")
+    assert outcome.code == 0
+    document = outcome.document
+    assert document["md5"] == md5_of_arrays()
     written = {path.name: path.stat().st_size for path in target.glob("*.safetensors")}
-    assert len(written) > 1
+    assert (len(written) > 1) is (size == "8kB")
     assert {file["name"]: file["bytes"] for file in document["files"]} == written
     assert document["tensors"] == len(ARRAYS)
     assert document["bytes"] == sum(array.nbytes for array in ARRAYS.values())
-
-
-def test_the_text_has_files_and_md5(four: Path, tmp_path: Path) -> None:
-    outcome = run("export", four, tmp_path / "export")
-    assert outcome.code == 0
-    assert "model.safetensors" in outcome.out
-    assert md5_of_arrays() in outcome.out
+    text = run("export", checkpoint, tmp_path / "again", "--max-shard-size", size).out
+    assert all(part in text for part in (*written, document["md5"]))
 
 
 @pytest.mark.parametrize("size", ["", "5", "-1GB", "0B"])
@@ -102,8 +94,13 @@ def test_a_link_to_another_file_system_is_followed_and_stays(four: Path, tmp_pat
     assert os.listdir(tmp_path) == ["export"]
 
 
-@pytest.mark.parametrize("older", [True, False])
-@pytest.mark.parametrize("why", ["mounted", "below a directory of somebody else", "where the process is"])
+@pytest.mark.parametrize(
+    ("why", "older"),
+    [
+        *(("mounted", True), ("mounted", False)),
+        *(("below a directory of somebody else", True), ("where the process is", True)),
+    ],
+)
 def test_a_directory_that_cannot_be_replaced_is_written_into(
     four: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str, older: bool
 ) -> None:
@@ -146,17 +143,11 @@ def test_a_link_that_leads_nowhere_else_is_an_error_with_a_reason(four: Path, tm
 
 def test_a_checkpoint_is_not_written_into(one: Path, copy: Path) -> None:
     before = sorted(path.relative_to(copy) for path in copy.rglob("*"))
-    for source in (one, copy):
-        outcome = run("export", source, copy, "--replace")
+    for source, target in ((one, copy), (copy, copy), (copy, copy / "a/b")):
+        outcome = run("export", source, target, "--replace")
         assert outcome.code == 2
         assert "Nothing is written into a checkpoint" in outcome.err
     assert sorted(path.relative_to(copy) for path in copy.rglob("*")) == before
-
-
-def test_open_weights_are_not_exported(weights: Path, tmp_path: Path) -> None:
-    outcome = run("export", weights, tmp_path / "export")
-    assert outcome.code == 1
-    assert "holds open weights and is not a flex checkpoint" in outcome.err
 
 
 def test_a_foreign_configuration_is_replaced_only_with_the_option(four: Path, tmp_path: Path) -> None:
@@ -170,13 +161,6 @@ def test_a_foreign_configuration_is_replaced_only_with_the_option(four: Path, tm
     assert own.read_text() == '{"mine": 1}'
     assert run("export", four, own.parent, "--replace").code == 0
     assert own.read_bytes() == (four / "config.json").read_bytes()
-
-
-def test_an_export_below_a_checkpoint_is_refused(copy: Path) -> None:
-    outcome = run("export", copy, copy / "a" / "b")
-    assert outcome.code == 2
-    assert "Nothing is written into a checkpoint" in outcome.err
-    assert not (copy / "a").exists()
 
 
 def test_a_damaged_checkpoint_is_not_exported(copy: Path, tmp_path: Path) -> None:

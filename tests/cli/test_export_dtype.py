@@ -15,8 +15,7 @@ from safetensors.numpy import load_file
 
 from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoint
 from paddleformers_fc.families import ModelDescription
-from tests.cli.support import run, save
-from tests.cli.test_plan import SIZES
+from tests.cli.support import SIZES, run, save
 from tests.execute.simulated import CONFIG, Arrays, canonical, live, succeed
 
 NORM = "model.norm.weight"

@@ -12,8 +12,7 @@ import typer
 from paddleformers_fc.cli.documents import DOCUMENTS, FREE
 from paddleformers_fc.cli.main import app
 from paddleformers_fc.errors import FlexError
-from tests.cli.support import run, save
-from tests.cli.test_plan import SIZES
+from tests.cli.support import SIZES, run, save
 from tests.execute.simulated import canonical
 
 ERROR = {"error", "what", "where", "evidence", "next_step"}

@@ -16,7 +16,8 @@ import pytest
 from paddleformers_fc import __version__, errors
 from paddleformers_fc.cli.main import PROGRAM, exit_code, main
 from paddleformers_fc.execute import output_directory
-from tests.cli.support import run
+from tests.cli.support import SIZES, run, save
+from tests.execute.simulated import canonical
 from tests.harness.limits import LIMIT
 
 VERBS = (
@@ -88,11 +89,17 @@ def test_only_commands_that_train_import_paddle(four: Path, weights: Path, tmp_p
         ["verify", str(four)],
         ["diff", str(four), str(weights)],
         ["export", str(four), str(tmp_path / "export")],
+        ["plan", str(save(tmp_path / "checkpoint-3", canonical(), config=SIZES)), "--to", "tp=2,pp=2"],
         ["register-path"],
         *([verb, "--help"] for verb in VERBS),
     ]
     found = python(WITHOUT_PADDLE, json.dumps(commands))
     assert found == {"codes": [0] * len(commands), "attempts": []}
+    path = Path(run("register-path").out.strip())
+    assert path.is_absolute()
+    assert path.is_file()
+    assert path.parts[-2:] == ("trainer", "register.py")
+    assert run("register-path", "--json").document == {"custom_register_path": str(path)}
 
 
 def test_an_import_of_paddle_would_be_noticed(tmp_path: Path) -> None:
@@ -106,7 +113,6 @@ def test_an_import_of_paddle_would_be_noticed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("command", "modules"),
     [
-        (["register-path"], []),
         (["register-path", "--json"], []),
         (["inspect", "{four}", "--json"], ["numpy"]),
         (["inspect", "{four}"], ["numpy", "rich.table"]),
@@ -173,6 +179,7 @@ MISUSE = [
     ["train", "/"],
     ["train", __file__, "--nproc", "0"],
     ["train", __file__, "--nproc", "two"],
+    ["convert", "/", "/nowhere", "--format", "gguf"],
     ["bogus"],
 ]
 
@@ -193,7 +200,6 @@ def test_invalid_usage_is_reported_on_the_error_stream_and_as_a_document_under_j
     "command",
     [
         ["inspect", ""],
-        ["verify", ""],
         ["aoa", ""],
         ["plan", "", "--to", "tp=2"],
         ["diff", "", "/"],
@@ -210,42 +216,24 @@ def test_an_empty_argument_is_not_the_current_directory(command: list[str]) -> N
     assert "named by an empty text" in outcome.document["what"]
 
 
-def test_the_version_is_printed() -> None:
-    outcome = run("--version")
-    assert (outcome.code, outcome.out) == (0, f"paddleformers-fc {__version__}\n")
-
-
 def test_without_a_command_the_help_is_shown() -> None:
     outcome = run()
     assert outcome.code == 2
     assert "verify" in outcome.out + outcome.err
 
 
-def test_an_error_is_one_document_under_json(tmp_path: Path) -> None:
-    outcome = run("inspect", tmp_path, "--json")
-    assert outcome.code == 1
-    assert outcome.err == ""
-    assert outcome.document.keys() == {"error", "what", "where", "evidence", "next_step"}
-
-
-@pytest.mark.parametrize(
-    ("kind", "code"),
-    [
-        (errors.NotACheckpoint, 1),
-        (errors.Corrupt, 1),
-        (errors.FormatError, 1),
-        (errors.MappingError, 1),
-        (errors.MismatchError, 1),
-        (errors.Diverged, 1),
-        (errors.OptionError, 2),
-        (errors.StorageError, 2),
-        (errors.PeerError, 2),
-        (errors.EnvironmentMismatch, 2),
-        (errors.FlexError, 2),
-    ],
-)
-def test_exit_code_1_means_a_fault_of_a_checkpoint(kind: type[errors.FlexError], code: int) -> None:
-    assert exit_code(kind("It went wrong.")) == code
+def test_exit_code_1_means_a_fault_of_a_checkpoint() -> None:
+    faults = {
+        "NotACheckpoint",
+        "Corrupt",
+        "FormatError",
+        "MappingError",
+        "MismatchError",
+        "Diverged",
+        "CheckpointError",
+    }
+    for name, kind in errors.BY_NAME.items():
+        assert exit_code(kind("It went wrong.")) == (1 if name in faults else 2)
 
 
 def raising(error: BaseException) -> Any:
@@ -257,21 +245,16 @@ def raising(error: BaseException) -> Any:
     return fail
 
 
-def test_a_fault_of_the_program_does_not_return_1(four: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_of_the_program_and_an_interrupt_do_not_return_1(four: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(output_directory, "inspect_directory", raising(ZeroDivisionError("by zero")))
     outcome = run("inspect", four)
     assert outcome.code == 2
     assert "ZeroDivisionError: by zero" in outcome.err
     assert "Traceback" in outcome.err
     assert run("inspect", four, "--json").document["what"] == "ZeroDivisionError: by zero"
-
-
-def test_an_interrupt_ends_without_a_traceback(four: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(output_directory, "inspect_directory", raising(KeyboardInterrupt()))
-    outcome = run("inspect", four)
-    assert outcome.code == 130
-    assert "Traceback" not in outcome.err
-    assert outcome.out == ""
+    interrupted = run("inspect", four)
+    assert (interrupted.code, interrupted.out, "Traceback" in interrupted.err) == (130, "", False)
 
 
 INTERRUPTED_IMPORT = """
@@ -296,16 +279,6 @@ def test_an_interrupt_during_imports_is_quiet() -> None:
     command = [sys.executable, "-c", INTERRUPTED_IMPORT, "--help"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
-
-
-def test_the_registration_file_is_printed_and_exists() -> None:
-    outcome = run("register-path")
-    assert outcome.code == 0
-    (path,) = outcome.out.splitlines()
-    assert Path(path).is_absolute()
-    assert Path(path).is_file()
-    assert Path(path).parts[-2:] == ("trainer", "register.py")
-    assert run("register-path", "--json").document == {"custom_register_path": path}
 
 
 @pytest.fixture
@@ -336,19 +309,17 @@ def test_a_text_stream_gets_such_a_name_escaped(nameless: Path, monkeypatch: pyt
 
 @pytest.mark.sampled
 @pytest.mark.parametrize(
-    ("command", "both"),
+    ("command", "both", "unbuffered"),
     [
-        (["--help"], False),
-        (["register-path"], False),
-        (["inspect", "{four}", "--tensors"], False),
-        (["verify", "{four}"], True),
-        (["verify", "{four}", "--json"], False),
-        (["bogus"], False),
-        (["bogus"], True),
-        (["aoa", "llama", "--toy"], False),
+        (["verify", "{four}"], True, "1"),
+        (["--help"], False, ""),
+        (["inspect", "{four}", "--tensors"], False, "1"),
+        (["verify", "{four}", "--json"], False, ""),
+        (["bogus"], False, ""),
+        (["bogus"], True, ""),
+        (["register-path"], False, ""),
     ],
 )
-@pytest.mark.parametrize("unbuffered", ["", "1"], ids=["buffered", "unbuffered"])
 def test_a_closed_pipe_does_not_return_1(four: Path, command: list[str], both: bool, unbuffered: str) -> None:
     code = "import sys; from paddleformers_fc.cli.main import main; sys.exit(main(sys.argv[1:]))"
     argv = [sys.executable, "-c", code, *(part.format(four=four) for part in command)]

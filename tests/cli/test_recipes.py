@@ -9,8 +9,7 @@ import pytest
 import yaml
 
 from paddleformers_fc.cli import training
-from tests.cli.support import run, save
-from tests.cli.test_plan import SIZES
+from tests.cli.support import SIZES, run, save
 from tests.execute.simulated import canonical
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("gpu_*.yaml"))

@@ -35,20 +35,7 @@ def test_an_export_to_a_store_has_the_bytes_of_one_to_a_directory(
     assert mark in content(tmp_path / "hf")
     assert (report.files, report.tensors, report.digests()) == (local.files, local.tensors, local.digests())
     assert bucket.unfinished() == []
-
-
-def test_the_command_exports_to_a_store_with_the_md5_of_the_directory(
-    four: Path, bucket: Bucket, tmp_path: Path
-) -> None:
-    expected = run("export", four, tmp_path / "hf", "--json").document
-    found = run("export", four, f"{bucket.path}/hf", "--json").document
-    drop = {"path", "seconds"}
-    assert {key: value for key, value in found.items() if key not in drop} == {
-        key: value for key, value in expected.items() if key not in drop
-    }
-    assert found["path"] == f"{bucket.path}/hf"
-    assert run("verify", f"{bucket.path}/hf").code == 0
-    again = run("export", four, f"{bucket.path}/hf")
+    again = run("export", four, f"{bucket.path}/run/hf")
     assert (again.code, "holds a model already" in again.err) == (2, True)
 
 
@@ -91,30 +78,6 @@ def test_conversions_of_every_format_to_a_store_have_the_bytes_of_one_to_a_direc
     assert form == "hf" or "copy it to one first" in inspected.err
 
 
-def test_a_conversion_to_paddles_format_that_is_refused_at_any_request_leaves_no_file(
-    four: Path, bucket: Bucket
-) -> None:
-    checkpoint = paddleformers_fc.open(four)
-    number, refused = 0, True
-    while refused:
-        left, refused = number, False
-
-        def accepts(method: str, path: str, query: str) -> bool:
-            nonlocal left, refused
-            left -= method != "DELETE"
-            refused = refused or left < 0
-            return left != -1 or method == "DELETE"
-
-        bucket.store.accepts = accepts
-        try:
-            checkpoint.convert(f"{bucket.path}/checkpoint-3", format="distcp")
-        except StorageError:
-            assert (bucket.files("checkpoint-3"), bucket.unfinished()) == ({}, [])
-        number += 1
-    assert number > 4
-    assert "model_state/0.metadata" in bucket.files("checkpoint-3")
-
-
 def test_a_conversion_at_a_store_is_not_written_into_its_source(weights: Path, bucket: Bucket) -> None:
     source = bucket.upload(weights)
     before = bucket.files(weights.name)
@@ -153,32 +116,33 @@ def test_an_older_export_is_replaced_and_no_reader_sees_a_mixture(four: Path, bu
     assert len(marked) < len(seen)
 
 
-@pytest.mark.parametrize("size", [SMALL, 10**9])
-def test_an_export_that_is_refused_at_any_request_leaves_no_file_and_no_upload(
-    four: Path, bucket: Bucket, size: int
+STEP = 5
+"""One request of so many is refused; files are sent in parts of three requests, so that each of them has its turn."""
+
+
+@pytest.mark.parametrize(("form", "size"), [("hf", SMALL), ("hf", 10**9), ("distcp", 10**9)])
+def test_what_is_written_to_a_store_and_refused_at_any_request_leaves_no_file_and_no_upload(
+    four: Path, bucket: Bucket, form: str, size: int
 ) -> None:
-    checkpoint = paddleformers_fc.open(four)
-    number, refused = 0, True
-    while refused:
-        left, refused = number, False
+    refused_at, requests = -1, 0
 
-        def accepts(method: str, path: str, query: str) -> bool:
-            nonlocal left, refused
-            if method == "DELETE":
-                return True
-            left -= 1
-            refused = refused or left < 0
-            return left != -1
+    def accepts(method: str, path: str, query: str) -> bool:
+        nonlocal requests
+        requests += method != "DELETE"
+        return method == "DELETE" or requests - 1 != refused_at
 
-        bucket.store.accepts = accepts
-        if not refused:
-            try:
-                checkpoint.export(f"{bucket.path}/hf", max_shard_bytes=size)
-            except StorageError:
-                assert (bucket.files("hf"), bucket.unfinished()) == ({}, [])
-        number += 1
-    assert number > 4
-    assert SINGLE in bucket.files("hf") or INDEX in bucket.files("hf")
+    def convert(target: str) -> None:
+        paddleformers_fc.open(four).convert(f"{bucket.path}/{target}", format=form, max_shard_bytes=size)
+
+    bucket.store.accepts = accepts
+    convert("counted")
+    total = requests
+    assert total > 4
+    for number in {*range(0, total, STEP), total - 1}:
+        refused_at, requests = number, 0
+        with pytest.raises(StorageError):
+            convert("target")
+        assert (bucket.files("target"), bucket.unfinished()) == ({}, [])
 
 
 @pytest.mark.parametrize("size", [SMALL, 10**9])

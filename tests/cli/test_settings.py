@@ -53,24 +53,17 @@ def test_a_duplicate_key_of_a_yaml_is_refused_with_both_lines(tmp_path: Path) ->
 
 
 def test_a_key_that_replaces_a_merged_one_is_not_a_duplicate(tmp_path: Path) -> None:
+    for name in ("a.yml", "a.json"):
+        (tmp_path / name).write_text(json.dumps({"max_steps": 3}))
+        assert read_settings(tmp_path / name) == {"max_steps": 3}
     path = tmp_path / "job.yaml"
     path.write_text("b: &b {x: 1, y: 1}\na: &a {<<: *b, x: 2}\nc: {<<: *a, y: 3}\nd: [*a, 1, '1']\ne: {1: 1, '1': 2}\n")
     assert read_settings(path) == yaml.safe_load(path.read_text())
 
 
-@pytest.mark.parametrize("name", ["a.yaml", "a.yml", "a.json"])
-def test_a_configuration_is_yaml_or_json(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).write_text(json.dumps({"max_steps": 3}))
-    assert read_settings(tmp_path / name) == {"max_steps": 3}
-
-
 def test_numbers_with_an_exponent_are_numbers_in_overrides_as_for_paddleformers() -> None:
     given = {"learning_rate": "1e-5", "weight_decay": "2E3", "min_lr": "1.0e1", "adam_epsilon": "-1e-8"}
-    given |= {"run_name": "1e-5x", "max_grad_norm": "1.5", "num_train_epochs": "3"}
+    given |= {"run_name": "1e-5x", "max_grad_norm": "1.5", "num_train_epochs": "3", "b": "true", "c": "x=y", "d": ""}
     overrides = [f"{key}={value}" for key, value in given.items()]
     assert parse_overrides(overrides) == OmegaConf.to_container(OmegaConf.from_cli(overrides))
-
-
-def test_the_values_of_overrides_are_yaml() -> None:
-    found = parse_overrides(["a=1", "b=true", "c=x=y", "d="])
-    assert found == {"a": 1, "b": True, "c": "x=y", "d": None}
+    assert parse_overrides(["a=1", "b=true", "c=x=y", "d="]) == {"a": 1, "b": True, "c": "x=y", "d": None}

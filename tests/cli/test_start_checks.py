@@ -93,36 +93,23 @@ REFUSED = [
     ("flex_verify=twice", "flex_verify: 'twice'"),
     ("output_dir=", "output_dir is missing"),
     ("output_dir=no", "output_dir: false is not text; a name that YAML reads as something else needs quotes"),
-    ("output_dir=3", "output_dir: 3 is not text"),
-    ("output_dir=''", "named by an empty text"),
     ("output_dir='';flex_checkpoint=false", "named by an empty text"),
     ("custom_register_path=nowhere.py", "custom_register_path: nowhere.py does not exist"),
     ("max_steps;=3;save_steps=1", "- 'max_steps'\n  - '=3'\n"),
     ("max_steps=[3", "The value of an override is not valid YAML."),
     ("flex_verfy=full", "flex_verfy: is flex_verify meant?"),
     ("flex_plan_cache=p", "flex_plan_cache: removed: the value is constant now"),
-    ("flexcheckpoint=true", "flexcheckpoint: is flex_checkpoint meant?"),
-    ("FLEX_verify=full;flex-verify=full", "- FLEX_verify: is flex_verify meant?\n  - flex-verify: is flex_verify"),
     ("save_total_limt=2", "save_total_limt: is save_total_limit meant?"),
     ("stage=ernie_pretrain", "flex_checkpoint: true and stage: ernie_pretrain: that stage loads and saves"),
     ("sharding=fsdp", "flex_checkpoint: true and sharding: fsdp: fully sharded parameters are not supported yet"),
-    ("flex_ckpt_load_num_workers=8", "flex_checkpoint: true and flex_ckpt_load_num_workers: 8: flex_threads threads"),
-    ("sharding_machine_balanced_2d_partition=true", "sharding_machine_balanced_2d_partition: true: parameters of"),
-    ("use_reshard_bucketed_broadcast=true", "use_reshard_bucketed_broadcast: true: a checkpoint is resharded while"),
     ("use_flex_async_save=true;flex_async_save=false", "use_flex_async_save: true and flex_async_save: false"),
     ("zcc_save_ema_coef=0.9;flex_ema_decay=0.99", "zcc_save_ema_coef: 0.9 and flex_ema_decay: 0.99"),
     ("model_name_or_path=./nowhere", "model_name_or_path: ./nowhere does not exist"),
     ("model_name_or_path=./recipe", "model_name_or_path: ./recipe does not exist in .; is recipes meant?"),
-    ("model_name_or_path=tests/nothing", "- model_name_or_path: tests/nothing"),
-    ("model_name_or_path=nowhere/", "- model_name_or_path: nowhere/"),
     ("model_name_or_path=runs/nothing;output_dir=./runs/first", "- model_name_or_path: runs/nothing"),
     ("train_dataset_path=/dev/null,/nowhere/a.jsonl#7", "- train_dataset_path: /nowhere/a.jsonl does not exist"),
-    ("train_dataset_path=/dev/null,/nowhere/a;train_dataset_prob=1,none", "/nowhere/a does not exist"),
     ("train_dataset_path=/dev/null,/nowhere/a;train_dataset_prob=0", "/nowhere/a does not exist"),
-    ("tensor_model_parallel_size=two", "- tensor_model_parallel_size: 'two' is not a whole number"),
     ("max_steps=abc;sharding_parallel_size=1.5", "- max_steps: 'abc' is not a whole number\n  - sharding_p"),
-    ("max_steps=null", "- max_steps: null is not a whole number"),
-    ("learning_rate='1e-5'", "- learning_rate: '1e-5' is not a number"),
     ("save_steps='3';do_eval='no'", "- save_steps: '3' is not a whole number\n  - do_eval: 'no' is not true or false"),
     ("run_name=on", "- run_name: true is not text"),
     ("stage=pt;compute_type=fp32", "VL-DPO, dsv3_pretrain, ernie_pretrain, auto-parallel; is PT meant?\n  - compute_"),
@@ -130,13 +117,7 @@ REFUSED = [
     ("save_strategy=no", "- save_strategy: false is none of no, steps, epoch"),
     ("sharding=stage4", "- sharding: 'stage4' is none of stage1, stage2, stage3, offload"),
     ("sharding=[stage1]", "- sharding: ['stage1'] is none of stage1"),
-    ("sharding=null", "- sharding: null is none of stage1, stage2, stage3, offload"),
-    ("sharding=stage1 stage5", "- sharding: 'stage1 stage5' is none of"),
-    ("lr_scheduler_type=cosin", "- lr_scheduler_type: 'cosin' is none of linear, cosine, constant"),
-    ("optim=adam", "- optim: 'adam' is none of adamw, adafactor, adamw_mini"),
     ("sep_parallel_size=2", "flex_checkpoint: true and sep_parallel_size: 2: segment"),
-    ("context_parallel_size=2", "flex_checkpoint: true and context_parallel_size: 2: context"),
-    ("save_steps=0", "save_steps: 0 with save_strategy: steps"),
     ("save_steps=-1;save_strategy=steps", "save_steps: -1 with save_strategy: steps"),
     ("lora_rank=0;lora=true", "- lora_rank: 0 is less than 1"),
     ("gradient_accumulation_steps=0;per_device_train_batch_size=0", "- per_device_train_batch_size: 0 is less than 1"),
@@ -160,8 +141,7 @@ ACCEPTED = [
     *("lora_rank=0;fine_tuning=full", "logging_steps=0;logging_strategy=epoch", "max_steps=0;num_train_epochs=1"),
     "load_best_model_at_end=true;evaluation_strategy=steps;eval_steps=2;save_steps=4",
     "load_best_model_at_end=true;evaluation_strategy=epoch;save_strategy=epoch;eval_steps=3",
-    *("sharding=stage1", "sharding=''", "sharding=true", "sharding=false", "sharding=[]"),
-    *("use_flex_async_save=true", "use_flex_async_save=true;flex_async_save=true", "resume_from_checkpoint=false"),
+    *("sharding=stage1", "sharding=true", "sharding=[]", "use_flex_async_save=true", "resume_from_checkpoint=false"),
     *("model_name_or_path=owner/name;output_dir=HERE/runs", "fine_tuning=LORA", "bf16='True'", "fp8=false"),
     *(
         "train_dataset_path=/dev/null, /nowhere/a;train_dataset_prob=1.0, 0",
@@ -177,7 +157,7 @@ def test_settings_that_cannot_work_are_refused(tmp_path: Path, overrides: str, t
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(("key", "value"), DEVELOPMENT_KEYS.items())
+@pytest.mark.parametrize(("key", "value"), [*DEVELOPMENT_KEYS.items()][:1])
 def test_a_key_of_the_development_branch_is_refused_in_a_yaml_too(tmp_path: Path, key: str, value: Any) -> None:
     outcome = run("train", config(tmp_path, **{key: value}), "--dry-run")
     assert outcome.code == 2
@@ -266,7 +246,7 @@ def closed(tmp_path: Path) -> Iterator[Path]:
     directory.chmod(0o700)
 
 
-@pytest.mark.parametrize("key", ["model_name_or_path", "train_dataset_path", "custom_register_path", "of a command"])
+@pytest.mark.parametrize("key", ["train_dataset_path", "of a command"])
 def test_a_path_of_another_user_is_refused_with_the_next_step(closed: Path, key: str) -> None:
     path = str(closed / "file")
     look = main._named if key == "of a command" else lambda path: [*start_checks._missing_paths({key: path})]
@@ -320,6 +300,7 @@ def test_a_model_that_is_not_that_of_the_checkpoint_is_refused(tmp_path: Path) -
         assert fault(tmp_path, f"{may};do_train=true;overwrite_output_dir=true", model_name_or_path=model, **FULL) == ""
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("family", own_families(), ids=lambda family: family.name)
 def test_the_model_of_a_checkpoint_of_any_family_is_recognised(tmp_path: Path, family: Family) -> None:
     (model,) = tiny_models(family)[:1]
@@ -379,26 +360,19 @@ DPO = {"stage": "DPO", "sequence_parallel": True}
 @pytest.mark.parametrize(
     ("ranks", "keys", "text"),
     [
-        (1, {"tensor_model_parallel_size": 2}, "1 rank cannot be divided into groups of 2"),
         (2, {**EXPERTS, "tensor_model_parallel_size": 4}, "2 ranks cannot be divided into groups of 4"),
         (4, {"sharding_parallel_size": 3}, "sharding_parallel_size: 3: 4 ranks cannot be divided into groups of 3"),
-        (3, {"tensor_model_parallel_size": 3}, "The grid tp=3 does not fit this model.\n"),
         (3, {"tensor_model_parallel_size": 3}, "vocab_size=64 is not divisible by tp=3"),
         (4, layout(2, **DPO), "clear_every_step_cache: not true, which stage: DPO needs in a pipeline"),
-        (4, layout(2, stage="VL-DPO", clear_every_step_cache=False), "which stage: VL-DPO needs"),
         (4, layout(2, **DPO), "- partial_send_recv: not false, which stage: DPO needs with sequence_parallel: true\n"),
         (4, layout(2, 2, 4), "virtual_pipeline_model_parallel_size: 2 needs more than 2 pipeline stages"),
         (4, layout(4, 2, 3), f"{PASSES}3"),
-        (4, layout(4, 2, 7), f"{PASSES}7"),
         (4, layout(4, 2, 2, best_unbalanced_scheduler=True), f"{PASSES}2"),
         (4, layout(4, 2, 8, pp_seg_method="uniform"), "needs pp_seg_method: layer:DecoderLayer|EmptyLayer instead of"),
         (4, layout(4, 2, 8), "10 layers, empty ones included, are not divisible by pp x vpp = 4 x 2 = 8"),
-        (4, layout(4, 3, 8), "num_hidden_layers=10 is less than pp x vpp = 4 x 3 = 12 stages"),
         (3, EXPERTS, "expert_model_parallel_size: 2 on 3 ranks: 3 ranks in 1 pipeline stage are no multiple of it"),
-        (1, EXPERTS, "expert_model_parallel_size: 2 on 1 rank: 1 ranks in 1 pipeline stage are no multiple of it"),
         (2, {**EXPERTS, "use_expert_parallel": False}, "2 on 2 ranks: use_expert_parallel is not true"),
         (2, {**EXPERTS, "sharding": ""}, "2 on 2 ranks: data parallel degree 2: experts need sharding in its place"),
-        (4, {**EXPERTS, "sharding_parallel_size": 2}, "2 on 4 ranks: data parallel degree 2"),
     ],
 )
 def test_a_layout_that_every_rank_would_refuse_is_refused(
@@ -413,22 +387,16 @@ def test_a_layout_that_every_rank_would_refuse_is_refused(
     [
         (4, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": -1, "sharding_parallel_size": 2}, {}),
         (6, {"pipeline_model_parallel_size": 6}, {}),
-        (6, {}, {"model_type": "unknown"}),
         (6, {"flex_checkpoint": False}, {"model_type": "unknown"}),
         (3, {"tensor_model_parallel_size": 3, "stage": "dsv3_pretrain"}, {}),
-        (3, {"tensor_model_parallel_size": 3, "flex_checkpoint": False}, {}),
         (3, {"tensor_model_parallel_size": 3, "model_name_or_path": "owner/name"}, {}),
         (3, {"tensor_model_parallel_size": 3, "num_attention_heads": 6}, {}),
         (6, {**EXPERTS, "expert_model_parallel_size": 3}, {}),
-        (6, {**EXPERTS, "expert_model_parallel_size": 6}, {}),
-        (4, layout(2, stage="DPO", clear_every_step_cache=True), {}),
         (4, layout(2, **DPO, clear_every_step_cache=True, partial_send_recv=False), {}),
         (4, layout(1, 2, **DPO), {}),
         (4, layout(4, 2, 4), {"num_hidden_layers": 8}),
-        (4, layout(4, 2, 9), {"num_hidden_layers": 8}),
         (4, layout(4, 2, 7, best_unbalanced_scheduler=True), {"num_hidden_layers": 8}),
         (4, layout(4, 2, 8, pp_seg_method="layer:DecoderLayer"), {}),
-        (4, layout(4, 1, 3), {}),
         (4, {"fine_tuning": "LoRA"}, {}),
         (4, {"hidden_size": 32}, {"hidden_size": None}),
         (4, {}, {**MOE, "moe_num_experts": 4}),
@@ -447,13 +415,12 @@ def test_a_fused_norm_on_a_cpu_is_refused_with_its_key(tmp_path: Path, written: 
     assert "fuse_rms_norm" in fault(tmp_path, model_name_or_path=model, **FULL)
 
 
-@pytest.mark.parametrize("degree", [1, 2])
 @pytest.mark.parametrize(
-    ("changes", "text"),
+    ("changes", "text", "degree"),
     [
-        (MOE, "it is read from"),
-        ({**MOE, "num_experts": 4, "moe_num_experts": 8}, "num_experts: 4"),
-        ({"hidden_size": None}, "it is read from hidden_size"),
+        (MOE, "it is read from", 1),
+        ({**MOE, "num_experts": 4, "moe_num_experts": 8}, "num_experts: 4", 2),
+        ({"hidden_size": None}, "it is read from hidden_size", 2),
     ],
     ids=str,
 )

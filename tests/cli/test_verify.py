@@ -36,29 +36,25 @@ def failed_check(document: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("level", DEPTHS)
-@pytest.mark.parametrize("name", ["one", "four"])
-def test_a_whole_checkpoint_passes_at_every_level(kept: Path, name: str, level: str) -> None:
-    outcome = run("verify", kept / name, "--level", level, "--json")
+def test_a_whole_checkpoint_passes_at_every_level(four: Path, level: str) -> None:
+    outcome = run("verify", four, "--level", level, "--json")
     document = outcome.document
     assert outcome.code == 0
     assert document["passed"]
     assert [check["name"] for check in document["checks"]] == DEPTHS[level]
     assert document["not_checked"] == [name for name in ALL_CHECKS if name not in DEPTHS[level]]
     assert "error" not in document
-
-
-def test_the_outcome_counts_the_checked_files_bytes_and_tensors(four: Path) -> None:
-    document = run("verify", four, "--json").document
     files = [path for path in four.rglob("*") if path.is_file() and path.name != "flex_checkpoint.json"]
-    assert document["level"] == "full"
-    assert document["files"] == len(files)
-    assert document["bytes"] == sum(path.stat().st_size for path in files)
     inspected = run("inspect", four, "--json").document
+    assert document["level"] == level
     assert document["tensors"] == sum(role["tensors"] for role in inspected["roles"].values())
+    if level == "full":
+        assert document["files"] == len(files)
+        assert document["bytes"] == sum(path.stat().st_size for path in files)
 
 
-@pytest.mark.parametrize("block", [0, 2])
-def test_a_flipped_bit_is_found_with_its_file_and_block(copy: Path, block: int) -> None:
+def test_a_flipped_bit_is_found_with_its_file_and_block(copy: Path) -> None:
+    block = 2
     seal(copy, block_bytes=1024)
     flip(copy / WEIGHTS, block * 1024 + 500)
     outcome = run("verify", copy)
@@ -85,15 +81,18 @@ def test_damaged_files_and_a_mapping_that_cannot_be_proved_are_in_one_report(cop
     assert all(line.startswith(" ") for line in lines)
 
 
-def test_the_next_step_for_an_extra_file_is_to_move_it_away(copy: Path) -> None:
-    shutil.copy(copy / WEIGHTS, copy / "model_state/rank-00009.safetensors")
-    assert run("verify", copy, "--json").document["next_step"] == "Move these files away."
-    (copy / "config.json").unlink()
-    both = run("verify", copy, "--json").document["next_step"]
-    assert both == "Move away what does not belong to it, and restore the other files or use another checkpoint."
-    (copy / "model_state/rank-00009.safetensors").unlink()
-    restored = run("verify", copy, "--json").document["next_step"]
-    assert restored == "Restore these files or use another checkpoint."
+def test_the_next_step_is_that_for_files_that_are_missing_too_many_or_both(copy: Path) -> None:
+    steps = {
+        (False, True): "Move these files away.",
+        (True, True): "Move away what does not belong to it, and restore the other files or use another checkpoint.",
+        (True, False): "Restore these files or use another checkpoint.",
+    }
+    extra, config = copy / "model_state/rank-00009.safetensors", copy / "config.json"
+    raw = config.read_bytes()
+    for (is_missing, is_extra), step in steps.items():
+        config.unlink() if is_missing else config.write_bytes(raw)
+        shutil.copy(copy / WEIGHTS, extra) if is_extra else extra.unlink()
+        assert run("verify", copy, "--json").document["next_step"] == step
 
 
 def test_an_altered_document_is_found_by_size_and_under_off_where_its_content_is_used(copy: Path) -> None:
@@ -178,20 +177,9 @@ def turn_qkv(document: dict[str, Any]) -> None:
     rule["target_blocks"] = 3
 
 
-def test_a_mapping_that_cannot_be_proved_is_found(copy: Path) -> None:
-    edit_rules(copy, turn_qkv)
-    outcome = run("verify", copy, "--json")
-    assert outcome.code == 1
-    assert outcome.document["error"] == "MappingError"
-    assert failed_check(outcome.document) == "mapping"
-
-
 DESCRIBED = {
     **CONFIG,
     "bos_token_id": 1,
-    "hidden_act": "silu",
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-06,
     "rope_parameters": {"rope_theta": 500000.0, "rope_type": "default"},
     "rope_theta": 500000.0,
     "sliding_window": None,
@@ -202,11 +190,7 @@ DESCRIBED = {
     ("key", "value"),
     [
         ("bos_token_id", 3),
-        ("hidden_act", "gelu"),
-        ("max_position_embeddings", 128),
-        ("rms_norm_eps", 1e-05),
         ("rope_parameters", {"rope_theta": 10000.0, "rope_type": "default"}),
-        ("rope_theta", 10000.0),
         ("sliding_window", 16),
     ],
 )
@@ -259,11 +243,6 @@ def test_tied_tensors_are_compared(tmp_path: Path) -> None:
     assert right.code == 0
     # Two tensor-parallel pieces of the weight and of each of its two moments, and its two powers of beta.
     assert right.document["checks"][-1]["detail"] == "8 pairs compared"
-    for level in ("size", "full"):
-        recorded = run("verify", tmp_path / "unequal", "--level", level, "--json")
-        assert recorded.code == 1
-        assert failed_check(recorded.document) == "equal values"
-        assert any("lm_head.weight on " in line for line in recorded.document["evidence"])
     # What an earlier version saved has no record, and is found by reading.
     manifest = read_manifest(tmp_path / "unequal")
     write_manifest(tmp_path / "unequal", structs.replace(manifest, ties=[]))
@@ -292,9 +271,7 @@ def test_open_weights_are_checked_as_far_as_they_can_be(weights: Path) -> None:
     [
         ("qwen3_vl_moe", "experts are stored [expert, out, in], as Transformers 5 saves them"),
         ("qwen3_5_moe", "experts are stored one by one, as Transformers 5 saves them"),
-        ("qwen2_5_vl, tied", ""),
         ("qwen3_vl, tied", ""),
-        ("qwen3_5, tied", ""),
     ],
 )
 def test_open_weights_of_transformers_5_are_read_or_refused_with_what_they_are(
@@ -399,19 +376,13 @@ def test_the_checkpoints_below_an_output_directory_are_listed(kept: Path, copy: 
     assert len(both.document["below"]) == 2
 
 
-def test_an_unfinished_checkpoint_is_reported_as_unfinished(copy: Path) -> None:
-    (copy / "flex_checkpoint.json").unlink()
-    outcome = run("verify", copy)
-    assert outcome.code == 1
-    assert "is an unfinished checkpoint." in outcome.err
-
-
-def test_an_unreadable_manifest_is_reported_with_a_next_step(copy: Path) -> None:
-    (copy / "flex_checkpoint.json").write_text("{")
+def test_what_is_no_finished_checkpoint_is_refused_as_what_it_is(copy: Path, tmp_path: Path) -> None:
+    manifest = copy / "flex_checkpoint.json"
+    manifest.write_text("{")
     assert "Restore it" in run("verify", copy, "--json").document["next_step"]
-
-
-def test_an_empty_directory_is_refused(tmp_path: Path) -> None:
-    outcome = run("verify", tmp_path, "--json")
-    assert outcome.code == 1
-    assert outcome.document["error"] == "NotACheckpoint"
+    manifest.unlink()
+    outcome = run("verify", copy)
+    assert (outcome.code, "is an unfinished checkpoint." in outcome.err) == (1, True)
+    (tmp_path / "empty").mkdir()
+    outcome = run("verify", tmp_path / "empty", "--json")
+    assert (outcome.code, outcome.document["error"]) == (1, "NotACheckpoint")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.corruption.guarantees import Observed, fault
 from tests.harness.tiny import SD2S3
 from verification.digests import canonical_digests
@@ -14,6 +16,7 @@ THREE = {"max_steps": 3, "save_steps": 1, "logging_steps": 1}
 EVALUATED = {"flex_ema_decay": 0.9, "flex_ema_evaluate": True}
 
 
+@pytest.mark.slow
 @fault("G112", "`flex_ema_evaluate: true` under `sharding: stage3`: each pass moves the slices of weights")
 def test_g112_the_weights_come_back_to_where_stage_three_has_moved_them(ranks: ForkServer, tmp_path: Path) -> Observed:
     runs: list[tuple[list[Any], list[Any]]] = []

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.corruption.guarantees import Observed, fault
 from tests.families.test_exported_configs import READERS, SOURCES, exported
 from tests.families.test_transformers import CASES
@@ -22,6 +24,7 @@ def described(directory: Path) -> tuple[Any, bytes | None]:
     return use_cache, generation.read_bytes() if generation.exists() else None
 
 
+@pytest.mark.slow
 @fault("G80", "open weights with `use_cache: true` and a `generation_config.json` are trained and exported")
 def test_g80_an_export_keeps_what_describes_its_source(ranks: ForkServer, tmp_path: Path) -> Observed:
     source, config = source_of(ranks, tmp_path, "llama")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ TIED = {"tie_word_embeddings": True}
 UNTIED = {"tie_word_embeddings": False}
 APART = ("deepseek_v3", "glm4_moe", "gpt_oss", "paddleocr_vl", "qwen2_moe", "qwen3_moe", "qwen3_next")
 """Families whose class never calls ``tie_weights``."""
+EVERY = [name for name in NAMES if name not in FLEET_ONLY]
 
 
 def values_of(name: str, **changes: Any) -> dict[str, Any]:
@@ -75,13 +77,15 @@ def test_g113_a_save_is_one_that_its_reader_accepts(ranks: ForkServer, tmp_path:
     )
 
 
+@pytest.mark.parametrize(
+    "names", [("qwen2", "qwen2_moe"), pytest.param(EVERY, marks=pytest.mark.slow)], ids=["two", "all"]
+)
 def test_a_trainer_and_a_loop_refuse_every_model_that_does_not_tie_what_its_configuration_ties(
-    ranks: ForkServer, tmp_path: Path
+    ranks: ForkServer, tmp_path: Path, names: Collection[str]
 ) -> None:
-    models = {name: values_of(name, **TIED) for name in NAMES if name not in FLEET_ONLY}
-    job = {"models": models, "output_dir": str(tmp_path)}
+    job = {"models": {name: values_of(name, **TIED) for name in names}, "output_dir": str(tmp_path)}
     (found,) = ranks.run("tests.families.jobs:tied_models", 1, job).values
-    assert {name for name, (trainer, _, _) in found.items() if trainer} == {*APART}
+    assert {name for name, (trainer, _, _) in found.items() if trainer} == {*APART} & {*names}
     for name, (trainer, loop, after) in found.items():
         assert trainer == loop
         assert not after

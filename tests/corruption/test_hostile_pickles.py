@@ -101,11 +101,11 @@ VERBS = (
 
 
 @pytest.mark.parametrize("kind", ["flex", "paddle", "open weights"])
-def test_no_verb_runs_a_pickle(kind: str, bare_ranks: ForkServer, tmp_path: Path) -> None:
+def test_no_verb_runs_a_pickle(kind: str, ranks: ForkServer, tmp_path: Path) -> None:
     directory, marks = tmp_path / "checkpoint-3", tmp_path / "marks"
     if kind == "paddle":
         save = {"directory": str(directory / "model_state"), "options": {}}
-        bare_ranks.run("tests.formats.jobs:save", 1, save)
+        ranks.run("tests.formats.jobs:save", 1, save)
         (directory / "config.json").write_bytes(ours.config_bytes(ours.CONFIG))
     else:
         ours.save(directory)

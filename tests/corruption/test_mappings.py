@@ -42,7 +42,7 @@ def two_ranks(name: str, array: np.ndarray[Any, Any]) -> list[dict[str, stock.Te
 
 
 @fault("S3", "tied weights: one stored tensor for two of the model's")
-def test_s3_both_of_two_tied_tensors_are_loaded(bare_ranks: ForkServer, tmp_path: Path) -> Observed:
+def test_s3_both_of_two_tied_tensors_are_loaded(ranks: ForkServer, tmp_path: Path) -> Observed:
     values = [1.0, 2.0, 3.0, 4.0]
     steps = [
         stock.save(tmp_path / "stock", {"embed": tensor(values)}),
@@ -52,7 +52,7 @@ def test_s3_both_of_two_tied_tensors_are_loaded(bare_ranks: ForkServer, tmp_path
             aoa_config={"aoa_statements": ["embed -> head"]},
         ),
     ]
-    found = outcomes(bare_ranks, steps)[1]
+    found = outcomes(ranks, steps)[1]
     assert found["head"]["values"] == values
     assert found["embed"]["values"] == [-1.0] * 4
 
@@ -83,12 +83,12 @@ def test_s3_both_of_two_tied_tensors_are_loaded(bare_ranks: ForkServer, tmp_path
 
 
 @fault("S5", "[gate \\| up] fused by two tensor-parallel ranks, taken apart")
-def test_s5_gate_and_up_of_two_ranks_are_taken_apart_rank_by_rank(bare_ranks: ForkServer, tmp_path: Path) -> Observed:
+def test_s5_gate_and_up_of_two_ranks_are_taken_apart_rank_by_rank(ranks: ForkServer, tmp_path: Path) -> Observed:
     fused = np.arange(24.0).reshape(3, 8)
     reverse = {"aoa_statements": ["g, u -> gu, fused_ffn"], "aoa_config_reverse": True}
-    outcomes(bare_ranks, [stock.save(tmp_path / "stock", *two_ranks("gu", fused))], 2)
+    outcomes(ranks, [stock.save(tmp_path / "stock", *two_ranks("gu", fused))], 2)
     (found,) = outcomes(
-        bare_ranks, [stock.load(tmp_path / "stock", {"g": unset(3, 4), "u": unset(3, 4)}, aoa_config=reverse)]
+        ranks, [stock.load(tmp_path / "stock", {"g": unset(3, 4), "u": unset(3, 4)}, aoa_config=reverse)]
     )
     assert "error" not in found
     right = fused[0, [0, 1, 4, 5]].tolist()
@@ -116,14 +116,14 @@ def save_phi3(directory: Path, arrays: Arrays, tp: int) -> None:
 
 @fault("S6", "[Q \\| K \\| V] fused by two tensor-parallel ranks, taken apart")
 def test_s6_query_key_and_value_of_two_ranks_are_taken_apart_rank_by_rank(
-    bare_ranks: ForkServer, tmp_path: Path
+    ranks: ForkServer, tmp_path: Path
 ) -> Observed:
     fused = np.arange(36.0).reshape(3, 12)
     statement = "q, k, v -> qkv, fused_qkv_old, num_heads=2, num_key_value_groups=2"
     reverse = {"aoa_statements": [statement], "aoa_config_reverse": True}
-    outcomes(bare_ranks, [stock.save(tmp_path / "stock", *two_ranks("qkv", fused))], 2)
+    outcomes(ranks, [stock.save(tmp_path / "stock", *two_ranks("qkv", fused))], 2)
     wanted = {name: unset(3, 4) for name in "qkv"}
-    (found,) = outcomes(bare_ranks, [stock.load(tmp_path / "stock", wanted, aoa_config=reverse)])
+    (found,) = outcomes(ranks, [stock.load(tmp_path / "stock", wanted, aoa_config=reverse)])
     assert "error" not in found
     right = fused[0, [2, 3, 8, 9]].tolist()
     first = found["k"]["values"][0]
@@ -142,14 +142,14 @@ def test_s6_query_key_and_value_of_two_ranks_are_taken_apart_rank_by_rank(
 
 
 @fault("S7", "a fused tensor of uneven parts, taken apart")
-def test_s7_uneven_parts_are_taken_apart_where_they_were_joined(bare_ranks: ForkServer, tmp_path: Path) -> Observed:
+def test_s7_uneven_parts_are_taken_apart_where_they_were_joined(ranks: ForkServer, tmp_path: Path) -> Observed:
     joined = np.arange(12.0).reshape(6, 2)
     reverse = {"aoa_statements": ["a, b -> c, axis=0"], "aoa_config_reverse": True}
     steps = [
         stock.save(tmp_path / "stock", {"c": tensor(joined)}),
         stock.load(tmp_path / "stock", {"a": unset(2, 2), "b": unset(4, 2)}, aoa_config=reverse),
     ]
-    found = outcomes(bare_ranks, steps)[1]["b"]["values"]
+    found = outcomes(ranks, steps)[1]["b"]["values"]
     assert found == [*joined[3:].tolist(), [-1.0, -1.0]]
 
     rows = {part: ours.ARRAYS[f"model.layers.0.self_attn.{part}_proj.weight"].shape[0] for part in "qkv"}
@@ -165,13 +165,13 @@ def test_s7_uneven_parts_are_taken_apart_where_they_were_joined(bare_ranks: Fork
 
 @fault("S8", "a fused tensor of two tensor-parallel ranks, transposed and taken apart (Phi-3's own export)")
 def test_s8_a_transposed_fused_tensor_of_two_ranks_is_taken_apart_rank_by_rank(
-    bare_ranks: ForkServer, tmp_path: Path
+    ranks: ForkServer, tmp_path: Path
 ) -> Observed:
     fused = np.arange(24.0).reshape(3, 8)
     statements = {"aoa_statements": ["gu^T -> g, u, fused_ffn, axis=0"]}
-    outcomes(bare_ranks, [stock.save(tmp_path / "stock", *two_ranks("gu", fused))], 2)
+    outcomes(ranks, [stock.save(tmp_path / "stock", *two_ranks("gu", fused))], 2)
     wanted = {"g": unset(4, 3), "u": unset(4, 3)}
-    (found,) = outcomes(bare_ranks, [stock.load(tmp_path / "stock", wanted, aoa_config=statements)])
+    (found,) = outcomes(ranks, [stock.load(tmp_path / "stock", wanted, aoa_config=statements)])
     assert "error" not in found
     right = fused.T[2].tolist()
     first = found["u"]["values"][0]
@@ -187,13 +187,13 @@ def test_s8_a_transposed_fused_tensor_of_two_ranks_is_taken_apart_rank_by_rank(
 
 
 @fault("S16", "statements with a state dict of plain tensors")
-def test_s16_statements_that_cannot_be_read_are_refused(bare_ranks: ForkServer, tmp_path: Path) -> Observed:
+def test_s16_statements_that_cannot_be_read_are_refused(ranks: ForkServer, tmp_path: Path) -> Observed:
     nonsense = {"aoa_statements": ["this is >> nothing"]}
     steps = [
         stock.save(tmp_path / "stock", {"a": tensor([1.0, 2.0], plain=True)}),
         stock.load(tmp_path / "stock", {"a": unset(2, plain=True)}, aoa_config=nonsense),
     ]
-    assert outcomes(bare_ranks, steps)[1] == {"a": {"values": [1.0, 2.0], "dtype": "float32"}}
+    assert outcomes(ranks, steps)[1] == {"a": {"values": [1.0, 2.0], "dtype": "float32"}}
 
     ours.save(tmp_path / "checkpoint-3")
     error = ours.refusal(ours.load(tmp_path / "checkpoint-3", ours.empty(), aoa=nonsense))
@@ -205,14 +205,14 @@ def test_s16_statements_that_cannot_be_read_are_refused(bare_ranks: ForkServer, 
 
 
 @fault("S17", "a parameter that is not stored, beside a master weight under an older name")
-def test_s17_a_parameter_that_is_not_stored_receives_nothing(bare_ranks: ForkServer, tmp_path: Path) -> Observed:
+def test_s17_a_parameter_that_is_not_stored_receives_nothing(ranks: ForkServer, tmp_path: Path) -> Observed:
     stored = {"m.w": tensor([1.0, 1.0]), "m.w_fp32_master_0": tensor([9.0, 9.0])}
-    outcomes(bare_ranks, [stock.save(tmp_path / "stock", stored, unique_id=1)])
+    outcomes(ranks, [stock.save(tmp_path / "stock", stored, unique_id=1)])
     received: set[tuple[float, ...]] = set()
     # Which of two missing names Paddle looks at first is a matter of chance; looking at the other one it raises.
     for name in (f"m.b{index}" for index in range(40)):
         wanted = {"m.w": unset(2), "m.master_weights.w": unset(2), name: unset(2)}
-        (found,) = outcomes(bare_ranks, [stock.load(tmp_path / "stock", wanted)])
+        (found,) = outcomes(ranks, [stock.load(tmp_path / "stock", wanted)])
         if "error" not in found:
             received.add(tuple(found[name]["values"]))
             break

@@ -28,10 +28,10 @@ Sums = dict[str, float]
 
 
 @pytest.fixture(scope="module")
-def stock_weights(bare_ranks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Sums]:
+def stock_weights(ranks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Sums]:
     """A Llama that stock has exported in several files, and the sum of every tensor."""
     directory = tmp_path_factory.mktemp("stock")
-    (found,) = bare_ranks.run(f"{JOBS}:export", 1, {"directory": str(directory), "seeds": [0]}).values
+    (found,) = ranks.run(f"{JOBS}:export", 1, {"directory": str(directory), "seeds": [0]}).values
     return directory, found[0]
 
 
@@ -134,10 +134,10 @@ Stock = tuple[Path, Sums]
 @pytest.mark.slow
 @fault("T9", "open weights of another shape: another `intermediate_size`")
 def test_t9_open_weights_of_another_shape_are_refused(
-    bare_ranks: ForkServer, stock_weights: Stock, model: Path, tmp_path: Path
+    ranks: ForkServer, stock_weights: Stock, model: Path, tmp_path: Path
 ) -> Observed:
     directory = copy(stock_weights[0], tmp_path / "stock", lambda path: None)
-    (found,) = loaded(bare_ranks, directory, intermediate_size=160)
+    (found,) = loaded(ranks, directory, intermediate_size=160)
     assert "error" not in found
     differ = {name for name, value in found.items() if value != stock_weights[1][name]}
     assert differ == {name for name in found if ".mlp." in name}
@@ -150,11 +150,11 @@ def test_t9_open_weights_of_another_shape_are_refused(
 
 @fault("T10", "tensors are missing from a file of open weights, and a whole directory is loaded next")
 def test_t10_missing_tensors_come_in_one_report_and_the_next_load_is_right(
-    ranks: ForkServer, bare_ranks: ForkServer, stock_weights: Stock, our_weights: Path, model: Path, tmp_path: Path
+    ranks: ForkServer, stock_weights: Stock, our_weights: Path, model: Path, tmp_path: Path
 ) -> Observed:
     whole = copy(stock_weights[0], tmp_path / "whole", lambda path: None)
     broken = copy(stock_weights[0], tmp_path / "broken", lambda path: without_tensors(weights(path)[0], 2))
-    first, second = loaded(bare_ranks, broken, whole)
+    first, second = loaded(ranks, broken, whole)
     assert first == second
     assert "should be assigned before" in second["error"]
     in_several_files(model)
@@ -174,12 +174,10 @@ def test_t10_missing_tensors_come_in_one_report_and_the_next_load_is_right(
 
 
 @fault("T11", "a file of open weights is missing, and the index lists it")
-def test_t11_a_missing_file_is_named(
-    ranks: ForkServer, bare_ranks: ForkServer, stock_weights: Stock, model: Path, tmp_path: Path
-) -> Observed:
+def test_t11_a_missing_file_is_named(ranks: ForkServer, stock_weights: Stock, model: Path, tmp_path: Path) -> Observed:
     broken = copy(stock_weights[0], tmp_path / "stock", lambda path: weights(path)[1].unlink())
     missing = weights(stock_weights[0])[1].name
-    (found,) = loaded(bare_ranks, broken)
+    (found,) = loaded(ranks, broken)
     assert missing not in found["error"]
     in_several_files(model)
     gone = weights(model)[1]
@@ -189,15 +187,16 @@ def test_t11_a_missing_file_is_named(
     return Observed(f"`{found['error']}`: the missing file is not named", refused(error, gone.name))
 
 
+@pytest.mark.slow
 @fault("T12", "an extra `original.safetensors` with the same names")
 def test_t12_a_file_that_the_index_does_not_list_is_ignored(
-    ranks: ForkServer, bare_ranks: ForkServer, stock_weights: Stock, model: Path, tmp_path: Path
+    ranks: ForkServer, stock_weights: Stock, model: Path, tmp_path: Path
 ) -> Observed:
     def add(path: Path) -> None:
         held = load_file(weights(path)[0])
         save_file({name: np.ones_like(array) for name, array in held.items()}, path / "original.safetensors")
 
-    (found,) = loaded(bare_ranks, copy(stock_weights[0], tmp_path / "stock", add))
+    (found,) = loaded(ranks, copy(stock_weights[0], tmp_path / "stock", add))
     other = [name for name, value in found.items() if value != stock_weights[1][name]]
     held = list(load_file(weights(stock_weights[0])[0]))
     assert sorted(other) == sorted(name for name in held if "norm" not in name)
@@ -209,13 +208,14 @@ def test_t12_a_file_that_the_index_does_not_list_is_ignored(
     )
 
 
+@pytest.mark.slow
 @fault("T13", "loading from a directory of open weights that is not ours to write to")
 def test_t13_the_source_is_not_written_to(
-    ranks: ForkServer, bare_ranks: ForkServer, stock_weights: Stock, model: Path, tmp_path: Path
+    ranks: ForkServer, stock_weights: Stock, model: Path, tmp_path: Path
 ) -> Observed:
     directory = copy(stock_weights[0], tmp_path / "stock", lambda path: None)
     before = {path.name for path in directory.iterdir()}
-    loaded(bare_ranks, directory)
+    loaded(ranks, directory)
     added = {path.name for path in directory.iterdir()} - before
     assert added == {"flex-ckpt.auto_generated.metadata"}
     # Paddle also deletes files of other programs under this name.
@@ -226,10 +226,10 @@ def test_t13_the_source_is_not_written_to(
 
 @fault("T14", "an export fails: the disk is full")
 def test_t14_an_export_that_fails_leaves_the_older_one(
-    bare_ranks: ForkServer, stock_weights: Stock, our_weights: Path, tmp_path: Path
+    ranks: ForkServer, stock_weights: Stock, our_weights: Path, tmp_path: Path
 ) -> Observed:
     kwargs = {"directory": str(tmp_path / "stock"), "seeds": [0, 1], "room": 100_000}
-    (found,) = bare_ranks.run(f"{JOBS}:export", 1, kwargs).values
+    (found,) = ranks.run(f"{JOBS}:export", 1, kwargs).values
     assert "error" in found[1]
     assert weights(tmp_path / "stock") == []
 
@@ -248,14 +248,14 @@ def test_t14_an_export_that_fails_leaves_the_older_one(
 
 @fault("T15", "an export into a directory that holds `model.safetensors`")
 def test_t15_an_export_takes_the_place_of_an_older_one(
-    bare_ranks: ForkServer, stock_weights: Stock, tmp_path: Path
+    ranks: ForkServer, stock_weights: Stock, tmp_path: Path
 ) -> Observed:
     directory = tmp_path / "stock"
     directory.mkdir()
     held = {name: array for path in weights(stock_weights[0]) for name, array in load_file(path).items()}
     old = {name: np.ones_like(array) for name, array in held.items()}
     save_file(old, directory / "model.safetensors")
-    bare_ranks.run(f"{JOBS}:export", 1, {"directory": str(directory), "seeds": [0]})
+    ranks.run(f"{JOBS}:export", 1, {"directory": str(directory), "seeds": [0]})
     assert len(weights(directory)) == len(weights(stock_weights[0])) + 1
     (stale,) = [path for path in weights(directory) if load_file(path).keys() == old.keys()]
     assert all((array == 1).all() for array in load_file(stale).values())
@@ -348,10 +348,10 @@ def test_every_stage_of_the_command_line_reads_open_weights_alike(
 
 @fault("G51", "a byte of a tensor in an export has changed; then another tool writes other weights over the export")
 def test_g51_altered_weights_of_an_export_are_refused(
-    bare_ranks: ForkServer, stock_weights: Stock, our_weights: Path, tmp_path: Path
+    ranks: ForkServer, stock_weights: Stock, our_weights: Path, tmp_path: Path
 ) -> Observed:
     altered = copy(stock_weights[0], tmp_path / "stock", lambda path: flip_last(weights(path)[0]))
-    (found,) = loaded(bare_ranks, altered)
+    (found,) = loaded(ranks, altered)
     assert "error" not in found
     assert found != stock_weights[1]
     directory = Path(shutil.copytree(our_weights, tmp_path / "ours"))

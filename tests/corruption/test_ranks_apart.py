@@ -92,6 +92,7 @@ def test_t17_another_checkpoint_under_the_same_name_is_refused(ranks: ForkServer
     )
 
 
+@pytest.mark.slow
 @fault("T18", "ranks hold different numbers of the same weight, as clipping under tp2 with ep2 leaves them")
 def test_t18_replicas_that_differ_are_reported(ranks: ForkServer, tmp_path: Path) -> Observed:
     arguments = {"max_steps": 1, "save_steps": 1, "max_grad_norm": 0.01}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.corruption.guarantees import Observed, fault
 from tests.harness.tiny import GLOBAL_BATCH, SINGLE, MatrixLayout
 from verification.forkserver import ForkServer, JobResult
@@ -26,6 +28,7 @@ def refused(ranks: ForkServer, output_dir: Path, **arguments: object) -> str:
     return next(line.strip("- ") for line in text.splitlines() if "flex_checkpoint: true and" in line)
 
 
+@pytest.mark.slow
 @fault("G110", "`sep_parallel_size: 2`")
 def test_g110_segment_parallelism_is_refused(ranks: ForkServer, tmp_path: Path) -> Observed:
     # Where this fails because the losses agree, PaddleFormers trains segments, and they can be supported.
@@ -38,6 +41,7 @@ def test_g110_segment_parallelism_is_refused(ranks: ForkServer, tmp_path: Path) 
     )
 
 
+@pytest.mark.slow
 @fault("G111", "`context_parallel_size: 2`")
 def test_g111_context_parallelism_is_refused(ranks: ForkServer, tmp_path: Path) -> Observed:
     # Where this fails because a step is made, context parallelism can be tested and supported.

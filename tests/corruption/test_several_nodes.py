@@ -5,6 +5,8 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import pytest
+
 from tests.corruption.guarantees import Observed, fault
 from tests.harness.tiny import DP2
 from verification.forkserver import ForkServer
@@ -12,6 +14,7 @@ from verification.forkserver import ForkServer
 JOBS = "tests.trainer.disk_jobs"
 
 
+@pytest.mark.slow
 @fault("G100", "one of two nodes comes back with a fresh disk, and the command line resumes automatically")
 def test_g100_the_rank_of_a_fresh_disk_joins_the_decision(ranks: ForkServer, tmp_path: Path) -> Observed:
     places = [tmp_path / "first", tmp_path / "second"]
@@ -26,6 +29,7 @@ def test_g100_the_rank_of_a_fresh_disk_joins_the_decision(ranks: ForkServer, tmp
     return Observed("—", "both ranks resume at step 2")
 
 
+@pytest.mark.slow
 @fault("G101", "under `save_total_limit: 1` one of two disks fails to sync a file of the newest checkpoint")
 def test_g101_a_failed_sync_on_one_disk_keeps_the_older_checkpoint_on_all(
     ranks: ForkServer, tmp_path: Path

@@ -24,7 +24,7 @@ def rounded(values: list[float]) -> str:
 
 
 @fault("S1", "the checkpoint has another dtype than the model, and the load reshards")
-def test_s1_another_dtype_under_another_layout_is_refused(bare_ranks: ForkServer, tmp_path: Path) -> Observed:
+def test_s1_another_dtype_under_another_layout_is_refused(ranks: ForkServer, tmp_path: Path) -> Observed:
     found = []
     for stored, wanted in (("bfloat16", "float32"), ("float32", "bfloat16")):
         directory = tmp_path / f"stock-{stored}"
@@ -32,7 +32,7 @@ def test_s1_another_dtype_under_another_layout_is_refused(bare_ranks: ForkServer
             stock.save(directory, {"a": tensor(VALUES, stored)}, safetensors=True),
             stock.load(directory, {"a": unset(4, dtype=wanted)}, safetensors=True),
         ]
-        found.append(outcomes(bare_ranks, steps)[1]["a"])
+        found.append(outcomes(ranks, steps)[1]["a"])
     reinterpreted, ignored = (one["values"] for one in found)
     assert not np.allclose(reinterpreted, VALUES, atol=0.01)
     assert ignored == [-1.0] * 4
@@ -49,12 +49,12 @@ def test_s1_another_dtype_under_another_layout_is_refused(bare_ranks: ForkServer
 
 
 @fault("S2", "the checkpoint has another dtype than the model, and each rank finds its own file")
-def test_s2_another_dtype_under_the_same_layout_is_refused(bare_ranks: ForkServer, tmp_path: Path) -> Observed:
+def test_s2_another_dtype_under_the_same_layout_is_refused(ranks: ForkServer, tmp_path: Path) -> Observed:
     steps = [
         stock.save(tmp_path / "stock", {"a": tensor(VALUES)}),
         stock.load(tmp_path / "stock", {"a": unset(4, dtype="bfloat16")}),
     ]
-    found = outcomes(bare_ranks, steps)[1]["a"]
+    found = outcomes(ranks, steps)[1]["a"]
     assert found["dtype"] == "float32"
 
     ours.save(tmp_path / "checkpoint-3")
@@ -64,14 +64,14 @@ def test_s2_another_dtype_under_the_same_layout_is_refused(bare_ranks: ForkServe
 
 
 @fault("S4", "a stored tensor of another shape, such as another vocabulary")
-def test_s4_another_shape_is_refused_in_both_directions(bare_ranks: ForkServer, tmp_path: Path) -> Observed:
+def test_s4_another_shape_is_refused_in_both_directions(ranks: ForkServer, tmp_path: Path) -> Observed:
     rows = np.arange(1.0, 17.0).reshape(4, 4)
     steps = [
         stock.save(tmp_path / "stock", {"a": tensor(rows)}),
         stock.load(tmp_path / "stock", {"a": unset(6, 4)}),
         stock.load(tmp_path / "stock", {"a": unset(2, 4)}),
     ]
-    _, larger, smaller = outcomes(bare_ranks, steps)
+    _, larger, smaller = outcomes(ranks, steps)
     assert larger["a"]["values"] == [*rows.tolist(), *[[-1.0] * 4] * 2]
     assert smaller["a"]["values"] == rows[:2].tolist()
 
@@ -91,13 +91,13 @@ def test_s4_another_shape_is_refused_in_both_directions(bare_ranks: ForkServer, 
 
 
 @fault("S9", "a statement casts a parameter that has a float32 master weight")
-def test_s9_a_cast_of_a_parameter_leaves_its_master_weight_alone(bare_ranks: ForkServer, tmp_path: Path) -> Observed:
+def test_s9_a_cast_of_a_parameter_leaves_its_master_weight_alone(ranks: ForkServer, tmp_path: Path) -> Observed:
     statements = {"aoa_statements": ["a -> a, dtype='bfloat16'"]}
     steps = [
         stock.save(tmp_path / "stock", {"a": tensor(VALUES), "a.w_0": tensor(VALUES)}),
         stock.load(tmp_path / "stock", {"a": unset(4, dtype="bfloat16"), "a.w_0": unset(4)}, aoa_config=statements),
     ]
-    master = outcomes(bare_ranks, steps)[1]["a.w_0"]["values"]
+    master = outcomes(ranks, steps)[1]["a.w_0"]["values"]
     assert not np.allclose(master, VALUES, atol=0.01)
 
     ours.save(tmp_path / "checkpoint-3", roles=ours.with_masters(live(ours.ARRAYS, 1, 0)))
@@ -113,7 +113,7 @@ def test_s9_a_cast_of_a_parameter_leaves_its_master_weight_alone(bare_ranks: For
 
 
 @fault("S10", "a statement casts to bfloat16, and the model's tensor is float16")
-def test_s10_a_cast_to_another_dtype_than_the_models_is_refused(bare_ranks: ForkServer, tmp_path: Path) -> Observed:
+def test_s10_a_cast_to_another_dtype_than_the_models_is_refused(ranks: ForkServer, tmp_path: Path) -> Observed:
     steps = [
         stock.save(tmp_path / "stock", {"a": tensor(VALUES)}),
         stock.load(
@@ -122,7 +122,7 @@ def test_s10_a_cast_to_another_dtype_than_the_models_is_refused(bare_ranks: Fork
             aoa_config={"aoa_statements": ["a -> b, dtype='bfloat16'"]},
         ),
     ]
-    values = outcomes(bare_ranks, steps)[1]["b"]["values"]
+    values = outcomes(ranks, steps)[1]["b"]["values"]
     assert not np.allclose(values, VALUES, atol=0.01)
 
     ours.save(tmp_path / "checkpoint-3")

@@ -19,26 +19,26 @@ from verification.forkserver import ForkServer
 
 
 @fault("S11", "`FLAGS_use_stride_kernel=0`, and the load reshards")
-def test_s11_a_load_does_not_depend_on_paddles_kernels(bare_ranks: ForkServer, tmp_path: Path) -> Observed:
+def test_s11_a_load_does_not_depend_on_paddles_kernels(ranks: ForkServer, tmp_path: Path) -> Observed:
     steps = [
         stock.save(tmp_path / "stock", {"a": tensor(VALUES)}, unique_id=1),
         stock.flags(FLAGS_use_stride_kernel=0),
         stock.load(tmp_path / "stock", {"a": unset(4)}),
     ]
-    assert outcomes(bare_ranks, steps)[2]["a"]["values"] == [-1.0] * 4
+    assert outcomes(ranks, steps)[2]["a"]["values"] == [-1.0] * 4
 
     ours.save(tmp_path / "checkpoint-3", tp=2)
     job = "tests.corruption.ours:loads_without_strided_kernels"
-    assert bare_ranks.run(job, 1, {"directory": str(tmp_path / "checkpoint-3")}).values == (True,)
+    assert ranks.run(job, 1, {"directory": str(tmp_path / "checkpoint-3")}).values == (True,)
     return Observed("nothing is loaded; no error", "loads right under the same flag")
 
 
 @fault("S12", "a second save into the same directory, with fewer ranks")
-def test_s12_a_second_save_replaces_the_first_whole(bare_ranks: ForkServer, tmp_path: Path) -> Observed:
+def test_s12_a_second_save_replaces_the_first_whole(ranks: ForkServer, tmp_path: Path) -> Observed:
     old, new = ({name: tensor([value, value]) for name in "ab"} for value in (1.0, 2.0))
-    outcomes(bare_ranks, [stock.save(tmp_path / "stock", old)], 2)
+    outcomes(ranks, [stock.save(tmp_path / "stock", old)], 2)
     steps = [stock.save(tmp_path / "stock", new), stock.load(tmp_path / "stock", {"a": unset(2), "b": unset(2)})]
-    found = {name: one["values"][0] for name, one in outcomes(bare_ranks, steps)[1].items()}
+    found = {name: one["values"][0] for name, one in outcomes(ranks, steps)[1].items()}
     assert sorted(found.values()) == [1.0, 2.0]
 
     ours.save(tmp_path / "checkpoint-3", sharded=2)
@@ -53,7 +53,7 @@ def test_s12_a_second_save_replaces_the_first_whole(bare_ranks: ForkServer, tmp_
 
 
 @fault("S13", "a load fails, and the same process loads another directory")
-def test_s13_a_failed_load_leaves_nothing_to_the_next(bare_ranks: ForkServer, tmp_path: Path) -> Observed:
+def test_s13_a_failed_load_leaves_nothing_to_the_next(ranks: ForkServer, tmp_path: Path) -> Observed:
     values = [7.0, 8.0, 9.0, 10.0, 11.0, 12.0]
     steps = [
         stock.save(tmp_path / "one", {"a": tensor(VALUES)}, safetensors=True),
@@ -61,7 +61,7 @@ def test_s13_a_failed_load_leaves_nothing_to_the_next(bare_ranks: ForkServer, tm
         stock.load(tmp_path / "one", {"a": unset(4), "z": unset(4)}, safetensors=True),
         stock.load(tmp_path / "other", {"a": unset(6)}, safetensors=True),
     ]
-    failed, found = outcomes(bare_ranks, steps)[2:]
+    failed, found = outcomes(ranks, steps)[2:]
     assert failed == {"error": "KeyError: 'z'"}
     assert found["a"]["values"] == [*values[:4], -1.0, -1.0]
 
@@ -80,7 +80,7 @@ def test_s13_a_failed_load_leaves_nothing_to_the_next(bare_ranks: ForkServer, tm
 
 
 @fault("S14", "the same directory is loaded twice in one process, and holds another checkpoint the second time")
-def test_s14_a_directory_is_inspected_again_for_every_load(bare_ranks: ForkServer, tmp_path: Path) -> Observed:
+def test_s14_a_directory_is_inspected_again_for_every_load(ranks: ForkServer, tmp_path: Path) -> Observed:
     one, other = [1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0]
     steps = [
         stock.save(tmp_path / "stock", {"a": tensor(one)}, unique_id=0),
@@ -88,7 +88,7 @@ def test_s14_a_directory_is_inspected_again_for_every_load(bare_ranks: ForkServe
         stock.load(tmp_path / "stock", {"a": unset(4)}, unique_id=0),
         stock.load(tmp_path / "stock", {"a": unset(4)}, unique_id=1),
     ]
-    assert outcomes(bare_ranks, steps)[3]["a"]["values"] == one
+    assert outcomes(ranks, steps)[3]["a"]["values"] == one
 
     target = ours.empty()
     for arrays in (ours.ARRAYS, ours.OTHER):
@@ -98,15 +98,15 @@ def test_s14_a_directory_is_inspected_again_for_every_load(bare_ranks: ForkServe
 
 
 @fault("S15", "open weights are replaced by others of another dtype after they have been loaded once")
-def test_s15_replaced_open_weights_are_read_as_what_they_are(bare_ranks: ForkServer, tmp_path: Path) -> Observed:
+def test_s15_replaced_open_weights_are_read_as_what_they_are(ranks: ForkServer, tmp_path: Path) -> Observed:
     weights = tmp_path / "stock"
     weights.mkdir()
     steps = [stock.load(weights, {"a": unset(4)}, safetensors=True)]
     save_file({"a": np.array(VALUES, np.float32)}, weights / "model.safetensors")
-    assert np.allclose(outcomes(bare_ranks, steps)[0]["a"]["values"], VALUES)
+    assert np.allclose(outcomes(ranks, steps)[0]["a"]["values"], VALUES)
     assert (weights / "flex-ckpt.auto_generated.metadata").exists()
     save_file({"a": np.array(VALUES, np.float16)}, weights / "model.safetensors")
-    found = outcomes(bare_ranks, steps)[0]["a"]["values"]
+    found = outcomes(ranks, steps)[0]["a"]["values"]
     assert not np.allclose(found, VALUES, atol=0.01)
 
     ours.save(tmp_path / "checkpoint-3")
@@ -131,15 +131,15 @@ def test_s15_replaced_open_weights_are_read_as_what_they_are(bare_ranks: ForkSer
 
 
 @fault("S18", "one bit of a stored tensor has flipped")
-def test_s18_a_flipped_bit_is_found_by_a_full_check(bare_ranks: ForkServer, tmp_path: Path) -> Observed:
+def test_s18_a_flipped_bit_is_found_by_a_full_check(ranks: ForkServer, tmp_path: Path) -> Observed:
     found = []
     for suffix in ("distcp", "safetensors"):
         directory = tmp_path / suffix
         options = {"safetensors": suffix == "safetensors"}
-        outcomes(bare_ranks, [stock.save(directory, {"a": tensor(VALUES)}, **options)])
+        outcomes(ranks, [stock.save(directory, {"a": tensor(VALUES)}, **options)])
         (path,) = directory.glob(f"*.{suffix}")
         flip(path, path.read_bytes().index(np.float32(VALUES[0]).tobytes()) + 3, 0x40)
-        found.append(outcomes(bare_ranks, [stock.load(directory, {"a": unset(4)}, **options)])[0]["a"]["values"])
+        found.append(outcomes(ranks, [stock.load(directory, {"a": unset(4)}, **options)])[0]["a"]["values"])
     assert found[0] == found[1]
     assert found[0][0] > 1e38
 

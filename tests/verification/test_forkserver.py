@@ -25,7 +25,7 @@ def plain() -> Iterator[ForkServer]:
         yield server
 
 
-def test_every_rank_returns_its_own_value(plain: ForkServer) -> None:
+def test_every_rank_returns_its_own_value_and_jobs_have_addresses_and_logs_of_their_own(plain: ForkServer) -> None:
     result = plain.run(f"{JOBS}:identity", 3, {"number": 7, "text": "ä", "list": [1, None, 2.5]})
     for rank, value in enumerate(result.values):
         assert value["given"] == {"number": 7, "text": "ä", "list": [1, None, 2.5]}
@@ -38,13 +38,10 @@ def test_every_rank_returns_its_own_value(plain: ForkServer) -> None:
         }
     assert result.ok
     assert result.returncodes == (0, 0, 0)
-
-
-def test_ranks_of_a_job_share_an_address_that_other_jobs_do_not_have(plain: ForkServer) -> None:
-    first, second = plain.run(f"{JOBS}:master", 2).values, plain.run(f"{JOBS}:master", 2).values
-    assert first[0] == first[1]
-    assert second[0] == second[1]
-    assert first != second
+    (first, same), (second, _) = (plain.run(f"{JOBS}:master", 2).values for _ in range(2))
+    assert first == same != second
+    log = plain.run(f"{JOBS}:loud", 1, {"lines": 3}).logs[0].read_text()
+    assert log.splitlines() == ["line 0", "line 1", "line 2", "to standard error"]
 
 
 def test_a_rank_that_fails_is_named_with_its_traceback(plain: ForkServer) -> None:
@@ -126,11 +123,6 @@ def test_a_job_whose_client_is_interrupted_ends_with_its_stacks_and_the_next_one
     wait_for_end(int(pid_file.read_text()))
     assert "wait_for_a_sign_that_never_comes" in capfd.readouterr().err
     assert plain.run(f"{JOBS}:fail_on", 2, {"rank": 7}).values == ("fine", "fine")
-
-
-def test_logs_hold_both_outputs(plain: ForkServer) -> None:
-    log = plain.run(f"{JOBS}:loud", 1, {"lines": 3}).logs[0].read_text()
-    assert log.splitlines() == ["line 0", "line 1", "line 2", "to standard error"]
 
 
 def test_a_server_that_cannot_preload_reports_the_reason() -> None:

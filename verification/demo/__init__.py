@@ -42,7 +42,7 @@ from verification.demo.settings import (
     TP2,
     DemoLayout,
 )
-from verification.digests import canonical_digests
+from verification.digests import canonical_digests, unequal_tensors
 
 DEFAULT_OUTPUT = Path("demo_out")
 SUMMARY = "summary.json"
@@ -148,7 +148,7 @@ def _resumed(place: Workplace, whole: DemoResult, layout: DemoLayout) -> LossLin
         trained.losses,
         _AFTER_RESUME,
         export_md5=_export(place, loaded, run.name),
-        unequal_tensors=_unequal_tensors(saved, loaded),
+        unequal_tensors=tuple(map(" ".join, unequal_tensors(canonical_digests(saved), canonical_digests(loaded)))),
     )
 
 
@@ -177,16 +177,6 @@ def _export(place: Workplace, checkpoint: Path, name: str) -> str:
     target = place.root / "exports" / name
     export_checkpoint(checkpoint, target)
     return weights_md5(target)
-
-
-def _unequal_tensors(saved: Path, loaded: Path) -> tuple[str, ...]:
-    """Canonical tensors of any role that are not bitwise the same in two checkpoints, or in one of them only."""
-    first, second = ({(each.role, each.name): each for each in canonical_digests(path)} for path in (saved, loaded))
-    return tuple(
-        f"{role} {name}"
-        for role, name in first.keys() | second.keys()
-        if first.get((role, name)) != second.get((role, name))
-    )
 
 
 def _prepare(output: Path, log: Log) -> Workplace:

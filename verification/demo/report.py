@@ -9,30 +9,15 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.table import Table
 
 from paddleformers_fc.text import count_text
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from verification import curves
 
 TOLERANCE = 1e-6
 """Largest difference of a loss from the uninterrupted run's that counts as the same training."""
-
-_COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#aa3377")
-_NOTHING = 1e-9
-"""Zero has no place on a logarithmic axis; it is drawn here and called 0."""
-_ABOVE: dict[str, Any] = {
-    "xytext": (-4, 2),
-    "textcoords": "offset points",
-    "ha": "right",
-    "va": "bottom",
-    "color": "0.4",
-    "fontsize": 8,
-}
-_MARKERS = ("o", "s", "D", "^", "v")
 
 
 @dataclass(frozen=True)
@@ -159,76 +144,16 @@ def table(comparison: LossComparison) -> Table:
 
 
 def draw(comparisons: Sequence[LossComparison], path: Path) -> None:
-    """Draw per model the losses across the resume, and below them the distance to the uninterrupted run.
-
-    Args:
-        comparisons: one column each.
-        path: the PNG to write.
-    """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(
-        2, len(comparisons), sharex="col", squeeze=False, figsize=(6.4 * len(comparisons), 6.4), height_ratios=(2, 1)
-    )
-    for column, comparison in enumerate(comparisons):
-        _draw_losses(axes[0][column], comparison)
-        _draw_differences(axes[1][column], comparison)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-
-
-def _draw_losses(axes: Axes, comparison: LossComparison) -> None:
-    reference = sorted(comparison.reference.losses.items())
-    label = f"{comparison.reference.layout}, uninterrupted"
-    axes.plot(*zip(*reference, strict=True), color="0.75", linewidth=6, solid_capstyle="round", label=label)
-    for index, line in enumerate(comparison.lines):
-        points = sorted(line.losses.items())
-        # Runs that agree lie on top of each other: hollow markers of falling size keep all of them visible.
-        axes.plot(
-            *zip(*points, strict=True),
-            color=_COLOURS[index % len(_COLOURS)],
-            marker=_MARKERS[index % len(_MARKERS)],
-            markersize=16 - 4 * index,
-            markerfacecolor="none",
-            linestyle="--" if line.stock else "-",
-            label=line.layout,
+    """Draw the losses of each model across the resume, and their distance to the uninterrupted run."""
+    columns = [
+        curves.Curves(
+            one.model,
+            one.reference.layout,
+            one.reference.losses,
+            {line.layout: line.losses for line in one.lines},
+            one.resumed_at,
+            [line.layout for line in one.lines if line.stock],
         )
-    _mark_resume(axes, comparison)
-    axes.set_title(comparison.model)
-    axes.set_ylabel("loss")
-    axes.legend()
-
-
-def _draw_differences(axes: Axes, comparison: LossComparison) -> None:
-    steps = range(comparison.resumed_at + 1, max(comparison.reference.losses) + 1)
-    for index, line in enumerate(comparison.lines):
-        distances = [max(comparison.difference(line, step), _NOTHING) for step in steps]
-        colour, marker = _COLOURS[index % len(_COLOURS)], _MARKERS[index % len(_MARKERS)]
-        axes.semilogy(
-            list(steps), distances, color=colour, marker=marker, markersize=16 - 4 * index, markerfacecolor="none"
-        )
-    axes.axhline(TOLERANCE, color="0.6", linewidth=1, linestyle=":")
-    axes.annotate(f"allowed: {TOLERANCE:.0e}", (1, TOLERANCE), xycoords=("axes fraction", "data"), **_ABOVE)
-    axes.set_ylim(_NOTHING / 8, 1e-1)
-    ticks = [10.0**power for power in range(-8, 0, 2)]
-    axes.set_yticks([_NOTHING, *ticks], ["0", *(f"{tick:.0e}" for tick in ticks)])
-    _mark_resume(axes, comparison)
-    axes.set_xlabel("step")
-    axes.set_ylabel("distance to uninterrupted")
-
-
-def _mark_resume(axes: Axes, comparison: LossComparison) -> None:
-    axes.axvline(comparison.resumed_at, color="0.3", linewidth=1, linestyle="--")
-    axes.annotate(
-        "resume",
-        (comparison.resumed_at, 0.96),
-        xycoords=("data", "axes fraction"),
-        xytext=(4, 0),
-        textcoords="offset points",
-        va="top",
-        color="0.3",
-    )
+        for one in comparisons
+    ]
+    curves.draw(columns, path)

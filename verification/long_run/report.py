@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from paddleformers_fc.upstream import VERSIONS
+from verification import curves
 from verification.long_run.running import LAST_STEP, SAVED_AT, Findings
 
 PAGE = "long_run.md"
@@ -58,29 +59,15 @@ def _difference(value: float) -> str:
 
 
 def draw(findings: Sequence[Findings], path: Path) -> None:
-    """Draw the curves of loss above, and their differences below; a column per model."""
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(2, len(findings), figsize=(6.2 * len(findings), 6.4), sharex=True, squeeze=False)
-    for column, found in enumerate(findings):
-        above, below = axes[0][column], axes[1][column]
-        steps = sorted(found.whole.losses)
-        label = f"{found.source}, uninterrupted"
-        above.plot(steps, [found.whole.losses[step] for step in steps], color="0.75", linewidth=5, label=label)
-        for layout, run in found.resumed.items():
-            after = sorted(run.losses)
-            above.plot(after, [run.losses[step] for step in after], linewidth=1, label=f"resumed as {layout}")
-            apart = [max(abs(run.losses[step] - found.whole.losses[step]), _LOWEST) for step in after]
-            below.plot(after, apart, linewidth=1, label=f"resumed as {layout}")
-        for one in (above, below):
-            one.axvline(SAVED_AT, color="0.4", linestyle="--", linewidth=0.8)
-        above.set(title=found.title, ylabel="loss")
-        below.set(xlabel="step", ylabel="difference", yscale="log")
-        above.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=100, metadata={"Software": None})
-    pyplot.close(figure)
-
-
-_LOWEST = 1e-8
-"""Drawn for losses that are equal; zero has no logarithm."""
+    """Draw the losses above, and their differences below; a column per model."""
+    columns = [
+        curves.Curves(
+            one.title,
+            one.source,
+            one.whole.losses,
+            {f"resumed as {name}": run.losses for name, run in one.resumed.items()},
+            SAVED_AT,
+        )
+        for one in findings
+    ]
+    curves.draw(columns, path)

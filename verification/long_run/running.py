@@ -20,7 +20,8 @@ from paddleformers_fc.execute.digest import weights_md5
 from paddleformers_fc.execute.export import export_checkpoint
 from verification.forkserver import ForkServer
 from verification.long_run.fused import fused_md5
-from verification.long_run.jobs import TRAIN, UNIFY
+from verification.long_run.jobs import UNIFY
+from verification.matrix.jobs import JOB, Training
 from verification.matrix.layouts import parse_layout
 
 SAVED_AT = 50
@@ -157,7 +158,7 @@ def _trained(
     record = place / "trained.json"
     if record.exists():
         return msgspec.json.decode(record.read_bytes(), type=RunResult)
-    values = _run(server, TRAIN, experiment, layout, _emptied(place), resume)
+    values = _run(server, JOB, experiment, layout, _emptied(place), resume)
     first = SAVED_AT + 1 if resume else 1
     logged = max(len(one) for one in values)
     losses: dict[int, float] = dict(enumerate(next(one for one in values if len(one) == logged), first))
@@ -181,15 +182,13 @@ def _unified(server: ForkServer, experiment: LongRun, layout: str, place: Path, 
 def _run(
     server: ForkServer, job: str, experiment: LongRun, layout: str, place: Path, resume: Path | None
 ) -> tuple[Any, ...]:
-    spread = parse_layout(layout)
-    every = SAVED_AT if resume is None else LAST_STEP
-    arguments = {**experiment.arguments, "max_steps": LAST_STEP, "save_steps": every}
-    settings = {
-        "model_type": experiment.model_type,
-        "layout": spread.to_json(),
-        "output_dir": str(place),
-        "model": dict(experiment.model),
-        "arguments": arguments,
-        "resume": None if resume is None else str(resume),
-    }
-    return server.run(job, spread.nproc, settings).values
+    training = Training(
+        experiment.model_type,
+        dict(experiment.model),
+        {**experiment.arguments, "save_steps": SAVED_AT if resume is None else LAST_STEP},
+        parse_layout(layout),
+        str(place),
+        last_step=LAST_STEP,
+        resume=None if resume is None else str(resume),
+    )
+    return server.run(job, training.layout.nproc, training.to_json()).values

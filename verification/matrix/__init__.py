@@ -14,6 +14,7 @@ import shlex
 import time
 from pathlib import Path
 
+from paddleformers_fc.output import console
 from verification.matrix import report
 from verification.matrix.recipe import cells_of, chosen, read_recipe
 from verification.matrix.running import CellOutcome, Workshop
@@ -43,21 +44,20 @@ def run_matrix(path: Path, only: str | None, work: Path, documents: Path) -> int
     wanted = chosen(cells, only)
     root = work.absolute() / path.stem
     started = time.monotonic()
-    with report.MatrixProgress(recipe.title, len(wanted)) as progress, Workshop(recipe, root) as workshop:
-        outcomes: list[CellOutcome] = []
-
-        def note(outcome: CellOutcome) -> None:
+    progress = console(stderr=True)
+    outcomes: list[CellOutcome] = []
+    with Workshop(recipe, root) as workshop:
+        for outcome in workshop.run(wanted):
             outcomes.append(outcome)
-            progress.advance(outcome, outcome.right(recipe.tolerance))
-
-        workshop.run(wanted, note)
+            wrong = "" if outcome.right(recipe.tolerance) else f": WRONG, {report.reason(outcome)}"
+            progress.print(f"{recipe.title}: {len(outcomes)} of {len(wanted)}, {outcome.name}{wrong}")
         found = [workshop.experiment(one) for one in recipe.experiments]
     known = {cell.name: workshop.known(cell) for cell in cells}
     report.write(recipe, cells, known, found, documents / path.stem)
-    wrong = [outcome for outcome in outcomes if not outcome.right(recipe.tolerance)]
+    faults = [outcome for outcome in outcomes if not outcome.right(recipe.tolerance)]
     report.show(recipe, outcomes, time.monotonic() - started, documents / f"{path.stem}.md")
-    for outcome in wrong:
+    for outcome in faults:
         again = f"{PROGRAM} {shlex.join([str(path), '--only', outcome.name])}"
         print(f"WRONG: {outcome.name}: {report.reason(outcome)}")
         print(f"    logs: {root / 'cells' / report.directory_of(outcome)}\n    again: {again}")
-    return 1 if wrong else 0
+    return 1 if faults else 0

@@ -62,6 +62,12 @@ def run(training: dict[str, Any]) -> list[float]:
     Args:
         training: a :class:`Training` as JSON.
     """
+    losses: list[float] = trained(training).losses
+    return losses
+
+
+def trained(training: dict[str, Any]) -> Any:
+    """Return a Trainer that has trained as described."""
     from paddleformers.trainer import TrainerCallback
 
     from paddleformers_fc import FlexTrainer, FlexTrainingArguments
@@ -94,5 +100,4 @@ def run(training: dict[str, Any]) -> list[float]:
     samples = tiny.samples(wanted.model_type, predicted)
     trainer = tiny.trainer(model, args, cls=FlexTrainer, callbacks=[AsLoaded()], train_dataset=samples)
     trainer.train(resume_from_checkpoint=wanted.resume)
-    losses: list[float] = trainer.losses
-    return losses
+    return trainer

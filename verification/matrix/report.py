@@ -9,9 +9,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 
-from paddleformers_fc import output
 from paddleformers_fc.text import count_text
 from paddleformers_fc.upstream import VERSIONS
 from verification.matrix.picture import EQUAL, NOT_RUN, NOTE, WRONG, draw
@@ -19,33 +17,6 @@ from verification.matrix.recipe import Cell, Recipe
 from verification.matrix.running import CellDigests, CellOutcome, file_name
 
 _WRONG = f"**{WRONG}**"
-
-
-class MatrixProgress:
-    """A bar on the error stream, and there alone; a context manager."""
-
-    def __init__(self, title: str, total: int) -> None:
-        from rich import progress
-
-        columns = (progress.TextColumn("{task.description}"), progress.BarColumn(), progress.MofNCompleteColumn())
-        times = (progress.TimeElapsedColumn(), progress.TimeRemainingColumn())
-        self._bar = progress.Progress(*columns, *times, console=output.console(stderr=True))
-        self._task = self._bar.add_task(title, total=total)
-
-    def __enter__(self) -> MatrixProgress:
-        self._bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._bar.stop()
-
-    def advance(self, outcome: CellOutcome, right: bool) -> None:
-        """Count one more finished cell."""
-        if not right:
-            self._bar.console.print(f"WRONG {outcome.name}: {reason(outcome)}")
-        self._bar.advance(self._task)
 
 
 def reason(outcome: CellOutcome) -> str:

@@ -17,7 +17,7 @@ import math
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -30,7 +30,7 @@ import msgspec
 from paddleformers_fc.errors import FlexError, PeerError
 from paddleformers_fc.execute.digest import TensorDigest
 from paddleformers_fc.execute.export import export_checkpoint
-from verification.digests import canonical_digests
+from verification.digests import canonical_digests, unequal_tensors
 from verification.forkserver import ForkServer, JobResult
 from verification.matrix.jobs import JOB, SAVED_AT, Training
 from verification.matrix.layouts import MatrixLayout, parse_layout
@@ -137,8 +137,8 @@ class Workshop:
         self._pool.shutdown(cancel_futures=True)
         self._stack.close()
 
-    def run(self, cells: Iterable[Cell], each: Callable[[CellOutcome], None]) -> None:
-        """Run these cells; ``each`` receives every outcome when it is complete."""
+    def run(self, cells: Iterable[Cell]) -> Iterator[CellOutcome]:
+        """Run these cells, and yield the outcome of each in their order."""
         wanted = list(cells)
         # In the order of the rows, sources first: a cell never waits for a source that has not begun.
         for cell in wanted:
@@ -147,7 +147,7 @@ class Workshop:
                 self._saved[key] = self._pool.submit(self._source, cell.source, cell.hold_predictions)
         futures = [self._pool.submit(self._cell, cell) for cell in wanted]
         for future in futures:
-            each(future.result())
+            yield future.result()
 
     def known(self, cell: Cell) -> CellOutcome | None:
         """Return the result of a cell from this run or an earlier one of this recipe."""
@@ -288,14 +288,8 @@ def _failure(result: JobResult, directory: Path) -> PeerError:
 
 
 def _unequal(expected: list[TensorDigest], checkpoint: Path, where: str) -> tuple[str, ...]:
-    found = list(canonical_digests(checkpoint, roles={digest.role for digest in expected}))
-    known = {(digest.role, digest.name): digest for digest in expected}
-    actual = {(digest.role, digest.name): digest for digest in found}
-    return tuple(
-        f"{role} {name} {where}"
-        for role, name in sorted(known.keys() | actual.keys())
-        if known.get((role, name)) != actual.get((role, name))
-    )
+    found = canonical_digests(checkpoint, roles={digest.role for digest in expected})
+    return tuple(f"{role} {name} {where}" for role, name in unequal_tensors(expected, found))
 
 
 def _exported(checkpoint: Path, directory: Path) -> dict[str, str]:

@@ -9,7 +9,6 @@ Time: half a second per cell. Memory: one tiny model per simulated rank.
 
 from __future__ import annotations
 
-import tempfile
 import textwrap
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,6 +26,7 @@ from paddleformers_fc.families.declarations import Stage
 from paddleformers_fc.families.names import family_sizes
 from paddleformers_fc.families.registry import NLP, family_classes, tiny_models
 from paddleformers_fc.plan.simulate import SimulatedModel, declared_model
+from verification import temporary_directory
 from verification.matrix.layouts import parse_layout
 from verification.matrix.picture import EQUAL, WRONG
 from verification.matrix.recipe import ARROW
@@ -35,7 +35,6 @@ from verification.simulate_ranks import round_trips
 SLICE_ABOVE = 100
 """Stage 3 slices what has more elements: every matrix of the tiny models."""
 
-_MEMORY = Path("/dev/shm")
 _LEGEND = """
     A cell is one conversion: simulated ranks of one layout save, ranks of another load and save, and ranks of the
     first load that again. *equal*: every tensor of every role is md5-equal under both, and so are the exports. `sd` is
@@ -176,8 +175,8 @@ def outcome(recipe: SimulatedRecipe, name: str, family: Family, model: ModelDesc
     """Run the cells of one model, of the layouts that the recipe has for it."""
     layouts = recipe.experts if family_sizes(family, model).defines("experts") else recipe.dense
     alone, rows, columns = (_laid_out(family, model, names) for names in (("dp1",), layouts.sources, layouts.targets))
-    with tempfile.TemporaryDirectory(prefix="matrix-", dir=_MEMORY if _MEMORY.is_dir() else None) as directory:
-        found = list(round_trips(alone["dp1"], rows, columns, Path(directory)))
+    with temporary_directory() as directory:
+        found = list(round_trips(alone["dp1"], rows, columns, directory))
     wrong = {f"{hop.source}{ARROW}{hop.target}": hop.differences[0] for hop in found if not hop.equal}
     return SimulatedOutcome(name, len(found), found[0].tensors, wrong)
 

@@ -7,17 +7,16 @@ manifest and index, the processor seconds of each step, and the memory of what i
 from __future__ import annotations
 
 import sys
-import tempfile
 import time
 import tracemalloc
 from collections.abc import Callable
-from pathlib import Path
 from typing import TypeVar
 
 from paddleformers_fc.formats.flex import DOCUMENTS, build_checkpoint, read_document_bytes
 from paddleformers_fc.formats.index import decode_index
 from paddleformers_fc.storage.checksum import INDEX_NAME
 from paddleformers_fc.storage.manifest import MANIFEST_NAME, Surroundings, read_manifest
+from verification import temporary_directory
 from verification.scale.operations import saved_checkpoint
 
 _T = TypeVar("_T")
@@ -38,9 +37,8 @@ def _timed(what: str, work: Callable[[], _T]) -> _T:
 
 def main(name: str = "70B dense", world: str = "4096") -> None:
     """Save the checkpoint of a job, and measure its opening."""
-    memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as place:
-        directory = saved_checkpoint(name, int(world), Path(place))
+    with temporary_directory() as place:
+        directory = saved_checkpoint(name, int(world), place)
         for document in (MANIFEST_NAME, *DOCUMENTS):
             print(f"{document}: {(directory / document).stat().st_size / 1e6:.1f} MB")
         manifest = _timed("read the manifest", lambda: read_manifest(directory))

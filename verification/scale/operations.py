@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import json
 import os
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,9 +23,10 @@ from paddleformers_fc.execute.save import PlannedSave, begin_save, comparable_fa
 from paddleformers_fc.families import ModelDescription, family_for
 from paddleformers_fc.formats.checkpoint import OpenedCheckpoint
 from paddleformers_fc.layout.grid import parse_grid
-from paddleformers_fc.plan.simulate import declared_model
+from paddleformers_fc.plan.simulate import SimulatedModel, declared_model
 from paddleformers_fc.storage.executor import ReadOptions
 from paddleformers_fc.trainer import resume, rotation
+from verification import temporary_directory
 from verification.scale.counting import PROCESSOR, Meter, counted_calls, current
 from verification.scale.ranks import AGREEMENTS, BLOCKED, LATENCY, RANKS_PER_NODE, ScaleJob, capture_zeros, hosts_of
 
@@ -71,6 +71,12 @@ def grid_of(name: str, world: int) -> str:
     return grid.format(min(sharding, 64), sharding=sharding, split=str(sharding > 1).lower())
 
 
+def model_over(name: str, grid: str) -> SimulatedModel:
+    """Return a model over a grid."""
+    described = ModelDescription(MODELS[name]["config"])
+    return declared_model(family_for(described.config), described, parse_grid(grid), "bfloat16")
+
+
 def count_operations(name: str, world: int, running: Sequence[int]) -> Counts:
     """Run every operation once, in the order in which a run and its successor need them.
 
@@ -79,11 +85,8 @@ def count_operations(name: str, world: int, running: Sequence[int]) -> Counts:
         world: number of ranks.
         running: the ranks that run.
     """
-    described = ModelDescription(MODELS[name]["config"])
-    model = declared_model(family_for(described.config), described, parse_grid(grid_of(name, world)), "bfloat16")
-    memory = Path("/dev/shm")
-    with counted_calls(), tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as place:
-        job = ScaleJob(model, running, Path(place))
+    with counted_calls(), temporary_directory() as place:
+        job = ScaleJob(model_over(name, grid_of(name, world)), running, place)
         try:
             return _operations(job, ALL if world <= LARGEST_SAVE else LARGEST_JOBS)
         finally:
@@ -92,10 +95,8 @@ def count_operations(name: str, world: int, running: Sequence[int]) -> Counts:
 
 def saved_checkpoint(name: str, world: int, place: Path) -> Path:
     """Save a checkpoint of a job, whose files of tensors are holes, and return its directory."""
-    described = ModelDescription(MODELS[name]["config"])
-    model = declared_model(family_for(described.config), described, parse_grid(grid_of(name, world)), "bfloat16")
     with counted_calls():
-        job = ScaleJob(model, [0, world - 1], place)
+        job = ScaleJob(model_over(name, grid_of(name, world)), [0, world - 1], place)
         try:
             job.run(partial(_save, job, 1))
         finally:

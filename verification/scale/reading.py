@@ -6,25 +6,22 @@ tensor is read. Ranks with equal layouts have one plan.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 
 import msgspec
 
 from paddleformers_fc.distributed.channel import ALONE
 from paddleformers_fc.execute.exchange import SharedReads, replicas_of, shared_reads
 from paddleformers_fc.execute.opening import open_on_all_ranks
-from paddleformers_fc.families import ModelDescription, family_for
 from paddleformers_fc.formats.checkpoint import OpenedCheckpoint
-from paddleformers_fc.layout.grid import parse_grid
 from paddleformers_fc.plan.build import plan_reads
 from paddleformers_fc.plan.items import StoredPart
-from paddleformers_fc.plan.simulate import declared_model
+from paddleformers_fc.plan.simulate import SimulatedModel
 from paddleformers_fc.plan.sources import resume_source
 from paddleformers_fc.plan.transfer_plan import size_of
 from paddleformers_fc.storage.executor import ReadOptions
-from verification.scale.operations import MODELS, saved_checkpoint
+from verification import temporary_directory
+from verification.scale.operations import model_over, saved_checkpoint
 from verification.scale.ranks import hosts_of, live_weights
 
 JOBS = (("70B dense", 64, "dp=64"), ("70B dense", 64, "tp=8,pp=8,sharding=8,split=true"))
@@ -48,15 +45,12 @@ class Reads(msgspec.Struct, frozen=True):
 def count_reads(job: tuple[str, int, str]) -> Reads:
     """Save a checkpoint, and count what a job reads that resumes it, in one of :data:`JOBS`."""
     name, ranks, grid = job
-    memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as place:
-        checkpoint = open_on_all_ranks(saved_checkpoint(name, ranks, Path(place)), ALONE, "off")
-        return reads_of(checkpoint, ModelDescription(MODELS[name]["config"]), grid)
+    with temporary_directory() as place:
+        return reads_of(open_on_all_ranks(saved_checkpoint(name, ranks, place), ALONE, "off"), model_over(name, grid))
 
 
-def reads_of(checkpoint: OpenedCheckpoint, described: ModelDescription, grid: str) -> Reads:
-    """Return what the ranks of a grid read of a checkpoint."""
-    model = declared_model(family_for(described.config), described, parse_grid(grid), "bfloat16")
+def reads_of(checkpoint: OpenedCheckpoint, model: SimulatedModel) -> Reads:
+    """Return what the ranks of a model over its grid read of a checkpoint."""
     source, _ = resume_source(checkpoint, model.rules)
     world = model.grid.world_size
     options = ReadOptions(replicas="auto", hosts=hosts_of(world))

@@ -12,12 +12,9 @@ import msgspec
 
 from paddleformers_fc.execute.replicas import Ties
 from paddleformers_fc.execute.stream import StreamPlan, StreamRequest, describe_job, plan_of_rank
-from paddleformers_fc.families import ModelDescription, family_for
-from paddleformers_fc.layout.grid import parse_grid
 from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.layout.shard_messages import encode_rank_shards
-from paddleformers_fc.plan.simulate import declared_model
-from verification.scale.operations import MODELS, grid_of
+from verification.scale.operations import grid_of, model_over
 
 JOBS = (("70B dense", 64, "first"), ("70B dense", 512, "first"), ("70B dense", 512, "all"), ("70B dense", 4096, "all"))
 """Model, ranks, and the ranks that get the tensors."""
@@ -50,8 +47,8 @@ class Streams(msgspec.Struct, frozen=True):
 def count_stream(job: tuple[str, int, str]) -> Streams:
     """Plan a stream of one of :data:`JOBS`, and count it on its first, a middle and its last rank."""
     name, world, to = job
-    described = ModelDescription(MODELS[name]["config"])
-    model = declared_model(family_for(described.config), described, parse_grid(grid_of(name, world)), "bfloat16")
+    model = model_over(name, grid_of(name, world))
+    described = model.model
     layouts = [{MODEL_STATE: model.roles(rank)[MODEL_STATE]} for rank in range(world)]
     payloads = [encode_rank_shards(layout) for layout in layouts]
     request = StreamRequest(tuple(range(world)) if to == "all" else (0,))

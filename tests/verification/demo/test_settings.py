@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -25,17 +26,15 @@ from verification.demo.settings import (
 RECIPES = Path(__file__).resolve().parents[3] / "recipes"
 
 
-@pytest.mark.parametrize("name", ["llama", "ernie_moe"])
-def test_a_recipe_is_the_demos_settings_and_one_key(name: str) -> None:
-    recipe = yaml.safe_load((RECIPES / f"{name}_pt.yaml").read_text())
-    shown = settings(f"./demo_out/assets/{name}", "./demo_out/assets/corpus.jsonl", f"./out/{name}", DP2)
-    assert recipe == shown | {"flex_checkpoint": True}
-
-
-def test_the_recipe_of_adapters_is_that_of_the_demo_and_one_key() -> None:
-    recipe = yaml.safe_load((RECIPES / "llama_lora.yaml").read_text())
-    shown = settings("./demo_out/assets/llama", "./demo_out/assets/corpus.jsonl", "./out/llama_lora", DP2)
-    assert recipe == shown | LORA | {"flex_checkpoint": True}
+@pytest.mark.parametrize(
+    ("file", "model", "more"),
+    [("llama_pt", "llama", {}), ("ernie_moe_pt", "ernie_moe", {}), ("llama_lora", "llama", LORA)],
+)
+def test_a_recipe_is_the_demos_settings_and_one_key(file: str, model: str, more: dict[str, Any]) -> None:
+    recipe = yaml.safe_load((RECIPES / f"{file}.yaml").read_text())
+    output = f"./out/{file.removesuffix('_pt')}"
+    shown = settings(f"./demo_out/assets/{model}", "./demo_out/assets/corpus.jsonl", output, DP2)
+    assert recipe == shown | more | {"flex_checkpoint": True}
 
 
 @pytest.mark.parametrize("layout", [SINGLE, DP2, TP2, PP2, SHARDING2V2], ids=lambda layout: layout.name)
@@ -43,19 +42,7 @@ def test_every_layout_takes_the_same_number_of_samples_per_step(layout: DemoLayo
     content = settings("model", "corpus", "output", layout)
     per_rank = content["per_device_train_batch_size"] * content["gradient_accumulation_steps"]
     assert per_rank * layout.replicas == GLOBAL_BATCH
-
-
-@pytest.mark.parametrize("layout", [DP2, TP2, PP2, SHARDING2V2], ids=lambda layout: layout.name)
-def test_every_layout_of_the_demo_uses_two_ranks(layout: DemoLayout) -> None:
-    assert layout.ranks == 2
-
-
-def test_a_stock_run_does_not_use_this_package() -> None:
-    run = DemoRun("run", Path("model"), Path("corpus"), TP2, flex=False, resume=Path("checkpoint-3"))
-    content = jobs._content(run, Path("output"))
-    assert "flex_checkpoint" not in content
-    assert content["custom_register_path"] == str(jobs.STOCK)
-    assert content["resume_from_checkpoint"] == "checkpoint-3"
+    assert layout.ranks == (1 if layout == SINGLE else 2)
 
 
 def test_a_run_of_ours_adds_one_key_and_the_registration() -> None:
@@ -63,6 +50,11 @@ def test_a_run_of_ours_adds_one_key_and_the_registration() -> None:
         jobs._content(DemoRun("run", Path("m"), Path("c"), DP2, flex=flex), Path("o")) for flex in (True, False)
     )
     assert ours == stock | {"flex_checkpoint": True, "custom_register_path": str(jobs.OURS)}
+    assert "flex_checkpoint" not in stock
+    run = DemoRun("run", Path("model"), Path("corpus"), TP2, flex=False, resume=Path("checkpoint-3"))
+    content = jobs._content(run, Path("output"))
+    assert content["custom_register_path"] == str(jobs.STOCK)
+    assert content["resume_from_checkpoint"] == "checkpoint-3"
 
 
 def test_the_losses_are_read_from_the_log_of_a_rank() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -61,30 +60,10 @@ def run(tmp_path: Path, recipe: Path, *more: str) -> int:
     return main([str(recipe), *places, *more])
 
 
-def test_a_layout_that_the_model_cannot_have_is_refused_before_anything_runs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    recipe = written(tmp_path, targets=["tp4", "pp4"])
-    assert run(tmp_path, recipe) == 2
-    printed = capsys.readouterr().err
-    assert "- tp4: num_key_value_heads=2 is not divisible by tp=4" in printed
-    assert "- pp4: num_hidden_layers=2 is less than pp x vpp = 4 x 1 = 4 stages" in printed
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["small.yaml"]
-
-
 @pytest.mark.parametrize(
     ("name", "faults"),
     [
         ("tp3", ["vocab_size=128 is not divisible by tp=3", "num_key_value_heads=2 is not divisible by tp=3"]),
-        (
-            "tp4(ep4)",
-            [
-                "num_attention_heads=6 is not divisible by tp=4",
-                "num_key_value_heads=2 is not divisible by tp=4",
-                "the number of experts=6 is not divisible by ep=4",
-            ],
-        ),
-        ("pp4vpp3", ["num_hidden_layers=8 is less than pp x vpp = 4 x 3 = 12 stages"]),
         ("sd2s3+tp2", ["stage=3 with tp=2: tensor parallelism goes with the stages 1 and 2 alone"]),
     ],
 )
@@ -96,33 +75,15 @@ def test_layouts_of_a_recipe_are_refused_as_those_of_the_plan_verb_are(
     with pytest.raises(OptionError) as caught:
         read_recipe(recipe)
     assert list(caught.value.evidence[: len(faults)]) == [f"{name}: {fault}" for fault in faults]
+    assert run(tmp_path, recipe) == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["small.yaml"]
 
 
-@pytest.mark.parametrize(
-    "changes", [{"targets": "pp2"}, {"colour": "red"}, {"micro_batch": "1"}, {"model_type": "gpt_oss"}]
-)
+@pytest.mark.parametrize("changes", [{"colour": "red"}, {"micro_batch": "1"}])
 def test_what_is_no_recipe_is_refused_by_its_file(tmp_path: Path, changes: dict[str, Any]) -> None:
     with pytest.raises(OptionError) as caught:
         read_recipe(written(tmp_path, **changes))
     assert caught.value.where == str(tmp_path / "small.yaml")
-
-
-@pytest.mark.parametrize(
-    ("pattern", "names"),
-    [
-        (None, ["dp1->pp2", "tp2->pp2"]),
-        ("tp2->*", ["tp2->pp2"]),
-        ("*->pp2", ["dp1->pp2", "tp2->pp2"]),
-        ("dp*", ["dp1->pp2"]),
-    ],
-)
-def test_cells_are_chosen_by_name(tmp_path: Path, pattern: str | None, names: list[str]) -> None:
-    assert [cell.name for cell in chosen(cells_of(read_recipe(written(tmp_path))), pattern)] == names
-
-
-def test_a_choice_that_means_no_cell_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match=r"tp8->\*"):
-        chosen(cells_of(read_recipe(written(tmp_path))), "tp8->*")
 
 
 @pytest.mark.parametrize(
@@ -145,32 +106,28 @@ def test_what_is_right_is_decided_by_numbers(changes: dict[str, Any], right: boo
     assert msgspec.structs.replace(RIGHT, **changes).right(1e-6) == right
 
 
-@pytest.mark.slow
-def test_a_matrix_is_run_written_and_continued(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recipe = written(tmp_path)
-    assert run(tmp_path, recipe, "--only", "tp2->*") == 0
-    record = tmp_path / "work" / "small" / "cells" / "tp2-to-pp2.json"
-    cell = json.loads(record.read_text())
-    assert (cell["name"], cell["unequal"], cell["export_equal"], cell["error"]) == ("tp2->pp2", [], True, "")
-    assert cell["tensors"] > 0
-    page = (tmp_path / "docs" / "small.md").read_text()
-    assert "1 of 2 cells: every tensor md5-equal" in page
-    assert "| **dp1** | - |" in page
-    before = record.stat().st_mtime_ns
-    assert run(tmp_path, recipe) == 0
-    assert "2 of 2 cells right" in capsys.readouterr().out
-    assert record.stat().st_mtime_ns == before
-    assert "2 of 2 cells: every tensor md5-equal" in (tmp_path / "docs" / "small.md").read_text()
-    assert (tmp_path / "docs" / "small.png").read_bytes().startswith(b"\x89PNG")
+def test_cells_are_chosen_by_name(tmp_path: Path) -> None:
+    cells = cells_of(read_recipe(written(tmp_path)))
+    for pattern, names in ((None, ["dp1->pp2", "tp2->pp2"]), ("tp2->*", ["tp2->pp2"]), ("dp*", ["dp1->pp2"])):
+        assert [cell.name for cell in chosen(cells, pattern)] == names
+    with pytest.raises(OptionError, match=r"tp8->\*"):
+        chosen(cells, "tp8->*")
 
 
 @pytest.mark.slow
-def test_a_cell_that_fails_keeps_its_logs_and_reports_the_command_that_repeats_it(
+def test_a_matrix_is_continued_and_a_cell_that_fails_keeps_its_logs_and_the_command_that_repeats_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # A pipeline of interleaved stages refuses to have fewer than three of them: this fails inside the ranks.
-    recipe = written(tmp_path, sources=["dp1"], targets=["pp2vpp2"], model={**SMALL["model"], "num_hidden_layers": 4})
+    model = {**SMALL["model"], "num_hidden_layers": 4}
+    recipe = written(tmp_path, sources=["dp1"], targets=["tp2", "pp2vpp2"], model=model)
+    assert run(tmp_path, recipe, "--only", "dp1->tp2") == 0
+    record = tmp_path / "work" / "small" / "cells" / "dp1-to-tp2.json"
+    before = record.stat().st_mtime_ns
+    page = (tmp_path / "docs" / "small.md").read_text()
+    assert "1 of 2 cells: every tensor md5-equal" in page
     assert run(tmp_path, recipe) == 1
+    assert record.stat().st_mtime_ns == before
     printed = capsys.readouterr().out
     assert f"again: {PROGRAM} {recipe} --only 'dp1->pp2vpp2'" in printed
     logs = tmp_path / "work" / "small" / "cells" / "dp1-to-pp2vpp2"
@@ -180,8 +137,9 @@ def test_a_cell_that_fails_keeps_its_logs_and_reports_the_command_that_repeats_i
 
 
 def test_the_document_has_equal_a_number_or_wrong_and_explains_what_is_larger(tmp_path: Path) -> None:
-    recipe = read_recipe(written(tmp_path, sources=["dp1", "tp2", "sd2", "dp2"]))
-    cells = cells_of(recipe)
+    variants: dict[str, Any] = {"as it is": {}, "without": {"arguments": {"max_grad_norm": 0.0}}}
+    experiment = {"title": "Clipping", "text": "Why.", "layouts": ["dp1", "pp2"], "variants": variants}
+    recipe = read_recipe(written(tmp_path, sources=["dp1", "tp2", "sd2", "dp2", "dp4"], experiments=[experiment]))
     larger = {"losses": (4.0, 3.0, 2.00001), "by_hand": (4.0, 3.0, 2.00001)}
     outcomes = [
         RIGHT,
@@ -189,7 +147,10 @@ def test_the_document_has_equal_a_number_or_wrong_and_explains_what_is_larger(tm
         msgspec.structs.replace(RIGHT, name="sd2->pp2", **larger),
         msgspec.structs.replace(RIGHT, name="dp2->pp2", unequal=("model_state a under pp2",)),
     ]
-    report.write(recipe, cells, {one.name: one for one in outcomes}, [], tmp_path / "page")
+    cells = cells_of(recipe)
+    known = {cell.name: None for cell in cells} | {one.name: one for one in outcomes}
+    found = CellDigests("Clipping", "f", {"as it is": ((4.0, 3.0), (4.0, 3.25)), "without": ((4.0,), (4.0,))})
+    report.write(recipe, cells, known, [found], tmp_path / "page")
     page = (tmp_path / "page.md").read_text()
     rows = [line for line in page.splitlines() if line.startswith("| **")]
     assert rows == [
@@ -197,21 +158,12 @@ def test_the_document_has_equal_a_number_or_wrong_and_explains_what_is_larger(tm
         "| **tp2** | 5.0e-07 |",
         "| **sd2** | 1.0e-05 ¹ |",
         "| **dp2** | **wrong** |",
+        "| **dp4** | - |",
     ]
     assert "* sd2->pp2: 1.0e-05 resumed, and by hand the same three losses." in page
-
-
-def test_an_experiment_is_a_paragraph_with_its_numbers(tmp_path: Path) -> None:
-    variants: dict[str, Any] = {"as it is": {}, "without": {"arguments": {"max_grad_norm": 0.0}}}
-    experiment = {"title": "Clipping", "text": "Why.", "layouts": ["dp1", "pp2"], "variants": variants}
-    recipe = read_recipe(written(tmp_path, experiments=[experiment]))
-    found = CellDigests("Clipping", "f", {"as it is": ((4.0, 3.0), (4.0, 3.25)), "without": ((4.0,), (4.0,))})
-    report.write(
-        recipe, cells_of(recipe), dict.fromkeys(cell.name for cell in cells_of(recipe)), [found], tmp_path / "x"
-    )
-    page = (tmp_path / "x.md").read_text()
     assert "## Clipping\n\nWhy." in page
     assert "| as it is | 2.5e-01 |\n| without | 0.0e+00 |" in page
+    assert (tmp_path / "page.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_published_tables_are_whole_and_right() -> None:
@@ -220,8 +172,3 @@ def test_the_published_tables_are_whole_and_right() -> None:
         assert f"* {total} of {total} cells: every tensor md5-equal" in page
         assert f"* {total} of {total} cells: the exports" in page
         assert "wrong" not in page
-
-
-def test_outcomes_survive_json() -> None:
-    assert msgspec.json.decode(msgspec.json.encode(RIGHT), type=CellOutcome) == RIGHT
-    assert json.loads(msgspec.json.encode(RIGHT))["name"] == "dp1->pp2"
