@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import resource
@@ -35,17 +36,29 @@ def train(
     model: Mapping[str, Any] | None = None,
     model_type: str = "llama",
     frozen: Sequence[str] = (),
+    directories: Sequence[str] = (),
+    digests: bool = False,
 ) -> dict[str, Any]:
     """Train with the stock Trainer or with ours; its losses, last step and samples, or the error.
 
     Args:
         frozen: beginnings of the names of parameters that are not trained.
+        directories: the working directory of each rank, by rank.
+        digests: whether digests of the weights are returned, or whether they have changed before an error.
     """
     from paddleformers.trainer import TrainerCallback
 
     from tests.trainer.data_jobs import known_samples
-    from tests.trainer.jobs import flex_trainer
+    from tests.trainer.jobs import flex_trainer, weights_of
 
+    def held() -> dict[str, str]:
+        weights = weights_of(trainer.model) if digests and trainer is not None else {}
+        return {name: hashlib.md5(json.dumps(bits).encode()).hexdigest() for name, bits in weights.items()}
+
+    if directories:
+        os.chdir(directories[int(os.environ["PADDLE_TRAINER_ID"])])
+    trainer: Any = None
+    before: dict[str, str] = {}
     known = known_samples()
     trained: list[int] = []
 
@@ -64,16 +77,17 @@ def train(
             args = tiny.training_arguments(layout, output_dir, **(arguments or {}))
             trainer = tiny.trainer(tiny.build(model_type, layout, args, **(model or {})), args, **given)
         shards = trainer.model.sharded_state_dict().items() if frozen else ()
-        held = {one.local_tensor.name for name, one in shards if name.startswith(tuple(frozen))}
+        fixed = {one.local_tensor.name for name, one in shards if name.startswith(tuple(frozen))}
         for parameter in trainer.model.parameters() if frozen else ():
-            parameter.stop_gradient = parameter.name in held
+            parameter.stop_gradient = parameter.name in fixed
+        before = held()
         trainer.train(resume_from_checkpoint=resume)
-        found = {"losses": trainer.losses, "step": trainer.state.global_step, "samples": trained}
+        found = {"losses": trainer.losses, "step": trainer.state.global_step, "samples": trained, "weights": held()}
         if evaluate:
             found |= {"best": trainer.state.best_metric, "at_end": trainer.evaluate()["eval_loss"]}
         return found
     except Exception as error:
-        return {"error": f"{type(error).__name__}: {error}"}
+        return {"error": f"{type(error).__name__}: {error}", **({"changed": held() != before} if digests else {})}
 
 
 def last_checkpoint(output_dir: str) -> str:

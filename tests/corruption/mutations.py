@@ -80,14 +80,13 @@ def checkpoint(directory: Path, seed: int) -> Files:
     }
 
 
-def run(directory: Path, seed: int, count: int, level: str = "full") -> Tally:
+def run(directory: Path, seed: int, count: int) -> Tally:
     """Damage the checkpoint in ``directory`` ``count`` times, and check each time that it is refused and named.
 
     Args:
         directory: where to save the checkpoint that is damaged; another of the same layout is saved beside it.
         seed: of the random numbers.
         count: how many mutations.
-        level: as in ``flex_verify``.
     """
     files, stale = checkpoint(directory / "checkpoint-3", 0), checkpoint(directory / "checkpoint-4", 1)
     assert files.keys() == stale.keys()
@@ -97,7 +96,7 @@ def run(directory: Path, seed: int, count: int, level: str = "full") -> Tally:
     for mutation in _mutations(random.Random(seed), files, stale, count):
         tally.tried[mutation.kind] += 1
         _write(target, mutation.change)
-        fault = _missed(target, mutation, level)
+        fault = _missed(target, mutation)
         _write(target, {path: files.get(path) for path in mutation.change})
         if fault:
             tally.missed.append(f"{mutation.kind} of {', '.join(mutation.named)}: {fault}")
@@ -105,19 +104,9 @@ def run(directory: Path, seed: int, count: int, level: str = "full") -> Tally:
     return tally
 
 
-def is_refused(target: Path, files: Files, lost: int) -> bool:
-    """Whether a checkpoint is refused when its manifest has lost so many bytes at its end."""
-    whole = files[MANIFEST_NAME]
-    mutation = Mutation("truncations", {MANIFEST_NAME: whole[: len(whole) - lost]}, (MANIFEST_NAME,))
-    _write(target, mutation.change)
-    fault = _missed(target, mutation, "full")
-    _write(target, {MANIFEST_NAME: whole})
-    return not fault
-
-
-def _missed(target: Path, mutation: Mutation, level: str) -> str:
+def _missed(target: Path, mutation: Mutation) -> str:
     try:
-        open_flex(target, level)
+        open_flex(target, "full")
     except FlexError as error:
         return "" if any(name in str(error) for name in mutation.named) else f"not named: {error.what}"
     return "not refused"

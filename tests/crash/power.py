@@ -205,12 +205,14 @@ class Remains:
         return f"{self.story.name}: power lost after operation {self.number}, {operation}, with {self.loss}"
 
 
-def remains(recording: Recording) -> Iterator[Remains]:
-    """Every different remains of a run at any instant; the same ones each time, in the same order."""
+def remains(recording: Recording, every: int = 1) -> Iterator[Remains]:
+    """Every different remains of a run at any instant, or at one of so many; the same ones each time, in one order."""
     disk, chance, instants = Disk(recording.before), random.Random(1), recording.instants
     seen: set[bytes] = set()
     for at, instant in enumerate(instants):
         disk.play(instant.operation)
+        if at % every:
+            continue
         following = instants[at + 1] if at + 1 < len(instants) else None
         if following and following.operation.kind == "write" == instant.operation.kind:
             continue  # Files that are being written are all alike to a power failure.

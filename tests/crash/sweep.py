@@ -1,8 +1,8 @@
-"""Count through the instants of one kind of accident: ``python -m tests.crash.sweep KIND --each N``.
+"""Count through the instants of some kinds of accidents: ``python -m tests.crash.sweep KIND ... --each N``.
 
-It runs in a process of its own, which has one thread and no Paddle, because it forks at every instant. Half of the
-scenarios are done by a second process of the kind. Prints one line of JSON: how many instants there were, how many were
-tried, and what was lost.
+It runs in a process of its own, which has one thread and no Paddle, because it forks at every instant. The scenarios
+are divided among several such processes. Prints one line of JSON: of each kind how many instants there were, how many
+were tried, and what was lost.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import argparse
 import json
 import os
 import random
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -25,7 +24,6 @@ from tests.crash import exports, kills, power, refusals, worlds
 
 ROOT = Path(__file__).resolve().parents[2]
 KINDS = ("kills", "exports", "refusals", "power")
-_WORKERS = 2
 _MEMORY = Path("/dev/shm")
 
 
@@ -54,26 +52,30 @@ class Tally:
         )
 
 
-def run(kind: str, each: int, every: int = 1) -> Tally:
-    """Sweep in processes of their own.
+def run(kinds: Sequence[str], each: int, every: int = 1, workers: int = 2) -> dict[str, Tally]:
+    """Sweep in processes of their own; the counts of each kind.
 
     Args:
-        kind: one of ``KINDS``.
+        kinds: some of ``KINDS``.
         each: how many instants of each scenario, at random; 0 for all.
-        every: one scenario of so many.
+        every: one scenario of so many, and of losses of power one instant of so many.
+        workers: how many processes.
     """
-    command = [sys.executable, "-m", "tests.crash.sweep", kind, f"--each={each}", f"--every={every}"]
+    command = [sys.executable, "-m", "tests.crash.sweep", *kinds, f"--each={each}", f"--every={every}"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
     environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    workers = [
-        subprocess.Popen([*command, f"--worker={number}"], cwd=ROOT, env=environment, stdout=subprocess.PIPE)
-        for number in range(_WORKERS)
+    started = [
+        subprocess.Popen(
+            [*command, f"--worker={number}", f"--workers={workers}"], cwd=ROOT, env=environment, stdout=subprocess.PIPE
+        )
+        for number in range(workers)
     ]
-    outputs = [worker.communicate()[0] for worker in workers]
-    failed = [worker.returncode for worker in workers if worker.returncode]
+    outputs = [worker.communicate()[0] for worker in started]
+    failed = [worker.returncode for worker in started if worker.returncode]
     if failed:
-        raise RuntimeError(f"a sweep of {kind} ended with {failed}")
-    return sum((Tally(**json.loads(text)) for text in outputs), Tally())
+        raise RuntimeError(f"a sweep of {kinds} ended with {failed}")
+    found = [json.loads(text) for text in outputs]
+    return {kind: sum((Tally(**one[kind]) for one in found), Tally()) for kind in kinds}
 
 
 @dataclass(frozen=True)
@@ -82,22 +84,23 @@ class Part:
 
     Args:
         each: how many instants of each scenario; 0 for all.
-        every: one scenario of so many.
+        every: one scenario of so many, and of losses of power one instant of so many.
         worker: its number.
+        workers: how many there are.
     """
 
     each: int
     every: int
     worker: int
+    workers: int
 
     def of(self, scenarios: Iterable[Any]) -> list[Any]:
         """The scenarios of this worker."""
-        return list(scenarios)[:: self.every][self.worker :: _WORKERS]
+        return list(scenarios)[:: self.every][self.worker :: self.workers]
 
 
 def sweep(kind: str, part: Part, directory: Path) -> Tally:
     """One worker's part."""
-    worlds.warm()
     if "paddle" in sys.modules:
         raise RuntimeError("Paddle is imported: every fork would copy its memory")
     if kind == "power":
@@ -143,7 +146,6 @@ def _picked(found: Sequence[Any], each: int) -> Sequence[Any]:
 
 
 def _refusals(part: Part, directory: Path) -> Tally:
-    refusals.with_own_mounts()
     chosen = [one for one in kills.scenarios() if one.name.startswith(("a new step,", "a step again,"))]
     tally = _instants(chosen, refusals.refusals, refusals.carry_out, part, directory)
     for number, grid in enumerate(part.of(kills.SOME_GRIDS)):
@@ -160,7 +162,7 @@ def _power(part: Part, directory: Path) -> Tally:
     stories += [power.exported(one) for one in exports.scenarios()]
     for story in part.of(stories):
         recording = power.record(story, directory)
-        found = list(power.remains(recording))  # They share the bytes of their files.
+        found = list(power.remains(recording, part.every))  # They share the bytes of their files.
         picked = random.Random(1).sample(found, min(len(found), part.each or len(found)))
         tally += Tally(1, len(found), len(picked))
         for left in picked:
@@ -174,18 +176,23 @@ def _power(part: Part, directory: Path) -> Tally:
 def main() -> None:
     """Read the command line, sweep, and print the tally."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("kind", choices=KINDS)
+    parser.add_argument("kinds", nargs="+", choices=KINDS)
     parser.add_argument("--each", type=int, default=0)
     parser.add_argument("--every", type=int, default=1)
     parser.add_argument("--worker", type=int, default=0)
+    parser.add_argument("--workers", type=int, default=1)
     given = parser.parse_args()
-    # In memory: what is not synced survives a killed process there as anywhere, and nothing waits for a device.
-    place = _MEMORY if os.access(_MEMORY, os.W_OK) else None
-    directory = Path(tempfile.mkdtemp(prefix="crash-", dir=place))
-    try:
-        print(json.dumps(asdict(sweep(given.kind, Part(given.each, given.every, given.worker), directory))))
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
+    if "refusals" in given.kinds:
+        refusals.with_own_mounts()  # Only a process of one thread may.
+    worlds.warm()
+    part = Part(given.each, given.every, given.worker, given.workers)
+    found: dict[str, Any] = {}
+    for kind in given.kinds:
+        # In memory: what is not synced survives a killed process there as anywhere, and nothing waits for a device.
+        memory = _MEMORY if os.access(_MEMORY, os.W_OK) else None
+        with tempfile.TemporaryDirectory(prefix="crash-", dir=memory, ignore_cleanup_errors=True) as place:
+            found[kind] = asdict(sweep(kind, part, Path(place)))
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

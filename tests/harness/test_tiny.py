@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from tests.harness import tiny
-from verification.forkserver import ForkServer
+from tests.harness.on_ranks import on_ranks
 
 
 @pytest.mark.parametrize("extra", [0, 1])
-def test_no_sample_holds_the_padding_token(extra: int) -> None:
+def test_samples_are_the_same_every_time_without_the_padding_token_and_labels_are_the_next_tokens(extra: int) -> None:
     samples = [tiny.Samples(extra)[index] for index in range(tiny.SAMPLES)]
+    again = [tiny.Samples(extra)[index] for index in range(tiny.SAMPLES)]
+    rows = {sample["input_ids"].tobytes() for sample in samples}
+    assert [sample["input_ids"].tobytes() for sample in again] == [sample["input_ids"].tobytes() for sample in samples]
+    assert len(rows) > tiny.SAMPLES // 2
     for sample in samples:
+        np.testing.assert_array_equal(sample["input_ids"][1:], sample["labels"][:-1])
         for field in ("input_ids", "labels"):
             assert sample[field].shape == (tiny.SEQUENCE + extra,)
             assert sample[field].min() > 0
             assert sample[field].max() < tiny.VOCABULARY
-
-
-def test_samples_are_the_same_every_time_and_differ_from_each_other() -> None:
-    once, again = (np.stack([tiny.Samples()[index]["input_ids"] for index in range(tiny.SAMPLES)]) for _ in range(2))
-    np.testing.assert_array_equal(once, again)
-    assert len({row.tobytes() for row in once}) > tiny.SAMPLES // 2
-
-
-def test_labels_are_the_next_tokens() -> None:
-    sample = tiny.Samples()[3]
-    np.testing.assert_array_equal(sample["input_ids"][1:], sample["labels"][:-1])
 
 
 def test_samples_with_images_have_the_tokens_and_the_patches_of_one_image() -> None:
@@ -49,8 +45,11 @@ def test_a_weight_depends_on_its_name_alone() -> None:
     assert abs(tiny.weight("norm.weight", [64]).mean() - 1) < 0.1
 
 
-def test_a_job_receives_its_arguments_class_and_trainer_class(
-    ranks: ForkServer, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    kwargs = {"output_dir": str(tmp_path_factory.mktemp("classes"))}
-    assert ranks.run("tests.harness.jobs_tiny:classes", 1, kwargs).values == (["MyArguments", "MyTrainer"],)
+@on_ranks(1)
+def test_arguments_and_trainer_have_the_classes_that_are_asked_for(tmp_path: Path) -> None:
+    from paddleformers.trainer import Trainer, TrainingArguments
+
+    arguments, trainer = (type(f"My{kind.__name__}", (kind,), {}) for kind in (TrainingArguments, Trainer))
+    args = tiny.training_arguments(tiny.SINGLE, str(tmp_path), cls=arguments)
+    assert type(args) is arguments
+    assert type(tiny.trainer(tiny.build("llama", tiny.SINGLE, args), args, cls=trainer)) is trainer

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from verification.matrix.layouts import MatrixLayout, layout_from
-from verification.matrix.tiny import (
+from verification.matrix.layouts import MatrixLayout, layout_from  # noqa: F401
+from verification.matrix.tiny import (  # noqa: F401
     GLOBAL_BATCH,
     IMAGE,
     SAMPLES,
@@ -23,29 +23,6 @@ from verification.matrix.tiny import (
     training_arguments,
     weight,
 )
-
-__all__ = [
-    "GLOBAL_BATCH",
-    "IMAGE",
-    "SAMPLES",
-    "SEGMENT",
-    "SEQUENCE",
-    "VOCABULARY",
-    "ImageSamples",
-    "MatrixLayout",
-    "Samples",
-    "adapted",
-    "build",
-    "collate",
-    "config",
-    "initialise",
-    "layout_from",
-    "model_weight",
-    "train",
-    "trainer",
-    "training_arguments",
-    "weight",
-]
 
 SINGLE = MatrixLayout("single")
 DP2 = MatrixLayout("dp2", nproc=2)

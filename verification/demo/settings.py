@@ -1,16 +1,18 @@
 """The settings of the demo's trainings: one set that every run shares, and the keys of each parallel layout.
 
-They are the keys of a PaddleFormers YAML. The files in ``recipes`` are the same settings with a
-comment on each; a test compares them.
+They are the keys of a PaddleFormers YAML, those of ``recipes/llama_pt.yaml``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from verification.demo.assets import SEQUENCE_LENGTH
+import yaml
+
+RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "llama_pt.yaml"
 
 STEPS = 6
 RESUME_AT = 3
@@ -63,40 +65,8 @@ def settings(model: str, corpus: str, output: str, layout: DemoLayout) -> dict[s
         output: the Trainer's output directory.
         layout: how the ranks share the training.
     """
-    return {
-        "stage": "PT",
-        "fine_tuning": "full",
-        "model_name_or_path": model,
-        "train_dataset_type": "erniekit",
-        "train_dataset_path": corpus,
-        "train_dataset_prob": "1.0",
-        "eval_dataset_type": "erniekit",
-        "eval_dataset_path": corpus,
-        "eval_dataset_prob": "1.0",
-        "max_seq_len": SEQUENCE_LENGTH,
-        "packing": False,
-        "mix_strategy": "concat",
-        "random_shuffle": False,
-        "_attn_implementation": "sdpa",
-        "seed": 23,
-        "do_train": True,
-        "do_eval": False,
-        "device": "cpu",
-        "compute_type": "float32",
-        "amp_master_grad": False,
-        "per_device_train_batch_size": 1,
-        "gradient_accumulation_steps": GLOBAL_BATCH // layout.replicas,
-        "max_steps": STEPS,
-        "save_steps": RESUME_AT,
-        "logging_steps": 1,
-        "learning_rate": 0.005,
-        "lr_scheduler_type": "linear",
-        "warmup_steps": 0,
-        "weight_decay": 0.0,
-        "max_grad_norm": 1.0,
-        "sharding": "",
-        "output_dir": output,
-        "report_to": "none",
-        "disable_tqdm": True,
-        **layout.options,
-    }
+    content = yaml.safe_load(RECIPE.read_text(encoding="utf-8"))
+    del content["flex_checkpoint"]
+    content |= {"model_name_or_path": model, "train_dataset_path": corpus, "eval_dataset_path": corpus}
+    content |= {"output_dir": output, "gradient_accumulation_steps": GLOBAL_BATCH // layout.replicas, **layout.options}
+    return dict(content)

@@ -10,14 +10,17 @@ import yaml
 
 from paddleformers_fc.errors import OptionError
 from verification.demo import jobs
+from verification.demo.assets import SEQUENCE_LENGTH
 from verification.demo.jobs import DemoRun
 from verification.demo.settings import (
     DP2,
     GLOBAL_BATCH,
     LORA,
     PP2,
+    RESUME_AT,
     SHARDING2V2,
     SINGLE,
+    STEPS,
     TP2,
     DemoLayout,
     settings,
@@ -35,6 +38,7 @@ def test_a_recipe_is_the_demos_settings_and_one_key(file: str, model: str, more:
     output = f"./out/{file.removesuffix('_pt')}"
     shown = settings(f"./demo_out/assets/{model}", "./demo_out/assets/corpus.jsonl", output, DP2)
     assert recipe == shown | more | {"flex_checkpoint": True}
+    assert (recipe["max_steps"], recipe["save_steps"], recipe["max_seq_len"]) == (STEPS, RESUME_AT, SEQUENCE_LENGTH)
 
 
 @pytest.mark.parametrize("layout", [SINGLE, DP2, TP2, PP2, SHARDING2V2], ids=lambda layout: layout.name)
