@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.support import run, save
+from tests.cli.support import SIZES, run, save
 from tests.execute.simulated import canonical
 
 
@@ -20,6 +20,12 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save(root / "four", canonical(), tp=2, sharded=2)
     assert run("export", root / "one", root / "open", "--max-shard-size", "8kB").code == 0
     return root
+
+
+@pytest.fixture(scope="session")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of four ranks with the sizes of its model, alone in an output directory."""
+    return save(tmp_path_factory.mktemp("stored") / "checkpoint-3", canonical(), tp=2, sharded=2, config=SIZES)
 
 
 @pytest.fixture

@@ -12,6 +12,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import yaml
+
 from paddleformers_fc.cli.main import main
 from paddleformers_fc.distributed.channel import ALONE
 from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoint
@@ -99,3 +101,10 @@ def flip(path: Path, position: int) -> None:
     data = bytearray(path.read_bytes())
     data[position] ^= 1
     path.write_bytes(data)
+
+
+def config(directory: Path, **keys: Any) -> Path:
+    """A YAML of a training with these keys and an output directory."""
+    path = directory / "job.yaml"
+    path.write_text(yaml.safe_dump({"output_dir": str(directory / "out"), "flex_checkpoint": True, **keys}))
+    return path

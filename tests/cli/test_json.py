@@ -12,7 +12,7 @@ import typer
 from paddleformers_fc.cli.documents import DOCUMENTS, FREE
 from paddleformers_fc.cli.main import app
 from paddleformers_fc.errors import FlexError
-from tests.cli.support import SIZES, run, save
+from tests.cli.support import run, save
 from tests.execute.simulated import canonical
 
 ERROR = {"error", "what", "where", "evidence", "next_step"}
@@ -21,12 +21,6 @@ ERROR = {"error", "what", "where", "evidence", "next_step"}
 def test_every_command_has_a_documented_document() -> None:
     documented = {name.split()[0] for name in (*DOCUMENTS, *FREE)}
     assert documented == set(typer.main.get_group(app).commands)
-
-
-@pytest.fixture(scope="module")
-def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint with the sizes of its model, and an output directory around it."""
-    return save(tmp_path_factory.mktemp("out") / "checkpoint-3", canonical(), tp=2, config=SIZES)
 
 
 COMMANDS = {

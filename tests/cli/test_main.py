@@ -16,8 +16,7 @@ import pytest
 from paddleformers_fc import __version__, errors
 from paddleformers_fc.cli.main import PROGRAM, exit_code, main
 from paddleformers_fc.execute import output_directory
-from tests.cli.support import SIZES, run, save
-from tests.execute.simulated import canonical
+from tests.cli.support import run
 from tests.harness.limits import LIMIT
 
 VERBS = (
@@ -82,14 +81,14 @@ def python(code: str, *arguments: str) -> Any:
     return json.loads(done.stderr.splitlines()[-1])
 
 
-def test_only_commands_that_train_import_paddle(four: Path, weights: Path, tmp_path: Path) -> None:
+def test_only_commands_that_train_import_paddle(four: Path, weights: Path, stored: Path, tmp_path: Path) -> None:
     commands = [
         ["--help"],
         ["inspect", str(four), "--tensors"],
         ["verify", str(four)],
         ["diff", str(four), str(weights)],
         ["export", str(four), str(tmp_path / "export")],
-        ["plan", str(save(tmp_path / "checkpoint-3", canonical(), config=SIZES)), "--to", "tp=2,pp=2"],
+        ["plan", str(stored), "--to", "tp=2,pp=2"],
         ["register-path"],
         *([verb, "--help"] for verb in VERBS),
     ]

@@ -10,14 +10,8 @@ from typing import Any
 import pytest
 
 from paddleformers_fc.storage.files import read_file
-from tests.cli.support import SIZES, run, save
-from tests.execute.simulated import HIDDEN, canonical
-
-
-@pytest.fixture(scope="module")
-def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of four ranks: tensor parallel 2, optimizer sharded over 2."""
-    return save(tmp_path_factory.mktemp("plan") / "checkpoint-3", canonical(), tp=2, sharded=2, config=SIZES)
+from tests.cli.support import run
+from tests.execute.simulated import HIDDEN
 
 
 @pytest.fixture

@@ -9,8 +9,7 @@ import pytest
 import yaml
 
 from paddleformers_fc.cli import training
-from tests.cli.support import SIZES, run, save
-from tests.execute.simulated import canonical
+from tests.cli.support import run
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("gpu_*.yaml"))
 DEGREES = {
@@ -18,11 +17,6 @@ DEGREES = {
     "pipeline_model_parallel_size": "pp",
     "sharding_parallel_size": "sharding",
 }
-
-
-@pytest.fixture(scope="module")
-def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(tmp_path_factory.mktemp("recipes") / "checkpoint-3", canonical(), config=SIZES)
 
 
 def test_there_are_recipes_for_gpus() -> None:

@@ -11,7 +11,6 @@ import fsspec
 import pytest
 
 from tests.cli.support import run
-from tests.cli.test_plan import stored  # noqa: F401
 from tests.storage.serving import Served, serving
 
 
@@ -56,10 +55,7 @@ def test_a_checkpoint_and_its_export_are_compared_across_stores(one: Path, serve
     assert (found.code, found.document["not_compared"]) == (0, ["optimizer_state"])
 
 
-def test_a_load_from_a_store_is_planned_without_its_tensors(
-    stored: Path,  # noqa: F811
-    tmp_path: Path,
-) -> None:
+def test_a_load_from_a_store_is_planned_without_its_tensors(stored: Path) -> None:
     expected = run("plan", stored, "--to", "tp=4", "--json").document
     with serving(stored.parent) as served:
         found = run("plan", f"{served.url}/{stored.name}", "--to", "tp=4", "--json").document

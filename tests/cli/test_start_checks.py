@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from paddleformers_fc.cli import main, start_checks, training
 from paddleformers_fc.cli.training import prepare
@@ -22,7 +21,7 @@ from paddleformers_fc.families.registry import own_families, tiny_models
 from paddleformers_fc.trainer import stock_keys
 from paddleformers_fc.trainer.options import FlexFields
 from paddleformers_fc.trainer.stock_keys import StockTable, stock_table
-from tests.cli.support import claim_local_tier, run, save
+from tests.cli.support import claim_local_tier, config, run, save
 from tests.execute.simulated import CONFIG, HIDDEN, INTERMEDIATE, VOCABULARY, canonical
 from tests.trainer.test_options import DEVELOPMENT_KEYS
 from verification.forkserver import ForkServer
@@ -48,13 +47,6 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
     """The root of the repository, and a machine without an accelerator."""
     monkeypatch.chdir(Path(__file__).parents[2])
     monkeypatch.setattr(training, "local_device", lambda: "cpu")
-
-
-def config(directory: Path, **keys: Any) -> Path:
-    """A YAML with these keys and an output directory."""
-    path = directory / "job.yaml"
-    path.write_text(yaml.safe_dump({"output_dir": str(directory / "out"), "flex_checkpoint": True, **keys}))
-    return path
 
 
 def fault(directory: Path, overrides: str = "", nproc: int | None = None, **keys: Any) -> str:

@@ -18,7 +18,6 @@ from typing import Any
 
 import msgspec
 import pytest
-import yaml
 
 from paddleformers_fc import upstream
 from paddleformers_fc.cli import training
@@ -28,7 +27,7 @@ from paddleformers_fc.errors import MismatchError, OptionError
 from paddleformers_fc.output import console
 from paddleformers_fc.trainer import register
 from paddleformers_fc.trainer.rank_records import RECORDS, RankRecord, read_error, read_records
-from tests.cli.support import Outcome, run, save
+from tests.cli.support import Outcome, config, run, save
 from tests.execute.simulated import canonical
 from tests.harness.waiting import wait_until
 from verification.demo.assets import prepare as prepare_assets
@@ -50,13 +49,6 @@ def on(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     use("cpu")
     return use
-
-
-def config(directory: Path, **keys: Any) -> Path:
-    """A YAML with these keys and an output directory."""
-    path = directory / "job.yaml"
-    path.write_text(yaml.safe_dump({"output_dir": str(directory / "out"), "flex_checkpoint": True, **keys}))
-    return path
 
 
 OWN_REGISTRATION = """
@@ -453,7 +445,8 @@ def test_a_training_leaves_a_checkpoint_that_passes_verification(tmp_path: Path)
     assert (facts["step"], facts["world_size"], facts["family"]) == (3, 1, "llama")
     exported = run("export", checkpoint, tmp_path / "export", "--json").document
     assert run("diff", tmp_path / "export", checkpoint).code == 0
-    assert exported["tensors"] == facts_of_weights(tmp_path / "out")
+    listed = run("inspect", tmp_path / "out", "--json").document["roles"]["model_state"]
+    assert exported["tensors"] == listed["tensors"]
     source = tmp_path / "assets/llama"
     wanted = json.loads((source / "config.json").read_text())
     for directory in (checkpoint, tmp_path / "out", tmp_path / "export"):
@@ -492,12 +485,6 @@ def test_the_lines_for_slurm_save_on_its_signal_and_queue_the_job_again(tmp_path
             script.terminate()
     assert (tmp_path / "queued").read_text() == "requeue 7\n"
     assert len(list((tmp_path / "out").glob("checkpoint-*"))) == 1
-
-
-def facts_of_weights(directory: Path) -> int:
-    """Number of tensors in the final weights of a training."""
-    outcome: Outcome = run("inspect", directory, "--json")
-    return int(outcome.document["roles"]["model_state"]["tensors"])
 
 
 @pytest.fixture

@@ -110,7 +110,7 @@ def scenarios() -> Iterator[Scenario]:
     yield Scenario("an export of a live model into a run's directory", 2, SINGLE, SINGLE, live=True, inside=True)
 
 
-def operations(scenario: Scenario, directory: Path) -> list[Kill[Scenario]]:
+def operations(scenario: Scenario, directory: Path) -> list[Kill]:
     """Every kill of a scenario, from running it through once.
 
     Raises:
@@ -123,7 +123,7 @@ def operations(scenario: Scenario, directory: Path) -> list[Kill[Scenario]]:
     return every_kill(scenario, ends)
 
 
-def carry_out(kill: Kill[Scenario], directory: Path) -> None:
+def carry_out(kill: Kill, directory: Path) -> None:
     """One accident, and everything that must hold after it.
 
     Raises:

@@ -27,7 +27,7 @@ import numpy as np
 
 from paddleformers_fc.distributed.channel import ALONE, Bytes, Channel, CollectiveChannel
 from paddleformers_fc.errors import FlexError, PeerError
-from tests.crash.net import Gate, Net, Open, Operation, bytes_written, cast
+from tests.crash.net import Gate, Net, Operation, bytes_written, cast
 from tests.harness.limits import LIMIT
 
 DONE, REFUSED, BROKEN = 0, 3, 4
@@ -103,7 +103,7 @@ def _exactly(connection: socket.socket, size: int) -> bytes:
 
 
 @dataclass(frozen=True)
-class KillAt:
+class KillAt(Gate):
     """The end of a process, or of all ranks of its job, at one operation; a write is torn first.
 
     Args:
@@ -122,12 +122,9 @@ class KillAt:
                 os.killpg(0, signal.SIGKILL)
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def after(self, operation: Operation) -> None:
-        """Nothing."""
-
 
 @dataclass(frozen=True)
-class RefuseAt:
+class RefuseAt(Gate):
     """The operating system refuses an operation.
 
     Args:
@@ -146,9 +143,6 @@ class RefuseAt:
         if due and operation.kind != "look":
             operation.tear()
             raise OSError(self.errno, os.strerror(self.errno), operation.path)
-
-    def after(self, operation: Operation) -> None:
-        """Nothing."""
 
 
 @dataclass(frozen=True)
@@ -198,7 +192,7 @@ class Group:
                 _become(rank, leader, pairs, pipes)
                 ends = [ours for ours, _ in pairs] if rank == 0 else [pairs[rank - 1][1]]
                 channel = SocketChannel(rank, ranks, ends) if ranks > 1 else ALONE
-                net = Net((gates or {}).get(rank, Open()))
+                net = Net((gates or {}).get(rank, Gate()))
                 _run(channel, job, net, watched, pipes[rank][1])
             self.pids.append(pid)
             with contextlib.suppress(ProcessLookupError, PermissionError):

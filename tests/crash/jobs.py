@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.crash.net import Net, Operation, cast
+from tests.crash.net import Gate, Net, Operation, cast
 from tests.trainer.jobs import run
 from tests.trainer.lost_jobs import keep_time
 
 
 @dataclass(frozen=True)
-class KillOn:
+class KillOn(Gate):
     """The end of a process before an operation is carried out; a write is torn.
 
     Args:
@@ -31,9 +31,6 @@ class KillOn:
         if operation.kind == self.kind and self.part in operation.path:
             operation.tear()
             os.kill(os.getpid(), signal.SIGKILL)
-
-    def after(self, operation: Operation) -> None:
-        """Nothing."""
 
 
 def run_and_die(victims: Sequence[int], kind: str, part: str, **settings: Any) -> Mapping[str, Any]:

@@ -11,37 +11,17 @@ import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 from tests.crash.groups import BROKEN, DONE, Group, KillAt, RankEnd
 from tests.crash.worlds import Lost, copy
 
-
-class Scenario(Protocol):
-    """One job that is killed."""
-
-    @property
-    def name(self) -> str:
-        """For a report; differs from all others."""
-
-    @property
-    def ranks(self) -> int:
-        """How many."""
-
-    @property
-    def prepare(self) -> Any:
-        """Called with a directory; makes what is there before."""
-
-    @property
-    def job(self) -> Any:
-        """Called with that directory and a rank's channel; what each rank does."""
-
-
-S = TypeVar("S", bound=Scenario)
+Scenario = Any
+"""One job that is killed, with ``name``, ``ranks``, ``prepare(there)`` and ``job(there, channel)`` of each rank."""
 
 
 @dataclass(frozen=True)
-class Kill(Generic[S]):
+class Kill:
     """One accident.
 
     Args:
@@ -53,7 +33,7 @@ class Kill(Generic[S]):
         all_ranks: whether the others are killed too.
     """
 
-    scenario: S
+    scenario: Scenario
     rank: int
     number: int
     change: int
@@ -83,7 +63,7 @@ def run_alone(scenario: Scenario, there: Path) -> list[RankEnd]:
     return ends
 
 
-def every_kill(scenario: S, ends: Sequence[RankEnd]) -> list[Kill[S]]:
+def every_kill(scenario: Scenario, ends: Sequence[RankEnd]) -> list[Kill]:
     """Each rank alone, and all of them, at each operation of each rank that changes something."""
     return [
         Kill(scenario, rank, number, change, kind, all_ranks)
@@ -93,7 +73,7 @@ def every_kill(scenario: S, ends: Sequence[RankEnd]) -> list[Kill[S]]:
     ]
 
 
-def run_killed(kill: Kill[S], there: Path) -> list[RankEnd]:
+def run_killed(kill: Kill, there: Path) -> list[RankEnd]:
     """How every rank has ended: the victims were killed, and the others have ended by themselves.
 
     Raises:

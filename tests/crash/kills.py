@@ -132,7 +132,7 @@ def scenarios() -> Iterator[Scenario]:
     )
 
 
-def operations(scenario: Scenario, directory: Path) -> list[Kill[Scenario]]:
+def operations(scenario: Scenario, directory: Path) -> list[Kill]:
     """Every kill of a scenario, from running it through once.
 
     Raises:
@@ -145,7 +145,7 @@ def operations(scenario: Scenario, directory: Path) -> list[Kill[Scenario]]:
     return every_kill(scenario, ends)
 
 
-def carry_out(kill: Kill[Scenario], directory: Path) -> None:
+def carry_out(kill: Kill, directory: Path) -> None:
     """One accident, and everything that must hold after it.
 
     Raises:

@@ -28,7 +28,7 @@ from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.storage.manifest import newest_checkpoint
 from tests.crash import exports
 from tests.crash.disk import Disk, Loss, Recorded
-from tests.crash.net import Net, Operation, cast
+from tests.crash.net import Gate, Net, Operation, cast
 from tests.crash.worlds import Found, Lost, chosen, cleaned_by_the_next_save, ranks_of, rotate_alone, save
 from verification.simulate_ranks import run_threads
 
@@ -38,7 +38,7 @@ State = Found | int | None
 
 
 @dataclass
-class Recorder:
+class Recorder(Gate):
     """Takes down the operations of all ranks in their order.
 
     Args:
@@ -47,9 +47,6 @@ class Recorder:
 
     root: Path
     operations: list[Recorded] = field(default_factory=list)
-
-    def before(self, operation: Operation) -> None:
-        """Nothing."""
 
     def after(self, operation: Operation) -> None:
         """Take it down."""

@@ -56,7 +56,7 @@ class Refusal:
         lasting: whether all that follows is refused too.
     """
 
-    at: Kill[Scenario]
+    at: Kill
     reason: int
     lasting: bool
 

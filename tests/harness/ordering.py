@@ -20,7 +20,6 @@ LONG = (
     "tests/cpu_runtime/",
     "tests/execute/",
     "tests/families/",
-    "tests/test_site.py",
     "tests/storage/",
     "tests/mapping/",
 )
