@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -132,35 +133,6 @@ def test_every_command_refuses_an_altered_document(copy: Path, four: Path, tmp_p
         assert any(f"{name} does not match its checksum" in line for line in lines)
 
 
-def test_a_damaged_manifest_is_the_first_check(copy: Path) -> None:
-    path = copy / "flex_checkpoint.json"
-    path.write_text(path.read_text().replace('"step": 3', '"step": 4'))
-    document = run("verify", copy, "--json").document
-    assert failed_check(document) == "manifest"
-    assert document["next_step"]
-    assert len(document["checks"]) == 1
-
-
-def test_a_file_that_left_the_checkpoint_leaves_tensors_uncovered(copy: Path) -> None:
-    (copy / WEIGHTS).unlink()
-    seal(copy)
-    outcome = run("verify", copy, "--json")
-    assert outcome.code == 1
-    assert failed_check(outcome.document) == "tensors"
-    assert any("is not stored" in line for line in outcome.document["evidence"])
-
-
-def test_a_header_that_differs_from_the_index_is_named_with_its_tensor(copy: Path) -> None:
-    raw = (copy / WEIGHTS).read_bytes()
-    name = next(iter(read_header(copy / WEIGHTS).tensors)).encode()
-    (copy / WEIGHTS).write_bytes(raw.replace(name, name[:-1] + b"x", 1))
-    seal(copy)
-    outcome = run("verify", copy, "--json")
-    assert failed_check(outcome.document) == "tensors"
-    assert f"{WEIGHTS} has another header than flex_index.safetensors describes" in str(outcome.document)
-    assert name.decode() in outcome.document["evidence"]
-
-
 def edit_rules(checkpoint: Path, change: Any) -> None:
     """Apply ``change`` to the document of mapping.json and seal the checkpoint again."""
     path = checkpoint / "mapping.json"
@@ -175,6 +147,63 @@ def turn_qkv(document: dict[str, Any]) -> None:
     rule = next(rule for rule in document["rules"] if "qkv" in rule["targets"][0])
     rule["parts"] = rule["parts"][::-1]
     rule["target_blocks"] = 3
+
+
+NORM = "model.norm.weight"
+
+
+def forget_a_rule(document: dict[str, Any]) -> None:
+    """Leave a stored tensor without a rule."""
+    del document["targets"][NORM]
+    document["rules"] = [rule for rule in document["rules"] if rule["targets"] != [NORM]]
+
+
+def invent_a_rule(document: dict[str, Any]) -> None:
+    """Give a tensor that is not stored a rule."""
+    document["targets"]["model.extra.weight"] = document["targets"][NORM]
+    rule = next(rule for rule in document["rules"] if rule["targets"] == [NORM])
+    document["rules"].append({**rule, "sources": ["model.extra.weight"], "targets": ["model.extra.weight"]})
+
+
+def rename_in_a_header(checkpoint: Path) -> None:
+    """Give a tensor another name of the same length in the header of its file."""
+    raw = (checkpoint / WEIGHTS).read_bytes()
+    name = next(iter(read_header(checkpoint / WEIGHTS).tensors)).encode()
+    (checkpoint / WEIGHTS).write_bytes(raw.replace(name, name[:-1] + b"x", 1))
+    seal(checkpoint)
+
+
+def lose_a_file(checkpoint: Path) -> None:
+    """Take a file away, and every record of it."""
+    (checkpoint / WEIGHTS).unlink()
+    seal(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("damage", "check", "lines"),
+    [
+        (lose_a_file, "tensors", ["is not stored"]),
+        (rename_in_a_header, "tensors", [f"{WEIGHTS} has another header than flex_index.safetensors describes"]),
+        (
+            lambda copy: edit_rules(copy, forget_a_rule),
+            "tensors",
+            [f"{NORM}: stored as model_state and not in the rules", f"{NORM}.moment1_0: stored as"],
+        ),
+        (lambda copy: edit_rules(copy, invent_a_rule), "tensors", ["model.extra.weight: in the rules and not stored"]),
+        (lambda copy: alter(copy / "flex_checkpoint.json"), "manifest", ["flex_checkpoint.json"]),
+    ],
+    ids=["a lost file", "a header", "no rule", "a rule too many", "the manifest"],
+)
+def test_what_does_not_fit_together_is_found_by_its_check_and_named(
+    copy: Path, damage: Callable[[Path], None], check: str, lines: list[str]
+) -> None:
+    damage(copy)
+    outcome = run("verify", copy, "--json")
+    assert (outcome.code, failed_check(outcome.document)) == (1, check)
+    assert outcome.document["next_step"]
+    text = "\n".join([outcome.document["what"], *outcome.document["evidence"]])
+    assert [line for line in lines if line not in text] == []
+    assert check != "manifest" or len(outcome.document["checks"]) == 1
 
 
 DESCRIBED = {
@@ -206,31 +235,6 @@ def test_a_configuration_that_is_not_that_of_the_mapping_is_found_and_not_export
     assert any(line.startswith(key) and "in config.json" in line for line in document["evidence"])
     assert run("export", checkpoint, tmp_path / "hf").code == 1
     assert not (tmp_path / "hf").exists()
-
-
-def test_a_stored_tensor_without_a_rule_is_found(copy: Path) -> None:
-    def forget(document: dict[str, Any]) -> None:
-        del document["targets"]["model.norm.weight"]
-        document["rules"] = [rule for rule in document["rules"] if rule["targets"] != ["model.norm.weight"]]
-
-    edit_rules(copy, forget)
-    outcome = run("verify", copy, "--json")
-    assert outcome.code == 1
-    assert failed_check(outcome.document) == "tensors"
-    assert "model.norm.weight: stored as model_state and not in the rules" in outcome.document["evidence"]
-    assert any(line.startswith("model.norm.weight.moment1_0: stored as") for line in outcome.document["evidence"])
-
-
-def test_a_tensor_of_the_rules_that_is_not_stored_is_found(copy: Path) -> None:
-    def invent(document: dict[str, Any]) -> None:
-        document["targets"]["model.extra.weight"] = document["targets"]["model.norm.weight"]
-        rule = next(rule for rule in document["rules"] if rule["targets"] == ["model.norm.weight"])
-        document["rules"].append({**rule, "sources": ["model.extra.weight"], "targets": ["model.extra.weight"]})
-
-    edit_rules(copy, invent)
-    outcome = run("verify", copy, "--json")
-    assert outcome.code == 1
-    assert outcome.document["evidence"] == ["model.extra.weight: in the rules and not stored"]
 
 
 def test_tied_tensors_are_compared(tmp_path: Path) -> None:

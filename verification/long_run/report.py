@@ -28,7 +28,7 @@ def page(findings: Sequence[Findings]) -> str:
 
 
 def _sections(found: Findings) -> Iterator[str]:
-    whole = found.whole.losses
+    whole = found.whole
     yield f"## {found.title}, saved by {found.source}\n"
     yield (
         f"Losses of the uninterrupted run: {whole[1]:.4f} at step 1, {whole[SAVED_AT]:.4f} at step {SAVED_AT}, "
@@ -36,17 +36,17 @@ def _sections(found: Findings) -> Iterator[str]:
     )
     yield "| resumed as | largest difference of a loss | at step | at the first step | at the last step |"
     yield "|---|---|---|---|---|"
-    for layout, run in found.resumed.items():
+    for layout, losses in found.resumed.items():
         largest, step = found.difference(layout)
-        first, last = (_difference(abs(run.losses[at] - whole[at])) for at in (SAVED_AT + 1, LAST_STEP))
+        first, last = (_difference(abs(losses[at] - whole[at])) for at in (SAVED_AT + 1, LAST_STEP))
         yield f"| {layout} | {_difference(largest)} | {-step} | {first} | {last} |"
     yield f"\nWeights of step {LAST_STEP} of the uninterrupted run, md5 over names and bytes of all tensors:\n"
     yield "| written by | md5 |"
     yield "|---|---|"
-    yield f"| export of this package | `{found.whole.export_md5}` |"
-    expected, what = found.whole.export_md5, "equal"
-    if found.whole.fused_md5:
-        expected, what = found.whole.fused_md5, "equal to the fused ones"
+    yield f"| export of this package | `{found.export_md5}` |"
+    expected, what = found.export_md5, "equal"
+    if found.fused_md5:
+        expected, what = found.fused_md5, "equal to the fused ones"
         yield f"| the same, with projections fused by numpy as PaddleFormers leaves them | `{expected}` |"
     for one in found.unified:
         equal = what if one.md5 == expected else f"**`{one.md5}`**"
@@ -64,8 +64,8 @@ def draw(findings: Sequence[Findings], path: Path) -> None:
         curves.Curves(
             one.title,
             one.source,
-            one.whole.losses,
-            {f"resumed as {name}": run.losses for name, run in one.resumed.items()},
+            one.whole,
+            {f"resumed as {name}": losses for name, losses in one.resumed.items()},
             SAVED_AT,
         )
         for one in findings

@@ -1,4 +1,4 @@
-"""Run the trainings of the longer proof on a fork server, one after the other.
+"""Run the trainings of the longer proof as cells of matrices, and let PaddleFormers write the weights of the last step.
 
 Every training leaves a JSON file when it is finished; a second run starts with the first one that has none.
 
@@ -8,91 +8,71 @@ Time: 250 steps of four ranks take about a minute on two free cores. Memory: 400
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import msgspec
+from msgspec import structs
 
 from paddleformers_fc.errors import PeerError
 from paddleformers_fc.execute.digest import weights_md5
 from paddleformers_fc.execute.export import export_checkpoint
-from verification.forkserver import ForkServer
 from verification.long_run.fused import fused_md5
 from verification.long_run.jobs import UNIFY
-from verification.matrix.jobs import JOB, Training
 from verification.matrix.layouts import parse_layout
+from verification.matrix.recipe import Recipe, cells_of
+from verification.matrix.report import reason
+from verification.matrix.running import Workshop
 
 SAVED_AT = 50
 LAST_STEP = 250
-_PATIENCE = 4 * 3600.0
+Losses = dict[int, float]
 
 
 @dataclass(frozen=True)
 class LongRun:
-    """A model, the layout that saves, and the layouts that resume.
+    """A matrix of one source, whose differences are shown and not judged.
 
     Args:
-        title: of its part of the page.
-        model_type: of the tiny model.
-        model: overrides of its configuration.
-        arguments: training arguments.
-        source: name of the layout of the uninterrupted run.
-        targets: names of the layouts that resume.
+        recipe: of the matrix.
         unified: names of the layouts under which PaddleFormers writes the weights of the last step.
         fuses: whether it fuses projections, and writes them so.
     """
 
-    title: str
-    model_type: str
-    model: Mapping[str, Any]
-    arguments: Mapping[str, Any]
-    source: str
-    targets: tuple[str, ...]
+    recipe: Recipe
     unified: tuple[str, ...]
     fuses: bool = False
 
 
+_LLAMA = Recipe(
+    title="Llama",
+    text="",
+    model_type="llama",
+    model={"num_key_value_heads": 4},
+    sources=("sd2+tp2",),
+    targets=("tp2+pp2", "sd2v1", "dp1"),
+    arguments={"learning_rate": 0.002},
+    tolerance=1.0,
+    saved_at=SAVED_AT,
+    last_step=LAST_STEP,
+)
+_ERNIE = structs.replace(
+    _LLAMA,
+    title="ERNIE 4.5 MoE",
+    model_type="ernie4_5_moe",
+    sources=("sd2+tp2(ep2)",),
+    targets=("tp2(ep2)+pp2", "sd2(ep2)", "dp1"),
+    # Under expert parallelism Paddle clips by a norm that depends on the layout.
+    arguments={**_LLAMA.arguments, "max_grad_norm": 0.0},
+)
 EXPERIMENTS = (
-    LongRun(
-        "Llama",
-        "llama",
-        {"num_key_value_heads": 4},
-        {"learning_rate": 0.002},
-        "sd2+tp2",
-        ("tp2+pp2", "sd2v1", "dp1"),
-        ("dp1", "pp2", "sd2v1", "tp2"),
-    ),
-    LongRun(
-        "ERNIE 4.5 MoE",
-        "ernie4_5_moe",
-        {"num_key_value_heads": 4},
-        # Under expert parallelism Paddle clips by a norm that depends on the layout.
-        {"learning_rate": 0.002, "max_grad_norm": 0.0},
-        "sd2+tp2(ep2)",
-        ("tp2(ep2)+pp2", "sd2(ep2)", "dp1"),
-        ("dp1", "pp2", "sd2(ep2)", "tp2"),
-        fuses=True,
-    ),
+    LongRun(_LLAMA, ("dp1", "pp2", "sd2v1", "tp2")),
+    LongRun(_ERNIE, ("dp1", "pp2", "sd2(ep2)", "tp2"), fuses=True),
 )
 
 
-class RunResult(msgspec.Struct, frozen=True):
-    """A run.
-
-    Args:
-        losses: by step.
-        export_md5: of the export of its last checkpoint.
-        fused_md5: the same weights with fused projections; empty if PaddleFormers fuses none.
-    """
-
-    losses: dict[int, float]
-    export_md5: str
-    fused_md5: str
-
-
-class Unified(msgspec.Struct, frozen=True):
+@dataclass(frozen=True)
+class Unified:
     """A checkpoint that PaddleFormers wrote.
 
     Args:
@@ -106,19 +86,32 @@ class Unified(msgspec.Struct, frozen=True):
     error: str
 
 
-class Findings(msgspec.Struct, frozen=True):
-    """The results of an experiment: the uninterrupted run, the resumed ones by layout, and unified checkpoints."""
+@dataclass(frozen=True)
+class Findings:
+    """The results of an experiment.
+
+    Args:
+        title: of its part of the page.
+        source: name of the layout of the uninterrupted run.
+        whole: losses of that run by step.
+        resumed: those of the resumed runs by layout.
+        export_md5: of the export of the last step of the uninterrupted run.
+        fused_md5: the same weights with fused projections; empty if PaddleFormers fuses none.
+        unified: what PaddleFormers wrote of that step.
+    """
 
     title: str
     source: str
-    whole: RunResult
-    resumed: dict[str, RunResult]
+    whole: Losses
+    resumed: dict[str, Losses]
+    export_md5: str
+    fused_md5: str
     unified: list[Unified]
 
     def difference(self, layout: str) -> tuple[float, int]:
         """Return the largest difference of a loss to that of the uninterrupted run, and the step at which it is."""
-        losses = self.resumed[layout].losses
-        return max((abs(losses[step] - self.whole.losses[step]), -step) for step in losses)
+        losses = self.resumed[layout]
+        return max((abs(losses[step] - self.whole[step]), -step) for step in losses)
 
 
 def run(experiment: LongRun, root: Path, log: Callable[[str], None]) -> Findings:
@@ -128,67 +121,31 @@ def run(experiment: LongRun, root: Path, log: Callable[[str], None]) -> Findings
         experiment: the experiment.
         root: the directory of all runs.
         log: receives a line per training.
+    Raises:
+        PeerError: a training failed, or a tensor is not as saved.
     """
-    place = root / experiment.model_type
-    with ForkServer(directory=_emptied(place / "server"), patience=_PATIENCE) as server:
-        whole = _trained(server, experiment, experiment.source, place / "whole", None, log)
-        saved = place / "whole" / f"checkpoint-{SAVED_AT}"
-        resumed = {
-            name: _trained(server, experiment, name, place / f"resumed-{name}", saved, log)
-            for name in experiment.targets
-        }
-        last = place / "whole" / f"checkpoint-{LAST_STEP}"
-        unified = [_unified(server, experiment, name, place / f"unified-{name}", last) for name in experiment.unified]
-    return Findings(experiment.title, experiment.source, whole, resumed, unified)
+    recipe = experiment.recipe
+    place, cells = root / recipe.model_type, cells_of(recipe)
+    resumed: dict[str, Losses] = {}
+    with Workshop(recipe, place) as workshop:
+        for cell, outcome in zip(cells, workshop.run(cells), strict=True):
+            if not outcome.right(recipe.tolerance):
+                raise PeerError(f"{outcome.name}: {reason(outcome)}.", where=str(place), next_step="Read the logs.")
+            resumed[cell.target.name] = dict(enumerate(outcome.losses, SAVED_AT + 1))
+            log(f"{recipe.title}, {outcome.name}: last loss {outcome.losses[-1]}")
+        saved = workshop.saved(cells[0])
+        last, export = saved.checkpoint.with_name(f"checkpoint-{LAST_STEP}"), place / "export"
+        shutil.rmtree(export, ignore_errors=True)
+        export_checkpoint(last, export)
+        unified = [_unified(workshop, name, place / f"unified-{name}", last) for name in experiment.unified]
+    fused = fused_md5(export, int(recipe.model["num_key_value_heads"])) if experiment.fuses else ""
+    whole = dict(enumerate(saved.losses, 1))
+    return Findings(recipe.title, recipe.sources[0], whole, resumed, weights_md5(export), fused, unified)
 
 
-def _emptied(directory: Path) -> Path:
-    shutil.rmtree(directory, ignore_errors=True)
-    return directory
-
-
-def _trained(
-    server: ForkServer,
-    experiment: LongRun,
-    layout: str,
-    place: Path,
-    resume: Path | None,
-    log: Callable[[str], None],
-) -> RunResult:
-    record = place / "trained.json"
-    if record.exists():
-        return msgspec.json.decode(record.read_bytes(), type=RunResult)
-    values = _run(server, JOB, experiment, layout, _emptied(place), resume)
-    first = SAVED_AT + 1 if resume else 1
-    logged = max(len(one) for one in values)
-    losses: dict[int, float] = dict(enumerate(next(one for one in values if len(one) == logged), first))
-    checkpoint, export = place / f"checkpoint-{LAST_STEP}", place / "export"
-    export_checkpoint(checkpoint, export)
-    heads = int(experiment.model["num_key_value_heads"])
-    found = RunResult(losses, weights_md5(export), fused_md5(export, heads) if experiment.fuses else "")
-    record.write_bytes(msgspec.json.encode(found))
-    log(f"{experiment.title}, {layout}: steps {first} to {max(losses)}, last loss {losses[max(losses)]}")
-    return found
-
-
-def _unified(server: ForkServer, experiment: LongRun, layout: str, place: Path, checkpoint: Path) -> Unified:
-    try:
-        error = _run(server, UNIFY, experiment, layout, _emptied(place), checkpoint)[0]
-    except PeerError as failed:
-        return Unified(layout, "", type(failed).__name__)
+def _unified(workshop: Workshop, layout: str, place: Path, checkpoint: Path) -> Unified:
+    shutil.rmtree(place, ignore_errors=True)
+    training = workshop.training(parse_layout(layout), place, hold=False, resume=checkpoint)
+    result = workshop.attempt(UNIFY, training)
+    error = result.values[0] if result.ok else PeerError.__name__
     return Unified(layout, "" if error else weights_md5(place / "unified"), error)
-
-
-def _run(
-    server: ForkServer, job: str, experiment: LongRun, layout: str, place: Path, resume: Path | None
-) -> tuple[Any, ...]:
-    training = Training(
-        experiment.model_type,
-        dict(experiment.model),
-        {**experiment.arguments, "save_steps": SAVED_AT if resume is None else LAST_STEP},
-        parse_layout(layout),
-        str(place),
-        last_step=LAST_STEP,
-        resume=None if resume is None else str(resume),
-    )
-    return server.run(job, training.layout.nproc, training.to_json()).values

@@ -37,6 +37,7 @@ class Training:
         resume: the checkpoint to resume.
         by_hand: overwrite what was loaded with numbers that no line of this package's loader has touched.
         adapters: settings of LoRA adapters that are trained in place of the model; empty for none.
+        saved_at: after how many steps a checkpoint is saved, unless one is resumed.
     """
 
     model_type: str
@@ -50,6 +51,7 @@ class Training:
     resume: str | None = None
     by_hand: bool = False
     adapters: dict[str, Any] = field(default_factory=dict)
+    saved_at: int = SAVED_AT
 
     def to_json(self) -> dict[str, Any]:
         """As the keyword arguments of :func:`run`."""
@@ -78,7 +80,7 @@ def trained(training: dict[str, Any]) -> Any:
         "cls": FlexTrainingArguments,
         "flex_checkpoint": True,
         "max_steps": wanted.last_step,
-        "save_steps": SAVED_AT if wanted.resume is None else 10**6,
+        "save_steps": wanted.saved_at if wanted.resume is None else 10**6,
         **wanted.arguments,
     }
     args = tiny.training_arguments(wanted.layout, wanted.output_dir, wanted.micro_batch, **settings)

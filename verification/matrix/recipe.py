@@ -16,6 +16,7 @@ import msgspec
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.families import ModelDescription, family_for
 from paddleformers_fc.plan.simulate import declared_model
+from verification.matrix.jobs import LAST_STEP, SAVED_AT
 from verification.matrix.layouts import MatrixLayout, parse_layout
 from verification.matrix.tiny import keys
 
@@ -55,6 +56,8 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         tolerance: the largest difference of a loss that needs no explanation.
         experiments: differences that are there without a checkpoint.
         adapters: settings of LoRA adapters that are trained in place of the model; empty for none.
+        saved_at: the step at which the sources save.
+        last_step: the step at which all runs end.
     """
 
     title: str
@@ -69,12 +72,15 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tolerance: float = 1e-6
     experiments: tuple[Experiment, ...] = ()
     adapters: dict[str, Any] = {}
+    saved_at: int = SAVED_AT
+    last_step: int = LAST_STEP
 
     @property
     def fingerprint(self) -> str:
         """The digest of everything that a cell's outcome depends on, apart from its two layouts."""
         relevant: tuple[object, ...] = (self.model_type, self.model, self.arguments, self.micro_batch, self.bf16)
         relevant += (self.adapters,) if self.adapters else ()
+        relevant += (self.saved_at, self.last_step) if self.last_step != LAST_STEP else ()
         return hashlib.sha256(msgspec.json.encode(relevant, order="sorted")).hexdigest()[:16]
 
 

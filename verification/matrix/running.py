@@ -32,12 +32,11 @@ from paddleformers_fc.execute.digest import TensorDigest
 from paddleformers_fc.execute.export import export_checkpoint
 from verification.digests import canonical_digests, unequal_tensors
 from verification.forkserver import ForkServer, JobResult
-from verification.matrix.jobs import JOB, SAVED_AT, Training
+from verification.matrix.jobs import JOB, Training
 from verification.matrix.layouts import MatrixLayout, parse_layout
 from verification.matrix.recipe import Cell, Experiment, Recipe
 
 SERVERS = 2
-_CHECKPOINT = f"checkpoint-{SAVED_AT}"
 _T = TypeVar("_T")
 
 
@@ -92,12 +91,12 @@ class CellDigests(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True)
-class _Saved:
+class Saved:
     """A source that was trained.
 
     Args:
         checkpoint: at the step where conversions begin.
-        losses: of the steps after it.
+        losses: of all steps.
         digests: of its canonical tensors.
         exported: file -> digest of its export.
     """
@@ -119,8 +118,9 @@ class Workshop:
 
     def __init__(self, recipe: Recipe, root: Path, servers: int = SERVERS) -> None:
         self._recipe, self._root, self._count = recipe, root, servers
+        self._checkpoint = f"checkpoint-{recipe.saved_at}"
         self._servers: SimpleQueue[ForkServer] = SimpleQueue()
-        self._saved: dict[tuple[str, bool], Future[_Saved]] = {}
+        self._saved: dict[tuple[str, bool], Future[Saved]] = {}
         self._stack = ExitStack()
 
     def __enter__(self) -> Workshop:
@@ -148,6 +148,10 @@ class Workshop:
         futures = [self._pool.submit(self._cell, cell) for cell in wanted]
         for future in futures:
             yield future.result()
+
+    def saved(self, cell: Cell) -> Saved:
+        """Return the source of a cell that was run."""
+        return self._saved[cell.source.name, cell.hold_predictions].result()
 
     def known(self, cell: Cell) -> CellOutcome | None:
         """Return the result of a cell from this run or an earlier one of this recipe."""
@@ -177,23 +181,23 @@ class Workshop:
         return found
 
     def _plain(self, layout: MatrixLayout, change: Mapping[str, dict[str, Any]], output_dir: Path) -> tuple[float, ...]:
-        training = self._training(layout, output_dir, hold=False, last_step=SAVED_AT)
+        training = self.training(layout, output_dir, hold=False, last_step=self._recipe.saved_at)
         changed: dict[str, Any] = {
             key: {**getattr(training, key), **change.get(key, {})} for key in ("arguments", "model")
         }
         return self._train(replace(training, **changed))
 
-    def _source(self, layout: MatrixLayout, hold: bool) -> _Saved:
+    def _source(self, layout: MatrixLayout, hold: bool) -> Saved:
         directory = self._root / "sources" / file_name(layout.name + ("-held" if hold else ""))
         record = directory / f"losses-{self._recipe.fingerprint}.json"
         losses = _read(record, tuple[float, ...])
         if losses is None:
             shutil.rmtree(directory, ignore_errors=True)
-            losses = self._train(self._training(layout, directory / "run", hold))
+            losses = self._train(self.training(layout, directory / "run", hold))
             _write(record, losses)
-        checkpoint = directory / "run" / _CHECKPOINT
+        checkpoint = directory / "run" / self._checkpoint
         digests = list(canonical_digests(checkpoint))
-        return _Saved(checkpoint, losses[SAVED_AT:], digests, _exported(checkpoint, directory / "export"))
+        return Saved(checkpoint, losses, digests, _exported(checkpoint, directory / "export"))
 
     def _cell(self, cell: Cell) -> CellOutcome:
         path = self._record(cell)
@@ -216,12 +220,12 @@ class Workshop:
         return outcome
 
     def _converted(self, cell: Cell, directory: Path) -> CellOutcome:
-        saved = self._saved[cell.source.name, cell.hold_predictions].result()
+        saved = self.saved(cell)
         there, back = directory / "there", directory / "back"
-        forth = self._training(cell.target, there, cell.hold_predictions, resume=saved.checkpoint)
+        forth = self.training(cell.target, there, cell.hold_predictions, resume=saved.checkpoint)
         losses = self._train(forth)
-        returned = self._training(
-            cell.source, back, cell.hold_predictions, last_step=SAVED_AT, resume=there / _CHECKPOINT
+        returned = self.training(
+            cell.source, back, cell.hold_predictions, last_step=self._recipe.saved_at, resume=there / self._checkpoint
         )
         self._train(returned)
         outcome = CellOutcome(
@@ -229,11 +233,11 @@ class Workshop:
             fingerprint=self._recipe.fingerprint,
             tensors=len(saved.digests),
             unequal=(
-                *_unequal(saved.digests, there / _CHECKPOINT, f"under {cell.target.name}"),
-                *_unequal(saved.digests, back / _CHECKPOINT, f"back under {cell.source.name}"),
+                *_unequal(saved.digests, there / self._checkpoint, f"under {cell.target.name}"),
+                *_unequal(saved.digests, back / self._checkpoint, f"back under {cell.source.name}"),
             ),
-            export_equal=_exported(there / _CHECKPOINT, directory / "export") == saved.exported,
-            expected=saved.losses,
+            export_equal=_exported(there / self._checkpoint, directory / "export") == saved.exported,
+            expected=saved.losses[self._recipe.saved_at :],
             losses=losses,
             held=cell.hold_predictions,
         )
@@ -242,7 +246,8 @@ class Workshop:
             outcome = msgspec.structs.replace(outcome, by_hand=self._train(by_hand))
         return outcome
 
-    def _training(self, layout: MatrixLayout, output_dir: Path, hold: bool, **more: Any) -> Training:
+    def training(self, layout: MatrixLayout, output_dir: Path, hold: bool, **more: Any) -> Training:
+        """Return a training of the recipe under a layout."""
         recipe = self._recipe
         resume = more.pop("resume", None)
         return Training(
@@ -255,8 +260,17 @@ class Workshop:
             hold_predictions=hold,
             resume=None if resume is None else str(resume),
             adapters=recipe.adapters,
-            **more,
+            saved_at=recipe.saved_at,
+            **{"last_step": recipe.last_step, **more},
         )
+
+    def attempt(self, job: str, training: Training) -> JobResult:
+        """Run a job of a training on the next free server."""
+        server = self._servers.get()
+        try:
+            return server.attempt(job, training.layout.nproc, training.to_json())
+        finally:
+            self._servers.put(server)
 
     def _train(self, training: Training) -> tuple[float, ...]:
         """Run a training on the next free server and return its losses; logs of a failure go beside its output.
@@ -264,11 +278,7 @@ class Workshop:
         Raises:
             PeerError: a rank failed.
         """
-        server = self._servers.get()
-        try:
-            result = server.attempt(JOB, training.layout.nproc, training.to_json())
-        finally:
-            self._servers.put(server)
+        result = self.attempt(JOB, training)
         if not result.ok:
             raise _failure(result, Path(training.output_dir) / "logs")
         for log in result.logs:
