@@ -48,11 +48,13 @@ PATH = re.compile(r"`((?:paddleformers_fc|tests|recipes|docs)/[\w./-]+)`")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_link_and_path_of_a_page_exists(page: Path) -> None:
+def test_every_link_heading_and_path_of_a_page_exists(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     missing = [link for link in LINK.findall(text) if link and not (page.parent / link).exists()]
     missing += [path for path in PATH.findall(text) if not (ROOT / path).exists()]
     assert not missing
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#([^)]+)\)", CODE.sub("", text)):
+        assert anchor in _anchors(page.parent / target if target else page), f"{target}#{anchor}"
 
 
 def test_every_function_in_the_table_of_subjects_is_in_its_file() -> None:
@@ -100,14 +102,6 @@ def test_the_python_api_in_the_readme_runs_as_it_is_written(tmp_path: Path, monk
     (block,) = [block for block in blocks if "paddleformers_fc.open" in block]
     exec(block, {})
     assert (tmp_path / "exported/model.safetensors").is_file()
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_link_to_a_heading_leads_to_one(page: Path) -> None:
-    text = CODE.sub("", page.read_text(encoding="utf-8"))
-    for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#([^)]+)\)", text):
-        other = page.parent / target if target else page
-        assert anchor in _anchors(other), f"{target}#{anchor}"
 
 
 CHINESE = {

@@ -10,7 +10,6 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-import pytest
 from safetensors.numpy import load_file
 
 from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoint
@@ -89,14 +88,6 @@ def test_the_stored_dtype_changes_no_byte(tmp_path: Path) -> None:
     exported(stored, tmp_path / "same", "--dtype", "bfloat16")
     files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("plain", "same")]
     assert files[0] == files[1]
-
-
-@pytest.mark.parametrize("dtype", ["float16", "int8", "half"])
-def test_another_dtype_is_refused(one: Path, tmp_path: Path, dtype: str) -> None:
-    outcome = run("export", one, tmp_path / "hf", "--dtype", dtype, "--json")
-    assert outcome.code == 2
-    assert outcome.document["evidence"] == ["known: bfloat16, float32"]
-    assert not (tmp_path / "hf").exists()
 
 
 def test_weights_are_exported_without_the_files_of_the_optimizer(copy: Path, four: Path, tmp_path: Path) -> None:

@@ -158,13 +158,6 @@ def test_the_help_has_whole_sentences_within_80_columns() -> None:
     assert max(map(len, outcome.out.splitlines())) <= 80
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_every_command_has_a_help_text(verb: str) -> None:
-    outcome = run(verb, "--help")
-    assert outcome.code == 0
-    assert "--json" in outcome.out
-
-
 MISUSE = [
     ["inspect"],
     ["inspect", "/nowhere"],

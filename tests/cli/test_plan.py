@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 
-from paddleformers_fc.storage.files import read_file
 from tests.cli.support import run
-from tests.execute.simulated import HIDDEN
 
 
 @pytest.fixture
@@ -95,13 +93,6 @@ def test_without_a_configuration_there_is_no_plan(weights: Path) -> None:
     outcome = run("plan", weights, "--to", "tp=2")
     assert outcome.code == 2
     assert "Put the model's config.json beside its weights." in outcome.err
-
-
-def test_a_plan_changes_nothing(stored: Path) -> None:
-    before = {path: read_file(path) for path in stored.rglob("*") if path.is_file()}
-    planned(stored, "--to", "sharding=2,stage=2")
-    assert {path: read_file(path) for path in stored.rglob("*") if path.is_file()} == before
-    assert json.loads(read_file(stored / "config.json"))["hidden_size"] == HIDDEN
 
 
 def test_a_plan_follows_the_statements_of_a_training(stored: Path, tmp_path: Path) -> None:
