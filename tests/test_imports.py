@@ -65,16 +65,16 @@ def _pure_modules(root: Path) -> list[str]:
 
 
 BROKEN = [
-    ("mapping/boxes.py", "import paddle", "mapping.boxes -> paddle"),
-    ("storage/files.py", f"from {PACKAGE} import mapping", "storage.files -> {0}.mapping"),
-    ("mapping/boxes.py", f"from {PACKAGE}.families import registry", "mapping.boxes -> {0}.families.registry"),
-    ("formats/__init__.py", f"import {PACKAGE}.plan", "formats -> {0}.plan"),
-    ("cpu_runtime/device.py", f"from {PACKAGE} import storage", "cpu_runtime.device -> {0}.storage"),
-    ("plan/__init__.py", f"import {PACKAGE}.cpu_runtime", "plan -> {0}.cpu_runtime"),
-    ("execute/load.py", "import verification.simulate_ranks", "execute.load -> verification"),
-    ("trainer/options.py", f"import {PACKAGE}.trainer.entry", "trainer.options -> {0}.trainer.entry"),
+    ("mapping/boxes.py", "import paddle", f"{PACKAGE}.mapping.boxes -> paddle"),
+    ("storage/files.py", f"from {PACKAGE} import mapping", f"{PACKAGE}.storage.files -> {PACKAGE}.mapping"),
+    ("mapping/boxes.py", f"from {PACKAGE}.families import registry", f"boxes -> {PACKAGE}.families.registry"),
+    ("formats/__init__.py", f"import {PACKAGE}.plan", f"{PACKAGE}.formats -> {PACKAGE}.plan"),
+    ("cpu_runtime/device.py", f"from {PACKAGE} import storage", f"{PACKAGE}.cpu_runtime.device -> {PACKAGE}.storage"),
+    ("plan/__init__.py", f"import {PACKAGE}.cpu_runtime", f"{PACKAGE}.plan -> {PACKAGE}.cpu_runtime"),
+    ("execute/load.py", "import verification.simulate_ranks", f"{PACKAGE}.execute.load -> verification"),
+    ("trainer/options.py", f"import {PACKAGE}.trainer.entry", f"No cycles are allowed in {PACKAGE}.trainer."),
 ]
-"""Imports against the direction, at least one for each contract, and how the error names them."""
+"""Imports against the direction, at least one for each contract, and what is reported of them."""
 
 
 def test_the_import_contracts_hold_and_each_can_be_broken(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_the_import_contracts_hold_and_each_can_be_broken(tmp_path: Path) -> Non
     assert result.returncode == 1, result.stdout + result.stderr
     assert f"Contracts: 0 kept, {_contracts()} broken." in result.stdout
     text = " ".join(result.stdout.split())
-    assert [named for *_, named in BROKEN if f"{PACKAGE}.{named.format(PACKAGE)}" not in text] == []
+    assert [reported for *_, reported in BROKEN if reported not in text] == []
 
 
 def _contracts() -> int:
