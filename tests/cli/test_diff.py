@@ -175,8 +175,8 @@ def test_different_model_families_are_reported(tmp_path: Path) -> None:
         ("optimizer_state", "open holds open weights and has no optimizer_state."),
     ],
 )
-def test_an_unknown_role_is_invalid_usage(four: Path, weights: Path, role: str, text: str) -> None:
-    outcome = run("diff", four, weights, "--role", role)
+def test_an_unknown_role_is_invalid_usage(one: Path, four: Path, weights: Path, role: str, text: str) -> None:
+    outcome = run("diff", four, weights if role == "optimizer_state" else one, "--role", role)
     assert outcome.code == 2
     assert text in outcome.err
     assert "next: " in outcome.err

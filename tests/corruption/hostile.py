@@ -570,10 +570,12 @@ class Blast(msgspec.Struct):
 
 
 DEAR = (
+    "a header of a million empty lists",
     "a rule of 10^6 parts",
     "half a tensor cut into 600 rows, the other half into 600 columns",
     "a statement of 100,000 tokens",
     "2,000 fused layouts in a chain",
+    "5,000 statements that copy",
     "names that resemble 2,000 others in many ways",
 )
 """Bombs that take seconds before they are refused."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from paddleformers_fc.distributed.channel import ALONE
 from paddleformers_fc.errors import Corrupt, FlexError, FormatError, MappingError, PeerError, from_wire
@@ -25,6 +25,7 @@ from paddleformers_fc.storage.manifest import MANIFEST_NAME, read_manifest
 from paddleformers_fc.storage.pickles import MAX_PROGRAM_BYTES, read_pickle
 from tests.corruption import hostile, mutations
 from tests.corruption.guarantees import bound
+from tests.harness.sampling import thorough
 from tests.harness.sealing import sealed
 from tests.storage.test_pickles import hostile as hostile_pickles
 
@@ -83,13 +84,15 @@ def test_a_document_that_requests_much_memory_is_refused_in_bounded_memory_and_t
     assert {name: one.error for name, one in seen.items() if one.error not in _OURS} == {}
     assert {name: one.peak for name, one in seen.items() if one.peak > MOST} == {}
     assert {name: one.seconds for name, one in seen.items() if one.seconds > 60} == {}
-    assert {name: seen[name].peak / size for name, size in LENGTHS.items() if seen[name].peak > 30 * size} == {}
+    lengths = {name: size for name, size in LENGTHS.items() if name in seen}
+    assert {name: seen[name].peak / size for name, size in lengths.items() if seen[name].peak > 30 * size} == {}
     bound("2", f"Refused, with at most {MOST // 10**6} MB held by Python's allocator: {'; '.join(hostile.BOMBS)}.")
 
 
 _OURS = {kind.__name__ for kind in (FormatError, PeerError)} | {"MappingError"}
 
 
+@pytest.mark.slow
 def test_pickles_are_refused_and_run_nothing(tmp_path: Path) -> None:
     canary = tmp_path / "canary"
     made = hostile_pickles(canary)
@@ -137,7 +140,7 @@ json_values = st.recursive(
 )
 
 
-@settings(max_examples=200)
+@thorough(200)
 @given(st.one_of(st.binary(max_size=200), json_values.map(lambda value: str(value).replace("'", '"').encode())))
 def test_any_bytes_are_refused_or_read(raw: bytes) -> None:
     for read in (
