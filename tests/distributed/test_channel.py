@@ -26,14 +26,9 @@ from paddleformers_fc.distributed.channel import (
     run_on_all,
 )
 from paddleformers_fc.errors import FlexError, PeerError, StorageError
-from paddleformers_fc.execute.load import load_checkpoint
-from paddleformers_fc.execute.opening import open_on_all_ranks
-from paddleformers_fc.storage.executor import ReadOptions
 from paddleformers_fc.storage.files import refused
-from tests.execute.simulated import MODEL, ThreadChannel, canonical, job, live, same_values, succeed
-from tests.execute.test_save_and_load import save
-from tests.harness.on_ranks import on_ranks, run_on_ranks
-from verification.forkserver import ForkServer
+from tests.execute.simulated import ThreadChannel, job, succeed
+from tests.harness.on_ranks import on_ranks
 
 
 @pytest.mark.parametrize("source", [0, 2])
@@ -252,25 +247,6 @@ def test_one_message_for_all_may_be_longer_than_those_of_all_ranks_together(monk
         return len(arrived), any(arrived)
 
     assert succeed(2, work) == [(900, False)] * 2
-
-
-def load_once(source: Path) -> list[int]:
-    """Load a checkpoint, each byte on one rank; return the bytes read and received, and whether anything is wrong."""
-    channel = started()
-    roles = live(canonical(), 1, channel.rank, empty=True)
-    checkpoint = open_on_all_ranks(source, channel)
-    report = load_checkpoint(checkpoint, roles, MODEL, channel, ReadOptions(replicas="once"))
-    wrong = not same_values(roles, live(canonical(), 1, channel.rank))
-    return [report.bytes_read, report.bytes_received, int(wrong)]
-
-
-def test_real_ranks_read_replicas_once(ranks: ForkServer, tmp_path: Path) -> None:
-    save(tmp_path / "checkpoint-3", canonical(), 1, 2)
-    first, second = run_on_ranks(ranks, 2, load_once, source=tmp_path / "checkpoint-3")
-    total = sum(4 * array.size * 3 for array in canonical().values())
-    assert first[0] + second[0] == pytest.approx(total, rel=0.01)
-    assert first[1] + second[1] == first[0] + second[0]
-    assert first[2] == second[2] == 0
 
 
 DECODING = """

@@ -203,31 +203,6 @@ def refused(ranks: int, work: Callable[[Any, dict[str, Any]], None]) -> FlexErro
     return the_one_report(job(ranks, attempt))
 
 
-@pytest.mark.parametrize("odd", [0, 1])
-def test_another_checkpoint_under_the_same_name_is_refused_by_its_checksum(tmp_path: Path, odd: int) -> None:
-    here, there = tmp_path / "checkpoint-3", tmp_path / "elsewhere"
-    ours.save(there, canonical(seed=1))
-    usual_one = open_and_move(there, here)
-    ours.save(here)
-
-    def work(channel: Any, roles: dict[str, Any]) -> None:
-        checkpoint = usual_one if channel.rank == odd else open_on_all_ranks(here, ALONE)
-        load_checkpoint(checkpoint, roles, MODEL, channel)
-
-    error = refused(2, work)
-    (line,) = error.evidence
-    assert line.startswith("manifest: ")
-    assert f"on rank {odd}" in line
-
-
-def open_and_move(source: Path, name: Path) -> Any:
-    """A checkpoint that was opened under a name which then goes to another one."""
-    source.rename(name)
-    opened = open_on_all_ranks(name, ALONE)
-    name.rename(source)
-    return opened
-
-
 def test_statements_on_one_rank_alone_are_refused(tmp_path: Path) -> None:
     ours.save(tmp_path / "checkpoint-3")
 
@@ -264,22 +239,3 @@ def test_ranks_that_see_different_open_weights_under_one_name_are_refused(tmp_pa
     (line,) = refused(2, work).evidence
     assert line.startswith("open_weights.model.safetensors: ")
     assert f"on rank {odd}" in line
-
-
-@pytest.mark.parametrize("odd", [0, 1])
-def test_a_rank_whose_file_is_shorter_is_named(tmp_path: Path, odd: int) -> None:
-    for place in ("usual", "odd"):
-        ours.save(tmp_path / place / "checkpoint-3")
-    path = tmp_path / "odd/checkpoint-3/mapping.json"
-    path.write_bytes(path.read_bytes()[:-1])
-    seen = {place: tmp_path / place / "checkpoint-3" for place in ("usual", "odd")}
-
-    def work(channel: Any, roles: dict[str, Any]) -> None:
-        run_on_all(channel, "opening", lambda: open_on_all_ranks(place_of(channel), ALONE))
-
-    def place_of(channel: Any) -> Path:
-        return seen["odd" if channel.rank == odd else "usual"]
-
-    error = refused(2, work)
-    assert "mapping.json is truncated" in str(error)
-    assert f"on rank {odd}" in error.where

@@ -165,21 +165,6 @@ def test_an_unchanged_export_loads_and_the_job_hashes_each_block_once(exported: 
     assert sum(report.bytes_hashed for report in reports) == sum(sizes)
 
 
-def test_every_rank_hashes_a_share_of_the_blocks_that_ranks_read(tmp_path: Path) -> None:
-    rows = np.random.default_rng(0).standard_normal((800_000, 16), dtype=np.float32)
-    arrays = {**ARRAYS, "lm_head.weight": rows}
-    export_checkpoint(save(tmp_path / "checkpoint-3", arrays=arrays), tmp_path / "hf")
-    size = (tmp_path / "hf/model.safetensors").stat().st_size
-
-    def work(channel: Any) -> int:
-        roles = {"model_state": live(arrays, 2, channel.rank, empty=True)["model_state"]}
-        return prepare_weights(tmp_path / "hf", roles, MODEL, channel).fill().bytes_hashed
-
-    hashed = succeed(2, work)
-    assert all(0.4 * size < one < 0.6 * size for one in hashed)
-    assert sum(hashed) == size, "no block twice"
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_flipped_bit_of_a_tensor_is_refused_before_a_weight_changes(weights: Path, ranks: int) -> None:
     path = largest(weights)

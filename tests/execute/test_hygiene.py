@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from paddleformers_fc.distributed.channel import ALONE
 from paddleformers_fc.errors import FlexError, StorageError
 from paddleformers_fc.execute import commit_coordinator
 from paddleformers_fc.execute.export import export_checkpoint
@@ -26,8 +27,8 @@ from tests.corruption import ours
 from tests.corruption.jobs import no_longer_than
 from tests.execute.simulated import CONFIG, MODEL, canonical, job, live, same_values, succeed
 from tests.harness.limits import LIMIT
+from tests.harness.on_ranks import on_ranks
 from verification.digests import canonical_digests
-from verification.forkserver import ForkServer
 
 ARRAYS = canonical()
 RANKS = 2
@@ -144,9 +145,12 @@ def describing(place: Path) -> None:
 
 
 def writing(place: Path) -> None:
-    """The disk is full."""
-    with no_longer_than(4000):
+    """Files may not become so long."""
+    with no_longer_than(4000), pytest.raises(StorageError) as refused:
         save(place / "checkpoint-4")
+    assert "errno 27 (EFBIG)" in str(refused.value)
+    assert "rank-00000.safetensors, byte " in str(refused.value)
+    raise refused.value
 
 
 def committing(place: Path) -> None:
@@ -179,16 +183,8 @@ def test_a_failure_leaves_nothing_behind_and_the_next_operation_is_right(
         load(place / "damaged/checkpoint-3", "full")
     save(place / "checkpoint-4")
     load(place / "checkpoint-4", "full")
-
-
-def test_saving_and_loading_again_and_again_keeps_no_thread_and_no_file_open(place: Path) -> None:
-    load(place / "checkpoint-3", "full")
-    save(place / "checkpoint-4")
-    before = traces(place)
-    for _ in range(3):
-        load(place / "checkpoint-3", "full")
-        save(place / "checkpoint-4")
-    assert traces(place) == before
+    after = traces(place)
+    assert (after.threads, after.descriptors) == (before.threads, before.descriptors)
 
 
 # ---- Threads and forks.
@@ -223,28 +219,20 @@ def load_alone(directory: Path, arrays: Any, channel: Any) -> None:
     assert same_values(roles, live(arrays, 1, 0))
 
 
-def load_and_fork(directory: str) -> list[int]:
-    """Load, fork, and load again in the child and in the parent: the child's code, and the threads left here."""
-    from paddleformers_fc.distributed.channel import ALONE
-
-    load_alone(Path(directory), ARRAYS, ALONE)
+@on_ranks(1)
+def test_a_process_that_has_loaded_can_fork_and_its_child_can_load(place: Path) -> None:
+    load_alone(place / "checkpoint-3", ARRAYS, ALONE)
     child = os.fork()
     if child == 0:
         code = 1
         try:
-            load_alone(Path(directory), ARRAYS, ALONE)
+            load_alone(place / "checkpoint-3", ARRAYS, ALONE)
             code = 0
         finally:
             os._exit(code)
-    load_alone(Path(directory), ARRAYS, ALONE)
-    status = os.waitpid(child, 0)[1]
-    left = [thread for thread in threading.enumerate() if thread.name.startswith("flex")]
-    return [os.waitstatus_to_exitcode(status), len(left)]
-
-
-def test_a_process_that_has_loaded_can_fork_and_its_child_can_load(ranks: ForkServer, place: Path) -> None:
-    job_name = f"{__name__}:load_and_fork"
-    assert ranks.run(job_name, 1, {"directory": str(place / "checkpoint-3")}).values == ([0, 0],)
+    load_alone(place / "checkpoint-3", ARRAYS, ALONE)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("flex")]
 
 
 # ---- What is read from.

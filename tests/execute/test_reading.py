@@ -236,21 +236,6 @@ def test_small_tensors_that_follow_one_another_are_read_by_one_call(
     assert all(slots[ROLE, str(row)].array.tobytes() == values[row].tobytes() for row in range(5000))
 
 
-def test_tensors_of_all_sizes_that_follow_one_another_are_filled_in_one_go(tmp_path: Path) -> None:
-    sizes = [int(size) for size in np.random.default_rng(0).integers(0, 300, 4000)]
-    sizes[1000] = WINDOW_BYTES // 4 + 1
-    begins = np.concatenate([[0], np.cumsum(sizes)])
-    values = matrix(tmp_path, 1, int(begins[-1])).ravel()
-    items = [
-        item_of((size,), whole((size,)), (0,), str(number), int(begins[number]) * 4)
-        for number, size in enumerate(sizes)
-    ]
-    slots = empty_slots(items)
-    assert execute_reads(plan_of(items), tmp_path, slots) == values.nbytes
-    for number, begin in enumerate(begins[:-1]):
-        assert slots[ROLE, str(number)].array.tobytes() == values[begin : begins[number + 1]].tobytes()
-
-
 @pytest.mark.parametrize("start", [-1, 1])
 def test_bytes_beside_a_tensor_are_not_filled(tmp_path: Path, start: int) -> None:
     """For any plan: the stored bytes may be anything."""
@@ -611,16 +596,6 @@ def test_pairs_that_differ_anywhere_are_found(tmp_path: Path) -> None:
     with pytest.raises(MismatchError) as caught:
         verify_equal((EqualCheck("top", *top), EqualCheck("all", *sides)), tmp_path)
     assert caught.value.evidence == ("all: matrix and other differ",)
-
-
-@pytest.mark.parametrize("rows", [16, 4096])
-def test_a_whole_tensor_is_put_together_for_an_export(tmp_path: Path, rows: int) -> None:
-    values = matrix(tmp_path, rows, 1024)
-    item = item_of(values.shape, whole(values.shape), (1, 0))
-    array = np.zeros(values.size, np.float32)
-    with ReadPool() as pool:
-        fill_arrays(pool, tmp_path, [item], {(ROLE, item.name): array})
-    assert array.tobytes() == values.T.tobytes()
 
 
 @pytest.mark.parametrize("wrong", [{"threads": 0}, {"staging_memory_bytes": 0}])

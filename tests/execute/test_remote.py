@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paddleformers_fc.errors import Corrupt, StorageError
 from paddleformers_fc.execute.exchange import ReadContext, read_redistributed
 from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.execute.load import load_checkpoint, prepare_weights
@@ -21,9 +19,8 @@ from paddleformers_fc.plan.block_owners import RecordedBlocks
 from paddleformers_fc.plan.items import LoadPlan, ReadItem, StoredPart
 from paddleformers_fc.plan.report import Report
 from paddleformers_fc.storage.checksum import BlockHasher
-from paddleformers_fc.storage.executor import ReadOptions, ReadPool
+from paddleformers_fc.storage.executor import ReadOptions
 from paddleformers_fc.storage.identities import identities_of, same_bytes_key
-from paddleformers_fc.storage.operations import Operation
 from paddleformers_fc.storage.paths import AnyPath, parse_path
 from tests.execute.simulated import MODEL, Roles, canonical, job, live, same_values, succeed
 from tests.execute.test_save_and_load import save
@@ -80,43 +77,6 @@ def test_an_export_and_its_digests_from_a_store_are_those_of_the_directory(serve
     assert report.digests() == expected.digests()
 
 
-def test_a_file_that_is_replaced_between_check_and_read_stops_every_rank(served: Served, tmp_path: Path) -> None:
-    path = next((tmp_path / "checkpoint-3/model_state").iterdir())
-
-    def work(channel: Any) -> None:
-        checkpoint = open_on_all_ranks(parse_path(f"{served.url}/checkpoint-3"), channel)
-        channel.gather("a test", b"")
-        if channel.rank == 0:
-            data = bytearray(path.read_bytes())
-            data[-1] ^= 1
-            path.write_bytes(bytes(data))
-        channel.gather("a test", b"")
-        load_checkpoint(checkpoint, live(ARRAYS, 2, channel.rank, empty=True), MODEL, channel)
-
-    outcomes = job(2, work)
-    assert all(isinstance(outcome, Corrupt) for outcome in outcomes), outcomes
-    assert {outcome.render() for outcome in outcomes} == {outcomes[0].render()}
-    assert "was replaced or changed" in outcomes[0].what
-
-
-def test_a_file_that_is_replaced_while_threads_read_it_is_refused_at_the_end(served: Served, tmp_path: Path) -> None:
-    (tmp_path / "data").write_bytes(bytes(100))
-    path = parse_path(f"{served.url}/data")
-    with contextlib.ExitStack() as stack:
-        pool, out = stack.enter_context(ReadPool(identities=identities_of([path]))), np.zeros(10, np.uint8)
-        pool.run([Operation(path, 0, 10, out.ctypes.data, out)])
-        (tmp_path / "data").write_bytes(bytes(99) + b"x")
-        with pytest.raises(Corrupt, match="was replaced or changed"):
-            stack.close()
-
-
-def test_a_store_that_fails_is_one_error_on_every_rank(served: Served) -> None:
-    served.refuse["mapping.json"] = 503
-    outcomes = load(parse_path(f"{served.url}/checkpoint-3"), 2, 1, ReadOptions())
-    assert all(isinstance(outcome, StorageError) for outcome in outcomes), outcomes
-    assert {outcome.render() for outcome in outcomes} == {outcomes[0].render()}
-
-
 @pytest.mark.parametrize("columns", [[(0, 100), (0, 100)], [(0, 50), (50, 100)]], ids=["replicas", "columns"])
 def test_ranks_that_hash_every_second_block_request_every_byte_once(
     tmp_path: Path, columns: list[tuple[int, int]]
@@ -143,9 +103,6 @@ def test_ranks_that_hash_every_second_block_request_every_byte_once(
 
         assert succeed(2, work) == [(numbers.nbytes // 2, True)] * 2
         assert served.bytes <= 2 * numbers.nbytes
-
-
-HEIGHT, WIDTH = 64, 256 * 1024
 
 
 def test_thousands_of_small_tensors_are_few_requests(tmp_path: Path) -> None:

@@ -10,25 +10,21 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, strategies as st
 
 from paddleformers_fc.errors import MappingError, MismatchError
-from paddleformers_fc.execute.reading import ArraySlot, execute_reads
 from paddleformers_fc.families import ModelDescription
 from paddleformers_fc.formats import OpenedCheckpoint
 from paddleformers_fc.formats.catalog import Catalog, StoredFragment, StoredTensor, gather_shards
 from paddleformers_fc.formats.checkpoint import StoredModel
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping import Rule, RuleSet, TensorMapping, TensorSpec
-from paddleformers_fc.mapping.boxes import Box, shifted, whole
+from paddleformers_fc.mapping.boxes import shifted, whole
 from paddleformers_fc.plan.build import ReadSource, plan_reads
 from paddleformers_fc.plan.items import LoadPlan
 from paddleformers_fc.plan.report import Report
 from paddleformers_fc.plan.sources import huggingface_source, resume_source, stored_mapping
-from paddleformers_fc.storage.executor import ReadOptions
 from paddleformers_fc.storage.manifest import Manifest
-from tests.harness.sampling import thorough
-from tests.mapping.numbers import moved, numbered, slices
+from tests.mapping.numbers import numbered
 from tests.plan.stored import opened, stored_tensor
 
 FUSED = RuleSet(
@@ -51,35 +47,6 @@ def stored(root: Path, arrays: dict[str, np.ndarray[Any, Any]], pieces: int) -> 
             fragments.append(StoredFragment(file, 4, shifted(part.shape, offset)))
         tensors[name] = stored_tensor(name, str(array.dtype), array.shape, fragments)
     return Catalog(root, {"model_state": tensors})
-
-
-def filled(plan: LoadPlan, root: Path, shard: Shard, **options: int) -> np.ndarray[Any, Any]:
-    array = np.full(shard.size, np.nan, shard.dtype)
-    execute_reads(plan, root, {("model_state", shard.name): ArraySlot(array)}, ReadOptions(**options))
-    return array
-
-
-@thorough(150)
-@given(st.integers(1, 4), st.data())
-def test_any_shard_of_a_fused_tensor_is_put_together_from_any_pieces(
-    tmp_path_factory: pytest.TempPathFactory, pieces: int, data: st.DataObject
-) -> None:
-    root = tmp_path_factory.mktemp("plan")
-    mapping = FUSED.mapping()
-    arrays = {name: array.astype(np.float32) for name, array in numbered(mapping).items()}
-    source = ReadSource(stored(root, arrays, pieces), mapping)
-    cut = data.draw(st.sampled_from([1, 2, 4]))
-    rank = data.draw(st.integers(0, cut - 1))
-    box = Box((0, 16 // cut * rank), (6, 16 // cut * (rank + 1)))
-    begin = data.draw(st.integers(0, box.volume))
-    flat = data.draw(st.sampled_from([None, (begin, data.draw(st.integers(begin, box.volume)))]))
-    shard = Shard("qkv", "float32", (6, 16), box, flat)
-    plan = plan_reads(source, {"model_state": {"qkv": shard}})
-    assert not plan.report.lines
-    expected = moved(mapping, arrays)["qkv"][slices(box)].ravel()
-    low, high = flat or (0, box.volume)
-    got = filled(plan, root, shard, threads=1 + pieces % 2, staging_memory_bytes=64)
-    assert (got == expected[low:high]).all()
 
 
 def plan_of(catalog: Catalog, mapping: TensorMapping, shard: Shard, role: str = "model_state") -> LoadPlan:
@@ -145,22 +112,6 @@ def test_a_hole_is_reported_under_every_name_that_it_is_met_under(tmp_path: Path
     wanted = {name: Shard(name, "float32", (8, 6), whole((8, 6))) for name in specs}
     plan = plan_reads(ReadSource(catalog, mapping), {"model_state": wanted})
     assert plan.report.of("coverage") == {f"{name}: [4:8, 0:6] of [0:8, 0:6] is not written" for name in "kq"}
-
-
-def test_shards_that_are_planned_together_are_planned_as_alone() -> None:
-    """These are stored alike, and differ in their boxes or ranges."""
-    box, rows = whole((8, 6)), Box((4, 0), (8, 6))
-    cases = [(box, (0, 10)), (box, (10, 20)), (box, None), (rows, None), (rows, (0, 10)), (Box((0, 0), (4, 6)), None)]
-    specs = {f"w{number}": TensorSpec((8, 6), "float32") for number in range(len(cases))}
-    mapping = RuleSet(specs, tuple(Rule((name,), (name,), (6,), 1, (0, 1)) for name in specs)).mapping()
-    parts = [(Shard(name, "float32", (8, 6), box), "file", 192 * at, 4) for at, name in enumerate(specs)]
-    source = ReadSource(Catalog(Path("none"), {"model_state": gather_shards(parts)[0]}), mapping)
-    wanted = [Shard(name, "float32", (8, 6), *case) for name, case in zip(specs, cases, strict=True)]
-    together = plan_reads(source, {"model_state": {shard.name: shard for shard in wanted}})
-    assert not together.report.lines
-    assert together.items == tuple(
-        item for shard in wanted for item in plan_reads(source, {"model_state": {shard.name: shard}}).items
-    )
 
 
 def test_a_cast_never_reaches_a_master_weight(tmp_path: Path) -> None:

@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from paddleformers_fc.errors import Corrupt
-from paddleformers_fc.storage import executor, operations
+from paddleformers_fc.storage import operations
 from paddleformers_fc.storage.checksum import BlockHasher, FileChecksum
 from paddleformers_fc.storage.dtypes import FP4, ScaledTensor, Scheme
 from paddleformers_fc.storage.executor import OwnedBlocks, ReadOptions, ReadPool
@@ -320,37 +319,3 @@ def test_numbers_with_scales_are_multiplied_and_cast_once(tmp_path_factory: pyte
     with ReadPool(ReadOptions(1, data.draw(st.sampled_from([128, 1000, 1 << 20])))) as pool:
         pool.run(scaled(tensor, dtype, box, out.strides, memory, memory.address))
     assert out.tobytes() == wanted.astype(to).tobytes()
-
-
-def test_a_contiguous_box_reads_exactly_its_bytes(tmp_path: Path) -> None:
-    path, values = tmp_path / "rows", np.arange(64, dtype=np.float32).reshape(8, 8)
-    path.write_bytes(values.tobytes())
-    out = np.zeros((3, 8), np.float32)
-    made = operation_of(path, 0, values, Wanted(0, (2, 0), (3, 8), values.dtype, (), (), 0), out)
-    assert made is not None
-    with ReadPool() as pool:
-        assert pool.run([made]) == out.nbytes
-    assert (out == values[2:5]).all()
-
-
-def test_a_file_that_ends_too_early_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "short"
-    path.write_bytes(bytes(100))
-    out = np.zeros(200, np.uint8)
-    with pytest.raises(Corrupt, match="ends too early"), ReadPool() as pool:
-        pool.run([Operation(path, 0, 200, out.__array_interface__["data"][0], out)])
-
-
-def test_neighbours_are_read_by_one_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, calls = tmp_path / "many", []
-    path.write_bytes(bytes(range(250)))
-    monkeypatch.setattr(executor, "read_several", lambda file, offset, views: calls.append((offset, len(views))))
-    outs = [np.zeros(50, np.uint8) for _ in range(4)]
-    begins = [0, 150, 100, 50]
-    with ReadPool() as pool:
-        operations = (
-            Operation(path, begin, 50, out.__array_interface__["data"][0], out)
-            for begin, out in zip(begins, outs, strict=True)
-        )
-        assert pool.run(operations) == 200
-    assert calls == [(0, 4)]

@@ -225,19 +225,6 @@ def test_text_that_json_cannot_hold_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["file", "directory"])
-def test_a_link_out_of_the_checkpoint_is_refused(checkpoint: Path, tmp_path: Path, what: str) -> None:
-    inside = checkpoint / WEIGHTS if what == "file" else checkpoint / "model_state"
-    outside = tmp_path / "outside"
-    manifest = read_manifest(checkpoint)
-    inside.rename(outside)
-    inside.symlink_to(outside)
-    with pytest.raises(FormatError, match=r"rank-00000\.safetensors is reached through a link that leaves"):
-        read_listed(checkpoint, manifest, WEIGHTS)
-    with pytest.raises(Corrupt, match=r"rank-00000\.safetensors is reached through a link that leaves"):
-        verify_files(checkpoint, manifest, "size")
-
-
-@pytest.mark.parametrize("what", ["file", "directory"])
 def test_a_link_into_a_sibling_whose_name_begins_alike_is_refused(checkpoint: Path, what: str) -> None:
     sibling = checkpoint.with_name(f"{checkpoint.name}0")
     shutil.copytree(checkpoint, sibling)
@@ -274,13 +261,6 @@ def test_any_flipped_bit_of_a_manifest_is_noticed(
         assert read_manifest(directory) == written
     except (FormatError, Corrupt):
         pass
-
-
-def test_a_changed_number_in_a_manifest_is_corrupt(checkpoint: Path) -> None:
-    text = (checkpoint / MANIFEST_NAME).read_text()
-    (checkpoint / MANIFEST_NAME).write_text(text.replace('"step": 500', '"step": 501'))
-    with pytest.raises(Corrupt, match="does not match its own checksum"):
-        read_manifest(checkpoint)
 
 
 def test_a_manifest_without_its_last_byte_is_corrupt(checkpoint: Path) -> None:
@@ -427,17 +407,6 @@ def test_many_bad_blocks_of_a_file_are_folded(checkpoint: Path) -> None:
         flip(checkpoint / WEIGHTS, block * BLOCK, 1)
     with pytest.raises(Corrupt, match=r"in 6 of \d+ blocks: block 0 .*block 3 \(from byte 192\), 2 more"):
         verify_files(checkpoint, read_manifest(checkpoint), "full", recorded=blocks)
-
-
-def test_every_single_flipped_bit_is_found(checkpoint: Path) -> None:
-    manifest = read_manifest(checkpoint)
-    whole = (checkpoint / STATE).read_bytes()
-    for position in range(len(whole) * 8):
-        flip(checkpoint / STATE, position // 8, 1 << position % 8)
-        with pytest.raises(Corrupt, match=STATE):
-            verify_files(checkpoint, manifest, "full", threads=1)
-        (checkpoint / STATE).write_bytes(whole)
-    verify_files(checkpoint, manifest, "full")
 
 
 def test_blocks_and_spans_larger_than_a_read_are_checked_whole(

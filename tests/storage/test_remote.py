@@ -18,12 +18,12 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from paddleformers_fc.errors import Corrupt, NotACheckpoint, OptionError, StorageError
+from paddleformers_fc.errors import Corrupt, OptionError, StorageError
 from paddleformers_fc.storage import executor, files, remote
 from paddleformers_fc.storage.executor import ReadPool
 from paddleformers_fc.storage.files import exists, is_directory, is_file, list_directory, read_file, size_of
 from paddleformers_fc.storage.identities import identities_of
-from paddleformers_fc.storage.manifest import MANIFEST_NAME, read_manifest, verify_files
+from paddleformers_fc.storage.manifest import read_manifest, verify_files
 from paddleformers_fc.storage.operations import row_major, strided
 from paddleformers_fc.storage.paths import RemotePath, parse_path
 from paddleformers_fc.storage.safetensors import read_header
@@ -253,16 +253,6 @@ def test_a_checkpoint_of_a_store_is_verified_at_every_level(served: Served, memo
         verify_files(memory / "checkpoint-3", listed, "size")
     with pytest.raises(Corrupt, match=r"(?s)truncated: 2 of.*does not match its checksum"):
         verify_files(memory / "checkpoint-3", listed, "full")
-
-
-def test_an_upload_whose_manifest_is_not_there_yet_is_no_checkpoint(memory: RemotePath, tmp_path: Path) -> None:
-    save(tmp_path / "checkpoint-3", 7)
-    directory = upload(tmp_path / "checkpoint-3", memory / "checkpoint-3")
-    fsspec.filesystem("memory").rm((directory / MANIFEST_NAME).url)
-    with pytest.raises(NotACheckpoint, match=f"no {MANIFEST_NAME}"):
-        read_manifest(directory)
-    put(directory, MANIFEST_NAME, (tmp_path / "checkpoint-3" / MANIFEST_NAME).read_bytes())
-    assert read_manifest(directory).step == 3
 
 
 def test_a_file_that_is_replaced_while_it_is_read_is_refused_at_the_end(served: Served, tmp_path: Path) -> None:

@@ -42,22 +42,6 @@ def library_accepts(data: bytes) -> bool:
     return True
 
 
-def test_a_file_of_the_library_is_read(tmp_path: Path) -> None:
-    arrays = {"w": np.arange(6, dtype=np.float32).reshape(2, 3), "empty": np.zeros((0, 4), np.int8)}
-    from safetensors.numpy import save_file
-
-    save_file(arrays, tmp_path / "x", metadata={"format": "np"})
-    header = read_header(tmp_path / "x")
-    data = (tmp_path / "x").read_bytes()
-    assert header.metadata == {"format": "np"}
-    assert header.file_size == len(data)
-    assert set(header.tensors) == {"w", "empty"}
-    for name, array in arrays.items():
-        entry = header.tensors[name]
-        assert entry.shape == array.shape
-        assert data[entry.begin : entry.end] == array.tobytes()
-
-
 @THOROUGH
 @given(
     codes=st.lists(st.sampled_from(sorted(CODES)), max_size=5),
@@ -150,14 +134,20 @@ MALFORMED: dict[str, tuple[Any, bytes, str]] = {
 }
 
 
+READ_BY_THE_LIBRARY = {"leading space", "unknown field", "key twice", "metadata twice", "metadata key twice"}
+
+
 @pytest.mark.parametrize("spelling", SPELLINGS)
 @pytest.mark.parametrize("case", MALFORMED)
 def test_a_malformed_header_is_refused_and_the_file_named(tmp_path: Path, case: str, spelling: str) -> None:
     document, data, message = MALFORMED[case]
-    (tmp_path / "bad.safetensors").write_bytes(header_bytes(document, spelling) + data)
+    path = tmp_path / "bad.safetensors"
+    path.write_bytes(header_bytes(document, spelling) + data)
     with pytest.raises(FormatError, match=message) as caught:
-        read_header(tmp_path / "bad.safetensors")
+        read_header(path)
     assert "bad.safetensors" in caught.value.what
+    assert not [fd for fd in Path("/proc/self/fd").iterdir() if os.path.realpath(fd) == str(path)]
+    assert case in READ_BY_THE_LIBRARY or not library_accepts(path.read_bytes())
 
 
 def test_what_writers_write_is_not_taken_apart_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,16 +235,6 @@ def test_links_in_a_circle_are_a_missing_file(tmp_path: Path) -> None:
         read_header(tmp_path / "loop")
 
 
-@pytest.mark.parametrize("case", MALFORMED)
-def test_no_descriptor_stays_open_after_a_refusal(tmp_path: Path, case: str) -> None:
-    document, data, _ = MALFORMED[case]
-    path = tmp_path / "bad.safetensors"
-    path.write_bytes(header_bytes(document) + data)
-    with pytest.raises(FormatError):
-        read_header(path)
-    assert not [fd for fd in Path("/proc/self/fd").iterdir() if os.path.realpath(fd) == str(path)]
-
-
 SOUND = {"__metadata__": {"k": "v"}, "a": tensor("F32", [2], [0, 8]), "b": tensor("BF16", [3], [8, 14])}
 VALID = [header_bytes(SOUND, spelling) for spelling in SPELLINGS]
 VALUES = st.recursive(
@@ -315,15 +295,6 @@ def test_a_header_of_random_parts_is_refused_or_read_as_the_library_does(
     refused_or_as_the_library_reads_it(scratch, header_bytes(document, spelling) + bytes(body))
 
 
-@pytest.mark.parametrize(
-    "case",
-    sorted(MALFORMED.keys() - {"leading space", "unknown field", "key twice", "metadata twice", "metadata key twice"}),
-)
-def test_what_is_called_malformed_is_so_to_the_library_too(case: str) -> None:
-    document, data, _ = MALFORMED[case]
-    assert not library_accepts(header_bytes(document) + data)
-
-
 @THOROUGH
 @given(
     sizes=st.lists(st.integers(0, 4), min_size=1, max_size=3),
@@ -347,10 +318,6 @@ def test_a_header_with_one_thing_changed_is_refused_or_read_as_the_library_does(
         position += 4 * size
     text = "{" + ",".join(entries) + "}"
     refused_or_as_the_library_reads_it(scratch, header_bytes(text.encode()) + bytes(position))
-
-
-def test_the_bound_on_the_header_is_that_of_the_library() -> None:
-    assert ours.MAX_HEADER_BYTES == 100_000_000
 
 
 def test_a_header_of_very_many_shapes_without_an_element_is_refused(tmp_path: Path) -> None:
