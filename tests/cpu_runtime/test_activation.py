@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 
-from verification.forkserver import ForkServer
+import paddle
+import pytest
 
-JOBS = "tests.cpu_runtime.jobs_activation"
+from paddleformers_fc import cpu_runtime
+from paddleformers_fc.errors import EnvironmentMismatch
+from tests.harness.on_ranks import on_ranks
+
+
+class Lines(logging.Handler):
+    """The lines that the package logs from now on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        logging.getLogger("paddleformers_fc").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
 
 
 def test_importing_the_runtime_imports_no_paddle() -> None:
@@ -20,33 +36,44 @@ def test_importing_the_runtime_imports_no_paddle() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_a_second_activation_changes_nothing_and_logs_nothing(bare_ranks: ForkServer) -> None:
-    (seen,) = bare_ranks.run(f"{JOBS}:twice", 1).values
-    assert seen["first"] == seen["second"] == seen["table"]
-    assert seen["replaced"] == [True, False]
-    assert len(seen["log"]) == 1
-    assert "\n" not in seen["log"][0]
-    assert all(name in seen["log"][0] for name in seen["table"])
+@on_ranks(1, server="bare_ranks")
+def test_a_second_activation_changes_nothing_and_logs_nothing() -> None:
+    log, before = Lines(), paddle.Tensor.cuda
+    names = cpu_runtime.activate()
+    between = paddle.Tensor.cuda
+    assert len(set(names)) == len(names) > 10
+    assert cpu_runtime.activate() == names
+    assert before is not between is paddle.Tensor.cuda
+    (line,) = log.lines
+    assert "\n" not in line
+    assert all(name in line for name in names)
 
 
-def test_patches_have_names_of_their_own(bare_ranks: ForkServer) -> None:
-    (seen,) = bare_ranks.run(f"{JOBS}:twice", 1).values
-    assert len(set(seen["table"])) == len(seen["table"]) > 10
+@on_ranks(1, server="bare_ranks")
+def test_a_renamed_hook_is_refused_before_anything_is_patched() -> None:
+    from paddle.distributed.fleet.meta_optimizers.dygraph_optimizer import dygraph_sharding_optimizer
+
+    del dygraph_sharding_optimizer.DygraphShardingOptimizerV2.clear_grad
+    log, before = Lines(), paddle.Tensor.cuda
+    with pytest.raises(EnvironmentMismatch, match=r"DygraphShardingOptimizerV2\.clear_grad is missing"):
+        cpu_runtime.activate()
+    assert paddle.Tensor.cuda is before
+    assert log.lines == []
 
 
-def test_a_renamed_hook_is_refused_before_anything_is_patched(bare_ranks: ForkServer) -> None:
-    (seen,) = bare_ranks.run(f"{JOBS}:with_a_renamed_hook", 1).values
-    assert "DygraphShardingOptimizerV2.clear_grad is missing" in seen["error"]
-    assert not seen["touched"]
-    assert seen["log"] == []
+@on_ranks(1, server="bare_ranks")
+def test_an_unknown_version_whose_hooks_are_the_known_ones_is_a_warning() -> None:
+    paddle.__version__ = "3.9.0"
+    log, before = Lines(), paddle.Tensor.cuda
+    cpu_runtime.activate()
+    assert paddle.Tensor.cuda is not before
+    assert "paddle 3.9.0 is installed; the known version is paddle 3.3.1" in log.lines[0]
 
 
-def test_an_unknown_version_whose_hooks_are_the_known_ones_is_a_warning(bare_ranks: ForkServer) -> None:
-    (seen,) = bare_ranks.run(f"{JOBS}:with_another_paddle", 1).values
-    assert (seen["error"], seen["touched"]) == ("", True)
-    assert "paddle 3.9.0 is installed; the known version is paddle 3.3.1" in seen["log"][0]
-
-
-def test_on_an_accelerator_nothing_is_patched(bare_ranks: ForkServer) -> None:
-    (seen,) = bare_ranks.run(f"{JOBS}:on_an_accelerator", 1).values
-    assert seen == {"names": [], "touched": False, "log": []}
+@on_ranks(1, server="bare_ranks")
+def test_on_an_accelerator_nothing_is_patched() -> None:
+    paddle.device.get_device = lambda: "gpu:0"  # The process seems to compute on a GPU.
+    log, before = Lines(), paddle.Tensor.cuda
+    assert cpu_runtime.activate() == ()
+    assert paddle.Tensor.cuda is before
+    assert log.lines == []

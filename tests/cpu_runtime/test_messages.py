@@ -2,67 +2,155 @@
 
 from __future__ import annotations
 
+import paddle
+import paddle.distributed as dist
 import pytest
 
-from verification.forkserver import ForkServer
+from paddleformers_fc.cpu_runtime import p2p
+from paddleformers_fc.errors import PeerError
+from tests.harness.on_ranks import on_ranks
 
-JOBS = "tests.cpu_runtime.jobs_messages"
+
+def started() -> tuple[int, int]:
+    """Let the ranks find each other; this rank, and how many there are."""
+    dist.init_parallel_env()
+    return dist.get_rank(), dist.get_world_size()
+
+
+def received(shape: list[int], source: int, group: object = None) -> list[float]:
+    """The next message from a rank."""
+    tensor = paddle.zeros(shape)
+    dist.recv(tensor, src=source, group=group)
+    values: list[float] = tensor.tolist()
+    return values
 
 
 @pytest.mark.parametrize("attempt", range(2))
-def test_groups_find_each_other_every_time(ranks: ForkServer, attempt: int) -> None:
-    rounds = 5
-    families = [[0, 1, 2, 3], [0, 2], [1, 3], [0, 3], [1, 2, 3]]
-    values = ranks.run(f"{JOBS}:many_groups", 4, {"count": rounds}).values
-    for rank, sums in enumerate(values):
-        seen = [[sum(members), len(members)] for members in families if rank in members]
-        assert sums == seen * rounds
+@on_ranks(4)
+def test_groups_find_each_other_every_time(attempt: int) -> None:
+    rank, size = started()
+    families = [list(range(size)), list(range(0, size, 2)), list(range(1, size, 2)), [0, size - 1], [1, 2, 3]]
+    for _ in range(5):
+        for members in families:
+            group = dist.new_group(members)
+            if rank in members:
+                tensor = paddle.to_tensor([rank, 1])
+                dist.all_reduce(tensor, group=group)
+                assert tensor.tolist() == [sum(members), len(members)]
 
 
-def test_ranks_that_are_done_stay_until_the_others_are(ranks: ForkServer) -> None:
-    for _ in range(3):
-        assert ranks.run(f"{JOBS}:an_environment_and_nothing_else", 6).values == (0, 1, 2, 3, 4, 5)
+@pytest.mark.parametrize("attempt", range(3))
+@on_ranks(6)
+def test_ranks_that_are_done_stay_until_the_others_are(attempt: int) -> None:
+    started()
 
 
-def test_two_of_three_ranks_exchange_messages(ranks: ForkServer) -> None:
-    assert ranks.run(f"{JOBS}:pairs_inside_a_larger_group", 3).values == ([3.0], [0.0, 1.0, 4.0, 5.0], [2.0])
+@on_ranks(3)
+def test_two_of_three_ranks_exchange_messages() -> None:
+    rank, _ = started()
+    found = []
+    for number, (source, target) in enumerate([(0, 1), (0, 1), (1, 2), (2, 0), (0, 1), (2, 1)]):
+        if rank == source:
+            dist.send(paddle.to_tensor([float(number)]), dst=target)
+        if rank == target:
+            found += received([1], source)
+    assert found == [[3.0], [0.0, 1.0, 4.0, 5.0], [2.0]][rank]
 
 
-def test_a_send_does_not_wait_for_its_receiver(ranks: ForkServer) -> None:
-    # 8 MB: more than the buffers of a loopback connection hold.
-    assert ranks.run(f"{JOBS}:both_send_first", 2, {"elements": 2_000_000}).values == (True, True)
+@on_ranks(2)
+def test_a_send_does_not_wait_for_its_receiver() -> None:
+    elements = 2_000_000  # More than the buffers of a loopback connection hold.
+    peer = 1 - started()[0]
+    dist.send(paddle.full([elements], 1.0 - peer), dst=peer)
+    assert set(received([elements], peer)) == {float(peer)}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_in_a_coalescing_block_sends_leave_before_receives_wait(ranks: ForkServer, dtype: str) -> None:
-    values = ranks.run(f"{JOBS}:a_coalesced_ring", 3, {"dtype": dtype}).values
-    assert values == tuple([before, before, before + 10, before + 10] for before in (2.0, 0.0, 1.0))
+@on_ranks(3)
+def test_in_a_coalescing_block_sends_leave_before_receives_wait(dtype: str) -> None:
+    rank, size = started()
+    before, after = (rank - 1) % size, (rank + 1) % size
+    out = paddle.full([2], float(rank)).astype(dtype)
+    into, again = (paddle.zeros([2]).astype(dtype) for _ in range(2))
+    for task in dist.batch_isend_irecv([dist.P2POp(dist.irecv, into, before), dist.P2POp(dist.isend, out, after)]):
+        task.wait()
+    group = dist.collective._get_default_group().process_group
+    group._start_coalescing()
+    group.recv_on_calc_stream(again, before)
+    group.send_on_calc_stream((out.astype("float32") + 10).astype(dtype), after)
+    group._end_coalescing()
+    assert paddle.concat([into, again]).astype("float32").tolist() == [before, before, before + 10, before + 10]
 
 
-def test_messages_arrive_in_the_order_in_which_they_were_requested(ranks: ForkServer) -> None:
-    assert ranks.run(f"{JOBS}:waits_in_reverse", 2).values[1] == [1.0, 2.0]
+@on_ranks(2)
+def test_messages_arrive_in_the_order_in_which_they_were_requested() -> None:
+    rank, _ = started()
+    if rank == 0:
+        dist.send(paddle.to_tensor([1.0]), dst=1)
+        dist.send(paddle.to_tensor([2.0]), dst=1)
+        return
+    first, second = paddle.zeros([1]), paddle.zeros([1])
+    for task in reversed([dist.irecv(first, src=0), dist.irecv(second, src=0)]):
+        task.wait()
+    assert (float(first), float(second)) == (1.0, 2.0)
 
 
-def test_messages_of_two_groups_do_not_mix(ranks: ForkServer) -> None:
-    assert ranks.run(f"{JOBS}:two_groups_do_not_mix", 2).values[1] == [1.0, 0.0]
+@on_ranks(2)
+def test_messages_of_two_groups_do_not_mix() -> None:
+    rank, _ = started()
+    groups = [dist.new_group([0, 1]) for _ in range(2)]
+    if rank == 0:
+        for number, group in enumerate(groups):
+            dist.send(paddle.to_tensor([float(number)]), dst=1, group=group)
+        return
+    assert [received([1], 0, group) for group in reversed(groups)] == [[1.0], [0.0]]
 
 
-def test_halves_of_a_tensor_travel_apart_and_are_joined(ranks: ForkServer) -> None:
-    values = ranks.run(f"{JOBS}:partial_messages", 4).values
-    whole = [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
-    assert values[2] == [[0.0, 1.0, 2.0, 0.0, 0.0, 0.0], whole]
-    assert values[3] == [[0.0, 0.0, 0.0, 3.0, 4.0, 5.0], whole]
+@on_ranks(4)
+def test_halves_of_a_tensor_travel_apart_and_are_joined() -> None:
+    rank, _ = started()
+    senders, receivers = dist.new_group([0, 1]), dist.new_group([2, 3])
+    world = dist.collective._get_default_group().process_group
+    if rank in senders.ranks:
+        world.send_partial_on_calc_stream(paddle.arange(6, dtype="float32"), rank + 2, 2, rank)
+        return
+    tensor = paddle.zeros([6])
+    world.recv_partial_on_calc_stream(tensor, rank - 2, 2, rank - 2)
+    assert tensor.tolist() == ([0.0, 1.0, 2.0, 0.0, 0.0, 0.0] if rank == 2 else [0.0, 0.0, 0.0, 3.0, 4.0, 5.0])
+    receivers.process_group.all_gather_partial_on_calc_stream(tensor, tensor, 2, rank - 2)
+    assert tensor.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
 
 
-def test_a_message_of_another_size_is_refused(ranks: ForkServer) -> None:
-    error = ranks.run(f"{JOBS}:a_message_of_another_size", 2).values[1]
-    assert error.startswith("PeerError: A message from group rank 0 holds 3 elements where 2 are wanted.")
+@on_ranks(2)
+def test_a_message_of_another_size_is_refused() -> None:
+    rank, _ = started()
+    if rank == 0:
+        dist.send(paddle.zeros([3]), dst=1)
+        return
+    with pytest.raises(PeerError, match="A message from group rank 0 holds 3 elements where 2 are wanted"):
+        received([2], 0)
 
 
-def test_a_message_that_never_comes_is_named(ranks: ForkServer) -> None:
-    error = ranks.run(f"{JOBS}:a_message_that_never_comes", 2, {"timeout": "0.2"}).values[1]
-    assert error.startswith("PeerError: Rank 1 waited 0.2 s for a message from rank 0 that never came.")
+@on_ranks(2)
+def test_a_message_that_never_comes_is_named() -> None:
+    rank, _ = started()
+    if rank == 1:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(p2p.TIMEOUT_VARIABLE, "0.2")
+            with pytest.raises(PeerError, match=r"Rank 1 waited 0\.2 s for a message from rank 0 that never came"):
+                received([2], 0)
 
 
-def test_every_tensor_parallel_rank_gets_the_first_ones_inputs(ranks: ForkServer) -> None:
-    assert ranks.run(f"{JOBS}:inputs_of_the_first_member", 2).values == ([[0.0, 0.0], [0, 0]],) * 2
+@on_ranks(2)
+def test_every_tensor_parallel_rank_gets_the_first_ones_inputs() -> None:
+    from paddle.distributed import fleet
+    from paddle.distributed.fleet.meta_parallel import tensor_parallel
+
+    strategy = fleet.DistributedStrategy()
+    strategy.hybrid_configs = {"dp_degree": 1, "mp_degree": 2, "pp_degree": 1}
+    fleet.init(is_collective=True, strategy=strategy)
+    rank, group = dist.get_rank(), fleet.get_hybrid_communicate_group()
+    inputs, named = tensor_parallel.broadcast_input_data(
+        group, paddle.full([2], float(rank)), labels=paddle.to_tensor([rank, rank])
+    )
+    assert (inputs[0].tolist(), named["labels"].tolist()) == ([0.0, 0.0], [0, 0])

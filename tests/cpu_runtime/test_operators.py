@@ -2,66 +2,121 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import paddle
+import paddle.distributed as dist
+import paddle.nn.functional as F
 import pytest
+from paddle import _C_ops
+from paddle.distributed.fleet.layers.mpu import mp_ops
 
-from verification.forkserver import ForkServer
-
-JOBS = "tests.cpu_runtime.jobs_operators"
+from tests.harness.on_ranks import on_ranks
 
 
 def numbers(seed: int, *shape: int) -> np.ndarray:
     return np.random.RandomState(seed).standard_normal(shape).astype("float32")
 
 
-def test_identity_concat_and_split_are_each_others_gradients(ranks: ForkServer) -> None:
-    first, second = ranks.run(f"{JOBS}:identity_concat_split", 2).values
-    small, small_gradient = [numbers(rank, 2, 2) for rank in (0, 1)], [numbers(10 + rank, 2, 2) for rank in (0, 1)]
-    wide, wide_gradient = [numbers(rank, 2, 4) for rank in (0, 1)], [numbers(10 + rank, 2, 4) for rank in (0, 1)]
-    for rank, result in enumerate((first, second)):
-        columns = slice(2 * rank, 2 * rank + 2)
-        expected = {
-            "identity": (small[rank], small_gradient[0] + small_gradient[1]),
-            "concat": (np.concatenate(small, axis=-1), wide_gradient[rank][:, columns]),
-            "split": (wide[rank][:, columns], np.concatenate(small_gradient, axis=-1)),
-        }
-        for name, (out, gradient) in expected.items():
-            np.testing.assert_allclose(result[name][0], out, rtol=1e-6, err_msg=name)
-            np.testing.assert_allclose(result[name][1], gradient, rtol=1e-6, err_msg=name)
+def tensor(seed: int, *shape: int) -> Any:
+    return paddle.to_tensor(numbers(seed, *shape))
+
+
+def leaf(one: Any) -> Any:
+    """A copy whose gradient is computed."""
+    copy = one.clone().detach()
+    copy.stop_gradient = False
+    return copy
+
+
+def started() -> Any:
+    """Return the group of all ranks."""
+    dist.init_parallel_env()
+    return dist.collective._get_default_group()
+
+
+@on_ranks(2)
+def test_identity_concat_and_split_are_each_others_gradients() -> None:
+    group = started()
+    rank = group.rank
+    small, small_gradient = [numbers(one, 2, 2) for one in (0, 1)], [numbers(10 + one, 2, 2) for one in (0, 1)]
+    wide, wide_gradient = numbers(rank, 2, 4), numbers(10 + rank, 2, 4)
+    columns = slice(2 * rank, 2 * rank + 2)
+    cases = [
+        (mp_ops._c_identity, small[rank], small[rank], small_gradient[0] + small_gradient[1]),
+        (mp_ops._c_concat, small[rank], np.concatenate(small, axis=-1), wide_gradient[:, columns]),
+        (mp_ops._c_split, wide, wide[:, columns], np.concatenate(small_gradient, axis=-1)),
+    ]
+    for operator, given, expected, gradient in cases:
+        source = leaf(paddle.to_tensor(given))
+        out = operator(source, group=group)
+        (out * tensor(10 + rank, *out.shape)).sum().backward()
+        np.testing.assert_allclose(out.numpy(), expected, rtol=1e-6, err_msg=str(operator))
+        np.testing.assert_allclose(source.grad.numpy(), gradient, rtol=1e-6, err_msg=str(operator))
 
 
 @pytest.mark.parametrize("ignore_index", [-100, 3])
-def test_cross_entropy_does_not_see_how_the_vocabulary_is_split(ranks: ForkServer, ignore_index: int) -> None:
-    for loss, gradient, scale in ranks.run(f"{JOBS}:cross_entropy", 2, {"ignore_index": ignore_index}).values:
-        # A loss is of the order of 10, so 4 units in its last place; gradients are below their weights.
-        assert loss < 4e-6
-        assert gradient < 1e-6 * max(scale, 1)
-        assert scale > 0.1
+@on_ranks(2)
+def test_cross_entropy_does_not_see_how_the_vocabulary_is_split(ignore_index: int) -> None:
+    group = started()
+    whole = leaf(tensor(1, 5, 3, 8) * 4)
+    label = paddle.to_tensor(np.random.RandomState(2).randint(0, 8, (5, 3)))
+    label[0, 0] = ignore_index
+    weight = tensor(3, 5, 3).reshape([-1])
+    expected = F.cross_entropy(whole, label, reduction="none", ignore_index=ignore_index).reshape([-1])
+    (expected * weight).sum().backward()
+    part = leaf(paddle.split(whole.detach(), 2, axis=-1)[group.rank])
+    loss = mp_ops._c_softmax_with_cross_entropy(part, label, group=group, ignore_index=ignore_index).reshape([-1])
+    (loss * weight).sum().backward()
+    gradient = paddle.split(whole.grad, 2, axis=-1)[group.rank]
+    # A loss is of the order of 10, so 4 units in its last place; gradients are below their weights.
+    assert float((loss - expected).abs().max()) < 4e-6
+    scale = float(gradient.abs().max())
+    assert scale > 0.1
+    assert float((part.grad - gradient).abs().max()) < 1e-6 * max(scale, 1)
 
 
-def test_bfloat16_operands_are_multiplied_in_float32(ranks: ForkServer) -> None:
-    (result,) = ranks.run(f"{JOBS}:half_precision_linear", 1).values
-    assert result["dtypes"] == ["paddle.float32", "paddle.bfloat16"]
-    assert result["difference"] == 0
+@on_ranks(1)
+def test_bfloat16_operands_are_multiplied_in_float32() -> None:
+    x, weight = (leaf(tensor(seed, *shape).astype("bfloat16")) for seed, shape in ((1, (4, 8)), (2, (8, 3))))
+    out = F.linear(x, weight)
+    out.sum().backward()
+    assert (out.dtype, weight.grad.dtype) == (paddle.float32, paddle.bfloat16)
+    assert (out == paddle.matmul(x.astype("float32"), weight.astype("float32"))).all()
     # A gradient of the order of 4 is rounded to bfloat16 once: 2 ** -9 of it.
-    assert result["gradient"] < 8 * 2**-9
+    gradient = x.astype("float32").sum(0, keepdim=True).T
+    assert float((weight.grad.astype("float32") - gradient).abs().max()) < 8 * 2**-9
 
 
-def test_adamw_moves_the_master_weight_and_rounds_it(ranks: ForkServer) -> None:
-    (result,) = ranks.run(f"{JOBS}:half_precision_adamw", 1, {"steps": 3}).values
-    assert result["dtypes"] == ["paddle.bfloat16", "paddle.float32"]
-    assert result["master_difference"] < 1e-6
-    assert result["rounded"]
-    assert result["moved"] > 0.1
+@on_ranks(1)
+def test_adamw_moves_the_master_weight_and_rounds_it() -> None:
+    """As a float32 parameter is moved by the same gradients."""
+
+    def trained(dtype: str) -> tuple[Any, Any]:
+        parameter = paddle.create_parameter([4, 4], dtype, default_initializer=paddle.nn.initializer.Constant(0.0))
+        parameter.set_value(tensor(1, 4, 4).astype("bfloat16").astype(dtype))
+        optimizer = paddle.optimizer.AdamW(0.1, parameters=[parameter], weight_decay=0.1, multi_precision=True)
+        for step in range(3):
+            gradient = tensor(10 + step, 4, 4).astype("bfloat16").astype("float32")
+            (parameter.astype("float32") * gradient).sum().backward()
+            optimizer.step()
+            optimizer.clear_grad()
+        return parameter, optimizer._master_weights.get(parameter.name)
+
+    (half, master), (single, _) = trained("bfloat16"), trained("float32")
+    assert (half.dtype, master.dtype) == (paddle.bfloat16, paddle.float32)
+    assert float((master - single).abs().max()) < 1e-6
+    assert (half.astype("float32") == master.astype("bfloat16").astype("float32")).all()
+    assert float((single - tensor(1, 4, 4)).abs().max()) > 0.1
 
 
-def test_questions_about_the_device_have_answers(ranks: ForkServer) -> None:
-    (result,) = ranks.run(f"{JOBS}:answers_about_the_device", 1).values
-    assert result == {
-        "original": [1.0, 2.0],
-        "copy": [7.0, 2.0],
-        "detached": True,
-        "synchronize": None,
-        "device_id": 0,
-        "kernel": True,
-    }
+@on_ranks(1)
+def test_questions_about_the_device_have_answers() -> None:
+    original = paddle.to_tensor([1.0, 2.0], stop_gradient=False)
+    moved = original.cuda()
+    moved[0] = 7.0
+    assert (original.tolist(), moved.tolist(), moved.stop_gradient) == ([1.0, 2.0], [7.0, 2.0], True)
+    assert paddle.device.synchronize() is None
+    assert dist.ParallelEnv().device_id == 0
+    assert hasattr(_C_ops, "c_identity")

@@ -7,83 +7,97 @@ products behind one loss, which is 4e-6. Three optimizer steps have been seen to
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import numpy as np
+import paddle
 import pytest
 
 from tests.harness import tiny
+from tests.harness.on_ranks import on_ranks
 from tests.harness.tiny import MatrixLayout
 from verification.forkserver import ForkServer
 
 BOUND = 1e-5
 # Gradients of bfloat16 weights are rounded to eight bits before they are added up, per rank and micro-batch.
 HALF_BOUND = 2e-2
-
-
-def losses(
-    ranks: ForkServer, model_type: str, layout: MatrixLayout, directory: Path, **model: Any
-) -> tuple[list[float], ...]:
-    """By rank: the loss of each of three steps."""
-    kwargs = {"model_type": model_type, "layout": layout.to_json(), "output_dir": str(directory), "model": model}
-    return ranks.run("tests.harness.tiny:train", layout.nproc, kwargs).values
-
-
-def assert_like(seen: tuple[list[float], ...], expected: list[float], bound: float) -> None:
-    assert len(expected) == 3
-    assert max(expected) - min(expected) > 0.05, "a model that does not move shows nothing"
-    for rank, values in enumerate(seen):
-        assert values == pytest.approx(expected, abs=bound, rel=0), f"rank {rank}"
+MODELS = {
+    "llama": ("llama", {}),
+    "eight layers": ("llama", {"num_hidden_layers": 8}),
+    "experts": ("ernie4_5_moe", {}),
+    "experts by tensor parallel ranks": ("ernie4_5_moe", {"moe_group": "mp"}),
+    "prediction": ("ernie4_5_moe", {"num_nextn_predict_layers": 1}),
+}
+LAYOUTS = (tiny.DP2, tiny.TP2, tiny.PP2, tiny.SD2V1, tiny.SD2V2, tiny.SD2S2, tiny.SD2S3, tiny.TP2SD2V2)
+CASES = [
+    *(("llama", layout) for layout in LAYOUTS),
+    ("eight layers", tiny.PP4VPP2),
+    *(("experts", layout) for layout in (tiny.TP2, tiny.EP2)),
+    ("experts by tensor parallel ranks", tiny.TP2),
+    ("prediction", tiny.DP2),
+    *(("llama", replace(layout, bf16=True)) for layout in (tiny.SINGLE, tiny.DP2, tiny.TP2, tiny.SD2V2)),
+]
+Losses = Callable[[str, MatrixLayout], tuple[list[float], ...]]
 
 
 @pytest.fixture(scope="module")
-def single(ranks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
-    """Losses of one process, by model."""
-    directory = tmp_path_factory.mktemp("single")
-    return {
-        "llama": losses(ranks, "llama", tiny.SINGLE, directory)[0],
-        "llama8": losses(ranks, "llama", tiny.SINGLE, directory, num_hidden_layers=8)[0],
-        "ernie4_5_moe": losses(ranks, "ernie4_5_moe", tiny.SINGLE, directory)[0],
-        "mtp": losses(ranks, "ernie4_5_moe", tiny.SINGLE, directory, num_nextn_predict_layers=1)[0],
-    }
+def losses(ranks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Losses:
+    """The losses of three steps of a model under a layout, by rank; each is trained once."""
+    found: dict[tuple[str, MatrixLayout], tuple[list[float], ...]] = {}
+
+    def train(model: str, layout: MatrixLayout) -> tuple[list[float], ...]:
+        if (model, layout) not in found:
+            model_type, changes = MODELS[model]
+            output_dir = str(tmp_path_factory.mktemp("run"))
+            job = {"model_type": model_type, "layout": layout.to_json(), "output_dir": output_dir, "model": changes}
+            found[model, layout] = ranks.run("tests.harness.tiny:train", layout.nproc, job).values
+        return found[model, layout]
+
+    return train
 
 
 @pytest.mark.parametrize(
-    "layout",
-    [tiny.DP2, tiny.TP2, tiny.PP2, tiny.SD2V1, tiny.SD2V2, tiny.SD2S2, tiny.SD2S3, tiny.TP2SD2V2],
-    ids=lambda layout: layout.name,
+    ("model", "layout"), CASES, ids=lambda value: getattr(value, "name", value) + "-bf16" * getattr(value, "bf16", 0)
 )
-def test_llama_trains_like_one_process(
-    ranks: ForkServer, single: dict[str, list[float]], tmp_path: Path, layout: MatrixLayout
-) -> None:
-    assert_like(losses(ranks, "llama", layout, tmp_path), single["llama"], BOUND)
-
-
-def test_interleaved_stages_train_like_one_process(
-    ranks: ForkServer, single: dict[str, list[float]], tmp_path: Path
-) -> None:
-    seen = losses(ranks, "llama", tiny.PP4VPP2, tmp_path, num_hidden_layers=8)
-    assert_like(seen, single["llama8"], BOUND)
+def test_every_layout_trains_like_one_process(losses: Losses, model: str, layout: MatrixLayout) -> None:
+    (expected,) = losses("experts" if "experts" in model else model, tiny.SINGLE)
+    assert len(expected) == 3
+    assert max(expected) - min(expected) > 0.05, "a model that does not move shows nothing"
+    for rank, values in enumerate(losses(model, layout)):
+        assert values == pytest.approx(expected, abs=HALF_BOUND if layout.bf16 else BOUND, rel=0), f"rank {rank}"
 
 
 @pytest.mark.parametrize(
     ("layout", "optimizer"), [(tiny.SD2V1, "DygraphShardingOptimizer"), (tiny.SD2V2, "DygraphShardingOptimizerV2")]
 )
-def test_float32_is_sharded_by_the_requested_version(
-    ranks: ForkServer, tmp_path: Path, layout: MatrixLayout, optimizer: str
-) -> None:
-    kwargs = {"layout": layout.to_json(), "output_dir": str(tmp_path)}
-    assert (
-        ranks.run("tests.cpu_runtime.jobs_training:optimizer_of", 2, kwargs).values
-        == ([optimizer, layout.split_param],) * 2
-    )
+@on_ranks(2)
+def test_float32_is_sharded_by_the_requested_version(tmp_path: Path, layout: MatrixLayout, optimizer: str) -> None:
+    args = tiny.training_arguments(layout, str(tmp_path), max_steps=1)
+    run = tiny.trainer(tiny.build("llama", layout, args), args)
+    run.train()
+    assert (type(run.optimizer._inner_opt).__name__, args.split_param) == (optimizer, layout.split_param)
 
 
 @pytest.mark.parametrize("correction", [None, [0.0, 5.0, 0.0, 5.0]])
-def test_a_dense_block_weighs_the_chosen_experts(ranks: ForkServer, correction: list[float] | None) -> None:
-    (seen,) = ranks.run("tests.cpu_runtime.jobs_training:routed", 1, {"correction": correction}).values
-    tokens, logits = np.array(seen["tokens"]), np.array(seen["tokens"]) @ np.array(seen["gate"])
+@on_ranks(1)
+def test_a_dense_block_weighs_the_chosen_experts(correction: list[float] | None) -> None:
+    from paddleformers_fc.cpu_runtime import ernie_moe
+
+    random = np.random.RandomState(0)
+    tokens, gate = random.standard_normal((5, 3)).astype("float32"), random.standard_normal((3, 4)).astype("float32")
+    block = SimpleNamespace(
+        gate=SimpleNamespace(weight=paddle.to_tensor(gate)),
+        moe_statics=correction and SimpleNamespace(e_score_correction_bias=paddle.to_tensor([correction])),
+        k=2,
+        config=SimpleNamespace(moe_group=None, router_aux_loss_coef=0.5),
+        experts=[lambda x, scale=scale: x * scale for scale in (1.0, 2.0, 3.0, 4.0)],
+        shared_experts=lambda x: x * 100.0,
+    )
+    out, _, balance, router = ernie_moe.dense_forward(block, paddle.to_tensor(tokens).reshape([1, 5, 3]))
+    logits = tokens.astype("float64") @ gate
     probabilities = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
     expected = []
     for token, probability in zip(tokens, probabilities, strict=True):
@@ -91,35 +105,6 @@ def test_a_dense_block_weighs_the_chosen_experts(ranks: ForkServer, correction: 
         chosen = np.argsort(probability + (correction or 0.0))[-2:]
         weight = probability[chosen] / probability[chosen].sum()
         expected.append(token * (weight @ (chosen + 1.0)) + token * 100)
-    np.testing.assert_allclose(np.array(seen["out"])[0], expected, rtol=1e-5)
-    np.testing.assert_allclose(seen["logits"], logits, rtol=1e-5, atol=1e-6)
-    assert seen["balance"] == pytest.approx(0.5 * (probabilities.mean(0) ** 2).sum(), rel=1e-5)
-
-
-@pytest.mark.parametrize("layout", [tiny.TP2, tiny.EP2], ids=lambda layout: layout.name)
-def test_a_mixture_of_experts_trains_like_one_process(
-    ranks: ForkServer, single: dict[str, list[float]], tmp_path: Path, layout: MatrixLayout
-) -> None:
-    assert_like(losses(ranks, "ernie4_5_moe", layout, tmp_path), single["ernie4_5_moe"], BOUND)
-
-
-def test_experts_spread_over_tensor_parallel_ranks_train_like_one_process(
-    ranks: ForkServer, single: dict[str, list[float]], tmp_path: Path
-) -> None:
-    seen = losses(ranks, "ernie4_5_moe", tiny.TP2, tmp_path, moe_group="mp")
-    assert_like(seen, single["ernie4_5_moe"], BOUND)
-
-
-def test_multi_token_prediction_trains_like_one_process(
-    ranks: ForkServer, single: dict[str, list[float]], tmp_path: Path
-) -> None:
-    seen = losses(ranks, "ernie4_5_moe", tiny.DP2, tmp_path, num_nextn_predict_layers=1)
-    assert_like(seen, single["mtp"], BOUND)
-
-
-@pytest.mark.parametrize("layout", [tiny.SINGLE, tiny.DP2, tiny.TP2, tiny.SD2V2], ids=lambda layout: layout.name)
-def test_bfloat16_with_master_weights_trains_like_float32(
-    ranks: ForkServer, single: dict[str, list[float]], tmp_path: Path, layout: MatrixLayout
-) -> None:
-    half = MatrixLayout(**{**layout.to_json(), "bf16": True})
-    assert_like(losses(ranks, "llama", half, tmp_path), single["llama"], HALF_BOUND)
+    np.testing.assert_allclose(out.numpy()[0], expected, rtol=1e-5)
+    np.testing.assert_allclose(router.numpy(), logits, rtol=1e-5, atol=1e-6)
+    assert float(balance) == pytest.approx(0.5 * (probabilities.mean(0) ** 2).sum(), rel=1e-5)
