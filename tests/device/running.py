@@ -20,14 +20,15 @@ import pytest
 
 from paddleformers_fc.cpu_runtime.launch import launch
 from tests.device.building import CannotBuild, build
+from tests.harness.fixtures import FREEZE, OURS, PATIENT, WARM
 from tests.harness.limits import LIMIT
-from verification.forkserver import PRELOAD, ForkServer, JobResult
+from verification.forkserver import ForkServer, JobResult
 
 VARIABLE = "FLEX_TEST_DEVICE"
 FAKE = "fake_device"
 
 _PREPARE = "tests.device.running:prepare"
-_PRELOAD = (_PREPARE, *PRELOAD, "tests.harness.limits:be_patient", "paddleformers_fc.trainer.entry", "gc:freeze")
+_PRELOAD = (_PREPARE, *PATIENT, *OURS, WARM, FREEZE)
 
 
 def device() -> str:

@@ -2,44 +2,94 @@
 
 from __future__ import annotations
 
+import ctypes
 import signal
+from dataclasses import astuple
+from typing import Any
 
+import numpy as np
+import paddle
 import pytest
 
+from paddleformers_fc.execute.staging_pool import current_stream, side_stream
+from tests.device.counting import copied
 from tests.device.running import FAKE, Ranks, device
+from tests.harness.on_ranks import on_ranks
 
 pytestmark = pytest.mark.skipif(device() != FAKE, reason="a real accelerator gives no such guarantee")
 
-RIGHT = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]
+
+def numbers(count: int = 8) -> Any:
+    return np.arange(1, count + 1, dtype="float32")
+
+
+def on_host(values: Any) -> Any:
+    return paddle.to_tensor(values, place=paddle.CPUPlace())
+
+
+def copying(target: Any, source: Any, place: Any, ordered: bool = True) -> Any:
+    """Copy on a side stream, after the computation if that is ordered; the event that comes after it."""
+    stream = side_stream(place)
+    if ordered:
+        stream.wait_stream(current_stream(place))
+    with paddle.device.stream_guard(stream):
+        target.copy_(source, False)
+        return stream.record_event()
+
+
+def touch_device_memory() -> int:
+    """Read a tensor's memory as if it were the host's."""
+    paddle.set_device(device())
+    return ctypes.string_at(paddle.to_tensor(numbers()).data_ptr(), 1)[0]
 
 
 def test_the_host_cannot_read_device_memory(device_ranks: Ranks) -> None:
-    result = device_ranks.attempt("tests.device.jobs:touch_device_memory", 1)
+    result = device_ranks.attempt(f"{__name__}:touch_device_memory", 1)
     assert result.returncodes == (-signal.SIGSEGV,)
 
 
-@pytest.mark.parametrize("job", ["read_too_early", "reuse_too_early"])
-def test_a_missing_wait_is_a_wrong_number(device_ranks: Ranks, job: str) -> None:
-    found = {
-        synchronised: device_ranks.run(f"tests.device.jobs:{job}", 1, {"synchronised": synchronised}).values[0]
-        for synchronised in (True, False)
-    }
-    assert found == {True: RIGHT, False: [0.0] * 8 if job == "read_too_early" else [-1.0] * 8}
+@pytest.mark.parametrize("waits", [True, False])
+@on_ranks(1, server="device_ranks")
+def test_a_missing_wait_is_a_wrong_number(waits: bool) -> None:
+    paddle.set_device(device())
+    tensor, target = paddle.to_tensor(numbers()), on_host(np.zeros(8, "float32"))
+    event = copying(target, tensor, tensor.place)
+    if waits:
+        event.synchronize()
+    assert target.numpy().copy().tolist() == (numbers() if waits else np.zeros(8)).tolist()
+    event.synchronize()  # The target must live until the copy has come.
+    tensor, source = paddle.zeros([8], dtype="float32"), on_host(numbers())
+    event = copying(tensor, source, tensor.place)
+    if waits:
+        event.synchronize()
+    source.fill_(-1.0)  # It is used again.
+    event.synchronize()
+    assert tensor.numpy().tolist() == (numbers() if waits else -np.ones(8)).tolist()
 
 
-def test_streams_without_an_order_overtake_each_other(device_ranks: Ranks) -> None:
-    found = {
-        ordered: device_ranks.run("tests.device.jobs:overtake_the_computation", 1, {"ordered": ordered}).values[0]
-        for ordered in (True, False)
-    }
-    assert found == {True: [5.0] * 8, False: [0.0] * 8}
+@pytest.mark.parametrize("ordered", [True, False])
+@on_ranks(1, server="device_ranks")
+def test_streams_without_an_order_overtake_each_other(ordered: bool) -> None:
+    paddle.set_device(device())
+    tensor, target = paddle.zeros([8], dtype="float32"), on_host(np.zeros(8, "float32"))
+    paddle.device.synchronize(device())
+    tensor.fill_(5.0)
+    copying(target, tensor, tensor.place, ordered).synchronize()
+    assert target.tolist() == [5.0 * ordered] * 8
 
 
-def test_bytes_are_counted_each_way(device_ranks: Ranks) -> None:
-    (found,) = device_ranks.run("tests.device.jobs:counts", 1).values
-    assert found == [
-        [4000, 0, 0, 0, 0, 0],
-        [4000, 0, 0, 4000, 0, 0],
-        [0, 4000, 0, 0, 0, 0],
-        [0, 0, 4000, 0, 0, 0],
-    ]
+@on_ranks(1, server="device_ranks")
+def test_bytes_are_counted_each_way() -> None:
+    paddle.set_device(device())
+    tensor, other = paddle.zeros([1000], dtype="float32"), paddle.zeros([1000], dtype="float32")
+    host = on_host(numbers(1000))
+    for target, source, blocking, expected in (
+        (tensor, host, True, (4000, 0, 0, 0, 0, 0)),
+        (tensor, host, False, (4000, 0, 0, 4000, 0, 0)),
+        (host, tensor, True, (0, 4000, 0, 0, 0, 0)),
+        (other, tensor, True, (0, 0, 4000, 0, 0, 0)),
+    ):
+        before = copied()
+        target.copy_(source, blocking)
+        paddle.device.synchronize(device())
+        assert astuple(copied() - before) == expected
