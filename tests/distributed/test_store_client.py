@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,6 +16,7 @@ from paddleformers_fc.cpu_runtime import stores
 from paddleformers_fc.cpu_runtime.ranks import free_ports
 from paddleformers_fc.distributed.store_client import StoreClient, hosts_of_ranks, job_store_address
 from paddleformers_fc.errors import PeerError
+from paddleformers_fc.trainer.session import read_options
 
 NAMES = (
     "MASTER_ADDR",
@@ -77,6 +79,7 @@ def test_the_hosts_of_all_ranks_are_those_of_the_launcher(
 ) -> None:
     variables.setenv("PADDLE_TRAINER_ENDPOINTS", endpoints)
     assert hosts_of_ranks() == hosts
+    assert read_options(SimpleNamespace(flex_threads=1, flex_read="auto")).hosts == hosts
 
 
 def test_the_client_counts_and_stores_beside_paddles_own() -> None:
