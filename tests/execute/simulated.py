@@ -7,8 +7,9 @@ fused layouts are made here by hand, in numpy, and share no code with what is te
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,12 @@ import numpy as np
 import paddle
 
 from paddleformers_fc.distributed.channel import Bytes, CollectiveChannel, Payload
+from paddleformers_fc.execute.load import LoadReport, load_checkpoint
+from paddleformers_fc.execute.opening import open_on_all_ranks
+from paddleformers_fc.execute.save import JobRecord, SaveReport, config_bytes, save_checkpoint
 from paddleformers_fc.families import ModelDescription
+from paddleformers_fc.storage.executor import DEFAULT_OPTIONS, ReadOptions
+from paddleformers_fc.storage.paths import AnyPath
 from tests.harness.limits import LIMIT
 
 HIDDEN, INTERMEDIATE, VOCABULARY, HEADS, GROUPS, HEAD = 16, 24, 32, 4, 2, 4
@@ -219,6 +225,48 @@ def _weight(name: str, array: np.ndarray[Any, Any], empty: bool, **fields: Any) 
     values = np.zeros_like(array) if empty else np.ascontiguousarray(array)
     fields = {"is_flattened": False, "flattened_range": None, **fields}
     return SimpleNamespace(key=name, local_tensor=paddle.to_tensor(values), **fields)
+
+
+def save(
+    directory: Path | Sequence[Path],
+    arrays: Arrays,
+    tp: int,
+    sharded: int = 1,
+    *,
+    step: int = 3,
+    files: Callable[[int], Mapping[str, bytes]] = lambda rank: {},
+) -> list[SaveReport]:
+    """Save on threads, into one directory or one of each rank, with some files of each rank."""
+
+    def work(channel: ThreadChannel) -> SaveReport:
+        place = directory if isinstance(directory, Path) else directory[channel.rank]
+        given = {**files(channel.rank), **({"config.json": config_bytes(CONFIG)} if channel.rank == 0 else {})}
+        record = JobRecord(step, step * 8, {"tensor": tp})
+        return save_checkpoint(place, live(arrays, tp, channel.rank, sharded=sharded), MODEL, given, record, channel)
+
+    return succeed(tp * sharded, work)
+
+
+def load(
+    directory: AnyPath | Sequence[AnyPath],
+    arrays: Arrays,
+    tp: int,
+    sharded: int = 1,
+    *,
+    verify: str = "size",
+    options: ReadOptions = DEFAULT_OPTIONS,
+    ranks: int | None = None,
+) -> list[LoadReport]:
+    """Load into zeros on threads, from one directory or one of each rank, and compare every bit."""
+
+    def work(channel: ThreadChannel) -> LoadReport:
+        place = directory[channel.rank] if isinstance(directory, Sequence) else directory
+        roles = live(arrays, tp, channel.rank, empty=True, sharded=sharded)
+        report = load_checkpoint(open_on_all_ranks(place, channel, verify), roles, MODEL, channel, options)
+        assert same_values(live(arrays, tp, channel.rank, sharded=sharded), roles)
+        return report
+
+    return succeed(ranks or tp * sharded, work)
 
 
 def same_values(one: Roles, other: Roles) -> bool:

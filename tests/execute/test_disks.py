@@ -18,33 +18,20 @@ from paddleformers_fc.execute import export, live_export, stream
 from paddleformers_fc.execute.commit_coordinator import DiskLeaders, find_disk_leaders
 from paddleformers_fc.execute.load import load_checkpoint
 from paddleformers_fc.execute.opening import open_on_all_ranks
-from paddleformers_fc.execute.save import JobRecord, SaveReport, config_bytes, save_checkpoint
+from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoint
 from paddleformers_fc.families import family_for
 from paddleformers_fc.layout.grid import parse_grid
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.plan.simulate import declared_model
 from paddleformers_fc.storage.manifest import read_manifest
 from paddleformers_fc.storage.safetensors import read_header
-from tests.execute.simulated import CONFIG, MODEL, canonical, job, live, succeed
+from tests.execute.simulated import CONFIG, MODEL, canonical, job, live, save, succeed
 from tests.execute.test_opening import load
 from verification import simulate_ranks
 from verification.digests import canonical_digests
 
 ARRAYS = canonical()
 STEP = "checkpoint-3"
-
-
-def save(places: list[Path], tp: int, sharded: int = 1, arrays: Any = ARRAYS) -> list[SaveReport]:
-    """Save on ranks that write into one place each."""
-
-    def work(channel: Any) -> SaveReport:
-        files = {f"trainer/rng-{channel.rank:05d}.json": b"%d" % channel.rank}
-        if channel.rank == 0:
-            files |= {"config.json": config_bytes(CONFIG), "trainer/state.json": b"{}", "tokenizer/a.txt": b"hello"}
-        weights = live(arrays, tp, channel.rank, sharded=sharded)
-        return save_checkpoint(places[channel.rank] / STEP, weights, MODEL, files, JobRecord(3, 24, {}), channel)
-
-    return succeed(len(places), work)
 
 
 def files_in(place: Path) -> set[str]:
@@ -109,7 +96,12 @@ def test_every_disk_gets_the_files_of_its_ranks_and_all_that_is_small(
     tmp_path: Path, leads: tuple[int, ...], tp: int, sharded: int
 ) -> None:
     places = [tmp_path / f"disk-{lead}" for lead in leads]
-    reports = save(places, tp, sharded)
+
+    def files(rank: int) -> dict[str, bytes]:
+        of_all = {"trainer/state.json": b"{}", "tokenizer/a.txt": b"hello"} if rank == 0 else {}
+        return {**of_all, f"trainer/rng-{rank:05d}.json": b"%d" % rank}
+
+    reports = save([place / STEP for place in places], ARRAYS, tp, sharded, files=files)
     assert {report.disks.leads for report in reports} == {leads}
     manifests = [read_manifest(place / STEP) for place in places]
     assert manifests == [manifests[0]] * len(places)
@@ -176,8 +168,8 @@ def test_a_disk_that_fails_leaves_no_disk_with_a_checkpoint(tmp_path: Path) -> N
 
 def test_saving_a_step_again_replaces_it_on_every_disk(tmp_path: Path) -> None:
     places = [tmp_path / "disk-0", tmp_path / "disk-1"]
-    save(places, 2, arrays=canonical(seed=1))
-    save(places, 1, 2)
+    save([place / STEP for place in places], canonical(seed=1), 2)
+    save([place / STEP for place in places], ARRAYS, 1, 2)
     load(places, 1, 2)
     assert [[path.name for path in place.iterdir()] for place in places] == [[STEP]] * 2
 

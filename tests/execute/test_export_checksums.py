@@ -19,11 +19,12 @@ from paddleformers_fc.execute import export_files
 from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.execute.live_export import save_weights
 from paddleformers_fc.execute.load import LoadReport, prepare_weights
-from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoint
+from paddleformers_fc.execute.save import config_bytes
 from paddleformers_fc.formats.huggingface import open_huggingface
 from paddleformers_fc.storage.checksum import BlockHasher
 from paddleformers_fc.storage.export_checksums import CHECKSUMS_NAME, read_checksums
 from tests.cli.support import alter, flip
+from tests.execute import simulated
 from tests.execute.simulated import CONFIG, MODEL, Arrays, canonical, job, live, same_values, succeed
 
 ARRAYS = canonical()
@@ -34,14 +35,8 @@ LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2)]
 
 def save(directory: Path, tp: int = 1, sharded: int = 1, arrays: Arrays = ARRAYS) -> Path:
     """Save a checkpoint with a tokenizer and a file of the Trainer's state."""
-
-    def work(channel: Any) -> None:
-        files = {"config.json": config_bytes(CONFIG), **TOKENIZER, "trainer/state.json": b"{}"}
-        held = live(arrays, tp, channel.rank, sharded=sharded)
-        record = JobRecord(3, 24, {"tp": tp})
-        save_checkpoint(directory, held, MODEL, files if channel.rank == 0 else {}, record, channel)
-
-    succeed(tp * sharded, work)
+    files = {**TOKENIZER, "trainer/state.json": b"{}"}
+    simulated.save(directory, arrays, tp, sharded, files=lambda rank: files if rank == 0 else {})
     return directory
 
 

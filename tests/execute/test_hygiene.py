@@ -25,7 +25,7 @@ from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoi
 from paddleformers_fc.storage.manifest import newest_checkpoint
 from tests.corruption import ours
 from tests.corruption.jobs import no_longer_than
-from tests.execute.simulated import CONFIG, MODEL, canonical, job, live, same_values, succeed
+from tests.execute.simulated import CONFIG, MODEL, canonical, job, live, same_values, save, succeed
 from tests.harness.limits import LIMIT
 from tests.harness.on_ranks import on_ranks
 from verification.digests import canonical_digests
@@ -91,19 +91,6 @@ def load(directory: Path, verify: str = "size", arrays: Any = ARRAYS, after: Cal
         assert outcome is None, outcome
 
 
-def save(directory: Path, step: int = 4) -> None:
-    """Save on several ranks, or raise what they raised."""
-
-    def work(channel: Any) -> None:
-        files = {"config.json": config_bytes(CONFIG)} if channel.rank == 0 else {}
-        save_checkpoint(directory, live(ARRAYS, RANKS, channel.rank), MODEL, files, JobRecord(step, 24, {}), channel)
-
-    for outcome in job(RANKS, work):
-        if isinstance(outcome, FlexError):
-            raise outcome
-        assert outcome is None, outcome
-
-
 # ---- Ways to fail, by stage.
 
 
@@ -147,7 +134,7 @@ def describing(place: Path) -> None:
 def writing(place: Path) -> None:
     """Files may not become so long."""
     with no_longer_than(4000), pytest.raises(StorageError) as refused:
-        save(place / "checkpoint-4")
+        save(place / "checkpoint-4", ARRAYS, RANKS, step=4)
     assert "errno 27 (EFBIG)" in str(refused.value)
     assert "rank-00000.safetensors, byte " in str(refused.value)
     raise refused.value
@@ -161,7 +148,7 @@ def committing(place: Path) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(commit_coordinator, "commit", refuse)
-        save(place / "checkpoint-4")
+        save(place / "checkpoint-4", ARRAYS, RANKS, step=4)
 
 
 STAGES = [opening, comparing, planning, reading, describing, writing, committing]
@@ -181,7 +168,7 @@ def test_a_failure_leaves_nothing_behind_and_the_next_operation_is_right(
         shutil.rmtree(place / "damaged")
         shutil.copytree(place / "checkpoint-3", place / "damaged/checkpoint-3")
         load(place / "damaged/checkpoint-3", "full")
-    save(place / "checkpoint-4")
+    save(place / "checkpoint-4", ARRAYS, RANKS, step=4)
     load(place / "checkpoint-4", "full")
     after = traces(place)
     assert (after.threads, after.descriptors) == (before.threads, before.descriptors)
@@ -285,7 +272,7 @@ for _ in range(20):
 def test_threads_may_be_the_first_to_open_a_checkpoint(tmp_path: Path) -> None:
     # What msgspec knows of a type it works out when it first decodes one, and another thread that comes meanwhile
     # takes half of that for the whole, and ends the process. So every decoder is made when its module is imported.
-    save(tmp_path / "checkpoint-3")
+    save(tmp_path / "checkpoint-3", ARRAYS, RANKS, step=3)
     command = [sys.executable, "-c", _FIRST, str(tmp_path / "checkpoint-3")]
     done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT)
     assert (done.returncode, done.stderr) == (0, "")

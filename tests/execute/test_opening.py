@@ -13,8 +13,8 @@ from paddleformers_fc.errors import Corrupt, FlexError
 from paddleformers_fc.execute.load import LoadReport, load_checkpoint
 from paddleformers_fc.execute.opening import open_newest, open_on_all_ranks
 from paddleformers_fc.storage.executor import ReadOptions
-from tests.execute.simulated import MODEL, canonical, job, live, same_values, succeed
-from tests.execute.test_save_and_load import save
+from tests.execute import simulated
+from tests.execute.simulated import MODEL, canonical, job, live, save, succeed
 
 ARRAYS = canonical()
 STEP = "checkpoint-3"
@@ -45,16 +45,9 @@ def disks(tmp_path: Path, stored: tuple[int, int]) -> list[Path]:
 
 
 def load(places: list[Path], tp: int, sharded: int = 1, verify: str = "size", once: bool = False) -> list[LoadReport]:
-    """Load on ranks that see one place each; every bit is compared."""
-
-    def work(channel: Any) -> LoadReport:
-        checkpoint = open_on_all_ranks(places[channel.rank] / STEP, channel, verify)
-        roles = live(ARRAYS, tp, channel.rank, empty=True, sharded=sharded)
-        report = load_checkpoint(checkpoint, roles, MODEL, channel, ReadOptions(replicas="once" if once else "each"))
-        assert same_values(live(ARRAYS, tp, channel.rank, sharded=sharded), roles)
-        return report
-
-    return succeed(len(places), work)
+    """Load on ranks that see one place each."""
+    options = ReadOptions(replicas="once" if once else "each")
+    return simulated.load([one / STEP for one in places], ARRAYS, tp, sharded, verify=verify, options=options)
 
 
 @pytest.mark.parametrize("stored", [(2, 1), (1, 2)])

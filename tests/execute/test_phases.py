@@ -3,47 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from paddleformers_fc.execute.load import LoadReport, load_checkpoint
-from paddleformers_fc.execute.opening import open_on_all_ranks
 from paddleformers_fc.execute.phases import Phases, PhaseTimer, Slowest, rounded, slowest_of
-from paddleformers_fc.execute.save import JobRecord, SaveReport, config_bytes, save_checkpoint
-from tests.execute.simulated import CONFIG, MODEL, canonical, live, succeed
+from tests.execute.simulated import canonical, load, save
 
 RANKS = 3
 ARRAYS = canonical()
 
 
-def save(directory: Path) -> list[SaveReport]:
-    def work(channel: Any) -> SaveReport:
-        roles = live(ARRAYS, 1, channel.rank, sharded=RANKS)
-        files = {"config.json": config_bytes(CONFIG)} if channel.rank == 0 else {}
-        return save_checkpoint(directory, roles, MODEL, files, JobRecord(3, 24, {}), channel)
-
-    return succeed(RANKS, work)
-
-
-def load(directory: Path) -> list[LoadReport]:
-    def work(channel: Any) -> LoadReport:
-        roles = live(ARRAYS, 1, channel.rank, empty=True, sharded=RANKS)
-        return load_checkpoint(open_on_all_ranks(directory, channel), roles, MODEL, channel)
-
-    return succeed(RANKS, work)
-
-
 def test_the_coordinator_of_a_save_knows_the_rank_that_wrote_longest(tmp_path: Path) -> None:
-    reports = save(tmp_path / "checkpoint-3")
+    reports = save(tmp_path / "checkpoint-3", ARRAYS, 1, RANKS)
     assert {(*report.phases.seconds,) for report in reports} == {("plan", "capture", "write", "agree", "commit")}
     assert reports[0].phases.slowest == slowest_of("write", [one.phases.seconds["write"] for one in reports])
     assert [one.phases.slowest for one in reports[1:]] == [None, None]
 
 
 def test_every_rank_of_a_load_knows_the_one_that_read_longest(tmp_path: Path) -> None:
-    save(tmp_path / "checkpoint-3")
-    reports = load(tmp_path / "checkpoint-3")
+    save(tmp_path / "checkpoint-3", ARRAYS, 1, RANKS)
+    reports = load(tmp_path / "checkpoint-3", ARRAYS, 1, RANKS)
     assert {(*report.phases.seconds,) for report in reports} == {("plan", "agree", "read", "finish")}
     slowest = slowest_of("read", [rounded(one.phases.seconds["read"]) for one in reports])
     assert {one.phases.slowest for one in reports} == {slowest}

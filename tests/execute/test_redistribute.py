@@ -26,23 +26,15 @@ from paddleformers_fc.plan.items import LoadPlan
 from paddleformers_fc.plan.sources import resume_source
 from paddleformers_fc.storage.executor import ReadOptions
 from paddleformers_fc.storage.operations import Memory
-from tests.execute.simulated import MODEL, Roles, canonical, job, live, same_values, succeed
-from tests.execute.test_save_and_load import save
+from tests.execute.simulated import MODEL, Roles, canonical, job, live, load, same_values, save, succeed
 
 ARRAYS = canonical()
 ONCE = ReadOptions(replicas="once")
 
 
 def loaded(directory: Path, ranks: int, tp: int, options: ReadOptions, sharded: int = 1) -> list[LoadReport]:
-    """Load into zeros on ranks of which ``tp`` differ; every bit is compared."""
-
-    def work(channel: Any) -> LoadReport:
-        roles = live(ARRAYS, tp, channel.rank, empty=True, sharded=sharded)
-        report = load_checkpoint(open_on_all_ranks(directory, channel), roles, MODEL, channel, options)
-        assert same_values(live(ARRAYS, tp, channel.rank, sharded=sharded), roles)
-        return report
-
-    return succeed(ranks, work)
+    """Load on ranks of which ``tp`` differ."""
+    return load(directory, ARRAYS, tp, sharded, options=options, ranks=ranks)
 
 
 @pytest.mark.parametrize("stored", [(1, 1), (2, 1), (2, 2), (1, 3)])

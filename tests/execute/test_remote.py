@@ -11,8 +11,7 @@ import pytest
 
 from paddleformers_fc.execute.exchange import ReadContext, read_redistributed
 from paddleformers_fc.execute.export import export_checkpoint
-from paddleformers_fc.execute.load import load_checkpoint, prepare_weights
-from paddleformers_fc.execute.opening import open_on_all_ranks
+from paddleformers_fc.execute.load import prepare_weights
 from paddleformers_fc.execute.reading import ArraySlot, execute_reads
 from paddleformers_fc.mapping.boxes import Box, whole
 from paddleformers_fc.plan.block_owners import RecordedBlocks
@@ -21,9 +20,8 @@ from paddleformers_fc.plan.report import Report
 from paddleformers_fc.storage.checksum import BlockHasher
 from paddleformers_fc.storage.executor import ReadOptions
 from paddleformers_fc.storage.identities import identities_of, same_bytes_key
-from paddleformers_fc.storage.paths import AnyPath, parse_path
-from tests.execute.simulated import MODEL, Roles, canonical, job, live, same_values, succeed
-from tests.execute.test_save_and_load import save
+from paddleformers_fc.storage.paths import parse_path
+from tests.execute.simulated import MODEL, Roles, canonical, live, load, same_values, save, succeed
 from tests.storage.serving import Served, serving
 from verification.digests import canonical_digests
 
@@ -37,24 +35,11 @@ def served(tmp_path: Path) -> Iterator[Served]:
         yield one
 
 
-def load(directory: AnyPath, tp: int, sharded: int, options: ReadOptions) -> list[Any]:
-    """What every rank holds after a load into zeros, or what it raised."""
-
-    def work(channel: Any) -> Roles:
-        roles = live(ARRAYS, tp, channel.rank, empty=True, sharded=sharded)
-        load_checkpoint(open_on_all_ranks(directory, channel), roles, MODEL, channel, options)
-        return roles
-
-    return job(tp * sharded, work)
-
-
 @pytest.mark.parametrize("once", [False, True])
 @pytest.mark.parametrize("layout", [(1, 1), (2, 1), (1, 3), (4, 1)])
 def test_a_resume_from_a_store_restores_every_bit(served: Served, layout: tuple[int, int], once: bool) -> None:
-    found = load(parse_path(f"{served.url}/checkpoint-3"), *layout, ReadOptions(replicas="once" if once else "each"))
-    for rank, got in enumerate(found):
-        assert not isinstance(got, Exception), got
-        assert same_values(live(ARRAYS, layout[0], rank, sharded=layout[1]), got)
+    options = ReadOptions(replicas="once" if once else "each")
+    load(parse_path(f"{served.url}/checkpoint-3"), ARRAYS, *layout, options=options)
 
 
 def test_open_weights_are_loaded_from_a_store(served: Served, tmp_path: Path) -> None:

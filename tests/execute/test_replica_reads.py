@@ -25,9 +25,8 @@ from paddleformers_fc.mapping.boxes import whole
 from paddleformers_fc.plan.items import StoredPart
 from paddleformers_fc.plan.transfer_plan import ROUND_BYTES, TURN_BYTES, share_rounds, size_of
 from paddleformers_fc.storage.executor import ReadOptions
-from tests.execute.simulated import MODEL, canonical, job, live, same_values, succeed
+from tests.execute.simulated import MODEL, canonical, job, live, same_values, save, succeed
 from tests.execute.test_redistribute import loaded, plan_of
-from tests.execute.test_save_and_load import save
 
 ARRAYS = canonical()
 HOSTS = ("one", "two", "three", "four")

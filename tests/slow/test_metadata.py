@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from paddleformers_fc.storage.manifest import MANIFEST_NAME, read_manifest
-from tests.execute.simulated import canonical
-from tests.execute.test_save_and_load import save
+from tests.execute.simulated import canonical, save
 from tests.harness.on_ranks import run_on_ranks
 from tests.harness.tiny import DP2, MatrixLayout
 from tests.trainer.jobs import flex_trainer
