@@ -42,6 +42,7 @@ def on_ranks(work: Callable[[StepAgreement, int], Any], board: Counters | None, 
     return job(RANKS, run)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("has_store", [True, False])
 def test_all_loops_act_at_the_end_of_the_same_step_whatever_their_speeds_are(

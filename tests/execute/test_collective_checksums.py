@@ -84,20 +84,9 @@ def test_a_byte_that_is_read_is_refused_by_file_and_block_on_every_rank(checkpoi
 
 
 @pytest.mark.parametrize("name", ["mapping.json", "config.json", INDEX_NAME])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_a_byte_of_a_document_is_refused_on_every_checking_rank(checkpoint: Path, name: str, ranks: int) -> None:
+def test_a_byte_of_a_document_is_refused_on_every_rank(checkpoint: Path, name: str) -> None:
     flip(checkpoint / name, 10)
-    assert f"{name} does not match its checksum" in str(the_one_report(load_layout(checkpoint, ranks)))
-
-
-def load_layout(directory: Path, ranks: int) -> list[Any]:
-    """As :func:`load`, with sharded optimizer states, which any number of ranks can have."""
-
-    def work(channel: Any) -> LoadReport:
-        roles = live(ARRAYS, 1, channel.rank, empty=True, sharded=ranks)
-        return load_checkpoint(open_on_all_ranks(directory, channel, "full"), roles, MODEL, channel)
-
-    return job(ranks, work)
+    assert f"{name} does not match its checksum" in str(the_one_report(load(checkpoint, 2)))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -135,7 +124,7 @@ def test_an_export_under_full_finds_a_byte_that_no_header_and_no_document_holds(
     assert sorted(one.name for one in checkpoint.parent.iterdir()) == ["checkpoint-3", "exported"]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("unread", ["model_state/rank-00000.safetensors", "optimizer_state/rank-00001.safetensors"])
 def test_a_load_under_full_whose_reads_the_system_refuses_is_refused_on_every_rank(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, unread: str, ranks: int

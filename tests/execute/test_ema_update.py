@@ -32,7 +32,7 @@ def trajectory(elements: int) -> Iterator[np.ndarray]:
         yield weights
 
 
-@pytest.mark.parametrize("decay", [0.5, 0.9, 0.99, 0.999, 0.9999])
+@pytest.mark.parametrize("decay", [0.5, 0.9999])
 def test_after_a_thousand_steps_an_average_is_that_of_float64(decay: float) -> None:
     average, wanted = np.full(20_000, np.nan, np.float32), np.zeros(20_000)
     for number, weights in enumerate(trajectory(20_000), 1):

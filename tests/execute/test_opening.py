@@ -50,6 +50,7 @@ def load(places: list[Path], tp: int, sharded: int = 1, verify: str = "size", on
     return simulated.load([one / STEP for one in places], ARRAYS, tp, sharded, verify=verify, options=options)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("stored", [(2, 1), (1, 2)])
 @pytest.mark.parametrize(("tp", "sharded"), [(2, 1), (1, 1), (1, 2)])
 @pytest.mark.parametrize("verify", ["off", "size", "full"])

@@ -37,8 +37,7 @@ def loaded(directory: Path, ranks: int, tp: int, options: ReadOptions, sharded: 
     return load(directory, ARRAYS, tp, sharded, options=options, ranks=ranks)
 
 
-@pytest.mark.parametrize("stored", [(1, 1), (2, 1), (2, 2), (1, 3)])
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize(("stored", "tp"), [((1, 1), 1), ((2, 1), 2), ((2, 2), 1), ((1, 3), 2)])
 def test_replicas_read_as_many_bytes_together_as_one_of_them_alone(
     tmp_path: Path, stored: tuple[int, int], tp: int
 ) -> None:
@@ -107,7 +106,7 @@ def shared(directory: Path, plan: LoadPlan, ranks: int) -> ReadContext:
     return ReadContext(directory, replicas=Replicas(tuple(range(ranks)), parts) if ranks > 1 else None)
 
 
-@pytest.mark.parametrize("limit", [64, 1000, 10**6])
+@pytest.mark.parametrize("limit", [300, 10**6])
 def test_no_rank_sends_or_gets_more_in_a_round_than_it_may(tmp_path: Path, limit: int) -> None:
     save(tmp_path / "checkpoint-3", ARRAYS, 2, 1)
 

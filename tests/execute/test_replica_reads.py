@@ -136,6 +136,7 @@ def wide(count: int, rows: int) -> list[StoredPart]:
     return [StoredPart("file", n * rows * 4096, (rows, 1024), whole((rows, 1024)), "float32") for n in range(count)]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("ranks", [2, 5, 16, 64])
 @pytest.mark.parametrize(("count", "rows"), [(40, 4096), (3, 200_000), (5000, 3)])
 def test_rounds_of_replicas_are_as_many_as_their_bytes_need_whatever_the_number_of_ranks(

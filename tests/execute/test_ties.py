@@ -97,6 +97,7 @@ def reports(outcomes: list[SaveReport | Exception]) -> list[SaveReport]:
     return [one for one in outcomes if isinstance(one, SaveReport)]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("grid", GRIDS)
 @pytest.mark.parametrize("way", ["off", "refuse"])
 def test_equal_copies_are_saved_without_a_word(tmp_path: Path, grid: str, way: str) -> None:
@@ -105,6 +106,7 @@ def test_equal_copies_are_saved_without_a_word(tmp_path: Path, grid: str, way: s
     assert b"diverged_ties" not in (tmp_path / "checkpoint-3/flex_checkpoint.json").read_bytes()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("grid", GRIDS)
 @pytest.mark.parametrize(
     ("role", "suffix"),
@@ -198,6 +200,7 @@ def can_be_loaded(checkpoint: Path) -> bool:
     return True
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("grid", GRIDS)
 def test_what_a_save_records_is_what_a_load_refuses(tmp_path: Path, grid: str) -> None:
     save(tmp_path / "checkpoint-3", grid, flip(LM_HEAD + ".w_0", "master_weight", 0))
@@ -206,6 +209,7 @@ def test_what_a_save_records_is_what_a_load_refuses(tmp_path: Path, grid: str) -
     assert can_be_loaded(tmp_path / "checkpoint-4")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("grid", GRIDS)
 @pytest.mark.parametrize(("tied", "copy"), [("first", EMBEDDING), ("last", LM_HEAD)])
 def test_a_chosen_copy_is_read_with_all_of_its_states(tmp_path: Path, grid: str, tied: str, copy: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,6 +37,7 @@ ROWS, COLUMNS = 24, 25
 """A row is a quarter of a block."""
 NUMBERS = np.arange(ROWS * COLUMNS, dtype=np.float32).reshape(ROWS, COLUMNS)
 PLAIN, TURNED = (0, 1), (1, 0)
+TWO_THREADS = ReadOptions(threads=2)
 
 
 def item(name: str, rows: tuple[int, int], columns: tuple[int, int] = (0, COLUMNS), axes: Any = PLAIN) -> ReadItem:
@@ -47,6 +49,18 @@ def item(name: str, rows: tuple[int, int], columns: tuple[int, int] = (0, COLUMN
 
 Items = Sequence[ReadItem]
 REPLICAS = "all of it on three ranks"
+READ_WHOLE = [
+    "whole blocks",
+    "a block that two tensors share",
+    "many small tensors in a block",
+    "every second small tensor",
+    "columns",
+    "two halves of the columns",
+    "all of it, and columns again",
+    "columns between whole tensors",
+    "a transpose",
+]
+"""Reads of one rank to which every block belongs."""
 READS: dict[str, Sequence[Items]] = {
     "whole blocks": [[item("a", (0, ROWS))]],
     "a block that two tensors share": [[item("a", (0, 6)), item("b", (6, ROWS))]],
@@ -83,7 +97,9 @@ def recorded_blocks() -> RecordedBlocks:
     return RecordedBlocks({FILE: hasher.file_checksum(FILE)}, "Use another one.")
 
 
-def read(root: Path, reads: Sequence[Items], once: bool = False) -> Callable[[Any], tuple[Traffic, dict[str, Any]]]:
+def read(
+    root: Path, reads: Sequence[Items], once: bool = False, options: ReadOptions = TWO_THREADS
+) -> Callable[[Any], tuple[Traffic, dict[str, Any]]]:
     """The work of a rank: fill its tensors, and compare its blocks in the same pass."""
     identities = identities_of([root / FILE])
     recorded, source = recorded_blocks(), same_bytes_key(identities)
@@ -96,7 +112,7 @@ def read(root: Path, reads: Sequence[Items], once: bool = False) -> Callable[[An
         items = tuple(reads[channel.rank])
         slots = {(ROLE, one.name): ArraySlot(np.zeros(one.stored.part.volume, np.float32)) for one in items}
         plan = LoadPlan(items, (), {}, Report())
-        done = read_redistributed(plan, storage, slots, channel, ReadOptions(threads=2))
+        done = read_redistributed(plan, storage, slots, channel, options)
         return done, {name: slot.array for (_, name), slot in slots.items()}
 
     return work
@@ -191,10 +207,10 @@ def test_faults_of_several_blocks_and_ranks_come_in_one_report(root: Path) -> No
     assert all(f"block {number} (from byte {number * BLOCK})" in lines for number in (1, 2, 5))
 
 
-@pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize("kind", ["whole blocks", "a block that two tensors share", "many small tensors in a block"])
-def test_blocks_that_are_read_whole_are_read_once_from_storage(
-    root: Path, monkeypatch: pytest.MonkeyPatch, kind: str, threads: int
+@pytest.mark.parametrize("options", [ReadOptions(1), ReadOptions(3), ReadOptions(1, staging_memory_bytes=64)])
+@pytest.mark.parametrize("kind", READ_WHOLE)
+def test_bytes_are_read_once_whether_no_tensor_wants_them_or_several_do(
+    root: Path, monkeypatch: pytest.MonkeyPatch, kind: str, options: ReadOptions
 ) -> None:
     ranges: list[tuple[int, int]] = []
     original = os.preadv
@@ -205,34 +221,10 @@ def test_blocks_that_are_read_whole_are_read_once_from_storage(
         return count
 
     monkeypatch.setattr(os, "preadv", noting)
-    ((done, _),) = succeed(1, read(root, READS[kind], ReadOptions(threads)))
-    assert sorted(ranges)[0][0] == 0
-    assert all(end == begin for (_, end), (begin, _) in zip(sorted(ranges), sorted(ranges)[1:], strict=False))
-    assert sum(end - begin for begin, end in ranges) == done.read == done.hashed == NUMBERS.nbytes
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "every second small tensor",
-        "columns",
-        "two halves of the columns",
-        "all of it, and columns again",
-        "columns between whole tensors",
-        "a transpose",
-    ],
-)
-def test_bytes_that_no_rank_wants_or_several_tensors_want_are_read_once(root: Path, kind: str) -> None:
-    ((done, _),) = succeed(1, read(root, READS[kind]))
+    ((done, _),) = succeed(1, read(root, READS[kind], options=options))
     assert done.read == done.hashed == NUMBERS.nbytes
-
-
-@pytest.mark.parametrize("scratch", [8, 64, 4096])
-def test_scratch_memory_bounds_what_is_read_of_unwanted_bytes(root: Path, scratch: int) -> None:
-    options = ReadOptions(threads=1, staging_memory_bytes=scratch)
-    for kind in ("every second small tensor", "columns"):
-        ((done, _),) = succeed(1, read(root, READS[kind], options))
-        assert done.hashed == NUMBERS.nbytes
+    assert sum(end - begin for begin, end in ranges) == NUMBERS.nbytes
+    assert all(end == begin for (_, end), (begin, _) in pairwise(sorted(ranges)))
 
 
 def test_a_file_that_changes_while_it_is_read_is_refused(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,7 +237,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused(root: Path, monkeypatch
 
     monkeypatch.setattr(executor.OwnedBlocks, "compare", change)
     items = [item("a", (0, 6), axes=TURNED), item("b", (6, ROWS))]
-    (error,) = job(1, read(root, [items], ReadOptions(threads=1)))
+    (error,) = job(1, read(root, [items], options=ReadOptions(threads=1)))
     assert isinstance(error, Corrupt), error
     assert "was replaced or changed" in error.what
 

@@ -158,11 +158,12 @@ class _File:
         self._directory.cleanup()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("grid", "ranks", "seconds", "largest"),
     [
         ("tp=8,pp=8,sharding=16,ep=16,split=true", 1024, 30, 10e9),
-        pytest.param("tp=8,pp=8,sharding=160,ep=64,split=true", 10_240, 60, 4e9, marks=pytest.mark.slow),
+        ("tp=8,pp=8,sharding=160,ep=64,split=true", 10_240, 60, 4e9),
     ],
     ids=["1,024", "10,240"],
 )

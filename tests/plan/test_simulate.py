@@ -144,6 +144,7 @@ GRIDS = (
 )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("grid", GRIDS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("model_type", ["llama", ERNIE, "qwen3_moe", "ernie4_5_moe_vl"])

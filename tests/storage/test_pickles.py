@@ -251,10 +251,10 @@ def test_a_memo_bomb_is_refused_in_memory_as_small_as_its_text(tmp_path: Path) -
 
 
 def test_memory_is_bounded_by_the_instructions(tmp_path: Path) -> None:
-    raw = b"\x80\x04](" + b"}" * 200_000 + b"e."
+    raw = b"\x80\x04](" + b"}" * 50_000 + b"e."
     path = written(tmp_path / "x", raw)
     tracemalloc.start()
-    assert len(read_pickle(path)) == 200_000
+    assert len(read_pickle(path)) == 50_000
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 100 * len(raw) + (4 << 20)
@@ -340,7 +340,7 @@ def test_any_change_of_a_real_pickle_is_refused_or_data(tmp_path: Path) -> None:
     chance = random.Random(1)
     path = tmp_path / "x"
     refused = 0
-    for _ in range(4000):
+    for _ in range(2000):
         raw = bytearray(real)
         for _ in range(chance.choice((1, 1, 2, 4))):
             at = chance.randrange(len(raw))
@@ -359,7 +359,7 @@ def test_any_change_of_a_real_pickle_is_refused_or_data(tmp_path: Path) -> None:
         except FlexError as error:
             str(error).encode()
             refused += 1
-    assert refused > 2000
+    assert refused > 1000
 
 
 def _walk(value: Any, seen: set[int]) -> None:
