@@ -7,6 +7,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import paddle
 import pytest
 
 from paddleformers_fc.errors import MappingError, OptionError
@@ -15,13 +16,14 @@ from paddleformers_fc.families.enumerate import built_order
 from paddleformers_fc.families.registry import own_families
 from paddleformers_fc.formats.catalog import gather_shards
 from paddleformers_fc.layout.grid import ParallelGrid, parse_grid
+from paddleformers_fc.layout.live import describe_roles
 from paddleformers_fc.layout.roles import split_state_name
-from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping import TensorSpec, prove
 from paddleformers_fc.plan.simulate import SimulatedModel, declared_model, stored_model
 from tests.families.spaces import model_of, settings
 from tests.harness import tiny
 from tests.harness.layouts import fingerprint
+from tests.harness.on_ranks import on_ranks, run_on_ranks
 from tests.harness.tiny import MatrixLayout
 from verification.forkserver import ForkServer
 
@@ -77,23 +79,6 @@ def grid_of(layout: MatrixLayout) -> ParallelGrid:
     return replace(layout.grid, slice_above=tiny.SEGMENT, alignment=4096 if layout.stage == 3 else 256)
 
 
-def described(roles: dict[str, dict[str, Shard]]) -> dict[str, dict[str, list[Any]]]:
-    """Shards as the job sends them."""
-    return {
-        role: {
-            name: [
-                shard.dtype,
-                list(shard.global_shape),
-                list(shard.box.lo),
-                list(shard.box.shape),
-                None if shard.flat is None else list(shard.flat),
-            ]
-            for name, shard in shards.items()
-        }
-        for role, shards in roles.items()
-    }
-
-
 @pytest.mark.parametrize(
     ("model_type", "layout", "model"),
     CASES,
@@ -102,31 +87,54 @@ def described(roles: dict[str, dict[str, Shard]]) -> dict[str, dict[str, list[An
 def test_a_simulated_layout_is_the_live_one(
     ranks: ForkServer, tmp_path: Path, model_type: str, layout: MatrixLayout, model: dict[str, Any]
 ) -> None:
-    job = {"model_type": model_type, "layout": layout.to_json(), "model": model, "output_dir": str(tmp_path)}
-    live = ranks.run("tests.plan.live_layouts:describe", layout.nproc, job).values
-    config = {"model_type": model_type, **live[0]["config"]}
-    simulated = declared_model(
-        family_for(config), model_of(config), grid_of(layout), "bfloat16" if layout.bf16 else "float32"
-    )
-    for rank, found in enumerate(live):
-        assert described(simulated.roles(rank)) == found["shards"]
+    given = {"model_type": model_type, "layout": layout, "model": model, "output_dir": tmp_path}
+    run_on_ranks(ranks, layout.nproc, compare_with_live, **given)
 
 
-def test_experts_of_both_modalities_are_on_the_live_ranks_of_the_simulated_ones(
-    ranks: ForkServer, tmp_path: Path
-) -> None:
+def compare_with_live(model_type: str, layout: MatrixLayout, model: dict[str, Any], output_dir: Path) -> None:
+    """Train one step under a layout on this rank, and compare its shards with those of the simulated rank."""
+    from paddleformers_fc.trainer import optimizers
+
+    # Multi-token prediction with its packing offsets takes one sample at a time.
+    micro_batch = 1 if model.get("num_nextn_predict_layers") else None
+    args = tiny.training_arguments(layout.to_json(), str(output_dir), micro_batch, max_steps=1)
+    built = tiny.build(model_type, layout.to_json(), args, **model)
+    trainer = tiny.trainer(built, args)
+    trainer.train()
+    weights = built.sharded_state_dict()
+    if layout.stage == 3:
+        states = optimizers.sharded_states(trainer.optimizer, weights)
+        weights = optimizers.cut(weights)
+    else:
+        states = trainer.optimizer.sharded_state_dict(weights)
+    roles: dict[str, dict[str, Any]] = {"model_state": weights}
+    for name, state in states.items():
+        roles.setdefault("master_weight" if name.endswith(".w_0") else "optimizer_state", {})[name] = state
+    plain = (str, int, float, bool, type(None))
+    config = {key: value for key, value in built.config.to_dict().items() if isinstance(value, plain)}
+    config = {"model_type": model_type, **config}
+    dtype = "bfloat16" if layout.bf16 else "float32"
+    simulated = declared_model(family_for(config), model_of(config), grid_of(layout), dtype)
+    assert simulated.roles(paddle.distributed.get_rank()) == describe_roles(roles)
+
+
+@on_ranks(2)
+def test_experts_of_both_modalities_are_on_the_live_ranks_of_the_simulated_ones(tmp_path: Path) -> None:
+    from tests.families import jobs
+
     family = family_for({"model_type": "ernie4_5_moe_vl"})
     config = settings(family)
     values = {key: value for key, value in config.items() if key != "model_type"}
     values |= {"moe_group": "world", "fuse_rms_norm": False, "moe_k": 2, "pixel_hidden_size": 16}
     values["tie_word_embeddings"] = False
-    job = {"model_type": family.name, "values": values, "layout": tiny.DP2.to_json(), "output_dir": str(tmp_path)}
-    live = ranks.run("tests.plan.live_layouts:held", 2, job).values
+    tiny.training_arguments(tiny.DP2.to_json(), str(tmp_path))  # It starts the groups of ranks.
+    live = describe_roles({"model_state": jobs.plain_model(family.name, values).sharded_state_dict()})["model_state"]
     simulated = declared_model(family, model_of(config), parse_grid("sharding=2,split=true,ep=2"))
-    for rank, found in enumerate(live):
-        assert {name: list(one.box.shape) for name, one in simulated.weights(rank).items()} == found
-        numbers = {name.split(".")[5] for name in found if ".layers.1.mlp.experts." in name}
-        assert numbers == ({"0", "1", "4", "5"} if rank == 0 else {"2", "3", "6", "7"})
+    rank = paddle.distributed.get_rank()
+    expected = {name: one.box.shape for name, one in simulated.weights(rank).items()}
+    assert {name: one.global_shape for name, one in live.items()} == expected
+    numbers = {name.split(".")[5] for name in live if ".layers.1.mlp.experts." in name}
+    assert numbers == ({"0", "1", "4", "5"} if rank == 0 else {"2", "3", "6", "7"})
 
 
 GRIDS = (
