@@ -203,6 +203,31 @@ def refused(ranks: int, work: Callable[[Any, dict[str, Any]], None]) -> FlexErro
     return the_one_report(job(ranks, attempt))
 
 
+@pytest.mark.parametrize("odd", [0, 1])
+def test_another_checkpoint_under_the_same_name_is_refused_by_its_checksum(tmp_path: Path, odd: int) -> None:
+    here, there = tmp_path / "checkpoint-3", tmp_path / "elsewhere"
+    ours.save(there, canonical(seed=1))
+    usual_one = open_and_move(there, here)
+    ours.save(here)
+
+    def work(channel: Any, roles: dict[str, Any]) -> None:
+        checkpoint = usual_one if channel.rank == odd else open_on_all_ranks(here, ALONE)
+        load_checkpoint(checkpoint, roles, MODEL, channel)
+
+    error = refused(2, work)
+    (line,) = error.evidence
+    assert line.startswith("manifest: ")
+    assert f"on rank {odd}" in line
+
+
+def open_and_move(source: Path, name: Path) -> Any:
+    """A checkpoint that was opened under a name which then goes to another one."""
+    source.rename(name)
+    opened = open_on_all_ranks(name, ALONE)
+    name.rename(source)
+    return opened
+
+
 def test_statements_on_one_rank_alone_are_refused(tmp_path: Path) -> None:
     ours.save(tmp_path / "checkpoint-3")
 
