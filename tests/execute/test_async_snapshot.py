@@ -233,8 +233,3 @@ def test_memory_is_kept_for_the_next_snapshot_and_grows_only_if_it_is_too_small(
     assert buffer.reserve(roles, large)
     assert buffer.capacity == snapshot_bytes(roles, large) == 448
     assert not buffer.reserve(roles, small)
-
-
-def test_whole_boxes_are_their_rows() -> None:
-    box = CopyPart(0, ROLE, "a", 0, (3, 4), whole((3, 4)))
-    assert ranges_of(plan_of([], ties=(box, box)), 1, "off")[ROLE, "a"] == ((0, 12),)

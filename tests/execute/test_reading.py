@@ -271,11 +271,13 @@ class StandIn:
         size: of the shard, in float32.
         held: the bytes that all slots hold at a time, as they come and go.
         travelling: how many slots travel at a time, as they set out and arrive; the first is 0.
+        met: how many travelled when a slot was opened.
     """
 
     size: int
     held: list[int]
     travelling: list[int] = field(default_factory=lambda: [0])
+    met: list[int] = field(default_factory=list)
     result: bytes = b""
     _array: Any = None
     _travels: bool = False
@@ -285,6 +287,7 @@ class StandIn:
         return self.size * 4
 
     def open(self) -> Memory:
+        self.met.append(self.travelling[-1])
         self.held.append(self.held[-1] + self.host_bytes)
         self._array = np.zeros(self.size, np.float32)
         return Memory.of(self._array)
@@ -317,35 +320,12 @@ def test_host_copies_are_bounded_too(tmp_path: Path) -> None:
     assert held[-1] == 0
 
 
-@dataclass
-class Noting:
-    """A slot with a note taken when it is opened."""
-
-    slot: StandIn
-    note: Callable[[], object]
-
-    @property
-    def host_bytes(self) -> int:
-        return self.slot.host_bytes
-
-    def open(self) -> Memory:
-        self.note()
-        return self.slot.open()
-
-    def close(self) -> None:
-        self.slot.close()
-
-    def finish_copy(self) -> None:
-        self.slot.finish_copy()
-
-
 def test_host_arrays_travel_while_the_next_are_read_and_all_have_arrived_at_the_end(tmp_path: Path) -> None:
     values = matrix(tmp_path, 40, 1000)
     held, travelling, met = [0], [0], []
-    slots = {(ROLE, str(row)): StandIn(1000, held, travelling) for row in range(40)}
-    noting = {key: Noting(slot, lambda: met.append(travelling[-1])) for key, slot in slots.items()}
+    slots = {(ROLE, str(row)): StandIn(1000, held, travelling, met) for row in range(40)}
     options = ReadOptions(threads=1, staging_memory_bytes=2 * IMAGE_BYTES + 16_000)
-    execute_reads(plan_of(rows_of(*values.shape)), tmp_path, noting, options)
+    execute_reads(plan_of(rows_of(*values.shape)), tmp_path, slots, options)
     assert all(slots[ROLE, str(row)].result == values[row].tobytes() for row in range(40))
     assert met == [0, 0, *[2] * 38], "groups of two, each read while the one before it travels"
     assert max(held) == 16_000

@@ -15,7 +15,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from paddleformers_fc.distributed.channel import ALONE
-from paddleformers_fc.errors import Corrupt, FlexError, FormatError, MappingError, MismatchError, StorageError
+from paddleformers_fc.errors import Corrupt, FormatError, MappingError, MismatchError, StorageError
 from paddleformers_fc.execute import export, export_files
 from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.execute.live_export import save_weights
@@ -149,6 +149,19 @@ def test_an_export_that_fails_in_the_midst_leaves_nothing_and_no_thread(
     assert threading.active_count() == threads
 
 
+BESIDE_A_CHECKPOINT = ["checkpoint-3", "config.json", "flex_checksums.json", "model.safetensors"]
+
+
+def export_live(target: Path, tp: int) -> None:
+    """Export a live model of some ranks."""
+
+    def work(channel: Any) -> None:
+        files = {"config.json": config_bytes(CONFIG)} if channel.rank == 0 else {}
+        save_weights(live(ARRAYS, tp, channel.rank)["model_state"], MODEL, files, target, 10**9, channel)
+
+    succeed(tp, work)
+
+
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a_live_model_is_exported_into_the_output_directory_where_that_is_mounted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tp: int
@@ -165,21 +178,11 @@ def test_a_live_model_is_exported_into_the_output_directory_where_that_is_mounte
     monkeypatch.setattr(os, "rename", refuse)
     monkeypatch.setattr(os.path, "ismount", lambda path: os.fspath(path) == str(output))
 
-    def work(channel: Any) -> None:
-        files = {"config.json": config_bytes(CONFIG)} if channel.rank == 0 else {}
-        weights = live(ARRAYS, tp, channel.rank)["model_state"]
-        save_weights(weights, MODEL, files, output, 10**9, channel)
-
     for _ in range(2):
-        succeed(tp, work)
+        export_live(output, tp)
     loaded = load_file(output / "model.safetensors")
     assert all(np.array_equal(loaded[key], ARRAYS[key]) for key in ARRAYS)
-    assert sorted(path.name for path in output.iterdir()) == [
-        "checkpoint-3",
-        "config.json",
-        "flex_checksums.json",
-        "model.safetensors",
-    ]
+    assert sorted(path.name for path in output.iterdir()) == BESIDE_A_CHECKPOINT
     assert [path.name for path in tmp_path.iterdir()] == ["output"]
 
 
@@ -195,23 +198,13 @@ def test_an_export_that_is_there_does_not_fail_by_what_cannot_be_deleted(
             raise OSError(errno.EBUSY, "Device or resource busy")
         unlink(path)
 
-    def work(channel: Any) -> None:
-        files = {"config.json": config_bytes(CONFIG)} if channel.rank == 0 else {}
-        weights = live(ARRAYS, tp, channel.rank)["model_state"]
-        save_weights(weights, MODEL, files, tmp_path / "hf", 10**9, channel)
-
     with monkeypatch.context() as patch:
         patch.setattr(os, "unlink", refuse)
-        succeed(tp, work)
+        export_live(tmp_path / "hf", tp)
     assert any(".removed-" in path.name for path in (tmp_path / "hf").iterdir())
-    succeed(tp, work)
+    export_live(tmp_path / "hf", tp)
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
-    assert sorted(path.name for path in (tmp_path / "hf").iterdir()) == [
-        "checkpoint-3",
-        "config.json",
-        "flex_checksums.json",
-        "model.safetensors",
-    ]
+    assert sorted(path.name for path in (tmp_path / "hf").iterdir()) == BESIDE_A_CHECKPOINT
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -241,24 +234,6 @@ def test_digests_are_those_of_the_canonical_tensors(tmp_path: Path) -> None:
         assert found["model_state", name] == hashlib.md5(array.tobytes()).hexdigest()
         moment = np.ascontiguousarray(array.T * 10).T
         assert found["optimizer_state", f"{name}.moment1_0"] == hashlib.md5(moment.tobytes()).hexdigest()
-
-
-def refused(directory: Path, ranks: int = 2) -> list[FlexError]:
-    """Load on every rank; the errors, after seeing that no weight changed."""
-
-    def work(channel: Any) -> list[FlexError]:
-        roles = live(ARRAYS, ranks, channel.rank, empty=True)
-        try:
-            load_checkpoint(open_on_all_ranks(directory, channel), roles, MODEL, channel)
-        except FlexError as error:
-            assert same_values(roles, live(ARRAYS, ranks, channel.rank, empty=True))
-            return [error]
-        return []
-
-    errors = [error for found in succeed(ranks, work) for error in found]
-    assert len(errors) == ranks
-    assert len({str(error) for error in errors}) == 1
-    return errors
 
 
 @pytest.mark.parametrize("verify", ["off", "size", "full"])
@@ -314,18 +289,29 @@ def test_a_model_of_other_heads_is_refused_though_every_tensor_has_its_shape(tmp
     assert f"num_key_value_heads: stored {groups}, wanted {groups // 2}" in str(error)
 
 
-def test_names_missing_on_both_sides_come_in_one_report(tmp_path: Path) -> None:
-    directory = tmp_path / "checkpoint-3"
-    save(directory, canonical(layers=3), 1, 1)
-    (error, _) = refused(directory)
-    assert isinstance(error, MismatchError)
-    assert "UNEXPECTED" in str(error)
-    assert "model.layers.2.self_attn.qkv_proj.weight" in str(error)
-    small = tmp_path / "checkpoint-4"
-    save(small, canonical(layers=1), 2, 1)
-    (error, _) = refused(small)
-    assert "MISSING" in str(error)
-    assert "model.layers.1.mlp.up_gate_proj.weight (itself, beta1_pow_acc_0" in str(error)
+@pytest.mark.parametrize(
+    ("layers", "lines"),
+    [
+        (3, ["UNEXPECTED", "model.layers.2.self_attn.qkv_proj.weight"]),
+        (1, ["MISSING", "model.layers.1.mlp.up_gate_proj.weight (itself, beta1_pow_acc_0"]),
+    ],
+)
+def test_names_missing_on_either_side_are_reported_on_every_rank_before_a_weight_changes(
+    tmp_path: Path, layers: int, lines: list[str]
+) -> None:
+    save(tmp_path / "checkpoint-3", canonical(layers=layers), 1)
+
+    def work(channel: Any) -> None:
+        roles = live(ARRAYS, 2, channel.rank, empty=True)
+        with pytest.raises(MismatchError) as refused:
+            load_checkpoint(open_on_all_ranks(tmp_path / "checkpoint-3", channel), roles, MODEL, channel)
+        assert same_values(roles, live(ARRAYS, 2, channel.rank, empty=True))
+        raise refused.value
+
+    first, second = job(2, work)
+    assert isinstance(first, MismatchError), first
+    assert str(first) == str(second)
+    assert all(line in str(first) for line in lines)
 
 
 FUSED_NAMES = (

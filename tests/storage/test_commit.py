@@ -51,14 +51,6 @@ from tests.storage.support import (
 )
 
 
-def test_a_committed_checkpoint_holds_what_was_staged_and_nothing_else(tmp_path: Path) -> None:
-    target = tmp_path / "out" / "runs" / "checkpoint-5"
-    assert save(target, 3) is None
-    assert value_of(target) == 3
-    assert names_in(target.parent) == ["checkpoint-5"]
-    assert names_in(target) == [MANIFEST_NAME, "model_state", "trainer"]
-
-
 def test_staging_is_hidden_beside_the_target_and_locked(tmp_path: Path) -> None:
     with staging_directory(tmp_path / "checkpoint-5") as one, staging_directory(tmp_path / "checkpoint-5") as other:
         assert one.path.parent == tmp_path
@@ -69,13 +61,17 @@ def test_staging_is_hidden_beside_the_target_and_locked(tmp_path: Path) -> None:
         assert names_in(tmp_path) == sorted([one.path.name, other.path.name])
 
 
-def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
-    target = tmp_path / "checkpoint-5"
-    save(target, 1)
+@pytest.mark.parametrize("older", ["nothing", "an empty directory", "another save"])
+def test_a_committed_checkpoint_holds_what_was_staged_and_nothing_else(tmp_path: Path, older: str) -> None:
+    target = tmp_path / "out" / "runs" / "checkpoint-5"
+    if older == "an empty directory":
+        target.mkdir(parents=True)
+    elif older == "another save":
+        save(target, 1)
     assert save(target, 2) is None
     assert value_of(target) == 2
-    assert names_in(tmp_path) == ["checkpoint-5"]
-    assert LOCK_NAME not in names_in(target)
+    assert names_in(target.parent) == ["checkpoint-5"]
+    assert names_in(target) == [MANIFEST_NAME, "model_state", "trainer"]
 
 
 def part_copies(checkpoint: Path) -> None:
@@ -102,12 +98,6 @@ def test_a_save_whose_ties_differ_keeps_the_whole_checkpoint_that_it_replaces(tm
     (kept,) = [path for path in tmp_path.iterdir() if path.name.startswith("kept-")]
     assert value_of(kept) == 1
     assert names_in(tmp_path) == ["checkpoint-5", kept.name]
-
-
-def test_an_empty_directory_of_the_name_is_no_obstacle(tmp_path: Path) -> None:
-    (tmp_path / "checkpoint-5").mkdir()
-    assert save(tmp_path / "checkpoint-5", 1) is None
-    assert value_of(tmp_path / "checkpoint-5") == 1
 
 
 @pytest.mark.parametrize("kind", ["directory", "file", "link", "half a checkpoint"])
@@ -456,13 +446,6 @@ def test_a_replaced_checkpoint_stays_if_what_has_its_name_is_not_one(tmp_path: P
     assert value_of(aside) == 1
     (one,) = leftovers(tmp_path)
     assert (one.why, one.removable, one.stays) == ("Something else is checkpoint-5.", False, True)
-
-
-def test_an_interrupted_deletion_is_finished(tmp_path: Path) -> None:
-    leave(tmp_path / "checkpoint-5", 1, REMOVED)
-    assert newest_checkpoint(tmp_path) == (None, [])
-    recover(tmp_path)
-    assert names_in(tmp_path) == []
 
 
 def test_two_processes_that_recover_at_the_same_time_do_not_disturb_each_other(tmp_path: Path) -> None:

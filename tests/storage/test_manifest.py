@@ -58,13 +58,8 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     write_manifest(tmp_path, written)
     assert read_manifest(tmp_path) == written
     assert names_in(tmp_path) == [MANIFEST_NAME]
-
-
-def test_a_person_can_read_it(tmp_path: Path) -> None:
-    write_manifest(tmp_path, manifest_of([RECEIPT]))
     lines = (tmp_path / MANIFEST_NAME).read_text().splitlines()
-    assert ' "step": 500,' in lines
-    assert '   "path": "model_state/x",' in lines
+    assert {' "step": 500,', '   "path": "model_state/x",'} < {*lines}, "a person can read it"
 
 
 def test_writing_again_replaces_it_even_after_an_interrupted_attempt(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from paddleformers_fc.errors import StorageError
 from paddleformers_fc.storage import manifest as manifest_module
 from paddleformers_fc.storage.manifest import MANIFEST_NAME, newest_checkpoint, read_manifest, write_manifest
-from paddleformers_fc.storage.paths import ASIDE, UNFINISHED, hidden_name
+from paddleformers_fc.storage.paths import ASIDE, REMOVED, UNFINISHED, hidden_name
 from tests.storage.support import STATE, WEIGHTS, leave, save
 
 
@@ -95,9 +95,9 @@ def test_a_complete_backup_takes_the_place_of_its_missing_target(tmp_path: Path)
     assert newest_checkpoint(tmp_path) == (tmp_path / "checkpoint-5", [])
 
 
-def test_an_unfinished_directory_never_counts_even_if_it_is_complete(tmp_path: Path) -> None:
-    save(tmp_path / "checkpoint-5", 5)
-    (tmp_path / "checkpoint-5").rename(hidden_name(tmp_path / "checkpoint-5", UNFINISHED))
+@pytest.mark.parametrize("state", [UNFINISHED, REMOVED])
+def test_an_unfinished_or_removed_directory_never_counts_even_if_it_is_complete(tmp_path: Path, state: str) -> None:
+    leave(tmp_path / "checkpoint-5", 5, state)
     assert newest_checkpoint(tmp_path) == (None, [])
 
 
