@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
-from msgspec import structs
 from safetensors.numpy import load_file
 
 from paddleformers_fc.distributed.channel import broadcast
@@ -19,14 +18,12 @@ from paddleformers_fc.execute.commit_coordinator import DiskLeaders, find_disk_l
 from paddleformers_fc.execute.load import load_checkpoint
 from paddleformers_fc.execute.opening import open_on_all_ranks
 from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoint
-from paddleformers_fc.families import family_for
-from paddleformers_fc.layout.grid import parse_grid
-from paddleformers_fc.layout.shards import Shard
-from paddleformers_fc.plan.simulate import declared_model
 from paddleformers_fc.storage.manifest import read_manifest
 from paddleformers_fc.storage.safetensors import read_header
+from tests.execute import test_ties
 from tests.execute.simulated import CONFIG, MODEL, canonical, job, live, save, succeed
 from tests.execute.test_opening import load
+from tests.execute.test_ties import EMBEDDING, LM_HEAD
 from verification import simulate_ranks
 from verification.digests import canonical_digests
 
@@ -174,37 +171,24 @@ def test_saving_a_step_again_replaces_it_on_every_disk(tmp_path: Path) -> None:
     assert [[path.name for path in place.iterdir()] for place in places] == [[STEP]] * 2
 
 
-EMBEDDING, LM_HEAD = "model.embedding.embed_tokens.weight", "model.lm_head.weight"
-TIED = structs.replace(
-    simulate_ranks.QWEN3_MOE, config={**simulate_ranks.QWEN3_MOE.config, "tie_word_embeddings": True}
-)
-
-
-def tied_value(role: str, shard: Shard) -> Any:
-    """A tensor's numbers; the same under both names of a tied one."""
-    name = shard.name.replace(LM_HEAD, EMBEDDING)
-    return simulate_ranks.value_of(role, Shard(name, shard.dtype, shard.global_shape, shard.box, shard.flat))
-
-
-def tied(places: list[Path], grid: str, load_only: bool = False, aoa_config: Any = None) -> list[Any]:
-    """Save a tied model over a grid, each rank to its place, or load it there and compare; what every rank did."""
-    model = declared_model(family_for(TIED.config), TIED, parse_grid(grid), "float32")
+def load_tied(places: list[Path], grid: str, aoa_config: Any = None) -> list[Any]:
+    """Load a tied model over a grid, each rank from its place, and compare; what every rank received or raised."""
+    model = test_ties.model_of(grid)
 
     def work(channel: Any) -> int:
-        expected = simulate_ranks.filled(model.roles(channel.rank), tied_value)
-        directory = places[channel.rank] / STEP
-        if not load_only:
-            files = {"config.json": config_bytes(TIED.config)} if channel.rank == 0 else {}
-            save_checkpoint(directory, expected, TIED, files, JobRecord(3, 24, {}), channel)
-            return 0
-        zeros = simulate_ranks.filled(model.roles(channel.rank), lambda role, shard: 0 * tied_value(role, shard))
-        report = load_checkpoint(open_on_all_ranks(directory, channel), zeros, TIED, channel, aoa_config=aoa_config)
-        for role, names in expected.items():
-            for name, weight in names.items():
-                assert np.array_equal(zeros[role][name].local_tensor.array, weight.local_tensor.array), name
+        expected = simulate_ranks.filled(model.roles(channel.rank), test_ties.tied_value)
+        zeros = simulate_ranks.filled(model.roles(channel.rank), test_ties.nothing)
+        checkpoint = open_on_all_ranks(places[channel.rank] / STEP, channel)
+        report = load_checkpoint(checkpoint, zeros, test_ties.TIED, channel, aoa_config=aoa_config)
+        assert test_ties.differing(zeros, expected) == []
         return report.bytes_received
 
     return job(len(places), work)
+
+
+def save_tied(places: list[Path], grid: str) -> None:
+    """Save a tied model over a grid, each rank to its place."""
+    test_ties.reports(test_ties.save([place / STEP for place in places], grid))
 
 
 def alias_file(places: list[Path]) -> Path:
@@ -224,10 +208,10 @@ def test_a_pipeline_whose_middle_stages_hold_nothing_tied_loads_and_compares_wha
 ) -> None:
     places = [tmp_path / f"disk-{rank % disks}" for rank in range(stages)]
     grid = f"pp={stages}"
-    assert tied(places, grid) == [0] * stages
-    assert all(isinstance(outcome, int) for outcome in tied(places, grid, load_only=True))
+    save_tied(places, grid)
+    assert all(isinstance(outcome, int) for outcome in load_tied(places, grid))
     part(list(dict.fromkeys(places)))
-    errors = tied(places, grid, load_only=True)
+    errors = load_tied(places, grid)
     assert all(isinstance(error, MismatchError) for error in errors)
     assert len({str(error) for error in errors}) == 1
     assert f"{LM_HEAD} = {EMBEDDING}: model_state/rank-00000" in str(errors[0])
@@ -243,7 +227,7 @@ def part(places: list[Path], at: int = 0) -> None:
 
 
 def test_an_export_of_tied_weights_takes_what_is_equal_and_refuses_what_differs(tmp_path: Path) -> None:
-    tied([tmp_path, tmp_path], "pp=2")
+    save_tied([tmp_path, tmp_path], "pp=2")
     assert export.export_checkpoint(tmp_path / STEP, tmp_path / "export").tensors
     before = (tmp_path / "export/model.safetensors").read_bytes()
     part([tmp_path])
@@ -253,7 +237,7 @@ def test_an_export_of_tied_weights_takes_what_is_equal_and_refuses_what_differs(
 
 
 def test_tied_weights_that_differ_have_no_digests(tmp_path: Path) -> None:
-    tied([tmp_path, tmp_path], "pp=2")
+    save_tied([tmp_path, tmp_path], "pp=2")
     assert list(canonical_digests(tmp_path / STEP))
     part([tmp_path], -1)
     with pytest.raises(MismatchError, match="model_state/rank-00000"):
@@ -270,6 +254,6 @@ def test_a_users_statements_go_with_weights_that_are_tied_across_a_pipeline(
     tmp_path: Path, statement: str, reverse: bool
 ) -> None:
     places = [tmp_path, tmp_path]
-    tied(places, "pp=2")
+    save_tied(places, "pp=2")
     stated = {"aoa_statements": [statement], "aoa_config_reverse": reverse}
-    assert tied(places, "pp=2", load_only=True, aoa_config=stated) == [0, 0]
+    assert load_tied(places, "pp=2", stated) == [0, 0]

@@ -56,14 +56,14 @@ def model_of(grid: str, dtype: str = "bfloat16") -> SimulatedModel:
 
 
 def save(
-    directory: Path,
+    directory: Path | Sequence[Path],
     grid: str,
     change: Change | None = None,
     way: str = "warn",
     step: int = 3,
     value: Callable[[str, Shard], Any] = tied_value,
 ) -> list[SaveReport | Exception]:
-    """Save a tied model over a grid after a change of some ranks' weights; the outcome by rank."""
+    """Save a tied model into one directory, or one of each rank, after a change of some weights; the outcome by rank."""
     model = model_of(grid)
 
     def work(channel: Any) -> SaveReport:
@@ -71,7 +71,8 @@ def save(
         if change is not None:
             change(channel.rank, roles)
         files = {"config.json": config_bytes(TIED.config)} if channel.rank == 0 else {}
-        return save_checkpoint(directory, roles, TIED, files, JobRecord(step, 24, {}), channel, replicas=way)
+        place = directory if isinstance(directory, Path) else directory[channel.rank]
+        return save_checkpoint(place, roles, TIED, files, JobRecord(step, 24, {}), channel, replicas=way)
 
     return job(model.grid.world_size, work)
 
@@ -322,17 +323,7 @@ def test_a_diverged_checkpoint_is_never_the_newest(tmp_path: Path) -> None:
 def test_on_several_disks_a_diverged_checkpoint_is_skipped_by_every_rank(tmp_path: Path) -> None:
     places = [tmp_path / "disk-0", tmp_path / "disk-1"]
     for step, change in ((3, None), (4, flip(LM_HEAD))):
-        model = model_of("pp=2")
-
-        def work(channel: Any, step: int = step, change: Change | None = change, model: Any = model) -> None:
-            roles = simulate_ranks.filled(model.roles(channel.rank), tied_value)
-            if change is not None:
-                change(channel.rank, roles)
-            files = {"config.json": config_bytes(TIED.config)} if channel.rank == 0 else {}
-            directory = places[channel.rank] / f"checkpoint-{step}"
-            save_checkpoint(directory, roles, TIED, files, JobRecord(step, 24, {}), channel)
-
-        succeed(2, work)
+        save([place / f"checkpoint-{step}" for place in places], "pp=2", change, step=step)
     warnings: list[str] = []
     found = succeed(2, lambda channel: newest_or_refuse(Search(places[channel.rank], channel, warnings.append)))
     assert [one.path for one in found] == [place / "checkpoint-3" for place in places]

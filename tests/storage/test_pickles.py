@@ -129,11 +129,16 @@ def hostile(canary: Path) -> dict[str, bytes]:
     """Pickles that would do something, or be something huge, if Python read them."""
     touch = f"touch {canary}"
     code = f"open({str(canary)!r}, 'w')"
-    start, end = b"\x80\x03", b"."
+    start, end, inner = b"\x80\x03", b".", pickle.dumps(Calls(os.system, touch), 3)
     reconstruct = b"cnumpy.core.multiarray\n_reconstruct\n"
     array = reconstruct + b"(cnumpy\nndarray\nK\x00\x85C\x01btR"
     element = b"cnumpy\ndtype\n(X\x02\x00\x00\x00f4\x89\x88tR"
     element += b"(K\x03X\x01\x00\x00\x00<NNN" + b"J\xff\xff\xff\xff" * 2 + b"K\x00tb"
+    metadata = f"c{METADATA}\nMetadata\n".encode()
+
+    def stated(length: bytes) -> bytes:
+        return start + array + b"(K\x01" + length + b"\x85" + element + b"\x89C\x04abcdtb"
+
     return {
         "os.system": pickle.dumps(Calls(os.system, touch), 4),
         "posix.system by text": start + raw_global("posix", "system", touch) + end,
@@ -147,31 +152,12 @@ def hostile(canary: Path) -> dict[str, bytes]:
         "numpy's own pickle": start + raw_global("numpy.core.multiarray", "fromfile", str(canary)) + end,
         "a subclass of an array": start + reconstruct + b"(cos\npath\nK\x00\x85C\x01btR" + end,
         "an array of objects": start + b"cnumpy\ndtype\n(X\x02\x00\x00\x00O8\x89\x88tR" + end,
-        "an array of 2^62 elements": start
-        + array
-        + b"(K\x01\x8a\x08\0\0\0\0\0\0\0\x40\x85"
-        + element
-        + b"\x89C\x04abcdtb"
-        + end,
-        "an array of negative length": start
-        + array
-        + b"(K\x01J\xff\xff\xff\xff\x85"
-        + element
-        + b"\x89C\x04abcdtb"
-        + end,
+        "an array of 2^62 elements": stated(b"\x8a\x08\0\0\0\0\0\0\0\x40") + end,
+        "an array of negative length": stated(b"J\xff\xff\xff\xff") + end,
         "an array without bytes": start + array + b"(K\x01K\x01\x85" + element + b"\x89Ntb" + end,
-        "an array that is never built twice": start
-        + array
-        + b"(K\x01K\x01\x85"
-        + element
-        + b"\x89C\x04abcdtb(K\x01tb"
-        + end,
-        "a state for a class": start
-        + b"c"
-        + METADATA.encode()
-        + b"\nMetadata\n}X\x08\x00\x00\x00__init__K\x01sb"
-        + end,
-        "a class called with arguments": start + b"c" + METADATA.encode() + b"\nMetadata\nK\x01\x85\x81" + end,
+        "an array that is never built twice": stated(b"K\x01") + b"(K\x01tb" + end,
+        "a state for a class": start + metadata + b"}X\x08\x00\x00\x00__init__K\x01sb" + end,
+        "a class called with arguments": start + metadata + b"K\x01\x85\x81" + end,
         "another class of Paddle": start + b"c" + METADATA.encode() + b"\ndataclass\n)\x81" + end,
         "an instance by INST": start + b"(X\x04\x00\x00\x00truei" + b"os\nsystem\n" + end,
         "an instance by OBJ": start + b"(cos\nsystem\nX\x04\x00\x00\x00trueo" + end,
@@ -186,12 +172,7 @@ def hostile(canary: Path) -> dict[str, bytes]:
         "a memo of 2^32": start + b"]h\xff" + end,
         "a frame of 2^63": b"\x80\x04\x95" + struct.pack("<Q", 2**63) + b"N.",
         "a frame that is too short": b"\x80\x04\x95" + struct.pack("<Q", 2) + b"\x8c\x04abcd.",
-        "a frame in a frame": b"\x80\x04\x95"
-        + struct.pack("<Q", 12)
-        + b"\x95"
-        + struct.pack("<Q", 1)
-        + b"N."
-        + b"N" * 8,
+        "a frame in a frame": b"\x80\x04\x95" + struct.pack("<QB", 12, 0x95) + struct.pack("<Q", 1) + b"N." + b"N" * 8,
         "bytes of 2^63": b"\x80\x04\x8e" + struct.pack("<Q", 2**63) + b"x.",
         "bytes of 4 GB": start + b"B\xff\xff\xff\xffx" + end,
         "a text of 2^63": b"\x80\x04\x8d" + struct.pack("<Q", 2**63) + b"x.",
@@ -211,9 +192,7 @@ def hostile(canary: Path) -> dict[str, bytes]:
         "a second value": start + b"NN.",
         "a global of a million letters": start + b"c" + b"a" * 10**6 + b"\nb\n" + end,
         "a duplicate of the stack": start + b"]2" + end,
-        "a pickle that unpickles another": start
-        + raw_global("pickle", "loads", pickle.dumps(Calls(os.system, touch), 3))
-        + end,
+        "a pickle that unpickles another": start + raw_global("pickle", "loads", inner) + end,
         "an integer as a million digits of text": start + b"L" + b"9" * 10**6 + b"L\n" + end,
         "a tuple as a key": pickle.dumps({(0, ((1,),)): None}, 4),
         "multiples of 2^61-1 as keys": pickle.dumps({number * (2**61 - 1): None for number in range(10_000)}, 4),

@@ -77,13 +77,11 @@ MALFORMED: dict[str, tuple[Any, bytes, str]] = {
     "byte order mark": (b"\xef\xbb\xbf{}", b"", "does not start with '{'"),
     "not JSON": (b"{]", b"", "not valid JSON"),
     "cut JSON": (b'{"a": {', b"", "not valid JSON"),
-    "two documents": (b"{} {}", b"", "not valid JSON"),
     "NUL padding": (b"{}\0\0", b"", "not valid JSON"),
     "control character": (b'{"a\n": 1}', b"", "not valid JSON"),
     "not UTF-8": (b'{"\xff": 1}', b"", "can't decode byte 0xff in position 2"),
     "half a surrogate pair": (b'{"\\ud800": {"dtype":"F32","shape":[1],"data_offsets":[0,4]}}', b"1234", "not Unicode"),
     "NaN": (b'{"a": NaN}', b"", "'a' does not have exactly the fields"),
-    "infinity": (b'{"a": Infinity}', b"", "'a' does not have exactly the fields"),
     "deep nesting": (b'{"a":' + b"[" * 200_000, b"", "nested too deeply"),
     "endless number": (b'{"a": ' + b"9" * 6000 + b"}", b"", "an integer of 6000 digits"),
     "tensor is no object": ({"t": [1]}, b"", "'t' does not have exactly the fields"),
@@ -95,16 +93,12 @@ MALFORMED: dict[str, tuple[Any, bytes, str]] = {
     "shape no list": ({"t": tensor(shape=1)}, b"1234", "'t' is not .*`array`, got `int` - at `.*shape"),
     "negative extent": ({"t": tensor(shape=[-1])}, b"1234", "'t' has a shape"),
     "minus zero": (b'{"t": {"dtype":"F32","shape":[-0],"data_offsets":[0,0]}}', b"", "'t' is not .*`int`, got `float`"),
-    "fractional extent": ({"t": tensor(shape=[1.0])}, b"1234", "'t' is not .*`int`, got `float`"),
-    "extent is text": ({"t": tensor(shape=["1"])}, b"1234", "'t' is not .*`int`, got `str`"),
     "extent is true": ({"t": tensor(shape=[True])}, b"1234", "'t' is not .*`int`, got `bool`"),
     "extent beyond 64 bits": ({"t": tensor(shape=[2**64, 0], offsets=[0, 0])}, b"", "'t' has a shape"),
     "size beyond 64 bits": ({"t": tensor(shape=[2**62, 4])}, b"1234", "'t' .* more bytes than can be counted"),
     "zero hides overflow": ({"t": tensor(shape=[2**63, 4, 0], offsets=[0, 0])}, b"", "more bytes than can be counted"),
     "one offset": ({"t": tensor(offsets=[0])}, b"1234", "'t' is not .*length 2, got 1"),
-    "three offsets": ({"t": tensor(offsets=[0, 4, 8])}, b"1234", "'t' is not .*length 2, got 3"),
     "negative offset": ({"t": tensor(offsets=[-4, 0])}, b"1234", "'t' has data_offsets"),
-    "fractional offset": ({"t": tensor(offsets=[0, 4.0])}, b"1234", "'t' is not .*`int`, got `float`"),
     "offsets reversed": ({"t": tensor(offsets=[4, 0])}, b"1234", "'t' takes the bytes 4 to 0"),
     "size does not fit": ({"t": tensor(shape=[2])}, b"1234", "'t' takes the bytes 0 to 4, .* has 8 bytes"),
     "more bytes than its shape": (
@@ -130,7 +124,6 @@ MALFORMED: dict[str, tuple[Any, bytes, str]] = {
     "metadata key twice": (b'{"__metadata__":{"a":"1","a":"2"}}', b"", "the key 'a' twice"),
     "metadata no object": ({"__metadata__": "x"}, b"", "__metadata__ is not an object"),
     "metadata not text": ({"__metadata__": {"a": 1}}, b"", r"__metadata__\['a'\] is not a string"),
-    "metadata nested": ({"__metadata__": {"a": {"b": "c"}}}, b"", r"__metadata__\['a'\] is not a string"),
 }
 
 
@@ -264,35 +257,27 @@ def refused_or_as_the_library_reads_it(path: Path, data: bytes) -> None:
     assert {n: (one.dtype, one.shape, data[one.begin : one.end]) for n, one in header.tensors.items()} == stored
 
 
-@THOROUGH
-@given(data=st.binary(max_size=64), body=st.binary(max_size=8))
-@example(data=b'{"t":{"dtype":"F32","shape":[-0],"data_offsets":[0,0]}}', body=b"")
-def test_random_bytes_are_refused_or_read_as_the_library_does(scratch: Path, data: bytes, body: bytes) -> None:
+@st.composite
+def changed(draw: st.DrawFn) -> bytes:
+    """A valid file in which a few bytes are replaced, added or removed."""
+    whole = draw(st.sampled_from(VALID)) + bytes(14)
+    position = draw(st.integers(0, len(whole)))
+    return whole[:position] + draw(st.binary(max_size=3)) + whole[position + draw(st.integers(0, 3)) :]
+
+
+@st.composite
+def random_parts(draw: st.DrawFn) -> bytes:
+    """A header of random bytes or fields, and a few bytes behind it."""
+    noise = st.binary(max_size=64)
+    document = draw(DOCUMENTS | noise | noise.map(b"{".__add__))
+    return header_bytes(document, draw(st.sampled_from(list(SPELLINGS)))) + bytes(draw(st.integers(0, 12)))
+
+
+@thorough(1000, derandomize=True)
+@given(data=changed() | random_parts() | st.binary(max_size=64))
+@example(data=header_bytes(b'{"t":{"dtype":"F32","shape":[-0],"data_offsets":[0,0]}}'))
+def test_any_bytes_are_refused_or_read_as_the_library_does(scratch: Path, data: bytes) -> None:
     refused_or_as_the_library_reads_it(scratch, data)
-    refused_or_as_the_library_reads_it(scratch, header_bytes(data) + body)
-    refused_or_as_the_library_reads_it(scratch, header_bytes(b"{" + data) + body)
-
-
-@THOROUGH
-@given(
-    valid=st.sampled_from(VALID),
-    position=st.integers(0, len(VALID[0]) + 13),
-    change=st.binary(max_size=3),
-    removed=st.integers(0, 3),
-)
-def test_a_changed_file_is_refused_or_read_as_the_library_does(
-    scratch: Path, valid: bytes, position: int, change: bytes, removed: int
-) -> None:
-    whole = valid + bytes(14)
-    refused_or_as_the_library_reads_it(scratch, whole[:position] + change + whole[position + removed :])
-
-
-@THOROUGH
-@given(document=DOCUMENTS, body=st.integers(0, 12), spelling=st.sampled_from(list(SPELLINGS)))
-def test_a_header_of_random_parts_is_refused_or_read_as_the_library_does(
-    scratch: Path, document: dict[str, Any], body: int, spelling: str
-) -> None:
-    refused_or_as_the_library_reads_it(scratch, header_bytes(document, spelling) + bytes(body))
 
 
 @THOROUGH

@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 import safetensors
@@ -24,11 +23,6 @@ from tests.harness.sampling import thorough
 from tests.storage.support import write_tensors
 
 PAIR = [("a", "F32", (2, 3)), ("b", "BF16", (4,))]
-
-
-def write_pair(path: Path, **options: Any) -> files.FileChecksum:
-    tensors = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.arange(4, dtype=ml_dtypes.bfloat16)}
-    return write_tensors(path, PAIR, tensors, {"made": "here"}, **options)
 
 
 @thorough(150, derandomize=True)
@@ -162,9 +156,11 @@ class StingyOs:
 
 
 def test_a_write_that_accepts_nothing_ends_with_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = opened(tmp_path / "x")
     monkeypatch.setattr(files, "os", StingyOs(accepted=0))
     with pytest.raises(StorageError, match="no byte was accepted"):
-        write_pair(tmp_path / "x")
+        writer.write(0, b"aaacccccdd")
+    writer.abandon()
 
 
 FOUR = [("a", "U8", (3,)), ("b", "U8", (0,)), ("c", "U8", (5,)), ("d", "U8", (2,))]
