@@ -85,12 +85,6 @@ def test_weights_are_shared_and_states_that_are_cut_over_the_replicas_are_not(sa
     assert read(whole) <= read(cut) < 1.2 * read(whole)
 
 
-def test_two_groups_of_replicas_share_each_among_themselves(saved: Path) -> None:
-    each, shared = (loaded(saved, 4, 2, ReadOptions(replicas=way)) for way in ("each", "once"))
-    assert all(report.bytes_received for report in shared)
-    assert read(shared) < 0.7 * read(each)
-
-
 def test_groups_with_other_numbers_of_rounds_leave_together(saved: Path) -> None:
     def work(channel: Any) -> int:
         roles = live(ARRAYS, 1, channel.rank, empty=True)

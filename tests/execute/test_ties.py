@@ -63,7 +63,7 @@ def save(
     step: int = 3,
     value: Callable[[str, Shard], Any] = tied_value,
 ) -> list[SaveReport | Exception]:
-    """Save a tied model into one directory, or one of each rank, after a change of some weights; the outcome by rank."""
+    """Save a tied model into one directory, or one of each rank, after a change of some weights; the outcomes."""
     model = model_of(grid)
 
     def work(channel: Any) -> SaveReport:
