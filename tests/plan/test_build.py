@@ -49,6 +49,12 @@ def stored(root: Path, arrays: dict[str, np.ndarray[Any, Any]], pieces: int) -> 
     return Catalog(root, {"model_state": tensors})
 
 
+def as_stored(*names: str) -> RuleSet:
+    """Matrices of 4 by 2 that a model has as they are stored."""
+    specs = {name: TensorSpec((4, 2), "float32") for name in names}
+    return RuleSet(specs, tuple(Rule((name,), (name,), (2,), 1, (0, 1)) for name in names))
+
+
 def plan_of(catalog: Catalog, mapping: TensorMapping, shard: Shard, role: str = "model_state") -> LoadPlan:
     return plan_reads(ReadSource(catalog, mapping), {role: {shard.name: shard}})
 
@@ -59,14 +65,13 @@ def reported(report: Report) -> dict[str, set[str]]:
 
 
 def test_everything_that_does_not_fit_is_in_one_report(tmp_path: Path) -> None:
-    specs = {f"layers.{i}.w": TensorSpec((4, 2), "float32") for i in range(4)}
-    rules = RuleSet(specs, tuple(Rule((name,), (name,), (2,), 1, (0, 1)) for name in specs))
+    rules = as_stored(*(f"layers.{i}.w" for i in range(4)))
     arrays = {
         "layers.0.w": np.zeros((4, 2), np.float32),
         "layers.1.w": np.zeros((6, 2), np.float32),
         "layers.2.w": np.zeros((4, 2), np.float16),
     }
-    wanted = {name: Shard(name, "float32", (4, 2), whole((4, 2))) for name in specs}
+    wanted = {name: Shard(name, "float32", (4, 2), whole((4, 2))) for name in rules.targets}
     plan = plan_reads(ReadSource(stored(tmp_path, arrays, 1), rules.mapping()), {"model_state": wanted})
     with pytest.raises(MismatchError) as caught:
         plan.report.refuse("here")
@@ -78,10 +83,9 @@ def test_everything_that_does_not_fit_is_in_one_report(tmp_path: Path) -> None:
 
 
 def test_missing_states_of_many_layers_are_one_line(tmp_path: Path) -> None:
-    specs = {f"layers.{i}.w": TensorSpec((4, 2), "float32") for i in range(4)}
-    rules = RuleSet(specs, tuple(Rule((name,), (name,), (2,), 1, (0, 1)) for name in specs))
-    catalog = stored(tmp_path, {name: np.zeros((4, 2), np.float32) for name in specs}, 1)
-    states = [f"{name}.{state}_0" for name in specs for state in ("moment1", "moment2")]
+    rules = as_stored(*(f"layers.{i}.w" for i in range(4)))
+    catalog = stored(tmp_path, {name: np.zeros((4, 2), np.float32) for name in rules.targets}, 1)
+    states = [f"{name}.{state}_0" for name in rules.targets for state in ("moment1", "moment2")]
     wanted = {name: Shard(name, "float32", (4, 2), whole((4, 2))) for name in states}
     report = plan_reads(ReadSource(catalog, rules.mapping()), {"optimizer_state": wanted}).report
     assert report.evidence()[1:] == ["  layers.{0...3}.w (moment1_0, moment2_0)"]
@@ -133,7 +137,7 @@ def test_a_cast_never_reaches_a_master_weight(tmp_path: Path) -> None:
 def test_an_alias_that_is_stored_too_must_equal_its_owner(tmp_path: Path) -> None:
     array = np.arange(8, dtype=np.float32).reshape(4, 2)
     catalog = stored(tmp_path, {"embed": array, "head": array}, 2)
-    rules = RuleSet({"embed": TensorSpec((4, 2), "float32")}, (Rule(("embed",), ("embed",), (2,), 1, (0, 1)),))
+    rules = as_stored("embed")
     source = ReadSource(catalog, rules.mapping(), stored_aliases={"head": "embed"})
     plan = plan_reads(source, {"model_state": {"embed": Shard("embed", "float32", (4, 2), whole((4, 2)))}})
     assert len(plan.checks) == 2
@@ -143,7 +147,7 @@ def test_an_alias_that_is_stored_too_must_equal_its_owner(tmp_path: Path) -> Non
 @pytest.mark.parametrize("copy", [np.zeros((4, 2), np.float16), np.zeros((2, 4), np.float32)], ids=["dtype", "shape"])
 def test_an_alias_of_another_form_than_its_owner_is_reported(tmp_path: Path, copy: np.ndarray[Any, Any]) -> None:
     catalog = stored(tmp_path, {"embed": np.zeros((4, 2), np.float32), "head": copy}, 1)
-    rules = RuleSet({"embed": TensorSpec((4, 2), "float32")}, (Rule(("embed",), ("embed",), (2,), 1, (0, 1)),))
+    rules = as_stored("embed")
     source = ReadSource(catalog, rules.mapping(), stored_aliases={"head": "embed"})
     plan = plan_reads(source, {"model_state": {"embed": Shard("embed", "float32", (4, 2), whole((4, 2)))}})
     assert reported(plan.report) == {"unequal": {f"head: {copy.dtype} {list(copy.shape)} is not embed's form"}}

@@ -115,7 +115,7 @@ def test_casts_are_reported() -> None:
 
 @thorough(150)
 @given(st.data())
-def test_the_cost_of_an_item_is_what_reading_it_costs(data: Any) -> None:
+def test_the_cost_of_an_item_is_what_reading_it_costs(tmp_path_factory: pytest.TempPathFactory, data: Any) -> None:
     shape = (*data.draw(st.lists(st.integers(1, 9), max_size=2)), data.draw(st.sampled_from([1, 5, 300, 1500, 2100])))
     lo = tuple(data.draw(st.integers(0, length - 1)) for length in shape)
     hi = tuple(data.draw(st.integers(low + 1, length)) for low, length in zip(lo, shape, strict=True))
@@ -127,9 +127,11 @@ def test_the_cost_of_an_item_is_what_reading_it_costs(data: Any) -> None:
     stored = StoredPart("file", 0, shape, part, "float32")
     item = ReadItem("model_state", "w", stored, 0, target, filled, axes)
     buffer = np.zeros(int(np.prod(target)), np.float32)
-    with _File(np.arange(np.prod(shape), dtype=np.float32)) as path, ReadPool(ReadOptions(threads=1)) as pool:
+    root = tmp_path_factory.getbasetemp()
+    (root / "file").write_bytes(np.arange(np.prod(shape), dtype=np.float32).tobytes())
+    with ReadPool(ReadOptions(threads=1)) as pool:
         tracemalloc.start()
-        read = fill_arrays(pool, path.parent, [item], {(item.role, item.name): buffer})
+        read = fill_arrays(pool, root, [item], {(item.role, item.name): buffer})
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
     cost, staged = cost_of(item, "float32")
@@ -139,23 +141,6 @@ def test_the_cost_of_an_item_is_what_reading_it_costs(data: Any) -> None:
     expected = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
     expected = expected[tuple(slice(*ends) for ends in zip(lo, hi, strict=True))].transpose(axes)
     assert np.array_equal(buffer.reshape(target)[..., : filled.shape[-1]], expected)
-
-
-class _File:
-    """A file named ``file`` that holds an array while it is needed."""
-
-    def __init__(self, array: np.ndarray[Any, Any]) -> None:
-        import tempfile
-
-        self._directory = tempfile.TemporaryDirectory()
-        self._path = Path(self._directory.name) / "file"
-        self._path.write_bytes(array.tobytes())
-
-    def __enter__(self) -> Path:
-        return self._path
-
-    def __exit__(self, *raised: object) -> None:
-        self._directory.cleanup()
 
 
 @pytest.mark.slow
