@@ -49,18 +49,6 @@ def item(name: str, rows: tuple[int, int], columns: tuple[int, int] = (0, COLUMN
 
 Items = Sequence[ReadItem]
 REPLICAS = "all of it on three ranks"
-READ_WHOLE = [
-    "whole blocks",
-    "a block that two tensors share",
-    "many small tensors in a block",
-    "every second small tensor",
-    "columns",
-    "two halves of the columns",
-    "all of it, and columns again",
-    "columns between whole tensors",
-    "a transpose",
-]
-"""Reads of one rank to which every block belongs."""
 READS: dict[str, Sequence[Items]] = {
     "whole blocks": [[item("a", (0, ROWS))]],
     "a block that two tensors share": [[item("a", (0, 6)), item("b", (6, ROWS))]],
@@ -208,7 +196,7 @@ def test_faults_of_several_blocks_and_ranks_come_in_one_report(root: Path) -> No
 
 
 @pytest.mark.parametrize("options", [ReadOptions(1), ReadOptions(3), ReadOptions(1, staging_memory_bytes=64)])
-@pytest.mark.parametrize("kind", READ_WHOLE)
+@pytest.mark.parametrize("kind", [kind for kind, ranks in READS.items() if len(ranks) == 1])
 def test_bytes_are_read_once_whether_no_tensor_wants_them_or_several_do(
     root: Path, monkeypatch: pytest.MonkeyPatch, kind: str, options: ReadOptions
 ) -> None:
