@@ -47,7 +47,8 @@ def disks(tmp_path: Path, stored: tuple[int, int]) -> list[Path]:
 def load(places: list[Path], tp: int, sharded: int = 1, verify: str = "size", once: bool = False) -> list[LoadReport]:
     """Load on ranks that see one place each."""
     options = ReadOptions(replicas="once" if once else "each")
-    return simulated.load([one / STEP for one in places], ARRAYS, tp, sharded, verify=verify, options=options)
+    steps = [one / STEP for one in places]
+    return simulated.load(steps, ARRAYS, tp, sharded, verify=verify, options=options, ranks=len(places))
 
 
 @pytest.mark.sampled

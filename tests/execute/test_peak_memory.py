@@ -198,6 +198,7 @@ def test_20000_small_tensors_are_compared_in_a_hundred_reads(tmp_path: Path) -> 
     assert read_calls() - before <= 100
 
 
+@pytest.mark.slow
 def test_a_diff_of_20000_small_tensors_takes_at_most_128_mib(tmp_path: Path) -> None:
     write_small(tmp_path / "a", 1024)
     write_small(tmp_path / "b", 1024, last=1)

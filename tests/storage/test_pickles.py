@@ -136,6 +136,9 @@ def hostile(canary: Path) -> dict[str, bytes]:
     element += b"(K\x03X\x01\x00\x00\x00<NNN" + b"J\xff\xff\xff\xff" * 2 + b"K\x00tb"
     metadata = f"c{METADATA}\nMetadata\n".encode()
 
+    # A dictionary of them takes seconds to make.
+    multiples = (pickle.dumps(number * (2**61 - 1), 3)[2:-1] for number in range(10_000))
+
     def stated(length: bytes) -> bytes:
         return start + array + b"(K\x01" + length + b"\x85" + element + b"\x89C\x04abcdtb"
 
@@ -195,7 +198,7 @@ def hostile(canary: Path) -> dict[str, bytes]:
         "a pickle that unpickles another": start + raw_global("pickle", "loads", inner) + end,
         "an integer as a million digits of text": start + b"L" + b"9" * 10**6 + b"L\n" + end,
         "a tuple as a key": pickle.dumps({(0, ((1,),)): None}, 4),
-        "multiples of 2^61-1 as keys": pickle.dumps({number * (2**61 - 1): None for number in range(10_000)}, 4),
+        "multiples of 2^61-1 as keys": b"\x80\x04}(" + b"".join(multiple + b"N" for multiple in multiples) + b"u.",
     }
 
 
@@ -319,7 +322,7 @@ def test_any_change_of_a_real_pickle_is_refused_or_data(tmp_path: Path) -> None:
     chance = random.Random(1)
     path = tmp_path / "x"
     refused = 0
-    for _ in range(2000):
+    for _ in range(1000):
         raw = bytearray(real)
         for _ in range(chance.choice((1, 1, 2, 4))):
             at = chance.randrange(len(raw))
@@ -338,7 +341,7 @@ def test_any_change_of_a_real_pickle_is_refused_or_data(tmp_path: Path) -> None:
         except FlexError as error:
             str(error).encode()
             refused += 1
-    assert refused > 1000
+    assert refused > 500
 
 
 def _walk(value: Any, seen: set[int]) -> None:
