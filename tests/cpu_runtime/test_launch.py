@@ -48,6 +48,7 @@ def test_a_module_runs_once_per_rank_with_a_log_each(tmp_path: Path) -> None:
     assert result.report() == ""
 
 
+@pytest.mark.slow
 def test_a_script_trains_over_gloo(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(ALL_REDUCE)
