@@ -270,7 +270,7 @@ def test_files_are_bounded_and_tensors_that_do_not_fit_are_cut(
         {name for path in found if path.name.startswith(f"rank-{rank:05d}") for name in read_header(path).tensors}
         for rank in range(ranks)
     ]
-    assert set.intersection(*written), "tensors of which every rank writes a part"
+    assert sum(map(len, written)) > len(set.union(*written)), "several ranks write parts of a tensor"
     whole = {digest.md5 for digest in canonical_digests(tmp_path / "a")}
     save(tmp_path / "b", lambda rank: live(big, 1, rank), ranks=1)
     assert whole == {digest.md5 for digest in canonical_digests(tmp_path / "b")}
