@@ -252,7 +252,7 @@ def test_a_state_of_no_parameter_is_never_saved(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_files_are_bounded_and_tensors_that_do_not_fit_are_cut(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
 ) -> None:
