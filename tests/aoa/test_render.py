@@ -137,9 +137,6 @@ def test_experts_stacked_along_an_axis_that_they_have_are_joined_part_by_part() 
         "stack_1^T -> e.0.up, e.1.up, e.2.up, axis=1",
         "stack_0^T -> e.0.gate, e.1.gate, e.2.gate, axis=1",
     ]
-
-
-def test_experts_of_unequal_lengths_are_joined_and_taken_apart() -> None:
     assert len(rendered(stacked(2, 4))) == 3
     assert rendered(stacked(2, 4), reverse=True)
 
