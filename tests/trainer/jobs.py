@@ -191,6 +191,11 @@ def refused_arguments(output_dir: str, arguments: Mapping[str, Any]) -> str:
     return ""
 
 
+def few_samples() -> list[dict[str, Any]]:
+    """The first samples, for evaluations of one batch."""
+    return [tiny.Samples()[index] for index in range(tiny.GLOBAL_BATCH)]
+
+
 TO_BEST = {
     "save_steps": 1,
     "save_total_limit": 1,
