@@ -6,8 +6,7 @@ import contextlib
 from collections.abc import Mapping
 from typing import Any
 
-from tests.harness import tiny
-from tests.trainer.jobs import failing, flex_trainer
+from tests.trainer.jobs import failing, few_samples, flex_trainer
 from tests.trainer.lora_jobs import trainer_of
 
 EVALUATED = {"evaluation_strategy": "steps", "eval_steps": 1, "do_eval": True}
@@ -59,7 +58,7 @@ def swap(export: str, after: int = 1, adapters: bool = False, **settings: Any) -
             found["before"], found["own"] = bits(trainer), digest_of(trainer)
             with contextlib.suppress(ZeroDivisionError), averaged_weights(trainer):
                 found["inside"], found["averaged"] = bits(trainer), digest_of(trainer)
-                trainer.evaluate(tiny.Samples())
+                trainer.evaluate(few_samples())
                 try:
                     trainer._save_checkpoint(trainer.model)
                 except OptionError as error:
@@ -85,7 +84,7 @@ def swap_between_steps(**settings: Any) -> list[float]:
                 with averaged_weights(trainer):
                     trainer.evaluate()
 
-    trainer = flex_trainer(**settings, callbacks=[Swap()], eval_dataset=tiny.Samples())
+    trainer = flex_trainer(**settings, callbacks=[Swap()], eval_dataset=few_samples())
     trainer.train()
     return list(trainer.losses)
 
@@ -134,7 +133,7 @@ def evaluated(
             losses.append(float(metrics["eval_loss"]))
 
     given = {**EVALUATED, **arguments}
-    trainer = flex_trainer(layout, output_dir, given, eval_dataset=tiny.Samples(), callbacks=[Evaluate()])
+    trainer = flex_trainer(layout, output_dir, given, eval_dataset=few_samples(), callbacks=[Evaluate()])
     trainer.train()
     trainer.save_model(f"{output_dir}/exported")
     return {"losses": trainer.losses, "evaluated": losses, "restored": restored}
@@ -177,26 +176,3 @@ def evaluated_before_weights_arrive(**settings: Any) -> dict[str, Any]:
     paddle.distributed.broadcast, paddle.device.synchronize = begin, synchronize
     core.ProcessGroupGloo.all_gather = begin_gather
     return evaluated(**settings)
-
-
-def fail_to_average(at: int, **settings: Any) -> dict[str, Any]:
-    """Train; on rank 1 the thread that averages fails after a step. The error, and the step at which it came."""
-    import paddle.distributed as dist
-
-    from paddleformers_fc.errors import FlexError
-    from paddleformers_fc.trainer import ema
-
-    trainer = flex_trainer(**settings)
-    original = ema.update_averages
-
-    def update(*given: Any) -> None:
-        if dist.get_rank() == 1 and trainer.state.global_step >= at:
-            raise MemoryError("no memory for the average")
-        original(*given)
-
-    ema.update_averages = update
-    try:
-        trainer.train()
-    except FlexError as error:
-        return {"error": error.render(), "step": trainer.state.global_step}
-    return {}

@@ -101,18 +101,19 @@ def run_with_scaler(initial: float, resume: str | None = None, **settings: Any) 
     return {"losses": trainer.losses, "scaler": state}
 
 
-def run_with_frozen(frozen: list[str], resume: str | None = None, **settings: Any) -> dict[str, Any]:
-    """As :func:`run`, with parameters that are not trained, by name; an error instead if there is one."""
-    from paddleformers_fc.errors import FlexError
-
+def frozen_trainer(frozen: Sequence[str], **settings: Any) -> Any:
+    """As :func:`flex_trainer`, with parameters that are not trained, by name."""
     trainer = flex_trainer(**settings)
     held = {one.local_tensor.name for name, one in trainer.model.sharded_state_dict().items() if name in frozen}
     for parameter in trainer.model.parameters():
         parameter.stop_gradient = parameter.name in held
-    try:
-        trainer.train(resume_from_checkpoint=resume)
-    except FlexError as error:
-        return {"error": error.render()}
+    return trainer
+
+
+def run_with_frozen(frozen: list[str], resume: str | None = None, **settings: Any) -> dict[str, Any]:
+    """As :func:`run`, with parameters that are not trained, by name."""
+    trainer = frozen_trainer(frozen, **settings)
+    trainer.train(resume_from_checkpoint=resume)
     return outcome(trainer)
 
 

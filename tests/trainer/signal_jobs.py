@@ -8,9 +8,8 @@ import subprocess
 from collections.abc import Sequence
 from typing import Any
 
-from tests.harness import tiny
 from tests.harness.waiting import pause
-from tests.trainer.jobs import flex_trainer
+from tests.trainer.jobs import few_samples, flex_trainer
 
 
 def run_signalled(
@@ -62,10 +61,9 @@ def run_signalled(
 
     setattr(Sender, event, send)
     before = signal.getsignal(signal.Signals[name])
-    samples = tiny.Samples()
     if group:
         settings["data_collator"] = in_numpy
-    trainer = flex_trainer(**settings, eval_dataset=[samples[index] for index in range(tiny.GLOBAL_BATCH)])
+    trainer = flex_trainer(**settings, eval_dataset=few_samples())
     trainer.add_callback(Sender())
     code = None
     try:

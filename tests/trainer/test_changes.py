@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,13 @@ from typing import Any
 import pytest
 
 from paddleformers_fc.cli.training import COLOUR
-from paddleformers_fc.errors import OptionError
+from paddleformers_fc.errors import FlexError, OptionError
 from paddleformers_fc.families.changes import Change
 from paddleformers_fc.trainer.options import FlexFields
 from paddleformers_fc.trainer.position import changes_text, refuse_other_samples
+from tests.harness.on_ranks import run_on_ranks
 from tests.harness.tiny import DP2, EP2, PP2, SD2S2, SD2S3, SD2V2, SINGLE, TP2, MatrixLayout
+from tests.trainer.jobs import frozen_trainer, logged
 from verification.digests import canonical_digests
 from verification.forkserver import ForkServer
 
@@ -55,13 +58,6 @@ def test_what_changes_the_meaning_of_weights_is_refused_on_every_rank(
         assert not found["changed"]
 
 
-def test_weights_alone_are_refused_alike(ranks: ForkServer, saved: Path, tmp_path: Path) -> None:
-    arguments = {"max_steps": 3, "ignore_load_lr_and_optim": True}
-    given = settings(SINGLE, tmp_path, saved, model={"rms_norm_eps": 1e-3}, arguments=arguments)
-    (found,) = ranks.run(f"{JOBS}:refused", 1, given).values
-    assert "rms_norm_eps" in found["text"]
-
-
 @pytest.mark.parametrize("continued", [True, False], ids=["resumed", "weights"])
 def test_a_change_that_is_allowed_is_in_the_table(
     ranks: ForkServer, saved: Path, tmp_path: Path, continued: bool
@@ -78,13 +74,12 @@ def test_a_change_that_is_allowed_is_in_the_table(
     assert [log.count(DIFFERS) for log in logs] == [1, 0]
 
 
-@pytest.mark.parametrize(("model_type", "layouts"), [("llama", (TP2, PP2, SD2V2)), ("ernie4_5_moe", (EP2, TP2, PP2))])
-def test_another_layout_alone_is_no_change(
-    ranks: ForkServer, tmp_path: Path, model_type: str, layouts: tuple[MatrixLayout, ...]
-) -> None:
-    third = save_two(ranks, tmp_path / "saved", DP2, model_type=model_type)
-    for layout in (*layouts, SINGLE):
-        given = settings(layout, tmp_path / layout.name, third, model_type=model_type, arguments={"max_steps": 2})
+# A Llama in every layout: test_ema.py.
+@pytest.mark.slow
+def test_another_layout_alone_is_no_change(ranks: ForkServer, tmp_path: Path) -> None:
+    third = save_two(ranks, tmp_path / "saved", DP2, model_type="ernie4_5_moe")
+    for layout in (EP2, TP2, PP2, SINGLE):
+        given = settings(layout, tmp_path / layout.name, third, model_type="ernie4_5_moe", arguments={"max_steps": 2})
         assert DIFFERS not in ranks.run(f"{JOBS}:run", layout.nproc, given).logs[0].read_text(), layout.name
 
 
@@ -107,24 +102,20 @@ def test_changed_arguments_of_a_run_are_one_table(ranks: ForkServer, saved: Path
     expected = {name: (str(was), str(now)) for name, (was, now) in changed.items()}
     assert table(log) == {**expected, "samples per step": ("8", "4")}
     assert log.count(DIFFERS) == 1
+    assert "another number of samples per step" in log
 
 
-def test_the_first_step_of_a_resumed_run_has_the_rate_of_its_own_schedule(
+def test_another_seed_and_corpus_are_reported_and_the_rate_of_the_first_step_is_that_of_the_new_schedule(
     ranks: ForkServer, saved: Path, tmp_path: Path
 ) -> None:
-    arguments = {"max_steps": 3, "save_steps": 3, "learning_rate": 0.0}
-    ranks.run(f"{JOBS}:run", 1, settings(SINGLE, tmp_path, saved, arguments=arguments))
+    arguments = {"max_steps": 3, "save_steps": 3, "learning_rate": 0.0, "seed": 43, "ignore_data_skip": True}
+    log = ranks.run(f"{JOBS}:run", 1, settings(SINGLE, tmp_path, saved, arguments=arguments)).logs[0].read_text()
+    assert table(log) == {"seed": ("42", "43"), "max_steps": ("2", "3"), "learning_rate": ("0.01", "0.0")}
     before, after = (
         {one.name: one.md5 for one in canonical_digests(directory) if one.role == "model_state"}
         for directory in (saved, tmp_path / "checkpoint-3")
     )
     assert before == after
-
-
-def test_another_seed_and_another_corpus_are_reported(ranks: ForkServer, saved: Path, tmp_path: Path) -> None:
-    arguments = {"max_steps": 3, "seed": 43, "ignore_data_skip": True}
-    log = ranks.run(f"{JOBS}:run", 1, settings(SINGLE, tmp_path, saved, arguments=arguments)).logs[0].read_text()
-    assert table(log) == {"seed": ("42", "43"), "max_steps": ("2", "3")}
 
 
 @pytest.mark.parametrize("key", ["seed", "dataloader_num_workers", "train_dataset_sizes", "mix_strategy", "packing"])
@@ -178,31 +169,34 @@ def test_settings_that_may_keep_the_samples_are_not_refused(saved: dict[str, Any
 FREEZABLE = "model.layers.1.mlp.down_proj.weight"
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [SINGLE, DP2, PP2, pytest.param(SD2V2, marks=pytest.mark.chosen), SD2S2, SD2S3],
-    ids=lambda layout: layout.name,
-)
-def test_a_parameter_that_is_unfrozen_is_reported(ranks: ForkServer, tmp_path: Path, layout: MatrixLayout) -> None:
-    saved = tmp_path / "saved" / "checkpoint-2"
-    given = settings(layout, tmp_path / "saved", arguments={"max_steps": 2, "save_steps": 2}, frozen=[FREEZABLE])
-    ranks.run(f"{JOBS}:run_with_frozen", layout.nproc, given)
-    logs = {}
-    for frozen in ([FREEZABLE], []):
-        again = settings(layout, tmp_path / "again", saved, arguments={"max_steps": 3}, frozen=frozen)
-        found = ranks.run(f"{JOBS}:run_with_frozen", layout.nproc, again)
-        assert "error" not in found.values[0]
-        logs[len(frozen)] = found.logs[0].read_text()
+def train_frozen_and_unfrozen(layout: MatrixLayout, output_dir: Path) -> None:
     warning = "1 parameter of this run is trained and without optimizer states"
-    assert warning in logs[0]
-    assert f"  - {FREEZABLE}" in logs[0]
-    assert warning not in logs[1]
+
+    def train(name: str, frozen: list[str], resume: str | None, steps: int) -> list[str]:
+        arguments = {"max_steps": steps, "save_steps": steps}
+        trainer = frozen_trainer(
+            frozen, layout=layout.to_json(), output_dir=str(output_dir / name), arguments=arguments
+        )
+        with logged() as lines:
+            trainer.train(resume_from_checkpoint=None if resume is None else str(output_dir / resume))
+        return lines
+
+    train("frozen", [FREEZABLE], None, 2)
+    same = train("same", [FREEZABLE], "frozen/checkpoint-2", 3)
+    assert not any(warning in line for line in same)
+    unfrozen = train("unfrozen", [], "frozen/checkpoint-2", 3)
+    said = [line for line in unfrozen if warning in line]
+    assert len(said) == (int(os.environ["PADDLE_TRAINER_ID"]) == 0)
+    assert all(f"  - {FREEZABLE}" in line for line in said)
+    with pytest.raises(FlexError, match=FREEZABLE):
+        train("again", [FREEZABLE], "unfrozen/checkpoint-3", 4)
 
 
-def test_a_parameter_that_is_frozen_is_refused_with_its_states(ranks: ForkServer, saved: Path, tmp_path: Path) -> None:
-    given = settings(SINGLE, tmp_path, saved, arguments={"max_steps": 3}, frozen=[FREEZABLE])
-    (found,) = ranks.run(f"{JOBS}:run_with_frozen", 1, given).values
-    assert FREEZABLE in found["error"]
+@pytest.mark.parametrize("layout", [SD2V2, PP2, SD2S2, SD2S3], ids=lambda layout: layout.name)
+def test_a_parameter_that_is_unfrozen_is_reported_and_one_that_is_frozen_is_refused_with_its_states(
+    ranks: ForkServer, tmp_path: Path, layout: MatrixLayout
+) -> None:
+    run_on_ranks(ranks, layout.nproc, train_frozen_and_unfrozen, layout=layout, output_dir=tmp_path)
 
 
 @pytest.mark.parametrize("value", ["rope_theta", [1], [""], None])

@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 
 import paddleformers_fc
-from paddleformers_fc.errors import OptionError
+from paddleformers_fc.errors import FlexError, OptionError
 from paddleformers_fc.storage.block_checksums import digest_of
+from tests.harness.on_ranks import on_ranks, run_on_ranks
 from tests.harness.tiny import DP2, EP2, PP2, SD2S2, SD2S3, SD2V1, SD2V2, SINGLE, TP2, MatrixLayout
+from tests.trainer.jobs import flex_trainer, logged
 from verification.digests import canonical_digests
 from verification.forkserver import ForkServer
 
@@ -117,8 +119,7 @@ def assert_planned(checkpoint: paddleformers_fc.Checkpoint) -> None:
     assert checkpoint.plan("tp=2,pp=2,sharding=2,split=true").dropped == []
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("bf16", [True, False], ids=["bfloat16", "float32"])
 def test_an_average_is_loaded_under_every_layout(ranks: ForkServer, tmp_path: Path, bf16: bool) -> None:
     def chosen(layout: MatrixLayout) -> MatrixLayout:
         return half(layout) if bf16 else layout
@@ -131,8 +132,9 @@ def test_an_average_is_loaded_under_every_layout(ranks: ForkServer, tmp_path: Pa
     for layout in (SD2S3, PP2, SD2V2, TP2, SD2S2, SD2V1, SINGLE):
         there = tmp_path / layout.name
         given = {"resume": str(before / "checkpoint-3"), "arguments": {"max_steps": 3}}
-        run(ranks, chosen(layout), there, "resume_and_save_again", **given)
+        _, log = run(ranks, chosen(layout), there, "resume_and_save_again", **given)
         assert list(canonical_digests(there / "checkpoint-3")) == expected, layout.name
+        assert "This run differs from the one that saved step" not in log
         before = there
 
 
@@ -208,12 +210,11 @@ def test_an_evaluation_has_the_averaged_weights_and_training_continues_as_before
 @pytest.mark.parametrize(
     ("layout", "option", "arguments"),
     [
+        (half(SD2V2), "stage1_allgather_overlap", {"flex_ema_evaluate": True, **AVERAGE}),
         (SD2V1, "stage1_broadcast_overlap", {"flex_ema_evaluate": True, **AVERAGE}),
         (SD2V1, "stage1_broadcast_overlap", {"flex_async_save": True}),
-        (half(SD2V2), "stage1_allgather_overlap", {"flex_ema_evaluate": True, **AVERAGE}),
-        (half(SD2V2), "stage1_allgather_overlap", {"flex_async_save": True}),
     ],
-    ids=["broadcast-average", "broadcast-async", "gather-average", "gather-async"],
+    ids=["gather-average", "broadcast-average", "broadcast-async"],
 )
 def test_weights_that_are_received_in_the_next_pass_are_waited_for(
     ranks: ForkServer, tmp_path: Path, layout: MatrixLayout, option: str, arguments: dict[str, Any]
@@ -240,47 +241,26 @@ def test_adapters_are_averaged_and_exported(ranks: ForkServer, tmp_path: Path) -
     assert report.digests() == {name: digest_of(tmp_path / "live" / name) for name in report.files}
     plain = paddleformers_fc.open(third).export(tmp_path / "plain")
     assert plain.digests() != report.digests()
+    with pytest.raises(OptionError, match="'optimizer_state' contains no weights"):
+        paddleformers_fc.open(third).export(tmp_path / "states", role="optimizer_state")
 
 
-def test_frozen_parameters_have_no_average_and_are_exported_as_they_are(ranks: ForkServer, tmp_path: Path) -> None:
+def test_frozen_parameters_have_no_average_until_they_are_trained(ranks: ForkServer, tmp_path: Path) -> None:
     frozen = "model.embed_tokens.weight"
-    run(ranks, DP2, tmp_path, "run_with_frozen", frozen=[frozen])
-    sixth = tmp_path / "checkpoint-6"
-    assert averages(sixth).keys() == weights(sixth).keys() - {frozen}
-    paddleformers_fc.open(sixth).export(tmp_path / "export", role="ema_state")
+    run(ranks, DP2, tmp_path, "run_with_frozen", frozen=[frozen], arguments={"max_steps": 2})
+    second = tmp_path / "checkpoint-2"
+    assert averages(second).keys() == weights(second).keys() - {frozen}
+    paddleformers_fc.open(second).export(tmp_path / "export", role="ema_state")
     exported = paddleformers_fc.open(tmp_path / "export")
-    np.testing.assert_array_equal(exported.read(frozen), weights(sixth)[frozen])
+    np.testing.assert_array_equal(exported.read(frozen), weights(second)[frozen])
     again = tmp_path / "again"
-    given = {"resume": str(sixth), "arguments": {"max_steps": 6}}
-    run(ranks, TP2, again, "resume_and_save_again", **given)
-    assert digests(again / "checkpoint-6") == digests(sixth)
-
-
-def test_the_average_of_a_parameter_that_is_unfrozen_starts_as_a_copy_and_is_reported(
-    ranks: ForkServer, tmp_path: Path
-) -> None:
-    frozen = "model.embed_tokens.weight"
-    run(ranks, SINGLE, tmp_path, "run_with_frozen", arguments={"max_steps": 2}, frozen=[frozen])
-    again = tmp_path / "again"
-    given = {"resume": str(tmp_path / "checkpoint-2"), "arguments": {"max_steps": 3}}
-    _, log = run(ranks, SINGLE, again, "run_with_frozen", frozen=[], **given)
+    given = {"resume": str(second), "arguments": {"max_steps": 3}}
+    _, log = run(ranks, TP2, again, "run_with_frozen", frozen=[], **given)
     assert "Their states start at zero, and their moving averages as copies of the weights." in log
-    found, before, now = (
-        averages(again / "checkpoint-3"),
-        averages(tmp_path / "checkpoint-2"),
-        weights(again / "checkpoint-3"),
-    )
+    found, before, now = averages(again / "checkpoint-3"), averages(second), weights(again / "checkpoint-3")
     np.testing.assert_array_equal(found[frozen], now[frozen])
     other = "model.norm.weight"
     np.testing.assert_allclose(found[other], before[other] + (1 - DECAY) * (now[other] - before[other]), rtol=1e-6)
-
-
-def test_what_a_checkpoint_lacks_is_refused_by_name(ranks: ForkServer, tmp_path: Path) -> None:
-    run(ranks, SINGLE, tmp_path, arguments={"max_steps": 1, "flex_ema_decay": 0.0})
-    with pytest.raises(OptionError, match="no moving average"):
-        paddleformers_fc.open(tmp_path / "checkpoint-1").export(tmp_path / "export", role="ema_state")
-    with pytest.raises(OptionError, match="'optimizer_state' contains no weights"):
-        paddleformers_fc.open(tmp_path / "checkpoint-1").export(tmp_path / "export", role="optimizer_state")
 
 
 # ---- When it is updated, and what is reported.
@@ -299,44 +279,62 @@ def test_an_average_is_updated_when_it_is_due(ranks: ForkServer, tmp_path: Path)
     assert digests(again / "checkpoint-6") == digests(tmp_path / "checkpoint-6")
 
 
-def test_a_run_that_starts_or_ends_an_average_or_changes_it_reports_it(ranks: ForkServer, tmp_path: Path) -> None:
+def resume_with_and_without(output_dir: Path) -> None:
+    """Resume a run that has no average with one, and one that has an average without it or with another one."""
+
+    def train(name: str, resume: str | None = None, **arguments: Any) -> str:
+        given = {**EVERY_STEP, **AVERAGE, **arguments}
+        trainer = flex_trainer(SINGLE.to_json(), str(output_dir / name), given)
+        with logged() as lines:
+            trainer.train(resume_from_checkpoint=resume and str(output_dir / resume))
+        return "\n".join(lines)
+
     three = {"max_steps": 3, "save_steps": 3}
-    run(ranks, SINGLE, tmp_path / "without", arguments={**three, "flex_ema_decay": 0.0})
-    run(ranks, SINGLE, tmp_path / "with", arguments=three)
-    _, late = run(ranks, SINGLE, tmp_path / "late", resume=str(tmp_path / "without" / "checkpoint-3"))
+    train("without", **three, flex_ema_decay=0.0)
+    with pytest.raises(OptionError, match="no moving average"):
+        paddleformers_fc.open(output_dir / "without" / "checkpoint-3").export(output_dir / "export", role="ema_state")
+    late = train("late", "without/checkpoint-3")
     assert "checkpoint-3 has no moving average. It starts as a copy" in late
-    assert_averages(averages(tmp_path / "late" / "checkpoint-6"), reference(tmp_path / "late", [4, 5, 6]))
-    third = str(tmp_path / "with" / "checkpoint-3")
-    one = {"max_steps": 4, "save_steps": 4}
-    _, off = run(ranks, SINGLE, tmp_path / "off", resume=third, arguments={**one, "flex_ema_decay": 0.0})
+    train("with", **three)
+    third, one = "with/checkpoint-3", {"max_steps": 4, "save_steps": 4}
+    off = train("off", third, **one, flex_ema_decay=0.0)
     assert "checkpoint-3 has a moving average of 39 tensors, and this run has none" in off
-    assert (tmp_path / "off" / "checkpoint-4").exists()
-    assert not (tmp_path / "off" / "checkpoint-4" / "ema_state").exists()
-    weights_only = {**UNSAVED, "max_steps": 1, "ignore_load_lr_and_optim": True}
-    _, begun = run(ranks, SINGLE, tmp_path / "new", resume=third, arguments=weights_only)
+    assert (output_dir / "off" / "checkpoint-4").exists()
+    assert not (output_dir / "off" / "checkpoint-4" / "ema_state").exists()
+    begun = train("new", third, **UNSAVED, max_steps=1, ignore_load_lr_and_optim=True)
     assert "checkpoint-3 is not continued, because ignore_load_lr_and_optim starts a new run" in begun
-    other = {**UNSAVED, "max_steps": 4, "flex_ema_decay": 0.5}
-    _, changed = run(ranks, SINGLE, tmp_path / "changed", resume=third, arguments=other)
+    changed = train("changed", third, **UNSAVED, max_steps=4, flex_ema_decay=0.5)
     assert re.search(r"flex_ema_decay +.*0\.9 .*0\.5", changed)
 
 
-def test_an_average_that_fails_on_one_rank_stops_all_ranks_at_the_next_save(ranks: ForkServer, tmp_path: Path) -> None:
-    settings = {"layout": DP2.to_json(), "output_dir": str(tmp_path), "at": 2}
-    arguments = {"max_steps": 6, "save_steps": 3, **AVERAGE}
-    for rank in ranks.run(f"{EMA_JOBS}:fail_to_average", 2, {**settings, "arguments": arguments}).values:
-        assert "MemoryError" in rank["error"]
-        assert "no memory for the average" in rank["error"]
-        assert "on rank 1" in rank["error"]
-        assert rank["step"] == 3
+def test_a_run_that_starts_or_ends_an_average_or_changes_it_reports_it(ranks: ForkServer, tmp_path: Path) -> None:
+    run_on_ranks(ranks, 1, resume_with_and_without, output_dir=tmp_path)
+    late = tmp_path / "late"
+    assert_averages(averages(late / "checkpoint-6"), reference(late, [4, 5, 6]))
+
+
+@on_ranks(layout=DP2)
+def test_an_average_that_fails_on_one_rank_stops_all_ranks_at_the_next_save(
+    layout: MatrixLayout, tmp_path: Path
+) -> None:
+    import paddle.distributed as dist
+
+    from paddleformers_fc.trainer import ema
+
+    trainer = flex_trainer(layout.to_json(), str(tmp_path), {"max_steps": 6, "save_steps": 3, **AVERAGE})
+    original = ema.update_averages
+
+    def update(*given: Any) -> None:
+        if dist.get_rank() == 1 and trainer.state.global_step >= 2:
+            raise MemoryError("no memory for the average")
+        original(*given)
+
+    ema.update_averages = update
+    with pytest.raises(FlexError, match="no memory for the average") as caught:
+        trainer.train()
+    assert all(text in caught.value.render() for text in ("MemoryError", "on rank 1"))
+    assert trainer.state.global_step == 3
     assert not (tmp_path / "checkpoint-3").exists()
-
-
-def test_a_save_beside_training_contains_the_average_of_its_step(ranks: ForkServer, tmp_path: Path) -> None:
-    for name, beside in (("beside", True), ("in-step", False)):
-        run(ranks, half(SD2V2), tmp_path / name, arguments={"flex_async_save": beside, "save_steps": 2})
-    for step in (2, 4, 6):
-        found, wanted = (tmp_path / name / f"checkpoint-{step}" for name in ("beside", "in-step"))
-        assert list(canonical_digests(found)) == list(canonical_digests(wanted))
 
 
 @pytest.mark.slow

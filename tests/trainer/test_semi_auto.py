@@ -14,8 +14,8 @@ import pytest
 
 import paddleformers_fc
 from tests.harness.on_ranks import on_ranks
-from tests.harness.tiny import DP2, PP2, SD2S3, SD2V1, SD2V2, SINGLE, TP2, TP2SD2V2, MatrixLayout, Samples
-from tests.trainer.jobs import TO_BEST
+from tests.harness.tiny import DP2, PP2, SD2S3, SD2V1, SD2V2, SINGLE, TP2, TP2SD2V2, MatrixLayout
+from tests.trainer.jobs import TO_BEST, few_samples
 from tests.trainer.semi_auto_jobs import trainer_of
 from verification.digests import canonical_digests
 from verification.forkserver import ForkServer
@@ -271,7 +271,7 @@ def test_the_semi_automatic_trainer_resumes_its_own_run(ranks: ForkServer, tmp_p
 @on_ranks(layout=DP2)
 def test_the_best_weights_of_a_semi_automatic_run_are_evaluated_after_it(layout: MatrixLayout, tmp_path: Path) -> None:
     """The evaluation before has left the last layers gathered."""
-    trainer = trainer_of(layout.to_json(), str(tmp_path), True, {**TO_BEST, "max_steps": 3}, eval_dataset=Samples())
+    trainer = trainer_of(layout.to_json(), str(tmp_path), True, {**TO_BEST, "max_steps": 3}, eval_dataset=few_samples())
     trainer.train()
     assert trainer.evaluate()["eval_loss"] == trainer.state.best_metric
 
