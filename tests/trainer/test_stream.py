@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
+import math
 import os
 import re
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from safetensors.numpy import load_file
 
 import paddleformers_fc
+from paddleformers_fc.errors import FlexError, OptionError
 from paddleformers_fc.storage.safetensors import read_header
 from tests.harness.limits import LIMIT
+from tests.harness.on_ranks import on_ranks
 from tests.harness.tiny import EP2, PP2, SD2S3, SD2V1, SINGLE, TP2, TP2PP2, MatrixLayout
+from tests.trainer.jobs import flex_trainer
+from tests.trainer.stream_jobs import RECEIVED, digests_of
 from tests.trainer.test_pretrained import weights_of
 from verification.forkserver import ForkServer
 
@@ -55,8 +63,9 @@ def export_of(checkpoint: Path, target: Path, **options: Any) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("layout", "settings"),
     [
-        *((SINGLE, {}), (TP2, {}), (PP2, TIED), (TP2PP2, {}), (SD2V1, {}), (SD2S3, {}), (EP2, ERNIE)),
-        *((layout, {"united": True}) for layout in (TP2, SD2S3, TP2PP2)),
+        pytest.param(TP2, {}, marks=pytest.mark.chosen),
+        pytest.param(SD2S3, {"united": True}, marks=pytest.mark.chosen),
+        *((SINGLE, {}), (PP2, TIED), (TP2PP2, {}), (SD2V1, {}), (SD2S3, {}), (EP2, ERNIE), (TP2PP2, {"united": True})),
     ],
     ids=lambda value: value.name if isinstance(value, MatrixLayout) else "",
 )
@@ -92,72 +101,139 @@ def test_adapters_are_streamed_alone_or_merged_into_their_base(ranks: ForkServer
     assert second["first"] == {}
 
 
-def test_a_stream_between_steps_changes_no_loss_and_keeps_its_plan(ranks: ForkServer, tmp_path: Path) -> None:
-    streamed = ranks.run(f"{JOBS}:between_steps", 2, job(TP2, tmp_path / "streamed")).values
-    plain = ranks.run("tests.trainer.jobs:run", 2, job(TP2, tmp_path / "plain")).values
-    assert [one["losses"] for one in streamed] == [one["losses"] for one in plain]
-    one, two = streamed[0]["streams"]
+def losses(trainer: Any) -> list[float]:
+    trainer.train()
+    found: list[float] = trainer.losses
+    return found
+
+
+@on_ranks(layout=TP2)
+def test_a_stream_between_steps_changes_no_loss_keeps_its_plan_and_holds_few_tensors(
+    layout: MatrixLayout, tmp_path: Path
+) -> None:
+    from paddleformers.trainer import TrainerCallback
+
+    from paddleformers_fc.distributed.communicator import Communicator
+    from paddleformers_fc.execute import stream
+
+    streams: list[dict[str, str]] = []
+    exchanges: list[list[str]] = []
+    doing: list[str] = []
+    gather = Communicator.gather
+
+    def noting(self: Any, what: str, *args: Any, **kwargs: Any) -> Any:
+        doing.append(what)
+        return gather(self, what, *args, **kwargs)
+
+    class StreamEveryStep(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            doing.clear()
+            streams.append(digests_of(paddleformers_fc.stream(trainer.model)))
+            exchanges.append(list(doing))
+
+    plain = losses(flex_trainer(**job(layout, tmp_path / "plain")))
+    Communicator.gather = noting  # type: ignore[method-assign]
+    trainer = flex_trainer(**job(layout, tmp_path / "streamed"), callbacks=[StreamEveryStep()])
+    assert losses(trainer) == plain
+    one, two = streams
     assert one.keys() == two.keys()
     assert one != two
     # Of the second stream no exchange plans; every word is followed by the weights of a batch.
-    first, second = streamed[0]["exchanges"]
+    first, second = exchanges
     assert set(second) == {"beginning a stream", "streaming weights"}
     assert {"describing shards", "planning a stream"} <= set(first)
+    # Half of the bound, or the largest tensor; the caller has the last one of the batch before.
+    bound, empty = 1 << 18, stream.empty_tensor
+    made: list[tuple[Any, int]] = []
+    most = 0
+
+    def counting(shard: Any) -> Any:
+        nonlocal most
+        tensor = empty(shard)
+        made.append((weakref.ref(tensor), 4 * math.prod(shard.global_shape)))
+        most = max(most, sum(size for reference, size in made if reference() is not None))
+        return tensor
+
+    stream.empty_tensor = counting
+    for _ in paddleformers_fc.stream(trainer.model, max_bytes=bound):
+        pass
+    sizes = [size for _, size in made]
+    assert sum(sizes) > 2 * bound
+    assert most <= max(bound // 2, max(sizes)) + max(sizes)
 
 
-def test_an_error_on_one_rank_ends_the_stream_on_all(ranks: ForkServer, tmp_path: Path) -> None:
-    first, last = ranks.run(f"{JOBS}:broken", 2, job(TP2, tmp_path)).values
-    for case in ("arguments", "requests", "names", "ranks", "adapters", "reading"):
-        assert first[case] == last[case]
-    assert first["arguments"].startswith("OptionError: Invalid argument: device='gpu'")
-    assert first["requests"] == "MismatchError: The ranks ask for different streams."
-    assert first["names"].startswith("OptionError: The model has no such tensor")
-    assert first["ranks"] == "OptionError: The job has no rank 9."
-    assert first["adapters"] == "OptionError: The model has no adapters."
-    assert "no memory for pieces" in first["reading"]
-    assert first["early"] == "PeerError: Rank 1 has ended the stream before its end."
-    assert last["early"] == "none, 3 tensors"
-    assert first["last"] == "PeerError: Rank 1 has ended the stream before its end."
-    assert last["last"] == "none, 1 tensors"
-    assert first["whole"] == last["whole"] != "none, 0 tensors"
+@on_ranks(layout=TP2)
+def test_an_error_on_one_rank_ends_the_stream_on_all(layout: MatrixLayout, tmp_path: Path) -> None:
+    import paddle
+
+    from paddleformers_fc.execute.stream import LiveReader
+
+    model = flex_trainer(**job(layout, tmp_path)).model
+    is_last = paddle.distributed.get_rank() == 1
+
+    def stream(**given: Any) -> Any:
+        return paddleformers_fc.stream(model, max_bytes=4096, **given)
+
+    for given, text in (
+        ({"device": "gpu" if is_last else "host"}, "OptionError: Invalid argument: device='gpu'"),
+        ({"to": "first" if is_last else "all"}, "MismatchError: The ranks ask for different streams."),
+        ({"names": ["model.norm.weigth"]}, "OptionError: The model has no such tensor"),
+        ({"to": [9]}, "OptionError: The job has no rank 9."),
+        ({"adapters": True}, "OptionError: The model has no adapters."),
+    ):
+        with pytest.raises(FlexError) as caught:
+            digests_of(stream(**given))
+        assert f"{type(caught.value).__name__}: {caught.value.what}".startswith(text)
+    read, calls = LiveReader._read, []
+
+    def failing(self: Any, pieces: Any) -> Any:
+        calls.append(1)
+        if is_last and len(calls) > 2:
+            raise MemoryError("no memory for pieces")
+        return read(self, pieces)
+
+    with mock.patch.object(LiveReader, "_read", failing), pytest.raises(FlexError, match="no memory for pieces"):
+        digests_of(stream())
+    for wanted, given in ((3, {}), (1, {"names": ["model.norm.weight"]})):
+        tensors = iter(stream(**given))
+        if is_last:
+            assert len([*itertools.islice(tensors, wanted)]) == wanted
+            tensors.close()
+            continue
+        with pytest.raises(FlexError, match="Rank 1 has ended the stream before its end"):
+            digests_of(tensors)
+    assert model.state_dict().keys() >= {"model.norm.weight"} <= digests_of(stream()).keys()
 
 
 @pytest.mark.parametrize("layout", [TP2, SD2S3], ids=lambda layout: layout.name)
-def test_weights_are_passed_to_a_function_every_some_steps(
-    ranks: ForkServer, tmp_path: Path, layout: MatrixLayout
-) -> None:
+@on_ranks(2)
+def test_weights_are_passed_to_a_function_every_some_steps(layout: MatrixLayout, tmp_path: Path) -> None:
     arguments = {"max_steps": 4, "save_steps": 2}
-    given = job(layout, tmp_path / "pushed", arguments={**arguments, "flex_stream": {"steps": 2, "to": PUSHED}})
-    first, second = ranks.run(f"{JOBS}:pushing", 2, given).values
-    plain = ranks.run("tests.trainer.jobs:run", 2, job(layout, tmp_path / "plain", arguments=arguments)).values
-    assert [first["losses"], second["losses"]] == [one["losses"] for one in plain]
-    assert second["pushed"] == []
-    assert [step for step, _ in first["pushed"]] == [2, 4]
-    for step, got in first["pushed"]:
+    plain = losses(flex_trainer(**job(layout, tmp_path / "plain", arguments=arguments)))
+    pushing = {**arguments, "flex_stream": {"steps": 2, "to": PUSHED}}
+    trainer = flex_trainer(**job(layout, tmp_path / "pushed", arguments=pushing))
+    assert losses(trainer) == plain
+    assert [step for step, _ in RECEIVED] == ([2, 4] if trainer.args.process_index == 0 else [])
+    for step, got in RECEIVED:
         assert got == export_of(tmp_path / f"pushed/checkpoint-{step}", tmp_path / f"hf-{step}")
 
 
-@pytest.mark.parametrize("when", ["before", "within", "after"])
-def test_an_error_of_the_function_ends_the_step_on_all_ranks(ranks: ForkServer, tmp_path: Path, when: str) -> None:
-    push = {"flex_stream": {"steps": 1, "to": f"{JOBS}.fail_{when}"}}
-    first, second = ranks.run(f"{JOBS}:pushing", 2, job(TP2, tmp_path, arguments=push)).values
-    assert first["error"] == second["error"]
-    assert f"the engine is gone {when}" in first["error"]
+@on_ranks(layout=TP2)
+def test_a_function_may_end_the_stream_early_and_its_errors_end_the_step_on_all_ranks(
+    layout: MatrixLayout, tmp_path: Path
+) -> None:
+    def training(name: str) -> Any:
+        push = {"flex_stream": {"steps": 1, "to": f"{JOBS}.{name}"}}
+        return flex_trainer(**job(layout, tmp_path / name, arguments=push))
 
-
-def test_a_function_need_not_read_the_stream_to_its_end(ranks: ForkServer, tmp_path: Path) -> None:
-    push = {"flex_stream": {"steps": 1, "to": f"{JOBS}.take_one"}}
-    first, second = ranks.run(f"{JOBS}:pushing", 2, job(TP2, tmp_path, arguments=push)).values
-    assert len(first["losses"]) == len(second["losses"]) == 2
-
-
-def test_a_function_that_cannot_be_called_is_refused_on_all_ranks(ranks: ForkServer, tmp_path: Path) -> None:
-    for to, why in ((f"{JOBS}.absent", "has no attribute 'absent'"), (f"{JOBS}.RECEIVED", "it is a list")):
-        given = job(TP2, tmp_path, arguments={"flex_stream": {"steps": 1, "to": to}})
-        first, second = ranks.run(f"{JOBS}:pushing", 2, given).values
-        assert first["error"] == second["error"]
-        assert f"OptionError: flex_stream cannot pass weights to {to}." in first["error"]
-        assert why in first["error"]
+    for when in ("before", "within", "after"):
+        with pytest.raises(FlexError, match=f"the engine is gone {when}"):
+            training(f"fail_{when}").train()
+    for name, why in (("absent", "has no attribute 'absent'"), ("RECEIVED", "it is a list")):
+        with pytest.raises(OptionError, match=f"flex_stream cannot pass weights to {JOBS}.{name}.") as refused:
+            training(name).train()
+        assert why in refused.value.render()
+    assert len(losses(training("take_one"))) == 2
 
 
 @pytest.mark.skipif(not ENGINE, reason="needs torch 2.13.0 and transformers 5.3.0 of the interpreter ENGINE_PYTHON")
@@ -167,11 +243,3 @@ def test_another_process_computes_the_same_logits(tmp_path: Path) -> None:
     apart = re.findall(r"^step (\d): logits differ by at most (\S+) of the largest$", done.stdout, re.MULTILINE)
     assert [step for step, _ in apart] == ["1", "2", "3"]
     assert all(float(number) < 2e-6 for _, number in apart)
-
-
-def test_a_stream_holds_few_of_its_tensors_at_a_time(ranks: ForkServer, tmp_path: Path) -> None:
-    bound = 1 << 18
-    for found in ranks.run(f"{JOBS}:most_bytes", 2, {**job(TP2, tmp_path), "max_bytes": bound}).values:
-        assert found["total"] > 2 * bound
-        # Half of the bound, or the largest tensor; the caller has the last one of the batch before.
-        assert found["most"] <= max(bound // 2, found["largest"]) + found["largest"]
