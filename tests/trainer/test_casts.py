@@ -12,6 +12,9 @@ import paddle
 import pytest
 
 import paddleformers_fc
+from paddleformers_fc.errors import MismatchError
+from tests.harness import tiny
+from tests.harness.on_ranks import on_ranks
 from tests.harness.tiny import SD2V2, SINGLE, TP2, MatrixLayout
 from verification.digests import canonical_digests
 from verification.forkserver import ForkServer
@@ -115,8 +118,36 @@ def test_another_precision_is_refused_without_the_option(
     assert not found["changed"]
 
 
-def test_a_script_loads_in_another_precision_on_request(ranks: ForkServer, tmp_path: Path) -> None:
-    (found,) = ranks.run("tests.trainer.optimizer_jobs:load_in_float32", 1, {"output_dir": str(tmp_path)}).values
-    assert "DTYPE: stored and wanted differ" in found["refused"]
-    assert found["casts"] == [f"model_state from master_weight float32 to float32: {found['tensors']} tensors"]
-    assert not found["wrong"]
+@on_ranks(layout=SINGLE)
+def test_a_script_loads_in_another_precision_on_request(layout: MatrixLayout, tmp_path: Path) -> None:
+    args = tiny.training_arguments(layout, str(tmp_path / "out"))
+
+    def made(layout: MatrixLayout) -> tuple[Any, Any]:
+        model = tiny.build("llama", layout, args)
+        return model, paddle.optimizer.AdamW(parameters=model.parameters(), multi_precision=layout.bf16)
+
+    def masters(model: Any, optimizer: Any) -> dict[str, bytes]:
+        held = {name: one.local_tensor.name for name, one in model.sharded_state_dict().items()}
+        return {name: optimizer._master_weights[own].numpy().tobytes() for name, own in held.items()}
+
+    half, optimizer = made(HALF)
+    block = paddle.base.framework.default_main_program().global_block()
+    optimizer._create_accumulators(block, half.parameters())
+    for master in optimizer._master_weights.values():
+        master.set_value(master + 1e-4)  # Digits that bfloat16 does not have.
+    first, second = tmp_path / "checkpoint-1", tmp_path / "checkpoint-2"
+    paddleformers_fc.save(first, half, optimizer, step=1)
+    expected = masters(half, optimizer)
+    full, other = made(layout)
+    with pytest.raises(MismatchError) as refused:
+        paddleformers_fc.load(first, full, other)
+    assert "DTYPE: stored and wanted differ" in refused.value.render()
+    report = paddleformers_fc.load(first, full, other, allow_casts=True)
+    weights = {name: one.local_tensor.numpy().tobytes() for name, one in full.sharded_state_dict().items()}
+    assert weights == expected
+    assert report.casts == [f"model_state from master_weight float32 to float32: {len(weights)} tensors"]
+    # Weights alone give a bfloat16 model all digits of its master weights.
+    paddleformers_fc.save(second, full, step=2)
+    third, last = made(HALF)
+    paddleformers_fc.load(second, third, last, allow_casts=True)
+    assert masters(third, last) == expected

@@ -9,15 +9,19 @@ import inspect
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import paddle
 import pytest
 
 import paddleformers_fc
-from paddleformers_fc.errors import OptionError
+from paddleformers_fc.errors import FlexError, OptionError
 from paddleformers_fc.layout.roles import OPTIMIZERS, StateShape, split_state_name
+from tests.harness import tiny
+from tests.harness.on_ranks import on_ranks, run_on_ranks
 from tests.harness.tiny import SD2V1, SD2V2, SINGLE, TP2, MatrixLayout
-from tests.trainer.optimizer_jobs import CHOICES
+from tests.trainer.jobs import flex_trainer, logged
+from tests.trainer.optimizer_jobs import CHOICES, WHOLE, trainer_of
 from verification.digests import canonical_digests
 from verification.forkserver import ForkServer
 
@@ -83,13 +87,71 @@ def test_one_number_per_shard_is_exact_while_tensors_are_cut_alike_and_else_refu
     assert "exact only while tensors are cut in the same way" in whole
 
 
-@pytest.mark.parametrize("kind", ["Own", "NAdam"])
-def test_an_undeclared_optimizer_is_refused_with_what_to_declare(ranks: ForkServer, tmp_path: Path, kind: str) -> None:
-    (text,) = ranks.run(f"{JOBS}:train_undeclared", 1, {"kind": kind, "output_dir": str(tmp_path)}).values
-    assert f"does not support the optimizer {kind}, which is not declared" in text
-    accumulators = "beta2_pow, moment1, moment2, momentum_decay_pow, mu_product"
-    assert accumulators in text or kind == "Own"
-    assert f"register_optimizer({kind}, like_parameter=[...], numbers=[...])" in text
+class Chosen:
+    """Makes Trainers with an optimizer of a class."""
+
+    def __init__(self, kind: Any, **options: Any) -> None:
+        self.kind, self.options = kind, options
+
+    def __call__(self, layout: MatrixLayout, output_dir: Path) -> Any:
+        from paddleformers_fc import FlexTrainer
+
+        chosen = self
+
+        class Trainer(FlexTrainer):
+            def create_optimizer(self, lr_scheduler: Any = None) -> Any:
+                self.optimizer = chosen.of(self.model)
+
+        return flex_trainer(layout.to_json(), str(output_dir), {"max_steps": 2, "save_steps": 2}, cls=Trainer)
+
+    def of(self, model: Any) -> Any:
+        """The optimizer of a model."""
+        return self.kind(parameters=model.parameters(), learning_rate=0.01, **self.options)
+
+
+@on_ranks(layout=SINGLE)
+def test_an_undeclared_optimizer_is_refused_with_what_to_declare(layout: MatrixLayout, tmp_path: Path) -> None:
+    from paddleformers.trainer import TrainerCallback
+
+    from paddleformers_fc import FlexTrainer, FlexTrainingArguments
+
+    class Fail(TrainerCallback):
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            raise AssertionError("a step has begun")
+
+    class Own(paddle.optimizer.AdamW):
+        """A subclass with one state more."""
+
+        def _add_moments_pows(self, p: Any) -> None:
+            super()._add_moments_pows(p)
+            self._add_accumulator("third", p)
+
+    def train(kind: Any) -> None:
+        trainer = Chosen(kind)(layout, tmp_path)
+        trainer.add_callback(Fail())
+        trainer.train()
+
+    def give_to_a_trainer(kind: Any) -> None:
+        args = tiny.training_arguments(layout, str(tmp_path), cls=FlexTrainingArguments, flex_checkpoint=True)
+        model = tiny.build("llama", layout, args)
+        tiny.trainer(model, args, cls=FlexTrainer, optimizers=(Chosen(kind).of(model), None))
+
+    optimizers = paddle.optimizer
+    for use, kind, states in (
+        (train, Own, ""),
+        (train, optimizers.NAdam, NADAM),
+        (give_to_a_trainer, optimizers.Adam, ""),
+    ):
+        with pytest.raises(OptionError) as refused:
+            use(kind)
+        text = refused.value.render()
+        assert f"does not support the optimizer {kind.__name__}, which is not declared" in text
+        assert states in text
+        assert f"register_optimizer({kind.__name__}, like_parameter=[...], numbers=[...])" in text
+
+
+NADAM = "beta2_pow, moment1, moment2, momentum_decay_pow, mu_product"
+"""The accumulators of an optimizer."""
 
 
 def test_a_declaration_is_validated() -> None:
@@ -122,63 +184,79 @@ def test_offloaded_parameters_and_adamw_mini_under_tensor_parallelism_are_refuse
     assert "AdamW Mini currently doesn't support tensor parallelism." in source
 
 
-def test_a_state_without_the_declared_shape_is_refused_by_name(ranks: ForkServer, tmp_path: Path) -> None:
-    messages = {
-        "Adagrad": "declared shape: moment",
-        "Adam": "and in this package 'one number'",
-        "ASGD": "declared shape: y",
+def train_misdeclared(layout: MatrixLayout, output_dir: Path) -> None:
+    declared: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+        "Adagrad": ({"numbers": ["moment"]}, {}, "declared shape: moment"),
+        "ASGD": ({"like_parameter": ["d", "y"], "numbers": ["m"]}, {"batch_num": 1}, "declared shape: y"),
     }
-    for layout in (SINGLE, SD2V2):
-        job = {"output_dir": str(tmp_path / layout.name), "layout": layout.to_json()}
-        found = ranks.run(f"{JOBS}:train_misdeclared", layout.nproc, job).values[0]
-        assert {kind: text in found[kind] for kind, text in messages.items()} == dict.fromkeys(messages, True), found
+    for kind, (given, options, text) in declared.items():
+        chosen = getattr(paddle.optimizer, kind)
+        paddleformers_fc.register_optimizer(chosen, **given)
+        trainer = Chosen(chosen, **options)(layout, output_dir / kind)
+        with pytest.raises(FlexError) as refused:
+            trainer.train()
+        assert text in refused.value.render()
 
 
-def test_another_optimizer_is_reported_where_its_states_have_the_same_names_and_else_refused(
-    ranks: ForkServer, tmp_path: Path
+@pytest.mark.parametrize("layout", [SD2V2, SINGLE], ids=lambda layout: layout.name)
+def test_a_state_without_the_declared_shape_is_refused_by_name(
+    ranks: ForkServer, tmp_path: Path, layout: MatrixLayout
 ) -> None:
-    given = {"layout": SINGLE.to_json(), "keys": ["adamw", "sgd"], "output_dir": str(tmp_path)}
-    ranks.run(f"{JOBS}:train_and_resume", 1, given)
-
-    def resume(saved: str, key: str, **arguments: object) -> tuple[str, str]:
-        directory = tmp_path / saved / "whole/checkpoint-2"
-        job = {"key": key, "layout": SINGLE.to_json(), "output_dir": str(tmp_path / "out"), "resume": str(directory)}
-        result = ranks.run(f"{JOBS}:resume_with", 1, {**job, **arguments})
-        return result.values[0], result.logs[0].read_text()
-
-    error, log = resume("adamw", "lamb")
-    assert (
-        error,
-        " ".join(log.split()).count("optimizer paddle.optimizer.adamw.AdamW paddle.optimizer.lamb.Lamb"),
-    ) == ("", 1)
-    error, log = resume("sgd", "adamw")
-    assert (error, "paddle.optimizer.sgd.SGD" in log, "without optimizer states in" in log) == ("", True, True)
-    error, _ = resume("adamw", "momentum")
-    assert "Resume with the optimizer and the trained parameters of the run that saved it." in error
-    assert "ignore_load_lr_and_optim: true" in error
-    assert resume("adamw", "momentum", ignore_load_lr_and_optim=True)[0] == ""
-    _, log = resume("adamw", "adamw")
-    assert "paddle.optimizer.adamw.AdamW" not in log
+    run_on_ranks(ranks, layout.nproc, train_misdeclared, layout=layout, output_dir=tmp_path)
 
 
-def test_a_learning_rate_scheduler_of_the_optimizer_alone_is_resumed(ranks: ForkServer, tmp_path: Path) -> None:
-    whole = {"output_dir": str(tmp_path / "whole")}
-    (rates,) = ranks.run(f"{JOBS}:train_with_own_scheduler", 1, whole).values
+@on_ranks(layout=SINGLE)
+def test_another_optimizer_is_reported_where_its_states_have_the_same_names_and_else_refused(
+    layout: MatrixLayout, tmp_path: Path
+) -> None:
+    for key in ("adamw", "sgd"):
+        trainer_of(key, layout.to_json(), str(tmp_path / key), max_steps=2, save_steps=2).train()
+
+    def resume(saved: str, key: str, **arguments: Any) -> str:
+        trainer = trainer_of(key, layout.to_json(), str(tmp_path / "out"), max_steps=3, **arguments)
+        with logged() as lines:
+            trainer.train(resume_from_checkpoint=str(tmp_path / saved / "checkpoint-2"))
+        return " ".join("\n".join(lines).split())
+
+    assert resume("adamw", "lamb").count("optimizer paddle.optimizer.adamw.AdamW paddle.optimizer.lamb.Lamb") == 1
+    log = resume("sgd", "adamw")
+    assert "paddle.optimizer.sgd.SGD" in log
+    assert "without optimizer states in" in log
+    with pytest.raises(FlexError) as refused:
+        resume("adamw", "momentum")
+    text = refused.value.render()
+    assert "Resume with the optimizer and the trained parameters of the run that saved it." in text
+    assert "ignore_load_lr_and_optim: true" in text
+    resume("adamw", "momentum", ignore_load_lr_and_optim=True, flex_ema_decay=0.9)
+    assert "paddle.optimizer.adamw.AdamW" not in resume("adamw", "adamw")
+    with pytest.raises(OptionError, match="flex_ema_decay does not support the optimizer SGD"):
+        resume("sgd", "sgd", flex_ema_decay=0.9)
+
+
+@on_ranks(layout=SINGLE)
+def test_a_learning_rate_scheduler_of_the_optimizer_alone_is_resumed(layout: MatrixLayout, tmp_path: Path) -> None:
+    from paddleformers.trainer import TrainerCallback
+
+    def train(name: str, resume: str | None = None) -> list[float]:
+        trainer = flex_trainer(layout.to_json(), str(tmp_path / name), WHOLE)
+        scheduler = paddle.optimizer.lr.StepDecay(learning_rate=0.01, step_size=1, gamma=0.5)
+        trainer.optimizer = paddle.optimizer.AdamW(parameters=trainer.model.parameters(), learning_rate=scheduler)
+        rates: list[float] = []
+
+        class Halve(TrainerCallback):
+            def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+                rates.append(trainer.optimizer.get_lr())
+                scheduler.step()
+
+        trainer.add_callback(Halve())
+        trainer.train(resume_from_checkpoint=resume)
+        return rates
+
+    rates = train("whole")
     # The scheduler is saved at the end of a step, after the callback.
-    again = {"output_dir": str(tmp_path / "again"), "resume": str(tmp_path / "whole/checkpoint-2")}
-    (resumed,) = ranks.run(f"{JOBS}:train_with_own_scheduler", 1, again).values
+    assert train("again", str(tmp_path / "whole/checkpoint-2")) == rates[2:]
     assert rates == [0.01, 0.005, 0.0025, 0.00125]
-    assert resumed == rates[2:]
-    assert list(canonical_digests(tmp_path / "again/checkpoint-4")) == list(
-        canonical_digests(tmp_path / "whole/checkpoint-4")
-    )
-
-
-def test_a_moving_average_is_refused_with_an_optimizer_without_states(ranks: ForkServer, tmp_path: Path) -> None:
-    job = {"layout": SINGLE.to_json(), "output_dir": str(tmp_path), "resume": None, "flex_ema_decay": 0.9}
-    found = {key: ranks.run(f"{JOBS}:resume_with", 1, {**job, "key": key}).values[0] for key in ("sgd", "momentum")}
-    assert "flex_ema_decay does not support the optimizer SGD" in found["sgd"]
-    assert found["momentum"] == ""
+    assert digests(tmp_path / "again/checkpoint-4") == digests(tmp_path / "whole/checkpoint-4")
 
 
 # ---- The table of the page.

@@ -202,7 +202,7 @@ def test_an_error_on_one_rank_ends_the_stream_on_all(layout: MatrixLayout, tmp_p
             continue
         with pytest.raises(FlexError, match="Rank 1 has ended the stream before its end"):
             digests_of(tensors)
-    assert model.state_dict().keys() >= {"model.norm.weight"} <= digests_of(stream()).keys()
+    assert "model.norm.weight" in digests_of(stream())
 
 
 @pytest.mark.parametrize("layout", [TP2, SD2S3], ids=lambda layout: layout.name)
