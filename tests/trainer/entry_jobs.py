@@ -96,24 +96,6 @@ def parse_after_registration(path: str, values: Mapping[str, Any]) -> dict[str, 
     }
 
 
-def stock_trainer_with_our_callback(output_dir: str) -> str:
-    """Return the error of a Trainer that ignores ``flex_checkpoint`` although its arguments set it."""
-    from paddleformers.trainer import Trainer
-
-    from paddleformers_fc import FlexCheckpointCallback, FlexTrainingArguments
-    from paddleformers_fc.errors import EnvironmentMismatch
-    from paddleformers_fc.trainer.entry import detach
-
-    args = tiny.training_arguments(tiny.SINGLE, output_dir, cls=FlexTrainingArguments, flex_checkpoint=True)
-    detach()
-    model = tiny.build("llama", tiny.SINGLE, args)
-    try:
-        tiny.trainer(model, args, cls=Trainer, callbacks=[FlexCheckpointCallback()])
-    except EnvironmentMismatch as error:
-        return str(error)
-    return ""
-
-
 def write_corpus(directory: str, text: str) -> None:
     """A tokenizer trained on a text, a tiny Llama for it, and the text's paragraphs as training data."""
     from paddleformers.transformers import LlamaForCausalLM
@@ -209,20 +191,3 @@ def stock_enumerations(output_dir: str) -> dict[str, list[str]]:
     kinds = {key: type(value) for key, value in vars(arguments).items() if isinstance(value, Enum)}
     # One process has no sharding.
     return {key: [one.value for one in kind] for key, kind in {**kinds, "sharding": ShardingOption}.items()}
-
-
-def refused_key(**keys: Any) -> dict[str, Any]:
-    """Parse keys as the stock command line does; the error, and whether a process group was begun before it."""
-    from paddle.distributed import parallel
-    from paddleformers.cli.hparams import parser
-    from paddleformers.trainer import PdArgumentParser
-
-    from paddleformers_fc.errors import OptionError
-    from paddleformers_fc.trainer.entry import install
-
-    install()
-    try:
-        PdArgumentParser(parser._TRAIN_ARGS).parse_dict(keys, return_unknown_ars=True)
-    except OptionError as error:
-        return {"text": error.render(), "begun": parallel.parallel_helper._is_parallel_ctx_initialized()}
-    return {}

@@ -112,13 +112,25 @@ def convert(source: Path, target: Path) -> None:
     paddleformers_fc.open(source).convert(target)
 
 
-def test_a_document_that_contradicts_the_manifest_is_refused_on_every_rank(
-    ranks: ForkServer, third: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("name", "values", "error", "evidence"),
+    [
+        ("trainer/rng-00001.json", {"world_size": 4}, "Corrupt", "trainer/rng-00001.json has number of ranks 4"),
+        pytest.param(
+            *("trainer/scheduler.json", {"last_epoch": "3"}, "FormatError", "last_epoch: str in place of int"),
+            marks=pytest.mark.chosen,
+        ),
+    ],
+)
+def test_a_document_that_contradicts_the_manifest_or_the_run_is_refused_on_every_rank(
+    ranks: ForkServer, third: Path, tmp_path: Path, name: str, values: dict[str, Any], error: str, evidence: str
 ) -> None:
-    name, values, evidence = CONTRADICTIONS[3]
     broken = edited(Path(shutil.copytree(third, tmp_path / "checkpoint-3")), name, **values)
     given = settings(DP2, tmp_path / "out", broken, **SIX_STEPS, flex_verify="off")
-    assert evidence in the_one_refusal(ranks.run(f"{JOBS}:refused", 2, given).values)
+    first, second = ranks.run(f"{JOBS}:refused", 2, given).values
+    assert first == second
+    assert (first["error"], first["changed"]) == (error, False)
+    assert evidence in first["text"]
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from paddleformers_fc.cpu_runtime.ranks import free_ports
 from paddleformers_fc.storage.manifest import read_manifest
 from paddleformers_fc.trainer.register import PATH
 from tests.harness.limits import LIMIT
+from tests.harness.on_ranks import on_ranks
 from tests.harness.tiny import SINGLE
 from tests.trainer.test_trainer import JOBS, SIX_STEPS, settings
 from verification.digests import canonical_digests
@@ -292,16 +293,41 @@ def test_the_command_line_refuses_a_contradiction_by_both_keys(ranks: ForkServer
     assert not list(tmp_path.glob("out/checkpoint-*"))
 
 
-@pytest.mark.parametrize(("key", "meant"), [("flex_verfy", "flex_verify"), ("save_stps", "save_steps")])
-def test_an_unknown_key_beside_ours_is_refused_before_a_process_group(ranks: ForkServer, key: str, meant: str) -> None:
-    keys = {"flex_checkpoint": True, "output_dir": "out", key: 1}
-    for found in ranks.run(f"{ENTRY}:refused_key", 2, keys).values:
-        assert f"{key}: is {meant} meant?" in found["text"]
-        assert not found["begun"]
+@on_ranks(2)
+def test_keys_that_cannot_be_meant_are_refused_before_a_process_group() -> None:
+    from paddle.distributed import parallel
+    from paddleformers.cli.hparams import parser
+    from paddleformers.trainer import PdArgumentParser
+
+    from paddleformers_fc.errors import OptionError
+    from paddleformers_fc.trainer.entry import install
+
+    install()
+    for text, refused in (
+        ("flex_verfy: 1", "flex_verfy: is flex_verify meant?"),
+        ("save_stps: 1", "save_stps: is save_steps meant?"),
+        ("learning_rate: 5e-3", "learning_rate: '5e-3' is not a number"),
+    ):
+        keys = {"flex_checkpoint": True, "output_dir": "out", **yaml.safe_load(text)}
+        with pytest.raises(OptionError) as caught:
+            PdArgumentParser(parser._TRAIN_ARGS).parse_dict(keys, return_unknown_ars=True)
+        assert refused in caught.value.render()
+    assert not parallel.parallel_helper._is_parallel_ctx_initialized()
 
 
-def test_a_number_that_yaml_reads_as_text_is_refused_before_a_process_group(ranks: ForkServer) -> None:
-    keys = {"output_dir": "out", **yaml.safe_load("learning_rate: 5e-3\nflex_checkpoint: true")}
-    for found in ranks.run(f"{ENTRY}:refused_key", 2, keys).values:
-        assert "learning_rate: '5e-3' is not a number" in found["text"]
-        assert not found["begun"]
+def test_a_worker_stops_on_a_renamed_method_and_trains_without_flex_checkpoint(
+    ranks: ForkServer, corpus: Path, tmp_path: Path
+) -> None:
+    def train(path: Path) -> tuple[bool, str]:
+        given = {"yaml": str(path), "name": "_save_checkpoint"}
+        result = ranks.attempt("tests.trainer.upstream_jobs:command_line_with_a_renamed_method", 1, given)
+        return result.ok, result.logs[0].read_text()
+
+    ok, log = train(write_yaml(corpus, tmp_path / "out"))
+    assert not ok
+    assert "paddleformers.trainer.trainer:Trainer._save_checkpoint is missing" in log
+    assert not losses(log)
+    ok, log = train(write_yaml(corpus, tmp_path / "stock", flex_checkpoint=False, max_steps=2, save_steps=9))
+    assert ok, log[-3000:]
+    assert "flex_checkpoint: true is refused in this environment" in log
+    assert len(losses(log)) == 2

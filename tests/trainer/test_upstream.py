@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
-import os
 import re
-import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 
 from paddleformers_fc import nlp, upstream
-from paddleformers_fc.errors import EnvironmentMismatch
+from paddleformers_fc.errors import EnvironmentMismatch, FlexError, OptionError
 from paddleformers_fc.trainer.options import CONFLICTS, DEVELOPMENT, FIELD_NAMES, NLP_CONFLICTS, WITHOUT_EFFECT
 from paddleformers_fc.upstream.hooks import (
     COMMAND_LINES,
@@ -27,10 +26,13 @@ from paddleformers_fc.upstream.hooks import (
     TRAINERS,
     Hook,
 )
-from tests.harness.tiny import DP2, SINGLE
-from tests.trainer.test_entry_points import ROOT, losses, write_yaml
+from tests.harness import tiny
+from tests.harness.on_ranks import on_ranks
+from tests.harness.tiny import DP2, SINGLE, MatrixLayout
+from tests.trainer.jobs import flex_trainer, logged
+from tests.trainer.test_entry_points import ROOT
 from tests.trainer.test_options import DEVELOPMENT_KEYS
-from tests.trainer.test_trainer import JOBS as TRAINER_JOBS, settings
+from tests.trainer.upstream_jobs import goes_around
 from verification.forkserver import ForkServer
 
 JOBS = "tests.trainer.upstream_jobs"
@@ -176,221 +178,156 @@ def test_every_row_of_paddlefleet_was_compared_with_its_public_source() -> None:
 # ---- Versions.
 
 
-@pytest.mark.parametrize("name", ["paddle", "paddleformers"])
-def test_an_unknown_version_is_refused_before_a_process_group_exists(
-    ranks: ForkServer, tmp_path: Path, name: str
+@on_ranks(layout=DP2)
+def test_an_unknown_version_is_refused_before_a_process_group_exists_unless_it_is_allowed(
+    layout: MatrixLayout, tmp_path: Path
 ) -> None:
-    given = {"versions": {name: "3.3.9"}, "output_dir": str(tmp_path)}
-    for found in ranks.run(f"{JOBS}:made_under", 2, {**given, "arguments": {"flex_checkpoint": True}}).values:
-        assert (found["error"], found["initialized"]) == ("EnvironmentMismatch", False)
-        assert f"{name} 3.3.9 is installed; the known version is {name} {upstream.VERSIONS[name]}" in found["text"]
-        assert "flex_unknown_versions: warn" in found["text"]
+    import importlib.metadata
 
+    import paddle
+    import paddleformers
 
-def test_a_version_is_also_that_of_the_metadata(ranks: ForkServer, tmp_path: Path) -> None:
-    given = {"versions": {"paddleformers": "1.2.1"}, "output_dir": str(tmp_path), "metadata": True}
-    (found, _) = ranks.run(f"{JOBS}:made_under", 2, {**given, "arguments": {"flex_checkpoint": True}}).values
-    assert "paddleformers 1.2.1 is installed" in found["text"]
+    from paddleformers_fc import FlexTrainingArguments
 
+    modules, true_version = {"paddle": paddle, "paddleformers": paddleformers}, importlib.metadata.version
 
-@pytest.mark.parametrize(
-    "arguments", [{"flex_checkpoint": False}, {"flex_checkpoint": True, "flex_unknown_versions": "warn"}]
-)
-def test_an_unknown_version_is_tried_where_that_is_requested_or_has_no_effect(
-    ranks: ForkServer, tmp_path: Path, arguments: dict[str, object]
-) -> None:
-    given = {"versions": {"paddle": "3.3.2", "paddleformers": "1.2.1"}, "output_dir": str(tmp_path)}
-    result = ranks.run(f"{JOBS}:made_under", 2, {**given, "arguments": arguments})
-    assert [found["error"] for found in result.values] == [None, None]
-    warned = "paddle 3.3.2 is installed" in result.logs[0].read_text()
-    assert warned == bool(arguments["flex_checkpoint"])
+    def make(versions: dict[str, str], is_metadata: bool = False, **arguments: Any) -> list[str]:
+        """Make arguments under other versions, of the modules or in the metadata of the distributions."""
+        with contextlib.ExitStack() as stack, logged() as lines:
+            if is_metadata:
+                other = mock.patch.object(
+                    importlib.metadata, "version", lambda one: versions.get(one, true_version(one))
+                )
+                stack.enter_context(other)
+            for name, version in ({} if is_metadata else versions).items():
+                stack.enter_context(mock.patch.object(modules[name], "__version__", version))
+            given = {"cls": FlexTrainingArguments, "flex_checkpoint": True, **arguments}
+            tiny.training_arguments(layout, str(tmp_path), **given)
+        return lines
 
-
-@pytest.mark.parametrize("version", ["3.3.1.post126", "3.3.1+cu126"])
-def test_a_build_of_the_known_version_for_a_device_is_the_known_version(
-    ranks: ForkServer, tmp_path: Path, version: str
-) -> None:
-    given = {"versions": {"paddle": version}, "output_dir": str(tmp_path), "arguments": {"flex_checkpoint": True}}
-    assert [found["error"] for found in ranks.run(f"{JOBS}:made_under", 2, given).values] == [None, None]
-
-
-@pytest.mark.parametrize(("key", "value"), DEVELOPMENT_KEYS.items())
-def test_a_key_of_the_development_branch_is_refused_in_python_before_it_is_known(
-    ranks: ForkServer, tmp_path: Path, key: str, value: object
-) -> None:
-    arguments = {"flex_checkpoint": True, "use_flex_async_save": True, key: value}
-    given = {"versions": {}, "output_dir": str(tmp_path), "arguments": arguments}
-    for found in ranks.run(f"{JOBS}:made_under", 2, given).values:
-        assert (found["error"], found["initialized"]) == ("OptionError", False)
-        assert f"flex_checkpoint: true and {key}: " in found["text"]
+    for name, version, is_metadata in (
+        ("paddle", "3.3.9", 0),
+        ("paddleformers", "3.3.9", 0),
+        ("paddleformers", "1.2.1", 1),
+    ):
+        with pytest.raises(EnvironmentMismatch) as caught:
+            make({name: version}, bool(is_metadata))
+        known = f"{name} {version} is installed; the known version is {name} {upstream.VERSIONS[name]}"
+        assert known in str(caught.value)
+        assert "flex_unknown_versions: warn" in str(caught.value)
+    for key, value in DEVELOPMENT_KEYS.items():
+        with pytest.raises(OptionError) as refused:
+            make({}, use_flex_async_save=True, **{key: value})
+        assert f"flex_checkpoint: true and {key}: " in str(refused.value)
+    assert not paddle.distributed.is_initialized()
+    unknown = {"paddle": "3.3.2", "paddleformers": "1.2.1"}
+    assert not any("is installed" in line for line in make(unknown, flex_checkpoint=False))
+    for version in ("3.3.1.post126", "3.3.1+cu126"):  # Builds of the known version for a device.
+        make({"paddle": version})
+    warned = any("paddle 3.3.2 is installed" in line for line in make(unknown, flex_unknown_versions="warn"))
+    assert warned or paddle.distributed.get_rank() > 0
 
 
 # ---- Loops that go around.
 
-STOPS_AT = {"train": 0, "_inner_training_loop": 0, "_save_checkpoint": 2}
-"""After which step a run must stop whose Trainer class calls PaddleFormers' own method in the place of ours."""
 
-
-@pytest.mark.parametrize(
-    ("method", "way"),
-    [("train", "subclass"), ("_inner_training_loop", "installed"), ("_save_checkpoint", "subclass")],
-)
+# One that goes around a save: tests/corruption/test_upstream_drift.py.
+@pytest.mark.parametrize(("method", "way"), [("train", "subclass"), ("_inner_training_loop", "installed")])
 def test_a_loop_that_goes_around_this_package_stops(ranks: ForkServer, tmp_path: Path, method: str, way: str) -> None:
     given = {"layout": SINGLE.to_json(), "output_dir": str(tmp_path), "method": method, "way": way}
     (found,) = ranks.run(f"{JOBS}:goes_around", 1, given).values
-    assert (found["error"], found["step"]) == ("EnvironmentMismatch", STOPS_AT[method])
+    assert (found["error"], found["step"]) == ("EnvironmentMismatch", 0)
     line = f"{method} of paddleformers_fc did not run; the Trainer's own is {JOBS}.Mine.{method}"
     assert line in found["text"]
 
 
+@on_ranks(layout=DP2)
 def test_a_resume_that_goes_around_this_package_stops_every_rank_before_a_step(
-    ranks: ForkServer, tmp_path: Path
+    layout: MatrixLayout, tmp_path: Path
 ) -> None:
-    ranks.run(f"{TRAINER_JOBS}:run", 2, settings(DP2, tmp_path, max_steps=2, save_steps=2))
-    given = {"layout": DP2.to_json(), "output_dir": str(tmp_path), "resume": str(tmp_path / "checkpoint-2")}
-    given |= {"method": "_load_flex_checkpoint", "way": "subclass"}
-    for found in ranks.run(f"{JOBS}:goes_around", 2, given).values:
-        assert (found["error"], found["step"]) == ("EnvironmentMismatch", 0)
-        assert "_load_flex_checkpoint of paddleformers_fc did not run" in found["text"]
+    flex_trainer(layout.to_json(), str(tmp_path), {"max_steps": 2, "save_steps": 2}).train()
+    given = {"layout": layout.to_json(), "output_dir": str(tmp_path), "resume": str(tmp_path / "checkpoint-2")}
+    found = goes_around(method="_load_flex_checkpoint", way="subclass", **given)
+    assert (found["error"], found["step"]) == ("EnvironmentMismatch", 0)
+    assert "_load_flex_checkpoint of paddleformers_fc did not run" in found["text"]
 
 
-def test_a_trainer_that_was_made_without_the_option_does_not_save(ranks: ForkServer, tmp_path: Path) -> None:
-    (error,) = ranks.run(f"{JOBS}:made_without_the_option", 1, {"output_dir": str(tmp_path)}).values
-    assert "this Trainer was constructed without it" in error
-    assert not list(tmp_path.glob("checkpoint-*"))
+@on_ranks(layout=SINGLE)
+def test_trainers_that_do_not_use_the_package_are_refused(layout: MatrixLayout, tmp_path: Path) -> None:
+    from paddleformers.trainer import Trainer, TrainingArguments
 
+    import paddleformers_fc
+    from paddleformers_fc.trainer.entry import detach
 
-def test_functions_of_a_trainer_refuse_the_stock_one_and_its_own_methods_stay(
-    ranks: ForkServer, tmp_path: Path
-) -> None:
-    (errors,) = ranks.run(f"{JOBS}:functions_of_a_stock_trainer", 1, {"output_dir": str(tmp_path)}).values
-    for error in errors.values():
-        assert error.startswith("This Trainer does not use paddleformers_fc: flex_checkpoint is not true."), errors
-        assert "where: paddleformers.trainer.trainer.Trainer" in error
-        assert "paddleformers_fc.FlexTrainer" in error
+    args = tiny.training_arguments(layout, str(tmp_path), cls=TrainingArguments)
+    stock = tiny.trainer(tiny.build("llama", layout, args), args, cls=Trainer)
+    stock.model.save_pretrained(str(tmp_path / "native"))
+    for use in (
+        lambda: paddleformers_fc.save_ema(stock, str(tmp_path / "averaged")),
+        lambda: paddleformers_fc.averaged_weights(stock).__enter__(),
+    ):
+        with pytest.raises(FlexError, match="where: paddleformers.trainer.trainer.Trainer") as caught:
+            use()
+        text = str(caught.value)
+        assert text.startswith("This Trainer does not use paddleformers_fc: flex_checkpoint is not true."), text
+        assert "paddleformers_fc.FlexTrainer" in text
     assert [one.name for one in tmp_path.iterdir() if one.is_dir()] == ["native"]
+    args.flex_checkpoint = True  # Not an option of these arguments.
+    model = tiny.build("llama", layout, args)
+    with pytest.raises(FlexError, match="lack the other options of paddleformers_fc"):
+        tiny.trainer(model, args, cls=paddleformers_fc.FlexTrainer)
+    late = flex_trainer(layout.to_json(), str(tmp_path), {"flex_checkpoint": False})
+    late.args.flex_checkpoint = True
+    with pytest.raises(FlexError, match="this Trainer was constructed without it"):
+        late._save_checkpoint(late.model)
+    assert not list(tmp_path.glob("checkpoint-*"))
+    flags = {"cls": paddleformers_fc.FlexTrainingArguments, "flex_checkpoint": True}
+    args = tiny.training_arguments(layout, str(tmp_path), **flags)
+    detach()
+    with pytest.raises(EnvironmentMismatch, match="this Trainer ignores it"):
+        tiny.trainer(model, args, cls=Trainer, callbacks=[paddleformers_fc.FlexCheckpointCallback()])
 
 
-def test_arguments_with_an_option_of_that_name_alone_are_refused(ranks: ForkServer, tmp_path: Path) -> None:
-    (error,) = ranks.run(f"{JOBS}:arguments_of_another_class", 1, {"output_dir": str(tmp_path)}).values
-    assert "lack the other options of paddleformers_fc" in error
-
-
+@on_ranks(layout=SINGLE)
 def test_arguments_that_ask_for_flex_checkpoints_are_enough_for_the_stock_trainer(
-    ranks: ForkServer, tmp_path: Path
+    layout: MatrixLayout, tmp_path: Path
 ) -> None:
-    (names,) = ranks.run(f"{JOBS}:stock_trainer_with_flex_arguments", 1, {"output_dir": str(tmp_path)}).values
-    assert "flex_checkpoint.json" in names
+    from paddleformers.trainer import Trainer
+
+    flex_trainer(layout.to_json(), str(tmp_path), {"max_steps": 1, "save_steps": 1}, cls=Trainer).train()
+    assert (tmp_path / "checkpoint-1" / "flex_checkpoint.json").exists()
 
 
 # ---- Trainer classes.
 
 
-def test_the_mixin_takes_trainers_of_paddleformers_and_nothing_else(ranks: ForkServer) -> None:
-    (errors,) = ranks.run(f"{JOBS}:refused_bases", 1).values
-    accepted = {name for name, error in errors.items() if not error}
-    assert accepted == {"a Trainer", "a subclass", "FlexTrainer"}
-    for name in ("PaddleNLP", "a subclass of PaddleNLP's"):
-        assert "that of PaddleNLP has paddleformers_fc.nlp" in errors[name]
-    for name in ("nothing", "an empty class", "a class of that name"):
-        assert "Mine is not a Trainer of PaddleFormers" in errors[name]
-    assert "names FlexTrainerMixin after the Trainer of PaddleFormers" in errors["behind"]
+@on_ranks(1)
+def test_the_mixin_takes_trainers_of_paddleformers_and_nothing_else() -> None:
+    from types import ModuleType
+
+    from paddleformers.trainer import Trainer
+
+    from paddleformers_fc import FlexTrainer, FlexTrainerMixin
+
+    module = ModuleType("paddlenlp.trainer.trainer")
+    sys.modules[module.__name__] = module
+    paddlenlp = type("Trainer", (), {"__module__": module.__name__})
+    none, of_paddlenlp = "Mine is not a Trainer of PaddleFormers", "that of PaddleNLP has paddleformers_fc.nlp"
+    for bases, text in (
+        ((FlexTrainerMixin,), none),
+        ((FlexTrainerMixin, type("Empty", (), {})), none),
+        ((FlexTrainerMixin, type("Trainer", (), {"train": lambda self: None})), none),
+        ((FlexTrainerMixin, paddlenlp), of_paddlenlp),
+        ((FlexTrainerMixin, type("Theirs", (paddlenlp,), {})), of_paddlenlp),
+        ((Trainer, FlexTrainerMixin), "names FlexTrainerMixin after the Trainer of PaddleFormers"),
+    ):
+        with pytest.raises(FlexError, match=text):
+            type("Mine", bases, {})
+    for accepted in ((FlexTrainerMixin, Trainer), (FlexTrainerMixin, type("Theirs", (Trainer,), {})), (FlexTrainer,)):
+        type("Mine", accepted, {})
 
 
 def test_the_names_for_paddlenlp_are_refused_beside_paddleformers() -> None:
     for name in nlp.__all__:
         with pytest.raises(EnvironmentMismatch, match="for environments without PaddleFormers"):
             getattr(nlp, name)
-
-
-# ---- A PaddleFormers that differs, below the command line.
-
-
-@pytest.fixture(scope="module")
-def corpus(ranks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model, its tokenizer and a real text."""
-    directory = tmp_path_factory.mktemp("corpus")
-    ranks.run("tests.trainer.entry_jobs:write_corpus", 1, {"directory": str(directory), "text": str(ROOT / "LICENSE")})
-    return directory
-
-
-def test_a_worker_stops_on_a_renamed_method_and_trains_without_flex_checkpoint(
-    ranks: ForkServer, corpus: Path, tmp_path: Path
-) -> None:
-    def train(path: Path) -> tuple[bool, str]:
-        given = {"yaml": str(path), "name": "_save_checkpoint"}
-        result = ranks.attempt(f"{JOBS}:command_line_with_a_renamed_method", 1, given)
-        return result.ok, result.logs[0].read_text()
-
-    ok, log = train(write_yaml(corpus, tmp_path / "out"))
-    assert not ok
-    assert "paddleformers.trainer.trainer:Trainer._save_checkpoint is missing" in log
-    assert not losses(log)
-    ok, log = train(write_yaml(corpus, tmp_path / "stock", flex_checkpoint=False, max_steps=2, save_steps=9))
-    assert ok, log[-3000:]
-    assert "flex_checkpoint: true is refused in this environment" in log
-    assert len(losses(log)) == 2
-
-
-@pytest.fixture(scope="module")
-def another_formers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of PaddleFormers, to be named in PYTHONPATH."""
-    directory = tmp_path_factory.mktemp("formers")
-    spec = find_spec("paddleformers")
-    assert spec is not None
-    assert spec.origin is not None
-    shutil.copytree(Path(spec.origin).parent, directory / "paddleformers")
-    return directory
-
-
-@pytest.fixture
-def renamed(another_formers: Path) -> Iterator[str]:
-    """The directory of the copy, in whose Trainer a private name is another one."""
-    path = another_formers / "paddleformers" / "trainer" / "trainer.py"
-    original = path.read_text(encoding="utf-8")
-    try:
-        yield str(another_formers)
-    finally:
-        path.write_text(original, encoding="utf-8")
-
-
-def rename(formers: str, name: str) -> None:
-    path = Path(formers) / "paddleformers" / "trainer" / "trainer.py"
-    text = path.read_text(encoding="utf-8")
-    assert name in text
-    path.write_text(re.sub(rf"\b{name}\b", f"{name}_renamed", text), encoding="utf-8")
-
-
-def start(formers: str, arguments: list[str], directory: Path) -> subprocess.CompletedProcess[str]:
-    """Run this Python on the copy of PaddleFormers."""
-    environment = {**os.environ, "PYTHONPATH": f"{formers}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *arguments]
-    return subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, check=False)
-
-
-@pytest.mark.slow
-def test_the_stock_command_line_stops_on_a_renamed_method_and_trains_without_flex_checkpoint(
-    renamed: str, corpus: Path, tmp_path: Path
-) -> None:
-    rename(renamed, "_save_checkpoint")
-    command = ["-m", "paddleformers.cli.launcher", "train"]
-    done = start(renamed, [*command, str(write_yaml(corpus, tmp_path / "out"))], tmp_path)
-    assert done.returncode != 0
-    assert "paddleformers.trainer.trainer:Trainer._save_checkpoint is missing" in done.stdout + done.stderr
-    assert not list(tmp_path.glob("out/checkpoint-*"))
-    stock = write_yaml(corpus, tmp_path / "stock", flex_checkpoint=False, max_steps=2)
-    done = start(renamed, [*command, str(stock)], tmp_path)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert "flex_checkpoint: true is refused in this environment" in done.stdout + done.stderr
-    assert list((tmp_path / "stock" / "checkpoint-2").glob("model_state/*.metadata"))
-
-
-@pytest.mark.slow
-def test_our_command_stops_on_a_renamed_attribute_of_the_pipeline(renamed: str, corpus: Path, tmp_path: Path) -> None:
-    rename(renamed, "_pp_data_buffer")
-    path = write_yaml(corpus, tmp_path / "out")
-    command = [str(Path(sys.executable).with_name("paddleformers-fc")), "train", str(path), "--nproc", "2"]
-    done = start(renamed, command, tmp_path)
-    assert done.returncode != 0
-    assert "Trainer.training_pipeline_step does not use _pp_data_buffer" in done.stdout + done.stderr
-    assert not list(tmp_path.glob("out/checkpoint-*"))

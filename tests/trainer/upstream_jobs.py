@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from enum import EnumMeta
-from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -239,36 +238,6 @@ def install_breaks_off() -> dict[str, Any]:
     return {}
 
 
-# ---- Versions.
-
-
-def made_under(
-    versions: Mapping[str, str], output_dir: str, arguments: Mapping[str, Any], metadata: bool = False
-) -> dict[str, Any]:
-    """Make arguments under other versions of Paddle and PaddleFormers; the error, or none.
-
-    Args:
-        metadata: whether the metadata of the distributions name the version, and not the modules.
-    """
-    import importlib.metadata
-
-    import paddle.distributed as dist
-
-    from paddleformers_fc import FlexTrainingArguments
-
-    true_version = importlib.metadata.version
-    if metadata:
-        importlib.metadata.version = lambda name: versions.get(name) or true_version(name)
-    else:
-        for name, version in versions.items():
-            importlib.import_module(name).__version__ = version  # type: ignore[attr-defined]
-    try:
-        tiny.training_arguments(tiny.DP2, output_dir, cls=FlexTrainingArguments, **arguments)
-    except FlexError as error:
-        return {"error": type(error).__name__, "text": str(error), "initialized": dist.is_initialized()}
-    return {"error": None, "initialized": dist.is_initialized()}
-
-
 # ---- Trainers that go around the replaced methods.
 
 
@@ -329,82 +298,3 @@ def command_line_with_a_renamed_method(yaml: str, name: str) -> None:
 
     with _without(Trainer, name):
         run_command_line(yaml)
-
-
-def made_without_the_option(output_dir: str) -> str:
-    """Set ``flex_checkpoint`` when the Trainer has been made, and save; the error."""
-    from tests.trainer.jobs import flex_trainer
-
-    trainer = flex_trainer(tiny.SINGLE.to_json(), output_dir, {"flex_checkpoint": False})
-    trainer.args.flex_checkpoint = True
-    return _caught(lambda: trainer._save_checkpoint(trainer.model))
-
-
-def functions_of_a_stock_trainer(output_dir: str) -> dict[str, str]:
-    """Call the functions that take a Trainer with one that does not use the package; their errors."""
-    from paddleformers.trainer import Trainer, TrainingArguments
-
-    import paddleformers_fc
-
-    args = tiny.training_arguments(tiny.SINGLE, output_dir, cls=TrainingArguments)
-    trainer = tiny.trainer(tiny.build("llama", tiny.SINGLE, args), args, cls=Trainer)
-    trainer.model.save_pretrained(f"{output_dir}/native")
-    return {
-        "save_ema": _caught(lambda: paddleformers_fc.save_ema(trainer, f"{output_dir}/averaged")),
-        "averaged_weights": _caught(lambda: paddleformers_fc.averaged_weights(trainer).__enter__()),
-    }
-
-
-def arguments_of_another_class(output_dir: str) -> str:
-    """Make a Trainer with arguments that have a ``flex_checkpoint`` of their own; the error."""
-    from paddleformers.trainer import TrainingArguments
-
-    from paddleformers_fc import FlexTrainer
-
-    args = tiny.training_arguments(tiny.SINGLE, output_dir, cls=TrainingArguments)
-    args.flex_checkpoint = True
-    try:
-        tiny.trainer(tiny.build("llama", tiny.SINGLE, args), args, cls=FlexTrainer)
-    except FlexError as error:
-        return str(error)
-    return ""
-
-
-def stock_trainer_with_flex_arguments(output_dir: str) -> list[str]:
-    """Train with the stock Trainer class, without ``install()``; the names in its first checkpoint."""
-    from paddleformers.trainer import Trainer
-
-    from tests.trainer.jobs import flex_trainer
-
-    flex_trainer(tiny.SINGLE.to_json(), output_dir, {"max_steps": 1, "save_steps": 1}, cls=Trainer).train()
-    return sorted(path.name for path in (Path(output_dir) / "checkpoint-1").iterdir())
-
-
-# ---- What the mixin is put before.
-
-
-def refused_bases() -> dict[str, str]:
-    """Put the mixin before and behind several classes; the errors."""
-    import sys
-    from types import ModuleType
-
-    from paddleformers.trainer import Trainer
-
-    from paddleformers_fc import FlexTrainer, FlexTrainerMixin
-
-    module = ModuleType("paddlenlp.trainer.trainer")
-    sys.modules[module.__name__] = module
-    paddlenlp = type("Trainer", (), {"__module__": module.__name__})
-    other = type("Trainer", (), {"train": lambda self: None})
-    bases: dict[str, Sequence[type[Any]]] = {
-        "nothing": (FlexTrainerMixin,),
-        "an empty class": (FlexTrainerMixin, type("Empty", (), {})),
-        "a class of that name": (FlexTrainerMixin, other),
-        "PaddleNLP": (FlexTrainerMixin, paddlenlp),
-        "a subclass of PaddleNLP's": (FlexTrainerMixin, type("Theirs", (paddlenlp,), {})),
-        "behind": (Trainer, FlexTrainerMixin),
-        "a Trainer": (FlexTrainerMixin, Trainer),
-        "a subclass": (FlexTrainerMixin, type("Theirs", (Trainer,), {})),
-        "FlexTrainer": (FlexTrainer,),
-    }
-    return {name: _caught(lambda one=one: type("Mine", tuple(one), {})) for name, one in bases.items()}  # type: ignore[misc]
